@@ -1,0 +1,1 @@
+"""The spine: targets, dispatch, launch, caches. It imports nothing of the package above it."""

@@ -1,0 +1,82 @@
+"""Bad input ends here: a ValueError that names the argument, its value and what is allowed."""
+
+from __future__ import annotations
+
+import torch
+
+
+class UnsupportedConfig(ValueError):
+    """No variant takes this problem; the message says why each refused."""
+
+
+_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def require(condition: bool, argument: str, value, allowed: str) -> None:
+    """Raise ValueError naming `argument`, its `value` and what is `allowed`, unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{argument}: got {value}; allowed: {allowed}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Triton's name of a torch dtype, as Problems hold it."""
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise ValueError(f"dtype: got {dtype}; allowed: {', '.join(str(d) for d in _NAMES)}")
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a Problem's dtype name."""
+    return _DTYPES[name]
+
+
+def as_dtype(value: str | torch.dtype | None, default: torch.dtype | None = None) -> torch.dtype | None:
+    """A dtype given as upstream allows it: a torch.dtype, its name ("float16", "torch.float16"), or None."""
+    if value is None:
+        return default
+    if isinstance(value, torch.dtype):
+        return value
+    dtype = getattr(torch, str(value).removeprefix("torch."), None)
+    require(isinstance(dtype, torch.dtype), "dtype", repr(value), "a torch.dtype or the name of one")
+    return dtype
+
+
+def same_device(**tensors: torch.Tensor | None) -> torch.device:
+    """The device all the given tensors are on; ValueError naming the odd one."""
+    first_name, first = None, None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if first is None:
+            first_name, first = name, tensor.device
+        elif tensor.device != first:
+            raise ValueError(f"{name}: got a tensor on {tensor.device}; allowed: {first}, where {first_name} is")
+    if first is None:
+        raise ValueError("no tensor was given")
+    return first
+
+
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether rows can be read 16 bytes at a time: base and row strides are multiples of 16 bytes, rows contiguous."""
+    for tensor in tensors:
+        if tensor.data_ptr() % 16:
+            return False
+        *outer, last = tensor.stride() or (1,)
+        size = tensor.element_size()
+        if last != 1 or any(stride * size % 16 for stride in outer):
+            return False
+    return True

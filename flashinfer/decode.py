@@ -1,0 +1,449 @@
+"""Decode attention: one query token per request (or a few), keys and values in a KV cache."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from flashinfer._core.checks import as_dtype, require
+from flashinfer._core.kv_layout import paged_views
+from flashinfer.ops.attention.batch import Call, Request, default_o_dtype
+from flashinfer.ops.attention.single import run_single
+from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, refuse_block_scales, refuse_jit
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+]
+
+
+def single_decode_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query token over a contiguous KV cache.
+
+    Parameters
+    ----------
+    q : Tensor [num_qo_heads, head_dim]
+        bf16, fp16, fp32, or fp8.
+    k, v : Tensor
+        [kv_len, num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_len, head_dim] (HND); q's dtype, or fp8.
+    kv_layout : str
+        "NHD" or "HND".
+    pos_encoding_mode : str
+        "NONE", "ROPE_LLAMA" (rotary embedding applied to q and k here) or "ALIBI".
+    use_tensor_cores : bool
+        Upstream's hint between two kernels. One kernel serves both here; the hint changes nothing.
+    q_scale, k_scale, v_scale : float or Tensor, optional
+        Scales of quantised q, k and v; a tensor has 1, num_kv_heads or num_qo_heads elements.
+    window_left : int
+        The query sees itself and this many keys before it; -1 for all.
+    logits_soft_cap : float, optional
+        Logits become cap * tanh(logits / cap).
+    sm_scale : float, optional
+        Default 1 / sqrt(head_dim).
+    rope_scale, rope_theta : float, optional
+        For ROPE_LLAMA; default 1 and 1e4.
+    return_lse : bool
+        Whether to return the log-sum-exp too.
+
+    Returns
+    -------
+    out : Tensor [num_qo_heads, head_dim]
+    lse : float32 Tensor [num_qo_heads], with return_lse
+        Base 2.
+
+    Raises
+    ------
+    ValueError
+        An argument out of its range, by name.
+    """
+    require(q.dim() == 2, "q", tuple(q.shape), "2 axes: num_qo_heads, head_dim")
+    call = Call(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+    result = run_single(
+        q[None], k, v, kv_layout, "auto", call,
+        o_dtype=default_o_dtype(q.dtype, None), window_left=window_left, logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta, q_len=1,
+    )  # fmt: skip
+    return (result[0][0], result[1][0]) if return_lse else result[0]
+
+
+@lru_cache(maxsize=64)
+def _uniform_indptr(batch: int, q_len: int) -> torch.Tensor:
+    return torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32)
+
+
+class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
+    """Decode attention of a batch over a paged KV cache: plan() once per step, run() once per layer.
+
+    Parameters
+    ----------
+    float_workspace_buffer : uint8 Tensor
+        Scratch on the compute device, for partial results; any size (a small one is replaced by our own). Its device is
+        the wrapper's.
+    kv_layout : str
+        "NHD": pages of [page_size, num_kv_heads, head_dim]; "HND": [num_kv_heads, page_size, head_dim].
+    use_cuda_graph : bool
+        Keep the tables in the buffers below, so that a captured run() serves later plans.
+    use_tensor_cores : bool
+        Upstream's hint between two kernels; one kernel serves both here.
+    paged_kv_indptr_buffer : int32 Tensor [max_batch + 1], optional
+    paged_kv_indices_buffer : int32 Tensor [max pages], optional
+    paged_kv_last_page_len_buffer : int32 Tensor [max_batch], optional
+        The buffers, with use_cuda_graph.
+    backend : str
+        "auto", or one of upstream's names (see flashinfer/_core/backends.py).
+    jit_args : optional
+        Refused: CUDA C++ variants are not compiled here.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> indptr, last = torch.tensor([0, 2, 5]), torch.tensor([3, 16])
+    >>> wrapper.plan(indptr, torch.arange(5), last, 8, 2, 64, 16, q_data_type="float32")
+    >>> q, kv = torch.randn(2, 8, 64), torch.randn(5, 2, 16, 2, 64)
+    >>> wrapper.run(q, kv).shape
+    torch.Size([2, 8, 64])
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args=None,
+    ):
+        refuse_jit(jit_args)
+        buffers = None
+        if use_cuda_graph:
+            buffers = GraphBuffers(None, paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+            buffers.check(float_workspace_buffer.device, ("kv_indptr", "kv_indices", "last_page_len"))
+        super().__init__(float_workspace_buffer, kv_layout, backend, buffers)
+        self._use_tensor_cores = use_tensor_cores
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        """The hint given to the constructor."""
+        return self._use_tensor_cores
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+    ) -> None:
+        """Describe a batch; every later run() uses it.
+
+        Parameters
+        ----------
+        indptr : int Tensor [batch_size + 1]
+            Where each request's entries begin in `indices`; on the host or the device.
+        indices : int Tensor [pages used]
+            Page ids.
+        last_page_len : int Tensor [batch_size]
+            Tokens in each request's last page, 1 ... page_size (0 for a request without pages).
+        num_qo_heads, num_kv_heads, head_dim, page_size : int
+            num_qo_heads is a multiple of num_kv_heads; any page_size from 1 up.
+        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+            As in `single_decode_with_kv_cache`.
+        q_data_type, kv_data_type, o_data_type : dtype or its name
+            kv defaults to q's, out to q's (bfloat16 for fp8 q).
+        data_type : dtype or its name, optional
+            Older form: both q's and kv's.
+        non_blocking : bool
+            Copies to the device never wait here; False changes nothing else.
+        block_tables, seq_lens : Tensor, optional
+            The same tables in the form of other libraries; `indptr`, `indices` and `last_page_len` say it all, and
+            these are not read.
+        fixed_split_size : int, optional
+            Cut every request's keys at multiples of this, so that a result does not depend on the rest of the batch.
+        disable_split_kv : bool
+            Leave every request whole.
+        q_len_per_req : int
+            Query tokens of each request (speculative decoding); run() takes q [batch_size * q_len_per_req, ...], and
+            the queries of a request are causal among themselves.
+
+        Raises
+        ------
+        ValueError
+            An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
+        """
+        q_dtype = as_dtype(data_type) or as_dtype(q_data_type, torch.float16)
+        batch = indptr.shape[0] - 1
+        require(q_len_per_req >= 1, "q_len_per_req", q_len_per_req, "at least 1")
+        if self._use_cuda_graph and self._fixed_qo_indptr is None:
+            most = self._buffers.kv_indptr.shape[0] - 1
+            self._fixed_qo_indptr = _uniform_indptr(most, q_len_per_req).to(self.device)
+        request = Request(
+            qo_indptr=_uniform_indptr(batch, q_len_per_req),
+            kv_indptr=indptr,
+            kv_indices=indices,
+            last_page_len=last_page_len,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim,
+            head_dim_vo=head_dim,
+            page_size=page_size,
+            q_dtype=q_dtype,
+            kv_dtype=as_dtype(data_type) or as_dtype(kv_data_type, q_dtype),
+            o_dtype=default_o_dtype(q_dtype, o_data_type),
+            causal=q_len_per_req > 1,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            pos_encoding_mode=pos_encoding_mode,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+            q_len=q_len_per_req,
+        )
+        self._plan(request)
+
+    begin_forward = plan
+
+    def workspace_size(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+    ) -> tuple[int, int]:
+        """Bytes of (float, int) workspace that plan() with these arguments would use; both 0 on the CPU.
+
+        The int workspace is always ours: its size is 0. Parameters as in `plan`.
+        """
+        probe = BatchDecodeWithPagedKVCacheWrapper(self._float_workspace_buffer, self._kv_layout, backend=self._backend)
+        probe.plan(
+            indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode,
+            window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale,
+            rope_theta, True, block_tables, seq_lens, fixed_split_size, disable_split_kv, q_len_per_req,
+        )  # fmt: skip
+        return probe._batch.scratch_bytes, 0
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Kept for callers of upstream: strides are arguments of our kernels, so no variant needs warming."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        *args,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        q_len_per_req: int | None = 1,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_block_scales=None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the planned batch.
+
+        Parameters
+        ----------
+        q : Tensor [batch_size * q_len_per_req, num_qo_heads, head_dim]
+        paged_kv_cache : Tensor or (Tensor, Tensor)
+            NHD [pages, 2, page_size, num_kv_heads, head_dim] or HND [pages, 2, num_kv_heads, page_size, head_dim], or
+            (k, v) without the second axis. Any strides, head_dim contiguous.
+        *args
+            Refused: arguments of CUDA C++ variants.
+        q_scale, k_scale, v_scale : float or Tensor, optional
+            Scales of quantised q, k and v; a tensor has 1, num_kv_heads or num_qo_heads elements.
+        out : Tensor, optional
+            Where to write, shaped as q.
+        lse : float32 Tensor [rows, num_qo_heads], optional
+            Where to write the log-sum-exp.
+        return_lse : bool
+        enable_pdl : bool, optional
+            Programmatic dependent launch: no effect on results.
+        window_left : int, optional
+            Narrows the planned window.
+        sinks : float Tensor [num_qo_heads], optional
+            A logit per head that takes part in the softmax without a value.
+        q_len_per_req : int
+            Must be the planned one, or 1 (the default).
+        skip_softmax_threshold_scale_factor : float, optional
+            Upstream's permission to skip small probabilities; the result here is exact with and without it.
+        kv_block_scales : optional
+            Refused: block-scaled caches.
+
+        Returns
+        -------
+        out : Tensor, as q with the output dtype
+        lse : float32 Tensor [rows, num_qo_heads], with return_lse
+            Base 2; -inf for a request without keys, whose out is 0.
+        """
+        require(not args, "*args", f"{len(args)} extra arguments", "none: CUDA C++ variants are not compiled here")
+        refuse_block_scales("kv_block_scales", kv_block_scales)
+        planned = self._planned().request.q_len
+        require(q_len_per_req in (None, 1, planned), "q_len_per_req", q_len_per_req, f"{planned}, as planned")
+        k, v = paged_views(paged_kv_cache, self._kv_layout)
+        return self._run(q, k, v, Call(q_scale, k_scale, v_scale, out, lse, return_lse, window_left, sinks))
+
+    def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """`run` with return_lse=True."""
+        return self.run(q, paged_kv_cache, *args, return_lse=True, **kwargs)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Older form of `run`, in which these options replace the planned ones."""
+        self._change_plan(
+            pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Older form of `run_return_lse`."""
+        self._change_plan(
+            pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """`BatchDecodeWithPagedKVCacheWrapper` in CUDA-graph mode; parameters as there."""
+
+    def __init__(
+        self,
+        workspace_buffer: torch.Tensor,
+        indptr_buffer: torch.Tensor,
+        indices_buffer: torch.Tensor,
+        last_page_len_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ):
+        super().__init__(
+            workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer
+        )
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: str | torch.dtype | None = None,
+    kv_data_type: str | torch.dtype | None = None,
+    data_type: str | torch.dtype | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: torch.Tensor | None = None,
+) -> None:
+    """`BatchDecodeWithPagedKVCacheWrapper.plan`, under the name engines bind in its place.
+
+    Upstream's is faster than its plan() because it copies less; plan() here copies no more than this. With
+    `global_override_indptr_cpu`, that host tensor is `indptr`. Other parameters as in plan().
+    """
+    self.plan(
+        indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
+        indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+        pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
+        q_data_type=q_data_type, kv_data_type=kv_data_type, data_type=data_type, sm_scale=sm_scale,
+        rope_scale=rope_scale, rope_theta=rope_theta, non_blocking=non_blocking, fixed_split_size=fixed_split_size,
+        disable_split_kv=disable_split_kv, q_len_per_req=q_len_per_req,
+    )  # fmt: skip

@@ -1,0 +1,18 @@
+"""The rooms: one folder per kernel."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_ROOMS = ("norm", "rope", "activation", "page", "attention.prefill", "attention.decode", "attention.merge")
+
+
+def all_ops() -> dict:
+    """Every Op of every room, by name. Imports the doors only, no kernel."""
+    from flashinfer._core.dispatch import Op
+
+    found = {}
+    for room in _ROOMS:
+        door = import_module(f"flashinfer.ops.{room}")
+        found.update((value.name, value) for value in vars(door).values() if isinstance(value, Op))
+    return found

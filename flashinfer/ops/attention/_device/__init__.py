@@ -1,0 +1,1 @@
+"""Device pieces that more than one attention kernel uses."""

@@ -1,0 +1,232 @@
+"""Attention over one work item: a tile of query rows of one KV head against a range of keys.
+
+The heads of a GQA group share their keys, so they share a tile: row r of a request is head r % GROUP of token
+r // GROUP. The softmax is online (Milakov and Gimelshein, 2018), in base 2, with float32 accumulation
+(FlashAttention-2, Dao, 2023).
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer.ops.attention._device.kv_source import row_offsets, widen
+from flashinfer.ops.attention._device.logits import rotate, transform, visible
+from flashinfer.ops.attention._device.schedule import (
+    ITEM_KV_BASE,
+    ITEM_KV_BEGIN,
+    ITEM_KV_END,
+    ITEM_KV_LEN,
+    ITEM_Q_LEN,
+    ITEM_Q_ROW,
+    ITEM_REQUEST,
+    ITEM_SLOT,
+    ITEM_TILE_ROW,
+    ITEM_WIDTH,
+)
+
+
+@triton.jit
+def _dot(a, b, acc):
+    # Of float32 operands alone: three tensor-core products keep what one in tf32 would round away.
+    return tl.dot(a, b, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def _load_key_half(k, offsets, there, first, HALF: tl.constexpr, HALF_PAD: tl.constexpr, ROW_MASK: tl.constexpr):
+    d = tl.arange(0, HALF_PAD)
+    ok = (d < HALF)[None, :]
+    if ROW_MASK:
+        ok = ok & there[:, None]
+    return tl.load(k + offsets[:, None] + (first + d)[None, :], mask=ok, other=0)
+
+
+@triton.jit
+def _step(
+    acc, top, total, q_lo, q_hi, k, v, start, kv_end,
+    kv_base, kv_len, kv_indices, k_stride_page, k_stride_n, v_stride_page, v_stride_n,
+    scale, soft_cap, slopes, q_index, q_pos, row_ok, mask, window_left, rope_scale, rope_log2_theta,
+    PAGE_SIZE: tl.constexpr, D_QK: tl.constexpr, D_VO: tl.constexpr, D_QK_PAD: tl.constexpr, D_VO_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, KV_DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    ROPE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of keys. With MASKED, keys past the range, the diagonal, the window and the custom mask are looked at."""
+    kv_pos = start + tl.arange(0, BLOCK_N)
+    there = kv_pos < kv_end
+    at = row_offsets(kv_pos, there, kv_base, kv_indices, k_stride_page, k_stride_n, PAGE_SIZE)
+    s = tl.zeros([q_lo.shape[0], BLOCK_N], tl.float32)
+    if ROPE:
+        HALF: tl.constexpr = D_QK // 2
+        HALF_PAD: tl.constexpr = D_QK_PAD // 2
+        k_lo = widen(_load_key_half(k, at, there, 0, HALF, HALF_PAD, MASKED), KV_DTYPE, NATIVE_FP8, COMPUTE)
+        k_hi = widen(_load_key_half(k, at, there, HALF, HALF, HALF_PAD, MASKED), KV_DTYPE, NATIVE_FP8, COMPUTE)
+        k_lo, k_hi = rotate(k_lo, k_hi, kv_pos, rope_scale, rope_log2_theta, HALF, HALF_PAD)
+        s = _dot(q_lo, tl.trans(k_lo.to(COMPUTE)), s)
+        s = _dot(q_hi, tl.trans(k_hi.to(COMPUTE)), s)
+    else:
+        d = tl.arange(0, D_QK_PAD)
+        k_ok = (d < D_QK)[:, None]
+        if MASKED:
+            k_ok = k_ok & there[None, :]
+        keys = tl.load(k + at[None, :] + d[:, None], mask=k_ok, other=0)
+        s = _dot(q_lo, widen(keys, KV_DTYPE, NATIVE_FP8, COMPUTE), s)
+    s = transform(s, scale, soft_cap, slopes, q_pos, kv_pos, SOFT_CAP, ALIBI)
+    if MASKED:
+        ok = visible(
+            q_index, q_pos, kv_pos, kv_end, kv_len, mask, row_ok, window_left, CAUSAL, WINDOW, CUSTOM
+        )
+        s = tl.where(ok, s, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, 1))
+    # A row that has seen no key yet has top = -inf, and inf - inf is NaN.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    p = tl.exp2(s - base[:, None])
+    keep = tl.exp2(top - base)
+    total = total * keep + tl.sum(p, 1)
+    acc = acc * keep[:, None]
+    dv = tl.arange(0, D_VO_PAD)
+    v_ok = (dv < D_VO)[None, :]
+    if MASKED:
+        v_ok = v_ok & there[:, None]
+    at_v = row_offsets(kv_pos, there, kv_base, kv_indices, v_stride_page, v_stride_n, PAGE_SIZE)
+    values = tl.load(v + at_v[:, None] + dv[None, :], mask=v_ok, other=0)
+    acc = _dot(p.to(COMPUTE), widen(values, KV_DTYPE, NATIVE_FP8, COMPUTE), acc)
+    return acc, new_top, total
+
+
+@triton.jit
+def attend_kernel(
+    q, k, v, out, lse, partial_out, partial_lse, items, counts, kv_indices, mask, mask_indptr,
+    sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads,
+    q_stride_n, q_stride_h, k_stride_page, k_stride_n, k_stride_h, v_stride_page, v_stride_n, v_stride_h,
+    o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left, rope_scale, rope_log2_theta,
+    GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    D_QK: tl.constexpr, D_VO: tl.constexpr, D_QK_PAD: tl.constexpr, D_VO_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Q_DTYPE: tl.constexpr, KV_DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    ROPE: tl.constexpr, SINKS: tl.constexpr, HEAD_SCALES: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """One program per (work item, KV head); heads vary fastest, since heads of one token are neighbours in a page."""
+    item = tl.program_id(0) // num_kv_heads
+    kv_head = tl.program_id(0) % num_kv_heads
+    if item >= tl.load(counts):
+        return
+    record = items + item * ITEM_WIDTH
+    q_len = tl.load(record + ITEM_Q_LEN)
+    kv_len = tl.load(record + ITEM_KV_LEN)
+    kv_base = tl.load(record + ITEM_KV_BASE)
+    tile_row = tl.load(record + ITEM_TILE_ROW)
+    kv_begin = tl.load(record + ITEM_KV_BEGIN)
+    kv_end = tl.load(record + ITEM_KV_END)
+
+    packed = tile_row + tl.arange(0, BLOCK_M)
+    token = packed // GROUP
+    row_ok = token < q_len
+    head = kv_head * GROUP + packed % GROUP
+    q_pos = token + kv_len - q_len
+    n = (tl.load(record + ITEM_Q_ROW) + token).to(tl.int64)
+
+    q_at = n * q_stride_n + head * q_stride_h
+    if ROPE:
+        HALF: tl.constexpr = D_QK // 2
+        HALF_PAD: tl.constexpr = D_QK_PAD // 2
+        q_lo = widen(_load_key_half(q, q_at, row_ok, 0, HALF, HALF_PAD, True), Q_DTYPE, NATIVE_FP8, COMPUTE)
+        q_hi = widen(_load_key_half(q, q_at, row_ok, HALF, HALF, HALF_PAD, True), Q_DTYPE, NATIVE_FP8, COMPUTE)
+        q_lo, q_hi = rotate(q_lo, q_hi, q_pos, rope_scale, rope_log2_theta, HALF, HALF_PAD)
+        q_lo, q_hi = q_lo.to(COMPUTE), q_hi.to(COMPUTE)
+    else:
+        d = tl.arange(0, D_QK_PAD)
+        rows = tl.load(q + q_at[:, None] + d[None, :], mask=row_ok[:, None] & (d < D_QK)[None, :], other=0)
+        q_lo = widen(rows, Q_DTYPE, NATIVE_FP8, COMPUTE)
+        q_hi = q_lo
+    scale = tl.full([BLOCK_M], 1.0, tl.float32) * sm_scale
+    if HEAD_SCALES:
+        scale *= tl.load(qk_scale + head, mask=row_ok, other=0.0)
+    slopes = scale
+    if ALIBI:
+        slopes = tl.load(alibi_slopes + head, mask=row_ok, other=0.0)
+    if CUSTOM:
+        mask += tl.load(mask_indptr + tl.load(record + ITEM_REQUEST)).to(tl.int64)
+
+    k += kv_head.to(tl.int64) * k_stride_h
+    v += kv_head.to(tl.int64) * v_stride_h
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_VO_PAD], tl.float32)
+
+    # Keys this tile sees, and among them the blocks that need no mask: those all of its rows see.
+    first_pos = tile_row // GROUP + kv_len - q_len
+    last_pos = tl.minimum((tile_row + BLOCK_M - 1) // GROUP, q_len - 1) + kv_len - q_len
+    begin = kv_begin
+    end = kv_end
+    plain_begin = kv_begin
+    plain_end = kv_end
+    if WINDOW:
+        begin += tl.maximum(first_pos - window_left - kv_begin, 0) // BLOCK_N * BLOCK_N
+        plain_begin = begin + (tl.maximum(last_pos - window_left - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        end = tl.minimum(end, last_pos + 1)
+        plain_end = tl.minimum(plain_end, first_pos + 1)
+    if CUSTOM:
+        plain_end = begin
+    plain_begin = tl.minimum(tl.maximum(plain_begin, begin), begin + tl.maximum(end - begin, 0))
+    if not WINDOW:
+        plain_begin = begin
+    plain_end = plain_begin + tl.maximum(plain_end - plain_begin, 0) // BLOCK_N * BLOCK_N
+
+    if WINDOW:
+        for start in range(begin, plain_begin, BLOCK_N):
+            acc, top, total = _step(
+                acc, top, total, q_lo, q_hi, k, v, start, kv_end, kv_base, kv_len, kv_indices,
+                k_stride_page, k_stride_n, v_stride_page, v_stride_n, scale, soft_cap, slopes, token, q_pos, row_ok,
+                mask, window_left, rope_scale, rope_log2_theta, PAGE_SIZE, D_QK, D_VO, D_QK_PAD, D_VO_PAD, BLOCK_N,
+                KV_DTYPE, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, True,
+            )  # fmt: skip
+    if not CUSTOM:
+        for start in range(plain_begin, plain_end, BLOCK_N):
+            acc, top, total = _step(
+                acc, top, total, q_lo, q_hi, k, v, start, kv_end, kv_base, kv_len, kv_indices,
+                k_stride_page, k_stride_n, v_stride_page, v_stride_n, scale, soft_cap, slopes, token, q_pos, row_ok,
+                mask, window_left, rope_scale, rope_log2_theta, PAGE_SIZE, D_QK, D_VO, D_QK_PAD, D_VO_PAD, BLOCK_N,
+                KV_DTYPE, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, False,
+            )  # fmt: skip
+    for start in range(plain_end, end, BLOCK_N):
+        acc, top, total = _step(
+            acc, top, total, q_lo, q_hi, k, v, start, kv_end, kv_base, kv_len, kv_indices,
+            k_stride_page, k_stride_n, v_stride_page, v_stride_n, scale, soft_cap, slopes, token, q_pos, row_ok,
+            mask, window_left, rope_scale, rope_log2_theta, PAGE_SIZE, D_QK, D_VO, D_QK_PAD, D_VO_PAD, BLOCK_N,
+            KV_DTYPE, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, True,
+        )  # fmt: skip
+
+    slot = tl.load(record + ITEM_SLOT)
+    if SINKS:
+        # The combination adds the sink of a split tile, once.
+        if slot < 0:
+            sink = tl.load(sinks + head, mask=row_ok, other=float("-inf")) * 1.4426950408889634
+            new_top = tl.maximum(top, sink)
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            keep = tl.exp2(top - base)
+            acc = acc * keep[:, None]
+            total = total * keep + tl.exp2(sink - base)
+            top = new_top
+    seen = total > 0
+    inverse = tl.where(seen, out_scale / tl.where(seen, total, 1.0), 0.0)
+    if HEAD_SCALES:
+        inverse *= tl.load(v_scale + head, mask=row_ok, other=0.0)
+    # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
+    acc = tl.where(seen[:, None], acc * inverse[:, None], 0.0)
+    s = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
+    dv = tl.arange(0, D_VO_PAD)
+    if SPLIT:
+        if slot >= 0:
+            at = (slot.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
+            tl.store(
+                partial_out + at[:, None] * D_VO + dv[None, :], acc, mask=row_ok[:, None] & (dv < D_VO)[None, :]
+            )
+            tl.store(partial_lse + at, s, mask=row_ok)
+            return
+    o_at = n * o_stride_n + head * o_stride_h
+    tl.store(
+        out + o_at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=row_ok[:, None] & (dv < D_VO)[None, :]
+    )
+    if LSE:
+        tl.store(lse + n * (num_kv_heads * GROUP) + head, s, mask=row_ok)

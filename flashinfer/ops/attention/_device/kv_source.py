@@ -1,0 +1,34 @@
+"""Where keys and values are: rows of a ragged tensor, or rows of pages found through a table."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_offsets(positions, there, kv_base, kv_indices, stride_page, stride_n, PAGE_SIZE: tl.constexpr):
+    """Offsets, in elements, of the rows of a request's keys at `positions`; int64, so that any pool can be addressed."""
+    if PAGE_SIZE == 0:
+        return (kv_base + positions).to(tl.int64) * stride_n
+    page = tl.load(kv_indices + kv_base + positions // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+    return page * stride_page + (positions % PAGE_SIZE).to(tl.int64) * stride_n
+
+
+@triton.jit
+def widen(x, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, to: tl.constexpr):
+    """Keys or values as the type they are multiplied in. FP8 comes as bytes, e4m3 ("fp8e4nv") or e5m2 ("fp8e5").
+
+    Both are float16 with fewer bits. e5m2 is its upper byte. e4m3 shifted into place has an exponent bias 8 smaller,
+    which a factor of 256 restores, subnormals included; its one NaN pattern has to be named. (OCP 8-bit Floating Point
+    Specification 1.0.)
+    """
+    if DTYPE == "fp8e5":
+        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(to)
+    if DTYPE == "fp8e4nv":
+        if NATIVE_FP8:
+            return x.to(tl.float8e4nv, bitcast=True).to(to)
+        bits = x.to(tl.uint16)
+        magnitude = bits & 0x7F
+        half = (magnitude << 7).to(tl.float16, bitcast=True) * 256.0
+        half = tl.where((bits & 0x80) != 0, -half, half)
+        return tl.where(magnitude == 0x7F, float("nan"), half).to(to)
+    return x.to(to)

@@ -1,0 +1,53 @@
+"""What happens to logits between q . k and the softmax: scale, soft cap, position bias, mask."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def transform(
+    s, scale, soft_cap, slopes, q_pos, kv_pos, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr
+):  # fmt: skip
+    """Raw products to logits in base 2. `scale` is per row; `slopes` (ALiBi) too."""
+    if SOFT_CAP:
+        # tanh(x) = 2 sigmoid(2 x) - 1: one exponential, and exact at both ends.
+        s = soft_cap * (2.0 * tl.sigmoid(s * (scale[:, None] * (2.0 / soft_cap))) - 1.0)
+        if ALIBI:
+            s += slopes[:, None] * (kv_pos[None, :] - q_pos[:, None]).to(tl.float32)
+        return s * LOG2E
+    if ALIBI:
+        s = s * scale[:, None] + slopes[:, None] * (kv_pos[None, :] - q_pos[:, None]).to(tl.float32)
+        return s * LOG2E
+    return s * (scale * LOG2E)[:, None]
+
+
+@triton.jit
+def visible(
+    q_index, q_pos, kv_pos, kv_end, kv_len, mask, row_ok, window_left,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr,
+):  # fmt: skip
+    """Which (row, key) pairs take part. `mask` points at the request's first byte of packed bits."""
+    ok = (kv_pos < kv_end)[None, :]
+    if CAUSAL:
+        ok = ok & (kv_pos[None, :] <= q_pos[:, None])
+    if WINDOW:
+        ok = ok & (kv_pos[None, :] + window_left >= q_pos[:, None])
+    if CUSTOM:
+        bit = q_index[:, None].to(tl.int64) * kv_len + kv_pos[None, :]
+        byte = tl.load(mask + (bit >> 3), mask=ok & row_ok[:, None], other=0).to(tl.int32)
+        ok = ok & (((byte >> (bit & 7).to(tl.int32)) & 1) != 0)
+    return ok
+
+
+@triton.jit
+def rotate(lo, hi, positions, rope_scale, rope_log2_theta, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
+    """Rotary embedding of rows split in halves (element i pairs with i + HALF), positions down the first axis."""
+    i = tl.arange(0, HALF_PAD).to(tl.float32)
+    frequency = tl.exp2(-rope_log2_theta * (i / HALF)) / rope_scale
+    angle = positions.to(tl.float32)[:, None] * frequency[None, :]
+    c = tl.cos(angle)
+    s = tl.sin(angle)
+    lo, hi = lo.to(tl.float32), hi.to(tl.float32)
+    return lo * c - hi * s, hi * c + lo * s

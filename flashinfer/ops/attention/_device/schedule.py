@@ -1,0 +1,157 @@
+"""The work list, made on the device: no host sync, and a captured graph makes it anew for every batch it replays."""
+
+import triton
+import triton.language as tl
+
+# Fields of one work item, int32 each. A record is one 64-byte line, so a program reads all of it at once.
+ITEM_WIDTH = tl.constexpr(16)
+ITEM_Q_ROW = tl.constexpr(0)  # first query row of the request, in q
+ITEM_Q_LEN = tl.constexpr(1)
+ITEM_KV_BASE = tl.constexpr(2)  # kv_indptr of the request
+ITEM_KV_LEN = tl.constexpr(3)
+ITEM_TILE_ROW = tl.constexpr(4)  # first row of the tile, counted in (token, head of the group) pairs
+ITEM_KV_BEGIN = tl.constexpr(5)
+ITEM_KV_END = tl.constexpr(6)
+ITEM_SLOT = tl.constexpr(7)  # where the partial result goes; -1 for a tile that is not split
+ITEM_REQUEST = tl.constexpr(8)
+
+# Fields of one split tile, for the kernel that combines its partial results.
+SPLIT_WIDTH = tl.constexpr(8)
+SPLIT_SLOT = tl.constexpr(0)
+SPLIT_COUNT = tl.constexpr(1)
+SPLIT_Q_ROW = tl.constexpr(2)
+SPLIT_Q_LEN = tl.constexpr(3)
+SPLIT_TILE_ROW = tl.constexpr(4)
+
+
+@triton.jit
+def _lengths(
+    j, batch, qo_indptr, kv_indptr, last_page_len, group, tile_rows, page_size, window_left, grain, PAGED: tl.constexpr
+):
+    """Query length, key length, query tiles and first visible key of requests `j`; zeros past the batch."""
+    there = j < batch
+    q_len = tl.load(qo_indptr + j + 1, mask=there, other=0) - tl.load(qo_indptr + j, mask=there, other=0)
+    kv_len = tl.load(kv_indptr + j + 1, mask=there, other=0) - tl.load(kv_indptr + j, mask=there, other=0)
+    if PAGED:
+        last = tl.load(last_page_len + j, mask=there, other=0)
+        kv_len = tl.where(kv_len > 0, (kv_len - 1) * page_size + last, 0)
+    tiles = (q_len * group + tile_rows - 1) // tile_rows
+    first = tl.where(window_left >= 0, tl.maximum(kv_len - q_len - window_left, 0), 0)
+    first = tl.minimum(first, kv_len) // grain * grain
+    return q_len, kv_len, tiles, first
+
+
+@triton.jit
+def _split(span, chunk, grain, FIXED: tl.constexpr):
+    """Into how many pieces `span` keys are divided, and their length.
+
+    Rounding to the nearest count keeps pieces even: rounding up would leave slivers whose combination costs more than
+    they save. A fixed chunk is cut from the front, so that a piece does not depend on what else is in the batch.
+    """
+    if FIXED:
+        pieces = tl.maximum((span + chunk - 1) // chunk, 1)
+        return pieces, chunk + span * 0
+    pieces = tl.maximum((span + chunk // 2) // chunk, 1)
+    length = ((span + pieces - 1) // pieces + grain - 1) // grain * grain
+    length = tl.maximum(length, grain)
+    return tl.maximum((span + length - 1) // length, 1), length
+
+
+@triton.jit
+def schedule_kernel(
+    items,
+    splits,
+    counts,
+    qo_indptr,
+    kv_indptr,
+    last_page_len,
+    batch,
+    group,
+    tile_rows,
+    page_size,
+    window_left,
+    grain,
+    share,
+    fixed_chunk,
+    PAGED: tl.constexpr,
+    FIXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """One program per request: writes its work items and, for split tiles, the records that combine them.
+
+    `share` is the number of work items per KV head that fills the chip: total work (tiles x keys) over it is the length
+    of a piece. 0 leaves every request whole. Every program reads all lengths, so that offsets need no second launch.
+    """
+    i = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+
+    chunk = fixed_chunk
+    if not FIXED:
+        work = tl.zeros([BLOCK], tl.int64)
+        for start in range(0, batch, BLOCK):
+            q_len, kv_len, tiles, first = _lengths(
+                start + lanes, batch, qo_indptr, kv_indptr, last_page_len, group, tile_rows, page_size, window_left,
+                grain, PAGED,
+            )  # fmt: skip
+            work += tiles.to(tl.int64) * (kv_len - first)
+        total = tl.sum(work, 0)
+        # Without splitting, a piece is as long as any request can be.
+        chunk = tl.where(share > 0, (total + share - 1) // tl.maximum(share, 1), 1 << 30).to(tl.int32)
+        chunk = tl.maximum((chunk + grain - 1) // grain * grain, grain)
+
+    item_at = tl.zeros([BLOCK], tl.int32)
+    slot_at = tl.zeros([BLOCK], tl.int32)
+    split_at = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, i + 1, BLOCK):
+        j = start + lanes
+        q_len, kv_len, tiles, first = _lengths(
+            j, batch, qo_indptr, kv_indptr, last_page_len, group, tile_rows, page_size, window_left, grain, PAGED
+        )
+        pieces, length = _split(kv_len - first, chunk, grain, FIXED)
+        before = j < i
+        item_at += tl.where(before, tiles * pieces, 0)
+        slot_at += tl.where(before & (pieces > 1), tiles * pieces, 0)
+        split_at += tl.where(before & (pieces > 1), tiles, 0)
+    first_item = tl.sum(item_at, 0)
+    first_slot = tl.sum(slot_at, 0)
+    first_split = tl.sum(split_at, 0)
+
+    q_len, kv_len, tiles, first = _lengths(
+        i, batch, qo_indptr, kv_indptr, last_page_len, group, tile_rows, page_size, window_left, grain, PAGED
+    )
+    pieces, length = _split(kv_len - first, chunk, grain, FIXED)
+    q_row = tl.load(qo_indptr + i)
+    kv_base = tl.load(kv_indptr + i)
+
+    number = tl.arange(0, LANES)
+    for start in range(0, tiles * pieces, LANES):
+        n = start + number
+        there = n < tiles * pieces
+        # Last tiles first: under a causal mask they are the longest, and long work should not start last.
+        tile_row = (tiles - 1 - n // pieces) * tile_rows
+        begin = first + n % pieces * length
+        record = items + (first_item + n) * ITEM_WIDTH
+        tl.store(record + ITEM_Q_ROW, q_row, mask=there)
+        tl.store(record + ITEM_Q_LEN, q_len, mask=there)
+        tl.store(record + ITEM_KV_BASE, kv_base, mask=there)
+        tl.store(record + ITEM_KV_LEN, kv_len, mask=there)
+        tl.store(record + ITEM_TILE_ROW, tile_row, mask=there)
+        tl.store(record + ITEM_KV_BEGIN, begin, mask=there)
+        tl.store(record + ITEM_KV_END, tl.minimum(begin + length, kv_len), mask=there)
+        tl.store(record + ITEM_SLOT, tl.where(pieces > 1, first_slot + n, -1), mask=there)
+        tl.store(record + ITEM_REQUEST, i, mask=there)
+    if pieces > 1:
+        for start in range(0, tiles, LANES):
+            n = start + number
+            there = n < tiles
+            record = splits + (first_split + n) * SPLIT_WIDTH
+            tl.store(record + SPLIT_SLOT, first_slot + n * pieces, mask=there)
+            tl.store(record + SPLIT_COUNT, pieces, mask=there)
+            tl.store(record + SPLIT_Q_ROW, q_row, mask=there)
+            tl.store(record + SPLIT_Q_LEN, q_len, mask=there)
+            tl.store(record + SPLIT_TILE_ROW, (tiles - 1 - n) * tile_rows, mask=there)
+
+    if i == batch - 1:
+        tl.store(counts, first_item + tiles * pieces)
+        tl.store(counts + 1, first_split + tl.where(pieces > 1, tiles, 0))

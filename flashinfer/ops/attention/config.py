@@ -1,0 +1,99 @@
+"""Tiles of the portable attention kernel. The numbers were not measured yet unless a reason says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashinfer._core.target import Target
+from flashinfer.ops.attention.problem import Problem
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the portable kernel is cut.
+
+    Attributes
+    ----------
+    block_m : int
+        Query rows of a tile, GQA heads included.
+    block_n : int
+        Keys per step.
+    num_warps, num_stages : int
+        Compiler options.
+    native_fp8 : bool
+        Whether the chip converts FP8 itself; else it is done in bit arithmetic.
+    combine_pieces, combine_rows : int
+        Partial results read at a time, and rows per program, when split tiles are combined.
+    programs_per_sm : int
+        Work items that should be in flight on one multiprocessor: what work is split for.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    native_fp8: bool
+    combine_pieces: int
+    combine_rows: int
+    programs_per_sm: int
+
+
+_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1}
+
+
+def _padded(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def _shared_bytes(p: Problem, block_m: int, block_n: int, stages: int) -> int:
+    """Shared memory the compiler will take: a ring of K and V blocks, the widened or rotated operands, Q, and P."""
+    d_qk, d_vo = _padded(p.head_dim_qk), _padded(p.head_dim_vo)
+    compute = 4 if p.q_dtype == "fp32" else 2
+    ring = stages * block_n * (d_qk + d_vo) * _SIZE[p.kv_dtype]
+    widened = block_n * (d_qk + d_vo) * compute if p.kv_dtype != p.q_dtype or p.pos_encoding == "ROPE_LLAMA" else 0
+    return ring + widened + block_m * d_qk * compute + block_m * block_n * compute
+
+
+def choose(p: Problem, target: Target) -> Config:
+    """The largest tile, from a list in order of preference, that fits the chip's shared memory and registers."""
+    widest = max(_padded(p.head_dim_qk), _padded(p.head_dim_vo))
+    # A thread holds block_m x head_dim_vo / threads of the accumulator: beyond 64 x 512 on 8 warps it spills.
+    block_m = min(p.rows, 128 if widest <= 128 else 64 if widest <= 256 else 32)
+    if p.q_dtype == "fp32":
+        block_m = min(block_m, 32)  # float32 products run on the plain cores, operands in registers
+    num_warps = 8 if block_m == 128 or (block_m * widest >= 64 * 256) else 4
+    steps = ((128, 2), (64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
+    if p.rows > 16:
+        steps = steps[1:]
+    if p.q_dtype == "fp32":
+        steps = ((32, 2), (16, 2), (16, 1))
+    block_n, stages = next(
+        (s for s in steps if _shared_bytes(p, block_m, *s) <= target.smem or target.is_cpu), steps[-1]
+    )
+    return Config(
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=stages,
+        native_fp8=target.capability >= 89,
+        combine_pieces=16 if widest <= 256 else 8,
+        combine_rows=max(1, block_m // 16),
+        programs_per_sm=4 if block_m <= 32 else 2,
+    )
+
+
+def refuses(p: Problem, target: Target) -> str:
+    """Why the portable kernel does not take the problem; '' if it does."""
+    for name in ("head_dim_qk", "head_dim_vo"):
+        dim = getattr(p, name)
+        if not 8 <= dim <= 1024:
+            return f"{name} {dim} is not in 8 ... 1024"
+    if p.pos_encoding == "ROPE_LLAMA" and p.head_dim_qk % 2:
+        return f"ROPE_LLAMA pairs elements, and head_dim_qk {p.head_dim_qk} is odd"
+    if p.q_dtype not in ("bf16", "fp16", "fp32", "fp8e4nv", "fp8e5"):
+        return f"q dtype {p.q_dtype}"
+    if p.kv_dtype not in ("fp8e4nv", "fp8e5", p.q_dtype):
+        return f"kv dtype {p.kv_dtype} with q dtype {p.q_dtype}: it must be q's, or fp8"
+    if p.o_dtype not in ("bf16", "fp16", "fp32"):
+        return f"output dtype {p.o_dtype}"
+    return ""

@@ -1,0 +1,77 @@
+"""Custom masks: packing bits, and the mask of multi-item scoring."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+
+
+def packed_indptr(bits: torch.Tensor) -> torch.Tensor:
+    """First byte of each request whose mask has `bits` [batch] bits; int32 [batch + 1]. Requests start on a byte."""
+    ends = torch.cumsum((bits.long() + 7) // 8, 0)
+    return torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+
+
+def pack(mask: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack a flat boolean mask into bits, low bit first, each request starting on a byte.
+
+    Parameters
+    ----------
+    mask : bool Tensor [sum(bits)]
+        Requests one after another, each row-major [q_len, kv_len].
+    bits : int Tensor [batch]
+        q_len * kv_len of each request, on the mask's device.
+
+    Returns
+    -------
+    packed : uint8 Tensor
+        At least one byte long, so that it always has an address.
+    indptr : int32 Tensor [batch + 1]
+    """
+    indptr = packed_indptr(bits)
+    starts = torch.cumsum(bits.long(), 0) - bits.long()
+    number = torch.arange(mask.shape[0], device=mask.device)
+    # Where each element's request starts: searchsorted takes the last start that is <= it, past empty requests.
+    request = torch.searchsorted(starts, number, right=True) - 1
+    within = number - starts[request]
+    byte = indptr.long()[request] + (within >> 3)
+    packed = torch.zeros((mask.shape[0] + 7) // 8 + bits.shape[0] + 1, dtype=torch.int32, device=mask.device)
+    packed.index_add_(0, byte, mask.to(torch.int32) << (within & 7).to(torch.int32))
+    return packed.to(torch.uint8), indptr
+
+
+def check_bits(mask: torch.Tensor, total: int) -> None:
+    require(mask.dim() == 1 and mask.shape[0] == total, "custom_mask", tuple(mask.shape),
+            f"one axis of {total} = sum(q_len * kv_len) elements")  # fmt: skip
+
+
+def multi_item(
+    q_lens: list[int], kv_lens: list[int], prefix_lens: list[int], positions: torch.Tensor, most: int
+) -> torch.Tensor:
+    """The mask of multi-item scoring: each item sees the shared prefix and itself, not the other items.
+
+    Parameters
+    ----------
+    q_lens, kv_lens, prefix_lens : list of int
+        Per request: query rows, keys, and how many of the keys are the prefix.
+    positions : int Tensor [batch * most]
+        For each request, the position of each token after the prefix within its item; 0 is a delimiter.
+    most : int
+        Positions held per request (they are padded with zeros).
+
+    Returns
+    -------
+    Tensor
+        bool [sum(q_len * kv_len)].
+    """
+    masks = []
+    for i, (q_len, kv_len, prefix) in enumerate(zip(q_lens, kv_lens, prefix_lens)):
+        within = positions[i * most : (i + 1) * most].long()
+        row = torch.arange(kv_len - q_len, kv_len, device=positions.device)[:, None]
+        key = torch.arange(kv_len, device=positions.device)[None, :]
+        after = (row - prefix).clamp(min=0)
+        item_start = row - within[after.clamp(max=max(most - 1, 0))] if most else row
+        seen = (key < prefix) | (key >= item_start) | (row < prefix)
+        masks.append((seen & (key <= row)).flatten())
+    return torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool, device=positions.device)

@@ -1,0 +1,131 @@
+"""From ragged lengths to a work list. One planner for every attention: what differs is the source and the tile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer._core.target import Target
+from flashinfer.ops.attention._device.schedule import ITEM_WIDTH, SPLIT_WIDTH, schedule_kernel
+from flashinfer.ops.attention.problem import Problem, Table
+
+
+@dataclass(frozen=True)
+class ScheduleProblem:
+    """What the scheduling kernel is compiled for."""
+
+    paged: bool
+    fixed: bool
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    # One block covers the largest batches that are common; more requests take more rounds.
+    block: int = 1024
+    lanes: int = 128
+    num_warps: int = 4
+
+
+def build_schedule(p: ScheduleProblem, c: ScheduleConfig) -> Build:
+    names = ("batch", "group", "tile_rows", "page_size", "window_left", "grain", "share", "fixed_chunk")
+    types = dict(items="*i32:16", splits="*i32:16", counts="*i32", qo_indptr="*i32", kv_indptr="*i32")
+    types.update(last_page_len="*i32", **{name: "i32" for name in names})
+    constants = dict(PAGED=p.paged, FIXED=p.fixed, BLOCK=c.block, LANES=c.lanes)
+    return Build(schedule_kernel, types, constants, num_warps=c.num_warps)
+
+
+schedule_launch = Launcher("schedule", build_schedule)
+LAUNCHERS = (schedule_launch,)
+
+
+def catalog():
+    """What `precompile` builds of the planner."""
+    for paged in (False, True):
+        for fixed in (False, True):
+            yield ScheduleProblem(paged, fixed), ScheduleConfig()
+
+
+@dataclass
+class Schedule:
+    """A work list on the device, and the scratch that its split tiles need.
+
+    Attributes
+    ----------
+    items : int32 Tensor [max_items, 16]
+        See _device/schedule.py.
+    splits : int32 Tensor [max_splits, 8]
+    counts : int32 Tensor [2]
+        Items and splits in use.
+    partial_out : float32 Tensor [max_slots, kv_heads, block_m, head_dim_vo], optional
+    partial_lse : float32 Tensor [max_slots, kv_heads, block_m], optional
+    """
+
+    items: torch.Tensor
+    splits: torch.Tensor
+    counts: torch.Tensor
+    max_items: int
+    max_splits: int
+    max_slots: int
+    partial_out: torch.Tensor | None = None
+    partial_lse: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How keys are divided: into about `share` pieces per KV head over the batch, or every `fixed_chunk` keys."""
+
+    share: int = 0
+    fixed_chunk: int = 0
+
+
+def splitting(problem: Problem, config, target: Target, num_kv_heads: int, fixed_split_size: int | None) -> Splitting:
+    if not problem.split:
+        return Splitting()
+    if fixed_split_size:
+        return Splitting(fixed_chunk=fixed_split_size)
+    return Splitting(share=-(-target.sms * config.programs_per_sm // num_kv_heads))
+
+
+def capacity(problem: Problem, config, limits, how: Splitting) -> tuple[int, int, int]:
+    """The most (items, splits, slots) a batch within `limits` can need."""
+    tiles = limits.batch + limits.q_rows * problem.group // config.block_m
+    if not problem.split:
+        return tiles, 0, 0
+    if how.fixed_chunk:
+        # Pieces of a request: keys / chunk + 1, for each of its tiles.
+        per_request = min(tiles, -(-limits.q_rows * problem.group // config.block_m))
+        slots = min(per_request, tiles) * (limits.kv_tokens // how.fixed_chunk + limits.batch)
+        if limits.q_rows == limits.batch:
+            slots = -(-problem.group // config.block_m) * (limits.kv_tokens // how.fixed_chunk + limits.batch)
+        return tiles + slots, tiles, slots
+    # A split request has at least 1.5 chunks' worth of keys, so rounding to the nearest count adds at most a third.
+    slots = how.share + -(-how.share // 3) + 1
+    return tiles + slots, slots // 2 + 1, slots
+
+
+def allocate(problem: Problem, config, limits, how: Splitting, num_kv_heads: int, scratch, device) -> Schedule:
+    """Buffers for any batch within `limits`. `scratch(bytes)` gives the uint8 tensor for partial results."""
+    items, splits, slots = capacity(problem, config, limits, how)
+    integers = torch.empty(items * ITEM_WIDTH.value + splits * SPLIT_WIDTH.value + 2, dtype=torch.int32, device=device)
+    at = items * ITEM_WIDTH.value
+    end = at + splits * SPLIT_WIDTH.value
+    schedule = Schedule(integers[:at], integers[at:end], integers[end:], items, splits, slots)
+    if slots:
+        rows = slots * num_kv_heads * config.block_m
+        buffer = scratch(rows * (problem.head_dim_vo + 4) * 4).view(torch.float32)
+        schedule.partial_out = buffer[: rows * problem.head_dim_vo]
+        # Rounded up to 16 bytes, as the kernel is promised.
+        schedule.partial_lse = buffer[-(-rows * problem.head_dim_vo // 4) * 4 :][:rows]
+    return schedule
+
+
+def make(problem: Problem, config, table: Table, schedule: Schedule, how: Splitting, window_left: int) -> None:
+    """Fill `schedule` on the device for the lengths in `table`."""
+    schedule_launch(
+        ScheduleProblem(bool(problem.page_size), bool(how.fixed_chunk)), ScheduleConfig(), (table.batch_size, 1, 1),
+        schedule.items, schedule.splits, schedule.counts, table.qo_indptr, table.kv_indptr, table.last_page_len,
+        table.batch_size, problem.group, config.block_m, max(problem.page_size, 1), window_left, config.block_n,
+        how.share, how.fixed_chunk,
+    )  # fmt: skip

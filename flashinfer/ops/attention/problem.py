@@ -1,0 +1,178 @@
+"""What an attention call asks for, and the tensors it brings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MASKS = ("full", "causal", "custom")
+POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything about a batch of attention that a kernel is compiled for. Lengths, strides and scales are arguments.
+
+    A batch is a list of requests. Request i has query rows `qo_indptr[i] : qo_indptr[i + 1]`, and keys in pages of a
+    table or in contiguous rows. Its last query row stands at the position of its last key, so query row r of q_len
+    stands at kv_len - q_len + r.
+
+    Attributes
+    ----------
+    source : str
+        Where keys and values are: "paged" or "ragged".
+    q_dtype, kv_dtype, o_dtype : str
+        Triton's names: "bf16", "fp16", "fp32", "fp8e4nv", "fp8e5".
+    head_dim_qk, head_dim_vo : int
+        Elements of a query / key row, and of a value / output row.
+    group : int
+        Query heads per KV head (GQA).
+    page_size : int
+        Tokens per page; 0 for ragged.
+    mask : str
+        "full", "causal" or "custom" (packed bits).
+    window, soft_cap, sinks : bool
+        Whether a sliding window, a logits soft cap, attention sinks apply.
+    pos_encoding : str
+        "NONE", "ROPE_LLAMA" (rotary, applied to q and k on the fly) or "ALIBI".
+    head_scales : bool
+        Whether logits and outputs are scaled by float32 vectors per query head, read from the device.
+    lse : bool
+        Whether the log-sum-exp is written too.
+    split : bool
+        Whether a request's keys may be divided among several work items, with partial results to combine.
+    rows : int
+        Query rows a tile should hold, GQA heads included: 16, 32, 64 or 128.
+    aligned : bool
+        Whether every row of q, k, v and out starts on 16 bytes.
+    """
+
+    source: str
+    q_dtype: str
+    kv_dtype: str
+    o_dtype: str
+    head_dim_qk: int
+    head_dim_vo: int
+    group: int
+    page_size: int = 0
+    mask: str = "full"
+    window: bool = False
+    soft_cap: bool = False
+    sinks: bool = False
+    pos_encoding: str = "NONE"
+    head_scales: bool = False
+    lse: bool = False
+    split: bool = True
+    rows: int = 128
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Numbers of a call that no kernel is compiled for.
+
+    Attributes
+    ----------
+    sm_scale : float
+        Factor of q . k, the scalar q and k scales included.
+    out_scale : float
+        Factor of the output (the scalar v scale).
+    soft_cap : float
+        Logits become soft_cap * tanh(logits / soft_cap); 0 for none.
+    window_left : int
+        A query sees itself and this many keys before it; -1 for all.
+    rope_scale, rope_theta : float
+        Rotary frequencies are theta ** (-2 i / head_dim) / scale.
+    """
+
+    sm_scale: float
+    out_scale: float = 1.0
+    soft_cap: float = 0.0
+    window_left: int = -1
+    rope_scale: float = 1.0
+    rope_theta: float = 1e4
+
+
+@dataclass
+class Table:
+    """The ragged description of a batch, int32 on the compute device.
+
+    Attributes
+    ----------
+    qo_indptr : Tensor [batch + 1]
+        Query rows of each request.
+    kv_indptr : Tensor [batch + 1]
+        Paged: entries of kv_indices of each request. Ragged: rows of k and v.
+    kv_indices : Tensor [pages used], optional
+        Page ids.
+    last_page_len : Tensor [batch], optional
+        Tokens in the last page of each request.
+    mask : uint8 Tensor, optional
+        Custom mask, one bit per (query, key), row-major by request, each request starting on a byte, low bit first.
+    mask_indptr : Tensor [batch + 1], optional
+        First byte of each request in `mask`.
+    """
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor | None = None
+    last_page_len: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    mask_indptr: torch.Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.qo_indptr.shape[0] - 1
+
+    def kv_lens(self, page_size: int) -> torch.Tensor:
+        """Keys of each request; `page_size` 0 for ragged."""
+        entries = self.kv_indptr[1:] - self.kv_indptr[:-1]
+        if not page_size:
+            return entries
+        return ((entries - 1) * page_size + self.last_page_len).clamp_(min=0)
+
+
+@dataclass
+class Inputs:
+    """The tensors of one call, as reference and kernels take them.
+
+    Attributes
+    ----------
+    q : Tensor [rows, qo_heads, head_dim_qk]
+    k, v : Tensor
+        Paged: [pages, page_size, kv_heads, head_dim] (an HND cache comes as its transposed view). Ragged:
+        [rows, kv_heads, head_dim].
+    out : Tensor [rows, qo_heads, head_dim_vo]
+    lse : float32 Tensor [rows, qo_heads], optional
+        Log-sum-exp of the scaled logits, base 2.
+    table : Table
+    schedule : Schedule, optional
+        The work list on a GPU; the reference needs none.
+    scalars : Scalars
+    sinks : float32 Tensor [qo_heads], optional
+        A logit per head that takes part in the softmax and has no value.
+    qk_scale, v_scale : float32 Tensor [qo_heads], optional
+        Factors of logits and of outputs per query head, with Problem.head_scales.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    table: Table
+    schedule: object | None
+    scalars: Scalars
+    sinks: torch.Tensor | None = None
+    qk_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """Slope of each head (Press et al., "Train Short, Test Long", 2022; the paper's code for counts not a power of 2)."""
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
+    slopes += [2.0 ** (-4.0 * (2 * head + 1) / power) for head in range(num_heads - power)]
+    return slopes

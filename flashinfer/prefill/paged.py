@@ -1,0 +1,318 @@
+"""Prefill and append attention of a batch over a paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import as_dtype, require
+from flashinfer._core.kv_layout import paged_views
+from flashinfer.ops.attention.batch import Call, Request, default_o_dtype, multi_item_mask
+from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, refuse_block_scales, refuse_jit
+
+
+class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
+    """Prefill and append attention of a batch over a paged KV cache: plan() once per step, run() once per layer.
+
+    Parameters
+    ----------
+    float_workspace_buffer : uint8 Tensor
+        Scratch on the compute device, for partial results; any size (a small one is replaced by our own). Its device is
+        the wrapper's.
+    kv_layout : str
+        "NHD": pages of [page_size, num_kv_heads, head_dim]; "HND": [num_kv_heads, page_size, head_dim].
+    use_cuda_graph : bool
+        Keep the tables in the buffers below, so that a captured run() serves later plans.
+    qo_indptr_buf, paged_kv_indptr_buf : int32 Tensor [max_batch + 1], optional
+    paged_kv_indices_buf : int32 Tensor [max pages], optional
+    paged_kv_last_page_len_buf : int32 Tensor [max_batch], optional
+    custom_mask_buf : uint8 Tensor, optional
+        For packed masks; needed where a captured graph has a custom mask.
+    mask_indptr_buf : int32 Tensor [max_batch + 1], optional
+        The buffers, with use_cuda_graph.
+    backend : str
+        "auto", or one of upstream's names (see flashinfer/_core/backends.py).
+    jit_args, jit_kwargs, variant_owns_mask : optional
+        Refused: CUDA C++ variants are not compiled here.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args=None,
+        jit_kwargs=None,
+        variant_owns_mask: bool = False,
+    ):
+        refuse_jit(jit_args, jit_kwargs, variant_owns_mask)
+        buffers = None
+        if use_cuda_graph:
+            buffers = GraphBuffers(
+                qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf,
+                mask_indptr_buf,
+            )  # fmt: skip
+            needed = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
+            needed += ("custom_mask", "mask_indptr") if custom_mask_buf is not None else ()
+            buffers.check(float_workspace_buffer.device, needed)
+        super().__init__(float_workspace_buffer, kv_layout, backend, buffers)
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+    ) -> None:
+        """Describe a batch; every later run() uses it.
+
+        Parameters
+        ----------
+        qo_indptr : int Tensor [batch_size + 1]
+            Query rows of each request; on the host or the device, as are the next three.
+        paged_kv_indptr : int Tensor [batch_size + 1]
+            Where each request's entries begin in `paged_kv_indices`.
+        paged_kv_indices : int Tensor [pages used]
+            Page ids.
+        paged_kv_last_page_len : int Tensor [batch_size]
+            Tokens in each request's last page, 1 ... page_size (0 for a request without pages).
+        num_qo_heads, num_kv_heads, head_dim_qk, page_size : int
+            num_qo_heads is a multiple of num_kv_heads; any page_size from 1 up.
+        head_dim_vo : int, optional
+            Default head_dim_qk.
+        custom_mask : bool Tensor [sum(q_len * kv_len)], optional
+            Requests one after another, each row-major [q_len, kv_len]; stands in the place of `causal`.
+        packed_custom_mask : uint8 Tensor, optional
+            The same in bits, low bit first, each request starting on a byte; takes precedence.
+        causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
+            As in `single_prefill_with_kv_cache`.
+        q_data_type, kv_data_type, o_data_type : dtype or its name
+            kv defaults to q's, out to q's (bfloat16 for fp8 q).
+        non_blocking : bool
+            Copies to the device never wait here; False changes nothing else.
+        prefix_len_ptr : int Tensor [batch_size], optional
+            Multi-item scoring: how many keys of each request are the shared prefix. Needs the next two.
+        token_pos_in_items_ptr : int Tensor [batch_size * token_pos_in_items_len], optional
+            For each token after the prefix its position within its item; 0 is a delimiter.
+        token_pos_in_items_len : int
+            Entries per request in token_pos_in_items_ptr.
+        max_item_len_ptr : int Tensor [batch_size], optional
+            Longest item of each request; it follows from the positions and is not read.
+        seq_lens, seq_lens_q, block_tables, max_sequence_kv : optional
+            The same tables in the form of other libraries; the indptrs say it all, and these are not read.
+        max_token_per_sequence : int, optional
+            The longest query, where the caller knows it: with qo_indptr on a GPU it lets the tile fit short queries.
+        fixed_split_size : int, optional
+            Cut every request's keys at multiples of this, so that a result does not depend on the rest of the batch.
+        disable_split_kv : bool
+            Leave every request whole.
+        uniform_q_len : int, optional
+            Every request has this many queries.
+
+        Raises
+        ------
+        ValueError
+            An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
+        """
+        q_dtype = as_dtype(q_data_type)
+        request = Request(
+            qo_indptr=qo_indptr, kv_indptr=paged_kv_indptr, kv_indices=paged_kv_indices,
+            last_page_len=paged_kv_last_page_len, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo or head_dim_qk, page_size=page_size, q_dtype=q_dtype,
+            kv_dtype=as_dtype(kv_data_type, q_dtype), o_dtype=default_o_dtype(q_dtype, o_data_type), causal=causal,
+            window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta, custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask, fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
+            longest_q=uniform_q_len or max_token_per_sequence or 0,
+        )  # fmt: skip
+        if prefix_len_ptr is not None:
+            request.custom_mask = multi_item_mask(request, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
+        self._plan(request)
+
+    begin_forward = plan
+
+    def workspace_size(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+    ) -> tuple[int, int]:
+        """Bytes of (float, int) workspace that plan() with these arguments would use; both 0 on the CPU.
+
+        The int workspace is always ours: its size is 0. Parameters as in `plan`. With qo_indptr on a GPU and no bound on
+        its rows, the size is known at the first run() only, and this is 0.
+        """
+        probe = BatchPrefillWithPagedKVCacheWrapper(self._float_workspace_buffer, self._kv_layout, backend=self._backend)
+        probe.plan(
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
+            head_dim_qk, page_size, head_dim_vo, custom_mask, packed_custom_mask, causal, pos_encoding_mode,
+            use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, q_data_type,
+            kv_data_type, o_data_type, True, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len,
+            max_item_len_ptr, seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv,
+            fixed_split_size, disable_split_kv, uniform_q_len,
+        )  # fmt: skip
+        return probe._batch.scratch_bytes, 0
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Kept for callers of upstream: strides are arguments of our kernels, so no variant needs warming."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        *args,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        kv_block_scales=None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the planned batch.
+
+        Parameters
+        ----------
+        q : Tensor [qo_indptr[-1], num_qo_heads, head_dim_qk]
+        paged_kv_cache : Tensor or (Tensor, Tensor)
+            NHD [pages, 2, page_size, num_kv_heads, head_dim] or HND [pages, 2, num_kv_heads, page_size, head_dim], or
+            (k, v) without the second axis. Any strides, head_dim contiguous.
+        *args
+            Refused: arguments of CUDA C++ variants.
+        q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks
+            As in `BatchDecodeWithPagedKVCacheWrapper.run`.
+        kv_block_scales : optional
+            Refused: block-scaled caches.
+        skip_softmax_threshold_scale_factor : float, optional
+            Upstream's permission to skip small probabilities; the result here is exact with and without it.
+
+        Returns
+        -------
+        out : Tensor [rows, num_qo_heads, head_dim_vo]
+        lse : float32 Tensor [rows, num_qo_heads], with return_lse
+            Base 2; -inf for a row that sees no key, whose out is 0.
+        """
+        require(not args, "*args", f"{len(args)} extra arguments", "none: CUDA C++ variants are not compiled here")
+        refuse_block_scales("kv_block_scales", kv_block_scales)
+        k, v = paged_views(paged_kv_cache, self._kv_layout)
+        return self._run(q, k, v, Call(q_scale, k_scale, v_scale, out, lse, return_lse, window_left, sinks))
+
+    def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """`run` with return_lse=True."""
+        return self.run(q, paged_kv_cache, *args, return_lse=True, **kwargs)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Older form of `run`, in which these options replace the planned ones."""
+        self._change_plan(
+            causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Older form of `run_return_lse`."""
+        self._change_plan(
+            causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)

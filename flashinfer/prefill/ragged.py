@@ -1,0 +1,202 @@
+"""Prefill attention of a batch over ragged keys and values."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import as_dtype, require
+from flashinfer._core.kv_layout import ragged_views
+from flashinfer.ops.attention.batch import Call, Request, default_o_dtype, multi_item_mask
+from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, refuse_jit
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
+    """Prefill attention of a batch whose keys and values are ragged rows, not pages.
+
+    Parameters as of `BatchPrefillWithPagedKVCacheWrapper`, with `kv_indptr_buf` in the place of the page table.
+    """
+
+    _paged = False
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        kv_indptr_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args=None,
+        jit_kwargs=None,
+        variant_owns_mask: bool = False,
+    ):
+        refuse_jit(jit_args, jit_kwargs, variant_owns_mask)
+        buffers = None
+        if use_cuda_graph:
+            buffers = GraphBuffers(qo_indptr_buf, kv_indptr_buf, None, None, custom_mask_buf, mask_indptr_buf)
+            needed = ("qo_indptr", "kv_indptr")
+            needed += ("custom_mask", "mask_indptr") if custom_mask_buf is not None else ()
+            buffers.check(float_workspace_buffer.device, needed)
+        super().__init__(float_workspace_buffer, kv_layout, backend, buffers)
+        self._kv_indptr_buf = kv_indptr_buf
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: torch.Tensor | None = None,
+        o_indptr: torch.Tensor | None = None,
+        uniform_q_len: int | None = None,
+    ) -> None:
+        """Describe a batch; every later run() uses it.
+
+        Parameters
+        ----------
+        qo_indptr, kv_indptr : int Tensor [batch_size + 1]
+            Query rows, and rows of k and v, of each request; on the host or the device.
+        v_indptr, o_indptr : optional
+            Rows of v and of out; they are those of k and q, and any other layout is refused.
+        others
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        Raises
+        ------
+        ValueError
+            An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
+        """
+        for name, given, same in (("v_indptr", v_indptr, kv_indptr), ("o_indptr", o_indptr, qo_indptr)):
+            is_same = given is None or given is same or given.data_ptr() == same.data_ptr()
+            is_same = is_same or torch.equal(given.to(same.device, same.dtype), same)
+            require(is_same, name, "other offsets", "None, or the same offsets as of k (v_indptr) and q (o_indptr)")
+        q_dtype = as_dtype(q_data_type)
+        request = Request(
+            qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=None, last_page_len=None, num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo or head_dim_qk, page_size=0,
+            q_dtype=q_dtype, kv_dtype=as_dtype(kv_data_type, q_dtype), o_dtype=default_o_dtype(q_dtype, o_data_type),
+            causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta, custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask, fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
+            longest_q=uniform_q_len or max_token_per_sequence or 0,
+        )  # fmt: skip
+        if prefix_len_ptr is not None:
+            request.custom_mask = multi_item_mask(request, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
+        self._plan(request)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *args,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        o_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the planned batch.
+
+        Parameters
+        ----------
+        q : Tensor [qo_indptr[-1], num_qo_heads, head_dim_qk]
+        k, v : Tensor
+            [kv_indptr[-1], num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_indptr[-1], head_dim] (HND).
+        *args
+            Refused: arguments of CUDA C++ variants.
+        o_scale : float, optional
+            The output is multiplied by its inverse (the scale of a quantised output).
+        q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl
+            As in `BatchDecodeWithPagedKVCacheWrapper.run`.
+
+        Returns
+        -------
+        out : Tensor [rows, num_qo_heads, head_dim_vo]
+        lse : float32 Tensor [rows, num_qo_heads], with return_lse
+            Base 2; -inf for a row that sees no key, whose out is 0.
+        """
+        require(not args, "*args", f"{len(args)} extra arguments", "none: CUDA C++ variants are not compiled here")
+        if o_scale is not None:
+            v_scale = (1.0 if v_scale is None else v_scale) / o_scale
+        k, v = ragged_views(k, v, self._kv_layout)
+        return self._run(q, k, v, Call(q_scale, k_scale, v_scale, out, lse, return_lse))
+
+    def run_return_lse(self, q, k, v, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """`run` with return_lse=True."""
+        return self.run(q, k, v, *args, return_lse=True, **kwargs)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Older form of `run`, in which these options replace the planned ones."""
+        self._change_plan(
+            causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
+        return self.run(q, k, v)
+
+    def forward_return_lse(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Older form of `run_return_lse`."""
+        self._change_plan(
+            causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
+        return self.run(q, k, v, return_lse=True)
