@@ -7,30 +7,46 @@ from dataclasses import replace
 
 from flashinfer.ops.attention.problem import Problem
 
-# (head_dim_qk, head_dim_vo, GQA group) of common models, then the odd sizes of contract 3.
+_BASE = Problem("paged", "bf16", "bf16", "bf16", 128, 128, 4, page_size=16)
+# (head_dim_qk, head_dim_vo, GQA group)
 _COMMON = ((128, 128, 4), (128, 128, 8), (64, 64, 8), (256, 256, 4))
-_ODD = ((72, 72, 1), (80, 80, 5), (96, 96, 7), (112, 112, 1), (192, 192, 1), (192, 128, 1), (512, 512, 16), (16, 16, 1))
+_ODD = ((72, 72, 1), (512, 512, 16))
 
 
-def problems(rows: tuple[int, ...]) -> Iterator[Problem]:
-    """Problems of tiles of `rows` query rows: common models in full, then one of each edge and each option."""
-    base = Problem("paged", "bf16", "bf16", "bf16", 128, 128, 4, page_size=16, mask="causal")
-    for n in rows:
-        for qk, vo, group in _COMMON:
-            common = replace(base, head_dim_qk=qk, head_dim_vo=vo, group=group, rows=n)
-            yield common
-            yield replace(common, source="ragged", page_size=0, split=False)
-        yield replace(base, rows=n, kv_dtype="fp8e4nv")
-        yield replace(base, rows=n, q_dtype="fp16", kv_dtype="fp16", o_dtype="fp16", lse=True, page_size=1)
-    top = replace(base, rows=rows[-1])
-    for qk, vo, group in _ODD:
-        yield replace(top, head_dim_qk=qk, head_dim_vo=vo, group=group)
-    yield replace(top, mask="full", window=True, page_size=5, aligned=False)
-    yield replace(top, window=True, soft_cap=True, head_dim_qk=256, head_dim_vo=256)
-    yield replace(top, mask="custom", lse=True)
-    yield replace(top, pos_encoding="ROPE_LLAMA")
-    yield replace(top, pos_encoding="ALIBI", soft_cap=True)
-    yield replace(top, sinks=True, window=True, head_dim_qk=64, head_dim_vo=64, group=8)
-    yield replace(top, head_scales=True, kv_dtype="fp8e5", lse=True)
-    yield replace(top, q_dtype="fp8e4nv", kv_dtype="fp8e4nv", head_scales=True)
-    yield replace(top, q_dtype="fp32", kv_dtype="fp32", o_dtype="fp32", head_dim_qk=256, head_dim_vo=256, window=True)
+def _sized(p: Problem, dims: tuple[int, int, int]) -> Problem:
+    return replace(p, head_dim_qk=dims[0], head_dim_vo=dims[1], group=dims[2])
+
+
+def decode_problems() -> Iterator[Problem]:
+    """One query token per request: tiles of 16 rows, or of 32 for a wide group."""
+    base = replace(_BASE, rows=16)
+    for dims in _COMMON:
+        yield _sized(base, dims)
+    for dims in _ODD:
+        yield replace(_sized(base, dims), lse=True)
+    yield replace(base, kv_dtype="fp8e4nv")
+    yield replace(base, kv_dtype="fp8e5", head_scales=True, rows=32)
+    yield replace(base, page_size=5, aligned=False, window=True)
+    yield replace(base, q_dtype="fp32", kv_dtype="fp32", o_dtype="fp32", pos_encoding="ROPE_LLAMA")
+
+
+def prefill_problems() -> Iterator[Problem]:
+    """Many query tokens per request: tiles of 128 rows, 64 for short queries."""
+    base = replace(_BASE, mask="causal", rows=128)
+    for dims in _COMMON:
+        yield _sized(base, dims)
+    yield replace(base, source="ragged", page_size=0, split=False)
+    yield replace(base, source="ragged", page_size=0, head_dim_qk=192, lse=True, group=1)
+    for dims in _ODD:
+        yield _sized(base, dims)
+    yield replace(base, rows=64)
+    yield replace(base, kv_dtype="fp8e4nv", lse=True)
+    yield replace(base, q_dtype="fp16", kv_dtype="fp16", o_dtype="fp16", page_size=1)
+    yield replace(base, q_dtype="fp8e4nv", kv_dtype="fp8e4nv", head_scales=True)
+    yield replace(base, q_dtype="fp32", kv_dtype="fp32", o_dtype="fp32", head_dim_qk=256, head_dim_vo=256, window=True)
+    yield replace(base, mask="full", window=True, page_size=5, aligned=False)
+    yield replace(base, window=True, soft_cap=True, head_dim_qk=256, head_dim_vo=256)
+    yield replace(base, mask="custom", lse=True)
+    yield replace(base, pos_encoding="ROPE_LLAMA")
+    yield replace(base, pos_encoding="ALIBI", soft_cap=True)
+    yield replace(base, sinks=True, window=True, head_dim_qk=64, head_dim_vo=64, group=8)

@@ -57,16 +57,25 @@ def _shared_bytes(p: Problem, block_m: int, block_n: int, stages: int) -> int:
 def choose(p: Problem, target: Target) -> Config:
     """The largest tile, from a list in order of preference, that fits the chip's shared memory and registers."""
     widest = max(_padded(p.head_dim_qk), _padded(p.head_dim_vo))
+    native_fp8 = target.capability >= 89
     # A thread holds block_m x head_dim_vo / threads of the accumulator: beyond 64 x 512 on 8 warps it spills.
     block_m = min(p.rows, 128 if widest <= 128 else 64 if widest <= 256 else 32)
-    if p.q_dtype == "fp32":
-        block_m = min(block_m, 32)  # float32 products run on the plain cores, operands in registers
-    num_warps = 8 if block_m == 128 or (block_m * widest >= 64 * 256) else 4
     steps = ((128, 2), (64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
     if p.rows > 16:
         steps = steps[1:]
+    by_bits = not native_fp8 and "fp8e4nv" in (p.q_dtype, p.kv_dtype)
+    if by_bits or not p.aligned:
+        # Bit arithmetic keeps several copies of a block, and narrow loads an address per element: both in registers.
+        block_m = min(block_m, 64)
+        steps = steps[3:] if p.rows <= 16 else steps[2:]
+    if p.mask == "custom":
+        steps = tuple(s for s in steps if s[0] <= 32)  # the mask takes an address per logit
     if p.q_dtype == "fp32":
-        steps = ((32, 2), (16, 2), (16, 1))
+        # Each product is three of half the width, whose operands stay in registers.
+        block_m = min(block_m, 16 if widest > 128 else 32)
+        steps = ((32, 2), (16, 2), (16, 1))[widest > 128 :]
+    crowded = block_m == 64 and (by_bits or not p.aligned)
+    num_warps = 8 if block_m == 128 or block_m * widest >= 64 * 256 or crowded else 4
     block_n, stages = next(
         (s for s in steps if _shared_bytes(p, block_m, *s) <= target.smem or target.is_cpu), steps[-1]
     )
@@ -75,7 +84,7 @@ def choose(p: Problem, target: Target) -> Config:
         block_n=block_n,
         num_warps=num_warps,
         num_stages=stages,
-        native_fp8=target.capability >= 89,
+        native_fp8=native_fp8,
         combine_pieces=16 if widest <= 256 else 8,
         combine_rows=max(1, block_m // 16),
         programs_per_sm=4 if block_m <= 32 else 2,

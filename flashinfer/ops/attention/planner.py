@@ -37,14 +37,6 @@ def build_schedule(p: ScheduleProblem, c: ScheduleConfig) -> Build:
 
 
 schedule_launch = Launcher("schedule", build_schedule)
-LAUNCHERS = (schedule_launch,)
-
-
-def catalog():
-    """What `precompile` builds of the planner."""
-    for paged in (False, True):
-        for fixed in (False, True):
-            yield ScheduleProblem(paged, fixed), ScheduleConfig()
 
 
 @dataclass

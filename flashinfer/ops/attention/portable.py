@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -11,7 +12,11 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention._device.attend import attend_kernel
 from flashinfer.ops.attention._device.combine import combine_kernel
+from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
 from flashinfer.ops.attention.problem import Inputs, Problem
+
+# Bytes of stack a thread may use: what the compiler spills where three copies of the loop meet 255 registers.
+STACK_BUDGET = 64
 
 _TL = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 
@@ -54,23 +59,57 @@ def build_attend(p: Problem, c) -> Build:
     return Build(attend_kernel, types, constants, num_warps=c.num_warps, num_stages=c.num_stages)
 
 
-def build_combine(p: Problem, c) -> Build:
+@dataclass(frozen=True)
+class CombineProblem:
+    """What the combining kernel is compiled for; fewer things than an attention problem, so that many share it."""
+
+    o_dtype: str
+    head_dim_vo: int
+    group: int
+    sinks: bool
+    lse: bool
+    aligned: bool
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """Its tile: block_m of the attention kernel, pieces read at a time, rows per program."""
+
+    block_m: int
+    pieces: int
+    rows: int
+
+
+def combine_key(p: Problem, c) -> tuple[CombineProblem, CombineConfig]:
+    problem = CombineProblem(p.o_dtype, p.head_dim_vo, p.group, p.sinks, p.lse, p.aligned)
+    return problem, CombineConfig(c.block_m, c.combine_pieces, c.combine_rows)
+
+
+def build_combine(p: CombineProblem, c: CombineConfig) -> Build:
+    stride = "i64:8" if p.aligned else "i64"
     types = dict(
         partial_out="*fp32:16", partial_lse="*fp32:16", out=_pointer(p.o_dtype, p.aligned), lse="*fp32",
-        splits="*i32:16", counts="*i32", sinks="*fp32", num_kv_heads="i32",
-        o_stride_n="i64:8" if p.aligned else "i64", o_stride_h="i64:8" if p.aligned else "i64",
+        splits="*i32:16", counts="*i32", sinks="*fp32", num_kv_heads="i32", o_stride_n=stride, o_stride_h=stride,
     )  # fmt: skip
     constants = dict(
         GROUP=p.group, D_VO=p.head_dim_vo, D_VO_PAD=_padded(p.head_dim_vo), BLOCK_M=c.block_m, SINKS=p.sinks,
-        LSE=p.lse, PIECES=c.combine_pieces,
-        ROWS=c.combine_rows,
+        LSE=p.lse, PIECES=c.pieces, ROWS=c.rows,
     )  # fmt: skip
     return Build(combine_kernel, types, constants, num_warps=4)
 
 
 attend = Launcher("attend", build_attend)
 combine = Launcher("combine", build_combine)
-LAUNCHERS = (attend, combine)
+LAUNCHERS = (attend, combine, schedule_launch)
+
+
+def kernels(p: Problem, c):
+    """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
+    yield attend, p, c
+    if p.split:
+        yield combine, *combine_key(p, c)
+    for fixed in (False, True) if p.split else (False,):
+        yield schedule_launch, ScheduleProblem(bool(p.page_size), fixed), ScheduleConfig()
 
 
 def _raw(x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +133,7 @@ def run(p: Problem, c, x: Inputs) -> None:
     )  # fmt: skip
     if p.split:
         combine(
-            p, c, (schedule.max_splits * kv_heads, c.block_m // c.combine_rows, 1),
+            *combine_key(p, c), (schedule.max_splits * kv_heads, c.block_m // c.combine_rows, 1),
             schedule.partial_out, schedule.partial_lse, x.out, x.lse, schedule.splits, schedule.counts, x.sinks,
             kv_heads, x.out.stride(0), x.out.stride(1),
         )  # fmt: skip

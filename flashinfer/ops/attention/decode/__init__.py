@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashinfer._core.dispatch import Op, Variant
 from flashinfer.ops.attention import config
-from flashinfer.ops.attention.catalog import problems
+from flashinfer.ops.attention.catalog import decode_problems
 from flashinfer.ops.attention.problem import Problem
 
 decode = Op(
@@ -14,5 +14,5 @@ decode = Op(
         Variant("portable", "flashinfer.ops.attention.portable", config.refuses, config.choose),
         Variant("reference", "flashinfer.ops.attention.reference"),
     ),
-    lambda: problems((16, 32)),
+    decode_problems,
 )

@@ -1,6 +1,6 @@
 """Merging attention states: outputs and log-sum-exps over parts of the keys become those over all of them.
 
-A state is (v, s): v the attention output over some keys, s the base-2 log-sum-exp of their scaled logits. States merge as
+A state is (v, s): v the attention output over some keys, s the base-2 log-sum-exp of their scaled logits. They merge as
 
     s = log2(sum_i 2^s_i),   v = sum_i 2^(s_i - s) v_i
 

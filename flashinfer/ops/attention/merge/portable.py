@@ -157,24 +157,29 @@ def merge_stack_kernel(
             tl.store(lse + token * lse_token + head * lse_head, top + tl.log2(total), mask=valid)
 
 
-def _pointer(problem) -> str:
-    return f"*{problem.dtype}:16" if problem.aligned else f"*{problem.dtype}"
+def _types(kernel, problem, **others) -> dict:
+    """v and out by the problem, s and lse float32, strides i64, `others` as given; in the kernel's order."""
+    v = f"*{problem.dtype}:16" if problem.aligned else f"*{problem.dtype}"
+    kinds = dict.fromkeys(("v", "v_a", "v_b", "out"), v) | dict.fromkeys(("s", "s_a", "s_b", "lse"), "*fp32") | others
+    strides = ("_token", "_state", "_head", "_dim")
+    runtime = [name for name in kernel.arg_names if name in kinds or name.endswith(strides)]
+    return {name: kinds.get(name, "i64") for name in runtime}
 
 
 def build_pair(problem, config) -> Build:
-    v = _pointer(problem)
-    types = dict(v_a=v, s_a="*fp32", v_b=v, s_b="*fp32", mask="*u8", out=v, lse="*fp32", rows="i32", heads="i32")
-    strides = [name for name in merge_pair_kernel.arg_names if name.endswith(("_token", "_head", "_dim"))]
+    types = _types(merge_pair_kernel, problem, mask="*u8", rows="i32", heads="i32")
     constants = dict(
-        HEAD_DIM=problem.head_dim, UNIT=unit_of(problem), MASKED=problem.masked, ROWS=config.rows, COLUMNS=config.columns
+        HEAD_DIM=problem.head_dim,
+        UNIT=unit_of(problem),
+        MASKED=problem.masked,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
     )
-    return Build(merge_pair_kernel, types | dict.fromkeys(strides, "i64"), constants, num_warps=config.num_warps)
+    return Build(merge_pair_kernel, types, constants, num_warps=config.num_warps)
 
 
 def build_stack(problem, config) -> Build:
-    v = _pointer(problem)
-    types = dict(v=v, s="*fp32", out=v, lse="*fp32", states="i32", rows="i32", heads="i32")
-    strides = [name for name in merge_stack_kernel.arg_names if name.endswith(("_token", "_state", "_head", "_dim"))]
+    types = _types(merge_stack_kernel, problem, states="i32", rows="i32", heads="i32")
     constants = dict(
         HEAD_DIM=problem.head_dim,
         UNIT=unit_of(problem),
@@ -182,12 +187,17 @@ def build_stack(problem, config) -> Build:
         STATES=config.states,
         COLUMNS=config.columns,
     )
-    return Build(merge_stack_kernel, types | dict.fromkeys(strides, "i64"), constants, num_warps=config.num_warps)
+    return Build(merge_stack_kernel, types, constants, num_warps=config.num_warps)
 
 
 launch_pair = Launcher("merge_pair", build_pair)
 launch_stack = Launcher("merge_stack", build_stack)
 LAUNCHERS = (launch_pair, launch_stack)
+
+
+def kernels(problem, config):
+    """What precompiling builds for a problem: the kernel of its form."""
+    yield launch_pair if isinstance(problem, PairProblem) else launch_stack, problem, config
 
 
 def run(problem, config, *args) -> None:
@@ -203,23 +213,22 @@ def _strides(x, unit: int) -> tuple[int, ...]:
 def _run_pair(problem, config, v_a, s_a, v_b, s_b, mask, out, lse) -> None:
     tokens, heads, _ = v_a.shape
     rows, unit = tokens * heads, unit_of(problem)
+    mask_stride = 0
+    if mask is not None:
+        mask, mask_stride = mask.view(torch.uint8), mask.stride(0)
     launch_pair(
-        problem,
-        config,
-        (-(-rows // config.rows), 1, 1),
-        *(v_a, s_a, v_b, s_b, None if mask is None else mask.view(torch.uint8), out, lse, rows, heads),
-        *(*_strides(v_a, unit), *s_a.stride(), *_strides(v_b, unit), *s_b.stride()),
-        *(0 if mask is None else mask.stride(0), *_strides(out, unit), *lse.stride()),
-    )
+        problem, config, (-(-rows // config.rows), 1, 1),
+        v_a, s_a, v_b, s_b, mask, out, lse, rows, heads,
+        *_strides(v_a, unit), *s_a.stride(), *_strides(v_b, unit), *s_b.stride(), mask_stride, *_strides(out, unit),
+        *lse.stride(),
+    )  # fmt: skip
 
 
 def _run_stack(problem, config, v, s, out, lse) -> None:
     tokens, states, heads, _ = v.shape
     rows, unit = tokens * heads, unit_of(problem)
     launch_stack(
-        problem,
-        config,
-        (-(-rows // config.rows), 1, 1),
-        *(v, s, out, lse, states, rows, heads),
-        *(*_strides(v, unit), *s.stride(), *_strides(out, unit), *lse.stride()),
-    )
+        problem, config, (-(-rows // config.rows), 1, 1),
+        v, s, out, lse, states, rows, heads,
+        *_strides(v, unit), *s.stride(), *_strides(out, unit), *lse.stride(),
+    )  # fmt: skip

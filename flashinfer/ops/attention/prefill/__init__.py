@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashinfer._core.dispatch import Op, Variant
 from flashinfer.ops.attention import config
-from flashinfer.ops.attention.catalog import problems
+from flashinfer.ops.attention.catalog import prefill_problems
 from flashinfer.ops.attention.problem import Problem
 
 prefill = Op(
@@ -14,5 +14,5 @@ prefill = Op(
         Variant("portable", "flashinfer.ops.attention.portable", config.refuses, config.choose),
         Variant("reference", "flashinfer.ops.attention.reference"),
     ),
-    lambda: problems((64, 128)),
+    prefill_problems,
 )

@@ -1,0 +1,43 @@
+"""Chooses the CPU or the GPU suite before Triton is imported, seeds torch, and gives tests their device."""
+
+import os
+import re
+
+import pytest
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; chosen by -m gpu or FLASHINFER_TEST_GPU=1")
+    if os.environ.get("FLASHINFER_TEST_GPU") == "1" and config.option.markexpr == "not gpu":
+        config.option.markexpr = "gpu"
+    if not _is_gpu_suite(config):
+        # Triton chooses interpreter or compiler when a kernel is decorated, so this stands before any import of it.
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _is_gpu_suite(config):
+    return re.search(r"(?<!not )\bgpu\b", config.option.markexpr) is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """A test that takes its device from the suite belongs to both; one marked gpu to the GPU suite alone."""
+    if _is_gpu_suite(config):
+        for item in items:
+            if "device" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig):
+    """The device of the suite that runs: CUDA device 0 with -m gpu, else the CPU."""
+    import torch
+
+    return torch.device("cuda", 0) if _is_gpu_suite(pytestconfig) else torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    import torch
+
+    torch.manual_seed(0)

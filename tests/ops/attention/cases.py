@@ -1,0 +1,68 @@
+"""Running one batch through the public wrappers, and comparing it with the oracle."""
+
+import torch
+
+import flashinfer
+from flashinfer.testing import generate
+from flashinfer.testing.compare import assert_close
+from tests.ops.attention import oracle
+
+
+def backends(device):
+    """What the suite on this device runs: on a CPU the reference, and the kernels under Triton's interpreter."""
+    return ("portable",) if device.type == "cuda" else ("reference", "portable")
+
+
+def workspace(device, count=1 << 22):
+    return torch.empty(count, dtype=torch.uint8, device=device)
+
+
+def check(result, ragged, options, extras=None, o_dtype=None):
+    """Assert out and base-2 lse of `result` against float64, by the rule of testing/compare.py."""
+    out, lse = result
+    truth, truth_lse = oracle.batch(ragged, options, torch.float64, extras)
+    o_dtype = o_dtype or out.dtype
+    compute = o_dtype if o_dtype == torch.float32 or ragged.q.dtype == o_dtype else torch.float16
+    same, rounded_lse = oracle.batch(ragged, options, compute, extras)
+    _, same_lse = oracle.batch(ragged, options, torch.float32, extras)
+    if options.pos_encoding_mode == "ROPE_LLAMA":
+        # Rotated q and k are rounded to the type that they are multiplied in, and the logits with them.
+        same_lse = rounded_lse.float()
+    assert_close(out, same.to(out.dtype), truth, "out")
+    assert_close(lse, same_lse, truth_lse, "lse")
+
+
+def run_ragged(ragged, options, backend, *, mask=None, workspace_bytes=1 << 22, plan=None, run=None):
+    device = ragged.q.device
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device, workspace_bytes), backend=backend)
+    wrapper.plan(
+        ragged.qo_indptr, ragged.kv_indptr, ragged.q.shape[1], ragged.k.shape[1], ragged.q.shape[2],
+        head_dim_vo=ragged.v.shape[2], custom_mask=mask, q_data_type=ragged.q.dtype, kv_data_type=ragged.k.dtype,
+        **options.as_kwargs(), **(plan or {}),
+    )  # fmt: skip
+    return wrapper.run(ragged.q, ragged.k, ragged.v, return_lse=True, **(run or {}))
+
+
+def run_paged(ragged, options, backend, *, page_size=16, kv_layout="NHD", mask=None, plan=None, run=None, paged=None):
+    device = ragged.q.device
+    paged = paged or generate.paged(ragged, page_size, kv_layout)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), kv_layout, backend=backend)
+    wrapper.plan(
+        ragged.qo_indptr, paged.indptr, paged.indices, paged.last_page_len, ragged.q.shape[1], ragged.k.shape[1],
+        ragged.q.shape[2], page_size, head_dim_vo=ragged.v.shape[2], custom_mask=mask, q_data_type=ragged.q.dtype,
+        kv_data_type=ragged.k.dtype, **options.as_kwargs(), **(plan or {}),
+    )  # fmt: skip
+    return wrapper.run(ragged.q, paged.kv_cache, return_lse=True, **(run or {}))
+
+
+def run_decode(ragged, options, backend, *, page_size=16, kv_layout="NHD", plan=None, run=None, paged=None):
+    device = ragged.q.device
+    paged = paged or generate.paged(ragged, page_size, kv_layout)
+    kwargs = options.as_kwargs()
+    kwargs.pop("causal")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), kv_layout, backend=backend)
+    wrapper.plan(
+        paged.indptr, paged.indices, paged.last_page_len, ragged.q.shape[1], ragged.k.shape[1], ragged.q.shape[2],
+        page_size, q_data_type=ragged.q.dtype, kv_data_type=ragged.k.dtype, **kwargs, **(plan or {}),
+    )  # fmt: skip
+    return wrapper.run(ragged.q, paged.kv_cache, return_lse=True, **(run or {}))

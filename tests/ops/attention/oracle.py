@@ -1,0 +1,108 @@
+"""Attention written from its definition, a request and a head at a time, in any dtype: float64 gives the truth."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class Options:
+    """What changes the mathematics of attention; the names are those of the public API."""
+
+    causal: bool = False
+    window_left: int = -1
+    logits_soft_cap: float | None = None
+    sm_scale: float | None = None
+    pos_encoding_mode: str = "NONE"
+    rope_scale: float | None = None
+    rope_theta: float | None = None
+
+    def as_kwargs(self):
+        return dict(self.__dict__)
+
+
+@dataclass
+class Extras:
+    """Inputs beside q, k, v: per-request masks, sinks, scales."""
+
+    masks: list = field(default_factory=list)
+    sinks: torch.Tensor | None = None
+    q_scale: float = 1.0
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+def rotate(x, positions, scale, theta):
+    """LLaMA's rotary embedding of rows [n, dim]: pairs (i, i + dim / 2) as complex numbers, turned by their angle."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half) / scale
+    turn = torch.polar(torch.ones((), dtype=torch.float64, device=x.device), positions.double()[:, None] * frequency)
+    re, im = turn.real.to(x.dtype), turn.imag.to(x.dtype)
+    lo, hi = x[:, :half], x[:, half:]
+    return torch.cat((lo * re - hi * im, lo * im + hi * re), 1)
+
+
+def slope(head, heads):
+    """ALiBi's slope: a geometric sequence from 2^(-8/n) for n a power of two, interleaved with that of 2n beyond it."""
+    power = 2 ** math.floor(math.log2(heads))
+    if head < power:
+        return 2 ** (-8 / power * (head + 1))
+    return 2 ** (-8 / (2 * power) * (2 * (head - power) + 1))
+
+
+def scores(q, k, given):
+    """q @ k.T. In float32 of half-precision inputs, a GPU multiplies on tensor cores, as any kernel would."""
+    half = given in (torch.float16, torch.bfloat16)
+    if q.dtype == torch.float32 and half and q.is_cuda and q.shape[0] and k.shape[0]:
+        return torch.mm(q.to(given), k.to(given).T, out_dtype=torch.float32)
+    return q @ k.T
+
+
+def request(q, k, v, o: Options, dtype, mask=None, extras=None):
+    """out [q_len, heads, dim] and base-2 lse [q_len, heads] of one request, computed in `dtype` throughout."""
+    extras = extras or Extras()
+    q_len, heads, dim = q.shape
+    kv_len, kv_heads = k.shape[:2]
+    scale = (o.sm_scale if o.sm_scale is not None else 1 / math.sqrt(dim)) * extras.q_scale * extras.k_scale
+    q_pos = torch.arange(q_len, device=q.device) + kv_len - q_len
+    k_pos = torch.arange(kv_len, device=q.device)
+    seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=q.device)
+    if mask is not None:
+        seen = mask.view(q_len, kv_len).clone()
+    elif o.causal:
+        seen = k_pos[None] <= q_pos[:, None]
+    if o.window_left >= 0:
+        seen = seen & (k_pos[None] >= q_pos[:, None] - o.window_left)
+    out = torch.zeros(q_len, heads, v.shape[-1], dtype=dtype, device=q.device)
+    lse = torch.full((q_len, heads), -math.inf, dtype=dtype, device=q.device)
+    for h in range(heads):
+        qh, kh, vh = (t[:, i].to(dtype) for t, i in ((q, h), (k, h * kv_heads // heads), (v, h * kv_heads // heads)))
+        if o.pos_encoding_mode == "ROPE_LLAMA":
+            turn = (o.rope_scale or 1.0, o.rope_theta or 1e4)
+            qh, kh = rotate(qh, q_pos, *turn), rotate(kh, k_pos, *turn)
+        s = scores(qh, kh, q.dtype) * scale
+        if o.logits_soft_cap:
+            s = o.logits_soft_cap * torch.tanh(s / o.logits_soft_cap)
+        if o.pos_encoding_mode == "ALIBI":
+            s = s + slope(h, heads) * (k_pos[None] - q_pos[:, None]).to(dtype)
+        s = s.masked_fill(~seen, -math.inf)
+        if extras.sinks is not None:
+            s = torch.cat((s, extras.sinks[h].to(dtype).expand(q_len, 1)), 1)
+        any_seen = (s > -math.inf).any(1) if s.shape[1] else torch.zeros(q_len, dtype=torch.bool, device=q.device)
+        p = torch.softmax(s[any_seen], 1)[:, :kv_len]
+        out[any_seen, h] = (p @ vh) * extras.v_scale
+        lse[any_seen, h] = torch.logsumexp(s[any_seen], 1) / math.log(2)
+    return out, lse
+
+
+def batch(ragged, o: Options, dtype, extras=None):
+    """The same for every request of a `flashinfer.testing.generate.Ragged` batch, concatenated."""
+    extras = extras or Extras()
+    outs, lses = [], []
+    for i in range(len(ragged.qo_indptr) - 1):
+        mask = extras.masks[i] if extras.masks else None
+        out, lse = request(*ragged.request(i), o, dtype, mask, extras)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)

@@ -1,0 +1,167 @@
+"""Bad input raises a ValueError that names the argument, before anything is launched."""
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer._core.checks import UnsupportedConfig
+from flashinfer.testing import generate
+from tests.ops.attention.cases import workspace
+
+
+@pytest.fixture
+def x(device):
+    return generate.ragged_batch([3, 2], [9, 5], 4, 2, 64, dtype=torch.float16, device=device)
+
+
+@pytest.fixture
+def paged(x):
+    return generate.paged(x, 4)
+
+
+def plan_arguments(x, paged, **changes):
+    arguments = dict(
+        qo_indptr=x.qo_indptr, paged_kv_indptr=paged.indptr, paged_kv_indices=paged.indices,
+        paged_kv_last_page_len=paged.last_page_len, num_qo_heads=4, num_kv_heads=2, head_dim_qk=64, page_size=4,
+    )  # fmt: skip
+    return arguments | changes
+
+
+@pytest.mark.parametrize(
+    "argument, change",
+    [
+        ("num_qo_heads", dict(num_qo_heads=5)),
+        ("num_qo_heads", dict(num_qo_heads=0)),
+        ("num_qo_heads", dict(num_qo_heads=258, num_kv_heads=2)),
+        ("num_kv_heads", dict(num_kv_heads=0)),
+        ("page_size", dict(page_size=0)),
+        ("head_dim_qk", dict(head_dim_qk=0)),
+        ("head_dim_vo", dict(head_dim_vo=-1)),
+        ("pos_encoding_mode", dict(pos_encoding_mode="ROPE")),
+        ("window_left", dict(window_left=-2)),
+        ("logits_soft_cap", dict(logits_soft_cap=-1.0)),
+        ("fixed_split_size", dict(fixed_split_size=0)),
+        ("dtype", dict(q_data_type="float17")),
+        ("token_pos_in_items_ptr", dict(prefix_len_ptr=torch.tensor([1, 1]))),
+    ],
+)
+def test_plan_names_the_argument(argument, change, x, paged, device):
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    with pytest.raises(ValueError, match=argument):
+        wrapper.plan(**plan_arguments(x, paged, **change))
+
+
+@pytest.mark.parametrize(
+    "argument, name, value",
+    [
+        ("qo_indptr", "qo_indptr", [0, 4, 3]),
+        ("qo_indptr", "qo_indptr", [1, 3, 5]),
+        ("kv_indptr", "paged_kv_indptr", [0, 3, 2]),
+        ("kv_indptr", "paged_kv_indptr", [0, 3, 99]),
+        ("kv_indptr", "paged_kv_indptr", [0, 3]),
+        ("last_page_len", "paged_kv_last_page_len", [1, 5]),
+        ("last_page_len", "paged_kv_last_page_len", [1]),
+        ("last_page_len", "paged_kv_last_page_len", [-1, 1]),
+    ],
+)
+def test_tables_on_the_host_are_checked(argument, name, value, x, paged, device):
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    with pytest.raises(ValueError, match=argument):
+        wrapper.plan(**plan_arguments(x, paged, **{name: torch.tensor(value)}))
+
+
+def test_tables_on_the_device_are_checked_in_debug_mode(x, paged, device, monkeypatch):
+    monkeypatch.setenv("FLASHINFER_DEBUG", "1")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    falling = torch.tensor([0, 4, 3], device=device)
+    with pytest.raises(ValueError, match="qo_indptr"):
+        wrapper.plan(**plan_arguments(x, paged, qo_indptr=falling))
+    beyond = paged.indices.clone()
+    beyond[1] = 1000
+    wrapper.plan(**plan_arguments(x, paged, paged_kv_indices=beyond))
+    with pytest.raises(ValueError, match="paged_kv_indices"):
+        wrapper.run(x.q, paged.kv_cache)
+    wrapper.plan(**plan_arguments(x, paged, paged_kv_indices=-beyond))
+    with pytest.raises(ValueError, match="paged_kv_indices"):
+        wrapper.run(x.q, paged.kv_cache)
+    wrapper.plan(**plan_arguments(x, paged))
+    with pytest.raises(ValueError, match="qo_indptr"):
+        wrapper.run(x.q[:4], paged.kv_cache)
+
+
+def test_run_names_the_argument(x, paged, device):
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    with pytest.raises(ValueError, match="plan"):
+        wrapper.run(x.q, paged.kv_cache)
+    wrapper.plan(**plan_arguments(x, paged))
+    kv = paged.kv_cache
+    cases = [
+        ("q", (x.q[:, :2], kv), {}),
+        ("q", (x.q.float(), kv), {}),
+        ("q", (x.q[..., :32], kv), {}),
+        ("q", (x.q[0], kv), {}),
+        ("k", (x.q, kv.float()), {}),
+        ("k", (x.q, kv[..., :32]), {}),
+        ("k", (x.q, kv[:, :, :3]), {}),
+        ("paged_kv_cache", (x.q, kv[:, :1]), {}),
+        ("paged_kv_cache", (x.q, (kv, kv, kv)), {}),
+        ("k cache", (x.q, (kv, kv)), {}),
+        ("v", (x.q, (kv[:, 0], kv[:-1, 1])), {}),
+        ("out", (x.q, kv), dict(out=torch.empty(5, 4, 32, dtype=x.q.dtype, device=device))),
+        ("out", (x.q, kv), dict(out=torch.empty(5, 4, 64, device=device))),
+        ("lse", (x.q, kv), dict(lse=torch.empty(5, 3, device=device), return_lse=True)),
+        ("sinks", (x.q, kv), dict(sinks=torch.zeros(3, device=device))),
+        ("k_scale", (x.q, kv), dict(k_scale=torch.ones(3, device=device))),
+        ("args", (x.q, kv, 1.0), {}),
+        ("kv_block_scales", (x.q, kv), dict(kv_block_scales=(x.q, x.q))),
+        ("window_left", (x.q, kv), dict(window_left=-2)),
+    ]
+    for argument, args, kwargs in cases:
+        with pytest.raises(ValueError, match=argument.replace("args", r"\*args")):
+            wrapper.run(*args, **kwargs)
+
+
+def test_constructor_names_the_argument(device):
+    ws = workspace(device)
+    with pytest.raises(ValueError, match="kv_layout"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(ws, "NDH")
+    with pytest.raises(ValueError, match="backend"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(ws, backend="fa4")
+    with pytest.raises(ValueError, match="jit_args"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(ws, jit_args=["name"])
+    with pytest.raises(ValueError, match="kv_indptr"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(ws, use_cuda_graph=True)
+    with pytest.raises(ValueError, match="qo_indptr"):
+        flashinfer.BatchPrefillWithPagedKVCacheWrapper(ws, use_cuda_graph=True)
+
+
+def test_single_names_the_argument(x, device):
+    q, k, v = x.request(0)
+    single = flashinfer.single_prefill_with_kv_cache
+    with pytest.raises(ValueError, match="custom_mask"):
+        single(q, k, v, custom_mask=torch.ones(3, 8, dtype=torch.bool, device=device))
+    with pytest.raises(ValueError, match="kv_cache_sf"):
+        single(q, k, v, kv_cache_sf=(k, v))
+    with pytest.raises(ValueError, match="k_scale"):
+        single(q, k, v, scale_k=torch.ones(1), k_scale=2.0)
+    with pytest.raises(ValueError, match="q: got"):
+        flashinfer.single_decode_with_kv_cache(q, k, v)
+    with pytest.raises(ValueError, match="v: got"):
+        single(q, k, v[:-1])
+
+
+def test_an_explicit_backend_never_falls_back(x, device):
+    q, k, v = x.request(0)
+    with pytest.raises(UnsupportedConfig, match="sm120"):
+        flashinfer.single_prefill_with_kv_cache(q.float(), k.float(), v.float(), backend="sm120")
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend="sm120")
+    with pytest.raises(UnsupportedConfig, match="prefill|decode"):
+        wrapper.plan(x.qo_indptr, x.kv_indptr, 4, 2, 64)
+
+
+def test_ragged_v_and_o_offsets_must_be_those_of_k_and_q(x, device):
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    wrapper.plan(x.qo_indptr, x.kv_indptr, 4, 2, 64, v_indptr=x.kv_indptr.clone(), o_indptr=x.qo_indptr.cpu())
+    for name in ("v_indptr", "o_indptr"):
+        with pytest.raises(ValueError, match=name):
+            wrapper.plan(x.qo_indptr, x.kv_indptr, 4, 2, 64, **{name: x.qo_indptr + 1})

@@ -1,0 +1,96 @@
+"""The work list covers each (query row, visible key) once, within its buffers, whatever the lengths."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashinfer.ops.attention import planner
+from flashinfer.ops.attention.batch import Limits
+from flashinfer.ops.attention.config import Config
+from flashinfer.ops.attention.planner import Splitting
+from flashinfer.ops.attention.problem import Problem, Table
+from flashinfer.testing import generate
+
+CONFIG = Config(block_m=16, block_n=16, num_warps=4, num_stages=2, native_fp8=False, combine_pieces=16, combine_rows=1,
+                programs_per_sm=2)  # fmt: skip
+
+
+def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=None):
+    problem = Problem("paged" if page_size else "ragged", "fp16", "fp16", "fp16", 64, 64, group, page_size=page_size,
+                      split=how != Splitting())  # fmt: skip
+    table = Table(generate.indptr(q_lens, device), generate.indptr(kv_lens, device))
+    if page_size:
+        pages = [-(-n // page_size) for n in kv_lens]
+        table.kv_indptr = generate.indptr(pages, device)
+        last = [n - (p - 1) * page_size if p else 0 for n, p in zip(kv_lens, pages)]
+        table.last_page_len = torch.tensor(last, dtype=torch.int32, device=device)
+    limits = Limits(len(q_lens), sum(q_lens), sum(kv_lens))
+    scratch = lambda count: torch.empty(count, dtype=torch.uint8, device=device)
+    made = planner.allocate(problem, CONFIG, limits, how, 1, scratch, device)
+    made.items.fill_(-7)
+    planner.make(problem, CONFIG, table, made, how, window)
+    return made
+
+
+def check(q_lens, kv_lens, made, group, window):
+    items, splits = made.counts.tolist()
+    assert items <= made.max_items and splits <= made.max_splits
+    records = made.items.view(-1, 16)[:items].tolist()
+    q_starts = [sum(q_lens[:i]) for i in range(len(q_lens))]
+    seen = {}
+    slots = []
+    for q_row, q_len, _, kv_len, tile_row, begin, end, slot, request, *_ in records:
+        assert (q_row, q_len, kv_len) == (q_starts[request], q_lens[request], kv_lens[request])
+        assert tile_row % CONFIG.block_m == 0 and tile_row < q_len * group
+        seen.setdefault((request, tile_row), []).append((begin, end, slot))
+        if slot >= 0:
+            slots.append(slot)
+    # Every tile of every request is there once, and its pieces follow one another over all keys it may see.
+    tiles = {(i, r) for i, n in enumerate(q_lens) for r in range(0, n * group, CONFIG.block_m)}
+    assert set(seen) == tiles
+    for (request, _), pieces in seen.items():
+        first = max(kv_lens[request] - q_lens[request] - window, 0) if window >= 0 else 0
+        assert pieces[0][0] <= first or kv_lens[request] == 0
+        assert pieces[-1][1] == kv_lens[request]
+        assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:]))
+        assert (len(pieces) > 1) == all(slot >= 0 for _, _, slot in pieces)
+    assert len(set(slots)) == len(slots) and all(slot < made.max_slots for slot in slots)
+    combined = made.splits.view(-1, 8)[:splits].tolist()
+    expected = sorted((p[0][2], len(p), q_starts[r], q_lens[r], t) for (r, t), p in seen.items() if len(p) > 1)
+    assert sorted(tuple(record[:5]) for record in combined) == expected
+
+
+lens = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 900)), min_size=1, max_size=9)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(lens, st.sampled_from((1, 2, 5)), st.sampled_from((0, 1, 5, 16)), st.sampled_from((-1, 0, 40)),
+       st.sampled_from((Splitting(), Splitting(share=1), Splitting(share=7), Splitting(share=64),
+                        Splitting(fixed_chunk=33))))  # fmt: skip
+def test_covers_each_key_once(lengths, group, page_size, window, how):
+    q_lens, kv_lens = map(list, zip(*lengths))
+    device = torch.device("cpu")
+    made = schedule(q_lens, kv_lens, device, group=group, page_size=page_size, window=window, how=how)
+    check(q_lens, kv_lens, made, group, window)
+
+
+@pytest.mark.parametrize("batch", (1, 3, 7, 8, 9, *(pytest.param(n, marks=pytest.mark.gpu) for n in (1023, 1025, 3000))))
+def test_batches_around_a_block(batch, device, monkeypatch):
+    if batch < 10:
+        monkeypatch.setattr(planner, "ScheduleConfig", partial(planner.ScheduleConfig, block=4, lanes=4))
+    q_lens = [i % 3 * 20 for i in range(batch)]
+    kv_lens = [(i * 37) % 400 for i in range(batch)]
+    check(q_lens, kv_lens, schedule(q_lens, kv_lens, device, how=Splitting(share=33)), 2, -1)
+
+
+def test_pieces_are_even(device):
+    """A long request among short ones is cut so that no piece is longer than its share of the work, and a half."""
+    kv_lens = [4000, 10, 10, 10]
+    made = schedule([1] * 4, kv_lens, device, how=Splitting(share=10))
+    items = int(made.counts[0])
+    lengths = [r[6] - r[5] for r in made.items.view(-1, 16)[:items].tolist()]
+    assert max(lengths) <= 1.5 * sum(kv_lens) / 10
+    assert items <= 10 + len(kv_lens)
