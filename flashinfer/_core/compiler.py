@@ -1,0 +1,243 @@
+"""A Build and an architecture -> a cubin and what a launch must know of it. Needs Triton, but neither GPU nor driver.
+
+Triton's stages run here one after another in memory: `triton.compile` would pass the same stages through a file cache
+that belongs to the whole process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, ModuleType
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars, ir
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITCallable
+
+from flashinfer._core import env
+from flashinfer._core.kernel_cache import fields_of
+
+# Raise when an entry's layout changes: older entries are then misses.
+FORMAT = 1
+
+_SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
+_one_at_a_time = threading.Lock()
+
+
+def key_of(name: str, problem, config, build, arch: str) -> dict:
+    """Everything that decides which code comes out, as plain data that JSON keeps unchanged."""
+    return {
+        "format": FORMAT,
+        "name": name,
+        "arch": arch,
+        "problem": fields_of(problem),
+        "config": fields_of(config),
+        "kernel": f"{build.kernel.__module__}.{build.kernel.__qualname__}",
+        "types": dict(build.types),
+        "constants": {parameter: _plain(parameter, value) for parameter, value in build.constants.items()},
+        "options": _options(build) | {"line_info": env.LINE_INFO.is_on()},
+        "triton": triton.__version__,
+        "source": fingerprint(build.kernel),
+        "environment": _environment(capability_of(arch)),
+    }
+
+
+def compile_kernel(build, arch: str) -> tuple[bytes, dict]:
+    """The cubin, and what a launch must know: symbol, threads, shared bytes, parameters, tensor maps, resources."""
+    capability = capability_of(arch)
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    options = backend.parse_options(_options(build) | {"arch": f"sm{capability}"})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source = _source(build)
+    stages: dict = {}
+    backend.add_stages(stages, options, source.language)
+    order = list(stages)
+    metadata: dict = {}
+    made = {}
+    # The knob is the process's: one compilation at a time, and it is put back.
+    with _one_at_a_time, knobs.compilation.scope():
+        knobs.compilation.disable_line_info = not env.LINE_INFO.is_on()
+        module = source.make_ir(
+            target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+        )
+        for stage in order[order.index(source.ext) :]:
+            module = made[stage] = stages[stage](module, metadata)
+    return made["cubin"], _describe(arch, made["ptx"], made["cubin"], metadata)
+
+
+def capability_of(arch: str) -> int:
+    """90 for "90a". Triton itself adds the suffix that gives an architecture's own instructions, from 90 on."""
+    return int(arch.rstrip("a"))
+
+
+def fingerprint(kernel) -> str:
+    """Hash of a kernel's source and all it reaches: functions it calls, constants of its module, parameter defaults.
+
+    Triton's own `cache_key` follows calls and module-level constexprs, but neither a constant read as an attribute of
+    a module nor one used as a parameter's default, so those are added here. It depends on nothing but the source:
+    not on paths, on the Python version or on the order of any dict.
+    """
+    reached: dict[str, str] = {}
+    _reach(kernel, reached)
+    return hashlib.sha256("\n".join(f"{name}={reached[name]}" for name in sorted(reached)).encode()).hexdigest()
+
+
+def _reach(function, reached: dict[str, str]) -> None:
+    name = f"{function.__module__}.{function.__qualname__}"
+    if name in reached:
+        return
+    reached[name] = function.cache_key
+    scope = function.__globals__ | inspect.getclosurevars(function.fn).nonlocals
+    values = {p.name: p.default for p in function.signature.parameters.values() if p.default is not p.empty}
+    names = set(_names(function.fn.__code__))
+    for used in names & scope.keys():
+        values[used] = scope[used]
+        if isinstance(scope[used], ModuleType) and not _is_tritons(scope[used].__name__):
+            values |= {f"{used}.{n}": getattr(scope[used], n) for n in names if hasattr(scope[used], n)}
+    for used, value in values.items():
+        _note(f"{name}:{used}", value, reached)
+
+
+def _note(name: str, value, reached: dict[str, str]) -> None:
+    if isinstance(value, JITCallable):
+        if not _is_tritons(value.__module__):
+            _reach(value, reached)
+    elif isinstance(value, tuple):
+        for place, item in enumerate(value):
+            _note(f"{name}.{place}", item, reached)
+    elif isinstance(value, (tl.constexpr, tl.dtype, bool, int, float, str)):
+        reached[name] = repr(value)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    yield from code.co_freevars
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_tritons(module: str) -> bool:
+    return module.split(".")[0] == "triton"
+
+
+def _plain(parameter: str, value):
+    value = value.value if isinstance(value, tl.constexpr) else value
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(parameter, item) for item in value]
+    if isinstance(value, JITCallable):
+        return {"function": f"{value.__module__}.{value.__qualname__}", "source": fingerprint(value)}
+    text = repr(value)
+    if " at 0x" in text:
+        raise TypeError(f"constant {parameter}: {text} has no stable text to make a compile key of")
+    return {type(value).__name__: text}
+
+
+def _options(build) -> dict:
+    return {
+        "num_warps": build.num_warps,
+        "num_stages": build.num_stages,
+        "maxnreg": build.maxnreg,
+        # Triton 3.10 turns the default round; stated, a kernel means the same under every version.
+        "enable_fp_fusion": True,
+    }
+
+
+def _environment(capability: int) -> dict[str, str]:
+    """What of the environment changes the code: Triton's own list, and tools named in place of the bundled ones."""
+    found = {name: str(value) for name, value in get_cache_invalidating_env_vars().items()}
+    found.pop("TRITON_DISABLE_LINE_INFO", None)
+    if os.environ.get("PTXAS_OPTIONS"):
+        found["PTXAS_OPTIONS"] = os.environ["PTXAS_OPTIONS"]
+    if os.environ.get("TRITON_LIBDEVICE_PATH"):
+        found["libdevice"] = hashlib.sha256(Path(os.environ["TRITON_LIBDEVICE_PATH"]).read_bytes()).hexdigest()
+    if os.environ.get("TRITON_PTXAS_PATH") or os.environ.get("TRITON_PTXAS_BLACKWELL_PATH"):
+        path = get_ptxas(capability).path
+        found["ptxas"] = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    return found
+
+
+def promise_of(kind: str) -> tuple[str, int]:
+    """A parameter's bare type, and what its address or value is promised to be divisible by: "i64:8" is (i64, 8)."""
+    match = re.fullmatch(r"(.*):(\d+)", kind)
+    return (match[1], int(match[2])) if match else (kind, 1)
+
+
+def _source(build):
+    names = build.kernel.arg_names
+    signature = dict.fromkeys(names, "constexpr")
+    divisible = {}
+    for name, text in build.types.items():
+        signature[name], divisor = promise_of(text)
+        if divisor > 1:
+            divisible[(names.index(name),)] = [["tt.divisibility", divisor]]
+    kind = ASTSource
+    if build.kernel.is_gluon():
+        from flashinfer._core.gluon_compat import GluonASTSource as kind
+    return kind(build.kernel, signature, dict(build.constants), divisible)
+
+
+def _describe(arch: str, ptx: str, cubin: bytes, metadata: dict) -> dict:
+    target = re.search(r"^\.target (\S+)", ptx, re.MULTILINE)[1]
+    if target != f"sm_{arch}":
+        raise RuntimeError(f"Triton {triton.__version__} compiled for {target}, asked for sm_{arch}")
+    return {
+        "symbol": metadata["name"],
+        "threads": int(re.search(r"\.reqntid (\d+)", ptx)[1]),
+        "shared": metadata["shared"],
+        "parameters": parameters_of(ptx),
+        "tensor_maps": metadata.get("tensordesc_meta") or [],
+        "global_scratch": metadata.get("global_scratch_size") or 0,
+        "profile_scratch": metadata.get("profile_scratch_size") or 0,
+        **_resources(cubin),
+    }
+
+
+def parameters_of(ptx: str) -> list[list]:
+    """[type, bytes, alignment] of each parameter of the one .entry of a PTX text, in order.
+
+    PTX ISA, "Kernel Function Parameters": `.param [.align N] .type [.ptr ...] name[[bytes]]`; a parameter is aligned
+    to its size unless .align says otherwise.
+    """
+    start = ptx.index("(", ptx.index(".entry"))
+    found = []
+    for line in ptx[start + 1 : ptx.index(")", start)].split(","):
+        match = re.match(r"\s*\.param\s+(?:\.align\s+(\d+)\s+)?\.([bsuf])(8|16|32|64)\b[^\[]*(?:\[(\d+)\])?", line)
+        if match is None:
+            raise RuntimeError(f"PTX parameter not understood: {line.strip()!r}")
+        align, kind, bits, count = match.groups()
+        size = _SIZES[bits]
+        found.append([f"{kind}{bits}", size * int(count or 1), int(align or size)])
+    return found
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """Registers and stack bytes of a thread. The stack holds spills, and the arrays of some libdevice slow paths."""
+    tool = knobs.nvidia.cuobjdump.path
+    # Through a pipe the tool cannot seek, so it gets a file: in memory, for there may be no folder to write to.
+    handle = os.memfd_create("cubin")
+    try:
+        os.write(handle, cubin)
+        command = [tool, "--dump-resource-usage", f"/proc/self/fd/{handle}"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, pass_fds=(handle,)).stdout
+    finally:
+        os.close(handle)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
+    return {"registers": int(registers), "stack_bytes": int(stack)}

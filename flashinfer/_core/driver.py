@@ -1,0 +1,102 @@
+"""The CUDA driver API: load a cubin, find its kernel, describe a tensor to the copy engine."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from flashinfer._core.checks import dtype_name, require
+
+
+def bindings():
+    """cuda-bindings' driver module, imported at first use: a machine without a GPU need not have it."""
+    from cuda.bindings import driver
+
+    return driver
+
+
+def fail(status, doing: str) -> None:
+    """Raise RuntimeError with what was being done and the driver's words for `status`."""
+    driver = bindings()
+    name, text = (ask(status)[1] for ask in (driver.cuGetErrorName, driver.cuGetErrorString))
+    raise RuntimeError(f"{doing}: {name.decode()} ({text.decode()})")
+
+
+def _ask(doing: str, status, *values):
+    if status:
+        fail(status, doing)
+    return values[0] if values else None
+
+
+def use_context(index: int) -> None:
+    """Give a thread that has none the device's primary context: torch does so only when it first works there itself."""
+    driver = bindings()
+    if not int(_ask("current context", *driver.cuCtxGetCurrent())):
+        device = _ask("device", *driver.cuDeviceGet(index))
+        context = _ask("primary context", *driver.cuDevicePrimaryCtxRetain(device))
+        _ask("set context", *driver.cuCtxSetCurrent(context))
+
+
+def load(name: str, cubin: bytes, kernel: dict):
+    """The CUfunction of a cubin's kernel, loaded in the current context."""
+    driver = bindings()
+    doing = f"{name}: loading {kernel['symbol']}"
+    # A first call may stand inside a graph capture, and loading is no part of the graph.
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    mode = _ask(doing, *driver.cuThreadExchangeStreamCaptureMode(relaxed))
+    try:
+        module = _ask(doing, *driver.cuModuleLoadData(cubin))
+        function = _ask(doing, *driver.cuModuleGetFunction(module, kernel["symbol"].encode()))
+        # Above 48 KiB a kernel has to ask (CUDA C++ Programming Guide, "Shared Memory" of each architecture).
+        if kernel["shared"] > 48 << 10:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _ask(doing, *driver.cuFuncSetAttribute(function, attribute, kernel["shared"]))
+    finally:
+        _ask(doing, *driver.cuThreadExchangeStreamCaptureMode(mode))
+    return function
+
+
+_MAP_TYPES = {
+    "u8": "UINT8",
+    "i8": "UINT8",
+    "fp8e4nv": "UINT8",
+    "fp8e5": "UINT8",
+    "fp16": "FLOAT16",
+    "bf16": "BFLOAT16",
+    "fp32": "FLOAT32",
+    "i32": "INT32",
+}
+
+
+def encode(argument: str, tensor: torch.Tensor, dtype: str, block: tuple[int, ...], wish: dict | None) -> bytes:
+    """The 128 bytes of a tiled tensor map (CUDA driver API, cuTensorMapEncodeTiled), dimensions innermost first."""
+    sizes, strides, item = tensor.shape, tensor.stride(), tensor.element_size()
+    rank = tensor.dim()
+    require(rank == len(block) and 2 <= rank <= 5, f"{argument} rank", rank, f"that of the block {block}, 2 to 5")
+    require(tensor.numel() > 0, f"{argument} shape", tuple(sizes), "no dimension of 0")
+    require(dtype_name(tensor.dtype) == dtype and dtype in _MAP_TYPES, f"{argument} dtype", tensor.dtype, dtype)
+    require(strides[-1] == 1, f"{argument} last stride", strides[-1], "1")
+    aligned = tensor.data_ptr() % 16 == 0 and all(stride * item % 16 == 0 for stride in strides[:-1])
+    require(aligned, f"{argument} strides", strides, "a base and outer strides that are multiples of 16 bytes")
+    plain = wish is not None and wish["elem_size"] == item and not (wish["fp4_padded"] or wish.get("is_im2col"))
+    require(plain, f"{argument} map", wish, f"a tiled map of {item}-byte elements")
+    driver = bindings()
+    u32, u64 = driver.cuuint32_t, driver.cuuint64_t
+    encoded = _ask(
+        f"{argument}: tensor map",
+        *driver.cuTensorMapEncodeTiled(
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[dtype]}"),
+            rank,
+            tensor.data_ptr(),
+            [u64(size) for size in reversed(sizes)],
+            [u64(stride * item) for stride in reversed(strides[:-1])],
+            [u32(size) for size in reversed(wish["block_size"])],
+            [u32(1)] * rank,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle(wish["swizzle"]),
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+    )
+    return ctypes.string_at(encoded.getPtr(), 128)

@@ -1,0 +1,80 @@
+"""The environment variables of this package, in one table, and the one place that reads them.
+
+Only `flashinfer.version` reads its own, DISABLE_VERSION_CHECK, itself: that is before anything else is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, what its absence means, and what it does."""
+
+    name: str
+    default: str
+    meaning: str
+
+    def get(self) -> str:
+        return os.environ.get(self.name) or self.default
+
+    def is_on(self) -> bool:
+        """Of a switch. ValueError for anything but 0 and 1."""
+        value = self.get()
+        if value not in ("0", "1"):
+            raise ValueError(f"{self.name}: got {value!r}; allowed: 0, 1")
+        return value == "1"
+
+
+WORKSPACE_BASE = Variable("FLASHINFER_WORKSPACE_BASE", "~", "the folder that holds .cache/flashinfer")
+PRECOMPILED_DIR = Variable(
+    "FLASHINFER_PRECOMPILED_DIR",
+    "",
+    f"folders that `flashinfer precompile --out` wrote, {os.pathsep!r} between; read before the cache, not written",
+)
+FROZEN = Variable("FLASHINFER_FROZEN", "0", "1: a kernel that is not in a cache is an error, nothing is compiled")
+DEBUG = Variable("FLASHINFER_DEBUG", "0", "1: check what is costly to check: page indices, alignment of each launch")
+LINE_INFO = Variable("FLASHINFER_LINE_INFO", "0", "1: compile source lines into kernels, for profilers")
+LOGLEVEL = Variable("FLASHINFER_LOGLEVEL", "", "debug, info, warning or error: print this package's log to stderr")
+DISABLE_VERSION_CHECK = Variable(
+    "FLASHINFER_DISABLE_VERSION_CHECK", "0", "1: warn about an unsupported torch or Triton, and go on"
+)
+VARIABLES = (WORKSPACE_BASE, PRECOMPILED_DIR, FROZEN, DEBUG, LINE_INFO, LOGLEVEL, DISABLE_VERSION_CHECK)
+
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def table() -> list[dict[str, str]]:
+    """Name, value, default and meaning of every variable, as `flashinfer show-config` prints them."""
+    return [
+        {"name": v.name, "value": os.environ.get(v.name, ""), "default": v.default, "meaning": v.meaning}
+        for v in VARIABLES
+    ]
+
+
+def workspace_base() -> Path:
+    return Path(WORKSPACE_BASE.get()).expanduser()
+
+
+def precompiled_dirs() -> tuple[Path, ...]:
+    return tuple(Path(part).expanduser() for part in PRECOMPILED_DIR.get().split(os.pathsep) if part)
+
+
+def _logger() -> logging.Logger:
+    logger = logging.getLogger("flashinfer")
+    level = LOGLEVEL.get().lower()
+    if level:
+        if level not in _LEVELS:
+            raise ValueError(f"{LOGLEVEL.name}: got {level!r}; allowed: {', '.join(_LEVELS)}")
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(level.upper())
+    return logger
+
+
+logger = _logger()

@@ -1,0 +1,69 @@
+"""Gluon's names, the same under every supported Triton. Kernels import them from here, device code included.
+
+Between 3.6 and 3.9 Gluon renamed its TMA copies (`async_copy_global_to_shared` became `async_load`) and its block
+barrier (`thread_barrier` became `barrier`). A name bound here to a Gluon builtin is resolved by Gluon's code generator
+like the builtin itself.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+__all__ = [
+    "GluonASTSource",
+    "async_copy",
+    "block_barrier",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "tensordesc",
+    "tma_load",
+    "tma_store",
+    "tma_store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_init",
+    "warpgroup_mma_wait",
+]
+
+# (descriptor, coordinates, barrier, shared memory, pred=True): signals the barrier when the bytes are there.
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# (descriptor, coordinates, shared memory)
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+# (pendings): at most so many stores still read shared memory.
+tma_store_wait = tma.store_wait
+# (): all threads of the block.
+block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+_DTYPES = {
+    "bf16": gl.bfloat16,
+    "fp16": gl.float16,
+    "fp32": gl.float32,
+    "fp8e4nv": gl.float8e4nv,
+    "fp8e5": gl.float8e5,
+    "u8": gl.uint8,
+    "i8": gl.int8,
+    "i32": gl.int32,
+}
+
+
+def tensordesc(dtype: str, block: tuple[int, ...], layout: gl.NVMMASharedLayout | None = None) -> str:
+    """The type, for `Build.types`, of a tensor map that copies `block` elements of `dtype` into `layout`.
+
+    Without a layout it is Gluon's default for that block: the widest swizzle that fits. In the kernel the parameter's
+    `.layout` gives it.
+    """
+    if layout is None:
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+    return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"

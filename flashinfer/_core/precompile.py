@@ -1,0 +1,268 @@
+"""Compile ahead, for any architecture, on any machine: every op's catalog, or the kernels that a cache already holds.
+
+The compiling is done in worker processes that take one job a line and answer with one record a line. They have an
+environment of their own, so it works the same in a process whose Triton interprets, and a compiler that crashes costs
+one job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+from flashinfer._core import env, kernel_cache
+from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.target import Target, named
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile: a launcher of `module`, for a problem and a config, on an architecture."""
+
+    op: str
+    variant: str
+    module: str
+    launcher: str
+    arch: str
+    problem: Any
+    config: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    """What came of a job.
+
+    Attributes
+    ----------
+    op, variant, launcher, arch : str
+    problem, config : dict
+        The fields of the compile key.
+    cached : bool
+        It was there already.
+    seconds : float
+        Of compiling; 0 if it was there.
+    shared : int
+        Shared memory of a block, bytes.
+    registers, stack_bytes : int
+        Of a thread. The stack holds what was spilled, and arrays of libdevice's slow paths.
+    path : str
+        Of the entry's JSON.
+    error : str
+        Why there is no kernel; '' if there is.
+    """
+
+    op: str
+    variant: str
+    launcher: str
+    arch: str
+    problem: dict
+    config: dict
+    cached: bool = False
+    seconds: float = 0.0
+    shared: int = 0
+    registers: int = 0
+    stack_bytes: int = 0
+    path: str = ""
+    error: str = ""
+
+
+def catalog_jobs(ops: dict[str, Op], archs: Iterable[str]) -> Iterator[Job]:
+    """Every problem of every op's catalog, for each GPU variant that takes it on each architecture.
+
+    A variant's kernels are all the LAUNCHERS of its module, compiled for the op's problem and config; a module where
+    that is not so has `kernels(problem, config)`, which yields (launcher, problem, config) for each kernel to build.
+    """
+    for arch in archs:
+        target = named(arch)
+        for name, op in ops.items():
+            for problem in op.catalog():
+                for variant in op.variants:
+                    yield from _jobs_of(name, variant, problem, target)
+
+
+def cached_jobs(ops: dict[str, Op], archs: Iterable[str], base: Path) -> Iterator[Job]:
+    """The kernels that a cache at `base` holds, for each architecture: what a run met, for other chips too.
+
+    An op's own problem gets the config that its variant chooses on that architecture; a kernel that only `kernels`
+    names gets the config that it was stored with. Entries of launchers that the ops do not have are passed over.
+    """
+    stored = [(entry["op"], entry["key"]) for entry in kernel_cache.entries(base) if not entry["fault"]]
+    for arch in archs:
+        known: dict[tuple, Job] = {}
+        for job in catalog_jobs(ops, [arch]):
+            known.setdefault((job.op, job.variant, job.launcher, type(job.problem), type(job.config)), job)
+        for launcher, key in stored:
+            for like in known.values():
+                if like.launcher == launcher and _takes(like.problem, key["problem"]):
+                    yield from _jobs_like(like, ops[like.op], key)
+
+
+def _takes(like, stored: dict | None) -> bool:
+    """Whether `stored` are the fields of a record of the same type as `like`; None stands for no record."""
+    if like is None or stored is None:
+        return like is stored
+    return stored.keys() == {field.name for field in fields(like)}
+
+
+def _jobs_like(like: Job, op: Op, key: dict) -> Iterator[Job]:
+    problem = type(like.problem)(**key["problem"])
+    if isinstance(problem, op.problem_type):
+        variant = next(variant for variant in op.variants if variant.name == like.variant)
+        for job in _jobs_of(like.op, variant, problem, named(like.arch)):
+            if job.launcher == like.launcher:
+                yield job
+    elif _takes(like.config, key["config"]):
+        config = like.config and type(like.config)(**key["config"])
+        yield replace(like, problem=problem, config=config)
+
+
+def _jobs_of(op: str, variant: Variant, problem, target: Target) -> Iterator[Job]:
+    if variant.name == "reference" or variant.refuses(problem, target):
+        return
+    config = variant.config(problem, target)
+    module = variant.load()
+    if hasattr(module, "kernels"):
+        kernels = module.kernels(problem, config)
+    else:
+        kernels = ((launcher, problem, config) for launcher in module.LAUNCHERS)
+    for launcher, its_problem, its_config in kernels:
+        yield Job(op, variant.name, variant.module, launcher.name, target.arch, its_problem, its_config)
+
+
+def precompile(
+    jobs: Iterable[Job],
+    out: Path | None = None,
+    workers: int | None = None,
+    on_record: Callable[[Record], None] | None = None,
+) -> list[Record]:
+    """Compile every job once and keep the kernels.
+
+    Parameters
+    ----------
+    jobs : iterable of Job
+        Jobs of several ops for the same kernel are done once.
+    out : Path, optional
+        A folder for the kernels, to be named in FLASHINFER_PRECOMPILED_DIR or used as FLASHINFER_WORKSPACE_BASE. By
+        default they go to the cache.
+    workers : int, optional
+        Processes; by default one per core.
+    on_record : callable, optional
+        Called with each Record, in the order of the jobs.
+
+    Returns
+    -------
+    list of Record
+        One per kernel, in the order of the jobs. A job that failed has its `error`.
+    """
+    unique = list({(job.module, job.launcher, job.arch, job.problem, job.config): job for job in jobs}.values())
+    count = max(1, min(workers or os.cpu_count() or 1, len(unique)))
+    idle: Queue[_Worker] = Queue()
+    records = []
+
+    def do(job: Job) -> Record:
+        worker = idle.get()
+        try:
+            return worker.do(job)
+        finally:
+            idle.put(worker)
+
+    with ExitStack() as stack:
+        for _ in range(count):
+            idle.put(stack.enter_context(_Worker(out)))
+        threads = stack.enter_context(ThreadPoolExecutor(count))
+        for record in threads.map(do, unique):
+            records.append(record)
+            if on_record:
+                on_record(record)
+    return records
+
+
+class _Worker:
+    """A process that compiles; started at its first job, and again after it died."""
+
+    def __init__(self, out: Path | None):
+        self._environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", env.FROZEN.name)}
+        self._environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        if out is not None:
+            self._environment[env.WORKSPACE_BASE.name] = str(Path(out).absolute())
+            self._environment.pop(env.PRECOMPILED_DIR.name, None)
+        self._process: subprocess.Popen | None = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.stdout.close()
+            self._process.wait()
+
+    def do(self, job: Job) -> Record:
+        if self._process is None:
+            command = [sys.executable, "-c", f"import {__name__} as worker; worker.work()"]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=self._environment)
+        problem, config = (kernel_cache.fields_of(part) for part in (job.problem, job.config))
+        request = {
+            "module": job.module,
+            "launcher": job.launcher,
+            "arch": job.arch,
+            "problem": [*_type_of(job.problem), problem],
+            "config": [*_type_of(job.config), config],
+        }
+        answer = self._ask(json.dumps(request))
+        return Record(job.op, job.variant, job.launcher, job.arch, problem, config, **answer)
+
+    def _ask(self, line: str) -> dict:
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if answer:
+            return json.loads(answer)
+        status = self._process.wait()
+        self._process = None
+        return {"error": f"the compiler's process ended with status {status}"}
+
+
+def _type_of(record) -> tuple[str, str]:
+    return type(record).__module__, type(record).__qualname__
+
+
+def work() -> None:
+    """The loop of a worker: a job a line on standard input, its outcome a line on standard output."""
+    answers = os.fdopen(os.dup(1), "w")
+    # What the compiler prints is for people: it must not stand between the answers.
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        answers.write(json.dumps(_outcome(json.loads(line))) + "\n")
+        answers.flush()
+
+
+def _outcome(request: dict) -> dict:
+    start = time.perf_counter()
+    try:
+        launchers = {launcher.name: launcher for launcher in import_module(request["module"]).LAUNCHERS}
+        problem, config = (_made(*request[part]) for part in ("problem", "config"))
+        entry = launchers[request["launcher"]].entry(problem, config, request["arch"])
+    except Exception as error:  # any failure to compile is this job's outcome, told with its type
+        return {"error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - start}
+    kept = {name: entry.kernel[name] for name in ("shared", "registers", "stack_bytes")}
+    return {"cached": entry.cached, "seconds": entry.seconds, "path": str(entry.path), **kept}
+
+
+def _made(module: str, name: str, values: dict | None):
+    return None if values is None else getattr(import_module(module), name)(**values)

@@ -1,0 +1,29 @@
+"""A process whose Triton compiles: in the suite's own it interprets."""
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+
+def forget_interpreter():
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+@pytest.fixture(scope="session")
+def in_triton():
+    """Calls a module-level function with picklable arguments in a process where kernels are compiled."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=forget_interpreter) as process:
+        yield lambda function, *args: process.submit(function, *args).result()
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path, monkeypatch):
+    """A cache of the test's own; the variables that change where kernels come from are unset."""
+    for name in ("PRECOMPILED_DIR", "FROZEN", "DEBUG", "LINE_INFO"):
+        monkeypatch.delenv(f"FLASHINFER_{name}", raising=False)
+    folder = tmp_path / "base"
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(folder))
+    return folder
