@@ -85,9 +85,9 @@ def single_decode_with_kv_cache(
     return (result[0][0], result[1][0]) if return_lse else result[0]
 
 
-@lru_cache(maxsize=64)
-def _uniform_indptr(batch: int, q_len: int) -> torch.Tensor:
-    return torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32)
+@lru_cache(maxsize=256)
+def _uniform_indptr(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32, device=device)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
@@ -214,11 +214,13 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         q_dtype = as_dtype(data_type) or as_dtype(q_data_type, torch.float16)
         batch = indptr.shape[0] - 1
         require(q_len_per_req >= 1, "q_len_per_req", q_len_per_req, "at least 1")
-        if self._use_cuda_graph and self._fixed_qo_indptr is None:
-            most = self._buffers.kv_indptr.shape[0] - 1
-            self._fixed_qo_indptr = _uniform_indptr(most, q_len_per_req).to(self.device)
+        rows = batch
+        if self._use_cuda_graph:
+            # A captured graph has the full batch; requests past this one's are empty.
+            rows = self._buffers.kv_indptr.shape[0] - 1
+        self._fixed_qo_indptr = _uniform_indptr(rows, q_len_per_req, self.device)
         request = Request(
-            qo_indptr=_uniform_indptr(batch, q_len_per_req),
+            qo_indptr=_uniform_indptr(batch, q_len_per_req, torch.device("cpu")),
             kv_indptr=indptr,
             kv_indices=indices,
             last_page_len=last_page_len,

@@ -24,7 +24,8 @@ def pytest_collection_modifyitems(config, items):
     """A test that takes its device from the suite belongs to both; one marked gpu to the GPU suite alone."""
     if _is_gpu_suite(config):
         for item in items:
-            if "device" in getattr(item, "fixturenames", ()):
+            given = getattr(item, "callspec", None)
+            if "device" in getattr(item, "fixturenames", ()) and not (given and "device" in given.params):
                 item.add_marker(pytest.mark.gpu)
 
 

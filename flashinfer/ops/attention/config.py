@@ -74,7 +74,7 @@ def choose(p: Problem, target: Target) -> Config:
         # Each product is three of half the width, whose operands stay in registers.
         block_m = min(block_m, 16 if widest > 128 else 32)
         steps = ((32, 2), (16, 2), (16, 1))[widest > 128 :]
-    crowded = block_m == 64 and (by_bits or not p.aligned)
+    crowded = block_m == 64 and (by_bits or not p.aligned) or p.q_dtype == "fp32" and widest > 128
     num_warps = 8 if block_m == 128 or block_m * widest >= 64 * 256 or crowded else 4
     block_n, stages = next(
         (s for s in steps if _shared_bytes(p, block_m, *s) <= target.smem or target.is_cpu), steps[-1]

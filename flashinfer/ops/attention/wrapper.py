@@ -60,7 +60,7 @@ class AttentionWrapper:
         self._buffers = buffers or GraphBuffers()
         self._batch: Batch | None = None
         self._scratch: torch.Tensor | None = None
-        # Decode's query rows never change in graph mode; empty requests pad a smaller batch.
+        # Decode's query rows follow from the batch size alone: nothing is copied for them.
         self._fixed_qo_indptr: torch.Tensor | None = None
         self._qo_indptr_buf = self._buffers.qo_indptr
         self._paged_kv_indptr_buf = self._buffers.kv_indptr
@@ -145,7 +145,9 @@ class AttentionWrapper:
         if self._use_cuda_graph:
             table = self._fill_buffers(request)
         else:
-            table = Table(*(self._to_device(t) for t in self._given(request)))
+            qo_indptr, *others = self._given(request)
+            qo_indptr = self._to_device(qo_indptr) if self._fixed_qo_indptr is None else self._fixed_qo_indptr
+            table = Table(qo_indptr, *(self._to_device(t) for t in others))
         if self._use_cuda_graph and self._buffers.custom_mask is not None:
             self._fill_mask(request, table)
         else:

@@ -1,0 +1,60 @@
+"""RoPE against copy bandwidth: queries and keys are read once and written once."""
+
+from collections.abc import Iterator
+
+import torch
+
+import flashinfer
+from flashinfer.testing.bench import Case, Work
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """Prefill and decode batches of 32/8 and 64/8 heads on a GPU; those of a small model on a CPU."""
+    shapes = ((8192, 32, 8, 128), (4096, 64, 8, 128), (16384, 16, 16, 64), (8, 32, 8, 128), (1, 32, 8, 128))
+    for shape in shapes if device.type == "cuda" else ((1, 4, 1, 256), (512, 4, 1, 256)):
+        size = "x".join(map(str, shape))
+        yield Case(f"pos_ids {size}", lambda d, shape=shape: _pos_ids(shape, False, d))
+        yield Case(f"pos_ids interleaved {size}", lambda d, shape=shape: _pos_ids(shape, True, d))
+        yield Case(f"cos_sin_cache in place {size}", lambda d, shape=shape: _cos_sin_cache(shape, d))
+
+
+def _heads(shape, device):
+    tokens, q_heads, k_heads, head_dim = shape
+    qkv = torch.randn(tokens, q_heads + 2 * k_heads, head_dim, device=device, dtype=torch.bfloat16)
+    pos = torch.arange(tokens, device=device, dtype=torch.int32)
+    return pos, qkv[:, :q_heads], qkv[:, q_heads : q_heads + k_heads]
+
+
+def _torch_rope(pos, x, cache):
+    cos, sin = cache[pos].to(x.dtype)[:, None].chunk(2, -1)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _cache(pos, head_dim):
+    frequency = 1e4 ** (-torch.arange(0, head_dim, 2, device=pos.device) / head_dim)
+    angle = torch.arange(len(pos), device=pos.device)[:, None] * frequency
+    return torch.cat([angle.cos(), angle.sin()], -1)
+
+
+def _pos_ids(shape, interleave, device) -> Work:
+    pos, q, k = _heads(shape, device)
+    cache = _cache(pos, shape[-1])
+    peer = {"torch": lambda q, k, pos: (_torch_rope(pos, q, cache), _torch_rope(pos, k, cache))}
+    return Work(
+        run=lambda q, k, pos: flashinfer.apply_rope_pos_ids(q, k, pos, interleave=interleave),
+        inputs=(q, k, pos),
+        bytes=2 * (q.numel() + k.numel()) * q.element_size(),
+        peers={} if interleave else peer,
+    )
+
+
+def _cos_sin_cache(shape, device) -> Work:
+    pos, q, k = _heads(shape, device)
+    cache = _cache(pos, shape[-1])
+    return Work(
+        run=lambda pos, q, k, c: flashinfer.apply_rope_with_cos_sin_cache_inplace(pos, q, k, shape[-1], c),
+        inputs=(pos, q, k, cache),
+        bytes=2 * (q.numel() + k.numel()) * q.element_size() + cache.nbytes,
+        peers={"torch": lambda pos, q, k, c: (q.copy_(_torch_rope(pos, q, c)), k.copy_(_torch_rope(pos, k, c)))},
+    )

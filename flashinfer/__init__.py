@@ -1,0 +1,69 @@
+"""Attention, KV-cache and token kernels for LLM serving, API-compatible with FlashInfer, written in Python.
+
+Names are imported at first use: `import flashinfer` loads neither torch nor Triton and touches no GPU.
+"""
+
+from importlib import import_module
+
+from flashinfer.version import __version__, check_supported
+
+check_supported()
+
+# public module -> the names that it gives to the root
+_ROOT_NAMES = {
+    "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"),
+    "cascade": (
+        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+        "MultiLevelCascadeAttentionWrapper",
+        "merge_state",
+        "merge_state_in_place",
+        "merge_states",
+    ),
+    "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
+    "decode": (
+        "BatchDecodeWithPagedKVCacheWrapper",
+        "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "fast_decode_plan",
+        "single_decode_with_kv_cache",
+    ),
+    "norm": ("fused_add_rmsnorm", "gemma_fused_add_rmsnorm", "gemma_rmsnorm", "layernorm", "rmsnorm"),
+    "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "prefill": (
+        "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        "single_prefill_with_kv_cache",
+        "single_prefill_with_kv_cache_return_lse",
+    ),
+    "rope": (
+        "apply_llama31_rope",
+        "apply_llama31_rope_inplace",
+        "apply_llama31_rope_pos_ids",
+        "apply_llama31_rope_pos_ids_inplace",
+        "apply_rope",
+        "apply_rope_inplace",
+        "apply_rope_pos_ids",
+        "apply_rope_pos_ids_inplace",
+        "apply_rope_with_cos_sin_cache",
+        "apply_rope_with_cos_sin_cache_inplace",
+    ),
+    "testing": (),
+}
+_MODULE_OF = {name: module for module, names in _ROOT_NAMES.items() for name in names} | {"explain": "_core.dispatch"}
+
+__all__ = ["__version__", *sorted(_MODULE_OF), *sorted(_ROOT_NAMES)]
+
+
+def __getattr__(name):
+    if name in _MODULE_OF:
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    elif name in _ROOT_NAMES:
+        value = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

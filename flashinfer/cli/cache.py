@@ -1,0 +1,66 @@
+"""`flashinfer cache list | verify | clear`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from flashinfer._core import env, kernel_cache
+from flashinfer.cli.output import json_option, print_json, print_table, reports_errors
+
+_base_option = click.option(
+    "--base",
+    type=click.Path(file_okay=False, path_type=Path),
+    help=f"Folder that holds .cache/flashinfer, such as `precompile --out` wrote; default: ${env.WORKSPACE_BASE.name}.",
+)
+
+
+@click.group("cache")
+def command():
+    """List, verify or clear compiled kernels."""
+
+
+@command.command("list")
+@_base_option
+@json_option
+@reports_errors
+def list_entries(base, as_json):
+    """List every entry: version, architecture, op, size, and what is wrong with it."""
+    entries = kernel_cache.entries(base)
+    if as_json:
+        return print_json(entries)
+    columns = ["version", "arch", "op", "digest", "bytes", "fault"]
+    print_table("Compiled kernels", columns, [[e[c] for c in columns] for e in entries], ("bytes",))
+    click.echo(f"{len(entries)} entries, {sum(e['bytes'] for e in entries)} bytes")
+
+
+@command.command("verify")
+@_base_option
+@json_option
+@reports_errors
+def verify(base, as_json):
+    """Check every entry against its checksums; exit status 1 if one would not be believed."""
+    count, faults = len(kernel_cache.entries(base)), kernel_cache.verify(base)
+    if as_json:
+        print_json({"entries": count, "faults": faults})
+    else:
+        if faults:
+            print_table("Faults", ["path", "fault"], [[f["path"], f["fault"]] for f in faults])
+        click.echo(f"{count} entries, {len(faults)} faults")
+    if faults:
+        raise SystemExit(1)
+
+
+@command.command("clear")
+@_base_option
+@click.option("--arch", help="Only entries of this architecture, such as 90a.")
+@click.option("--op", help="Only entries of this op, as `cache list` names it.")
+@json_option
+@reports_errors
+def clear(base, arch, op, as_json):
+    """Remove entries, and nothing else."""
+    removed = kernel_cache.clear(base, arch, op)
+    if as_json:
+        return print_json(removed)
+    click.echo(f"removed {removed['files']} files, {removed['bytes']} bytes")

@@ -1,0 +1,47 @@
+"""How commands print: tables for people, one JSON document for programs."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+
+
+def reports_errors(function):
+    """Of a command: a ValueError, OSError or RuntimeError ends it with its message and status 1, without a traceback.
+
+    With --json the message is printed as {"error": ...}.
+    """
+
+    @functools.wraps(function)
+    def run(*args, as_json, **kwargs):
+        try:
+            return function(*args, as_json=as_json, **kwargs)
+        except (ValueError, OSError, RuntimeError) as error:
+            if as_json:
+                print_json({"error": str(error)})
+            else:
+                click.echo(f"Error: {error}", err=True)
+            raise SystemExit(1) from error
+
+    return run
+
+
+def print_json(document) -> None:
+    click.echo(json.dumps(document, indent=1))
+
+
+def print_table(title: str, columns: list[str], rows: list[list], numbers: tuple[str, ...] = ()) -> None:
+    """A table on stdout; columns named in `numbers` are aligned to the right. Cells are any values; None is empty."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    Console(highlight=False).print(table)

@@ -1,0 +1,74 @@
+"""`flashinfer precompile`"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from flashinfer._core import env, kernel_cache
+from flashinfer._core.checks import require
+from flashinfer._core.precompile import cached_jobs, catalog_jobs, precompile
+from flashinfer._core.target import GPU_ARCHS
+from flashinfer.cli.output import json_option, print_json, print_table, reports_errors
+from flashinfer.ops import all_ops
+
+
+@click.command("precompile")
+@click.option("--arch", required=True, help=f"Architectures, separated by commas: {','.join(GPU_ARCHS)}.")
+@click.option("--op", "names", multiple=True, help="Only this op, as `explain` lists it; may be given again.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help=f"Folder for the kernels, to be named in {env.PRECOMPILED_DIR.name}; default: the cache.",
+)
+@click.option(
+    "--from-cache",
+    "base",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="Compile what the cache under this folder holds (what a run met) in place of the ops' catalogs.",
+)
+@click.option("--workers", type=click.IntRange(1), help="Processes; default: one per core.")
+@json_option
+@reports_errors
+def command(arch, names, out, base, workers, as_json):
+    """Compile kernels for named architectures; needs no GPU. Exit status 1 if a kernel did not compile.
+
+    \b
+    Example: flashinfer precompile --arch 90a,100a --op decode --out kernels
+    """
+    archs = arch.split(",")
+    for name in archs:
+        require(name in GPU_ARCHS, "--arch", repr(name), ", ".join(GPU_ARCHS))
+    ops = all_ops()
+    for name in names:
+        require(name in ops, "--op", repr(name), ", ".join(sorted(ops)))
+    ops = {name: op for name, op in ops.items() if not names or name in names}
+    jobs = list(catalog_jobs(ops, archs) if base is None else cached_jobs(ops, archs, base))
+    records = precompile(jobs, out, workers, on_record=_report)
+    failed = [record for record in records if record.error]
+    if as_json:
+        print_json([asdict(record) for record in records])
+    else:
+        _print_summary(records)
+        click.echo(f"Kernels: {kernel_cache.root_of(out or env.workspace_base())}")
+    if failed:
+        raise SystemExit(1)
+
+
+def _report(record) -> None:
+    """One line on stderr for each kernel: a catalog takes minutes."""
+    state = f"failed: {record.error}" if record.error else "cached" if record.cached else f"{record.seconds:.1f} s"
+    click.echo(f"{record.launcher} sm_{record.arch} {state}", err=True)
+
+
+def _print_summary(records) -> None:
+    rows = []
+    for launcher, arch in sorted({(r.launcher, r.arch) for r in records}):
+        mine = [r for r in records if (r.launcher, r.arch) == (launcher, arch)]
+        good = [r for r in mine if not r.error]
+        shared, registers = (max((getattr(r, name) for r in good), default="") for name in ("shared", "registers"))
+        rows.append([launcher, arch, len(good), len(mine) - len(good), shared, registers])
+    columns = ["kernel", "arch", "compiled", "failed", "most shared bytes", "most registers"]
+    print_table("Compiled kernels", columns, rows, tuple(columns[2:]))

@@ -1,0 +1,35 @@
+"""Where the rows of a strided tensor are, and what the compiler may know about them."""
+
+import triton
+import triton.language as tl
+
+from flashinfer._core.checks import torch_dtype
+
+
+def unit(dtype: str, aligned: bool) -> int:
+    """The UNIT below: elements in 16 bytes where the tensors are `aligned`, else 1."""
+    return 16 // torch_dtype(dtype).itemsize if aligned else 1
+
+
+def pointer(dtype: str, aligned: bool) -> str:
+    """The type of a pointer parameter to elements of `dtype`."""
+    return f"*{dtype}:16" if aligned else f"*{dtype}"
+
+
+@triton.jit
+def multiple(x, UNIT: tl.constexpr):
+    """x, a multiple of UNIT, in a form in which the compiler sees that it is one; 16-byte accesses depend on it."""
+    return x // UNIT * UNIT
+
+
+@triton.jit
+def row_offset(row, inner, outer_stride, inner_stride, UNIT: tl.constexpr):
+    """Offset in elements, 64 bits, of row `row` of a tensor [outer, inner, columns]; UNIT divides both strides."""
+    outer = (row // inner).to(tl.int64) * multiple(outer_stride, UNIT)
+    return outer + (row % inner).to(tl.int64) * multiple(inner_stride, UNIT)
+
+
+@triton.jit
+def column_offset(column, stride, UNIT: tl.constexpr):
+    """Offset in elements of column `column` of a row; rows of aligned tensors (UNIT > 1) are contiguous."""
+    return column if UNIT > 1 else column.to(tl.int64) * stride

@@ -1,0 +1,33 @@
+"""Rows and warps per program of the norm kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashinfer._core.checks import torch_dtype
+
+
+@dataclass(frozen=True)
+class Config:
+    """rows : rows per program. num_warps : warps per program, which share each row.
+
+    weights_first : whether the weights are read before the rows are reduced, or after.
+    """
+
+    rows: int
+    num_warps: int
+    weights_first: bool
+
+
+def portable(problem, target) -> Config:
+    # Short rows are packed until a program moves 2048 elements: 16 for each of 128 threads, two 16-byte accesses of
+    # bf16, so that a QK-norm of head_dim 128 is no launch of tiny programs. Not measured.
+    rows = max(1, 2048 // problem.block)
+    # 32 elements a thread: four 16-byte loads of bf16 in flight, and a row of 32768 in the 64 registers that a thread
+    # of 32 warps has, without spills. Not measured.
+    num_warps = min(max(rows * problem.block // 1024, 4), 32)
+    # Weights that wait for the reduction take registers: 16 of them are there beside 32 elements of a row, the 64 and
+    # more of a LayerNorm's float32 weights spill (up to 1.8 KB a thread, by ptxas for sm_90a).
+    vectors = 2 if problem.kind == "layernorm" else 1
+    weights = vectors * torch_dtype(problem.weight_dtype).itemsize * problem.block // (32 * num_warps)
+    return Config(rows, num_warps, weights_first=weights <= 64)

@@ -1,0 +1,72 @@
+"""The paged KV cache: writing new tokens into it, and the index arithmetic of page tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.page import config
+
+
+@dataclass(frozen=True)
+class Append:
+    """Write the keys and values of new tokens into pages. MLA's compressed rows are keys and values of one head.
+
+    Attributes
+    ----------
+    dtype : str
+        Of the rows and the caches; "u8" for every dtype of one byte, since elements are moved and never interpreted
+        (and not every architecture has each float8).
+    key_block, value_block : int
+        Head dimensions rounded up to powers of two. The dimensions themselves are run-time arguments.
+    aligned : bool
+        Rows can be read and written 16 bytes at a time.
+    """
+
+    dtype: str
+    key_block: int
+    value_block: int
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The request of each appended token, and its position in that request. Everything is int32."""
+
+
+@dataclass(frozen=True)
+class SeqLens:
+    """Lengths of requests from their page tables.
+
+    Attributes
+    ----------
+    dtype : str
+        "i32" or "i64": of the tables and the result.
+    """
+
+    dtype: str
+
+
+def _variants(portable_config) -> tuple[Variant, ...]:
+    return (
+        Variant("portable", "flashinfer.ops.page.portable", config=portable_config),
+        Variant("reference", "flashinfer.ops.page.reference"),
+    )
+
+
+def _appends() -> Iterator[Append]:
+    for dtype in ("u8", "bf16", "fp16"):
+        for block in (64, 128, 256):
+            yield Append(dtype, block, block)
+    for dtype in ("u8", "bf16"):
+        yield Append(dtype, 256, 128)
+        yield Append(dtype, 512, 64)
+    yield Append("bf16", 512, 512)
+    yield Append("fp32", 256, 256)
+    yield Append("bf16", 128, 128, aligned=False)
+
+
+append = Op("append_paged_kv_cache", Append, _variants(config.append), _appends)
+positions = Op("get_batch_indices_positions", Positions, _variants(config.index), lambda: [Positions()])
+seq_lens = Op("get_seq_lens", SeqLens, _variants(config.index), lambda: [SeqLens("i32"), SeqLens("i64")])

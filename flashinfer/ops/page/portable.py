@@ -1,0 +1,181 @@
+"""The paged KV cache's operations in Triton."""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops._device.ragged import request_of
+from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
+from flashinfer.ops.page import Append, Positions, SeqLens
+
+
+@triton.jit
+def append_kernel(
+    key,
+    value,
+    batch_indices,
+    positions,
+    k_cache,
+    v_cache,
+    kv_indices,
+    kv_indptr,
+    key_token,
+    key_head,
+    key_column,
+    value_token,
+    value_head,
+    value_column,
+    k_page,
+    k_slot,
+    k_head,
+    k_column,
+    v_page,
+    v_slot,
+    v_head,
+    v_column,
+    rows,
+    heads,
+    key_dim,
+    value_dim,
+    batch,
+    entries,
+    num_pages,
+    page_size,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    # The new rows are asked for before the page table, whose three loads wait for one another.
+    k = load_rows(key, row, inside, heads, key_token, key_head, key_column, key_dim, UNIT, KEY_BLOCK)
+    v = load_rows(value, row, inside, heads, value_token, value_head, value_column, value_dim, UNIT, VALUE_BLOCK)
+
+    token = row // heads
+    head = (row % heads).to(tl.int64)
+    request = tl.load(batch_indices + token, inside, other=-1)
+    position = tl.load(positions + token, inside, other=-1)
+    kept = (request >= 0) & (request < batch) & (position >= 0)
+    entry = tl.load(kv_indptr + request, kept, other=0) + position // page_size
+    kept &= (entry < tl.load(kv_indptr + request + 1, kept, other=0)) & (entry < entries)
+    page = tl.load(kv_indices + entry, kept, other=-1)
+    kept &= (page >= 0) & (page < num_pages)
+    page = page.to(tl.int64)
+    slot = (position % page_size).to(tl.int64)
+
+    at = page * multiple(k_page, UNIT) + slot * multiple(k_slot, UNIT) + head * multiple(k_head, UNIT)
+    store_rows(k_cache, at, kept, k_column, key_dim, k, UNIT, KEY_BLOCK)
+    at = page * multiple(v_page, UNIT) + slot * multiple(v_slot, UNIT) + head * multiple(v_head, UNIT)
+    store_rows(v_cache, at, kept, v_column, value_dim, v, UNIT, VALUE_BLOCK)
+
+
+@triton.jit
+def load_rows(x, row, inside, heads, token_stride, head_stride, column_stride, dim, UNIT, BLOCK: tl.constexpr):
+    """A tile of [ROWS, BLOCK] of x, [tokens, heads, dim]; its rows are heads of tokens."""
+    column = tl.arange(0, BLOCK)
+    at = row_offset(row, heads, token_stride, head_stride, UNIT)
+    mask = inside[:, None] & (column < multiple(dim, UNIT))[None, :]
+    return tl.load(x + at[:, None] + column_offset(column, column_stride, UNIT)[None, :], mask)
+
+
+@triton.jit
+def store_rows(x, at, kept, column_stride, dim, tile, UNIT, BLOCK: tl.constexpr):
+    """Write a tile's rows at the given offsets of x."""
+    column = tl.arange(0, BLOCK)
+    mask = kept[:, None] & (column < multiple(dim, UNIT))[None, :]
+    tl.store(x + at[:, None] + column_offset(column, column_stride, UNIT)[None, :], tile, mask)
+
+
+@triton.jit
+def positions_kernel(append_indptr, seq_lens, batch_indices, positions, tokens, batch, ROWS: tl.constexpr):
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    request = request_of(append_indptr, batch, token)
+    inside = (token < tokens) & (request < batch)
+    length = tl.load(seq_lens + request, inside, other=0)
+    end = tl.load(append_indptr + request + 1, inside, other=0)
+    tl.store(batch_indices + token, tl.where(inside, request, -1), token < tokens)
+    tl.store(positions + token, tl.where(inside, token + length - end, 0), token < tokens)
+
+
+@triton.jit
+def seq_lens_kernel(kv_indptr, kv_last_page_len, out, page_size, batch, ROWS: tl.constexpr):
+    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = request < batch
+    pages = tl.load(kv_indptr + request + 1, inside, other=0) - tl.load(kv_indptr + request, inside, other=0)
+    last = tl.load(kv_last_page_len + request, inside, other=0)
+    tl.store(out + request, tl.where(pages > 0, (pages - 1) * page_size + last, 0), inside)
+
+
+def build(problem, config):
+    return _BUILD[type(problem)](problem, config)
+
+
+def _build_append(problem, config):
+    row = pointer(problem.dtype, problem.aligned)
+    index = "*i32"
+    types = {"key": row, "value": row, "batch_indices": index, "positions": index}
+    types |= {"k_cache": row, "v_cache": row, "kv_indices": index, "kv_indptr": index}
+    types |= {f"{x}_{axis}": "i64" for x in ("key", "value") for axis in ("token", "head", "column")}
+    types |= {f"{x}_{axis}": "i64" for x in ("k", "v") for axis in ("page", "slot", "head", "column")}
+    scalars = ("rows", "heads", "key_dim", "value_dim", "batch", "entries", "num_pages", "page_size")
+    types |= dict.fromkeys(scalars, "i32")
+    constants = {
+        "UNIT": unit(problem.dtype, problem.aligned),
+        "ROWS": config.rows,
+        "KEY_BLOCK": problem.key_block,
+        "VALUE_BLOCK": problem.value_block,
+    }
+    return Build(append_kernel, types, constants, num_warps=config.num_warps)
+
+
+def _build_positions(problem, config):
+    types = dict.fromkeys(("append_indptr", "seq_lens", "batch_indices", "positions"), "*i32")
+    types |= {"tokens": "i32", "batch": "i32"}
+    return Build(positions_kernel, types, {"ROWS": config.rows}, num_warps=config.num_warps)
+
+
+def _build_seq_lens(problem, config):
+    types = dict.fromkeys(("kv_indptr", "kv_last_page_len", "out"), f"*{problem.dtype}")
+    types |= {"page_size": "i32", "batch": "i32"}
+    return Build(seq_lens_kernel, types, {"ROWS": config.rows}, num_warps=config.num_warps)
+
+
+_BUILD = {Append: _build_append, Positions: _build_positions, SeqLens: _build_seq_lens}
+launch = Launcher("page", build)
+LAUNCHERS = (launch,)
+
+
+def run(problem, config, *args):
+    _RUN[type(problem)](problem, config, *args)
+
+
+def append(problem, config, key, value, batch_indices, positions, k_cache, v_cache, kv_indices, kv_indptr):
+    """Token t goes to slot positions[t] of request batch_indices[t]; one outside the request's pages goes nowhere."""
+    if problem.dtype == "u8":
+        key, value, k_cache, v_cache = (x.view(torch.uint8) for x in (key, value, k_cache, v_cache))
+    heads = key.shape[1]
+    rows = key.shape[0] * heads
+    num_pages, page_size = k_cache.shape[:2]
+    strides = key.stride() + value.stride() + k_cache.stride() + v_cache.stride()
+    tables = len(kv_indptr) - 1, len(kv_indices), num_pages, page_size
+    tensors = key, value, batch_indices, positions, k_cache, v_cache, kv_indices, kv_indptr
+    grid = (triton.cdiv(rows, config.rows), 1, 1)
+    launch(problem, config, grid, *tensors, *strides, rows, heads, key.shape[2], value.shape[2], *tables)
+
+
+def positions(problem, config, append_indptr, seq_lens, batch_indices, positions):
+    """A request's new tokens are its last ones; tokens past the last request are padding."""
+    grid = (triton.cdiv(len(positions), config.rows), 1, 1)
+    tensors = append_indptr, seq_lens, batch_indices, positions
+    launch(problem, config, grid, *tensors, len(positions), len(seq_lens))
+
+
+def seq_lens(problem, config, kv_indptr, kv_last_page_len, out, page_size):
+    """All pages of a request are full but the last."""
+    grid = (triton.cdiv(len(out), config.rows), 1, 1)
+    launch(problem, config, grid, kv_indptr, kv_last_page_len, out, page_size, len(out))
+
+
+_RUN = {Append: append, Positions: positions, SeqLens: seq_lens}

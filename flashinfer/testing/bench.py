@@ -1,0 +1,339 @@
+"""How a benchmark measures: cold L2, medians, CUDA graphs for small kernels, and ceilings of the card it runs on.
+
+A benchmark module (`benchmarks/<room path>/bench_<room>.py`) holds `cases(device)`, which yields `Case`s;
+`flashinfer bench <room>` measures each with `measure` and sets it against `ceilings(device)`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+_ESTIMATE_ITERS = 5
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one case runs.
+
+    Attributes
+    ----------
+    run : callable
+        The operation, called as `run(*inputs)`.
+    inputs : tuple
+        Its arguments. Tensors among them are copied and rotated so that each call finds the L2 cache cold.
+    bytes : int
+        Bytes that any implementation has to move to and from device memory; 0 where bandwidth says nothing.
+    flops : int
+        Floating-point operations of the definition; 0 where they say nothing.
+    peers : dict of str to callable
+        Other implementations, called with the same inputs.
+    plan : callable, optional
+        The host-side preparation, timed apart.
+    """
+
+    run: Callable
+    inputs: tuple = ()
+    bytes: int = 0
+    flops: int = 0
+    peers: dict[str, Callable] = field(default_factory=dict)
+    plan: Callable | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a benchmark: a name and how to make its work on a device."""
+
+    name: str
+    make: Callable[[torch.device], Work]
+
+
+def bench_gpu_time(
+    fn,
+    dry_run_iters=None,
+    repeat_iters=None,
+    dry_run_time_ms=25,
+    repeat_time_ms=100,
+    l2_flush=None,
+    l2_flush_size_mb=None,
+    l2_flush_device=None,
+    sleep_after_run=False,
+    enable_cupti=False,
+    use_cuda_graph=False,
+    num_iters_within_graph=10,
+    input_args=(),
+    input_kwargs=None,
+    cold_l2_cache=True,
+    aggregate_op=max,
+) -> list[float]:
+    """Time a function on the current CUDA device.
+
+    Parameters
+    ----------
+    fn : callable
+        Called as `fn(*input_args, **input_kwargs)` on the current stream.
+    dry_run_iters, repeat_iters : int, optional
+        Calls before and during measurement; by default as many as fill `dry_run_time_ms` and `repeat_time_ms`. With
+        `use_cuda_graph`, replays of the graph.
+    dry_run_time_ms, repeat_time_ms : float
+        Milliseconds to fill.
+    l2_flush, l2_flush_size_mb, l2_flush_device : optional
+        Older names: `l2_flush` overrides `cold_l2_cache`; the flush writes `l2_flush_size_mb` MiB (twice the L2 by
+        default) on `l2_flush_device`.
+    sleep_after_run : bool
+        Sleep as long as each timed call took, so that a hot card does not throttle.
+    enable_cupti : bool
+        This package does not use CUPTI: a warning says so, and events or a graph time the call.
+    use_cuda_graph : bool
+        Capture `num_iters_within_graph` calls and time replays: for kernels shorter than their launch.
+    num_iters_within_graph : int
+        Calls in the graph.
+    input_args, input_kwargs : tuple, dict
+        Arguments of `fn`.
+    cold_l2_cache : bool
+        Evict the inputs from L2 before each timed call: by a flush outside the timed span and, in a graph, by rotating
+        over copies of the tensors in `input_args` and `input_kwargs`. A graph without tensor arguments holds one call,
+        so that each is behind a flush. What `fn` reads beside its arguments is not copied.
+    aggregate_op : callable
+        Reduces the times of one iteration over the ranks of an initialised `torch.distributed` group.
+
+    Returns
+    -------
+    list of float
+        Milliseconds of one call, an entry for each measured call or replay.
+
+    Raises
+    ------
+    ValueError
+        There is no CUDA device, or a count is not positive.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("bench_gpu_time: needs a CUDA device, and torch finds none")
+    for name, count in (
+        ("dry_run_iters", dry_run_iters),
+        ("repeat_iters", repeat_iters),
+        ("num_iters_within_graph", num_iters_within_graph),
+    ):
+        if count is not None and count < (0 if name == "dry_run_iters" else 1):
+            raise ValueError(f"{name}: got {count}; allowed: a positive number")
+    if enable_cupti:
+        warnings.warn("bench_gpu_time: CUPTI is not used here; events or a CUDA graph time the call", stacklevel=2)
+    cold = cold_l2_cache if l2_flush is None else l2_flush
+    arguments = (tuple(input_args), dict(input_kwargs or {}))
+    flush = _Flush(l2_flush_size_mb, l2_flush_device) if cold else None
+    if use_cuda_graph:
+        timed = _GraphTimer(fn, arguments, flush, num_iters_within_graph)
+    else:
+        timed = _EventTimer(fn, arguments, flush)
+    estimate = _agreed(median(timed() for _ in range(_ESTIMATE_ITERS)), aggregate_op) * timed.calls
+    if dry_run_iters is None:
+        dry_run_iters = max(1, math.ceil(dry_run_time_ms / max(estimate, 1e-3)))
+    if repeat_iters is None:
+        repeat_iters = max(1, math.ceil(repeat_time_ms / max(estimate, 1e-3)))
+    for _ in range(dry_run_iters):
+        timed()
+    times = []
+    for _ in range(repeat_iters):
+        times.append(timed())
+        if sleep_after_run:
+            time.sleep(times[-1] * timed.calls / 1e3)
+    return [_agreed(t, aggregate_op) for t in times]
+
+
+def host_time_us(fn: Callable, repeat: int = 200) -> float:
+    """Median microseconds that the host spends in `fn()`, work on the device not awaited."""
+    for _ in range(10):
+        fn()
+    times = []
+    for i in range(repeat):
+        if i % 20 == 0:
+            _synchronize()
+        start = time.perf_counter()
+        fn()
+        times.append(time.perf_counter() - start)
+    _synchronize()
+    return median(times) * 1e6
+
+
+def time_us(fn: Callable, inputs: tuple, device: torch.device, repeat_time_ms: float = 100) -> float:
+    """Median microseconds of `fn(*inputs)` on `device`: graph replays with a cold L2 on a GPU, wall time on a CPU."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            times = bench_gpu_time(fn, input_args=inputs, use_cuda_graph=True, repeat_time_ms=repeat_time_ms)
+        return median(times) * 1e3
+    fn(*inputs)
+    times, until = [], time.perf_counter() + repeat_time_ms / 1e3
+    while len(times) < 3 or time.perf_counter() < until:
+        start = time.perf_counter()
+        fn(*inputs)
+        times.append(time.perf_counter() - start)
+    return median(times) * 1e6
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """What this device reaches at best, measured now: `copy_gb_s` (read + write) and `bf16_tflop_s` (torch matmul)."""
+    on_gpu = device.type == "cuda"
+    count = 1 << (30 if on_gpu else 26)
+    source = torch.empty(count, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_us = time_us(lambda a, b: b.copy_(a), (source, target), device)
+    n = 8192 if on_gpu else 1024
+    a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
+    matmul_us = time_us(torch.matmul, (a, b), device, 500)
+    return {"copy_gb_s": 2 * count / copy_us / 1e3, "bf16_tflop_s": 2 * n**3 / matmul_us / 1e6}
+
+
+def measure(case: Case, device: torch.device, ceiling: dict[str, float]) -> dict:
+    """Measure one case.
+
+    Returns
+    -------
+    dict
+        `name`, `us` (device time of one call), `host_us` (host time of one call), `plan_us` where there is a plan,
+        `gb_s`, `tflop_s` and `percent` of the nearer ceiling where bytes or flops are given, and `peers`: name to
+        {`us`, `ratio`}, ratio above 1 where ours is faster.
+    """
+    work = case.make(device)
+    us = time_us(work.run, work.inputs, device)
+    row = {"name": case.name, "us": us, "host_us": host_time_us(lambda: work.run(*work.inputs))}
+    if work.plan is not None:
+        row["plan_us"] = host_time_us(work.plan)
+    shares = []
+    if work.bytes:
+        row["gb_s"] = work.bytes / us / 1e3
+        shares.append(row["gb_s"] / ceiling["copy_gb_s"])
+    if work.flops:
+        row["tflop_s"] = work.flops / us / 1e6
+        shares.append(row["tflop_s"] / ceiling["bf16_tflop_s"])
+    if shares:
+        row["percent"] = 100 * max(shares)
+    row["peers"] = {}
+    for name, peer in work.peers.items():
+        peer_us = time_us(peer, work.inputs, device)
+        row["peers"][name] = {"us": peer_us, "ratio": peer_us / us}
+    return row
+
+
+class _Flush:
+    """Evicts what the L2 cache holds by writing a buffer larger than it."""
+
+    def __init__(self, size_mb: int | None, device: str | None):
+        device = torch.device(device or "cuda")
+        self.l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        size = size_mb << 20 if size_mb else 2 * self.l2
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def __call__(self) -> None:
+        self.buffer.zero_()
+
+
+class _EventTimer:
+    """One call between two events, after a flush."""
+
+    calls = 1
+
+    def __init__(self, fn, arguments, flush):
+        self.run = lambda: fn(*arguments[0], **arguments[1])
+        self.flush = flush
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self) -> float:
+        if self.flush:
+            self.flush()
+        self.start.record()
+        self.run()
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end)
+
+
+class _GraphTimer:
+    """Replays of a graph of several calls on rotating inputs; the time of one call."""
+
+    def __init__(self, fn, arguments, flush, calls):
+        sets = list(_rotation(arguments, flush.l2, calls)) if flush else [arguments]
+        # Without a second set of inputs, a second call would find L2 warm: each replay is then one call.
+        self.calls = 1 if flush and len(sets) == 1 else calls
+        self.flush = flush
+        self.sets = sets
+        self.graph = torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for args, kwargs in sets:
+                fn(*args, **kwargs)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            for i in range(self.calls):
+                args, kwargs = sets[i % len(sets)]
+                fn(*args, **kwargs)
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self) -> float:
+        if self.flush:
+            self.flush()
+        self.start.record()
+        self.graph.replay()
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end) / self.calls
+
+
+def _rotation(arguments, l2: int, calls: int) -> Iterator[tuple]:
+    """The arguments and copies of them: one set a call, or as many as L2 cannot hold; none where no tensor is."""
+    yield arguments
+    size = sum(x.untyped_storage().nbytes() for x in _tensors(arguments))
+    if size == 0:
+        return
+    for _ in range(min(calls, 1 + math.ceil(2 * l2 / size)) - 1):
+        yield _copied(arguments)
+
+
+def _tensors(tree) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        if tree.is_cuda:
+            yield tree
+    elif isinstance(tree, dict):
+        for x in tree.values():
+            yield from _tensors(x)
+    elif isinstance(tree, (list, tuple)):
+        for x in tree:
+            yield from _tensors(x)
+
+
+def _copied(tree):
+    """The same nest of containers, with CUDA tensors copied and strides kept."""
+    if isinstance(tree, torch.Tensor):
+        if not tree.is_cuda:
+            return tree
+        storage = tree.untyped_storage().clone()
+        return torch.empty(0, dtype=tree.dtype, device=tree.device).set_(
+            storage, tree.storage_offset(), tree.shape, tree.stride()
+        )
+    if isinstance(tree, dict):
+        return {k: _copied(x) for k, x in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_copied(x) for x in tree)
+    return tree
+
+
+def _agreed(value: float, aggregate_op: Callable) -> float:
+    """The value aggregated over the ranks of torch.distributed, so that all ranks run the same number of calls."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return value
+    values = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return aggregate_op(values)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,60 @@
+"""Every kernel compiles for every architecture, on the lowest and the highest supported Triton, within the chip's limits.
+
+`make test` installs the highest Triton beside the environment's and names its folder in FLASHINFER_TEST_TRITON.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from flashinfer._core.target import GPU_ARCHS, named
+from flashinfer.ops import all_ops
+
+OTHER = os.environ.get("FLASHINFER_TEST_TRITON", "")
+
+
+def compile_all(folder, first_on_path=""):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    paths = [first_on_path, os.getcwd(), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    command = [sys.executable, "-m", "flashinfer", "precompile", "--arch", ",".join(GPU_ARCHS), "--out", str(folder)]
+    done = subprocess.run([*command, "--json"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def check(records):
+    ops = all_ops()
+    budgets = {}
+    for op in ops.values():
+        for variant in op.variants:
+            if variant.name != "reference":
+                budgets[op.name, variant.name] = getattr(import_module(variant.module), "STACK_BUDGET", 0)
+    assert {(r["op"], r["variant"]) for r in records} == set(budgets)
+    assert {r["arch"] for r in records} == set(GPU_ARCHS)
+    faults = []
+    for r in records:
+        where = f"{r['op']} {r['launcher']} for sm_{r['arch']}, {r['problem']} {r['config']}"
+        if r["error"]:
+            faults.append(f"{where}: {r['error']}")
+        elif r["shared"] > named(r["arch"]).smem:
+            faults.append(f"{where}: {r['shared']} bytes of shared memory, the chip has {named(r['arch']).smem}")
+        elif r["stack_bytes"] > budgets[r["op"], r["variant"]]:
+            faults.append(f"{where}: {r['stack_bytes']} bytes of stack, the room allows {budgets[r['op'], r['variant']]}")
+    assert not faults, "\n".join(faults)
+
+
+def test_on_this_triton(tmp_path):
+    check(compile_all(tmp_path))
+
+
+@pytest.mark.skipif(not OTHER, reason="FLASHINFER_TEST_TRITON names no second Triton")
+def test_on_the_highest_triton(tmp_path):
+    probe = [sys.executable, "-c", "import triton; print(triton.__version__)"]
+    version = subprocess.run(probe, env=os.environ | {"PYTHONPATH": OTHER}, capture_output=True, text=True, check=True)
+    assert version.stdout.strip() == "3.9.0"
+    check(compile_all(tmp_path, OTHER))
