@@ -35,16 +35,21 @@ def _columns(head_dim: int) -> int:
     return min(1 << (head_dim - 1).bit_length(), _WIDEST)
 
 
+def _tile(problem) -> int:
+    # Narrow accesses need a register or two for each element's address.
+    return _TILE if problem.aligned else _TILE // 2
+
+
 def pair(problem, target) -> PairConfig:
     columns = _columns(problem.head_dim)
-    return PairConfig(_TILE // (columns * _BYTES[problem.dtype]), columns, num_warps=4)
+    return PairConfig(_tile(problem) // (columns * _BYTES[problem.dtype]), columns, num_warps=4)
 
 
 def stack(problem, target) -> StackConfig:
     columns = _columns(problem.head_dim)
     row = columns * _BYTES[problem.dtype]
-    states = min(problem.states, _TILE // row)
-    return StackConfig(_TILE // (row * states), states, columns, num_warps=4)
+    states = min(problem.states, _tile(problem) // row)
+    return StackConfig(_tile(problem) // (row * states), states, columns, num_warps=4)
 
 
 def unit(problem) -> int:

@@ -187,7 +187,8 @@ def build_stack(problem, config) -> Build:
         STATES=config.states,
         COLUMNS=config.columns,
     )
-    return Build(merge_stack_kernel, types, constants, num_warps=config.num_warps)
+    # Without a limit ptxas aims at more blocks a multiprocessor, and spills an address for it (sm_86, Triton 3.9).
+    return Build(merge_stack_kernel, types, constants, num_warps=config.num_warps, maxnreg=128)
 
 
 launch_pair = Launcher("merge_pair", build_pair)
