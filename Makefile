@@ -9,6 +9,8 @@ TORCH := torch==2.13.0+cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
+# The highest supported Triton, beside the pinned one: kernels are compiled by both.
+HIGHEST_TRITON := $(VENV)/triton-3.9
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 
 .PHONY: demo test clean
@@ -17,7 +19,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m examples.serve
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	FLASHINFER_TEST_TRITON=$(CURDIR)/$(HIGHEST_TRITON) $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 clean:
 	rm -rf $(VENV)
@@ -37,4 +39,6 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(PIP) --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --upgrade --target $(HIGHEST_TRITON) \
+	    triton==3.9.0
 	touch $@

@@ -22,11 +22,15 @@ def _is_gpu_suite(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """A test that takes its device from the suite belongs to both; one marked gpu to the GPU suite alone."""
-    if _is_gpu_suite(config):
-        for item in items:
-            given = getattr(item, "callspec", None)
-            if "device" in getattr(item, "fixturenames", ()) and not (given and "device" in given.params):
-                item.add_marker(pytest.mark.gpu)
+    if not _is_gpu_suite(config):
+        return
+    chosen = {item: getattr(item, "callspec", None) and item.callspec.params.get("device") for item in items}
+    for item, device in chosen.items():
+        if "device" in getattr(item, "fixturenames", ()) and device is None:
+            item.add_marker(pytest.mark.gpu)
+    on_cpu = [item for item, device in chosen.items() if device == "cpu"]
+    config.hook.pytest_deselected(items=on_cpu)
+    items[:] = [item for item in items if chosen[item] != "cpu"]
 
 
 @pytest.fixture(scope="session")

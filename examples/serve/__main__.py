@@ -66,12 +66,12 @@ def poisson(args, prompts) -> list[Request]:
 
 def compare(console, args, path, tokenizer, requests, figures) -> bool:
     """Run the baseline, show the speeds, and say whether the greedy texts agree as they must."""
-    with console.status("Loading Hugging Face's model"):
-        model = HuggingFace(path, args.device, args.dtype, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    console.print("Loading Hugging Face's model, with its own progress bars")
+    model = HuggingFace(path, args.device, args.dtype, tokenizer.eos_token_id, tokenizer.pad_token_id)
     prompts, texts = [request.prompt for request in requests], [request.output for request in requests]
     ours, agreement = figures["engine"]["all"], {}
-    speeds = {"flashinfer, continuous batching": {"seconds": ours["seconds"], "new tokens": ours["new tokens"]}}
-    for name, batch_size in (("generate, one after another", 1), ("generate, one padded batch", len(prompts))):
+    speeds = {"flashinfer engine": {"seconds": ours["seconds"], "new tokens": ours["new tokens"]}}
+    for name, batch_size in (("generate, one by one", 1), ("generate, padded batch", len(prompts))):
         with console.status(f"Hugging Face: {name}"):
             model.generate(sorted(prompts, key=len)[:2], 4, batch_size)
             outputs, seconds = model.generate(prompts, args.max_new_tokens, batch_size)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from .engine import common_prefix
 
@@ -14,7 +13,6 @@ class HuggingFace:
     """transformers' model, read from the same GGUF file by transformers' own loader."""
 
     def __init__(self, path: Path, device, dtype, eos_id: int, pad_id: int):
-        logging.disable_progress_bar()
         options = {"gguf_file": path.name, "dtype": dtype, "local_files_only": True}
         self.model = AutoModelForCausalLM.from_pretrained(path.parent, **options).to(device)
         self.device, self.eos_id, self.pad_id = device, eos_id, pad_id

@@ -38,9 +38,9 @@ def serve_in_view(console: Console, engine: Engine, requests: list[Request], tok
 
 def engine_figures(engine: Engine) -> dict[str, dict]:
     """Speed, pages and variants. Steps with any prompt token in them count as prefill, the others as decode."""
-    phases = {"prefill, with decode": [], "decode alone": [], "all": engine.steps}
+    phases = {"prefill + decode": [], "decode": [], "all": engine.steps}
     for step in engine.steps:
-        phases["prefill, with decode" if step.prompt_tokens else "decode alone"].append(step)
+        phases["prefill + decode" if step.prompt_tokens else "decode"].append(step)
     for name, steps in phases.items():
         row = phases[name] = {"steps": len(steps), "seconds": sum(step.seconds for step in steps)}
         row["prompt tokens"] = sum(step.prompt_tokens for step in steps)

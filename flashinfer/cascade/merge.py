@@ -127,9 +127,9 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def _check_state(v_name, v, s_name, s, dims="[seq_len, num_heads, head_dim]"):
     rank = dims.count(",") + 1
-    if v.dim() == rank and v.dtype in V_DTYPES and s.dtype == torch.float32 and s.shape == v.shape[:-1]:
-        if v.shape[-1] and v.shape[0] * v.shape[-2] < 2**31:
-            return
+    fits = v.dim() == rank and s.shape == v.shape[:-1] and v.shape[-1] > 0 and v.shape[0] * v.shape[-2] < 2**31
+    if fits and v.dtype in V_DTYPES and s.dtype == torch.float32:
+        return
     # Something is wrong: the first of these that fails says what.
     require(v.dim() == rank, v_name, f"shape {tuple(v.shape)}", dims)
     require(v.shape[-1] > 0, v_name, f"shape {tuple(v.shape)}", f"{dims} with head_dim >= 1")

@@ -74,21 +74,41 @@ def _plot(result, figure):
     height = 0.8 / (1 + len(peers))
     for k, name in enumerate(["flashinfer", *peers]):
         times = [case["us"] if k == 0 else case["peers"].get(name, {}).get("us", 0) for case in cases]
-        axes.barh([i + k * height for i in range(len(cases))], times, height, label=name)
+        bars = axes.barh([i + k * height for i in range(len(cases))], times, height, label=name)
+        axes.bar_label(bars, [f"{t:.1f}" if t else "" for t in times], padding=3, fontsize="small")
     axes.set_yticks([i + height * len(peers) / 2 for i in range(len(cases))], [case["name"] for case in cases])
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.set_xlabel("microseconds per call, L2 cold (less is better)")
+    # a decade to the left of the shortest bar, so that it is seen; room for its number on the right
+    times = [case["us"] for case in cases] + [peer["us"] for case in cases for peer in case["peers"].values()]
+    axes.set_xlim(min(times) / 10, max(times) * 10)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("microseconds per call, logarithmic (less is better)")
     axes.set_title(f"{result['room']} on {result['device']}, {result['date']}")
-    axes.legend()
+    axes.legend(loc="lower right")
     figure.tight_layout()
     return figure
 
 
-def _line(case):
-    peers = "  ".join(f"{name} {peer['us']:.1f} us ({peer['ratio']:.2f}x)" for name, peer in case["peers"].items())
-    numbers = [case.get(key) for key in ("us", "gb_s", "tflop_s", "percent", "host_us", "plan_us")]
-    return [case["name"], *("" if n is None else f"{n:.1f}" for n in numbers), peers]
+def _table(cases: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """Column names and rows: the measures that any case has, then time and ratio of each peer."""
+    titles = {
+        "us": "us",
+        "gb_s": "GB/s",
+        "tflop_s": "TFLOP/s",
+        "percent": "% of ceiling",
+        "host_us": "host us",
+        "plan_us": "plan us",
+    }
+    titles = {key: title for key, title in titles.items() if any(key in case for case in cases)}
+    peers = sorted({name for case in cases for name in case["peers"]})
+    rows = []
+    for case in cases:
+        numbers = [f"{case[key]:.1f}" if key in case else "" for key in titles]
+        rivals = [case["peers"].get(name) for name in peers]
+        cells = [f"{r['us']:.1f} us, {r['ratio']:.2f}x" if r else "" for r in rivals]
+        rows.append([case["name"], *numbers, *cells])
+    return ["case", *titles.values(), *peers], rows
 
 
 @click.command("bench")
@@ -125,19 +145,10 @@ def command(room, device, match, benchmarks, out, as_json):
     files = write(result, out or folder / "results")
     if as_json:
         return print_json(result)
-    ceiling = ", ".join(f"{name} {value:.0f}" for name, value in result["ceilings"].items())
-    columns = [
-        "case",
-        "us",
-        "GB/s",
-        "TFLOP/s",
-        "% of ceiling",
-        "host us",
-        "plan us",
-        "peers (ratio > 1: ours is faster)",
-    ]
+    ceiling = ", ".join(f"{name} {value:.3g}" for name, value in result["ceilings"].items())
+    columns, rows = _table(result["cases"])
     print_table(
-        f"{room} on {result['device']} ({ceiling})", columns, [_line(c) for c in result["cases"]], tuple(columns[1:7])
+        f"{room} on {result['device']} ({ceiling}; ratio above 1: ours is faster)", columns, rows, tuple(columns[1:])
     )
     for file in files:
         click.echo(str(file))

@@ -6,6 +6,7 @@ import functools
 import json
 
 import click
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -39,7 +40,7 @@ def print_json(document) -> None:
 
 def print_table(title: str, columns: list[str], rows: list[list], numbers: tuple[str, ...] = ()) -> None:
     """A table on stdout; columns named in `numbers` are aligned to the right. Cells are any values; None is empty."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     for row in rows:

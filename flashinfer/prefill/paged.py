@@ -163,7 +163,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             longest_q=uniform_q_len or max_token_per_sequence or 0,
         )  # fmt: skip
         if prefix_len_ptr is not None:
-            request.custom_mask = multi_item_mask(request, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
+            items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
+            request.custom_mask = multi_item_mask(request, *items)
         self._plan(request)
 
     begin_forward = plan
@@ -207,10 +208,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
     ) -> tuple[int, int]:
         """Bytes of (float, int) workspace that plan() with these arguments would use; both 0 on the CPU.
 
-        The int workspace is always ours: its size is 0. Parameters as in `plan`. With qo_indptr on a GPU and no bound on
-        its rows, the size is known at the first run() only, and this is 0.
+        The int workspace is always ours: its size is 0. Parameters as in `plan`. With qo_indptr on a GPU and no bound
+        on its rows, the size is known at the first run() only, and this is 0.
         """
-        probe = BatchPrefillWithPagedKVCacheWrapper(self._float_workspace_buffer, self._kv_layout, backend=self._backend)
+        probe = type(self)(self._float_workspace_buffer, self._kv_layout, backend=self._backend)
         probe.plan(
             qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
             head_dim_qk, page_size, head_dim_vo, custom_mask, packed_custom_mask, causal, pos_encoding_mode,

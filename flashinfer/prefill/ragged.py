@@ -109,7 +109,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             longest_q=uniform_q_len or max_token_per_sequence or 0,
         )  # fmt: skip
         if prefix_len_ptr is not None:
-            request.custom_mask = multi_item_mask(request, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
+            items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
+            request.custom_mask = multi_item_mask(request, *items)
         self._plan(request)
 
     begin_forward = plan

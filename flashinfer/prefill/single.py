@@ -104,8 +104,8 @@ def single_prefill_with_kv_cache(
     for name, one, other in (("k_scale", scale_k, k_scale), ("v_scale", scale_v, v_scale)):
         require(one is None or other is None, name, other, f"None where scale_{name[0]} is given")
     call = Call(
-        q_scale=scale_q, k_scale=k_scale if scale_k is None else scale_k, v_scale=v_scale if scale_v is None else scale_v,
-        return_lse=return_lse,
+        q_scale=scale_q, k_scale=k_scale if scale_k is None else scale_k,
+        v_scale=v_scale if scale_v is None else scale_v, return_lse=return_lse,
     )  # fmt: skip
     return run_single(
         q, k, v, kv_layout, backend, call,

@@ -55,4 +55,5 @@ def test_runs_from_a_precompiled_folder(tmp_path):
     # The folder is what made it run: without it, frozen mode refuses.
     with pytest.raises(AssertionError, match="FrozenError"):
         run(["-c", PROGRAM], **bare)
-    assert not list(home.iterdir())
+    # The CUDA driver keeps a folder of its own in a home it can write.
+    assert not [path for path in home.iterdir() if path.name != ".nv"]

@@ -125,7 +125,7 @@ class AgainstLists(RuleBasedStateMachine):
         order = data.draw(st.permutations(sorted(self.open, key=lambda s: s.id)))
         batch = order[: data.draw(st.integers(1, len(order)))]
         written = [self.new_tokens(len(self.open[s])) for s in batch]
-        write(self.cache, batch, sum(written, []))
+        write(self.cache, batch, [token for tokens in written for token in tokens])
         self.open.update(zip(batch, written))
 
     @precondition(lambda self: self.open)

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture, on the lowest and the highest supported Triton, within the chip's limits.
+"""Every kernel compiles for every architecture on the lowest and the highest Triton, within the chip's limits.
 
 `make test` installs the highest Triton beside the environment's and names its folder in FLASHINFER_TEST_TRITON.
 """
@@ -44,7 +44,7 @@ def check(records):
         elif r["shared"] > named(r["arch"]).smem:
             faults.append(f"{where}: {r['shared']} bytes of shared memory, the chip has {named(r['arch']).smem}")
         elif r["stack_bytes"] > budgets[r["op"], r["variant"]]:
-            faults.append(f"{where}: {r['stack_bytes']} bytes of stack, the room allows {budgets[r['op'], r['variant']]}")
+            faults.append(f"{where}: {r['stack_bytes']} bytes of stack, more than the room allows")
     assert not faults, "\n".join(faults)
 
 

@@ -171,7 +171,7 @@ class Inputs:
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """Slope of each head (Press et al., "Train Short, Test Long", 2022; the paper's code for counts not a power of 2)."""
+    """Slope of each head (Press et al., Train Short, Test Long, 2022; its code for counts not a power of two)."""
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
     slopes += [2.0 ** (-4.0 * (2 * head + 1) / power) for head in range(num_heads - power)]

@@ -62,7 +62,7 @@ def _buckets(problem: Problem, x: Inputs):
 
 
 def _gather(problem: Problem, x: Inputs, b: _Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the bucket, float32 [requests, kv_heads, most_kv, head_dim]; rows past a request's end repeat."""
+    """Keys and values, float32 [requests, kv_heads, most_kv, head_dim]; rows past a request's end repeat its last."""
     positions = b.kv_first + torch.arange(b.most_kv, device=b.kv_first.device)
     positions = torch.minimum(positions, (b.kv_len - 1).clamp(min=0))
     base = x.table.kv_indptr.long()[b.requests][:, None]
@@ -104,7 +104,7 @@ def _rows(t: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> torch.
 
 
 def _rotate(rows: torch.Tensor, positions: torch.Tensor, x: Inputs) -> torch.Tensor:
-    """LLaMA's rotary embedding: element i pairs with element i + dim / 2. rows [n, len, heads, dim], positions [n, len]."""
+    """LLaMA's rotary embedding: element i pairs with i + dim / 2. rows [n, len, heads, dim], positions [n, len]."""
     half = rows.shape[-1] // 2
     exponent = torch.arange(half, device=rows.device, dtype=torch.float64) / half
     frequency = x.scalars.rope_theta**-exponent / x.scalars.rope_scale

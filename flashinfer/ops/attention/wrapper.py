@@ -47,7 +47,9 @@ class AttentionWrapper:
 
     _paged = True
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str, buffers: GraphBuffers | None):
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str, buffers: GraphBuffers | None
+    ):
         check_layout(kv_layout)
         variants_of(backend)
         self._kv_layout = kv_layout
@@ -231,10 +233,10 @@ def refuse_jit(jit_args, jit_kwargs=None, variant_owns_mask: bool = False) -> No
     """User variants in CUDA C++ cannot run here, where nothing compiles C++."""
     for name, value in (("jit_args", jit_args), ("jit_kwargs", jit_kwargs), ("variant_owns_mask", variant_owns_mask)):
         if value:
-            raise UnsupportedConfig(f"{name}: got {value!r}; allowed: none, since CUDA C++ variants are not compiled here")
+            raise UnsupportedConfig(f"{name}: got {value!r}; allowed: none: CUDA C++ variants are not compiled")
 
 
 def refuse_block_scales(name: str, value) -> None:
     """Block-scaled (nvfp4) KV caches are refused by name."""
     if value is not None:
-        raise UnsupportedConfig(f"{name}: got {type(value).__name__}; allowed: None, for a bf16, fp16, fp32 or fp8 cache")
+        raise UnsupportedConfig(f"{name}: got {type(value).__name__}; allowed: None, as of bf16, fp16, fp32, fp8")

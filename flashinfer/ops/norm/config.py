@@ -26,8 +26,8 @@ def portable(problem, target) -> Config:
     # 32 elements a thread: four 16-byte loads of bf16 in flight, and a row of 32768 in the 64 registers that a thread
     # of 32 warps has, without spills. Not measured.
     num_warps = min(max(rows * problem.block // 1024, 4), 32)
-    # Weights that wait for the reduction take registers: 16 of them are there beside 32 elements of a row, the 64 and
-    # more of a LayerNorm's float32 weights spill (up to 1.8 KB a thread, by ptxas for sm_90a).
+    # Weights that wait for the reduction take registers: 16 of them are there beside 32 elements of a row, but not in a
+    # program of 32 warps, and the 64 and more of a LayerNorm's float32 weights are not (they spill, by ptxas).
     vectors = 2 if problem.kind == "layernorm" else 1
     weights = vectors * torch_dtype(problem.weight_dtype).itemsize * problem.block // (32 * num_warps)
-    return Config(rows, num_warps, weights_first=weights <= 64)
+    return Config(rows, num_warps, weights_first=weights <= 64 and num_warps <= 16)

@@ -89,6 +89,9 @@ def build(problem, config):
     return Build(norm_kernel, types, constants, num_warps=config.num_warps)
 
 
+# Bytes of stack a thread may use: LayerNorm's float32 weights beside a row of more than 16384, 64 registers a thread.
+STACK_BUDGET = 288
+
 launch = Launcher("norm", build)
 LAUNCHERS = (launch,)
 

@@ -52,11 +52,13 @@ def slope(head, heads):
 
 
 def scores(q, k, given):
-    """q @ k.T. In float32 of half-precision inputs, a GPU multiplies on tensor cores, as any kernel would."""
-    half = given in (torch.float16, torch.bfloat16)
-    if q.dtype == torch.float32 and half and q.is_cuda and q.shape[0] and k.shape[0]:
-        return torch.mm(q.to(given), k.to(given).T, out_dtype=torch.float32)
-    return q @ k.T
+    """q @ k.T. In float32 of half-precision inputs, the sum runs as it does on tensor cores: 16 products at a time."""
+    if q.dtype != torch.float32 or given not in (torch.float16, torch.bfloat16):
+        return q @ k.T
+    total = torch.zeros(q.shape[0], k.shape[0], device=q.device)
+    for q16, k16 in zip(q.split(16, 1), k.split(16, 1)):
+        total = total + q16 @ k16.T
+    return total
 
 
 def request(q, k, v, o: Options, dtype, mask=None, extras=None):

@@ -86,7 +86,8 @@ def test_a_captured_prefill_serves_every_later_batch(device):
 
 
 def test_a_graph_wrapper_refuses_what_its_buffers_cannot_hold(device):
-    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *decode_buffers(device, pages=20))
+    buffers = decode_buffers(device, pages=20)
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers)
     x, paged = decode_batch((16 * 21,), device)
     with pytest.raises(ValueError, match="kv_indices"):
         wrapper.plan(paged.indptr, paged.indices, paged.last_page_len, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)

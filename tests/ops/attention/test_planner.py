@@ -77,7 +77,10 @@ def test_covers_each_key_once(lengths, group, page_size, window, how):
     check(q_lens, kv_lens, made, group, window)
 
 
-@pytest.mark.parametrize("batch", (1, 3, 7, 8, 9, *(pytest.param(n, marks=pytest.mark.gpu) for n in (1023, 1025, 3000))))
+LARGE = [pytest.param(n, marks=pytest.mark.gpu) for n in (1023, 1025, 3000)]
+
+
+@pytest.mark.parametrize("batch", (1, 3, 7, 8, 9, *LARGE))
 def test_batches_around_a_block(batch, device, monkeypatch):
     if batch < 10:
         monkeypatch.setattr(planner, "ScheduleConfig", partial(planner.ScheduleConfig, block=4, lanes=4))

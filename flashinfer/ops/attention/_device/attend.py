@@ -49,7 +49,7 @@ def _step(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     ROPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys. With MASKED, keys past the range, the diagonal, the window and the custom mask are looked at."""
+    """One block of keys. With MASKED, range, diagonal, window and custom mask are looked at."""
     kv_pos = start + tl.arange(0, BLOCK_N)
     there = kv_pos < kv_end
     at = row_offsets(kv_pos, there, kv_base, kv_indices, k_stride_page, k_stride_n, PAGE_SIZE)

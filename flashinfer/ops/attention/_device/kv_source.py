@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def row_offsets(positions, there, kv_base, kv_indices, stride_page, stride_n, PAGE_SIZE: tl.constexpr):
-    """Offsets, in elements, of the rows of a request's keys at `positions`; int64, so that any pool can be addressed."""
+    """Offsets, in elements, of the rows of a request's keys at `positions`; int64, for pools of any size."""
     if PAGE_SIZE == 0:
         return (kv_base + positions).to(tl.int64) * stride_n
     page = tl.load(kv_indices + kv_base + positions // PAGE_SIZE, mask=there, other=0).to(tl.int64)

@@ -42,12 +42,35 @@ def visible(
 
 
 @triton.jit
+def _cos_sin(angle):
+    """Cosine and sine of angles that are not negative, float32.
+
+    The angle is reduced to [-pi/4, pi/4] by multiples of pi/2 in three parts (Cody and Waite, 1980), then both are
+    polynomials (Cephes, Moshier, 1989). libdevice's have a slow path for huge arguments, which would be most of a kernel.
+    """
+    quarter = tl.floor(angle * 0.6366197723675814 + 0.5)
+    x = angle - quarter * 1.5703125
+    x = x - quarter * 4.837512969970703e-4
+    x = x - quarter * 7.549789948768648e-8
+    x2 = x * x
+    sin = x + x * x2 * (-1.6666654611e-1 + x2 * (8.3321608736e-3 + x2 * -1.9515295891e-4))
+    cos = 1.0 - 0.5 * x2 + x2 * x2 * (
+        4.166664568298827e-2 + x2 * (-1.388731625493765e-3 + x2 * 2.443315711809948e-5)
+    )
+    turn = quarter.to(tl.int32) & 3
+    odd = (turn & 1) != 0
+    c = tl.where(odd, sin, cos)
+    s = tl.where(odd, cos, sin)
+    # Quarters 0 ... 3 turn (cos, sin) to (c, s), (-s, c), (-c, -s), (s, -c).
+    return tl.where((turn == 1) | (turn == 2), -c, c), tl.where(turn >= 2, -s, s)
+
+
+@triton.jit
 def rotate(lo, hi, positions, rope_scale, rope_log2_theta, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
     """Rotary embedding of rows split in halves (element i pairs with i + HALF), positions down the first axis."""
     i = tl.arange(0, HALF_PAD).to(tl.float32)
     frequency = tl.exp2(-rope_log2_theta * (i / HALF)) / rope_scale
     angle = positions.to(tl.float32)[:, None] * frequency[None, :]
-    c = tl.cos(angle)
-    s = tl.sin(angle)
+    c, s = _cos_sin(angle)
     lo, hi = lo.to(tl.float32), hi.to(tl.float32)
     return lo * c - hi * s, hi * c + lo * s
