@@ -46,7 +46,7 @@ def _cos_sin(angle):
     """Cosine and sine of angles that are not negative, float32.
 
     The angle is reduced to [-pi/4, pi/4] by multiples of pi/2 in three parts (Cody and Waite, 1980), then both are
-    polynomials (Cephes, Moshier, 1989). libdevice's have a slow path for huge arguments, which would be most of a kernel.
+    polynomials (Cephes, Moshier, 1989). libdevice's have a slow path for huge arguments, most of a kernel's code.
     """
     quarter = tl.floor(angle * 0.6366197723675814 + 0.5)
     x = angle - quarter * 1.5703125
