@@ -19,7 +19,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m examples.serve
 
 test: $(VENV)/.test
-	FLASHINFER_TEST_TRITON=$(CURDIR)/$(HIGHEST_TRITON) $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 FLASHINFER_TEST_TRITON=$(CURDIR)/$(HIGHEST_TRITON) $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 clean:
 	rm -rf $(VENV)

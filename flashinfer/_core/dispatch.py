@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -72,6 +73,16 @@ class Choice:
         if not self._run:
             self._run.append(self.variant.load().run)
         return self._run[0](self.problem, self.config, *args)
+
+    def bind(self, device: torch.device) -> Callable:
+        """`run` as a function of its arguments alone, with everything looked up that does not depend on them.
+
+        A variant's module may have its own `bind(problem, config, device)`, for calls that count microseconds.
+        """
+        module = self.variant.load()
+        if hasattr(module, "bind"):
+            return module.bind(self.problem, self.config, device)
+        return partial(module.run, self.problem, self.config)
 
     def as_dict(self) -> dict:
         """Plain data, as `flashinfer explain --json` prints it."""

@@ -184,7 +184,15 @@ class Batch:
         self.limits = limits or self._limits()
         self.schedule = schedule
         self.scheduled = False
-        self.sm_scale = request.sm_scale if request.sm_scale is not None else request.head_dim_qk**-0.5
+        self._ready: dict[tuple, dict] = {}
+        self._debug = env.DEBUG.is_on()
+        self._scalars = Scalars(
+            sm_scale=request.sm_scale if request.sm_scale is not None else request.head_dim_qk**-0.5,
+            soft_cap=float(request.logits_soft_cap or 0.0),
+            window_left=request.window_left,
+            rope_scale=1.0 if request.rope_scale is None else float(request.rope_scale),
+            rope_theta=1e4 if request.rope_theta is None else float(request.rope_theta),
+        )
         self._slopes = None
         if self.problem.pos_encoding == "ALIBI":
             self._slopes = torch.tensor(alibi_slopes(request.num_qo_heads), device=self.device)
@@ -245,35 +253,51 @@ class Batch:
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call):
         """Attention of `q` over k and v, which are views as `Inputs` takes them. Returns out, or (out, lse)."""
-        self._check(q, k, v)
+        scalars, qk_scale, v_scale = self._scales(call)
+        sinks = self._sinks(call.sinks)
+        # What a kernel and the checks depend on; layers of a model share it, so that it is looked at once per plan.
+        alike = (
+            q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16, call.return_lse, sinks is None, qk_scale is None,
+            scalars.window_left >= 0,
+        )  # fmt: skip
+        known = alike in self._ready
+        if not known:
+            self._check(q, k, v)
+        elif self._debug:
+            self._check_on_device(q, k)
         r = self.request
         out = self._output(call.out, "out", (q.shape[0], r.num_qo_heads, r.head_dim_vo), r.o_dtype)
         lse = None
         if call.return_lse:
             lse = self._output(call.lse, "lse", (q.shape[0], r.num_qo_heads), torch.float32)
-        scalars, qk_scale, v_scale = self._scales(call)
-        sinks = self._sinks(call.sinks)
-        problem = replace(
-            self.problem,
-            lse=lse is not None,
-            sinks=sinks is not None,
-            head_scales=qk_scale is not None,
-            aligned=is_aligned(q, k, v, out),
-            window=scalars.window_left >= 0,
-        )
-        choice = self.op(problem, self.device, self.backend)
-        if choice.variant.name != "reference" and not self.scheduled:
+        aligned_out = call.out is None or is_aligned(out)
+        if not known:
+            self._ready[alike] = {}
+        kernel = self._ready[alike].get(aligned_out)
+        if kernel is None:
+            kernel = self._ready[alike][aligned_out] = self._bind(
+                lse=lse is not None,
+                sinks=sinks is not None,
+                head_scales=qk_scale is not None,
+                aligned=is_aligned(q, k, v, out),
+                window=scalars.window_left >= 0,
+            )
+        if not self.scheduled and self.choice.variant.name != "reference":
             if not self.limits.known:
                 self.limits = Limits(self.table.batch_size, q.shape[0], k.shape[0] * max(self.problem.page_size, 1))
             self._make_schedule()
         if q.shape[0] and self.table.batch_size:
-            choice.run(
+            kernel(
                 Inputs(
-                    q, k, v, out, lse, self.table, self.schedule, scalars, sinks=sinks, qk_scale=qk_scale,
-                    v_scale=v_scale, alibi_slopes=self._slopes,
+                    q, k, v, out, lse, self.table, self.schedule, scalars, sinks, qk_scale, v_scale, self._slopes
                 )
             )  # fmt: skip
         return (out, lse) if call.return_lse else out
+
+    def _bind(self, **facts):
+        """What computes the planned problem under the facts that only a call knows."""
+        return self.op(replace(self.problem, **facts), self.device, self.backend).bind(self.device)
 
     def _check(self, q, k, v) -> None:
         r = self.request
@@ -292,7 +316,7 @@ class Batch:
                 require(paged, name, tuple(t.shape), f"pages of {r.page_size} tokens, as planned")
         require(k.shape[:-2] == v.shape[:-2], "v", tuple(v.shape), f"as many rows as k: {tuple(k.shape)}")
         require(q.stride(-1) == 1, "q", f"stride {q.stride(-1)} of head_dim", "1")
-        if env.DEBUG.is_on():
+        if self._debug:
             self._check_on_device(q, k)
 
     def _check_on_device(self, q, k) -> None:
@@ -329,6 +353,8 @@ class Batch:
 
     def _scales(self, call: Call):
         """Scalars of the call, and vectors per query head where a scale is a tensor."""
+        if call.q_scale is None and call.k_scale is None and call.v_scale is None and call.window_left is None:
+            return self._scalars, None, None
         r = self.request
         numbers, vectors = {}, {}
         for name in ("q_scale", "k_scale", "v_scale"):
@@ -341,13 +367,11 @@ class Batch:
         # The schedule leaves out keys that no query sees in the planned window.
         ok = r.window_left < 0 or 0 <= window <= r.window_left
         require(ok and window >= -1, "window_left", window, f"at most the planned {r.window_left}")
-        scalars = Scalars(
-            sm_scale=self.sm_scale * numbers["q_scale"] * numbers["k_scale"],
+        scalars = replace(
+            self._scalars,
+            sm_scale=self._scalars.sm_scale * numbers["q_scale"] * numbers["k_scale"],
             out_scale=numbers["v_scale"],
-            soft_cap=float(r.logits_soft_cap or 0.0),
             window_left=window,
-            rope_scale=1.0 if r.rope_scale is None else float(r.rope_scale),
-            rope_theta=1e4 if r.rope_theta is None else float(r.rope_theta),
         )
         if not vectors:
             return scalars, None, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -117,23 +118,41 @@ def _raw(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else x
 
 
-def run(p: Problem, c, x: Inputs) -> None:
-    schedule, table, scalars = x.schedule, x.table, x.scalars
-    kv_heads = x.k.shape[-2]
-    page_stride = (lambda t: t.stride(0)) if p.page_size else (lambda t: 0)
-    attend(
-        p, c, (schedule.max_items * kv_heads, 1, 1),
-        _raw(x.q), _raw(x.k), _raw(x.v), x.out, x.lse, schedule.partial_out, schedule.partial_lse,
-        schedule.items, schedule.counts, table.kv_indices, table.mask, table.mask_indptr,
-        x.sinks, x.qk_scale, x.v_scale, x.alibi_slopes, kv_heads,
-        x.q.stride(0), x.q.stride(1), page_stride(x.k), x.k.stride(-3), x.k.stride(-2),
-        page_stride(x.v), x.v.stride(-3), x.v.stride(-2), x.out.stride(0), x.out.stride(1),
-        scalars.sm_scale, scalars.out_scale, scalars.soft_cap, scalars.window_left, scalars.rope_scale,
-        math.log2(scalars.rope_theta),
-    )  # fmt: skip
-    if p.split:
-        combine(
-            *combine_key(p, c), (schedule.max_splits * kv_heads, c.block_m // c.combine_rows, 1),
-            schedule.partial_out, schedule.partial_lse, x.out, x.lse, schedule.splits, schedule.counts, x.sinks,
-            kv_heads, x.out.stride(0), x.out.stride(1),
+def bind(p: Problem, c, device: torch.device) -> Callable[[Inputs], None]:
+    """The kernels of a problem, looked up once."""
+    attend_bound = attend.prepare(p, c, device)
+    combine_bound = combine.prepare(*combine_key(p, c), device) if p.split else None
+    combine_rows = c.block_m // c.combine_rows
+    raw = _raw if "fp8" in p.q_dtype + p.kv_dtype else _as_it_is
+
+    def run_bound(x: Inputs) -> None:
+        schedule, table, scalars, q, k, v, out = x.schedule, x.table, x.scalars, x.q, x.k, x.v, x.out
+        kv_heads = k.shape[-2]
+        k_page, k_row, k_head = k.stride()[:3] if p.page_size else (0, *k.stride()[:2])
+        v_page, v_row, v_head = v.stride()[:3] if p.page_size else (0, *v.stride()[:2])
+        o_row, o_head, _ = out.stride()
+        attend_bound(
+            (schedule.max_items * kv_heads, 1, 1),
+            raw(q), raw(k), raw(v), out, x.lse, schedule.partial_out, schedule.partial_lse,
+            schedule.items, schedule.counts, table.kv_indices, table.mask, table.mask_indptr,
+            x.sinks, x.qk_scale, x.v_scale, x.alibi_slopes, kv_heads,
+            q.stride(0), q.stride(1), k_page, k_row, k_head, v_page, v_row, v_head, o_row, o_head,
+            scalars.sm_scale, scalars.out_scale, scalars.soft_cap, scalars.window_left, scalars.rope_scale,
+            math.log2(scalars.rope_theta),
         )  # fmt: skip
+        if combine_bound is not None:
+            combine_bound(
+                (schedule.max_splits * kv_heads, combine_rows, 1),
+                schedule.partial_out, schedule.partial_lse, out, x.lse, schedule.splits, schedule.counts, x.sinks,
+                kv_heads, o_row, o_head,
+            )  # fmt: skip
+
+    return run_bound
+
+
+def run(p: Problem, c, x: Inputs) -> None:
+    bind(p, c, x.q.device)(x)
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
