@@ -30,7 +30,7 @@ class Covering:
     def catalog(self):
         seen = set()
         for problem in self._op.catalog():
-            values = set(asdict(problem).items())
+            values = set(asdict(problem).items()) or {None}
             if values - seen:
                 seen |= values
                 yield problem
