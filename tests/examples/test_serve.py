@@ -117,8 +117,16 @@ def greedy(logits):
     return logits.argmax(-1)
 
 
-def make_engine(num_pages=200, page_size=4, max_length=80, token_budget=16, eos_id=NO_EOS, sample=greedy) -> Engine:
-    return Engine(CONFIG, random_weights(), num_pages, page_size, max_length, token_budget, eos_id, sample)
+def weights_on(device) -> dict:
+    weights = random_weights()
+    layers = [{name: tensor.to(device) for name, tensor in layer.items()} for layer in weights["layers"]]
+    return {"layers": layers} | {name: weights[name].to(device) for name in ("token_embd", "output_norm")}
+
+
+def make_engine(
+    num_pages=200, page_size=4, max_length=80, token_budget=16, eos_id=NO_EOS, sample=greedy, device="cpu"
+) -> Engine:
+    return Engine(CONFIG, weights_on(device), num_pages, page_size, max_length, token_budget, eos_id, sample)
 
 
 def serve(engine, requests) -> None:
@@ -143,10 +151,10 @@ def prompts_with_shared_prefix() -> list[list[int]]:
 
 @pytest.mark.parametrize("page_size", [1, 5, 16])
 @pytest.mark.parametrize("token_budget", [3, 16, 512])
-def test_texts_of_ragged_arrivals_are_those_of_a_plain_forward(page_size, token_budget):
+def test_texts_of_ragged_arrivals_are_those_of_a_plain_forward(page_size, token_budget, device):
     prompts = prompts_with_shared_prefix()
     requests = [Request(prompt, 9, arrival=3 * i // 2) for i, prompt in enumerate(prompts)]
-    serve(make_engine(page_size=page_size, token_budget=token_budget), requests)
+    serve(make_engine(page_size=page_size, token_budget=token_budget, device=device), requests)
     assert [request.output for request in requests] == [expected(prompt, 9) for prompt in prompts]
 
 

@@ -52,13 +52,23 @@ def slope(head, heads):
 
 
 def scores(q, k, given):
-    """q @ k.T. In float32 of half-precision inputs, the sum runs as it does on tensor cores: 16 products at a time."""
-    if q.dtype != torch.float32 or given not in (torch.float16, torch.bfloat16):
+    """q @ k.T. In float32 of half-precision inputs on a GPU, as tensor cores add: see `_add_truncating`."""
+    if q.dtype != torch.float32 or given not in (torch.float16, torch.bfloat16) or not q.is_cuda:
         return q @ k.T
-    total = torch.zeros(q.shape[0], k.shape[0], device=q.device)
-    for q16, k16 in zip(q.split(16, 1), k.split(16, 1)):
-        total = total + q16 @ k16.T
-    return total
+    total = torch.zeros(q.shape[0], k.shape[0], dtype=torch.float64, device=q.device)
+    for q16, k16 in zip(q.double().split(16, 1), k.double().split(16, 1)):
+        total = _add_truncating(total, q16 @ k16.T)
+    return total.float()
+
+
+def _add_truncating(total, products):
+    """The sum, rounded to float32 towards zero.
+
+    Tensor cores add a block of exact products to a float32 accumulator and truncate (Fasi, Higham, Mikaitis and
+    Pranesh, Numerical behavior of NVIDIA tensor cores, 2021). The bias is what any kernel on them has.
+    """
+    dropped_bits = 52 - 23
+    return ((total + products).view(torch.int64) >> dropped_bits << dropped_bits).view(torch.float64)
 
 
 def request(q, k, v, o: Options, dtype, mask=None, extras=None):
