@@ -15,6 +15,7 @@ from statistics import median
 
 import torch
 
+_LAUNCH_CYCLES = 200_000  # about 0.1 ms, longer than a Python launch
 _ESTIMATE_ITERS = 5
 
 
@@ -246,6 +247,9 @@ class _EventTimer:
     def __call__(self) -> float:
         if self.flush:
             self.flush()
+        else:
+            # Keeps the device busy until the call is queued: else the span would hold the host's launch too.
+            torch.cuda._sleep(_LAUNCH_CYCLES)
         self.start.record()
         self.run()
         self.end.record()
@@ -279,6 +283,9 @@ class _GraphTimer:
     def __call__(self) -> float:
         if self.flush:
             self.flush()
+        else:
+            # Keeps the device busy until the call is queued: else the span would hold the host's launch too.
+            torch.cuda._sleep(_LAUNCH_CYCLES)
         self.start.record()
         self.graph.replay()
         self.end.record()
