@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core import env
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.kv_layout import check_layout, paged_views
 from flashinfer.ops import page as room
@@ -258,7 +258,7 @@ def _batch_indices_positions(
     same_device(append_indptr=append_indptr, seq_lens=seq_lens, batch_indices=batch_indices, positions=positions)
     nnz = positions.shape[0]
     if not append_indptr.is_cuda or env.DEBUG.is_on():
-        _checked_indptr("append_indptr", append_indptr, nnz, "nnz")
+        indptr_values("append_indptr", append_indptr, nnz, "nnz")
         before = seq_lens - append_indptr.diff()
         negative = (before < 0).nonzero().flatten().tolist()
         require(not negative, "seq_lens", f"fewer tokens than are appended in requests {negative}", "at least as many")
@@ -309,7 +309,7 @@ def _check_vector(name: str, tensor: torch.Tensor, length: int | None = None) ->
 def _check_page_table(tables: dict[str, torch.Tensor], num_pages: int, page_size: int) -> None:
     """What only the values of the index tensors tell; waits for a GPU."""
     kv_indices, batch_indices, positions = tables["kv_indices"], tables["batch_indices"], tables["positions"]
-    indptr = _checked_indptr("kv_indptr", tables["kv_indptr"], kv_indices.shape[0], "the length of kv_indices")
+    indptr = indptr_values("kv_indptr", tables["kv_indptr"], kv_indices.shape[0], "the length of kv_indices")
     batch = len(indptr) - 1
     if indptr[-1]:
         low, high = (int(x) for x in kv_indices[: indptr[-1]].aminmax())
@@ -331,15 +331,6 @@ def _check_page_table(tables: dict[str, torch.Tensor], num_pages: int, page_size
         request = int(batch_indices[at])
         of = f"below {lengths[request]}, the length of request {request} by its page table"
         raise ValueError(f"positions: got {int(positions[at])}; allowed: {of}")
-
-
-def _checked_indptr(name: str, indptr: torch.Tensor, most: int, what: str) -> list[int]:
-    values = indptr.tolist()
-    require(bool(values) and values[0] == 0, name, f"{values[:1]} first", "0 first")
-    falls = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
-    require(falls is None, name, f"a decrease at {falls}", "values that do not decrease")
-    require(values[-1] <= most, name, f"{values[-1]} last", f"at most {most}, {what}")
-    return values
 
 
 def _int32(index: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,22 @@ def same_device(**tensors: torch.Tensor | None) -> torch.device:
     return first
 
 
+def indptr_values(name: str, indptr: torch.Tensor, most: int | None = None, what: str = "") -> list[int]:
+    """The offsets on the host, from 0 and not decreasing, up to `most`, which is `what`. Waits for a device.
+
+    Raises
+    ------
+    ValueError
+        Naming the index of a decrease, or the first or last value that is out of range.
+    """
+    values = indptr.tolist()
+    require(bool(values) and values[0] == 0, name, f"{values[:1]} first", "0 first")
+    falls = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
+    require(falls is None, name, f"a decrease at index {falls}", "values that do not decrease")
+    require(most is None or values[-1] <= most, name, f"{values[-1]} last", f"at most {most}, {what}")
+    return values
+
+
 def is_aligned(*tensors: torch.Tensor) -> bool:
     """Whether rows can be read 16 bytes at a time: base and row strides are multiples of 16 bytes, rows contiguous."""
     for tensor in tensors:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashinfer._core import env
-from flashinfer._core.checks import as_dtype, dtype_name, is_aligned, require
+from flashinfer._core.checks import as_dtype, dtype_name, indptr_values, is_aligned, require
 from flashinfer._core.dispatch import Choice
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention import masks
@@ -82,13 +82,8 @@ class Request:
         for name, indptr in (("qo_indptr", self.qo_indptr), ("kv_indptr", self.kv_indptr)):
             if indptr.is_cuda and not env.DEBUG.is_on():
                 continue
-            values = indptr.tolist()
-            require(values[0] == 0, name, f"{values[0]} first", "0 first")
-            falls = next((i for i in range(batch) if values[i + 1] < values[i]), None)
-            require(falls is None, name, f"a decrease at index {falls}", "values that do not decrease")
-            if name == "kv_indptr" and self.kv_indices is not None:
-                most = self.kv_indices.shape[0]
-                require(values[-1] <= most, name, f"{values[-1]} last", f"at most {most}, the length of kv_indices")
+            paged = name == "kv_indptr" and self.kv_indices is not None
+            indptr_values(name, indptr, self.kv_indices.shape[0] if paged else None, "the length of kv_indices")
         last = self.last_page_len
         if last is not None and batch and (not last.is_cuda or env.DEBUG.is_on()):
             lo, hi = int(last.min()), int(last.max())
