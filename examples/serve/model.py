@@ -1,5 +1,6 @@
 """Gemma 3 over a paged KV cache. Matrix products are torch's; every other op of a layer is flashinfer's."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,8 @@ class Gemma3:
 
     def __init__(self, config: Config, weights: dict, max_length: int):
         self.config, self.embedding, self.layers = config, weights["token_embd"], weights["layers"]
+        # The vocabulary in blocks: MKL does not thread one product of few rows and 262144 columns.
+        self.head = self.embedding.view(math.gcd(len(self.embedding), 512), -1, config.hidden).mT
         # The norm after a layer's last addition is the next layer's first, or the final one.
         self.next_norms = [layer["attn_norm"] for layer in self.layers[1:]] + [weights["output_norm"]]
         self.scale = torch.tensor(config.hidden**0.5).to(self.embedding)
@@ -88,7 +91,7 @@ class Gemma3:
             x = F.linear(flashinfer.gelu_tanh_and_mul(F.linear(x, layer["ffn_gate_up"])), layer["ffn_down"])
             x = flashinfer.gemma_rmsnorm(x, layer["post_ffw_norm"], eps)
             flashinfer.gemma_fused_add_rmsnorm(x, residual, next_norm, eps)
-        return F.linear(x[rows], self.embedding)
+        return (x[rows] @ self.head).transpose(0, 1).flatten(1)
 
     def _attend(self, i, layer, x, positions, attention) -> torch.Tensor:
         c, n = self.config, len(x)

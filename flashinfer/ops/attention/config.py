@@ -64,18 +64,19 @@ def choose(p: Problem, target: Target) -> Config:
     if p.rows > 16:
         steps = steps[1:]
     by_bits = not native_fp8 and "fp8e4nv" in (p.q_dtype, p.kv_dtype)
-    if by_bits or not p.aligned:
-        # Bit arithmetic keeps several copies of a block, and narrow loads an address per element: both in registers.
+    if by_bits or not p.aligned or p.mask == "custom":
+        # In registers: copies of a block in bit arithmetic; an address per element of narrow loads, or per mask byte.
         block_m = min(block_m, 64)
-        steps = steps[3:] if p.rows <= 16 else steps[2:]
-    if p.mask == "custom":
-        steps = tuple(s for s in steps if s[0] <= 32)  # the mask takes an address per logit
+        steps = tuple(s for s in steps if s[0] <= 32)
+    if p.kv_dtype.startswith("fp8") or widest >= 256 and p.soft_cap:
+        # Both the bytes and what they widen to, or both the products and their tanh, are live at once.
+        steps = tuple(s for s in steps if s[0] <= (32 if widest >= 256 else 64))
     if p.q_dtype == "fp32":
         # Each product is three of half the width, whose operands stay in registers.
         block_m = min(block_m, 16 if widest > 128 else 32)
         steps = ((32, 2), (16, 2), (16, 1))[widest > 128 :]
-    crowded = block_m == 64 and (by_bits or not p.aligned) or p.q_dtype == "fp32" and widest > 128
-    num_warps = 8 if block_m == 128 or block_m * widest >= 64 * 256 or crowded else 4
+    crowded = widest >= 512 or (p.q_dtype == "fp32" and widest > 128)
+    num_warps = 8 if block_m == 128 or (block_m == 64 and widest >= 128) or crowded else 4
     block_n, stages = next(
         (s for s in steps if _shared_bytes(p, block_m, *s) <= target.smem or target.is_cpu), steps[-1]
     )
