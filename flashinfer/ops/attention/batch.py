@@ -161,11 +161,11 @@ class Batch:
         Tile rows, for a batch that must keep the tile of an earlier one (a captured graph).
     limits : Limits, optional
         Bounds to allocate by; default from the request's shapes.
-    schedule : Schedule, optional
-        One to refill.
+    schedules : dict of config to Schedule, optional
+        Those of the earlier batch, to refill.
     """
 
-    def __init__(self, request, table: Table, backend: str, scratch, rows: int = 0, limits=None, schedule=None):
+    def __init__(self, request, table: Table, backend: str, scratch, rows: int = 0, limits=None, schedules=None):
         self.request = request
         self.table = table
         self.device = table.qo_indptr.device
@@ -177,8 +177,9 @@ class Batch:
         self.op = decode if self.problem.rows <= 32 else prefill
         self.choice: Choice = self.op(self.problem, self.device, backend)
         self.limits = limits or self._limits()
-        self.schedule = schedule
-        self.scheduled = False
+        # A work list is cut to the tiles of one config. What a call brings may need another config than was planned
+        # with (narrower tiles for rows that are not aligned), and so a work list of its own.
+        self.schedules = schedules or {}
         self._ready: dict[tuple, dict] = {}
         self._debug = env.DEBUG.is_on()
         self._scalars = Scalars(
@@ -191,8 +192,10 @@ class Batch:
         self._slopes = None
         if self.problem.pos_encoding == "ALIBI":
             self._slopes = torch.tensor(alibi_slopes(request.num_qo_heads), device=self.device)
-        if self.choice.variant.name != "reference" and self.limits.known:
-            self._make_schedule()
+        for config in self.schedules:
+            self._fill_schedule(config)
+        if self.limits.known:
+            self._schedule_of(self.choice)
 
     def _problem(self, rows: int) -> Problem:
         r = self.request
@@ -226,21 +229,34 @@ class Batch:
             kv_tokens = -1 if r.kv_indptr.is_cuda else int(r.kv_indptr[-1])
         return Limits(batch, q_rows, kv_tokens)
 
-    def _make_schedule(self) -> None:
+    def _schedule_of(self, choice: Choice):
+        """The work list of the tiles that `choice` has, made at its first use; None for the reference."""
+        if choice.variant.name == "reference":
+            return None
+        if choice.config not in self.schedules:
+            from flashinfer.ops.attention import planner
+
+            self.schedules[choice.config] = planner.allocate(
+                self.problem, choice.config, self.limits, self._splitting(choice.config), self.request.num_kv_heads,
+                self._take, self.device,
+            )  # fmt: skip
+            self._fill_schedule(choice.config)
+        return self.schedules[choice.config]
+
+    def _fill_schedule(self, config) -> None:
         """Write the work list on the device. Nothing waits for it."""
         from flashinfer.ops.attention import planner
 
-        r = self.request
-        config, target = self.choice.config, target_of(self.device)
-        fixed = r.fixed_split_size if r.fixed_split_size and r.fixed_split_size > 0 else None
-        how = planner.splitting(self.problem, config, target, r.num_kv_heads, fixed)
-        if self.schedule is None:
-            self.schedule = planner.allocate(
-                self.problem, config, self.limits, how, r.num_kv_heads, self._take, self.device
-            )
         if self.table.batch_size:
-            planner.make(self.problem, config, self.table, self.schedule, how, r.window_left)
-        self.scheduled = True
+            schedule, how = self.schedules[config], self._splitting(config)
+            planner.make(self.problem, config, self.table, schedule, how, self.request.window_left)
+
+    def _splitting(self, config):
+        from flashinfer.ops.attention import planner
+
+        r = self.request
+        fixed = r.fixed_split_size if r.fixed_split_size and r.fixed_split_size > 0 else None
+        return planner.splitting(self.problem, config, target_of(self.device), r.num_kv_heads, fixed)
 
     def _take(self, count: int) -> torch.Tensor:
         self.scratch_bytes = count
@@ -269,30 +285,29 @@ class Batch:
         aligned_out = call.out is None or is_aligned(out)
         if not known:
             self._ready[alike] = {}
-        kernel = self._ready[alike].get(aligned_out)
-        if kernel is None:
-            kernel = self._ready[alike][aligned_out] = self._bind(
+        if not self.limits.known:
+            self.limits = Limits(self.table.batch_size, q.shape[0], k.shape[0] * max(self.problem.page_size, 1))
+        if aligned_out not in self._ready[alike]:
+            self._ready[alike][aligned_out] = self._bind(
                 lse=lse is not None,
                 sinks=sinks is not None,
                 head_scales=qk_scale is not None,
                 aligned=is_aligned(q, k, v, out),
                 window=scalars.window_left >= 0,
             )
-        if not self.scheduled and self.choice.variant.name != "reference":
-            if not self.limits.known:
-                self.limits = Limits(self.table.batch_size, q.shape[0], k.shape[0] * max(self.problem.page_size, 1))
-            self._make_schedule()
+        kernel, schedule = self._ready[alike][aligned_out]
         if q.shape[0] and self.table.batch_size:
             kernel(
                 Inputs(
-                    q, k, v, out, lse, self.table, self.schedule, scalars, sinks, qk_scale, v_scale, self._slopes
+                    q, k, v, out, lse, self.table, schedule, scalars, sinks, qk_scale, v_scale, self._slopes
                 )
             )  # fmt: skip
         return (out, lse) if call.return_lse else out
 
     def _bind(self, **facts):
-        """What computes the planned problem under the facts that only a call knows."""
-        return self.op(replace(self.problem, **facts), self.device, self.backend).bind(self.device)
+        """What computes the planned problem under the facts that only a call knows, and its work list."""
+        choice = self.op(replace(self.problem, **facts), self.device, self.backend)
+        return choice.bind(self.device), self._schedule_of(choice)
 
     def _check(self, q, k, v) -> None:
         r = self.request

@@ -111,11 +111,11 @@ class AttentionWrapper:
     def _plan(self, request: Request) -> None:
         request.check()
         table = self._tables(request)
-        rows, limits, schedule = 0, None, None
+        rows, limits, schedules = 0, None, None
         if self._use_cuda_graph and self._batch is not None:
-            rows, limits, schedule = self._captured_shape(request)
-        batch = Batch(request, table, self._backend, self._partials, rows=rows, limits=limits, schedule=schedule)
-        if schedule is not None and batch.choice.config != self._batch.choice.config:
+            rows, limits, schedules = self._captured_shape(request)
+        batch = Batch(request, table, self._backend, self._partials, rows=rows, limits=limits, schedules=schedules)
+        if schedules and batch.choice.config != self._batch.choice.config:
             raise UnsupportedConfig(
                 f"plan: a CUDA-graph wrapper keeps its kernel, {self._batch.choice.config}; these arguments need "
                 f"{batch.choice.config}. Use another wrapper for them."
@@ -128,7 +128,7 @@ class AttentionWrapper:
         self._causal = request.causal
 
     def _captured_shape(self, request: Request):
-        """Tile, bounds and work list of the batch a graph may have been captured over; the new one must fit them."""
+        """Tile, bounds and work lists of the batch a graph may have been captured over; the new one must fit them."""
         old = self._batch
         same = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "q_dtype", "kv_dtype")
         for name in same + ("o_dtype", "pos_encoding_mode", "causal"):
@@ -140,7 +140,7 @@ class AttentionWrapper:
             rows = int(request.qo_indptr[-1])
             require(rows <= old.limits.q_rows, "qo_indptr", f"{rows} query rows", f"at most {old.limits.q_rows}, the "
                     "rows this CUDA-graph wrapper was first planned for")  # fmt: skip
-        return old.problem.rows, old.limits, old.schedule
+        return old.problem.rows, old.limits, old.schedules
 
     def _tables(self, request: Request) -> Table:
         """The request's tensors as int32 on the compute device: in the fixed buffers, or wherever they come to lie."""

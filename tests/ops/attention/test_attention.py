@@ -212,6 +212,22 @@ def test_strided_inputs_and_outputs(device):
         check(run_paged(x, o, backend, page_size=4, paged=wide), x, o)
 
 
+def test_unaligned_rows_fill_tiles_planned_for_aligned_ones(device):
+    """A plan takes rows for aligned; a call whose rows are not runs on narrower tiles."""
+    x = batch(device, qo=(70, 3), kv=(70, 9))
+    odd = generate.Ragged(*(off_by_one(t) for t in (x.q, x.k, x.v)), x.qo_indptr, x.kv_indptr)
+    for backend in backends(device):
+        out = torch.full_like(x.q, float("nan"))
+        check(run_ragged(odd, OPTIONS["causal"], backend, run=dict(out=out)), x, OPTIONS["causal"])
+        out = off_by_one(torch.full_like(x.q, float("nan")))
+        check(run_ragged(x, OPTIONS["causal"], backend, run=dict(out=out)), x, OPTIONS["causal"])
+
+
+def off_by_one(t):
+    """The same values one element after a 16-byte boundary."""
+    return torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape)
+
+
 def test_writes_every_row_and_nothing_else(device):
     x = batch(device)
     for backend in backends(device):

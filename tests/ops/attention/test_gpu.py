@@ -85,6 +85,31 @@ def test_a_captured_prefill_serves_every_later_batch(device):
         check((out[:n], lse[:n]), x, Options(causal=True))
 
 
+def test_a_captured_run_on_other_tiles_than_planned_serves_later_batches(device):
+    """Rows that are not aligned run on narrower tiles than plan() expects, with a work list of their own."""
+    integers = dict(dtype=torch.int32, device=device)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+        workspace(device), use_cuda_graph=True, qo_indptr_buf=torch.zeros(3, **integers),
+        kv_indptr_buf=torch.zeros(3, **integers),
+    )  # fmt: skip
+    q, k, v = (torch.zeros(601, n, DIM + 1, dtype=torch.bfloat16, device=device)[..., :DIM] for n in (8, 2, 2))
+    graph = None
+    for lens in ((300, 301), (17, 500), (0, 129)):
+        x = generate.ragged_batch(list(lens), list(lens), *HEADS, DIM, dtype=torch.bfloat16, device=device)
+        for buffer, rows in ((q, x.q), (k, x.k), (v, x.v)):
+            buffer[: len(rows)] = rows
+        wrapper.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, causal=True, q_data_type=torch.bfloat16)
+        if graph is None:
+            wrapper.run_return_lse(q, k, v)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out, lse = wrapper.run_return_lse(q, k, v)
+        out.fill_(float("nan"))
+        graph.replay()
+        n = x.q.shape[0]
+        check((out[:n], lse[:n]), x, Options(causal=True))
+
+
 def test_a_graph_wrapper_refuses_what_its_buffers_cannot_hold(device):
     buffers = decode_buffers(device, pages=20)
     wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers)
