@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 
@@ -100,3 +101,16 @@ def encode(argument: str, tensor: torch.Tensor, dtype: str, block: tuple[int, ..
         ),
     )
     return ctypes.string_at(encoded.getPtr(), 128)
+
+
+def readdressing(argument: str, at: int) -> Callable[[int], None]:
+    """A function that gives the tensor map in host memory at `at` another base address."""
+    driver = bindings()
+    tensor_map, replace = driver.CUtensorMap(at), driver.cuTensorMapReplaceAddress
+
+    def readdress(address: int) -> None:
+        status = replace(tensor_map, address)[0]
+        if status:
+            fail(status, f"{argument}: tensor map at {address:#x}")
+
+    return readdress

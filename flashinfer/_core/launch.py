@@ -1,5 +1,6 @@
 """Problem + config -> compiled kernel -> launch. After the first call of a kind: one dict lookup, one pack, one launch.
 
+A launch that is held ahead is cheaper still: its parameter block stays, and only the addresses that move are written.
 A cubin is loaded and launched through the driver API; Triton is asked only where no cache holds the cubin.
 """
 
@@ -18,24 +19,10 @@ from triton.runtime.jit import JITFunction
 
 from flashinfer._core import compiler, driver, env, kernel_cache
 from flashinfer._core.checks import dtype_name, require
+from flashinfer._core.parameters import SCALARS, Block, HeldBlock, Layout
 from flashinfer._core.target import target_of
 
-# Triton's name of a scalar type -> struct code, PTX kind. A value that does not fit its code is an error.
-_SCALARS = {
-    "i1": ("?", "u8"),
-    "i8": ("b", "u8"),
-    "u8": ("B", "u8"),
-    "i16": ("h", "u16"),
-    "u16": ("H", "u16"),
-    "i32": ("i", "u32"),
-    "u32": ("I", "u32"),
-    "i64": ("q", "u64"),
-    "u64": ("Q", "u64"),
-    "fp32": ("f", "f32"),
-    "fp64": ("d", "f64"),
-}
-_TYPE = re.compile(rf"(\*\w+|{'|'.join(_SCALARS)})(:[1-9]\d*)?|tensordesc<.*>")
-_MAP = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]")
+_TYPE = re.compile(rf"(\*\w+|{'|'.join(SCALARS)})(:[1-9]\d*)?|tensordesc<.*>")
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +66,7 @@ class Build:
             )
         for name, kind in self.types.items():
             if not _TYPE.fullmatch(kind):
-                allowed = f"*dtype, {', '.join(_SCALARS)}, tensordesc<...>"
+                allowed = f"*dtype, {', '.join(SCALARS)}, tensordesc<...>"
                 raise TypeError(f"{self.kernel.__name__}: type of {name}: got {kind!r}; allowed: {allowed}")
 
 
@@ -112,7 +99,7 @@ class Launcher:
     def __init__(self, name: str, build: Callable[[Any, Any], Build]):
         self.name = name
         self.build = build
-        self._bound: dict[tuple, Callable] = {}
+        self._bound: dict[tuple, _Loaded | _Interpreted] = {}
 
     def __call__(self, problem, config, grid: tuple[int, int, int], *args) -> None:
         """Launch on the current stream of the first tensor's device. A grid with a zero launches nothing.
@@ -141,8 +128,12 @@ class Launcher:
             bound = self._bind(problem, config, index)
         bound(grid, *args)
 
-    def prepare(self, problem, config, device: torch.device) -> Callable:
+    def prepare(self, problem, config, device: torch.device) -> _Loaded | _Interpreted:
         """The kernel compiled and loaded on `device`: `bound(grid, *args)` launches it with no lookup.
+
+        `bound.hold(grid, args, moving)` gives a function that launches again and again: of the addresses of the
+        arguments named in `moving`, in that order, with everything else as in `args`. What moves keeps its shape,
+        strides and dtype; 0 is the address of None. A moving tensor map is re-addressed, not made anew.
 
         Under TRITON_INTERPRET=1 it runs in Triton's interpreter, and `device` may be the CPU.
         """
@@ -155,7 +146,7 @@ class Launcher:
         """The compiled kernel for `arch`, from a cache or compiled; needs no GPU."""
         return _entry(self.name, problem, config, self.build(problem, config), arch)
 
-    def _bind(self, problem, config, index: int) -> Callable:
+    def _bind(self, problem, config, index: int) -> _Loaded | _Interpreted:
         build = self.build(problem, config)
         if not isinstance(build.kernel, JITFunction):
             bound = _Interpreted(self.name, build)
@@ -164,7 +155,7 @@ class Launcher:
         else:
             target = target_of(torch.device("cuda", index))
             entry = _entry(self.name, problem, config, build, target.arch)
-            bound = _loaded(self.name, build, entry, index, target.smem)
+            bound = _Loaded(self.name, build, entry, index, target.smem)
         return self._bound.setdefault((problem, config, index), bound)
 
 
@@ -203,7 +194,7 @@ def check_arguments(name: str, build: Build, args: tuple, device: torch.device) 
 
 
 def _pack_one(argument: str, kind: str, x) -> None:
-    code = _SCALARS[kind][0]
+    code = SCALARS[kind][0]
     try:
         struct.pack(code, x)
     except (struct.error, OverflowError, TypeError) as error:
@@ -229,6 +220,28 @@ class _Interpreted:
         with _one_interpreter:
             self._build.kernel[tuple(grid)](**named, **self._build.constants)
 
+    def hold(self, grid: tuple[int, int, int], args: tuple, moving: tuple[str, ...]) -> Callable:
+        places = _places(self._name, self._build, moving)
+
+        def launch(*addresses: int) -> None:
+            moved = list(args)
+            for place, address in zip(places, addresses, strict=True):
+                moved[place] = _at_address(args[place], address)
+            self(grid, *moved)
+
+        return launch
+
+
+def _at_address(held, address: int):
+    """What `held` describes, at another address of host memory."""
+    if isinstance(held, TensorMap):
+        return TensorMap(_at_address(held.tensor, address), held.block)
+    if not isinstance(held, torch.Tensor) or not held.numel():
+        return held
+    count = 1 + sum((size - 1) * stride for size, stride in zip(held.shape, held.stride(), strict=True))
+    memory = (ctypes.c_byte * (count * held.element_size())).from_address(address)
+    return torch.frombuffer(memory, dtype=held.dtype).as_strided(held.shape, held.stride())
+
 
 def _for_interpreter(x):
     if isinstance(x, bool):
@@ -240,121 +253,123 @@ def _for_interpreter(x):
     return TensorDescriptor.from_tensor(x.tensor, list(x.block))
 
 
-class Layout:
-    """Where each argument of a compiled kernel stands in its parameter block, checked against the kernel's own list.
+class _Loaded:
+    """A kernel loaded on one device. A launch allocates nothing there and does not wait."""
 
-    A pointer or scalar is one parameter. A tensor map is the 128 bytes that the copy engine reads, then its sizes
-    (i32) and its strides (i64). The parameters after the last argument are scratch pointers, which stay null.
+    def __init__(self, name: str, build: Build, entry: kernel_cache.Entry, index: int, shared_limit: int):
+        kernel = entry.kernel
+        if kernel["global_scratch"] or kernel["profile_scratch"]:
+            raise RuntimeError(f"{name}: the kernel asks for scratch memory, which a launch does not provide: {kernel}")
+        shared = kernel["shared"]
+        if shared > shared_limit:
+            raise RuntimeError(f"{name}: needs {shared} bytes of shared memory, the device has {shared_limit}")
+        self._name, self._build, self._index = name, build, index
+        self._layout = Layout(name, build, kernel)
+        with torch.cuda.device(index):
+            self._block = Block(self._layout, index)
+            self._function = driver.load(name, entry.cubin, kernel)
+        self._threads, self._shared, self._symbol = kernel["threads"], shared, kernel["symbol"]
+        self._launch_kernel = driver.bindings().cuLaunchKernel
+        self._current_device, self._current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+        self._debug = env.DEBUG.is_on()
 
-    Attributes
-    ----------
-    struct : struct.Struct
-        Packs the flat values.
-    offsets : tuple of int
-        Of every parameter, scratch included.
-    pointers : tuple of int
-        Which arguments are pointers.
-    maps : dict of int to (str, tuple, dict)
-        Arguments that are tensor maps: dtype and block of the type, and how the compiler wants the map.
-    """
-
-    def __init__(self, name: str, build: Build, kernel: dict):
-        self.pointers = tuple(i for i, kind in enumerate(build.types.values()) if kind.startswith("*"))
-        self.maps = {}
-        wanted = []
-        wishes = iter(kernel["tensor_maps"])
-        for i, kind in enumerate(build.types.values()):
-            match = _MAP.match(kind)
-            if match:
-                block = tuple(int(size) for size in match[2].split(","))
-                self.maps[i] = (match[1], block, next(wishes, None))
-                wanted += [("128s", "b8"), *[("i", "u32")] * len(block), *[("q", "u64")] * len(block)]
-            else:
-                wanted.append(("Q", "u64") if kind.startswith("*") else _SCALARS[compiler.promise_of(kind)[0]])
-        found = [tuple(parameter) for parameter in kernel["parameters"]]
-        scratch = found[len(wanted) :]
-        fits = len(found) >= len(wanted) and all(
-            size == struct.calcsize(code) and (kind[0] == "f") == (like[0] == "f")
-            for (code, like), (kind, size, _) in zip(wanted, found, strict=False)
-        )
-        if not fits or len(scratch) > 2 or any(size != 8 for _, size, _ in scratch) or next(wishes, None):
-            raise RuntimeError(f"{name}: the compiled kernel takes {found}, which is not what {build.types} calls for")
-        codes = [code for code, _ in wanted] + ["8x"] * len(scratch)
-        text, offsets, end = "<", [], 0
-        for code, (_, size, align) in zip(codes, found, strict=True):
-            padding = -end % align
-            offsets.append(end + padding)
-            text += "x" * padding + code
-            end += padding + size
-        self.struct = struct.Struct(text)
-        self.offsets = tuple(offsets)
-
-
-class _Block(threading.local):
-    """One thread's parameter block: the driver reads it without the GIL, so threads do not share one.
-
-    `place` is the buffer, where the block begins in it (aligned to 128 bytes, a tensor map needs 64), and the address
-    of the array of pointers, one to each parameter, that cuLaunchKernel takes.
-    """
-
-    def __init__(self, layout: Layout, index: int):
-        buffer = ctypes.create_string_buffer(layout.struct.size + 128)
-        address = ctypes.addressof(buffer)
-        start = -address % 128
-        self._slots = (ctypes.c_void_p * len(layout.offsets))(*(address + start + o for o in layout.offsets))
-        self.place = buffer, start, ctypes.addressof(self._slots)
-        driver.use_context(index)
-
-
-def _loaded(name: str, build: Build, entry: kernel_cache.Entry, index: int, shared_limit: int) -> Callable:
-    """Load a kernel on one device. Gives a function that launches it: no allocation on the device, no waiting.
-
-    It is a closure because it is the path of every launch, and local names are what Python finds fastest.
-    """
-    kernel = entry.kernel
-    if kernel["global_scratch"] or kernel["profile_scratch"]:
-        raise RuntimeError(f"{name}: the kernel asks for scratch memory, which a launch does not provide: {kernel}")
-    if kernel["shared"] > shared_limit:
-        raise RuntimeError(f"{name}: needs {kernel['shared']} bytes of shared memory, the device has {shared_limit}")
-    layout = Layout(name, build, kernel)
-    with torch.cuda.device(index):
-        block = _Block(layout, index)
-        function = driver.load(name, entry.cubin, kernel)
-    threads, shared, count = kernel["threads"], kernel["shared"], len(build.types)
-    pointers, maps, pack = layout.pointers, layout.maps, layout.struct.pack_into
-    debug, tensor_type = env.DEBUG.is_on(), torch.Tensor
-    launch_kernel = driver.bindings().cuLaunchKernel
-    current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
-
-    def launch(grid: tuple[int, int, int], *args) -> None:
+    def __call__(self, grid: tuple[int, int, int], *args) -> None:
         x, y, z = grid
         if x == 0 or y == 0 or z == 0:
             return
-        if current_device() != index:
-            with torch.cuda.device(index):
-                return launch(grid, *args)
-        if len(args) != count:
-            raise TypeError(f"{name}: takes {count} arguments, got {len(args)}")
-        if debug:
-            check_arguments(name, build, args, torch.device("cuda", index))
-        values = list(args)
-        for i in pointers:
-            value = values[i]
-            values[i] = value.data_ptr() if isinstance(value, tensor_type) else value or 0
-        if maps:
-            values = _with_maps(name, build, maps, values)
-        buffer, start, slots = block.place
+        if self._current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self(grid, *args)
+        values = self._values(args)
+        buffer, start, slots = self._block.place
         try:
-            pack(buffer, start, *values)
+            self._layout.struct.pack_into(buffer, start, *values)
         except (struct.error, OverflowError, TypeError):
-            _blame(name, build, args)
+            _blame(self._name, self._build, args)
             raise
-        stream = current_stream(index)
-        status = launch_kernel(function, x, y, z, threads, 1, 1, shared, stream, slots, 0)[0]
+        stream = self._current_stream(self._index)
+        status = self._launch_kernel(self._function, x, y, z, self._threads, 1, 1, self._shared, stream, slots, 0)[0]
         if status:
-            driver.fail(status, f"{name}: launch of {kernel['symbol']}, grid {grid}, {threads} threads")
+            self._fail(status, grid)
 
-    return launch
+    def hold(self, grid: tuple[int, int, int], args: tuple, moving: tuple[str, ...]) -> Callable:
+        """A launch kept ready, as `Launcher.prepare` says."""
+        places = _places(self._name, self._build, moving)
+        if 0 in grid:
+            return _launch_nothing
+        index, function, threads, shared = self._index, self._function, self._threads, self._shared
+        current_device, current_stream, launch_kernel = self._current_device, self._current_stream, self._launch_kernel
+        with torch.cuda.device(index):
+            values = self._values(args)
+            try:
+                image = self._layout.struct.pack(*values)
+            except (struct.error, OverflowError, TypeError):
+                _blame(self._name, self._build, args)
+                raise
+            named = [(f"{self._name}: {name}", place) for name, place in zip(moving, places, strict=True)]
+            block = HeldBlock(self._layout, index, image, named)
+        x, y, z = grid
+
+        # Closures, because local names are what Python finds fastest.
+        def send(addresses: tuple[int, ...]) -> None:
+            slots, puts = block.held
+            for put, address in zip(puts, addresses, strict=True):
+                put(address)
+            stream = current_stream(index)
+            status = launch_kernel(function, x, y, z, threads, 1, 1, shared, stream, slots, 0)[0]
+            if status:
+                self._fail(status, grid)
+
+        def launch(*addresses: int) -> None:
+            if current_device() == index:
+                return send(addresses)
+            with torch.cuda.device(index):
+                send(addresses)
+
+        # What moves belongs to the caller; the memory of what stays has to outlive the launches.
+        launch.kept = [arg for i, arg in enumerate(args) if i not in places]
+        return self._checked(launch, named) if self._debug else launch
+
+    def _values(self, args: tuple) -> list:
+        """What the parameter block holds for `args`, flat."""
+        if len(args) != len(self._build.types):
+            raise TypeError(f"{self._name}: takes {len(self._build.types)} arguments, got {len(args)}")
+        if self._debug:
+            check_arguments(self._name, self._build, args, torch.device("cuda", self._index))
+        values = list(args)
+        for i in self._layout.pointers:
+            value = values[i]
+            values[i] = value.data_ptr() if isinstance(value, torch.Tensor) else value or 0
+        if self._layout.maps:
+            values = _with_maps(self._name, self._build, self._layout.maps, values)
+        return values
+
+    def _checked(self, launch: Callable, named: list[tuple[str, int]]) -> Callable:
+        kinds = tuple(self._build.types.values())
+
+        def checked(*addresses: int) -> None:
+            for (argument, place), at in zip(named, addresses, strict=True):
+                _, divisor = compiler.promise_of(kinds[place])
+                require(at % divisor == 0, argument, f"an address of {at:#x}", f"one divisible by {divisor}")
+            launch(*addresses)
+
+        return checked
+
+    def _fail(self, status, grid: tuple[int, int, int]) -> None:
+        driver.fail(status, f"{self._name}: launch of {self._symbol}, grid {grid}, {self._threads} threads")
+
+
+def _launch_nothing(*addresses: int) -> None:
+    """The launch of an empty grid."""
+
+
+def _places(name: str, build: Build, moving: tuple[str, ...]) -> tuple[int, ...]:
+    """Where the moving parameters stand among the arguments; ValueError for one that is no pointer or tensor map."""
+    names = list(build.types)
+    for parameter in moving:
+        kind = build.types.get(parameter, "no parameter")
+        require(kind.startswith(("*", "tensordesc")), f"{name}: {parameter}", kind, "a pointer or tensor map")
+    return tuple(map(names.index, moving))
 
 
 def _with_maps(name: str, build: Build, maps: dict, values: list) -> list:

@@ -93,6 +93,19 @@ def test_prepared_is_the_same_kernel():
     torch.testing.assert_close(out, scaled(x, n, by), rtol=1e-6, atol=1e-6)
 
 
+def test_interpreted_and_held():
+    x, weight, out, n, by = arguments()
+    bound = scale.prepare(PROBLEM, CONFIG, torch.device("cpu"))
+    launch = bound.hold((3, 1, 1), (x, weight, out, n, by), ("x", "weight", "out"))
+    for _ in range(2):
+        other, _, elsewhere, _, _ = arguments()
+        launch(other.data_ptr(), 0, elsewhere.data_ptr())
+        torch.testing.assert_close(elsewhere, scaled(other, n, by), rtol=1e-6, atol=1e-6)
+    assert out.isnan().all()
+    with pytest.raises(ValueError, match="x: got a tensor at"):
+        launch(other.data_ptr() + 2, 0, elsewhere.data_ptr())
+
+
 def test_interpreted_from_threads():
     outs = [arguments()[2] for _ in range(4)]
     x, weight, _, n, by = arguments()
@@ -196,7 +209,7 @@ class Words:
 class RecordingDriver:
     """Answers as the CUDA driver does, and keeps what a launch hands over, read from memory at the launch."""
 
-    cuuint32_t = cuuint64_t = int
+    cuuint32_t = cuuint64_t = CUtensorMap = int
     CUstreamCaptureMode = CUfunction_attribute = Words()
     CUtensorMapDataType = CUtensorMapInterleave = CUtensorMapSwizzle = Words()
     CUtensorMapL2promotion = CUtensorMapFloatOOBfill = Words()
@@ -244,6 +257,10 @@ class RecordingDriver:
         self._encoded = ctypes.create_string_buffer(bytes([len(self.maps)] * 128), 128)
         return 0, SimpleNamespace(getPtr=lambda: ctypes.addressof(self._encoded))
 
+    def cuTensorMapReplaceAddress(self, tensor_map, address):
+        ctypes.c_uint64.from_address(tensor_map).value = address
+        return (address % 16,)
+
     def cuLaunchKernel(self, function, *rest):
         grid, block, shared, stream, slots, extra = rest[:3], rest[3:6], *rest[6:]
         pointers = (ctypes.c_void_p * len(self._sizes)).from_address(slots)
@@ -268,7 +285,7 @@ class FakeDevice:
 def recorded(launcher, problem, config, arch="90a", index=0):
     """(kernel bound to a driver that records, the driver)."""
     from flashinfer._core import driver
-    from flashinfer._core.launch import _loaded
+    from flashinfer._core.launch import _Loaded
 
     entry = launcher.entry(problem, config, arch)
     recorder = RecordingDriver([size for _, size, _ in entry.kernel["parameters"]])
@@ -276,7 +293,7 @@ def recorded(launcher, problem, config, arch="90a", index=0):
     torch.cuda.device = FakeDevice  # this process runs these checks and no others that need the real one
     torch._C._cuda_getDevice = lambda: FakeDevice.current
     torch._C._cuda_getCurrentRawStream = lambda index: 1000 + index
-    return _loaded(launcher.name, launcher.build(problem, config), entry, index, 227 << 10), recorder
+    return _Loaded(launcher.name, launcher.build(problem, config), entry, index, 227 << 10), recorder
 
 
 def launch_scale():
@@ -356,6 +373,96 @@ def launch_from_threads():
     assert {thread for _, thread in driver.contexts} >= set(idents)
 
 
+def launch_held():
+    bound, driver = recorded(scale, PROBLEM, CONFIG)
+    x, weight, out, n, by = arguments()
+    launch = bound.hold((3, 2, 1), (x, weight, out, n, by), ("out", "x"))
+    other, _, elsewhere, _, _ = arguments()
+    for moved in ((elsewhere, other), (out, x)):
+        launch(*(t.data_ptr() for t in moved))
+    bound((1, 1, 1), x, weight, out, 7, by)  # has a block of its own
+    launch(elsewhere.data_ptr(), other.data_ptr())
+    held = [driver.launches[i] for i in (0, 1, 3)]
+    expected = [(other, elsewhere), (x, out), (other, elsewhere)]
+    for (_, grid, block, _, stream, values, _, _), pair in zip(held, expected, strict=True):
+        assert (grid, block, stream) == ((3, 2, 1), (128, 1, 1), 1000)
+        got = struct.unpack("<QQQif", b"".join(values[:5]))
+        assert got == (pair[0].data_ptr(), 0, pair[1].data_ptr(), n, by)
+    assert held[0][7] == held[2][7] != driver.launches[2][7]
+    bound.hold((1, 0, 1), (x, weight, out, n, by), ("x",))(0)
+    assert len(driver.launches) == 4
+    with pytest.raises(ValueError):
+        launch(1)
+    with pytest.raises(ValueError, match="scale: n: got i32; allowed: a pointer"):
+        bound.hold((1, 1, 1), (x, weight, out, n, by), ("n",))
+    with pytest.raises(OverflowError, match=f"n: got {2**31}"):
+        bound.hold((1, 1, 1), (x, weight, out, 2**31, by), ("x",))
+    with pytest.raises(TypeError, match="takes 5 arguments, got 1"):
+        bound.hold((1, 1, 1), (x,), ("x",))
+    driver.status = 1
+    with pytest.raises(RuntimeError, match=r"scale.*scale_kernel.*\(3, 2, 1\).*CUDA_ERROR_INVALID_VALUE"):
+        launch(out.data_ptr(), x.data_ptr())
+
+
+def launch_held_from_threads():
+    bound, driver = recorded(scale, PROBLEM, CONFIG, index=1)
+    x, weight, out, n, by = arguments()
+    launch = bound.hold((1, 1, 1), (x, weight, out, n, by), ("x",))
+    meet = threading.Barrier(4)
+
+    def many(number):
+        meet.wait()
+        for _ in range(50):
+            launch(number)
+        meet.wait()
+
+    threads = [threading.Thread(target=many, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    blocks = {}
+    for *_, values, thread, pointers in driver.launches:
+        blocks.setdefault(thread, set()).add((struct.unpack("<Q", values[0])[0], pointers[0]))
+    assert len(driver.launches) == 200 and all(len(seen) == 1 for seen in blocks.values())
+    numbers, places = zip(*(next(iter(seen)) for seen in blocks.values()), strict=True)
+    assert sorted(numbers) == [0, 1, 2, 3] and len(set(places)) == 4
+
+
+def launch_held_keeps_what_stays():
+    import gc
+    import weakref
+
+    bound, _ = recorded(scale, Problem("bf16", weighted=True), CONFIG)
+    x, _, out, n, by = arguments()
+    weight = torch.ones(n)
+    launch = bound.hold((1, 1, 1), (x, weight, out, n, by), ("x", "out"))
+    moves, stays = weakref.ref(x), weakref.ref(weight)
+    gc.disable()
+    del x, weight
+    assert moves() is None and stays() is not None
+    del launch
+    assert stays() is None
+    gc.enable()
+
+
+def launch_held_with_a_tensor_map():
+    from flashinfer._core.launch import TensorMap
+
+    bound, driver = recorded(described, Problem("bf16"), Config(32))
+    x, out = torch.zeros(200, 96, dtype=torch.bfloat16), torch.zeros(200, 96, dtype=torch.bfloat16)
+    launch = bound.hold((7, 3, 1), (TensorMap(x, (32, 32)), out, 200, 96), ("source", "out"))
+    other = torch.zeros_like(x)
+    launch(other.data_ptr(), x.data_ptr())
+    assert len(driver.maps) == 1
+    encoded, *values = driver.launches[0][5]
+    assert encoded == struct.pack("<Q", other.data_ptr()) + bytes([1] * 120) and driver.launches[0][7][0] % 64 == 0
+    got = [struct.unpack(f"<{code}", value)[0] for code, value in zip("iiqqQii", values, strict=False)]
+    assert got == [200, 96, 96, 1, x.data_ptr(), 200, 96]
+    with pytest.raises(RuntimeError, match="described: source: tensor map at"):
+        launch(other.data_ptr() + 2, x.data_ptr())
+
+
 def launch_with_much_shared_memory():
     bound, driver = recorded(tile, Problem("bf16"), Config(128))
     shared = tile.entry(Problem("bf16"), Config(128), "90a").kernel["shared"]
@@ -400,7 +507,8 @@ def launch_with_a_tensor_map():
 
 
 def refused_kernels():
-    from flashinfer._core.launch import Layout, _loaded
+    from flashinfer._core.launch import _Loaded
+    from flashinfer._core.parameters import Layout
 
     build = scale.build(PROBLEM, CONFIG)
     entry = scale.entry(PROBLEM, CONFIG, "90a")
@@ -409,9 +517,9 @@ def refused_kernels():
         return replace(entry, kernel=entry.kernel | change)
 
     with pytest.raises(RuntimeError, match="scratch"):
-        _loaded("scale", build, altered(global_scratch=128), 0, 227 << 10)
+        _Loaded("scale", build, altered(global_scratch=128), 0, 227 << 10)
     with pytest.raises(RuntimeError, match="needs 200000 bytes of shared memory, the device has 101376"):
-        _loaded("scale", build, altered(shared=200000), 0, 99 << 10)
+        _Loaded("scale", build, altered(shared=200000), 0, 99 << 10)
     parameters = entry.kernel["parameters"]
     swapped = [parameters[0], parameters[3], *parameters[1:3], *parameters[4:]]
     floats = [*parameters[:3], ["f32", 4, 4], *parameters[4:]]
@@ -438,7 +546,8 @@ def debug_checks(switch):
     "check",
     [
         launch_scale, launch_kinds, launch_wrongly, launch_from_threads, launch_with_much_shared_memory,
-        launch_with_a_tensor_map, refused_kernels,
+        launch_with_a_tensor_map, launch_held, launch_held_from_threads, launch_held_keeps_what_stays,
+        launch_held_with_a_tensor_map, refused_kernels,
     ],
 )  # fmt: skip
 def test_loaded_kernel(check, in_triton):
@@ -536,6 +645,39 @@ def test_launched_with_a_tensor_map(dtype, device):
         described(Problem(dtype), Config(32), (7, 3, 1), TensorMap(x, (16, 32)), out, 197, 80)
     with pytest.raises(ValueError, match="source strides"):
         described(Problem(dtype), Config(32), (7, 3, 1), TensorMap(x[:, 1:], (32, 32)), out, 197, 79)
+
+
+@pytest.mark.gpu
+def test_held_launches_again_at_other_addresses(device):
+    x, weight, out, n, by = arguments(3000, device)
+    launch = scale.prepare(PROBLEM, CONFIG, device).hold((24, 1, 1), (x, weight, out, n, by), ("x", "out"))
+    del x, out
+    stream = torch.cuda.Stream(device)
+    for _ in range(3):
+        x, _, out, _, _ = arguments(3000, device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            launch(x.data_ptr(), out.data_ptr())
+        stream.synchronize()
+        torch.testing.assert_close(out, scaled(x, n, by), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_held_tensor_map_is_readdressed(device):
+    from flashinfer._core.launch import TensorMap
+
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        pytest.skip("the copy engine came with Hopper")
+    tensors = [torch.randn(197, 80, device=device).to(torch.bfloat16) for _ in range(3)]
+    bound = described.prepare(Problem("bf16"), Config(32), device)
+    out = torch.empty_like(tensors[0])
+    launch = bound.hold((7, 3, 1), (TensorMap(tensors[0], (32, 32)), out, 197, 80), ("source", "out"))
+    for x in tensors[::-1]:
+        out = torch.empty_like(x)
+        launch(x.data_ptr(), out.data_ptr())
+        assert torch.equal(out, x)
+    with pytest.raises(RuntimeError, match="described: source: tensor map"):
+        launch(x.data_ptr() + 2, out.data_ptr())
 
 
 @pytest.mark.gpu

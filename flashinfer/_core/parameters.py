@@ -1,0 +1,125 @@
+"""The parameter block of a kernel: where each argument stands in it, and the memory that the driver reads."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+import threading
+from functools import partial
+
+from flashinfer._core import compiler, driver
+
+# Triton's name of a scalar type -> struct code, PTX kind. A value that does not fit its code is an error.
+SCALARS = {
+    "i1": ("?", "u8"),
+    "i8": ("b", "u8"),
+    "u8": ("B", "u8"),
+    "i16": ("h", "u16"),
+    "u16": ("H", "u16"),
+    "i32": ("i", "u32"),
+    "u32": ("I", "u32"),
+    "i64": ("q", "u64"),
+    "u64": ("Q", "u64"),
+    "fp32": ("f", "f32"),
+    "fp64": ("d", "f64"),
+}
+_MAP = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]")
+
+
+class Layout:
+    """Where each argument of a compiled kernel stands in its parameter block, checked against the kernel's own list.
+
+    A pointer or scalar is one parameter. A tensor map is the 128 bytes that the copy engine reads, then its sizes
+    (i32) and its strides (i64). The parameters after the last argument are scratch pointers, which stay null.
+
+    Attributes
+    ----------
+    struct : struct.Struct
+        Packs the flat values.
+    offsets : tuple of int
+        Of every parameter, scratch included.
+    starts : tuple of int
+        Of every argument: the offset of its only, or first, parameter.
+    pointers : tuple of int
+        Which arguments are pointers.
+    maps : dict of int to (str, tuple, dict)
+        Arguments that are tensor maps: dtype and block of the type, and how the compiler wants the map.
+    """
+
+    def __init__(self, name: str, build: Build, kernel: dict):
+        self.pointers = tuple(i for i, kind in enumerate(build.types.values()) if kind.startswith("*"))
+        self.maps = {}
+        wanted, first = [], []
+        wishes = iter(kernel["tensor_maps"])
+        for i, kind in enumerate(build.types.values()):
+            match = _MAP.match(kind)
+            first.append(len(wanted))
+            if match:
+                block = tuple(int(size) for size in match[2].split(","))
+                self.maps[i] = (match[1], block, next(wishes, None))
+                wanted += [("128s", "b8"), *[("i", "u32")] * len(block), *[("q", "u64")] * len(block)]
+            else:
+                wanted.append(("Q", "u64") if kind.startswith("*") else SCALARS[compiler.promise_of(kind)[0]])
+        found = [tuple(parameter) for parameter in kernel["parameters"]]
+        scratch = found[len(wanted) :]
+        fits = len(found) >= len(wanted) and all(
+            size == struct.calcsize(code) and (kind[0] == "f") == (like[0] == "f")
+            for (code, like), (kind, size, _) in zip(wanted, found, strict=False)
+        )
+        if not fits or len(scratch) > 2 or any(size != 8 for _, size, _ in scratch) or next(wishes, None):
+            raise RuntimeError(f"{name}: the compiled kernel takes {found}, which is not what {build.types} calls for")
+        codes = [code for code, _ in wanted] + ["8x"] * len(scratch)
+        text, offsets, end = "<", [], 0
+        for code, (_, size, align) in zip(codes, found, strict=True):
+            padding = -end % align
+            offsets.append(end + padding)
+            text += "x" * padding + code
+            end += padding + size
+        self.struct = struct.Struct(text)
+        self.offsets = tuple(offsets)
+        self.starts = tuple(offsets[i] for i in first)
+
+
+class Block(threading.local):
+    """One thread's parameter block: the driver reads it without the GIL, so threads do not share one.
+
+    Attributes
+    ----------
+    place : (buffer, int, int)
+        The buffer, where the block begins in it (aligned to 128 bytes, a tensor map needs 64), and the address of the
+        array of pointers, one to each parameter, that cuLaunchKernel takes.
+    """
+
+    def __init__(self, layout: Layout, index: int):
+        buffer = (ctypes.c_uint64 * (-(-layout.struct.size // 8) + 16))()
+        address = ctypes.addressof(buffer)
+        start = -address % 128
+        self._slots = (ctypes.c_void_p * len(layout.offsets))(*(address + start + o for o in layout.offsets))
+        self.place = buffer, start, ctypes.addressof(self._slots)
+        driver.use_context(index)
+
+
+class HeldBlock(Block):
+    """A block that stays filled: each thread copies `image` when it first launches.
+
+    Attributes
+    ----------
+    held : (int, tuple of callable)
+        The address of the array of pointers, and a function per moving argument that writes another address.
+    """
+
+    def __init__(self, layout: Layout, index: int, image: bytes, moving: list[tuple[str, int]]):
+        super().__init__(layout, index)
+        buffer, start, slots = self.place
+        block = ctypes.addressof(buffer) + start
+        ctypes.memmove(block, image, len(image))
+        words = memoryview(buffer).cast("B").cast("Q")
+        puts = []
+        for argument, i in moving:
+            at = layout.starts[i]
+            if i in layout.maps:
+                puts.append(driver.readdressing(argument, block + at))
+            else:
+                puts.append(partial(words.__setitem__, (start + at) // 8))
+        self.held = slots, tuple(puts)
