@@ -41,8 +41,12 @@ class Config:
 _SIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1}
 
 
+def _power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
 def _padded(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())
+    return max(16, _power(n))
 
 
 def _shared_bytes(p: Problem, block_m: int, block_n: int, stages: int) -> int:
@@ -80,14 +84,17 @@ def choose(p: Problem, target: Target) -> Config:
     block_n, stages = next(
         (s for s in steps if _shared_bytes(p, block_m, *s) <= target.smem or target.is_cpu), steps[-1]
     )
+    # A round of the combination takes 64 registers of each thread; rows of a single token first, then pieces.
+    rows = min(block_m, _power(min(p.group, 8)))
+    pieces = max(1, min(16, 64 * 32 * num_warps // (rows * _padded(p.head_dim_vo))))
     return Config(
         block_m=block_m,
         block_n=block_n,
         num_warps=num_warps,
         num_stages=stages,
         native_fp8=native_fp8,
-        combine_pieces=16 if widest <= 256 else 8,
-        combine_rows=max(1, block_m // 16),
+        combine_pieces=pieces,
+        combine_rows=rows,
         programs_per_sm=4 if block_m <= 32 else 2,
     )
 

@@ -29,9 +29,9 @@ class ScheduleConfig:
 
 
 def build_schedule(p: ScheduleProblem, c: ScheduleConfig) -> Build:
-    names = ("batch", "group", "tile_rows", "page_size", "window_left", "grain", "share", "fixed_chunk")
-    types = dict(items="*i32:16", splits="*i32:16", counts="*i32", qo_indptr="*i32", kv_indptr="*i32")
-    types.update(last_page_len="*i32", **{name: "i32" for name in names})
+    names = ("batch", "kv_heads", "group", "tile_rows", "page_size", "window_left", "grain", "share", "fixed_chunk")
+    types = dict(items="*i32:16", splits="*i32:16", counts="*i32", arrivals="*i32", qo_indptr="*i32")
+    types.update(kv_indptr="*i32", last_page_len="*i32", **{name: "i32" for name in names})
     constants = dict(PAGED=p.paged, FIXED=p.fixed, BLOCK=c.block, LANES=c.lanes)
     return Build(schedule_kernel, types, constants, num_warps=c.num_warps)
 
@@ -50,6 +50,8 @@ class Schedule:
     splits : int32 Tensor [max_splits, 8]
     counts : int32 Tensor [2]
         Items and splits in use.
+    arrivals : int32 Tensor [max_slots, kv_heads]
+        Pieces of a split tile that are done, at its first slot: the last of them combines all. Zero between launches.
     partial_out : float32 Tensor [max_slots, kv_heads, block_m, head_dim_vo], optional
     partial_lse : float32 Tensor [max_slots, kv_heads, block_m], optional
     """
@@ -57,6 +59,8 @@ class Schedule:
     items: torch.Tensor
     splits: torch.Tensor
     counts: torch.Tensor
+    arrivals: torch.Tensor
+    num_kv_heads: int
     max_items: int
     max_splits: int
     max_slots: int
@@ -100,10 +104,9 @@ def capacity(problem: Problem, config, limits, how: Splitting) -> tuple[int, int
 def allocate(problem: Problem, config, limits, how: Splitting, num_kv_heads: int, scratch, device) -> Schedule:
     """Buffers for any batch within `limits`. `scratch(bytes)` gives the uint8 tensor for partial results."""
     items, splits, slots = capacity(problem, config, limits, how)
-    integers = torch.empty(items * ITEM_WIDTH.value + splits * SPLIT_WIDTH.value + 2, dtype=torch.int32, device=device)
-    at = items * ITEM_WIDTH.value
-    end = at + splits * SPLIT_WIDTH.value
-    schedule = Schedule(integers[:at], integers[at:end], integers[end:], items, splits, slots)
+    sizes = (items * ITEM_WIDTH.value, splits * SPLIT_WIDTH.value, 2, slots * num_kv_heads)
+    integers = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    schedule = Schedule(*integers, num_kv_heads, items, splits, slots)
     if slots:
         rows = slots * num_kv_heads * config.block_m
         buffer = scratch(rows * (problem.head_dim_vo + 4) * 4).view(torch.float32)
@@ -117,7 +120,7 @@ def make(problem: Problem, config, table: Table, schedule: Schedule, how: Splitt
     """Fill `schedule` on the device for the lengths in `table`."""
     schedule_launch(
         ScheduleProblem(bool(problem.page_size), bool(how.fixed_chunk)), ScheduleConfig(), (table.batch_size, 1, 1),
-        schedule.items, schedule.splits, schedule.counts, table.qo_indptr, table.kv_indptr, table.last_page_len,
-        table.batch_size, problem.group, config.block_m, max(problem.page_size, 1), window_left, config.block_n,
-        how.share, how.fixed_chunk,
+        schedule.items, schedule.splits, schedule.counts, schedule.arrivals, table.qo_indptr, table.kv_indptr,
+        table.last_page_len, table.batch_size, schedule.num_kv_heads, problem.group, config.block_m,
+        max(problem.page_size, 1), window_left, config.block_n, how.share, how.fixed_chunk,
     )  # fmt: skip

@@ -43,7 +43,7 @@ def build_attend(p: Problem, c) -> Build:
     types = dict(
         q=_pointer(p.q_dtype, p.aligned), k=_pointer(p.kv_dtype, p.aligned), v=_pointer(p.kv_dtype, p.aligned),
         out=_pointer(p.o_dtype, p.aligned), lse="*fp32", partial_out="*fp32:16", partial_lse="*fp32:16",
-        items="*i32:16", counts="*i32", kv_indices="*i32", mask="*u8", mask_indptr="*i32",
+        items="*i32:16", counts="*i32", arrivals="*i32", kv_indices="*i32", mask="*u8", mask_indptr="*i32",
         sinks="*fp32", qk_scale="*fp32", v_scale="*fp32", alibi_slopes="*fp32", num_kv_heads="i32",
     )  # fmt: skip
     strides = ("q_stride_n", "q_stride_h", "k_stride_page", "k_stride_n", "k_stride_h")
@@ -57,6 +57,7 @@ def build_attend(p: Problem, c) -> Build:
         NATIVE_FP8=c.native_fp8, COMPUTE=_TL[_compute_dtype(p)], CAUSAL=p.mask == "causal", WINDOW=p.window,
         CUSTOM=p.mask == "custom", SOFT_CAP=p.soft_cap, ALIBI=p.pos_encoding == "ALIBI",
         ROPE=p.pos_encoding == "ROPE_LLAMA", SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse, SPLIT=p.split,
+        PIECES=c.combine_pieces, COMBINE_ROWS=c.combine_rows,
     )  # fmt: skip
     return Build(attend_kernel, types, constants, num_warps=c.num_warps, num_stages=c.num_stages)
 
@@ -108,8 +109,6 @@ LAUNCHERS = (attend, combine, schedule_launch)
 def kernels(p: Problem, c):
     """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
     yield attend, p, c
-    if p.split:
-        yield combine, *combine_key(p, c)
     for fixed in (False, True) if p.split else (False,):
         yield schedule_launch, ScheduleProblem(bool(p.page_size), fixed), ScheduleConfig()
 
@@ -122,8 +121,6 @@ def _raw(x: torch.Tensor) -> torch.Tensor:
 def bind(p: Problem, c, device: torch.device) -> Callable[[Inputs], None]:
     """The kernels of a problem, looked up once."""
     attend_bound = attend.prepare(p, c, device)
-    combine_bound = combine.prepare(*combine_key(p, c), device) if p.split else None
-    combine_rows = c.block_m // c.combine_rows
     raw = _raw if "fp8" in p.q_dtype + p.kv_dtype else _as_it_is
 
     def run_bound(x: Inputs) -> None:
@@ -135,18 +132,12 @@ def bind(p: Problem, c, device: torch.device) -> Callable[[Inputs], None]:
         attend_bound(
             (schedule.max_items * kv_heads, 1, 1),
             raw(q), raw(k), raw(v), out, x.lse, schedule.partial_out, schedule.partial_lse,
-            schedule.items, schedule.counts, table.kv_indices, table.mask, table.mask_indptr,
+            schedule.items, schedule.counts, schedule.arrivals, table.kv_indices, table.mask, table.mask_indptr,
             x.sinks, x.qk_scale, x.v_scale, x.alibi_slopes, kv_heads,
             q.stride(0), q.stride(1), k_page, k_row, k_head, v_page, v_row, v_head, o_row, o_head,
             scalars.sm_scale, scalars.out_scale, scalars.soft_cap, scalars.window_left, scalars.rope_scale,
             math.log2(scalars.rope_theta),
         )  # fmt: skip
-        if combine_bound is not None:
-            combine_bound(
-                (schedule.max_splits * kv_heads, combine_rows, 1),
-                schedule.partial_out, schedule.partial_lse, out, x.lse, schedule.splits, schedule.counts, x.sinks,
-                kv_heads, o_row, o_head,
-            )  # fmt: skip
 
     return run_bound
 

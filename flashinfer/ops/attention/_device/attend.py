@@ -8,13 +8,16 @@ r // GROUP. The softmax is online (Milakov and Gimelshein, 2018), in base 2, wit
 import triton
 import triton.language as tl
 
+from flashinfer.ops.attention._device.combine import combine_if_last
 from flashinfer.ops.attention._device.kv_source import row_offsets, widen
-from flashinfer.ops.attention._device.logits import rotate, transform, visible
+from flashinfer.ops.attention._device.logits import LOG2E, rotate, transform, visible
 from flashinfer.ops.attention._device.schedule import (
+    ITEM_FIRST_SLOT,
     ITEM_KV_BASE,
     ITEM_KV_BEGIN,
     ITEM_KV_END,
     ITEM_KV_LEN,
+    ITEM_PIECES,
     ITEM_Q_LEN,
     ITEM_Q_ROW,
     ITEM_REQUEST,
@@ -94,7 +97,7 @@ def _step(
 
 @triton.jit
 def attend_kernel(
-    q, k, v, out, lse, partial_out, partial_lse, items, counts, kv_indices, mask, mask_indptr,
+    q, k, v, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask, mask_indptr,
     sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads,
     q_stride_n, q_stride_h, k_stride_page, k_stride_n, k_stride_h, v_stride_page, v_stride_n, v_stride_h,
     o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left, rope_scale, rope_log2_theta,
@@ -104,12 +107,11 @@ def attend_kernel(
     Q_DTYPE: tl.constexpr, KV_DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     ROPE: tl.constexpr, SINKS: tl.constexpr, HEAD_SCALES: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
+    PIECES: tl.constexpr, COMBINE_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program per (work item, KV head); heads vary fastest, since heads of one token are neighbours in a page."""
     item = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
-    if item >= tl.load(counts):
-        return
     record = items + item * ITEM_WIDTH
     q_len = tl.load(record + ITEM_Q_LEN)
     kv_len = tl.load(record + ITEM_KV_LEN)
@@ -117,13 +119,20 @@ def attend_kernel(
     tile_row = tl.load(record + ITEM_TILE_ROW)
     kv_begin = tl.load(record + ITEM_KV_BEGIN)
     kv_end = tl.load(record + ITEM_KV_END)
+    q_row = tl.load(record + ITEM_Q_ROW)
+    slot = tl.load(record + ITEM_SLOT)
+    first_slot = tl.load(record + ITEM_FIRST_SLOT)
+    pieces = tl.load(record + ITEM_PIECES)
+    # After the record's loads, so that they do not wait for it.
+    if item >= tl.load(counts):
+        return
 
     packed = tile_row + tl.arange(0, BLOCK_M)
     token = packed // GROUP
     row_ok = token < q_len
     head = kv_head * GROUP + packed % GROUP
     q_pos = token + kv_len - q_len
-    n = (tl.load(record + ITEM_Q_ROW) + token).to(tl.int64)
+    n = (q_row + token).to(tl.int64)
 
     q_at = n * q_stride_n + head * q_stride_h
     if ROPE:
@@ -197,18 +206,18 @@ def attend_kernel(
             KV_DTYPE, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, True,
         )  # fmt: skip
 
-    slot = tl.load(record + ITEM_SLOT)
     if SINKS:
         # The combination adds the sink of a split tile, once.
         if slot < 0:
-            sink = tl.load(sinks + head, mask=row_ok, other=float("-inf")) * 1.4426950408889634
+            sink = tl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
             new_top = tl.maximum(top, sink)
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
             keep = tl.exp2(top - base)
             acc = acc * keep[:, None]
             total = total * keep + tl.exp2(sink - base)
             top = new_top
-    seen = total > 0
+    # Not `> 0`: a NaN among the logits has to come out.
+    seen = total != 0
     inverse = tl.where(seen, out_scale / tl.where(seen, total, 1.0), 0.0)
     if HEAD_SCALES:
         inverse *= tl.load(v_scale + head, mask=row_ok, other=0.0)
@@ -223,6 +232,11 @@ def attend_kernel(
                 partial_out + at[:, None] * D_VO + dv[None, :], acc, mask=row_ok[:, None] & (dv < D_VO)[None, :]
             )
             tl.store(partial_lse + at, s, mask=row_ok)
+            combine_if_last(
+                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces, tile_row, q_row, q_len,
+                kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, D_VO_PAD, BLOCK_M, SINKS, LSE, PIECES,
+                COMBINE_ROWS,
+            )  # fmt: skip
             return
     o_at = n * o_stride_n + head * o_stride_h
     tl.store(

@@ -1,8 +1,9 @@
-"""Combine the partial results of split tiles: a softmax over their log-sum-exps."""
+"""Combine the partial results of a split tile: a softmax over their log-sum-exps."""
 
 import triton
 import triton.language as tl
 
+from flashinfer.ops.attention._device.logits import LOG2E
 from flashinfer.ops.attention._device.schedule import (
     SPLIT_COUNT,
     SPLIT_Q_LEN,
@@ -14,74 +15,100 @@ from flashinfer.ops.attention._device.schedule import (
 
 
 @triton.jit
-def combine_kernel(
-    partial_out,
-    partial_lse,
-    out,
-    lse,
-    splits,
-    counts,
-    sinks,
-    num_kv_heads,
-    o_stride_n,
-    o_stride_h,
-    GROUP: tl.constexpr,
-    D_VO: tl.constexpr,
-    D_VO_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    SINKS: tl.constexpr,
-    LSE: tl.constexpr,
-    PIECES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """One program per (split tile and KV head, ROWS rows of the tile).
+def combine_rows(
+    partial_out, partial_lse, out, lse, sinks, first_slot, pieces, first_row, tile_row, q_row, q_len, kv_head,
+    num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, D_VO_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of a tile, from `first_row` on; its pieces lie in `pieces` slots from `first_slot` on.
 
-    partial_out is float32 [slots, kv_heads, BLOCK_M, D_VO], normalised per piece; partial_lse float32
-    [slots, kv_heads, BLOCK_M], base 2, -inf for a piece that saw no key.
+    partial_out is float32 [slots, kv_heads, BLOCK_M, D_VO], normalised per piece; partial_lse is float32
+    [slots, kv_heads, BLOCK_M], base 2, -inf where a piece saw no key. PIECES are read at a time, in the order of their
+    keys, so that the sum does not depend on which piece was done first.
     """
+    row = first_row + tl.arange(0, ROWS)
+    token = (tile_row + row) // GROUP
+    head = kv_head * GROUP + (tile_row + row) % GROUP
+    row_ok = token < q_len
+    piece = tl.arange(0, PIECES)
+    d = tl.arange(0, D_VO_PAD)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    if SINKS:
+        top = tl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
+    total = tl.where(top == float("-inf"), 0.0, 1.0)
+    acc = tl.zeros([ROWS, D_VO_PAD], tl.float32)
+    for start in range(0, pieces, PIECES):
+        slot = (first_slot + start + piece).to(tl.int64)
+        at = (slot * num_kv_heads + kv_head)[:, None] * BLOCK_M + row[None, :]
+        there = (start + piece < pieces)[:, None] & row_ok[None, :]
+        # Written by other multiprocessors, in this very launch it may be: L1 is passed by.
+        s = tl.load(partial_lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        x = tl.load(
+            partial_out + at[:, :, None] * D_VO + d[None, None, :],
+            mask=there[:, :, None] & (d < D_VO)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(s, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(s - base[None, :])
+        keep = tl.exp2(top - base)
+        # A piece that saw no key holds nothing worth adding, NaN perhaps.
+        x = tl.where((s == float("-inf"))[:, :, None], 0.0, x)
+        acc = acc * keep[:, None] + tl.sum(x * weight[:, :, None], 0)
+        total = total * keep + tl.sum(weight, 0)
+        top = new_top
+    seen = total != 0
+    safe = tl.where(seen, total, 1.0)
+    n = (q_row + token).to(tl.int64)
+    tl.store(
+        out + (n * o_stride_n + head * o_stride_h)[:, None] + d[None, :],
+        (acc / safe[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None] & (d < D_VO)[None, :],
+    )  # fmt: skip
+    if LSE:
+        value = tl.where(seen, top + tl.log2(safe), float("-inf"))
+        tl.store(lse + n * (num_kv_heads * GROUP) + head, value, mask=row_ok)
+
+
+@triton.jit
+def combine_if_last(
+    arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces, tile_row, q_row, q_len, kv_head,
+    num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, D_VO_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Count a piece of a tile as stored; whoever counts the last one combines the tile. Nobody waits.
+
+    The count returns to zero, where the next launch, or replay of a graph, starts from.
+    """
+    # The barrier puts the stores of all threads before the one that counts. That one releases them, and acquires what
+    # the other pieces released.
+    tl.debug_barrier()
+    arrived = arrivals + first_slot * num_kv_heads + kv_head
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == pieces - 1:
+        tl.store(arrived, 0)
+        for first_row in range(0, tl.minimum(q_len * GROUP - tile_row, BLOCK_M), ROWS):
+            combine_rows(
+                partial_out, partial_lse, out, lse, sinks, first_slot, pieces, first_row, tile_row, q_row, q_len,
+                kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, D_VO_PAD, BLOCK_M, SINKS, LSE, PIECES, ROWS,
+            )  # fmt: skip
+
+
+@triton.jit
+def combine_kernel(
+    partial_out, partial_lse, out, lse, splits, counts, sinks, num_kv_heads, o_stride_n, o_stride_h,
+    GROUP: tl.constexpr, D_VO: tl.constexpr, D_VO_PAD: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr,
+    LSE: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program per (split tile and KV head, ROWS rows of the tile)."""
     tile = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
-    if tile >= tl.load(counts + 1):
-        return
     record = splits + tile * SPLIT_WIDTH
     tile_row = tl.load(record + SPLIT_TILE_ROW)
     q_len = tl.load(record + SPLIT_Q_LEN)
     q_row = tl.load(record + SPLIT_Q_ROW)
     pieces = tl.load(record + SPLIT_COUNT)
-    slot = tl.load(record + SPLIT_SLOT).to(tl.int64)
-    piece = tl.arange(0, PIECES)
-    d = tl.arange(0, D_VO_PAD)
-    for r in range(ROWS):
-        row = tl.program_id(1) * ROWS + r
-        token = (tile_row + row) // GROUP
-        head = kv_head * GROUP + (tile_row + row) % GROUP
-        if token < q_len:
-            top = tl.full([], float("-inf"), tl.float32)
-            if SINKS:
-                top = tl.load(sinks + head) * 1.4426950408889634
-            total = tl.where(top == float("-inf"), 0.0, 1.0)
-            acc = tl.zeros([D_VO_PAD], tl.float32)
-            for start in range(0, pieces, PIECES):
-                there = start + piece < pieces
-                at = ((slot + start + piece) * num_kv_heads + kv_head) * BLOCK_M + row
-                s = tl.load(partial_lse + at, mask=there, other=float("-inf"))
-                new_top = tl.maximum(top, tl.max(s, 0))
-                base = tl.where(new_top == float("-inf"), 0.0, new_top)
-                weight = tl.exp2(s - base)
-                keep = tl.exp2(top - base)
-                x = tl.load(
-                    partial_out + at[:, None] * D_VO + d[None, :],
-                    # A piece that saw no key holds nothing worth reading.
-                    mask=(there & (s > float("-inf")))[:, None] & (d < D_VO)[None, :],
-                    other=0.0,
-                )
-                acc = acc * keep + tl.sum(x * weight[:, None], 0)
-                total = total * keep + tl.sum(weight, 0)
-                top = new_top
-            result = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
-            n = (q_row + token).to(tl.int64)
-            tl.store(out + n * o_stride_n + head * o_stride_h + d, result.to(out.dtype.element_ty), mask=d < D_VO)
-            if LSE:
-                base = tl.where(top == float("-inf"), 0.0, top)
-                value = tl.where(total > 0, base + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
-                tl.store(lse + n * (num_kv_heads * GROUP) + head, value)
+    slot = tl.load(record + SPLIT_SLOT)
+    if tile >= tl.load(counts + 1):
+        return
+    combine_rows(
+        partial_out, partial_lse, out, lse, sinks, slot, pieces, tl.program_id(1) * ROWS, tile_row, q_row, q_len,
+        kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, D_VO_PAD, BLOCK_M, SINKS, LSE, PIECES, ROWS,
+    )  # fmt: skip

@@ -14,6 +14,8 @@ ITEM_KV_BEGIN = tl.constexpr(5)
 ITEM_KV_END = tl.constexpr(6)
 ITEM_SLOT = tl.constexpr(7)  # where the partial result goes; -1 for a tile that is not split
 ITEM_REQUEST = tl.constexpr(8)
+ITEM_FIRST_SLOT = tl.constexpr(9)  # of a split tile: its pieces lie in ITEM_PIECES slots from here on
+ITEM_PIECES = tl.constexpr(10)
 
 # Fields of one split tile, for the kernel that combines its partial results.
 SPLIT_WIDTH = tl.constexpr(8)
@@ -62,10 +64,12 @@ def schedule_kernel(
     items,
     splits,
     counts,
+    arrivals,
     qo_indptr,
     kv_indptr,
     last_page_len,
     batch,
+    kv_heads,
     group,
     tile_rows,
     page_size,
@@ -141,7 +145,13 @@ def schedule_kernel(
         tl.store(record + ITEM_KV_END, tl.minimum(begin + length, kv_len), mask=there)
         tl.store(record + ITEM_SLOT, tl.where(pieces > 1, first_slot + n, -1), mask=there)
         tl.store(record + ITEM_REQUEST, i, mask=there)
+        tl.store(record + ITEM_FIRST_SLOT, first_slot + n // pieces * pieces, mask=there)
+        tl.store(record + ITEM_PIECES, pieces, mask=there)
     if pieces > 1:
+        # How many pieces of (tile, KV head) are done, counted at the tile's first slot.
+        for start in range(0, tiles * pieces * kv_heads, LANES):
+            n = start + number
+            tl.store(arrivals + first_slot * kv_heads + n, 0, mask=n < tiles * pieces * kv_heads)
         for start in range(0, tiles, LANES):
             n = start + number
             there = n < tiles
