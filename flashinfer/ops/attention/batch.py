@@ -297,11 +297,11 @@ class Batch:
             )
         kernel, schedule = self._ready[alike][aligned_out]
         if q.shape[0] and self.table.batch_size:
-            kernel(
-                Inputs(
-                    q, k, v, out, lse, self.table, schedule, scalars, sinks, qk_scale, v_scale, self._slopes
-                )
-            )  # fmt: skip
+            x = Inputs(q, k, v, out, lse, self.table, schedule, scalars, sinks, qk_scale, v_scale, self._slopes)
+            if schedule is None:
+                kernel(x)
+            else:
+                kernel.hold(x)(*x.addresses())
         return (out, lse) if call.return_lse else out
 
     def _bind(self, **facts):

@@ -118,19 +118,25 @@ def _raw(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else x
 
 
-def bind(p: Problem, c, device: torch.device) -> Callable[[Inputs], None]:
-    """The kernels of a problem, looked up once."""
-    attend_bound = attend.prepare(p, c, device)
-    raw = _raw if "fp8" in p.q_dtype + p.kv_dtype else _as_it_is
+class _Bound:
+    """The kernels of a problem on one device, looked up once."""
 
-    def run_bound(x: Inputs) -> None:
-        schedule, table, scalars, q, k, v, out = x.schedule, x.table, x.scalars, x.q, x.k, x.v, x.out
+    def __init__(self, p: Problem, c, device: torch.device):
+        self._paged = bool(p.page_size)
+        self._raw = _raw if "fp8" in p.q_dtype + p.kv_dtype else _as_it_is
+        self._attend = attend.prepare(p, c, device)
+
+    def hold(self, x: Inputs) -> Callable[[int, int, int, int, int], None]:
+        """The launch of `x`, kept ready for other q, k, v, out and lse: it takes their addresses, 0 for no lse.
+
+        Those keep their shapes, strides and dtypes; everything else is as in `x`.
+        """
+        schedule, table, scalars, q, k, v, out, raw = x.schedule, x.table, x.scalars, x.q, x.k, x.v, x.out, self._raw
         kv_heads = k.shape[-2]
-        k_page, k_row, k_head = k.stride()[:3] if p.page_size else (0, *k.stride()[:2])
-        v_page, v_row, v_head = v.stride()[:3] if p.page_size else (0, *v.stride()[:2])
+        k_page, k_row, k_head = k.stride()[:3] if self._paged else (0, *k.stride()[:2])
+        v_page, v_row, v_head = v.stride()[:3] if self._paged else (0, *v.stride()[:2])
         o_row, o_head, _ = out.stride()
-        attend_bound(
-            (schedule.max_items * kv_heads, 1, 1),
+        arguments = (
             raw(q), raw(k), raw(v), out, x.lse, schedule.partial_out, schedule.partial_lse,
             schedule.items, schedule.counts, schedule.arrivals, table.kv_indices, table.mask, table.mask_indptr,
             x.sinks, x.qk_scale, x.v_scale, x.alibi_slopes, kv_heads,
@@ -138,12 +144,16 @@ def bind(p: Problem, c, device: torch.device) -> Callable[[Inputs], None]:
             scalars.sm_scale, scalars.out_scale, scalars.soft_cap, scalars.window_left, scalars.rope_scale,
             math.log2(scalars.rope_theta),
         )  # fmt: skip
+        return self._attend.hold((schedule.max_items * kv_heads, 1, 1), arguments, ("q", "k", "v", "out", "lse"))
 
-    return run_bound
+
+def bind(p: Problem, c, device: torch.device) -> _Bound:
+    """What every GPU variant of attention offers: an object whose `hold(x)` gives a launch ready to be repeated."""
+    return _Bound(p, c, device)
 
 
 def run(p: Problem, c, x: Inputs) -> None:
-    bind(p, c, x.q.device)(x)
+    bind(p, c, x.q.device).hold(x)(*x.addresses())
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:

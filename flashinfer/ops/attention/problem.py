@@ -169,6 +169,11 @@ class Inputs:
     v_scale: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
 
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """Of q, k, v, out and lse (0 for none): what moves from one launch of a held kernel to the next."""
+        lse = 0 if self.lse is None else self.lse.data_ptr()
+        return self.q.data_ptr(), self.k.data_ptr(), self.v.data_ptr(), self.out.data_ptr(), lse
+
 
 def alibi_slopes(num_heads: int) -> list[float]:
     """Slope of each head (Press et al., Train Short, Test Long, 2022; its code for counts not a power of two)."""
