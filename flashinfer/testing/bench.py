@@ -1,7 +1,11 @@
 """How a benchmark measures: cold L2, medians, CUDA graphs for small kernels, and ceilings of the card it runs on.
 
 A benchmark module (`benchmarks/<room path>/bench_<room>.py`) holds `cases(device)`, which yields `Case`s;
-`flashinfer bench <room>` measures each with `measure` and sets it against `ceilings(device)`.
+`flashinfer bench <room>` measures each with `measure` and sets it against `ceilings(device)`, its peers and its targets
+with `settle`.
+
+This file imports torch alone, so that the process of a peer that shares our import name can load it by its path and
+time by the same rule.
 """
 
 from __future__ import annotations
@@ -17,11 +21,12 @@ import torch
 
 _LAUNCH_CYCLES = 200_000  # about 0.1 ms, longer than a Python launch
 _ESTIMATE_ITERS = 5
+_GRAPH_BELOW_MS = 1.0  # a longer kernel hides its launch, and ten of it in a graph only take longer to measure
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one case runs.
+    """What one case, or a peer of it, runs.
 
     Attributes
     ----------
@@ -33,26 +38,61 @@ class Work:
         Bytes that any implementation has to move to and from device memory; 0 where bandwidth says nothing.
     flops : int
         Floating-point operations of the definition; 0 where they say nothing.
-    peers : dict of str to callable
-        Other implementations, called with the same inputs.
+    peers : dict of str to callable or Work
+        Other implementations: called with the same inputs, or with their own. "library/variant" names one of several
+        ways through a library; the fastest stands for it.
     plan : callable, optional
         The host-side preparation, timed apart.
+    check : callable, optional
+        Called once with the result of `run(*inputs)` before it is timed; raises AssertionError if it is wrong.
+    clock : callable, optional
+        `clock(run, inputs, device)` gives the row's microseconds; default `time_us`.
     """
 
     run: Callable
     inputs: tuple = ()
     bytes: int = 0
     flops: int = 0
-    peers: dict[str, Callable] = field(default_factory=dict)
+    peers: dict[str, Callable | Work] = field(default_factory=dict)
     plan: Callable | None = None
+    check: Callable | None = None
+    clock: Callable | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a row should reach.
+
+    Attributes
+    ----------
+    of : str
+        "copy" or "matmul": that ceiling. "peers", or the name of a library: the fastest of them. The name of another
+        row: that row. "TFLOP/s" and "us": none, the value stands for itself.
+    value : float
+        The speed, as a multiple of what `of` names or in its unit; for "us", the time.
+    """
+
+    of: str
+    value: float
+
+    def __str__(self):
+        if self.of == "us":
+            return f"<= {_duration(self.value)}"
+        return f">= {self.value:g} TFLOP/s" if self.of == "TFLOP/s" else f">= {self.value:.2f} x {self.of}"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a benchmark: a name and how to make its work on a device."""
+    """One line of a benchmark: a name and how to make its work on a device.
+
+    `group` names the part of the table that it belongs to; a `headline` is quoted in the README.
+    """
 
     name: str
     make: Callable[[torch.device], Work]
+    group: str = ""
+    targets: tuple[Target, ...] = ()
+    headline: bool = False
 
 
 def bench_gpu_time(
@@ -163,10 +203,15 @@ def host_time_us(fn: Callable, repeat: int = 200) -> float:
 
 
 def time_us(fn: Callable, inputs: tuple, device: torch.device, repeat_time_ms: float = 100) -> float:
-    """Median microseconds of `fn(*inputs)` on `device`: graph replays with a cold L2 on a GPU, wall time on a CPU."""
+    """Median microseconds of `fn(*inputs)` on `device` with a cold L2; on a CPU, of wall time.
+
+    Short kernels are timed in a CUDA graph, those that take `_GRAPH_BELOW_MS` or more one by one between events.
+    """
     if device.type == "cuda":
         with torch.cuda.device(device):
-            times = bench_gpu_time(fn, input_args=inputs, use_cuda_graph=True, repeat_time_ms=repeat_time_ms)
+            once = median(bench_gpu_time(fn, input_args=inputs, dry_run_iters=0, repeat_iters=1))
+            graph = once < _GRAPH_BELOW_MS
+            times = bench_gpu_time(fn, input_args=inputs, use_cuda_graph=graph, repeat_time_ms=repeat_time_ms)
         return median(times) * 1e3
     fn(*inputs)
     times, until = [], time.perf_counter() + repeat_time_ms / 1e3
@@ -175,6 +220,16 @@ def time_us(fn: Callable, inputs: tuple, device: torch.device, repeat_time_ms: f
         fn(*inputs)
         times.append(time.perf_counter() - start)
     return median(times) * 1e6
+
+
+def host_clock(fn: Callable, inputs: tuple, device: torch.device) -> float:
+    """A `Work.clock`: what the host spends in the call without arguments that `fn(*inputs)` prepares and returns."""
+    return host_time_us(fn(*inputs))
+
+
+def reported(fn: Callable, inputs: tuple, device: torch.device) -> float:
+    """A `Work.clock`: what the call returns, for what can be timed only in a process of its own."""
+    return fn(*inputs)
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
@@ -190,35 +245,93 @@ def ceilings(device: torch.device) -> dict[str, float]:
     return {"copy_gb_s": 2 * count / copy_us / 1e3, "bf16_tflop_s": 2 * n**3 / matmul_us / 1e6}
 
 
-def measure(case: Case, device: torch.device, ceiling: dict[str, float]) -> dict:
-    """Measure one case.
+def checked_time(work: Work, device: torch.device) -> dict:
+    """Check and time one work: {"us": ...}, or {"error": ...} where it refuses, fails or gives a wrong result.
+
+    The check stands before the clock, so that nothing wrong has a time. An error is a result of a benchmark: it is
+    shown in its row, and the other rows are still measured.
+    """
+    try:
+        if work.check is not None:
+            work.check(work.run(*work.inputs))
+        return {"us": (work.clock or time_us)(work.run, work.inputs, device)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+
+
+def measure(case: Case, device: torch.device) -> dict:
+    """Measure one case and the peers that it brings.
 
     Returns
     -------
     dict
-        `name`, `us` (device time of one call), `host_us` (host time of one call), `plan_us` where there is a plan,
-        `gb_s`, `tflop_s` and `percent` of the nearer ceiling where bytes or flops are given, and `peers`: name to
-        {`us`, `ratio`}, ratio above 1 where ours is faster.
+        `name`, `group`, `us` (of one call) or `error`, `host_us` (host time of one call) where `us` is device time,
+        `plan_us` where there is a plan, `gb_s` and `tflop_s` where bytes or flops are given, and `peers`: name to
+        {`us`} or {`error`}.
     """
     work = case.make(device)
-    us = time_us(work.run, work.inputs, device)
-    row = {"name": case.name, "us": us, "host_us": host_time_us(lambda: work.run(*work.inputs))}
-    if work.plan is not None:
-        row["plan_us"] = host_time_us(work.plan)
-    shares = []
-    if work.bytes:
-        row["gb_s"] = work.bytes / us / 1e3
-        shares.append(row["gb_s"] / ceiling["copy_gb_s"])
-    if work.flops:
-        row["tflop_s"] = work.flops / us / 1e6
-        shares.append(row["tflop_s"] / ceiling["bf16_tflop_s"])
-    if shares:
-        row["percent"] = 100 * max(shares)
-    row["peers"] = {}
+    row = {"name": case.name, "group": case.group, "headline": case.headline, **checked_time(work, device), "peers": {}}
+    if "us" in row:
+        if work.clock is None:
+            # as many calls as take 20 ms of the device, within reason: each has to be waited for
+            repeat = max(20, min(200, int(2e4 / row["us"])))
+            row["host_us"] = host_time_us(lambda: work.run(*work.inputs), repeat)
+        if work.plan is not None:
+            row["plan_us"] = host_time_us(work.plan)
+        if work.bytes:
+            row["gb_s"] = work.bytes / row["us"] / 1e3
+        if work.flops:
+            row["tflop_s"] = work.flops / row["us"] / 1e6
     for name, peer in work.peers.items():
-        peer_us = time_us(peer, work.inputs, device)
-        row["peers"][name] = {"us": peer_us, "ratio": peer_us / us}
+        row["peers"][name] = checked_time(peer if isinstance(peer, Work) else Work(peer, work.inputs), device)
     return row
+
+
+def settle(rows: list[dict], cases: list[Case], ceiling: dict[str, float]) -> None:
+    """Set measured rows against ceilings, peers and targets, in place.
+
+    Adds `percent` and `bound` ("copy" or "matmul", the nearer ceiling), `ratio` to every peer that has a time (above 1
+    where ours is faster), and `targets`: `text`, `reached` and `met` of each.
+    """
+    times = {row["name"]: row["us"] for row in rows if "us" in row}
+    for row, case in zip(rows, cases):
+        share = {}
+        if "gb_s" in row:
+            share["copy"] = row["gb_s"] / ceiling["copy_gb_s"]
+        if "tflop_s" in row:
+            share["matmul"] = row["tflop_s"] / ceiling["bf16_tflop_s"]
+        if share:
+            row["bound"] = max(share, key=share.get)
+            row["percent"] = 100 * share[row["bound"]]
+        for peer in row["peers"].values():
+            if "us" in peer and "us" in row:
+                peer["ratio"] = peer["us"] / row["us"]
+        row["targets"] = [_against(target, row, share, times) for target in case.targets]
+
+
+def _against(target: Target, row: dict, share: dict[str, float], times: dict[str, float]) -> dict:
+    """The target in words, what the row reached of it (None where a side has no time), and whether that is enough."""
+    rivals = [
+        peer["us"] for name, peer in row["peers"].items() if "us" in peer and target.of in ("peers", name.split("/")[0])
+    ]
+    reached = None
+    if "us" in row:
+        if target.of == "us":
+            reached = row["us"]
+        elif target.of == "TFLOP/s":
+            reached = row["tflop_s"]
+        elif target.of in share:
+            reached = share[target.of]
+        elif rivals:
+            reached = min(rivals) / row["us"]
+        elif target.of in times:
+            reached = times[target.of] / row["us"]
+    met = reached is not None and (reached <= target.value if target.of == "us" else reached >= target.value)
+    return {"text": str(target), "reached": reached, "met": met}
+
+
+def _duration(us: float) -> str:
+    return f"{us / 1e6:g} s" if us >= 1e5 else f"{us:g} us"
 
 
 class _Flush:
@@ -245,11 +358,7 @@ class _EventTimer:
         self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def __call__(self) -> float:
-        if self.flush:
-            self.flush()
-        else:
-            # Keeps the device busy until the call is queued: else the span would hold the host's launch too.
-            torch.cuda._sleep(_LAUNCH_CYCLES)
+        _before_span(self.flush)
         self.start.record()
         self.run()
         self.end.record()
@@ -281,16 +390,19 @@ class _GraphTimer:
         self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def __call__(self) -> float:
-        if self.flush:
-            self.flush()
-        else:
-            # Keeps the device busy until the call is queued: else the span would hold the host's launch too.
-            torch.cuda._sleep(_LAUNCH_CYCLES)
+        _before_span(self.flush)
         self.start.record()
         self.graph.replay()
         self.end.record()
         self.end.synchronize()
         return self.start.elapsed_time(self.end) / self.calls
+
+
+def _before_span(flush: _Flush | None) -> None:
+    """Evict L2, and keep the device busy until the call is queued: else the span would hold the host's launch too."""
+    if flush:
+        flush()
+    torch.cuda._sleep(_LAUNCH_CYCLES)
 
 
 def _rotation(arguments, l2: int, calls: int) -> Iterator[tuple]:

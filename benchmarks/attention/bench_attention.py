@@ -1,0 +1,62 @@
+"""Attention against its ceilings and its peers: the rows are in rows.py, how a row is built in workload.py.
+
+Peers in this process: torch's SDPA (sdpa.py). In their own: FlashInfer, which shares our import name
+(peer_flashinfer.py; `flashinfer bench attention --peer PATH` says where it is installed).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+
+import processes
+import sdpa
+import torch
+import workload
+from rows import Host, Row, rows
+from through_api import Runner, host_call
+
+from flashinfer.testing.bench import Case, Target, Work, host_clock, reported
+
+PEER = "flashinfer"
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """Prefill, decode and host rows; small ones on a CPU."""
+    for row in rows(device.type == "cuda"):
+        make = _host if isinstance(row.what, Host) else _attention
+        targets = tuple(Target(*target) for target in row.targets)
+        yield Case(row.name, partial(make, row.what), row.group, targets, row.headline)
+
+
+def outside(names: list[str], device: torch.device, peer: str | None) -> dict:
+    """Rows of the peer that is installed in the folders `peer` (joined as in PYTHONPATH).
+
+    Returns
+    -------
+    dict
+        `versions` of what ran, and `rows`: case name to {peer name: {"us"} or {"error"}}.
+    """
+    if peer is None:
+        return {"versions": {}, "rows": {name: {PEER: {"error": "not installed"}} for name in names}}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    request = json.dumps({"device": str(device), "names": names})
+    return processes.python("peer_flashinfer.py", path=peer, send=request, FLASHINFER_DISABLE_VERSION_CHECK="1")
+
+
+def _attention(a: workload.Attention, device: torch.device) -> Work:
+    t = workload.tensors(a, device)
+    check = partial(workload.check, a, workload.truth(a, t))
+    run = Runner(a, t, "auto")
+    return Work(
+        run, run.inputs, bytes=workload.moved_bytes(a), flops=workload.flops(a), check=check,
+        peers=sdpa.works(a, t, check),
+    )  # fmt: skip
+
+
+def _host(h: Host, device: torch.device) -> Work:
+    if h.what in ("plan", "run"):
+        return Work(host_call, (h, device, "auto"), clock=host_clock)
+    return Work(lambda: processes.first_calls(device)[h.cold][h.what], clock=reported)

@@ -1,0 +1,211 @@
+"""How benchmarks count, compare and quote: operations, bytes, the check of results, targets, the README's figures."""
+
+import importlib
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashinfer.cli import figures
+from flashinfer.testing import bench
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def attention():
+    """The modules of benchmarks/attention, by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks" / "attention")
+        yield importlib.import_module
+
+
+CASES = {
+    "full": dict(requests=2, q_len=5, kv_len=9),
+    "causal": dict(requests=2, q_len=7, kv_len=7, causal=True),
+    "chunk": dict(requests=1, q_len=3, kv_len=11, causal=True, head_dim_qk=24, head_dim_vo=16),
+    "pages": dict(requests=3, q_len=20, kv_len=37, causal=True, page_size=16),
+    "decode": dict(requests=3, q_len=1, kv_len=33, page_size=16),
+    "odd pages": dict(requests=2, q_len=2, kv_len=10, causal=True, page_size=3),
+}
+SMALL = dict(name="", qo_heads=4, kv_heads=2, head_dim_qk=16, head_dim_vo=16)
+
+
+@pytest.fixture(params=CASES)
+def case(request, attention):
+    workload = attention("workload")
+    a = workload.Attention(**{**SMALL, **CASES[request.param]})
+    return workload, a, workload.tensors(a, torch.device("cpu"))
+
+
+def visible(a, row, key):
+    return not a.causal or key <= a.kv_len - a.q_len + row
+
+
+def test_operations_and_bytes_are_those_of_a_count(case):
+    workload, a, t = case
+    pairs = a.requests * sum(visible(a, row, key) for row in range(a.q_len) for key in range(a.kv_len))
+    assert workload.visible_pairs(a) == pairs
+    assert workload.flops(a) == pairs * a.qo_heads * (2 * a.head_dim_qk + 2 * a.head_dim_vo)
+    keys = a.requests * a.kv_len * a.kv_heads * (a.head_dim_qk + a.head_dim_vo) * t.keys[0].itemsize
+    assert workload.moved_bytes(a) == keys + t.q.nbytes + t.out.nbytes
+
+
+def loops(workload, a, t):
+    """float64 attention, row by row."""
+    out = torch.empty(t.out.shape, dtype=torch.float64)
+    for request in range(a.requests):
+        k, v = workload.rows_of_keys(a, t, request)
+        for row in range(a.q_len):
+            seen = [key for key in range(a.kv_len) if visible(a, row, key)]
+            for head in range(a.qo_heads):
+                kv_head = head * a.kv_heads // a.qo_heads
+                q = t.q[request * a.q_len + row, head].double()
+                weights = (k[seen, kv_head].double() @ q * a.head_dim_qk**-0.5).softmax(0)
+                out[request * a.q_len + row, head] = weights @ v[seen, kv_head].double()
+    return out
+
+
+def test_the_truth_is_attention(case):
+    workload, a, t = case
+    expected = loops(workload, a, t).view(a.requests, a.q_len, a.qo_heads, -1)
+    assert torch.allclose(workload.truth(a, t).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_wrong_result_is_seen(case):
+    workload, a, t = case
+    out = loops(workload, a, t).bfloat16()
+    check = partial(workload.check, a, workload.truth(a, t))
+    check(out)
+    for spoil in (torch.nan, 0.0):
+        for row, head in ((0, 0), (-1, -1)):
+            wrong = out.clone()
+            wrong[row, head] = spoil
+            with pytest.raises(AssertionError, match="wrong result"):
+                check(wrong)
+    with pytest.raises(AssertionError, match="wrong result"):
+        check(1.05 * out)
+
+
+def test_every_tile_of_long_queries_is_checked(attention):
+    workload = attention("workload")
+    rows = workload.sampled_rows(workload.Attention("", 1, 16384, 16384))
+    assert rows[0] == 0 and rows[-1] == 16383 and rows.diff().max() <= 64
+
+
+def test_pages_hold_every_key_once(attention):
+    workload = attention("workload")
+    a = workload.Attention(**SMALL, requests=3, q_len=1, kv_len=33, page_size=16)
+    t = workload.tensors(a, torch.device("cpu"))
+    assert sorted(t.kv_indices.tolist()) == list(range(9)) and t.last_page_len.tolist() == [1, 1, 1]
+    fp8 = replace(a, kv_dtype="float8_e4m3fn")
+    keys = workload.rows_of_keys(fp8, workload.tensors(fp8, torch.device("cpu")), 1)
+    assert all(x.shape == (33, 2, 16) and x.dtype == torch.float8_e4m3fn for x in keys)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_rows_have_names_and_targets_that_exist(attention, on_gpu):
+    rows = attention("rows").rows(on_gpu)
+    names = [row.name for row in rows]
+    assert len(set(names)) == len(names)
+    known = {*names, "copy", "matmul", "TFLOP/s", "us", "peers", "flashinfer", "cudnn"}
+    assert {of for row in rows for of, _ in row.targets} <= known
+
+
+def test_torch_is_a_peer_where_it_can_state_the_row(attention):
+    workload, sdpa = attention("workload"), attention("sdpa")
+    a = workload.Attention(**SMALL, requests=2, q_len=64, kv_len=64, causal=True)
+    t = workload.tensors(a, torch.device("cpu"))
+    check = partial(workload.check, a, workload.truth(a, t))
+    works = sdpa.works(a, t, check)
+    assert works.keys() == {f"{backend}/{form}" for backend in ("cudnn", "flash") for form in ("gqa", "expanded")}
+    measured = bench.checked_time(works["flash/expanded"], torch.device("cpu"))
+    assert measured.get("us", 0) > 0, measured
+    several = workload.Attention(**SMALL, requests=2, q_len=1, kv_len=32, page_size=16)
+    chunk = workload.Attention(**SMALL, requests=1, q_len=4, kv_len=32, causal=True)
+    assert sdpa.works(several, workload.tensors(several, torch.device("cpu")), check) == {}
+    assert {name.split("/")[0] for name in sdpa.works(chunk, workload.tensors(chunk, torch.device("cpu")), check)} == {
+        "flash"
+    }
+
+
+def settled(rows, targets, copy=1000.0, matmul=100.0):
+    rows = [{"name": f"row {i}", "group": "", "headline": True, "peers": {}, **row} for i, row in enumerate(rows)]
+    cases = [bench.Case(row["name"], None, targets=tuple(bench.Target(*t) for t in targets)) for row in rows]
+    bench.settle(rows, cases, {"copy_gb_s": copy, "bf16_tflop_s": matmul})
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("of", "value", "reached"),
+    [
+        ("copy", 0.9, 0.5), ("matmul", 0.2, 0.3), ("TFLOP/s", 40, 30), ("us", 9, 10), ("us", 11, 10),
+        ("peers", 1.5, 0.8), ("cudnn", 1.1, 2.0), ("nothing", 1.0, None), ("row 0", 1.0, 1.0),
+    ],
+)  # fmt: skip
+def test_targets(of, value, reached):
+    peers = {"cudnn/gqa": {"us": 30.0}, "cudnn/expanded": {"us": 20.0}, "flash": {"us": 8.0}, "other": {"error": "no"}}
+    (row,) = settled([{"us": 10.0, "gb_s": 500.0, "tflop_s": 30.0, "peers": peers}], [(of, value)])
+    (target,) = row["targets"]
+    assert target["reached"] == (None if reached is None else pytest.approx(reached))
+    assert target["met"] is (reached is not None and (reached <= value if of == "us" else reached >= value))
+    assert (row["bound"], row["percent"]) == ("copy", pytest.approx(50))
+    assert peers["cudnn/gqa"]["ratio"] == pytest.approx(3) and "ratio" not in peers["other"]
+
+
+def test_a_row_without_a_time_meets_nothing():
+    (row,) = settled([{"error": "UnsupportedConfig: no", "peers": {"cudnn": {"us": 1.0}}}], [("us", 9), ("peers", 1)])
+    assert [(t["reached"], t["met"]) for t in row["targets"]] == [(None, False)] * 2
+    assert "ratio" not in row["peers"]["cudnn"]
+
+
+def test_what_is_wrong_or_refused_has_an_error_and_no_time():
+    def wrong(result):
+        assert result == 2, "wrong result"
+
+    device = torch.device("cpu")
+    found = bench.checked_time(bench.Work(lambda: 1, check=wrong), device)
+    assert found.keys() == {"error"} and found["error"].startswith("AssertionError: wrong result")
+    refused = bench.checked_time(bench.Work(lambda: torch.zeros(1).view(2)), device)
+    assert refused.keys() == {"error"} and refused["error"].startswith("RuntimeError: ")
+    assert bench.checked_time(bench.Work(lambda: 2, check=wrong), device)["us"] > 0
+
+
+def result(rows):
+    return {
+        "room": "attention", "device": "card", "date": "2000-01-01", "versions": {"torch": "1", "cudnn": None},
+        "ceilings": {"copy_gb_s": 1000.0, "bf16_tflop_s": 100.0}, "cases": rows,
+    }  # fmt: skip
+
+
+def test_figures_name_the_fastest_way_and_what_refused(tmp_path):
+    peers = {"cudnn/gqa": {"us": 30.0}, "cudnn/expanded": {"us": 20.0}, "flashinfer": {"error": "not installed"}}
+    rows = settled([{"us": 10.0, "gb_s": 500.0, "peers": peers}, {"error": "UnsupportedConfig: no", "peers": {}}], [])
+    columns, lines = figures.table(rows)
+    first, second = (dict(zip(columns, line)) for line in lines)
+    assert first["cudnn"] == "2.00x, 20 us (expanded)" and first["flashinfer"] == "not installed"
+    assert (first["time"], first["speed"], first["of ceiling"]) == ("10 us", "0.5 TB/s", "50.0 %")
+    assert second["time"] == "UnsupportedConfig: no" and second["cudnn"] == ""
+
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    (folder / "attention-card.json").write_text(json.dumps(result(rows)))
+    text = figures.quoted(folder)
+    assert "| row 0 | 10 us | 0.5 TB/s | 50.0 % | 2.00x (expanded) |  |" in text and "| row 1 | refused |" in text
+    assert "card, 2000-01-01; torch 1. " in text and "copy 1.00 TB/s, bf16 matmul 100 TFLOP/s" in text
+    (tmp_path / "README.md").write_text(f"before\n{figures.BEGIN}\nold\n{figures.END}\nafter\n")
+    assert figures.generated(tmp_path) == f"before\n{figures.BEGIN}\n{text}\n{figures.END}\nafter\n"
+    assert figures.draw(result(rows), tmp_path / "plot.png")
+
+
+def test_durations_are_written_for_readers():
+    assert [figures.time(us) for us in (4.534, 372.4, 1250, 99_000, 3_140_000)] == [
+        "4.53 us", "372 us", "1.25 ms", "99 ms", "3.14 s",
+    ]  # fmt: skip
+
+
+def test_readme_quotes_the_results_of_the_repository():
+    assert (ROOT / "README.md").read_text() == figures.generated(ROOT), "run python -m flashinfer.cli.figures"
