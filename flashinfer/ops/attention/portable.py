@@ -118,13 +118,14 @@ def _raw(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else x
 
 
-class _Bound:
-    """The kernels of a problem on one device, looked up once."""
+class Bound:
+    """A kernel with the parameters of `attend_kernel`, or some of them, on one device, looked up once."""
 
-    def __init__(self, p: Problem, c, device: torch.device):
+    def __init__(self, launcher: Launcher, p: Problem, c, device: torch.device):
         self._paged = bool(p.page_size)
         self._raw = _raw if "fp8" in p.q_dtype + p.kv_dtype else _as_it_is
-        self._attend = attend.prepare(p, c, device)
+        self._parameters = tuple(launcher.build(p, c).types)
+        self._kernel = launcher.prepare(p, c, device)
 
     def hold(self, x: Inputs) -> Callable[[int, int, int, int, int], None]:
         """The launch of `x`, kept ready for other q, k, v, out and lse: it takes their addresses, 0 for no lse.
@@ -135,21 +136,24 @@ class _Bound:
         kv_heads = k.shape[-2]
         k_page, k_row, k_head = k.stride()[:3] if self._paged else (0, *k.stride()[:2])
         v_page, v_row, v_head = v.stride()[:3] if self._paged else (0, *v.stride()[:2])
-        o_row, o_head, _ = out.stride()
-        arguments = (
-            raw(q), raw(k), raw(v), out, x.lse, schedule.partial_out, schedule.partial_lse,
-            schedule.items, schedule.counts, schedule.arrivals, table.kv_indices, table.mask, table.mask_indptr,
-            x.sinks, x.qk_scale, x.v_scale, x.alibi_slopes, kv_heads,
-            q.stride(0), q.stride(1), k_page, k_row, k_head, v_page, v_row, v_head, o_row, o_head,
-            scalars.sm_scale, scalars.out_scale, scalars.soft_cap, scalars.window_left, scalars.rope_scale,
-            math.log2(scalars.rope_theta),
+        arguments = dict(
+            q=raw(q), k=raw(k), v=raw(v), out=out, lse=x.lse, partial_out=schedule.partial_out,
+            partial_lse=schedule.partial_lse, items=schedule.items, counts=schedule.counts,
+            arrivals=schedule.arrivals, kv_indices=table.kv_indices, mask=table.mask, mask_indptr=table.mask_indptr,
+            sinks=x.sinks, qk_scale=x.qk_scale, v_scale=x.v_scale, alibi_slopes=x.alibi_slopes, num_kv_heads=kv_heads,
+            q_stride_n=q.stride(0), q_stride_h=q.stride(1), k_stride_page=k_page, k_stride_n=k_row, k_stride_h=k_head,
+            v_stride_page=v_page, v_stride_n=v_row, v_stride_h=v_head, o_stride_n=out.stride(0),
+            o_stride_h=out.stride(1), sm_scale=scalars.sm_scale, out_scale=scalars.out_scale,
+            soft_cap=scalars.soft_cap, window_left=scalars.window_left, rope_scale=scalars.rope_scale,
+            rope_log2_theta=math.log2(scalars.rope_theta),
         )  # fmt: skip
-        return self._attend.hold((schedule.max_items * kv_heads, 1, 1), arguments, ("q", "k", "v", "out", "lse"))
+        values = tuple(arguments[name] for name in self._parameters)
+        return self._kernel.hold((schedule.max_items * kv_heads, 1, 1), values, ("q", "k", "v", "out", "lse"))
 
 
-def bind(p: Problem, c, device: torch.device) -> _Bound:
+def bind(p: Problem, c, device: torch.device) -> Bound:
     """What every GPU variant of attention offers: an object whose `hold(x)` gives a launch ready to be repeated."""
-    return _Bound(p, c, device)
+    return Bound(attend, p, c, device)
 
 
 def run(p: Problem, c, x: Inputs) -> None:

@@ -232,10 +232,11 @@ def attend_kernel(
                 partial_out + at[:, None] * D_VO + dv[None, :], acc, mask=row_ok[:, None] & (dv < D_VO)[None, :]
             )
             tl.store(partial_lse + at, s, mask=row_ok)
+            piece = tl.arange(0, PIECES)[:, None]
             combine_if_last(
-                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces, tile_row, q_row, q_len,
-                kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, D_VO_PAD, BLOCK_M, SINKS, LSE, PIECES,
-                COMBINE_ROWS,
+                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces,
+                tl.arange(0, COMBINE_ROWS)[None, :], piece, dv[None, None, :], tile_row, q_row, q_len, kv_head,
+                num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE,
             )  # fmt: skip
             return
     o_at = n * o_stride_n + head * o_stride_h

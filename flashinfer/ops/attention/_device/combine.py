@@ -16,53 +16,48 @@ from flashinfer.ops.attention._device.schedule import (
 
 @triton.jit
 def combine_rows(
-    partial_out, partial_lse, out, lse, sinks, first_slot, pieces, first_row, tile_row, q_row, q_len, kv_head,
-    num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, D_VO_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
+    partial_out, partial_lse, out, lse, sinks, first_slot, pieces, row, piece, d, tile_row, q_row, q_len, kv_head,
+    num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, BLOCK_M: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a tile, from `first_row` on; its pieces lie in `pieces` slots from `first_slot` on.
+    """Rows `row` ([1, rows]) of a tile, whose pieces lie in `pieces` slots from `first_slot` on.
 
     partial_out is float32 [slots, kv_heads, BLOCK_M, D_VO], normalised per piece; partial_lse is float32
-    [slots, kv_heads, BLOCK_M], base 2, -inf where a piece saw no key. PIECES are read at a time, in the order of their
-    keys, so that the sum does not depend on which piece was done first.
+    [slots, kv_heads, BLOCK_M], base 2, -inf where a piece saw no key. As many as `piece` ([pieces at a time, 1]: 0, 1,
+    ...) holds are read at a time, in the order of their keys, so that the sum does not depend on which piece was done
+    first. `d` ([1, 1, D_VO padded]) counts columns. The caller makes these, since Gluon wants to know their layouts.
     """
-    row = first_row + tl.arange(0, ROWS)
+    PIECES: tl.constexpr = piece.shape[0]
     token = (tile_row + row) // GROUP
     head = kv_head * GROUP + (tile_row + row) % GROUP
     row_ok = token < q_len
-    piece = tl.arange(0, PIECES)
-    d = tl.arange(0, D_VO_PAD)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    there = row_ok[:, :, None] & (d < D_VO)
+    top = tl.where(row_ok, float("-inf"), float("-inf"))
     if SINKS:
         top = tl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
     total = tl.where(top == float("-inf"), 0.0, 1.0)
-    acc = tl.zeros([ROWS, D_VO_PAD], tl.float32)
+    acc = tl.where(there, 0.0, 0.0)
     for start in range(0, pieces, PIECES):
         slot = (first_slot + start + piece).to(tl.int64)
-        at = (slot * num_kv_heads + kv_head)[:, None] * BLOCK_M + row[None, :]
-        there = (start + piece < pieces)[:, None] & row_ok[None, :]
+        at = (slot * num_kv_heads + kv_head) * BLOCK_M + row
+        ok = (start + piece < pieces) & row_ok
         # Written by other multiprocessors, in this very launch it may be: L1 is passed by.
-        s = tl.load(partial_lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        x = tl.load(
-            partial_out + at[:, :, None] * D_VO + d[None, None, :],
-            mask=there[:, :, None] & (d < D_VO)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(s, 0))
+        s = tl.load(partial_lse + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        x = tl.load(partial_out + at[:, :, None] * D_VO + d, mask=ok[:, :, None] & there, other=0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(s, 0, keep_dims=True))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(s - base[None, :])
+        weight = tl.exp2(s - base)
         keep = tl.exp2(top - base)
         # A piece that saw no key holds nothing worth adding, NaN perhaps.
-        x = tl.where((s == float("-inf"))[:, :, None], 0.0, x)
-        acc = acc * keep[:, None] + tl.sum(x * weight[:, :, None], 0)
-        total = total * keep + tl.sum(weight, 0)
+        x = tl.where((s == float("-inf"))[:, :, None], 0.0, x * weight[:, :, None])
+        acc = acc * keep[:, :, None] + tl.sum(x, 0, keep_dims=True)
+        total = total * keep + tl.sum(weight, 0, keep_dims=True)
         top = new_top
     seen = total != 0
     safe = tl.where(seen, total, 1.0)
     n = (q_row + token).to(tl.int64)
-    tl.store(
-        out + (n * o_stride_n + head * o_stride_h)[:, None] + d[None, :],
-        (acc / safe[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None] & (d < D_VO)[None, :],
-    )  # fmt: skip
+    result = (acc / safe[:, :, None]).to(out.dtype.element_ty)
+    tl.store(out + (n * o_stride_n + head * o_stride_h)[:, :, None] + d, result, mask=there)
     if LSE:
         value = tl.where(seen, top + tl.log2(safe), float("-inf"))
         tl.store(lse + n * (num_kv_heads * GROUP) + head, value, mask=row_ok)
@@ -70,9 +65,9 @@ def combine_rows(
 
 @triton.jit
 def combine_if_last(
-    arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces, tile_row, q_row, q_len, kv_head,
-    num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, D_VO_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
+    arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces, row, piece, d, tile_row, q_row, q_len,
+    kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, BLOCK_M: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """Count a piece of a tile as stored; whoever counts the last one combines the tile. Nobody waits.
 
@@ -84,10 +79,10 @@ def combine_if_last(
     arrived = arrivals + first_slot * num_kv_heads + kv_head
     if tl.atomic_add(arrived, 1, sem="acq_rel") == pieces - 1:
         tl.store(arrived, 0)
-        for first_row in range(0, tl.minimum(q_len * GROUP - tile_row, BLOCK_M), ROWS):
+        for first_row in range(0, tl.minimum(q_len * GROUP - tile_row, BLOCK_M), row.shape[1]):
             combine_rows(
-                partial_out, partial_lse, out, lse, sinks, first_slot, pieces, first_row, tile_row, q_row, q_len,
-                kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, D_VO_PAD, BLOCK_M, SINKS, LSE, PIECES, ROWS,
+                partial_out, partial_lse, out, lse, sinks, first_slot, pieces, first_row + row, piece, d, tile_row,
+                q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE,
             )  # fmt: skip
 
 
@@ -108,7 +103,10 @@ def combine_kernel(
     slot = tl.load(record + SPLIT_SLOT)
     if tile >= tl.load(counts + 1):
         return
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[None, :]
+    piece = tl.arange(0, PIECES)[:, None]
+    d = tl.arange(0, D_VO_PAD)[None, None, :]
     combine_rows(
-        partial_out, partial_lse, out, lse, sinks, slot, pieces, tl.program_id(1) * ROWS, tile_row, q_row, q_len,
-        kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, D_VO_PAD, BLOCK_M, SINKS, LSE, PIECES, ROWS,
+        partial_out, partial_lse, out, lse, sinks, slot, pieces, row, piece, d, tile_row, q_row, q_len, kv_head,
+        num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE,
     )  # fmt: skip

@@ -5,12 +5,26 @@ import triton.language as tl
 
 
 @triton.jit
-def row_offsets(positions, there, kv_base, kv_indices, stride_page, stride_n, PAGE_SIZE: tl.constexpr):
+def page_ids(positions, there, kv_base, kv_indices, PAGE_SIZE: tl.constexpr):
+    """Entries of the page table for a request's keys at `positions`; nothing of use for a ragged source."""
+    if PAGE_SIZE == 0:
+        return positions
+    return tl.load(kv_indices + kv_base + positions // PAGE_SIZE, mask=there, other=0)
+
+
+@triton.jit
+def offsets_in(pages, positions, kv_base, stride_page, stride_n, PAGE_SIZE: tl.constexpr):
     """Offsets, in elements, of the rows of a request's keys at `positions`; int64, for pools of any size."""
     if PAGE_SIZE == 0:
         return (kv_base + positions).to(tl.int64) * stride_n
-    page = tl.load(kv_indices + kv_base + positions // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-    return page * stride_page + (positions % PAGE_SIZE).to(tl.int64) * stride_n
+    return pages.to(tl.int64) * stride_page + (positions % PAGE_SIZE).to(tl.int64) * stride_n
+
+
+@triton.jit
+def row_offsets(positions, there, kv_base, kv_indices, stride_page, stride_n, PAGE_SIZE: tl.constexpr):
+    """Both in one."""
+    pages = page_ids(positions, there, kv_base, kv_indices, PAGE_SIZE)
+    return offsets_in(pages, positions, kv_base, stride_page, stride_n, PAGE_SIZE)
 
 
 @triton.jit

@@ -7,20 +7,44 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def transform(
-    s, scale, soft_cap, slopes, q_pos, kv_pos, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr
-):  # fmt: skip
-    """Raw products to logits in base 2. `scale` is per row; `slopes` (ALiBi) too."""
+def transform_at(s, scale, soft_cap, slopes, distance, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr):
+    """Raw products to logits in base 2. The others have a shape that broadcasts to theirs; `distance` is the position
+    of the key less that of the query."""
     if SOFT_CAP:
         # tanh(x) = 2 sigmoid(2 x) - 1: one exponential, and exact at both ends.
-        s = soft_cap * (2.0 * tl.sigmoid(s * (scale[:, None] * (2.0 / soft_cap))) - 1.0)
+        s = soft_cap * (2.0 * tl.sigmoid(s * (scale * (2.0 / soft_cap))) - 1.0)
         if ALIBI:
-            s += slopes[:, None] * (kv_pos[None, :] - q_pos[:, None]).to(tl.float32)
+            s += slopes * distance.to(tl.float32)
         return s * LOG2E
     if ALIBI:
-        s = s * scale[:, None] + slopes[:, None] * (kv_pos[None, :] - q_pos[:, None]).to(tl.float32)
+        s = s * scale + slopes * distance.to(tl.float32)
         return s * LOG2E
-    return s * (scale * LOG2E)[:, None]
+    return s * (scale * LOG2E)
+
+
+@triton.jit
+def transform(s, scale, soft_cap, slopes, q_pos, kv_pos, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr):
+    """The same for a tile of rows and columns: scale, slopes and q_pos per row, kv_pos per column."""
+    distance = kv_pos[None, :] - q_pos[:, None]
+    return transform_at(s, scale[:, None], soft_cap, slopes[:, None], distance, SOFT_CAP, ALIBI)
+
+
+@triton.jit
+def visible_at(
+    q_index, q_pos, kv_pos, kv_end, kv_len, mask, row_ok, window_left,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr,
+):  # fmt: skip
+    """Which (row, key) pairs take part. `mask` points at the request's first byte of packed bits."""
+    ok = kv_pos < kv_end
+    if CAUSAL:
+        ok = ok & (kv_pos <= q_pos)
+    if WINDOW:
+        ok = ok & (kv_pos + window_left >= q_pos)
+    if CUSTOM:
+        bit = q_index.to(tl.int64) * kv_len + kv_pos
+        byte = tl.load(mask + (bit >> 3), mask=ok & row_ok, other=0).to(tl.int32)
+        ok = ok & (((byte >> (bit & 7).to(tl.int32)) & 1) != 0)
+    return ok
 
 
 @triton.jit
@@ -28,17 +52,11 @@ def visible(
     q_index, q_pos, kv_pos, kv_end, kv_len, mask, row_ok, window_left,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr,
 ):  # fmt: skip
-    """Which (row, key) pairs take part. `mask` points at the request's first byte of packed bits."""
-    ok = (kv_pos < kv_end)[None, :]
-    if CAUSAL:
-        ok = ok & (kv_pos[None, :] <= q_pos[:, None])
-    if WINDOW:
-        ok = ok & (kv_pos[None, :] + window_left >= q_pos[:, None])
-    if CUSTOM:
-        bit = q_index[:, None].to(tl.int64) * kv_len + kv_pos[None, :]
-        byte = tl.load(mask + (bit >> 3), mask=ok & row_ok[:, None], other=0).to(tl.int32)
-        ok = ok & (((byte >> (bit & 7).to(tl.int32)) & 1) != 0)
-    return ok
+    """The same for a tile of rows and columns: q_index, q_pos and row_ok per row, kv_pos per column."""
+    return visible_at(
+        q_index[:, None], q_pos[:, None], kv_pos[None, :], kv_end, kv_len, mask, row_ok[:, None], window_left,
+        CAUSAL, WINDOW, CUSTOM,
+    )  # fmt: skip
 
 
 @triton.jit
