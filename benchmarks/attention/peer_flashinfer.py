@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -69,7 +70,8 @@ def build(whats, device: torch.device) -> dict[str, str]:
             # shown by the rows that need the kernel
             return f"{what} {way}", f"{type(error).__name__}: {error}"
 
-    with ThreadPoolExecutor(max(1, len(kernels))) as threads:
+    # nvcc runs for each of the five or so sources of a kernel
+    with ThreadPoolExecutor(max(1, os.cpu_count() // 5)) as threads:
         return dict(filter(None, threads.map(plan, kernels.items())))
 
 
@@ -82,7 +84,9 @@ def measured(what, device: torch.device, timing) -> dict[str, dict]:
         check = partial(workload.check, what, workload.truth(what, t))
         runs = {name: Runner(what, t, *way) for name, way in ways(what).items()}
         works = {name: timing.Work(run, run.inputs, check=check) for name, run in runs.items()}
-    return {f"flashinfer/{name}": timing.checked_time(work, device) for name, work in works.items()}
+    found = {f"flashinfer/{name}": timing.checked_time(work, device) for name, work in works.items()}
+    print(what.name, found)
+    return found
 
 
 def host_works(h: Host, device: torch.device, timing) -> dict:
@@ -110,7 +114,7 @@ def main(only_build: bool) -> dict:
 
 
 if __name__ == "__main__":
-    # what the peer prints, a compiler's output say, is not part of the answer
+    # progress, and what the peer and its compiler print, is not part of the answer
     with contextlib.redirect_stdout(sys.stderr):
         answer = main("--build" in sys.argv[1:])
     print(json.dumps(answer))

@@ -20,9 +20,9 @@ def python(script: str, *words: str, path: str, send: str = "", **environment: s
     """Run a script of this folder with `path` as PYTHONPATH; the JSON document that it prints last."""
     settings = os.environ | {"PYTHONPATH": path} | environment
     command = [sys.executable, str(HERE / script), *words]
-    done = subprocess.run(command, input=send, capture_output=True, text=True, env=settings)
+    done = subprocess.run(command, input=send, stdout=subprocess.PIPE, text=True, env=settings)
     if done.returncode:
-        raise RuntimeError(f"{script} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+        raise RuntimeError(f"{script} ended with status {done.returncode}; what it says stands above")
     return json.loads(done.stdout.splitlines()[-1])
 
 

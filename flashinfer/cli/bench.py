@@ -51,9 +51,9 @@ def run(room: str, module: Path, device, match: str = "", peer: str | None = Non
         raise ValueError(f"--match: got {match!r}; allowed: a part of the name of a case of {room}")
     ceiling = ceilings(device)
     rows = []
-    with click.progressbar(cases, label=room, file=sys.stderr) as progress:
-        for case in progress:
-            rows.append(measure(case, device))
+    for case in cases:
+        rows.append(measure(case, device))
+        click.echo(f"{case.name}: {figures.took(rows[-1])}", err=True)
     versions = {"flashinfer": __version__, **{name: installed(name) for name in SUPPORTED}}
     if "outside" in names:
         answer = names["outside"]([case.name for case in cases], device, peer)

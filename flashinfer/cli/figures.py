@@ -38,6 +38,11 @@ def time(us: float) -> str:
     return f"{us / 1e6:.3g} s"
 
 
+def took(row: dict) -> str:
+    """The time of a row, or why it has none."""
+    return time(row["us"]) if "us" in row else row["error"].split("\n")[0][:120]
+
+
 def speed(row: dict) -> str:
     """In the unit of the nearer ceiling."""
     if row.get("bound") == "copy":
@@ -73,10 +78,9 @@ def table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     columns = ["case", "time", "speed", "of ceiling", "host us", "plan us", "target", "reached", *rivals]
     lines = []
     for row in rows:
-        took = time(row["us"]) if "us" in row else row["error"][:120]
         host = [f"{row[key]:.1f}" if key in row else "" for key in ("host_us", "plan_us")]
         wanted = "; ".join(target["text"] for target in row["targets"])
-        cells = [row["name"], took, speed(row), _percent(row), *host, wanted, _reached(row)]
+        cells = [row["name"], took(row), speed(row), _percent(row), *host, wanted, _reached(row)]
         lines.append(cells + [_rival(row, family) for family in rivals])
     kept = [i for i, _ in enumerate(columns) if any(line[i] for line in lines)]
     return [columns[i] for i in kept], [[line[i] for i in kept] for line in lines]

@@ -202,7 +202,7 @@ def host_time_us(fn: Callable, repeat: int = 200) -> float:
     return median(times) * 1e6
 
 
-def time_us(fn: Callable, inputs: tuple, device: torch.device, repeat_time_ms: float = 100) -> float:
+def time_us(fn: Callable, inputs: tuple, device: torch.device, repeat_time_ms: float = 50) -> float:
     """Median microseconds of `fn(*inputs)` on `device` with a cold L2; on a CPU, of wall time.
 
     Short kernels are timed in a CUDA graph, those that take `_GRAPH_BELOW_MS` or more one by one between events.
@@ -211,7 +211,9 @@ def time_us(fn: Callable, inputs: tuple, device: torch.device, repeat_time_ms: f
         with torch.cuda.device(device):
             once = median(bench_gpu_time(fn, input_args=inputs, dry_run_iters=0, repeat_iters=1))
             graph = once < _GRAPH_BELOW_MS
-            times = bench_gpu_time(fn, input_args=inputs, use_cuda_graph=graph, repeat_time_ms=repeat_time_ms)
+            times = bench_gpu_time(
+                fn, input_args=inputs, use_cuda_graph=graph, dry_run_time_ms=10, repeat_time_ms=repeat_time_ms
+            )
         return median(times) * 1e3
     fn(*inputs)
     times, until = [], time.perf_counter() + repeat_time_ms / 1e3
