@@ -67,7 +67,7 @@ def _reached(row: dict) -> str:
 def _rival(row: dict, family: str) -> str:
     way, peer = best(row, family)
     if "us" not in peer:
-        return peer.get("error", "").split("\n")[0][:60]
+        return peer.get("error", "").split("\n")[0][:40]
     ratio = f"{peer['ratio']:.2f}x, " if "ratio" in peer else ""
     return f"{ratio}{time(peer['us'])}" + (f" ({way})" if way else "")
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 
 import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+_WIDE = 240
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 
@@ -45,4 +48,5 @@ def print_table(title: str, columns: list[str], rows: list[list], numbers: tuple
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
-    Console(highlight=False).print(table)
+    # what is written to a file or a pipe has no width to be folded to
+    Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE).print(table)
