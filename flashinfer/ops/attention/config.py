@@ -38,7 +38,7 @@ class Config:
     programs_per_sm: int
 
 
-_SIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1}
+SIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1}
 
 
 def _power(n: int) -> int:
@@ -53,7 +53,7 @@ def _shared_bytes(p: Problem, block_m: int, block_n: int, stages: int) -> int:
     """Shared memory the compiler will take: a ring of K and V blocks, the widened or rotated operands, Q, and P."""
     d_qk, d_vo = _padded(p.head_dim_qk), _padded(p.head_dim_vo)
     compute = 4 if p.q_dtype == "fp32" else 2
-    ring = stages * block_n * (d_qk + d_vo) * _SIZE[p.kv_dtype]
+    ring = stages * block_n * (d_qk + d_vo) * SIZE[p.kv_dtype]
     widened = block_n * (d_qk + d_vo) * compute if p.kv_dtype != p.q_dtype or p.pos_encoding == "ROPE_LLAMA" else 0
     return ring + widened + block_m * d_qk * compute + block_m * block_n * compute
 

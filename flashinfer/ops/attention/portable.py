@@ -13,6 +13,7 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention._device.attend import attend_kernel
 from flashinfer.ops.attention._device.combine import combine_kernel
+from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
 from flashinfer.ops.attention.problem import Inputs, Problem
 
@@ -28,8 +29,12 @@ def _padded(head_dim: int) -> int:
 
 
 def _compute_dtype(p: Problem) -> str:
-    """The type of both dot operands: q's, or float16 for fp8 q, which float16 holds exactly."""
-    return "fp16" if p.q_dtype.startswith("fp8") else p.q_dtype
+    """The type of both dot operands: q's, or float16, which holds fp8 exactly and is what chips convert it to."""
+    if p.q_dtype.startswith("fp8"):
+        return "fp16"
+    # A rotated q is rounded to bfloat16 in any case.
+    fits = p.q_dtype == "bf16" and p.kv_dtype.startswith("fp8") and p.pos_encoding != "ROPE_LLAMA"
+    return "fp16" if fits else p.q_dtype
 
 
 def _pointer(dtype: str, aligned: bool = True) -> str:
@@ -37,18 +42,21 @@ def _pointer(dtype: str, aligned: bool = True) -> str:
     return f"*{name}:16" if aligned else f"*{name}"
 
 
+def _stride(dtype: str, aligned: bool) -> str:
+    """Of an aligned tensor, a multiple of 16 bytes, in elements: what lets rows be read 16 bytes at a time."""
+    return f"i64:{16 // SIZE[dtype]}" if aligned else "i64"
+
+
 def build_attend(p: Problem, c) -> Build:
-    # 16 bytes of the narrowest type involved, in elements: what lets rows be read 16 bytes at a time.
-    stride = "i64:8" if p.aligned else "i64"
     types = dict(
         q=_pointer(p.q_dtype, p.aligned), k=_pointer(p.kv_dtype, p.aligned), v=_pointer(p.kv_dtype, p.aligned),
         out=_pointer(p.o_dtype, p.aligned), lse="*fp32", partial_out="*fp32:16", partial_lse="*fp32:16",
         items="*i32:16", counts="*i32", arrivals="*i32", kv_indices="*i32", mask="*u8", mask_indptr="*i32",
         sinks="*fp32", qk_scale="*fp32", v_scale="*fp32", alibi_slopes="*fp32", num_kv_heads="i32",
     )  # fmt: skip
-    strides = ("q_stride_n", "q_stride_h", "k_stride_page", "k_stride_n", "k_stride_h")
-    strides += ("v_stride_page", "v_stride_n", "v_stride_h", "o_stride_n", "o_stride_h")
-    types.update((name, stride) for name in strides)
+    for tensor, dtype, names in (("q", p.q_dtype, "nh"), ("k", p.kv_dtype, ("page", "n", "h")),
+                                 ("v", p.kv_dtype, ("page", "n", "h")), ("o", p.o_dtype, "nh")):  # fmt: skip
+        types.update((f"{tensor}_stride_{name}", _stride(dtype, p.aligned)) for name in names)
     types.update(sm_scale="fp32", out_scale="fp32", soft_cap="fp32", window_left="i32", rope_scale="fp32",
                  rope_log2_theta="fp32")  # fmt: skip
     constants = dict(
@@ -89,7 +97,7 @@ def combine_key(p: Problem, c) -> tuple[CombineProblem, CombineConfig]:
 
 
 def build_combine(p: CombineProblem, c: CombineConfig) -> Build:
-    stride = "i64:8" if p.aligned else "i64"
+    stride = _stride(p.o_dtype, p.aligned)
     types = dict(
         partial_out="*fp32:16", partial_lse="*fp32:16", out=_pointer(p.o_dtype, p.aligned), lse="*fp32",
         splits="*i32:16", counts="*i32", sinks="*fp32", num_kv_heads="i32", o_stride_n=stride, o_stride_h=stride,

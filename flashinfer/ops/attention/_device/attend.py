@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from flashinfer.ops.attention._device.combine import combine_if_last
-from flashinfer.ops.attention._device.kv_source import row_offsets, widen
+from flashinfer.ops.attention._device.kv_source import fit_half, row_offsets, widen
 from flashinfer.ops.attention._device.logits import LOG2E, rotate, transform, visible
 from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
@@ -135,6 +135,7 @@ def attend_kernel(
     n = (q_row + token).to(tl.int64)
 
     q_at = n * q_stride_n + head * q_stride_h
+    scale = tl.full([BLOCK_M], 1.0, tl.float32) * sm_scale
     if ROPE:
         HALF: tl.constexpr = D_QK // 2
         HALF_PAD: tl.constexpr = D_QK_PAD // 2
@@ -145,9 +146,12 @@ def attend_kernel(
     else:
         d = tl.arange(0, D_QK_PAD)
         rows = tl.load(q + q_at[:, None] + d[None, :], mask=row_ok[:, None] & (d < D_QK)[None, :], other=0)
-        q_lo = widen(rows, Q_DTYPE, NATIVE_FP8, COMPUTE)
+        if Q_DTYPE == "bf16" and COMPUTE == tl.float16:
+            q_lo, unit = fit_half(rows, 1)
+            scale *= tl.sum(unit, 1)
+        else:
+            q_lo = widen(rows, Q_DTYPE, NATIVE_FP8, COMPUTE)
         q_hi = q_lo
-    scale = tl.full([BLOCK_M], 1.0, tl.float32) * sm_scale
     if HEAD_SCALES:
         scale *= tl.load(qk_scale + head, mask=row_ok, other=0.0)
     slopes = scale

@@ -46,3 +46,16 @@ def widen(x, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, to: tl.constexpr):
         half = tl.where((bits & 0x80) != 0, -half, half)
         return tl.where(magnitude == 0x7F, float("nan"), half).to(to)
     return x.to(to)
+
+
+@triton.jit
+def fit_half(x, AXIS: tl.constexpr):
+    """bfloat16 rows as float16 times a power of two each, and these powers; for products with FP8, which float16 holds.
+
+    The largest element of a row comes to lie in [2^14, 2^15). Elements down to 2^-28 of it are kept exactly, and what
+    smaller ones lose is 2^-39 of it: less than float32 accumulation does.
+    """
+    most = tl.max(tl.abs(x.to(tl.float32)), AXIS, keep_dims=True)
+    power = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    power = tl.maximum(power, 1e-30)
+    return (x.to(tl.float32) * (16384.0 / power)).to(tl.float16), power * (1.0 / 16384.0)
