@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
-from flashinfer._core.checks import as_dtype, require
-from flashinfer._core.kv_layout import paged_views
-from flashinfer.ops.attention.batch import Call, Request, default_o_dtype
+from flashinfer._core.checks import require
+from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.single import run_single
-from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, refuse_block_scales, refuse_jit
+from flashinfer.ops.attention.wrapper import (
+    AttentionWrapper, GraphBuffers, refuse_arguments, refuse_block_scales, refuse_jit,
+)  # fmt: skip
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -76,18 +75,12 @@ def single_decode_with_kv_cache(
         An argument out of its range, by name.
     """
     require(q.dim() == 2, "q", tuple(q.shape), "2 axes: num_qo_heads, head_dim")
-    call = Call(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+    call = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
     result = run_single(
-        q[None], k, v, kv_layout, "auto", call,
-        o_dtype=default_o_dtype(q.dtype, None), window_left=window_left, logits_soft_cap=logits_soft_cap,
-        sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta, q_len=1,
+        q[None], k, v, kv_layout, "auto", call, window_left=window_left, logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
     )  # fmt: skip
     return (result[0][0], result[1][0]) if return_lse else result[0]
-
-
-@lru_cache(maxsize=256)
-def _uniform_indptr(batch: int, q_len: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(0, (batch + 1) * q_len, q_len, dtype=torch.int32, device=device)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
@@ -211,39 +204,17 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         ValueError
             An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
         """
-        q_dtype = as_dtype(data_type) or as_dtype(q_data_type, torch.float16)
-        batch = indptr.shape[0] - 1
         require(q_len_per_req >= 1, "q_len_per_req", q_len_per_req, "at least 1")
-        rows = batch
-        if self._use_cuda_graph:
-            # A captured graph has the full batch; requests past this one's are empty.
-            rows = self._buffers.kv_indptr.shape[0] - 1
-        self._fixed_qo_indptr = _uniform_indptr(rows, q_len_per_req, self.device)
-        request = Request(
-            qo_indptr=_uniform_indptr(batch, q_len_per_req, torch.device("cpu")),
-            kv_indptr=indptr,
-            kv_indices=indices,
-            last_page_len=last_page_len,
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim,
-            head_dim_vo=head_dim,
-            page_size=page_size,
-            q_dtype=q_dtype,
-            kv_dtype=as_dtype(data_type) or as_dtype(kv_data_type, q_dtype),
-            o_dtype=default_o_dtype(q_dtype, o_data_type),
-            causal=q_len_per_req > 1,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            pos_encoding_mode=pos_encoding_mode,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            fixed_split_size=fixed_split_size,
+        if data_type is not None:
+            q_data_type = kv_data_type = data_type
+        asked = options(
+            "paged", num_qo_heads, num_kv_heads, head_dim, head_dim, page_size, q_data_type=q_data_type,
+            kv_data_type=kv_data_type, o_data_type=o_data_type, causal=q_len_per_req > 1, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode,
+            rope_scale=rope_scale, rope_theta=rope_theta, fixed_split_size=fixed_split_size,
             disable_split_kv=disable_split_kv,
-            q_len=q_len_per_req,
-        )
-        self._plan(request)
+        )  # fmt: skip
+        self._plan(Request(asked, None, indptr, last_page_len, indices, q_len=q_len_per_req))
 
     begin_forward = plan
 
@@ -341,12 +312,16 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a request without keys, whose out is 0.
         """
-        require(not args, "*args", f"{len(args)} extra arguments", "none: CUDA C++ variants are not compiled here")
-        refuse_block_scales("kv_block_scales", kv_block_scales)
-        planned = self._planned().request.q_len
-        require(q_len_per_req in (None, 1, planned), "q_len_per_req", q_len_per_req, f"{planned}, as planned")
-        k, v = paged_views(paged_kv_cache, self._kv_layout)
-        return self._run(q, k, v, Call(q_scale, k_scale, v_scale, out, lse, return_lse, window_left, sinks))
+        batch = self._batch or self._planned()
+        if args or kv_block_scales is not None or q_len_per_req != 1:
+            refuse_arguments(args)
+            refuse_block_scales("kv_block_scales", kv_block_scales)
+            planned = batch.request.q_len
+            require(q_len_per_req in (None, 1, planned), "q_len_per_req", q_len_per_req, f"{planned}, as planned")
+        return batch.run(
+            q, paged_kv_cache, self._views, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
+            v_scale=v_scale, window_left=window_left, sinks=sinks,
+        )  # fmt: skip
 
     def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """`run` with return_lse=True."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 
@@ -70,20 +71,29 @@ def same_device(**tensors: torch.Tensor | None) -> torch.device:
     return first
 
 
-def indptr_values(name: str, indptr: torch.Tensor, most: int | None = None, what: str = "") -> list[int]:
-    """The offsets on the host, from 0 and not decreasing, up to `most`, which is `what`. Waits for a device.
+def check_indptr(name: str, values: np.ndarray, most: int | None = None, what: str = "") -> np.ndarray:
+    """Check offsets: from 0 and not decreasing, up to `most`, which is `what`. Returns the step after each.
 
     Raises
     ------
     ValueError
         Naming the index of a decrease, or the first or last value that is out of range.
     """
-    values = indptr.tolist()
-    require(bool(values) and values[0] == 0, name, f"{values[:1]} first", "0 first")
-    falls = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
-    require(falls is None, name, f"a decrease at index {falls}", "values that do not decrease")
-    require(most is None or values[-1] <= most, name, f"{values[-1]} last", f"at most {most}, {what}")
-    return values
+    if not len(values) or values[0] != 0:
+        require(False, name, f"{values[:1].tolist()} first", "0 first")
+    steps = values[1:] - values[:-1]
+    if (steps < 0).any():
+        require(False, name, f"a decrease at index {int((steps < 0).argmax()) + 1}", "values that do not decrease")
+    if most is not None and values[-1] > most:
+        require(False, name, f"{values[-1]} last", f"at most {most}, {what}")
+    return steps
+
+
+def indptr_values(name: str, indptr: torch.Tensor, most: int | None = None, what: str = "") -> list[int]:
+    """The offsets on the host, checked as `check_indptr` does. Waits for a device."""
+    values = indptr.cpu().numpy()
+    check_indptr(name, values, most, what)
+    return values.tolist()
 
 
 def is_aligned(*tensors: torch.Tensor) -> bool:

@@ -58,6 +58,13 @@ def load(name: str, cubin: bytes, kernel: dict):
     return function
 
 
+def copy_to_device(to: int, source: int, count: int, stream: int) -> None:
+    """Copy `count` bytes from pageable host memory, in the order of the stream."""
+    status = bindings().cuMemcpyHtoDAsync(to, source, count, stream)[0]
+    if status:
+        fail(status, f"copy of {count} bytes to the device")
+
+
 _MAP_TYPES = {
     "u8": "UINT8",
     "i8": "UINT8",

@@ -312,9 +312,8 @@ class _Loaded:
 
         # Closures, because local names are what Python finds fastest.
         def send(addresses: tuple[int, ...]) -> None:
-            slots, puts = block.held
-            for put, address in zip(puts, addresses, strict=True):
-                put(address)
+            slots, move = block.held
+            move(*addresses)
             stream = current_stream(index)
             status = launch_kernel(function, x, y, z, threads, 1, 1, shared, stream, slots, 0)[0]
             if status:

@@ -105,8 +105,8 @@ class HeldBlock(Block):
 
     Attributes
     ----------
-    held : (int, tuple of callable)
-        The address of the array of pointers, and a function per moving argument that writes another address.
+    held : (int, callable)
+        The address of the array of pointers, and a function that writes other addresses of the moving arguments.
     """
 
     def __init__(self, layout: Layout, index: int, image: bytes, moving: list[tuple[str, int]]):
@@ -114,12 +114,21 @@ class HeldBlock(Block):
         buffer, start, slots = self.place
         block = ctypes.addressof(buffer) + start
         ctypes.memmove(block, image, len(image))
+        places = [layout.starts[i] for _, i in moving]
+        if places == [places[0] + 8 * n for n in range(len(places))] and not any(i in layout.maps for _, i in moving):
+            # Pointers side by side are one pack, a third of the time of one by one.
+            self.held = slots, partial(struct.Struct(f"<{len(places)}Q").pack_into, buffer, start + places[0])
+            return
         words = memoryview(buffer).cast("B").cast("Q")
         puts = []
-        for argument, i in moving:
-            at = layout.starts[i]
+        for (argument, i), at in zip(moving, places, strict=True):
             if i in layout.maps:
                 puts.append(driver.readdressing(argument, block + at))
             else:
                 puts.append(partial(words.__setitem__, (start + at) // 8))
-        self.held = slots, tuple(puts)
+
+        def move(*addresses: int) -> None:
+            for put, address in zip(puts, addresses, strict=True):
+                put(address)
+
+        self.held = slots, move

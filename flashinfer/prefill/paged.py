@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import as_dtype, require
-from flashinfer._core.kv_layout import paged_views
-from flashinfer.ops.attention.batch import Call, Request, default_o_dtype, multi_item_mask
-from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, refuse_block_scales, refuse_jit
+from flashinfer.ops.attention.masks import multi_item_mask
+from flashinfer.ops.attention.request import Request, options
+from flashinfer.ops.attention.wrapper import (
+    AttentionWrapper, GraphBuffers, refuse_arguments, refuse_block_scales, refuse_jit,
+)  # fmt: skip
 
 
 class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
@@ -151,16 +152,16 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         ValueError
             An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
         """
-        q_dtype = as_dtype(q_data_type)
+        asked = options(
+            "paged", num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, q_data_type=q_data_type,
+            kv_data_type=kv_data_type, o_data_type=o_data_type, causal=causal, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode,
+            rope_scale=rope_scale, rope_theta=rope_theta, fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+        )  # fmt: skip
         request = Request(
-            qo_indptr=qo_indptr, kv_indptr=paged_kv_indptr, kv_indices=paged_kv_indices,
-            last_page_len=paged_kv_last_page_len, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo or head_dim_qk, page_size=page_size, q_dtype=q_dtype,
-            kv_dtype=as_dtype(kv_data_type, q_dtype), o_dtype=default_o_dtype(q_dtype, o_data_type), causal=causal,
-            window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
-            pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta, custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask, fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
-            longest_q=uniform_q_len or max_token_per_sequence or 0,
+            asked, qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_kv_indices, custom_mask,
+            packed_custom_mask, longest_q=uniform_q_len or max_token_per_sequence or 0,
         )  # fmt: skip
         if prefix_len_ptr is not None:
             items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
@@ -265,10 +266,14 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a row that sees no key, whose out is 0.
         """
-        require(not args, "*args", f"{len(args)} extra arguments", "none: CUDA C++ variants are not compiled here")
-        refuse_block_scales("kv_block_scales", kv_block_scales)
-        k, v = paged_views(paged_kv_cache, self._kv_layout)
-        return self._run(q, k, v, Call(q_scale, k_scale, v_scale, out, lse, return_lse, window_left, sinks))
+        batch = self._batch or self._planned()
+        if args or kv_block_scales is not None:
+            refuse_arguments(args)
+            refuse_block_scales("kv_block_scales", kv_block_scales)
+        return batch.run(
+            q, paged_kv_cache, self._views, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
+            v_scale=v_scale, window_left=window_left, sinks=sinks,
+        )  # fmt: skip
 
     def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """`run` with return_lse=True."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import as_dtype, require
-from flashinfer._core.kv_layout import ragged_views
-from flashinfer.ops.attention.batch import Call, Request, default_o_dtype, multi_item_mask
-from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, refuse_jit
+from flashinfer._core.checks import require
+from flashinfer.ops.attention.masks import multi_item_mask
+from flashinfer.ops.attention.request import Request, options
+from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, refuse_arguments, refuse_jit
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
@@ -98,14 +98,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             is_same = given is None or given is same or given.data_ptr() == same.data_ptr()
             is_same = is_same or torch.equal(given.to(same.device, same.dtype), same)
             require(is_same, name, "other offsets", "None, or the same offsets as of k (v_indptr) and q (o_indptr)")
-        q_dtype = as_dtype(q_data_type)
+        asked = options(
+            "ragged", num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, 0, q_data_type=q_data_type,
+            kv_data_type=kv_data_type, o_data_type=o_data_type, causal=causal, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode,
+            rope_scale=rope_scale, rope_theta=rope_theta, fixed_split_size=fixed_split_size,
+            disable_split_kv=disable_split_kv,
+        )  # fmt: skip
         request = Request(
-            qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=None, last_page_len=None, num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo or head_dim_qk, page_size=0,
-            q_dtype=q_dtype, kv_dtype=as_dtype(kv_data_type, q_dtype), o_dtype=default_o_dtype(q_dtype, o_data_type),
-            causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
-            pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta, custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask, fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
+            asked, qo_indptr, kv_indptr, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask,
             longest_q=uniform_q_len or max_token_per_sequence or 0,
         )  # fmt: skip
         if prefix_len_ptr is not None:
@@ -150,11 +151,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a row that sees no key, whose out is 0.
         """
-        require(not args, "*args", f"{len(args)} extra arguments", "none: CUDA C++ variants are not compiled here")
+        batch = self._batch or self._planned()
+        if args:
+            refuse_arguments(args)
         if o_scale is not None:
             v_scale = (1.0 if v_scale is None else v_scale) / o_scale
-        k, v = ragged_views(k, v, self._kv_layout)
-        return self._run(q, k, v, Call(q_scale, k_scale, v_scale, out, lse, return_lse))
+        return batch.run(
+            q, (k, v), self._views, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
+            v_scale=v_scale,
+        )  # fmt: skip
 
     def run_return_lse(self, q, k, v, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """`run` with return_lse=True."""

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer.ops.attention.batch import Call, default_o_dtype
 from flashinfer.ops.attention.single import run_single
 from flashinfer.ops.attention.wrapper import refuse_block_scales
 
@@ -103,13 +102,12 @@ def single_prefill_with_kv_cache(
         custom_mask = custom_mask.reshape(-1)
     for name, one, other in (("k_scale", scale_k, k_scale), ("v_scale", scale_v, v_scale)):
         require(one is None or other is None, name, other, f"None where scale_{name[0]} is given")
-    call = Call(
+    call = dict(
         q_scale=scale_q, k_scale=k_scale if scale_k is None else scale_k,
         v_scale=v_scale if scale_v is None else scale_v, return_lse=return_lse,
     )  # fmt: skip
     return run_single(
-        q, k, v, kv_layout, backend, call,
-        o_dtype=default_o_dtype(q.dtype, o_dtype), causal=causal, custom_mask=custom_mask,
+        q, k, v, kv_layout, backend, call, o_dtype=o_dtype, causal=causal, custom_mask=custom_mask,
         packed_custom_mask=packed_custom_mask, window_left=window_left, logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
     )  # fmt: skip

@@ -393,6 +393,9 @@ def launch_held():
     assert len(driver.launches) == 4
     with pytest.raises(ValueError):
         launch(1)
+    # side by side
+    bound.hold((1, 1, 1), (x, weight, out, n, by), ("x", "weight", "out"))(1, 2, 3)
+    assert struct.unpack("<QQQif", b"".join(driver.launches.pop()[5][:5])) == (1, 2, 3, n, by)
     with pytest.raises(ValueError, match="scale: n: got i32; allowed: a pointer"):
         bound.hold((1, 1, 1), (x, weight, out, n, by), ("n",))
     with pytest.raises(OverflowError, match=f"n: got {2**31}"):

@@ -1,10 +1,12 @@
-"""Custom masks: packing bits, and the mask of multi-item scoring."""
+"""Custom masks: packing bits, bringing them onto the device, and the mask of multi-item scoring."""
 
 from __future__ import annotations
 
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer.ops.attention.problem import Table
+from flashinfer.ops.attention.request import Request
 
 
 def packed_indptr(bits: torch.Tensor) -> torch.Tensor:
@@ -75,3 +77,38 @@ def multi_item(
         seen = (key < prefix) | (key >= item_start) | (row < prefix)
         masks.append((seen & (key <= row)).flatten())
     return torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool, device=positions.device)
+
+
+def custom_mask_table(request: Request, table: Table) -> None:
+    """Bring the request's custom mask onto the device as packed bits, into `table`."""
+    if request.custom_mask is None and request.packed_custom_mask is None:
+        return
+    q_len = table.qo_indptr[1:] - table.qo_indptr[:-1]
+    bits = q_len.long() * table.kv_lens(request.options.page_size).long()
+    device = table.qo_indptr.device
+    if request.packed_custom_mask is not None:
+        packed = request.packed_custom_mask.to(device, non_blocking=True)
+        require(packed.dtype == torch.uint8, "packed_custom_mask", packed.dtype, "uint8")
+        table.mask, table.mask_indptr = packed.contiguous(), packed_indptr(bits)
+        if not packed.is_cuda:
+            most = int(table.mask_indptr[-1])
+            require(packed.numel() >= most, "packed_custom_mask", f"{packed.numel()} bytes", f"at least {most}")
+        if not packed.numel():
+            table.mask = torch.zeros(1, dtype=torch.uint8, device=device)
+        return
+    mask = request.custom_mask.to(device, torch.bool, non_blocking=True)
+    if not mask.is_cuda:
+        check_bits(mask, int(bits.sum()))
+    table.mask, table.mask_indptr = pack(mask, bits)
+
+
+def multi_item_mask(request: Request, prefix_len: torch.Tensor, positions: torch.Tensor | None, most: int):
+    """The multi-item mask of a batch. It is built from lengths on the host: with tables on a GPU this waits for it."""
+    require(positions is not None, "token_pos_in_items_ptr", None, "a tensor, with prefix_len_ptr")
+    q_indptr, kv_indptr = request.qo_indptr.tolist(), request.kv_indptr.tolist()
+    kv_lens = [b - a for a, b in zip(kv_indptr, kv_indptr[1:])]
+    if request.last_page_len is not None:
+        last = request.last_page_len.tolist()
+        kv_lens = [max((pages - 1) * request.options.page_size + tail, 0) for pages, tail in zip(kv_lens, last)]
+    q_lens = [b - a for a, b in zip(q_indptr, q_indptr[1:])]
+    return multi_item(q_lens, kv_lens, prefix_len.tolist(), positions.to(torch.int64), most)

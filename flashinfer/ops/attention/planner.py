@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -116,11 +117,24 @@ def allocate(problem: Problem, config, limits, how: Splitting, num_kv_heads: int
     return schedule
 
 
-def make(problem: Problem, config, table: Table, schedule: Schedule, how: Splitting, window_left: int) -> None:
-    """Fill `schedule` on the device for the lengths in `table`."""
-    schedule_launch(
-        ScheduleProblem(bool(problem.page_size), bool(how.fixed_chunk)), ScheduleConfig(), (table.batch_size, 1, 1),
+def hold(problem: Problem, config, table: Table, schedule: Schedule, how: Splitting, window_left: int) -> Callable:
+    """A launch that fills `schedule` on the device, for as many requests as `table` has.
+
+    It takes the addresses of qo_indptr, kv_indptr and last_page_len (0 for none).
+    """
+    fill = schedule_launch.prepare(
+        ScheduleProblem(bool(problem.page_size), bool(how.fixed_chunk)), ScheduleConfig(), schedule.items.device
+    )
+    arguments = (
         schedule.items, schedule.splits, schedule.counts, schedule.arrivals, table.qo_indptr, table.kv_indptr,
         table.last_page_len, table.batch_size, schedule.num_kv_heads, problem.group, config.block_m,
         max(problem.page_size, 1), window_left, config.block_n, how.share, how.fixed_chunk,
     )  # fmt: skip
+    return fill.hold((table.batch_size, 1, 1), arguments, ("qo_indptr", "kv_indptr", "last_page_len"))
+
+
+def make(problem: Problem, config, table: Table, schedule: Schedule, how: Splitting, window_left: int) -> None:
+    """Fill `schedule` on the device for the lengths in `table`."""
+    last = 0 if table.last_page_len is None else table.last_page_len.data_ptr()
+    fill = hold(problem, config, table, schedule, how, window_left)
+    fill(table.qo_indptr.data_ptr(), table.kv_indptr.data_ptr(), last)

@@ -104,10 +104,10 @@ class Table:
         Query rows of each request.
     kv_indptr : Tensor [batch + 1]
         Paged: entries of kv_indices of each request. Ragged: rows of k and v.
-    kv_indices : Tensor [pages used], optional
-        Page ids.
     last_page_len : Tensor [batch], optional
         Tokens in the last page of each request.
+    kv_indices : Tensor [pages used], optional
+        Page ids.
     mask : uint8 Tensor, optional
         Custom mask, one bit per (query, key), row-major by request, each request starting on a byte, low bit first.
     mask_indptr : Tensor [batch + 1], optional
@@ -116,8 +116,8 @@ class Table:
 
     qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor | None = None
     last_page_len: torch.Tensor | None = None
+    kv_indices: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     mask_indptr: torch.Tensor | None = None
 

@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
+from flashinfer._core import env
 from flashinfer._core.kv_layout import check_layout, ragged_views
-from flashinfer.ops.attention.batch import Batch, Call, Request, custom_mask_table
-from flashinfer.ops.attention.problem import Table
+from flashinfer.ops.attention.batch import Batch, limits_of
+from flashinfer.ops.attention.kind import kind_of
+from flashinfer.ops.attention.masks import custom_mask_table
+from flashinfer.ops.attention.problem import Table, alibi_slopes
+from flashinfer.ops.attention.request import Request, options, tile_rows
 
 
-def run_single(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str, backend: str, call: Call, **options):
-    """Attention of one request: q [rows, heads, dim], k and v as `kv_layout` says; `options` are Request's fields.
+def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=None, custom_mask=None,
+               packed_custom_mask=None, **others):  # fmt: skip
+    """Attention of one request: q [rows, heads, dim], k and v as `kv_layout` says.
+
+    `call` are the arguments of Batch.run, `others` those of Options.
 
     Returns out [rows, heads, dim], or (out, lse).
     """
     check_layout(kv_layout)
     k, v = ragged_views(k, v, kv_layout)
-    request = Request(
-        qo_indptr=_indptr(q.shape[0]),
-        kv_indptr=_indptr(k.shape[0]),
-        kv_indices=None,
-        last_page_len=None,
-        num_qo_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        head_dim_qk=q.shape[2],
-        head_dim_vo=v.shape[2],
-        page_size=0,
-        q_dtype=q.dtype,
-        kv_dtype=k.dtype,
-        **options,
-    )
-    request.check()
+    asked = options(
+        "ragged", q.shape[1], k.shape[1], q.shape[2], v.shape[2], 0, q_data_type=q.dtype, kv_data_type=k.dtype,
+        o_data_type=o_dtype, **others,
+    )  # fmt: skip
     table = Table(_indptr(q.shape[0], q.device), _indptr(k.shape[0], q.device))
+    request = Request(
+        asked, None, table.kv_indptr, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask,
+        q_len=q.shape[0], rows=q.shape[0], kv_entries=k.shape[0],
+    )  # fmt: skip
     custom_mask_table(request, table)
-    batch = Batch(request, table, backend, lambda count: torch.empty(count, dtype=torch.uint8, device=q.device))
-    return batch.run(q, k, v, call)
+    kind = kind_of(asked, tile_rows(q.shape[0], asked.group), table.mask is not None, q.device, backend)
+    slopes = None
+    if asked.pos_encoding_mode == "ALIBI":
+        slopes = torch.tensor(alibi_slopes(asked.num_qo_heads)).to(q.device, non_blocking=True)
+    scratch = partial(torch.empty, dtype=torch.uint8, device=q.device)
+    batch = Batch(request, table, kind, limits_of(request, table), scratch, slopes, env.DEBUG.is_on())
+    batch.schedule()
+    return batch.run(q, (k, v), lambda pair: pair, **call)
 
 
 @lru_cache(maxsize=256)
-def _indptr(rows: int, device: torch.device = torch.device("cpu")) -> torch.Tensor:
+def _indptr(rows: int, device: torch.device) -> torch.Tensor:
+    # Not from the device's own arange: this waits until it is there, so that work on any stream finds it.
     return torch.tensor([0, rows], dtype=torch.int32, device=device)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 
+from flashinfer._core import env
 from flashinfer._core.backends import REPORTED_AS, variants_of
 from flashinfer._core.checks import UnsupportedConfig, require
-from flashinfer._core.kv_layout import check_layout
-from flashinfer.ops.attention.batch import Batch, Call, Request, custom_mask_table
-from flashinfer.ops.attention.problem import Table
+from flashinfer._core.kv_layout import check_layout, paged_views, ragged_views
+from flashinfer.ops.attention.batch import Batch, limits_of
+from flashinfer.ops.attention.kind import Kind, kind_of
+from flashinfer.ops.attention.masks import custom_mask_table
+from flashinfer.ops.attention.problem import Table, alibi_slopes
+from flashinfer.ops.attention.request import Limits, Options, Request, tile_rows
+from flashinfer.ops.attention.tables import Upload
 
 
 @dataclass
@@ -53,6 +59,7 @@ class AttentionWrapper:
         check_layout(kv_layout)
         variants_of(backend)
         self._kv_layout = kv_layout
+        self._views = partial(paged_views, kv_layout=kv_layout) if self._paged else partial(_pair, kv_layout=kv_layout)
         self._float_workspace_buffer = float_workspace_buffer
         # Engines share and replace it; our work lists are small and live with the batch they belong to.
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=float_workspace_buffer.device)
@@ -62,8 +69,12 @@ class AttentionWrapper:
         self._buffers = buffers or GraphBuffers()
         self._batch: Batch | None = None
         self._scratch: torch.Tensor | None = None
-        # Decode's query rows follow from the batch size alone: nothing is copied for them.
-        self._fixed_qo_indptr: torch.Tensor | None = None
+        self._upload = Upload(self.device)
+        # Constants on the device, by stream: work on another may not have written them yet.
+        self._uniform: dict[tuple, torch.Tensor] = {}
+        self._alibi: dict[tuple, torch.Tensor] = {}
+        self._stream: int | None = None
+        self._capturing = False
         self._qo_indptr_buf = self._buffers.qo_indptr
         self._paged_kv_indptr_buf = self._buffers.kv_indptr
         self._paged_kv_indices_buf = self._buffers.kv_indices
@@ -79,7 +90,7 @@ class AttentionWrapper:
     @property
     def resolved_backend(self) -> str:
         """Upstream's name of the variant that the planned batch runs on; the asked-for name before plan()."""
-        return self._backend if self._batch is None else REPORTED_AS[self._batch.choice.variant.name]
+        return self._backend if self._batch is None else REPORTED_AS[self._batch.kind.choice.variant.name]
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Replace the workspace buffers; takes effect at the next plan()."""
@@ -92,68 +103,67 @@ class AttentionWrapper:
 
     def explain(self):
         """The Choice of the planned batch: variant, config, and why the others were refused."""
-        self._planned()
-        return self._batch.choice
+        return self._planned().kind.choice
 
     def _partials(self, count: int) -> torch.Tensor:
         """Scratch for partial results: the caller's workspace if it is large enough, else ours.
 
-        Ours only grows, and a buffer that a captured graph uses stays alive in the schedule that refers to it.
+        Ours only grows, and a buffer that a captured graph uses stays alive in the work list that refers to it.
         """
         given = self._float_workspace_buffer
         given = given.view(torch.uint8) if given.is_contiguous() else given.new_empty(0, dtype=torch.uint8)
         if given.numel() >= count and given.data_ptr() % 16 == 0:
             return given[:count]
-        if self._scratch is None or self._scratch.numel() < count:
+        if self._scratch is None or self._scratch.numel() < count or self._capturing:
             self._scratch = torch.empty(count, dtype=torch.uint8, device=self.device)
         return self._scratch[:count]
 
     def _plan(self, request: Request) -> None:
-        request.check()
-        table = self._tables(request)
-        rows, limits, schedules = 0, None, None
-        if self._use_cuda_graph and self._batch is not None:
-            rows, limits, schedules = self._captured_shape(request)
-        batch = Batch(request, table, self._backend, self._partials, rows=rows, limits=limits, schedules=schedules)
-        if schedules and batch.choice.config != self._batch.choice.config:
-            raise UnsupportedConfig(
-                f"plan: a CUDA-graph wrapper keeps its kernel, {self._batch.choice.config}; these arguments need "
-                f"{batch.choice.config}. Use another wrapper for them."
-            )
-        self._batch = batch
-        # Engines assert these on a planned wrapper.
-        self._window_left = request.window_left
-        self._logits_soft_cap = request.logits_soft_cap or 0.0
-        self._sm_scale = request.sm_scale
-        self._causal = request.causal
-
-    def _captured_shape(self, request: Request):
-        """Tile, bounds and work lists of the batch a graph may have been captured over; the new one must fit them."""
-        old = self._batch
-        same = ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "q_dtype", "kv_dtype")
-        for name in same + ("o_dtype", "pos_encoding_mode", "causal"):
-            was, now = getattr(old.request, name), getattr(request, name)
-            require(was == now, name, now, f"{was}, as first planned: a captured graph cannot follow")
-        if not old.limits.known:
-            return old.problem.rows, None, None
-        if not request.qo_indptr.is_cuda and not request.q_len:
-            rows = int(request.qo_indptr[-1])
-            require(rows <= old.limits.q_rows, "qo_indptr", f"{rows} query rows", f"at most {old.limits.q_rows}, the "
-                    "rows this CUDA-graph wrapper was first planned for")  # fmt: skip
-        return old.problem.rows, old.limits, old.schedules
-
-    def _tables(self, request: Request) -> Table:
-        """The request's tensors as int32 on the compute device: in the fixed buffers, or wherever they come to lie."""
+        if self.device.type == "cuda" and torch._C._cuda_getDevice() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self._plan(request)
+        debug = env.DEBUG.is_on()
+        request.check(debug)
+        old, stream = self._batch, self._look_at_stream(request)
         if self._use_cuda_graph:
-            table = self._fill_buffers(request)
+            table = self._fill_buffers(request, stream)
         else:
-            qo_indptr, *others = self._given(request)
-            qo_indptr = self._to_device(qo_indptr) if self._fixed_qo_indptr is None else self._fixed_qo_indptr
-            table = Table(qo_indptr, *(self._to_device(t) for t in others))
-        if self._use_cuda_graph and self._buffers.custom_mask is not None:
-            self._fill_mask(request, table)
-        else:
-            custom_mask_table(request, table)
+            table = Table(*self._upload(request.tables, request.host, stream))
+        if request.q_len:
+            table.qo_indptr = self._uniform_indptr(table.kv_indptr.shape[0] - 1, request.q_len, stream)
+        self._add_mask(request, table)
+        options, limits = request.options, limits_of(request, table)
+        rows = tile_rows(request.q_len or request.longest_q, options.group)
+        if self._use_cuda_graph and old is not None:
+            rows = old.kind.problem.rows
+        kind = kind_of(options, rows, table.mask is not None, self.device, self._backend)
+        if self._use_cuda_graph and old is not None:
+            kind, limits = self._captured(request, kind, limits)
+        # The buffers of the last plan serve this one where work runs in order: on one stream, outside a capture.
+        ordered = self._use_cuda_graph or (stream == self._stream and not self._capturing)
+        reused = old if ordered and old is not None and old.kind is kind else None
+        self._stream = None if self._capturing else stream
+        slopes = self._slopes(options, stream) if options.pos_encoding_mode == "ALIBI" else None
+        self._batch = Batch(request, table, kind, limits, self._partials, slopes, debug)
+        self._batch.schedule(reused)
+        self._publish(request, table)
+
+    def _look_at_stream(self, request: Request) -> int | None:
+        """The current stream. Notes whether it is captured: a graph reads the tables again at every replay."""
+        if self.device.type != "cuda":
+            return None
+        self._capturing = torch.cuda.is_current_stream_capturing()
+        if self._capturing and any(values is not None for values in request.host):
+            require(False, "plan", "tables on the host in a captured stream", f"tables on {self.device}")
+        return torch._C._cuda_getCurrentRawStream(self.device.index)
+
+    def _publish(self, request: Request, table: Table) -> None:
+        """What engines read on, and assert of, a planned wrapper."""
+        options = request.options
+        self._window_left = options.window_left
+        self._logits_soft_cap = options.logits_soft_cap or 0.0
+        self._sm_scale = options.sm_scale
+        self._causal = options.causal
         self._qo_indptr_buf = table.qo_indptr
         if self._paged:
             self._paged_kv_indptr_buf = table.kv_indptr
@@ -162,43 +172,94 @@ class AttentionWrapper:
         else:
             self._kv_indptr_buf = table.kv_indptr
         self._custom_mask_buf, self._mask_indptr_buf = table.mask, table.mask_indptr
-        return table
 
-    @staticmethod
-    def _given(request: Request):
-        return request.qo_indptr, request.kv_indptr, request.kv_indices, request.last_page_len
+    def _captured(self, request: Request, kind: Kind, limits: Limits) -> tuple[Kind, Limits]:
+        """Kind and bounds of the batch that a graph may have been captured over; the new one must fit them."""
+        old = self._batch
+        if kind is not old.kind:
+            self._check_captured(kind)
+        require(request.q_len == old.request.q_len, "q_len_per_req", request.q_len, f"{old.request.q_len}, as captured")
+        if not old.limits.known:
+            return old.kind, limits
+        bounds = [("qo_indptr", limits.q_rows, old.limits.q_rows, old.request.rows)]
+        if kind.options.fixed_split_size not in (None, -1):
+            bounds.append(("kv_indptr", limits.kv_tokens, old.limits.kv_tokens, old.request.kv_entries))
+        for name, now, most, first in bounds:
+            bound = f"at most {most} rows, what this CUDA-graph wrapper was first planned for"
+            require(now <= most, name, f"{now} rows", bound)
+            require(now >= 0 or first < 0, name, "a tensor on the device", f"one on the host, which tells: {bound}")
+        return old.kind, old.limits
 
-    def _to_device(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        return tensor.to(self.device, torch.int32, non_blocking=True).contiguous()
+    def _check_captured(self, kind: Kind) -> None:
+        """A captured graph keeps its kernel, its scalars and the size of its buffers."""
+        old = self._batch.kind
+        if kind.problem == old.problem and kind.scalars == old.scalars:
+            names = ("num_kv_heads", "fixed_split_size")
+        else:
+            names = [field.name for field in fields(Options)]
+        for name in names:
+            was, now = getattr(old.options, name), getattr(kind.options, name)
+            require(was == now, name, now, f"{was}, as first planned: a captured graph cannot follow")
+        custom = old.problem.mask == "custom"
+        require(
+            custom == (kind.problem.mask == "custom"), "custom_mask", "None" if custom else "a mask",
+            f"{'a mask' if custom else 'None'}, as first planned: a captured graph cannot follow",
+        )  # fmt: skip
 
-    def _fill_buffers(self, request: Request) -> Table:
-        batch = request.qo_indptr.shape[0] - 1
+    def _uniform_indptr(self, rows: int, q_len: int, stream: int | None) -> torch.Tensor:
+        """Offsets of `rows` requests of `q_len` queries each. What a graph was captured over is never replaced."""
+        key = rows, q_len, None if self._use_cuda_graph else stream
+        indptr = self._uniform.get(key)
+        if indptr is None or (self._capturing and not self._use_cuda_graph):
+            indptr = torch.arange(0, (rows + 1) * q_len, q_len, dtype=torch.int32, device=self.device)
+            if not self._capturing:
+                self._uniform[key] = indptr
+        return indptr
+
+    def _slopes(self, options: Options, stream: int | None) -> torch.Tensor:
+        key = options.num_qo_heads, stream
+        if key not in self._alibi:
+            require(not self._capturing, "pos_encoding_mode", "ALIBI in a captured stream", "a plan before the capture")
+            slopes = torch.tensor(alibi_slopes(options.num_qo_heads))
+            self._alibi[key] = slopes.to(self.device, non_blocking=True)
+        return self._alibi[key]
+
+    def _fill_buffers(self, request: Request, stream: int | None) -> Table:
+        """The tables in the fixed buffers. Requests past the batch are empty."""
         fixed = self._buffers
         most = fixed.kv_indptr.shape[0] - 1
-        require(batch <= most, "batch_size", batch, f"at most {most}, what the CUDA-graph buffers hold")
-        names = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
-        table = Table(*(getattr(fixed, name) for name in names))
-        if self._fixed_qo_indptr is not None:
-            table.qo_indptr = self._fixed_qo_indptr
-        for name, given in zip(names, self._given(request)):
-            buffer = getattr(fixed, name)
-            if buffer is None or given is None or buffer.data_ptr() == given.data_ptr():
+        require(request.batch_size <= most, "batch_size", request.batch_size, f"at most {most}, what the CUDA-graph "
+                "buffers hold")  # fmt: skip
+        buffers = (fixed.qo_indptr, fixed.kv_indptr, fixed.last_page_len, fixed.kv_indices)
+        names = ("qo_indptr", "kv_indptr", "last_page_len", "kv_indices")
+        for name, buffer, given in zip(names, buffers, request.tables, strict=True):
+            if given is not None:
+                n, most = given.shape[0], buffer.shape[0]
+                require(n <= most, name, f"{n} elements", f"at most {most}, the buffer's length")
+        for buffer, given, values in zip(buffers, request.tables, request.host, strict=True):
+            if given is None:
                 continue
+            padded = buffer is fixed.qo_indptr or buffer is fixed.kv_indptr
             n = given.shape[0]
-            require(n <= buffer.shape[0], name, f"{n} elements", f"at most {buffer.shape[0]}, the buffer's length")
-            buffer[:n].copy_(given, non_blocking=True)
-            if name in ("qo_indptr", "kv_indptr") and n < buffer.shape[0]:
-                # Requests past the batch are empty.
+            if values is not None and self.device.type == "cuda":
+                self._upload.copy_into(buffer if padded else buffer[:n], values, stream)
+                continue
+            if buffer.data_ptr() != given.data_ptr():
+                buffer[:n].copy_(given, non_blocking=True)
+            if padded and n < buffer.shape[0]:
                 buffer[n:].copy_(buffer[n - 1 : n].expand(buffer.shape[0] - n))
-        return table
+        return Table(*buffers)
 
-    def _fill_mask(self, request: Request, table: Table) -> None:
-        fixed = self._buffers
-        custom_mask_table(request, table)
-        if table.mask is None:
+    def _add_mask(self, request: Request, table: Table) -> None:
+        """The custom mask as packed bits; in CUDA-graph mode in its fixed buffers."""
+        if request.custom_mask is None and request.packed_custom_mask is None:
             return
+        custom_mask_table(request, table)
+        if not self._use_cuda_graph:
+            return
+        fixed = self._buffers
+        there = fixed.custom_mask is not None
+        require(there, "custom_mask", "a mask", "None in CUDA-graph mode without custom_mask_buf")
         most = fixed.custom_mask.shape[0]
         length = table.mask.shape[0]
         if request.custom_mask is not None:
@@ -214,19 +275,28 @@ class AttentionWrapper:
             raise ValueError(f"{type(self).__name__}.run: got no plan; allowed: after plan()")
         return self._batch
 
-    def _run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call):
-        return self._planned().run(q, k, v, call)
-
     def _change_plan(self, **changes) -> None:
         """What the older forward() takes over from plan(): the same tables under other options."""
         old = self._planned()
-        if any(getattr(old.request, name) != value for name, value in changes.items()):
-            request = replace(old.request, **changes)
-            request.check()
-            self._batch = Batch(request, old.table, self._backend, self._partials, rows=old.problem.rows)
+        changed = replace(old.options, **changes)
+        if changed == old.options:
+            return
+        rows, custom = old.kind.problem.rows, old.table.mask is not None
+        kind = kind_of(changed, rows, custom, self.device, self._backend)
+        if self._use_cuda_graph:
+            self._check_captured(kind)
+        stream = None if self.device.type != "cuda" else torch._C._cuda_getCurrentRawStream(self.device.index)
+        slopes = self._slopes(changed, stream) if changed.pos_encoding_mode == "ALIBI" else None
+        request = replace(old.request, options=changed)
+        self._batch = Batch(request, old.table, kind, old.limits, self._partials, slopes, old.debug)
+        self._batch.schedule()
 
     def end_forward(self) -> None:
         """Kept for callers of older versions; there is nothing to release."""
+
+
+def _pair(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return ragged_views(*kv, kv_layout)
 
 
 def refuse_jit(jit_args, jit_kwargs=None, variant_owns_mask: bool = False) -> None:
@@ -234,6 +304,11 @@ def refuse_jit(jit_args, jit_kwargs=None, variant_owns_mask: bool = False) -> No
     for name, value in (("jit_args", jit_args), ("jit_kwargs", jit_kwargs), ("variant_owns_mask", variant_owns_mask)):
         if value:
             raise UnsupportedConfig(f"{name}: got {value!r}; allowed: none: CUDA C++ variants are not compiled")
+
+
+def refuse_arguments(args: tuple) -> None:
+    """Further positional arguments of run() belong to CUDA C++ variants."""
+    require(not args, "*args", f"{len(args)} extra arguments", "none: CUDA C++ variants are not compiled here")
 
 
 def refuse_block_scales(name: str, value) -> None:

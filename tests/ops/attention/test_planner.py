@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashinfer.ops.attention import planner
-from flashinfer.ops.attention.batch import Limits
 from flashinfer.ops.attention.config import Config
 from flashinfer.ops.attention.planner import Splitting
 from flashinfer.ops.attention.problem import Problem, Table
+from flashinfer.ops.attention.request import Limits
 from flashinfer.testing import generate
 
 CONFIG = Config(block_m=16, block_n=16, num_warps=4, num_stages=2, native_fp8=False, combine_pieces=16, combine_rows=1,

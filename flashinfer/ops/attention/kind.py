@@ -1,0 +1,92 @@
+"""Batches of one kind: what is known of them before any length is, looked up once and shared by all plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from flashinfer._core.checks import dtype_name
+from flashinfer._core.dispatch import Choice
+from flashinfer._core.target import Target, target_of
+from flashinfer.ops.attention.decode import decode
+from flashinfer.ops.attention.prefill import prefill
+from flashinfer.ops.attention.problem import Problem, Scalars
+from flashinfer.ops.attention.request import Options
+
+
+class Kind:
+    """What all batches of the same options and tile share.
+
+    Attributes
+    ----------
+    options : Options
+    problem : Problem
+        As planned. What only a call knows (alignment, lse, sinks, scales) stands at what is most likely.
+    choice : Choice
+        The variant and config of `problem`.
+    latest : Choice
+        Those that a call was last bound to: what the next plan should expect.
+    scalars : Scalars
+        Of a call without scales or a window of its own.
+    """
+
+    def __init__(self, options: Options, rows: int, custom: bool, device: torch.device, backend: str):
+        self.options = options
+        self.device = device
+        self._backend = backend
+        self.problem = _problem(options, rows, custom)
+        self._op = decode if rows <= 32 else prefill
+        self.choice: Choice = self._op(self.problem, device, backend)
+        self.latest = self.choice
+        self.scalars = Scalars(
+            sm_scale=options.head_dim_qk**-0.5 if options.sm_scale is None else options.sm_scale,
+            soft_cap=float(options.logits_soft_cap or 0.0),
+            window_left=options.window_left,
+            rope_scale=1.0 if options.rope_scale is None else float(options.rope_scale),
+            rope_theta=1e4 if options.rope_theta is None else float(options.rope_theta),
+        )
+        self._bound: dict[tuple, tuple] = {}
+
+    def bind(self, lse: bool, sinks: bool, head_scales: bool, aligned: bool, window: bool):
+        """What computes the problem under the facts that only a call knows, and the Choice behind it."""
+        facts = (lse, sinks, head_scales, aligned, window)
+        if facts not in self._bound:
+            problem = replace(
+                self.problem, lse=lse, sinks=sinks, head_scales=head_scales, aligned=aligned, window=window
+            )
+            choice = self._op(problem, self.device, self._backend)
+            self._bound[facts] = choice.bind(self.device), choice
+        kernel, self.latest = self._bound[facts]
+        return kernel, self.latest
+
+
+def kind_of(options: Options, rows: int, custom: bool, device: torch.device, backend: str) -> Kind:
+    """The kind of a batch; `rows` a tile should hold, `custom` for a custom mask."""
+    return _kind_of(options, rows, custom, device, backend, target_of(device))
+
+
+@lru_cache(maxsize=1024)
+def _kind_of(options, rows, custom, device, backend, target: Target) -> Kind:
+    return Kind(options, rows, custom, device, backend)
+
+
+def _problem(o: Options, rows: int, custom: bool) -> Problem:
+    return Problem(
+        source=o.source,
+        q_dtype=dtype_name(o.q_dtype),
+        kv_dtype=dtype_name(o.kv_dtype),
+        o_dtype=dtype_name(o.o_dtype),
+        head_dim_qk=o.head_dim_qk,
+        head_dim_vo=o.head_dim_vo,
+        group=o.group,
+        page_size=o.page_size,
+        # A custom mask stands in the place of the causal one, as upstream has it.
+        mask="custom" if custom else "causal" if o.causal else "full",
+        window=o.window_left >= 0,
+        soft_cap=bool(o.logits_soft_cap),
+        pos_encoding=o.pos_encoding_mode,
+        split=not o.disable_split_kv,
+        rows=rows,
+    )

@@ -1,0 +1,191 @@
+"""What a plan() asks for: options, checked once for every distinct set, and tables, checked for every batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from flashinfer._core.checks import as_dtype, check_indptr, require
+from flashinfer.ops.attention.problem import POS_ENCODINGS
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a batch is asked for beside its tables, in the names of the public API. Checked when it is made.
+
+    `source` is "paged" or "ragged"; a ragged batch has page_size 0.
+    """
+
+    source: str
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    page_size: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    o_dtype: torch.dtype
+    causal: bool = False
+    window_left: int = -1
+    logits_soft_cap: float | None = None
+    sm_scale: float | None = None
+    pos_encoding_mode: str = "NONE"
+    rope_scale: float | None = None
+    rope_theta: float | None = None
+    fixed_split_size: int | None = None
+    disable_split_kv: bool = False
+
+    def __post_init__(self):
+        require(self.num_kv_heads > 0, "num_kv_heads", self.num_kv_heads, "at least 1")
+        divides = self.num_qo_heads > 0 and self.num_qo_heads % self.num_kv_heads == 0
+        require(divides, "num_qo_heads", self.num_qo_heads, f"a multiple of num_kv_heads = {self.num_kv_heads}")
+        most = f"at most 128 x num_kv_heads = {self.num_kv_heads}"
+        require(self.group <= 128, "num_qo_heads", self.num_qo_heads, most)
+        require(self.head_dim_qk > 0, "head_dim_qk", self.head_dim_qk, "at least 1")
+        require(self.head_dim_vo > 0, "head_dim_vo", self.head_dim_vo, "at least 1")
+        require(self.source == "ragged" or self.page_size > 0, "page_size", self.page_size, "at least 1")
+        known = self.pos_encoding_mode in POS_ENCODINGS
+        require(known, "pos_encoding_mode", repr(self.pos_encoding_mode), ", ".join(POS_ENCODINGS))
+        require(self.window_left >= -1, "window_left", self.window_left, "-1 (no window) or the keys before a query")
+        cap = self.logits_soft_cap
+        require(cap is None or cap >= 0, "logits_soft_cap", cap, "None or 0 (no cap), or a positive number")
+        fixed = self.fixed_split_size
+        require(fixed is None or fixed > 0 or fixed == -1, "fixed_split_size", fixed, "None, -1, or a number of keys")
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+
+@lru_cache(maxsize=1024)
+def options(source, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, *, q_data_type, kv_data_type=None,
+            o_data_type=None, **others) -> Options:  # fmt: skip
+    """Options of public arguments: dtypes or their names, kv defaulting to q's, head_dim_vo (None) to head_dim_qk."""
+    q_dtype = as_dtype(q_data_type, torch.float16)
+    return Options(
+        source, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo, page_size,
+        q_dtype, as_dtype(kv_data_type, q_dtype), default_o_dtype(q_dtype, o_data_type), **others,
+    )  # fmt: skip
+
+
+def default_o_dtype(q_dtype: torch.dtype, o_dtype: str | torch.dtype | None) -> torch.dtype:
+    """Output type: as asked, else q's; bfloat16 for fp8 q, whose range an output has no scale for."""
+    given = as_dtype(o_dtype)
+    if given is not None:
+        return given
+    return torch.bfloat16 if q_dtype in _FP8 else q_dtype
+
+
+@dataclass(eq=False)
+class Request:
+    """A batch that a plan() describes. Tables may be on the host or on the compute device.
+
+    Attributes
+    ----------
+    options : Options
+    qo_indptr, kv_indptr, last_page_len, kv_indices : int Tensor
+        The last two of a paged batch only; no qo_indptr where q_len tells it.
+    custom_mask, packed_custom_mask : Tensor, optional
+    q_len : int
+        The query length of every request, where they are all alike.
+    longest_q : int
+        A bound on query lengths; 0 where it is unknown. A qo_indptr on the host tells it.
+    rows, kv_entries : int
+        The last offsets of qo_indptr and kv_indptr; -1 where only the device knows.
+    host : list of int array or None
+        The tables that are on the host.
+    """
+
+    options: Options
+    qo_indptr: torch.Tensor | None
+    kv_indptr: torch.Tensor
+    last_page_len: torch.Tensor | None = None
+    kv_indices: torch.Tensor | None = None
+    custom_mask: torch.Tensor | None = None
+    packed_custom_mask: torch.Tensor | None = None
+    q_len: int = 0
+    longest_q: int = 0
+    rows: int = -1
+    kv_entries: int = -1
+
+    @property
+    def batch_size(self) -> int:
+        return self.kv_indptr.shape[0] - 1
+
+    @property
+    def tables(self) -> tuple[torch.Tensor | None, ...]:
+        return self.qo_indptr, self.kv_indptr, self.last_page_len, self.kv_indices
+
+    def check(self, debug: bool) -> None:
+        """Check tables that are on the host; those on a GPU only in `debug` mode, since looking at them waits for it.
+
+        Fills rows, kv_entries, longest_q and host.
+        """
+        names = ("qo_indptr", "kv_indptr", "last_page_len", "kv_indices")
+        self.host = []
+        for name, table in zip(names, self.tables, strict=True):
+            if table is not None and (table.dtype not in _INTEGERS or table.dim() != 1):
+                got = f"{table.dtype} {tuple(table.shape)}"
+                require(False, name, got, "int32 or int64, one dimension")
+            self.host.append(None if table is None or table.is_cuda else table.numpy())
+        qo, kv, last, _ = self.host
+        if debug:
+            qo, kv, last = (None if t is None else t.cpu().numpy() for t in self.tables[:3])
+        batch = self.batch_size
+        require(batch >= 0, "kv_indptr", "no element", "[batch_size + 1]")
+        if self.q_len:
+            self.rows = batch * self.q_len
+        elif self.qo_indptr.shape[0] != batch + 1:
+            require(False, "kv_indptr", tuple(self.kv_indptr.shape), f"{tuple(self.qo_indptr.shape)}, as qo_indptr")
+        elif qo is not None:
+            steps = check_indptr("qo_indptr", qo)
+            self.rows = int(qo[-1])
+            self.longest_q = self.longest_q or int(steps.max(initial=1))
+        if kv is not None:
+            most = None if self.kv_indices is None else self.kv_indices.shape[0]
+            check_indptr("kv_indptr", kv, most, "the length of kv_indices")
+            self.kv_entries = int(kv[-1])
+        if last is not None:
+            self._check_last_page_len(last, batch)
+
+    def _check_last_page_len(self, last: np.ndarray, batch: int) -> None:
+        require(len(last) == batch, "last_page_len", f"[{len(last)}]", f"[{batch}]")
+        if batch and (last.min() < 0 or last.max() > self.options.page_size):
+            require(False, "last_page_len", f"{last.min()} ... {last.max()}", f"0 ... {self.options.page_size}")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Host-side upper bounds of a batch, from shapes alone: what buffers and grids are sized by.
+
+    Attributes
+    ----------
+    batch : int
+        Requests.
+    q_rows : int
+        Query rows in all; -1 where only the call will tell.
+    kv_tokens : int
+        Keys in all; -1 where only the call will tell.
+    """
+
+    batch: int
+    q_rows: int
+    kv_tokens: int
+
+    @property
+    def known(self) -> bool:
+        return self.q_rows >= 0 and self.kv_tokens >= 0
+
+
+def tile_rows(longest_q: int, group: int) -> int:
+    """Rows a tile should hold: the power of two that takes the longest query, 16 to 128; 128 if it is unknown."""
+    if longest_q <= 0:
+        return 128
+    return min(128, max(16, 1 << (longest_q * group - 1).bit_length()))

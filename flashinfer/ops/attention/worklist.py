@@ -1,0 +1,49 @@
+"""A work list kept from plan to plan: its buffers, and the launch that fills them."""
+
+from __future__ import annotations
+
+from flashinfer._core.target import target_of
+from flashinfer.ops.attention import planner
+from flashinfer.ops.attention.kind import Kind
+from flashinfer.ops.attention.problem import Table
+from flashinfer.ops.attention.request import Limits
+
+
+class WorkList:
+    """The work list of one kind of batch, cut to the tiles of one config.
+
+    `scratch(bytes)` gives the uint8 tensor for partial results.
+    """
+
+    def __init__(self, kind: Kind, config, limits: Limits, scratch):
+        fixed, heads = kind.options.fixed_split_size, kind.options.num_kv_heads
+        how = planner.splitting(kind.problem, config, target_of(kind.device), heads, fixed if fixed != -1 else None)
+        self.schedule = planner.allocate(kind.problem, config, limits, how, heads, scratch, kind.device)
+        self._what = kind.problem, config, limits, how
+        self._capacity = self.schedule.max_items, self.schedule.max_splits, self.schedule.max_slots
+        self._window_left = kind.options.window_left
+        self._filled, self._fill = -1, None
+
+    def fits(self, limits: Limits) -> bool:
+        """Whether the buffers suffice for `limits`; then it is cut to them from here on."""
+        problem, config, before, how = self._what
+        if limits == before:
+            return True
+        needed = planner.capacity(problem, config, limits, how)
+        if any(need > has for need, has in zip(needed, self._capacity, strict=True)):
+            return False
+        self._what = problem, config, limits, how
+        self.schedule.max_items, self.schedule.max_splits, self.schedule.max_slots = needed
+        return True
+
+    def fill(self, table: Table) -> None:
+        """Write the work list on the device. Nothing waits for it."""
+        batch = table.batch_size
+        if not batch:
+            return
+        if batch != self._filled:
+            problem, config, _, how = self._what
+            self._fill = planner.hold(problem, config, table, self.schedule, how, self._window_left)
+            self._filled = batch
+        last = 0 if table.last_page_len is None else table.last_page_len.data_ptr()
+        self._fill(table.qo_indptr.data_ptr(), table.kv_indptr.data_ptr(), last)
