@@ -193,12 +193,8 @@ class AttentionWrapper:
     def _check_captured(self, kind: Kind) -> None:
         """A captured graph keeps its kernel, its scalars and the size of its buffers."""
         old = self._batch.kind
-        if kind.problem == old.problem and kind.scalars == old.scalars:
-            names = ("num_kv_heads", "fixed_split_size")
-        else:
-            names = [field.name for field in fields(Options)]
-        for name in names:
-            was, now = getattr(old.options, name), getattr(kind.options, name)
+        for name, was in _effective(old).items():
+            now = _effective(kind)[name]
             require(was == now, name, now, f"{was}, as first planned: a captured graph cannot follow")
         custom = old.problem.mask == "custom"
         require(
@@ -293,6 +289,17 @@ class AttentionWrapper:
 
     def end_forward(self) -> None:
         """Kept for callers of older versions; there is nothing to release."""
+
+
+def _effective(kind: Kind) -> dict:
+    """The options of a kind, with what the defaults among them come to."""
+    options, scalars = kind.options, kind.scalars
+    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    fixed = options.fixed_split_size if options.fixed_split_size != -1 else None
+    return given | dict(
+        sm_scale=scalars.sm_scale, logits_soft_cap=scalars.soft_cap, rope_scale=scalars.rope_scale,
+        rope_theta=scalars.rope_theta, fixed_split_size=fixed,
+    )  # fmt: skip
 
 
 def _pair(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
