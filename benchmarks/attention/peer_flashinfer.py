@@ -12,13 +12,13 @@ by its path: the name `flashinfer` belongs to the peer here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import flashinfer
@@ -30,6 +30,10 @@ from through_api import Runner, host_call
 
 # Its name for a way -> backend, and whether its decode wrapper uses tensor cores. FA3 has no decode of several tokens.
 WAYS = {"fa2": ("fa2", True), "fa3": ("fa3", True), "fa2 without tensor cores": ("fa2", False)}
+
+
+# One process serves the rows of all first calls.
+_first_call = functools.cache(processes.first_call)
 
 
 def load_timing():
@@ -81,7 +85,7 @@ def measured(what, device: torch.device, timing) -> dict[str, dict]:
         works = host_works(what, device, timing)
     else:
         t = workload.tensors(what, device)
-        check = partial(workload.check, what, workload.truth(what, t))
+        check = functools.partial(workload.check, what, workload.truth(what, t))
         runs = {name: Runner(what, t, *way) for name, way in ways(what).items()}
         works = {name: timing.Work(run, run.inputs, check=check) for name, run in runs.items()}
     found = {f"flashinfer/{name}": timing.checked_time(work, device) for name, work in works.items()}
@@ -97,7 +101,7 @@ def host_works(h: Host, device: torch.device, timing) -> dict:
     if h.cold:
         # its kernels were built before, all at once: a time of their own would cost minutes
         return {}
-    return {"auto": timing.Work(lambda: processes.first_call(device)[h.what], clock=timing.reported)}
+    return {"auto": timing.Work(lambda: _first_call(device)[h.what], clock=timing.reported)}
 
 
 def main(only_build: bool) -> dict:
