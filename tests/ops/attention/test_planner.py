@@ -31,6 +31,7 @@ def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=No
     scratch = lambda count: torch.empty(count, dtype=torch.uint8, device=device)
     made = planner.allocate(problem, CONFIG, limits, how, 1, scratch, device)
     made.items.fill_(-7)
+    made.arrivals.fill_(-7)
     planner.make(problem, CONFIG, table, made, how, window)
     return made
 
@@ -42,10 +43,10 @@ def check(q_lens, kv_lens, made, group, window):
     q_starts = [sum(q_lens[:i]) for i in range(len(q_lens))]
     seen = {}
     slots = []
-    for q_row, q_len, _, kv_len, tile_row, begin, end, slot, request, *_ in records:
+    for q_row, q_len, _, kv_len, tile_row, begin, end, slot, request, first_slot, count, *_ in records:
         assert (q_row, q_len, kv_len) == (q_starts[request], q_lens[request], kv_lens[request])
         assert tile_row % CONFIG.block_m == 0 and tile_row < q_len * group
-        seen.setdefault((request, tile_row), []).append((begin, end, slot))
+        seen.setdefault((request, tile_row), []).append((begin, end, slot, first_slot, count))
         if slot >= 0:
             slots.append(slot)
     # Every tile of every request is there once, and its pieces follow one another over all keys it may see.
@@ -56,7 +57,13 @@ def check(q_lens, kv_lens, made, group, window):
         assert pieces[0][0] <= first or kv_lens[request] == 0
         assert pieces[-1][1] == kv_lens[request]
         assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:]))
-        assert (len(pieces) > 1) == all(slot >= 0 for _, _, slot in pieces)
+        assert all(p[4] == len(pieces) for p in pieces)
+        if len(pieces) > 1:
+            # A split tile's pieces have neighbouring slots, and start from a count of none.
+            assert [p[2] - p[3] for p in pieces] == list(range(len(pieces)))
+            assert made.arrivals[pieces[0][3]] == 0
+        else:
+            assert pieces[0][2] == -1
     assert len(set(slots)) == len(slots) and all(slot < made.max_slots for slot in slots)
     combined = made.splits.view(-1, 8)[:splits].tolist()
     expected = sorted((p[0][2], len(p), q_starts[r], q_lens[r], t) for (r, t), p in seen.items() if len(p) > 1)
