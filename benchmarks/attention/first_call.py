@@ -1,4 +1,5 @@
-"""Times what happens once in a process: the import, the first decode, the first prefill. Prints microseconds as JSON.
+"""Times what happens once in a process: the import, the first decode, then the first prefill. Prints microseconds as
+JSON.
 
     python first_call.py DEVICE
 """

@@ -29,8 +29,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Host:
-    """Time on the host: `what` is "plan" or "run" at a batch size, "import", or the first "decode" or "prefill" call
-    of a process, whose kernel cache is empty if `cold`."""
+    """Time on the host: `what` is "plan" or "run" at a batch size, "import", or the first "decode" and, after it, the
+    first "prefill" of a process, whose kernel cache is empty if `cold`."""
 
     name: str
     what: str

@@ -93,7 +93,7 @@ def plot(result: dict, figure):
     groups: dict[str, list[dict]] = {}
     for row in result["cases"]:
         groups.setdefault(row["group"], []).append(row)
-    figure.set_size_inches(9, sum(0.6 + _height(rows) for rows in groups.values()) + 0.8)
+    figure.set_size_inches(10, sum(0.5 + _height(rows) for rows in groups.values()) + 0.6)
     panels = figure.subplots(len(groups), squeeze=False, height_ratios=[_height(rows) for rows in groups.values()])
     colours = {name: f"C{k}" for k, name in enumerate([_OURS, *families(result["cases"])])}
     for axes, (group, rows) in zip(panels[:, 0], groups.items()):
@@ -107,7 +107,7 @@ def plot(result: dict, figure):
 
 
 def _height(rows):
-    return 0.4 + len(rows) * (0.15 + 0.13 * (1 + len(families(rows))))
+    return 0.3 + len(rows) * (0.08 + 0.075 * (1 + len(families(rows))))
 
 
 def _panel(axes, rows, colours):
@@ -118,7 +118,7 @@ def _panel(axes, rows, colours):
         values = [_bar(row, name, shares) for row in rows]
         bars = axes.barh([i + k * height for i in range(len(rows))], values, height, color=colours[name])
         written = [(f"{v:.0f}" if shares else time(v)) if v else "" for v in values]
-        axes.bar_label(bars, written, padding=2, fontsize=6)
+        axes.bar_label(bars, written, padding=2, fontsize=5)
     axes.set_yticks([i + height * (len(names) - 1) / 2 for i in range(len(rows))], [row["name"] for row in rows])
     axes.tick_params(axis="y", labelsize="small")
     axes.set_ylim(len(rows) - 0.1, -0.3)
