@@ -19,7 +19,7 @@ from statistics import median
 
 import torch
 
-_LAUNCH_CYCLES = 200_000  # about 0.1 ms, longer than a Python launch
+_LAUNCH_CYCLES = 600_000  # about 0.3 ms, longer than any Python launch
 _ESTIMATE_ITERS = 5
 _GRAPH_BELOW_MS = 1.0  # a longer kernel hides its launch, and ten of it in a graph only take longer to measure
 
