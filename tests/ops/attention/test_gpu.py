@@ -1,5 +1,7 @@
 """What only a GPU shows: captured graphs, streams, planning without waiting, warm runs without compiling."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from flashinfer._core import kernel_cache
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise
 from tests.ops.attention.cases import check, run_decode, workspace
-from tests.ops.attention.oracle import Options
+from tests.ops.attention.oracle import Extras, Options
 
 pytestmark = pytest.mark.gpu
 HEADS, DIM, PAGE = (8, 2), 128, 16
@@ -125,26 +127,158 @@ def test_a_graph_wrapper_refuses_what_its_buffers_cannot_hold(device):
         wrapper.plan(paged.indptr, paged.indices, paged.last_page_len, 8, 4, DIM, PAGE, q_data_type=torch.bfloat16)
 
 
-def test_plan_and_run_never_wait_for_the_device(device):
-    x, paged = decode_batch((1023, 1, 0, 4097), device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
-    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
-    qo_indptr = generate.indptr([1] * 4, device)
-    tables = (paged.indptr, paged.indices, paged.last_page_len)
-    pinned = [t.cpu().pin_memory() for t in tables]
+@contextmanager
+def no_waiting():
+    """Inside, whatever torch knows to wait for the device raises."""
     torch.cuda.synchronize()
-    results = []
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for given in (tables, pinned):
-            wrapper.plan(*given, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
-            results.append(wrapper.run_return_lse(x.q, paged.kv_cache))
-        prefill.plan(qo_indptr, *tables, *HEADS, DIM, PAGE, causal=True, q_data_type=torch.bfloat16)
-        results.append(prefill.run_return_lse(x.q, paged.kv_cache))
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for result in results:
+
+
+@pytest.mark.parametrize("where", ("host", "pinned", "device"))
+def test_plan_and_run_never_wait_for_the_device(where, device):
+    x, paged = decode_batch((1023, 1, 0, 4097), device)
+    qo_indptr = generate.indptr([1] * 4, device)
+    place = {"host": torch.Tensor.cpu, "pinned": lambda t: t.cpu().pin_memory(), "device": lambda t: t}[where]
+    tables = [place(t) for t in (paged.indptr, paged.indices, paged.last_page_len)]
+    qo_indptr, kv_indptr = place(qo_indptr), place(x.kv_indptr)
+    decode, fast = (flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device)) for _ in range(2))
+    graph = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *decode_buffers(device))
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    for _ in range(2):
+        results = []
+        with no_waiting():
+            for wrapper in (decode, graph):
+                wrapper.plan(*tables, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+                results.append(wrapper.run_return_lse(x.q, paged.kv_cache))
+            flashinfer.fast_decode_plan(fast, *tables, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+            results.append(fast.run_return_lse(x.q, paged.kv_cache))
+            prefill.plan(qo_indptr, *tables, *HEADS, DIM, PAGE, causal=True, q_data_type=torch.bfloat16)
+            results.append(prefill.run_return_lse(x.q, paged.kv_cache))
+            ragged.plan(qo_indptr, kv_indptr, *HEADS, DIM, causal=True, q_data_type=torch.bfloat16)
+            results.append(ragged.run_return_lse(x.q, x.k, x.v))
+        for result in results:
+            check(result, x, Options())
+
+
+def test_plan_with_options_never_waits(device):
+    x, paged = decode_batch((1023, 1, 0, 4097), device)
+    tables = [t.cpu() for t in (paged.indptr, paged.indices, paged.last_page_len)]
+    sinks = torch.randn(HEADS[0], device=device)
+    cases = [
+        (dict(pos_encoding_mode="ALIBI"), {}, Extras()),
+        (dict(window_left=100), dict(sinks=sinks), Extras(sinks=sinks)),
+        (dict(logits_soft_cap=3.0), dict(k_scale=0.5, v_scale=torch.full((1,), 2.0, device=device)),
+         Extras(k_scale=0.5, v_scale=2.0)),
+    ]  # fmt: skip
+    for plan, run, extras in cases:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+        for _ in range(2):
+            with no_waiting():
+                wrapper.plan(*tables, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16, **plan)
+                result = wrapper.run_return_lse(x.q, paged.kv_cache, **run)
+            check(result, x, Options(**plan), extras)
+
+
+def test_plans_in_flight_do_not_see_each_other(device):
+    """The device is busy while many plans are made, and the caller's tables change right after each."""
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    batches = [decode_batch(lens, device) for lens in BATCHES] * 3
+    tables = [[t.cpu() for t in (p.indptr, p.indices, p.last_page_len)] for _, p in batches]
+    for (x, paged), table in zip(batches[:4], tables[:4], strict=True):
+        wrapper.plan(*table, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+        wrapper.run_return_lse(x.q, paged.kv_cache)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    results = []
+    for (x, paged), table in zip(batches, tables, strict=True):
+        wrapper.plan(*table, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+        results.append(wrapper.run_return_lse(x.q, paged.kv_cache))
+        for t in table:
+            t.fill_(-1)
+    for result, (x, _) in zip(results, batches, strict=True):
         check(result, x, Options())
+
+
+def test_plans_on_two_streams_do_not_see_each_other(device):
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    batches = [decode_batch(lens, device) for lens in BATCHES[:2]]
+    tables = [[t.cpu() for t in (p.indptr, p.indices, p.last_page_len)] for _, p in batches]
+    streams = [torch.cuda.Stream(device) for _ in batches]
+    for _ in range(2):
+        torch.cuda.synchronize()
+        results = []
+        for (x, paged), table, stream in zip(batches, tables, streams, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(20_000_000)
+                wrapper.plan(*table, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16, disable_split_kv=True)
+                results.append(wrapper.run_return_lse(x.q, paged.kv_cache))
+        torch.cuda.synchronize()
+        for result, (x, _) in zip(results, batches, strict=True):
+            check(result, x, Options())
+
+
+@pytest.mark.parametrize("kind", ("decode", "prefill", "graph"))
+def test_a_captured_plan_follows_its_tables(kind, device):
+    """plan() and run() in one graph, replayed after the tables on the device have changed."""
+    pages, batch = 400, 4
+    indptr, indices, last = decode_buffers(device, batch, pages)
+    qo_indptr = generate.indptr([1] * batch, device)
+    pool = torch.zeros(pages, 2, PAGE, HEADS[1], DIM, dtype=torch.bfloat16, device=device)
+    q = torch.zeros(batch, HEADS[0], DIM, dtype=torch.bfloat16, device=device)
+    out, lse = torch.empty_like(q), torch.empty(batch, HEADS[0], device=device)
+    if kind == "decode":
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    elif kind == "graph":
+        wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *decode_buffers(device))
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+
+    def step():
+        tables = (indptr, indices, last) if kind != "prefill" else (qo_indptr, indptr, indices, last)
+        wrapper.plan(*tables, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+        wrapper.run(q, pool, out=out, lse=lse, return_lse=True)
+
+    def fill(lens):
+        x, paged = decode_batch(lens, device)
+        pool[: paged.kv_cache.shape[0]] = paged.kv_cache.nan_to_num()
+        q.copy_(x.q)
+        for buffer, table in zip((indptr, indices, last), (paged.indptr, paged.indices, paged.last_page_len)):
+            buffer[: len(table)] = table
+        return x
+
+    fill((5, 5, 5, 5))
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for lens in ((1023, 1, 0, 4097), (5, 5, 5, 5), (1, 2000, 300, 0)):
+        x = fill(lens)
+        out.fill_(float("nan"))
+        graph.replay()
+        check((out, lse), x, Options())
+        # An eager plan between replays is its own.
+        y, paged = decode_batch((7, 700, 0, 1), device)
+        if kind != "graph":
+            tables = (paged.indptr, paged.indices, paged.last_page_len)
+            tables = tables if kind == "decode" else (qo_indptr, *tables)
+            wrapper.plan(*tables, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+            check(wrapper.run_return_lse(y.q, paged.kv_cache), y, Options())
+
+
+def test_a_captured_plan_refuses_tables_on_the_host(device):
+    x, paged = decode_batch((5, 5, 5, 5), device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    tables = (paged.indptr.cpu(), paged.indices, paged.last_page_len)
+    wrapper.plan(*tables, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+    with pytest.raises(ValueError, match="tables on the host"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        wrapper.plan(*tables, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+    wrapper.plan(*tables, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+    check(wrapper.run_return_lse(x.q, paged.kv_cache), x, Options())
 
 
 def test_on_a_side_stream(device):
@@ -161,14 +295,20 @@ def test_warm_runs_compile_nothing_and_allocate_their_output_only(device):
     x, paged = decode_batch((1023, 1, 0, 4097), device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     out = torch.empty_like(x.q)
-    tables = (paged.indptr, paged.indices, paged.last_page_len)
+    lse = torch.empty(x.q.shape[:2], device=device)
+    tables = (paged.indptr.cpu(), paged.indices, paged.last_page_len.cpu())
     wrapper.plan(*tables, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
     wrapper.run(x.q, paged.kv_cache, out=out)
+    wrapper.run(x.q, paged.kv_cache, out=out, lse=lse, return_lse=True)
     kernel_cache.freeze()
     try:
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        wrapper.plan(*tables, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
         wrapper.run(x.q, paged.kv_cache, out=out)
+        wrapper.run(x.q, paged.kv_cache, out=out, lse=lse, return_lse=True)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        wrapper.run(x.q, paged.kv_cache, return_lse=True)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before + 2
     finally:
         kernel_cache.freeze(False)
 
@@ -188,3 +328,12 @@ def test_on_the_second_device():
     device = torch.device("cuda", 1)
     x, paged = decode_batch((1023, 1, 0, 4097), device)
     check(run_decode(x, Options(), "portable", page_size=PAGE, paged=paged), x, Options())
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    for _ in range(2):
+        for current in (0, 1, 0):
+            with torch.cuda.device(current):
+                tables = (paged.indptr.cpu(), paged.indices, paged.last_page_len)
+                wrapper.plan(*tables, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+                check(wrapper.run_return_lse(x.q, paged.kv_cache), x, Options())
+                check(wrapper.run_return_lse(x.q, paged.kv_cache), x, Options())
+                assert torch.cuda.current_device() == current
