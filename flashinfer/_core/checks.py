@@ -71,22 +71,19 @@ def same_device(**tensors: torch.Tensor | None) -> torch.device:
     return first
 
 
-def check_indptr(name: str, values: np.ndarray, most: int | None = None, what: str = "") -> np.ndarray:
-    """Check offsets: from 0 and not decreasing, up to `most`, which is `what`. Returns the step after each.
+def check_indptr(name: str, values: np.ndarray, most: int | None = None, what: str = "") -> None:
+    """Check offsets: from 0 and not decreasing, up to `most`, which is `what`.
 
     Raises
     ------
     ValueError
         Naming the index of a decrease, or the first or last value that is out of range.
     """
-    if not len(values) or values[0] != 0:
-        require(False, name, f"{values[:1].tolist()} first", "0 first")
-    steps = values[1:] - values[:-1]
-    if (steps < 0).any():
-        require(False, name, f"a decrease at index {int((steps < 0).argmax()) + 1}", "values that do not decrease")
-    if most is not None and values[-1] > most:
-        require(False, name, f"{values[-1]} last", f"at most {most}, {what}")
-    return steps
+    require(len(values) > 0 and values[0] == 0, name, f"{values[:1].tolist()} first", "0 first")
+    falls = values[1:] < values[:-1]
+    require(not falls.any(), name, f"a decrease at index {int(falls.argmax()) + 1 if falls.any() else 0}",
+            "values that do not decrease")  # fmt: skip
+    require(most is None or values[-1] <= most, name, f"{values[-1]} last", f"at most {most}, {what}")
 
 
 def indptr_values(name: str, indptr: torch.Tensor, most: int | None = None, what: str = "") -> list[int]:

@@ -65,14 +65,7 @@ class Batch:
 
     Parameters
     ----------
-    request : Request
-        Checked.
-    table : Table
-        The request's tensors on the compute device.
     kind : Kind
-        Of the request.
-    limits : Limits
-        Bounds to allocate by.
     scratch : callable (bytes) -> uint8 Tensor
         Where partial results go.
     slopes : float32 Tensor [num_qo_heads], optional
@@ -81,39 +74,46 @@ class Batch:
         Check what only the device knows, at every call.
     """
 
-    def __init__(self, request: Request, table: Table, kind: Kind, limits: Limits, scratch, slopes=None, debug=False):
-        self.request = request
-        self.options = kind.options
-        self.table = table
+    def __init__(self, kind: Kind, scratch, slopes: torch.Tensor | None = None, debug: bool = False):
         self.kind = kind
-        self.limits = limits
+        self.options = kind.options
         self.device = kind.device
+        self.debug = debug
+        self.request = self.table = self.limits = None
         self.scratch_bytes = 0
         self._scratch = scratch
         self._slopes = slopes
-        self.debug = debug
         # A work list is cut to the tiles of one config. What a call brings may need another config than was planned
         # with (narrower tiles for rows that are not aligned), and so a work list of its own.
         self._lists: dict = {}
         self._held: dict[tuple, _Held] = {}
+        self._needs = None
+
+    def fill(self, request: Request, table: Table, limits: Limits) -> None:
+        """Describe a batch, or another one in the buffers of the last, where they suffice.
+
+        Held launches stay if nothing that they refer to has changed.
+
+        Parameters
+        ----------
+        request : Request
+            Checked.
+        table : Table
+            Its tensors on the compute device.
+        limits : Limits
+            Bounds to allocate by.
+        """
         # Rows that q, and ragged k and v, must have at least.
         rows = table.batch_size * request.q_len if request.q_len else request.rows
-        self._needs = rows, -1 if self.options.page_size else request.kv_entries
-
-    def schedule(self, old: Batch | None = None) -> None:
-        """Write the work lists, in the buffers of an `old` batch of this kind where they suffice.
-
-        Launches that were held for it are taken over if nothing that they refer to has changed.
-        """
-        if old is not None:
-            self._lists, self.scratch_bytes = old._lists, old.scratch_bytes
-            if not all([work.fits(self.limits) for work in self._lists.values()]):
-                self._lists = {}
-            elif (self.limits, self._needs) == (old.limits, old._needs) and _same_tables(self.table, old.table):
-                self._held = old._held
+        needs = rows, -1 if self.options.page_size else request.kv_entries
+        if not all([work.fits(limits) for work in self._lists.values()]):
+            self._lists = {}
+        if not self._lists or needs != self._needs or limits != self.limits or not _same_tables(table, self.table):
+            self._held = {}
+        self.request, self.table, self.limits, self._needs = request, table, limits, needs
         for work in self._lists.values():
-            work.fill(self.table)
-        if not self._lists and self.limits.known:
+            work.fill(table)
+        if not self._lists and limits.known:
             self._schedule_of(self.kind.latest)
 
     def _schedule_of(self, choice: Choice):

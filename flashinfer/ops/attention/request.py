@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from flashinfer._core.checks import as_dtype, check_indptr, require
+from flashinfer._core.checks import as_dtype, require
 from flashinfer.ops.attention.problem import POS_ENCODINGS
+from flashinfer.ops.attention.tables import KV_INDPTR, LAST_PAGE_LEN, NAMES, QO_INDPTR, Stage
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _INTEGERS = (torch.int32, torch.int64)
@@ -99,8 +101,6 @@ class Request:
         A bound on query lengths; 0 where it is unknown. A qo_indptr on the host tells it.
     rows, kv_entries : int
         The last offsets of qo_indptr and kv_indptr; -1 where only the device knows.
-    host : list of int array or None
-        The tables that are on the host.
     """
 
     options: Options
@@ -121,48 +121,50 @@ class Request:
 
     @property
     def tables(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order of `tables.NAMES`."""
         return self.qo_indptr, self.kv_indptr, self.last_page_len, self.kv_indices
 
-    def check(self, debug: bool) -> None:
-        """Check tables that are on the host; those on a GPU only in `debug` mode, since looking at them waits for it.
-
-        Fills rows, kv_entries, longest_q and host.
-        """
-        names = ("qo_indptr", "kv_indptr", "last_page_len", "kv_indices")
-        self.host = []
-        for name, table in zip(names, self.tables, strict=True):
-            if table is not None and (table.dtype not in _INTEGERS or table.dim() != 1):
-                got = f"{table.dtype} {tuple(table.shape)}"
-                require(False, name, got, "int32 or int64, one dimension")
-            self.host.append(None if table is None or table.is_cuda else table.numpy())
-        qo, kv, last, _ = self.host
-        if debug:
-            qo, kv, last = (None if t is None else t.cpu().numpy() for t in self.tables[:3])
+    def lengths_on_host(self) -> tuple[int, ...]:
+        """The length of each table that is on the host; 0 for the others. Checks what needs no values."""
+        counts = []
+        for name, table in zip(NAMES, self.tables, strict=True):
+            if table is None:
+                counts.append(0)
+                continue
+            shape = table.shape
+            if len(shape) != 1 or table.dtype not in _INTEGERS:
+                require(False, name, f"{table.dtype} {tuple(shape)}", "int32 or int64, one dimension")
+            counts.append(0 if table.is_cuda else shape[0])
         batch = self.batch_size
-        require(batch >= 0, "kv_indptr", "no element", "[batch_size + 1]")
+        last = self.last_page_len
+        if batch < 0 or not self.q_len and self.qo_indptr.shape[0] != batch + 1:
+            got = 0 if self.qo_indptr is None else self.qo_indptr.shape[0]
+            require(False, "kv_indptr", f"[{batch + 1}]", f"[{max(got, 1)}], batch_size + 1, as qo_indptr")
+        if last is not None and last.shape[0] != batch:
+            require(False, "last_page_len", f"[{last.shape[0]}]", f"[{batch}]")
+        return tuple(counts)
+
+    def check(self, stage: Stage) -> None:
+        """Check the values of tables that `stage` holds, and take from them what they tell."""
+        qo, kv, last, _ = stage.counts
         if self.q_len:
-            self.rows = batch * self.q_len
-        elif self.qo_indptr.shape[0] != batch + 1:
-            require(False, "kv_indptr", tuple(self.kv_indptr.shape), f"{tuple(self.qo_indptr.shape)}, as qo_indptr")
-        elif qo is not None:
-            steps = check_indptr("qo_indptr", qo)
-            self.rows = int(qo[-1])
-            self.longest_q = self.longest_q or int(steps.max(initial=1))
-        if kv is not None:
+            self.rows = self.batch_size * self.q_len
+        elif qo:
+            longest = stage.check_indptr(QO_INDPTR)
+            self.rows = int(stage.values[QO_INDPTR][-1])
+            self.longest_q = self.longest_q or longest or 1
+        if kv:
             most = None if self.kv_indices is None else self.kv_indices.shape[0]
-            check_indptr("kv_indptr", kv, most, "the length of kv_indices")
-            self.kv_entries = int(kv[-1])
-        if last is not None:
-            self._check_last_page_len(last, batch)
-
-    def _check_last_page_len(self, last: np.ndarray, batch: int) -> None:
-        require(len(last) == batch, "last_page_len", f"[{len(last)}]", f"[{batch}]")
-        if batch and (last.min() < 0 or last.max() > self.options.page_size):
-            require(False, "last_page_len", f"{last.min()} ... {last.max()}", f"0 ... {self.options.page_size}")
+            stage.check_indptr(KV_INDPTR, most, "the length of kv_indices")
+            self.kv_entries = int(stage.values[KV_INDPTR][-1])
+        if last:
+            values = stage.values[LAST_PAGE_LEN]
+            # As unsigned, a negative length is larger than any page.
+            if np.maximum.reduce(values.view(np.uint32)) > self.options.page_size:
+                require(False, "last_page_len", f"{values.min()} ... {values.max()}", f"0 ... {self.options.page_size}")
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """Host-side upper bounds of a batch, from shapes alone: what buffers and grids are sized by.
 
     Attributes

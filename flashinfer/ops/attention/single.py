@@ -40,8 +40,8 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
     if asked.pos_encoding_mode == "ALIBI":
         slopes = torch.tensor(alibi_slopes(asked.num_qo_heads)).to(q.device, non_blocking=True)
     scratch = partial(torch.empty, dtype=torch.uint8, device=q.device)
-    batch = Batch(request, table, kind, limits_of(request, table), scratch, slopes, env.DEBUG.is_on())
-    batch.schedule()
+    batch = Batch(kind, scratch, slopes, env.DEBUG.is_on())
+    batch.fill(request, table, limits_of(request, table))
     return batch.run(q, (k, v), lambda pair: pair, **call)
 
 

@@ -1,79 +1,75 @@
-"""Tables of a plan on their way to the device."""
+"""Tables of a plan on their way to the device: checked on the host, sent in one copy."""
 
 from __future__ import annotations
+
+import ctypes
 
 import numpy as np
 import torch
 
 from flashinfer._core import driver
-from flashinfer._core.checks import require
+from flashinfer._core.checks import check_indptr
+
+# The order of tables here and in a Table: qo_indptr, kv_indptr, last_page_len, kv_indices.
+NAMES = ("qo_indptr", "kv_indptr", "last_page_len", "kv_indices")
+QO_INDPTR, KV_INDPTR, LAST_PAGE_LEN, KV_INDICES = range(4)
 
 
-class Upload:
-    """Brings integer tables to the compute device as int32: those on the host in one copy, others as they are.
+class Stage:
+    """Room for host tables of given lengths, side by side; a length of 0 for a table that is on the device or None.
 
-    The copy is from pageable memory, which the driver has read when it returns, without waiting for the device: the
-    host side is free for the next plan at once. (CUDA driver API, "API synchronization behavior".) Device memory is
-    kept for the next plan on the same stream, where work runs in order.
+    Attributes
+    ----------
+    values : list of int32 array
+        One per table.
+    parts : tuple of int32 Tensor
+        Where each goes on the device.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._stream = None
-        self._host = self._there = torch.empty(0, dtype=torch.int32)
-        self._values = self._host.numpy()
-        self._parts: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
-
-    def __call__(self, tables: tuple, host: list[np.ndarray | None], stream: int | None) -> list:
-        """`tables` (None stays None) on the device; `host` are the same as arrays, where they are on the host."""
-        if self.device.type != "cuda":
-            return [None if t is None else t.to(self.device, torch.int32).contiguous() for t in tables]
-        counts = tuple([0 if values is None else len(values) for values in host])
+    def __init__(self, counts: tuple[int, ...], device: torch.device):
+        self.counts = counts
         total = sum(counts)
-        if total:
-            parts = self._send(host, counts, total, stream)
-        return [
-            parts[i] if values is not None else self._as_it_is(table)
-            for i, (table, values) in enumerate(zip(tables, host, strict=True))
-        ]
+        self._host = torch.empty(total, dtype=torch.int32)
+        flat, self._from = self._host.numpy(), self._host.data_ptr()
+        ends = np.cumsum(counts).tolist()
+        self.values = [flat[end - n : end] for n, end in zip(counts, ends, strict=True)]
+        self._places = [self._from + 4 * (end - n) for n, end in zip(counts, ends, strict=True)]
+        self._steps = [np.empty(max(n - 1, 0), dtype=np.int32) for n in counts]
+        self._bytes = 4 * total
+        self.parts: tuple[torch.Tensor, ...] = ()
+        if device.type == "cuda" and total:
+            there = torch.empty(total, dtype=torch.int32, device=device)
+            self.parts, self._to = there.split(counts), there.data_ptr()
 
-    def copy_into(self, buffer: torch.Tensor, values: np.ndarray, stream: int) -> None:
-        """Fill a whole device buffer from the host; its end repeats the last value."""
-        n = len(values)
-        if not len(buffer):
-            return
-        self._reserve_host(len(buffer))
-        self._values[:n] = values
-        self._values[n : len(buffer)] = values[-1]
-        driver.copy_to_device(buffer.data_ptr(), self._host.data_ptr(), 4 * len(buffer), stream)
+    def take(self, i: int, table: torch.Tensor) -> None:
+        """Copy a host table in. Where it is shorter than its room, its last value is repeated."""
+        values, n = self.values[i], table.shape[0]
+        if table.dtype == torch.int32 and table.is_contiguous():
+            ctypes.memmove(self._places[i], table.data_ptr(), 4 * n)
+        else:
+            values[:n] = table.numpy()
+        if n < self.counts[i]:
+            values[n:] = values[n - 1] if n else 0
 
-    def _send(self, host, counts, total: int, stream: int) -> tuple[torch.Tensor, ...]:
-        self._reserve_host(total)
-        if stream != self._stream or total > self._there.shape[0]:
-            self._there = torch.empty(1 << (total - 1).bit_length(), dtype=torch.int32, device=self.device)
-            self._stream = stream
-            self._parts.clear()
-        parts = self._parts.get(counts)
-        if parts is None:
-            if len(self._parts) == 64:
-                self._parts.clear()
-            parts = self._parts[counts] = self._there[:total].split(counts)
-        at = 0
-        for values in host:
-            if values is not None:
-                self._values[at : at + len(values)] = values
-                at += len(values)
-        driver.copy_to_device(self._there.data_ptr(), self._host.data_ptr(), 4 * total, stream)
-        return parts
+    def check_indptr(self, i: int, most: int | None = None, what: str = "") -> int:
+        """Check offsets: from 0 and not decreasing, up to `most`, which is `what`. Returns the longest step."""
+        values, steps = self.values[i], self._steps[i]
+        np.subtract(values[1:], values[:-1], out=steps)
+        # As unsigned, a negative step is larger than any other.
+        longest = int(np.maximum.reduce(steps.view(np.uint32), initial=0))
+        if values[0] != 0 or longest >> 31 or (most is not None and values[-1] > most):
+            check_indptr(NAMES[i], values, most, what)
+        return longest
 
-    def _reserve_host(self, total: int) -> None:
-        if total > self._host.shape[0]:
-            self._host = torch.empty(1 << (total - 1).bit_length(), dtype=torch.int32)
-            self._values = self._host.numpy()
+    def send(self, stream: int) -> None:
+        """Copy all to the device, in the order of the stream.
 
-    def _as_it_is(self, table: torch.Tensor | None) -> torch.Tensor | None:
-        if table is None:
-            return None
-        if table.device != self.device:
-            require(False, "table", f"a tensor on {table.device}", f"the host, or {self.device}")
-        return table if table.dtype == torch.int32 and table.is_contiguous() else table.to(torch.int32).contiguous()
+        The copy is from pageable memory, which the driver has read when it returns, without waiting for the device: the
+        host side is free for the next plan at once. (CUDA driver API, "API synchronization behavior".)
+        """
+        driver.copy_to_device(self._to, self._from, self._bytes, stream)
+
+    def send_into(self, i: int, buffer: torch.Tensor, stream: int) -> None:
+        """Copy one table to the begin of a device buffer."""
+        if self.counts[i]:
+            driver.copy_to_device(buffer.data_ptr(), self._places[i], 4 * self.counts[i], stream)

@@ -16,7 +16,10 @@ from flashinfer.ops.attention.kind import Kind, kind_of
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.problem import Table, alibi_slopes
 from flashinfer.ops.attention.request import Limits, Options, Request, tile_rows
-from flashinfer.ops.attention.tables import Upload
+from flashinfer.ops.attention.tables import KV_INDPTR, NAMES, QO_INDPTR, Stage
+
+# Lengths of tables that room is kept for: those of an engine's batch sizes.
+_MOST_STAGES = 256
 
 
 @dataclass
@@ -69,7 +72,8 @@ class AttentionWrapper:
         self._buffers = buffers or GraphBuffers()
         self._batch: Batch | None = None
         self._scratch: torch.Tensor | None = None
-        self._upload = Upload(self.device)
+        self._debug = env.DEBUG.is_on()
+        self._stages: dict[tuple, Stage] = {}
         # Constants on the device, by stream: work on another may not have written them yet.
         self._uniform: dict[tuple, torch.Tensor] = {}
         self._alibi: dict[tuple, torch.Tensor] = {}
@@ -122,44 +126,78 @@ class AttentionWrapper:
         if self.device.type == "cuda" and torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
                 return self._plan(request)
-        debug = env.DEBUG.is_on()
-        request.check(debug)
-        old, stream = self._batch, self._look_at_stream(request)
-        if self._use_cuda_graph:
-            table = self._fill_buffers(request, stream)
-        else:
-            table = Table(*self._upload(request.tables, request.host, stream))
+        counts = request.lengths_on_host()
+        stream = self._look_at_stream(counts)
+        old, graph = self._batch, self._use_cuda_graph
+        table = self._fill_buffers(request, counts, stream) if graph else self._bring(request, counts, stream)
         if request.q_len:
             table.qo_indptr = self._uniform_indptr(table.kv_indptr.shape[0] - 1, request.q_len, stream)
         self._add_mask(request, table)
         options, limits = request.options, limits_of(request, table)
         rows = tile_rows(request.q_len or request.longest_q, options.group)
-        if self._use_cuda_graph and old is not None:
+        if graph and old is not None:
             rows = old.kind.problem.rows
         kind = kind_of(options, rows, table.mask is not None, self.device, self._backend)
-        if self._use_cuda_graph and old is not None:
+        if graph and old is not None:
             kind, limits = self._captured(request, kind, limits)
         # The buffers of the last plan serve this one where work runs in order: on one stream, outside a capture.
-        ordered = self._use_cuda_graph or (stream == self._stream and not self._capturing)
-        reused = old if ordered and old is not None and old.kind is kind else None
+        ordered = graph or (stream == self._stream and not self._capturing)
         self._stream = None if self._capturing else stream
-        slopes = self._slopes(options, stream) if options.pos_encoding_mode == "ALIBI" else None
-        self._batch = Batch(request, table, kind, limits, self._partials, slopes, debug)
-        self._batch.schedule(reused)
-        self._publish(request, table)
+        if not ordered or old is None or old.kind is not kind:
+            slopes = self._slopes(options, stream) if options.pos_encoding_mode == "ALIBI" else None
+            self._batch = Batch(kind, self._partials, slopes, self._debug)
+        self._batch.fill(request, table, limits)
+        self._publish(options, table)
 
-    def _look_at_stream(self, request: Request) -> int | None:
+    def _look_at_stream(self, counts: tuple[int, ...]) -> int | None:
         """The current stream. Notes whether it is captured: a graph reads the tables again at every replay."""
         if self.device.type != "cuda":
             return None
         self._capturing = torch.cuda.is_current_stream_capturing()
-        if self._capturing and any(values is not None for values in request.host):
+        if self._capturing and any(counts):
             require(False, "plan", "tables on the host in a captured stream", f"tables on {self.device}")
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
-    def _publish(self, request: Request, table: Table) -> None:
+    def _take(self, request: Request, lengths: tuple[int, ...], stream: int | None) -> Stage:
+        """Check tables that are on the host, in room that is kept for the next plan of such lengths on the stream."""
+        stage = self._stages.get((lengths, stream))
+        if stage is None:
+            if len(self._stages) >= _MOST_STAGES:
+                self._stages.clear()
+            # In CUDA-graph mode the buffers are the caller's.
+            device = torch.device("cpu") if self._use_cuda_graph else self.device
+            stage = self._stages[lengths, stream] = Stage(lengths, device)
+        for i, table in enumerate(request.tables):
+            if lengths[i]:
+                stage.take(i, table)
+        request.check(stage)
+        if self._debug:
+            # Looking at tables on a GPU waits for it.
+            everything = Stage(tuple(0 if t is None else t.shape[0] for t in request.tables), torch.device("cpu"))
+            for i, table in enumerate(request.tables):
+                if table is not None:
+                    everything.take(i, table.cpu())
+            request.check(everything)
+        return stage
+
+    def _bring(self, request: Request, counts: tuple[int, ...], stream: int | None) -> Table:
+        """The request's tables as int32 on the compute device; those on the host in one copy."""
+        stage = self._take(request, counts, stream)
+        if stage.parts:
+            stage.send(stream)
+        tables = []
+        for i, table in enumerate(request.tables):
+            if stage.parts and counts[i]:
+                table = stage.parts[i]
+            elif table is not None and (table.device != self.device or table.dtype != torch.int32):
+                require(not table.is_cuda or table.device == self.device, NAMES[i], f"a tensor on {table.device}",
+                        f"the host, or {self.device}")  # fmt: skip
+                table = table.to(self.device, torch.int32)
+            tables.append(table if table is None or table.is_contiguous() else table.contiguous())
+        return Table(*tables)
+
+    def _publish(self, options: Options, table: Table) -> None:
         """What engines read on, and assert of, a planned wrapper."""
-        options = request.options
         self._window_left = options.window_left
         self._logits_soft_cap = options.logits_soft_cap or 0.0
         self._sm_scale = options.sm_scale
@@ -220,29 +258,29 @@ class AttentionWrapper:
             self._alibi[key] = slopes.to(self.device, non_blocking=True)
         return self._alibi[key]
 
-    def _fill_buffers(self, request: Request, stream: int | None) -> Table:
+    def _fill_buffers(self, request: Request, counts: tuple[int, ...], stream: int | None) -> Table:
         """The tables in the fixed buffers. Requests past the batch are empty."""
         fixed = self._buffers
         most = fixed.kv_indptr.shape[0] - 1
         require(request.batch_size <= most, "batch_size", request.batch_size, f"at most {most}, what the CUDA-graph "
                 "buffers hold")  # fmt: skip
         buffers = (fixed.qo_indptr, fixed.kv_indptr, fixed.last_page_len, fixed.kv_indices)
-        names = ("qo_indptr", "kv_indptr", "last_page_len", "kv_indices")
-        for name, buffer, given in zip(names, buffers, request.tables, strict=True):
-            if given is not None:
-                n, most = given.shape[0], buffer.shape[0]
-                require(n <= most, name, f"{n} elements", f"at most {most}, the buffer's length")
-        for buffer, given, values in zip(buffers, request.tables, request.host, strict=True):
+        for name, buffer, given in zip(NAMES, buffers, request.tables, strict=True):
+            if given is not None and given.shape[0] > buffer.shape[0]:
+                require(False, name, f"{given.shape[0]} elements", f"at most {buffer.shape[0]}, the buffer's length")
+        padded = (QO_INDPTR, KV_INDPTR)
+        lengths = tuple([buffers[i].shape[0] if n and i in padded else n for i, n in enumerate(counts)])
+        stage = self._take(request, lengths, stream)
+        for i, (buffer, given) in enumerate(zip(buffers, request.tables, strict=True)):
             if given is None:
                 continue
-            padded = buffer is fixed.qo_indptr or buffer is fixed.kv_indptr
-            n = given.shape[0]
-            if values is not None and self.device.type == "cuda":
-                self._upload.copy_into(buffer if padded else buffer[:n], values, stream)
+            if counts[i] and self.device.type == "cuda":
+                stage.send_into(i, buffer, stream)
                 continue
+            n = given.shape[0]
             if buffer.data_ptr() != given.data_ptr():
                 buffer[:n].copy_(given, non_blocking=True)
-            if padded and n < buffer.shape[0]:
+            if i in padded and n < buffer.shape[0]:
                 buffer[n:].copy_(buffer[n - 1 : n].expand(buffer.shape[0] - n))
         return Table(*buffers)
 
@@ -283,9 +321,8 @@ class AttentionWrapper:
             self._check_captured(kind)
         stream = None if self.device.type != "cuda" else torch._C._cuda_getCurrentRawStream(self.device.index)
         slopes = self._slopes(changed, stream) if changed.pos_encoding_mode == "ALIBI" else None
-        request = replace(old.request, options=changed)
-        self._batch = Batch(request, old.table, kind, old.limits, self._partials, slopes, old.debug)
-        self._batch.schedule()
+        self._batch = Batch(kind, self._partials, slopes, self._debug)
+        self._batch.fill(replace(old.request, options=changed), old.table, old.limits)
 
     def end_forward(self) -> None:
         """Kept for callers of older versions; there is nothing to release."""
