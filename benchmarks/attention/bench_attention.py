@@ -19,8 +19,6 @@ from through_api import Runner, host_call
 
 from flashinfer.testing.bench import Case, Target, Work, host_clock, reported
 
-PEER = "flashinfer"
-
 
 def cases(device: torch.device) -> Iterator[Case]:
     """Prefill, decode and host rows; small ones on a CPU."""
@@ -38,12 +36,14 @@ def outside(names: list[str], device: torch.device, peer: str | None) -> dict:
     dict
         `versions` of what ran, and `rows`: case name to {peer name: {"us"} or {"error"}}.
     """
+    versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     if peer is None:
-        return {"versions": {}, "rows": {name: {PEER: {"error": "not installed"}} for name in names}}
+        return {"versions": versions, "rows": {name: {"flashinfer": {"error": "not installed"}} for name in names}}
     if device.type == "cuda":
         torch.cuda.empty_cache()
     request = json.dumps({"device": str(device), "names": names})
-    return processes.python("peer_flashinfer.py", path=peer, send=request, FLASHINFER_DISABLE_VERSION_CHECK="1")
+    answer = processes.python("peer_flashinfer.py", path=peer, send=request, FLASHINFER_DISABLE_VERSION_CHECK="1")
+    return {"versions": versions | answer["versions"], "rows": answer["rows"]}
 
 
 def _attention(a: workload.Attention, device: torch.device) -> Work:

@@ -31,7 +31,6 @@ from through_api import Runner, host_call
 # Its name for a way -> backend, and whether its decode wrapper uses tensor cores. FA3 has no decode of several tokens.
 WAYS = {"fa2": ("fa2", True), "fa3": ("fa3", True), "fa2 without tensor cores": ("fa2", False)}
 
-
 # One process serves the rows of all first calls.
 _first_call = functools.cache(processes.first_call)
 

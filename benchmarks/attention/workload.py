@@ -75,7 +75,6 @@ class Tensors:
 
     q: torch.Tensor
     keys: tuple[torch.Tensor, ...]
-    out: torch.Tensor
     qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor | None = None
@@ -90,19 +89,23 @@ def tensors(a: Attention, device: torch.device) -> Tensors:
         values = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
         return values.to(dtype(name))
 
-    rows = a.requests * a.q_len
     batch = torch.arange(a.requests + 1, dtype=torch.int32)
-    q = normal((rows, a.qo_heads, a.head_dim_qk), a.q_dtype)
-    out = torch.empty(rows, a.qo_heads, a.head_dim_vo, dtype=torch.bfloat16, device=device)
+    q = normal((a.requests * a.q_len, a.qo_heads, a.head_dim_qk), a.q_dtype)
     if not a.page_size:
         dims = (a.head_dim_qk, a.head_dim_vo)
         keys = tuple(normal((a.requests * a.kv_len, a.kv_heads, dim), a.kv_dtype) for dim in dims)
-        return Tensors(q, keys, out, batch * a.q_len, batch * a.kv_len)
+        return Tensors(q, keys, batch * a.q_len, batch * a.kv_len)
     count = a.requests * a.pages
     cache = normal((count, 2, a.page_size, a.kv_heads, a.head_dim_qk), a.kv_dtype)
     indices = torch.randperm(count, generator=generator, device=device).int()
     last = torch.full((a.requests,), a.kv_len - (a.pages - 1) * a.page_size, dtype=torch.int32)
-    return Tensors(q, (cache,), out, batch * a.q_len, batch * a.pages, indices, last)
+    return Tensors(q, (cache,), batch * a.q_len, batch * a.pages, indices, last)
+
+
+def poisoned_out(a: Attention, device: torch.device) -> torch.Tensor:
+    """Where a result goes: bfloat16, NaN until it is written, so that what another kernel left is not taken for it."""
+    shape = (a.requests * a.q_len, a.qo_heads, a.head_dim_vo)
+    return torch.full(shape, torch.nan, dtype=torch.bfloat16, device=device)
 
 
 def rows_of_keys(a: Attention, t: Tensors, request: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ import torch
 
 _LAUNCH_CYCLES = 600_000  # about 0.3 ms, longer than any Python launch
 _ESTIMATE_ITERS = 5
+_REPEAT_MS = 50
 _GRAPH_BELOW_MS = 1.0  # a longer kernel hides its launch, and ten of it in a graph only take longer to measure
 
 
@@ -202,21 +203,22 @@ def host_time_us(fn: Callable, repeat: int = 200) -> float:
     return median(times) * 1e6
 
 
-def time_us(fn: Callable, inputs: tuple, device: torch.device, repeat_time_ms: float = 50) -> float:
+def time_us(fn: Callable, inputs: tuple, device: torch.device, graph: bool | None = None) -> float:
     """Median microseconds of `fn(*inputs)` on `device` with a cold L2; on a CPU, of wall time.
 
-    Short kernels are timed in a CUDA graph, those that take `_GRAPH_BELOW_MS` or more one by one between events.
+    `graph` says whether a CUDA graph times it; by default one does where a call is shorter than `_GRAPH_BELOW_MS`, and
+    events do elsewhere.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
-            once = median(bench_gpu_time(fn, input_args=inputs, dry_run_iters=0, repeat_iters=1))
-            graph = once < _GRAPH_BELOW_MS
+            if graph is None:
+                graph = bench_gpu_time(fn, input_args=inputs, dry_run_iters=0, repeat_iters=1)[0] < _GRAPH_BELOW_MS
             times = bench_gpu_time(
-                fn, input_args=inputs, use_cuda_graph=graph, dry_run_time_ms=10, repeat_time_ms=repeat_time_ms
+                fn, input_args=inputs, use_cuda_graph=graph, dry_run_time_ms=10, repeat_time_ms=_REPEAT_MS
             )
         return median(times) * 1e3
     fn(*inputs)
-    times, until = [], time.perf_counter() + repeat_time_ms / 1e3
+    times, until = [], time.perf_counter() + _REPEAT_MS / 1e3
     while len(times) < 3 or time.perf_counter() < until:
         start = time.perf_counter()
         fn(*inputs)
@@ -239,13 +241,9 @@ def ceilings(device: torch.device) -> dict[str, float]:
     on_gpu = device.type == "cuda"
     count = 1 << (31 if on_gpu else 26)
     source = torch.empty(count, dtype=torch.uint8, device=device)
-    copies = (lambda a, b: b.copy_(a), (source, torch.empty_like(source)))
-    if on_gpu:
-        # between events: in a graph a copy is a node of its own kind, which reaches two thirds of the bandwidth
-        with torch.cuda.device(device):
-            copy_us = median(bench_gpu_time(copies[0], input_args=copies[1])) * 1e3
-    else:
-        copy_us = time_us(*copies, device)
+    target = torch.empty_like(source)
+    # on a GPU this takes a millisecond or so; in a graph a copy of this size reaches two thirds of what it does alone
+    copy_us = time_us(lambda a, b: b.copy_(a), (source, target), device, graph=False)
     n = 8192 if on_gpu else 1024
     a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
     matmul_us = time_us(torch.matmul, (a, b), device)

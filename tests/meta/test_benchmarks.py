@@ -51,12 +51,12 @@ def test_operations_and_bytes_are_those_of_a_count(case):
     assert workload.visible_pairs(a) == pairs
     assert workload.flops(a) == pairs * a.qo_heads * (2 * a.head_dim_qk + 2 * a.head_dim_vo)
     keys = a.requests * a.kv_len * a.kv_heads * (a.head_dim_qk + a.head_dim_vo) * t.keys[0].itemsize
-    assert workload.moved_bytes(a) == keys + t.q.nbytes + t.out.nbytes
+    assert workload.moved_bytes(a) == keys + t.q.nbytes + workload.poisoned_out(a, t.q.device).nbytes
 
 
 def loops(workload, a, t):
     """float64 attention, row by row."""
-    out = torch.empty(t.out.shape, dtype=torch.float64)
+    out = torch.empty(len(t.q), a.qo_heads, a.head_dim_vo, dtype=torch.float64)
     for request in range(a.requests):
         k, v = workload.rows_of_keys(a, t, request)
         for row in range(a.q_len):
@@ -88,6 +88,17 @@ def test_a_wrong_result_is_seen(case):
                 check(wrong)
     with pytest.raises(AssertionError, match="wrong result"):
         check(1.05 * out)
+
+
+def test_what_is_not_written_is_seen(case, attention):
+    workload, a, t = case
+    check = partial(workload.check, a, workload.truth(a, t))
+    run = attention("through_api").Runner(a, t, "auto")
+    with pytest.raises(AssertionError, match="wrong result"):
+        check(run.inputs[-1])
+    check(run(*run.inputs))
+    with pytest.raises(AssertionError, match="wrong result"):
+        check(attention("through_api").Runner(a, t, "auto").inputs[-1])
 
 
 def test_every_tile_of_long_queries_is_checked(attention):
