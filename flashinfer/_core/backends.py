@@ -11,7 +11,7 @@ ANY = None
 
 VARIANTS_OF = {
     "auto": ANY,
-    "fa2": ("portable", "reference"),
+    "fa2": ("sm80", "portable", "reference"),
     "fa3": ("sm90",),
     "cudnn": ANY,
     "cudnn-native": ANY,
@@ -23,13 +23,21 @@ VARIANTS_OF = {
     # our own names
     "reference": ("reference",),
     "portable": ("portable",),
+    "sm80": ("sm80",),
     "sm90": ("sm90",),
     "sm100": ("sm100",),
     "sm120": ("sm120",),
 }
 
 # What a wrapper reports as its backend: engines compare it with upstream's strings.
-REPORTED_AS = {"reference": "fa2", "portable": "fa2", "sm90": "fa3", "sm100": "trtllm-gen", "sm120": "fa2"}
+REPORTED_AS = {
+    "reference": "fa2",
+    "portable": "fa2",
+    "sm80": "fa2",
+    "sm90": "fa3",
+    "sm100": "trtllm-gen",
+    "sm120": "fa2",
+}
 
 
 def variants_of(backend: str) -> tuple[str, ...] | None:

@@ -22,8 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 __all__ = [
     "GluonASTSource",
-    "async_copy",
     "block_barrier",
+    "cp_async",
+    "cp_async_commit",
+    "cp_async_wait",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -38,6 +40,11 @@ __all__ = [
     "warpgroup_mma_wait",
 ]
 
+# (shared memory, pointers, mask): cp.async; elements that are masked off become zeros.
+cp_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+cp_async_commit = async_copy.commit_group
+# (pendings): at most so many committed groups are on their way.
+cp_async_wait = async_copy.wait_group
 # (descriptor, coordinates, barrier, shared memory, pred=True): signals the barrier when the bytes are there.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 # (descriptor, coordinates, shared memory)

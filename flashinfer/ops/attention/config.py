@@ -26,6 +26,8 @@ class Config:
         Partial results read at a time, and rows per program, when split tiles are combined.
     programs_per_sm : int
         Work items that should be in flight on one multiprocessor: what work is split for.
+    least_piece : int
+        Keys that a piece should have at least, however idle the chip.
     """
 
     block_m: int
@@ -36,6 +38,7 @@ class Config:
     combine_pieces: int
     combine_rows: int
     programs_per_sm: int
+    least_piece: int
 
 
 SIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1}
@@ -96,6 +99,7 @@ def choose(p: Problem, target: Target) -> Config:
         combine_pieces=pieces,
         combine_rows=rows,
         programs_per_sm=4 if block_m <= 32 else 2,
+        least_piece=block_n,
     )
 
 

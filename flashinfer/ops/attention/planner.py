@@ -30,7 +30,8 @@ class ScheduleConfig:
 
 
 def build_schedule(p: ScheduleProblem, c: ScheduleConfig) -> Build:
-    names = ("batch", "kv_heads", "group", "tile_rows", "page_size", "window_left", "grain", "share", "fixed_chunk")
+    names = ("batch", "kv_heads", "group", "tile_rows", "page_size", "window_left", "grain", "least", "share",
+             "fixed_chunk")  # fmt: skip
     types = dict(items="*i32:16", splits="*i32:16", counts="*i32", arrivals="*i32", qo_indptr="*i32")
     types.update(kv_indptr="*i32", last_page_len="*i32", **{name: "i32" for name in names})
     constants = dict(PAGED=p.paged, FIXED=p.fixed, BLOCK=c.block, LANES=c.lanes)
@@ -125,10 +126,12 @@ def hold(problem: Problem, config, table: Table, schedule: Schedule, how: Splitt
     fill = schedule_launch.prepare(
         ScheduleProblem(bool(problem.page_size), bool(how.fixed_chunk)), ScheduleConfig(), schedule.items.device
     )
+    # A kernel of long query tiles names no least piece: a block of keys is work enough.
+    least = getattr(config, "least_piece", config.block_n)
     arguments = (
         schedule.items, schedule.splits, schedule.counts, schedule.arrivals, table.qo_indptr, table.kv_indptr,
         table.last_page_len, table.batch_size, schedule.num_kv_heads, problem.group, config.block_m,
-        max(problem.page_size, 1), window_left, config.block_n, how.share, how.fixed_chunk,
+        max(problem.page_size, 1), window_left, config.block_n, least, how.share, how.fixed_chunk,
     )  # fmt: skip
     return fill.hold((table.batch_size, 1, 1), arguments, ("qo_indptr", "kv_indptr", "last_page_len"))
 

@@ -15,7 +15,7 @@ from flashinfer.ops.attention.request import Limits
 from flashinfer.testing import generate
 
 CONFIG = Config(block_m=16, block_n=16, num_warps=4, num_stages=2, native_fp8=False, combine_pieces=16, combine_rows=1,
-                programs_per_sm=2)  # fmt: skip
+                programs_per_sm=2, least_piece=16)  # fmt: skip
 
 
 def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=None):

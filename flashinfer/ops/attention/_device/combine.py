@@ -37,13 +37,17 @@ def combine_rows(
         top = tl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
     total = tl.where(top == float("-inf"), 0.0, 1.0)
     acc = tl.where(there, 0.0, 0.0)
+    first_row = (first_slot.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M
+    partial_lse += first_row
+    partial_out += first_row * D_VO
     for start in range(0, pieces, PIECES):
-        slot = (first_slot + start + piece).to(tl.int64)
-        at = (slot * num_kv_heads + kv_head) * BLOCK_M + row
+        # From the tile's first slot; its pieces are fewer than 2^31 rows apart.
+        at = (start + piece) * (num_kv_heads * BLOCK_M) + row
         ok = (start + piece < pieces) & row_ok
         # Written by other multiprocessors, in this very launch it may be: L1 is passed by.
         s = tl.load(partial_lse + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
-        x = tl.load(partial_out + at[:, :, None] * D_VO + d, mask=ok[:, :, None] & there, other=0, cache_modifier=".cg")
+        rows = partial_out + (at.to(tl.int64) * D_VO)[:, :, None]
+        x = tl.load(rows + d, mask=ok[:, :, None] & there, other=0, cache_modifier=".cg")
         new_top = tl.maximum(top, tl.max(s, 0, keep_dims=True))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(s - base)

@@ -75,6 +75,7 @@ def schedule_kernel(
     page_size,
     window_left,
     grain,
+    least,
     share,
     fixed_chunk,
     PAGED: tl.constexpr,
@@ -85,7 +86,8 @@ def schedule_kernel(
     """One program per request: writes its work items and, for split tiles, the records that combine them.
 
     `share` is the number of work items per KV head that fills the chip: total work (tiles x keys) over it is the length
-    of a piece. 0 leaves every request whole. Every program reads all lengths, so that offsets need no second launch.
+    of a piece, but at least `least` keys. 0 leaves every request whole. Every program reads all lengths, so that
+    offsets need no second launch.
     """
     i = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -102,7 +104,7 @@ def schedule_kernel(
         total = tl.sum(work, 0)
         # Without splitting, a piece is as long as any request can be.
         chunk = tl.where(share > 0, (total + share - 1) // tl.maximum(share, 1), 1 << 30).to(tl.int32)
-        chunk = tl.maximum((chunk + grain - 1) // grain * grain, grain)
+        chunk = tl.maximum((chunk + grain - 1) // grain * grain, least)
 
     item_at = tl.zeros([BLOCK], tl.int32)
     slot_at = tl.zeros([BLOCK], tl.int32)

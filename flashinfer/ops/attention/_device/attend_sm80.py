@@ -1,0 +1,312 @@
+"""Attention over few query rows, from Ampere on: a ring of key and value blocks in shared memory, filled by cp.async.
+
+Few rows mean that memory is the bound, so all that matters is that enough bytes are on their way at any time, from the
+first microsecond to the last. Page ids are therefore loaded a lap of the ring ahead, and the prologue fills the whole
+ring before it waits for anything.
+
+Along keys the warps of a block are independent: each has keys of its own in every block of keys and its own running
+maximum, sum and accumulator, which are merged once, at the end. A tile is [WARPS_N, rows, keys of a warp].
+"""
+
+from flashinfer._core.gluon_compat import (
+    block_barrier,
+    cp_async,
+    cp_async_commit,
+    cp_async_wait,
+    gl,
+    gluon,
+    mma_v2,
+)
+from flashinfer.ops.attention._device.combine import combine_if_last
+from flashinfer.ops.attention._device.kv_source import fit_half, offsets_in, page_ids, widen
+from flashinfer.ops.attention._device.logits import LOG2E, transform_at, visible_at
+from flashinfer.ops.attention._device.schedule import (
+    ITEM_FIRST_SLOT,
+    ITEM_KV_BASE,
+    ITEM_KV_BEGIN,
+    ITEM_KV_END,
+    ITEM_KV_LEN,
+    ITEM_PIECES,
+    ITEM_Q_LEN,
+    ITEM_Q_ROW,
+    ITEM_REQUEST,
+    ITEM_SLOT,
+    ITEM_TILE_ROW,
+    ITEM_WIDTH,
+)
+
+
+@gluon.constexpr_function
+def _ring(columns: int, bits: int):
+    """Layout of one slot: 16-byte units swizzled so that 8 rows of a matrix fragment lie in different banks."""
+    vec = 128 // bits
+    per_phase = max(1, 8 * vec // columns)
+    return gl.SwizzledSharedLayout(vec, per_phase, max(1, min(8, columns // vec)), [2, 1, 0])
+
+
+@gluon.jit
+def _fill(smem, x, ids, first, row, d, end, kv_base, stride_page, stride_n, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
+          ONE_PAGE: gl.constexpr):  # fmt: skip
+    """Start copying keys `first + row` of each warp into a slot of the ring. Those from `end` on become zeros."""
+    if ONE_PAGE:
+        # What depends on the row is the same for every block.
+        at = offsets_in(ids, first, kv_base, stride_page, stride_n, PAGE_SIZE)
+        source = (x + row.to(gl.int64) * stride_n + d) + at
+    else:
+        source = x + offsets_in(ids, first + row, kv_base, stride_page, stride_n, PAGE_SIZE) + d
+    cp_async(smem, source, mask=(first + row < end) & (d < D))
+
+
+@gluon.jit
+def _ids(kv_indices, kv_base, first, row, end, PAGE_SIZE: gl.constexpr, ONE_PAGE: gl.constexpr):
+    at = first if ONE_PAGE else first + row
+    return page_ids(at, at < end, kv_base, kv_indices, PAGE_SIZE)
+
+
+@gluon.jit
+def attend_sm80_kernel(
+    q, k, v, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask, mask_indptr,
+    sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads,
+    q_stride_n, q_stride_h, k_stride_page, k_stride_n, k_stride_h, v_stride_page, v_stride_n, v_stride_h,
+    o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left,
+    GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    D_QK: gl.constexpr, D_VO: gl.constexpr, D_QK_PAD: gl.constexpr, D_VO_PAD: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr,
+    KV_DTYPE: gl.constexpr, NATIVE_FP8: gl.constexpr, COMPUTE: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr, ALIBI: gl.constexpr,
+    SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
+    PIECES: gl.constexpr, COMBINE_ROWS: gl.constexpr,
+):  # fmt: skip
+    """One program per (work item, KV head); heads vary fastest, since heads of one token are neighbours in a page."""
+    WARPS: gl.constexpr = gl.num_warps()
+    WARPS_M: gl.constexpr = WARPS // WARPS_N
+    STEP: gl.constexpr = BLOCK_N // WARPS_N
+    dtype: gl.constexpr = k.dtype.element_ty
+    FP8: gl.constexpr = dtype == gl.uint8
+    VEC: gl.constexpr = 128 // dtype.primitive_bitwidth
+    # Of FP8 values, 2 bytes are what transposed reads of shared memory move: two columns of a row.
+    PER_COLUMN: gl.constexpr = 2 if FP8 else 1
+    COLUMNS: gl.constexpr = D_VO_PAD // PER_COLUMN
+    TILE: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[WARPS_N, WARPS_M, 1], instr_shape=[1, 16, 8]
+    )
+    # A lane reads 4 bytes of keys at once: of FP8, 4 elements along head_dim.
+    QK_LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 4 if FP8 else 2)
+    QK_RIGHT: gl.constexpr = gl.DotOperandLayout(1, TILE, 4 if FP8 else 2)
+    PV_LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
+    PV_RIGHT: gl.constexpr = gl.DotOperandLayout(1, TILE, 2)
+    K_RING: gl.constexpr = _ring(D_QK_PAD, dtype.primitive_bitwidth)
+    V_RING: gl.constexpr = _ring(COLUMNS, 16)
+    K_LANES: gl.constexpr = D_QK_PAD // VEC
+    V_LANES: gl.constexpr = COLUMNS // 8
+    K_COPY: gl.constexpr = gl.BlockedLayout([1, 1, VEC], [1, 32 // K_LANES, K_LANES], [WARPS_N, WARPS_M, 1], [2, 1, 0])
+    V_COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // V_LANES, V_LANES], [WARPS_N, WARPS_M, 1], [2, 1, 0])
+
+    item = gl.program_id(0) // num_kv_heads
+    kv_head = gl.program_id(0) % num_kv_heads
+    record = items + item * ITEM_WIDTH
+    q_row = gl.load(record + ITEM_Q_ROW, volatile=True)
+    q_len = gl.load(record + ITEM_Q_LEN, volatile=True)
+    kv_base = gl.load(record + ITEM_KV_BASE, volatile=True)
+    kv_len = gl.load(record + ITEM_KV_LEN, volatile=True)
+    tile_row = gl.load(record + ITEM_TILE_ROW, volatile=True)
+    kv_begin = gl.load(record + ITEM_KV_BEGIN, volatile=True)
+    kv_end = gl.load(record + ITEM_KV_END, volatile=True)
+    slot = gl.load(record + ITEM_SLOT, volatile=True)
+    first_slot = gl.load(record + ITEM_FIRST_SLOT, volatile=True)
+    pieces = gl.load(record + ITEM_PIECES, volatile=True)
+    # Volatile, so that the compiler does not put off the loads until it knows that there is an item.
+    if item >= gl.load(counts):
+        return
+
+    # Keys this tile sees, from a boundary of what a warp takes on, and among them those that all of its rows see.
+    first_pos = tile_row // GROUP + kv_len - q_len
+    last_pos = gl.minimum((tile_row + BLOCK_M - 1) // GROUP, q_len - 1) + kv_len - q_len
+    begin = kv_begin
+    end = kv_end
+    plain_begin = kv_begin
+    plain_end = kv_end
+    if WINDOW:
+        begin = gl.maximum(begin, first_pos - window_left)
+        plain_begin = gl.maximum(plain_begin, last_pos - window_left)
+    if CAUSAL:
+        end = gl.minimum(end, last_pos + 1)
+        plain_end = gl.minimum(plain_end, first_pos + 1)
+    if CUSTOM:
+        plain_end = begin
+    begin = begin // STEP * STEP
+
+    if FP8:
+        v = v.to(gl.pointer_type(gl.int16), bitcast=True)
+        v_stride_page, v_stride_n, v_stride_h = v_stride_page // 2, v_stride_n // 2, v_stride_h // 2
+    k += kv_head.to(gl.int64) * k_stride_h
+    v += kv_head.to(gl.int64) * v_stride_h
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, WARPS_N, STEP, D_QK_PAD], K_RING)
+    v_smem = gl.allocate_shared_memory(v.dtype.element_ty, [STAGES, WARPS_N, STEP, COLUMNS], V_RING)
+    k_first = gl.arange(0, WARPS_N, gl.SliceLayout(1, gl.SliceLayout(2, K_COPY)))[:, None, None] * STEP + begin
+    k_row = gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(2, K_COPY)))[None, :, None]
+    k_d = gl.arange(0, D_QK_PAD, gl.SliceLayout(0, gl.SliceLayout(1, K_COPY)))[None, None, :]
+    v_first = gl.arange(0, WARPS_N, gl.SliceLayout(1, gl.SliceLayout(2, V_COPY)))[:, None, None] * STEP + begin
+    v_row = gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(2, V_COPY)))[None, :, None]
+    v_d = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, V_COPY)))[None, None, :]
+
+    # One page id is enough for a warp whose keys are all in one page. Those of a whole ring are asked for before any is
+    # waited for.
+    ONE_PAGE: gl.constexpr = PAGE_SIZE == 0 or PAGE_SIZE % STEP == 0
+    k_ids = ()
+    v_ids = ()
+    for stage in gl.static_range(STAGES):
+        k_ids += (_ids(kv_indices, kv_base, k_first + stage * BLOCK_N, k_row, end, PAGE_SIZE, ONE_PAGE),)
+        v_ids += (_ids(kv_indices, kv_base, v_first + stage * BLOCK_N, v_row, end, PAGE_SIZE, ONE_PAGE),)
+
+    row = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, QK_LEFT)))[None, :, None] + tile_row
+    d = gl.arange(0, D_QK_PAD, gl.SliceLayout(0, gl.SliceLayout(1, QK_LEFT)))[None, None, :]
+    q_at = (q_row + row // GROUP).to(gl.int64) * q_stride_n + (kv_head * GROUP + row % GROUP) * q_stride_h
+    q_tile = gl.load(q + q_at + d, mask=(row // GROUP < q_len) & (d < D_QK), other=0)
+
+    for stage in gl.static_range(STAGES - 1):
+        _fill(k_smem.index(stage), k, k_ids[stage], k_first, k_row, k_d, end, kv_base, k_stride_page, k_stride_n, D_QK,
+              PAGE_SIZE, ONE_PAGE)  # fmt: skip
+        _fill(v_smem.index(stage), v, v_ids[stage], v_first, v_row, v_d, end, kv_base, v_stride_page, v_stride_n,
+              D_VO // PER_COLUMN, PAGE_SIZE, ONE_PAGE)  # fmt: skip
+        cp_async_commit()
+        k_first += BLOCK_N
+        v_first += BLOCK_N
+    k_next = k_ids[STAGES - 1]
+    v_next = v_ids[STAGES - 1]
+
+    rows = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, TILE)))[None, :, None] + tile_row
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    row_ok = token < q_len
+    q_pos = token + kv_len - q_len
+    kv_pos = gl.arange(0, WARPS_N, gl.SliceLayout(1, gl.SliceLayout(2, TILE)))[:, None, None] * STEP
+    kv_pos += gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(1, TILE)))[None, None, :] + begin
+    scale = sm_scale
+    if q.dtype.element_ty == gl.bfloat16 and COMPUTE == gl.float16:
+        q_tile, unit = fit_half(q_tile, 2)
+        scale *= gl.convert_layout(unit, TILE)
+    if HEAD_SCALES:
+        scale *= gl.load(qk_scale + head, mask=row_ok, other=0.0)
+    q_tile, _ = gl.broadcast(q_tile, gl.zeros([WARPS_N, BLOCK_M, D_QK_PAD], COMPUTE, QK_LEFT))
+    slopes = scale
+    if ALIBI:
+        slopes = gl.load(alibi_slopes + head, mask=row_ok, other=0.0)
+    if CUSTOM:
+        mask += gl.load(mask_indptr + gl.load(record + ITEM_REQUEST)).to(gl.int64)
+
+    PER_ROW: gl.constexpr = gl.SliceLayout(2, TILE)
+    top = gl.full([WARPS_N, BLOCK_M], float("-inf"), gl.float32, PER_ROW)
+    total = gl.zeros([WARPS_N, BLOCK_M], gl.float32, PER_ROW)
+    # Of FP8 values, even and odd columns apart.
+    acc = gl.zeros([WARPS_N, BLOCK_M, COLUMNS], gl.float32, TILE)
+    odd = acc
+    full = 0
+    free = STAGES - 1
+    for start in range(begin, end, BLOCK_N):
+        cp_async_wait(STAGES - 2)
+        # The slot before this one is free: since the barrier, every warp is done with it.
+        block_barrier()
+        _fill(k_smem.index(free), k, k_next, k_first, k_row, k_d, end, kv_base, k_stride_page, k_stride_n, D_QK,
+              PAGE_SIZE, ONE_PAGE)  # fmt: skip
+        _fill(v_smem.index(free), v, v_next, v_first, v_row, v_d, end, kv_base, v_stride_page, v_stride_n,
+              D_VO // PER_COLUMN, PAGE_SIZE, ONE_PAGE)  # fmt: skip
+        cp_async_commit()
+        k_first += BLOCK_N
+        v_first += BLOCK_N
+        k_next = _ids(kv_indices, kv_base, k_first, k_row, end, PAGE_SIZE, ONE_PAGE)
+        v_next = _ids(kv_indices, kv_base, v_first, v_row, end, PAGE_SIZE, ONE_PAGE)
+
+        keys = k_smem.index(full).permute([0, 2, 1]).load(QK_RIGHT)
+        keys = widen(keys, KV_DTYPE, NATIVE_FP8, COMPUTE)
+        s = mma_v2(q_tile, keys, gl.zeros([WARPS_N, BLOCK_M, STEP], gl.float32, TILE))
+        s = transform_at(s, scale, soft_cap, slopes, kv_pos - q_pos, SOFT_CAP, ALIBI)
+        if (start < plain_begin) | (start + BLOCK_N > plain_end):
+            ok = visible_at(
+                token, q_pos, kv_pos, kv_end, kv_len, mask, row_ok, window_left, CAUSAL, WINDOW, CUSTOM
+            ) & (kv_pos >= kv_begin)  # fmt: skip
+            s = gl.where(ok, s, float("-inf"))
+        kv_pos += BLOCK_N
+        new_top = gl.maximum(top, gl.max(s, 2))
+        # Rows that have seen no key yet have top = -inf, and inf - inf is NaN.
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)
+        p = gl.exp2(s - base[:, :, None])
+        keep = gl.exp2(top - base)
+        total = total * keep + gl.sum(p, 2)
+        top = new_top
+        acc = acc * keep[:, :, None]
+        p = gl.convert_layout(p.to(COMPUTE), PV_LEFT)
+        values = v_smem.index(full).load(PV_RIGHT)
+        if FP8:
+            acc = mma_v2(p, widen(values.to(gl.uint8), KV_DTYPE, NATIVE_FP8, COMPUTE), acc)
+            values = (values >> 8).to(gl.uint8)
+            odd = mma_v2(p, widen(values, KV_DTYPE, NATIVE_FP8, COMPUTE), odd * keep[:, :, None])
+        else:
+            acc = mma_v2(p, values, acc)
+        free = full
+        full = gl.where(full == STAGES - 1, 0, full + 1)
+    cp_async_wait(0)
+
+    # One result of the warps along keys. Rows are looked at as they are stored from here on.
+    LANES: gl.constexpr = 32 if D_VO_PAD >= 128 else D_VO_PAD // 4
+    MERGE: gl.constexpr = gl.BlockedLayout([WARPS_N, 1, 4], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
+    STORE: gl.constexpr = gl.SliceLayout(0, MERGE)
+    ROWS: gl.constexpr = gl.SliceLayout(1, STORE)
+    if FP8:
+        acc = gl.join(acc, odd).reshape([WARPS_N, BLOCK_M, D_VO_PAD])
+    top = gl.convert_layout(top, gl.SliceLayout(2, MERGE))
+    total = gl.convert_layout(total, gl.SliceLayout(2, MERGE))
+    base = gl.max(top, 0, keep_dims=True)
+    base = gl.where(base == float("-inf"), 0.0, base)
+    part = gl.exp2(top - base)
+    acc = gl.sum(gl.convert_layout(acc, MERGE) * part[:, :, None], 0)
+    total = gl.convert_layout(gl.sum(total * part, 0), ROWS)
+    base = gl.convert_layout(gl.max(base, 0), ROWS)
+
+    row = gl.arange(0, BLOCK_M, ROWS)
+    token = (tile_row + row) // GROUP
+    head = kv_head * GROUP + (tile_row + row) % GROUP
+    row_ok = token < q_len
+    dv = gl.arange(0, D_VO_PAD, gl.SliceLayout(0, STORE))
+    there = row_ok[:, None] & (dv < D_VO)[None, :]
+    if SINKS:
+        # The combination adds the sink of a split tile, once.
+        if slot < 0:
+            sink = gl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
+            old = gl.where(total > 0, base, float("-inf"))
+            new = gl.maximum(old, sink)
+            new = gl.where(new == float("-inf"), 0.0, new)
+            keep = gl.exp2(old - new)
+            acc = acc * keep[:, None]
+            total = total * keep + gl.exp2(sink - new)
+            base = new
+    # Not `> 0`: a NaN among the logits has to come out.
+    seen = total != 0
+    inverse = gl.where(seen, out_scale / gl.where(seen, total, 1.0), 0.0)
+    if HEAD_SCALES:
+        inverse *= gl.load(v_scale + head, mask=row_ok, other=0.0)
+    # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
+    acc = gl.where(seen[:, None], acc * inverse[:, None], 0.0)
+    state = gl.where(seen, base + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
+    if SPLIT:
+        if slot >= 0:
+            part_row = (slot.to(gl.int64) * num_kv_heads + kv_head) * BLOCK_M + row
+            gl.store(partial_out + part_row[:, None] * D_VO + dv[None, :], acc, mask=there)
+            gl.store(partial_lse + part_row, state, mask=row_ok)
+            ABREAST: gl.constexpr = WARPS if WARPS < COMBINE_ROWS else COMBINE_ROWS
+            COMBINE: gl.constexpr = gl.BlockedLayout(
+                [1, 1, 4], [1, 32 // LANES, LANES], [WARPS // ABREAST, ABREAST, 1], [2, 1, 0]
+            )
+            combine_if_last(
+                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces,
+                gl.arange(0, COMBINE_ROWS, gl.SliceLayout(0, gl.SliceLayout(2, COMBINE)))[None, :],
+                gl.arange(0, PIECES, gl.SliceLayout(1, gl.SliceLayout(2, COMBINE)))[:, None],
+                gl.arange(0, D_VO_PAD, gl.SliceLayout(0, gl.SliceLayout(1, COMBINE)))[None, None, :],
+                tile_row, q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE,
+            )  # fmt: skip
+            return
+    n = (q_row + token).to(gl.int64)
+    o_at = n * o_stride_n + head * o_stride_h
+    gl.store(out + o_at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=there)
+    if LSE:
+        gl.store(lse + n * (num_kv_heads * GROUP) + head, state, mask=row_ok)

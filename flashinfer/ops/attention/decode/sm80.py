@@ -1,0 +1,43 @@
+"""Decode from Ampere on, in Gluon: the launch of `attend_sm80_kernel`."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.attention._device.attend_sm80 import attend_sm80_kernel
+from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
+from flashinfer.ops.attention.portable import Bound, build_attend
+from flashinfer.ops.attention.problem import Inputs, Problem
+
+STACK_BUDGET = 0
+
+
+def build(p: Problem, c) -> Build:
+    """What the portable kernel takes, less what the kernel has no parameter for."""
+    portable = build_attend(p, c)
+    names = attend_sm80_kernel.arg_names
+    constants = {name: value for name, value in portable.constants.items() if name in names}
+    constants.update(WARPS_N=c.num_warps // (c.block_m // 16), STAGES=c.num_stages)
+    types = {name: kind for name, kind in portable.types.items() if name in names}
+    return Build(attend_sm80_kernel, types, constants, num_warps=c.num_warps)
+
+
+attend_sm80 = Launcher("attend_sm80", build)
+LAUNCHERS = (attend_sm80, schedule_launch)
+
+
+def kernels(p: Problem, c):
+    """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
+    yield attend_sm80, p, c
+    for fixed in (False, True) if p.split else (False,):
+        yield schedule_launch, ScheduleProblem(bool(p.page_size), fixed), ScheduleConfig()
+
+
+def bind(p: Problem, c, device: torch.device) -> Bound:
+    """What every GPU variant of attention offers: an object whose `hold(x)` gives a launch ready to be repeated."""
+    return Bound(attend_sm80, p, c, device)
+
+
+def run(p: Problem, c, x: Inputs) -> None:
+    bind(p, c, x.q.device).hold(x)(*x.addresses())
