@@ -49,15 +49,11 @@ class _Held:
 
 def limits_of(request: Request, table: Table) -> Limits:
     """Bounds of a batch that cost no wait for the device."""
-    if request.q_len:
-        rows = table.batch_size * request.q_len
-    elif request.rows >= 0:
-        rows = request.rows
-    else:
-        rows = table.batch_size * request.longest_q if request.longest_q else -1
-    page_size = request.options.page_size
-    keys = table.kv_indices.shape[0] * page_size if page_size else request.kv_entries
-    return Limits(table.batch_size, rows, keys)
+    batch, page_size = table.kv_indptr.shape[0] - 1, request.options.page_size
+    rows = batch * request.q_len if request.q_len else request.rows
+    if rows < 0 and request.longest_q:
+        rows = batch * request.longest_q
+    return Limits(batch, rows, table.kv_indices.shape[0] * page_size if page_size else request.kv_entries)
 
 
 class Batch:
@@ -104,7 +100,7 @@ class Batch:
             Bounds to allocate by.
         """
         # Rows that q, and ragged k and v, must have at least.
-        rows = table.batch_size * request.q_len if request.q_len else request.rows
+        rows = limits.batch * request.q_len if request.q_len else request.rows
         needs = rows, -1 if self.options.page_size else request.kv_entries
         if not all([work.fits(limits) for work in self._lists.values()]):
             self._lists = {}

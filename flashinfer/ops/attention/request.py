@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from flashinfer._core.checks import as_dtype, require
@@ -117,7 +116,7 @@ class Request:
 
     @property
     def batch_size(self) -> int:
-        return self.kv_indptr.shape[0] - 1
+        return self.kv_indptr.numel() - 1
 
     @property
     def tables(self) -> tuple[torch.Tensor | None, ...]:
@@ -127,21 +126,20 @@ class Request:
     def lengths_on_host(self) -> tuple[int, ...]:
         """The length of each table that is on the host; 0 for the others. Checks what needs no values."""
         counts = []
-        for name, table in zip(NAMES, self.tables, strict=True):
+        for table in self.tables:
             if table is None:
                 counts.append(0)
                 continue
-            shape = table.shape
-            if len(shape) != 1 or table.dtype not in _INTEGERS:
-                require(False, name, f"{table.dtype} {tuple(shape)}", "int32 or int64, one dimension")
-            counts.append(0 if table.is_cuda else shape[0])
-        batch = self.batch_size
-        last = self.last_page_len
-        if batch < 0 or not self.q_len and self.qo_indptr.shape[0] != batch + 1:
-            got = 0 if self.qo_indptr is None else self.qo_indptr.shape[0]
-            require(False, "kv_indptr", f"[{batch + 1}]", f"[{max(got, 1)}], batch_size + 1, as qo_indptr")
-        if last is not None and last.shape[0] != batch:
-            require(False, "last_page_len", f"[{last.shape[0]}]", f"[{batch}]")
+            if table.dtype not in _INTEGERS or table.dim() != 1:
+                name = NAMES[len(counts)]
+                require(False, name, f"{table.dtype} {tuple(table.shape)}", "int32 or int64, one dimension")
+            counts.append(0 if table.is_cuda else table.numel())
+        batch = self.kv_indptr.numel() - 1
+        if batch < 0 or not self.q_len and self.qo_indptr.numel() != batch + 1:
+            expected = 1 if self.qo_indptr is None else max(self.qo_indptr.numel(), 1)
+            require(False, "kv_indptr", f"[{batch + 1}]", f"[{expected}], batch_size + 1, as qo_indptr")
+        if self.last_page_len is not None and self.last_page_len.numel() != batch:
+            require(False, "last_page_len", f"[{self.last_page_len.numel()}]", f"[{batch}]")
         return tuple(counts)
 
     def check(self, stage: Stage) -> None:
@@ -150,18 +148,13 @@ class Request:
         if self.q_len:
             self.rows = self.batch_size * self.q_len
         elif qo:
-            longest = stage.check_indptr(QO_INDPTR)
-            self.rows = int(stage.values[QO_INDPTR][-1])
-            self.longest_q = self.longest_q or longest or 1
+            self.rows = stage.check_indptr(QO_INDPTR)
+            self.longest_q = self.longest_q or stage.longest_step(QO_INDPTR)
         if kv:
-            most = None if self.kv_indices is None else self.kv_indices.shape[0]
-            stage.check_indptr(KV_INDPTR, most, "the length of kv_indices")
-            self.kv_entries = int(stage.values[KV_INDPTR][-1])
+            most = None if self.kv_indices is None else self.kv_indices.numel()
+            self.kv_entries = stage.check_indptr(KV_INDPTR, most, "the length of kv_indices")
         if last:
-            values = stage.values[LAST_PAGE_LEN]
-            # As unsigned, a negative length is larger than any page.
-            if np.maximum.reduce(values.view(np.uint32)) > self.options.page_size:
-                require(False, "last_page_len", f"{values.min()} ... {values.max()}", f"0 ... {self.options.page_size}")
+            stage.check_lengths(LAST_PAGE_LEN, self.options.page_size)
 
 
 class Limits(NamedTuple):

@@ -78,6 +78,7 @@ class AttentionWrapper:
         self._uniform: dict[tuple, torch.Tensor] = {}
         self._alibi: dict[tuple, torch.Tensor] = {}
         self._stream: int | None = None
+        self._last_kind: tuple = None, None
         self._capturing = False
         self._qo_indptr_buf = self._buffers.qo_indptr
         self._paged_kv_indptr_buf = self._buffers.kv_indptr
@@ -137,7 +138,7 @@ class AttentionWrapper:
         rows = tile_rows(request.q_len or request.longest_q, options.group)
         if graph and old is not None:
             rows = old.kind.problem.rows
-        kind = kind_of(options, rows, table.mask is not None, self.device, self._backend)
+        kind = self._kind_of(options, rows, table.mask is not None, self._backend)
         if graph and old is not None:
             kind, limits = self._captured(request, kind, limits)
         # The buffers of the last plan serve this one where work runs in order: on one stream, outside a capture.
@@ -148,6 +149,13 @@ class AttentionWrapper:
             self._batch = Batch(kind, self._partials, slopes, self._debug)
         self._batch.fill(request, table, limits)
         self._publish(options, table)
+
+    def _kind_of(self, *key) -> Kind:
+        """The kind for (options, rows, custom, backend): most plans ask for that of the last."""
+        if key != self._last_kind[0]:
+            options, rows, custom, backend = key
+            self._last_kind = key, kind_of(options, rows, custom, self.device, backend)
+        return self._last_kind[1]
 
     def _look_at_stream(self, counts: tuple[int, ...]) -> int | None:
         """The current stream. Notes whether it is captured: a graph reads the tables again at every replay."""
