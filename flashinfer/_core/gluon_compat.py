@@ -19,9 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.language.core import _aggregate as aggregate
 
 __all__ = [
     "GluonASTSource",
+    "aggregate",
     "block_barrier",
     "cp_async",
     "cp_async_commit",

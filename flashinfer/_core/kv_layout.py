@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from flashinfer._core.checks import require
@@ -50,3 +52,54 @@ def ragged_views(k: torch.Tensor, v: torch.Tensor, kv_layout: str) -> tuple[torc
     if kv_layout == "HND":
         return k.transpose(0, 1), v.transpose(0, 1)
     return k, v
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Keys or values as the rows of one matrix, which the copy engine reads in boxes of rows.
+
+    Attributes
+    ----------
+    rows : Tensor [rows, columns]
+        A view; its rows are as far apart as those of two tokens.
+    page_rows, head_rows, head_cols : int
+        Rows from one page to the next, and rows or columns from one head to the next.
+    """
+
+    rows: torch.Tensor
+    page_rows: int
+    head_rows: int
+    head_cols: int
+
+
+def as_matrix(t: torch.Tensor, paged: bool) -> Matrix | None:
+    """The matrix of [pages, page_size, kv_heads, head_dim] or [rows, kv_heads, head_dim]; None where strides make none.
+
+    Pages and heads have to be whole rows apart, or heads side by side in a row: so are NHD and HND, K and V in one
+    tensor, and their slices by layer, page or head.
+    """
+    *pages, tokens, heads, dim = t.shape
+    *page_stride, pitch, head_stride, _ = t.stride()
+    if not t.numel():
+        return None
+    if tokens == 1:
+        # Any pitch will do, and a stride of an axis of 1 may be anything.
+        pitch = max(heads * dim, page_stride[0] if paged else 0)
+    if pitch < dim:
+        return None
+    page_rows = head_rows = head_cols = 0
+    if heads > 1:
+        if (heads - 1) * head_stride + dim <= pitch:
+            head_cols = head_stride
+        elif head_stride % pitch == 0:
+            head_rows = head_stride // pitch
+        else:
+            return None
+    if paged and pages[0] > 1:
+        if page_stride[0] % pitch:
+            return None
+        page_rows = page_stride[0] // pitch
+    count = (pages[0] - 1 if paged else 0) * page_rows + tokens + (heads - 1) * head_rows
+    if count >= 1 << 31:
+        return None
+    return Matrix(t.as_strided((count, (heads - 1) * head_cols + dim), (pitch, 1)), page_rows, head_rows, head_cols)

@@ -9,6 +9,7 @@ import torch
 
 from flashinfer._core.checks import is_aligned, require
 from flashinfer._core.dispatch import Choice
+from flashinfer._core.kv_layout import as_matrix
 from flashinfer.ops.attention.kind import Kind
 from flashinfer.ops.attention.problem import Inputs, Table
 from flashinfer.ops.attention.request import Limits, Request
@@ -177,9 +178,11 @@ class Batch:
             lse = self._new_lse(q) if lse is None else self._given(lse, "lse", q.shape[:2])
         if not self.limits.known:
             self.limits = Limits(self.table.batch_size, q.shape[0], k.shape[0] * max(self.options.page_size, 1))
+        matrix = all(as_matrix(t, bool(self.options.page_size)) for t in (k, v))
         kernel, choice = self.kind.bind(
-            return_lse, sinks is not None, qk_scale is not None, is_aligned(q, k, v, out), scalars.window_left >= 0
-        )
+            return_lse, sinks is not None, qk_scale is not None, is_aligned(q, k, v, out), matrix,
+            scalars.window_left >= 0,
+        )  # fmt: skip
         schedule = self._schedule_of(choice)
         if q.shape[0] and self.table.batch_size:
             x = Inputs(q, k, v, out, lse, self.table, schedule, scalars, sinks, qk_scale, v_scale, self._slopes)

@@ -38,6 +38,7 @@ def prefill_problems() -> Iterator[Problem]:
         yield _sized(base, dims)
     yield replace(base, source="ragged", page_size=0, split=False)
     yield replace(base, source="ragged", page_size=0, head_dim_qk=192, lse=True, group=1)
+    yield _sized(base, (96, 96, 1))
     for dims in _ODD:
         yield _sized(base, dims)
     yield replace(base, rows=64)

@@ -49,13 +49,14 @@ class Kind:
         )
         self._bound: dict[tuple, tuple] = {}
 
-    def bind(self, lse: bool, sinks: bool, head_scales: bool, aligned: bool, window: bool):
+    def bind(self, lse: bool, sinks: bool, head_scales: bool, aligned: bool, matrix: bool, window: bool):
         """What computes the problem under the facts that only a call knows, and the Choice behind it."""
-        facts = (lse, sinks, head_scales, aligned, window)
+        facts = (lse, sinks, head_scales, aligned, matrix, window)
         if facts not in self._bound:
             problem = replace(
-                self.problem, lse=lse, sinks=sinks, head_scales=head_scales, aligned=aligned, window=window
-            )
+                self.problem, lse=lse, sinks=sinks, head_scales=head_scales, aligned=aligned, matrix=matrix,
+                window=window,
+            )  # fmt: skip
             choice = self._op(problem, self.device, self._backend)
             self._bound[facts] = choice.bind(self.device), choice
         kernel, self.latest = self._bound[facts]

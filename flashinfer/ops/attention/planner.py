@@ -82,7 +82,8 @@ def splitting(problem: Problem, config, target: Target, num_kv_heads: int, fixed
     if not problem.split:
         return Splitting()
     if fixed_split_size:
-        return Splitting(fixed_chunk=fixed_split_size)
+        # Whole blocks, so that pieces of paged keys begin where a page does.
+        return Splitting(fixed_chunk=-(-fixed_split_size // config.block_n) * config.block_n)
     return Splitting(share=-(-target.sms * config.programs_per_sm // num_kv_heads))
 
 

@@ -46,6 +46,8 @@ class Problem:
         Query rows a tile should hold, GQA heads included: 16, 32, 64 or 128.
     aligned : bool
         Whether every row of q, k, v and out starts on 16 bytes.
+    matrix : bool
+        Whether k, and v, are the rows of a matrix (`kv_layout.as_matrix`).
     """
 
     source: str
@@ -66,6 +68,7 @@ class Problem:
     split: bool = True
     rows: int = 128
     aligned: bool = True
+    matrix: bool = True
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,655 @@
+"""Attention on Hopper: tiles of keys come by the copy engine, products run on wgmma, softmax between them.
+
+A block is persistent: it walks over pairs of a work item and a KV head. One warp copies K tiles into a ring, another V
+tiles; each of two consumer warpgroups owns 64 query rows. It starts S = Q K^T of one block of keys together with
+O += P V of the block before it, so that its softmax runs beside the products of the other one, with which it takes
+turns (FlashAttention-3, Shah et al., 2024). Blocks of keys are taken from the last to the first: those that need a mask
+come first, and the rest run without one. The next tile's queries come while the last products are made.
+"""
+
+from flashinfer._core.gluon_compat import (
+    aggregate,
+    block_barrier,
+    cp_async,
+    cp_async_commit,
+    cp_async_wait,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashinfer.ops.attention._device.combine import combine_rows
+from flashinfer.ops.attention._device.logits import LOG2E, transform, visible
+from flashinfer.ops.attention._device.schedule import (
+    ITEM_FIRST_SLOT,
+    ITEM_KV_BASE,
+    ITEM_KV_BEGIN,
+    ITEM_KV_END,
+    ITEM_KV_LEN,
+    ITEM_PIECES,
+    ITEM_Q_LEN,
+    ITEM_Q_ROW,
+    ITEM_REQUEST,
+    ITEM_SLOT,
+    ITEM_TILE_ROW,
+    ITEM_WIDTH,
+)
+
+# Rows of a warpgroup's tile: what one wgmma takes.
+ROWS = gl.constexpr(64)
+# Columns that the sums of a row are kept in, see _fold.
+FOLD = gl.constexpr(16)
+
+
+@aggregate
+class Form:
+    """What the kernel is compiled for, beside sizes."""
+
+    CAUSAL: gl.constexpr
+    WINDOW: gl.constexpr
+    CUSTOM: gl.constexpr
+    SOFT_CAP: gl.constexpr
+    ALIBI: gl.constexpr
+    SINKS: gl.constexpr
+    HEAD_SCALES: gl.constexpr
+    LSE: gl.constexpr
+    # Whether logits are more than products times a positive scale, which is folded into the exponent.
+    TRANSFORM: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, SINKS, HEAD_SCALES, LSE, TRANSFORM):
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.CUSTOM = gl.constexpr(CUSTOM)
+        self.SOFT_CAP = gl.constexpr(SOFT_CAP)
+        self.ALIBI = gl.constexpr(ALIBI)
+        self.SINKS = gl.constexpr(SINKS)
+        self.HEAD_SCALES = gl.constexpr(HEAD_SCALES)
+        self.LSE = gl.constexpr(LSE)
+        self.TRANSFORM = gl.constexpr(TRANSFORM)
+
+
+@aggregate
+class Ring:
+    """Stages of K or V tiles, and the barriers that say full and empty.
+
+    A head_dim that is no power of two comes in two parts, `tiles` and `rest`; else they are the same.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    rest: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, rest, full, empty):
+        self.tiles = tiles
+        self.rest = rest
+        self.full = full
+        self.empty = empty
+
+
+@aggregate
+class View:
+    """What a warpgroup's rows see of the keys of one piece of work, and how their logits come about."""
+
+    scale: gl.tensor
+    slopes: gl.tensor
+    token: gl.tensor
+    position: gl.tensor
+    row_ok: gl.tensor
+    kv_end: gl.tensor
+    kv_len: gl.tensor
+    bits: gl.tensor
+    soft_cap: gl.tensor
+    window_left: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, scale, slopes, token, position, row_ok, kv_end, kv_len, bits, soft_cap, window_left):
+        self.scale = scale
+        self.slopes = slopes
+        self.token = token
+        self.position = position
+        self.row_ok = row_ok
+        self.kv_end = kv_end
+        self.kv_len = kv_len
+        self.bits = bits
+        self.soft_cap = soft_cap
+        self.window_left = window_left
+
+
+@gluon.jit
+def _work(wave):
+    """The wave-th piece of work of this block. Work comes in order of falling length: every other wave runs backwards,
+    so that no block gets the longest of every wave."""
+    blocks = gl.num_programs(0)
+    at = gl.program_id(0)
+    at = gl.where(wave % 2 == 0, at, blocks - 1 - at)
+    return wave * blocks + at
+
+
+@gluon.jit
+def _span(record, window_left, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, form: Form):
+    """First key, and blocks of keys in all; blocks [plain_from, plain_to) are seen whole by every row of the tile."""
+    q_len = gl.load(record + ITEM_Q_LEN)
+    kv_len = gl.load(record + ITEM_KV_LEN)
+    tile_row = gl.load(record + ITEM_TILE_ROW)
+    begin = gl.load(record + ITEM_KV_BEGIN)
+    end = gl.load(record + ITEM_KV_END)
+    first_pos = tile_row // GROUP + kv_len - q_len
+    last_pos = gl.minimum((tile_row + BLOCK_M - 1) // GROUP, q_len - 1) + kv_len - q_len
+    if form.WINDOW:
+        begin += gl.maximum(first_pos - window_left - begin, 0) // BLOCK_N * BLOCK_N
+    plain_end = end
+    if form.CAUSAL:
+        end = gl.minimum(end, last_pos + 1)
+        plain_end = gl.minimum(plain_end, first_pos + 1)
+    blocks = (gl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
+    plain_to = gl.maximum(plain_end - begin, 0) // BLOCK_N
+    plain_from = 0
+    if form.WINDOW:
+        plain_from = (gl.maximum(last_pos - window_left - begin, 0) + BLOCK_N - 1) // BLOCK_N
+    if form.CUSTOM:
+        plain_to = 0
+    plain_to = gl.minimum(plain_to, blocks)
+    return begin, blocks, gl.minimum(plain_from, plain_to), plain_to
+
+
+@gluon.jit
+def _pages(kv_indices, kv_base, start, kv_len, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The page ids of one block of keys; none for ragged keys. Past the end, any page of the request: what is read
+    there is masked."""
+    pages = ()
+    if PAGE_SIZE > 0:
+        BOXES: gl.constexpr = (BLOCK_N + PAGE_SIZE - 1) // PAGE_SIZE
+        for box in gl.static_range(BOXES):
+            page = gl.minimum(start + box * PAGE_SIZE, kv_len - 1) // PAGE_SIZE
+            pages += (gl.load(kv_indices + kv_base + page),)
+    return pages
+
+
+@gluon.jit
+def _produce(
+    tiles_map, rest_map, ring: Ring, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
+    head_cols, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    TWO: gl.constexpr, form: Form,
+):  # fmt: skip
+    """One warp: copies the keys, or the values, of each piece of work, block by block, as stages come free."""
+    BLOCK_N: gl.constexpr = ring.tiles.shape[1]
+    SPLIT_AT: gl.constexpr = ring.tiles.shape[2]
+    COLUMNS: gl.constexpr = SPLIT_AT + (ring.rest.shape[2] if TWO else 0)
+    works = gl.load(counts) * num_kv_heads
+    step = 0
+    for wave in range(gl.cdiv(works, gl.num_programs(0))):
+        work = _work(wave)
+        if work < works:
+            record = items + work // num_kv_heads * ITEM_WIDTH
+            kv_head = work % num_kv_heads
+            begin, blocks, plain_from, plain_to = _span(record, window_left, GROUP, BLOCK_M, BLOCK_N, form)
+            kv_base = gl.load(record + ITEM_KV_BASE)
+            kv_len = gl.load(record + ITEM_KV_LEN)
+            start = begin + (blocks - 1) * BLOCK_N
+            for i in range(blocks):
+                # Asked for before the wait, which hides the trip to memory.
+                pages = _pages(kv_indices, kv_base, start, kv_len, PAGE_SIZE, BLOCK_N)
+                stage = step % STAGES
+                full = ring.full.index(stage)
+                mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * BLOCK_N * COLUMNS)
+                row = kv_head * head_rows
+                col = kv_head * head_cols
+                if PAGE_SIZE == 0:
+                    row += kv_base + start
+                elif PAGE_SIZE >= BLOCK_N:
+                    row += pages[0] * page_rows + start % PAGE_SIZE
+                if PAGE_SIZE == 0 or PAGE_SIZE >= BLOCK_N:
+                    tma_load(tiles_map, [row, col], full, ring.tiles.index(stage))
+                    if TWO:
+                        tma_load(rest_map, [row, col + SPLIT_AT], full, ring.rest.index(stage))
+                else:
+                    for box in gl.static_range(BLOCK_N // PAGE_SIZE):
+                        at = row + pages[box] * page_rows
+                        to = ring.tiles.index(stage).slice(box * PAGE_SIZE, PAGE_SIZE, dim=0)
+                        tma_load(tiles_map, [at, col], full, to)
+                        if TWO:
+                            to = ring.rest.index(stage).slice(box * PAGE_SIZE, PAGE_SIZE, dim=0)
+                            tma_load(rest_map, [at, col + SPLIT_AT], full, to)
+                start -= BLOCK_N
+                step += 1
+
+
+@gluon.jit
+def _fetch_part(
+    WG: gl.constexpr, tile, q, record, kv_head, q_stride_n, q_stride_h, GROUP: gl.constexpr
+):  # fmt: skip
+    D: gl.constexpr = tile.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    packed = gl.load(record + ITEM_TILE_ROW) + WG * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    token = packed // GROUP
+    at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * q_stride_n
+    at += (kv_head * GROUP + packed % GROUP) * q_stride_h
+    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    there = (token < gl.load(record + ITEM_Q_LEN))[:, None]
+    cp_async(tile, q + at[:, None] + d[None, :], mask=there)
+
+
+@gluon.jit
+def _fetch_queries(
+    WG: gl.constexpr, tile, rest, q, items, work, works, num_kv_heads, q_stride_n, q_stride_h, GROUP: gl.constexpr,
+    TWO: gl.constexpr,
+):  # fmt: skip
+    """Start copying a warpgroup's query rows of a piece of work, if there is one."""
+    if work < works:
+        record = items + work // num_kv_heads * ITEM_WIDTH
+        kv_head = work % num_kv_heads
+        _fetch_part(WG, tile, q, record, kv_head, q_stride_n, q_stride_h, GROUP)
+        if TWO:
+            _fetch_part(WG, rest, q + tile.shape[1], record, kv_head, q_stride_n, q_stride_h, GROUP)
+    cp_async_commit()
+
+
+@gluon.jit
+def _fold(x, SUM: gl.constexpr):
+    """Each row's maximum or sum of every FOLD-th column: independent chains, where one chain would wait for itself."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLD, 16])
+    x = x.reshape([x.shape[0], x.shape[1] // FOLD, FOLD])
+    x = gl.sum(x, 1) if SUM else gl.max(x, 1)
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _softmax(s, top, sums, factor, MASKED: gl.constexpr):
+    """One block of the online softmax in base 2: weights, maximum, sums, and the factor of what was summed before."""
+    new_top = gl.maximum(top, gl.convert_layout(gl.max(_fold(s, False), 1), top.type.layout))
+    # A row that has seen no key yet has top = -inf, and inf - inf is NaN.
+    base = gl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    p = gl.exp2(s * factor - (base * factor)[:, None])
+    keep = gl.exp2((top - base) * factor)
+    sums = sums * gl.convert_layout(keep, gl.SliceLayout(1, sums.type.layout))[:, None] + _fold(p, True)
+    return p, new_top, sums, keep
+
+
+@gluon.jit
+def _logits(s, view: View, kv_pos, MASKED: gl.constexpr, form: Form):
+    if form.TRANSFORM:
+        s = transform(s, view.scale, view.soft_cap, view.slopes, view.position, kv_pos, form.SOFT_CAP, form.ALIBI)
+    if MASKED:
+        ok = visible(
+            view.token, view.position, kv_pos, view.kv_end, view.kv_len, view.bits, view.row_ok, view.window_left,
+            form.CAUSAL, form.WINDOW, form.CUSTOM,
+        )  # fmt: skip
+        s = gl.where(ok, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _scores(q, q_rest, k: Ring, stage, zeros, TWO: gl.constexpr):
+    """Start S = Q K^T."""
+    s = warpgroup_mma(q, k.tiles.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if TWO:
+        s = warpgroup_mma(q_rest, k.rest.index(stage).permute([1, 0]), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _as_operand(weights, q):
+    """Weights as the left operand of P V, in registers."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=weights.type.layout, k_width=2)
+    return gl.convert_layout(weights.to(q.dtype), LAYOUT)
+
+
+@gluon.jit
+def _per_row(x, like):
+    """One number per row, as a column beside the tile `like`."""
+    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout))[:, None]
+
+
+@gluon.jit
+def _wait_turn(WG: gl.constexpr, turn, step):
+    # The first warpgroup finds its turn come at once: its barrier's phase before the first counts as over.
+    mbarrier.wait(turn.index(WG), (step & 1) ^ 1 if WG == 0 else step & 1)
+
+
+@gluon.jit
+def _steps(
+    WG: gl.constexpr, count, acc, p, keep, top, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros,
+    cols, factor, view: View, STAGES: gl.constexpr, TWO: gl.constexpr, MASKED: gl.constexpr, form: Form,
+):  # fmt: skip
+    """`count` blocks of keys before `start`. For each: its scores, P V of the block before it, then its softmax.
+
+    `step` counts the blocks of all work; `p` and `keep` are the weights of the block before and the factor that what
+    was summed before them is still to be scaled by.
+    """
+    for i in range(count):
+        start -= zeros.shape[1]
+        stage = step % STAGES
+        before = (step - 1) % STAGES
+        _wait_turn(WG, turn, step)
+        s = _scores(q, q_rest, k, stage, zeros, TWO)
+        acc = acc * _per_row(keep, acc)
+        mbarrier.wait(v.full.index(before), ((step - 1) // STAGES) & 1)
+        pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
+        mbarrier.arrive(turn.index(1 - WG), count=1)
+        s = warpgroup_mma_wait(1, [s])
+        mbarrier.arrive(k.empty.index(stage), count=1)
+        s = _logits(s, view, start + cols, MASKED, form)
+        weights, top, sums, keep = _softmax(s, top, sums, factor, MASKED)
+        p = _as_operand(weights, q)
+        # Waiting for the next keys here, and not where they are used, also keeps the assembler from moving the wait for
+        # P V up, in front of the softmax that is to run beside it.
+        if start > begin:
+            mbarrier.wait(k.full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
+        acc, p, sums, keep = warpgroup_mma_wait(0, [pv, p, sums, keep])
+        mbarrier.arrive(v.empty.index(before), count=1)
+        step += 1
+    return acc, p, keep, top, sums, step, start
+
+
+@gluon.jit
+def _clear_tail(v, start, kv_len):
+    """Zero the rows of a V tile past the request's keys: their weight is 0, and 0 times what lies there may be NaN."""
+    SLICE: gl.constexpr = 16
+    D: gl.constexpr = v.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    row = gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+    for i in gl.static_range(v.shape[0] // SLICE):
+        if start + (i + 1) * SLICE > kv_len:
+            part = v.slice(i * SLICE, SLICE, dim=0)
+            x = part.load(LAYOUT)
+            part.store(gl.where((start + i * SLICE + row < kv_len)[:, None], x, 0.0).to(x.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def _attend(
+    WG: gl.constexpr, begin, blocks, plain_from, plain_to, step, q, q_rest, k: Ring, v: Ring, turn, zeros, cols, factor,
+    view: View, STAGES: gl.constexpr, TWO: gl.constexpr, form: Form,
+):  # fmt: skip
+    """All blocks but the product of the last weights: what _steps returns."""
+    D_PAD: gl.constexpr = v.tiles.shape[2]
+    BLOCK_N: gl.constexpr = zeros.shape[1]
+    acc = gl.zeros([ROWS, D_PAD], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16]))
+    top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, zeros.type.layout))
+    sums = gl.zeros([ROWS, FOLD], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLD, 16]))
+    start = begin + (blocks - 1) * BLOCK_N
+    stage = step % STAGES
+    mbarrier.wait(k.full.index(stage), (step // STAGES) & 1)
+    _wait_turn(WG, turn, step)
+    s = _scores(q, q_rest, k, stage, zeros, TWO)
+    mbarrier.arrive(turn.index(1 - WG), count=1)
+    s = warpgroup_mma_wait(0, [s])
+    mbarrier.arrive(k.empty.index(stage), count=1)
+    s = _logits(s, view, start + cols, True, form)
+    weights, top, sums, keep = _softmax(s, top, sums, factor, True)
+    p = _as_operand(weights, q)
+    if start + BLOCK_N > view.kv_len:
+        mbarrier.wait(v.full.index(stage), (step // STAGES) & 1)
+        _clear_tail(v.tiles.index(stage), start, view.kv_len)
+    step += 1
+    if blocks > 1:
+        mbarrier.wait(k.full.index(step % STAGES), (step // STAGES) & 1)
+    acc, p, keep, top, sums, step, start = _steps(
+        WG, blocks - 1 - plain_to, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros, cols,
+        factor, view, STAGES, TWO, True, form,
+    )  # fmt: skip
+    acc, p, keep, top, sums, step, start = _steps(
+        WG, gl.minimum(plain_to, blocks - 1) - plain_from, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v,
+        turn, zeros, cols, factor, view, STAGES, TWO, False, form,
+    )  # fmt: skip
+    if form.WINDOW:
+        acc, p, keep, top, sums, step, start = _steps(
+            WG, (start - begin) // BLOCK_N, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros,
+            cols, factor, view, STAGES, TWO, True, form,
+        )  # fmt: skip
+    return acc, p, keep, top, sums, step
+
+
+@gluon.jit
+def _combine_if_last(
+    WG: gl.constexpr, arrivals, partial_out, partial_lse, out, lse, sinks, record, tile_row, q_row, q_len, kv_head,
+    num_kv_heads, o_stride_n, o_stride_h, GROUP: gl.constexpr, D_VO: gl.constexpr, D_PAD: gl.constexpr,
+    BLOCK_M: gl.constexpr, form: Form,
+):  # fmt: skip
+    """Count this warpgroup's part of a piece as stored; whoever counts the last one combines these rows of the tile.
+
+    Each warpgroup has a count of its own, at the slot of its number: a split tile has two pieces or more.
+    """
+    STEP: gl.constexpr = 8
+    LANES: gl.constexpr = min(32, D_PAD // 4)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 // LANES, LANES], [1, 4, 1], [2, 1, 0])
+    first_slot = gl.load(record + ITEM_FIRST_SLOT)
+    pieces = gl.load(record + ITEM_PIECES)
+    # The barrier puts the stores of all threads before the one that counts. That one releases them, and acquires what
+    # the other pieces released.
+    block_barrier()
+    arrived = arrivals + (first_slot + WG) * num_kv_heads + kv_head
+    if gl.atomic_add(arrived, 1, sem="acq_rel") == pieces - 1:
+        gl.store(arrived, 0)
+        first = tile_row + WG * ROWS
+        for at in range(0, gl.minimum(q_len * GROUP - first, ROWS), STEP):
+            combine_rows(
+                partial_out + WG * ROWS * D_VO, partial_lse + WG * ROWS, out, lse, sinks, first_slot, pieces,
+                at + gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :],
+                gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None],
+                gl.arange(0, D_PAD, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :],
+                first, q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, form.SINKS,
+                form.LSE,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _consume(
+    WG: gl.constexpr, q, out, lse, partial_out, partial_lse, items, counts, arrivals, mask, mask_indptr, sinks,
+    qk_scale, v_scale, alibi_slopes, num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h, sm_scale, out_scale,
+    soft_cap, window_left, q_tiles, q_rests, k: Ring, v: Ring, o_tiles, turn, GROUP: gl.constexpr, D_VO: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr, STAGED: gl.constexpr, form: Form,
+):  # fmt: skip
+    """One warpgroup: rows WG * 64 ... of each tile."""
+    BLOCK_N: gl.constexpr = k.tiles.shape[1]
+    D_PAD: gl.constexpr = v.tiles.shape[2]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_PAD, D_PAD // 8], [4, 1], [1, 0]) if STAGED else O_LAYOUT
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) + WG * ROWS
+    cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    tile = q_tiles.index(WG)
+    rest = q_rests.index(WG)
+    factor = 1.0 if form.TRANSFORM else sm_scale * LOG2E
+    works = gl.load(counts) * num_kv_heads
+    _fetch_queries(WG, tile, rest, q, items, _work(0), works, num_kv_heads, q_stride_n, q_stride_h, GROUP, TWO)
+    step = 0
+    for wave in range(gl.cdiv(works, gl.num_programs(0))):
+        work = _work(wave)
+        if work < works:
+            record = items + work // num_kv_heads * ITEM_WIDTH
+            kv_head = work % num_kv_heads
+            begin, blocks, plain_from, plain_to = _span(record, window_left, GROUP, BLOCK_M, BLOCK_N, form)
+            q_len = gl.load(record + ITEM_Q_LEN)
+            kv_len = gl.load(record + ITEM_KV_LEN)
+            packed = gl.load(record + ITEM_TILE_ROW) + rows
+            token = packed // GROUP
+            row_ok = token < q_len
+            head = kv_head * GROUP + packed % GROUP
+            scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S_LAYOUT)) * sm_scale
+            if form.HEAD_SCALES:
+                scale *= gl.load(qk_scale + head, mask=row_ok, other=0.0)
+            slopes = scale
+            if form.ALIBI:
+                slopes = gl.load(alibi_slopes + head, mask=row_ok, other=0.0)
+            bits = mask
+            if form.CUSTOM:
+                bits = mask + gl.load(mask_indptr + gl.load(record + ITEM_REQUEST)).to(gl.int64)
+            view = View(
+                scale, slopes, token, token + kv_len - q_len, row_ok, gl.load(record + ITEM_KV_END), kv_len, bits,
+                soft_cap, window_left,
+            )  # fmt: skip
+
+            cp_async_wait(0)
+            # What threads wrote, cp.async included, the tensor cores see behind this fence.
+            fence_async_shared()
+            block_barrier()
+            acc = gl.zeros([ROWS, D_PAD], gl.float32, O_LAYOUT)
+            top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            if blocks > 0:
+                acc, p, keep, top, sums, step = _attend(
+                    WG, begin, blocks, plain_from, plain_to, step, tile, rest, k, v, turn, zeros, cols, factor, view,
+                    STAGES, TWO, form,
+                )  # fmt: skip
+                # All warps are done with these queries: the next ones come under what is left to do.
+                block_barrier()
+                _fetch_queries(
+                    WG, tile, rest, q, items, _work(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, GROUP, TWO
+                )  # fmt: skip
+                before = (step - 1) % STAGES
+                acc = acc * _per_row(keep, acc)
+                mbarrier.wait(v.full.index(before), ((step - 1) // STAGES) & 1)
+                pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, [pv])
+                mbarrier.arrive(v.empty.index(before), count=1)
+                total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, S_LAYOUT))
+            else:
+                _fetch_queries(
+                    WG, tile, rest, q, items, _work(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, GROUP, TWO
+                )  # fmt: skip
+
+            # Read again, and not kept: the loop needs the registers.
+            q_row = gl.load(record + ITEM_Q_ROW)
+            q_len = gl.load(record + ITEM_Q_LEN)
+            tile_row = gl.load(record + ITEM_TILE_ROW)
+            slot = gl.load(record + ITEM_SLOT)
+            top *= factor
+            if form.SINKS:
+                # The combination adds the sink of a split tile, once.
+                if slot < 0:
+                    sink = gl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
+                    new_top = gl.maximum(top, sink)
+                    base = gl.where(new_top == float("-inf"), 0.0, new_top)
+                    keep = gl.exp2(top - base)
+                    acc = acc * _per_row(keep, acc)
+                    total = total * keep + gl.exp2(sink - base)
+                    top = new_top
+            # Not `> 0`: a NaN among the logits has to come out.
+            seen = total != 0
+            inverse = gl.where(seen, out_scale / gl.where(seen, total, 1.0), 0.0)
+            if form.HEAD_SCALES:
+                inverse *= gl.load(v_scale + head, mask=row_ok, other=0.0)
+            # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
+            acc = gl.where(_per_row(seen, acc), acc * _per_row(inverse, acc), 0.0)
+            state = gl.where(seen, top + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
+
+            if slot >= 0:
+                row = (slot.to(gl.int64) * num_kv_heads + kv_head) * BLOCK_M + WG * ROWS
+                o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, O_LAYOUT))
+                o_cols = gl.arange(0, D_PAD, gl.SliceLayout(0, O_LAYOUT))
+                there = ((tile_row + WG * ROWS + o_rows) // GROUP < q_len)[:, None] & (o_cols < D_VO)[None, :]
+                gl.store(partial_out + (row + o_rows)[:, None] * D_VO + o_cols[None, :], acc, mask=there)
+                gl.store(partial_lse + row + rows - WG * ROWS, state, mask=row_ok)
+                _combine_if_last(
+                    WG, arrivals, partial_out, partial_lse, out, lse, sinks, record, tile_row, q_row, q_len, kv_head,
+                    num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, D_PAD, BLOCK_M, form,
+                )  # fmt: skip
+            else:
+                result = acc.to(out.dtype.element_ty)
+                if STAGED:
+                    # Through shared memory, so that whole rows are written at once.
+                    o_tiles.index(WG).store(result)
+                    result = o_tiles.index(WG).load(STORE)
+                flat = tile_row + WG * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
+                dv = gl.arange(0, D_PAD, gl.SliceLayout(0, STORE))
+                at = (q_row + flat // GROUP).to(gl.int64) * o_stride_n + (kv_head * GROUP + flat % GROUP) * o_stride_h
+                o_ok = (flat // GROUP < q_len)[:, None] & (dv < D_VO)[None, :]
+                gl.store(out + at[:, None] + dv[None, :], result, mask=o_ok)
+                if form.LSE:
+                    lse_at = (q_row + token).to(gl.int64) * (num_kv_heads * GROUP) + head
+                    gl.store(lse + lse_at, state, mask=row_ok)
+
+
+@gluon.jit
+def _ring(tiles, rest, STAGES: gl.constexpr, READERS: gl.constexpr):
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=READERS)
+    return Ring(tiles, rest, full, empty)
+
+
+@gluon.jit
+def attend_sm90_kernel(
+    q, k_map, k_rest_map, v_map, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask,
+    mask_indptr, sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h,
+    k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols, sm_scale, out_scale, soft_cap,
+    window_left,
+    GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, D_VO: gl.constexpr,
+    D_VO_PAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr,
+    REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr,
+    ALIBI: gl.constexpr, NEGATIVE: gl.constexpr, SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr,
+):  # fmt: skip
+    """Persistent: any number of blocks. Keys and values are the rows of matrices (kv_layout.Matrix), head_dim_qk is
+    D + D_REST, and tiles have BLOCK_M = 2 * ROWS rows."""
+    DTYPE: gl.constexpr = q.dtype.element_ty
+    OUT: gl.constexpr = out.dtype.element_ty
+    TWO: gl.constexpr = D_REST > 0
+    form = Form(
+        CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, SINKS, HEAD_SCALES, LSE,
+        gl.constexpr(SOFT_CAP or ALIBI or HEAD_SCALES or NEGATIVE),
+    )  # fmt: skip
+    q_tiles = gl.allocate_shared_memory(
+        DTYPE, [2, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
+    )  # fmt: skip
+    k_tiles = gl.allocate_shared_memory(
+        DTYPE, [STAGES, BLOCK_N, D], gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], DTYPE)
+    )  # fmt: skip
+    v_tiles = gl.allocate_shared_memory(
+        DTYPE, [STAGES, BLOCK_N, D_VO_PAD], gl.NVMMASharedLayout.get_default_for([BLOCK_N, D_VO_PAD], DTYPE)
+    )  # fmt: skip
+    q_rests = q_tiles
+    k_rests = k_tiles
+    if TWO:
+        q_rests = gl.allocate_shared_memory(
+            DTYPE, [2, ROWS, D_REST], gl.NVMMASharedLayout.get_default_for([ROWS, D_REST], DTYPE)
+        )  # fmt: skip
+        k_rests = gl.allocate_shared_memory(
+            DTYPE, [STAGES, BLOCK_N, D_REST], gl.NVMMASharedLayout.get_default_for([BLOCK_N, D_REST], DTYPE)
+        )  # fmt: skip
+    # Not the queries' place, since the next ones come meanwhile.
+    O_ROWS: gl.constexpr = ROWS if STAGED else 8
+    o_tiles = gl.allocate_shared_memory(
+        OUT, [2, O_ROWS, D_VO_PAD], gl.NVMMASharedLayout.get_default_for([O_ROWS, D_VO_PAD], OUT)
+    )  # fmt: skip
+    k = _ring(k_tiles, k_rests, STAGES, 2)
+    v = _ring(v_tiles, v_tiles, STAGES, 2)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turn.index(0), count=1)
+    mbarrier.init(turn.index(1), count=1)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                gl.constexpr(0), q, out, lse, partial_out, partial_lse, items, counts, arrivals, mask, mask_indptr,
+                sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h,
+                sm_scale, out_scale, soft_cap, window_left, q_tiles, q_rests, k, v, o_tiles, turn, GROUP, D_VO,
+                BLOCK_M, STAGES, TWO, STAGED, form,
+            )),
+            (_consume, (
+                gl.constexpr(1), q, out, lse, partial_out, partial_lse, items, counts, arrivals, mask, mask_indptr,
+                sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h,
+                sm_scale, out_scale, soft_cap, window_left, q_tiles, q_rests, k, v, o_tiles, turn, GROUP, D_VO,
+                BLOCK_M, STAGES, TWO, STAGED, form,
+            )),
+            (_produce, (
+                k_map, k_rest_map, k, items, counts, kv_indices, num_kv_heads, window_left, k_page_rows, k_head_rows,
+                k_head_cols, GROUP, PAGE_SIZE, BLOCK_M, STAGES, TWO, form,
+            )),
+            (_produce, (
+                v_map, v_map, v, items, counts, kv_indices, num_kv_heads, window_left, v_page_rows, v_head_rows,
+                v_head_cols, GROUP, PAGE_SIZE, BLOCK_M, STAGES, gl.constexpr(False), form,
+            )),
+        ],
+        [4, 1, 1],
+        [REGISTERS, 32, 32],
+    )  # fmt: skip

@@ -1,0 +1,118 @@
+"""Prefill on Hopper, in Gluon: what the kernel is compiled for, and how tensors reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from flashinfer._core.gluon_compat import tensordesc
+from flashinfer._core.kv_layout import Matrix, as_matrix
+from flashinfer._core.launch import Build, Launcher, TensorMap
+from flashinfer._core.target import target_of
+from flashinfer.ops.attention._device.attend_sm90 import attend_sm90_kernel
+from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
+from flashinfer.ops.attention.prefill.config import Sm90Config
+from flashinfer.ops.attention.problem import Inputs, Problem
+
+# Bytes of stack a thread may use. Nothing of it is in the loop over keys: it holds what is the same for all tiles (a
+# thread's place in tiles to store), 24 bytes on Triton 3.6 and up to 224 on 3.9, which moves more out of the loops.
+STACK_BUDGET = 256
+
+
+def _parts(p: Problem) -> tuple[int, int]:
+    """head_dim_qk as a power of two and the rest, since a tile's sides are powers of two."""
+    low = 1 << (p.head_dim_qk.bit_length() - 1)
+    return low, p.head_dim_qk - low
+
+
+def _vo_padded(p: Problem) -> int:
+    return 1 << (p.head_dim_vo - 1).bit_length()
+
+
+def _boxes(p: Problem, c: Sm90Config) -> dict[str, tuple[int, int]]:
+    """What one copy brings, for each tensor map: rows of a page, or of a whole tile."""
+    rows = min(p.page_size or c.block_n, c.block_n)
+    low, rest = _parts(p)
+    boxes = {"k_map": (rows, low), "k_rest_map": (rows, rest), "v_map": (rows, _vo_padded(p))}
+    if not rest:
+        del boxes["k_rest_map"]
+    return boxes
+
+
+def build(p: Problem, c: Sm90Config) -> Build:
+    # Without a second part of K, its map is a pointer that nobody follows.
+    maps = dict(k_map="", k_rest_map="*u8", v_map="")
+    maps.update((name, tensordesc(p.kv_dtype, box)) for name, box in _boxes(p, c).items())
+    types = dict(
+        q=f"*{p.q_dtype}:16", **maps, out=f"*{p.o_dtype}:16", lse="*fp32", partial_out="*fp32:16",
+        partial_lse="*fp32:16", items="*i32:16", counts="*i32", arrivals="*i32", kv_indices="*i32", mask="*u8",
+        mask_indptr="*i32", sinks="*fp32", qk_scale="*fp32", v_scale="*fp32", alibi_slopes="*fp32",
+        num_kv_heads="i32", q_stride_n="i64:8", q_stride_h="i64:8", o_stride_n="i64:8", o_stride_h="i64:8",
+        k_page_rows="i32", k_head_rows="i32", k_head_cols="i32", v_page_rows="i32", v_head_rows="i32",
+        v_head_cols="i32", sm_scale="fp32", out_scale="fp32", soft_cap="fp32", window_left="i32",
+    )  # fmt: skip
+    low, rest = _parts(p)
+    constants = dict(
+        GROUP=p.group, PAGE_SIZE=p.page_size, D=low, D_REST=rest, D_VO=p.head_dim_vo, D_VO_PAD=_vo_padded(p),
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, STAGED=c.staged, REGISTERS=c.registers,
+        CAUSAL=p.mask == "causal", WINDOW=p.window, CUSTOM=p.mask == "custom", SOFT_CAP=p.soft_cap,
+        ALIBI=p.pos_encoding == "ALIBI", NEGATIVE=c.negative, SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse,
+    )  # fmt: skip
+    return Build(attend_sm90_kernel, types, constants, num_warps=4)
+
+
+attend_sm90 = Launcher("attend_sm90", build)
+LAUNCHERS = (attend_sm90, schedule_launch)
+
+
+def kernels(p: Problem, c: Sm90Config):
+    """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
+    yield attend_sm90, p, c
+    for fixed in (False, True) if p.split else (False,):
+        yield schedule_launch, ScheduleProblem(bool(p.page_size), fixed), ScheduleConfig()
+
+
+class Bound:
+    """The kernel on one device, looked up once."""
+
+    def __init__(self, p: Problem, c: Sm90Config, device: torch.device):
+        self._p, self._c, self._device = p, c, device
+        self._blocks = target_of(device).sms * c.programs_per_sm
+        attend_sm90.prepare(p, c, device)
+
+    def hold(self, x: Inputs) -> Callable[[int, int, int, int, int], None]:
+        """The launch of `x`, kept ready for other q, k, v, out and lse: it takes their addresses, 0 for no lse."""
+        p, c, s, table, scalars = self._p, self._c, x.schedule, x.table, x.scalars
+        if scalars.sm_scale < 0:
+            c = replace(c, negative=True)
+        k, v = (as_matrix(t, bool(p.page_size)) for t in (x.k, x.v))
+        boxes = _boxes(p, c)
+        maps = {name: TensorMap((v if name == "v_map" else k).rows, box) for name, box in boxes.items()}
+        kv_heads = x.k.shape[-2]
+        values = (
+            x.q, maps["k_map"], maps.get("k_rest_map"), maps["v_map"], x.out, x.lse, s.partial_out, s.partial_lse,
+            s.items, s.counts, s.arrivals, table.kv_indices, table.mask, table.mask_indptr, x.sinks, x.qk_scale,
+            x.v_scale, x.alibi_slopes, kv_heads, *x.q.stride()[:2], *x.out.stride()[:2], *_steps(k), *_steps(v),
+            scalars.sm_scale, scalars.out_scale, scalars.soft_cap, scalars.window_left,
+        )  # fmt: skip
+        kernel = attend_sm90.prepare(p, c, self._device)
+        grid = (min(self._blocks, s.max_items * kv_heads), 1, 1)
+        launch = kernel.hold(grid, values, ("q", *boxes, "out", "lse"))
+        if "k_rest_map" not in boxes:
+            return launch
+        return lambda q, k, v, out, lse: launch(q, k, k, v, out, lse)
+
+
+def _steps(m: Matrix) -> tuple[int, int, int]:
+    return m.page_rows, m.head_rows, m.head_cols
+
+
+def bind(p: Problem, c: Sm90Config, device: torch.device) -> Bound:
+    """What every GPU variant of attention offers: an object whose `hold(x)` gives a launch ready to be repeated."""
+    return Bound(p, c, device)
+
+
+def run(p: Problem, c: Sm90Config, x: Inputs) -> None:
+    bind(p, c, x.q.device).hold(x)(*x.addresses())
