@@ -81,7 +81,7 @@ def multi_item(
 
 def custom_mask_table(request: Request, table: Table) -> None:
     """Bring the request's custom mask onto the device as packed bits, into `table`."""
-    if request.custom_mask is None and request.packed_custom_mask is None:
+    if not request.has_mask:
         return
     q_len = table.qo_indptr[1:] - table.qo_indptr[:-1]
     bits = q_len.long() * table.kv_lens(request.options.page_size).long()

@@ -123,6 +123,10 @@ class Request:
         """In the order of `tables.NAMES`."""
         return self.qo_indptr, self.kv_indptr, self.last_page_len, self.kv_indices
 
+    @property
+    def has_mask(self) -> bool:
+        return self.custom_mask is not None or self.packed_custom_mask is not None
+
     def lengths_on_host(self) -> tuple[int, ...]:
         """The length of each table that is on the host; 0 for the others. Checks what needs no values."""
         counts = []

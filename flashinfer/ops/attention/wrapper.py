@@ -18,8 +18,8 @@ from flashinfer.ops.attention.problem import Table, alibi_slopes
 from flashinfer.ops.attention.request import Limits, Options, Request, tile_rows
 from flashinfer.ops.attention.tables import KV_INDPTR, NAMES, QO_INDPTR, Stage
 
-# Lengths of tables that room is kept for: those of an engine's batch sizes.
-_MOST_STAGES = 256
+# Room is kept for tables of so many sets of lengths, an engine's batch sizes, with so many elements at most.
+_MOST_STAGES, _MOST_KEPT = 256, 1 << 14
 
 
 @dataclass
@@ -129,18 +129,26 @@ class AttentionWrapper:
                 return self._plan(request)
         counts = request.lengths_on_host()
         stream = self._look_at_stream(counts)
-        old, graph = self._batch, self._use_cuda_graph
-        table = self._fill_buffers(request, counts, stream) if graph else self._bring(request, counts, stream)
+        old, graph, options = self._batch, self._use_cuda_graph, request.options
+        if graph:
+            stage = self._take(request, self._room(request, counts), stream)
+            table = Table(*self._tables_fixed)
+        else:
+            stage = self._take(request, counts, stream)
+            table = self._bring(request, stage, stream)
         if request.q_len:
             table.qo_indptr = self._uniform_indptr(table.kv_indptr.shape[0] - 1, request.q_len, stream)
-        self._add_mask(request, table)
-        options, limits = request.options, limits_of(request, table)
+        limits = limits_of(request, table)
         rows = tile_rows(request.q_len or request.longest_q, options.group)
         if graph and old is not None:
             rows = old.kind.problem.rows
-        kind = self._kind_of(options, rows, table.mask is not None, self._backend)
+        kind = self._kind_of(options, rows, request.has_mask, self._backend)
         if graph and old is not None:
             kind, limits = self._captured(request, kind, limits)
+        if graph:
+            self._fill_buffers(request, counts, stage, stream)
+        if request.has_mask:
+            self._add_mask(request, table)
         # The buffers of the last plan serve this one where work runs in order: on one stream, outside a capture.
         ordered = graph or (stream == self._stream and not self._capturing)
         self._stream = None if self._capturing else stream
@@ -170,11 +178,12 @@ class AttentionWrapper:
         """Check tables that are on the host, in room that is kept for the next plan of such lengths on the stream."""
         stage = self._stages.get((lengths, stream))
         if stage is None:
-            if len(self._stages) >= _MOST_STAGES:
-                self._stages.clear()
             # In CUDA-graph mode the buffers are the caller's.
-            device = torch.device("cpu") if self._use_cuda_graph else self.device
-            stage = self._stages[lengths, stream] = Stage(lengths, device)
+            stage = Stage(lengths, torch.device("cpu") if self._use_cuda_graph else self.device)
+            if sum(lengths) <= _MOST_KEPT:
+                if len(self._stages) >= _MOST_STAGES:
+                    self._stages.clear()
+                self._stages[lengths, stream] = stage
         for i, table in enumerate(request.tables):
             if lengths[i]:
                 stage.take(i, table)
@@ -188,14 +197,13 @@ class AttentionWrapper:
             request.check(everything)
         return stage
 
-    def _bring(self, request: Request, counts: tuple[int, ...], stream: int | None) -> Table:
+    def _bring(self, request: Request, stage: Stage, stream: int | None) -> Table:
         """The request's tables as int32 on the compute device; those on the host in one copy."""
-        stage = self._take(request, counts, stream)
         if stage.parts:
             stage.send(stream)
         tables = []
         for i, table in enumerate(request.tables):
-            if stage.parts and counts[i]:
+            if stage.parts and stage.counts[i]:
                 table = stage.parts[i]
             elif table is not None and (table.device != self.device or table.dtype != torch.int32):
                 require(not table.is_cuda or table.device == self.device, NAMES[i], f"a tensor on {table.device}",
@@ -266,20 +274,28 @@ class AttentionWrapper:
             self._alibi[key] = slopes.to(self.device, non_blocking=True)
         return self._alibi[key]
 
-    def _fill_buffers(self, request: Request, counts: tuple[int, ...], stream: int | None) -> Table:
-        """The tables in the fixed buffers. Requests past the batch are empty."""
+    @property
+    def _tables_fixed(self) -> tuple[torch.Tensor | None, ...]:
         fixed = self._buffers
-        most = fixed.kv_indptr.shape[0] - 1
-        require(request.batch_size <= most, "batch_size", request.batch_size, f"at most {most}, what the CUDA-graph "
-                "buffers hold")  # fmt: skip
-        buffers = (fixed.qo_indptr, fixed.kv_indptr, fixed.last_page_len, fixed.kv_indices)
-        for name, buffer, given in zip(NAMES, buffers, request.tables, strict=True):
+        return fixed.qo_indptr, fixed.kv_indptr, fixed.last_page_len, fixed.kv_indices
+
+    def _room(self, request: Request, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """The lengths of host tables as they go into the fixed buffers: requests past the batch are empty."""
+        most = self._buffers.kv_indptr.shape[0] - 1
+        if request.batch_size > most:
+            require(False, "batch_size", request.batch_size, f"at most {most}, what the CUDA-graph buffers hold")
+        lengths = list(counts)
+        for i, (buffer, given) in enumerate(zip(self._tables_fixed, request.tables, strict=True)):
             if given is not None and given.shape[0] > buffer.shape[0]:
-                require(False, name, f"{given.shape[0]} elements", f"at most {buffer.shape[0]}, the buffer's length")
-        padded = (QO_INDPTR, KV_INDPTR)
-        lengths = tuple([buffers[i].shape[0] if n and i in padded else n for i, n in enumerate(counts)])
-        stage = self._take(request, lengths, stream)
-        for i, (buffer, given) in enumerate(zip(buffers, request.tables, strict=True)):
+                n, most = given.shape[0], buffer.shape[0]
+                require(False, NAMES[i], f"{n} elements", f"at most {most}, the buffer's length")
+            if counts[i] and i in (QO_INDPTR, KV_INDPTR):
+                lengths[i] = buffer.shape[0]
+        return tuple(lengths)
+
+    def _fill_buffers(self, request: Request, counts: tuple[int, ...], stage: Stage, stream: int | None) -> None:
+        """Copy the tables into the fixed buffers."""
+        for i, (buffer, given) in enumerate(zip(self._tables_fixed, request.tables, strict=True)):
             if given is None:
                 continue
             if counts[i] and self.device.type == "cuda":
@@ -288,20 +304,17 @@ class AttentionWrapper:
             n = given.shape[0]
             if buffer.data_ptr() != given.data_ptr():
                 buffer[:n].copy_(given, non_blocking=True)
-            if i in padded and n < buffer.shape[0]:
+            if i in (QO_INDPTR, KV_INDPTR) and n < buffer.shape[0]:
                 buffer[n:].copy_(buffer[n - 1 : n].expand(buffer.shape[0] - n))
-        return Table(*buffers)
 
     def _add_mask(self, request: Request, table: Table) -> None:
         """The custom mask as packed bits; in CUDA-graph mode in its fixed buffers."""
-        if request.custom_mask is None and request.packed_custom_mask is None:
-            return
+        fixed = self._buffers
+        if self._use_cuda_graph and fixed.custom_mask is None:
+            require(False, "custom_mask", "a mask", "None in CUDA-graph mode without custom_mask_buf")
         custom_mask_table(request, table)
         if not self._use_cuda_graph:
             return
-        fixed = self._buffers
-        there = fixed.custom_mask is not None
-        require(there, "custom_mask", "a mask", "None in CUDA-graph mode without custom_mask_buf")
         most = fixed.custom_mask.shape[0]
         length = table.mask.shape[0]
         if request.custom_mask is not None:

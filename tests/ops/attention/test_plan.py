@@ -261,6 +261,8 @@ def test_a_graph_wrapper_refuses_what_a_captured_graph_cannot_follow(argument, c
     check(wrapper.run_return_lse(x.q, paged.kv_cache), x, CAUSAL)
     with pytest.raises(ValueError, match=argument):
         wrapper.plan(**arguments | change)
+    # What was refused has left nothing behind.
+    check(wrapper.run_return_lse(x.q, paged.kv_cache), x, CAUSAL)
 
 
 def test_a_graph_wrapper_refuses_masks_it_has_no_buffer_for(device):
