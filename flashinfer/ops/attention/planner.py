@@ -9,7 +9,7 @@ import torch
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.target import Target
-from flashinfer.ops.attention._device.schedule import ITEM_WIDTH, SPLIT_WIDTH, schedule_kernel
+from flashinfer.ops.attention._device.schedule import ITEM_WIDTH, schedule_kernel
 from flashinfer.ops.attention.problem import Problem, Table
 
 
@@ -32,7 +32,7 @@ class ScheduleConfig:
 def build_schedule(p: ScheduleProblem, c: ScheduleConfig) -> Build:
     names = ("batch", "kv_heads", "group", "tile_rows", "page_size", "window_left", "grain", "least", "share",
              "fixed_chunk")  # fmt: skip
-    types = dict(items="*i32:16", splits="*i32:16", counts="*i32", arrivals="*i32", qo_indptr="*i32")
+    types = dict(items="*i32:16", counts="*i32", arrivals="*i32", qo_indptr="*i32")
     types.update(kv_indptr="*i32", last_page_len="*i32", **{name: "i32" for name in names})
     constants = dict(PAGED=p.paged, FIXED=p.fixed, BLOCK=c.block, LANES=c.lanes)
     return Build(schedule_kernel, types, constants, num_warps=c.num_warps)
@@ -49,9 +49,8 @@ class Schedule:
     ----------
     items : int32 Tensor [max_items, 16]
         See _device/schedule.py.
-    splits : int32 Tensor [max_splits, 8]
-    counts : int32 Tensor [2]
-        Items and splits in use.
+    counts : int32 Tensor [1]
+        Items in use.
     arrivals : int32 Tensor [max_slots, kv_heads]
         Pieces of a split tile that are done, at its first slot: the last of them combines all. Zero between launches.
     partial_out : float32 Tensor [max_slots, kv_heads, block_m, head_dim_vo], optional
@@ -59,12 +58,10 @@ class Schedule:
     """
 
     items: torch.Tensor
-    splits: torch.Tensor
     counts: torch.Tensor
     arrivals: torch.Tensor
     num_kv_heads: int
     max_items: int
-    max_splits: int
     max_slots: int
     partial_out: torch.Tensor | None = None
     partial_lse: torch.Tensor | None = None
@@ -87,29 +84,29 @@ def splitting(problem: Problem, config, target: Target, num_kv_heads: int, fixed
     return Splitting(share=-(-target.sms * config.programs_per_sm // num_kv_heads))
 
 
-def capacity(problem: Problem, config, limits, how: Splitting) -> tuple[int, int, int]:
-    """The most (items, splits, slots) a batch within `limits` can need."""
+def capacity(problem: Problem, config, limits, how: Splitting) -> tuple[int, int]:
+    """The most (items, slots) a batch within `limits` can need."""
     tiles = limits.batch + limits.q_rows * problem.group // config.block_m
     if not problem.split:
-        return tiles, 0, 0
+        return tiles, 0
     if how.fixed_chunk:
         # Pieces of a request: keys / chunk + 1, for each of its tiles.
         per_request = min(tiles, -(-limits.q_rows * problem.group // config.block_m))
         slots = min(per_request, tiles) * (limits.kv_tokens // how.fixed_chunk + limits.batch)
         if limits.q_rows == limits.batch:
             slots = -(-problem.group // config.block_m) * (limits.kv_tokens // how.fixed_chunk + limits.batch)
-        return tiles + slots, tiles, slots
+        return tiles + slots, slots
     # A split request has at least 1.5 chunks' worth of keys, so rounding to the nearest count adds at most a third.
     slots = how.share + -(-how.share // 3) + 1
-    return tiles + slots, slots // 2 + 1, slots
+    return tiles + slots, slots
 
 
 def allocate(problem: Problem, config, limits, how: Splitting, num_kv_heads: int, scratch, device) -> Schedule:
     """Buffers for any batch within `limits`. `scratch(bytes)` gives the uint8 tensor for partial results."""
-    items, splits, slots = capacity(problem, config, limits, how)
-    sizes = (items * ITEM_WIDTH.value, splits * SPLIT_WIDTH.value, 2, slots * num_kv_heads)
+    items, slots = capacity(problem, config, limits, how)
+    sizes = (items * ITEM_WIDTH.value, 1, slots * num_kv_heads)
     integers = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    schedule = Schedule(*integers, num_kv_heads, items, splits, slots)
+    schedule = Schedule(*integers, num_kv_heads, items, slots)
     if slots:
         rows = slots * num_kv_heads * config.block_m
         buffer = scratch(rows * (problem.head_dim_vo + 4) * 4).view(torch.float32)
@@ -130,7 +127,7 @@ def hold(problem: Problem, config, table: Table, schedule: Schedule, how: Splitt
     # A kernel of long query tiles names no least piece: a block of keys is work enough.
     least = getattr(config, "least_piece", config.block_n)
     arguments = (
-        schedule.items, schedule.splits, schedule.counts, schedule.arrivals, table.qo_indptr, table.kv_indptr,
+        schedule.items, schedule.counts, schedule.arrivals, table.qo_indptr, table.kv_indptr,
         table.last_page_len, table.batch_size, schedule.num_kv_heads, problem.group, config.block_m,
         max(problem.page_size, 1), window_left, config.block_n, least, how.share, how.fixed_chunk,
     )  # fmt: skip

@@ -1,10 +1,9 @@
-"""Attention on any architecture: one kernel for decode and prefill, and the one that combines split tiles."""
+"""Attention on any architecture: one kernel for decode and prefill."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,7 +11,6 @@ import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention._device.attend import attend_kernel
-from flashinfer.ops.attention._device.combine import combine_kernel
 from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
 from flashinfer.ops.attention.problem import Inputs, Problem
@@ -70,48 +68,8 @@ def build_attend(p: Problem, c) -> Build:
     return Build(attend_kernel, types, constants, num_warps=c.num_warps, num_stages=c.num_stages)
 
 
-@dataclass(frozen=True)
-class CombineProblem:
-    """What the combining kernel is compiled for; fewer things than an attention problem, so that many share it."""
-
-    o_dtype: str
-    head_dim_vo: int
-    group: int
-    sinks: bool
-    lse: bool
-    aligned: bool
-
-
-@dataclass(frozen=True)
-class CombineConfig:
-    """Its tile: block_m of the attention kernel, pieces read at a time, rows per program."""
-
-    block_m: int
-    pieces: int
-    rows: int
-
-
-def combine_key(p: Problem, c) -> tuple[CombineProblem, CombineConfig]:
-    problem = CombineProblem(p.o_dtype, p.head_dim_vo, p.group, p.sinks, p.lse, p.aligned)
-    return problem, CombineConfig(c.block_m, c.combine_pieces, c.combine_rows)
-
-
-def build_combine(p: CombineProblem, c: CombineConfig) -> Build:
-    stride = _stride(p.o_dtype, p.aligned)
-    types = dict(
-        partial_out="*fp32:16", partial_lse="*fp32:16", out=_pointer(p.o_dtype, p.aligned), lse="*fp32",
-        splits="*i32:16", counts="*i32", sinks="*fp32", num_kv_heads="i32", o_stride_n=stride, o_stride_h=stride,
-    )  # fmt: skip
-    constants = dict(
-        GROUP=p.group, D_VO=p.head_dim_vo, D_VO_PAD=_padded(p.head_dim_vo), BLOCK_M=c.block_m, SINKS=p.sinks,
-        LSE=p.lse, PIECES=c.pieces, ROWS=c.rows,
-    )  # fmt: skip
-    return Build(combine_kernel, types, constants, num_warps=4)
-
-
 attend = Launcher("attend", build_attend)
-combine = Launcher("combine", build_combine)
-LAUNCHERS = (attend, combine, schedule_launch)
+LAUNCHERS = (attend, schedule_launch)
 
 
 def kernels(p: Problem, c):

@@ -20,7 +20,7 @@ class WorkList:
         how = planner.splitting(kind.problem, config, target_of(kind.device), heads, fixed if fixed != -1 else None)
         self.schedule = planner.allocate(kind.problem, config, limits, how, heads, scratch, kind.device)
         self._what = kind.problem, config, limits, how
-        self._capacity = self.schedule.max_items, self.schedule.max_splits, self.schedule.max_slots
+        self._capacity = self.schedule.max_items, self.schedule.max_slots
         self._window_left = kind.options.window_left
         self._filled, self._fill = -1, None
 
@@ -33,7 +33,7 @@ class WorkList:
         if any(need > has for need, has in zip(needed, self._capacity, strict=True)):
             return False
         self._what = problem, config, limits, how
-        self.schedule.max_items, self.schedule.max_splits, self.schedule.max_slots = needed
+        self.schedule.max_items, self.schedule.max_slots = needed
         return True
 
     def fill(self, table: Table) -> None:

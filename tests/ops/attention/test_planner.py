@@ -37,8 +37,8 @@ def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=No
 
 
 def check(q_lens, kv_lens, made, group, window):
-    items, splits = made.counts.tolist()
-    assert items <= made.max_items and splits <= made.max_splits
+    items = int(made.counts)
+    assert items <= made.max_items
     records = made.items.view(-1, 16)[:items].tolist()
     q_starts = [sum(q_lens[:i]) for i in range(len(q_lens))]
     seen = {}
@@ -65,9 +65,6 @@ def check(q_lens, kv_lens, made, group, window):
         else:
             assert pieces[0][2] == -1
     assert len(set(slots)) == len(slots) and all(slot < made.max_slots for slot in slots)
-    combined = made.splits.view(-1, 8)[:splits].tolist()
-    expected = sorted((p[0][2], len(p), q_starts[r], q_lens[r], t) for (r, t), p in seen.items() if len(p) > 1)
-    assert sorted(tuple(record[:5]) for record in combined) == expected
 
 
 lens = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 900)), min_size=1, max_size=9)

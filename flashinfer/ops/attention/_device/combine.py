@@ -4,14 +4,6 @@ import triton
 import triton.language as tl
 
 from flashinfer.ops.attention._device.logits import LOG2E
-from flashinfer.ops.attention._device.schedule import (
-    SPLIT_COUNT,
-    SPLIT_Q_LEN,
-    SPLIT_Q_ROW,
-    SPLIT_SLOT,
-    SPLIT_TILE_ROW,
-    SPLIT_WIDTH,
-)
 
 
 @triton.jit
@@ -88,29 +80,3 @@ def combine_if_last(
                 partial_out, partial_lse, out, lse, sinks, first_slot, pieces, first_row + row, piece, d, tile_row,
                 q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE,
             )  # fmt: skip
-
-
-@triton.jit
-def combine_kernel(
-    partial_out, partial_lse, out, lse, splits, counts, sinks, num_kv_heads, o_stride_n, o_stride_h,
-    GROUP: tl.constexpr, D_VO: tl.constexpr, D_VO_PAD: tl.constexpr, BLOCK_M: tl.constexpr, SINKS: tl.constexpr,
-    LSE: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """One program per (split tile and KV head, ROWS rows of the tile)."""
-    tile = tl.program_id(0) // num_kv_heads
-    kv_head = tl.program_id(0) % num_kv_heads
-    record = splits + tile * SPLIT_WIDTH
-    tile_row = tl.load(record + SPLIT_TILE_ROW)
-    q_len = tl.load(record + SPLIT_Q_LEN)
-    q_row = tl.load(record + SPLIT_Q_ROW)
-    pieces = tl.load(record + SPLIT_COUNT)
-    slot = tl.load(record + SPLIT_SLOT)
-    if tile >= tl.load(counts + 1):
-        return
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[None, :]
-    piece = tl.arange(0, PIECES)[:, None]
-    d = tl.arange(0, D_VO_PAD)[None, None, :]
-    combine_rows(
-        partial_out, partial_lse, out, lse, sinks, slot, pieces, row, piece, d, tile_row, q_row, q_len, kv_head,
-        num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE,
-    )  # fmt: skip

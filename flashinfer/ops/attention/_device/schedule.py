@@ -17,14 +17,6 @@ ITEM_REQUEST = tl.constexpr(8)
 ITEM_FIRST_SLOT = tl.constexpr(9)  # of a split tile: its pieces lie in ITEM_PIECES slots from here on
 ITEM_PIECES = tl.constexpr(10)
 
-# Fields of one split tile, for the kernel that combines its partial results.
-SPLIT_WIDTH = tl.constexpr(8)
-SPLIT_SLOT = tl.constexpr(0)
-SPLIT_COUNT = tl.constexpr(1)
-SPLIT_Q_ROW = tl.constexpr(2)
-SPLIT_Q_LEN = tl.constexpr(3)
-SPLIT_TILE_ROW = tl.constexpr(4)
-
 
 @triton.jit
 def _lengths(
@@ -62,7 +54,6 @@ def _split(span, chunk, grain, FIXED: tl.constexpr):
 @triton.jit
 def schedule_kernel(
     items,
-    splits,
     counts,
     arrivals,
     qo_indptr,
@@ -83,7 +74,7 @@ def schedule_kernel(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program per request: writes its work items and, for split tiles, the records that combine them.
+    """One program per request: writes its work items, and zeroes the counts of its split tiles.
 
     `share` is the number of work items per KV head that fills the chip: total work (tiles x keys) over it is the length
     of a piece, but at least `least` keys. 0 leaves every request whole. Every program reads all lengths, so that
@@ -108,7 +99,6 @@ def schedule_kernel(
 
     item_at = tl.zeros([BLOCK], tl.int32)
     slot_at = tl.zeros([BLOCK], tl.int32)
-    split_at = tl.zeros([BLOCK], tl.int32)
     for start in range(0, i + 1, BLOCK):
         j = start + lanes
         q_len, kv_len, tiles, first = _lengths(
@@ -118,10 +108,8 @@ def schedule_kernel(
         before = j < i
         item_at += tl.where(before, tiles * pieces, 0)
         slot_at += tl.where(before & (pieces > 1), tiles * pieces, 0)
-        split_at += tl.where(before & (pieces > 1), tiles, 0)
     first_item = tl.sum(item_at, 0)
     first_slot = tl.sum(slot_at, 0)
-    first_split = tl.sum(split_at, 0)
 
     q_len, kv_len, tiles, first = _lengths(
         i, batch, qo_indptr, kv_indptr, last_page_len, group, tile_rows, page_size, window_left, grain, PAGED
@@ -154,16 +142,6 @@ def schedule_kernel(
         for start in range(0, tiles * pieces * kv_heads, LANES):
             n = start + number
             tl.store(arrivals + first_slot * kv_heads + n, 0, mask=n < tiles * pieces * kv_heads)
-        for start in range(0, tiles, LANES):
-            n = start + number
-            there = n < tiles
-            record = splits + (first_split + n) * SPLIT_WIDTH
-            tl.store(record + SPLIT_SLOT, first_slot + n * pieces, mask=there)
-            tl.store(record + SPLIT_COUNT, pieces, mask=there)
-            tl.store(record + SPLIT_Q_ROW, q_row, mask=there)
-            tl.store(record + SPLIT_Q_LEN, q_len, mask=there)
-            tl.store(record + SPLIT_TILE_ROW, (tiles - 1 - n) * tile_rows, mask=there)
 
     if i == batch - 1:
         tl.store(counts, first_item + tiles * pieces)
-        tl.store(counts + 1, first_split + tl.where(pieces > 1, tiles, 0))
