@@ -26,6 +26,7 @@ __all__ = [
     "aggregate",
     "block_barrier",
     "cp_async",
+    "cp_async_arrive",
     "cp_async_commit",
     "cp_async_wait",
     "fence_async_shared",
@@ -44,6 +45,8 @@ __all__ = [
 
 # (shared memory, pointers, mask): cp.async; elements that are masked off become zeros.
 cp_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+# (barrier, increment_count): each thread arrives once its copies so far are done.
+cp_async_arrive = async_copy.mbarrier_arrive
 cp_async_commit = async_copy.commit_group
 # (pendings): at most so many committed groups are on their way.
 cp_async_wait = async_copy.wait_group

@@ -11,6 +11,7 @@ from flashinfer._core.gluon_compat import (
     aggregate,
     block_barrier,
     cp_async,
+    cp_async_arrive,
     cp_async_commit,
     cp_async_wait,
     fence_async_shared,
@@ -46,7 +47,7 @@ FOLD = gl.constexpr(16)
 
 @aggregate
 class Form:
-    """What the kernel is compiled for, beside sizes."""
+    """What the kernel is compiled for."""
 
     CAUSAL: gl.constexpr
     WINDOW: gl.constexpr
@@ -58,9 +59,22 @@ class Form:
     LSE: gl.constexpr
     # Whether logits are more than products times a positive scale, which is folded into the exponent.
     TRANSFORM: gl.constexpr
+    # Whether tiles are gathered row by row, and not copied in boxes.
+    GATHER: gl.constexpr
+    GROUP: gl.constexpr
+    PAGE_SIZE: gl.constexpr
+    D_VO: gl.constexpr
+    BLOCK_M: gl.constexpr
+    STAGES: gl.constexpr
+    # Whether keys have two parts, see Ring; whether outputs are staged in shared memory.
+    TWO: gl.constexpr
+    STAGED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, SINKS, HEAD_SCALES, LSE, TRANSFORM):
+    def __init__(
+        self, *, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, SINKS, HEAD_SCALES, LSE, TRANSFORM, GATHER, GROUP, PAGE_SIZE,
+        D_VO, BLOCK_M, STAGES, TWO, STAGED,
+    ):  # fmt: skip
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.WINDOW = gl.constexpr(WINDOW)
         self.CUSTOM = gl.constexpr(CUSTOM)
@@ -70,6 +84,14 @@ class Form:
         self.HEAD_SCALES = gl.constexpr(HEAD_SCALES)
         self.LSE = gl.constexpr(LSE)
         self.TRANSFORM = gl.constexpr(TRANSFORM)
+        self.GATHER = gl.constexpr(GATHER)
+        self.GROUP = gl.constexpr(GROUP)
+        self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
+        self.D_VO = gl.constexpr(D_VO)
+        self.BLOCK_M = gl.constexpr(BLOCK_M)
+        self.STAGES = gl.constexpr(STAGES)
+        self.TWO = gl.constexpr(TWO)
+        self.STAGED = gl.constexpr(STAGED)
 
 
 @aggregate
@@ -132,15 +154,15 @@ def _work(wave):
 
 
 @gluon.jit
-def _span(record, window_left, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, form: Form):
+def _span(record, window_left, BLOCK_N: gl.constexpr, form: Form):
     """First key, and blocks of keys in all; blocks [plain_from, plain_to) are seen whole by every row of the tile."""
     q_len = gl.load(record + ITEM_Q_LEN)
     kv_len = gl.load(record + ITEM_KV_LEN)
     tile_row = gl.load(record + ITEM_TILE_ROW)
     begin = gl.load(record + ITEM_KV_BEGIN)
     end = gl.load(record + ITEM_KV_END)
-    first_pos = tile_row // GROUP + kv_len - q_len
-    last_pos = gl.minimum((tile_row + BLOCK_M - 1) // GROUP, q_len - 1) + kv_len - q_len
+    first_pos = tile_row // form.GROUP + kv_len - q_len
+    last_pos = gl.minimum((tile_row + form.BLOCK_M - 1) // form.GROUP, q_len - 1) + kv_len - q_len
     if form.WINDOW:
         begin += gl.maximum(first_pos - window_left - begin, 0) // BLOCK_N * BLOCK_N
     plain_end = end
@@ -174,8 +196,7 @@ def _pages(kv_indices, kv_base, start, kv_len, PAGE_SIZE: gl.constexpr, BLOCK_N:
 @gluon.jit
 def _produce(
     tiles_map, rest_map, ring: Ring, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
-    head_cols, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-    TWO: gl.constexpr, form: Form,
+    head_cols, TWO: gl.constexpr, form: Form,
 ):  # fmt: skip
     """One warp: copies the keys, or the values, of each piece of work, block by block, as stages come free."""
     BLOCK_N: gl.constexpr = ring.tiles.shape[1]
@@ -188,35 +209,116 @@ def _produce(
         if work < works:
             record = items + work // num_kv_heads * ITEM_WIDTH
             kv_head = work % num_kv_heads
-            begin, blocks, plain_from, plain_to = _span(record, window_left, GROUP, BLOCK_M, BLOCK_N, form)
+            begin, blocks, plain_from, plain_to = _span(record, window_left, BLOCK_N, form)
             kv_base = gl.load(record + ITEM_KV_BASE)
             kv_len = gl.load(record + ITEM_KV_LEN)
             start = begin + (blocks - 1) * BLOCK_N
             for i in range(blocks):
                 # Asked for before the wait, which hides the trip to memory.
-                pages = _pages(kv_indices, kv_base, start, kv_len, PAGE_SIZE, BLOCK_N)
-                stage = step % STAGES
+                pages = _pages(kv_indices, kv_base, start, kv_len, form.PAGE_SIZE, BLOCK_N)
+                stage = step % form.STAGES
                 full = ring.full.index(stage)
-                mbarrier.wait(ring.empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.wait(ring.empty.index(stage), ((step // form.STAGES) & 1) ^ 1)
                 mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * BLOCK_N * COLUMNS)
                 row = kv_head * head_rows
                 col = kv_head * head_cols
-                if PAGE_SIZE == 0:
+                if form.PAGE_SIZE == 0:
                     row += kv_base + start
-                elif PAGE_SIZE >= BLOCK_N:
-                    row += pages[0] * page_rows + start % PAGE_SIZE
-                if PAGE_SIZE == 0 or PAGE_SIZE >= BLOCK_N:
+                elif form.PAGE_SIZE >= BLOCK_N:
+                    row += pages[0] * page_rows + start % form.PAGE_SIZE
+                if form.PAGE_SIZE == 0 or form.PAGE_SIZE >= BLOCK_N:
                     tma_load(tiles_map, [row, col], full, ring.tiles.index(stage))
                     if TWO:
                         tma_load(rest_map, [row, col + SPLIT_AT], full, ring.rest.index(stage))
                 else:
-                    for box in gl.static_range(BLOCK_N // PAGE_SIZE):
+                    for box in gl.static_range(BLOCK_N // form.PAGE_SIZE):
                         at = row + pages[box] * page_rows
-                        to = ring.tiles.index(stage).slice(box * PAGE_SIZE, PAGE_SIZE, dim=0)
+                        to = ring.tiles.index(stage).slice(box * form.PAGE_SIZE, form.PAGE_SIZE, dim=0)
                         tma_load(tiles_map, [at, col], full, to)
                         if TWO:
-                            to = ring.rest.index(stage).slice(box * PAGE_SIZE, PAGE_SIZE, dim=0)
+                            to = ring.rest.index(stage).slice(box * form.PAGE_SIZE, form.PAGE_SIZE, dim=0)
                             tma_load(rest_map, [at, col + SPLIT_AT], full, to)
+                start -= BLOCK_N
+                step += 1
+
+
+@gluon.jit
+def _rows_of(position, kv_base, kv_indices, PAGE_SIZE: gl.constexpr):
+    """What finds the row of a key: its page, or its row in a ragged tensor."""
+    if PAGE_SIZE == 0:
+        return kv_base + position
+    return gl.load(kv_indices + kv_base + position // PAGE_SIZE)
+
+
+@gluon.jit
+def _gather_tile(
+    to, source, found, start, kv_len, page, step, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, SLICE: gl.constexpr
+):  # fmt: skip
+    """Start copying the rows of one tile from wherever they lie; `found` has _rows_of them, slice by slice."""
+    D: gl.constexpr = to.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    for i in gl.static_range(to.shape[0] // SLICE):
+        at = gl.convert_layout(found[i], gl.SliceLayout(1, LAYOUT)).to(gl.int64)
+        if PAGE_SIZE == 0:
+            at *= step
+        else:
+            position = gl.minimum(start + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT)), kv_len - 1)
+            at = at * page + (position % PAGE_SIZE) * step
+        pointers = source + at[:, None] + d[None, :]
+        if COLUMNS < D:
+            cp_async(to.slice(i * SLICE, SLICE, dim=0), pointers, mask=(d < COLUMNS)[None, :])
+        else:
+            cp_async(to.slice(i * SLICE, SLICE, dim=0), pointers)
+
+
+@gluon.jit
+def _gather(
+    k_source, v_source, k: Ring, v: Ring, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
+    v_page, v_head, v_step, form: Form,
+):  # fmt: skip
+    """Four warps: copy keys and values that no box takes, pages of a few tokens say, row by row with cp.async."""
+    BLOCK_N: gl.constexpr = k.tiles.shape[1]
+    SLICE: gl.constexpr = 16
+    # As _gather_tile has it for the tiles of K.
+    D: gl.constexpr = k.tiles.shape[2]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    works = gl.load(counts) * num_kv_heads
+    step = 0
+    for wave in range(gl.cdiv(works, gl.num_programs(0))):
+        work = _work(wave)
+        if work < works:
+            record = items + work // num_kv_heads * ITEM_WIDTH
+            kv_head = (work % num_kv_heads).to(gl.int64)
+            begin, blocks, plain_from, plain_to = _span(record, window_left, BLOCK_N, form)
+            kv_base = gl.load(record + ITEM_KV_BASE)
+            kv_len = gl.load(record + ITEM_KV_LEN)
+            start = begin + (blocks - 1) * BLOCK_N
+            for i in range(blocks):
+                # All asked for before the wait, which hides the trip to memory. Past the end, the last key.
+                found = ()
+                for j in gl.static_range(BLOCK_N // SLICE):
+                    position = start + j * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+                    found += (_rows_of(gl.minimum(position, kv_len - 1), kv_base, kv_indices, form.PAGE_SIZE),)
+                stage = step % form.STAGES
+                phase = ((step // form.STAGES) & 1) ^ 1
+                keys = k_source + kv_head * k_head
+                mbarrier.wait(k.empty.index(stage), phase)
+                _gather_tile(
+                    k.tiles.index(stage), keys, found, start, kv_len, k_page, k_step, D, form.PAGE_SIZE, SLICE
+                )  # fmt: skip
+                if form.TWO:
+                    REST: gl.constexpr = k.rest.shape[2]
+                    _gather_tile(
+                        k.rest.index(stage), keys + D, found, start, kv_len, k_page, k_step, REST, form.PAGE_SIZE, SLICE
+                    )  # fmt: skip
+                cp_async_arrive(k.full.index(stage), increment_count=False)
+                mbarrier.wait(v.empty.index(stage), phase)
+                _gather_tile(
+                    v.tiles.index(stage), v_source + kv_head * v_head, found, start, kv_len, v_page, v_step, form.D_VO,
+                    form.PAGE_SIZE, SLICE,
+                )  # fmt: skip
+                cp_async_arrive(v.full.index(stage), increment_count=False)
                 start -= BLOCK_N
                 step += 1
 
@@ -238,16 +340,15 @@ def _fetch_part(
 
 @gluon.jit
 def _fetch_queries(
-    WG: gl.constexpr, tile, rest, q, items, work, works, num_kv_heads, q_stride_n, q_stride_h, GROUP: gl.constexpr,
-    TWO: gl.constexpr,
+    WG: gl.constexpr, tile, rest, q, items, work, works, num_kv_heads, q_stride_n, q_stride_h, form: Form
 ):  # fmt: skip
     """Start copying a warpgroup's query rows of a piece of work, if there is one."""
     if work < works:
         record = items + work // num_kv_heads * ITEM_WIDTH
         kv_head = work % num_kv_heads
-        _fetch_part(WG, tile, q, record, kv_head, q_stride_n, q_stride_h, GROUP)
-        if TWO:
-            _fetch_part(WG, rest, q + tile.shape[1], record, kv_head, q_stride_n, q_stride_h, GROUP)
+        _fetch_part(WG, tile, q, record, kv_head, q_stride_n, q_stride_h, form.GROUP)
+        if form.TWO:
+            _fetch_part(WG, rest, q + tile.shape[1], record, kv_head, q_stride_n, q_stride_h, form.GROUP)
     cp_async_commit()
 
 
@@ -314,9 +415,17 @@ def _wait_turn(WG: gl.constexpr, turn, step):
 
 
 @gluon.jit
+def _wait_full(ring: Ring, step, form: Form):
+    mbarrier.wait(ring.full.index(step % form.STAGES), (step // form.STAGES) & 1)
+    if form.GATHER:
+        # What cp.async wrote, the tensor cores see behind this fence.
+        fence_async_shared()
+
+
+@gluon.jit
 def _steps(
     WG: gl.constexpr, count, acc, p, keep, top, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros,
-    cols, factor, view: View, STAGES: gl.constexpr, TWO: gl.constexpr, MASKED: gl.constexpr, form: Form,
+    cols, factor, view: View, MASKED: gl.constexpr, form: Form,
 ):  # fmt: skip
     """`count` blocks of keys before `start`. For each: its scores, P V of the block before it, then its softmax.
 
@@ -325,12 +434,12 @@ def _steps(
     """
     for i in range(count):
         start -= zeros.shape[1]
-        stage = step % STAGES
-        before = (step - 1) % STAGES
+        stage = step % form.STAGES
+        before = (step - 1) % form.STAGES
         _wait_turn(WG, turn, step)
-        s = _scores(q, q_rest, k, stage, zeros, TWO)
+        s = _scores(q, q_rest, k, stage, zeros, form.TWO)
         acc = acc * _per_row(keep, acc)
-        mbarrier.wait(v.full.index(before), ((step - 1) // STAGES) & 1)
+        _wait_full(v, step - 1, form)
         pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
         mbarrier.arrive(turn.index(1 - WG), count=1)
         s = warpgroup_mma_wait(1, [s])
@@ -341,7 +450,7 @@ def _steps(
         # Waiting for the next keys here, and not where they are used, also keeps the assembler from moving the wait for
         # P V up, in front of the softmax that is to run beside it.
         if start > begin:
-            mbarrier.wait(k.full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
+            _wait_full(k, step + 1, form)
         acc, p, sums, keep = warpgroup_mma_wait(0, [pv, p, sums, keep])
         mbarrier.arrive(v.empty.index(before), count=1)
         step += 1
@@ -366,7 +475,7 @@ def _clear_tail(v, start, kv_len):
 @gluon.jit
 def _attend(
     WG: gl.constexpr, begin, blocks, plain_from, plain_to, step, q, q_rest, k: Ring, v: Ring, turn, zeros, cols, factor,
-    view: View, STAGES: gl.constexpr, TWO: gl.constexpr, form: Form,
+    view: View, form: Form,
 ):  # fmt: skip
     """All blocks but the product of the last weights: what _steps returns."""
     D_PAD: gl.constexpr = v.tiles.shape[2]
@@ -375,10 +484,10 @@ def _attend(
     top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, zeros.type.layout))
     sums = gl.zeros([ROWS, FOLD], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLD, 16]))
     start = begin + (blocks - 1) * BLOCK_N
-    stage = step % STAGES
-    mbarrier.wait(k.full.index(stage), (step // STAGES) & 1)
+    stage = step % form.STAGES
+    _wait_full(k, step, form)
     _wait_turn(WG, turn, step)
-    s = _scores(q, q_rest, k, stage, zeros, TWO)
+    s = _scores(q, q_rest, k, stage, zeros, form.TWO)
     mbarrier.arrive(turn.index(1 - WG), count=1)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k.empty.index(stage), count=1)
@@ -386,23 +495,23 @@ def _attend(
     weights, top, sums, keep = _softmax(s, top, sums, factor, True)
     p = _as_operand(weights, q)
     if start + BLOCK_N > view.kv_len:
-        mbarrier.wait(v.full.index(stage), (step // STAGES) & 1)
+        _wait_full(v, step, form)
         _clear_tail(v.tiles.index(stage), start, view.kv_len)
     step += 1
     if blocks > 1:
-        mbarrier.wait(k.full.index(step % STAGES), (step // STAGES) & 1)
+        _wait_full(k, step, form)
     acc, p, keep, top, sums, step, start = _steps(
         WG, blocks - 1 - plain_to, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros, cols,
-        factor, view, STAGES, TWO, True, form,
+        factor, view, True, form,
     )  # fmt: skip
     acc, p, keep, top, sums, step, start = _steps(
         WG, gl.minimum(plain_to, blocks - 1) - plain_from, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v,
-        turn, zeros, cols, factor, view, STAGES, TWO, False, form,
+        turn, zeros, cols, factor, view, False, form,
     )  # fmt: skip
     if form.WINDOW:
         acc, p, keep, top, sums, step, start = _steps(
             WG, (start - begin) // BLOCK_N, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros,
-            cols, factor, view, STAGES, TWO, True, form,
+            cols, factor, view, True, form,
         )  # fmt: skip
     return acc, p, keep, top, sums, step
 
@@ -410,8 +519,7 @@ def _attend(
 @gluon.jit
 def _combine_if_last(
     WG: gl.constexpr, arrivals, partial_out, partial_lse, out, lse, sinks, record, tile_row, q_row, q_len, kv_head,
-    num_kv_heads, o_stride_n, o_stride_h, GROUP: gl.constexpr, D_VO: gl.constexpr, D_PAD: gl.constexpr,
-    BLOCK_M: gl.constexpr, form: Form,
+    num_kv_heads, o_stride_n, o_stride_h, D_PAD: gl.constexpr, form: Form,
 ):  # fmt: skip
     """Count this warpgroup's part of a piece as stored; whoever counts the last one combines these rows of the tile.
 
@@ -429,30 +537,30 @@ def _combine_if_last(
     if gl.atomic_add(arrived, 1, sem="acq_rel") == pieces - 1:
         gl.store(arrived, 0)
         first = tile_row + WG * ROWS
-        for at in range(0, gl.minimum(q_len * GROUP - first, ROWS), STEP):
+        for at in range(0, gl.minimum(q_len * form.GROUP - first, ROWS), STEP):
             combine_rows(
-                partial_out + WG * ROWS * D_VO, partial_lse + WG * ROWS, out, lse, sinks, first_slot, pieces,
+                partial_out + WG * ROWS * form.D_VO, partial_lse + WG * ROWS, out, lse, sinks, first_slot, pieces,
                 at + gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :],
                 gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None],
                 gl.arange(0, D_PAD, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :],
-                first, q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, form.SINKS,
-                form.LSE,
+                first, q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, form.GROUP, form.D_VO, form.BLOCK_M,
+                form.SINKS, form.LSE,
             )  # fmt: skip
 
 
 @gluon.jit
-def _consume(
-    WG: gl.constexpr, q, out, lse, partial_out, partial_lse, items, counts, arrivals, mask, mask_indptr, sinks,
-    qk_scale, v_scale, alibi_slopes, num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h, sm_scale, out_scale,
-    soft_cap, window_left, q_tiles, q_rests, k: Ring, v: Ring, o_tiles, turn, GROUP: gl.constexpr, D_VO: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TWO: gl.constexpr, STAGED: gl.constexpr, form: Form,
-):  # fmt: skip
-    """One warpgroup: rows WG * 64 ... of each tile."""
+def _consume(WG: gl.constexpr, tensors, numbers, q_tiles, q_rests, k: Ring, v: Ring, o_tiles, turn, form: Form):
+    """One warpgroup: rows WG * 64 ... of each tile. `tensors` and `numbers` are the kernel's arguments for it."""
+    q, out, lse, partial_out, partial_lse, items, counts, arrivals, mask, mask_indptr = tensors[:10]
+    sinks, qk_scale, v_scale, alibi_slopes = tensors[10:]
+    num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h = numbers[:5]
+    sm_scale, out_scale, soft_cap, window_left = numbers[5:]
     BLOCK_N: gl.constexpr = k.tiles.shape[1]
     D_PAD: gl.constexpr = v.tiles.shape[2]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_PAD, D_PAD // 8], [4, 1], [1, 0]) if STAGED else O_LAYOUT
+    WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_PAD, D_PAD // 8], [4, 1], [1, 0])
+    STORE: gl.constexpr = WHOLE_ROWS if form.STAGED else O_LAYOUT
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) + WG * ROWS
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
@@ -460,20 +568,20 @@ def _consume(
     rest = q_rests.index(WG)
     factor = 1.0 if form.TRANSFORM else sm_scale * LOG2E
     works = gl.load(counts) * num_kv_heads
-    _fetch_queries(WG, tile, rest, q, items, _work(0), works, num_kv_heads, q_stride_n, q_stride_h, GROUP, TWO)
+    _fetch_queries(WG, tile, rest, q, items, _work(0), works, num_kv_heads, q_stride_n, q_stride_h, form)
     step = 0
     for wave in range(gl.cdiv(works, gl.num_programs(0))):
         work = _work(wave)
         if work < works:
             record = items + work // num_kv_heads * ITEM_WIDTH
             kv_head = work % num_kv_heads
-            begin, blocks, plain_from, plain_to = _span(record, window_left, GROUP, BLOCK_M, BLOCK_N, form)
+            begin, blocks, plain_from, plain_to = _span(record, window_left, BLOCK_N, form)
             q_len = gl.load(record + ITEM_Q_LEN)
             kv_len = gl.load(record + ITEM_KV_LEN)
             packed = gl.load(record + ITEM_TILE_ROW) + rows
-            token = packed // GROUP
+            token = packed // form.GROUP
             row_ok = token < q_len
-            head = kv_head * GROUP + packed % GROUP
+            head = kv_head * form.GROUP + packed % form.GROUP
             scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S_LAYOUT)) * sm_scale
             if form.HEAD_SCALES:
                 scale *= gl.load(qk_scale + head, mask=row_ok, other=0.0)
@@ -498,23 +606,23 @@ def _consume(
             if blocks > 0:
                 acc, p, keep, top, sums, step = _attend(
                     WG, begin, blocks, plain_from, plain_to, step, tile, rest, k, v, turn, zeros, cols, factor, view,
-                    STAGES, TWO, form,
+                    form,
                 )  # fmt: skip
                 # All warps are done with these queries: the next ones come under what is left to do.
                 block_barrier()
                 _fetch_queries(
-                    WG, tile, rest, q, items, _work(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, GROUP, TWO
+                    WG, tile, rest, q, items, _work(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
                 )  # fmt: skip
-                before = (step - 1) % STAGES
+                before = (step - 1) % form.STAGES
                 acc = acc * _per_row(keep, acc)
-                mbarrier.wait(v.full.index(before), ((step - 1) // STAGES) & 1)
+                _wait_full(v, step - 1, form)
                 pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, [pv])
                 mbarrier.arrive(v.empty.index(before), count=1)
                 total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, S_LAYOUT))
             else:
                 _fetch_queries(
-                    WG, tile, rest, q, items, _work(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, GROUP, TWO
+                    WG, tile, rest, q, items, _work(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
                 )  # fmt: skip
 
             # Read again, and not kept: the loop needs the registers.
@@ -543,38 +651,39 @@ def _consume(
             state = gl.where(seen, top + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
 
             if slot >= 0:
-                row = (slot.to(gl.int64) * num_kv_heads + kv_head) * BLOCK_M + WG * ROWS
+                row = (slot.to(gl.int64) * num_kv_heads + kv_head) * form.BLOCK_M + WG * ROWS
                 o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, O_LAYOUT))
                 o_cols = gl.arange(0, D_PAD, gl.SliceLayout(0, O_LAYOUT))
-                there = ((tile_row + WG * ROWS + o_rows) // GROUP < q_len)[:, None] & (o_cols < D_VO)[None, :]
-                gl.store(partial_out + (row + o_rows)[:, None] * D_VO + o_cols[None, :], acc, mask=there)
+                there = ((tile_row + WG * ROWS + o_rows) // form.GROUP < q_len)[:, None] & (o_cols < form.D_VO)[None, :]
+                gl.store(partial_out + (row + o_rows)[:, None] * form.D_VO + o_cols[None, :], acc, mask=there)
                 gl.store(partial_lse + row + rows - WG * ROWS, state, mask=row_ok)
                 _combine_if_last(
                     WG, arrivals, partial_out, partial_lse, out, lse, sinks, record, tile_row, q_row, q_len, kv_head,
-                    num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, D_PAD, BLOCK_M, form,
+                    num_kv_heads, o_stride_n, o_stride_h, D_PAD, form,
                 )  # fmt: skip
             else:
                 result = acc.to(out.dtype.element_ty)
-                if STAGED:
+                if form.STAGED:
                     # Through shared memory, so that whole rows are written at once.
                     o_tiles.index(WG).store(result)
                     result = o_tiles.index(WG).load(STORE)
                 flat = tile_row + WG * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
                 dv = gl.arange(0, D_PAD, gl.SliceLayout(0, STORE))
-                at = (q_row + flat // GROUP).to(gl.int64) * o_stride_n + (kv_head * GROUP + flat % GROUP) * o_stride_h
-                o_ok = (flat // GROUP < q_len)[:, None] & (dv < D_VO)[None, :]
+                at = (q_row + flat // form.GROUP).to(gl.int64) * o_stride_n
+                at += (kv_head * form.GROUP + flat % form.GROUP) * o_stride_h
+                o_ok = (flat // form.GROUP < q_len)[:, None] & (dv < form.D_VO)[None, :]
                 gl.store(out + at[:, None] + dv[None, :], result, mask=o_ok)
                 if form.LSE:
-                    lse_at = (q_row + token).to(gl.int64) * (num_kv_heads * GROUP) + head
+                    lse_at = (q_row + token).to(gl.int64) * (num_kv_heads * form.GROUP) + head
                     gl.store(lse + lse_at, state, mask=row_ok)
 
 
 @gluon.jit
-def _ring(tiles, rest, STAGES: gl.constexpr, READERS: gl.constexpr):
+def _ring(tiles, rest, STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=WRITERS)
         mbarrier.init(empty.index(stage), count=READERS)
     return Ring(tiles, rest, full, empty)
 
@@ -583,21 +692,27 @@ def _ring(tiles, rest, STAGES: gl.constexpr, READERS: gl.constexpr):
 def attend_sm90_kernel(
     q, k_map, k_rest_map, v_map, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask,
     mask_indptr, sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h,
-    k_page_rows, k_head_rows, k_head_cols, v_page_rows, v_head_rows, v_head_cols, sm_scale, out_scale, soft_cap,
+    k_page, k_head, k_step, v_page, v_head, v_step, sm_scale, out_scale, soft_cap,
     window_left,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, D_VO: gl.constexpr,
     D_VO_PAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr,
     REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr,
     ALIBI: gl.constexpr, NEGATIVE: gl.constexpr, SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr,
+    GATHER: gl.constexpr,
 ):  # fmt: skip
-    """Persistent: any number of blocks. Keys and values are the rows of matrices (kv_layout.Matrix), head_dim_qk is
-    D + D_REST, and tiles have BLOCK_M = 2 * ROWS rows."""
+    """Persistent: any number of blocks. head_dim_qk is D + D_REST, and tiles have BLOCK_M = 2 * ROWS rows.
+
+    Keys and values are the rows of matrices (kv_layout.Matrix), where *_page and *_head are rows and *_step is columns
+    from head to head. With GATHER they are anywhere: the maps are pointers, and the steps are elements from page to
+    page, head to head and row to row.
+    """
     DTYPE: gl.constexpr = q.dtype.element_ty
     OUT: gl.constexpr = out.dtype.element_ty
     TWO: gl.constexpr = D_REST > 0
     form = Form(
-        CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, SINKS, HEAD_SCALES, LSE,
-        gl.constexpr(SOFT_CAP or ALIBI or HEAD_SCALES or NEGATIVE),
+        CAUSAL=CAUSAL, WINDOW=WINDOW, CUSTOM=CUSTOM, SOFT_CAP=SOFT_CAP, ALIBI=ALIBI, SINKS=SINKS,
+        HEAD_SCALES=HEAD_SCALES, LSE=LSE, TRANSFORM=SOFT_CAP or ALIBI or HEAD_SCALES or NEGATIVE, GATHER=GATHER,
+        GROUP=GROUP, PAGE_SIZE=PAGE_SIZE, D_VO=D_VO, BLOCK_M=BLOCK_M, STAGES=STAGES, TWO=TWO, STAGED=STAGED,
     )  # fmt: skip
     q_tiles = gl.allocate_shared_memory(
         DTYPE, [2, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
@@ -622,34 +737,47 @@ def attend_sm90_kernel(
     o_tiles = gl.allocate_shared_memory(
         OUT, [2, O_ROWS, D_VO_PAD], gl.NVMMASharedLayout.get_default_for([O_ROWS, D_VO_PAD], OUT)
     )  # fmt: skip
-    k = _ring(k_tiles, k_rests, STAGES, 2)
-    v = _ring(v_tiles, v_tiles, STAGES, 2)
+    # Every thread that gathers says so; of copies in boxes, the copy engine does.
+    WRITERS: gl.constexpr = 128 if GATHER else 1
+    k = _ring(k_tiles, k_rests, STAGES, WRITERS, 2)
+    v = _ring(v_tiles, v_tiles, STAGES, WRITERS, 2)
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(turn.index(0), count=1)
     mbarrier.init(turn.index(1), count=1)
-    gl.warp_specialize(
-        [
-            (_consume, (
-                gl.constexpr(0), q, out, lse, partial_out, partial_lse, items, counts, arrivals, mask, mask_indptr,
-                sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h,
-                sm_scale, out_scale, soft_cap, window_left, q_tiles, q_rests, k, v, o_tiles, turn, GROUP, D_VO,
-                BLOCK_M, STAGES, TWO, STAGED, form,
-            )),
-            (_consume, (
-                gl.constexpr(1), q, out, lse, partial_out, partial_lse, items, counts, arrivals, mask, mask_indptr,
-                sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h,
-                sm_scale, out_scale, soft_cap, window_left, q_tiles, q_rests, k, v, o_tiles, turn, GROUP, D_VO,
-                BLOCK_M, STAGES, TWO, STAGED, form,
-            )),
-            (_produce, (
-                k_map, k_rest_map, k, items, counts, kv_indices, num_kv_heads, window_left, k_page_rows, k_head_rows,
-                k_head_cols, GROUP, PAGE_SIZE, BLOCK_M, STAGES, TWO, form,
-            )),
-            (_produce, (
-                v_map, v_map, v, items, counts, kv_indices, num_kv_heads, window_left, v_page_rows, v_head_rows,
-                v_head_cols, GROUP, PAGE_SIZE, BLOCK_M, STAGES, gl.constexpr(False), form,
-            )),
-        ],
-        [4, 1, 1],
-        [REGISTERS, 32, 32],
+    tensors = (
+        q, out, lse, partial_out, partial_lse, items, counts, arrivals, mask, mask_indptr, sinks, qk_scale, v_scale,
+        alibi_slopes,
     )  # fmt: skip
+    numbers = (
+        num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left,
+    )  # fmt: skip
+    if GATHER:
+        gl.warp_specialize(
+            [
+                (_consume, (gl.constexpr(0), tensors, numbers, q_tiles, q_rests, k, v, o_tiles, turn, form)),
+                (_consume, (gl.constexpr(1), tensors, numbers, q_tiles, q_rests, k, v, o_tiles, turn, form)),
+                (_gather, (
+                    k_map, v_map, k, v, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
+                    v_page, v_head, v_step, form,
+                )),
+            ],
+            [4, 4],
+            [REGISTERS, 32],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (gl.constexpr(0), tensors, numbers, q_tiles, q_rests, k, v, o_tiles, turn, form)),
+                (_consume, (gl.constexpr(1), tensors, numbers, q_tiles, q_rests, k, v, o_tiles, turn, form)),
+                (_produce, (
+                    k_map, k_rest_map, k, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
+                    gl.constexpr(TWO), form,
+                )),
+                (_produce, (
+                    v_map, v_map, v, items, counts, kv_indices, num_kv_heads, window_left, v_page, v_head, v_step,
+                    gl.constexpr(False), form,
+                )),
+            ],
+            [4, 1, 1],
+            [REGISTERS, 32, 32],
+        )  # fmt: skip

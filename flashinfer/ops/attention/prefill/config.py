@@ -22,6 +22,8 @@ class Sm90Config:
         Blocks of K, and of V, in shared memory.
     staged : bool
         Whether outputs go through shared memory, so that whole rows are written at once.
+    gather : bool
+        Whether keys and values come row by row through cp.async, and not in boxes: for pages that make none.
     registers : int
         Of a thread of the warpgroups that compute; the copying warps live on 32.
     programs_per_sm : int
@@ -34,6 +36,7 @@ class Sm90Config:
     block_n: int
     stages: int
     staged: bool
+    gather: bool
     registers: int
     programs_per_sm: int
     negative: bool = False
@@ -57,8 +60,10 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         # What they compute on a tile of 128 keys does not fit the registers beside it.
         narrow = 32 if p.head_dim_qk == 256 else 64
         block_n, stages = narrow, stages * block_n // narrow
+    # A box is a page or a part of one, and a power of two of rows that fill the 8 rows of a swizzle pattern.
+    boxes = p.matrix and (not p.page_size or (p.page_size >= 16 and not p.page_size & (p.page_size - 1)))
     return Sm90Config(
-        block_m=128, block_n=block_n, stages=stages, staged=staged, registers=240, programs_per_sm=1
+        block_m=128, block_n=block_n, stages=stages, staged=staged, gather=not boxes, registers=240, programs_per_sm=1
     )
 
 
@@ -74,12 +79,8 @@ def refuses(p: Problem, target: Target) -> str:
         return f"head_dim {p.head_dim_qk} / {p.head_dim_vo}: it takes {', '.join('%d / %d' % dims for dims in _TILES)}"
     if p.rows < 128:
         return f"tiles of {p.rows} rows would leave a warpgroup without work"
-    if p.page_size and (p.page_size < 16 or p.page_size & (p.page_size - 1)):
-        return f"page_size {p.page_size}: the copy engine takes powers of two from 16 on"
     if p.pos_encoding == "ROPE_LLAMA":
         return "keys go from memory to the tensor cores, with no register between in which to rotate them"
     if not p.aligned:
         return "rows that are not aligned to 16 bytes"
-    if not p.matrix:
-        return "k or v are no rows of a matrix, as strides go"
     return ""

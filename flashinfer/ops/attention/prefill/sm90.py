@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from flashinfer._core.gluon_compat import tensordesc
-from flashinfer._core.kv_layout import Matrix, as_matrix
+from flashinfer._core.kv_layout import as_matrix
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention._device.attend_sm90 import attend_sm90_kernel
@@ -17,8 +17,8 @@ from flashinfer.ops.attention.prefill.config import Sm90Config
 from flashinfer.ops.attention.problem import Inputs, Problem
 
 # Bytes of stack a thread may use. Nothing of it is in the loop over keys: it holds what is the same for all tiles (a
-# thread's place in tiles to store), 24 bytes on Triton 3.6 and up to 224 on 3.9, which moves more out of the loops.
-STACK_BUDGET = 256
+# thread's place in tiles to store), up to 200 bytes on Triton 3.6 and 272 on 3.9, most where rows are gathered.
+STACK_BUDGET = 288
 
 
 def _parts(p: Problem) -> tuple[int, int]:
@@ -42,16 +42,18 @@ def _boxes(p: Problem, c: Sm90Config) -> dict[str, tuple[int, int]]:
 
 
 def build(p: Problem, c: Sm90Config) -> Build:
-    # Without a second part of K, its map is a pointer that nobody follows.
-    maps = dict(k_map="", k_rest_map="*u8", v_map="")
-    maps.update((name, tensordesc(p.kv_dtype, box)) for name, box in _boxes(p, c).items())
+    # Pointers where rows are gathered; and for a second part of K that there is not, one that nobody follows.
+    maps = dict(k_map=f"*{p.kv_dtype}:16", k_rest_map="*u8", v_map=f"*{p.kv_dtype}:16")
+    if not c.gather:
+        maps.update((name, tensordesc(p.kv_dtype, box)) for name, box in _boxes(p, c).items())
+    step = "i64:8" if c.gather else "i32"
     types = dict(
         q=f"*{p.q_dtype}:16", **maps, out=f"*{p.o_dtype}:16", lse="*fp32", partial_out="*fp32:16",
         partial_lse="*fp32:16", items="*i32:16", counts="*i32", arrivals="*i32", kv_indices="*i32", mask="*u8",
         mask_indptr="*i32", sinks="*fp32", qk_scale="*fp32", v_scale="*fp32", alibi_slopes="*fp32",
         num_kv_heads="i32", q_stride_n="i64:8", q_stride_h="i64:8", o_stride_n="i64:8", o_stride_h="i64:8",
-        k_page_rows="i32", k_head_rows="i32", k_head_cols="i32", v_page_rows="i32", v_head_rows="i32",
-        v_head_cols="i32", sm_scale="fp32", out_scale="fp32", soft_cap="fp32", window_left="i32",
+        k_page=step, k_head=step, k_step=step, v_page=step, v_head=step, v_step=step, sm_scale="fp32",
+        out_scale="fp32", soft_cap="fp32", window_left="i32",
     )  # fmt: skip
     low, rest = _parts(p)
     constants = dict(
@@ -59,6 +61,7 @@ def build(p: Problem, c: Sm90Config) -> Build:
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, STAGED=c.staged, REGISTERS=c.registers,
         CAUSAL=p.mask == "causal", WINDOW=p.window, CUSTOM=p.mask == "custom", SOFT_CAP=p.soft_cap,
         ALIBI=p.pos_encoding == "ALIBI", NEGATIVE=c.negative, SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse,
+        GATHER=c.gather,
     )  # fmt: skip
     return Build(attend_sm90_kernel, types, constants, num_warps=4)
 
@@ -87,26 +90,33 @@ class Bound:
         p, c, s, table, scalars = self._p, self._c, x.schedule, x.table, x.scalars
         if scalars.sm_scale < 0:
             c = replace(c, negative=True)
-        k, v = (as_matrix(t, bool(p.page_size)) for t in (x.k, x.v))
-        boxes = _boxes(p, c)
-        maps = {name: TensorMap((v if name == "v_map" else k).rows, box) for name, box in boxes.items()}
+        maps, steps = _where(p, c, x)
         kv_heads = x.k.shape[-2]
         values = (
             x.q, maps["k_map"], maps.get("k_rest_map"), maps["v_map"], x.out, x.lse, s.partial_out, s.partial_lse,
             s.items, s.counts, s.arrivals, table.kv_indices, table.mask, table.mask_indptr, x.sinks, x.qk_scale,
-            x.v_scale, x.alibi_slopes, kv_heads, *x.q.stride()[:2], *x.out.stride()[:2], *_steps(k), *_steps(v),
+            x.v_scale, x.alibi_slopes, kv_heads, *x.q.stride()[:2], *x.out.stride()[:2], *steps,
             scalars.sm_scale, scalars.out_scale, scalars.soft_cap, scalars.window_left,
         )  # fmt: skip
         kernel = attend_sm90.prepare(p, c, self._device)
         grid = (min(self._blocks, s.max_items * kv_heads), 1, 1)
-        launch = kernel.hold(grid, values, ("q", *boxes, "out", "lse"))
-        if "k_rest_map" not in boxes:
+        launch = kernel.hold(grid, values, ("q", *maps, "out", "lse"))
+        if "k_rest_map" not in maps:
             return launch
         return lambda q, k, v, out, lse: launch(q, k, k, v, out, lse)
 
 
-def _steps(m: Matrix) -> tuple[int, int, int]:
-    return m.page_rows, m.head_rows, m.head_cols
+def _where(p: Problem, c: Sm90Config, x: Inputs) -> tuple[dict, list[int]]:
+    """What finds keys and values: the tensors or their maps, by parameter, and the steps of K, then of V."""
+    if c.gather:
+        steps = []
+        for t in (x.k, x.v):
+            *page, row, head, _ = t.stride()
+            steps += [page[0] if page else 0, head, row]
+        return {"k_map": x.k, "v_map": x.v}, steps
+    k, v = (as_matrix(t, bool(p.page_size)) for t in (x.k, x.v))
+    maps = {name: TensorMap((v if name == "v_map" else k).rows, box) for name, box in _boxes(p, c).items()}
+    return maps, [step for m in (k, v) for step in (m.page_rows, m.head_rows, m.head_cols)]
 
 
 def bind(p: Problem, c: Sm90Config, device: torch.device) -> Bound:
