@@ -125,7 +125,7 @@ def hold(problem: Problem, config, table: Table, schedule: Schedule, how: Splitt
         ScheduleProblem(bool(problem.page_size), bool(how.fixed_chunk)), ScheduleConfig(), schedule.items.device
     )
     # A kernel of long query tiles names no least piece: a block of keys is work enough.
-    least = getattr(config, "least_piece", config.block_n)
+    least = config.least_piece
     arguments = (
         schedule.items, schedule.counts, schedule.arrivals, table.qo_indptr, table.kv_indptr,
         table.last_page_len, table.batch_size, schedule.num_kv_heads, problem.group, config.block_m,

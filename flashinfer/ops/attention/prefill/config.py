@@ -28,6 +28,8 @@ class Sm90Config:
         Of a thread of the warpgroups that compute; the copying warps live on 32.
     programs_per_sm : int
         Persistent blocks on a multiprocessor: what work is split for.
+    least_piece : int
+        Keys that a piece of a split request has at least: a tile costs about four blocks of keys of its own.
     negative : bool
         For a negative sm_scale, which cannot be folded into the exponent; compiled at its first use.
     """
@@ -39,6 +41,7 @@ class Sm90Config:
     gather: bool
     registers: int
     programs_per_sm: int
+    least_piece: int
     negative: bool = False
 
 
@@ -63,7 +66,14 @@ def choose(p: Problem, target: Target) -> Sm90Config:
     # A box is a page or a part of one, and a power of two of rows that fill the 8 rows of a swizzle pattern.
     boxes = p.matrix and (not p.page_size or (p.page_size >= 16 and not p.page_size & (p.page_size - 1)))
     return Sm90Config(
-        block_m=128, block_n=block_n, stages=stages, staged=staged, gather=not boxes, registers=240, programs_per_sm=1
+        block_m=128,
+        block_n=block_n,
+        stages=stages,
+        staged=staged,
+        gather=not boxes,
+        registers=240,
+        programs_per_sm=1,
+        least_piece=512,
     )
 
 
