@@ -124,12 +124,10 @@ def hold(problem: Problem, config, table: Table, schedule: Schedule, how: Splitt
     fill = schedule_launch.prepare(
         ScheduleProblem(bool(problem.page_size), bool(how.fixed_chunk)), ScheduleConfig(), schedule.items.device
     )
-    # A kernel of long query tiles names no least piece: a block of keys is work enough.
-    least = config.least_piece
     arguments = (
         schedule.items, schedule.counts, schedule.arrivals, table.qo_indptr, table.kv_indptr,
         table.last_page_len, table.batch_size, schedule.num_kv_heads, problem.group, config.block_m,
-        max(problem.page_size, 1), window_left, config.block_n, least, how.share, how.fixed_chunk,
+        max(problem.page_size, 1), window_left, config.block_n, config.least_piece, how.share, how.fixed_chunk,
     )  # fmt: skip
     return fill.hold((table.batch_size, 1, 1), arguments, ("qo_indptr", "kv_indptr", "last_page_len"))
 
