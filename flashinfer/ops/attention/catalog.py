@@ -18,7 +18,7 @@ def _sized(p: Problem, dims: tuple[int, int, int]) -> Problem:
 
 
 def decode_problems() -> Iterator[Problem]:
-    """One query token per request: tiles of 16 rows, or of 32 for a wide group."""
+    """One query token per request: tiles of 16 rows; of 32 or 64 for a wide group or several tokens."""
     base = replace(_BASE, rows=16)
     for dims in _COMMON:
         yield _sized(base, dims)
@@ -29,10 +29,11 @@ def decode_problems() -> Iterator[Problem]:
     yield replace(base, mask="causal", rows=32)
     yield replace(base, page_size=5, aligned=False, window=True)
     yield replace(base, q_dtype="fp32", kv_dtype="fp32", o_dtype="fp32", pos_encoding="ROPE_LLAMA")
+    yield replace(base, mask="causal", rows=64)
 
 
 def prefill_problems() -> Iterator[Problem]:
-    """Many query tokens per request: tiles of 128 rows, 64 for short queries."""
+    """Many query tokens per request: tiles of 128 rows."""
     base = replace(_BASE, mask="causal", rows=128)
     for dims in _COMMON:
         yield _sized(base, dims)
@@ -41,7 +42,6 @@ def prefill_problems() -> Iterator[Problem]:
     yield _sized(base, (96, 96, 1))
     for dims in _ODD:
         yield _sized(base, dims)
-    yield replace(base, rows=64)
     yield replace(base, kv_dtype="fp8e4nv", lse=True)
     yield replace(base, q_dtype="fp16", kv_dtype="fp16", o_dtype="fp16", page_size=1)
     yield replace(base, q_dtype="fp8e4nv", kv_dtype="fp8e4nv", head_scales=True)

@@ -37,7 +37,8 @@ class Kind:
         self.device = device
         self._backend = backend
         self.problem = _problem(options, rows, custom)
-        self._op = decode if rows <= 32 else prefill
+        # Up to 64 rows a tile reads memory longer than it multiplies.
+        self._op = decode if rows <= 64 else prefill
         self.choice: Choice = self._op(self.problem, device, backend)
         self.latest = self.choice
         self.scalars = Scalars(

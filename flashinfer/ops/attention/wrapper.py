@@ -52,6 +52,8 @@ class AttentionWrapper:
     In CUDA-graph mode the given buffers hold the tables and are never replaced: plan() copies into them, so that a
     graph captured over run() serves every later batch of up to as many requests, pages and query rows. A smaller batch
     is padded with empty requests.
+
+    The runs of one plan share its partial results and their counters: on different streams they have to be ordered.
     """
 
     _paged = True
