@@ -21,10 +21,12 @@ class Runner:
     def __init__(self, a: Attention, t: Tensors, backend: str, tensor_cores: bool = True):
         self.a, self.t, self.backend, self.tensor_cores = a, t, backend, tensor_cores
         self.inputs = (t.q, *t.keys, poisoned_out(a, t.q.device))
+        # the original takes float8 queries with scales only
+        self.scales = dict.fromkeys(("q_scale", "k_scale", "v_scale"), 1.0) if "float8" in a.q_dtype else {}
 
     def __call__(self, *inputs):
         *given, out = inputs
-        return self.wrapper.run(*given, out=out)
+        return self.wrapper.run(*given, out=out, **self.scales)
 
     def plan(self) -> None:
         a, t = self.a, self.t

@@ -101,6 +101,15 @@ def test_what_is_not_written_is_seen(case, attention):
         check(attention("through_api").Runner(a, t, "auto").inputs[-1])
 
 
+def test_a_float8_row_is_right(attention):
+    workload = attention("workload")
+    types = dict(q_dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn")
+    a = workload.Attention(**SMALL, requests=2, q_len=20, kv_len=33, causal=True, **types)
+    t = workload.tensors(a, torch.device("cpu"))
+    run = attention("through_api").Runner(a, t, "auto")
+    workload.check(a, workload.truth(a, t), run(*run.inputs))
+
+
 def test_every_tile_of_long_queries_is_checked(attention):
     workload = attention("workload")
     rows = workload.sampled_rows(workload.Attention("", 1, 16384, 16384))
