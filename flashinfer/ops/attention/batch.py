@@ -50,7 +50,7 @@ class _Held:
 
 def limits_of(request: Request, table: Table) -> Limits:
     """Bounds of a batch that cost no wait for the device."""
-    batch, page_size = table.kv_indptr.shape[0] - 1, request.options.page_size
+    batch, page_size = table.batch_size, request.options.page_size
     rows = batch * request.q_len if request.q_len else request.rows
     if rows < 0 and request.longest_q:
         rows = batch * request.longest_q
@@ -248,16 +248,24 @@ class Batch:
 
     def _check_on_device(self, q, k) -> None:
         """What only the device knows; waits for it, so in debug mode alone."""
-        rows = int(self.table.qo_indptr[-1])
+        page_size = self.options.page_size
+        (q_begin, q_len), (kv_begin, kv_len) = self.table.q_spans(), self.table.kv_spans(page_size)
+        rows = int((q_begin + q_len).max()) if len(q_len) else 0
         require(rows <= q.shape[0], "qo_indptr", f"{rows} last", f"at most {q.shape[0]}, the rows of q")
-        used = int(self.table.kv_indptr[-1])
-        if self.options.page_size:
-            indices = self.table.kv_indices[:used]
-            worst = (int(indices.min()), int(indices.max())) if used else (0, 0)
-            ok = worst[0] >= 0 and (not used or worst[1] < k.shape[0])
-            require(ok, "paged_kv_indices", f"{worst[0]} ... {worst[1]}", f"pages 0 ... {k.shape[0] - 1}")
-        else:
+        pages = (kv_len + page_size - 1) // page_size if page_size else kv_len
+        used = int((kv_begin + pages).max()) if len(pages) else 0
+        if not page_size:
             require(used <= k.shape[0], "kv_indptr", f"{used} last", f"at most {k.shape[0]}, the rows of k")
+            return
+        table = self.table.kv_indices
+        most = f"at most {len(table)} in all" if not self.table.kv_stride else f"at most {self.table.kv_stride} each"
+        fits = used <= len(table) and not (self.table.kv_stride and int(pages.max()) > self.table.kv_stride)
+        require(fits, "kv_lens", f"{int(pages.max())} pages, {used} last", most)
+        for begin, count in zip(kv_begin.tolist(), pages.tolist()):
+            indices = table[begin : begin + count]
+            worst = (int(indices.min()), int(indices.max())) if count else (0, 0)
+            ok = not count or (worst[0] >= 0 and worst[1] < k.shape[0])
+            require(ok, "paged_kv_indices", f"{worst[0]} ... {worst[1]}", f"pages 0 ... {k.shape[0] - 1}")
 
     def _sinks(self, sinks) -> torch.Tensor | None:
         if sinks is None:
@@ -308,9 +316,6 @@ class Batch:
 
 
 def _same_tables(a: Table, b: Table) -> bool:
-    """Whether the tables of two batches are in the same memory."""
-    pairs = (
-        (a.qo_indptr, b.qo_indptr), (a.kv_indptr, b.kv_indptr), (a.kv_indices, b.kv_indices),
-        (a.last_page_len, b.last_page_len), (a.mask, b.mask), (a.mask_indptr, b.mask_indptr),
-    )  # fmt: skip
+    """Whether what launches refer to of the tables of two batches is in the same memory."""
+    pairs = (a.kv_indices, b.kv_indices), (a.mask, b.mask), (a.mask_indptr, b.mask_indptr)
     return all([x is y or (x is not None and y is not None and x.data_ptr() == y.data_ptr()) for x, y in pairs])

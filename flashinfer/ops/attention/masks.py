@@ -83,9 +83,8 @@ def custom_mask_table(request: Request, table: Table) -> None:
     """Bring the request's custom mask onto the device as packed bits, into `table`."""
     if not request.has_mask:
         return
-    q_len = table.qo_indptr[1:] - table.qo_indptr[:-1]
-    bits = q_len.long() * table.kv_lens(request.options.page_size).long()
-    device = table.qo_indptr.device
+    bits = table.q_spans()[1] * table.kv_spans(request.options.page_size)[1]
+    device = bits.device
     if request.packed_custom_mask is not None:
         packed = request.packed_custom_mask.to(device, non_blocking=True)
         require(packed.dtype == torch.uint8, "packed_custom_mask", packed.dtype, "uint8")

@@ -15,9 +15,10 @@ from flashinfer.ops.attention.problem import Problem, Table
 
 @dataclass(frozen=True)
 class ScheduleProblem:
-    """What the scheduling kernel is compiled for."""
+    """What the scheduling kernel is compiled for: what tells queries and keys (`Table.form`), and fixed pieces."""
 
-    paged: bool
+    q: str
+    kv: str
     fixed: bool
 
 
@@ -30,15 +31,23 @@ class ScheduleConfig:
 
 
 def build_schedule(p: ScheduleProblem, c: ScheduleConfig) -> Build:
-    names = ("batch", "kv_heads", "group", "tile_rows", "page_size", "window_left", "grain", "least", "share",
-             "fixed_chunk")  # fmt: skip
-    types = dict(items="*i32:16", counts="*i32", arrivals="*i32", qo_indptr="*i32")
-    types.update(kv_indptr="*i32", last_page_len="*i32", **{name: "i32" for name in names})
-    constants = dict(PAGED=p.paged, FIXED=p.fixed, BLOCK=c.block, LANES=c.lanes)
+    names = ("batch", "q_each", "kv_stride", "kv_heads", "group", "tile_rows", "page_size", "window_left", "grain",
+             "least", "share", "fixed_chunk")  # fmt: skip
+    types = dict(items="*i32:16", counts="*i32", arrivals="*i32", q_tells="*i32")
+    types.update(kv_indptr="*i32", kv_tells="*i32", **{name: "i32" for name in names})
+    constants = dict(Q=p.q, KV=p.kv, FIXED=p.fixed, BLOCK=c.block, LANES=c.lanes)
     return Build(schedule_kernel, types, constants, num_warps=c.num_warps)
 
 
 schedule_launch = Launcher("schedule", build_schedule)
+
+
+def schedules(problem: Problem):
+    """What may schedule a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
+    forms = (("indptr", "pages"), ("uniform", "table"), ("indptr", "table")) if problem.page_size else ()
+    for q, kv in forms or (("indptr", "indptr"),):
+        for fixed in (False, True) if problem.split else (False,):
+            yield schedule_launch, ScheduleProblem(q, kv, fixed), ScheduleConfig()
 
 
 @dataclass
@@ -117,23 +126,22 @@ def allocate(problem: Problem, config, limits, how: Splitting, num_kv_heads: int
 
 
 def hold(problem: Problem, config, table: Table, schedule: Schedule, how: Splitting, window_left: int) -> Callable:
-    """A launch that fills `schedule` on the device, for as many requests as `table` has.
+    """A launch that fills `schedule` on the device, for as many requests as `table` has, told as in `table`.
 
-    It takes the addresses of qo_indptr, kv_indptr and last_page_len (0 for none).
+    It takes Table.addresses().
     """
     fill = schedule_launch.prepare(
-        ScheduleProblem(bool(problem.page_size), bool(how.fixed_chunk)), ScheduleConfig(), schedule.items.device
+        ScheduleProblem(*table.form, bool(how.fixed_chunk)), ScheduleConfig(), schedule.items.device
     )
     arguments = (
-        schedule.items, schedule.counts, schedule.arrivals, table.qo_indptr, table.kv_indptr,
-        table.last_page_len, table.batch_size, schedule.num_kv_heads, problem.group, config.block_m,
+        schedule.items, schedule.counts, schedule.arrivals, table.qo_indptr if table.q_lens is None else table.q_lens,
+        table.kv_indptr, table.last_page_len if table.kv_lens is None else table.kv_lens, table.batch_size,
+        table.q_len, table.kv_stride, schedule.num_kv_heads, problem.group, config.block_m,
         max(problem.page_size, 1), window_left, config.block_n, config.least_piece, how.share, how.fixed_chunk,
     )  # fmt: skip
-    return fill.hold((table.batch_size, 1, 1), arguments, ("qo_indptr", "kv_indptr", "last_page_len"))
+    return fill.hold((table.batch_size, 1, 1), arguments, ("q_tells", "kv_indptr", "kv_tells"))
 
 
 def make(problem: Problem, config, table: Table, schedule: Schedule, how: Splitting, window_left: int) -> None:
     """Fill `schedule` on the device for the lengths in `table`."""
-    last = 0 if table.last_page_len is None else table.last_page_len.data_ptr()
-    fill = hold(problem, config, table, schedule, how, window_left)
-    fill(table.qo_indptr.data_ptr(), table.kv_indptr.data_ptr(), last)
+    hold(problem, config, table, schedule, how, window_left)(*table.addresses())

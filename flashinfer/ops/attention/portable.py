@@ -12,7 +12,7 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention._device.attend import attend_kernel
 from flashinfer.ops.attention.config import SIZE
-from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
+from flashinfer.ops.attention.planner import schedule_launch, schedules
 from flashinfer.ops.attention.problem import Inputs, Problem
 
 # Bytes of stack a thread may use: what the compiler spills where three copies of the loop meet 255 registers. Triton
@@ -75,8 +75,7 @@ LAUNCHERS = (attend, schedule_launch)
 def kernels(p: Problem, c):
     """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
     yield attend, p, c
-    for fixed in (False, True) if p.split else (False,):
-        yield schedule_launch, ScheduleProblem(bool(p.page_size), fixed), ScheduleConfig()
+    yield from schedules(p)
 
 
 def _raw(x: torch.Tensor) -> torch.Tensor:

@@ -101,11 +101,15 @@ class Scalars:
 class Table:
     """The ragged description of a batch, int32 on the compute device.
 
+    Queries of a request are told by `qo_indptr`, by `q_lens`, or by `q_len` where all are alike; its keys by
+    `kv_indptr` (with `last_page_len` if paged), by `kv_indptr` and `kv_lens`, by `kv_stride` and `kv_lens`, or by
+    `kv_lens` alone.
+
     Attributes
     ----------
-    qo_indptr : Tensor [batch + 1]
+    qo_indptr : Tensor [batch + 1], optional
         Query rows of each request.
-    kv_indptr : Tensor [batch + 1]
+    kv_indptr : Tensor [batch + 1], optional
         Paged: entries of kv_indices of each request. Ragged: rows of k and v.
     last_page_len : Tensor [batch], optional
         Tokens in the last page of each request.
@@ -115,25 +119,77 @@ class Table:
         Custom mask, one bit per (query, key), row-major by request, each request starting on a byte, low bit first.
     mask_indptr : Tensor [batch + 1], optional
         First byte of each request in `mask`.
+    q_len : int
+        Query rows of every request, which follow one another; 0 where a tensor tells.
+    q_lens : Tensor [batch], optional
+        Query rows of each request, which follow one another.
+    kv_lens : Tensor [batch], optional
+        Keys of each request. Without kv_indptr and kv_stride, rows of k and v that follow one another.
+    kv_stride : int
+        Entries of kv_indices from one request to the next, as in a rectangular block table; 0 for none.
     """
 
-    qo_indptr: torch.Tensor
-    kv_indptr: torch.Tensor
+    qo_indptr: torch.Tensor | None = None
+    kv_indptr: torch.Tensor | None = None
     last_page_len: torch.Tensor | None = None
     kv_indices: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     mask_indptr: torch.Tensor | None = None
+    q_len: int = 0
+    q_lens: torch.Tensor | None = None
+    kv_lens: torch.Tensor | None = None
+    kv_stride: int = 0
 
     @property
     def batch_size(self) -> int:
-        return self.qo_indptr.shape[0] - 1
+        indptr = self.kv_indptr if self.qo_indptr is None else self.qo_indptr
+        return self.kv_lens.shape[0] if indptr is None else indptr.shape[0] - 1
 
-    def kv_lens(self, page_size: int) -> torch.Tensor:
-        """Keys of each request; `page_size` 0 for ragged."""
-        entries = self.kv_indptr[1:] - self.kv_indptr[:-1]
-        if not page_size:
-            return entries
-        return ((entries - 1) * page_size + self.last_page_len).clamp_(min=0)
+    @property
+    def form(self) -> tuple[str, str]:
+        """By what queries and keys are told: what the scheduling kernel is compiled for."""
+        q = "uniform" if self.q_len else "indptr" if self.q_lens is None else "lens"
+        if self.kv_lens is None:
+            return q, "indptr" if self.last_page_len is None else "pages"
+        return q, "table" if self.kv_stride else "packed" if self.kv_indptr is None else "lens"
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Of what tells queries, where keys begin, and their number; 0 for what there is not."""
+        q = self.qo_indptr if self.q_lens is None else self.q_lens
+        lens = self.last_page_len if self.kv_lens is None else self.kv_lens
+        return (
+            0 if q is None or self.q_len else q.data_ptr(),
+            0 if self.kv_indptr is None else self.kv_indptr.data_ptr(),
+            0 if lens is None else lens.data_ptr(),
+        )
+
+    def q_spans(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """First query row, and number of query rows, of each request; int64."""
+        if self.q_len:
+            tells = self.kv_indptr if self.kv_lens is None else self.kv_lens
+            lens = torch.full((self.batch_size,), self.q_len, device=tells.device)
+            return _starts(lens), lens
+        if self.q_lens is not None:
+            return _starts(self.q_lens.long()), self.q_lens.long()
+        indptr = self.qo_indptr.long()
+        return indptr[:-1], indptr[1:] - indptr[:-1]
+
+    def kv_spans(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """First row, or entry of kv_indices, and number of keys, of each request; int64. `page_size` 0 for ragged."""
+        lens = None if self.kv_lens is None else self.kv_lens.long().clamp(min=0)
+        if self.kv_stride:
+            return torch.arange(self.batch_size, device=lens.device) * self.kv_stride, lens
+        if self.kv_indptr is None:
+            return _starts(lens), lens
+        indptr = self.kv_indptr.long()
+        entries = indptr[1:] - indptr[:-1]
+        if lens is None:
+            lens = ((entries - 1) * page_size + self.last_page_len).clamp(min=0) if page_size else entries
+        return indptr[:-1], lens
+
+
+def _starts(lens: torch.Tensor) -> torch.Tensor:
+    return lens.cumsum(0) - lens
 
 
 @dataclass

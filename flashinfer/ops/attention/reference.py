@@ -44,9 +44,8 @@ def run(problem: Problem, config, x: Inputs) -> None:
 
 def _buckets(problem: Problem, x: Inputs):
     """Requests whose query lengths and whose visible key lengths have the same power of two above them."""
-    indptr = x.table.qo_indptr.long()
-    q_len = indptr[1:] - indptr[:-1]
-    kv_len = x.table.kv_lens(problem.page_size).long()
+    q_begin, q_len = x.table.q_spans()
+    _, kv_len = x.table.kv_spans(problem.page_size)
     first = torch.zeros_like(kv_len)
     if problem.window:
         # No query of the request sees a key before this one.
@@ -55,22 +54,24 @@ def _buckets(problem: Problem, x: Inputs):
     for request, (nq, nkv) in enumerate(zip(q_len.tolist(), (kv_len - first).tolist())):
         kinds.setdefault(((nq - 1).bit_length(), (nkv - 1).bit_length()), []).append(request)
     for requests in kinds.values():
-        chosen = torch.tensor(requests, device=indptr.device)
+        chosen = torch.tensor(requests, device=q_len.device)
         nq, nkv, lo = q_len[chosen], kv_len[chosen], first[chosen]
         most_q, most_kv = int(nq.max()), int((nkv - lo).max())
-        yield _Bucket(chosen, indptr[chosen][:, None], nq[:, None], nkv[:, None], lo[:, None], most_q, most_kv)
+        yield _Bucket(chosen, q_begin[chosen][:, None], nq[:, None], nkv[:, None], lo[:, None], most_q, most_kv)
 
 
 def _gather(problem: Problem, x: Inputs, b: _Bucket) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, float32 [requests, kv_heads, most_kv, head_dim]; rows past a request's end repeat its last."""
     positions = b.kv_first + torch.arange(b.most_kv, device=b.kv_first.device)
     positions = torch.minimum(positions, (b.kv_len - 1).clamp(min=0))
-    base = x.table.kv_indptr.long()[b.requests][:, None]
+    base = x.table.kv_spans(problem.page_size)[0][b.requests][:, None]
     if problem.page_size:
         entries = (base + positions // problem.page_size).clamp(max=max(x.table.kv_indices.shape[0] - 1, 0))
         if not x.table.kv_indices.shape[0]:
             entries = None
         pages = x.table.kv_indices.long()[entries] if entries is not None else torch.zeros_like(positions)
+        # What a block table holds for a request without keys may be no page.
+        pages = torch.where(b.kv_len > 0, pages, 0)
         offsets = positions % problem.page_size
         k, v = (_rows(t, pages, offsets) for t in (x.k, x.v))
     else:

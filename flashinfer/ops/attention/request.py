@@ -104,7 +104,7 @@ class Request:
 
     options: Options
     qo_indptr: torch.Tensor | None
-    kv_indptr: torch.Tensor
+    kv_indptr: torch.Tensor | None
     last_page_len: torch.Tensor | None = None
     kv_indices: torch.Tensor | None = None
     custom_mask: torch.Tensor | None = None

@@ -22,7 +22,7 @@ class WorkList:
         self._what = kind.problem, config, limits, how
         self._capacity = self.schedule.max_items, self.schedule.max_slots
         self._window_left = kind.options.window_left
-        self._filled, self._fill = -1, None
+        self._filled, self._fill = None, None
 
     def fits(self, limits: Limits) -> bool:
         """Whether the buffers suffice for `limits`; then it is cut to them from here on."""
@@ -41,9 +41,9 @@ class WorkList:
         batch = table.batch_size
         if not batch:
             return
-        if batch != self._filled:
+        told = batch, table.q_len, table.kv_stride, table.form
+        if told != self._filled:
             problem, config, _, how = self._what
             self._fill = planner.hold(problem, config, table, self.schedule, how, self._window_left)
-            self._filled = batch
-        last = 0 if table.last_page_len is None else table.last_page_len.data_ptr()
-        self._fill(table.qo_indptr.data_ptr(), table.kv_indptr.data_ptr(), last)
+            self._filled = told
+        self._fill(*table.addresses())

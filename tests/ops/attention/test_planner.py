@@ -18,7 +18,7 @@ CONFIG = Config(block_m=16, block_n=16, num_warps=4, num_stages=2, native_fp8=Fa
                 programs_per_sm=2, least_piece=16)  # fmt: skip
 
 
-def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=None):
+def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=None, form=("indptr", "indptr")):
     problem = Problem("paged" if page_size else "ragged", "fp16", "fp16", "fp16", 64, 64, group, page_size=page_size,
                       split=how != Splitting())  # fmt: skip
     table = Table(generate.indptr(q_lens, device), generate.indptr(kv_lens, device))
@@ -27,6 +27,8 @@ def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=No
         table.kv_indptr = generate.indptr(pages, device)
         last = [n - (p - 1) * page_size if p else 0 for n, p in zip(kv_lens, pages)]
         table.last_page_len = torch.tensor(last, dtype=torch.int32, device=device)
+    tell(table, form, q_lens, kv_lens, device)
+    assert table.batch_size == len(q_lens)
     limits = Limits(len(q_lens), sum(q_lens), sum(kv_lens))
     scratch = lambda count: torch.empty(count, dtype=torch.uint8, device=device)
     made = planner.allocate(problem, CONFIG, limits, how, 1, scratch, device)
@@ -34,6 +36,28 @@ def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=No
     made.arrivals.fill_(-7)
     planner.make(problem, CONFIG, table, made, how, window)
     return made
+
+
+def tell(table, form, q_lens, kv_lens, device):
+    """Tell queries and keys by other means than indptr."""
+    as_tensor = lambda lens: torch.tensor(lens, dtype=torch.int32, device=device)
+    if form[0] == "lens":
+        table.qo_indptr, table.q_lens = None, as_tensor(q_lens)
+    elif form[0] == "uniform":
+        table.qo_indptr, table.q_len = None, q_lens[0]
+    if form[1] in ("lens", "table", "packed"):
+        table.kv_lens, table.last_page_len = as_tensor(kv_lens), None
+    if form[1] == "table":
+        table.kv_stride = 1000
+    if form[1] in ("table", "packed"):
+        table.kv_indptr = None
+
+
+def bases(kv_lens, page_size, form):
+    if form == "table":
+        return [1000 * i for i in range(len(kv_lens))]
+    entries = [-(-n // page_size) for n in kv_lens] if page_size and form != "packed" else kv_lens
+    return [sum(entries[:i]) for i in range(len(entries))]
 
 
 def check(q_lens, kv_lens, made, group, window):
@@ -68,6 +92,20 @@ def check(q_lens, kv_lens, made, group, window):
 
 
 lens = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 900)), min_size=1, max_size=9)
+
+
+@pytest.mark.parametrize("page_size", (0, 5))
+@pytest.mark.parametrize("kv", ("lens", "table", "packed"))
+@pytest.mark.parametrize("q", ("indptr", "lens", "uniform"))
+def test_what_tells_lengths(q, kv, page_size, device, monkeypatch):
+    """Lengths told on the device in another form give the same work list, over spans that begin where the form says."""
+    monkeypatch.setattr(planner, "ScheduleConfig", partial(planner.ScheduleConfig, block=4, lanes=4))
+    q_lens, kv_lens = [7] * 9 if q == "uniform" else [3, 0, 17, 1, 40, 2, 0, 1, 5], [5, 700, 0, 40, 1, 0, 64, 65, 33]
+    made = schedule(q_lens, kv_lens, device, page_size=page_size, how=Splitting(share=20), form=(q, kv))
+    check(q_lens, kv_lens, made, 2, -1)
+    found = {r[8]: r[2] for r in made.items.view(-1, 16)[: int(made.counts)].tolist()}
+    expected = bases(kv_lens, page_size, kv)
+    assert all(base == expected[request] for request, base in found.items())
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -7,7 +7,7 @@ import triton.language as tl
 ITEM_WIDTH = tl.constexpr(16)
 ITEM_Q_ROW = tl.constexpr(0)  # first query row of the request, in q
 ITEM_Q_LEN = tl.constexpr(1)
-ITEM_KV_BASE = tl.constexpr(2)  # kv_indptr of the request
+ITEM_KV_BASE = tl.constexpr(2)  # first entry of kv_indices, or row of k and v, of the request
 ITEM_KV_LEN = tl.constexpr(3)
 ITEM_TILE_ROW = tl.constexpr(4)  # first row of the tile, counted in (token, head of the group) pairs
 ITEM_KV_BEGIN = tl.constexpr(5)
@@ -20,15 +20,27 @@ ITEM_PIECES = tl.constexpr(10)
 
 @triton.jit
 def _lengths(
-    j, batch, qo_indptr, kv_indptr, last_page_len, group, tile_rows, page_size, window_left, grain, PAGED: tl.constexpr
-):
-    """Query length, key length, query tiles and first visible key of requests `j`; zeros past the batch."""
+    j, batch, q_tells, kv_indptr, kv_tells, q_each, group, tile_rows, page_size, window_left, grain, Q: tl.constexpr,
+    KV: tl.constexpr,
+):  # fmt: skip
+    """Query length, key length, query tiles and first visible key of requests `j`; zeros past the batch.
+
+    `Q` and `KV` say what the tensors hold, as Table.form does.
+    """
     there = j < batch
-    q_len = tl.load(qo_indptr + j + 1, mask=there, other=0) - tl.load(qo_indptr + j, mask=there, other=0)
-    kv_len = tl.load(kv_indptr + j + 1, mask=there, other=0) - tl.load(kv_indptr + j, mask=there, other=0)
-    if PAGED:
-        last = tl.load(last_page_len + j, mask=there, other=0)
-        kv_len = tl.where(kv_len > 0, (kv_len - 1) * page_size + last, 0)
+    if Q == "uniform":
+        q_len = tl.where(there, q_each, 0)
+    elif Q == "lens":
+        q_len = tl.load(q_tells + j, mask=there, other=0)
+    else:
+        q_len = tl.load(q_tells + j + 1, mask=there, other=0) - tl.load(q_tells + j, mask=there, other=0)
+    if KV == "indptr" or KV == "pages":
+        kv_len = tl.load(kv_indptr + j + 1, mask=there, other=0) - tl.load(kv_indptr + j, mask=there, other=0)
+        if KV == "pages":
+            last = tl.load(kv_tells + j, mask=there, other=0)
+            kv_len = tl.where(kv_len > 0, (kv_len - 1) * page_size + last, 0)
+    else:
+        kv_len = tl.maximum(tl.load(kv_tells + j, mask=there, other=0), 0)
     tiles = (q_len * group + tile_rows - 1) // tile_rows
     first = tl.where(window_left >= 0, tl.maximum(kv_len - q_len - window_left, 0), 0)
     first = tl.minimum(first, kv_len) // grain * grain
@@ -56,10 +68,12 @@ def schedule_kernel(
     items,
     counts,
     arrivals,
-    qo_indptr,
+    q_tells,
     kv_indptr,
-    last_page_len,
+    kv_tells,
     batch,
+    q_each,
+    kv_stride,
     kv_heads,
     group,
     tile_rows,
@@ -69,7 +83,8 @@ def schedule_kernel(
     least,
     share,
     fixed_chunk,
-    PAGED: tl.constexpr,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
     FIXED: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
@@ -78,7 +93,7 @@ def schedule_kernel(
 
     `share` is the number of work items per KV head that fills the chip: total work (tiles x keys) over it is the length
     of a piece, but at least `least` keys. 0 leaves every request whole. Every program reads all lengths, so that
-    offsets need no second launch.
+    offsets need no second launch. What tells them is as `Table.addresses` has it, and `Table.form` what it holds.
     """
     i = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -88,8 +103,8 @@ def schedule_kernel(
         work = tl.zeros([BLOCK], tl.int64)
         for start in range(0, batch, BLOCK):
             q_len, kv_len, tiles, first = _lengths(
-                start + lanes, batch, qo_indptr, kv_indptr, last_page_len, group, tile_rows, page_size, window_left,
-                grain, PAGED,
+                start + lanes, batch, q_tells, kv_indptr, kv_tells, q_each, group, tile_rows, page_size, window_left,
+                grain, Q, KV,
             )  # fmt: skip
             work += tiles.to(tl.int64) * (kv_len - first)
         total = tl.sum(work, 0)
@@ -99,24 +114,40 @@ def schedule_kernel(
 
     item_at = tl.zeros([BLOCK], tl.int32)
     slot_at = tl.zeros([BLOCK], tl.int32)
+    q_at = tl.zeros([BLOCK], tl.int32)
+    kv_at = tl.zeros([BLOCK], tl.int32)
     for start in range(0, i + 1, BLOCK):
         j = start + lanes
         q_len, kv_len, tiles, first = _lengths(
-            j, batch, qo_indptr, kv_indptr, last_page_len, group, tile_rows, page_size, window_left, grain, PAGED
+            j, batch, q_tells, kv_indptr, kv_tells, q_each, group, tile_rows, page_size, window_left, grain, Q, KV
         )
         pieces, length = _split(kv_len - first, chunk, grain, FIXED)
         before = j < i
         item_at += tl.where(before, tiles * pieces, 0)
         slot_at += tl.where(before & (pieces > 1), tiles * pieces, 0)
+        if Q == "lens":
+            q_at += tl.where(before, q_len, 0)
+        if KV == "packed":
+            kv_at += tl.where(before, kv_len, 0)
     first_item = tl.sum(item_at, 0)
     first_slot = tl.sum(slot_at, 0)
 
     q_len, kv_len, tiles, first = _lengths(
-        i, batch, qo_indptr, kv_indptr, last_page_len, group, tile_rows, page_size, window_left, grain, PAGED
+        i, batch, q_tells, kv_indptr, kv_tells, q_each, group, tile_rows, page_size, window_left, grain, Q, KV
     )
     pieces, length = _split(kv_len - first, chunk, grain, FIXED)
-    q_row = tl.load(qo_indptr + i)
-    kv_base = tl.load(kv_indptr + i)
+    if Q == "uniform":
+        q_row = i * q_each
+    elif Q == "lens":
+        q_row = tl.sum(q_at, 0)
+    else:
+        q_row = tl.load(q_tells + i)
+    if KV == "table":
+        kv_base = i * kv_stride
+    elif KV == "packed":
+        kv_base = tl.sum(kv_at, 0)
+    else:
+        kv_base = tl.load(kv_indptr + i)
 
     number = tl.arange(0, LANES)
     for start in range(0, tiles * pieces, LANES):

@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention._device.attend_sm80 import attend_sm80_kernel
-from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
+from flashinfer.ops.attention.planner import schedule_launch, schedules
 from flashinfer.ops.attention.portable import Bound, build_attend
 from flashinfer.ops.attention.problem import Inputs, Problem
 
@@ -30,8 +30,7 @@ LAUNCHERS = (attend_sm80, schedule_launch)
 def kernels(p: Problem, c):
     """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
     yield attend_sm80, p, c
-    for fixed in (False, True) if p.split else (False,):
-        yield schedule_launch, ScheduleProblem(bool(p.page_size), fixed), ScheduleConfig()
+    yield from schedules(p)
 
 
 def bind(p: Problem, c, device: torch.device) -> Bound:

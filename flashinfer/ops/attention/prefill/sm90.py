@@ -12,7 +12,7 @@ from flashinfer._core.kv_layout import as_matrix
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention._device.attend_sm90 import attend_sm90_kernel
-from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
+from flashinfer.ops.attention.planner import schedule_launch, schedules
 from flashinfer.ops.attention.prefill.config import Sm90Config
 from flashinfer.ops.attention.problem import Inputs, Problem
 
@@ -73,8 +73,7 @@ LAUNCHERS = (attend_sm90, schedule_launch)
 def kernels(p: Problem, c: Sm90Config):
     """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
     yield attend_sm90, p, c
-    for fixed in (False, True) if p.split else (False,):
-        yield schedule_launch, ScheduleProblem(bool(p.page_size), fixed), ScheduleConfig()
+    yield from schedules(p)
 
 
 class Bound:
