@@ -112,7 +112,8 @@ def test_captured(device):
     kv = [5, 0, 40, 33]
     x = generate.ragged_batch([1] * 4, kv, 8, 2, 64, dtype=HALF, device=device)
     paged = generate.paged(x, 8)
-    tables, lengths = torch.zeros(4, 8, dtype=torch.int32, device=device), torch.ones(4, dtype=torch.int32, device=device)
+    tables = torch.zeros(4, 8, dtype=torch.int32, device=device)
+    lengths = torch.ones(4, dtype=torch.int32, device=device)
     table = block_table(tables, lengths, q_len=1)
     views = lambda c: paged_views(c, "NHD")
     call = lambda: run(x, table, paged.kv_cache, views, "auto", page_size=8, o=Options())
