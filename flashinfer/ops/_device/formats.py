@@ -1,0 +1,118 @@
+"""Narrow floating-point formats: float32 to e4m3, e5m2, e2m1 and ue8m0, and back, with the same bits on every chip.
+
+Rounding is to nearest, ties to even. What is too large becomes the largest finite value; infinity is too large. NaN is
+0x7F in e4m3 and e5m2, 0xFF in ue8m0, and +6 in e2m1, which has none: so the chips' own instructions have it (PTX ISA,
+cvt with .satfinite). A scale factor in ue4m3 is an e4m3 without sign. (OCP 8-bit Floating Point Specification 1.0; OCP
+Microscaling Formats Specification 1.0.)
+
+CAPABILITY is the compute capability times ten, as Target has it. It is 0 in Triton's interpreter, and decides whether
+an instruction or integer arithmetic converts. Both give the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _encode(
+    x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexpr, LARGEST: tl.constexpr, NAN: tl.constexpr
+):  # fmt: skip
+    """float32 as int32 codes of a format with MANTISSA bits of mantissa and the sign in bit SIGN."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # A normal number keeps its top bits; just under half of the last of them is added, and the rest if it is odd.
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    rounding = ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)
+    normal = ((magnitude + rounding) >> DROPPED) - ((127 - BIAS) << MANTISSA)
+    # A subnormal counts steps. In float32, the last bit of STEP is one of them, so that the sum is rounded to steps.
+    EXPONENT: tl.constexpr = 24 - BIAS - MANTISSA
+    STEP: tl.constexpr = 1.0 * (1 << EXPONENT)
+    steps = (magnitude.to(tl.float32, bitcast=True) + STEP).to(tl.int32, bitcast=True) - ((127 + EXPONENT) << 23)
+    code = tl.minimum(tl.where(magnitude < ((128 - BIAS) << 23), steps, normal), LARGEST)
+    return tl.where(magnitude > 0x7F800000, NAN, code | ((bits >> (31 - SIGN)) & (1 << SIGN)))
+
+
+@triton.jit
+def to_fp8(x, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
+    """float32 as bytes of e4m3 ("fp8e4nv") or e5m2 ("fp8e5")."""
+    tl.static_assert(DTYPE == "fp8e4nv" or DTYPE == "fp8e5", "fp8e4nv or fp8e5")
+    if DTYPE == "fp8e4nv":
+        if CAPABILITY >= 89:
+            return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return _encode(x, 3, 7, 7, 0x7E, 0x7F).to(tl.uint8)
+    if CAPABILITY >= 89:
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return _encode(x, 2, 15, 7, 0x7B, 0x7F).to(tl.uint8)
+
+
+@triton.jit
+def from_fp8(code, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
+    """Bytes of e4m3 ("fp8e4nv") or e5m2 ("fp8e5") as float32; exact.
+
+    Both are float16 with fewer bits. e5m2 is its upper byte. e4m3 shifted into place has an exponent bias 8 smaller,
+    which a factor of 256 restores, subnormals included; its one NaN has to be named.
+    """
+    tl.static_assert(DTYPE == "fp8e4nv" or DTYPE == "fp8e5", "fp8e4nv or fp8e5")
+    if DTYPE == "fp8e4nv":
+        if CAPABILITY >= 89:
+            return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        bits = code.to(tl.uint16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def to_e2m1(x, CAPABILITY: tl.constexpr):
+    """float32 [rows, n] as e2m1 bytes [rows, n // 2]: an even column in the low half, its neighbour in the high."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    if CAPABILITY >= 100:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, $2, $1; cvt.u32.u8 $0, pair; }",
+            "=r,f,f", [even, odd], dtype=tl.int32, is_pure=True, pack=1,
+        ).to(tl.uint8)  # fmt: skip
+    return (_encode(even, 1, 1, 3, 7, 7) | (_encode(odd, 1, 1, 3, 7, 7) << 4)).to(tl.uint8)
+
+
+@triton.jit
+def _e2m1_value(code):
+    """The low four bits as float32. As float16's upper bits they are an e2m1 with an exponent bias 14 larger."""
+    bits = code.to(tl.uint16)
+    return (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit
+def from_e2m1(code):
+    """e2m1 bytes [rows, n] as float32 [rows, 2 n], low halves in even columns; exact."""
+    pairs = tl.join(_e2m1_value(code), _e2m1_value(code >> 4))
+    return tl.reshape(pairs, [code.shape[0], code.shape[1] * 2])
+
+
+@triton.jit
+def to_ue8m0(magnitude, PEAK: tl.constexpr):
+    """Bytes of the least power of two that is no less than a / PEAK, for the bits of a float32 a >= 0, as int32.
+
+    PEAK is the largest value of the elements that the factor is for: 448 of e4m3, 6 of e2m1. The quotient is not
+    computed: at equal exponents, a is above PEAK if its mantissa is, and only then is the next power of two due.
+    """
+    tl.static_assert(PEAK == 448 or PEAK == 6, "448 or 6")
+    MANTISSA: tl.constexpr = 0x600000 if PEAK == 448 else 0x400000
+    EXPONENT: tl.constexpr = 8 if PEAK == 448 else 2
+    code = tl.maximum(((magnitude + (0x7FFFFF - MANTISSA)) >> 23) - EXPONENT, 0)
+    code = tl.where(magnitude == 0x7F800000, 254, code)
+    return tl.where(magnitude > 0x7F800000, 255, code).to(tl.uint8)
+
+
+@triton.jit
+def from_ue8m0(code):
+    """Bytes of ue8m0 as float32; exact. 2^-127 is a subnormal."""
+    wide = code.to(tl.int32)
+    bits = tl.where(wide == 0, 0x400000, wide << 23)
+    return tl.where(wide == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_ue8m0(code):
+    """1 / from_ue8m0(code); exact."""
+    wide = code.to(tl.int32)
+    return from_ue8m0(tl.where(wide == 255, 255, 254 - wide))

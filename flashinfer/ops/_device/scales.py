@@ -1,0 +1,95 @@
+"""Scale factors: where the layouts put them, and rows quantised with one factor per block.
+
+The quantising leaves take rows `y`, float32 [ROWS, BLOCK] in registers with zeros past the row's end, ROWS and BLOCK
+powers of two, and give codes, as bytes, with the scale factor of each block of V columns. A NaN makes its block's
+factor NaN, and so nothing else.
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer.ops._device.formats import from_fp8, inverse_ue8m0, to_e2m1, to_fp8, to_ue8m0
+
+
+@triton.jit
+def scale_offset(row, block, blocks, LAYOUT: tl.constexpr):
+    """Offset, 64 bits, of the scale factor of (row, block) in a layout: "linear", "128x4" or "8x4".
+
+    `blocks` is the number of factors in a row of the layout; the tiled layouts pad it to a multiple of 4, and rows to
+    one of 128 or 8. A tile of "128x4" is four groups of 32 rows, and takes 512 bytes: row r of group g has its four
+    factors at 16 r + 4 g. A tile of "8x4" is eight rows of four. Tiles of the same rows follow each other.
+    """
+    tl.static_assert(LAYOUT == "linear" or LAYOUT == "128x4" or LAYOUT == "8x4", "linear, 128x4 or 8x4")
+    row = row.to(tl.int64)
+    if LAYOUT == "linear":
+        return row * blocks + block
+    if LAYOUT == "128x4":
+        inside = row % 32 * 16 + row // 32 % 4 * 4 + block % 4
+        return (row // 128 * (blocks // 4) + block // 4) * 512 + inside
+    return (row // 8 * (blocks // 4) + block // 4) * 32 + row % 8 * 4 + block % 4
+
+
+@triton.jit
+def block_amax(y, V: tl.constexpr):
+    """The bits, int32 [ROWS, BLOCK // V], of the largest magnitude in each block of V columns.
+
+    Bits of magnitudes are ordered as the magnitudes are, with NaN above infinity, so that an integer maximum finds NaN.
+    """
+    bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.reshape(bits, [y.shape[0], y.shape[1] // V, V]), 2)
+
+
+@triton.jit
+def times_blocks(y, factor, V: tl.constexpr):
+    """y [ROWS, BLOCK] times factor [ROWS, BLOCK // V], which stands for V columns each."""
+    blocks = tl.reshape(y, [y.shape[0], y.shape[1] // V, V]) * factor[:, :, None]
+    return tl.reshape(blocks, [y.shape[0], y.shape[1]])
+
+
+@triton.jit
+def quantize_fp8(y, V: tl.constexpr, DTYPE: tl.constexpr, POWER_OF_TWO: tl.constexpr, CAPABILITY: tl.constexpr):
+    """Codes [ROWS, BLOCK] of e4m3 or e5m2, and float32 scales [ROWS, BLOCK // V]; y is code * scale.
+
+    V = BLOCK makes it one scale a row. scale = amax / largest, at least 2^-126, whose inverse is finite still;
+    POWER_OF_TWO rounds it up to one.
+    """
+    LARGEST: tl.constexpr = 448.0 if DTYPE == "fp8e4nv" else 57344.0
+    amax = block_amax(y, V).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
+    # Not tl.maximum, which would lose a NaN.
+    scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
+    if POWER_OF_TWO:
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = tl.where(scale < float("inf"), (bits + 0x7FFFFF) & 0x7F800000, bits).to(tl.float32, bitcast=True)
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return to_fp8(times_blocks(y, inverse, V), DTYPE, CAPABILITY), scale
+
+
+@triton.jit
+def quantize_nvfp4(y, global_scale, CAPABILITY: tl.constexpr):
+    """NVFP4: e2m1 codes [ROWS, BLOCK // 2], and ue4m3 bytes [ROWS, BLOCK // 16]; y is code * factor / global_scale.
+
+    factor = e4m3(global_scale * (amax * (1 / 6))), code = e2m1(y * (1 / (factor * (1 / global_scale)))), each
+    operation one float32 rounding. A factor of zero makes zeros of its block.
+    """
+    amax = block_amax(y, 16).to(tl.float32, bitcast=True)
+    factor = to_fp8(global_scale * (amax * (1.0 / 6.0)), "fp8e4nv", CAPABILITY)
+    wide = from_fp8(factor, "fp8e4nv", CAPABILITY)
+    one = tl.full(wide.shape, 1.0, tl.float32)
+    inverse = tl.div_rn(one, wide * tl.div_rn(one, one * global_scale))
+    inverse = tl.where(wide == 0, 0.0, inverse)
+    return to_e2m1(times_blocks(y, inverse, 16), CAPABILITY), factor
+
+
+@triton.jit
+def quantize_mxfp4(y, CAPABILITY: tl.constexpr):
+    """MXFP4: e2m1 codes [ROWS, BLOCK // 2], and ue8m0 bytes [ROWS, BLOCK // 32], least factors with amax within 6."""
+    factor = to_ue8m0(block_amax(y, 32), 6)
+    return to_e2m1(times_blocks(y, inverse_ue8m0(factor), 32), CAPABILITY), factor
+
+
+@triton.jit
+def quantize_mxfp8(y, CAPABILITY: tl.constexpr):
+    """MXFP8: e4m3 codes [ROWS, BLOCK], and ue8m0 bytes [ROWS, BLOCK // 32], least factors with amax within 448."""
+    factor = to_ue8m0(block_amax(y, 32), 448)
+    return to_fp8(times_blocks(y, inverse_ue8m0(factor), 32), "fp8e4nv", CAPABILITY), factor

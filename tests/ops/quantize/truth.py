@@ -1,0 +1,85 @@
+"""The formats in float64, from their specifications: every value is listed, and the nearest one is looked up.
+
+OCP 8-bit Floating Point Specification 1.0 (e4m3, e5m2) and OCP Microscaling Formats Specification 1.0 (e2m1, e8m0).
+Saturation and the codes of NaN are those of PTX's cvt with .satfinite.
+"""
+
+import torch
+
+# bits of exponent and mantissa, bias, codes without sign that are finite, the code that NaN gets
+FORMATS = {"e4m3": (4, 3, 7, 0x7F, 0x7F), "e5m2": (5, 2, 15, 0x7C, 0x7F), "e2m1": (2, 1, 1, 8, 7)}
+
+
+def values(name: str) -> torch.Tensor:
+    """float64 [number of finite codes without sign], ascending."""
+    _, mantissa_bits, bias, count, _ = FORMATS[name]
+    found = []
+    for code in range(count):
+        exponent, mantissa = divmod(code, 2**mantissa_bits)
+        if exponent == 0:
+            found.append(mantissa * 2.0 ** (1 - bias - mantissa_bits))
+        else:
+            found.append((1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def decode(name: str, code: torch.Tensor) -> torch.Tensor:
+    """Codes as float64; what is not finite as NaN or infinity."""
+    exponent_bits, mantissa_bits, _, count, _ = FORMATS[name]
+    sign_bit = exponent_bits + mantissa_bits
+    code = code.long()
+    table = torch.full((2**sign_bit,), float("nan"), dtype=torch.float64)
+    table[:count] = values(name)
+    if name == "e5m2":
+        table[0x7C] = float("inf")
+    magnitude = table[(code & (2**sign_bit - 1)).cpu()].to(code.device)
+    return torch.where(code >> sign_bit & 1 == 1, -magnitude, magnitude)
+
+
+def encode(name: str, x: torch.Tensor) -> torch.Tensor:
+    """The uint8 codes of x: nearest, a tie to the even code, beyond the largest the largest."""
+    exponent_bits, mantissa_bits, _, count, nan = FORMATS[name]
+    table = values(name).to(x.device)
+    magnitude = x.double().abs().nan_to_num(nan=0, posinf=float("inf")).clamp(max=float(table[-1]))
+    above = torch.searchsorted(table, magnitude).clamp(max=count - 1)
+    below = (above - 1).clamp(min=0)
+    up, down = table[above] - magnitude, magnitude - table[below]
+    code = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    code = code | (x.signbit().long() << (exponent_bits + mantissa_bits))
+    return torch.where(x.isnan(), nan, code).to(torch.uint8)
+
+
+def pack(nibbles: torch.Tensor) -> torch.Tensor:
+    """Four-bit codes [..., 2 n] as bytes [..., n], the first in the low half."""
+    return (nibbles[..., ::2] + 16 * nibbles[..., 1::2].int()).to(torch.uint8)
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    return torch.stack((packed % 16, packed // 16), -1).flatten(-2)
+
+
+def ue8m0(code: torch.Tensor) -> torch.Tensor:
+    """2^(code - 127) as float64; NaN for 255."""
+    power = torch.pow(2.0, code.double() - 127)
+    return torch.where(code == 255, float("nan"), power)
+
+
+def ue8m0_at_least(x: torch.Tensor) -> torch.Tensor:
+    """The code of the least power of two that is no less than x >= 0, found by comparing with every one."""
+    powers = ue8m0(torch.arange(255, device=x.device))
+    code = torch.searchsorted(powers, x.double().nan_to_num(nan=0, posinf=float("inf"))).clamp(max=254)
+    return torch.where(x.isnan(), 255, code).to(torch.uint8)
+
+
+def hard_floats(name: str) -> torch.Tensor:
+    """float32 of both signs: every value, every midpoint, their neighbours, subnormals, overflow, infinity and NaN."""
+    table = values(name)
+    step = table[-1] - table[-2]
+    table = torch.cat((table, table[-1] + step * torch.tensor([0.25, 0.5, 0.75, 1, 2, 1000], dtype=torch.float64)))
+    exact = torch.cat((table, (table[1:] + table[:-1]) / 2)).float()
+    infinity = torch.tensor(float("inf"))
+    near = torch.cat((exact, exact.nextafter(infinity), exact.nextafter(-infinity), exact * 1.1))
+    tiny = torch.tensor([2.0**-149, 2.0**-140, 2.0**-127, 2.0**-126, 1e38, 3.4028234663852886e38, float("inf")])
+    drawn = torch.randn(4096) * torch.logspace(-8, 6, 4096)
+    found = torch.cat((near, tiny, drawn))
+    return torch.cat((found, -found, torch.tensor([float("nan"), -float("nan")])))
