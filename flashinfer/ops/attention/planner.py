@@ -13,6 +13,10 @@ from flashinfer.ops.attention._device.schedule import ITEM_WIDTH, schedule_kerne
 from flashinfer.ops.attention.problem import Problem, Table
 
 
+# What tells the lengths of a batch, in the order of Table.told().
+TOLD = ("q_indptr", "q_lens", "kv_indptr", "kv_lens")
+
+
 @dataclass(frozen=True)
 class ScheduleProblem:
     """What the scheduling kernel is compiled for: what tells queries and keys (`Table.form`), and fixed pieces."""
@@ -31,10 +35,10 @@ class ScheduleConfig:
 
 
 def build_schedule(p: ScheduleProblem, c: ScheduleConfig) -> Build:
-    names = ("batch", "q_each", "kv_stride", "kv_heads", "group", "tile_rows", "page_size", "window_left", "grain",
+    names = ("batch", "q_stride", "kv_stride", "kv_heads", "group", "tile_rows", "page_size", "window_left", "grain",
              "least", "share", "fixed_chunk")  # fmt: skip
-    types = dict(items="*i32:16", counts="*i32", arrivals="*i32", q_tells="*i32")
-    types.update(kv_indptr="*i32", kv_tells="*i32", **{name: "i32" for name in names})
+    types = dict(items="*i32:16", counts="*i32", arrivals="*i32")
+    types.update({name: "*i32" for name in TOLD} | {name: "i32" for name in names})
     constants = dict(Q=p.q, KV=p.kv, FIXED=p.fixed, BLOCK=c.block, LANES=c.lanes)
     return Build(schedule_kernel, types, constants, num_warps=c.num_warps)
 
@@ -44,7 +48,7 @@ schedule_launch = Launcher("schedule", build_schedule)
 
 def schedules(problem: Problem):
     """What may schedule a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
-    forms = (("indptr", "pages"), ("uniform", "table"), ("indptr", "table")) if problem.page_size else ()
+    forms = (("indptr", "pages"), ("uniform", "padded"), ("indptr", "padded")) if problem.page_size else ()
     for q, kv in forms or (("indptr", "indptr"),):
         for fixed in (False, True) if problem.split else (False,):
             yield schedule_launch, ScheduleProblem(q, kv, fixed), ScheduleConfig()
@@ -128,20 +132,24 @@ def allocate(problem: Problem, config, limits, how: Splitting, num_kv_heads: int
 def hold(problem: Problem, config, table: Table, schedule: Schedule, how: Splitting, window_left: int) -> Callable:
     """A launch that fills `schedule` on the device, for as many requests as `table` has, told as in `table`.
 
-    It takes Table.addresses().
+    It takes the addresses of Table.told(), 0 for None.
     """
     fill = schedule_launch.prepare(
         ScheduleProblem(*table.form, bool(how.fixed_chunk)), ScheduleConfig(), schedule.items.device
     )
     arguments = (
-        schedule.items, schedule.counts, schedule.arrivals, table.qo_indptr if table.q_lens is None else table.q_lens,
-        table.kv_indptr, table.last_page_len if table.kv_lens is None else table.kv_lens, table.batch_size,
-        table.q_len, table.kv_stride, schedule.num_kv_heads, problem.group, config.block_m,
-        max(problem.page_size, 1), window_left, config.block_n, config.least_piece, how.share, how.fixed_chunk,
+        schedule.items, schedule.counts, schedule.arrivals, *table.told(), table.batch_size, table.q_len,
+        table.kv_stride, schedule.num_kv_heads, problem.group, config.block_m, max(problem.page_size, 1), window_left,
+        config.block_n, config.least_piece, how.share, how.fixed_chunk,
     )  # fmt: skip
-    return fill.hold((table.batch_size, 1, 1), arguments, ("q_tells", "kv_indptr", "kv_tells"))
+    return fill.hold((table.batch_size, 1, 1), arguments, TOLD)
 
 
 def make(problem: Problem, config, table: Table, schedule: Schedule, how: Splitting, window_left: int) -> None:
     """Fill `schedule` on the device for the lengths in `table`."""
-    hold(problem, config, table, schedule, how, window_left)(*table.addresses())
+    hold(problem, config, table, schedule, how, window_left)(*addresses(table))
+
+
+def addresses(table: Table) -> list[int]:
+    """Of Table.told(), 0 for None."""
+    return [0 if tells is None else tells.data_ptr() for tells in table.told()]

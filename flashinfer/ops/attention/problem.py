@@ -101,9 +101,9 @@ class Scalars:
 class Table:
     """The ragged description of a batch, int32 on the compute device.
 
-    Queries of a request are told by `qo_indptr`, by `q_lens`, or by `q_len` where all are alike; its keys by
-    `kv_indptr` (with `last_page_len` if paged), by `kv_indptr` and `kv_lens`, by `kv_stride` and `kv_lens`, or by
-    `kv_lens` alone.
+    Queries of a request are told by `qo_indptr`, by `q_lens` (beginning where `qo_indptr` says, or `q_len` rows apart,
+    or following one another), or by `q_len` where all are alike; its keys by `kv_indptr` (with `last_page_len` if
+    paged), or by `kv_lens` (beginning where `kv_indptr` says, or `kv_stride` apart, or following one another).
 
     Attributes
     ----------
@@ -120,13 +120,14 @@ class Table:
     mask_indptr : Tensor [batch + 1], optional
         First byte of each request in `mask`.
     q_len : int
-        Query rows of every request, which follow one another; 0 where a tensor tells.
+        Rows of q from one request to the next, all of them its queries unless `q_lens` says less; 0 for none.
     q_lens : Tensor [batch], optional
-        Query rows of each request, which follow one another.
+        Query rows of each request.
     kv_lens : Tensor [batch], optional
-        Keys of each request. Without kv_indptr and kv_stride, rows of k and v that follow one another.
+        Keys of each request.
     kv_stride : int
-        Entries of kv_indices from one request to the next, as in a rectangular block table; 0 for none.
+        Entries of kv_indices, or rows of k and v, from one request to the next, as in a rectangular block table; 0 for
+        none.
     """
 
     qo_indptr: torch.Tensor | None = None
@@ -142,37 +143,38 @@ class Table:
 
     @property
     def batch_size(self) -> int:
-        indptr = self.kv_indptr if self.qo_indptr is None else self.qo_indptr
-        return self.kv_lens.shape[0] if indptr is None else indptr.shape[0] - 1
+        for lens in (self.kv_lens, self.q_lens):
+            if lens is not None:
+                return lens.shape[0]
+        return (self.kv_indptr if self.qo_indptr is None else self.qo_indptr).shape[0] - 1
 
     @property
     def form(self) -> tuple[str, str]:
         """By what queries and keys are told: what the scheduling kernel is compiled for."""
-        q = "uniform" if self.q_len else "indptr" if self.q_lens is None else "lens"
+        if self.q_lens is None:
+            q = "uniform" if self.q_len else "indptr"
+        else:
+            q = "padded" if self.q_len else "packed" if self.qo_indptr is None else "lens"
         if self.kv_lens is None:
             return q, "indptr" if self.last_page_len is None else "pages"
-        return q, "table" if self.kv_stride else "packed" if self.kv_indptr is None else "lens"
+        return q, "padded" if self.kv_stride else "packed" if self.kv_indptr is None else "lens"
 
-    def addresses(self) -> tuple[int, int, int]:
-        """Of what tells queries, where keys begin, and their number; 0 for what there is not."""
-        q = self.qo_indptr if self.q_lens is None else self.q_lens
-        lens = self.last_page_len if self.kv_lens is None else self.kv_lens
-        return (
-            0 if q is None or self.q_len else q.data_ptr(),
-            0 if self.kv_indptr is None else self.kv_indptr.data_ptr(),
-            0 if lens is None else lens.data_ptr(),
-        )
+    def told(self) -> tuple[torch.Tensor | None, ...]:
+        """Where queries begin, their number, where keys begin, their number; None for what no tensor tells."""
+        indptr = None if self.q_len else self.qo_indptr
+        return indptr, self.q_lens, self.kv_indptr, self.last_page_len if self.kv_lens is None else self.kv_lens
 
     def q_spans(self) -> tuple[torch.Tensor, torch.Tensor]:
         """First query row, and number of query rows, of each request; int64."""
-        if self.q_len:
+        indptr, lens, *_ = (None if t is None else t.long() for t in self.told())
+        if lens is None:
+            if indptr is not None:
+                return indptr[:-1], indptr[1:] - indptr[:-1]
             tells = self.kv_indptr if self.kv_lens is None else self.kv_lens
             lens = torch.full((self.batch_size,), self.q_len, device=tells.device)
-            return _starts(lens), lens
-        if self.q_lens is not None:
-            return _starts(self.q_lens.long()), self.q_lens.long()
-        indptr = self.qo_indptr.long()
-        return indptr[:-1], indptr[1:] - indptr[:-1]
+        if self.q_len:
+            return torch.arange(self.batch_size, device=lens.device) * self.q_len, lens
+        return _starts(lens) if indptr is None else indptr[: self.batch_size], lens
 
     def kv_spans(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """First row, or entry of kv_indices, and number of keys, of each request; int64. `page_size` 0 for ragged."""
@@ -182,10 +184,10 @@ class Table:
         if self.kv_indptr is None:
             return _starts(lens), lens
         indptr = self.kv_indptr.long()
-        entries = indptr[1:] - indptr[:-1]
         if lens is None:
+            entries = indptr[1:] - indptr[:-1]
             lens = ((entries - 1) * page_size + self.last_page_len).clamp(min=0) if page_size else entries
-        return indptr[:-1], lens
+        return indptr[: self.batch_size], lens
 
 
 def _starts(lens: torch.Tensor) -> torch.Tensor:

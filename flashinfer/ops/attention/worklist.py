@@ -46,4 +46,4 @@ class WorkList:
             problem, config, _, how = self._what
             self._fill = planner.hold(problem, config, table, self.schedule, how, self._window_left)
             self._filled = told
-        self._fill(*table.addresses())
+        self._fill(*planner.addresses(table))

@@ -39,7 +39,7 @@ def run(x, table, kv, views, backend, *, page_size=0, longest_q=0, o: Options, *
     )
 
 
-@pytest.mark.parametrize("q_form", ("indptr", "lens", "uniform"))
+@pytest.mark.parametrize("q_form", ("indptr", "packed", "uniform"))
 @pytest.mark.parametrize("layout", ("NHD", "HND"))
 def test_block_tables(q_form, layout, device):
     kv = [5, 0, 40, 33, 64, 1]
@@ -47,7 +47,7 @@ def test_block_tables(q_form, layout, device):
     x = generate.ragged_batch(qo, kv, 4, 2, 64, dtype=HALF, device=device)
     paged = generate.paged(x, 8, layout)
     queries = {
-        "indptr": dict(qo_indptr=x.qo_indptr), "lens": dict(q_lens=lens(qo, device)), "uniform": dict(q_len=2),
+        "indptr": dict(qo_indptr=x.qo_indptr), "packed": dict(q_lens=lens(qo, device)), "uniform": dict(q_len=2),
     }[q_form]  # fmt: skip
     table = block_table(blocks(paged, kv, 9, gap=3), lens(kv, device), **queries)
     views = lambda cache: paged_views(cache, layout)

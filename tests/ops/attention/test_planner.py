@@ -41,30 +41,33 @@ def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=No
 def tell(table, form, q_lens, kv_lens, device):
     """Tell queries and keys by other means than indptr."""
     as_tensor = lambda lens: torch.tensor(lens, dtype=torch.int32, device=device)
-    if form[0] == "lens":
-        table.qo_indptr, table.q_lens = None, as_tensor(q_lens)
-    elif form[0] == "uniform":
-        table.qo_indptr, table.q_len = None, q_lens[0]
-    if form[1] in ("lens", "table", "packed"):
+    if form[0] in ("lens", "packed", "padded"):
+        table.q_lens = as_tensor(q_lens)
+    if form[0] in ("uniform", "padded"):
+        table.q_len = q_lens[0] if form[0] == "uniform" else 50
+    if form[0] != "lens" and form[0] != "indptr":
+        table.qo_indptr = None
+    if form[1] in ("lens", "padded", "packed"):
         table.kv_lens, table.last_page_len = as_tensor(kv_lens), None
-    if form[1] == "table":
+    if form[1] == "padded":
         table.kv_stride = 1000
-    if form[1] in ("table", "packed"):
+    if form[1] in ("padded", "packed"):
         table.kv_indptr = None
+    assert table.form[0] == form[0] and (form[1] == "indptr" or table.form[1] == form[1])
 
 
 def bases(kv_lens, page_size, form):
-    if form == "table":
+    if form == "padded":
         return [1000 * i for i in range(len(kv_lens))]
     entries = [-(-n // page_size) for n in kv_lens] if page_size and form != "packed" else kv_lens
     return [sum(entries[:i]) for i in range(len(entries))]
 
 
-def check(q_lens, kv_lens, made, group, window):
+def check(q_lens, kv_lens, made, group, window, q_starts=None):
     items = int(made.counts)
     assert items <= made.max_items
     records = made.items.view(-1, 16)[:items].tolist()
-    q_starts = [sum(q_lens[:i]) for i in range(len(q_lens))]
+    q_starts = q_starts or [sum(q_lens[:i]) for i in range(len(q_lens))]
     seen = {}
     slots = []
     for q_row, q_len, _, kv_len, tile_row, begin, end, slot, request, first_slot, count, *_ in records:
@@ -95,14 +98,14 @@ lens = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 900)), min_size=1, 
 
 
 @pytest.mark.parametrize("page_size", (0, 5))
-@pytest.mark.parametrize("kv", ("lens", "table", "packed"))
-@pytest.mark.parametrize("q", ("indptr", "lens", "uniform"))
+@pytest.mark.parametrize("kv", ("lens", "padded", "packed"))
+@pytest.mark.parametrize("q", ("indptr", "lens", "uniform", "packed", "padded"))
 def test_what_tells_lengths(q, kv, page_size, device, monkeypatch):
     """Lengths told on the device in another form give the same work list, over spans that begin where the form says."""
     monkeypatch.setattr(planner, "ScheduleConfig", partial(planner.ScheduleConfig, block=4, lanes=4))
     q_lens, kv_lens = [7] * 9 if q == "uniform" else [3, 0, 17, 1, 40, 2, 0, 1, 5], [5, 700, 0, 40, 1, 0, 64, 65, 33]
     made = schedule(q_lens, kv_lens, device, page_size=page_size, how=Splitting(share=20), form=(q, kv))
-    check(q_lens, kv_lens, made, 2, -1)
+    check(q_lens, kv_lens, made, 2, -1, [50 * i for i in range(9)] if q == "padded" else None)
     found = {r[8]: r[2] for r in made.items.view(-1, 16)[: int(made.counts)].tolist()}
     expected = bases(kv_lens, page_size, kv)
     assert all(base == expected[request] for request, base in found.items())

@@ -20,27 +20,27 @@ ITEM_PIECES = tl.constexpr(10)
 
 @triton.jit
 def _lengths(
-    j, batch, q_tells, kv_indptr, kv_tells, q_each, group, tile_rows, page_size, window_left, grain, Q: tl.constexpr,
-    KV: tl.constexpr,
+    j, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_len, group, tile_rows, page_size, window_left, grain,
+    Q: tl.constexpr, KV: tl.constexpr,
 ):  # fmt: skip
     """Query length, key length, query tiles and first visible key of requests `j`; zeros past the batch.
 
-    `Q` and `KV` say what the tensors hold, as Table.form does.
+    `Q` and `KV` are as Table.form has them.
     """
     there = j < batch
     if Q == "uniform":
-        q_len = tl.where(there, q_each, 0)
-    elif Q == "lens":
-        q_len = tl.load(q_tells + j, mask=there, other=0)
+        q_len = tl.where(there, q_len, 0)
+    elif Q == "indptr":
+        q_len = tl.load(q_indptr + j + 1, mask=there, other=0) - tl.load(q_indptr + j, mask=there, other=0)
     else:
-        q_len = tl.load(q_tells + j + 1, mask=there, other=0) - tl.load(q_tells + j, mask=there, other=0)
+        q_len = tl.maximum(tl.load(q_lens + j, mask=there, other=0), 0)
     if KV == "indptr" or KV == "pages":
         kv_len = tl.load(kv_indptr + j + 1, mask=there, other=0) - tl.load(kv_indptr + j, mask=there, other=0)
         if KV == "pages":
-            last = tl.load(kv_tells + j, mask=there, other=0)
+            last = tl.load(kv_lens + j, mask=there, other=0)
             kv_len = tl.where(kv_len > 0, (kv_len - 1) * page_size + last, 0)
     else:
-        kv_len = tl.maximum(tl.load(kv_tells + j, mask=there, other=0), 0)
+        kv_len = tl.maximum(tl.load(kv_lens + j, mask=there, other=0), 0)
     tiles = (q_len * group + tile_rows - 1) // tile_rows
     first = tl.where(window_left >= 0, tl.maximum(kv_len - q_len - window_left, 0), 0)
     first = tl.minimum(first, kv_len) // grain * grain
@@ -68,11 +68,12 @@ def schedule_kernel(
     items,
     counts,
     arrivals,
-    q_tells,
+    q_indptr,
+    q_lens,
     kv_indptr,
-    kv_tells,
+    kv_lens,
     batch,
-    q_each,
+    q_stride,
     kv_stride,
     kv_heads,
     group,
@@ -93,7 +94,7 @@ def schedule_kernel(
 
     `share` is the number of work items per KV head that fills the chip: total work (tiles x keys) over it is the length
     of a piece, but at least `least` keys. 0 leaves every request whole. Every program reads all lengths, so that
-    offsets need no second launch. What tells them is as `Table.addresses` has it, and `Table.form` what it holds.
+    offsets need no second launch. What tells them is as `Table.told` has it, and which of it counts `Table.form`.
     """
     i = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -103,8 +104,8 @@ def schedule_kernel(
         work = tl.zeros([BLOCK], tl.int64)
         for start in range(0, batch, BLOCK):
             q_len, kv_len, tiles, first = _lengths(
-                start + lanes, batch, q_tells, kv_indptr, kv_tells, q_each, group, tile_rows, page_size, window_left,
-                grain, Q, KV,
+                start + lanes, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_stride, group, tile_rows, page_size,
+                window_left, grain, Q, KV,
             )  # fmt: skip
             work += tiles.to(tl.int64) * (kv_len - first)
         total = tl.sum(work, 0)
@@ -119,13 +120,14 @@ def schedule_kernel(
     for start in range(0, i + 1, BLOCK):
         j = start + lanes
         q_len, kv_len, tiles, first = _lengths(
-            j, batch, q_tells, kv_indptr, kv_tells, q_each, group, tile_rows, page_size, window_left, grain, Q, KV
-        )
+            j, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_stride, group, tile_rows, page_size, window_left, grain,
+            Q, KV,
+        )  # fmt: skip
         pieces, length = _split(kv_len - first, chunk, grain, FIXED)
         before = j < i
         item_at += tl.where(before, tiles * pieces, 0)
         slot_at += tl.where(before & (pieces > 1), tiles * pieces, 0)
-        if Q == "lens":
+        if Q == "packed":
             q_at += tl.where(before, q_len, 0)
         if KV == "packed":
             kv_at += tl.where(before, kv_len, 0)
@@ -133,16 +135,17 @@ def schedule_kernel(
     first_slot = tl.sum(slot_at, 0)
 
     q_len, kv_len, tiles, first = _lengths(
-        i, batch, q_tells, kv_indptr, kv_tells, q_each, group, tile_rows, page_size, window_left, grain, Q, KV
-    )
+        i, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_stride, group, tile_rows, page_size, window_left, grain,
+        Q, KV,
+    )  # fmt: skip
     pieces, length = _split(kv_len - first, chunk, grain, FIXED)
-    if Q == "uniform":
-        q_row = i * q_each
-    elif Q == "lens":
+    if Q == "uniform" or Q == "padded":
+        q_row = i * q_stride
+    elif Q == "packed":
         q_row = tl.sum(q_at, 0)
     else:
-        q_row = tl.load(q_tells + i)
-    if KV == "table":
+        q_row = tl.load(q_indptr + i)
+    if KV == "padded":
         kv_base = i * kv_stride
     elif KV == "packed":
         kv_base = tl.sum(kv_at, 0)
