@@ -49,7 +49,10 @@ _ROOT_NAMES = {
     ),
     "testing": (),
 }
-_MODULE_OF = {name: module for module, names in _ROOT_NAMES.items() for name in names} | {"explain": "_core.dispatch"}
+_MODULE_OF = {name: module for module, names in _ROOT_NAMES.items() for name in names} | {
+    "AttentionVariant": "ops.attention.variants",
+    "explain": "_core.dispatch",
+}
 
 __all__ = ["__version__", *sorted(_MODULE_OF), *sorted(_ROOT_NAMES)]
 

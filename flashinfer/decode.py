@@ -7,9 +7,8 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.single import run_single
-from flashinfer.ops.attention.wrapper import (
-    AttentionWrapper, GraphBuffers, refuse_arguments, refuse_block_scales, refuse_jit,
-)  # fmt: skip
+from flashinfer.ops.attention.variants import AttentionVariant, chosen
+from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, refuse_block_scales
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -35,6 +34,8 @@ def single_decode_with_kv_cache(
     rope_scale: float | None = None,
     rope_theta: float | None = None,
     return_lse: bool = False,
+    variant: AttentionVariant | None = None,
+    params: dict | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query token over a contiguous KV cache.
 
@@ -62,6 +63,10 @@ def single_decode_with_kv_cache(
         For ROPE_LLAMA; default 1 and 1e4.
     return_lse : bool
         Whether to return the log-sum-exp too.
+    variant : AttentionVariant, optional
+        Functions that change logits or hide keys (docs/variants.md).
+    params : dict, optional
+        What they are given.
 
     Returns
     -------
@@ -75,10 +80,11 @@ def single_decode_with_kv_cache(
         An argument out of its range, by name.
     """
     require(q.dim() == 2, "q", tuple(q.shape), "2 axes: num_qo_heads, head_dim")
-    call = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+    call = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, params=params)
     result = run_single(
         q[None], k, v, kv_layout, "auto", call, window_left=window_left, logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
+        variant=variant,
     )  # fmt: skip
     return (result[0][0], result[1][0]) if return_lse else result[0]
 
@@ -104,7 +110,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     backend : str
         "auto", or one of upstream's names (see flashinfer/_core/backends.py).
     jit_args : optional
-        Refused: CUDA C++ variants are not compiled here.
+        An AttentionVariant, or upstream's list with one for its declaration; CUDA C++ is refused.
+    variant : AttentionVariant, optional
+        Functions that change logits or hide keys (docs/variants.md).
 
     Examples
     --------
@@ -128,13 +136,13 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
         backend: str = "auto",
         jit_args=None,
+        variant: AttentionVariant | None = None,
     ):
-        refuse_jit(jit_args)
         buffers = None
         if use_cuda_graph:
             buffers = GraphBuffers(None, paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
             buffers.check(float_workspace_buffer.device, ("kv_indptr", "kv_indices", "last_page_len"))
-        super().__init__(float_workspace_buffer, kv_layout, backend, buffers)
+        super().__init__(float_workspace_buffer, kv_layout, backend, buffers, chosen(variant, jit_args))
         self._use_tensor_cores = use_tensor_cores
 
     @property
@@ -247,7 +255,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
         The int workspace is always ours: its size is 0. Parameters as in `plan`.
         """
-        probe = BatchDecodeWithPagedKVCacheWrapper(self._float_workspace_buffer, self._kv_layout, backend=self._backend)
+        probe = BatchDecodeWithPagedKVCacheWrapper(
+            self._float_workspace_buffer, self._kv_layout, backend=self._backend, variant=self._variant
+        )
         probe.plan(
             indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode,
             window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale,
@@ -275,6 +285,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         q_len_per_req: int | None = 1,
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_block_scales=None,
+        params: dict | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch.
 
@@ -285,7 +296,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             NHD [pages, 2, page_size, num_kv_heads, head_dim] or HND [pages, 2, num_kv_heads, page_size, head_dim], or
             (k, v) without the second axis. Any strides, head_dim contiguous.
         *args
-            Refused: arguments of CUDA C++ variants.
+            The variant's parameters, in its order; or by name in `params`.
         q_scale, k_scale, v_scale : float or Tensor, optional
             Scales of quantised q, k and v; a tensor has 1, num_kv_heads or num_qo_heads elements.
         out : Tensor, optional
@@ -305,6 +316,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
         kv_block_scales : optional
             Refused: block-scaled caches.
+        params : dict, optional
+            What the variant's functions are given.
 
         Returns
         -------
@@ -313,14 +326,15 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             Base 2; -inf for a request without keys, whose out is 0.
         """
         batch = self._batch or self._planned()
-        if args or kv_block_scales is not None or q_len_per_req != 1:
-            refuse_arguments(args)
+        if args:
+            params = self._params(args, params)
+        if kv_block_scales is not None or q_len_per_req != 1:
             refuse_block_scales("kv_block_scales", kv_block_scales)
             planned = batch.request.q_len
             require(q_len_per_req in (None, 1, planned), "q_len_per_req", q_len_per_req, f"{planned}, as planned")
         return batch.run(
             q, paged_kv_cache, self._views, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, sinks=sinks,
+            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params,
         )  # fmt: skip
 
     def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import threading
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -85,12 +86,23 @@ def capability_of(arch: str) -> int:
     return int(arch.rstrip("a"))
 
 
+def is_device_function(value) -> bool:
+    """Whether `value` was made by `@triton.jit`: the function itself, or what stands for it under the interpreter."""
+    # By name, for the interpreter's module is loaded by those who interpret alone.
+    return isinstance(value, JITCallable) or type(value).__name__ == "InterpretedFunction"
+
+
 def fingerprint(kernel) -> str:
     """Hash of a kernel's source and all it reaches: functions it calls, constants of its module, parameter defaults.
 
     Triton's own `cache_key` follows calls and module-level constexprs, but neither a constant read as an attribute of
     a module nor one used as a parameter's default, so those are added here. It depends on nothing but the source:
     not on paths, on the Python version or on the order of any dict.
+
+    Raises
+    ------
+    TypeError
+        Two functions of different source have the same module and name: the compiler would take one for the other.
     """
     reached: dict[str, str] = {}
     _reach(kernel, reached)
@@ -98,12 +110,15 @@ def fingerprint(kernel) -> str:
 
 
 def _reach(function, reached: dict[str, str]) -> None:
-    name = f"{function.__module__}.{function.__qualname__}"
+    name = f"{function.fn.__module__}.{function.fn.__qualname__}"
+    key = _key_of(function)
     if name in reached:
+        if reached[name] != key:
+            raise TypeError(f"two functions of different source are both called {name}: the compiler needs two names")
         return
-    reached[name] = function.cache_key
-    scope = function.__globals__ | inspect.getclosurevars(function.fn).nonlocals
-    values = {p.name: p.default for p in function.signature.parameters.values() if p.default is not p.empty}
+    reached[name] = key
+    scope = function.fn.__globals__ | inspect.getclosurevars(function.fn).nonlocals
+    values = {p.name: p.default for p in inspect.signature(function.fn).parameters.values() if p.default is not p.empty}
     names = set(_names(function.fn.__code__))
     for used in names & scope.keys():
         values[used] = scope[used]
@@ -113,9 +128,16 @@ def _reach(function, reached: dict[str, str]) -> None:
         _note(f"{name}:{used}", value, reached)
 
 
+def _key_of(function) -> str:
+    """What tells one function from another. An interpreted one has no `cache_key`, and is in no cache: its source."""
+    if isinstance(function, JITCallable):
+        return function.cache_key
+    return hashlib.sha256(inspect.getsource(function.fn).encode()).hexdigest()
+
+
 def _note(name: str, value, reached: dict[str, str]) -> None:
-    if isinstance(value, JITCallable):
-        if not _is_tritons(value.__module__):
+    if is_device_function(value):
+        if not _is_tritons(value.fn.__module__):
             _reach(value, reached)
     elif isinstance(value, tuple):
         for place, item in enumerate(value):
@@ -142,8 +164,8 @@ def _plain(parameter: str, value):
         return value
     if isinstance(value, (tuple, list)):
         return [_plain(parameter, item) for item in value]
-    if isinstance(value, JITCallable):
-        return {"function": f"{value.__module__}.{value.__qualname__}", "source": fingerprint(value)}
+    if is_device_function(value):
+        return {"function": f"{value.fn.__module__}.{value.fn.__qualname__}", "source": fingerprint(value)}
     text = repr(value)
     if " at 0x" in text:
         raise TypeError(f"constant {parameter}: {text} has no stable text to make a compile key of")
@@ -180,14 +202,30 @@ def promise_of(kind: str) -> tuple[str, int]:
     return (match[1], int(match[2])) if match else (kind, 1)
 
 
+def grouped(values: dict) -> dict:
+    """What stands under "p.x", "p.y", ... as a named tuple (x, y, ...) under "p"; the rest as it is, in its order."""
+    groups: dict = {}
+    for name, value in values.items():
+        group, _, field = name.partition(".")
+        if field:
+            groups.setdefault(group, {})[field] = value
+        else:
+            groups[name] = value
+    return {
+        name: namedtuple(name, value)(**value) if isinstance(value, dict) else value for name, value in groups.items()
+    }
+
+
 def _source(build):
     names = build.kernel.arg_names
-    signature = dict.fromkeys(names, "constexpr")
+    bare = {name: promise_of(text) for name, text in build.types.items()}
+    signature = dict.fromkeys(names, "constexpr") | grouped({name: base for name, (base, _) in bare.items()})
     divisible = {}
-    for name, text in build.types.items():
-        signature[name], divisor = promise_of(text)
+    for name, (_, divisor) in bare.items():
         if divisor > 1:
-            divisible[(names.index(name),)] = [["tt.divisibility", divisor]]
+            group, _, field = name.partition(".")
+            path = (names.index(group), signature[group]._fields.index(field)) if field else (names.index(name),)
+            divisible[path] = [["tt.divisibility", divisor]]
     kind = ASTSource
     if build.kernel.is_gluon():
         from flashinfer._core.gluon_compat import GluonASTSource as kind

@@ -35,7 +35,8 @@ class Build:
         The `@triton.jit` (or `@gluon.jit`) function.
     types : dict of str to str
         Every run-time parameter, in the kernel's order: "*bf16" a pointer, "*bf16:16" one that is 16-byte aligned,
-        "i32", "i64:8" (divisible by 8), "fp32", or "tensordesc<...>" for a tensor map (see TensorMap).
+        "i32", "i64:8" (divisible by 8), "fp32", or "tensordesc<...>" for a tensor map (see TensorMap). "p.x", "p.y" one
+        after another are the fields x and y of one parameter p, a named tuple; arguments of a launch are flat.
     constants : dict of str to object
         Every constexpr parameter.
     num_warps, num_stages : int
@@ -59,7 +60,7 @@ class Build:
     def __post_init__(self):
         names = self.kernel.arg_names
         expected = [name for name in names if name not in self.constants]
-        if list(self.types) != expected or not self.constants.keys() <= set(names):
+        if list(compiler.grouped(self.types)) != expected or not self.constants.keys() <= set(names):
             raise TypeError(
                 f"{self.kernel.__name__}: types must list the run-time parameters in the kernel's order, {expected}, "
                 f"and constants the rest; got types {list(self.types)} and constants {list(self.constants)}"
@@ -216,7 +217,7 @@ class _Interpreted:
         if 0 in grid:
             return
         check_arguments(self._name, self._build, args, _first_tensor(args).device)
-        named = dict(zip(self._build.types, map(_for_interpreter, args), strict=True))
+        named = compiler.grouped(dict(zip(self._build.types, map(_for_interpreter, args), strict=True)))
         with _one_interpreter:
             self._build.kernel[tuple(grid)](**named, **self._build.constants)
 

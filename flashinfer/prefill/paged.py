@@ -6,9 +6,8 @@ import torch
 
 from flashinfer.ops.attention.masks import multi_item_mask
 from flashinfer.ops.attention.request import Request, options
-from flashinfer.ops.attention.wrapper import (
-    AttentionWrapper, GraphBuffers, refuse_arguments, refuse_block_scales, refuse_jit,
-)  # fmt: skip
+from flashinfer.ops.attention.variants import AttentionVariant, chosen
+from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, refuse_block_scales
 
 
 class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
@@ -33,7 +32,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
     backend : str
         "auto", or one of upstream's names (see flashinfer/_core/backends.py).
     jit_args, jit_kwargs, variant_owns_mask : optional
-        Refused: CUDA C++ variants are not compiled here.
+        Upstream's way to a variant: an AttentionVariant, or upstream's list with one for its declaration; CUDA C++ is
+        refused. Options that follow from plan() are read over. Whether the variant's mask stands for causal too.
+    variant : AttentionVariant, optional
+        Functions that change logits or hide keys (docs/variants.md).
     """
 
     def __init__(
@@ -51,8 +53,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         jit_args=None,
         jit_kwargs=None,
         variant_owns_mask: bool = False,
+        variant: AttentionVariant | None = None,
     ):
-        refuse_jit(jit_args, jit_kwargs, variant_owns_mask)
         buffers = None
         if use_cuda_graph:
             buffers = GraphBuffers(
@@ -62,7 +64,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             needed = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
             needed += ("custom_mask", "mask_indptr") if custom_mask_buf is not None else ()
             buffers.check(float_workspace_buffer.device, needed)
-        super().__init__(float_workspace_buffer, kv_layout, backend, buffers)
+        variant = chosen(variant, jit_args, jit_kwargs, variant_owns_mask)
+        super().__init__(float_workspace_buffer, kv_layout, backend, buffers, variant)
 
     def plan(
         self,
@@ -212,7 +215,9 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         The int workspace is always ours: its size is 0. Parameters as in `plan`. With qo_indptr on a GPU and no bound
         on its rows, the size is known at the first run() only, and this is 0.
         """
-        probe = type(self)(self._float_workspace_buffer, self._kv_layout, backend=self._backend)
+        probe = type(self)(
+            self._float_workspace_buffer, self._kv_layout, backend=self._backend, variant=self._variant
+        )
         probe.plan(
             qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
             head_dim_qk, page_size, head_dim_vo, custom_mask, packed_custom_mask, causal, pos_encoding_mode,
@@ -242,6 +247,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         sinks: torch.Tensor | None = None,
         kv_block_scales=None,
         skip_softmax_threshold_scale_factor: float | None = None,
+        params: dict | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch.
 
@@ -252,13 +258,15 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             NHD [pages, 2, page_size, num_kv_heads, head_dim] or HND [pages, 2, num_kv_heads, page_size, head_dim], or
             (k, v) without the second axis. Any strides, head_dim contiguous.
         *args
-            Refused: arguments of CUDA C++ variants.
+            The variant's parameters, in its order; or by name in `params`.
         q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks
             As in `BatchDecodeWithPagedKVCacheWrapper.run`.
         kv_block_scales : optional
             Refused: block-scaled caches.
         skip_softmax_threshold_scale_factor : float, optional
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
+        params : dict, optional
+            What the variant's functions are given.
 
         Returns
         -------
@@ -267,12 +275,13 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             Base 2; -inf for a row that sees no key, whose out is 0.
         """
         batch = self._batch or self._planned()
-        if args or kv_block_scales is not None:
-            refuse_arguments(args)
+        if args:
+            params = self._params(args, params)
+        if kv_block_scales is not None:
             refuse_block_scales("kv_block_scales", kv_block_scales)
         return batch.run(
             q, paged_kv_cache, self._views, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, sinks=sinks,
+            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params,
         )  # fmt: skip
 
     def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,8 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer.ops.attention.masks import multi_item_mask
 from flashinfer.ops.attention.request import Request, options
-from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, refuse_arguments, refuse_jit
+from flashinfer.ops.attention.variants import AttentionVariant, chosen
+from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
@@ -31,15 +32,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         jit_args=None,
         jit_kwargs=None,
         variant_owns_mask: bool = False,
+        variant: AttentionVariant | None = None,
     ):
-        refuse_jit(jit_args, jit_kwargs, variant_owns_mask)
         buffers = None
         if use_cuda_graph:
             buffers = GraphBuffers(qo_indptr_buf, kv_indptr_buf, None, None, custom_mask_buf, mask_indptr_buf)
             needed = ("qo_indptr", "kv_indptr")
             needed += ("custom_mask", "mask_indptr") if custom_mask_buf is not None else ()
             buffers.check(float_workspace_buffer.device, needed)
-        super().__init__(float_workspace_buffer, kv_layout, backend, buffers)
+        variant = chosen(variant, jit_args, jit_kwargs, variant_owns_mask)
+        super().__init__(float_workspace_buffer, kv_layout, backend, buffers, variant)
         self._kv_indptr_buf = kv_indptr_buf
 
     def plan(
@@ -130,6 +132,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
         enable_pdl: bool | None = None,
+        params: dict | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch.
 
@@ -139,11 +142,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         k, v : Tensor
             [kv_indptr[-1], num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_indptr[-1], head_dim] (HND).
         *args
-            Refused: arguments of CUDA C++ variants.
+            The variant's parameters, in its order; or by name in `params`.
         o_scale : float, optional
             The output is multiplied by its inverse (the scale of a quantised output).
         q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl
             As in `BatchDecodeWithPagedKVCacheWrapper.run`.
+        params : dict, optional
+            What the variant's functions are given.
 
         Returns
         -------
@@ -153,12 +158,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         """
         batch = self._batch or self._planned()
         if args:
-            refuse_arguments(args)
+            params = self._params(args, params)
         if o_scale is not None:
             v_scale = (1.0 if v_scale is None else v_scale) / o_scale
         return batch.run(
             q, (k, v), self._views, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale,
+            v_scale=v_scale, params=params,
         )  # fmt: skip
 
     def run_return_lse(self, q, k, v, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:

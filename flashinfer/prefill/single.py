@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer.ops.attention.single import run_single
+from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.ops.attention.wrapper import refuse_block_scales
 
 
@@ -35,6 +36,8 @@ def single_prefill_with_kv_cache(
     kv_cache_sf=None,
     k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None,
+    variant: AttentionVariant | None = None,
+    params: dict | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one request: prefill, or append to a longer KV cache.
 
@@ -79,6 +82,10 @@ def single_prefill_with_kv_cache(
         Refused: block-scaled caches.
     k_scale, v_scale : float or Tensor, optional
         Further scales of k and v, as floats.
+    variant : AttentionVariant, optional
+        Functions that change logits or hide keys (docs/variants.md).
+    params : dict, optional
+        What they are given.
 
     Returns
     -------
@@ -104,12 +111,13 @@ def single_prefill_with_kv_cache(
         require(one is None or other is None, name, other, f"None where scale_{name[0]} is given")
     call = dict(
         q_scale=scale_q, k_scale=k_scale if scale_k is None else scale_k,
-        v_scale=v_scale if scale_v is None else scale_v, return_lse=return_lse,
+        v_scale=v_scale if scale_v is None else scale_v, return_lse=return_lse, params=params,
     )  # fmt: skip
     return run_single(
         q, k, v, kv_layout, backend, call, o_dtype=o_dtype, causal=causal, custom_mask=custom_mask,
         packed_custom_mask=packed_custom_mask, window_left=window_left, logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
+        variant=variant,
     )  # fmt: skip
 
 

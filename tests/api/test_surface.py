@@ -18,6 +18,7 @@ import flashinfer
 SURFACE = json.loads((Path(__file__).parent / "surface.json").read_text())
 # names of this package that upstream's 0.7 does not have at its root
 OWN = {
+    "AttentionVariant": "flashinfer.ops.attention.variants",
     "BatchDecodeWithPagedKVCache": "flashinfer.core",
     "BatchPrefillWithRaggedKVCache": "flashinfer.core",
     "PagedKVCache": "flashinfer.core",

@@ -13,6 +13,7 @@ from flashinfer._core.kv_layout import as_matrix
 from flashinfer.ops.attention.kind import Kind
 from flashinfer.ops.attention.problem import Inputs, Table
 from flashinfer.ops.attention.request import Limits, Request
+from flashinfer.ops.attention.variants import identity_of
 
 # Launches held per plan. Layers share one; scales, windows and sinks of their own make one for each.
 _MOST_HELD = 256
@@ -27,6 +28,7 @@ class Call:
     v_scale: float | torch.Tensor | None = None
     window_left: int | None = None
     sinks: torch.Tensor | None = None
+    params: dict | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Batch:
         return self._scratch(count)
 
     def run(self, q: torch.Tensor, kv, views, *, out=None, lse=None, return_lse=False, q_scale=None, k_scale=None,
-            v_scale=None, window_left=None, sinks=None):  # fmt: skip
+            v_scale=None, window_left=None, sinks=None, params=None):  # fmt: skip
         """Attention of `q`. Returns out, or (out, lse).
 
         `kv` is the cache as the caller has it, one tensor or a pair, and `views(kv)` gives k and v as `Inputs` takes
@@ -150,10 +152,11 @@ class Batch:
             None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device),
             (q_at | k_at | v_at | out_at) % 16, return_lse, q_scale, k_scale, v_scale, window_left,
             None if sinks is None else (sinks.data_ptr(), sinks.shape, sinks.stride(), sinks.dtype, sinks.device),
+            None if params is None else identity_of(params),
         )  # fmt: skip
         held = self._held.get(alike)
         if held is None:
-            call = Call(q_scale, k_scale, v_scale, window_left, sinks)
+            call = Call(q_scale, k_scale, v_scale, window_left, sinks, params)
             return self._run_anew(q, *views(kv), out, lse, return_lse, call, alike)
         if out is None:
             out = torch.empty_like(q) if held.like_q else self._new_out(q)
@@ -171,6 +174,7 @@ class Batch:
         self._check(q, k, v)
         scalars, qk_scale, v_scale = self._scales(call)
         sinks = self._sinks(call.sinks)
+        params = self._params(call, return_lse)
         out = self._new_out(q) if out is None else self._given(out, "out", (*q.shape[:2], self.options.head_dim_vo))
         if not return_lse:
             lse = None
@@ -185,7 +189,7 @@ class Batch:
         )  # fmt: skip
         schedule = self._schedule_of(choice)
         if q.shape[0] and self.table.batch_size:
-            x = Inputs(q, k, v, out, lse, self.table, schedule, scalars, sinks, qk_scale, v_scale, self._slopes)
+            x = Inputs(q, k, v, out, lse, self.table, schedule, scalars, sinks, qk_scale, v_scale, self._slopes, params)
             if schedule is None:
                 kernel(x)
             else:
@@ -274,6 +278,19 @@ class Batch:
         require(tuple(sinks.shape) == (heads,), "sinks", tuple(sinks.shape), f"[{heads}], one logit per query head")
         require(sinks.device == self.device, "sinks", f"a tensor on {sinks.device}", str(self.device))
         return sinks.float().contiguous()
+
+    def _params(self, call: Call, return_lse: bool) -> tuple:
+        """What the planned variant's functions are given. Checks what cannot go with it."""
+        variant = self.options.variant
+        if variant is None:
+            require(not call.params, "params", list(call.params or ()), "None: no variant was planned")
+            return ()
+        if not variant.use_softmax:
+            require(not return_lse, "return_lse", True, "False: without a softmax (use_softmax) there is no LSE")
+            require(call.sinks is None, "sinks", "a tensor", "None: without a softmax (use_softmax) there is no sink")
+        if variant.owns_mask:
+            require(call.window_left in (None, -1), "window_left", call.window_left, "-1: the variant owns the mask")
+        return variant.values(call.params, self.device)
 
     def _scales(self, call: Call):
         """Scalars of the call, and vectors per query head where a scale is a tensor."""

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from flashinfer._core.checks import dtype_name
+from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.dispatch import Choice
 from flashinfer._core.target import Target, target_of
 from flashinfer.ops.attention.decode import decode
@@ -36,6 +36,8 @@ class Kind:
         self.options = options
         self.device = device
         self._backend = backend
+        owned = options.variant is not None and options.variant.owns_mask
+        require(not (custom and owned), "custom_mask", "a mask", "None: the variant owns the mask")
         self.problem = _problem(options, rows, custom)
         # Up to 64 rows a tile reads memory longer than it multiplies.
         self._op = decode if rows <= 64 else prefill
@@ -75,6 +77,8 @@ def _kind_of(options, rows, custom, device, backend, target: Target) -> Kind:
 
 
 def _problem(o: Options, rows: int, custom: bool) -> Problem:
+    variant = o.variant
+    causal = o.causal and not (variant is not None and variant.owns_mask)
     return Problem(
         source=o.source,
         q_dtype=dtype_name(o.q_dtype),
@@ -85,10 +89,13 @@ def _problem(o: Options, rows: int, custom: bool) -> Problem:
         group=o.group,
         page_size=o.page_size,
         # A custom mask stands in the place of the causal one, as upstream has it.
-        mask="custom" if custom else "causal" if o.causal else "full",
+        mask="custom" if custom else "causal" if causal else "full",
         window=o.window_left >= 0,
         soft_cap=bool(o.logits_soft_cap),
         pos_encoding=o.pos_encoding_mode,
         split=not o.disable_split_kv,
         rows=rows,
+        variant="" if variant is None else variant.key,
+        softmax=variant is None or variant.use_softmax,
+        variant_mask=variant is not None and variant.mask is not None,
     )

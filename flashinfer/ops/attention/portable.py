@@ -14,6 +14,7 @@ from flashinfer.ops.attention._device.attend import attend_kernel
 from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.planner import schedule_launch, schedules
 from flashinfer.ops.attention.problem import Inputs, Problem
+from flashinfer.ops.attention.variants import find
 
 # Bytes of stack a thread may use: what the compiler spills where three copies of the loop meet 255 registers. Triton
 # 3.6 takes up to 80, 3.9 up to 96.
@@ -45,6 +46,16 @@ def _stride(dtype: str, aligned: bool) -> str:
     return f"i64:{16 // SIZE[dtype]}" if aligned else "i64"
 
 
+def varied(p: Problem) -> tuple[dict, dict]:
+    """Of a user's variant: the kernel's constants, and the types of what its functions are given."""
+    variant = find(p.variant)
+    constants = dict(
+        LOGITS=variant and variant.logits, MASK=variant and variant.mask, SOFTMAX=p.softmax
+    )  # fmt: skip
+    params = {f"params.{name}": kind for name, kind in variant.params.items()} if variant else {}
+    return constants if params else constants | {"params": None}, params
+
+
 def build_attend(p: Problem, c) -> Build:
     types = dict(
         q=_pointer(p.q_dtype, p.aligned), k=_pointer(p.kv_dtype, p.aligned), v=_pointer(p.kv_dtype, p.aligned),
@@ -57,13 +68,15 @@ def build_attend(p: Problem, c) -> Build:
         types.update((f"{tensor}_stride_{name}", _stride(dtype, p.aligned)) for name in names)
     types.update(sm_scale="fp32", out_scale="fp32", soft_cap="fp32", window_left="i32", rope_scale="fp32",
                  rope_log2_theta="fp32")  # fmt: skip
+    functions, params = varied(p)
+    types.update(params)
     constants = dict(
         GROUP=p.group, PAGE_SIZE=p.page_size, D_QK=p.head_dim_qk, D_VO=p.head_dim_vo, D_QK_PAD=_padded(p.head_dim_qk),
         D_VO_PAD=_padded(p.head_dim_vo), BLOCK_M=c.block_m, BLOCK_N=c.block_n, Q_DTYPE=p.q_dtype, KV_DTYPE=p.kv_dtype,
         NATIVE_FP8=c.native_fp8, COMPUTE=_TL[_compute_dtype(p)], CAUSAL=p.mask == "causal", WINDOW=p.window,
         CUSTOM=p.mask == "custom", SOFT_CAP=p.soft_cap, ALIBI=p.pos_encoding == "ALIBI",
         ROPE=p.pos_encoding == "ROPE_LLAMA", SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse, SPLIT=p.split,
-        PIECES=c.combine_pieces, COMBINE_ROWS=c.combine_rows,
+        PIECES=c.combine_pieces, COMBINE_ROWS=c.combine_rows, **functions,
     )  # fmt: skip
     return Build(attend_kernel, types, constants, num_warps=c.num_warps, num_stages=c.num_stages)
 
@@ -90,6 +103,7 @@ class Bound:
         self._paged = bool(p.page_size)
         self._raw = _raw if "fp8" in p.q_dtype + p.kv_dtype else _as_it_is
         self._parameters = tuple(launcher.build(p, c).types)
+        self._params = tuple(varied(p)[1])
         self._kernel = launcher.prepare(p, c, device)
 
     def hold(self, x: Inputs) -> Callable[[int, int, int, int, int], None]:
@@ -112,6 +126,7 @@ class Bound:
             soft_cap=scalars.soft_cap, window_left=scalars.window_left, rope_scale=scalars.rope_scale,
             rope_log2_theta=math.log2(scalars.rope_theta),
         )  # fmt: skip
+        arguments.update(zip(self._params, x.params, strict=True))
         values = tuple(arguments[name] for name in self._parameters)
         return self._kernel.hold((schedule.max_items * kv_heads, 1, 1), values, ("q", "k", "v", "out", "lse"))
 

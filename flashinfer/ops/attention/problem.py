@@ -48,6 +48,12 @@ class Problem:
         Whether every row of q, k, v and out starts on 16 bytes.
     matrix : bool
         Whether k, and v, are the rows of a matrix (`kv_layout.as_matrix`).
+    variant : str
+        The key of a user's variant (`variants.AttentionVariant.key`); "" for none.
+    softmax : bool
+        Whether weights are the softmax of logits; else they are what the variant makes of them.
+    variant_mask : bool
+        Whether the variant has a mask of its own.
     """
 
     source: str
@@ -69,6 +75,9 @@ class Problem:
     rows: int = 128
     aligned: bool = True
     matrix: bool = True
+    variant: str = ""
+    softmax: bool = True
+    variant_mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,6 +224,9 @@ class Inputs:
         A logit per head that takes part in the softmax and has no value.
     qk_scale, v_scale : float32 Tensor [qo_heads], optional
         Factors of logits and of outputs per query head, with Problem.head_scales.
+    alibi_slopes : float32 Tensor [qo_heads], optional
+    params : tuple
+        What the functions of Problem.variant are given, in the order of the variant's parameters.
     """
 
     q: torch.Tensor
@@ -229,6 +241,7 @@ class Inputs:
     qk_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
+    params: tuple = ()
 
     def addresses(self) -> tuple[int, int, int, int, int]:
         """Of q, k, v, out and lse (0 for none): what moves from one launch of a held kernel to the next."""

@@ -7,11 +7,15 @@ the logits of a block stay in cache and a causal block multiplies no key behind 
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from dataclasses import dataclass
 
 import torch
 
+from flashinfer._core.checks import UnsupportedConfig, torch_dtype
+from flashinfer.ops.attention.evaluate import Pointer, Tile, evaluate
 from flashinfer.ops.attention.problem import Inputs, Problem
+from flashinfer.ops.attention.variants import AttentionVariant, find
 
 # Logits computed at a time: 1M float32 are 4 MiB, about the L2 of two CPU cores.
 _LOGITS = 1 << 20
@@ -145,9 +149,15 @@ def _attend_rows(problem: Problem, x: Inputs, b: _Bucket, k, v, first: int, last
         distance = (kv_pos[:, None, :] - q_pos[:, :, None])[:, None, None].float()
         logits += x.alibi_slopes.view(kv_heads, problem.group, 1, 1) * distance
     hidden = _hidden(problem, x, b, row, q_pos, kv_pos)
+    hidden = None if hidden is None else hidden[:, None, None]
+    if problem.variant:
+        logits, hidden = _vary(find(problem.variant), x, b, logits, hidden, q_pos, kv_pos)
     if hidden is not None:
-        logits.masked_fill_(hidden[:, None, None], -math.inf)
-    out, lse = _softmax_times(logits, v, x.sinks.view(kv_heads, problem.group, 1) if problem.sinks else None)
+        logits.masked_fill_(hidden, -math.inf if problem.softmax else 0.0)
+    if problem.softmax:
+        out, lse = _softmax_times(logits, v, x.sinks.view(kv_heads, problem.group, 1) if problem.sinks else None)
+    else:
+        out = (logits.view(batch, kv_heads, problem.group * rows, most_kv) @ v).view(*logits.shape[:-1], -1)
 
     # [batch, kv_heads, group, rows, ...] -> [batch, rows, heads, ...]
     out = out.permute(0, 3, 1, 2, 4).reshape(batch, rows, heads, -1) * x.scalars.out_scale
@@ -160,6 +170,40 @@ def _attend_rows(problem: Problem, x: Inputs, b: _Bucket, k, v, first: int, last
     if x.lse is not None:
         lse = lse.permute(0, 3, 1, 2).reshape(batch * rows, heads)
         x.lse[n_ok] = lse if every else lse[ok_row]
+
+
+def _vary(variant: AttentionVariant, x: Inputs, b: _Bucket, logits, hidden, q_pos, kv_pos):
+    """What the functions of `variant` make of the logits, and what they hide beside `hidden`.
+
+    Positions past a request's end are its last, so that what a function loads by them is there; of a request without
+    keys, 0.
+    """
+    last = (b.kv_len - 1).clamp(min=0)
+    q_pos, kv_pos = torch.minimum(q_pos, last), torch.minimum(kv_pos, last)
+    q_pos = torch.where(b.kv_len > 0, q_pos, 0)
+    kv_heads, group = logits.shape[1:3]
+    head = torch.arange(kv_heads * group, dtype=torch.int32, device=logits.device).view(kv_heads, group, 1, 1)
+    params = namedtuple("params", variant.params)(
+        *(_param(name, kind, value, x) for (name, kind), value in zip(variant.params.items(), x.params, strict=True))
+    )
+    given = (
+        logits, b.requests.int().view(-1, 1, 1, 1, 1), q_pos.int()[:, None, None, :, None],
+        kv_pos.int()[:, None, None, None, :], head, params,
+    )  # fmt: skip
+    if variant.mask is not None and logits.numel():
+        seen = evaluate(variant.mask, *given)
+        if seen.dtype != torch.bool:
+            raise UnsupportedConfig(f"mask: {variant.mask.__name__} returns {seen.dtype}; allowed: booleans")
+        hidden = ~seen if hidden is None else hidden | ~seen
+    if variant.logits is not None and logits.numel():
+        logits = evaluate(variant.logits, *given).float().broadcast_to(logits.shape).contiguous()
+    return logits, hidden
+
+
+def _param(name: str, kind: str, value, x: Inputs):
+    if isinstance(value, torch.Tensor):
+        return Pointer(name, value)
+    return Tile(torch.tensor(value, dtype=torch_dtype(kind), device=x.q.device))
 
 
 def _hidden(problem: Problem, x: Inputs, b: _Bucket, row, q_pos, kv_pos) -> torch.Tensor | None:

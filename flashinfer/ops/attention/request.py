@@ -11,6 +11,7 @@ import torch
 from flashinfer._core.checks import as_dtype, require
 from flashinfer.ops.attention.problem import POS_ENCODINGS
 from flashinfer.ops.attention.tables import KV_INDPTR, LAST_PAGE_LEN, NAMES, QO_INDPTR, Stage
+from flashinfer.ops.attention.variants import AttentionVariant
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _INTEGERS = (torch.int32, torch.int64)
@@ -41,6 +42,7 @@ class Options:
     rope_theta: float | None = None
     fixed_split_size: int | None = None
     disable_split_kv: bool = False
+    variant: AttentionVariant | None = None
 
     def __post_init__(self):
         require(self.num_kv_heads > 0, "num_kv_heads", self.num_kv_heads, "at least 1")
@@ -58,6 +60,8 @@ class Options:
         require(cap is None or cap >= 0, "logits_soft_cap", cap, "None or 0 (no cap), or a positive number")
         fixed = self.fixed_split_size
         require(fixed is None or fixed > 0 or fixed == -1, "fixed_split_size", fixed, "None, -1, or a number of keys")
+        owned = self.variant is not None and self.variant.owns_mask
+        require(not owned or self.window_left < 0, "window_left", self.window_left, "-1: the variant owns the mask")
 
     @property
     def group(self) -> int:

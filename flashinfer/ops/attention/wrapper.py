@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -17,6 +17,7 @@ from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.problem import Table, alibi_slopes
 from flashinfer.ops.attention.request import Limits, Options, Request, tile_rows
 from flashinfer.ops.attention.tables import KV_INDPTR, NAMES, QO_INDPTR, Stage
+from flashinfer.ops.attention.variants import AttentionVariant
 
 # Room is kept for tables of so many sets of lengths, an engine's batch sizes, with so many elements at most.
 _MOST_STAGES, _MOST_KEPT = 256, 1 << 14
@@ -59,8 +60,9 @@ class AttentionWrapper:
     _paged = True
 
     def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str, buffers: GraphBuffers | None
-    ):
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str, buffers: GraphBuffers | None,
+        variant: AttentionVariant | None = None,
+    ):  # fmt: skip
         check_layout(kv_layout)
         variants_of(backend)
         self._kv_layout = kv_layout
@@ -70,6 +72,7 @@ class AttentionWrapper:
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=float_workspace_buffer.device)
         self.device = float_workspace_buffer.device
         self._backend = backend
+        self._variant = variant
         self._use_cuda_graph = buffers is not None
         self._buffers = buffers or GraphBuffers()
         self._batch: Batch | None = None
@@ -129,6 +132,8 @@ class AttentionWrapper:
         if self.device.type == "cuda" and torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
                 return self._plan(request)
+        if self._variant is not None:
+            request.options = _with_variant(request.options, self._variant)
         counts = request.lengths_on_host()
         stream = self._look_at_stream(counts)
         old, graph, options = self._batch, self._use_cuda_graph, request.options
@@ -332,6 +337,13 @@ class AttentionWrapper:
             raise ValueError(f"{type(self).__name__}.run: got no plan; allowed: after plan()")
         return self._batch
 
+    def _params(self, args: tuple, params: dict | None) -> dict | None:
+        """What run() is given for the variant's functions, in their order or by name."""
+        if self._variant is None:
+            refuse_arguments(args)
+            return params
+        return self._variant.named(args, params)
+
     def _change_plan(self, **changes) -> None:
         """What the older forward() takes over from plan(): the same tables under other options."""
         old = self._planned()
@@ -351,6 +363,11 @@ class AttentionWrapper:
         """Kept for callers of older versions; there is nothing to release."""
 
 
+@lru_cache(maxsize=1024)
+def _with_variant(options: Options, variant: AttentionVariant) -> Options:
+    return replace(options, variant=variant)
+
+
 def _effective(kind: Kind) -> dict:
     """The options of a kind, with what the defaults among them come to."""
     options, scalars = kind.options, kind.scalars
@@ -366,16 +383,9 @@ def _pair(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[torch.
     return ragged_views(*kv, kv_layout)
 
 
-def refuse_jit(jit_args, jit_kwargs=None, variant_owns_mask: bool = False) -> None:
-    """User variants in CUDA C++ cannot run here, where nothing compiles C++."""
-    for name, value in (("jit_args", jit_args), ("jit_kwargs", jit_kwargs), ("variant_owns_mask", variant_owns_mask)):
-        if value:
-            raise UnsupportedConfig(f"{name}: got {value!r}; allowed: none: CUDA C++ variants are not compiled")
-
-
 def refuse_arguments(args: tuple) -> None:
-    """Further positional arguments of run() belong to CUDA C++ variants."""
-    require(not args, "*args", f"{len(args)} extra arguments", "none: CUDA C++ variants are not compiled here")
+    """Further positional arguments of run() are a variant's."""
+    require(not args, "*args", f"{len(args)} extra arguments", "none without a variant (docs/variants.md)")
 
 
 def refuse_block_scales(name: str, value) -> None:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from flashinfer.ops.attention._device.combine import combine_if_last
 from flashinfer.ops.attention._device.kv_source import fit_half, row_offsets, widen
-from flashinfer.ops.attention._device.logits import LOG2E, rotate, transform, visible
+from flashinfer.ops.attention._device.logits import LOG2E, rotate, transform, vary, visible
 from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
     ITEM_KV_BASE,
@@ -47,12 +47,13 @@ def _step(
     acc, top, total, q_lo, q_hi, k, v, start, kv_end,
     kv_base, kv_len, kv_indices, k_stride_page, k_stride_n, v_stride_page, v_stride_n,
     scale, soft_cap, slopes, q_index, q_pos, row_ok, mask, window_left, rope_scale, rope_log2_theta,
+    batch, head, params,
     PAGE_SIZE: tl.constexpr, D_QK: tl.constexpr, D_VO: tl.constexpr, D_QK_PAD: tl.constexpr, D_VO_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, KV_DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    ROPE: tl.constexpr, MASKED: tl.constexpr,
+    ROPE: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys. With MASKED, range, diagonal, window and custom mask are looked at."""
+    """One block of keys. With MASKED, range, diagonal, window, custom mask and a variant's mask are looked at."""
     kv_pos = start + tl.arange(0, BLOCK_N)
     there = kv_pos < kv_end
     at = row_offsets(kv_pos, there, kv_base, kv_indices, k_stride_page, k_stride_n, PAGE_SIZE)
@@ -72,19 +73,32 @@ def _step(
             k_ok = k_ok & there[None, :]
         keys = tl.load(k + at[None, :] + d[:, None], mask=k_ok, other=0)
         s = _dot(q_lo, widen(keys, KV_DTYPE, NATIVE_FP8, COMPUTE), s)
-    s = transform(s, scale, soft_cap, slopes, q_pos, kv_pos, SOFT_CAP, ALIBI)
+    VARIED: tl.constexpr = LOGITS is not None or MASK is not None or not SOFTMAX
+    if VARIED:
+        s, takes_part = vary(
+            s, scale, soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params, SOFT_CAP, ALIBI, LOGITS, MASK,
+            SOFTMAX,
+        )  # fmt: skip
+    else:
+        s = transform(s, scale, soft_cap, slopes, q_pos, kv_pos, SOFT_CAP, ALIBI)
     if MASKED:
         ok = visible(
             q_index, q_pos, kv_pos, kv_end, kv_len, mask, row_ok, window_left, CAUSAL, WINDOW, CUSTOM
         )
-        s = tl.where(ok, s, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, 1))
-    # A row that has seen no key yet has top = -inf, and inf - inf is NaN.
-    base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-    p = tl.exp2(s - base[:, None])
-    keep = tl.exp2(top - base)
-    total = total * keep + tl.sum(p, 1)
-    acc = acc * keep[:, None]
+        if MASK is not None:
+            ok = ok & takes_part
+        s = tl.where(ok, s, float("-inf") if SOFTMAX else 0.0)
+    if SOFTMAX:
+        new_top = tl.maximum(top, tl.max(s, 1))
+        # A row that has seen no key yet has top = -inf, and inf - inf is NaN. A variant's logits may be -inf anywhere.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED or VARIED else new_top
+        p = tl.exp2(s - base[:, None])
+        keep = tl.exp2(top - base)
+        total = total * keep + tl.sum(p, 1)
+        acc = acc * keep[:, None]
+    else:
+        new_top = top
+        p = s
     dv = tl.arange(0, D_VO_PAD)
     v_ok = (dv < D_VO)[None, :]
     if MASKED:
@@ -100,16 +114,20 @@ def attend_kernel(
     q, k, v, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask, mask_indptr,
     sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads,
     q_stride_n, q_stride_h, k_stride_page, k_stride_n, k_stride_h, v_stride_page, v_stride_n, v_stride_h,
-    o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left, rope_scale, rope_log2_theta,
+    o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left, rope_scale, rope_log2_theta, params,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     D_QK: tl.constexpr, D_VO: tl.constexpr, D_QK_PAD: tl.constexpr, D_VO_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     Q_DTYPE: tl.constexpr, KV_DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     ROPE: tl.constexpr, SINKS: tl.constexpr, HEAD_SCALES: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
-    PIECES: tl.constexpr, COMBINE_ROWS: tl.constexpr,
+    PIECES: tl.constexpr, COMBINE_ROWS: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """One program per (work item, KV head); heads vary fastest, since heads of one token are neighbours in a page."""
+    """One program per (work item, KV head); heads vary fastest, since heads of one token are neighbours in a page.
+
+    LOGITS and MASK are functions of a user's variant, or None; `params` is a named tuple for them. Without SOFTMAX,
+    logits are weights.
+    """
     item = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
     record = items + item * ITEM_WIDTH
@@ -157,6 +175,9 @@ def attend_kernel(
     slopes = scale
     if ALIBI:
         slopes = tl.load(alibi_slopes + head, mask=row_ok, other=0.0)
+    batch = slot
+    if LOGITS is not None or MASK is not None:
+        batch = tl.load(record + ITEM_REQUEST)
     if CUSTOM:
         mask += tl.load(mask_indptr + tl.load(record + ITEM_REQUEST)).to(tl.int64)
 
@@ -179,7 +200,7 @@ def attend_kernel(
     if CAUSAL:
         end = tl.minimum(end, last_pos + 1)
         plain_end = tl.minimum(plain_end, first_pos + 1)
-    if CUSTOM:
+    if CUSTOM or MASK is not None:
         plain_end = begin
     plain_begin = tl.minimum(tl.maximum(plain_begin, begin), begin + tl.maximum(end - begin, 0))
     if not WINDOW:
@@ -191,23 +212,26 @@ def attend_kernel(
             acc, top, total = _step(
                 acc, top, total, q_lo, q_hi, k, v, start, kv_end, kv_base, kv_len, kv_indices,
                 k_stride_page, k_stride_n, v_stride_page, v_stride_n, scale, soft_cap, slopes, token, q_pos, row_ok,
-                mask, window_left, rope_scale, rope_log2_theta, PAGE_SIZE, D_QK, D_VO, D_QK_PAD, D_VO_PAD, BLOCK_N,
-                KV_DTYPE, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, True,
+                mask, window_left, rope_scale, rope_log2_theta, batch, head, params, PAGE_SIZE, D_QK, D_VO, D_QK_PAD,
+                D_VO_PAD, BLOCK_N, KV_DTYPE, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, LOGITS,
+                MASK, SOFTMAX, True,
             )  # fmt: skip
-    if not CUSTOM:
+    if not CUSTOM and MASK is None:
         for start in range(plain_begin, plain_end, BLOCK_N):
             acc, top, total = _step(
                 acc, top, total, q_lo, q_hi, k, v, start, kv_end, kv_base, kv_len, kv_indices,
                 k_stride_page, k_stride_n, v_stride_page, v_stride_n, scale, soft_cap, slopes, token, q_pos, row_ok,
-                mask, window_left, rope_scale, rope_log2_theta, PAGE_SIZE, D_QK, D_VO, D_QK_PAD, D_VO_PAD, BLOCK_N,
-                KV_DTYPE, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, False,
+                mask, window_left, rope_scale, rope_log2_theta, batch, head, params, PAGE_SIZE, D_QK, D_VO, D_QK_PAD,
+                D_VO_PAD, BLOCK_N, KV_DTYPE, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, LOGITS,
+                MASK, SOFTMAX, False,
             )  # fmt: skip
     for start in range(plain_end, end, BLOCK_N):
         acc, top, total = _step(
             acc, top, total, q_lo, q_hi, k, v, start, kv_end, kv_base, kv_len, kv_indices,
             k_stride_page, k_stride_n, v_stride_page, v_stride_n, scale, soft_cap, slopes, token, q_pos, row_ok,
-            mask, window_left, rope_scale, rope_log2_theta, PAGE_SIZE, D_QK, D_VO, D_QK_PAD, D_VO_PAD, BLOCK_N,
-            KV_DTYPE, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, True,
+            mask, window_left, rope_scale, rope_log2_theta, batch, head, params, PAGE_SIZE, D_QK, D_VO, D_QK_PAD,
+            D_VO_PAD, BLOCK_N, KV_DTYPE, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, LOGITS,
+            MASK, SOFTMAX, True,
         )  # fmt: skip
 
     if SINKS:
@@ -220,6 +244,10 @@ def attend_kernel(
             acc = acc * keep[:, None]
             total = total * keep + tl.exp2(sink - base)
             top = new_top
+    if not SOFTMAX:
+        # The weights are what they are: no maximum was taken from their logits, and their sum divides nothing.
+        top = tl.zeros([BLOCK_M], tl.float32)
+        total = top + 1.0
     # Not `> 0`: a NaN among the logits has to come out.
     seen = total != 0
     inverse = tl.where(seen, out_scale / tl.where(seen, total, 1.0), 0.0)
@@ -240,7 +268,7 @@ def attend_kernel(
             combine_if_last(
                 arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces,
                 tl.arange(0, COMBINE_ROWS)[None, :], piece, dv[None, None, :], tile_row, q_row, q_len, kv_head,
-                num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE,
+                num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE, SOFTMAX,
             )  # fmt: skip
             return
     o_at = n * o_stride_n + head * o_stride_h

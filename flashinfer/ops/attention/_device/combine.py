@@ -10,7 +10,7 @@ from flashinfer.ops.attention._device.logits import LOG2E
 def combine_rows(
     partial_out, partial_lse, out, lse, sinks, first_slot, pieces, row, piece, d, tile_row, q_row, q_len, kv_head,
     num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, BLOCK_M: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, SOFTMAX: tl.constexpr = True,
 ):  # fmt: skip
     """Rows `row` ([1, rows]) of a tile, whose pieces lie in `pieces` slots from `first_slot` on.
 
@@ -18,6 +18,7 @@ def combine_rows(
     [slots, kv_heads, BLOCK_M], base 2, -inf where a piece saw no key. As many as `piece` ([pieces at a time, 1]: 0, 1,
     ...) holds are read at a time, in the order of their keys, so that the sum does not depend on which piece was done
     first. `d` ([1, 1, D_VO padded]) counts columns. The caller makes these, since Gluon wants to know their layouts.
+    Without SOFTMAX the pieces are sums of weighted values, which are added; each has 0 for its log-sum-exp.
     """
     PIECES: tl.constexpr = piece.shape[0]
     token = (tile_row + row) // GROUP
@@ -50,7 +51,7 @@ def combine_rows(
         total = total * keep + tl.sum(weight, 0, keep_dims=True)
         top = new_top
     seen = total != 0
-    safe = tl.where(seen, total, 1.0)
+    safe = tl.where(seen, total, 1.0) if SOFTMAX else tl.where(row_ok, 1.0, 1.0)
     n = (q_row + token).to(tl.int64)
     result = (acc / safe[:, :, None]).to(out.dtype.element_ty)
     tl.store(out + (n * o_stride_n + head * o_stride_h)[:, :, None] + d, result, mask=there)
@@ -63,7 +64,7 @@ def combine_rows(
 def combine_if_last(
     arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces, row, piece, d, tile_row, q_row, q_len,
     kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, BLOCK_M: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, SOFTMAX: tl.constexpr = True,
 ):  # fmt: skip
     """Count a piece of a tile as stored; whoever counts the last one combines the tile. Nobody waits.
 
@@ -78,5 +79,5 @@ def combine_if_last(
         for first_row in range(0, tl.minimum(q_len * GROUP - tile_row, BLOCK_M), row.shape[1]):
             combine_rows(
                 partial_out, partial_lse, out, lse, sinks, first_slot, pieces, first_row + row, piece, d, tile_row,
-                q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE,
+                q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE, SOFTMAX,
             )  # fmt: skip

@@ -7,18 +7,25 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def transform_at(s, scale, soft_cap, slopes, distance, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr):
-    """Raw products to logits in base 2. The others have a shape that broadcasts to theirs; `distance` is the position
+def natural_at(s, scale, soft_cap, slopes, distance, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr):
+    """Raw products to logits in base e. The others have a shape that broadcasts to theirs; `distance` is the position
     of the key less that of the query."""
     if SOFT_CAP:
         # tanh(x) = 2 sigmoid(2 x) - 1: one exponential, and exact at both ends.
         s = soft_cap * (2.0 * tl.sigmoid(s * (scale * (2.0 / soft_cap))) - 1.0)
         if ALIBI:
             s += slopes * distance.to(tl.float32)
-        return s * LOG2E
+        return s
     if ALIBI:
-        s = s * scale + slopes * distance.to(tl.float32)
-        return s * LOG2E
+        return s * scale + slopes * distance.to(tl.float32)
+    return s * scale
+
+
+@triton.jit
+def transform_at(s, scale, soft_cap, slopes, distance, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr):
+    """The same in base 2."""
+    if SOFT_CAP or ALIBI:
+        return natural_at(s, scale, soft_cap, slopes, distance, SOFT_CAP, ALIBI) * LOG2E
     return s * (scale * LOG2E)
 
 
@@ -56,6 +63,44 @@ def visible(
     return visible_at(
         q_index[:, None], q_pos[:, None], kv_pos[None, :], kv_end, kv_len, mask, row_ok[:, None], window_left,
         CAUSAL, WINDOW, CUSTOM,
+    )  # fmt: skip
+
+
+@triton.jit
+def vary_at(
+    s, scale, soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """Raw products to what a user's variant makes of their logits, and which of them its mask lets take part.
+
+    Logits in base 2 if a softmax follows, else weights as they are. `MASK` and `LOGITS` may be None; without a mask
+    the second result is True. Positions that no query or key has are the request's last, so that what a function loads
+    by them is there.
+    """
+    s = natural_at(s, scale, soft_cap, slopes, kv_pos - q_pos, SOFT_CAP, ALIBI)
+    q_pos = tl.minimum(q_pos, kv_len - 1)
+    kv_pos = tl.minimum(kv_pos, kv_len - 1)
+    ok = True
+    if MASK is not None:
+        ok = MASK(s, batch, q_pos, kv_pos, head, params)
+        tl.static_assert(ok.dtype == tl.int1, "the mask function of a variant must return booleans")
+    if LOGITS is not None:
+        changed = LOGITS(s, batch, q_pos, kv_pos, head, params)
+        s, _ = tl.broadcast(changed.to(tl.float32), s)
+    if SOFTMAX:
+        s = s * LOG2E
+    return s, ok
+
+
+@triton.jit
+def vary(
+    s, scale, soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """The same for a tile of rows and columns: scale, slopes, q_pos and head per row, kv_pos per column."""
+    return vary_at(
+        s, scale[:, None], soft_cap, slopes[:, None], batch, q_pos[:, None], kv_pos[None, :], kv_len, head[:, None],
+        params, SOFT_CAP, ALIBI, LOGITS, MASK, SOFTMAX,
     )  # fmt: skip
 
 

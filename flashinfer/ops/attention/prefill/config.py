@@ -91,6 +91,8 @@ def refuses(p: Problem, target: Target) -> str:
         return f"tiles of {p.rows} rows would leave a warpgroup without work"
     if p.pos_encoding == "ROPE_LLAMA":
         return "keys go from memory to the tensor cores, with no register between in which to rotate them"
+    if p.variant:
+        return "a user's variant"
     if not p.aligned:
         return "rows that are not aligned to 16 bytes"
     return ""
