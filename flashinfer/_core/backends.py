@@ -1,8 +1,9 @@
 """The one table between upstream's backend names and our variants.
 
-`fa2` and `fa3` name an algorithm for a class of chips, so they select the variant of ours that stands in its place, and
-nothing else. The other names are those of libraries that upstream calls; they promise a result, not an algorithm,
-and any variant of ours answers to them. An explicit name never falls back: where its variants refuse, it is an error.
+`fa3` names an algorithm for one class of chips, so it selects the variant of ours that stands in its place, and nothing
+else. `fa2` is what upstream runs on every chip and engines ask for to be safe (SGLang and mini-sglang always do): like
+the names of libraries that upstream calls it promises a result, and any variant of ours answers to it. An explicit name
+never falls back: where its variants refuse, it is an error.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ ANY = None
 
 VARIANTS_OF = {
     "auto": ANY,
-    "fa2": ("sm80", "portable", "reference"),
+    "fa2": ANY,
     "fa3": ("sm90",),
     "cudnn": ANY,
     "cudnn-native": ANY,

@@ -11,9 +11,9 @@ from tests.ops.attention import oracle
 def backends(device):
     """What the suite on this device runs: on a CPU the reference, and the kernels under Triton's interpreter.
 
-    On a GPU: the kernels for this chip, those for chips before it, and the portable one.
+    On a GPU: the kernels made for this chip, and the portable one.
     """
-    return ("auto", "fa2", "portable") if device.type == "cuda" else ("reference", "portable")
+    return ("auto", "portable") if device.type == "cuda" else ("reference", "portable")
 
 
 def workspace(device, count=1 << 22):
