@@ -27,7 +27,7 @@ def bench(tmp_path):
 def test_rows_stand_beside_the_peer_of_another_process(bench):
     rows = bench("--match", "decode", "--peer", str(ROOT))
     row = rows["paged decode 4x100, page 16"]
-    assert row["us"] > 0 and row["group"] == "decode" and row["bound"] == "copy"
+    assert row["us"] > 0 and row["group"] == "decode"
     assert row["peers"]["flashinfer/fa2"]["ratio"] == pytest.approx(row["peers"]["flashinfer/fa2"]["us"] / row["us"])
     assert row["peers"]["flashinfer/fa3"]["error"].startswith("UnsupportedConfig")
     assert [target["text"] for target in row["targets"]] == [">= 0.96 x copy"]
