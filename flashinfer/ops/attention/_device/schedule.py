@@ -110,7 +110,9 @@ def schedule_kernel(
             work += tiles.to(tl.int64) * (kv_len - first)
         total = tl.sum(work, 0)
         # Without splitting, a piece is as long as any request can be.
-        chunk = tl.where(share > 0, (total + share - 1) // tl.maximum(share, 1), 1 << 30).to(tl.int32)
+        # In float32: a 64-bit division is a call. A millionth more than the quotient is not less than it.
+        quotient = tl.ceil(total.to(tl.float32) * 1.000001 / tl.maximum(share, 1).to(tl.float32))
+        chunk = tl.where(share > 0, tl.minimum(quotient, 1073741824.0), 1073741824.0).to(tl.int32)
         chunk = tl.maximum((chunk + grain - 1) // grain * grain, least)
 
     item_at = tl.zeros([BLOCK], tl.int32)
