@@ -2,7 +2,7 @@
 
 Of each op's catalog it takes as many problems as show every value of every field, so that each branch of each kernel is
 there. Chips that are much alike take turns: what one of them compiles on the lowest Triton, the other does on the
-highest. `make test` installs the highest Triton beside the environment's and names its folder in FLASHINFER_TEST_TRITON.
+highest. `make test` installs the highest Triton beside the environment's; FLASHINFER_TEST_TRITON names its folder.
 """
 
 import json
@@ -28,7 +28,7 @@ TURNS = (("80", "86"), ("89", "120a"), ("100a", "103a"))
 
 
 class Covering:
-    """An op with the part of its catalog that shows every (field, value); of it, what it is `arch`'s turn to compile."""
+    """An op with the part of its catalog that shows every (field, value), as far as it is the turn of `arch`."""
 
     def __init__(self, op, arch, highest):
         self.name, self.problem_type, self.variants, self._op = op.name, op.problem_type, op.variants, op
