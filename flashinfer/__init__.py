@@ -27,7 +27,17 @@ _ROOT_NAMES = {
         "fast_decode_plan",
         "single_decode_with_kv_cache",
     ),
-    "norm": ("fused_add_rmsnorm", "gemma_fused_add_rmsnorm", "gemma_rmsnorm", "layernorm", "rmsnorm"),
+    "norm": (
+        "add_rmsnorm_fp4quant",
+        "fused_add_rmsnorm",
+        "fused_add_rmsnorm_quant",
+        "gemma_fused_add_rmsnorm",
+        "gemma_rmsnorm",
+        "layernorm",
+        "rmsnorm",
+        "rmsnorm_fp4quant",
+        "rmsnorm_quant",
+    ),
     "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "prefill": (
         "BatchPrefillWithPagedKVCacheWrapper",

@@ -1,9 +1,12 @@
-"""Normalisation of rows: RMSNorm, LayerNorm, with residual add and in Gemma's form."""
+"""Normalisation of rows: RMSNorm, LayerNorm, with residual add, gates, an activation and quantised results."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 
 from flashinfer._core.dispatch import Op, Variant
 from flashinfer.ops.norm import config
@@ -27,6 +30,18 @@ class Problem:
         The weight is stored minus one.
     aligned : bool
         Rows can be read 16 bytes at a time.
+    after : str
+        What the normalised row goes through: "" nothing, "silu", or "sigmoid_gate", the sigmoid of a second tensor as a
+        factor (in place of a weight).
+    form : str
+        Of the result: "" rows in their dtype, "fp8e4nv" or "fp8e5" with one scale, "fp8_block" e4m3 with a scale for
+        each 128 columns, "nvfp4" or "mxfp4".
+    scale : str
+        How the scale of the whole tensor comes: "" there is none, "tensor" of one element, "number".
+    layout : str
+        Of an FP4 form's block scales: "linear", "128x4", or "both".
+    normed : bool
+        Whether the result is written unquantised too.
     """
 
     kind: str
@@ -35,16 +50,67 @@ class Problem:
     block: int
     gemma: bool = False
     aligned: bool = True
+    after: str = ""
+    form: str = ""
+    scale: str = ""
+    layout: str = ""
+    normed: bool = False
 
 
-def _too_long(problem: Problem, target) -> str:
+@dataclass(frozen=True)
+class Gated:
+    """A normalised branch joins a residual stream of float32: alpha * residual + beta * rmsnorm(branch * weight).
+
+    Attributes
+    ----------
+    dtype, weight_dtype : str
+        Of the branch, and of the weights.
+    block : int
+        The length of a row, rounded up to a power of two.
+    weighted : bool
+        Whether the branch has a weight.
+    alpha : bool
+        Whether alpha is a vector; else it is a number.
+    next : bool
+        Whether the new stream is normalised too, for what reads it next.
+    aligned : bool
+        Rows can be read 16 bytes at a time.
+    """
+
+    dtype: str
+    weight_dtype: str
+    block: int
+    weighted: bool
+    alpha: bool
+    next: bool
+    aligned: bool = True
+
+
+class Quantised(NamedTuple):
+    """What a quantised result takes and gives beside its codes.
+
+    scale : the scale of the whole tensor, float32 [1] or a number; None is 1.
+    block_scale : receives block scales; float32 [hidden / 128, pitch] of "fp8_block", bytes of an FP4 form in its
+        layout ("128x4" if "both").
+    linear_scale : receives the linear ones of "both".
+    normed : receives the result unquantised.
+    """
+
+    scale: torch.Tensor | float | None = None
+    block_scale: torch.Tensor | None = None
+    linear_scale: torch.Tensor | None = None
+    normed: torch.Tensor | None = None
+
+
+def _too_long(problem, target) -> str:
     return f"rows longer than {LONGEST} do not fit in registers" if problem.block > LONGEST else ""
 
 
-_VARIANTS = (
-    Variant("portable", "flashinfer.ops.norm.portable", _too_long, config.portable),
-    Variant("reference", "flashinfer.ops.norm.reference"),
-)
+def _variants(portable_config) -> tuple[Variant, ...]:
+    return (
+        Variant("portable", "flashinfer.ops.norm.portable", _too_long, portable_config),
+        Variant("reference", "flashinfer.ops.norm.reference"),
+    )
 
 
 def _catalog(kind: str) -> Iterator[Problem]:
@@ -59,8 +125,28 @@ def _catalog(kind: str) -> Iterator[Problem]:
         yield Problem(kind, "bf16", "bf16", block, gemma=True)
     yield Problem(kind, "bf16", "bf16", LONGEST)
     yield Problem(kind, "fp32", "fp32", 1024, aligned=False)
+    for block in (4096, 8192):
+        yield Problem(kind, "bf16", "bf16", block, form="fp8e4nv", scale="tensor")
+        yield Problem(kind, "bf16", "bf16", block, form="nvfp4", scale="tensor", layout="128x4")
+    yield Problem(kind, "bf16", "bf16", 2048, form="mxfp4", layout="linear")
+    if kind == "rmsnorm":
+        yield Problem(kind, "bf16", "bf16", 64, after="sigmoid_gate")
+        yield Problem(kind, "bf16", "bf16", 1024, after="silu")
+        yield Problem(kind, "bf16", "bf16", 1024, after="silu", form="fp8e4nv")
+        yield Problem(kind, "bf16", "bf16", 4096, form="fp8e5", scale="number")
+    else:
+        yield Problem(kind, "bf16", "bf16", 8192, form="fp8_block", normed=True)
+        yield Problem(kind, "bf16", "bf16", 2048, form="nvfp4", scale="tensor", layout="both", normed=True)
 
 
-rmsnorm = Op("rmsnorm", Problem, _VARIANTS, lambda: _catalog("rmsnorm"))
-fused_add_rmsnorm = Op("fused_add_rmsnorm", Problem, _VARIANTS, lambda: _catalog("fused_add_rmsnorm"))
-layernorm = Op("layernorm", Problem, _VARIANTS, lambda: _catalog("layernorm"))
+def _gated() -> Iterator[Gated]:
+    yield Gated("bf16", "bf16", 8192, weighted=True, alpha=True, next=False)
+    yield Gated("bf16", "bf16", 8192, weighted=False, alpha=True, next=True)
+    yield Gated("bf16", "bf16", 8192, weighted=True, alpha=False, next=True)
+    yield Gated("fp16", "fp32", 512, weighted=True, alpha=True, next=True, aligned=False)
+
+
+rmsnorm = Op("rmsnorm", Problem, _variants(config.portable), lambda: _catalog("rmsnorm"))
+fused_add_rmsnorm = Op("fused_add_rmsnorm", Problem, _variants(config.portable), lambda: _catalog("fused_add_rmsnorm"))
+layernorm = Op("layernorm", Problem, _variants(config.portable), lambda: _catalog("layernorm"))
+gated_residual = Op("gated_residual_rmsnorm", Gated, _variants(config.gated), _gated)

@@ -1,4 +1,4 @@
-"""Rows and warps per program of the norm kernel."""
+"""Rows and warps per program of the norm kernels."""
 
 from __future__ import annotations
 
@@ -12,11 +12,20 @@ class Config:
     """rows : rows per program. num_warps : warps per program, which share each row.
 
     weights_first : whether the weights are read before the rows are reduced, or after.
+    capability : of the chip, ten times; it decides which instructions quantise. 0 where nothing is quantised.
     """
 
     rows: int
     num_warps: int
     weights_first: bool
+    capability: int = 0
+
+
+@dataclass(frozen=True)
+class Gated:
+    """num_warps : warps per program, which holds one row."""
+
+    num_warps: int
 
 
 def portable(problem, target) -> Config:
@@ -30,4 +39,10 @@ def portable(problem, target) -> Config:
     # program of 32 warps, and the 64 and more of a LayerNorm's float32 weights are not (they spill, by ptxas).
     vectors = 2 if problem.kind == "layernorm" else 1
     weights = vectors * torch_dtype(problem.weight_dtype).itemsize * problem.block // (32 * num_warps)
-    return Config(rows, num_warps, weights_first=weights <= 64 and num_warps <= 16)
+    capability = target.capability if problem.form else 0
+    return Config(rows, num_warps, weights_first=weights <= 64 and num_warps <= 16, capability=capability)
+
+
+def gated(problem, target) -> Gated:
+    # 16 elements a thread, for beside the branch there are a residual and a gate of float32 on the way. Not measured.
+    return Gated(num_warps=min(max(problem.block // 512, 4), 32))

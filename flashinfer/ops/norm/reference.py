@@ -2,18 +2,81 @@
 
 import torch
 
+from flashinfer.ops import narrow
+from flashinfer.ops.norm import Gated, Problem
 
-def run(problem, config, x, residual, weight, bias, out, eps):
-    """Normalise the rows of x (of x + residual, which then becomes the residual) into out."""
+
+def run(problem, config, *args):
+    _RUN[type(problem)](problem, *args)
+
+
+def norm(problem, x, residual, weight, bias, out, eps, quantised=None):
+    """Normalise the rows of x (of x + residual, which then becomes the residual) into out.
+
+    With a sigmoid gate, `residual` is the gate, and only read. quantised : Quantised, where the problem has a form.
+    """
     x = x.float()
-    if residual is not None:
+    if problem.kind == "fused_add_rmsnorm":
         x = x + residual
         residual.copy_(x)
     if problem.kind == "layernorm":
         x = x - x.mean(-1, keepdim=True)
-    weight = weight.float() + 1 if problem.gemma else weight.float()
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    if bias is None:
-        torch.mul(y, weight, out=out)
+    if problem.after == "sigmoid_gate":
+        factor = residual.float().sigmoid()
     else:
-        torch.addcmul(bias.float(), y, weight, out=out)
+        factor = weight.float() + 1 if problem.gemma else weight.float()
+    if quantised is not None or problem.after == "silu":
+        y = y * factor
+        y = torch.nn.functional.silu(y) if problem.after == "silu" else y
+        if quantised is None:
+            out.copy_(y)
+        else:
+            _quantise(problem, y, out, quantised)
+    elif bias is None:
+        torch.mul(y, factor, out=out)
+    else:
+        torch.addcmul(bias.float(), y, factor, out=out)
+
+
+def _quantise(problem, y, out, given) -> None:
+    if problem.normed:
+        given.normed.copy_(y)
+    scale = 1.0 if given.scale is None else given.scale
+    if problem.form == "fp8_block":
+        codes, scales = narrow.quantize_fp8(given.normed.float(), 128, out.dtype)
+        out.copy_(codes)
+        given.block_scale[:, : len(scales)] = scales.T
+    elif problem.layout:
+        if problem.form == "nvfp4":
+            codes, factors = narrow.quantize_nvfp4(y, 1 / torch.as_tensor(scale, dtype=torch.float32))
+        else:
+            codes, factors = narrow.quantize_mxfp4(y)
+        out.copy_(codes)
+        factors = factors.view(torch.uint8).flatten(0, -2)
+        linear = given.block_scale if problem.layout == "linear" else given.linear_scale
+        if linear is not None:
+            linear.view(factors.shape).copy_(factors)
+        if problem.layout != "linear":
+            given.block_scale.view(-1).copy_(narrow.tiled_128x4(factors))
+    else:
+        out.copy_(narrow.to_fp8(y * (1 / torch.as_tensor(scale, dtype=torch.float32)), out.dtype))
+
+
+def gated(problem, branch, residual, weight, alpha, beta, out, eps, center, following=(None, None, 0.0, 0.0)):
+    """out = alpha * residual + beta * rmsnorm(branch * (weight + center)).
+
+    following : weight, result, eps and center of the norm of `out` that comes next, where the problem has one.
+    """
+    branch = branch.float()
+    if problem.weighted:
+        branch = branch * (weight.float() + center)
+    stream = alpha * residual + beta * branch * torch.rsqrt(branch.square().mean(-1, keepdim=True) + eps)
+    out.copy_(stream)
+    if problem.next:
+        next_weight, next_out, next_eps, next_center = following
+        y = stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + next_eps)
+        next_out.copy_(y * (next_weight.float() + next_center))
+
+
+_RUN = {Problem: norm, Gated: gated}

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer.norm._rows import check_rows, check_weights, launch
 from flashinfer.ops import norm as room
-
-__all__ = ["fused_add_rmsnorm", "gemma_fused_add_rmsnorm", "gemma_rmsnorm", "layernorm", "rmsnorm"]
-
-_ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def rmsnorm(
@@ -158,59 +155,26 @@ def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps:
 
 @custom_op("flashinfer::rmsnorm", mutates_args=("out",))
 def _rmsnorm(input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, gemma: bool) -> None:
-    _check_rows(input, out=out)
-    _check_weights(input, weight=weight)
+    check_rows(input, out=out)
+    check_weights(input, weight=weight)
     same_device(input=input, weight=weight, out=out)
-    _run(room.rmsnorm, input, None, weight, None, out, eps, gemma)
+    launch(room.rmsnorm, input, weight, out, eps, gemma=gemma)
 
 
 @custom_op("flashinfer::fused_add_rmsnorm", mutates_args=("input", "residual"))
 def _fused_add_rmsnorm(
     input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool
 ) -> None:
-    _check_rows(input, residual=residual)
-    _check_weights(input, weight=weight)
+    check_rows(input, residual=residual)
+    check_weights(input, weight=weight)
     same_device(input=input, residual=residual, weight=weight)
-    _run(room.fused_add_rmsnorm, input, residual, weight, None, input, eps, gemma)
+    launch(room.fused_add_rmsnorm, input, weight, input, eps, residual=residual, gemma=gemma)
 
 
 @custom_op("flashinfer::layernorm", mutates_args=("out",))
 def _layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, out: torch.Tensor, eps: float) -> None:
-    _check_rows(input, out=out)
-    _check_weights(input, gemma=gemma, beta=beta)
+    check_rows(input, out=out)
+    check_weights(input, gemma=gemma, beta=beta)
     require(beta.dtype == gemma.dtype, "beta", beta.dtype, f"{gemma.dtype}, the dtype of gemma")
     same_device(input=input, gemma=gemma, beta=beta)
-    _run(room.layernorm, input, None, gemma, beta, out, eps, False)
-
-
-def _run(op, x, residual, weight, bias, out, eps, gemma) -> None:
-    if x.numel() == 0:
-        return
-    hidden = x.shape[-1]
-    weight = weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    given = [t for t in (x, residual, weight, bias, out) if t is not None]
-    problem = room.Problem(
-        kind=op.name,
-        dtype=dtype_name(x.dtype),
-        weight_dtype=dtype_name(weight.dtype),
-        block=1 << (hidden - 1).bit_length(),
-        gemma=gemma,
-        aligned=hidden * x.element_size() % 16 == 0 and is_aligned(*given),
-    )
-    op(problem, x.device).run(x, residual, weight, bias, out, eps)
-
-
-def _check_rows(input, **others) -> None:
-    require(input.dim() in (2, 3), "input", tuple(input.shape), "[rows, hidden] or [batch, heads, hidden]")
-    require(input.dtype in _ROW_DTYPES, "input", input.dtype, "bfloat16, float16, float32")
-    for name, tensor in others.items():
-        require(tensor.shape == input.shape, name, tuple(tensor.shape), f"{tuple(input.shape)}, the shape of input")
-        require(tensor.dtype == input.dtype, name, tensor.dtype, f"{input.dtype}, the dtype of input")
-
-
-def _check_weights(input, **weights) -> None:
-    hidden = input.shape[-1]
-    for name, weight in weights.items():
-        require(weight.shape == (hidden,), name, tuple(weight.shape), f"[{hidden}], the last dimension of input")
-        require(weight.dtype in _ROW_DTYPES, name, weight.dtype, "bfloat16, float16, float32")
+    launch(room.layernorm, input, gemma, out, eps, bias=beta)

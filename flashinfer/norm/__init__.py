@@ -1,0 +1,39 @@
+"""Normalisation layers: RMSNorm and LayerNorm over the last dimension, with gates and with quantised results."""
+
+from .gated import (
+    gated_residual_next_rmsnorm,
+    gated_residual_rmsnorm,
+    rmsnorm_sigmoid_gate,
+    supports_gated_residual_next_rmsnorm,
+    supports_gated_residual_rmsnorm,
+    supports_rmsnorm_sigmoid_gate,
+)
+from .plain import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, layernorm, rmsnorm
+from .quantised import (
+    add_rmsnorm_fp4quant,
+    fused_add_rmsnorm_fp8_block_quant,
+    fused_add_rmsnorm_quant,
+    fused_rmsnorm_silu,
+    rmsnorm_fp4quant,
+    rmsnorm_quant,
+)
+
+__all__ = [
+    "add_rmsnorm_fp4quant",
+    "fused_add_rmsnorm",
+    "fused_add_rmsnorm_fp8_block_quant",
+    "fused_add_rmsnorm_quant",
+    "fused_rmsnorm_silu",
+    "gated_residual_next_rmsnorm",
+    "gated_residual_rmsnorm",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
+    "layernorm",
+    "rmsnorm",
+    "rmsnorm_fp4quant",
+    "rmsnorm_quant",
+    "rmsnorm_sigmoid_gate",
+    "supports_gated_residual_next_rmsnorm",
+    "supports_gated_residual_rmsnorm",
+    "supports_rmsnorm_sigmoid_gate",
+]
