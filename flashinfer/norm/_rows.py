@@ -13,7 +13,7 @@ ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def launch(
     op, x, weight, out, eps, *, residual=None, bias=None, gemma=False, after="", quantised=None, least=1, **form
 ) -> None:
-    """Run `op` on the rows of x; `form` are the Problem's fields of a quantised result, whose block is at least `least`."""
+    """Run `op` on the rows of x. form : the Problem's fields of a quantised result. least : of the block."""
     if x.numel() == 0:
         return
     hidden = x.shape[-1]

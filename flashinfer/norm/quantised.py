@@ -320,7 +320,8 @@ def _to_fp4(
     formats = {16: ("e4m3", "nvfp4"), 32: ("ue8m0", "mxfp4")}
     require(block_size in formats, "block_size", block_size, "16, 32")
     scales, form = formats[block_size]
-    require(scale_format in (None, scales), "scale_format", repr(scale_format), f"{scales!r} with blocks of {block_size}")
+    named = scale_format in (None, scales)
+    require(named, "scale_format", repr(scale_format), f"{scales!r} with blocks of {block_size}")
     shape = input.shape
     require(len(shape) in (2, 3), "input", tuple(shape), "[rows, hidden] or [batch, heads, hidden]")
     fits = shape[-1] % block_size == 0
@@ -340,8 +341,8 @@ def _to_fp4(
         fits = tensor is None or tensor.dtype in (allowed, torch.uint8)
         require(fits, name, tensor is not None and tensor.dtype, f"{allowed}, uint8")
     # In bytes, for torch.compile has hardly an operation for the narrow dtypes.
-    bytes_of = [t if t is None else t.view(torch.uint8) for t in (codes, block_scale, linear_scale)]
-    _quantised(input, residual, weight, bytes_of[0], global_scale, *bytes_of[1:], normed, [eps, 1.0], form, layout, after)
+    out, *factors = (t if t is None else t.view(torch.uint8) for t in (codes, block_scale, linear_scale))
+    _quantised(input, residual, weight, out, global_scale, *factors, normed, [eps, 1.0], form, layout, after)
     return codes, block_scale, linear_scale
 
 

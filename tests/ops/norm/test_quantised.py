@@ -1,8 +1,8 @@
 """Norms with quantised results.
 
-Where every element of a row is 2 or -2 and eps is 0, the norm is the weight with the row's signs, without rounding: then
-codes and scales are those of the formats' specifications, bit for bit. Elsewhere they are as near to the float64 norm
-as torch comes in the rows' dtype and the same format.
+Where every element of a row is 2 or -2 and eps is 0, the norm is the weight with the row's signs, without rounding:
+then codes and scales are those of the formats' specifications, bit for bit. Elsewhere they are as near to the float64
+norm as torch comes in the rows' dtype and the same format.
 """
 
 import pytest
@@ -150,7 +150,8 @@ def test_mxfp4(variant, device, swizzled, shape):
 
 def test_both_layouts_and_the_norm_itself(variant, device):
     shape = (5, 96)
-    x, residual, w = rows(shape, torch.float16, device), rows(shape, torch.float16, device), weights(96, torch.float16, device)
+    x, residual = (rows(shape, torch.float16, device) for _ in range(2))
+    w = weights(96, torch.float16, device)
     total, same = x.double() + residual.double(), x + residual
     plain = flashinfer.add_rmsnorm_fp4quant(x, residual.clone(), w)
     given = torch.empty(5, 48, dtype=torch.uint8, device=device), torch.empty(128, 8, dtype=torch.uint8, device=device)
