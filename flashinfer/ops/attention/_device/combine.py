@@ -10,7 +10,7 @@ from flashinfer.ops.attention._device.logits import LOG2E
 def combine_rows(
     partial_out, partial_lse, out, lse, sinks, first_slot, pieces, row, piece, d, tile_row, q_row, q_len, kv_head,
     num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, BLOCK_M: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr, SOFTMAX: tl.constexpr = True,
+    SINKS: tl.constexpr, LSE: tl.constexpr, SOFTMAX: tl.constexpr = True, LSE_UNIT: tl.constexpr = 1.0,
 ):  # fmt: skip
     """Rows `row` ([1, rows]) of a tile, whose pieces lie in `pieces` slots from `first_slot` on.
 
@@ -18,7 +18,8 @@ def combine_rows(
     [slots, kv_heads, BLOCK_M], base 2, -inf where a piece saw no key. As many as `piece` ([pieces at a time, 1]: 0, 1,
     ...) holds are read at a time, in the order of their keys, so that the sum does not depend on which piece was done
     first. `d` ([1, 1, D_VO padded]) counts columns. The caller makes these, since Gluon wants to know their layouts.
-    Without SOFTMAX the pieces are sums of weighted values, which are added; each has 0 for its log-sum-exp.
+    Without SOFTMAX the pieces are sums of weighted values, which are added; each has 0 for its log-sum-exp. The result's
+    is written in base 2 times LSE_UNIT: ln 2 makes it base e.
     """
     PIECES: tl.constexpr = piece.shape[0]
     token = (tile_row + row) // GROUP
@@ -57,14 +58,14 @@ def combine_rows(
     tl.store(out + (n * o_stride_n + head * o_stride_h)[:, :, None] + d, result, mask=there)
     if LSE:
         value = tl.where(seen, top + tl.log2(safe), float("-inf"))
-        tl.store(lse + n * (num_kv_heads * GROUP) + head, value, mask=row_ok)
+        tl.store(lse + n * (num_kv_heads * GROUP) + head, value * LSE_UNIT, mask=row_ok)
 
 
 @triton.jit
 def combine_if_last(
     arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces, row, piece, d, tile_row, q_row, q_len,
     kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, BLOCK_M: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr, SOFTMAX: tl.constexpr = True,
+    SINKS: tl.constexpr, LSE: tl.constexpr, SOFTMAX: tl.constexpr = True, LSE_UNIT: tl.constexpr = 1.0,
 ):  # fmt: skip
     """Count a piece of a tile as stored; whoever counts the last one combines the tile. Nobody waits.
 
@@ -80,4 +81,5 @@ def combine_if_last(
             combine_rows(
                 partial_out, partial_lse, out, lse, sinks, first_slot, pieces, first_row + row, piece, d, tile_row,
                 q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE, SOFTMAX,
+                LSE_UNIT,
             )  # fmt: skip

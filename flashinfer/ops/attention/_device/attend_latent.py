@@ -1,0 +1,197 @@
+"""Latent attention over one work item: a tile of query rows against a range of keys that are their own values.
+
+MLA with absorbed projections (DeepSeek-V2, 2024): a key is a latent row and a positional row, its value is the latent row
+again, and all heads share them. So a block of latent rows is read once and multiplied twice, and the heads of a token are
+rows of one tile: row r of a request is head r % HEADS of token r // HEADS. The softmax is online, in base 2, with float32
+accumulation, as in attend.py.
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer.ops.attention._device.combine import combine_if_last
+from flashinfer.ops.attention._device.kv_source import fit_half, offsets_in, widen
+from flashinfer.ops.attention._device.logits import LOG2E
+from flashinfer.ops.attention._device.schedule import (
+    ITEM_FIRST_SLOT,
+    ITEM_KV_BASE,
+    ITEM_KV_BEGIN,
+    ITEM_KV_END,
+    ITEM_KV_LEN,
+    ITEM_PIECES,
+    ITEM_Q_LEN,
+    ITEM_Q_ROW,
+    ITEM_SLOT,
+    ITEM_TILE_ROW,
+    ITEM_WIDTH,
+)
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _entries(
+    start, end, kv_base, kv_indices, PAGE_SIZE: tl.constexpr, SPARSE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Entries of a request's table for the keys from `start` on; past the end, ones that nothing is read by."""
+    kv_pos = start + tl.arange(0, BLOCK_N)
+    at = kv_pos if SPARSE else kv_pos // PAGE_SIZE
+    return tl.load(kv_indices + (kv_base.to(tl.int64) + at), mask=kv_pos < end, other=0)
+
+
+@triton.jit
+def _offsets(entries, kv_pos, there, stride_page, stride_n, PAGE_SIZE: tl.constexpr, SPARSE: tl.constexpr):
+    """Offsets of keys whose entries are tokens (SPARSE), or pages."""
+    if SPARSE:
+        tokens = tl.where(there, entries, 0)
+        return (tokens // PAGE_SIZE).to(tl.int64) * stride_page + (tokens % PAGE_SIZE).to(tl.int64) * stride_n
+    return offsets_in(entries, kv_pos, 0, stride_page, stride_n, PAGE_SIZE)
+
+
+@triton.jit
+def _rows(x, offsets, there, D: tl.constexpr, D_PAD: tl.constexpr):
+    d = tl.arange(0, D_PAD)
+    ok = there[:, None]
+    if D < D_PAD:
+        ok = ok & (d < D)[None, :]
+    return tl.load(x + offsets[:, None] + d[None, :], mask=ok, other=0)
+
+
+@triton.jit
+def _operand(rows, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr):
+    """Query rows in the type that they are multiplied in, and the power of two that each of them lost by it."""
+    if DTYPE == "bf16" and COMPUTE == tl.float16:
+        half, unit = fit_half(rows, 1)
+        return half, tl.sum(unit, 1)
+    return widen(rows, DTYPE, NATIVE_FP8, COMPUTE), tl.full([rows.shape[0]], 1.0, tl.float32)
+
+
+@triton.jit
+def attend_latent_kernel(
+    q_nope, q_pe, ckv, kpe, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, first_ckv, sinks,
+    qk_scale, v_scale, q_nope_stride_n, q_nope_stride_h, q_pe_stride_n, q_pe_stride_h, ckv_stride_page, ckv_stride_n,
+    kpe_stride_page, kpe_stride_n, first_stride_page, first_stride_n, o_stride_n, o_stride_h, sm_scale, out_scale,
+    pe_ratio,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, SPARSE: tl.constexpr, FIRST: tl.constexpr,
+    FIRST_PAGE: tl.constexpr, D: tl.constexpr, D_PE: tl.constexpr, D_PAD: tl.constexpr, PE_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_DTYPE: tl.constexpr, KV_DTYPE: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr,
+    DEVICE_SCALES: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program per work item.
+
+    SPARSE: kv_indices names tokens, in the order of their positions; -1 for none. The first FIRST of them are tokens of
+    `first_ckv`, in pages of FIRST_PAGE, the others of `ckv`.
+    """
+    item = tl.program_id(0)
+    record = items + item * ITEM_WIDTH
+    q_len = tl.load(record + ITEM_Q_LEN)
+    kv_len = tl.load(record + ITEM_KV_LEN)
+    kv_base = tl.load(record + ITEM_KV_BASE)
+    tile_row = tl.load(record + ITEM_TILE_ROW)
+    kv_begin = tl.load(record + ITEM_KV_BEGIN)
+    kv_end = tl.load(record + ITEM_KV_END)
+    q_row = tl.load(record + ITEM_Q_ROW)
+    slot = tl.load(record + ITEM_SLOT)
+    first_slot = tl.load(record + ITEM_FIRST_SLOT)
+    pieces = tl.load(record + ITEM_PIECES)
+    # After the record's loads, so that they do not wait for it.
+    if item >= tl.load(counts):
+        return
+
+    packed = tile_row + tl.arange(0, BLOCK_M)
+    token = packed // HEADS
+    row_ok = token < q_len
+    head = packed % HEADS
+    q_pos = token + kv_len - q_len
+    n = (q_row + token).to(tl.int64)
+    latent = _rows(q_nope, n * q_nope_stride_n + head * q_nope_stride_h, row_ok, D, D_PAD)
+    latent, unit = _operand(latent, Q_DTYPE, NATIVE_FP8, COMPUTE)
+    scale = unit * (sm_scale * LOG2E)
+    if D_PE > 0:
+        position = _rows(q_pe, n * q_pe_stride_n + head * q_pe_stride_h, row_ok, D_PE, PE_PAD)
+        position, pe_unit = _operand(position, Q_DTYPE, NATIVE_FP8, COMPUTE)
+        # What the positional products are multiplied by before the latent ones, whose scale they get, are added.
+        ratio = pe_unit / unit * pe_ratio
+    if DEVICE_SCALES:
+        scale *= tl.load(qk_scale)
+        out_scale *= tl.load(v_scale)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    end = kv_end
+    if CAUSAL:
+        end = tl.minimum(end, tl.minimum((tile_row + BLOCK_M - 1) // HEADS, q_len - 1) + kv_len - q_len + 1)
+    # Entries of the table are loaded a block ahead: a load behind a load would not be copied asynchronously in time.
+    entries = _entries(kv_begin, end, kv_base, kv_indices, PAGE_SIZE, SPARSE, BLOCK_N)
+    for start in range(kv_begin, end, BLOCK_N):
+        kv_pos = start + tl.arange(0, BLOCK_N)
+        there = kv_pos < end
+        if SPARSE:
+            there = there & (entries >= 0)
+        at = _offsets(entries, kv_pos, there, ckv_stride_page, ckv_stride_n, PAGE_SIZE, SPARSE)
+        if FIRST > 0:
+            # Of both caches by one load.
+            first_at = _offsets(entries, kv_pos, there, first_stride_page, first_stride_n, FIRST_PAGE, SPARSE)
+            d = tl.arange(0, D_PAD)
+            rows = tl.where((kv_pos < FIRST)[:, None], first_ckv + first_at[:, None], ckv + at[:, None])
+            keys = tl.load(rows + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0)
+        else:
+            keys = _rows(ckv, at, there, D, D_PAD)
+        pe_at = _offsets(entries, kv_pos, there, kpe_stride_page, kpe_stride_n, PAGE_SIZE, SPARSE)
+        if D_PE > 0:
+            pe_keys = _rows(kpe, pe_at, there, D_PE, PE_PAD)
+        entries = _entries(start + BLOCK_N, end, kv_base, kv_indices, PAGE_SIZE, SPARSE, BLOCK_N)
+        keys = widen(keys, KV_DTYPE, NATIVE_FP8, COMPUTE)
+        s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if D_PE > 0:
+            pe_keys = widen(pe_keys, KV_DTYPE, NATIVE_FP8, COMPUTE)
+            s = tl.dot(position, tl.trans(pe_keys), s) * ratio[:, None]
+        s = tl.dot(latent, tl.trans(keys), s) * scale[:, None]
+        ok = there[None, :]
+        if CAUSAL:
+            ok = ok & (kv_pos[None, :] <= q_pos[:, None])
+        s = tl.where(ok, s, float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 1))
+        # A row that has seen no key yet has top = -inf, and inf - inf is NaN.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(s - base[:, None])
+        keep = tl.exp2(top - base)
+        total = total * keep + tl.sum(p, 1)
+        acc = tl.dot(p.to(COMPUTE), keys, acc * keep[:, None])
+        top = new_top
+
+    if SINKS:
+        # The combination adds the sink of a split tile, once.
+        if slot < 0:
+            sink = tl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
+            new_top = tl.maximum(top, sink)
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            keep = tl.exp2(top - base)
+            acc = acc * keep[:, None]
+            total = total * keep + tl.exp2(sink - base)
+            top = new_top
+    # Not `> 0`: a NaN among the logits has to come out.
+    seen = total != 0
+    inverse = tl.where(seen, out_scale / tl.where(seen, total, 1.0), 0.0)
+    # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
+    acc = tl.where(seen[:, None], acc * inverse[:, None], 0.0)
+    s = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
+    dv = tl.arange(0, D_PAD)
+    if SPLIT:
+        if slot >= 0:
+            at = slot.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            tl.store(partial_out + at[:, None] * D + dv[None, :], acc, mask=row_ok[:, None] & (dv < D)[None, :])
+            tl.store(partial_lse + at, s, mask=row_ok)
+            combine_if_last(
+                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces,
+                tl.arange(0, COMBINE_ROWS)[None, :], tl.arange(0, PIECES)[:, None], dv[None, None, :], tile_row, q_row,
+                q_len, 0, 1, o_stride_n, o_stride_h, HEADS, D, BLOCK_M, SINKS, LSE, LN2 if BASE_E else 1.0,
+            )  # fmt: skip
+            return
+    o_at = n * o_stride_n + head * o_stride_h
+    tl.store(out + o_at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=row_ok[:, None] & (dv < D)[None, :])
+    if LSE:
+        tl.store(lse + n * HEADS + head, s * LN2 if BASE_E else s, mask=row_ok)

@@ -1,0 +1,74 @@
+"""Tiles of the portable latent-attention kernel. None was measured yet; what the compilers said stands beside."""
+
+from __future__ import annotations
+
+from flashinfer._core.target import Target
+from flashinfer.ops.attention.config import SIZE, Config
+
+
+def padded(n: int) -> int:
+    """The power of two, at least 16, that a tile has for n columns."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def _shared_bytes(p, target: Target, block_m: int, block_n: int, stages: int) -> int:
+    """Shared memory the compiler will take: the ring of keys, what FP8 is widened to, Q, and P."""
+    columns = padded(p.head_dim_ckv) + (padded(p.head_dim_kpe) if p.head_dim_kpe else 0)
+    # Tensor cores that read shared memory while the program runs on need one buffer more.
+    buffers = stages if _reads_shared(target) else stages - 1
+    ring = buffers * block_n * columns * SIZE[p.kv_dtype]
+    widened = block_n * columns * 2 if p.kv_dtype.startswith("fp8") else 0
+    return ring + widened + block_m * columns * 2 + block_m * block_n * 2
+
+
+def _reads_shared(target: Target) -> bool:
+    """Whether the tensor cores take operands from shared memory (wgmma, tcgen05), which then need no registers."""
+    return 90 <= target.capability < 120
+
+
+def choose(p, target: Target) -> Config:
+    """The largest tile that registers hold, and the deepest ring behind it that shared memory holds."""
+    # A thread has block_m x head_dim_ckv / threads registers of the accumulator: at 64 x 512 on 8 warps 128 of 255, and
+    # as many again where the queries have to be in registers too.
+    block_m = min(p.rows, 64 if _reads_shared(target) else 32)
+    by_bits = target.capability < 89 and "fp8e4nv" in (p.q_dtype, p.kv_dtype)
+    steps = ((32, 3), (16, 4), (16, 3), (32, 2), (16, 2))
+    if not p.aligned or by_bits:
+        # In registers: an address per element of narrow loads; copies of a block in bit arithmetic.
+        block_m = min(block_m, 32)
+        steps = ((16, 3), (16, 2))
+    block_n, stages = next(
+        (s for s in steps if _shared_bytes(p, target, block_m, *s) <= target.smem or target.is_cpu), steps[-1]
+    )
+    # One row of tensor-core tiles is little work for 8 warps; two blocks of 4 overlap their waits.
+    num_warps = 4 if block_m == 16 else 8
+    rows = min(block_m, 8)
+    # A round of the combination takes 64 registers of each thread.
+    pieces = max(1, min(16, 64 * 32 * num_warps // (rows * padded(p.head_dim_ckv))))
+    return Config(
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=stages,
+        native_fp8=target.capability >= 89,
+        combine_pieces=pieces,
+        combine_rows=rows,
+        programs_per_sm=2 if block_m == 16 else 1,
+        # A piece's partial result is block_m x 512 float32, as much as so many keys in bf16.
+        least_piece=max(64, 2 * block_m),
+    )
+
+
+def refuses(p, target: Target) -> str:
+    """Why the portable kernel does not take the problem; '' if it does."""
+    if not 16 <= p.head_dim_ckv <= 512:
+        return f"head_dim_ckv {p.head_dim_ckv} is not in 16 ... 512"
+    if p.head_dim_kpe and not 8 <= p.head_dim_kpe <= 128:
+        return f"head_dim_kpe {p.head_dim_kpe} is neither 0 nor in 8 ... 128"
+    if p.q_dtype not in ("bf16", "fp16", "fp8e4nv", "fp8e5"):
+        return f"q dtype {p.q_dtype}: it multiplies bf16, fp16 and fp8"
+    if p.kv_dtype not in ("fp8e4nv", "fp8e5", p.q_dtype):
+        return f"kv dtype {p.kv_dtype} with q dtype {p.q_dtype}: it must be q's, or fp8"
+    if p.o_dtype not in ("bf16", "fp16", "fp32"):
+        return f"output dtype {p.o_dtype}"
+    return ""
