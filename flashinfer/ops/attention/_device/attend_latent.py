@@ -77,7 +77,7 @@ def attend_latent_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_DTYPE: tl.constexpr, KV_DTYPE: tl.constexpr,
     NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr,
     DEVICE_SCALES: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr,
-    COMBINE_ROWS: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr, ROW_UNIT: tl.constexpr,
 ):  # fmt: skip
     """One program per work item.
 
@@ -124,6 +124,9 @@ def attend_latent_kernel(
     end = kv_end
     if CAUSAL:
         end = tl.minimum(end, tl.minimum((tile_row + BLOCK_M - 1) // HEADS, q_len - 1) + kv_len - q_len + 1)
+    if FIRST > 0:
+        # Both caches are read by one load, so the first one's rows are counted from where the other begins.
+        first_cache = (first_ckv.to(tl.int64) - ckv.to(tl.int64)) // (ckv.dtype.element_ty.primitive_bitwidth // 8)
     # Entries of the table are loaded a block ahead: a load behind a load would not be copied asynchronously in time.
     entries = _entries(kv_begin, end, kv_base, kv_indices, PAGE_SIZE, SPARSE, BLOCK_N)
     for start in range(kv_begin, end, BLOCK_N):
@@ -133,13 +136,9 @@ def attend_latent_kernel(
             there = there & (entries >= 0)
         at = _offsets(entries, kv_pos, there, ckv_stride_page, ckv_stride_n, PAGE_SIZE, SPARSE)
         if FIRST > 0:
-            # Of both caches by one load.
             first_at = _offsets(entries, kv_pos, there, first_stride_page, first_stride_n, FIRST_PAGE, SPARSE)
-            d = tl.arange(0, D_PAD)
-            rows = tl.where((kv_pos < FIRST)[:, None], first_ckv + first_at[:, None], ckv + at[:, None])
-            keys = tl.load(rows + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0)
-        else:
-            keys = _rows(ckv, at, there, D, D_PAD)
+            at = tl.multiple_of(tl.where(kv_pos < FIRST, first_at + first_cache, at), ROW_UNIT)
+        keys = _rows(ckv, at, there, D, D_PAD)
         pe_at = _offsets(entries, kv_pos, there, kpe_stride_page, kpe_stride_n, PAGE_SIZE, SPARSE)
         if D_PE > 0:
             pe_keys = _rows(kpe, pe_at, there, D_PE, PE_PAD)

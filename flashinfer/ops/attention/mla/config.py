@@ -37,6 +37,9 @@ def choose(p, target: Target) -> Config:
         # In registers: an address per element of narrow loads; copies of a block in bit arithmetic.
         block_m = min(block_m, 32)
         steps = ((16, 3), (16, 2))
+    elif p.kv_dtype.startswith("fp8"):
+        # Both the bytes and what they widen to are live at once: with 64 rows 320 bytes of stack, most in the loop.
+        block_m = min(block_m, 32)
     block_n, stages = next(
         (s for s in steps if _shared_bytes(p, target, block_m, *s) <= target.smem or target.is_cpu), steps[-1]
     )

@@ -10,12 +10,13 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention._device.attend_latent import attend_latent_kernel
 from flashinfer.ops.attention.config import SIZE
-from flashinfer.ops.attention.mla import Problem
 from flashinfer.ops.attention.mla.config import padded
-from flashinfer.ops.attention.mla.inputs import Inputs
-from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
+from flashinfer.ops.attention.mla.problem import Inputs, Problem
+from flashinfer.ops.attention.planner import schedule_launch, schedules
 
-STACK_BUDGET = 0
+# Bytes of stack a thread may use: addresses and factors of rows wait there, from before the loop until after it, while 128
+# registers hold the accumulator. In the loop nothing is spilled. Triton 3.6 takes up to 128, 3.9 up to 256.
+STACK_BUDGET = 256
 
 _TL = {"bf16": tl.bfloat16, "fp16": tl.float16}
 
@@ -51,10 +52,64 @@ def build(p: Problem, c) -> Build:
         D=p.head_dim_ckv, D_PE=p.head_dim_kpe, D_PAD=padded(p.head_dim_ckv), PE_PAD=padded(max(p.head_dim_kpe, 1)),
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, Q_DTYPE=p.q_dtype, KV_DTYPE=p.kv_dtype, NATIVE_FP8=c.native_fp8,
         COMPUTE=_TL[_compute_dtype(p)], CAUSAL=p.mask == "causal", SINKS=p.sinks, DEVICE_SCALES=p.scales, LSE=p.lse,
-        BASE_E=p.base_e, SPLIT=p.split, PIECES=c.combine_pieces, COMBINE_ROWS=c.combine_rows,
+        BASE_E=p.base_e, SPLIT=p.split, PIECES=c.combine_pieces,
+        COMBINE_ROWS=c.combine_rows, ROW_UNIT=16 // SIZE[p.kv_dtype] if p.aligned else 1,
     )  # fmt: skip
     return Build(attend_latent_kernel, types, constants, num_warps=c.num_warps, num_stages=c.num_stages)
 
 
 attend_latent = Launcher("attend_latent", build)
 LAUNCHERS = (attend_latent, schedule_launch)
+
+
+def kernels(p: Problem, c):
+    """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
+    yield attend_latent, p, c
+    yield from schedules(p)
+
+
+class Bound:
+    """The kernel of a problem on one device, looked up once."""
+
+    def __init__(self, p: Problem, c, device: torch.device):
+        self._parameters = tuple(attend_latent.build(p, c).types)
+        self._kernel = attend_latent.prepare(p, c, device)
+
+    def hold(self, x: Inputs) -> Callable[..., None]:
+        """The launch of `x`, kept ready for other tensors in the places of Inputs.addresses(): it takes theirs.
+
+        Those keep their shapes, strides and dtypes; everything else is as in `x`.
+        """
+        schedule = x.schedule
+        arguments = dict(
+            q_nope=_raw(x.q_nope), q_pe=_raw(x.q_pe), ckv=_raw(x.ckv), kpe=_raw(x.kpe), out=x.out, lse=x.lse,
+            partial_out=schedule.partial_out, partial_lse=schedule.partial_lse, items=schedule.items,
+            counts=schedule.counts, arrivals=schedule.arrivals, kv_indices=x.table.kv_indices,
+            first_ckv=_raw(x.first_ckv), sinks=x.sinks, qk_scale=x.qk_scale, v_scale=x.v_scale,
+            o_stride_n=x.out.stride(0), o_stride_h=x.out.stride(1), sm_scale=x.sm_scale, out_scale=x.out_scale,
+            pe_ratio=x.pe_ratio,
+        )  # fmt: skip
+        for name, tensor in (("q_nope", x.q_nope), ("q_pe", x.q_pe)):
+            arguments[f"{name}_stride_n"], arguments[f"{name}_stride_h"] = _outer_strides(tensor)
+        for name, tensor in (("ckv", x.ckv), ("kpe", x.kpe), ("first", x.first_ckv)):
+            arguments[f"{name}_stride_page"], arguments[f"{name}_stride_n"] = _outer_strides(tensor)
+        values = tuple(arguments[name] for name in self._parameters)
+        return self._kernel.hold((schedule.max_items, 1, 1), values, ("q_nope", "q_pe", "ckv", "kpe", "out", "lse"))
+
+
+def bind(p: Problem, c, device: torch.device) -> Bound:
+    """An object whose `hold(x)` gives a launch ready to be repeated."""
+    return Bound(p, c, device)
+
+
+def run(p: Problem, c, x: Inputs) -> None:
+    bind(p, c, x.q_nope.device).hold(x)(*x.addresses())
+
+
+def _outer_strides(t: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if t is None else t.stride()[:2]
+
+
+def _raw(t: torch.Tensor | None) -> torch.Tensor | None:
+    """FP8 travels to the kernel as bytes, so that chips without FP8 conversions take it too."""
+    return t.view(torch.uint8) if t is not None and t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else t

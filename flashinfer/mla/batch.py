@@ -1,0 +1,361 @@
+"""Latent attention of a batch: plan() once per step, run() once per layer."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import as_dtype, require
+from flashinfer.ops.attention.mla.batch import Factors, LatentOptions
+from flashinfer.ops.attention.mla.direct import run_latent
+from flashinfer.ops.attention.mla.wrapper import LatentWrapper, latent_blocks
+from flashinfer.ops.attention.request import default_o_dtype
+
+# What is absorbed into the latent queries of DeepSeek's models: 128 elements a head, which sm_scale counts.
+_UNABSORBED = 128
+
+
+class BatchMLAPagedAttentionWrapper(LatentWrapper):
+    """Latent attention (DeepSeek-V2, 2024) of a batch over a paged cache: plan() once per step, run() once per layer.
+
+    Queries have absorbed the up-projection of keys, outputs are latent: out = softmax(sm_scale (q_nope ckv^T +
+    q_pe kpe^T)) ckv, with one ckv and kpe row per token for all heads.
+
+    Parameters
+    ----------
+    float_workspace_buffer : uint8 or int8 Tensor
+        Scratch on the compute device, for partial results; any size (a small one is replaced by our own). Its device is
+        the wrapper's.
+    use_cuda_graph : bool
+        Keep the tables in the buffers below, so that a captured run() serves later plans.
+    qo_indptr, kv_indptr : int32 Tensor [max_batch + 1], optional
+    kv_indices : int32 Tensor [max pages], optional
+    kv_len_arr : int32 Tensor [max_batch], optional
+        The buffers, with use_cuda_graph.
+    backend : str
+        "auto", or one of upstream's names (see flashinfer/_core/backends.py).
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> qo_indptr, kv_indptr, lens = torch.tensor([0, 1, 2]), torch.tensor([0, 2, 5]), torch.tensor([20, 48])
+    >>> wrapper.plan(qo_indptr, kv_indptr, torch.arange(5), lens, 16, 512, 64, 16, False, 192**-0.5, torch.float32)
+    >>> ckv, kpe = torch.randn(5, 16, 512), torch.randn(5, 16, 64)
+    >>> wrapper.run(torch.randn(2, 16, 512), torch.randn(2, 16, 64), ckv, kpe).shape
+    torch.Size([2, 16, 512])
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        backend: str = "auto",
+    ):
+        fixed = (qo_indptr, kv_indptr, kv_len_arr, kv_indices) if use_cuda_graph else None
+        super().__init__(float_workspace_buffer, backend, fixed)
+        self._lse_base_e = False
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        kv_len_arr: torch.Tensor | None = None,
+        num_heads: int | None = None,
+        head_dim_ckv: int | None = None,
+        head_dim_kpe: int | None = None,
+        page_size: int | None = None,
+        causal: bool | None = None,
+        sm_scale: float | None = None,
+        q_data_type: torch.dtype | None = None,
+        kv_data_type: torch.dtype | None = None,
+        use_profiler: bool = False,
+        *,
+        metadata=None,
+        cum_seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        max_q_len: int | None = None,
+        query_layout: str | None = None,
+        kv_cache_layout: str | None = None,
+        lse_mode: str = "none",
+        output_dtype: torch.dtype | None = None,
+        output_scale: str = "none",
+        scale_mode: str = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
+        use_sinks: bool = False,
+    ) -> None:
+        """Describe a batch; every later run() uses it.
+
+        The tables are either the first four arguments, or `block_tables` and `seq_lens`.
+
+        Parameters
+        ----------
+        qo_indptr : int Tensor [batch_size + 1]
+            Query rows of each request; on the host or the device, as are the next three.
+        kv_indptr : int Tensor [batch_size + 1]
+            Where each request's entries begin in `kv_indices`.
+        kv_indices : int Tensor [pages used]
+            Page ids.
+        kv_len_arr : int Tensor [batch_size]
+            Tokens of each request.
+        num_heads : int
+            Query heads, 1 to 128.
+        head_dim_ckv : int
+            Elements of a latent, 16 to 512.
+        head_dim_kpe : int
+            Elements of a positional key, 8 to 128; 0 for none.
+        page_size : int
+            Tokens per page, from 1 up.
+        causal : bool
+            Whether the queries of a request, which stand at its last positions, see no later key. Default False.
+        sm_scale : float
+            Factor of the logits: that of the model before absorption. May be left to run()'s bmm1_scale.
+        q_data_type, kv_data_type : dtype or its name
+            Default float16, and q's. kv may be float8 under any q.
+        use_profiler : bool
+            Refused if True: there is no profiler.
+        metadata : optional
+            Refused: give its tables by name.
+        cum_seq_lens_q : int32 Tensor [batch_size + 1], optional
+            Query rows of each request, with block_tables; without it, every request has max_q_len (1) queries.
+        block_tables : int32 Tensor [batch_size, max_pages], optional
+            Page ids of each request, on the device; read there at every run.
+        seq_lens : int32 Tensor [batch_size], optional
+            Tokens of each request, on the device; read at every plan.
+        max_q_len : int, optional
+            The longest query, where the caller knows it: with query offsets on a GPU it lets the tile fit.
+        query_layout : str, optional
+            Refused unless None: the shapes that run() is given tell it.
+        kv_cache_layout : str, optional
+            "NHD" or "HND": where a kv_cache of four axes has its axis of 1. By default its shape tells.
+        lse_mode : str
+            "none", "base2" or "basee": the base in which run() gives log-sum-exps, base 2 for "none".
+        output_dtype : dtype, optional
+            Default q's; bfloat16 for float8 queries.
+        output_scale, scale_mode : str
+            Refused unless "none" and "default": outputs are not quantised, and scales are arguments of run().
+        skip_softmax : bool
+            Upstream's permission to skip small probabilities; the result here is exact with and without it.
+        enable_pdl : bool, optional
+            Programmatic dependent launch: no effect on results.
+        use_sinks : bool
+            Announces sinks; run() takes them with and without it.
+
+        Raises
+        ------
+        ValueError
+            An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
+        """
+        require(not use_profiler, "use_profiler", use_profiler, "False: there is no profiler")
+        require(metadata is None, "metadata", type(metadata).__name__, "None: give block_tables and seq_lens by name")
+        require(query_layout is None, "query_layout", repr(query_layout), "None: shapes tell")
+        require(kv_cache_layout in (None, "NHD", "HND"), "kv_cache_layout", repr(kv_cache_layout), "None, 'NHD', 'HND'")
+        require(lse_mode in ("none", "base2", "basee"), "lse_mode", repr(lse_mode), "'none', 'base2', 'basee'")
+        require(output_scale == "none", "output_scale", repr(output_scale), "'none': outputs are not quantised")
+        require(scale_mode == "default", "scale_mode", repr(scale_mode), "'default': run() takes the scales")
+        for name, value in (("num_heads", num_heads), ("head_dim_ckv", head_dim_ckv), ("head_dim_kpe", head_dim_kpe),
+                            ("page_size", page_size)):  # fmt: skip
+            require(value is not None, name, None, "a number")
+        asked = latent_options(
+            num_heads, head_dim_ckv, head_dim_kpe, page_size, as_dtype(q_data_type, torch.float16),
+            as_dtype(kv_data_type), as_dtype(output_dtype), causal=bool(causal), sm_scale=sm_scale,
+        )  # fmt: skip
+        if block_tables is None and seq_lens is None:
+            require(cum_seq_lens_q is None, "cum_seq_lens_q", "a tensor", "None without block_tables and seq_lens")
+            tables = (qo_indptr, kv_indptr, kv_len_arr, kv_indices)
+            self._plan_pages(asked, tables, max_q_len or 0)
+        else:
+            for name, t in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr), ("kv_indices", kv_indices),
+                            ("kv_len_arr", kv_len_arr)):  # fmt: skip
+                require(t is None, name, "a tensor", "None with block_tables, seq_lens and cum_seq_lens_q")
+            self._plan_blocks(asked, block_tables, seq_lens, cum_seq_lens_q, max_q_len or 1)
+        self._lse_base_e, self._kv_cache_layout = lse_mode == "basee", kv_cache_layout
+
+    def run(
+        self,
+        q_nope: torch.Tensor | None = None,
+        q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None,
+        kpe_cache: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        profiler_buffer: torch.Tensor | None = None,
+        kv_len: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: float | None = None,
+        *,
+        query: torch.Tensor | None = None,
+        kv_cache: torch.Tensor | None = None,
+        ckv_scale: float | None = None,
+        ckv_scale_arr: torch.Tensor | None = None,
+        kpe_scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        bmm1_scale: float | torch.Tensor | None = None,
+        bmm2_scale: float | torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Latent attention of the planned batch.
+
+        Any strides, as long as elements of a row are side by side: a cache of ckv and kpe in one tensor may be given as
+        its two slices, or as `kv_cache`.
+
+        Parameters
+        ----------
+        q_nope : Tensor [rows, num_heads, head_dim_ckv]
+        q_pe : Tensor [rows, num_heads, head_dim_kpe]
+            May be None if head_dim_kpe is 0, as kpe_cache.
+        ckv_cache : Tensor [pages, page_size, head_dim_ckv]
+        kpe_cache : Tensor [pages, page_size, head_dim_kpe]
+        out : Tensor [rows, num_heads, head_dim_ckv], optional
+            Where to write.
+        lse : float32 Tensor [rows, num_heads], optional
+            Where to write the log-sum-exp.
+        return_lse : bool
+        profiler_buffer : optional
+            Refused unless None.
+        kv_len : int32 Tensor [batch_size], optional
+        page_table : int32 Tensor [batch_size, max_pages], optional
+            Lengths and page ids on the device, for this call alone, in place of the planned ones; both or none. Without a
+            plan they serve one query per request, with an sm_scale of (128 + head_dim_kpe) ** -0.5, as DeepSeek's.
+        return_lse_base_on_e : bool
+            Give the log-sum-exp in base e instead of base 2.
+        o_scale : float, optional
+            Refused unless None or 1: outputs are not quantised.
+        query : Tensor [rows, num_heads, head_dim_ckv + head_dim_kpe], optional
+            q_nope and q_pe in one tensor; [batch_size, q_len, num_heads, ...] as well, which out and lse then are like.
+        kv_cache : Tensor [pages, page_size, head_dim_ckv + head_dim_kpe], optional
+            ckv_cache and kpe_cache in one tensor; with a further axis of 1 before or after page_size as well.
+        ckv_scale, kpe_scale : float, optional
+            Scales of quantised caches.
+        ckv_scale_arr : optional
+            Refused: scales per token.
+        sinks : float Tensor [num_heads], optional
+            A logit per head that takes part in the softmax without a value.
+        skip_softmax_threshold_scale_factor : float, optional
+            Upstream's permission to skip small probabilities; the result here is exact with and without it.
+        bmm1_scale : float or float32 Tensor [1], optional
+            Factor of the logits in place of sm_scale (so with it in it).
+        bmm2_scale : float or float32 Tensor [1], optional
+            Factor of the outputs.
+
+        Returns
+        -------
+        out : Tensor [rows, num_heads, head_dim_ckv]
+        lse : float32 Tensor [rows, num_heads], with return_lse
+            -inf for a row that sees no key, whose out is 0.
+        """
+        require(profiler_buffer is None, "profiler_buffer", "a tensor", "None: there is no profiler")
+        require(o_scale is None or o_scale == 1, "o_scale", o_scale, "None or 1: outputs are not quantised")
+        require(ckv_scale_arr is None, "ckv_scale_arr", "a tensor", "None: scales per token are not read")
+        planned = self._batch is not None
+        if not planned:
+            require(page_table is not None and kv_len is not None, "run", "no plan", "after plan(), or with page_table and "
+                    "kv_len")  # fmt: skip
+        shape = None
+        if query is not None:
+            require(q_nope is None and q_pe is None, "query", "a tensor", "None with q_nope and q_pe")
+            require(planned, "query", "a tensor", "None without a plan, which tells head_dim_ckv")
+            shape = query.shape[:-1]
+            q_nope, q_pe = split(query.flatten(0, -3), self._batch.options, "query")
+        if kv_cache is not None:
+            require(ckv_cache is None and kpe_cache is None, "kv_cache", "a tensor", "None with ckv_cache and kpe_cache")
+            require(planned, "kv_cache", "a tensor", "None without a plan, which tells head_dim_ckv")
+            kv_cache = without_heads(kv_cache, self._kv_cache_layout)
+            ckv_cache, kpe_cache = split(kv_cache, self._batch.options, "kv_cache")
+        for name, t in (("q_nope", q_nope), ("ckv_cache", ckv_cache)):
+            require(t is not None, name, None, "a tensor")
+        call = dict(return_lse=return_lse, base_e=return_lse_base_on_e or self._lse_base_e, sinks=sinks)
+        if shape is not None:
+            out = None if out is None else out.view(q_nope.shape)
+            lse = None if lse is None else lse.view(q_nope.shape[:2])
+        if page_table is None and kv_len is None:
+            factors = self._factors(self._batch.options.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale)
+            result = self._batch.run(q_nope, q_pe, ckv_cache, kpe_cache, factors, out=out, lse=lse, **call)
+        else:
+            asked = self._batch.options if planned else _unplanned(q_nope, q_pe, ckv_cache)
+            factors = self._factors(asked.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale)
+            table = self._call_table(page_table, kv_len)
+            result = run_latent(
+                asked, table, q_nope, q_pe, ckv_cache, kpe_cache, factors, longest_q=table.q_len,
+                given=self._float_workspace_buffer, backend=self._backend, out=out, lse=lse, **call,
+            )  # fmt: skip
+        if shape is None or len(shape) == 2:
+            return result
+        return tuple(t.view(*shape, *t.shape[2:]) for t in result) if return_lse else result.view(*shape, -1)
+
+    def _call_table(self, page_table, kv_len):
+        """The table of a call with lengths and pages of its own."""
+        for name, t in (("page_table", page_table), ("kv_len", kv_len)):
+            require(t is not None, name, None, "a tensor: both page_table and kv_len, or none")
+        planned = None if self._batch is None else self._batch.table
+        indptr = None if planned is None or planned.q_len else planned.qo_indptr
+        return latent_blocks(page_table, kv_len, indptr, planned.q_len if planned else 1, self.device)
+
+    def _factors(self, sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale) -> Factors:
+        """What logits and outputs are multiplied by."""
+        for name, value in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
+            require(value is None or isinstance(value, (int, float)), name, type(value).__name__, "a number")
+        require(sm_scale is not None or bmm1_scale is not None, "sm_scale", None, "a number, or bmm1_scale at run()")
+        latent = 1.0 if ckv_scale is None else float(ckv_scale)
+        position = 1.0 if kpe_scale is None else float(kpe_scale)
+        require(latent > 0, "ckv_scale", ckv_scale, "a positive number")
+        return factors_of(
+            sm_scale if bmm1_scale is None else bmm1_scale, 1.0 if bmm2_scale is None else bmm2_scale, latent, position
+        )
+
+
+def factors_of(bmm1_scale, bmm2_scale, latent: float = 1.0, position: float = 1.0) -> Factors:
+    """Factors of logits and outputs, each a number or one float32 on the device, and scales of the two caches."""
+    first, second = isinstance(bmm1_scale, torch.Tensor), isinstance(bmm2_scale, torch.Tensor)
+    return Factors(
+        latent * (1.0 if first else float(bmm1_scale)), latent * (1.0 if second else float(bmm2_scale)),
+        position / latent, bmm1_scale if first else None, bmm2_scale if second else None,
+    )  # fmt: skip
+
+
+def latent_options(
+    num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, q_dtype, kv_dtype=None, o_dtype=None, **others
+) -> LatentOptions:
+    """LatentOptions of public arguments; kv_dtype defaults to q's."""
+    require(1 <= num_heads <= 128, "num_heads", num_heads, "1 ... 128")
+    require(head_dim_kpe >= 0, "head_dim_kpe", head_dim_kpe, "at least 0")
+    return LatentOptions(
+        "paged", num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, page_size, q_dtype, kv_dtype or q_dtype,
+        default_o_dtype(q_dtype, o_dtype), **others,
+    )  # fmt: skip
+
+
+def split(joined: torch.Tensor, options: LatentOptions, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent and the positional part of rows that hold both."""
+    require(joined.shape[-1] == options.head_dim_qk, name, tuple(joined.shape),
+            f"rows of {options.head_dim_vo} + {options.head_dim_kpe} elements")  # fmt: skip
+    return joined[..., : options.head_dim_vo], joined[..., options.head_dim_vo :]
+
+
+def without_heads(kv_cache: torch.Tensor, kv_layout: str | None = None) -> torch.Tensor:
+    """A cache [pages, page_size, dim], which may have a further axis of 1 before (HND) or after (NHD) page_size."""
+    if kv_cache.dim() == 4:
+        axis = {"HND": 1, "NHD": 2}.get(kv_layout, 1 if kv_cache.shape[1] == 1 else 2)
+        require(kv_cache.shape[axis] == 1, "kv_cache", tuple(kv_cache.shape), f"1 in axis {axis}, one KV head")
+        return kv_cache.squeeze(axis)
+    require(kv_cache.dim() == 3, "kv_cache", tuple(kv_cache.shape), "[pages, page_size, dim], or an axis of 1 more")
+    return kv_cache
+
+
+def _unplanned(q_nope: torch.Tensor, q_pe: torch.Tensor | None, ckv_cache: torch.Tensor) -> LatentOptions:
+    """Options that shapes tell."""
+    require(q_nope.dim() == 3, "q_nope", tuple(q_nope.shape), "[batch_size, num_heads, head_dim_ckv]")
+    require(ckv_cache.dim() == 3, "ckv_cache", tuple(ckv_cache.shape), "[pages, page_size, head_dim_ckv]")
+    kpe = 0 if q_pe is None else q_pe.shape[-1]
+    return latent_options(
+        q_nope.shape[1], q_nope.shape[2], kpe, ckv_cache.shape[1], q_nope.dtype, ckv_cache.dtype,
+        sm_scale=(_UNABSORBED + kpe) ** -0.5,
+    )  # fmt: skip
