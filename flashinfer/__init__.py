@@ -27,6 +27,7 @@ _ROOT_NAMES = {
         "fast_decode_plan",
         "single_decode_with_kv_cache",
     ),
+    "mla": ("BatchMLAPagedAttentionWrapper",),
     "norm": (
         "add_rmsnorm_fp4quant",
         "fused_add_rmsnorm",

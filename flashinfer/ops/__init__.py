@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-_ROOMS = ("norm", "rope", "activation", "page", "attention.prefill", "attention.decode", "attention.merge")
+_ROOMS = ("norm", "rope", "activation", "page", "attention.prefill", "attention.decode", "attention.merge", "attention.mla")
 
 
 def all_ops() -> dict:

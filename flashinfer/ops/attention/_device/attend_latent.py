@@ -187,7 +187,7 @@ def attend_latent_kernel(
             combine_if_last(
                 arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces,
                 tl.arange(0, COMBINE_ROWS)[None, :], tl.arange(0, PIECES)[:, None], dv[None, None, :], tile_row, q_row,
-                q_len, 0, 1, o_stride_n, o_stride_h, HEADS, D, BLOCK_M, SINKS, LSE, LN2 if BASE_E else 1.0,
+                q_len, 0, 1, o_stride_n, o_stride_h, HEADS, D, BLOCK_M, SINKS, LSE, True, LN2 if BASE_E else 1.0,
             )  # fmt: skip
             return
     o_at = n * o_stride_n + head * o_stride_h

@@ -14,6 +14,7 @@ from flashinfer._core.target import Target, target_of
 from flashinfer.ops.attention.batch import Batch
 from flashinfer.ops.attention.mla import mla
 from flashinfer.ops.attention.mla.problem import Inputs, Problem
+from flashinfer.ops.attention.problem import Scalars
 from flashinfer.ops.attention.request import Limits, Options
 
 # Launches held per plan: layers share one.
@@ -37,10 +38,7 @@ class LatentOptions(Options):
 
 
 class LatentKind:
-    """What all batches of the same options and tile share: to latent attention what Kind is to the others.
-
-    `scale` is sm_scale; every plan or call gives one.
-    """
+    """What all batches of the same options and tile share: to latent attention what Kind is to the others."""
 
     def __init__(self, options: LatentOptions, rows: int, device: torch.device, backend: str):
         self.options = options
@@ -54,6 +52,8 @@ class LatentKind:
         )  # fmt: skip
         self.choice: Choice = mla(self.problem, device, backend)
         self.latest = self.choice
+        # What a graph wrapper holds later plans to; calls bring their factors themselves.
+        self.scalars = Scalars(sm_scale=options.sm_scale)
         self._bound: dict[tuple, tuple] = {}
 
     def bind(self, **facts):

@@ -12,7 +12,7 @@ from flashinfer.ops.attention._device.attend_latent import attend_latent_kernel
 from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.mla.config import padded
 from flashinfer.ops.attention.mla.problem import Inputs, Problem
-from flashinfer.ops.attention.planner import schedule_launch, schedules
+from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
 
 # Bytes of stack a thread may use: addresses and factors of rows wait there, from before the loop until after it, while 128
 # registers hold the accumulator. In the loop nothing is spilled. Triton 3.6 takes up to 128, 3.9 up to 256.
@@ -65,7 +65,8 @@ LAUNCHERS = (attend_latent, schedule_launch)
 def kernels(p: Problem, c):
     """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
     yield attend_latent, p, c
-    yield from schedules(p)
+    for form in (("uniform", "padded"),) if p.sparse else (("indptr", "lens"), ("uniform", "padded")):
+        yield schedule_launch, ScheduleProblem(*form, False), ScheduleConfig()
 
 
 class Bound:
