@@ -223,8 +223,8 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             Refused unless None.
         kv_len : int32 Tensor [batch_size], optional
         page_table : int32 Tensor [batch_size, max_pages], optional
-            Lengths and page ids on the device, for this call alone, in place of the planned ones; both or none. Without a
-            plan they serve one query per request, with an sm_scale of (128 + head_dim_kpe) ** -0.5, as DeepSeek's.
+            Lengths and page ids on the device, for this call alone, in place of the planned ones; both or none. Without
+            a plan they serve one query per request, with an sm_scale of (128 + head_dim_kpe) ** -0.5, as DeepSeek's.
         return_lse_base_on_e : bool
             Give the log-sum-exp in base e instead of base 2.
         o_scale : float, optional
@@ -257,8 +257,8 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         require(ckv_scale_arr is None, "ckv_scale_arr", "a tensor", "None: scales per token are not read")
         planned = self._batch is not None
         if not planned:
-            require(page_table is not None and kv_len is not None, "run", "no plan", "after plan(), or with page_table and "
-                    "kv_len")  # fmt: skip
+            given = page_table is not None and kv_len is not None
+            require(given, "run", "no plan", "after plan(), or with page_table and kv_len")
         shape = None
         if query is not None:
             require(q_nope is None and q_pe is None, "query", "a tensor", "None with q_nope and q_pe")
@@ -266,7 +266,8 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             shape = query.shape[:-1]
             q_nope, q_pe = split(query.flatten(0, -3), self._batch.options, "query")
         if kv_cache is not None:
-            require(ckv_cache is None and kpe_cache is None, "kv_cache", "a tensor", "None with ckv_cache and kpe_cache")
+            alone = ckv_cache is None and kpe_cache is None
+            require(alone, "kv_cache", "a tensor", "None with ckv_cache and kpe_cache")
             require(planned, "kv_cache", "a tensor", "None without a plan, which tells head_dim_ckv")
             kv_cache = without_heads(kv_cache, self._kv_cache_layout)
             ckv_cache, kpe_cache = split(kv_cache, self._batch.options, "kv_cache")

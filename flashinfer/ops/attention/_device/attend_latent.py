@@ -1,9 +1,9 @@
 """Latent attention over one work item: a tile of query rows against a range of keys that are their own values.
 
-MLA with absorbed projections (DeepSeek-V2, 2024): a key is a latent row and a positional row, its value is the latent row
-again, and all heads share them. So a block of latent rows is read once and multiplied twice, and the heads of a token are
-rows of one tile: row r of a request is head r % HEADS of token r // HEADS. The softmax is online, in base 2, with float32
-accumulation, as in attend.py.
+MLA with absorbed projections (DeepSeek-V2, 2024): a key is a latent row and a positional row, its value is the latent
+row again, and all heads share them. So a block of latent rows is read once and multiplied twice, and the heads of a
+token are rows of one tile: row r of a request is head r % HEADS of token r // HEADS. The softmax is online, in base 2,
+with float32 accumulation, as in attend.py.
 """
 
 import triton

@@ -18,8 +18,8 @@ def combine_rows(
     [slots, kv_heads, BLOCK_M], base 2, -inf where a piece saw no key. As many as `piece` ([pieces at a time, 1]: 0, 1,
     ...) holds are read at a time, in the order of their keys, so that the sum does not depend on which piece was done
     first. `d` ([1, 1, D_VO padded]) counts columns. The caller makes these, since Gluon wants to know their layouts.
-    Without SOFTMAX the pieces are sums of weighted values, which are added; each has 0 for its log-sum-exp. The result's
-    is written in base 2 times LSE_UNIT: ln 2 makes it base e.
+    Without SOFTMAX the pieces are sums of weighted values, which are added; each has 0 for its log-sum-exp. That of the
+    result is written in base 2 times LSE_UNIT: ln 2 makes it base e.
     """
     PIECES: tl.constexpr = piece.shape[0]
     token = (tile_row + row) // GROUP

@@ -110,7 +110,8 @@ class LatentBatch(Batch):
             sinks=None, first_ckv=None):  # fmt: skip
         """Attention of q_nope [rows, heads, head_dim_ckv] and q_pe over pages ckv and kpe [pages, page_size, dim].
 
-        Calls that are alike in all a kernel or a check depends on are checked once per plan. Returns out, or (out, lse).
+        Calls that are alike in all a kernel or a check depends on are checked once per plan. Returns out, or
+        (out, lse).
         """
         places = [0 if t is None else t.data_ptr() for t in (q_nope, q_pe, ckv, kpe, out)]
         read = (sinks, factors.logits_on_device, factors.outputs_on_device, first_ckv)
@@ -174,8 +175,9 @@ class LatentBatch(Batch):
             require(t.shape[0] == ckv.shape[0], name, f"{t.shape[0]} pages", f"{ckv.shape[0]}, as ckv_cache")
             self._check_one(name, t, o.kv_dtype, "kv_data_type")
         if o.first:
-            require(first_ckv.dim() == 3 and tuple(first_ckv.shape[1:]) == (o.first_page, o.head_dim_vo), "swa_kv_cache",
-                    tuple(first_ckv.shape), f"[pages, {o.first_page}, {o.head_dim_vo}]")  # fmt: skip
+            shape = tuple(first_ckv.shape)
+            fits = len(shape) == 3 and shape[1:] == (o.first_page, o.head_dim_vo)
+            require(fits, "swa_kv_cache", shape, f"[pages, {o.first_page}, {o.head_dim_vo}]")
             self._check_one("swa_kv_cache", first_ckv, o.kv_dtype, "kv_data_type")
         if self.debug and not o.sparse:
             self._check_on_device(q_nope, ckv)

@@ -60,7 +60,7 @@ def _attend(problem: Problem, x: Inputs, q_begin, q_len, kv_begin, kv_len) -> No
 
 
 def _keys(problem: Problem, x: Inputs, kv_begin, kv_pos, there):
-    """Latent and positional rows, float32 [requests, keys, dim], zeros where there is no key; and where there is one."""
+    """Latent and positional rows, float32 [requests, keys, dim], zeros where there is no key; and where there are."""
     entry = kv_pos if problem.sparse else kv_pos // problem.page_size
     at = (kv_begin + entry).clamp(max=max(x.table.kv_indices.shape[0] - 1, 0))
     named = torch.where(there, x.table.kv_indices.long()[at] if x.table.kv_indices.shape[0] else -1, 0)
