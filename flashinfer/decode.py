@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer._forms.trtllm_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from flashinfer.cudnn.decode import cudnn_batch_decode_with_kv_cache
 from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.single import run_single
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
@@ -13,8 +15,11 @@ from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, ref
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "cudnn_batch_decode_with_kv_cache",
     "fast_decode_plan",
     "single_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache",
 ]
 
 

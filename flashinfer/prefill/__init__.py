@@ -1,5 +1,8 @@
 """Prefill and append attention: many query tokens per request, keys and values in a KV cache or in ragged rows."""
 
+from flashinfer._forms.fmha_v2 import fmha_v2_prefill_deepseek, trtllm_fmha_v2_prefill
+from flashinfer._forms.trtllm_prefill import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
+from flashinfer.cudnn.prefill import cudnn_batch_prefill_with_kv_cache
 from flashinfer.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.prefill.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from flashinfer.prefill.single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
@@ -7,6 +10,11 @@ from flashinfer.prefill.single import single_prefill_with_kv_cache, single_prefi
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "cudnn_batch_prefill_with_kv_cache",
+    "fmha_v2_prefill_deepseek",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_fmha_v2_prefill",
+    "trtllm_ragged_attention_deepseek",
 ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
 from flashinfer._core import env, workspace
 from flashinfer.ops.attention.batch import Batch
 from flashinfer.ops.attention.kind import Kind, kind_of
-from flashinfer.ops.attention.problem import Table
+from flashinfer.ops.attention.problem import Table, alibi_slopes
 from flashinfer.ops.attention.request import Limits, Options, Request, tile_rows
 
 # Batches kept per thread: an engine's kinds (prefill, decode, with and without a window) on its streams.
@@ -30,7 +30,6 @@ def run_direct(asked: Options, table: Table, q: torch.Tensor, kv, views, *, kv_t
     Parameters
     ----------
     asked : Options
-        `pos_encoding_mode` other than "ALIBI".
     table : Table
         On q's device; read at every call, and by a captured graph at every replay.
     q : Tensor [rows, num_qo_heads, head_dim_qk]
@@ -63,17 +62,25 @@ def run_direct(asked: Options, table: Table, q: torch.Tensor, kv, views, *, kv_t
 def _batch_of(kind: Kind) -> Batch:
     """The batch of a kind that this thread keeps for the current stream; a new one in a captured stream."""
     device, stream = kind.device, None
+    alibi = kind.options.pos_encoding_mode == "ALIBI"
+    slopes = _slopes(kind.options.num_qo_heads, device) if alibi else None
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            return Batch(kind, partial(torch.empty, dtype=torch.uint8, device=device), None, env.DEBUG.is_on())
+            return Batch(kind, partial(torch.empty, dtype=torch.uint8, device=device), slopes, env.DEBUG.is_on())
         stream = torch._C._cuda_getCurrentRawStream(device.index)
     batches = _kept.__dict__.setdefault("batches", OrderedDict())
     batch = batches.get((kind, stream))
     if batch is None:
         if len(batches) >= _MOST_KEPT:
             batches.popitem(last=False)
-        batch = batches[kind, stream] = Batch(kind, partial(workspace.take, device), None, env.DEBUG.is_on())
+        batch = batches[kind, stream] = Batch(kind, partial(workspace.take, device), slopes, env.DEBUG.is_on())
     return batch
+
+
+@lru_cache(maxsize=64)
+def _slopes(num_heads: int, device: torch.device) -> torch.Tensor:
+    # From the host: this waits until they are there, so that work on any stream finds them.
+    return torch.tensor(alibi_slopes(num_heads), device=device)
 
 
 def block_table(tables: torch.Tensor, kv_lens: torch.Tensor, **queries) -> Table:
@@ -89,6 +96,9 @@ def block_table(tables: torch.Tensor, kv_lens: torch.Tensor, **queries) -> Table
         qo_indptr, q_lens or q_len of Table.
     """
     batch, pages = tables.shape
+    if batch > 1 and not tables.stride(0):
+        # One row for all: a stride of 0 stands for no stride.
+        tables = tables.contiguous()
     stride = tables.stride(0) if batch > 1 else pages
     flat = tables.as_strided(((batch - 1) * stride + pages if batch and pages else 0,), (1,))
     return Table(kv_indices=flat, kv_lens=kv_lens, kv_stride=max(stride, 1), **queries)

@@ -166,7 +166,7 @@ def _attend_rows(problem: Problem, x: Inputs, b: _Bucket, k, v, first: int, last
     n, ok_row = n.flatten(), ok_row.flatten()
     every = bool(ok_row.all())
     out, n_ok = out.flatten(0, 1), n if every else n[ok_row]
-    x.out[n_ok] = (out if every else out[ok_row]).to(x.out.dtype)
+    _put(x.out, n_ok, out if every else out[ok_row])
     if x.lse is not None:
         lse = lse.permute(0, 3, 1, 2).reshape(batch * rows, heads)
         x.lse[n_ok] = lse if every else lse[ok_row]
@@ -204,6 +204,16 @@ def _param(name: str, kind: str, value, x: Inputs):
     if isinstance(value, torch.Tensor):
         return Pointer(name, value)
     return Tile(torch.tensor(value, dtype=torch_dtype(kind), device=x.q.device))
+
+
+def _put(out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Write rows of the output in its type. FP8 saturates, as the chips' conversions do."""
+    if out.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        most = torch.finfo(out.dtype).max
+        values, to = values.clamp(-most, most).to(out.dtype).view(torch.uint8), out.view(torch.uint8)
+        to[rows] = values
+    else:
+        out[rows] = values.to(out.dtype)
 
 
 def _hidden(problem: Problem, x: Inputs, b: _Bucket, row, q_pos, kv_pos) -> torch.Tensor | None:

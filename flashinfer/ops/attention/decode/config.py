@@ -29,6 +29,8 @@ def refuses(p: Problem, target: Target) -> str:
         dim = getattr(p, name)
         if dim > 128 or dim % (16 // SIZE[p.kv_dtype]):
             return f"{name} {dim}: it takes 16 to 128 in steps of 16 bytes, since an accumulator stays in registers"
+    if p.o_dtype == "fp8e4nv" and target.capability < 89:
+        return "output fp8e4nv: this chip has no conversion to it"
     if not p.aligned:
         return "rows of q, k, v or out do not start on 16 bytes"
     if p.rows > 64:

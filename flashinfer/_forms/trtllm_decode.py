@@ -1,0 +1,226 @@
+"""Decode over block tables and lengths on the device, without a plan."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import UnsupportedConfig, require
+from flashinfer.ops.attention.context_parallel import local_requests
+from flashinfer.ops.attention.engine import (
+    attend_pages, flat_integers, integers, output_of, refuse, scales_of, sinks_of,
+)  # fmt: skip
+
+
+def trtllm_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    cum_seq_lens_q: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    kv_cache_sf=None,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    bmm1_scale_log2: torch.Tensor | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    enable_block_sparse_attention: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    bf16q_fp8kv_transform_mode=None,
+    request_order=None,
+    request_order_plan=None,
+    *,
+    kv_block_scales=None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Decode attention of a batch that only the device knows.
+
+    Nothing waits for the device: one launch makes the work list, another computes. A CUDA graph that captured the call
+    follows `block_tables`, `seq_lens`, `cum_seq_lens_q` and scales in tensors as they change in place.
+
+    Parameters
+    ----------
+    query : Tensor [tokens, num_qo_heads, head_dim]
+        bf16, fp16, fp32 or fp8. The queries of a request follow one another, and are its last tokens.
+    kv_cache : Tensor or (Tensor, Tensor)
+        HND [pages, 2, num_kv_heads, page_size, head_dim] or NHD [pages, 2, page_size, num_kv_heads, head_dim], or
+        (k, v) without the second axis; with 1 for the second axis, K is V. query's dtype, or fp8. Any page size, any
+        strides, head_dim contiguous.
+    workspace_buffer : Tensor
+        Not read: the work list and partial results are in buffers of our own, kept for the stream.
+    block_tables : int32 Tensor [batch, max_pages]
+        Page ids of each request; past its keys anything.
+    seq_lens : int32 or uint32 Tensor [batch]
+        Keys of each request, those of its queries among them.
+    max_seq_len : int
+        Not read: `block_tables` bounds the lengths.
+    bmm1_scale : float or float32 Tensor [1]
+        Factor of q . k: 1 / sqrt(head_dim) and the scales of q and k, fused.
+    bmm2_scale : float or float32 Tensor [1]
+        Factor of the output: the scale of v.
+    window_left : int
+        A query sees itself and this many keys before it; -1 for all.
+    out : Tensor [tokens, num_qo_heads, head_dim], optional
+    out_dtype : dtype or its name, optional
+        Default out's, else query's. fp8 saturates; float8_e4m3fn needs compute capability 8.9. nvfp4 is refused.
+    o_sf_scale, o_sf_vec_size : optional
+        Of nvfp4 outputs; the second is refused.
+    sinks : float32 Tensor [num_qo_heads], optional
+        A logit per head that takes part in the softmax without a value.
+    kv_layout : str
+        "HND" or "NHD".
+    q_len_per_req : int, optional
+        Queries of every request, causal among themselves; None for tokens / batch. Not read with cum_seq_lens_q.
+    o_scale : float, optional
+        The output is divided by it.
+    mask : Tensor, optional
+        Refused: masks of draft tokens.
+    max_q_len : int, optional
+        The most queries of a request, with cum_seq_lens_q; tiles are chosen by it.
+    cum_seq_lens_q : int32 Tensor [batch + 1], optional
+        First token of each request, for requests of different numbers of queries.
+    kv_cache_sf, kv_block_scales : optional
+        Refused: block-scaled caches.
+    uses_shared_paged_kv_idx : bool
+        False, separate tables of K and V, is refused.
+    lse : float32 Tensor [tokens, num_qo_heads], optional
+    return_lse : bool
+        Whether to return the log-sum-exp too, base 2.
+    bmm1_scale_log2 : float32 Tensor [1], optional
+        bmm1_scale times log2(e), in its place.
+    enable_block_sparse_attention : bool
+        Refused.
+    cp_world, cp_rank : int
+        Context parallelism: this cache holds the keys at positions c * cp_world + cp_rank of each request, and
+        `seq_lens` counts those. Outputs and LSE of all ranks merge to those of the whole (`flashinfer.merge_states`).
+    causal_seqlens_kv_global : int32 Tensor [batch], optional
+        Keys of each request on all ranks; needed where a request has several queries.
+    bf16q_fp8kv_transform_mode : optional
+        Refused: FP8 keys are widened exactly.
+    backend : str
+        "auto", or one of upstream's names (see flashinfer/_core/backends.py).
+    enable_pdl, skip_softmax_threshold_scale_factor, multi_ctas_kv_counter_buffer, request_order, request_order_plan
+        Permissions and hints that change no result.
+
+    Returns
+    -------
+    out : Tensor [tokens, num_qo_heads, head_dim]
+    lse : float32 Tensor [tokens, num_qo_heads], with return_lse
+        Base 2; -inf for a query that sees no key, whose out is 0.
+
+    Raises
+    ------
+    ValueError
+        An argument out of its range, by name.
+    UnsupportedConfig
+        What is refused above, or a problem that no variant takes.
+    """
+    refuse("kv_cache_sf", kv_cache_sf, "None, as of bf16, fp16, fp32, fp8")
+    refuse("kv_block_scales", kv_block_scales, "None, as of bf16, fp16, fp32, fp8")
+    refuse("uses_shared_paged_kv_idx", None if uses_shared_paged_kv_idx else "False", "True: one table for K and V")
+    refuse("enable_block_sparse_attention", enable_block_sparse_attention, "False")
+    refuse("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, "None: FP8 keys are widened exactly")
+    refuse("mask", mask, "None: masks of draft tokens are not taken; several queries are causal")
+    batch = seq_lens.shape[0]
+    queries, longest = queries_of(query, batch, q_len_per_req, cum_seq_lens_q, max_q_len)
+    causal = longest != 1
+    require(0 <= cp_rank < cp_world, "cp_rank", cp_rank, f"0 ... {cp_world - 1}, below cp_world")
+    if cp_world > 1 and causal:
+        require(causal_seqlens_kv_global is not None, "causal_seqlens_kv_global", None, "a tensor, with several queries")
+        if "q_len" not in queries or window_left >= 0:
+            raise UnsupportedConfig("cp_world: got ragged queries or a window; allowed: q_len_per_req, and no window")
+        total = flat_integers(causal_seqlens_kv_global, "causal_seqlens_kv_global", query.device, batch)
+        tables = integers(block_tables, "block_tables", query.device, (batch, None))
+        local = flat_integers(seq_lens, "seq_lens", query.device, batch)
+        block_tables, seq_lens = local_requests(tables, local, total, longest, cp_world, cp_rank)
+        queries, longest, causal = dict(q_len=1), 1, False
+    elif cp_world > 1 and window_left >= 0:
+        raise UnsupportedConfig(f"cp_world: got {cp_world} with a window; allowed: 1, or no window")
+    out, o_dtype = output_of(query, (*query.shape[:2], value_dim(kv_cache)), out, out_dtype, o_sf_scale, o_sf_vec_size)
+    return attend_pages(
+        query, kv_cache, kv_layout, block_tables, seq_lens, queries, longest_q=longest, causal=causal,
+        window_left=window_left, o_dtype=o_dtype, backend=backend, out=out, lse=lse, return_lse=return_lse,
+        sinks=sinks_of(sinks), **scales_of(bmm1_scale, bmm2_scale, o_scale=o_scale, bmm1_scale_log2=bmm1_scale_log2),
+    )  # fmt: skip
+
+
+def value_dim(kv_cache) -> int:
+    """head_dim of V."""
+    return (kv_cache[1] if isinstance(kv_cache, (tuple, list)) else kv_cache).shape[-1]
+
+
+def queries_of(query: torch.Tensor, batch: int, q_len: int | None, indptr: torch.Tensor | None,
+               longest: int | None) -> tuple[dict, int]:  # fmt: skip
+    """What tells the queries of each request (see `Table`), and the most that a request has; 0 if that is unknown."""
+    require(query.dim() == 3, "query", tuple(query.shape), "[tokens, num_qo_heads, head_dim]")
+    if indptr is not None:
+        require(longest is None or longest >= 1, "max_q_len", longest, "None, or at least 1")
+        return dict(qo_indptr=flat_integers(indptr, "cum_seq_lens_q", query.device, batch + 1)), longest or 0
+    tokens = query.shape[0]
+    q_len = q_len or (tokens // batch if batch else 1)
+    require(q_len >= 1 and tokens == batch * q_len, "query", f"{tokens} tokens", f"{batch} requests of {q_len} queries")
+    return dict(q_len=q_len), q_len
+
+
+def xqa_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    kv_cache_sf=None,
+    q_cu_seq_lens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`trtllm_batch_decode_with_kv_cache` under the name of another kernel.
+
+    Parameters
+    ----------
+    query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left, out,
+    sinks, enable_pdl, o_scale, mask, kv_cache_sf
+        As there.
+    kv_layout : str
+        "NHD" or "HND".
+    q_len_per_req : int, optional
+        Queries of every request; with q_cu_seq_lens, the most of any.
+    q_cu_seq_lens : int32 Tensor [batch + 1], optional
+        First token of each request, for requests of different numbers of queries.
+
+    Returns
+    -------
+    Tensor [tokens, num_qo_heads, head_dim], as query or out
+    """
+    return trtllm_batch_decode_with_kv_cache(
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
+        out, sinks=sinks, kv_layout=kv_layout, q_len_per_req=q_len_per_req, o_scale=o_scale, mask=mask,
+        max_q_len=None if q_cu_seq_lens is None else q_len_per_req, cum_seq_lens_q=q_cu_seq_lens,
+        kv_cache_sf=kv_cache_sf,
+    )  # fmt: skip

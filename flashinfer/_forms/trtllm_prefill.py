@@ -1,0 +1,209 @@
+"""Prefill over block tables, or ragged keys and values, with lengths on the device and without a plan."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer._forms.trtllm_decode import value_dim
+from flashinfer.ops.attention.engine import (
+    attend_pages, attend_rows, flat_integers, output_of, refuse, scales_of, sinks_of,
+)  # fmt: skip
+from flashinfer.ops.attention.problem import Table
+
+
+def trtllm_batch_context_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    kv_cache_sf=None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    causal: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    backend: str = "trtllm-gen",
+    *,
+    kv_block_scales=None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Prefill or append attention of a batch that only the device knows.
+
+    Nothing waits for the device: one launch makes the work list, another computes. A CUDA graph that captured the call
+    follows the tables as they change in place.
+
+    Parameters
+    ----------
+    query : Tensor [tokens, num_qo_heads, head_dim]
+        bf16, fp16, fp32 or fp8.
+    kv_cache, block_tables, seq_lens, bmm1_scale, bmm2_scale, window_left, out, out_dtype, o_sf_scale, o_sf_vec_size,
+    kv_layout, sinks, kv_cache_sf, kv_block_scales, uses_shared_paged_kv_idx, lse, return_lse
+        As in `trtllm_batch_decode_with_kv_cache`.
+    max_q_len : int
+        The most queries of a request: tiles are chosen by it.
+    max_kv_len : int
+        Not read: `block_tables` bounds the lengths.
+    batch_size : int
+        Requests.
+    cum_seq_lens_q : int32 Tensor [batch + 1]
+        First token of each request.
+    cum_seq_lens_kv : int32 Tensor [batch + 1]
+        Sums of seq_lens; not read.
+    causal : bool
+        A query sees keys at its position and before; its request's last query stands at the last key.
+    uses_spcompress : bool, optional
+        Refused.
+    backend : str
+        One of upstream's names (see flashinfer/_core/backends.py); "trtllm-gen" admits every variant.
+    workspace_buffer, enable_pdl, skip_softmax_threshold_scale_factor, multi_ctas_kv_counter_buffer, use_fp16_softmax
+        Scratch and permissions that change no result.
+
+    Returns
+    -------
+    out : Tensor [tokens, num_qo_heads, head_dim]
+    lse : float32 Tensor [tokens, num_qo_heads], with return_lse
+        Base 2; -inf for a query that sees no key, whose out is 0.
+
+    Raises
+    ------
+    ValueError
+        An argument out of its range, by name.
+    UnsupportedConfig
+        What is refused above, or a problem that no variant takes.
+    """
+    refuse("kv_cache_sf", kv_cache_sf, "None, as of bf16, fp16, fp32, fp8")
+    refuse("kv_block_scales", kv_block_scales, "None, as of bf16, fp16, fp32, fp8")
+    refuse("uses_shared_paged_kv_idx", None if uses_shared_paged_kv_idx else "False", "True: one table for K and V")
+    refuse("uses_spcompress", uses_spcompress, "None or False")
+    require(query.dim() == 3, "query", tuple(query.shape), "[tokens, num_qo_heads, head_dim]")
+    require(block_tables.shape[0] == batch_size, "batch_size", batch_size, f"{block_tables.shape[0]}, as block_tables")
+    queries = dict(qo_indptr=flat_integers(cum_seq_lens_q, "cum_seq_lens_q", query.device, batch_size + 1))
+    out, o_dtype = output_of(query, (*query.shape[:2], value_dim(kv_cache)), out, out_dtype, o_sf_scale, o_sf_vec_size)
+    return attend_pages(
+        query, kv_cache, kv_layout, block_tables, seq_lens, queries, longest_q=max_q_len, causal=causal,
+        window_left=window_left, o_dtype=o_dtype, backend=backend, out=out, lse=lse, return_lse=return_lse,
+        sinks=sinks_of(sinks), **scales_of(bmm1_scale, bmm2_scale),
+    )  # fmt: skip
+
+
+def trtllm_ragged_attention_deepseek(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
+    o_sf_scale: float,
+    batch_size: int,
+    window_left: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    enable_pdl: bool,
+    is_causal: bool,
+    return_lse: bool,
+    attention_sinks: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    sage_attn_sfs: tuple = (None, None, None, None),
+    num_elts_per_sage_attn_blk: tuple = (0, 0, 0, 0),
+    backend: str = "trtllm-gen",
+    q_seq_lens_cpu: torch.Tensor | None = None,
+    kv_seq_lens_cpu: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    skip_all_rows_active_check: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over ragged keys and values, whose head dims may differ, as of DeepSeek's prefill (192 and 128).
+
+    Parameters
+    ----------
+    query : Tensor [tokens, num_qo_heads, head_dim_qk]
+        bf16, fp16, fp32 or fp8.
+    key : Tensor [kv_tokens, num_kv_heads, head_dim_qk]
+    value : Tensor [kv_tokens, num_kv_heads, head_dim_vo]
+        query's dtype, or fp8.
+    seq_lens : int32 Tensor [batch]
+        Keys of each request.
+    max_q_len : int
+        The most queries of a request: tiles are chosen by it.
+    bmm1_scale, bmm2_scale : float or float32 Tensor [1]
+        Factors of q . k and of the output.
+    o_sf_scale : float
+        Of nvfp4 outputs, which are refused; of others it says nothing.
+    batch_size : int
+        Requests.
+    window_left : int
+        A query sees itself and this many keys before it; -1 for all.
+    cum_seq_lens_q, cum_seq_lens_kv : int32 Tensor [batch + 1]
+        First query, and first row of key and value, of each request.
+    is_causal : bool
+        A query sees keys at its position and before; its request's last query stands at the last key.
+    return_lse : bool
+    attention_sinks : float32 Tensor [num_qo_heads], optional
+        A logit per head that takes part in the softmax without a value.
+    out : Tensor [tokens, num_qo_heads, head_dim_vo], optional
+        Default of query's dtype, bfloat16 for fp8.
+    lse : float32 Tensor [tokens, num_qo_heads], optional
+    sage_attn_sfs, num_elts_per_sage_attn_blk : tuple
+        Refused, unless they hold None and 0 only: block scales.
+    uses_spcompress : bool, optional
+        Refused.
+    backend : str
+        One of upstream's names (see flashinfer/_core/backends.py); "trtllm-gen" admits every variant.
+    workspace_buffer, max_kv_len, enable_pdl, skip_softmax_threshold_scale_factor, q_seq_lens_cpu, kv_seq_lens_cpu,
+    use_fp16_softmax, skip_all_rows_active_check
+        Scratch, bounds, permissions and copies that change no result. Requests without keys are always allowed.
+
+    Returns
+    -------
+    out : Tensor [tokens, num_qo_heads, head_dim_vo]
+    lse : float32 Tensor [tokens, num_qo_heads], with return_lse
+        Base 2; -inf for a query that sees no key, whose out is 0.
+
+    Raises
+    ------
+    ValueError
+        An argument out of its range, by name.
+    UnsupportedConfig
+        What is refused above, or a problem that no variant takes.
+    """
+    refuse("sage_attn_sfs", next((x for x in sage_attn_sfs if x is not None), None), "None: no block scales")
+    refuse("num_elts_per_sage_attn_blk", next((n for n in num_elts_per_sage_attn_blk if n), None), "0: no block scales")
+    refuse("uses_spcompress", uses_spcompress, "None or False")
+    device = query.device
+    table = Table(
+        flat_integers(cum_seq_lens_q, "cum_seq_lens_q", device, batch_size + 1),
+        flat_integers(cum_seq_lens_kv, "cum_seq_lens_kv", device, batch_size + 1),
+        kv_lens=flat_integers(seq_lens, "seq_lens", device, batch_size),
+    )  # fmt: skip
+    fp8 = query.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    default = torch.bfloat16 if fp8 and out is None else None
+    out, o_dtype = output_of(query, (*query.shape[:2], value.shape[-1]), out, default)
+    return attend_rows(
+        query, key, value, table, longest_q=max_q_len, causal=is_causal, window_left=window_left, o_dtype=o_dtype,
+        backend=backend, out=out, lse=lse, return_lse=return_lse, sinks=attention_sinks,
+        **scales_of(bmm1_scale, bmm2_scale),
+    )  # fmt: skip

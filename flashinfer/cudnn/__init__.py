@@ -1,0 +1,6 @@
+"""Attention in the form of upstream's cuDNN bindings."""
+
+from flashinfer.cudnn.decode import cudnn_batch_decode_with_kv_cache
+from flashinfer.cudnn.prefill import cudnn_batch_prefill_with_kv_cache
+
+__all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]

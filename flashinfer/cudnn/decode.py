@@ -1,0 +1,92 @@
+"""Decode in the form of upstream's cuDNN binding."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer.ops.attention.engine import attend_pages, flat_integers, output_of, scales_of, sinks_of
+
+
+def cudnn_batch_decode_with_kv_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    workspace_buffer: torch.Tensor,
+    *,
+    max_sequence_kv: int,
+    actual_seq_lens_kv: torch.Tensor | None = None,
+    block_tables: torch.Tensor | None = None,
+    is_cuda_graph_compatible: bool = False,
+    batch_offsets_q: torch.Tensor | None = None,
+    batch_offsets_o: torch.Tensor | None = None,
+    batch_offsets_k: torch.Tensor | None = None,
+    batch_offsets_v: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    lse: torch.Tensor | None = None,
+    q_len_per_req: int = 1,
+    window_left: int = -1,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Decode attention over a paged cache; every variant of ours answers to the name.
+
+    Nothing waits for the device, and a CUDA graph can capture the call.
+
+    Parameters
+    ----------
+    q : Tensor [batch * q_len_per_req, num_qo_heads, head_dim]
+        bf16, fp16, fp32 or fp8.
+    k_cache, v_cache : Tensor [pages, num_kv_heads, page_size, head_dim]
+        q's dtype, or fp8. Any strides, head_dim contiguous.
+    scale : float
+        Factor of q . k, 1 / sqrt(head_dim) as a rule.
+    max_sequence_kv : int
+        The most keys of a request; also their number, without actual_seq_lens_kv.
+    actual_seq_lens_kv : int Tensor of batch elements, optional
+        Keys of each request.
+    block_tables : int32 Tensor [batch, max_pages]
+        Page ids of each request; past its keys anything. Without it request i has page i for all of its keys.
+    batch_offsets_q, batch_offsets_o, batch_offsets_k, batch_offsets_v : Tensor, optional
+        Where requests begin. Those of q and o can only say what q_len_per_req says, and those of k and v what
+        block_tables says: they are not read.
+    out : Tensor, as q, optional
+    return_lse : bool
+    lse : float32 Tensor [batch * q_len_per_req, num_qo_heads], optional
+    q_len_per_req : int
+        Queries of every request, its last tokens, causal among themselves.
+    window_left : int
+        A query sees itself and this many keys before it; -1 for all.
+    sinks : float32 Tensor [num_qo_heads], optional
+        A logit per head that takes part in the softmax without a value.
+    workspace_buffer, is_cuda_graph_compatible
+        Scratch and a hint that change no result.
+
+    Returns
+    -------
+    out : Tensor [batch * q_len_per_req, num_qo_heads, head_dim]
+    lse : float32 Tensor [batch * q_len_per_req, num_qo_heads], with return_lse
+        Base 2; -inf for a request without keys, whose out is 0.
+
+    Raises
+    ------
+    ValueError
+        An argument out of its range, by name.
+    """
+    require(q.dim() == 3, "q", tuple(q.shape), "[batch * q_len_per_req, num_qo_heads, head_dim]")
+    require(q_len_per_req >= 1, "q_len_per_req", q_len_per_req, "at least 1")
+    batch, rest = divmod(q.shape[0], q_len_per_req)
+    require(not rest, "q", f"{q.shape[0]} rows", f"a multiple of q_len_per_req = {q_len_per_req}")
+    if block_tables is None:
+        require(k_cache.shape[0] >= batch, "block_tables", None, f"a tensor, or a cache of at least {batch} pages")
+        block_tables = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
+    lens = flat_integers(actual_seq_lens_kv, "actual_seq_lens_kv", q.device, batch)
+    if lens is None:
+        lens = torch.full((batch,), max_sequence_kv, dtype=torch.int32, device=q.device)
+    out, o_dtype = output_of(q, (*q.shape[:2], v_cache.shape[-1]), out, None)
+    return attend_pages(
+        q, (k_cache, v_cache), "HND", block_tables, lens, dict(q_len=q_len_per_req), longest_q=q_len_per_req,
+        causal=q_len_per_req > 1, window_left=window_left, o_dtype=o_dtype, out=out, lse=lse, return_lse=return_lse,
+        sinks=sinks_of(sinks), **scales_of(scale, 1.0),
+    )  # fmt: skip

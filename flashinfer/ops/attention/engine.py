@@ -1,0 +1,178 @@
+"""What the engine forms share: block tables and lengths on the device, fused scales, outputs in a type of their own."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+
+import torch
+
+from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
+from flashinfer._core.kv_layout import check_layout, paged_views
+from flashinfer.ops.attention.direct import block_table, run_direct
+from flashinfer.ops.attention.problem import Table
+from flashinfer.ops.attention.request import options
+
+
+def refuse(name: str, value, allowed: str) -> None:
+    """Refuse an argument by name, unless it is None, False or an empty container."""
+    if value is not None and value is not False and value != () and value != []:
+        shown = f"a {type(value).__name__}" if isinstance(value, (torch.Tensor, tuple, list)) else repr(value)
+        raise UnsupportedConfig(f"{name}: got {shown}; allowed: {allowed}")
+
+
+def integers(x: torch.Tensor, name: str, device: torch.device, shape: tuple[int | None, ...]) -> torch.Tensor:
+    """An integer table as int32 on `device`; uint32 is taken as it is. None in `shape` for any size.
+
+    Nothing is copied if it is int32 or uint32, there already, and contiguous along its last axis.
+    """
+    fits = x.dim() == len(shape) and all(want in (None, have) for want, have in zip(shape, x.shape))
+    if not fits:
+        require(False, name, tuple(x.shape), "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]")
+    if x.dtype == torch.uint32:
+        x = x.view(torch.int32)
+    if x.dtype != torch.int32 or x.device != device:
+        require(x.dtype in (torch.int32, torch.int64), name, x.dtype, "int32, uint32 or int64")
+        x = x.to(device, torch.int32, non_blocking=True)
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def flat_integers(x: torch.Tensor | None, name: str, device: torch.device, count: int) -> torch.Tensor | None:
+    """Lengths or offsets of any shape with `count` elements, such as [batch, 1, 1, 1], as int32 [count]."""
+    if x is None:
+        return None
+    require(x.numel() == count, name, tuple(x.shape), f"{count} elements")
+    return integers(x.reshape(-1), name, device, (count,))
+
+
+def scales_of(bmm1_scale, bmm2_scale, *, o_scale=None, bmm1_scale_log2=None) -> dict:
+    """Factors of logits and of outputs, as Batch.run takes them, of the scales that are fused for two products.
+
+    Parameters
+    ----------
+    bmm1_scale : float or float32 Tensor [1]
+        Factor of q . k: sm_scale and the scales of q and k.
+    bmm2_scale : float or float32 Tensor [1]
+        Factor of the output.
+    o_scale : float, optional
+        The output is divided by it.
+    bmm1_scale_log2 : float32 Tensor [1], optional
+        bmm1_scale times log2(e), in its place.
+    """
+    if bmm1_scale_log2 is not None:
+        require(isinstance(bmm1_scale_log2, torch.Tensor), "bmm1_scale_log2", repr(bmm1_scale_log2), "a float32 tensor")
+        bmm1_scale = bmm1_scale_log2 * math.log(2.0)
+    for name, scale in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)):
+        if isinstance(scale, torch.Tensor):
+            require(scale.numel() == 1, name, tuple(scale.shape), "a float, or a tensor of one element")
+    if o_scale is not None and o_scale != 1.0:
+        require(o_scale > 0, "o_scale", o_scale, "a positive number")
+        bmm2_scale = bmm2_scale / o_scale
+    return dict(q_scale=bmm1_scale, v_scale=bmm2_scale)
+
+
+def sinks_of(sinks) -> torch.Tensor | None:
+    """Attention sinks as one tensor; upstream's annotation says a list of them."""
+    if isinstance(sinks, (list, tuple)):
+        require(len(sinks) == 1, "sinks", f"{len(sinks)} tensors", "one tensor [num_qo_heads]")
+        return sinks[0]
+    return sinks
+
+
+def output_of(q: torch.Tensor, shape: tuple[int, ...], out, out_dtype, o_sf_scale=None, o_sf_vec_size=None):
+    """The output to write, or None for a new one, and its dtype: out's, else `out_dtype`, else q's.
+
+    Raises
+    ------
+    UnsupportedConfig
+        An nvfp4 output.
+    """
+    fp4 = out_dtype == "nvfp4" or out is not None and not isinstance(out, torch.Tensor)
+    if fp4:
+        raise UnsupportedConfig("out_dtype: got nvfp4; allowed: float16, bfloat16, float32, float8_e4m3fn, float8_e5m2")
+    refuse("o_sf_vec_size", o_sf_vec_size, "None: outputs have no block scales")
+    # A scale of nvfp4 outputs; of others it says nothing.
+    del o_sf_scale
+    dtype = as_dtype(out_dtype, q.dtype if out is None else out.dtype)
+    if out is not None:
+        require(out.dtype == dtype, "out", out.dtype, f"{dtype}, the out_dtype")
+        # The caller's may have axes for batch and beam; its rows are a view, or refused.
+        require(out.numel() == math.prod(shape), "out", tuple(out.shape), str(shape))
+        out = out if out.shape == shape else out.view(shape)
+    return out, dtype
+
+
+def engine_views(kv_cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as [pages, page_size, kv_heads, head_dim] views; a cache with 1 for its second axis is both."""
+    if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 5 and kv_cache.shape[1] == 1:
+        kv_cache = (kv_cache[:, 0], kv_cache[:, 0])
+    return paged_views(kv_cache, kv_layout)
+
+
+def cache_shape(kv_cache, kv_layout: str) -> tuple[torch.dtype, int, int, int, int]:
+    """dtype, page_size, kv_heads, head_dim of K, and head_dim of V of a paged cache."""
+    check_layout(kv_layout)
+    k, v = kv_cache if isinstance(kv_cache, (tuple, list)) else (kv_cache, kv_cache)
+    require(k.dim() >= 4, "kv_cache", tuple(k.shape), "pages, (2,) and the axes of kv_layout")
+    page_size, heads, dim = k.shape[-3:]
+    if kv_layout == "HND":
+        page_size, heads = heads, page_size
+    return k.dtype, page_size, heads, dim, v.shape[-1]
+
+
+def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.Tensor, seq_lens: torch.Tensor,
+                 queries: dict, *, longest_q: int = 0, causal: bool = True, window_left: int = -1, o_dtype=None,
+                 soft_cap: float | None = None, alibi: bool = False, backend: str = "auto", **call):  # fmt: skip
+    """Attention of `q` over a paged cache that a rectangular block table describes.
+
+    Parameters
+    ----------
+    q : Tensor [rows, num_qo_heads, head_dim]
+    kv_cache, kv_layout
+        As `engine_views` takes them.
+    block_tables : int Tensor [batch, max_pages]
+    seq_lens : int Tensor [batch]
+    queries : dict
+        qo_indptr, q_lens or q_len of `Table`, on q's device.
+    call
+        The other arguments of Batch.run.
+    """
+    kv_dtype, page_size, kv_heads, dim, dim_vo = cache_shape(kv_cache, kv_layout)
+    require(block_tables.dim() == 2, "block_tables", tuple(block_tables.shape), "[batch, max_pages]")
+    batch, pages = block_tables.shape
+    tables = integers(block_tables, "block_tables", q.device, (batch, None))
+    table = block_table(tables, flat_integers(seq_lens, "seq_lens", q.device, batch), **queries)
+    asked = options(
+        "paged", q.shape[-2], kv_heads, dim, dim_vo, page_size, q_data_type=q.dtype, kv_data_type=kv_dtype,
+        o_data_type=o_dtype or q.dtype, causal=causal, window_left=window_left, logits_soft_cap=soft_cap, sm_scale=1.0,
+        pos_encoding_mode="ALIBI" if alibi else "NONE",
+    )  # fmt: skip
+    return run_direct(
+        asked, table, q, kv_cache, _views(kv_layout), kv_tokens=batch * pages * page_size, longest_q=longest_q,
+        backend=backend, **call,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=2)
+def _views(kv_layout: str):
+    return partial(engine_views, kv_layout=kv_layout)
+
+
+def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Table, *, longest_q: int = 0,
+                causal: bool = True, window_left: int = -1, o_dtype=None, soft_cap: float | None = None,
+                alibi: bool = False, backend: str = "auto", **call):  # fmt: skip
+    """The same over contiguous k and v [rows, kv_heads, head_dim]."""
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        require(x.dim() == 3, name, tuple(x.shape), "[tokens, heads, head_dim]")
+    asked = options(
+        "ragged", q.shape[1], k.shape[1], k.shape[2], v.shape[2], 0, q_data_type=q.dtype, kv_data_type=k.dtype,
+        o_data_type=o_dtype or q.dtype, causal=causal, window_left=window_left, logits_soft_cap=soft_cap, sm_scale=1.0,
+        pos_encoding_mode="ALIBI" if alibi else "NONE",
+    )  # fmt: skip
+    return run_direct(
+        asked, table, q, (k, v), _as_they_are, kv_tokens=k.shape[0], longest_q=longest_q, backend=backend, **call
+    )
+
+
+def _as_they_are(kv):
+    return kv

@@ -1,0 +1,117 @@
+"""Decode in the form of TensorRT-LLM's XQA kernel: its axes for batch and beam, its scales, an output to write."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer._core.kv_layout import check_layout
+from flashinfer._forms.trtllm_decode import trtllm_batch_decode_with_kv_cache
+from flashinfer.ops.attention.engine import refuse
+
+__all__ = ["xqa"]
+
+
+def xqa(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    semaphores: torch.Tensor,
+    num_kv_heads: int,
+    page_size: int,
+    sinks: torch.Tensor | None = None,
+    q_scale: float | torch.Tensor = 1.0,
+    kv_scale: float | torch.Tensor = 1.0,
+    sliding_win_size: int = 0,
+    kv_layout: str = "NHD",
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+    rcp_out_scale: float = 1.0,
+    q_seq_len: int = 1,
+    mask: torch.Tensor | None = None,
+    *,
+    q_cu_seq_lens: torch.Tensor | None = None,
+    k_sf_cache: torch.Tensor | None = None,
+    v_sf_cache: torch.Tensor | None = None,
+) -> None:
+    """Decode attention of a batch that only the device knows, into `output`.
+
+    Logits are q . k * q_scale * kv_scale / sqrt(head_dim), and the output is scaled by kv_scale * rcp_out_scale.
+
+    Parameters
+    ----------
+    q : Tensor
+        [batch, 1, num_q_heads, head_dim], [batch, 1, q_seq_len, num_q_heads, head_dim], or, with q_cu_seq_lens,
+        [tokens, num_q_heads, head_dim]. The second axis is the beam, of width 1. bf16, fp16, fp32 or fp8.
+    k_cache, v_cache : Tensor
+        [pages, page_size, num_kv_heads, head_dim] (NHD) or [pages, num_kv_heads, page_size, head_dim] (HND); q's dtype,
+        or fp8.
+    page_table : int32 Tensor [batch, max_pages]
+        Page ids of each request; past its keys anything.
+    seq_lens : uint32 or int32 Tensor [batch, 1] or [batch]
+        Keys of each request, those of its queries among them.
+    output : Tensor, as q
+        Written; its dtype may be another, fp8 too, which saturates.
+    num_kv_heads, page_size : int
+        As the caches have them.
+    sinks : float32 Tensor [num_q_heads], optional
+        A logit per head that takes part in the softmax without a value.
+    q_scale, kv_scale : float or float32 Tensor [1]
+    sliding_win_size : int
+        A query sees this many keys, itself among them; 0 for all.
+    rcp_out_scale : float
+        Factor of the output.
+    q_seq_len : int
+        Queries of every request, causal among themselves; with q_cu_seq_lens, the most of any.
+    mask : Tensor, optional
+        As in `trtllm_batch_decode_with_kv_cache`.
+    q_cu_seq_lens : int32 Tensor [batch + 1], optional
+        First token of each request, for requests of different numbers of queries.
+    k_sf_cache, v_sf_cache : Tensor, optional
+        Refused: block-scaled caches.
+    workspace_buffer, semaphores, sm_count, enable_pdl
+        Scratch and hints that change no result.
+
+    Raises
+    ------
+    ValueError
+        An argument out of its range, by name.
+    UnsupportedConfig
+        What is refused above, or a problem that no variant takes.
+    """
+    refuse("k_sf_cache", k_sf_cache, "None, as of bf16, fp16, fp32, fp8")
+    refuse("v_sf_cache", v_sf_cache, "None, as of bf16, fp16, fp32, fp8")
+    check_layout(kv_layout)
+    got = tuple(k_cache.shape[1:3] if kv_layout == "NHD" else k_cache.shape[2:0:-1])
+    require(got == (page_size, num_kv_heads), "k_cache", f"{got} tokens and heads a page", f"{(page_size, num_kv_heads)}")
+    require(sliding_win_size >= 0, "sliding_win_size", sliding_win_size, "0 for none, or the keys a query sees")
+    axes = 3 if q_cu_seq_lens is not None else 4 if q.dim() == 4 else 5
+    beam = axes == 3 or q.shape[1] == 1
+    allowed = "[batch, 1, (q_seq_len,) num_q_heads, head_dim], or [tokens, num_q_heads, head_dim] with q_cu_seq_lens"
+    require(q.dim() == axes and beam and (axes < 5 or q.shape[2] == q_seq_len), "q", tuple(q.shape), allowed)
+    require(output.shape == q.shape, "output", tuple(output.shape), str(tuple(q.shape)))
+    require(axes != 4 or q_seq_len == 1, "q_seq_len", q_seq_len, "1 without an axis for it in q")
+    rows = (-1, *q.shape[-2:])
+    trtllm_batch_decode_with_kv_cache(
+        q.view(rows), (k_cache, v_cache), workspace_buffer, page_table, seq_lens, 0,
+        q_scale * kv_scale * q.shape[-1] ** -0.5, kv_scale * rcp_out_scale, sliding_win_size - 1, output.view(rows),
+        sinks=sinks, kv_layout=kv_layout, q_len_per_req=q_seq_len, mask=mask,
+        max_q_len=None if q_cu_seq_lens is None else q_seq_len, cum_seq_lens_q=q_cu_seq_lens,
+    )  # fmt: skip
+
+
+class _Callable(types.ModuleType):
+    """This module, whose function upstream's root gives the module's own name: whichever is found can be called."""
+
+    def __call__(self, *args, **kwargs):
+        return xqa(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable
