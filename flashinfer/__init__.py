@@ -21,6 +21,7 @@ _ROOT_NAMES = {
         "merge_states",
     ),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
+    "cudnn": ("cudnn_batch_decode_with_kv_cache",),
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
@@ -45,6 +46,7 @@ _ROOT_NAMES = {
         "BatchPrefillWithRaggedKVCacheWrapper",
         "single_prefill_with_kv_cache",
         "single_prefill_with_kv_cache_return_lse",
+        "trtllm_fmha_v2_prefill",
     ),
     "rope": (
         "apply_llama31_rope",
@@ -59,6 +61,7 @@ _ROOT_NAMES = {
         "apply_rope_with_cos_sin_cache_inplace",
     ),
     "testing": (),
+    "xqa": ("xqa",),
 }
 _MODULE_OF = {name: module for module, names in _ROOT_NAMES.items() for name in names} | {
     "AttentionVariant": "ops.attention.variants",

@@ -90,7 +90,8 @@ def xqa(
     refuse("v_sf_cache", v_sf_cache, "None, as of bf16, fp16, fp32, fp8")
     check_layout(kv_layout)
     got = tuple(k_cache.shape[1:3] if kv_layout == "NHD" else k_cache.shape[2:0:-1])
-    require(got == (page_size, num_kv_heads), "k_cache", f"{got} tokens and heads a page", f"{(page_size, num_kv_heads)}")
+    expected = (page_size, num_kv_heads)
+    require(got == expected, "k_cache", f"{got} tokens and heads a page", f"{expected}, page_size and num_kv_heads")
     require(sliding_win_size >= 0, "sliding_win_size", sliding_win_size, "0 for none, or the keys a query sees")
     axes = 3 if q_cu_seq_lens is not None else 4 if q.dim() == 4 else 5
     beam = axes == 3 or q.shape[1] == 1

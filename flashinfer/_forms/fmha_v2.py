@@ -9,10 +9,11 @@ from flashinfer._forms.trtllm_decode import value_dim
 from flashinfer.ops.attention.engine import (
     attend_pages, attend_rows, flat_integers, output_of, refuse, scales_of, sinks_of,
 )  # fmt: skip
+from flashinfer.ops.attention.engine_masks import chunk_mask
 from flashinfer.ops.attention.problem import Table
 
 _LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD", "Q_PAGED_KV_HND")
-_MASKS = ("causal", "sliding_window", "padding")
+_MASKS = ("causal", "sliding_window", "chunked", "padding")
 
 
 def trtllm_fmha_v2_prefill(
@@ -72,11 +73,11 @@ def trtllm_fmha_v2_prefill(
         Logits become cap * tanh(logits / cap).
     mask_mode : str
         "causal"; "sliding_window", which is causal and wants window_left; or "padding", where a query sees all keys of
-        its request. "chunked" is refused.
+        its request; or "chunked", which is causal within chunks of chunked_attention_size tokens.
     window_left : int
         A query sees itself and this many keys before it; -1 for all.
     chunked_attention_size : int
-        Refused, unless 0.
+        With mask_mode "chunked"; else 0.
     save_softmax_stats : bool
         Refused: the maximum and sum of a row are not kept. `trtllm_batch_context_with_kv_cache` and
         `trtllm_ragged_attention_deepseek` return their log-sum-exp.
@@ -96,11 +97,12 @@ def trtllm_fmha_v2_prefill(
     """
     require(input_layout in _LAYOUTS, "input_layout", repr(input_layout), ", ".join(_LAYOUTS))
     refuse("save_softmax_stats", save_softmax_stats, "False: the maximum and sum of a row are not kept")
-    refuse("chunked_attention_size", chunked_attention_size or None, "0")
     if mask_mode not in _MASKS:
         raise UnsupportedConfig(f"mask_mode: got {mask_mode!r}; allowed: {', '.join(_MASKS)}")
     require(mask_mode != "sliding_window" or window_left >= 0, "window_left", window_left, "0 or more, with a window")
     require(mask_mode != "padding" or window_left < 0, "window_left", window_left, "-1 with mask_mode 'padding'")
+    chunked = mask_mode == "chunked"
+    require(chunked or not chunked_attention_size, "chunked_attention_size", chunked_attention_size, "0, not chunked")
     known = pos_encoding_mode in (None, "NONE", "ALIBI")
     require(known, "pos_encoding_mode", repr(pos_encoding_mode), "None, 'NONE' or 'ALIBI'")
     paged = input_layout.startswith("Q_PAGED_KV")
@@ -117,7 +119,7 @@ def trtllm_fmha_v2_prefill(
     options = dict(
         longest_q=max_q_len, causal=mask_mode != "padding", window_left=window_left, o_dtype=o_dtype,
         soft_cap=logits_soft_cap_scale or None, alibi=pos_encoding_mode == "ALIBI", out=out, sinks=sinks_of(sinks),
-        **scales_of(bmm1_scale, bmm2_scale),
+        masked=chunk_mask(chunked_attention_size) if chunked else (None, None), **scales_of(bmm1_scale, bmm2_scale),
     )  # fmt: skip
     if paged:
         return attend_pages(query, kv, input_layout[-3:], block_tables, lens, dict(qo_indptr=indptr), **options)
@@ -184,7 +186,8 @@ def fmha_v2_prefill_deepseek(
         raise UnsupportedConfig(f"scale_softmax: got {scale_softmax}; allowed: 1, as probabilities are not quantised")
     for name, x in (("query", query), ("key", key), ("value", value), ("out", out)):
         require(x.dim() == 4 and x.shape[1] == seq_len, name, tuple(x.shape), f"[batch, {seq_len}, heads, head_dim]")
-    require(tuple(query.shape[2:]) == (num_heads, head_dim), "query", tuple(query.shape), f"{(num_heads, head_dim)} last")
+    allowed = f"{(num_heads, head_dim)} last"
+    require(tuple(query.shape[2:]) == (num_heads, head_dim), "query", tuple(query.shape), allowed)
     bmm1 = head_dim**-0.5 if scale_bmm1 is None else scale_bmm1
     bmm2 = 1.0 if scale_bmm2 is None else scale_bmm2
     scales = scales_of(bmm1 if scale_bmm1_d is None else scale_bmm1_d, bmm2 if scale_bmm2_d is None else scale_bmm2_d)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import UnsupportedConfig, require
-from flashinfer.ops.attention.context_parallel import local_requests
-from flashinfer.ops.attention.engine import (
-    attend_pages, flat_integers, integers, output_of, refuse, scales_of, sinks_of,
-)  # fmt: skip
+from flashinfer._core.checks import require
+from flashinfer.ops.attention.engine import attend_pages, flat_integers, output_of, refuse, scales_of, sinks_of
+from flashinfer.ops.attention.engine_masks import draft_mask, shard_mask
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -91,8 +89,9 @@ def trtllm_batch_decode_with_kv_cache(
         Queries of every request, causal among themselves; None for tokens / batch. Not read with cum_seq_lens_q.
     o_scale : float, optional
         The output is divided by it.
-    mask : Tensor, optional
-        Refused: masks of draft tokens.
+    mask : Tensor [batch, q_len_per_req, width] or [tokens, width], optional
+        What each draft token sees of its request's draft, the request's last keys: bool, or packed bits (low bit first)
+        as uint8, uint16 or uint32. All keys before the draft are seen. It stands in the place of the causal mask.
     max_q_len : int, optional
         The most queries of a request, with cum_seq_lens_q; tiles are chosen by it.
     cum_seq_lens_q : int32 Tensor [batch + 1], optional
@@ -112,7 +111,7 @@ def trtllm_batch_decode_with_kv_cache(
         Context parallelism: this cache holds the keys at positions c * cp_world + cp_rank of each request, and
         `seq_lens` counts those. Outputs and LSE of all ranks merge to those of the whole (`flashinfer.merge_states`).
     causal_seqlens_kv_global : int32 Tensor [batch], optional
-        Keys of each request on all ranks; needed where a request has several queries.
+        Keys of each request on all ranks; needed where a request has several queries, or with a window.
     bf16q_fp8kv_transform_mode : optional
         Refused: FP8 keys are widened exactly.
     backend : str
@@ -138,25 +137,23 @@ def trtllm_batch_decode_with_kv_cache(
     refuse("uses_shared_paged_kv_idx", None if uses_shared_paged_kv_idx else "False", "True: one table for K and V")
     refuse("enable_block_sparse_attention", enable_block_sparse_attention, "False")
     refuse("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, "None: FP8 keys are widened exactly")
-    refuse("mask", mask, "None: masks of draft tokens are not taken; several queries are causal")
     batch = seq_lens.shape[0]
     queries, longest = queries_of(query, batch, q_len_per_req, cum_seq_lens_q, max_q_len)
-    causal = longest != 1
+    lens = flat_integers(seq_lens, "seq_lens", query.device, batch)
+    causal, masked = longest != 1, (None, None)
     require(0 <= cp_rank < cp_world, "cp_rank", cp_rank, f"0 ... {cp_world - 1}, below cp_world")
-    if cp_world > 1 and causal:
-        require(causal_seqlens_kv_global is not None, "causal_seqlens_kv_global", None, "a tensor, with several queries")
-        if "q_len" not in queries or window_left >= 0:
-            raise UnsupportedConfig("cp_world: got ragged queries or a window; allowed: q_len_per_req, and no window")
-        total = flat_integers(causal_seqlens_kv_global, "causal_seqlens_kv_global", query.device, batch)
-        tables = integers(block_tables, "block_tables", query.device, (batch, None))
-        local = flat_integers(seq_lens, "seq_lens", query.device, batch)
-        block_tables, seq_lens = local_requests(tables, local, total, longest, cp_world, cp_rank)
-        queries, longest, causal = dict(q_len=1), 1, False
-    elif cp_world > 1 and window_left >= 0:
-        raise UnsupportedConfig(f"cp_world: got {cp_world} with a window; allowed: 1, or no window")
+    if cp_world > 1 and (causal or window_left >= 0):
+        total = causal_seqlens_kv_global
+        require(total is not None, "causal_seqlens_kv_global", None, "a tensor, with several queries or a window")
+        require(mask is None, "mask", "a tensor", f"None with cp_world {cp_world}")
+        total = flat_integers(total, "causal_seqlens_kv_global", query.device, batch)
+        masked = shard_mask(queries, lens, total, cp_world, cp_rank, window_left)
+        causal, window_left = False, -1
+    elif mask is not None:
+        masked, causal = draft_mask(mask, queries, lens, query.shape[0], longest), False
     out, o_dtype = output_of(query, (*query.shape[:2], value_dim(kv_cache)), out, out_dtype, o_sf_scale, o_sf_vec_size)
     return attend_pages(
-        query, kv_cache, kv_layout, block_tables, seq_lens, queries, longest_q=longest, causal=causal,
+        query, kv_cache, kv_layout, block_tables, lens, queries, longest_q=longest, causal=causal, masked=masked,
         window_left=window_left, o_dtype=o_dtype, backend=backend, out=out, lse=lse, return_lse=return_lse,
         sinks=sinks_of(sinks), **scales_of(bmm1_scale, bmm2_scale, o_scale=o_scale, bmm1_scale_log2=bmm1_scale_log2),
     )  # fmt: skip

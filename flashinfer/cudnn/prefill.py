@@ -51,8 +51,8 @@ def cudnn_batch_prefill_with_kv_cache(
         bf16, fp16, fp32 or fp8. Without batch_offsets_q, requests follow one another; if there are batch *
         max_token_per_sequence rows, each has that many, and its queries are the first of them.
     k_cache, v_cache : Tensor
-        With block_tables [pages, num_kv_heads, page_size, head_dim]; else rows [kv_tokens, num_kv_heads, head_dim], laid
-        out as q is, with batch_offsets_k and max_sequence_kv. q's dtype, or fp8.
+        With block_tables [pages, num_kv_heads, page_size, head_dim]; else rows [kv_tokens, num_kv_heads, head_dim],
+        laid out as q is, with batch_offsets_k and max_sequence_kv. q's dtype, or fp8.
     scale : float
         Factor of q . k, 1 / sqrt(head_dim_qk) as a rule.
     max_token_per_sequence, max_sequence_kv : int
@@ -129,7 +129,9 @@ def cudnn_batch_prefill_with_kv_cache(
         rows.mul_(math.log(2.0))
     if packed:
         return out, rows
-    return out, _padded(rows, Table(**queries, kv_lens=_any_lens(queries, batch, q.device)), max_token_per_sequence, lse)
+    # Of the keys, only that there are as many requests.
+    table = Table(**queries, kv_lens=torch.zeros(batch, dtype=torch.int32, device=q.device))
+    return out, _padded(rows, table, max_token_per_sequence, lse)
 
 
 def _batch_size(block_tables, lens_q, lens_kv, offsets_q, offsets_k) -> int:
@@ -154,11 +156,6 @@ def _spans(x: torch.Tensor, offsets, lens, batch: int, most: int, per_element: b
     require(padded or lens is not None, f"actual_seq_lens_{name}", None,
             f"a tensor, or batch_offsets_{name}, or {batch} x {most} rows")  # fmt: skip
     return dict(q_lens=lens, q_len=most if padded else 0)
-
-
-def _any_lens(queries: dict, batch: int, device: torch.device) -> torch.Tensor:
-    lens = queries.get("q_lens")
-    return torch.zeros(batch, dtype=torch.int32, device=device) if lens is None else lens
 
 
 def _padded(rows: torch.Tensor, table: Table, most: int, out) -> torch.Tensor:

@@ -122,7 +122,8 @@ def cache_shape(kv_cache, kv_layout: str) -> tuple[torch.dtype, int, int, int, i
 
 def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.Tensor, seq_lens: torch.Tensor,
                  queries: dict, *, longest_q: int = 0, causal: bool = True, window_left: int = -1, o_dtype=None,
-                 soft_cap: float | None = None, alibi: bool = False, backend: str = "auto", **call):  # fmt: skip
+                 soft_cap: float | None = None, alibi: bool = False, masked=(None, None), backend: str = "auto",
+                 **call):  # fmt: skip
     """Attention of `q` over a paged cache that a rectangular block table describes.
 
     Parameters
@@ -134,6 +135,8 @@ def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.
     seq_lens : int Tensor [batch]
     queries : dict
         qo_indptr, q_lens or q_len of `Table`, on q's device.
+    masked : (AttentionVariant, dict) or (None, None)
+        A mask of engine_masks.py.
     call
         The other arguments of Batch.run.
     """
@@ -145,11 +148,11 @@ def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.
     asked = options(
         "paged", q.shape[-2], kv_heads, dim, dim_vo, page_size, q_data_type=q.dtype, kv_data_type=kv_dtype,
         o_data_type=o_dtype or q.dtype, causal=causal, window_left=window_left, logits_soft_cap=soft_cap, sm_scale=1.0,
-        pos_encoding_mode="ALIBI" if alibi else "NONE",
+        pos_encoding_mode="ALIBI" if alibi else "NONE", variant=masked[0],
     )  # fmt: skip
     return run_direct(
         asked, table, q, kv_cache, _views(kv_layout), kv_tokens=batch * pages * page_size, longest_q=longest_q,
-        backend=backend, **call,
+        backend=backend, params=masked[1], **call,
     )  # fmt: skip
 
 
@@ -160,18 +163,19 @@ def _views(kv_layout: str):
 
 def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Table, *, longest_q: int = 0,
                 causal: bool = True, window_left: int = -1, o_dtype=None, soft_cap: float | None = None,
-                alibi: bool = False, backend: str = "auto", **call):  # fmt: skip
+                alibi: bool = False, masked=(None, None), backend: str = "auto", **call):  # fmt: skip
     """The same over contiguous k and v [rows, kv_heads, head_dim]."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         require(x.dim() == 3, name, tuple(x.shape), "[tokens, heads, head_dim]")
     asked = options(
         "ragged", q.shape[1], k.shape[1], k.shape[2], v.shape[2], 0, q_data_type=q.dtype, kv_data_type=k.dtype,
         o_data_type=o_dtype or q.dtype, causal=causal, window_left=window_left, logits_soft_cap=soft_cap, sm_scale=1.0,
-        pos_encoding_mode="ALIBI" if alibi else "NONE",
+        pos_encoding_mode="ALIBI" if alibi else "NONE", variant=masked[0],
     )  # fmt: skip
     return run_direct(
-        asked, table, q, (k, v), _as_they_are, kv_tokens=k.shape[0], longest_q=longest_q, backend=backend, **call
-    )
+        asked, table, q, (k, v), _as_they_are, kv_tokens=k.shape[0], longest_q=longest_q, backend=backend,
+        params=masked[1], **call,
+    )  # fmt: skip
 
 
 def _as_they_are(kv):

@@ -59,9 +59,9 @@ def varied(p: Problem) -> tuple[dict, dict]:
 def build_attend(p: Problem, c) -> Build:
     types = dict(
         q=_pointer(p.q_dtype, p.aligned), k=_pointer(p.kv_dtype, p.aligned), v=_pointer(p.kv_dtype, p.aligned),
-        out=f"*{p.o_dtype}:16" if p.aligned else f"*{p.o_dtype}", lse="*fp32", partial_out="*fp32:16", partial_lse="*fp32:16",
-        items="*i32:16", counts="*i32", arrivals="*i32", kv_indices="*i32", mask="*u8", mask_indptr="*i32",
-        sinks="*fp32", qk_scale="*fp32", v_scale="*fp32", alibi_slopes="*fp32", num_kv_heads="i32",
+        out=f"*{p.o_dtype}:16" if p.aligned else f"*{p.o_dtype}", lse="*fp32", partial_out="*fp32:16",
+        partial_lse="*fp32:16", items="*i32:16", counts="*i32", arrivals="*i32", kv_indices="*i32", mask="*u8",
+        mask_indptr="*i32", sinks="*fp32", qk_scale="*fp32", v_scale="*fp32", alibi_slopes="*fp32", num_kv_heads="i32",
     )  # fmt: skip
     for tensor, dtype, names in (("q", p.q_dtype, "nh"), ("k", p.kv_dtype, ("page", "n", "h")),
                                  ("v", p.kv_dtype, ("page", "n", "h")), ("o", p.o_dtype, "nh")):  # fmt: skip
