@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 
@@ -110,6 +111,8 @@ def xqa(
 
 class _Callable(types.ModuleType):
     """This module, whose function upstream's root gives the module's own name: whichever is found can be called."""
+
+    __signature__ = inspect.signature(xqa)
 
     def __call__(self, *args, **kwargs):
         return xqa(*args, **kwargs)
