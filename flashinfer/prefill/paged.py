@@ -274,13 +274,12 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a row that sees no key, whose out is 0.
         """
-        batch = self._batch or self._planned()
         if args:
             params = self._params(args, params)
         if kv_block_scales is not None:
             refuse_block_scales("kv_block_scales", kv_block_scales)
-        return batch.run(
-            q, paged_kv_cache, self._views, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
+        return self._run(
+            q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, window_left=window_left, sinks=sinks, params=params,
         )  # fmt: skip
 

@@ -156,13 +156,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a row that sees no key, whose out is 0.
         """
-        batch = self._batch or self._planned()
         if args:
             params = self._params(args, params)
         if o_scale is not None:
             v_scale = (1.0 if v_scale is None else v_scale) / o_scale
-        return batch.run(
-            q, (k, v), self._views, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
+        return self._run(
+            q, (k, v), out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, params=params,
         )  # fmt: skip
 

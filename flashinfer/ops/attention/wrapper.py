@@ -11,6 +11,7 @@ from flashinfer._core import env
 from flashinfer._core.backends import REPORTED_AS, variants_of
 from flashinfer._core.checks import UnsupportedConfig, require
 from flashinfer._core.kv_layout import check_layout, paged_views, ragged_views
+from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.batch import Batch, limits_of
 from flashinfer.ops.attention.kind import Kind, kind_of
 from flashinfer.ops.attention.masks import custom_mask_table
@@ -78,6 +79,7 @@ class AttentionWrapper:
         self._batch: Batch | None = None
         self._scratch: torch.Tensor | None = None
         self._debug = env.DEBUG.is_on()
+        self._number = traced.number_of(self)
         self._stages: dict[tuple, Stage] = {}
         # Constants on the device, by stream: work on another may not have written them yet.
         self._uniform: dict[tuple, torch.Tensor] = {}
@@ -331,6 +333,12 @@ class AttentionWrapper:
         fixed.custom_mask[:length].copy_(table.mask[:length])
         fixed.mask_indptr[: table.mask_indptr.shape[0]].copy_(table.mask_indptr)
         table.mask, table.mask_indptr = fixed.custom_mask, fixed.mask_indptr
+
+    def _run(self, q: torch.Tensor, kv, **call):
+        """Attention of the planned batch; see Batch.run."""
+        if torch.compiler.is_compiling():
+            return traced.run(self, q, kv, **call)
+        return (self._batch or self._planned()).run(q, kv, self._views, **call)
 
     def _planned(self) -> Batch:
         if self._batch is None:

@@ -1,0 +1,92 @@
+"""run() of the wrappers in a compiled program: one graph, and the plan of the moment."""
+
+import torch
+
+import flashinfer
+from flashinfer.ops.attention.traced import attention_run
+from flashinfer.testing.compare import assert_bitwise
+from tests.ops.attention.cases import workspace
+from tests.ops.attention.samples_variants import same_document
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 8
+
+
+def planned(device, kv_lens, wrapper=None):
+    """A decode wrapper planned for such lengths on a cache of 32 pages."""
+    wrapper = wrapper or flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    pages = torch.tensor([-(-n // PAGE) for n in kv_lens])
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), pages.cumsum(0)]).int()
+    last = torch.tensor([(n - 1) % PAGE + 1 for n in kv_lens], dtype=torch.int32)
+    indices = torch.randperm(32)[: int(indptr[-1])].int()
+    wrapper.plan(indptr, indices.to(device), last, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float16)
+    return wrapper
+
+
+def inputs(device, batch=3):
+    q = torch.randn(batch, HEADS, DIM, dtype=torch.float16, device=device)
+    return q, torch.randn(32, 2, PAGE, KV_HEADS, DIM, dtype=torch.float16, device=device)
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+def test_a_compiled_call_follows_each_plan(device):
+    q, cache = inputs(device)
+    wrapper = planned(device, [5, 17, 40])
+    step = compiled(lambda q, cache: wrapper.run(q * 2, cache) + 1)
+    first = step(q, cache)
+    assert_bitwise(first, wrapper.run(q * 2, cache) + 1)
+    planned(device, [33, 1, 9], wrapper)
+    second = step(q, cache)
+    assert_bitwise(second, wrapper.run(q * 2, cache) + 1)
+    assert not torch.equal(first, second)
+
+
+def test_outputs_and_scales(device):
+    q, cache = inputs(device)
+    wrapper = planned(device, [5, 17, 40])
+    scale = torch.full((KV_HEADS,), 0.5, device=device)
+
+    def both(q, cache, out, lse):
+        return wrapper.run(q, cache, out=out, lse=lse, return_lse=True, k_scale=scale, v_scale=2.0)
+
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
+    wanted = both(q, (cache[:, 0], cache[:, 1]), torch.empty_like(out), torch.empty_like(lse))
+    found = compiled(both)(q, (cache[:, 0], cache[:, 1]), out, lse)
+    for a, b, given in zip(found, wanted, (out, lse), strict=True):
+        assert_bitwise(a, b)
+        assert_bitwise(given, b)
+
+
+def test_ragged_prefill(device):
+    indptr = torch.tensor([0, 3, 10], dtype=torch.int32)
+    q = torch.randn(10, HEADS, DIM, dtype=torch.float16, device=device)
+    k, v = (torch.randn(10, KV_HEADS, DIM, dtype=torch.float16, device=device) for _ in range(2))
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    wrapper.plan(indptr, indptr, HEADS, KV_HEADS, DIM, causal=True, q_data_type=torch.float16)
+    out, lse = compiled(lambda q, k, v: wrapper.run(q, k, v, return_lse=True))(q, k, v)
+    for found, wanted in zip((out, lse), wrapper.run(q, k, v, return_lse=True), strict=True):
+        assert_bitwise(found, wanted)
+
+
+def test_parameters_of_a_variant(device):
+    given = {"documents": torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, 2], dtype=torch.int32, device=device), "longest": 10}
+    variant = flashinfer.AttentionVariant(mask=same_document, params={"documents": "*i32", "longest": "i32"})
+    indptr = torch.tensor([0, 10], dtype=torch.int32)
+    q = torch.randn(10, HEADS, DIM, dtype=torch.float16, device=device)
+    k, v = (torch.randn(10, KV_HEADS, DIM, dtype=torch.float16, device=device) for _ in range(2))
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), variant=variant)
+    wrapper.plan(indptr, indptr, HEADS, KV_HEADS, DIM, q_data_type=torch.float16)
+    found = compiled(lambda q, k, v: wrapper.run(q, k, v, params=given))(q, k, v)
+    assert_bitwise(found, wrapper.run(q, k, v, params=given))
+    one = torch.zeros(10, dtype=torch.int32, device=device)
+    assert not torch.equal(found, wrapper.run(q, k, v, params=given | {"documents": one}))
+
+
+def test_the_op_is_what_it_says(device):
+    q, cache = inputs(device)
+    wrapper = planned(device, [5, 17, 40])
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
+    torch.library.opcheck(attention_run.op, (wrapper._number, q, [cache], out, lse, [], [2.0], [], "v_scale"))
