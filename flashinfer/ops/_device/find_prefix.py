@@ -1,0 +1,270 @@
+"""Launching the four stages of `prefix`: what they are compiled for, their scratch memory, and how rows are shared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer._core.target import target_of
+from flashinfer.ops._device import prefix
+from flashinfer.ops._device.rows import pointer, unit
+
+_DOMAINS = {"scores": prefix.SCORES, "probs": prefix.PROBS, "logits": prefix.LOGITS}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What the stages do; each is compiled for the part of it that it depends on.
+
+    Attributes
+    ----------
+    domain, dtype : str
+        "scores", "probs" or "logits", and their dtype.
+    aligned : bool
+        Rows can be read 16 bytes at a time.
+    top_k, top_p : str
+        Dtype of the filter's tensor, "scalar", or "" where it is not applied.
+    top_k_first : bool
+        p is a share of the k first, not of the whole.
+    statistics, mass, race, places : bool
+        Rows that are no distribution are refused; the prefix is summed; a token is drawn from it; its elements are
+        given places in an output.
+    last : bool
+        Of equal elements the last come first.
+    seed, offset : int
+        Where they are, as `philox` counts.
+    indices : str
+        Dtype of the tensor that maps rows of the output to rows of the input, or "".
+    starts, lengths : bool
+        Rows are windows of the input's rows.
+    out : str
+        Dtype of the tokens.
+    """
+
+    domain: str
+    dtype: str
+    aligned: bool
+    top_k: str = ""
+    top_p: str = ""
+    top_k_first: bool = False
+    statistics: bool = False
+    mass: bool = False
+    race: bool = False
+    places: bool = False
+    last: bool = False
+    seed: int = 0
+    offset: int = 0
+    indices: str = ""
+    starts: bool = False
+    lengths: bool = False
+    out: str = "i32"
+
+
+@dataclass(frozen=True)
+class Filters:
+    """The arguments of one call; None where there is none, and of a scalar and a tensor at most one.
+
+    A tensor has an element for each row of the output.
+    """
+
+    k: int | None = None
+    ks: torch.Tensor | None = None
+    p: float | None = None
+    ps: torch.Tensor | None = None
+    indices: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    randomness: tuple = (None, None, None, None)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where the prefixes end, for the kernel that goes on: state, numbers and part_count as `prefix` describes them."""
+
+    state: torch.Tensor
+    numbers: torch.Tensor
+    part_count: torch.Tensor
+    programs: int
+    chunk: int
+
+
+def share(rows: int, columns: int, tile: int, device: torch.device) -> tuple[int, int, int]:
+    """Programs of a row, tiles of a program, and tiles of a row: enough programs to fill the chip, however few rows."""
+    tiles = -(-columns // tile)
+    # Four programs of 256 threads keep enough loads in flight on a multiprocessor; more only leave more to reduce.
+    # Not measured. The stages add up to BINS programs of a row in one go.
+    wanted = min(max(4 * target_of(device).sms // max(rows, 1), 1), int(prefix.BINS))
+    chunk = -(-tiles // wanted)
+    return -(-tiles // chunk), chunk, tiles
+
+
+def find_prefix(stages: Stages, config, x, rows: int, filters: Filters, samples=None, valid=None) -> Found:
+    """Launch the stages for the prefixes of `rows` rows of x [rows of the input, columns].
+
+    With `race`, the tokens and whether the row is a distribution go to samples [rows] and valid (int8 [rows]).
+    """
+    columns, device = x.shape[1], x.device
+    programs, chunk, tiles = share(rows, columns, config.tile, device)
+    # Elements that may hold the prefix's end are few unless a row is flat: then an eighth of it, by the width of bins.
+    # Where they are more they are read from the row itself.
+    capacity = max(columns // 8, min(columns, 4096))
+
+    def scratch(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    counts, listed = scratch(rows, programs, int(prefix.BINS)), scratch(rows)
+    tile_top, tile_sum = (scratch(rows, tiles, dtype=torch.float32) for _ in range(2))
+    state = scratch(rows, int(prefix.STATE), dtype=torch.int64)
+    numbers = scratch(rows, int(prefix.NUMBERS), dtype=torch.float32)
+    list_value, list_column = scratch(rows, capacity, dtype=torch.float32), scratch(rows, capacity)
+    part_count, part_column = scratch(rows, programs), scratch(rows, programs)
+    part_mass, part_score = scratch(rows, programs, dtype=torch.int64), scratch(rows, programs, dtype=torch.float32)
+    f, drawn = filters, filters.randomness if stages.race else (None, None, None, None)
+    window, x_row = (f.indices, f.starts, f.lengths), x.stride(0)
+    split, one = (rows * programs, 1, 1), (rows, 1, 1)
+    parts = part_count, part_mass, part_score, part_column
+    start(launch_count, count_stage(stages), config, split, x, *window, counts, tile_top, tile_sum, x_row, columns,
+          programs, chunk, tiles)  # fmt: skip
+    start(launch_bracket, bracket_stage(stages), config, one, counts, tile_top, tile_sum, f.lengths, f.starts, f.k,
+          f.ks, f.p, f.ps, state, numbers, listed, columns, programs, tiles)  # fmt: skip
+    start(launch_gather, gather_stage(stages), config, split, x, *window, state, numbers, listed, list_value,
+          list_column, *parts, *drawn, x_row, columns, programs, chunk, capacity)  # fmt: skip
+    start(launch_resolve, stages, config, one, x, *window, state, numbers, listed, list_value, list_column, *parts, f.k,
+          f.ks, f.p, f.ps, *drawn, samples, valid, x_row, columns, programs, chunk, capacity)  # fmt: skip
+    return Found(state, numbers, part_count, programs, chunk)
+
+
+def start(launcher: Launcher, problem, config, grid, *args) -> None:
+    """Launch with the arguments that are there: a kernel has no parameter for one that is None."""
+    launcher(problem, config, grid, *(arg for arg in args if arg is not None))
+
+
+@cache
+def count_stage(s: Stages) -> Stages:
+    return Stages(
+        s.domain, s.dtype, s.aligned, statistics=s.statistics, indices=s.indices, starts=s.starts, lengths=s.lengths
+    )
+
+
+@cache
+def bracket_stage(s: Stages) -> Stages:
+    kept = {name: getattr(s, name) for name in ("top_k", "top_p", "top_k_first", "statistics", "starts", "lengths")}
+    return Stages(s.domain, "fp32", False, **kept)
+
+
+@cache
+def gather_stage(s: Stages) -> Stages:
+    return replace(s, top_k="", top_p="", top_k_first=False, statistics=False, places=False, last=False, out="i32")
+
+
+def stages_to_compile(s: Stages, config):
+    """(launcher, problem, config) of each stage."""
+    yield launch_count, count_stage(s), config
+    yield launch_bracket, bracket_stage(s), config
+    yield launch_gather, gather_stage(s), config
+    yield launch_resolve, s, config
+
+
+class Parameters:
+    """Collects the run-time parameters of a kernel in its order, and None for those that a call does not have."""
+
+    def __init__(self):
+        self.types: dict[str, str] = {}
+        self.constants: dict[str, object] = {}
+
+    def add(self, kind: str, *names: str, present: bool = True) -> Parameters:
+        if present:
+            self.types.update(dict.fromkeys(names, kind))
+        else:
+            self.constants.update(dict.fromkeys(names))
+        return self
+
+    def window(self, s) -> Parameters:
+        self.add(f"*{s.indices}", "indices", present=bool(s.indices))
+        return self.add("*i32", "starts", present=s.starts).add("*i32", "lengths", present=s.lengths)
+
+    def filters(self, s) -> Parameters:
+        for name, scalar, kind in (("top_k", "i32", s.top_k), ("top_p", "fp32", s.top_p)):
+            self.add(scalar, name, present=kind == "scalar")
+            self.add(f"*{kind}", f"{name}s", present=kind not in ("", "scalar"))
+        return self
+
+    def randomness(self, seed: int, offset: int, present: bool = True) -> Parameters:
+        for name, where in (("seed", seed), ("offset", offset)):
+            self.add("i64", name, present=present and where == 0)
+            self.add("*i64", f"{name}s", present=present and where != 0)
+        return self
+
+
+def constants_of(s: Stages) -> dict:
+    return {"DOMAIN": _DOMAINS[s.domain], "UNIT": unit(s.dtype, s.aligned)}
+
+
+def rows_pointer(s) -> str:
+    return pointer(s.dtype, s.aligned)
+
+
+def build_count(s: Stages, config) -> Build:
+    p = Parameters().add(rows_pointer(s), "x").window(s).add("*i32", "counts").add("*fp32", "tile_top", "tile_sum")
+    p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles")
+    constants = p.constants | constants_of(s) | {"STATISTICS": s.statistics, "TILE": config.tile}
+    return Build(prefix.count_kernel, p.types, constants, num_warps=config.num_warps)
+
+
+def build_bracket(s: Stages, config) -> Build:
+    p = Parameters().add("*i32", "counts").add("*fp32", "tile_top", "tile_sum")
+    p.add("*i32", "lengths", present=s.lengths).add("*i32", "starts", present=s.starts).filters(s)
+    p.add("*i64", "state").add("*fp32", "numbers").add("*i32", "listed").add("i32", "columns", "programs", "tiles")
+    constants = p.constants | {
+        "DOMAIN": _DOMAINS[s.domain],
+        "STATISTICS": s.statistics,
+        "TOP_K": bool(s.top_k),
+        "TOP_P": bool(s.top_p),
+        "TOP_K_FIRST": s.top_k_first,
+        "BLOCK": 256,
+    }
+    return Build(prefix.bracket_kernel, p.types, constants, num_warps=4)
+
+
+def _between(p: Parameters) -> Parameters:
+    p.add("*i64", "state").add("*fp32", "numbers").add("*i32", "listed").add("*fp32", "list_value")
+    return p.add("*i32", "list_column", "part_count").add("*i64", "part_mass").add("*fp32", "part_score").add(
+        "*i32", "part_column"
+    )
+
+
+def build_gather(s: Stages, config) -> Build:
+    p = _between(Parameters().add(rows_pointer(s), "x").window(s)).randomness(s.seed, s.offset, s.race)
+    p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "capacity")
+    constants = p.constants | constants_of(s) | {"MASS": s.mass, "RACE": s.race, "SEED": s.seed, "OFFSET": s.offset}
+    return Build(prefix.gather_kernel, p.types, constants | {"TILE": config.tile}, num_warps=config.num_warps)
+
+
+def build_resolve(s: Stages, config) -> Build:
+    p = _between(Parameters().add(rows_pointer(s), "x").window(s)).filters(s).randomness(s.seed, s.offset, s.race)
+    p.add(f"*{s.out}", "samples", present=s.race).add("*i8", "valid", present=s.race)
+    p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "capacity")
+    constants = p.constants | constants_of(s) | {
+        "TOP_K": bool(s.top_k),
+        "TOP_P": bool(s.top_p),
+        "TOP_K_FIRST": s.top_k_first,
+        "MASS": s.mass,
+        "RACE": s.race,
+        "PLACES": s.places,
+        "LAST": s.last,
+        "SEED": s.seed,
+        "OFFSET": s.offset,
+        "CHUNK": config.tile,
+        "TILE": config.list_tile,
+    }  # fmt: skip
+    return Build(prefix.resolve_kernel, p.types, constants, num_warps=config.list_warps)
+
+
+launch_count = Launcher("prefix_count", build_count)
+launch_bracket = Launcher("prefix_bracket", build_bracket)
+launch_gather = Launcher("prefix_gather", build_gather)
+launch_resolve = Launcher("prefix_resolve", build_resolve)
+LAUNCHERS = (launch_count, launch_bracket, launch_gather, launch_resolve)

@@ -1,0 +1,70 @@
+"""Random numbers that depend on a seed, an offset and a column alone: Philox 4x32-10 (Salmon et al., SC 2011).
+
+One call of Philox serves four neighbouring columns. Its key is the seed; its counter is (column // 4, stream, offset),
+with `stream` the row where rows share one seed and offset, and 0 where a row has its own.
+"""
+
+import triton
+import triton.language as tl
+
+# Where a seed or an offset is: a scalar argument, one element for all rows, or an element for each row.
+SCALAR = tl.constexpr(0)
+SHARED = tl.constexpr(1)
+PER_ROW = tl.constexpr(2)
+
+
+@triton.jit
+def source_of(seed, seeds, offset, offsets, row, SEED: tl.constexpr, OFFSET: tl.constexpr):
+    """The seed, the offset (both 64 bits) and the stream (32 bits) of a row."""
+    if SEED != SCALAR:
+        seed = tl.load(seeds + (row if SEED == PER_ROW else 0))
+    if OFFSET != SCALAR:
+        offset = tl.load(offsets + (row if OFFSET == PER_ROW else 0))
+    stream = row if SEED != PER_ROW and OFFSET != PER_ROW else row * 0
+    return seed.to(tl.int64), offset.to(tl.int64), stream.to(tl.uint32)
+
+
+@triton.jit
+def words(seed, offset, stream, group):
+    """Four blocks of 32 random bits, for columns 4 * group ... 4 * group + 3."""
+    group = group.to(tl.uint32)
+    zero = group * 0
+    low = zero + (offset & 0xFFFFFFFF).to(tl.uint32)
+    high = zero + ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return tl.philox(seed, group, zero + stream, low, high)
+
+
+@triton.jit
+def uniform(word):
+    """Random bits as a float32 above 0 and below 1, fine near 0 (multiples of 2^-33)."""
+    u = word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+    return tl.minimum(u, 0.99999994)
+
+
+@triton.jit
+def exponential(word):
+    """Random bits as an exponential variate, -log(1 - u).
+
+    Small ones decide races of many columns, so where 1 - u would round them a series takes over, exact to 1e-8.
+    """
+    u = uniform(word)
+    series = u * (1 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * (0.2 + u * 0.16666667)))))
+    return tl.where(u < 0.0625, series, -tl.log(1 - u))
+
+
+@triton.jit
+def exponentials(seed, offset, stream, first_column, TILE: tl.constexpr):
+    """Variates of columns first_column ... first_column + TILE - 1; first_column and TILE are multiples of 4."""
+    group = first_column // 4 + tl.arange(0, TILE // 4)
+    a, b, c, d = words(seed, offset, stream, group)
+    word = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [TILE])
+    return exponential(word)
+
+
+@triton.jit
+def exponentials_at(seed, offset, stream, column):
+    """Variates of any columns."""
+    a, b, c, d = words(seed, offset, stream, column // 4)
+    place = column % 4
+    word = tl.where(place < 2, tl.where(place == 0, a, b), tl.where(place == 2, c, d))
+    return exponential(word)

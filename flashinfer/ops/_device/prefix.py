@@ -1,0 +1,589 @@
+"""The first elements of a row in the order (value descending, index ascending), found without sorting.
+
+Top-k, top-p and their combinations all keep a prefix of that order. It is told by its pivot: the key and the index of
+its last element. Four launches find it, and the row is read twice, however its programs share it:
+
+    count    histogram of the values' leading bits; largest value and sum of each tile
+    bracket  which bins are surely inside the prefix, which surely outside, and which may hold its end
+    gather   sums up what is inside, and lists what is in between
+    resolve  searches the list for the pivot, bit by bit
+
+What is added over programs is integers, and of variates the largest is taken, so results depend on no order.
+Probabilities are added as multiples of 2^-40 of (a power of two at or above) the row's largest.
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer.ops._device.philox import exponentials, exponentials_at, source_of
+from flashinfer.ops._device.rows import multiple
+
+BINS = tl.constexpr(256)
+# What the values are: any numbers; probabilities (what is negative counts as 0); or logits, whose exponential counts.
+SCORES = tl.constexpr(0)
+PROBS = tl.constexpr(1)
+LOGITS = tl.constexpr(2)
+# Integers that bracket leaves for a row. Keys at HIGH or above are inside, keys below LOW are outside.
+HIGH = tl.constexpr(0)
+LOW = tl.constexpr(1)
+# Integers that resolve leaves: elements above key PIVOT are inside, and those at it up to rank RANK; KEPT of them.
+PIVOT = tl.constexpr(2)
+RANK = tl.constexpr(3)
+KEPT = tl.constexpr(4)
+STATE = tl.constexpr(5)
+# Numbers of a row: its largest value (NaN where the row holds NaN or inf), its sum, and the sum of the prefix.
+TOP = tl.constexpr(0)
+SUM = tl.constexpr(1)
+INSIDE = tl.constexpr(2)
+NUMBERS = tl.constexpr(3)
+
+_LOWEST = tl.constexpr(-(1 << 31))
+_BEYOND = tl.constexpr(1 << 31)
+
+
+@triton.jit
+def key_of(value):
+    """An int32 in the order of the float32 values: -0 is 0, NaN stands above all."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(value != value, 0x7FFFFFFF, key)
+
+
+@triton.jit
+def value_of(key):
+    """The float32 value of an int32 key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bin_of(key, DOMAIN: tl.constexpr):
+    """The bin of a key. Probabilities: 8 bins for each power of two from 2^-31 to 2. Others: 4 for each from 2^-16 to
+    2^16, of either sign. What is beyond is in the outermost bin, what is too small in the one next to zero."""
+    if DOMAIN == PROBS:
+        return tl.minimum(tl.maximum((key >> 20) - 768, 0), 255)
+    upper = tl.minimum(tl.maximum((key >> 21) - 444, 0), 127)
+    lower = tl.minimum(tl.maximum((~key >> 21) - 444, 0), 127)
+    return tl.where(key >= 0, 128 + upper, 127 - lower)
+
+
+@triton.jit
+def first_key(bin, DOMAIN: tl.constexpr):
+    """The smallest key of a bin, as int64; of bin 256, what no key reaches."""
+    bin = bin.to(tl.int64)
+    if DOMAIN == PROBS:
+        key = tl.where(bin == 0, 0, (bin + 768) << 20)
+    else:
+        key = tl.where(bin < 128, -((572 - bin) << 21), tl.where(bin == 128, 0, (bin + 316) << 21))
+        key = tl.where(bin == 0, _LOWEST, key)
+    return tl.where(bin == BINS, _BEYOND, key)
+
+
+@triton.jit
+def weight_of(value, top, DOMAIN: tl.constexpr):
+    """What a value adds to the sums: itself, or for logits its exponential relative to the row's largest."""
+    return tl.exp(value - top) if DOMAIN == LOGITS else value
+
+
+@triton.jit
+def unit_of(top, DOMAIN: tl.constexpr):
+    """How many units one is: a power of two that gives the row's largest weight at most 2^41 of them."""
+    if DOMAIN == LOGITS:
+        return top * 0 + 1099511627776.0
+    exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
+    return ((tl.minimum(294 - exponent, 253)) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def window_of(x, x_row, indices, starts, lengths, row, columns, UNIT: tl.constexpr):
+    """Where a row begins and how many columns it has: all, or those that its start and length tell."""
+    source = row.to(tl.int64)
+    if indices is not None:
+        source = tl.load(indices + row).to(tl.int64)
+    x += source * multiple(x_row, UNIT)
+    begin = 0
+    if starts is not None:
+        begin = tl.minimum(tl.maximum(tl.load(starts + row), 0), columns)
+    length = columns - begin
+    if lengths is not None:
+        length = tl.minimum(tl.maximum(tl.load(lengths + row), 0), length)
+    return x + begin, length
+
+
+@triton.jit
+def load_values(x, column, inside, DOMAIN: tl.constexpr):
+    value = tl.load(x + column, inside, other=0).to(tl.float32)
+    if DOMAIN == PROBS:
+        value = tl.where(value < 0, 0.0, value)
+    return value
+
+
+@triton.jit
+def tile_statistics(value, inside, DOMAIN: tl.constexpr):
+    """The largest of a tile, NaN if it holds NaN or inf, and the sum of its weights relative to the largest."""
+    top = tl.max(tl.where(inside, value, float("-inf")), 0)
+    bad = tl.max((inside & ((value != value) | (value == float("inf")))).to(tl.int32), 0)
+    if DOMAIN == LOGITS:
+        weight = tl.exp(value - tl.where(top == float("-inf"), 0.0, top))
+    else:
+        weight = value
+    total = tl.sum(tl.where(inside, weight, 0.0), 0)
+    return tl.where(bad > 0, float("nan"), top), total
+
+
+@triton.jit
+def row_statistics(tile_top, tile_sum, row, tiles, DOMAIN: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest of a row (NaN, if a tile's is) and the sum of its weights, from those of its tiles."""
+    at = row.to(tl.int64) * tiles
+    top = tl.full([], float("-inf"), tl.float32)
+    bad = tl.full([], 0, tl.int32)
+    for start in range(0, tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        tops = tl.load(tile_top + at + tile, tile < tiles, other=float("-inf"))
+        top = tl.maximum(top, tl.max(tl.where(tops == tops, tops, float("-inf")), 0))
+        bad |= tl.max((tops != tops).to(tl.int32), 0)
+    total = tl.full([], 0.0, tl.float32)
+    for start in range(0, tiles, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        sums = tl.load(tile_sum + at + tile, tile < tiles, other=0.0)
+        if DOMAIN == LOGITS:
+            tops = tl.load(tile_top + at + tile, tile < tiles, other=float("-inf"))
+            sums *= tl.where(tops == float("-inf"), 0.0, tl.exp(tops - top))
+        total += tl.sum(sums, 0)
+    return tl.where(bad > 0, float("nan"), top), total
+
+
+@triton.jit
+def count_kernel(
+    x, indices, starts, lengths, counts, tile_top, tile_sum, x_row, columns, programs, chunk, tiles,
+    DOMAIN: tl.constexpr, STATISTICS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """counts int32 [rows, programs, BINS]; tile_top and tile_sum float32 [rows, tiles]. A program takes `chunk` tiles;
+    their statistics do not depend on how many that is."""
+    row = tl.program_id(0) // programs
+    part = tl.program_id(0) % programs
+    x, length = window_of(x, x_row, indices, starts, lengths, row, columns, UNIT)
+    histogram = tl.zeros([BINS], tl.int32)
+    for i in range(chunk):
+        tile = part * chunk + i
+        column = tile * TILE + tl.arange(0, TILE)
+        inside = column < length
+        value = load_values(x, column, inside, DOMAIN)
+        histogram += tl.histogram(bin_of(key_of(value), DOMAIN), BINS, mask=inside)
+        if STATISTICS:
+            top, total = tile_statistics(value, inside, DOMAIN)
+            at = row.to(tl.int64) * tiles + tile
+            tl.store(tile_top + at, top, tile < tiles)
+            tl.store(tile_sum + at, total, tile < tiles)
+    tl.store(counts + tl.program_id(0).to(tl.int64) * BINS + tl.arange(0, BINS), histogram)
+
+
+@triton.jit
+def row_counts(counts, row, programs):
+    """The histogram of a row, from those of its programs."""
+    bin = tl.arange(0, BINS)
+    total = tl.zeros([BINS], tl.int32)
+    for start in range(0, programs, 16):
+        part = start + tl.arange(0, 16)
+        at = (row.to(tl.int64) * programs + part) * BINS
+        total += tl.sum(tl.load(counts + at[:, None] + bin[None, :], (part < programs)[:, None], other=0), 0)
+    return total
+
+
+@triton.jit
+def bracket_by_count(count, k, total):
+    """Bins from the first result on are inside the k first, bins below the second outside."""
+    bin = tl.arange(0, BINS)
+    above = tl.cumsum(count, 0, reverse=True)
+    edge = tl.max(tl.where(above >= k, bin, 0), 0)
+    full = tl.max(tl.where(bin == edge, above, 0), 0) == k
+    everything = k >= total
+    return tl.where(everything, 0, tl.where(full, edge, edge + 1)), tl.where(everything, 0, edge)
+
+
+@triton.jit
+def bracket_by_mass(count, k_high, k_low, all_kept, p, top, total, DOMAIN: tl.constexpr, TOP_K_FIRST: tl.constexpr):
+    """The same for the fewest elements whose weights sum to p (of the whole, for logits; of the k first, if those are
+    taken first). Within a bin weights are between its ends', which bounds every sum of whole bins."""
+    bin = tl.arange(0, BINS)
+    low = value_of(tl.maximum(first_key(bin, DOMAIN), _LOWEST + 0x800000).to(tl.int32))
+    high = value_of(tl.minimum(first_key(bin + 1, DOMAIN), 0x7F800000).to(tl.int32))
+    low = tl.where(bin == 0, 0.0, weight_of(tl.minimum(low, top), top, DOMAIN))
+    high = weight_of(tl.minimum(high, top), top, DOMAIN)
+    low = count * low
+    high = count * high
+    # Weights of a bin and of all above it, from above or as what is left by those below; of all above it alone.
+    at_most = tl.minimum(tl.cumsum(high, 0, reverse=True), total - tl.cumsum(low, 0) + low)
+    at_least = tl.maximum(tl.cumsum(low, 0, reverse=True) - low, total - tl.cumsum(high, 0))
+    if TOP_K_FIRST:
+        least = tl.max(tl.where(bin == k_low, at_least, float("-inf")), 0)
+        most = tl.max(tl.where(bin == k_low, at_most, float("-inf")), 0)
+        least = p * tl.where(all_kept, total, least)
+        most = p * tl.where(all_kept, total, most)
+    else:
+        least = p * total if DOMAIN == LOGITS else p
+        most = least
+    # The sums above are right to a few roundings, and weights are added in units: 1e-5 of the whole covers both.
+    slack = total * 1e-5
+    inside = tl.min(tl.where(at_most < least - slack, bin, BINS), 0)
+    outside = tl.max(tl.where(at_least >= most + slack, bin + 1, 0), 0)
+    everything = p >= 1
+    inside = tl.where(everything, 0, inside)
+    outside = tl.where(everything, 0, outside)
+    if TOP_K_FIRST:
+        # The sum of the k first decides, so all of them that are not surely inside have to be listed.
+        outside = tl.where(all_kept, outside, 0)
+    return tl.maximum(inside, k_high), tl.maximum(outside, k_low)
+
+
+@triton.jit
+def parameter(scalar, values, row):
+    """A row's own value, or the one that all rows share."""
+    if values is not None:
+        value = tl.load(values + row)
+    else:
+        value = scalar
+    return value
+
+
+@triton.jit
+def bracket_kernel(
+    counts, tile_top, tile_sum, lengths, starts, top_k, top_ks, top_p, top_ps, state, numbers, listed, columns,
+    programs, tiles, DOMAIN: tl.constexpr, STATISTICS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    TOP_K_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """state int64 [rows, STATE]; numbers float32 [rows, NUMBERS]; listed int32 [rows], set to 0. One program a row.
+
+    A row with NaN, without weight, or with an impossible k or p has nothing inside.
+    """
+    row = tl.program_id(0)
+    _, length = window_of(counts, 0, None, starts, lengths, row, columns, 1)
+    count = row_counts(counts, row, programs)
+    possible = length > 0
+    k_high = tl.full([], 0, tl.int32)
+    k_low = tl.full([], 0, tl.int32)
+    all_kept = length > -1
+    if STATISTICS:
+        top, total = row_statistics(tile_top, tile_sum, row, tiles, DOMAIN, BLOCK)
+        possible &= (top == top) & (top > (float("-inf") if DOMAIN == LOGITS else 0.0))
+        tl.store(numbers + row * NUMBERS + TOP, top)
+        tl.store(numbers + row * NUMBERS + SUM, total)
+    if TOP_K:
+        k = parameter(top_k, top_ks, row)
+        possible &= k >= 1
+        all_kept = k >= length
+        k_high, k_low = bracket_by_count(count, k, length)
+    high, low = k_high, k_low
+    if TOP_P:
+        p = parameter(top_p, top_ps, row)
+        possible &= p > 0
+        high, low = bracket_by_mass(count, k_high, k_low, all_kept, p, top, total, DOMAIN, TOP_K_FIRST)
+    at = state + row.to(tl.int64) * STATE
+    tl.store(at + HIGH, tl.where(possible, first_key(high, DOMAIN), _BEYOND))
+    tl.store(at + LOW, tl.where(possible, first_key(low, DOMAIN), _BEYOND))
+    tl.store(listed + row, 0)
+
+
+@triton.jit
+def better(score, place, best, best_place):
+    """The larger of two scores with its place; of equal ones the first."""
+    larger = score > best
+    return tl.where(larger, score, best), tl.where(larger, place, best_place)
+
+
+@triton.jit
+def race_score(value, variate, DOMAIN: tl.constexpr):
+    """The element with the largest of these is drawn with a probability in proportion to its weight."""
+    return value - tl.log(variate) if DOMAIN == LOGITS else value / variate
+
+
+@triton.jit
+def gather_kernel(
+    x, indices, starts, lengths, state, numbers, listed, list_value, list_column, part_count, part_mass, part_score,
+    part_column, seed, seeds, offset, offsets, x_row, columns, programs, chunk, capacity,
+    DOMAIN: tl.constexpr, MASS: tl.constexpr, RACE: tl.constexpr, SEED: tl.constexpr, OFFSET: tl.constexpr,
+    UNIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What is inside: part_count int32, part_mass int64 and the winner of its race, part_score float32 and part_column
+    int32, all [rows, programs]. What may be: list_value float32, list_column int32 [rows, capacity], in any order."""
+    row = tl.program_id(0) // programs
+    part = tl.program_id(0) % programs
+    x, length = window_of(x, x_row, indices, starts, lengths, row, columns, UNIT)
+    high = tl.load(state + row.to(tl.int64) * STATE + HIGH)
+    low = tl.load(state + row.to(tl.int64) * STATE + LOW)
+    # Comparisons in 32 bits take half the registers of those in 64.
+    some_inside, some_kept = high < _BEYOND, low < _BEYOND
+    high_key, low_key = tl.minimum(high, _BEYOND - 1).to(tl.int32), tl.minimum(low, _BEYOND - 1).to(tl.int32)
+    if MASS:
+        top = tl.load(numbers + row * NUMBERS + TOP)
+        unit = unit_of(top, DOMAIN)
+    if RACE:
+        seed, offset, stream = source_of(seed, seeds, offset, offsets, row, SEED, OFFSET)
+        best = tl.full([], float("-inf") if DOMAIN == LOGITS else 0.0, tl.float32)
+        winner = tl.full([], -1, tl.int32)
+    inside_count = tl.full([], 0, tl.int32)
+    mass = tl.full([], 0, tl.int64)
+    for i in range(chunk):
+        first = (part * chunk + i) * TILE
+        column = first + tl.arange(0, TILE)
+        ok = column < length
+        value = load_values(x, column, ok, DOMAIN)
+        key = key_of(value)
+        inside = ok & (key >= high_key) & some_inside
+        between = ok & (key >= low_key) & some_kept & (inside == 0)
+        found = tl.sum(inside.to(tl.int32), 0)
+        open = tl.sum(between.to(tl.int32), 0)
+        inside_count += found
+        if found > 0:
+            if MASS:
+                weight = (weight_of(value, top, DOMAIN) * unit).to(tl.int64)
+                mass += tl.sum(tl.where(inside, weight, 0), 0)
+            if RACE:
+                score = race_score(value, exponentials(seed, offset, stream, first, TILE), DOMAIN)
+                score, place = tl.max(tl.where(inside, score, best), 0, return_indices=True)
+                best, winner = better(score, first + place, best, winner)
+        if open > 0:
+            place = tl.atomic_add(listed + row, open) + tl.cumsum(between.to(tl.int32), 0) - 1
+            fits = between & (place < capacity)
+            at = row.to(tl.int64) * capacity + place
+            tl.store(list_value + at, value, fits)
+            tl.store(list_column + at, column, fits)
+    tl.store(part_count + tl.program_id(0), inside_count)
+    if MASS:
+        tl.store(part_mass + tl.program_id(0), mass)
+    if RACE:
+        tl.store(part_score + tl.program_id(0), best)
+        tl.store(part_column + tl.program_id(0), winner)
+
+
+@triton.jit
+def listed_elements(start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE: tl.constexpr):
+    """Elements between the bounds: those of the list, or, where it overflowed, those of the row."""
+    at = start + tl.arange(0, TILE)
+    ok = at < count
+    column = tl.load(list_column + at, ok & from_list, other=0)
+    value = tl.load(list_value + at, ok & from_list, other=0)
+    column = tl.where(from_list, column, at)
+    value = tl.where(from_list, value, load_values(x, at, ok & (from_list == 0), DOMAIN))
+    key = key_of(value).to(tl.int64)
+    return value, key, column, ok & (key >= low) & (key < high)
+
+
+@triton.jit
+def measure(value, top, unit, DOMAIN: tl.constexpr, MASS: tl.constexpr):
+    """What an element counts: one, or its weight in units."""
+    if MASS:
+        return (weight_of(value, top, DOMAIN) * unit).to(tl.int64)
+    return (value == value).to(tl.int64) | 1
+
+
+@triton.jit
+def find_pivot(
+    target, base, count, from_list, x, list_value, list_column, high, low, columns, top, unit,
+    DOMAIN: tl.constexpr, MASS: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Key and rank of the last of the fewest elements that, with `base`, measure `target`; all between if they do not.
+
+    `low` reaches the target or takes all; `high` misses it. The search halves what lies in between.
+    """
+    enough = low
+    beyond = high
+    while beyond - enough > 1:
+        middle = enough + (beyond - enough) // 2
+        sum = base
+        for start in range(0, count, TILE):
+            value, key, column, ok = listed_elements(
+                start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
+            )
+            sum += tl.sum(tl.where(ok & (key >= middle), measure(value, top, unit, DOMAIN, MASS), 0), 0)
+        reached = sum >= target
+        enough = tl.where(reached, middle, enough)
+        beyond = tl.where(reached, beyond, middle)
+    above = base
+    equal = tl.full([], 0, tl.int64)
+    ties = tl.full([], 0, tl.int64)
+    for start in range(0, count, TILE):
+        value, key, column, ok = listed_elements(
+            start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
+        )
+        each = measure(value, top, unit, DOMAIN, MASS)
+        above += tl.sum(tl.where(ok & (key > enough), each, 0), 0)
+        equal = tl.maximum(equal, tl.max(tl.where(ok & (key == enough), each, 0), 0))
+        ties += tl.sum((ok & (key == enough)).to(tl.int64), 0)
+    # Equal elements measure the same, so as many of them as fill the rest are taken, by rank.
+    wanted = target - above
+    if MASS:
+        equal = tl.maximum(equal, 1)
+        wanted = (wanted + equal - 1) // equal
+    few = tl.full([], -1, tl.int64)
+    rank = tl.where(wanted < ties, columns - 1, few + 1)
+    while rank - few > 1:
+        middle = few + (rank - few) // 2
+        taken = tl.full([], 0, tl.int64)
+        for start in range(0, count, TILE):
+            value, key, column, ok = listed_elements(
+                start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
+            )
+            mine = columns - 1 - column if LAST else column
+            taken += tl.sum((ok & (key == enough) & (mine <= middle)).to(tl.int64), 0)
+        reached = taken >= wanted
+        rank = tl.where(reached, middle, rank)
+        few = tl.where(reached, few, middle)
+    return enough, tl.where(wanted < ties, rank, columns.to(tl.int64))
+
+
+@triton.jit
+def is_kept(key, column, pivot, rank, columns, LAST: tl.constexpr):
+    """Whether elements are in the prefix that ends with this key and rank; the last of equal ones first, if LAST."""
+    mine = columns - 1 - column if LAST else column
+    return (key > pivot) | ((key == pivot) & (mine <= rank))
+
+
+@triton.jit
+def row_parts(parts, row, programs, BLOCK: tl.constexpr):
+    """The sum, int64, over the programs of a row."""
+    total = tl.full([], 0, tl.int64)
+    for start in range(0, programs, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(parts + row.to(tl.int64) * programs + part, part < programs, other=0).to(tl.int64), 0)
+    return total
+
+
+@triton.jit
+def find_end(
+    k, p, inside, inside_mass, sum, count, from_list, x, list_value, list_column, high, low, length, columns, top, unit,
+    DOMAIN: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, TOP_K_FIRST: tl.constexpr, LAST: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Pivot and rank of the prefix that the filters keep: of two prefixes the shorter one."""
+    pivot = low
+    rank = columns.to(tl.int64)
+    if TOP_K:
+        if k < length:
+            pivot, rank = find_pivot(
+                k.to(tl.int64), inside, count, from_list, x, list_value, list_column, high, low, columns, top, unit,
+                DOMAIN, False, LAST, TILE,
+            )  # fmt: skip
+    if TOP_P:
+        if p < 1:
+            goal = p.to(tl.float64) * unit
+            if TOP_K_FIRST:
+                if k < length:
+                    first = inside_mass
+                    for start in range(0, count, TILE):
+                        value, key, column, ok = listed_elements(
+                            start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
+                        )
+                        ok &= is_kept(key, column, pivot, rank, columns, LAST)
+                        first += tl.sum(tl.where(ok, measure(value, top, unit, DOMAIN, True), 0), 0)
+                    goal = p.to(tl.float64) * first
+                else:
+                    goal *= sum
+            elif DOMAIN == LOGITS:
+                goal *= sum
+            # No sum of a row reaches 2^62.
+            target = tl.maximum(tl.minimum(goal, 4611686018427387904.0).to(tl.int64), 1)
+            p_pivot, p_rank = find_pivot(
+                target, inside_mass, count, from_list, x, list_value, list_column, high, low, columns, top, unit,
+                DOMAIN, True, LAST, TILE,
+            )  # fmt: skip
+            shorter = (p_pivot > pivot) | ((p_pivot == pivot) & (p_rank < rank))
+            pivot = tl.where(shorter, p_pivot, pivot)
+            rank = tl.where(shorter, p_rank, rank)
+    return pivot, rank
+
+
+@triton.jit
+def resolve_kernel(
+    x, indices, starts, lengths, state, numbers, listed, list_value, list_column, part_count, part_mass, part_score,
+    part_column, top_k, top_ks, top_p, top_ps, seed, seeds, offset, offsets, samples, valid, x_row, columns, programs,
+    chunk, capacity, DOMAIN: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, TOP_K_FIRST: tl.constexpr,
+    MASS: tl.constexpr, RACE: tl.constexpr, PLACES: tl.constexpr, LAST: tl.constexpr, SEED: tl.constexpr,
+    OFFSET: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The pivot of a row into state, and what the caller is after: the sum of the prefix (MASS), the token that wins
+    the race over it (RACE), or in part_count where the elements of each program come (PLACES). One program a row."""
+    row = tl.program_id(0)
+    x, length = window_of(x, x_row, indices, starts, lengths, row, columns, UNIT)
+    high = tl.load(state + row.to(tl.int64) * STATE + HIGH)
+    low = tl.load(state + row.to(tl.int64) * STATE + LOW)
+    count = tl.load(listed + row)
+    from_list = count <= capacity
+    count = tl.where(from_list, count, length)
+    list_value += row.to(tl.int64) * capacity
+    list_column += row.to(tl.int64) * capacity
+    inside = row_parts(part_count, row, programs, BINS)
+    inside_mass = inside * 0
+    top = tl.full([], 0.0, tl.float32)
+    unit = tl.full([], 0.0, tl.float32)
+    sum = tl.full([], 0.0, tl.float32)
+    if MASS:
+        top = tl.load(numbers + row * NUMBERS + TOP)
+        sum = tl.load(numbers + row * NUMBERS + SUM)
+        unit = unit_of(top, DOMAIN)
+        inside_mass = row_parts(part_mass, row, programs, BINS)
+    k = parameter(top_k, top_ks, row)
+    p = parameter(top_p, top_ps, row)
+    pivot = high
+    rank = columns.to(tl.int64)
+    if count > 0:
+        pivot, rank = find_end(
+            k, p, inside, inside_mass, sum, count, from_list, x, list_value, list_column, high, low, length, columns,
+            top, unit, DOMAIN, TOP_K, TOP_P, TOP_K_FIRST, LAST, TILE,
+        )  # fmt: skip
+    if RACE:
+        seed, offset, stream = source_of(seed, seeds, offset, offsets, row, SEED, OFFSET)
+        best, winner = row_winner(part_score, part_column, row, programs, DOMAIN, BINS)
+    kept = inside
+    mass = inside_mass
+    if PLACES:
+        places = tl.zeros([BINS], tl.int32)
+    for start in range(0, count, TILE):
+        value, key, column, ok = listed_elements(
+            start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
+        )
+        ok &= is_kept(key, column, pivot, rank, columns, LAST)
+        kept += tl.sum(ok.to(tl.int64), 0)
+        if MASS:
+            mass += tl.sum(tl.where(ok, measure(value, top, unit, DOMAIN, True), 0), 0)
+        if PLACES:
+            places += tl.histogram(column // (chunk * CHUNK), BINS, mask=ok)
+        if RACE:
+            variate = exponentials_at(seed, offset, stream, column)
+            lowest = float("-inf") if DOMAIN == LOGITS else 0.0
+            score = tl.where(ok, race_score(value, variate, DOMAIN), lowest)
+            tile_best = tl.max(score, 0)
+            first = tl.min(tl.where(ok & (score == tile_best), column, columns), 0)
+            ahead = (tile_best > best) | ((tile_best == best) & (tile_best > lowest) & (first < winner))
+            best = tl.where(ahead, tile_best, best)
+            winner = tl.where(ahead, first, winner)
+    at = state + row.to(tl.int64) * STATE
+    tl.store(at + PIVOT, pivot)
+    tl.store(at + RANK, rank)
+    tl.store(at + KEPT, kept)
+    if MASS:
+        tl.store(numbers + row * NUMBERS + INSIDE, (mass.to(tl.float64) / unit).to(tl.float32))
+    if PLACES:
+        part = tl.arange(0, BINS)
+        mine = part_count + row.to(tl.int64) * programs + part
+        places += tl.load(mine, part < programs, other=0)
+        tl.store(mine, tl.cumsum(places, 0) - places, part < programs)
+    if RACE:
+        tl.store(samples + row, tl.maximum(winner, 0).to(samples.dtype.element_ty))
+        tl.store(valid + row, (winner >= 0).to(tl.int8))
+
+
+@triton.jit
+def row_winner(part_score, part_column, row, programs, DOMAIN: tl.constexpr, BLOCK: tl.constexpr):
+    """The best score of a row's programs and its column, -1 if there is none; the first of equal ones."""
+    best = tl.full([], float("-inf") if DOMAIN == LOGITS else 0.0, tl.float32)
+    winner = tl.full([], -1, tl.int32)
+    for start in range(0, programs, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        ok = part < programs
+        at = row.to(tl.int64) * programs + part
+        score = tl.load(part_score + at, ok, other=float("-inf"))
+        column = tl.load(part_column + at, ok, other=-1)
+        score, place = tl.max(score, 0, return_indices=True)
+        column = tl.max(tl.where(part == start + place, column, -1), 0)
+        best, winner = better(score, column, best, winner)
+    return best, winner

@@ -1,0 +1,153 @@
+"""Sampling in torch: sort, add up, and let the kept columns race."""
+
+import math
+
+import torch
+
+from flashinfer.ops.sampling import Draw, Prefix, Softmax
+
+# A row's largest probability is at most 2^41 units; see flashinfer/ops/_device/prefix.py.
+_UNITS = 40
+
+
+def run(problem, config, *args):
+    return _RUN[type(problem)](problem, *args)
+
+
+def _softmax(problem, logits, temperature, out):
+    logits = logits.float()
+    if temperature is not None:
+        scale = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).reshape(-1, 1)
+        logits = (logits - logits.amax(-1, keepdim=True)) / scale.where(scale > 0, math.nan)
+    torch.softmax(logits, -1, out=out)
+
+
+def _draw(problem, x, min_p, randomness, indices, samples, valid):
+    values, weights = _weights(problem, x, indices)
+    kept = torch.ones_like(weights, dtype=torch.bool)
+    possible = _is_distribution(values, weights)
+    if min_p is not None:
+        share = torch.as_tensor(min_p, dtype=torch.float32, device=x.device).reshape(-1, 1)
+        kept = weights >= share * weights.amax(-1, keepdim=True)
+        possible &= ((share >= 0) & (share <= 1)).expand(len(weights), 1).squeeze(1)
+    _race(problem, values, weights, kept & possible[:, None], randomness, samples, valid)
+
+
+def _prefix(problem, x, k, p, randomness, indices, out, valid):
+    values, weights = _weights(problem, x, indices)
+    kept = keep_prefix(problem, values, weights, k, p)
+    if problem.use == "draw":
+        _race(problem, values, weights, kept, randomness, out, valid)
+    elif problem.use == "mask":
+        out.copy_(x.where(kept, -math.inf))
+    else:
+        total = (weights.double() * kept).sum(-1, keepdim=True)
+        shares = torch.where(kept, weights / total.float(), 0)
+        out.copy_(shares.where(values.isfinite().all(-1, keepdim=True), math.nan))
+
+
+def keep_prefix(problem, values, weights, k, p):
+    """Which columns the filters keep, bool [rows, columns]."""
+    rows, columns = values.shape
+    values = values.where(values != 0, 0)
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    rank = torch.arange(columns, device=values.device).expand(rows, -1)
+    possible = torch.ones(rows, 1, dtype=torch.bool, device=values.device)
+    if problem.source != "scores":
+        possible = _is_distribution(values, weights)[:, None]
+    kept = possible.expand(rows, columns)
+    if k is not None:
+        k = torch.as_tensor(k, device=values.device).reshape(-1, 1)
+        kept = kept & (rank < k)
+    if p is not None:
+        p = torch.as_tensor(p, dtype=torch.float32, device=values.device).reshape(-1, 1)
+        units = _units(problem, weights)
+        mass = (weights * units).to(torch.int64).gather(1, order)
+        share, whole = p.double(), weights.double().sum(-1, keepdim=True).float()
+        goal = share * units if problem.source == "probs" else share * units * whole
+        if problem.top_k_first:
+            first = (mass * kept).sum(-1, keepdim=True)
+            goal = torch.where(k >= columns, share * units * whole, share * first)
+        goal = goal.nan_to_num(0).clamp(1, 2.0**62).to(torch.int64)
+        kept = kept & ((mass.cumsum(-1) - mass < goal) | (p >= 1)) & (p > 0)
+    return torch.zeros_like(kept).scatter(1, order, kept)
+
+
+def _weights(problem, x, indices):
+    """The values as float32, one row for each of the output, and what they weigh."""
+    values = (x if indices is None else x[indices.long()]).float()
+    if problem.source == "logits":
+        return values, (values - values.amax(-1, keepdim=True)).exp()
+    return values, values.clamp(min=0)
+
+
+def _is_distribution(values, weights):
+    """Rows without NaN and inf that weigh something."""
+    finite = ~(values.isnan() | values.isposinf()).any(-1)
+    return finite & (weights.nan_to_num(0) > 0).any(-1)
+
+
+def _units(problem, weights):
+    """Units of a weight of one, as float32: a power of two."""
+    if problem.source == "logits":
+        return torch.full_like(weights[:, :1], 2.0**_UNITS)
+    _, exponent = weights.amax(-1, keepdim=True).frexp()
+    return torch.ldexp(torch.ones_like(weights[:, :1]), (_UNITS + 1 - exponent).clamp(max=126))
+
+
+def _race(problem, values, weights, kept, randomness, samples, valid):
+    """The kept column with the largest weight / variate is drawn in proportion to its weight (exponential race)."""
+    kept = kept & (weights > 0)
+    row, column = kept.nonzero(as_tuple=True)
+    variate = exponentials(randomness, row, column)
+    if problem.source == "logits":
+        score, lowest = values[row, column] - variate.log(), -math.inf
+    else:
+        score, lowest = weights[row, column] / variate, 0.0
+    board = torch.full_like(weights, lowest)
+    board[row, column] = score
+    alive = kept.any(-1)
+    samples.copy_(board.argmax(-1).where(alive, 0) if board.shape[1] else 0)
+    valid.copy_(alive)
+
+
+def exponentials(randomness, row, column):
+    """Exponential variates of the given elements; the same numbers as flashinfer/ops/_device/philox.py makes."""
+    seed, seeds, offset, offsets = randomness
+    own = False
+    if seeds is not None:
+        own |= len(seeds) > 1
+        seed = seeds[row if len(seeds) > 1 else 0]
+    if offsets is not None:
+        own |= len(offsets) > 1
+        offset = offsets[row if len(offsets) > 1 else 0]
+    seed, offset = (torch.as_tensor(x, dtype=torch.int64, device=row.device) for x in (seed, offset))
+    stream = torch.zeros_like(row) if own else row
+    word = philox(seed, (column // 4, stream, offset & _LOW, offset >> 32 & _LOW))
+    bits = torch.stack(word).gather(0, (column % 4)[None]).squeeze(0)
+    u = (bits.float() * 2.0**-32 + 2.0**-33).clamp(max=1 - 2.0**-24)
+    series = u * (1 + u * (0.5 + u * (1 / 3 + u * (0.25 + u * (0.2 + u / 6)))))
+    return torch.where(u < 0.0625, series, -(1 - u).log())
+
+
+_LOW = 0xFFFFFFFF
+
+
+def philox(key, counter):
+    """Four words, as int64, of Philox 4x32-10 (Salmon et al., SC 2011): an int64 key and four counters below 2^32."""
+    a, b, c, d = counter
+    key_low, key_high = key & _LOW, key >> 32 & _LOW
+    for _ in range(10):
+        # Products of 64 bits wrap around in int64, bits intact.
+        first, second = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = (
+            second >> 32 & _LOW ^ b ^ key_low,
+            second & _LOW,
+            first >> 32 & _LOW ^ d ^ key_high,
+            first & _LOW,
+        )
+        key_low, key_high = key_low + 0x9E3779B9 & _LOW, key_high + 0xBB67AE85 & _LOW
+    return torch.broadcast_tensors(a, b, c, d)
+
+
+_RUN = {Softmax: _softmax, Draw: _draw, Prefix: _prefix}

@@ -1,0 +1,133 @@
+"""What the sampling functions have in common: checks of their arguments, and randomness."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer.ops import sampling as room
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INDICES = (torch.int32, torch.int64)
+_MOST = (1 << 31) - 1
+
+
+class Call:
+    """What all functions that draw have in common: checks, randomness and the tensors for the result."""
+
+    no_k = no_p = (None, None)
+
+    def __init__(self, name, x, indices, check_nan, generator, seed, offset):
+        check_rows(name, x)
+        self.batch = len(x)
+        if indices is not None:
+            require(indices.dim() == 1, "indices", tuple(indices.shape), "[batch]")
+            require(indices.dtype in INDICES, "indices", indices.dtype, "int32, int64")
+            same_device(**{name: x}, indices=indices)
+            self.batch = len(indices)
+            indices = indices.contiguous()
+        if check_nan:
+            require(not bool(x.isnan().any()), name, "NaN", "no NaN")
+        self.samples = torch.empty(self.batch, dtype=torch.int32 if indices is None else indices.dtype, device=x.device)
+        self.valid = torch.empty(self.batch, dtype=torch.bool, device=x.device)
+        randomness = take_randomness(x.device, self.batch, generator, seed, offset)
+        self.operands = (*randomness, indices, self.samples, self.valid)
+
+    def k(self, top_k, may_be_impossible):
+        return top_k_of(top_k, self.batch, may_be_impossible)
+
+    def p(self, top_p, may_be_impossible):
+        return top_p_of(top_p, self.batch, may_be_impossible)
+
+    def result(self, return_valid):
+        return (self.samples, self.valid) if return_valid else self.samples
+
+
+def take_randomness(device, batch, generator, seed, offset):
+    """[seed, offset] as numbers, and as tensors or None where the numbers hold."""
+    require((seed is None) == (offset is None), "offset" if offset is None else "seed", None, "both seed and offset")
+    if seed is None:
+        options = {} if generator is None else {"generator": generator}
+        drawn = torch.randint(0, 1 << 62, (2,), dtype=torch.int64, device=device, **options)
+        return [0, 0], drawn[:1], drawn[1:]
+    (seed, seeds), (offset, offsets) = _seed("seed", seed, batch, device), _seed("offset", offset, batch, device)
+    return [seed, offset], seeds, offsets
+
+
+def randomness_of(numbers, seeds, offsets):
+    """Seed and offset as rooms take them: each a number and a tensor, of which one is None."""
+    seed, offset = numbers
+    return seed if seeds is None else None, seeds, offset if offsets is None else None, offsets
+
+
+def _seed(name, value, batch, device):
+    if not isinstance(value, torch.Tensor):
+        # Numbers of 64 bits, signed or not, are the same 64 bits.
+        return (int(value) + (1 << 63)) % (1 << 64) - (1 << 63), None
+    require(value.dtype in (torch.int64, torch.uint64), name, value.dtype, "int64")
+    require(value.numel() in (1, batch) and value.dim() <= 1, name, tuple(value.shape), f"[1] or [{batch}]")
+    require(value.device == device, name, f"a tensor on {value.device}", str(device))
+    return 0, value.view(torch.int64).reshape(-1).contiguous()
+
+
+def parameter(name, value, batch, dtype):
+    """A filter's parameter as a number and None, or as None and a tensor [batch]."""
+    if not isinstance(value, torch.Tensor):
+        return (None if value is None else float(value)), None
+    if value.dim() == 0:
+        value = value.expand(batch)
+    require(value.shape == (batch,), name, tuple(value.shape), f"[{batch}]")
+    require(value.is_floating_point(), name, value.dtype, "a floating-point dtype")
+    return None, value.to(dtype).contiguous()
+
+
+def top_k_of(value, batch, may_be_impossible=False):
+    if not isinstance(value, torch.Tensor):
+        require(may_be_impossible or value >= 1, "top_k", value, "1 or more")
+        return max(min(int(value), _MOST), 0), None
+    if value.dim() == 0:
+        value = value.expand(batch)
+    require(value.shape == (batch,), "top_k", tuple(value.shape), f"[{batch}]")
+    require(value.dtype in INDICES, "top_k", value.dtype, "int32, int64")
+    return None, value.contiguous()
+
+
+def top_p_of(value, batch, may_be_impossible=False):
+    scalar, tensor = parameter("top_p", value, batch, torch.float32)
+    require(may_be_impossible or scalar is None or scalar > 0, "top_p", scalar, "above 0")
+    return scalar, tensor
+
+
+def form_of(source, order):
+    """The source and the order of filters, in one word for an op's schema."""
+    require(order in ("top_k_first", "joint"), "filter_apply_order", repr(order), "'top_k_first', 'joint'")
+    return f"{source} {order}"
+
+
+def check_rows(name, x):
+    require(x.dim() == 2, name, tuple(x.shape), "[rows, num_classes]")
+    require(x.dtype in _DTYPES, name, x.dtype, "float32, bfloat16, float16")
+    require(0 < x.shape[1] < 1 << 30, name, tuple(x.shape), "1 to 2^30 classes")
+
+
+def place_of(tensor):
+    """Where a seed or an offset is, as a Problem says it."""
+    if tensor is None:
+        return room.SCALAR
+    return room.SHARED if len(tensor) == 1 else room.PER_ROW
+
+
+def kind_of(scalar, tensor):
+    """How a parameter is given, as a Problem says it."""
+    if tensor is not None:
+        return dtype_name(tensor.dtype)
+    return "" if scalar is None else "scalar"
+
+
+def given(scalar, tensor):
+    return scalar if tensor is None else tensor
+
+
+def rows_of(x):
+    """Rows that are contiguous, as kernels read them."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

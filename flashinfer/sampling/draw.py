@@ -1,0 +1,267 @@
+"""Drawing tokens from rows of probabilities or logits, all of them or those that top-k, top-p or min-p keep."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.custom_op import custom_op
+from flashinfer.ops import sampling as room
+from flashinfer.sampling.arguments import Call, form_of, given, kind_of, parameter, place_of, randomness_of, rows_of
+
+
+def sampling_from_probs(
+    probs: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    return_valid: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token from each row of probabilities.
+
+    Parameters
+    ----------
+    probs : torch.Tensor
+        [rows, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0). Rows should sum to 1;
+        tokens are drawn in proportion in any case.
+    indices : torch.Tensor, optional
+        int32 or int64 [batch]: the row of `probs` that each output is drawn from. By default output i is drawn from
+        row i.
+    deterministic : bool
+        Results depend on nothing but the arguments in either case.
+    generator : torch.Generator, optional
+        Where seed and offset come from if they are not given; by default the device's own. It advances.
+    check_nan : bool
+        Raise ValueError if `probs` holds NaN. Waits for the device.
+    seed, offset : int or torch.Tensor, optional
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
+        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
+        both, each draws numbers of its own. A CUDA graph reads tensors anew at each replay.
+    return_valid : bool
+        Return `valid` as well.
+
+    Returns
+    -------
+    samples : torch.Tensor
+        [batch]; dtype of `indices`, or int32. 0 where there is nothing to draw.
+    valid : torch.Tensor
+        bool [batch], only with `return_valid`: False where a row holds NaN or inf, or no probability above 0, or where
+        a filter's parameter is impossible. Other rows are not affected.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above; NaN, if `check_nan`; a number that is impossible as a filter's
+        parameter, unless `return_valid` tells of it.
+
+    References
+    ----------
+    An exponential race: the token with the largest probability / variate wins; the variates are Philox 4x32-10's of
+    seed, offset and column (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011).
+    """
+    call = Call("probs", probs, indices, check_nan, generator, seed, offset)
+    _draw(probs, "probs", None, None, *call.operands)
+    return call.result(return_valid)
+
+
+def sampling_from_logits(
+    logits: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Draw a token from the softmax of each row of logits, without computing it.
+
+    `logits` is [rows, num_classes], float32, bfloat16 or float16. Other parameters, the result and errors are those of
+    `sampling_from_probs`; 0 stands for a row with NaN or +inf, or of -inf alone.
+    """
+    call = Call("logits", logits, indices, check_nan, generator, seed, offset)
+    _draw(logits, "logits", None, None, *call.operands)
+    return call.result(False)
+
+
+def top_p_sampling_from_probs(
+    probs: torch.Tensor,
+    top_p: torch.Tensor | float,
+    indices: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    return_valid: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token from the fewest most probable ones whose probabilities sum to `top_p` (nucleus sampling).
+
+    `top_p` is a number or a tensor [batch], above 0; from 1 on everything is kept. Of equal probabilities those at
+    lower indices come first. Other parameters, the result and errors are those of `sampling_from_probs`.
+
+    References
+    ----------
+    Holtzman et al., The Curious Case of Neural Text Degeneration, 2019, https://arxiv.org/abs/1904.09751
+    """
+    call = Call("probs", probs, indices, check_nan, generator, seed, offset)
+    _draw_prefix(probs, "probs", *call.no_k, *call.p(top_p, return_valid), *call.operands)
+    return call.result(return_valid)
+
+
+def top_k_sampling_from_probs(
+    probs: torch.Tensor,
+    top_k: torch.Tensor | int,
+    indices: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    return_valid: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token from the `top_k` most probable ones.
+
+    `top_k` is a number or an int32 or int64 tensor [batch], 1 or more; from num_classes on everything is kept. Of equal
+    probabilities those at lower indices come first. Other parameters, the result and errors are those of
+    `sampling_from_probs`.
+
+    References
+    ----------
+    Fan, Lewis and Dauphin, Hierarchical Neural Story Generation, 2018, https://arxiv.org/abs/1805.04833
+    """
+    call = Call("probs", probs, indices, check_nan, generator, seed, offset)
+    _draw_prefix(probs, "probs", *call.k(top_k, return_valid), *call.no_p, *call.operands)
+    return call.result(return_valid)
+
+
+def min_p_sampling_from_probs(
+    probs: torch.Tensor,
+    min_p: torch.Tensor | float,
+    indices: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    return_valid: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token from those whose probability is at least `min_p` times the row's largest.
+
+    `min_p` is a number or a tensor [batch], from 0 to 1. Other parameters, the result and errors are those of
+    `sampling_from_probs`.
+
+    References
+    ----------
+    Nguyen et al., Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs, 2024,
+    https://arxiv.org/abs/2407.01082
+    """
+    call = Call("probs", probs, indices, check_nan, generator, seed, offset)
+    scalar, tensor = parameter("min_p", min_p, call.batch, torch.float32)
+    require(return_valid or scalar is None or 0 <= scalar <= 1, "min_p", scalar, "0 to 1")
+    _draw(probs, "probs", scalar, tensor, *call.operands)
+    return call.result(return_valid)
+
+
+def top_k_top_p_sampling_from_logits(
+    logits: torch.Tensor,
+    top_k: torch.Tensor | int,
+    top_p: torch.Tensor | float,
+    indices: torch.Tensor | None = None,
+    filter_apply_order: str = "top_k_first",
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Draw a token from the softmax of each row of logits, filtered by top-k and top-p.
+
+    `logits` is [rows, num_classes], float32, bfloat16 or float16. Other parameters, the result and errors are those of
+    `top_k_top_p_sampling_from_probs`; 0 stands for a row with NaN or +inf, or of -inf alone.
+    """
+    call = Call("logits", logits, indices, check_nan, generator, seed, offset)
+    form = form_of("logits", filter_apply_order)
+    _draw_prefix(logits, form, *call.k(top_k, False), *call.p(top_p, False), *call.operands)
+    return call.result(False)
+
+
+def top_k_top_p_sampling_from_probs(
+    probs: torch.Tensor,
+    top_k: torch.Tensor | int,
+    top_p: torch.Tensor | float,
+    indices: torch.Tensor | None = None,
+    filter_apply_order: str = "top_k_first",
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    check_nan: bool = False,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+    return_valid: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token from each row of probabilities, filtered by top-k and top-p.
+
+    `filter_apply_order` is "top_k_first": top-p is applied to the `top_k` most probable tokens, their probabilities
+    divided by their sum; or "joint": a token has to pass both filters, each applied to the row as it is. Other
+    parameters, the result and errors are those of `top_k_sampling_from_probs` and `top_p_sampling_from_probs`.
+    """
+    call = Call("probs", probs, indices, check_nan, generator, seed, offset)
+    form = form_of("probs", filter_apply_order)
+    _draw_prefix(probs, form, *call.k(top_k, return_valid), *call.p(top_p, return_valid), *call.operands)
+    return call.result(return_valid)
+
+
+@custom_op("flashinfer::sampling", mutates_args=("samples", "valid"))
+def _draw(
+    x: torch.Tensor, source: str, min_p: float | None, min_ps: torch.Tensor | None, numbers: list[int],
+    seeds: torch.Tensor | None, offsets: torch.Tensor | None, indices: torch.Tensor | None, samples: torch.Tensor,
+    valid: torch.Tensor,
+) -> None:  # fmt: skip
+    """`numbers` are seed and offset, where they are not in tensors."""
+    same_device(probs=x, min_p=min_ps)
+    if not len(samples):
+        return
+    x = rows_of(x)
+    problem = room.Draw(
+        source,
+        dtype_name(x.dtype),
+        kind_of(min_p, min_ps),
+        place_of(seeds),
+        place_of(offsets),
+        "" if indices is None else dtype_name(indices.dtype),
+        dtype_name(samples.dtype),
+        is_aligned(x),
+    )
+    drawn = randomness_of(numbers, seeds, offsets)
+    room.draw(problem, x.device).run(x, given(min_p, min_ps), drawn, indices, samples, valid)
+
+
+@custom_op("flashinfer::prefix_sampling", mutates_args=("samples", "valid"))
+def _draw_prefix(
+    x: torch.Tensor, form: str, top_k: int | None, top_ks: torch.Tensor | None, top_p: float | None,
+    top_ps: torch.Tensor | None, numbers: list[int], seeds: torch.Tensor | None, offsets: torch.Tensor | None,
+    indices: torch.Tensor | None, samples: torch.Tensor, valid: torch.Tensor,
+) -> None:  # fmt: skip
+    """`form` is the source, and the order of the filters behind it; `numbers` as in `_draw`."""
+    same_device(probs=x, top_k=top_ks, top_p=top_ps)
+    if not len(samples):
+        return
+    x = rows_of(x)
+    source, _, order = form.partition(" ")
+    problem = room.Prefix(
+        "draw",
+        source,
+        dtype_name(x.dtype),
+        kind_of(top_k, top_ks),
+        kind_of(top_p, top_ps),
+        order == "top_k_first",
+        place_of(seeds),
+        place_of(offsets),
+        "" if indices is None else dtype_name(indices.dtype),
+        dtype_name(samples.dtype),
+        is_aligned(x),
+    )
+    k, p, drawn = given(top_k, top_ks), given(top_p, top_ps), randomness_of(numbers, seeds, offsets)
+    room.prefix(problem, x.device).run(x, k, p, drawn, indices, samples, valid)

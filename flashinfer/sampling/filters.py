@@ -1,0 +1,143 @@
+"""Softmax, and rows of which only the values that top-k or top-p keep are left."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.custom_op import custom_op
+from flashinfer.ops import sampling as room
+from flashinfer.sampling.arguments import check_rows, given, kind_of, parameter, rows_of, top_k_of, top_p_of
+
+
+def softmax(
+    logits: torch.Tensor, temperature: torch.Tensor | float | None = None, enable_pdl: bool | None = None
+) -> torch.Tensor:
+    """Probabilities of logits, ``exp(logits / temperature) / sum(exp(logits / temperature))`` per row.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        [batch, num_classes]; float32, bfloat16 or float16. -inf is a probability of 0.
+    temperature : torch.Tensor or float, optional
+        Above 0; a number, or a tensor [batch] with one for each row. A row whose temperature is not above 0 is NaN.
+    enable_pdl : bool, optional
+        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+
+    Returns
+    -------
+    torch.Tensor
+        float32 [batch, num_classes]. Rows with NaN or +inf, and rows of -inf alone, are NaN.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above, or a number that is no temperature.
+    """
+    check_rows("logits", logits)
+    scalar, tensor = parameter("temperature", temperature, len(logits), torch.float32)
+    require(scalar is None or scalar > 0, "temperature", scalar, "above 0")
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    _softmax(logits, scalar, tensor, out)
+    return out
+
+
+def top_p_renorm_probs(
+    probs: torch.Tensor, top_p: torch.Tensor | float, is_deterministic: bool = False
+) -> torch.Tensor:
+    """Keep the fewest largest probabilities of each row that sum to `top_p`, divide them by their sum, zero the others.
+
+    Parameters
+    ----------
+    probs : torch.Tensor
+        [batch, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0).
+    top_p : torch.Tensor or float
+        Above 0; a number, or a tensor [batch] with one for each row. From 1 on everything is kept. Of equal
+        probabilities those at lower indices come first.
+    is_deterministic : bool
+        Results depend on nothing but the arguments in either case.
+
+    Returns
+    -------
+    torch.Tensor
+        [batch, num_classes]; dtype of `probs`. Rows with NaN or inf are NaN; rows without a probability above 0, or
+        with an impossible `top_p`, are 0.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above, or a number that is impossible as `top_p`.
+    """
+    check_rows("probs", probs)
+    out = torch.empty_like(probs)
+    _write_prefix(probs, False, None, None, *top_p_of(top_p, len(probs)), out)
+    return out
+
+
+def top_k_renorm_probs(
+    probs: torch.Tensor, top_k: torch.Tensor | int, is_deterministic: bool = False
+) -> torch.Tensor:
+    """Keep the `top_k` largest probabilities of each row, divide them by their sum, and zero the others.
+
+    `top_k` is a number or an int32 or int64 tensor [batch], 1 or more. Exactly so many are kept; of equal ones those at
+    lower indices come first. Other parameters, the result and errors are those of `top_p_renorm_probs`.
+    """
+    check_rows("probs", probs)
+    out = torch.empty_like(probs)
+    _write_prefix(probs, False, *top_k_of(top_k, len(probs)), None, None, out)
+    return out
+
+
+def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
+    """Keep the `top_k` largest logits of each row and set the others to -inf.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        [batch, num_classes]; float32, bfloat16 or float16. NaN counts as the largest.
+    top_k : torch.Tensor or int
+        1 or more; a number, or an int32 or int64 tensor [batch] with one for each row. Exactly so many are kept; of
+        equal ones those at lower indices come first. Rows with an impossible one are -inf.
+
+    Returns
+    -------
+    torch.Tensor
+        [batch, num_classes]; dtype of `logits`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above, or a number that is impossible as `top_k`.
+    """
+    check_rows("logits", logits)
+    out = torch.empty_like(logits)
+    _write_prefix(logits, True, *top_k_of(top_k, len(logits)), None, None, out)
+    return out
+
+
+@custom_op("flashinfer::softmax", mutates_args=("out",))
+def _softmax(
+    logits: torch.Tensor, temperature: float | None, temperatures: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    same_device(logits=logits, temperature=temperatures)
+    if logits.numel():
+        logits = rows_of(logits)
+        kind = kind_of(temperature, temperatures)
+        problem = room.Softmax(dtype_name(logits.dtype), kind, is_aligned(logits, out))
+        room.softmax(problem, logits.device).run(logits, given(temperature, temperatures), out)
+
+
+@custom_op("flashinfer::write_prefix", mutates_args=("out",))
+def _write_prefix(
+    x: torch.Tensor, logits: bool, top_k: int | None, top_ks: torch.Tensor | None, top_p: float | None,
+    top_ps: torch.Tensor | None, out: torch.Tensor,
+) -> None:  # fmt: skip
+    same_device(x=x, top_k=top_ks, top_p=top_ps)
+    if not x.numel():
+        return
+    x = rows_of(x)
+    kinds = kind_of(top_k, top_ks), kind_of(top_p, top_ps)
+    use, source = ("mask", "scores") if logits else ("renorm", "probs")
+    problem = room.Prefix(use, source, dtype_name(x.dtype), *kinds, aligned=is_aligned(x, out))
+    nothing = None, None, None, None
+    room.prefix(problem, x.device).run(x, given(top_k, top_ks), given(top_p, top_ps), nothing, None, out, None)

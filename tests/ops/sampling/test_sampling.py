@@ -1,0 +1,429 @@
+"""Sampling against distributions worked out in float64, row by row."""
+
+from contextlib import contextmanager
+from functools import partialmethod
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer import sampling
+from flashinfer._core.dispatch import Op
+from flashinfer.ops import sampling as room
+from flashinfer.ops.sampling import config
+from flashinfer.testing import generate
+from flashinfer.testing.compare import assert_bitwise, assert_close
+from tests.ops.norm.variants import variant  # the fixture
+
+ORDERS = ("joint", "top_k_first")
+# Chi-square tests: the level at which a right sampler fails, and the draws that are counted.
+LEVEL, DRAWS = 1e-4, 20000
+
+
+@pytest.fixture(autouse=True)
+def tiles(device, monkeypatch):
+    """In the interpreter tiles of 64, so that short rows have several tiles and programs."""
+    if device.type == "cpu":
+        use_tiles(64, monkeypatch)
+
+
+def use_tiles(size, monkeypatch):
+    monkeypatch.setattr(config, "TILE", size)
+    for op in (room.softmax, room.draw, room.prefix):
+        monkeypatch.setattr(op, "_choices", {})
+
+
+@contextmanager
+def backend(name, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Op, "__call__", partialmethod(Op.__call__, backend=name))
+        yield
+
+
+def rows_of_probs(rows, columns, device="cpu", spread=3.0):
+    return torch.softmax(torch.randn(rows, columns) * spread, -1).to(device)
+
+
+def kept_columns(probs, k=None, p=None, order="joint"):
+    """What the filters keep of one row, in float64: column indices, most probable first, of equal ones the first."""
+    values = [float(x) for x in probs.double()]
+    order_of = sorted(range(len(values)), key=lambda i: (-values[i], i))
+    kept = order_of[: k if k is not None else len(values)]
+    if p is not None and p < 1:
+        goal = p * sum(values[i] for i in kept) if order == "top_k_first" else p
+        total, nucleus = 0.0, []
+        for i in order_of:
+            if total >= goal:
+                break
+            nucleus.append(i)
+            total += values[i]
+        kept = [i for i in kept if i in set(nucleus)]
+    return kept
+
+
+def distribution(probs, kept):
+    """The kept columns' probabilities in float64, divided by their sum."""
+    mask = torch.zeros_like(probs, dtype=torch.bool)
+    mask[kept] = True
+    shares = torch.where(mask, probs.double(), 0)
+    return shares / shares.sum()
+
+
+def p_value(tokens, expected):
+    """Of Pearson's chi-square test, that counts this far from the expected come about; no token has none expected."""
+    counts = torch.bincount(tokens.long().cpu(), minlength=len(expected)).double()
+    expected = expected.cpu() * len(tokens)
+    assert not counts[expected == 0].any(), "a token that has no probability"
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    if len(expected) == 1:
+        return 1.0
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), statistic / 2))
+
+
+def every_function(probs, indices=None, **seeds):
+    """(name, tokens, distribution) of every function that draws, for one row of probabilities."""
+    logits = probs.log()
+    k, p, share = 6, 0.8, 0.2
+    row = probs[0]
+    large = [i for i in range(len(row)) if row[i] >= share * row.max()]
+    calls = {
+        "sampling_from_probs": (lambda **a: sampling.sampling_from_probs(probs, **a), range(len(row))),
+        "sampling_from_logits": (lambda **a: sampling.sampling_from_logits(logits, **a), range(len(row))),
+        "top_k": (lambda **a: sampling.top_k_sampling_from_probs(probs, k, **a), kept_columns(row, k)),
+        "top_p": (lambda **a: sampling.top_p_sampling_from_probs(probs, p, **a), kept_columns(row, p=p)),
+        "min_p": (lambda **a: sampling.min_p_sampling_from_probs(probs, share, **a), large),
+    }
+    for order in ORDERS:
+        for name, x in (("probs", probs), ("logits", logits)):
+            function = getattr(sampling, f"top_k_top_p_sampling_from_{name}")
+            calls[f"{order} {name}"] = (
+                lambda f=function, x=x, o=order, **a: f(x, k, p, filter_apply_order=o, **a),
+                kept_columns(row, k, p, order),
+            )
+    for name, (call, kept) in calls.items():
+        yield name, call(indices=indices, **seeds), distribution(row, list(kept))
+
+
+@pytest.mark.parametrize("seeds", ["shared", "own"])
+def test_distributions(device, seeds):
+    """Each function draws in proportion: chi-square at LEVEL over DRAWS draws, and nothing that is filtered out."""
+    probs = rows_of_probs(1, 12, device, spread=1.5)
+    indices = torch.zeros(DRAWS, dtype=torch.int32, device=device)
+    seed = 7 if seeds == "shared" else torch.arange(DRAWS, device=device) * 7919
+    for name, tokens, expected in every_function(probs, indices, seed=seed, offset=3):
+        assert tokens.dtype == torch.int32 and p_value(tokens, expected) > LEVEL, name
+
+
+def test_numbers_of_neighbouring_offsets_and_columns_are_independent(device):
+    """Pairs of draws of the same request at successive offsets: chi-square over the 9 pairs."""
+    probs = torch.tensor([[0.5, 0.3, 0.2]], device=device)
+    seeds, indices = torch.arange(DRAWS, device=device), torch.zeros(DRAWS, dtype=torch.int64, device=device)
+    first, second = (sampling.sampling_from_probs(probs, indices, seed=seeds, offset=i) for i in (0, 1))
+    assert first.dtype == torch.int64
+    assert p_value(first * 3 + second, torch.outer(probs[0], probs[0]).double().flatten()) > LEVEL
+
+
+@pytest.mark.parametrize("columns", [1, 257])
+def test_kernels_draw_what_the_reference_draws(device, monkeypatch, columns):
+    probs = rows_of_probs(3, columns, device)
+    indices = torch.tensor([2, 0], device=device)
+    seed, offset = torch.tensor([-3, 1 << 62], device=device), torch.tensor([5], device=device)
+    with backend("reference", monkeypatch):
+        expected = {name: tokens for name, tokens, _ in every_function(probs, indices, seed=seed, offset=offset)}
+    with backend("portable", monkeypatch):
+        tokens = {name: tokens for name, tokens, _ in every_function(probs, indices, seed=seed, offset=offset)}
+    for name in expected:
+        assert_bitwise(tokens[name], expected[name], name)
+
+
+def filters_in_tensors(device):
+    return torch.tensor([17, 1 << 20], device=device, dtype=torch.int32), torch.tensor([0.3, 0.999], device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_renorm_and_mask(variant, device, dtype):
+    probs = rows_of_probs(2, 150, device).to(dtype)
+    ks, ps = filters_in_tensors(device)
+    for name, k, p in (("top_k", 5, None), ("top_k", ks, None), ("top_p", None, 0.8), ("top_p", None, ps)):
+        out = getattr(sampling, f"{name}_renorm_probs")(probs, k if p is None else p)
+        kept = [
+            kept_columns(row, None if k is None else int(ks[i]) if k is ks else k,
+                         None if p is None else float(ps[i]) if p is ps else p)
+            for i, row in enumerate(probs)
+        ]  # fmt: skip
+        truth = torch.stack([distribution(row, columns) for row, columns in zip(probs, kept)])
+        mask = truth > 0
+        same = torch.where(mask, probs, 0)
+        assert_close(out, same / same.sum(-1, keepdim=True, dtype=torch.float32).to(dtype), truth, name)
+    logits = (torch.randn(2, 150, device=device) * 100).to(dtype)
+    truth = torch.stack([
+        torch.where(torch.zeros(150, dtype=torch.bool, device=device).index_fill(
+            0, torch.tensor(kept_columns(row, int(k)), device=device), True), row, -torch.inf)
+        for row, k in zip(logits, ks)
+    ])  # fmt: skip
+    assert_bitwise(sampling.top_k_mask_logits(logits, ks), truth)
+
+
+@pytest.mark.parametrize("temperature", ["none", "scalar", "tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_softmax(variant, device, dtype, temperature):
+    logits = (torch.randn(4, 301, device=device) * 5).to(dtype)
+    logits[1, ::3] = -torch.inf
+    value = {"none": None, "scalar": 0.7, "tensor": torch.tensor([0.1, 1, 2.5, 30], device=device)}[temperature]
+    divisor = 1 if value is None else value if temperature == "scalar" else value[:, None]
+    out = sampling.softmax(logits, value, enable_pdl=True)
+    truth = torch.softmax(logits.double() / torch.as_tensor(divisor, device=device).float().double(), -1)
+    assert_close(out, torch.softmax(logits.float() / divisor, -1), truth)
+
+
+def test_softmax_of_rows_without_a_distribution(variant, device):
+    logits = torch.randn(5, 130, device=device)
+    logits[0, 3], logits[1, 100], logits[2], logits[3, 7] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    out = sampling.softmax(logits)
+    assert out[:3].isnan().all() and out[3, 7] == 0
+    assert_close(out[3:], torch.softmax(logits[3:], -1), torch.softmax(logits[3:].double(), -1))
+    temperatures = torch.tensor([1.0, 0.0, -1.0, float("nan"), 1.0], device=device)
+    assert sampling.softmax(torch.randn(5, 130, device=device), temperatures).isnan().all(1).tolist() == [0, 1, 1, 1, 0]
+
+
+def test_equal_values_are_taken_in_the_order_of_their_indices(variant, device):
+    probs = torch.full((3, 140), 1 / 140, device=device)
+    probs[1, 100:] = 2 / 140
+    probs[2] = 0
+    probs[2, [9, 71, 133]] = 1 / 3
+    seeds = dict(seed=1, offset=2)
+    assert sampling.top_k_sampling_from_probs(probs, 1, **seeds).tolist() == [0, 100, 9]
+    assert sampling.top_p_sampling_from_probs(probs, 1e-6, **seeds).tolist() == [0, 100, 9]
+    kept = sampling.top_k_renorm_probs(probs, 2) > 0
+    assert [row.nonzero().flatten().tolist() for row in kept] == [[0, 1], [100, 101], [9, 71]]
+    kept = sampling.top_p_renorm_probs(probs, 0.5) > 0
+    assert [row.nonzero().flatten().tolist() for row in kept] == [list(range(70)), list(range(100, 135)), [9, 71]]
+    masked = sampling.top_k_mask_logits(torch.tensor([[0.0, -0.0, -1.0, 0.0]], device=device), 2)
+    assert masked.isfinite().tolist() == [[True, True, False, False]]
+
+
+def test_a_flat_row_has_more_in_between_than_the_list_holds(variant, device, monkeypatch):
+    use_tiles(2048, monkeypatch)
+    probs = torch.full((1, 5000), 1 / 5000, device=device)
+    probs[0, 4999] = 2 / 5000
+    kept = (sampling.top_k_renorm_probs(probs, 2500) > 0).nonzero()[:, 1].tolist()
+    assert kept == [*range(2499), 4999]
+    kept = (sampling.top_p_renorm_probs(probs, 0.5001) > 0).nonzero()[:, 1].tolist()
+    assert kept == [*range(2499), 4999]
+
+
+def test_rows_that_cannot_be_drawn_from(variant, device):
+    """They are told by `valid`, and leave the other rows' tokens alone."""
+    good = rows_of_probs(1, 150, device)
+    probs = good.repeat(6, 1)
+    probs[1, 140], probs[2], probs[3, 3], probs[4] = torch.nan, 0, torch.inf, -probs[4]
+    alive = [True, False, False, False, False, True]
+    seeds = dict(seed=torch.full((6,), 11, device=device), offset=4, return_valid=True)
+    for call in (
+        lambda **a: sampling.sampling_from_probs(probs, **a),
+        lambda **a: sampling.min_p_sampling_from_probs(probs, 0.1, **a),
+        lambda **a: sampling.top_k_sampling_from_probs(probs, 5, **a),
+        lambda **a: sampling.top_p_sampling_from_probs(probs, 0.9, **a),
+        lambda **a: sampling.top_k_top_p_sampling_from_probs(probs, 5, 0.9, **a),
+    ):
+        samples, valid = call(**seeds)
+        assert valid.tolist() == alive and samples[1:5].tolist() == [0] * 4
+        assert samples[0] == samples[5]
+    assert sampling.top_k_renorm_probs(probs, 3).isnan().all(1).tolist() == [0, 1, 0, 1, 0, 0]
+    logits = torch.stack([good[0].log(), torch.full_like(good[0], -torch.inf), good[0].log()])
+    assert sampling.sampling_from_logits(logits, seed=11, offset=4)[1] == 0
+
+
+def test_impossible_parameters(variant, device):
+    probs = rows_of_probs(4, 70, device)
+    seeds = dict(seed=1, offset=1, return_valid=True)
+    ks = torch.tensor([1, 0, -3, 70], device=device)
+    ps = torch.tensor([0.5, 0.0, float("nan"), 7.0], device=device)
+    shares = torch.tensor([0.5, -0.1, float("nan"), 1.0], device=device)
+    expected = [True, False, False, True]
+    assert sampling.top_k_sampling_from_probs(probs, ks, **seeds)[1].tolist() == expected
+    assert sampling.top_p_sampling_from_probs(probs, ps, **seeds)[1].tolist() == expected
+    assert sampling.min_p_sampling_from_probs(probs, shares, **seeds)[1].tolist() == expected
+    for order in ORDERS:
+        samples, valid = sampling.top_k_top_p_sampling_from_probs(probs, ks, ps, filter_apply_order=order, **seeds)
+        assert valid.tolist() == expected and samples[1:3].tolist() == [0, 0]
+    assert not sampling.top_k_sampling_from_probs(probs, 0, **seeds)[1].any()
+    assert not sampling.top_p_sampling_from_probs(probs, 0.0, **seeds)[1].any()
+    assert not sampling.top_k_renorm_probs(probs, ks)[1].any()
+
+
+def test_a_rows_own_seed_makes_it_independent_of_its_place(variant, device):
+    probs = rows_of_probs(4, 100, device)
+    seeds, offsets = torch.tensor([9, 8, 7, 6], device=device), torch.tensor([0, 1, 2, 3], device=device)
+    order = torch.tensor([2, 0, 3], device=device)
+    for call in (
+        lambda x, **a: sampling.sampling_from_probs(x, **a),
+        lambda x, **a: sampling.top_k_top_p_sampling_from_probs(x, 30, 0.95, **a),
+    ):
+        tokens = call(probs, seed=seeds, offset=offsets)
+        assert_bitwise(call(probs[order], seed=seeds[order], offset=offsets[order]), tokens[order])
+        assert_bitwise(call(probs[1:2], seed=8, offset=1), tokens[1:2])
+
+
+def test_seeds(device):
+    probs = torch.full((1, 1 << 16), 2.0**-16, device=device).expand(3, -1)
+    draw = sampling.sampling_from_probs
+    shared = draw(probs, seed=5, offset=6)
+    assert len(set(shared.tolist())) == 3  # rows that share a seed draw numbers of their own
+    assert_bitwise(draw(probs, seed=torch.tensor([5], device=device), offset=6), shared)
+    assert_bitwise(draw(probs, seed=torch.tensor(5, device=device), offset=torch.tensor([6], device=device)), shared)
+    for other in (dict(seed=6, offset=6), dict(seed=5, offset=7), dict(seed=5 + (1 << 40), offset=6),
+                  dict(seed=5, offset=6 + (1 << 40))):  # fmt: skip
+        assert not (draw(probs, **other) == shared).any()
+    assert_bitwise(draw(probs, seed=-1, offset=6), draw(probs, seed=(1 << 64) - 1, offset=6))
+    generator = torch.Generator(device)
+    first, second = (draw(probs, generator=generator.manual_seed(3)) for _ in range(2))
+    assert_bitwise(first, second)
+    assert not (draw(probs, generator=generator) == first).any()  # it advances
+    torch.manual_seed(1)
+    default = draw(probs)
+    torch.manual_seed(1)
+    assert_bitwise(draw(probs), default)
+    assert_bitwise(draw(probs, seed=5, offset=6, deterministic=False), shared)
+
+
+def test_strides(variant, device):
+    """Rows apart, columns apart, an unaligned base: the same as contiguous."""
+    probs = rows_of_probs(3, 90, device)
+    wide = torch.full((3, 2, 101), torch.nan, device=device)
+    wide[:, 0, 1:91] = probs
+    columns = torch.full((3, 180), torch.nan, device=device)
+    columns[:, ::2] = probs
+    ks = torch.tensor([[4, 0], [7, 0], [90, 0]], device=device)[:, 0]
+    expected = sampling.top_k_renorm_probs(probs, ks)
+    token = sampling.top_k_sampling_from_probs(probs, ks, seed=1, offset=1)
+    for x in (wide[:, 0, 1:91], columns[:, ::2]):
+        assert_bitwise(sampling.top_k_renorm_probs(x, ks), expected)
+        assert_bitwise(sampling.top_k_sampling_from_probs(x, ks, seed=1, offset=1), token)
+    assert_bitwise(sampling.softmax(wide[:, 0, 1:91]), sampling.softmax(probs))
+
+
+def test_no_rows(variant, device):
+    empty = torch.empty(0, 50, device=device)
+    samples, valid = sampling.top_k_top_p_sampling_from_probs(empty, 5, 0.5, return_valid=True)
+    assert samples.shape == valid.shape == (0,)
+    assert sampling.softmax(empty).shape == sampling.top_p_renorm_probs(empty, 0.5).shape == (0, 50)
+    none = torch.empty(0, dtype=torch.int32, device=device)
+    assert sampling.sampling_from_probs(rows_of_probs(2, 50, device), none).shape == (0,)
+
+
+BAD = {
+    "probs of one dimension": (dict(probs=torch.ones(8)), "probs"),
+    "probs of integers": (dict(probs=torch.ones(2, 8, dtype=torch.int32)), "probs"),
+    "no classes": (dict(probs=torch.ones(2, 0)), "probs"),
+    "NaN": (dict(probs=torch.full((2, 8), torch.nan), check_nan=True), "probs"),
+    "top_k of 0": (dict(top_k=0), "top_k"),
+    "top_k of another length": (dict(top_k=torch.ones(3, dtype=torch.int32)), "top_k"),
+    "top_k of floats": (dict(top_k=torch.ones(2)), "top_k"),
+    "top_p of 0": (dict(top_p=0.0), "top_p"),
+    "top_p of NaN": (dict(top_p=float("nan")), "top_p"),
+    "top_p of another length": (dict(top_p=torch.ones(3)), "top_p"),
+    "top_p of integers": (dict(top_p=torch.ones(2, dtype=torch.int32)), "top_p"),
+    "top_p elsewhere": (dict(top_p=torch.ones(2, device="meta")), "top_p"),
+    "an order": (dict(filter_apply_order="top_p_first"), "filter_apply_order"),
+    "indices of floats": (dict(indices=torch.ones(2)), "indices"),
+    "indices of two dimensions": (dict(indices=torch.ones(2, 1, dtype=torch.int32)), "indices"),
+    "a seed without an offset": (dict(seed=1), "offset"),
+    "an offset without a seed": (dict(offset=1), "seed"),
+    "seeds of another length": (dict(seed=torch.ones(3, dtype=torch.int64), offset=1), "seed"),
+    "seeds of another dtype": (dict(seed=torch.ones(2), offset=1), "seed"),
+    "offsets elsewhere": (dict(seed=1, offset=torch.ones(2, dtype=torch.int64, device="meta")), "offset"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    changed, argument = BAD[name]
+    good = dict(probs=torch.ones(2, 8), top_k=2, top_p=0.5)
+    with pytest.raises(ValueError, match=f"^{argument}: got .*allowed: "):
+        sampling.top_k_top_p_sampling_from_probs(**(good | changed))
+
+
+def test_bad_input_of_the_others():
+    probs = torch.ones(2, 8)
+    for call, argument in (
+        (lambda: sampling.min_p_sampling_from_probs(probs, 1.5), "min_p"),
+        (lambda: sampling.softmax(probs, 0), "temperature"),
+        (lambda: sampling.softmax(probs, torch.ones(3)), "temperature"),
+        (lambda: sampling.softmax(torch.ones(8)), "logits"),
+        (lambda: sampling.top_k_mask_logits(torch.ones(8), 2), "logits"),
+        (lambda: sampling.top_k_mask_logits(probs, -1), "top_k"),
+        (lambda: sampling.top_p_renorm_probs(probs, -0.5), "top_p"),
+        (lambda: sampling.sampling_from_logits(probs * torch.nan, check_nan=True), "logits"),
+    ):
+        with pytest.raises(ValueError, match=f"^{argument}: got .*allowed: "):
+            call()
+
+
+def test_are_registered_ops():
+    """torch.compile sees ops that write what they say they write, and no break between them."""
+    from flashinfer.sampling import draw, filters
+
+    probs, ks = rows_of_probs(3, 20), torch.tensor([2, 3, 4])
+    drawn = [0, 5], torch.tensor([1]), None, None, torch.empty(3, dtype=torch.int32), torch.empty(3, dtype=torch.bool)
+    torch.library.opcheck(filters._softmax.op, (probs, 0.5, None, torch.empty_like(probs)))
+    torch.library.opcheck(filters._write_prefix.op, (probs, False, None, ks, None, None, torch.empty_like(probs)))
+    torch.library.opcheck(draw._draw.op, (probs, "probs", None, torch.ones(3), *drawn))
+    torch.library.opcheck(draw._draw_prefix.op, (probs, "probs joint", None, ks, 0.5, None, *drawn))
+
+    def sample(logits, seed, offset):
+        probs = sampling.softmax(logits, 0.8)
+        return sampling.top_k_top_p_sampling_from_probs(probs, ks, 0.9, seed=seed, offset=offset)
+
+    logits, seed, offset = torch.randn(3, 20), torch.tensor([4]), torch.tensor([5])
+    compiled = torch.compile(sample, fullgraph=True, backend="aot_eager")
+    assert_bitwise(compiled(logits, seed, offset), sample(logits, seed, offset))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 64, 300])
+def test_large_vocabularies_on_a_gpu(device, monkeypatch, rows):
+    """Kernels against the reference. Its logarithm differs in the last bit, which may turn a race in a million."""
+    for spread in (0.0, 1.0, 5.0):
+        logits = generate.randn(rows, 128256, device=device) * spread
+        probs = torch.softmax(logits, -1)
+        ks = torch.randint(1, 200, (rows,), device=device)
+        ps = torch.rand(rows, device=device).clamp(0.01)
+        seeds = dict(seed=torch.arange(rows, device=device), offset=1)
+        results = {}
+        for name in ("reference", "portable"):
+            with backend(name, monkeypatch):
+                results[name] = (
+                    sampling.top_k_top_p_sampling_from_probs(probs, ks, ps, **seeds),
+                    sampling.top_p_sampling_from_probs(probs, ps, **seeds),
+                    sampling.sampling_from_logits(logits, **seeds),
+                    sampling.top_k_top_p_sampling_from_logits(logits, ks, ps, filter_apply_order="joint", **seeds),
+                )
+                kept = sampling.top_k_mask_logits(logits, ks).isfinite()
+                results[name] += (kept,)
+        for ours, theirs in zip(*results.values()):
+            assert (ours == theirs).float().mean() > 0.99
+
+
+@pytest.mark.gpu
+def test_graph_reads_seeds_and_filters_anew(device):
+    probs = rows_of_probs(8, 5000, device)
+    seed, offset = torch.tensor([3], device=device), torch.tensor([4], device=device)
+    ks, ps = torch.full((8,), 50, device=device), torch.full((8,), 0.9, device=device)
+
+    def sample():
+        return sampling.top_k_top_p_sampling_from_probs(probs, ks, ps, seed=seed, offset=offset)
+
+    sample()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sample()
+    for value in (4, 5):
+        offset.fill_(value)
+        graph.replay()
+        assert_bitwise(tokens, sample())
+
+
+def test_root_names():
+    assert flashinfer.softmax is sampling.softmax and flashinfer.top_p_renorm_probs is sampling.top_p_renorm_probs
