@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-_ROOMS = ("norm", "rope", "activation", "page", "sampling", "attention.prefill", "attention.decode",
+_ROOMS = ("norm", "rope", "activation", "page", "quantize", "sampling", "attention.prefill", "attention.decode",
           "attention.merge", "attention.mla")  # fmt: skip
 
 

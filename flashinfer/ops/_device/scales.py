@@ -8,7 +8,7 @@ factor NaN, and so nothing else.
 import triton
 import triton.language as tl
 
-from flashinfer.ops._device.formats import from_fp8, inverse_ue8m0, to_e2m1, to_fp8, to_ue8m0
+from flashinfer.ops._device.formats import from_e2m1, from_fp8, inverse_ue8m0, to_e2m1, to_fp8, to_ue8m0
 
 
 @triton.jit
@@ -66,19 +66,64 @@ def quantize_fp8(y, V: tl.constexpr, DTYPE: tl.constexpr, POWER_OF_TWO: tl.const
 
 
 @triton.jit
-def quantize_nvfp4(y, global_scale, CAPABILITY: tl.constexpr):
+def quantize_nvfp4(y, global_scale, CAPABILITY: tl.constexpr, SCORE: tl.constexpr = ""):
     """NVFP4: e2m1 codes [ROWS, BLOCK // 2], and ue4m3 bytes [ROWS, BLOCK // 16]; y is code * factor / global_scale.
 
     factor = e4m3(global_scale * (amax * (1 / 6))), code = e2m1(y * (1 / (factor * (1 / global_scale)))), each
-    operation one float32 rounding. A factor of zero makes zeros of its block.
+    operation one float32 rounding. A factor of zero makes zeros of its block. global_scale is a number or [ROWS, 1].
+
+    With a SCORE, "mae" or "mse", the same with amax / 4 is tried too, and taken for the blocks where the sum of errors,
+    or of their squares, is less: between 4 and 6, e2m1 has no value. (Cook et al., Four Over Six, 2025,
+    https://arxiv.org/abs/2512.02010)
     """
+    codes, factor = _nvfp4(y, global_scale, 6, CAPABILITY)
+    if SCORE != "":
+        codes4, factor4 = _nvfp4(y, global_scale, 4, CAPABILITY)
+        worse = _nvfp4_error(y, codes, factor, global_scale, SCORE, CAPABILITY)
+        take = _nvfp4_error(y, codes4, factor4, global_scale, SCORE, CAPABILITY) < worse
+        factor = tl.where(take, factor4, factor)
+        SHAPE: tl.constexpr = [y.shape[0], y.shape[1] // 16, 8]
+        codes = tl.where(take[:, :, None], tl.reshape(codes4, SHAPE), tl.reshape(codes, SHAPE))
+        codes = tl.reshape(codes, [y.shape[0], y.shape[1] // 2])
+    return codes, factor
+
+
+@triton.jit
+def _nvfp4(y, global_scale, PEAK: tl.constexpr, CAPABILITY: tl.constexpr):
+    """NVFP4 with the largest value of each block mapped to PEAK."""
     amax = block_amax(y, 16).to(tl.float32, bitcast=True)
-    factor = to_fp8(global_scale * (amax * (1.0 / 6.0)), "fp8e4nv", CAPABILITY)
+    factor = to_fp8(global_scale * (amax * (1.0 / PEAK)), "fp8e4nv", CAPABILITY)
     wide = from_fp8(factor, "fp8e4nv", CAPABILITY)
     one = tl.full(wide.shape, 1.0, tl.float32)
     inverse = tl.div_rn(one, wide * tl.div_rn(one, one * global_scale))
     inverse = tl.where(wide == 0, 0.0, inverse)
     return to_e2m1(times_blocks(y, inverse, 16), CAPABILITY), factor
+
+
+@triton.jit
+def _product(a, b, CAPABILITY: tl.constexpr):
+    """a * b, rounded; an addition that follows may not make a fused one of it, which rounds but once."""
+    if CAPABILITY == 0:
+        return a * b
+    a, b = tl.broadcast(a, b)
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _nvfp4_error(y, codes, factor, global_scale, SCORE: tl.constexpr, CAPABILITY: tl.constexpr):
+    """Per block, the sum of |y - decoded| or of its square; neighbours first, so that every rounding is defined."""
+    tl.static_assert(SCORE == "mae" or SCORE == "mse", "mae or mse")
+    one = tl.full(factor.shape, 1.0, tl.float32)
+    scale = from_fp8(factor, "fp8e4nv", CAPABILITY) * tl.div_rn(one, one * global_scale)
+    SHAPE: tl.constexpr = [y.shape[0], y.shape[1] // 16, 16]
+    decoded = _product(tl.reshape(from_e2m1(codes), SHAPE), scale[:, :, None], CAPABILITY)
+    error = tl.abs(tl.reshape(y, SHAPE) - decoded)
+    if SCORE == "mse":
+        error = _product(error, error, CAPABILITY)
+    for i in tl.static_range(4):
+        a, b = tl.split(tl.reshape(error, [y.shape[0], y.shape[1] // 16, 8 >> i, 2]))
+        error = a + b
+    return tl.reshape(error, [y.shape[0], y.shape[1] // 16])
 
 
 @triton.jit

@@ -186,33 +186,21 @@ def quantized(what, x, capability, name="", global_scale=0.0):
 
 @pytest.mark.parametrize("what", ["mxfp4", "mxfp8"])
 def test_mx(device, capability, what):
-    element, peak = ("e2m1", 6) if what == "mxfp4" else ("e4m3", 448)
+    element = "e2m1" if what == "mxfp4" else "e4m3"
     x = rows(device)
     code, factor = quantized(what, x, capability)
-    blocks = x.double().unflatten(1, (-1, 32))
-    expected = truth.ue8m0_at_least(blocks.abs().amax(-1) / peak)
+    codes, expected = truth.mx(x, element)
     assert_bitwise(factor.to(torch.uint8), expected)
-    codes = truth.encode(element, (blocks / truth.ue8m0(expected)[..., None]).flatten(1))
     assert_bitwise(code, truth.pack(codes) if what == "mxfp4" else codes)
 
 
 @pytest.mark.parametrize("global_scale", [1.0, 448 * 6 / 3.7, 1e-20, 3e30])
 def test_nvfp4(device, capability, global_scale):
-    """Each float32 operation of the statement is done in float64 and rounded, which is what IEEE says it is."""
     x = rows(device)
     code, factor = quantized("nvfp4", x, capability, global_scale=global_scale)
-
-    def rounded(value):
-        return value.float().double()
-
-    scale, sixth = (rounded(torch.tensor(v, dtype=torch.float64, device=device)) for v in (global_scale, 1 / 6))
-    blocks = x.double().unflatten(1, (-1, 16))
-    expected = truth.encode("e4m3", rounded(scale * rounded(blocks.abs().amax(-1) * sixth)))
+    codes, expected = truth.nvfp4(x, torch.tensor(global_scale, device=device))
     assert_bitwise(factor.to(torch.uint8), expected)
-    wide = truth.decode("e4m3", expected)
-    inverse = rounded(1 / rounded(wide * rounded(1 / scale)))
-    inverse = torch.where(wide == 0, 0.0, inverse)
-    assert_bitwise(code, truth.pack(truth.encode("e2m1", rounded(blocks * inverse[..., None]).flatten(1))))
+    assert_bitwise(code, truth.pack(codes))
 
 
 @pytest.mark.parametrize("what", ["fp8_row", "fp8_block", "fp8_block_power"])
@@ -235,15 +223,10 @@ def test_fp8_scaled(device, capability, what, name):
 
 @pytest.mark.parametrize("layout", ["linear", "128x4", "8x4"])
 def test_scale_offset(device, layout):
-    """Against the layouts said as a reordering: tiles of rows and blocks, tile by tile, in the order inside a tile."""
     rows, blocks = 384, 12
     out = torch.zeros(rows * blocks, dtype=torch.int64, device=device)
     launch(Problem("offset", layout, 16), None, (rows // 128, 1, 1), out, blocks)
-    plain = torch.arange(rows * blocks, device=device).view(rows, blocks)
-    if layout == "128x4":  # tile row, group of 32, row, tile column, block -> tile, row, group, block
-        plain = plain.view(-1, 4, 32, blocks // 4, 4).permute(0, 3, 2, 1, 4)
-    elif layout == "8x4":
-        plain = plain.view(-1, 8, blocks // 4, 4).permute(0, 2, 1, 3)
     memory = torch.empty_like(out)
     memory[out] = torch.arange(rows * blocks, device=device)
-    assert_bitwise(memory, plain.flatten())
+    plain = torch.arange(rows * blocks, device=device).view(rows, blocks)
+    assert_bitwise(memory, truth.arranged(plain, layout))

@@ -83,3 +83,40 @@ def hard_floats(name: str) -> torch.Tensor:
     drawn = torch.randn(4096) * torch.logspace(-8, 6, 4096)
     found = torch.cat((near, tiny, drawn))
     return torch.cat((found, -found, torch.tensor([float("nan"), -float("nan")])))
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """float64 rounded to float32: one IEEE operation on float32 operands is the float64 operation, rounded."""
+    return x.float().double()
+
+
+def nvfp4(x: torch.Tensor, global_scale: torch.Tensor, peak: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nibbles [..., n] and e4m3 factors [..., n / 16], each float32 operation of the statement done in float64."""
+    blocks = x.double().unflatten(-1, (-1, 16))
+    scale, part = rounded(global_scale.double()), rounded(torch.tensor(1 / peak, dtype=torch.float64, device=x.device))
+    factor = encode("e4m3", rounded(scale * rounded(blocks.abs().amax(-1) * part)))
+    wide = decode("e4m3", factor)
+    inverse = rounded(1 / rounded(wide * rounded(1 / scale)))
+    inverse = torch.where(wide == 0, 0.0, inverse)
+    return encode("e2m1", rounded(blocks * inverse[..., None]).flatten(-2)), factor
+
+
+def mx(x: torch.Tensor, element: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of `element` [..., n] and ue8m0 factors [..., n / 32]."""
+    blocks = x.double().unflatten(-1, (-1, 32))
+    factor = ue8m0_at_least(blocks.abs().amax(-1) / float(values(element)[-1]))
+    return encode(element, (blocks / ue8m0(factor)[..., None]).flatten(-2)), factor
+
+
+def arranged(factors: torch.Tensor, layout: str) -> torch.Tensor:
+    """Factors [rows, blocks] as flat bytes: tiles of rows and blocks one after another, padded with zeros."""
+    rows, blocks = factors.shape
+    if layout == "linear":
+        return factors.flatten()
+    tall = 128 if layout == "128x4" else 8
+    padded = factors.new_zeros(-(-rows // tall) * tall, -(-blocks // 4) * 4)
+    padded[:rows, :blocks] = factors
+    tiles = [t for band in padded.split(tall) for t in band.split(4, dim=1)]
+    if layout == "128x4":  # the four groups of 32 rows side by side
+        tiles = [torch.cat(t.split(32), dim=1) for t in tiles]
+    return torch.cat([t.flatten() for t in tiles]) if tiles else factors.new_zeros(0)

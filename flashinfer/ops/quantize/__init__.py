@@ -1,0 +1,149 @@
+"""Block-scaled formats: quantising and dequantising rows, arranging scale factors, and packing bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.quantize import config
+
+LONGEST = 32768
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Rows to a block-scaled format.
+
+    Attributes
+    ----------
+    kind : str
+        "nvfp4" (e2m1, an e4m3 factor for 16), "mxfp4" (e2m1, a ue8m0 factor for 32) or "mxfp8" (e4m3, ue8m0, 32).
+    dtype : str
+        Of the rows: "bf16", "fp16" or "fp8e4nv".
+    layout : str
+        Of the factors: "linear", "128x4" or "8x4".
+    block : int
+        The length of a row, rounded up to a power of two, and at most 1024 where rows may be cut.
+    aligned : bool
+        Rows can be read 16 bytes at a time.
+    score : str
+        NVFP4 that maps a block's largest value to 6 or to 4, whichever errs less: "mae" or "mse"; "" always takes 6.
+    row_scale : bool
+        NVFP4 with a global scale for each row, from its largest value.
+    inverse : bool
+        The global scale is given as its inverse, the factor of dequantisation.
+    counted : bool
+        Only the first rows of each batch entry count, as many as a tensor says.
+    """
+
+    kind: str
+    dtype: str
+    layout: str
+    block: int
+    aligned: bool = True
+    score: str = ""
+    row_scale: bool = False
+    inverse: bool = False
+    counted: bool = False
+
+
+@dataclass(frozen=True)
+class Dequantize:
+    """A block-scaled format to floats.
+
+    Attributes
+    ----------
+    element, factor : str
+        "e2m1" or "e4m3"; "e4m3" or "ue8m0".
+    width : int
+        Elements to a factor: a power of two from 16 to 128.
+    layout : str
+        Of the factors: "linear", "128x4" or "8x4".
+    dtype : str
+        Of the result: "bf16", "fp16" or "fp32".
+    block : int
+        The length of a row, rounded up to a power of two, from `width` to 1024.
+    scaled : bool
+        The result is times a global scale.
+    aligned : bool
+        Codes can be read 16 bytes at a time.
+    """
+
+    element: str
+    factor: str
+    width: int
+    layout: str
+    dtype: str
+    block: int
+    scaled: bool = False
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Interleave:
+    """Linear scale factors to a tiled layout.
+
+    Attributes
+    ----------
+    dtype, layout : str
+        Of the factors, "u8" or "bf16"; "128x4" or "8x4".
+    """
+
+    dtype: str
+    layout: str
+
+
+@dataclass(frozen=True)
+class Packbits:
+    """Eight elements to a byte.
+
+    Attributes
+    ----------
+    little : bool
+        The first element is the lowest bit; else the highest.
+    index : str
+        The dtype of the segments' offsets, "i32" or "i64"; "" where all is one segment.
+    """
+
+    little: bool
+    index: str = ""
+
+
+def _too_long(problem: Problem, target) -> str:
+    if problem.row_scale and problem.block > LONGEST:
+        return f"rows longer than {LONGEST}, with a scale each, do not fit in registers"
+    return ""
+
+
+def _variants(chosen, refuses=lambda problem, target: ""):
+    return (
+        Variant("portable", "flashinfer.ops.quantize.portable", refuses, chosen),
+        Variant("reference", "flashinfer.ops.quantize.reference"),
+    )
+
+
+def _quantize_catalog() -> Iterator[Problem]:
+    for layout in ("128x4", "linear", "8x4"):
+        yield Problem("nvfp4", "bf16", layout, 1024)
+    yield Problem("mxfp4", "bf16", "128x4", 1024)
+    yield Problem("mxfp8", "fp16", "128x4", 1024)
+    yield Problem("nvfp4", "fp8e4nv", "128x4", 128, counted=True, inverse=True, aligned=False)
+    yield Problem("nvfp4", "bf16", "linear", 1024, score="mae")
+    yield Problem("nvfp4", "bf16", "linear", 8192, row_scale=True)
+
+
+def _dequantize_catalog() -> Iterator[Dequantize]:
+    yield Dequantize("e2m1", "e4m3", 16, "linear", "bf16", 128, scaled=True)
+    yield Dequantize("e2m1", "ue8m0", 32, "128x4", "fp32", 1024)
+    yield Dequantize("e4m3", "ue8m0", 32, "8x4", "fp16", 1024, aligned=False)
+
+
+quantize = Op("quantize", Problem, _variants(config.quantize, _too_long), _quantize_catalog)
+dequantize = Op("dequantize", Dequantize, _variants(config.dequantize), _dequantize_catalog)
+interleave = Op(
+    "interleave", Interleave, _variants(config.interleave), lambda: (Interleave(d, "128x4") for d in ("u8", "bf16"))
+)
+packbits = Op(
+    "packbits", Packbits, _variants(config.packbits), lambda: (Packbits(True), Packbits(False, "i32"))
+)

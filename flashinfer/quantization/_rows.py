@@ -1,0 +1,174 @@
+"""What the public quantisation functions share: checks, outputs, the choice of kernel, and the op that compilers see."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.custom_op import custom_op
+from flashinfer.ops import layouts
+from flashinfer.ops import quantize as room
+from flashinfer.tllm_enums import SfLayout
+
+_ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+_WIDTH = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
+# These two name upstream's implementations of one function; any variant of ours answers to them.
+_UPSTREAM_BACKENDS = ("cuda", "cute-dsl")
+
+
+def layout_name(argument: str, layout: SfLayout) -> str:
+    """ "128x4", "8x4" or "linear"."""
+    require(isinstance(layout, SfLayout), argument, layout, ", ".join(map(str, SfLayout)))
+    return layout.name.removeprefix("layout_")
+
+
+def scale_tensor(argument: str, scale, x: torch.Tensor, entries: int = 1) -> torch.Tensor:
+    """A global scale, given as a tensor or a number, as float32 [1] or [entries]."""
+    if isinstance(scale, (int, float)):
+        return torch.full((1,), float(scale), device=x.device)
+    require(isinstance(scale, torch.Tensor), argument, type(scale).__name__, "a float32 tensor")
+    require(scale.dtype == torch.float32, argument, scale.dtype, "float32")
+    allowed = "one element" if entries == 1 else f"one element, or {entries}"
+    require(scale.numel() in (1, entries), argument, tuple(scale.shape), allowed)
+    return scale.reshape(-1)
+
+
+def quantize(
+    name: str,
+    x: torch.Tensor,
+    kind: str,
+    layout: str,
+    global_scale: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    *,
+    columns: int | None = None,
+    score: str = "",
+    row_scale: bool = False,
+    inverse: bool = False,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Quantise the rows of x [batch, rows, n], the argument `name` of the caller.
+
+    Returns codes, uint8 [batch, rows, .]; factors, uint8 [batch, padded rows x padded blocks]; and with `row_scale`
+    float32 [batch, rows]. `columns` is the length that rows are padded to.
+    """
+    require(x.dtype in _ROW_DTYPES, name, x.dtype, "bfloat16, float16, float8_e4m3fn")
+    batch, rows, n = x.shape
+    columns = n if columns is None else columns
+    width = _WIDTH[kind]
+    require(columns % width == 0, name, tuple(x.shape), f"a last dimension that is a multiple of {width}")
+    require(n <= 1 or x.stride(-1) == 1, name, f"strides {x.stride()}", "contiguous rows")
+    code_bytes = columns if kind == "mxfp8" else columns // 2
+    codes = torch.empty(batch, rows, code_bytes, dtype=torch.uint8, device=x.device)
+    padded_rows, padded_blocks = layouts.padded(rows, columns // width, layout)
+    factors = torch.empty(batch, padded_rows * padded_blocks, dtype=torch.uint8, device=x.device)
+    row_scales = torch.empty(batch, rows, device=x.device) if row_scale else None
+    _quantize(x, global_scale, counts, codes, factors, row_scales, kind, layout, score, inverse, backend)
+    return codes, factors, row_scales
+
+
+@custom_op("flashinfer::quantize_blocks", mutates_args=("codes", "factors", "row_scales"))
+def _quantize(
+    x: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    codes: torch.Tensor,
+    factors: torch.Tensor,
+    row_scales: torch.Tensor | None,
+    kind: str,
+    layout: str,
+    score: str,
+    inverse: bool,
+    backend: str,
+) -> None:
+    same_device(input=x, global_scale=global_scale, mask=counts)
+    if factors.numel() == 0:
+        return
+    longest = padded_length(codes, factors, kind)
+    block = max(1 << (longest - 1).bit_length(), 64)
+    problem = room.Problem(
+        kind=kind,
+        dtype=dtype_name(x.dtype),
+        layout=layout,
+        block=block if row_scales is not None else min(block, 1024),
+        aligned=x.shape[-1] * x.element_size() % 16 == 0 and is_aligned(x),
+        score=score,
+        row_scale=row_scales is not None,
+        inverse=inverse,
+        counted=counts is not None,
+    )
+    choose(room.quantize, problem, x.device, backend).run(x, global_scale, counts, codes, factors, row_scales)
+
+
+def padded_length(codes: torch.Tensor, factors: torch.Tensor, kind: str) -> int:
+    """Elements that a row's codes and their padding of factors stand for."""
+    elements = codes.shape[-1] if kind == "mxfp8" else 2 * codes.shape[-1]
+    return -(-elements // (4 * _WIDTH[kind])) * 4 * _WIDTH[kind]
+
+
+def dequantize(
+    names: tuple[str, str],
+    codes: torch.Tensor,
+    factors: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    element: str,
+    factor: str,
+    width: int,
+    layout: str,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Codes [rows, .] and factors, the arguments `names` of the caller, to [rows, n]."""
+    require(codes.dim() == 2, names[0], tuple(codes.shape), "two dimensions")
+    require(codes.element_size() == 1, names[0], codes.dtype, "uint8" if element == "e2m1" else "float8_e4m3fn, uint8")
+    require(factors.element_size() == 1, names[1], factors.dtype, "uint8 or an 8-bit float")
+    rows, columns = codes.shape[0], codes.shape[1] * (2 if element == "e2m1" else 1)
+    require(columns % width == 0, names[0], tuple(codes.shape), f"rows of a multiple of {width} values")
+    high, wide = layouts.padded(rows, columns // width, layout)
+    allowed = f"{high} x {wide} factors, for {layout} of {rows} rows of {columns}"
+    require(factors.numel() == high * wide, names[1], tuple(factors.shape), allowed)
+    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    codes, factors = (x.contiguous().view(torch.uint8) for x in (codes, factors))
+    _dequantize(codes, factors.view(-1), global_scale, out, element, factor, width, layout)
+    return out
+
+
+def float_of_fp4(names, codes, factors, global_scale, factor: str, width: int, layout: str) -> torch.Tensor:
+    """FP4 codes as float32."""
+    return dequantize(names, codes, factors, global_scale, "e2m1", factor, width, layout)
+
+
+@custom_op("flashinfer::dequantize_blocks", mutates_args=("out",))
+def _dequantize(
+    codes: torch.Tensor,
+    factors: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    element: str,
+    factor: str,
+    width: int,
+    layout: str,
+) -> None:
+    same_device(codes=codes, factors=factors, global_scale=global_scale)
+    if out.numel() == 0:
+        return
+    block = min(max(1 << (out.shape[1] - 1).bit_length(), width), 1024)
+    problem = room.Dequantize(
+        element, factor, width, layout, dtype_name(out.dtype), block, global_scale is not None, is_aligned(codes)
+    )
+    choose(room.dequantize, problem, codes.device).run(codes, factors, global_scale, out)
+
+
+@custom_op("flashinfer::interleave_factors", mutates_args=("out",))
+def interleave(factors: torch.Tensor, out: torch.Tensor) -> None:
+    """Factors [batch, rows, blocks] to 128x4 tiles, out [batch, .]."""
+    same_device(unswizzled_sf=factors, out=out)
+    if out.numel():
+        problem = room.Interleave(dtype_name(factors.dtype), "128x4")
+        choose(room.interleave, problem, factors.device).run(factors, out)
+
+
+def choose(op, problem, device: torch.device, backend: str = "auto"):
+    """The Choice of `op`, where upstream's names of its own implementations admit every variant."""
+    if backend == "auto" or backend in _UPSTREAM_BACKENDS:
+        return op(problem, device)
+    return op(problem, device, backend)

@@ -1,0 +1,422 @@
+"""FP4 for tensor cores: NVFP4 and MXFP4 of activations and weights, and the arrangement of what kernels read."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer.ops import layouts
+from flashinfer.quantization import _rows
+from flashinfer.quantization.arrangement import (
+    block_scale_interleave,
+    nvfp4_block_scale_interleave,
+    shuffle_matrix_a,
+    shuffle_matrix_sf_a,
+)
+from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, resolve_nvfp4_4over6
+from flashinfer.tllm_enums import SfLayout
+
+__all__ = [
+    "block_scale_interleave",
+    "e2m1_and_ufp8sf_scale_to_float",
+    "fp4_quantize",
+    "mxfp4_dequantize",
+    "mxfp4_dequantize_host",
+    "mxfp4_quantize",
+    "nvfp4_batched_quantize",
+    "nvfp4_block_scale_interleave",
+    "nvfp4_quantize",
+    "scaled_fp4_grouped_quantize",
+    "shuffle_matrix_a",
+    "shuffle_matrix_sf_a",
+]
+
+
+def fp4_quantize(
+    input: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+    sf_vec_size: int = 16,
+    sf_use_ue8m0: bool = False,
+    is_sf_swizzled_layout: bool = True,
+    is_sf_8x4_layout: bool = False,
+    is_global_scale_inversed: bool = False,
+    enable_pdl: bool | None = None,
+    backend: str = "cuda",
+    nvfp4_4over6: NVFP44Over6Config | None = UNSET,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows to FP4: NVFP4 (a factor in e4m3 for 16 elements) or MXFP4 (one in ue8m0 for 32).
+
+    With g the global scale and a the largest magnitude of a block, NVFP4 takes the factor f = e4m3(g * (a * (1 / 6)))
+    and the codes e2m1(x * (1 / (f * (1 / g)))), every operation rounded to float32, so that x is about code * f / g.
+    MXFP4 takes the least power of two f with a / f <= 6, and x is about code * f. Rounding is to nearest even, and what
+    is too large saturates. A NaN makes its block's factor NaN.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        [..., K]; bfloat16, float16 or float8_e4m3fn, rows contiguous. K a multiple of `sf_vec_size`.
+    global_scale : torch.Tensor, optional
+        float32 [1]; NVFP4 needs it, as 448 * 6 / (largest magnitude). MXFP4 has no global scale and leaves it unread.
+    sf_vec_size : int
+        Elements to a factor: 16 for NVFP4, 32 for MXFP4.
+    sf_use_ue8m0 : bool
+        Whether factors are in ue8m0, as in MXFP4, or in e4m3.
+    is_sf_swizzled_layout : bool
+        Factors in tiles, padded with zeros, and not row-major.
+    is_sf_8x4_layout : bool
+        Tiles of 8 rows and 4 factors, and not of 128 and 4.
+    is_global_scale_inversed : bool
+        `global_scale` holds 1 / g.
+    enable_pdl : bool, optional
+        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+    backend : str
+        "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
+    nvfp4_4over6 : NVFP44Over6Config, optional
+        Map each block's largest value to 4 or to 6, whichever errs less; None: to 6. Left out, the environment
+        decides (`resolve_nvfp4_4over6`). NVFP4 only.
+
+    Returns
+    -------
+    codes : torch.Tensor
+        uint8 [..., K / 2], two codes a byte, the first in the low half.
+    factors : torch.Tensor
+        uint8 [padded rows, padded K / sf_vec_size]: the bytes of the layout. Without tiles, nothing is padded.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device, stride or combination other than the above.
+
+    References
+    ----------
+    OCP Microscaling Formats (MX) Specification 1.0, 2023.
+    """
+    recipe = "mxfp4" if sf_use_ue8m0 else "nvfp4"
+    width = 32 if sf_use_ue8m0 else 16
+    require(sf_vec_size == width, "sf_vec_size", sf_vec_size, f"{width}, with sf_use_ue8m0={sf_use_ue8m0}")
+    tiled = is_sf_swizzled_layout or not is_sf_8x4_layout
+    require(tiled, "is_sf_8x4_layout", is_sf_8x4_layout, "False, without is_sf_swizzled_layout")
+    require(input.dim() >= 2, "input", tuple(input.shape), "two dimensions or more")
+    layout = ("8x4" if is_sf_8x4_layout else "128x4") if is_sf_swizzled_layout else "linear"
+    scale = None
+    if not sf_use_ue8m0:
+        require(global_scale is not None, "global_scale", None, "a float32 tensor of one element")
+        scale = _rows.scale_tensor("global_scale", global_scale, input)
+    codes, factors, _ = _rows.quantize(
+        "input", input.reshape(1, -1, input.shape[-1]), recipe, layout, scale, score=_score(nvfp4_4over6, recipe),
+        inverse=is_global_scale_inversed and not sf_use_ue8m0, backend=backend,
+    )  # fmt: skip
+    _, blocks = layouts.padded(1, input.shape[-1] // width, layout)
+    return codes.view(*input.shape[:-1], input.shape[-1] // 2), _matrix(factors, blocks)
+
+
+def nvfp4_quantize(
+    a: torch.Tensor,
+    a_global_sf: torch.Tensor | float,
+    sfLayout: SfLayout = SfLayout.layout_128x4,
+    do_shuffle: bool = False,
+    sf_vec_size: int = 16,
+    enable_pdl: bool | None = None,
+    backend: str = "cuda",
+    per_token_activation: bool = False,
+    expanded_idx_to_permuted_idx: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+    nvfp4_4over6: NVFP44Over6Config | None = UNSET,
+) -> tuple[torch.Tensor, ...]:
+    """Quantise rows to NVFP4, as `fp4_quantize` says.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [M, K]; bfloat16, float16 or float8_e4m3fn, rows contiguous. K a multiple of 16; with `per_token_activation` up
+        to 32768 on a GPU.
+    a_global_sf : torch.Tensor or float
+        float32 [1]: 448 * 6 / (largest magnitude). With `per_token_activation` 1 / (448 * 6), which times a row's
+        largest magnitude is the scale of the row.
+    sfLayout : SfLayout
+        Where the factors go.
+    do_shuffle : bool
+        Reorder the rows of codes and factors for kernels that TensorRT-LLM generates (`shuffle_matrix_a` with an
+        epilogue of 128 rows); only in the 128x4 layout. M a multiple of 128, K one of 64.
+    sf_vec_size : int
+        16.
+    enable_pdl : bool, optional
+        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+    backend : str
+        "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
+    per_token_activation : bool
+        Each row has a scale s of its own, and is quantised with the global scale 1 / s. A row of zeros has scale 0.
+    expanded_idx_to_permuted_idx, out_scale
+        None: rows are not permuted here, and scales are returned.
+    nvfp4_4over6 : NVFP44Over6Config, optional
+        As in `fp4_quantize`.
+
+    Returns
+    -------
+    codes : torch.Tensor
+        uint8 [M, K / 2].
+    factors : torch.Tensor
+        uint8 [padded M, padded K / 16].
+    row_scales : torch.Tensor
+        With `per_token_activation`: float32 [M].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device, stride or combination other than the above.
+    """
+    require(a.dim() == 2, "a", tuple(a.shape), "[M, K]")
+    require(sf_vec_size == 16, "sf_vec_size", sf_vec_size, "16")
+    require(expanded_idx_to_permuted_idx is None, "expanded_idx_to_permuted_idx", "a tensor", "None")
+    require(out_scale is None, "out_scale", "a tensor", "None")
+    layout = _rows.layout_name("sfLayout", sfLayout)
+    require(not do_shuffle or layout == "128x4", "do_shuffle", do_shuffle, "False, but in the 128x4 layout")
+    scale = _rows.scale_tensor("a_global_sf", a_global_sf, a)
+    codes, factors, row_scales = _rows.quantize(
+        "a", a[None], "nvfp4", "linear" if do_shuffle else layout, scale, score=_score(nvfp4_4over6, "nvfp4"),
+        row_scale=per_token_activation, backend=backend,
+    )  # fmt: skip
+    codes = codes[0]
+    _, blocks = layouts.padded(1, a.shape[1] // 16, "linear" if do_shuffle else layout)
+    factors = _matrix(factors, blocks)
+    if do_shuffle:
+        codes, factors = shuffle_matrix_a(codes, 128), shuffle_matrix_sf_a(factors, 128).view(factors.shape)
+    return (codes, factors, row_scales[0]) if per_token_activation else (codes, factors)
+
+
+def mxfp4_quantize(
+    a: torch.Tensor,
+    backend: str = "cuda",
+    enable_pdl: bool | None = None,
+    sfLayout: SfLayout = SfLayout.layout_128x4,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows to MXFP4, as `fp4_quantize` says.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [M, K]; bfloat16, float16 or float8_e4m3fn, rows contiguous. K a multiple of 32.
+    backend : str
+        "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
+    enable_pdl : bool, optional
+        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+    sfLayout : SfLayout
+        Where the factors go.
+
+    Returns
+    -------
+    codes : torch.Tensor
+        uint8 [M, K / 2].
+    factors : torch.Tensor
+        uint8 [padded M, padded K / 32], in ue8m0.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or stride other than the above.
+    """
+    require(a.dim() == 2, "a", tuple(a.shape), "[M, K]")
+    layout = _rows.layout_name("sfLayout", sfLayout)
+    codes, factors, _ = _rows.quantize("a", a[None], "mxfp4", layout, backend=backend)
+    _, blocks = layouts.padded(1, a.shape[1] // 32, layout)
+    return codes[0], _matrix(factors, blocks)
+
+
+def nvfp4_batched_quantize(
+    a: torch.Tensor,
+    a_global_sf: torch.Tensor,
+    sf_vec_size: int = 16,
+    nvfp4_4over6: NVFP44Over6Config | None = UNSET,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a batch of matrices to NVFP4, each with factors in 128x4 tiles of its own.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [B, M, K]; bfloat16, float16 or float8_e4m3fn, rows contiguous. K a multiple of 16.
+    a_global_sf : torch.Tensor
+        float32 [1] or [B]: 448 * 6 / (largest magnitude).
+    sf_vec_size : int
+        16.
+    nvfp4_4over6 : NVFP44Over6Config, optional
+        As in `fp4_quantize`.
+
+    Returns
+    -------
+    codes : torch.Tensor
+        uint8 [B, M, K / 2].
+    factors : torch.Tensor
+        uint8 [B, padded M x padded K / 16].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or stride other than the above.
+    """
+    require(a.dim() == 3, "a", tuple(a.shape), "[B, M, K]")
+    require(sf_vec_size == 16, "sf_vec_size", sf_vec_size, "16")
+    scale = _rows.scale_tensor("a_global_sf", a_global_sf, a, a.shape[0])
+    codes, factors, _ = _rows.quantize("a", a, "nvfp4", "128x4", scale, score=_score(nvfp4_4over6, "nvfp4"))
+    return codes, factors
+
+
+def scaled_fp4_grouped_quantize(
+    a: torch.Tensor,
+    mask: torch.Tensor,
+    a_global_sf: torch.Tensor,
+    nvfp4_4over6: NVFP44Over6Config | None = UNSET,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise the first rows of each matrix of a batch to NVFP4, for grouped GEMMs with a mask.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [B, M, K]; bfloat16, float16 or float8_e4m3fn, rows contiguous. K a multiple of 16.
+    mask : torch.Tensor
+        int32 [B]: how many rows of each matrix count. Codes and factors of the others are not written.
+    a_global_sf : torch.Tensor
+        float32 [1] or [B]: 448 * 6 / (largest magnitude).
+    nvfp4_4over6 : NVFP44Over6Config, optional
+        As in `fp4_quantize`.
+
+    Returns
+    -------
+    codes : torch.Tensor
+        uint8 [M, K / 2, B], a view of [B, M, K / 2].
+    factors : torch.Tensor
+        float8_e4m3fn [32, 4, padded M / 128, 4, padded K / 64, B], a view of 128x4 tiles: row 128 i + 32 g + r and
+        factor 4 j + c are at [r, g, i, c, j].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or stride other than the above.
+    """
+    require(a.dim() == 3, "a", tuple(a.shape), "[B, M, K]")
+    batch, rows, columns = a.shape
+    require(mask.shape == (batch,), "mask", tuple(mask.shape), f"[{batch}], the first dimension of a")
+    require(mask.dtype == torch.int32, "mask", mask.dtype, "int32")
+    scale = _rows.scale_tensor("a_global_sf", a_global_sf, a, batch)
+    score = _score(nvfp4_4over6, "nvfp4")
+    codes, factors, _ = _rows.quantize("a", a, "nvfp4", "128x4", scale, mask.contiguous(), score=score)
+    high, wide = layouts.padded(rows, columns // 16, "128x4")
+    tiles = factors.view(torch.float8_e4m3fn).view(batch, high // 128, wide // 4, 32, 4, 4)
+    return codes.permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0)
+
+
+def e2m1_and_ufp8sf_scale_to_float(
+    e2m1_tensor: torch.Tensor,
+    ufp8_scale_tensor: torch.Tensor,
+    global_scale_tensor: torch.Tensor | None = None,
+    sf_vec_size: int = 16,
+    ufp8_type: int = 1,
+    is_sf_swizzled_layout: bool = True,
+    is_sf_8x4_layout: bool = False,
+) -> torch.Tensor:
+    """FP4 codes and their factors as float32: code * factor * global scale.
+
+    Parameters
+    ----------
+    e2m1_tensor : torch.Tensor
+        uint8 [M, K / 2].
+    ufp8_scale_tensor : torch.Tensor
+        uint8 or float8_e4m3fn, any shape: the bytes of the layout.
+    global_scale_tensor : torch.Tensor, optional
+        float32 [1]: the scale of dequantisation, the inverse of what `nvfp4_quantize` takes.
+    sf_vec_size : int
+        Elements to a factor: 16 or 32.
+    ufp8_type : int
+        0: factors in ue8m0; 1: in e4m3.
+    is_sf_swizzled_layout, is_sf_8x4_layout : bool
+        As in `fp4_quantize`.
+
+    Returns
+    -------
+    torch.Tensor
+        float32 [M, K], on the device of the codes. The product with the global scale is the one that is rounded.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
+    """
+    require(sf_vec_size in (16, 32), "sf_vec_size", sf_vec_size, "16, 32")
+    require(ufp8_type in (0, 1), "ufp8_type", ufp8_type, "0 (ue8m0), 1 (e4m3)")
+    tiled = is_sf_swizzled_layout or not is_sf_8x4_layout
+    require(tiled, "is_sf_8x4_layout", is_sf_8x4_layout, "False, without is_sf_swizzled_layout")
+    layout = ("8x4" if is_sf_8x4_layout else "128x4") if is_sf_swizzled_layout else "linear"
+    scale = None
+    if global_scale_tensor is not None:
+        scale = _rows.scale_tensor("global_scale_tensor", global_scale_tensor, e2m1_tensor)
+    factor = "ue8m0" if ufp8_type == 0 else "e4m3"
+    names = "e2m1_tensor", "ufp8_scale_tensor"
+    return _rows.float_of_fp4(names, e2m1_tensor, ufp8_scale_tensor, scale, factor, sf_vec_size, layout)
+
+
+def mxfp4_dequantize(
+    a_fp4: torch.Tensor, a_sf: torch.Tensor, sfLayout: SfLayout = SfLayout.layout_128x4
+) -> torch.Tensor:
+    """What `mxfp4_quantize` gave, as float32; exact.
+
+    Parameters
+    ----------
+    a_fp4 : torch.Tensor
+        uint8 [M, K / 2].
+    a_sf : torch.Tensor
+        uint8, any shape: the bytes of the layout.
+    sfLayout : SfLayout
+        Where the factors are.
+
+    Returns
+    -------
+    torch.Tensor
+        float32 [M, K], on the device of the codes.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
+    """
+    layout = _rows.layout_name("sfLayout", sfLayout)
+    return _rows.float_of_fp4(("a_fp4", "a_sf"), a_fp4, a_sf, None, "ue8m0", 32, layout)
+
+
+def mxfp4_dequantize_host(weight: torch.Tensor, scale: torch.Tensor, group_size: int = 32) -> torch.Tensor:
+    """MXFP4 with row-major factors as float32; exact.
+
+    Parameters
+    ----------
+    weight : torch.Tensor
+        uint8 [M, K / 2].
+    scale : torch.Tensor
+        uint8, M x K / group_size factors in ue8m0, row by row.
+    group_size : int
+        Elements to a factor: 16, 32, 64 or 128.
+
+    Returns
+    -------
+    torch.Tensor
+        float32 [M, K], on the device of `weight`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
+    """
+    require(group_size in (16, 32, 64, 128), "group_size", group_size, "16, 32, 64, 128")
+    return _rows.float_of_fp4(("weight", "scale"), weight, scale, None, "ue8m0", group_size, "linear")
+
+
+def _matrix(factors: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Flat factors [1, .] as [padded rows, blocks]."""
+    return factors.view(-1, blocks) if factors.numel() else factors.view(0, blocks)
+
+
+def _score(setting, recipe: str) -> str:
+    """The error by which NVFP4 chooses between 4 and 6; "" where it does not."""
+    if recipe != "nvfp4":
+        given = isinstance(setting, NVFP44Over6Config)
+        require(not given, "nvfp4_4over6", setting, "None, with factors in ue8m0")
+        return ""
+    config = resolve_nvfp4_4over6(setting)
+    return "" if config is None else config.err_mode_name.lower()

@@ -1,0 +1,171 @@
+"""NVFP4's global scale, and the recipe that maps a block to 4 or to 6."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer._core.env import Variable
+
+__all__ = [
+    "NVFP44Over6Config",
+    "NVFP44Over6ErrMode",
+    "current_nvfp4_4over6_config",
+    "make_nvfp4_global_scale",
+    "nvfp4_e4m3_max",
+    "resolve_nvfp4_4over6",
+]
+
+_E2M1_MAX = 6.0
+_E4M3_MAX = 448
+
+
+class _Unset:
+    """The default of `nvfp4_4over6`: the environment decides."""
+
+    def __repr__(self) -> str:
+        return "<unset: FLASHINFER_NVFP4_4OVER6 decides>"
+
+
+UNSET = _Unset()
+
+_ENABLED = Variable("FLASHINFER_NVFP4_4OVER6", "0", "1: NVFP4 quantisation tries 4 beside 6, where no argument says")
+_ERR_MODE = Variable("FLASHINFER_NVFP4_4OVER6_ERR_MODE", "MAE", "MAE or MSE: the error that chooses")
+_FAST = Variable("FLASHINFER_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0", "1: float16 may be used for that error")
+_USE_256 = Variable("FLASHINFER_NVFP4_4OVER6_E4M3_USE_256", "0", "1: global scales leave factors up to 256, not 448")
+
+
+class NVFP44Over6ErrMode(IntEnum):
+    """The error that chooses between a block's two candidates: of magnitudes, or of squares."""
+
+    MAE = 0
+    MSE = 1
+
+
+@dataclass(frozen=True)
+class NVFP44Over6Config:
+    """The NVFP4 recipe "four over six": a block's largest value is mapped to 4 or to 6, whichever errs less.
+
+    Parameters
+    ----------
+    e4m3_max : int
+        448 or 256: the factor that `make_nvfp4_global_scale` gives the block with the largest value of all when that is
+        mapped to 6. 256 leaves room for the 384 that mapping to 4 needs.
+    err_mode : NVFP44Over6ErrMode or str
+        "MAE" or "MSE". Equal errors take 6.
+    err_use_fast_math : bool
+        Permits float16 for the error. It is computed in float32 either way.
+
+    Raises
+    ------
+    ValueError
+        Another e4m3_max or err_mode.
+
+    References
+    ----------
+    Cook et al., Four Over Six: More Accurate NVFP4 Quantization with Adaptive Block Scaling, 2025,
+    https://arxiv.org/abs/2512.02010
+    """
+
+    e4m3_max: int = _E4M3_MAX
+    err_mode: NVFP44Over6ErrMode | str = NVFP44Over6ErrMode.MAE
+    err_use_fast_math: bool = False
+
+    def __post_init__(self):
+        require(self.e4m3_max in (256, 448), "e4m3_max", self.e4m3_max, "256, 448")
+        modes = NVFP44Over6ErrMode.__members__
+        if isinstance(self.err_mode, str):
+            require(self.err_mode in modes, "err_mode", repr(self.err_mode), ", ".join(modes))
+            object.__setattr__(self, "err_mode", modes[self.err_mode])
+        else:
+            require(self.err_mode in list(modes.values()), "err_mode", self.err_mode, ", ".join(modes))
+            object.__setattr__(self, "err_mode", NVFP44Over6ErrMode(self.err_mode))
+
+    @property
+    def err_mode_name(self) -> str:
+        """ "MAE" or "MSE"."""
+        return self.err_mode.name
+
+
+def current_nvfp4_4over6_config() -> NVFP44Over6Config | None:
+    """The recipe that the environment asks for; None where FLASHINFER_NVFP4_4OVER6 is not 1.
+
+    Raises
+    ------
+    ValueError
+        A variable with another value than it may have.
+    """
+    if not _ENABLED.is_on():
+        return None
+    return NVFP44Over6Config(256 if _USE_256.is_on() else _E4M3_MAX, _ERR_MODE.get(), _FAST.is_on())
+
+
+def resolve_nvfp4_4over6(setting: NVFP44Over6Config | None = UNSET) -> NVFP44Over6Config | None:
+    """What an argument `nvfp4_4over6` means.
+
+    Parameters
+    ----------
+    setting : NVFP44Over6Config or None
+        A recipe, or None for none; left out, the environment decides, with a FutureWarning where it asks for one.
+
+    Raises
+    ------
+    ValueError
+        Anything else.
+    """
+    if setting is None or isinstance(setting, NVFP44Over6Config):
+        return setting
+    require(setting is UNSET, "nvfp4_4over6", repr(setting), "an NVFP44Over6Config, or None")
+    found = current_nvfp4_4over6_config()
+    if found is not None:
+        warnings.warn(f"{_ENABLED.name} chooses the NVFP4 recipe; pass nvfp4_4over6=", FutureWarning, stacklevel=3)
+    return found
+
+
+def nvfp4_e4m3_max(nvfp4_4over6_config: NVFP44Over6Config | None = None) -> float:
+    """The largest block factor that a global scale aims at: 448, or what the recipe says. The environment is not asked."""
+    return float(_E4M3_MAX if nvfp4_4over6_config is None else nvfp4_4over6_config.e4m3_max)
+
+
+def make_nvfp4_global_scale(
+    input_tensor: torch.Tensor,
+    per_token_activation: bool,
+    global_scale: float | None = None,
+    nvfp4_4over6_config: NVFP44Over6Config | None = None,
+) -> torch.Tensor:
+    """The global scale that `nvfp4_quantize` takes, for a recipe.
+
+    Parameters
+    ----------
+    input_tensor : torch.Tensor
+        What is to be quantised.
+    per_token_activation : bool
+        Each row is to have a scale of its own: the result is then 1 / (e4m3_max x 6), whatever the input.
+    global_scale : float, optional
+        The scale, where it is known; instead of e4m3_max x 6 / (largest magnitude), which takes a pass over the input.
+    nvfp4_4over6_config : NVFP44Over6Config, optional
+        The recipe that `nvfp4_quantize` is given. The environment is not asked.
+
+    Returns
+    -------
+    torch.Tensor
+        float32 [1], on the device of `input_tensor`. Of an input of zeros it is e4m3_max x 6.
+
+    Raises
+    ------
+    ValueError
+        A `global_scale` with `per_token_activation`, which leaves no use for it.
+    """
+    peak = nvfp4_e4m3_max(nvfp4_4over6_config) * _E2M1_MAX
+    device = input_tensor.device
+    if per_token_activation:
+        require(global_scale is None, "global_scale", global_scale, "None, with per_token_activation")
+        return torch.full((1,), 1 / peak, device=device)
+    if global_scale is not None:
+        return torch.full((1,), float(global_scale), device=device)
+    amax = input_tensor.abs().amax().float().view(1) if input_tensor.numel() else torch.zeros(1, device=device)
+    return peak / torch.where(amax == 0, 1, amax)
