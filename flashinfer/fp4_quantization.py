@@ -9,12 +9,14 @@ from flashinfer.quantization.fp4_quantization import (
     mxfp4_quantize,
     nvfp4_batched_quantize,
     nvfp4_block_scale_interleave,
+    nvfp4_kv_dequantize,
+    nvfp4_kv_quantize,
     nvfp4_quantize,
+    nvfp4_quantize_paged_kv_cache,
     scaled_fp4_grouped_quantize,
     shuffle_matrix_a,
     shuffle_matrix_sf_a,
 )
-from flashinfer.quantization.kv_cache import nvfp4_kv_dequantize, nvfp4_kv_quantize, nvfp4_quantize_paged_kv_cache
 from flashinfer.tllm_enums import SfLayout
 
 __all__ = [

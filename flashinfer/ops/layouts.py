@@ -1,9 +1,9 @@
 """Layouts of block scale factors, said once for the host; the device's `scale_offset` is tested against this.
 
-Factors are [rows, blocks]. "linear" is row-major. "128x4" and "8x4" pad with zeros to whole tiles of that many rows and
-blocks, a tile's bytes together and tiles row by row. Inside an 8x4 tile rows follow each other. Inside a 128x4 tile, row
-32 g + r of the four groups g is at 16 r + 4 g: the order in which tensor cores read factors (cuBLAS documentation, "1D
-Block Scaling Factors Layout").
+Factors are [rows, blocks]. "linear" is row-major. "128x4" and "8x4" pad with zeros to whole tiles of that many rows
+and blocks, a tile's bytes together and tiles row by row. Inside an 8x4 tile rows follow each other. Inside a 128x4
+tile, row 32 g + r of the four groups g is at 16 r + 4 g: the order in which tensor cores read factors (cuBLAS
+documentation, "1D Block Scaling Factors Layout").
 """
 
 from __future__ import annotations

@@ -6,16 +6,20 @@ The same statements, on the device, are `flashinfer/ops/_device/formats.py` and 
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import pad
+
+from flashinfer.ops import layouts
 
 # Half way between neighbouring magnitudes of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1 = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
 
 
 def to_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 to float8, to nearest even; what is too large becomes the largest value."""
+    """float32 to float8, to nearest even; what is too large becomes the largest value, and a NaN one without sign."""
     largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype)
+    codes = x.clamp(-largest, largest).to(dtype).view(torch.uint8)
+    return torch.where(x.isnan(), 0x7F, codes).to(torch.uint8).view(dtype)
 
 
 def to_e2m1(x: torch.Tensor) -> torch.Tensor:
@@ -33,30 +37,77 @@ def quantize_fp8(y: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[torch
     return to_fp8(blocks * (1 / scale)[..., None], dtype).flatten(-2), scale
 
 
-def quantize_nvfp4(y: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [..., n] as e2m1 bytes [..., n / 2], and float8_e4m3fn block scales [..., n / 16]."""
+def from_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., n] of two e2m1 to float32 [..., 2 n], the low half first."""
+    return _E2M1.to(codes.device)[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
+
+
+def quantize_nvfp4(
+    y: torch.Tensor, global_scale: torch.Tensor, score: str = ""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [..., n] as e2m1 bytes [..., n / 2], and float8_e4m3fn block scales [..., n / 16].
+
+    With a `score`, "mae" or "mse", a block whose largest value is better mapped to 4 than to 6 is.
+    """
+    if not score:
+        return _nvfp4(y, global_scale, 6)
+    (codes, factor), (codes4, factor4) = (_nvfp4(y, global_scale, peak) for peak in (6, 4))
+    worse, better = (_error(y, c, f, global_scale, score) for c, f in ((codes, factor), (codes4, factor4)))
+    take = better < worse
+    codes = torch.where(take[..., None], codes4.unflatten(-1, (-1, 8)), codes.unflatten(-1, (-1, 8))).flatten(-2)
+    return codes, torch.where(take, factor4.view(torch.uint8), factor.view(torch.uint8)).view(factor.dtype)
+
+
+def _nvfp4(y, global_scale, peak):
     blocks = y.unflatten(-1, (-1, 16))
-    factor = to_fp8(global_scale * (blocks.abs().amax(-1) * (1 / 6)), torch.float8_e4m3fn)
+    factor = to_fp8(global_scale * (blocks.abs().amax(-1) * (1 / peak)), torch.float8_e4m3fn)
     wide = factor.float()
     inverse = torch.where(wide == 0, 0, 1 / (wide * (1 / global_scale)))
     return to_e2m1((blocks * inverse[..., None]).flatten(-2)), factor
 
 
+def _error(y, codes, factor, global_scale, score):
+    """The sum of a block's errors; neighbours are added first, so that every float32 rounding is defined."""
+    scale = (factor.float() * (1 / global_scale))[..., None]
+    error = (y.unflatten(-1, (-1, 16)) - from_e2m1(codes).unflatten(-1, (-1, 16)) * scale).abs()
+    error = error * error if score == "mse" else error
+    for _ in range(4):
+        error = error[..., 0::2] + error[..., 1::2]
+    return error[..., 0]
+
+
 def quantize_mxfp4(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [..., n] as e2m1 bytes [..., n / 2], and bytes of ue8m0 block scales [..., n / 32]."""
+    # 6 is 0.75 * 2 ** 3.
+    blocks, code = _mx(y, 0.75, 3)
+    return to_e2m1(blocks), code
+
+
+def quantize_mxfp8(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [..., n] as float8_e4m3fn [..., n], and bytes of ue8m0 block scales [..., n / 32]."""
+    # 448 is 0.875 * 2 ** 9.
+    blocks, code = _mx(y, 0.875, 9)
+    return to_fp8(blocks, torch.float8_e4m3fn), code
+
+
+def _mx(y, peak_mantissa, peak_exponent):
+    """y over its blocks' factors, and the factors: least powers of two with amax / factor within the peak."""
     blocks = y.unflatten(-1, (-1, 32))
     amax = blocks.abs().amax(-1)
     mantissa, exponent = torch.frexp(amax)
-    # 6 is 0.75 * 2 ** 3.
-    code = (exponent - 3 + (mantissa > 0.75).int() + 127).clamp(0, 254)
+    code = (exponent - peak_exponent + (mantissa > peak_mantissa).int() + 127).clamp(0, 254)
     code = torch.where(amax == 0, 0, torch.where(amax.isinf(), 254, torch.where(amax.isnan(), 255, code)))
-    inverse = torch.where(code == 255, torch.nan, torch.ldexp(torch.ones_like(amax), 127 - code))
-    return to_e2m1((blocks * inverse[..., None]).flatten(-2)), code.to(torch.uint8)
+    code = code.to(torch.uint8)
+    inverse = from_ue8m0(torch.where(code == 255, code, 254 - code))
+    return (blocks * inverse[..., None]).flatten(-2), code
+
+
+def from_ue8m0(code: torch.Tensor) -> torch.Tensor:
+    """Bytes of ue8m0 as float32."""
+    bits = torch.where(code == 0, 1 << 22, code.int() << 23)
+    return torch.where(code == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
 
 
 def tiled_128x4(factors: torch.Tensor) -> torch.Tensor:
-    """Bytes [rows, blocks] in tiles of 128 rows and 4 blocks, [32][4][4] inside; padding is 0. One dimension."""
-    rows, blocks = factors.shape
-    padded = pad(factors, (0, -blocks % 4, 0, -rows % 128))
-    tiles = padded.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))
-    return tiles.permute(0, 3, 2, 1, 4).flatten()
+    """Bytes [rows, blocks] in tiles of 128 rows and 4 blocks; padding is 0. One dimension."""
+    return layouts.arrange(factors, "128x4")

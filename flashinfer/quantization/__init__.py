@@ -9,13 +9,15 @@ from flashinfer.quantization.fp4_quantization import (
     mxfp4_quantize,
     nvfp4_batched_quantize,
     nvfp4_block_scale_interleave,
+    nvfp4_kv_dequantize,
+    nvfp4_kv_quantize,
     nvfp4_quantize,
+    nvfp4_quantize_paged_kv_cache,
     scaled_fp4_grouped_quantize,
     shuffle_matrix_a,
     shuffle_matrix_sf_a,
 )
 from flashinfer.quantization.fp8_quantization import mxfp8_dequantize_host, mxfp8_quantize
-from flashinfer.quantization.kv_cache import nvfp4_kv_dequantize, nvfp4_kv_quantize, nvfp4_quantize_paged_kv_cache
 from flashinfer.quantization.nvfp4_quantization_utils import (
     NVFP44Over6Config,
     NVFP44Over6ErrMode,

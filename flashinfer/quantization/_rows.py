@@ -1,4 +1,4 @@
-"""What the public quantisation functions share: checks, outputs, the choice of kernel, and the op that compilers see."""
+"""What the public quantisation functions share: checks, outputs, choice of kernel, and the ops that compilers see."""
 
 from __future__ import annotations
 

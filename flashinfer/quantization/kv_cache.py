@@ -45,7 +45,7 @@ def nvfp4_kv_dequantize(
     global_scale: torch.Tensor,
     output_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """What `nvfp4_kv_quantize` gave, as floats: code * factor * global_scale, in float32, rounded to the result's dtype.
+    """What `nvfp4_kv_quantize` gave, as floats: code * factor * global_scale in float32, rounded to the result's dtype.
 
     Parameters
     ----------
@@ -82,7 +82,7 @@ def nvfp4_quantize_paged_kv_cache(
     k_global_sf: torch.Tensor | None = None,
     v_global_sf: torch.Tensor | None = None,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor], float, float]:
-    """Quantise a paged KV cache to NVFP4, with the factors of V as TensorRT-LLM's generated attention kernels read them.
+    """Quantise a paged KV cache to NVFP4, with V's factors as TensorRT-LLM's generated attention kernels read them.
 
     Parameters
     ----------

@@ -127,7 +127,7 @@ def resolve_nvfp4_4over6(setting: NVFP44Over6Config | None = UNSET) -> NVFP44Ove
 
 
 def nvfp4_e4m3_max(nvfp4_4over6_config: NVFP44Over6Config | None = None) -> float:
-    """The largest block factor that a global scale aims at: 448, or what the recipe says. The environment is not asked."""
+    """The largest block factor that a global scale aims at: 448, or the recipe's. The environment is not asked."""
     return float(_E4M3_MAX if nvfp4_4over6_config is None else nvfp4_4over6_config.e4m3_max)
 
 

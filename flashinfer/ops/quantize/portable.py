@@ -178,7 +178,8 @@ def interleave_kernel(
 
 @triton.jit
 def packbits_kernel(
-    x, indptr, packed_indptr, out, n, segments, count, LITTLE: tl.constexpr, SEGMENTED: tl.constexpr, BLOCK: tl.constexpr
+    x, indptr, packed_indptr, out, n, segments, count,
+    LITTLE: tl.constexpr, SEGMENTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = byte < count

@@ -221,9 +221,9 @@ def test_dequantize(variant, device, layout, factor, width):
     assert_same(convert(codes, flat, scale, **options), (expected * scale.double()).float())
     if (layout, factor) == ("linear", "ue8m0"):
         assert_same(flashinfer.mxfp4_dequantize_host(codes, factors), expected.float())
-        wide = truth.ue8m0(flat[:3].repeat(11)).view(11, 3)
         groups = quantization.mxfp4_dequantize_host(codes[:, :32], flat[:11], group_size=64)
-        assert_same(groups, (truth.decode("e2m1", truth.unpack(codes[:, :32])) * truth.ue8m0(flat[:11])[:, None]).float())
+        part = truth.decode("e2m1", truth.unpack(codes[:, :32]))
+        assert_same(groups, (part * truth.ue8m0(flat[:11])[:, None]).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -298,7 +298,8 @@ def test_shuffle(device):
     """Blocks of 16 rows hold the even and then the odd ones; of 32, those alike modulo 4."""
     order = get_shuffle_matrix_a_row_indices(torch.empty(32, 1), 64).tolist()
     assert order[:16] == [*range(0, 16, 2), *range(1, 16, 2)] and order[16:] == [i + 16 for i in order[:16]]
-    assert get_shuffle_matrix_a_row_indices(torch.empty(32, 1), 128).tolist() == [i for j in range(4) for i in range(j, 32, 4)]
+    order = get_shuffle_matrix_a_row_indices(torch.empty(32, 1), 128).tolist()
+    assert order == [i for j in range(4) for i in range(j, 32, 4)]
     x = rows((128, 64), torch.bfloat16, device)
     order = get_shuffle_matrix_a_row_indices(x, 128)
     plain = flashinfer.nvfp4_quantize(x, scale_of(x), SfLayout.layout_linear)
@@ -316,7 +317,8 @@ def test_packbits(variant, device, bitorder):
         expected = torch.from_numpy(np.packbits(x.cpu().numpy(), bitorder=bitorder))
         assert_bitwise(flashinfer.packbits(x, bitorder), expected)
     counts = torch.randint(0, 3, (77,), dtype=torch.uint8, device=device)
-    assert_bitwise(flashinfer.packbits(counts, bitorder), torch.from_numpy(np.packbits(counts.cpu().numpy(), bitorder=bitorder)))
+    expected = torch.from_numpy(np.packbits(counts.cpu().numpy(), bitorder=bitorder))
+    assert_bitwise(flashinfer.packbits(counts, bitorder), expected)
 
 
 @pytest.mark.parametrize("bitorder", ["big", "little"])
@@ -344,6 +346,7 @@ def test_fp4_tensor():
 
 
 ROWS, SCALE = torch.ones(4, 64).bfloat16(), torch.ones(1)
+BITS = torch.ones(4).bool()
 FP4, CUBE = flashinfer.fp4_quantize, ROWS.view(2, 2, 64)
 BAD = {
     "float32 rows": (FP4, (ROWS.float(), SCALE), "input"),
@@ -376,8 +379,8 @@ BAD = {
     "a page of 6": (flashinfer.nvfp4_quantize_paged_kv_cache, (torch.ones(1, 1, 6, 16).half(),) * 2, "k_cache"),
     "bits of floats": (flashinfer.packbits, (torch.ones(4),), "x"),
     "another bit order": (flashinfer.packbits, (torch.ones(4).bool(), "middle"), "bitorder"),
-    "segments that decrease": (flashinfer.segment_packbits, (torch.ones(4).bool(), torch.tensor([0, 3, 2, 4])), "indptr"),
-    "segments that end early": (flashinfer.segment_packbits, (torch.ones(4).bool(), torch.tensor([0, 3])), "indptr"),
+    "segments that decrease": (flashinfer.segment_packbits, (BITS, torch.tensor([0, 3, 2, 4])), "indptr"),
+    "segments that end early": (flashinfer.segment_packbits, (BITS, torch.tensor([0, 3])), "indptr"),
     "rows that are no whole blocks": (flashinfer.shuffle_matrix_a, (torch.ones(20, 4), 64), "input_tensor"),
 }  # fmt: skip
 
