@@ -81,7 +81,7 @@ class AttentionVariant:
         """
         from flashinfer._core.compiler import fingerprint
 
-        hashes = [fingerprint(f)[:16] if f is not None else "" for f in (self.logits, self.mask)]
+        hashes = [fingerprint(f, by_source=True)[:16] if f is not None else "" for f in (self.logits, self.mask)]
         key = "|".join(
             (
                 _place_of(self.logits), hashes[0], _place_of(self.mask), hashes[1],
