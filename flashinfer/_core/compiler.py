@@ -16,6 +16,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -91,9 +92,7 @@ def compile_kernel(build, arch: str) -> tuple[bytes, dict]:
 
 def _told(error: CompilationError, build) -> str:
     """The error with file and line, those of the innermost function that is not Triton's own."""
-    functions = {}
-    for value in (build.kernel, *build.constants.values()):
-        _collect(value, functions)
+    functions = {f.src: f for f in _reached_from((build.kernel, *build.constants.values())) if hasattr(f, "src")}
     place, reason = "", str(error)
     while error is not None:
         if isinstance(error, CompilationError):
@@ -115,12 +114,26 @@ def _place_of(function, error: CompilationError) -> str:
     return f"{file}:{first + error.node.lineno - 1}: in {name}: {text}"
 
 
-def _collect(value, functions: dict) -> None:
-    """Functions that `value` calls, itself included, by their source."""
-    if isinstance(value, JITFunction) and not _is_tritons(value.__module__) and value.src not in functions:
-        functions[value.src] = value
-        for used in _used_by(value).values():
-            _collect(used, functions)
+def _reached_from(values) -> list:
+    """The device functions among `values`, and those that they call; none of Triton's own."""
+    found: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if is_device_function(value) and not _is_tritons(value.fn.__module__) and id(value) not in found:
+            found[id(value)] = value
+            waiting += _used_by(value).values()
+    return list(found.values())
+
+
+def check_names(*functions) -> None:
+    """Raise TypeError where two functions that one kernel would call share a name: the compiler keeps one of a name."""
+    named: dict[str, Any] = {}
+    for function in _reached_from(functions):
+        name = f"{function.fn.__module__}.{function.fn.__qualname__}"
+        other = named.setdefault(name, function)
+        if other is not function and fingerprint(other, by_source=True) != fingerprint(function, by_source=True):
+            raise TypeError(f"two functions are both called {name}: the compiler needs two names")
 
 
 def capability_of(arch: str) -> int:
@@ -141,11 +154,6 @@ def fingerprint(kernel, by_source: bool = False) -> str:
     a module nor one used as a parameter's default, so those are added here. It depends on nothing but the source:
     not on paths, on the Python version or on the order of any dict. With `by_source` it does not depend on where in its
     file the source stands, either, and is the same under the interpreter, whose functions have no `cache_key`.
-
-    Raises
-    ------
-    TypeError
-        Two functions of different source have the same module and name: the compiler would take one for the other.
     """
     reached: dict[str, str] = {}
     _reach(kernel, reached, _source_of if by_source else _cache_key_of)
@@ -154,12 +162,9 @@ def fingerprint(kernel, by_source: bool = False) -> str:
 
 def _reach(function, reached: dict[str, str], key_of: Callable) -> None:
     name = f"{function.fn.__module__}.{function.fn.__qualname__}"
-    key = key_of(function)
     if name in reached:
-        if reached[name] != key:
-            raise TypeError(f"two functions of different source are both called {name}: the compiler needs two names")
         return
-    reached[name] = key
+    reached[name] = key_of(function)
     for used, value in _used_by(function).items():
         _note(f"{name}:{used}", value, reached, key_of)
 
