@@ -20,7 +20,6 @@ _ROOT_NAMES = {
         "merge_state_in_place",
         "merge_states",
     ),
-    "concat_ops": (),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
     "cudnn": ("cudnn_batch_decode_with_kv_cache",),
     "decode": (
@@ -29,7 +28,7 @@ _ROOT_NAMES = {
         "fast_decode_plan",
         "single_decode_with_kv_cache",
     ),
-    "mla": ("BatchMLAPagedAttentionWrapper",),
+    "mla": ("BatchMLAPagedAttentionWrapper", "xqa_mla"),
     "norm": (
         "add_rmsnorm_fp4quant",
         "fused_add_rmsnorm",

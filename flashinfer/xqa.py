@@ -11,9 +11,10 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer._core.kv_layout import check_layout
 from flashinfer._forms.trtllm_decode import trtllm_batch_decode_with_kv_cache
+from flashinfer.mla.decode import xqa_mla
 from flashinfer.ops.attention.engine import refuse
 
-__all__ = ["xqa"]
+__all__ = ["xqa", "xqa_mla"]
 
 
 def xqa(

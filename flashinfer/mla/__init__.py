@@ -1,5 +1,13 @@
 """Multi-head latent attention (MLA) over a paged cache of latents, with absorbed projections."""
 
 from flashinfer.mla.batch import BatchMLAPagedAttentionWrapper
+from flashinfer.mla.decode import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla, xqa_mla
+from flashinfer.mla.sparse import trtllm_batch_decode_sparse_mla_dsv4
 
-__all__ = ["BatchMLAPagedAttentionWrapper"]
+__all__ = [
+    "BatchMLAPagedAttentionWrapper",
+    "trtllm_batch_decode_sparse_mla_dsv4",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "xqa_batch_decode_with_kv_cache_mla",
+    "xqa_mla",
+]

@@ -137,9 +137,9 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         lse_mode : str
             "none", "base2" or "basee": the base in which run() gives log-sum-exps, base 2 for "none".
         output_dtype : dtype, optional
-            Default q's; bfloat16 for float8 queries.
+            Default q's; bfloat16 for float8 queries. float8_e4m3fn needs compute capability 8.9.
         output_scale, scale_mode : str
-            Refused unless "none" and "default": outputs are not quantised, and scales are arguments of run().
+            Refused unless "none" and "default": scales are arguments of run().
         skip_softmax : bool
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
         enable_pdl : bool, optional
@@ -157,7 +157,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         require(query_layout is None, "query_layout", repr(query_layout), "None: shapes tell")
         require(kv_cache_layout in (None, "NHD", "HND"), "kv_cache_layout", repr(kv_cache_layout), "None, 'NHD', 'HND'")
         require(lse_mode in ("none", "base2", "basee"), "lse_mode", repr(lse_mode), "'none', 'base2', 'basee'")
-        require(output_scale == "none", "output_scale", repr(output_scale), "'none': outputs are not quantised")
+        require(output_scale == "none", "output_scale", repr(output_scale), "'none': run() takes an o_scale")
         require(scale_mode == "default", "scale_mode", repr(scale_mode), "'default': run() takes the scales")
         for name, value in (("num_heads", num_heads), ("head_dim_ckv", head_dim_ckv), ("head_dim_kpe", head_dim_kpe),
                             ("page_size", page_size)):  # fmt: skip
@@ -228,7 +228,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         return_lse_base_on_e : bool
             Give the log-sum-exp in base e instead of base 2.
         o_scale : float, optional
-            Refused unless None or 1: outputs are not quantised.
+            The output is divided by it: the scale of a float8 output (plan's output_dtype), which saturates.
         query : Tensor [rows, num_heads, head_dim_ckv + head_dim_kpe], optional
             q_nope and q_pe in one tensor; [batch_size, q_len, num_heads, ...] as well, which out and lse then are like.
         kv_cache : Tensor [pages, page_size, head_dim_ckv + head_dim_kpe], optional
@@ -253,7 +253,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             -inf for a row that sees no key, whose out is 0.
         """
         require(profiler_buffer is None, "profiler_buffer", "a tensor", "None: there is no profiler")
-        require(o_scale is None or o_scale == 1, "o_scale", o_scale, "None or 1: outputs are not quantised")
+        require(o_scale is None or o_scale > 0, "o_scale", o_scale, "None, or a positive number")
         require(ckv_scale_arr is None, "ckv_scale_arr", "a tensor", "None: scales per token are not read")
         planned = self._batch is not None
         if not planned:
@@ -278,11 +278,11 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             out = None if out is None else out.view(q_nope.shape)
             lse = None if lse is None else lse.view(q_nope.shape[:2])
         if page_table is None and kv_len is None:
-            factors = self._factors(self._batch.options.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale)
+            factors = self._factors(self._batch.options.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
             result = self._batch.run(q_nope, q_pe, ckv_cache, kpe_cache, factors, out=out, lse=lse, **call)
         else:
             asked = self._batch.options if planned else _unplanned(q_nope, q_pe, ckv_cache)
-            factors = self._factors(asked.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale)
+            factors = self._factors(asked.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
             table = self._call_table(page_table, kv_len)
             result = run_latent(
                 asked, table, q_nope, q_pe, ckv_cache, kpe_cache, factors, longest_q=table.q_len,
@@ -290,7 +290,9 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             )  # fmt: skip
         if shape is None or len(shape) == 2:
             return result
-        return tuple(t.view(*shape, *t.shape[2:]) for t in result) if return_lse else result.view(*shape, -1)
+        out, lse = result if return_lse else (result, None)
+        out = out.view(*shape, out.shape[2])
+        return (out, lse.view(shape)) if return_lse else out
 
     def _call_table(self, page_table, kv_len):
         """The table of a call with lengths and pages of its own."""
@@ -300,7 +302,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         indptr = None if planned is None or planned.q_len else planned.qo_indptr
         return latent_blocks(page_table, kv_len, indptr, planned.q_len if planned else 1, self.device)
 
-    def _factors(self, sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale) -> Factors:
+    def _factors(self, sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale) -> Factors:
         """What logits and outputs are multiplied by."""
         for name, value in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
             require(value is None or isinstance(value, (int, float)), name, type(value).__name__, "a number")
@@ -309,15 +311,16 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         position = 1.0 if kpe_scale is None else float(kpe_scale)
         require(latent > 0, "ckv_scale", ckv_scale, "a positive number")
         return factors_of(
-            sm_scale if bmm1_scale is None else bmm1_scale, 1.0 if bmm2_scale is None else bmm2_scale, latent, position
-        )
+            sm_scale if bmm1_scale is None else bmm1_scale, 1.0 if bmm2_scale is None else bmm2_scale, latent, position,
+            1.0 if o_scale is None else o_scale,
+        )  # fmt: skip
 
 
-def factors_of(bmm1_scale, bmm2_scale, latent: float = 1.0, position: float = 1.0) -> Factors:
-    """Factors of logits and outputs, each a number or one float32 on the device, and scales of the two caches."""
+def factors_of(bmm1_scale, bmm2_scale, latent: float = 1.0, position: float = 1.0, o_scale: float = 1.0) -> Factors:
+    """Factors of logits and outputs, each a number or one float32 on the device, and scales of caches and output."""
     first, second = isinstance(bmm1_scale, torch.Tensor), isinstance(bmm2_scale, torch.Tensor)
     return Factors(
-        latent * (1.0 if first else float(bmm1_scale)), latent * (1.0 if second else float(bmm2_scale)),
+        latent * (1.0 if first else float(bmm1_scale)), latent * (1.0 if second else float(bmm2_scale)) / o_scale,
         position / latent, bmm1_scale if first else None, bmm2_scale if second else None,
     )  # fmt: skip
 

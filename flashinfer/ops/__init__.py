@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-_ROOMS = (
-    "norm",
-    "rope",
-    "activation",
-    "page",
-    "concat",
-    "quantize",
-    "sampling",
-    "attention.prefill",
-    "attention.decode",
-    "attention.merge",
-    "attention.mla",
-)
+_ROOMS = ("norm", "rope", "activation", "page", "quantize", "sampling", "attention.prefill", "attention.decode",
+          "attention.merge", "attention.mla")  # fmt: skip
 
 
 def all_ops() -> dict:

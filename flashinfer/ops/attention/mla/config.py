@@ -72,6 +72,8 @@ def refuses(p, target: Target) -> str:
         return f"q dtype {p.q_dtype}: it multiplies bf16, fp16 and fp8"
     if p.kv_dtype not in ("fp8e4nv", "fp8e5", p.q_dtype):
         return f"kv dtype {p.kv_dtype} with q dtype {p.q_dtype}: it must be q's, or fp8"
-    if p.o_dtype not in ("bf16", "fp16", "fp32"):
+    if p.o_dtype not in SIZE:
         return f"output dtype {p.o_dtype}"
+    if p.o_dtype == "fp8e4nv" and not target.is_cpu and target.capability < 89:
+        return f"output dtype {p.o_dtype}: this chip has no conversion to it"
     return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -83,3 +83,16 @@ def _scratch(given: torch.Tensor, own, count: int) -> torch.Tensor:
     if given.is_contiguous() and given.data_ptr() % 16 == 0 and given.numel() * given.element_size() >= count:
         return given.view(-1).view(torch.uint8)[:count]
     return own(count)
+
+
+def ones_times(value: int, count: int, device: torch.device) -> torch.Tensor:
+    """int32 [count] of one value, kept for other counts too."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.full((count,), value, dtype=torch.int32, device=device)
+    return _constant(value, 1 << max(count - 1, 0).bit_length(), device)[:count]
+
+
+@lru_cache(maxsize=64)
+def _constant(value: int, count: int, device: torch.device) -> torch.Tensor:
+    # From the host: this waits until it is there, so that work on any stream finds it.
+    return torch.tensor([value], dtype=torch.int32).expand(count).contiguous().to(device)

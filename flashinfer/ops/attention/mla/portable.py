@@ -35,7 +35,8 @@ def build(p: Problem, c) -> Build:
     def stride(dtype: str) -> str:
         return f"i64:{16 // SIZE[dtype]}" if p.aligned else "i64"
 
-    q, kv, out = (_pointer(dtype, p.aligned) for dtype in (p.q_dtype, p.kv_dtype, p.o_dtype))
+    q, kv = (_pointer(dtype, p.aligned) for dtype in (p.q_dtype, p.kv_dtype))
+    out = f"*{p.o_dtype}:16" if p.aligned else f"*{p.o_dtype}"
     types = dict(
         q_nope=q, q_pe=q, ckv=kv, kpe=kv, out=out, lse="*fp32", partial_out="*fp32:16", partial_lse="*fp32:16",
         items="*i32:16", counts="*i32", arrivals="*i32", kv_indices="*i32", first_ckv=kv, sinks="*fp32",

@@ -54,7 +54,7 @@ def _attend(problem: Problem, x: Inputs, q_begin, q_len, kv_begin, kv_len) -> No
         out *= x.out_scale
         if problem.scales:
             out *= x.v_scale
-        x.out[n[ok_row]] = out[ok_row].to(x.out.dtype)
+        _put(x.out, n[ok_row], out[ok_row])
         if x.lse is not None:
             x.lse[n[ok_row]] = lse[ok_row] * (1.0 if problem.base_e else math.log2(math.e))
 
@@ -93,6 +93,14 @@ def _at(t: torch.Tensor, index) -> torch.Tensor:
     if t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return t.view(torch.uint8)[index].view(t.dtype)
     return t[index]
+
+
+def _put(out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Write rows of the output in its type. FP8 saturates, as the chips' conversions do."""
+    if out.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        most = torch.finfo(out.dtype).max
+        values, out = values.clamp(-most, most).to(out.dtype).view(torch.uint8), out.view(torch.uint8)
+    out[rows] = values.to(out.dtype)
 
 
 def _softmax_times(logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None):

@@ -7,6 +7,7 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer.ops.attention.direct import block_table
+from flashinfer.ops.attention.engine import flat_integers, integers
 from flashinfer.ops.attention.mla.batch import LatentBatch, LatentKind, LatentOptions, latent_kind
 from flashinfer.ops.attention.problem import Table
 from flashinfer.ops.attention.request import Limits, Request, tile_rows
@@ -145,29 +146,22 @@ class LatentWrapper(AttentionWrapper):
 
 
 def latent_blocks(block_tables, seq_lens, cum_seq_lens_q, q_len: int, device: torch.device) -> Table:
-    """The Table of block tables [batch, max_pages] and lengths [batch], all int32 on the device.
+    """The Table of block tables [batch, max_pages] and lengths [batch].
 
     Queries are told by cum_seq_lens_q [batch + 1], or all are `q_len` long.
     """
-    named = [("block_tables", block_tables, 2), ("seq_lens", seq_lens, 1)]
-    if cum_seq_lens_q is not None:
-        named.append(("cum_seq_lens_q", cum_seq_lens_q, 1))
-    for name, t, dims in named:
+    for name, t in (("block_tables", block_tables), ("seq_lens", seq_lens)):
         require(t is not None, name, None, "a tensor")
-        require(t.device == device, name, f"a tensor on {t.device}", str(device))
-        require(t.dtype in (torch.int32, torch.uint32) and t.dim() == dims, name, f"{t.dtype} {tuple(t.shape)}",
-                f"int32, {dims} dimensions")  # fmt: skip
-    require(block_tables.shape[0] == seq_lens.shape[0], "block_tables", f"{block_tables.shape[0]} rows",
-            f"{seq_lens.shape[0]}, as seq_lens")  # fmt: skip
-    require(block_tables.shape[1] <= 1 or block_tables.stride(1) == 1, "block_tables",
-            f"stride {block_tables.stride(1)} of the last axis", "1")  # fmt: skip
-    entries = block_tables.shape[0] * max(block_tables.stride(0), block_tables.shape[1])
-    require(entries < 1 << 31, "block_tables", f"{entries} entries", "fewer than 2^31")
-    tables, lens = (t.view(torch.int32) if t.dtype == torch.uint32 else t for t in (block_tables, seq_lens))
-    # A stride of lengths, as of a column, is not what a kernel reads.
-    lens = lens if lens.is_contiguous() else lens.contiguous()
+    tables = integers(block_tables, "block_tables", device, (None, None))
+    batch = tables.shape[0]
+    lens = flat_integers(seq_lens, "seq_lens", device, batch)
+    check_entries("block_tables", tables)
     if cum_seq_lens_q is None:
         return block_table(tables, lens, q_len=max(q_len, 1))
-    require(cum_seq_lens_q.shape[0] == lens.shape[0] + 1, "cum_seq_lens_q", f"[{cum_seq_lens_q.shape[0]}]",
-            f"[{lens.shape[0] + 1}], one more than seq_lens")  # fmt: skip
-    return block_table(tables, lens, qo_indptr=cum_seq_lens_q)
+    return block_table(tables, lens, qo_indptr=integers(cum_seq_lens_q, "cum_seq_lens_q", device, (batch + 1,)))
+
+
+def check_entries(name: str, table: torch.Tensor) -> None:
+    """Work lists count entries of a table in int32."""
+    entries = table.shape[0] * max(table.stride(0), table.shape[1])
+    require(entries < 1 << 31, name, f"{entries} entries", "fewer than 2^31")

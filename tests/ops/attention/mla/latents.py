@@ -37,6 +37,8 @@ class Latents:
 
     def blocks(self, gap=0):
         """The table as a rectangle, what is not used -1."""
+        if self.kv_indices is None:
+            return None
         starts = self.kv_indptr.tolist()
         most = max([b - a for a, b in zip(starts, starts[1:])] + [1])
         table = torch.full((len(starts) - 1, most + gap), -1, dtype=torch.int32, device=self.q.device)
