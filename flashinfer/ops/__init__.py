@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-_ROOMS = ("norm", "rope", "activation", "page", "quantize", "sampling", "attention.prefill", "attention.decode",
-          "attention.merge", "attention.mla")  # fmt: skip
+_ROOMS = ("norm", "rope", "activation", "page", "quantize", "sampling", "topk", "attention.prefill",
+          "attention.decode", "attention.merge", "attention.mla")  # fmt: skip
 
 
 def all_ops() -> dict:

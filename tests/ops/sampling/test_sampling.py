@@ -10,7 +10,7 @@ import flashinfer
 from flashinfer import sampling
 from flashinfer._core.dispatch import Op
 from flashinfer.ops import sampling as room
-from flashinfer.ops.sampling import config
+from flashinfer.ops._device import tiles as tile_sizes
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.norm.variants import variant  # the fixture
@@ -28,7 +28,7 @@ def tiles(device, monkeypatch):
 
 
 def use_tiles(size, monkeypatch):
-    monkeypatch.setattr(config, "TILE", size)
+    monkeypatch.setattr(tile_sizes, "TILE", size)
     for op in (room.softmax, room.draw, room.prefix):
         monkeypatch.setattr(op, "_choices", {})
 

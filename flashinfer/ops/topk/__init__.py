@@ -1,0 +1,59 @@
+"""The k largest values of each row, with their indices or what a page table or an offset makes of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.topk import config
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Which values are taken, and what is written of them.
+
+    Attributes
+    ----------
+    form : str
+        "values" and their indices; "sorted", the same in the order (value descending, index ascending); "pages", the
+        slots that a page table gives them; or "ragged", indices behind an offset. In all but "sorted" indices ascend.
+    dtype : str
+        Of the values.
+    last : bool
+        Of equal values those at the highest indices are taken, not those at the lowest.
+    starts, lengths : bool
+        Rows are windows of the input's rows.
+    mapped, page_starts, raw : bool
+        Of "pages": rows have a map to the page table's rows; windows of the page table begin elsewhere than those of
+        the values; indices are written as well.
+    aligned : bool
+        Rows can be read 16 bytes at a time.
+    """
+
+    form: str
+    dtype: str
+    last: bool = False
+    starts: bool = False
+    lengths: bool = False
+    mapped: bool = False
+    page_starts: bool = False
+    raw: bool = False
+    aligned: bool = True
+
+
+_VARIANTS = (
+    Variant("portable", "flashinfer.ops.topk.portable", config=config.portable),
+    Variant("reference", "flashinfer.ops.topk.reference"),
+)
+
+
+def _catalog() -> Iterator[TopK]:
+    yield TopK("sorted", "fp32")
+    yield TopK("values", "bf16", last=True)
+    yield TopK("pages", "fp32", lengths=True, mapped=True, raw=True)
+    yield TopK("pages", "fp32", starts=True, lengths=True, page_starts=True, aligned=False)
+    yield TopK("ragged", "fp16", lengths=True)
+
+
+top_k = Op("top_k", TopK, _VARIANTS, _catalog)

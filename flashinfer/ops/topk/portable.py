@@ -1,0 +1,182 @@
+"""Top-k in Triton: the pivot of each row from `prefix`, then one more pass that writes what is above it."""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops._device import find_prefix as stages
+from flashinfer.ops._device.find_prefix import Filters, Parameters, Stages, start
+from flashinfer.ops._device.prefix import KEPT, PIVOT, RANK, STATE, is_kept, key_of, window_of
+from flashinfer.ops.topk import TopK
+
+
+@triton.jit
+def slot_of(position, ok, page_table, batch, pages, table_row, page_size):
+    """Where the page table puts positions; -1 where it ends or has no page."""
+    page = position // page_size
+    ok &= (position >= 0) & (page < pages)
+    entry = tl.load(page_table + batch.to(tl.int64) * table_row + page, ok, other=-1)
+    return tl.where(entry >= 0, entry * page_size + position % page_size, -1)
+
+
+@triton.jit
+def emit_kernel(
+    x, starts, lengths, state, places, out_value, out_index, raw, page_table, row_to_batch, page_starts, offsets, x_row,
+    out_row, raw_row, table_row, k, columns, programs, chunk, pages, page_size,
+    LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Writes the elements of a row's prefix in the order of their indices: `places` tells where each program begins.
+
+    out_value and out_index [rows, k]; raw takes the indices where out_index takes slots. Past the prefix stands -1.
+    """
+    row = tl.program_id(0) // programs
+    part = tl.program_id(0) % programs
+    x, length = window_of(x, x_row, None, starts, lengths, row, columns, UNIT)
+    at = state + row.to(tl.int64) * STATE
+    pivot, rank, kept = tl.load(at + PIVOT), tl.load(at + RANK), tl.load(at + KEPT).to(tl.int32)
+    out_index += row.to(tl.int64) * out_row
+    shift = 0
+    batch = row
+    if page_table is not None:
+        if row_to_batch is not None:
+            batch = tl.load(row_to_batch + row)
+        if page_starts is not None:
+            shift = tl.load(page_starts + row)
+        elif starts is not None:
+            shift = tl.load(starts + row)
+    if offsets is not None:
+        shift = tl.load(offsets + row)
+    place = tl.load(places + tl.program_id(0))
+    for i in range(chunk):
+        column = (part * chunk + i) * TILE + tl.arange(0, TILE)
+        inside = column < length
+        value = tl.load(x + column, inside, other=0)
+        key = key_of(value.to(tl.float32)).to(tl.int64)
+        mine = inside & is_kept(key, column, pivot, rank, columns, LAST)
+        to = place + tl.cumsum(mine.to(tl.int32), 0) - 1
+        place += tl.sum(mine.to(tl.int32), 0)
+        mine &= to < k
+        if page_table is not None:
+            index = slot_of(column + shift, mine, page_table, batch, pages, table_row, page_size)
+        else:
+            index = column + shift
+        tl.store(out_index + to, index.to(out_index.dtype.element_ty), mine)
+        if out_value is not None:
+            tl.store(out_value + row.to(tl.int64) * k + to, value, mine)
+        if raw is not None:
+            tl.store(raw + row.to(tl.int64) * raw_row + to, column, mine)
+    if part == 0:
+        for first in range(kept, k, TILE):
+            to = first + tl.arange(0, TILE)
+            none = tl.full([TILE], -1, tl.int32)
+            tl.store(out_index + to, none.to(out_index.dtype.element_ty), to < k)
+            if raw is not None:
+                tl.store(raw + row.to(tl.int64) * raw_row + to, none, to < k)
+
+
+@triton.jit
+def rank_kernel(value, index, out_value, out_index, k, blocks, LAST: tl.constexpr, BLOCK: tl.constexpr):
+    """Puts the k elements of a row in order: a program counts for BLOCK of them how many come before each."""
+    row = tl.program_id(0) // blocks
+    at = row.to(tl.int64) * k
+    mine = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    my_value = tl.load(value + at + mine, mine < k, other=0)
+    my_index = tl.load(index + at + mine, mine < k, other=0)
+    my_key = key_of(my_value.to(tl.float32))
+    before = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, k, BLOCK):
+        other = first + tl.arange(0, BLOCK)
+        key = key_of(tl.load(value + at + other, other < k, other=0).to(tl.float32))
+        # They are in the order of their indices.
+        earlier = other[None, :] > mine[:, None] if LAST else other[None, :] < mine[:, None]
+        ahead = (key[None, :] > my_key[:, None]) | ((key[None, :] == my_key[:, None]) & earlier)
+        before += tl.sum((ahead & (other < k)[None, :]).to(tl.int32), 1)
+    tl.store(out_value + at + before, my_value, mine < k)
+    tl.store(out_index + at + before, my_index, mine < k)
+
+
+@cache
+def stages_of(problem: TopK) -> Stages:
+    return Stages(
+        "scores",
+        problem.dtype,
+        problem.aligned,
+        top_k="scalar",
+        places=True,
+        last=problem.last,
+        starts=problem.starts,
+        lengths=problem.lengths,
+    )
+
+
+def _build_emit(problem, config):
+    s, pages, values = stages_of(problem), problem.form == "pages", problem.form in ("values", "sorted")
+    p = Parameters().add(stages.rows_pointer(s), "x")
+    p.add("*i32", "starts", present=s.starts).add("*i32", "lengths", present=s.lengths)
+    p.add("*i64", "state").add("*i32", "places").add(f"*{problem.dtype}", "out_value", present=values)
+    p.add("*i64" if values else "*i32", "out_index").add("*i32", "raw", present=problem.raw)
+    p.add("*i32", "page_table", present=pages).add("*i32", "row_to_batch", present=problem.mapped)
+    p.add("*i32", "page_starts", present=problem.page_starts).add("*i32", "offsets", present=problem.form == "ragged")
+    p.add("i64", "x_row", "out_row").add("i64", "raw_row", present=problem.raw).add("i64", "table_row", present=pages)
+    p.add("i32", "k", "columns", "programs", "chunk").add("i32", "pages", "page_size", present=pages)
+    unit = stages.constants_of(s)["UNIT"]
+    constants = p.constants | {"LAST": problem.last, "UNIT": unit, "TILE": config.tile}
+    return Build(emit_kernel, p.types, constants, num_warps=config.num_warps)
+
+
+# Elements that a program of the rank kernel puts in order at once; it compares its square. Not measured.
+_RANKED = 64
+
+
+def _build_rank(problem, config):
+    values = f"*{problem.dtype}"
+    types = {"value": values, "index": "*i64", "out_value": values, "out_index": "*i64", "k": "i32", "blocks": "i32"}
+    return Build(rank_kernel, types, {"LAST": problem.last, "BLOCK": _RANKED}, num_warps=4)
+
+
+launch_emit = Launcher("top_k_emit", _build_emit)
+launch_rank = Launcher("top_k_rank", _build_rank)
+LAUNCHERS = (launch_emit, launch_rank, *stages.LAUNCHERS)
+
+# Bytes of stack a thread may use: scalars that live through all of resolve's search, two at most (ptxas).
+STACK_BUDGET = 16
+
+
+def kernels(problem, config):
+    """(launcher, problem, config) of every kernel that a problem needs."""
+    yield from stages.stages_to_compile(stages_of(problem), config)
+    yield launch_emit, problem, config
+    if problem.form == "sorted":
+        yield launch_rank, problem, config
+
+
+def run(problem, config, x, k, starts, lengths, places, outputs):
+    """Write the k largest of each row to `outputs`: values and indices, or slots and raw indices (or None).
+
+    `places` are page table, row_to_batch, page_starts and page_size of "pages", or the offsets of "ragged".
+    """
+    rows, columns = x.shape
+    found = stages.find_prefix(stages_of(problem), config, x, rows, Filters(k=k, starts=starts, lengths=lengths))
+    raw = table = row_to_batch = page_starts = offsets = pages = page_size = table_row = raw_row = out_value = None
+    if problem.form == "pages":
+        table, row_to_batch, page_starts, page_size = places
+        pages, table_row = table.shape[1], table.stride(0)
+    elif problem.form == "ragged":
+        (offsets,) = places
+    if problem.form in ("values", "sorted"):
+        out_value, out_index = outputs
+        if problem.form == "sorted":
+            out_value, out_index = torch.empty_like(out_value), torch.empty_like(out_index)
+    else:
+        out_index, raw = outputs
+        raw_row = None if raw is None else raw.stride(0)
+    start(launch_emit, problem, config, (rows * found.programs, 1, 1), x, starts, lengths, found.state,
+          found.part_count, out_value, out_index, raw, table, row_to_batch, page_starts, offsets, x.stride(0),
+          out_index.stride(0), raw_row, table_row, k, columns, found.programs, found.chunk, pages,
+          page_size)  # fmt: skip
+    if problem.form == "sorted":
+        blocks = triton.cdiv(k, _RANKED)
+        start(launch_rank, problem, config, (rows * blocks, 1, 1), out_value, out_index, *outputs, k, blocks)

@@ -1,0 +1,263 @@
+"""The k largest values of each row, without sorting, and the transforms of sparse attention on their indices."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+
+from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.custom_op import custom_op
+from flashinfer.ops import topk as room
+
+__all__ = ["TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TopKTieBreak(IntEnum):
+    """Which of equal values are taken where not all of them are: those at the lowest or at the highest indices.
+
+    NONE leaves the choice to us; it is that of SMALL.
+    """
+
+    NONE = 0
+    SMALL = 1
+    LARGE = 2
+
+
+def top_k(
+    input: torch.Tensor,
+    k: int,
+    sorted: bool = False,
+    deterministic: bool = False,
+    tie_break: TopKTieBreak = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` largest values of each row, and where they are.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        [rows, columns]; float32, bfloat16 or float16, any strides. NaN counts as the largest; 0 and -0 are equal.
+    k : int
+        1 to columns.
+    sorted : bool
+        Largest first, of equal ones the one that `tie_break` prefers. Otherwise in the order of their indices.
+    deterministic : bool
+        Results depend on nothing but the arguments in either case.
+    tie_break : TopKTieBreak
+        Which of equal values are taken, and in which order they are sorted.
+    dsa_graph_safe : bool
+        A CUDA graph can capture the call in either case.
+
+    Returns
+    -------
+    values : torch.Tensor
+        [rows, k]; dtype of `input`.
+    indices : torch.Tensor
+        int64 [rows, k].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or value other than the above.
+
+    References
+    ----------
+    Radix selection: Alabi et al., Fast k-selection algorithms for graphics processing units, 2012.
+    """
+    _check_scores(input)
+    require(1 <= k <= input.shape[1], "k", k, f"1 to {input.shape[1]}, the columns of input")
+    values = torch.empty((len(input), k), dtype=input.dtype, device=input.device)
+    indices = torch.empty((len(input), k), dtype=torch.int64, device=input.device)
+    _top_k(input, k, sorted, _is_last(tie_break), values, indices)
+    return values, indices
+
+
+def top_k_page_table_transform(
+    input: torch.Tensor,
+    src_page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    row_to_batch: torch.Tensor | None = None,
+    deterministic: bool = False,
+    tie_break: TopKTieBreak = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+    row_starts: torch.Tensor | None = None,
+    page_table_row_starts: torch.Tensor | None = None,
+    *,
+    page_size: int = 1,
+    out: torch.Tensor | None = None,
+    out_raw_indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The `k` largest scores of each row, as slots of a paged cache.
+
+    A row's scores are the `lengths` columns from its start on. Column i from there is position ``start + i`` of the
+    request that `row_to_batch` names; position p is in slot ``src_page_table[request, p // page_size] * page_size + p %
+    page_size``.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        [rows, max_len]; float32, bfloat16 or float16, any strides.
+    src_page_table : torch.Tensor
+        int32 [requests, pages], contiguous columns.
+    lengths : torch.Tensor
+        int32 [rows]: scores of each row, as far as the row goes. 0 and less: none.
+    k : int
+        1 or more.
+    row_to_batch : torch.Tensor, optional
+        int32 [rows]: the row of the page table; by default row i's is i.
+    deterministic, tie_break, dsa_graph_safe
+        As those of `top_k`.
+    row_starts : torch.Tensor, optional
+        int32 [rows]: the column where a row's scores begin; by default 0.
+    page_table_row_starts : torch.Tensor, optional
+        int32 [rows]: the position of a row's first score; by default `row_starts`.
+    page_size : int
+        Positions that an entry of the page table stands for.
+    out, out_raw_indices : torch.Tensor, optional
+        int32 [rows, k], contiguous columns, apart from each other: receive the slots, and the columns from the row's
+        start on.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new int32 [rows, k]: slots in the order of their columns, then -1. -1 as well where a position is
+        past the page table's row or its entry is negative.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
+    """
+    _check_scores(input)
+    rows = len(input)
+    require(k >= 1, "k", k, "1 or more")
+    require(page_size >= 1, "page_size", page_size, "1 or more")
+    require(src_page_table.dim() == 2, "src_page_table", tuple(src_page_table.shape), "[requests, pages]")
+    require(src_page_table.dtype == torch.int32, "src_page_table", src_page_table.dtype, "int32")
+    require(src_page_table.stride(1) == 1 or src_page_table.shape[1] <= 1, "src_page_table", src_page_table.stride(),
+            "contiguous columns")  # fmt: skip
+    if row_to_batch is None:
+        require(len(src_page_table) >= rows, "src_page_table", len(src_page_table), f"{rows} rows, or row_to_batch")
+    vectors = {"lengths": lengths, "row_to_batch": row_to_batch, "row_starts": row_starts}
+    vectors = _check_vectors(rows, vectors | {"page_table_row_starts": page_table_row_starts})
+    for name, tensor in (("out", out), ("out_raw_indices", out_raw_indices)):
+        if tensor is not None:
+            _check_out(name, tensor, rows, k)
+    same_device(input=input, src_page_table=src_page_table, out=out, out_raw_indices=out_raw_indices, **vectors)
+    if out is None:
+        out = torch.empty((rows, k), dtype=torch.int32, device=input.device)
+    _top_k_pages(input, k, _is_last(tie_break), src_page_table, page_size, *vectors.values(), out, out_raw_indices)
+    return out
+
+
+def top_k_ragged_transform(
+    input: torch.Tensor,
+    offsets: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    deterministic: bool = False,
+    tie_break: TopKTieBreak = TopKTieBreak.NONE,
+    dsa_graph_safe: bool = False,
+    row_starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The `k` largest scores of each row, as rows of a ragged cache: column i of a row's scores becomes ``offset + i``.
+
+    `offsets` is int32 [rows]. Other parameters and errors are those of `top_k_page_table_transform`.
+
+    Returns
+    -------
+    torch.Tensor
+        int32 [rows, k]: in the order of their columns, then -1.
+    """
+    _check_scores(input)
+    require(k >= 1, "k", k, "1 or more")
+    vectors = _check_vectors(len(input), {"offsets": offsets, "lengths": lengths, "row_starts": row_starts})
+    same_device(input=input, **vectors)
+    out = torch.empty((len(input), k), dtype=torch.int32, device=input.device)
+    _top_k_ragged(input, k, _is_last(tie_break), *vectors.values(), out)
+    return out
+
+
+def _is_last(tie_break) -> bool:
+    require(tie_break in tuple(TopKTieBreak), "tie_break", tie_break, "a TopKTieBreak")
+    return tie_break == TopKTieBreak.LARGE
+
+
+def _check_scores(x):
+    require(x.dim() == 2, "input", tuple(x.shape), "[rows, columns]")
+    require(x.dtype in _DTYPES, "input", x.dtype, "float32, bfloat16, float16")
+    require(0 < x.shape[1] < 1 << 30, "input", tuple(x.shape), "1 to 2^30 columns")
+
+
+def _check_vectors(rows, vectors):
+    """The int32 [rows] arguments, contiguous."""
+    for name, vector in vectors.items():
+        if vector is None:
+            continue
+        require(vector.shape == (rows,), name, tuple(vector.shape), f"[{rows}]")
+        require(vector.dtype == torch.int32, name, vector.dtype, "int32")
+    return {name: None if vector is None else vector.contiguous() for name, vector in vectors.items()}
+
+
+def _check_out(name, tensor, rows, k):
+    require(tensor.shape == (rows, k), name, tuple(tensor.shape), f"[{rows}, {k}]")
+    require(tensor.dtype == torch.int32, name, tensor.dtype, "int32")
+    require(tensor.stride(1) == 1 or k == 1, name, tensor.stride(), "contiguous columns")
+
+
+def _rows(x):
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+@custom_op("flashinfer::top_k", mutates_args=("values", "indices"))
+def _top_k(
+    input: torch.Tensor, k: int, sorted: bool, last: bool, values: torch.Tensor, indices: torch.Tensor
+) -> None:
+    if not len(input):
+        return
+    x = _rows(input)
+    problem = room.TopK("sorted" if sorted else "values", dtype_name(x.dtype), last, aligned=is_aligned(x))
+    room.top_k(problem, x.device).run(x, k, None, None, (), (values, indices))
+
+
+@custom_op("flashinfer::top_k_page_table_transform", mutates_args=("out", "raw"))
+def _top_k_pages(
+    input: torch.Tensor, k: int, last: bool, page_table: torch.Tensor, page_size: int, lengths: torch.Tensor,
+    row_to_batch: torch.Tensor | None, starts: torch.Tensor | None, page_starts: torch.Tensor | None,
+    out: torch.Tensor, raw: torch.Tensor | None,
+) -> None:  # fmt: skip
+    if not len(input):
+        return
+    x = _rows(input)
+    problem = room.TopK(
+        "pages",
+        dtype_name(x.dtype),
+        last,
+        starts=starts is not None,
+        lengths=True,
+        mapped=row_to_batch is not None,
+        page_starts=page_starts is not None,
+        raw=raw is not None,
+        aligned=starts is None and is_aligned(x),
+    )
+    places = page_table, row_to_batch, page_starts, page_size
+    room.top_k(problem, x.device).run(x, k, starts, lengths, places, (out, raw))
+
+
+@custom_op("flashinfer::top_k_ragged_transform", mutates_args=("out",))
+def _top_k_ragged(
+    input: torch.Tensor, k: int, last: bool, offsets: torch.Tensor, lengths: torch.Tensor,
+    starts: torch.Tensor | None, out: torch.Tensor,
+) -> None:  # fmt: skip
+    if not len(input):
+        return
+    x = _rows(input)
+    aligned = starts is None and is_aligned(x)
+    problem = room.TopK(
+        "ragged", dtype_name(x.dtype), last, starts=starts is not None, lengths=True, aligned=aligned
+    )
+    room.top_k(problem, x.device).run(x, k, starts, lengths, (offsets,), (out, None))
