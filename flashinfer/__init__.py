@@ -12,6 +12,7 @@ check_supported()
 # public module -> the names that it gives to the root
 _ROOT_NAMES = {
     "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"),
+    "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
     "cascade": (
         "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
         "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
@@ -80,6 +81,7 @@ _ROOT_NAMES = {
     "tllm_enums": ("SfLayout",),
     "topk": ("TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform"),
     "utils": (),
+    "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
     "prefill": (
         "BatchPrefillWithPagedKVCacheWrapper",
         "BatchPrefillWithRaggedKVCacheWrapper",
@@ -107,7 +109,7 @@ _MODULE_OF = {name: module for module, names in _ROOT_NAMES.items() for name in 
     "explain": "_core.dispatch",
 }
 
-__all__ = ["__version__", *sorted(_MODULE_OF), *sorted(_ROOT_NAMES)]
+__all__ = ["__version__", *sorted({*_MODULE_OF, *_ROOT_NAMES})]
 
 
 def __getattr__(name):

@@ -98,6 +98,8 @@ class Request:
     qo_indptr, kv_indptr, last_page_len, kv_indices : int Tensor
         The last two of a paged batch only; no qo_indptr where q_len tells it.
     custom_mask, packed_custom_mask : Tensor, optional
+    kv_lens : int Tensor [batch], optional
+        Keys of each request, in the place of last_page_len.
     q_len : int
         The query length of every request, where they are all alike.
     longest_q : int
@@ -117,6 +119,7 @@ class Request:
     longest_q: int = 0
     rows: int = -1
     kv_entries: int = -1
+    kv_lens: torch.Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -124,8 +127,9 @@ class Request:
 
     @property
     def tables(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order of `tables.NAMES`."""
-        return self.qo_indptr, self.kv_indptr, self.last_page_len, self.kv_indices
+        """In the order of `tables.NAMES`, kv_lens in the place of last_page_len."""
+        lens = self.last_page_len if self.kv_lens is None else self.kv_lens
+        return self.qo_indptr, self.kv_indptr, lens, self.kv_indices
 
     @property
     def has_mask(self) -> bool:
@@ -146,8 +150,9 @@ class Request:
         if batch < 0 or not self.q_len and self.qo_indptr.numel() != batch + 1:
             expected = 1 if self.qo_indptr is None else max(self.qo_indptr.numel(), 1)
             require(False, "kv_indptr", f"[{batch + 1}]", f"[{expected}], batch_size + 1, as qo_indptr")
-        if self.last_page_len is not None and self.last_page_len.numel() != batch:
-            require(False, "last_page_len", f"[{self.last_page_len.numel()}]", f"[{batch}]")
+        lens = self.last_page_len if self.kv_lens is None else self.kv_lens
+        if lens is not None and lens.numel() != batch:
+            require(False, "last_page_len" if self.kv_lens is None else "kv_lens", f"[{lens.numel()}]", f"[{batch}]")
         return tuple(counts)
 
     def check(self, stage: Stage) -> None:
@@ -161,8 +166,10 @@ class Request:
         if kv:
             most = None if self.kv_indices is None else self.kv_indices.numel()
             self.kv_entries = stage.check_indptr(KV_INDPTR, most, "the length of kv_indices")
-        if last:
+        if last and self.kv_lens is None:
             stage.check_lengths(LAST_PAGE_LEN, self.options.page_size)
+        elif last:
+            stage.check_kv_lens(LAST_PAGE_LEN, KV_INDPTR if kv else None, self.options.page_size)
 
 
 class Limits(NamedTuple):

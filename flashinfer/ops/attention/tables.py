@@ -70,6 +70,15 @@ class Stage:
         if 1 in self._verdicts[i]:
             require(False, NAMES[i], f"{values.min()} ... {values.max()}", f"0 ... {most}")
 
+    def check_kv_lens(self, i: int, indptr: int | None, page_size: int) -> None:
+        """Check that numbers of keys are 0 or more, and fit the pages that table `indptr` gives each request."""
+        values = self.values[i]
+        require(values.min(initial=0) >= 0, "kv_lens", f"{values.min(initial=0)}", "0 or more")
+        if indptr is not None:
+            room = np.diff(self.values[indptr]) * page_size
+            worst = int((values - room).max(initial=0))
+            require(worst <= 0, "kv_lens", f"{worst} keys more than its pages hold", "as many as the pages hold")
+
     def longest_step(self, i: int) -> int:
         return int((self.values[i][1:] - self.values[i][:-1]).max(initial=1))
 

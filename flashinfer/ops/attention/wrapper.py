@@ -145,6 +145,8 @@ class AttentionWrapper:
         else:
             stage = self._take(request, counts, stream)
             table = self._bring(request, stage, stream)
+        if request.kv_lens is not None:
+            table.kv_lens, table.last_page_len = table.last_page_len, None
         if request.q_len:
             table.qo_indptr = self._uniform_indptr(table.kv_indptr.shape[0] - 1, request.q_len, stream)
         limits = limits_of(request, table)

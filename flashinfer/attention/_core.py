@@ -1,0 +1,227 @@
+"""Attention of mixed batches over a paged KV cache, and attention with sinks."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
+from flashinfer.ops.attention.request import Request, options
+from flashinfer.ops.attention.wrapper import AttentionWrapper, refuse_block_scales
+from flashinfer.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
+
+
+class BatchAttention(AttentionWrapper):
+    """Attention of a batch that mixes prefill, append and decode, in one launch over a paged KV cache.
+
+    One work list holds the tiles of all requests. They are cut for the longest query: see docs/rooms/attention.md for
+    what that costs the short ones.
+
+    Parameters
+    ----------
+    kv_layout : str
+        "NHD": pages of [page_size, num_kv_heads, head_dim]; "HND": [num_kv_heads, page_size, head_dim].
+    device : str or torch.device
+        Where batches are computed.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.BatchAttention(device="cpu")
+    >>> qo_indptr, kv_indptr, kv_lens = torch.tensor([0, 5, 6]), torch.tensor([0, 1, 3]), torch.tensor([5, 20])
+    >>> wrapper.plan(qo_indptr, kv_indptr, torch.arange(3), kv_lens, 8, 2, 64, 64, 16, causal=True,
+    ...              q_data_type=torch.float32, kv_data_type=torch.float32)
+    >>> out, lse = wrapper.run(torch.randn(6, 8, 64), torch.randn(3, 2, 16, 2, 64))
+    >>> out.shape, lse.shape
+    (torch.Size([6, 8, 64]), torch.Size([6, 8]))
+    """
+
+    def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda"):
+        super().__init__(torch.empty(0, dtype=torch.uint8, device=device), kv_layout, "auto", None)
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        kv_len_arr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        page_size: int,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        q_data_type: torch.dtype = torch.bfloat16,
+        kv_data_type: torch.dtype = torch.bfloat16,
+        use_profiler: bool = False,
+    ) -> None:
+        """Describe a batch; every later run() uses it.
+
+        Parameters
+        ----------
+        qo_indptr : int Tensor [batch + 1]
+            Query rows of each request; on the host or the device. On the host, it tells the longest query.
+        kv_indptr : int Tensor [batch + 1]
+            Where each request's entries begin in `kv_indices`.
+        kv_indices : int Tensor [pages used]
+            Page ids.
+        kv_len_arr : int Tensor [batch]
+            Keys of each request, in the first of its pages.
+        num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size : int
+            num_qo_heads is a multiple of num_kv_heads; any page_size from 1 up.
+        causal : bool
+            A query sees keys at its position and before; its request's last query stands at the last key.
+        sm_scale : float, optional
+            Default 1 / sqrt(head_dim_qk).
+        logits_soft_cap : float, optional
+            Logits become cap * tanh(logits / cap).
+        q_data_type, kv_data_type : dtype or its name
+        use_profiler : bool
+            Refused.
+
+        Raises
+        ------
+        ValueError
+            An argument out of its range, by name.
+        """
+        if use_profiler:
+            raise UnsupportedConfig("use_profiler: got True; allowed: False, as kernels here have no profiler")
+        asked = options(
+            "paged", num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, q_data_type=q_data_type,
+            kv_data_type=kv_data_type, causal=causal, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
+        )  # fmt: skip
+        self._plan(Request(asked, qo_indptr, kv_indptr, kv_indices=kv_indices, kv_lens=kv_len_arr))
+        self._soft_cap = logits_soft_cap
+
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Kept for callers of upstream: strides are arguments of our kernels, so no variant needs warming."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        logits_soft_cap: float = 0.0,
+        profiler_buffer: torch.Tensor | None = None,
+        kv_cache_sf=None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of the planned batch.
+
+        Parameters
+        ----------
+        q : Tensor [qo_indptr[-1], num_qo_heads, head_dim_qk]
+        kv_cache : Tensor or (Tensor, Tensor)
+            As of `BatchPrefillWithPagedKVCacheWrapper.run`.
+        out : Tensor [rows, num_qo_heads, head_dim_vo], optional
+        lse : float32 Tensor [rows, num_qo_heads], optional
+        k_scale, v_scale : float or Tensor, optional
+            Scales of quantised k and v; a tensor has 1, num_kv_heads or num_qo_heads elements.
+        logits_soft_cap : float
+            In the place of the planned one; 0 leaves that.
+        profiler_buffer, kv_cache_sf : optional
+            Refused.
+
+        Returns
+        -------
+        out : Tensor [rows, num_qo_heads, head_dim_vo]
+        lse : float32 Tensor [rows, num_qo_heads]
+            Base 2; -inf for a row that sees no key, whose out is 0.
+        """
+        if profiler_buffer is not None:
+            raise UnsupportedConfig("profiler_buffer: got a tensor; allowed: None, as kernels here have no profiler")
+        refuse_block_scales("kv_cache_sf", kv_cache_sf)
+        batch = self._planned()
+        cap = logits_soft_cap or self._soft_cap
+        if (cap or 0.0) != (batch.options.logits_soft_cap or 0.0):
+            self._change_plan(logits_soft_cap=cap)
+            batch = self._batch
+        return batch.run(
+            q, kv_cache, self._views, out=out, lse=lse, return_lse=True, k_scale=k_scale, v_scale=v_scale
+        )
+
+
+_PLAN = tuple(inspect.signature(BatchPrefillWithPagedKVCacheWrapper.plan).parameters)[1:]
+
+
+class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """`BatchPrefillWithPagedKVCacheWrapper` for models with attention sinks.
+
+    Parameters
+    ----------
+    float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf,
+    paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend
+        As there.
+    pos_encoding_mode, q_data_type, kv_data_type, window_left
+        What plan() has for these where it is not told.
+    head_dim_qk, head_dim_vo : int
+        What plan() is given must be the same.
+    use_fp16_qk_reduction : bool
+        Upstream's permission to sum q . k in float16; sums here are float32 with and without it.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None,
+        paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None,
+        mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto",
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        q_data_type: torch.dtype = torch.bfloat16,
+        kv_data_type: torch.dtype = torch.bfloat16,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
+        window_left: int = -1,
+    ):
+        super().__init__(
+            float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf,
+            paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend,
+        )  # fmt: skip
+        self._head_dims = head_dim_qk, head_dim_vo
+        self._defaults = dict(
+            pos_encoding_mode=pos_encoding_mode, q_data_type=as_dtype(q_data_type),
+            kv_data_type=as_dtype(kv_data_type), window_left=window_left, head_dim_vo=head_dim_vo,
+        )  # fmt: skip
+
+    def plan(self, *args, **kwargs) -> None:
+        """`BatchPrefillWithPagedKVCacheWrapper.plan`, with the constructor's word where it is not told otherwise."""
+        given = self._defaults | dict(zip(_PLAN, args)) | kwargs
+        dims = given.get("head_dim_qk"), given["head_dim_vo"] or given.get("head_dim_qk")
+        require(dims == self._head_dims, "head_dim_qk, head_dim_vo", dims, f"{self._head_dims}, the constructor's")
+        super().plan(**given)
+
+    begin_forward = plan
+
+    def run(self, q: torch.Tensor, paged_kv_cache, *args, **kwargs):
+        """`BatchPrefillWithPagedKVCacheWrapper.run`, with the sinks by position.
+
+        Parameters
+        ----------
+        q, paged_kv_cache
+            As there.
+        *args
+            The sinks, float Tensor [num_qo_heads], and after them, optionally, a float sm_scale in the place of the
+            planned one.
+        **kwargs
+            As there.
+        """
+        require(len(args) <= 2, "*args", f"{len(args)} arguments", "sinks and sm_scale")
+        if args:
+            require(kwargs.get("sinks") is None, "sinks", "a tensor", "one, by position or by name")
+            kwargs["sinks"] = args[0]
+        planned = self._planned().kind.scalars.sm_scale
+        if len(args) == 2 and args[1] is not None and float(args[1]) != planned:
+            self._change_plan(sm_scale=float(args[1]))
+        return super().run(q, paged_kv_cache, **kwargs)

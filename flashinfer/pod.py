@@ -1,0 +1,300 @@
+"""Prefill and decode of one step, planned together (POD-Attention, Kamath et al., 2024)."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+from flashinfer.ops.attention.variants import AttentionVariant
+from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+from flashinfer.prefill.single import single_prefill_with_kv_cache
+
+__all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
+
+
+class PODWithPagedKVCacheWrapper:
+    """One request's prefill over contiguous keys, and a batch's decode over pages.
+
+    They are two launches in the order of the stream, since their keys lie in different tensors; `BatchAttention` has
+    prefill and decode in one.
+
+    Parameters
+    ----------
+    float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indptr_buffer, paged_kv_indices_buffer,
+    paged_kv_last_page_len_buffer, jit_args
+        As of `BatchDecodeWithPagedKVCacheWrapper`, for the decode.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        jit_args: AttentionVariant | None = None,
+    ):
+        require(jit_args is None, "jit_args", "a variant", "None: the two parts have no variant in common")
+        self._kv_layout = kv_layout
+        self._decode = BatchDecodeWithPagedKVCacheWrapper(
+            float_workspace_buffer, kv_layout, use_cuda_graph, False, paged_kv_indptr_buffer, paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer,
+        )  # fmt: skip
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether the decode keeps its tables in fixed buffers."""
+        return self._decode.is_cuda_graph_enabled
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Replace the workspace buffers; takes effect at the next plan()."""
+        self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        """Describe the decode; parameters as of `BatchDecodeWithPagedKVCacheWrapper.plan`."""
+        self._options = dict(
+            pos_encoding_mode=pos_encoding_mode, window_left=window_left, sm_scale=sm_scale, rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )  # fmt: skip
+        self._decode.plan(
+            indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type=q_data_type,
+            kv_data_type=kv_data_type, data_type=data_type, non_blocking=non_blocking, **self._options,
+        )  # fmt: skip
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q_p: torch.Tensor,
+        k_p: torch.Tensor,
+        v_p: torch.Tensor,
+        q_d: torch.Tensor,
+        paged_kv_cache_d: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        custom_mask_p: torch.Tensor | None = None,
+        packed_custom_mask_p: torch.Tensor | None = None,
+        causal_p: bool = False,
+        kv_layout_p: str = "NHD",
+        pos_encoding_mode_p: str = "NONE",
+        sm_scale_p: float | None = None,
+        window_left_p: int = -1,
+        rope_scale_p: float | None = None,
+        rope_theta_p: float | None = None,
+        return_lse_p: bool = False,
+        custom_mask_d: torch.Tensor | None = None,
+        packed_custom_mask_d: torch.Tensor | None = None,
+        causal_d: bool = False,
+        kv_layout_d: str = "NHD",
+        pos_encoding_mode_d: str = "NONE",
+        sm_scale_d: float | None = None,
+        window_left_d: int = -1,
+        rope_scale_d: float | None = None,
+        rope_theta_d: float | None = None,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        return_lse_d: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+        *args,
+    ):
+        """Attention of both parts.
+
+        Parameters
+        ----------
+        q_p, k_p, v_p, custom_mask_p, packed_custom_mask_p, causal_p, kv_layout_p, pos_encoding_mode_p, sm_scale_p,
+        window_left_p, rope_scale_p, rope_theta_p, return_lse_p
+            As of `single_prefill_with_kv_cache`.
+        q_d, paged_kv_cache_d, return_lse_d
+            As of `BatchDecodeWithPagedKVCacheWrapper.run`.
+        custom_mask_d, packed_custom_mask_d : optional
+            Refused: a decode's one query sees all of its keys.
+        causal_d : bool
+            Changes nothing for one query.
+        kv_layout_d : str
+            The constructor's, or left at its default.
+        pos_encoding_mode_d, sm_scale_d, window_left_d, rope_scale_d, rope_theta_d
+            In the place of the planned ones; their defaults leave those.
+        q_scale, k_scale, v_scale : float or Tensor, optional
+            Scales of quantised q, k and v, of both parts.
+        use_fp16_qk_reduction, enable_pdl
+            Permissions that change no result.
+        *args
+            Refused.
+
+        Returns
+        -------
+        prefill, decode : Tensor or (Tensor, Tensor)
+            Shaped as q_p and as q_d; each with its base-2 log-sum-exp where that is asked for.
+        """
+        require(not args, "*args", f"{len(args)} extra arguments", "none")
+        for name, mask in (("custom_mask_d", custom_mask_d), ("packed_custom_mask_d", packed_custom_mask_d)):
+            require(mask is None, name, "a mask", "None: a decode's one query sees all of its keys")
+        require(kv_layout_d in ("NHD", self._kv_layout), "kv_layout_d", repr(kv_layout_d), f"{self._kv_layout!r}")
+        self._decode._planned()
+        asked = dict(
+            pos_encoding_mode=None if pos_encoding_mode_d == "NONE" else pos_encoding_mode_d, sm_scale=sm_scale_d,
+            window_left=None if window_left_d == -1 else window_left_d, rope_scale=rope_scale_d,
+            rope_theta=rope_theta_d,
+        )  # fmt: skip
+        self._decode._change_plan(**self._options | {name: x for name, x in asked.items() if x is not None})
+        prefill = single_prefill_with_kv_cache(
+            q_p, k_p, v_p, q_scale_of(q_scale, q_p), custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p,
+            causal=causal_p, kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, sm_scale=sm_scale_p,
+            window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p, return_lse=return_lse_p,
+            k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        decode = self._decode.run(
+            q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse_d
+        )
+        return prefill, decode
+
+    def end_forward(self) -> None:
+        """Kept for callers of older versions; there is nothing to release."""
+
+
+def q_scale_of(scale, q: torch.Tensor) -> torch.Tensor | None:
+    """A scale of q as a tensor, as single_prefill_with_kv_cache takes it."""
+    return scale if scale is None or isinstance(scale, torch.Tensor) else torch.tensor([float(scale)])
+
+
+class BatchPODWithPagedKVCacheWrapper:
+    """A batch's prefill and another's decode, each over pages.
+
+    They are two launches in the order of the stream, each with tiles of its own; `BatchAttention` has them in one.
+
+    Parameters
+    ----------
+    float_workspace_buffer : uint8 Tensor
+        Scratch on the compute device, for partial results; any size. Both parts use it, one after the other.
+    kv_layout : str
+        "NHD" or "HND".
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD"):
+        self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._decode = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+        self._causal = False
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether tables are kept in fixed buffers: they are not."""
+        return False
+
+    def plan(
+        self,
+        qo_indptr_p: torch.Tensor,
+        kv_indptr_p: torch.Tensor,
+        kv_indices_p: torch.Tensor,
+        last_page_len_p: torch.Tensor,
+        qo_indptr_d: torch.Tensor,
+        kv_indptr_d: torch.Tensor,
+        kv_indices_d: torch.Tensor,
+        last_page_len_d: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:
+        """Describe both batches; tables and options as of `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        Parameters
+        ----------
+        qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p : int Tensor
+            Of the prefill.
+        qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d : int Tensor
+            Of the decode. On the host, qo_indptr_d tells how many queries its requests have: tiles are cut for them.
+        data_type : dtype or its name, optional
+            Older form: both q's and kv's.
+        """
+        if data_type is not None:
+            q_data_type = kv_data_type = data_type
+        self._tables = (
+            (qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p),
+            (qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d),
+        )
+        self._sizes = num_qo_heads, num_kv_heads, head_dim, page_size
+        self._options = dict(
+            pos_encoding_mode=pos_encoding_mode, window_left=window_left, sm_scale=sm_scale, rope_scale=rope_scale,
+            rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
+        )  # fmt: skip
+        # Whether the prefill is causal, or has a mask, run() says; as a rule what it said last.
+        self._prefill.plan(*self._tables[0], *self._sizes, causal=self._causal, **self._options)
+        self._decode.plan(*self._tables[1], *self._sizes, **self._options)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q_p: torch.Tensor,
+        paged_kv_cache_p: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        q_d: torch.Tensor,
+        paged_kv_cache_d: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        custom_mask_p: torch.Tensor | None = None,
+        packed_custom_mask_p: torch.Tensor | None = None,
+        causal_p: bool = False,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        return_lse: bool = False,
+        use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+    ):
+        """Attention of both batches.
+
+        Parameters
+        ----------
+        q_p, paged_kv_cache_p, q_d, paged_kv_cache_d
+            As of `BatchPrefillWithPagedKVCacheWrapper.run`.
+        custom_mask_p, packed_custom_mask_p, causal_p
+            As of its plan(), for the prefill. A mask is planned at every call.
+        q_scale, k_scale, v_scale : float or Tensor, optional
+            Scales of quantised q, k and v, of both batches.
+        return_lse : bool
+        use_fp16_qk_reduction, enable_pdl
+            Permissions that change no result.
+
+        Returns
+        -------
+        prefill, decode : Tensor or (Tensor, Tensor)
+            Shaped as q_p and as q_d; with return_lse each with its base-2 log-sum-exp.
+        """
+        old = self._prefill._planned()
+        if custom_mask_p is not None or packed_custom_mask_p is not None or old.table.mask is not None:
+            self._prefill.plan(*self._tables[0], *self._sizes, custom_mask=custom_mask_p,
+                               packed_custom_mask=packed_custom_mask_p, **self._options)  # fmt: skip
+        self._causal = causal_p
+        self._prefill._change_plan(causal=causal_p)
+        call = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+        return self._prefill.run(q_p, paged_kv_cache_p, **call), self._decode.run(q_d, paged_kv_cache_d, **call)
+
+    def end_forward(self) -> None:
+        """Kept for callers of older versions; there is nothing to release."""

@@ -1,0 +1,155 @@
+"""Batches that mix prefill and decode: BatchAttention, attention with sinks, POD."""
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer._core.checks import UnsupportedConfig
+from flashinfer.testing import generate
+from tests.ops.attention.cases import check, workspace
+from tests.ops.attention.oracle import Extras, Options
+from tests.ops.attention.test_engine_forms import close
+
+HALF = torch.float16
+QO, KV = [1, 33, 1, 0, 5, 1, 2], [40, 33, 1, 7, 12, 0, 65]
+
+
+def batch(device, qo=QO, kv=KV, **kwargs):
+    return generate.ragged_batch(qo, kv, 4, 2, 64, dtype=HALF, device=device, **kwargs)
+
+
+def host(tensor, on_host):
+    return tensor.cpu() if on_host else tensor
+
+
+@pytest.mark.parametrize("on_host", (False, True))
+@pytest.mark.parametrize("layout", ("NHD", "HND"))
+def test_batch_attention(layout, on_host, device):
+    x = batch(device)
+    paged = generate.paged(x, 8, layout)
+    lens = torch.tensor(KV, dtype=torch.int32, device=device)
+    # Once through the interpreter is enough.
+    interpret = layout == "NHD" and on_host
+    for backend in ("auto", "portable") if interpret or device.type == "cuda" else ("auto",):
+        wrapper = flashinfer.BatchAttention(layout, device)
+        wrapper._backend = backend
+        for causal, cap in ((True, None), (False, 2.0)):
+            wrapper.plan(
+                host(x.qo_indptr, on_host), host(paged.indptr, on_host), paged.indices, host(lens, on_host), 4, 2, 64,
+                64, 8, causal, logits_soft_cap=cap, q_data_type=HALF, kv_data_type=HALF,
+            )  # fmt: skip
+            check(wrapper.run(x.q, paged.kv_cache), x, Options(causal=causal, logits_soft_cap=cap))
+            if backend == "portable" and device.type == "cpu":
+                continue
+            got = wrapper.run(x.q, paged.kv_cache, k_scale=0.5, v_scale=2.0, logits_soft_cap=5.0)
+            check(got, x, Options(causal=causal, logits_soft_cap=5.0), Extras(k_scale=0.5, v_scale=2.0))
+            out, lse = torch.empty_like(x.q), torch.empty(x.q.shape[:2], device=device)
+            got = wrapper.run(x.q, paged.kv_cache, out, lse)
+            assert got[0] is out and got[1] is lse
+            check(got, x, Options(causal=causal, logits_soft_cap=cap))
+
+
+def test_batch_attention_with_more_pages_than_keys(device):
+    """A request's keys are the first of its pages, which may be more than they fill."""
+    x = batch(device, [1, 2], [5, 9])
+    paged = generate.paged(x, 4, spare=6)
+    used = paged.indices.tolist()
+    free = [p for p in range(paged.kv_cache.shape[0]) if p not in used]
+    indices = torch.tensor(used[:2] + free[:2] + used[2:] + free[2:3], dtype=torch.int32, device=device)
+    indptr, lens = generate.indptr([4, 4], device), torch.tensor([5, 9], dtype=torch.int32, device=device)
+    for on_host in (True, False):
+        wrapper = flashinfer.BatchAttention(device=device)
+        sizes = (4, 2, 64, 64, 4)
+        wrapper.plan(
+            host(x.qo_indptr, on_host), host(indptr, on_host), indices, host(lens, on_host), *sizes, True,
+            q_data_type=HALF, kv_data_type=HALF,
+        )  # fmt: skip
+        check(wrapper.run(x.q, paged.kv_cache), x, Options(causal=True))
+    for wrong in ([17, 9], [-1, 9]):
+        with pytest.raises(ValueError, match="^kv_lens:"):
+            wrapper.plan(x.qo_indptr.cpu(), indptr.cpu(), indices, torch.tensor(wrong), *sizes)
+    with pytest.raises(ValueError, match="^kv_lens:"):
+        wrapper.plan(x.qo_indptr, indptr, indices, lens[:1], *sizes)
+
+
+def test_batch_attention_refuses_by_name(device):
+    wrapper = flashinfer.BatchAttention(device=device)
+    x = batch(device, [1], [5])
+    paged = generate.paged(x, 8)
+    tables = (x.qo_indptr, paged.indptr, paged.indices, torch.tensor([5], dtype=torch.int32))
+    with pytest.raises(ValueError, match="plan"):
+        wrapper.run(x.q, paged.kv_cache)
+    with pytest.raises(UnsupportedConfig, match="^use_profiler:"):
+        wrapper.plan(*tables, 4, 2, 64, 64, 8, use_profiler=True)
+    wrapper.plan(*tables, 4, 2, 64, 64, 8, q_data_type=HALF, kv_data_type=HALF)
+    with pytest.raises(UnsupportedConfig, match="^profiler_buffer:"):
+        wrapper.run(x.q, paged.kv_cache, profiler_buffer=x.q)
+    with pytest.raises(UnsupportedConfig, match="^kv_cache_sf:"):
+        wrapper.run(x.q, paged.kv_cache, kv_cache_sf=x.q)
+
+
+def test_sinks_of_a_wrapper(device):
+    x = batch(device)
+    paged = generate.paged(x, 8)
+    sinks = torch.tensor([0.3, -2.0, 5.0, 1.0], device=device)
+    wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(
+        workspace(device), q_data_type=HALF, kv_data_type=HALF, head_dim_qk=64, head_dim_vo=64, window_left=9
+    )
+    tables = (x.qo_indptr, paged.indptr, paged.indices, paged.last_page_len)
+    wrapper.plan(*tables, 4, 2, 64, 8, causal=True)
+    o = Options(causal=True, window_left=9)
+    check(wrapper.run(x.q, paged.kv_cache, sinks, return_lse=True), x, o, Extras(sinks=sinks))
+    check(wrapper.run(x.q, paged.kv_cache, sinks=sinks, return_lse=True), x, o, Extras(sinks=sinks))
+    o = Options(causal=True, window_left=9, sm_scale=0.3)
+    check(wrapper.run(x.q, paged.kv_cache, sinks, 0.3, return_lse=True), x, o, Extras(sinks=sinks))
+    with pytest.raises(ValueError, match="^head_dim_qk"):
+        wrapper.plan(*tables, 4, 2, 128, 8)
+
+
+@pytest.mark.parametrize("layout", ("NHD", "HND"))
+def test_pod(layout, device):
+    p = batch(device, [17], [33])
+    d = batch(device, [1] * 4, [5, 0, 40, 12])
+    paged = generate.paged(d, 8, layout)
+    k, v = (t.transpose(0, 1).contiguous() if layout == "HND" else t for t in (p.k, p.v))
+    wrapper = flashinfer.PODWithPagedKVCacheWrapper(workspace(device), layout)
+    wrapper.plan(paged.indptr, paged.indices, paged.last_page_len, 4, 2, 64, 8, q_data_type=HALF, window_left=20)
+    common = dict(kv_layout_p=layout, kv_layout_d=layout, causal_p=True)
+    of_p, of_d = wrapper.run(
+        p.q, k, v, d.q, paged.kv_cache, return_lse_p=True, return_lse_d=True, q_scale=0.5, v_scale=2.0, **common
+    )
+    extras = Extras(q_scale=0.5, v_scale=2.0)
+    check(of_p, p, Options(causal=True), extras)
+    check(of_d, d, Options(window_left=20), extras)
+    mask = generate.random_mask([17], [33], device=device)
+    of_p, of_d = wrapper.run(
+        p.q, k, v, d.q, paged.kv_cache, mask.view(17, 33), window_left_d=3, sm_scale_d=0.2, **common
+    )
+    close(of_p, p, Options(), Extras([mask]))
+    close(of_d, d, Options(window_left=3, sm_scale=0.2))
+    of_p, of_d = wrapper.run(p.q, k, v, d.q, paged.kv_cache, sm_scale_p=0.3, **common)
+    close(of_p, p, Options(causal=True, sm_scale=0.3))
+    close(of_d, d, Options(window_left=20))
+    for name in ("custom_mask_d", "packed_custom_mask_d"):
+        with pytest.raises(ValueError, match=f"^{name}:"):
+            wrapper.run(p.q, k, v, d.q, paged.kv_cache, **common, **{name: mask})
+
+
+def test_batch_pod(device):
+    qo, kv = [17, 0, 5], [33, 4, 5]
+    p, d = batch(device, qo, kv), batch(device, [1] * 4, [5, 0, 40, 12])
+    pages_p, pages_d = generate.paged(p, 8), generate.paged(d, 8)
+    wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace(device))
+    mask = generate.random_mask(qo, kv, device=device)
+    masks = list(mask.split([a * b for a, b in zip(qo, kv)]))
+    for _ in range(2):
+        wrapper.plan(
+            p.qo_indptr.cpu(), pages_p.indptr.cpu(), pages_p.indices, pages_p.last_page_len.cpu(), d.qo_indptr,
+            pages_d.indptr, pages_d.indices, pages_d.last_page_len, 4, 2, 64, 8, data_type=HALF,
+        )  # fmt: skip
+        causal = (dict(causal_p=True), Options(causal=True), None)
+        masked = (dict(custom_mask_p=mask), Options(), Extras(masks))
+        for kwargs, o, extras in (causal, masked, (dict(), Options(), None)):
+            of_p, of_d = wrapper.run(p.q, pages_p.kv_cache, d.q, pages_d.kv_cache, return_lse=True, **kwargs)
+            check(of_p, p, o, extras)
+            check(of_d, d, Options())
