@@ -21,6 +21,7 @@ _ROOT_NAMES = {
         "merge_state_in_place",
         "merge_states",
     ),
+    "concat_ops": (),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
     "cudnn": ("cudnn_batch_decode_with_kv_cache",),
     "decode": (

@@ -11,7 +11,7 @@ from flashinfer.mla.decode import trtllm_batch_decode_with_kv_cache_mla
 from flashinfer.mla.sparse import trtllm_batch_decode_sparse_mla_dsv4
 from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.single import run_single
-from flashinfer.ops.attention.variants import AttentionVariant, chosen
+from flashinfer.ops.attention.variants import AttentionVariant, as_module, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, refuse_block_scales
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "cudnn_batch_decode_with_kv_cache",
     "fast_decode_plan",
     "single_decode_with_kv_cache",
+    "single_decode_with_kv_cache_with_jit_module",
     "trtllm_batch_decode_sparse_mla_dsv4",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
@@ -96,6 +97,43 @@ def single_decode_with_kv_cache(
         variant=variant,
     )  # fmt: skip
     return (result[0][0], result[1][0]) if return_lse else result[0]
+
+
+def single_decode_with_kv_cache_with_jit_module(
+    jit_module: AttentionVariant,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *args,
+    kv_layout: str = "NHD",
+    window_left: int = -1,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`single_decode_with_kv_cache` with a user's variant in the place of upstream's compiled module.
+
+    Parameters
+    ----------
+    jit_module : AttentionVariant
+        Modules built from CUDA C++ are refused.
+    q, k, v, kv_layout, window_left, return_lse
+        As in `single_decode_with_kv_cache`.
+    *args
+        The variant's parameters, in its order.
+
+    Returns
+    -------
+    As `single_decode_with_kv_cache`.
+
+    Raises
+    ------
+    UnsupportedConfig
+        jit_module is no AttentionVariant.
+    """
+    variant = as_module(jit_module)
+    return single_decode_with_kv_cache(
+        q, k, v, kv_layout, window_left=window_left, return_lse=return_lse, variant=variant,
+        params=variant.named(args, None),
+    )  # fmt: skip
 
 
 class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):

@@ -8,11 +8,10 @@ from flashinfer._core import env
 from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.kv_layout import check_layout, paged_views
+from flashinfer._core.page_table import check_page_table, check_vector
 from flashinfer.ops import page as room
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
-
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def append_paged_kv_cache(
@@ -229,15 +228,15 @@ def _append_paged_kv_cache(
     same_device(append_key=append_key, append_value=append_value, k_cache=k_cache, v_cache=v_cache, **tables)
     _check_rows(append_key, append_value, k_cache, v_cache)
     nnz, batch = append_key.shape[0], kv_indptr.shape[0] - 1
-    _check_vector("batch_indices", batch_indices, nnz)
-    _check_vector("positions", positions, nnz)
-    _check_vector("kv_indices", kv_indices)
-    _check_vector("kv_indptr", kv_indptr)
-    _check_vector("kv_last_page_len", kv_last_page_len, batch)
+    check_vector("batch_indices", batch_indices, nnz)
+    check_vector("positions", positions, nnz)
+    check_vector("kv_indices", kv_indices)
+    check_vector("kv_indptr", kv_indptr)
+    check_vector("kv_last_page_len", kv_last_page_len, batch)
     if append_key.numel() + append_value.numel() == 0:
         return
     if not append_key.is_cuda or env.DEBUG.is_on():
-        _check_page_table(tables, k_cache.shape[0], k_cache.shape[1])
+        check_page_table(tables, k_cache.shape[0], k_cache.shape[1])
     problem = room.Append(
         dtype="u8" if append_key.element_size() == 1 else dtype_name(append_key.dtype),
         key_block=_power_of_two(append_key.shape[2]),
@@ -253,8 +252,8 @@ def _append_paged_kv_cache(
 def _batch_indices_positions(
     append_indptr: torch.Tensor, seq_lens: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    _check_vector("append_indptr", append_indptr)
-    _check_vector("seq_lens", seq_lens, append_indptr.shape[0] - 1)
+    check_vector("append_indptr", append_indptr)
+    check_vector("seq_lens", seq_lens, append_indptr.shape[0] - 1)
     same_device(append_indptr=append_indptr, seq_lens=seq_lens, batch_indices=batch_indices, positions=positions)
     nnz = positions.shape[0]
     if not append_indptr.is_cuda or env.DEBUG.is_on():
@@ -270,8 +269,8 @@ def _batch_indices_positions(
 
 @custom_op("flashinfer::get_seq_lens", mutates_args=("out",))
 def _seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, out: torch.Tensor, page_size: int) -> None:
-    _check_vector("kv_indptr", kv_indptr)
-    _check_vector("kv_last_page_len", kv_last_page_len, kv_indptr.shape[0] - 1)
+    check_vector("kv_indptr", kv_indptr)
+    check_vector("kv_last_page_len", kv_last_page_len, kv_indptr.shape[0] - 1)
     same_dtype = kv_last_page_len.dtype == kv_indptr.dtype
     require(same_dtype, "kv_last_page_len", kv_last_page_len.dtype, f"{kv_indptr.dtype}, the dtype of kv_indptr")
     same_device(kv_indptr=kv_indptr, kv_last_page_len=kv_last_page_len)
@@ -298,39 +297,6 @@ def _check_rows(append_key, append_value, k_cache, v_cache) -> None:
         allowed = f"{tuple(k_cache.shape[:3])}, the pages, slots and heads of the k cache"
         require(False, "paged_kv_cache", f"values of {tuple(v_cache.shape[:3])}", allowed)
     require(k_cache.shape[1] > 0, "paged_kv_cache", "pages of no token", "a page size of 1 or more")
-
-
-def _check_vector(name: str, tensor: torch.Tensor, length: int | None = None) -> None:
-    fits = tensor.dim() == 1 and (length is None or tensor.shape[0] == length)
-    require(fits, name, tuple(tensor.shape), "one dimension" if length is None else f"[{length}]")
-    require(tensor.dtype in _INDEX_DTYPES, name, tensor.dtype, "int32 (int64 is converted)")
-
-
-def _check_page_table(tables: dict[str, torch.Tensor], num_pages: int, page_size: int) -> None:
-    """What only the values of the index tensors tell; waits for a GPU."""
-    kv_indices, batch_indices, positions = tables["kv_indices"], tables["batch_indices"], tables["positions"]
-    indptr = indptr_values("kv_indptr", tables["kv_indptr"], kv_indices.shape[0], "the length of kv_indices")
-    batch = len(indptr) - 1
-    if indptr[-1]:
-        low, high = (int(x) for x in kv_indices[: indptr[-1]].aminmax())
-        require(low >= 0 and high < num_pages, "kv_indices", f"pages {low} to {high}", f"0 to {num_pages - 1}")
-    last = int(batch_indices.max())
-    require(last < batch, "batch_indices", last, f"below {batch}, the number of requests")
-    if last < 0:
-        return
-    last_page_len = tables["kv_last_page_len"].tolist()
-    fits = all(0 <= tokens <= page_size for tokens in last_page_len)
-    require(fits, "kv_last_page_len", last_page_len, f"0 to {page_size}, the page size")
-    pages = [b - a for a, b in zip(indptr, indptr[1:])]
-    lengths = [(n - 1) * page_size + tokens if n else 0 for n, tokens in zip(pages, last_page_len)]
-    # Padding, a negative batch index, is held against request 0 and left out of the verdict.
-    request = batch_indices.clamp(min=0)
-    past = (positions >= torch.tensor(lengths, device=positions.device)[request]) & (batch_indices >= 0)
-    if past.any():
-        at = int(past.nonzero()[0])
-        request = int(batch_indices[at])
-        of = f"below {lengths[request]}, the length of request {request} by its page table"
-        raise ValueError(f"positions: got {int(positions[at])}; allowed: {of}")
 
 
 def _int32(index: torch.Tensor) -> torch.Tensor:

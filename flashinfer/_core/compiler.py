@@ -13,9 +13,10 @@ import re
 import subprocess
 import threading
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -25,7 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
-from triton.runtime.jit import JITCallable
+from triton.compiler.errors import CompilationError
+from triton.runtime.jit import JITCallable, JITFunction
 
 from flashinfer._core import env
 from flashinfer._core.kernel_cache import fields_of
@@ -35,6 +37,10 @@ FORMAT = 1
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 _one_at_a_time = threading.Lock()
+
+
+class CompileError(RuntimeError):
+    """A kernel, or a function that a user gave it, does not compile; the message has file, line and reason."""
 
 
 def key_of(name: str, problem, config, build, arch: str) -> dict:
@@ -73,12 +79,61 @@ def compile_kernel(build, arch: str) -> tuple[bytes, dict]:
     # The knob is the process's: one compilation at a time, and it is put back.
     with _one_at_a_time, knobs.compilation.scope():
         knobs.compilation.disable_line_info = not env.LINE_INFO.is_on()
-        module = source.make_ir(
-            target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
-        )
+        try:
+            module = source.make_ir(
+                target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+            )
+        except CompilationError as error:
+            raise CompileError(_told(error, build)) from error
         for stage in order[order.index(source.ext) :]:
             module = made[stage] = stages[stage](module, metadata)
     return made["cubin"], _describe(arch, made["ptx"], made["cubin"], metadata)
+
+
+def _told(error: CompilationError, build) -> str:
+    """The error with file and line, those of the innermost function that is not Triton's own."""
+    functions = {f.src: f for f in _reached_from((build.kernel, *build.constants.values())) if hasattr(f, "src")}
+    place, reason = "", str(error)
+    while error is not None:
+        if isinstance(error, CompilationError):
+            if error.src in functions and hasattr(error.node, "lineno"):
+                place = _place_of(functions[error.src], error)
+            reason = error.error_message or reason
+        else:
+            reason = f"{type(error).__name__}: {error}"
+        error = error.__cause__
+    return f"{place}\n{reason}" if place else reason
+
+
+def _place_of(function, error: CompilationError) -> str:
+    """File, line, function and text of the line that `error` counts from the function's `def`."""
+    lines, first = inspect.getsourcelines(function.fn)
+    first += next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
+    text = error.src.splitlines()[error.node.lineno - 1].strip()
+    file, name = function.fn.__code__.co_filename, function.fn.__name__
+    return f"{file}:{first + error.node.lineno - 1}: in {name}: {text}"
+
+
+def _reached_from(values) -> list:
+    """The device functions among `values`, and those that they call; none of Triton's own."""
+    found: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if is_device_function(value) and not _is_tritons(value.fn.__module__) and id(value) not in found:
+            found[id(value)] = value
+            waiting += _used_by(value).values()
+    return list(found.values())
+
+
+def check_names(*functions) -> None:
+    """Raise TypeError where two functions that one kernel would call share a name: the compiler keeps one of a name."""
+    named: dict[str, Any] = {}
+    for function in _reached_from(functions):
+        name = f"{function.fn.__module__}.{function.fn.__qualname__}"
+        other = named.setdefault(name, function)
+        if other is not function and fingerprint(other, by_source=True) != fingerprint(function, by_source=True):
+            raise TypeError(f"two functions are both called {name}: the compiler needs two names")
 
 
 def capability_of(arch: str) -> int:
@@ -92,31 +147,30 @@ def is_device_function(value) -> bool:
     return isinstance(value, JITCallable) or type(value).__name__ == "InterpretedFunction"
 
 
-def fingerprint(kernel) -> str:
+def fingerprint(kernel, by_source: bool = False) -> str:
     """Hash of a kernel's source and all it reaches: functions it calls, constants of its module, parameter defaults.
 
     Triton's own `cache_key` follows calls and module-level constexprs, but neither a constant read as an attribute of
     a module nor one used as a parameter's default, so those are added here. It depends on nothing but the source:
-    not on paths, on the Python version or on the order of any dict.
-
-    Raises
-    ------
-    TypeError
-        Two functions of different source have the same module and name: the compiler would take one for the other.
+    not on paths, on the Python version or on the order of any dict. With `by_source` it does not depend on where in its
+    file the source stands, either, and is the same under the interpreter, whose functions have no `cache_key`.
     """
     reached: dict[str, str] = {}
-    _reach(kernel, reached)
+    _reach(kernel, reached, _source_of if by_source else _cache_key_of)
     return hashlib.sha256("\n".join(f"{name}={reached[name]}" for name in sorted(reached)).encode()).hexdigest()
 
 
-def _reach(function, reached: dict[str, str]) -> None:
+def _reach(function, reached: dict[str, str], key_of: Callable) -> None:
     name = f"{function.fn.__module__}.{function.fn.__qualname__}"
-    key = _key_of(function)
     if name in reached:
-        if reached[name] != key:
-            raise TypeError(f"two functions of different source are both called {name}: the compiler needs two names")
         return
-    reached[name] = key
+    reached[name] = key_of(function)
+    for used, value in _used_by(function).items():
+        _note(f"{name}:{used}", value, reached, key_of)
+
+
+def _used_by(function) -> dict:
+    """What a function's names stand for, defaults of its parameters included; "m.n" for n of a module m."""
     scope = function.fn.__globals__ | inspect.getclosurevars(function.fn).nonlocals
     values = {p.name: p.default for p in inspect.signature(function.fn).parameters.values() if p.default is not p.empty}
     names = set(_names(function.fn.__code__))
@@ -124,24 +178,30 @@ def _reach(function, reached: dict[str, str]) -> None:
         values[used] = scope[used]
         if isinstance(scope[used], ModuleType) and not _is_tritons(scope[used].__name__):
             values |= {f"{used}.{n}": getattr(scope[used], n) for n in names if hasattr(scope[used], n)}
-    for used, value in values.items():
-        _note(f"{name}:{used}", value, reached)
+    return values
 
 
-def _key_of(function) -> str:
-    """What tells one function from another. An interpreted one has no `cache_key`, and is in no cache: its source."""
-    if isinstance(function, JITCallable):
-        return function.cache_key
-    return hashlib.sha256(inspect.getsource(function.fn).encode()).hexdigest()
+def _cache_key_of(function) -> str:
+    return function.cache_key if isinstance(function, JITCallable) else _source_of(function)
 
 
-def _note(name: str, value, reached: dict[str, str]) -> None:
+def _source_of(function) -> str:
+    # As it was when the function was made, where Triton keeps that.
+    kept = getattr(function, "raw_src", None)
+    text = "".join(kept) if kept else inspect.getsource(getattr(function, "fn", function))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _note(name: str, value, reached: dict[str, str], key_of: Callable) -> None:
     if is_device_function(value):
         if not _is_tritons(value.fn.__module__):
-            _reach(value, reached)
+            _reach(value, reached, key_of)
     elif isinstance(value, tuple):
         for place, item in enumerate(value):
-            _note(f"{name}.{place}", item, reached)
+            _note(f"{name}.{place}", item, reached, key_of)
+    elif getattr(value, "__triton_aggregate__", False):
+        for place, method in enumerate(value.hash_attrs):
+            reached[f"{name}.{place}"] = _source_of(method)
     elif isinstance(value, (tl.constexpr, tl.dtype, bool, int, float, str)):
         reached[name] = repr(value)
 

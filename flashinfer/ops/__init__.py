@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from importlib import import_module
 
-_ROOMS = ("norm", "rope", "activation", "page", "quantize", "sampling", "topk", "attention.prefill",
-          "attention.decode", "attention.merge", "attention.mla")  # fmt: skip
+_ROOMS = (
+    "norm",
+    "rope",
+    "activation",
+    "page",
+    "concat",
+    "quantize",
+    "sampling",
+    "topk",
+    "attention.prefill",
+    "attention.decode",
+    "attention.merge",
+    "attention.mla",
+)
 
 
 def all_ops() -> dict:

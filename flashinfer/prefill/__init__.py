@@ -5,7 +5,10 @@ from flashinfer._forms.trtllm_prefill import trtllm_batch_context_with_kv_cache,
 from flashinfer.cudnn.prefill import cudnn_batch_prefill_with_kv_cache
 from flashinfer.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.prefill.ragged import BatchPrefillWithRaggedKVCacheWrapper
-from flashinfer.prefill.single import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+from flashinfer.prefill.single import (
+    single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse,
+    single_prefill_with_kv_cache_with_jit_module,
+)  # fmt: skip
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -14,6 +17,7 @@ __all__ = [
     "fmha_v2_prefill_deepseek",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "single_prefill_with_kv_cache_with_jit_module",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_fmha_v2_prefill",
     "trtllm_ragged_attention_deepseek",

@@ -8,7 +8,7 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer.ops.attention.single import run_single
-from flashinfer.ops.attention.variants import AttentionVariant
+from flashinfer.ops.attention.variants import AttentionVariant, as_module
 from flashinfer.ops.attention.wrapper import refuse_block_scales
 
 
@@ -122,3 +122,46 @@ def single_prefill_with_kv_cache(
 
 
 single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
+
+
+def single_prefill_with_kv_cache_with_jit_module(
+    jit_module: AttentionVariant,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *args,
+    kv_layout: str = "NHD",
+    mask_mode: int = 0,
+    window_left: int = -1,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`single_prefill_with_kv_cache` with a user's variant in the place of upstream's compiled module.
+
+    Parameters
+    ----------
+    jit_module : AttentionVariant
+        Modules built from CUDA C++ are refused.
+    q, k, v, kv_layout, window_left, return_lse
+        As in `single_prefill_with_kv_cache`.
+    *args
+        The variant's parameters, in its order.
+    mask_mode : int
+        0 for none, 1 for causal; the variant's own mask takes part in both.
+
+    Returns
+    -------
+    As `single_prefill_with_kv_cache`.
+
+    Raises
+    ------
+    ValueError
+        Another mask_mode.
+    UnsupportedConfig
+        jit_module is no AttentionVariant.
+    """
+    variant = as_module(jit_module)
+    require(mask_mode in (0, 1), "mask_mode", mask_mode, "0 (none) or 1 (causal): other masks are the variant's")
+    return single_prefill_with_kv_cache(
+        q, k, v, kv_layout=kv_layout, causal=mask_mode == 1, window_left=window_left, return_lse=return_lse,
+        variant=variant, params=variant.named(args, None),
+    )  # fmt: skip

@@ -77,11 +77,13 @@ class AttentionVariant:
     def key(self) -> str:
         """What stands for the variant in a compile key: where its functions are, their hash, and all else of it.
 
-        It says enough for another process to find the variant, see `find`.
+        It says enough for another process to find the variant, see `find`. TypeError if two of the functions share a
+        name.
         """
-        from flashinfer._core.compiler import fingerprint
+        from flashinfer._core.compiler import check_names, fingerprint
 
-        hashes = [fingerprint(f)[:16] if f is not None else "" for f in (self.logits, self.mask)]
+        check_names(self.logits, self.mask)
+        hashes = [fingerprint(f, by_source=True)[:16] if f is not None else "" for f in (self.logits, self.mask)]
         key = "|".join(
             (
                 _place_of(self.logits), hashes[0], _place_of(self.mask), hashes[1],
@@ -236,6 +238,16 @@ def chosen(
         require(variant is not None, "variant_owns_mask", True, "False without a variant")
         variant = replace(variant, owns_mask=True)
     return variant
+
+
+def as_module(jit_module) -> AttentionVariant:
+    """An AttentionVariant where upstream has a compiled module; UnsupportedConfig for what is none."""
+    if not isinstance(jit_module, AttentionVariant):
+        raise UnsupportedConfig(
+            f"jit_module: got {type(jit_module).__name__}; allowed: an AttentionVariant (docs/variants.md), since CUDA "
+            "C++ is not compiled here"
+        )
+    return jit_module
 
 
 def _from_jit_args(jit_args) -> AttentionVariant:

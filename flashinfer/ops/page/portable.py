@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops._device.pages import slot_of
 from flashinfer.ops._device.ragged import request_of
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
 from flashinfer.ops.page import Append, Positions, SeqLens
@@ -55,15 +56,9 @@ def append_kernel(
 
     token = row // heads
     head = (row % heads).to(tl.int64)
-    request = tl.load(batch_indices + token, inside, other=-1)
-    position = tl.load(positions + token, inside, other=-1)
-    kept = (request >= 0) & (request < batch) & (position >= 0)
-    entry = tl.load(kv_indptr + request, kept, other=0) + position // page_size
-    kept &= (entry < tl.load(kv_indptr + request + 1, kept, other=0)) & (entry < entries)
-    page = tl.load(kv_indices + entry, kept, other=-1)
-    kept &= (page >= 0) & (page < num_pages)
-    page = page.to(tl.int64)
-    slot = (position % page_size).to(tl.int64)
+    page, slot, kept = slot_of(
+        batch_indices, positions, kv_indices, kv_indptr, token, inside, batch, entries, num_pages, page_size
+    )
 
     at = page * multiple(k_page, UNIT) + slot * multiple(k_slot, UNIT) + head * multiple(k_head, UNIT)
     store_rows(k_cache, at, kept, k_column, key_dim, k, UNIT, KEY_BLOCK)

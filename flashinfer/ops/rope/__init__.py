@@ -1,9 +1,12 @@
-"""Rotary position embedding of queries and keys."""
+"""Rotary position embedding of queries and keys, and their quantising to FP8 in the same launch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 
 from flashinfer._core.dispatch import Op, Variant
 from flashinfer.ops.rope import config
@@ -44,6 +47,61 @@ class Problem:
     aligned: bool = True
 
 
+@dataclass(frozen=True)
+class Quantize:
+    """Rotate heads and write them in FP8, to tensors or, keys and values, into pages.
+
+    A head comes in two tensors: the elements that are rotated, and the rest.
+
+    Attributes
+    ----------
+    dtype, out_dtype : str
+        Of heads before and after ("fp8e4nv" or "fp8e5").
+    rotary_dim, q_rest, k_rest, value_dim : int
+        Elements of a head that are rotated, that are not (of queries, of keys), and of a value. 0 where there are none.
+    interleave : bool
+        As in Problem.
+    position_dtype : str
+        Of positions, "i32" or "i64".
+    append : bool
+        Whether keys and values go into pages.
+    aligned : bool
+        Everything can be read and written 16 bytes at a time.
+    """
+
+    dtype: str
+    out_dtype: str
+    rotary_dim: int
+    q_rest: int
+    k_rest: int
+    value_dim: int
+    interleave: bool
+    position_dtype: str
+    append: bool
+    aligned: bool = True
+
+
+class Heads(NamedTuple):
+    """Queries or keys, [tokens, heads, dim], rotated part and rest; values have a `rope` only. None is nothing.
+
+    What is appended goes to `*_out` [pages, page_size, heads, dim].
+    """
+
+    rope: torch.Tensor
+    rest: torch.Tensor | None
+    rope_out: torch.Tensor
+    rest_out: torch.Tensor | None
+
+
+class Pages(NamedTuple):
+    """Where keys and values go: token t to position positions[t] of request batch_indices[t]. Everything is int32."""
+
+    batch_indices: torch.Tensor
+    positions: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_indptr: torch.Tensor
+
+
 def _catalog() -> Iterator[Problem]:
     for dtype in ("bf16", "fp16"):
         for head_dim in (64, 128):
@@ -59,12 +117,22 @@ def _catalog() -> Iterator[Problem]:
     yield Problem("fp32", 72, 72, False, False, "i32", False, False, aligned=False)
 
 
-rope = Op(
-    "apply_rope",
-    Problem,
-    (
-        Variant("portable", "flashinfer.ops.rope.portable", config=config.portable),
+def _quantized() -> Iterator[Quantize]:
+    mla = dict(rotary_dim=64, q_rest=512, k_rest=512, value_dim=0)
+    gqa = dict(rotary_dim=128, q_rest=0, k_rest=0, value_dim=128)
+    yield Quantize("bf16", "fp8e4nv", **mla, interleave=True, position_dtype="i64", append=False)
+    yield Quantize("bf16", "fp8e4nv", **mla, interleave=False, position_dtype="i32", append=True)
+    yield Quantize("bf16", "fp8e4nv", **gqa, interleave=False, position_dtype="i32", append=True)
+    yield Quantize("fp16", "fp8e5", 64, 64, 64, 128, False, "i32", True, aligned=False)
+    yield Quantize("bf16", "fp8e4nv", **(gqa | {"value_dim": 0}), interleave=False, position_dtype="i64", append=False)
+
+
+def _variants(portable_config) -> tuple[Variant, ...]:
+    return (
+        Variant("portable", "flashinfer.ops.rope.portable", config=portable_config),
         Variant("reference", "flashinfer.ops.rope.reference"),
-    ),
-    _catalog,
-)
+    )
+
+
+rope = Op("apply_rope", Problem, _variants(config.portable), _catalog)
+rope_quantize = Op("rope_quantize_fp8", Quantize, _variants(config.quantize), _quantized)

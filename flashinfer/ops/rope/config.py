@@ -1,4 +1,4 @@
-"""Tile of the RoPE kernel."""
+"""Tiles of the RoPE kernels."""
 
 from __future__ import annotations
 
@@ -14,9 +14,25 @@ class Config:
     num_warps: int = 4
 
 
+@dataclass(frozen=True)
+class Quantize:
+    """rows : heads of tokens per program. capability : of the chip, ten times. num_warps : per program."""
+
+    rows: int
+    capability: int
+    num_warps: int = 4
+
+
 def portable(problem, target) -> Config:
     # 1024 pairs a step, 8 for each of 128 threads: two 16-byte loads of bf16, for one head after the other.
     half = 1 << (problem.rotary_dim // 2 - 1).bit_length()
     # A program's cosines and sines, some 60 instructions each, serve 8 heads; with more heads a program, batches of few
     # tokens would fill fewer SMs. Neither number is measured.
     return Config(tokens=max(1, 1024 // half), heads=8)
+
+
+def quantize(problem, target) -> Quantize:
+    # 2048 elements of the longest part of a head, 16 for each of 128 threads: two 16-byte loads of bf16. A head looks
+    # its cosines up for itself, so that 8 tokens of 128 heads are hundreds of programs; they are in L1. Not measured.
+    longest = max(problem.rotary_dim, problem.q_rest, problem.k_rest, problem.value_dim)
+    return Quantize(rows=max(1, 2048 // (1 << (longest - 1).bit_length())), capability=target.capability)

@@ -5,8 +5,11 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops._device.formats import to_fp8
+from flashinfer.ops._device.pages import slot_of
 from flashinfer.ops._device.ragged import request_of
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, unit
+from flashinfer.ops.rope import Heads, Pages, Problem, Quantize
 from flashinfer.ops.rope.frequencies import turns
 
 
@@ -70,7 +73,10 @@ def rope_kernel(
         for head in range(first, tl.minimum(first + HEADS, q_heads)):
             a = x + head * multiple(q_head, UNIT)
             b = out + head * multiple(q_out_head, UNIT)
-            rotate(a, b, q_column, q_out_column, inside, cos, sin, HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST)
+            rotate(
+                a, b, q_column, q_out_column, inside, cos, sin, 1.0,
+                HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST, "", 0,
+            )  # fmt: skip
     else:
         x = k + token.to(tl.int64)[:, None] * multiple(k_token, UNIT)
         out = k_out + token.to(tl.int64)[:, None] * multiple(k_out_token, UNIT)
@@ -78,7 +84,10 @@ def rope_kernel(
         for head in range(first, tl.minimum(first + HEADS, k_heads)):
             a = x + head * multiple(k_head, UNIT)
             b = out + head * multiple(k_out_head, UNIT)
-            rotate(a, b, k_column, k_out_column, inside, cos, sin, HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST)
+            rotate(
+                a, b, k_column, k_out_column, inside, cos, sin, 1.0,
+                HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST, "", 0,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -128,30 +137,38 @@ def rotate(
     inside,
     cos,
     sin,
+    scale,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVE: tl.constexpr,
     UNIT: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    FP8: tl.constexpr,
+    CAPABILITY: tl.constexpr,
 ):
-    """Rotate one head of each token and copy the rest of it; x and out are [TOKENS, 1] pointers to its start."""
-    element = out.dtype.element_ty
+    """Rotate one head of each token and copy the rest of it; x and out are [TOKENS, 1] pointers to its start.
+
+    FP8 : "", or the form of the result, which is multiplied by `scale` before.
+    """
     if INTERLEAVE:
         column = tl.arange(0, 2 * HALF)
         mask = inside[:, None] & (column < ROTARY_DIM)[None, :]
         pairs = tl.load(x + column_offset(column, x_column, UNIT)[None, :], mask, other=0).to(tl.float32)
         a, b = tl.split(tl.reshape(pairs, (inside.shape[0], HALF, 2)))
         pairs = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (inside.shape[0], 2 * HALF))
-        tl.store(out + column_offset(column, out_column, UNIT)[None, :], pairs.to(element), mask)
+        pairs = rounded(pairs, scale, out, FP8, CAPABILITY)
+        tl.store(out + column_offset(column, out_column, UNIT)[None, :], pairs, mask)
     else:
         column = tl.arange(0, HALF)
         other = column + ROTARY_DIM // 2
         mask = inside[:, None] & (column < ROTARY_DIM // 2)[None, :]
         a = tl.load(x + column_offset(column, x_column, UNIT)[None, :], mask, other=0).to(tl.float32)
         b = tl.load(x + column_offset(other, x_column, UNIT)[None, :], mask, other=0).to(tl.float32)
-        tl.store(out + column_offset(column, out_column, UNIT)[None, :], (a * cos - b * sin).to(element), mask)
-        tl.store(out + column_offset(other, out_column, UNIT)[None, :], (b * cos + a * sin).to(element), mask)
+        low = rounded(a * cos - b * sin, scale, out, FP8, CAPABILITY)
+        high = rounded(b * cos + a * sin, scale, out, FP8, CAPABILITY)
+        tl.store(out + column_offset(column, out_column, UNIT)[None, :], low, mask)
+        tl.store(out + column_offset(other, out_column, UNIT)[None, :], high, mask)
     if REST > 0:
         column = ROTARY_DIM + tl.arange(0, REST)
         mask = inside[:, None] & (column < HEAD_DIM)[None, :]
@@ -159,7 +176,183 @@ def rotate(
         tl.store(out + column_offset(column, out_column, UNIT)[None, :], rest, mask)
 
 
+@triton.jit
+def rounded(x, scale, out, FP8: tl.constexpr, CAPABILITY: tl.constexpr):
+    """float32 x in the dtype of `out`, or times `scale` as bytes of FP8."""
+    if FP8 == "":
+        return x.to(out.dtype.element_ty)
+    else:
+        return to_fp8(x * scale, FP8, CAPABILITY)
+
+
+@triton.jit
+def quantize_kernel(
+    q,
+    q_rest,
+    q_out,
+    q_rest_out,
+    k,
+    k_rest,
+    k_out,
+    k_rest_out,
+    v,
+    v_out,
+    pos_ids,
+    cache,
+    batch_indices,
+    positions,
+    kv_indices,
+    kv_indptr,
+    q_token,
+    q_head,
+    q_column,
+    q_rest_token,
+    q_rest_head,
+    q_rest_column,
+    q_out_token,
+    q_out_head,
+    q_out_column,
+    q_rest_out_token,
+    q_rest_out_head,
+    q_rest_out_column,
+    k_token,
+    k_head,
+    k_column,
+    k_rest_token,
+    k_rest_head,
+    k_rest_column,
+    k_out_page,
+    k_out_token,
+    k_out_head,
+    k_out_column,
+    k_rest_out_page,
+    k_rest_out_token,
+    k_rest_out_head,
+    k_rest_out_column,
+    v_token,
+    v_head,
+    v_column,
+    v_out_page,
+    v_out_token,
+    v_out_head,
+    v_out_column,
+    cache_row,
+    tokens,
+    q_heads,
+    k_heads,
+    max_position,
+    batch,
+    entries,
+    num_pages,
+    page_size,
+    q_scale,
+    kv_scale,
+    ROTARY_DIM: tl.constexpr,
+    Q_REST: tl.constexpr,
+    K_REST: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    APPEND: tl.constexpr,
+    FP8: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):
+    # The blocks of rows, which are heads of tokens: first those of queries, then of keys, then of values.
+    block = tl.program_id(0)
+    q_blocks = tl.cdiv(tokens * q_heads, ROWS)
+    row = block * ROWS + tl.arange(0, ROWS)
+    if block < q_blocks:
+        token, head = row // q_heads, (row % q_heads).to(tl.int64)
+        inside = token < tokens
+        position = tl.load(pos_ids + token, inside, other=0)
+        cos, sin = cached_rotation(cache, cache_row, position, max_position, ROTARY_DIM, UNIT, HALF)
+        a = q + place(token, head, q_token, q_head, UNIT)
+        b = q_out + place(token, head, q_out_token, q_out_head, UNIT)
+        rotate(
+            a, b, q_column, q_out_column, inside, cos, sin, q_scale,
+            ROTARY_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, 0, FP8, CAPABILITY,
+        )  # fmt: skip
+        if Q_REST > 0:
+            a = q_rest + place(token, head, q_rest_token, q_rest_head, UNIT)
+            b = q_rest_out + place(token, head, q_rest_out_token, q_rest_out_head, UNIT)
+            narrow(
+                a, b, q_rest_column, q_rest_out_column, inside, inside, q_scale,
+                Q_REST, Q_BLOCK, UNIT, FP8, CAPABILITY,
+            )  # fmt: skip
+    else:
+        k_blocks = tl.cdiv(tokens * k_heads, ROWS)
+        row -= q_blocks * ROWS
+        if VALUE_DIM > 0:
+            row = tl.where(block < q_blocks + k_blocks, row, row - k_blocks * ROWS)
+        token, head = row // k_heads, (row % k_heads).to(tl.int64)
+        inside = token < tokens
+        if APPEND:
+            page, to, kept = slot_of(
+                batch_indices, positions, kv_indices, kv_indptr, token, inside, batch, entries, num_pages, page_size
+            )
+        else:
+            page, to, kept = tl.zeros_like(head), token.to(tl.int64), inside
+        if block < q_blocks + k_blocks:
+            position = tl.load(pos_ids + token, inside, other=0)
+            cos, sin = cached_rotation(cache, cache_row, position, max_position, ROTARY_DIM, UNIT, HALF)
+            a = k + place(token, head, k_token, k_head, UNIT)
+            b = k_out + place(to, head, k_out_token, k_out_head, UNIT) + (page * multiple(k_out_page, UNIT))[:, None]
+            rotate(
+                a, b, k_column, k_out_column, kept, cos, sin, kv_scale,
+                ROTARY_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, 0, FP8, CAPABILITY,
+            )  # fmt: skip
+            if K_REST > 0:
+                a = k_rest + place(token, head, k_rest_token, k_rest_head, UNIT)
+                b = k_rest_out + place(to, head, k_rest_out_token, k_rest_out_head, UNIT)
+                b += (page * multiple(k_rest_out_page, UNIT))[:, None]
+                narrow(
+                    a, b, k_rest_column, k_rest_out_column, inside, kept, kv_scale,
+                    K_REST, K_BLOCK, UNIT, FP8, CAPABILITY,
+                )  # fmt: skip
+        elif VALUE_DIM > 0:
+            a = v + place(token, head, v_token, v_head, UNIT)
+            b = v_out + place(to, head, v_out_token, v_out_head, UNIT) + (page * multiple(v_out_page, UNIT))[:, None]
+            narrow(a, b, v_column, v_out_column, inside, kept, kv_scale, VALUE_DIM, V_BLOCK, UNIT, FP8, CAPABILITY)
+
+
+@triton.jit
+def place(token, head, token_stride, head_stride, UNIT: tl.constexpr):
+    """Offsets [ROWS, 1] of heads of tokens."""
+    return (token.to(tl.int64) * multiple(token_stride, UNIT) + head * multiple(head_stride, UNIT))[:, None]
+
+
+@triton.jit
+def narrow(
+    x,
+    out,
+    x_column,
+    out_column,
+    inside,
+    kept,
+    scale,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNIT: tl.constexpr,
+    FP8: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):
+    """Write DIM columns of each row, times `scale`, as FP8; x and out are [ROWS, 1] pointers."""
+    column = tl.arange(0, BLOCK)
+    y = tl.load(x + column_offset(column, x_column, UNIT)[None, :], inside[:, None] & (column < DIM)[None, :], other=0)
+    y = rounded(y.to(tl.float32), scale, out, FP8, CAPABILITY)
+    tl.store(out + column_offset(column, out_column, UNIT)[None, :], y, kept[:, None] & (column < DIM)[None, :])
+
+
 def build(problem, config):
+    return _BUILD[type(problem)](problem, config)
+
+
+def _build_rope(problem, config):
     head = pointer(problem.dtype, problem.aligned)
     types = {"q": head, "k": head, "q_out": head, "k_out": head}
     types |= {"positions": f"*{problem.position_dtype}", "offsets": "*i32"}
@@ -183,11 +376,47 @@ def build(problem, config):
     return Build(rope_kernel, types, constants, num_warps=config.num_warps)
 
 
+def _build_quantize(problem, config):
+    head, out = pointer(problem.dtype, problem.aligned), pointer("u8", problem.aligned)
+    types = {"q": head, "q_rest": head, "q_out": out, "q_rest_out": out}
+    types |= {"k": head, "k_rest": head, "k_out": out, "k_rest_out": out, "v": head, "v_out": out}
+    types |= {"pos_ids": f"*{problem.position_dtype}", "cache": pointer("fp32", problem.aligned)}
+    types |= dict.fromkeys(("batch_indices", "positions", "kv_indices", "kv_indptr"), "*i32")
+    for x in ("q", "q_rest", "q_out", "q_rest_out", "k", "k_rest", "k_out", "k_rest_out", "v", "v_out"):
+        paged = ("page",) if x in ("k_out", "k_rest_out", "v_out") else ()
+        types |= {f"{x}_{axis}": "i64" for axis in (*paged, "token", "head", "column")}
+    types |= {"cache_row": "i64"}
+    scalars = ("tokens", "q_heads", "k_heads", "max_position", "batch", "entries", "num_pages", "page_size")
+    types |= dict.fromkeys(scalars, "i32") | {"q_scale": "fp32", "kv_scale": "fp32"}
+    constants = {
+        "ROTARY_DIM": problem.rotary_dim,
+        "Q_REST": problem.q_rest,
+        "K_REST": problem.k_rest,
+        "VALUE_DIM": problem.value_dim,
+        "INTERLEAVE": problem.interleave,
+        "APPEND": problem.append,
+        "FP8": problem.out_dtype,
+        "UNIT": unit(problem.dtype, problem.aligned),
+        "ROWS": config.rows,
+        "HALF": triton.next_power_of_2(problem.rotary_dim // 2),
+        "Q_BLOCK": triton.next_power_of_2(problem.q_rest),
+        "K_BLOCK": triton.next_power_of_2(problem.k_rest),
+        "V_BLOCK": triton.next_power_of_2(problem.value_dim),
+        "CAPABILITY": config.capability,
+    }
+    return Build(quantize_kernel, types, constants, num_warps=config.num_warps)
+
+
+_BUILD = {Problem: _build_rope, Quantize: _build_quantize}
 launch = Launcher("rope", build)
 LAUNCHERS = (launch,)
 
 
-def run(problem, config, q, k, q_out, k_out, positions, offsets, source):
+def run(problem, config, *args):
+    _RUN[type(problem)](problem, config, *args)
+
+
+def rotate_heads(problem, config, q, k, q_out, k_out, positions, offsets, source):
     """Rotate q into q_out and k into k_out; all are [tokens, heads, head_dim].
 
     positions : [tokens]; or, where offsets [batch] is given, the indptr [batch + 1] of a ragged batch whose request i
@@ -204,3 +433,33 @@ def run(problem, config, q, k, q_out, k_out, positions, offsets, source):
     grid = (triton.cdiv(tokens, config.tokens), blocks, 1)
     tensors = q, k, q_out, k_out, positions, offsets, source
     launch(problem, config, grid, *tensors, *strides, tokens, batch, q_heads, k_heads, len(source))
+
+
+def quantize(problem, config, q, k, v, pos_ids, cache, q_scale, kv_scale, pages=None):
+    """Rotate q and k, multiply q by q_scale, k and v by kv_scale, and write them in FP8.
+
+    q, k, v : Heads; v may be None. pages : Pages, where keys and values are appended.
+    """
+    tokens, q_heads = q.rope.shape[:2]
+    k_heads = k.rope.shape[1]
+    v = Heads(None, None, None, None) if v is None else v
+    strides = [n for x in (*q, k.rope, k.rest) for n in _strides(x, 3)]
+    strides += [n for x in (k.rope_out, k.rest_out) for n in _strides(x, 4)]
+    strides += [*_strides(v.rope, 3), *_strides(v.rope_out, 4)]
+    table = 0, 0, 0, 1
+    if pages is not None:
+        table = len(pages.kv_indptr) - 1, len(pages.kv_indices), *k.rope_out.shape[:2]
+    programs = triton.cdiv(tokens * q_heads, config.rows)
+    programs += (2 if problem.value_dim else 1) * triton.cdiv(tokens * k_heads, config.rows)
+    tensors = *q, *k, v.rope, v.rope_out, pos_ids, cache, *(pages or Pages(None, None, None, None))
+    sizes = cache.stride(0), tokens, q_heads, k_heads, len(cache)
+    launch(problem, config, (programs, 1, 1), *tensors, *strides, *sizes, *table, q_scale, kv_scale)
+
+
+def _strides(x, axes: int) -> tuple[int, ...]:
+    """Strides of x [tokens, heads, dim], with 0 for pages before them if there are none; of an absent x, zeros."""
+    strides = () if x is None else x.stride()
+    return (0,) * (axes - len(strides)) + strides
+
+
+_RUN = {Problem: rotate_heads, Quantize: quantize}

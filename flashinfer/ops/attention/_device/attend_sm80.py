@@ -19,7 +19,7 @@ from flashinfer._core.gluon_compat import (
 )
 from flashinfer.ops.attention._device.combine import combine_if_last
 from flashinfer.ops.attention._device.kv_source import fit_half, offsets_in, page_ids, widen
-from flashinfer.ops.attention._device.logits import LOG2E, transform_at, visible_at
+from flashinfer.ops.attention._device.logits import LOG2E, transform_at, vary_at, visible_at
 from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
     ITEM_KV_BASE,
@@ -68,7 +68,7 @@ def attend_sm80_kernel(
     q, k, v, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask, mask_indptr,
     sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads,
     q_stride_n, q_stride_h, k_stride_page, k_stride_n, k_stride_h, v_stride_page, v_stride_n, v_stride_h,
-    o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left,
+    o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left, params,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr,
     D_QK: gl.constexpr, D_VO: gl.constexpr, D_QK_PAD: gl.constexpr, D_VO_PAD: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr,
@@ -76,8 +76,14 @@ def attend_sm80_kernel(
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr, ALIBI: gl.constexpr,
     SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
     PIECES: gl.constexpr, COMBINE_ROWS: gl.constexpr,
+    LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr,
 ):  # fmt: skip
-    """One program per (work item, KV head); heads vary fastest, since heads of one token are neighbours in a page."""
+    """One program per (work item, KV head); heads vary fastest, since heads of one token are neighbours in a page.
+
+    LOGITS and MASK are functions of a user's variant, or None; `params` is a named tuple for them. Without SOFTMAX,
+    logits are weights.
+    """
+    VARIED: gl.constexpr = LOGITS is not None or MASK is not None
     WARPS: gl.constexpr = gl.num_warps()
     WARPS_M: gl.constexpr = WARPS // WARPS_N
     STEP: gl.constexpr = BLOCK_N // WARPS_N
@@ -132,7 +138,7 @@ def attend_sm80_kernel(
     if CAUSAL:
         end = gl.minimum(end, last_pos + 1)
         plain_end = gl.minimum(plain_end, first_pos + 1)
-    if CUSTOM:
+    if CUSTOM or MASK is not None:
         plain_end = begin
     begin = begin // STEP * STEP
 
@@ -192,6 +198,9 @@ def attend_sm80_kernel(
     slopes = scale
     if ALIBI:
         slopes = gl.load(alibi_slopes + head, mask=row_ok, other=0.0)
+    batch = slot
+    if VARIED:
+        batch = gl.load(record + ITEM_REQUEST)
     if CUSTOM:
         mask += gl.load(mask_indptr + gl.load(record + ITEM_REQUEST)).to(gl.int64)
 
@@ -220,21 +229,33 @@ def attend_sm80_kernel(
         keys = k_smem.index(full).permute([0, 2, 1]).load(QK_RIGHT)
         keys = widen(keys, KV_DTYPE, NATIVE_FP8, COMPUTE)
         s = mma_v2(q_tile, keys, gl.zeros([WARPS_N, BLOCK_M, STEP], gl.float32, TILE))
-        s = transform_at(s, scale, soft_cap, slopes, kv_pos - q_pos, SOFT_CAP, ALIBI)
+        if VARIED:
+            s, takes_part = vary_at(
+                s, scale, soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params, SOFT_CAP, ALIBI, LOGITS, MASK,
+                SOFTMAX,
+            )  # fmt: skip
+        else:
+            s = transform_at(s, scale, soft_cap, slopes, kv_pos - q_pos, SOFT_CAP, ALIBI)
         if (start < plain_begin) | (start + BLOCK_N > plain_end):
             ok = visible_at(
                 token, q_pos, kv_pos, kv_end, kv_len, mask, row_ok, window_left, CAUSAL, WINDOW, CUSTOM
             ) & (kv_pos >= kv_begin)  # fmt: skip
-            s = gl.where(ok, s, float("-inf"))
+            if MASK is not None:
+                ok = ok & takes_part
+            s = gl.where(ok, s, float("-inf") if SOFTMAX else 0.0)
         kv_pos += BLOCK_N
-        new_top = gl.maximum(top, gl.max(s, 2))
-        # Rows that have seen no key yet have top = -inf, and inf - inf is NaN.
-        base = gl.where(new_top == float("-inf"), 0.0, new_top)
-        p = gl.exp2(s - base[:, :, None])
-        keep = gl.exp2(top - base)
-        total = total * keep + gl.sum(p, 2)
-        top = new_top
-        acc = acc * keep[:, :, None]
+        if SOFTMAX:
+            new_top = gl.maximum(top, gl.max(s, 2))
+            # Rows that have seen no key yet have top = -inf, and inf - inf is NaN.
+            base = gl.where(new_top == float("-inf"), 0.0, new_top)
+            p = gl.exp2(s - base[:, :, None])
+            keep = gl.exp2(top - base)
+            total = total * keep + gl.sum(p, 2)
+            top = new_top
+            acc = acc * keep[:, :, None]
+        else:
+            p = s
+            keep = total + 1.0
         p = gl.convert_layout(p.to(COMPUTE), PV_LEFT)
         values = v_smem.index(full).load(PV_RIGHT)
         if FP8:
@@ -259,6 +280,8 @@ def attend_sm80_kernel(
     base = gl.max(top, 0, keep_dims=True)
     base = gl.where(base == float("-inf"), 0.0, base)
     part = gl.exp2(top - base)
+    if not SOFTMAX:
+        part = total + 1.0
     acc = gl.sum(gl.convert_layout(acc, MERGE) * part[:, :, None], 0)
     total = gl.convert_layout(gl.sum(total * part, 0), ROWS)
     base = gl.convert_layout(gl.max(base, 0), ROWS)
@@ -280,6 +303,10 @@ def attend_sm80_kernel(
             acc = acc * keep[:, None]
             total = total * keep + gl.exp2(sink - new)
             base = new
+    if not SOFTMAX:
+        # The weights are what they are: no maximum was taken from their logits, and their sum divides nothing.
+        base = gl.zeros([BLOCK_M], gl.float32, ROWS)
+        total = base + 1.0
     # Not `> 0`: a NaN among the logits has to come out.
     seen = total != 0
     inverse = gl.where(seen, out_scale / gl.where(seen, total, 1.0), 0.0)
@@ -303,6 +330,7 @@ def attend_sm80_kernel(
                 gl.arange(0, PIECES, gl.SliceLayout(1, gl.SliceLayout(2, COMBINE)))[:, None],
                 gl.arange(0, D_VO_PAD, gl.SliceLayout(0, gl.SliceLayout(1, COMBINE)))[None, None, :],
                 tile_row, q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE,
+                SOFTMAX,
             )  # fmt: skip
             return
     n = (q_row + token).to(gl.int64)

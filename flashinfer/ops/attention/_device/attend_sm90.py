@@ -23,7 +23,7 @@ from flashinfer._core.gluon_compat import (
     warpgroup_mma_wait,
 )
 from flashinfer.ops.attention._device.combine import combine_rows
-from flashinfer.ops.attention._device.logits import LOG2E, transform, visible
+from flashinfer.ops.attention._device.logits import LOG2E, transform, vary, visible
 from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
     ITEM_KV_BASE,
@@ -69,11 +69,16 @@ class Form:
     # Whether keys have two parts, see Ring; whether outputs are staged in shared memory.
     TWO: gl.constexpr
     STAGED: gl.constexpr
+    # The functions of a user's variant, or None; whether there is a variant; whether its logits are weights.
+    LOGITS: gl.constexpr
+    MASK: gl.constexpr
+    VARIED: gl.constexpr
+    SOFTMAX: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, *, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, SINKS, HEAD_SCALES, LSE, TRANSFORM, GATHER, GROUP, PAGE_SIZE,
-        D_VO, BLOCK_M, STAGES, TWO, STAGED,
+        D_VO, BLOCK_M, STAGES, TWO, STAGED, LOGITS, MASK, VARIED, SOFTMAX,
     ):  # fmt: skip
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.WINDOW = gl.constexpr(WINDOW)
@@ -92,6 +97,10 @@ class Form:
         self.STAGES = gl.constexpr(STAGES)
         self.TWO = gl.constexpr(TWO)
         self.STAGED = gl.constexpr(STAGED)
+        self.LOGITS = gl.constexpr(LOGITS)
+        self.MASK = gl.constexpr(MASK)
+        self.VARIED = gl.constexpr(VARIED)
+        self.SOFTMAX = gl.constexpr(SOFTMAX)
 
 
 @aggregate
@@ -128,9 +137,14 @@ class View:
     bits: gl.tensor
     soft_cap: gl.tensor
     window_left: gl.tensor
+    # For a user's variant; else of no use.
+    request: gl.tensor
+    head: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, scale, slopes, token, position, row_ok, kv_end, kv_len, bits, soft_cap, window_left):
+    def __init__(
+        self, scale, slopes, token, position, row_ok, kv_end, kv_len, bits, soft_cap, window_left, request, head
+    ):  # fmt: skip
         self.scale = scale
         self.slopes = slopes
         self.token = token
@@ -141,6 +155,8 @@ class View:
         self.bits = bits
         self.soft_cap = soft_cap
         self.window_left = window_left
+        self.request = request
+        self.head = head
 
 
 @gluon.jit
@@ -174,7 +190,7 @@ def _span(record, window_left, BLOCK_N: gl.constexpr, form: Form):
     plain_from = 0
     if form.WINDOW:
         plain_from = (gl.maximum(last_pos - window_left - begin, 0) + BLOCK_N - 1) // BLOCK_N
-    if form.CUSTOM:
+    if form.CUSTOM or form.MASK is not None:
         plain_to = 0
     plain_to = gl.minimum(plain_to, blocks)
     return begin, blocks, gl.minimum(plain_from, plain_to), plain_to
@@ -362,11 +378,16 @@ def _fold(x, SUM: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, top, sums, factor, MASKED: gl.constexpr):
-    """One block of the online softmax in base 2: weights, maximum, sums, and the factor of what was summed before."""
+def _softmax(s, top, sums, factor, MASKED: gl.constexpr, form: Form):
+    """One block of the online softmax in base 2: weights, maximum, sums, and the factor of what was summed before.
+
+    Without a softmax, weights are what `s` is, and nothing is scaled.
+    """
+    if not form.SOFTMAX:
+        return s, top, sums, gl.full([s.shape[0]], 1.0, gl.float32, top.type.layout)
     new_top = gl.maximum(top, gl.convert_layout(gl.max(_fold(s, False), 1), top.type.layout))
-    # A row that has seen no key yet has top = -inf, and inf - inf is NaN.
-    base = gl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    # A row that has seen no key yet has top = -inf, and inf - inf is NaN. A variant's logits may be -inf anywhere.
+    base = gl.where(new_top == float("-inf"), 0.0, new_top) if MASKED or form.VARIED else new_top
     p = gl.exp2(s * factor - (base * factor)[:, None])
     keep = gl.exp2((top - base) * factor)
     sums = sums * gl.convert_layout(keep, gl.SliceLayout(1, sums.type.layout))[:, None] + _fold(p, True)
@@ -374,15 +395,22 @@ def _softmax(s, top, sums, factor, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _logits(s, view: View, kv_pos, MASKED: gl.constexpr, form: Form):
-    if form.TRANSFORM:
+def _logits(s, view: View, params, kv_pos, MASKED: gl.constexpr, form: Form):
+    if form.VARIED:
+        s, takes_part = vary(
+            s, view.scale, view.soft_cap, view.slopes, view.request, view.position, kv_pos, view.kv_len, view.head,
+            params, form.SOFT_CAP, form.ALIBI, form.LOGITS, form.MASK, form.SOFTMAX,
+        )  # fmt: skip
+    elif form.TRANSFORM:
         s = transform(s, view.scale, view.soft_cap, view.slopes, view.position, kv_pos, form.SOFT_CAP, form.ALIBI)
     if MASKED:
         ok = visible(
             view.token, view.position, kv_pos, view.kv_end, view.kv_len, view.bits, view.row_ok, view.window_left,
             form.CAUSAL, form.WINDOW, form.CUSTOM,
         )  # fmt: skip
-        s = gl.where(ok, s, float("-inf"))
+        if form.MASK is not None:
+            ok = ok & takes_part
+        s = gl.where(ok, s, float("-inf") if form.SOFTMAX else 0.0)
     return s
 
 
@@ -425,7 +453,7 @@ def _wait_full(ring: Ring, step, form: Form):
 @gluon.jit
 def _steps(
     WG: gl.constexpr, count, acc, p, keep, top, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros,
-    cols, factor, view: View, MASKED: gl.constexpr, form: Form,
+    cols, factor, view: View, params, MASKED: gl.constexpr, form: Form,
 ):  # fmt: skip
     """`count` blocks of keys before `start`. For each: its scores, P V of the block before it, then its softmax.
 
@@ -444,8 +472,8 @@ def _steps(
         mbarrier.arrive(turn.index(1 - WG), count=1)
         s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(k.empty.index(stage), count=1)
-        s = _logits(s, view, start + cols, MASKED, form)
-        weights, top, sums, keep = _softmax(s, top, sums, factor, MASKED)
+        s = _logits(s, view, params, start + cols, MASKED, form)
+        weights, top, sums, keep = _softmax(s, top, sums, factor, MASKED, form)
         p = _as_operand(weights, q)
         # Waiting for the next keys here, and not where they are used, also keeps the assembler from moving the wait for
         # P V up, in front of the softmax that is to run beside it.
@@ -475,7 +503,7 @@ def _clear_tail(v, start, kv_len):
 @gluon.jit
 def _attend(
     WG: gl.constexpr, begin, blocks, plain_from, plain_to, step, q, q_rest, k: Ring, v: Ring, turn, zeros, cols, factor,
-    view: View, form: Form,
+    view: View, params, form: Form,
 ):  # fmt: skip
     """All blocks but the product of the last weights: what _steps returns."""
     D_PAD: gl.constexpr = v.tiles.shape[2]
@@ -491,8 +519,8 @@ def _attend(
     mbarrier.arrive(turn.index(1 - WG), count=1)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k.empty.index(stage), count=1)
-    s = _logits(s, view, start + cols, True, form)
-    weights, top, sums, keep = _softmax(s, top, sums, factor, True)
+    s = _logits(s, view, params, start + cols, True, form)
+    weights, top, sums, keep = _softmax(s, top, sums, factor, True, form)
     p = _as_operand(weights, q)
     if start + BLOCK_N > view.kv_len:
         _wait_full(v, step, form)
@@ -502,16 +530,16 @@ def _attend(
         _wait_full(k, step, form)
     acc, p, keep, top, sums, step, start = _steps(
         WG, blocks - 1 - plain_to, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros, cols,
-        factor, view, True, form,
+        factor, view, params, True, form,
     )  # fmt: skip
     acc, p, keep, top, sums, step, start = _steps(
         WG, gl.minimum(plain_to, blocks - 1) - plain_from, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v,
-        turn, zeros, cols, factor, view, False, form,
+        turn, zeros, cols, factor, view, params, False, form,
     )  # fmt: skip
     if form.WINDOW:
         acc, p, keep, top, sums, step, start = _steps(
             WG, (start - begin) // BLOCK_N, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros,
-            cols, factor, view, True, form,
+            cols, factor, view, params, True, form,
         )  # fmt: skip
     return acc, p, keep, top, sums, step
 
@@ -544,13 +572,15 @@ def _combine_if_last(
                 gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None],
                 gl.arange(0, D_PAD, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :],
                 first, q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, form.GROUP, form.D_VO, form.BLOCK_M,
-                form.SINKS, form.LSE,
+                form.SINKS, form.LSE, form.SOFTMAX,
             )  # fmt: skip
 
 
 @gluon.jit
-def _consume(WG: gl.constexpr, tensors, numbers, q_tiles, q_rests, k: Ring, v: Ring, o_tiles, turn, form: Form):
-    """One warpgroup: rows WG * 64 ... of each tile. `tensors` and `numbers` are the kernel's arguments for it."""
+def _consume(
+    WG: gl.constexpr, tensors, numbers, params, q_tiles, q_rests, k: Ring, v: Ring, o_tiles, turn, form: Form
+):  # fmt: skip
+    """One warpgroup: rows WG * 64 ... of each tile. `tensors`, `numbers` and `params` are the kernel's arguments."""
     q, out, lse, partial_out, partial_lse, items, counts, arrivals, mask, mask_indptr = tensors[:10]
     sinks, qk_scale, v_scale, alibi_slopes = tensors[10:]
     num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h = numbers[:5]
@@ -591,9 +621,12 @@ def _consume(WG: gl.constexpr, tensors, numbers, q_tiles, q_rests, k: Ring, v: R
             bits = mask
             if form.CUSTOM:
                 bits = mask + gl.load(mask_indptr + gl.load(record + ITEM_REQUEST)).to(gl.int64)
+            request = kv_len
+            if form.VARIED:
+                request = gl.load(record + ITEM_REQUEST)
             view = View(
                 scale, slopes, token, token + kv_len - q_len, row_ok, gl.load(record + ITEM_KV_END), kv_len, bits,
-                soft_cap, window_left,
+                soft_cap, window_left, request, head,
             )  # fmt: skip
 
             cp_async_wait(0)
@@ -606,7 +639,7 @@ def _consume(WG: gl.constexpr, tensors, numbers, q_tiles, q_rests, k: Ring, v: R
             if blocks > 0:
                 acc, p, keep, top, sums, step = _attend(
                     WG, begin, blocks, plain_from, plain_to, step, tile, rest, k, v, turn, zeros, cols, factor, view,
-                    form,
+                    params, form,
                 )  # fmt: skip
                 # All warps are done with these queries: the next ones come under what is left to do.
                 block_barrier()
@@ -631,6 +664,10 @@ def _consume(WG: gl.constexpr, tensors, numbers, q_tiles, q_rests, k: Ring, v: R
             tile_row = gl.load(record + ITEM_TILE_ROW)
             slot = gl.load(record + ITEM_SLOT)
             top *= factor
+            if not form.SOFTMAX:
+                # The weights are what they are: no maximum was taken from their logits, and their sum divides nothing.
+                top = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+                total = top + 1.0
             if form.SINKS:
                 # The combination adds the sink of a split tile, once.
                 if slot < 0:
@@ -693,26 +730,29 @@ def attend_sm90_kernel(
     q, k_map, k_rest_map, v_map, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask,
     mask_indptr, sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h,
     k_page, k_head, k_step, v_page, v_head, v_step, sm_scale, out_scale, soft_cap,
-    window_left,
+    window_left, params,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, D_VO: gl.constexpr,
     D_VO_PAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr,
     REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr,
     ALIBI: gl.constexpr, NEGATIVE: gl.constexpr, SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr,
-    GATHER: gl.constexpr,
+    GATHER: gl.constexpr, LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr,
 ):  # fmt: skip
     """Persistent: any number of blocks. head_dim_qk is D + D_REST, and tiles have BLOCK_M = 2 * ROWS rows.
 
     Keys and values are the rows of matrices (kv_layout.Matrix), where *_page and *_head are rows and *_step is columns
     from head to head. With GATHER they are anywhere: the maps are pointers, and the steps are elements from page to
-    page, head to head and row to row.
+    page, head to head and row to row. LOGITS and MASK are functions of a user's variant, or None; `params` is a named
+    tuple for them. Without SOFTMAX, logits are weights.
     """
+    VARIED: gl.constexpr = LOGITS is not None or MASK is not None
     DTYPE: gl.constexpr = q.dtype.element_ty
     OUT: gl.constexpr = out.dtype.element_ty
     TWO: gl.constexpr = D_REST > 0
     form = Form(
         CAUSAL=CAUSAL, WINDOW=WINDOW, CUSTOM=CUSTOM, SOFT_CAP=SOFT_CAP, ALIBI=ALIBI, SINKS=SINKS,
-        HEAD_SCALES=HEAD_SCALES, LSE=LSE, TRANSFORM=SOFT_CAP or ALIBI or HEAD_SCALES or NEGATIVE, GATHER=GATHER,
-        GROUP=GROUP, PAGE_SIZE=PAGE_SIZE, D_VO=D_VO, BLOCK_M=BLOCK_M, STAGES=STAGES, TWO=TWO, STAGED=STAGED,
+        HEAD_SCALES=HEAD_SCALES, LSE=LSE, TRANSFORM=SOFT_CAP or ALIBI or HEAD_SCALES or NEGATIVE or VARIED,
+        GATHER=GATHER, GROUP=GROUP, PAGE_SIZE=PAGE_SIZE, D_VO=D_VO, BLOCK_M=BLOCK_M, STAGES=STAGES, TWO=TWO,
+        STAGED=STAGED, LOGITS=LOGITS, MASK=MASK, VARIED=VARIED, SOFTMAX=SOFTMAX,
     )  # fmt: skip
     q_tiles = gl.allocate_shared_memory(
         DTYPE, [2, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
@@ -754,8 +794,8 @@ def attend_sm90_kernel(
     if GATHER:
         gl.warp_specialize(
             [
-                (_consume, (gl.constexpr(0), tensors, numbers, q_tiles, q_rests, k, v, o_tiles, turn, form)),
-                (_consume, (gl.constexpr(1), tensors, numbers, q_tiles, q_rests, k, v, o_tiles, turn, form)),
+                (_consume, (gl.constexpr(0), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
+                (_consume, (gl.constexpr(1), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
                 (_gather, (
                     k_map, v_map, k, v, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
                     v_page, v_head, v_step, form,
@@ -767,8 +807,8 @@ def attend_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (gl.constexpr(0), tensors, numbers, q_tiles, q_rests, k, v, o_tiles, turn, form)),
-                (_consume, (gl.constexpr(1), tensors, numbers, q_tiles, q_rests, k, v, o_tiles, turn, form)),
+                (_consume, (gl.constexpr(0), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
+                (_consume, (gl.constexpr(1), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
                 (_produce, (
                     k_map, k_rest_map, k, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
                     gl.constexpr(TWO), form,

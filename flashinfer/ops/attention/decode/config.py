@@ -35,8 +35,6 @@ def refuses(p: Problem, target: Target) -> str:
         return "rows of q, k, v or out do not start on 16 bytes"
     if p.rows > 64:
         return f"tiles of {p.rows} rows: it takes 64"
-    if p.variant:
-        return "a user's variant"
     if p.pos_encoding == "ROPE_LLAMA":
         return "ROPE_LLAMA: keys go from shared memory to the tensor cores as they are"
     return ""

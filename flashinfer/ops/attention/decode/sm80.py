@@ -21,7 +21,7 @@ def build(p: Problem, c) -> Build:
     names = attend_sm80_kernel.arg_names
     constants = {name: value for name, value in portable.constants.items() if name in names}
     constants.update(WARPS_N=c.num_warps // (c.block_m // 16), STAGES=c.num_stages)
-    types = {name: kind for name, kind in portable.types.items() if name in names}
+    types = {name: kind for name, kind in portable.types.items() if name.partition(".")[0] in names}
     return Build(attend_sm80_kernel, types, constants, num_warps=c.num_warps)
 
 

@@ -59,7 +59,7 @@ _TILES = {
 
 def choose(p: Problem, target: Target) -> Sm90Config:
     block_n, stages, staged = _TILES[p.head_dim_qk, p.head_dim_vo]
-    if p.window or p.soft_cap or p.pos_encoding == "ALIBI" or p.mask == "custom":
+    if p.window or p.soft_cap or p.pos_encoding == "ALIBI" or p.mask == "custom" or p.variant:
         # What they compute on a tile of 128 keys does not fit the registers beside it.
         narrow = 32 if p.head_dim_qk == 256 else 64
         block_n, stages = narrow, stages * block_n // narrow
@@ -91,8 +91,6 @@ def refuses(p: Problem, target: Target) -> str:
         return f"tiles of {p.rows} rows would leave a warpgroup without work"
     if p.pos_encoding == "ROPE_LLAMA":
         return "keys go from memory to the tensor cores, with no register between in which to rotate them"
-    if p.variant:
-        return "a user's variant"
     if not p.aligned:
         return "rows that are not aligned to 16 bytes"
     return ""

@@ -13,6 +13,7 @@ from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention._device.attend_sm90 import attend_sm90_kernel
 from flashinfer.ops.attention.planner import schedule_launch, schedules
+from flashinfer.ops.attention.portable import varied
 from flashinfer.ops.attention.prefill.config import Sm90Config
 from flashinfer.ops.attention.problem import Inputs, Problem
 
@@ -55,13 +56,15 @@ def build(p: Problem, c: Sm90Config) -> Build:
         k_page=step, k_head=step, k_step=step, v_page=step, v_head=step, v_step=step, sm_scale="fp32",
         out_scale="fp32", soft_cap="fp32", window_left="i32",
     )  # fmt: skip
+    functions, params = varied(p)
+    types.update(params)
     low, rest = _parts(p)
     constants = dict(
         GROUP=p.group, PAGE_SIZE=p.page_size, D=low, D_REST=rest, D_VO=p.head_dim_vo, D_VO_PAD=_vo_padded(p),
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, STAGED=c.staged, REGISTERS=c.registers,
         CAUSAL=p.mask == "causal", WINDOW=p.window, CUSTOM=p.mask == "custom", SOFT_CAP=p.soft_cap,
         ALIBI=p.pos_encoding == "ALIBI", NEGATIVE=c.negative, SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse,
-        GATHER=c.gather,
+        GATHER=c.gather, **functions,
     )  # fmt: skip
     return Build(attend_sm90_kernel, types, constants, num_warps=4)
 
@@ -95,7 +98,7 @@ class Bound:
             x.q, maps["k_map"], maps.get("k_rest_map"), maps["v_map"], x.out, x.lse, s.partial_out, s.partial_lse,
             s.items, s.counts, s.arrivals, table.kv_indices, table.mask, table.mask_indptr, x.sinks, x.qk_scale,
             x.v_scale, x.alibi_slopes, kv_heads, *x.q.stride()[:2], *x.out.stride()[:2], *steps,
-            scalars.sm_scale, scalars.out_scale, scalars.soft_cap, scalars.window_left,
+            scalars.sm_scale, scalars.out_scale, scalars.soft_cap, scalars.window_left, *x.params,
         )  # fmt: skip
         kernel = attend_sm90.prepare(p, c, self._device)
         grid = (min(self._blocks, s.max_items * kv_heads), 1, 1)

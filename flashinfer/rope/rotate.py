@@ -9,22 +9,8 @@ from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, requi
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import rope as room
 from flashinfer.ops.rope.frequencies import Frequencies
-
-__all__ = [
-    "apply_llama31_rope",
-    "apply_llama31_rope_inplace",
-    "apply_llama31_rope_pos_ids",
-    "apply_llama31_rope_pos_ids_inplace",
-    "apply_rope",
-    "apply_rope_inplace",
-    "apply_rope_pos_ids",
-    "apply_rope_pos_ids_inplace",
-    "apply_rope_with_cos_sin_cache",
-    "apply_rope_with_cos_sin_cache_inplace",
-]
-
+from flashinfer.rope._checks import INDEX_DTYPES, check_cache, check_positions, check_rotary_dim, check_within_cache
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def apply_rope(
@@ -357,17 +343,10 @@ def _heads(name: str, tensor: torch.Tensor, head_size: int) -> torch.Tensor:
 
 
 def _run_cached(inputs, outs, positions, cos_sin_cache, interleave) -> None:
-    require(cos_sin_cache.dim() == 2, "cos_sin_cache", tuple(cos_sin_cache.shape), "[max_position, rotary_dim]")
-    require(cos_sin_cache.dtype == torch.float32, "cos_sin_cache", cos_sin_cache.dtype, "float32")
-    same_device(query=inputs[0], cos_sin_cache=cos_sin_cache)
     _check_heads("query", "key", *inputs)
-    rotary_dim = cos_sin_cache.shape[1]
-    _check_rotary_dim("cos_sin_cache", rotary_dim, inputs[0].shape[-1])
-    _check_positions("positions", positions, inputs[0])
-    if positions.numel() and (not positions.is_cuda or env.DEBUG.is_on()):
-        low, high = (int(x) for x in positions.aminmax())
-        most = cos_sin_cache.shape[0] - 1
-        require(low >= 0 and high <= most, "positions", f"{low} to {high}", f"0 to {most}, the rows of cos_sin_cache")
+    rotary_dim = check_cache(cos_sin_cache, inputs[0])
+    check_positions("positions", positions, inputs[0])
+    check_within_cache("positions", positions, cos_sin_cache)
     cache = cos_sin_cache if cos_sin_cache.stride(1) == 1 else cos_sin_cache.contiguous()
     _rotate(inputs, outs, positions, None, rotary_dim, interleave, cache)
 
@@ -375,12 +354,12 @@ def _run_cached(inputs, outs, positions, cos_sin_cache, interleave) -> None:
 def _run(inputs, outs, positions, offsets, rotary_dim, interleave, frequencies) -> None:
     _check_heads("q", "k", *inputs)
     q = inputs[0]
-    _check_rotary_dim("rotary_dim", rotary_dim, q.shape[-1])
+    check_rotary_dim("rotary_dim", rotary_dim, q.shape[-1])
     scale, theta = frequencies[:2]
     require(scale > 0, "rope_scale", scale, "more than 0")
     require(theta > 0, "rope_theta", theta, "more than 0")
     if offsets is None:
-        _check_positions("pos_ids", positions, q)
+        check_positions("pos_ids", positions, q)
     else:
         _check_ragged(positions, offsets, q)
         positions, offsets = positions.to(torch.int32), offsets.to(torch.int32).contiguous()
@@ -418,24 +397,13 @@ def _check_heads(q_name: str, k_name: str, q: torch.Tensor, k: torch.Tensor) -> 
     same_device(**{q_name: q, k_name: k})
 
 
-def _check_rotary_dim(name: str, rotary_dim: int, head_dim: int) -> None:
-    fits = 0 < rotary_dim <= head_dim and rotary_dim % 2 == 0
-    require(fits, name, f"rotary_dim {rotary_dim}", f"an even number from 2 to {head_dim}, the head dimension")
-
-
-def _check_positions(name: str, positions: torch.Tensor, q: torch.Tensor) -> None:
-    require(positions.shape == q.shape[:1], name, tuple(positions.shape), f"[{q.shape[0]}], one for each token")
-    require(positions.dtype in _INDEX_DTYPES, name, positions.dtype, "int32, int64")
-    same_device(**{"q": q, name: positions})
-
-
 def _check_ragged(indptr: torch.Tensor, offsets: torch.Tensor, q: torch.Tensor) -> None:
     tokens, batch = q.shape[0], offsets.shape[0] if offsets.dim() == 1 else -1
     require(batch >= 0, "offsets", tuple(offsets.shape), "[batch_size]")
     require(indptr.shape == (batch + 1,), "indptr", tuple(indptr.shape), f"[{batch + 1}], one more than offsets")
     require(batch > 0 or tokens == 0, "offsets", "no request", f"the requests of {tokens} tokens")
     for name, tensor in (("indptr", indptr), ("offsets", offsets)):
-        require(tensor.dtype in _INDEX_DTYPES, name, tensor.dtype, "int32, int64")
+        require(tensor.dtype in INDEX_DTYPES, name, tensor.dtype, "int32, int64")
     same_device(q=q, indptr=indptr, offsets=offsets)
     if not indptr.is_cuda or env.DEBUG.is_on():
         last = indptr_values("indptr", indptr)[-1]
