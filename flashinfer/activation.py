@@ -7,8 +7,10 @@ import torch
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import activation as room
+from flashinfer.ops import layouts
+from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, resolve_nvfp4_4over6
 
-__all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"]
+__all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul", "silu_and_mul_scaled_nvfp4_experts_quantize"]
 
 
 def silu_and_mul(
@@ -64,6 +66,62 @@ def gelu_tanh_and_mul(
     return _gated("gelu_tanh", input, out)
 
 
+def silu_and_mul_scaled_nvfp4_experts_quantize(
+    a: torch.Tensor,
+    mask: torch.Tensor,
+    a_global_sf: torch.Tensor,
+    nvfp4_4over6: NVFP44Over6Config | None = UNSET,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """SiLU gating of the first rows of each expert's matrix, quantised to NVFP4, for grouped GEMMs with a mask.
+
+    ``scaled_fp4_grouped_quantize(silu_and_mul(a), mask, a_global_sf)`` in one launch, with the same bits.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [B, M, 2 * K]; bfloat16 or float16, any strides. K a multiple of 16.
+    mask : torch.Tensor
+        int32 [B]: how many rows of each matrix count. The others are not read, and their codes and factors are not
+        written.
+    a_global_sf : torch.Tensor
+        float32 [1] or [B]: 448 * 6 / (largest magnitude of the gated rows).
+    nvfp4_4over6 : NVFP44Over6Config, optional
+        As in `fp4_quantize`.
+
+    Returns
+    -------
+    codes : torch.Tensor
+        uint8 [M, K / 2, B], a view of [B, M, K / 2]: two e2m1 a byte, the first in the low half.
+    factors : torch.Tensor
+        float8_e4m3fn [32, 4, padded M / 128, 4, padded K / 64, B], a view of 128x4 tiles: row 128 i + 32 g + r and
+        factor 4 j + c are at [r, g, i, c, j].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
+
+    Notes
+    -----
+    The gated row is rounded to the dtype of `a` before it is quantised.
+
+    References
+    ----------
+    Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.05202; OCP Microscaling Formats
+    Specification 1.0, for e2m1
+    """
+    require(a.dim() == 3, "a", tuple(a.shape), "[B, M, 2 * K]")
+    batch, rows, twice = a.shape
+    require(twice % 32 == 0, "a", tuple(a.shape), "[B, M, 2 * K] with K a multiple of 16")
+    high, wide = layouts.padded(rows, twice // 32, "128x4")
+    codes = torch.empty(batch, rows, twice // 4, dtype=torch.uint8, device=a.device)
+    factors = torch.empty(batch, high * wide, dtype=torch.uint8, device=a.device)
+    recipe = resolve_nvfp4_4over6(nvfp4_4over6)
+    _experts(a, mask, a_global_sf, codes, factors, "" if recipe is None else recipe.err_mode_name.lower())
+    tiles = factors.view(torch.float8_e4m3fn).view(batch, high // 128, wide // 4, 32, 4, 4)
+    return codes.permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0)
+
+
 def _gated(kind, input, out) -> torch.Tensor:
     if out is None:
         out = input.new_empty(_result_shape(input))
@@ -94,6 +152,36 @@ def _act_and_mul(input: torch.Tensor, out: torch.Tensor, kind: str) -> None:
     room.act_and_mul(problem, x.device).run(x, y)
     if y.data_ptr() != out.data_ptr():
         out.copy_(y.view(shape))
+
+
+@custom_op("flashinfer::silu_and_mul_nvfp4_experts", mutates_args=("codes", "factors"))
+def _experts(
+    a: torch.Tensor,
+    mask: torch.Tensor,
+    a_global_sf: torch.Tensor,
+    codes: torch.Tensor,
+    factors: torch.Tensor,
+    score: str,
+) -> None:
+    require(a.dtype in (torch.bfloat16, torch.float16), "a", a.dtype, "bfloat16, float16")
+    batch, hidden = a.shape[0], a.shape[2] // 2
+    require(mask.shape == (batch,), "mask", tuple(mask.shape), f"[{batch}], the first dimension of a")
+    require(mask.dtype == torch.int32, "mask", mask.dtype, "int32")
+    require(a_global_sf.numel() in (1, batch), "a_global_sf", tuple(a_global_sf.shape), f"one element, or {batch}")
+    require(a_global_sf.dtype == torch.float32, "a_global_sf", a_global_sf.dtype, "float32")
+    same_device(a=a, mask=mask, a_global_sf=a_global_sf)
+    if codes.numel() == 0:
+        return
+    problem = room.Problem(
+        kind="silu",
+        dtype=dtype_name(a.dtype),
+        block=min(max(1 << (hidden - 1).bit_length(), 64), 1024),
+        aligned=hidden * a.element_size() % 16 == 0 and is_aligned(a),
+        form="nvfp4",
+        score=score,
+    )
+    experts = room.Experts(a_global_sf.reshape(-1), mask.contiguous(), factors)
+    room.act_and_mul(problem, a.device).run(a, codes, experts)
 
 
 def _result_shape(input) -> torch.Size:

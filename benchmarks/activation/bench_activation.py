@@ -21,6 +21,9 @@ def cases(device: torch.device) -> Iterator[Case]:
     for name in KINDS:
         for rows, hidden in shapes:
             yield Case(f"{name} {rows}x{hidden}", lambda d, n=name, r=rows, h=hidden: _work(n, r, h, d))
+    for batch, rows, hidden in ((32, 256, 2048), (32, 8, 2048)) if device.type == "cuda" else ((2, 8, 256),):
+        name = f"silu_and_mul_scaled_nvfp4_experts_quantize {batch}x{rows}x{hidden}"
+        yield Case(name, lambda d, b=batch, r=rows, h=hidden: _experts(b, r, h, d))
 
 
 def _work(name, rows, hidden, device) -> Work:
@@ -31,4 +34,15 @@ def _work(name, rows, hidden, device) -> Work:
         inputs=(x, x.new_empty(rows, hidden)),
         bytes=x.nbytes * 3 // 2,
         peers={"torch": lambda x, out: torch.mul(act(x[:, :hidden]), x[:, hidden:], out=out)},
+    )
+
+
+def _experts(batch, rows, hidden, device) -> Work:
+    a = torch.randn(batch, rows, 2 * hidden, device=device, dtype=torch.bfloat16)
+    mask = torch.full((batch,), rows, device=device, dtype=torch.int32)
+    return Work(
+        run=flashinfer.silu_and_mul_scaled_nvfp4_experts_quantize,
+        inputs=(a, mask, torch.ones(1, device=device)),
+        bytes=a.nbytes + batch * rows * hidden * 9 // 16,
+        peers={},
     )

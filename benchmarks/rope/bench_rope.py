@@ -16,6 +16,8 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield Case(f"pos_ids {size}", lambda d, shape=shape: _pos_ids(shape, False, d))
         yield Case(f"pos_ids interleaved {size}", lambda d, shape=shape: _pos_ids(shape, True, d))
         yield Case(f"cos_sin_cache in place {size}", lambda d, shape=shape: _cos_sin_cache(shape, d))
+    for tokens in (4096, 8) if device.type == "cuda" else (16,):
+        yield Case(f"mla_rope_quantize_fp8 {tokens}x128", lambda d, tokens=tokens: _mla_quantize(tokens, d))
 
 
 def _heads(shape, device):
@@ -57,4 +59,17 @@ def _cos_sin_cache(shape, device) -> Work:
         inputs=(pos, q, k, cache),
         bytes=2 * (q.numel() + k.numel()) * q.element_size() + cache.nbytes,
         peers={"torch": lambda pos, q, k, c: (q.copy_(_torch_rope(pos, q, c)), k.copy_(_torch_rope(pos, k, c)))},
+    )
+
+
+def _mla_quantize(tokens, device) -> Work:
+    """DeepSeek-V3's 128 heads of 64 rotated and 512 other elements."""
+    heads = ((tokens, 128, 64), (tokens, 64), (tokens, 128, 512), (tokens, 512))
+    given = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in heads]
+    pos = torch.arange(tokens, device=device)
+    return Work(
+        run=flashinfer.rope.mla_rope_quantize_fp8,
+        inputs=(*given, _cache(pos, 64), pos),
+        bytes=sum(x.numel() for x in given) * 3,
+        peers={},
     )

@@ -7,6 +7,7 @@ import torch
 from flashinfer._core.checks import require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.norm._rows import check_rows, check_weights, launch
+from flashinfer.ops import layouts
 from flashinfer.ops import norm as room
 
 _FP8 = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
@@ -348,9 +349,8 @@ def _to_fp4(
 
 def _padded(linear) -> int:
     """Elements of swizzled block scales whose linear shape is `linear`."""
-    *rows, blocks = linear
-    rows = torch.Size(rows).numel()
-    return -(-rows // 128) * 128 * (-(-blocks // 4) * 4)
+    high, wide = layouts.padded(torch.Size(linear[:-1]).numel(), linear[-1], "128x4")
+    return high * wide
 
 
 @custom_op("flashinfer::rmsnorm_silu", mutates_args=("out",))

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer.ops import layouts
-
 # Half way between neighbouring magnitudes of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -106,8 +104,3 @@ def from_ue8m0(code: torch.Tensor) -> torch.Tensor:
     """Bytes of ue8m0 as float32."""
     bits = torch.where(code == 0, 1 << 22, code.int() << 23)
     return torch.where(code == 255, 0x7FC00000, bits).to(torch.int32).view(torch.float32)
-
-
-def tiled_128x4(factors: torch.Tensor) -> torch.Tensor:
-    """Bytes [rows, blocks] in tiles of 128 rows and 4 blocks; padding is 0. One dimension."""
-    return layouts.arrange(factors, "128x4")

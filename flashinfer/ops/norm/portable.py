@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops import layouts
 from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
 from flashinfer.ops._device.scales import quantize_fp8, quantize_mxfp4, quantize_nvfp4, scale_offset
@@ -297,7 +298,7 @@ def _quantised_arguments(problem, rows: int, hidden: int, given: Quantised) -> t
     elif problem.layout:
         blocks = hidden // (16 if problem.form == "nvfp4" else 32)
         if problem.layout != "linear":
-            padded, blocks = triton.cdiv(rows, 128) * 128, triton.cdiv(blocks, 4) * 4
+            padded, blocks = layouts.padded(rows, blocks, "128x4")
         more.append(given.block_scale.view(torch.uint8))
         if problem.layout == "both":
             more.append(given.linear_scale.view(torch.uint8))

@@ -2,7 +2,7 @@
 
 import torch
 
-from flashinfer.ops import narrow
+from flashinfer.ops import layouts, narrow
 from flashinfer.ops.norm import Gated, Problem
 
 
@@ -58,7 +58,7 @@ def _quantise(problem, y, out, given) -> None:
         if linear is not None:
             linear.view(factors.shape).copy_(factors)
         if problem.layout != "linear":
-            given.block_scale.view(-1).copy_(narrow.tiled_128x4(factors))
+            given.block_scale.view(-1).copy_(layouts.arrange(factors, "128x4"))
     else:
         out.copy_(narrow.to_fp8(y * (1 / torch.as_tensor(scale, dtype=torch.float32)), out.dtype))
 

@@ -48,17 +48,6 @@ def mxfp4(y):
     return truth.pack(truth.encode("e2m1", blocks / truth.ue8m0(factor)[..., None]).flatten(-2)), factor
 
 
-def swizzled_128x4(factors):
-    """Tiles of 128 rows and 4 blocks, [32][4][4] inside, element by element."""
-    rows, blocks = factors.shape
-    tiles = -(-blocks // 4)
-    out = torch.zeros(-(-rows // 128) * tiles * 512, dtype=torch.uint8, device=factors.device)
-    for i in range(rows):
-        for j in range(blocks):
-            out[(i // 128 * tiles + j // 4) * 512 + i % 32 * 16 + i // 32 % 4 * 4 + j % 4] = factors[i, j]
-    return out
-
-
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("shape", [(3, 40), (2, 3, 65), (1, 4096), (0, 64)], ids=str)
 @pytest.mark.parametrize("scale", [0.25, "tensor"])
@@ -130,7 +119,7 @@ def test_nvfp4(variant, device, swizzled, shape, add):
         y, scales = flashinfer.rmsnorm_fp4quant(x, w, **options)
     assert y.dtype == FP4 and scales.dtype == torch.float8_e4m3fn
     assert_bitwise(y.view(torch.uint8), codes)
-    expected = swizzled_128x4(factors.flatten(0, -2)) if swizzled else factors
+    expected = truth.arranged(factors.flatten(0, -2), "128x4") if swizzled else factors
     assert_bitwise(scales.view(torch.uint8), expected)
 
 
@@ -145,7 +134,7 @@ def test_mxfp4(variant, device, swizzled, shape):
     )
     assert scales.dtype == torch.uint8
     assert_bitwise(y.view(torch.uint8), codes)
-    assert_bitwise(scales, swizzled_128x4(factors.flatten(0, -2)) if swizzled else factors)
+    assert_bitwise(scales, truth.arranged(factors.flatten(0, -2), "128x4") if swizzled else factors)
 
 
 def test_both_layouts_and_the_norm_itself(variant, device):
@@ -165,7 +154,7 @@ def test_both_layouts_and_the_norm_itself(variant, device):
     assert_close(residual, same, total)
     assert_bitwise(given[0], plain[0].view(torch.uint8))
     assert_bitwise(linear.view(torch.uint8), plain[1].view(torch.uint8))
-    assert_bitwise(given[1].flatten(), swizzled_128x4(linear.view(torch.uint8)))
+    assert_bitwise(given[1].flatten(), truth.arranged(linear.view(torch.uint8), "128x4"))
 
 
 @pytest.mark.parametrize("hidden", [64, 100, 1000])
@@ -281,6 +270,4 @@ def test_real_shapes(device, shape):
     codes, factors = nvfp4(sign.double() * w.double(), 1.0)
     y, scales = flashinfer.rmsnorm_fp4quant(2 * sign.bfloat16(), w, eps=0, is_sf_swizzled_layout=True)
     assert_bitwise(y.view(U8), codes)
-    from flashinfer.ops.narrow import tiled_128x4
-
-    assert_bitwise(scales.view(U8), tiled_128x4(factors))
+    assert_bitwise(scales.view(U8), truth.arranged(factors, "128x4"))
