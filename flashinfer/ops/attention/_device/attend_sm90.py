@@ -733,7 +733,8 @@ def attend_sm90_kernel(
     window_left, params,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, D_VO: gl.constexpr,
     D_VO_PAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr,
-    REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr,
+    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr,
     ALIBI: gl.constexpr, NEGATIVE: gl.constexpr, SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr,
     GATHER: gl.constexpr, LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr,
 ):  # fmt: skip
@@ -802,7 +803,7 @@ def attend_sm90_kernel(
                 )),
             ],
             [4, 4],
-            [REGISTERS, 32],
+            [REGISTERS, COPY_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -819,5 +820,5 @@ def attend_sm90_kernel(
                 )),
             ],
             [4, 1, 1],
-            [REGISTERS, 32, 32],
+            [REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
         )  # fmt: skip

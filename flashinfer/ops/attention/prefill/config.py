@@ -24,8 +24,8 @@ class Sm90Config:
         Whether outputs go through shared memory, so that whole rows are written at once.
     gather : bool
         Whether keys and values come row by row through cp.async, and not in boxes: for pages that make none.
-    registers : int
-        Of a thread of the warpgroups that compute; the copying warps live on 32.
+    registers, copy_registers : int
+        Of a thread of the warpgroups that compute, and of the warps that copy.
     programs_per_sm : int
         Persistent blocks on a multiprocessor: what work is split for.
     least_piece : int
@@ -40,6 +40,7 @@ class Sm90Config:
     staged: bool
     gather: bool
     registers: int
+    copy_registers: int
     programs_per_sm: int
     least_piece: int
     negative: bool = False
@@ -71,7 +72,10 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         stages=stages,
         staged=staged,
         gather=not boxes,
-        registers=240,
+        # Three warpgroups have 512 together. Boxes need few; warps that gather with 32 spill in their loop: 48 loads a
+        # block by its code, against 5 with 64. Not timed.
+        registers=240 if boxes else 224,
+        copy_registers=32 if boxes else 64,
         programs_per_sm=1,
         least_piece=512,
     )
