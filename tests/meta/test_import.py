@@ -40,8 +40,9 @@ def test_import_takes_under_half_a_second_beyond_torch():
         "for name in flashinfer.__all__: getattr(flashinfer, name)\n"
         "print(time.perf_counter() - start)"
     )
-    seconds = [float(python(code).stdout) for _ in range(3)]
-    assert statistics.median(seconds) < 0.5, seconds
+    # An installed package has its bytecode: the first run leaves it there.
+    seconds = [float(python(code, PYTHONDONTWRITEBYTECODE="").stdout) for _ in range(4)]
+    assert statistics.median(seconds[1:]) < 0.5, seconds
 
 
 @pytest.mark.parametrize(
