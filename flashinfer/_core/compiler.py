@@ -6,6 +6,7 @@ that belongs to the whole process.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import inspect
 import os
@@ -173,11 +174,15 @@ def _used_by(function) -> dict:
     """What a function's names stand for, defaults of its parameters included; "m.n" for n of a module m."""
     scope = function.fn.__globals__ | inspect.getclosurevars(function.fn).nonlocals
     values = {p.name: p.default for p in inspect.signature(function.fn).parameters.values() if p.default is not p.empty}
-    names = set(_names(function.fn.__code__))
-    for used in names & scope.keys():
+    read, attributes = set(), set()
+    for code in _codes(function.fn.__code__):
+        read |= {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+        read |= set(code.co_freevars)
+        attributes |= set(code.co_names)
+    for used in read & scope.keys():
         values[used] = scope[used]
         if isinstance(scope[used], ModuleType) and not _is_tritons(scope[used].__name__):
-            values |= {f"{used}.{n}": getattr(scope[used], n) for n in names if hasattr(scope[used], n)}
+            values |= {f"{used}.{n}": getattr(scope[used], n) for n in attributes if hasattr(scope[used], n)}
     return values
 
 
@@ -206,12 +211,11 @@ def _note(name: str, value, reached: dict[str, str], key_of: Callable) -> None:
         reached[name] = repr(value)
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    yield from code.co_freevars
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _codes(constant)
 
 
 def _is_tritons(module: str) -> bool:

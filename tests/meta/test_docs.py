@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import inspect
+import linecache
 import re
 import shlex
 from pathlib import Path
@@ -160,7 +161,11 @@ def examples():
 
 
 def run_example(code, device):
-    exec(compile(code.replace('"cuda"', f'"{device.type}"'), "example", "exec"), {"__name__": "example"})
+    code = code.replace('"cuda"', f'"{device.type}"')
+    # Triton reads the source of the functions that it compiles.
+    name = f"<example {hash(code)}>"
+    linecache.cache[name] = len(code), None, code.splitlines(keepends=True), name
+    exec(compile(code, name, "exec"), {"__name__": "example"})
 
 
 @pytest.mark.parametrize("code", list(examples()))

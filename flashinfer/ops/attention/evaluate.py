@@ -9,6 +9,7 @@ operation that is not in the table is refused by name. Nothing is interpreted, a
 from __future__ import annotations
 
 import builtins
+import dis
 import traceback
 from functools import lru_cache
 from types import CellType, FunctionType, ModuleType
@@ -300,7 +301,7 @@ class _Language:
 def _bound(function: FunctionType) -> FunctionType:
     """The same code, with the names that it reads rebound."""
     scope = dict(_SCOPE)
-    for name in _names(function.__code__):
+    for name in _globals_of(function.__code__):
         if name in function.__globals__:
             scope[name] = _rebind(function.__globals__[name], name)
     cells = tuple(CellType(_rebind(cell.cell_contents, "")) for cell in function.__closure__ or ())
@@ -311,11 +312,12 @@ def _bound(function: FunctionType) -> FunctionType:
 _SCOPE = {"__builtins__": vars(builtins) | _BUILTINS}
 
 
-def _names(code):
-    yield from code.co_names
+def _globals_of(code):
+    """Names that code reads from its module; those of attributes are not among them."""
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL")
     for constant in code.co_consts:
-        if hasattr(constant, "co_names"):
-            yield from _names(constant)
+        if hasattr(constant, "co_code"):
+            yield from _globals_of(constant)
 
 
 def _rebind(value, name: str):

@@ -424,6 +424,15 @@ def test_key():
     assert replace(one, logits=samples.shifted_by(1)) == replace(one, logits=samples.shifted_by(1))
 
 
+def test_a_name_that_is_an_attributes_too_is_not_read(monkeypatch):
+    key = VARIANTS["soft cap"].key
+    monkeypatch.setattr(samples, "cap", 30.0, raising=False)
+    assert AttentionVariant(samples.soft_cap, params={"cap": "fp32"}).key == key
+    monkeypatch.setattr(samples, "cap", torch.ones(1))
+    x, case = batch("cpu", (2,), (5,)), replace(CASES["soft cap"], plan={})
+    check(x, case, run_ragged(x, case, "reference"))
+
+
 def test_functions_of_one_name_and_two_meanings():
     with pytest.raises(TypeError, match="two functions are both called"):
         hash(AttentionVariant(samples.shifted_by(1), samples.shifted_by(2)))
