@@ -23,7 +23,7 @@ from tests.ops.attention import samples_variants as samples
 from tests.ops.attention.cases import backends, workspace
 from tests.ops.attention.samples_variants import VARIANTS
 
-LONGEST = 48
+LONGEST = 1024
 
 
 @dataclass
@@ -75,7 +75,7 @@ CASES = {
 
 
 def formula(x, case, dtype):
-    """out and base-2 lse of every request, by definition, in `dtype`."""
+    """out and base-2 lse of every request, by definition, in `dtype`, on the CPU."""
     outs, lses = [], []
     variant, plan = case.variant, case.plan
     params = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in case.params.items()}
@@ -115,7 +115,7 @@ def batch(device, qo=(3, 0, 17, 1), kv=(5, 7, 40, 0), dim=32, dtype=torch.float1
 def check(x, case, result):
     out, lse = result if isinstance(result, tuple) else (result, None)
     truth, truth_lse = formula(x, case, torch.float64)
-    same, same_lse = formula(x, case, torch.float32 if x.q.dtype == torch.float32 else torch.float16)
+    same, _ = formula(x, case, x.q.dtype)
     assert_close(out.cpu(), same.to(out.dtype), truth, "out")
     if lse is not None:
         assert_close(lse.cpu(), formula(x, case, torch.float32)[1], truth_lse, "lse")
@@ -470,3 +470,46 @@ def test_a_function_that_does_not_compile_names_its_line(in_triton):
     assert f"samples_variants.py:{line_of(samples.wrong, 'params.nowhere')}: in wrong: " in told
     assert "return shifted * params.nowhere" in told and "nowhere" in told.splitlines()[-1]
     assert "the mask function of a variant must return booleans" in in_triton(compiling.compile_error, "not boolean")
+
+
+# -- at the sizes that chips' own kernels take -------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+def test_long_prefill_and_decode(name, dtype, device):
+    case = CASES[name]
+    for qo, kv in (((300, 0, 129, 5), (700, 3, 129, 1000)), ((1, 1, 1, 1), (1000, 1, 64, 333))):
+        x = batch(device, qo, kv, dim=128, dtype=dtype)
+        for backend in backends(device):
+            check(x, case, run_ragged(x, case, backend))
+            pages = generate.paged(x, 16)
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                workspace(device), backend=backend, variant=case.variant
+            )
+            wrapper.plan(
+                x.qo_indptr, pages.indptr, pages.indices, pages.last_page_len, 4, 2, 128, 16, q_data_type=dtype,
+                **case.plan,
+            )  # fmt: skip
+            given = case.given(device)
+            check(x, case, wrapper.run(x.q, pages.kv_cache, return_lse=case.variant.use_softmax, params=given))
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_reads_the_tensor_again(device):
+    x, case = batch(device, (1,) * 3, (200, 17, 64), dim=128), CASES["alibi"]
+    pages = generate.paged(x, 16)
+    tables = pages.indptr.clone(), pages.indices.clone(), pages.last_page_len.clone()
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        workspace(device), "NHD", True, False, *tables, variant=case.variant
+    )
+    wrapper.plan(*tables, 4, 2, 128, 16, q_data_type=x.q.dtype, **case.plan)
+    slopes = case.given(device)["slopes"].clone()
+    out = wrapper.run(x.q, pages.kv_cache, params={"slopes": slopes})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(x.q, pages.kv_cache, out=out, params={"slopes": slopes})
+    slopes.mul_(3)
+    graph.replay()
+    check(x, replace(case, params={"slopes": slopes.cpu()}), out)
