@@ -42,7 +42,13 @@ _ROOT_NAMES = {
         "rmsnorm_fp4quant",
         "rmsnorm_quant",
     ),
-    "page": ("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "page": (
+        "append_paged_kv_cache",
+        "append_paged_mla_kv_cache",
+        "get_batch_indices_positions",
+        "get_seq_lens",
+        "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    ),
     "fp4_quantization": (),
     "quantization": (
         "NVFP44Over6Config",

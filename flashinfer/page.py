@@ -10,8 +10,15 @@ from flashinfer._core.custom_op import custom_op
 from flashinfer._core.kv_layout import check_layout, paged_views
 from flashinfer._core.page_table import check_page_table, check_vector
 from flashinfer.ops import page as room
+from flashinfer.quantization.kv_cache import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
 
-__all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+__all__ = [
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+]
 
 
 def append_paged_kv_cache(

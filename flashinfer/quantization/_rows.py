@@ -90,7 +90,7 @@ def _quantize(
         kind=kind,
         dtype=dtype_name(x.dtype),
         layout=layout,
-        block=block if row_scales is not None else min(block, 1024),
+        block=min(block, 8192 if row_scales is not None and not score else 1024),
         aligned=x.shape[-1] * x.element_size() % 16 == 0 and is_aligned(x),
         score=score,
         row_scale=row_scales is not None,

@@ -132,8 +132,7 @@ def nvfp4_quantize(
     Parameters
     ----------
     a : torch.Tensor
-        [M, K]; bfloat16, float16 or float8_e4m3fn, rows contiguous. K a multiple of 16; with `per_token_activation` up
-        to 32768 on a GPU.
+        [M, K]; bfloat16, float16 or float8_e4m3fn, rows contiguous. K a multiple of 16.
     a_global_sf : torch.Tensor or float
         float32 [1]: 448 * 6 / (largest magnitude). With `per_token_activation` 1 / (448 * 6), which times a row's
         largest magnitude is the scale of the row.

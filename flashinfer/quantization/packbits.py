@@ -98,5 +98,6 @@ def _packbits(x: torch.Tensor, bitorder: str) -> torch.Tensor:
 
 
 def _run(x, indptr, new_indptr, out, bitorder: str, index: str) -> None:
-    problem = room.Packbits(bitorder == "little", index)
-    room.packbits(problem, x.device).run(x.contiguous().view(torch.uint8), indptr, new_indptr, out)
+    x = x.contiguous().view(torch.uint8)
+    problem = room.Packbits(bitorder == "little", index, x.data_ptr() % 16 == 0)
+    room.packbits(problem, x.device).run(x, indptr, new_indptr, out)

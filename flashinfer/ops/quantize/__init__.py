@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from flashinfer._core.dispatch import Op, Variant
 from flashinfer.ops.quantize import config
 
-LONGEST = 32768
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -24,7 +22,8 @@ class Problem:
     layout : str
         Of the factors: "linear", "128x4" or "8x4".
     block : int
-        The length of a row, rounded up to a power of two, and at most 1024 where rows may be cut.
+        The length of a row, rounded up to a power of two, or the 1024 (8192 for `row_scale` without `score`, where a
+        row has one program) that longer ones are cut into.
     aligned : bool
         Rows can be read 16 bytes at a time.
     score : str
@@ -46,6 +45,29 @@ class Problem:
     row_scale: bool = False
     inverse: bool = False
     counted: bool = False
+
+
+@dataclass(frozen=True)
+class Append:
+    """New keys and values to NVFP4, into slots of a paged cache.
+
+    Attributes
+    ----------
+    dtype, index : str
+        Of keys and values, "bf16" or "fp16"; of the slots, "i32" or "i64".
+    block : int
+        head_dim, rounded up to a power of two, at least 16.
+    aligned : bool
+        Keys and values can be read 16 bytes at a time, and codes written so.
+    tensors : bool
+        The scales of keys and values are tensors, not numbers.
+    """
+
+    dtype: str
+    index: str
+    block: int
+    aligned: bool = True
+    tensors: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,21 +126,18 @@ class Packbits:
         The first element is the lowest bit; else the highest.
     index : str
         The dtype of the segments' offsets, "i32" or "i64"; "" where all is one segment.
+    aligned : bool
+        The first element is at an address divisible by 16.
     """
 
     little: bool
     index: str = ""
+    aligned: bool = True
 
 
-def _too_long(problem: Problem, target) -> str:
-    if problem.row_scale and problem.block > LONGEST:
-        return f"rows longer than {LONGEST}, with a scale each, do not fit in registers"
-    return ""
-
-
-def _variants(chosen, refuses=lambda problem, target: ""):
+def _variants(chosen):
     return (
-        Variant("portable", "flashinfer.ops.quantize.portable", refuses, chosen),
+        Variant("portable", "flashinfer.ops.quantize.portable", config=chosen),
         Variant("reference", "flashinfer.ops.quantize.reference"),
     )
 
@@ -131,6 +150,12 @@ def _quantize_catalog() -> Iterator[Problem]:
     yield Problem("nvfp4", "fp8e4nv", "128x4", 128, counted=True, inverse=True, aligned=False)
     yield Problem("nvfp4", "bf16", "linear", 1024, score="mae")
     yield Problem("nvfp4", "bf16", "linear", 8192, row_scale=True)
+    yield Problem("nvfp4", "bf16", "linear", 1024, score="mse", row_scale=True)
+
+
+def _append_catalog() -> Iterator[Append]:
+    yield Append("bf16", "i64", 128)
+    yield Append("fp16", "i32", 64, aligned=False, tensors=True)
 
 
 def _dequantize_catalog() -> Iterator[Dequantize]:
@@ -139,11 +164,12 @@ def _dequantize_catalog() -> Iterator[Dequantize]:
     yield Dequantize("e4m3", "ue8m0", 32, "8x4", "fp16", 1024, aligned=False)
 
 
-quantize = Op("quantize", Problem, _variants(config.quantize, _too_long), _quantize_catalog)
+quantize = Op("quantize", Problem, _variants(config.quantize), _quantize_catalog)
+append_nvfp4 = Op("append_nvfp4", Append, _variants(config.quantize), _append_catalog)
 dequantize = Op("dequantize", Dequantize, _variants(config.dequantize), _dequantize_catalog)
 interleave = Op(
     "interleave", Interleave, _variants(config.interleave), lambda: (Interleave(d, "128x4") for d in ("u8", "bf16"))
 )
 packbits = Op(
-    "packbits", Packbits, _variants(config.packbits), lambda: (Packbits(True), Packbits(False, "i32"))
+    "packbits", Packbits, _variants(config.packbits), lambda: (Packbits(True), Packbits(False, "i32", False))
 )

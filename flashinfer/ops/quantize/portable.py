@@ -14,93 +14,148 @@ from flashinfer.ops._device.scales import (
     quantize_mxfp4,
     quantize_mxfp8,
     quantize_nvfp4,
+    quantize_nvfp4_scored,
     scale_offset,
     times_blocks,
 )
-from flashinfer.ops.quantize import Dequantize, Interleave, Packbits, Problem
+from flashinfer.ops.quantize import Append, Dequantize, Interleave, Packbits, Problem
+
+
+@triton.jit
+def _load_rows(x, tile, there, columns, DTYPE: tl.constexpr, BLOCK: tl.constexpr, CAPABILITY: tl.constexpr):
+    """Tile `tile` of the rows at x [ROWS, 1], float32 [ROWS, BLOCK]."""
+    column = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+    y = tl.load(x + column, there & (column < columns), other=0)
+    if DTYPE == "fp8e4nv":
+        return from_fp8(y, DTYPE, CAPABILITY)
+    return y.to(tl.float32)
+
+
+@triton.jit
+def _quantize_tile(
+    x, scale, codes, factors, tile, row, there, columns, code_bytes, padded_rows, blocks,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.constexpr, BLOCK: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """Tile `tile` of rows `row` [ROWS, 1], which are at x and whose codes are at codes, and its factors."""
+    y = _load_rows(x, tile, there, columns, DTYPE, BLOCK, CAPABILITY)
+    V: tl.constexpr = 16 if KIND == "nvfp4" else 32
+    if KIND == "mxfp8":
+        code, factor = quantize_mxfp8(y, CAPABILITY)
+    elif KIND == "mxfp4":
+        code, factor = quantize_mxfp4(y, CAPABILITY)
+    elif SCORE == "":
+        code, factor = quantize_nvfp4(y, scale, CAPABILITY)
+    else:
+        code, factor = quantize_nvfp4_scored(y, scale, SCORE, CAPABILITY)
+    BYTES: tl.constexpr = BLOCK if KIND == "mxfp8" else BLOCK // 2
+    byte = tile * BYTES + tl.arange(0, BYTES)[None, :]
+    tl.store(codes + byte, code, there & (byte < code_bytes))
+    # Past the last row and the last block y is zero, but times a global scale of infinity it is not.
+    block = tile * (BLOCK // V) + tl.arange(0, BLOCK // V)[None, :]
+    factor = tl.where(there & (block * V < columns), factor, 0)
+    at = scale_offset(row, block, blocks, LAYOUT)
+    tl.store(factors + at, factor, (row < padded_rows) & (block < blocks))
 
 
 @triton.jit
 def quantize_kernel(
-    x,
-    global_scale,
-    counts,
-    codes,
-    factors,
-    row_scales,
-    x_batch,
-    x_row,
-    scale_batch,
-    factors_batch,
-    rows,
-    columns,
-    code_bytes,
-    padded_rows,
-    blocks,
-    column_tiles,
-    KIND: tl.constexpr,
-    DTYPE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    SCORE: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
-    INVERSE: tl.constexpr,
-    COUNTED: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, global_scale, counts, codes, factors, row_scales,
+    x_batch, x_row, scale_batch, factors_batch,
+    rows, columns, code_bytes, padded_rows, blocks, column_tiles,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.constexpr, ROW_SCALE: tl.constexpr,
+    INVERSE: tl.constexpr, COUNTED: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     CAPABILITY: tl.constexpr,
-):
+):  # fmt: skip
+    """A program has one tile; with a scale per row all tiles of its rows, which it reads twice."""
     batch = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) // column_tiles * ROWS
-    tile = tl.program_id(0) % column_tiles
-    row = first + tl.arange(0, ROWS)
-    column = tile * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0) * ROWS
+    tile = 0
+    if not ROW_SCALE:
+        first = tl.program_id(0) // column_tiles * ROWS
+        tile = tl.program_id(0) % column_tiles
     limit = rows
     if COUNTED:
         limit = tl.minimum(rows, tl.load(counts + batch))
         if first >= limit:
             return
+    row = (first + tl.arange(0, ROWS))[:, None]
+    there = row < limit
     columns = multiple(columns, UNIT)
-    there = (row < limit)[:, None]
-    at = row.to(tl.int64) * multiple(x_row, UNIT)
-    x += batch * multiple(x_batch, UNIT) + at[:, None] + column[None, :]
-    y = tl.load(x, there & (column < columns)[None, :], other=0)
-    if DTYPE == "fp8e4nv":
-        y = from_fp8(y, DTYPE, CAPABILITY)
-    else:
-        y = y.to(tl.float32)
-
-    if KIND == "nvfp4":
-        scale = tl.load(global_scale + batch * scale_batch)
-        if ROW_SCALE:
-            # The tile is the whole row.
-            amax = tl.max(block_amax(y, 16), 1, keep_dims=True).to(tl.float32, bitcast=True)
-            row_scale = amax * scale
-            tl.store(row_scales + batch * rows + row[:, None], row_scale, there)
-            one = tl.full(row_scale.shape, 1.0, tl.float32)
-            scale = tl.where(row_scale == 0, 0.0, tl.div_rn(one, row_scale))
-        elif INVERSE:
-            scale = tl.div_rn(tl.full([ROWS, 1], 1.0, tl.float32), tl.full([ROWS, 1], 0.0, tl.float32) + scale)
-        V: tl.constexpr = 16
-        code, factor = quantize_nvfp4(y, scale, CAPABILITY, SCORE)
-    elif KIND == "mxfp4":
-        V: tl.constexpr = 32
-        code, factor = quantize_mxfp4(y, CAPABILITY)
-    else:
-        V: tl.constexpr = 32
-        code, factor = quantize_mxfp8(y, CAPABILITY)
-
-    BYTES: tl.constexpr = BLOCK if KIND == "mxfp8" else BLOCK // 2
-    byte = tile * BYTES + tl.arange(0, BYTES)
+    x += batch * multiple(x_batch, UNIT) + row.to(tl.int64) * multiple(x_row, UNIT)
     code_bytes = multiple(code_bytes, 8)
-    at = (batch * rows + row) * code_bytes
-    tl.store(codes + at[:, None] + byte[None, :], code, there & (byte < code_bytes)[None, :])
-    # Past the last row and the last block, y is zero, and so are NVFP4's factors; those of MX are made so.
-    block = tile * (BLOCK // V) + tl.arange(0, BLOCK // V)
-    factor = tl.where(there & (block * V < columns)[None, :], factor, 0)
-    at = scale_offset(row[:, None], block[None, :], blocks, LAYOUT)
+    codes += (batch * rows + row) * code_bytes
     factors += batch * factors_batch
-    tl.store(factors + at, factor, (row < padded_rows)[:, None] & (block < blocks)[None, :])
+
+    scale = tl.full([ROWS, 1], 1.0, tl.float32)
+    if KIND == "nvfp4":
+        given = scale * tl.load(global_scale + batch * scale_batch)
+        if ROW_SCALE:
+            most = tl.zeros([ROWS, 1], tl.int32)
+            for i in range(column_tiles):
+                y = _load_rows(x, i, there, columns, DTYPE, BLOCK, CAPABILITY)
+                most = tl.maximum(most, tl.max(block_amax(y, 16), 1, keep_dims=True))
+            given = most.to(tl.float32, bitcast=True) * given
+            tl.store(row_scales + batch * rows + row, given, there)
+            scale = tl.where(given == 0, 0.0, tl.div_rn(scale, given))
+        elif INVERSE:
+            scale = tl.div_rn(scale, given)
+        else:
+            scale = given
+    if ROW_SCALE:
+        for i in range(column_tiles):
+            _quantize_tile(
+                x, scale, codes, factors, i, row, there, columns, code_bytes, padded_rows, blocks,
+                KIND, DTYPE, LAYOUT, SCORE, BLOCK, CAPABILITY,
+            )  # fmt: skip
+    else:
+        _quantize_tile(
+            x, scale, codes, factors, tile, row, there, columns, code_bytes, padded_rows, blocks,
+            KIND, DTYPE, LAYOUT, SCORE, BLOCK, CAPABILITY,
+        )  # fmt: skip
+
+
+@triton.jit
+def append_kernel(
+    keys, values, slots, k_scale, v_scale, k_number, v_number, k_codes, v_codes, k_factors, v_factors,
+    k_n, k_h, v_n, v_h, kc_page, kc_n, kc_h, vc_page, vc_n, vc_h, kf_page, kf_n, kf_h, vf_page, vf_n, vf_h,
+    nnz, heads, head_dim, pages, page_size,
+    TENSORS: tl.constexpr, UNIT: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """A row is one head of one token; keys are program 0 of the second axis, and values program 1."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, head = row // heads, row % heads
+    slot = tl.load(slots + token, token < nnz, other=-1).to(tl.int64)
+    page, place = slot // page_size, slot % page_size
+    there = (slot >= 0) & (page < pages)
+    if tl.program_id(1) == 0:
+        scale = tl.load(k_scale) if TENSORS else k_number
+        at = token * multiple(k_n, UNIT) + head * multiple(k_h, UNIT)
+        codes = k_codes + page * multiple(kc_page, BYTES) + place * multiple(kc_n, BYTES) + head * multiple(kc_h, BYTES)
+        factors = k_factors + page * kf_page + place * kf_n + head * kf_h
+        _append_rows(keys, at, there, scale, codes, factors, head_dim, UNIT, BLOCK, CAPABILITY)
+    else:
+        scale = tl.load(v_scale) if TENSORS else v_number
+        at = token * multiple(v_n, UNIT) + head * multiple(v_h, UNIT)
+        codes = v_codes + page * multiple(vc_page, BYTES) + place * multiple(vc_n, BYTES) + head * multiple(vc_h, BYTES)
+        factors = v_factors + page * vf_page + place * vf_n + head * vf_h
+        _append_rows(values, at, there, scale, codes, factors, head_dim, UNIT, BLOCK, CAPABILITY)
+
+
+@triton.jit
+def _append_rows(
+    x, at, there, scale, codes, factors, head_dim, UNIT: tl.constexpr, BLOCK: tl.constexpr, CAPABILITY: tl.constexpr
+):
+    column = tl.arange(0, BLOCK)[None, :]
+    there = there[:, None]
+    y = tl.load(x + at[:, None] + column, there & (column < multiple(head_dim, UNIT)), other=0).to(tl.float32)
+    one = tl.full([at.shape[0], 1], 1.0, tl.float32)
+    code, factor = quantize_nvfp4(y, tl.div_rn(one, one * scale), CAPABILITY)
+    byte = tl.arange(0, BLOCK // 2)[None, :]
+    tl.store(codes[:, None] + byte, code, there & (byte < multiple(head_dim // 2, 8)))
+    block = tl.arange(0, BLOCK // 16)[None, :]
+    tl.store(factors[:, None] + block, factor, there & (block * 16 < head_dim))
 
 
 @triton.jit
@@ -129,10 +184,11 @@ def dequantize_kernel(
     there = (row < rows)[:, None]
     wide_row = row.to(tl.int64)[:, None]
     columns = multiple(columns, 16)
+    half = multiple(columns // 2, 8)
     codes += wide_row * multiple(codes_row, UNIT)
     if ELEMENT == "e2m1":
         byte = tile * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-        y = from_e2m1(tl.load(codes + byte, there & (byte * 2 < columns), other=0))
+        y = from_e2m1(tl.load(codes + byte, there & (byte < half), other=0))
     else:
         byte = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
         y = from_fp8(tl.load(codes + byte, there & (byte < columns), other=0), "fp8e4nv", CAPABILITY)
@@ -183,20 +239,24 @@ def packbits_kernel(
 ):  # fmt: skip
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = byte < count
-    begin, end = byte * 8, tl.zeros_like(byte) + n
+    bit = tl.arange(0, 8)[None, :]
     if SEGMENTED:
         segment = request_of(packed_indptr, segments, tl.where(there, byte, 0))
         begin = tl.load(indptr + segment, there, other=0).to(tl.int64)
         begin += (byte - tl.load(packed_indptr + segment, there, other=0)) * 8
         end = tl.load(indptr + segment + 1, there, other=0).to(tl.int64)
-    bit = tl.arange(0, 8)[None, :]
-    at = begin[:, None] + bit
-    element = tl.load(x + at, there[:, None] & (at < end[:, None]), other=0)
+        at = begin[:, None] + bit
+        element = tl.load(x + at, there[:, None] & (at < end[:, None]), other=0)
+    else:
+        # Eight elements that are all there are one read; the last byte may have fewer.
+        at = byte[:, None] * 8 + bit
+        whole = (byte < n // 8)[:, None]
+        element = tl.load(x + at, whole, other=0) | tl.load(x + at, (whole == 0) & (at < n), other=0)
     place = bit if LITTLE else 7 - bit
     tl.store(out + byte, tl.sum((element != 0).to(tl.int32) << place, 1).to(tl.uint8), there)
 
 
-def _integers(names: str, kind: str) -> dict:
+def _all(names: str, kind: str) -> dict:
     return dict.fromkeys(names.split(), kind)
 
 
@@ -204,8 +264,8 @@ def _build_quantize(problem, config):
     dtype = "u8" if problem.dtype == "fp8e4nv" else problem.dtype
     types = {"x": pointer(dtype, problem.aligned), "global_scale": "*fp32", "counts": "*i32"}
     types |= {"codes": "*u8:16", "factors": "*u8:16", "row_scales": "*fp32"}
-    types |= _integers("x_batch x_row scale_batch factors_batch", "i64")
-    types |= _integers("rows columns code_bytes padded_rows blocks column_tiles", "i32")
+    types |= _all("x_batch x_row scale_batch factors_batch", "i64")
+    types |= _all("rows columns code_bytes padded_rows blocks column_tiles", "i32")
     constants = {
         "KIND": problem.kind,
         "DTYPE": problem.dtype,
@@ -222,10 +282,29 @@ def _build_quantize(problem, config):
     return Build(quantize_kernel, types, constants, num_warps=config.num_warps)
 
 
+def _build_append(problem, config):
+    rows = pointer(problem.dtype, problem.aligned)
+    types = {"keys": rows, "values": rows, "slots": f"*{problem.index}", "k_scale": "*fp32", "v_scale": "*fp32"}
+    types |= _all("k_number v_number", "fp32") | _all("k_codes v_codes", pointer("u8", problem.aligned))
+    types |= _all("k_factors v_factors", "*u8")
+    types |= _all("k_n k_h v_n v_h kc_page kc_n kc_h vc_page vc_n vc_h", "i64")
+    types |= _all("kf_page kf_n kf_h vf_page vf_n vf_h", "i64")
+    types |= _all("nnz heads head_dim pages page_size", "i32")
+    constants = {
+        "TENSORS": problem.tensors,
+        "UNIT": unit(problem.dtype, problem.aligned),
+        "BYTES": unit("u8", problem.aligned),
+        "ROWS": config.rows,
+        "BLOCK": problem.block,
+        "CAPABILITY": config.capability,
+    }
+    return Build(append_kernel, types, constants, num_warps=config.num_warps)
+
+
 def _build_dequantize(problem, config):
     types = {"codes": pointer("u8", problem.aligned), "factors": "*u8", "global_scale": "*fp32"}
     types |= {"out": f"*{problem.dtype}:16"}
-    types |= {"codes_row": "i64"} | _integers("rows columns blocks column_tiles", "i32")
+    types |= {"codes_row": "i64"} | _all("rows columns blocks column_tiles", "i32")
     constants = {
         "ELEMENT": problem.element,
         "FACTOR": problem.factor,
@@ -245,26 +324,27 @@ _BLOCKS = 16
 
 def _build_interleave(problem, config):
     types = {"factors": f"*{problem.dtype}", "out": f"*{problem.dtype}:16"}
-    types |= _integers("factors_batch factors_row factors_block out_batch", "i64")
-    types |= _integers("rows columns padded_rows blocks column_tiles", "i32")
+    types |= _all("factors_batch factors_row factors_block out_batch", "i64")
+    types |= _all("rows columns padded_rows blocks column_tiles", "i32")
     constants = {"LAYOUT": problem.layout, "ROWS": config.rows, "BLOCK": _BLOCKS}
     return Build(interleave_kernel, types, constants, num_warps=config.num_warps)
 
 
 def _build_packbits(problem, config):
     index = problem.index or "i32"
-    types = {"x": "*u8", "indptr": f"*{index}", "packed_indptr": f"*{index}", "out": "*u8:16"}
+    types = {"x": pointer("u8", problem.aligned), "indptr": f"*{index}", "packed_indptr": f"*{index}", "out": "*u8:16"}
     types |= {"n": "i64", "segments": "i32", "count": "i64"}
     constants = {"LITTLE": problem.little, "SEGMENTED": problem.index != "", "BLOCK": config.rows}
     return Build(packbits_kernel, types, constants, num_warps=config.num_warps)
 
 
 _quantize = Launcher("quantize", _build_quantize)
+_append = Launcher("append_nvfp4", _build_append)
 _dequantize = Launcher("dequantize", _build_dequantize)
 _interleave = Launcher("interleave", _build_interleave)
 _packbits = Launcher("packbits", _build_packbits)
-LAUNCHERS = (_quantize, _dequantize, _interleave, _packbits)
-_LAUNCHER_OF = {Problem: _quantize, Dequantize: _dequantize, Interleave: _interleave, Packbits: _packbits}
+LAUNCHERS = (_quantize, _append, _dequantize, _interleave, _packbits)
+_LAUNCHER_OF = dict(zip((Problem, Append, Dequantize, Interleave, Packbits), LAUNCHERS, strict=True))
 
 
 def kernels(problem, config):
@@ -284,7 +364,7 @@ def _run_quantize(problem, config, x, global_scale, counts, codes, factors, row_
     code_bytes = codes.shape[-1]
     padded_rows, blocks = layouts.padded(rows, _elements(problem, code_bytes) // width, problem.layout)
     column_tiles = triton.cdiv(blocks * width, problem.block)
-    grid = (triton.cdiv(padded_rows, config.rows) * column_tiles, batch, 1)
+    grid = (triton.cdiv(padded_rows, config.rows) * (1 if problem.row_scale else column_tiles), batch, 1)
     scale_batch = 0 if global_scale is None or global_scale.numel() == 1 else 1
     x = x.view(torch.uint8) if problem.dtype == "fp8e4nv" else x
     _quantize(
@@ -295,6 +375,19 @@ def _run_quantize(problem, config, x, global_scale, counts, codes, factors, row_
 
 def _elements(problem, code_bytes: int) -> int:
     return code_bytes if problem.kind == "mxfp8" else 2 * code_bytes
+
+
+def _run_append(problem, config, append, slots, scales, codes, factors):
+    """(keys, values) [nnz, heads, n] into (k, v) codes and factors, bytes [pages, page_size, heads, .], at `slots`."""
+    keys, values = append
+    nnz, (_, heads, head_dim) = slots.shape[0], keys.shape
+    pages, page_size = codes[0].shape[:2]
+    grid = (triton.cdiv(nnz * heads, config.rows), 2, 1)
+    pointers, numbers = (scales, (0.0, 0.0)) if problem.tensors else ((None, None), scales)
+    strides = [s for t in (keys, values) for s in t.stride()[:2]]
+    strides += [s for t in (*codes, *factors) for s in t.stride()[:3]]
+    sizes = nnz, heads, head_dim, pages, page_size
+    _append(problem, config, grid, keys, values, slots, *pointers, *numbers, *codes, *factors, *strides, *sizes)
 
 
 def _run_dequantize(problem, config, codes, factors, global_scale, out):
@@ -324,4 +417,10 @@ def _run_packbits(problem, config, x, indptr, packed_indptr, out):
     _packbits(problem, config, grid, x, indptr, packed_indptr, out, x.numel(), segments, out.numel())
 
 
-_RUN = {Problem: _run_quantize, Dequantize: _run_dequantize, Interleave: _run_interleave, Packbits: _run_packbits}
+_RUN = {
+    Problem: _run_quantize,
+    Append: _run_append,
+    Dequantize: _run_dequantize,
+    Interleave: _run_interleave,
+    Packbits: _run_packbits,
+}

@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import pad
 
 from flashinfer.ops import layouts, narrow
-from flashinfer.ops.quantize import Dequantize, Interleave, Packbits, Problem
+from flashinfer.ops.quantize import Append, Dequantize, Interleave, Packbits, Problem
 
 
 def run(problem, config, *args):
@@ -42,6 +42,18 @@ def _quantize(problem, x, global_scale, counts, codes, factors, row_scales):
         factors[entry][at] = arranged[entry][at]
 
 
+def _append(problem, append, slots, scales, codes, factors):
+    """(keys, values) [nnz, heads, n] into (k, v) codes and factors, bytes [pages, page_size, heads, .], at `slots`."""
+    pages, page_size = codes[0].shape[:2]
+    there = (slots >= 0) & (slots < pages * page_size)
+    page, place = slots[there] // page_size, slots[there] % page_size
+    for x, scale, to_codes, to_factors in zip(append, scales, codes, factors):
+        rows = x[: len(slots)][there].float()
+        values, found = narrow.quantize_nvfp4(rows, 1 / torch.as_tensor(scale, dtype=torch.float32, device=x.device))
+        to_codes[page, place] = values
+        to_factors[page, place] = found.view(torch.uint8)
+
+
 def _dequantize(problem, codes, factors, global_scale, out):
     """Codes, bytes [rows, .], and factors in their layout to out [rows, n]; global_scale [1] or None."""
     if problem.element == "e2m1":
@@ -73,4 +85,10 @@ def _packbits(problem, x, indptr, packed_indptr, out):
         out[start : start + len(bits)] = (bits * weights).sum(-1).to(torch.uint8)
 
 
-_RUN = {Problem: _quantize, Dequantize: _dequantize, Interleave: _interleave, Packbits: _packbits}
+_RUN = {
+    Problem: _quantize,
+    Append: _append,
+    Dequantize: _dequantize,
+    Interleave: _interleave,
+    Packbits: _packbits,
+}

@@ -272,6 +272,38 @@ def test_paged_kv_cache(variant, device, kv_layout):
                 assert_bitwise(held[:, :, row, place % (dim // 16)], expected[:, :, token, block])
 
 
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("scales", ["numbers", "tensors"])
+@pytest.mark.parametrize("dim", [64, 48])
+def test_append(variant, device, kv_layout, scales, dim):
+    """Only the slots that are named are written; padding, and slots outside the cache, are passed over."""
+    pages, size, heads = 5, 3, 2
+    give = (lambda x: x) if kv_layout == "NHD" else (lambda x: x.transpose(1, 2))
+    shape = (pages, size, heads)
+    if kv_layout == "HND":
+        shape = (pages, heads, size)
+    caches = torch.full((pages, 2, *shape[1:], dim // 2), 0xEE, dtype=torch.uint8, device=device)
+    sf = tuple(torch.full((*shape, dim // 16), 0x11, dtype=torch.uint8, device=device) for _ in range(2))
+    qkv = torch.randn(9, 3 * heads, dim, device=device).bfloat16()
+    rows = qkv[:, heads : 2 * heads], qkv[:, 2 * heads :]
+    slots = torch.tensor([14, -1, 0, 7, 15, 8, 1 << 40], device=device)
+    numbers = 0.37, 0.0021
+    given = numbers if scales == "numbers" else [torch.tensor([x], device=device) for x in numbers]
+    flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+        *rows, slots, caches, tuple(f.view(torch.float8_e4m3fn) for f in sf), *given, kv_layout
+    )
+    for x, scale, cache, factors in zip(rows, numbers, (caches[:, 0], caches[:, 1]), sf):
+        nibbles, found = truth.nvfp4(x, (1 / truth.rounded(torch.tensor(scale, dtype=torch.float64))).float())
+        expected = torch.full((pages, size, heads, dim // 2), 0xEE, dtype=torch.uint8)
+        expected_sf = torch.full((pages, size, heads, dim // 16), 0x11, dtype=torch.uint8)
+        for row, slot in enumerate(slots.tolist()):
+            if 0 <= slot < pages * size:
+                expected[slot // size, slot % size] = truth.pack(nibbles)[row].cpu()
+                expected_sf[slot // size, slot % size] = found[row].cpu()
+        assert_bitwise(give(cache).contiguous(), expected)
+        assert_bitwise(give(factors).contiguous(), expected_sf)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
 def test_block_scale_interleave(variant, device, dtype):
     factors = torch.randint(0, 200, (2, 131, 6), device=device).to(dtype)
@@ -313,7 +345,7 @@ def test_shuffle(device):
 @pytest.mark.parametrize("bitorder", ["big", "little"])
 def test_packbits(variant, device, bitorder):
     for n in (0, 1, 8, 4095, 4099):
-        x = torch.rand(n, device=device) < 0.5
+        x = (torch.rand(n + 3, device=device) < 0.5)[3 * (n % 2) :][:n]
         expected = torch.from_numpy(np.packbits(x.cpu().numpy(), bitorder=bitorder))
         assert_bitwise(flashinfer.packbits(x, bitorder), expected)
     counts = torch.randint(0, 3, (77,), dtype=torch.uint8, device=device)
@@ -347,6 +379,9 @@ def test_fp4_tensor():
 
 ROWS, SCALE = torch.ones(4, 64).bfloat16(), torch.ones(1)
 BITS = torch.ones(4).bool()
+APPEND = flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
+KEYS, SLOTS = torch.ones(3, 2, 32).half(), torch.arange(3)
+CACHE, SF = torch.zeros(4, 2, 2, 2, 16).byte(), torch.zeros(4, 2, 2, 2, 2).byte()
 FP4, CUBE = flashinfer.fp4_quantize, ROWS.view(2, 2, 64)
 BAD = {
     "float32 rows": (FP4, (ROWS.float(), SCALE), "input"),
@@ -377,6 +412,12 @@ BAD = {
     "too few factors": (flashinfer.mxfp4_dequantize, (torch.zeros(4, 32).byte(), torch.zeros(8).byte()), "a_sf"),
     "float32 factors": (flashinfer.block_scale_interleave, (torch.ones(4, 4),), "unswizzled_sf"),
     "a page of 6": (flashinfer.nvfp4_quantize_paged_kv_cache, (torch.ones(1, 1, 6, 16).half(),) * 2, "k_cache"),
+    "more slots than rows": (APPEND, (KEYS, KEYS, torch.arange(4), CACHE, SF, 1.0, 1.0), "append_key"),
+    "slots in float32": (APPEND, (KEYS, KEYS, SLOTS.float(), CACHE, SF, 1.0, 1.0), "slot_mapping"),
+    "values of another dtype": (APPEND, (KEYS, KEYS.bfloat16(), SLOTS, CACHE, SF, 1.0, 1.0), "append_value"),
+    "a cache of another head_dim": (APPEND, (KEYS, KEYS, SLOTS, CACHE[..., :8], SF, 1.0, 1.0), "paged_kv_cache"),
+    "factors of another dtype": (APPEND, (KEYS, KEYS, SLOTS, CACHE, SF.char(), 1.0, 1.0), "kv_cache_sf"),
+    "a layout of pages": (APPEND, (KEYS, KEYS, SLOTS, CACHE, SF, 1.0, 1.0, "NDH"), "kv_layout"),
     "bits of floats": (flashinfer.packbits, (torch.ones(4),), "x"),
     "another bit order": (flashinfer.packbits, (torch.ones(4).bool(), "middle"), "bitorder"),
     "segments that decrease": (flashinfer.segment_packbits, (BITS, torch.tensor([0, 3, 2, 4])), "indptr"),
