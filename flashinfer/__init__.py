@@ -108,6 +108,7 @@ _ROOT_NAMES = {
         "apply_rope_with_cos_sin_cache",
         "apply_rope_with_cos_sin_cache_inplace",
     ),
+    "sparse": ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"),
     "testing": (),
     "xqa": ("xqa",),
 }

@@ -48,9 +48,13 @@ schedule_launch = Launcher("schedule", build_schedule)
 
 def schedules(problem: Problem):
     """What may schedule a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
-    forms = (("indptr", "pages"), ("uniform", "padded"), ("indptr", "padded")) if problem.page_size else ()
-    for q, kv in forms or (("indptr", "indptr"),):
-        for fixed in (False, True) if problem.split else (False,):
+    if problem.page_size:
+        forms = ("indptr", "pages"), ("uniform", "padded"), ("indptr", "padded"), ("lens", "pages")
+    else:
+        forms = ("indptr", "indptr"), ("indptr", "lens")
+    for i, (q, kv) in enumerate(forms):
+        # Only plans, whose tables are in the first form, ask for pieces of a fixed length.
+        for fixed in (False, True) if problem.split and i == 0 else (False,):
             yield schedule_launch, ScheduleProblem(q, kv, fixed), ScheduleConfig()
 
 

@@ -1,0 +1,196 @@
+"""Block-sparse attention as a batch: a block row is a request, and its block columns are pages."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+
+from flashinfer._core import env, workspace
+from flashinfer._core.checks import require
+from flashinfer.ops.attention.batch import Batch
+from flashinfer.ops.attention.kind import kind_of
+from flashinfer.ops.attention.masks import custom_mask_table
+from flashinfer.ops.attention.problem import Table
+from flashinfer.ops.attention.request import Limits, Options, Request, tile_rows
+from flashinfer.ops.attention.variants import AttentionVariant
+
+
+@lru_cache(maxsize=1)
+def causal_variant() -> AttentionVariant:
+    """The causal mask of gathered blocks. It loads Triton."""
+    from flashinfer.ops.attention._device.sparse_masks import causal_blocks
+
+    names = ("kv_indptr", "kv_indices", "first_keys", "first_queries", "q_lens")
+    params = {name: "*i32" for name in names} | {"page_size": "i32", "ahead": "i32"}
+    return AttentionVariant(mask=causal_blocks, params=params)
+
+
+@dataclass
+class Blocks:
+    """Block rows and the pages that their queries see.
+
+    Attributes
+    ----------
+    table : Table
+        A request for each block row.
+    page_size : int
+    q_rows, longest_q : int
+        Queries of all requests, and of the longest.
+    params : dict
+        What the functions of `causal_variant` are given.
+    """
+
+    table: Table
+    page_size: int
+    q_rows: int
+    longest_q: int
+    params: dict
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.table.kv_indices.shape[0] * self.page_size
+
+
+def uniform_blocks(indptr: torch.Tensor, indices: torch.Tensor, rows: int, columns: int, ahead: int) -> Blocks:
+    """Of a BSR matrix with blocks of rows x columns; its `indptr` and `indices` are int32 on the device.
+
+    `ahead` is by how much the last key's position is ahead of the last query's row.
+    """
+    count, device = indptr.shape[0] - 1, indptr.device
+    full = torch.full((max(count, 1),), columns, dtype=torch.int32, device=device)[:count]
+    qo_indptr = torch.arange(0, (count + 1) * rows, rows, dtype=torch.int32, device=device)
+    table, firsts = Table(qo_indptr, indptr, full, indices), qo_indptr[:-1]
+    params = dict(
+        kv_indptr=indptr, kv_indices=indices, first_keys=torch.zeros_like(firsts), first_queries=firsts,
+        q_lens=torch.full_like(firsts, rows), page_size=columns, ahead=ahead,
+    )  # fmt: skip
+    return Blocks(table, columns, count * rows, rows, params)
+
+
+def per_head_blocks(
+    chosen: torch.Tensor, row_sizes: torch.Tensor, column_sizes: torch.Tensor, group: int, device: torch.device
+) -> Blocks:
+    """Of a map for each KV head, with blocks of any sizes. A request for each (KV head, block row).
+
+    Query rows are counted in heads laid one after another: row m of KV head h, for the first query head of its group,
+    is row h * group * qo_len + m.
+
+    Parameters
+    ----------
+    chosen : bool Tensor [kv_heads, block_rows, block_columns]
+    row_sizes, column_sizes : int Tensor [kv_heads, block_rows] and [kv_heads, block_columns]
+        On the host, as `chosen`.
+    group : int
+        Query heads per KV head.
+    device : torch.device
+    """
+    kv_heads, block_rows = row_sizes.shape
+    qo_len, kv_len = int(row_sizes[0].sum()), int(column_sizes[0].sum())
+    # Pages as large as lets every block begin on one.
+    divisor = math.gcd(*column_sizes.flatten().tolist()) or 1
+    boxed = math.gcd(divisor, 128)
+    page_size = boxed if boxed >= 16 else divisor
+    pages = column_sizes // page_size
+    first_page = pages.cumsum(1) - pages + torch.arange(kv_heads)[:, None] * (kv_len // page_size)
+    head, row, column = chosen.nonzero(as_tuple=True)
+    counts, starts = pages[head, column], first_page[head, column]
+    ends = counts.cumsum(0)
+    within = torch.arange(int(ends[-1]) if len(ends) else 0) - (ends - counts).repeat_interleave(counts)
+    indices = starts.repeat_interleave(counts) + within
+    of_row = torch.zeros(kv_heads * block_rows, dtype=torch.int64).index_add_(0, head * block_rows + row, counts)
+    first_query = row_sizes.cumsum(1) - row_sizes
+    heads = torch.arange(kv_heads)[:, None]
+    on_device = lambda x: x.flatten().to(torch.int32).to(device)
+    indptr = on_device(torch.nn.functional.pad(of_row.cumsum(0), (1, 0)))
+    q_lens, indices = on_device(row_sizes), on_device(indices)
+    table = Table(
+        on_device(first_query + heads * (group * qo_len)), indptr, kv_indices=indices, q_lens=q_lens,
+        last_page_len=torch.full_like(q_lens, page_size),
+    )  # fmt: skip
+    params = dict(
+        kv_indptr=indptr, kv_indices=indices, first_queries=on_device(first_query), q_lens=q_lens,
+        first_keys=on_device((heads * kv_len).expand(kv_heads, block_rows)), page_size=page_size, ahead=kv_len - qo_len,
+    )  # fmt: skip
+    longest = int(row_sizes.max()) if row_sizes.numel() else 0
+    return Blocks(table, page_size, int(row_sizes.sum()), longest, params)
+
+
+def block_mask_bits(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
+    """Masks of blocks [blocks, rows, columns] as those of block rows, flat: [rows, keys of the row] each."""
+    count, rows, columns = mask.shape
+    indptr = indptr.long()
+    row = torch.searchsorted(indptr, torch.arange(count, device=mask.device), right=True) - 1
+    keys = (indptr[row + 1] - indptr[row]) * columns
+    number = torch.arange(count, device=mask.device) - indptr[row]
+    r, c = torch.arange(rows, device=mask.device), torch.arange(columns, device=mask.device)
+    at = (indptr[row] * rows * columns + number * columns)[:, None, None] + (keys[:, None] * r)[:, :, None] + c
+    flat = torch.empty(mask.numel(), dtype=torch.bool, device=mask.device)
+    flat[at.flatten()] = mask.flatten()
+    return flat
+
+
+def plan_blocks(asked: Options, blocks: Blocks, device: torch.device, backend: str, given: torch.Tensor,
+                custom_mask=None, packed_custom_mask=None) -> Batch:  # fmt: skip
+    """The planned batch of block rows.
+
+    `given` is a caller's workspace for partial results; a small one is replaced by our own.
+    """
+    request = Request(
+        asked, blocks.table.qo_indptr, blocks.table.kv_indptr, blocks.table.last_page_len, blocks.table.kv_indices,
+        custom_mask, packed_custom_mask,
+    )  # fmt: skip
+    custom_mask_table(request, blocks.table)
+    kind = kind_of(asked, tile_rows(blocks.longest_q, asked.group), request.has_mask, device, backend)
+    batch = Batch(kind, partial(_scratch, given, device), None, env.DEBUG.is_on())
+    batch.fill(request, blocks.table, Limits(blocks.table.batch_size, blocks.q_rows, blocks.kv_tokens))
+    return batch
+
+
+def _scratch(given: torch.Tensor, device: torch.device, count: int) -> torch.Tensor:
+    fits = given.is_contiguous() and given.data_ptr() % 16 == 0
+    return workspace.take(device, count, given if fits else None)
+
+
+def as_pages(x: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Keys of each head [kv_heads, kv_len, dim] as the pages of one head [pages, page_size, 1, dim]."""
+    heads, rows, dim = x.shape
+    step = page_size * x.stride(1)
+    if x.stride(2) != 1 or (heads > 1 and x.stride(0) != rows // page_size * step):
+        x = x.contiguous()
+        step = page_size * dim
+    shape = heads * rows // page_size, page_size, 1, dim
+    return x.as_strided(shape, (step, x.stride(1), dim, 1))
+
+
+def as_rows(x: torch.Tensor, kv_heads: int) -> torch.Tensor | None:
+    """Rows of each head [heads, rows, dim] as `per_head_blocks` counts them: [all rows, group, dim], a view.
+
+    None where strides make none.
+    """
+    heads, rows, dim = x.shape
+    group = heads // kv_heads
+    if not x.numel():
+        return x.new_empty(max((heads - group + 1) * rows, 0), group, dim)
+    if x.stride(2) != 1 or (heads > 1 and x.stride(0) != rows * x.stride(1)):
+        return None
+    return x.as_strided(((heads - group + 1) * rows, group, dim), (x.stride(1), rows * x.stride(1), 1))
+
+
+def per_head_lse(lse: torch.Tensor, kv_heads: int, rows: int) -> torch.Tensor:
+    """The log-sum-exp [all rows, group] of such rows as [heads, rows]."""
+    group = lse.shape[1]
+    shape, strides = (kv_heads, group, rows), (group * rows * group, 1, group)
+    return lse.as_strided(shape, strides).reshape(kv_heads * group, rows)
+
+
+def check_sizes(name: str, sizes: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Block sizes of each head, as int64 on the host; every head has as many rows. Waits for a device."""
+    require(tuple(sizes.shape) == shape, name, tuple(sizes.shape), str(shape))
+    sizes = sizes.to("cpu", torch.int64)
+    require(bool((sizes >= 0).all()), name, f"{int(sizes.min())}" if sizes.numel() else "none", "0 or more")
+    totals = sizes.sum(1).tolist()
+    require(len(set(totals)) <= 1, name, f"sums {totals}", "the same sum for every head")
+    return sizes

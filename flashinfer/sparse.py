@@ -1,0 +1,457 @@
+"""Attention with block-sparse masks: only the blocks that a map names are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from flashinfer._core.backends import variants_of
+from flashinfer._core.checks import UnsupportedConfig, require
+from flashinfer.ops.attention.batch import Batch
+from flashinfer.ops.attention.engine import integers, refuse
+from flashinfer.ops.attention.request import Options, options
+from flashinfer.ops.attention.sparse import (
+    Blocks, as_pages, as_rows, block_mask_bits, causal_variant, check_sizes, per_head_blocks, per_head_lse, plan_blocks,
+    uniform_blocks,
+)  # fmt: skip
+
+__all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
+
+
+class _BlockSparse:
+    """What both wrappers share: workspace, the planned batch, and options that the older forward() replaces."""
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto"):
+        variants_of(backend)
+        self._float_workspace_buffer = float_workspace_buffer
+        self.device = float_workspace_buffer.device
+        self._backend = backend
+        self._batch: Batch | None = None
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Replace the workspace buffers; takes effect at the next plan()."""
+        require(float_workspace_buffer.device == self.device, "float_workspace_buffer",
+                f"a tensor on {float_workspace_buffer.device}", str(self.device))  # fmt: skip
+        self._float_workspace_buffer = float_workspace_buffer
+
+    def _plan(self, asked: Options, blocks: Blocks, causal: bool, mask=None, packed_mask=None) -> None:
+        masked = mask is not None or packed_mask is not None
+        if causal and not masked:
+            asked = replace(asked, variant=causal_variant())
+        self._asked, self._blocks, self._masks = asked, blocks, (mask, packed_mask)
+        self._params = None if asked.variant is None else blocks.params
+        self._batch = plan_blocks(asked, blocks, self.device, self._backend, self._float_workspace_buffer, *self._masks)
+
+    def _planned(self) -> Batch:
+        if self._batch is None:
+            raise ValueError(f"{type(self).__name__}.run: got no plan; allowed: after plan()")
+        return self._batch
+
+    def _change(self, pos_encoding_mode: str, logits_soft_cap, sm_scale) -> None:
+        """What the older forward() takes over from plan()."""
+        self._planned()
+        _refuse_positions(pos_encoding_mode)
+        asked = replace(self._asked, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)
+        if asked != self._asked:
+            self._asked = asked
+            self._batch = plan_blocks(
+                asked, self._blocks, self.device, self._backend, self._float_workspace_buffer, *self._masks
+            )
+
+    def end_forward(self) -> None:
+        """Kept for callers of older versions; there is nothing to release."""
+
+
+def _refuse_positions(pos_encoding_mode: str) -> None:
+    if pos_encoding_mode != "NONE":
+        raise UnsupportedConfig(f"pos_encoding_mode: got {pos_encoding_mode!r}; allowed: 'NONE' with gathered blocks")
+
+
+class BlockSparseAttentionWrapper(_BlockSparse):
+    """Attention of M queries to N keys under a block-sparse mask in BSR form (as scipy.sparse.bsr_matrix).
+
+    A block row is a request of the batch core and its blocks are pages, so that only they are read. Any block sizes.
+
+    Parameters
+    ----------
+    float_workspace_buffer : uint8 Tensor
+        Scratch on the compute device, for partial results; any size (a small one is replaced by our own). Its device is
+        the wrapper's.
+    backend : str
+        "auto", or one of upstream's names (see flashinfer/_core/backends.py).
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.BlockSparseAttentionWrapper(torch.empty(0, dtype=torch.uint8))
+    >>> indptr, indices = torch.tensor([0, 1, 3]), torch.tensor([1, 0, 1])
+    >>> wrapper.plan(indptr, indices, 4, 8, 2, 4, 2, 2, 16, q_data_type="float32", o_data_type="float32")
+    >>> q, k, v = torch.randn(4, 2, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
+    >>> wrapper.run(q, k, v).shape
+    torch.Size([4, 2, 16])
+    """
+
+    def plan(
+        self,
+        indptr: torch.Tensor | None,
+        indices: torch.Tensor | None,
+        M: int,
+        N: int,
+        R: int,
+        C: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        mask: torch.Tensor | None = None,
+        packed_mask: torch.Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype = "float16",
+        non_blocking: bool = True,
+        block_mask: torch.Tensor | None = None,
+        kv_block_lens: torch.Tensor | None = None,
+        q2k_indices: torch.Tensor | None = None,
+        q2k_num: torch.Tensor | None = None,
+        kv_splits: int | None = None,
+        use_clc: bool | None = None,
+        q_scale: float | torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+    ) -> None:
+        """Describe the mask; every later run() uses it.
+
+        Parameters
+        ----------
+        indptr : int Tensor [M / R + 1]
+            Where the blocks of each block row begin in `indices`; on the host or the device.
+        indices : int Tensor [blocks]
+            Block columns.
+        M, N, R, C : int
+            Queries and keys, and the rows and columns of a block, which divide them.
+        num_qo_heads, num_kv_heads, head_dim : int
+        mask : bool Tensor [blocks, R, C], optional
+            Within each block, True where a query sees a key.
+        packed_mask : uint8 Tensor, optional
+            The same in bits, low bit first: [R, keys of the block row] of each block row, row-major, from a byte of its
+            own. Takes precedence.
+        causal : bool
+            Without a mask: a query sees keys at its position and before, the last query standing at the last key.
+        pos_encoding_mode, rope_scale, rope_theta
+            Only "NONE": another is refused.
+        logits_soft_cap : float, optional
+            Logits become cap * tanh(logits / cap).
+        sm_scale : float, optional
+            Default 1 / sqrt(head_dim).
+        q_data_type, kv_data_type, o_data_type : dtype or its name
+            kv defaults to q's.
+        block_mask : bool Tensor [M / R, N / C] or [num_kv_heads, M / R, N / C], optional
+            The blocks, in the place of indptr and indices, which then are None; for all heads, or for each KV head.
+            With one, plan() waits for the device, and run() copies q and out, heads first, where heads differ.
+        kv_block_lens, q2k_indices, q2k_num, kv_splits : optional
+            Refused.
+        q_scale, k_scale, v_scale : float or Tensor, optional
+            Scales of quantised q, k and v, unless run() is given others.
+        use_fp16_qk_reduction, non_blocking, use_clc
+            Permissions and hints that change no result.
+
+        Raises
+        ------
+        ValueError
+            An argument out of its range, by name.
+        UnsupportedConfig
+            What is refused above.
+        """
+        _refuse_positions(pos_encoding_mode)
+        for name, value in (("kv_block_lens", kv_block_lens), ("q2k_indices", q2k_indices), ("q2k_num", q2k_num),
+                            ("kv_splits", kv_splits)):  # fmt: skip
+            refuse(name, value, "None: maps are indptr and indices, or block_mask")
+        require(R > 0 and M % R == 0, "R", R, f"a divisor of M = {M}")
+        require(C > 0 and N % C == 0, "C", C, f"a divisor of N = {N}")
+        common = dict(
+            q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap,
+        )  # fmt: skip
+        self._shape, self._kv_heads = (M, N), num_kv_heads
+        self._scales = q_scale, k_scale, v_scale
+        self._per_head = block_mask is not None and block_mask.dim() == 3
+        if block_mask is not None:
+            given = indptr is not None or indices is not None or mask is not None or packed_mask is not None
+            require(not given, "block_mask", "a tensor beside indptr, indices or a mask", "one of them alone")
+            shape = (num_kv_heads,) * self._per_head + (M // R, N // C)
+            require(tuple(block_mask.shape) == shape, "block_mask", tuple(block_mask.shape), str(shape))
+            block_mask = block_mask.to("cpu", torch.bool)
+        if self._per_head:
+            sizes = (torch.full((num_kv_heads, n), each) for n, each in ((M // R, R), (N // C, C)))
+            blocks = per_head_blocks(block_mask, *sizes, num_qo_heads // num_kv_heads, self.device)
+            asked = options("paged", num_qo_heads // num_kv_heads, 1, head_dim, head_dim, blocks.page_size, **common)
+            return self._plan(asked, blocks, causal)
+        if block_mask is not None:
+            indices = block_mask.nonzero()[:, 1]
+            indptr = torch.nn.functional.pad(block_mask.sum(1).cumsum(0), (1, 0))
+        require(indptr is not None and indices is not None, "indptr, indices", None, "tensors, or block_mask")
+        indptr = integers(indptr, "indptr", self.device, (M // R + 1,)).contiguous()
+        indices = integers(indices, "indices", self.device, (None,)).contiguous()
+        if mask is not None and packed_mask is None:
+            shape = (indices.shape[0], R, C)
+            require(tuple(mask.shape) == shape, "mask", tuple(mask.shape), str(shape))
+            mask = block_mask_bits(mask.to(self.device, torch.bool), indptr)
+        asked = options("paged", num_qo_heads, num_kv_heads, head_dim, head_dim, C, **common)
+        self._plan(asked, uniform_blocks(indptr, indices, R, C, N - M), causal, mask, packed_mask)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention under the planned mask.
+
+        Parameters
+        ----------
+        q : Tensor [M, num_qo_heads, head_dim]
+        k, v : Tensor [N, num_kv_heads, head_dim]
+        scale_q, scale_k, scale_v : float or Tensor, optional
+            Scales of quantised q, k and v, of 1 element; of num_kv_heads or num_qo_heads where heads share a map.
+        out : Tensor [M, num_qo_heads, head_dim], optional
+        lse : float32 Tensor [M, num_qo_heads], optional
+        return_lse : bool
+        enable_pdl : bool, optional
+            Programmatic dependent launch: no effect on results.
+
+        Returns
+        -------
+        out : Tensor [M, num_qo_heads, head_dim]
+        lse : float32 Tensor [M, num_qo_heads], with return_lse
+            Base 2; -inf for a query that sees no key, whose out is 0.
+        """
+        batch, (m, n) = self._planned(), self._shape
+        require(q.dim() == 3 and q.shape[0] == m, "q", tuple(q.shape), f"[{m}, num_qo_heads, head_dim], as planned")
+        for name, x in (("k", k), ("v", v)):
+            fits = x.dim() == 3 and x.shape[0] == n
+            require(fits, name, tuple(x.shape), f"[{n}, num_kv_heads, head_dim], as planned")
+        given = (planned if now is None else now for planned, now in zip(self._scales, (scale_q, scale_k, scale_v)))
+        call = dict(zip(("q_scale", "k_scale", "v_scale"), given), return_lse=return_lse, params=self._params)
+        if self._per_head:
+            of_heads = [x.transpose(0, 1) for x in (q, k, v)]
+            result = _run_per_head(batch, *of_heads, self._blocks.page_size, self._kv_heads, call)
+            out_of_heads, lse_of_heads = result if return_lse else (result, None)
+            out = _filled(out, "out", out_of_heads.transpose(0, 1))
+            return (out, _filled(lse, "lse", lse_of_heads.transpose(0, 1))) if return_lse else out
+        pages = k.unflatten(0, (-1, self._blocks.page_size)), v.unflatten(0, (-1, self._blocks.page_size))
+        return batch.run(q, pages, _as_they_are, out=out, lse=lse, **call)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None,
+        scale_v: torch.Tensor | None = None,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Older form of `run`, in which these options replace the planned ones."""
+        self._change(pos_encoding_mode, logits_soft_cap, sm_scale)
+        return self.run(q, k, v, scale_q, scale_k, scale_v)
+
+
+class VariableBlockSparseAttentionWrapper(_BlockSparse):
+    """Attention under a map of blocks for each KV head, the blocks of any sizes.
+
+    A (KV head, block row) is a request of the batch core, whose keys are pages of the greatest common divisor of the
+    column sizes, so that only chosen blocks are read.
+
+    Parameters
+    ----------
+    float_workspace_buffer, backend
+        As of `BlockSparseAttentionWrapper`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.VariableBlockSparseAttentionWrapper(torch.empty(0, dtype=torch.uint8))
+    >>> chosen = torch.tensor([[[True, False, True], [False, True, False]]])
+    >>> wrapper.plan(chosen, torch.tensor([[3, 2]]), torch.tensor([[4, 2, 6]]), 2, 1, 16, q_data_type="float32")
+    >>> wrapper.run(torch.randn(2, 5, 16), torch.randn(1, 12, 16), torch.randn(1, 12, 16)).shape
+    torch.Size([2, 5, 16])
+    """
+
+    def plan(
+        self,
+        block_mask_map: torch.Tensor,
+        block_row_sz: torch.Tensor,
+        block_col_sz: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+    ) -> None:
+        """Describe the maps; every later run() uses them. It waits for tensors on a device.
+
+        Parameters
+        ----------
+        block_mask_map : bool Tensor [num_kv_heads, block_rows, block_columns]
+            True where the queries of a block row see the keys of a block column.
+        block_row_sz : int Tensor [num_kv_heads, block_rows]
+            Queries of each block row; the same sum, qo_len, for every head.
+        block_col_sz : int Tensor [num_kv_heads, block_columns]
+            Keys of each block column; the same sum, kv_len, for every head.
+        num_qo_heads, num_kv_heads, head_dim : int
+        causal : bool
+            A query sees keys at its position and before, the last query standing at the last key.
+        pos_encoding_mode, rope_scale, rope_theta
+            Only "NONE": another is refused.
+        logits_soft_cap : float, optional
+            Logits become cap * tanh(logits / cap).
+        sm_scale : float, optional
+            Default 1 / sqrt(head_dim).
+        q_data_type, kv_data_type : dtype or its name
+            kv defaults to q's.
+        use_fp16_qk_reduction, non_blocking
+            Permissions that change no result.
+
+        Raises
+        ------
+        ValueError
+            An argument out of its range, by name.
+        UnsupportedConfig
+            What is refused above.
+        """
+        _refuse_positions(pos_encoding_mode)
+        divides = num_kv_heads > 0 and num_qo_heads % num_kv_heads == 0
+        require(divides, "num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
+        shape = tuple(block_mask_map.shape)
+        require(len(shape) == 3 and shape[0] == num_kv_heads, "block_mask_map", shape,
+                f"[{num_kv_heads}, block_rows, block_columns]")  # fmt: skip
+        rows = check_sizes("block_row_sz", block_row_sz, shape[:2])
+        columns = check_sizes("block_col_sz", block_col_sz, (shape[0], shape[2]))
+        group = num_qo_heads // num_kv_heads
+        blocks = per_head_blocks(block_mask_map.to("cpu", torch.bool), rows, columns, group, self.device)
+        self._kv_heads, self._shape = num_kv_heads, (int(rows[0].sum()), int(columns[0].sum()))
+        asked = options(
+            "paged", group, 1, head_dim, head_dim, blocks.page_size, q_data_type=q_data_type, kv_data_type=kv_data_type,
+            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
+        )  # fmt: skip
+        self._plan(asked, blocks, causal)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention under the planned maps.
+
+        Parameters
+        ----------
+        q : Tensor [num_qo_heads, qo_len, head_dim]
+        k, v : Tensor [num_kv_heads, kv_len, head_dim]
+            Copied where heads do not lie one after another.
+        out : Tensor [num_qo_heads, qo_len, head_dim], optional
+        lse : float32 Tensor [num_qo_heads, qo_len], optional
+        return_lse : bool
+        enable_pdl : bool, optional
+            Programmatic dependent launch: no effect on results.
+
+        Returns
+        -------
+        out : Tensor [num_qo_heads, qo_len, head_dim]
+        lse : float32 Tensor [num_qo_heads, qo_len], with return_lse
+            Base 2; -inf for a query that sees no key, whose out is 0.
+        """
+        batch, (m, n) = self._planned(), self._shape
+        require(q.dim() == 3 and q.shape[1] == m, "q", tuple(q.shape), f"[num_qo_heads, {m}, head_dim], as planned")
+        for name, x in (("k", k), ("v", v)):
+            fits = x.dim() == 3 and x.shape[1] == n
+            require(fits, name, tuple(x.shape), f"[num_kv_heads, {n}, head_dim], as planned")
+        call = dict(return_lse=return_lse, params=self._params)
+        result = _run_per_head(batch, q, k, v, self._blocks.page_size, self._kv_heads, call, out)
+        result, result_lse = result if return_lse else (result, None)
+        out = result if out is None or result is out else _filled(out, "out", result)
+        return (out, _filled(lse, "lse", result_lse)) if return_lse else out
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> torch.Tensor:
+        """Older form of `run`, in which these options replace the planned ones."""
+        self._change(pos_encoding_mode, logits_soft_cap, sm_scale)
+        return self.run(q, k, v)
+
+
+def _run_per_head(batch: Batch, q, k, v, page_size: int, kv_heads: int, call: dict, out=None):
+    """Attention of q [num_qo_heads, M, dim] where each KV head has its own map; out and lse are laid out as q is.
+
+    It writes to `out` if rows of that are a view as the core takes them, else to a new tensor.
+    """
+    heads, rows, _ = q.shape
+    require(heads == kv_heads * batch.options.num_qo_heads, "q", f"{heads} heads",
+            f"{kv_heads * batch.options.num_qo_heads}, as planned")  # fmt: skip
+    for name, x in (("k", k), ("v", v)):
+        require(x.shape[0] == kv_heads, name, f"{x.shape[0]} heads", f"{kv_heads}, as planned")
+    shape = (heads, rows, v.shape[2])
+    if out is None or tuple(out.shape) != shape or as_rows(out, kv_heads) is None:
+        out = torch.empty(shape, dtype=batch.options.o_dtype, device=q.device)
+    view = as_rows(q, kv_heads)
+    view = as_rows(q.contiguous(), kv_heads) if view is None else view
+    pages = as_pages(k, page_size), as_pages(v, page_size)
+    result = batch.run(view, pages, _as_they_are, out=as_rows(out, kv_heads), **call)
+    return (out, per_head_lse(result[1], kv_heads, rows)) if call["return_lse"] else out
+
+
+def _filled(given: torch.Tensor | None, name: str, result: torch.Tensor) -> torch.Tensor:
+    """The result, in the tensor that is given for it."""
+    if given is None:
+        return result.contiguous()
+    require(given.shape == result.shape, name, tuple(given.shape), str(tuple(result.shape)))
+    require(given.dtype == result.dtype, name, given.dtype, str(result.dtype))
+    return given.copy_(result)
+
+
+def _as_they_are(kv):
+    return kv
