@@ -13,6 +13,7 @@ check_supported()
 _ROOT_NAMES = {
     "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul", "silu_and_mul_scaled_nvfp4_experts_quantize"),
     "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
+    "attn_scores": (),
     "cascade": (
         "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
         "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",

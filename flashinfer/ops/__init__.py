@@ -17,6 +17,7 @@ _ROOMS = (
     "attention.decode",
     "attention.merge",
     "attention.mla",
+    "attention.mqa_logits",
 )
 
 

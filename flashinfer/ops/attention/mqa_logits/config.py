@@ -1,0 +1,41 @@
+"""Tiles of the portable kernel of an indexer's scores. None was measured yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashinfer._core.target import Target
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel is cut.
+
+    Attributes
+    ----------
+    block_n : int
+        Keys per step.
+    num_warps, num_stages : int
+        Compiler options.
+    native_fp8 : bool
+        Whether the chip converts FP8 itself; else it is done in bit arithmetic.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    native_fp8: bool
+
+
+def choose(p, target: Target) -> Config:
+    # 64 keys x 64 heads of scores are 32 registers a thread of 4 warps, and the query waits in as many.
+    return Config(block_n=64, num_warps=4, num_stages=3, native_fp8=target.capability >= 89)
+
+
+def refuses(p, target: Target) -> str:
+    """Why the kernel does not take the problem; '' if it does."""
+    if p.head_dim > 256 or p.head_dim % 16:
+        return f"head_dim {p.head_dim} is no multiple of 16 up to 256"
+    if p.num_heads > 128:
+        return f"num_heads {p.num_heads} is more than 128"
+    return ""

@@ -1,0 +1,46 @@
+"""An indexer's scores on any architecture: the launch of `mqa_logits_kernel`."""
+
+from __future__ import annotations
+
+import triton
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer._core.target import target_of
+from flashinfer.ops.attention._device.mqa_logits import mqa_logits_kernel
+
+# Programs that a multiprocessor runs at once, about: the keys of a query are shared out until the chip is full. Not
+# measured.
+_PROGRAMS_PER_SM = 4
+
+
+def build(p, c) -> Build:
+    types = dict(
+        q="*u8:16", keys="*u8:16", scales="*fp32", weights="*fp32", lens="*i32", tables="*i32", logits="*fp32",
+        context="i32", q_stride_b="i64:16", q_stride_t="i64:16", q_stride_h="i64:16",
+        keys_stride_page="i64:16" if p.aligned else "i64:4", scales_stride_page="i64", tables_stride="i64",
+        logits_stride="i64",
+    )  # fmt: skip
+    constants = dict(
+        HEADS=p.num_heads, HEADS_PAD=max(16, triton.next_power_of_2(p.num_heads)), D=p.head_dim,
+        D_PAD=triton.next_power_of_2(p.head_dim), PAGE_SIZE=p.page_size, TOKENS=p.tokens, EACH=p.each, CLEAN=p.clean,
+        NATIVE_FP8=c.native_fp8, BLOCK_N=c.block_n,
+    )  # fmt: skip
+    return Build(mqa_logits_kernel, types, constants, num_warps=c.num_warps, num_stages=c.num_stages)
+
+
+launch = Launcher("mqa_logits", build)
+LAUNCHERS = (launch,)
+
+
+def run(p, c, q, keys, scales, weights, lens, tables, logits, context: int) -> None:
+    """Parameters as of the reference's `run`."""
+    rows = q.shape[0] * p.tokens
+    if not rows or not context:
+        return
+    programs = target_of(q.device).sms * _PROGRAMS_PER_SM
+    shares = min(triton.cdiv(context, c.block_n), triton.cdiv(programs, rows))
+    bytes_of_q = q.view(keys.dtype)
+    launch(
+        p, c, (rows, shares, 1), bytes_of_q, keys, scales, weights, lens, tables, logits, context, *q.stride()[:3],
+        keys.stride(0), scales.stride(0), tables.stride(0), logits.stride(0),
+    )  # fmt: skip
