@@ -66,29 +66,26 @@ def quantize_fp8(y, V: tl.constexpr, DTYPE: tl.constexpr, POWER_OF_TWO: tl.const
 
 
 @triton.jit
-def quantize_nvfp4(y, global_scale, CAPABILITY: tl.constexpr):
+def quantize_nvfp4(y, global_scale, CAPABILITY: tl.constexpr, SCORE: tl.constexpr = tl.constexpr("")):
     """NVFP4: e2m1 codes [ROWS, BLOCK // 2], and ue4m3 bytes [ROWS, BLOCK // 16]; y is code * factor / global_scale.
 
     factor = e4m3(global_scale * (amax * (1 / 6))), code = e2m1(y * (1 / (factor * (1 / global_scale)))), each
     operation one float32 rounding. A factor of zero makes zeros of its block. global_scale is a number or [ROWS, 1].
-    """
-    return _nvfp4(y, global_scale, 6, CAPABILITY)
 
-
-@triton.jit
-def quantize_nvfp4_scored(y, global_scale, SCORE: tl.constexpr, CAPABILITY: tl.constexpr):
-    """NVFP4 that also tries amax / 4, and takes it for blocks where it errs less: between 4 and 6, e2m1 has no value.
-
-    SCORE is what is compared, the sum of errors, "mae", or of their squares, "mse". (Cook et al., Four Over Six, 2025,
+    With a SCORE, "mae" or "mse", the same with amax / 4 is tried too, and taken for the blocks where the sum of errors,
+    or of their squares, is less: between 4 and 6, e2m1 has no value. (Cook et al., Four Over Six, 2025,
     https://arxiv.org/abs/2512.02010)
     """
     codes, factor = _nvfp4(y, global_scale, 6, CAPABILITY)
-    codes4, factor4 = _nvfp4(y, global_scale, 4, CAPABILITY)
-    worse = _nvfp4_error(y, codes, factor, global_scale, SCORE, CAPABILITY)
-    take = _nvfp4_error(y, codes4, factor4, global_scale, SCORE, CAPABILITY) < worse
-    SHAPE: tl.constexpr = [y.shape[0], y.shape[1] // 16, 8]
-    codes = tl.where(take[:, :, None], tl.reshape(codes4, SHAPE), tl.reshape(codes, SHAPE))
-    return tl.reshape(codes, [y.shape[0], y.shape[1] // 2]), tl.where(take, factor4, factor)
+    if SCORE != "":
+        codes4, factor4 = _nvfp4(y, global_scale, 4, CAPABILITY)
+        worse = _nvfp4_error(y, codes, factor, global_scale, SCORE, CAPABILITY)
+        take = _nvfp4_error(y, codes4, factor4, global_scale, SCORE, CAPABILITY) < worse
+        factor = tl.where(take, factor4, factor)
+        SHAPE: tl.constexpr = [y.shape[0], y.shape[1] // 16, 8]
+        codes = tl.where(take[:, :, None], tl.reshape(codes4, SHAPE), tl.reshape(codes, SHAPE))
+        codes = tl.reshape(codes, [y.shape[0], y.shape[1] // 2])
+    return codes, factor
 
 
 @triton.jit

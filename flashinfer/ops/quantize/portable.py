@@ -14,7 +14,6 @@ from flashinfer.ops._device.scales import (
     quantize_mxfp4,
     quantize_mxfp8,
     quantize_nvfp4,
-    quantize_nvfp4_scored,
     scale_offset,
     times_blocks,
 )
@@ -44,10 +43,8 @@ def _quantize_tile(
         code, factor = quantize_mxfp8(y, CAPABILITY)
     elif KIND == "mxfp4":
         code, factor = quantize_mxfp4(y, CAPABILITY)
-    elif SCORE == "":
-        code, factor = quantize_nvfp4(y, scale, CAPABILITY)
     else:
-        code, factor = quantize_nvfp4_scored(y, scale, SCORE, CAPABILITY)
+        code, factor = quantize_nvfp4(y, scale, CAPABILITY, SCORE)
     BYTES: tl.constexpr = BLOCK if KIND == "mxfp8" else BLOCK // 2
     byte = tile * BYTES + tl.arange(0, BYTES)[None, :]
     tl.store(codes + byte, code, there & (byte < code_bytes))
