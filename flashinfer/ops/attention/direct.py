@@ -61,19 +61,20 @@ def run_direct(asked: Options, table: Table, q: torch.Tensor, kv, views, *, kv_t
 
 def _batch_of(kind: Kind) -> Batch:
     """The batch of a kind that this thread keeps for the current stream; a new one in a captured stream."""
-    device, stream = kind.device, None
+    device, stream, debug = kind.device, None, env.DEBUG.is_on()
     alibi = kind.options.pos_encoding_mode == "ALIBI"
     slopes = _slopes(kind.options.num_qo_heads, device) if alibi else None
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            return Batch(kind, partial(torch.empty, dtype=torch.uint8, device=device), slopes, env.DEBUG.is_on())
+            return Batch(kind, partial(torch.empty, dtype=torch.uint8, device=device), slopes, debug)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
     batches = _kept.__dict__.setdefault("batches", OrderedDict())
-    batch = batches.get((kind, stream))
+    key = kind, stream, debug
+    batch = batches.get(key)
     if batch is None:
         if len(batches) >= _MOST_KEPT:
             batches.popitem(last=False)
-        batch = batches[kind, stream] = Batch(kind, partial(workspace.take, device), slopes, env.DEBUG.is_on())
+        batch = batches[key] = Batch(kind, partial(workspace.take, device), slopes, debug)
     return batch
 
 

@@ -39,8 +39,7 @@ def run(x, table, kv, views, backend, *, page_size=0, longest_q=0, o: Options, *
     )
 
 
-@pytest.mark.parametrize("q_form", ("indptr", "packed", "uniform"))
-@pytest.mark.parametrize("layout", ("NHD", "HND"))
+@pytest.mark.parametrize(("q_form", "layout"), (("indptr", "NHD"), ("packed", "HND"), ("uniform", "NHD")))
 def test_block_tables(q_form, layout, device):
     kv = [5, 0, 40, 33, 64, 1]
     qo = [2] * 6 if q_form == "uniform" else [3, 0, 17, 1, 2, 0]
@@ -92,7 +91,7 @@ def test_lengths_beside_offsets(form, device):
 def test_kept_batches_serve_others(device):
     """One kind, one call after another: larger, smaller, none, other tables in the same memory."""
     shared = torch.zeros(8, 8, dtype=torch.int32, device=device)
-    for batch, longest in ((2, 20), (8, 64), (3, 9), (0, 0), (8, 63)):
+    for batch, longest in ((2, 20), (5, 64), (3, 9), (0, 0), (5, 63)):
         kv = [max(longest - 3 * i, 0) for i in range(batch)]
         x = generate.ragged_batch([1] * batch, kv, 4, 2, 64, dtype=HALF, device=device)
         paged = generate.paged(x, 8)
@@ -104,6 +103,24 @@ def test_kept_batches_serve_others(device):
                 check(out, x, Options())
             else:
                 assert out[0].shape == (0, 4, 64)
+
+
+def test_what_only_the_device_knows_is_checked_in_debug_mode(device, monkeypatch):
+    kv = [5, 0, 40]
+    x = generate.ragged_batch([1] * 3, kv, 4, 2, 64, dtype=HALF, device=device)
+    paged = generate.paged(x, 8)
+    tables, views = blocks(paged, kv, 6), lambda cache: paged_views(cache, "NHD")
+    call = lambda t, n, **q: run(
+        x, block_table(t, lens(n, device), **q), paged.kv_cache, views, "auto", page_size=8, o=Options()
+    )
+    call(tables, kv, q_len=1)
+    monkeypatch.setenv("FLASHINFER_DEBUG", "1")
+    check(call(tables, kv, q_len=1), x, Options())
+    for name, lengths in (("kv_lens", [5, 0, 49]), ("paged_kv_indices", [5, 1, 40]), ("paged_kv_indices", [9, 0, 40])):
+        with pytest.raises(ValueError, match=f"^{name}:"):
+            call(tables, lengths, q_len=1)
+    with pytest.raises(ValueError, match="^qo_indptr:"):
+        call(tables, kv, q_lens=lens([1, 2, 1], device))
 
 
 @pytest.mark.gpu
