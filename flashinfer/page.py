@@ -17,7 +17,9 @@ __all__ = [
     "append_paged_mla_kv_cache",
     "get_batch_indices_positions",
     "get_seq_lens",
+    "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    "nvfp4_quantize_append_paged_mla_kv_cache",
 ]
 
 
@@ -130,6 +132,100 @@ def append_paged_mla_kv_cache(
         kv_indptr,
         kv_last_page_len,
     )
+
+
+def nvfp4_quantize_append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+    kv_layout: str = "NHD",
+) -> None:
+    """Quantise the keys and values of new tokens to NVFP4 and write them into a paged cache, in place, one launch.
+
+    Parameters
+    ----------
+    append_key, append_value : torch.Tensor
+        [nnz, num_kv_heads, head_dim]; bfloat16 or float16, head_dim a multiple of 16, any strides.
+    paged_kv_cache : torch.Tensor or (torch.Tensor, torch.Tensor)
+        uint8, as in `append_paged_kv_cache` with head_dim / 2 for head_dim: two e2m1 a byte, the first in the low half.
+    kv_cache_sf : torch.Tensor or (torch.Tensor, torch.Tensor)
+        float8_e4m3fn or uint8, the same with head_dim / 16: the factor of each 16 elements.
+    k_scale, v_scale : float
+        The scales of dequantisation: a value is about code * factor * scale.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout
+        As in `append_paged_kv_cache`, as are the errors.
+
+    References
+    ----------
+    Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023,
+    https://arxiv.org/abs/2309.06180; OCP Microscaling Formats Specification 1.0, for e2m1
+    """
+    check_layout(kv_layout)
+    caches, factors = paged_views(paged_kv_cache, kv_layout), paged_views(kv_cache_sf, kv_layout)
+    tables = [batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len]
+    factors = [_bytes("kv_cache_sf", x) for x in factors]
+    scales = _scales(k_scale=k_scale, v_scale=v_scale)
+    _append_quantised(append_key, append_value, tables, *caches, *factors, scales)
+
+
+def nvfp4_quantize_append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor,
+    append_kpe: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    ckv_sf_cache: torch.Tensor,
+    kpe_cache: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    ckv_scale: float,
+    kpe_scale: float,
+) -> None:
+    """Quantise the compressed rows of new tokens and write them into a paged cache of multi-head latent attention, in
+    place, one launch: ckv to NVFP4, kpe, whose elements vary more, to FP8.
+
+    Parameters
+    ----------
+    append_ckv : torch.Tensor
+        [nnz, ckv_dim]; bfloat16 or float16, ckv_dim a multiple of 16, any strides.
+    append_kpe : torch.Tensor
+        [nnz, kpe_dim], in the dtype of append_ckv, any strides.
+    ckv_cache : torch.Tensor
+        uint8 [max_num_pages, page_size, ckv_dim / 2]: two e2m1 a byte, the first in the low half. Any strides.
+    ckv_sf_cache : torch.Tensor
+        float8_e4m3fn or uint8 [max_num_pages, page_size, ckv_dim / 16]: the factor of each 16 elements.
+    kpe_cache : torch.Tensor
+        float8_e4m3fn or uint8 [max_num_pages, page_size, kpe_dim]: e4m3.
+    ckv_scale, kpe_scale : float
+        The scales of dequantisation: a value is about code * factor * ckv_scale, and code * kpe_scale.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len
+        As in `append_paged_kv_cache`, as are the errors.
+
+    References
+    ----------
+    DeepSeek-AI, DeepSeek-V2, 2024, section 2.1, https://arxiv.org/abs/2405.04434; OCP Microscaling Formats
+    Specification 1.0, for e2m1
+    """
+    given = {"append_ckv": append_ckv, "append_kpe": append_kpe}
+    for name, x in given.items():
+        require(x.dim() == 2, name, tuple(x.shape), "[nnz, dim]")
+    caches = {"ckv_cache": ckv_cache, "kpe_cache": kpe_cache, "ckv_sf_cache": ckv_sf_cache}
+    for name, x in caches.items():
+        require(x.dim() == 3, name, tuple(x.shape), "[max_num_pages, page_size, dim]")
+    kpe, factors = (_bytes(name, caches[name]).unsqueeze(2) for name in ("kpe_cache", "ckv_sf_cache"))
+    tables = [batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len]
+    rows = (x.unsqueeze(1) for x in given.values())
+    scales = _scales(ckv_scale=ckv_scale, kpe_scale=kpe_scale)
+    _append_quantised(*rows, tables, ckv_cache.unsqueeze(2), kpe, factors, None, scales)
 
 
 def get_batch_indices_positions(
@@ -255,6 +351,66 @@ def _append_paged_kv_cache(
     choice.run(*rows, k_cache, v_cache, _int32(kv_indices), _int32(kv_indptr))
 
 
+@custom_op("flashinfer::append_quantised", mutates_args=("k_cache", "v_cache", "k_factors", "v_factors"))
+def _append_quantised(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tables: list[torch.Tensor],
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_factors: torch.Tensor,
+    v_factors: torch.Tensor | None,
+    scales: list[float],
+) -> None:
+    """Keys in NVFP4, values too, or in FP8 where they have no factors, which is MLA."""
+    if v_factors is None:
+        key_name, value_name = "append_ckv", "append_kpe"
+        k_name, v_name, factors_name = "ckv_cache", "kpe_cache", "ckv_sf_cache"
+    else:
+        key_name, value_name = "append_key", "append_value"
+        k_name, v_name, factors_name = "paged_kv_cache", "paged_kv_cache", "kv_cache_sf"
+    indices = dict(zip(("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len"), tables))
+    same_device(**{key_name: key, value_name: value}, **indices)
+    same_device(**{key_name: key, k_name: k_cache, factors_name: k_factors})
+    same_device(**{key_name: key, v_name: v_cache, factors_name: v_factors})
+    require(key.dim() == 3, key_name, tuple(key.shape), "[nnz, num_kv_heads, head_dim]")
+    require(key.dtype in (torch.bfloat16, torch.float16), key_name, key.dtype, "bfloat16, float16")
+    require(key.shape[2] % 16 == 0, key_name, tuple(key.shape), "a head_dim that is a multiple of 16")
+    require(value.dtype == key.dtype, value_name, value.dtype, f"{key.dtype}, the dtype of {key_name}")
+    nnz, heads, dim = key.shape
+    value_dim = value.shape[2] if value.dim() == 3 else 0
+    fits = value.dim() == 3 and value.shape[:2] == (nnz, heads) and (v_factors is None or value_dim % 16 == 0)
+    require(fits, value_name, tuple(value.shape), f"[{nnz}, {heads}, dim], dim a multiple of 16 in NVFP4")
+    where = (*k_cache.shape[:2], heads)
+    widths = {"k": (k_name, k_cache, dim // 2), "kf": (factors_name, k_factors, dim // 16)}
+    widths["v"] = v_name, v_cache, value_dim if v_factors is None else value_dim // 2
+    if v_factors is not None:
+        widths["vf"] = factors_name, v_factors, value_dim // 16
+    for name, cache, width in widths.values():
+        shape = (*where, width)
+        require(cache.shape == shape, name, tuple(cache.shape), f"{shape}: pages, slots, heads, width")
+        require(cache.dtype == torch.uint8, name, cache.dtype, "uint8")
+    for name, tensor in indices.items():
+        lengths = {"batch_indices": nnz, "positions": nnz, "kv_last_page_len": len(indices["kv_indptr"]) - 1}
+        check_vector(name, tensor, lengths.get(name))
+    if key.numel() + value.numel() == 0:
+        return
+    if not key.is_cuda or env.DEBUG.is_on():
+        check_page_table(indices, k_cache.shape[0], k_cache.shape[1])
+    problem = room.Append(
+        dtype=dtype_name(key.dtype),
+        key_block=max(_power_of_two(dim), 16),
+        value_block=max(_power_of_two(value_dim), 16),
+        aligned=dim % 32 == value_dim % 32 == 0 and is_aligned(key, value, k_cache, v_cache),
+        key_form="nvfp4",
+        value_form="fp8e4nv" if v_factors is None else "nvfp4",
+    )
+    quantised = room.Quantised(*scales, k_factors, v_factors)
+    batch_indices, positions, kv_indices, kv_indptr, _ = (_int32(x) for x in tables)
+    tensors = key, value, batch_indices, positions, k_cache, v_cache, kv_indices, kv_indptr
+    room.append(problem, key.device).run(*tensors, quantised)
+
+
 @custom_op("flashinfer::get_batch_indices_positions", mutates_args=("batch_indices", "positions"))
 def _batch_indices_positions(
     append_indptr: torch.Tensor, seq_lens: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor
@@ -304,6 +460,18 @@ def _check_rows(append_key, append_value, k_cache, v_cache) -> None:
         allowed = f"{tuple(k_cache.shape[:3])}, the pages, slots and heads of the k cache"
         require(False, "paged_kv_cache", f"values of {tuple(v_cache.shape[:3])}", allowed)
     require(k_cache.shape[1] > 0, "paged_kv_cache", "pages of no token", "a page size of 1 or more")
+
+
+def _scales(**scales: float) -> list[float]:
+    for name, scale in scales.items():
+        require(isinstance(scale, (int, float)) and scale > 0, name, repr(scale), "a number above 0")
+    return [float(scale) for scale in scales.values()]
+
+
+def _bytes(name: str, cache: torch.Tensor) -> torch.Tensor:
+    allowed = cache.dtype in (torch.uint8, torch.float8_e4m3fn)
+    require(allowed, name, cache.dtype, "uint8, float8_e4m3fn")
+    return cache.view(torch.uint8)
 
 
 def _int32(index: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 
 from flashinfer._core.dispatch import Op, Variant
 from flashinfer.ops.page import config
@@ -22,12 +25,28 @@ class Append:
         Head dimensions rounded up to powers of two. The dimensions themselves are run-time arguments.
     aligned : bool
         Rows can be read and written 16 bytes at a time.
+    key_form, value_form : str
+        Of what is written: "" the rows as they are, "nvfp4" codes and factors, "fp8e4nv" codes.
     """
 
     dtype: str
     key_block: int
     value_block: int
     aligned: bool = True
+    key_form: str = ""
+    value_form: str = ""
+
+
+class Quantised(NamedTuple):
+    """What quantising takes and gives beside codes: scales of dequantisation, and caches of factors.
+
+    k_factors, v_factors : bytes [pages, page_size, heads, dim / 16]; None where the form is not "nvfp4".
+    """
+
+    k_scale: float
+    v_scale: float
+    k_factors: torch.Tensor | None
+    v_factors: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -65,6 +84,8 @@ def _appends() -> Iterator[Append]:
     yield Append("bf16", 512, 512)
     yield Append("fp32", 256, 256)
     yield Append("bf16", 128, 128, aligned=False)
+    yield Append("bf16", 128, 128, key_form="nvfp4", value_form="nvfp4")
+    yield Append("bf16", 512, 64, key_form="nvfp4", value_form="fp8e4nv")
 
 
 append = Op("append_paged_kv_cache", Append, _variants(config.append), _appends)

@@ -5,9 +5,11 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops._device.pages import slot_of
 from flashinfer.ops._device.ragged import request_of
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
+from flashinfer.ops._device.scales import quantize_nvfp4
 from flashinfer.ops.page import Append, Positions, SeqLens
 
 
@@ -43,10 +45,25 @@ def append_kernel(
     entries,
     num_pages,
     page_size,
+    k_scale,
+    v_scale,
+    k_factors,
+    v_factors,
+    k_factors_page,
+    k_factors_slot,
+    k_factors_head,
+    k_factors_column,
+    v_factors_page,
+    v_factors_slot,
+    v_factors_head,
+    v_factors_column,
+    KEY_FORM: tl.constexpr,
+    VALUE_FORM: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    CAPABILITY: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -61,9 +78,23 @@ def append_kernel(
     )
 
     at = page * multiple(k_page, UNIT) + slot * multiple(k_slot, UNIT) + head * multiple(k_head, UNIT)
-    store_rows(k_cache, at, kept, k_column, key_dim, k, UNIT, KEY_BLOCK)
+    if KEY_FORM == "":
+        store_rows(k_cache, at, kept, k_column, key_dim, k, UNIT, KEY_BLOCK)
+    else:
+        to = page * k_factors_page + slot * k_factors_slot + head * k_factors_head if KEY_FORM == "nvfp4" else at
+        store_codes(
+            k_cache, k_factors, at, to, kept, k_column, k_factors_column, key_dim, k, k_scale,
+            KEY_FORM, UNIT, KEY_BLOCK, CAPABILITY,
+        )  # fmt: skip
     at = page * multiple(v_page, UNIT) + slot * multiple(v_slot, UNIT) + head * multiple(v_head, UNIT)
-    store_rows(v_cache, at, kept, v_column, value_dim, v, UNIT, VALUE_BLOCK)
+    if VALUE_FORM == "":
+        store_rows(v_cache, at, kept, v_column, value_dim, v, UNIT, VALUE_BLOCK)
+    else:
+        to = page * v_factors_page + slot * v_factors_slot + head * v_factors_head if VALUE_FORM == "nvfp4" else at
+        store_codes(
+            v_cache, v_factors, at, to, kept, v_column, v_factors_column, value_dim, v, v_scale,
+            VALUE_FORM, UNIT, VALUE_BLOCK, CAPABILITY,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -81,6 +112,37 @@ def store_rows(x, at, kept, column_stride, dim, tile, UNIT, BLOCK: tl.constexpr)
     column = tl.arange(0, BLOCK)
     mask = kept[:, None] & (column < multiple(dim, UNIT))[None, :]
     tl.store(x + at[:, None] + column_offset(column, column_stride, UNIT)[None, :], tile, mask)
+
+
+@triton.jit
+def store_codes(
+    codes,
+    factors,
+    at,
+    to,
+    kept,
+    codes_column,
+    factors_column,
+    dim,
+    tile,
+    scale,
+    FORM: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):
+    """Quantise a tile's rows and write codes at the offsets `at`, factors at `to`; a value is code * factor * scale."""
+    column = tl.arange(0, BLOCK)
+    dim = multiple(dim, UNIT)
+    y = tl.where((column < dim)[None, :], tile.to(tl.float32), 0)
+    one = tl.full([], 1.0, tl.float32)
+    inverse = tl.div_rn(one, one * scale)
+    if FORM == "nvfp4":
+        found, factor = quantize_nvfp4(y, inverse, CAPABILITY)
+        store_rows(codes, at, kept, codes_column, dim // 2, found, UNIT // 2 if UNIT > 1 else 1, BLOCK // 2)
+        store_rows(factors, to, kept, factors_column, dim // 16, factor, 1, BLOCK // 16)
+    else:
+        store_rows(codes, at, kept, codes_column, dim, to_fp8(y * inverse, FORM, CAPABILITY), UNIT, BLOCK)
 
 
 @triton.jit
@@ -109,18 +171,27 @@ def build(problem, config):
 
 def _build_append(problem, config):
     row = pointer(problem.dtype, problem.aligned)
+    codes = pointer("u8", problem.aligned) if problem.key_form else row
     index = "*i32"
     types = {"key": row, "value": row, "batch_indices": index, "positions": index}
-    types |= {"k_cache": row, "v_cache": row, "kv_indices": index, "kv_indptr": index}
+    types |= {"k_cache": codes, "v_cache": codes, "kv_indices": index, "kv_indptr": index}
     types |= {f"{x}_{axis}": "i64" for x in ("key", "value") for axis in ("token", "head", "column")}
     types |= {f"{x}_{axis}": "i64" for x in ("k", "v") for axis in ("page", "slot", "head", "column")}
     scalars = ("rows", "heads", "key_dim", "value_dim", "batch", "entries", "num_pages", "page_size")
     types |= dict.fromkeys(scalars, "i32")
-    constants = {
+    strides = [f"{x}_factors_{axis}" for x in ("k", "v") for axis in ("page", "slot", "head", "column")]
+    quantised = {"k_scale": "fp32", "v_scale": "fp32", "k_factors": "*u8", "v_factors": "*u8"}
+    quantised |= dict.fromkeys(strides, "i64")
+    types |= quantised if problem.key_form else {}
+    # What only quantising has is no parameter where rows are copied.
+    constants = {name: None for name in quantised if name not in types} | {
+        "KEY_FORM": problem.key_form,
+        "VALUE_FORM": problem.value_form,
         "UNIT": unit(problem.dtype, problem.aligned),
         "ROWS": config.rows,
         "KEY_BLOCK": problem.key_block,
         "VALUE_BLOCK": problem.value_block,
+        "CAPABILITY": config.capability,
     }
     return Build(append_kernel, types, constants, num_warps=config.num_warps)
 
@@ -146,8 +217,13 @@ def run(problem, config, *args):
     _RUN[type(problem)](problem, config, *args)
 
 
-def append(problem, config, key, value, batch_indices, positions, k_cache, v_cache, kv_indices, kv_indptr):
-    """Token t goes to slot positions[t] of request batch_indices[t]; one outside the request's pages goes nowhere."""
+def append(
+    problem, config, key, value, batch_indices, positions, k_cache, v_cache, kv_indices, kv_indptr, quantised=None
+):
+    """Token t goes to slot positions[t] of request batch_indices[t]; one outside the request's pages goes nowhere.
+
+    quantised : Quantised, where the problem has forms; caches are bytes then.
+    """
     if problem.dtype == "u8":
         key, value, k_cache, v_cache = (x.view(torch.uint8) for x in (key, value, k_cache, v_cache))
     heads = key.shape[1]
@@ -157,7 +233,11 @@ def append(problem, config, key, value, batch_indices, positions, k_cache, v_cac
     tables = len(kv_indptr) - 1, len(kv_indices), num_pages, page_size
     tensors = key, value, batch_indices, positions, k_cache, v_cache, kv_indices, kv_indptr
     grid = (triton.cdiv(rows, config.rows), 1, 1)
-    launch(problem, config, grid, *tensors, *strides, rows, heads, key.shape[2], value.shape[2], *tables)
+    more = ()
+    if quantised is not None:
+        factors = quantised.k_factors, quantised.v_factors
+        more = *quantised, *(n for x in factors for n in ((0, 0, 0, 0) if x is None else x.stride()))
+    launch(problem, config, grid, *tensors, *strides, rows, heads, key.shape[2], value.shape[2], *tables, *more)
 
 
 def positions(problem, config, append_indptr, seq_lens, batch_indices, positions):
