@@ -74,6 +74,7 @@ _ROOT_NAMES = {
         "shuffle_matrix_sf_a",
     ),
     "sampling": (
+        "chain_speculative_sampling",
         "min_p_sampling_from_probs",
         "sampling_from_logits",
         "sampling_from_probs",

@@ -14,8 +14,10 @@ from flashinfer.sampling.draw import (
     top_p_sampling_from_probs,
 )
 from flashinfer.sampling.filters import softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
+from flashinfer.sampling.speculative import chain_speculative_sampling
 
 __all__ = [
+    "chain_speculative_sampling",
     "min_p_sampling_from_probs",
     "sampling_from_logits",
     "sampling_from_probs",

@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.checks import dtype_name, require, same_device
 from flashinfer.ops import sampling as room
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDICES = (torch.int32, torch.int64)
 _MOST = (1 << 31) - 1
 
@@ -106,7 +106,7 @@ def form_of(source, order):
 
 def check_rows(name, x):
     require(x.dim() == 2, name, tuple(x.shape), "[rows, num_classes]")
-    require(x.dtype in _DTYPES, name, x.dtype, "float32, bfloat16, float16")
+    require(x.dtype in DTYPES, name, x.dtype, "float32, bfloat16, float16")
     require(0 < x.shape[1] < 1 << 30, name, tuple(x.shape), "1 to 2^30 classes")
 
 

@@ -35,6 +35,13 @@ def words(seed, offset, stream, group):
 
 
 @triton.jit
+def extra_uniforms(seed, offset, stream, number):
+    """Variates above 0 and below 1 that no column has: their counters lie past those of all columns."""
+    a, b, c, d = words(seed, offset, stream, number + (1 << 30))
+    return uniform(a)
+
+
+@triton.jit
 def uniform(word):
     """Random bits as a float32 above 0 and below 1, fine near 0 (multiples of 2^-33)."""
     u = word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10

@@ -90,6 +90,29 @@ class Prefix:
     aligned: bool = True
 
 
+@dataclass(frozen=True)
+class Chain:
+    """Speculative sampling: accept draft tokens up to the first that the target refuses, and draw one more.
+
+    Attributes
+    ----------
+    dtype : str
+        Of both distributions.
+    ids : str
+        Dtype of the tokens, "i32" or "i64".
+    seed, offset : int
+        SCALAR, SHARED or PER_ROW.
+    aligned : bool
+        Rows can be read 16 bytes at a time.
+    """
+
+    dtype: str
+    ids: str = "i32"
+    seed: int = SCALAR
+    offset: int = SCALAR
+    aligned: bool = True
+
+
 def _variants() -> tuple[Variant, ...]:
     return (
         Variant("portable", "flashinfer.ops.sampling.portable", config=config.portable),
@@ -118,6 +141,12 @@ def _prefixes() -> Iterator[Prefix]:
     yield Prefix("draw", "probs", "fp32", "i32", indices="i64")
 
 
+def _chains() -> Iterator[Chain]:
+    yield Chain("fp32", seed=SHARED, offset=SHARED)
+    yield Chain("bf16", "i64", SCALAR, PER_ROW, aligned=False)
+
+
 softmax = Op("softmax", Softmax, _variants(), _softmaxes)
 draw = Op("sampling", Draw, _variants(), _draws)
 prefix = Op("prefix_sampling", Prefix, _variants(), _prefixes)
+chain = Op("chain_speculative_sampling", Chain, _variants(), _chains)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from flashinfer.ops.sampling import Draw, Prefix, Softmax
+from flashinfer.ops.sampling import Chain, Draw, Prefix, Softmax
 
 # A row's largest probability is at most 2^41 units; see flashinfer/ops/_device/prefix.py.
 _UNITS = 40
@@ -44,6 +44,34 @@ def _prefix(problem, x, k, p, randomness, indices, out, valid):
         total = (weights.double() * kept).sum(-1, keepdim=True)
         shares = torch.where(kept, weights / total.float(), 0)
         out.copy_(shares.where(values.isfinite().all(-1, keepdim=True), math.nan))
+
+
+def _chain(problem, draft, ids, target, randomness, tokens, accepted, emitted):
+    batch, count, columns = draft.shape
+    draft, target, ids = draft.float().clamp(min=0), target.float().clamp(min=0), ids.long()
+    row, at = torch.arange(batch, device=ids.device), torch.arange(count, device=ids.device)
+    known = (ids >= 0) & (ids < columns)
+    place = ids.where(known, 0)[..., None]
+    p, q = (x.gather(2, place).squeeze(2) for x in (draft, target[:, :count]))
+    numbers = _uniform(_words(randomness, row[:, None].expand(-1, count).flatten(), at.repeat(batch) + (1 << 30))[0])
+    agreed = (numbers.view(batch, count) * p < q) & known
+    stop = agreed.int().cumprod(1).sum(1)
+    accepted += agreed.sum(1).to(accepted.dtype)
+    emitted += stop.to(emitted.dtype)
+    aim = target[row, stop]
+    unmet = aim if not count else torch.where(
+        (stop < count)[:, None], (aim - draft[row, stop.clamp(max=count - 1)]).clamp(min=0), aim
+    )  # fmt: skip
+    # Rounding can leave nothing unmet where the two are equal but for it; then the target stands in.
+    weights = torch.where((unmet > 0).any(1, keepdim=True), unmet, aim)
+    last, valid = torch.empty_like(stop), torch.empty_like(stop, dtype=torch.bool)
+    finite = _is_distribution(aim, aim)[:, None]
+    probs = Draw("probs", problem.dtype)
+    _race(probs, weights, weights, (weights > 0) & finite, randomness, last, valid)
+    steps = torch.arange(count + 1, device=ids.device)
+    tokens.fill_(-1)
+    tokens[:, :count] = ids.masked_fill(at >= stop[:, None], -1).to(tokens.dtype)
+    tokens.copy_(torch.where(steps == stop[:, None], last.where(valid, -1)[:, None].to(tokens.dtype), tokens))
 
 
 def keep_prefix(problem, values, weights, k, p):
@@ -113,6 +141,18 @@ def _race(problem, values, weights, kept, randomness, samples, valid):
 
 def exponentials(randomness, row, column):
     """Exponential variates of the given elements; the same numbers as flashinfer/ops/_device/philox.py makes."""
+    words = torch.stack(_words(randomness, row, column // 4))
+    u = _uniform(words.gather(0, (column % 4)[None]).squeeze(0))
+    series = u * (1 + u * (0.5 + u * (1 / 3 + u * (0.25 + u * (0.2 + u / 6)))))
+    return torch.where(u < 0.0625, series, -(1 - u).log())
+
+
+def _uniform(word):
+    return (word.float() * 2.0**-32 + 2.0**-33).clamp(max=1 - 2.0**-24)
+
+
+def _words(randomness, row, group):
+    """Philox's four words for groups of columns of rows."""
     seed, seeds, offset, offsets = randomness
     own = False
     if seeds is not None:
@@ -122,12 +162,7 @@ def exponentials(randomness, row, column):
         own |= len(offsets) > 1
         offset = offsets[row if len(offsets) > 1 else 0]
     seed, offset = (torch.as_tensor(x, dtype=torch.int64, device=row.device) for x in (seed, offset))
-    stream = torch.zeros_like(row) if own else row
-    word = philox(seed, (column // 4, stream, offset & _LOW, offset >> 32 & _LOW))
-    bits = torch.stack(word).gather(0, (column % 4)[None]).squeeze(0)
-    u = (bits.float() * 2.0**-32 + 2.0**-33).clamp(max=1 - 2.0**-24)
-    series = u * (1 + u * (0.5 + u * (1 / 3 + u * (0.25 + u * (0.2 + u / 6)))))
-    return torch.where(u < 0.0625, series, -(1 - u).log())
+    return philox(seed, (group, torch.zeros_like(row) if own else row, offset & _LOW, offset >> 32 & _LOW))
 
 
 _LOW = 0xFFFFFFFF
@@ -150,4 +185,4 @@ def philox(key, counter):
     return torch.broadcast_tensors(a, b, c, d)
 
 
-_RUN = {Softmax: _softmax, Draw: _draw, Prefix: _prefix}
+_RUN = {Softmax: _softmax, Draw: _draw, Prefix: _prefix, Chain: _chain}

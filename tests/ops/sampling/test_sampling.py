@@ -29,7 +29,7 @@ def tiles(device, monkeypatch):
 
 def use_tiles(size, monkeypatch):
     monkeypatch.setattr(tile_sizes, "TILE", size)
-    for op in (room.softmax, room.draw, room.prefix):
+    for op in (room.softmax, room.draw, room.prefix, room.chain):
         monkeypatch.setattr(op, "_choices", {})
 
 
