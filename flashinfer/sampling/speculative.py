@@ -36,8 +36,8 @@ def chain_speculative_sampling(
     target_probs : torch.Tensor
         [batch, num_speculate_tokens + 1, vocab_size]; dtype of `draft_probs`.
     maybe_output_accepted_token_num : torch.Tensor, optional
-        int32 [batch]: how many tokens the target accepts, each looked at by itself, is added to it. It measures how well
-        the models agree.
+        int32 [batch]: how many tokens the target accepts, each looked at by itself, is added to it. It measures how
+        well the models agree.
     maybe_output_emitted_draft_token_num : torch.Tensor, optional
         int32 [batch]: how many draft tokens are emitted is added to it; one more token is, besides.
     deterministic, generator, seed, offset
@@ -46,8 +46,8 @@ def chain_speculative_sampling(
     Returns
     -------
     output_token_ids : torch.Tensor
-        [batch, num_speculate_tokens + 1], dtype of `draft_token_ids`: the accepted tokens, the one drawn, then -1. -1 as
-        well for the one drawn where the target's row holds NaN or inf, or no probability above 0.
+        [batch, num_speculate_tokens + 1], dtype of `draft_token_ids`: the accepted tokens, the one drawn, then -1. The
+        one drawn is -1, too, where the target's row holds NaN or inf, or no probability above 0.
     output_accepted_token_num, output_emitted_draft_token_num : torch.Tensor
         The tensors given, or new ones counted from 0.
 

@@ -1,0 +1,152 @@
+"""The steps that pipelines are made of: each takes one type of tensor and gives one."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from flashinfer import sampling
+from flashinfer._core.checks import require
+from flashinfer.logits_processor.types import TaggedTensor, TensorType
+
+LOGITS, PROBS, INDICES = TensorType.LOGITS, TensorType.PROBS, TensorType.INDICES
+
+
+class Op:
+    """A step. A subclass sets `IN` and `OUT` and defines `__call__`; its parameters fixed beforehand are `params`."""
+
+    IN: ClassVar[TensorType]
+    OUT: ClassVar[TensorType]
+
+    def __init__(self, **params: Any):
+        self.params = params
+
+    def __call__(self, tensor: TaggedTensor, **kwargs: Any) -> TaggedTensor:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+
+class ParameterizedOp(Op):
+    """A step that needs parameters when it runs, listed in `NEEDS`; those in `TAKES` may be left out."""
+
+    NEEDS: ClassVar[tuple[str, ...]] = ()
+    TAKES: ClassVar[tuple[str, ...]] = ()
+
+    def runtime(self, kwargs: dict) -> dict:
+        """Its own of the pipeline's runtime parameters; ValueError naming one that is missing."""
+        given = self.params | {name: value for name, value in kwargs.items() if value is not None}
+        for name in self.NEEDS:
+            require(given.get(name) is not None, name, None, f"a value, which {self!r} needs")
+        return {name: given[name] for name in (*self.NEEDS, *self.TAKES) if name in given}
+
+
+class TemperatureOp(ParameterizedOp):
+    IN, OUT = LOGITS, LOGITS
+    NEEDS = ("temperature",)
+
+    def __call__(self, tensor, **kwargs):
+        temperature = self.runtime(kwargs)["temperature"]
+        if isinstance(temperature, torch.Tensor) and temperature.dim():
+            temperature = temperature[:, None]
+        else:
+            require(float(temperature) > 0, "temperature", float(temperature), "above 0")
+        return TaggedTensor.logits(tensor.data / temperature)
+
+
+class SoftmaxOp(ParameterizedOp):
+    IN, OUT = LOGITS, PROBS
+    TAKES = ("enable_pdl",)
+
+    def __call__(self, tensor, **kwargs):
+        return TaggedTensor.probs(sampling.softmax(tensor.data, **self.runtime(kwargs)))
+
+
+class FusedTemperatureSoftmaxOp(SoftmaxOp):
+    NEEDS = ("temperature",)
+
+
+class LogitsTopKOp(ParameterizedOp):
+    IN, OUT = LOGITS, LOGITS
+    NEEDS = ("top_k",)
+
+    def __call__(self, tensor, **kwargs):
+        return TaggedTensor.logits(sampling.top_k_mask_logits(tensor.data, **self.runtime(kwargs)))
+
+
+class ProbsTopKOp(ParameterizedOp):
+    IN, OUT = PROBS, PROBS
+    NEEDS = ("top_k",)
+
+    def __call__(self, tensor, **kwargs):
+        joint = self.params.get("joint_topk_topp", False)
+        require(not joint, "joint_topk_topp", joint, "False in steps that run one by one")
+        return TaggedTensor.probs(sampling.top_k_renorm_probs(tensor.data, **self.runtime(kwargs)))
+
+
+class TopPOp(ParameterizedOp):
+    IN, OUT = PROBS, PROBS
+    NEEDS = ("top_p",)
+
+    def __call__(self, tensor, **kwargs):
+        return TaggedTensor.probs(sampling.top_p_renorm_probs(tensor.data, **self.runtime(kwargs)))
+
+
+class MinPOp(ParameterizedOp):
+    """In torch: alone, without a draw, it is not a serving step. Before a Sample it is fused with it."""
+
+    IN, OUT = PROBS, PROBS
+    NEEDS = ("min_p",)
+
+    def __call__(self, tensor, **kwargs):
+        min_p = self.runtime(kwargs)["min_p"]
+        probs = tensor.data.float()
+        share = min_p[:, None] if isinstance(min_p, torch.Tensor) and min_p.dim() else min_p
+        kept = probs.where(probs >= share * probs.amax(-1, keepdim=True), 0)
+        return TaggedTensor.probs(kept / kept.sum(-1, keepdim=True))
+
+
+class SampleOp(ParameterizedOp):
+    """A draw. `FUNCTION` names it in flashinfer.sampling."""
+
+    OUT = INDICES
+    FUNCTION: ClassVar[str]
+    TAKES = ("indices", "deterministic", "generator", "check_nan", "seed", "offset")
+
+    def __call__(self, tensor, **kwargs):
+        return TaggedTensor.indices(getattr(sampling, self.FUNCTION)(tensor.data, **self.runtime(kwargs)))
+
+
+class LogitsSampleOp(SampleOp):
+    IN = LOGITS
+    FUNCTION = "sampling_from_logits"
+
+
+class ProbsSampleOp(SampleOp):
+    IN = PROBS
+    FUNCTION = "sampling_from_probs"
+
+
+class FusedProbsTopKSampleOp(ProbsSampleOp):
+    FUNCTION = "top_k_sampling_from_probs"
+    NEEDS = ("top_k",)
+
+
+class FusedProbsTopPSampleOp(ProbsSampleOp):
+    FUNCTION = "top_p_sampling_from_probs"
+    NEEDS = ("top_p",)
+
+
+class FusedProbsMinPSampleOp(ProbsSampleOp):
+    FUNCTION = "min_p_sampling_from_probs"
+    NEEDS = ("min_p",)
+
+
+class FusedProbsTopKTopPSampleOp(ProbsSampleOp):
+    """Both filters and the draw; `filter_apply_order` is among its params."""
+
+    FUNCTION = "top_k_top_p_sampling_from_probs"
+    NEEDS = ("top_k", "top_p")
+    TAKES = (*ProbsSampleOp.TAKES, "filter_apply_order")

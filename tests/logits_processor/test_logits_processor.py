@@ -1,0 +1,181 @@
+"""Pipelines against the functions that they stand for, fused and not."""
+
+import pytest
+import torch
+
+from flashinfer import sampling
+from flashinfer.logits_processor import (
+    CompileError,
+    FusionRule,
+    LegalizationError,
+    LogitsPipe,
+    LogitsProcessor,
+    MinP,
+    Op,
+    Sample,
+    Softmax,
+    TaggedTensor,
+    Temperature,
+    TensorType,
+    TopK,
+    TopP,
+)
+from flashinfer.testing.compare import assert_bitwise, assert_close
+
+SEEDS = dict(seed=3, offset=4)
+FUSED = {
+    "probs": ([Sample()], "ProbsSampleOp", lambda p: sampling.sampling_from_probs(p, **SEEDS), {}),
+    "top_k": ([TopK(), Sample()], "FusedProbsTopKSampleOp",
+              lambda p: sampling.top_k_sampling_from_probs(p, 5, **SEEDS), dict(top_k=5)),
+    "top_p": ([TopP(), Sample()], "FusedProbsTopPSampleOp",
+              lambda p: sampling.top_p_sampling_from_probs(p, 0.8, **SEEDS), dict(top_p=0.8)),
+    "min_p": ([MinP(), Sample()], "FusedProbsMinPSampleOp",
+              lambda p: sampling.min_p_sampling_from_probs(p, 0.2, **SEEDS), dict(min_p=0.2)),
+    "top_k then top_p": ([TopK(), TopP(), Sample()], "FusedProbsTopKTopPSampleOp",
+                         lambda p: sampling.top_k_top_p_sampling_from_probs(p, 5, 0.8, **SEEDS),
+                         dict(top_k=5, top_p=0.8)),
+    "joint": ([TopK(joint_topk_topp=True), TopP(), Sample()], "FusedProbsTopKTopPSampleOp",
+              lambda p: sampling.top_k_top_p_sampling_from_probs(p, 5, 0.8, filter_apply_order="joint", **SEEDS),
+              dict(top_k=5, top_p=0.8)),
+}  # fmt: skip
+
+
+@pytest.fixture
+def probs(device):
+    return torch.softmax(torch.randn(200, 40, device=device) * 2, -1)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_draws(probs, name):
+    processors, op, function, parameters = FUSED[name]
+    pipe = LogitsPipe(processors, input_type=TensorType.PROBS)
+    assert [repr(step) for step in pipe.compiled_ops] == [op]
+    assert_bitwise(pipe(probs, **parameters, **SEEDS), function(probs))
+
+
+@pytest.mark.parametrize("name", [name for name in FUSED if name != "joint"])
+def test_unfused_draws_are_the_same(probs, name):
+    """The steps one by one renormalise on the way, which may turn a race in a thousand."""
+    processors, _, function, parameters = FUSED[name]
+    pipe = LogitsPipe(processors, compile=False, input_type=TensorType.PROBS)
+    assert pipe.compiled_ops is None
+    assert (pipe(probs, **parameters, **SEEDS) == function(probs)).float().mean() >= 0.99
+    pipe.compile()
+    assert_bitwise(pipe(probs, **parameters, **SEEDS), function(probs))
+
+
+def test_logits_to_tokens(device):
+    logits = torch.randn(5, 60, device=device) * 3
+    temperature = torch.tensor([0.5, 1, 2, 3, 0.1], device=device)
+    pipe = LogitsPipe([Temperature(), Softmax(enable_pdl=True), TopK(), TopP(), Sample(deterministic=False)])
+    assert pipe.initial_type is TensorType.LOGITS
+    ks = torch.tensor([1, 3, 9, 60, 20], device=device)
+    tokens = pipe(logits, temperature=temperature, top_k=ks, top_p=0.9, **SEEDS)
+    probs = sampling.softmax(logits, temperature)
+    assert_bitwise(tokens, sampling.top_k_top_p_sampling_from_probs(probs, ks, 0.9, **SEEDS))
+    assert tokens[0] == logits[0].argmax()
+    direct = LogitsPipe([Sample()], input_type=TensorType.LOGITS)
+    assert_bitwise(direct(logits, **SEEDS), sampling.sampling_from_logits(logits, **SEEDS))
+    generator = torch.Generator(device)
+    drawn = [direct(logits, generator=generator.manual_seed(1)) for _ in range(2)]
+    assert_bitwise(*drawn)
+    rows = torch.tensor([4, 0], device=device)
+    assert direct(logits, indices=rows, **SEEDS).dtype == torch.int64
+
+
+def test_filters_without_a_draw(device):
+    logits = torch.randn(3, 50, device=device)
+    scaled = LogitsPipe([Temperature()])(logits, temperature=2.0)
+    assert_bitwise(scaled, logits / 2)
+    fused, apart = (LogitsPipe([Temperature(), Softmax()], compile=fuse) for fuse in (True, False))
+    assert len(fused.compiled_ops) == 1 and len(apart.ops) == 2
+    truth = torch.softmax(logits.double() / 0.75, -1)
+    for pipe in (fused, apart):
+        assert_close(pipe(logits, temperature=0.75), torch.softmax(logits / 0.75, -1), truth)
+    masked = LogitsPipe([TopK()], input_type=TensorType.LOGITS)(logits, top_k=4)
+    assert masked.isfinite().sum(1).tolist() == [4] * 3
+    probs = torch.softmax(logits, -1)
+    assert_bitwise(LogitsPipe([TopP()])(probs, top_p=0.5), sampling.top_p_renorm_probs(probs, 0.5))
+    shares = torch.tensor([0.1, 0.5, 1.0], device=device)
+    kept = LogitsPipe([MinP()])(probs, min_p=shares)
+    assert_bitwise(kept > 0, probs >= shares[:, None] * probs.amax(1, keepdim=True))
+    ones = torch.ones(3, dtype=torch.float64, device=device)
+    assert_close(kept.sum(1), ones.float(), ones)
+
+
+def test_show():
+    pipe = LogitsPipe([TopK(), Sample()], input_type=TensorType.PROBS)
+    assert repr(pipe) == (
+        "LogitsPipe([TopK -> Sample], ops=[ProbsTopKOp -> ProbsSampleOp], compiled_ops=[FusedProbsTopKSampleOp])"
+    )
+
+
+class Shift(LogitsProcessor):
+    def legalize(self, input_type):
+        return [ShiftOp(**self.params)]
+
+
+class ShiftOp(Op):
+    IN = OUT = TensorType.LOGITS
+
+    def __call__(self, tensor, **kwargs):
+        return TaggedTensor.logits(tensor.data + kwargs.get("shift", self.params["by"]))
+
+
+def test_processors_rules_and_checks_of_users(device):
+    logits = torch.randn(2, 9, device=device)
+    pipe = LogitsPipe([Shift(by=1.0), Softmax()])
+    assert pipe.initial_type is TensorType.LOGITS
+    assert_bitwise(pipe(logits), sampling.softmax(logits + 1.0))
+    assert_bitwise(LogitsPipe([Shift(by=1.0)])(logits, shift=2.0), logits + 2.0)
+    rule = FusionRule((ShiftOp, ShiftOp), lambda window: len(window) == 2,
+                      lambda window: ShiftOp(by=sum(op.params["by"] for op in window)), prio=50)  # fmt: skip
+    twice = LogitsPipe([Shift(by=1.0), Shift(by=2.0)], custom_fusion_rules=[rule])
+    assert len(twice.compiled_ops) == 1
+    assert_bitwise(twice(logits), logits + 3.0)
+    never = FusionRule(rule.pattern, lambda window: False, rule.build, prio=50)
+    assert len(LogitsPipe([Shift(by=1.0), Shift(by=2.0)], custom_fusion_rules=[never]).compiled_ops) == 2
+
+    def refuse(steps):
+        raise ValueError(f"steps: got {len(steps)}")
+
+    with pytest.raises(ValueError, match="steps: got 1"):
+        LogitsPipe([Softmax()], custom_validity_checks=[refuse])
+
+
+def test_bad_pipelines():
+    for build, error, message in (
+        (lambda: LogitsPipe([]), ValueError, "processors: got "),
+        (lambda: LogitsPipe([TopK()]), ValueError, "input_type: got "),
+        (lambda: LogitsPipe([TopK()], input_type=TensorType.INDICES), ValueError, "input_type: got "),
+        (lambda: LogitsPipe([TopP()], input_type=TensorType.LOGITS), LegalizationError, "TopP: got LOGITS"),
+        (lambda: LogitsPipe([Softmax(), Temperature()]), LegalizationError, "Temperature: got PROBS"),
+        (lambda: LogitsPipe([Softmax(), Softmax()]), LegalizationError, "Softmax: got PROBS"),
+        (lambda: LogitsPipe([Softmax(), Sample(), TopK()]), CompileError, "TopK: follows"),
+        (lambda: LogitsPipe([Softmax(), Shift(by=1.0)]), CompileError, "ShiftOp: gets PROBS"),
+        (lambda: LogitsPipe([Softmax(), Shift(by=1.0), Softmax()]), CompileError, "gets PROBS"),
+        (lambda: LogitsPipe([Softmax(), TopK(joint_topk_topp=True), Sample()]), CompileError, "joint_topk_topp: got"),
+    ):
+        with pytest.raises(error, match=message):
+            build()
+
+
+def test_bad_calls():
+    logits = torch.randn(2, 8)
+    pipe = LogitsPipe([Temperature(), Softmax()])
+    for call, argument in (
+        (lambda: pipe(logits), "temperature"),
+        (lambda: pipe(logits, temperature=0.0), "temperature"),
+        (lambda: pipe(logits, temperature=1.0, top_k=3), "top_k"),
+        (lambda: pipe(TaggedTensor.probs(logits), temperature=1.0), "x"),
+        (lambda: LogitsPipe([Temperature()])(logits, temperature=-1.0), "temperature"),
+        (lambda: LogitsPipe([Softmax(), TopK()])(logits, top_k=0), "top_k"),
+        (lambda: LogitsPipe([Softmax(), TopK(True), TopP(), Sample()], False)(logits, top_k=2), "joint_topk_topp"),
+    ):
+        with pytest.raises(ValueError, match=f"^{argument}: got .*allowed: "):
+            call()
+    fixed = LogitsPipe([Temperature(temperature=2.0), Softmax()])
+    assert_bitwise(fixed(logits), sampling.softmax(logits, 2.0))
+    tagged = TaggedTensor.logits(logits)
+    assert tagged.size(1) == 8 and tagged.shape == logits.shape and tagged.size() == logits.size()
+    assert tagged.dtype == logits.dtype and tagged.device == logits.device
