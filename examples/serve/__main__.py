@@ -105,6 +105,8 @@ def main(arguments=None) -> int:
     device = torch.cuda.get_device_name(args.device) if on_gpu else f"{platform.machine()} CPU, {threads} threads"
     figures = {"device": device, "dtype": str(args.dtype), "torch": torch.__version__}
     console.print(f"Gemma 3 270M in {args.dtype} on {device}: {len(prompts)} requests")
+    sampler = f"flashinfer.top_p_sampling_from_probs, top_p={args.top_p}" if args.top_p else "argmax (greedy)"
+    console.print(f"Tokens are chosen by {sampler}")
     requests = poisson(args, prompts)
     report.serve_in_view(console, engine, requests, tokenizer)
     for name, part in report.engine_figures(engine).items():

@@ -171,6 +171,4 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 
 def top_p(logits: torch.Tensor, p: float, generator: torch.Generator) -> torch.Tensor:
     """Sample from the smallest set of tokens whose probabilities sum to p (Holtzman et al., arXiv:1904.09751)."""
-    probs, tokens = logits.float().softmax(dim=-1).sort(dim=-1, descending=True)
-    probs[probs.cumsum(dim=-1) - probs >= p] = 0
-    return tokens.gather(1, torch.multinomial(probs, 1, generator=generator)).squeeze(1)
+    return flashinfer.top_p_sampling_from_probs(flashinfer.softmax(logits), p, generator=generator)

@@ -15,8 +15,8 @@ def chain(draft, ids, target, **options):
 
 
 def test_tokens_are_distributed_as_the_targets(device):
-    """Draft tokens drawn from the draft, then verified: chi-square at LEVEL over DRAWS requests, of the first token, and
-    of the next ones where those before were accepted."""
+    """Draft tokens drawn from the draft, then verified: chi-square at LEVEL over DRAWS requests, of the first token,
+    and of the next ones where those before were accepted."""
     draft, target = rows_of_probs(2, 7, device, 1.0), rows_of_probs(3, 7, device, 1.0)
     ids = torch.multinomial(draft.repeat(DRAWS, 1), 1).view(DRAWS, 2)
     tokens, accepted, emitted = chain(draft.expand(DRAWS, 2, 7), ids, target.expand(DRAWS, 3, 7))
