@@ -31,7 +31,6 @@ _ROOT_NAMES = {
         "fast_decode_plan",
         "single_decode_with_kv_cache",
     ),
-    "logits_processor": (),
     "mla": ("BatchMLAPagedAttentionWrapper", "xqa_mla"),
     "norm": (
         "add_rmsnorm_fp4quant",
