@@ -6,7 +6,7 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
-from flashinfer.ops._device.scales import quantize_nvfp4, quantize_nvfp4_scored, scale_offset
+from flashinfer.ops._device.scales import quantize_nvfp4, scale_offset
 
 
 @triton.jit
@@ -52,11 +52,7 @@ def act_and_mul_kernel(
     y = activation(gate.to(tl.float32), KIND) * up.to(tl.float32)
     if FORM == "nvfp4":
         y = y.to(x.dtype.element_ty).to(tl.float32)
-        scale = tl.load(global_scale + batch * scale_batch)
-        if SCORE == "":
-            codes, found = quantize_nvfp4(y, scale, CAPABILITY)
-        else:
-            codes, found = quantize_nvfp4_scored(y, scale, SCORE, CAPABILITY)
+        codes, found = quantize_nvfp4(y, tl.load(global_scale + batch * scale_batch), CAPABILITY, SCORE)
         pair = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
         out += batch * out_batch + row_offset(row, 1, out_row, 0, 1)[:, None] + pair[None, :]
         tl.store(out, codes, (row < rows)[:, None] & (pair < hidden // 2)[None, :])
