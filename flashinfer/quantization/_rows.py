@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
@@ -22,12 +24,19 @@ def layout_name(argument: str, layout: SfLayout) -> str:
     return layout.name.removeprefix("layout_")
 
 
+def as_rows(name: str, x: torch.Tensor) -> torch.Tensor:
+    """x [..., n] as [1, rows, n]."""
+    require(x.dim() >= 2, name, tuple(x.shape), "two dimensions or more")
+    return x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def scale_tensor(argument: str, scale, x: torch.Tensor, entries: int = 1) -> torch.Tensor:
     """A global scale, given as a tensor or a number, as float32 [1] or [entries]."""
     if isinstance(scale, (int, float)):
         return torch.full((1,), float(scale), device=x.device)
     require(isinstance(scale, torch.Tensor), argument, type(scale).__name__, "a float32 tensor")
     require(scale.dtype == torch.float32, argument, scale.dtype, "float32")
+    require(scale.device == x.device, argument, f"a tensor on {scale.device}", f"{x.device}, where the rows are")
     allowed = "one element" if entries == 1 else f"one element, or {entries}"
     require(scale.numel() in (1, entries), argument, tuple(scale.shape), allowed)
     return scale.reshape(-1)
@@ -57,7 +66,8 @@ def quantize(
     columns = n if columns is None else columns
     width = _WIDTH[kind]
     require(columns % width == 0, name, tuple(x.shape), f"a last dimension that is a multiple of {width}")
-    require(n <= 1 or x.stride(-1) == 1, name, f"strides {x.stride()}", "contiguous rows")
+    require(n > 0, name, tuple(x.shape), "a last dimension above 0")
+    require(n == 1 or x.stride(-1) == 1, name, f"strides {x.stride()}", "contiguous rows")
     code_bytes = columns if kind == "mxfp8" else columns // 2
     codes = torch.empty(batch, rows, code_bytes, dtype=torch.uint8, device=x.device)
     padded_rows, padded_blocks = layouts.padded(rows, columns // width, layout)

@@ -100,14 +100,14 @@ def fp4_quantize(
     require(sf_vec_size == width, "sf_vec_size", sf_vec_size, f"{width}, with sf_use_ue8m0={sf_use_ue8m0}")
     tiled = is_sf_swizzled_layout or not is_sf_8x4_layout
     require(tiled, "is_sf_8x4_layout", is_sf_8x4_layout, "False, without is_sf_swizzled_layout")
-    require(input.dim() >= 2, "input", tuple(input.shape), "two dimensions or more")
+    rows = _rows.as_rows("input", input)
     layout = ("8x4" if is_sf_8x4_layout else "128x4") if is_sf_swizzled_layout else "linear"
     scale = None
     if not sf_use_ue8m0:
         require(global_scale is not None, "global_scale", None, "a float32 tensor of one element")
         scale = _rows.scale_tensor("global_scale", global_scale, input)
     codes, factors, _ = _rows.quantize(
-        "input", input.reshape(1, -1, input.shape[-1]), recipe, layout, scale, score=_score(nvfp4_4over6, recipe),
+        "input", rows, recipe, layout, scale, score=_score(nvfp4_4over6, recipe),
         inverse=is_global_scale_inversed and not sf_use_ue8m0, backend=backend,
     )  # fmt: skip
     _, blocks = layouts.padded(1, input.shape[-1] // width, layout)
@@ -299,6 +299,7 @@ def scaled_fp4_grouped_quantize(
     batch, rows, columns = a.shape
     require(mask.shape == (batch,), "mask", tuple(mask.shape), f"[{batch}], the first dimension of a")
     require(mask.dtype == torch.int32, "mask", mask.dtype, "int32")
+    require(mask.device == a.device, "mask", f"a tensor on {mask.device}", f"{a.device}, where a is")
     scale = _rows.scale_tensor("a_global_sf", a_global_sf, a, batch)
     score = _score(nvfp4_4over6, "nvfp4")
     codes, factors, _ = _rows.quantize("a", a, "nvfp4", "128x4", scale, mask.contiguous(), score=score)

@@ -56,10 +56,9 @@ def mxfp8_quantize(
     OCP Microscaling Formats (MX) Specification 1.0, 2023; rounding the factor up is Mishra et al., Recipes for
     Pre-training LLMs with MXFP8, 2025, https://arxiv.org/abs/2506.08027
     """
-    require(input.dim() >= 2, "input", tuple(input.shape), "two dimensions or more")
+    rows = _rows.as_rows("input", input)
     require(alignment > 0 and alignment % 32 == 0, "alignment", alignment, "a multiple of 32")
     columns = -(-input.shape[-1] // alignment) * alignment
-    rows = input.reshape(1, -1, input.shape[-1])
     layout = _layout(is_sf_swizzled_layout, sf_swizzle_layout)
     codes, factors, _ = _rows.quantize("input", rows, "mxfp8", layout, columns=columns, backend=backend)
     return codes.view(torch.float8_e4m3fn).view(*input.shape[:-1], columns), factors[0]

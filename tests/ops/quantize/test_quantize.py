@@ -386,6 +386,11 @@ FP4, CUBE = flashinfer.fp4_quantize, ROWS.view(2, 2, 64)
 BAD = {
     "float32 rows": (FP4, (ROWS.float(), SCALE), "input"),
     "one dimension": (FP4, (ROWS[0], SCALE), "input"),
+    "no columns": (flashinfer.mxfp8_quantize, (ROWS[:, :0],), "input"),
+    "a scale elsewhere": (flashinfer.nvfp4_quantize, (ROWS, SCALE.to("meta")), "a_global_sf"),
+    "a mask elsewhere": (
+        flashinfer.scaled_fp4_grouped_quantize, (CUBE, torch.ones(2, device="meta").int(), SCALE), "mask",
+    ),
     "a short block": (FP4, (ROWS[:, :24], SCALE), "input"),
     "columns that are not contiguous": (FP4, (ROWS.T.contiguous().T, SCALE), "input"),
     "no global scale": (FP4, (ROWS,), "global_scale"),
