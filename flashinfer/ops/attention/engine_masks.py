@@ -45,8 +45,9 @@ def draft_mask(mask: torch.Tensor, queries: dict, kv_lens: torch.Tensor, tokens:
     if mask.dtype == torch.bool:
         width = mask.shape[-1]
         bits = torch.nn.functional.pad(mask.reshape(-1, width), (0, -width % 8)).view(-1, (width + 7) // 8, 8)
-        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=mask.device)
-        mask = (bits * weights).sum(-1, dtype=torch.uint8)
+        # Nothing here comes from the host, so that a graph can capture it.
+        place = torch.arange(8, dtype=torch.uint8, device=mask.device)
+        mask = (bits.to(torch.uint8) << place).sum(-1, dtype=torch.uint8)
     else:
         packed = (torch.uint8, torch.uint16, torch.uint32, torch.int32)
         require(mask.dtype in packed, "mask", mask.dtype, "bool, or packed bits as uint8, uint16, uint32 or int32")
