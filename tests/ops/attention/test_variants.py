@@ -14,11 +14,13 @@ import flashinfer
 from flashinfer import AttentionVariant
 from flashinfer._core.checks import UnsupportedConfig
 from flashinfer.ops.attention.decode import decode
+from flashinfer.ops.attention.evaluate import evaluate
 from flashinfer.ops.attention.prefill import prefill
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.core.conftest import forget_interpreter
 from tests.ops.attention import compiling_variants as compiling
+from tests.ops.attention import samples_arithmetic as arithmetic
 from tests.ops.attention import samples_variants as samples
 from tests.ops.attention.cases import backends, workspace
 from tests.ops.attention.samples_variants import VARIANTS
@@ -398,6 +400,17 @@ def test_a_mask_that_is_no_boolean(device):
     for backend in backends(device):
         with pytest.raises(Exception, match="boolean"):
             run_ragged(x, case, backend)
+
+
+@pytest.mark.parametrize("function", arithmetic.ALL, ids=lambda f: f.fn.__name__)
+def test_the_reference_computes_as_triton_does(function, device):
+    n = 64
+    x = torch.randn(n, device=device)
+    i, j = torch.randint(-20, 20, (2, n), dtype=torch.int32, device=device)
+    j = torch.where(j == 0, 3, j)
+    expected = torch.empty(n, dtype=torch.float64, device=device)
+    arithmetic.apply[(1,)](function, x, i, j, expected, n)
+    torch.testing.assert_close(evaluate(function, x, i, j).double(), expected, rtol=2e-6, atol=2e-6)
 
 
 # -- compile keys, and compiling ---------------------------------------------------------------------------------------
