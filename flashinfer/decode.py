@@ -12,7 +12,7 @@ from flashinfer.mla.sparse import trtllm_batch_decode_sparse_mla_dsv4
 from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.single import run_single
 from flashinfer.ops.attention.variants import AttentionVariant, as_module, chosen
-from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, refuse_block_scales
+from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -238,7 +238,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As in `single_decode_with_kv_cache`.
         q_data_type, kv_data_type, o_data_type : dtype or its name
-            kv defaults to q's, out to q's (bfloat16 for fp8 q).
+            kv defaults to q's, out to q's (bfloat16 for fp8 q); kv may be nvfp4, as uint8 or "nvfp4".
         data_type : dtype or its name, optional
             Older form: both q's and kv's.
         non_blocking : bool
@@ -361,8 +361,12 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             Must be the planned one, or 1 (the default).
         skip_softmax_threshold_scale_factor : float, optional
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
-        kv_block_scales : optional
-            Refused: block-scaled caches.
+        kv_block_scales : (Tensor, Tensor) or Tensor, optional
+            Of an nvfp4 cache, planned as kv_data_type uint8 or "nvfp4": the cache is uint8 with head_dim / 2 last, two
+            e2m1 a byte, the first in the low half; these are its factors, float8_e4m3fn or uint8, laid out as the cache
+            with head_dim / 16 last. A value is code * factor, times k_scale or v_scale. The backend says how the
+            factors of V lie: with "trtllm-gen" as `nvfp4_quantize_paged_kv_cache` writes them, four tokens interleaved;
+            with any other row by row, as `nvfp4_quantize_append_paged_kv_cache_with_slot_mapping` does.
         params : dict, optional
             What the variant's functions are given.
 
@@ -374,13 +378,12 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         """
         if args:
             params = self._params(args, params)
-        if kv_block_scales is not None or q_len_per_req != 1:
-            refuse_block_scales("kv_block_scales", kv_block_scales)
+        if q_len_per_req != 1:
             planned = self._planned().request.q_len
             require(q_len_per_req in (None, 1, planned), "q_len_per_req", q_len_per_req, f"{planned}, as planned")
         return self._run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params,
+            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params, **self._factors(kv_block_scales),
         )  # fmt: skip
 
     def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,6 @@ from flashinfer._core.checks import require
 from flashinfer._core.kv_layout import check_layout
 from flashinfer._forms.trtllm_decode import trtllm_batch_decode_with_kv_cache
 from flashinfer.mla.decode import xqa_mla
-from flashinfer.ops.attention.engine import refuse
 
 __all__ = ["xqa", "xqa_mla"]
 
@@ -77,7 +76,7 @@ def xqa(
     q_cu_seq_lens : int32 Tensor [batch + 1], optional
         First token of each request, for requests of different numbers of queries.
     k_sf_cache, v_sf_cache : Tensor, optional
-        Refused: block-scaled caches.
+        Factors of nvfp4 caches, those of V row by row (`trtllm_batch_decode_with_kv_cache` with backend "xqa").
     workspace_buffer, semaphores, sm_count, enable_pdl
         Scratch and hints that change no result.
 
@@ -88,8 +87,8 @@ def xqa(
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
     """
-    refuse("k_sf_cache", k_sf_cache, "None, as of bf16, fp16, fp32, fp8")
-    refuse("v_sf_cache", v_sf_cache, "None, as of bf16, fp16, fp32, fp8")
+    for name, given, other in (("k_sf_cache", k_sf_cache, v_sf_cache), ("v_sf_cache", v_sf_cache, k_sf_cache)):
+        require(given is not None or other is None, name, None, "a tensor: K and V are nvfp4 both, or neither")
     check_layout(kv_layout)
     got = tuple(k_cache.shape[1:3] if kv_layout == "NHD" else k_cache.shape[2:0:-1])
     expected = (page_size, num_kv_heads)
@@ -106,7 +105,8 @@ def xqa(
         q.view(rows), (k_cache, v_cache), workspace_buffer, page_table, seq_lens, 0,
         q_scale * kv_scale * q.shape[-1] ** -0.5, kv_scale * rcp_out_scale, sliding_win_size - 1, output.view(rows),
         sinks=sinks, kv_layout=kv_layout, q_len_per_req=q_seq_len, mask=mask,
-        max_q_len=None if q_cu_seq_lens is None else q_seq_len, cum_seq_lens_q=q_cu_seq_lens,
+        max_q_len=None if q_cu_seq_lens is None else q_seq_len, cum_seq_lens_q=q_cu_seq_lens, backend="xqa",
+        kv_cache_sf=None if k_sf_cache is None else (k_sf_cache, v_sf_cache),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ def check_layout(kv_layout: str) -> None:
     require(kv_layout in LAYOUTS, "kv_layout", repr(kv_layout), "'NHD' (token, head, dim) or 'HND' (head, token, dim)")
 
 
-def paged_views(paged_kv_cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def paged_views(paged_kv_cache, kv_layout: str, name: str = "paged_kv_cache") -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of a paged cache as [pages, page_size, kv_heads, head_dim] views, nothing copied.
 
     Parameters
@@ -25,6 +25,8 @@ def paged_views(paged_kv_cache, kv_layout: str) -> tuple[torch.Tensor, torch.Ten
         or K and V, each without the second axis.
     kv_layout : str
         "NHD" or "HND".
+    name : str
+        What errors call the cache.
 
     Raises
     ------
@@ -32,14 +34,15 @@ def paged_views(paged_kv_cache, kv_layout: str) -> tuple[torch.Tensor, torch.Ten
         Another number of axes or another layout name.
     """
     if isinstance(paged_kv_cache, (tuple, list)):
-        require(len(paged_kv_cache) == 2, "paged_kv_cache", f"{len(paged_kv_cache)} tensors", "a pair (k, v)")
+        require(len(paged_kv_cache) == 2, name, f"{len(paged_kv_cache)} tensors", "a pair (k, v)")
         k, v = paged_kv_cache
     else:
         shape = tuple(paged_kv_cache.shape)
-        require(len(shape) == 5 and shape[1] == 2, "paged_kv_cache", shape, "5 axes with 2 (k and v) second, or a pair")
+        require(len(shape) == 5 and shape[1] == 2, name, shape, "5 axes with 2 (k and v) second, or a pair")
         k, v = paged_kv_cache[:, 0], paged_kv_cache[:, 1]
-    for name, tensor in (("k cache", k), ("v cache", v)):
-        require(tensor.dim() == 4, name, tuple(tensor.shape), "4 axes: pages, page_size and kv_heads, head_dim")
+    for i, tensor in enumerate((k, v)):
+        fits = tensor.dim() == 4
+        require(fits, f"{name}[{i}]", tuple(tensor.shape), "4 axes: pages, page_size and kv_heads, head_dim")
     if kv_layout == "HND":
         return k.transpose(1, 2), v.transpose(1, 2)
     return k, v

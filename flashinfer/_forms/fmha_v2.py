@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import UnsupportedConfig, require
-from flashinfer._forms.trtllm_decode import value_dim
 from flashinfer.ops.attention.engine import (
-    attend_pages, attend_rows, flat_integers, output_of, refuse, scales_of, sinks_of,
+    attend_pages, attend_rows, flat_integers, output_of, refuse, scales_of, sinks_of, value_dim,
 )  # fmt: skip
 from flashinfer.ops.attention.engine_masks import chunk_mask
 from flashinfer.ops.attention.problem import Table

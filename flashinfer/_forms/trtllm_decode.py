@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer.ops.attention.engine import attend_pages, flat_integers, output_of, refuse, scales_of, sinks_of
+from flashinfer.ops.attention.engine import (
+    attend_pages, factors_of, flat_integers, output_of, refuse, scales_of, sinks_of, value_dim,
+)  # fmt: skip
 from flashinfer.ops.attention.engine_masks import draft_mask, shard_mask
 
 
@@ -96,8 +98,12 @@ def trtllm_batch_decode_with_kv_cache(
         The most queries of a request, with cum_seq_lens_q; tiles are chosen by it.
     cum_seq_lens_q : int32 Tensor [batch + 1], optional
         First token of each request, for requests of different numbers of queries.
-    kv_cache_sf, kv_block_scales : optional
-        Refused: block-scaled caches.
+    kv_cache_sf, kv_block_scales : (Tensor, Tensor) or Tensor, optional
+        One of the two, of an nvfp4 kv_cache: uint8 with head_dim / 2 last, two e2m1 a byte, the first in the low half.
+        Its factors, float8_e4m3fn or uint8, laid out as kv_cache with head_dim / 16 last; a value is code * factor, and
+        the scales of the whole are part of bmm1_scale and bmm2_scale. The backend says how the factors of V lie: with
+        "trtllm-gen", and with "auto" but on compute capability 12, four tokens interleaved, as
+        `nvfp4_quantize_paged_kv_cache` writes them; else row by row.
     uses_shared_paged_kv_idx : bool
         False, separate tables of K and V, is refused.
     lse : float32 Tensor [tokens, num_qo_heads], optional
@@ -132,8 +138,6 @@ def trtllm_batch_decode_with_kv_cache(
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
     """
-    refuse("kv_cache_sf", kv_cache_sf, "None, as of bf16, fp16, fp32, fp8")
-    refuse("kv_block_scales", kv_block_scales, "None, as of bf16, fp16, fp32, fp8")
     refuse("uses_shared_paged_kv_idx", None if uses_shared_paged_kv_idx else "False", "True: one table for K and V")
     refuse("enable_block_sparse_attention", enable_block_sparse_attention, "False")
     refuse("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, "None: FP8 keys are widened exactly")
@@ -156,12 +160,8 @@ def trtllm_batch_decode_with_kv_cache(
         query, kv_cache, kv_layout, block_tables, lens, queries, longest_q=longest, causal=causal, masked=masked,
         window_left=window_left, o_dtype=o_dtype, backend=backend, out=out, lse=lse, return_lse=return_lse,
         sinks=sinks_of(sinks), **scales_of(bmm1_scale, bmm2_scale, o_scale=o_scale, bmm1_scale_log2=bmm1_scale_log2),
+        **factors_of(kv_cache_sf, kv_block_scales, kv_layout, backend, query.device),
     )  # fmt: skip
-
-
-def value_dim(kv_cache) -> int:
-    """head_dim of V."""
-    return (kv_cache[1] if isinstance(kv_cache, (tuple, list)) else kv_cache).shape[-1]
 
 
 def queries_of(query: torch.Tensor, batch: int, q_len: int | None, indptr: torch.Tensor | None,
@@ -203,7 +203,7 @@ def xqa_batch_decode_with_kv_cache(
     ----------
     query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left, out,
     sinks, enable_pdl, o_scale, mask, kv_cache_sf
-        As there.
+        As there with backend "xqa".
     kv_layout : str
         "NHD" or "HND".
     q_len_per_req : int, optional
@@ -217,7 +217,7 @@ def xqa_batch_decode_with_kv_cache(
     """
     return trtllm_batch_decode_with_kv_cache(
         query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
-        out, sinks=sinks, kv_layout=kv_layout, q_len_per_req=q_len_per_req, o_scale=o_scale, mask=mask,
+        out, sinks=sinks, kv_layout=kv_layout, backend="xqa", q_len_per_req=q_len_per_req, o_scale=o_scale, mask=mask,
         max_q_len=None if q_cu_seq_lens is None else q_len_per_req, cum_seq_lens_q=q_cu_seq_lens,
         kv_cache_sf=kv_cache_sf,
     )  # fmt: skip

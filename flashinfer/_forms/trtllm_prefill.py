@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer._forms.trtllm_decode import value_dim
 from flashinfer.ops.attention.engine import (
-    attend_pages, attend_rows, flat_integers, output_of, refuse, scales_of, sinks_of,
+    attend_pages, attend_rows, factors_of, flat_integers, output_of, refuse, scales_of, sinks_of, value_dim,
 )  # fmt: skip
 from flashinfer.ops.attention.problem import Table
 
@@ -90,8 +89,6 @@ def trtllm_batch_context_with_kv_cache(
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
     """
-    refuse("kv_cache_sf", kv_cache_sf, "None, as of bf16, fp16, fp32, fp8")
-    refuse("kv_block_scales", kv_block_scales, "None, as of bf16, fp16, fp32, fp8")
     refuse("uses_shared_paged_kv_idx", None if uses_shared_paged_kv_idx else "False", "True: one table for K and V")
     refuse("uses_spcompress", uses_spcompress, "None or False")
     require(query.dim() == 3, "query", tuple(query.shape), "[tokens, num_qo_heads, head_dim]")
@@ -102,6 +99,7 @@ def trtllm_batch_context_with_kv_cache(
         query, kv_cache, kv_layout, block_tables, seq_lens, queries, longest_q=max_q_len, causal=causal,
         window_left=window_left, o_dtype=o_dtype, backend=backend, out=out, lse=lse, return_lse=return_lse,
         sinks=sinks_of(sinks), **scales_of(bmm1_scale, bmm2_scale),
+        **factors_of(kv_cache_sf, kv_block_scales, kv_layout, backend, query.device),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import torch
 from flashinfer.ops.attention.masks import multi_item_mask
 from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
-from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, refuse_block_scales
+from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
 
 
 class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
@@ -259,10 +259,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             (k, v) without the second axis. Any strides, head_dim contiguous.
         *args
             The variant's parameters, in its order; or by name in `params`.
-        q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks
+        q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, kv_block_scales
             As in `BatchDecodeWithPagedKVCacheWrapper.run`.
-        kv_block_scales : optional
-            Refused: block-scaled caches.
         skip_softmax_threshold_scale_factor : float, optional
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
         params : dict, optional
@@ -276,11 +274,9 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         """
         if args:
             params = self._params(args, params)
-        if kv_block_scales is not None:
-            refuse_block_scales("kv_block_scales", kv_block_scales)
         return self._run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params,
+            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params, **self._factors(kv_block_scales),
         )  # fmt: skip
 
     def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,9 +10,10 @@ import torch
 from flashinfer._core.checks import is_aligned, require
 from flashinfer._core.dispatch import Choice
 from flashinfer._core.kv_layout import as_matrix
+from flashinfer.ops.attention.config import factor_alignment
 from flashinfer.ops.attention.kind import Kind
 from flashinfer.ops.attention.problem import Inputs, Table
-from flashinfer.ops.attention.request import Limits, Request
+from flashinfer.ops.attention.request import NVFP4, Limits, Request
 from flashinfer.ops.attention.variants import identity_of
 
 # Launches held per plan. Layers share one; scales, windows and sinks of their own make one for each.
@@ -29,6 +30,8 @@ class Call:
     window_left: int | None = None
     sinks: torch.Tensor | None = None
     params: dict | None = None
+    k_factors: torch.Tensor | None = None
+    v_factors: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Batch:
         return self._scratch(count)
 
     def run(self, q: torch.Tensor, kv, views, *, out=None, lse=None, return_lse=False, q_scale=None, k_scale=None,
-            v_scale=None, window_left=None, sinks=None, params=None):  # fmt: skip
+            v_scale=None, window_left=None, sinks=None, params=None, k_factors=None, v_factors=None):  # fmt: skip
         """Attention of `q`. Returns out, or (out, lse).
 
         `kv` is the cache as the caller has it, one tensor or a pair, and `views(kv)` gives k and v as `Inputs` takes
@@ -153,10 +156,11 @@ class Batch:
             (q_at | k_at | v_at | out_at) % 16, return_lse, q_scale, k_scale, v_scale, window_left,
             None if sinks is None else (sinks.data_ptr(), sinks.shape, sinks.stride(), sinks.dtype, sinks.device),
             None if params is None else identity_of(params),
+            None if k_factors is None else (_facts(k_factors), _facts(v_factors)),
         )  # fmt: skip
         held = self._held.get(alike)
         if held is None:
-            call = Call(q_scale, k_scale, v_scale, window_left, sinks, params)
+            call = Call(q_scale, k_scale, v_scale, window_left, sinks, params, k_factors, v_factors)
             return self._run_anew(q, *views(kv), out, lse, return_lse, call, alike)
         if out is None:
             out = torch.empty_like(q) if held.like_q else self._new_out(q)
@@ -175,6 +179,7 @@ class Batch:
         scalars, qk_scale, v_scale = self._scales(call)
         sinks = self._sinks(call.sinks)
         params = self._params(call, return_lse)
+        factors = self._factors(call, k, v)
         out = self._new_out(q) if out is None else self._given(out, "out", (*q.shape[:2], self.options.head_dim_vo))
         if not return_lse:
             lse = None
@@ -184,12 +189,15 @@ class Batch:
             self.limits = Limits(self.table.batch_size, q.shape[0], k.shape[0] * max(self.options.page_size, 1))
         matrix = all(as_matrix(t, bool(self.options.page_size)) for t in (k, v))
         kernel, choice = self.kind.bind(
-            return_lse, sinks is not None, qk_scale is not None, is_aligned(q, k, v, out), matrix,
+            return_lse, sinks is not None, qk_scale is not None, is_aligned(q, k, v, out) and _aligned(factors), matrix,
             scalars.window_left >= 0,
         )  # fmt: skip
         schedule = self._schedule_of(choice)
         if q.shape[0] and self.table.batch_size:
-            x = Inputs(q, k, v, out, lse, self.table, schedule, scalars, sinks, qk_scale, v_scale, self._slopes, params)
+            x = Inputs(
+                q, k, v, out, lse, self.table, schedule, scalars, sinks, qk_scale, v_scale, self._slopes, params,
+                *factors,
+            )  # fmt: skip
             if schedule is None:
                 kernel(x)
             else:
@@ -233,7 +241,8 @@ class Batch:
         expected = (o.num_qo_heads, o.head_dim_qk)
         require(q.dim() == 3 and tuple(q.shape[1:]) == expected, "q", tuple(q.shape), f"[rows, {expected}], as planned")
         require(q.dtype == o.q_dtype, "q", q.dtype, f"{o.q_dtype}, as planned (q_data_type)")
-        for name, t, dim in (("k", k, o.head_dim_qk), ("v", v, o.head_dim_vo)):
+        packed = 2 if o.kv_dtype == NVFP4 else 1
+        for name, t, dim in (("k", k, o.head_dim_qk // packed), ("v", v, o.head_dim_vo // packed)):
             require(t.device == self.device, name, f"a tensor on {t.device}", f"{self.device}, where q is")
             require(t.dtype == o.kv_dtype, name, t.dtype, f"{o.kv_dtype}, as planned (kv_data_type)")
             got = tuple(t.shape[-2:])
@@ -292,6 +301,25 @@ class Batch:
             require(call.window_left in (None, -1), "window_left", call.window_left, "-1: the variant owns the mask")
         return variant.values(call.params, self.device)
 
+    def _factors(self, call: Call, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The e4m3 factors of nvfp4 keys and values, laid out as those."""
+        given = (call.k_factors, k), (call.v_factors, v)
+        if self.options.kv_dtype != NVFP4:
+            has = any(factors is not None for factors, _ in given)
+            require(not has, "kv_block_scales", "tensors", f"None, of {self.options.kv_dtype} keys and values")
+            return None, None
+        for i, (factors, x) in enumerate(given):
+            name = f"kv_block_scales[{i}]"
+            require(factors is not None, name, None, "e4m3 factors, of nvfp4 keys and values")
+            shape = *x.shape[:-1], x.shape[-1] // 8
+            require(tuple(factors.shape) == shape, name, tuple(factors.shape), f"{shape} (page, token, head, factor)")
+            stored = factors.dtype in (torch.float8_e4m3fn, torch.uint8)
+            require(stored, name, factors.dtype, "float8_e4m3fn, uint8")
+            require(factors.device == self.device, name, f"a tensor on {factors.device}", str(self.device))
+            dense = factors.stride(-1) == 1 or shape[-1] == 1
+            require(dense, name, f"stride {factors.stride(-1)} of the last axis", "1")
+        return tuple(factors.view(torch.float8_e4m3fn) for factors, _ in given)
+
     def _scales(self, call: Call):
         """Scalars of the call, and vectors per query head where a scale is a tensor."""
         planned = self.kind.scalars
@@ -330,6 +358,18 @@ class Batch:
             return value.repeat_interleave(self.options.group)
         require(value.shape[0] == heads, name, tuple(value.shape), f"1, {kv_heads} or {heads} elements")
         return value
+
+
+def _facts(t: torch.Tensor | None) -> tuple | None:
+    return None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
+
+
+def _aligned(factors: tuple[torch.Tensor | None, torch.Tensor | None]) -> bool:
+    """Whether rows of nvfp4 factors start where loads of all their bytes may."""
+    for t in factors:
+        if t is not None and any(n % factor_alignment(16 * t.shape[-1]) for n in (t.data_ptr(), *t.stride()[:-1])):
+            return False
+    return True
 
 
 def _same_tables(a: Table, b: Table) -> bool:

@@ -27,6 +27,7 @@ def decode_problems() -> Iterator[Problem]:
     yield replace(base, kv_dtype="fp8e4nv")
     yield replace(base, kv_dtype="fp8e5", head_scales=True, rows=32)
     yield replace(base, kv_dtype="fp8e4nv", o_dtype="fp8e4nv")
+    yield replace(base, kv_dtype="nvfp4")
     yield replace(base, mask="causal", rows=32)
     yield replace(base, page_size=5, aligned=False, window=True)
     yield replace(base, q_dtype="fp32", kv_dtype="fp32", o_dtype="fp32", pos_encoding="ROPE_LLAMA")

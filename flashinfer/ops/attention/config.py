@@ -41,7 +41,15 @@ class Config:
     least_piece: int
 
 
-SIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1}
+# Bytes of what is stored; of nvfp4, two elements.
+SIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1, "nvfp4": 1}
+# What travels to kernels as bytes, and is widened in registers.
+NARROW = ("fp8e4nv", "fp8e5", "nvfp4")
+
+
+def factor_alignment(dim: int) -> int:
+    """Bytes that rows of nvfp4 factors of `dim` elements are a multiple of, as far as a load can use it."""
+    return min(16, dim // 16 & -(dim // 16))
 
 
 def _power(n: int) -> int:
@@ -56,7 +64,7 @@ def _shared_bytes(p: Problem, block_m: int, block_n: int, stages: int) -> int:
     """Shared memory the compiler will take: a ring of K and V blocks, the widened or rotated operands, Q, and P."""
     d_qk, d_vo = _padded(p.head_dim_qk), _padded(p.head_dim_vo)
     compute = 4 if p.q_dtype == "fp32" else 2
-    ring = stages * block_n * (d_qk + d_vo) * SIZE[p.kv_dtype]
+    ring = stages * block_n * (d_qk + d_vo) * SIZE[p.kv_dtype] // (2 if p.kv_dtype == "nvfp4" else 1)
     widened = block_n * (d_qk + d_vo) * compute if p.kv_dtype != p.q_dtype or p.pos_encoding == "ROPE_LLAMA" else 0
     return ring + widened + block_m * d_qk * compute + block_m * block_n * compute
 
@@ -70,12 +78,12 @@ def choose(p: Problem, target: Target) -> Config:
     steps = ((128, 2), (64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
     if p.rows > 16:
         steps = steps[1:]
-    by_bits = not native_fp8 and "fp8e4nv" in (p.q_dtype, p.kv_dtype)
+    by_bits = p.kv_dtype == "nvfp4" or not native_fp8 and "fp8e4nv" in (p.q_dtype, p.kv_dtype)
     if by_bits or not p.aligned or p.mask == "custom":
         # In registers: copies of a block in bit arithmetic; an address per element of narrow loads, or per mask byte.
         block_m = min(block_m, 64)
         steps = tuple(s for s in steps if s[0] <= 32)
-    if p.kv_dtype.startswith("fp8") or widest >= 256 and p.soft_cap:
+    if p.kv_dtype in NARROW or widest >= 256 and p.soft_cap:
         # Both the bytes and what they widen to, or both the products and their tanh, are live at once.
         steps = tuple(s for s in steps if s[0] <= (32 if widest >= 256 else 64))
     if p.q_dtype == "fp32":
@@ -113,9 +121,11 @@ def refuses(p: Problem, target: Target) -> str:
         return f"ROPE_LLAMA pairs elements, and head_dim_qk {p.head_dim_qk} is odd"
     if p.q_dtype not in ("bf16", "fp16", "fp32", "fp8e4nv", "fp8e5"):
         return f"q dtype {p.q_dtype}"
-    if p.kv_dtype not in ("fp8e4nv", "fp8e5", p.q_dtype):
-        return f"kv dtype {p.kv_dtype} with q dtype {p.q_dtype}: it must be q's, or fp8"
-    if p.o_dtype not in SIZE:
+    if p.kv_dtype not in (*NARROW, p.q_dtype):
+        return f"kv dtype {p.kv_dtype} with q dtype {p.q_dtype}: it must be q's, fp8 or nvfp4"
+    if p.kv_dtype == "nvfp4" and p.pos_encoding == "ROPE_LLAMA" and p.head_dim_qk % 32:
+        return f"ROPE_LLAMA of nvfp4 keys takes halves of whole blocks, and head_dim_qk {p.head_dim_qk} is odd times 16"
+    if p.o_dtype not in SIZE or p.o_dtype == "nvfp4":
         return f"output dtype {p.o_dtype}"
     if p.o_dtype == "fp8e4nv" and not target.is_cpu and target.capability < 89:
         return f"output dtype {p.o_dtype}: this chip has no conversion to it"

@@ -9,9 +9,10 @@ import torch
 
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
 from flashinfer._core.kv_layout import check_layout, paged_views
+from flashinfer._core.target import target_of
 from flashinfer.ops.attention.direct import block_table, run_direct
 from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import options
+from flashinfer.ops.attention.request import NVFP4, options
 
 
 def refuse(name: str, value, allowed: str) -> None:
@@ -102,11 +103,11 @@ def output_of(q: torch.Tensor, shape: tuple[int, ...], out, out_dtype, o_sf_scal
     return out, dtype
 
 
-def engine_views(kv_cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def engine_views(kv_cache, kv_layout: str, name: str = "kv_cache") -> tuple[torch.Tensor, torch.Tensor]:
     """K and V as [pages, page_size, kv_heads, head_dim] views; a cache with 1 for its second axis is both."""
     if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 5 and kv_cache.shape[1] == 1:
         kv_cache = (kv_cache[:, 0], kv_cache[:, 0])
-    return paged_views(kv_cache, kv_layout)
+    return paged_views(kv_cache, kv_layout, name)
 
 
 def cache_shape(kv_cache, kv_layout: str) -> tuple[torch.dtype, int, int, int, int]:
@@ -117,13 +118,36 @@ def cache_shape(kv_cache, kv_layout: str) -> tuple[torch.dtype, int, int, int, i
     page_size, heads, dim = k.shape[-3:]
     if kv_layout == "HND":
         page_size, heads = heads, page_size
-    return k.dtype, page_size, heads, dim, v.shape[-1]
+    packed = 2 if k.dtype == NVFP4 else 1
+    return k.dtype, page_size, heads, dim * packed, v.shape[-1] * packed
+
+
+def value_dim(kv_cache) -> int:
+    """head_dim of V."""
+    v = kv_cache[1] if isinstance(kv_cache, (tuple, list)) else kv_cache
+    return v.shape[-1] * (2 if v.dtype == NVFP4 else 1)
+
+
+def factors_of(kv_cache_sf, kv_block_scales, kv_layout: str, backend: str, device: torch.device) -> dict:
+    """Block scales of an nvfp4 cache, as `attend_pages` takes them, of either name that they have upstream.
+
+    V's are interleaved for the generated kernels of TensorRT-LLM: what upstream's "auto" is, except on compute
+    capability 12, where it is XQA.
+    """
+    given = kv_cache_sf if kv_block_scales is None else kv_block_scales
+    if given is None:
+        return {}
+    require(kv_cache_sf is None or kv_block_scales is None, "kv_cache_sf", "kv_block_scales too", "one of the two")
+    generated = backend == "trtllm-gen" or backend == "auto" and target_of(device).capability // 10 != 12
+    name = "kv_cache_sf" if kv_block_scales is None else "kv_block_scales"
+    k_factors, v_factors = engine_views(given, kv_layout, name)
+    return dict(k_factors=k_factors, v_factors=v_factors, interleaved=generated)
 
 
 def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.Tensor, seq_lens: torch.Tensor,
                  queries: dict, *, longest_q: int = 0, causal: bool = True, window_left: int = -1, o_dtype=None,
                  soft_cap: float | None = None, alibi: bool = False, masked=(None, None), backend: str = "auto",
-                 **call):  # fmt: skip
+                 interleaved: bool = False, **call):  # fmt: skip
     """Attention of `q` over a paged cache that a rectangular block table describes.
 
     Parameters
@@ -137,6 +161,8 @@ def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.
         qo_indptr, q_lens or q_len of `Table`, on q's device.
     masked : (AttentionVariant, dict) or (None, None)
         A mask of engine_masks.py.
+    interleaved : bool
+        Of `Options`.
     call
         The other arguments of Batch.run.
     """
@@ -148,7 +174,7 @@ def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.
     asked = options(
         "paged", q.shape[-2], kv_heads, dim, dim_vo, page_size, q_data_type=q.dtype, kv_data_type=kv_dtype,
         o_data_type=o_dtype or q.dtype, causal=causal, window_left=window_left, logits_soft_cap=soft_cap, sm_scale=1.0,
-        pos_encoding_mode="ALIBI" if alibi else "NONE", variant=masked[0],
+        pos_encoding_mode="ALIBI" if alibi else "NONE", variant=masked[0], interleaved=interleaved,
     )  # fmt: skip
     return run_direct(
         asked, table, q, kv_cache, _views(kv_layout), kv_tokens=batch * pages * page_size, longest_q=longest_q,

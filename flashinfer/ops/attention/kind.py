@@ -13,7 +13,7 @@ from flashinfer._core.target import Target, target_of
 from flashinfer.ops.attention.decode import decode
 from flashinfer.ops.attention.prefill import prefill
 from flashinfer.ops.attention.problem import Problem, Scalars
-from flashinfer.ops.attention.request import Options
+from flashinfer.ops.attention.request import NVFP4, Options
 
 
 class Kind:
@@ -82,7 +82,7 @@ def _problem(o: Options, rows: int, custom: bool) -> Problem:
     return Problem(
         source=o.source,
         q_dtype=dtype_name(o.q_dtype),
-        kv_dtype=dtype_name(o.kv_dtype),
+        kv_dtype="nvfp4" if o.kv_dtype == NVFP4 else dtype_name(o.kv_dtype),
         o_dtype=dtype_name(o.o_dtype),
         head_dim_qk=o.head_dim_qk,
         head_dim_vo=o.head_dim_vo,
@@ -98,4 +98,5 @@ def _problem(o: Options, rows: int, custom: bool) -> Problem:
         variant="" if variant is None else variant.key,
         softmax=variant is None or variant.use_softmax,
         variant_mask=variant is not None and variant.mask is not None,
+        interleaved=o.interleaved,
     )

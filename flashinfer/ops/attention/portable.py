@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention._device.attend import attend_kernel
-from flashinfer.ops.attention.config import SIZE
+from flashinfer.ops.attention.config import NARROW, SIZE, factor_alignment
 from flashinfer.ops.attention.planner import schedule_launch, schedules
 from flashinfer.ops.attention.problem import Inputs, Problem
 from flashinfer.ops.attention.variants import find
@@ -28,16 +28,16 @@ def _padded(head_dim: int) -> int:
 
 
 def _compute_dtype(p: Problem) -> str:
-    """The type of both dot operands: q's, or float16, which holds fp8 exactly and is what chips convert it to."""
+    """The type of both dot operands: q's, or float16, which holds fp8 and nvfp4 exactly; chips convert FP8 to it."""
     if p.q_dtype.startswith("fp8"):
         return "fp16"
     # A rotated q is rounded to bfloat16 in any case.
-    fits = p.q_dtype == "bf16" and p.kv_dtype.startswith("fp8") and p.pos_encoding != "ROPE_LLAMA"
+    fits = p.q_dtype == "bf16" and p.kv_dtype in NARROW and p.pos_encoding != "ROPE_LLAMA"
     return "fp16" if fits else p.q_dtype
 
 
 def _pointer(dtype: str, aligned: bool = True) -> str:
-    name = "u8" if dtype.startswith("fp8") else dtype
+    name = "u8" if dtype in NARROW else dtype
     return f"*{name}:16" if aligned else f"*{name}"
 
 
@@ -56,6 +56,16 @@ def varied(p: Problem) -> tuple[dict, dict]:
     return constants if params else constants | {"params": None}, params
 
 
+def _factor_types(p: Problem) -> dict:
+    """Of nvfp4 factors and their strides. With aligned rows, as wide loads as a row of factors has."""
+    types = {}
+    for name, dim in (("k", p.head_dim_qk), ("v", p.head_dim_vo)):
+        promise = f":{factor_alignment(dim)}" if p.aligned else ""
+        types[f"factors.{name}"] = f"*u8{promise}"
+        types.update((f"factors.{name}_{stride}", f"i64{promise}") for stride in ("page", "n", "head"))
+    return types
+
+
 def build_attend(p: Problem, c) -> Build:
     types = dict(
         q=_pointer(p.q_dtype, p.aligned), k=_pointer(p.kv_dtype, p.aligned), v=_pointer(p.kv_dtype, p.aligned),
@@ -69,11 +79,16 @@ def build_attend(p: Problem, c) -> Build:
     types.update(sm_scale="fp32", out_scale="fp32", soft_cap="fp32", window_left="i32", rope_scale="fp32",
                  rope_log2_theta="fp32")  # fmt: skip
     functions, params = varied(p)
+    if p.kv_dtype == "nvfp4":
+        types.update(_factor_types(p))
+    else:
+        functions["factors"] = None
     types.update(params)
     constants = dict(
         GROUP=p.group, PAGE_SIZE=p.page_size, D_QK=p.head_dim_qk, D_VO=p.head_dim_vo, D_QK_PAD=_padded(p.head_dim_qk),
         D_VO_PAD=_padded(p.head_dim_vo), BLOCK_M=c.block_m, BLOCK_N=c.block_n, Q_DTYPE=p.q_dtype, KV_DTYPE=p.kv_dtype,
-        NATIVE_FP8=c.native_fp8, COMPUTE=_TL[_compute_dtype(p)], CAUSAL=p.mask == "causal", WINDOW=p.window,
+        INTERLEAVED=p.interleaved, NATIVE_FP8=c.native_fp8, COMPUTE=_TL[_compute_dtype(p)],
+        CAUSAL=p.mask == "causal", WINDOW=p.window,
         CUSTOM=p.mask == "custom", SOFT_CAP=p.soft_cap, ALIBI=p.pos_encoding == "ALIBI",
         ROPE=p.pos_encoding == "ROPE_LLAMA", SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse, SPLIT=p.split,
         PIECES=c.combine_pieces, COMBINE_ROWS=c.combine_rows, **functions,
@@ -126,6 +141,11 @@ class Bound:
             soft_cap=scalars.soft_cap, window_left=scalars.window_left, rope_scale=scalars.rope_scale,
             rope_log2_theta=math.log2(scalars.rope_theta),
         )  # fmt: skip
+        for name, factors in (("k", x.k_factors), ("v", x.v_factors)):
+            if factors is not None:
+                strides = zip(("page", "n", "head"), factors.stride())
+                arguments[f"factors.{name}"] = _raw(factors)
+                arguments.update((f"factors.{name}_{stride}", n) for stride, n in strides)
         arguments.update(zip(self._params, x.params, strict=True))
         values = tuple(arguments[name] for name in self._parameters)
         return self._kernel.hold((schedule.max_items * kv_heads, 1, 1), values, ("q", "k", "v", "out", "lse"))

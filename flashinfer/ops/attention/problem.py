@@ -23,7 +23,8 @@ class Problem:
     source : str
         Where keys and values are: "paged" or "ragged".
     q_dtype, kv_dtype, o_dtype : str
-        Triton's names: "bf16", "fp16", "fp32", "fp8e4nv", "fp8e5".
+        Triton's names: "bf16", "fp16", "fp32", "fp8e4nv", "fp8e5"; of keys and values also "nvfp4": e2m1, two a byte,
+        with an e4m3 factor for each 16 of a row.
     head_dim_qk, head_dim_vo : int
         Elements of a query / key row, and of a value / output row.
     group : int
@@ -54,6 +55,8 @@ class Problem:
         Whether weights are the softmax of logits; else they are what the variant makes of them.
     variant_mask : bool
         Whether the variant has a mask of its own.
+    interleaved : bool
+        Whether the nvfp4 factors of V lie four tokens interleaved (`Options.interleaved`).
     """
 
     source: str
@@ -78,6 +81,7 @@ class Problem:
     variant: str = ""
     softmax: bool = True
     variant_mask: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,8 @@ class Inputs:
     alibi_slopes : float32 Tensor [qo_heads], optional
     params : tuple
         What the functions of Problem.variant are given, in the order of the variant's parameters.
+    k_factors, v_factors : float8_e4m3fn Tensor [pages, page_size, kv_heads, head_dim / 16], optional
+        Of nvfp4 keys and values, whose own last axis is head_dim / 2.
     """
 
     q: torch.Tensor
@@ -242,6 +248,8 @@ class Inputs:
     v_scale: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     params: tuple = ()
+    k_factors: torch.Tensor | None = None
+    v_factors: torch.Tensor | None = None
 
     def addresses(self) -> tuple[int, int, int, int, int]:
         """Of q, k, v, out and lse (0 for none): what moves from one launch of a held kernel to the next."""

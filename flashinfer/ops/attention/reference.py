@@ -19,6 +19,8 @@ from flashinfer.ops.attention.variants import AttentionVariant, find
 
 # Logits computed at a time: 1M float32 are 4 MiB, about the L2 of two CPU cores.
 _LOGITS = 1 << 20
+# By code: sign, two bits of exponent, one of mantissa. (OCP Microscaling Formats Specification 1.0.)
+_E2M1 = [sign * x for sign in (1.0, -1.0) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 
 
 @dataclass
@@ -78,6 +80,10 @@ def _gather(problem: Problem, x: Inputs, b: _Bucket) -> tuple[torch.Tensor, torc
         pages = torch.where(b.kv_len > 0, pages, 0)
         offsets = positions % problem.page_size
         k, v = (_rows(t, pages, offsets) for t in (x.k, x.v))
+        if problem.kv_dtype == "nvfp4":
+            k = _dequantise(k, _rows(x.k_factors, pages, offsets))
+            v_factors = _interleaved if problem.interleaved else _rows
+            v = _dequantise(v, v_factors(x.v_factors, pages, offsets))
     else:
         rows = (base + positions).clamp(max=max(x.k.shape[0] - 1, 0))
         k, v = (_at(t, rows) for t in (x.k, x.v))
@@ -106,6 +112,21 @@ def _rows(t: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> torch.
     per_page = page_stride // row_stride
     flat = t.as_strided(((t.shape[0] - 1) * per_page + t.shape[1], *t.shape[2:]), (row_stride, *inner))
     return _at(flat, pages * per_page + offsets)
+
+
+def _dequantise(codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Rows of nvfp4, two codes a byte, the first in the low half; a factor for each 16."""
+    codes = codes.long()
+    values = torch.tensor(_E2M1, device=codes.device)[torch.stack((codes & 15, codes >> 4), -1).flatten(-2)]
+    return (values.unflatten(-1, (-1, 16)) * factors.float()[..., None]).flatten(-2)
+
+
+def _interleaved(t: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Rows (page, offset) of factors that lie four tokens interleaved (see `Options`)."""
+    count = t.shape[-1]
+    place = 4 * torch.arange(count, device=t.device) + offsets[..., None] % 4
+    found = t.float()[pages[..., None], offsets[..., None] // 4 * 4 + place // count, :, place % count]
+    return found.transpose(-1, -2)
 
 
 def _rotate(rows: torch.Tensor, positions: torch.Tensor, x: Inputs) -> torch.Tensor:

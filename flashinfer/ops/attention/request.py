@@ -14,6 +14,8 @@ from flashinfer.ops.attention.tables import KV_INDPTR, LAST_PAGE_LEN, NAMES, QO_
 from flashinfer.ops.attention.variants import AttentionVariant
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# What nvfp4 is stored as: two e2m1 a byte.
+NVFP4 = torch.uint8
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -21,7 +23,9 @@ _INTEGERS = (torch.int32, torch.int64)
 class Options:
     """What a batch is asked for beside its tables, in the names of the public API. Checked when it is made.
 
-    `source` is "paged" or "ragged"; a ragged batch has page_size 0.
+    `source` is "paged" or "ragged"; a ragged batch has page_size 0. `kv_dtype` uint8 is nvfp4; with `interleaved`, the
+    factors of V lie in the page of each head as TensorRT-LLM's generated kernels read them: token 4 i + t's factor f
+    is where token 4 i + (4 f + t) div (head_dim / 16) would have factor (4 f + t) mod (head_dim / 16).
     """
 
     source: str
@@ -43,6 +47,7 @@ class Options:
     fixed_split_size: int | None = None
     disable_split_kv: bool = False
     variant: AttentionVariant | None = None
+    interleaved: bool = False
 
     def __post_init__(self):
         require(self.num_kv_heads > 0, "num_kv_heads", self.num_kv_heads, "at least 1")
@@ -62,6 +67,13 @@ class Options:
         require(fixed is None or fixed > 0 or fixed == -1, "fixed_split_size", fixed, "None, -1, or a number of keys")
         owned = self.variant is not None and self.variant.owns_mask
         require(not owned or self.window_left < 0, "window_left", self.window_left, "-1: the variant owns the mask")
+        if self.kv_dtype == NVFP4:
+            require(self.source == "paged", "kv_data_type", "nvfp4 (uint8)", "with paged keys and values")
+            for name in ("head_dim_qk", "head_dim_vo"):
+                dim = getattr(self, name)
+                require(dim % 16 == 0, name, dim, "a multiple of 16, the block of nvfp4")
+            fours = not self.interleaved or self.page_size % 4 == 0
+            require(fours, "page_size", self.page_size, "a multiple of 4, with interleaved factors of V")
 
     @property
     def group(self) -> int:
@@ -74,6 +86,8 @@ def options(source, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_s
             o_data_type=None, **others) -> Options:  # fmt: skip
     """Options of public arguments: dtypes or their names, kv defaulting to q's, head_dim_vo (None) to head_dim_qk."""
     q_dtype = as_dtype(q_data_type, torch.float16)
+    if kv_data_type == "nvfp4":
+        kv_data_type = NVFP4
     return Options(
         source, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo, page_size,
         q_dtype, as_dtype(kv_data_type, q_dtype), default_o_dtype(q_dtype, o_data_type), **others,

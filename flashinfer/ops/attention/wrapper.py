@@ -16,7 +16,7 @@ from flashinfer.ops.attention.batch import Batch, limits_of
 from flashinfer.ops.attention.kind import Kind, kind_of
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.problem import Table, alibi_slopes
-from flashinfer.ops.attention.request import Limits, Options, Request, tile_rows
+from flashinfer.ops.attention.request import NVFP4, Limits, Options, Request, tile_rows
 from flashinfer.ops.attention.tables import KV_INDPTR, NAMES, QO_INDPTR, Stage
 from flashinfer.ops.attention.variants import AttentionVariant
 
@@ -136,6 +136,8 @@ class AttentionWrapper:
                 return self._plan(request)
         if self._variant is not None:
             request.options = _with_variant(request.options, self._variant)
+        if self._backend == "trtllm-gen" and request.options.kv_dtype == NVFP4:
+            request.options = _interleaved(request.options)
         counts = request.lengths_on_host()
         stream = self._look_at_stream(counts)
         old, graph, options = self._batch, self._use_cuda_graph, request.options
@@ -354,6 +356,13 @@ class AttentionWrapper:
             return params
         return self._variant.named(args, params)
 
+    def _factors(self, kv_block_scales) -> dict:
+        """Block scales of an nvfp4 cache, as Batch.run takes them."""
+        if kv_block_scales is None:
+            return {}
+        k_factors, v_factors = paged_views(kv_block_scales, self._kv_layout, "kv_block_scales")
+        return dict(k_factors=k_factors, v_factors=v_factors)
+
     def _change_plan(self, **changes) -> None:
         """What the older forward() takes over from plan(): the same tables under other options."""
         old = self._planned()
@@ -371,6 +380,11 @@ class AttentionWrapper:
 
     def end_forward(self) -> None:
         """Kept for callers of older versions; there is nothing to release."""
+
+
+@lru_cache(maxsize=1024)
+def _interleaved(options: Options) -> Options:
+    return replace(options, interleaved=True)
 
 
 @lru_cache(maxsize=1024)

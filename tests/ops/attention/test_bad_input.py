@@ -105,7 +105,7 @@ def test_run_names_the_argument(x, paged, device):
         ("k", (x.q, kv[:, :, :3]), {}),
         ("paged_kv_cache", (x.q, kv[:, :1]), {}),
         ("paged_kv_cache", (x.q, (kv, kv, kv)), {}),
-        ("k cache", (x.q, (kv, kv)), {}),
+        ("paged_kv_cache", (x.q, (kv, kv)), {}),
         ("v", (x.q, (kv[:, 0], kv[:-1, 1])), {}),
         ("out", (x.q, kv), dict(out=torch.empty(5, 4, 32, dtype=x.q.dtype, device=device))),
         ("out", (x.q, kv), dict(out=torch.empty(5, 4, 64, device=device))),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from flashinfer.ops.attention._device.combine import combine_if_last
-from flashinfer.ops.attention._device.kv_source import fit_half, row_offsets, widen
+from flashinfer.ops.attention._device.kv_source import factors_at, fit_half, load_nvfp4, row_offsets, widen
 from flashinfer.ops.attention._device.logits import LOG2E, rotate, transform, vary, visible
 from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
@@ -43,15 +43,44 @@ def _load_key_half(k, offsets, there, first, HALF: tl.constexpr, HALF_PAD: tl.co
 
 
 @triton.jit
+def _load_rows(
+    x, at, factors, factor_page, factor_n, positions, there, kv_base, kv_indices, first,
+    D: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, PAGE_SIZE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ROW_MASK: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """DIM elements from `first` of nvfp4 rows of D, widened."""
+    at_factors = factors_at(
+        positions, there, kv_base, kv_indices, first, factor_page, factor_n, D, PAD, PAGE_SIZE, INTERLEAVED
+    )
+    return load_nvfp4(x, factors, at, at_factors, there, first, DIM, PAD, ROW_MASK, NATIVE_FP8, COMPUTE)
+
+
+@triton.jit
+def _load_keys(
+    k, at, factors, kv_head, positions, there, kv_base, kv_indices, first,
+    D: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, PAGE_SIZE: tl.constexpr, KV_DTYPE: tl.constexpr,
+    ROW_MASK: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Elements first : first + DIM of keys as rows [BLOCK_N, PAD], widened."""
+    if KV_DTYPE == "nvfp4":
+        return _load_rows(
+            k, at, factors.k + kv_head.to(tl.int64) * factors.k_head, factors.k_page, factors.k_n, positions, there,
+            kv_base, kv_indices, first, D, DIM, PAD, PAGE_SIZE, False, ROW_MASK, NATIVE_FP8, COMPUTE,
+        )  # fmt: skip
+    return widen(_load_key_half(k, at, there, first, DIM, PAD, ROW_MASK), KV_DTYPE, NATIVE_FP8, COMPUTE)
+
+
+@triton.jit
 def _step(
     acc, top, total, q_lo, q_hi, k, v, start, kv_end,
     kv_base, kv_len, kv_indices, k_stride_page, k_stride_n, v_stride_page, v_stride_n,
     scale, soft_cap, slopes, q_index, q_pos, row_ok, mask, window_left, rope_scale, rope_log2_theta,
-    batch, head, params,
+    batch, head, kv_head, factors, params,
     PAGE_SIZE: tl.constexpr, D_QK: tl.constexpr, D_VO: tl.constexpr, D_QK_PAD: tl.constexpr, D_VO_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, KV_DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    ROPE: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, KV_DTYPE: tl.constexpr, INTERLEAVED: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ALIBI: tl.constexpr, ROPE: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """One block of keys. With MASKED, range, diagonal, window, custom mask and a variant's mask are looked at."""
     kv_pos = start + tl.arange(0, BLOCK_N)
@@ -61,11 +90,23 @@ def _step(
     if ROPE:
         HALF: tl.constexpr = D_QK // 2
         HALF_PAD: tl.constexpr = D_QK_PAD // 2
-        k_lo = widen(_load_key_half(k, at, there, 0, HALF, HALF_PAD, MASKED), KV_DTYPE, NATIVE_FP8, COMPUTE)
-        k_hi = widen(_load_key_half(k, at, there, HALF, HALF, HALF_PAD, MASKED), KV_DTYPE, NATIVE_FP8, COMPUTE)
+        k_lo = _load_keys(
+            k, at, factors, kv_head, kv_pos, there, kv_base, kv_indices, 0, D_QK, HALF, HALF_PAD, PAGE_SIZE, KV_DTYPE,
+            MASKED, NATIVE_FP8, COMPUTE,
+        )  # fmt: skip
+        k_hi = _load_keys(
+            k, at, factors, kv_head, kv_pos, there, kv_base, kv_indices, HALF, D_QK, HALF, HALF_PAD, PAGE_SIZE,
+            KV_DTYPE, MASKED, NATIVE_FP8, COMPUTE,
+        )  # fmt: skip
         k_lo, k_hi = rotate(k_lo, k_hi, kv_pos, rope_scale, rope_log2_theta, HALF, HALF_PAD)
         s = _dot(q_lo, tl.trans(k_lo.to(COMPUTE)), s)
         s = _dot(q_hi, tl.trans(k_hi.to(COMPUTE)), s)
+    elif KV_DTYPE == "nvfp4":
+        keys = _load_keys(
+            k, at, factors, kv_head, kv_pos, there, kv_base, kv_indices, 0, D_QK, D_QK, D_QK_PAD, PAGE_SIZE, KV_DTYPE,
+            MASKED, NATIVE_FP8, COMPUTE,
+        )  # fmt: skip
+        s = _dot(q_lo, tl.trans(keys), s)
     else:
         d = tl.arange(0, D_QK_PAD)
         k_ok = (d < D_QK)[:, None]
@@ -99,13 +140,20 @@ def _step(
     else:
         new_top = top
         p = s
-    dv = tl.arange(0, D_VO_PAD)
-    v_ok = (dv < D_VO)[None, :]
-    if MASKED:
-        v_ok = v_ok & there[:, None]
     at_v = row_offsets(kv_pos, there, kv_base, kv_indices, v_stride_page, v_stride_n, PAGE_SIZE)
-    values = tl.load(v + at_v[:, None] + dv[None, :], mask=v_ok, other=0)
-    acc = _dot(p.to(COMPUTE), widen(values, KV_DTYPE, NATIVE_FP8, COMPUTE), acc)
+    if KV_DTYPE == "nvfp4":
+        values = _load_rows(
+            v, at_v, factors.v + kv_head.to(tl.int64) * factors.v_head, factors.v_page, factors.v_n, kv_pos, there,
+            kv_base, kv_indices, 0, D_VO, D_VO, D_VO_PAD, PAGE_SIZE, INTERLEAVED, MASKED, NATIVE_FP8, COMPUTE,
+        )  # fmt: skip
+    else:
+        dv = tl.arange(0, D_VO_PAD)
+        v_ok = (dv < D_VO)[None, :]
+        if MASKED:
+            v_ok = v_ok & there[:, None]
+        values = tl.load(v + at_v[:, None] + dv[None, :], mask=v_ok, other=0)
+        values = widen(values, KV_DTYPE, NATIVE_FP8, COMPUTE)
+    acc = _dot(p.to(COMPUTE), values, acc)
     return acc, new_top, total
 
 
@@ -114,11 +162,12 @@ def attend_kernel(
     q, k, v, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask, mask_indptr,
     sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads,
     q_stride_n, q_stride_h, k_stride_page, k_stride_n, k_stride_h, v_stride_page, v_stride_n, v_stride_h,
-    o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left, rope_scale, rope_log2_theta, params,
+    o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left, rope_scale, rope_log2_theta, factors, params,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     D_QK: tl.constexpr, D_VO: tl.constexpr, D_QK_PAD: tl.constexpr, D_VO_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    Q_DTYPE: tl.constexpr, KV_DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr,
+    Q_DTYPE: tl.constexpr, KV_DTYPE: tl.constexpr, INTERLEAVED: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    COMPUTE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     ROPE: tl.constexpr, SINKS: tl.constexpr, HEAD_SCALES: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
     PIECES: tl.constexpr, COMBINE_ROWS: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
@@ -126,7 +175,7 @@ def attend_kernel(
     """One program per (work item, KV head); heads vary fastest, since heads of one token are neighbours in a page.
 
     LOGITS and MASK are functions of a user's variant, or None; `params` is a named tuple for them. Without SOFTMAX,
-    logits are weights.
+    logits are weights. `factors` is a named tuple of the factors of nvfp4 keys and values, with their strides.
     """
     item = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
@@ -212,26 +261,26 @@ def attend_kernel(
             acc, top, total = _step(
                 acc, top, total, q_lo, q_hi, k, v, start, kv_end, kv_base, kv_len, kv_indices,
                 k_stride_page, k_stride_n, v_stride_page, v_stride_n, scale, soft_cap, slopes, token, q_pos, row_ok,
-                mask, window_left, rope_scale, rope_log2_theta, batch, head, params, PAGE_SIZE, D_QK, D_VO, D_QK_PAD,
-                D_VO_PAD, BLOCK_N, KV_DTYPE, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, LOGITS,
-                MASK, SOFTMAX, True,
+                mask, window_left, rope_scale, rope_log2_theta, batch, head, kv_head, factors, params, PAGE_SIZE, D_QK,
+                D_VO, D_QK_PAD, D_VO_PAD, BLOCK_N, KV_DTYPE, INTERLEAVED, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM,
+                SOFT_CAP, ALIBI, ROPE, LOGITS, MASK, SOFTMAX, True,
             )  # fmt: skip
     if not CUSTOM and MASK is None:
         for start in range(plain_begin, plain_end, BLOCK_N):
             acc, top, total = _step(
                 acc, top, total, q_lo, q_hi, k, v, start, kv_end, kv_base, kv_len, kv_indices,
                 k_stride_page, k_stride_n, v_stride_page, v_stride_n, scale, soft_cap, slopes, token, q_pos, row_ok,
-                mask, window_left, rope_scale, rope_log2_theta, batch, head, params, PAGE_SIZE, D_QK, D_VO, D_QK_PAD,
-                D_VO_PAD, BLOCK_N, KV_DTYPE, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, LOGITS,
-                MASK, SOFTMAX, False,
+                mask, window_left, rope_scale, rope_log2_theta, batch, head, kv_head, factors, params, PAGE_SIZE, D_QK,
+                D_VO, D_QK_PAD, D_VO_PAD, BLOCK_N, KV_DTYPE, INTERLEAVED, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM,
+                SOFT_CAP, ALIBI, ROPE, LOGITS, MASK, SOFTMAX, False,
             )  # fmt: skip
     for start in range(plain_end, end, BLOCK_N):
         acc, top, total = _step(
             acc, top, total, q_lo, q_hi, k, v, start, kv_end, kv_base, kv_len, kv_indices,
             k_stride_page, k_stride_n, v_stride_page, v_stride_n, scale, soft_cap, slopes, token, q_pos, row_ok,
-            mask, window_left, rope_scale, rope_log2_theta, batch, head, params, PAGE_SIZE, D_QK, D_VO, D_QK_PAD,
-            D_VO_PAD, BLOCK_N, KV_DTYPE, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, LOGITS,
-            MASK, SOFTMAX, True,
+            mask, window_left, rope_scale, rope_log2_theta, batch, head, kv_head, factors, params, PAGE_SIZE, D_QK,
+            D_VO, D_QK_PAD, D_VO_PAD, BLOCK_N, KV_DTYPE, INTERLEAVED, NATIVE_FP8, COMPUTE, CAUSAL, WINDOW, CUSTOM,
+            SOFT_CAP, ALIBI, ROPE, LOGITS, MASK, SOFTMAX, True,
         )  # fmt: skip
 
     if SINKS:

@@ -49,6 +49,57 @@ def widen(x, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, to: tl.constexpr):
 
 
 @triton.jit
+def _e2m1(code):
+    """The low four bits as float16. As its upper bits they are an e2m1 with an exponent bias 14 larger."""
+    bits = code.to(tl.uint16)
+    return (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True) * 16384.0
+
+
+@triton.jit
+def load_nvfp4(
+    codes, factors, at, at_factors, there, first,
+    DIM: tl.constexpr, PAD: tl.constexpr, ROW_MASK: tl.constexpr, NATIVE_FP8: tl.constexpr, to: tl.constexpr,
+):  # fmt: skip
+    """DIM elements from `first` of rows of nvfp4 at offsets `at`, as [rows, PAD]; factors at [rows, PAD // 16].
+
+    An e2m1 has two significant bits and an e4m3 four, so that float16 and bfloat16 hold every product exactly.
+    """
+    ROWS: tl.constexpr = at.shape[0]
+    byte = tl.arange(0, PAD // 2)
+    block = tl.arange(0, PAD // 16)
+    byte_ok = (byte < DIM // 2)[None, :]
+    block_ok = (block < DIM // 16)[None, :]
+    if ROW_MASK:
+        byte_ok = byte_ok & there[:, None]
+        block_ok = block_ok & there[:, None]
+    pairs = tl.load(codes + at[:, None] + (first // 2 + byte)[None, :], mask=byte_ok, other=0)
+    factor = tl.load(factors + at_factors, mask=block_ok, other=0)
+    factor = widen(factor, "fp8e4nv", NATIVE_FP8, tl.float16)[:, :, None]
+    pairs = tl.reshape(pairs, [ROWS, PAD // 16, 8])
+    low, high = _e2m1(pairs) * factor, _e2m1(pairs >> 4) * factor
+    return tl.reshape(tl.join(low, high), [ROWS, PAD]).to(to)
+
+
+@triton.jit
+def factors_at(
+    positions, there, kv_base, kv_indices, first, stride_page, stride_n, DIM: tl.constexpr, PAD: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Offsets [keys, PAD // 16] of the factors of nvfp4 elements from `first` of a request's keys at `positions`.
+
+    INTERLEAVED: of each four tokens of a page, factor by factor, as one row-major block.
+    """
+    pages = page_ids(positions, there, kv_base, kv_indices, PAGE_SIZE)
+    token = (positions % PAGE_SIZE)[:, None]
+    block = first // 16 + tl.arange(0, PAD // 16)[None, :]
+    if INTERLEAVED:
+        place = block * 4 + token % 4
+        token = token // 4 * 4 + place // (DIM // 16)
+        block = place % (DIM // 16)
+    return pages.to(tl.int64)[:, None] * stride_page + token.to(tl.int64) * stride_n + block
+
+
+@triton.jit
 def fit_half(x, AXIS: tl.constexpr):
     """bfloat16 rows as float16 times a power of two each, and these powers; for products with FP8, which float16 holds.
 
