@@ -35,7 +35,7 @@ def choose(p, target: Target) -> Config:
     steps = ((32, 3), (16, 4), (16, 3), (32, 2), (16, 2))
     if not p.aligned or by_bits:
         # In registers: an address per element of narrow loads; copies of a block in bit arithmetic.
-        block_m = min(block_m, 32)
+        block_m = min(block_m, 16 if by_bits else 32)
         steps = ((16, 3), (16, 2))
     elif p.kv_dtype.startswith("fp8"):
         # Both the bytes and what they widen to are live at once: with 64 rows 320 bytes of stack, most in the loop.
@@ -43,8 +43,9 @@ def choose(p, target: Target) -> Config:
     block_n, stages = next(
         (s for s in steps if _shared_bytes(p, target, block_m, *s) <= target.smem or target.is_cpu), steps[-1]
     )
-    # One row of tensor-core tiles is little work for 8 warps; two blocks of 4 overlap their waits.
-    num_warps = 4 if block_m == 16 else 8
+    # One row of tensor-core tiles is little work for 8 warps; two blocks of 4 overlap their waits. Bit arithmetic wants
+    # the registers of 8: on 4 it takes 296 bytes of stack.
+    num_warps = 4 if block_m == 16 and not by_bits else 8
     rows = min(block_m, 8)
     # A round of the combination takes 64 registers of each thread.
     pieces = max(1, min(16, 64 * 32 * num_warps // (rows * padded(p.head_dim_ckv))))
