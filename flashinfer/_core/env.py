@@ -43,7 +43,22 @@ LOGLEVEL = Variable("FLASHINFER_LOGLEVEL", "", "debug, info, warning or error: p
 DISABLE_VERSION_CHECK = Variable(
     "FLASHINFER_DISABLE_VERSION_CHECK", "0", "1: warn about an unsupported torch or Triton, and go on"
 )
-VARIABLES = (WORKSPACE_BASE, PRECOMPILED_DIR, FROZEN, DEBUG, LINE_INFO, LOGLEVEL, DISABLE_VERSION_CHECK)
+NVFP4_4OVER6 = Variable(
+    "FLASHINFER_NVFP4_4OVER6", "0", "1: NVFP4 quantisation tries 4 beside 6, where no argument says"
+)
+NVFP4_4OVER6_ERR_MODE = Variable(
+    "FLASHINFER_NVFP4_4OVER6_ERR_MODE", "MAE", "MAE or MSE: the error that chooses between 4 and 6"
+)
+NVFP4_4OVER6_ERR_USE_FAST_MATH = Variable(
+    "FLASHINFER_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0", "1: float16 may be used for that error"
+)
+NVFP4_4OVER6_E4M3_USE_256 = Variable(
+    "FLASHINFER_NVFP4_4OVER6_E4M3_USE_256", "0", "1: global scales leave factors up to 256, not 448"
+)
+VARIABLES = (
+    WORKSPACE_BASE, PRECOMPILED_DIR, FROZEN, DEBUG, LINE_INFO, LOGLEVEL, DISABLE_VERSION_CHECK, NVFP4_4OVER6,
+    NVFP4_4OVER6_ERR_MODE, NVFP4_4OVER6_ERR_USE_FAST_MATH, NVFP4_4OVER6_E4M3_USE_256,
+)  # fmt: skip
 
 _LEVELS = ("debug", "info", "warning", "error")
 

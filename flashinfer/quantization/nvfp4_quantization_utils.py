@@ -8,8 +8,8 @@ from enum import IntEnum
 
 import torch
 
+from flashinfer._core import env
 from flashinfer._core.checks import require
-from flashinfer._core.env import Variable
 
 __all__ = [
     "NVFP44Over6Config",
@@ -32,12 +32,6 @@ class _Unset:
 
 
 UNSET = _Unset()
-
-_ENABLED = Variable("FLASHINFER_NVFP4_4OVER6", "0", "1: NVFP4 quantisation tries 4 beside 6, where no argument says")
-_ERR_MODE = Variable("FLASHINFER_NVFP4_4OVER6_ERR_MODE", "MAE", "MAE or MSE: the error that chooses")
-_FAST = Variable("FLASHINFER_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0", "1: float16 may be used for that error")
-_USE_256 = Variable("FLASHINFER_NVFP4_4OVER6_E4M3_USE_256", "0", "1: global scales leave factors up to 256, not 448")
-
 
 class NVFP44Over6ErrMode(IntEnum):
     """The error that chooses between a block's two candidates: of magnitudes, or of squares."""
@@ -99,9 +93,11 @@ def current_nvfp4_4over6_config() -> NVFP44Over6Config | None:
     ValueError
         A variable with another value than it may have.
     """
-    if not _ENABLED.is_on():
+    if not env.NVFP4_4OVER6.is_on():
         return None
-    return NVFP44Over6Config(256 if _USE_256.is_on() else _E4M3_MAX, _ERR_MODE.get(), _FAST.is_on())
+    largest = 256 if env.NVFP4_4OVER6_E4M3_USE_256.is_on() else _E4M3_MAX
+    fast = env.NVFP4_4OVER6_ERR_USE_FAST_MATH.is_on()
+    return NVFP44Over6Config(largest, env.NVFP4_4OVER6_ERR_MODE.get(), fast)
 
 
 def resolve_nvfp4_4over6(setting: NVFP44Over6Config | None = UNSET) -> NVFP44Over6Config | None:
@@ -122,7 +118,8 @@ def resolve_nvfp4_4over6(setting: NVFP44Over6Config | None = UNSET) -> NVFP44Ove
     require(setting is UNSET, "nvfp4_4over6", repr(setting), "an NVFP44Over6Config, or None")
     found = current_nvfp4_4over6_config()
     if found is not None:
-        warnings.warn(f"{_ENABLED.name} chooses the NVFP4 recipe; pass nvfp4_4over6=", FutureWarning, stacklevel=3)
+        message = f"{env.NVFP4_4OVER6.name} chooses the NVFP4 recipe; pass nvfp4_4over6="
+        warnings.warn(message, FutureWarning, stacklevel=3)
     return found
 
 
