@@ -1,8 +1,8 @@
 """Every kernel compiles for every architecture on the lowest and the highest Triton, within the chip's limits.
 
 Of each op's catalog it takes as many problems as show every value of every field, so that each branch of each kernel is
-there. Hopper, which has kernels of its own, compiles all of them. Of the other chips each compiles a third, and another
-third on the highest Triton; at least one problem of every op. `make test` installs the highest Triton beside the
+there. Each chip compiles a quarter of them, and another quarter on the highest Triton, at least one problem of an op. A
+chip's own kernels are compiled for all of them on both. `make test` installs the highest Triton beside the
 environment's; FLASHINFER_TEST_TRITON names its folder.
 """
 
@@ -12,7 +12,6 @@ import subprocess
 import sys
 from dataclasses import asdict
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -24,16 +23,12 @@ from flashinfer.ops import all_ops
 OTHER = os.environ.get("FLASHINFER_TEST_TRITON", "")
 
 
-# Chips three apart take the same third: an older and a newer one.
-TURNS = ("80", "86", "89", "100a", "103a", "120a")
-
-
 class Covering:
-    """An op with the part of its catalog that shows every (field, value), as far as it is the turn of `arch`."""
+    """An op with the part of its catalog that shows every (field, value), or a quarter of that part."""
 
-    def __init__(self, op, arch, highest):
+    def __init__(self, op, turn=None):
         self.name, self.problem_type, self.variants, self._op = op.name, op.problem_type, op.variants, op
-        self._turn = None if arch not in TURNS else TURNS.index(arch) + highest
+        self._turn = turn
 
     def catalog(self):
         seen, shown = set(), []
@@ -44,15 +39,21 @@ class Covering:
                 shown.append(problem)
         if self._turn is None:
             return shown
-        every = min(3, len(shown))
+        every = min(4, len(shown))
         return shown[self._turn % every :: every]
+
+
+def all_jobs(highest):
+    ops = all_ops()
+    for place, arch in enumerate(GPU_ARCHS):
+        yield from catalog_jobs({name: Covering(op, place + highest) for name, op in ops.items()}, [arch])
+    whole = {name: Covering(op) for name, op in ops.items()}
+    yield from (job for job in catalog_jobs(whole, ["90a"]) if job.variant == "sm90")
 
 
 def main(folder, highest):
     """Compile into `folder`, and print the records as JSON."""
-    ops = {arch: {name: Covering(op, arch, highest) for name, op in all_ops().items()} for arch in GPU_ARCHS}
-    jobs = chain.from_iterable(catalog_jobs(ops[arch], [arch]) for arch in GPU_ARCHS)
-    print(json.dumps([asdict(record) for record in precompile(jobs, Path(folder))]))
+    print(json.dumps([asdict(record) for record in precompile(all_jobs(highest), Path(folder))]))
 
 
 def compile_all(folder, first_on_path=""):
