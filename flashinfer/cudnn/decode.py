@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core import env
 from flashinfer._core.checks import require
 from flashinfer.ops.attention.engine import attend_pages, flat_integers, output_of, scales_of, sinks_of
 
@@ -48,9 +49,11 @@ def cudnn_batch_decode_with_kv_cache(
         Keys of each request.
     block_tables : int32 Tensor [batch, max_pages]
         Page ids of each request; past its keys anything. Without it request i has page i for all of its keys.
-    batch_offsets_q, batch_offsets_o, batch_offsets_k, batch_offsets_v : Tensor, optional
-        Where requests begin. Those of q and o can only say what q_len_per_req says, and those of k and v what
-        block_tables says: they are not read.
+    batch_offsets_q, batch_offsets_o : int Tensor, optional
+        Where requests begin, in elements or in tokens. They can only say what q_len_per_req says; on a GPU that is
+        checked in debug mode alone (FLASHINFER_DEBUG), since looking waits for the device.
+    batch_offsets_k, batch_offsets_v : Tensor, optional
+        Not read: block_tables says where keys are.
     out : Tensor, as q, optional
     return_lse : bool
     lse : float32 Tensor [batch * q_len_per_req, num_qo_heads], optional
@@ -85,8 +88,21 @@ def cudnn_batch_decode_with_kv_cache(
     if lens is None:
         lens = torch.full((batch,), max_sequence_kv, dtype=torch.int32, device=q.device)
     out, o_dtype = output_of(q, (*q.shape[:2], v_cache.shape[-1]), out, None)
+    out_row = q.shape[1] * v_cache.shape[-1] if out is None else out.stride(0)
+    _check_uniform("batch_offsets_q", batch_offsets_q, q_len_per_req, q.stride(0))
+    _check_uniform("batch_offsets_o", batch_offsets_o, q_len_per_req, out_row)
     return attend_pages(
         q, (k_cache, v_cache), "HND", block_tables, lens, dict(q_len=q_len_per_req), longest_q=q_len_per_req,
         causal=q_len_per_req > 1, window_left=window_left, o_dtype=o_dtype, out=out, lse=lse, return_lse=return_lse,
         sinks=sinks_of(sinks), **scales_of(scale, 1.0),
     )  # fmt: skip
+
+
+def _check_uniform(name: str, offsets: torch.Tensor | None, q_len: int, row: int) -> None:
+    """Check that offsets, in tokens or in elements of `row` a token, are those of requests of q_len queries."""
+    if offsets is None or (offsets.is_cuda and not env.DEBUG.is_on()):
+        return
+    found = offsets.reshape(-1).cpu().long()
+    tokens = torch.arange(found.shape[0]) * q_len
+    fits = torch.equal(found, tokens) or torch.equal(found, tokens * row)
+    require(fits, name, found.tolist(), f"{q_len} queries for each request, as q_len_per_req says")

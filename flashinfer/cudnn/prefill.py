@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashinfer._core import env
 from flashinfer._core.checks import require
 from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_integers, integers, output_of
 from flashinfer.ops.attention.problem import Table
@@ -68,9 +69,11 @@ def cudnn_batch_prefill_with_kv_cache(
         Scales of quantised q, k and v.
     batch_offsets_q, batch_offsets_k : int Tensor of batch + 1 elements, optional
         Where each request begins.
-    batch_offsets_o, batch_offsets_v, batch_offsets_stats : int Tensor, optional
-        They have to say the same rows as those of q, of k, and of q; they are not read. With the last one, lse is
-        packed.
+    batch_offsets_o, batch_offsets_v : int Tensor, optional
+        They have to say the same rows as those of q and of k. On a GPU that is checked in debug mode alone
+        (FLASHINFER_DEBUG), since looking waits for the device.
+    batch_offsets_stats : int Tensor, optional
+        Given, lse is packed: in the rows of q.
     batch_offsets_units : str
         "elements" (rows times the stride of a row) or "tokens".
     out : Tensor [tokens, num_qo_heads, head_dim_vo], optional
@@ -106,6 +109,10 @@ def cudnn_batch_prefill_with_kv_cache(
     queries = _spans(q, batch_offsets_q, actual_seq_lens_q, batch, max_token_per_sequence, per_element, "q")
     out, o_dtype = output_of(q, (*q.shape[:2], v_cache.shape[-1]), out, o_data_type)
     packed = batch_offsets_stats is not None or (lse is not None and lse.dim() == 2)
+    out_row = q.shape[1] * v_cache.shape[-1] if out is None else out.stride(0)
+    _check_rows("o", batch_offsets_o, out_row, "q", batch_offsets_q, q.stride(0), per_element)
+    if not paged:
+        _check_rows("v", batch_offsets_v, v_cache.stride(0), "k", batch_offsets_k, k_cache.stride(0), per_element)
     call = dict(
         longest_q=max_token_per_sequence, causal=causal, o_dtype=o_dtype, backend=backend or "auto", out=out,
         return_lse=return_lse, lse=lse if packed else None, q_scale=scale if q_scale is None else scale * q_scale,
@@ -156,6 +163,20 @@ def _spans(x: torch.Tensor, offsets, lens, batch: int, most: int, per_element: b
     require(padded or lens is not None, f"actual_seq_lens_{name}", None,
             f"a tensor, or batch_offsets_{name}, or {batch} x {most} rows")  # fmt: skip
     return dict(q_lens=lens, q_len=most if padded else 0)
+
+
+def _check_rows(name: str, offsets, row: int, base: str, base_offsets, base_row: int, per_element: bool) -> None:
+    """Check that offsets say the same rows as those of `base`; row and base_row are elements from row to row."""
+    if offsets is None:
+        return
+    allowed = f"the rows of batch_offsets_{base}"
+    require(base_offsets is not None, f"batch_offsets_{name}", "a tensor", f"None without batch_offsets_{base}")
+    require(offsets.numel() == base_offsets.numel(), f"batch_offsets_{name}", tuple(offsets.shape), allowed)
+    if offsets.is_cuda and not env.DEBUG.is_on():
+        return
+    a, b = offsets.reshape(-1).cpu().long(), base_offsets.reshape(-1).cpu().long()
+    same = torch.equal(a * base_row, b * row) if per_element else torch.equal(a, b)
+    require(same, f"batch_offsets_{name}", a.tolist(), allowed)
 
 
 def _padded(rows: torch.Tensor, table: Table, most: int, out) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from flashinfer.logits_processor.types import TaggedTensor, TensorType
 LOGITS, PROBS, INDICES = TensorType.LOGITS, TensorType.PROBS, TensorType.INDICES
 
 
-class Op:
+class Op(ABC):
     """A step. A subclass sets `IN` and `OUT` and defines `__call__`; its parameters fixed beforehand are `params`."""
 
     IN: ClassVar[TensorType]
@@ -22,8 +23,9 @@ class Op:
     def __init__(self, **params: Any):
         self.params = params
 
+    @abstractmethod
     def __call__(self, tensor: TaggedTensor, **kwargs: Any) -> TaggedTensor:
-        raise NotImplementedError
+        """The result, of type `OUT`; `kwargs` are the pipeline's runtime parameters."""
 
     def __repr__(self) -> str:
         return type(self).__name__

@@ -287,7 +287,9 @@ def test_the_module_and_its_function_are_one(device):
         module(None)
 
 
-def test_cudnn_decode(device):
+def test_cudnn_decode(device, monkeypatch):
+    # On a GPU, looking at offsets waits.
+    monkeypatch.setenv("FLASHINFER_DEBUG", "1")
     x = batch([1] * 6, device)
     cache, tables, seq_lens = paged(x)
     k, v = cache.unbind(1)
@@ -295,6 +297,13 @@ def test_cudnn_decode(device):
     check(cudnn_batch_decode_with_kv_cache(x.q, k, v, 0.125, SCRATCH, return_lse=True, **common), x, Options())
     windowed = cudnn_batch_decode_with_kv_cache(x.q, k, v, 0.125, SCRATCH, window_left=3, **common)
     close(windowed, x, Options(window_left=3))
+    for row in (1, 4 * 64):
+        offsets = dict(batch_offsets_q=x.qo_indptr * row, batch_offsets_o=x.qo_indptr * row)
+        close(cudnn_batch_decode_with_kv_cache(x.q, k, v, 0.125, SCRATCH, **common, **offsets), x, Options())
+    for name in ("batch_offsets_q", "batch_offsets_o"):
+        with pytest.raises(ValueError, match=name):
+            others = {name: x.qo_indptr + 1}
+            cudnn_batch_decode_with_kv_cache(x.q, k, v, 0.125, SCRATCH, **common, **others)
     y = batch([1] * 6, device, [8] * 6)
     made = generate.paged(y, 8, "HND")
     k, v = made.kv_cache[made.indices.long()].unbind(1)
@@ -335,6 +344,21 @@ def test_cudnn_prefill(units, source, device):
     check((out / 2, lse[there] / math.log(2)), x, o)
     _, none = cudnn_batch_prefill_with_kv_cache(x.q, k, v, 0.125, SCRATCH, return_lse=False, **common, **offsets)
     assert none is None
+
+
+@pytest.mark.parametrize("name", ("batch_offsets_o", "batch_offsets_v"))
+def test_cudnn_offsets_that_name_other_rows(name, device, monkeypatch):
+    # On a GPU, looking at them waits.
+    monkeypatch.setenv("FLASHINFER_DEBUG", "1")
+    x = batch([3, 4], device, [5, 9])
+    offsets = dict(batch_offsets_q=x.qo_indptr, batch_offsets_o=x.qo_indptr, batch_offsets_k=x.kv_indptr,
+                   batch_offsets_v=x.kv_indptr, batch_offsets_units="tokens")  # fmt: skip
+    common = dict(max_token_per_sequence=4, max_sequence_kv=9, causal=True, return_lse=False)
+    out, _ = cudnn_batch_prefill_with_kv_cache(x.q, x.k, x.v, 0.125, SCRATCH, **common, **offsets)
+    close(out, x, Options(causal=True))
+    with pytest.raises(ValueError, match=name):
+        offsets[name] = offsets[name] + torch.tensor([0, 1, 0], dtype=torch.int32, device=device)
+        cudnn_batch_prefill_with_kv_cache(x.q, x.k, x.v, 0.125, SCRATCH, **common, **offsets)
 
 
 def test_cudnn_prefill_of_padded_rows(device):
