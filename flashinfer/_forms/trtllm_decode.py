@@ -82,7 +82,7 @@ def trtllm_batch_decode_with_kv_cache(
     out_dtype : dtype or its name, optional
         Default out's, else query's. fp8 saturates; float8_e4m3fn needs compute capability 8.9. nvfp4 is refused.
     o_sf_scale, o_sf_vec_size : optional
-        Of nvfp4 outputs; the second is refused.
+        Refused: scales of nvfp4 outputs.
     sinks : float32 Tensor [num_qo_heads], optional
         A logit per head that takes part in the softmax without a value.
     kv_layout : str

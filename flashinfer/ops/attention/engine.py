@@ -86,14 +86,13 @@ def output_of(q: torch.Tensor, shape: tuple[int, ...], out, out_dtype, o_sf_scal
     Raises
     ------
     UnsupportedConfig
-        An nvfp4 output.
+        An nvfp4 output, or the scales of one.
     """
     fp4 = out_dtype == "nvfp4" or out is not None and not isinstance(out, torch.Tensor)
     if fp4:
         raise UnsupportedConfig("out_dtype: got nvfp4; allowed: float16, bfloat16, float32, float8_e4m3fn, float8_e5m2")
+    refuse("o_sf_scale", o_sf_scale, "None: outputs have no block scales")
     refuse("o_sf_vec_size", o_sf_vec_size, "None: outputs have no block scales")
-    # A scale of nvfp4 outputs; of others it says nothing.
-    del o_sf_scale
     dtype = as_dtype(out_dtype, q.dtype if out is None else out.dtype)
     if out is not None:
         require(out.dtype == dtype, "out", out.dtype, f"{dtype}, the out_dtype")

@@ -404,6 +404,7 @@ def refusals(x, cache, tables, seq_lens):
     yield "seq_lens", wrong(block_tables=tables[:-1])
     yield "bmm1_scale", wrong(bmm1_scale=torch.ones(2))
     yield "o_scale", wrong(o_scale=0.0)
+    yield "o_sf_scale", wrong(o_sf_scale=1.0)
     yield "cp_rank", wrong(cp_rank=1)
     yield "causal_seqlens_kv_global", wrong(cp_world=2, window_left=3)
     yield "mask", wrong(mask=torch.ones(5, 1, dtype=torch.bool, device=x.q.device))
