@@ -11,20 +11,7 @@ import triton.language as tl
 from flashinfer.ops.attention._device.combine import combine_if_last
 from flashinfer.ops.attention._device.kv_source import factors_at, fit_half, load_nvfp4, row_offsets, widen
 from flashinfer.ops.attention._device.logits import LOG2E, rotate, transform, vary, visible
-from flashinfer.ops.attention._device.schedule import (
-    ITEM_FIRST_SLOT,
-    ITEM_KV_BASE,
-    ITEM_KV_BEGIN,
-    ITEM_KV_END,
-    ITEM_KV_LEN,
-    ITEM_PIECES,
-    ITEM_Q_LEN,
-    ITEM_Q_ROW,
-    ITEM_REQUEST,
-    ITEM_SLOT,
-    ITEM_TILE_ROW,
-    ITEM_WIDTH,
-)
+from flashinfer.ops.attention._device.schedule import ITEM_REQUEST, ITEM_WIDTH, read_item
 
 
 @triton.jit
@@ -179,17 +166,7 @@ def attend_kernel(
     """
     item = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
-    record = items + item * ITEM_WIDTH
-    q_len = tl.load(record + ITEM_Q_LEN)
-    kv_len = tl.load(record + ITEM_KV_LEN)
-    kv_base = tl.load(record + ITEM_KV_BASE)
-    tile_row = tl.load(record + ITEM_TILE_ROW)
-    kv_begin = tl.load(record + ITEM_KV_BEGIN)
-    kv_end = tl.load(record + ITEM_KV_END)
-    q_row = tl.load(record + ITEM_Q_ROW)
-    slot = tl.load(record + ITEM_SLOT)
-    first_slot = tl.load(record + ITEM_FIRST_SLOT)
-    pieces = tl.load(record + ITEM_PIECES)
+    q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, pieces = read_item(items, item)
     # After the record's loads, so that they do not wait for it.
     if item >= tl.load(counts):
         return
@@ -226,9 +203,9 @@ def attend_kernel(
         slopes = tl.load(alibi_slopes + head, mask=row_ok, other=0.0)
     batch = slot
     if LOGITS is not None or MASK is not None:
-        batch = tl.load(record + ITEM_REQUEST)
+        batch = tl.load(items + item * ITEM_WIDTH + ITEM_REQUEST)
     if CUSTOM:
-        mask += tl.load(mask_indptr + tl.load(record + ITEM_REQUEST)).to(tl.int64)
+        mask += tl.load(mask_indptr + tl.load(items + item * ITEM_WIDTH + ITEM_REQUEST)).to(tl.int64)
 
     k += kv_head.to(tl.int64) * k_stride_h
     v += kv_head.to(tl.int64) * v_stride_h

@@ -12,19 +12,7 @@ import triton.language as tl
 from flashinfer.ops.attention._device.combine import combine_if_last
 from flashinfer.ops.attention._device.kv_source import fit_half, offsets_in, widen
 from flashinfer.ops.attention._device.logits import LOG2E
-from flashinfer.ops.attention._device.schedule import (
-    ITEM_FIRST_SLOT,
-    ITEM_KV_BASE,
-    ITEM_KV_BEGIN,
-    ITEM_KV_END,
-    ITEM_KV_LEN,
-    ITEM_PIECES,
-    ITEM_Q_LEN,
-    ITEM_Q_ROW,
-    ITEM_SLOT,
-    ITEM_TILE_ROW,
-    ITEM_WIDTH,
-)
+from flashinfer.ops.attention._device.schedule import read_item
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -85,17 +73,7 @@ def attend_latent_kernel(
     `first_ckv`, in pages of FIRST_PAGE, the others of `ckv`.
     """
     item = tl.program_id(0)
-    record = items + item * ITEM_WIDTH
-    q_len = tl.load(record + ITEM_Q_LEN)
-    kv_len = tl.load(record + ITEM_KV_LEN)
-    kv_base = tl.load(record + ITEM_KV_BASE)
-    tile_row = tl.load(record + ITEM_TILE_ROW)
-    kv_begin = tl.load(record + ITEM_KV_BEGIN)
-    kv_end = tl.load(record + ITEM_KV_END)
-    q_row = tl.load(record + ITEM_Q_ROW)
-    slot = tl.load(record + ITEM_SLOT)
-    first_slot = tl.load(record + ITEM_FIRST_SLOT)
-    pieces = tl.load(record + ITEM_PIECES)
+    q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, pieces = read_item(items, item)
     # After the record's loads, so that they do not wait for it.
     if item >= tl.load(counts):
         return

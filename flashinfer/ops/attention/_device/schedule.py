@@ -19,6 +19,24 @@ ITEM_PIECES = tl.constexpr(10)
 
 
 @triton.jit
+def read_item(items, item):
+    """What a program needs of a work item at once: q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot,
+    first_slot, pieces."""
+    record = items + item * ITEM_WIDTH
+    q_len = tl.load(record + ITEM_Q_LEN)
+    kv_len = tl.load(record + ITEM_KV_LEN)
+    kv_base = tl.load(record + ITEM_KV_BASE)
+    tile_row = tl.load(record + ITEM_TILE_ROW)
+    kv_begin = tl.load(record + ITEM_KV_BEGIN)
+    kv_end = tl.load(record + ITEM_KV_END)
+    q_row = tl.load(record + ITEM_Q_ROW)
+    slot = tl.load(record + ITEM_SLOT)
+    first_slot = tl.load(record + ITEM_FIRST_SLOT)
+    pieces = tl.load(record + ITEM_PIECES)
+    return q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, pieces
+
+
+@triton.jit
 def _lengths(
     j, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_len, group, tile_rows, page_size, window_left, grain,
     Q: tl.constexpr, KV: tl.constexpr,
