@@ -1,0 +1,1 @@
+"""Matrix products: dense, with scaled and block-scaled operands, and in groups."""
