@@ -46,3 +46,14 @@ def seed():
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def memory_goes_back(request):
+    """After a test that held much of a GPU's memory, return it: other processes of the suite share the device."""
+    yield
+    if _is_gpu_suite(request.config):
+        import torch
+
+        if torch.cuda.memory_reserved() > 1 << 30:
+            torch.cuda.empty_cache()

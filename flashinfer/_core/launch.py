@@ -191,7 +191,7 @@ def check_arguments(name: str, build: Build, args: tuple, device: torch.device) 
             at = x.data_ptr()
             require(at % divisor == 0, argument, f"a tensor at {at:#x}", f"an address divisible by {divisor}")
         else:
-            require(x is None or isinstance(x, int), argument, repr(x), "a tensor, an address or None")
+            require(x is None or isinstance(x, int), argument, x, "a tensor, an address or None")
 
 
 def _pack_one(argument: str, kind: str, x) -> None:
@@ -392,6 +392,6 @@ def _blame(name: str, build: Build, args: tuple) -> None:
     for (parameter, kind), x in zip(build.types.items(), args, strict=True):
         argument = f"{name}: {parameter}"
         if kind.startswith("*"):
-            require(x is None or isinstance(x, (torch.Tensor, int)), argument, repr(x), "a tensor, an address or None")
+            require(x is None or isinstance(x, (torch.Tensor, int)), argument, x, "a tensor, an address or None")
         elif not kind.startswith("tensordesc"):
             _pack_one(argument, compiler.promise_of(kind)[0], x)

@@ -1,8 +1,8 @@
 """Every kernel compiles for every architecture on the lowest and the highest Triton, within the chip's limits.
 
 Of each op's catalog it takes as many problems as show every value of every field, so that each branch of each kernel is
-there. Each chip compiles a quarter of them, and another quarter on the highest Triton, at least one problem of an op. A
-chip's own kernels are compiled for all of them on both. `make test` installs the highest Triton beside the
+there. They are dealt to the chips in turn, each to one chip, and on the highest Triton to another; every op is compiled
+for every chip on both. A chip's own kernels are compiled for all of them on both. `make test` installs the highest Triton beside the
 environment's; FLASHINFER_TEST_TRITON names its folder.
 """
 
@@ -24,7 +24,7 @@ OTHER = os.environ.get("FLASHINFER_TEST_TRITON", "")
 
 
 class Covering:
-    """An op with the part of its catalog that shows every (field, value), or a quarter of that part."""
+    """An op with the part of its catalog that shows every (field, value), or the share of one chip."""
 
     def __init__(self, op, turn=None):
         self.name, self.problem_type, self.variants, self._op = op.name, op.problem_type, op.variants, op
@@ -39,7 +39,7 @@ class Covering:
                 shown.append(problem)
         if self._turn is None:
             return shown
-        every = min(4, len(shown))
+        every = min(len(GPU_ARCHS), len(shown))
         return shown[self._turn % every :: every]
 
 

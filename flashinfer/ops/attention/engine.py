@@ -61,7 +61,7 @@ def scales_of(bmm1_scale, bmm2_scale, *, o_scale=None, bmm1_scale_log2=None) -> 
         bmm1_scale times log2(e), in its place.
     """
     if bmm1_scale_log2 is not None:
-        require(isinstance(bmm1_scale_log2, torch.Tensor), "bmm1_scale_log2", repr(bmm1_scale_log2), "a float32 tensor")
+        require(isinstance(bmm1_scale_log2, torch.Tensor), "bmm1_scale_log2", bmm1_scale_log2, "a float32 tensor")
         bmm1_scale = bmm1_scale_log2 * math.log(2.0)
     for name, scale in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)):
         if isinstance(scale, torch.Tensor):

@@ -181,12 +181,12 @@ def _check_function(name: str, function) -> None:
 def _check_value(argument: str, kind: str, value, device: torch.device) -> None:
     if kind in _SCALARS:
         fits = isinstance(value, _SCALARS[kind]) and not isinstance(value, bool)
-        require(fits, argument, repr(value), f"a number of type {kind}")
+        require(fits, argument, value, f"a number of type {kind}")
         if kind != "fp32":
             bits = int(kind[1:]) - 1
             require(-(1 << bits) <= value < 1 << bits, argument, value, kind)
         return
-    require(isinstance(value, torch.Tensor), argument, repr(value), f"a tensor of {kind[1:]}")
+    require(isinstance(value, torch.Tensor), argument, value, f"a tensor of {kind[1:]}")
     require(value.dtype == torch_dtype(kind[1:]), argument, f"a tensor of {value.dtype}", str(torch_dtype(kind[1:])))
     require(value.device == device, argument, f"a tensor on {value.device}", f"{device}, where the plan is")
     require(value.is_contiguous(), argument, f"strides {value.stride()}", "contiguous: functions see a pointer")
