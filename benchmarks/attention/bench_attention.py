@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 
+import composed
 import processes
 import sdpa
 import torch
@@ -23,7 +24,7 @@ from flashinfer.testing.bench import Case, Target, Work, host_clock, reported
 def cases(device: torch.device) -> Iterator[Case]:
     """Prefill, decode and host rows; small ones on a CPU."""
     for row in rows(device.type == "cuda"):
-        make = _host if isinstance(row.what, Host) else _attention
+        make = {Host: _host, workload.Attention: _attention}.get(type(row.what), _composed)
         targets = tuple(Target(*target) for target in row.targets)
         yield Case(row.name, partial(make, row.what), row.group, targets, row.headline)
 
@@ -54,6 +55,11 @@ def _attention(a: workload.Attention, device: torch.device) -> Work:
         run, run.inputs, bytes=workload.moved_bytes(a), flops=workload.flops(a), check=check,
         peers=sdpa.works(a, t, check),
     )  # fmt: skip
+
+
+def _composed(what, device: torch.device) -> Work:
+    run = composed.runner(what, device)
+    return Work(run, run.inputs, bytes=run.bytes, flops=run.flops, check=run.check)
 
 
 def _host(h: Host, device: torch.device) -> Work:

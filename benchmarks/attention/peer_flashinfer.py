@@ -21,10 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import composed
 import flashinfer
 import processes
 import torch
 import workload
+from composed import Mixed, Shared
 from rows import Host, rows
 from through_api import Runner, host_call
 
@@ -58,7 +60,7 @@ def build(whats, device: torch.device) -> dict[str, str]:
     """Plan one small batch of every kernel, in threads: planning builds it. Returns the errors, by kernel."""
     kernels = {}
     for what in whats:
-        if isinstance(what, Host):
+        if not isinstance(what, workload.Attention):
             continue
         for way in ways(what).values():
             small = dict(name="", requests=1, q_len=1 if what.is_decode else 64, kv_len=64, qo_heads=1, kv_heads=1)
@@ -82,6 +84,9 @@ def measured(what, device: torch.device, timing) -> dict[str, dict]:
     """Peer name -> {"us"} or {"error"} for one row."""
     if isinstance(what, Host):
         works = host_works(what, device, timing)
+    elif isinstance(what, (Shared, Mixed)):
+        run = composed.runner(what, device)
+        works = {"auto": timing.Work(run, run.inputs, check=run.check)}
     else:
         t = workload.tensors(what, device)
         check = functools.partial(workload.check, what, workload.truth(what, t))

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from composed import Mixed, Shared
 from workload import Attention
 
 # Batches whose host time is taken; every request has this many keys.
@@ -17,7 +18,7 @@ HOST_BATCHES, HOST_KV_LEN = (1, 8, 64, 128, 1024), 1024
 class Row:
     """One line: what it measures, the part of the table, targets as (of, value), and whether the README quotes it."""
 
-    what: Attention | Host
+    what: Attention | Shared | Mixed | Host
     group: str
     targets: tuple[tuple[str, float], ...] = ()
     headline: bool = False
@@ -41,13 +42,16 @@ class Host:
 def rows(on_gpu: bool) -> list[Row]:
     """The rows for a GPU; on a CPU a few small ones, which show that the benchmark works."""
     if on_gpu:
-        return [*_prefill(), *_paged_prefill(), *_decode(), *_host(HOST_BATCHES)]
+        return [*_prefill(), *_paged_prefill(), *_decode(), *_composed(), *_host(HOST_BATCHES)]
     small = dict(qo_heads=4, kv_heads=2, head_dim_qk=64, head_dim_vo=64)
     return [
         Row(Attention("ragged prefill 2x64, causal", 2, 64, 64, causal=True, **small), "prefill", (("peers", 1.1),)),
         Row(Attention("chunked prefill, 16 on 256", 1, 16, 256, **small), "prefill"),
         Row(Attention("paged prefill 2x64, page 16, causal", 2, 64, 64, page_size=16, causal=True, **small), "prefill",
             (("ragged prefill 2x64, causal", 0.98),)),
+        Row(Attention("ragged prefill 2x64, window 20", 2, 64, 64, causal=True, window_left=20, **small), "prefill"),
+        *_shared(requests=3, prefix=64, unique=16, heads=2, head_dim=64),
+        *_mixed(2, 20, 40, 3, 40, **small),
         Row(Attention("paged decode 4x100, page 16", 4, 1, 100, page_size=16, **small), "decode", (("copy", 0.96),)),
         *_host((1,)),
     ]  # fmt: skip
@@ -71,6 +75,11 @@ def _prefill():
             size = dict(qo_heads=heads[0], kv_heads=heads[1], causal=causal)
             name = f"chunked prefill, 512 on 65536, {heads[0]}/{heads[1]} heads, {_mask(causal)}"
             yield Row(Attention(name, 1, 512, 65536, **size), "prefill", (("TFLOP/s", 600),), heads[1] == 1 and causal)
+
+
+    # cuDNN's published 135 TFLOP/s, of an H200, twice over
+    small = dict(head_dim_qk=64, head_dim_vo=64, window_left=128, qo_heads=64)
+    yield _ragged(4, 8192, True, [("TFLOP/s", 270)], ", head_dim 64, 64/8 heads, window 128", headline=True, **small)
 
 
 def _paged_prefill():
@@ -97,6 +106,29 @@ def _decode():
         name = f"paged decode {requests}x{kv_len}, page 16"
         fp8 = Attention(f"{name}, FP8 KV", requests, 1, kv_len, page_size=16, kv_dtype="float8_e4m3fn")
         yield Row(fp8, "decode", ((name, 1.8),), headline=requests == 64)
+
+
+def _composed():
+    yield from _shared()
+    yield from _mixed(4, 1024, 4096, 128, 4096)
+
+
+def _shared(**sizes):
+    """All requests read one prefix: once each, and once for all of them."""
+    flat = Shared("", False, **sizes)
+    name = f"decode {flat.requests} x ({flat.prefix} shared + {flat.unique}), {flat.heads}/{flat.heads} heads"
+    yield Row(replace(flat, name=f"{name}, flat"), "composed")
+    yield Row(replace(flat, name=f"{name}, cascade", cascade=True), "composed", ((f"{name}, flat", 60),), True)
+
+
+def _mixed(chunks, rows, keys, decodes, length, **dims):
+    what = f"{chunks} chunks of {rows} on {keys} and {decodes} decodes at {length}"
+    chunk = Attention("", chunks, rows, keys, page_size=16, causal=True, **dims)
+    decode = Attention("", decodes, 1, length, page_size=16, **dims)
+    yield Row(Mixed(f"{what}, in turn", "in turn", chunk, decode), "composed")
+    for way in ("BatchAttention", "POD"):
+        target = ((f"{what}, in turn", 1.15),)
+        yield Row(Mixed(f"{what}, {way}", way, chunk, decode), "composed", target, way == "BatchAttention")
 
 
 def _host(batches):

@@ -21,7 +21,8 @@ _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTE
 
 def works(a: Attention, t: Tensors, check) -> dict[str, Work]:
     """Peers of a row by name; none for float8, for pages read by several requests, or for a mask no backend has."""
-    if "float8" in a.q_dtype + a.kv_dtype or (a.page_size and not (a.is_decode and a.requests == 1)):
+    gathered = a.page_size and not (a.is_decode and a.requests == 1)
+    if a.window_left >= 0 or "float8" in a.q_dtype + a.kv_dtype or gathered:
         return {}
     k, v = rows_of_keys(a, t, 0) if a.page_size else t.keys
     group = a.qo_heads // a.kv_heads

@@ -38,10 +38,10 @@ class Runner:
             self._new_wrapper.plan(*tables, *heads, a.page_size, **types, **more)
         elif a.page_size:
             tables = (t.qo_indptr, t.kv_indptr, t.kv_indices, t.last_page_len)
-            self._new_wrapper.plan(*tables, *heads, a.page_size, causal=a.causal, **types)
+            self._new_wrapper.plan(*tables, *heads, a.page_size, causal=a.causal, window_left=a.window_left, **types)
         else:
             dims = {"head_dim_vo": a.head_dim_vo}
-            self._new_wrapper.plan(t.qo_indptr, t.kv_indptr, *heads, **dims, causal=a.causal, **types)
+            self._new_wrapper.plan(t.qo_indptr, t.kv_indptr, *heads, **dims, causal=a.causal, window_left=a.window_left, **types)
 
     @cached_property
     def wrapper(self):

@@ -17,7 +17,10 @@ _LIMIT = {"bfloat16": 0.02, "float8_e4m3fn": 0.1}
 
 @dataclass(frozen=True)
 class Attention:
-    """Requests of equal length; `page_size` 0 has keys and values in ragged rows. Types are torch's names."""
+    """Requests of equal length; `page_size` 0 has keys and values in ragged rows. Types are torch's names.
+
+    A query sees `window_left` keys before its own at most, all of them if -1; a window comes with `causal`.
+    """
 
     name: str
     requests: int
@@ -29,6 +32,7 @@ class Attention:
     head_dim_vo: int = 128
     page_size: int = 0
     causal: bool = False
+    window_left: int = -1
     q_dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
 
@@ -45,6 +49,9 @@ class Attention:
 
 def visible_pairs(a: Attention) -> int:
     """Pairs of a query and a key that it sees, of one head, over the batch; the last query stands at the last key."""
+    if a.window_left >= 0:
+        seen = sum(min(a.window_left, a.kv_len - a.q_len + row) + 1 for row in range(a.q_len))
+        return a.requests * seen
     unseen = a.q_len * (a.q_len - 1) // 2 if a.causal else 0
     return a.requests * (a.q_len * a.kv_len - unseen)
 
@@ -128,7 +135,10 @@ def truth(a: Attention, t: Tensors) -> torch.Tensor:
     rows = sampled_rows(a).to(t.q.device)
     group = a.qo_heads // a.kv_heads
     expected = torch.empty(a.requests, len(rows), a.qo_heads, a.head_dim_vo, device=t.q.device)
-    seen = torch.arange(a.kv_len, device=t.q.device) <= rows[:, None] + (a.kv_len - a.q_len)
+    keys, stands = torch.arange(a.kv_len, device=t.q.device), rows[:, None] + (a.kv_len - a.q_len)
+    seen = keys <= stands
+    if a.window_left >= 0:
+        seen &= keys >= stands - a.window_left
     for request in range(a.requests):
         k, v = rows_of_keys(a, t, request)
         q = t.q[request * a.q_len : (request + 1) * a.q_len].float()[rows] * a.head_dim_qk**-0.5

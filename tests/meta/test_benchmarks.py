@@ -29,6 +29,7 @@ CASES = {
     "chunk": dict(requests=1, q_len=3, kv_len=11, causal=True, head_dim_qk=24, head_dim_vo=16),
     "pages": dict(requests=3, q_len=20, kv_len=37, causal=True, page_size=16),
     "decode": dict(requests=3, q_len=1, kv_len=33, page_size=16),
+    "window": dict(requests=2, q_len=9, kv_len=12, causal=True, window_left=3),
     "odd pages": dict(requests=2, q_len=2, kv_len=10, causal=True, page_size=3),
 }
 SMALL = dict(name="", qo_heads=4, kv_heads=2, head_dim_qk=16, head_dim_vo=16)
@@ -42,7 +43,8 @@ def case(request, attention):
 
 
 def visible(a, row, key):
-    return not a.causal or key <= a.kv_len - a.q_len + row
+    stands = a.kv_len - a.q_len + row
+    return not a.causal or (key <= stands and (a.window_left < 0 or key >= stands - a.window_left))
 
 
 def test_operations_and_bytes_are_those_of_a_count(case):
