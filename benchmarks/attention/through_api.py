@@ -32,16 +32,17 @@ class Runner:
         a, t = self.a, self.t
         heads = (a.qo_heads, a.kv_heads, a.head_dim_qk)
         types = dict(q_data_type=dtype(a.q_dtype), kv_data_type=dtype(a.kv_dtype), o_data_type=torch.bfloat16)
+        mask = dict(causal=a.causal, window_left=a.window_left)
         if a.is_decode:
             tables = (t.kv_indptr, t.kv_indices, t.last_page_len)
             more = {"q_len_per_req": a.q_len} if a.q_len > 1 else {}
             self._new_wrapper.plan(*tables, *heads, a.page_size, **types, **more)
         elif a.page_size:
             tables = (t.qo_indptr, t.kv_indptr, t.kv_indices, t.last_page_len)
-            self._new_wrapper.plan(*tables, *heads, a.page_size, causal=a.causal, window_left=a.window_left, **types)
+            self._new_wrapper.plan(*tables, *heads, a.page_size, **mask, **types)
         else:
             dims = {"head_dim_vo": a.head_dim_vo}
-            self._new_wrapper.plan(t.qo_indptr, t.kv_indptr, *heads, **dims, causal=a.causal, window_left=a.window_left, **types)
+            self._new_wrapper.plan(t.qo_indptr, t.kv_indptr, *heads, **dims, **mask, **types)
 
     @cached_property
     def wrapper(self):

@@ -36,7 +36,7 @@ def test_rows_stand_beside_the_peer_of_another_process(bench):
 
 
 def test_without_the_peer_a_row_says_so(bench):
-    (row,) = bench("--match", "ragged").values()
+    (row,) = bench("--match", "ragged prefill 2x64, causal").values()
     assert row["peers"]["flashinfer"] == {"error": "not installed"}
     assert row["peers"]["flash/gqa"]["us"] > 0 and row["us"] > 0
 

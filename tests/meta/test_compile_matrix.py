@@ -2,8 +2,8 @@
 
 Of each op's catalog it takes as many problems as show every value of every field, so that each branch of each kernel is
 there. They are dealt to the chips in turn, each to one chip, and on the highest Triton to another; every op is compiled
-for every chip on both. A chip's own kernels are compiled for all of them on both. `make test` installs the highest Triton beside the
-environment's; FLASHINFER_TEST_TRITON names its folder.
+for every chip on both. A chip's own kernels are compiled for all of them on both. `make test` installs the highest
+Triton beside the environment's; FLASHINFER_TEST_TRITON names its folder.
 """
 
 import json
