@@ -51,6 +51,7 @@ _ROOT_NAMES = {
         "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     ),
     "fp4_quantization": (),
+    "fused_moe": (),
     "quantization": (
         "NVFP44Over6Config",
         "block_scale_interleave",
@@ -87,7 +88,7 @@ _ROOT_NAMES = {
         "top_p_renorm_probs",
         "top_p_sampling_from_probs",
     ),
-    "tllm_enums": ("SfLayout",),
+    "tllm_enums": ("ActivationType", "RoutingMethodType", "SfLayout"),
     "topk": ("TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform"),
     "utils": (),
     "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),

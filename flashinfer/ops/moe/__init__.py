@@ -1,0 +1,1 @@
+"""Mixtures of experts: tokens find their experts, the experts' products, and their weighted sums."""
