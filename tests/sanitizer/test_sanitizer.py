@@ -1,0 +1,29 @@
+"""Small calls of every kind of kernel under compute-sanitizer."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("small_cases.py")
+SANITIZER = shutil.which("compute-sanitizer")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer on the PATH")]
+
+
+@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
+def test_finds_nothing(tool, tmp_path):
+    environment = os.environ | {
+        # Each tensor is an allocation of its own, so that what lies past its end is nobody's.
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+    }
+    # Compiled before, as ptxas need not be watched.
+    subprocess.run([sys.executable, PROGRAM], env=environment, check=True, timeout=300)
+    command = [SANITIZER, "--tool", tool, "--error-exitcode", "9", "--target-processes", "all", sys.executable, PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
