@@ -26,6 +26,10 @@ class TopKTieBreak(IntEnum):
     LARGE = 2
 
 
+# Made here, because torch.compile cannot trace tuple() of an Enum (torch 2.11).
+_TIE_BREAKS = tuple(TopKTieBreak)
+
+
 def top_k(
     input: torch.Tensor,
     k: int,
@@ -183,7 +187,7 @@ def top_k_ragged_transform(
 
 
 def _is_last(tie_break) -> bool:
-    require(tie_break in tuple(TopKTieBreak), "tie_break", tie_break, "a TopKTieBreak")
+    require(tie_break in _TIE_BREAKS, "tie_break", tie_break, "a TopKTieBreak")
     return tie_break == TopKTieBreak.LARGE
 
 

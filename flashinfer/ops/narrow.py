@@ -31,7 +31,9 @@ def to_e2m1(x: torch.Tensor) -> torch.Tensor:
 def quantize_fp8(y: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [..., n] as codes, and float32 scales [..., n / width]."""
     blocks = y.unflatten(-1, (-1, width))
-    scale = (blocks.abs().amax(-1) / torch.finfo(dtype).max).clamp(min=2.0**-126)
+    amax = blocks.abs().amax(-1)
+    # A tensor, since by a number torch multiplies with its inverse on a GPU, which rounds twice.
+    scale = (amax / torch.full_like(amax, torch.finfo(dtype).max)).clamp(min=2.0**-126)
     return to_fp8(blocks * (1 / scale)[..., None], dtype).flatten(-2), scale
 
 

@@ -35,7 +35,7 @@ def wide_weights(hidden, device):
 def nvfp4(y, encode_scale):
     """Codes and block scales of float64 rows, by the specification; encode_scale multiplies block scales."""
     blocks = y.unflatten(-1, (-1, 16))
-    factor = truth.encode("e4m3", encode_scale * blocks.abs().amax(-1) / 6)
+    factor = truth.encode("e4m3", truth.divided(encode_scale * blocks.abs().amax(-1), 6))
     wide = truth.decode("e4m3", factor) / encode_scale
     scaled = torch.where(wide[..., None] == 0, 0, blocks / wide[..., None])
     # 0 / 0 has no sign, and the factor 0 keeps that of the element.
@@ -44,7 +44,7 @@ def nvfp4(y, encode_scale):
 
 def mxfp4(y):
     blocks = y.unflatten(-1, (-1, 32))
-    factor = truth.ue8m0_at_least(blocks.abs().amax(-1) / 6)
+    factor = truth.ue8m0_at_least(truth.divided(blocks.abs().amax(-1), 6))
     return truth.pack(truth.encode("e2m1", blocks / truth.ue8m0(factor)[..., None]).flatten(-2)), factor
 
 
@@ -96,7 +96,7 @@ def test_fp8_blocks(variant, device, shape):
     assert (scale[:, n:] == 3).all()
     # From the rounded norm on, everything is determined.
     blocks = normed.float().unflatten(1, (-1, 128))
-    expected = (blocks.abs().amax(-1) / 448).clamp(min=2.0**-126)
+    expected = truth.divided(blocks.abs().amax(-1), 448).clamp(min=2.0**-126)
     assert torch.equal(scale[:, :n].T, expected)
     codes = truth.encode("e4m3", blocks * (1 / expected)[..., None]).flatten(1)
     assert_bitwise(out.view(torch.uint8), codes)

@@ -58,16 +58,24 @@ def unpack(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack((packed % 16, packed // 16), -1).flatten(-2)
 
 
+# pow on a GPU is not exact, not even of 2; the host's is.
+_POWERS = torch.tensor([2.0 ** (code - 127) for code in range(255)], dtype=torch.float64)
+
+
 def ue8m0(code: torch.Tensor) -> torch.Tensor:
     """2^(code - 127) as float64; NaN for 255."""
-    power = torch.pow(2.0, code.double() - 127)
-    return torch.where(code == 255, float("nan"), power)
+    table = torch.cat((_POWERS, torch.full((1,), float("nan"))))
+    return table.to(code.device)[code.long()]
+
+
+def divided(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, rounded once: by a Python number, torch multiplies with the inverse on a GPU."""
+    return x / torch.full_like(x, divisor)
 
 
 def ue8m0_at_least(x: torch.Tensor) -> torch.Tensor:
     """The code of the least power of two that is no less than x >= 0, found by comparing with every one."""
-    powers = ue8m0(torch.arange(255, device=x.device))
-    code = torch.searchsorted(powers, x.double().nan_to_num(nan=0, posinf=float("inf"))).clamp(max=254)
+    code = torch.searchsorted(_POWERS.to(x.device), x.double().nan_to_num(nan=0, posinf=float("inf"))).clamp(max=254)
     return torch.where(x.isnan(), 255, code).to(torch.uint8)
 
 
@@ -104,7 +112,7 @@ def nvfp4(x: torch.Tensor, global_scale: torch.Tensor, peak: int = 6) -> tuple[t
 def mx(x: torch.Tensor, element: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of `element` [..., n] and ue8m0 factors [..., n / 32]."""
     blocks = x.double().unflatten(-1, (-1, 32))
-    factor = ue8m0_at_least(blocks.abs().amax(-1) / float(values(element)[-1]))
+    factor = ue8m0_at_least(divided(blocks.abs().amax(-1), float(values(element)[-1])))
     return encode(element, (blocks / ue8m0(factor)[..., None]).flatten(-2)), factor
 
 
