@@ -23,6 +23,12 @@ def cases(device: torch.device) -> Iterator[Case]:
             lambda d, tokens=tokens: _mla_quantize(tokens, d),
             targets=(Target("copy", 0.92),) if tokens > 8 else (),
         )
+    for tokens, heads in ((7680, 12), (32760, 40)) if device.type == "cuda" else ((16, 2),):
+        yield Case(
+            f"fused_qk_rmsnorm_rope {tokens}x{heads}",
+            lambda d, at=(tokens, heads): _video(*at, d),
+            targets=(Target("copy", 0.97),),
+        )
 
 
 def _heads(shape, device):
@@ -76,4 +82,17 @@ def _mla_quantize(tokens, device) -> Work:
         run=flashinfer.rope.mla_rope_quantize_fp8,
         inputs=(*given, _cache(pos, 64), pos),
         bytes=sum(x.numel() for x in given) * 3,
+    )
+
+
+def _video(tokens, heads, device) -> Work:
+    """Wan's heads of 128, one video."""
+    qkv = torch.randn(tokens, 3 * heads * 128, device=device, dtype=torch.bfloat16)
+    weights = [torch.rand(heads * 128, device=device).bfloat16() for _ in range(2)]
+    options = dict(zip(("num_heads_q", "num_heads_k", "num_heads_v"), (heads,) * 3)) | dict(head_dim=128)
+    options |= dict(num_frame_channels=44, num_height_channels=42, num_width_channels=42, ppf=1, pph=tokens // 8, ppw=8)
+    return Work(
+        run=lambda *given: flashinfer.norm.fused_qk_rmsnorm_rope(*given, **options),
+        inputs=(qkv, *weights),
+        bytes=2 * qkv.nbytes,
     )

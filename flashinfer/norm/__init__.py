@@ -1,4 +1,4 @@
-"""Normalisation layers: RMSNorm and LayerNorm over the last dimension, with gates and with quantised results."""
+"""Normalisation layers: RMSNorm and LayerNorm over the last dimension, with gates, rotation and quantised results."""
 
 from .gated import (
     gated_residual_next_rmsnorm,
@@ -17,12 +17,14 @@ from .quantised import (
     rmsnorm_fp4quant,
     rmsnorm_quant,
 )
+from .video import fused_qk_rmsnorm_rope
 
 __all__ = [
     "add_rmsnorm_fp4quant",
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
+    "fused_qk_rmsnorm_rope",
     "fused_rmsnorm_silu",
     "gated_residual_next_rmsnorm",
     "gated_residual_rmsnorm",

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, and their quantising to FP8 in the same launch."""
+"""Rotary position embedding of queries and keys, with their norm or their quantising to FP8 in the same launch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from flashinfer._core.dispatch import Op, Variant
 from flashinfer.ops.rope import config
+
+LARGEST_ROW = 32768
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,45 @@ class Quantize:
     aligned: bool = True
 
 
+@dataclass(frozen=True)
+class Video:
+    """Rows of queries, keys and values of the patches of videos: queries and keys are normalised over all their heads
+    and rotated by their patch's frame, height and width; values are copied.
+
+    Attributes
+    ----------
+    dtype, weight_dtype : str
+        Of the rows; of the norms' weights, "" where nothing is normalised.
+    out : str
+        "" for the dtype of the rows, or "fp8e4nv".
+    head_dim : int
+    heads : int
+        The most of queries, keys and values, rounded up to a power of two. Their numbers are run-time arguments.
+    interleave : bool
+        As in Problem.
+    aligned : bool
+        Everything can be read and written 16 bytes at a time.
+    """
+
+    dtype: str
+    weight_dtype: str
+    out: str
+    head_dim: int
+    heads: int
+    interleave: bool
+    aligned: bool = True
+
+
+class Space(NamedTuple):
+    """Patches of a video: how many in each axis, and the pairs of a head that turn with frame and height."""
+
+    frames: int
+    height: int
+    width: int
+    frame_pairs: int
+    height_pairs: int
+
+
 class Heads(NamedTuple):
     """Queries or keys, [tokens, heads, dim], rotated part and rest; values have a `rope` only. None is nothing.
 
@@ -127,12 +168,24 @@ def _quantized() -> Iterator[Quantize]:
     yield Quantize("bf16", "fp8e4nv", **(gqa | {"value_dim": 0}), interleave=False, position_dtype="i64", append=False)
 
 
-def _variants(portable_config) -> tuple[Variant, ...]:
+def _videos() -> Iterator[Video]:
+    yield Video("bf16", "bf16", "", 128, 16, interleave=True)
+    yield Video("bf16", "bf16", "fp8e4nv", 128, 64, interleave=False)
+    yield Video("fp16", "", "", 64, 8, interleave=False, aligned=False)
+
+
+def _too_many(problem, target) -> str:
+    row = problem.heads * (1 << (problem.head_dim - 1).bit_length())
+    return f"{problem.heads} heads of {problem.head_dim} do not fit in registers" if row > LARGEST_ROW else ""
+
+
+def _variants(portable_config, **options) -> tuple[Variant, ...]:
     return (
-        Variant("portable", "flashinfer.ops.rope.portable", config=portable_config),
+        Variant("portable", "flashinfer.ops.rope.portable", config=portable_config, **options),
         Variant("reference", "flashinfer.ops.rope.reference"),
     )
 
 
 rope = Op("apply_rope", Problem, _variants(config.portable), _catalog)
 rope_quantize = Op("rope_quantize_fp8", Quantize, _variants(config.quantize), _quantized)
+video_rope = Op("qk_rmsnorm_rope", Video, _variants(config.video, refuses=_too_many), _videos)

@@ -23,6 +23,14 @@ class Quantize:
     num_warps: int = 4
 
 
+@dataclass(frozen=True)
+class Video:
+    """num_warps : per program, which holds the queries, keys or values of one patch. capability : of the chip."""
+
+    num_warps: int
+    capability: int
+
+
 def portable(problem, target) -> Config:
     # 1024 pairs a step, 8 for each of 128 threads: two 16-byte loads of bf16, for one head after the other.
     half = 1 << (problem.rotary_dim // 2 - 1).bit_length()
@@ -36,3 +44,9 @@ def quantize(problem, target) -> Quantize:
     # its cosines up for itself, so that 8 tokens of 128 heads are hundreds of programs; they are in L1. Not measured.
     longest = max(problem.rotary_dim, problem.q_rest, problem.k_rest, problem.value_dim)
     return Quantize(rows=max(1, 2048 // (1 << (longest - 1).bit_length())), capability=target.capability)
+
+
+def video(problem, target) -> Video:
+    # 32 elements a thread, as the norms have them: the row is in registers while it is summed up. Not measured.
+    row = problem.heads * (1 << (problem.head_dim - 1).bit_length())
+    return Video(num_warps=min(max(row // 1024, 4), 32), capability=target.capability if problem.out else 0)

@@ -45,14 +45,34 @@ class Frequencies:
         return frequency * kept + frequency / self.scale * (1 - kept)
 
 
+@dataclass(frozen=True)
+class Axes:
+    """A head whose channels are shared out to the axes of a space, the first ones to the first; each axis has its own
+    frequencies, without scaling.
+
+    Attributes
+    ----------
+    channels : tuple of int
+        Of each axis; even.
+    theta : float
+    """
+
+    channels: tuple[int, ...]
+    theta: float
+
+    def per_position(self) -> torch.Tensor:
+        """Radians per position of the pair's axis, float64 [sum of channels / 2], on the CPU."""
+        return torch.cat([Frequencies(count, 1, self.theta).per_position() for count in self.channels])
+
+
 @lru_cache(maxsize=256)
-def radians(frequencies: Frequencies, device: torch.device) -> torch.Tensor:
+def radians(frequencies: Frequencies | Axes, device: torch.device) -> torch.Tensor:
     """Radians per position, float64 [rotary_dim / 2]."""
     return frequencies.per_position().to(device)
 
 
 @lru_cache(maxsize=256)
-def turns(frequencies: Frequencies, device: torch.device) -> torch.Tensor:
+def turns(frequencies: Frequencies | Axes, device: torch.device) -> torch.Tensor:
     """Turns per position in units of 2 ** -64, int64 [rotary_dim / 2].
 
     Whole turns drop out of them, and drop out of their product with a position in 64-bit arithmetic, so that the angle

@@ -3,7 +3,7 @@
 import torch
 
 from flashinfer.ops import narrow
-from flashinfer.ops.rope import Problem, Quantize
+from flashinfer.ops.rope import Problem, Quantize, Video
 from flashinfer.ops.rope.frequencies import radians
 
 _FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
@@ -74,4 +74,26 @@ def quantize(problem, q, k, v, pos_ids, cache, q_scale, kv_scale, pages=None):
         write(v.rope, v.rope_out, kv_scale, True)
 
 
-_RUN = {Problem: rotate_heads, Quantize: quantize}
+def video(problem, rows, weights, outputs, space, axes, eps, scales):
+    """Rows [tokens, n] of queries, keys and values to `outputs`, [tokens, heads, head_dim] each.
+
+    weights : of the norms of queries and keys, or None. space : Space; videos follow one another. axes : Axes.
+    scales : of queries and keys, and of values, where the problem has another form.
+    """
+    at = torch.arange(len(rows), device=rows.device)
+    width, height = at % space.width, at // space.width % space.height
+    frame = at // (space.width * space.height) % space.frames
+    pairs = space.frame_pairs, space.height_pairs, problem.head_dim // 2 - space.frame_pairs - space.height_pairs
+    place = torch.stack((frame, height, width), 1).repeat_interleave(torch.tensor(pairs, device=rows.device), 1)
+    angle = place * radians(axes, rows.device)
+    cos, sin = angle.cos().float(), angle.sin().float()
+    parts = rows.float().split([out.shape[1] * problem.head_dim for out in outputs], 1)
+    for x, weight, out, scale in zip(parts, (*weights, None), outputs, (scales[0], *scales)):
+        if weight is not None:
+            x = x * torch.rsqrt(x.square().mean(1, keepdim=True) + eps) * weight.float()
+        x = x.view(out.shape)
+        x = x if out is outputs[2] else _rotated(x, cos, sin, problem.interleave)
+        out.copy_(narrow.to_fp8(x * scale, torch.float8_e4m3fn) if problem.out else x)
+
+
+_RUN = {Problem: rotate_heads, Quantize: quantize, Video: video}
