@@ -13,6 +13,8 @@ _ROOMS = (
     "quantize",
     "sampling",
     "topk",
+    "moe.routing",
+    "moe.finalize",
     "attention.prefill",
     "attention.decode",
     "attention.merge",

@@ -1,0 +1,97 @@
+"""Routing: each token's experts with their weights, and the map that groups the tokens by expert.
+
+`route` chooses; `token_map` makes of the choices a `flashinfer.ops.moe.token_map.TokenMap`, whose layout is stated
+there. Both take a token's choices in the order in which they were chosen: best first, of equal ones the lower index
+first, NaN before all numbers. Experts of one token differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.moe.routing import config
+
+
+@dataclass(frozen=True)
+class Route:
+    """How experts are chosen and weighted.
+
+    Attributes
+    ----------
+    dtype : str
+        Of the logits.
+    rank : str
+        What is ranked: "logit", or "sigmoid" of it, to which a bias is added.
+    weight : str
+        What a chosen expert's weight is, before the scaling factor: its "logit"; the "sigmoid" of it; "sigmoid_sum",
+        the sigmoid over the sum of those chosen (and 1e-20); "softmax" over all experts; or "softmax_kept", over those
+        chosen. The bias has no part in it.
+    bias : str
+        Dtype of the bias, or "".
+    groups, size : int
+        Groups of experts, and experts of a group, both rounded up to a power of two. 1 group is none. Of several the
+        best are kept, by the sum of the two highest ranked of each; what is in the others is not chosen.
+    slots : int
+        Choices of a token, shared experts included, rounded up to a power of two.
+    ids, weights : str
+        Dtypes of the result.
+    replay : bool
+        The ids are written as int16, too.
+    """
+
+    dtype: str
+    rank: str
+    weight: str
+    bias: str = ""
+    groups: int = 1
+    size: int = 8
+    slots: int = 1
+    ids: str = "i32"
+    weights: str = "fp32"
+    replay: bool = False
+
+
+@dataclass(frozen=True)
+class Map:
+    """Grouping pairs by expert.
+
+    Attributes
+    ----------
+    ids : str
+        "i32", "i64", or "packed": int32 with the expert in the upper half and its weight, as bfloat16, in the lower.
+        Of packed ids the weights are written apart, in float32; those of pairs without a row are not.
+    experts : int
+        Experts of this rank, rounded up to a power of two.
+    few : bool
+        There are at most config.FEW pairs.
+    """
+
+    ids: str
+    experts: int
+    few: bool
+
+
+def _variants(portable_config) -> tuple[Variant, ...]:
+    return (
+        Variant("portable", "flashinfer.ops.moe.routing.portable", config=portable_config),
+        Variant("reference", "flashinfer.ops.moe.routing.reference"),
+    )
+
+
+def _routes() -> Iterator[Route]:
+    yield Route("fp32", "sigmoid", "sigmoid_sum", "fp32", groups=8, size=32, slots=8)
+    yield Route("bf16", "logit", "softmax_kept", size=128, slots=8)
+    yield Route("fp32", "logit", "softmax", size=512, slots=16, replay=True)
+    yield Route("bf16", "sigmoid", "sigmoid_sum", "bf16", size=256, slots=8, ids="i64", weights="bf16")
+
+
+def _maps() -> Iterator[Map]:
+    yield Map("i32", 8, few=True)
+    yield Map("packed", 256, few=True)
+    yield Map("i32", 512, few=False)
+
+
+route = Op("moe_route", Route, _variants(config.route), _routes)
+token_map = Op("moe_token_map", Map, _variants(config.token_map), _maps)
