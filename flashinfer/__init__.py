@@ -31,6 +31,7 @@ _ROOT_NAMES = {
         "fast_decode_plan",
         "single_decode_with_kv_cache",
     ),
+    "gemm": ("bmm_mxfp8", "mm_bf16_fp4", "mm_fp4", "mm_mxfp8", "prepare_bf16_fp4_weights"),
     "mla": ("BatchMLAPagedAttentionWrapper", "xqa_mla"),
     "norm": (
         "add_rmsnorm_fp4quant",

@@ -1,0 +1,107 @@
+"""What the products with scaled operands share: checks of codes, scales and results, and upstream's backend names."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import dtype_name, require
+from flashinfer.ops import layouts
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUT = (torch.bfloat16, torch.float16, torch.float32)
+_FP4 = (torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.uint8))
+
+
+def variant_of(backend: str, upstream: tuple[str, ...]) -> str:
+    """The variants that `backend` admits: upstream's names of its own implementations promise a result, so all do."""
+    return "auto" if backend in upstream else backend
+
+
+def choose(op, problem, device: torch.device, backend: str):
+    """The Choice of `op` for what `variant_of` gave."""
+    return op(problem, device) if backend == "auto" else op(problem, device, backend)
+
+
+def check_matrix(name: str, x: torch.Tensor, dims: int, dtypes: tuple[torch.dtype, ...], transposed=False) -> None:
+    """A matrix, or a batch of them, with contiguous rows, or columns where it is given `transposed`."""
+    words = "[K, N]" if transposed else "[rows, K]"
+    require(x.dim() == dims, name, tuple(x.shape), words if dims == 2 else f"[batch, {words[1:]}")
+    require(x.dtype in dtypes, name, x.dtype, ", ".join(str(d) for d in dtypes))
+    along = x.mT if transposed else x
+    contiguous = along.stride(-1) == 1 or along.shape[-1] <= 1
+    require(contiguous, name, f"strides {x.stride()}", f"contiguous {'columns' if transposed else 'rows'}")
+
+
+def fp4(name: str, x: torch.Tensor, dims: int = 2, transposed: bool = False) -> torch.Tensor:
+    """Codes of e2m1, two in a byte, as uint8 with the bytes of a row side by side."""
+    check_matrix(name, x, dims, _FP4, transposed)
+    return (x.mT if transposed else x).view(torch.uint8)
+
+
+def fp8(name: str, x: torch.Tensor, dims: int = 2, transposed: bool = False) -> torch.Tensor:
+    """Codes of e4m3 or e5m2 with the elements of a row side by side."""
+    check_matrix(name, x, dims, FP8, transposed)
+    return x.mT if transposed else x
+
+
+def same(name: str, value: int, other: str, expected: int, what: str) -> None:
+    require(value == expected, name, f"{what} {value}", f"{expected}, as {other} has")
+
+
+def blocks_of(name: str, columns: int, width: int) -> int:
+    """The blocks of `width` in a row of K elements, which divides into them."""
+    require(columns % width == 0, name, f"K = {columns}", f"a multiple of {width}, the elements of a scale factor")
+    return columns // width
+
+
+def scales(name: str, scale: torch.Tensor, rows: int, columns: int, major: str = "K", batch: tuple = ()):
+    """float32 scales of (row blocks, column blocks), or transposed if MN-major, as [.., row blocks, column blocks]."""
+    shape = (*batch, rows, columns) if major == "K" else (*batch, columns, rows)
+    require(scale.dtype == torch.float32, name, scale.dtype, "float32")
+    require(tuple(scale.shape) == shape, name, tuple(scale.shape), f"{list(shape)}")
+    return scale if major == "K" else scale.mT
+
+
+def factors(name: str, scale: torch.Tensor, rows: int, blocks: int, layout: str, entries: int = 1) -> torch.Tensor:
+    """Factors of `entries` matrices in a layout, as uint8 [entries, .].
+
+    They are given with any shape, or transposed: what counts are the bytes.
+    """
+    require(scale.element_size() == 1, name, scale.dtype, "uint8 or an 8-bit float")
+    high, wide = layouts.padded(rows, blocks, layout)
+    each = "" if entries == 1 else f" for each of {entries} matrices"
+    allowed = f"{high} x {wide} factors{each}: {rows} rows of {blocks}, in the {layout} layout"
+    require(scale.numel() == entries * high * wide, name, tuple(scale.shape), allowed)
+    if scale.dim() >= 2 and not scale.is_contiguous():
+        scale = scale.mT
+    require(scale.is_contiguous(), name, f"strides {scale.stride()}", "contiguous, or the transpose of what is")
+    return scale.view(torch.uint8).view(entries, high * wide)
+
+
+def alpha_of(alpha: torch.Tensor | None, a: torch.Tensor, count: int = 1) -> torch.Tensor | None:
+    """The factor of the result, float32 [count]."""
+    if alpha is None:
+        return None
+    require(alpha.dtype == torch.float32, "alpha", alpha.dtype, "float32")
+    require(alpha.numel() == count, "alpha", tuple(alpha.shape), f"{count} element{'s' if count > 1 else ''}")
+    return alpha.reshape(-1).contiguous()
+
+
+def result(
+    out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype | None, like: torch.Tensor
+) -> torch.Tensor:
+    """`out`, checked, or a new tensor; where neither says the dtype it is bfloat16."""
+    dtype = dtype or (torch.bfloat16 if out is None else out.dtype)
+    require(dtype in OUT, "out_dtype", dtype, ", ".join(str(d) for d in OUT))
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    require(tuple(out.shape) == shape, "out", tuple(out.shape), f"{list(shape)}")
+    require(out.dtype == dtype, "out", out.dtype, f"{dtype}, the out_dtype")
+    require(out.stride(-1) == 1 or shape[-1] <= 1, "out", f"strides {out.stride()}", "contiguous rows")
+    return out
+
+
+def form_of(x: torch.Tensor) -> str:
+    """The Problem's name of a format: bytes are two e2m1."""
+    name = dtype_name(x.dtype)
+    return "e2m1" if name == "u8" else name

@@ -1,0 +1,174 @@
+"""A tile of a product of scaled operands: codes and scales are read, multiplied, and summed in float32.
+
+The weights come first: a tile is [BN, BM], rows of the weight by tokens, because the first operand of a tensor core has
+64 or 128 rows whatever the number of tokens, and the second as few as 16.
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer.ops._device.formats import from_e2m1, from_fp8, from_ue8m0
+from flashinfer.ops._device.rows import multiple
+from flashinfer.ops._device.scales import scale_offset, times_blocks
+
+
+@triton.jit
+def tile_of(index, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """The (row, column) of tile `index`: down the rows of GROUP columns at a time: caches hold what they share."""
+    first = index // (GROUP * row_tiles) * GROUP
+    width = tl.minimum(column_tiles - first, GROUP)
+    inside = index % (GROUP * row_tiles)
+    return inside // width, first + inside % width
+
+
+@triton.jit
+def load_factors(
+    base, row, ok, first, blocks, LAYOUT: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """Bytes [ROWS, COUNT] of the factors of rows `row` [ROWS], from block `first` on, a multiple of 4.
+
+    With WORDS four of them are read at a time: `blocks`, those of a row in the layout, and the base divide by 4. Where
+    there are none they are 0.
+    """
+    if WORDS:
+        word = tl.arange(0, COUNT // 4)
+        at = scale_offset(row[:, None], first + 4 * word[None, :], blocks, LAYOUT)
+        words = base.to(tl.pointer_type(tl.int32), bitcast=True)
+        found = tl.load(words + at // 4, ok[:, None] & (first + 4 * word < blocks)[None, :], other=0)
+        bytes = found[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]
+        bytes = tl.reshape(bytes, [row.shape[0], COUNT]).to(tl.uint8)
+    else:
+        block = first + tl.arange(0, COUNT)
+        at = scale_offset(row[:, None], block[None, :], blocks, LAYOUT)
+        bytes = tl.load(base + at, ok[:, None] & (block < blocks)[None, :], other=0)
+    return bytes
+
+
+@triton.jit
+def widen(codes, FORM: tl.constexpr, COMPUTE: tl.constexpr, CAPABILITY: tl.constexpr):
+    """Codes of a format as COMPUTE, which holds them exactly."""
+    if FORM == "e2m1":
+        wide = from_e2m1(codes)
+    elif FORM == "fp8e4nv" or FORM == "fp8e5":
+        wide = from_fp8(codes, FORM, CAPABILITY)
+    else:
+        wide = codes
+    return wide.to(COMPUTE)
+
+
+@triton.jit
+def widen_blocks(
+    codes, factors, FORM: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """Codes [ROWS, .] times the factors, bytes [ROWS, blocks], of their blocks of WIDTH, as COMPUTE.
+
+    The product of e2m1 and ue4m3 has 6 significant bits and that of anything and a power of two its own: both are exact
+    in bfloat16, within its range.
+    """
+    wide = widen(codes, FORM, tl.float32, CAPABILITY)
+    if SCALE == "ue8m0":
+        wide = times_blocks(wide, from_ue8m0(factors), WIDTH)
+    else:
+        wide = times_blocks(wide, from_fp8(factors, "fp8e4nv", CAPABILITY), WIDTH)
+    return wide.to(COMPUTE)
+
+
+@triton.jit
+def load_codes(
+    at, ok, start, K, FORM: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Codes of BK elements from `start` on, of rows at `at` [ROWS]; 0 past K. ALIGNED rows have whole 16 bytes."""
+    PER: tl.constexpr = 2 if FORM == "e2m1" else 1
+    UNIT: tl.constexpr = 1 if not ALIGNED else (8 if FORM == "bf16" or FORM == "fp16" else 16)
+    column = start // PER + tl.arange(0, BK // PER)
+    there = ok[:, None]
+    if not WHOLE:
+        there = there & (column < multiple(K // PER, UNIT))[None, :]
+    return tl.load(at[:, None] + column[None, :], there, other=0.0)
+
+
+@triton.jit
+def promoted(
+    a, a_ok, a_scale, a_step, b, b_ok, b_scale, b_step, begin, end, K,
+    A: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr, UNIFORM: tl.constexpr,
+    WHOLE: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """float32 [BN, BM]: sum over K blocks of b_scale * a_scale * (b codes @ a codes.T), begin and end multiples of BK.
+
+    a, a_scale [BM] and b, b_scale [BN] are the addresses of rows, and of their scales of the first block; each next is
+    a step further. With UNIFORM, b_scale is one address for all rows. COMPUTE is "" where the codes are multiplied as
+    they are.
+    """
+    sum = tl.zeros([BN, BM], tl.float32)
+    for start in range(begin, end, BK):
+        left = load_codes(b, b_ok, start, K, B, BK, WHOLE, ALIGNED)
+        right = load_codes(a, a_ok, start, K, A, BK, WHOLE, ALIGNED)
+        block = start // WIDTH
+        scale = tl.load(a_scale + block * a_step, a_ok, other=0)
+        if COMPUTE != "":
+            left = widen(left, B, COMPUTE, CAPABILITY)
+            right = widen(right, A, COMPUTE, CAPABILITY)
+        part = tl.dot(left, tl.trans(right), input_precision="ieee")
+        if UNIFORM:
+            sum += part * (scale * tl.load(b_scale + block * b_step))[None, :]
+        else:
+            sum += part * tl.load(b_scale + block * b_step, b_ok, other=0)[:, None] * scale[None, :]
+    return sum
+
+
+@triton.jit
+def blocked(
+    a, a_ok, a_row, a_scale, b, b_ok, b_row, b_scale, begin, end, K, blocks_a, blocks_b,
+    A: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, A_LAYOUT: tl.constexpr,
+    B_LAYOUT: tl.constexpr, ALIGNED: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """float32 [BN, BM]: b @ a.T over the elements from begin to end, multiples of BK, with factors of WIDTH elements.
+
+    a [BM] and b [BN] are the addresses of rows; a_row and b_row the rows of their factors, which lie in a layout from
+    a_scale and b_scale on with `blocks` to a row. An operand without factors has a_scale None. COMPUTE is "" where the
+    tensor cores take factors, and else what both operands are widened to.
+    """
+    sum = tl.zeros([BN, BM], tl.float32)
+    COUNT: tl.constexpr = BK // WIDTH
+    A_NAME: tl.constexpr = "e4m3" if A == "fp8e4nv" else ("e5m2" if A == "fp8e5" else A)
+    B_NAME: tl.constexpr = "e4m3" if B == "fp8e4nv" else ("e5m2" if B == "fp8e5" else B)
+    for start in range(begin, end, BK):
+        left = load_codes(b, b_ok, start, K, B, BK, WHOLE, ALIGNED)
+        right = load_codes(a, a_ok, start, K, A, BK, WHOLE, ALIGNED)
+        left_factors = load_factors(b_scale, b_row, b_ok, start // WIDTH, blocks_b, B_LAYOUT, COUNT, ALIGNED)
+        if a_scale is not None:
+            right_factors = load_factors(a_scale, a_row, a_ok, start // WIDTH, blocks_a, A_LAYOUT, COUNT, ALIGNED)
+        if COMPUTE == "":
+            if SCALE == "ue4m3":
+                left_factors = left_factors.to(tl.float8e4nv, bitcast=True)
+                right_factors = right_factors.to(tl.float8e4nv, bitcast=True)
+            sum = tl.dot_scaled(left, left_factors, B_NAME, tl.trans(right), right_factors, A_NAME, sum)
+        else:
+            left = widen_blocks(left, left_factors, B, SCALE, WIDTH, COMPUTE, CAPABILITY)
+            if a_scale is not None:
+                right = widen_blocks(right, right_factors, A, SCALE, WIDTH, COMPUTE, CAPABILITY)
+            else:
+                right = right.to(COMPUTE)
+            sum = tl.dot(left, tl.trans(right), sum, input_precision="ieee")
+    return sum
+
+
+@triton.jit
+def unshuffled(column):
+    """Where the rows of a weight that was shuffled in blocks of 32 come from (get_shuffle_matrix_a_row_indices)."""
+    inside = column % 32
+    return column - inside + inside % 8 * 4 + inside // 8
+
+
+@triton.jit
+def store_tile(
+    out, sum, row, row_ok, column, column_ok, row_stride, SHUFFLED: tl.constexpr
+):  # fmt: skip
+    """A tile [BN, BM] to out, whose rows are those of the tokens, at `row_stride` (64 bits)."""
+    if SHUFFLED:
+        column = unshuffled(column)
+    at = out + row.to(tl.int64)[:, None] * row_stride + column[None, :]
+    tl.store(at, tl.trans(sum).to(out.dtype.element_ty), row_ok[:, None] & column_ok[None, :])

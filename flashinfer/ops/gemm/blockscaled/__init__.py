@@ -1,0 +1,123 @@
+"""Matrix products of operands with a scale for each block: out = alpha * a @ b.T.
+
+FP8 with float32 scales for rows and blocks (1 x 128, 128 x 128), and the formats of 16 or 32 elements to a factor:
+NVFP4, MXFP4 and MXFP8, also of one operand only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.gemm.blockscaled import config
+
+
+@dataclass(frozen=True)
+class Problem:
+    """out [batch, M, N] = alpha * a [batch, M, K] @ b [batch, N, K].T, of the dequantised operands.
+
+    What every variant's `run(problem, config, a, b, a_scale, b_scale, alpha, out)` is given:
+
+    - a [batch, M, .] and b [batch, N, .]: rows contiguous, the other strides any; e2m1 is uint8, two elements a byte.
+    - a_scale, b_scale: float32 [batch, ceil(M / rows), ceil(K / width)] and [batch, ceil(N / columns),
+      ceil(K / width)] with any strides for "fp32"; else uint8 [batch, .], flat in the layout; None where there is none.
+    - alpha: float32 [1], or None. out: rows contiguous, the other strides any.
+
+    Attributes
+    ----------
+    a, b : str
+        The formats: "fp8e4nv", "fp8e5", "e2m1", or for `a` "bf16" too.
+    scale : str
+        Of the scales: "fp32", or factors in "ue8m0" or "ue4m3".
+    width : int
+        Elements of K to a scale.
+    out : str
+        Dtype of the result: "bf16", "fp16" or "fp32".
+    tokens : int
+        M rounded up to 16, 32, 64 or 128; 256 for more.
+    rows, columns : int
+        Rows of a, and of b, to a scale of "fp32"; 1 for factors.
+    a_layout, b_layout : str
+        Where the factors lie: "linear", "128x4" or "8x4"; "" for "fp32", and for an operand without factors.
+    alpha : bool
+        Whether there is an alpha.
+    shuffled : bool
+        The rows of b, and of its factors, are in the order of `get_shuffle_matrix_a_row_indices` with blocks of 32.
+    aligned : bool
+        Rows of a and b can be read, and those of out written, 16 bytes at a time, factors 4 at a time; their lengths
+        are multiples of that too, and N of 8.
+    whole : bool
+        K is a multiple of 128.
+    """
+
+    a: str
+    b: str
+    scale: str
+    width: int
+    out: str
+    tokens: int
+    rows: int = 1
+    columns: int = 1
+    a_layout: str = ""
+    b_layout: str = ""
+    alpha: bool = False
+    shuffled: bool = False
+    aligned: bool = True
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Rows to e4m3 with a float32 scale for each block of `rows` x 128.
+
+    Attributes
+    ----------
+    dtype : str
+        Of the rows: "bf16" or "fp16".
+    rows : int
+        1 or 128.
+    aligned : bool
+        Rows can be read 16 bytes at a time.
+    """
+
+    dtype: str
+    rows: int
+    aligned: bool = True
+
+
+def _catalog() -> Iterator[Problem]:
+    groupwise = dict(scale="fp32", width=128, columns=128)
+    yield Problem("fp8e4nv", "fp8e4nv", out="bf16", tokens=256, **groupwise)
+    yield Problem("fp8e4nv", "fp8e5", out="fp16", tokens=16, rows=128, aligned=False, whole=False, **groupwise)
+    tiled = dict(a_layout="128x4", b_layout="128x4")
+    yield Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 256, alpha=True, **tiled)
+    yield Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 64, alpha=True, shuffled=True, a_layout="8x4", b_layout="128x4")
+    yield Problem("fp8e4nv", "fp8e4nv", "ue8m0", 32, "bf16", 128, a_layout="linear", b_layout="linear")
+    yield Problem("e2m1", "e2m1", "ue8m0", 32, "bf16", 32, **tiled)
+    yield Problem("bf16", "e2m1", "ue4m3", 16, "bf16", 16, alpha=True, b_layout="128x4")
+
+
+def _quantize_catalog() -> Iterator[Quantize]:
+    yield Quantize("bf16", 1)
+    yield Quantize("bf16", 128, aligned=False)
+
+
+blockscaled = Op(
+    "gemm_blockscaled",
+    Problem,
+    (
+        Variant("portable", "flashinfer.ops.gemm.blockscaled.portable", config=config.portable),
+        Variant("reference", "flashinfer.ops.gemm.blockscaled.reference"),
+    ),
+    _catalog,
+)
+quantize_blocks = Op(
+    "gemm_quantize",
+    Quantize,
+    (
+        Variant("portable", "flashinfer.ops.gemm.blockscaled.quantize", config=config.quantize),
+        Variant("reference", "flashinfer.ops.gemm.blockscaled.reference"),
+    ),
+    _quantize_catalog,
+)

@@ -1,0 +1,200 @@
+"""Products of block-scaled operands in Triton, for every chip."""
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+
+from flashinfer._core.checks import torch_dtype
+from flashinfer._core.launch import Build, Launcher
+from flashinfer._core.target import target_of
+from flashinfer.ops import layouts
+from flashinfer.ops._device.rows import multiple
+from flashinfer.ops.gemm import operands
+from flashinfer.ops.gemm._device.scaled import blocked, promoted, store_tile, tile_of
+from flashinfer.ops.gemm.blockscaled.config import splits
+
+
+@triton.jit
+def gemm_kernel(
+    a, b, a_scale, b_scale, alpha, out,
+    M, N, K, a_batch, a_row, b_batch, b_row, out_batch, out_part, out_row,
+    a_scale_batch, a_scale_row, a_scale_block, b_scale_batch, b_scale_row, b_scale_block,
+    A: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, A_LAYOUT: tl.constexpr, B_LAYOUT: tl.constexpr, ALIGNED: tl.constexpr,
+    SHUFFLED: tl.constexpr, COMPUTE: tl.constexpr, UNIT_A: tl.constexpr, UNIT_B: tl.constexpr,
+    UNIT_OUT: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """A program has a tile of [BM, BN] of the result, of one part of K."""
+    row_tile, column_tile = tile_of(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
+    part = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    row = row_tile * BM + tl.arange(0, BM)
+    column = column_tile * BN + tl.arange(0, BN)
+    row_ok = row < M
+    column_ok = column < multiple(N, UNIT_OUT)
+    span = tl.cdiv(tl.cdiv(K, BK), tl.num_programs(1)) * BK
+    begin = part * span
+    end = tl.minimum(begin + span, K)
+    a += batch * multiple(a_batch, UNIT_A) + row.to(tl.int64) * multiple(a_row, UNIT_A)
+    b += batch * multiple(b_batch, UNIT_B) + column.to(tl.int64) * multiple(b_row, UNIT_B)
+    if a_scale is not None:
+        a_scale += batch * a_scale_batch
+    b_scale += batch * b_scale_batch
+    if SCALE == "fp32":
+        UNIFORM: tl.constexpr = COLUMNS % BN == 0
+        a_scale += (row // ROWS).to(tl.int64) * a_scale_row
+        if UNIFORM:
+            b_scale += (column_tile * BN // COLUMNS).to(tl.int64) * b_scale_row
+        else:
+            b_scale += (column // COLUMNS).to(tl.int64) * b_scale_row
+        sum = promoted(
+            a, row_ok, a_scale, a_scale_block, b, column_ok, b_scale, b_scale_block, begin, end, K,
+            A, B, WIDTH, COMPUTE, UNIFORM, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
+        )  # fmt: skip
+    else:
+        sum = blocked(
+            a, row_ok, row, a_scale, b, column_ok, column, b_scale, begin, end, K, a_scale_row, b_scale_row,
+            A, B, SCALE, WIDTH, A_LAYOUT, B_LAYOUT, ALIGNED, COMPUTE, WHOLE, BM, BN, BK, CAPABILITY,
+        )  # fmt: skip
+    if alpha is not None:
+        sum *= tl.load(alpha)
+    out += batch * multiple(out_batch, UNIT_OUT) + part * multiple(out_part, UNIT_OUT)
+    store_tile(out, sum, row, row_ok, column, column_ok, multiple(out_row, UNIT_OUT), SHUFFLED)
+
+
+@triton.jit
+def sum_kernel(
+    parts, alpha, out, rows, N, M, count, out_batch, out_row, UNIT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The sum of `count` parts [count, rows, N], in their order, times alpha; rows are M to a batch entry."""
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    N = multiple(N, UNIT)
+    there = column < N
+    sum = tl.zeros([BLOCK], tl.float32)
+    for part in range(count):
+        sum += tl.load(parts + (part * rows + row) * N + column, there, other=0)
+    if alpha is not None:
+        sum *= tl.load(alpha)
+    out += row // M * multiple(out_batch, UNIT) + row % M * multiple(out_row, UNIT)
+    tl.store(out + column, sum.to(out.dtype.element_ty), there)
+
+
+def _element(form: str, config) -> str:
+    """The type that the codes of a format have in memory, as the kernel sees them."""
+    if form == "e2m1" or (form in operands.FP8 and config.compute):
+        return "u8"
+    return form
+
+
+def build(problem, config):
+    by = ":16" if problem.aligned else ""
+    scale = "*fp32" if problem.scale == "fp32" else "*u8" + (":4" if problem.aligned else "")
+    types = {"a": f"*{_element(problem.a, config)}{by}", "b": f"*{_element(problem.b, config)}{by}"}
+    types |= {"a_scale": scale, "b_scale": scale, "alpha": "*fp32", "out": f"*{problem.out}{by}"}
+    types |= dict.fromkeys(("M", "N", "K"), "i32")
+    types |= dict.fromkeys(("a_batch", "a_row", "b_batch", "b_row", "out_batch", "out_part", "out_row"), "i64")
+    types |= {f"{o}_scale_{s}": "i64" for o in "ab" for s in ("batch", "row", "block")}
+    constants = {
+        "A": problem.a,
+        "B": problem.b,
+        "SCALE": problem.scale,
+        "WIDTH": problem.width,
+        "ROWS": problem.rows,
+        "COLUMNS": problem.columns,
+        "A_LAYOUT": problem.a_layout,
+        "B_LAYOUT": problem.b_layout,
+        "ALIGNED": problem.aligned,
+        "SHUFFLED": problem.shuffled,
+        "COMPUTE": _COMPUTE[config.compute],
+        "UNIT_A": _unit(problem.a, problem),
+        "UNIT_B": _unit(problem.b, problem),
+        "UNIT_OUT": _unit(problem.out, problem),
+        "WHOLE": problem.whole,
+        "GROUP": config.group,
+        "BM": config.block_m,
+        "BN": config.block_n,
+        "BK": config.block_k,
+        "CAPABILITY": config.capability,
+    }
+    absent = ([] if problem.alpha else ["alpha"]) + ([] if problem.a_layout or problem.scale == "fp32" else ["a_scale"])
+    constants |= dict.fromkeys(absent)
+    types = {name: kind for name, kind in types.items() if name not in absent}
+    return Build(gemm_kernel, types, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+# 4 float32 a thread: 16-byte reads. The parts are in the L2 cache.
+_SUM_BLOCK = 512
+
+_COMPUTE = {"": "", "bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
+
+
+def _unit(form: str, problem) -> int:
+    """Elements, or bytes of e2m1, in 16 bytes where rows are aligned."""
+    size = {"bf16": 2, "fp16": 2, "fp32": 4}.get(form, 1)
+    return 16 // size if problem.aligned else 1
+
+
+def build_sum(problem, config):
+    by = ":16" if problem.aligned else ""
+    types = {"parts": f"*fp32{by}", "alpha": "*fp32", "out": f"*{problem.out}{by}"}
+    types |= {"rows": "i64", "N": "i32", "M": "i32", "count": "i32", "out_batch": "i64", "out_row": "i64"}
+    constants = {"UNIT": 8 if problem.aligned else 1, "BLOCK": _SUM_BLOCK}
+    if not problem.alpha:
+        del types["alpha"]
+        constants["alpha"] = None
+    return Build(sum_kernel, types, constants, num_warps=4)
+
+
+launch = Launcher("gemm_blockscaled", build)
+launch_sum = Launcher("gemm_blockscaled_sum", build_sum)
+LAUNCHERS = (launch, launch_sum)
+
+
+def partial(problem):
+    """The problem of a part of K: it is left in float32, for `sum_kernel` to go on."""
+    return replace(problem, out="fp32", alpha=False)
+
+
+def kernels(problem, config):
+    yield launch, problem, config
+    yield launch, partial(problem), config
+    yield launch_sum, problem, config
+
+
+def run(problem, config, a, b, a_scale, b_scale, alpha, out):
+    batch, M, N = out.shape
+    K = a.shape[-1] * operands.PER_BYTE[problem.a]
+    tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    parts = 1
+    if problem.tokens <= 128:
+        parts = splits(tiles * batch, triton.cdiv(K, config.block_k), target_of(out.device).sms)
+    if parts == 1:
+        alphas = () if alpha is None else (alpha,)
+        _launch(problem, config, (tiles, 1, batch), K, a, b, a_scale, b_scale, alphas, out[None])
+        return
+    sums = torch.empty(parts, batch, M, N, dtype=torch.float32, device=out.device)
+    _launch(partial(problem), config, (tiles, parts, batch), K, a, b, a_scale, b_scale, (), sums)
+    tensors = [sums, *(() if alpha is None else (alpha,)), out]
+    grid = (triton.cdiv(N, _SUM_BLOCK), batch * M, 1)
+    launch_sum(problem, config, grid, *tensors, batch * M, N, M, parts, out.stride(0), out.stride(1))
+
+
+def _launch(problem, config, grid, K: int, a, b, a_scale, b_scale, alphas, out):
+    """out : [parts, batch, M, N]. alphas : the tensor of alpha, or nothing."""
+    M, N = out.shape[2:]
+    codes = [x.view(torch_dtype(_element(form, config))) for x, form in ((a, problem.a), (b, problem.b))]
+    scales = [x for x in (a_scale, b_scale) if x is not None]
+    strides = *a.stride()[:2], *b.stride()[:2], out.stride(1), out.stride(0), out.stride(2)
+    if problem.scale == "fp32":
+        steps = *a_scale.stride(), *b_scale.stride()
+    else:
+        # Flat factors: where a batch entry begins, and how many a row has in the layout.
+        steps = ()
+        for flat, layout in ((a_scale, problem.a_layout), (b_scale, problem.b_layout)):
+            blocks = layouts.padded(1, K // problem.width, layout)[1] if layout else 0
+            steps += (flat.stride(0) if layout else 0, blocks, 0)
+    launch(problem, config, grid, *codes, *scales, *alphas, out, M, N, K, *strides, *steps)

@@ -1,0 +1,49 @@
+"""Rows to e4m3 with float32 block scales, in Triton: what a product with FP8 takes, made from 16-bit rows."""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops._device.rows import multiple, pointer, unit
+from flashinfer.ops._device.scales import quantize_fp8
+
+
+@triton.jit
+def quantize_kernel(
+    x, codes, scale, rows, columns, x_row, blocks,
+    ROWS: tl.constexpr, UNIT: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """A program has one block of [ROWS, 128]."""
+    block_row = tl.program_id(1)
+    block = tl.program_id(0)
+    row = block_row * ROWS + tl.arange(0, ROWS)[:, None]
+    column = block * 128 + tl.arange(0, 128)[None, :]
+    there = (row < rows) & (column < columns)
+    at = row.to(tl.int64) * multiple(x_row, UNIT) + column
+    y = tl.load(x + at, there, other=0).to(tl.float32)
+    # One row as long as the block: all of it shares a scale.
+    code, factor = quantize_fp8(tl.reshape(y, [1, ROWS * 128]), ROWS * 128, "fp8e4nv", False, CAPABILITY)
+    at = row.to(tl.int64) * multiple(columns, UNIT) + column
+    tl.store(codes + at, tl.reshape(code, [ROWS, 128]), there)
+    place = block_row.to(tl.int64) * blocks + block + tl.zeros([1, 1], tl.int64)
+    tl.store(scale + place, factor)
+
+
+def build(problem, config):
+    types = {"x": pointer(problem.dtype, problem.aligned), "codes": "*u8:16" if problem.aligned else "*u8"}
+    types |= {"scale": "*fp32", "rows": "i32", "columns": "i32", "x_row": "i64", "blocks": "i32"}
+    constants = {"ROWS": problem.rows, "UNIT": unit(problem.dtype, problem.aligned), "CAPABILITY": config.capability}
+    return Build(quantize_kernel, types, constants, num_warps=config.num_warps)
+
+
+launch = Launcher("gemm_quantize", build)
+LAUNCHERS = (launch,)
+
+
+def run(problem, config, x, codes, scale):
+    """x [n, K] to e4m3 codes [n, K], and float32 scales [ceil(n / rows), ceil(K / 128)]; both contiguous."""
+    rows, columns = x.shape
+    blocks = triton.cdiv(columns, 128)
+    grid = (blocks, triton.cdiv(rows, problem.rows), 1)
+    launch(problem, config, grid, x, codes.view(torch.uint8), scale, rows, columns, x.stride(0), blocks)

@@ -1,0 +1,274 @@
+"""Products with block-scaled operands against float64 products of exactly what the codes and factors stand for."""
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer import gemm
+from flashinfer.testing import generate
+from flashinfer.testing.compare import assert_bitwise, assert_close
+from tests.ops.gemm import scaled
+from tests.ops.norm.variants import variant  # the fixture
+
+BF16 = torch.bfloat16
+gpu = pytest.mark.gpu
+
+
+def sizes(*small, large):
+    """Small shapes (M, N, K) for both suites, and large ones for a GPU."""
+    return pytest.mark.parametrize("m, n, k", [*small, *(pytest.param(*s, marks=gpu) for s in large)])
+
+
+LARGE = [(1, 7168, 2048), (17, 4096, 7168), (64, 2304, 4096), (100, 1160, 1024), (1025, 640, 2048)]
+
+
+def check(out, a, b, factor=1.0):
+    """out against the product of float64 a [.., M, K] and b [.., N, K]."""
+    truth = a @ b.mT * factor
+    assert_close(out, (scaled.same_dtype(a, b, out.dtype) * factor).to(out.dtype), truth)
+
+
+@sizes((1, 40, 128), (37, 72, 384), (5, 24, 200), large=LARGE)
+@pytest.mark.parametrize("mode, granularity", [("K", (1, 128, 128)), ("MN", (1, 128, 128)), ("MN", (128, 128, 128)),
+                                               ("K", (4, 16, 64))])  # fmt: skip
+def test_groupwise(variant, device, m, n, k, mode, granularity):
+    a, a_scale, a_wide = scaled.groupwise((m, k), "e4m3", granularity[0], granularity[2], device)
+    b, b_scale, b_wide = scaled.groupwise((n, k), "e4m3", granularity[1], granularity[2], device)
+    scales = [s.mT.contiguous() if mode == "MN" else s for s in (a_scale, b_scale)]
+    out = gemm.gemm_fp8_nt_groupwise(a, b, *scales, mode, scale_granularity_mnk=granularity)
+    check(out, a_wide, b_wide)
+    if granularity == (128, 128, 128):
+        assert_bitwise(gemm.gemm_fp8_nt_blockscaled(a, b, *scales, mode), out)
+
+
+@pytest.mark.parametrize("elements", [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_groupwise_formats(variant, device, elements, dtype):
+    a, a_scale, a_wide = scaled.groupwise((19, 256), elements[0], 1, 128, device)
+    b, b_scale, b_wide = scaled.groupwise((48, 256), elements[1], 128, 128, device)
+    out = gemm.gemm_fp8_nt_groupwise(a, b, a_scale, b_scale, "K", out_dtype=dtype)
+    # What tensor cores sum up over a scale's 128 elements has 14 bits and more.
+    assert_close(out.to(BF16), scaled.same_dtype(a_wide, b_wide, BF16), a_wide @ b_wide.mT)
+    assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("m, k", [(1, 256), (7, 384), (3, 384)])
+def test_groupwise_scales_of_trtllm(variant, device, m, k):
+    """Scales in either shape, and in the memory that says which where both are the same."""
+    a, a_scale, a_wide = scaled.groupwise((m, k), "e4m3", 1, 128, device)
+    b, b_scale, b_wide = scaled.groupwise((k, k), "e4m3", 128, 128, device)
+    for left in (a_scale.mT.contiguous(), a_scale.mT.contiguous().mT):
+        for right in (b_scale, b_scale.mT):
+            check(gemm.gemm_fp8_nt_groupwise(a, b, left, right, backend="trtllm"), a_wide, b_wide)
+
+
+def fp4(m, n, k, device, nvfp4=True):
+    factor, width = ("ue4m3", 16) if nvfp4 else ("ue8m0", 32)
+    return [scaled.operand((rows, k), "e2m1", factor, width, device) for rows in (m, n)]
+
+
+@sizes((1, 40, 128), (37, 72, 416), large=LARGE)
+@pytest.mark.parametrize("nvfp4", [True, False])
+def test_mm_fp4(variant, device, m, n, k, nvfp4):
+    a, b = fp4(m, n, k, device, nvfp4)
+    options = dict(block_size=16 if nvfp4 else 32, use_nvfp4=nvfp4)
+    alpha = torch.tensor([0.37], device=device)
+    descales = a.arranged("128x4"), b.arranged("128x4")
+    out = flashinfer.mm_fp4(a.codes, b.codes.mT, *descales, alpha, **options)
+    check(out, a.values, b.values, alpha.double())
+    high, wide = -(-n // 128) * 128, b.arranged("128x4").numel() // (-(-n // 128) * 128)
+    transposed = descales[1].view(high, wide).mT
+    assert_bitwise(flashinfer.mm_fp4(a.codes, b.codes.mT, descales[0], transposed, alpha, **options), out)
+    small = flashinfer.mm_fp4(
+        a.codes, b.codes.mT, a.arranged("8x4"), descales[1], alpha, use_8x4_sf_layout=True, **options
+    )
+    assert_bitwise(small, out)
+
+
+def test_mm_fp4_of_a_shuffled_weight(variant, device):
+    a, b = fp4(21, 256, 128, device)
+    codes = flashinfer.shuffle_matrix_a(b.codes, 128)
+    rows = scaled.layouts.padded(256, 8, "128x4")
+    factors = flashinfer.shuffle_matrix_sf_a(b.flat.view(torch.uint8).view(rows), 128)
+    out = flashinfer.mm_fp4(a.codes, codes.mT, a.arranged("128x4"), factors, backend="trtllm")
+    check(out, a.values, b.values)
+
+
+@sizes((1, 40, 128), (37, 72, 160), large=LARGE)
+@pytest.mark.parametrize("elements", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
+def test_mm_mxfp8(variant, device, m, n, k, elements):
+    a, b = (scaled.operand((r, k), e, "ue8m0", 32, device) for r, e in zip((m, n), elements))
+    out = flashinfer.mm_mxfp8(a.codes, b.codes.mT, a.flat, b.flat.mT)
+    check(out, a.values, b.values)
+    tiled = flashinfer.mm_mxfp8(a.codes, b.codes.mT, a.arranged("128x4"), b.arranged("128x4"))
+    assert_bitwise(tiled, out)
+    small = flashinfer.mm_mxfp8(
+        a.codes, b.codes.mT, a.arranged("8x4"), b.arranged("128x4"), use_8x4_sf_layout=True
+    )
+    assert_bitwise(small, out)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_bmm_mxfp8(variant, device, batch):
+    a, b = (scaled.operand((batch, r, 128), "e4m3", "ue8m0", 32, device) for r in (21, 40))
+    out = flashinfer.bmm_mxfp8(a.codes, b.codes.mT, a.arranged("128x4"), b.arranged("128x4"), torch.float16)
+    check(out, a.values, b.values)
+
+
+@sizes((1, 40, 128), (37, 72, 144), large=LARGE)
+def test_mm_bf16_fp4(variant, device, m, n, k):
+    a = generate.randn(m, k, dtype=BF16, device=device)
+    b = scaled.operand((n, k), "e2m1", "ue4m3", 16, device)
+    alpha = torch.tensor([1.5], device=device)
+    for given in (None, alpha):
+        prepared = flashinfer.prepare_bf16_fp4_weights(b.codes, b.arranged("128x4"), given, backend="cudnn")
+        out = flashinfer.mm_bf16_fp4(a, *prepared, backend="cudnn")
+        check(out, a.double(), b.values, 1.0 if given is None else 1.5)
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_fp8_blockscale(variant, device, per_row):
+    """Given FP8 it is the groupwise product; bfloat16 is quantised as the docstring says."""
+    high = 1 if per_row else 128
+    a, a_scale, a_wide = scaled.groupwise((9, 256), "e4m3", 1, 128, device)
+    b, b_scale, b_wide = scaled.groupwise((136, 256), "e4m3", high, 128, device)
+    check(gemm.fp8_blockscale_gemm_sm90(a, b, a_scale, b_scale), a_wide, b_wide)
+    x = generate.randn(9, 256, dtype=BF16, device=device)
+    check(gemm.fp8_blockscale_gemm_sm90(x, b, None, b_scale), quantised(x, 1), b_wide)
+    weight = generate.randn(136, 256, dtype=BF16, device=device)
+    check(gemm.fp8_blockscale_gemm_sm90(x, weight, out_dtype=torch.float32).to(BF16), quantised(x, 1),
+          quantised(weight, 128))  # fmt: skip
+
+
+def quantised(x, high):
+    """float64 of x with blocks of `high` x 128 in e4m3 times a float32 scale."""
+    out = torch.empty(x.shape, dtype=torch.float64, device=x.device)
+    for top in range(0, x.shape[0], high):
+        for left in range(0, x.shape[1], 128):
+            block = x[top : top + high, left : left + 128].float()
+            scale = block.abs().max() / 448
+            codes = (block * (1 / scale)).to(torch.float8_e4m3fn)
+            out[top : top + high, left : left + 128] = codes.double() * scale.double()
+    return out
+
+
+@pytest.mark.parametrize("m, n, k", [(5, 40, 640), (3, 24, 200)])
+def test_parts_of_k(device, monkeypatch, m, n, k):
+    """A product that is split along K, also where parts are empty."""
+    from flashinfer.ops.gemm.blockscaled import portable
+
+    monkeypatch.setattr(portable, "splits", lambda tiles, blocks, sms: 7)
+    a, a_scale, a_wide = scaled.groupwise((m, k), "e4m3", 1, 128, device)
+    b, b_scale, b_wide = scaled.groupwise((n, k), "e4m3", 128, 128, device)
+    check(gemm.gemm_fp8_nt_groupwise(a, b, a_scale, b_scale, "K", backend="portable"), a_wide, b_wide)
+    a, b = fp4(m, n, k // 16 * 16, device)
+    alpha = torch.tensor([3.0], device=device)
+    descales = a.arranged("128x4"), b.arranged("128x4")
+    out = flashinfer.mm_fp4(a.codes, b.codes.mT, *descales, alpha, torch.float16, backend="portable")
+    check(out, a.values, b.values, 3.0)
+
+
+def test_strides_and_neighbours(variant, device):
+    """Rows with gaps are read where they are, and nothing beside the result is written."""
+    a, a_scale, a_wide = scaled.groupwise((11, 128), "e4m3", 1, 128, device)
+    b, b_scale, b_wide = scaled.groupwise((40, 128), "e4m3", 128, 128, device)
+    a, b = generate.strided(a, gap=16), generate.strided(b, gap=5)
+    guard = generate.Guarded((11, 40), BF16, device)
+    gemm.gemm_fp8_nt_groupwise(a, b, a_scale.mT, b_scale.mT, "MN", out=guard.out)
+    guard.check()
+    check(guard.out, a_wide, b_wide)
+    out = torch.full((11, 64), float("nan"), dtype=BF16, device=device)
+    gemm.gemm_fp8_nt_groupwise(a, b, a_scale, b_scale, "K", out=out[:, :40])
+    assert_bitwise(out[:, :40].contiguous(), guard.out)
+    assert out[:, 40:].isnan().all()
+
+
+def test_specials(variant, device):
+    """A NaN in a code or a factor spoils its row or column alone."""
+    a, b = (scaled.operand((r, 64), "e4m3", "ue8m0", 32, device) for r in (4, 24))
+    a.codes.view(torch.uint8)[1, 3], b.flat[2, 1] = 0x7F, 255
+    out = flashinfer.mm_mxfp8(a.codes, b.codes.mT, a.flat, b.flat.mT)
+    wrong = out.isnan()
+    assert wrong[1].all() and wrong[:, 2].all() and int(wrong.sum()) == 24 + 4 - 1
+
+
+@pytest.mark.parametrize("m, n", [(0, 16), (3, 0)])
+def test_nothing_to_do(variant, device, m, n):
+    a, b = fp4(m, n, 64, device)
+    out = flashinfer.mm_fp4(a.codes, b.codes.mT, a.arranged("128x4"), b.arranged("128x4"))
+    assert out.shape == (m, n)
+
+
+def good():
+    a, b = fp4(4, 128, 64, "cpu")
+    return dict(a=a.codes, b=b.codes.mT, a_descale=a.arranged("128x4"), b_descale=b.arranged("128x4"))
+
+
+BAD_FP4 = {
+    "a": dict(a=torch.zeros(4, 32)),
+    "a of one dimension": dict(a=torch.zeros(4, dtype=torch.uint8)),
+    "b": dict(b=torch.zeros(16, 128, dtype=torch.uint8).mT.contiguous().mT),
+    "b of rows": dict(b=torch.zeros(32, 128, dtype=torch.uint8)),
+    "a_descale": dict(a_descale=torch.zeros(16, dtype=torch.uint8)),
+    "a_descale in 8x4": dict(use_8x4_sf_layout=True),
+    "b_descale": dict(b_descale=torch.zeros(128, 4)),
+    "alpha": dict(alpha=torch.ones(2)),
+    "alpha of float64": dict(alpha=torch.ones(1, dtype=torch.float64)),
+    "out": dict(out=torch.empty(4, 127, dtype=BF16)),
+    "out of another dtype": dict(out=torch.empty(4, 128, dtype=torch.float16)),
+    "out_dtype": dict(out_dtype=torch.int32),
+    "block_size": dict(block_size=32),
+    "backend": dict(backend="nothing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FP4)
+def test_bad_input_of_mm_fp4(name):
+    with pytest.raises(ValueError, match=f"^{name.split()[0]}: got .*allowed: "):
+        flashinfer.mm_fp4(**good() | BAD_FP4[name])
+
+
+BAD_GROUPWISE = {
+    "b": dict(b=torch.zeros(8, 64).to(torch.float8_e4m3fn)),
+    "a_scale": dict(a_scale=torch.ones(1, 4)),
+    "b_scale": dict(b_scale=torch.ones(1, 1, dtype=torch.float16)),
+    "scale_major_mode": dict(scale_major_mode=None),
+    "scale_major_mode of trtllm": dict(backend="trtllm"),
+    "mma_sm": dict(mma_sm=3),
+    "scale_granularity_mnk": dict(scale_granularity_mnk=(1, 128, 48)),
+}
+
+
+@pytest.mark.parametrize("name", BAD_GROUPWISE)
+def test_bad_input_of_groupwise(name):
+    a, a_scale, _ = scaled.groupwise((4, 128), "e4m3", 1, 128, "cpu")
+    b, b_scale, _ = scaled.groupwise((8, 128), "e4m3", 128, 128, "cpu")
+    given = dict(a=a, b=b, a_scale=a_scale, b_scale=b_scale, scale_major_mode="K")
+    with pytest.raises(ValueError, match=f"^{name.split()[0]}: got .*allowed: "):
+        gemm.gemm_fp8_nt_groupwise(**given | BAD_GROUPWISE[name])
+
+
+def test_bad_input_of_the_others():
+    x, w = torch.zeros(4, 128, dtype=BF16), torch.zeros(8, 128).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="^weight_scale: got None"):
+        gemm.fp8_blockscale_gemm_sm90(x, w)
+    with pytest.raises(ValueError, match="^input_scale: got a tensor"):
+        gemm.fp8_blockscale_gemm_sm90(x, w, torch.ones(4, 1), torch.ones(1, 1))
+    a, b = (scaled.operand((r, 64), "e4m3", "ue8m0", 32, "cpu") for r in (4, 24))
+    with pytest.raises(ValueError, match="^b_descale: got"):
+        flashinfer.mm_mxfp8(a.codes, b.codes.mT, a.flat, b.flat)
+    with pytest.raises(ValueError, match="^a_descale: got"):
+        flashinfer.mm_mxfp8(a.codes, b.codes.mT, a.flat, b.flat.mT, use_8x4_sf_layout=True)
+    with pytest.raises(ValueError, match="^backend: got 'cutlass'"):
+        flashinfer.prepare_bf16_fp4_weights(b.codes.view(torch.uint8), b.flat, backend="cutlass")
+
+
+def test_is_a_registered_op():
+    from flashinfer.gemm import _launch
+
+    a, b = fp4(4, 16, 64, "cpu")
+    flat = a.arranged("128x4")[None], b.arranged("128x4")[None]
+    args = a.codes[None], b.codes[None], *flat, None, torch.empty(1, 4, 16), "ue4m3", "128x4", "128x4"
+    torch.library.opcheck(_launch.gemm.op, args, dict(width=16))
+
+
