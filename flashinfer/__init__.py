@@ -52,7 +52,7 @@ _ROOT_NAMES = {
         "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     ),
     "fp4_quantization": (),
-    "fused_moe": (),
+    "fused_moe": ("reorder_rows_for_gated_act_gemm",),
     "quantization": (
         "NVFP44Over6Config",
         "block_scale_interleave",

@@ -1,5 +1,12 @@
 """Mixtures of experts: routing, and the experts' products with all that stands between them in one call."""
 
+from flashinfer.fused_moe.layouts import (
+    convert_to_block_layout,
+    interleave_moe_scales_for_sm90_mixed_gemm,
+    interleave_moe_weights_for_sm90_mixed_gemm,
+    preprocess_moe_weights_for_sm90_mixed_gemm_humming,
+    reorder_rows_for_gated_act_gemm,
+)
 from flashinfer.fused_moe.routing import fused_topk_deepseek
 from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout
 
@@ -8,5 +15,10 @@ __all__ = [
     "Fp8QuantizationType",
     "RoutingMethodType",
     "WeightLayout",
+    "convert_to_block_layout",
     "fused_topk_deepseek",
+    "interleave_moe_scales_for_sm90_mixed_gemm",
+    "interleave_moe_weights_for_sm90_mixed_gemm",
+    "preprocess_moe_weights_for_sm90_mixed_gemm_humming",
+    "reorder_rows_for_gated_act_gemm",
 ]

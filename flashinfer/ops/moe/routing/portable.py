@@ -230,6 +230,9 @@ launch_count = Launcher("moe_count", _build_count)
 launch_map = Launcher("moe_map", _build_map)
 LAUNCHERS = (launch_route, launch_count, launch_map)
 
+# Bytes of stack a thread may use: 16 pairs a thread and their places, by Triton 3.9's ptxas on sm_120.
+STACK_BUDGET = 16
+
 
 def kernels(problem, config):
     """(launcher, problem, config) of every kernel that a problem needs."""
