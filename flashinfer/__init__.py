@@ -89,9 +89,10 @@ _ROOT_NAMES = {
         "top_p_renorm_probs",
         "top_p_sampling_from_probs",
     ),
+    "trtllm_low_latency_gemm": ("prepare_low_latency_gemm_weights",),
     "tllm_enums": ("ActivationType", "RoutingMethodType", "SfLayout"),
     "topk": ("TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform"),
-    "utils": (),
+    "utils": ("next_positive_power_of_2",),
     "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
     "prefill": (
         "BatchPrefillWithPagedKVCacheWrapper",

@@ -5,8 +5,19 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer._core.target import target_of
 
-__all__ = ["FP4Tensor", "get_shuffle_matrix_a_row_indices", "get_shuffle_matrix_sf_a_row_indices"]
+__all__ = [
+    "FP4Tensor",
+    "device_support_pdl",
+    "get_compute_capability",
+    "get_device_sm_count",
+    "get_shuffle_matrix_a_row_indices",
+    "get_shuffle_matrix_sf_a_row_indices",
+    "get_trtllm_gen_multi_ctas_kv_counter_bytes",
+    "is_sm100a_supported",
+    "next_positive_power_of_2",
+]
 
 
 class FP4Tensor:
@@ -113,3 +124,74 @@ def get_shuffle_matrix_sf_a_row_indices(
     require(len(shape) == 2 and shape[0] % 128 == 0 and shape[1] % 4 == 0, "input_tensor", shape,
             "[a multiple of 128, a multiple of 4]")  # fmt: skip
     return get_shuffle_matrix_a_row_indices(input_tensor, epilogue_tile_m)
+
+
+def get_compute_capability(device: torch.device) -> tuple[int, int]:
+    """Major and minor compute capability of a CUDA device.
+
+    Raises
+    ------
+    ValueError
+        The device is none.
+    """
+    return divmod(_target(device).capability, 10)
+
+
+def get_device_sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device.
+
+    Raises
+    ------
+    ValueError
+        The device is none.
+    """
+    return _target(device).sms
+
+
+def _target(device):
+    device = torch.device(device)
+    require(device.type == "cuda", "device", device, "a CUDA device")
+    return target_of(device)
+
+
+def device_support_pdl(device: torch.device) -> bool:
+    """Whether a device has programmatic dependent launch: CUDA devices from compute capability 9.0 on."""
+    device = torch.device(device)
+    return device.type == "cuda" and target_of(device).capability >= 90
+
+
+def is_sm100a_supported(device: torch.device) -> bool:
+    """Whether a device is a CUDA device of compute capability 10.x."""
+    device = torch.device(device)
+    return device.type == "cuda" and target_of(device).capability // 10 == 10
+
+
+def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: int, sm_count: int) -> int:
+    """Bytes of a `multi_ctas_kv_counter_buffer`: an int32 for each request and head, or each multiprocessor if more.
+
+    The attention functions here accept such a buffer and do not use it.
+
+    Parameters
+    ----------
+    batch_size, num_qo_heads, sm_count : int
+        1 or more; 0 requests are 1.
+
+    Returns
+    -------
+    int
+        A multiple of 16.
+
+    Raises
+    ------
+    ValueError
+        A negative number.
+    """
+    for name, value in (("batch_size", batch_size), ("num_qo_heads", num_qo_heads), ("sm_count", sm_count)):
+        require(value >= 0, name, value, "0 or more")
+    counters = max(batch_size * num_qo_heads, sm_count, 1)
+    return -(-4 * counters // 16) * 16
+
+
+def next_positive_power_of_2(x: int) -> int:
+    """The smallest power of two that is at least x and at least 1."""
+    return 1 if x < 1 else 1 << (x - 1).bit_length()

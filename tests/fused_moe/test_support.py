@@ -1,0 +1,68 @@
+"""Helpers around the kernels: of devices, sizes and weights."""
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer import utils
+from flashinfer._core.target import named, override
+from flashinfer.fused_moe.utils import get_hybrid_num_tokens_buckets
+from flashinfer.testing.compare import assert_bitwise
+
+
+@pytest.mark.parametrize(
+    ("arch", "capability", "pdl", "sm100"),
+    [("89", (8, 9), False, False), ("90a", (9, 0), True, False), ("103a", (10, 3), True, True),
+     ("120a", (12, 0), True, False)],
+)  # fmt: skip
+def test_devices(arch, capability, pdl, sm100):
+    with override(named(arch)):
+        for device in (torch.device("cuda:0"), "cuda:0"):
+            assert utils.get_compute_capability(device) == capability
+            assert utils.get_device_sm_count(device) == named(arch).sms
+            assert utils.device_support_pdl(device) is pdl and utils.is_sm100a_supported(device) is sm100
+
+
+def test_a_cpu_is_no_cuda_device():
+    assert not utils.device_support_pdl("cpu") and not utils.is_sm100a_supported(torch.device("cpu"))
+    for function in (utils.get_compute_capability, utils.get_device_sm_count):
+        with pytest.raises(ValueError, match="^device: got cpu; allowed: a CUDA device"):
+            function(torch.device("cpu"))
+
+
+def test_powers_of_two():
+    numbers = [-3, 0, 1, 2, 3, 4, 5, 1023, 1024, 1025]
+    assert [utils.next_positive_power_of_2(n) for n in numbers] == [1, 1, 1, 2, 4, 4, 8, 1024, 1024, 2048]
+
+
+def test_counter_bytes():
+    count = utils.get_trtllm_gen_multi_ctas_kv_counter_bytes
+    assert count(1, 8, 132) == 528 and count(64, 32, 132) == 8192 and count(1, 3, 0) == 16 and count(0, 8, 0) == 16
+    with pytest.raises(ValueError, match="^batch_size: got -1"):
+        count(-1, 8, 132)
+
+
+def test_token_buckets():
+    powers = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    assert get_hybrid_num_tokens_buckets(256) == powers
+    assert get_hybrid_num_tokens_buckets(100, 3) == (4, 8, 16, 32, 64, 100)
+    middle = (512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
+    assert get_hybrid_num_tokens_buckets(16384) == (*powers, *middle, 8192, 16384)
+    assert get_hybrid_num_tokens_buckets(5000, 3000) == (3072, 3584, 4096, 5000)
+    assert get_hybrid_num_tokens_buckets(1) == (1,)
+    for bounds, argument in (((4, 5), "max_num_tokens"), ((4, 0), "min_num_tokens")):
+        with pytest.raises(ValueError, match=f"^{argument}: got .*allowed: "):
+            get_hybrid_num_tokens_buckets(*bounds)
+
+
+def test_low_latency_weights():
+    w = torch.randint(0, 255, (64, 256), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    cache = {}
+    out = flashinfer.prepare_low_latency_gemm_weights(w, cache)
+    shuffled = flashinfer.shuffle_matrix_a(w.view(torch.uint8), 128)
+    assert out.shape == (2, 64, 128) and out.dtype == w.dtype and len(cache) == 1
+    for block in range(2):
+        assert_bitwise(out[block].view(torch.uint8), shuffled[:, 128 * block : 128 * (block + 1)])
+    for bad in (w[:40], w[:, :64], w.view(torch.uint8), w[0]):
+        with pytest.raises(ValueError, match="^w: got .*allowed: "):
+            flashinfer.prepare_low_latency_gemm_weights(bad, {})
