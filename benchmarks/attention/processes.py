@@ -28,9 +28,13 @@ def python(script: str, *words: str, path: str, send: str = "", **environment: s
 
 @functools.cache
 def first_calls(device: torch.device) -> dict[bool, dict[str, float]]:
-    """Microseconds of import and of first calls; True: with an empty kernel cache, False: with what that left."""
+    """Microseconds of import and of first calls; True: with an empty kernel cache, False: with what that left.
+
+    Bytecode is kept from one process to the next, as pip keeps it.
+    """
     with tempfile.TemporaryDirectory() as base:
         caches = {"FLASHINFER_WORKSPACE_BASE": base, "TRITON_CACHE_DIR": str(Path(base) / "triton")}
+        caches["PYTHONDONTWRITEBYTECODE"] = ""
         return {cold: first_call(device, **caches) for cold in (True, False)}
 
 
