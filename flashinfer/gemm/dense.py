@@ -1,0 +1,424 @@
+"""Dense matrix products: bfloat16, and FP8 with one scale for a whole operand."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import as_dtype, dtype_name, require, same_device
+from flashinfer._core.custom_op import custom_op
+from flashinfer._core.target import target_of
+from flashinfer.ops.gemm import dense as room
+from flashinfer.ops.gemm.dense.config import cut, rows_of
+
+_HALVES = (torch.bfloat16, torch.float16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_OUT = (torch.bfloat16, torch.float16, torch.float32)
+# Names of libraries that upstream calls: each promises a result, which any variant of ours gives.
+_THEIRS = ("auto", "cudnn", "cublas", "cutlass", "tgv", "trtllm_low_latency")
+_OURS = ("sm90", "portable", "reference")
+
+
+def mm_bf16(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    pdl: bool = False,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "cudnn",
+) -> torch.Tensor:
+    """Matrix product: ``out = a @ b + bias``, summed in float32 and rounded once.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [m, k]; bfloat16 (or float16), any strides; rows that are contiguous and 16-byte aligned are fast.
+    b : torch.Tensor
+        [k, n]; dtype of `a`, any strides. Upstream takes column-major ones, as a weight [n, k] transposed is.
+    bias : torch.Tensor, optional
+        [n]; bfloat16, float16 or float32.
+    pdl : bool
+        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+    out : torch.Tensor, optional
+        [m, n], receives the result; dtype `out_dtype`, any strides.
+    out_dtype : torch.dtype
+        bfloat16, float16 or float32; of `out`, where that is given.
+    backend : str
+        "cudnn", "cutlass", "tgv" and "auto" name no kernel of ours: any may run. "sm90", "portable" and "reference"
+        ask for one.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor [m, n].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or backend other than the above.
+    """
+    _check_operands("a", a, "b", b, 2, _HALVES)
+    out = _result(out, (a.shape[0], b.shape[1]), out_dtype, a.device)
+    _check_bias(bias, b.shape[1])
+    _product(a, b, out, bias, None, None, _variant(backend))
+    return out
+
+
+def bmm_bf16(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "cudnn",
+) -> torch.Tensor:
+    """Batched matrix product: ``out[i] = A[i] @ B[i]``, summed in float32 and rounded once.
+
+    Parameters
+    ----------
+    A : torch.Tensor
+        [batch, m, k]; bfloat16 (or float16), any strides.
+    B : torch.Tensor
+        [batch, k, n]; dtype of `A`, any strides.
+    out : torch.Tensor, optional
+        [batch, m, n], receives the result; dtype `out_dtype`, any strides.
+    out_dtype : torch.dtype
+        bfloat16, float16 or float32; of `out`, where that is given.
+    backend : str
+        As in `mm_bf16`.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor [batch, m, n].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or backend other than the above.
+    """
+    _check_operands("A", A, "B", B, 3, _HALVES)
+    out = _result(out, (*A.shape[:2], B.shape[2]), out_dtype, A.device)
+    _product(A, B, out, None, None, None, _variant(backend))
+    return out
+
+
+def bmm_fp8(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+    backend: str = "cublas",
+) -> torch.Tensor:
+    """Batched FP8 product with one scale an operand: ``out[i] = A[i] @ B[i] * A_scale * B_scale``.
+
+    On Hopper's tensor cores sums of FP8 products keep about 14 bits, what cuBLAS calls fast accumulation.
+
+    Parameters
+    ----------
+    A : torch.Tensor
+        [batch, m, k]; float8_e4m3fn or float8_e5m2, any strides.
+    B : torch.Tensor
+        [batch, k, n]; float8_e4m3fn or float8_e5m2, any strides; column-major is fast.
+    A_scale, B_scale : torch.Tensor
+        float32, one element: what a code of 1 stands for.
+    dtype : torch.dtype
+        Of the result: bfloat16, float16 or float32.
+    out : torch.Tensor, optional
+        [batch, m, n] of `dtype`, receives the result; any strides.
+    backend : str
+        "cublas", "cudnn", "cutlass" and "auto" name no kernel of ours: any may run. "sm90", "portable" and "reference"
+        ask for one.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor [batch, m, n].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or backend other than the above.
+    """
+    _check_operands("A", A, "B", B, 3, _FP8)
+    out = _result(out, (*A.shape[:2], B.shape[2]), dtype, A.device, "dtype")
+    _product(A, B, out, None, _scale("A_scale", A_scale), _scale("B_scale", B_scale), _variant(backend))
+    return out
+
+
+def mm_fp8(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    alpha: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+    backend: str = "trtllm_low_latency",
+) -> torch.Tensor:
+    """FP8 product with a prepared weight: ``out = a @ weight.T * alpha``.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [m, k]; float8_e4m3fn, any strides; k a multiple of 128.
+    b : torch.Tensor
+        [k / 128, n, 128], contiguous, float8_e4m3fn; n a multiple of 32: a weight [n, k] as
+        `prepare_low_latency_gemm_weights` arranges it.
+    alpha : torch.Tensor, optional
+        float32, one element; None is 1.
+    out_dtype : torch.dtype
+        bfloat16, float16 or float32; of `out`, where that is given.
+    out : torch.Tensor, optional
+        [m, n], receives the result; any strides.
+    backend : str
+        "trtllm_low_latency" and "auto" name no kernel of ours: any may run. "sm90", "portable" and "reference" ask for
+        one.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor [m, n].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or backend other than the above.
+    """
+    require(a.dim() == 2, "a", tuple(a.shape), "[m, k]")
+    require(a.dtype == torch.float8_e4m3fn, "a", a.dtype, "float8_e4m3fn")
+    require(b.dtype == torch.float8_e4m3fn, "b", b.dtype, "float8_e4m3fn")
+    blocks = a.shape[1] // 128
+    fits = b.dim() == 3 and b.shape[::2] == (blocks, 128) and b.shape[1] % 32 == 0 and a.shape[1] % 128 == 0
+    require(fits and b.is_contiguous(), "b", tuple(b.shape), f"contiguous [k / 128, n, 128] for k {a.shape[1]}, n a multiple of 32")
+    out = _result(out, (a.shape[0], b.shape[1]), out_dtype, a.device)
+    _product(a, b, out, None, None if alpha is None else _scale("alpha", alpha), None, _variant(backend))
+    return out
+
+
+def tgv_gemm_sm100(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    pdl: bool = False,
+    out: torch.Tensor | None = None,
+    a_descale: torch.Tensor | None = None,
+    b_descale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Matrix product for few rows: ``out = a @ b * a_descale * b_descale + bias``. Any chip runs it.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [m, k]; bfloat16, float16 or float8_e4m3fn, any strides.
+    b : torch.Tensor
+        [k, n]; dtype of `a`, any strides; column-major is fast.
+    bias : torch.Tensor or None
+        [n]; bfloat16, float16 or float32.
+    pdl : bool
+        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+    out : torch.Tensor, optional
+        [m, n], receives the result, any strides; bfloat16 or float16. By default of the dtype of `a`, bfloat16 for FP8.
+    a_descale, b_descale : torch.Tensor, optional
+        float32, one element; both for FP8 and only for it.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor [m, n].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
+    """
+    _check_operands("a", a, "b", b, 2, (*_HALVES, torch.float8_e4m3fn))
+    narrow = a.dtype not in _HALVES
+    for name, scale in (("a_descale", a_descale), ("b_descale", b_descale)):
+        require((scale is not None) == narrow, name, scale, "a scale for FP8 operands, None for others")
+    dtype = torch.bfloat16 if narrow else a.dtype
+    out = _result(out, (a.shape[0], b.shape[1]), dtype if out is None else out.dtype, a.device)
+    _check_bias(bias, b.shape[1])
+    scales = (_scale("a_descale", a_descale), _scale("b_descale", b_descale)) if narrow else (None, None)
+    _product(a, b, out, bias, *scales, "auto")
+    return out
+
+
+def tinygemm_bf16(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    use_pdl: bool = False,
+) -> None:
+    """Linear layer for few rows: ``out = input @ weight.T + bias``.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        [m, k]; bfloat16, any strides. Upstream wants k a multiple of 64; here any will do.
+    weight : torch.Tensor
+        [n, k]; bfloat16, any strides. Upstream wants n a multiple of 16; here any will do.
+    out : torch.Tensor
+        [m, n], bfloat16, receives the result; any strides.
+    bias : torch.Tensor, optional
+        [n]; bfloat16.
+    use_pdl : bool
+        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
+    """
+    _check_bias(bias, weight.shape[0], (torch.bfloat16,))
+    _linear("input", input, "weight", weight.mT if weight.dim() == 2 else weight, out, torch.bfloat16, bias)
+
+
+def mm_M1_16_K7168_N128(
+    mat_a: torch.Tensor, mat_b: torch.Tensor, out: torch.Tensor, launch_with_pdl: bool = True
+) -> None:
+    """Router scores of 128 experts for few tokens: ``out = mat_a @ mat_b``.
+
+    Parameters
+    ----------
+    mat_a : torch.Tensor
+        [m, 7168]; bfloat16, m from 1 to 16.
+    mat_b : torch.Tensor
+        [7168, 128]; bfloat16; column-major is fast.
+    out : torch.Tensor
+        [m, 128], bfloat16, receives the result.
+    launch_with_pdl : bool
+        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
+    """
+    _router(mat_a, mat_b, out, 128, torch.bfloat16)
+
+
+def mm_M1_16_K7168_N256(
+    mat_a: torch.Tensor, mat_b: torch.Tensor, out: torch.Tensor, launch_with_pdl: bool = True
+) -> None:
+    """Router scores of 256 experts for few tokens: ``out = mat_a @ mat_b``, in float32.
+
+    Parameters
+    ----------
+    mat_a : torch.Tensor
+        [m, 7168]; bfloat16, m from 1 to 16.
+    mat_b : torch.Tensor
+        [7168, 256]; bfloat16; column-major is fast.
+    out : torch.Tensor
+        [m, 256], float32, receives the result.
+    launch_with_pdl : bool
+        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
+    """
+    _router(mat_a, mat_b, out, 256, torch.float32)
+
+
+def _router(mat_a, mat_b, out, experts: int, dtype: torch.dtype) -> None:
+    fits = mat_a.dim() == 2 and 1 <= mat_a.shape[0] <= 16 and mat_a.shape[1] == 7168
+    require(fits, "mat_a", tuple(mat_a.shape), "[1 to 16, 7168]")
+    require(mat_b.shape == (7168, experts), "mat_b", tuple(mat_b.shape), f"(7168, {experts})")
+    _linear("mat_a", mat_a, "mat_b", mat_b, out, dtype, None)
+
+
+def _linear(a_name, a, b_name, b, out, dtype, bias) -> None:
+    _check_operands(a_name, a, b_name, b, 2, (torch.bfloat16,))
+    _result(out, (a.shape[0], b.shape[1]), dtype, a.device)
+    _product(a, b, out, bias, None, None, "auto")
+
+
+def _variant(backend: str) -> str:
+    require(backend in _THEIRS + _OURS, "backend", repr(backend), ", ".join(_THEIRS + _OURS))
+    return backend if backend in _OURS else "auto"
+
+
+def _check_operands(a_name, a, b_name, b, dim: int, dtypes) -> None:
+    shape = "[batch, m, k]" if dim == 3 else "[m, k]"
+    require(a.dim() == dim, a_name, tuple(a.shape), shape)
+    fits = b.dim() == dim and b.shape[:-2] == a.shape[:-2] and b.shape[-2] == a.shape[-1]
+    require(fits, b_name, tuple(b.shape), f"{(*a.shape[:-2], a.shape[-1])} and n, for {a_name} {tuple(a.shape)}")
+    allowed = ", ".join(map(str, dtypes))
+    require(a.dtype in dtypes, a_name, a.dtype, allowed)
+    same = b.dtype == a.dtype or (a.dtype in _FP8 and b.dtype in _FP8 and b.dtype in dtypes)
+    require(same, b_name, b.dtype, allowed if a.dtype in _FP8 else f"{a.dtype}, the dtype of {a_name}")
+
+
+def _check_bias(bias, n: int, dtypes=_OUT) -> None:
+    if bias is not None:
+        require(bias.shape == (n,), "bias", tuple(bias.shape), f"[{n}]")
+        require(bias.dtype in dtypes, "bias", bias.dtype, ", ".join(map(str, dtypes)))
+
+
+def _scale(name: str, scale: torch.Tensor) -> torch.Tensor:
+    require(isinstance(scale, torch.Tensor) and scale.numel() == 1, name, scale, "a tensor of one element")
+    require(scale.dtype == torch.float32, name, scale.dtype, "float32")
+    return scale
+
+
+def _result(out, shape: tuple[int, ...], dtype, device, name: str = "out_dtype") -> torch.Tensor:
+    dtype = as_dtype(dtype)
+    require(dtype in _OUT, name, dtype, ", ".join(map(str, _OUT)))
+    if out is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    require(out.shape == shape, "out", tuple(out.shape), str(tuple(shape)))
+    require(out.dtype == dtype, "out", out.dtype, str(dtype))
+    return out
+
+
+@custom_op("flashinfer::dense_gemm", mutates_args=("out",))
+def _product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    a_scale: torch.Tensor | None,
+    b_scale: torch.Tensor | None,
+    backend: str,
+) -> None:
+    """Run a product of checked operands; b of three dimensions beside a of two is in blocks."""
+    device = same_device(a=a, b=b, out=out, bias=bias, a_scale=a_scale, b_scale=b_scale)
+    if out.numel() == 0:
+        return
+    in_blocks = b.dim() > a.dim()
+    if a.dim() == 2:
+        a, b, out = a[None], b if in_blocks else b[None], out[None]
+    batch, m, k = a.shape
+    n = out.shape[2]
+    if k == 0:
+        # A sum of nothing; there is no block of K to start from.
+        out.copy_(torch.zeros_like(out) if bias is None else bias.expand_as(out))
+        return
+    tiles, pieces = cut(batch, m, n, k * a.element_size(), target_of(device).sms)
+    problem = room.Problem(
+        a=dtype_name(a.dtype),
+        b=dtype_name(b.dtype),
+        out=dtype_name(out.dtype),
+        a_major=_major(a, "mk"),
+        b_major="blocks" if in_blocks else _major(b, "kn"),
+        out_major="n" if _major(out, "mn") == "n" else "",
+        rows=rows_of(m),
+        tiles=tiles,
+        scales=(a_scale is not None) + (b_scale is not None),
+        bias="" if bias is None else dtype_name(bias.dtype),
+    )
+    bias = None if bias is None else bias.contiguous()
+    room.dense(problem, device, backend).run(room.Inputs(a, b, out, bias, a_scale, b_scale, pieces))
+
+
+def _major(t: torch.Tensor, names: str) -> str:
+    """The dimension of [batch, *names] along which memory is read 16 bytes at a time, "" if neither is."""
+    unit = 16 // t.element_size()
+    if t.data_ptr() % 16 or (t.shape[0] > 1 and (t.stride(0) % unit or t.stride(0) == 0)):
+        return ""
+    for along, across in ((2, 1), (1, 2)):
+        if t.stride(along) == 1 and t.shape[along] % unit == 0 and t.stride(across) % unit == 0 and t.stride(across):
+            return names[along - 1]
+    return ""

@@ -1,0 +1,321 @@
+"""A B on Hopper: tiles come by the copy engine, products run on wgmma.
+
+A block is persistent: it walks over tiles of the result, and over pieces of K where K is split. One warp copies tiles of
+A and B into a ring while two consumer warpgroups multiply. They share the tile's B and have 64 rows of A each, or share
+its A and have half of B's columns each (few rows). While they store a tile, the first stages of the next one come.
+"""
+
+from flashinfer._core.gluon_compat import (
+    aggregate,
+    block_barrier,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Rows of a warpgroup's tile: what one wgmma takes.
+ROWS = gl.constexpr(64)
+# Columns that go through shared memory at once on their way out.
+STAGED = gl.constexpr(128)
+
+
+@aggregate
+class Form:
+    """What the kernel is compiled for."""
+
+    BLOCK_N: gl.constexpr
+    BLOCK_K: gl.constexpr
+    STAGES: gl.constexpr
+    # Tiles of A, and of B, that the two warpgroups have: one that they share, or one each.
+    A_PARTS: gl.constexpr
+    B_PARTS: gl.constexpr
+    # Rows of A that one copy brings; wgmma reads 64, and of the others nothing is kept.
+    BOX: gl.constexpr
+    # Tiles of a column that are walked before the next column's, for the L2 cache.
+    GROUP: gl.constexpr
+    # What is contiguous in memory: "k", "n", or "blocks" of both.
+    B_MAJOR: gl.constexpr
+    SPLIT: gl.constexpr
+    SCALES: gl.constexpr
+    BIAS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, *, BLOCK_N, BLOCK_K, STAGES, A_PARTS, B_PARTS, BOX, GROUP, B_MAJOR, SPLIT, SCALES, BIAS
+    ):  # fmt: skip
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.BLOCK_K = gl.constexpr(BLOCK_K)
+        self.STAGES = gl.constexpr(STAGES)
+        self.A_PARTS = gl.constexpr(A_PARTS)
+        self.B_PARTS = gl.constexpr(B_PARTS)
+        self.BOX = gl.constexpr(BOX)
+        self.GROUP = gl.constexpr(GROUP)
+        self.B_MAJOR = gl.constexpr(B_MAJOR)
+        self.SPLIT = gl.constexpr(SPLIT)
+        self.SCALES = gl.constexpr(SCALES)
+        self.BIAS = gl.constexpr(BIAS)
+
+
+@aggregate
+class Ring:
+    """Stages of A and B tiles, and the barriers that say full and empty."""
+
+    a: gl.shared_memory_descriptor
+    b: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, a, b, full, empty):
+        self.a = a
+        self.b = b
+        self.full = full
+        self.empty = empty
+
+
+@aggregate
+class Size:
+    """Of the whole product: blocks of K, tiles along M and N, pieces of K, and batch entries."""
+
+    steps: gl.tensor
+    tiles_m: gl.tensor
+    tiles_n: gl.tensor
+    pieces: gl.tensor
+    works: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, steps, tiles_m, tiles_n, pieces, works):
+        self.steps = steps
+        self.tiles_m = tiles_m
+        self.tiles_n = tiles_n
+        self.pieces = pieces
+        self.works = works
+
+
+@gluon.jit
+def size_of(M, N, K, batch, pieces, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr):
+    tiles_m = gl.cdiv(M, BLOCK_M)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    return Size(gl.cdiv(K, BLOCK_K), tiles_m, tiles_n, pieces, tiles_m * tiles_n * pieces * batch)
+
+
+@gluon.jit
+def place_of(work, size: Size, GROUP: gl.constexpr):
+    """Batch entry, tile (along M, along N) and piece of one work; the tile's number; the piece's blocks of K."""
+    piece = work % size.pieces
+    tile = work // size.pieces
+    tiles = size.tiles_m * size.tiles_n
+    entry = tile // tiles
+    rest = tile % tiles
+    strip = GROUP * size.tiles_n
+    first = rest // strip * GROUP
+    height = gl.minimum(size.tiles_m - first, GROUP)
+    rest = rest % strip
+    begin = piece * size.steps // size.pieces
+    end = (piece + 1) * size.steps // size.pieces
+    return entry, first + rest % height, rest // height, piece, tile, begin, end
+
+
+@gluon.jit
+def _produce(a_map, b_map, ring: Ring, size: Size, form: Form):
+    """One warp: copies the tiles of A and B of each work, block of K by block, as stages come free."""
+    BYTES: gl.constexpr = ring.a.dtype.primitive_bitwidth // 8
+    PART_N: gl.constexpr = form.BLOCK_N // form.B_PARTS
+    step = 0
+    for work in range(gl.program_id(0), size.works, gl.num_programs(0)):
+        entry, tile_m, tile_n, piece, tile, begin, end = place_of(work, size, form.GROUP)
+        row = tile_m * (form.A_PARTS * ROWS)
+        column = tile_n * form.BLOCK_N
+        for block in range(begin, end):
+            stage = step % form.STAGES
+            full = ring.full.index(stage)
+            k = block * form.BLOCK_K
+            mbarrier.wait(ring.empty.index(stage), ((step // form.STAGES) & 1) ^ 1)
+            mbarrier.expect(full, (form.A_PARTS * form.BOX + form.BLOCK_N) * form.BLOCK_K * BYTES)
+            for part in gl.static_range(form.A_PARTS):
+                to = ring.a.index(stage * form.A_PARTS + part)
+                if form.BOX < ROWS:
+                    to = to.slice(0, form.BOX, dim=0)
+                tma_load(a_map, [entry, row + part * ROWS, k], full, to)
+            for part in gl.static_range(form.B_PARTS):
+                to = ring.b.index(stage * form.B_PARTS + part)
+                if form.B_MAJOR == "k":
+                    tma_load(b_map, [entry, column + part * PART_N, k], full, to)
+                elif form.B_MAJOR == "n":
+                    tma_load(b_map, [entry, k, column + part * PART_N], full, to)
+                else:
+                    tma_load(b_map, [block, (column + part * PART_N) // 32, 0, 0, 0], full, to)
+            step += 1
+
+
+@gluon.jit
+def _multiply(WG: gl.constexpr, ring: Ring, acc, step, begin, end, form: Form):
+    """acc + the products of the blocks of K from `begin` to `end`."""
+    for block in range(begin, end):
+        stage = step % form.STAGES
+        a = ring.a.index(stage * form.A_PARTS + (WG if form.A_PARTS == 2 else 0))
+        b = ring.b.index(stage * form.B_PARTS + (WG if form.B_PARTS == 2 else 0))
+        if form.B_MAJOR != "n":
+            b = b.permute([1, 0])
+        mbarrier.wait(ring.full.index(stage), (step // form.STAGES) & 1)
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        # The block before is done with: its stage is free while this one is multiplied.
+        acc = warpgroup_mma_wait(1, [acc])
+        mbarrier.arrive(ring.empty.index((step + form.STAGES - 1) % form.STAGES), count=1, pred=block > begin)
+        step += 1
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(ring.empty.index((step + form.STAGES - 1) % form.STAGES), count=1)
+    return acc, step
+
+
+@gluon.jit
+def add_pieces(acc, partial, arrived, slot, piece, pieces):
+    """Store a piece's sums; whoever stores the last of a tile's pieces gets (True, the sum of all in their order).
+
+    `slot` is the tile's place in `partial`, [slots, pieces, rows, columns], and in `arrived`, which is 0 before and
+    after.
+    """
+    M: gl.constexpr = acc.shape[0]
+    N: gl.constexpr = acc.shape[1]
+    LAYOUT: gl.constexpr = acc.type.layout
+    rows = gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
+    at = partial + slot.to(gl.int64) * pieces * (M * N) + rows[:, None] * N + cols[None, :]
+    gl.store(at + piece * (M * N), acc)
+    # The barrier puts the stores of all threads before the one that counts. That one releases them, and acquires what
+    # the other pieces released.
+    block_barrier()
+    last = gl.atomic_add(arrived + slot, 1, sem="acq_rel") == pieces - 1
+    if last:
+        gl.store(arrived + slot, 0)
+        acc = gl.zeros([M, N], gl.float32, LAYOUT)
+        for i in range(pieces):
+            acc += gl.load(at + i * (M * N))
+    return last, acc
+
+
+@gluon.jit
+def write_columns(acc, factor, stage, out, bias, row, column, M, N, row_stride, BIAS: gl.constexpr):
+    """Scale, add the bias, round, and write one part of a tile: through shared memory, so that whole rows are written.
+
+    float32 goes as it is: two neighbours in a thread make whole sectors.
+    """
+    OUT: gl.constexpr = out.dtype.element_ty
+    WIDTH: gl.constexpr = acc.shape[1]
+    acc *= factor
+    if BIAS:
+        own = column + gl.arange(0, WIDTH, gl.SliceLayout(0, acc.type.layout))
+        acc += gl.load(bias + own, mask=own < N, other=0.0).to(gl.float32)[None, :]
+    result = acc.to(OUT)
+    if OUT.primitive_bitwidth < 32:
+        WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+        stage.store(result)
+        result = stage.load(WHOLE_ROWS)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, result.type.layout))
+    cols = column + gl.arange(0, WIDTH, gl.SliceLayout(0, result.type.layout))
+    at = out + rows.to(gl.int64)[:, None] * row_stride + cols[None, :]
+    gl.store(at, result, mask=(rows < M)[:, None] & (cols < N)[None, :])
+
+
+@gluon.jit
+def write_tile(acc, factor, stage, out, bias, row, column, M, N, row_stride, BIAS: gl.constexpr):
+    """write_columns of a warpgroup's tile, STAGED columns at a time."""
+    WIDTH: gl.constexpr = acc.shape[1]
+    if WIDTH > STAGED:
+        PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STAGED, 16])
+        left, right = acc.reshape([ROWS, 2, STAGED]).permute([0, 2, 1]).split()
+        left = gl.convert_layout(left, PART, assert_trivial=True)
+        right = gl.convert_layout(right, PART, assert_trivial=True)
+        write_columns(left, factor, stage, out, bias, row, column, M, N, row_stride, BIAS)
+        write_columns(right, factor, stage, out, bias, row, column + STAGED, M, N, row_stride, BIAS)
+    else:
+        write_columns(acc, factor, stage, out, bias, row, column, M, N, row_stride, BIAS)
+
+
+@gluon.jit
+def _consume(WG: gl.constexpr, tensors, sizes, ring: Ring, size: Size, staging, form: Form):
+    """One warpgroup: its half of each tile. `tensors` and `sizes` are the kernel's arguments."""
+    out, bias, a_scale, b_scale, partial, arrived = tensors
+    M, N, out_entry, out_row = sizes
+    WIDTH: gl.constexpr = form.BLOCK_N // form.B_PARTS
+    DEPTH: gl.constexpr = 256 // ring.a.dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
+    step = 0
+    for work in range(gl.program_id(0), size.works, gl.num_programs(0)):
+        entry, tile_m, tile_n, piece, tile, begin, end = place_of(work, size, form.GROUP)
+        acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+        acc, step = _multiply(WG, ring, acc, step, begin, end, form)
+        # Before the store, not before the products: it would take a register through all of them.
+        factor = 1.0
+        if form.SCALES > 0:
+            factor *= gl.load(a_scale)
+        if form.SCALES > 1:
+            factor *= gl.load(b_scale)
+        row = tile_m * (form.A_PARTS * ROWS) + (WG * ROWS if form.A_PARTS == 2 else 0)
+        column = tile_n * form.BLOCK_N + (WG * WIDTH if form.B_PARTS == 2 else 0)
+        to = out + entry.to(gl.int64) * out_entry
+        if form.SPLIT:
+            last, acc = add_pieces(acc, partial, arrived, tile * 2 + WG, piece, size.pieces)
+            if last:
+                write_tile(acc, factor, staging.index(WG), to, bias, row, column, M, N, out_row, form.BIAS)
+        else:
+            write_tile(acc, factor, staging.index(WG), to, bias, row, column, M, N, out_row, form.BIAS)
+
+
+@gluon.jit
+def dense_sm90_kernel(
+    a_map, b_map, out, bias, a_scale, b_scale, partial, arrived, M, N, K, batch, pieces, out_entry, out_row,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
+    GROUP: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    B_MAJOR: gl.constexpr, SPLIT: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """Persistent: any number of blocks. Maps are [batch, m, k] of A and [batch, n, k], or [batch, k, n], of B.
+
+    "blocks" of B are [k / 128, n / 32, 8, 4, 128] in the order of n, from rows stored as 4 times 8 (shuffle_matrix_a).
+    With SPLIT, `partial` holds 2 * tiles * pieces sums of a warpgroup's tile, and `arrived` 2 * tiles counts, all 0.
+    """
+    DTYPE: gl.constexpr = a_map.dtype
+    OUT: gl.constexpr = out.dtype.element_ty
+    A_PARTS: gl.constexpr = BLOCK_M // ROWS
+    B_PARTS: gl.constexpr = 3 - A_PARTS
+    PART_N: gl.constexpr = BLOCK_N // B_PARTS
+    form = Form(
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, A_PARTS=A_PARTS, B_PARTS=B_PARTS, BOX=BOX, GROUP=GROUP,
+        B_MAJOR=B_MAJOR, SPLIT=SPLIT, SCALES=SCALES, BIAS=BIAS,
+    )  # fmt: skip
+    a = gl.allocate_shared_memory(
+        DTYPE, [STAGES * A_PARTS, ROWS, BLOCK_K], gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], DTYPE)
+    )  # fmt: skip
+    B_ROWS: gl.constexpr = BLOCK_K if B_MAJOR == "n" else PART_N
+    B_COLUMNS: gl.constexpr = PART_N if B_MAJOR == "n" else BLOCK_K
+    b = gl.allocate_shared_memory(
+        DTYPE, [STAGES * B_PARTS, B_ROWS, B_COLUMNS],
+        gl.NVMMASharedLayout.get_default_for([B_ROWS, B_COLUMNS], DTYPE),
+    )  # fmt: skip
+    # Results of 16 bits go through shared memory.
+    WIDTH: gl.constexpr = min(PART_N, STAGED)
+    STAGING: gl.constexpr = [2, ROWS, WIDTH] if OUT.primitive_bitwidth < 32 else [2, 8, 16]
+    staging = gl.allocate_shared_memory(
+        OUT, STAGING, gl.NVMMASharedLayout.get_default_for([STAGING[1], STAGING[2]], OUT)
+    )  # fmt: skip
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    ring = Ring(a, b, full, empty)
+    size = size_of(M, N, K, batch, pieces, BLOCK_M, BLOCK_N, BLOCK_K)
+    tensors = (out, bias, a_scale, b_scale, partial, arrived)
+    sizes = (M, N, out_entry, out_row)
+    gl.warp_specialize(
+        [
+            (_consume, (gl.constexpr(0), tensors, sizes, ring, size, staging, form)),
+            (_consume, (gl.constexpr(1), tensors, sizes, ring, size, staging, form)),
+            (_produce, (a_map, b_map, ring, size, form)),
+        ],
+        [4, 1],
+        [REGISTERS, COPY_REGISTERS],
+    )  # fmt: skip

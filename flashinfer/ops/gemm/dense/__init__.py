@@ -1,0 +1,80 @@
+"""Dense matrix products with float32 accumulation, a bias, and one scale for a whole operand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.gemm.dense import config
+
+
+@dataclass(frozen=True)
+class Problem:
+    """out[b] = a[b] @ b[b] * scales + bias, for every entry b of a batch.
+
+    Attributes
+    ----------
+    a, b, out : str
+        Dtypes of the operands and of the result.
+    a_major, b_major, out_major : str
+        The dimension that is contiguous, where memory can be read (of the result, written) 16 bytes at a time along it:
+        "m", "n" or "k"; "" for any strides. "blocks" of B: [k / 128, n, 128] with rows in the order of
+        `shuffle_matrix_a`.
+    rows : int
+        M, rounded up to a power of two; 16 to 256, which stands for all above.
+    tiles : str
+        How large tiles can be: "large" or "small" ones keep all multiprocessors at work, or K is "split" for that.
+    scales : int
+        Factors of the result, 0 to 2: float32 tensors of one element.
+    bias : str
+        Dtype of what is added to each row; "" for nothing.
+    """
+
+    a: str
+    b: str
+    out: str
+    a_major: str
+    b_major: str
+    out_major: str
+    rows: int
+    tiles: str
+    scales: int = 0
+    bias: str = ""
+
+
+class Inputs(NamedTuple):
+    """a : [batch, m, k]; b : [batch, k, n], of "blocks" [k / 128, n, 128]; out : [batch, m, n]; any strides.
+
+    bias : [n] or None; a_scale, b_scale : float32 tensors of one element, or None; pieces : of K, where it is split.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    out: torch.Tensor
+    bias: torch.Tensor | None = None
+    a_scale: torch.Tensor | None = None
+    b_scale: torch.Tensor | None = None
+    pieces: int = 1
+
+
+def _catalog() -> Iterator[Problem]:
+    yield Problem("bf16", "bf16", "bf16", "k", "k", "n", 256, "large")
+    yield Problem("bf16", "bf16", "fp32", "k", "n", "n", 16, "split", bias="bf16")
+    yield Problem("fp8e4nv", "fp8e4nv", "bf16", "k", "k", "n", 256, "small", scales=2)
+    yield Problem("fp8e4nv", "fp8e4nv", "bf16", "k", "blocks", "n", 64, "small", scales=1)
+
+
+dense = Op(
+    "dense_gemm",
+    Problem,
+    (
+        Variant("sm90", "flashinfer.ops.gemm.dense.sm90", config.refuses_sm90, config.sm90),
+        Variant("portable", "flashinfer.ops.gemm.dense.portable", config.refuses_portable, config.portable),
+        Variant("reference", "flashinfer.ops.gemm.dense.reference"),
+    ),
+    _catalog,
+)

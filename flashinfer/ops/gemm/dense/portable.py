@@ -1,0 +1,189 @@
+"""Dense products in Triton: a program makes one tile of the result, or one piece of its sum."""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops._device.formats import from_fp8
+from flashinfer.ops._device.rows import multiple, pointer, unit
+from flashinfer.ops.gemm.pieces import scratch
+
+
+@triton.jit
+def _offsets(outer, inner, outer_stride, inner_stride, ALONG: tl.constexpr, UNIT: tl.constexpr):
+    """Of elements (outer, inner), 64 bits. ALONG is the index whose stride is 1, or -1; UNIT divides the other's."""
+    if ALONG == 0:
+        return outer.to(tl.int64)[:, None] + inner.to(tl.int64)[None, :] * multiple(inner_stride, UNIT)
+    elif ALONG == 1:
+        return outer.to(tl.int64)[:, None] * multiple(outer_stride, UNIT) + inner.to(tl.int64)[None, :]
+    return outer.to(tl.int64)[:, None] * outer_stride + inner.to(tl.int64)[None, :] * inner_stride
+
+
+@triton.jit
+def _operand(x, FP8: tl.constexpr, CAPABILITY: tl.constexpr):
+    """What the tensor cores take: FP8 as it is, or, where FP8 names the format of bytes, as float16, exactly."""
+    if FP8 != "":
+        x = from_fp8(x, FP8, CAPABILITY).to(tl.float16)
+    return x
+
+
+@triton.jit
+def add_pieces(acc, partial, arrived, slot, piece, pieces):
+    """Store a piece's sums; whoever stores the last of a tile's pieces gets (True, the sum of all in their order).
+
+    `slot` is the tile's place in `partial`, [slots, pieces, rows, columns], and in `arrived`, which is 0 before and
+    after.
+    """
+    M: tl.constexpr = acc.shape[0]
+    N: tl.constexpr = acc.shape[1]
+    at = partial + slot.to(tl.int64) * pieces * (M * N)
+    at += tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(at + piece * (M * N), acc)
+    # The barrier puts the stores of all threads before the one that counts. That one releases them, and acquires what
+    # the other pieces released.
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived + slot, 1, sem="acq_rel") == pieces - 1
+    if last:
+        tl.store(arrived + slot, 0)
+        acc = tl.zeros([M, N], tl.float32)
+        for i in range(pieces):
+            acc += tl.load(at + i * (M * N))
+    return last, acc
+
+
+@triton.jit
+def _products(
+    a, b, M, N, K, begin, end, first_row, first_column, a_row, a_k, b_k, b_column,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    A_ALONG: tl.constexpr, A_UNIT: tl.constexpr, B_ALONG: tl.constexpr, B_UNIT: tl.constexpr,
+    B_BLOCKS: tl.constexpr, A_FP8: tl.constexpr, B_FP8: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """The sums of a tile over blocks `begin` to `end` of K."""
+    rows = first_row + tl.arange(0, BLOCK_M)
+    columns = first_column + tl.arange(0, BLOCK_N)
+    ks = tl.arange(0, BLOCK_K)
+    K = multiple(K, A_UNIT if A_ALONG == 1 else 1)
+    M = multiple(M, A_UNIT if A_ALONG == 0 else 1)
+    N = multiple(N, B_UNIT if B_ALONG == 1 else 1)
+    a += _offsets(rows, begin * BLOCK_K + ks, a_row, a_k, A_ALONG, A_UNIT)
+    a_step = BLOCK_K * (1 if A_ALONG == 1 else multiple(a_k, A_UNIT))
+    if B_BLOCKS:
+        # 32 stored rows are 4 times 8, which n counts column by column.
+        stored = columns // 32 * 32 + columns % 4 * 8 + columns % 32 // 4
+        b += begin.to(tl.int64) * multiple(b_k, B_UNIT) + ks[:, None] + stored[None, :] * BLOCK_K
+        b_step = multiple(b_k, B_UNIT)
+    else:
+        b += _offsets(begin * BLOCK_K + ks, columns, b_k, b_column, B_ALONG, B_UNIT)
+        b_step = BLOCK_K * (1 if B_ALONG == 0 else multiple(b_k, B_UNIT))
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for block in range(begin, end):
+        left = K - block * BLOCK_K
+        x = tl.load(a, (rows < M)[:, None] & (ks < left)[None, :], other=0.0)
+        y = tl.load(b, (ks < left)[:, None] & (columns < N)[None, :], other=0.0)
+        acc = tl.dot(_operand(x, A_FP8, CAPABILITY), _operand(y, B_FP8, CAPABILITY), acc)
+        a += a_step
+        b += b_step
+    return acc
+
+
+@triton.jit
+def _write(
+    acc, out, bias, a_scale, b_scale, M, N, first_row, first_column, out_row, out_column,
+    OUT_UNIT: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Scale a tile, add the bias, round and store."""
+    if SCALES > 0:
+        acc *= tl.load(a_scale)
+    if SCALES > 1:
+        acc *= tl.load(b_scale)
+    rows = first_row + tl.arange(0, acc.shape[0])
+    columns = first_column + tl.arange(0, acc.shape[1])
+    N = multiple(N, OUT_UNIT)
+    if BIAS:
+        acc += tl.load(bias + columns, columns < N, other=0).to(tl.float32)[None, :]
+    ALONG: tl.constexpr = 1 if OUT_UNIT > 1 else -1
+    out += _offsets(rows, columns, out_row, out_column, ALONG, OUT_UNIT)
+    tl.store(out, acc.to(out.dtype.element_ty), (rows < M)[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def dense_kernel(
+    a, b, out, bias, a_scale, b_scale, partial, arrived, M, N, K, pieces, a_entry, a_row, a_k, b_entry, b_k, b_column,
+    out_entry, out_row, out_column,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    A_ALONG: tl.constexpr, A_UNIT: tl.constexpr, B_ALONG: tl.constexpr, B_UNIT: tl.constexpr,
+    B_BLOCKS: tl.constexpr, OUT_UNIT: tl.constexpr, A_FP8: tl.constexpr, B_FP8: tl.constexpr,
+    CAPABILITY: tl.constexpr, SPLIT: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles, pieces, batch). With SPLIT, `partial` holds the sums of every piece, and `arrived` counts, all 0."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile = tl.program_id(0)
+    piece = tl.program_id(1)
+    entry = tl.program_id(2)
+    strip = GROUP * tiles_n
+    first = tile // strip * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    first_row = (first + tile % strip % height) * BLOCK_M
+    first_column = tile % strip // height * BLOCK_N
+    steps = tl.cdiv(K, BLOCK_K)
+    begin = piece * steps // pieces
+    end = (piece + 1) * steps // pieces
+
+    a += entry.to(tl.int64) * multiple(a_entry, A_UNIT)
+    b += entry.to(tl.int64) * multiple(b_entry, B_UNIT)
+    acc = _products(
+        a, b, M, N, K, begin, end, first_row, first_column, a_row, a_k, b_k, b_column, BLOCK_M, BLOCK_N, BLOCK_K,
+        A_ALONG, A_UNIT, B_ALONG, B_UNIT, B_BLOCKS, A_FP8, B_FP8, CAPABILITY,
+    )  # fmt: skip
+    last = True
+    if SPLIT:
+        last, acc = add_pieces(acc, partial, arrived, entry * tiles_m * tiles_n + tile, piece, pieces)
+    if last:
+        out += entry.to(tl.int64) * multiple(out_entry, OUT_UNIT)
+        _write(
+            acc, out, bias, a_scale, b_scale, M, N, first_row, first_column, out_row, out_column, OUT_UNIT, SCALES, BIAS
+        )  # fmt: skip
+
+
+def _by_bytes(p, c) -> bool:
+    """Whether FP8 is read as bytes, and multiplied as float16: where chips or Triton have no product of the two."""
+    return p.a.startswith("fp8") and (c.capability < 89 or p.a != p.b)
+
+
+def build(p, c) -> Build:
+    by_bytes = _by_bytes(p, c)
+    a, b = ("u8", "u8") if by_bytes else (p.a, p.b)
+    types = {"a": pointer(a, bool(p.a_major)), "b": pointer(b, bool(p.b_major)), "out": pointer(p.out, bool(p.out_major))}
+    types |= {"bias": f"*{p.bias or p.out}", "a_scale": "*fp32", "b_scale": "*fp32"}
+    types |= {"partial": "*fp32:16", "arrived": "*i32", "M": "i32", "N": "i32", "K": "i32", "pieces": "i32"}
+    types |= dict.fromkeys(("a_entry", "a_row", "a_k", "b_entry", "b_k", "b_column"), "i64")
+    types |= dict.fromkeys(("out_entry", "out_row", "out_column"), "i64")
+    constants = dict(
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP=c.group,
+        A_ALONG={"m": 0, "k": 1, "": -1}[p.a_major], A_UNIT=unit(p.a, bool(p.a_major)),
+        B_ALONG={"k": 0, "n": 1, "": -1, "blocks": -1}[p.b_major], B_UNIT=unit(p.b, bool(p.b_major)),
+        B_BLOCKS=p.b_major == "blocks", OUT_UNIT=unit(p.out, bool(p.out_major)),
+        A_FP8=p.a if by_bytes else "", B_FP8=p.b if by_bytes else "", CAPABILITY=c.capability,
+        SPLIT=p.tiles == "split", SCALES=p.scales, BIAS=bool(p.bias),
+    )  # fmt: skip
+    return Build(dense_kernel, types, constants, num_warps=c.num_warps, num_stages=c.stages)
+
+
+launch = Launcher("dense_gemm", build)
+LAUNCHERS = (launch,)
+
+
+def run(p, c, x) -> None:
+    batch, m, n = x.out.shape
+    tiles = -(-m // c.block_m) * -(-n // c.block_n)
+    partial = arrived = None
+    if p.tiles == "split":
+        partial, arrived = scratch(x.out.device, batch * tiles * x.pieces * c.block_m * c.block_n, batch * tiles)
+    a, b = (t.view(torch.uint8) for t in (x.a, x.b)) if _by_bytes(p, c) else (x.a, x.b)
+    b_strides = (0, b.stride(0), b.stride(1)) if p.b_major == "blocks" else b.stride()
+    launch(
+        p, c, (tiles, x.pieces, batch), a, b, x.out, x.bias, x.a_scale, x.b_scale, partial, arrived, m, n, a.shape[2],
+        x.pieces, *a.stride(), *b_strides, *x.out.stride(),
+    )  # fmt: skip

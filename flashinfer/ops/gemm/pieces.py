@@ -1,0 +1,39 @@
+"""Memory of products whose K is cut into pieces: sums of the pieces, and counts of those that are done.
+
+Counts are zeros before a kernel and after it. Kernels of one stream run in order, so they share a row of them; a stream
+that is captured finds its row made, since all rows of a device are made at once, outside of any capture. As with
+workspaces, graphs captured on one stream must not be replayed at the same time.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+_STREAMS, _TILES = 64, 8192
+_lock = threading.Lock()
+_rows: dict[int, torch.Tensor] = {}
+_row_of: dict[tuple[int, int], int] = {}
+
+
+def scratch(device: torch.device, floats: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [floats] with undefined contents, and int32 zeros, `tiles` or more, which a kernel leaves as zeros."""
+    partial = torch.empty(floats, dtype=torch.float32, device=device)
+    counts = _counts(device) if device.type == "cuda" and tiles <= _TILES else None
+    return partial, torch.zeros(tiles, dtype=torch.int32, device=device) if counts is None else counts
+
+
+def _counts(device: torch.device) -> torch.Tensor | None:
+    """The current stream's row; None where there is none, and none can be made."""
+    key = device.index, torch.cuda.current_stream(device).cuda_stream
+    with _lock:
+        rows = _rows.get(device.index)
+        if rows is None:
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            rows = _rows[device.index] = torch.zeros(_STREAMS, _TILES, dtype=torch.int32, device=device)
+            # Once in a process: another stream may be the next to use them.
+            torch.cuda.synchronize(device)
+        row = _row_of.setdefault(key, len(_row_of))
+    return rows[row] if row < _STREAMS else None
