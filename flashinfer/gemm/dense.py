@@ -8,7 +8,8 @@ from flashinfer._core.checks import as_dtype, dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm import dense as room
-from flashinfer.ops.gemm.dense.config import cut, rows_of
+from flashinfer.ops.gemm.dense.config import cut
+from flashinfer.ops.gemm.operands import bucket
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -189,7 +190,8 @@ def mm_fp8(
     require(b.dtype == torch.float8_e4m3fn, "b", b.dtype, "float8_e4m3fn")
     blocks = a.shape[1] // 128
     fits = b.dim() == 3 and b.shape[::2] == (blocks, 128) and b.shape[1] % 32 == 0 and a.shape[1] % 128 == 0
-    require(fits and b.is_contiguous(), "b", tuple(b.shape), f"contiguous [k / 128, n, 128] for k {a.shape[1]}, n a multiple of 32")
+    allowed = f"contiguous [k / 128, n, 128] for k {a.shape[1]}, n a multiple of 32"
+    require(fits and b.is_contiguous(), "b", tuple(b.shape), allowed)
     out = _result(out, (a.shape[0], b.shape[1]), out_dtype, a.device)
     _product(a, b, out, None, None if alpha is None else _scale("alpha", alpha), None, _variant(backend))
     return out
@@ -404,7 +406,7 @@ def _product(
         a_major=_major(a, "mk"),
         b_major="blocks" if in_blocks else _major(b, "kn"),
         out_major="n" if _major(out, "mn") == "n" else "",
-        rows=rows_of(m),
+        rows=bucket(m),
         tiles=tiles,
         scales=(a_scale is not None) + (b_scale is not None),
         bias="" if bias is None else dtype_name(bias.dtype),

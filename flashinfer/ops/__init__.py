@@ -20,6 +20,7 @@ _ROOMS = (
     "attention.merge",
     "attention.mla",
     "attention.mqa_logits",
+    "gemm.dense",
     "gemm.blockscaled",
 )
 

@@ -1,8 +1,8 @@
 """A B on Hopper: tiles come by the copy engine, products run on wgmma.
 
-A block is persistent: it walks over tiles of the result, and over pieces of K where K is split. One warp copies tiles of
-A and B into a ring while two consumer warpgroups multiply. They share the tile's B and have 64 rows of A each, or share
-its A and have half of B's columns each (few rows). While they store a tile, the first stages of the next one come.
+A block is persistent: it walks over tiles of the result, and over pieces of K where K is split. One warp copies tiles
+of A and B into a ring while two consumer warpgroups multiply. They share the tile's B and have 64 rows of A each, or
+share its A and have half of B's columns each (few rows). While they store a tile, the next one's first stages come.
 """
 
 from flashinfer._core.gluon_compat import (

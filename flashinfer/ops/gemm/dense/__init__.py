@@ -73,7 +73,7 @@ dense = Op(
     Problem,
     (
         Variant("sm90", "flashinfer.ops.gemm.dense.sm90", config.refuses_sm90, config.sm90),
-        Variant("portable", "flashinfer.ops.gemm.dense.portable", config.refuses_portable, config.portable),
+        Variant("portable", "flashinfer.ops.gemm.dense.portable", config=config.portable),
         Variant("reference", "flashinfer.ops.gemm.dense.reference"),
     ),
     _catalog,

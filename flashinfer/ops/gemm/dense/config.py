@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashinfer._core.checks import torch_dtype
+from flashinfer.ops.gemm.operands import bucket
 
 # Up to so many rows a product is bound by reading B.
 FEW_ROWS = 64
@@ -63,11 +64,6 @@ class Config:
     capability: int = 0
 
 
-def rows_of(m: int) -> int:
-    """A Problem's `rows` for M."""
-    return min(max(1 << max(m - 1, 0).bit_length(), 16), 256)
-
-
 def _tile(rows: int, tiles: str) -> tuple[int, int]:
     """block_m and block_n of every variant, so that the same work is cut the same way."""
     if rows <= FEW_ROWS:
@@ -88,7 +84,7 @@ def cut(batch: int, m: int, n: int, k_bytes: int, sms: int) -> tuple[str, int]:
     takes twice the area at the cost of less than two steps, a tile's end takes a few steps, and so does adding pieces.
     The factors are those of tiles on one H100's tensor cores, estimated, not fitted.
     """
-    rows = rows_of(m)
+    rows = bucket(m)
     steps = -(-k_bytes // 128)
 
     def time(tiles: str, pieces: int, step: float, end: float) -> float:
@@ -162,7 +158,3 @@ def portable(p, target) -> Config:
     num_warps = 8 if block_m * block_n >= 128 * 128 else 4
     capability = target.capability if torch_dtype(p.a).itemsize == 1 else 0
     return Config(block_m, block_n, block_k, stages, num_warps, group=8, capability=capability)
-
-
-def refuses_portable(p, target) -> str:
-    return ""

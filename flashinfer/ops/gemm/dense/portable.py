@@ -116,7 +116,7 @@ def dense_kernel(
     B_BLOCKS: tl.constexpr, OUT_UNIT: tl.constexpr, A_FP8: tl.constexpr, B_FP8: tl.constexpr,
     CAPABILITY: tl.constexpr, SPLIT: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles, pieces, batch). With SPLIT, `partial` holds the sums of every piece, and `arrived` counts, all 0."""
+    """Grid: (tiles, pieces, batch). With SPLIT, `partial` holds the sums of each piece, and `arrived` counts, all 0."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0)
@@ -155,8 +155,9 @@ def _by_bytes(p, c) -> bool:
 def build(p, c) -> Build:
     by_bytes = _by_bytes(p, c)
     a, b = ("u8", "u8") if by_bytes else (p.a, p.b)
-    types = {"a": pointer(a, bool(p.a_major)), "b": pointer(b, bool(p.b_major)), "out": pointer(p.out, bool(p.out_major))}
-    types |= {"bias": f"*{p.bias or p.out}", "a_scale": "*fp32", "b_scale": "*fp32"}
+    types = {"a": pointer(a, bool(p.a_major)), "b": pointer(b, bool(p.b_major))}
+    types |= {"out": pointer(p.out, bool(p.out_major)), "bias": f"*{p.bias or p.out}"}
+    types |= {"a_scale": "*fp32", "b_scale": "*fp32"}
     types |= {"partial": "*fp32:16", "arrived": "*i32", "M": "i32", "N": "i32", "K": "i32", "pieces": "i32"}
     types |= dict.fromkeys(("a_entry", "a_row", "a_k", "b_entry", "b_k", "b_column"), "i64")
     types |= dict.fromkeys(("out_entry", "out_row", "out_column"), "i64")
