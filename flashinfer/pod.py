@@ -180,7 +180,10 @@ def q_scale_of(scale, q: torch.Tensor) -> torch.Tensor | None:
 class BatchPODWithPagedKVCacheWrapper:
     """A batch's prefill and another's decode, each over pages.
 
-    They are two launches in the order of the stream, each with tiles of its own; `BatchAttention` has them in one.
+    Where both read one cache they are one launch, whose work list holds the tiles of both: blocks of threads that
+    multiply run beside blocks that wait for memory. They are two launches, in the order of the stream, over two caches,
+    with a custom mask, with query offsets on the device, or where a causal prefill stands beside requests of several
+    queries, which see all their keys.
 
     Parameters
     ----------
@@ -191,9 +194,13 @@ class BatchPODWithPagedKVCacheWrapper:
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD"):
-        self._prefill = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-        self._decode = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-        self._causal = False
+        self._both, self._prefill, self._decode = (
+            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout) for _ in range(3)
+        )
+        self._causal = self._apart = False
+        # Which wrappers hold the tables of the last plan().
+        self._planned_both = self._planned_parts = False
+        self._tables = None
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -246,9 +253,29 @@ class BatchPODWithPagedKVCacheWrapper:
             pos_encoding_mode=pos_encoding_mode, window_left=window_left, sm_scale=sm_scale, rope_scale=rope_scale,
             rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
         )  # fmt: skip
-        # Whether the prefill is causal, or has a mask, run() says; as a rule what it said last.
+        self._planned_both = self._planned_parts = False
+        # Tables on a device do not tell the host where the decode's rows would begin, or how many each request has.
+        on_host = all(t.device.type == "cpu" for t in (qo_indptr_p, qo_indptr_d))
+        self._rows = int(qo_indptr_p[-1]) if on_host else -1
+        self._single = on_host and bool((qo_indptr_d[1:] - qo_indptr_d[:-1] <= 1).all())
+        # Whether the prefill is causal, has a mask, or a cache of its own, run() says; as a rule what it said last.
+        if self._apart or not on_host:
+            self._plan_parts()
+        else:
+            self._plan_both()
+
+    def _plan_both(self) -> None:
+        prefill, decode = self._tables
+        qo_indptr, kv_indptr = (_joined(*pair) for pair in zip(prefill[:2], decode[:2]))
+        indices, last_page_len = (torch.cat([p, d.to(p.device)]) for p, d in zip(prefill[2:], decode[2:]))
+        self._both.plan(qo_indptr, kv_indptr, indices, last_page_len, *self._sizes, causal=self._causal,
+                        **self._options)  # fmt: skip
+        self._planned_both = True
+
+    def _plan_parts(self) -> None:
         self._prefill.plan(*self._tables[0], *self._sizes, causal=self._causal, **self._options)
         self._decode.plan(*self._tables[1], *self._sizes, **self._options)
+        self._planned_parts = True
 
     begin_forward = plan
 
@@ -287,14 +314,42 @@ class BatchPODWithPagedKVCacheWrapper:
         prefill, decode : Tensor or (Tensor, Tensor)
             Shaped as q_p and as q_d; with return_lse each with its base-2 log-sum-exp.
         """
-        old = self._prefill._planned()
-        if custom_mask_p is not None or packed_custom_mask_p is not None or old.table.mask is not None:
+        if self._tables is None:
+            raise ValueError("BatchPODWithPagedKVCacheWrapper.run: got no plan; allowed: after plan()")
+        self._causal = causal_p
+        masked = custom_mask_p is not None or packed_custom_mask_p is not None
+        several = causal_p and not self._single
+        joined = len(q_p) == self._rows and q_p.shape[1:] == q_d.shape[1:] and q_p.dtype == q_d.dtype
+        self._apart = masked or several or not joined or not _same(paged_kv_cache_p, paged_kv_cache_d)
+        call = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+        if not self._apart:
+            if not self._planned_both:
+                self._plan_both()
+            self._both._change_plan(causal=causal_p)
+            out = self._both.run(torch.cat([q_p, q_d]), paged_kv_cache_p, **call)
+            rows = (len(q_p), len(q_d))
+            return tuple(zip(*(x.split(rows) for x in out))) if return_lse else out.split(rows)
+        if not self._planned_parts:
+            self._plan_parts()
+        if masked or self._prefill._planned().table.mask is not None:
             self._prefill.plan(*self._tables[0], *self._sizes, custom_mask=custom_mask_p,
                                packed_custom_mask=packed_custom_mask_p, **self._options)  # fmt: skip
-        self._causal = causal_p
         self._prefill._change_plan(causal=causal_p)
-        call = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
         return self._prefill.run(q_p, paged_kv_cache_p, **call), self._decode.run(q_d, paged_kv_cache_d, **call)
 
     def end_forward(self) -> None:
         """Kept for callers of older versions; there is nothing to release."""
+
+
+def _joined(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """The offsets of two batches, one behind the other."""
+    return torch.cat([p, d[1:].to(p.device) + p[-1:]])
+
+
+def _same(p, d) -> bool:
+    """Whether two caches, tensors or pairs of them, are one."""
+    if isinstance(p, torch.Tensor) and isinstance(d, torch.Tensor):
+        facts = [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in (p, d)]
+        return facts[0] == facts[1]
+    pairs = not isinstance(p, torch.Tensor) and not isinstance(d, torch.Tensor)
+    return pairs and len(p) == len(d) and all(map(_same, p, d))

@@ -135,21 +135,36 @@ def test_pod(layout, device):
             wrapper.run(p.q, k, v, d.q, paged.kv_cache, **common, **{name: mask})
 
 
-def test_batch_pod(device):
+@pytest.mark.parametrize("tables", ("host", "device"))
+@pytest.mark.parametrize("rows", ((1, 1, 1, 1), (1, 3, 2, 1)))
+@pytest.mark.parametrize("caches", (1, 2))
+def test_batch_pod(caches, rows, tables, device):
     qo, kv = [17, 0, 5], [33, 4, 5]
-    p, d = batch(device, qo, kv), batch(device, [1] * 4, [5, 0, 40, 12])
+    p, d = batch(device, qo, kv), batch(device, rows, [5, 3, 40, 12])
     pages_p, pages_d = generate.paged(p, 8), generate.paged(d, 8)
+    cache_p, cache_d, indices_d = pages_p.kv_cache, pages_d.kv_cache, pages_d.indices
+    if caches == 1:
+        indices_d = indices_d + len(cache_p)
+        cache_p = cache_d = torch.cat([cache_p, cache_d])
     wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace(device))
     mask = generate.random_mask(qo, kv, device=device)
     masks = list(mask.split([a * b for a, b in zip(qo, kv)]))
     for _ in range(2):
-        wrapper.plan(
-            p.qo_indptr.cpu(), pages_p.indptr.cpu(), pages_p.indices, pages_p.last_page_len.cpu(), d.qo_indptr,
-            pages_d.indptr, pages_d.indices, pages_d.last_page_len, 4, 2, 64, 8, data_type=HALF,
-        )  # fmt: skip
+        given = p.qo_indptr, pages_p.indptr, pages_p.indices, pages_p.last_page_len, d.qo_indptr, pages_d.indptr
+        given = [t.cpu() if tables == "host" and t is not pages_p.indices else t for t in given]
+        wrapper.plan(*given, indices_d, pages_d.last_page_len, 4, 2, 64, 8, data_type=HALF)
         causal = (dict(causal_p=True), Options(causal=True), None)
         masked = (dict(custom_mask_p=mask), Options(), Extras(masks))
         for kwargs, o, extras in (causal, masked, (dict(), Options(), None)):
-            of_p, of_d = wrapper.run(p.q, pages_p.kv_cache, d.q, pages_d.kv_cache, return_lse=True, **kwargs)
+            of_p, of_d = wrapper.run(p.q, cache_p, d.q, cache_d, return_lse=True, **kwargs)
             check(of_p, p, o, extras)
             check(of_d, d, Options())
+            # One launch writes one tensor.
+            alone = extras is not None or caches == 2 or (o.causal and max(rows) > 1)
+            if device.type == "cpu" or tables == "host":
+                in_one = of_p[0].untyped_storage().data_ptr() == of_d[0].untyped_storage().data_ptr()
+                assert in_one != alone
+        # Rows of q past those planned belong to no request.
+        of_p, of_d = wrapper.run(torch.cat([p.q, p.q]), cache_p, d.q, cache_d, return_lse=True)
+        check(tuple(x[: len(p.q)] for x in of_p), p, Options())
+        check(of_d, d, Options())
