@@ -1,5 +1,6 @@
 """Routing in Triton: a token's choices by repeated maxima in registers, and the map by counting, without a sort."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -7,8 +8,9 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.prefix import key_of, value_of
 from flashinfer.ops.moe.routing import Map, Route
 
-# Below the key of every score.
-_LOWEST = tl.constexpr(-(1 << 63))
+# Below the key of every score, and above every place.
+_LOWEST = tl.constexpr(-(1 << 31))
+_NOWHERE = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -17,26 +19,29 @@ def sigmoid(x):
 
 
 @triton.jit
-def ordered(score, place, PLACES: tl.constexpr):
-    """An int64 in the order of choice: by score, then by place; it tells both."""
-    return (key_of(score).to(tl.int64) << 32) | (PLACES - 1 - place).to(tl.int64)
+def first_best(key, place, AXIS: tl.constexpr):
+    """The largest keys along an axis, and the first places that hold them; the axis is kept. Two reductions of int32,
+    for which warps have an instruction."""
+    best = tl.max(key, AXIS, keep_dims=True)
+    return best, tl.min(tl.where(key == best, place, _NOWHERE), AXIS, keep_dims=True)
 
 
 @triton.jit
 def keep_groups(key, groups, kept_groups, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
     """The keys, lowest outside the groups whose two best scores have the highest sums."""
     cube = tl.reshape(key, [ROWS, GROUPS, SIZE])
-    best = tl.max(cube, 2)
-    second = tl.max(tl.where(cube == best[:, :, None], _LOWEST, cube), 2)
-    score = value_of((best >> 32).to(tl.int32)) + value_of((second >> 32).to(tl.int32))
+    member = tl.arange(0, SIZE)[None, None, :]
+    best, of = first_best(cube, member, 2)
+    second = tl.max(tl.where(member == of, _LOWEST, cube), 2, keep_dims=True)
+    score = tl.reshape(value_of(best) + value_of(second), [ROWS, GROUPS])
     group = tl.arange(0, GROUPS)[None, :]
-    left = tl.where(group < groups, ordered(score, group, GROUPS), _LOWEST)
-    last = tl.max(left, 1)
-    for _ in range(kept_groups - 1):
-        left = tl.where(left == last[:, None], _LOWEST, left)
-        last = tl.max(left, 1)
-    kept = (group < groups) & (ordered(score, group, GROUPS) >= last[:, None])
-    return tl.reshape(tl.where(kept[:, :, None], cube, _LOWEST), [ROWS, GROUPS * SIZE])
+    left = tl.where(group < groups, key_of(score), _LOWEST)
+    kept = tl.zeros([ROWS, GROUPS], tl.int32)
+    for _ in range(kept_groups):
+        _, at = first_best(left, group, 1)
+        kept += (group == at).to(tl.int32)
+        left = tl.where(group == at, _LOWEST, left)
+    return tl.reshape(tl.where(kept[:, :, None] > 0, cube, _LOWEST), [ROWS, GROUPS * SIZE])
 
 
 @triton.jit
@@ -64,20 +69,19 @@ def route_kernel(
         score = sigmoid(x)
         if bias is not None:
             score += tl.load(bias + expert, real, other=0).to(tl.float32)
-    key = tl.where(real, ordered(score, place, PLACES), _LOWEST)
+    key = tl.where(real, key_of(score), _LOWEST)
     if GROUPS > 1:
         key = keep_groups(key, groups, kept_groups, ROWS, GROUPS, SIZE)
 
     slot = tl.arange(0, SLOTS)[None, :]
-    found = tl.zeros([ROWS, SLOTS], tl.int64)
+    found = tl.zeros([ROWS, SLOTS], tl.int32)
     for i in range(top_k):
-        best = tl.max(key, 1)[:, None]
-        found = tl.where(slot == i, best, found)
-        key = tl.where(key == best, _LOWEST, key)
-    place = PLACES - 1 - (found & 0xFFFFFFFF).to(tl.int32)
-    expert = place
+        _, at = first_best(key, place, 1)
+        found = tl.where(slot == i, at, found)
+        key = tl.where(place == at, _LOWEST, key)
+    expert = found
     if GROUPS > 1:
-        expert = place // SIZE * size + place % SIZE
+        expert = found // SIZE * size + found % SIZE
 
     chosen = slot < top_k
     here = (row < tokens) & chosen
@@ -117,40 +121,27 @@ def local_experts(ids, pair, pairs, experts, offset, PACKED: tl.constexpr):
 
 
 @triton.jit
-def count_kernel(ids, count, pairs, experts, offset, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of pairs of the program's expert."""
-    expert = tl.program_id(0)
-    found = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, pairs, BLOCK):
-        _, local = local_experts(ids, start + tl.arange(0, BLOCK), pairs, experts, offset, PACKED)
-        found += (local == expert).to(tl.int32)
-    tl.store(count + expert, tl.sum(found, 0))
-
-
-@triton.jit
-def map_kernel(
+def few_kernel(
     ids, first, count, tiles, tile_expert, tile_end, row_pair, pair_row, weights, pairs, experts, offset, tile, most,
-    PACKED: tl.constexpr, COUNTED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program gives rows to the pairs of its expert, in their order, and writes the expert's padding and tiles."""
+    """The whole map in one launch: a program counts all pairs, gives rows to those of its expert in their order, and
+    writes the expert's padding and tiles."""
     expert = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     each = tl.arange(0, EXPERTS)
-    if COUNTED:
-        counts = tl.load(count + each, each < experts, other=0)
-    else:
-        counts = tl.zeros([EXPERTS], tl.int32)
-        for start in range(0, pairs, BLOCK):
-            _, local = local_experts(ids, start + index, pairs, experts, offset, PACKED)
-            counts += tl.histogram(tl.maximum(local, 0), EXPERTS, mask=local >= 0)
+    none = tl.full([BLOCK], -1, tl.int32)
+    counts = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, pairs, BLOCK):
+        _, local = local_experts(ids, start + index, pairs, experts, offset, PACKED)
+        counts += tl.histogram(tl.maximum(local, 0), EXPERTS, mask=local >= 0)
     padded = (counts + tile - 1) // tile * tile
     begin = tl.sum(tl.where(each < expert, padded, 0), 0)
     mine = tl.sum(tl.where(each == expert, counts, 0), 0)
     following = begin + (mine + tile - 1) // tile * tile
     used = tl.sum(padded, 0) // tile
     tl.store(first + expert, begin)
-    if not COUNTED:
-        tl.store(count + expert, mine)
+    tl.store(count + expert, mine)
     if expert == experts - 1:
         tl.store(first + experts, following)
         tl.store(tiles, used)
@@ -165,19 +156,96 @@ def map_kernel(
         tl.store(row_pair + place, pair, match)
         tl.store(pair_row + pair, place, match)
         if PACKED:
-            tl.store(weights + pair, ((id & 0xFFFF) << 16).to(tl.float32, bitcast=True), match)
+            tl.store(weights + pair, packed_weight(id), match)
         # Pairs without a row are of no expert: the programs share them.
-        none = (pair < pairs) & (local < 0) & (start // BLOCK % experts == expert)
-        tl.store(pair_row + pair, tl.full([BLOCK], -1, tl.int32), none)
+        lost = (pair < pairs) & (local < 0) & (start // BLOCK % experts == expert)
+        tl.store(pair_row + pair, none, lost)
 
     for start in range(begin + mine, following, BLOCK):
-        tl.store(row_pair + start + index, tl.full([BLOCK], -1, tl.int32), start + index < following)
+        tl.store(row_pair + start + index, none, start + index < following)
     for start in range(begin // tile, following // tile, BLOCK):
         inside = start + index < following // tile
         tl.store(tile_expert + start + index, tl.zeros([BLOCK], tl.int32) + expert, inside)
         tl.store(tile_end + start + index, tl.zeros([BLOCK], tl.int32) + begin + mine, inside)
     for start in range(used + expert * BLOCK, most, experts * BLOCK):
-        tl.store(tile_expert + start + index, tl.full([BLOCK], -1, tl.int32), start + index < most)
+        tl.store(tile_expert + start + index, none, start + index < most)
+
+
+@triton.jit
+def packed_weight(id):
+    """The float32 value of the bfloat16 in the lower half."""
+    return ((id & 0xFFFF) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def count_kernel(
+    ids, counts, pairs, experts, offset,
+    PACKED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """How many pairs of the program's STEPS blocks each expert has: a row of counts [programs, EXPERTS]."""
+    each = tl.arange(0, EXPERTS)
+    found = tl.zeros([EXPERTS], tl.int32)
+    for step in tl.static_range(STEPS):
+        pair = (tl.program_id(0) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+        _, local = local_experts(ids, pair, pairs, experts, offset, PACKED)
+        found += tl.histogram(tl.maximum(local, 0), EXPERTS, mask=local >= 0)
+    tl.store(counts + tl.program_id(0).to(tl.int64) * EXPERTS + each, found)
+
+
+@triton.jit
+def place_kernel(
+    ids, counts, first, count, tiles, tile_expert, tile_end, row_pair, pair_row, weights, pairs, experts, offset, tile,
+    most, programs,
+    PACKED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, COUNTS: tl.constexpr,
+    TILES: tl.constexpr, PADDING: tl.constexpr,
+):  # fmt: skip
+    """Gives rows to the pairs of the program's STEPS blocks, and writes its share of the tiles with their padding."""
+    mine = tl.program_id(0)
+    each = tl.arange(0, EXPERTS)
+    total = tl.zeros([EXPERTS], tl.int32)
+    before = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, programs, COUNTS):
+        program = (start + tl.arange(0, COUNTS))[:, None]
+        found = tl.load(counts + program.to(tl.int64) * EXPERTS + each[None, :], program < programs, other=0)
+        total += tl.sum(found, 0)
+        before += tl.sum(tl.where(program < mine, found, 0), 0)
+    padded = (total + tile - 1) // tile * tile
+    following = tl.cumsum(padded, 0)
+    begin = following - padded
+    used = tl.sum(padded, 0) // tile
+    if mine == 0:
+        tl.store(first + each, begin, each < experts)
+        tl.store(first + experts, used * tile)
+        tl.store(count + each, total, each < experts)
+        tl.store(tiles, used)
+
+    # The next row of each expert.
+    next = begin + before
+    index = tl.arange(0, BLOCK)
+    for step in range(STEPS):
+        pair = (mine * STEPS + step) * BLOCK + index
+        id, local = local_experts(ids, pair, pairs, experts, offset, PACKED)
+        earlier = (local[:, None] == local[None, :]) & (index[None, :] < index[:, None])
+        row = tl.gather(next, tl.maximum(local, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
+        next += tl.histogram(tl.maximum(local, 0), EXPERTS, mask=local >= 0)
+        tl.store(row_pair + row, pair, local >= 0)
+        tl.store(pair_row + pair, tl.where(local >= 0, row, -1), pair < pairs)
+        if PACKED:
+            tl.store(weights + pair, packed_weight(id), local >= 0)
+
+    end = begin + total
+    for start in range(mine * TILES, most, programs * TILES):
+        t = start + tl.arange(0, TILES)
+        # The expert of a tile: as many as end at or before it.
+        expert = tl.sum((following[None, :] <= (t * tile)[:, None]).to(tl.int32), 1)
+        stop = tl.gather(end, tl.minimum(expert, EXPERTS - 1), 0)
+        tl.store(tile_expert + t, tl.where(t < used, expert, -1), t < most)
+        tl.store(tile_end + t, stop, t < used)
+        for within in range(0, tile, PADDING):
+            column = (within + tl.arange(0, PADDING))[None, :]
+            row = (t * tile)[:, None] + column
+            none = tl.full([TILES, PADDING], -1, tl.int32)
+            tl.store(row_pair + row, none, (t < used)[:, None] & (column < tile) & (row >= stop[:, None]))
 
 
 def _build_route(problem, config):
@@ -203,45 +271,48 @@ def _ids(problem) -> str:
     return "*i64" if problem.ids == "i64" else "*i32"
 
 
-def _build_count(problem, config):
-    types = {"ids": _ids(problem), "count": "*i32"} | dict.fromkeys(("pairs", "experts", "offset"), "i32")
-    constants = {"PACKED": problem.ids == "packed", "BLOCK": config.pairs}
-    return Build(count_kernel, types, constants, num_warps=config.num_warps)
+_OUTPUTS = ("first", "count", "tiles", "tile_expert", "tile_end", "row_pair", "pair_row")
+_NUMBERS = ("pairs", "experts", "offset")
 
 
-def _build_map(problem, config):
-    outputs = ("first", "count", "tiles", "tile_expert", "tile_end", "row_pair", "pair_row")
-    types = {"ids": _ids(problem)} | dict.fromkeys(outputs, "*i32") | {"weights": "*fp32"}
-    types |= dict.fromkeys(("pairs", "experts", "offset", "tile", "most"), "i32")
-    constants = {
-        "PACKED": problem.ids == "packed",
-        "COUNTED": not problem.few,
-        "EXPERTS": problem.experts,
-        "BLOCK": config.pairs,
-    }
-    if problem.ids != "packed":
-        del types["weights"]
+def _build_map(problem, config, kernel, counts: tuple = (), outputs: tuple = (), numbers: tuple = (), **constants):
+    types = {"ids": _ids(problem)} | dict.fromkeys((*counts, *outputs), "*i32")
+    constants |= {"PACKED": problem.ids == "packed", "EXPERTS": problem.experts, "BLOCK": config.pairs}
+    if outputs and problem.ids == "packed":
+        types["weights"] = "*fp32"
+    elif outputs:
         constants["weights"] = None
-    return Build(map_kernel, types, constants, num_warps=config.num_warps)
+    return Build(kernel, types | dict.fromkeys(_NUMBERS + numbers, "i32"), constants, num_warps=config.num_warps)
+
+
+def _build_few(problem, config):
+    return _build_map(problem, config, few_kernel, (), _OUTPUTS, ("tile", "most"))
+
+
+def _build_count(problem, config):
+    return _build_map(problem, config, count_kernel, ("counts",), STEPS=config.steps)
+
+
+def _build_place(problem, config):
+    # Rows of counts read at once: 16 numbers a thread.
+    share = {"COUNTS": max(512 * config.num_warps // problem.experts, 1), "TILES": 16, "PADDING": 32}
+    numbers = ("tile", "most", "programs")
+    return _build_map(problem, config, place_kernel, ("counts",), _OUTPUTS, numbers, STEPS=config.steps, **share)
 
 
 launch_route = Launcher("moe_route", _build_route)
-launch_count = Launcher("moe_count", _build_count)
-launch_map = Launcher("moe_map", _build_map)
-LAUNCHERS = (launch_route, launch_count, launch_map)
-
-# Bytes of stack a thread may use: 16 pairs a thread and their places, by Triton 3.9's ptxas on sm_120.
-STACK_BUDGET = 16
-
+launch_few = Launcher("moe_map_few", _build_few)
+launch_count = Launcher("moe_map_count", _build_count)
+launch_place = Launcher("moe_map_place", _build_place)
+LAUNCHERS = (launch_route, launch_few, launch_count, launch_place)
 
 def kernels(problem, config):
     """(launcher, problem, config) of every kernel that a problem needs."""
     if isinstance(problem, Route):
         yield launch_route, problem, config
         return
-    if not problem.few:
-        yield launch_count, problem, config
-    yield launch_map, problem, config
+    for launch in (launch_few,) if problem.few else (launch_count, launch_place):
+        yield launch, problem, config
 
 
 def run(problem, config, *args):
@@ -269,11 +340,16 @@ def token_map(problem, config, ids, offset, tile, out, weights=None):
     weights : float32 [tokens, top_k], receives those of packed ids.
     """
     experts, pairs = len(out.count), ids.numel()
-    if not problem.few:
-        launch_count(problem, config, (experts, 1, 1), ids, out.count, pairs, experts, offset)
     packed = [weights] if problem.ids == "packed" else []
-    launch_map(problem, config, (experts, 1, 1), ids, *out, *packed, pairs, experts, offset, tile,
-               len(out.tile_expert))  # fmt: skip
+    numbers = pairs, experts, offset
+    if problem.few:
+        launch_few(problem, config, (experts, 1, 1), ids, *out, *packed, *numbers, tile, len(out.tile_expert))
+        return
+    programs = triton.cdiv(pairs, config.pairs * config.steps)
+    counts = torch.empty(programs, problem.experts, dtype=torch.int32, device=ids.device)
+    launch_count(problem, config, (programs, 1, 1), ids, counts, *numbers)
+    launch_place(problem, config, (programs, 1, 1), ids, counts, *out, *packed, *numbers, tile, len(out.tile_expert),
+                 programs)  # fmt: skip
 
 
 _RUN = {Route: route, Map: token_map}
