@@ -32,6 +32,7 @@ _ROOT_NAMES = {
         "single_decode_with_kv_cache",
     ),
     "gemm": (
+        "SegmentGEMMWrapper",
         "bmm_bf16",
         "bmm_fp8",
         "bmm_mxfp8",

@@ -11,15 +11,31 @@ from .dense import (
     tgv_gemm_sm100,
     tinygemm_bf16,
 )
+from .grouped import (
+    SegmentGEMMWrapper,
+    batch_deepgemm_fp8_nt_groupwise,
+    group_deepgemm_fp8_nt_groupwise,
+    group_gemm_fp8_nt_groupwise,
+    group_gemm_mxfp4_nt_groupwise,
+    group_gemm_mxfp8_mxfp4_nt_groupwise,
+    group_gemm_nvfp4_nt_groupwise,
+)
 from .groupwise import fp8_blockscale_gemm_sm90, gemm_fp8_nt_blockscaled, gemm_fp8_nt_groupwise
 
 __all__ = [
+    "SegmentGEMMWrapper",
+    "batch_deepgemm_fp8_nt_groupwise",
     "bmm_bf16",
     "bmm_fp8",
     "bmm_mxfp8",
     "fp8_blockscale_gemm_sm90",
     "gemm_fp8_nt_blockscaled",
     "gemm_fp8_nt_groupwise",
+    "group_deepgemm_fp8_nt_groupwise",
+    "group_gemm_fp8_nt_groupwise",
+    "group_gemm_mxfp4_nt_groupwise",
+    "group_gemm_mxfp8_mxfp4_nt_groupwise",
+    "group_gemm_nvfp4_nt_groupwise",
     "mm_M1_16_K7168_N128",
     "mm_M1_16_K7168_N256",
     "mm_bf16",

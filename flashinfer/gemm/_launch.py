@@ -1,4 +1,4 @@
-"""The op of products with block-scaled operands, as compilers see it."""
+"""The ops of products with scaled operands and in groups, as compilers see them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from flashinfer._core.checks import dtype_name, is_aligned, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.gemm._operands import choose, form_of
 from flashinfer.ops.gemm import blockscaled as room
+from flashinfer.ops.gemm import grouped as groups_room
 from flashinfer.ops.gemm.operands import PER_BYTE, bucket
 
 
@@ -54,9 +55,66 @@ def gemm(
 
 def _aligned(a, b, out, blocks: int, *factors) -> bool:
     """Whether the accesses are as wide as the Problem says."""
-    if not is_aligned(a, b, out) or out.shape[2] % 8 or any(x.shape[2] * x.element_size() % 16 for x in (a, b)):
+    if any(layout == "linear" and blocks % 4 for _, layout in factors):
         return False
-    for flat, layout in factors:
-        if layout and (flat.data_ptr() % 4 or (layout == "linear" and blocks % 4)):
-            return False
-    return True
+    return _rows_aligned(a, b, out) and _words_aligned(*(flat for flat, layout in factors if layout))
+
+
+@custom_op("flashinfer::gemm_grouped", mutates_args=("out",))
+def grouped(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    b_scale: torch.Tensor | None,
+    alpha: torch.Tensor | None,
+    out: torch.Tensor,
+    groups: torch.Tensor,
+    weights: torch.Tensor | None,
+    kind: str,
+    scale: str = "",
+    *,
+    width: int = 1,
+    rows: int = 1,
+    columns: int = 1,
+    padded: bool = False,
+    columns_first: bool = False,
+    expected: int = 1,
+    backend: str = "auto",
+) -> None:
+    """As the Problem of `flashinfer/ops/gemm/grouped/__init__.py` has it. expected : rows of a group, about."""
+    same_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale, alpha=alpha, out=out, groups=groups, weights=weights)
+    if out.numel() == 0 or groups.numel() == 0 or len(b) == 0:
+        return
+    K = a.shape[-1] * PER_BYTE[form_of(a)]
+    problem = groups_room.Problem(
+        kind=kind,
+        a=form_of(a),
+        b=form_of(b),
+        scale=scale,
+        width=width,
+        out=dtype_name(out.dtype),
+        tokens=bucket(expected),
+        index=dtype_name(groups.dtype),
+        rows=rows,
+        columns=columns,
+        alpha="" if alpha is None else "one" if alpha.numel() == 1 and not padded else "groups",
+        weights="" if weights is None else dtype_name(weights.dtype),
+        padded=padded,
+        columns_first=columns_first,
+        aligned=_rows_aligned(a, b, out) and (scale in ("", "fp32") or _words_aligned(a_scale, b_scale)),
+        whole=K % 128 == 0,
+    )
+    groups, weights = groups.contiguous(), None if weights is None else weights.contiguous()
+    choice = choose(groups_room.grouped, problem, a.device, backend)
+    choice.run(a, b, a_scale, b_scale, alpha, out, groups, weights)
+
+
+def _rows_aligned(a, b, out) -> bool:
+    """Whether rows are read and written 16 bytes at a time."""
+    if not is_aligned(a, b, out) or out.shape[-1] % 8:
+        return False
+    return all(x.shape[-1] * x.element_size() % 16 == 0 for x in (a, b))
+
+
+def _words_aligned(*factors) -> bool:
+    return all(x is None or x.data_ptr() % 4 == 0 for x in factors)

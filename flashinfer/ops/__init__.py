@@ -22,6 +22,7 @@ _ROOMS = (
     "attention.mqa_logits",
     "gemm.dense",
     "gemm.blockscaled",
+    "gemm.grouped",
 )
 
 

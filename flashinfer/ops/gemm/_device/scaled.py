@@ -11,6 +11,9 @@ from flashinfer.ops._device.formats import from_e2m1, from_fp8, from_ue8m0
 from flashinfer.ops._device.rows import multiple
 from flashinfer.ops._device.scales import scale_offset, times_blocks
 
+# what codes are widened to
+COMPUTE = {"": "", "bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
+
 
 @triton.jit
 def tile_of(index, row_tiles, column_tiles, GROUP: tl.constexpr):
@@ -153,6 +156,33 @@ def blocked(
             else:
                 right = right.to(COMPUTE)
             sum = tl.dot(left, tl.trans(right), sum, input_precision="ieee")
+    return sum
+
+
+@triton.jit
+def plain(
+    a, a_ok, b, b_ok, b_step, begin, end, K,
+    A: tl.constexpr, B: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+    ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """float32 [BN, BM]: b @ a.T over the elements from begin to end, multiples of BK, with no scales.
+
+    a [BM] and b [BN] are the addresses of rows; with COLUMNS b's are of its first elements, and the next of each are
+    b_step further. COMPUTE is "" where the codes are multiplied as they are.
+    """
+    sum = tl.zeros([BN, BM], tl.float32)
+    for start in range(begin, end, BK):
+        if COLUMNS:
+            k = start + tl.arange(0, BK)
+            at = b[:, None] + (k.to(tl.int64) * b_step)[None, :]
+            left = tl.load(at, b_ok[:, None] & (k < K)[None, :], other=0.0)
+        else:
+            left = load_codes(b, b_ok, start, K, B, BK, WHOLE, ALIGNED)
+        right = load_codes(a, a_ok, start, K, A, BK, WHOLE, ALIGNED)
+        if COMPUTE != "":
+            left = widen(left, B, COMPUTE, CAPABILITY)
+            right = widen(right, A, COMPUTE, CAPABILITY)
+        sum = tl.dot(left, tl.trans(right), sum, input_precision="ieee")
     return sum
 
 

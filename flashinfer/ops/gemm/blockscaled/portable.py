@@ -12,8 +12,9 @@ from flashinfer._core.target import target_of
 from flashinfer.ops import layouts
 from flashinfer.ops._device.rows import multiple
 from flashinfer.ops.gemm import operands
-from flashinfer.ops.gemm._device.scaled import blocked, promoted, store_tile, tile_of
+from flashinfer.ops.gemm._device.scaled import COMPUTE, blocked, promoted, store_tile, tile_of
 from flashinfer.ops.gemm.blockscaled.config import splits
+from flashinfer.ops.gemm.tiles import element, unit
 
 
 @triton.jit
@@ -83,17 +84,10 @@ def sum_kernel(
     tl.store(out + column, sum.to(out.dtype.element_ty), there)
 
 
-def _element(form: str, config) -> str:
-    """The type that the codes of a format have in memory, as the kernel sees them."""
-    if form == "e2m1" or (form in operands.FP8 and config.compute):
-        return "u8"
-    return form
-
-
 def build(problem, config):
     by = ":16" if problem.aligned else ""
     scale = "*fp32" if problem.scale == "fp32" else "*u8" + (":4" if problem.aligned else "")
-    types = {"a": f"*{_element(problem.a, config)}{by}", "b": f"*{_element(problem.b, config)}{by}"}
+    types = {"a": f"*{element(problem.a, config.compute)}{by}", "b": f"*{element(problem.b, config.compute)}{by}"}
     types |= {"a_scale": scale, "b_scale": scale, "alpha": "*fp32", "out": f"*{problem.out}{by}"}
     types |= dict.fromkeys(("M", "N", "K"), "i32")
     types |= dict.fromkeys(("a_batch", "a_row", "b_batch", "b_row", "out_batch", "out_part", "out_row"), "i64")
@@ -109,10 +103,10 @@ def build(problem, config):
         "B_LAYOUT": problem.b_layout,
         "ALIGNED": problem.aligned,
         "SHUFFLED": problem.shuffled,
-        "COMPUTE": _COMPUTE[config.compute],
-        "UNIT_A": _unit(problem.a, problem),
-        "UNIT_B": _unit(problem.b, problem),
-        "UNIT_OUT": _unit(problem.out, problem),
+        "COMPUTE": COMPUTE[config.compute],
+        "UNIT_A": unit(problem.a, problem.aligned),
+        "UNIT_B": unit(problem.b, problem.aligned),
+        "UNIT_OUT": unit(problem.out, problem.aligned),
         "WHOLE": problem.whole,
         "GROUP": config.group,
         "BM": config.block_m,
@@ -128,15 +122,6 @@ def build(problem, config):
 
 # 4 float32 a thread: 16-byte reads. The parts are in the L2 cache.
 _SUM_BLOCK = 512
-
-_COMPUTE = {"": "", "bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
-
-
-def _unit(form: str, problem) -> int:
-    """Elements, or bytes of e2m1, in 16 bytes where rows are aligned."""
-    size = {"bf16": 2, "fp16": 2, "fp32": 4}.get(form, 1)
-    return 16 // size if problem.aligned else 1
-
 
 def build_sum(problem, config):
     by = ":16" if problem.aligned else ""
@@ -186,7 +171,7 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out):
 def _launch(problem, config, grid, K: int, a, b, a_scale, b_scale, alphas, out):
     """out : [parts, batch, M, N]. alphas : the tensor of alpha, or nothing."""
     M, N = out.shape[2:]
-    codes = [x.view(torch_dtype(_element(form, config))) for x, form in ((a, problem.a), (b, problem.b))]
+    codes = [x.view(torch_dtype(element(form, config.compute))) for x, form in ((a, problem.a), (b, problem.b))]
     scales = [x for x in (a_scale, b_scale) if x is not None]
     strides = *a.stride()[:2], *b.stride()[:2], out.stride(1), out.stride(0), out.stride(2)
     if problem.scale == "fp32":

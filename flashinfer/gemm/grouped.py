@@ -1,0 +1,453 @@
+"""Products in groups, as mixtures of experts and batches of adapters need them: each group of rows has its weight."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer.gemm import _operands as given
+from flashinfer.gemm._launch import grouped
+from flashinfer.gemm.groupwise import granularity
+from flashinfer.ops import layouts
+
+__all__ = [
+    "SegmentGEMMWrapper",
+    "batch_deepgemm_fp8_nt_groupwise",
+    "group_deepgemm_fp8_nt_groupwise",
+    "group_gemm_fp8_nt_groupwise",
+    "group_gemm_mxfp4_nt_groupwise",
+    "group_gemm_mxfp8_mxfp4_nt_groupwise",
+    "group_gemm_nvfp4_nt_groupwise",
+]
+
+
+def group_gemm_fp8_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
+    scale_major_mode: str = "MN",
+    mma_sm: int = 1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "trtllm",
+    segment_alignment: int = 1,
+) -> torch.Tensor:
+    """``a[m_indptr[g] : m_indptr[g + 1]] @ b[g].T`` for each group g, in FP8 with float32 scales for blocks.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [M, K]; float8_e4m3fn or float8_e5m2, rows contiguous.
+    b : torch.Tensor
+        [groups, N, K]; the same.
+    a_scale, b_scale : torch.Tensor
+        float32, what codes are multiplied with. With (gm, gn, gk) the granularity, [ceil(M / gm), ceil(K / gk)] and
+        [groups, ceil(N / gn), ceil(K / gk)] for `scale_major_mode` "K", with the last two exchanged for "MN"; any
+        strides.
+    m_indptr : torch.Tensor
+        [groups + 1] int32, on the device: from 0, not decreasing, up to M. Groups may be empty and of any length. Rows
+        past the last are not written. It is read by the kernel alone.
+    scale_granularity_mnk : tuple of int
+        Rows of a, rows of b, and elements of K to a scale. The last is a power of two, 32 or more.
+    scale_major_mode : str
+        "MN" or "K".
+    mma_sm : int
+        1 or 2: how many multiprocessors share an instruction upstream. It has no effect on results.
+    out : torch.Tensor, optional
+        [M, N], rows contiguous.
+    out_dtype : torch.dtype, optional
+        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
+    backend : str
+        "trtllm", "cutlass" or "auto": one result. Or a variant's name.
+    segment_alignment : int
+        1: groups begin at any row.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor [M, N].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or device other than the above.
+
+    References
+    ----------
+    DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3, https://arxiv.org/abs/2412.19437
+    """
+    require(mma_sm in (1, 2), "mma_sm", mma_sm, "1, 2")
+    require(scale_major_mode in ("MN", "K"), "scale_major_mode", scale_major_mode, "'MN', 'K'")
+    require(segment_alignment == 1, "segment_alignment", segment_alignment, "1")
+    _check_indptr(m_indptr, b)
+    backend = given.variant_of(backend, ("trtllm", "cutlass"))
+    mnk = granularity(scale_granularity_mnk)
+    return _groupwise(a, b, a_scale, b_scale, "offsets", m_indptr, out, out_dtype, mnk, scale_major_mode, None, backend)
+
+
+def group_deepgemm_fp8_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indices: torch.Tensor,
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``a[r] @ b[m_indices[r]].T`` for each row r, in FP8 with float32 scales for blocks.
+
+    Rows of a group next to each other, in any order of groups and of any number, are computed together.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [M, K]; float8_e4m3fn or float8_e5m2, rows contiguous.
+    b : torch.Tensor
+        [groups, N, K]; the same.
+    a_scale, b_scale : torch.Tensor
+        float32 [ceil(M / gm), ceil(K / gk)] and [groups, ceil(N / gn), ceil(K / gk)] with (gm, gn, gk) the granularity;
+        any strides.
+    m_indices : torch.Tensor
+        [M] int32. Rows of -1, or of no group, are not written.
+    scale_granularity_mnk : tuple of int
+        Rows of a, rows of b, and elements of K to a scale. The last is a power of two, 32 or more.
+    out : torch.Tensor, optional
+        [M, N], rows contiguous.
+    out_dtype : torch.dtype, optional
+        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor [M, N].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or device other than the above.
+
+    References
+    ----------
+    DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3, https://arxiv.org/abs/2412.19437
+    """
+    require(m_indices.shape == a.shape[:1], "m_indices", tuple(m_indices.shape), f"[{a.shape[0]}], the rows of a")
+    require(m_indices.dtype == torch.int32, "m_indices", m_indices.dtype, "int32")
+    mnk = granularity(scale_granularity_mnk)
+    return _groupwise(a, b, a_scale, b_scale, "indices", m_indices, out, out_dtype, mnk, "K", None, "auto")
+
+
+def batch_deepgemm_fp8_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    masked_m: torch.Tensor,
+    expected_m: int,
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "deepgemm",
+) -> torch.Tensor:
+    """``a[g, : masked_m[g]] @ b[g].T`` for each group g, in FP8 with float32 scales for blocks.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [groups, M, K]; float8_e4m3fn or float8_e5m2, rows contiguous.
+    b : torch.Tensor
+        [groups, N, K]; the same.
+    a_scale, b_scale : torch.Tensor
+        float32 [groups, ceil(M / gm), ceil(K / gk)] and [groups, ceil(N / gn), ceil(K / gk)] with (gm, gn, gk) the
+        granularity; any strides.
+    masked_m : torch.Tensor
+        [groups] int32, on the device: how many rows of each group count. The others are not written.
+    expected_m : int
+        About how many those are; it chooses the tile, and has no effect on which rows are computed.
+    scale_granularity_mnk : tuple of int
+        Rows of a, rows of b, and elements of K to a scale. The last is a power of two, 32 or more.
+    out : torch.Tensor, optional
+        [groups, M, N], rows contiguous.
+    out_dtype : torch.dtype, optional
+        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
+    backend : str
+        "deepgemm" or "auto": one result. Or a variant's name.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor [groups, M, N].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or device other than the above.
+
+    References
+    ----------
+    DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3, https://arxiv.org/abs/2412.19437
+    """
+    require(masked_m.shape == b.shape[:1], "masked_m", tuple(masked_m.shape), f"[{b.shape[0]}], the groups of b")
+    require(masked_m.dtype == torch.int32, "masked_m", masked_m.dtype, "int32")
+    require(expected_m > 0, "expected_m", expected_m, "a positive number")
+    backend = given.variant_of(backend, ("deepgemm",))
+    mnk = granularity(scale_granularity_mnk)
+    return _groupwise(a, b, a_scale, b_scale, "counts", masked_m, out, out_dtype, mnk, "K", expected_m, backend)
+
+
+def group_gemm_mxfp8_mxfp4_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    mma_sm: int = 1,
+    tile_m: int = 128,
+    tile_n: int = 128,
+    tile_k: int = 128,
+    swap_ab: bool = True,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``a[m_indptr[g] : m_indptr[g + 1]] @ b[g].T`` for each group g, of MXFP8 activations and MXFP4 weights.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [M, K]; float8_e4m3fn or float8_e5m2, rows contiguous. K a multiple of 32.
+    b : torch.Tensor
+        [groups, N, K / 2] uint8, two e2m1 in a byte, rows contiguous.
+    a_scale : torch.Tensor
+        uint8, ue8m0, in 128x4 tiles, any shape: the factors of group g begin with a tile, at row
+        (m_indptr[g] + 127 g) // 128 * 128 of (M + 127 groups) // 128 * 128 or more.
+    b_scale : torch.Tensor
+        uint8, ue8m0: for each weight its factors in 128x4 tiles, any shape.
+    m_indptr : torch.Tensor
+        [groups + 1] int32, on the device: from 0, not decreasing, up to M. Groups may be empty and of any length.
+    mma_sm, tile_m, tile_n, tile_k, swap_ab
+        How upstream tiles its kernel; they have no effect on results, nor on the tiles here.
+    out : torch.Tensor, optional
+        [M, N], rows contiguous.
+    out_dtype : torch.dtype, optional
+        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor [M, N].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or device other than the above.
+
+    References
+    ----------
+    OCP Microscaling Formats (MX) Specification 1.0, 2023
+    """
+    require(mma_sm in (1, 2), "mma_sm", mma_sm, "1, 2")
+    a = given.fp8("a", a)
+    _check_indptr(m_indptr, b)
+    return _blocks(a, given.fp4("b", b, 3), a_scale, b_scale, m_indptr, None, out, out_dtype, ("ue8m0", 32, True))
+
+
+group_gemm_mxfp4_nt_groupwise = group_gemm_mxfp8_mxfp4_nt_groupwise
+
+
+def group_gemm_nvfp4_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    alpha: torch.Tensor | None = None,
+    tile_m: int = 128,
+    tile_n: int = 128,
+    tile_k: int = 128,
+    swap_ab: bool = True,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``alpha[g] * a[m_indptr[g] : m_indptr[g + 1]] @ b[g].T`` for each group g, of NVFP4 matrices.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [M, K / 2] uint8, two e2m1 in a byte, rows contiguous. K a multiple of 16.
+    b : torch.Tensor
+        [groups, N, K / 2]; the same.
+    a_scale, b_scale : torch.Tensor
+        Factors in e4m3, uint8 or float8_e4m3fn, where `group_gemm_mxfp8_mxfp4_nt_groupwise` has them.
+    m_indptr : torch.Tensor
+        [groups + 1] int32, on the device: from 0, not decreasing, up to M. Groups may be empty and of any length.
+    alpha : torch.Tensor, optional
+        float32 [groups].
+    tile_m, tile_n, tile_k, swap_ab
+        How upstream tiles its kernel; they have no effect on results, nor on the tiles here.
+    out : torch.Tensor, optional
+        [M, N], rows contiguous.
+    out_dtype : torch.dtype, optional
+        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor [M, N].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or device other than the above.
+    """
+    a = given.fp4("a", a)
+    _check_indptr(m_indptr, b)
+    alpha = given.alpha_of(alpha, a, len(b))
+    return _blocks(a, given.fp4("b", b, 3), a_scale, b_scale, m_indptr, alpha, out, out_dtype, ("ue4m3", 16, True))
+
+
+class SegmentGEMMWrapper:
+    """Products of segments of rows, each with a weight: ``x[segment i] @ weights[i]``.
+
+    Parameters
+    ----------
+    float_workspace_buffer : torch.Tensor
+        Upstream's scratch memory; this implementation needs none, and leaves it alone.
+    backend : str
+        "auto", "sm80" or "sm90": upstream's kernels for one function; every chip runs it here.
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto"):
+        require(backend in ("auto", "sm80", "sm90"), "backend", repr(backend), "auto, sm80, sm90")
+        self._float_workspace_buffer = float_workspace_buffer
+        self._int_workspace_buffer = None
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Keep other workspaces, which are left alone too."""
+        self._float_workspace_buffer = float_workspace_buffer
+        self._int_workspace_buffer = int_workspace_buffer
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        batch_size: int,
+        weight_column_major: bool,
+        out: torch.Tensor | None = None,
+        seg_lens: torch.Tensor | None = None,
+        seg_indptr: torch.Tensor | None = None,
+        weight_indices: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The product of each segment with its weight.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            [M, d_in] bfloat16 or float16, rows contiguous: the segments, one after another.
+        weights : torch.Tensor
+            [weights, d_in, d_out], or [weights, d_out, d_in] with `weight_column_major`; dtype of x, rows contiguous.
+        batch_size : int
+            Segments.
+        weight_column_major : bool
+            Which of the two.
+        out : torch.Tensor, optional
+            [M, d_out] in the dtype of x, rows contiguous.
+        seg_lens : torch.Tensor, optional
+            [batch_size] int32 or int64, on the device: the lengths of segments. This or `seg_indptr`.
+        seg_indptr : torch.Tensor, optional
+            [batch_size + 1] int32 or int64, on the device: from 0, not decreasing, up to M. It stands for `seg_lens`
+            where both are given. Rows past the last are not written.
+        weight_indices : torch.Tensor, optional
+            [batch_size] int32 or int64, on the device: which weight each segment has; by default its own number. The
+            rows of a segment whose weight does not exist are not written.
+
+        Returns
+        -------
+        torch.Tensor
+            `out`, or a new tensor [M, d_out]. Summed in float32 and rounded once.
+
+        Raises
+        ------
+        ValueError
+            A shape, dtype, stride or device other than the above.
+        """
+        floats = torch.bfloat16, torch.float16
+        given.check_matrix("x", x, 2, floats)
+        given.check_matrix("weights", weights, 3, (x.dtype,))
+        n, k = weights.shape[1:] if weight_column_major else weights.shape[:0:-1]
+        given.same("weights", k, "x", x.shape[1], "d_in")
+        require(seg_lens is not None or seg_indptr is not None, "seg_lens", None, "a tensor, or seg_indptr")
+        kind, name, groups = "lengths", "seg_lens", seg_lens
+        if seg_indptr is not None:
+            kind, name, groups = "offsets", "seg_indptr", seg_indptr
+        _check_index(name, groups, batch_size + (kind == "offsets"))
+        if weight_indices is None:
+            require(batch_size <= len(weights), "weights", len(weights), f"{batch_size}, one a segment, or more")
+        else:
+            _check_index("weight_indices", weight_indices, batch_size)
+        out = given.result(out, (x.shape[0], n), x.dtype, x)
+        grouped(
+            x, weights, None, None, None, out, groups, weight_indices, kind,
+            width=1, columns_first=not weight_column_major, expected=-(-x.shape[0] // max(batch_size, 1)),
+        )  # fmt: skip
+        return out
+
+    forward = run
+
+
+def _check_index(name: str, x: torch.Tensor, count: int) -> None:
+    require(x.shape == (count,), name, tuple(x.shape), f"[{count}]")
+    require(x.dtype in (torch.int32, torch.int64), name, x.dtype, "int32, int64")
+
+
+def _check_indptr(m_indptr: torch.Tensor, b: torch.Tensor) -> None:
+    require(b.dim() == 3, "b", tuple(b.shape), "[groups, N, K]")
+    require(m_indptr.shape == (len(b) + 1,), "m_indptr", tuple(m_indptr.shape), f"[{len(b) + 1}], groups + 1")
+    require(m_indptr.dtype == torch.int32, "m_indptr", m_indptr.dtype, "int32")
+
+
+def _groupwise(a, b, a_scale, b_scale, kind, groups, out, out_dtype, mnk, major, expected, backend) -> torch.Tensor:
+    """Groups of FP8 with float32 scales. expected : rows of a group, or None."""
+    a, b = given.fp8("a", a, 3 if kind == "counts" else 2), given.fp8("b", b, 3)
+    given.same("b", b.shape[-1], "a", a.shape[-1], "K")
+    if kind == "counts":
+        given.same("b", b.shape[0], "a", a.shape[0], "groups")
+    rows, columns, width = mnk
+    blocks = -(-a.shape[-1] // width)
+    a_scale = given.scales("a_scale", a_scale, -(-a.shape[-2] // rows), blocks, major, tuple(a.shape[:-2]))
+    b_scale = given.scales("b_scale", b_scale, -(-b.shape[1] // columns), blocks, major, (len(b),))
+    out = given.result(out, (*a.shape[:-1], b.shape[1]), out_dtype, a)
+    grouped(
+        a, b, a_scale, b_scale, None, out, groups, None, kind, "fp32", width=width, rows=rows, columns=columns,
+        expected=expected or -(-a.shape[-2] // max(len(b), 1)), backend=backend,
+    )  # fmt: skip
+    return out
+
+
+def _blocks(a, b, a_scale, b_scale, m_indptr, alpha, out, out_dtype, form, backend="auto") -> torch.Tensor:
+    """Groups of blocks with factors. form : scale, width, and whether the factors of a are padded group by group."""
+    scale, width, padded = form
+    per_a, per_b = (2 if x.dtype == torch.uint8 else 1 for x in (a, b))
+    given.same("b", b.shape[2] * per_b, "a", a.shape[1] * per_a, "K")
+    blocks = given.blocks_of("a", a.shape[1] * per_a, width)
+    rows = a.shape[0] + 127 * len(b) if padded else -(-a.shape[0] // 128) * 128
+    a_scale = _factors_of_rows(a_scale, rows // 128 * 128, blocks)
+    b_scale = given.factors("b_scale", b_scale, b.shape[1], blocks, "128x4", len(b))
+    out = given.result(out, (a.shape[0], b.shape[1]), out_dtype, a)
+    grouped(
+        a, b, a_scale, b_scale, alpha, out, m_indptr, None, "offsets", scale, width=width, padded=padded,
+        expected=-(-a.shape[0] // max(len(b), 1)), backend=backend,
+    )  # fmt: skip
+    return out
+
+
+def _factors_of_rows(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """The factors of a in 128x4 tiles, at least those of `rows` rows, flat."""
+    require(scale.element_size() == 1, "a_scale", scale.dtype, "uint8 or an 8-bit float")
+    wide = layouts.padded(1, blocks, "128x4")[1]
+    fits = scale.numel() >= rows * wide and scale.numel() % (128 * wide) == 0
+    require(fits, "a_scale", tuple(scale.shape), f"{rows} x {wide} factors or more, in whole tiles of 128 rows")
+    require(scale.is_contiguous(), "a_scale", f"strides {scale.stride()}", "contiguous")
+    return scale.view(torch.uint8).view(-1)

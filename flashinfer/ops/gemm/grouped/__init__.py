@@ -1,0 +1,99 @@
+"""Matrix products in groups: the rows of each group times that group's weight, with any scales or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.gemm.grouped import config
+
+
+@dataclass(frozen=True)
+class Problem:
+    """out[r] = alpha * a[r] @ b[w].T, of the dequantised operands, for each row r of a group with the weight w.
+
+    What every variant's `run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights)` is given:
+
+    - a [M, .], or [groups, M, .] if `kind` is "counts"; b [weights, N, .], or [weights, K, N] if `columns_first`.
+      out [M, N] or [groups, M, N]. Rows contiguous, the other strides any; e2m1 is uint8, two elements a byte.
+    - groups: by `kind`. weights: which weight each group has, or None: its own number.
+    - a_scale, b_scale: of "fp32" float32 with any strides, [.., ceil(M / rows), ceil(K / width)], with the first
+      dimension that a has, and [weights, ceil(N / columns), ceil(K / width)]; factors are uint8, flat in 128x4 tiles,
+      those of a all together, of b [weights, .]; None where there are none.
+    - alpha: float32 [1] or [groups], or None.
+
+    Rows in no group, and those of a weight that does not exist, are not written.
+
+    Attributes
+    ----------
+    kind : str
+        "offsets": group g is the rows from groups[g] to groups[g + 1]. "lengths": its length is groups[g], one group
+        after another. "counts": the first groups[g] rows of entry g. "indices": row r is in group groups[r].
+    index : str
+        Dtype of `groups`: "i32" or "i64".
+    a, b : str
+        The formats: "bf16", "fp16", "fp8e4nv", "fp8e5" or "e2m1".
+    scale : str
+        Of the scales: "" none, "fp32", or factors in "ue8m0" or "ue4m3".
+    width : int
+        Elements of K to a scale.
+    out : str
+        Dtype of the result: "bf16", "fp16" or "fp32".
+    tokens : int
+        Rows of a group, about, rounded up to 16, 32, 64 or 128; 256 for more.
+    rows, columns : int
+        Rows of a, and of b, to a scale of "fp32".
+    alpha : str
+        "" none, "one", or "groups" one for each.
+    weights : str
+        Dtype of `weights`, "" where there are none.
+    padded : bool
+        The factors of each group's rows begin with a tile: those of group g at row (groups[g] + 127 g) // 128 * 128.
+    columns_first : bool
+        The columns of b come first: b[w] is [K, N].
+    aligned : bool
+        Rows of a and b can be read, and those of out written, 16 bytes at a time, factors 4 at a time; their lengths
+        are multiples of that too, and N of 8.
+    whole : bool
+        K is a multiple of 128.
+    """
+
+    kind: str
+    a: str
+    b: str
+    scale: str
+    width: int
+    out: str
+    tokens: int
+    index: str = "i32"
+    rows: int = 1
+    columns: int = 1
+    alpha: str = ""
+    weights: str = ""
+    padded: bool = False
+    columns_first: bool = False
+    aligned: bool = True
+    whole: bool = True
+
+
+def _catalog() -> Iterator[Problem]:
+    groupwise = dict(scale="fp32", width=128, columns=128)
+    yield Problem("indices", "fp8e4nv", "fp8e4nv", out="bf16", tokens=256, **groupwise)
+    yield Problem("counts", "fp8e4nv", "fp8e4nv", out="bf16", tokens=32, **groupwise)
+    yield Problem("offsets", "fp8e4nv", "e2m1", "ue8m0", 32, "bf16", 64, padded=True)
+    yield Problem("offsets", "e2m1", "e2m1", "ue4m3", 16, "bf16", 128, alpha="groups", padded=True)
+    yield Problem("lengths", "fp16", "fp16", "", 1, "fp16", 16, "i64", weights="i64", columns_first=True, whole=False)
+    yield Problem("offsets", "bf16", "bf16", "", 1, "bf16", 256)
+    yield Problem("offsets", "fp8e4nv", "fp8e5", "", 1, "fp32", 256, alpha="one", aligned=False)
+
+
+grouped = Op(
+    "gemm_grouped",
+    Problem,
+    (
+        Variant("portable", "flashinfer.ops.gemm.grouped.portable", config=config.portable),
+        Variant("reference", "flashinfer.ops.gemm.grouped.reference"),
+    ),
+    _catalog,
+)

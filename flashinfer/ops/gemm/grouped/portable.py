@@ -1,0 +1,229 @@
+"""Products in groups in Triton, for every chip. Which rows a tile has is found on the device."""
+
+import triton
+import triton.language as tl
+
+from flashinfer._core.checks import torch_dtype
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops import layouts
+from flashinfer.ops._device.rows import multiple
+from flashinfer.ops.gemm import operands
+from flashinfer.ops.gemm._device.scaled import COMPUTE, blocked, plain, promoted, store_tile, tile_of
+from flashinfer.ops.gemm.tiles import element, unit
+
+
+@triton.jit
+def find_rows(groups, count, tile, KIND: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr):
+    """(group, its first row, row of the tile, end of the group) of tile `tile`; group -1 past the last tile.
+
+    Tiles of [BM] rows are counted from group to group; none crosses into the next.
+    """
+    group = tl.full([], -1, tl.int32)
+    begin = tl.full([], 0, tl.int64)
+    row = begin
+    end = begin
+    tiles_before = begin
+    rows_before = begin
+    for first in range(0, count, CHUNK):
+        g = first + tl.arange(0, CHUNK)
+        ok = g < count
+        if KIND == "lengths":
+            length = tl.maximum(tl.load(groups + g, ok, other=0).to(tl.int64), 0)
+            ends = rows_before + tl.cumsum(length, 0)
+            starts = ends - length
+            rows_before += tl.sum(length, 0)
+        else:
+            starts = tl.load(groups + g, ok, other=0).to(tl.int64)
+            ends = tl.load(groups + g + 1, ok, other=0).to(tl.int64)
+        tiles = tl.maximum(ends - starts + BM - 1, 0) // BM
+        after = tiles_before + tl.cumsum(tiles, 0)
+        mine = ok & (after - tiles <= tile) & (tile < after)
+        group += tl.sum(tl.where(mine, g + 1, 0), 0)
+        begin += tl.sum(tl.where(mine, starts, 0), 0)
+        row += tl.sum(tl.where(mine, starts + (tile - after + tiles) * BM, 0), 0)
+        end += tl.sum(tl.where(mine, ends, 0), 0)
+        tiles_before += tl.sum(tiles, 0)
+    return group, begin, row, end
+
+
+@triton.jit
+def group_tile(
+    a, b, a_scale, b_scale, alpha, out, group, weight, row, row_ok, factor_row, column_tile,
+    N, K, a_row, b_weight, b_row, b_k, out_row, a_scale_row, a_scale_block, b_scale_weight, b_scale_row, b_scale_block,
+    A: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, COLUMNS_FIRST: tl.constexpr, ALPHA: tl.constexpr, COMPUTE: tl.constexpr,
+    UNIT_A: tl.constexpr, UNIT_B: tl.constexpr, UNIT_OUT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows `row` [BM] of one group, computed and written."""
+    column = column_tile * BN + tl.arange(0, BN)
+    column_ok = column < multiple(N, UNIT_OUT)
+    weight = weight.to(tl.int64)
+    at_a = a + row.to(tl.int64) * multiple(a_row, UNIT_A)
+    at_b = b + weight * multiple(b_weight, UNIT_B)
+    if COLUMNS_FIRST:
+        at_b += column
+    else:
+        at_b += column.to(tl.int64) * multiple(b_row, UNIT_B)
+    if SCALE == "":
+        sum = plain(
+            at_a, row_ok, at_b, column_ok, multiple(b_k, UNIT_B), 0, K, K,
+            A, B, COMPUTE, COLUMNS_FIRST, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
+        )  # fmt: skip
+    elif SCALE == "fp32":
+        UNIFORM: tl.constexpr = COLUMNS % BN == 0
+        at_a_scale = a_scale + (row // ROWS).to(tl.int64) * a_scale_row
+        at_b_scale = b_scale + weight * b_scale_weight
+        if UNIFORM:
+            at_b_scale += (column_tile * BN // COLUMNS).to(tl.int64) * b_scale_row
+        else:
+            at_b_scale += (column // COLUMNS).to(tl.int64) * b_scale_row
+        sum = promoted(
+            at_a, row_ok, at_a_scale, a_scale_block, at_b, column_ok, at_b_scale, b_scale_block, 0, K, K,
+            A, B, WIDTH, COMPUTE, UNIFORM, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
+        )  # fmt: skip
+    else:
+        sum = blocked(
+            at_a, row_ok, factor_row, a_scale, at_b, column_ok, column, b_scale + weight * b_scale_weight, 0, K, K,
+            a_scale_row, b_scale_row, A, B, SCALE, WIDTH, "128x4", "128x4", ALIGNED, COMPUTE, WHOLE, BM, BN, BK,
+            CAPABILITY,
+        )  # fmt: skip
+    if ALPHA == "one":
+        sum *= tl.load(alpha)
+    elif ALPHA == "groups":
+        sum *= tl.load(alpha + group)
+    store_tile(out, sum, row, row_ok, column, column_ok, multiple(out_row, UNIT_OUT), False)
+
+
+@triton.jit
+def grouped_kernel(
+    a, b, a_scale, b_scale, alpha, out, groups, weights,
+    M, N, K, count, weight_count, row_tiles, a_batch, a_row, b_weight, b_row, b_k, out_batch, out_row,
+    a_scale_batch, a_scale_row, a_scale_block, b_scale_weight, b_scale_row, b_scale_block,
+    KIND: tl.constexpr, PADDED: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, COLUMNS_FIRST: tl.constexpr, ALPHA: tl.constexpr, COMPUTE: tl.constexpr,
+    UNIT_A: tl.constexpr, UNIT_B: tl.constexpr, UNIT_OUT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
+    GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """A program has a tile of [BM, BN] of one group, or of each group that a tile of rows has by "indices"."""
+    tile, column_tile = tile_of(tl.program_id(0), row_tiles, tl.cdiv(N, BN), GROUP)
+    lane = tl.arange(0, BM)
+    if KIND == "indices":
+        row = tile * BM + lane
+        mine = tl.load(groups + row, row < M, other=-1)
+        # What is in no group, or done, counts as the group past the last.
+        mine = tl.where((mine >= 0) & (mine < count), mine, count).to(tl.int32)
+        group = tl.min(mine, 0)
+        while group < count:
+            group_tile(
+                a, b, a_scale, b_scale, alpha, out, group, group, row, mine == group, row, column_tile,
+                N, K, a_row, b_weight, b_row, b_k, out_row, a_scale_row, a_scale_block, b_scale_weight, b_scale_row,
+                b_scale_block, A, B, SCALE, WIDTH, ROWS, COLUMNS, COLUMNS_FIRST, ALPHA, COMPUTE, UNIT_A, UNIT_B,
+                UNIT_OUT, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
+            )  # fmt: skip
+            mine = tl.where(mine == group, count, mine)
+            group = tl.min(mine, 0)
+    else:
+        if KIND == "counts":
+            tiles = tl.cdiv(M, BM)
+            group = tile // tiles
+            row = (tile % tiles) * BM + lane
+            entry = group.to(tl.int64)
+            a += entry * multiple(a_batch, UNIT_A)
+            out += entry * multiple(out_batch, UNIT_OUT)
+            if a_scale is not None:
+                a_scale += entry * a_scale_batch
+            row_ok = row < tl.minimum(tl.load(groups + group).to(tl.int32), M)
+            factor_row = row
+            there = (tile % tiles) * BM < tl.load(groups + group)
+        else:
+            group, begin, first, end = find_rows(groups, count, tile, KIND, BM, 256)
+            row = (first + lane).to(tl.int32)
+            row_ok = (row >= 0) & (row < tl.minimum(end, M))
+            factor_row = row
+            if PADDED:
+                factor_row += ((begin + 127 * group) // 128 * 128 - begin).to(tl.int32)
+            there = group >= 0
+        weight = group
+        if weights is not None:
+            weight = tl.load(weights + group, there, other=-1).to(tl.int32)
+        if there & (weight >= 0) & (weight < weight_count):
+            group_tile(
+                a, b, a_scale, b_scale, alpha, out, group, weight, row, row_ok, factor_row, column_tile,
+                N, K, a_row, b_weight, b_row, b_k, out_row, a_scale_row, a_scale_block, b_scale_weight, b_scale_row,
+                b_scale_block, A, B, SCALE, WIDTH, ROWS, COLUMNS, COLUMNS_FIRST, ALPHA, COMPUTE, UNIT_A, UNIT_B,
+                UNIT_OUT, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
+            )  # fmt: skip
+
+
+def build(problem, config):
+    by = ":16" if problem.aligned else ""
+    scale = "*fp32" if problem.scale == "fp32" else "*u8" + (":4" if problem.aligned else "")
+    types = {name: f"*{element(form, config.compute)}{by}" for name, form in (("a", problem.a), ("b", problem.b))}
+    types |= {"a_scale": scale, "b_scale": scale, "alpha": "*fp32", "out": f"*{problem.out}{by}"}
+    types |= {"groups": f"*{problem.index}", "weights": f"*{problem.weights}"}
+    types |= dict.fromkeys(("M", "N", "K", "count", "weight_count", "row_tiles"), "i32")
+    types |= dict.fromkeys(("a_batch", "a_row", "b_weight", "b_row", "b_k", "out_batch", "out_row"), "i64")
+    types |= {f"a_scale_{s}": "i64" for s in ("batch", "row", "block")}
+    types |= {f"b_scale_{s}": "i64" for s in ("weight", "row", "block")}
+    constants = {
+        "KIND": problem.kind,
+        "PADDED": problem.padded,
+        "A": problem.a,
+        "B": problem.b,
+        "SCALE": problem.scale,
+        "WIDTH": problem.width,
+        "ROWS": problem.rows,
+        "COLUMNS": problem.columns,
+        "COLUMNS_FIRST": problem.columns_first,
+        "ALPHA": problem.alpha,
+        "COMPUTE": COMPUTE[config.compute],
+        "UNIT_A": unit(problem.a, problem.aligned),
+        "UNIT_B": unit(problem.b, problem.aligned),
+        "UNIT_OUT": unit(problem.out, problem.aligned),
+        "WHOLE": problem.whole,
+        "ALIGNED": problem.aligned,
+        "GROUP": config.group,
+        "BM": config.block_m,
+        "BN": config.block_n,
+        "BK": config.block_k,
+        "CAPABILITY": config.capability,
+    }
+    present = {"a_scale": problem.scale, "b_scale": problem.scale, "alpha": problem.alpha, "weights": problem.weights}
+    absent = [name for name, there in present.items() if not there]
+    types = {name: kind for name, kind in types.items() if name not in absent}
+    constants |= dict.fromkeys(absent)
+    return Build(grouped_kernel, types, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+launch = Launcher("gemm_grouped", build)
+LAUNCHERS = (launch,)
+
+
+def run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights):
+    batched = problem.kind == "counts"
+    M, N = out.shape[-2:]
+    K = a.shape[-1] * operands.PER_BYTE[problem.a]
+    count = len(groups) - 1 if problem.kind == "offsets" else len(b) if problem.kind == "indices" else len(groups)
+    row_tiles = triton.cdiv(M, config.block_m)
+    if batched:
+        row_tiles *= count
+    elif problem.kind != "indices":
+        # A group has whole tiles, and at most one more.
+        row_tiles = M // config.block_m + min(count, M)
+    grid = (row_tiles * triton.cdiv(N, config.block_n), 1, 1)
+    codes = [x.view(torch_dtype(element(form, config.compute))) for x, form in ((a, problem.a), (b, problem.b))]
+    tensors = [*codes, *(x for x in (a_scale, b_scale, alpha) if x is not None), out, groups]
+    tensors += [] if weights is None else [weights]
+    b_row, b_k = (0, b.stride(1)) if problem.columns_first else (b.stride(1), 0)
+    strides = a.stride(0) if batched else 0, a.stride(-2), b.stride(0), b_row, b_k
+    strides += out.stride(0) if batched else 0, out.stride(-2)
+    if problem.scale == "fp32":
+        a_batch = a_scale.stride(0) if batched else 0
+        steps = a_batch, *a_scale.stride()[-2:], *b_scale.stride()
+    else:
+        # Flat factors: how many a row has in the layout.
+        blocks = layouts.padded(1, K // problem.width, "128x4")[1] if problem.scale else 0
+        steps = 0, blocks, 0, b_scale.stride(0) if problem.scale else 0, blocks, 0
+    launch(problem, config, grid, *tensors, M, N, K, count, len(b), row_tiles, *strides, *steps)
