@@ -22,6 +22,7 @@ _ROOT_NAMES = {
         "merge_state_in_place",
         "merge_states",
     ),
+    "comm": (),
     "concat_ops": (),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
     "cudnn": ("cudnn_batch_decode_with_kv_cache",),

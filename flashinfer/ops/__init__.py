@@ -23,6 +23,7 @@ _ROOMS = (
     "gemm.dense",
     "gemm.blockscaled",
     "gemm.grouped",
+    "comm.allreduce_fusion",
 )
 
 

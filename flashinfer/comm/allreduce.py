@@ -1,0 +1,406 @@
+"""All-reduce over the ranks of a group, with what models do with the sum in the same launch."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer.comm._patterns import PATTERNS, Pattern, check_results, given_rows
+from flashinfer.comm.comm_backend import CommBackend
+from flashinfer.comm.trtllm_ar import AllReduceFusionPattern
+from flashinfer.ops.comm.allreduce_fusion import Norm, Problem, Results, Rows, config
+from flashinfer.ops.comm.allreduce_fusion import allreduce_fusion as op
+from flashinfer.ops.comm.capability import connect
+from flashinfer.ops.comm.symmetric import Ranks
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What upstream calls its implementations; ours is one.
+_BACKENDS = ("auto", "trtllm", "mnnvl")
+
+
+class AllReduceFusionWorkspace:
+    """What `allreduce_fusion` exchanges rows through: memory that all ranks reach, or the process group. Made by
+    `create_allreduce_fusion_workspace`.
+
+    One workspace serves calls of one stream at a time, in the same order on every rank; streams that overlap take one
+    each. A captured CUDA graph uses the workspace's memory, and may be replayed between eager calls.
+
+    Attributes
+    ----------
+    backend : str
+        Upstream's name, "trtllm" or "mnnvl".
+    world_size, rank : int
+    capability : Capability
+        How ranks exchange, and why.
+    deadline : float
+        Seconds that a rank waits for another, 10 at first; may be set. A captured graph keeps what it had.
+    """
+
+    def __init__(self, ranks: Ranks, nbytes: int, row: int, device: torch.device, backend: str, one_shot: bool):
+        self.backend, self.world_size, self.rank = backend, ranks.size, ranks.rank
+        small = nbytes if one_shot else min(nbytes, config.one_shot_bytes(ranks.size))
+        self._area = max(config.area(small, row, ranks.size, True), config.area(nbytes, row, ranks.size, False))
+        self._most = nbytes
+        self.link, self.capability = connect(ranks, self._area, device)
+        self._destroyed = False
+
+    @property
+    def deadline(self) -> float:
+        return self.link.deadline
+
+    @deadline.setter
+    def deadline(self, seconds: float) -> None:
+        require(seconds > 0, "deadline", seconds, "more than 0 seconds")
+        self.link.deadline = seconds
+
+    def is_buffer_size_sufficient(
+        self,
+        tp_size: int,
+        num_tokens: int,
+        hidden_dim: int,
+        dtype: torch.dtype,
+        use_oneshot: bool | None = None,
+    ) -> bool:
+        """Whether rows [num_tokens, hidden_dim] of every one of `tp_size` ranks fit."""
+        if tp_size != self.world_size:
+            return False
+        nbytes = num_tokens * hidden_dim * dtype.itemsize
+        one_shot = nbytes <= config.one_shot_bytes(tp_size) if use_oneshot is None else use_oneshot
+        return self._fits(nbytes, hidden_dim * dtype.itemsize, one_shot)
+
+    def _fits(self, nbytes: int, row: int, one_shot: bool) -> bool:
+        if self.link.transport == "collective":
+            return nbytes <= self._most
+        return config.needed_area(nbytes, row, self.world_size, one_shot) <= self._area
+
+    def check(self) -> None:
+        """Raise what went wrong on this rank: TimeoutError for a rank that did not come within the deadline (it names
+        this rank, the other, the operation and the exchange), ValueError for one that came with other sizes.
+        `allreduce_fusion` does so at its start; it does not wait for the device."""
+        require(not self._destroyed, "workspace", "one that is destroyed", "one that is not")
+        self.link.check()
+
+    def reset(self) -> None:
+        """Make the workspace usable after an error. A collective call: every rank makes it."""
+        self.link.reset()
+
+    def explain(self) -> str:
+        """How ranks exchange, and why not through each other's memory where they do not."""
+        c = self.capability
+        return f"{c.transport} ({c.means})" + (f": {c.reason}" if c.reason else "")
+
+    def destroy(self) -> None:
+        """Free the memory. Ranks that still exchange through it must be done."""
+        if not self._destroyed:
+            self._destroyed = True
+            self.link.close()
+
+
+def create_allreduce_fusion_workspace(
+    backend: str = "auto",
+    world_size: int | None = None,
+    rank: int | None = None,
+    max_token_num: int | None = None,
+    hidden_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    gpus_per_node: int | None = None,
+    comm_backend: CommBackend | None = None,
+    force_oneshot_support: bool = False,
+    group: torch.distributed.ProcessGroup | None = None,
+    *,
+    top_k: int | None = None,
+    rms_eps: float | None = None,
+    weight_bias: float | None = None,
+    routed_scaling_factor: float | None = None,
+    include_shared_expert: bool | None = None,
+    add_residual: bool | None = None,
+    write_residual_output: bool | None = None,
+    apply_rms_norm: bool | None = None,
+    output_dtype: torch.dtype | None = None,
+    dynamic_fp8: bool | None = None,
+    write_norm_output: bool | None = None,
+    config: object | None = None,
+) -> AllReduceFusionWorkspace:
+    """Set up what `allreduce_fusion` exchanges rows through. A collective call of all ranks of the group.
+
+    The current CUDA device's memory is shared with the other ranks where a probe finds that it can be, by symmetric
+    memory or CUDA IPC; otherwise, and on CPUs, the process group carries the rows.
+
+    Parameters
+    ----------
+    backend : str
+        "auto", "trtllm" or "mnnvl": upstream's implementations. There is one here; the name is reported.
+    world_size, rank : int
+        Of the group; they are checked against it. With neither `group` nor `comm_backend`, the default group is meant,
+        and must have this size and rank; a world_size of 1 needs none.
+    max_token_num, hidden_dim : int
+        The most rows, and their length: any shape with as many elements fits, in rows of 32 KiB or of `hidden_dim`.
+    dtype : torch.dtype
+        bfloat16, float16 or float32; other dtypes fit by their bytes.
+    gpus_per_node : int, optional
+        Ranks of one node. Reaching memory is probed and not derived from it, so it changes nothing.
+    comm_backend : CommBackend, optional
+        In place of `group`.
+    force_oneshot_support : bool
+        Make room to send any size in one shot.
+    group : ProcessGroup, optional
+    top_k, rms_eps, weight_bias, routed_scaling_factor, include_shared_expert, add_residual, write_residual_output, \
+apply_rms_norm, output_dtype, dynamic_fp8, write_norm_output, config
+        What upstream specialises a backend of its own for. Only None: here each call says what it needs.
+
+    Returns
+    -------
+    AllReduceFusionWorkspace
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
+    """
+    only_none = {
+        "top_k": top_k, "rms_eps": rms_eps, "weight_bias": weight_bias, "routed_scaling_factor": routed_scaling_factor,
+        "include_shared_expert": include_shared_expert, "add_residual": add_residual,
+        "write_residual_output": write_residual_output, "apply_rms_norm": apply_rms_norm,
+        "output_dtype": output_dtype, "dynamic_fp8": dynamic_fp8, "write_norm_output": write_norm_output,
+        "config": config,
+    }  # fmt: skip
+    for name, value in only_none.items():
+        require(value is None, name, value, "None: allreduce_fusion says it with each call")
+    require(backend in _BACKENDS, "backend", repr(backend), ", ".join(_BACKENDS))
+    for name, value in (("max_token_num", max_token_num), ("hidden_dim", hidden_dim)):
+        require(isinstance(value, int) and value > 0, name, value, "an int of at least 1")
+    require(dtype in _DTYPES, "dtype", dtype, "bfloat16, float16, float32")
+    ranks = ranks_of(group, comm_backend, world_size, rank)
+    row = hidden_dim * dtype.itemsize
+    named = "trtllm" if backend == "auto" else backend
+    return AllReduceFusionWorkspace(ranks, max_token_num * row, row, own_device(), named, force_oneshot_support)
+
+
+def own_device() -> torch.device:
+    """The current CUDA device, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def ranks_of(group, comm_backend, world_size: int | None, rank: int | None) -> Ranks:
+    """The ranks that a caller means, which must be as many as it says, and this one where it says."""
+    if group is None and comm_backend is None and world_size != 1 and torch.distributed.is_initialized():
+        group = torch.distributed.group.WORLD
+    ranks = Ranks(group, comm_backend)
+    named = "of the group" if group is not None or comm_backend is not None else "without a group"
+    require(world_size in (None, ranks.size), "world_size", world_size, f"{ranks.size}, the size {named}")
+    require(rank in (None, ranks.rank), "rank", rank, f"{ranks.rank}, the rank {named}")
+    return ranks
+
+
+def allreduce_fusion(
+    input: torch.Tensor,
+    workspace: AllReduceFusionWorkspace,
+    pattern: int,
+    launch_with_pdl: bool = False,
+    trigger_completion_at_end: bool = True,
+    output: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+    norm_out: torch.Tensor | None = None,
+    quant_out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
+    residual_in: torch.Tensor | None = None,
+    rms_gamma: torch.Tensor | None = None,
+    rms_eps: float = 1e-6,
+    scale_factor: torch.Tensor | float | None = None,
+    layout_code: int | None = None,
+    use_oneshot: bool | None = None,
+    fp32_acc: bool = False,
+    moe_reduction_device_num_experts: int | None = None,
+    moe_reduction_scale_input: torch.Tensor | None = None,
+    moe_reduction_active_experts_token_input: torch.Tensor | None = None,
+    moe_reduction_token_input: torch.Tensor | None = None,
+    expanded_idx_to_permuted_idx: torch.Tensor | None = None,
+    expert_scale_factor: torch.Tensor | None = None,
+    shared_expert_output: torch.Tensor | None = None,
+    block_quant_group_size: int | None = None,
+    weight_bias: float = 0.0,
+    *,
+    moe_finalize_backend: str = "trtllm",
+) -> torch.Tensor:
+    """Add the rows of all ranks, and in the same launch add a residual, normalise and quantise, as `pattern` says.
+
+    ``sum = input of rank 0 + input of rank 1 + ...``, in float32 and in this order, so that every rank holds the same
+    bits; ``residual_out = sum + residual_in``; ``norm = residual_out / sqrt(mean(residual_out ** 2) + rms_eps) *
+    (rms_gamma + weight_bias)`` of the unrounded values. Rows are rounded to their dtype once for each trip between
+    ranks.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        This rank's rows, [tokens, hidden], bfloat16, float16 or float32, contiguous, as all tensors here are; of
+        kAllReduce any shape. hidden is at most 16384 on a GPU. Every rank has the same shape and makes the same call.
+        Of kMoEReduction..., only its shape and dtype count. Of kMoEFinalize..., the experts' rows
+        [permuted rows, hidden].
+    workspace : AllReduceFusionWorkspace
+    pattern : int
+        An AllReduceFusionPattern.
+    launch_with_pdl, trigger_completion_at_end : bool
+        Programmatic dependent launch. They have no effect on results, and none on the launch yet.
+    output : torch.Tensor, optional
+        Receives the sum, in the shape of `input` ([tokens, hidden] of kMoEFinalize...). It may be `input` itself, or
+        `residual_out` or `norm_out` may. Allocated for kAllReduce; otherwise it is written only if given.
+    residual_out, norm_out : torch.Tensor, optional
+        Receive residual_out, which may be `residual_in` itself, and norm; [tokens, hidden]. Allocated where the pattern
+        has them. A pattern that does not write norm does so if it is given.
+    quant_out, scale_out : torch.Tensor
+        Receive codes and scales. FP8Quant: float8_e4m3fn [tokens, hidden] of norm / scale_factor, and no scales.
+        DynamicFP8Quant: float8_e4m3fn, and a float32 scale for each row, [tokens, 1]: its largest magnitude / 448.
+        PerTokenGroupFP8PackedQuant: float8_e4m3fn of the rounded norm, and for each 128 columns the least power of two
+        with largest magnitude / scale <= 448, its exponent's byte (ue8m0), those of four groups in an int32,
+        [tokens, ceil(hidden / 512)] with any strides. FP4Quant: NVFP4, two codes in a byte of [tokens, hidden / 2], and
+        e4m3 block scales in the bytes and the layout of `layout_code`; padding becomes 0. Other dtypes of the same
+        bytes are taken. kMoEReduction... and kMoEFinalize... take them, too: in FP4, and FP8 for the FP8Quant pattern.
+    residual_in, rms_gamma : torch.Tensor
+        [tokens, hidden] in the dtype of `input`, and [hidden].
+    rms_eps, weight_bias : float
+        Added to the mean square, and to rms_gamma (1 of Gemma's norm).
+    scale_factor : torch.Tensor or float, optional
+        A float32 tensor of one element, or a number; 1 by default. It divides before FP8Quant, and multiplies before
+        FP4Quant (448 * 6 / the largest magnitude uses the whole range).
+    layout_code : int, optional
+        Of FP4 scales: 0 128x4 tiles (the default), 1 8x4 tiles, 2 row-major.
+    use_oneshot : bool, optional
+        Send rows to all ranks at once, or (False) by way of the rank that adds them; by default the size decides.
+    fp32_acc : bool
+        Sums are float32 either way.
+    moe_reduction_device_num_experts, moe_reduction_scale_input, moe_reduction_active_experts_token_input, \
+moe_reduction_token_input : int and torch.Tensor
+        Of kMoEReduction...: this rank's rows are token_input [tokens, hidden] + the sum over its experts of scale_input
+        (float32 [experts, tokens]) times active_experts_token_input ([experts, tokens, hidden]).
+    expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output : torch.Tensor
+        Of kMoEFinalize...: this rank's row is the sum over choices of expert_scale_factor [tokens, top_k] (1 if None)
+        times the row of `input` that the index, int32 [tokens, top_k], names, nothing where it is -1; plus
+        shared_expert_output [tokens, hidden], if given.
+    block_quant_group_size : int, optional
+        Of PerTokenGroupFP8PackedQuant: 128.
+    moe_finalize_backend : str
+        Upstream's implementation; there is one here, and it has no effect.
+
+    Returns
+    -------
+    torch.Tensor
+        The sum of kAllReduce; else norm where the pattern writes it, and quant_out where it does not.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above, or one that the pattern does not use; rows that the workspace has no room
+        for. In a later call, that a rank came with other sizes.
+    TimeoutError
+        An earlier call waited in vain for a rank. `workspace.reset()` on every rank makes it usable again.
+
+    References
+    ----------
+    Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005 (one shot, and
+    reduce-scatter with all-gather); Zhang and Sennrich, Root Mean Square Layer Normalization, 2019,
+    https://arxiv.org/abs/1910.07467
+    """
+    require(isinstance(workspace, AllReduceFusionWorkspace), "workspace", type(workspace).__name__,
+            "one that create_allreduce_fusion_workspace made")  # fmt: skip
+    require(pattern in PATTERNS, "pattern", pattern, "an AllReduceFusionPattern")
+    workspace.check()
+    kind = PATTERNS[pattern]
+    moe = (
+        moe_reduction_device_num_experts, moe_reduction_scale_input, moe_reduction_active_experts_token_input,
+        moe_reduction_token_input, expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output,
+    )  # fmt: skip
+    require(input.dtype in _DTYPES, "input", input.dtype, "bfloat16, float16, float32")
+    rows, tokens = given_rows(kind, input, residual_in, moe)
+    norm = _norm(kind, input, tokens, residual_in, rms_gamma, rms_eps, weight_bias, scale_factor)
+    outs = (output, residual_out, norm_out, quant_out, scale_out)
+    results, form, layout = check_results(kind, input, tokens, outs, layout_code, block_quant_group_size)
+    require(form or scale_factor is None, "scale_factor", scale_factor, "None, for nothing is quantised")
+    same_device(**_named(rows, norm, results))
+    _run(workspace, kind, input, tokens, rows, norm._replace(scale=scale_factor), results, (form, layout), use_oneshot)
+    return results.sum if not kind.norm else results.normed if kind.normed else results.codes
+
+
+def _named(rows: Rows, norm: Norm, results: Results) -> dict:
+    """The tensors of a call by the names of its arguments."""
+    return {
+        "input": rows.rows,
+        "moe_reduction_active_experts_token_input": rows.experts,
+        "expert_scale_factor": rows.scales,
+        "expanded_idx_to_permuted_idx": rows.index,
+        "shared_expert_output": rows.beside,
+        "residual_in": norm.residual,
+        "rms_gamma": norm.weight,
+        "output": results.sum,
+        "residual_out": results.residual,
+        "norm_out": results.normed,
+        "quant_out": results.codes,
+        "scale_out": results.factors,
+    }
+
+
+def _norm(kind: Pattern, input, tokens, residual, weight, eps, bias, scale) -> Norm:
+    if not kind.norm:
+        for name, value in (("residual_in", residual), ("rms_gamma", weight)):
+            require(value is None, name, "a tensor", "None, for the pattern has no norm")
+        require(bias == 0, "weight_bias", bias, "0, for the pattern has no norm")
+        return Norm()
+    hidden = input.shape[-1]
+    for name, tensor, shape in (("residual_in", residual, (tokens, hidden)), ("rms_gamma", weight, (hidden,))):
+        require(tensor is not None, name, None, f"a tensor {shape}")
+        fits = tuple(tensor.shape) == shape and tensor.is_contiguous()
+        require(fits, name, tuple(tensor.shape), f"{shape}, contiguous")
+    require(residual.dtype == input.dtype, "residual_in", residual.dtype, f"{input.dtype}, the dtype of input")
+    require(weight.dtype in _DTYPES, "rms_gamma", weight.dtype, "bfloat16, float16, float32")
+    if isinstance(scale, torch.Tensor):
+        require(scale.numel() == 1 and scale.dtype == torch.float32, "scale_factor",
+                f"{scale.dtype} {tuple(scale.shape)}", "float32, one element")  # fmt: skip
+        same_device(input=input, scale_factor=scale)
+    return Norm(residual, weight, float(eps), float(bias))
+
+
+def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, results: Results, form, use_oneshot):
+    if kind.norm:
+        hidden, elements = input.shape[-1], tokens * input.shape[-1]
+    else:
+        # Rows that are only added need not be the caller's.
+        hidden, elements = config.CHUNK, input.numel()
+        tokens = -(-elements // hidden)
+    if elements == 0:
+        return
+    item, world = input.element_size(), workspace.world_size
+    nbytes = elements * item
+    one_shot = nbytes <= config.one_shot_bytes(world) if use_oneshot is None else bool(use_oneshot)
+    room = workspace._fits(nbytes, hidden * item, one_shot)
+    hint = "; one shot needs force_oneshot_support for so many" if one_shot else ""
+    require(room, "input", f"{nbytes} bytes", f"what the workspace was made for{hint}")
+    scale, (named, layout) = norm.scale, form
+    given = [t for t in (rows.rows, rows.experts, rows.beside, norm.residual, norm.weight) if t is not None]
+    written = [t for t in (results.sum, results.residual, results.normed, results.codes) if t is not None]
+    problem = Problem(
+        transport=workspace.link.transport,
+        world=world,
+        dtype=dtype_name(input.dtype),
+        block=max(1 << (hidden - 1).bit_length(), 128),
+        two_shot=not one_shot,
+        source=kind.source,
+        scale_dtype=dtype_name(rows.scales.dtype) if kind.source == "finalize" and rows.scales is not None else "",
+        beside=rows.beside is not None,
+        weight_dtype=dtype_name(norm.weight.dtype) if kind.norm else "",
+        form=named,
+        layout=layout,
+        scale="tensor" if isinstance(scale, torch.Tensor) else "" if scale in (None, 1) else "number",
+        sum=results.sum is not None,
+        normed=results.normed is not None,
+        aligned=hidden * item % 16 == 0 and nbytes % 16 == 0 and is_aligned(*(t.view(-1) for t in given + written)),
+    )
+    # The transport decides, and not the device: where peers are out of reach, the torch form is the one there is.
+    backend = "portable" if problem.transport == "peer" else "reference"
+    op(problem, input.device, backend).run(workspace.link, rows, norm, results, tokens, hidden, elements)
+
+
+__all__ = [
+    "AllReduceFusionPattern",
+    "AllReduceFusionWorkspace",
+    "allreduce_fusion",
+    "create_allreduce_fusion_workspace",
+]

@@ -1,0 +1,221 @@
+"""Which rank of a job does what: tensor, pipeline, context and expert parallelism."""
+
+from __future__ import annotations
+
+from flashinfer._core.checks import require
+
+
+class Mapping:
+    """The place of one rank in a job of ``world_size = tp_size * pp_size * cp_size`` ranks.
+
+    Ranks are numbered with tensor parallelism innermost, context parallelism next and pipeline stages outermost. Inside
+    a tensor-parallel group, mixture-of-experts layers split again: expert parallelism innermost, then clusters, then
+    tensor parallelism of an expert.
+
+    Parameters
+    ----------
+    world_size, rank, gpus_per_node : int
+    cp_size, tp_size, pp_size : int
+        Ranks that share a sequence, a layer, and the layers.
+    cp_config : dict, optional
+        Kept as given.
+    moe_cluster_size, moe_tp_size, moe_ep_size : int
+        Their product is `tp_size`. -1: clusters of 1; what is not said is split by tensor parallelism.
+    attn_tp_size, attn_cp_size : int
+        Of the attention layers; their product is ``tp_size * cp_size``. -1: as `tp_size` and `cp_size`, and with one
+        given the other follows.
+    auto_parallel, enable_attention_dp : bool
+        Kept as given. With `auto_parallel` sizes are not checked.
+
+    Raises
+    ------
+    ValueError
+        Sizes that do not multiply to `world_size`, or a rank outside it.
+    """
+
+    def __init__(
+        self,
+        world_size: int = 1,
+        rank: int = 0,
+        gpus_per_node: int = 8,
+        *,
+        cp_size: int = 1,
+        cp_config: dict | None = None,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        moe_cluster_size: int = -1,
+        moe_tp_size: int = -1,
+        moe_ep_size: int = -1,
+        attn_tp_size: int = -1,
+        attn_cp_size: int = -1,
+        auto_parallel: bool = False,
+        enable_attention_dp: bool = False,
+    ):
+        moe_cluster_size = 1 if moe_cluster_size == -1 else moe_cluster_size
+        if moe_tp_size == -1:
+            moe_tp_size = tp_size // (max(moe_ep_size, 1) * moe_cluster_size)
+        if moe_ep_size == -1:
+            moe_ep_size = tp_size // (moe_tp_size * moe_cluster_size)
+        if attn_tp_size == -1:
+            attn_tp_size = tp_size if attn_cp_size == -1 else tp_size * cp_size // attn_cp_size
+        if attn_cp_size == -1:
+            attn_cp_size = tp_size * cp_size // attn_tp_size
+        self.world_size, self.gpus_per_node = world_size, gpus_per_node
+        self.cp_size, self.tp_size, self.pp_size = cp_size, tp_size, pp_size
+        self.moe_cluster_size, self.moe_tp_size, self.moe_ep_size = moe_cluster_size, moe_tp_size, moe_ep_size
+        self.attn_tp_size, self.attn_cp_size = attn_tp_size, attn_cp_size
+        self.cp_config = {} if cp_config is None else cp_config
+        self.auto_parallel, self.enable_attention_dp = auto_parallel, enable_attention_dp
+        if not auto_parallel:
+            product = tp_size * pp_size * cp_size
+            require(product == world_size, "world_size", world_size, f"{product}: tp_size * pp_size * cp_size")
+            experts = moe_tp_size * moe_ep_size * moe_cluster_size
+            named = "moe_tp_size * moe_ep_size * moe_cluster_size"
+            require(experts == tp_size, named, experts, f"{tp_size}, the tp_size")
+            attention = attn_tp_size * attn_cp_size
+            require(attention == tp_size * cp_size, "attn_tp_size * attn_cp_size", attention, f"{tp_size * cp_size}")
+        self.rank = rank
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Mapping) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        return hash(tuple(value for value in self.to_dict().values() if not isinstance(value, dict)))
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        require(isinstance(rank, int) and 0 <= rank < self.world_size, "rank", rank, f"0 to {self.world_size - 1}")
+        self._rank = rank
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank // self.tp_size % self.cp_size
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // (self.tp_size * self.cp_size)
+
+    @property
+    def moe_ep_rank(self) -> int:
+        return self.tp_rank % self.moe_ep_size
+
+    @property
+    def moe_cluster_rank(self) -> int:
+        return self.tp_rank // self.moe_ep_size % self.moe_cluster_size
+
+    @property
+    def moe_tp_rank(self) -> int:
+        return self.tp_rank // (self.moe_ep_size * self.moe_cluster_size)
+
+    @property
+    def tp_group(self) -> list[int]:
+        """The ranks that share this rank's layers and context."""
+        return self._beside(1, self.tp_size)
+
+    @property
+    def cp_group(self) -> list[int]:
+        return self._beside(self.tp_size, self.cp_size)
+
+    @property
+    def pp_group(self) -> list[int]:
+        return self._beside(self.tp_size * self.cp_size, self.pp_size)
+
+    @property
+    def moe_ep_group(self) -> list[int]:
+        return self._beside(1, self.moe_ep_size)
+
+    @property
+    def moe_cluster_group(self) -> list[int]:
+        return self._beside(self.moe_ep_size, self.moe_cluster_size)
+
+    @property
+    def moe_tp_group(self) -> list[int]:
+        return self._beside(self.moe_ep_size * self.moe_cluster_size, self.moe_tp_size)
+
+    def _beside(self, stride: int, size: int) -> list[int]:
+        """The ranks that differ from this one in the place that has this stride and size."""
+        first = self.rank - self.rank // stride % size * stride
+        return [first + i * stride for i in range(size)]
+
+    @property
+    def node_rank(self) -> int:
+        return self.get_node_rank(self.rank)
+
+    @property
+    def local_rank(self) -> int:
+        return self.get_local_rank(self.rank)
+
+    def get_node_rank(self, rank: int) -> int:
+        return rank // self.gpus_per_node
+
+    def get_local_rank(self, rank: int) -> int:
+        return rank % self.gpus_per_node
+
+    def is_multi_node(self) -> bool:
+        return self.world_size > self.gpus_per_node
+
+    def has_cp(self) -> bool:
+        return self.cp_size > 1
+
+    def has_tp(self) -> bool:
+        return self.tp_size > 1
+
+    def has_pp(self) -> bool:
+        return self.pp_size > 1
+
+    def has_moe_cluster(self) -> bool:
+        return self.moe_cluster_size > 1
+
+    def has_moe_tp(self) -> bool:
+        return self.moe_tp_size > 1
+
+    def has_moe_ep(self) -> bool:
+        return self.moe_ep_size > 1
+
+    def is_first_pp_rank(self) -> bool:
+        return self.pp_rank == 0
+
+    def is_last_pp_rank(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    def is_second_last_pp_rank(self) -> bool:
+        return self.pp_rank == self.pp_size - 2
+
+    def prev_pp_rank(self) -> int:
+        """The rank in this one's place one stage before; of the first stage, in the last."""
+        return (self.rank - self.tp_size * self.cp_size) % self.world_size
+
+    def next_pp_rank(self) -> int:
+        return (self.rank + self.tp_size * self.cp_size) % self.world_size
+
+    def pp_layers(self, num_layers: int) -> list[int]:
+        """The layers of this rank's stage; the first stages have one more where they do not divide."""
+        each, more = divmod(num_layers, self.pp_size)
+        first = self.pp_rank * each + min(self.pp_rank, more)
+        return list(range(first, first + each + (self.pp_rank < more)))
+
+    def ep_experts(self, num_experts: int) -> list[int]:
+        """The experts of this rank."""
+        require(num_experts % self.moe_ep_size == 0, "num_experts", num_experts, f"a multiple of {self.moe_ep_size}")
+        each = num_experts // self.moe_ep_size
+        return list(range(self.moe_ep_rank * each, (self.moe_ep_rank + 1) * each))
+
+    @classmethod
+    def from_dict(cls, mapping: dict) -> Mapping:
+        return cls(**mapping)
+
+    def to_dict(self) -> dict:
+        """The constructor's arguments, defaults worked out."""
+        names = (
+            "world_size", "rank", "gpus_per_node", "cp_size", "cp_config", "tp_size", "pp_size", "moe_cluster_size",
+            "moe_tp_size", "moe_ep_size", "attn_tp_size", "attn_cp_size", "auto_parallel", "enable_attention_dp",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}

@@ -1,0 +1,54 @@
+"""Whether ranks reach each other's memory: each writes to each, flags, and reads what arrived and what it wrote."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.comm._device.exchange import arrive, epoch_of, give_up, keep_epoch, pointer_at, slot_of, wait
+
+
+@dataclass(frozen=True)
+class Problem:
+    """world : ranks. capability : of the chip, ten times."""
+
+    world: int
+    capability: int
+
+
+@triton.jit
+def probe_kernel(
+    seen, peers, state, lost, rank, area, limit, WORLD: tl.constexpr, LANES: tl.constexpr, CAPABILITY: tl.constexpr
+):  # fmt: skip
+    """seen [WORLD] becomes 1 for each rank whose word arrived here, and has this rank's where this rank wrote it."""
+    epoch = epoch_of(state, 0) + 1
+    own = tl.load(peers + rank)
+    for other in tl.static_range(WORLD):
+        at = pointer_at(tl.load(peers + other) + slot_of(epoch, 0, rank, area, WORLD), tl.int32, 4)
+        tl.store(at, _word(rank, other))
+    arrive(peers, rank, 0, epoch, WORLD, WORLD, LANES, CAPABILITY)
+    late = wait(peers, rank, 0, epoch, WORLD, limit, WORLD, LANES, CAPABILITY)
+    if late >= 0:
+        give_up(state, lost, late, 4, epoch, LANES)
+    for other in tl.static_range(WORLD):
+        here = pointer_at(own + slot_of(epoch, 0, other, area, WORLD), tl.int32, 4)
+        there = pointer_at(tl.load(peers + other) + slot_of(epoch, 0, rank, area, WORLD), tl.int32, 4)
+        good = (tl.load(here) == _word(other, rank)) & (tl.load(there) == _word(rank, other))
+        tl.store(seen + other, good.to(tl.int32))
+    keep_epoch(state, 0, epoch)
+
+
+@triton.jit
+def _word(source, to):
+    return 0x5A000000 + source * 256 + to
+
+
+def build(problem: Problem, config: None) -> Build:
+    types = {"seen": "*i32", "peers": "*i64", "state": "*i32", "lost": "*i32", "rank": "i32"}
+    types |= {"area": "i64:16", "limit": "i64"}
+    constants = {"WORLD": problem.world, "LANES": 32, "CAPABILITY": problem.capability}
+    return Build(probe_kernel, types, constants, num_warps=1)
+
+
+launch = Launcher("comm_probe", build)

@@ -1,0 +1,57 @@
+"""Programs, warps and the choice between one shot and two of the all-reduce."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashinfer.ops.comm.symmetric import CHANNELS
+
+# Elements that a program of the plain all-reduce takes at a time: four 16-byte accesses of bf16 in each of 128 threads.
+# Not measured.
+CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class Config:
+    """num_warps : warps per program. capability : of the chip, ten times; 0 in the interpreter.
+
+    first, last : the phases of a launch: 0 sends, 1 receives (and of two shots sends the sums), 2 receives the sums.
+        All of them on a GPU; in the interpreter, where ranks run one after another, each is a launch.
+    """
+
+    num_warps: int
+    capability: int
+    first: int
+    last: int
+
+
+def portable(problem, target) -> Config:
+    # 16 elements a thread; never more than 512 threads, so that a row of 16384 has 32 in each. Not measured.
+    num_warps = min(max(problem.block // 512, 4), 16)
+    return Config(num_warps, target.capability, 0, 2 if problem.two_shot else 1)
+
+
+def one_shot_bytes(world: int) -> int:
+    """Rows of up to so many bytes are sent to every rank. One shot moves world / 2 as much as two, in half the trips.
+
+    Not measured.
+    """
+    return (1 << 20) // max(world - 1, 1)
+
+
+def programs(tokens: int) -> int:
+    """Programs of a call. It is the same on every rank whatever its chip, for they exchange one with one."""
+    return min(tokens, CHANNELS)
+
+
+def needed_area(nbytes: int, row: int, world: int, one_shot: bool) -> int:
+    """Bytes of an area that takes rows of `row` bytes, `nbytes` in all."""
+    each = -(-nbytes // row // CHANNELS) if nbytes % row == 0 else -(-(nbytes // row + 1) // CHANNELS)
+    if not one_shot:
+        each = -(-each // world)
+    return -(-max(each, 1) * row // 16) * 16
+
+
+def area(nbytes: int, row: int, world: int, one_shot: bool) -> int:
+    """Bytes of an area that takes `nbytes` in rows of up to `row` bytes, or 32 KiB, whatever their number."""
+    return -(-(nbytes // CHANNELS // (1 if one_shot else world) + max(row, 32 << 10)) // 16) * 16

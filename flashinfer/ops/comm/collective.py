@@ -1,0 +1,172 @@
+"""Exchanges through the process group, where ranks do not reach each other's memory: gloo on CPUs, NCCL on GPUs.
+
+Before CPU ranks enter a collective they meet in the group's store: each leaves the number and the sizes of its call
+there, and looks for the others'. So a rank that does not come is named when the deadline is over, a rank that comes
+with other sizes before anything is sent, and the group stays usable. On GPUs nothing is waited for on the host, and a
+hang ends with the process group's own timeout.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+import uuid
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from flashinfer._core.checks import require
+from flashinfer.ops.comm import symmetric
+from flashinfer.ops.comm.symmetric import Ranks
+
+_GAVE_UP = "gave up"
+# The name that torch 2.13 has for it, and the older one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Collective:
+    """What the collective variants of one user exchange through: calls in the same order on every rank.
+
+    Attributes
+    ----------
+    rank, world : int
+    deadline : float
+        Seconds that ranks on CPUs wait for each other.
+    reason : str
+        Why ranks do not exchange through memory.
+    """
+
+    transport = "collective"
+
+    def __init__(self, ranks: Ranks, device: torch.device, reason: str = "", deadline: float = 0):
+        require(ranks.size == 1 or ranks.group is not None, "group", None, "a process group, for " + reason)
+        self.ranks, self.rank, self.world = ranks, ranks.rank, ranks.size
+        self.device, self.reason = device, reason
+        self.deadline = deadline or symmetric.DEADLINE
+        self._epoch, self._failure = 0, None
+        self._store = None
+        # A group without NCCL carries tensors of GPUs through the host.
+        many = device.type == "cuda" and self.world > 1
+        self.staged = many and "nccl" not in str(dist.get_backend_config(ranks.group))
+        if self.world > 1 and (device.type != "cuda" or self.staged):
+            self._store = distributed_c10d._get_process_group_store(ranks.group)
+            self._key = f"flashinfer-comm-{ranks.gather(uuid.uuid4().hex)[0]}"
+            self._mark("0|")
+            ranks.barrier()
+
+    def check(self) -> None:
+        """Raise what an earlier call raised, until `reset`."""
+        if self._failure is not None:
+            raise type(self._failure)(f"{self._failure}")
+
+    def all_gather(self, x: torch.Tensor, operation: str) -> torch.Tensor:
+        """[world, *shape]: `x` of every rank."""
+        if self.world == 1:
+            return x[None]
+        send = self._outgoing(x)
+        received = torch.empty(self.world * send.numel(), dtype=torch.uint8, device=send.device)
+        self._call(operation, send.numel(), lambda: _all_gather(
+            received, send, group=self.ranks.group, async_op=True))  # fmt: skip
+        return received.to(x.device).view(x.dtype).view(self.world, *x.shape)
+
+    def all_to_all(self, x: torch.Tensor, operation: str) -> torch.Tensor:
+        """x [world, ...] with what each rank is to have; the same shape, with what each rank sent here."""
+        if self.world == 1:
+            return x
+        send = self._outgoing(x)
+        received = torch.empty_like(send)
+        self._call(operation, send.numel(), lambda: dist.all_to_all_single(
+            received, send, group=self.ranks.group, async_op=True))  # fmt: skip
+        return received.to(x.device).view(x.dtype).view(x.shape)
+
+    def sum(self, x: torch.Tensor, two_shot: bool) -> torch.Tensor:
+        """The sum over ranks of x [n], float32, added in rank order; of two shots, rounded to the dtype of x once."""
+        if not two_shot:
+            return _in_order(self.all_gather(x, "all-reduce"))
+        each = -(-x.numel() // self.world)
+        padded = torch.nn.functional.pad(x, (0, each * self.world - x.numel()))
+        mine = _in_order(self.all_to_all(padded.view(self.world, each), "all-reduce")).to(x.dtype)
+        return self.all_gather(mine, "all-reduce").view(-1)[: x.numel()].float()
+
+    def reset(self) -> None:
+        """Forget a failure, on every rank: a collective call."""
+        self._epoch = max(self.ranks.gather(self._epoch))
+        self._failure = None
+        if self._store is not None:
+            self._mark(f"{self._epoch}|")
+        self.ranks.barrier()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _outgoing(self, x: torch.Tensor) -> torch.Tensor:
+        # Bytes, for gloo knows few of the dtypes.
+        flat = x.contiguous().view(-1).view(torch.uint8)
+        return flat.cpu() if self.staged else flat
+
+    def _call(self, operation: str, nbytes: int, collective) -> None:
+        self.check()
+        self._epoch += 1
+        try:
+            if self._store is None:
+                collective().wait()
+                return
+            self._meet(f"{self._epoch}|{operation} of {nbytes} bytes")
+            self._finish(operation, collective())
+        except (TimeoutError, ValueError, ConnectionError) as failure:
+            self._failure = failure
+            raise
+
+    def _meet(self, mine: str) -> None:
+        """Leave word of this call, and wait for every rank's."""
+        self._mark(mine)
+        end, what = time.monotonic() + self.deadline, mine.split("|")[1]
+        operation = what.split(" of ")[0]
+        for other in range(self.world):
+            pause = 1e-4
+            while (theirs := self._marked(other))[0] < self._epoch:
+                if time.monotonic() > end:
+                    self._mark(f"{self._epoch}|{_GAVE_UP}")
+                    raise TimeoutError(self._late(operation, other))
+                time.sleep(pause)
+                pause = min(2 * pause, 5e-3)
+            if theirs == (self._epoch, _GAVE_UP):
+                self._mark(f"{self._epoch}|{_GAVE_UP}")
+                raise TimeoutError(f"{self._late(operation, other)}; that rank had waited for another and gave up")
+            if theirs[0] == self._epoch and theirs[1] != what:
+                raise ValueError(
+                    f"{operation}: rank {self.rank} came to exchange {self._epoch} with {what}, and rank {other} with "
+                    f"{theirs[1]}; allowed: the same call on every rank. reset() makes the workspace usable again"
+                )
+
+    def _finish(self, operation: str, work) -> None:
+        try:
+            work.wait(datetime.timedelta(seconds=self.deadline))
+        except RuntimeError as error:
+            if work.is_completed():
+                raise ConnectionError(
+                    f"{operation}: rank {self.rank} lost the process group in exchange {self._epoch}: {error}"
+                ) from error
+            behind = [r for r in range(self.world) if self._marked(r) == (self._epoch, _GAVE_UP)]
+            raise TimeoutError(self._late(operation, behind[0] if behind else "of the process group")) from error
+
+    def _late(self, operation: str, other) -> str:
+        return (
+            f"{operation}: rank {self.rank} waited {self.deadline:g} s for rank {other} in exchange {self._epoch}. "
+            "reset() on every rank makes the workspace usable again"
+        )
+
+    def _mark(self, words: str) -> None:
+        self._store.set(f"{self._key}/{self.rank}", words)
+
+    def _marked(self, rank: int) -> tuple[int, str]:
+        epoch, _, words = self._store.get(f"{self._key}/{rank}").decode().partition("|")
+        return int(epoch), words
+
+
+def _in_order(parts: torch.Tensor) -> torch.Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total

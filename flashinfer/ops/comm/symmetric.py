@@ -1,0 +1,280 @@
+"""Memory that every rank of a group can write, and what an exchange through it needs: flags, epochs and deadlines.
+
+A buffer is the same on every rank. It begins with flags, a line for each channel with a flag from each rank; then come
+two slots, each with an area for every channel and source; what is behind them is its user's. `flashinfer/ops/comm/
+_device/exchange.py` says how kernels go about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+
+from flashinfer._core import driver
+from flashinfer._core.checks import require
+
+# Bytes between the flags of two channels: a line of L2, and 16 ranks with 8 bytes each.
+LINE = 128
+MOST_RANKS = LINE // 8
+# Most programs of a kernel, each with slots of its own. Two thirds of a small chip's multiprocessors, so that all are
+# resident; not measured.
+CHANNELS = 64
+# Most threads of a program; the state has a word for each behind the channels' epochs.
+MOST_LANES = 1024
+
+# Seconds that a wait may take.
+DEADLINE = 10.0
+
+OPERATIONS = ("all-reduce", "dispatch", "combine", "all-to-all", "probe")
+
+
+class Ranks:
+    """The processes that exchange, as setting up needs them: a process group, or an object with CommBackend's methods.
+
+    Attributes
+    ----------
+    rank, size : int
+    group : ProcessGroup or None
+        None where only the methods of a backend are known.
+    """
+
+    def __init__(self, group=None, backend=None):
+        group = getattr(backend, "_group", None) if group is None else group
+        self.group, self._backend = group, backend
+        if group is not None:
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+            require(self.rank >= 0, "group", "a group without this process", "a group that has it")
+        elif backend is not None:
+            self.rank, self.size = backend.Get_rank(), backend.Get_size()
+        else:
+            self.rank, self.size = 0, 1
+
+    def gather(self, value) -> list:
+        """`value` of every rank, in rank order."""
+        if self.size == 1:
+            return [value]
+        if self.group is None:
+            return list(self._backend.allgather(value))
+        values = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            self.gather(None)
+
+
+class PeerMemory:
+    """`nbytes` on every rank, zero at first, and where each rank's are in this process.
+
+    Attributes
+    ----------
+    own : Tensor
+        This rank's, uint8 [nbytes].
+    addresses : list of int
+        Of every rank's, as this rank's kernels reach them.
+    means : str
+        "symmetric memory", "CUDA IPC", or "one process".
+    """
+
+    def __init__(self, own: torch.Tensor, addresses: list[int], means: str, release=None):
+        self.own, self.addresses, self.means = own, addresses, means
+        self._release = release
+
+    def close(self) -> None:
+        """Give the memory back; the peers must have stopped using it."""
+        release, self._release, self.own = self._release, None, None
+        if release is not None:
+            release()
+
+
+def in_one_process(world: int, nbytes: int, device: torch.device) -> list[PeerMemory]:
+    """The memories of `world` ranks in this process, to run ranks one after another or on streams of one device."""
+    buffers = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(world)]
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    return [PeerMemory(buffer, addresses, "one process", buffers.clear) for buffer in buffers]
+
+
+def allocate(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
+    """Memory of every rank's GPU that all ranks reach. A collective call.
+
+    Raises
+    ------
+    RuntimeError
+        On every rank alike, where one cannot: its words are in the message.
+    """
+    if ranks.size == 1:
+        return in_one_process(1, nbytes, device)[0]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    whole = str(torch.cuda.get_device_properties(index).uuid)
+    devices = ranks.gather(whole)
+    tries = [_by_ipc]
+    # Symmetric memory is between devices; processes that share one go by IPC.
+    if ranks.group is not None and len(set(devices)) == ranks.size:
+        tries.insert(0, _by_symmetric_memory)
+    words = []
+    for attempt in tries:
+        memory, error = None, ""
+        try:
+            memory = attempt(ranks, nbytes, torch.device("cuda", index))
+        except (RuntimeError, ImportError, AttributeError) as refusal:
+            error = f"rank {ranks.rank}: {type(refusal).__name__}: {refusal}"
+        errors = [e for e in ranks.gather(error) if e]
+        if not errors:
+            torch.cuda.synchronize(index)
+            ranks.barrier()
+            return memory
+        if memory is not None:
+            memory.close()
+        words += errors
+    raise RuntimeError(f"no memory that all {ranks.size} ranks reach: {'; '.join(words)}")
+
+
+def _by_symmetric_memory(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
+    from torch.distributed import _symmetric_memory as symmetric
+
+    own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    own.zero_()
+    handle = symmetric.rendezvous(own, ranks.group)
+    keep = [handle]
+    return PeerMemory(own, [int(address) for address in handle.buffer_ptrs], "symmetric memory", keep.clear)
+
+
+def _by_ipc(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
+    cuda = driver.bindings()
+    with torch.cuda.device(device), contextlib.ExitStack() as undo:
+        torch.cuda.current_stream().synchronize()
+        base = int(_asked("cuMemAlloc", *cuda.cuMemAlloc(nbytes)))
+        undo.callback(cuda.cuMemFree, base)
+        own = torch.as_tensor(_Bytes(base, nbytes), device=device)
+        own.zero_()
+        handle = _asked("cuIpcGetMemHandle", *cuda.cuIpcGetMemHandle(base))
+        handles = ranks.gather(bytes(handle.reserved))
+        addresses = [base] * ranks.size
+        for rank, words in enumerate(handles):
+            if rank != ranks.rank:
+                other = cuda.CUipcMemHandle()
+                other.reserved = words
+                flags = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+                addresses[rank] = int(_asked("cuIpcOpenMemHandle", *cuda.cuIpcOpenMemHandle(other, flags)))
+                undo.callback(cuda.cuIpcCloseMemHandle, addresses[rank])
+        return PeerMemory(own, addresses, "CUDA IPC", undo.pop_all().close)
+
+
+def _asked(doing: str, status, *values):
+    if status:
+        driver.fail(status, doing)
+    return values[0] if values else None
+
+
+class _Bytes:
+    """Device memory that torch did not allocate."""
+
+    def __init__(self, address: int, nbytes: int):
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+class Link:
+    """What the kernels of one user exchange through: calls of one stream, in the same order on every rank.
+
+    Parameters
+    ----------
+    ranks : Ranks
+    memory : PeerMemory
+        With room for `header(world, area)` bytes at least.
+    area : int
+        Bytes that one source sends to one channel in one exchange; a multiple of 16.
+    rank : int, optional
+        Of this link, where `memory` is one process's; else that of `ranks`.
+
+    Attributes
+    ----------
+    peers : Tensor
+        int64 [world] on the device: the addresses.
+    state : Tensor
+        int32 on the device: the epoch of each channel, then what says that a wait has failed.
+    lost : Tensor
+        int32 [4] in host memory that kernels write: what `wait` returned plus one, the operation, the epoch.
+    deadline : float
+        Seconds that a wait may take; may be set at any time, and is captured with a graph.
+    """
+
+    transport = "peer"
+
+    def __init__(self, ranks: Ranks, memory: PeerMemory, area: int, rank: int | None = None, deadline: float = 0):
+        self.ranks, self.memory, self.area = ranks, memory, area
+        self.rank, self.world = ranks.rank if rank is None else rank, len(memory.addresses)
+        self.deadline = deadline or DEADLINE
+        self.device = memory.own.device
+        self.peers = torch.tensor(memory.addresses, dtype=torch.int64, device=self.device)
+        self.state = torch.zeros(CHANNELS + MOST_LANES, dtype=torch.int32, device=self.device)
+        self.lost = torch.zeros(4, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self._words = self.lost.numpy()
+
+    @property
+    def arguments(self) -> tuple:
+        """What every exchanging kernel takes: peers, state, lost, rank, area, limit in nanoseconds."""
+        # A kernel reaches pinned host memory by its address; to the launcher a host tensor is a mistake.
+        lost = self.lost.data_ptr() if self.device.type == "cuda" else self.lost
+        return self.peers, self.state, lost, self.rank, self.area, int(self.deadline * 1e9)
+
+    def check(self) -> None:
+        """Raise what a kernel recorded: TimeoutError for a rank that did not come, ValueError for one with other sizes.
+
+        It does not wait for kernels that are still running.
+        """
+        code, operation, epoch, _ = self._words.tolist()
+        if not code:
+            return
+        name, late = OPERATIONS[operation], code - 1
+        if late >= self.world:
+            raise ValueError(
+                f"{name}: rank {late - self.world} came to exchange {epoch} with other sizes than rank {self.rank}; "
+                "allowed: the same call on every rank. reset() makes the workspace usable again"
+            )
+        raise TimeoutError(
+            f"{name}: rank {self.rank} waited {self.deadline:g} s for rank {late} in exchange {epoch}. "
+            "reset() on every rank makes the workspace usable again"
+        )
+
+    def reset(self) -> None:
+        """Forget a failure, on every rank: a collective call, which also waits for the device."""
+        self._synchronize()
+        self.ranks.barrier()
+        self.memory.own[: LINE * CHANNELS].zero_()
+        self.state.zero_()
+        self.lost.zero_()
+        self._synchronize()
+        self.ranks.barrier()
+
+    def close(self) -> None:
+        """Give the memory back once this rank's kernels are done with it."""
+        if self.memory.own is not None:
+            self._synchronize()
+        self.memory.close()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def header(world: int, area: int) -> int:
+    """Bytes of the flags and the two slots, whose areas have `area` bytes."""
+    return LINE * CHANNELS + 2 * CHANNELS * world * area
+
+
+def device_attribute(name: str, index: int) -> bool:
+    """Whether the driver says that the GPU of that index has what a CUdevice_attribute names; False without a GPU."""
+    if not torch.cuda.is_available():
+        return False
+    require(0 <= index < torch.cuda.device_count(), "device_idx", index, f"0 to {torch.cuda.device_count() - 1}")
+    cuda = driver.bindings()
+    torch.cuda.init()
+    device = _asked("cuDeviceGet", *cuda.cuDeviceGet(index))
+    status, value = cuda.cuDeviceGetAttribute(getattr(cuda.CUdevice_attribute, name), device)
+    # A driver that does not know the attribute has not got the thing.
+    return not status and bool(value)

@@ -1,0 +1,239 @@
+"""The fused all-reduce: patterns against float64, ranks in one process and as processes, faults, bad input."""
+
+import contextlib
+import re
+
+import pytest
+import torch
+
+from flashinfer import comm
+from flashinfer.comm import AllReduceFusionPattern as P
+from flashinfer.comm import allreduce as public
+from flashinfer.ops.comm.allreduce_fusion import config
+from tests.ops.comm import processes, simulate
+from tests.ops.comm.allreduce_fusion import cases
+
+RANKS = "tests.ops.comm.allreduce_fusion.ranks"
+
+
+@pytest.fixture
+def in_one_process(monkeypatch):
+    """Makes workspaces of all ranks in this process, and runs their calls when all have been made."""
+    recorder = simulate.Recorder(public.op)
+    monkeypatch.setattr(public, "op", recorder)
+
+    def make(world, most=(64, 512), dtype=torch.float32, one_shot=True):
+        row = most[1] * dtype.itemsize
+        monkeypatch.setattr(public, "connect", simulate.connector([]))
+        return [
+            public.AllReduceFusionWorkspace(
+                simulate.Ranks(rank, world), most[0] * row, row, torch.device("cpu"), "trtllm", one_shot
+            )
+            for rank in range(world)
+        ]
+
+    make.run = recorder.run
+    return make
+
+
+# shape and dtype, ranks, one shot
+HOW = {
+    "plain": ((67, 96), torch.float32, 2, True),
+    "norm": ((3, 200), torch.float16, 3, False),
+    "fp8": ((2, 256), torch.float16, 2, True),
+    "fp4 out": ((3, 160), torch.float32, 2, True),
+    "group out": ((3, 384), torch.float16, 2, True),
+    "row": ((2, 96), torch.float32, 3, False),
+    "reduce fp4": ((2, 128), torch.float16, 2, False),
+    "finalize fp8": ((3, 128), torch.float32, 2, True),
+}
+
+
+@pytest.mark.parametrize("case", HOW)
+def test_kernels_in_one_process(in_one_process, case):
+    shape, dtype, world, one_shot = HOW[case]
+    workspaces = in_one_process(world)
+    for seed, layout in ((0, 0), (1, 2)):
+        everyone = [cases.inputs(case, rank, world, shape, dtype, seed=seed) for rank in range(world)]
+        outs = [cases.results(case, shape, dtype, layout=layout) for _ in range(world)]
+        returned = [
+            comm.allreduce_fusion(workspace=w, **given, **out, use_oneshot=one_shot)
+            for w, given, out in zip(workspaces, everyone, outs, strict=True)
+        ]
+        in_one_process.run()
+        for w, out, back in zip(workspaces, outs, returned, strict=True):
+            w.check()
+            cases.check(case, everyone, out, back, not one_shot)
+            assert torch.equal(back.view(torch.uint8), returned[0].view(torch.uint8))
+
+
+def test_a_rank_that_does_not_come_is_named_once_for_all(in_one_process):
+    first, second = in_one_process(2)
+    x = torch.randn(3, 64)
+    comm.allreduce_fusion(x, first, P.kAllReduce)
+    in_one_process.run()
+    with pytest.raises(TimeoutError, match=r"all-reduce: rank 0 waited 0.5 s for rank 1 in exchange 1"):
+        comm.allreduce_fusion(x, first, P.kAllReduce)
+    first.reset()
+    second.reset()
+    calls = [comm.allreduce_fusion(x, w, P.kAllReduce) for w in (first, second)]
+    in_one_process.run()
+    assert all(torch.equal(total, x + x) for total in calls)
+
+
+def test_nothing_is_sent_after_a_failure(in_one_process):
+    first, second = in_one_process(2)
+    x, out = torch.randn(3, 64), torch.full((3, 64), torch.nan)
+    for _ in range(2):
+        public._run(first, public.PATTERNS[P.kAllReduce], x, 0, *_plain(x, out), ("", ""), None)
+        in_one_process.run()
+    # The late rank is served what was sent for its first call, and its second waits in vain.
+    sums = [comm.allreduce_fusion(2 * x, second, P.kAllReduce)]
+    in_one_process.run()
+    second.check()
+    assert torch.equal(sums[0], x + 2 * x)
+    comm.allreduce_fusion(x, second, P.kAllReduce)
+    in_one_process.run()
+    with pytest.raises(TimeoutError, match="rank 1 waited 0.5 s for rank 0 in exchange 2"):
+        second.check()
+
+
+def _plain(x, out):
+    return public.Rows(x), public.Norm(), public.Results(out)
+
+
+def test_ranks_with_other_sizes(in_one_process):
+    workspaces = in_one_process(2)
+    for tokens, w in zip((3, 4), workspaces, strict=True):
+        comm.allreduce_fusion(torch.randn(4096 * tokens), w, P.kAllReduce)
+    in_one_process.run()
+    with pytest.raises(ValueError, match="all-reduce: rank 0 came to exchange 1 with other sizes than rank 1"):
+        workspaces[1].check()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes(tmp_path, world):
+    said = processes.run(world, f"{RANKS}:every_pattern", tmp_path)
+    assert said == [["collective (gloo): tensors are on the CPU"]] * world
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize("one_shot", [True, False])
+def test_a_group_of_one(device, case, one_shot):
+    given = cases.inputs(case, 0, 1, (5, 256), torch.bfloat16, device)
+    out = cases.results(case, (5, 256), torch.bfloat16, device)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        returned = comm.allreduce_fusion(workspace=alone(), use_oneshot=one_shot, **given, **out)
+    cases.check(case, [given], out, returned)
+
+
+def test_faults(tmp_path):
+    said = processes.run(3, f"{RANKS}:faults", tmp_path, 1.0, killed=(2,))
+    assert "rank 0 waited 1 s for rank 1" in said[0][0]
+    assert re.search("rank 1 waited 1 s for rank [02] in exchange 2.*gave up", said[1][0])
+    assert said[0][1].startswith("ValueError: all-reduce: rank 0 came to exchange")
+    assert "rank 2" in said[0][2]
+    assert float(said[0][3].split()[-1]) < 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("what", ["every_pattern", "overridden"])
+def test_processes_on_gpus(tmp_path, world, what):
+    _needs(world)
+    said = processes.run(world, f"{RANKS}:{what}", tmp_path, device="cuda")
+    assert said[0][0].startswith("peer" if what == "every_pattern" else "collective (NCCL): refused for a test")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_faults_on_gpus(tmp_path, world):
+    _needs(world)
+    said = processes.run(world, f"{RANKS}:faults", tmp_path, 2.0, device="cuda", killed=(world - 1,))
+    assert "rank 0 waited 2 s for rank 1" in said[0][0]
+
+
+def _needs(world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, and there are {torch.cuda.device_count()}")
+
+
+def alone(**options):
+    return comm.create_allreduce_fusion_workspace(
+        **{"world_size": 1, "rank": 0, "max_token_num": 8, "hidden_dim": 256, "dtype": torch.float32} | options
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "nccl"}, "backend: got 'nccl'"),
+        ({"world_size": 2}, "world_size: got 2; allowed: 1, the size without a group"),
+        ({"rank": 1}, "rank: got 1"),
+        ({"max_token_num": 0}, "max_token_num: got 0"),
+        ({"hidden_dim": None}, "hidden_dim: got None"),
+        ({"dtype": torch.int8}, "dtype: got torch.int8"),
+        ({"top_k": 8}, "top_k: got 8; allowed: None"),
+    ],
+)
+def test_bad_workspaces(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        alone(**options)
+
+
+BAD = [
+    ("plain", {"pattern": 13}, "pattern: got 13"),
+    ("plain", {"input": torch.ones(8, 256, dtype=torch.int32)}, "input: got torch.int32"),
+    ("plain", {"input": torch.ones(9, 512)}, "input: got 18432 bytes; allowed: what the workspace was made for"),
+    ("plain", {"norm_out": torch.ones(2, 128)}, "norm_out: got a tensor; allowed: None"),
+    ("plain", {"scale_factor": 2.0}, "scale_factor: got 2.0; allowed: None"),
+    ("plain", {"weight_bias": 1.0}, "weight_bias: got 1.0"),
+    ("norm", {"residual_in": None}, "residual_in: got None"),
+    ("norm", {"rms_gamma": torch.ones(127)}, "rms_gamma: got (127,)"),
+    ("norm", {"residual_in": torch.ones(128, 2).T}, "residual_in: got (2, 128); allowed: (2, 128), contiguous"),
+    ("norm", {"quant_out": torch.ones(2, 128)}, "quant_out: got a tensor"),
+    ("norm", {"layout_code": 0}, "layout_code: got 0"),
+    ("norm", {"expert_scale_factor": torch.ones(2, 2)}, "expert_scale_factor: got a value"),
+    ("fp8", {"quant_out": None}, "quant_out: got None"),
+    ("fp8", {"scale_out": torch.ones(2)}, "scale_out: got a tensor"),
+    ("fp8", {"scale_factor": torch.ones(2)}, "scale_factor: got torch.float32 (2,)"),
+    ("fp4", {"layout_code": 3}, "layout_code: got 3"),
+    ("fp4", {"scale_out": torch.ones(3)}, "scale_out: got torch.float32 (3,)"),
+    ("group", {"block_quant_group_size": 64}, "block_quant_group_size: got 64"),
+    ("row", {"scale_out": torch.ones(2)}, "scale_out: got (2,)"),
+    ("reduce", {"moe_reduction_device_num_experts": 3}, "moe_reduction_active_experts_token_input: got (2, 2, 128)"),
+    ("finalize", {"expanded_idx_to_permuted_idx": torch.ones(2, 3)}, "expanded_idx_to_permuted_idx: got torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "message"), BAD, ids=[f"{c} {next(iter(a))}" for c, a, _ in BAD])
+def test_bad_calls(case, change, message):
+    given = cases.inputs(case, 0, 1, (2, 128), torch.float32) | cases.results(case, (2, 128), torch.float32)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        comm.allreduce_fusion(**{"workspace": alone()} | given | change)
+
+
+def test_sizes_of_a_workspace():
+    ws = alone()
+    assert ws.is_buffer_size_sufficient(1, 8, 256, torch.float32)
+    assert ws.is_buffer_size_sufficient(tp_size=1, num_tokens=16, hidden_dim=256, dtype=torch.bfloat16)
+    assert not ws.is_buffer_size_sufficient(1, 9, 256, torch.float32)
+    assert not ws.is_buffer_size_sufficient(2, 1, 256, torch.float32)
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("one_shot", [True, False])
+def test_an_area_holds_any_shape_of_its_bytes(world, one_shot):
+    nbytes = 2048 * 4096 * 2
+    area = config.area(nbytes, 4096 * 2, world, one_shot)
+    for row in (2, 1024, 8192, 16384, 32768):
+        for rows in (1, 7, 64, 65, nbytes // row):
+            assert config.needed_area(min(rows * row, nbytes), row, world, one_shot) <= area
+
+
+def test_a_destroyed_workspace_is_refused():
+    ws = alone()
+    ws.destroy()
+    ws.destroy()
+    with pytest.raises(ValueError, match="workspace: got one that is destroyed"):
+        comm.allreduce_fusion(torch.ones(4), ws, P.kAllReduce)

@@ -1,0 +1,62 @@
+"""Several ranks as processes over gloo: starts them, and gathers what they say."""
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(world, function, folder, *arguments, timeout=120, device="cpu", killed=()):
+    """Run `function`, "module:name", with (rank, world, device, *arguments) on every rank; its printed lines, a list a
+    rank. Fails if one exits with an error, unless it is in `killed`, or if they take longer than `timeout` seconds."""
+    folder = Path(folder)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"TRITON_INTERPRET": "0"}
+    outputs = [open(folder / f"rank{rank}", "w+") for rank in range(world)]
+    command = [sys.executable, "-m", __name__, function, str(world), str(folder / "store"), str(device)]
+    children = [
+        subprocess.Popen([*command, str(rank), *map(str, arguments)], cwd=ROOT, env=environment, stdout=out, stderr=out)
+        for rank, out in enumerate(outputs)
+    ]
+    end = time.monotonic() + timeout
+    try:
+        for child in children:
+            child.wait(max(end - time.monotonic(), 0.1))
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+        said = []
+        for out in outputs:
+            out.seek(0)
+            said.append(out.read())
+            out.close()
+    for rank, child in enumerate(children):
+        assert child.returncode == 0 or rank in killed, f"rank {rank} ended with {child.returncode}:\n{said[rank]}"
+    return [text.splitlines() for text in said]
+
+
+def main(function, world, store, device, rank, *arguments):
+    import torch
+    import torch.distributed as dist
+
+    world, rank = int(world), int(rank)
+    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
+    module, name = function.split(":")
+    getattr(importlib.import_module(module), name)(rank, world, device, *arguments)
+    sys.stdout.flush()
+    # Without the teardown of groups, which waits for ranks that a test has killed.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
