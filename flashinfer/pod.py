@@ -177,6 +177,10 @@ def q_scale_of(scale, q: torch.Tensor) -> torch.Tensor | None:
     return scale if scale is None or isinstance(scale, torch.Tensor) else torch.tensor([float(scale)])
 
 
+class _MixedPrefillWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    _mixed = True
+
+
 class BatchPODWithPagedKVCacheWrapper:
     """A batch's prefill and another's decode, each over pages.
 
@@ -194,8 +198,9 @@ class BatchPODWithPagedKVCacheWrapper:
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD"):
-        self._both, self._prefill, self._decode = (
-            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout) for _ in range(3)
+        self._both = _MixedPrefillWrapper(float_workspace_buffer, kv_layout)
+        self._prefill, self._decode = (
+            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout) for _ in range(2)
         )
         self._causal = self._apart = False
         # Which wrappers hold the tables of the last plan().

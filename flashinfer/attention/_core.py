@@ -16,7 +16,8 @@ class BatchAttention(AttentionWrapper):
     """Attention of a batch that mixes prefill, append and decode, in one launch over a paged KV cache.
 
     One work list holds the tiles of all requests. They are cut for the longest query: see docs/rooms/attention.md for
-    what that costs the short ones.
+    what that costs the short ones. It runs best with prefills first in the batch and decodes last, whose tiles then
+    take turns; any other order is as right.
 
     Parameters
     ----------
@@ -36,6 +37,8 @@ class BatchAttention(AttentionWrapper):
     >>> out.shape, lse.shape
     (torch.Size([6, 8, 64]), torch.Size([6, 8]))
     """
+
+    _mixed = True
 
     def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda"):
         super().__init__(torch.empty(0, dtype=torch.uint8, device=device), kv_layout, "auto", None)

@@ -19,11 +19,13 @@ TOLD = ("q_indptr", "q_lens", "kv_indptr", "kv_lens")
 
 @dataclass(frozen=True)
 class ScheduleProblem:
-    """What the scheduling kernel is compiled for: what tells queries and keys (`Table.form`), and fixed pieces."""
+    """What the scheduling kernel is compiled for: what tells queries and keys (`Table.form`), fixed pieces, and whether
+    first and last requests take turns in the list."""
 
     q: str
     kv: str
     fixed: bool
+    mixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def build_schedule(p: ScheduleProblem, c: ScheduleConfig) -> Build:
              "least", "share", "fixed_chunk")  # fmt: skip
     types = dict(items="*i32:16", counts="*i32", arrivals="*i32")
     types.update({name: "*i32" for name in TOLD} | {name: "i32" for name in names})
-    constants = dict(Q=p.q, KV=p.kv, FIXED=p.fixed, BLOCK=c.block, LANES=c.lanes)
+    constants = dict(Q=p.q, KV=p.kv, FIXED=p.fixed, MIXED=p.mixed, BLOCK=c.block, LANES=c.lanes)
     return Build(schedule_kernel, types, constants, num_warps=c.num_warps)
 
 
@@ -50,6 +52,9 @@ def schedules(problem: Problem):
     """What may schedule a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
     if problem.page_size:
         forms = ("indptr", "pages"), ("uniform", "padded"), ("indptr", "padded"), ("lens", "pages")
+        if problem.rows == 128:
+            yield schedule_launch, ScheduleProblem("indptr", "lens", False, mixed=True), ScheduleConfig()
+            yield schedule_launch, ScheduleProblem("indptr", "pages", False, mixed=True), ScheduleConfig()
     else:
         forms = ("indptr", "indptr"), ("indptr", "lens")
     for i, (q, kv) in enumerate(forms):
@@ -133,13 +138,14 @@ def allocate(problem: Problem, config, limits, how: Splitting, num_kv_heads: int
     return schedule
 
 
-def hold(problem: Problem, config, table: Table, schedule: Schedule, how: Splitting, window_left: int) -> Callable:
+def hold(problem: Problem, config, table: Table, schedule: Schedule, how: Splitting, window_left: int,
+         mixed: bool = False) -> Callable:  # fmt: skip
     """A launch that fills `schedule` on the device, for as many requests as `table` has, told as in `table`.
 
     It takes the addresses of Table.told(), 0 for None.
     """
     fill = schedule_launch.prepare(
-        ScheduleProblem(*table.form, bool(how.fixed_chunk)), ScheduleConfig(), schedule.items.device
+        ScheduleProblem(*table.form, bool(how.fixed_chunk), mixed), ScheduleConfig(), schedule.items.device
     )
     arguments = (
         schedule.items, schedule.counts, schedule.arrivals, *table.told(), table.batch_size, table.q_len,
@@ -149,9 +155,10 @@ def hold(problem: Problem, config, table: Table, schedule: Schedule, how: Splitt
     return fill.hold((table.batch_size, 1, 1), arguments, TOLD)
 
 
-def make(problem: Problem, config, table: Table, schedule: Schedule, how: Splitting, window_left: int) -> None:
+def make(problem: Problem, config, table: Table, schedule: Schedule, how: Splitting, window_left: int,
+         mixed: bool = False) -> None:  # fmt: skip
     """Fill `schedule` on the device for the lengths in `table`."""
-    hold(problem, config, table, schedule, how, window_left)(*addresses(table))
+    hold(problem, config, table, schedule, how, window_left, mixed)(*addresses(table))
 
 
 def addresses(table: Table) -> list[int]:

@@ -25,7 +25,8 @@ class Options:
 
     `source` is "paged" or "ragged"; a ragged batch has page_size 0. `kv_dtype` uint8 is nvfp4; with `interleaved`, the
     factors of V lie in the page of each head as TensorRT-LLM's generated kernels read them: token 4 i + t's factor f
-    is where token 4 i + (4 f + t) div (head_dim / 16) would have factor (4 f + t) mod (head_dim / 16).
+    is where token 4 i + (4 f + t) div (head_dim / 16) would have factor (4 f + t) mod (head_dim / 16). With `mixed`,
+    prefills stand first in the batch and decodes last, and their tiles take turns.
     """
 
     source: str
@@ -48,6 +49,7 @@ class Options:
     disable_split_kv: bool = False
     variant: AttentionVariant | None = None
     interleaved: bool = False
+    mixed: bool = False
 
     def __post_init__(self):
         require(self.num_kv_heads > 0, "num_kv_heads", self.num_kv_heads, "at least 1")

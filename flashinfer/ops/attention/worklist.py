@@ -21,7 +21,7 @@ class WorkList:
         self.schedule = planner.allocate(kind.problem, config, limits, how, heads, scratch, kind.device)
         self._what = kind.problem, config, limits, how
         self._capacity = self.schedule.max_items, self.schedule.max_slots
-        self._window_left = kind.options.window_left
+        self._window_left, self._mixed = kind.options.window_left, kind.options.mixed
         self._filled, self._fill = None, None
 
     def fits(self, limits: Limits) -> bool:
@@ -44,6 +44,6 @@ class WorkList:
         told = batch, table.q_len, table.kv_stride, table.form
         if told != self._filled:
             problem, config, _, how = self._what
-            self._fill = planner.hold(problem, config, table, self.schedule, how, self._window_left)
+            self._fill = planner.hold(problem, config, table, self.schedule, how, self._window_left, self._mixed)
             self._filled = told
         self._fill(*planner.addresses(table))

@@ -59,6 +59,8 @@ class AttentionWrapper:
     """
 
     _paged = True
+    # Whether prefills come first in its batches and decodes last.
+    _mixed = False
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str, buffers: GraphBuffers | None,
@@ -136,6 +138,8 @@ class AttentionWrapper:
                 return self._plan(request)
         if self._variant is not None:
             request.options = _with_variant(request.options, self._variant)
+        if self._mixed:
+            request.options = _taking_turns(request.options)
         if self._backend == "trtllm-gen" and request.options.kv_dtype == NVFP4:
             request.options = _interleaved(request.options)
         counts = request.lengths_on_host()
@@ -380,6 +384,11 @@ class AttentionWrapper:
 
     def end_forward(self) -> None:
         """Kept for callers of older versions; there is nothing to release."""
+
+
+@lru_cache(maxsize=1024)
+def _taking_turns(options: Options) -> Options:
+    return replace(options, mixed=True)
 
 
 @lru_cache(maxsize=1024)

@@ -18,7 +18,8 @@ CONFIG = Config(block_m=16, block_n=16, num_warps=4, num_stages=2, native_fp8=Fa
                 programs_per_sm=2, least_piece=16)  # fmt: skip
 
 
-def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=None, form=("indptr", "indptr")):
+def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=None, form=("indptr", "indptr"),
+             mixed=False):  # fmt: skip
     problem = Problem("paged" if page_size else "ragged", "fp16", "fp16", "fp16", 64, 64, group, page_size=page_size,
                       split=how != Splitting())  # fmt: skip
     table = Table(generate.indptr(q_lens, device), generate.indptr(kv_lens, device))
@@ -34,7 +35,7 @@ def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=No
     made = planner.allocate(problem, CONFIG, limits, how, 1, scratch, device)
     made.items.fill_(-7)
     made.arrivals.fill_(-7)
-    planner.make(problem, CONFIG, table, made, how, window)
+    planner.make(problem, CONFIG, table, made, how, window, mixed)
     return made
 
 
@@ -80,6 +81,7 @@ def check(q_lens, kv_lens, made, group, window, q_starts=None):
     tiles = {(i, r) for i, n in enumerate(q_lens) for r in range(0, n * group, CONFIG.block_m)}
     assert set(seen) == tiles
     for (request, _), pieces in seen.items():
+        pieces.sort()
         first = max(kv_lens[request] - q_lens[request] - window, 0) if window >= 0 else 0
         assert pieces[0][0] <= first or kv_lens[request] == 0
         assert pieces[-1][1] == kv_lens[request]
@@ -120,6 +122,19 @@ def test_covers_each_key_once(lengths, group, page_size, window, how):
     device = torch.device("cpu")
     made = schedule(q_lens, kv_lens, device, group=group, page_size=page_size, window=window, how=how)
     check(q_lens, kv_lens, made, group, window)
+
+
+@pytest.mark.parametrize("share", (0, 33))
+@pytest.mark.parametrize("batch", (1, 2, 9, 10))
+def test_first_and_last_requests_take_turns(batch, share, device, monkeypatch):
+    monkeypatch.setattr(planner, "ScheduleConfig", partial(planner.ScheduleConfig, block=4, lanes=4))
+    q_lens, kv_lens = [40, 1, 0, 1, 17, 1, 1, 0, 1, 3][:batch], [300, 65, 4, 0, 17, 700, 33, 0, 64, 3][:batch]
+    made = schedule(q_lens, kv_lens, device, how=Splitting(share=share), mixed=True)
+    check(q_lens, kv_lens, made, 2, -1)
+    plain = schedule(q_lens, kv_lens, device, how=Splitting(share=share))
+    rows = [x.items.view(-1, 16)[: int(x.counts)].tolist() for x in (made, plain)]
+    front, back = rows[1], rows[1][::-1]
+    assert rows[0] == [(back if i % 2 else front)[i // 2] for i in range(len(front))]
 
 
 LARGE = [pytest.param(n, marks=pytest.mark.gpu) for n in (1023, 1025, 3000)]

@@ -105,6 +105,7 @@ def schedule_kernel(
     Q: tl.constexpr,
     KV: tl.constexpr,
     FIXED: tl.constexpr,
+    MIXED: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -113,6 +114,8 @@ def schedule_kernel(
     `share` is the number of work items per KV head that fills the chip: total work (tiles x keys) over it is the length
     of a piece, but at least `least` keys. 0 leaves every request whole. Every program reads all lengths, so that
     offsets need no second launch. What tells them is as `Table.told` has it, and which of it counts `Table.form`.
+    With MIXED, items of the first and of the last requests take turns: blocks of threads that multiply run beside
+    blocks that wait for memory where prefills stand before decodes.
     """
     i = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -137,7 +140,8 @@ def schedule_kernel(
     slot_at = tl.zeros([BLOCK], tl.int32)
     q_at = tl.zeros([BLOCK], tl.int32)
     kv_at = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, i + 1, BLOCK):
+    all_items = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, batch if MIXED else i + 1, BLOCK):
         j = start + lanes
         q_len, kv_len, tiles, first = _lengths(
             j, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_stride, group, tile_rows, page_size, window_left, grain,
@@ -145,6 +149,8 @@ def schedule_kernel(
         )  # fmt: skip
         pieces, length = _split(kv_len - first, chunk, grain, FIXED)
         before = j < i
+        if MIXED:
+            all_items += tiles * pieces
         item_at += tl.where(before, tiles * pieces, 0)
         slot_at += tl.where(before & (pieces > 1), tiles * pieces, 0)
         if Q == "packed":
@@ -179,7 +185,11 @@ def schedule_kernel(
         # Last tiles first: under a causal mask they are the longest, and long work should not start last.
         tile_row = (tiles - 1 - n // pieces) * tile_rows
         begin = first + n % pieces * length
-        record = items + (first_item + n) * ITEM_WIDTH
+        place = first_item + n
+        if MIXED:
+            count = tl.sum(all_items, 0)
+            place = tl.where(place < (count + 1) // 2, 2 * place, 2 * (count - 1 - place) + 1)
+        record = items + place * ITEM_WIDTH
         tl.store(record + ITEM_Q_ROW, q_row, mask=there)
         tl.store(record + ITEM_Q_LEN, q_len, mask=there)
         tl.store(record + ITEM_KV_BASE, kv_base, mask=there)
