@@ -72,6 +72,8 @@ def test_name(path):
     entry, target = SURFACE[path], resolve(path)
     found = differences(target, entry["signature"]) if "signature" in entry else []
     for method, signature in entry.get("methods", {}).items():
+        # A class method is looked at bound.
+        signature = signature.replace("(cls, ", "(").replace("(cls)", "()")
         if not hasattr(target, method):
             found.append(f"no method {method}")
         elif not isinstance(inspect.getattr_static(target, method), property):

@@ -1,0 +1,22 @@
+"""Choosing among implementations by measuring them: runners with tactics, for shapes in buckets."""
+
+from flashinfer.autotuner.autotuner import (
+    AutoTuner,
+    autotune,
+    get_autotune_process_group,
+    set_autotune_process_group,
+)
+from flashinfer.autotuner.measure import MeasurementPolicy
+from flashinfer.autotuner.profiles import ConstraintSpec, DynamicTensorSpec, TunableRunner, TuningConfig
+
+__all__ = [
+    "AutoTuner",
+    "ConstraintSpec",
+    "DynamicTensorSpec",
+    "MeasurementPolicy",
+    "TunableRunner",
+    "TuningConfig",
+    "autotune",
+    "get_autotune_process_group",
+    "set_autotune_process_group",
+]

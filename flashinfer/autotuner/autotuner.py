@@ -1,0 +1,389 @@
+"""The tuner: keeps which runner and tactic is fastest for which shapes, and measures where `autotune()` says so."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer._core.env import logger
+from flashinfer.autotuner import measure, store
+from flashinfer.autotuner.profiles import Buckets, TuningConfig, inputs_for, profile_of, profiles_to_tune, shapes_of
+
+_group = None
+
+
+def set_autotune_process_group(group) -> None:
+    """Average times over the ranks of a `torch.distributed` group, so that all choose the same; None ends it.
+
+    The ranks have to tune the same operations in the same order, and to begin with equal choices.
+    """
+    global _group
+    _group = group
+
+
+def get_autotune_process_group():
+    """The group that `set_autotune_process_group` was given, or None."""
+    return _group
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What `autotune()` asked for: whether to measure, in which buckets, which operations not, by how many replays."""
+
+    tune: bool = False
+    buckets: Buckets = field(default_factory=Buckets)
+    skipped: frozenset[str] = frozenset()
+    replays: int | None = None
+
+
+class AutoTuner:
+    """Choices by measurement. `AutoTuner.get()` is the process's one; its methods may be called from any thread.
+
+    Parameters
+    ----------
+    warmup, repeat : int
+        Calls of a candidate before, and while it is timed.
+    stream_delay_micro_secs : int
+        How long a stream waits before them, so that the host is ahead.
+    """
+
+    _instance: AutoTuner | None = None
+    _lock = threading.RLock()
+
+    def __init__(self, warmup: int = 3, repeat: int = 10, stream_delay_micro_secs: int = 5000):
+        require(warmup >= 0, "warmup", warmup, "0 or more")
+        require(repeat >= 1, "repeat", repeat, "1 or more")
+        self.warmup, self.repeat, self.stream_delay_micro_secs = warmup, repeat, stream_delay_micro_secs
+        self.mode = Mode()
+        self.policy = measure.MeasurementPolicy()
+        self.folder: store.Folder | None = None
+        self.clear_cache()
+        self.reset_statistics()
+
+    @classmethod
+    def get(cls) -> AutoTuner:
+        """The process's tuner."""
+        with cls._lock:
+            if cls._instance is None:
+                cls._instance = cls()
+            return cls._instance
+
+    @property
+    def is_tuning_mode(self) -> bool:
+        """Whether `autotune()` is on and measures."""
+        return self.mode.tune
+
+    def get_effective_map_to_tuning_buckets(self, tuning_config: TuningConfig, spec_idx: int = 0) -> Callable:
+        """The mapping of sizes to buckets that now holds for one of the config's dynamic dimensions."""
+        return self.mode.buckets.mapping(tuning_config.dynamic_tensor_specs[spec_idx])
+
+    def search_cache(
+        self,
+        custom_op: str,
+        runners: Sequence,
+        input_shapes: Sequence,
+        tuning_config: TuningConfig,
+        inputs: Sequence | None = None,
+        *,
+        require_profiling_policy: bool = False,
+    ) -> tuple[bool, int, object, tuple]:
+        """Look a choice up.
+
+        Parameters
+        ----------
+        custom_op, runners, tuning_config
+            As in `choose_one`.
+        input_shapes : sequence of tuple of int
+            The shape of each input.
+        inputs : sequence, optional
+            The inputs; without them `get_cache_key_extras` of a runner is not asked.
+        require_profiling_policy : bool
+            Look only among choices that were measured in this process.
+
+        Returns
+        -------
+        found : bool
+        runner : int
+            Its index; 0 if there is no choice.
+        tactic
+            -1 if there is none.
+        profile : tuple
+            The shapes that a choice is kept under.
+        """
+        with self._lock:
+            profile = profile_of(input_shapes, tuning_config, self.mode.buckets)
+            found = self._find(custom_op, runners, profile, inputs, measured_only=require_profiling_policy)
+            return (True, *found, profile) if found else (False, 0, -1, profile)
+
+    def choose_one(
+        self, custom_op: str, runners: Sequence, tuning_config: TuningConfig, inputs: Sequence, **kwargs
+    ) -> tuple[object, object]:
+        """The runner and tactic to use.
+
+        A choice that is kept is given back. Where there is none, inside `autotune()`, every tactic of every runner is
+        measured, for the inputs' buckets and for all others of the config; what fails, or computes another result
+        than the first runner's tactic -1, is left out. Nothing is measured while a CUDA graph is captured.
+
+        Parameters
+        ----------
+        custom_op : str
+            The operation's name.
+        runners : sequence of TunableRunner
+            Implementations; the first one's tactic -1 is the fallback.
+        tuning_config : TuningConfig
+            Which dimensions vary.
+        inputs : sequence
+            Given to the runners; tensors, numbers and None.
+        **kwargs
+            Given to the runners, too.
+
+        Returns
+        -------
+        runner : TunableRunner
+        tactic
+            For its `forward`.
+
+        Raises
+        ------
+        ValueError
+            There is no runner.
+        RuntimeError
+            Ranks of the process group have other candidates.
+        """
+        require(len(runners) > 0, "runners", "none", "one or more")
+        fallback = runners[0], -1
+        with self._lock:
+            if custom_op in self.mode.skipped:
+                return fallback
+            shapes = shapes_of(inputs)
+            profile = profile_of(shapes, tuning_config, self.mode.buckets)
+            found = self._find(custom_op, runners, profile, inputs)
+            if found is None and self.mode.tune and not _capturing():
+                for each in profiles_to_tune(shapes, tuning_config, self.mode.buckets):
+                    made = inputs_for(each, inputs, tuning_config)
+                    if self._find(custom_op, runners, each, made) is None:
+                        self._tune(custom_op, runners, each, made, kwargs)
+                found = self._find(custom_op, runners, profile, inputs)
+            self.hits += found is not None
+            self.misses += found is None
+            return fallback if found is None else (runners[found[0]], found[1])
+
+    def prepare_tactic_profile(self, inputs: Sequence, tuning_config: TuningConfig) -> tuple[TuningConfig, list]:
+        """The config, and the inputs of each profile that it has tuned: first that of `inputs`, then every other."""
+        profiles = profiles_to_tune(shapes_of(inputs), tuning_config, self.mode.buckets)
+        return tuning_config, [inputs_for(profile, inputs, tuning_config) for profile in profiles]
+
+    def save_configs(self, path: str) -> None:
+        """Write the choices to a JSON file, over those that it has, by a rename.
+
+        A file made in another environment (versions, device) is left as it is, with a warning.
+        """
+        with self._lock:
+            before = store.read(Path(path)) or {}
+            if before and (why := store.foreign(before)):
+                logger.warning("tuned choices are not saved to %s, which is another environment's: %s", path, why)
+                return
+            choices = {key: [runner, tactic] for key, (runner, tactic) in (self._loaded | self.profiling_cache).items()}
+            records = {**before.get(store.RECORDS, {}), **self._records}
+            content = before | choices | {store.METADATA: before.get(store.METADATA) or store.environment()}
+            store.replace(Path(path), content | ({store.RECORDS: records} if records else {}))
+
+    def load_configs(self, path: str) -> bool:
+        """Take the choices of a file that `save_configs` wrote; whether there were any to take.
+
+        A file that cannot be read, or of another environment, is not taken, with a warning.
+        """
+        with self._lock:
+            content = store.read(Path(path))
+            if content is None:
+                return False
+            if why := store.foreign(content):
+                logger.warning("tuned choices in %s are another environment's, and not used: %s", path, why)
+                return False
+            for namespace, records in content.get(store.RECORDS, {}).items():
+                self._records.setdefault(namespace, {}).update(records)
+            for key, value in content.items():
+                if not key.startswith("_") and isinstance(value, list) and len(value) == 2:
+                    self._loaded[key] = (value[0], store.as_tactic(value[1]))
+            return True
+
+    def get_namespaced_records(self, namespace: str) -> dict:
+        """A copy of what was published under a name; saved and loaded with the choices."""
+        with self._lock:
+            return dict(self._records.get(namespace, {}))
+
+    def publish_namespaced_records(self, namespace: str, records: dict) -> None:
+        """Add records, plain data, under a name of the caller's."""
+        with self._lock:
+            self._records.setdefault(namespace, {}).update(records)
+
+    def clear_cache(self) -> None:
+        """Forget all choices and records; files stay."""
+        with self._lock:
+            self.profiling_cache: dict[str, tuple[str, object]] = {}
+            self._loaded: dict[str, tuple[str, object]] = {}
+            self._records: dict[str, dict] = {}
+            if self.folder is not None:
+                self.folder.forget()
+
+    def reset_statistics(self) -> None:
+        """Count from 0 again: `hits` and `misses` of choose_one, `failures` of candidates."""
+        self.hits = self.misses = self.failures = 0
+
+    def _key(self, custom_op, runners, profile, inputs) -> str:
+        extras = [(type(r).__name__, *(() if inputs is None else _extras(r, inputs))) for r in runners]
+        dtypes = None if inputs is None else tuple(str(x.dtype) for x in inputs if isinstance(x, torch.Tensor))
+        return str((custom_op, tuple(extras), profile, dtypes))
+
+    def _find(self, custom_op, runners, profile, inputs, measured_only=False):
+        """(index of the runner, tactic), or None."""
+        key = self._key(custom_op, runners, profile, inputs)
+        found = self.profiling_cache.get(key)
+        if found is None and not measured_only:
+            found = self._loaded.get(key) or (self.folder.find(key) if self.folder is not None else None)
+        if found is None:
+            return None
+        for index, runner in enumerate(runners):
+            if type(runner).__name__ == found[0]:
+                check = getattr(runner, "validate_tactic", None)
+                valid = check is None or inputs is None or found[1] == -1 or check(inputs, found[1])
+                return (index, found[1]) if valid else None
+        return None
+
+    def _tune(self, custom_op, runners, profile, inputs, kwargs) -> None:
+        device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        candidates = [(0, -1)]
+        for index, runner in enumerate(runners):
+            tactics = runner.get_valid_tactics(list(inputs), profile)
+            candidates += [(index, t) for t in map(store.as_tactic, tactics) if (index, t) != (0, -1)]
+        expected = measure.copied(runners[0](list(inputs), tactic=-1, **kwargs))
+        times = [self._time(custom_op, runners[i], t, inputs, kwargs, expected, device) for i, t in candidates]
+        times = _agreed(times, device)
+        best = min(range(len(times)), key=times.__getitem__)
+        index, tactic = candidates[best]
+        name, key = type(runners[index]).__name__, self._key(custom_op, runners, profile, inputs)
+        self.profiling_cache[key] = (name, tactic)
+        if self.folder is not None:
+            self.folder.keep(key, name, tactic)
+        took = times[best]
+        logger.info("tuned %s %s: %s, tactic %s, %.4g ms, of %d", custom_op, profile, name, tactic, took, len(times))
+
+    def _time(self, custom_op, runner, tactic, inputs, kwargs, expected, device) -> float:
+        inputs = list(inputs)
+        try:
+            runner(inputs, tactic=tactic, do_preparation=True, **kwargs)
+            why = measure.why_different(measure.copied(runner(inputs, tactic=tactic, **kwargs)), expected)
+            if not why:
+                return measure.milliseconds(lambda: runner(inputs, tactic=tactic, **kwargs), self._timing(), device)
+        except Exception as error:  # a candidate that cannot run is no candidate; the fallback ran before
+            why = f"{type(error).__name__}: {error}"
+        self.failures += 1
+        logger.warning("%s: tactic %s of %s is left out: %s", custom_op, tactic, type(runner).__name__, why)
+        return math.inf
+
+    def _timing(self) -> measure.Timing:
+        replays, mode = self.mode.replays, self.policy.execution_mode
+        return measure.Timing(
+            self.warmup,
+            self.repeat,
+            self.stream_delay_micro_secs,
+            replays=replays if replays is not None else self.repeat if mode == "cuda_graph" else None,
+            eager=mode == "eager",
+            cold=bool(self.policy.cold_l2),
+        )
+
+
+def _extras(runner, inputs) -> tuple:
+    return tuple(getattr(runner, "get_cache_key_extras", lambda inputs: ())(list(inputs)))
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _agreed(times: list[float], device: torch.device) -> list[float]:
+    """The sums of all ranks' times; what failed on one has failed."""
+    if _group is None:
+        return times
+    from torch import distributed
+
+    on = device if distributed.get_backend(_group) == "nccl" else torch.device("cpu")
+    counts = torch.tensor([len(times), -len(times)], dtype=torch.int64, device=on)
+    distributed.all_reduce(counts, distributed.ReduceOp.MIN, group=_group)
+    if counts[0] != -counts[1]:
+        raise RuntimeError(f"ranks tune other candidates: from {int(counts[0])} to {-int(counts[1])} of them")
+    summed = torch.tensor(times, dtype=torch.float64, device=on)
+    distributed.all_reduce(summed, group=_group)
+    return summed.tolist()
+
+
+@contextmanager
+def tuning(mode: Mode) -> Iterator[AutoTuner]:
+    """The process's tuner in a mode, and in the one before afterwards."""
+    tuner = AutoTuner.get()
+    before, tuner.mode = tuner.mode, mode
+    try:
+        yield tuner
+    finally:
+        tuner.mode = before
+
+
+def mode_of(tune, tuning_buckets, round_up, skip_ops, replays=None) -> Mode:
+    """The mode that the arguments of `autotune` stand for."""
+    sizes = None if tuning_buckets is None else tuple(sorted(map(int, tuning_buckets)))
+    require(sizes is None or (len(sizes) > 0 and sizes[0] > 0), "tuning_buckets", sizes, "one or more sizes above 0")
+    require(replays is None or replays >= 1, "cuda_graph_profile_replays", replays, "1 or more")
+    return Mode(bool(tune), Buckets(sizes, round_up), frozenset(skip_ops or ()), replays)
+
+
+@contextmanager
+def autotune(
+    tune_mode: bool = True,
+    cache: str | None = None,
+    tuning_buckets: Iterable[int] | None = None,
+    round_up: bool | None = None,
+    skip_ops: Iterable[str] | None = None,
+    cuda_graph_profile_replays: int | None = None,
+) -> Iterator[None]:
+    """Inside, operations that choose by `AutoTuner.choose_one` measure what has no choice yet.
+
+    The functions of this library take their tiles from numbers beside their kernels and measure nothing: what is tuned
+    is what callers bring to the tuner.
+
+    Parameters
+    ----------
+    tune_mode : bool
+        Whether to measure; False only uses choices that are kept.
+    cache : str, optional
+        A JSON file, which is read on entry and, if `tune_mode`, written on exit.
+    tuning_buckets : iterable of int, optional
+        Sizes to tune for, in place of each operation's own.
+    round_up : bool, optional
+        Whether the next larger size stands for one in between; False, the next smaller, which is the default for
+        `tuning_buckets`. None leaves each operation's own mapping where there are none.
+    skip_ops : iterable of str, optional
+        Operations that are given their fallback.
+    cuda_graph_profile_replays : int, optional
+        Time so many replays of a CUDA graph of each candidate.
+
+    Raises
+    ------
+    ValueError
+        A size, or number of replays, below 1.
+    """
+    mode = mode_of(tune_mode, tuning_buckets, round_up, skip_ops, cuda_graph_profile_replays)
+    with tuning(mode) as tuner:
+        if cache is not None:
+            tuner.load_configs(cache)
+        try:
+            yield
+        finally:
+            if cache is not None and tune_mode:
+                tuner.save_configs(cache)

@@ -1,0 +1,332 @@
+"""The tuner on runners whose times are made up, and on ones that are measured."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer import autotune_cache, autotuner
+from flashinfer.autotuner import (
+    AutoTuner,
+    ConstraintSpec,
+    DynamicTensorSpec,
+    MeasurementPolicy,
+    TunableRunner,
+    TuningConfig,
+    autotune,
+    measure,
+)
+
+
+def to_bucket(n):
+    return max([b for b in (4, 8, 16) if b <= n], default=4)
+
+
+CONFIG = TuningConfig(
+    (DynamicTensorSpec((0,), (0,), (4, 8, 16), to_bucket),),
+    (ConstraintSpec(1, 0, lambda shapes: shapes[0][0]),),
+)
+
+
+class Double(TunableRunner):
+    """Doubles. Tactic 2 fails, tactic 3 computes something else; `milliseconds` says how long a tactic takes."""
+
+    tactics = (0, 1, 2, 3, (4, 5))
+    milliseconds = {-1: 9, 0: 5, 1: 3, 3: 0.1, (4, 5): 4}
+    last = None
+
+    def __init__(self):
+        self.calls = []
+
+    def get_valid_tactics(self, inputs, profile):
+        return list(self.tactics)
+
+    def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
+        self.calls.append((tuple(inputs[0].shape), tuple(inputs[1].shape), tactic))
+        Double.last = self.milliseconds.get(tactic)
+        if tactic == 2:
+            raise RuntimeError("no such tile")
+        return inputs[0] * 2 + (1 if tactic == 3 else 0)
+
+
+class Slower(Double):
+    tactics = (7,)
+    milliseconds = {-1: 20, 7: 3.5}
+
+
+class Pairs(Double):
+    tactics = ((4, 5),)
+
+
+@pytest.fixture
+def tuner(monkeypatch):
+    """A new tuner for the process; a candidate takes what its runner says."""
+
+    def made_up(call, timing, device):
+        call()
+        return Double.last
+
+    monkeypatch.setattr(measure, "milliseconds", made_up)
+    monkeypatch.setattr(AutoTuner, "_instance", None)
+    monkeypatch.setattr(autotune_cache, "_open", False)
+    return AutoTuner.get()
+
+
+def inputs_of(rows):
+    return [torch.randn(rows, 3), torch.randn(rows, 2), None, 5]
+
+
+def choose(tuner, rows=5, runners=None, config=CONFIG, op="double"):
+    runners = runners or [Double(), Slower()]
+    runner, tactic = tuner.choose_one(op, runners, config, inputs_of(rows))
+    return runners.index(runner), tactic
+
+
+def test_the_fastest_right_candidate_is_chosen(tuner):
+    assert choose(tuner) == (0, -1) and tuner.misses == 1
+    runners = [Double(), Slower()]
+    with autotune():
+        assert tuner.is_tuning_mode
+        assert choose(tuner, runners=runners) == (0, 1)
+    assert not tuner.is_tuning_mode and tuner.failures == 2 * 3
+    # All buckets are tuned, with inputs whose other dimensions follow.
+    assert {call[:2] for call in runners[0].calls} == {((n, 3), (n, 2)) for n in (4, 8, 16)}
+    runners = [Double(), Slower()]
+    assert [choose(tuner, rows, runners) for rows in (1, 4, 7, 9, 1000)] == [(0, 1)] * 5
+    assert not runners[0].calls and tuner.hits == 6
+    assert choose(tuner, runners=[Slower()]) == (0, -1)
+
+
+def test_a_choice_of_another_runner(tuner, monkeypatch):
+    monkeypatch.setitem(Slower.milliseconds, 7, 0.5)
+    with autotune():
+        assert choose(tuner) == (1, 7)
+    found, index, tactic, profile = tuner.search_cache(
+        "double", [Double(), Slower()], autotuner.profiles.shapes_of(inputs_of(5)), CONFIG, inputs_of(5)
+    )
+    assert (found, index, tactic) == (True, 1, 7) and profile == ((4, 3), (4, 2), (), ())
+
+
+def test_the_fallback_wins_where_it_is_fastest(tuner, monkeypatch):
+    monkeypatch.setitem(Double.milliseconds, -1, 0.01)
+    with autotune():
+        assert choose(tuner) == (0, -1)
+    assert tuner.hits == 1
+
+
+def test_tuning_is_off_where_it_should_be(tuner, monkeypatch):
+    with autotune(False):
+        assert choose(tuner) == (0, -1)
+    with autotune(skip_ops={"double"}):
+        assert choose(tuner) == (0, -1)
+    monkeypatch.setattr(autotuner.autotuner, "_capturing", lambda: True)
+    with autotune():
+        assert choose(tuner) == (0, -1)
+    assert not tuner.profiling_cache
+
+
+def test_what_a_choice_depends_on(tuner, monkeypatch):
+    with autotune():
+        choose(tuner)
+    count = len(tuner.profiling_cache)
+    assert choose(tuner, op="other") == (0, -1)
+    halves = [x.half() if isinstance(x, torch.Tensor) else x for x in inputs_of(5)]
+    assert tuner.choose_one("double", [Double(), Slower()], CONFIG, halves)[1] == -1
+    monkeypatch.setattr(Double, "get_cache_key_extras", lambda self, inputs: (inputs[3],))
+    assert choose(tuner) == (0, -1)
+    monkeypatch.undo()
+    monkeypatch.setattr(Double, "validate_tactic", lambda self, inputs, tactic: tactic != 1, raising=False)
+    assert choose(tuner) == (0, -1) and len(tuner.profiling_cache) == count
+
+
+def test_buckets_of_the_caller(tuner):
+    def mapping(**kwargs):
+        with autotune(False, **kwargs):
+            return [tuner.get_effective_map_to_tuning_buckets(CONFIG)(n) for n in (1, 10, 15, 99)]
+
+    assert mapping() == [4, 8, 8, 16]
+    assert mapping(tuning_buckets=(20, 10)) == [10, 10, 10, 20]
+    assert mapping(tuning_buckets=(10, 20), round_up=True) == [10, 10, 20, 20]
+    assert mapping(round_up=True) == [4, 16, 16, 16]
+    runners = [Double()]
+    with autotune(tuning_buckets=(10, 20), round_up=True):
+        assert choose(tuner, 15, runners) == (0, 1)
+    assert {call[0][0] for call in runners[0].calls} == {10, 20}
+    for bad, argument in (((), "tuning_buckets"), ((0,), "tuning_buckets")):
+        with pytest.raises(ValueError, match=f"^{argument}: got"), autotune(tuning_buckets=bad):
+            pass
+    with pytest.raises(ValueError, match="^cuda_graph_profile_replays: got"), autotune(cuda_graph_profile_replays=0):
+        pass
+
+
+def test_tensors_are_made_for_other_sizes(tuner):
+    made = []
+
+    def make(shape, dtype, device):
+        made.append(shape)
+        return torch.full(shape, 3, dtype=dtype, device=device)
+
+    config = TuningConfig(CONFIG.dynamic_tensor_specs, CONFIG.constraint_specs, ((0, make),))
+    _, batches = tuner.prepare_tactic_profile(inputs_of(4), config)
+    assert [x[0].shape[0] for x in batches] == [4, 8, 16] and made == [(8, 3), (16, 3)]
+    assert (batches[1][0] == 3).all() and batches[1][2:] == [None, 5] and batches[1][1].shape == (8, 2)
+
+
+def test_a_file_of_choices(tuner, tmp_path, caplog):
+    path = tmp_path / "deep" / "choices.json"
+    with autotune(cache=str(path)):
+        choose(tuner)
+        choose(tuner, op="other", runners=[Pairs()])
+    tuner.publish_namespaced_records("mine", {"a": [1, 2]})
+    tuner.save_configs(str(path))
+    content = json.loads(path.read_text())
+    assert content["_metadata"]["flashinfer_version"] == flashinfer.__version__
+    tuner.clear_cache()
+    assert choose(tuner) == (0, -1) and tuner.get_namespaced_records("mine") == {}
+    runners = [Double(), Slower()]
+    with autotune(True, cache=str(path)):
+        assert choose(tuner, runners=runners) == (0, 1) and not runners[0].calls
+    assert tuner.get_namespaced_records("mine") == {"a": [1, 2]}
+    assert (4, 5) in [tactic for _, tactic in tuner._loaded.values()]
+    # Another environment's file is neither used nor overwritten, unless it says that it fits all.
+    content["_metadata"]["gpu"] = "another"
+    path.write_text(json.dumps(content))
+    tuner.clear_cache()
+    assert not tuner.load_configs(str(path)) and "gpu is" in caplog.text
+    tuner.save_configs(str(path))
+    assert json.loads(path.read_text()) == content
+    content["_metadata"]["gpu"] = "*"
+    path.write_text(json.dumps(content))
+    assert tuner.load_configs(str(path)) and choose(tuner) == (0, 1)
+    path.write_text("{")
+    assert not tuner.load_configs(str(path)) and not tuner.load_configs(str(tmp_path / "none"))
+
+
+def test_a_folder_of_choices(tuner, tmp_path, caplog):
+    with flashinfer.autotune_v2(cache_root=str(tmp_path)):
+        assert choose(tuner) == (0, 1)
+        with pytest.raises(RuntimeError, match="does not nest"), flashinfer.autotune_v2():
+            pass
+    entries = list(tmp_path.rglob("entries/*.json"))
+    assert len(entries) == 3 and len(list(tmp_path.rglob("manifest.json"))) == 1
+    tuner.clear_cache()
+    runners = [Double(), Slower()]
+    assert choose(tuner, runners=runners) == (0, 1) and not runners[0].calls
+    # What cannot be read, or is another key's, is no choice; another policy has a folder of its own.
+    tuner.clear_cache()
+    for path in entries:
+        path.write_text("nonsense")
+    assert choose(tuner) == (0, -1) and "not used" in caplog.text
+    with flashinfer.autotune_v2(cache_root=str(tmp_path), measurement_policy=MeasurementPolicy("eager", True)):
+        choose(tuner)
+    assert len(list(tmp_path.rglob("entries/*.json"))) == 6
+    with flashinfer.autotune_v2("replay", False):
+        assert tuner.folder is None and not tuner.is_tuning_mode
+    for bad, argument in ((dict(mode="learn"), "mode"), (dict(persistent_cache=False, cache_root="x"), "cache_root")):
+        with pytest.raises(ValueError, match=f"^{argument}: got"), flashinfer.autotune_v2(**bad):
+            pass
+    with pytest.raises(ValueError, match="^execution_mode: got"):
+        MeasurementPolicy("graph")
+
+
+def test_reload_reads_what_others_wrote(tuner, tmp_path, monkeypatch):
+    with flashinfer.autotune_v2(cache_root=str(tmp_path)):
+        choose(tuner)
+    for path in tmp_path.rglob("entries/*.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tactic": 0}))
+    assert choose(tuner) == (0, 1)
+    flashinfer.autotune_v2_reload()
+    assert choose(tuner) == (0, 0)
+
+
+def test_the_cache_folder_is_the_kernels(tuner, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    with flashinfer.autotune_v2():
+        choose(tuner)
+    (manifest,) = tmp_path.rglob("manifest.json")
+    place = (".cache", "flashinfer", flashinfer.__version__, "autotune", "v2")
+    assert manifest.relative_to(tmp_path).parts[:5] == place
+
+
+def test_same_results():
+    x = torch.randn(8, 64)
+    good = [x, torch.arange(3)]
+    assert measure.why_different(measure.copied((x * (1 + 1e-6), [torch.arange(3)], None)), good) == ""
+    assert "norm" in measure.why_different([x * 1.01, torch.arange(3)], good)
+    assert measure.why_different([x.bfloat16()], [(x * 1.01).bfloat16()]) == ""
+    assert "norm" in measure.why_different([x.bfloat16()], [(x * 1.2).bfloat16()])
+    assert "integers" in measure.why_different([x, torch.arange(3) + 1], good)
+    assert "tensors" in measure.why_different([x], good)
+    assert "tensor" in measure.why_different([x[:4], torch.arange(3)], good)
+    assert "NaN" in measure.why_different([x.clone().fill_(torch.nan)], [x])
+    inf = torch.tensor([1.0, torch.inf])
+    assert measure.why_different([inf], [inf.clone()]) == ""
+
+
+def test_time_is_measured():
+    timing = measure.Timing(warmup=1, repeat=3, delay=0)
+    took = measure.milliseconds(lambda: time.sleep(0.01), timing, torch.device("cpu"))
+    assert 9 < took < 100
+
+
+RANKS = """
+import sys, torch
+from torch import distributed
+from flashinfer.autotuner import AutoTuner, autotune, get_autotune_process_group, measure, set_autotune_process_group
+sys.path.insert(0, sys.argv[3])
+from test_autotuner import CONFIG, Double, choose
+rank = int(sys.argv[1])
+distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+Double.tactics = (0, 1)
+Double.milliseconds = [{-1: 9, 0: 1, 1: 2}, {-1: 9, 0: 5, 1: 2}][rank]
+def made_up(call, timing, device):
+    call()
+    return Double.last
+measure.milliseconds = made_up
+set_autotune_process_group(distributed.group.WORLD)
+assert get_autotune_process_group() is distributed.group.WORLD
+tuner = AutoTuner.get()
+with autotune():
+    print(choose(tuner, runners=[Double()]))
+    Double.tactics = (0, 1)[: 1 + rank]
+    try:
+        choose(tuner, runners=[Double()], op="other")
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_ranks_agree(tmp_path):
+    """On the sum of their times, in which neither rank's own best need win; and on their candidates."""
+    arguments = [str(tmp_path / "rendezvous"), str(Path(__file__).parent)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ranks = [subprocess.Popen([sys.executable, "-c", RANKS, str(rank), *arguments], **pipes) for rank in range(2)]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=120)
+        assert out.splitlines() == ["(0, 1)", "ranks tune other candidates: from 2 to 3 of them"], err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode, cold", [("auto", None), ("cuda_graph", None), ("eager", None), ("eager", True)])
+def test_on_a_gpu(device, monkeypatch, mode, cold):
+    class Sleeper(TunableRunner):
+        def get_valid_tactics(self, inputs, profile):
+            return [1, 2]
+
+        def forward(self, inputs, tactic=-1, do_preparation=False):
+            torch.cuda._sleep({-1: 300_000, 1: 30_000, 2: 150_000}[tactic])
+            return inputs[0] + 1
+
+    monkeypatch.setattr(AutoTuner, "_instance", None)
+    tuner, runner, policy = AutoTuner.get(), Sleeper(), MeasurementPolicy(mode, cold)
+    with flashinfer.autotune_v2(persistent_cache=False, measurement_policy=policy):
+        assert tuner.choose_one("sleep", [runner], TuningConfig(), [torch.ones(4, device=device)]) == (runner, 1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = tuner.choose_one("other", [runner], TuningConfig(), [torch.ones(4, device=device)])
+        assert found == (runner, -1)
