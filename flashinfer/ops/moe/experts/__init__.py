@@ -1,0 +1,171 @@
+"""The experts' matrix products: rows grouped by expert times that expert's weights, in every format of either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.moe.experts import config
+
+# Elements of a row that share a scale factor, by format; formats that are not here have none.
+WIDTH = {"fp8_block": 128, "mxfp8": 32, "nvfp4": 16, "mxfp4": 32, "mxint4": 32, "int4": 128}
+# Formats with two elements to a byte, the first in the low half.
+PACKED = ("nvfp4", "mxfp4", "mxint4", "int4")
+GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_step", "situ")
+PLAIN = ("", "silu", "gelu", "relu", "relu2", "clamped_relu2")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Rows of one expert after another, each times the weights of its expert: act(x @ w.T), y in rows of the map.
+
+    Attributes
+    ----------
+    rows : str
+        Format of the rows: "bf16", "fp16", "fp32"; "fp8" (e4m3 without factors), "fp8_block" (e4m3, a float32 factor
+        for 128 of a row), "mxfp8" (e4m3, ue8m0 for 32), "nvfp4" (e2m1, e4m3 for 16).
+    weights : str
+        Format of the weights: those of the rows, where "fp8_block" has a float32 factor for 128 x 128, and "mxfp4"
+        (e2m1, ue8m0 for 32), "mxint4" (4-bit integers, bfloat16 for 32), "int4" (the same for 128).
+    out : str
+        Of the result: "bf16", "fp16", "fp32", or "fp8", e4m3 of the result as it is.
+    tile : int
+        Rows of a tile of the token map.
+    experts : str
+        "few" where the tiles of the rows alone cannot occupy a chip, else "many".
+    gather : bool
+        Rows belong to tokens, and a row of the map reads its token's; else they lie as in the map.
+    act : str
+        One of GATED, whose weights have rows of two halves, the factor's first and then the gate's; or one of PLAIN.
+    paired : bool
+        Rows of gated weights alternate instead: factor, gate, factor, gate.
+    shuffle : int
+        Rows of the weights are permuted within blocks of so many, 16 or 32, as `shuffle_matrix_a` does; 0 where not.
+    block : int
+        Weights are [experts, k / block, n, block], in stored elements; 0 where they are [experts, n, k].
+    row_layout, weight_layout : str
+        Of byte-wide scale factors: "linear" or "128x4".
+    bias : str
+        Dtype of a bias for each row of the weights, in their order; "" without.
+    scale : str
+        Factor of the product, before bias and activation: "" none, else a float32 "tensor" of one or of each expert.
+    scale_out : str
+        Factor of the result: "" none, "tensor", or "ratio", the tensor over `scale`'s.
+    shape : str
+        Which of float32 tensors [experts] the activation has, of "a" alpha, "b" beta and "l" limit.
+    weighted : bool
+        The product is times the weight of its pair, before bias and activation.
+    aligned : bool
+        Rows and weights can be read 16 bytes at a time.
+    """
+
+    rows: str
+    weights: str
+    out: str
+    tile: int
+    experts: str = "many"
+    gather: bool = False
+    act: str = ""
+    paired: bool = False
+    shuffle: int = 0
+    block: int = 0
+    row_layout: str = "linear"
+    weight_layout: str = "linear"
+    bias: str = ""
+    scale: str = ""
+    scale_out: str = ""
+    shape: str = ""
+    weighted: bool = False
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Rows to a format with scale factors, those of a token map or all.
+
+    Attributes
+    ----------
+    form : str
+        "fp8_block", "mxfp8" or "nvfp4", as in Problem; or "fp8", with one factor.
+    dtype : str
+        Of the rows.
+    tile : int
+        Rows of a tile of the token map; 0 where there is none, and all rows are quantised.
+    scaled : bool
+        NVFP4 has global scales, one or one an expert; fp8 has a factor.
+    aligned : bool
+        Rows can be read 16 bytes at a time.
+    """
+
+    form: str
+    dtype: str
+    tile: int
+    scaled: bool = False
+    aligned: bool = True
+
+
+class Rows(NamedTuple):
+    """codes : [rows, .], stored elements. scale : factors; of "fp8_block" float32 with strides [row, block]."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor | None = None
+    top_k: int = 1
+
+
+class Weights(NamedTuple):
+    """codes : [experts, n, .] or in blocks. scale : [experts, ...]. bias : [experts, n]."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+class Finish(NamedTuple):
+    """What stands behind a product; float32. scale, scale_out : [1] or [experts]. alpha, beta, limit : [experts].
+
+    weight : [pairs]. situ : the two numbers of "situ". clamp : the number of "clamped_relu2".
+    """
+
+    scale: torch.Tensor | None = None
+    scale_out: torch.Tensor | None = None
+    alpha: torch.Tensor | None = None
+    beta: torch.Tensor | None = None
+    limit: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    numbers: tuple[float, float] = (0.0, 0.0)
+
+
+def extents(problem: Problem, weights: Weights) -> tuple[int, int]:
+    """Rows of an expert's weights, and elements of each."""
+    shape = weights.codes.shape
+    n, stored = (shape[2], shape[1] * shape[3]) if problem.block else (shape[1], shape[2])
+    return n, stored * (2 if problem.weights in PACKED else 1)
+
+
+def _product_catalog() -> Iterator[Problem]:
+    # Mixtral in bfloat16 and DeepSeek-V3 in FP8, for few and for many tokens; gpt-oss and NVFP4 for few.
+    for tile in (16, 128):
+        yield Problem("bf16", "bf16", "bf16", tile, gather=True, act="swiglu")
+        yield Problem("fp8_block", "fp8_block", "bf16", tile, gather=True, act="swiglu")
+    yield Problem("bf16", "mxfp4", "bf16", 16, gather=True, act="swiglu", bias="bf16", shape="abl")
+    yield Problem("nvfp4", "nvfp4", "bf16", 16, scale="tensor", weight_layout="128x4")
+
+
+def _quantize_catalog() -> Iterator[Quantize]:
+    for form in ("fp8_block", "mxfp8", "nvfp4"):
+        yield Quantize(form, "bf16", 16, scaled=form == "nvfp4")
+
+
+def _variants(chosen):
+    return (
+        Variant("portable", "flashinfer.ops.moe.experts.portable", config=chosen),
+        Variant("reference", "flashinfer.ops.moe.experts.reference"),
+    )
+
+
+product = Op("moe_product", Problem, _variants(config.product), _product_catalog)
+quantize = Op("moe_quantize", Quantize, _variants(config.quantize), _quantize_catalog)

@@ -1,0 +1,87 @@
+"""Tiles, stages and warps of the experts' products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8": 8, "fp8_block": 8, "mxfp8": 8}
+_FP8 = ("fp8", "fp8_block")
+
+
+@dataclass(frozen=True)
+class Config:
+    """tile_n, tile_k : rows of the weights, and elements of each, that a program multiplies at once.
+
+    group : tiles of rows that share a strip of weights in L2. swap : the weights are the first operand of the product.
+    compute : dtype of the operands. capability : of the chip, ten times.
+    """
+
+    tile_n: int
+    tile_k: int
+    group: int
+    swap: bool
+    compute: str
+    capability: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """rows, columns : of a program. capability : of the chip, ten times."""
+
+    rows: int
+    columns: int
+    capability: int
+    num_warps: int
+
+
+def compute_dtype(problem, capability: int) -> str:
+    """The dtype that both operands have exactly."""
+    if capability == 0:
+        # Triton 3.6's interpreter multiplies bfloat16 wrongly.
+        return "fp32"
+    if problem.rows in _FP8 and problem.weights in _FP8:
+        # e4m3 is exact in float16, for chips without its product.
+        return "fp8e4nv" if capability >= 89 else "fp16"
+    if problem.rows in ("fp16", "fp32"):
+        return problem.rows
+    # An element times its scale factor has at most 8 bits of mantissa, but with bfloat16 factors.
+    return "bf16"
+
+
+def product(problem, target) -> Config:
+    capability = target.capability
+    compute = compute_dtype(problem, capability)
+    scaled = problem.rows == problem.weights == "fp8_block"
+    few_rows = problem.tile < 64
+    # wgmma and tcgen05 have at least 64 rows, which few tokens do not fill: the weights' rows do.
+    swap = few_rows and capability in (90, 100, 103)
+    bits_x, bits_w = _BITS.get(problem.rows, 4), _BITS.get(problem.weights, 4)
+    decoded = problem.weights not in _FP8 and bits_w < 16
+    if few_rows:
+        # Bound by memory: small tiles, so that several programs share a multiprocessor and their loads overlap. Not
+        # measured.
+        tile_n = 64 if problem.experts == "few" else 128
+        tile_k = 128
+        num_warps = 4
+        budget = min(target.smem // 2, 100 << 10)
+    else:
+        # 128 x 256 of float32 sums are 128 registers in each of 256 threads; block scales double the sums. Not measured.
+        wide = capability in (90, 100, 103) and problem.tile == 128 and not scaled and not decoded
+        tile_n = 256 if wide and compute != "fp32" else 128
+        tile_k = 128 if scaled or bits_w < 16 else 64
+        num_warps = 8 if problem.tile == 128 else 4
+        budget = target.smem - (1 << 10)
+    if compute == "fp32":
+        tile_n, tile_k = 64, 32 if bits_w >= 16 else 128
+    # What is decoded is kept a second time, in the operands' dtype.
+    second = (problem.tile + tile_n) * tile_k * 2 if decoded else 0
+    stage = (problem.tile * bits_x + tile_n * bits_w) * tile_k // 8
+    num_stages = max(2, min(4, (budget - second) // stage)) if target.smem else 2
+    return Config(tile_n, tile_k, 8, swap, compute, capability, num_warps, num_stages)
+
+
+def quantize(problem, target) -> Quantize:
+    # 16 elements a thread. Not measured.
+    return Quantize(rows=2, columns=1024, capability=target.capability, num_warps=4)

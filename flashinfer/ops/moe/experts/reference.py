@@ -1,0 +1,171 @@
+"""The experts' products in torch: an expert at a time, its weights decoded whole, float32 sums."""
+
+import torch
+from torch.nn.functional import gelu, silu
+
+from flashinfer.ops import layouts, narrow
+from flashinfer.ops.moe.experts import GATED, PACKED, WIDTH, Problem, Quantize, extents
+
+
+def run(problem, config, *args):
+    _RUN[type(problem)](problem, *args)
+
+
+def product(problem, rows, weights, finish, token_map, out):
+    """out[r] = finish(rows of r @ weights of r's expert) for the rows r of the map."""
+    n, k = extents(problem, weights)
+    first, count = token_map.first.tolist(), token_map.count.tolist()
+    for expert, (start, many) in enumerate(zip(first, count)):
+        if not many:
+            continue
+        row = slice(start, start + many)
+        pair = token_map.row_pair[row].long()
+        source = pair // rows.top_k if problem.gather else torch.arange(start, start + many, device=pair.device)
+        x = decode_rows(problem, rows, source, k)
+        y = x @ decode_weights(problem, weights, expert, n, k).T
+        y = _finish(problem, finish, weights, y, pair, expert)
+        out[row] = narrow.to_fp8(y, torch.float8_e4m3fn) if problem.out == "fp8" else y.to(out.dtype)
+
+
+def decode_rows(problem, rows, source, k) -> torch.Tensor:
+    """Rows as float32."""
+    form, codes = problem.rows, rows.codes[source]
+    if form not in WIDTH:
+        return codes.float()
+    blocks = -(-k // WIDTH[form])
+    if problem.row_layout == "linear":
+        factors = rows.scale[source][:, :blocks]
+    else:
+        factors = layouts.restore(rows.scale.flatten().view(torch.uint8), len(rows.codes), blocks, problem.row_layout)
+        factors = factors[source]
+    return _decode(form, codes, factors, k)
+
+
+def decode_weights(problem, weights, expert: int, n: int, k: int) -> torch.Tensor:
+    """An expert's weights as float32 [n, k], rows in the order of the bias: gated ones factor, gate, factor, gate."""
+    form, codes = problem.weights, weights.codes[expert]
+    stored, logical = weight_rows(problem, n, codes.device)
+    if problem.block:
+        codes = codes.transpose(0, 1).flatten(1)
+    codes = codes[stored]
+    if form not in WIDTH:
+        return codes.float()
+    blocks = -(-k // WIDTH[form])
+    factors = weights.scale[expert]
+    if form == "fp8_block":
+        factors = factors[logical // 128]
+    elif problem.weight_layout == "linear":
+        factors = factors[stored]
+    else:
+        factors = layouts.restore(factors.flatten(), n, blocks, problem.weight_layout)[stored]
+    return _decode(form, codes, factors, k)
+
+
+def weight_rows(problem, n: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where rows of the weights are, for columns of the product: stored, and before `shuffle_matrix_a`."""
+    column = torch.arange(n, device=device)
+    row = column
+    if problem.act in GATED and not problem.paired:
+        row = column % 2 * (n // 2) + column // 2
+    stored = row
+    if problem.shuffle:
+        eighth = problem.shuffle // 8
+        stored = row // problem.shuffle * problem.shuffle + row % eighth * 8 + row % problem.shuffle // eighth
+    return stored, row
+
+
+def _decode(form, codes, factors, k) -> torch.Tensor:
+    if form in ("fp8", "fp8_block", "mxfp8"):
+        y = codes.view(torch.float8_e4m3fn).float()
+    elif form in ("mxint4", "int4"):
+        byte = codes.view(torch.uint8).int()
+        y = torch.stack(((byte & 15 ^ 8) - 8, (byte >> 4 ^ 8) - 8), -1).flatten(-2).float()
+    else:
+        y = narrow.from_e2m1(codes.view(torch.uint8))
+    if form in ("mxfp8", "mxfp4"):
+        factors = narrow.from_ue8m0(factors.view(torch.uint8))
+    elif form == "nvfp4":
+        factors = factors.view(torch.float8_e4m3fn)
+    return y * factors.float().repeat_interleave(WIDTH[form], -1)[:, :k]
+
+
+def _finish(problem, finish, weights, y, pair, expert):
+    def value(vector):
+        return vector[0 if vector.numel() == 1 else expert].float()
+
+    if problem.scale:
+        y = y * value(finish.scale)
+    if problem.weighted:
+        y = y * finish.weight.flatten()[pair, None]
+    if problem.bias:
+        stored, _ = weight_rows(problem, y.shape[1], y.device)
+        y = y + weights.bias[expert][stored].float()
+    if problem.act in GATED:
+        y = _gated(problem, finish, y[:, 0::2], y[:, 1::2], expert)
+    else:
+        y = _plain(problem.act, y, finish.numbers[0])
+    if problem.scale_out:
+        factor = value(finish.scale_out)
+        y = y * (factor / value(finish.scale) if problem.scale_out == "ratio" else factor)
+    return y
+
+
+def _gated(problem, finish, factor, gate, expert):
+    if problem.act == "situ":
+        first, second = finish.numbers
+        return first * torch.tanh(gate / first) * gate.sigmoid() * second * torch.tanh(factor / second)
+    step = problem.act == "swiglu_step"
+    if "l" in problem.shape:
+        limit = finish.limit[expert]
+        factor = factor.clamp(-limit, limit)
+        gate = gate if step else gate.clamp(max=limit)
+    if problem.act in ("geglu", "geglu_tanh"):
+        gate = gelu(gate, approximate="tanh" if problem.act == "geglu_tanh" else "none")
+    else:
+        gate = gate * (gate * finish.alpha[expert] if "a" in problem.shape else gate).sigmoid()
+    if step and "l" in problem.shape:
+        gate = gate.clamp(max=limit)
+    return gate * (factor + finish.beta[expert] if "b" in problem.shape else factor)
+
+
+def _plain(act, y, most):
+    if act == "silu":
+        return silu(y)
+    if act == "gelu":
+        return gelu(y)
+    if act == "relu":
+        return y.relu()
+    if act == "relu2":
+        return y.relu().square()
+    return y.clamp(0, most).square() if act == "clamped_relu2" else y
+
+
+def quantize(problem, x, global_scale, token_map, codes, factors):
+    """Rows of x, all or those of the map, as codes and scale factors."""
+    live = torch.arange(len(x), device=x.device)
+    expert = torch.zeros_like(live)
+    if problem.tile:
+        live = torch.nonzero(token_map.row_pair[: int(token_map.first[-1])] >= 0)[:, 0]
+        expert = token_map.tile_expert[live // problem.tile].long()
+    y = x[live].float()
+    its = torch.ones(len(y), 1, device=x.device)
+    if problem.scaled:
+        its = global_scale.flatten()[expert if global_scale.numel() > 1 else 0].float().reshape(-1, 1)
+    if problem.form == "fp8":
+        codes[live] = narrow.to_fp8(y * its, torch.float8_e4m3fn).view(codes.dtype)
+        return
+    padded = torch.nn.functional.pad(y, (0, -y.shape[1] % WIDTH[problem.form]))
+    if problem.form == "fp8_block":
+        made, factor = narrow.quantize_fp8(padded, 128, torch.float8_e4m3fn)
+    elif problem.form == "mxfp8":
+        made, factor = narrow.quantize_mxfp8(padded)
+    else:
+        made, factor = narrow.quantize_nvfp4(padded, its)
+    codes.view(torch.uint8)[live] = made.view(torch.uint8)[:, : codes.shape[1]]
+    if problem.form == "fp8_block":
+        factors[live] = factor
+    else:
+        factors.view(torch.uint8)[live] = factor.view(torch.uint8)
+
+
+_RUN = {Problem: product, Quantize: quantize}
