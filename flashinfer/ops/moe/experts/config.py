@@ -70,8 +70,8 @@ def product(problem, target) -> Config:
         # 128 x 256 of float32 sums are 128 registers in each of 256 threads; block scales double the sums. Not measured.
         wide = capability in (90, 100, 103) and problem.tile == 128 and not scaled and not decoded
         tile_n = 256 if wide and compute != "fp32" else 128
-        tile_k = 128 if scaled or bits_w < 16 else 64
-        num_warps = 8 if problem.tile == 128 else 4
+        tile_k = 128 if bits_w < 16 and compute == "fp8e4nv" else 64
+        num_warps = 8
         budget = target.smem - (1 << 10)
     if compute == "fp32":
         tile_n, tile_k = 64, 32 if bits_w >= 16 else 128

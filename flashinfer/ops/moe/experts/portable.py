@@ -29,7 +29,7 @@ def weight_rows(column, n, GATED: tl.constexpr, PAIRED: tl.constexpr, SHUFFLE: t
 @triton.jit
 def load_factors(
     scale, row, first, live, k, row_stride, block_stride,
-    FORM: tl.constexpr, WIDTH: tl.constexpr, TILE_K: tl.constexpr, LAYOUT: tl.constexpr,
+    WIDTH: tl.constexpr, TILE_K: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
     """The scale factors of rows' elements `first` to `first + TILE_K`, [rows, TILE_K / WIDTH]."""
     block = first // WIDTH + tl.arange(0, TILE_K // WIDTH)
@@ -43,11 +43,13 @@ def load_factors(
 
 
 @triton.jit
-def operand(codes, factors, FORM: tl.constexpr, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
-    """A tile as an operand of the product, its scale factors inside."""
-    if FORM == "fp8" or FORM == "fp8_block":
-        if DTYPE == tl.float8e4nv:
-            return codes
+def operand(
+    codes, factors, FORM: tl.constexpr, FP8: tl.constexpr, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr
+):  # fmt: skip
+    """A tile as an operand of the product, its scale factors inside. FP8: the product takes e4m3."""
+    if FP8:
+        return codes
+    elif FORM == "fp8" or FORM == "fp8_block":
         return from_fp8(codes, "fp8e4nv", CAPABILITY).to(DTYPE)
     elif FORM == "mxfp8":
         return times_blocks(from_fp8(codes, "fp8e4nv", CAPABILITY), from_ue8m0(factors), 32).to(DTYPE)
@@ -191,6 +193,7 @@ def product_kernel(
     TILE_K: tl.constexpr,
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
+    FP8: tl.constexpr,
     DTYPE: tl.constexpr,
     CAPABILITY: tl.constexpr,
 ):
@@ -229,18 +232,18 @@ def product_kernel(
     if W_WIDTH:
         w_scale += wide_expert * w_scale_expert
     acc = tl.zeros([TILE_N, TILE_M] if SWAP else [TILE_M, TILE_N], tl.float32)
-    x_factors = 0
-    w_factors = 0
     for at in range(0, k, TILE_K):
-        a = tl.load(x + at // X_PACK, live[:, None] & (at // X_PACK + x_at < k // X_PACK)[None, :], other=0)
+        a = tl.load(x + at // X_PACK, live[:, None] & (at // X_PACK + x_at < k // X_PACK)[None, :], other=0.0)
         w_first = at // W_PACK
         if BLOCK:
             w_start = w_first // BLOCK * w_block + w_first % BLOCK
         else:
             w_start = w_first
-        b = tl.load(w + w_start, (w_first + w_at < k // W_PACK)[None, :], other=0)
+        b = tl.load(w + w_start, (w_first + w_at < k // W_PACK)[None, :], other=0.0)
+        x_factors = 0
+        w_factors = 0
         if SCALED:
-            # One factor for a row, and for 128 rows of the weights, for each step of 128.
+            # One factor for a row, and for 128 rows of the weights, for each 128 elements.
             inside = at // 128
             rows_factor = tl.load(
                 x_scale + source.to(tl.int64) * x_scale_row + inside.to(tl.int64) * x_scale_block, live, other=0
@@ -249,16 +252,13 @@ def product_kernel(
         else:
             if X_WIDTH:
                 x_factors = load_factors(
-                    x_scale, source, at, live, k, x_scale_row, x_scale_block, ROWS, X_WIDTH, TILE_K, X_LAYOUT
+                    x_scale, source, at, live, k, x_scale_row, x_scale_block, X_WIDTH, TILE_K, X_LAYOUT
                 )
             if W_WIDTH:
-                w_factors = load_factors(
-                    w_scale, stored, at, used, k, w_scale_row, 1, WEIGHTS, W_WIDTH, TILE_K, W_LAYOUT
-                )
-        a = operand(a, x_factors, ROWS, DTYPE, CAPABILITY)
-        b = operand(b, w_factors, WEIGHTS, DTYPE, CAPABILITY)
-        PROMOTED: tl.constexpr = DTYPE == tl.float8e4nv
-        if SCALED or PROMOTED:
+                w_factors = load_factors(w_scale, stored, at, used, k, w_scale_row, 1, W_WIDTH, TILE_K, W_LAYOUT)
+        a = operand(a, x_factors, ROWS, FP8, DTYPE, CAPABILITY)
+        b = operand(b, w_factors, WEIGHTS, FP8, DTYPE, CAPABILITY)
+        if SCALED or FP8:
             # Sums of e4m3 products keep few bits inside Hopper's tensor cores; each 128 go to float32.
             if SWAP:
                 part = tl.dot(b, tl.trans(a))
@@ -433,6 +433,7 @@ def _build_product(problem, config):
         "TILE_K": config.tile_k,
         "GROUP": config.group,
         "SWAP": config.swap,
+        "FP8": config.compute == "fp8e4nv",
         "DTYPE": _TL[config.compute],
         "CAPABILITY": config.capability,
     }

@@ -1,0 +1,303 @@
+"""What every call of a mixture of experts runs: map, product, activation, product, weighted sum; and their checks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, torch_dtype
+from flashinfer._core.custom_op import custom_op
+from flashinfer.fused_moe import routing
+from flashinfer.ops import layouts
+from flashinfer.ops.moe import experts as room
+from flashinfer.ops.moe.token_map import TokenMap, most_tiles
+from flashinfer.tllm_enums import ActivationType
+
+_ACTS = {
+    ActivationType.Gelu: "gelu",
+    ActivationType.Relu: "relu",
+    ActivationType.Silu: "silu",
+    ActivationType.Swiglu: "swiglu",
+    ActivationType.SwigluBias: "swiglu",
+    ActivationType.Geglu: "geglu",
+    ActivationType.GegluTanh: "geglu_tanh",
+    ActivationType.SwigluStep: "swiglu_step",
+    ActivationType.Situ: "situ",
+    ActivationType.Relu2: "relu2",
+    ActivationType.ClampedRelu2: "clamped_relu2",
+    ActivationType.Identity: "",
+}
+# Programs of 128 rows of weights below which tiles are cut in two: about as many as a chip has multiprocessors.
+_FEW = 128
+
+
+class Tokens(NamedTuple):
+    """Rows [tokens, .], one for each token, their format, and their scale factors in a layout."""
+
+    codes: torch.Tensor
+    form: str
+    scale: torch.Tensor | None = None
+    layout: str = "linear"
+
+
+class Weight(NamedTuple):
+    """An expert's weights: stored, with their format, scale factors in a layout, bias, and the places of rows.
+
+    `paired`, `shuffle` and `block` are those of the room's Problem; `name` is the argument's.
+    """
+
+    name: str
+    codes: torch.Tensor
+    form: str
+    scale: torch.Tensor | None = None
+    layout: str = "linear"
+    bias: torch.Tensor | None = None
+    paired: bool = False
+    shuffle: int = 0
+    block: int = 0
+
+
+class Activation(NamedTuple):
+    """act : a name of the room's. alpha, beta, limit : float32 [experts]. numbers : what some have beside."""
+
+    act: str
+    alpha: torch.Tensor | None = None
+    beta: torch.Tensor | None = None
+    limit: torch.Tensor | None = None
+    numbers: tuple[float, float] = (0.0, 0.0)
+
+
+class Between(NamedTuple):
+    """The rows between the products: their format, NVFP4's global scale, and factors of both products.
+
+    scale, scale_out : of the first, as the room's Problem has them. second : of the second.
+    """
+
+    form: str = ""
+    global_scale: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    scale_out: torch.Tensor | None = None
+    ratio: bool = False
+    second: torch.Tensor | None = None
+
+
+class Routed(NamedTuple):
+    """ids [tokens, top_k], weights or None of packed ids; this rank's experts. on_input : weights scale the input."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+    offset: int
+    experts: int
+    on_input: bool = False
+
+
+def activation_of(argument: str, value, **given) -> tuple[str, bool]:
+    """The room's name of an activation, and whether it is gated. given : tensors that only SwiGLU takes."""
+    known = [int(kind) for kind in _ACTS]
+    require(int(value) in known, argument, value, ", ".join(f"{kind.name} ({int(kind)})" for kind in _ACTS))
+    kind = ActivationType(int(value))
+    act = _ACTS[kind]
+    for name, tensor in given.items():
+        takes = act == "swiglu" or (act == "swiglu_step" and "limit" in name)
+        require(tensor is None or takes, name, "a tensor", f"None with {kind.name}")
+    return act, kind.is_gated
+
+
+def run(
+    tokens: Tokens, routed: Routed, first: Weight, activation: Activation, between: Between, second: Weight,
+    out: torch.Tensor, do_finalize: bool = True,
+) -> list[torch.Tensor]:  # fmt: skip
+    """[out], or without finalize [rows, weights, row of each pair]. `out` gives dtype and shape either way."""
+    _check(tokens, routed, first, activation, between, second, out)
+    top_k = routed.ids.shape[1]
+    tensors = [
+        *(tokens.codes, tokens.scale),
+        *(first.codes, first.scale, first.bias),
+        *(second.codes, second.scale, second.bias),
+        *(activation.alpha, activation.beta, activation.limit),
+        *(between.global_scale, between.scale, between.scale_out, between.second),
+        *(routed.ids, routed.weights),
+    ]
+    words = [tokens.form, tokens.layout, first.form, first.layout, second.form, second.layout]
+    words += [activation.act, between.form, dtype_name(out.dtype)]
+    flags = [first.paired, first.shuffle, first.block, second.shuffle, second.block, between.ratio, routed.on_input]
+    numbers = [int(flag) for flag in flags] + [routed.offset, routed.experts, out.shape[1], top_k]
+    floats, words = list(activation.numbers), ",".join(words)
+    if do_finalize:
+        _experts(tensors, words, numbers, floats, out)
+        return [out]
+    rows, weights, pair_row = _unfinalized(tensors, words, numbers, floats)
+    return [rows, weights if routed.weights is None else routed.weights, pair_row]
+
+
+def tile_of(pairs: int, experts: int) -> int:
+    """Rows of a tile: about what an expert has, so that little of a tile is padding; 16 is a tensor core's least."""
+    mean = -(-pairs // max(experts, 1))
+    return 16 if mean <= 16 else 32 if mean <= 32 else 64 if mean <= 96 else 128
+
+
+@custom_op("flashinfer::moe_experts", mutates_args=("out",))
+def _experts(
+    tensors: list[torch.Tensor | None], words: str, numbers: list[int], floats: list[float], out: torch.Tensor
+) -> None:
+    rows, weights, token_map = _rows(tensors, words, numbers, floats)
+    routing.finalize(rows, token_map.pair_row, None if numbers[6] else weights, out)
+
+
+def _like_unfinalized(tensors, words, numbers, floats):
+    ids = tensors[15]
+    tile = tile_of(ids.numel(), numbers[8])
+    rows = most_tiles(ids.numel(), numbers[8], tile) * tile
+    dtype = torch_dtype(words.split(",")[-1])
+    weights = ids.new_empty(ids.shape if tensors[16] is None else 0, dtype=torch.float32)
+    return ids.new_empty(rows, numbers[9], dtype=dtype), weights, ids.new_empty(ids.shape, dtype=torch.int32)
+
+
+@custom_op("flashinfer::moe_experts_unfinalized", fake=_like_unfinalized)
+def _unfinalized(
+    tensors: list[torch.Tensor | None], words: str, numbers: list[int], floats: list[float]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, weights, token_map = _rows(tensors, words, numbers, floats)
+    # Weights that were given are an input, which may not be a result.
+    return rows, weights if tensors[16] is None else rows.new_empty(0), token_map.pair_row
+
+
+def _rows(tensors, words, numbers, floats) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
+    """Rows of the second product, weights of the pairs, and the map of the rows."""
+    x, x_scale, w1, w1_scale, bias1, w2, w2_scale, bias2, alpha, beta, limit = tensors[:11]
+    global_scale, scale, scale_out, scale2, ids, weights = tensors[11:]
+    form, layout, form1, layout1, form2, layout2, act, between, dtype = words.split(",")
+    paired, shuffle1, block1, shuffle2, block2, ratio, on_input, offset, experts, hidden, top_k = numbers
+    device = x.device
+    tile = tile_of(ids.numel(), experts)
+    token_map, unpacked = routing.token_map(ids, experts, offset, tile, packed=weights is None)
+    weights = unpacked if weights is None else weights
+    rows = token_map.row_pair.numel()
+    problem1 = room.Problem(
+        rows=form, weights=form1, out="fp8" if between == "fp8" else dtype, tile=tile, gather=True, act=act,
+        paired=bool(paired), shuffle=shuffle1, block=block1, row_layout=layout, weight_layout=layout1,
+        bias="" if bias1 is None else dtype_name(bias1.dtype), scale="" if scale is None else "tensor",
+        scale_out="" if scale_out is None else "ratio" if ratio else "tensor",
+        shape="".join(s for s, t in (("a", alpha), ("b", beta), ("l", limit)) if t is not None),
+        weighted=bool(on_input),
+    )  # fmt: skip
+    weights1, weights2 = room.Weights(w1, w1_scale, bias1), room.Weights(w2, w2_scale, bias2)
+    n1, _ = room.extents(problem1, weights1)
+    middle = torch.empty(rows, n1 // 2 if act in room.GATED else n1, dtype=torch_dtype(dtype), device=device)
+    middle = middle if between != "fp8" else torch.empty_like(middle, dtype=torch.float8_e4m3fn)
+    problem1 = _fitted(problem1, x, weights1, ids.numel())
+    finish = room.Finish(scale, scale_out, alpha, beta, limit, weights if on_input else None, tuple(floats))
+    room.product(problem1, device).run(room.Rows(x, x_scale, top_k), weights1, finish, token_map, middle)
+    middle, factors = quantized(middle, between, global_scale, token_map, tile)
+    problem2 = room.Problem(
+        rows=between or dtype, weights=form2, out=dtype, tile=tile, shuffle=shuffle2, block=block2,
+        weight_layout=layout2, bias="" if bias2 is None else dtype_name(bias2.dtype),
+        scale="" if scale2 is None else "tensor",
+    )  # fmt: skip
+    out = torch.empty(rows, hidden, dtype=torch_dtype(dtype), device=device)
+    problem2 = _fitted(problem2, middle, weights2, ids.numel())
+    room.product(problem2, device).run(room.Rows(middle, factors), weights2, room.Finish(scale2), token_map, out)
+    return out, weights, token_map
+
+
+def _fitted(problem: room.Problem, x, weights: room.Weights, pairs: int) -> room.Problem:
+    """The problem with what depends on addresses, lengths and the number of rows."""
+    n, k = room.extents(problem, weights)
+    experts = min(pairs, len(weights.codes))
+    few = experts * -(-n // 128) < _FEW
+    aligned = is_aligned(x, weights.codes) and x.shape[1] * x.element_size() % 16 == 0
+    stored = weights.codes.shape[-1] * weights.codes.element_size()
+    values = {**vars(problem), "aligned": aligned and stored % 16 == 0, "experts": "few" if few else "many"}
+    return room.Problem(**values)
+
+
+def quantized(x, form: str, global_scale, token_map: TokenMap | None, tile: int):
+    """Rows of x, all or those of the map, in a format with scale factors; "", "bf16" and "fp8" are as they are."""
+    if form not in ("fp8_block", "mxfp8", "nvfp4"):
+        return x, None
+    rows, n = x.shape
+    codes = torch.empty(rows, n // 2 if form == "nvfp4" else n, dtype=torch.uint8, device=x.device)
+    dtype = torch.float32 if form == "fp8_block" else torch.uint8
+    factors = torch.empty(rows, -(-n // room.WIDTH[form]), dtype=dtype, device=x.device)
+    aligned = is_aligned(x) and n * x.element_size() % 16 == 0
+    scaled = form == "nvfp4" and global_scale is not None
+    problem = room.Quantize(form, dtype_name(x.dtype), tile if token_map else 0, scaled, aligned)
+    room.quantize(problem, x.device).run(x, global_scale, token_map, codes, factors)
+    return codes if form == "nvfp4" else codes.view(torch.float8_e4m3fn), factors
+
+
+def expert_factors(name: str, scale, n: int, blocks: int, layout: str) -> torch.Tensor:
+    """Factors of weights [experts, .] with a row for each of n, checked and flat behind the experts if tiled."""
+    high, wide = layouts.padded(n, blocks, layout)
+    bytes_wide = scale.element_size() in (1, 4, 8)
+    flat = scale.view(torch.uint8) if bytes_wide else scale
+    per = flat.numel() // max(len(flat), 1)
+    allowed = f"{high} x {wide} factors for each expert, contiguous: {n} rows of {blocks}, {layout}"
+    require(per == high * wide and scale.is_contiguous(), name, tuple(scale.shape), allowed)
+    return flat.view(len(flat), high * wide) if layout != "linear" else flat.view(len(flat), n, blocks)
+
+
+def per_expert(name: str, value, experts: int, device, one: bool = False) -> torch.Tensor | None:
+    """A float32 vector with an element for each expert, or, if `one` allows it, for all."""
+    if value is None:
+        return None
+    require(isinstance(value, torch.Tensor), name, type(value).__name__, "a float32 tensor")
+    require(value.dtype == torch.float32, name, value.dtype, "float32")
+    sizes = (1, experts) if one else (experts,)
+    require(value.numel() in sizes, name, tuple(value.shape), " or ".join(f"[{size}]" for size in sizes))
+    require(value.device == device, name, f"a tensor on {value.device}", f"{device}, where the rows are")
+    return value.reshape(-1).contiguous()
+
+
+def result(name: str, output, tokens: int, hidden: int, dtype, device) -> torch.Tensor:
+    """The caller's tensor for the result, or a new one."""
+    if output is None:
+        return torch.empty(tokens, hidden, dtype=dtype, device=device)
+    require(output.shape == (tokens, hidden), name, tuple(output.shape), f"[{tokens}, {hidden}]")
+    require(output.dtype == dtype, name, output.dtype, str(dtype))
+    require(hidden == 1 or output.stride(1) == 1, name, f"strides {output.stride()}", "contiguous rows")
+    return output
+
+
+def _check(tokens, routed, first, activation, between, second, out) -> None:
+    x, ids = tokens.codes, routed.ids
+    require(x.dim() == 2, "hidden_states", tuple(x.shape), "[tokens, hidden]")
+    require(x.stride(1) == 1 or x.shape[1] == 1, "hidden_states", f"strides {x.stride()}", "contiguous rows")
+    require(ids.shape[:1] == x.shape[:1], "topk_ids", tuple(ids.shape), f"[{len(x)}, top_k], a row for each token")
+    if routed.weights is not None:
+        require(routed.weights.shape == ids.shape, "topk_weights", tuple(routed.weights.shape), f"{tuple(ids.shape)}")
+    same_device(
+        hidden_states=x, hidden_states_scale=tokens.scale, topk_ids=ids, topk_weights=routed.weights, output=out,
+        **{weight.name: weight.codes for weight in (first, second)},
+        **{f"{weight.name}_scale": weight.scale for weight in (first, second)},
+        **{f"{weight.name}_bias": weight.bias for weight in (first, second)},
+        gemm1_alpha=activation.alpha, gemm1_beta=activation.beta, gemm1_clamp_limit=activation.limit,
+    )  # fmt: skip
+    shapes = []
+    for weight in (first, second):
+        problem = room.Problem("bf16", weight.form, "bf16", 16, block=weight.block)
+        dims = 4 if weight.block else 3
+        shape = tuple(weight.codes.shape)
+        require(len(shape) == dims, weight.name, shape, f"{dims} dimensions")
+        require(len(weight.codes) == routed.experts, weight.name, shape, f"{routed.experts} experts, this rank's")
+        rows = weight.codes.stride(-1) == 1 and (not weight.block or weight.codes.stride(2) == weight.block)
+        require(rows, weight.name, f"strides {weight.codes.stride()}", "contiguous rows")
+        shapes.append(room.extents(problem, room.Weights(weight.codes)))
+        if weight.shuffle:
+            fits = shapes[-1][0] % weight.shuffle == 0
+            require(fits, weight.name, shape, f"a multiple of {weight.shuffle} rows, as they are shuffled")
+        if weight.bias is not None:
+            expected = (routed.experts, shapes[-1][0])
+            require(weight.bias.shape == expected, f"{weight.name}_bias", tuple(weight.bias.shape), str(expected))
+            require(weight.bias.is_contiguous(), f"{weight.name}_bias", "strides", "contiguous")
+    (n1, k1), (n2, k2) = shapes
+    hidden = x.shape[1] * (2 if tokens.form in room.PACKED else 1)
+    middle = n1 // 2 if activation.act in room.GATED else n1
+    require(activation.act not in room.GATED or n1 % 2 == 0, first.name, (n1, k1), "an even number of rows")
+    require(k1 == hidden, first.name, (n1, k1), f"rows of {hidden} elements, the hidden size")
+    require(k2 == middle, second.name, (n2, k2), f"rows of {middle} elements, the intermediate size")
+    require(n2 == out.shape[1], second.name, (n2, k2), f"{out.shape[1]} rows, the size of a result")
+    for form, name, k in ((first.form, first.name, k1), (second.form, second.name, k2), (between.form, second.name, k2)):
+        width = 1 if form == "fp8_block" else room.WIDTH.get(form, 1)
+        require(k % width == 0, name, k, f"rows of a multiple of {width} elements, as {form} has them")

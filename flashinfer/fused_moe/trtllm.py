@@ -1,0 +1,272 @@
+"""Mixtures of experts by TensorRT-LLM's names: what their calls have in common, and bfloat16."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer.fused_moe import experts, routing
+from flashinfer.tllm_enums import ActivationType, WeightLayout
+
+__all__ = ["trtllm_bf16_moe", "trtllm_bf16_routed_moe"]
+
+
+def routed_by_logits(
+    logits, bias, num_experts, top_k, n_group, topk_group, local, scaling, method, norm, replay, /, *, shared=None
+) -> experts.Routed:
+    """Routing of a call that has logits. local : offset and number of this rank's experts."""
+    offset, count = local
+    require(logits.dim() == 2 and logits.shape[1] == num_experts, "routing_logits", tuple(logits.shape),
+            f"[tokens, {num_experts}], num_experts")  # fmt: skip
+    shared = shared or 0
+    if shared:
+        fits = offset + count == num_experts
+        require(fits, "num_fused_shared_experts", shared, "0, but on the rank of the last experts")
+    check_local(offset, count, num_experts)
+    ids, weights = routing.route(
+        logits, bias, method, top_k, n_group=n_group, topk_group=topk_group, routed_scaling_factor=scaling,
+        norm_topk_prob=norm, num_fused_shared_experts=shared, routing_replay_out=replay,
+    )  # fmt: skip
+    return experts.Routed(ids, weights, offset, count + shared)
+
+
+def routed_by_ids(topk_ids, num_experts, top_k, local, replay=None) -> experts.Routed:
+    """Routing of a call that has ids, packed with their weights or beside them."""
+    offset, count = local
+    check_local(offset, count, num_experts)
+    require(replay is None, "routing_replay_out", "a tensor", "None, as the caller has the ids")
+    ids, weights = topk_ids if isinstance(topk_ids, (tuple, list)) else (topk_ids, None)
+    require(ids.dim() == 2 and ids.shape[1] == top_k, "topk_ids", tuple(ids.shape), f"[tokens, {top_k}], top_k")
+    require(ids.dtype == torch.int32, "topk_ids", ids.dtype, "int32")
+    if weights is not None:
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        require(weights.dtype in dtypes, "topk_weights", weights.dtype, "float32, bfloat16, float16")
+    return experts.Routed(ids, weights, offset, count)
+
+
+def check_local(offset, count, num_experts) -> None:
+    fits = 0 <= offset and 1 <= count and offset + count <= num_experts
+    require(fits, "local_expert_offset, local_num_experts", (offset, count), f"experts among {num_experts}")
+
+
+def check_valid(hidden, intermediate, valid_hidden_size, valid_intermediate_size) -> None:
+    """Sizes without padding; a call that has padding to leave out is refused."""
+    for name, value, size in (("valid_hidden_size", valid_hidden_size, hidden),
+                              ("valid_intermediate_size", valid_intermediate_size, intermediate)):  # fmt: skip
+        require(value in (None, size), name, value, f"None, or {size}, all of it")
+
+
+def check_weights(name: str, codes, dtypes, bits: int, weight_layout) -> tuple[torch.Tensor, int]:
+    """Weights and their block, in stored elements, 0 for rows; a block is 128 bytes of a row."""
+    layout = WeightLayout(int(weight_layout))
+    allowed = (WeightLayout.MajorK, WeightLayout.BlockMajorK)
+    require(layout in allowed, "weight_layout", layout.name, "MajorK, BlockMajorK")
+    require(codes.dtype in (*dtypes, torch.uint8), name, codes.dtype, ", ".join(map(str, (*dtypes, torch.uint8))))
+    if codes.dtype == torch.uint8 and bits > 8:
+        require(codes.shape[-1] % 2 == 0, name, tuple(codes.shape), "bytes of bfloat16")
+        codes = codes.view(torch.bfloat16)
+    block = 0
+    if layout == WeightLayout.BlockMajorK:
+        block = 128 // codes.element_size()
+        fits = codes.dim() == 4 and codes.shape[3] == block
+        require(fits, name, tuple(codes.shape), f"[experts, columns / {block}, rows, {block}]")
+    return codes, block
+
+
+def activation(activation_type, alpha, beta, limit, count, device) -> tuple[experts.Activation, bool]:
+    """The activation of a call, and whether it is gated."""
+    given = {"gemm1_alpha": alpha, "gemm1_beta": beta, "gemm1_clamp_limit": limit}
+    act, gated = experts.activation_of("activation_type", activation_type, **given)
+    # Both of these have numbers that these calls do not take.
+    require(act not in ("situ", "clamped_relu2"), "activation_type", activation_type, "one without numbers of its own")
+    values = [experts.per_expert(name, value, count, device) for name, value in given.items()]
+    return experts.Activation(act, *values), gated
+
+
+def trtllm_bf16_moe(
+    routing_logits: torch.Tensor,
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None = None,
+    routing_method_type: int = 0,
+    use_shuffled_weight: bool = True,
+    weight_layout: int = WeightLayout.BlockMajorK,
+    do_finalize: bool = True,
+    enable_pdl: bool = True,
+    tune_max_num_tokens: int = 8192,
+    activation_type: int = ActivationType.Swiglu.value,
+    norm_topk_prob: bool = True,
+    routing_replay_out: torch.Tensor | None = None,
+    gemm1_alpha: torch.Tensor | None = None,
+    gemm1_beta: torch.Tensor | None = None,
+    gemm1_clamp_limit: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+) -> list[torch.Tensor] | torch.Tensor:
+    """A mixture of experts in bfloat16, from router logits.
+
+    With experts e of a token and their weights s from `flashinfer.fused_moe.routing.route`::
+
+        output = sum_e s_e * (act(x @ gemm1_weights[e].T) @ gemm2_weights[e].T)
+
+    Parameters
+    ----------
+    routing_logits : torch.Tensor
+        [tokens, num_experts]; float32, bfloat16 or float16.
+    routing_bias : torch.Tensor, optional
+        [num_experts], added to what is ranked, by the methods that have one.
+    hidden_states : torch.Tensor
+        x, bfloat16 [tokens, hidden], contiguous rows. Zero tokens are valid.
+    gemm1_weights : torch.Tensor
+        bfloat16 [local_num_experts, 2 * intermediate_size, hidden] of a gated activation, the up-projection's rows
+        first and then the gate's; [., intermediate_size, hidden] of another. As BlockMajorK
+        [., hidden / 64, rows, 64], also as bytes (uint8, [., ., rows, 128]).
+    gemm2_weights : torch.Tensor
+        bfloat16 [local_num_experts, hidden, intermediate_size], or as BlockMajorK.
+    num_experts, top_k : int
+        Experts of the layer, and of a token.
+    n_group, topk_group : int, optional
+        Groups of experts, and how many of them are chosen from (DeepSeekV3).
+    intermediate_size : int
+        Of this rank: a slice of tensor parallelism has its own.
+    local_expert_offset, local_num_experts : int
+        This rank has the weights of experts from the offset on; what other experts would give is left out.
+    routed_scaling_factor : float, optional
+        A factor of all weights s.
+    routing_method_type : int
+        A `flashinfer.fused_moe.RoutingMethodType`.
+    use_shuffled_weight : bool
+        Rows of the weights are where `flashinfer.shuffle_matrix_a` with an epilogue tile of 128 puts them, after
+        those of a gated gemm1 were made to alternate by `flashinfer.reorder_rows_for_gated_act_gemm`.
+    weight_layout : int
+        WeightLayout.MajorK or BlockMajorK.
+    do_finalize : bool
+        False: stop before the weighted sum.
+    enable_pdl, tune_max_num_tokens
+        Have no effect on results, and none on the launches yet.
+    activation_type : int
+        A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep; Relu2, Silu, Gelu, Relu, Identity.
+    norm_topk_prob : bool
+        False: the weights of chosen experts are not divided by their sum.
+    routing_replay_out : torch.Tensor, optional
+        int16 [tokens or more, top_k]; receives the chosen experts.
+    gemm1_alpha, gemm1_beta, gemm1_clamp_limit : torch.Tensor, optional
+        float32 [local_num_experts], of Swiglu: gate * sigmoid(alpha * gate) * (up + beta), the gate first clamped to
+        at most the limit and up to -limit ... limit. SwigluStep takes a limit: it clamps up and silu(gate).
+    output : torch.Tensor, optional
+        Receives the result; bfloat16 [tokens, hidden].
+
+    Returns
+    -------
+    torch.Tensor or list of torch.Tensor
+        bfloat16 [tokens, hidden]. Without `do_finalize` [rows, weights, row]: what experts gave, bfloat16
+        [rows, hidden] with padding between experts that is not written; weights [tokens, top_k], float32; and int32
+        [tokens, top_k], the row of each choice, -1 where another rank has it.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or number other than the above.
+
+    Notes
+    -----
+    Products are summed in float32; the activation's result and each expert's are rounded to bfloat16. Sums over a
+    token's experts are in the order of its choices, so results repeat bit for bit.
+
+    References
+    ----------
+    Shazeer et al., Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer, 2017,
+    https://arxiv.org/abs/1701.06538
+    """
+    local = (local_expert_offset, local_num_experts)
+    routed = routed_by_logits(
+        routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, local, routed_scaling_factor,
+        routing_method_type, norm_topk_prob, routing_replay_out,
+    )  # fmt: skip
+    shape = (gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
+    return _bf16(routed, hidden_states, gemm1_weights, gemm2_weights, intermediate_size, use_shuffled_weight,
+                 weight_layout, do_finalize, activation_type, shape, output)  # fmt: skip
+
+
+def trtllm_bf16_routed_moe(
+    topk_ids: torch.Tensor,
+    hidden_states: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None = None,
+    routing_method_type: int = 0,
+    use_shuffled_weight: bool = True,
+    weight_layout: int = WeightLayout.BlockMajorK,
+    do_finalize: bool = True,
+    enable_pdl: bool = True,
+    gemm1_lora_delta: torch.Tensor | None = None,
+    tune_max_num_tokens: int = 8192,
+    activation_type: int = ActivationType.Swiglu.value,
+    routing_replay_out: torch.Tensor | None = None,
+    gemm1_alpha: torch.Tensor | None = None,
+    gemm1_beta: torch.Tensor | None = None,
+    gemm1_clamp_limit: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+) -> list[torch.Tensor] | torch.Tensor:
+    """`trtllm_bf16_moe` of experts that are already chosen.
+
+    Parameters
+    ----------
+    topk_ids : torch.Tensor or (torch.Tensor, torch.Tensor)
+        int32 [tokens, top_k], each with an expert in its upper half and its weight, as bfloat16, in the lower:
+        ``expert << 16 | weight``; or int32 ids and weights (float32, bfloat16 or float16), both [tokens, top_k]. A
+        choice with a negative id is left out.
+    n_group, topk_group, routed_scaling_factor, routing_method_type
+        Have no effect: they say how the experts were chosen.
+    gemm1_lora_delta : torch.Tensor, optional
+        Only None.
+    routing_replay_out : torch.Tensor, optional
+        Only None, for the caller has the ids.
+
+    Other parameters, results and errors are those of `trtllm_bf16_moe`.
+    """
+    require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
+    local = (local_expert_offset, local_num_experts)
+    routed = routed_by_ids(topk_ids, num_experts, top_k, local, routing_replay_out)
+    shape = (gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
+    return _bf16(routed, hidden_states, gemm1_weights, gemm2_weights, intermediate_size, use_shuffled_weight,
+                 weight_layout, do_finalize, activation_type, shape, output)  # fmt: skip
+
+
+def _bf16(routed, x, w1, w2, intermediate, shuffled, layout, do_finalize, activation_type, shape, output, /):
+    require(x.dtype == torch.bfloat16, "hidden_states", x.dtype, "bfloat16")
+    act, gated = activation(activation_type, *shape, routed.experts, x.device)
+    weights = []
+    for name, codes, paired in (("gemm1_weights", w1, gated and shuffled), ("gemm2_weights", w2, False)):
+        codes, block = check_weights(name, codes, (torch.bfloat16,), 16, layout)
+        shuffle = 32 if shuffled else 0
+        weights.append(experts.Weight(name, codes, "bf16", paired=paired, shuffle=shuffle, block=block))
+    return finished(experts.Tokens(x, "bf16"), routed, weights, act, experts.Between(), intermediate, output,
+                    do_finalize)  # fmt: skip
+
+
+def finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, /, hidden=None):
+    """The mixture with a bfloat16 result; without finalize a list."""
+    x, (first, second) = tokens.codes, weights
+    hidden = x.shape[1] if hidden is None else hidden
+    rows = first.codes.shape[2 if first.block else 1]
+    expected = intermediate * (2 if act.act in experts.room.GATED else 1)
+    require(rows == expected, first.name, tuple(first.codes.shape), f"{expected} rows for intermediate_size")
+    out = experts.result("output", output, len(x), hidden, torch.bfloat16, x.device)
+    results = experts.run(tokens, routed, first, act, between, second, out, do_finalize)
+    return results[0] if do_finalize else results

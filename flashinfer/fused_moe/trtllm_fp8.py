@@ -1,0 +1,345 @@
+"""Mixtures of experts by TensorRT-LLM's names: FP8 with block scales, and with a scale for each tensor."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer.fused_moe import experts
+from flashinfer.fused_moe.trtllm import (
+    activation,
+    check_valid,
+    check_weights,
+    finished,
+    routed_by_ids,
+    routed_by_logits,
+)
+from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, WeightLayout
+
+__all__ = [
+    "trtllm_fp8_block_scale_moe",
+    "trtllm_fp8_block_scale_routed_moe",
+    "trtllm_fp8_per_tensor_scale_moe",
+    "trtllm_fp8_per_tensor_scale_routed_moe",
+]
+
+_E4M3 = (torch.float8_e4m3fn,)
+
+
+def trtllm_fp8_block_scale_moe(
+    routing_logits: torch.Tensor,
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: int = 0,
+    use_shuffled_weight: bool = False,
+    weight_layout: int = 0,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    tune_max_num_tokens: int = 8192,
+    fp8_quantization_type: Fp8QuantizationType = Fp8QuantizationType.DeepSeekFp8,
+    num_fused_shared_experts: int | None = None,
+    activation_type: int = ActivationType.Swiglu.value,
+    norm_topk_prob: bool = True,
+    routing_replay_out: torch.Tensor | None = None,
+    gemm1_alpha: torch.Tensor | None = None,
+    gemm1_beta: torch.Tensor | None = None,
+    gemm1_clamp_limit: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+    *,
+    gemm1_bias: torch.Tensor | None = None,
+    gemm2_bias: torch.Tensor | None = None,
+) -> list[torch.Tensor] | torch.Tensor:
+    """A mixture of experts in FP8 with block scales, from router logits.
+
+    Parameters
+    ----------
+    hidden_states : torch.Tensor
+        float8_e4m3fn [tokens, hidden], contiguous rows.
+    hidden_states_scale : torch.Tensor
+        DeepSeekFp8: float32 [hidden / 128, tokens], any strides. MxFp8: ue8m0 bytes (uint8, or an 8-bit float)
+        [tokens, hidden / 32], contiguous.
+    gemm1_weights : torch.Tensor
+        float8_e4m3fn [experts, 2 * intermediate_size, hidden] of a gated activation, the up-projection's rows first and
+        then the gate's; [., intermediate_size, hidden] of another. As BlockMajorK [., hidden / 128, rows, 128].
+    gemm1_weights_scale : torch.Tensor
+        DeepSeekFp8: float32 [experts, rows / 128, hidden / 128], of rows that are not shuffled. MxFp8: ue8m0 bytes,
+        rows x hidden / 32 for each expert; of shuffled weights rows are where the weights' are, in 128x4 tiles, as
+        `flashinfer.shuffle_matrix_sf_a` gives them; of others row-major.
+    gemm2_weights, gemm2_weights_scale : torch.Tensor
+        The same, of [experts, hidden, intermediate_size].
+    use_shuffled_weight : bool
+        Rows of the weights are where `flashinfer.shuffle_matrix_a` puts them: DeepSeekFp8 with an epilogue tile of 64,
+        MxFp8 with one of 128, after those of a gated gemm1 were made to alternate.
+    fp8_quantization_type : Fp8QuantizationType
+        DeepSeekFp8 or MxFp8. What stands between the products is quantised in the same way.
+    num_fused_shared_experts : int, optional
+        Experts that every token has beside the chosen, with weight 1; their weights follow those of the others, on the
+        rank that has the last of these.
+    valid_hidden_size, valid_intermediate_size : int, optional
+        Only None or the whole size: padding is not left out.
+    gemm1_bias, gemm2_bias : torch.Tensor, optional
+        [experts, rows], float32 or bfloat16, in the order in which the weights' rows are.
+
+    Other parameters, results and errors are those of `flashinfer.fused_moe.trtllm_bf16_moe`.
+
+    Notes
+    -----
+    Between the products rows are rounded to bfloat16, and then quantised with the least scale that holds them.
+
+    References
+    ----------
+    DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437; OCP Microscaling Formats
+    Specification 1.0
+    """
+    check_valid(hidden_states.shape[-1], intermediate_size, valid_hidden_size, valid_intermediate_size)
+    routed = routed_by_logits(
+        routing_logits, routing_bias, num_experts, top_k, n_group, topk_group,
+        (local_expert_offset, local_num_experts), routed_scaling_factor, routing_method_type, norm_topk_prob,
+        routing_replay_out, shared=num_fused_shared_experts,
+    )  # fmt: skip
+    given = [(gemm1_weights, gemm1_weights_scale, gemm1_bias), (gemm2_weights, gemm2_weights_scale, gemm2_bias)]
+    act = activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit, routed.experts, hidden_states.device)
+    return _block_scaled(routed, hidden_states, hidden_states_scale, given, fp8_quantization_type, use_shuffled_weight,
+                         weight_layout, act, intermediate_size, output, do_finalize)  # fmt: skip
+
+
+def trtllm_fp8_block_scale_routed_moe(
+    topk_ids: torch.Tensor,
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: int = 0,
+    use_shuffled_weight: bool = False,
+    weight_layout: int = 0,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    gemm1_lora_delta: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    tune_max_num_tokens: int = 8192,
+    fp8_quantization_type: Fp8QuantizationType = Fp8QuantizationType.DeepSeekFp8,
+    activation_type: int = ActivationType.Swiglu.value,
+    gemm1_alpha: torch.Tensor | None = None,
+    gemm1_beta: torch.Tensor | None = None,
+    gemm1_clamp_limit: torch.Tensor | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+) -> list[torch.Tensor] | torch.Tensor:
+    """`trtllm_fp8_block_scale_moe` of experts that are already chosen.
+
+    Parameters
+    ----------
+    topk_ids : torch.Tensor or (torch.Tensor, torch.Tensor)
+        As in `flashinfer.fused_moe.trtllm_bf16_routed_moe`, as are the parameters that say how experts were chosen,
+        `routing_bias` too: they have no effect.
+    gemm1_lora_delta : torch.Tensor, optional
+        Only None.
+
+    Other parameters, results and errors are those of `trtllm_fp8_block_scale_moe`.
+    """
+    require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
+    check_valid(hidden_states.shape[-1], intermediate_size, valid_hidden_size, valid_intermediate_size)
+    routed = routed_by_ids(topk_ids, num_experts, top_k, (local_expert_offset, local_num_experts))
+    given = [(gemm1_weights, gemm1_weights_scale, None), (gemm2_weights, gemm2_weights_scale, None)]
+    act = activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit, routed.experts, hidden_states.device)
+    return _block_scaled(routed, hidden_states, hidden_states_scale, given, fp8_quantization_type, use_shuffled_weight,
+                         weight_layout, act, intermediate_size, output, do_finalize)  # fmt: skip
+
+
+def _block_scaled(
+    routed, x, x_scale, given, kind, shuffled, layout, act, intermediate, output, do_finalize, /
+) -> list[torch.Tensor] | torch.Tensor:
+    kinds = (Fp8QuantizationType.DeepSeekFp8, Fp8QuantizationType.MxFp8)
+    require(kind in kinds, "fp8_quantization_type", kind, "DeepSeekFp8, MxFp8")
+    deepseek = kind == Fp8QuantizationType.DeepSeekFp8
+    form = "fp8_block" if deepseek else "mxfp8"
+    require(x.dtype == torch.float8_e4m3fn, "hidden_states", x.dtype, "float8_e4m3fn")
+    tokens = experts.Tokens(x, form, _row_factors("hidden_states_scale", x_scale, x, deepseek))
+    act, gated = act
+    weights = []
+    names = ("gemm1_weights", "gemm2_weights")
+    for name, (codes, scale, bias), paired in zip(names, given, (gated and shuffled and not deepseek, False)):
+        codes, block = check_weights(name, codes, _E4M3, 8, layout)
+        n, k = experts.room.extents(experts.room.Problem("", form, "", 16, block=block), experts.room.Weights(codes))
+        if deepseek:
+            shape = (len(codes), -(-n // 128), -(-k // 128))
+            fits = scale.shape == shape and scale.stride(2) == 1
+            require(fits, f"{name}_scale", tuple(scale.shape), f"{shape}, contiguous rows")
+            require(scale.dtype == torch.float32, f"{name}_scale", scale.dtype, "float32")
+            places = {"shuffle": 16 if shuffled else 0}
+        else:
+            places = {"shuffle": 32 if shuffled else 0, "layout": "128x4" if shuffled else "linear"}
+            scale = experts.expert_factors(f"{name}_scale", scale, n, -(-k // 32), places["layout"])
+        weights.append(experts.Weight(name, codes, form, scale, bias=bias, paired=paired, block=block, **places))
+    between = experts.Between(form)
+    return finished(tokens, routed, weights, act, between, intermediate, output, do_finalize)
+
+
+def _row_factors(name, scale, x, deepseek: bool) -> torch.Tensor:
+    """Scale factors of tokens, [tokens, blocks]."""
+    tokens, hidden = x.shape
+    if deepseek:
+        require(isinstance(scale, torch.Tensor), name, scale, "a float32 tensor")
+        shape = (-(-hidden // 128), tokens)
+        require(scale.shape == shape, name, tuple(scale.shape), f"[hidden / 128, tokens], {shape}")
+        require(scale.dtype == torch.float32, name, scale.dtype, "float32")
+        return scale.T
+    return byte_factors(name, scale, tokens, hidden // 32)
+
+
+def byte_factors(name, scale, tokens: int, blocks: int) -> torch.Tensor:
+    """Row-major scale factors of a byte, [tokens, blocks]."""
+    require(isinstance(scale, torch.Tensor), name, scale, "a tensor of bytes")
+    fits = scale.element_size() == 1 and scale.numel() == tokens * blocks and scale.is_contiguous()
+    require(fits, name, f"{scale.dtype} {tuple(scale.shape)}", f"bytes, [{tokens}, {blocks}], contiguous")
+    return scale.view(torch.uint8).view(tokens, blocks)
+
+
+def trtllm_fp8_per_tensor_scale_moe(
+    routing_logits: torch.Tensor,
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    output1_scales_scalar: torch.Tensor,
+    output1_scales_gate_scalar: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    output2_scales_scalar: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    use_routing_scales_on_input: bool,
+    routing_method_type: int = 0,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    tune_max_num_tokens: int = 8192,
+    activation_type: int = ActivationType.Swiglu.value,
+    norm_topk_prob: bool = True,
+    routing_replay_out: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    gemm1_clamp_limit: torch.Tensor | None = None,
+) -> list[torch.Tensor] | torch.Tensor:
+    """A mixture of experts in FP8 with a scale for each tensor, from router logits.
+
+    With the halves u (up) and g (gate) of ``hidden_states @ gemm1_weights[e].T``, c, d and f the elements of
+    output1_scales_scalar, output1_scales_gate_scalar and output2_scales_scalar::
+
+        h = e4m3(c * u * act(d * g))          or, without a gate, h = e4m3(c * act(d * u))
+        result of e = f * (h @ gemm2_weights[e].T)
+
+    Parameters
+    ----------
+    hidden_states : torch.Tensor
+        float8_e4m3fn [tokens, hidden], contiguous rows.
+    gemm1_weights : torch.Tensor
+        float8_e4m3fn [local_num_experts, 2 * intermediate_size, hidden] of a gated activation, whose rows alternate, up
+        and gate; [., intermediate_size, hidden] of another. Rows are then where `flashinfer.shuffle_matrix_a` with an
+        epilogue tile of 128 puts them.
+    gemm2_weights : torch.Tensor
+        float8_e4m3fn [local_num_experts, hidden, intermediate_size], shuffled in the same way.
+    output1_scales_scalar, output1_scales_gate_scalar, output2_scales_scalar : torch.Tensor
+        float32 [local_num_experts]. d is the dequantising scale of the product, c of a gated activation that times the
+        quantising scale of h, and else the quantising scale alone.
+    use_routing_scales_on_input : bool
+        The weight of a choice multiplies the input of its expert, and not the result (Llama 4).
+    gemm1_clamp_limit : torch.Tensor, optional
+        float32 [local_num_experts], for Swiglu: d * g is clamped to at most it, d * u to -limit ... limit.
+
+    Other parameters, results and errors are those of `flashinfer.fused_moe.trtllm_bf16_moe`. The result is bfloat16.
+    """
+    routed = routed_by_logits(
+        routing_logits, routing_bias, num_experts, top_k, n_group, topk_group,
+        (local_expert_offset, local_num_experts), routed_scaling_factor, routing_method_type, norm_topk_prob,
+        routing_replay_out,
+    )  # fmt: skip
+    scales = (output1_scales_scalar, output1_scales_gate_scalar, output2_scales_scalar)
+    routed = routed._replace(on_input=bool(use_routing_scales_on_input))
+    return _per_tensor(routed, hidden_states, (gemm1_weights, gemm2_weights), scales, activation_type,
+                       gemm1_clamp_limit, intermediate_size, output, do_finalize)  # fmt: skip
+
+
+def trtllm_fp8_per_tensor_scale_routed_moe(
+    topk_ids: torch.Tensor,
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    output1_scales_scalar: torch.Tensor,
+    output1_scales_gate_scalar: torch.Tensor,
+    gemm2_weights: torch.Tensor,
+    output2_scales_scalar: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    use_routing_scales_on_input: bool,
+    routing_method_type: int = 0,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    tune_max_num_tokens: int = 8192,
+    activation_type: int = ActivationType.Swiglu.value,
+    routing_replay_out: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    gemm1_clamp_limit: torch.Tensor | None = None,
+) -> list[torch.Tensor] | torch.Tensor:
+    """`trtllm_fp8_per_tensor_scale_moe` of experts that are already chosen.
+
+    `topk_ids` and the parameters that say how experts were chosen, `routing_bias` too, are as in
+    `flashinfer.fused_moe.trtllm_bf16_routed_moe`; other parameters, results and errors are those of
+    `trtllm_fp8_per_tensor_scale_moe`.
+    """
+    routed = routed_by_ids(topk_ids, num_experts, top_k, (local_expert_offset, local_num_experts), routing_replay_out)
+    scales = (output1_scales_scalar, output1_scales_gate_scalar, output2_scales_scalar)
+    routed = routed._replace(on_input=bool(use_routing_scales_on_input))
+    return _per_tensor(routed, hidden_states, (gemm1_weights, gemm2_weights), scales, activation_type,
+                       gemm1_clamp_limit, intermediate_size, output, do_finalize)  # fmt: skip
+
+
+def _per_tensor(routed, x, given, scales, activation_type, limit, intermediate, output, do_finalize, /):
+    require(x.dtype == torch.float8_e4m3fn, "hidden_states", x.dtype, "float8_e4m3fn")
+    act, gated = activation(activation_type, None, None, limit, routed.experts, x.device)
+    names = ("output1_scales_scalar", "output1_scales_gate_scalar", "output2_scales_scalar")
+    scale_out, scale, second = (
+        experts.per_expert(name, value, routed.experts, x.device) for name, value in zip(names, scales)
+    )
+    for name, value in zip(names, (scale_out, scale, second)):
+        require(value is not None, name, None, "a float32 tensor")
+    weights = []
+    for name, codes, paired in zip(("gemm1_weights", "gemm2_weights"), given, (gated, False)):
+        codes, _ = check_weights(name, codes, _E4M3, 8, WeightLayout.MajorK)
+        weights.append(experts.Weight(name, codes, "fp8", paired=paired, shuffle=32))
+    between = experts.Between("fp8", scale=scale, scale_out=scale_out, ratio=gated, second=second)
+    return finished(experts.Tokens(x, "fp8"), routed, weights, act, between, intermediate, output, do_finalize)
