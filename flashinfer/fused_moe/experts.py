@@ -208,7 +208,7 @@ def _fitted(problem: room.Problem, x, weights: room.Weights, pairs: int) -> room
     few = experts * -(-n // 128) < _FEW
     aligned = is_aligned(x, weights.codes) and x.shape[1] * x.element_size() % 16 == 0
     stored = weights.codes.shape[-1] * weights.codes.element_size()
-    values = {**vars(problem), "aligned": aligned and stored % 16 == 0, "experts": "few" if few else "many"}
+    values = {**vars(problem), "aligned": aligned and stored % 16 == 0 and n % 32 == 0, "experts": "few" if few else "many"}
     return room.Problem(**values)
 
 
@@ -228,13 +228,12 @@ def quantized(x, form: str, global_scale, token_map: TokenMap | None, tile: int)
 
 
 def expert_factors(name: str, scale, n: int, blocks: int, layout: str) -> torch.Tensor:
-    """Factors of weights [experts, .] with a row for each of n, checked and flat behind the experts if tiled."""
+    """Scale factors of a byte of weights [experts, .]: [experts, n, blocks], or flat for each expert if tiled."""
     high, wide = layouts.padded(n, blocks, layout)
-    bytes_wide = scale.element_size() in (1, 4, 8)
-    flat = scale.view(torch.uint8) if bytes_wide else scale
-    per = flat.numel() // max(len(flat), 1)
-    allowed = f"{high} x {wide} factors for each expert, contiguous: {n} rows of {blocks}, {layout}"
-    require(per == high * wide and scale.is_contiguous(), name, tuple(scale.shape), allowed)
+    flat = scale.view(torch.uint8)
+    fits = scale.is_contiguous() and flat.numel() == len(flat) * high * wide
+    allowed = f"{high} x {wide} bytes for each expert, contiguous: {n} rows of {blocks}, {layout}"
+    require(fits, name, f"{scale.dtype} {tuple(scale.shape)}", allowed)
     return flat.view(len(flat), high * wide) if layout != "linear" else flat.view(len(flat), n, blocks)
 
 

@@ -60,7 +60,8 @@ class Problem:
     weighted : bool
         The product is times the weight of its pair, before bias and activation.
     aligned : bool
-        Rows and weights can be read 16 bytes at a time.
+        Rows and weights can be read 16 bytes at a time, and the result be written so: an expert's weights have a
+        multiple of 32 rows.
     """
 
     rows: str

@@ -53,32 +53,34 @@ def compute_dtype(problem, capability: int) -> str:
 def product(problem, target) -> Config:
     capability = target.capability
     compute = compute_dtype(problem, capability)
-    scaled = problem.rows == problem.weights == "fp8_block"
     few_rows = problem.tile < 64
     # wgmma and tcgen05 have at least 64 rows, which few tokens do not fill: the weights' rows do.
     swap = few_rows and capability in (90, 100, 103)
     bits_x, bits_w = _BITS.get(problem.rows, 4), _BITS.get(problem.weights, 4)
     decoded = problem.weights not in _FP8 and bits_w < 16
     if few_rows:
-        # Bound by memory: small tiles, so that several programs share a multiprocessor and their loads overlap. Not
-        # measured.
+        # Bound by memory: 128 bytes of each row of the weights a step, and several programs on a multiprocessor, whose
+        # loads overlap. Not measured.
         tile_n = 64 if problem.experts == "few" else 128
-        tile_k = 128
+        tile_k = 64 if bits_w == 16 else 128
         num_warps = 4
-        budget = min(target.smem // 2, 100 << 10)
+        budget = target.smem // 3
     else:
-        # 128 x 256 of float32 sums are 128 registers in each of 256 threads; block scales double the sums. Not measured.
-        wide = capability in (90, 100, 103) and problem.tile == 128 and not scaled and not decoded
-        tile_n = 256 if wide and compute != "fp32" else 128
-        tile_k = 128 if bits_w < 16 and compute == "fp8e4nv" else 64
+        # 128 x 256 of float32 sums are 128 registers in each of 256 threads. e4m3 products are summed twice, in steps
+        # and whole. Not measured.
+        wide = capability in (90, 100, 103) and problem.tile == 128 and compute == "bf16" and not decoded
+        tile_n = 256 if wide else 128
+        tile_k = 128 if compute == "fp8e4nv" else 64
         num_warps = 8
         budget = target.smem - (1 << 10)
     if compute == "fp32":
         tile_n, tile_k = 64, 32 if bits_w >= 16 else 128
     # What is decoded is kept a second time, in the operands' dtype.
-    second = (problem.tile + tile_n) * tile_k * 2 if decoded else 0
+    second = (problem.tile + tile_n) * tile_k * 2 if decoded and not few_rows else 0
     stage = (problem.tile * bits_x + tile_n * bits_w) * tile_k // 8
-    num_stages = max(2, min(4, (budget - second) // stage)) if target.smem else 2
+    # wgmma reads a stage while the others are filled; mma.sync has its operands in registers by then.
+    buffers = (budget - second) // stage + (0 if swap or capability in (90, 100, 103) else 1)
+    num_stages = max(3 if few_rows else 2, min(4, buffers)) if target.smem else 2
     return Config(tile_n, tile_k, 8, swap, compute, capability, num_warps, num_stages)
 
 

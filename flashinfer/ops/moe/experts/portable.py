@@ -248,7 +248,10 @@ def product_kernel(
             rows_factor = tl.load(
                 x_scale + source.to(tl.int64) * x_scale_row + inside.to(tl.int64) * x_scale_block, live, other=0
             )
-            weights_factor = tl.load(w_scale + logical // 128 * w_scale_row + inside)
+            if GATED or 128 % TILE_N != 0:
+                weights_factor = tl.load(w_scale + logical // 128 * w_scale_row + inside)
+            else:
+                weights_factor = tl.load(w_scale + strip * TILE_N // 128 * w_scale_row + inside + tl.zeros([1], tl.int32))
         else:
             if X_WIDTH:
                 x_factors = load_factors(
@@ -401,13 +404,14 @@ def _build_product(problem, config):
         "scale_out": "*fp32" if problem.scale_out else None,
         **{name: "*fp32" if name[0] in problem.shape else None for name in ("alpha", "beta", "limit")},
         "weight": "*fp32" if problem.weighted else None,
-        "n": "i32",
+        "n": "i32:32" if problem.aligned else "i32",
         "k": f"i32:{most}" if most > 1 else "i32",
         "top_k": "i32",
         "x_row": stride[0],
         **dict.fromkeys(("x_scale_row", "x_scale_block"), "i64"),
         **dict.fromkeys(("w_expert", "w_row", "w_block"), stride[1]),
-        **dict.fromkeys(("w_scale_expert", "w_scale_row", "out_row"), "i64"),
+        **dict.fromkeys(("w_scale_expert", "w_scale_row"), "i64"),
+        "out_row": "i64:16" if problem.aligned else "i64",
         **dict.fromkeys(("scale_entries", "scale_out_entries"), "i32"),
         **dict.fromkeys(("first", "second"), "fp32"),
     }

@@ -1,0 +1,330 @@
+"""Mixtures of experts by TensorRT-LLM's names: weights of four bits, NVFP4, MXFP4 and MXINT4."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer.fused_moe import experts
+from flashinfer.fused_moe.trtllm import activation, check_valid, finished, routed_by_ids, routed_by_logits
+from flashinfer.fused_moe.trtllm_fp8 import byte_factors
+from flashinfer.ops import layouts
+from flashinfer.tllm_enums import ActivationType, SfLayout
+
+__all__ = ["trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe", "trtllm_mxint4_block_scale_moe"]
+
+_FP4 = (torch.uint8, torch.float4_e2m1fn_x2)
+
+
+def trtllm_fp4_block_scale_moe(
+    routing_logits: torch.Tensor,
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor | None,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm1_bias: torch.Tensor | None,
+    gemm1_alpha: torch.Tensor | None,
+    gemm1_beta: torch.Tensor | None,
+    gemm1_clamp_limit: torch.Tensor | None,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    gemm2_bias: torch.Tensor | None,
+    output1_scale_scalar: torch.Tensor | None,
+    output1_scale_gate_scalar: torch.Tensor | None,
+    output2_scale_scalar: torch.Tensor | None,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: int = 0,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    activation_type: int = ActivationType.Swiglu.value,
+    per_token_scale: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    tune_max_num_tokens: int = 8192,
+    norm_topk_prob: bool = True,
+    routing_replay_out: torch.Tensor | None = None,
+    num_fused_shared_experts: int | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+    hidden_states_scale_layout: SfLayout | None = None,
+) -> list[torch.Tensor]:
+    """A mixture of experts with NVFP4 or MXFP4 weights, from router logits.
+
+    With the halves u (up) and g (gate) of ``hidden_states @ gemm1_weights[e].T + gemm1_bias[e]``, block scales inside,
+    and c, d and f the elements of output1_scale_scalar, output1_scale_gate_scalar and output2_scale_scalar, or 1::
+
+        h = c * u * act(d * g)                or, without a gate, h = c * act(d * u)
+        result of e = f * (h @ gemm2_weights[e].T) + gemm2_bias[e]
+
+    where h is quantised as hidden_states is. A bias is of the product times d: it is added behind it.
+
+    Parameters
+    ----------
+    hidden_states : torch.Tensor
+        bfloat16 [tokens, hidden]; or float8_e4m3fn, MXFP8 with scales and as it is without; or NVFP4, uint8
+        [tokens, hidden / 2], two e2m1 a byte with the first in the low half. Contiguous rows.
+    hidden_states_scale : torch.Tensor, optional
+        Bytes: ue8m0 for 32 of MXFP8, e4m3 for 16 of NVFP4; [tokens, blocks].
+    gemm1_weights : torch.Tensor
+        uint8 [experts, 2 * intermediate_size, hidden / 2] of a gated activation, whose rows alternate, up and gate;
+        [., intermediate_size, .] of another. Rows are then where `flashinfer.shuffle_matrix_a` with an epilogue tile
+        of 128 puts them.
+    gemm1_weights_scale : torch.Tensor
+        Bytes, for the rows where they are, in 128x4 tiles: what `flashinfer.shuffle_matrix_sf_a` gives. e4m3 for 16
+        elements makes the weights NVFP4, ue8m0 for 32 MXFP4; their number tells which.
+    gemm1_bias, gemm2_bias : torch.Tensor, optional
+        [experts, rows], float32 or bfloat16, in the order in which the weights' rows are.
+    gemm1_alpha, gemm1_beta, gemm1_clamp_limit : torch.Tensor, optional
+        float32 [experts], as in `flashinfer.fused_moe.trtllm_bf16_moe`, of the products times d.
+    gemm2_weights, gemm2_weights_scale : torch.Tensor
+        The same, of [experts, hidden, intermediate_size], rows shuffled only.
+    output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar : torch.Tensor, optional
+        float32 [experts]. The first two come together; with a bias, a limit or beta both halves have the scale d.
+    per_token_scale : torch.Tensor, optional
+        Only None.
+    num_fused_shared_experts : int, optional
+        As in `flashinfer.fused_moe.trtllm_fp8_block_scale_moe`.
+    valid_hidden_size, valid_intermediate_size : int, optional
+        Only None or the whole size: padding is not left out.
+    hidden_states_scale_layout : SfLayout, optional
+        Of hidden_states_scale; None is row-major.
+
+    Returns
+    -------
+    list of torch.Tensor
+        [output], bfloat16 [tokens, hidden]; without `do_finalize` as in `flashinfer.fused_moe.trtllm_bf16_moe`, which
+        has the other parameters and errors.
+
+    Notes
+    -----
+    Codes are multiplied exactly, in bfloat16 with their scales, on every chip; weights move as four bits.
+
+    References
+    ----------
+    OCP Microscaling Formats Specification 1.0; NVIDIA, PTX ISA, block scaling of mma (NVFP4 and the tiles of scale
+    factors)
+    """
+    routed = routed_by_logits(
+        routing_logits, routing_bias, num_experts, top_k, n_group, topk_group,
+        (local_expert_offset, local_num_experts), routed_scaling_factor, routing_method_type, norm_topk_prob,
+        routing_replay_out, shared=num_fused_shared_experts,
+    )  # fmt: skip
+    require(per_token_scale is None, "per_token_scale", "a tensor", "None")
+    given = [(gemm1_weights, gemm1_weights_scale, gemm1_bias), (gemm2_weights, gemm2_weights_scale, gemm2_bias)]
+    scales = (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar)
+    act = activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit, routed.experts, hidden_states.device)
+    tokens = _tokens(hidden_states, hidden_states_scale, hidden_states_scale_layout)
+    valid = (valid_hidden_size, valid_intermediate_size)
+    return _fp4(routed, tokens, given, act, scales, intermediate_size, valid, output, do_finalize)
+
+
+def trtllm_fp4_block_scale_routed_moe(
+    topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    hidden_states_scale: torch.Tensor | None,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm1_bias: torch.Tensor | None,
+    gemm1_alpha: torch.Tensor | None,
+    gemm1_beta: torch.Tensor | None,
+    gemm1_clamp_limit: torch.Tensor | None,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    gemm2_bias: torch.Tensor | None,
+    output1_scale_scalar: torch.Tensor | None,
+    output1_scale_gate_scalar: torch.Tensor | None,
+    output2_scale_scalar: torch.Tensor | None,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: int = 0,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    activation_type: int = ActivationType.Swiglu.value,
+    per_token_scale: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    tune_max_num_tokens: int = 8192,
+    gemm1_lora_delta: torch.Tensor | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+    num_fused_shared_experts: int | None = None,
+    hidden_states_scale_layout: SfLayout | None = None,
+) -> list[torch.Tensor]:
+    """`trtllm_fp4_block_scale_moe` of experts that are already chosen.
+
+    Parameters
+    ----------
+    topk_ids : torch.Tensor or (torch.Tensor, torch.Tensor)
+        As in `flashinfer.fused_moe.trtllm_bf16_routed_moe`, as are the parameters that say how experts were chosen,
+        `routing_bias` too: they have no effect.
+    gemm1_lora_delta : torch.Tensor, optional
+        Only None.
+    num_fused_shared_experts : int, optional
+        Only None or 0: shared experts are among the chosen ones.
+
+    Other parameters, results and errors are those of `trtllm_fp4_block_scale_moe`.
+    """
+    require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
+    require(not num_fused_shared_experts, "num_fused_shared_experts", num_fused_shared_experts, "None, 0")
+    require(per_token_scale is None, "per_token_scale", "a tensor", "None")
+    routed = routed_by_ids(topk_ids, num_experts, top_k, (local_expert_offset, local_num_experts))
+    given = [(gemm1_weights, gemm1_weights_scale, gemm1_bias), (gemm2_weights, gemm2_weights_scale, gemm2_bias)]
+    scales = (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar)
+    act = activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit, routed.experts, hidden_states.device)
+    tokens = _tokens(hidden_states, hidden_states_scale, hidden_states_scale_layout)
+    valid = (valid_hidden_size, valid_intermediate_size)
+    return _fp4(routed, tokens, given, act, scales, intermediate_size, valid, output, do_finalize)
+
+
+def _tokens(x, scale, layout) -> experts.Tokens:
+    """Rows by their dtype: bfloat16, MXFP8 or FP8, NVFP4."""
+    named = "linear"
+    if layout is not None:
+        require(isinstance(layout, SfLayout), "hidden_states_scale_layout", layout, ", ".join(map(str, SfLayout)))
+        named = layout.name.removeprefix("layout_")
+    name = "hidden_states_scale"
+    if x.dtype == torch.bfloat16 or (x.dtype == torch.float8_e4m3fn and scale is None):
+        require(scale is None, name, "a tensor", "None with bfloat16")
+        return experts.Tokens(x, "bf16" if x.dtype == torch.bfloat16 else "fp8")
+    dtypes = (torch.float8_e4m3fn, *_FP4)
+    require(x.dtype in dtypes, "hidden_states", x.dtype, "bfloat16, float8_e4m3fn, uint8")
+    form = "mxfp8" if x.dtype == torch.float8_e4m3fn else "nvfp4"
+    x = x if form == "mxfp8" else x.view(torch.uint8)
+    blocks = x.shape[1] * (1 if form == "mxfp8" else 2) // experts.room.WIDTH[form]
+    if named == "linear":
+        return experts.Tokens(x, form, byte_factors(name, scale, len(x), blocks))
+    require(isinstance(scale, torch.Tensor), name, scale, "a tensor of bytes")
+    high, wide = layouts.padded(len(x), blocks, named)
+    fits = scale.element_size() == 1 and scale.numel() == high * wide and scale.is_contiguous()
+    require(fits, name, f"{scale.dtype} {tuple(scale.shape)}", f"{high} x {wide} bytes, {named}")
+    return experts.Tokens(x, form, scale.view(torch.uint8).view(-1), named)
+
+
+def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_finalize, /) -> list[torch.Tensor]:
+    act, gated = act
+    device, count = tokens.codes.device, routed.experts
+    hidden = tokens.codes.shape[1] * (2 if tokens.form == "nvfp4" else 1)
+    check_valid(hidden, intermediate, *valid)
+    weights = []
+    for name, (codes, scale, bias), paired in zip(("gemm1_weights", "gemm2_weights"), given, (gated, False)):
+        require(codes.dtype in _FP4, name, codes.dtype, "uint8")
+        require(codes.dim() == 3, name, tuple(codes.shape), "[experts, rows, columns / 2]")
+        _, n, half = codes.shape
+        named = f"{name}_scale"
+        require(scale.element_size() == 1, named, scale.dtype, "uint8, float8_e4m3fn")
+        sizes = {form: layouts.padded(n, 2 * half // width, "128x4") for form, width in (("nvfp4", 16), ("mxfp4", 32))}
+        per = scale.numel() // max(len(codes), 1)
+        form = "nvfp4" if per == sizes["nvfp4"][0] * sizes["nvfp4"][1] else "mxfp4"
+        scale = experts.expert_factors(named, scale, n, 2 * half // experts.room.WIDTH[form], "128x4")
+        weights.append(experts.Weight(name, codes.view(torch.uint8), form, scale, "128x4", bias, paired, 32))
+    names = ("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar")
+    scale_out, scale, second = (
+        experts.per_expert(name, value, count, device) for name, value in zip(names, scales)
+    )
+    both = (scale is None) == (scale_out is None)
+    require(both, "output1_scale_gate_scalar", "one of two", "a tensor with output1_scale_scalar, None without")
+    form = "" if tokens.form == "bf16" else tokens.form
+    between = experts.Between(form, scale=scale, scale_out=scale_out, ratio=gated, second=second)
+    done = finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, hidden=hidden)
+    return [done] if do_finalize else done
+
+
+def trtllm_mxint4_block_scale_moe(
+    routing_logits: torch.Tensor,
+    routing_bias: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm1_alpha: torch.Tensor | None,
+    gemm1_beta: torch.Tensor | None,
+    gemm1_clamp_limit: torch.Tensor | None,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: int = 0,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    output: torch.Tensor | None = None,
+    tune_max_num_tokens: int = 8192,
+    norm_topk_prob: bool = True,
+    routing_replay_out: torch.Tensor | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+) -> list[torch.Tensor]:
+    """A mixture of experts in bfloat16 with weights of 4-bit integers, from router logits. Its activation is SwiGLU.
+
+    Parameters
+    ----------
+    hidden_states : torch.Tensor
+        bfloat16 [tokens, hidden], contiguous rows.
+    gemm1_weights : torch.Tensor
+        uint8 [local_num_experts, 2 * intermediate_size, hidden / 2], two's complement halves of bytes, the first in the
+        low half; or in blocks of 128 bytes, [., hidden / 256, rows, 128], as `flashinfer.fused_moe` makes them with
+        convert_to_block_layout. Rows alternate, up and gate, and are then where `flashinfer.shuffle_matrix_a` with an
+        epilogue tile of 128 puts them.
+    gemm1_weights_scale : torch.Tensor
+        bfloat16, one for 32 elements, for the rows where they are, in 128x4 tiles, as
+        `flashinfer.block_scale_interleave` gives them: rows x hidden / 32 for each expert.
+    gemm2_weights, gemm2_weights_scale : torch.Tensor
+        The same, of [local_num_experts, hidden, intermediate_size], rows shuffled only.
+    valid_hidden_size, valid_intermediate_size : int, optional
+        Only None or the whole size: padding is not left out.
+
+    Returns
+    -------
+    list of torch.Tensor
+        [output], bfloat16 [tokens, hidden]; without `do_finalize` as in `flashinfer.fused_moe.trtllm_bf16_moe`, which
+        has the other parameters and errors.
+
+    Notes
+    -----
+    An integer times its scale is rounded to bfloat16 before it is multiplied.
+    """
+    check_valid(hidden_states.shape[-1], intermediate_size, valid_hidden_size, valid_intermediate_size)
+    require(hidden_states.dtype == torch.bfloat16, "hidden_states", hidden_states.dtype, "bfloat16")
+    routed = routed_by_logits(
+        routing_logits, routing_bias, num_experts, top_k, n_group, topk_group,
+        (local_expert_offset, local_num_experts), routed_scaling_factor, routing_method_type, norm_topk_prob,
+        routing_replay_out,
+    )  # fmt: skip
+    shape = (gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
+    act, _ = activation(ActivationType.Swiglu, *shape, routed.experts, hidden_states.device)
+    weights = []
+    given = ((gemm1_weights, gemm1_weights_scale, True), (gemm2_weights, gemm2_weights_scale, False))
+    for name, (codes, scale, paired) in zip(("gemm1_weights", "gemm2_weights"), given):
+        require(codes.dtype == torch.uint8, name, codes.dtype, "uint8")
+        require(codes.dim() in (3, 4), name, tuple(codes.shape), "three dimensions, or four in blocks")
+        block = 128 if codes.dim() == 4 else 0
+        fits = not block or codes.shape[3] == block
+        require(fits, name, tuple(codes.shape), "[experts, columns / 256, rows, 128]")
+        stored = experts.room.Problem("", "mxint4", "", 16, block=block)
+        n, k = experts.room.extents(stored, experts.room.Weights(codes))
+        require(scale.dtype == torch.bfloat16, f"{name}_scale", scale.dtype, "bfloat16")
+        high, wide = layouts.padded(n, k // 32, "128x4")
+        fits = scale.numel() == len(codes) * high * wide and scale.is_contiguous()
+        require(fits, f"{name}_scale", tuple(scale.shape), f"{high} x {wide} for each expert, contiguous")
+        scale = scale.view(len(codes), high * wide)
+        weights.append(experts.Weight(name, codes, "mxint4", scale, "128x4", None, paired, 32, block))
+    tokens = experts.Tokens(hidden_states, "bf16")
+    done = finished(tokens, routed, weights, act, experts.Between(), intermediate_size, output, do_finalize)
+    return [done] if do_finalize else done
