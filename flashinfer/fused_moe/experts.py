@@ -25,9 +25,10 @@ _ACTS = {
     ActivationType.SwigluStep: "swiglu_step",
     ActivationType.Situ: "situ",
     ActivationType.Relu2: "relu2",
-    ActivationType.ClampedRelu2: "clamped_relu2",
     ActivationType.Identity: "",
 }
+# The limit of SwigluStep where none is given: Step-3.5's.
+STEP_LIMIT = 7.0
 # Programs of 128 rows of weights below which tiles are cut in two: about as many as a chip has multiprocessors.
 _FEW = 128
 
@@ -59,7 +60,7 @@ class Weight(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """act : a name of the room's. alpha, beta, limit : float32 [experts]. numbers : what some have beside."""
+    """act : a name of the room's. alpha, beta, limit : float32 [experts]. numbers : as the room's Finish has them."""
 
     act: str
     alpha: torch.Tensor | None = None
@@ -93,7 +94,7 @@ class Routed(NamedTuple):
 
 
 def activation_of(argument: str, value, **given) -> tuple[str, bool]:
-    """The room's name of an activation, and whether it is gated. given : tensors that only SwiGLU takes."""
+    """The room's name of an activation, and whether it is gated. given : tensors that only SwiGLU takes, by name."""
     known = [int(kind) for kind in _ACTS]
     require(int(value) in known, argument, value, ", ".join(f"{kind.name} ({int(kind)})" for kind in _ACTS))
     kind = ActivationType(int(value))

@@ -77,10 +77,9 @@ def activation(activation_type, alpha, beta, limit, count, device) -> tuple[expe
     """The activation of a call, and whether it is gated."""
     given = {"gemm1_alpha": alpha, "gemm1_beta": beta, "gemm1_clamp_limit": limit}
     act, gated = experts.activation_of("activation_type", activation_type, **given)
-    # Both of these have numbers that these calls do not take.
-    require(act not in ("situ", "clamped_relu2"), "activation_type", activation_type, "one without numbers of its own")
+    require(act != "situ", "activation_type", "Situ", "one without numbers of its own, which these calls do not take")
     values = [experts.per_expert(name, value, count, device) for name, value in given.items()]
-    return experts.Activation(act, *values), gated
+    return experts.Activation(act, *values, numbers=(experts.STEP_LIMIT, 0.0)), gated
 
 
 def trtllm_bf16_moe(
@@ -160,7 +159,8 @@ def trtllm_bf16_moe(
         int16 [tokens or more, top_k]; receives the chosen experts.
     gemm1_alpha, gemm1_beta, gemm1_clamp_limit : torch.Tensor, optional
         float32 [local_num_experts], of Swiglu: gate * sigmoid(alpha * gate) * (up + beta), the gate first clamped to
-        at most the limit and up to -limit ... limit. SwigluStep takes a limit: it clamps up and silu(gate).
+        at most the limit and up to -limit ... limit. SwigluStep takes a limit, 7 by default: it clamps up and
+        silu(gate).
     output : torch.Tensor, optional
         Receives the result; bfloat16 [tokens, hidden].
 

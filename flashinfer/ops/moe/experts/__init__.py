@@ -16,7 +16,7 @@ WIDTH = {"fp8_block": 128, "mxfp8": 32, "nvfp4": 16, "mxfp4": 32, "mxint4": 32, 
 # Formats with two elements to a byte, the first in the low half.
 PACKED = ("nvfp4", "mxfp4", "mxint4", "int4")
 GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_step", "situ")
-PLAIN = ("", "silu", "gelu", "relu", "relu2", "clamped_relu2")
+PLAIN = ("", "silu", "gelu", "relu", "relu2")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Problem:
     block : int
         Weights are [experts, k / block, n, block], in stored elements; 0 where they are [experts, n, k].
     row_layout, weight_layout : str
-        Of byte-wide scale factors: "linear" or "128x4".
+        Of byte-wide scale factors: "linear", "128x4" or "8x4"; of weights' also "strips", the factors of 128 elements of
+        all rows one after another, [k / 128, n, 128 / width].
     bias : str
         Dtype of a bias for each row of the weights, in their order; "" without.
     scale : str
@@ -128,7 +129,7 @@ class Weights(NamedTuple):
 class Finish(NamedTuple):
     """What stands behind a product; float32. scale, scale_out : [1] or [experts]. alpha, beta, limit : [experts].
 
-    weight : [pairs]. situ : the two numbers of "situ". clamp : the number of "clamped_relu2".
+    weight : [pairs]. numbers : the two of "situ"; the limit of "swiglu_step" without a tensor.
     """
 
     scale: torch.Tensor | None = None

@@ -36,6 +36,9 @@ def load_factors(
     inside = live[:, None] & (block * WIDTH < k)[None, :]
     if LAYOUT == "linear":
         at = row.to(tl.int64)[:, None] * row_stride + block.to(tl.int64)[None, :] * block_stride
+    elif LAYOUT == "strips":
+        EACH: tl.constexpr = 128 // WIDTH
+        at = (block // EACH).to(tl.int64)[None, :] * row_stride + row[:, None] * EACH + (block % EACH)[None, :]
     else:
         blocks = (tl.cdiv(k, WIDTH) + 3) // 4 * 4
         at = scale_offset(row[:, None], block[None, :], blocks, LAYOUT)
@@ -95,7 +98,7 @@ def gated(factor, gate, alpha, beta, limit, first, second, ACT: tl.constexpr, SH
     c: tl.constexpr = SHAPE == "l" or SHAPE == "al" or SHAPE == "bl" or SHAPE == "abl"
     if ACT == "situ":
         return first * tanh(gate / first) * sigmoid(gate) * (second * tanh(factor / second))
-    if c:
+    if c or ACT == "swiglu_step":
         factor = tl.minimum(tl.maximum(factor, -limit), limit)
         if ACT != "swiglu_step":
             gate = tl.minimum(gate, limit)
@@ -107,7 +110,7 @@ def gated(factor, gate, alpha, beta, limit, first, second, ACT: tl.constexpr, SH
         gate *= sigmoid(alpha * gate)
     else:
         gate *= sigmoid(gate)
-    if c and ACT == "swiglu_step":
+    if ACT == "swiglu_step":
         gate = tl.minimum(gate, limit)
     if b:
         factor += beta
@@ -115,7 +118,8 @@ def gated(factor, gate, alpha, beta, limit, first, second, ACT: tl.constexpr, SH
 
 
 @triton.jit
-def plain(y, first, ACT: tl.constexpr):
+def plain(y, ACT: tl.constexpr):
+    """act(y)."""
     if ACT == "silu":
         return y * sigmoid(y)
     elif ACT == "gelu":
@@ -124,9 +128,6 @@ def plain(y, first, ACT: tl.constexpr):
         return tl.maximum(y, 0.0)
     elif ACT == "relu2":
         y = tl.maximum(y, 0.0)
-        return y * y
-    elif ACT == "clamped_relu2":
-        y = tl.minimum(tl.maximum(y, 0.0), first)
         return y * y
     else:
         return y
@@ -290,12 +291,12 @@ def product_kernel(
         up, gate = tl.split(tl.reshape(acc, [TILE_M, TILE_N // 2, 2]))
         a_value = tl.load(alpha + expert) if alpha is not None else 1.0
         b_value = tl.load(beta + expert) if beta is not None else 0.0
-        c_value = tl.load(limit + expert) if limit is not None else 0.0
+        c_value = tl.load(limit + expert) if limit is not None else first
         y = gated(up, gate, a_value, b_value, c_value, first, second, ACT, SHAPE)
         result = strip * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
         width = n // 2
     else:
-        y = plain(acc, first, ACT)
+        y = plain(acc, ACT)
         result = column
         width = n
     if scale_out is not None:
@@ -487,8 +488,8 @@ def product(problem, config, rows: Rows, weights: Weights, finish: Finish, token
         x_strides = rows.scale.stride() if problem.row_layout == "linear" else (0, 0)
     w_strides = (0, 0)
     if problem.weights in WIDTH:
-        linear = problem.weight_layout == "linear"
-        w_strides = weights.scale.stride()[:2] if linear else (weights.scale.stride(0), 0)
+        tiled = problem.weight_layout == "128x4"
+        w_strides = (weights.scale.stride(0), 0) if tiled else weights.scale.stride()[:2]
     factors = [None if t.scale is None else t.scale if t.scale.element_size() > 1 else t.scale.view(torch.uint8)
                for t in (rows, weights)]  # fmt: skip
     given = {

@@ -56,6 +56,8 @@ def decode_weights(problem, weights, expert: int, n: int, k: int) -> torch.Tenso
         factors = factors[logical // 128]
     elif problem.weight_layout == "linear":
         factors = factors[stored]
+    elif problem.weight_layout == "strips":
+        factors = factors.unflatten(1, (n, -1)).transpose(0, 1).flatten(1)[stored]
     else:
         factors = layouts.restore(factors.flatten(), n, blocks, problem.weight_layout)[stored]
     return _decode(form, codes, factors, k)
@@ -103,7 +105,7 @@ def _finish(problem, finish, weights, y, pair, expert):
     if problem.act in GATED:
         y = _gated(problem, finish, y[:, 0::2], y[:, 1::2], expert)
     else:
-        y = _plain(problem.act, y, finish.numbers[0])
+        y = _plain(problem.act, y)
     if problem.scale_out:
         factor = value(finish.scale_out)
         y = y * (factor / value(finish.scale) if problem.scale_out == "ratio" else factor)
@@ -115,29 +117,27 @@ def _gated(problem, finish, factor, gate, expert):
         first, second = finish.numbers
         return first * torch.tanh(gate / first) * gate.sigmoid() * second * torch.tanh(factor / second)
     step = problem.act == "swiglu_step"
-    if "l" in problem.shape:
-        limit = finish.limit[expert]
+    if "l" in problem.shape or step:
+        limit = finish.limit[expert] if "l" in problem.shape else finish.numbers[0]
         factor = factor.clamp(-limit, limit)
         gate = gate if step else gate.clamp(max=limit)
     if problem.act in ("geglu", "geglu_tanh"):
         gate = gelu(gate, approximate="tanh" if problem.act == "geglu_tanh" else "none")
     else:
         gate = gate * (gate * finish.alpha[expert] if "a" in problem.shape else gate).sigmoid()
-    if step and "l" in problem.shape:
+    if step:
         gate = gate.clamp(max=limit)
     return gate * (factor + finish.beta[expert] if "b" in problem.shape else factor)
 
 
-def _plain(act, y, most):
+def _plain(act, y):
     if act == "silu":
         return silu(y)
     if act == "gelu":
         return gelu(y)
     if act == "relu":
         return y.relu()
-    if act == "relu2":
-        return y.relu().square()
-    return y.clamp(0, most).square() if act == "clamped_relu2" else y
+    return y.relu().square() if act == "relu2" else y
 
 
 def quantize(problem, x, global_scale, token_map, codes, factors):

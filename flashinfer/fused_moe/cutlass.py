@@ -1,0 +1,302 @@
+"""`cutlass_fused_moe`: a mixture of experts that are already chosen, in the formats of CUTLASS's kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import as_dtype, require
+from flashinfer.fused_moe import experts
+from flashinfer.ops import layouts
+from flashinfer.tllm_enums import ActivationType
+
+__all__ = ["cutlass_fused_moe"]
+
+_PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_BYTES = (torch.uint8, torch.int64, torch.float4_e2m1fn_x2)
+_NAMES = ("fc1_expert_weights", "fc2_expert_weights")
+
+
+def cutlass_fused_moe(
+    input: torch.Tensor,
+    token_selected_experts: torch.Tensor,
+    token_final_scales: torch.Tensor,
+    fc1_expert_weights: torch.Tensor,
+    fc2_expert_weights: torch.Tensor,
+    output_dtype: torch.dtype,
+    quant_scales: list[torch.Tensor] | None,
+    fc1_expert_biases: torch.Tensor | None = None,
+    fc2_expert_biases: torch.Tensor | None = None,
+    input_sf: torch.Tensor | None = None,
+    swiglu_alpha: torch.Tensor | None = None,
+    swiglu_beta: torch.Tensor | None = None,
+    swiglu_limit: torch.Tensor | None = None,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+    cluster_size: int = 1,
+    cluster_rank: int = 0,
+    output: torch.Tensor | None = None,
+    enable_alltoall: bool = False,
+    use_deepseek_fp8_block_scale: bool = False,
+    use_w4_group_scaling: bool = False,
+    use_mxfp8_act_scaling: bool = False,
+    min_latency_mode: bool = False,
+    use_packed_weights: bool = False,
+    use_wfp4afp8_humming: bool = False,
+    tune_max_num_tokens: int = 8192,
+    enable_pdl: bool | None = None,
+    activation_type: ActivationType = ActivationType.Swiglu,
+    swizzled_input_sf: bool = True,
+    use_fused_finalize: bool = True,
+    profile_ids: list[int] | None = None,
+    workspace_buffer: torch.Tensor | None = None,
+    *,
+    clamped_relu2_limit: float | None = None,
+    situ_beta: float | None = None,
+    situ_linear_beta: float | None = None,
+    backend: str = "cutlass",
+) -> list[torch.Tensor]:
+    """A mixture of experts that are already chosen: ``output = sum_e s_e * (act(x @ fc1[e].T) @ fc2[e].T)``.
+
+    =================  ==============================  =====================================================
+    weights            input                           quant_scales
+    =================  ==============================  =====================================================
+    as the input       bfloat16, float16, float32      None or empty
+    float8_e4m3fn      float8_e4m3fn                   d1 [experts], q2 [1], d2 [experts], the input's [1]
+    float8_e4m3fn,     bfloat16, float16               float32 scales of 128 x 128 weights, of fc1 and of fc2
+    DeepSeek
+    float8_e4m3fn,     float8_e4m3fn with input_sf,    factors of fc1, d1 [experts], factors of fc2,
+    MXFP8              bfloat16, float16               d2 [experts]
+    NVFP4              uint8 with input_sf,            q1, factors of fc1, d1 [experts], q2, factors of fc2,
+                       bfloat16, float16               d2 [experts]
+    MXFP4              as MXFP8                        as MXFP8
+    MXFP4              float8_e4m3fn                   factors of fc1, d1 [experts], q2, factors of fc2,
+                                                       d2 [experts]
+    MXFP4, W4          bfloat16                        factors of fc1, factors of fc2
+    =================  ==============================  =====================================================
+
+    A product's d multiplies it, before bias and activation. q2 multiplies what stands between the products before it is
+    rounded to e4m3, or is NVFP4's global scale of it, as q1 is of an input that is not quantised yet: [1] or [experts],
+    q1 [1].
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        x, [tokens, hidden], contiguous rows; NVFP4 [tokens, hidden / 2]. Zero tokens are valid.
+    token_selected_experts : torch.Tensor
+        [tokens, top_k], int32 or int64: experts of all ranks. A negative one, or one of another rank, gives nothing.
+    token_final_scales : torch.Tensor
+        s, [tokens, top_k]; float32, bfloat16 or float16. None is 1.
+    fc1_expert_weights : torch.Tensor
+        [experts, 2 * intermediate, hidden] of a gated activation, the up-projection's rows first and then the gate's;
+        [experts, intermediate, hidden] of another. FP4 as uint8, two codes a byte with the first in the low half, or
+        the same memory as int64.
+    fc2_expert_weights : torch.Tensor
+        [experts, hidden, intermediate].
+    output_dtype : torch.dtype
+        bfloat16, float16 or float32.
+    quant_scales : list of torch.Tensor, optional
+        As above. Factors of weights are a byte for each 16 (NVFP4, e4m3) or 32 elements (ue8m0), rows padded to a
+        multiple of 128 and factors to one of 4, in 128x4 tiles; any one-byte dtype, or the same memory as int32. With
+        `use_w4_group_scaling` they are as
+        `flashinfer.fused_moe.interleave_moe_scales_for_sm90_mixed_gemm` makes them. q and d are float32.
+    fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
+        [experts, rows of the weights]; float32, bfloat16 or float16. That of fc2 is added on `tp_rank` 0 only.
+    input_sf : torch.Tensor, optional
+        Scale factors of a quantised input, in 128x4 tiles or, without `swizzled_input_sf`, [tokens, blocks].
+    swiglu_alpha, swiglu_beta, swiglu_limit : torch.Tensor, optional
+        float32 [experts], as gemm1_alpha, gemm1_beta and gemm1_clamp_limit of
+        `flashinfer.fused_moe.trtllm_bf16_moe`.
+    tp_size, tp_rank : int
+        Weights are a slice of the intermediate size; ranks' results are summed by the caller.
+    ep_size, ep_rank : int
+        Weights are those of experts from ep_rank * experts on.
+    cluster_size, cluster_rank : int
+        Only 1 and 0.
+    output : torch.Tensor, optional
+        Receives the result; [tokens, hidden] of `output_dtype`.
+    use_deepseek_fp8_block_scale, use_w4_group_scaling, use_mxfp8_act_scaling : bool
+        Choose a row of the table where dtypes do not.
+    min_latency_mode, use_wfp4afp8_humming : bool
+        Only False.
+    activation_type : ActivationType
+        Any but ClampedRelu2; Situ with `situ_beta` and `situ_linear_beta`, a and b of
+        a * tanh(gate / a) * sigmoid(gate) * b * tanh(up / b).
+    clamped_relu2_limit : float, optional
+        Only None.
+    backend : str
+        "cutlass" or "auto".
+    enable_alltoall, use_packed_weights, tune_max_num_tokens, enable_pdl, use_fused_finalize, profile_ids, \
+workspace_buffer
+        Have no effect on results, and none on the launches yet.
+
+    Returns
+    -------
+    list of torch.Tensor
+        [output].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device, number or combination other than the above.
+
+    Notes
+    -----
+    Products are summed in float32; each expert's result is rounded to `output_dtype`, and so is the activation's, or
+    quantised. Sums over a token's experts are in the order of its choices, so results repeat bit for bit.
+
+    References
+    ----------
+    Shazeer et al., Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer, 2017,
+    https://arxiv.org/abs/1701.06538; OCP Microscaling Formats Specification 1.0
+    """
+    for name, value, only in (("min_latency_mode", min_latency_mode, False), ("cluster_size", cluster_size, 1),
+                              ("use_wfp4afp8_humming", use_wfp4afp8_humming, False), ("cluster_rank", cluster_rank, 0),
+                              ("clamped_relu2_limit", clamped_relu2_limit, None)):  # fmt: skip
+        require(value == only, name, value, str(only))
+    require(backend in ("cutlass", "auto"), "backend", repr(backend), "'cutlass', 'auto'")
+    require(0 <= tp_rank < tp_size, "tp_rank", tp_rank, f"0 to {tp_size - 1}, below tp_size")
+    require(0 <= ep_rank < ep_size, "ep_rank", ep_rank, f"0 to {ep_size - 1}, below ep_size")
+    dtype = as_dtype(output_dtype)
+    require(dtype in _PLAIN, "output_dtype", dtype, "bfloat16, float16, float32")
+    count, device = len(fc1_expert_weights), input.device
+    ids, weights = token_selected_experts, token_final_scales
+    require(ids.dtype in (torch.int32, torch.int64), "token_selected_experts", ids.dtype, "int32, int64")
+    weights = torch.ones(ids.shape, device=device) if weights is None else weights
+    allowed = (torch.float32, torch.bfloat16, torch.float16)
+    require(weights.dtype in allowed, "token_final_scales", weights.dtype, "float32, bfloat16, float16")
+    routed = experts.Routed(ids, weights, ep_rank * count, count)
+
+    shape = {"swiglu_alpha": swiglu_alpha, "swiglu_beta": swiglu_beta, "swiglu_limit": swiglu_limit}
+    act, _ = experts.activation_of("activation_type", activation_type, **shape)
+    shape = [experts.per_expert(name, value, count, device) for name, value in shape.items()]
+    activation = experts.Activation(act, *shape, numbers=_numbers(act, situ_beta, situ_linear_beta))
+
+    flags = (use_deepseek_fp8_block_scale, use_w4_group_scaling, use_mxfp8_act_scaling)
+    given = (fc1_expert_weights, fc2_expert_weights)
+    form, scales = _form(input, given, quant_scales, flags)
+    biases = (fc1_expert_biases, fc2_expert_biases if tp_rank == 0 else None)
+    first, second = _weights(form, given, scales, biases)
+    between = _between(form, scales, count, device)
+    tokens = _tokens(form, input, input_sf, swizzled_input_sf, scales)
+    out = experts.result("output", output, len(input), second.codes.shape[1], dtype, device)
+    return experts.run(tokens, routed, first, activation, between, second, out)
+
+
+def _numbers(act: str, situ_beta, situ_linear_beta) -> tuple[float, float]:
+    for name, value in (("situ_beta", situ_beta), ("situ_linear_beta", situ_linear_beta)):
+        fits = (value is not None and value > 0) if act == "situ" else value is None
+        require(fits, name, value, "a number above 0" if act == "situ" else "None but with Situ")
+    return (float(situ_beta), float(situ_linear_beta)) if act == "situ" else (experts.STEP_LIMIT, 0.0)
+
+
+# What stands between the products, and the names of quant_scales, by form: of weights, and of rows where they differ.
+_SCALES = {
+    "plain": (),
+    "fp8": ("d1", "q2", "d2", "input"),
+    "fp8_block": ("fc1", "fc2"),
+    "mxfp8": ("fc1", "d1", "fc2", "d2"),
+    "nvfp4": ("q1", "fc1", "d1", "q2", "fc2", "d2"),
+    "mxfp4": ("fc1", "d1", "fc2", "d2"),
+    "mxfp4_fp8": ("fc1", "d1", "q2", "fc2", "d2"),
+    "mxfp4_w4": ("fc1", "fc2"),
+}
+_WEIGHT_FORMS = {"mxfp4_fp8": "mxfp4", "mxfp4_w4": "mxfp4"}
+
+
+def _form(x, given, quant_scales, flags) -> tuple[str, dict[str, torch.Tensor]]:
+    """The row of the table, and its scales by name."""
+    deepseek, w4, mxfp8 = flags
+    dtype, scales = given[0].dtype, list(quant_scales or ())
+    require(sum(map(bool, flags)) <= 1, "use_w4_group_scaling", flags, "one of three: DeepSeek's, W4's, MXFP8's")
+    for name, weights in zip(_NAMES, given):
+        require(weights.dim() == 3, name, tuple(weights.shape), "[experts, rows, columns]")
+        require(weights.dtype == dtype, name, weights.dtype, f"{dtype}, as {_NAMES[0]}")
+    if dtype in _PLAIN:
+        require(x.dtype == dtype, "input", x.dtype, f"{dtype}, as the weights")
+        form = "plain"
+    elif dtype == torch.float8_e4m3fn:
+        form = "fp8_block" if deepseek else "mxfp8" if mxfp8 else "fp8"
+    else:
+        require(dtype in _BYTES, _NAMES[0], dtype, "bfloat16, float16, float32, float8_e4m3fn, uint8, int64")
+        form = "mxfp4_w4" if w4 else "mxfp4" if mxfp8 else "nvfp4" if len(scales) == 6 else "mxfp4_fp8"
+    require(not deepseek or form == "fp8_block", "use_deepseek_fp8_block_scale", True, "False, but with FP8 weights")
+    require(not w4 or form == "mxfp4_w4", "use_w4_group_scaling", True, "False, but with FP4 weights")
+    require(not mxfp8 or form in ("mxfp8", "mxfp4"), "use_mxfp8_act_scaling", True, "False, but with FP8 or FP4 weights")
+    names = _SCALES[form]
+    require(len(scales) == len(names), "quant_scales", f"{len(scales)} tensors", f"{len(names)}: {', '.join(names)}")
+    return form, dict(zip(names, scales))
+
+
+def _weights(form, given, scales, biases) -> list[experts.Weight]:
+    stored = _WEIGHT_FORMS.get(form, form)
+    made = []
+    for name, codes, bias, factors in zip(_NAMES, given, biases, ("fc1", "fc2")):
+        if form == "plain":
+            made.append(experts.Weight(name, codes, _PLAIN[codes.dtype], bias=bias))
+            continue
+        if codes.dtype in _BYTES:
+            codes = codes.view(torch.uint8)
+        scale, layout = None, "linear"
+        _, n, k = codes.shape
+        k *= 2 if stored in experts.room.PACKED else 1
+        if form == "fp8_block":
+            scale = scales[factors]
+            wanted = (len(codes), -(-n // 128), -(-k // 128))
+            fits = tuple(scale.shape) == wanted and scale.dtype == torch.float32 and scale.stride(2) == 1
+            require(fits, f"quant_scales: {factors}", f"{scale.dtype} {tuple(scale.shape)}", f"float32 {wanted}")
+        elif form == "mxfp4_w4":
+            layout, wanted = "strips", (len(codes), k // 128, n * 4)
+            scale = scales[factors].view(torch.uint8)
+            fits = tuple(scale.shape) == wanted and scale.is_contiguous() and k % 128 == 0
+            require(fits, f"quant_scales: {factors}", tuple(scale.shape), f"{wanted}, contiguous, of whole 128s")
+        elif form != "fp8":
+            layout = "128x4"
+            blocks = k // experts.room.WIDTH[stored]
+            scale = experts.expert_factors(f"quant_scales: {factors}", scales[factors], n, blocks, layout)
+        made.append(experts.Weight(name, codes, stored, scale, layout, bias))
+    return made
+
+
+def _between(form, scales, count, device) -> experts.Between:
+    def vector(name, one=False):
+        return experts.per_expert(f"quant_scales: {name}", scales.get(name), count, device, one)
+
+    first, second, q2 = vector("d1", one=True), vector("d2", one=True), vector("q2", one=True)
+    if form in ("plain", "mxfp4_w4"):
+        return experts.Between()
+    if form in ("fp8", "mxfp4_fp8"):
+        return experts.Between("fp8", scale=first, scale_out=q2, second=second)
+    middle = "mxfp8" if form == "mxfp4" else form
+    return experts.Between(middle, global_scale=q2, scale=first, second=second)
+
+
+def _tokens(form, x, factors, swizzled: bool, scales) -> experts.Tokens:
+    """The input as the products read it, quantised here where it is not yet."""
+    rows = {"plain": _PLAIN.get(x.dtype), "mxfp4": "mxfp8", "mxfp4_fp8": "fp8", "mxfp4_w4": "bf16"}.get(form, form)
+    floats = (torch.bfloat16, torch.float16)
+    if form in ("plain", "fp8", "mxfp4_fp8", "mxfp4_w4"):
+        needed = {"plain": x.dtype, "mxfp4_w4": torch.bfloat16}.get(form, torch.float8_e4m3fn)
+        require(x.dtype == needed, "input", x.dtype, str(needed))
+        require(factors is None, "input_sf", "a tensor", f"None with {needed}")
+        return experts.Tokens(x, rows)
+    if x.dtype in floats:
+        require(factors is None, "input_sf", "a tensor", f"None with {x.dtype}")
+        scale = experts.per_expert("quant_scales: q1", scales.get("q1"), 1, x.device)
+        codes, made = experts.quantized(x, rows, scale, None, 0)
+        return experts.Tokens(codes, rows, made)
+    quantised = torch.float8_e4m3fn if rows == "mxfp8" else torch.uint8
+    allowed = x.dtype == quantised or (rows == "nvfp4" and x.dtype in _BYTES)
+    require(rows != "fp8_block", "input", x.dtype, "bfloat16, float16")
+    require(allowed, "input", x.dtype, f"bfloat16, float16, {quantised}")
+    x = x.view(torch.uint8) if rows == "nvfp4" else x
+    layout = "128x4" if swizzled else "linear"
+    blocks = x.shape[1] * (2 if rows == "nvfp4" else 1) // experts.room.WIDTH[rows]
+    require(isinstance(factors, torch.Tensor), "input_sf", factors, "a tensor of bytes, as the input is quantised")
+    high, wide = layouts.padded(len(x), blocks, layout)
+    flat = factors.view(torch.uint8) if factors.is_contiguous() else factors
+    fits = factors.is_contiguous() and flat.numel() == high * wide
+    require(fits, "input_sf", f"{factors.dtype} {tuple(factors.shape)}", f"{high} x {wide} bytes, {layout}")
+    return experts.Tokens(x, rows, flat.view(-1) if swizzled else flat.view(high, wide), layout)
+
