@@ -67,7 +67,17 @@ _ROOT_NAMES = {
         "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     ),
     "fp4_quantization": (),
-    "fused_moe": ("reorder_rows_for_gated_act_gemm",),
+    "fused_moe": (
+        "cutlass_fused_moe",
+        "reorder_rows_for_gated_act_gemm",
+        "trtllm_bf16_moe",
+        "trtllm_bf16_routed_moe",
+        "trtllm_fp4_block_scale_moe",
+        "trtllm_fp4_block_scale_routed_moe",
+        "trtllm_fp8_block_scale_moe",
+        "trtllm_fp8_block_scale_routed_moe",
+        "trtllm_fp8_per_tensor_scale_moe",
+    ),
     "quantization": (
         "NVFP44Over6Config",
         "block_scale_interleave",

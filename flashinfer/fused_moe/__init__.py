@@ -1,5 +1,6 @@
 """Mixtures of experts: routing, and the experts' products with all that stands between them in one call."""
 
+from flashinfer.fused_moe.cutlass import cutlass_fused_moe
 from flashinfer.fused_moe.layouts import (
     convert_to_block_layout,
     interleave_moe_scales_for_sm90_mixed_gemm,
@@ -8,6 +9,18 @@ from flashinfer.fused_moe.layouts import (
     reorder_rows_for_gated_act_gemm,
 )
 from flashinfer.fused_moe.routing import fused_topk_deepseek
+from flashinfer.fused_moe.trtllm import trtllm_bf16_moe, trtllm_bf16_routed_moe
+from flashinfer.fused_moe.trtllm_fp8 import (
+    trtllm_fp8_block_scale_moe,
+    trtllm_fp8_block_scale_routed_moe,
+    trtllm_fp8_per_tensor_scale_moe,
+    trtllm_fp8_per_tensor_scale_routed_moe,
+)
+from flashinfer.fused_moe.trtllm_w4 import (
+    trtllm_fp4_block_scale_moe,
+    trtllm_fp4_block_scale_routed_moe,
+    trtllm_mxint4_block_scale_moe,
+)
 from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout
 
 __all__ = [
@@ -16,9 +29,19 @@ __all__ = [
     "RoutingMethodType",
     "WeightLayout",
     "convert_to_block_layout",
+    "cutlass_fused_moe",
     "fused_topk_deepseek",
     "interleave_moe_scales_for_sm90_mixed_gemm",
     "interleave_moe_weights_for_sm90_mixed_gemm",
     "preprocess_moe_weights_for_sm90_mixed_gemm_humming",
     "reorder_rows_for_gated_act_gemm",
+    "trtllm_bf16_moe",
+    "trtllm_bf16_routed_moe",
+    "trtllm_fp4_block_scale_moe",
+    "trtllm_fp4_block_scale_routed_moe",
+    "trtllm_fp8_block_scale_moe",
+    "trtllm_fp8_block_scale_routed_moe",
+    "trtllm_fp8_per_tensor_scale_moe",
+    "trtllm_fp8_per_tensor_scale_routed_moe",
+    "trtllm_mxint4_block_scale_moe",
 ]

@@ -295,6 +295,8 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
     hidden = x.shape[1] * (2 if tokens.form in room.PACKED else 1)
     middle = n1 // 2 if activation.act in room.GATED else n1
     require(activation.act not in room.GATED or n1 % 2 == 0, first.name, (n1, k1), "an even number of rows")
+    halves = activation.act not in room.GATED or first.form != "fp8_block" or middle % 64 == 0
+    require(halves, first.name, (n1, k1), "halves of a multiple of 64 rows, as scales are of 128")
     require(k1 == hidden, first.name, (n1, k1), f"rows of {hidden} elements, the hidden size")
     require(k2 == middle, second.name, (n2, k2), f"rows of {middle} elements, the intermediate size")
     require(n2 == out.shape[1], second.name, (n2, k2), f"{out.shape[1]} rows, the size of a result")

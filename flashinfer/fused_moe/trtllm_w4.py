@@ -226,6 +226,7 @@ def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_fin
         named = f"{name}_scale"
         require(scale.element_size() == 1, named, scale.dtype, "uint8, float8_e4m3fn")
         sizes = {form: layouts.padded(n, 2 * half // width, "128x4") for form, width in (("nvfp4", 16), ("mxfp4", 32))}
+        require(half > 32, name, tuple(codes.shape), "more than 64 columns: with fewer, factors do not tell the format")
         per = scale.numel() // max(len(codes), 1)
         form = "nvfp4" if per == sizes["nvfp4"][0] * sizes["nvfp4"][1] else "mxfp4"
         scale = experts.expert_factors(named, scale, n, 2 * half // experts.room.WIDTH[form], "128x4")

@@ -14,6 +14,7 @@ _ROOMS = (
     "sampling",
     "topk",
     "moe.routing",
+    "moe.experts",
     "moe.finalize",
     "attention.prefill",
     "attention.decode",

@@ -12,9 +12,9 @@ from flashinfer._core.dispatch import Op, Variant
 from flashinfer.ops.moe.experts import config
 
 # Elements of a row that share a scale factor, by format; formats that are not here have none.
-WIDTH = {"fp8_block": 128, "mxfp8": 32, "nvfp4": 16, "mxfp4": 32, "mxint4": 32, "int4": 128}
+WIDTH = {"fp8_block": 128, "mxfp8": 32, "nvfp4": 16, "mxfp4": 32, "mxint4": 32}
 # Formats with two elements to a byte, the first in the low half.
-PACKED = ("nvfp4", "mxfp4", "mxint4", "int4")
+PACKED = ("nvfp4", "mxfp4", "mxint4")
 GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_step", "situ")
 PLAIN = ("", "silu", "gelu", "relu", "relu2")
 
@@ -29,8 +29,8 @@ class Problem:
         Format of the rows: "bf16", "fp16", "fp32"; "fp8" (e4m3 without factors), "fp8_block" (e4m3, a float32 factor
         for 128 of a row), "mxfp8" (e4m3, ue8m0 for 32), "nvfp4" (e2m1, e4m3 for 16).
     weights : str
-        Format of the weights: those of the rows, where "fp8_block" has a float32 factor for 128 x 128, and "mxfp4"
-        (e2m1, ue8m0 for 32), "mxint4" (4-bit integers, bfloat16 for 32), "int4" (the same for 128).
+        Format of the weights: those of the rows, where "fp8_block" has a float32 factor for 128 x 128, and if gated
+        halves of a multiple of 64 rows; and "mxfp4" (e2m1, ue8m0 for 32) and "mxint4" (4-bit integers, bfloat16 for 32).
     out : str
         Of the result: "bf16", "fp16", "fp32", or "fp8", e4m3 of the result as it is.
     tile : int
@@ -149,16 +149,15 @@ def extents(problem: Problem, weights: Weights) -> tuple[int, int]:
 
 
 def _product_catalog() -> Iterator[Problem]:
-    # Mixtral in bfloat16 and DeepSeek-V3 in FP8, for few and for many tokens; gpt-oss and NVFP4 for few.
+    # Mixtral with many tokens, DeepSeek-V3 with few and many, gpt-oss with few.
+    yield Problem("bf16", "bf16", "bf16", 128, gather=True, act="swiglu")
     for tile in (16, 128):
-        yield Problem("bf16", "bf16", "bf16", tile, gather=True, act="swiglu")
         yield Problem("fp8_block", "fp8_block", "bf16", tile, gather=True, act="swiglu")
     yield Problem("bf16", "mxfp4", "bf16", 16, gather=True, act="swiglu", bias="bf16", shape="abl")
-    yield Problem("nvfp4", "nvfp4", "bf16", 16, scale="tensor", weight_layout="128x4")
 
 
 def _quantize_catalog() -> Iterator[Quantize]:
-    for form in ("fp8_block", "mxfp8", "nvfp4"):
+    for form in ("fp8_block", "nvfp4"):
         yield Quantize(form, "bf16", 16, scaled=form == "nvfp4")
 
 

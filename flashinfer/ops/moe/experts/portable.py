@@ -12,18 +12,17 @@ from flashinfer.ops.moe.experts import GATED, PACKED, WIDTH, Finish, Problem, Qu
 
 @triton.jit
 def weight_rows(column, n, GATED: tl.constexpr, PAIRED: tl.constexpr, SHUFFLE: tl.constexpr):
-    """Where rows of the weights are, for columns of the product: stored, and before `shuffle_matrix_a`.
+    """Where rows of the weights are, for columns of the product.
 
     Columns of gated weights alternate, factor and gate, so that both of a result are in one tile.
     """
     row = column
     if GATED and not PAIRED:
         row = (column % 2) * (n // 2) + column // 2
-    stored = row
     if SHUFFLE:
         EIGHTH: tl.constexpr = SHUFFLE // 8
-        stored = row // SHUFFLE * SHUFFLE + row % EIGHTH * 8 + row % SHUFFLE // EIGHTH
-    return stored, row
+        row = row // SHUFFLE * SHUFFLE + row % EIGHTH * 8 + row % SHUFFLE // EIGHTH
+    return row
 
 
 @triton.jit
@@ -60,9 +59,8 @@ def operand(
         return times_blocks(from_e2m1(codes), from_fp8(factors, "fp8e4nv", CAPABILITY), 16).to(DTYPE)
     elif FORM == "mxfp4":
         return times_blocks(from_e2m1(codes), from_ue8m0(factors), 32).to(DTYPE)
-    elif FORM == "mxint4" or FORM == "int4":
-        V: tl.constexpr = 32 if FORM == "mxint4" else 128
-        return times_blocks(from_int4(codes), factors.to(tl.float32), V).to(DTYPE)
+    elif FORM == "mxint4":
+        return times_blocks(from_int4(codes), factors.to(tl.float32), 32).to(DTYPE)
     else:
         return codes.to(DTYPE)
 
@@ -218,7 +216,7 @@ def product_kernel(
     column = strip * TILE_N + tl.arange(0, TILE_N)
     used = column < n
     # Columns past the last take the last one's weights: they are read, and their sums are not stored.
-    stored, logical = weight_rows(tl.minimum(column, n - 1), n, GATED, PAIRED, SHUFFLE)
+    stored = weight_rows(tl.minimum(column, n - 1), n, GATED, PAIRED, SHUFFLE)
     wide_expert = expert.to(tl.int64)
 
     x_at = tl.arange(0, TILE_K // X_PACK)
@@ -229,6 +227,7 @@ def product_kernel(
         w += stored.to(tl.int64)[:, None] * BLOCK + (w_at // BLOCK * w_block + w_at % BLOCK)[None, :]
     else:
         w += stored.to(tl.int64)[:, None] * w_row + w_at[None, :]
+    strip_row = strip * (TILE_N // 2 if GATED else TILE_N)
     SCALED: tl.constexpr = ROWS == "fp8_block" and WEIGHTS == "fp8_block"
     if W_WIDTH:
         w_scale += wide_expert * w_scale_expert
@@ -249,10 +248,13 @@ def product_kernel(
             rows_factor = tl.load(
                 x_scale + source.to(tl.int64) * x_scale_row + inside.to(tl.int64) * x_scale_block, live, other=0
             )
-            if GATED or 128 % TILE_N != 0:
-                weights_factor = tl.load(w_scale + logical // 128 * w_scale_row + inside)
+            # A tile's rows are of one block of 128, or of two if they are of both halves.
+            weights_factor = tl.load(w_scale + strip_row // 128 * w_scale_row + inside)
+            if GATED:
+                gate_factor = tl.load(w_scale + (n // 2 + strip_row) // 128 * w_scale_row + inside)
+                weights_factor = tl.where(column % 2 == 0, weights_factor, gate_factor)
             else:
-                weights_factor = tl.load(w_scale + strip * TILE_N // 128 * w_scale_row + inside + tl.zeros([1], tl.int32))
+                weights_factor += tl.zeros([1], tl.float32)
         else:
             if X_WIDTH:
                 x_factors = load_factors(
@@ -383,7 +385,7 @@ def _pointer(form: str, compute: str, aligned: bool) -> str:
 
 
 def _factor(form: str) -> str:
-    return "*fp32" if form == "fp8_block" else "*bf16" if form in ("mxint4", "int4") else "*u8"
+    return "*fp32" if form == "fp8_block" else "*bf16" if form == "mxint4" else "*u8"
 
 
 def _build_product(problem, config):
@@ -470,6 +472,11 @@ def build(problem, config):
 
 
 _BUILD = {Problem: _build_product, Quantize: _build_quantize}
+
+# Bytes of stack a thread may use: FP8 products of 128 x 128 are summed twice, and chips without wgmma have operands in
+# registers beside them.
+STACK_BUDGET = 48
+
 launch = Launcher("moe_experts", build)
 LAUNCHERS = (launch,)
 

@@ -1,0 +1,385 @@
+"""Mixtures of experts in every format and layout against token-by-token float64, operands taken as they are stored."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from flashinfer import fused_moe
+from flashinfer._core.dispatch import Op
+from flashinfer._core.target import target_of
+from flashinfer.fused_moe import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout, routing
+from flashinfer.testing.compare import assert_bitwise, assert_close
+from flashinfer.testing.generate import Guarded, strided
+from flashinfer.tllm_enums import SfLayout
+
+from tests.ops.moe.experts import layers
+from tests.ops.moe.experts.layers import ACTS, arranged, between, mixture, random, swiglu, tiled, weights
+
+T, K, E, H, I = 4, 2, 4, 64, 64  # noqa: E741
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(params=["reference", "portable"])
+def way(request, monkeypatch, device):
+    """Every op of a call by one variant: the public calls have no backend to name."""
+    select = Op.select
+    monkeypatch.setattr(Op, "__call__", lambda op, problem, on, backend=None: select(op, problem, target_of(on),
+                                                                                    request.param))  # fmt: skip
+    return request.param
+
+
+def chosen(device, tokens=T, experts=E):
+    """Experts of each token, one of them left out, and weights."""
+    ids = torch.rand(tokens, experts).topk(K).indices.int()
+    ids[min(2, tokens - 1), 0] = -1
+    return ids.to(device), torch.rand(tokens, K, device=device) + 0.1
+
+
+def packed(ids, s):
+    return (ids << 16) | s.to(BF16).view(torch.int16).int() & 0xFFFF
+
+
+def check(out, x, w1, w2, ids, s, what="out", dtype=BF16, **given):
+    truth = mixture(x, w1, w2, ids, s, **given)
+    same = mixture(x, w1, w2, ids, s, dtype=dtype, **given)
+    assert_close(out, same.to(out.dtype), truth, what)
+
+
+def bf16_layer(device, gated=True, shuffled=False, block=0):
+    x, _, xd = random("bf16", T, H, device=device)
+    w1, _, d1 = weights("bf16", E, 2 * I if gated else I, H, device)
+    w2, _, d2 = weights("bf16", E, H, I, device)
+    if shuffled:
+        w1, w2 = (arranged(w, None, g, block=block)[0] for w, g in ((w1, gated), (w2, False)))
+    elif block:
+        w1, w2 = (torch.stack([fused_moe.convert_to_block_layout(e, block) for e in w]) for w in (w1, w2))
+    return (x, w1, w2), (xd, d1, d2)
+
+
+@pytest.mark.parametrize("shuffled, block", [(False, 0), (True, 0), (True, 64)])
+def test_bf16_routed(way, device, shuffled, block):
+    given, truth = bf16_layer(device, True, shuffled, block)
+    ids, s = chosen(device)
+    guard = Guarded((T, H), BF16, device)
+    layout = WeightLayout.BlockMajorK if block else WeightLayout.MajorK
+    out = fused_moe.trtllm_bf16_routed_moe(
+        (ids, s), *given, E, K, None, None, I, 0, E, use_shuffled_weight=shuffled, weight_layout=layout,
+        output=guard.out,
+    )  # fmt: skip
+    assert out is guard.out
+    guard.check()
+    check(out, *truth, ids, s)
+
+
+@pytest.mark.parametrize(
+    "act", ["Geglu", "GegluTanh", "SwigluStep", "Situ", "Relu2", "Silu", "Gelu", "Relu", "Identity"]
+)
+def test_activations(way, device, act):
+    # In float16: Triton's interpreter truncates to bfloat16.
+    kind = ActivationType[act]
+    x, _, xd = random("fp16", T, H, device=device)
+    (w1, _, d1), (w2, _, d2) = (weights("fp16", E, n, k, device) for n, k in (((1 + kind.is_gated) * I, H), (H, I)))
+    ids, s = chosen(device)
+    numbers = {"situ_beta": 2, "situ_linear_beta": 3} if act == "Situ" else {}
+    call = partial(fused_moe.cutlass_fused_moe, x, ids, s, w1, w2, torch.float16, [], activation_type=kind)
+    check(call(**numbers)[0], xd, d1, d2, ids, s, act=ACTS[act], dtype=torch.float16)
+
+
+def test_ranks_of_experts_add_up_and_rows_without_finalize_are_theirs(way, device):
+    given, (xd, d1, d2) = bf16_layer(device)
+    x, w1, w2 = given
+    ids, s = chosen(device)
+    for first, count in ((0, 1), (1, 3)):
+        mine = slice(first, first + count)
+        call = partial(fused_moe.trtllm_bf16_routed_moe, packed(ids, s), x, w1[mine], w2[mine], E, K, None, None, I)
+        call = partial(call, first, count, use_shuffled_weight=False, weight_layout=0)
+        out = call()
+        rounded = s.to(BF16)
+        check(out, xd, d1[mine], d2[mine], ids, rounded, offset=first)
+        rows, s_of, row = call(do_finalize=False)
+        assert torch.equal(row >= 0, (ids >= first) & (ids < first + count))
+        total = torch.zeros(T, H, dtype=torch.float64, device=device)
+        for choice in range(K):
+            there = row[:, choice] >= 0
+            total[there] += rows[row[there, choice].long()].double() * s_of[there, choice, None].double()
+        assert_close(total.to(BF16), out, total)
+
+
+def test_from_logits(way, device):
+    given, truth = bf16_layer(device)
+    logits, bias = torch.randn(T, E, device=device), torch.randn(E, device=device)
+    call = partial(fused_moe.trtllm_bf16_moe, logits, bias, *given, E, K, 2, 1, I, 0, E, 2.5, use_shuffled_weight=False)
+    out = call(routing_method_type=RoutingMethodType.DeepSeekV3, weight_layout=0)
+    ids, s = routing.route(logits, bias, 2, K, n_group=2, topk_group=1, routed_scaling_factor=2.5)
+    check(out, *truth, ids, s)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_fp8_block_scale(way, device, shuffled):
+    hidden, middle = 256, 128
+    x, x_scale, xd = random("fp8_block", T, hidden, device=device)
+    w1, s1, d1 = weights("fp8_block", E, 2 * middle, hidden, device)
+    w2, s2, d2 = weights("fp8_block", E, hidden, middle, device)
+    if shuffled:
+        # Scale factors stay, for they are of 128 rows, and rows of the halves are not mixed.
+        w1, w2 = (arranged(w, None, False, tile=64, block=128)[0] for w in (w1, w2))
+    ids, s = chosen(device)
+    out = fused_moe.trtllm_fp8_block_scale_routed_moe(
+        packed(ids, s), None, x, x_scale.T.contiguous(), w1, s1, w2, s2, E, K, None, None, middle, 0, E,
+        None, use_shuffled_weight=shuffled, weight_layout=2 if shuffled else 0,
+    )  # fmt: skip
+    check(out, xd, d1, d2, ids, s.to(BF16), through=between("fp8_block"))
+
+
+def test_mxfp8(way, device):
+    x, x_scale, xd = random("mxfp8", T, H, device=device)
+    (w1, s1, d1), (w2, s2, d2) = weights("mxfp8", E, 2 * I, H, device), weights("mxfp8", E, H, I, device)
+    (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
+    b1, b2 = torch.randn(E, 2 * I, device=device), torch.randn(E, H, device=device)
+    stored1, stored2 = arranged(b1[..., None], None, True)[0][..., 0], arranged(b2[..., None], None, False)[0][..., 0]
+    logits = torch.randn(T, E, device=device)
+    ids, s = routing.route(logits, None, RoutingMethodType.Renormalize, K)
+    out = fused_moe.trtllm_fp8_block_scale_moe(
+        logits, None, x, x_scale, w1, s1, w2, s2, E, K, None, None, I, 0, E, None,
+        RoutingMethodType.Renormalize, True, fp8_quantization_type=Fp8QuantizationType.MxFp8,
+        gemm1_bias=stored1.contiguous(), gemm2_bias=stored2.contiguous(),
+    )  # fmt: skip
+    check(out, xd, d1, d2, ids, s, through=between("mxfp8"), b1=b1, b2=b2)
+
+
+@pytest.mark.parametrize("act, on_input", [("Swiglu", True), ("Relu2", False)])
+def test_fp8_per_tensor(way, device, act, on_input):
+    kind = ActivationType[act]
+    x, _, xd = random("fp8", T, H, device=device)
+    (w1, _, d1), (w2, _, d2) = weights("fp8", E, (1 + kind.is_gated) * I, H, device), weights("fp8", E, H, I, device)
+    w1, w2 = arranged(w1, None, kind.is_gated)[0], arranged(w2, None, False)[0]
+    ids, s = chosen(device)
+    d, q, f = (torch.rand(E, device=device) * 0.2 + 0.2 for _ in range(3))
+    q = q * 50
+    out = fused_moe.trtllm_fp8_per_tensor_scale_routed_moe(
+        (ids, s), None, x, w1, d * q if kind.is_gated else q, d, w2, f / q, E, K, None, None, I, 0, E, None, on_input,
+        activation_type=kind.value,
+    )  # fmt: skip
+
+    def quantised(y, e):
+        return between("fp8", float(q[e]))(ACTS[act](y).double())
+
+    check(out, xd, d1, d2, ids, s, act=quantised, of_expert=True, d1=d, d2=f / q, on_input=on_input)
+
+
+def test_nvfp4_with_nvfp4_rows(way, device):
+    H = I = 128  # noqa: E741, N806
+    x, x_scale, xd = random("nvfp4", T, H, device=device)
+    (w1, s1, d1), (w2, s2, d2) = weights("nvfp4", E, 2 * I, H, device), weights("nvfp4", E, H, I, device)
+    (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
+    ids, s = chosen(device)
+    d, q, f = torch.full((E,), 0.5, device=device), torch.full((E,), 2.0, device=device), torch.rand(E, device=device)
+    results = []
+    for scale, layout in ((x_scale, None), (tiled(x_scale), SfLayout.layout_128x4)):
+        results += fused_moe.trtllm_fp4_block_scale_routed_moe(
+            (ids, s), None, x, scale, w1, s1, None, None, None, None, w2, s2, None,
+            d * q, d, f, E, K, None, None, I, 0, E, None, hidden_states_scale_layout=layout,
+        )  # fmt: skip
+    assert_bitwise(*results)
+
+    def quantised(y, e):
+        return between("nvfp4")(swiglu(y).double() * float(q[e]))
+
+    check(results[0], xd, d1, d2, ids, s, act=quantised, of_expert=True, d1=d, d2=f)
+
+
+@pytest.mark.parametrize("rows", ["bf16", "mxfp8"])
+def test_mxfp4(way, device, rows):
+    H = I = 128  # noqa: E741, N806
+    x, x_scale, xd = random(rows, T, H, device=device)
+    (w1, s1, d1), (w2, s2, d2) = weights("mxfp4", E, 2 * I, H, device), weights("mxfp4", E, H, I, device)
+    (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
+    b1, b2 = torch.randn(E, 2 * I, device=device), torch.randn(E, H, device=device)
+    stored1, stored2 = arranged(b1[..., None], None, True)[0][..., 0], arranged(b2[..., None], None, False)[0][..., 0]
+    alpha, beta, limit = (torch.rand(E, device=device) + 1 for _ in range(3))
+    ids, s = chosen(device)
+    (out,) = fused_moe.trtllm_fp4_block_scale_routed_moe(
+        (ids, s), None, x, x_scale, w1, s1, stored1.contiguous(), alpha, beta, limit, w2, s2, stored2.contiguous(),
+        None, None, None, E, K, None, None, I, 0, E, None,
+    )  # fmt: skip
+
+    def act(y, e):
+        return swiglu(y, float(alpha[e]), float(beta[e]), float(limit[e]))
+
+    through = between("mxfp8") if rows == "mxfp8" else None
+    check(out, xd, d1, d2, ids, s, act=act, of_expert=True, b1=b1, b2=b2, through=through)
+
+
+@pytest.mark.parametrize("block", [0, 128])
+def test_mxint4(way, device, block):
+    hidden, middle = (256, 256) if block else (64, 64)
+    x, _, xd = random("bf16", T, hidden, device=device)
+    w1, s1, d1 = weights("mxint4", E, 2 * middle, hidden, device)
+    w2, s2, d2 = weights("mxint4", E, hidden, middle, device)
+    (w1, s1), (w2, s2) = arranged(w1, s1, True, block=block), arranged(w2, s2, False, block=block)
+    logits = torch.randn(T, E, device=device)
+    ids, s = routing.route(logits, None, RoutingMethodType.TopK, K)
+    (out,) = fused_moe.trtllm_mxint4_block_scale_moe(
+        logits, None, x, w1, s1, None, None, None, w2, s2, E, K, None, None, middle, 0, E, None, RoutingMethodType.TopK
+    )
+    check(out, xd, d1, d2, ids, s)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_cutlass_plain(way, device, dtype):
+    if way == "reference" and dtype != torch.float16:
+        pytest.skip("float16 stands for the three")
+    form = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    # Odd lengths, rows that are not one after another, and another rank's experts.
+    x, _, xd = random(form, T, 70, device=device)
+    (w1, _, d1), (w2, _, d2) = weights(form, 2, 2 * 45, 70, device), weights(form, 2, 70, 45, device)
+    b1, b2 = torch.randn(2, 90, device=device, dtype=dtype), torch.randn(2, 70, device=device, dtype=dtype)
+    ids, s = chosen(device)
+    for rank in (0, 1):
+        (out,) = fused_moe.cutlass_fused_moe(
+            strided(x), ids.long(), s, w1, w2, dtype, None, b1, b2, tp_size=2, tp_rank=rank, ep_size=2, ep_rank=1
+        )
+        check(out, xd, d1, d2, ids, s, b1=b1, b2=None if rank else b2, offset=2, dtype=dtype)
+
+
+def cutlass_case(name, device, dtype):
+    """Input, its factors, weights, quant_scales, flags, and the truth's operands of `cutlass_fused_moe`."""
+    rows = {"fp8": "fp8", "fp8_block": "bf16", "mxfp8": "mxfp8", "nvfp4": "nvfp4", "nvfp4 of bf16": "bf16",
+            "mxfp4": "mxfp8", "mxfp4 fp8": "fp8", "mxfp4 w4": "bf16"}[name]  # fmt: skip
+    form = name.split()[0]
+    H = I = 128 if name in ("fp8_block", "mxfp4 w4") else 64  # noqa: E741, N806
+    x, x_scale, xd = random(rows, T, H, device=device)
+    (w1, s1, v1), (w2, s2, v2) = weights(form, E, 2 * I, H, device), weights(form, E, H, I, device)
+    d1, d2 = (torch.rand(E, device=device) + 0.5 for _ in range(2))
+    q1, q2 = torch.full((1,), 3.0, device=device), torch.full((1,), 20.0, device=device)
+    sf = None if x_scale is None else tiled(x_scale)
+    flags, middle = {}, "mxfp8"
+    if name in ("fp8", "mxfp4 fp8"):
+        d2 = d2 / 20
+        scales = [d1, q2, d2, q1] if name == "fp8" else [tiled(s1), d1, q2, tiled(s2), d2]
+        middle = "fp8"
+    elif name == "fp8_block":
+        flags, scales, middle, d1, d2 = {"use_deepseek_fp8_block_scale": True}, [s1, s2], "fp8_block", 1.0, 1.0
+        xd = torch.stack([between("fp8_block")(row) for row in xd])
+    elif form == "nvfp4":
+        scales, middle = [q1, tiled(s1), d1, q2, tiled(s2), d2], "nvfp4"
+        if rows == "bf16":
+            xd = torch.stack([between("nvfp4", 3.0)(row) for row in xd])
+        else:
+            w1, w2 = w1.view(torch.int64), w2.view(torch.int64)
+        d1, d2 = d1 / 3, d2 / 20
+        scales[2], scales[5] = d1, d2
+    elif name == "mxfp4 w4":
+        scales, middle, d1, d2 = [layers.strips(s1), layers.strips(s2)], None, 1.0, 1.0
+        flags = {"use_w4_group_scaling": True}
+    else:
+        scales, flags = [tiled(s1), d1, tiled(s2), d2], {"use_mxfp8_act_scaling": True}
+    through = between(middle, 20.0, dtype) if middle else None
+    return (x, w1, w2, scales, sf, flags), (xd, v1, v2), {"d1": d1, "d2": d2, "through": through}
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8", "fp8_block", "mxfp8", "nvfp4", "nvfp4 of bf16", "mxfp4", "mxfp4 fp8", "mxfp4 w4"]
+)
+def test_cutlass_formats(way, device, name):
+    # Triton's interpreter truncates to bfloat16, and quantises another value then.
+    dtype = torch.float16
+    (x, w1, w2, scales, sf, flags), truth, given = cutlass_case(name, device, dtype)
+    ids, s = chosen(device)
+    (out,) = fused_moe.cutlass_fused_moe(x, ids, s, w1, w2, dtype, scales, input_sf=sf, **flags)
+    check(out, *truth, ids, s, dtype=dtype, **given)
+
+
+def test_no_tokens_and_no_experts_of_this_rank(way, device):
+    (x, w1, w2), _ = bf16_layer(device)
+    ids, s = chosen(device)
+    empty = fused_moe.cutlass_fused_moe(x[:0], ids[:0], s[:0], w1, w2, BF16, None)[0]
+    assert empty.shape == (0, H)
+    (out,) = fused_moe.cutlass_fused_moe(x, ids - E, s, w1, w2, BF16, None)
+    assert_bitwise(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("tokens", [40, 300])
+def test_more_tokens_take_larger_tiles(device, tokens):
+    """Tiles of 16 to 128 rows, some experts with none: by default as the CPU runs it, on a GPU the kernels."""
+    x, x_scale, xd = random("fp8_block", tokens, 256, device=device)
+    w1, s1, d1 = weights("fp8_block", 3, 512, 256, device)
+    w2, s2, d2 = weights("fp8_block", 3, 256, 256, device)
+    ids = torch.randint(0, 2, (tokens, 1), dtype=torch.int32, device=device)
+    s = torch.rand(tokens, 1, device=device)
+    call = partial(fused_moe.trtllm_fp8_block_scale_routed_moe, (ids, s), None, x, x_scale.T, w1, s1, w2, s2)
+    check(call(3, 1, None, None, 256, 0, 3, None), xd, d1, d2, ids, s, through=between("fp8_block"))
+
+
+BAD = [
+    ("hidden_states", {"hidden_states": lambda c: c["hidden_states"].half()}),
+    ("gemm1_weights", {"gemm1_weights": lambda c: c["gemm1_weights"][:2]}),
+    ("gemm1_weights", {"intermediate_size": lambda c: I // 2}),
+    ("gemm2_weights", {"gemm2_weights": lambda c: c["gemm2_weights"][:, :, :32]}),
+    ("gemm1_weights", {"gemm1_weights": lambda c: c["gemm1_weights"].transpose(1, 2)}),
+    ("topk_ids", {"topk_ids": lambda c: tuple(t[:2] for t in c["topk_ids"])}),
+    ("topk_ids", {"top_k": lambda c: 3}),
+    ("local_expert_offset", {"local_expert_offset": lambda c: 1}),
+    ("output", {"output": lambda c: c["hidden_states"][:, :8]}),
+    ("weight_layout", {"weight_layout": lambda c: 1}),
+    ("activation_type", {"activation_type": lambda c: 12}),
+    ("activation_type", {"activation_type": lambda c: 10}),
+    ("gemm1_alpha", {"activation_type": lambda c: 4, "gemm1_alpha": lambda c: torch.ones(E)}),
+    ("gemm1_beta", {"gemm1_beta": lambda c: torch.ones(E - 1)}),
+    ("gemm1_lora_delta", {"gemm1_lora_delta": lambda c: torch.ones(1)}),
+    ("routing_replay_out", {"routing_replay_out": lambda c: torch.ones(1)}),
+]
+
+
+@pytest.mark.parametrize("name, change", BAD)
+def test_bad_input(name, change):
+    (x, w1, w2), _ = bf16_layer("cpu")
+    call = {"topk_ids": chosen("cpu"), "hidden_states": x, "gemm1_weights": w1, "gemm2_weights": w2, "num_experts": E,
+            "top_k": K, "n_group": None, "topk_group": None, "intermediate_size": I, "local_expert_offset": 0,
+            "local_num_experts": E, "use_shuffled_weight": False, "weight_layout": 0}  # fmt: skip
+    with pytest.raises(ValueError, match=f"^{name}.*: got .*allowed: "):
+        fused_moe.trtllm_bf16_routed_moe(**call | {key: value(call) for key, value in change.items()})
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [("min_latency_mode", True), ("use_wfp4afp8_humming", True), ("cluster_size", 2), ("clamped_relu2_limit", 1.0),
+     ("situ_beta", 1.0), ("backend", "cute-dsl"), ("tp_rank", 1), ("ep_rank", 1), ("quant_scales", [torch.ones(1)]),
+     ("use_w4_group_scaling", True), ("input_sf", torch.ones(1)), ("output_dtype", torch.int8)],
+)  # fmt: skip
+def test_bad_input_of_cutlass(name, change):
+    (x, w1, w2), _ = bf16_layer("cpu")
+    call = dict(zip(("token_selected_experts", "token_final_scales"), chosen("cpu")))
+    call |= {"input": x, "fc1_expert_weights": w1, "fc2_expert_weights": w2, "output_dtype": BF16, "quant_scales": None}
+    with pytest.raises(ValueError, match=f"^{name}.*: got .*allowed: "):
+        fused_moe.cutlass_fused_moe(**call | {name: change})
+
+
+@pytest.mark.gpu
+def test_a_graph_stays_valid_for_other_experts(device):
+    (x, w1, w2), truth = bf16_layer(device)
+    ids, s = chosen(device)
+    call = partial(fused_moe.cutlass_fused_moe, x, ids, s, w1, w2, BF16, None)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (out,) = call()
+    for _ in range(2):
+        new, weight = chosen(device)
+        ids.copy_(new)
+        s.copy_(weight)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_bitwise(out, call()[0])
+        check(out, *truth, ids, s)
+
+
+def test_compiled_calls_are_one_op(device):
+    (x, w1, w2), _ = bf16_layer(device)
+    ids, s = chosen(device)
+
+    def call(x, ids, s):
+        return fused_moe.cutlass_fused_moe(x, ids, s, w1, w2, BF16, None)[0]
+
+    assert_bitwise(torch.compile(call, backend="eager", fullgraph=True)(x, ids, s), call(x, ids, s))
