@@ -223,7 +223,8 @@ def _form(x, given, quant_scales, flags) -> tuple[str, dict[str, torch.Tensor]]:
         form = "mxfp4_w4" if w4 else "mxfp4" if mxfp8 else "nvfp4" if len(scales) == 6 else "mxfp4_fp8"
     require(not deepseek or form == "fp8_block", "use_deepseek_fp8_block_scale", True, "False, but with FP8 weights")
     require(not w4 or form == "mxfp4_w4", "use_w4_group_scaling", True, "False, but with FP4 weights")
-    require(not mxfp8 or form in ("mxfp8", "mxfp4"), "use_mxfp8_act_scaling", True, "False, but with FP8 or FP4 weights")
+    fits = not mxfp8 or form in ("mxfp8", "mxfp4")
+    require(fits, "use_mxfp8_act_scaling", True, "False, but with FP8 or FP4 weights")
     names = _SCALES[form]
     require(len(scales) == len(names), "quant_scales", f"{len(scales)} tensors", f"{len(names)}: {', '.join(names)}")
     return form, dict(zip(names, scales))

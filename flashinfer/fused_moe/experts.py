@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -133,9 +134,12 @@ def run(
 
 
 def tile_of(pairs: int, experts: int) -> int:
-    """Rows of a tile: about what an expert has, so that little of a tile is padding; 16 is a tensor core's least."""
+    """Rows of a tile: so many that most experts have one tile, and read their weights once, while rows are few.
+
+    16 is the least of a tensor core. From 192 rows of an expert on, less of larger tiles is padding. Not measured.
+    """
     mean = -(-pairs // max(experts, 1))
-    return 16 if mean <= 16 else 32 if mean <= 32 else 64 if mean <= 96 else 128
+    return 16 if mean <= 8 else 32 if mean <= 20 else 64 if mean <= 192 else 128
 
 
 @custom_op("flashinfer::moe_experts", mutates_args=("out",))
@@ -209,8 +213,8 @@ def _fitted(problem: room.Problem, x, weights: room.Weights, pairs: int) -> room
     few = experts * -(-n // 128) < _FEW
     aligned = is_aligned(x, weights.codes) and x.shape[1] * x.element_size() % 16 == 0
     stored = weights.codes.shape[-1] * weights.codes.element_size()
-    values = {**vars(problem), "aligned": aligned and stored % 16 == 0 and n % 32 == 0, "experts": "few" if few else "many"}
-    return room.Problem(**values)
+    aligned = aligned and stored % 16 == 0 and n % 32 == 0
+    return replace(problem, aligned=aligned, experts="few" if few else "many")
 
 
 def quantized(x, form: str, global_scale, token_map: TokenMap | None, tile: int):
@@ -300,6 +304,7 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
     require(k1 == hidden, first.name, (n1, k1), f"rows of {hidden} elements, the hidden size")
     require(k2 == middle, second.name, (n2, k2), f"rows of {middle} elements, the intermediate size")
     require(n2 == out.shape[1], second.name, (n2, k2), f"{out.shape[1]} rows, the size of a result")
-    for form, name, k in ((first.form, first.name, k1), (second.form, second.name, k2), (between.form, second.name, k2)):
+    forms = (first.form, first.name, k1), (second.form, second.name, k2), (between.form, second.name, k2)
+    for form, name, k in forms:
         width = 1 if form == "fp8_block" else room.WIDTH.get(form, 1)
         require(k % width == 0, name, k, f"rows of a multiple of {width} elements, as {form} has them")

@@ -46,7 +46,7 @@ def _layer(tokens, hidden, middle, experts, top_k, fp8, device) -> Work:
         if not error < 0.05:
             raise AssertionError(f"relative error {error:.3g}")
 
-    # Both kinds of weights of an FP8 layer would not fit beside copies that keep L2 cold; a layer is far larger than L2.
+    # An FP8 layer and its bfloat16 weights do not fit together, copied as inputs are.
     peer = {} if fp8 else {"torch": _loop}
     return Work(run, inputs, bytes=used * per_expert, flops=flops, peers=peer, check=check)
 

@@ -30,7 +30,8 @@ class Problem:
         for 128 of a row), "mxfp8" (e4m3, ue8m0 for 32), "nvfp4" (e2m1, e4m3 for 16).
     weights : str
         Format of the weights: those of the rows, where "fp8_block" has a float32 factor for 128 x 128, and if gated
-        halves of a multiple of 64 rows; and "mxfp4" (e2m1, ue8m0 for 32) and "mxint4" (4-bit integers, bfloat16 for 32).
+        halves of a multiple of 64 rows; and "mxfp4" (e2m1, ue8m0 for 32) and "mxint4" (4-bit integers, bfloat16 for
+        32).
     out : str
         Of the result: "bf16", "fp16", "fp32", or "fp8", e4m3 of the result as it is.
     tile : int
@@ -48,8 +49,8 @@ class Problem:
     block : int
         Weights are [experts, k / block, n, block], in stored elements; 0 where they are [experts, n, k].
     row_layout, weight_layout : str
-        Of byte-wide scale factors: "linear", "128x4" or "8x4"; of weights' also "strips", the factors of 128 elements of
-        all rows one after another, [k / 128, n, 128 / width].
+        Of byte-wide scale factors: "linear", "128x4" or "8x4"; of weights' also "strips", the factors of 128 elements
+        of all rows one after another, [k / 128, n, 128 / width].
     bias : str
         Dtype of a bias for each row of the weights, in their order; "" without.
     scale : str

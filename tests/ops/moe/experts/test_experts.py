@@ -16,7 +16,7 @@ from flashinfer.tllm_enums import SfLayout
 from tests.ops.moe.experts import layers
 from tests.ops.moe.experts.layers import ACTS, arranged, between, mixture, random, swiglu, tiled, weights
 
-T, K, E, H, I = 4, 2, 4, 64, 64  # noqa: E741
+T, K, E, H, M = 4, 2, 4, 64, 64
 BF16 = torch.bfloat16
 
 
@@ -48,8 +48,8 @@ def check(out, x, w1, w2, ids, s, what="out", dtype=BF16, **given):
 
 def bf16_layer(device, gated=True, shuffled=False, block=0):
     x, _, xd = random("bf16", T, H, device=device)
-    w1, _, d1 = weights("bf16", E, 2 * I if gated else I, H, device)
-    w2, _, d2 = weights("bf16", E, H, I, device)
+    w1, _, d1 = weights("bf16", E, 2 * M if gated else M, H, device)
+    w2, _, d2 = weights("bf16", E, H, M, device)
     if shuffled:
         w1, w2 = (arranged(w, None, g, block=block)[0] for w, g in ((w1, gated), (w2, False)))
     elif block:
@@ -64,7 +64,7 @@ def test_bf16_routed(way, device, shuffled, block):
     guard = Guarded((T, H), BF16, device)
     layout = WeightLayout.BlockMajorK if block else WeightLayout.MajorK
     out = fused_moe.trtllm_bf16_routed_moe(
-        (ids, s), *given, E, K, None, None, I, 0, E, use_shuffled_weight=shuffled, weight_layout=layout,
+        (ids, s), *given, E, K, None, None, M, 0, E, use_shuffled_weight=shuffled, weight_layout=layout,
         output=guard.out,
     )  # fmt: skip
     assert out is guard.out
@@ -79,7 +79,7 @@ def test_activations(way, device, act):
     # In float16: Triton's interpreter truncates to bfloat16.
     kind = ActivationType[act]
     x, _, xd = random("fp16", T, H, device=device)
-    (w1, _, d1), (w2, _, d2) = (weights("fp16", E, n, k, device) for n, k in (((1 + kind.is_gated) * I, H), (H, I)))
+    (w1, _, d1), (w2, _, d2) = (weights("fp16", E, n, k, device) for n, k in (((1 + kind.is_gated) * M, H), (H, M)))
     ids, s = chosen(device)
     numbers = {"situ_beta": 2, "situ_linear_beta": 3} if act == "Situ" else {}
     call = partial(fused_moe.cutlass_fused_moe, x, ids, s, w1, w2, torch.float16, [], activation_type=kind)
@@ -92,7 +92,7 @@ def test_ranks_of_experts_add_up_and_rows_without_finalize_are_theirs(way, devic
     ids, s = chosen(device)
     for first, count in ((0, 1), (1, 3)):
         mine = slice(first, first + count)
-        call = partial(fused_moe.trtllm_bf16_routed_moe, packed(ids, s), x, w1[mine], w2[mine], E, K, None, None, I)
+        call = partial(fused_moe.trtllm_bf16_routed_moe, packed(ids, s), x, w1[mine], w2[mine], E, K, None, None, M)
         call = partial(call, first, count, use_shuffled_weight=False, weight_layout=0)
         out = call()
         rounded = s.to(BF16)
@@ -109,7 +109,7 @@ def test_ranks_of_experts_add_up_and_rows_without_finalize_are_theirs(way, devic
 def test_from_logits(way, device):
     given, truth = bf16_layer(device)
     logits, bias = torch.randn(T, E, device=device), torch.randn(E, device=device)
-    call = partial(fused_moe.trtllm_bf16_moe, logits, bias, *given, E, K, 2, 1, I, 0, E, 2.5, use_shuffled_weight=False)
+    call = partial(fused_moe.trtllm_bf16_moe, logits, bias, *given, E, K, 2, 1, M, 0, E, 2.5, use_shuffled_weight=False)
     out = call(routing_method_type=RoutingMethodType.DeepSeekV3, weight_layout=0)
     ids, s = routing.route(logits, bias, 2, K, n_group=2, topk_group=1, routed_scaling_factor=2.5)
     check(out, *truth, ids, s)
@@ -134,14 +134,14 @@ def test_fp8_block_scale(way, device, shuffled):
 
 def test_mxfp8(way, device):
     x, x_scale, xd = random("mxfp8", T, H, device=device)
-    (w1, s1, d1), (w2, s2, d2) = weights("mxfp8", E, 2 * I, H, device), weights("mxfp8", E, H, I, device)
+    (w1, s1, d1), (w2, s2, d2) = weights("mxfp8", E, 2 * M, H, device), weights("mxfp8", E, H, M, device)
     (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
-    b1, b2 = torch.randn(E, 2 * I, device=device), torch.randn(E, H, device=device)
+    b1, b2 = torch.randn(E, 2 * M, device=device), torch.randn(E, H, device=device)
     stored1, stored2 = arranged(b1[..., None], None, True)[0][..., 0], arranged(b2[..., None], None, False)[0][..., 0]
     logits = torch.randn(T, E, device=device)
     ids, s = routing.route(logits, None, RoutingMethodType.Renormalize, K)
     out = fused_moe.trtllm_fp8_block_scale_moe(
-        logits, None, x, x_scale, w1, s1, w2, s2, E, K, None, None, I, 0, E, None,
+        logits, None, x, x_scale, w1, s1, w2, s2, E, K, None, None, M, 0, E, None,
         RoutingMethodType.Renormalize, True, fp8_quantization_type=Fp8QuantizationType.MxFp8,
         gemm1_bias=stored1.contiguous(), gemm2_bias=stored2.contiguous(),
     )  # fmt: skip
@@ -152,13 +152,13 @@ def test_mxfp8(way, device):
 def test_fp8_per_tensor(way, device, act, on_input):
     kind = ActivationType[act]
     x, _, xd = random("fp8", T, H, device=device)
-    (w1, _, d1), (w2, _, d2) = weights("fp8", E, (1 + kind.is_gated) * I, H, device), weights("fp8", E, H, I, device)
+    (w1, _, d1), (w2, _, d2) = weights("fp8", E, (1 + kind.is_gated) * M, H, device), weights("fp8", E, H, M, device)
     w1, w2 = arranged(w1, None, kind.is_gated)[0], arranged(w2, None, False)[0]
     ids, s = chosen(device)
     d, q, f = (torch.rand(E, device=device) * 0.2 + 0.2 for _ in range(3))
     q = q * 50
     out = fused_moe.trtllm_fp8_per_tensor_scale_routed_moe(
-        (ids, s), None, x, w1, d * q if kind.is_gated else q, d, w2, f / q, E, K, None, None, I, 0, E, None, on_input,
+        (ids, s), None, x, w1, d * q if kind.is_gated else q, d, w2, f / q, E, K, None, None, M, 0, E, None, on_input,
         activation_type=kind.value,
     )  # fmt: skip
 
@@ -169,9 +169,9 @@ def test_fp8_per_tensor(way, device, act, on_input):
 
 
 def test_nvfp4_with_nvfp4_rows(way, device):
-    H = I = 128  # noqa: E741, N806
+    H = M = 128
     x, x_scale, xd = random("nvfp4", T, H, device=device)
-    (w1, s1, d1), (w2, s2, d2) = weights("nvfp4", E, 2 * I, H, device), weights("nvfp4", E, H, I, device)
+    (w1, s1, d1), (w2, s2, d2) = weights("nvfp4", E, 2 * M, H, device), weights("nvfp4", E, H, M, device)
     (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
     ids, s = chosen(device)
     d, q, f = torch.full((E,), 0.5, device=device), torch.full((E,), 2.0, device=device), torch.rand(E, device=device)
@@ -179,7 +179,7 @@ def test_nvfp4_with_nvfp4_rows(way, device):
     for scale, layout in ((x_scale, None), (tiled(x_scale), SfLayout.layout_128x4)):
         results += fused_moe.trtllm_fp4_block_scale_routed_moe(
             (ids, s), None, x, scale, w1, s1, None, None, None, None, w2, s2, None,
-            d * q, d, f, E, K, None, None, I, 0, E, None, hidden_states_scale_layout=layout,
+            d * q, d, f, E, K, None, None, M, 0, E, None, hidden_states_scale_layout=layout,
         )  # fmt: skip
     assert_bitwise(*results)
 
@@ -191,17 +191,17 @@ def test_nvfp4_with_nvfp4_rows(way, device):
 
 @pytest.mark.parametrize("rows", ["bf16", "mxfp8"])
 def test_mxfp4(way, device, rows):
-    H = I = 128  # noqa: E741, N806
+    H = M = 128
     x, x_scale, xd = random(rows, T, H, device=device)
-    (w1, s1, d1), (w2, s2, d2) = weights("mxfp4", E, 2 * I, H, device), weights("mxfp4", E, H, I, device)
+    (w1, s1, d1), (w2, s2, d2) = weights("mxfp4", E, 2 * M, H, device), weights("mxfp4", E, H, M, device)
     (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
-    b1, b2 = torch.randn(E, 2 * I, device=device), torch.randn(E, H, device=device)
+    b1, b2 = torch.randn(E, 2 * M, device=device), torch.randn(E, H, device=device)
     stored1, stored2 = arranged(b1[..., None], None, True)[0][..., 0], arranged(b2[..., None], None, False)[0][..., 0]
     alpha, beta, limit = (torch.rand(E, device=device) + 1 for _ in range(3))
     ids, s = chosen(device)
     (out,) = fused_moe.trtllm_fp4_block_scale_routed_moe(
         (ids, s), None, x, x_scale, w1, s1, stored1.contiguous(), alpha, beta, limit, w2, s2, stored2.contiguous(),
-        None, None, None, E, K, None, None, I, 0, E, None,
+        None, None, None, E, K, None, None, M, 0, E, None,
     )  # fmt: skip
 
     def act(y, e):
@@ -248,9 +248,9 @@ def cutlass_case(name, device, dtype):
     rows = {"fp8": "fp8", "fp8_block": "bf16", "mxfp8": "mxfp8", "nvfp4": "nvfp4", "nvfp4 of bf16": "bf16",
             "mxfp4": "mxfp8", "mxfp4 fp8": "fp8", "mxfp4 w4": "bf16"}[name]  # fmt: skip
     form = name.split()[0]
-    H = I = 128 if name in ("fp8_block", "mxfp4 w4") else 64  # noqa: E741, N806
+    H = M = 128 if name in ("fp8_block", "mxfp4 w4") else 64
     x, x_scale, xd = random(rows, T, H, device=device)
-    (w1, s1, v1), (w2, s2, v2) = weights(form, E, 2 * I, H, device), weights(form, E, H, I, device)
+    (w1, s1, v1), (w2, s2, v2) = weights(form, E, 2 * M, H, device), weights(form, E, H, M, device)
     d1, d2 = (torch.rand(E, device=device) + 0.5 for _ in range(2))
     q1, q2 = torch.full((1,), 3.0, device=device), torch.full((1,), 20.0, device=device)
     sf = None if x_scale is None else tiled(x_scale)
@@ -315,7 +315,7 @@ def test_more_tokens_take_larger_tiles(device, tokens):
 BAD = [
     ("hidden_states", {"hidden_states": lambda c: c["hidden_states"].half()}),
     ("gemm1_weights", {"gemm1_weights": lambda c: c["gemm1_weights"][:2]}),
-    ("gemm1_weights", {"intermediate_size": lambda c: I // 2}),
+    ("gemm1_weights", {"intermediate_size": lambda c: M // 2}),
     ("gemm2_weights", {"gemm2_weights": lambda c: c["gemm2_weights"][:, :, :32]}),
     ("gemm1_weights", {"gemm1_weights": lambda c: c["gemm1_weights"].transpose(1, 2)}),
     ("topk_ids", {"topk_ids": lambda c: tuple(t[:2] for t in c["topk_ids"])}),
@@ -336,7 +336,7 @@ BAD = [
 def test_bad_input(name, change):
     (x, w1, w2), _ = bf16_layer("cpu")
     call = {"topk_ids": chosen("cpu"), "hidden_states": x, "gemm1_weights": w1, "gemm2_weights": w2, "num_experts": E,
-            "top_k": K, "n_group": None, "topk_group": None, "intermediate_size": I, "local_expert_offset": 0,
+            "top_k": K, "n_group": None, "topk_group": None, "intermediate_size": M, "local_expert_offset": 0,
             "local_num_experts": E, "use_shuffled_weight": False, "weight_layout": 0}  # fmt: skip
     with pytest.raises(ValueError, match=f"^{name}.*: got .*allowed: "):
         fused_moe.trtllm_bf16_routed_moe(**call | {key: value(call) for key, value in change.items()})
