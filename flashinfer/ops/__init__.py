@@ -25,6 +25,7 @@ _ROOMS = (
     "gemm.blockscaled",
     "gemm.grouped",
     "comm.allreduce_fusion",
+    "comm.alltoall",
 )
 
 

@@ -1,0 +1,152 @@
+"""What the forms of the MoE all-to-all share: checks, Problems, and the spaces behind workspace tensors."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer.comm.allreduce import own_device
+from flashinfer.comm.comm_backend import CommBackend, TorchDistBackend
+from flashinfer.comm.mapping import Mapping
+from flashinfer.ops.comm import alltoall as room
+from flashinfer.ops.comm.alltoall import config
+from flashinfer.ops.comm.alltoall.space import ALIGNMENT, Space
+from flashinfer.ops.comm.symmetric import Ranks
+
+# The space behind a workspace tensor, by its address; it lives as long as the tensor, which holds it.
+_SPACES: weakref.WeakValueDictionary[int, Space] = weakref.WeakValueDictionary()
+_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def only(name: str, value, allowed) -> None:
+    require(value == allowed, name, repr(value), repr(allowed))
+
+
+def space_of(workspace: torch.Tensor, ep_rank: int, ep_size: int) -> Space:
+    space = _SPACES.get(workspace.data_ptr())
+    require(space is not None, "workspace", "a tensor of another origin", "one that MoeAlltoAll.get_workspace gave")
+    require(ep_size == space.ranks.size, "ep_size", ep_size, f"{space.ranks.size}, the ranks of the workspace")
+    require(ep_rank == space.ranks.rank, "ep_rank", ep_rank, f"{space.ranks.rank}, the rank of the workspace")
+    space.link.check()
+    return space
+
+
+def dispatch_in(space: Space, experts, payloads, most: int, top_k: int, num_experts: int, first: int = 0):
+    """What arrived of each payload, and where rows to combine go. first : bytes of the space to leave before them."""
+    require(experts.dtype == torch.int32, "token_selected_experts", experts.dtype, "int32")
+    fits = experts.dim() == 2 and experts.shape[1] == top_k and experts.is_contiguous()
+    require(fits, "token_selected_experts", tuple(experts.shape), f"[tokens, {top_k}], contiguous")
+    named = f"{space.device}, the workspace's"
+    require(experts.device == space.device, "token_selected_experts", experts.device, named)
+    world, tokens = space.ranks.size, len(experts)
+    require(0 < most <= space.most, "runtime_max_tokens_per_rank", most, f"1 to {space.most}, as allocated")
+    require(tokens <= most, "token_selected_experts", f"{tokens} tokens", f"at most {most}, the runtime maximum")
+    require(num_experts % world == 0, "num_experts", num_experts, f"a multiple of {world}, the ranks")
+    count = len(payloads)
+    require(0 < count <= room.MOST_PAYLOADS, "input_payloads", f"{count} tensors", f"1 to {room.MOST_PAYLOADS}")
+    for i, payload in enumerate(payloads):
+        fits = payload.dim() > 1 and len(payload) == tokens and payload.is_contiguous()
+        require(fits, f"input_payloads[{i}]", tuple(payload.shape), f"[{tokens}, ...], contiguous")
+        same_device(token_selected_experts=experts, **{f"input_payloads[{i}]": payload})
+    rows = [payload.shape[1:].numel() * payload.element_size() for payload in payloads]
+    places, at = space.arrange(rows, most)
+    places, at = [p + first for p in places], at + first
+    space.check_room(at)
+    problem = room.Dispatch(
+        transport=space.link.transport,
+        world=world,
+        choices=1 << (top_k - 1).bit_length(),
+        units="".join(str(_unit(row, payload)) for row, payload in zip(rows, payloads, strict=True)),
+        block=config.block(max(rows) // 4),
+    )
+    backend = "portable" if problem.transport == "peer" else "reference"
+    choice = room.moe_dispatch(problem, space.device, backend)
+    choice.run(space, experts, payloads, places, most, num_experts // world)
+    received = [
+        space.view(p, (world, most, *payload.shape[1:]), payload.dtype)
+        for p, payload in zip(places, payloads, strict=True)
+    ]
+    return received, at
+
+
+def _unit(row: int, payload: torch.Tensor) -> int:
+    """The power of two, up to 4, of the bytes that divide rows and address of a payload."""
+    both = row | payload.data_ptr() | 16
+    return (both & -both).bit_length() - 1
+
+
+def sanitize_in(space: Space, ids: torch.Tensor, invalid: int) -> None:
+    fits = ids.dim() == 3 and ids.dtype == torch.int32 and ids.is_contiguous()
+    require(fits, "expert_ids", f"{ids.dtype} {tuple(ids.shape)}", "int32 [ep_size, tokens, top_k], contiguous")
+    if ids.numel() == 0:
+        return
+    if space.link.transport == "peer":
+        from flashinfer.ops.comm.alltoall import portable
+
+        portable.sanitize(ids, space.counts, ids.shape[1], invalid)
+    else:
+        row = torch.arange(ids.shape[1], device=ids.device)
+        ids.masked_fill_((row >= space.counts[:, None])[..., None], invalid)
+
+
+def combine_in(space: Space, payload, tokens: int, most: int, at: int, in_place: bool, dtype=None, output=None):
+    world = space.ranks.size
+    fits = payload.dim() == 3 and payload.shape[:2] == (world, most) and payload.is_contiguous()
+    require(fits, "payload", tuple(payload.shape), f"[{world}, {most}, hidden], contiguous")
+    require(payload.dtype in _OUT_DTYPES, "payload", payload.dtype, "bfloat16, float16, float32")
+    dtype = dtype or payload.dtype if output is None else dtype or output.dtype
+    require(dtype in _OUT_DTYPES, "output_dtype", dtype, "bfloat16, float16, float32")
+    require(0 <= tokens <= most, "local_num_tokens", tokens, f"0 to {most}, the runtime maximum")
+    hidden = payload.shape[2]
+    output = payload.new_empty(tokens, hidden, dtype=dtype) if output is None else output
+    fits = output.shape == (tokens, hidden) and output.is_contiguous() and output.dtype == dtype
+    require(fits, "output", f"{output.dtype} {tuple(output.shape)}", f"{dtype} {(tokens, hidden)}, contiguous")
+    same_device(payload=payload, output=output)
+    require(payload.device == space.device, "payload", payload.device, f"{space.device}, the workspace's")
+    space.check_room(at + payload.nbytes)
+    there = space.view(at, payload.shape, payload.dtype)
+    if in_place:
+        same = payload.data_ptr() == there.data_ptr()
+        require(same, "payload_in_workspace", True, "False: payload is not at combine_payload_offset")
+    problem = room.Combine(
+        transport=space.link.transport,
+        world=world,
+        dtype=dtype_name(payload.dtype),
+        out_dtype=dtype_name(dtype),
+        block=config.block(hidden),
+        staged=not in_place,
+        aligned=hidden * payload.element_size() % 16 == 0
+        and hidden * output.element_size() % 16 == 0
+        and is_aligned(payload, output),
+    )
+    backend = "portable" if problem.transport == "peer" else "reference"
+    room.moe_combine(problem, space.device, backend).run(space, payload, output, at, most)
+    return output
+
+
+def ranks_of_experts(backend: CommBackend | None, ep_rank: int, ep_size: int) -> Ranks:
+    if backend is None and ep_size > 1:
+        backend = TorchDistBackend()
+    ranks = Ranks(backend=backend)
+    require(ranks.size == ep_size, "ep_size", ep_size, f"{ranks.size}, the size of the group")
+    require(ranks.rank == ep_rank, "ep_rank", ep_rank, f"{ranks.rank}, the rank in the group")
+    return ranks
+
+
+def check_mapping(mapping: Mapping, ep_rank: int, ep_size: int) -> None:
+    require(mapping.moe_ep_rank == ep_rank, "ep_rank", ep_rank, f"{mapping.moe_ep_rank}, the mapping's")
+    require(mapping.moe_ep_size == ep_size, "ep_size", ep_size, f"{mapping.moe_ep_size}, the mapping's")
+
+
+def allocate(ranks: Ranks, nbytes: int, most: int) -> dict:
+    space = Space(ranks, nbytes, most, own_device())
+    whole = space.view(space.counts_at, (ALIGNMENT + nbytes,), torch.uint8)
+    workspace = whole[None].expand(ranks.size, -1)
+    workspace.space = space
+    _SPACES[workspace.data_ptr()] = space
+    return {
+        "workspace": workspace, "metainfo": torch.tensor([space.counts_at, most]), "max_num_tokens": most,
+        "workspace_size_per_rank": nbytes, "ep_rank": ranks.rank, "ep_size": ranks.size,
+    }  # fmt: skip

@@ -1,0 +1,324 @@
+"""The older form of the MoE all-to-all: prepared once, then one call for each tensor, then a combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer.comm._exchange import combine_in, dispatch_in, ranks_of_experts, sanitize_in
+from flashinfer.comm.allreduce import own_device
+from flashinfer.comm.mapping import Mapping
+from flashinfer.comm.mnnvl import MnnvlConfig
+from flashinfer.ops.comm.alltoall.space import Space, aligned
+from flashinfer.ops.comm.symmetric import Ranks
+
+
+class _Workspace:
+    """The ranks of one mapping and their space, which is allocated at its first use and grows to what is asked."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.space: Space | None = None
+        # Bytes that the calls since the last preparation have taken, and the tokens of the last of them.
+        self.taken, self.tokens = 0, 0
+        self._outgrown: list[Space] = []
+
+    def take(self, most: int, nbytes: int) -> Space:
+        """A space for `most` tokens a rank with room for `nbytes` behind what is taken. Every rank asks the same."""
+        if self.space is None or self.space.most < most or self.space.nbytes < self.taken + nbytes:
+            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            require(not capturing, "workspace", "no room for this call inside a graph capture",
+                    "a call of this size before the capture")  # fmt: skip
+            old, need = self.space, self.taken + nbytes
+            self.space = Space(self.ranks, need, max(most, old.most if old else 0), own_device())
+            if old is not None:
+                self.space.place[: old.most] = old.place
+                self.space.counts.copy_(old.counts)
+                self.space.sent.copy_(old.sent)
+                # A captured graph may still use it.
+                self._outgrown.append(old)
+        self.space.link.check()
+        return self.space
+
+
+@dataclass
+class MoEAlltoallInfo:
+    """Where the tokens of one preparation go and come from. The first seven fields are upstream's, int32 tensors.
+
+    Attributes
+    ----------
+    local_gather_indices : the row of each received one among [ep_size * max_token_count_per_rank]; -1 for none.
+    send_rank_count_cumsum, recv_rank_count_cumsum : [ep_size], rows to and from each rank, summed up.
+    send_rank_local_indices : [tokens, ep_size], the row on each rank that a token becomes; -1 where it does not go.
+    recv_rank_local_indices : as local_gather_indices.
+    backward_recv_rank_local_indices : as send_rank_local_indices.
+    local_token_allocation_count : rows of a received tensor.
+    experts : the ids that were prepared. expert_count, most : as given.
+    """
+
+    local_gather_indices: torch.Tensor
+    send_rank_count_cumsum: torch.Tensor
+    send_rank_local_indices: torch.Tensor
+    recv_rank_count_cumsum: torch.Tensor
+    recv_rank_local_indices: torch.Tensor
+    backward_recv_rank_local_indices: torch.Tensor
+    local_token_allocation_count: int
+    experts: torch.Tensor
+    expert_count: int
+    most: int
+
+
+class MnnvlMoe:
+    """Prepare, send tensor by tensor, combine. Use `flashinfer.comm.MoeAlltoAll` where all tensors are there at once.
+
+    Workspaces belong to a mapping: the ranks are those of its moe_ep_group in the MnnvlConfig's comm_backend (or the
+    default process group), which must be as many. Memory is allocated when the first call says how much, a collective
+    call, outside of CUDA graphs. Received tensors have ep_size * max_token_count_per_rank rows, in blocks by source
+    rank; a row that no token became is undefined, and its ids are `slot_count`.
+    """
+
+    _workspaces: dict[tuple, _Workspace] = {}
+
+    @staticmethod
+    def get_moe_workspaces(mapping: Mapping, config: MnnvlConfig | None = None) -> torch.Tensor:
+        """The workspace for `mnnvl_moe_alltoallv` and its combine: a tensor that stands for it. A collective call."""
+        backend = None if config is None else config.comm_backend
+        key = (mapping, id(getattr(backend, "_group", backend)))
+        if key not in MnnvlMoe._workspaces:
+            ranks = ranks_of_experts(backend, mapping.moe_ep_rank, mapping.moe_ep_size)
+            MnnvlMoe._workspaces[key] = _Workspace(ranks)
+        tensor = torch.zeros(mapping.moe_ep_size, 1, dtype=torch.uint64)
+        tensor.moe = MnnvlMoe._workspaces[key]
+        return tensor
+
+    @staticmethod
+    def get_moe_prepare_workspace(mapping: Mapping, config: MnnvlConfig | None = None) -> torch.Tensor:
+        """The workspace for `mnnvl_moe_alltoallv_prepare_without_allgather`: the same one."""
+        return MnnvlMoe.get_moe_workspaces(mapping, config)
+
+    @staticmethod
+    def compute_target_rank_id(token_selected_experts: torch.Tensor, expert_count: int, ep_size: int) -> torch.Tensor:
+        """The rank of each expert id: ``id // (expert_count / ep_size)``, in the ids' dtype and shape."""
+        require(expert_count % ep_size == 0, "expert_count", expert_count, f"a multiple of ep_size, {ep_size}")
+        return torch.div(token_selected_experts, expert_count // ep_size, rounding_mode="floor")
+
+    @staticmethod
+    def mnnvl_moe_alltoallv_prepare_without_allgather(
+        expert_ids: torch.Tensor,
+        scales: torch.Tensor | None,
+        expert_statics: torch.Tensor | None,
+        workspace: torch.Tensor,
+        max_token_count_per_rank: int,
+        ep_rank: int,
+        ep_size: int,
+        expert_count: int,
+        slot_count: int,
+        top_k: int,
+    ) -> tuple[MoEAlltoallInfo, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Send each token's expert ids and scales to the ranks of its experts, and remember the way.
+
+        Parameters
+        ----------
+        expert_ids : torch.Tensor
+            int32 [tokens, top_k]; ids outside 0 to slot_count - 1 go nowhere.
+        scales : torch.Tensor, optional
+            float32 [tokens, top_k].
+        expert_statics : torch.Tensor, optional
+            int32 [n] of this rank, gathered from all.
+        workspace : torch.Tensor
+            Of `get_moe_prepare_workspace`.
+        max_token_count_per_rank, ep_rank, ep_size, top_k : int
+        expert_count, slot_count : int
+            Experts; slots they are in, which are divided among ranks.
+
+        Returns
+        -------
+        (MoEAlltoallInfo, torch.Tensor, torch.Tensor or None, torch.Tensor or None)
+            The way; ids and scales of received rows [ep_size * max_token_count_per_rank, top_k]; statistics
+            [ep_size, n].
+
+        Raises
+        ------
+        ValueError
+            An argument other than the above.
+        TimeoutError
+            An earlier call waited in vain for a rank.
+        """
+        moe = _workspace_of(workspace, ep_rank, ep_size)
+        most, tokens = max_token_count_per_rank, len(expert_ids)
+        payloads = [expert_ids.contiguous()]
+        if scales is not None:
+            require(scales.shape == expert_ids.shape, "scales", tuple(scales.shape), str(tuple(expert_ids.shape)))
+            payloads.append(scales.contiguous())
+        if expert_statics is not None:
+            require(expert_statics.dim() == 1, "expert_statics", tuple(expert_statics.shape), "[n]")
+        moe.taken = 0
+        statics = None if expert_statics is None else _gathered(moe, most, expert_statics, ep_size)
+        space, received = _sent(moe, payloads[0], payloads, most, slot_count)
+        sanitize_in(space, received[0], slot_count)
+        kept = [t.reshape(ep_size * most, top_k).clone() for t in received]
+        info = _info(space, tokens, most, payloads[0], slot_count)
+        return info, kept[0], kept[1] if scales is not None else None, statics
+
+    @staticmethod
+    def mnnvl_moe_alltoallv_prepare(
+        gathered_target_rank_ids: torch.Tensor,
+        real_rank_token_count_cumsum: torch.Tensor | None,
+        gathered_expert_ids: torch.Tensor,
+        gathered_scales: torch.Tensor | None,
+        max_token_count_per_rank: int,
+        expert_count: int,
+        top_k: int,
+        ep_rank: int,
+        ep_size: int,
+    ) -> tuple[MoEAlltoallInfo, torch.Tensor, torch.Tensor | None]:
+        """The same from ids that all ranks have of each other: nothing is sent.
+
+        Parameters
+        ----------
+        gathered_target_rank_ids : torch.Tensor
+            int32 [ep_size * max_token_count_per_rank, top_k]: `compute_target_rank_id` of the ids.
+        real_rank_token_count_cumsum : torch.Tensor, optional
+            int32 [ep_size]: tokens of each rank, summed up; then rows are packed rank by rank. By default every rank
+            has max_token_count_per_rank.
+        gathered_expert_ids, gathered_scales : torch.Tensor
+            int32 and float32, in the shape of the ranks' ids.
+        max_token_count_per_rank, expert_count, top_k, ep_rank, ep_size : int
+
+        Returns
+        -------
+        (MoEAlltoallInfo, torch.Tensor, torch.Tensor or None)
+            The way; ids and scales of the rows to be received; ids of rows that are none are `expert_count`.
+        """
+        most = max_token_count_per_rank
+        shape = tuple(gathered_expert_ids.shape)
+        for name, tensor in (("gathered_target_rank_ids", gathered_target_rank_ids), ("scales", gathered_scales)):
+            require(tensor is None or tuple(tensor.shape) == shape, name, tensor is None or tuple(tensor.shape), shape)
+        require(len(shape) == 2 and shape[1] == top_k, "gathered_expert_ids", shape, f"[rows, {top_k}]")
+        device = gathered_expert_ids.device
+        ends = torch.arange(1, ep_size + 1, device=device) * most
+        ends = ends if real_rank_token_count_cumsum is None else real_rank_token_count_cumsum.to(device).long()
+        starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+        row = torch.arange(shape[0], device=device)
+        source = torch.bucketize(row, ends, right=True)
+        real = source < ep_size
+        source = source.clamp(max=ep_size - 1)
+        valid = (gathered_expert_ids >= 0) & (gathered_expert_ids < expert_count)
+        to_me = ((gathered_target_rank_ids == ep_rank) & valid).any(1) & real
+        # A row's place among those of its source: how many before it come here, too.
+        before = torch.cat((starts.new_zeros(1), to_me.cumsum(0)))
+        place = source * most + before[:-1] - before[starts][source]
+        ids = torch.full((ep_size * most, top_k), expert_count, dtype=torch.int32, device=device)
+        beyond = torch.where(to_me, place, ep_size * most)
+        ids = torch.cat((ids, ids[:1])).index_copy_(0, beyond, gathered_expert_ids.int())[:-1]
+        scales = None
+        if gathered_scales is not None:
+            scales = gathered_scales.new_zeros(ep_size * most + 1, top_k)
+            scales = scales.index_copy_(0, beyond, gathered_scales)[:-1]
+        local = torch.where((source == ep_rank) & real, row - starts[ep_rank], most)
+        mine = torch.full((most + 1, top_k), -1, dtype=torch.int32, device=device)
+        mine = mine.index_copy_(0, local, gathered_expert_ids.int())[:most].contiguous()
+        per = expert_count // ep_size
+        from flashinfer.ops.comm.alltoall.reference import placed
+
+        way = placed(mine, ep_size, per)
+        received = torch.zeros(ep_size, dtype=torch.long, device=device).index_add_(0, source, to_me.long())
+        info = _made(way, (way >= 0).sum(0), received, most, ep_size, mine, expert_count)
+        return info, ids, scales
+
+    @staticmethod
+    def mnnvl_moe_alltoallv(
+        x: torch.Tensor, alltoall_info: MoEAlltoallInfo, workspace: torch.Tensor, ep_rank: int, ep_size: int
+    ) -> torch.Tensor:
+        """Send rows [tokens, n] of any dtype the way that was prepared.
+
+        Returns
+        -------
+        torch.Tensor
+            [ep_size * max_token_count_per_rank, n], a new tensor.
+        """
+        moe, info = _workspace_of(workspace, ep_rank, ep_size), alltoall_info
+        require(x.dim() == 2, "x", tuple(x.shape), "[tokens, n]")
+        ids = info.experts[: len(x)]
+        fits = len(x) <= len(info.experts)
+        require(fits, "x", tuple(x.shape), f"[at most {len(info.experts)}, n], the tokens that were prepared")
+        _, received = _sent(moe, ids, [x.contiguous()], info.most, info.expert_count)
+        return received[0].reshape(ep_size * info.most, -1).clone()
+
+    @staticmethod
+    def mnnvl_moe_alltoallv_combine(
+        x: torch.Tensor,
+        alltoall_info: MoEAlltoallInfo,
+        workspace: torch.Tensor,
+        ep_rank: int,
+        ep_size: int,
+        top_k: int,
+        token_count: int,
+    ) -> torch.Tensor:
+        """Give each of this rank's `token_count` tokens the sum of its rows of x, in float32 and rank order.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            [ep_size * max_token_count_per_rank, hidden], bfloat16, float16 or float32: what experts made of the rows.
+
+        Returns
+        -------
+        torch.Tensor
+            [token_count, hidden] in the dtype of x.
+        """
+        moe, info = _workspace_of(workspace, ep_rank, ep_size), alltoall_info
+        fits = x.dim() == 2 and len(x) == ep_size * info.most
+        require(fits, "x", tuple(x.shape), f"[{ep_size * info.most}, hidden]")
+        require(top_k == info.experts.shape[1], "top_k", top_k, f"{info.experts.shape[1]}, as prepared")
+        require(token_count <= moe.tokens, "token_count", token_count, f"at most {moe.tokens}, the tokens sent")
+        space = moe.take(info.most, aligned(x.nbytes))
+        payload = x.contiguous().view(ep_size, info.most, -1)
+        result = combine_in(space, payload, token_count, info.most, space.first + moe.taken, False)
+        # After a combine every rank has read what came before it.
+        moe.taken = 0
+        return result
+
+
+def _workspace_of(workspace: torch.Tensor, ep_rank: int, ep_size: int) -> _Workspace:
+    moe = getattr(workspace, "moe", None)
+    require(moe is not None, "workspace", "a tensor of another origin", "one of MnnvlMoe.get_moe_workspaces")
+    require(ep_size == moe.ranks.size, "ep_size", ep_size, f"{moe.ranks.size}, the ranks of the workspace")
+    require(ep_rank == moe.ranks.rank, "ep_rank", ep_rank, f"{moe.ranks.rank}, the rank of the workspace")
+    return moe
+
+
+def _bytes(payloads: list[torch.Tensor], world: int, most: int) -> int:
+    """Bytes of a space that these payloads take, parts aligned."""
+    return sum(aligned(world * most * p.shape[1:].numel() * p.element_size()) for p in payloads)
+
+
+def _info(space: Space, tokens: int, most: int, experts: torch.Tensor, expert_count: int) -> MoEAlltoallInfo:
+    way = space.place[:tokens].clone()
+    return _made(way, space.sent, space.counts, most, space.ranks.size, experts, expert_count)
+
+
+def _made(way, sent, received, most: int, world: int, experts, expert_count: int) -> MoEAlltoallInfo:
+    row = torch.arange(most, device=way.device)
+    there = row < received[:, None]
+    came = torch.where(there, torch.arange(world * most, device=way.device).view(world, most), -1).int().view(-1)
+    ends = (sent.cumsum(0).int(), received.cumsum(0).int())
+    return MoEAlltoallInfo(came, ends[0], way, ends[1], came, way, world * most, experts, expert_count, most)
+
+
+def _sent(moe: _Workspace, experts, payloads, most: int, expert_count: int) -> tuple[Space, list[torch.Tensor]]:
+    """Dispatch into bytes of the space that no call since the last preparation has taken."""
+    space = moe.take(most, _bytes(payloads, moe.ranks.size, most))
+    received, end = dispatch_in(space, experts, payloads, most, experts.shape[1], expert_count, first=moe.taken)
+    moe.taken, moe.tokens = end - space.first, len(experts)
+    return space, received
+
+
+def _gathered(moe: _Workspace, most: int, statics: torch.Tensor, world: int) -> torch.Tensor:
+    """`statics` of every rank: [world, n]. It goes as a token that every rank has an expert of."""
+    everyone = torch.arange(world, dtype=torch.int32, device=statics.device)[None]
+    moe.take(most, 0)
+    _, received = _sent(moe, everyone, [statics.contiguous()[None]], 1, world)
+    return received[0][:, 0].clone()

@@ -1,0 +1,115 @@
+"""All-to-all over ranks: tokens to the ranks of their experts and back, and blocks of equal size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.comm.alltoall import config
+
+MOST_PAYLOADS = 8
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Each token goes to every rank that has an expert of it, once, with all that belongs to it.
+
+    Attributes
+    ----------
+    transport : str
+        How ranks reach each other: "peer" memory, or "collective" calls of the process group.
+    world : int
+        Ranks.
+    choices : int
+        Experts of a token, rounded up to a power of two.
+    units : str
+        For each payload a digit: the power of two of the bytes that divide its rows and addresses, 0 to 4.
+    block : int
+        4-byte words of a payload's row that go at a time, a power of two.
+    """
+
+    transport: str
+    world: int
+    choices: int
+    units: str
+    block: int
+
+
+@dataclass(frozen=True)
+class Combine:
+    """Each token gets the sum of its rows on the ranks that it was sent to, in float32 and rank order.
+
+    Attributes
+    ----------
+    transport, world
+        As in Dispatch.
+    dtype, out_dtype : str
+        Of the rows, and of the sums.
+    block : int
+        Elements of a row at a time, a power of two.
+    staged : bool
+        The rows are not where peers read them, and are copied there.
+    aligned : bool
+        Rows can be read 16 bytes at a time.
+    """
+
+    transport: str
+    world: int
+    dtype: str
+    out_dtype: str
+    block: int
+    staged: bool = True
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Row [batch, rank] of every rank goes to that rank; two tensors in one exchange.
+
+    Attributes
+    ----------
+    transport, world
+        As in Dispatch.
+    units : str
+        Of the two tensors, as in Dispatch.
+    block : int
+        4-byte words of a row at a time, a power of two.
+    """
+
+    transport: str
+    world: int
+    units: str
+    block: int
+
+
+def _needs_peers(problem, target) -> str:
+    if problem.transport != "peer":
+        return "ranks do not reach each other's memory: the process group carries the rows"
+    return ""
+
+
+def _dispatches() -> Iterator[Dispatch]:
+    yield Dispatch("peer", 2, 8, "4422", 4096)
+    yield Dispatch("peer", 8, 8, "40", 1024)
+
+
+def _combines() -> Iterator[Combine]:
+    yield Combine("peer", 2, "bf16", "bf16", 4096)
+    yield Combine("peer", 8, "fp16", "fp32", 2048, staged=False, aligned=False)
+
+
+def _blocks() -> Iterator[Blocks]:
+    yield Blocks("peer", 4, "43", 256)
+
+
+def _variants(portable_config) -> tuple[Variant, ...]:
+    return (
+        Variant("portable", "flashinfer.ops.comm.alltoall.portable", _needs_peers, portable_config),
+        Variant("reference", "flashinfer.ops.comm.alltoall.reference"),
+    )
+
+
+moe_dispatch = Op("moe_dispatch", Dispatch, _variants(config.portable), _dispatches)
+moe_combine = Op("moe_combine", Combine, _variants(config.portable), _combines)
+alltoall = Op("alltoall", Blocks, _variants(config.portable), _blocks)

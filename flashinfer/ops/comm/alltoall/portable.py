@@ -1,0 +1,426 @@
+"""The all-to-all in Triton: rows are stored where the peers read them, and flags say that they are there."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from flashinfer._core.checks import torch_dtype
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops._device.rows import multiple, pointer, unit
+from flashinfer.ops.comm._device.exchange import (
+    arrive, epoch_of, give_up, is_lost, keep_epoch, pointer_at, slot_of, wait,
+)  # fmt: skip
+from flashinfer.ops.comm.alltoall import MOST_PAYLOADS, Blocks, Combine, Dispatch, config as sizes
+
+# Bytes of stack a thread may use: the addresses and sizes of eight payloads do not all stay in registers.
+STACK_BUDGET = 32
+
+# Tokens that the placing program takes at a time.
+_TOKENS = 256
+
+
+@triton.jit
+def place_kernel(
+    experts, place, counts, tokens, choices, per, WORLD: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """place [tokens, WORLD]: which row on a rank a token becomes, -1 where it does not go; counts [WORLD] of rows."""
+    to = tl.program_id(0)
+    choice = tl.arange(0, CHOICES)[None, :]
+    count = 0
+    for start in range(0, tokens, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        at = token.to(tl.int64)[:, None] * choices + choice
+        expert = tl.load(experts + at, (token < tokens)[:, None] & (choice < choices), other=-1)
+        hit = tl.max(((expert >= to * per) & (expert < (to + 1) * per)).to(tl.int32), 1)
+        row = count + tl.cumsum(hit, 0) - hit
+        tl.store(place + token.to(tl.int64) * WORLD + to, tl.where(hit != 0, row, -1), token < tokens)
+        count += tl.sum(hit, 0)
+    tl.store(counts + to, count)
+
+
+@triton.jit
+def dispatch_kernel(
+    place,
+    counts,
+    payload0, payload1, payload2, payload3, payload4, payload5, payload6, payload7,
+    bytes0, bytes1, bytes2, bytes3, bytes4, bytes5, bytes6, bytes7,
+    to0, to1, to2, to3, to4, to5, to6, to7,
+    counts_to,
+    tokens,
+    most,
+    sizes,
+    peers,
+    state,
+    lost,
+    rank,
+    area,
+    limit,
+    WORLD: tl.constexpr,
+    PAYLOADS: tl.constexpr,
+    UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):  # fmt: skip
+    """Payload i of this rank's tokens goes to the peers' bytes from `to<i>` on: [source rank, most, bytes<i>]."""
+    channel = tl.program_id(0)
+    channels = tl.num_programs(0)
+    epoch = epoch_of(state, channel) + 1
+    failed = is_lost(state, LANES)
+    late = -1
+    if FIRST == 0:
+        sent = tl.where(failed, 0, tokens)
+        for i in range(tl.cdiv(tl.maximum(sent - channel, 0), channels)):
+            token = (channel + i * channels).to(tl.int64)
+            # A loop over arguments, for which there is no other form.
+            _send(payload0, bytes0, to0, place, token, most, peers, rank, 0, WORLD, PAYLOADS, UNITS, BLOCK)
+            _send(payload1, bytes1, to1, place, token, most, peers, rank, 1, WORLD, PAYLOADS, UNITS, BLOCK)
+            _send(payload2, bytes2, to2, place, token, most, peers, rank, 2, WORLD, PAYLOADS, UNITS, BLOCK)
+            _send(payload3, bytes3, to3, place, token, most, peers, rank, 3, WORLD, PAYLOADS, UNITS, BLOCK)
+            _send(payload4, bytes4, to4, place, token, most, peers, rank, 4, WORLD, PAYLOADS, UNITS, BLOCK)
+            _send(payload5, bytes5, to5, place, token, most, peers, rank, 5, WORLD, PAYLOADS, UNITS, BLOCK)
+            _send(payload6, bytes6, to6, place, token, most, peers, rank, 6, WORLD, PAYLOADS, UNITS, BLOCK)
+            _send(payload7, bytes7, to7, place, token, most, peers, rank, 7, WORLD, PAYLOADS, UNITS, BLOCK)
+        if failed == 0:
+            if channel == 0:
+                for to in tl.static_range(WORLD):
+                    at = pointer_at(tl.load(peers + to) + counts_to + rank * 4, tl.int32, 4)
+                    tl.store(at, tl.load(counts + to))
+            arrive(peers, rank, channel, epoch, sizes, WORLD, LANES, CAPABILITY)
+    if LAST == 1:
+        if failed == 0:
+            late = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
+            if late >= 0:
+                give_up(state, lost, late, 1, epoch, LANES)
+        keep_epoch(state, channel, tl.where(failed | (late >= 0), epoch - 1, epoch))
+
+
+@triton.jit
+def _send(
+    payload, nbytes, to_bytes, place, token, most, peers, rank, INDEX: tl.constexpr, WORLD: tl.constexpr,
+    PAYLOADS: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A token's row of one payload, read once and stored on every rank that the token goes to."""
+    if INDEX < PAYLOADS:
+        UNIT: tl.constexpr = 1 << (UNITS // 8**INDEX % 8)
+        ITEM: tl.constexpr = 4 if UNIT > 4 else UNIT
+        dtype: tl.constexpr = tl.int32 if ITEM == 4 else (tl.int16 if ITEM == 2 else tl.int8)
+        words = multiple(nbytes // ITEM, UNIT // ITEM)
+        row = token * words * ITEM
+        source = pointer_at(payload + row, dtype, UNIT)
+        for start in range(0, words, BLOCK):
+            word = start + tl.arange(0, BLOCK)
+            value = tl.load(source + word, word < words, other=0)
+            for step in tl.static_range(WORLD):
+                to = (rank + step) % WORLD
+                at = tl.load(place + token * WORLD + to)
+                row = (rank.to(tl.int64) * most + tl.maximum(at, 0)) * words * ITEM
+                there = pointer_at(tl.load(peers + to) + to_bytes + row, dtype, UNIT)
+                tl.store(there + word, value, (word < words) & (at >= 0))
+
+
+@triton.jit
+def stage_kernel(rows, own, counts, most, hidden, UNIT: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy the rows [source rank, most, hidden] that there are to where peers read them."""
+    row = tl.program_id(0)
+    hidden = multiple(hidden, UNIT)
+    if row % most < tl.load(counts + row // most):
+        offset = row.to(tl.int64) * hidden
+        for start in range(0, hidden, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            tl.store(own + offset + column, tl.load(rows + offset + column, column < hidden), column < hidden)
+
+
+@triton.jit
+def combine_kernel(
+    place,
+    out,
+    rows_at,
+    tokens,
+    most,
+    hidden,
+    sizes,
+    peers,
+    state,
+    lost,
+    rank,
+    area,
+    limit,
+    WORLD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UNIT: tl.constexpr,
+    ITEM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    """Tell the peers that this rank's rows are there, and add the peers' rows of this rank's tokens."""
+    channel = tl.program_id(0)
+    channels = tl.num_programs(0)
+    hidden = multiple(hidden, UNIT)
+    epoch = epoch_of(state, channel) + 1
+    failed = is_lost(state, LANES)
+    late = -1
+    if FIRST == 0:
+        if failed == 0:
+            arrive(peers, rank, channel, epoch, sizes, WORLD, LANES, CAPABILITY)
+    if LAST == 1:
+        if failed == 0:
+            late = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
+            if late >= 0:
+                give_up(state, lost, late, 2, epoch, LANES)
+        ready = tl.where(failed | (late >= 0), 0, tokens)
+        for i in range(tl.cdiv(tl.maximum(ready - channel, 0), channels)):
+            token = (channel + i * channels).to(tl.int64)
+            for start in range(0, hidden, BLOCK):
+                column = start + tl.arange(0, BLOCK)
+                y = tl.zeros([BLOCK], tl.float32)
+                for source in tl.static_range(WORLD):
+                    at = tl.load(place + token * WORLD + source)
+                    row = (rank.to(tl.int64) * most + tl.maximum(at, 0)) * hidden * ITEM
+                    rows = pointer_at(tl.load(peers + source) + rows_at + row, DTYPE, UNIT * ITEM)
+                    y += tl.load(rows + column, (column < hidden) & (at >= 0), other=0).to(tl.float32)
+                tl.store(out + token * hidden + column, y.to(out.dtype.element_ty), column < hidden)
+        keep_epoch(state, channel, tl.where(failed | (late >= 0), epoch - 1, epoch))
+
+
+@triton.jit
+def sanitize_kernel(ids, counts, rows, most, choices, invalid, BLOCK: tl.constexpr):
+    """Expert ids [source rank, most, choices] of rows that are none become `invalid`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = at // choices
+    inside = row < rows
+    count = tl.load(counts + row // most, inside, other=0)
+    tl.store(ids + at, tl.zeros([BLOCK], tl.int32) + invalid, inside & (row % most >= count))
+
+
+@triton.jit
+def blocks_kernel(
+    given0, given1, out0, out1, bytes0, bytes1, rows, rounds, each, peers, state, lost, rank, area, limit,
+    WORLD: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, CAPABILITY: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Row [i, r] of two tensors goes to rank r, where it is row [i, this rank]; `each` rows of a program in a round."""
+    channel = tl.program_id(0)
+    channels = tl.num_programs(0)
+    before = epoch_of(state, channel)
+    going = is_lost(state, LANES) == 0
+    sizes = rows * 31 + bytes0 + bytes1
+    done = 0
+    for turn in range(rounds):
+        epoch = before + 1 + turn
+        if FIRST == 0:
+            if going:
+                for i in range(each):
+                    row = channel + (turn * each + i) * channels
+                    for step in tl.static_range(WORLD):
+                        to = (rank + step) % WORLD
+                        slot = slot_of(epoch, channel, rank, area, WORLD) + _wide(i) * (bytes0 + bytes1)
+                        there = tl.load(peers + to) + slot
+                        from0 = given0 + (_wide(row) * WORLD + to) * bytes0
+                        from1 = given1 + (_wide(row) * WORLD + to) * bytes1
+                        _copy(from0, there, bytes0, row < rows, 0, UNITS, BLOCK)
+                        _copy(from1, there + bytes0, bytes1, row < rows, 1, UNITS, BLOCK)
+                arrive(peers, rank, channel, epoch, sizes, WORLD, LANES, CAPABILITY)
+        if LAST == 1:
+            if going:
+                late = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
+                if late >= 0:
+                    give_up(state, lost, late, 3, epoch, LANES)
+                going = late < 0
+            if going:
+                own = tl.load(peers + rank)
+                for i in range(each):
+                    row = channel + (turn * each + i) * channels
+                    for source in tl.static_range(WORLD):
+                        here = own + slot_of(epoch, channel, source, area, WORLD) + _wide(i) * (bytes0 + bytes1)
+                        to0 = out0 + (_wide(row) * WORLD + source) * bytes0
+                        to1 = out1 + (_wide(row) * WORLD + source) * bytes1
+                        _copy(here, to0, bytes0, row < rows, 0, UNITS, BLOCK)
+                        _copy(here + bytes0, to1, bytes1, row < rows, 1, UNITS, BLOCK)
+                done += 1
+    if LAST == 1:
+        keep_epoch(state, channel, before + done)
+
+
+@triton.jit
+def _copy(source, to, nbytes, on, INDEX: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr):
+    """nbytes from one address to another, if `on`."""
+    UNIT: tl.constexpr = 1 << (UNITS // 8**INDEX % 8)
+    ITEM: tl.constexpr = 4 if UNIT > 4 else UNIT
+    dtype: tl.constexpr = tl.int32 if ITEM == 4 else (tl.int16 if ITEM == 2 else tl.int8)
+    words = multiple(nbytes // ITEM, UNIT // ITEM)
+    for start in range(0, words, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        value = tl.load(pointer_at(source, dtype, UNIT) + word, (word < words) & on, other=0)
+        tl.store(pointer_at(to, dtype, UNIT) + word, value, (word < words) & on)
+
+
+@triton.jit
+def _wide(i):
+    """i as 64 bits; in the interpreter a loop counts in Python's integers."""
+    return tl.zeros([], tl.int64) + i
+
+
+_LINK = {"peers": "*i64", "state": "*i32", "lost": "*i32", "rank": "i32", "area": "i64:16", "limit": "i64"}
+
+
+@dataclass(frozen=True)
+class Small:
+    """The kernels beside an exchange: what they need of its Problem. dtype, aligned : of "stage"."""
+
+    kind: str
+    world: int = 1
+    choices: int = 1
+    dtype: str = ""
+    block: int = 1024
+    aligned: bool = True
+
+
+def _units(digits: str) -> int:
+    """The digits of a Problem's units as one number, the first payload lowest."""
+    return sum(int(digit) * 8**i for i, digit in enumerate(digits))
+
+
+def _exchanging(problem, config) -> dict:
+    return {
+        "WORLD": problem.world, "BLOCK": problem.block, "LANES": 32 * config.num_warps,
+        "CAPABILITY": config.capability, "FIRST": config.first, "LAST": config.last,
+    }  # fmt: skip
+
+
+def _build_dispatch(problem: Dispatch, config) -> Build:
+    many = range(MOST_PAYLOADS)
+    types = {"place": "*i32", "counts": "*i32"} | {f"payload{i}": "i64" for i in many}
+    types |= {f"bytes{i}": "i32" for i in many} | {f"to{i}": "i64" for i in many}
+    types |= {"counts_to": "i64", "tokens": "i32", "most": "i32", "sizes": "i32"} | _LINK
+    constants = {"PAYLOADS": len(problem.units), "UNITS": _units(problem.units)} | _exchanging(problem, config)
+    return Build(dispatch_kernel, types, constants, num_warps=config.num_warps)
+
+
+def _build_combine(problem: Combine, config) -> Build:
+    types = {"place": "*i32", "out": pointer(problem.out_dtype, problem.aligned), "rows_at": "i64", "tokens": "i32"}
+    types |= {"most": "i32", "hidden": "i32", "sizes": "i32"} | _LINK
+    constants = {
+        "DTYPE": _DTYPES[problem.dtype],
+        "UNIT": unit(problem.dtype, problem.aligned),
+        "ITEM": torch_dtype(problem.dtype).itemsize,
+    }
+    constants |= _exchanging(problem, config)
+    return Build(combine_kernel, types, constants, num_warps=config.num_warps)
+
+
+_DTYPES = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
+
+
+def _build_blocks(problem: Blocks, config) -> Build:
+    types = dict.fromkeys(("given0", "given1", "out0", "out1"), "i64")
+    types |= dict.fromkeys(("bytes0", "bytes1", "rows", "rounds", "each"), "i32") | _LINK
+    constants = {"UNITS": _units(problem.units)} | _exchanging(problem, config)
+    return Build(blocks_kernel, types, constants, num_warps=config.num_warps)
+
+
+def _build_small(problem: Small, config) -> Build:
+    if problem.kind == "place":
+        types = {"experts": "*i32", "place": "*i32", "counts": "*i32", "tokens": "i32", "choices": "i32", "per": "i32"}
+        constants = {"WORLD": problem.world, "CHOICES": problem.choices, "TOKENS": _TOKENS}
+        return Build(place_kernel, types, constants)
+    if problem.kind == "stage":
+        rows = pointer(problem.dtype, problem.aligned)
+        types = {"rows": rows, "own": rows, "counts": "*i32", "most": "i32", "hidden": "i32"}
+        item = torch_dtype(problem.dtype).itemsize
+        constants = {"UNIT": unit(problem.dtype, problem.aligned), "ITEM": item, "BLOCK": problem.block}
+        return Build(stage_kernel, types, constants, num_warps=min(max(problem.block // 512, 2), 8))
+    types = {"ids": "*i32", "counts": "*i32", "rows": "i64", "most": "i32", "choices": "i32", "invalid": "i32"}
+    return Build(sanitize_kernel, types, {"BLOCK": problem.block})
+
+
+_BUILD = {Dispatch: _build_dispatch, Combine: _build_combine, Blocks: _build_blocks, Small: _build_small}
+
+
+def build(problem, config) -> Build:
+    return _BUILD[type(problem)](problem, config)
+
+
+launch = Launcher("comm_alltoall", build)
+LAUNCHERS = (launch,)
+
+
+def kernels(problem, config):
+    """The launches of a Problem, for compiling ahead."""
+    yield launch, problem, config
+    if isinstance(problem, Dispatch):
+        yield launch, _placing(problem), None
+        yield launch, Small("sanitize"), None
+    elif isinstance(problem, Combine) and problem.staged:
+        yield launch, _staging(problem), None
+
+
+def _placing(problem: Dispatch) -> Small:
+    return Small("place", world=problem.world, choices=problem.choices)
+
+
+def _staging(problem: Combine) -> Small:
+    return Small("stage", dtype=problem.dtype, block=problem.block, aligned=problem.aligned)
+
+
+def run(problem, config, *args):
+    _RUN[type(problem)](problem, config, *args)
+
+
+def dispatch(problem: Dispatch, config, space, experts, payloads, places, most: int, per: int) -> None:
+    """Send the payloads of tokens to the ranks of their experts: [source rank, most, ...] from byte `places[i]` on.
+
+    per : experts of a rank.
+    """
+    tokens = len(experts)
+    if config.first == 0:
+        if tokens:
+            args = experts, space.place, space.sent, tokens, experts.shape[1], per
+            launch(_placing(problem), None, (problem.world, 1, 1), *args)
+        else:
+            space.sent.zero_()
+    pad = [0] * (MOST_PAYLOADS - len(payloads))
+    rows = [payload.shape[1:].numel() * payload.element_size() for payload in payloads]
+    args = [space.place, space.sent, *(p.data_ptr() for p in payloads), *pad, *rows, *pad, *places, *pad]
+    # Of the same call on every rank, whatever tokens it has.
+    check = (most * 31 + sum(places)) & 0x7FFFFFFF
+    args += [space.counts_at, tokens, most, check]
+    launch(problem, config, (sizes.programs(most), 1, 1), *args, *space.link.arguments)
+
+
+def combine(problem: Combine, config, space, rows, out, at: int, most: int) -> None:
+    """Add the rows [source rank, most, hidden] of the ranks that this rank's tokens went to."""
+    hidden = out.shape[1]
+    if problem.staged and config.first == 0:
+        args = rows, space.view(at, rows.shape, rows.dtype), space.counts, most, hidden
+        launch(_staging(problem), None, (problem.world * most, 1, 1), *args)
+    check = (most * 31 + hidden) & 0x7FFFFFFF
+    args = space.place, out, at, len(out), most, hidden, check
+    launch(problem, config, (sizes.programs(most), 1, 1), *args, *space.link.arguments)
+
+
+def blocks(problem: Blocks, config, link, given, outs) -> None:
+    """Exchange row [i, r] with rank r, of two tensors [rows, world, ...]."""
+    rows = given[0].shape[0]
+    nbytes = [t.nbytes // (rows * problem.world) for t in given]
+    programs = sizes.programs(rows)
+    most = -(-rows // programs)
+    each = min(most, link.area // sum(nbytes))
+    args = [t.data_ptr() for t in (*given, *outs)] + nbytes + [rows, -(-most // each), each]
+    launch(problem, config, (programs, 1, 1), *args, *link.arguments)
+
+
+def sanitize(ids, counts, most: int, invalid: int) -> None:
+    """Expert ids [source rank, most, choices] of rows that are none become `invalid`."""
+    problem = Small("sanitize")
+    rows, choices = ids.shape[0] * ids.shape[1], ids.shape[2]
+    launch(problem, None, (triton.cdiv(ids.numel(), problem.block), 1, 1), ids, counts, rows, most, choices, invalid)
+
+
+_RUN = {Dispatch: dispatch, Combine: combine, Blocks: blocks}

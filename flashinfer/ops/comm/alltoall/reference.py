@@ -1,0 +1,58 @@
+"""The all-to-all in torch, through the process group: every rank gets a block of the same size from every other."""
+
+import torch
+
+from flashinfer.ops.comm.alltoall import Blocks, Combine, Dispatch
+
+
+def run(problem, config, *args):
+    _RUN[type(problem)](problem, *args)
+
+
+def dispatch(problem: Dispatch, space, experts, payloads, places, most: int, per: int) -> None:
+    """Send the payloads of tokens to the ranks of their experts: [source rank, most, ...] from byte `places[i]` on."""
+    tokens, world = len(experts), problem.world
+    place = placed(experts, world, per)
+    space.place[:tokens] = place
+    space.sent.copy_((place >= 0).sum(0))
+    rows = [payload.reshape(tokens, -1).view(torch.uint8) if tokens else payload for payload in payloads]
+    widths = [payload.shape[1:].numel() * payload.element_size() for payload in payloads]
+    together = torch.cat(rows, 1) if tokens else torch.empty(0, sum(widths), dtype=torch.uint8, device=experts.device)
+    send = torch.zeros(world, most, sum(widths), dtype=torch.uint8, device=experts.device)
+    # Where a token does not go it is written to a row beyond, which is not sent.
+    beyond = torch.zeros(world, most + 1, sum(widths), dtype=torch.uint8, device=experts.device)
+    index = torch.where(place >= 0, place, most).long()
+    for rank in range(world):
+        beyond[rank, index[:, rank]] = together
+    send.copy_(beyond[:, :most])
+    received = space.link.all_to_all(send, "dispatch")
+    space.counts.copy_(space.link.all_to_all(space.sent[:, None].clone(), "dispatch")[:, 0])
+    for part, at in zip(received.split(widths, 2), places, strict=True):
+        space.view(at, part.shape, torch.uint8).copy_(part)
+
+
+def placed(experts: torch.Tensor, world: int, per: int) -> torch.Tensor:
+    """int32 [tokens, world]: which row on a rank a token becomes, -1 where it does not go."""
+    ranks = torch.arange(world, device=experts.device)
+    hit = ((experts[:, :, None] >= ranks * per) & (experts[:, :, None] < (ranks + 1) * per)).any(1)
+    return torch.where(hit, hit.cumsum(0) - 1, -1).int()
+
+
+def combine(problem: Combine, space, rows, out, at: int, most: int) -> None:
+    """Add the rows [source rank, most, hidden] of the ranks that this rank's tokens went to, in rank order."""
+    received = space.link.all_to_all(rows, "combine")
+    place = space.place[: len(out)]
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for rank in range(problem.world):
+        picked = received[rank, place[:, rank].clamp(min=0).long()].float()
+        total += torch.where(place[:, rank, None] >= 0, picked, 0)
+    out.copy_(total)
+
+
+def blocks(problem: Blocks, link, given, outs) -> None:
+    """Exchange row [i, r] with rank r, of two tensors [rows, world, ...]."""
+    for x, out in zip(given, outs, strict=True):
+        out.copy_(link.all_to_all(x.transpose(0, 1).contiguous(), "all-to-all").transpose(0, 1))
+
+
+_RUN = {Dispatch: dispatch, Combine: combine, Blocks: blocks}

@@ -1,0 +1,122 @@
+"""What each rank of the multi-process tests does."""
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from flashinfer import comm
+from tests.ops.comm.alltoall import cases
+
+# tokens of each rank, by the rank modulo their number, and the runtime maximum
+TURNS = [((5, 0, 9, 1), 9), ((0, 0), 4), ((1, 7), 16), ((16,), 16)]
+
+
+def exchange(rank, world, device, most=16):
+    mapping = comm.Mapping(world_size=world, rank=rank, tp_size=world, moe_ep_size=world)
+    config = comm.MnnvlConfig(comm_backend=comm.TorchDistBackend(dist.group.WORLD))
+    return comm.MoeAlltoAll(
+        mapping, most, cases.TOP_K, world * cases.PER, hidden_size=2 * cases.HIDDEN, mnnvl_config=config
+    )
+
+
+def layers(rank, world, device):
+    """Dispatches and combines with tokens that are uneven, none, or many; blocks; the process's own graph."""
+    a2a = exchange(rank, world, device)
+    print(a2a.capability.transport)
+    for seed, (counts, most) in enumerate(TURNS):
+        dtype = (torch.bfloat16, torch.float32)[seed % 2]
+        everyone = [cases.inputs(r, world, counts[r % len(counts)], dtype, device, seed) for r in range(world)]
+        x, ids, weights = everyone[rank]
+        received = a2a.dispatch(ids, cases.payloads(x, ids, weights), most, cases.INVALID, 1)
+        cases.check_received(received, rank, everyone)
+        y = cases.compute(received, rank).to(dtype)
+        in_place = seed % 2 == 0
+        if in_place:
+            place = a2a.get_combine_payload_tensor_in_workspace(most, cases.HIDDEN, dtype)
+            y = place.copy_(y)
+        out = a2a.combine(y, most, payload_in_workspace=in_place)
+        cases.check(out, rank, everyone, world)
+    blocks(rank, world, device)
+    older(rank, world, device)
+
+
+def blocks(rank, world, device):
+    mapping = comm.Mapping(world_size=world, rank=rank, cp_size=world)
+    config = comm.MnnvlConfig(comm_backend=comm.TorchDistBackend(dist.group.WORLD))
+    ws = comm.decode_cp_a2a_allocate_mnnvl_workspace(mapping, mnnvl_config=config)
+    comm.decode_cp_a2a_init_workspace(ws, rank, world)
+    for batch, d in (((3, 2), 64), ((), 8), ((700,), 512), ((0, 4), 16)):
+        o = [torch.randn(*batch, world, d, generator=torch.Generator().manual_seed(r)).half() for r in range(world)]
+        s = [torch.randn(*batch, world, 2, generator=torch.Generator().manual_seed(9 + r)) for r in range(world)]
+        got = comm.decode_cp_a2a_alltoall(o[rank].to(device), s[rank].to(device), ws, rank, world)
+        for result, sent in zip(got, (o, s), strict=True):
+            assert torch.equal(result.cpu(), torch.stack([each[..., rank, :] for each in sent], -2))
+
+
+def older(rank, world, device, group=None):
+    """The form with a preparation and a call a tensor; its gathered preparation says the same."""
+    mapping = comm.Mapping(world_size=world, rank=rank, tp_size=world, moe_ep_size=world)
+    config = comm.MnnvlConfig(comm_backend=comm.TorchDistBackend(dist.group.WORLD) if world > 1 else None)
+    ws = comm.MnnvlMoe.get_moe_workspaces(mapping, config)
+    assert comm.MnnvlMoe.get_moe_prepare_workspace(mapping, config).moe is ws.moe
+    count = world * cases.PER
+    for seed, (counts, most) in enumerate(((((3, 0, 8, 1), 8)), ((2, 5), 16))):
+        everyone = [cases.inputs(r, world, counts[r % len(counts)], torch.float32, device, seed) for r in range(world)]
+        x, ids, weights = everyone[rank]
+        statics = torch.arange(4, dtype=torch.int32, device=device) + 10 * rank if seed == 0 else None
+        info, got_ids, got_weights, gathered = comm.MnnvlMoe.mnnvl_moe_alltoallv_prepare_without_allgather(
+            ids, weights, statics, ws, most, rank, world, count, count, cases.TOP_K
+        )
+        if seed == 0:
+            assert gathered.tolist() == [[10 * r + i for i in range(4)] for r in range(world)]
+        y = comm.MnnvlMoe.mnnvl_moe_alltoallv(x, info, ws, rank, world)
+        tags = comm.MnnvlMoe.mnnvl_moe_alltoallv(cases.payloads(x, ids, weights)[3], info, ws, rank, world)
+        marked = torch.where((got_ids == count).all(1, keepdim=True), cases.INVALID, got_ids)
+        blocks = [t.view(world, most, -1) for t in (y, marked, got_weights, tags)]
+        cases.check_received(blocks, rank, everyone)
+        made = cases.compute(blocks, rank).view(world * most, -1)
+        out = comm.MnnvlMoe.mnnvl_moe_alltoallv_combine(made, info, ws, rank, world, cases.TOP_K, len(x))
+        cases.check(out, rank, everyone, world)
+        ends = torch.tensor([len(each[0]) for each in everyone], device=device).cumsum(0).int()
+        together = [torch.cat(parts) for parts in zip(*everyone, strict=True)]
+        to = comm.MnnvlMoe.compute_target_rank_id(together[1], count, world)
+        again, ids2, weights2 = comm.MnnvlMoe.mnnvl_moe_alltoallv_prepare(
+            to, ends, together[1], together[2], most, count, cases.TOP_K, rank, world
+        )
+        assert torch.equal(ids2, got_ids)
+        real = (got_ids != count).any(1)
+        assert torch.equal(weights2[real], got_weights[real])
+        for name in ("local_gather_indices", "send_rank_count_cumsum", "recv_rank_count_cumsum"):
+            assert torch.equal(getattr(again, name), getattr(info, name)), name
+        assert torch.equal(again.send_rank_local_indices[: len(x)], info.send_rank_local_indices)
+        y2 = comm.MnnvlMoe.mnnvl_moe_alltoallv(x, again, ws, rank, world)
+        assert torch.equal(y2[real], y[real])
+
+
+def killed(rank, world, device, deadline):
+    """The last rank dies inside a dispatch; the others fail in time."""
+    a2a = exchange(rank, world, device)
+    x, ids, weights = cases.inputs(rank, world, 4, torch.float32, device)
+    a2a.dispatch(ids, [x], 4)
+    a2a.combine(torch.zeros(world, 4, cases.HIDDEN, device=device), 4)
+    a2a.deadline = float(deadline)
+    dist.barrier()
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        a2a.dispatch(ids, [x], 4)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        a2a.check()
+    except (TimeoutError, ConnectionError) as error:
+        print(f"{type(error).__name__}: {error}")
+    assert time.monotonic() - start < 10
+    try:
+        a2a.combine(torch.zeros(world, 4, cases.HIDDEN, device=device), 4)
+    except (TimeoutError, ConnectionError, RuntimeError):
+        return
+    raise AssertionError("nothing was raised")
