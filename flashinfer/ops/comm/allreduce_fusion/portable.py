@@ -68,7 +68,7 @@ def allreduce_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     before = epoch_of(state, channel)
     failed = is_lost(state, LANES)
-    sizes = tokens * 31 + hidden
+    sizes = (elements & 0x3FFFFFFF).to(tl.int32) + hidden
     # Nothing is sent after a failure: a peer that is late still could take it for what it waits for.
     sent = tl.where(failed, 0, tokens)
     own = tl.load(peers + rank)

@@ -1,0 +1,1 @@
+"""A mixture-of-experts layer whose experts are spread over ranks."""
