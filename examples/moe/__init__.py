@@ -1,0 +1,1 @@
+"""A mixture of experts from a Hugging Face model on this library."""
