@@ -1,5 +1,6 @@
 """Mixtures of experts: routing, and the experts' products with all that stands between them in one call."""
 
+from flashinfer.fused_moe.api import QuantFormat
 from flashinfer.fused_moe.cutlass import cutlass_fused_moe
 from flashinfer.fused_moe.layouts import (
     convert_to_block_layout,
@@ -26,6 +27,7 @@ from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, RoutingMe
 __all__ = [
     "ActivationType",
     "Fp8QuantizationType",
+    "QuantFormat",
     "RoutingMethodType",
     "WeightLayout",
     "convert_to_block_layout",

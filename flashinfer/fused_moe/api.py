@@ -1,0 +1,26 @@
+"""Names of formats that callers of upstream's unified interface use."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+__all__ = ["QuantFormat"]
+
+
+class QuantFormat(Enum):
+    """How an operand of an expert's products is stored.
+
+    BF16, FP16 : as they are. FP8PerTensor : e4m3 with one scale. DeepSeekFp8 : e4m3 with float32 scales, of 128 columns
+    of a row or of 128 x 128 weights. MXFP8, MXFP4 : e4m3, e2m1 with a ue8m0 scale for 32. NVFP4 : e2m1 with an e4m3
+    scale for 16. MXINT4 : 4-bit integers with a bfloat16 scale for 32. INT4 : 4-bit integers with scales of groups.
+    """
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8PerTensor = "fp8_per_tensor"
+    DeepSeekFp8 = "deepseek_fp8"
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
+    MXFP4 = "mxfp4"
+    MXINT4 = "mxint4"
+    INT4 = "int4"
