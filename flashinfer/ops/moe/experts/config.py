@@ -70,7 +70,8 @@ def product(problem, target) -> Config:
         # 128 x 256 of float32 sums are 128 registers in each of 256 threads; H100: 15 % faster than 128 x 128. e4m3
         # products are summed twice, in steps and whole, for which there are no registers.
         wide = capability in (90, 100, 103) and problem.tile == 128 and compute == "bf16" and not decoded
-        tile_n = 256 if wide else 128
+        # Before Ada, e4m3 is decoded in registers, too.
+        tile_n = 256 if wide else 64 if bits_w == 8 and compute == "fp16" else 128
         tile_k = 128 if compute == "fp8e4nv" else 64
         num_warps = 8
         budget = target.smem - (1 << 10)

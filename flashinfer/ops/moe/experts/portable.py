@@ -229,8 +229,25 @@ def product_kernel(
         w += stored.to(tl.int64)[:, None] * w_row + w_at[None, :]
     strip_row = strip * (TILE_N // 2 if GATED else TILE_N)
     SCALED: tl.constexpr = ROWS == "fp8_block" and WEIGHTS == "fp8_block"
+    x_factors, w_factors, gate_factors = 0, 0, 0
     if W_WIDTH:
         w_scale += wide_expert * w_scale_expert
+    # Scale factors are asked for a step ahead: they are too small for the copies that run ahead of the products.
+    if SCALED:
+        x_scale += source.to(tl.int64) * x_scale_row
+        gate_scale = w_scale + (n // 2 + strip_row) // 128 * w_scale_row
+        w_scale += strip_row // 128 * w_scale_row
+        x_factors = tl.load(x_scale, live, other=0)
+        w_factors = tl.load(w_scale)
+        if GATED:
+            gate_factors = tl.load(gate_scale)
+    else:
+        if X_WIDTH:
+            x_factors = load_factors(
+                x_scale, source, 0, live, k, x_scale_row, x_scale_block, X_WIDTH, TILE_K, X_LAYOUT
+            )
+        if W_WIDTH:
+            w_factors = load_factors(w_scale, stored, 0, used, k, w_scale_row, 1, W_WIDTH, TILE_K, W_LAYOUT)
     acc = tl.zeros([TILE_N, TILE_M] if SWAP else [TILE_M, TILE_N], tl.float32)
     for at in range(0, k, TILE_K):
         a = tl.load(x + at // X_PACK, live[:, None] & (at // X_PACK + x_at < k // X_PACK)[None, :], other=0.0)
@@ -240,41 +257,37 @@ def product_kernel(
         else:
             w_start = w_first
         b = tl.load(w + w_start, (w_first + w_at < k // W_PACK)[None, :], other=0.0)
-        x_factors = 0
-        w_factors = 0
+        x_now, w_now, gate_now = x_factors, w_factors, gate_factors
+        ahead = at + TILE_K
         if SCALED:
-            # One factor for a row, and for 128 rows of the weights, for each 128 elements.
-            inside = at // 128
-            rows_factor = tl.load(
-                x_scale + source.to(tl.int64) * x_scale_row + inside.to(tl.int64) * x_scale_block, live, other=0
-            )
-            # A tile's rows are of one block of 128, or of two if they are of both halves.
-            weights_factor = tl.load(w_scale + strip_row // 128 * w_scale_row + inside)
+            # One factor for a row, and for 128 rows of the weights, for each 128 elements. A tile's rows of the weights
+            # are of one block of 128, or of two if they are of both halves.
+            block = ahead // 128
+            more = ahead < k
+            x_factors = tl.load(x_scale + block.to(tl.int64) * x_scale_block, live & more, other=0)
+            w_factors = tl.load(w_scale + block, more, other=0)
             if GATED:
-                gate_factor = tl.load(w_scale + (n // 2 + strip_row) // 128 * w_scale_row + inside)
-                weights_factor = tl.where(column % 2 == 0, weights_factor, gate_factor)
-            else:
-                weights_factor += tl.zeros([1], tl.float32)
+                gate_factors = tl.load(gate_scale + block, more, other=0)
         else:
             if X_WIDTH:
                 x_factors = load_factors(
-                    x_scale, source, at, live, k, x_scale_row, x_scale_block, X_WIDTH, TILE_K, X_LAYOUT
+                    x_scale, source, ahead, live, k, x_scale_row, x_scale_block, X_WIDTH, TILE_K, X_LAYOUT
                 )
             if W_WIDTH:
-                w_factors = load_factors(w_scale, stored, at, used, k, w_scale_row, 1, W_WIDTH, TILE_K, W_LAYOUT)
-        a = operand(a, x_factors, ROWS, FP8, DTYPE, CAPABILITY)
-        b = operand(b, w_factors, WEIGHTS, FP8, DTYPE, CAPABILITY)
+                w_factors = load_factors(w_scale, stored, ahead, used, k, w_scale_row, 1, W_WIDTH, TILE_K, W_LAYOUT)
+        a = operand(a, x_now, ROWS, FP8, DTYPE, CAPABILITY)
+        b = operand(b, w_now, WEIGHTS, FP8, DTYPE, CAPABILITY)
         if SCALED or FP8:
             # Sums of e4m3 products keep few bits inside Hopper's tensor cores; each 128 go to float32.
             if SWAP:
-                part = tl.dot(b, tl.trans(a))
+                part = tl.trans(tl.dot(b, tl.trans(a)))
             else:
                 part = tl.dot(a, tl.trans(b))
-            if SCALED and SWAP:
-                part *= weights_factor[:, None] * rows_factor[None, :]
+            if SCALED and GATED:
+                part *= x_now[:, None] * tl.where(column % 2 == 0, w_now, gate_now)[None, :]
             elif SCALED:
-                part *= rows_factor[:, None] * weights_factor[None, :]
-            acc += part
+                part *= (x_now * w_now)[:, None]
+            acc += tl.trans(part) if SWAP else part
         elif SWAP:
             acc = tl.dot(b, tl.trans(a), acc, input_precision="ieee")
         else:
@@ -472,10 +485,6 @@ def build(problem, config):
 
 
 _BUILD = {Problem: _build_product, Quantize: _build_quantize}
-
-# Bytes of stack a thread may use: FP8 products of 128 x 128 are summed twice, and chips without wgmma have operands in
-# registers beside them.
-STACK_BUDGET = 48
 
 launch = Launcher("moe_experts", build)
 LAUNCHERS = (launch,)
