@@ -177,12 +177,14 @@ def test_nvfp4_with_nvfp4_rows(way, device):
     ids, s = chosen(device)
     d, q, f = torch.full((E,), 0.5, device=device), torch.full((E,), 2.0, device=device), torch.rand(E, device=device)
     results = []
-    for scale, layout in ((x_scale, None), (tiled(x_scale), SfLayout.layout_128x4)):
+    layouts = [(x_scale, None), (tiled(x_scale), SfLayout.layout_128x4)]
+    # The interpreter takes seconds for each, and the tiled one is of cutlass_fused_moe, too.
+    for scale, layout in layouts if way == "reference" or device.type == "cuda" else layouts[:1]:
         results += fused_moe.trtllm_fp4_block_scale_routed_moe(
             (ids, s), None, x, scale, w1, s1, None, None, None, None, w2, s2, None,
             d * q, d, f, E, K, None, None, M, 0, E, None, hidden_states_scale_layout=layout,
         )  # fmt: skip
-    assert_bitwise(*results)
+    assert_bitwise(results[0], results[-1])
 
     def quantised(y, e):
         return between("nvfp4")(swiglu(y).double() * float(q[e]))
@@ -229,8 +231,6 @@ def test_mxint4(way, device, block):
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 def test_cutlass_plain(way, device, dtype):
-    if way == "reference" and dtype != torch.float16:
-        pytest.skip("float16 stands for the three")
     form = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     # Odd lengths, rows that are not one after another, and another rank's experts.
     x, _, xd = random(form, T, 70, device=device)
