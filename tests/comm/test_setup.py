@@ -1,0 +1,133 @@
+"""Mapping, the ways that processes talk while a workspace is set up, and what a machine without GPUs answers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flashinfer import comm
+
+
+def test_every_rank_has_one_place_and_groups_partition_ranks():
+    made = [
+        comm.Mapping(24, rank, 4, tp_size=4, pp_size=3, cp_size=2, moe_ep_size=2, moe_tp_size=2) for rank in range(24)
+    ]
+    places = {(m.pp_rank, m.cp_rank, m.tp_rank) for m in made}
+    assert places == {(p, c, t) for p in range(3) for c in range(2) for t in range(4)}
+    for kind, size in (("tp", 4), ("cp", 2), ("pp", 3), ("moe_ep", 2), ("moe_tp", 2)):
+        groups = {tuple(getattr(m, f"{kind}_group")) for m in made}
+        assert sorted(rank for group in groups for rank in group) == list(range(24))
+        for m in made:
+            group = getattr(m, f"{kind}_group")
+            assert len(group) == size and group[getattr(m, f"{kind}_rank")] == m.rank
+    m = made[13]
+    assert (m.tp_rank, m.cp_rank, m.pp_rank) == (1, 1, 1)
+    assert (m.node_rank, m.local_rank, m.is_multi_node()) == (3, 1, True)
+    assert (m.prev_pp_rank(), m.next_pp_rank(), made[23].next_pp_rank()) == (5, 21, 7)
+    assert [made[r].pp_layers(7) for r in (0, 8, 16)] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert m.ep_experts(6) == [3, 4, 5]
+    assert m.has_tp() and m.has_cp() and m.has_pp() and m.has_moe_ep() and not m.has_moe_cluster()
+    assert made[17].is_last_pp_rank() and m.is_second_last_pp_rank() and made[0].is_first_pp_rank()
+    assert comm.Mapping.from_dict(m.to_dict()) == m != made[12]
+    assert len({*made, comm.Mapping.from_dict(m.to_dict())}) == 24
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 4, "tp_size": 2}, "world_size: got 4; allowed: 2"),
+        ({"world_size": 4, "tp_size": 4, "moe_ep_size": 3, "moe_tp_size": 1}, "moe_tp_size \\* moe_ep_size"),
+        ({"world_size": 2, "tp_size": 2, "attn_tp_size": 2, "attn_cp_size": 2}, "attn_tp_size \\* attn_cp_size: got 4"),
+        ({"rank": 1}, "rank: got 1; allowed: 0 to 0"),
+    ],
+)
+def test_sizes_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        comm.Mapping(**options)
+
+
+def test_a_rank_may_be_set_within_the_world():
+    m = comm.Mapping(2, tp_size=2)
+    m.rank = 1
+    assert m.tp_rank == 1
+    with pytest.raises(ValueError, match="rank: got 2"):
+        m.rank = 2
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_group_of_torch(group):
+    backend = comm.TorchDistBackend()
+    assert (backend.Get_rank(), backend.Get_size()) == (0, 1)
+    assert backend.allgather({"a": 1}) == [{"a": 1}] and backend.bcast([2], 0) == [2]
+    backend.barrier()
+    assert backend.Split(3, 0).Get_size() == 1
+    assert comm.all_ranks_agree(backend, 1) and not comm.all_ranks_agree(backend, 0)
+
+
+def test_without_torch_distributed():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        comm.TorchDistBackend()
+
+
+class Alone(comm.CommBackend):
+    """A backend of one's own, which is no process group."""
+
+    def Get_rank(self):
+        return 0
+
+    def Get_size(self):
+        return 1
+
+    def allgather(self, data):
+        return [data]
+
+    def bcast(self, data, root):
+        return data
+
+    def barrier(self):
+        pass
+
+    def Split(self, color, key):
+        return self
+
+
+def test_a_backend_of_ones_own(device):
+    ws = comm.create_allreduce_fusion_workspace(
+        max_token_num=4, hidden_dim=64, dtype=torch.float32, comm_backend=Alone(), world_size=1
+    )
+    x = torch.randn(4, 64, device=device)
+    assert torch.equal(comm.allreduce_fusion(x, ws, comm.AllReduceFusionPattern.kAllReduce), x)
+
+
+def test_memory_of_one_rank(device):
+    memory = comm.McastGPUBuffer(64, 1, 0, device)
+    memory.lamport_initialize(0, torch.float32)
+    values = memory.get_unicast_buffer((2, 3), torch.float32, 4)
+    assert values.shape == (2, 3) and bool((values == 0).all()) and bool(values.signbit().all())
+    assert values.data_ptr() == memory.get_unicast_ptr(0) + 16
+    assert memory.get_buffer_ptrs_dev() != 0
+    with pytest.raises(ValueError, match="sizes: got"):
+        memory.get_unicast_buffer((17,), torch.float32)
+    for ask in (memory.get_multicast_ptr, lambda: memory.get_multicast_buffer((1,), torch.float32)):
+        with pytest.raises(RuntimeError, match="no multicast address"):
+            ask()
+
+
+def test_a_machine_without_gpus_has_no_fabric():
+    if not torch.cuda.is_available():
+        assert not comm.is_mnnvl_fabric_supported(0) and not comm.is_multicast_supported(0)
+        assert comm.probe().transport == "collective"
+
+
+@pytest.mark.gpu
+def test_what_the_driver_says():
+    assert comm.is_mnnvl_fabric_supported(0) in (True, False)
+    assert comm.is_multicast_supported(0) in (True, False)
+    with pytest.raises(ValueError, match="device_idx"):
+        comm.is_multicast_supported(99)
+    assert comm.probe().transport == "peer"
