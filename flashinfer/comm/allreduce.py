@@ -380,7 +380,8 @@ def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, r
         transport=workspace.link.transport,
         world=world,
         dtype=dtype_name(input.dtype),
-        block=max(1 << (hidden - 1).bit_length(), 128),
+        # A word of scales stands for 512 columns.
+        block=max(1 << (hidden - 1).bit_length(), 512 if named == "fp8_group" else 128),
         two_shot=not one_shot,
         source=kind.source,
         scale_dtype=dtype_name(rows.scales.dtype) if kind.source == "finalize" and rows.scales is not None else "",

@@ -22,21 +22,22 @@ def probe_kernel(
     seen, peers, state, lost, rank, area, limit, WORLD: tl.constexpr, LANES: tl.constexpr, CAPABILITY: tl.constexpr
 ):  # fmt: skip
     """seen [WORLD] becomes 1 for each rank whose word arrived here, and has this rank's where this rank wrote it."""
-    epoch = epoch_of(state, 0) + 1
+    channel = tl.program_id(0)
+    epoch = epoch_of(state, channel) + 1
     own = tl.load(peers + rank)
     for other in tl.static_range(WORLD):
-        at = pointer_at(tl.load(peers + other) + slot_of(epoch, 0, rank, area, WORLD), tl.int32, 4)
+        at = pointer_at(tl.load(peers + other) + slot_of(epoch, channel, rank, area, WORLD), tl.int32, 4)
         tl.store(at, _word(rank, other))
-    arrive(peers, rank, 0, epoch, WORLD, WORLD, LANES, CAPABILITY)
-    late = wait(peers, rank, 0, epoch, WORLD, limit, WORLD, LANES, CAPABILITY)
+    arrive(peers, rank, channel, epoch, channel, WORLD, LANES, CAPABILITY)
+    late = wait(peers, rank, channel, epoch, channel, limit, WORLD, LANES, CAPABILITY)
     if late >= 0:
         give_up(state, lost, late, 4, epoch, LANES)
     for other in tl.static_range(WORLD):
-        here = pointer_at(own + slot_of(epoch, 0, other, area, WORLD), tl.int32, 4)
-        there = pointer_at(tl.load(peers + other) + slot_of(epoch, 0, rank, area, WORLD), tl.int32, 4)
+        here = pointer_at(own + slot_of(epoch, channel, other, area, WORLD), tl.int32, 4)
+        there = pointer_at(tl.load(peers + other) + slot_of(epoch, channel, rank, area, WORLD), tl.int32, 4)
         good = (tl.load(here) == _word(other, rank)) & (tl.load(there) == _word(rank, other))
         tl.store(seen + other, good.to(tl.int32))
-    keep_epoch(state, 0, epoch)
+    keep_epoch(state, channel, epoch)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from flashinfer.ops import layouts
 from flashinfer.ops._device.formats import to_fp8, to_ue8m0, inverse_ue8m0
 from flashinfer.ops._device.rows import multiple, pointer, unit
 from flashinfer.ops._device.scales import block_amax, quantize_fp8, quantize_nvfp4, scale_offset, times_blocks
+from flashinfer.ops.comm._device import probe
 from flashinfer.ops.comm._device.exchange import (
     arrive, epoch_of, give_up, is_lost, keep_epoch, pointer_at, slot_of, wait,
 )  # fmt: skip
@@ -298,7 +299,13 @@ def build(problem: Problem, config) -> Build:
 STACK_BUDGET = 32
 
 launch = Launcher("allreduce_fusion", build)
-LAUNCHERS = (launch,)
+LAUNCHERS = (launch, probe.launch)
+
+
+def kernels(problem, config):
+    """The launches of a Problem, for compiling ahead: the probe that comes before a workspace, too."""
+    yield launch, problem, config
+    yield probe.launch, probe.Problem(problem.world, config.capability), None
 
 
 def run(problem, config, link, given: Rows, norm: Norm, out: Results, tokens: int, hidden: int, elements: int) -> None:
