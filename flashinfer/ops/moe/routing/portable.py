@@ -219,15 +219,15 @@ def place_kernel(
         tl.store(count + each, total, each < experts)
         tl.store(tiles, used)
 
-    # The next row of each expert.
-    next = begin + before
+    # Of each expert, the row that its next pair gets.
+    free = begin + before
     index = tl.arange(0, BLOCK)
     for step in range(STEPS):
         pair = (mine * STEPS + step) * BLOCK + index
         id, local = local_experts(ids, pair, pairs, experts, offset, PACKED)
         earlier = (local[:, None] == local[None, :]) & (index[None, :] < index[:, None])
-        row = tl.gather(next, tl.maximum(local, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
-        next += tl.histogram(tl.maximum(local, 0), EXPERTS, mask=local >= 0)
+        row = tl.gather(free, tl.maximum(local, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
+        free += tl.histogram(tl.maximum(local, 0), EXPERTS, mask=local >= 0)
         tl.store(row_pair + row, pair, local >= 0)
         tl.store(pair_row + pair, tl.where(local >= 0, row, -1), pair < pairs)
         if PACKED:
@@ -305,6 +305,7 @@ launch_few = Launcher("moe_map_few", _build_few)
 launch_count = Launcher("moe_map_count", _build_count)
 launch_place = Launcher("moe_map_place", _build_place)
 LAUNCHERS = (launch_route, launch_few, launch_count, launch_place)
+
 
 def kernels(problem, config):
     """(launcher, problem, config) of every kernel that a problem needs."""
