@@ -9,12 +9,12 @@ from torch.nn import functional
 import flashinfer
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
-from tests.ops.norm.variants import variant  # the fixture
+from tests.ops.norm.variants import in_turn, variant  # variant is a fixture
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [(40, 2), (3, 14), (5, 256), (2, 3, 48), (2, 2, 2, 6), (0, 64), (4, 0, 8), (7, 2 * 1025), (34,), (70, 12)]
 LARGE = [(1024, 28672), (1023, 2 * 5461), (100003, 32), (3, 2 * 70001)]
-shapes = pytest.mark.parametrize("shape", SHAPES + [pytest.param(s, marks=pytest.mark.gpu) for s in LARGE], ids=str)
+shapes = pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, DTYPES, LARGE), ids=str)
 
 
 def silu(x):
@@ -47,7 +47,6 @@ def expected(kind, x):
 
 @shapes
 @kinds
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_act_and_mul(variant, device, shape, kind, dtype):
     x = generate.randn(*shape, dtype=dtype, device=device) * 3
     before = x.clone()

@@ -10,13 +10,12 @@ from flashinfer._core.target import named
 from flashinfer.ops import norm as room
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
-from tests.ops.norm.variants import variant  # the fixture
+from tests.ops.norm.variants import in_turn, variant  # variant is a fixture
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = [(1, 1), (3, 7), (5, 640), (2, 3, 128), (33, 64), (0, 64), (2, 0, 64), (4, 255), (3, 5, 40), (1, 32768)]
 LARGE = [(4096, 8192), (1025, 5120), (513, 32768), (77, 32767), (257, 40, 128), (100003, 96)]
-shapes = pytest.mark.parametrize("shape", SHAPES + [pytest.param(s, marks=pytest.mark.gpu) for s in LARGE], ids=str)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+shapes = pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, DTYPES, LARGE), ids=str)
 eps = 1e-6
 
 
@@ -38,7 +37,6 @@ def rms_same_dtype(x, weight, eps=eps):
 
 
 @shapes
-@dtypes
 @pytest.mark.parametrize("gemma", [False, True])
 def test_rmsnorm(variant, device, shape, dtype, gemma):
     x, w = rows(shape, dtype, device), weights(shape[-1], dtype, device)
@@ -50,7 +48,6 @@ def test_rmsnorm(variant, device, shape, dtype, gemma):
 
 
 @shapes
-@dtypes
 @pytest.mark.parametrize("gemma", [False, True])
 def test_fused_add_rmsnorm(variant, device, shape, dtype, gemma):
     x, residual, w = rows(shape, dtype, device), rows(shape, dtype, device), weights(shape[-1], dtype, device)
@@ -65,7 +62,6 @@ def test_fused_add_rmsnorm(variant, device, shape, dtype, gemma):
 
 
 @shapes
-@dtypes
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layernorm(variant, device, shape, dtype, weight_dtype):
     x = rows(shape, dtype, device) + 2

@@ -1,6 +1,7 @@
 """The paged cache's operations against loops over tokens and requests."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ import flashinfer
 from flashinfer.ops import page as room
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise
-from tests.ops.norm.variants import variant  # the fixture
+from tests.ops.norm.variants import in_turn, variant  # variant is a fixture
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, *FP8)
+ARRANGED = list(product(("NHD", "HND"), ("pair", "tensor")))
 
 
 @dataclass
@@ -74,10 +77,9 @@ def append_and_check(x: Scene):
     assert_bitwise(x.v_cache, v, "values")
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 16, 128, 1024])
-@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("form", ["pair", "tensor"])
-def test_layouts(variant, device, page_size, kv_layout, form):
+@pytest.mark.parametrize(("page_size", "arranged"), in_turn([1, 5, 16, 128, 1024], ARRANGED))
+def test_layouts(variant, device, page_size, arranged):
+    kv_layout, form = arranged
     x = make(device, page_size, appended=(3, 0, 17, 1, 1), lengths=(7, 4, 40, 1, 1025 if page_size == 1024 else 33))
     k, v = x.expected()
     caches = x.k_cache, x.v_cache
@@ -92,16 +94,14 @@ def test_layouts(variant, device, page_size, kv_layout, form):
     assert_bitwise(caches[1], v, "values")
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, *FP8], ids=str
-)
-@pytest.mark.parametrize("dim", [1, 7, 72, 128])
+@pytest.mark.parametrize(("dtype", "dim"), in_turn(DTYPES, [1, 7, 72, 128]), ids=str)
 def test_dtypes(variant, device, dtype, dim):
     append_and_check(make(device, heads=3, dims=(dim, dim), dtype=dtype))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (80, 80), (256, 256), (512, 512), (192, 128), (24, 64)], ids=str)
-@pytest.mark.parametrize("heads", [1, 8])
+@pytest.mark.parametrize(
+    ("dims", "heads"), in_turn([(64, 64), (512, 512), (256, 256), (80, 80), (24, 64), (192, 128)], [8, 1]), ids=str
+)
 def test_head_dims(variant, device, dims, heads):
     append_and_check(make(device, dims=dims, heads=heads))
 

@@ -8,7 +8,7 @@ import torch
 import flashinfer
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
-from tests.ops.norm.variants import variant  # the fixture
+from tests.ops.norm.variants import in_turn, variant  # variant is a fixture
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # tokens, query heads, key heads, head_dim, rotary_dim
@@ -27,7 +27,7 @@ SHAPES = [
     (0, 2, 1, 64, 64),
 ]
 LARGE = [(4096, 32, 8, 128, 128), (1023, 28, 4, 96, 96), (33, 128, 1, 192, 64), (2049, 5, 5, 80, 80)]
-shapes = pytest.mark.parametrize("shape", SHAPES + [pytest.param(s, marks=pytest.mark.gpu) for s in LARGE], ids=str)
+shapes = pytest.mark.parametrize(("shape", "dtype"), in_turn(SHAPES, DTYPES, LARGE), ids=str)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 interleaves = pytest.mark.parametrize("interleave", [False, True], ids=["halves", "pairs"])
 inplaces = pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
@@ -102,7 +102,6 @@ def run(name, q, k, *args, inplace=False, **kwargs):
 
 
 @shapes
-@dtypes
 @interleaves
 @inplaces
 def test_pos_ids(variant, device, shape, dtype, interleave, inplace):
@@ -192,7 +191,6 @@ def test_cosines_and_sines_are_within_a_rounding_of_float32(variant, device):
 
 
 @shapes
-@dtypes
 @interleaves
 @inplaces
 def test_cos_sin_cache(variant, device, shape, dtype, interleave, inplace):
