@@ -8,7 +8,15 @@ factor NaN, and so nothing else.
 import triton
 import triton.language as tl
 
-from flashinfer.ops._device.formats import from_e2m1, from_fp8, inverse_ue8m0, to_e2m1, to_fp8, to_ue8m0
+from flashinfer.ops._device.formats import (
+    from_e2m1,
+    from_fp8,
+    inverse_ue8m0,
+    reciprocal,
+    to_e2m1,
+    to_fp8,
+    to_ue8m0,
+)
 
 
 @triton.jit
@@ -61,8 +69,7 @@ def quantize_fp8(y, V: tl.constexpr, DTYPE: tl.constexpr, POWER_OF_TWO: tl.const
     if POWER_OF_TWO:
         bits = scale.to(tl.int32, bitcast=True)
         scale = tl.where(scale < float("inf"), (bits + 0x7FFFFF) & 0x7F800000, bits).to(tl.float32, bitcast=True)
-    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-    return to_fp8(times_blocks(y, inverse, V), DTYPE, CAPABILITY), scale
+    return to_fp8(times_blocks(y, reciprocal(scale, CAPABILITY), V), DTYPE, CAPABILITY), scale
 
 
 @triton.jit
@@ -94,8 +101,7 @@ def _nvfp4(y, global_scale, PEAK: tl.constexpr, CAPABILITY: tl.constexpr):
     amax = block_amax(y, 16).to(tl.float32, bitcast=True)
     factor = to_fp8(global_scale * (amax * (1.0 / PEAK)), "fp8e4nv", CAPABILITY)
     wide = from_fp8(factor, "fp8e4nv", CAPABILITY)
-    one = tl.full(wide.shape, 1.0, tl.float32)
-    inverse = tl.div_rn(one, wide * tl.div_rn(one, one * global_scale))
+    inverse = reciprocal(wide * reciprocal(global_scale, CAPABILITY), CAPABILITY)
     inverse = tl.where(wide == 0, 0.0, inverse)
     return to_e2m1(times_blocks(y, inverse, 16), CAPABILITY), factor
 
@@ -113,8 +119,7 @@ def _product(a, b, CAPABILITY: tl.constexpr):
 def _nvfp4_error(y, codes, factor, global_scale, SCORE: tl.constexpr, CAPABILITY: tl.constexpr):
     """Per block, the sum of |y - decoded| or of its square; neighbours first, so that every rounding is defined."""
     tl.static_assert(SCORE == "mae" or SCORE == "mse", "mae or mse")
-    one = tl.full(factor.shape, 1.0, tl.float32)
-    scale = from_fp8(factor, "fp8e4nv", CAPABILITY) * tl.div_rn(one, one * global_scale)
+    scale = from_fp8(factor, "fp8e4nv", CAPABILITY) * reciprocal(global_scale, CAPABILITY)
     SHAPE: tl.constexpr = [y.shape[0], y.shape[1] // 16, 16]
     decoded = _product(tl.reshape(from_e2m1(codes), SHAPE), scale[:, :, None], CAPABILITY)
     error = tl.abs(tl.reshape(y, SHAPE) - decoded)

@@ -19,6 +19,7 @@ def act_and_mul_kernel(
     out_column,
     rows,
     hidden,
+    column_tiles,
     global_scale,
     counts,
     factors,
@@ -35,14 +36,17 @@ def act_and_mul_kernel(
     BLOCK: tl.constexpr,
     CAPABILITY: tl.constexpr,
 ):
+    # Programs that follow each other have neighbouring columns of the same rows.
+    first = tl.program_id(0) // column_tiles * ROWS
+    tile = tl.program_id(0) % column_tiles
     if FORM == "nvfp4":
-        batch = tl.program_id(2).to(tl.int64)
+        batch = tl.program_id(1).to(tl.int64)
         rows = tl.minimum(rows, tl.load(counts + batch))
-        if tl.program_id(0) * ROWS >= rows:
+        if first >= rows:
             return
         x += batch * multiple(x_batch, UNIT)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = first + tl.arange(0, ROWS)
+    column = tile * BLOCK + tl.arange(0, BLOCK)
     hidden = multiple(hidden, UNIT)
     inside = (row < rows)[:, None] & (column < hidden)[None, :]
 
@@ -53,10 +57,10 @@ def act_and_mul_kernel(
     if FORM == "nvfp4":
         y = y.to(x.dtype.element_ty).to(tl.float32)
         codes, found = quantize_nvfp4(y, tl.load(global_scale + batch * scale_batch), CAPABILITY, SCORE)
-        pair = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+        pair = tile * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
         out += batch * out_batch + row_offset(row, 1, out_row, 0, 1)[:, None] + pair[None, :]
         tl.store(out, codes, (row < rows)[:, None] & (pair < hidden // 2)[None, :])
-        block = tl.program_id(1) * (BLOCK // 16) + tl.arange(0, BLOCK // 16)
+        block = tile * (BLOCK // 16) + tl.arange(0, BLOCK // 16)
         at = batch * factors_batch + scale_offset(row[:, None], block[None, :], blocks, "128x4")
         tl.store(factors + at, found, (row < rows)[:, None] & (block < blocks)[None, :])
     else:
@@ -81,7 +85,7 @@ def activation(x, KIND: tl.constexpr):
 def build(problem, config):
     rows = pointer(problem.dtype, problem.aligned)
     types = {"x": rows, "out": rows, "x_row": "i64", "x_column": "i64", "out_row": "i64", "out_column": "i64"}
-    types |= {"rows": "i32", "hidden": "i32"}
+    types |= {"rows": "i32", "hidden": "i32", "column_tiles": "i32"}
     experts = {"global_scale": "*fp32", "counts": "*i32", "factors": "*u8"}
     experts |= dict.fromkeys(("x_batch", "out_batch", "scale_batch", "factors_batch"), "i64") | {"blocks": "i32"}
     if problem.form:
@@ -108,15 +112,17 @@ def run(problem, config, x, out, experts=None):
     if experts is not None:
         return _run_experts(problem, config, x, out, experts)
     rows, hidden = out.shape
-    grid = (triton.cdiv(rows, config.rows), triton.cdiv(hidden, problem.block), 1)
-    launch(problem, config, grid, x, out, *x.stride(), *out.stride(), rows, hidden)
+    column_tiles = triton.cdiv(hidden, problem.block)
+    grid = (triton.cdiv(rows, config.rows) * column_tiles, 1, 1)
+    launch(problem, config, grid, x, out, *x.stride(), *out.stride(), rows, hidden, column_tiles)
 
 
 def _run_experts(problem, config, x, out, experts):
     batch, rows, hidden = *x.shape[:2], x.shape[2] // 2
     _, blocks = layouts.padded(rows, hidden // 16, "128x4")
-    grid = (triton.cdiv(rows, config.rows), triton.cdiv(blocks * 16, problem.block), batch)
+    column_tiles = triton.cdiv(blocks * 16, problem.block)
+    grid = (triton.cdiv(rows, config.rows) * column_tiles, batch, 1)
     scale_batch = 0 if experts.global_scale.numel() == 1 else 1
-    strides = *x.stride()[1:], *out.stride()[1:], rows, hidden
+    strides = *x.stride()[1:], *out.stride()[1:], rows, hidden, column_tiles
     batches = x.stride(0), out.stride(0), scale_batch, experts.factors.stride(0)
     launch(problem, config, grid, x, out, *strides, *experts, *batches, blocks)

@@ -60,11 +60,12 @@ def norm_kernel(
     inside = (row < rows)[:, None] & (column < hidden)[None, :]
     GATE: tl.constexpr = AFTER == "sigmoid_gate"
 
-    # Asked for first, the weights' latency passes behind that of the rows, and not after the reduction.
+    # Asked for first, the latency of weights and scale passes behind that of the rows, and not after the reduction.
     if WEIGHTS_FIRST and not GATE:
         w = tl.load(weight + column, column < hidden, other=0)
         if CENTRE:
             b = tl.load(bias + column, column < hidden, other=0)
+    per_scale = inverse(scale, SCALE)
     offset = row_offset(row, inner, x_outer, x_inner, UNIT)
     x += offset[:, None] + column_offset(column, x_column, UNIT)[None, :]
     y = tl.load(x, inside, other=0).to(tl.float32)
@@ -109,7 +110,7 @@ def norm_kernel(
     elif FORM == "nvfp4" or FORM == "mxfp4":
         if FORM == "nvfp4":
             PER: tl.constexpr = 16
-            codes, factors = quantize_nvfp4(y, inverse(scale, SCALE), CAPABILITY)
+            codes, factors = quantize_nvfp4(y, per_scale, CAPABILITY)
         else:
             PER: tl.constexpr = 32
             codes, factors = quantize_mxfp4(y, CAPABILITY)
@@ -132,7 +133,7 @@ def norm_kernel(
             at = block.to(tl.int64) * scale_pitch + row[:, None]
             tl.store(block_scale + at, factors, (row < rows)[:, None] & (block < hidden // 128))
         else:
-            codes = to_fp8(y * inverse(scale, SCALE), FORM, CAPABILITY)
+            codes = to_fp8(y * per_scale, FORM, CAPABILITY)
         out += offset[:, None] + column_offset(column, out_column, UNIT)[None, :]
         tl.store(out, codes, inside)
 

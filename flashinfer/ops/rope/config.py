@@ -32,11 +32,12 @@ class Video:
 
 
 def portable(problem, target) -> Config:
-    # 1024 pairs a step, 8 for each of 128 threads: two 16-byte loads of bf16, for one head after the other.
+    # 1024 pairs a head, 8 for each of 128 threads: two 16-byte loads of bf16.
     half = 1 << (problem.rotary_dim // 2 - 1).bit_length()
-    # A program's cosines and sines, some 60 instructions each, serve 8 heads; with more heads a program, batches of few
-    # tokens would fill fewer SMs. Neither number is measured.
-    return Config(tokens=max(1, 1024 // half), heads=8)
+    # A program's cosines and sines, some 60 instructions each, serve two heads, which are both in flight. 8 tokens of
+    # 32 heads take 6.5 us with 8 heads a program one after the other, 2.9 with one; 4096 tokens of 72 heads 57 and 55.8
+    # (H100).
+    return Config(tokens=max(1, 1024 // half), heads=2)
 
 
 def quantize(problem, target) -> Quantize:

@@ -51,7 +51,11 @@ def rope_kernel(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    # Blocks of heads, first those of queries, then those of keys; programs that follow each other have the same tokens.
+    q_blocks = tl.cdiv(q_heads, HEADS)
+    blocks = q_blocks + tl.cdiv(k_heads, HEADS)
+    block = tl.program_id(0) % blocks
+    token = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
     if RAGGED:
         request = tl.minimum(request_of(positions, batch, token), batch - 1)
@@ -63,31 +67,32 @@ def rope_kernel(
     else:
         cos, sin = computed_rotation(source, position, ROTARY_DIM, HALF)
 
-    # The blocks of heads: first those of queries, then those of keys.
-    block = tl.program_id(1)
-    q_blocks = tl.cdiv(q_heads, HEADS)
+    # A row is a head of a token. The heads of a token are in one thread, which has their cosines and sines once.
+    cos, sin = for_heads(cos, HEADS), for_heads(sin, HEADS)
+    row = tl.arange(0, HEADS * TOKENS)
+    token = (tl.program_id(0) // blocks * TOKENS + row % TOKENS).to(tl.int64)
+    head = row // TOKENS
     if block < q_blocks:
-        x = q + token.to(tl.int64)[:, None] * multiple(q_token, UNIT)
-        out = q_out + token.to(tl.int64)[:, None] * multiple(q_out_token, UNIT)
-        first = block * HEADS
-        for head in range(first, tl.minimum(first + HEADS, q_heads)):
-            a = x + head * multiple(q_head, UNIT)
-            b = out + head * multiple(q_out_head, UNIT)
-            rotate(
-                a, b, q_column, q_out_column, inside, cos, sin, 1.0,
-                HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST, "", 0,
-            )  # fmt: skip
+        head += block * HEADS
+        rotate(
+            q + place(token, head, q_token, q_head, UNIT), q_out + place(token, head, q_out_token, q_out_head, UNIT),
+            q_column, q_out_column, (token < tokens) & (head < q_heads), cos, sin, 1.0,
+            HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST, "", 0,
+        )  # fmt: skip
     else:
-        x = k + token.to(tl.int64)[:, None] * multiple(k_token, UNIT)
-        out = k_out + token.to(tl.int64)[:, None] * multiple(k_out_token, UNIT)
-        first = (block - q_blocks) * HEADS
-        for head in range(first, tl.minimum(first + HEADS, k_heads)):
-            a = x + head * multiple(k_head, UNIT)
-            b = out + head * multiple(k_out_head, UNIT)
-            rotate(
-                a, b, k_column, k_out_column, inside, cos, sin, 1.0,
-                HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST, "", 0,
-            )  # fmt: skip
+        head += (block - q_blocks) * HEADS
+        rotate(
+            k + place(token, head, k_token, k_head, UNIT), k_out + place(token, head, k_out_token, k_out_head, UNIT),
+            k_column, k_out_column, (token < tokens) & (head < k_heads), cos, sin, 1.0,
+            HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST, "", 0,
+        )  # fmt: skip
+
+
+@triton.jit
+def for_heads(x, HEADS: tl.constexpr):
+    """x [TOKENS, n] for HEADS heads of each token, [HEADS * TOKENS, n]."""
+    wide = tl.broadcast_to(x[None, :, :], [HEADS, x.shape[0], x.shape[1]])
+    return tl.reshape(wide, [HEADS * x.shape[0], x.shape[1]])
 
 
 @triton.jit
@@ -521,7 +526,7 @@ def rotate_heads(problem, config, q, k, q_out, k_out, positions, offsets, source
     strides = q.stride() + k.stride() + q_out.stride() + k_out.stride() + (source.stride(0),)
     batch = 0 if offsets is None else len(offsets)
     blocks = triton.cdiv(q_heads, config.heads) + triton.cdiv(k_heads, config.heads)
-    grid = (triton.cdiv(tokens, config.tokens), blocks, 1)
+    grid = (triton.cdiv(tokens, config.tokens) * blocks, 1, 1)
     tensors = q, k, q_out, k_out, positions, offsets, source
     launch(problem, config, grid, *tensors, *strides, tokens, batch, q_heads, k_heads, len(source))
 
