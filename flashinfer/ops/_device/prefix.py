@@ -379,25 +379,28 @@ def measure(value, top, unit, DOMAIN: tl.constexpr, MASS: tl.constexpr):
 @triton.jit
 def find_pivot(
     target, base, count, from_list, x, list_value, list_column, high, low, columns, top, unit,
-    DOMAIN: tl.constexpr, MASS: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr,
+    DOMAIN: tl.constexpr, MASS: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """Key and rank of the last of the fewest elements that, with `base`, measure `target`; all between if they do not.
 
-    `low` reaches the target or takes all; `high` misses it. The search halves what lies in between.
+    `low` reaches the target or takes all; `high` misses it. The search cuts what lies in between in WAYS + 1 parts at a
+    time: a step waits for one sum over the program, however many keys it is for.
     """
     enough = low
     beyond = high
+    way = tl.arange(0, WAYS).to(tl.int64)
     while beyond - enough > 1:
-        middle = enough + (beyond - enough) // 2
-        sum = base
+        edge = enough + (way + 1) * ((beyond - enough + WAYS) // (WAYS + 1))
+        sums = tl.zeros([WAYS], tl.int64) + base
         for start in range(0, count, TILE):
             value, key, column, ok = listed_elements(
                 start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
             )
-            sum += tl.sum(tl.where(ok & (key >= middle), measure(value, top, unit, DOMAIN, MASS), 0), 0)
-        reached = sum >= target
-        enough = tl.where(reached, middle, enough)
-        beyond = tl.where(reached, beyond, middle)
+            each = tl.where(ok, measure(value, top, unit, DOMAIN, MASS), 0)
+            sums += tl.sum(tl.where(key[None, :] >= edge[:, None], each[None, :], 0), 1)
+        reached = (sums >= target) & (edge < beyond)
+        enough = tl.max(tl.where(reached, edge, enough), 0)
+        beyond = tl.min(tl.where(reached, beyond, tl.minimum(edge, beyond)), 0)
     above = base
     equal = tl.full([], 0, tl.int64)
     ties = tl.full([], 0, tl.int64)
@@ -417,17 +420,18 @@ def find_pivot(
     few = tl.full([], -1, tl.int64)
     rank = tl.where(wanted < ties, columns - 1, few + 1)
     while rank - few > 1:
-        middle = few + (rank - few) // 2
-        taken = tl.full([], 0, tl.int64)
+        edge = few + (way + 1) * ((rank - few + WAYS) // (WAYS + 1))
+        taken = tl.zeros([WAYS], tl.int64)
         for start in range(0, count, TILE):
             value, key, column, ok = listed_elements(
                 start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
             )
             mine = columns - 1 - column if LAST else column
-            taken += tl.sum((ok & (key == enough) & (mine <= middle)).to(tl.int64), 0)
+            tied = ok & (key == enough)
+            taken += tl.sum((tied[None, :] & (mine[None, :] <= edge[:, None])).to(tl.int64), 1)
         reached = taken >= wanted
-        rank = tl.where(reached, middle, rank)
-        few = tl.where(reached, few, middle)
+        few = tl.max(tl.where(reached, few, tl.minimum(edge, rank - 1)), 0)
+        rank = tl.min(tl.where(reached, tl.minimum(edge, rank), rank), 0)
     return enough, tl.where(wanted < ties, rank, columns.to(tl.int64))
 
 
@@ -452,7 +456,7 @@ def row_parts(parts, row, programs, BLOCK: tl.constexpr):
 def find_end(
     k, p, inside, inside_mass, sum, count, from_list, x, list_value, list_column, high, low, length, columns, top, unit,
     DOMAIN: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, TOP_K_FIRST: tl.constexpr, LAST: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """Pivot and rank of the prefix that the filters keep: of two prefixes the shorter one."""
     pivot = low
@@ -461,7 +465,7 @@ def find_end(
         if k < length:
             pivot, rank = find_pivot(
                 k.to(tl.int64), inside, count, from_list, x, list_value, list_column, high, low, columns, top, unit,
-                DOMAIN, False, LAST, TILE,
+                DOMAIN, False, LAST, TILE, WAYS,
             )  # fmt: skip
     if TOP_P:
         if p < 1:
@@ -484,7 +488,7 @@ def find_end(
             target = tl.maximum(tl.minimum(goal, 4611686018427387904.0).to(tl.int64), 1)
             p_pivot, p_rank = find_pivot(
                 target, inside_mass, count, from_list, x, list_value, list_column, high, low, columns, top, unit,
-                DOMAIN, True, LAST, TILE,
+                DOMAIN, True, LAST, TILE, WAYS,
             )  # fmt: skip
             shorter = (p_pivot > pivot) | ((p_pivot == pivot) & (p_rank < rank))
             pivot = tl.where(shorter, p_pivot, pivot)
@@ -498,7 +502,7 @@ def resolve_kernel(
     part_column, top_k, top_ks, top_p, top_ps, seed, seeds, offset, offsets, samples, valid, x_row, columns, programs,
     chunk, capacity, DOMAIN: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, TOP_K_FIRST: tl.constexpr,
     MASS: tl.constexpr, RACE: tl.constexpr, PLACES: tl.constexpr, LAST: tl.constexpr, SEED: tl.constexpr,
-    OFFSET: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    OFFSET: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """The pivot of a row into state, and what the caller is after: the sum of the prefix (MASS), the token that wins
     the race over it (RACE), or in part_count where the elements of each program come (PLACES). One program a row."""
@@ -528,7 +532,7 @@ def resolve_kernel(
     if count > 0:
         pivot, rank = find_end(
             k, p, inside, inside_mass, sum, count, from_list, x, list_value, list_column, high, low, length, columns,
-            top, unit, DOMAIN, TOP_K, TOP_P, TOP_K_FIRST, LAST, TILE,
+            top, unit, DOMAIN, TOP_K, TOP_P, TOP_K_FIRST, LAST, TILE, WAYS,
         )  # fmt: skip
     if RACE:
         seed, offset, stream = source_of(seed, seeds, offset, offsets, row, SEED, OFFSET)

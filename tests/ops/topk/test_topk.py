@@ -62,6 +62,19 @@ def test_top_k(variant, device, columns, k, tie_break):
         assert_bitwise(values, x.gather(1, indices))
 
 
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("columns", [190, pytest.param(9001, marks=pytest.mark.gpu)])
+def test_rows_of_equal_values(variant, device, columns, last):
+    """More are equal to the k-th than a list holds, on a GPU."""
+    x = torch.ones(3, columns, device=device)
+    x[1, columns // 2 :] = 0
+    x[2] = torch.arange(columns, device=device)
+    _, indices = top_k(x, 20, tie_break=LARGE if last else TopKTieBreak.SMALL)
+    ends = columns, columns // 2
+    expected = [list(range(end - 20, end) if last else range(20)) for end in ends]
+    assert indices.tolist() == [*expected, list(range(columns - 20, columns))]
+
+
 def test_top_k_of_strided_rows(variant, device):
     x = scores(2, 70, device=device)
     expected = top_k(x, 9)
