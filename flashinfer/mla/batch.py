@@ -9,6 +9,7 @@ from flashinfer.ops.attention.mla.batch import Factors, LatentOptions
 from flashinfer.ops.attention.mla.direct import run_latent
 from flashinfer.ops.attention.mla.wrapper import LatentWrapper, latent_blocks
 from flashinfer.ops.attention.request import default_o_dtype
+from flashinfer.ops.attention.variants import AttentionVariant
 
 # What is absorbed into the latent queries of DeepSeek's models: 128 elements a head, which sm_scale counts.
 _UNABSORBED = 128
@@ -33,6 +34,8 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         The buffers, with use_cuda_graph.
     backend : str
         "auto", or one of upstream's names (see flashinfer/_core/backends.py).
+    variant : AttentionVariant, optional
+        Functions that change logits or hide keys (docs/variants.md).
 
     Examples
     --------
@@ -54,9 +57,11 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         kv_indices: torch.Tensor | None = None,
         kv_len_arr: torch.Tensor | None = None,
         backend: str = "auto",
+        *,
+        variant: AttentionVariant | None = None,
     ):
         fixed = (qo_indptr, kv_indptr, kv_len_arr, kv_indices) if use_cuda_graph else None
-        super().__init__(float_workspace_buffer, backend, fixed)
+        super().__init__(float_workspace_buffer, backend, fixed, variant)
         self._lse_base_e = False
 
     def plan(
@@ -165,6 +170,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         asked = latent_options(
             num_heads, head_dim_ckv, head_dim_kpe, page_size, as_dtype(q_data_type, torch.float16),
             as_dtype(kv_data_type), as_dtype(output_dtype), causal=bool(causal), sm_scale=sm_scale,
+            variant=self._variant,
         )  # fmt: skip
         if block_tables is None and seq_lens is None:
             require(cum_seq_lens_q is None, "cum_seq_lens_q", "a tensor", "None without block_tables and seq_lens")
@@ -201,6 +207,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         skip_softmax_threshold_scale_factor: float | None = None,
         bmm1_scale: float | torch.Tensor | None = None,
         bmm2_scale: float | torch.Tensor | None = None,
+        params: dict | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Latent attention of the planned batch.
 
@@ -245,6 +252,8 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             Factor of the logits in place of sm_scale (so with it in it).
         bmm2_scale : float or float32 Tensor [1], optional
             Factor of the outputs.
+        params : dict, optional
+            What the variant's functions are given, by name.
 
         Returns
         -------
@@ -273,7 +282,8 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             ckv_cache, kpe_cache = split(kv_cache, self._batch.options, "kv_cache")
         for name, t in (("q_nope", q_nope), ("ckv_cache", ckv_cache)):
             require(t is not None, name, None, "a tensor")
-        call = dict(return_lse=return_lse, base_e=return_lse_base_on_e or self._lse_base_e, sinks=sinks)
+        call = dict(return_lse=return_lse, base_e=return_lse_base_on_e or self._lse_base_e, sinks=sinks,
+                    params=self._params((), params))  # fmt: skip
         if shape is not None:
             out = None if out is None else out.view(q_nope.shape)
             lse = None if lse is None else lse.view(q_nope.shape[:2])
@@ -281,7 +291,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             factors = self._factors(self._batch.options.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
             result = self._batch.run(q_nope, q_pe, ckv_cache, kpe_cache, factors, out=out, lse=lse, **call)
         else:
-            asked = self._batch.options if planned else _unplanned(q_nope, q_pe, ckv_cache)
+            asked = self._batch.options if planned else _unplanned(q_nope, q_pe, ckv_cache, self._variant)
             factors = self._factors(asked.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
             table = self._call_table(page_table, kv_len)
             result = run_latent(
@@ -354,12 +364,12 @@ def without_heads(kv_cache: torch.Tensor, kv_layout: str | None = None) -> torch
     return kv_cache
 
 
-def _unplanned(q_nope: torch.Tensor, q_pe: torch.Tensor | None, ckv_cache: torch.Tensor) -> LatentOptions:
+def _unplanned(q_nope, q_pe, ckv_cache, variant: AttentionVariant | None) -> LatentOptions:
     """Options that shapes tell."""
     require(q_nope.dim() == 3, "q_nope", tuple(q_nope.shape), "[batch_size, num_heads, head_dim_ckv]")
     require(ckv_cache.dim() == 3, "ckv_cache", tuple(ckv_cache.shape), "[pages, page_size, head_dim_ckv]")
     kpe = 0 if q_pe is None else q_pe.shape[-1]
     return latent_options(
         q_nope.shape[1], q_nope.shape[2], kpe, ckv_cache.shape[1], q_nope.dtype, ckv_cache.dtype,
-        sm_scale=(_UNABSORBED + kpe) ** -0.5,
+        sm_scale=(_UNABSORBED + kpe) ** -0.5, variant=variant,
     )  # fmt: skip

@@ -20,7 +20,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         return
     for requests, keys, heads, tokens in (
         (64, 4096, 16, 1), (64, 4096, 128, 1), (64, 4096, 16, 4), (128, 8192, 16, 1), (16, 1024, 16, 1),
-        (1, 65536, 128, 1),
+        (1, 65536, 128, 1), (64, 16384, 128, 1), (64, 4096, 128, 2),
     ):  # fmt: skip
         name = f"{requests}x{keys} keys, {heads} heads, {tokens} tokens"
         yield Case(name, partial(_dense, requests, keys, heads, tokens))

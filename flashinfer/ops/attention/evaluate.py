@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import dis
 import traceback
+from collections import namedtuple
 from functools import lru_cache
 from types import CellType, FunctionType, ModuleType
 
@@ -42,6 +43,35 @@ def evaluate(function, *args):
     if not isinstance(result, Tile):
         raise UnsupportedConfig(f"{_line_of(function.fn, None)}: got {result!r}; allowed: a tile, as logits are")
     return result.x
+
+
+def vary(variant, values: tuple, logits: torch.Tensor, batch, q_pos, kv_pos, head):
+    """What the functions of an AttentionVariant, with `values` for its parameters, make of tensors that broadcast.
+
+    Returns the logits, and which of them take part; None without a mask. UnsupportedConfig as `evaluate`, and for a
+    mask that is not of booleans.
+    """
+    if not logits.numel():
+        return logits, None
+    kinds = variant.params.items()
+    params = namedtuple("params", variant.params)(
+        *(_param(name, kind, value, logits.device) for (name, kind), value in zip(kinds, values, strict=True))
+    )
+    given = logits, batch, q_pos, kv_pos, head, params
+    seen = None
+    if variant.mask is not None:
+        seen = evaluate(variant.mask, *given)
+        if seen.dtype != torch.bool:
+            raise UnsupportedConfig(f"mask: {variant.mask.__name__} returns {seen.dtype}; allowed: booleans")
+    if variant.logits is not None:
+        logits = evaluate(variant.logits, *given).float().broadcast_to(logits.shape).contiguous()
+    return logits, seen
+
+
+def _param(name: str, kind: str, value, device: torch.device):
+    if isinstance(value, torch.Tensor):
+        return Pointer(name, value)
+    return Tile(torch.tensor(value, dtype=torch_dtype(kind), device=device))
 
 
 def _line_of(function, error) -> str:

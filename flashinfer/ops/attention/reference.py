@@ -7,13 +7,11 @@ the logits of a block stay in cache and a causal block multiplies no key behind 
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 from dataclasses import dataclass
 
 import torch
 
-from flashinfer._core.checks import UnsupportedConfig, torch_dtype
-from flashinfer.ops.attention.evaluate import Pointer, Tile, evaluate
+from flashinfer.ops.attention.evaluate import vary
 from flashinfer.ops.attention.problem import Inputs, Problem
 from flashinfer.ops.attention.variants import AttentionVariant, find
 
@@ -204,27 +202,13 @@ def _vary(variant: AttentionVariant, x: Inputs, b: _Bucket, logits, hidden, q_po
     q_pos = torch.where(b.kv_len > 0, q_pos, 0)
     kv_heads, group = logits.shape[1:3]
     head = torch.arange(kv_heads * group, dtype=torch.int32, device=logits.device).view(kv_heads, group, 1, 1)
-    params = namedtuple("params", variant.params)(
-        *(_param(name, kind, value, x) for (name, kind), value in zip(variant.params.items(), x.params, strict=True))
-    )
-    given = (
-        logits, b.requests.int().view(-1, 1, 1, 1, 1), q_pos.int()[:, None, None, :, None],
-        kv_pos.int()[:, None, None, None, :], head, params,
+    logits, seen = vary(
+        variant, x.params, logits, b.requests.int().view(-1, 1, 1, 1, 1), q_pos.int()[:, None, None, :, None],
+        kv_pos.int()[:, None, None, None, :], head,
     )  # fmt: skip
-    if variant.mask is not None and logits.numel():
-        seen = evaluate(variant.mask, *given)
-        if seen.dtype != torch.bool:
-            raise UnsupportedConfig(f"mask: {variant.mask.__name__} returns {seen.dtype}; allowed: booleans")
+    if seen is not None:
         hidden = ~seen if hidden is None else hidden | ~seen
-    if variant.logits is not None and logits.numel():
-        logits = evaluate(variant.logits, *given).float().broadcast_to(logits.shape).contiguous()
     return logits, hidden
-
-
-def _param(name: str, kind: str, value, x: Inputs):
-    if isinstance(value, torch.Tensor):
-        return Pointer(name, value)
-    return Tile(torch.tensor(value, dtype=torch_dtype(kind), device=x.q.device))
 
 
 def _put(out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:

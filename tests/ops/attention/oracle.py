@@ -51,11 +51,11 @@ def slope(head, heads):
     return 2 ** (-8 / (2 * power) * (2 * (head - power) + 1))
 
 
-def scores(q, k, given):
-    """q @ k.T. In float32 of half-precision inputs on a GPU, as tensor cores add: see `_add_truncating`."""
+def scores(q, k, given, total=None):
+    """q @ k.T + total. In float32 of half-precision inputs on a GPU, as tensor cores add: see `_add_truncating`."""
     if q.dtype != torch.float32 or given not in (torch.float16, torch.bfloat16) or not q.is_cuda:
-        return q @ k.T
-    total = torch.zeros(q.shape[0], k.shape[0], dtype=torch.float64, device=q.device)
+        return q @ k.T if total is None else q @ k.T + total
+    total = torch.zeros((), dtype=torch.float64, device=q.device) if total is None else total.double()
     for q16, k16 in zip(q.double().split(16, 1), k.double().split(16, 1)):
         total = _add_truncating(total, q16 @ k16.T)
     return total.float()

@@ -9,10 +9,18 @@ with float32 accumulation, as in attend.py.
 import triton
 import triton.language as tl
 
-from flashinfer.ops.attention._device.combine import combine_if_last
+from flashinfer.ops.attention._device.combine import combine_if_last, combine_rows
 from flashinfer.ops.attention._device.kv_source import fit_half, offsets_in, widen
-from flashinfer.ops.attention._device.logits import LOG2E
-from flashinfer.ops.attention._device.schedule import read_item
+from flashinfer.ops.attention._device.logits import LOG2E, vary
+from flashinfer.ops.attention._device.schedule import (
+    ITEM_FIRST_SLOT,
+    ITEM_Q_LEN,
+    ITEM_REQUEST,
+    ITEM_SLOT,
+    ITEM_TILE_ROW,
+    ITEM_WIDTH,
+    read_item,
+)
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -59,18 +67,22 @@ def attend_latent_kernel(
     q_nope, q_pe, ckv, kpe, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, first_ckv, sinks,
     qk_scale, v_scale, q_nope_stride_n, q_nope_stride_h, q_pe_stride_n, q_pe_stride_h, ckv_stride_page, ckv_stride_n,
     kpe_stride_page, kpe_stride_n, first_stride_page, first_stride_n, o_stride_n, o_stride_h, sm_scale, out_scale,
-    pe_ratio,
+    pe_ratio, params,
     HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, SPARSE: tl.constexpr, FIRST: tl.constexpr,
     FIRST_PAGE: tl.constexpr, D: tl.constexpr, D_PE: tl.constexpr, D_PAD: tl.constexpr, PE_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_DTYPE: tl.constexpr, KV_DTYPE: tl.constexpr,
     NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr,
     DEVICE_SCALES: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr,
-    COMBINE_ROWS: tl.constexpr, ROW_UNIT: tl.constexpr,
+    COMBINE_ROWS: tl.constexpr, ROW_UNIT: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr,
+    SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """One program per work item.
 
     SPARSE: kv_indices names tokens, in the order of their positions; -1 for none. The first FIRST of them are tokens of
     `first_ckv`, in pages of FIRST_PAGE, the others of `ckv`.
+
+    LOGITS and MASK are functions of a user's variant, or None; `params` is a named tuple for them. Without SOFTMAX,
+    logits are weights.
     """
     item = tl.program_id(0)
     q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, pieces = read_item(items, item)
@@ -86,7 +98,12 @@ def attend_latent_kernel(
     n = (q_row + token).to(tl.int64)
     latent = _rows(q_nope, n * q_nope_stride_n + head * q_nope_stride_h, row_ok, D, D_PAD)
     latent, unit = _operand(latent, Q_DTYPE, NATIVE_FP8, COMPUTE)
-    scale = unit * (sm_scale * LOG2E)
+    VARIED: tl.constexpr = LOGITS is not None or MASK is not None
+    # A variant's functions take logits in base e.
+    scale = unit * (sm_scale if VARIED else sm_scale * LOG2E)
+    request = slot
+    if VARIED:
+        request = tl.load(items + item * ITEM_WIDTH + ITEM_REQUEST)
     if D_PE > 0:
         position = _rows(q_pe, n * q_pe_stride_n + head * q_pe_stride_h, row_ok, D_PE, PE_PAD)
         position, pe_unit = _operand(position, Q_DTYPE, NATIVE_FP8, COMPUTE)
@@ -126,19 +143,31 @@ def attend_latent_kernel(
         if D_PE > 0:
             pe_keys = widen(pe_keys, KV_DTYPE, NATIVE_FP8, COMPUTE)
             s = tl.dot(position, tl.trans(pe_keys), s) * ratio[:, None]
-        s = tl.dot(latent, tl.trans(keys), s) * scale[:, None]
+        s = tl.dot(latent, tl.trans(keys), s)
         ok = there[None, :]
+        if VARIED:
+            s, takes_part = vary(
+                s, scale, 0.0, scale, request, q_pos, kv_pos, kv_len, head, params, False, False, LOGITS, MASK, SOFTMAX
+            )
+            if MASK is not None:
+                ok = ok & takes_part
+        else:
+            s *= scale[:, None]
         if CAUSAL:
             ok = ok & (kv_pos[None, :] <= q_pos[:, None])
-        s = tl.where(ok, s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
-        # A row that has seen no key yet has top = -inf, and inf - inf is NaN.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - base[:, None])
-        keep = tl.exp2(top - base)
-        total = total * keep + tl.sum(p, 1)
-        acc = tl.dot(p.to(COMPUTE), keys, acc * keep[:, None])
-        top = new_top
+        if SOFTMAX:
+            s = tl.where(ok, s, float("-inf"))
+            new_top = tl.maximum(top, tl.max(s, 1))
+            # A row that has seen no key yet has top = -inf, and inf - inf is NaN.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp2(s - base[:, None])
+            keep = tl.exp2(top - base)
+            total = total * keep + tl.sum(p, 1)
+            acc *= keep[:, None]
+            top = new_top
+        else:
+            p = tl.where(ok, s, 0.0)
+        acc = tl.dot(p.to(COMPUTE), keys, acc)
 
     if SINKS:
         # The combination adds the sink of a split tile, once.
@@ -150,6 +179,10 @@ def attend_latent_kernel(
             acc = acc * keep[:, None]
             total = total * keep + tl.exp2(sink - base)
             top = new_top
+    if not SOFTMAX:
+        # The weights are what they are: no maximum was taken from their logits, and their sum divides nothing.
+        top = tl.zeros([BLOCK_M], tl.float32)
+        total = top + 1.0
     # Not `> 0`: a NaN among the logits has to come out.
     seen = total != 0
     inverse = tl.where(seen, out_scale / tl.where(seen, total, 1.0), 0.0)
@@ -165,10 +198,46 @@ def attend_latent_kernel(
             combine_if_last(
                 arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces,
                 tl.arange(0, COMBINE_ROWS)[None, :], tl.arange(0, PIECES)[:, None], dv[None, None, :], tile_row, q_row,
-                q_len, 0, 1, o_stride_n, o_stride_h, HEADS, D, BLOCK_M, SINKS, LSE, True, LN2 if BASE_E else 1.0,
+                q_len, 0, 1, o_stride_n, o_stride_h, HEADS, D, BLOCK_M, SINKS, LSE, SOFTMAX, LN2 if BASE_E else 1.0,
             )  # fmt: skip
             return
     o_at = n * o_stride_n + head * o_stride_h
     tl.store(out + o_at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=row_ok[:, None] & (dv < D)[None, :])
     if LSE:
         tl.store(lse + n * HEADS + head, s * LN2 if BASE_E else s, mask=row_ok)
+
+
+@triton.jit
+def combine_latent_kernel(
+    out, lse, partial_out, partial_lse, items, counts, sinks, o_stride_n, o_stride_h,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, ITEMS: tl.constexpr, PIECES: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr,
+):  # fmt: skip
+    """Combine all split tiles, a row at a time. Persistent: any number of programs; each looks through all items.
+
+    A launch of its own, where a tile of 64 rows and 512 columns has so much to add up that one block of threads would
+    take longer than all together and the launch. D is a power of two.
+    """
+    count = tl.load(counts)
+    lane = tl.arange(0, ITEMS)
+    for start in range(0, count, ITEMS):
+        record = items + (start + lane) * ITEM_WIDTH
+        there = start + lane < count
+        slot = tl.load(record + ITEM_SLOT, mask=there, other=-1)
+        first = tl.load(record + ITEM_FIRST_SLOT, mask=there, other=0)
+        q_len = tl.load(record + ITEM_Q_LEN, mask=there, other=0)
+        tile_row = tl.load(record + ITEM_TILE_ROW, mask=there, other=0)
+        # One item stands for its tile; tiles are numbered from 1.
+        stands = slot == first
+        number = tl.cumsum(stands.to(tl.int32), 0)
+        tiles = tl.sum(stands.to(tl.int32), 0)
+        rows = tl.max(tl.where(stands, tl.minimum(q_len * HEADS - tile_row, BLOCK_M), 0), 0)
+        for i in range(tl.program_id(0), tiles * rows, tl.num_programs(0)):
+            item = start + tl.sum(tl.where(stands & (number == i % tiles + 1), lane, 0), 0)
+            q_row, its_q_len, _, _, its_tile_row, _, _, _, first_slot, pieces = read_item(items, item)
+            combine_rows(
+                partial_out, partial_lse, out, lse, sinks, first_slot, pieces,
+                tl.full([1, 1], 0, tl.int32) + i // tiles, tl.arange(0, PIECES)[:, None],
+                tl.arange(0, D)[None, None, :], its_tile_row, q_row, its_q_len, 0, 1, o_stride_n, o_stride_h, HEADS, D,
+                BLOCK_M, SINKS, LSE, True, LN2 if BASE_E else 1.0,
+            )  # fmt: skip

@@ -11,11 +11,12 @@ import torch
 from flashinfer._core.checks import dtype_name, is_aligned, require
 from flashinfer._core.dispatch import Choice
 from flashinfer._core.target import Target, target_of
-from flashinfer.ops.attention.batch import Batch
+from flashinfer.ops.attention.batch import Batch, Call
 from flashinfer.ops.attention.mla import mla
-from flashinfer.ops.attention.mla.problem import Inputs, Problem
+from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
 from flashinfer.ops.attention.problem import Scalars
 from flashinfer.ops.attention.request import Limits, Options
+from flashinfer.ops.attention.variants import identity_of
 
 # Launches held per plan: layers share one.
 _MOST_HELD = 256
@@ -44,11 +45,14 @@ class LatentKind:
         self.options = options
         self.device = device
         self._backend = backend
+        variant = options.variant
+        causal = options.causal and not (variant and variant.owns_mask)
         self.problem = Problem(
             dtype_name(options.q_dtype), dtype_name(options.kv_dtype), dtype_name(options.o_dtype),
             options.num_qo_heads, options.head_dim_vo, options.head_dim_kpe, options.page_size,
-            mask="causal" if options.causal else "full", sparse=options.sparse, first=options.first,
+            mask="causal" if causal else "full", sparse=options.sparse, first=options.first,
             first_page=options.first_page, split=not options.disable_split_kv, rows=rows,
+            variant=variant.key if variant else "", softmax=variant is None or variant.use_softmax,
         )  # fmt: skip
         self.choice: Choice = mla(self.problem, device, backend)
         self.latest = self.choice
@@ -107,7 +111,7 @@ class LatentBatch(Batch):
     """A batch of latent attention on one device. `fill` is Batch's."""
 
     def run(self, q_nope, q_pe, ckv, kpe, factors: Factors, *, out=None, lse=None, return_lse=False, base_e=False,
-            sinks=None, first_ckv=None):  # fmt: skip
+            sinks=None, first_ckv=None, params=None):  # fmt: skip
         """Attention of q_nope [rows, heads, head_dim_ckv] and q_pe over pages ckv and kpe [pages, page_size, dim].
 
         Calls that are alike in all a kernel or a check depends on are checked once per plan. Returns out, or
@@ -117,11 +121,12 @@ class LatentBatch(Batch):
         read = (sinks, factors.logits_on_device, factors.outputs_on_device, first_ckv)
         alike = (
             *map(_layout, (q_nope, q_pe, ckv, kpe, out, lse)), _all_on_16(places), return_lse, base_e, factors.logits,
-            factors.outputs, factors.pe_ratio, *[None if t is None else (t.data_ptr(), _layout(t)) for t in read],
+            factors.outputs, factors.pe_ratio, None if params is None else identity_of(params),
+            *[None if t is None else (t.data_ptr(), _layout(t)) for t in read],
         )  # fmt: skip
         held = self._held.get(alike)
         if held is None:
-            x = self._checked(q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, sinks, first_ckv)
+            x = self._checked(q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, sinks, first_ckv, params)
             self._run_latent(x, base_e, alike, read)
             return (x.out, x.lse) if return_lse else x.out
         if out is None:
@@ -139,6 +144,7 @@ class LatentBatch(Batch):
         kernel, choice = self.kind.bind(
             lse=x.lse is not None, base_e=base_e and x.lse is not None, sinks=x.sinks is not None,
             scales=x.qk_scale is not None, aligned=is_aligned(*tensors),
+            matrix=all([matrix_of(t) is not None for t in (x.ckv, x.kpe) if t is not None]),
         )  # fmt: skip
         x.schedule = self._schedule_of(choice)
         if not x.q_nope.shape[0] or not self.table.batch_size:
@@ -154,7 +160,8 @@ class LatentBatch(Batch):
             self._held[alike] = _Launch(launch, read)
         launch(*x.addresses())
 
-    def _checked(self, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, sinks, first_ckv) -> Inputs:
+    def _checked(self, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, sinks, first_ckv,
+                 params) -> Inputs:  # fmt: skip
         o, rows = self.options, self._needs[0]
         require(q_nope.dim() == 3, "q_nope", tuple(q_nope.shape), "[rows, num_heads, head_dim_ckv]")
         require(rows <= q_nope.shape[0], "q_nope", f"{q_nope.shape[0]} rows", f"at least {rows}, as planned")
@@ -190,6 +197,7 @@ class LatentBatch(Batch):
         return Inputs(
             q_nope, q_pe if of_pe else None, ckv, kpe if of_pe else None, out, lse, self.table, None, factors.logits,
             factors.outputs, factors.pe_ratio, first_ckv, self._sinks(sinks), qk_scale, v_scale,
+            self._params(Call(sinks=sinks, params=params), return_lse),
         )  # fmt: skip
 
     def _check_one(self, name: str, t: torch.Tensor, dtype: torch.dtype, planned: str) -> None:

@@ -1,6 +1,8 @@
-"""Tiles of the portable latent-attention kernel. None was measured yet; what the compilers said stands beside."""
+"""Tiles of the latent-attention kernels. What was not measured says what it is from."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from flashinfer._core.target import Target
 from flashinfer.ops.attention.config import SIZE, Config
@@ -77,4 +79,78 @@ def refuses(p, target: Target) -> str:
         return f"output dtype {p.o_dtype}"
     if p.o_dtype == "fp8e4nv" and not target.is_cpu and target.capability < 89:
         return f"output dtype {p.o_dtype}: this chip has no conversion to it"
+    return ""
+
+
+@dataclass(frozen=True)
+class Sm90Config:
+    """How the Hopper kernel is cut.
+
+    Attributes
+    ----------
+    block_m, block_n : int
+        Query rows of a tile, and keys of a step: a block for each of two warpgroups.
+    gather : bool
+        Whether keys come row by row through cp.async, and not in boxes: for tokens by name, and pages that make none.
+    registers, copy_registers : int
+        Of a thread of the warpgroups that compute, and of the warps that copy.
+    programs_per_sm : int
+        Persistent blocks of threads on a multiprocessor: what work is split for.
+    least_piece : int
+        Keys that a piece of a split request has at least.
+    combine_pieces, combine_programs : int
+        Of the combination: partial results read at a time, and programs on a multiprocessor.
+    transform : bool
+        For factors that cannot be folded into the exponent: of positional products alone, read from the device, or not
+        positive. Where a call says so, it is compiled at its first use.
+    """
+
+    block_m: int
+    block_n: int
+    gather: bool
+    registers: int
+    copy_registers: int
+    programs_per_sm: int
+    least_piece: int
+    combine_pieces: int
+    combine_programs: int
+    transform: bool
+
+
+def choose_sm90(p, target: Target) -> Sm90Config:
+    # A box is a page or a part of one, and a power of two of rows that fill the 8 rows of a swizzle pattern.
+    boxes = p.matrix and not p.sparse and p.page_size >= 16 and not p.page_size & (p.page_size - 1)
+    return Sm90Config(
+        block_m=64,
+        block_n=128,
+        gather=not boxes,
+        # Three warpgroups have 512 together.
+        registers=240 if boxes else 216,
+        copy_registers=32 if boxes else 80,
+        programs_per_sm=1,
+        # A piece's partial result is 64 x 512 float32, as much as 114 keys; two steps fill the pipeline.
+        least_piece=256,
+        # 64 registers of each of 64 threads, and as many programs as have room beside each other.
+        combine_pieces=8,
+        combine_programs=10,
+        transform=p.scales,
+    )
+
+
+def refuses_sm90(p, target: Target) -> str:
+    """Why the Hopper kernel does not take the problem; '' if it does."""
+    if target.capability != 90:
+        return f"wgmma is compute capability 9.0's, and this is {target.arch}"
+    if p.q_dtype not in ("bf16", "fp16") or p.kv_dtype != p.q_dtype:
+        return f"q {p.q_dtype} with keys {p.kv_dtype}: it takes bf16 or fp16 for both"
+    if p.o_dtype not in ("bf16", "fp16"):
+        return f"output {p.o_dtype}: it writes bf16 or fp16"
+    if p.head_dim_ckv != 512 or p.head_dim_kpe not in (0, 64):
+        return f"head_dim_ckv {p.head_dim_ckv} and head_dim_kpe {p.head_dim_kpe}: it takes 512 with 64 or 0"
+    if p.first:
+        return "keys in two caches"
+    if p.variant:
+        return "a user's variant"
+    if not p.aligned:
+        return "rows that are not aligned to 16 bytes"
     return ""

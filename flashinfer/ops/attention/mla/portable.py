@@ -13,6 +13,7 @@ from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.mla.config import padded
 from flashinfer.ops.attention.mla.problem import Inputs, Problem
 from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
+from flashinfer.ops.attention.portable import varied
 
 # Bytes of stack a thread may use: addresses and factors of rows wait there, from before the loop until after it, while
 # 128 registers hold the accumulator. In the loop nothing is spilled. Triton 3.6 takes up to 88, 3.9 up to 256.
@@ -48,6 +49,8 @@ def build(p: Problem, c) -> Build:
     )
     types.update(o_stride_n=stride(p.o_dtype), o_stride_h=stride(p.o_dtype), sm_scale="fp32", out_scale="fp32",
                  pe_ratio="fp32")  # fmt: skip
+    functions, params = varied(p)
+    types.update(params)
     constants = dict(
         HEADS=p.num_heads, PAGE_SIZE=p.page_size, SPARSE=p.sparse, FIRST=p.first, FIRST_PAGE=max(p.first_page, 1),
         D=p.head_dim_ckv, D_PE=p.head_dim_kpe, D_PAD=padded(p.head_dim_ckv), PE_PAD=padded(max(p.head_dim_kpe, 1)),
@@ -55,6 +58,7 @@ def build(p: Problem, c) -> Build:
         COMPUTE=_TL[_compute_dtype(p)], CAUSAL=p.mask == "causal", SINKS=p.sinks, DEVICE_SCALES=p.scales, LSE=p.lse,
         BASE_E=p.base_e, SPLIT=p.split, PIECES=c.combine_pieces,
         COMBINE_ROWS=c.combine_rows, ROW_UNIT=16 // SIZE[p.kv_dtype] if p.aligned else 1,
+        **functions,
     )  # fmt: skip
     return Build(attend_latent_kernel, types, constants, num_warps=c.num_warps, num_stages=c.num_stages)
 
@@ -75,6 +79,7 @@ class Bound:
 
     def __init__(self, p: Problem, c, device: torch.device):
         self._parameters = tuple(attend_latent.build(p, c).types)
+        self._params = tuple(varied(p)[1])
         self._kernel = attend_latent.prepare(p, c, device)
 
     def hold(self, x: Inputs) -> Callable[..., None]:
@@ -89,7 +94,7 @@ class Bound:
             counts=schedule.counts, arrivals=schedule.arrivals, kv_indices=x.table.kv_indices,
             first_ckv=_raw(x.first_ckv), sinks=x.sinks, qk_scale=x.qk_scale, v_scale=x.v_scale,
             o_stride_n=x.out.stride(0), o_stride_h=x.out.stride(1), sm_scale=x.sm_scale, out_scale=x.out_scale,
-            pe_ratio=x.pe_ratio,
+            pe_ratio=x.pe_ratio, **dict(zip(self._params, x.params, strict=True)),
         )  # fmt: skip
         for name, tensor in (("q_nope", x.q_nope), ("q_pe", x.q_pe)):
             arguments[f"{name}_stride_n"], arguments[f"{name}_stride_h"] = _outer_strides(tensor)

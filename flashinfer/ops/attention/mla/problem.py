@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashinfer._core.kv_layout import Matrix, as_matrix
 from flashinfer.ops.attention.problem import Table
 
 
@@ -43,6 +44,12 @@ class Problem:
         Query rows, heads included, that a tile should hold: 16, 32, 64 or 128.
     aligned : bool
         Whether every row of q, of the caches and of out starts on 16 bytes.
+    variant : str
+        The key of a user's variant (`variants.find`); '' for none.
+    softmax : bool
+        False for a variant whose logits are weights.
+    matrix : bool
+        Whether the caches are rows of one matrix each, as `kv_layout.as_matrix` has it.
     """
 
     q_dtype: str
@@ -63,6 +70,9 @@ class Problem:
     split: bool = True
     rows: int = 64
     aligned: bool = True
+    variant: str = ""
+    softmax: bool = True
+    matrix: bool = True
 
     @property
     def group(self) -> int:
@@ -102,6 +112,8 @@ class Inputs:
         A logit per head that takes part in the softmax and has no value.
     qk_scale, v_scale : float32 Tensor [1], optional
         Further factors of logits and outputs, with Problem.scales.
+    params : tuple
+        What the functions of Problem.variant are given.
     """
 
     q_nope: torch.Tensor
@@ -119,8 +131,14 @@ class Inputs:
     sinks: torch.Tensor | None = None
     qk_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    params: tuple = ()
 
     def addresses(self) -> tuple[int, ...]:
         """Of q_nope, q_pe, ckv, kpe, out and lse (0 for none): what moves between the launches of a held kernel."""
         moving = self.q_nope, self.q_pe, self.ckv, self.kpe, self.out, self.lse
         return tuple([0 if t is None else t.data_ptr() for t in moving])
+
+
+def matrix_of(cache: torch.Tensor) -> Matrix | None:
+    """The matrix whose rows are those of a cache [pages, page_size, dim]; None where strides make none."""
+    return as_matrix(cache[:, :, None], True)

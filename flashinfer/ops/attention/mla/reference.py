@@ -9,7 +9,9 @@ import math
 
 import torch
 
+from flashinfer.ops.attention.evaluate import vary
 from flashinfer.ops.attention.mla.problem import Inputs, Problem
+from flashinfer.ops.attention.variants import find
 
 # Elements of keys, and of logits, in memory at a time: 4M float32 are 16 MiB.
 _ELEMENTS = 1 << 22
@@ -28,11 +30,11 @@ def run(problem: Problem, config, x: Inputs) -> None:
         for start in range(0, len(requests), at_once):
             chosen = torch.tensor(requests[start : start + at_once], device=q_len.device)
             spans = [t[chosen][:, None] for t in (q_begin, q_len, kv_begin, kv_len)]
-            _attend(problem, x, *spans)
+            _attend(problem, x, chosen, *spans)
 
 
-def _attend(problem: Problem, x: Inputs, q_begin, q_len, kv_begin, kv_len) -> None:
-    """The requests that have these spans; all int64 [requests, 1]."""
+def _attend(problem: Problem, x: Inputs, request, q_begin, q_len, kv_begin, kv_len) -> None:
+    """The requests [requests] that have these spans; all int64 [requests, 1]."""
     kv_pos = torch.arange(int(kv_len.max()), device=q_len.device)[None]
     latent, position, there = _keys(problem, x, kv_begin, kv_pos, kv_pos < kv_len)
     most_q, per_row = int(q_len.max()), problem.num_heads * max(latent.shape[:2].numel(), 1)
@@ -49,14 +51,35 @@ def _attend(problem: Problem, x: Inputs, q_begin, q_len, kv_begin, kv_len) -> No
         seen = there[:, None, :]
         if problem.mask == "causal":
             seen = seen & (kv_pos[:, None, :] <= (row + kv_len - q_len)[:, :, None])
-        logits.masked_fill_(~seen[:, :, None, :], -math.inf)
-        out, lse = _softmax_times(logits, latent, x.sinks)
+        seen = seen[:, :, None, :]
+        if problem.variant:
+            logits, seen = _vary(problem, x, request, logits, seen, row + kv_len - q_len, kv_pos, kv_len)
+        logits.masked_fill_(~seen, -math.inf if problem.softmax else 0.0)
+        if problem.softmax:
+            out, lse = _softmax_times(logits, latent, x.sinks)
+        else:
+            out, lse = torch.einsum("bqhk,bkd->bqhd", logits, latent), None
         out *= x.out_scale
         if problem.scales:
             out *= x.v_scale
         _put(x.out, n[ok_row], out[ok_row])
         if x.lse is not None:
             x.lse[n[ok_row]] = lse[ok_row] * (1.0 if problem.base_e else math.log2(math.e))
+
+
+def _vary(problem: Problem, x: Inputs, request, logits, seen, q_pos, kv_pos, kv_len):
+    """What a user's variant makes of logits [requests, rows, heads, keys], and which of them take part.
+
+    Positions past a request's end are its last, so that what a function loads by them is there.
+    """
+    last = (kv_len - 1).clamp(min=0)
+    q_pos, kv_pos = (torch.where(kv_len > 0, torch.minimum(at, last), 0).int() for at in (q_pos, kv_pos))
+    head = torch.arange(problem.num_heads, dtype=torch.int32, device=logits.device)
+    logits, takes_part = vary(
+        find(problem.variant), x.params, logits, request.int().view(-1, 1, 1, 1), q_pos[:, :, None, None],
+        kv_pos[:, None, None, :], head.view(-1, 1),
+    )  # fmt: skip
+    return logits, seen if takes_part is None else seen & takes_part
 
 
 def _keys(problem: Problem, x: Inputs, kv_begin, kv_pos, there):

@@ -12,6 +12,7 @@ from flashinfer.ops.attention.mla.batch import LatentBatch, LatentKind, LatentOp
 from flashinfer.ops.attention.problem import Table
 from flashinfer.ops.attention.request import Limits, Request, tile_rows
 from flashinfer.ops.attention.tables import KV_INDPTR, QO_INDPTR, Stage
+from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
 
 # In the order of a Stage, whose third table holds lengths.
@@ -22,7 +23,10 @@ _KV_LENS = 2
 class LatentWrapper(AttentionWrapper):
     """Tables as latent attention has them: keys per request in a tensor of their own, one cache for keys and values."""
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str, fixed: tuple[torch.Tensor, ...] | None):
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, backend: str, fixed: tuple[torch.Tensor, ...] | None,
+        variant: AttentionVariant | None = None,
+    ):  # fmt: skip
         """`fixed` are the buffers of CUDA-graph mode: qo_indptr, kv_indptr, kv_len_arr, kv_indices."""
         buffers = None
         if fixed is not None:
@@ -33,7 +37,7 @@ class LatentWrapper(AttentionWrapper):
                 require(t.dtype == torch.int32 and t.is_contiguous(), name, f"{t.dtype} {t.stride()}",
                         "int32, contiguous")  # fmt: skip
             buffers = GraphBuffers(fixed[0], fixed[1], fixed[3])
-        super().__init__(float_workspace_buffer, "NHD", backend, buffers)
+        super().__init__(float_workspace_buffer, "NHD", backend, buffers, variant)
         self._fixed = fixed
         self._kv_len_arr_buf = None if fixed is None else fixed[_KV_LENS]
 

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_close
+from tests.ops.attention.oracle import scores
 
 LOG2E = 1.4426950408889634
 
@@ -58,9 +59,12 @@ def latents(q_lens, kv_lens, heads, ckv=64, kpe=16, page=8, dtype=torch.float16,
 
 def attend(q, keys, ckv, sm_scale, dtype, causal=False, sinks=None, pe_scale=1.0):
     """One request in `dtype`: q [rows, heads, dim] over keys [len, dim]. Returns out, and lse in base e."""
+    # FP8 is multiplied in float16.
+    given = torch.float16 if q.dtype.itemsize == 1 else q.dtype
     q, keys = q.to(dtype), keys.to(dtype)
-    s = torch.einsum("qhd,kd->qhk", q[..., :ckv], keys[:, :ckv])
-    s = (s + pe_scale * torch.einsum("qhd,kd->qhk", q[..., ckv:], keys[:, ckv:])) * sm_scale
+    flat = q.flatten(0, 1)
+    s = pe_scale * scores(flat[:, ckv:], keys[:, ckv:], given)
+    s = scores(flat[:, :ckv], keys[:, :ckv], given, s).view(*q.shape[:2], keys.shape[0]) * sm_scale
     if causal:
         row, key = torch.arange(q.shape[0], device=q.device), torch.arange(keys.shape[0], device=q.device)
         s = s.masked_fill((key > row[:, None] + keys.shape[0] - q.shape[0])[:, None], -torch.inf)

@@ -1,0 +1,140 @@
+"""Latent attention on Hopper, in Gluon: what the kernel is compiled for, and how tensors reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from flashinfer._core.gluon_compat import tensordesc
+from flashinfer._core.launch import Build, Launcher, TensorMap
+from flashinfer._core.target import target_of
+from flashinfer.ops.attention._device.attend_latent import combine_latent_kernel
+from flashinfer.ops.attention._device.attend_latent_sm90 import KEYS, PART, REST, attend_latent_sm90_kernel
+from flashinfer.ops.attention.mla.config import Sm90Config
+from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
+from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
+
+# Bytes of stack a thread may use: what is the same for all tiles, or for a tile, waits there. Nothing of it is in the
+# loop over keys. Triton 3.6 takes up to 8, 3.9 up to 184.
+STACK_BUDGET = 192
+
+
+def _boxes(p: Problem) -> dict[str, tuple[int, int]]:
+    """What one copy brings, for each tensor map: rows of a page, and a part of a latent row, or a positional row."""
+    rows = min(p.page_size, KEYS.value)
+    boxes = {"ckv_map": (rows, PART.value)}
+    if p.head_dim_kpe:
+        boxes["kpe_map"] = (rows, REST.value)
+    return boxes
+
+
+def build(p: Problem, c: Sm90Config) -> Build:
+    # Pointers where rows are gathered; and for positional rows that there are not, one that nobody follows.
+    maps = dict(ckv_map=f"*{p.kv_dtype}:16", kpe_map=f"*{p.kv_dtype}:16")
+    if not c.gather:
+        maps.update((name, tensordesc(p.kv_dtype, box)) for name, box in _boxes(p).items())
+    step = "i64:8" if c.gather else "i32"
+    types = dict(
+        q_nope=f"*{p.q_dtype}:16", q_pe=f"*{p.q_dtype}:16", **maps, out=f"*{p.o_dtype}:16", lse="*fp32",
+        partial_out="*fp32:16", partial_lse="*fp32:16", items="*i32:16", counts="*i32",
+        kv_indices="*i32", sinks="*fp32", qk_scale="*fp32", v_scale="*fp32", q_nope_stride_n="i64:8",
+        q_nope_stride_h="i64:8", q_pe_stride_n="i64:8", q_pe_stride_h="i64:8", ckv_page=step, ckv_step=step,
+        kpe_page=step, kpe_step=step, o_stride_n="i64:8", o_stride_h="i64:8", sm_scale="fp32", out_scale="fp32",
+        pe_ratio="fp32",
+    )  # fmt: skip
+    constants = dict(
+        HEADS=p.num_heads, PAGE_SIZE=p.page_size, SPARSE=p.sparse, GATHER=c.gather, POSITIONAL=p.head_dim_kpe > 0,
+        CAUSAL=p.mask == "causal", SINKS=p.sinks, DEVICE_SCALES=p.scales, TRANSFORM=c.transform, LSE=p.lse,
+        BASE_E=p.base_e, REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers,
+    )  # fmt: skip
+    return Build(attend_latent_sm90_kernel, types, constants, num_warps=4)
+
+
+def build_combine(p: Problem, c: Sm90Config) -> Build:
+    types = dict(
+        out=f"*{p.o_dtype}:16", lse="*fp32", partial_out="*fp32:16", partial_lse="*fp32:16", items="*i32:16",
+        counts="*i32", sinks="*fp32", o_stride_n="i64:8", o_stride_h="i64:8",
+    )  # fmt: skip
+    constants = dict(
+        HEADS=p.num_heads, D=p.head_dim_ckv, BLOCK_M=c.block_m, ITEMS=256, PIECES=c.combine_pieces, SINKS=p.sinks,
+        LSE=p.lse, BASE_E=p.base_e,
+    )  # fmt: skip
+    return Build(combine_latent_kernel, types, constants, num_warps=2)
+
+
+attend_latent_sm90 = Launcher("attend_latent_sm90", build)
+combine_latent = Launcher("combine_latent", build_combine)
+LAUNCHERS = (attend_latent_sm90, combine_latent, schedule_launch)
+
+
+def kernels(p: Problem, c: Sm90Config):
+    """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
+    yield attend_latent_sm90, p, c
+    if p.split:
+        yield combine_latent, p, c
+    for form in (("uniform", "padded"),) if p.sparse else (("indptr", "lens"), ("uniform", "padded")):
+        yield schedule_launch, ScheduleProblem(*form, False), ScheduleConfig()
+
+
+class Bound:
+    """The kernel of a problem on one device, looked up once."""
+
+    def __init__(self, p: Problem, c: Sm90Config, device: torch.device):
+        self._p, self._c, self._device = p, c, device
+        self._sms = target_of(device).sms
+        attend_latent_sm90.prepare(p, c, device)
+        if p.split:
+            combine_latent.prepare(p, c, device)
+
+    def hold(self, x: Inputs) -> Callable[..., None]:
+        """The launch of `x`, kept ready for other tensors in the places of Inputs.addresses(): it takes theirs.
+
+        Those keep their shapes, strides and dtypes; everything else is as in `x`.
+        """
+        p, c, s = self._p, self._c, x.schedule
+        if x.sm_scale <= 0 or x.pe_ratio != 1:
+            c = replace(c, transform=True)
+        maps, steps = _where(p, c, x)
+        values = (
+            x.q_nope, x.q_pe, maps["ckv_map"], maps.get("kpe_map"), x.out, x.lse, s.partial_out, s.partial_lse,
+            s.items, s.counts, x.table.kv_indices, x.sinks, x.qk_scale, x.v_scale,
+            *x.q_nope.stride()[:2], *((0, 0) if x.q_pe is None else x.q_pe.stride()[:2]), *steps,
+            *x.out.stride()[:2], x.sm_scale, x.out_scale, x.pe_ratio,
+        )  # fmt: skip
+        kernel = attend_latent_sm90.prepare(p, c, self._device)
+        grid = (min(self._sms * c.programs_per_sm, s.max_items), 1, 1)
+        attend = kernel.hold(grid, values, ("q_nope", "q_pe", "ckv_map", "kpe_map", "out", "lse"))
+        if not p.split:
+            return attend
+        values = (
+            x.out, x.lse, s.partial_out, s.partial_lse, s.items, s.counts, x.sinks, *x.out.stride()[:2],
+        )  # fmt: skip
+        grid = (min(s.max_slots * c.block_m, self._sms * c.combine_programs), 1, 1)
+        combine = combine_latent.prepare(p, self._c, self._device).hold(grid, values, ("out", "lse"))
+
+        def launch(q_nope, q_pe, ckv, kpe, out, lse):
+            attend(q_nope, q_pe, ckv, kpe, out, lse)
+            combine(out, lse)
+
+        return launch
+
+
+def _where(p: Problem, c: Sm90Config, x: Inputs) -> tuple[dict, list[int]]:
+    """What finds keys: the caches or their maps, by parameter, and the steps of latent, then of positional rows."""
+    caches = {"ckv_map": x.ckv, "kpe_map": x.kpe}
+    if c.gather:
+        return caches, [step for t in caches.values() for step in ((0, 0) if t is None else t.stride()[:2])]
+    matrices = {name: matrix_of(t) for name, t in caches.items() if t is not None}
+    maps = {name: TensorMap(matrices[name].rows, box) for name, box in _boxes(p).items()}
+    return maps, [s for name in caches for s in ((matrices[name].page_rows, 0) if name in matrices else (0, 0))]
+
+
+def bind(p: Problem, c: Sm90Config, device: torch.device) -> Bound:
+    """An object whose `hold(x)` gives a launch ready to be repeated."""
+    return Bound(p, c, device)
+
+
+def run(p: Problem, c: Sm90Config, x: Inputs) -> None:
+    bind(p, c, x.q_nope.device).hold(x)(*x.addresses())
