@@ -285,7 +285,7 @@ def _tokens(form, x, factors, swizzled: bool, scales) -> experts.Tokens:
     if x.dtype in floats:
         require(factors is None, "input_sf", "a tensor", f"None with {x.dtype}")
         scale = experts.per_expert("quant_scales: q1", scales.get("q1"), 1, x.device)
-        codes, made = experts.quantized(x, rows, scale, None, 0)
+        codes, made = experts.quantized_tokens(x, rows, scale)
         return experts.Tokens(codes, rows, made)
     quantised = torch.float8_e4m3fn if rows == "mxfp8" else torch.uint8
     allowed = x.dtype == quantised or (rows == "nvfp4" and x.dtype in _BYTES)

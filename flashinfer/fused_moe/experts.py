@@ -133,13 +133,15 @@ def run(
     return [rows, weights if routed.weights is None else routed.weights, pair_row]
 
 
-def tile_of(pairs: int, experts: int) -> int:
+def tile_of(pairs: int, experts: int, form: str) -> int:
     """Rows of a tile: so many that most experts have one tile, and read their weights once, while rows are few.
 
-    16 is the least of a tensor core. From 192 rows of an expert on, less of larger tiles is padding. Not measured.
+    16 is the least of a tensor core. H100: of larger tiles more is padding, which with FP8 rows costs more than smaller
+    products do until an expert has about 192 rows; with others until about 96.
     """
     mean = -(-pairs // max(experts, 1))
-    return 16 if mean <= 8 else 32 if mean <= 20 else 64 if mean <= 192 else 128
+    most = 192 if form.startswith("fp8") else 96
+    return 16 if mean <= 10 else 32 if mean <= 40 else 64 if mean <= most else 128
 
 
 @custom_op("flashinfer::moe_experts", mutates_args=("out",))
@@ -152,7 +154,7 @@ def _experts(
 
 def _like_unfinalized(tensors, words, numbers, floats):
     ids = tensors[15]
-    tile = tile_of(ids.numel(), numbers[8])
+    tile = tile_of(ids.numel(), numbers[8], words.split(",")[0])
     rows = most_tiles(ids.numel(), numbers[8], tile) * tile
     dtype = torch_dtype(words.split(",")[-1])
     weights = ids.new_empty(ids.shape if tensors[16] is None else 0, dtype=torch.float32)
@@ -175,7 +177,7 @@ def _rows(tensors, words, numbers, floats) -> tuple[torch.Tensor, torch.Tensor, 
     form, layout, form1, layout1, form2, layout2, act, between, dtype = words.split(",")
     paired, shuffle1, block1, shuffle2, block2, ratio, on_input, offset, experts, hidden, top_k = numbers
     device = x.device
-    tile = tile_of(ids.numel(), experts)
+    tile = tile_of(ids.numel(), experts, form)
     token_map, unpacked = routing.token_map(ids, experts, offset, tile, packed=weights is None)
     weights = unpacked if weights is None else weights
     rows = token_map.row_pair.numel()
@@ -194,7 +196,7 @@ def _rows(tensors, words, numbers, floats) -> tuple[torch.Tensor, torch.Tensor, 
     problem1 = _fitted(problem1, x, weights1, ids.numel())
     finish = room.Finish(scale, scale_out, alpha, beta, limit, weights if on_input else None, tuple(floats))
     room.product(problem1, device).run(room.Rows(x, x_scale, top_k), weights1, finish, token_map, middle)
-    middle, factors = quantized(middle, between, global_scale, token_map, tile)
+    middle, factors = _quantized(middle, between, global_scale, token_map, tile)
     problem2 = room.Problem(
         rows=between or dtype, weights=form2, out=dtype, tile=tile, shuffle=shuffle2, block=block2,
         weight_layout=layout2, bias="" if bias2 is None else dtype_name(bias2.dtype),
@@ -217,29 +219,52 @@ def _fitted(problem: room.Problem, x, weights: room.Weights, pairs: int) -> room
     return replace(problem, aligned=aligned, experts="few" if few else "many")
 
 
-def quantized(x, form: str, global_scale, token_map: TokenMap | None, tile: int):
-    """Rows of x, all or those of the map, in a format with scale factors; "", "bf16" and "fp8" are as they are."""
+def quantized_tokens(x, form: str, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the input in a format with scale factors, for calls that quantise it themselves."""
+    codes, factors = _for_codes(x, form)
+    _quantize(x, global_scale, codes, factors, form)
+    return codes if form == "nvfp4" else codes.view(torch.float8_e4m3fn), factors
+
+
+@custom_op("flashinfer::moe_quantize", mutates_args=("codes", "factors"))
+def _quantize(
+    x: torch.Tensor, global_scale: torch.Tensor | None, codes: torch.Tensor, factors: torch.Tensor, form: str
+) -> None:
+    _run_quantize(x, form, global_scale, None, 0, codes, factors)
+
+
+def _quantized(x, form: str, global_scale, token_map: TokenMap, tile: int):
+    """Rows of the map in a format with scale factors; "", "bf16" and "fp8" are as they are."""
     if form not in ("fp8_block", "mxfp8", "nvfp4"):
         return x, None
-    rows, n = x.shape
-    codes = torch.empty(rows, n // 2 if form == "nvfp4" else n, dtype=torch.uint8, device=x.device)
-    dtype = torch.float32 if form == "fp8_block" else torch.uint8
-    factors = torch.empty(rows, -(-n // room.WIDTH[form]), dtype=dtype, device=x.device)
-    aligned = is_aligned(x) and n * x.element_size() % 16 == 0
-    scaled = form == "nvfp4" and global_scale is not None
-    problem = room.Quantize(form, dtype_name(x.dtype), tile if token_map else 0, scaled, aligned)
-    room.quantize(problem, x.device).run(x, global_scale, token_map, codes, factors)
+    codes, factors = _for_codes(x, form)
+    _run_quantize(x, form, global_scale, token_map, tile, codes, factors)
     return codes if form == "nvfp4" else codes.view(torch.float8_e4m3fn), factors
+
+
+def _for_codes(x, form: str) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, n = x.shape
+    dtype = torch.float32 if form == "fp8_block" else torch.uint8
+    codes = torch.empty(rows, n // 2 if form == "nvfp4" else n, dtype=torch.uint8, device=x.device)
+    return codes, torch.empty(rows, -(-n // room.WIDTH[form]), dtype=dtype, device=x.device)
+
+
+def _run_quantize(x, form, global_scale, token_map, tile, codes, factors) -> None:
+    aligned = is_aligned(x) and x.shape[1] * x.element_size() % 16 == 0
+    scaled = form == "nvfp4" and global_scale is not None
+    problem = room.Quantize(form, dtype_name(x.dtype), tile, scaled, aligned)
+    room.quantize(problem, x.device).run(x, global_scale, token_map, codes, factors)
 
 
 def expert_factors(name: str, scale, n: int, blocks: int, layout: str) -> torch.Tensor:
     """Scale factors of a byte of weights [experts, .]: [experts, n, blocks], or flat for each expert if tiled."""
     high, wide = layouts.padded(n, blocks, layout)
-    flat = scale.view(torch.uint8)
-    fits = scale.is_contiguous() and flat.numel() == len(flat) * high * wide
+    experts = len(scale)
+    fits = scale.is_contiguous() and scale.nbytes == experts * high * wide
     allowed = f"{high} x {wide} bytes for each expert, contiguous: {n} rows of {blocks}, {layout}"
     require(fits, name, f"{scale.dtype} {tuple(scale.shape)}", allowed)
-    return flat.view(len(flat), high * wide) if layout != "linear" else flat.view(len(flat), n, blocks)
+    scale = scale.view(torch.uint8)
+    return scale.view(experts, n, blocks) if layout == "linear" else scale.view(experts, high * wide)
 
 
 def per_expert(name: str, value, experts: int, device, one: bool = False) -> torch.Tensor | None:

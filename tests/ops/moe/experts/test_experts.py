@@ -17,7 +17,7 @@ from flashinfer.tllm_enums import SfLayout
 from tests.ops.moe.experts import layers
 from tests.ops.moe.experts.layers import ACTS, arranged, between, mixture, random, swiglu, tiled, weights
 
-T, K, E, H, M = 4, 2, 4, 64, 64
+K, E, H, M = 2, 4, 64, 64
 BF16 = torch.bfloat16
 
 
@@ -30,11 +30,16 @@ def way(request, monkeypatch, device):
     return request.param
 
 
-def chosen(device, tokens=T, experts=E):
+def tokens(device):
+    """Few in Triton's interpreter; on a GPU enough for errors of quantising to have statistics."""
+    return 4 if torch.device(device).type == "cpu" else 48
+
+
+def chosen(device):
     """Experts of each token, one of them left out, and weights."""
-    ids = torch.rand(tokens, experts).topk(K).indices.int()
-    ids[min(2, tokens - 1), 0] = -1
-    return ids.to(device), torch.rand(tokens, K, device=device) + 0.1
+    ids = torch.rand(tokens(device), E).topk(K).indices.int()
+    ids[2, 0] = -1
+    return ids.to(device), torch.rand(tokens(device), K, device=device) + 0.1
 
 
 def packed(ids, s):
@@ -48,7 +53,7 @@ def check(out, x, w1, w2, ids, s, what="out", dtype=BF16, **given):
 
 
 def bf16_layer(device, gated=True, shuffled=False, block=0):
-    x, _, xd = random("bf16", T, H, device=device)
+    x, _, xd = random("bf16", tokens(device), H, device=device)
     w1, _, d1 = weights("bf16", E, 2 * M if gated else M, H, device)
     w2, _, d2 = weights("bf16", E, H, M, device)
     if shuffled:
@@ -62,7 +67,7 @@ def bf16_layer(device, gated=True, shuffled=False, block=0):
 def test_bf16_routed(way, device, shuffled, block):
     given, truth = bf16_layer(device, True, shuffled, block)
     ids, s = chosen(device)
-    guard = Guarded((T, H), BF16, device)
+    guard = Guarded((tokens(device), H), BF16, device)
     layout = WeightLayout.BlockMajorK if block else WeightLayout.MajorK
     out = fused_moe.trtllm_bf16_routed_moe(
         (ids, s), *given, E, K, None, None, M, 0, E, use_shuffled_weight=shuffled, weight_layout=layout,
@@ -79,7 +84,7 @@ def test_bf16_routed(way, device, shuffled, block):
 def test_activations(way, device, act):
     # In float16: Triton's interpreter truncates to bfloat16.
     kind = ActivationType[act]
-    x, _, xd = random("fp16", T, H, device=device)
+    x, _, xd = random("fp16", tokens(device), H, device=device)
     (w1, _, d1), (w2, _, d2) = (weights("fp16", E, n, k, device) for n, k in (((1 + kind.is_gated) * M, H), (H, M)))
     ids, s = chosen(device)
     numbers = {"situ_beta": 2, "situ_linear_beta": 3} if act == "Situ" else {}
@@ -100,7 +105,7 @@ def test_ranks_of_experts_add_up_and_rows_without_finalize_are_theirs(way, devic
         check(out, xd, d1[mine], d2[mine], ids, rounded, offset=first)
         rows, s_of, row = call(do_finalize=False)
         assert torch.equal(row >= 0, (ids >= first) & (ids < first + count))
-        total = torch.zeros(T, H, dtype=torch.float64, device=device)
+        total = torch.zeros(len(x), H, dtype=torch.float64, device=device)
         for choice in range(K):
             there = row[:, choice] >= 0
             total[there] += rows[row[there, choice].long()].double() * s_of[there, choice, None].double()
@@ -109,7 +114,7 @@ def test_ranks_of_experts_add_up_and_rows_without_finalize_are_theirs(way, devic
 
 def test_from_logits(way, device):
     given, truth = bf16_layer(device)
-    logits, bias = torch.randn(T, E, device=device), torch.randn(E, device=device)
+    logits, bias = torch.randn(tokens(device), E, device=device), torch.randn(E, device=device)
     call = partial(fused_moe.trtllm_bf16_moe, logits, bias, *given, E, K, 2, 1, M, 0, E, 2.5, use_shuffled_weight=False)
     out = call(routing_method_type=RoutingMethodType.DeepSeekV3, weight_layout=0)
     ids, s = routing.route(logits, bias, 2, K, n_group=2, topk_group=1, routed_scaling_factor=2.5)
@@ -119,7 +124,7 @@ def test_from_logits(way, device):
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_fp8_block_scale(way, device, shuffled):
     hidden, middle = 256, 128
-    x, x_scale, xd = random("fp8_block", T, hidden, device=device)
+    x, x_scale, xd = random("fp8_block", tokens(device), hidden, device=device)
     w1, s1, d1 = weights("fp8_block", E, 2 * middle, hidden, device)
     w2, s2, d2 = weights("fp8_block", E, hidden, middle, device)
     if shuffled:
@@ -134,12 +139,12 @@ def test_fp8_block_scale(way, device, shuffled):
 
 
 def test_mxfp8(way, device):
-    x, x_scale, xd = random("mxfp8", T, H, device=device)
+    x, x_scale, xd = random("mxfp8", tokens(device), H, device=device)
     (w1, s1, d1), (w2, s2, d2) = weights("mxfp8", E, 2 * M, H, device), weights("mxfp8", E, H, M, device)
     (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
     b1, b2 = torch.randn(E, 2 * M, device=device), torch.randn(E, H, device=device)
     stored1, stored2 = arranged(b1[..., None], None, True)[0][..., 0], arranged(b2[..., None], None, False)[0][..., 0]
-    logits = torch.randn(T, E, device=device)
+    logits = torch.randn(tokens(device), E, device=device)
     ids, s = routing.route(logits, None, RoutingMethodType.Renormalize, K)
     out = fused_moe.trtllm_fp8_block_scale_moe(
         logits, None, x, x_scale, w1, s1, w2, s2, E, K, None, None, M, 0, E, None,
@@ -152,7 +157,7 @@ def test_mxfp8(way, device):
 @pytest.mark.parametrize("act, on_input", [("Swiglu", True), ("Relu2", False)])
 def test_fp8_per_tensor(way, device, act, on_input):
     kind = ActivationType[act]
-    x, _, xd = random("fp8", T, H, device=device)
+    x, _, xd = random("fp8", tokens(device), H, device=device)
     (w1, _, d1), (w2, _, d2) = weights("fp8", E, (1 + kind.is_gated) * M, H, device), weights("fp8", E, H, M, device)
     w1, w2 = arranged(w1, None, kind.is_gated)[0], arranged(w2, None, False)[0]
     ids, s = chosen(device)
@@ -171,7 +176,7 @@ def test_fp8_per_tensor(way, device, act, on_input):
 
 def test_nvfp4_with_nvfp4_rows(way, device):
     H = M = 128
-    x, x_scale, xd = random("nvfp4", T, H, device=device)
+    x, x_scale, xd = random("nvfp4", tokens(device), H, device=device)
     (w1, s1, d1), (w2, s2, d2) = weights("nvfp4", E, 2 * M, H, device), weights("nvfp4", E, H, M, device)
     (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
     ids, s = chosen(device)
@@ -195,7 +200,7 @@ def test_nvfp4_with_nvfp4_rows(way, device):
 @pytest.mark.parametrize("rows", ["bf16", "mxfp8"])
 def test_mxfp4(way, device, rows):
     H = M = 128
-    x, x_scale, xd = random(rows, T, H, device=device)
+    x, x_scale, xd = random(rows, tokens(device), H, device=device)
     (w1, s1, d1), (w2, s2, d2) = weights("mxfp4", E, 2 * M, H, device), weights("mxfp4", E, H, M, device)
     (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
     b1, b2 = torch.randn(E, 2 * M, device=device), torch.randn(E, H, device=device)
@@ -217,11 +222,11 @@ def test_mxfp4(way, device, rows):
 @pytest.mark.parametrize("block", [0, 128])
 def test_mxint4(way, device, block):
     hidden, middle = (256, 256) if block else (64, 64)
-    x, _, xd = random("bf16", T, hidden, device=device)
+    x, _, xd = random("bf16", tokens(device), hidden, device=device)
     w1, s1, d1 = weights("mxint4", E, 2 * middle, hidden, device)
     w2, s2, d2 = weights("mxint4", E, hidden, middle, device)
     (w1, s1), (w2, s2) = arranged(w1, s1, True, block=block), arranged(w2, s2, False, block=block)
-    logits = torch.randn(T, E, device=device)
+    logits = torch.randn(tokens(device), E, device=device)
     ids, s = routing.route(logits, None, RoutingMethodType.TopK, K)
     (out,) = fused_moe.trtllm_mxint4_block_scale_moe(
         logits, None, x, w1, s1, None, None, None, w2, s2, E, K, None, None, middle, 0, E, None, RoutingMethodType.TopK
@@ -233,7 +238,7 @@ def test_mxint4(way, device, block):
 def test_cutlass_plain(way, device, dtype):
     form = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     # Odd lengths, rows that are not one after another, and another rank's experts.
-    x, _, xd = random(form, T, 70, device=device)
+    x, _, xd = random(form, tokens(device), 70, device=device)
     (w1, _, d1), (w2, _, d2) = weights(form, 2, 2 * 45, 70, device), weights(form, 2, 70, 45, device)
     b1, b2 = torch.randn(2, 90, device=device, dtype=dtype), torch.randn(2, 70, device=device, dtype=dtype)
     ids, s = chosen(device)
@@ -250,7 +255,7 @@ def cutlass_case(name, device, dtype):
             "mxfp4": "mxfp8", "mxfp4 fp8": "fp8", "mxfp4 w4": "bf16"}[name]  # fmt: skip
     form = name.split()[0]
     H = M = 128 if name in ("fp8_block", "mxfp4 w4") else 64
-    x, x_scale, xd = random(rows, T, H, device=device)
+    x, x_scale, xd = random(rows, tokens(device), H, device=device)
     (w1, s1, v1), (w2, s2, v2) = weights(form, E, 2 * M, H, device), weights(form, E, H, M, device)
     d1, d2 = (torch.rand(E, device=device) + 0.5 for _ in range(2))
     q1, q2 = torch.full((1,), 3.0, device=device), torch.full((1,), 20.0, device=device)
@@ -301,14 +306,14 @@ def test_no_tokens_and_no_experts_of_this_rank(way, device):
     assert_bitwise(out, torch.zeros_like(out))
 
 
-@pytest.mark.parametrize("tokens", [40, 300])
-def test_more_tokens_take_larger_tiles(device, tokens):
+@pytest.mark.parametrize("count", [40, 500])
+def test_more_tokens_take_larger_tiles(device, count):
     """Tiles of 16 to 128 rows, some experts with none: by default as the CPU runs it, on a GPU the kernels."""
-    x, x_scale, xd = random("fp8_block", tokens, 256, device=device)
+    x, x_scale, xd = random("fp8_block", count, 256, device=device)
     w1, s1, d1 = weights("fp8_block", 3, 512, 256, device)
     w2, s2, d2 = weights("fp8_block", 3, 256, 256, device)
-    ids = torch.randint(0, 2, (tokens, 1), dtype=torch.int32, device=device)
-    s = torch.rand(tokens, 1, device=device)
+    ids = torch.randint(0, 2, (count, 1), dtype=torch.int32, device=device)
+    s = torch.rand(count, 1, device=device)
     call = partial(fused_moe.trtllm_fp8_block_scale_routed_moe, (ids, s), None, x, x_scale.T, w1, s1, w2, s2)
     check(call(3, 1, None, None, 256, 0, 3, None), xd, d1, d2, ids, s, through=between("fp8_block"))
 
