@@ -10,6 +10,7 @@ import triton.language as tl
 from flashinfer.ops._device.formats import from_e2m1, from_fp8, from_ue8m0
 from flashinfer.ops._device.rows import multiple
 from flashinfer.ops._device.scales import scale_offset, times_blocks
+from flashinfer.ops._device.widen import e2m1_times
 
 # what codes are widened to
 COMPUTE = {"": "", "bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
@@ -60,6 +61,16 @@ def widen(codes, FORM: tl.constexpr, COMPUTE: tl.constexpr, CAPABILITY: tl.const
 
 
 @triton.jit
+def wide_factors(factors, SCALE: tl.constexpr, CAPABILITY: tl.constexpr):
+    """Bytes of factors in "ue8m0" or "ue4m3" as float32."""
+    if SCALE == "ue8m0":
+        wide = from_ue8m0(factors)
+    else:
+        wide = from_fp8(factors, "fp8e4nv", CAPABILITY)
+    return wide
+
+
+@triton.jit
 def widen_blocks(
     codes, factors, FORM: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
     CAPABILITY: tl.constexpr,
@@ -70,11 +81,18 @@ def widen_blocks(
     in bfloat16, within its range.
     """
     wide = widen(codes, FORM, tl.float32, CAPABILITY)
-    if SCALE == "ue8m0":
-        wide = times_blocks(wide, from_ue8m0(factors), WIDTH)
-    else:
-        wide = times_blocks(wide, from_fp8(factors, "fp8e4nv", CAPABILITY), WIDTH)
-    return wide.to(COMPUTE)
+    return times_blocks(wide, wide_factors(factors, SCALE, CAPABILITY), WIDTH).to(COMPUTE)
+
+
+@triton.jit
+def halves(
+    codes, factors, SCALE: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr, CAPABILITY: tl.constexpr
+):  # fmt: skip
+    """`widen_blocks` of e2m1, the even columns and the odd ones apart, [ROWS, BYTES] each."""
+    wide = wide_factors(factors, SCALE, CAPABILITY)
+    SHAPE: tl.constexpr = [codes.shape[0], codes.shape[1] // (WIDTH // 2), WIDTH // 2]
+    wide = tl.reshape(tl.broadcast_to(wide[:, :, None], SHAPE), codes.shape)
+    return e2m1_times(codes, wide, COMPUTE, CAPABILITY)
 
 
 @triton.jit
@@ -139,22 +157,32 @@ def blocked(
     A_NAME: tl.constexpr = "e4m3" if A == "fp8e4nv" else ("e5m2" if A == "fp8e5" else A)
     B_NAME: tl.constexpr = "e4m3" if B == "fp8e4nv" else ("e5m2" if B == "fp8e5" else B)
     for start in range(begin, end, BK):
-        left = load_codes(b, b_ok, start, K, B, BK, WHOLE, ALIGNED)
-        right = load_codes(a, a_ok, start, K, A, BK, WHOLE, ALIGNED)
         left_factors = load_factors(b_scale, b_row, b_ok, start // WIDTH, blocks_b, B_LAYOUT, COUNT, ALIGNED)
         if a_scale is not None:
             right_factors = load_factors(a_scale, a_row, a_ok, start // WIDTH, blocks_a, A_LAYOUT, COUNT, ALIGNED)
+        left = load_codes(b, b_ok, start, K, B, BK, WHOLE, ALIGNED)
+        right = load_codes(a, a_ok, start, K, A, BK, WHOLE, ALIGNED)
         if COMPUTE == "":
             if SCALE == "ue4m3":
                 left_factors = left_factors.to(tl.float8e4nv, bitcast=True)
                 right_factors = right_factors.to(tl.float8e4nv, bitcast=True)
             sum = tl.dot_scaled(left, left_factors, B_NAME, tl.trans(right), right_factors, A_NAME, sum)
+        elif B == "e2m1":
+            # The two of a byte stay apart, for sums have no order: the low halves meet the even columns of a.
+            left, left_odd = halves(left, left_factors, SCALE, WIDTH, COMPUTE, CAPABILITY)
+            if A == "e2m1":
+                right, right_odd = halves(right, right_factors, SCALE, WIDTH, COMPUTE, CAPABILITY)
+            else:
+                if a_scale is not None:
+                    right = widen_blocks(right, right_factors, A, SCALE, WIDTH, COMPUTE, CAPABILITY)
+                else:
+                    right = right.to(COMPUTE)
+                right, right_odd = tl.split(tl.reshape(right, [BM, BK // 2, 2]))
+            sum = tl.dot(left, tl.trans(right), sum, input_precision="ieee")
+            sum = tl.dot(left_odd, tl.trans(right_odd), sum, input_precision="ieee")
         else:
             left = widen_blocks(left, left_factors, B, SCALE, WIDTH, COMPUTE, CAPABILITY)
-            if a_scale is not None:
-                right = widen_blocks(right, right_factors, A, SCALE, WIDTH, COMPUTE, CAPABILITY)
-            else:
-                right = right.to(COMPUTE)
+            right = widen_blocks(right, right_factors, A, SCALE, WIDTH, COMPUTE, CAPABILITY)
             sum = tl.dot(left, tl.trans(right), sum, input_precision="ieee")
     return sum
 

@@ -68,6 +68,24 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Widen:
+    """Codes times their factors, as bfloat16.
+
+    Attributes
+    ----------
+    form, scale, width, layout, aligned, whole
+        Of an operand, as Problem has them.
+    """
+
+    form: str
+    scale: str
+    width: int
+    layout: str
+    aligned: bool
+    whole: bool
+
+
+@dataclass(frozen=True)
 class Quantize:
     """Rows to e4m3 with a float32 scale for each block of `rows` x 128.
 
@@ -90,12 +108,10 @@ def _catalog() -> Iterator[Problem]:
     groupwise = dict(scale="fp32", width=128, columns=128)
     yield Problem("fp8e4nv", "fp8e4nv", out="bf16", tokens=256, **groupwise)
     yield Problem("fp8e4nv", "fp8e5", out="fp16", tokens=16, rows=128, aligned=False, whole=False, **groupwise)
-    tiled = dict(a_layout="128x4", b_layout="128x4")
-    yield Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 256, alpha=True, **tiled)
     yield Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 64, alpha=True, shuffled=True, a_layout="8x4", b_layout="128x4")
     yield Problem("fp8e4nv", "fp8e4nv", "ue8m0", 32, "bf16", 128, a_layout="linear", b_layout="linear")
-    yield Problem("e2m1", "e2m1", "ue8m0", 32, "bf16", 32, **tiled)
     yield Problem("bf16", "e2m1", "ue4m3", 16, "bf16", 16, alpha=True, b_layout="128x4")
+    yield Problem("e2m1", "e2m1", "ue8m0", 32, "bf16", 256, a_layout="128x4", b_layout="128x4")
 
 
 def _quantize_catalog() -> Iterator[Quantize]:

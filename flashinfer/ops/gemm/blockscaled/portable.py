@@ -12,8 +12,21 @@ from flashinfer._core.target import target_of
 from flashinfer.ops import layouts
 from flashinfer.ops._device.rows import multiple
 from flashinfer.ops.gemm import operands
-from flashinfer.ops.gemm._device.scaled import COMPUTE, blocked, promoted, store_tile, tile_of
-from flashinfer.ops.gemm.blockscaled.config import splits
+from flashinfer.ops.gemm._device.scaled import (
+    COMPUTE,
+    blocked,
+    halves,
+    load_codes,
+    load_factors,
+    plain,
+    promoted,
+    store_tile,
+    tile_of,
+    widen_blocks,
+)
+from flashinfer.ops.gemm.blockscaled import Widen
+from flashinfer.ops.gemm.blockscaled.config import WIDEN_FIRST, splits
+from flashinfer.ops.gemm.blockscaled.config import widened as config_of
 from flashinfer.ops.gemm.tiles import element, unit
 
 
@@ -43,8 +56,11 @@ def gemm_kernel(
     b += batch * multiple(b_batch, UNIT_B) + column.to(tl.int64) * multiple(b_row, UNIT_B)
     if a_scale is not None:
         a_scale += batch * a_scale_batch
-    b_scale += batch * b_scale_batch
-    if SCALE == "fp32":
+    if b_scale is not None:
+        b_scale += batch * b_scale_batch
+    if SCALE == "":
+        sum = plain(a, row_ok, b, column_ok, 0, begin, end, K, A, B, "", False, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY)
+    elif SCALE == "fp32":
         UNIFORM: tl.constexpr = COLUMNS % BN == 0
         a_scale += (row // ROWS).to(tl.int64) * a_scale_row
         if UNIFORM:
@@ -64,6 +80,32 @@ def gemm_kernel(
         sum *= tl.load(alpha)
     out += batch * multiple(out_batch, UNIT_OUT) + part * multiple(out_part, UNIT_OUT)
     store_tile(out, sum, row, row_ok, column, column_ok, multiple(out_row, UNIT_OUT), SHUFFLED)
+
+
+@triton.jit
+def widen_kernel(
+    codes, scale, out, rows, K, codes_batch, codes_row, scale_batch, blocks,
+    FORM: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr, ALIGNED: tl.constexpr,
+    UNIT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """Codes [batch, rows, .] times their factors, bfloat16 [batch, rows, K]."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    ok = row < rows
+    batch = tl.program_id(2).to(tl.int64)
+    start = tl.program_id(0) * BK
+    at = codes + batch * multiple(codes_batch, UNIT) + row.to(tl.int64) * multiple(codes_row, UNIT)
+    found = load_codes(at, ok, start, K, FORM, BK, WHOLE, ALIGNED)
+    scale += batch * scale_batch
+    factors = load_factors(scale, row, ok, start // WIDTH, blocks, LAYOUT, BK // WIDTH, ALIGNED)
+    if FORM == "e2m1":
+        even, odd = halves(found, factors, SCALE, WIDTH, tl.bfloat16, CAPABILITY)
+        wide = tl.reshape(tl.join(even, odd), [ROWS, BK])
+    else:
+        wide = widen_blocks(found, factors, FORM, SCALE, WIDTH, tl.bfloat16, CAPABILITY)
+    column = start + tl.arange(0, BK)
+    K = multiple(K, 8 if ALIGNED else 1)
+    out += (batch * rows + row.to(tl.int64))[:, None] * K + column[None, :]
+    tl.store(out, wide, ok[:, None] & (column < K)[None, :])
 
 
 @triton.jit
@@ -114,10 +156,31 @@ def build(problem, config):
         "BK": config.block_k,
         "CAPABILITY": config.capability,
     }
-    absent = ([] if problem.alpha else ["alpha"]) + ([] if problem.a_layout or problem.scale == "fp32" else ["a_scale"])
+    absent = [] if problem.alpha else ["alpha"]
+    if problem.scale != "fp32":
+        absent += [f"{o}_scale" for o, layout in (("a", problem.a_layout), ("b", problem.b_layout)) if not layout]
     constants |= dict.fromkeys(absent)
     types = {name: kind for name, kind in types.items() if name not in absent}
     return Build(gemm_kernel, types, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def build_widen(problem, config):
+    by = ":16" if problem.aligned else ""
+    types = {"codes": f"*u8{by}", "scale": "*u8:4" if problem.aligned else "*u8", "out": f"*bf16{by}"}
+    types |= {"rows": "i32", "K": "i32"} | dict.fromkeys(("codes_batch", "codes_row", "scale_batch", "blocks"), "i64")
+    constants = {
+        "FORM": problem.form,
+        "SCALE": problem.scale,
+        "WIDTH": problem.width,
+        "LAYOUT": problem.layout,
+        "ALIGNED": problem.aligned,
+        "UNIT": 16 if problem.aligned else 1,
+        "WHOLE": problem.whole,
+        "ROWS": 16,
+        "BK": 256,
+        "CAPABILITY": config.capability,
+    }
+    return Build(widen_kernel, types, constants, num_warps=4)
 
 
 # 4 float32 a thread: 16-byte reads. The parts are in the L2 cache.
@@ -134,9 +197,14 @@ def build_sum(problem, config):
     return Build(sum_kernel, types, constants, num_warps=4)
 
 
+# Bytes of stack a thread may use. With 8 warps and mma.sync, ptxas holds the registers at 128 for two programs a
+# multiprocessor, and puts up to 24 bytes aside for it.
+STACK_BUDGET = 40
+
 launch = Launcher("gemm_blockscaled", build)
 launch_sum = Launcher("gemm_blockscaled_sum", build_sum)
-LAUNCHERS = (launch, launch_sum)
+launch_widen = Launcher("gemm_blockscaled_widen", build_widen)
+LAUNCHERS = (launch, launch_sum, launch_widen)
 
 
 def partial(problem):
@@ -144,15 +212,36 @@ def partial(problem):
     return replace(problem, out="fp32", alpha=False)
 
 
+def widened(problem):
+    """The problem of operands that have been widened."""
+    return replace(problem, a="bf16", b="bf16", scale="", width=1, a_layout="", b_layout="")
+
+
+def operand(problem, name: str) -> Widen:
+    """How operand "a" or "b" is widened."""
+    form, layout = (problem.a, problem.a_layout) if name == "a" else (problem.b, problem.b_layout)
+    return Widen(form, problem.scale, problem.width, layout, problem.aligned, problem.whole)
+
+
 def kernels(problem, config):
     yield launch, problem, config
-    yield launch, partial(problem), config
-    yield launch_sum, problem, config
+    if problem.tokens <= 128:
+        yield launch, partial(problem), config
+        yield launch_sum, problem, config
+    elif config.compute == "bf16" and problem.aligned:
+        yield launch, widened(problem), config_of(widened(problem), config)
+        for name in "ab" if problem.a_layout else "b":
+            yield launch_widen, operand(problem, name), config
 
 
 def run(problem, config, a, b, a_scale, b_scale, alpha, out):
     batch, M, N = out.shape
     K = a.shape[-1] * operands.PER_BYTE[problem.a]
+    if config.compute == "bf16" and problem.aligned and M >= WIDEN_FIRST:
+        a = _widened(operand(problem, "a"), config, K, a, a_scale) if problem.a_layout else a
+        b = _widened(operand(problem, "b"), config, K, b, b_scale)
+        problem, a_scale, b_scale = widened(problem), None, None
+        config = config_of(problem, config)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
     parts = 1
     if problem.tokens <= 128:
@@ -166,6 +255,17 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out):
     tensors = [sums, *(() if alpha is None else (alpha,)), out]
     grid = (triton.cdiv(N, _SUM_BLOCK), batch * M, 1)
     launch_sum(problem, config, grid, *tensors, batch * M, N, M, parts, out.stride(0), out.stride(1))
+
+
+def _widened(problem, config, K: int, codes, scale):
+    """An operand as bfloat16 [batch, rows, K]."""
+    batch, rows = codes.shape[:2]
+    out = torch.empty(batch, rows, K, dtype=torch.bfloat16, device=codes.device)
+    blocks = layouts.padded(1, K // problem.width, problem.layout)[1]
+    grid = (triton.cdiv(K, 256), triton.cdiv(rows, 16), batch)
+    strides = *codes.stride()[:2], scale.stride(0), blocks
+    launch_widen(problem, config, grid, codes.view(torch.uint8), scale, out, rows, K, *strides)
+    return out
 
 
 def _launch(problem, config, grid, K: int, a, b, a_scale, b_scale, alphas, out):

@@ -37,6 +37,9 @@ def build(problem, config):
     return Build(quantize_kernel, types, constants, num_warps=config.num_warps)
 
 
+# Bytes of stack a thread may use: a block of 128 rows that are read element by element, in 16 warps.
+STACK_BUDGET = 32
+
 launch = Launcher("gemm_quantize", build)
 LAUNCHERS = (launch,)
 

@@ -80,12 +80,10 @@ class Problem:
 def _catalog() -> Iterator[Problem]:
     groupwise = dict(scale="fp32", width=128, columns=128)
     yield Problem("indices", "fp8e4nv", "fp8e4nv", out="bf16", tokens=256, **groupwise)
-    yield Problem("counts", "fp8e4nv", "fp8e4nv", out="bf16", tokens=32, **groupwise)
+    yield Problem("counts", "fp8e4nv", "fp8e5", out="fp32", tokens=32, rows=128, aligned=False, **groupwise)
     yield Problem("offsets", "fp8e4nv", "e2m1", "ue8m0", 32, "bf16", 64, padded=True)
     yield Problem("offsets", "e2m1", "e2m1", "ue4m3", 16, "bf16", 128, alpha="groups", padded=True)
     yield Problem("lengths", "fp16", "fp16", "", 1, "fp16", 16, "i64", weights="i64", columns_first=True, whole=False)
-    yield Problem("offsets", "bf16", "bf16", "", 1, "bf16", 256)
-    yield Problem("offsets", "fp8e4nv", "fp8e5", "", 1, "fp32", 256, alpha="one", aligned=False)
 
 
 grouped = Op(

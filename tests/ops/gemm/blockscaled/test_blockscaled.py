@@ -1,10 +1,16 @@
 """Products with block-scaled operands against float64 products of exactly what the codes and factors stand for."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 import flashinfer
 from flashinfer import gemm
+from flashinfer._core.target import target_of
+from flashinfer.ops.gemm import blockscaled as room
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.gemm import scaled
@@ -28,7 +34,7 @@ def check(out, a, b, factor=1.0):
     assert_close(out, (scaled.same_dtype(a, b, out.dtype) * factor).to(out.dtype), truth)
 
 
-@sizes((1, 40, 128), (37, 72, 384), (5, 24, 200), large=LARGE)
+@sizes((1, 40, 128), (18, 72, 384), (5, 24, 200), large=LARGE)
 @pytest.mark.parametrize("mode, granularity", [("K", (1, 128, 128)), ("MN", (1, 128, 128)), ("MN", (128, 128, 128)),
                                                ("K", (4, 16, 64))])  # fmt: skip
 def test_groupwise(variant, device, m, n, k, mode, granularity):
@@ -53,7 +59,7 @@ def test_groupwise_formats(variant, device, elements, dtype):
 
 
 @pytest.mark.parametrize("m, k", [(1, 256), (7, 384), (3, 384)])
-def test_groupwise_scales_of_trtllm(variant, device, m, k):
+def test_groupwise_scales_of_trtllm(device, m, k):
     """Scales in either shape, and in the memory that says which where both are the same."""
     a, a_scale, a_wide = scaled.groupwise((m, k), "e4m3", 1, 128, device)
     b, b_scale, b_wide = scaled.groupwise((k, k), "e4m3", 128, 128, device)
@@ -67,7 +73,7 @@ def fp4(m, n, k, device, nvfp4=True):
     return [scaled.operand((rows, k), "e2m1", factor, width, device) for rows in (m, n)]
 
 
-@sizes((1, 40, 128), (37, 72, 416), large=LARGE)
+@sizes((1, 40, 128), (18, 40, 160), large=LARGE)
 @pytest.mark.parametrize("nvfp4", [True, False])
 def test_mm_fp4(variant, device, m, n, k, nvfp4):
     a, b = fp4(m, n, k, device, nvfp4)
@@ -86,15 +92,15 @@ def test_mm_fp4(variant, device, m, n, k, nvfp4):
 
 
 def test_mm_fp4_of_a_shuffled_weight(variant, device):
-    a, b = fp4(21, 256, 128, device)
+    a, b = fp4(5, 128, 128, device)
     codes = flashinfer.shuffle_matrix_a(b.codes, 128)
-    rows = scaled.layouts.padded(256, 8, "128x4")
+    rows = scaled.layouts.padded(128, 8, "128x4")
     factors = flashinfer.shuffle_matrix_sf_a(b.flat.view(torch.uint8).view(rows), 128)
     out = flashinfer.mm_fp4(a.codes, codes.mT, a.arranged("128x4"), factors, backend="trtllm")
     check(out, a.values, b.values)
 
 
-@sizes((1, 40, 128), (37, 72, 160), large=LARGE)
+@sizes((1, 40, 128), (18, 40, 160), large=LARGE)
 @pytest.mark.parametrize("elements", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
 def test_mm_mxfp8(variant, device, m, n, k, elements):
     a, b = (scaled.operand((r, k), e, "ue8m0", 32, device) for r, e in zip((m, n), elements))
@@ -110,12 +116,12 @@ def test_mm_mxfp8(variant, device, m, n, k, elements):
 
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_bmm_mxfp8(variant, device, batch):
-    a, b = (scaled.operand((batch, r, 128), "e4m3", "ue8m0", 32, device) for r in (21, 40))
+    a, b = (scaled.operand((batch, r, 128), "e4m3", "ue8m0", 32, device) for r in (5, 40))
     out = flashinfer.bmm_mxfp8(a.codes, b.codes.mT, a.arranged("128x4"), b.arranged("128x4"), torch.float16)
     check(out, a.values, b.values)
 
 
-@sizes((1, 40, 128), (37, 72, 144), large=LARGE)
+@sizes((1, 40, 128), (18, 40, 144), large=LARGE)
 def test_mm_bf16_fp4(variant, device, m, n, k):
     a = generate.randn(m, k, dtype=BF16, device=device)
     b = scaled.operand((n, k), "e2m1", "ue4m3", 16, device)
@@ -133,9 +139,12 @@ def test_fp8_blockscale(variant, device, per_row):
     a, a_scale, a_wide = scaled.groupwise((9, 256), "e4m3", 1, 128, device)
     b, b_scale, b_wide = scaled.groupwise((136, 256), "e4m3", high, 128, device)
     check(gemm.fp8_blockscale_gemm_sm90(a, b, a_scale, b_scale), a_wide, b_wide)
-    x = generate.randn(9, 256, dtype=BF16, device=device)
+    x, weight = (generate.randn(rows, 256, dtype=BF16, device=device) for rows in (9, 136))
+    if device.type == "cuda":
+        # There torch divides by a number as it multiplies by its inverse, and a scale may be a last bit off: that of a
+        # largest magnitude of 448 / 64 is a power of two either way.
+        x[:, ::128] = weight[::128, ::128] = 7
     check(gemm.fp8_blockscale_gemm_sm90(x, b, None, b_scale), quantised(x, 1), b_wide)
-    weight = generate.randn(136, 256, dtype=BF16, device=device)
     check(gemm.fp8_blockscale_gemm_sm90(x, weight, out_dtype=torch.float32).to(BF16), quantised(x, 1),
           quantised(weight, 128))  # fmt: skip
 
@@ -166,6 +175,21 @@ def test_parts_of_k(device, monkeypatch, m, n, k):
     descales = a.arranged("128x4"), b.arranged("128x4")
     out = flashinfer.mm_fp4(a.codes, b.codes.mT, *descales, alpha, torch.float16, backend="portable")
     check(out, a.values, b.values, 3.0)
+
+
+@pytest.mark.parametrize("element, factor, width, k", [("e2m1", "ue4m3", 16, 320), ("e4m3", "ue8m0", 32, 96)])
+@pytest.mark.parametrize("layout", ["128x4", "linear"])
+def test_operands_widened_first(device, element, factor, width, k, layout):
+    """Codes times factors are in bfloat16 what they are."""
+    from flashinfer.ops.gemm.blockscaled import Widen, config, portable
+
+    x = scaled.operand((2, 21, k), element, factor, width, device)
+    form = "e2m1" if element == "e2m1" else "fp8e4nv"
+    aligned = layout != "linear" or k // width % 4 == 0
+    problem = Widen(form, factor, width, layout, aligned, whole=k % 128 == 0)
+    how = config.portable(room.Problem("bf16", "e2m1", "ue4m3", 16, "bf16", 256), target_of(device))
+    out = portable._widened(problem, how, k, x.codes, x.arranged(layout))
+    assert_bitwise(out, x.values.to(BF16))
 
 
 def test_strides_and_neighbours(variant, device):
@@ -272,3 +296,41 @@ def test_is_a_registered_op():
     torch.library.opcheck(_launch.gemm.op, args, dict(width=16))
 
 
+
+
+# Prints, for each architecture and format, the instructions that multiply.
+PROGRAM = """
+import re
+from dataclasses import replace
+from flashinfer._core import compiler
+from flashinfer._core.target import named
+from flashinfer.ops.gemm.blockscaled import Problem, blockscaled, config, portable
+
+INSTRUCTION = r"(?:tcgen05[.]mma|wgmma[.]mma_async|mma[.]sync)[\\w.:]*"
+tiled = dict(tokens=128, out="bf16", a_layout="128x4", b_layout="128x4")
+nvfp4 = Problem("e2m1", "e2m1", "ue4m3", 16, **tiled)
+mxfp4, mxfp8 = replace(nvfp4, scale="ue8m0", width=32), Problem("fp8e4nv", "fp8e4nv", "ue8m0", 32, **tiled)
+for arch in ("100a", "120a"):
+    for name, problem in (("nvfp4", nvfp4), ("mxfp4", mxfp4), ("mxfp8", mxfp8)):
+        compiler._describe = lambda arch, ptx, *rest: print(arch, name, *sorted(set(re.findall(INSTRUCTION, ptx))))
+        compiler.compile_kernel(portable.build(problem, config.portable(problem, named(arch))), arch)
+"""
+
+
+def test_tensor_cores_that_take_factors_are_given_them():
+    """PTX ISA: tcgen05.mma of kind mxf8f6f4, mxf4 and mxf4nvf4; mma.sync with .block_scale."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for line in done.stdout.splitlines():
+        arch, form, *instructions = line.split()
+        assert instructions, line
+        for instruction in instructions:
+            if arch == "100a":
+                kind = {"nvfp4": "kind::mxf4nvf4", "mxfp4": "kind::mxf4", "mxfp8": "kind::mxf8f6f4"}[form]
+                assert instruction.startswith("tcgen05.mma") and f"{kind}.block_scale" in instruction, line
+            else:
+                assert instruction.startswith("mma.sync") and ".block_scale" in instruction, line
+    assert len(done.stdout.splitlines()) == 6
