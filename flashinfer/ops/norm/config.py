@@ -33,7 +33,8 @@ def portable(problem, target) -> Config:
     # bf16, so that a QK-norm of head_dim 128 is no launch of tiny programs. Not measured.
     rows = max(1, 2048 // problem.block)
     # 32 elements a thread: four 16-byte loads of bf16 in flight, and a row of 32768 in the 64 registers that a thread
-    # of 32 warps has, without spills. Not measured.
+    # of 32 warps has, without spills. rmsnorm of 4096 x 8192 takes 47.6 us with 8 warps, 47.9 with 4, 47.4 with 16,
+    # 53.5 with 32; of 8 x 8192 2.91, and 2.95 with 16 (H100).
     num_warps = min(max(rows * problem.block // 1024, 4), 32)
     # Weights that wait for the reduction take registers: 16 of them are there beside 32 elements of a row, but not in a
     # program of 32 warps, and the 64 and more of a LayerNorm's float32 weights are not (they spill, by ptxas).
