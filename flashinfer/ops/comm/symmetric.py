@@ -138,8 +138,11 @@ def _by_symmetric_memory(ranks: Ranks, nbytes: int, device: torch.device) -> Pee
     own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
     own.zero_()
     handle = symmetric.rendezvous(own, ranks.group)
+    bases = [int(address) for address in handle.buffer_ptrs]
+    # A tensor may begin behind the base of its allocation, and does so alike on every rank.
+    offset = own.data_ptr() - bases[ranks.rank]
     keep = [handle]
-    return PeerMemory(own, [int(address) for address in handle.buffer_ptrs], "symmetric memory", keep.clear)
+    return PeerMemory(own, [base + offset for base in bases], "symmetric memory", keep.clear)
 
 
 def _by_ipc(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
