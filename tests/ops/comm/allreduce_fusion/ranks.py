@@ -11,6 +11,7 @@ from flashinfer import comm
 from flashinfer.comm import AllReduceFusionPattern as P
 from flashinfer.ops.comm import capability
 from tests.ops.comm.allreduce_fusion import cases
+from tests.ops.comm.alltoall.ranks import after_a_death, exchange
 
 SHAPES = [(7, 256), (1, 128), (0, 128)]
 
@@ -98,7 +99,8 @@ def faults(rank, world, device, deadline):
     assert bool((comm.allreduce_fusion(x, ws, P.kAllReduce) == world).all())
     _settle(device)
     # The last rank is killed; the others fail within the deadline, and go on in a group of their own.
-    rest = dist.new_group(list(range(world - 1)))
+    rest, a2a = dist.new_group(list(range(world - 1))), exchange(rank, world, device)
+    a2a.deadline = deadline
     dist.barrier()
     ws.deadline = deadline
     if rank == world - 1:
@@ -106,6 +108,7 @@ def faults(rank, world, device, deadline):
     start = time.monotonic()
     _raises((TimeoutError, ConnectionError), ws, x, device)
     print(f"survived in {time.monotonic() - start:.1f}")
+    after_a_death(a2a, rank, world, device)
     again = comm.create_allreduce_fusion_workspace(
         max_token_num=64, hidden_dim=512, dtype=torch.bfloat16, group=rest, world_size=world - 1, rank=rank
     )

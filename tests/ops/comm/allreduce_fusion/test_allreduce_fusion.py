@@ -111,12 +111,6 @@ def test_ranks_with_other_sizes(in_one_process):
         workspaces[1].check()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes(tmp_path, world):
-    said = processes.run(world, f"{RANKS}:every_pattern", tmp_path)
-    assert said == [["collective (gloo): tensors are on the CPU"]] * world
-
-
 @pytest.mark.parametrize("case", cases.CASES)
 @pytest.mark.parametrize("one_shot", [True, False])
 def test_a_group_of_one(device, case, one_shot):

@@ -90,16 +90,6 @@ def test_blocks_in_one_process(monkeypatch):
             assert torch.equal(got[rank][1], s[:, :, rank].transpose(0, 1))
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_processes(tmp_path, world):
-    assert processes.run(world, f"{RANKS}:layers", tmp_path) == [["collective"]] * world
-
-
-def test_a_rank_killed_inside_a_dispatch(tmp_path):
-    said = processes.run(2, f"{RANKS}:killed", tmp_path, 1.0, killed=(1,))
-    assert re.search("(rank 0 waited 1 s for rank 1|rank 0 lost the process group)", said[0][0])
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 4])
 def test_processes_on_gpus(tmp_path, world):

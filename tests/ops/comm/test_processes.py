@@ -1,0 +1,11 @@
+"""Ranks as processes: every pattern of the all-reduce and every form of the all-to-all, through gloo."""
+
+import pytest
+
+from tests.ops.comm import processes
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_everything(tmp_path, world):
+    said = processes.run(world, "tests.ops.comm.ranks:everything", tmp_path)
+    assert said == [["collective (gloo): tensors are on the CPU", "collective"]] * world
