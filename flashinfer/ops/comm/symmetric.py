@@ -119,7 +119,7 @@ def allocate(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
         memory, error = None, ""
         try:
             memory = attempt(ranks, nbytes, torch.device("cuda", index))
-        except (RuntimeError, ImportError, AttributeError) as refusal:
+        except Exception as refusal:  # whatever fails here fails for all ranks alike, with its words
             error = f"rank {ranks.rank}: {type(refusal).__name__}: {refusal}"
         errors = [e for e in ranks.gather(error) if e]
         if not errors:
