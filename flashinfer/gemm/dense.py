@@ -17,6 +17,8 @@ _OUT = (torch.bfloat16, torch.float16, torch.float32)
 # Names of libraries that upstream calls: each promises a result, which any variant of ours gives.
 _THEIRS = ("auto", "cudnn", "cublas", "cutlass", "tgv", "trtllm_low_latency")
 _OURS = ("sm90", "portable", "reference")
+_BACKENDS = ", ".join(_THEIRS + _OURS)
+_OUT_NAMES = ", ".join(map(str, _OUT))
 
 
 def mm_bf16(
@@ -338,25 +340,30 @@ def _linear(a_name, a, b_name, b, out, dtype, bias) -> None:
 
 
 def _variant(backend: str) -> str:
-    require(backend in _THEIRS + _OURS, "backend", repr(backend), ", ".join(_THEIRS + _OURS))
-    return backend if backend in _OURS else "auto"
+    if backend in _THEIRS:
+        return "auto"
+    require(backend in _OURS, "backend", repr(backend), _BACKENDS)
+    return backend
 
 
 def _check_operands(a_name, a, b_name, b, dim: int, dtypes) -> None:
-    shape = "[batch, m, k]" if dim == 3 else "[m, k]"
-    require(a.dim() == dim, a_name, tuple(a.shape), shape)
-    fits = b.dim() == dim and b.shape[:-2] == a.shape[:-2] and b.shape[-2] == a.shape[-1]
-    require(fits, b_name, tuple(b.shape), f"{(*a.shape[:-2], a.shape[-1])} and n, for {a_name} {tuple(a.shape)}")
+    fits = b.dim() == dim and a.dim() == dim and b.shape[:-2] == a.shape[:-2] and b.shape[-2] == a.shape[-1]
+    same = b.dtype == a.dtype or (a.dtype in _FP8 and b.dtype in _FP8 and b.dtype in dtypes)
+    if fits and same and a.dtype in dtypes:
+        return
+    # Words only where they are needed: they take longer than the checks.
+    require(a.dim() == dim, a_name, tuple(a.shape), "[batch, m, k]" if dim == 3 else "[m, k]")
+    shape = f"{(*a.shape[:-2], a.shape[-1])} and n, for {a_name} {tuple(a.shape)}"
+    require(fits, b_name, tuple(b.shape), shape)
     allowed = ", ".join(map(str, dtypes))
     require(a.dtype in dtypes, a_name, a.dtype, allowed)
-    same = b.dtype == a.dtype or (a.dtype in _FP8 and b.dtype in _FP8 and b.dtype in dtypes)
     require(same, b_name, b.dtype, allowed if a.dtype in _FP8 else f"{a.dtype}, the dtype of {a_name}")
 
 
 def _check_bias(bias, n: int, dtypes=_OUT) -> None:
     if bias is not None:
         require(bias.shape == (n,), "bias", tuple(bias.shape), f"[{n}]")
-        require(bias.dtype in dtypes, "bias", bias.dtype, ", ".join(map(str, dtypes)))
+        require(bias.dtype in dtypes, "bias", bias.dtype, _OUT_NAMES if dtypes is _OUT else "bfloat16")
 
 
 def _scale(name: str, scale: torch.Tensor) -> torch.Tensor:
@@ -367,7 +374,7 @@ def _scale(name: str, scale: torch.Tensor) -> torch.Tensor:
 
 def _result(out, shape: tuple[int, ...], dtype, device, name: str = "out_dtype") -> torch.Tensor:
     dtype = as_dtype(dtype)
-    require(dtype in _OUT, name, dtype, ", ".join(map(str, _OUT)))
+    require(dtype in _OUT, name, dtype, _OUT_NAMES)
     if out is None:
         return torch.empty(shape, dtype=dtype, device=device)
     require(out.shape == shape, "out", tuple(out.shape), str(tuple(shape)))
@@ -398,7 +405,8 @@ def _product(
         # A sum of nothing; there is no block of K to start from.
         out.copy_(torch.zeros_like(out) if bias is None else bias.expand_as(out))
         return
-    tiles, pieces = cut(batch, m, n, k * a.element_size(), target_of(device).sms)
+    # A copy of a weight in blocks has 32 of its rows.
+    columns, pieces = cut(batch, m, n, k * a.element_size(), target_of(device).sms, 64 if in_blocks else 32)
     problem = room.Problem(
         a=dtype_name(a.dtype),
         b=dtype_name(b.dtype),
@@ -407,7 +415,8 @@ def _product(
         b_major="blocks" if in_blocks else _major(b, "kn"),
         out_major="n" if _major(out, "mn") == "n" else "",
         rows=bucket(m),
-        tiles=tiles,
+        columns=columns,
+        split=pieces > 1,
         scales=(a_scale is not None) + (b_scale is not None),
         bias="" if bias is None else dtype_name(bias.dtype),
     )

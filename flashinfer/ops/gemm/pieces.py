@@ -1,4 +1,4 @@
-"""Memory of products whose K is cut into pieces: sums of the pieces, and counts of those that are done.
+"""Products whose K is cut into pieces: how many, sums of the pieces, and counts of those that are done.
 
 Counts are zeros before a kernel and after it. Kernels of one stream run in order, so they share a row of them; a stream
 that is captured finds its row made, since all rows of a device are made at once, outside of any capture. As with
@@ -8,13 +8,31 @@ workspaces, graphs captured on one stream must not be replayed at the same time.
 from __future__ import annotations
 
 import threading
+from functools import lru_cache
 
 import torch
+
+# Up to so many rows a product is bound by reading B.
+FEW_ROWS = 64
 
 _STREAMS, _TILES = 64, 8192
 _lock = threading.Lock()
 _rows: dict[int, torch.Tensor] = {}
 _row_of: dict[tuple[int, int], int] = {}
+
+
+@lru_cache(maxsize=4096)
+def pieces_of(tiles: int, steps: int, sms: int, end: float, least: int = 1, most: int = 16) -> int:
+    """Into how many pieces of at least `least` of its steps K is cut, for the last multiprocessor to end soonest.
+
+    end : steps that a piece takes beside its own: to store sums, and to add those of others.
+    """
+
+    def time(pieces: int) -> float:
+        waves = -(-tiles * pieces // sms)
+        return waves * (steps / pieces + (end if pieces > 1 else 0))
+
+    return min(range(1, max(min(steps // least, most), 1) + 1), key=time)
 
 
 def scratch(device: torch.device, floats: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:

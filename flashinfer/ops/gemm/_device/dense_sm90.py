@@ -41,10 +41,12 @@ class Form:
     SPLIT: gl.constexpr
     SCALES: gl.constexpr
     BIAS: gl.constexpr
+    # Blocks of K that a consumer takes together, and that pieces of K are counted in.
+    UNROLL: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, *, BLOCK_N, BLOCK_K, STAGES, A_PARTS, B_PARTS, BOX, GROUP, B_MAJOR, SPLIT, SCALES, BIAS
+        self, *, BLOCK_N, BLOCK_K, STAGES, A_PARTS, B_PARTS, BOX, GROUP, B_MAJOR, SPLIT, SCALES, BIAS, UNROLL
     ):  # fmt: skip
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.BLOCK_K = gl.constexpr(BLOCK_K)
@@ -57,6 +59,7 @@ class Form:
         self.SPLIT = gl.constexpr(SPLIT)
         self.SCALES = gl.constexpr(SCALES)
         self.BIAS = gl.constexpr(BIAS)
+        self.UNROLL = gl.constexpr(UNROLL)
 
 
 @aggregate
@@ -120,7 +123,7 @@ def place_of(work, size: Size, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _produce(a_map, b_map, ring: Ring, size: Size, form: Form):
+def produce(a_map, b_map, ring: Ring, size: Size, form: Form):
     """One warp: copies the tiles of A and B of each work, block of K by block, as stages come free."""
     BYTES: gl.constexpr = ring.a.dtype.primitive_bitwidth // 8
     PART_N: gl.constexpr = form.BLOCK_N // form.B_PARTS
@@ -129,7 +132,7 @@ def _produce(a_map, b_map, ring: Ring, size: Size, form: Form):
         entry, tile_m, tile_n, piece, tile, begin, end = place_of(work, size, form.GROUP)
         row = tile_m * (form.A_PARTS * ROWS)
         column = tile_n * form.BLOCK_N
-        for block in range(begin, end):
+        for block in range(begin * form.UNROLL, end * form.UNROLL):
             stage = step % form.STAGES
             full = ring.full.index(stage)
             k = block * form.BLOCK_K
@@ -172,19 +175,22 @@ def _multiply(WG: gl.constexpr, ring: Ring, acc, step, begin, end, form: Form):
 
 
 @gluon.jit
-def add_pieces(acc, partial, arrived, slot, piece, pieces):
+def add_pieces(acc, partial, arrived, slot, piece, pieces, height):
     """Store a piece's sums; whoever stores the last of a tile's pieces gets (True, the sum of all in their order).
 
     `slot` is the tile's place in `partial`, [slots, pieces, rows, columns], and in `arrived`, which is 0 before and
-    after.
+    after. Only `height` rows of it count.
     """
     M: gl.constexpr = acc.shape[0]
     N: gl.constexpr = acc.shape[1]
     LAYOUT: gl.constexpr = acc.type.layout
+    # As many at once as 128 registers of a thread hold: each wait is a trip to the L2 cache.
+    AT_ONCE: gl.constexpr = min(16384 // (M * N), 8)
     rows = gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
+    there = (rows < height)[:, None]
     at = partial + slot.to(gl.int64) * pieces * (M * N) + rows[:, None] * N + cols[None, :]
-    gl.store(at + piece * (M * N), acc)
+    gl.store(at + piece * (M * N), acc, mask=there)
     # The barrier puts the stores of all threads before the one that counts. That one releases them, and acquires what
     # the other pieces released.
     block_barrier()
@@ -192,8 +198,12 @@ def add_pieces(acc, partial, arrived, slot, piece, pieces):
     if last:
         gl.store(arrived + slot, 0)
         acc = gl.zeros([M, N], gl.float32, LAYOUT)
-        for i in range(pieces):
-            acc += gl.load(at + i * (M * N))
+        for first in range(0, pieces, AT_ONCE):
+            found = ()
+            for i in gl.static_range(AT_ONCE):
+                found += (gl.load(at + (first + i) * (M * N), mask=there & (first + i < pieces), other=0.0),)
+            for i in gl.static_range(AT_ONCE):
+                acc += found[i]
     return last, acc
 
 
@@ -236,6 +246,37 @@ def write_tile(acc, factor, stage, out, bias, row, column, M, N, row_stride, BIA
 
 
 @gluon.jit
+def make_ring(DTYPE: gl.constexpr, form: Form):
+    PART_N: gl.constexpr = form.BLOCK_N // form.B_PARTS
+    B_ROWS: gl.constexpr = form.BLOCK_K if form.B_MAJOR == "n" else PART_N
+    B_COLUMNS: gl.constexpr = PART_N if form.B_MAJOR == "n" else form.BLOCK_K
+    a = gl.allocate_shared_memory(
+        DTYPE, [form.STAGES * form.A_PARTS, ROWS, form.BLOCK_K],
+        gl.NVMMASharedLayout.get_default_for([ROWS, form.BLOCK_K], DTYPE),
+    )  # fmt: skip
+    b = gl.allocate_shared_memory(
+        DTYPE, [form.STAGES * form.B_PARTS, B_ROWS, B_COLUMNS],
+        gl.NVMMASharedLayout.get_default_for([B_ROWS, B_COLUMNS], DTYPE),
+    )  # fmt: skip
+    full = gl.allocate_shared_memory(gl.int64, [form.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [form.STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(form.STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    return Ring(a, b, full, empty)
+
+
+@gluon.jit
+def make_staging(OUT: gl.constexpr, PART_N: gl.constexpr):
+    """Where results of 16 bits pass through, for each warpgroup; next to nothing for others."""
+    HIGH: gl.constexpr = ROWS if OUT.primitive_bitwidth < 32 else 8
+    WIDE: gl.constexpr = min(PART_N, STAGED) if OUT.primitive_bitwidth < 32 else 16
+    return gl.allocate_shared_memory(
+        OUT, [2, HIGH, WIDE], gl.NVMMASharedLayout.get_default_for([HIGH, WIDE], OUT)
+    )  # fmt: skip
+
+
+@gluon.jit
 def _consume(WG: gl.constexpr, tensors, sizes, ring: Ring, size: Size, staging, form: Form):
     """One warpgroup: its half of each tile. `tensors` and `sizes` are the kernel's arguments."""
     out, bias, a_scale, b_scale, partial, arrived = tensors
@@ -258,7 +299,7 @@ def _consume(WG: gl.constexpr, tensors, sizes, ring: Ring, size: Size, staging, 
         column = tile_n * form.BLOCK_N + (WG * WIDTH if form.B_PARTS == 2 else 0)
         to = out + entry.to(gl.int64) * out_entry
         if form.SPLIT:
-            last, acc = add_pieces(acc, partial, arrived, tile * 2 + WG, piece, size.pieces)
+            last, acc = add_pieces(acc, partial, arrived, tile * 2 + WG, piece, size.pieces, M - row)
             if last:
                 write_tile(acc, factor, staging.index(WG), to, bias, row, column, M, N, out_row, form.BIAS)
         else:
@@ -284,29 +325,10 @@ def dense_sm90_kernel(
     PART_N: gl.constexpr = BLOCK_N // B_PARTS
     form = Form(
         BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, A_PARTS=A_PARTS, B_PARTS=B_PARTS, BOX=BOX, GROUP=GROUP,
-        B_MAJOR=B_MAJOR, SPLIT=SPLIT, SCALES=SCALES, BIAS=BIAS,
+        B_MAJOR=B_MAJOR, SPLIT=SPLIT, SCALES=SCALES, BIAS=BIAS, UNROLL=1,
     )  # fmt: skip
-    a = gl.allocate_shared_memory(
-        DTYPE, [STAGES * A_PARTS, ROWS, BLOCK_K], gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], DTYPE)
-    )  # fmt: skip
-    B_ROWS: gl.constexpr = BLOCK_K if B_MAJOR == "n" else PART_N
-    B_COLUMNS: gl.constexpr = PART_N if B_MAJOR == "n" else BLOCK_K
-    b = gl.allocate_shared_memory(
-        DTYPE, [STAGES * B_PARTS, B_ROWS, B_COLUMNS],
-        gl.NVMMASharedLayout.get_default_for([B_ROWS, B_COLUMNS], DTYPE),
-    )  # fmt: skip
-    # Results of 16 bits go through shared memory.
-    WIDTH: gl.constexpr = min(PART_N, STAGED)
-    STAGING: gl.constexpr = [2, ROWS, WIDTH] if OUT.primitive_bitwidth < 32 else [2, 8, 16]
-    staging = gl.allocate_shared_memory(
-        OUT, STAGING, gl.NVMMASharedLayout.get_default_for([STAGING[1], STAGING[2]], OUT)
-    )  # fmt: skip
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    ring = Ring(a, b, full, empty)
+    ring = make_ring(DTYPE, form)
+    staging = make_staging(OUT, PART_N)
     size = size_of(M, N, K, batch, pieces, BLOCK_M, BLOCK_N, BLOCK_K)
     tensors = (out, bias, a_scale, b_scale, partial, arrived)
     sizes = (M, N, out_entry, out_row)
@@ -314,7 +336,7 @@ def dense_sm90_kernel(
         [
             (_consume, (gl.constexpr(0), tensors, sizes, ring, size, staging, form)),
             (_consume, (gl.constexpr(1), tensors, sizes, ring, size, staging, form)),
-            (_produce, (a_map, b_map, ring, size, form)),
+            (produce, (a_map, b_map, ring, size, form)),
         ],
         [4, 1],
         [REGISTERS, COPY_REGISTERS],

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashinfer._core.dispatch import Op, Variant
-from flashinfer.ops.gemm.blockscaled import config
+from flashinfer.ops.gemm.blockscaled import config, hopper
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ blockscaled = Op(
     "gemm_blockscaled",
     Problem,
     (
+        Variant("sm90", "flashinfer.ops.gemm.blockscaled.sm90", hopper.refuses_sm90, hopper.sm90),
         Variant("portable", "flashinfer.ops.gemm.blockscaled.portable", config=config.portable),
         Variant("reference", "flashinfer.ops.gemm.blockscaled.reference"),
     ),

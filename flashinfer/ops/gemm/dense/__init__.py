@@ -26,8 +26,10 @@ class Problem:
         `shuffle_matrix_a`.
     rows : int
         M, rounded up to a power of two; 16 to 256, which stands for all above.
-    tiles : str
-        How large tiles can be: "large" or "small" ones keep all multiprocessors at work, or K is "split" for that.
+    columns : int
+        Of the widest tile that keeps all multiprocessors at work: 32, 64, 128 or 256.
+    split : bool
+        Whether K is cut into pieces for that.
     scales : int
         Factors of the result, 0 to 2: float32 tensors of one element.
     bias : str
@@ -41,7 +43,8 @@ class Problem:
     b_major: str
     out_major: str
     rows: int
-    tiles: str
+    columns: int
+    split: bool = False
     scales: int = 0
     bias: str = ""
 
@@ -62,10 +65,10 @@ class Inputs(NamedTuple):
 
 
 def _catalog() -> Iterator[Problem]:
-    yield Problem("bf16", "bf16", "bf16", "k", "k", "n", 256, "large")
-    yield Problem("bf16", "bf16", "fp32", "k", "n", "n", 16, "split", bias="bf16")
-    yield Problem("fp8e4nv", "fp8e4nv", "bf16", "k", "k", "n", 256, "small", scales=2)
-    yield Problem("fp8e4nv", "fp8e4nv", "bf16", "k", "blocks", "n", 64, "small", scales=1)
+    yield Problem("bf16", "bf16", "bf16", "k", "k", "n", 256, 256)
+    yield Problem("bf16", "bf16", "fp32", "k", "n", "n", 16, 32, split=True, bias="bf16")
+    yield Problem("fp8e4nv", "fp8e4nv", "bf16", "k", "k", "n", 256, 128, scales=2)
+    yield Problem("fp8e4nv", "fp8e4nv", "bf16", "k", "blocks", "n", 64, 64, scales=1)
 
 
 dense = Op(

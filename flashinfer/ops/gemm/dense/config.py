@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from flashinfer._core.checks import torch_dtype
 from flashinfer.ops.gemm.operands import bucket
-
-# Up to so many rows a product is bound by reading B.
-FEW_ROWS = 64
+from flashinfer.ops.gemm.pieces import FEW_ROWS
 
 
 @dataclass(frozen=True)
@@ -64,55 +63,50 @@ class Config:
     capability: int = 0
 
 
-def _tile(rows: int, tiles: str) -> tuple[int, int]:
-    """block_m and block_n of every variant, so that the same work is cut the same way."""
-    if rows <= FEW_ROWS:
-        return rows, 128
-    return 128, 256 if tiles == "large" else 128
+def rows_of(p) -> int:
+    """Rows of a tile: all that there are, where they are few."""
+    return p.rows if p.rows <= FEW_ROWS else 128
 
 
-def count(rows: int, tiles: str, batch: int, m: int, n: int) -> int:
-    """Tiles of a product."""
-    block_m, block_n = _tile(rows, tiles)
-    return batch * -(-m // block_m) * -(-n // block_n)
+@lru_cache(maxsize=4096)
+def cut(batch: int, m: int, n: int, k_bytes: int, sms: int, least: int = 32) -> tuple[int, int]:
+    """Columns of a tile, `least` or more, and the number of pieces that K is cut into, for the work to end soonest.
 
-
-def cut(batch: int, m: int, n: int, k_bytes: int, sms: int) -> tuple[str, int]:
-    """A Problem's `tiles`, and the number of pieces that K is cut into.
-
-    By the time of the longest-working multiprocessor, in steps of 128 bytes of K of a tile of 128 x 128: a large tile
-    takes twice the area at the cost of less than two steps, a tile's end takes a few steps, and so does adding pieces.
-    The factors are those of tiles on one H100's tensor cores, estimated, not fitted.
+    The times are estimates in microseconds, with what one H100 was measured to take: 0.26 for a step of 128 bytes of K
+    of a tile of 128 x 128, if it goes on like that; 4 for sums of pieces to be stored, counted and read again.
     """
     rows = bucket(m)
     steps = -(-k_bytes // 128)
-
-    def time(tiles: str, pieces: int, step: float, end: float) -> float:
-        waves = -(-count(rows, tiles, batch, m, n) * pieces // sms)
-        return waves * (step * steps / pieces + end)
-
-    found = [(time("small", 1, 1.15, 3.0), "small", 1)]
-    if rows > FEW_ROWS:
-        found.append((time("large", 1, 2.0, 5.0), "large", 1))
-    # A piece has four steps at least: what fills the pipeline.
-    most = min(steps // 4, 16)
-    found += [(time("split", pieces, 1.15, 6.0), "split", pieces) for pieces in range(2, most + 1)]
-    _, tiles, pieces = min(found)
-    return tiles, pieces
+    found = []
+    for columns in (32, 64, 128) if rows <= FEW_ROWS else (128, 256):
+        if columns < least:
+            continue
+        tiles = batch * -(-m // min(rows, 128)) * -(-n // columns)
+        # A piece has four steps at least: what fills the pipeline. Large tiles are for much work.
+        for pieces in range(1, 2 if columns == 256 else min(max(steps // 4, 1), 16) + 1):
+            waves = -(-tiles * pieces // sms)
+            if rows <= FEW_ROWS:
+                # Bytes: of B from memory for the chip, of both operands for the multiprocessor with most work.
+                moved = tiles * columns * k_bytes / 3e6
+                time = max(moved, waves * steps / pieces * 128 * (columns + rows / 2) / 5e4)
+            else:
+                time = waves * (steps / pieces * {128: 0.3, 256: 0.52}[columns] + {128: 0.8, 256: 1.3}[columns])
+            found.append((time + (4 + 0.1 * pieces if pieces > 1 else 0), -columns, pieces))
+    _, columns, pieces = min(found)
+    return -columns, pieces
 
 
 def sm90(p, target) -> Sm90Config:
     # 128 bytes: the widest swizzle.
     block_k = 128 // torch_dtype(p.a).itemsize
-    rows, columns = _tile(p.rows, p.tiles)
-    # Stages that fit 227 KiB beside what results are staged in (16 KiB a warpgroup, 32 KiB together).
-    stages = {64: 8, 128: 6, 256: 4}[64 if rows <= 64 else columns]
+    rows = max(rows_of(p), 64)
     return Sm90Config(
-        block_m=max(rows, 64),
-        block_n=columns,
+        block_m=rows,
+        block_n=p.columns,
         block_k=block_k,
-        stages=stages,
-        box=min(rows, 64),
+        # What 227 KiB hold beside staged results, 32 KiB at most.
+        stages=min((194 << 10) // ((rows + p.columns) * 128), 16),
+        box=min(p.rows, 64),
         # 16 tiles of 128 rows beside as many columns as there are blocks for: nearly a square of the result at a time.
         group=16,
         registers=240,
@@ -141,7 +135,7 @@ def refuses_sm90(p, target) -> str:
 
 
 def portable(p, target) -> Config:
-    block_m, block_n = _tile(p.rows, p.tiles)
+    block_m, block_n = rows_of(p), p.columns
     block_k = 128 // torch_dtype(p.a).itemsize
     # What mma.sync sums is in registers, where 128 x 256 leave none for operands.
     if block_n == 256 and target.capability not in (90, 100, 103):
@@ -152,6 +146,9 @@ def portable(p, target) -> Config:
             block_m, block_n = min(block_m, 64), 64
         else:
             block_k = 64
+    if not (p.a_major and p.b_major):
+        # Each element has an address of its own.
+        block_m, block_n, block_k = min(block_m, 64), min(block_n, 64), block_k // 2
     # Nothing here is measured: as many stages as fit, for B comes from memory.
     stage = (block_m + block_n) * block_k * torch_dtype(p.a).itemsize
     stages = min(max((target.smem - 1024) // stage, 2), 5 if block_m <= FEW_ROWS else 4)

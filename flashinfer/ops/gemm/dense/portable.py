@@ -167,7 +167,7 @@ def build(p, c) -> Build:
         B_ALONG={"k": 0, "n": 1, "": -1, "blocks": -1}[p.b_major], B_UNIT=unit(p.b, bool(p.b_major)),
         B_BLOCKS=p.b_major == "blocks", OUT_UNIT=unit(p.out, bool(p.out_major)),
         A_FP8=p.a if by_bytes else "", B_FP8=p.b if by_bytes else "", CAPABILITY=c.capability,
-        SPLIT=p.tiles == "split", SCALES=p.scales, BIAS=bool(p.bias),
+        SPLIT=p.split, SCALES=p.scales, BIAS=bool(p.bias),
     )  # fmt: skip
     return Build(dense_kernel, types, constants, num_warps=c.num_warps, num_stages=c.stages)
 
@@ -180,7 +180,7 @@ def run(p, c, x) -> None:
     batch, m, n = x.out.shape
     tiles = -(-m // c.block_m) * -(-n // c.block_n)
     partial = arrived = None
-    if p.tiles == "split":
+    if p.split:
         partial, arrived = scratch(x.out.device, batch * tiles * x.pieces * c.block_m * c.block_n, batch * tiles)
     a, b = (t.view(torch.uint8) for t in (x.a, x.b)) if _by_bytes(p, c) else (x.a, x.b)
     b_strides = (0, b.stride(0), b.stride(1)) if p.b_major == "blocks" else b.stride()

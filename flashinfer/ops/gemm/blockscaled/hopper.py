@@ -1,0 +1,65 @@
+"""Tiles of the Hopper kernel of FP8 products with float32 block scales, and which problems it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashinfer.ops.gemm.pieces import FEW_ROWS
+
+
+@dataclass(frozen=True)
+class Sm90Config:
+    """How the kernel is cut; blocks of K are 128 long, as those of the scales.
+
+    Attributes
+    ----------
+    block_m, block_n : int
+        Of a tile: 64 x 128, 128 x 128 or 128 x 256.
+    stages : int
+        Blocks of K in shared memory.
+    unroll : int
+        Blocks of K of one step of the loop: the tensor cores run dry at the end of each.
+    box : int
+        Rows of A of one copy.
+    group : int
+        Tiles along M that are walked before the next column of tiles, so that operands stay in the L2 cache.
+    registers, copy_registers : int
+        Of a thread of the warpgroups that multiply, and of the warp that copies.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    unroll: int
+    box: int
+    group: int
+    registers: int
+    copy_registers: int
+
+
+def sm90(p, target) -> Sm90Config:
+    few = p.tokens <= FEW_ROWS
+    return Sm90Config(
+        block_m=64 if few else 128,
+        block_n=128,
+        # What fits 227 KiB beside staged results: 24 or 32 KiB a stage.
+        stages=8 if few else 6,
+        unroll=4,
+        box=min(p.tokens, 64),
+        group=16,
+        registers=240,
+        copy_registers=32,
+    )
+
+
+def refuses_sm90(p, target) -> str:
+    """Why the Hopper kernel does not take the problem; '' if it does."""
+    if target.capability != 90:
+        return f"wgmma is compute capability 9.0's, and this is {target.arch}"
+    if p.a != p.b or p.a not in ("fp8e4nv", "fp8e5"):
+        return f"operands {p.a} and {p.b}: it takes one format of FP8 for both"
+    if p.scale != "fp32" or p.width != 128 or p.columns != 128:
+        return f"{p.scale} scales of {p.columns} x {p.width}: it takes float32 ones of 128 x 128"
+    if p.shuffled or not p.aligned:
+        return "operands that cannot be copied in boxes"
+    return ""

@@ -1,0 +1,64 @@
+"""FP8 products with float32 block scales on Hopper, in Gluon: what is compiled, and how tensors reach it."""
+
+from __future__ import annotations
+
+from flashinfer._core.gluon_compat import tensordesc
+from flashinfer._core.launch import Build, Launcher, TensorMap
+from flashinfer._core.target import target_of
+from flashinfer.ops.gemm._device.blockscaled_sm90 import blockscaled_sm90_kernel
+from flashinfer.ops.gemm.held import Held, addresses
+from flashinfer.ops.gemm.pieces import pieces_of, scratch
+
+
+def _boxes(c) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """What one copy brings of A, and of B."""
+    return (1, c.box, 128), (1, 128 if c.block_m > 64 else 64, 128)
+
+
+def build(p, c) -> Build:
+    a_box, b_box = _boxes(c)
+    step = "i64:4" if p.out == "fp32" else "i64:8"
+    types = dict(
+        a_map=tensordesc(p.a, a_box), b_map=tensordesc(p.b, b_box), out=f"*{p.out}:16", a_scale="*fp32",
+        b_scale="*fp32", alpha="*fp32", partial="*fp32:16", arrived="*i32", M="i32", N="i32:8", K="i32", batch="i32",
+        pieces="i32", a_entry="i64", a_row="i64", a_k="i64", b_entry="i64", b_column="i64", b_k="i64", out_entry=step,
+        out_row=step,
+    )  # fmt: skip
+    constants = dict(
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, UNROLL=c.unroll, BOX=c.box, GROUP=c.group, REGISTERS=c.registers,
+        COPY_REGISTERS=c.copy_registers, ROW_BLOCK=p.rows, ALPHA=p.alpha,
+    )  # fmt: skip
+    return Build(blockscaled_sm90_kernel, types, constants, num_warps=4)
+
+
+blockscaled_sm90 = Launcher("blockscaled_sm90", build)
+LAUNCHERS = (blockscaled_sm90,)
+
+
+_held = Held()
+
+
+def run(p, c, a, b, a_scale, b_scale, alpha, out, pieces: int = 0) -> None:
+    """pieces : of K; 0 for as many as keep all multiprocessors at work."""
+    batch, m, n = out.shape
+    device, tiles = out.device, batch * -(-m // c.block_m) * -(-n // c.block_n)
+    sms = target_of(device).sms
+    if c.block_n > 128:
+        pieces = 1
+    pieces = pieces or pieces_of(tiles, -(-a.shape[2] // (128 * c.unroll)), sms, end=12.0 / c.unroll)
+    partial = arrived = None
+    if pieces > 1:
+        partial, arrived = scratch(device, tiles * pieces * c.block_m * c.block_n, 2 * tiles)
+    key = p, c, device.index, a.shape, out.shape, a.stride(), b.stride(), out.stride(), pieces
+    key += a_scale.stride(), b_scale.stride()
+    launch = _held.get(key)
+    if launch is None:
+        a_box, b_box = _boxes(c)
+        values = (
+            TensorMap(a, a_box), TensorMap(b, b_box), out, None, None, None, None, None, m, n, a.shape[2], batch,
+            pieces, *a_scale.stride(), *b_scale.stride(), *out.stride()[:2],
+        )  # fmt: skip
+        moving = ("a_map", "b_map", "out", "a_scale", "b_scale", "alpha", "partial", "arrived")
+        kernel = blockscaled_sm90.prepare(p, c, device)
+        launch = _held.put(key, kernel.hold((min(sms, tiles * pieces), 1, 1), values, moving))
+    launch(*addresses(a, b, out, a_scale, b_scale, alpha, partial, arrived))
