@@ -9,6 +9,7 @@ from flashinfer._core.custom_op import custom_op
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm import dense as room
 from flashinfer.ops.gemm.dense.config import cut
+from flashinfer.ops.gemm.held import Held
 from flashinfer.ops.gemm.operands import bucket
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -399,14 +400,31 @@ def _product(
     in_blocks = b.dim() > a.dim()
     if a.dim() == 2:
         a, b, out = a[None], b if in_blocks else b[None], out[None]
-    batch, m, k = a.shape
-    n = out.shape[2]
-    if k == 0:
+    if a.shape[2] == 0:
         # A sum of nothing; there is no block of K to start from.
         out.copy_(torch.zeros_like(out) if bias is None else bias.expand_as(out))
         return
+    bias = None if bias is None else bias.contiguous()
+    scales = (a_scale is not None) + (b_scale is not None)
+    # All that the choice depends on; to look at it again takes longer than many a product.
+    key = (
+        target_of(device), backend, a.dtype, b.dtype, out.dtype, bias is None or bias.dtype, scales, in_blocks, a.shape,
+        out.shape, a.stride(), b.stride(), out.stride(), a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16,
+    )  # fmt: skip
+    plan = _plans.get(key) or _plans.put(key, _plan(a, b, out, bias, scales, in_blocks, device, backend))
+    choice, pieces = plan
+    choice.run(room.Inputs(a, b, out, bias, a_scale, b_scale, pieces))
+
+
+_plans = Held()
+
+
+def _plan(a, b, out, bias, scales: int, in_blocks: bool, device: torch.device, backend: str):
+    """The Choice for such tensors, and the number of pieces of K."""
+    batch, m, k = a.shape
     # A copy of a weight in blocks has 32 of its rows.
-    columns, pieces = cut(batch, m, n, k * a.element_size(), target_of(device).sms, 64 if in_blocks else 32)
+    least = 64 if in_blocks else 32
+    columns, pieces = cut(batch, m, out.shape[2], k * a.element_size(), target_of(device).sms, least)
     problem = room.Problem(
         a=dtype_name(a.dtype),
         b=dtype_name(b.dtype),
@@ -417,11 +435,10 @@ def _product(
         rows=bucket(m),
         columns=columns,
         split=pieces > 1,
-        scales=(a_scale is not None) + (b_scale is not None),
+        scales=scales,
         bias="" if bias is None else dtype_name(bias.dtype),
     )
-    bias = None if bias is None else bias.contiguous()
-    room.dense(problem, device, backend).run(room.Inputs(a, b, out, bias, a_scale, b_scale, pieces))
+    return room.dense(problem, device, backend), pieces
 
 
 def _major(t: torch.Tensor, names: str) -> str:

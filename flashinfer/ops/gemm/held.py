@@ -1,4 +1,4 @@
-"""Launches kept ready for tensors of the same shapes and strides: making tensor maps takes longer than many a product."""
+"""Launches kept ready for tensors of the same shapes: to make tensor maps takes longer than many a product."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ FEW_ROWS = 64
 _STREAMS, _TILES = 64, 8192
 _lock = threading.Lock()
 _rows: dict[int, torch.Tensor] = {}
-_row_of: dict[tuple[int, int], int] = {}
+_row_of: dict[tuple[int, int], torch.Tensor] = {}
 
 
 @lru_cache(maxsize=4096)
@@ -44,7 +44,10 @@ def scratch(device: torch.device, floats: int, tiles: int) -> tuple[torch.Tensor
 
 def _counts(device: torch.device) -> torch.Tensor | None:
     """The current stream's row; None where there is none, and none can be made."""
-    key = device.index, torch.cuda.current_stream(device).cuda_stream
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    row = _row_of.get(key)
+    if row is not None:
+        return row
     with _lock:
         rows = _rows.get(device.index)
         if rows is None:
@@ -53,5 +56,5 @@ def _counts(device: torch.device) -> torch.Tensor | None:
             rows = _rows[device.index] = torch.zeros(_STREAMS, _TILES, dtype=torch.int32, device=device)
             # Once in a process: another stream may be the next to use them.
             torch.cuda.synchronize(device)
-        row = _row_of.setdefault(key, len(_row_of))
-    return rows[row] if row < _STREAMS else None
+        taken = sum(index == device.index for index, _ in _row_of)
+        return _row_of.setdefault(key, rows[taken]) if taken < _STREAMS else None

@@ -1,9 +1,9 @@
 """A B^T of FP8 on Hopper, with a scale for each 128 of K of a row of A, and of 128 rows of B.
 
-Tiles are walked and copied as in `dense_sm90`. The tensor cores sum 128 of K, with the few bits that they keep; a float32
-sum takes that up with its scale. A warpgroup has two such sums: while one is scaled and added, the tensor cores fill the
-other. UNROLL blocks of K make a step of the loop, at whose end both are empty: an accumulator that is in flight across
-the loop's back edge makes ptxas wait for every product.
+Tiles are walked and copied as in `dense_sm90`. The tensor cores sum 128 of K, with the few bits that they keep; a
+float32 sum takes that up with its scale. A warpgroup has two such sums: while one is scaled and added, the tensor cores
+fill the other. UNROLL blocks of K make a step of the loop, at whose end both are empty: an accumulator that is in
+flight across the loop's back edge makes ptxas wait for every product.
 """
 
 from flashinfer._core.gluon_compat import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -157,11 +157,13 @@ def _consume(
 def blockscaled_sm90_kernel(
     a_map, b_map, out, a_scale, b_scale, alpha, partial, arrived, M, N, K, batch, pieces, a_entry, a_row, a_k, b_entry,
     b_column, b_k, out_entry, out_row,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, BOX: gl.constexpr, GROUP: gl.constexpr,
-    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, ROW_BLOCK: gl.constexpr, ALPHA: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, BOX: gl.constexpr,
+    GROUP: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, ROW_BLOCK: gl.constexpr,
+    ALPHA: gl.constexpr,
 ):  # fmt: skip
-    """Persistent: any number of blocks. Maps are [batch, m, k] of A and [batch, n, k] of B; tiles of 256 columns have one piece.
+    """Persistent: any number of blocks. Maps are [batch, m, k] of A and [batch, n, k] of B.
 
+    Tiles of 256 columns have one piece.
     Where pieces > 1, `partial` holds 2 * tiles * pieces sums of a warpgroup's tile, and `arrived` 2 * tiles counts, all
     0; a piece is a number of times UNROLL blocks.
     """
@@ -170,8 +172,8 @@ def blockscaled_sm90_kernel(
     A_PARTS: gl.constexpr = BLOCK_M // ROWS
     B_PARTS: gl.constexpr = 2 if BLOCK_N > 128 else 3 - A_PARTS
     form = Form(
-        BLOCK_N=BLOCK_N, BLOCK_K=128, STAGES=STAGES, A_PARTS=A_PARTS, B_PARTS=B_PARTS, BOX=BOX, GROUP=GROUP, B_MAJOR="k",
-        SPLIT=True, SCALES=1 if ALPHA else 0, BIAS=False, UNROLL=UNROLL,
+        BLOCK_N=BLOCK_N, BLOCK_K=128, STAGES=STAGES, A_PARTS=A_PARTS, B_PARTS=B_PARTS, BOX=BOX, GROUP=GROUP,
+        B_MAJOR="k", SPLIT=True, SCALES=1 if ALPHA else 0, BIAS=False, UNROLL=UNROLL,
     )  # fmt: skip
     ring = make_ring(DTYPE, form)
     staging = make_staging(OUT, BLOCK_N // B_PARTS)

@@ -6,6 +6,7 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm._device.blockscaled_sm90 import blockscaled_sm90_kernel
+from flashinfer.ops.gemm.blockscaled.hopper import widened
 from flashinfer.ops.gemm.held import Held, addresses
 from flashinfer.ops.gemm.pieces import pieces_of, scratch
 
@@ -25,14 +26,27 @@ def build(p, c) -> Build:
         out_row=step,
     )  # fmt: skip
     constants = dict(
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, UNROLL=c.unroll, BOX=c.box, GROUP=c.group, REGISTERS=c.registers,
-        COPY_REGISTERS=c.copy_registers, ROW_BLOCK=p.rows, ALPHA=p.alpha,
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, UNROLL=c.unroll, BOX=c.box, GROUP=c.group,
+        REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, ROW_BLOCK=p.rows, ALPHA=p.alpha,
     )  # fmt: skip
     return Build(blockscaled_sm90_kernel, types, constants, num_warps=4)
 
 
 blockscaled_sm90 = Launcher("blockscaled_sm90", build)
 LAUNCHERS = (blockscaled_sm90,)
+
+# Bytes of stack a thread may use: with 256 columns, 24 for what is the same for all blocks of K, not in their loop.
+STACK_BUDGET = 32
+# So many tiles of 256 columns to a multiprocessor are enough work for them.
+_WIDE_FROM = 5
+
+
+def kernels(p, c):
+    """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
+    yield blockscaled_sm90, p, c
+    if c.block_m == 128:
+        yield blockscaled_sm90, p, widened(c)
+
 
 
 _held = Held()
@@ -41,11 +55,14 @@ _held = Held()
 def run(p, c, a, b, a_scale, b_scale, alpha, out, pieces: int = 0) -> None:
     """pieces : of K; 0 for as many as keep all multiprocessors at work."""
     batch, m, n = out.shape
-    device, tiles = out.device, batch * -(-m // c.block_m) * -(-n // c.block_n)
-    sms = target_of(device).sms
-    if c.block_n > 128:
-        pieces = 1
-    pieces = pieces or pieces_of(tiles, -(-a.shape[2] // (128 * c.unroll)), sms, end=12.0 / c.unroll)
+    device, sms = out.device, target_of(out.device).sms
+    rows = batch * -(-m // c.block_m)
+    if c.block_m == 128 and rows * -(-n // 256) >= _WIDE_FROM * sms:
+        c, pieces = widened(c), 1
+    tiles = rows * -(-n // c.block_n)
+    # Half of the multiprocessors read B as fast as all do, and sums of pieces cost more than they bring.
+    workers = sms if c.block_m == 128 else sms // 2
+    pieces = pieces or pieces_of(tiles, -(-a.shape[2] // (128 * c.unroll)), workers, end=24.0 / c.unroll)
     partial = arrived = None
     if pieces > 1:
         partial, arrived = scratch(device, tiles * pieces * c.block_m * c.block_n, 2 * tiles)

@@ -72,8 +72,9 @@ def rows_of(p) -> int:
 def cut(batch: int, m: int, n: int, k_bytes: int, sms: int, least: int = 32) -> tuple[int, int]:
     """Columns of a tile, `least` or more, and the number of pieces that K is cut into, for the work to end soonest.
 
-    The times are estimates in microseconds, with what one H100 was measured to take: 0.26 for a step of 128 bytes of K
-    of a tile of 128 x 128, if it goes on like that; 4 for sums of pieces to be stored, counted and read again.
+    The times are estimates in microseconds, with what one H100 was measured to take: 0.3 for a step of 128 bytes of K
+    of a tile of 128 x 128; for sums of pieces to be stored, counted and read again 4 where rows are few, else 6 and a
+    30th for each tile of 128 x 128 of them.
     """
     rows = bucket(m)
     steps = -(-k_bytes // 128)
@@ -91,7 +92,9 @@ def cut(batch: int, m: int, n: int, k_bytes: int, sms: int, least: int = 32) -> 
                 time = max(moved, waves * steps / pieces * 128 * (columns + rows / 2) / 5e4)
             else:
                 time = waves * (steps / pieces * {128: 0.3, 256: 0.52}[columns] + {128: 0.8, 256: 1.3}[columns])
-            found.append((time + (4 + 0.1 * pieces if pieces > 1 else 0), -columns, pieces))
+            if pieces > 1:
+                time += 4 + 0.1 * pieces if rows <= FEW_ROWS else 6 + 0.033 * tiles * pieces
+            found.append((time, -columns, pieces))
     _, columns, pieces = min(found)
     return -columns, pieces
 
