@@ -44,12 +44,11 @@ def test_counter_bytes():
 
 def test_token_buckets():
     powers = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    assert get_hybrid_num_tokens_buckets(256) == powers
-    assert get_hybrid_num_tokens_buckets(100, 3) == (4, 8, 16, 32, 64, 100)
+    assert get_hybrid_num_tokens_buckets(256) == powers and get_hybrid_num_tokens_buckets(1) == (1,)
+    assert get_hybrid_num_tokens_buckets(100, 4) == (4, 8, 16, 32, 64, 100)
     middle = (512, 768, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)
     assert get_hybrid_num_tokens_buckets(16384) == (*powers, *middle, 8192, 16384)
-    assert get_hybrid_num_tokens_buckets(5000, 3000) == (3072, 3584, 4096, 5000)
-    assert get_hybrid_num_tokens_buckets(1) == (1,)
+    assert get_hybrid_num_tokens_buckets(5000, 3072) == (3072, 3584, 4096, 5000)
     for bounds, argument in (((4, 5), "max_num_tokens"), ((4, 0), "min_num_tokens")):
         with pytest.raises(ValueError, match=f"^{argument}: got .*allowed: "):
             get_hybrid_num_tokens_buckets(*bounds)
