@@ -5,20 +5,20 @@ tiles; each of two consumer warpgroups owns 64 query rows. It starts S = Q K^T o
 O += P V of the block before it, so that its softmax runs beside the products of the other one, with which it takes
 turns (FlashAttention-3, Shah et al., 2024). Blocks of keys are taken from the last to the first: those that need a mask
 come first, and the rest run without one. The next tile's queries come while the last products are made.
+
+In FP8 the weights are e4m3 too, 2^8 times as large as a softmax has them, which its range takes. Products of that type
+keep some 14 bits of what they add up, so P V of each block of keys is a sum of its own, which is then added in float32.
+Values lie turned in shared memory, keys and columns permuted, see tiles_sm90.turn_values.
 """
 
 from flashinfer._core.gluon_compat import (
     aggregate,
     block_barrier,
-    cp_async,
-    cp_async_arrive,
-    cp_async_commit,
     cp_async_wait,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -26,8 +26,6 @@ from flashinfer.ops.attention._device.combine import combine_rows
 from flashinfer.ops.attention._device.logits import LOG2E, transform, vary, visible
 from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
-    ITEM_KV_BASE,
-    ITEM_KV_BEGIN,
     ITEM_KV_END,
     ITEM_KV_LEN,
     ITEM_PIECES,
@@ -38,89 +36,23 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
+from flashinfer.ops.attention._device.tiles_sm90 import (
+    ROWS,
+    Form,
+    Ring,
+    fetch_queries,
+    gather,
+    produce,
+    ring_of,
+    span,
+    turn_values,
+    work_at,
+)
 
-# Rows of a warpgroup's tile: what one wgmma takes.
-ROWS = gl.constexpr(64)
 # Columns that the sums of a row are kept in, see _fold.
 FOLD = gl.constexpr(16)
-
-
-@aggregate
-class Form:
-    """What the kernel is compiled for."""
-
-    CAUSAL: gl.constexpr
-    WINDOW: gl.constexpr
-    CUSTOM: gl.constexpr
-    SOFT_CAP: gl.constexpr
-    ALIBI: gl.constexpr
-    SINKS: gl.constexpr
-    HEAD_SCALES: gl.constexpr
-    LSE: gl.constexpr
-    # Whether logits are more than products times a positive scale, which is folded into the exponent.
-    TRANSFORM: gl.constexpr
-    # Whether tiles are gathered row by row, and not copied in boxes.
-    GATHER: gl.constexpr
-    GROUP: gl.constexpr
-    PAGE_SIZE: gl.constexpr
-    D_VO: gl.constexpr
-    BLOCK_M: gl.constexpr
-    STAGES: gl.constexpr
-    # Whether keys have two parts, see Ring; whether outputs are staged in shared memory.
-    TWO: gl.constexpr
-    STAGED: gl.constexpr
-    # The functions of a user's variant, or None; whether there is a variant; whether its logits are weights.
-    LOGITS: gl.constexpr
-    MASK: gl.constexpr
-    VARIED: gl.constexpr
-    SOFTMAX: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, *, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, SINKS, HEAD_SCALES, LSE, TRANSFORM, GATHER, GROUP, PAGE_SIZE,
-        D_VO, BLOCK_M, STAGES, TWO, STAGED, LOGITS, MASK, VARIED, SOFTMAX,
-    ):  # fmt: skip
-        self.CAUSAL = gl.constexpr(CAUSAL)
-        self.WINDOW = gl.constexpr(WINDOW)
-        self.CUSTOM = gl.constexpr(CUSTOM)
-        self.SOFT_CAP = gl.constexpr(SOFT_CAP)
-        self.ALIBI = gl.constexpr(ALIBI)
-        self.SINKS = gl.constexpr(SINKS)
-        self.HEAD_SCALES = gl.constexpr(HEAD_SCALES)
-        self.LSE = gl.constexpr(LSE)
-        self.TRANSFORM = gl.constexpr(TRANSFORM)
-        self.GATHER = gl.constexpr(GATHER)
-        self.GROUP = gl.constexpr(GROUP)
-        self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
-        self.D_VO = gl.constexpr(D_VO)
-        self.BLOCK_M = gl.constexpr(BLOCK_M)
-        self.STAGES = gl.constexpr(STAGES)
-        self.TWO = gl.constexpr(TWO)
-        self.STAGED = gl.constexpr(STAGED)
-        self.LOGITS = gl.constexpr(LOGITS)
-        self.MASK = gl.constexpr(MASK)
-        self.VARIED = gl.constexpr(VARIED)
-        self.SOFTMAX = gl.constexpr(SOFTMAX)
-
-
-@aggregate
-class Ring:
-    """Stages of K or V tiles, and the barriers that say full and empty.
-
-    A head_dim that is no power of two comes in two parts, `tiles` and `rest`; else they are the same.
-    """
-
-    tiles: gl.shared_memory_descriptor
-    rest: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, rest, full, empty):
-        self.tiles = tiles
-        self.rest = rest
-        self.full = full
-        self.empty = empty
+# Weights in FP8 are 2^SHIFT times what they are: from 2^8 to e4m3's smallest, 2^-9, are 17 octaves.
+SHIFT = gl.constexpr(8)
 
 
 @aggregate
@@ -160,215 +92,6 @@ class View:
 
 
 @gluon.jit
-def _work(wave):
-    """The wave-th piece of work of this block. Work comes in order of falling length: every other wave runs backwards,
-    so that no block gets the longest of every wave."""
-    blocks = gl.num_programs(0)
-    at = gl.program_id(0)
-    at = gl.where(wave % 2 == 0, at, blocks - 1 - at)
-    return wave * blocks + at
-
-
-@gluon.jit
-def _span(record, window_left, BLOCK_N: gl.constexpr, form: Form):
-    """First key, and blocks of keys in all; blocks [plain_from, plain_to) are seen whole by every row of the tile."""
-    q_len = gl.load(record + ITEM_Q_LEN)
-    kv_len = gl.load(record + ITEM_KV_LEN)
-    tile_row = gl.load(record + ITEM_TILE_ROW)
-    begin = gl.load(record + ITEM_KV_BEGIN)
-    end = gl.load(record + ITEM_KV_END)
-    first_pos = tile_row // form.GROUP + kv_len - q_len
-    last_pos = gl.minimum((tile_row + form.BLOCK_M - 1) // form.GROUP, q_len - 1) + kv_len - q_len
-    if form.WINDOW:
-        begin += gl.maximum(first_pos - window_left - begin, 0) // BLOCK_N * BLOCK_N
-    plain_end = end
-    if form.CAUSAL:
-        end = gl.minimum(end, last_pos + 1)
-        plain_end = gl.minimum(plain_end, first_pos + 1)
-    blocks = (gl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
-    plain_to = gl.maximum(plain_end - begin, 0) // BLOCK_N
-    plain_from = 0
-    if form.WINDOW:
-        plain_from = (gl.maximum(last_pos - window_left - begin, 0) + BLOCK_N - 1) // BLOCK_N
-    if form.CUSTOM or form.MASK is not None:
-        plain_to = 0
-    plain_to = gl.minimum(plain_to, blocks)
-    return begin, blocks, gl.minimum(plain_from, plain_to), plain_to
-
-
-@gluon.jit
-def _pages(kv_indices, kv_base, start, kv_len, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The page ids of one block of keys; none for ragged keys. Past the end, any page of the request: what is read
-    there is masked."""
-    pages = ()
-    if PAGE_SIZE > 0:
-        BOXES: gl.constexpr = (BLOCK_N + PAGE_SIZE - 1) // PAGE_SIZE
-        for box in gl.static_range(BOXES):
-            page = gl.minimum(start + box * PAGE_SIZE, kv_len - 1) // PAGE_SIZE
-            pages += (gl.load(kv_indices + kv_base + page),)
-    return pages
-
-
-@gluon.jit
-def _produce(
-    tiles_map, rest_map, ring: Ring, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
-    head_cols, TWO: gl.constexpr, form: Form,
-):  # fmt: skip
-    """One warp: copies the keys, or the values, of each piece of work, block by block, as stages come free."""
-    BLOCK_N: gl.constexpr = ring.tiles.shape[1]
-    SPLIT_AT: gl.constexpr = ring.tiles.shape[2]
-    COLUMNS: gl.constexpr = SPLIT_AT + (ring.rest.shape[2] if TWO else 0)
-    works = gl.load(counts) * num_kv_heads
-    step = 0
-    for wave in range(gl.cdiv(works, gl.num_programs(0))):
-        work = _work(wave)
-        if work < works:
-            record = items + work // num_kv_heads * ITEM_WIDTH
-            kv_head = work % num_kv_heads
-            begin, blocks, plain_from, plain_to = _span(record, window_left, BLOCK_N, form)
-            kv_base = gl.load(record + ITEM_KV_BASE)
-            kv_len = gl.load(record + ITEM_KV_LEN)
-            start = begin + (blocks - 1) * BLOCK_N
-            for i in range(blocks):
-                # Asked for before the wait, which hides the trip to memory.
-                pages = _pages(kv_indices, kv_base, start, kv_len, form.PAGE_SIZE, BLOCK_N)
-                stage = step % form.STAGES
-                full = ring.full.index(stage)
-                mbarrier.wait(ring.empty.index(stage), ((step // form.STAGES) & 1) ^ 1)
-                mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * BLOCK_N * COLUMNS)
-                row = kv_head * head_rows
-                col = kv_head * head_cols
-                if form.PAGE_SIZE == 0:
-                    row += kv_base + start
-                elif form.PAGE_SIZE >= BLOCK_N:
-                    row += pages[0] * page_rows + start % form.PAGE_SIZE
-                if form.PAGE_SIZE == 0 or form.PAGE_SIZE >= BLOCK_N:
-                    tma_load(tiles_map, [row, col], full, ring.tiles.index(stage))
-                    if TWO:
-                        tma_load(rest_map, [row, col + SPLIT_AT], full, ring.rest.index(stage))
-                else:
-                    for box in gl.static_range(BLOCK_N // form.PAGE_SIZE):
-                        at = row + pages[box] * page_rows
-                        to = ring.tiles.index(stage).slice(box * form.PAGE_SIZE, form.PAGE_SIZE, dim=0)
-                        tma_load(tiles_map, [at, col], full, to)
-                        if TWO:
-                            to = ring.rest.index(stage).slice(box * form.PAGE_SIZE, form.PAGE_SIZE, dim=0)
-                            tma_load(rest_map, [at, col + SPLIT_AT], full, to)
-                start -= BLOCK_N
-                step += 1
-
-
-@gluon.jit
-def _rows_of(position, kv_base, kv_indices, PAGE_SIZE: gl.constexpr):
-    """What finds the row of a key: its page, or its row in a ragged tensor."""
-    if PAGE_SIZE == 0:
-        return kv_base + position
-    return gl.load(kv_indices + kv_base + position // PAGE_SIZE)
-
-
-@gluon.jit
-def _gather_tile(
-    to, source, found, start, kv_len, page, step, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, SLICE: gl.constexpr
-):  # fmt: skip
-    """Start copying the rows of one tile from wherever they lie; `found` has _rows_of them, slice by slice."""
-    D: gl.constexpr = to.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    for i in gl.static_range(to.shape[0] // SLICE):
-        at = gl.convert_layout(found[i], gl.SliceLayout(1, LAYOUT)).to(gl.int64)
-        if PAGE_SIZE == 0:
-            at *= step
-        else:
-            position = gl.minimum(start + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT)), kv_len - 1)
-            at = at * page + (position % PAGE_SIZE) * step
-        pointers = source + at[:, None] + d[None, :]
-        if COLUMNS < D:
-            cp_async(to.slice(i * SLICE, SLICE, dim=0), pointers, mask=(d < COLUMNS)[None, :])
-        else:
-            cp_async(to.slice(i * SLICE, SLICE, dim=0), pointers)
-
-
-@gluon.jit
-def _gather(
-    k_source, v_source, k: Ring, v: Ring, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
-    v_page, v_head, v_step, form: Form,
-):  # fmt: skip
-    """Four warps: copy keys and values that no box takes, pages of a few tokens say, row by row with cp.async."""
-    BLOCK_N: gl.constexpr = k.tiles.shape[1]
-    SLICE: gl.constexpr = 16
-    # As _gather_tile has it for the tiles of K.
-    D: gl.constexpr = k.tiles.shape[2]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    works = gl.load(counts) * num_kv_heads
-    step = 0
-    for wave in range(gl.cdiv(works, gl.num_programs(0))):
-        work = _work(wave)
-        if work < works:
-            record = items + work // num_kv_heads * ITEM_WIDTH
-            kv_head = (work % num_kv_heads).to(gl.int64)
-            begin, blocks, plain_from, plain_to = _span(record, window_left, BLOCK_N, form)
-            kv_base = gl.load(record + ITEM_KV_BASE)
-            kv_len = gl.load(record + ITEM_KV_LEN)
-            start = begin + (blocks - 1) * BLOCK_N
-            for i in range(blocks):
-                # All asked for before the wait, which hides the trip to memory. Past the end, the last key.
-                found = ()
-                for j in gl.static_range(BLOCK_N // SLICE):
-                    position = start + j * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
-                    found += (_rows_of(gl.minimum(position, kv_len - 1), kv_base, kv_indices, form.PAGE_SIZE),)
-                stage = step % form.STAGES
-                phase = ((step // form.STAGES) & 1) ^ 1
-                keys = k_source + kv_head * k_head
-                mbarrier.wait(k.empty.index(stage), phase)
-                _gather_tile(
-                    k.tiles.index(stage), keys, found, start, kv_len, k_page, k_step, D, form.PAGE_SIZE, SLICE
-                )  # fmt: skip
-                if form.TWO:
-                    REST: gl.constexpr = k.rest.shape[2]
-                    _gather_tile(
-                        k.rest.index(stage), keys + D, found, start, kv_len, k_page, k_step, REST, form.PAGE_SIZE, SLICE
-                    )  # fmt: skip
-                cp_async_arrive(k.full.index(stage), increment_count=False)
-                mbarrier.wait(v.empty.index(stage), phase)
-                _gather_tile(
-                    v.tiles.index(stage), v_source + kv_head * v_head, found, start, kv_len, v_page, v_step, form.D_VO,
-                    form.PAGE_SIZE, SLICE,
-                )  # fmt: skip
-                cp_async_arrive(v.full.index(stage), increment_count=False)
-                start -= BLOCK_N
-                step += 1
-
-
-@gluon.jit
-def _fetch_part(
-    WG: gl.constexpr, tile, q, record, kv_head, q_stride_n, q_stride_h, GROUP: gl.constexpr
-):  # fmt: skip
-    D: gl.constexpr = tile.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    packed = gl.load(record + ITEM_TILE_ROW) + WG * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    token = packed // GROUP
-    at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * q_stride_n
-    at += (kv_head * GROUP + packed % GROUP) * q_stride_h
-    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    there = (token < gl.load(record + ITEM_Q_LEN))[:, None]
-    cp_async(tile, q + at[:, None] + d[None, :], mask=there)
-
-
-@gluon.jit
-def _fetch_queries(
-    WG: gl.constexpr, tile, rest, q, items, work, works, num_kv_heads, q_stride_n, q_stride_h, form: Form
-):  # fmt: skip
-    """Start copying a warpgroup's query rows of a piece of work, if there is one."""
-    if work < works:
-        record = items + work // num_kv_heads * ITEM_WIDTH
-        kv_head = work % num_kv_heads
-        _fetch_part(WG, tile, q, record, kv_head, q_stride_n, q_stride_h, form.GROUP)
-        if form.TWO:
-            _fetch_part(WG, rest, q + tile.shape[1], record, kv_head, q_stride_n, q_stride_h, form.GROUP)
-    cp_async_commit()
-
-
-@gluon.jit
 def _fold(x, SUM: gl.constexpr):
     """Each row's maximum or sum of every FOLD-th column: independent chains, where one chain would wait for itself."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLD, 16])
@@ -378,20 +101,30 @@ def _fold(x, SUM: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, top, sums, factor, MASKED: gl.constexpr, form: Form):
-    """One block of the online softmax in base 2: weights, maximum, sums, and the factor of what was summed before.
+def _highest(s, top, form: Form):
+    """Each row's maximum so far."""
+    if form.SOFTMAX:
+        top = gl.maximum(top, gl.convert_layout(gl.max(_fold(s, False), 1), top.type.layout))
+    return top
+
+
+@gluon.jit
+def _softmax(s, top, new_top, sums, factor, MASKED: gl.constexpr, form: Form):
+    """One block of the online softmax in base 2: weights, sums, and the factor of what was summed before them.
 
     Without a softmax, weights are what `s` is, and nothing is scaled.
     """
     if not form.SOFTMAX:
-        return s, top, sums, gl.full([s.shape[0]], 1.0, gl.float32, top.type.layout)
-    new_top = gl.maximum(top, gl.convert_layout(gl.max(_fold(s, False), 1), top.type.layout))
+        return s, sums, gl.full([s.shape[0]], 1.0, gl.float32, top.type.layout)
     # A row that has seen no key yet has top = -inf, and inf - inf is NaN. A variant's logits may be -inf anywhere.
     base = gl.where(new_top == float("-inf"), 0.0, new_top) if MASKED or form.VARIED else new_top
-    p = gl.exp2(s * factor - (base * factor)[:, None])
+    shifted = base * factor
+    if form.FP8:
+        shifted -= SHIFT
+    p = gl.exp2(s * factor - shifted[:, None])
     keep = gl.exp2((top - base) * factor)
     sums = sums * gl.convert_layout(keep, gl.SliceLayout(1, sums.type.layout))[:, None] + _fold(p, True)
-    return p, new_top, sums, keep
+    return p, sums, keep
 
 
 @gluon.jit
@@ -424,16 +157,43 @@ def _scores(q, q_rest, k: Ring, stage, zeros, TWO: gl.constexpr):
 
 
 @gluon.jit
-def _as_operand(weights, q):
-    """Weights as the left operand of P V, in registers."""
+def _as_operand(weights, q, form: Form):
+    """Weights as the left operand of P V, in registers; in FP8 not yet, since a loop would carry them byte by byte."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=weights.type.layout, k_width=2)
-    return gl.convert_layout(weights.to(q.dtype), LAYOUT)
+    if not form.FP8:
+        weights = gl.convert_layout(weights.to(q.dtype), LAYOUT)
+    return weights
+
+
+@gluon.jit
+def _weigh(p, v: Ring, stage, acc, form: Form):
+    """Start acc + P V; with form.APART, P V alone."""
+    values = v.tiles.index(stage)
+    if form.FP8:
+        LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=p.type.layout, k_width=4)
+        # A thread has the columns 8 j + 2 c + b of 16 (c its place in four), and the operand wants 4 c ... 4 c + 3:
+        # so they are called 4 c + 2 j + b, and nothing moves. turn_values has the rows of V in this order.
+        p = p.reshape([ROWS, p.shape[1] // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, p.shape[1]])
+        p = gl.convert_layout(p.to(values.dtype), LAYOUT, assert_trivial=True)
+        values = values.permute([1, 0])
+    if form.APART:
+        O_LAYOUT: gl.constexpr = acc.type.layout
+        acc = gl.zeros([ROWS, form.D_VO_PAD], gl.float32, O_LAYOUT)
+    return warpgroup_mma(p, values, acc, use_acc=form.APART == 0, is_async=True)
 
 
 @gluon.jit
 def _per_row(x, like):
     """One number per row, as a column beside the tile `like`."""
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout))[:, None]
+
+
+@gluon.jit
+def _in_order(acc, form: Form):
+    """The accumulator with its columns as V has them: turn_values put the odd ones of 16 behind the even ones."""
+    if form.FP8:
+        acc = acc.reshape([ROWS, form.D_VO_PAD // 16, 2, 8]).permute([0, 1, 3, 2]).reshape([ROWS, form.D_VO_PAD])
+    return acc
 
 
 @gluon.jit
@@ -468,19 +228,67 @@ def _steps(
         s = _scores(q, q_rest, k, stage, zeros, form.TWO)
         acc = acc * _per_row(keep, acc)
         _wait_full(v, step - 1, form)
-        pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
+        pv = _weigh(p, v, before, acc, form)
         mbarrier.arrive(turn.index(1 - WG), count=1)
         s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(k.empty.index(stage), count=1)
         s = _logits(s, view, params, start + cols, MASKED, form)
-        weights, top, sums, keep = _softmax(s, top, sums, factor, MASKED, form)
-        p = _as_operand(weights, q)
+        new_top = _highest(s, top, form)
+        weights, sums, keep = _softmax(s, top, new_top, sums, factor, MASKED, form)
+        p = _as_operand(weights, q, form)
         # Waiting for the next keys here, and not where they are used, also keeps the assembler from moving the wait for
         # P V up, in front of the softmax that is to run beside it.
         if start > begin:
             _wait_full(k, step + 1, form)
         acc, p, sums, keep = warpgroup_mma_wait(0, [pv, p, sums, keep])
         mbarrier.arrive(v.empty.index(before), count=1)
+        top = new_top
+        step += 1
+    return acc, p, keep, top, sums, step, start
+
+
+@gluon.jit
+def _steps_apart(
+    WG: gl.constexpr, count, acc, p, keep, top, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros,
+    cols, factor, view: View, params, MASKED: gl.constexpr, form: Form,
+):  # fmt: skip
+    """The same where each P V is a sum of its own."""
+    for i in range(count):
+        start -= zeros.shape[1]
+        stage = step % form.STAGES
+        before = (step - 1) % form.STAGES
+        if form.APART == 2:
+            _wait_full(v, step - 1, form)
+            _wait_turn(WG, turn, step)
+            pv = _weigh(p, v, before, acc, form)
+            s = _scores(q, q_rest, k, stage, zeros, form.TWO)
+            mbarrier.arrive(turn.index(1 - WG), count=1)
+            pv = warpgroup_mma_wait(1, [pv])
+            mbarrier.arrive(v.empty.index(before), count=1)
+            acc = acc * _per_row(keep, acc) + pv
+            if start > begin:
+                _wait_full(k, step + 1, form)
+            s, acc = warpgroup_mma_wait(0, [s, acc])
+            mbarrier.arrive(k.empty.index(stage), count=1)
+            s = _logits(s, view, params, start + cols, MASKED, form)
+            new_top = _highest(s, top, form)
+        else:
+            _wait_turn(WG, turn, step)
+            s = _scores(q, q_rest, k, stage, zeros, form.TWO)
+            _wait_full(v, step - 1, form)
+            pv = _weigh(p, v, before, acc, form)
+            mbarrier.arrive(turn.index(1 - WG), count=1)
+            s = warpgroup_mma_wait(1, [s])
+            mbarrier.arrive(k.empty.index(stage), count=1)
+            s = _logits(s, view, params, start + cols, MASKED, form)
+            new_top = _highest(s, top, form)
+            if start > begin:
+                _wait_full(k, step + 1, form)
+            pv, s, new_top = warpgroup_mma_wait(0, [pv, s, new_top])
+            mbarrier.arrive(v.empty.index(before), count=1)
+            acc = acc * _per_row(keep, acc) + pv
+        p, sums, keep = _softmax(s, top, new_top, sums, factor, MASKED, form)
+        top = new_top
         step += 1
     return acc, p, keep, top, sums, step, start
 
@@ -506,9 +314,10 @@ def _attend(
     view: View, params, form: Form,
 ):  # fmt: skip
     """All blocks but the product of the last weights: what _steps returns."""
-    D_PAD: gl.constexpr = v.tiles.shape[2]
     BLOCK_N: gl.constexpr = zeros.shape[1]
-    acc = gl.zeros([ROWS, D_PAD], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16]))
+    STEPS: gl.constexpr = _steps_apart if form.APART else _steps
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.D_VO_PAD, form.MMA_K])
+    acc = gl.zeros([ROWS, form.D_VO_PAD], gl.float32, O_LAYOUT)
     top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, zeros.type.layout))
     sums = gl.zeros([ROWS, FOLD], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLD, 16]))
     start = begin + (blocks - 1) * BLOCK_N
@@ -520,24 +329,28 @@ def _attend(
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k.empty.index(stage), count=1)
     s = _logits(s, view, params, start + cols, True, form)
-    weights, top, sums, keep = _softmax(s, top, sums, factor, True, form)
-    p = _as_operand(weights, q)
-    if start + BLOCK_N > view.kv_len:
-        _wait_full(v, step, form)
-        _clear_tail(v.tiles.index(stage), start, view.kv_len)
+    new_top = _highest(s, top, form)
+    weights, sums, keep = _softmax(s, top, new_top, sums, factor, True, form)
+    top = new_top
+    p = _as_operand(weights, q, form)
+    # Values that are turned were cleared then.
+    if not form.FP8:
+        if start + BLOCK_N > view.kv_len:
+            _wait_full(v, step, form)
+            _clear_tail(v.tiles.index(stage), start, view.kv_len)
     step += 1
     if blocks > 1:
         _wait_full(k, step, form)
-    acc, p, keep, top, sums, step, start = _steps(
+    acc, p, keep, top, sums, step, start = STEPS(
         WG, blocks - 1 - plain_to, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros, cols,
         factor, view, params, True, form,
     )  # fmt: skip
-    acc, p, keep, top, sums, step, start = _steps(
+    acc, p, keep, top, sums, step, start = STEPS(
         WG, gl.minimum(plain_to, blocks - 1) - plain_from, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v,
         turn, zeros, cols, factor, view, params, False, form,
     )  # fmt: skip
     if form.WINDOW:
-        acc, p, keep, top, sums, step, start = _steps(
+        acc, p, keep, top, sums, step, start = STEPS(
             WG, (start - begin) // BLOCK_N, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros,
             cols, factor, view, params, True, form,
         )  # fmt: skip
@@ -586,11 +399,10 @@ def _consume(
     num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h = numbers[:5]
     sm_scale, out_scale, soft_cap, window_left = numbers[5:]
     BLOCK_N: gl.constexpr = k.tiles.shape[1]
-    D_PAD: gl.constexpr = v.tiles.shape[2]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, 16])
+    D_PAD: gl.constexpr = form.D_VO_PAD
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, form.MMA_K])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, form.MMA_K])
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_PAD, D_PAD // 8], [4, 1], [1, 0])
-    STORE: gl.constexpr = WHOLE_ROWS if form.STAGED else O_LAYOUT
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) + WG * ROWS
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
@@ -598,14 +410,14 @@ def _consume(
     rest = q_rests.index(WG)
     factor = 1.0 if form.TRANSFORM else sm_scale * LOG2E
     works = gl.load(counts) * num_kv_heads
-    _fetch_queries(WG, tile, rest, q, items, _work(0), works, num_kv_heads, q_stride_n, q_stride_h, form)
+    fetch_queries(WG, tile, rest, q, items, work_at(0), works, num_kv_heads, q_stride_n, q_stride_h, form)
     step = 0
     for wave in range(gl.cdiv(works, gl.num_programs(0))):
-        work = _work(wave)
+        work = work_at(wave)
         if work < works:
             record = items + work // num_kv_heads * ITEM_WIDTH
             kv_head = work % num_kv_heads
-            begin, blocks, plain_from, plain_to = _span(record, window_left, BLOCK_N, form)
+            begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, form)
             q_len = gl.load(record + ITEM_Q_LEN)
             kv_len = gl.load(record + ITEM_KV_LEN)
             packed = gl.load(record + ITEM_TILE_ROW) + rows
@@ -643,19 +455,24 @@ def _consume(
                 )  # fmt: skip
                 # All warps are done with these queries: the next ones come under what is left to do.
                 block_barrier()
-                _fetch_queries(
-                    WG, tile, rest, q, items, _work(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
+                fetch_queries(
+                    WG, tile, rest, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
                 )  # fmt: skip
                 before = (step - 1) % form.STAGES
-                acc = acc * _per_row(keep, acc)
+                if not form.APART:
+                    acc = acc * _per_row(keep, acc)
                 _wait_full(v, step - 1, form)
-                pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
-                acc = warpgroup_mma_wait(0, [pv])
+                pv = _weigh(p, v, before, acc, form)
+                pv = warpgroup_mma_wait(0, [pv])
                 mbarrier.arrive(v.empty.index(before), count=1)
+                acc = acc * _per_row(keep, acc) + pv if form.APART else pv
                 total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, S_LAYOUT))
+                if form.FP8:
+                    acc *= 1.0 / (1 << SHIFT)
+                    total *= 1.0 / (1 << SHIFT)
             else:
-                _fetch_queries(
-                    WG, tile, rest, q, items, _work(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
+                fetch_queries(
+                    WG, tile, rest, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
                 )  # fmt: skip
 
             # Read again, and not kept: the loop needs the registers.
@@ -684,13 +501,15 @@ def _consume(
             if form.HEAD_SCALES:
                 inverse *= gl.load(v_scale + head, mask=row_ok, other=0.0)
             # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
-            acc = gl.where(_per_row(seen, acc), acc * _per_row(inverse, acc), 0.0)
+            acc = _in_order(gl.where(_per_row(seen, acc), acc * _per_row(inverse, acc), 0.0), form)
+            OWN: gl.constexpr = acc.type.layout
+            STORE: gl.constexpr = WHOLE_ROWS if form.STAGED else OWN
             state = gl.where(seen, top + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
 
             if slot >= 0:
                 row = (slot.to(gl.int64) * num_kv_heads + kv_head) * form.BLOCK_M + WG * ROWS
-                o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, O_LAYOUT))
-                o_cols = gl.arange(0, D_PAD, gl.SliceLayout(0, O_LAYOUT))
+                o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, OWN))
+                o_cols = gl.arange(0, D_PAD, gl.SliceLayout(0, OWN))
                 there = ((tile_row + WG * ROWS + o_rows) // form.GROUP < q_len)[:, None] & (o_cols < form.D_VO)[None, :]
                 gl.store(partial_out + (row + o_rows)[:, None] * form.D_VO + o_cols[None, :], acc, mask=there)
                 gl.store(partial_lse + row + rows - WG * ROWS, state, mask=row_ok)
@@ -716,16 +535,6 @@ def _consume(
 
 
 @gluon.jit
-def _ring(tiles, rest, STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=WRITERS)
-        mbarrier.init(empty.index(stage), count=READERS)
-    return Ring(tiles, rest, full, empty)
-
-
-@gluon.jit
 def attend_sm90_kernel(
     q, k_map, k_rest_map, v_map, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask,
     mask_indptr, sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h,
@@ -733,7 +542,7 @@ def attend_sm90_kernel(
     window_left, params,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, D_VO: gl.constexpr,
     D_VO_PAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr,
-    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, TURN_WARPS: gl.constexpr, APART: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr,
     ALIBI: gl.constexpr, NEGATIVE: gl.constexpr, SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr,
     GATHER: gl.constexpr, LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr,
@@ -749,11 +558,14 @@ def attend_sm90_kernel(
     DTYPE: gl.constexpr = q.dtype.element_ty
     OUT: gl.constexpr = out.dtype.element_ty
     TWO: gl.constexpr = D_REST > 0
+    FP8: gl.constexpr = DTYPE.primitive_bitwidth == 8
     form = Form(
         CAUSAL=CAUSAL, WINDOW=WINDOW, CUSTOM=CUSTOM, SOFT_CAP=SOFT_CAP, ALIBI=ALIBI, SINKS=SINKS,
         HEAD_SCALES=HEAD_SCALES, LSE=LSE, TRANSFORM=SOFT_CAP or ALIBI or HEAD_SCALES or NEGATIVE or VARIED,
-        GATHER=GATHER, GROUP=GROUP, PAGE_SIZE=PAGE_SIZE, D_VO=D_VO, BLOCK_M=BLOCK_M, STAGES=STAGES, TWO=TWO,
-        STAGED=STAGED, LOGITS=LOGITS, MASK=MASK, VARIED=VARIED, SOFTMAX=SOFTMAX,
+        GATHER=GATHER, GROUP=GROUP, PAGE_SIZE=PAGE_SIZE, D_VO=D_VO, D_VO_PAD=D_VO_PAD, BLOCK_M=BLOCK_M, STAGES=STAGES,
+        TWO=TWO, STAGED=STAGED, FP8=FP8, APART=APART, MMA_K=256 // DTYPE.primitive_bitwidth,
+        TURN_WARPS=TURN_WARPS, LOGITS=LOGITS, MASK=MASK,
+        VARIED=VARIED, SOFTMAX=SOFTMAX,
     )  # fmt: skip
     q_tiles = gl.allocate_shared_memory(
         DTYPE, [2, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
@@ -780,8 +592,8 @@ def attend_sm90_kernel(
     )  # fmt: skip
     # Every thread that gathers says so; of copies in boxes, the copy engine does.
     WRITERS: gl.constexpr = 128 if GATHER else 1
-    k = _ring(k_tiles, k_rests, STAGES, WRITERS, 2)
-    v = _ring(v_tiles, v_tiles, STAGES, WRITERS, 2)
+    k = ring_of(k_tiles, k_rests, STAGES, WRITERS, 2)
+    v = ring_of(v_tiles, v_tiles, STAGES, WRITERS, 1 if FP8 else 2)
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(turn.index(0), count=1)
     mbarrier.init(turn.index(1), count=1)
@@ -792,12 +604,34 @@ def attend_sm90_kernel(
     numbers = (
         num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left,
     )  # fmt: skip
-    if GATHER:
+    if FP8:
+        t_tiles = gl.allocate_shared_memory(
+            DTYPE, [STAGES, D_VO_PAD, BLOCK_N], gl.NVMMASharedLayout.get_default_for([D_VO_PAD, BLOCK_N], DTYPE)
+        )  # fmt: skip
+        t = ring_of(t_tiles, t_tiles, STAGES, 1, 2)
+        gl.warp_specialize(
+            [
+                (_consume, (gl.constexpr(0), tensors, numbers, params, q_tiles, q_rests, k, t, o_tiles, turn, form)),
+                (_consume, (gl.constexpr(1), tensors, numbers, params, q_tiles, q_rests, k, t, o_tiles, turn, form)),
+                (turn_values, (v, t, items, counts, num_kv_heads, window_left, form)),
+                (produce, (
+                    k_map, k_rest_map, k, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
+                    gl.constexpr(TWO), form,
+                )),
+                (produce, (
+                    v_map, v_map, v, items, counts, kv_indices, num_kv_heads, window_left, v_page, v_head, v_step,
+                    gl.constexpr(False), form,
+                )),
+            ],
+            [4, TURN_WARPS, 1, 1],
+            [REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
+    elif GATHER:
         gl.warp_specialize(
             [
                 (_consume, (gl.constexpr(0), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
                 (_consume, (gl.constexpr(1), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
-                (_gather, (
+                (gather, (
                     k_map, v_map, k, v, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
                     v_page, v_head, v_step, form,
                 )),
@@ -810,11 +644,11 @@ def attend_sm90_kernel(
             [
                 (_consume, (gl.constexpr(0), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
                 (_consume, (gl.constexpr(1), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
-                (_produce, (
+                (produce, (
                     k_map, k_rest_map, k, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
                     gl.constexpr(TWO), form,
                 )),
-                (_produce, (
+                (produce, (
                     v_map, v_map, v, items, counts, kv_indices, num_kv_heads, window_left, v_page, v_head, v_step,
                     gl.constexpr(False), form,
                 )),

@@ -43,6 +43,8 @@ class Sm90Config:
     copy_registers: int
     programs_per_sm: int
     least_piece: int
+    turn_warps: int = 0
+    apart: int = 0
     negative: bool = False
 
 
@@ -58,14 +60,28 @@ _TILES = {
 }
 
 
+# The same for e4m3, where values lie in shared memory twice.
+_FP8_TILES = {
+    (64, 64): (128, 4, True),
+    (128, 128): (128, 3, True),
+    (256, 256): (64, 2, False),
+}
+
+
+def _boxes(p: Problem) -> bool:
+    """Whether the copy engine takes the tiles: a box is a page or a part of one, and a power of two of rows that fill
+    the 8 rows of a swizzle pattern."""
+    return p.matrix and (not p.page_size or (p.page_size >= 16 and not p.page_size & (p.page_size - 1)))
+
+
 def choose(p: Problem, target: Target) -> Sm90Config:
-    block_n, stages, staged = _TILES[p.head_dim_qk, p.head_dim_vo]
+    fp8 = p.q_dtype == "fp8e4nv"
+    block_n, stages, staged = (_FP8_TILES if fp8 else _TILES)[p.head_dim_qk, p.head_dim_vo]
     if p.window or p.soft_cap or p.pos_encoding == "ALIBI" or p.mask == "custom" or p.variant:
         # What they compute on a tile of 128 keys does not fit the registers beside it.
         narrow = 32 if p.head_dim_qk == 256 else 64
         block_n, stages = narrow, stages * block_n // narrow
-    # A box is a page or a part of one, and a power of two of rows that fill the 8 rows of a swizzle pattern.
-    boxes = p.matrix and (not p.page_size or (p.page_size >= 16 and not p.page_size & (p.page_size - 1)))
+    boxes = _boxes(p)
     return Sm90Config(
         block_m=128,
         block_n=block_n,
@@ -74,10 +90,12 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         gather=not boxes,
         # Three warpgroups have 512 together. Boxes need few; warps that gather with 32 spill in their loop: 48 loads a
         # block by its code, against 5 with 64. Not timed.
-        registers=240 if boxes else 224,
-        copy_registers=32 if boxes else 64,
+        registers=232 if fp8 else 240 if boxes else 224,
+        copy_registers=40 if fp8 else 32 if boxes else 64,
         programs_per_sm=1,
         least_piece=512,
+        turn_warps=2 if fp8 else 0,
+        apart=2 if fp8 and p.head_dim_vo <= 128 else 0,
     )
 
 
@@ -85,16 +103,21 @@ def refuses(p: Problem, target: Target) -> str:
     """Why the Hopper kernel does not take the problem; '' if it does."""
     if target.capability != 90:
         return f"wgmma is compute capability 9.0's, and this is {target.arch}"
-    if p.q_dtype not in ("bf16", "fp16") or p.kv_dtype != p.q_dtype:
-        return f"q {p.q_dtype} with k and v {p.kv_dtype}: it takes bf16 or fp16 for both"
+    if p.q_dtype not in ("bf16", "fp16", "fp8e4nv") or p.kv_dtype != p.q_dtype:
+        return f"q {p.q_dtype} with k and v {p.kv_dtype}: it takes bf16, fp16 or fp8e4nv for all"
     if p.o_dtype not in ("bf16", "fp16"):
         return f"output {p.o_dtype}: it writes bf16 or fp16"
-    if (p.head_dim_qk, p.head_dim_vo) not in _TILES:
-        return f"head_dim {p.head_dim_qk} / {p.head_dim_vo}: it takes {', '.join('%d / %d' % dims for dims in _TILES)}"
+    tiles = _FP8_TILES if p.q_dtype == "fp8e4nv" else _TILES
+    if (p.head_dim_qk, p.head_dim_vo) not in tiles:
+        return f"head_dim {p.head_dim_qk} / {p.head_dim_vo}: it takes {', '.join('%d / %d' % dims for dims in tiles)}"
     if p.rows < 128:
         return f"tiles of {p.rows} rows would leave a warpgroup without work"
     if p.pos_encoding == "ROPE_LLAMA":
         return "keys go from memory to the tensor cores, with no register between in which to rotate them"
+    if p.q_dtype == "fp8e4nv" and not _boxes(p):
+        return f"e4m3 in pages of {p.page_size} and strides that make no boxes: no registers are left to gather rows"
+    if p.q_dtype == "fp8e4nv" and not p.softmax:
+        return "weights without a softmax, which e4m3 may not hold"
     if not p.aligned:
         return "rows that are not aligned to 16 bytes"
     return ""

@@ -1,0 +1,419 @@
+"""How tiles reach shared memory on Hopper, and the work that they are of.
+
+The copy engine brings keys and values box by box, or four warps gather them row by row; each warpgroup that computes
+brings its own queries.
+"""
+
+from flashinfer._core.gluon_compat import (
+    aggregate,
+    block_barrier,
+    cp_async,
+    cp_async_arrive,
+    cp_async_commit,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+)
+from flashinfer.ops.attention._device.schedule import (
+    ITEM_KV_BASE,
+    ITEM_KV_BEGIN,
+    ITEM_KV_END,
+    ITEM_KV_LEN,
+    ITEM_Q_LEN,
+    ITEM_Q_ROW,
+    ITEM_TILE_ROW,
+    ITEM_WIDTH,
+)
+
+# Rows of a warpgroup's tile: what one wgmma takes.
+ROWS = gl.constexpr(64)
+
+
+@aggregate
+class Form:
+    """What the kernel is compiled for."""
+
+    CAUSAL: gl.constexpr
+    WINDOW: gl.constexpr
+    CUSTOM: gl.constexpr
+    SOFT_CAP: gl.constexpr
+    ALIBI: gl.constexpr
+    SINKS: gl.constexpr
+    HEAD_SCALES: gl.constexpr
+    LSE: gl.constexpr
+    # Whether logits are more than products times a positive scale, which is folded into the exponent.
+    TRANSFORM: gl.constexpr
+    # Whether tiles are gathered row by row, and not copied in boxes.
+    GATHER: gl.constexpr
+    GROUP: gl.constexpr
+    PAGE_SIZE: gl.constexpr
+    D_VO: gl.constexpr
+    D_VO_PAD: gl.constexpr
+    BLOCK_M: gl.constexpr
+    STAGES: gl.constexpr
+    # Whether keys have two parts, see Ring; whether outputs are staged in shared memory.
+    TWO: gl.constexpr
+    STAGED: gl.constexpr
+    # Whether everything is e4m3; whether P V of each block of keys is then a sum of its own; the depth of a product.
+    FP8: gl.constexpr
+    APART: gl.constexpr
+    MMA_K: gl.constexpr
+    TURN_WARPS: gl.constexpr
+    # The functions of a user's variant, or None; whether there is a variant; whether its logits are weights.
+    LOGITS: gl.constexpr
+    MASK: gl.constexpr
+    VARIED: gl.constexpr
+    SOFTMAX: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, *, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, SINKS, HEAD_SCALES, LSE, TRANSFORM, GATHER, GROUP, PAGE_SIZE,
+        D_VO, D_VO_PAD, BLOCK_M, STAGES, TWO, STAGED, FP8, APART, MMA_K, TURN_WARPS,
+        LOGITS, MASK, VARIED, SOFTMAX,
+    ):  # fmt: skip
+        self.CAUSAL = gl.constexpr(CAUSAL)
+        self.WINDOW = gl.constexpr(WINDOW)
+        self.CUSTOM = gl.constexpr(CUSTOM)
+        self.SOFT_CAP = gl.constexpr(SOFT_CAP)
+        self.ALIBI = gl.constexpr(ALIBI)
+        self.SINKS = gl.constexpr(SINKS)
+        self.HEAD_SCALES = gl.constexpr(HEAD_SCALES)
+        self.LSE = gl.constexpr(LSE)
+        self.TRANSFORM = gl.constexpr(TRANSFORM)
+        self.GATHER = gl.constexpr(GATHER)
+        self.GROUP = gl.constexpr(GROUP)
+        self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
+        self.D_VO = gl.constexpr(D_VO)
+        self.D_VO_PAD = gl.constexpr(D_VO_PAD)
+        self.BLOCK_M = gl.constexpr(BLOCK_M)
+        self.STAGES = gl.constexpr(STAGES)
+        self.TWO = gl.constexpr(TWO)
+        self.STAGED = gl.constexpr(STAGED)
+        self.FP8 = gl.constexpr(FP8)
+        self.APART = gl.constexpr(APART)
+        self.MMA_K = gl.constexpr(MMA_K)
+        self.TURN_WARPS = gl.constexpr(TURN_WARPS)
+        self.LOGITS = gl.constexpr(LOGITS)
+        self.MASK = gl.constexpr(MASK)
+        self.VARIED = gl.constexpr(VARIED)
+        self.SOFTMAX = gl.constexpr(SOFTMAX)
+
+
+@aggregate
+class Ring:
+    """Stages of K or V tiles, and the barriers that say full and empty.
+
+    A head_dim that is no power of two comes in two parts, `tiles` and `rest`; else they are the same.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    rest: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, rest, full, empty):
+        self.tiles = tiles
+        self.rest = rest
+        self.full = full
+        self.empty = empty
+
+
+@gluon.jit
+def work_at(wave):
+    """The wave-th piece of work of this block. Work comes in order of falling length: every other wave runs backwards,
+    so that no block gets the longest of every wave."""
+    blocks = gl.num_programs(0)
+    at = gl.program_id(0)
+    at = gl.where(wave % 2 == 0, at, blocks - 1 - at)
+    return wave * blocks + at
+
+
+@gluon.jit
+def span(record, window_left, BLOCK_N: gl.constexpr, form: Form):
+    """First key, and blocks of keys in all; blocks [plain_from, plain_to) are seen whole by every row of the tile."""
+    q_len = gl.load(record + ITEM_Q_LEN)
+    kv_len = gl.load(record + ITEM_KV_LEN)
+    tile_row = gl.load(record + ITEM_TILE_ROW)
+    begin = gl.load(record + ITEM_KV_BEGIN)
+    end = gl.load(record + ITEM_KV_END)
+    first_pos = tile_row // form.GROUP + kv_len - q_len
+    last_pos = gl.minimum((tile_row + form.BLOCK_M - 1) // form.GROUP, q_len - 1) + kv_len - q_len
+    if form.WINDOW:
+        begin += gl.maximum(first_pos - window_left - begin, 0) // BLOCK_N * BLOCK_N
+    plain_end = end
+    if form.CAUSAL:
+        end = gl.minimum(end, last_pos + 1)
+        plain_end = gl.minimum(plain_end, first_pos + 1)
+    blocks = (gl.maximum(end - begin, 0) + BLOCK_N - 1) // BLOCK_N
+    plain_to = gl.maximum(plain_end - begin, 0) // BLOCK_N
+    plain_from = 0
+    if form.WINDOW:
+        plain_from = (gl.maximum(last_pos - window_left - begin, 0) + BLOCK_N - 1) // BLOCK_N
+    if form.CUSTOM or form.MASK is not None:
+        plain_to = 0
+    plain_to = gl.minimum(plain_to, blocks)
+    return begin, blocks, gl.minimum(plain_from, plain_to), plain_to
+
+
+@gluon.jit
+def _pages(kv_indices, kv_base, start, kv_len, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The page ids of one block of keys; none for ragged keys. Past the end, any page of the request: what is read
+    there is masked."""
+    pages = ()
+    if PAGE_SIZE > 0:
+        BOXES: gl.constexpr = (BLOCK_N + PAGE_SIZE - 1) // PAGE_SIZE
+        for box in gl.static_range(BOXES):
+            page = gl.minimum(start + box * PAGE_SIZE, kv_len - 1) // PAGE_SIZE
+            pages += (gl.load(kv_indices + kv_base + page),)
+    return pages
+
+
+@gluon.jit
+def produce(
+    tiles_map, rest_map, ring: Ring, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
+    head_cols, TWO: gl.constexpr, form: Form,
+):  # fmt: skip
+    """One warp: copies the keys, or the values, of each piece of work, block by block, as stages come free."""
+    BLOCK_N: gl.constexpr = ring.tiles.shape[1]
+    SPLIT_AT: gl.constexpr = ring.tiles.shape[2]
+    COLUMNS: gl.constexpr = SPLIT_AT + (ring.rest.shape[2] if TWO else 0)
+    works = gl.load(counts) * num_kv_heads
+    step = 0
+    for wave in range(gl.cdiv(works, gl.num_programs(0))):
+        work = work_at(wave)
+        if work < works:
+            record = items + work // num_kv_heads * ITEM_WIDTH
+            kv_head = work % num_kv_heads
+            begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, form)
+            kv_base = gl.load(record + ITEM_KV_BASE)
+            kv_len = gl.load(record + ITEM_KV_LEN)
+            start = begin + (blocks - 1) * BLOCK_N
+            for i in range(blocks):
+                # Asked for before the wait, which hides the trip to memory.
+                pages = _pages(kv_indices, kv_base, start, kv_len, form.PAGE_SIZE, BLOCK_N)
+                stage = step % form.STAGES
+                full = ring.full.index(stage)
+                mbarrier.wait(ring.empty.index(stage), ((step // form.STAGES) & 1) ^ 1)
+                mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * BLOCK_N * COLUMNS)
+                row = kv_head * head_rows
+                col = kv_head * head_cols
+                if form.PAGE_SIZE == 0:
+                    row += kv_base + start
+                elif form.PAGE_SIZE >= BLOCK_N:
+                    row += pages[0] * page_rows + start % form.PAGE_SIZE
+                if form.PAGE_SIZE == 0 or form.PAGE_SIZE >= BLOCK_N:
+                    tma_load(tiles_map, [row, col], full, ring.tiles.index(stage))
+                    if TWO:
+                        tma_load(rest_map, [row, col + SPLIT_AT], full, ring.rest.index(stage))
+                else:
+                    for box in gl.static_range(BLOCK_N // form.PAGE_SIZE):
+                        at = row + pages[box] * page_rows
+                        to = ring.tiles.index(stage).slice(box * form.PAGE_SIZE, form.PAGE_SIZE, dim=0)
+                        tma_load(tiles_map, [at, col], full, to)
+                        if TWO:
+                            to = ring.rest.index(stage).slice(box * form.PAGE_SIZE, form.PAGE_SIZE, dim=0)
+                            tma_load(rest_map, [at, col + SPLIT_AT], full, to)
+                start -= BLOCK_N
+                step += 1
+
+
+@gluon.jit
+def _rows_of(position, kv_base, kv_indices, PAGE_SIZE: gl.constexpr):
+    """What finds the row of a key: its page, or its row in a ragged tensor."""
+    if PAGE_SIZE == 0:
+        return kv_base + position
+    return gl.load(kv_indices + kv_base + position // PAGE_SIZE)
+
+
+@gluon.jit
+def _gather_tile(
+    to, source, found, start, kv_len, page, step, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, SLICE: gl.constexpr
+):  # fmt: skip
+    """Start copying the rows of one tile from wherever they lie; `found` has _rows_of them, slice by slice."""
+    D: gl.constexpr = to.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    for i in gl.static_range(to.shape[0] // SLICE):
+        at = gl.convert_layout(found[i], gl.SliceLayout(1, LAYOUT)).to(gl.int64)
+        if PAGE_SIZE == 0:
+            at *= step
+        else:
+            position = gl.minimum(start + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT)), kv_len - 1)
+            at = at * page + (position % PAGE_SIZE) * step
+        pointers = source + at[:, None] + d[None, :]
+        if COLUMNS < D:
+            cp_async(to.slice(i * SLICE, SLICE, dim=0), pointers, mask=(d < COLUMNS)[None, :])
+        else:
+            cp_async(to.slice(i * SLICE, SLICE, dim=0), pointers)
+
+
+@gluon.jit
+def gather(
+    k_source, v_source, k: Ring, v: Ring, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
+    v_page, v_head, v_step, form: Form,
+):  # fmt: skip
+    """Four warps: copy keys and values that no box takes, pages of a few tokens say, row by row with cp.async."""
+    BLOCK_N: gl.constexpr = k.tiles.shape[1]
+    SLICE: gl.constexpr = 16
+    # As _gather_tile has it for the tiles of K.
+    D: gl.constexpr = k.tiles.shape[2]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    works = gl.load(counts) * num_kv_heads
+    step = 0
+    for wave in range(gl.cdiv(works, gl.num_programs(0))):
+        work = work_at(wave)
+        if work < works:
+            record = items + work // num_kv_heads * ITEM_WIDTH
+            kv_head = (work % num_kv_heads).to(gl.int64)
+            begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, form)
+            kv_base = gl.load(record + ITEM_KV_BASE)
+            kv_len = gl.load(record + ITEM_KV_LEN)
+            start = begin + (blocks - 1) * BLOCK_N
+            for i in range(blocks):
+                # All asked for before the wait, which hides the trip to memory. Past the end, the last key.
+                found = ()
+                for j in gl.static_range(BLOCK_N // SLICE):
+                    position = start + j * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+                    found += (_rows_of(gl.minimum(position, kv_len - 1), kv_base, kv_indices, form.PAGE_SIZE),)
+                stage = step % form.STAGES
+                phase = ((step // form.STAGES) & 1) ^ 1
+                keys = k_source + kv_head * k_head
+                mbarrier.wait(k.empty.index(stage), phase)
+                _gather_tile(
+                    k.tiles.index(stage), keys, found, start, kv_len, k_page, k_step, D, form.PAGE_SIZE, SLICE
+                )  # fmt: skip
+                if form.TWO:
+                    REST: gl.constexpr = k.rest.shape[2]
+                    _gather_tile(
+                        k.rest.index(stage), keys + D, found, start, kv_len, k_page, k_step, REST, form.PAGE_SIZE, SLICE
+                    )  # fmt: skip
+                cp_async_arrive(k.full.index(stage), increment_count=False)
+                mbarrier.wait(v.empty.index(stage), phase)
+                _gather_tile(
+                    v.tiles.index(stage), v_source + kv_head * v_head, found, start, kv_len, v_page, v_step, form.D_VO,
+                    form.PAGE_SIZE, SLICE,
+                )  # fmt: skip
+                cp_async_arrive(v.full.index(stage), increment_count=False)
+                start -= BLOCK_N
+                step += 1
+
+
+@gluon.constexpr_function
+def _pairs_layout(KEYS, PAIRS, WARPS):
+    registers = [[1, 0], [8, 0], [16, 0]]
+    columns = [[0, 1 << i] for i in range(3, PAIRS.bit_length() - 1)]
+    warps = columns[len(columns) - (WARPS.bit_length() - 1) :] if WARPS > 1 else []
+    registers += columns[: len(columns) - len(warps)]
+    lanes = [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [KEYS, PAIRS])
+
+
+@gluon.jit
+def _turn_tile(values, turned, start, kv_len, CLEAR: gl.constexpr, WARPS: gl.constexpr):
+    """See turn_values. With CLEAR, values of keys past the end become zeros: their weight is 0, and 0 times what lies
+    there may be NaN."""
+    BLOCK_N: gl.constexpr = values.shape[0]
+    PAIRS: gl.constexpr = values.shape[1] // 2
+    SLICE: gl.constexpr = 32
+    # What ldmatrix gives a thread when it turns pairs: those of two neighbouring keys in a register; the register that
+    # is to be mixed with it, 8 keys on, comes next.
+    LAYOUT: gl.constexpr = _pairs_layout(SLICE, PAIRS, WARPS)
+    pairs = values._reinterpret(
+        gl.int16, [BLOCK_N, PAIRS], gl.NVMMASharedLayout.get_default_for([BLOCK_N, PAIRS], gl.int16)
+    )  # fmt: skip
+    to = turned._reinterpret(
+        gl.int16, [2 * PAIRS, BLOCK_N // 2], gl.NVMMASharedLayout.get_default_for([2 * PAIRS, BLOCK_N // 2], gl.int16)
+    )  # fmt: skip
+    for i in gl.static_range(BLOCK_N // SLICE):
+        x = pairs.slice(i * SLICE, SLICE, dim=0).load(LAYOUT)
+        if CLEAR:
+            key = start + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+            x = gl.where((key < kv_len)[:, None], x, 0).to(gl.int16)
+        # Bytes 0, 2, 4, 6 and 1, 3, 5, 7 of two registers: a column of four keys each.
+        x = gl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;", "=r,=r,r,r", [x], dtype=gl.int16,
+            is_pure=True, pack=4,
+        )  # fmt: skip
+        # Keys are 16 a + 8 e + 2 c + j, where e is now a column's parity and j one of two pairs of keys; pairs of
+        # columns are 8 h + g. Rows become 16 h + 8 e + g, so that matrices of 8 rows are stored without conflicts.
+        x = x.reshape([SLICE // 16, 2, 4, 2, PAIRS // 8, 8]).permute([4, 1, 5, 0, 2, 3])
+        to.slice(i * SLICE // 2, SLICE // 2, dim=1).store(x.reshape([2 * PAIRS, SLICE // 2]))
+
+
+@gluon.jit
+def turn_values(raw: Ring, v: Ring, items, counts, num_kv_heads, window_left, form: Form):
+    """Turns tiles of 8-bit values [keys, columns] so that their keys are contiguous, as wgmma wants them.
+
+    Instructions that turn do so with 16-bit elements, here pairs of columns; two permutations of bytes make columns of
+    keys of these. What lies at 4 c + 2 j + b of 16 keys is key 8 j + 2 c + b, which is the order that weights are in
+    when their fragments of accumulators are taken for operands.
+    """
+    BLOCK_N: gl.constexpr = raw.tiles.shape[1]
+    works = gl.load(counts) * num_kv_heads
+    step = 0
+    for wave in range(gl.cdiv(works, gl.num_programs(0))):
+        work = work_at(wave)
+        if work < works:
+            record = items + work // num_kv_heads * ITEM_WIDTH
+            begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, form)
+            kv_len = gl.load(record + ITEM_KV_LEN)
+            start = begin + (blocks - 1) * BLOCK_N
+            for i in range(blocks):
+                stage = step % form.STAGES
+                phase = (step // form.STAGES) & 1
+                mbarrier.wait(raw.full.index(stage), phase)
+                mbarrier.wait(v.empty.index(stage), phase ^ 1)
+                if start + BLOCK_N > kv_len:
+                    _turn_tile(raw.tiles.index(stage), v.tiles.index(stage), start, kv_len, True, form.TURN_WARPS)
+                else:
+                    _turn_tile(raw.tiles.index(stage), v.tiles.index(stage), start, kv_len, False, form.TURN_WARPS)
+                # What threads wrote, the tensor cores see behind this fence.
+                fence_async_shared()
+                block_barrier()
+                mbarrier.arrive(raw.empty.index(stage), count=1)
+                mbarrier.arrive(v.full.index(stage), count=1)
+                start -= BLOCK_N
+                step += 1
+
+
+@gluon.jit
+def _fetch_part(
+    WG: gl.constexpr, tile, q, record, kv_head, q_stride_n, q_stride_h, GROUP: gl.constexpr
+):  # fmt: skip
+    D: gl.constexpr = tile.shape[1]
+    VEC: gl.constexpr = 128 // tile.dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, VEC], [32 * VEC // D, D // VEC], [4, 1], [1, 0])
+    packed = gl.load(record + ITEM_TILE_ROW) + WG * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    token = packed // GROUP
+    at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * q_stride_n
+    at += (kv_head * GROUP + packed % GROUP) * q_stride_h
+    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    there = (token < gl.load(record + ITEM_Q_LEN))[:, None]
+    cp_async(tile, q + at[:, None] + d[None, :], mask=there)
+
+
+@gluon.jit
+def fetch_queries(
+    WG: gl.constexpr, tile, rest, q, items, work, works, num_kv_heads, q_stride_n, q_stride_h, form: Form
+):  # fmt: skip
+    """Start copying a warpgroup's query rows of a piece of work, if there is one."""
+    if work < works:
+        record = items + work // num_kv_heads * ITEM_WIDTH
+        kv_head = work % num_kv_heads
+        _fetch_part(WG, tile, q, record, kv_head, q_stride_n, q_stride_h, form.GROUP)
+        if form.TWO:
+            _fetch_part(WG, rest, q + tile.shape[1], record, kv_head, q_stride_n, q_stride_h, form.GROUP)
+    cp_async_commit()
+
+
+@gluon.jit
+def ring_of(tiles, rest, STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=WRITERS)
+        mbarrier.init(empty.index(stage), count=READERS)
+    return Ring(tiles, rest, full, empty)
