@@ -34,6 +34,7 @@ __all__ = [
     "gluon",
     "mbarrier",
     "mma_v2",
+    "reinterpret",
     "tensordesc",
     "tma_load",
     "tma_store",
@@ -56,6 +57,9 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 # (pendings): at most so many stores still read shared memory.
 tma_store_wait = tma.store_wait
+# (shared memory, dtype, shape, layout): the same bytes seen as another tile.
+_Shared = gl.shared_memory_descriptor
+reinterpret = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
 # (): all threads of the block.
 block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 

@@ -14,6 +14,7 @@ from flashinfer._core.gluon_compat import (
     gl,
     gluon,
     mbarrier,
+    reinterpret,
     tma_load,
 )
 from flashinfer.ops.attention._device.schedule import (
@@ -321,12 +322,10 @@ def _turn_tile(values, turned, start, kv_len, CLEAR: gl.constexpr, WARPS: gl.con
     # What ldmatrix gives a thread when it turns pairs: those of two neighbouring keys in a register; the register that
     # is to be mixed with it, 8 keys on, comes next.
     LAYOUT: gl.constexpr = _pairs_layout(SLICE, PAIRS, WARPS)
-    pairs = values._reinterpret(
-        gl.int16, [BLOCK_N, PAIRS], gl.NVMMASharedLayout.get_default_for([BLOCK_N, PAIRS], gl.int16)
-    )  # fmt: skip
-    to = turned._reinterpret(
-        gl.int16, [2 * PAIRS, BLOCK_N // 2], gl.NVMMASharedLayout.get_default_for([2 * PAIRS, BLOCK_N // 2], gl.int16)
-    )  # fmt: skip
+    IN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, PAIRS], gl.int16)
+    OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * PAIRS, BLOCK_N // 2], gl.int16)
+    pairs = reinterpret(values, gl.int16, [BLOCK_N, PAIRS], IN)
+    to = reinterpret(turned, gl.int16, [2 * PAIRS, BLOCK_N // 2], OUT)
     for i in gl.static_range(BLOCK_N // SLICE):
         x = pairs.slice(i * SLICE, SLICE, dim=0).load(LAYOUT)
         if CLEAR:
