@@ -12,6 +12,7 @@ from flashinfer._core.kv_layout import as_matrix
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention._device.attend_sm90 import attend_sm90_kernel
+from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.planner import schedule_launch, schedules
 from flashinfer.ops.attention.portable import varied
 from flashinfer.ops.attention.prefill.config import Sm90Config
@@ -48,11 +49,12 @@ def build(p: Problem, c: Sm90Config) -> Build:
     if not c.gather:
         maps.update((name, tensordesc(p.kv_dtype, box)) for name, box in _boxes(p, c).items())
     step = "i64:8" if c.gather else "i32"
+    q_step = f"i64:{16 // SIZE[p.q_dtype]}"
     types = dict(
         q=f"*{p.q_dtype}:16", **maps, out=f"*{p.o_dtype}:16", lse="*fp32", partial_out="*fp32:16",
         partial_lse="*fp32:16", items="*i32:16", counts="*i32", arrivals="*i32", kv_indices="*i32", mask="*u8",
         mask_indptr="*i32", sinks="*fp32", qk_scale="*fp32", v_scale="*fp32", alibi_slopes="*fp32",
-        num_kv_heads="i32", q_stride_n="i64:8", q_stride_h="i64:8", o_stride_n="i64:8", o_stride_h="i64:8",
+        num_kv_heads="i32", q_stride_n=q_step, q_stride_h=q_step, o_stride_n="i64:8", o_stride_h="i64:8",
         k_page=step, k_head=step, k_step=step, v_page=step, v_head=step, v_step=step, sm_scale="fp32",
         out_scale="fp32", soft_cap="fp32", window_left="i32",
     )  # fmt: skip
