@@ -47,6 +47,8 @@ def prefill_problems() -> Iterator[Problem]:
     yield replace(base, kv_dtype="fp8e4nv", lse=True)
     yield replace(base, q_dtype="fp16", kv_dtype="fp16", o_dtype="fp16", page_size=1)
     yield replace(base, q_dtype="fp8e4nv", kv_dtype="fp8e4nv", head_scales=True)
+    yield replace(_sized(base, (64, 64, 2)), q_dtype="fp8e4nv", kv_dtype="fp8e4nv", window=True, source="ragged",
+                  page_size=0)  # fmt: skip
     yield replace(base, q_dtype="fp32", kv_dtype="fp32", o_dtype="fp32", head_dim_qk=256, head_dim_vo=256, window=True)
     yield replace(base, mask="full", window=True, page_size=5, aligned=False)
     yield replace(base, window=True, soft_cap=True, head_dim_qk=256, head_dim_vo=256)

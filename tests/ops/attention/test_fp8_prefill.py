@@ -1,7 +1,7 @@
 """Attention of e4m3 queries, keys and values where all products are e4m3: the Hopper prefill kernel.
 
 Its weights are rounded to e4m3, 2^8 times as large as a softmax has them, so that is what the same computation in plain
-torch does. Its products keep 14 bits of what they add: LSE is judged by a model of that.
+torch does. Its products cut what they add: LSE is judged by a model of that.
 """
 
 import math
@@ -22,14 +22,21 @@ E4M3 = torch.float8_e4m3fn
 OUT = dict(o_data_type=torch.bfloat16)
 
 
+def _cut(x, largest):
+    """x cut towards zero at 13 binary places below the leading one of `largest`."""
+    grid = torch.exp2(largest.abs().clamp(min=2.0**-60).log2().floor() - 13)
+    return (x / grid).trunc() * grid
+
+
 def truncated_scores(q, k):
-    """q k^T as FP8 tensor cores of Hopper add: 32 products and the sum so far, each cut towards zero at 13 binary
-    places below the largest of them (found by experiment: Liu et al., DeepSeek-V3 Technical Report, 2024, 3.3.2)."""
+    """q k^T as FP8 tensor cores of Hopper are said to add: 32 products and the sum so far are aligned to the largest of
+    them, and the sum is kept with 13 binary places (Liu et al., DeepSeek-V3 Technical Report, 2024, 3.3.2; Zhang et
+    al., SageAttention2, 2024, 3.2). Long sums lose less than by this model."""
     total = torch.zeros(q.shape[0], k.shape[0], dtype=torch.float64, device=q.device)
     for q32, k32 in zip(q.double().split(32, 1), k.double().split(32, 1)):
         addends = torch.cat((q32[:, None] * k32[None], total[..., None]), -1)
-        grid = torch.exp2(addends.abs().amax(-1, keepdim=True).clamp(min=2.0**-60).log2().floor() - 13)
-        total = ((addends / grid).trunc() * grid).sum(-1)
+        total = _cut(addends, addends.abs().amax(-1, keepdim=True)).sum(-1)
+        total = _cut(total, total)
     return total
 
 
@@ -83,7 +90,7 @@ def batch(device, qo, kv=None, heads=(4, 2), dim=128, v_dim=None):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", (64, 128, 256))
+@pytest.mark.parametrize("dim", (64, 128))
 @pytest.mark.parametrize("causal", (False, True))
 def test_ragged(causal, dim, device):
     for qo, kv in (((128,), (128,)), ((300, 1, 0, 129, 257), (300, 1, 64, 127, 700)), ((64, 129), (1025, 0))):
@@ -110,7 +117,7 @@ def test_options(options, device):
     x = batch(device, (300, 129), (500, 129))
     sinks = torch.tensor([0.3, -2.0, 5.0, 1.0], device=device)
     for given in ({}, dict(sinks=sinks)):
-        check(run_ragged(x, options, "fa3", plan=OUT, run=given), x, options, Extras(**given))
+        check(run_paged(x, options, "fa3", plan=OUT, run=given), x, options, Extras(**given))
 
 
 @pytest.mark.gpu
@@ -162,12 +169,23 @@ def test_weights_far_below_the_largest_count(device):
     assert (lse - 15).abs().max() < 1e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", (64, 128))
+def test_sums_over_many_keys_lose_little(dim, device):
+    """Of positive values. One sum on the tensor cores throughout loses 0.7 % of 16384 keys."""
+    x = batch(device, (128,), (16384,), (1, 1), dim)
+    x = generate.Ragged(x.q, x.k, x.v.float().abs().to(E4M3), x.qo_indptr, x.kv_indptr)
+    out, _ = run_ragged(x, Options(), "fa3", plan=OUT | dict(disable_split_kv=True))
+    truth, _ = oracle.batch(x, Options(), torch.float64)
+    assert ((out.double() - truth) / truth).mean().abs() < 2**-8
+
+
 def test_what_it_refuses():
     target = named("90a")
     p = Problem("ragged", "fp8e4nv", "fp8e4nv", "bf16", 128, 128, 4)
     assert not config.refuses(p, target)
     for field, value, reason in (
-        ("q_dtype", "bf16", "bf16 with k and v fp8e4nv"), ("head_dim_qk", 192, "head_dim 192 / 128"),
+        ("q_dtype", "bf16", "bf16 with k and v fp8e4nv"), ("head_dim_vo", 256, "head_dim 128 / 256"),
         ("kv_dtype", "fp8e5", "fp8e5"), ("o_dtype", "fp8e4nv", "output fp8e4nv"), ("page_size", 1, "page"),
         ("matrix", False, "boxes"), ("softmax", False, "softmax"),
     ):  # fmt: skip

@@ -7,8 +7,8 @@ turns (FlashAttention-3, Shah et al., 2024). Blocks of keys are taken from the l
 come first, and the rest run without one. The next tile's queries come while the last products are made.
 
 In FP8 the weights are e4m3 too, 2^8 times as large as a softmax has them, which its range takes. Products of that type
-keep some 14 bits of what they add up, so P V of each block of keys is a sum of its own, which is then added in float32.
-Values lie turned in shared memory, keys and columns permuted, see tiles_sm90.turn_values.
+cut what they add, so P V of each block of keys is a sum of its own, which is then added in float32. Values lie in
+shared memory turned, keys and columns permuted, see tiles_sm90.turn_values.
 """
 
 from flashinfer._core.gluon_compat import (
@@ -101,21 +101,14 @@ def _fold(x, SUM: gl.constexpr):
 
 
 @gluon.jit
-def _highest(s, top, form: Form):
-    """Each row's maximum so far."""
-    if form.SOFTMAX:
-        top = gl.maximum(top, gl.convert_layout(gl.max(_fold(s, False), 1), top.type.layout))
-    return top
-
-
-@gluon.jit
-def _softmax(s, top, new_top, sums, factor, MASKED: gl.constexpr, form: Form):
-    """One block of the online softmax in base 2: weights, sums, and the factor of what was summed before them.
+def _softmax(s, top, sums, factor, MASKED: gl.constexpr, form: Form):
+    """One block of the online softmax in base 2: weights, maximum, sums, and the factor of what was summed before.
 
     Without a softmax, weights are what `s` is, and nothing is scaled.
     """
     if not form.SOFTMAX:
-        return s, sums, gl.full([s.shape[0]], 1.0, gl.float32, top.type.layout)
+        return s, top, sums, gl.full([s.shape[0]], 1.0, gl.float32, top.type.layout)
+    new_top = gl.maximum(top, gl.convert_layout(gl.max(_fold(s, False), 1), top.type.layout))
     # A row that has seen no key yet has top = -inf, and inf - inf is NaN. A variant's logits may be -inf anywhere.
     base = gl.where(new_top == float("-inf"), 0.0, new_top) if MASKED or form.VARIED else new_top
     shifted = base * factor
@@ -124,7 +117,7 @@ def _softmax(s, top, new_top, sums, factor, MASKED: gl.constexpr, form: Form):
     p = gl.exp2(s * factor - shifted[:, None])
     keep = gl.exp2((top - base) * factor)
     sums = sums * gl.convert_layout(keep, gl.SliceLayout(1, sums.type.layout))[:, None] + _fold(p, True)
-    return p, sums, keep
+    return p, new_top, sums, keep
 
 
 @gluon.jit
@@ -157,29 +150,24 @@ def _scores(q, q_rest, k: Ring, stage, zeros, TWO: gl.constexpr):
 
 
 @gluon.jit
-def _as_operand(weights, q, form: Form):
-    """Weights as the left operand of P V, in registers; in FP8 not yet, since a loop would carry them byte by byte."""
+def _as_operand(weights, q):
+    """Weights as the left operand of P V, in registers."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=weights.type.layout, k_width=2)
-    if not form.FP8:
-        weights = gl.convert_layout(weights.to(q.dtype), LAYOUT)
-    return weights
+    return gl.convert_layout(weights.to(q.dtype), LAYOUT)
 
 
 @gluon.jit
-def _weigh(p, v: Ring, stage, acc, form: Form):
-    """Start acc + P V; with form.APART, P V alone."""
+def _weigh(p, v: Ring, stage, acc):
+    """Start P V in e4m3, a sum of its own of the shape of `acc`."""
     values = v.tiles.index(stage)
-    if form.FP8:
-        LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=p.type.layout, k_width=4)
-        # A thread has the columns 8 j + 2 c + b of 16 (c its place in four), and the operand wants 4 c ... 4 c + 3:
-        # so they are called 4 c + 2 j + b, and nothing moves. turn_values has the rows of V in this order.
-        p = p.reshape([ROWS, p.shape[1] // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, p.shape[1]])
-        p = gl.convert_layout(p.to(values.dtype), LAYOUT, assert_trivial=True)
-        values = values.permute([1, 0])
-    if form.APART:
-        O_LAYOUT: gl.constexpr = acc.type.layout
-        acc = gl.zeros([ROWS, form.D_VO_PAD], gl.float32, O_LAYOUT)
-    return warpgroup_mma(p, values, acc, use_acc=form.APART == 0, is_async=True)
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=p.type.layout, k_width=4)
+    O_LAYOUT: gl.constexpr = acc.type.layout
+    # A thread has the columns 8 j + 2 c + b of 16 (c its place in four), and the operand wants 4 c ... 4 c + 3: so they
+    # are called 4 c + 2 j + b, and nothing moves. turn_values has the keys of V in this order.
+    p = p.reshape([ROWS, p.shape[1] // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, p.shape[1]])
+    p = gl.convert_layout(p.to(values.dtype), LAYOUT, assert_trivial=True)
+    zeros = gl.zeros([ROWS, acc.shape[1]], gl.float32, O_LAYOUT)
+    return warpgroup_mma(p, values.permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -228,67 +216,48 @@ def _steps(
         s = _scores(q, q_rest, k, stage, zeros, form.TWO)
         acc = acc * _per_row(keep, acc)
         _wait_full(v, step - 1, form)
-        pv = _weigh(p, v, before, acc, form)
+        pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
         mbarrier.arrive(turn.index(1 - WG), count=1)
         s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(k.empty.index(stage), count=1)
         s = _logits(s, view, params, start + cols, MASKED, form)
-        new_top = _highest(s, top, form)
-        weights, sums, keep = _softmax(s, top, new_top, sums, factor, MASKED, form)
-        p = _as_operand(weights, q, form)
+        weights, top, sums, keep = _softmax(s, top, sums, factor, MASKED, form)
+        p = _as_operand(weights, q)
         # Waiting for the next keys here, and not where they are used, also keeps the assembler from moving the wait for
         # P V up, in front of the softmax that is to run beside it.
         if start > begin:
             _wait_full(k, step + 1, form)
         acc, p, sums, keep = warpgroup_mma_wait(0, [pv, p, sums, keep])
         mbarrier.arrive(v.empty.index(before), count=1)
-        top = new_top
         step += 1
     return acc, p, keep, top, sums, step, start
 
 
 @gluon.jit
-def _steps_apart(
+def _steps_fp8(
     WG: gl.constexpr, count, acc, p, keep, top, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros,
     cols, factor, view: View, params, MASKED: gl.constexpr, form: Form,
 ):  # fmt: skip
-    """The same where each P V is a sum of its own."""
+    """The same in e4m3, where each P V is a sum of its own: it comes before the scores, and is added while they are
+    made, so that no registers hold it beside the softmax. `p` are weights in float32: a loop would carry bytes one by
+    one. Warpgroups take no turns."""
     for i in range(count):
         start -= zeros.shape[1]
         stage = step % form.STAGES
         before = (step - 1) % form.STAGES
-        if form.APART == 2:
-            _wait_full(v, step - 1, form)
-            _wait_turn(WG, turn, step)
-            pv = _weigh(p, v, before, acc, form)
-            s = _scores(q, q_rest, k, stage, zeros, form.TWO)
-            mbarrier.arrive(turn.index(1 - WG), count=1)
-            pv = warpgroup_mma_wait(1, [pv])
-            mbarrier.arrive(v.empty.index(before), count=1)
-            acc = acc * _per_row(keep, acc) + pv
-            if start > begin:
-                _wait_full(k, step + 1, form)
-            s, acc = warpgroup_mma_wait(0, [s, acc])
-            mbarrier.arrive(k.empty.index(stage), count=1)
-            s = _logits(s, view, params, start + cols, MASKED, form)
-            new_top = _highest(s, top, form)
-        else:
-            _wait_turn(WG, turn, step)
-            s = _scores(q, q_rest, k, stage, zeros, form.TWO)
-            _wait_full(v, step - 1, form)
-            pv = _weigh(p, v, before, acc, form)
-            mbarrier.arrive(turn.index(1 - WG), count=1)
-            s = warpgroup_mma_wait(1, [s])
-            mbarrier.arrive(k.empty.index(stage), count=1)
-            s = _logits(s, view, params, start + cols, MASKED, form)
-            new_top = _highest(s, top, form)
-            if start > begin:
-                _wait_full(k, step + 1, form)
-            pv, s, new_top = warpgroup_mma_wait(0, [pv, s, new_top])
-            mbarrier.arrive(v.empty.index(before), count=1)
-            acc = acc * _per_row(keep, acc) + pv
-        p, sums, keep = _softmax(s, top, new_top, sums, factor, MASKED, form)
-        top = new_top
+        _wait_full(v, step - 1, form)
+        pv = _weigh(p, v, before, acc)
+        s = _scores(q, q_rest, k, stage, zeros, form.TWO)
+        pv = warpgroup_mma_wait(1, [pv])
+        mbarrier.arrive(v.empty.index(before), count=1)
+        acc = acc * _per_row(keep, acc) + pv
+        # Here, so that the assembler does not move the wait for the scores up.
+        if start > begin:
+            _wait_full(k, step + 1, form)
+        s, acc = warpgroup_mma_wait(0, [s, acc])
+        mbarrier.arrive(k.empty.index(stage), count=1)
+        s = _logits(s, view, params, start + cols, MASKED, form)
+        p, top, sums, keep = _softmax(s, top, sums, factor, MASKED, form)
         step += 1
     return acc, p, keep, top, sums, step, start
 
@@ -315,7 +284,7 @@ def _attend(
 ):  # fmt: skip
     """All blocks but the product of the last weights: what _steps returns."""
     BLOCK_N: gl.constexpr = zeros.shape[1]
-    STEPS: gl.constexpr = _steps_apart if form.APART else _steps
+    STEPS: gl.constexpr = _steps_fp8 if form.FP8 else _steps
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.D_VO_PAD, form.MMA_K])
     acc = gl.zeros([ROWS, form.D_VO_PAD], gl.float32, O_LAYOUT)
     top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, zeros.type.layout))
@@ -323,18 +292,18 @@ def _attend(
     start = begin + (blocks - 1) * BLOCK_N
     stage = step % form.STAGES
     _wait_full(k, step, form)
-    _wait_turn(WG, turn, step)
+    if not form.FP8:
+        _wait_turn(WG, turn, step)
     s = _scores(q, q_rest, k, stage, zeros, form.TWO)
-    mbarrier.arrive(turn.index(1 - WG), count=1)
+    if not form.FP8:
+        mbarrier.arrive(turn.index(1 - WG), count=1)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k.empty.index(stage), count=1)
     s = _logits(s, view, params, start + cols, True, form)
-    new_top = _highest(s, top, form)
-    weights, sums, keep = _softmax(s, top, new_top, sums, factor, True, form)
-    top = new_top
-    p = _as_operand(weights, q, form)
-    # Values that are turned were cleared then.
+    p, top, sums, keep = _softmax(s, top, sums, factor, True, form)
+    # Values in FP8 were cleared when they were turned.
     if not form.FP8:
+        p = _as_operand(p, q)
         if start + BLOCK_N > view.kv_len:
             _wait_full(v, step, form)
             _clear_tail(v.tiles.index(stage), start, view.kv_len)
@@ -459,16 +428,18 @@ def _consume(
                     WG, tile, rest, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
                 )  # fmt: skip
                 before = (step - 1) % form.STAGES
-                if not form.APART:
+                if form.FP8:
+                    _wait_full(v, step - 1, form)
+                    pv = warpgroup_mma_wait(0, [_weigh(p, v, before, acc)])
+                else:
                     acc = acc * _per_row(keep, acc)
-                _wait_full(v, step - 1, form)
-                pv = _weigh(p, v, before, acc, form)
-                pv = warpgroup_mma_wait(0, [pv])
+                    _wait_full(v, step - 1, form)
+                    pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, [pv])
                 mbarrier.arrive(v.empty.index(before), count=1)
-                acc = acc * _per_row(keep, acc) + pv if form.APART else pv
                 total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, S_LAYOUT))
                 if form.FP8:
-                    acc *= 1.0 / (1 << SHIFT)
+                    acc = (acc * _per_row(keep, acc) + pv) * (1.0 / (1 << SHIFT))
                     total *= 1.0 / (1 << SHIFT)
             else:
                 fetch_queries(
@@ -542,7 +513,7 @@ def attend_sm90_kernel(
     window_left, params,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, D_VO: gl.constexpr,
     D_VO_PAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr,
-    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, TURN_WARPS: gl.constexpr, APART: gl.constexpr,
+    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, TURN_WARPS: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr,
     ALIBI: gl.constexpr, NEGATIVE: gl.constexpr, SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr,
     GATHER: gl.constexpr, LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr,
@@ -563,7 +534,7 @@ def attend_sm90_kernel(
         CAUSAL=CAUSAL, WINDOW=WINDOW, CUSTOM=CUSTOM, SOFT_CAP=SOFT_CAP, ALIBI=ALIBI, SINKS=SINKS,
         HEAD_SCALES=HEAD_SCALES, LSE=LSE, TRANSFORM=SOFT_CAP or ALIBI or HEAD_SCALES or NEGATIVE or VARIED,
         GATHER=GATHER, GROUP=GROUP, PAGE_SIZE=PAGE_SIZE, D_VO=D_VO, D_VO_PAD=D_VO_PAD, BLOCK_M=BLOCK_M, STAGES=STAGES,
-        TWO=TWO, STAGED=STAGED, FP8=FP8, APART=APART, MMA_K=256 // DTYPE.primitive_bitwidth,
+        TWO=TWO, STAGED=STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth,
         TURN_WARPS=TURN_WARPS, LOGITS=LOGITS, MASK=MASK,
         VARIED=VARIED, SOFTMAX=SOFTMAX,
     )  # fmt: skip

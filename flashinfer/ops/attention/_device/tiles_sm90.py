@@ -57,9 +57,8 @@ class Form:
     # Whether keys have two parts, see Ring; whether outputs are staged in shared memory.
     TWO: gl.constexpr
     STAGED: gl.constexpr
-    # Whether everything is e4m3; whether P V of each block of keys is then a sum of its own; the depth of a product.
+    # Whether queries, keys, weights and values are e4m3; the depth of a product; the warps that turn values.
     FP8: gl.constexpr
-    APART: gl.constexpr
     MMA_K: gl.constexpr
     TURN_WARPS: gl.constexpr
     # The functions of a user's variant, or None; whether there is a variant; whether its logits are weights.
@@ -71,7 +70,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(
         self, *, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, SINKS, HEAD_SCALES, LSE, TRANSFORM, GATHER, GROUP, PAGE_SIZE,
-        D_VO, D_VO_PAD, BLOCK_M, STAGES, TWO, STAGED, FP8, APART, MMA_K, TURN_WARPS,
+        D_VO, D_VO_PAD, BLOCK_M, STAGES, TWO, STAGED, FP8, MMA_K, TURN_WARPS,
         LOGITS, MASK, VARIED, SOFTMAX,
     ):  # fmt: skip
         self.CAUSAL = gl.constexpr(CAUSAL)
@@ -93,7 +92,6 @@ class Form:
         self.TWO = gl.constexpr(TWO)
         self.STAGED = gl.constexpr(STAGED)
         self.FP8 = gl.constexpr(FP8)
-        self.APART = gl.constexpr(APART)
         self.MMA_K = gl.constexpr(MMA_K)
         self.TURN_WARPS = gl.constexpr(TURN_WARPS)
         self.LOGITS = gl.constexpr(LOGITS)
