@@ -54,7 +54,7 @@ def _on(op: Op, arch: str) -> str:
 
 def _dtypes(op: Op) -> list[str]:
     names = [field for field in op.problem_type.__dataclass_fields__ if field.endswith("dtype")]
-    return sorted({getattr(problem, field) for problem in op.catalog() for field in names})
+    return sorted({getattr(problem, field) for problem in op.catalog() for field in names} - {""})
 
 
 def support_page() -> str:

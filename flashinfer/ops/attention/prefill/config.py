@@ -80,6 +80,9 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         # What they compute on a tile of 128 keys does not fit the registers beside it.
         narrow = 32 if p.head_dim_qk == 256 else 64
         block_n, stages = narrow, stages * block_n // narrow
+        if p.window and p.head_dim_qk == 64 and not fp8:
+            # A window of 128 keys, 4 x 8192 queries of 64/8 heads on an H100: 586 us, against 720 with 64 keys a step.
+            block_n, stages = 32, 8
     boxes = _boxes(p)
     return Sm90Config(
         block_m=128,
