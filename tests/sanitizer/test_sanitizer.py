@@ -20,7 +20,8 @@ WITHOUT_MBARRIERS = ("decode, odd pages and dim", "merge", "tokens", "sampling",
 
 
 @pytest.mark.parametrize(
-    ("tool", "options", "cases"), [("memcheck", ("--report-api-errors", "no"), ()), ("racecheck", (), WITHOUT_MBARRIERS)]
+    ("tool", "options", "cases"),
+    [("memcheck", ("--report-api-errors", "no"), ()), ("racecheck", (), WITHOUT_MBARRIERS)],
 )
 def test_finds_nothing(tool, options, cases, tmp_path):
     environment = os.environ | {
