@@ -1,6 +1,5 @@
 """The example of a mixture of experts runs, and computes what Hugging Face's block does."""
 
-import pytest
 import torch
 
 from examples.moe import __main__ as moe
@@ -16,7 +15,6 @@ def test_runs(capsys, device):
 
 
 def test_the_references_agree(device):
-    pytest.importorskip("transformers")
     layer = moe.Layer.random(64, 96, 4, 2, device)
     x = torch.randn(9, 64, device=device).bfloat16()
     torch.testing.assert_close(moe.by_torch(layer, x), moe.by_hugging_face(layer, x))
