@@ -199,9 +199,8 @@ def test_demo_runs_the_example_of_a_checkout(monkeypatch, tmp_path, capfd):
     assert "examples/" in document("demo", status=1)["error"]
     serve = tmp_path / "examples" / "serve"
     serve.mkdir(parents=True)
-    # Packages as the checkout's are, which stand before any on PYTHONPATH.
-    for package in (serve.parent, serve):
-        (package / "__init__.py").touch()
+    # A package, as the checkout's is: it stands before one of that name on PYTHONPATH.
+    (serve / "__init__.py").touch()
     (serve / "__main__.py").write_text(
         "import json, sys\n"
         "print('text as it comes')\n"
