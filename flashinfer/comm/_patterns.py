@@ -45,7 +45,7 @@ _LAYOUTS = {None: "128x4", 0: "128x4", 1: "8x4", 2: "linear"}
 _GROUP = 128
 
 
-def given_rows(kind: Pattern, input: torch.Tensor, residual, moe: tuple) -> tuple[Rows, int]:
+def given_rows(kind: Pattern, input: torch.Tensor, moe: tuple) -> tuple[Rows, int]:
     """This rank's rows, and how many tokens they are."""
     count, scales, experts, beside_reduced, index, factors, shared = moe
     reduced = {

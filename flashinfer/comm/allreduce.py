@@ -310,7 +310,7 @@ moe_reduction_token_input : int and torch.Tensor
         moe_reduction_token_input, expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output,
     )  # fmt: skip
     require(input.dtype in _DTYPES, "input", input.dtype, "bfloat16, float16, float32")
-    rows, tokens = given_rows(kind, input, residual_in, moe)
+    rows, tokens = given_rows(kind, input, moe)
     norm = _norm(kind, input, tokens, residual_in, rms_gamma, rms_eps, weight_bias, scale_factor)
     outs = (output, residual_out, norm_out, quant_out, scale_out)
     results, form, layout = check_results(kind, input, tokens, outs, layout_code, block_quant_group_size)
