@@ -41,6 +41,38 @@ def device(pytestconfig):
     return torch.device("cuda", 0) if _is_gpu_suite(pytestconfig) else torch.device("cpu")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter(pytestconfig):
+    """Two thirds of the time of Triton's interpreter come to nothing: they are left out.
+
+    It replaces all functions of the language again at each call of a device function, and it works out overflows of
+    integers for an assertion that only its debug mode makes.
+    """
+    if _is_gpu_suite(pytestconfig):
+        return
+    from dataclasses import replace
+
+    from triton.runtime import interpreter
+
+    builder, replace_language, replaced = interpreter.interpreter_builder, interpreter._patch_lang, set()
+    assert not builder.options.debug
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+    def once_a_launch(function):
+        found = function.__globals__.values()
+        modules = frozenset(id(m) for m in found if m is interpreter.tl or m is interpreter.tl.core)
+        if modules in replaced:
+            return interpreter._LangPatchScope()
+        scope, is_kernel = replace_language(function), not replaced
+        replaced.add(modules)
+        if is_kernel:
+            restore = scope.restore
+            scope.restore = lambda: (replaced.clear(), restore())
+        return scope
+
+    interpreter._patch_lang = once_a_launch
+
+
 @pytest.fixture(autouse=True)
 def seed():
     import torch
