@@ -1,12 +1,10 @@
 """Attention against its ceilings and its peers: the rows are in rows.py, how a row is built in workload.py.
 
-Peers in this process: torch's SDPA (sdpa.py). In their own: FlashInfer, which shares our import name
-(peer_flashinfer.py; `flashinfer bench attention --peer PATH` says where it is installed).
+Peers in this process: torch's SDPA (sdpa.py). In its own: FlashInfer, by the ways of ways.py.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import partial
 
@@ -15,8 +13,9 @@ import processes
 import sdpa
 import torch
 import workload
-from rows import Host, Row, rows
+from rows import Host, rows
 from through_api import Runner, host_call
+from ways import ways
 
 from flashinfer.testing.bench import Case, Target, Work, host_clock, reported
 
@@ -26,25 +25,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     for row in rows(device.type == "cuda"):
         make = {Host: _host, workload.Attention: _attention}.get(type(row.what), _composed)
         targets = tuple(Target(*target) for target in row.targets)
-        yield Case(row.name, partial(make, row.what), row.group, targets, row.headline)
-
-
-def outside(names: list[str], device: torch.device, peer: str | None) -> dict:
-    """Rows of the peer that is installed in the folders `peer` (joined as in PYTHONPATH).
-
-    Returns
-    -------
-    dict
-        `versions` of what ran, and `rows`: case name to {peer name: {"us"} or {"error"}}.
-    """
-    versions = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    if peer is None:
-        return {"versions": versions, "rows": {name: {"flashinfer": {"error": "not installed"}} for name in names}}
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    request = json.dumps({"device": str(device), "names": names})
-    answer = processes.python("peer_flashinfer.py", path=peer, send=request, FLASHINFER_DISABLE_VERSION_CHECK="1")
-    return {"versions": versions | answer["versions"], "rows": answer["rows"]}
+        yield Case(row.name, partial(make, row.what), row.group, targets, row.headline, partial(ways, row.what))
 
 
 def _attention(a: workload.Attention, device: torch.device) -> Work:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Iterator
 from pathlib import Path
+
+from flashinfer.testing.bench import load
 
 HERE = Path(__file__).resolve().parent
 
@@ -48,7 +49,7 @@ HEADLINES = (
 def selected(device) -> Iterator[tuple]:
     """(room, case) of every row."""
     for room, names in ROWS.items():
-        module = runpy.run_path(str(HERE.parent / room / f"bench_{room}.py"))
+        module = load(HERE.parent / room / f"bench_{room}.py")
         found = {case.name: case for case in module["cases"](device)}
         for name in names if device.type == "cuda" else found:
             yield room, found[name]

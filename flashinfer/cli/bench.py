@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import platform
-import runpy
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from flashinfer.cli import checkout, figures
+from flashinfer.cli import checkout, figures, peers
 from flashinfer.cli.output import json_option, print_json, print_table, reports_errors
 from flashinfer.version import SUPPORTED, __version__, installed
 
@@ -25,59 +25,121 @@ def rooms(folder: Path) -> dict[str, Path]:
     }
 
 
-def load(module: Path) -> dict:
-    """The names of a benchmark module, which imports its siblings as a script does."""
-    sys.path.insert(0, str(module.parent))
-    try:
-        return runpy.run_path(str(module))
-    finally:
-        sys.path.remove(str(module.parent))
+class Room:
+    """The benchmark of a path and those under it, as one table; a group of rows for each.
 
-
-def run(room: str, module: Path, device, match: str = "", peer: str | None = None) -> dict:
-    """Measure the cases of one room whose names contain `match`; see `flashinfer.testing.bench`.
-
-    A module that has `outside(names, device, peer)` measures peers in other processes with it, after its cases.
+    Attributes
+    ----------
+    cases : list of (Path, Case)
+        The rows whose names contain `match`, with the module that each comes from.
+    ceilings : list of callable
+        What the modules have as `ceilings(device)`: ceilings of their own.
     """
+
+    def __init__(self, name: str, found: dict[str, Path], device, match: str):
+        from flashinfer.testing.bench import load
+
+        self.name, self.device = name, device
+        parts = {part: module for part, module in found.items() if f"{part}/".startswith(f"{name}/")}
+        if not parts:
+            raise ValueError(f"room: got {name!r}; allowed: {', '.join(found)}, or a folder of them")
+        self.cases, self.ceilings = [], []
+        for part, module in parts.items():
+            names = load(module)
+            inner = part.removeprefix(name).lstrip("/")
+            chosen = [case for case in names["cases"](device) if match in case.name]
+            for case in chosen:
+                self.cases.append((module, replace(case, group=", ".join(filter(None, (inner, case.group))))))
+            if chosen and "ceilings" in names:
+                self.ceilings.append(names["ceilings"])
+        told = [case.name for _, case in self.cases]
+        if not told:
+            raise ValueError(f"--match: got {match!r}; allowed: a part of the name of a case of {name}")
+        twice = {case for case in told if told.count(case) > 1}
+        if twice:
+            raise ValueError(f"room: {name!r} has rows of the same name: {', '.join(sorted(twice))}")
+
+    def rows(self) -> peers.Rows:
+        """Names by module, for a peer's process."""
+        wanted: peers.Rows = {}
+        for module, case in self.cases:
+            wanted.setdefault(module, []).append(case.name)
+        return wanted
+
+    def measure(self, ceiling: dict) -> dict:
+        """The result without peers of other processes; see `flashinfer.testing.bench`."""
+        import torch
+
+        from flashinfer.testing.bench import measure, settle
+
+        rows = []
+        for _, case in self.cases:
+            rows.append(measure(case, self.device))
+            click.echo(f"{case.name}: {figures.took(rows[-1])}", err=True)
+        for own in self.ceilings:
+            ceiling = ceiling | own(self.device)
+        settle(rows, [case for _, case in self.cases], ceiling)
+        versions = {"flashinfer": __version__, **{name: installed(name) for name in SUPPORTED}}
+        if self.device.type == "cuda":
+            versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        return {
+            "room": self.name,
+            "device": device_name(self.device),
+            "date": datetime.date.today().isoformat(),
+            "versions": versions,
+            "ceilings": ceiling,
+            "cases": rows,
+        }
+
+    def measure_peer(self, result: dict, peer: str, tune: bool, limit: float) -> None:
+        """Add FlashInfer's times to `result`."""
+        import torch
+
+        from flashinfer.testing.bench import settle
+
+        if self.device.type == "cuda":
+            # the card's memory is the peer's now
+            gc.collect()
+            torch.cuda.empty_cache()
+        version, found = peers.run(self.rows(), self.device, peer, tell_peer, tune=tune, limit=limit)
+        result["versions"]["flashinfer (peer)"] = f"{version}, tuned" if tune else version
+        for row, (module, case) in zip(result["cases"], self.cases):
+            for way, answer in found[module][case.name].items():
+                row["peers"]["flashinfer" + (f"/{way}" if way else "")] = answer
+        settle(result["cases"], [case for _, case in self.cases], result["ceilings"])
+
+
+def device_name(device) -> str:
     import torch
 
-    from flashinfer.testing.bench import ceilings, measure, settle
-
-    names = load(module)
-    if peer is not None and "outside" not in names:
-        raise ValueError(f"--peer: got {peer!r}; allowed: none, {room} has no peer in a process of its own")
-    cases = [case for case in names["cases"](device) if match in case.name]
-    if not cases:
-        raise ValueError(f"--match: got {match!r}; allowed: a part of the name of a case of {room}")
-    ceiling = ceilings(device)
-    rows = []
-    for case in cases:
-        rows.append(measure(case, device))
-        click.echo(f"{case.name}: {figures.took(rows[-1])}", err=True)
-    versions = {"flashinfer": __version__, **{name: installed(name) for name in SUPPORTED}}
-    if "outside" in names:
-        answer = names["outside"]([case.name for case in cases], device, peer)
-        versions.update(answer["versions"])
-        for row in rows:
-            row["peers"].update(answer["rows"][row["name"]])
-    settle(rows, cases, ceiling)
-    on_gpu = device.type == "cuda"
-    return {
-        "room": room,
-        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
-        "date": datetime.date.today().isoformat(),
-        "versions": versions,
-        "ceilings": ceiling,
-        "cases": rows,
-    }
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
 
 
-def write(result: dict, folder: Path) -> list[Path]:
+def tell_peer(name: str, ways: dict) -> None:
+    for way, answer in ways.items():
+        told = f"built in {answer['built']:g} s" if "built" in answer else figures.took(answer)
+        click.echo(f"{name}, flashinfer{f'/{way}' if way else ''}: {told}", err=True)
+
+
+def build(chosen: list[Room], device, peer: str) -> dict:
+    """Build what the peer needs for these rooms, all in one process; room -> row -> way -> {"built"} or {"error"}."""
+    wanted: peers.Rows = {}
+    for room in chosen:
+        wanted |= room.rows()
+    _, found = peers.run(wanted, device, peer, tell_peer, build=True)
+    return {room.name: {case.name: found[module][case.name] for module, case in room.cases} for room in chosen}
+
+
+def write(result: dict, folder: Path, plot: bool = True) -> list[Path]:
     """Write a result as JSON and, where matplotlib is installed, as a plot; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{result['room']}-{result['device']}".replace("/", "-").replace(" ", "-").lower()
     data = folder / f"{stem}.json"
     data.write_text(json.dumps(result, indent=1) + "\n")
+    if not plot:
+        return [data]
     if not figures.draw(result, data.with_suffix(".png")):
         click.echo("no plot: pip install 'flashinfer-python[bench]' brings matplotlib", err=True)
         return [data]
@@ -85,13 +147,13 @@ def write(result: dict, folder: Path) -> list[Path]:
 
 
 @click.command("bench")
-@click.argument("room", required=False)
+@click.argument("room", nargs=-1)
 @click.option("--device", default=None, help="Default: cuda if there is one, else cpu.")
 @click.option("--match", default="", help="Only cases whose name contains this.")
-@click.option(
-    "--peer",
-    help="Where a peer that shares our import name is installed, as in PYTHONPATH; it is measured in its own process.",
-)
+@click.option("--peer", help="Where FlashInfer is installed, as in PYTHONPATH; it is measured in its own process.")
+@click.option("--build-peer", is_flag=True, help="Only let --peer build what the rooms need; measure nothing.")
+@click.option("--tune-peer", is_flag=True, help="Let --peer's tuner choose, by measuring, before it is timed.")
+@click.option("--peer-limit", default=120.0, show_default=True, help="Seconds that --peer may take for one row.")
 @click.option(
     "--benchmarks",
     type=click.Path(file_okay=False, path_type=Path),
@@ -102,28 +164,45 @@ def write(result: dict, folder: Path) -> list[Path]:
 )
 @json_option
 @reports_errors
-def command(room, device, match, peer, benchmarks, out, as_json):
-    """Measure a room's kernels against this device's ceilings and its peers, and keep the result as JSON and a plot.
+def command(room, device, match, peer, build_peer, tune_peer, peer_limit, benchmarks, out, as_json):
+    """Measure rooms' kernels against this device's ceilings and their peers; keep each result as JSON and a plot.
 
-    ROOM is a path such as norm or attention/decode; without it, the rooms that have a benchmark are listed.
+    ROOM is a path such as norm or attention/mla, or a folder of them such as gemm, which is one result; without any,
+    the rooms that have a benchmark are listed.
     """
     folder = benchmarks or checkout.folder("benchmarks")
     found = rooms(folder)
-    if room is None:
-        if as_json:
-            return print_json(sorted(found))
-        return print_table("Benchmarks", ["room"], [[name] for name in found])
-    if room not in found:
-        raise ValueError(f"room: got {room!r}; allowed: {', '.join(found)}")
+    if not room:
+        return print_json(sorted(found)) if as_json else print_table("Benchmarks", ["room"], [[name] for name in found])
+    if peer is None and (build_peer or tune_peer):
+        raise ValueError(f"--peer: got none; allowed with {'--build-peer' if build_peer else '--tune-peer'}: a folder")
     import torch
 
+    from flashinfer.testing.bench import ceilings
+
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    result = run(room, found[room], device, match, peer)
-    files = write(result, out or folder / "results")
+    chosen = [Room(name, found, device, match) for name in room]
+    if build_peer:
+        built = build(chosen, device, peer)
+        return print_json(built) if as_json else None
+    ceiling, results = ceilings(device), []
+    for one in chosen:
+        result = one.measure(ceiling)
+        if peer is not None:
+            # what is measured is kept, whatever happens to the peer
+            write(result, out or folder / "results", plot=False)
+            one.measure_peer(result, peer, tune_peer, peer_limit)
+        results.append(result)
+        show(result, write(result, out or folder / "results"), as_json)
     if as_json:
-        return print_json(result)
+        print_json(results[0] if len(results) == 1 else results)
+
+
+def show(result: dict, files: list[Path], as_json: bool) -> None:
+    if as_json:
+        return
     ceiling = ", ".join(f"{name} {value:.3g}" for name, value in result["ceilings"].items())
     columns, rows = figures.table(result["cases"])
-    print_table(f"{room} on {result['device']} ({ceiling}; above 1x ours is faster)", columns, rows)
+    print_table(f"{result['room']} on {result['device']} ({ceiling}; above 1x ours is faster)", columns, rows)
     for file in files:
         click.echo(str(file))

@@ -47,6 +47,8 @@ def speed(row: dict) -> str:
     """In the unit of the nearer ceiling."""
     if row.get("bound") == "copy":
         return f"{row['gb_s'] / 1e3:.3g} TB/s"
+    if row.get("bound") == "link":
+        return f"{row['link_gb_s']:.3g} GB/s"
     return f"{row['tflop_s']:.3g} TFLOP/s" if "bound" in row else ""
 
 
@@ -124,7 +126,7 @@ def _panel(axes, rows, colours):
     axes.set_ylim(len(rows) - 0.1, -0.3)
     if shares:
         axes.axvline(100, color="grey", linewidth=0.8)
-        label = "percent of the nearer ceiling, copy bandwidth or bf16 matmul (more is better)"
+        label = "percent of the nearest ceiling: copy bandwidth, bf16 matmul or link (more is better)"
     else:
         axes.set_xscale("log")
         axes.margins(x=0.1)
@@ -164,6 +166,7 @@ def quoted(folder: Path) -> str:
 def _quoted(result: dict, rows: list[dict], stem: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
     ceiling = result["ceilings"]
+    link = f", link {ceiling['link_gb_s']:.0f} GB/s" if "link_gb_s" in ceiling else ""
     rivals = families(rows)
     lines = [["", "time", "speed", "of ceiling", *(f"against {family}" for family in rivals)]]
     lines.append(["---"] * len(lines[0]))
@@ -176,8 +179,8 @@ def _quoted(result: dict, rows: list[dict], stem: str) -> str:
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
         f"{result['room'].capitalize()} on {result['device']}, {result['date']}; {versions}. Ceilings in the run: copy "
-        f"{ceiling['copy_gb_s'] / 1e3:.2f} TB/s, bf16 matmul {ceiling['bf16_tflop_s']:.0f} TFLOP/s. Above 1x this "
-        f"package is faster. All rows, with each peer's time: [{stem}.json]({stem}.json).\n\n{text}\n\n"
+        f"{ceiling['copy_gb_s'] / 1e3:.2f} TB/s, bf16 matmul {ceiling['bf16_tflop_s']:.0f} TFLOP/s{link}. Above 1x "
+        f"this package is faster. All rows, with each peer's time: [{stem}.json]({stem}.json).\n\n{text}\n\n"
         f"![{result['room']}]({stem}.png)"
     )
 

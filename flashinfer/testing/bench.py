@@ -4,17 +4,20 @@ A benchmark module (`benchmarks/<room path>/bench_<room>.py`) holds `cases(devic
 `flashinfer bench <room>` measures each with `measure` and sets it against `ceilings(device)`, its peers and its targets
 with `settle`.
 
-This file imports torch alone, so that the process of a peer that shares our import name can load it by its path and
-time by the same rule.
+This file imports torch alone: FlashInfer's process (benchmarks/peer.py), in which the name `flashinfer` is not ours,
+loads it by its path and times by the same rule.
 """
 
 from __future__ import annotations
 
 import math
+import runpy
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -39,6 +42,8 @@ class Work:
         Bytes that any implementation has to move to and from device memory; 0 where bandwidth says nothing.
     flops : int
         Floating-point operations of the definition; 0 where they say nothing.
+    link : int
+        Bytes that a rank has to send to other GPUs; 0 where nothing is sent.
     peers : dict of str to callable or Work
         Other implementations: called with the same inputs, or with their own. "library/variant" names one of several
         ways through a library; the fastest stands for it.
@@ -54,6 +59,7 @@ class Work:
     inputs: tuple = ()
     bytes: int = 0
     flops: int = 0
+    link: int = 0
     peers: dict[str, Callable | Work] = field(default_factory=dict)
     plan: Callable | None = None
     check: Callable | None = None
@@ -67,8 +73,8 @@ class Target:
     Attributes
     ----------
     of : str
-        "copy" or "matmul": that ceiling. "peers", or the name of a library: the fastest of them. The name of another
-        row: that row. "TFLOP/s" and "us": none, the value stands for itself.
+        "copy", "matmul" or "link": that ceiling. "peers", or the name of a library: the fastest of them. The name of
+        another row: that row. "TFLOP/s", "TB/s" and "us": none, the value stands for itself.
     value : float
         The speed, as a multiple of what `of` names or in its unit; for "us", the time.
     """
@@ -79,14 +85,16 @@ class Target:
     def __str__(self):
         if self.of == "us":
             return f"<= {_duration(self.value)}"
-        return f">= {self.value:g} TFLOP/s" if self.of == "TFLOP/s" else f">= {self.value:.2f} x {self.of}"
+        return f">= {self.value:g} {self.of}" if self.of.endswith("/s") else f">= {self.value:.2f} x {self.of}"
 
 
 @dataclass(frozen=True)
 class Case:
     """One line of a benchmark: a name and how to make its work on a device.
 
-    `group` names the part of the table that it belongs to; a `headline` is quoted in the README.
+    `group` names the part of the table that it belongs to; a `headline` is quoted in the README. FlashInfer's process
+    measures what `make` gives there, or, if `ways` is given, what `ways(device)` gives: a `Work` for each way through
+    FlashInfer, by its name.
     """
 
     name: str
@@ -94,6 +102,17 @@ class Case:
     group: str = ""
     targets: tuple[Target, ...] = ()
     headline: bool = False
+    ways: Callable[[torch.device], dict[str, Work]] | None = None
+
+
+def load(module: Path) -> dict:
+    """The names of a benchmark module, which imports what stands in its folder, and in the one above, by its name."""
+    folders = [str(folder) for folder in module.parents[:2]]
+    sys.path[:0] = folders
+    try:
+        return runpy.run_path(str(module))
+    finally:
+        del sys.path[: len(folders)]
 
 
 def bench_gpu_time(
@@ -261,7 +280,12 @@ def checked_time(work: Work, device: torch.device) -> dict:
             work.check(work.run(*work.inputs))
         return {"us": (work.clock or time_us)(work.run, work.inputs, device)}
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+        return failed(error)
+
+
+def failed(error: Exception) -> dict:
+    """An exception as the result of a row."""
+    return {"error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
 
 
 def measure(case: Case, device: torch.device) -> dict:
@@ -271,11 +295,15 @@ def measure(case: Case, device: torch.device) -> dict:
     -------
     dict
         `name`, `group`, `us` (of one call) or `error`, `host_us` (host time of one call) where `us` is device time,
-        `plan_us` where there is a plan, `gb_s` and `tflop_s` where bytes or flops are given, and `peers`: name to
-        {`us`} or {`error`}.
+        `plan_us` where there is a plan, `gb_s`, `link_gb_s` and `tflop_s` where bytes, link or flops are given, and
+        `peers`: name to {`us`} or {`error`}.
     """
-    work = case.make(device)
-    row = {"name": case.name, "group": case.group, "headline": case.headline, **checked_time(work, device), "peers": {}}
+    row = {"name": case.name, "group": case.group, "headline": case.headline, "peers": {}}
+    try:
+        work = case.make(device)
+    except Exception as error:
+        return row | failed(error)
+    row |= checked_time(work, device)
     if "us" in row:
         if work.clock is None:
             # as many calls as take 20 ms of the device, within reason: each has to be waited for
@@ -283,28 +311,34 @@ def measure(case: Case, device: torch.device) -> dict:
             row["host_us"] = host_time_us(lambda: work.run(*work.inputs), repeat)
         if work.plan is not None:
             row["plan_us"] = host_time_us(work.plan)
-        if work.bytes:
-            row["gb_s"] = work.bytes / row["us"] / 1e3
-        if work.flops:
-            row["tflop_s"] = work.flops / row["us"] / 1e6
+        speeds = {"gb_s": work.bytes / 1e3, "link_gb_s": work.link / 1e3, "tflop_s": work.flops / 1e6}
+        row |= {key: amount / row["us"] for key, amount in speeds.items() if amount}
     for name, peer in work.peers.items():
         row["peers"][name] = checked_time(peer if isinstance(peer, Work) else Work(peer, work.inputs), device)
     return row
 
 
+# what bounds a row -> its key in the row and in the ceilings
+_BOUNDS = {
+    "copy": ("gb_s", "copy_gb_s"),
+    "matmul": ("tflop_s", "bf16_tflop_s"),
+    "link": ("link_gb_s", "link_gb_s"),
+}
+
+
 def settle(rows: list[dict], cases: list[Case], ceiling: dict[str, float]) -> None:
     """Set measured rows against ceilings, peers and targets, in place.
 
-    Adds `percent` and `bound` ("copy" or "matmul", the nearer ceiling), `ratio` to every peer that has a time (above 1
-    where ours is faster), and `targets`: `text`, `reached` and `met` of each.
+    Adds `percent` and `bound` ("copy", "matmul" or "link", the nearest ceiling), `ratio` to every peer that has a time
+    (above 1 where ours is faster), and `targets`: `text`, `reached` and `met` of each.
     """
     times = {row["name"]: row["us"] for row in rows if "us" in row}
     for row, case in zip(rows, cases):
-        share = {}
-        if "gb_s" in row:
-            share["copy"] = row["gb_s"] / ceiling["copy_gb_s"]
-        if "tflop_s" in row:
-            share["matmul"] = row["tflop_s"] / ceiling["bf16_tflop_s"]
+        share = {
+            bound: row[reached] / ceiling[limit]
+            for bound, (reached, limit) in _BOUNDS.items()
+            if reached in row and limit in ceiling
+        }
         if share:
             row["bound"] = max(share, key=share.get)
             row["percent"] = 100 * share[row["bound"]]
@@ -323,8 +357,8 @@ def _against(target: Target, row: dict, share: dict[str, float], times: dict[str
     if "us" in row:
         if target.of == "us":
             reached = row["us"]
-        elif target.of == "TFLOP/s":
-            reached = row["tflop_s"]
+        elif target.of.endswith("/s"):
+            reached = row["tflop_s"] if target.of == "TFLOP/s" else row["gb_s"] / 1e3
         elif target.of in share:
             reached = share[target.of]
         elif rivals:

@@ -1,0 +1,109 @@
+"""FlashInfer beside this package: it shares our import name, so its rows run in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from flashinfer.cli import checkout
+
+Rows = dict[Path, list[str]]
+Answers = dict[Path, dict[str, dict[str, dict]]]
+
+
+def run(rows: Rows, device, peer: str, told: Callable, *, build=False, tune=False, limit=None) -> tuple[str, Answers]:
+    """Run rows with the FlashInfer that is installed in the folders `peer`, joined as in PYTHONPATH.
+
+    Parameters
+    ----------
+    rows : dict
+        Benchmark module -> names of its cases.
+    told : callable
+        `told(name, ways)` hears of each row once it is done.
+    build : bool
+        Build what the rows need, and time nothing.
+    tune : bool
+        Let FlashInfer's tuner have the first call of each row.
+    limit : float, optional
+        Seconds that one row may take. A process that takes longer is killed.
+
+    Returns
+    -------
+    tuple
+        The peer's version, and module -> case -> way through FlashInfer -> {"us"}, {"built"} or {"error"}. A row whose
+        process died has that for an error; the rows after it run in another one.
+
+    Raises
+    ------
+    RuntimeError
+        The peer cannot be imported.
+    """
+    left = {module: list(names) for module, names in rows.items()}
+    found: Answers = {module: {} for module in rows}
+    version = ""
+
+    def keep(module: Path, name: str, ways: dict) -> None:
+        left[module].remove(name)
+        found[module][name] = ways
+        told(name, ways)
+
+    while any(left.values()):
+        begun, count = None, sum(map(len, left.values()))
+        request = {"device": str(device), "build": build, "tune": tune}
+        request["rows"] = [[str(module), names] for module, names in left.items() if names]
+        process = _start(request, peer)
+        for answer in _answers(process, None if build else limit):
+            if "version" in answer:
+                version = answer["version"]
+                continue
+            begun = Path(answer["row"][0]), answer["row"][1]
+            if "ways" in answer:
+                keep(*begun, answer["ways"])
+                begun = None
+        status = process.wait()
+        why = f"no answer in {limit:g} s" if status == -signal.SIGKILL and limit else f"status {status}"
+        if begun:
+            keep(*begun, {"": {"error": f"its process ended: {why}"}})
+        elif sum(map(len, left.values())) == count:
+            if not version:
+                raise RuntimeError(f"--peer: {peer} cannot be imported ({why}); what its process says stands above")
+            for module, name in [(module, name) for module, names in left.items() for name in names]:
+                keep(module, name, {"": {"error": f"its process ended: {why}"}})
+    return version, found
+
+
+def _start(request: dict, peer: str) -> subprocess.Popen:
+    settings = os.environ | {"PYTHONPATH": peer, "FLASHINFER_DISABLE_VERSION_CHECK": "1"}
+    # for each of several modules that are built at a time
+    settings.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 1) // 2)))
+    script = checkout.folder("benchmarks") / "peer.py"
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=settings
+    )
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+        stdin.write(json.dumps(request))
+    return process
+
+
+def _answers(process: subprocess.Popen, limit: float | None) -> Iterator[dict]:
+    """The documents that it prints; it is killed where a row that has begun takes longer than `limit` seconds."""
+    begun = False
+    with process.stdout as lines:
+        while True:
+            watch = threading.Timer(limit or 0, process.kill)
+            if begun and limit:
+                watch.start()
+            line = lines.readline()
+            watch.cancel()
+            if not line.endswith("\n"):
+                return
+            answer = json.loads(line)
+            begun = "row" in answer and "ways" not in answer
+            yield answer
