@@ -184,11 +184,11 @@ workspace_buffer
     return experts.run(tokens, routed, first, activation, between, second, out)
 
 
-def _numbers(act: str, situ_beta, situ_linear_beta) -> tuple[float, float]:
+def _numbers(act: str, situ_beta, situ_linear_beta) -> tuple[float, float, float]:
     for name, value in (("situ_beta", situ_beta), ("situ_linear_beta", situ_linear_beta)):
         fits = (value is not None and value > 0) if act == "situ" else value is None
         require(fits, name, value, "a number above 0" if act == "situ" else "None but with Situ")
-    return (float(situ_beta), float(situ_linear_beta)) if act == "situ" else (experts.STEP_LIMIT, 0.0)
+    return (float(situ_beta), float(situ_linear_beta), 0.0) if act == "situ" else (0.0, 0.0, experts.STEP_LIMIT)
 
 
 # What stands between the products, and the names of quant_scales, by form: of weights, and of rows where they differ.

@@ -35,12 +35,16 @@ _FEW = 128
 
 
 class Tokens(NamedTuple):
-    """Rows [tokens, .], one for each token, their format, and their scale factors in a layout."""
+    """Rows [tokens, .], one for each token, their format, and their scale factors in a layout.
+
+    row_scale : float32 [tokens], a factor of each row; what stands between the products has scales of its rows, too.
+    """
 
     codes: torch.Tensor
     form: str
     scale: torch.Tensor | None = None
     layout: str = "linear"
+    row_scale: torch.Tensor | None = None
 
 
 class Weight(NamedTuple):
@@ -55,23 +59,29 @@ class Weight(NamedTuple):
     scale: torch.Tensor | None = None
     layout: str = "linear"
     bias: torch.Tensor | None = None
-    paired: bool = False
+    paired: int = 0
     shuffle: int = 0
     block: int = 0
 
 
 class Activation(NamedTuple):
-    """act : a name of the room's. alpha, beta, limit : float32 [experts]. numbers : as the room's Finish has them."""
+    """act : a name of the room's. alpha, beta, limit : float32 [experts]. numbers : as the room's Finish has them.
+
+    by_number : those of "A", "B" and "L" whose numbers the activation has.
+    """
 
     act: str
     alpha: torch.Tensor | None = None
     beta: torch.Tensor | None = None
     limit: torch.Tensor | None = None
-    numbers: tuple[float, float] = (0.0, 0.0)
+    numbers: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    by_number: str = ""
 
 
 class Between(NamedTuple):
     """The rows between the products: their format, NVFP4's global scale, and factors of both products.
+
+    global_scale : where rows have scales of their own, times a row's largest magnitude its scale.
 
     scale, scale_out : of the first, as the room's Problem has them. second : of the second.
     """
@@ -108,9 +118,12 @@ def activation_of(argument: str, value, **given) -> tuple[str, bool]:
 
 def run(
     tokens: Tokens, routed: Routed, first: Weight, activation: Activation, between: Between, second: Weight,
-    out: torch.Tensor, do_finalize: bool = True,
+    out: torch.Tensor, do_finalize: bool = True, tile: int = 0,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """[out], or without finalize [rows, weights, row of each pair]. `out` gives dtype and shape either way."""
+    """[out], or without finalize [rows, weights, row of each pair]. `out` gives dtype and shape either way.
+
+    tile : rows of a tile; 0 leaves it to `tile_of`.
+    """
     _check(tokens, routed, first, activation, between, second, out)
     top_k = routed.ids.shape[1]
     tensors = [
@@ -119,12 +132,12 @@ def run(
         *(second.codes, second.scale, second.bias),
         *(activation.alpha, activation.beta, activation.limit),
         *(between.global_scale, between.scale, between.scale_out, between.second),
-        *(routed.ids, routed.weights),
+        *(routed.ids, routed.weights, tokens.row_scale),
     ]
     words = [tokens.form, tokens.layout, first.form, first.layout, second.form, second.layout]
-    words += [activation.act, between.form, dtype_name(out.dtype)]
+    words += [activation.act, activation.by_number, between.form, dtype_name(out.dtype)]
     flags = [first.paired, first.shuffle, first.block, second.shuffle, second.block, between.ratio, routed.on_input]
-    numbers = [int(flag) for flag in flags] + [routed.offset, routed.experts, out.shape[1], top_k]
+    numbers = [int(flag) for flag in flags] + [routed.offset, routed.experts, out.shape[1], top_k, tile]
     floats, words = list(activation.numbers), ",".join(words)
     if do_finalize:
         _experts(tensors, words, numbers, floats, out)
@@ -154,7 +167,7 @@ def _experts(
 
 def _like_unfinalized(tensors, words, numbers, floats):
     ids = tensors[15]
-    tile = tile_of(ids.numel(), numbers[8], words.split(",")[0])
+    tile = numbers[11] or tile_of(ids.numel(), numbers[8], words.split(",")[0])
     rows = most_tiles(ids.numel(), numbers[8], tile) * tile
     dtype = torch_dtype(words.split(",")[-1])
     weights = ids.new_empty(ids.shape if tensors[16] is None else 0, dtype=torch.float32)
@@ -173,38 +186,40 @@ def _unfinalized(
 def _rows(tensors, words, numbers, floats) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
     """Rows of the second product, weights of the pairs, and the map of the rows."""
     x, x_scale, w1, w1_scale, bias1, w2, w2_scale, bias2, alpha, beta, limit = tensors[:11]
-    global_scale, scale, scale_out, scale2, ids, weights = tensors[11:]
-    form, layout, form1, layout1, form2, layout2, act, between, dtype = words.split(",")
-    paired, shuffle1, block1, shuffle2, block2, ratio, on_input, offset, experts, hidden, top_k = numbers
+    global_scale, scale, scale_out, scale2, ids, weights, row_scale = tensors[11:]
+    form, layout, form1, layout1, form2, layout2, act, by_number, between, dtype = words.split(",")
+    paired, shuffle1, block1, shuffle2, block2, ratio, on_input, offset, experts, hidden, top_k, tile = numbers
     device = x.device
-    tile = tile_of(ids.numel(), experts, form)
+    tile = tile or tile_of(ids.numel(), experts, form)
     token_map, unpacked = routing.token_map(ids, experts, offset, tile, packed=weights is None)
     weights = unpacked if weights is None else weights
     rows = token_map.row_pair.numel()
     problem1 = room.Problem(
         rows=form, weights=form1, out="fp8" if between == "fp8" else dtype, tile=tile, gather=True, act=act,
-        paired=bool(paired), shuffle=shuffle1, block=block1, row_layout=layout, weight_layout=layout1,
+        paired=paired, shuffle=shuffle1, block=block1, row_layout=layout, weight_layout=layout1,
         bias="" if bias1 is None else dtype_name(bias1.dtype), scale="" if scale is None else "tensor",
         scale_out="" if scale_out is None else "ratio" if ratio else "tensor",
-        shape="".join(s for s, t in (("a", alpha), ("b", beta), ("l", limit)) if t is not None),
-        weighted=bool(on_input),
+        shape="".join(s for s, t in (("a", alpha), ("b", beta), ("l", limit)) if t is not None) or by_number,
+        weighted="pair" if on_input else "row" if row_scale is not None else "",
     )  # fmt: skip
     weights1, weights2 = room.Weights(w1, w1_scale, bias1), room.Weights(w2, w2_scale, bias2)
     n1, _ = room.extents(problem1, weights1)
     middle = torch.empty(rows, n1 // 2 if act in room.GATED else n1, dtype=torch_dtype(dtype), device=device)
     middle = middle if between != "fp8" else torch.empty_like(middle, dtype=torch.float8_e4m3fn)
     problem1 = _fitted(problem1, x, weights1, ids.numel())
-    finish = room.Finish(scale, scale_out, alpha, beta, limit, weights if on_input else None, tuple(floats))
+    finish = room.Finish(scale, scale_out, alpha, beta, limit, weights if on_input else row_scale, tuple(floats))
     room.product(problem1, device).run(room.Rows(x, x_scale, top_k), weights1, finish, token_map, middle)
-    middle, factors = _quantized(middle, between, global_scale, token_map, tile)
+    row_scale = None if row_scale is None else torch.empty(rows, dtype=torch.float32, device=device)
+    middle, factors = _quantized(middle, between, global_scale, token_map, tile, row_scale)
     problem2 = room.Problem(
         rows=between or dtype, weights=form2, out=dtype, tile=tile, shuffle=shuffle2, block=block2,
         weight_layout=layout2, bias="" if bias2 is None else dtype_name(bias2.dtype),
-        scale="" if scale2 is None else "tensor",
+        scale="" if scale2 is None else "tensor", weighted="" if row_scale is None else "row",
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=torch_dtype(dtype), device=device)
     problem2 = _fitted(problem2, middle, weights2, ids.numel())
-    room.product(problem2, device).run(room.Rows(middle, factors), weights2, room.Finish(scale2), token_map, out)
+    finish = room.Finish(scale2, weight=row_scale)
+    room.product(problem2, device).run(room.Rows(middle, factors), weights2, finish, token_map, out)
     return out, weights, token_map
 
 
@@ -233,12 +248,12 @@ def _quantize(
     _run_quantize(x, form, global_scale, None, 0, codes, factors)
 
 
-def _quantized(x, form: str, global_scale, token_map: TokenMap, tile: int):
+def _quantized(x, form: str, global_scale, token_map: TokenMap, tile: int, row_scale=None):
     """Rows of the map in a format with scale factors; "", "bf16" and "fp8" are as they are."""
     if form not in ("fp8_block", "mxfp8", "nvfp4"):
         return x, None
     codes, factors = _for_codes(x, form)
-    _run_quantize(x, form, global_scale, token_map, tile, codes, factors)
+    _run_quantize(x, form, global_scale, token_map, tile, codes, factors, row_scale)
     return codes if form == "nvfp4" else codes.view(torch.float8_e4m3fn), factors
 
 
@@ -249,11 +264,11 @@ def _for_codes(x, form: str) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, torch.empty(rows, -(-n // room.WIDTH[form]), dtype=dtype, device=x.device)
 
 
-def _run_quantize(x, form, global_scale, token_map, tile, codes, factors) -> None:
+def _run_quantize(x, form, global_scale, token_map, tile, codes, factors, row_scale=None) -> None:
     aligned = is_aligned(x) and x.shape[1] * x.element_size() % 16 == 0
     scaled = form == "nvfp4" and global_scale is not None
-    problem = room.Quantize(form, dtype_name(x.dtype), tile, scaled, aligned)
-    room.quantize(problem, x.device).run(x, global_scale, token_map, codes, factors)
+    problem = room.Quantize(form, dtype_name(x.dtype), tile, scaled, row_scale is not None, aligned)
+    room.quantize(problem, x.device).run(x, global_scale, token_map, codes, factors, row_scale)
 
 
 def expert_factors(name: str, scale, n: int, blocks: int, layout: str) -> torch.Tensor:

@@ -79,7 +79,7 @@ def activation(activation_type, alpha, beta, limit, count, device) -> tuple[expe
     act, gated = experts.activation_of("activation_type", activation_type, **given)
     require(act != "situ", "activation_type", "Situ", "one without numbers of its own, which these calls do not take")
     values = [experts.per_expert(name, value, count, device) for name, value in given.items()]
-    return experts.Activation(act, *values, numbers=(experts.STEP_LIMIT, 0.0)), gated
+    return experts.Activation(act, *values, numbers=(0.0, 0.0, experts.STEP_LIMIT)), gated
 
 
 def trtllm_bf16_moe(

@@ -15,7 +15,7 @@ from flashinfer.ops.moe.experts import config
 WIDTH = {"fp8_block": 128, "mxfp8": 32, "nvfp4": 16, "mxfp4": 32, "mxint4": 32}
 # Formats with two elements to a byte, the first in the low half.
 PACKED = ("nvfp4", "mxfp4", "mxint4")
-GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_step", "situ")
+GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_step", "situ", "situ_gate")
 PLAIN = ("", "silu", "gelu", "relu", "relu2")
 
 
@@ -42,8 +42,9 @@ class Problem:
         Rows belong to tokens, and a row of the map reads its token's; else they lie as in the map.
     act : str
         One of GATED, whose weights have rows of two halves, the factor's first and then the gate's; or one of PLAIN.
-    paired : bool
-        Rows of gated weights alternate instead: factor, gate, factor, gate.
+        "situ_gate" is "situ" whose factor is taken as it is.
+    paired : int
+        Rows of gated weights alternate instead, in groups of so many: factors, gates, factors, gates; 0 where not.
     shuffle : int
         Rows of the weights are permuted within blocks of so many, 16 or 32, as `shuffle_matrix_a` does; 0 where not.
     block : int
@@ -58,9 +59,9 @@ class Problem:
     scale_out : str
         Factor of the result: "" none, "tensor", or "ratio", the tensor over `scale`'s.
     shape : str
-        Which of float32 tensors [experts] the activation has, of "a" alpha, "b" beta and "l" limit.
-    weighted : bool
-        The product is times the weight of its pair, before bias and activation.
+        Which of alpha, beta and limit the activation has: "a", "b", "l" float32 tensors [experts], "A", "B", "L" numbers.
+    weighted : str
+        A factor of the product before bias and activation: "" none, "pair" of its pair, "row" of the row that is read.
     aligned : bool
         Rows and weights can be read 16 bytes at a time, and the result be written so: an expert's weights have a
         multiple of 32 rows.
@@ -73,7 +74,7 @@ class Problem:
     experts: str = "many"
     gather: bool = False
     act: str = ""
-    paired: bool = False
+    paired: int = 0
     shuffle: int = 0
     block: int = 0
     row_layout: str = "linear"
@@ -82,7 +83,7 @@ class Problem:
     scale: str = ""
     scale_out: str = ""
     shape: str = ""
-    weighted: bool = False
+    weighted: str = ""
     aligned: bool = True
 
 
@@ -100,6 +101,8 @@ class Quantize:
         Rows of a tile of the token map; 0 where there is none, and all rows are quantised.
     scaled : bool
         NVFP4 has global scales, one or one an expert; fp8 has a factor.
+    row_scale : bool
+        NVFP4 has a scale of each row: the global one times the row's largest magnitude, and divides by it. It is kept.
     aligned : bool
         Rows can be read 16 bytes at a time.
     """
@@ -108,6 +111,7 @@ class Quantize:
     dtype: str
     tile: int
     scaled: bool = False
+    row_scale: bool = False
     aligned: bool = True
 
 
@@ -130,7 +134,8 @@ class Weights(NamedTuple):
 class Finish(NamedTuple):
     """What stands behind a product; float32. scale, scale_out : [1] or [experts]. alpha, beta, limit : [experts].
 
-    weight : [pairs]. numbers : the two of "situ"; the limit of "swiglu_step" without a tensor.
+    weight : [pairs] or [rows]. numbers : alpha, beta and limit where there is no tensor; the first two are those of
+    "situ", the last is that of "swiglu_step".
     """
 
     scale: torch.Tensor | None = None
@@ -139,7 +144,7 @@ class Finish(NamedTuple):
     beta: torch.Tensor | None = None
     limit: torch.Tensor | None = None
     weight: torch.Tensor | None = None
-    numbers: tuple[float, float] = (0.0, 0.0)
+    numbers: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 def extents(problem: Problem, weights: Weights) -> tuple[int, int]:
@@ -160,6 +165,7 @@ def _product_catalog() -> Iterator[Problem]:
 def _quantize_catalog() -> Iterator[Quantize]:
     for form in ("fp8_block", "nvfp4"):
         yield Quantize(form, "bf16", 16, scaled=form == "nvfp4")
+    yield Quantize("nvfp4", "bf16", 16, scaled=True, row_scale=True)
 
 
 def _variants(chosen):

@@ -6,7 +6,14 @@ import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.formats import from_e2m1, from_fp8, from_ue8m0, to_fp8
-from flashinfer.ops._device.scales import quantize_fp8, quantize_mxfp8, quantize_nvfp4, scale_offset, times_blocks
+from flashinfer.ops._device.scales import (
+    block_amax,
+    quantize_fp8,
+    quantize_mxfp8,
+    quantize_nvfp4,
+    scale_offset,
+    times_blocks,
+)
 from flashinfer.ops.moe.experts import GATED, PACKED, WIDTH, Finish, Problem, Quantize, Rows, Weights, extents
 
 
@@ -14,11 +21,14 @@ from flashinfer.ops.moe.experts import GATED, PACKED, WIDTH, Finish, Problem, Qu
 def weight_rows(column, n, GATED: tl.constexpr, PAIRED: tl.constexpr, SHUFFLE: tl.constexpr):
     """Where rows of the weights are, for columns of the product.
 
-    Columns of gated weights alternate, factor and gate, so that both of a result are in one tile.
+    Columns of gated weights alternate, factor and gate, so that both of a result are in one tile. Rows alternate in
+    groups of PAIRED, or are halves.
     """
     row = column
-    if GATED and not PAIRED:
+    if GATED and PAIRED == 0:
         row = (column % 2) * (n // 2) + column // 2
+    elif GATED:
+        row = column // 2 // PAIRED * (2 * PAIRED) + column % 2 * PAIRED + column // 2 % PAIRED
     if SHUFFLE:
         EIGHTH: tl.constexpr = SHUFFLE // 8
         row = row // SHUFFLE * SHUFFLE + row % EIGHTH * 8 + row % SHUFFLE // EIGHTH
@@ -89,13 +99,15 @@ def gelu_tanh(x):
 
 
 @triton.jit
-def gated(factor, gate, alpha, beta, limit, first, second, ACT: tl.constexpr, SHAPE: tl.constexpr):
+def gated(factor, gate, alpha, beta, limit, ACT: tl.constexpr, SHAPE: tl.constexpr):
     """act(gate) times the factor."""
     a: tl.constexpr = SHAPE == "a" or SHAPE == "ab" or SHAPE == "al" or SHAPE == "abl"
     b: tl.constexpr = SHAPE == "b" or SHAPE == "ab" or SHAPE == "bl" or SHAPE == "abl"
     c: tl.constexpr = SHAPE == "l" or SHAPE == "al" or SHAPE == "bl" or SHAPE == "abl"
-    if ACT == "situ":
-        return first * tanh(gate / first) * sigmoid(gate) * (second * tanh(factor / second))
+    if ACT == "situ" or ACT == "situ_gate":
+        if ACT == "situ":
+            factor = beta * tanh(factor / beta)
+        return alpha * tanh(gate / alpha) * sigmoid(gate) * factor
     if c or ACT == "swiglu_step":
         factor = tl.minimum(tl.maximum(factor, -limit), limit)
         if ACT != "swiglu_step":
@@ -169,8 +181,9 @@ def product_kernel(
     out_row,
     scale_entries,
     scale_out_entries,
-    first,
-    second,
+    alpha_number,
+    beta_number,
+    limit_number,
     ROWS: tl.constexpr,
     WEIGHTS: tl.constexpr,
     X_WIDTH: tl.constexpr,
@@ -183,6 +196,7 @@ def product_kernel(
     GATED: tl.constexpr,
     ACT: tl.constexpr,
     SHAPE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     PAIRED: tl.constexpr,
     SHUFFLE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -299,15 +313,15 @@ def product_kernel(
         factor = entry(scale, expert, scale_entries)
         acc *= factor
     if weight is not None:
-        acc *= tl.load(weight + pair, live, other=0).to(tl.float32)[:, None]
+        acc *= tl.load(weight + (pair if WEIGHTED == "pair" else source), live, other=0).to(tl.float32)[:, None]
     if bias is not None:
         acc += tl.load(bias + wide_expert * n + stored).to(tl.float32)[None, :]
     if GATED:
         up, gate = tl.split(tl.reshape(acc, [TILE_M, TILE_N // 2, 2]))
-        a_value = tl.load(alpha + expert) if alpha is not None else 1.0
-        b_value = tl.load(beta + expert) if beta is not None else 0.0
-        c_value = tl.load(limit + expert) if limit is not None else first
-        y = gated(up, gate, a_value, b_value, c_value, first, second, ACT, SHAPE)
+        a_value = tl.load(alpha + expert) if alpha is not None else alpha_number
+        b_value = tl.load(beta + expert) if beta is not None else beta_number
+        c_value = tl.load(limit + expert) if limit is not None else limit_number
+        y = gated(up, gate, a_value, b_value, c_value, ACT, SHAPE)
         result = strip * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
         width = n // 2
     else:
@@ -326,42 +340,14 @@ def product_kernel(
 
 
 @triton.jit
-def quantize_kernel(
-    x,
-    codes,
-    factors,
-    global_scale,
-    tile_expert,
-    tile_end,
-    rows,
-    n,
-    x_row,
-    codes_row,
-    factors_row,
-    factors_block,
-    entries,
-    FORM: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CAPABILITY: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    start = tl.program_id(1) * COLUMNS
+def quantize_tile(
+    x, its, codes, factors, row, live, start, n, x_row, codes_row, factors_row, factors_block,
+    FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """Columns `start` to `start + COLUMNS` of rows as codes and scale factors. its : [ROWS, 1], their global scales."""
     column = start + tl.arange(0, COLUMNS)
-    live = row < rows
-    expert = tl.zeros_like(row)
-    if TILE:
-        expert = tl.load(tile_expert + row // TILE, live, other=-1)
-        live = live & (expert >= 0)
-        live = live & (row < tl.load(tile_end + row // TILE, live, other=0))
-        expert = tl.where(live, expert, 0)
     inside = live[:, None] & (column < n)[None, :]
     y = tl.load(x + row.to(tl.int64)[:, None] * x_row + column[None, :], inside, other=0).to(tl.float32)
-    if global_scale is not None:
-        its = tl.load(global_scale + tl.where(entries == 1, 0, expert))[:, None]
-    else:
-        its = tl.full([ROWS, 1], 1.0, tl.float32)
     if FORM == "fp8":
         WIDTH: tl.constexpr = 1
         made = to_fp8(y * its, "fp8e4nv", CAPABILITY)
@@ -382,6 +368,64 @@ def quantize_kernel(
         block = start // WIDTH + tl.arange(0, COLUMNS // WIDTH)
         at = row.to(tl.int64)[:, None] * factors_row + block.to(tl.int64)[None, :] * factors_block
         tl.store(factors + at, factor, live[:, None] & (block * WIDTH < n)[None, :])
+
+
+@triton.jit
+def quantize_kernel(
+    x,
+    codes,
+    factors,
+    row_scales,
+    global_scale,
+    tile_expert,
+    tile_end,
+    rows,
+    n,
+    x_row,
+    codes_row,
+    factors_row,
+    factors_block,
+    entries,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):
+    """A program has columns of its rows; with a scale of each row all columns, which it reads twice."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    start = tl.program_id(1) * COLUMNS
+    live = row < rows
+    expert = tl.zeros_like(row)
+    if TILE:
+        expert = tl.load(tile_expert + row // TILE, live, other=-1)
+        live = live & (expert >= 0)
+        live = live & (row < tl.load(tile_end + row // TILE, live, other=0))
+        expert = tl.where(live, expert, 0)
+    if global_scale is not None:
+        its = tl.load(global_scale + tl.where(entries == 1, 0, expert))[:, None]
+    else:
+        its = tl.full([ROWS, 1], 1.0, tl.float32)
+    if row_scales is not None:
+        most = tl.zeros([ROWS, 1], tl.int32)
+        for first in range(0, n, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            inside = live[:, None] & (column < n)[None, :]
+            y = tl.load(x + row.to(tl.int64)[:, None] * x_row + column[None, :], inside, other=0).to(tl.float32)
+            most = tl.maximum(most, tl.max(block_amax(y, 16), 1, keep_dims=True))
+        its *= most.to(tl.float32, bitcast=True)
+        tl.store(row_scales + row[:, None], its, live[:, None])
+        its = tl.where(its == 0, 0.0, tl.div_rn(tl.full([ROWS, 1], 1.0, tl.float32), its))
+        for first in range(0, n, COLUMNS):
+            quantize_tile(
+                x, its, codes, factors, row, live, first, n, x_row, codes_row, factors_row, factors_block,
+                FORM, ROWS, COLUMNS, CAPABILITY,
+            )  # fmt: skip
+    else:
+        quantize_tile(
+            x, its, codes, factors, row, live, start, n, x_row, codes_row, factors_row, factors_block,
+            FORM, ROWS, COLUMNS, CAPABILITY,
+        )  # fmt: skip
 
 
 _TL = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32, "fp8e4nv": tl.float8e4nv}
@@ -429,7 +473,7 @@ def _build_product(problem, config):
         **dict.fromkeys(("w_scale_expert", "w_scale_row"), "i64"),
         "out_row": "i64:16" if problem.aligned else "i64",
         **dict.fromkeys(("scale_entries", "scale_out_entries"), "i32"),
-        **dict.fromkeys(("first", "second"), "fp32"),
+        **dict.fromkeys(("alpha_number", "beta_number", "limit_number"), "fp32"),
     }
     constants = {name: None for name, kind in types.items() if kind is None} | {
         "ROWS": problem.rows,
@@ -443,7 +487,8 @@ def _build_product(problem, config):
         "GATHER": problem.gather,
         "GATED": problem.act in GATED,
         "ACT": problem.act,
-        "SHAPE": problem.shape,
+        "SHAPE": problem.shape.lower(),
+        "WEIGHTED": problem.weighted,
         "PAIRED": problem.paired,
         "SHUFFLE": problem.shuffle,
         "BLOCK": problem.block,
@@ -464,6 +509,7 @@ def _build_product(problem, config):
 def _build_quantize(problem, config):
     types = {"x": f"*{problem.dtype}:16" if problem.aligned else f"*{problem.dtype}", "codes": "*u8"}
     types["factors"] = "*fp32" if problem.form == "fp8_block" else "*u8" if problem.form != "fp8" else None
+    types["row_scales"] = "*fp32" if problem.row_scale else None
     types["global_scale"] = "*fp32" if problem.scaled else None
     types |= dict.fromkeys(("tile_expert", "tile_end"), "*i32" if problem.tile else None)
     unit = _unit(problem.dtype, problem.aligned)
@@ -540,11 +586,13 @@ def _stored(codes, compute: str):
     return codes.view(torch.float8_e4m3fn if compute == "fp8e4nv" else torch.uint8)
 
 
-def quantize(problem, config, x, global_scale, token_map, codes, factors):
-    """Rows of x, all or those of the map, as codes and scale factors."""
+def quantize(problem, config, x, global_scale, token_map, codes, factors, row_scales=None):
+    """Rows of x, all or those of the map, as codes and scale factors; with a scale of each row, float32 [rows]."""
     tensors = [x, codes.view(torch.uint8)]
     if factors is not None:
         tensors.append(factors if problem.form == "fp8_block" else factors.view(torch.uint8))
+    if problem.row_scale:
+        tensors.append(row_scales)
     if problem.scaled:
         tensors.append(global_scale)
     if problem.tile:
@@ -552,7 +600,7 @@ def quantize(problem, config, x, global_scale, token_map, codes, factors):
     rows, n = x.shape
     strides = (0, 0) if factors is None else factors.stride()
     numbers = [rows, n, x.stride(0), codes.stride(0), *strides, global_scale.numel() if problem.scaled else 0]
-    grid = (triton.cdiv(rows, config.rows), triton.cdiv(n, config.columns), 1)
+    grid = (triton.cdiv(rows, config.rows), 1 if problem.row_scale else triton.cdiv(n, config.columns), 1)
     launch(problem, config, grid, *tensors, *numbers)
 
 

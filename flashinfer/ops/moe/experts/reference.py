@@ -23,7 +23,7 @@ def product(problem, rows, weights, finish, token_map, out):
         source = pair // rows.top_k if problem.gather else torch.arange(start, start + many, device=pair.device)
         x = decode_rows(problem, rows, source, k)
         y = x @ decode_weights(problem, weights, expert, n, k).T
-        y = _finish(problem, finish, weights, y, pair, expert)
+        y = _finish(problem, finish, weights, y, pair, source, expert)
         out[row] = narrow.to_fp8(y, torch.float8_e4m3fn) if problem.out == "fp8" else y.to(out.dtype)
 
 
@@ -67,8 +67,9 @@ def weight_rows(problem, n: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Where rows of the weights are, for columns of the product: stored, and before `shuffle_matrix_a`."""
     column = torch.arange(n, device=device)
     row = column
-    if problem.act in GATED and not problem.paired:
-        row = column % 2 * (n // 2) + column // 2
+    if problem.act in GATED:
+        group = problem.paired or n // 2
+        row = column // 2 // group * 2 * group + column % 2 * group + column // 2 % group
     stored = row
     if problem.shuffle:
         eighth = problem.shuffle // 8
@@ -91,14 +92,14 @@ def _decode(form, codes, factors, k) -> torch.Tensor:
     return y * factors.float().repeat_interleave(WIDTH[form], -1)[:, :k]
 
 
-def _finish(problem, finish, weights, y, pair, expert):
+def _finish(problem, finish, weights, y, pair, source, expert):
     def value(vector):
         return vector[0 if vector.numel() == 1 else expert].float()
 
     if problem.scale:
         y = y * value(finish.scale)
     if problem.weighted:
-        y = y * finish.weight.flatten()[pair, None]
+        y = y * finish.weight.flatten()[pair if problem.weighted == "pair" else source, None]
     if problem.bias:
         stored, _ = weight_rows(problem, y.shape[1], y.device)
         y = y + weights.bias[expert][stored].float()
@@ -113,21 +114,22 @@ def _finish(problem, finish, weights, y, pair, expert):
 
 
 def _gated(problem, finish, factor, gate, expert):
-    if problem.act == "situ":
-        first, second = finish.numbers
-        return first * torch.tanh(gate / first) * gate.sigmoid() * second * torch.tanh(factor / second)
-    step = problem.act == "swiglu_step"
-    if "l" in problem.shape or step:
-        limit = finish.limit[expert] if "l" in problem.shape else finish.numbers[0]
+    given = (finish.alpha, finish.beta, finish.limit)
+    alpha, beta, limit = (number if t is None else t[expert] for t, number in zip(given, finish.numbers))
+    if problem.act in ("situ", "situ_gate"):
+        factor = beta * torch.tanh(factor / beta) if problem.act == "situ" else factor
+        return alpha * torch.tanh(gate / alpha) * gate.sigmoid() * factor
+    shape, step = problem.shape.lower(), problem.act == "swiglu_step"
+    if "l" in shape or step:
         factor = factor.clamp(-limit, limit)
         gate = gate if step else gate.clamp(max=limit)
     if problem.act in ("geglu", "geglu_tanh"):
         gate = gelu(gate, approximate="tanh" if problem.act == "geglu_tanh" else "none")
     else:
-        gate = gate * (gate * finish.alpha[expert] if "a" in problem.shape else gate).sigmoid()
+        gate = gate * (gate * alpha if "a" in shape else gate).sigmoid()
     if step:
         gate = gate.clamp(max=limit)
-    return gate * (factor + finish.beta[expert] if "b" in problem.shape else factor)
+    return gate * (factor + beta if "b" in shape else factor)
 
 
 def _plain(act, y):
@@ -140,8 +142,8 @@ def _plain(act, y):
     return y.relu().square() if act == "relu2" else y
 
 
-def quantize(problem, x, global_scale, token_map, codes, factors):
-    """Rows of x, all or those of the map, as codes and scale factors."""
+def quantize(problem, x, global_scale, token_map, codes, factors, row_scales=None):
+    """Rows of x, all or those of the map, as codes and scale factors; with a scale of each row, float32 [rows]."""
     live = torch.arange(len(x), device=x.device)
     expert = torch.zeros_like(live)
     if problem.tile:
@@ -151,6 +153,10 @@ def quantize(problem, x, global_scale, token_map, codes, factors):
     its = torch.ones(len(y), 1, device=x.device)
     if problem.scaled:
         its = global_scale.flatten()[expert if global_scale.numel() > 1 else 0].float().reshape(-1, 1)
+    if problem.row_scale:
+        its = its * y.abs().amax(1, keepdim=True)
+        row_scales[live] = its[:, 0]
+        its = torch.where(its == 0, 0, 1 / its)
     if problem.form == "fp8":
         codes[live] = narrow.to_fp8(y * its, torch.float8_e4m3fn).view(codes.dtype)
         return
