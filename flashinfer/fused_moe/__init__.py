@@ -1,6 +1,7 @@
 """Mixtures of experts: routing, and the experts' products with all that stands between them in one call."""
 
 from flashinfer.fused_moe.api import QuantFormat
+from flashinfer.fused_moe.cute_dsl import CuteDslMoEWrapper, cute_dsl_fused_moe_nvfp4
 from flashinfer.fused_moe.cutlass import cutlass_fused_moe
 from flashinfer.fused_moe.layouts import (
     convert_to_block_layout,
@@ -26,11 +27,13 @@ from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, RoutingMe
 
 __all__ = [
     "ActivationType",
+    "CuteDslMoEWrapper",
     "Fp8QuantizationType",
     "QuantFormat",
     "RoutingMethodType",
     "WeightLayout",
     "convert_to_block_layout",
+    "cute_dsl_fused_moe_nvfp4",
     "cutlass_fused_moe",
     "fused_topk_deepseek",
     "interleave_moe_scales_for_sm90_mixed_gemm",

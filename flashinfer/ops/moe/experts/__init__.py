@@ -59,7 +59,8 @@ class Problem:
     scale_out : str
         Factor of the result: "" none, "tensor", or "ratio", the tensor over `scale`'s.
     shape : str
-        Which of alpha, beta and limit the activation has: "a", "b", "l" float32 tensors [experts], "A", "B", "L" numbers.
+        Which of alpha, beta and limit the activation has: of "a", "b" and "l" float32 tensors [experts], or of "A", "B"
+        and "L" numbers.
     weighted : str
         A factor of the product before bias and activation: "" none, "pair" of its pair, "row" of the row that is read.
     aligned : bool
