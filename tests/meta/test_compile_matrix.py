@@ -1,15 +1,16 @@
 """Every kernel compiles for every architecture on the lowest and the highest Triton, within the chip's limits.
 
 Of each op's catalog it takes as many problems as show every value of every field, so that each branch of each kernel is
-there. They are dealt to the chips in turn, each to one chip, and on the highest Triton to another; every op is compiled
-for every chip on both. A chip's own kernels are compiled for all of them on both. `make test` installs the highest
-Triton beside the environment's; FLASHINFER_TEST_TRITON names its folder.
+there. What a kernel is to be compiled for is dealt to the chips in turn, and on the highest Triton to others; every
+kernel is compiled for every chip on both. A chip's own kernels are compiled for all of their problems on both. `make
+test` installs the highest Triton beside the environment's; FLASHINFER_TEST_TRITON names its folder.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -24,31 +25,41 @@ OTHER = os.environ.get("FLASHINFER_TEST_TRITON", "")
 
 
 class Covering:
-    """An op with the part of its catalog that shows every (field, value), or the share of one chip."""
+    """An op with the part of its catalog that shows every (field, value)."""
 
-    def __init__(self, op, turn=None):
+    def __init__(self, op):
         self.name, self.problem_type, self.variants, self._op = op.name, op.problem_type, op.variants, op
-        self._turn = turn
 
     def catalog(self):
-        seen, shown = set(), []
+        seen = set()
         for problem in self._op.catalog():
             values = set(asdict(problem).items()) or {None}
             if values - seen:
                 seen |= values
-                shown.append(problem)
-        if self._turn is None:
-            return shown
-        every = min(len(GPU_ARCHS), len(shown))
-        return shown[self._turn % every :: every]
+                yield problem
 
 
 def all_jobs(highest):
-    ops = all_ops()
-    for place, arch in enumerate(GPU_ARCHS):
-        yield from catalog_jobs({name: Covering(op, place + highest) for name, op in ops.items()}, [arch])
-    whole = {name: Covering(op) for name, op in ops.items()}
-    yield from (job for job in catalog_jobs(whole, ["90a"]) if job.variant == "sm90")
+    covering = {name: Covering(op) for name, op in all_ops().items()}
+    kernels = defaultdict(lambda: defaultdict(dict))
+    for job in catalog_jobs(covering, GPU_ARCHS):
+        # Launchers have names of their own, and several ops may run one.
+        kernels[job.launcher][job.problem].setdefault(job.arch, job)
+    for problems in kernels.values():
+        yield from dealt(list(problems.values()), highest)
+
+
+def dealt(problems, first):
+    """Of each problem ({arch: job}) the job of one chip, and for each chip that has any at least one."""
+    left = {arch: None for by_arch in problems for arch in by_arch}
+    for place, by_arch in enumerate(problems):
+        archs = [arch for arch in GPU_ARCHS if arch in by_arch]
+        arch = next((arch for arch in archs if arch in left), archs[(place + first) % len(archs)])
+        left.pop(arch, None)
+        yield by_arch[arch]
+    for place, arch in enumerate(left):
+        taking = [by_arch for by_arch in problems if arch in by_arch]
+        yield taking[(place + first) % len(taking)][arch]
 
 
 def main(folder, highest):
