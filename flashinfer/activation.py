@@ -129,7 +129,7 @@ def _gated(kind, input, out) -> torch.Tensor:
     return out
 
 
-@custom_op("flashinfer::act_and_mul", mutates_args=("out",))
+@custom_op("flashinfer::act_and_mul", mutates_args=("out",), held=True)
 def _act_and_mul(input: torch.Tensor, out: torch.Tensor, kind: str) -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     require(input.dtype in dtypes, "input", input.dtype, "bfloat16, float16, float32")

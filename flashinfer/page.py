@@ -314,7 +314,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     return out
 
 
-@custom_op("flashinfer::append_paged_kv_cache", mutates_args=("k_cache", "v_cache"))
+@custom_op("flashinfer::append_paged_kv_cache", mutates_args=("k_cache", "v_cache"), held=True)
 def _append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,

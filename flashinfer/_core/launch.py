@@ -12,17 +12,20 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from triton.runtime.jit import JITFunction
 
-from flashinfer._core import compiler, driver, env, kernel_cache
+from flashinfer._core import compiler, driver, env, held, kernel_cache
 from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.parameters import SCALARS, Block, HeldBlock, Layout
 from flashinfer._core.target import target_of
 
 _TYPE = re.compile(rf"(\*\w+|{'|'.join(SCALARS)})(:[1-9]\d*)?|tensordesc<.*>")
+# What the types of arguments begin with that are addresses, or have one: what moves between launches.
+_ADDRESSES = ("*", "tensordesc")
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +131,11 @@ class Launcher:
         if bound is None:
             bound = self._bind(problem, config, index)
         bound(grid, *args)
+        recording = held.recording()
+        if recording is not None:
+            moving = {name: x for name, x in zip(bound.types, args) if bound.types[name].startswith(_ADDRESSES)}
+            bases = [x.tensor if isinstance(x, TensorMap) else x for x in moving.values()]
+            recording.add(partial(bound.hold, grid, args, tuple(moving)), bases)
 
     def prepare(self, problem, config, device: torch.device) -> _Loaded | _Interpreted:
         """The kernel compiled and loaded on `device`: `bound(grid, *args)` launches it with no lookup.
@@ -212,6 +220,7 @@ class _Interpreted:
     def __init__(self, name: str, build: Build):
         self._name = name
         self._build = build
+        self.types = build.types
 
     def __call__(self, grid: tuple[int, int, int], *args) -> None:
         if 0 in grid:
@@ -265,6 +274,7 @@ class _Loaded:
         if shared > shared_limit:
             raise RuntimeError(f"{name}: needs {shared} bytes of shared memory, the device has {shared_limit}")
         self._name, self._build, self._index = name, build, index
+        self.types = build.types
         self._layout = Layout(name, build, kernel)
         with torch.cuda.device(index):
             self._block = Block(self._layout, index)
@@ -368,7 +378,7 @@ def _places(name: str, build: Build, moving: tuple[str, ...]) -> tuple[int, ...]
     names = list(build.types)
     for parameter in moving:
         kind = build.types.get(parameter, "no parameter")
-        require(kind.startswith(("*", "tensordesc")), f"{name}: {parameter}", kind, "a pointer or tensor map")
+        require(kind.startswith(_ADDRESSES), f"{name}: {parameter}", kind, "a pointer or tensor map")
     return tuple(map(names.index, moving))
 
 

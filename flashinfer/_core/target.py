@@ -87,6 +87,11 @@ def target_of(device: torch.device) -> Target:
     return target
 
 
+def overridden() -> Target | None:
+    """What every device is taken for; None outside of `override`."""
+    return _override
+
+
 def _ask(index: int) -> Target:
     properties = torch.cuda.get_device_properties(index)
     number = properties.major * 10 + properties.minor

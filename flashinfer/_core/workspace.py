@@ -13,6 +13,8 @@ import threading
 
 import torch
 
+from flashinfer._core import held
+
 _lock = threading.Lock()
 _latest: dict[tuple[int, int], torch.Tensor] = {}
 _captured: dict[int, torch.Tensor] = {}
@@ -38,6 +40,7 @@ def take(device: torch.device, nbytes: int, given: torch.Tensor | None = None) -
     RuntimeError
         A larger buffer is needed inside a CUDA-graph capture.
     """
+    held.refuse()
     if given is not None and given.numel() * given.element_size() >= nbytes:
         return given.view(-1).view(torch.uint8)[:nbytes]
     if device.type != "cuda":

@@ -153,7 +153,7 @@ def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps:
     return out
 
 
-@custom_op("flashinfer::rmsnorm", mutates_args=("out",))
+@custom_op("flashinfer::rmsnorm", mutates_args=("out",), held=True)
 def _rmsnorm(input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, gemma: bool) -> None:
     check_rows(input, out=out)
     check_weights(input, weight=weight)
@@ -161,7 +161,7 @@ def _rmsnorm(input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: 
     launch(room.rmsnorm, input, weight, out, eps, gemma=gemma)
 
 
-@custom_op("flashinfer::fused_add_rmsnorm", mutates_args=("input", "residual"))
+@custom_op("flashinfer::fused_add_rmsnorm", mutates_args=("input", "residual"), held=True)
 def _fused_add_rmsnorm(
     input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool
 ) -> None:
@@ -171,7 +171,7 @@ def _fused_add_rmsnorm(
     launch(room.fused_add_rmsnorm, input, weight, input, eps, residual=residual, gemma=gemma)
 
 
-@custom_op("flashinfer::layernorm", mutates_args=("out",))
+@custom_op("flashinfer::layernorm", mutates_args=("out",), held=True)
 def _layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, out: torch.Tensor, eps: float) -> None:
     check_rows(input, out=out)
     check_weights(input, gemma=gemma, beta=beta)

@@ -276,7 +276,7 @@ def _inplace(q, k, positions, offsets, rotary_dim, interleave, frequencies) -> N
     _rope_inplace(q, k, positions, offsets, rotary_dim, interleave, [float(f) for f in frequencies])
 
 
-@custom_op("flashinfer::apply_rope", mutates_args=("q_rope", "k_rope"))
+@custom_op("flashinfer::apply_rope", mutates_args=("q_rope", "k_rope"), held=True)
 def _rope(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -291,7 +291,7 @@ def _rope(
     _run((q, k), (q_rope, k_rope), positions, offsets, rotary_dim, interleave, frequencies)
 
 
-@custom_op("flashinfer::apply_rope_inplace", mutates_args=("q", "k"))
+@custom_op("flashinfer::apply_rope_inplace", mutates_args=("q", "k"), held=True)
 def _rope_inplace(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -304,7 +304,7 @@ def _rope_inplace(
     _run((q, k), (q, k), positions, offsets, rotary_dim, interleave, frequencies)
 
 
-@custom_op("flashinfer::apply_rope_with_cos_sin_cache", mutates_args=("query_out", "key_out"))
+@custom_op("flashinfer::apply_rope_with_cos_sin_cache", mutates_args=("query_out", "key_out"), held=True)
 def _rope_cached(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -320,7 +320,7 @@ def _rope_cached(
     _run_cached((q, k), outs, positions, cos_sin_cache, interleave)
 
 
-@custom_op("flashinfer::apply_rope_with_cos_sin_cache_inplace", mutates_args=("query", "key"))
+@custom_op("flashinfer::apply_rope_with_cos_sin_cache_inplace", mutates_args=("query", "key"), held=True)
 def _rope_cached_inplace(
     query: torch.Tensor,
     key: torch.Tensor,

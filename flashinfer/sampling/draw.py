@@ -213,7 +213,7 @@ def top_k_top_p_sampling_from_probs(
     return call.result(return_valid)
 
 
-@custom_op("flashinfer::sampling", mutates_args=("samples", "valid"))
+@custom_op("flashinfer::sampling", mutates_args=("samples", "valid"), held=True)
 def _draw(
     x: torch.Tensor, source: str, min_p: float | None, min_ps: torch.Tensor | None, numbers: list[int],
     seeds: torch.Tensor | None, offsets: torch.Tensor | None, indices: torch.Tensor | None, samples: torch.Tensor,
@@ -238,7 +238,7 @@ def _draw(
     room.draw(problem, x.device).run(x, given(min_p, min_ps), drawn, indices, samples, valid)
 
 
-@custom_op("flashinfer::prefix_sampling", mutates_args=("samples", "valid"))
+@custom_op("flashinfer::prefix_sampling", mutates_args=("samples", "valid"), held=True)
 def _draw_prefix(
     x: torch.Tensor, form: str, top_k: int | None, top_ks: torch.Tensor | None, top_p: float | None,
     top_ps: torch.Tensor | None, numbers: list[int], seeds: torch.Tensor | None, offsets: torch.Tensor | None,
