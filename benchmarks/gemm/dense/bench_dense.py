@@ -1,8 +1,10 @@
 """Dense products against the best matrix product of torch, and few rows against copy bandwidth."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
+from operands import assert_product, fp8
 
 import flashinfer
 from flashinfer import gemm
@@ -13,42 +15,49 @@ from flashinfer.testing.compare import assert_close
 def cases(device: torch.device) -> Iterator[Case]:
     """Shapes of DeepSeek-V3 and Llama on a GPU; small ones on a CPU."""
     if device.type != "cuda":
-        yield Case("bf16 64x64x64", lambda d: _bf16(64, 64, 64, d))
-        yield Case("fp8 64x64x128", lambda d: _fp8(64, 64, 128, d))
+        yield _row(_bf16, 64, 64, 64)
+        yield _row(_fp8, 64, 64, 128)
+        yield Case("router 16x256x7168", _router)
         return
-    near = (Target("torch", 0.97),)
-    for m, n, k in ((8192, 8192, 8192), (4096, 4096, 7168), (512, 4096, 4096)):
-        yield Case(f"bf16 {m}x{n}x{k}", lambda d, s=(m, n, k): _bf16(*s, d), "many rows", near)
-    for m, n, k in ((8192, 8192, 8192), (4096, 4096, 7168), (4096, 7168, 16384)):
-        yield Case(f"fp8 {m}x{n}x{k}", lambda d, s=(m, n, k): _fp8(*s, d), "many rows", near)
-    bound = (Target("copy", 0.9),)
+    near, bound = (Target("torch", 0.97),), (Target("copy", 0.9),)
+    for size in ((8192, 8192, 8192), (4096, 4096, 7168), (512, 4096, 4096)):
+        yield _row(_bf16, *size, group="many rows", targets=near, headline=size[0] == 8192)
+    for size in ((8192, 8192, 8192), (4096, 4096, 7168), (4096, 7168, 16384)):
+        yield _row(_fp8, *size, group="many rows", targets=near, headline=size[2] == 7168)
     for m in (1, 16, 64):
-        yield Case(f"bf16 {m}x7168x16384", lambda d, m=m: _bf16(m, 7168, 16384, d), "few rows", bound)
-        yield Case(f"fp8 {m}x7168x16384", lambda d, m=m: _fp8(m, 7168, 16384, d), "few rows", bound)
-        yield Case(f"bf16 {m}x4096x4096", lambda d, m=m: _bf16(m, 4096, 4096, d), "few rows")
+        yield _row(_bf16, m, 7168, 16384, group="few rows", targets=bound, headline=m == 1)
+        yield _row(_fp8, m, 7168, 16384, group="few rows", targets=bound, headline=m == 64)
+        yield _row(_bf16, m, 4096, 4096, group="few rows")
     yield Case("router 16x256x7168", _router, "few rows")
 
 
-def _bf16(m: int, n: int, k: int, device) -> Work:
+def _row(make, m: int, n: int, k: int, **row) -> Case:
+    ways = partial(_bf16_ways, m, n, k) if make is _bf16 else None
+    return Case(f"{make.__name__[1:]} {m}x{n}x{k}", partial(make, m, n, k), ways=ways, **row)
+
+
+def _bf16(m: int, n: int, k: int, device, **options) -> Work:
     a, weight = (torch.randn(*s, dtype=torch.bfloat16, device=device) for s in ((m, k), (n, k)))
     out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
-
-    def check(result):
-        rows = slice(0, 64)
-        assert_close(result[rows], a[rows] @ weight.T, a[rows].double() @ weight.T.double())
-
     return Work(
-        run=lambda a, weight, out: gemm.mm_bf16(a, weight.T, out=out),
+        run=lambda a, weight, out: gemm.mm_bf16(a, weight.T, out=out, **options),
         inputs=(a, weight, out),
         bytes=a.nbytes + weight.nbytes + out.nbytes,
         flops=2 * m * n * k,
         peers={"torch": lambda a, weight, out: torch.mm(a, weight.T, out=out)},
-        check=check,
+        check=lambda result: assert_product(result, a, weight),
     )
 
 
+def _bf16_ways(m: int, n: int, k: int, device) -> dict[str, Work]:
+    """FlashInfer's backends that need neither another package nor another chip."""
+    names = ("cublaslt", "tinygemm") if m <= 16 else ("cublaslt",)
+    return {name: _bf16(m, n, k, device, backend=name) for name in names}
+
+
 def _fp8(m: int, n: int, k: int, device) -> Work:
-    a, weight = (torch.randn(*s, device=device).to(torch.float8_e4m3fn) for s in ((m, k), (n, k)))
+    """One scale a tensor, sums of FP8's tensor cores as they come."""
+    a, weight = fp8(m, k, device=device), fp8(n, k, device=device)
     out, one = torch.empty(m, n, dtype=torch.bfloat16, device=device), torch.ones((), device=device)
 
     def by_torch(a, weight, out, one):
@@ -72,10 +81,16 @@ def _fp8(m: int, n: int, k: int, device) -> Work:
 def _router(device) -> Work:
     a, weight = (torch.randn(*s, dtype=torch.bfloat16, device=device) for s in ((16, 7168), (256, 7168)))
     out = torch.empty(16, 256, device=device)
+
+    def run(a, weight, out):
+        gemm.mm_M1_16_K7168_N256(a, weight.T, out)
+        return out
+
     return Work(
-        run=lambda a, weight, out: gemm.mm_M1_16_K7168_N256(a, weight.T, out),
+        run=run,
         inputs=(a, weight, out),
         bytes=a.nbytes + weight.nbytes + out.nbytes,
         flops=2 * 16 * 256 * 7168,
         peers={"torch": lambda a, weight, out: torch.mm(a, weight.T)},
+        check=lambda result: assert_product(result, a, weight),
     )
