@@ -34,7 +34,7 @@ def decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def assert_product(out: torch.Tensor, a: torch.Tensor, w: torch.Tensor) -> None:
-    """AssertionError unless the first rows of `out` are those of ``a @ w.T``, as well as a product of bfloat16 has them."""
+    """AssertionError unless the first rows of `out` are those of ``a @ w.T``, as well as bfloat16 has them."""
     out, a = out[_SAMPLE], a[_SAMPLE]
     same = (a.bfloat16() @ w.bfloat16().T).to(out.dtype)
     assert_close(out, same, a.double() @ w.double().T)

@@ -10,9 +10,36 @@ import pytest
 import torch
 
 from flashinfer.cli import figures
+from flashinfer.cli.bench import rooms
 from flashinfer.testing import bench
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+ROOMS = rooms(ROOT / "benchmarks")
+# Peers that compute on GPUs alone: torch's block scales, cuDNN.
+GPU_PEERS = ("fp8 1x128, 128x128 4x128x256: torch", "cudnn")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rows_compute_and_are_right(room):
+    device = torch.device("cpu")
+    for case in bench.load(ROOMS[room])["cases"](device):
+        work = case.make(device)
+        result = work.run(*work.inputs)
+        if work.check is not None:
+            work.check(result)
+        for name, peer in work.peers.items():
+            peer = peer if isinstance(peer, bench.Work) else bench.Work(peer, work.inputs)
+            if not (f"{case.name}: {name}" in GPU_PEERS or name.startswith(GPU_PEERS)):
+                result = peer.run(*peer.inputs)
+                if peer.check is not None:
+                    peer.check(result)
+
+
+def test_files_that_benchmarks_import_have_different_names():
+    names = [file.stem for file in (ROOT / "benchmarks").rglob("*.py")]
+    assert len(names) == len(set(names))
 
 
 @pytest.fixture(scope="module")

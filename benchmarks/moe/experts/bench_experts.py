@@ -1,103 +1,228 @@
 """Mixtures of experts against the weights that they read and the operations that they do, and a torch loop."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch.nn.functional import silu
 
 from flashinfer import fused_moe
-from flashinfer.ops import narrow
 from flashinfer.testing.bench import Case, Target, Work
 
-# name -> hidden, intermediate of one rank, experts, top_k, FP8 with block scales
+# name -> hidden, intermediate of one rank, experts, top_k. gpt-oss's 2880 are padded to whole 128s, as engines do.
 _MODELS = {
-    "Mixtral 8x7B": (4096, 14336, 8, 2, False),
-    "Qwen3-30B": (2048, 768, 128, 8, False),
-    "DeepSeek-V3 TP8 FP8": (7168, 256, 256, 8, True),
+    "Mixtral 8x7B": (4096, 14336, 8, 2),
+    "Qwen3-30B-A3B": (2048, 768, 128, 8),
+    "DeepSeek-V3 TP8": (7168, 256, 256, 8),
+    "gpt-oss-120b": (2944, 2944, 128, 4),
 }
-_SMALL = {"small": (64, 32, 4, 2, False), "small FP8": (256, 128, 4, 2, True)}
+# Rows of a result that are checked, and the allowed error of its norm: with activations in bfloat16, or in e4m3.
+_SAMPLE, _NEAR, _NEAR_FP8 = 64, 0.01, 0.05
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# gpt-oss's gate: alpha, what is added to the up-projection, and where both are cut off.
+_ALPHA, _BETA, _LIMIT = 1.702, 1.0, 7.0
+_HEADLINES = (
+    "Mixtral 8x7B bf16, 8 tokens",
+    "Mixtral 8x7B bf16, 4096 tokens",
+    "Qwen3-30B-A3B bf16, 64 tokens",
+    "DeepSeek-V3 TP8 fp8 blocks, 64 tokens",
+    "DeepSeek-V3 TP8 fp8 blocks, 4096 tokens",
+    "gpt-oss-120b mxfp4, 64 tokens",
+)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A call, its arguments but ids and s, and what they stand for: x and weights in bfloat16."""
+
+    run: Callable
+    given: tuple
+    x: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    near: float
+    gate: Callable
+    biases: tuple = (None, None)
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """1 to 4096 tokens of three models on a GPU; a few of small ones on a CPU."""
-    on_gpu = device.type == "cuda"
-    for name, model in (_MODELS if on_gpu else _SMALL).items():
-        for tokens in (1, 8, 64, 128, 512, 4096) if on_gpu else (3,):
-            targets = (Target("us", 700),) if name.startswith("DeepSeek") and tokens == 128 else ()
-            yield Case(f"{name}, {tokens} tokens", partial(_layer, tokens, *model), name, targets)
+    """1 to 4096 tokens of four models on a GPU; a few of small ones on a CPU."""
+    if device.type != "cuda":
+        for form in _FORMS:
+            yield _row("small", (256, 128, 4, 2), form, 3)
+        return
+    for name, model in _MODELS.items():
+        forms = {"gpt-oss-120b": ("mxfp4",), "Mixtral 8x7B": ("bf16", "fp8")}.get(name, ("bf16", "fp8 blocks"))
+        for form in forms:
+            for tokens in (1, 8, 64, 512, 4096):
+                yield _row(name, model, form, tokens)
+    yield _row("DeepSeek-V3 TP8", _MODELS["DeepSeek-V3 TP8"], "fp8 blocks", 128, Target("us", 700))
 
 
-def _layer(tokens, hidden, middle, experts, top_k, fp8, device) -> Work:
+def _row(name: str, model: tuple, form: str, tokens: int, *targets: Target) -> Case:
+    told = f"{name} {form}, {tokens} tokens"
+    targets = (*targets, Target("peers", 1.1))
+    return Case(told, partial(_work, tokens, *model, _FORMS[form]), name, targets, bool(told in _HEADLINES))
+
+
+def _work(tokens, hidden, middle, experts, top_k, form, device) -> Work:
     x = torch.randn(tokens, hidden, device=device).bfloat16()
     chosen = torch.rand(tokens, experts, device=device).topk(top_k)
     ids, s = chosen.indices.int(), chosen.values / chosen.values.sum(1, keepdim=True)
-    w1, w2 = (_weights(experts, n, k, device) for n, k in ((2 * middle, hidden), (hidden, middle)))
-    per_expert = (w1.nbytes + w2.nbytes) // experts // (2 if fp8 else 1)
-    used, flops = int(ids.unique().numel()), 6 * tokens * top_k * hidden * middle
-    if fp8:
-        run, inputs, w1, w2, x = _fp8(x, ids, s, w1, w2)
-    else:
-        run, inputs = _bf16, (x, ids, s, w1, w2)
+    layer = form(x, hidden, middle, experts)
+    stored = sum(t.nbytes for t in layer.given if len(t) == experts) / experts
+    inputs = (layer.given[0], ids, s, *layer.given[1:])
 
     def check(result):
-        truth = _loop(x.float(), ids, s, w1, w2)
-        error = (result.float() - truth).norm() / truth.norm()
-        if not error < 0.05:
-            raise AssertionError(f"relative error {error:.3g}")
+        few = slice(0, _SAMPLE)
+        truth = _loop(layer, layer.x[few].float(), s[few], layer.up, layer.down, _routes(ids[few]))
+        error = ((result[few].float() - truth).norm() / truth.norm()).nan_to_num(torch.inf).item()
+        assert error <= layer.near, f"wrong result: error {error:.3g} of its norm, allowed {layer.near}"
 
-    # An FP8 layer and its bfloat16 weights do not fit together, copied as inputs are.
-    peer = {} if fp8 else {"torch": _loop}
-    return Work(run, inputs, bytes=used * per_expert, flops=flops, peers=peer, check=check)
-
-
-def _weights(experts, n, k, device):
-    w = torch.empty(experts, n, k, device=device, dtype=torch.bfloat16)
-    for expert in w:
-        expert.copy_(torch.randn(n, k, device=device) / k**0.5)
-    return w
-
-
-def _bf16(x, ids, s, w1, w2):
-    return fused_moe.cutlass_fused_moe(x, ids, s, w1, w2, torch.bfloat16, None)[0]
+    # Where each expert's rows are is not the loop's to find out.
+    loop = partial(_loop, layer, routes=_routes(ids))
+    return Work(
+        run=layer.run,
+        inputs=inputs,
+        bytes=int(ids.unique().numel() * stored) + 2 * x.nbytes,
+        flops=6 * tokens * top_k * hidden * middle,
+        peers={"torch loop, bf16": Work(loop, (layer.x, s, layer.up, layer.down))},
+        check=check,
+    )
 
 
-def _fp8(x, ids, s, w1, w2):
-    """The call, its inputs, and what they stand for: weights (an expert at a time) and rows."""
-    experts, hidden, middle = w2.shape
-    codes, scale = narrow.quantize_fp8(x.float(), 128, torch.float8_e4m3fn)
-    given = []
-    for w in (w1, w2):
-        factors = torch.rand(experts, w.shape[1] // 128, w.shape[2] // 128, device=w.device) * 0.01 + 0.01
-        given += [(w * 64).to(torch.float8_e4m3fn), factors]
-
-    def run(x, x_scale, w1, s1, w2, s2, ids, s):
-        return fused_moe.trtllm_fp8_block_scale_routed_moe(
-            (ids, s), None, x, x_scale, w1, s1, w2, s2, experts, ids.shape[1], None, None, middle, 0, experts, None
-        )
-
-    rows = codes.float() * scale.repeat_interleave(128, 1)
-    inputs = (codes, scale.T.contiguous(), *given, ids, s)
-    return run, inputs, _Decoded(*given[:2]), _Decoded(*given[2:]), rows
+def _routes(ids) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Expert -> the tokens that chose it, and as which choice."""
+    return {expert: (ids == expert).nonzero(as_tuple=True) for expert in ids.unique().tolist()}
 
 
-class _Decoded:
-    """Weights of FP8 with block scales, decoded an expert at a time."""
-
-    def __init__(self, codes, factors):
-        self.codes, self.factors = codes, factors
-
-    def __getitem__(self, expert):
-        wide = self.factors[expert].repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return self.codes[expert].float() * wide
-
-
-def _loop(x, ids, s, w1, w2):
+def _loop(layer: _Layer, x, s, up, down, routes):
     """An expert after another, as torch has it."""
-    out = torch.zeros_like(x)
-    for expert in ids.unique().tolist():
-        token, choice = (ids == expert).nonzero(as_tuple=True)
-        up, gate = (x[token] @ w1[expert].to(x.dtype).T).chunk(2, 1)
-        rows = (silu(gate) * up) @ w2[expert].to(x.dtype).T
-        out.index_add_(0, token, rows * s[token, choice, None].to(x.dtype))
+    out, s = torch.zeros_like(x), s.to(x.dtype)
+    for expert, (token, choice) in routes.items():
+        rows = x[token] @ up[expert].to(x.dtype).T
+        if layer.biases[0] is not None:
+            rows += layer.biases[0][expert]
+        rows = layer.gate(rows) @ down[expert].to(x.dtype).T
+        if layer.biases[1] is not None:
+            rows += layer.biases[1][expert]
+        out.index_add_(0, token, rows * s[token, choice, None])
     return out
+
+
+def _swiglu(rows):
+    up, gate = rows.chunk(2, 1)
+    return silu(gate) * up
+
+
+def _swiglu_oss(rows):
+    up, gate = rows.chunk(2, 1)
+    up, gate = up.clamp(-_LIMIT, _LIMIT), gate.clamp(max=_LIMIT)
+    return (up + _BETA) * gate * torch.sigmoid(_ALPHA * gate)
+
+
+def _unit(k: int) -> float:
+    """The power of two next to 1 / sqrt(k): products of k random numbers by it stay as large as they were."""
+    return 2.0 ** round(torch.tensor(k).log2().item() / -2)
+
+
+def _bf16(x, hidden, middle, experts) -> _Layer:
+    def weights(n, k):
+        w = torch.empty(experts, n, k, device=x.device, dtype=torch.bfloat16)
+        for expert in w:
+            expert.copy_(torch.randn(n, k, device=x.device) * _unit(k))
+        return w
+
+    def run(x, ids, s, up, down):
+        return fused_moe.cutlass_fused_moe(x, ids, s, up, down, torch.bfloat16, None)[0]
+
+    up, down = weights(2 * middle, hidden), weights(hidden, middle)
+    return _Layer(run, (x, up, down), x, up, down, _NEAR, _swiglu)
+
+
+def _codes(experts, n, k, device):
+    codes = torch.empty(experts, n, k, device=device, dtype=torch.float8_e4m3fn)
+    for expert in codes:
+        expert.copy_(torch.randn(n, k, device=device))
+    return codes
+
+
+def _fp8(x, hidden, middle, experts) -> _Layer:
+    """One scale a tensor; what stands between the products is multiplied by 32 before it is rounded."""
+    up, down = _codes(experts, 2 * middle, hidden, x.device), _codes(experts, hidden, middle, x.device)
+    of_up, of_down, between = _unit(hidden), _unit(middle), 32.0
+    d1, d2 = (torch.full((experts,), scale, device=x.device) for scale in (of_up, of_down / between))
+    q2, one = torch.tensor(between, device=x.device), torch.tensor(1.0, device=x.device)
+
+    def run(x, ids, s, up, down):
+        return fused_moe.cutlass_fused_moe(x, ids, s, up, down, torch.bfloat16, [d1, q2, d2, one])[0]
+
+    codes = x.to(torch.float8_e4m3fn)
+    wide = (up.bfloat16() * of_up, down.bfloat16() * of_down)
+    return _Layer(run, (codes, up, down), codes.bfloat16(), *wide, _NEAR_FP8, _swiglu)
+
+
+def _fp8_blocks(x, hidden, middle, experts) -> _Layer:
+    """A scale for 128 x 128 of weights, and for 1 x 128 of what they are multiplied with, which the call rounds."""
+    given, wide = [], []
+    for n, k in ((2 * middle, hidden), (hidden, middle)):
+        codes = _codes(experts, n, k, x.device)
+        powers = torch.randint(-1, 2, (experts, n // 128, k // 128), device=x.device)
+        scales = _unit(k) * torch.exp2(powers.float())
+        given.append((codes, scales))
+        wide.append(codes.bfloat16() * scales.bfloat16().repeat_interleave(128, 1).repeat_interleave(128, 2))
+    (up, of_up), (down, of_down) = given
+
+    def run(x, ids, s, up, down, of_up, of_down):
+        return fused_moe.cutlass_fused_moe(
+            x, ids, s, up, down, torch.bfloat16, [of_up, of_down], use_deepseek_fp8_block_scale=True
+        )[0]
+
+    return _Layer(run, (x, up, down, of_up, of_down), _rounded(x), *wide, _NEAR_FP8, _swiglu)
+
+
+def _rounded(x):
+    """x as the call rounds it: to e4m3, the largest of each 128 to 448."""
+    blocks = x.float().unflatten(1, (-1, 128))
+    scale = blocks.abs().amax(2, keepdim=True) / 448
+    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1).bfloat16()
+
+
+def _mxfp4(x, hidden, middle, experts) -> _Layer:
+    """gpt-oss's: weights of 4 bits with a power of two for each 32, activations in bfloat16, biases, a gate cut off."""
+    given, wide = [], []
+    for n, k in ((2 * middle, hidden), (hidden, middle)):
+        codes = torch.randint(256, (experts, n, k // 2), device=x.device, dtype=torch.uint8)
+        # numbers of e2m1 are three times as large as normal ones
+        byte = 126 + int(torch.tensor(_unit(k) / 2).log2())
+        powers = torch.randint(byte, byte + 3, (experts, n, k // 32), device=x.device, dtype=torch.uint8)
+        wide.append(_e2m1(codes, powers))
+        given += [
+            fused_moe.interleave_moe_weights_for_sm90_mixed_gemm(codes, "fp4"),
+            fused_moe.interleave_moe_scales_for_sm90_mixed_gemm(powers),
+        ]
+    up, of_up, down, of_down = given
+    biases = tuple(torch.randn(experts, n, device=x.device).bfloat16() for n in (2 * middle, hidden))
+    shape = {"swiglu_alpha": _ALPHA, "swiglu_beta": _BETA, "swiglu_limit": _LIMIT}
+    shape = {name: torch.full((experts,), value, device=x.device) for name, value in shape.items()}
+
+    def run(x, ids, s, up, down, of_up, of_down):
+        return fused_moe.cutlass_fused_moe(
+            x, ids, s, up, down, torch.bfloat16, [of_up, of_down], *biases, **shape, use_w4_group_scaling=True
+        )[0]
+
+    return _Layer(run, (x, up, down, of_up, of_down), x, *wide, _NEAR, _swiglu_oss, biases)
+
+
+def _e2m1(codes, powers):
+    """bfloat16 of two codes a byte, the first in the low half, times 2^(power - 127) for each 32."""
+    values = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device, dtype=torch.bfloat16)
+    wide = codes.new_empty(*codes.shape[:2], 2 * codes.shape[2], dtype=torch.bfloat16)
+    for expert, code, power in zip(wide, codes, powers):
+        factors = torch.exp2(power.float() - 127).bfloat16().repeat_interleave(32, 1)
+        torch.mul(values[torch.stack([code & 15, code >> 4], -1).flatten(1).long()], factors, out=expert)
+    return wide
+
+
+_FORMS = {"bf16": _bf16, "fp8": _fp8, "fp8 blocks": _fp8_blocks, "mxfp4": _mxfp4}

@@ -4,19 +4,19 @@ from collections.abc import Iterator
 
 import torch
 
-from flashinfer.fused_moe.routing import finalize
 from flashinfer.testing.bench import Case, Work
 
 
 def cases(device: torch.device) -> Iterator[Case]:
     """Decode to prefill of DeepSeek-V3 and Mixtral on a GPU; a few tokens on a CPU."""
     if device.type == "cuda":
-        shapes = [(tokens, 8, 7168) for tokens in (1, 64, 512, 4096)] + [(4096, 2, 4096)]
+        shapes = [(tokens, 8, 7168) for tokens in (1, 64, 4096)] + [(4096, 2, 4096)]
     else:
         shapes = [(64, 8, 512)]
     for tokens, top_k, hidden in shapes:
         name = f"{tokens} tokens of {top_k} x {hidden}"
-        yield Case(name, lambda d, s=(tokens, top_k, hidden): _finalize(*s, d))
+        # FlashInfer does this inside its layers.
+        yield Case(name, lambda d, s=(tokens, top_k, hidden): _finalize(*s, d), ways=lambda d: {})
 
 
 def _finalize(tokens, top_k, hidden, device) -> Work:
@@ -25,6 +25,8 @@ def _finalize(tokens, top_k, hidden, device) -> Work:
     row = torch.randperm(pairs, device=device).int().view(tokens, top_k)
     weights = torch.rand(tokens, top_k, device=device)
     out = torch.empty(tokens, hidden, dtype=torch.bfloat16, device=device)
+
+    from flashinfer.fused_moe.routing import finalize
 
     def run(y, row, weights, out):
         finalize(y, row, weights, out)
