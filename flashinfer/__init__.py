@@ -68,6 +68,8 @@ _ROOT_NAMES = {
     ),
     "fp4_quantization": (),
     "fused_moe": (
+        "CuteDslMoEWrapper",
+        "cute_dsl_fused_moe_nvfp4",
         "cutlass_fused_moe",
         "reorder_rows_for_gated_act_gemm",
         "trtllm_bf16_moe",

@@ -43,8 +43,8 @@ def all_jobs(highest):
     covering = {name: Covering(op) for name, op in all_ops().items()}
     kernels = defaultdict(lambda: defaultdict(dict))
     for job in catalog_jobs(covering, GPU_ARCHS):
-        # Launchers have names of their own, and several ops may run one.
-        kernels[job.launcher][job.problem].setdefault(job.arch, job)
+        # Several ops may run one launcher, whose name is its own; it has a kernel for each type of problem.
+        kernels[job.launcher, type(job.problem)][job.problem].setdefault(job.arch, job)
     for problems in kernels.values():
         yield from dealt(list(problems.values()), highest)
 

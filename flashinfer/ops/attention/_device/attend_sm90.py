@@ -185,9 +185,9 @@ def _in_order(acc, form: Form):
 
 
 @gluon.jit
-def _wait_turn(WG: gl.constexpr, turn, step):
+def _wait_turn(WG, turn, step):
     # The first warpgroup finds its turn come at once: its barrier's phase before the first counts as over.
-    mbarrier.wait(turn.index(WG), (step & 1) ^ 1 if WG == 0 else step & 1)
+    mbarrier.wait(turn.index(WG), (step & 1) ^ 1 ^ WG)
 
 
 @gluon.jit
@@ -200,7 +200,7 @@ def _wait_full(ring: Ring, step, form: Form):
 
 @gluon.jit
 def _steps(
-    WG: gl.constexpr, count, acc, p, keep, top, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros,
+    WG, count, acc, p, keep, top, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros,
     cols, factor, view: View, params, MASKED: gl.constexpr, form: Form,
 ):  # fmt: skip
     """`count` blocks of keys before `start`. For each: its scores, P V of the block before it, then its softmax.
@@ -235,7 +235,7 @@ def _steps(
 
 @gluon.jit
 def _steps_fp8(
-    WG: gl.constexpr, count, acc, p, keep, top, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros,
+    WG, count, acc, p, keep, top, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros,
     cols, factor, view: View, params, MASKED: gl.constexpr, form: Form,
 ):  # fmt: skip
     """The same in e4m3, where each P V is a sum of its own: it comes before the scores, and is added while they are
@@ -279,7 +279,7 @@ def _clear_tail(v, start, kv_len):
 
 @gluon.jit
 def _attend(
-    WG: gl.constexpr, begin, blocks, plain_from, plain_to, step, q, q_rest, k: Ring, v: Ring, turn, zeros, cols, factor,
+    WG, begin, blocks, plain_from, plain_to, step, q, q_rest, k: Ring, v: Ring, turn, zeros, cols, factor,
     view: View, params, form: Form,
 ):  # fmt: skip
     """All blocks but the product of the last weights: what _steps returns."""
@@ -328,7 +328,7 @@ def _attend(
 
 @gluon.jit
 def _combine_if_last(
-    WG: gl.constexpr, arrivals, partial_out, partial_lse, out, lse, sinks, record, tile_row, q_row, q_len, kv_head,
+    WG, arrivals, partial_out, partial_lse, out, lse, sinks, record, tile_row, q_row, q_len, kv_head,
     num_kv_heads, o_stride_n, o_stride_h, D_PAD: gl.constexpr, form: Form,
 ):  # fmt: skip
     """Count this warpgroup's part of a piece as stored; whoever counts the last one combines these rows of the tile.
@@ -359,150 +359,179 @@ def _combine_if_last(
 
 
 @gluon.jit
+def _view_of(record, kv_head, rows, tensors, numbers, form: Form):
+    """What `rows` of a tile see of the keys of a piece of work."""
+    mask, mask_indptr, _, qk_scale, _, alibi_slopes = tensors[8:]
+    sm_scale, _, soft_cap, window_left = numbers[5:]
+    q_len = gl.load(record + ITEM_Q_LEN)
+    kv_len = gl.load(record + ITEM_KV_LEN)
+    packed = gl.load(record + ITEM_TILE_ROW) + rows
+    token = packed // form.GROUP
+    row_ok = token < q_len
+    head = kv_head * form.GROUP + packed % form.GROUP
+    scale = gl.full([ROWS], 1.0, gl.float32, rows.type.layout) * sm_scale
+    if form.HEAD_SCALES:
+        scale *= gl.load(qk_scale + head, mask=row_ok, other=0.0)
+    slopes = scale
+    if form.ALIBI:
+        slopes = gl.load(alibi_slopes + head, mask=row_ok, other=0.0)
+    bits = mask
+    if form.CUSTOM:
+        bits = mask + gl.load(mask_indptr + gl.load(record + ITEM_REQUEST)).to(gl.int64)
+    request = kv_len
+    if form.VARIED:
+        request = gl.load(record + ITEM_REQUEST)
+    return View(
+        scale, slopes, token, token + kv_len - q_len, row_ok, gl.load(record + ITEM_KV_END), kv_len, bits, soft_cap,
+        window_left, request, head,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _finish(WG, acc, top, total, record, kv_head, rows, view: View, tensors, numbers, o_tiles, form: Form):
+    """Divide a piece's sums by their weights, and store them: as results, or as one of a tile's pieces."""
+    _, out, lse, partial_out, partial_lse, _, _, arrivals = tensors[:8]
+    _, _, sinks, _, v_scale, _ = tensors[8:]
+    num_kv_heads, _, _, o_stride_n, o_stride_h, _, out_scale, _, _ = numbers
+    D_PAD: gl.constexpr = form.D_VO_PAD
+    WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_PAD, D_PAD // 8], [4, 1], [1, 0])
+    # Read again, and not kept: the loop needs the registers.
+    q_row = gl.load(record + ITEM_Q_ROW)
+    q_len = gl.load(record + ITEM_Q_LEN)
+    tile_row = gl.load(record + ITEM_TILE_ROW)
+    slot = gl.load(record + ITEM_SLOT)
+    if not form.SOFTMAX:
+        # The weights are what they are: no maximum was taken from their logits, and their sum divides nothing.
+        top = gl.zeros([ROWS], gl.float32, rows.type.layout)
+        total = top + 1.0
+    if form.SINKS:
+        # The combination adds the sink of a split tile, once.
+        if slot < 0:
+            sink = gl.load(sinks + view.head, mask=view.row_ok, other=float("-inf")) * LOG2E
+            new_top = gl.maximum(top, sink)
+            base = gl.where(new_top == float("-inf"), 0.0, new_top)
+            keep = gl.exp2(top - base)
+            acc = acc * _per_row(keep, acc)
+            total = total * keep + gl.exp2(sink - base)
+            top = new_top
+    # Not `> 0`: a NaN among the logits has to come out.
+    seen = total != 0
+    inverse = gl.where(seen, out_scale / gl.where(seen, total, 1.0), 0.0)
+    if form.HEAD_SCALES:
+        inverse *= gl.load(v_scale + view.head, mask=view.row_ok, other=0.0)
+    # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
+    acc = _in_order(gl.where(_per_row(seen, acc), acc * _per_row(inverse, acc), 0.0), form)
+    OWN: gl.constexpr = acc.type.layout
+    STORE: gl.constexpr = WHOLE_ROWS if form.STAGED else OWN
+    state = gl.where(seen, top + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
+
+    if slot >= 0:
+        row = (slot.to(gl.int64) * num_kv_heads + kv_head) * form.BLOCK_M + WG * ROWS
+        o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, OWN))
+        o_cols = gl.arange(0, D_PAD, gl.SliceLayout(0, OWN))
+        there = ((tile_row + WG * ROWS + o_rows) // form.GROUP < q_len)[:, None] & (o_cols < form.D_VO)[None, :]
+        gl.store(partial_out + (row + o_rows)[:, None] * form.D_VO + o_cols[None, :], acc, mask=there)
+        gl.store(partial_lse + row + rows - WG * ROWS, state, mask=view.row_ok)
+        _combine_if_last(
+            WG, arrivals, partial_out, partial_lse, out, lse, sinks, record, tile_row, q_row, q_len, kv_head,
+            num_kv_heads, o_stride_n, o_stride_h, D_PAD, form,
+        )  # fmt: skip
+    else:
+        result = acc.to(out.dtype.element_ty)
+        if form.STAGED:
+            # Through shared memory, so that whole rows are written at once.
+            o_tiles.index(WG).store(result)
+            result = o_tiles.index(WG).load(STORE)
+        flat = tile_row + WG * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
+        dv = gl.arange(0, D_PAD, gl.SliceLayout(0, STORE))
+        at = (q_row + flat // form.GROUP).to(gl.int64) * o_stride_n
+        at += (kv_head * form.GROUP + flat % form.GROUP) * o_stride_h
+        o_ok = (flat // form.GROUP < q_len)[:, None] & (dv < form.D_VO)[None, :]
+        gl.store(out + at[:, None] + dv[None, :], result, mask=o_ok)
+        if form.LSE:
+            lse_at = (q_row + view.token).to(gl.int64) * (num_kv_heads * form.GROUP) + view.head
+            gl.store(lse + lse_at, state, mask=view.row_ok)
+
+
+@gluon.jit
+def _piece(
+    WG, wave, work, works, step, rows, cols, zeros, tile, rest, tensors, numbers, params, k: Ring, v: Ring, o_tiles,
+    turn, form: Form,
+):  # fmt: skip
+    """One piece of work: its queries are on their way, and the next one's are sent for. Returns the next `step`."""
+    q, items = tensors[0], tensors[5]
+    num_kv_heads, q_stride_n, q_stride_h, _, _, sm_scale, _, _, window_left = numbers
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.D_VO_PAD, form.MMA_K])
+    record = items + work // num_kv_heads * ITEM_WIDTH
+    kv_head = work % num_kv_heads
+    begin, blocks, plain_from, plain_to = span(record, window_left, zeros.shape[1], form)
+    view = _view_of(record, kv_head, rows, tensors, numbers, form)
+    factor = 1.0 if form.TRANSFORM else sm_scale * LOG2E
+
+    cp_async_wait(0)
+    # What threads wrote, cp.async included, the tensor cores see behind this fence.
+    fence_async_shared()
+    block_barrier()
+    acc = gl.zeros([ROWS, form.D_VO_PAD], gl.float32, O_LAYOUT)
+    top = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
+    total = gl.zeros([ROWS], gl.float32, S_ROWS)
+    if blocks > 0:
+        acc, p, keep, top, sums, step = _attend(
+            WG, begin, blocks, plain_from, plain_to, step, tile, rest, k, v, turn, zeros, cols, factor, view, params,
+            form,
+        )  # fmt: skip
+        # All warps are done with these queries: the next ones come under what is left to do.
+        block_barrier()
+        fetch_queries(
+            WG, tile, rest, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
+        )  # fmt: skip
+        before = (step - 1) % form.STAGES
+        if form.FP8:
+            _wait_full(v, step - 1, form)
+            pv = warpgroup_mma_wait(0, [_weigh(p, v, before, acc)])
+        else:
+            acc = acc * _per_row(keep, acc)
+            _wait_full(v, step - 1, form)
+            pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, [pv])
+        mbarrier.arrive(v.empty.index(before), count=1)
+        total = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
+        if form.FP8:
+            acc = (acc * _per_row(keep, acc) + pv) * (1.0 / (1 << SHIFT))
+            total *= 1.0 / (1 << SHIFT)
+    else:
+        fetch_queries(
+            WG, tile, rest, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
+        )  # fmt: skip
+    _finish(WG, acc, top * factor, total, record, kv_head, rows, view, tensors, numbers, o_tiles, form)
+    return step
+
+
+@gluon.jit
 def _consume(
-    WG: gl.constexpr, tensors, numbers, params, q_tiles, q_rests, k: Ring, v: Ring, o_tiles, turn, form: Form
+    WG, tensors, numbers, params, q_tiles, q_rests, k: Ring, v: Ring, o_tiles, turn, form: Form
 ):  # fmt: skip
     """One warpgroup: rows WG * 64 ... of each tile. `tensors`, `numbers` and `params` are the kernel's arguments."""
-    q, out, lse, partial_out, partial_lse, items, counts, arrivals, mask, mask_indptr = tensors[:10]
-    sinks, qk_scale, v_scale, alibi_slopes = tensors[10:]
-    num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h = numbers[:5]
-    sm_scale, out_scale, soft_cap, window_left = numbers[5:]
+    q, items, counts = tensors[0], tensors[5], tensors[6]
+    num_kv_heads, q_stride_n, q_stride_h = numbers[:3]
     BLOCK_N: gl.constexpr = k.tiles.shape[1]
-    D_PAD: gl.constexpr = form.D_VO_PAD
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, form.MMA_K])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_PAD, form.MMA_K])
-    WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_PAD, D_PAD // 8], [4, 1], [1, 0])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) + WG * ROWS
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     tile = q_tiles.index(WG)
     rest = q_rests.index(WG)
-    factor = 1.0 if form.TRANSFORM else sm_scale * LOG2E
     works = gl.load(counts) * num_kv_heads
     fetch_queries(WG, tile, rest, q, items, work_at(0), works, num_kv_heads, q_stride_n, q_stride_h, form)
     step = 0
     for wave in range(gl.cdiv(works, gl.num_programs(0))):
         work = work_at(wave)
         if work < works:
-            record = items + work // num_kv_heads * ITEM_WIDTH
-            kv_head = work % num_kv_heads
-            begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, form)
-            q_len = gl.load(record + ITEM_Q_LEN)
-            kv_len = gl.load(record + ITEM_KV_LEN)
-            packed = gl.load(record + ITEM_TILE_ROW) + rows
-            token = packed // form.GROUP
-            row_ok = token < q_len
-            head = kv_head * form.GROUP + packed % form.GROUP
-            scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S_LAYOUT)) * sm_scale
-            if form.HEAD_SCALES:
-                scale *= gl.load(qk_scale + head, mask=row_ok, other=0.0)
-            slopes = scale
-            if form.ALIBI:
-                slopes = gl.load(alibi_slopes + head, mask=row_ok, other=0.0)
-            bits = mask
-            if form.CUSTOM:
-                bits = mask + gl.load(mask_indptr + gl.load(record + ITEM_REQUEST)).to(gl.int64)
-            request = kv_len
-            if form.VARIED:
-                request = gl.load(record + ITEM_REQUEST)
-            view = View(
-                scale, slopes, token, token + kv_len - q_len, row_ok, gl.load(record + ITEM_KV_END), kv_len, bits,
-                soft_cap, window_left, request, head,
+            step = _piece(
+                WG, wave, work, works, step, rows, cols, zeros, tile, rest, tensors, numbers, params, k, v, o_tiles,
+                turn, form,
             )  # fmt: skip
-
-            cp_async_wait(0)
-            # What threads wrote, cp.async included, the tensor cores see behind this fence.
-            fence_async_shared()
-            block_barrier()
-            acc = gl.zeros([ROWS, D_PAD], gl.float32, O_LAYOUT)
-            top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-            total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
-            if blocks > 0:
-                acc, p, keep, top, sums, step = _attend(
-                    WG, begin, blocks, plain_from, plain_to, step, tile, rest, k, v, turn, zeros, cols, factor, view,
-                    params, form,
-                )  # fmt: skip
-                # All warps are done with these queries: the next ones come under what is left to do.
-                block_barrier()
-                fetch_queries(
-                    WG, tile, rest, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
-                )  # fmt: skip
-                before = (step - 1) % form.STAGES
-                if form.FP8:
-                    _wait_full(v, step - 1, form)
-                    pv = warpgroup_mma_wait(0, [_weigh(p, v, before, acc)])
-                else:
-                    acc = acc * _per_row(keep, acc)
-                    _wait_full(v, step - 1, form)
-                    pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
-                    acc = warpgroup_mma_wait(0, [pv])
-                mbarrier.arrive(v.empty.index(before), count=1)
-                total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, S_LAYOUT))
-                if form.FP8:
-                    acc = (acc * _per_row(keep, acc) + pv) * (1.0 / (1 << SHIFT))
-                    total *= 1.0 / (1 << SHIFT)
-            else:
-                fetch_queries(
-                    WG, tile, rest, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
-                )  # fmt: skip
-
-            # Read again, and not kept: the loop needs the registers.
-            q_row = gl.load(record + ITEM_Q_ROW)
-            q_len = gl.load(record + ITEM_Q_LEN)
-            tile_row = gl.load(record + ITEM_TILE_ROW)
-            slot = gl.load(record + ITEM_SLOT)
-            top *= factor
-            if not form.SOFTMAX:
-                # The weights are what they are: no maximum was taken from their logits, and their sum divides nothing.
-                top = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
-                total = top + 1.0
-            if form.SINKS:
-                # The combination adds the sink of a split tile, once.
-                if slot < 0:
-                    sink = gl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
-                    new_top = gl.maximum(top, sink)
-                    base = gl.where(new_top == float("-inf"), 0.0, new_top)
-                    keep = gl.exp2(top - base)
-                    acc = acc * _per_row(keep, acc)
-                    total = total * keep + gl.exp2(sink - base)
-                    top = new_top
-            # Not `> 0`: a NaN among the logits has to come out.
-            seen = total != 0
-            inverse = gl.where(seen, out_scale / gl.where(seen, total, 1.0), 0.0)
-            if form.HEAD_SCALES:
-                inverse *= gl.load(v_scale + head, mask=row_ok, other=0.0)
-            # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
-            acc = _in_order(gl.where(_per_row(seen, acc), acc * _per_row(inverse, acc), 0.0), form)
-            OWN: gl.constexpr = acc.type.layout
-            STORE: gl.constexpr = WHOLE_ROWS if form.STAGED else OWN
-            state = gl.where(seen, top + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
-
-            if slot >= 0:
-                row = (slot.to(gl.int64) * num_kv_heads + kv_head) * form.BLOCK_M + WG * ROWS
-                o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, OWN))
-                o_cols = gl.arange(0, D_PAD, gl.SliceLayout(0, OWN))
-                there = ((tile_row + WG * ROWS + o_rows) // form.GROUP < q_len)[:, None] & (o_cols < form.D_VO)[None, :]
-                gl.store(partial_out + (row + o_rows)[:, None] * form.D_VO + o_cols[None, :], acc, mask=there)
-                gl.store(partial_lse + row + rows - WG * ROWS, state, mask=row_ok)
-                _combine_if_last(
-                    WG, arrivals, partial_out, partial_lse, out, lse, sinks, record, tile_row, q_row, q_len, kv_head,
-                    num_kv_heads, o_stride_n, o_stride_h, D_PAD, form,
-                )  # fmt: skip
-            else:
-                result = acc.to(out.dtype.element_ty)
-                if form.STAGED:
-                    # Through shared memory, so that whole rows are written at once.
-                    o_tiles.index(WG).store(result)
-                    result = o_tiles.index(WG).load(STORE)
-                flat = tile_row + WG * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
-                dv = gl.arange(0, D_PAD, gl.SliceLayout(0, STORE))
-                at = (q_row + flat // form.GROUP).to(gl.int64) * o_stride_n
-                at += (kv_head * form.GROUP + flat % form.GROUP) * o_stride_h
-                o_ok = (flat // form.GROUP < q_len)[:, None] & (dv < form.D_VO)[None, :]
-                gl.store(out + at[:, None] + dv[None, :], result, mask=o_ok)
-                if form.LSE:
-                    lse_at = (q_row + token).to(gl.int64) * (num_kv_heads * form.GROUP) + head
-                    gl.store(lse + lse_at, state, mask=row_ok)
 
 
 @gluon.jit
@@ -582,8 +611,8 @@ def attend_sm90_kernel(
         t = ring_of(t_tiles, t_tiles, STAGES, 1, 2)
         gl.warp_specialize(
             [
-                (_consume, (gl.constexpr(0), tensors, numbers, params, q_tiles, q_rests, k, t, o_tiles, turn, form)),
-                (_consume, (gl.constexpr(1), tensors, numbers, params, q_tiles, q_rests, k, t, o_tiles, turn, form)),
+                (_consume, (gl.to_tensor(0), tensors, numbers, params, q_tiles, q_rests, k, t, o_tiles, turn, form)),
+                (_consume, (gl.to_tensor(1), tensors, numbers, params, q_tiles, q_rests, k, t, o_tiles, turn, form)),
                 (turn_values, (v, t, items, counts, num_kv_heads, window_left, form)),
                 (produce, (
                     k_map, k_rest_map, k, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
@@ -600,8 +629,8 @@ def attend_sm90_kernel(
     elif GATHER:
         gl.warp_specialize(
             [
-                (_consume, (gl.constexpr(0), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
-                (_consume, (gl.constexpr(1), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
+                (_consume, (gl.to_tensor(0), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
+                (_consume, (gl.to_tensor(1), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
                 (gather, (
                     k_map, v_map, k, v, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
                     v_page, v_head, v_step, form,
@@ -613,8 +642,8 @@ def attend_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (gl.constexpr(0), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
-                (_consume, (gl.constexpr(1), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
+                (_consume, (gl.to_tensor(0), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
+                (_consume, (gl.to_tensor(1), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
                 (produce, (
                     k_map, k_rest_map, k, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
                     gl.constexpr(TWO), form,

@@ -378,7 +378,7 @@ def turn_values(raw: Ring, v: Ring, items, counts, num_kv_heads, window_left, fo
 
 @gluon.jit
 def _fetch_part(
-    WG: gl.constexpr, tile, q, record, kv_head, q_stride_n, q_stride_h, GROUP: gl.constexpr
+    WG, tile, q, record, kv_head, q_stride_n, q_stride_h, GROUP: gl.constexpr
 ):  # fmt: skip
     D: gl.constexpr = tile.shape[1]
     VEC: gl.constexpr = 128 // tile.dtype.primitive_bitwidth
@@ -394,7 +394,7 @@ def _fetch_part(
 
 @gluon.jit
 def fetch_queries(
-    WG: gl.constexpr, tile, rest, q, items, work, works, num_kv_heads, q_stride_n, q_stride_h, form: Form
+    WG, tile, rest, q, items, work, works, num_kv_heads, q_stride_n, q_stride_h, form: Form
 ):  # fmt: skip
     """Start copying a warpgroup's query rows of a piece of work, if there is one."""
     if work < works:
