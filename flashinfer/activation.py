@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.held import held
 from flashinfer.ops import activation as room
 from flashinfer.ops import layouts
 from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, resolve_nvfp4_4over6
@@ -13,6 +14,7 @@ from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6C
 __all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul", "silu_and_mul_scaled_nvfp4_experts_quantize"]
 
 
+@held
 def silu_and_mul(
     input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
 ) -> torch.Tensor:
@@ -44,6 +46,7 @@ def silu_and_mul(
     return _gated("silu", input, out)
 
 
+@held
 def gelu_and_mul(
     input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
 ) -> torch.Tensor:
@@ -55,6 +58,7 @@ def gelu_and_mul(
     return _gated("gelu", input, out)
 
 
+@held
 def gelu_tanh_and_mul(
     input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
 ) -> torch.Tensor:
@@ -129,7 +133,7 @@ def _gated(kind, input, out) -> torch.Tensor:
     return out
 
 
-@custom_op("flashinfer::act_and_mul", mutates_args=("out",), held=True)
+@custom_op("flashinfer::act_and_mul", mutates_args=("out",))
 def _act_and_mul(input: torch.Tensor, out: torch.Tensor, kind: str) -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     require(input.dtype in dtypes, "input", input.dtype, "bfloat16, float16, float32")

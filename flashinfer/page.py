@@ -7,6 +7,7 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.held import held
 from flashinfer._core.kv_layout import check_layout, paged_views
 from flashinfer._core.page_table import check_page_table, check_vector
 from flashinfer.ops import page as room
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 
+@held
 def append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -83,6 +85,7 @@ def append_paged_kv_cache(
     )
 
 
+@held
 def append_paged_mla_kv_cache(
     append_ckv: torch.Tensor,
     append_kpe: torch.Tensor,
@@ -228,6 +231,7 @@ def nvfp4_quantize_append_paged_mla_kv_cache(
     _append_quantised(*rows, tables, ckv_cache.unsqueeze(2), kpe, factors, None, scales)
 
 
+@held
 def get_batch_indices_positions(
     append_indptr: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -314,7 +318,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     return out
 
 
-@custom_op("flashinfer::append_paged_kv_cache", mutates_args=("k_cache", "v_cache"), held=True)
+@custom_op("flashinfer::append_paged_kv_cache", mutates_args=("k_cache", "v_cache"))
 def _append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,

@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.held import held
 from flashinfer.ops import topk as room
 
 __all__ = ["TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform"]
@@ -30,6 +31,7 @@ class TopKTieBreak(IntEnum):
 _TIE_BREAKS = tuple(TopKTieBreak)
 
 
+@held
 def top_k(
     input: torch.Tensor,
     k: int,
@@ -79,6 +81,7 @@ def top_k(
     return values, indices
 
 
+@held
 def top_k_page_table_transform(
     input: torch.Tensor,
     src_page_table: torch.Tensor,
@@ -158,6 +161,7 @@ def top_k_page_table_transform(
     return out
 
 
+@held
 def top_k_ragged_transform(
     input: torch.Tensor,
     offsets: torch.Tensor,

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from flashinfer._core.held import Held
 
 _libraries: list[torch.library.Library] = []
 
 
-def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None = None,
-              held: bool = False) -> Callable:  # fmt: skip
+def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None = None) -> Callable:
     """Register the decorated function as the torch custom op `name`; traced calls use the op, eager calls skip it.
 
     The function's annotations give the op's schema (Tensor, int, float, bool, str, their Optional and list forms).
@@ -30,8 +28,6 @@ def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None
     fake : callable, optional
         Same signature; returns tensors of the result's shape and dtype without computing. Required when the function
         returns something; one that returns None needs none.
-    held : bool
-        Calls on a GPU that are alike are checked once, and are launches alone from then on, as held.py says.
 
     Raises
     ------
@@ -48,11 +44,7 @@ def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None
         namespace, _, short = name.partition("::")
         library = torch.library.Library(namespace, "FRAGMENT")
         library.define(short + schema)
-        run = function
-        if held:
-            arguments = torch._C.parse_schema(f"{name}{schema}").arguments
-            run = Held(function, [str(argument.type) for argument in arguments])
-        library.impl(short, run, "CompositeExplicitAutograd")
+        library.impl(short, function, "CompositeExplicitAutograd")
         torch.library.register_fake(name, fake or _returns_none, lib=library)
         op = getattr(getattr(torch.ops, namespace), short).default
         # It lives as long as the function: an op leaves with its library.
@@ -62,9 +54,9 @@ def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None
         def call(*args, **kwargs):
             if torch.compiler.is_compiling():
                 return op(*args, **kwargs)
-            return run(*args, **kwargs)
+            return function(*args, **kwargs)
 
-        call.op, call.held = op, run if held else None
+        call.op = op
         return call
 
     return decorate

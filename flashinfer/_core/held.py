@@ -1,19 +1,21 @@
-"""Calls of an op that are alike: the first is checked and its launches are kept, the others are those launches again.
+"""Calls that are alike: the first is checked and its launches are kept, the others are those launches again.
 
-The rule. Calls are alike if they are on one stream, their tensors have the same shapes, strides, dtypes, devices and
-alignment, the same of them begin at one address, and all other arguments are equal. Nothing else may decide what an op
-does on a GPU: it looks at no values there, and its checks see no more than that. So what the first call found (that it
-is allowed; kernels, grids, scalars; which pointer is which tensor) holds for all calls like it.
+The rule. Calls of a function are alike if they are on one stream, their tensors have the same shapes, strides, dtypes,
+devices and alignment, the same of them begin at one address, and all other arguments are equal. Nothing else may decide
+what a held function does on a GPU: it looks at no values there, and its checks see no more than that. So what the first
+call found (that it is allowed; kernels, grids, scalars; which pointer is which tensor) holds for all calls like it.
 
-What a first call does is watched. It is kept if that was to launch kernels through `Launcher` on its tensors as they
-begin, on scratch that it allocated, and on memory that stays for the stream, and nothing else: an op that converts,
-copies or computes with torch runs anew each time, and so does one whose scratch comes from `workspace`, which moves.
+What a first call does is watched. It is kept if that was to launch kernels through `Launcher.__call__`, on its tensors
+and parts of them, on memory that it allocated, and on memory that stays for the stream, and nothing else: a call that
+converts, copies or computes with torch runs anew each time, and so does one that uses `workspace`, whose memory moves.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from enum import Enum
+from functools import partial, wraps
 from operator import itemgetter
 
 import torch
@@ -21,16 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashinfer._core import env, target
 
-# Calls kept of one op. Shapes of prompts seldom come again: when there are too many, all go.
+# Calls kept of one function. Shapes of prompts seldom come again: when there are too many, all go.
 _MOST = 4096
-# Of scratch, in bytes: what an allocation has, or more than any kernel is promised.
+# Of scratch, in bytes: more than any kernel is promised.
 _ALIGN = 256
+# Arguments that equal values describe, and the type beside the value: 1, 1.0 and True are equal.
+_VALUES = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 _aten = torch.ops.aten
 _ALLOCATES = {
     _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }  # fmt: skip
-_SCALAR, _TENSOR, _LIST = range(3)
+# Made again in every call: seeds.
+_DRAWS = {
+    _aten.randint.default, _aten.randint.generator, _aten.randint.low, _aten.randint.low_generator,
+}  # fmt: skip
 _debug = env.DEBUG.reader()
 
 
@@ -52,68 +59,81 @@ def refuse() -> None:
         _now.recording.refuse()
 
 
-class Held:
-    """A function of tensors and scalars whose calls on a GPU are kept.
+def held(function: Callable) -> Callable:
+    """Keep the calls of a public function as above. Calls on the CPU, and traced ones, are not concerned.
 
-    Parameters
-    ----------
-    function : callable
-        Writes into its tensors and returns None.
-    types : list of str
-        Of its arguments, as its schema has them: "Tensor", "Optional[Tensor]", "float", "List[int]". The first is a
-        tensor.
+    The function returns tensors that it was given or has allocated, a tuple of them, or None.
     """
+    calls: dict[tuple, Callable] = {}
 
-    def __init__(self, function: Callable, types: list[str]):
-        if types[0] != "Tensor" or "List[Tensor]" in types:
-            raise TypeError(f"{function.__name__}: of {types}, the first must be a Tensor, and none a list of them")
-        self._function = function
-        self._kinds = [_TENSOR if "Tensor" in t else _LIST if t.startswith("List") else _SCALAR for t in types]
-        self._calls: dict[tuple, Callable] = {}
+    def first(key: tuple, again: bool = True) -> Callable:
+        """The first call of a kind, and the second, which finds what the first made for all: a table, counters."""
 
-    def __call__(self, *args) -> None:
-        index = args[0].get_device()
-        if index < 0 or _now.recording is not None:
-            return self._function(*args)
-        key, addresses, union = [torch._C._cuda_getCurrentRawStream(index), _debug(), target.overridden()], [], 0
-        for x, kind in zip(args, self._kinds, strict=False):
-            if kind == _TENSOR and x is not None:
-                key += x.shape, x.stride(), x.dtype, x.device
-                at = x.data_ptr()
-                addresses.append(at)
-                union |= at
-            else:
-                key.append(x if kind != _LIST else tuple(x))
+        def record(tensors, addresses, args, named):
+            with Recording() as recording:
+                result = function(*args, **named)
+            if len(calls) >= _MOST:
+                calls.clear()
+            calls[key] = recording.repeat(tensors, addresses, result) or (first(key, False) if again else anew)
+            return result
+
+        return record
+
+    def anew(tensors, addresses, args, named):
+        return function(*args, **named)
+
+    @wraps(function)
+    def call(*args, **named):
+        if torch.compiler.is_compiling() or _now.recording is not None:
+            return function(*args, **named)
+        key, tensors = [_debug(), target.overridden(), *named], []
+        if not _tell((*args, *named.values()) if named else args, key, tensors) or not tensors:
+            return function(*args, **named)
+        addresses = [x.data_ptr() for x in tensors]
         # No kernel is promised a base divisible by more than 16.
-        key.append(tuple([at % 16 for at in addresses]) if union % 16 else None)
+        low = [at % 16 for at in addresses]
+        key.append(tuple(low) if any(low) else None)
         if len(set(addresses)) < len(addresses):
             key.append(tuple(map(addresses.index, addresses)))
+        key.append(torch._C._cuda_getCurrentRawStream(tensors[0].get_device()))
         key = tuple(key)
-        (self._calls.get(key) or self._first(key))(args, addresses)
+        return (calls.get(key) or first(key))(tensors, addresses, args, named)
 
-    def _first(self, key: tuple, again: bool = True) -> Callable:
-        """The first call of a key, and the second, which finds what the first made for all: a table, counters."""
-
-        def call(args: tuple, addresses: list[int]) -> None:
-            with Recording() as recording:
-                self._function(*args)
-            if len(self._calls) >= _MOST:
-                self._calls.clear()
-            tensors = [x for x, kind in zip(args, self._kinds, strict=False) if kind == _TENSOR and x is not None]
-            scalars = [x for x, kind in zip(args, self._kinds, strict=False) if kind != _TENSOR]
-            repeat = None if _has_zero(scalars) or env.DEBUG.is_on() else recording.repeat(tensors, addresses)
-            self._calls[key] = repeat or (self._first(key, False) if again else self._anew)
-
-        return call
-
-    def _anew(self, args: tuple, addresses: list[int]) -> None:
-        self._function(*args)
+    call.calls = calls
+    return call
 
 
-def _has_zero(scalars: list) -> bool:
-    """Whether there is a float of 0: as a key it equals -0.0."""
-    flat = [y for x in scalars for y in (x if isinstance(x, (list, tuple)) else (x,))]
-    return any(isinstance(x, float) and x == 0 for x in flat)
+def _tell(values: tuple, key: list, tensors: list) -> bool:
+    """Write down what values are. False for calls that are not kept: on the CPU, or with a value of another kind."""
+    for x in values:
+        kind = type(x)
+        if kind in _VALUES:
+            if kind is float and x == 0:
+                # It equals -0.0.
+                return False
+            key += kind, x
+        elif isinstance(x, torch.Tensor):
+            if not x.is_cuda:
+                return False
+            key += x.shape, x.stride(), x.dtype, x.device
+            tensors.append(x)
+        elif kind is tuple or kind is list:
+            key += kind, len(x)
+            if not _tell(x, key, tensors):
+                return False
+        elif isinstance(x, (Enum, torch.Generator)):
+            key.append(x)
+        else:
+            return False
+    return True
+
+
+def _is(x: torch.Tensor, y) -> bool:
+    """Whether `y` is `x`, or the same of it: torch may give out an alias of what it has allocated."""
+    if x is y or not isinstance(y, torch.Tensor):
+        return x is y
+    facts = ((t.untyped_storage().data_ptr(), t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (x, y))
+    return x.numel() > 0 and next(facts) == next(facts)
 
 
 class Recording(TorchDispatchMode):
@@ -122,8 +142,9 @@ class Recording(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self._launches: list[tuple[Callable, list]] = []
-        self._scratch: list[torch.Tensor] = []
-        self._alone = True
+        # What was allocated, and how it is made if it is more than memory.
+        self._made: list[tuple[torch.Tensor, Callable | None]] = []
+        self._alone = not env.DEBUG.is_on()
 
     def __enter__(self):
         _now.recording = self
@@ -135,13 +156,15 @@ class Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # For True, torch imports dynamo, which takes seconds. It traces no call that comes here: to it an op is opaque.
+        # For True, torch imports dynamo, which takes seconds. It traces no call that comes here.
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATES:
-            self._scratch.append(result)
+            self._made.append((result, None))
+        elif func in _DRAWS:
+            self._made.append((result, partial(func, *args, **(kwargs or {}))))
         elif not func.is_view:
             self._alone = False
         return result
@@ -153,84 +176,111 @@ class Recording(TorchDispatchMode):
         """A launch: `hold()` gives one that takes the addresses of `bases`, its tensors (or None, or addresses)."""
         self._launches.append((hold, bases))
 
-    def repeat(self, tensors: list[torch.Tensor], addresses: list[int]) -> Callable | None:
-        """The launches, as a function of (arguments, addresses of their tensors); None if there is more to the call.
+    def repeat(self, tensors: list[torch.Tensor], addresses: list[int], result) -> Callable | None:
+        """The call as a function of (tensors, addresses, ...) of another like it; None if it is not kept.
 
         Parameters
         ----------
-        tensors, addresses
+        tensors, addresses, result
             Of the call.
         """
         if not self._alone or not self._launches:
             return None
-        sources = _Sources(tensors, addresses, self._scratch)
-        found = [[sources.of(x) for x in bases] for _, bases in self._launches]
-        if any(None in places for places in found):
+        results = result if isinstance(result, tuple) else () if result is None else (result,)
+        sources = _Sources(tensors, addresses, self._made, results)
+        picks = [sources.picker(bases) for _, bases in self._launches]
+        returned = [sources.object(x) for x in results]
+        if None in picks or None in returned:
             return None
-        launches = [
-            (hold(), _picker([sources.place(at) for at in places]))
-            for (hold, _), places in zip(self._launches, found, strict=True)
-        ]
-        return sources.repeat(launches, tensors[0].device)
+        launches = [(hold(), pick) for (hold, _), pick in zip(self._launches, picks, strict=True)]
+        return sources.repeat(launches, returned, isinstance(result, tuple))
 
 
 class _Sources:
-    """Where the pointers of a call's launches come from: its tensors, memory that stays, and scratch, in this order."""
+    """What the addresses of a call's launches are made of.
 
-    def __init__(self, tensors: list[torch.Tensor], addresses: list[int], scratch: list[torch.Tensor]):
-        self._own = {x.untyped_storage().data_ptr() for x in tensors}
-        self._addresses = addresses
-        self._stays: dict[int, torch.Tensor | None] = {}
-        self._size, self._starts, self._offsets = 0, {}, []
+    There are bases: those of its tensors, of what it made (results and seeds), of its scratch, and of what stays; and
+    there is an offset to one of them.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], addresses: list[int], made: list[tuple], results: tuple):
+        self._addresses, self._device = addresses, tensors[0].device
+        self._of_tensor: dict[int, int | None] = {}
+        for i, x in enumerate(tensors):
+            # Where tensors share memory, an address within it may be of any.
+            at = x.untyped_storage().data_ptr()
+            self._of_tensor[at] = None if at in self._of_tensor else i
+        self._objects = list(tensors)
+        self._of_made: dict[int, tuple[int, int]] = {}
+        self._makers: list[Callable] = []
+        self._size, scratch = 0, []
+        for x, make in made:
+            if make is None and any(_is(x, result) for result in results):
+                make = partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            if make is None:
+                scratch.append(x)
+                continue
+            self._of_made[x.untyped_storage().data_ptr()] = len(self._objects), 0
+            self._objects.append(x)
+            self._makers.append(make)
         for x in scratch:
-            self._starts[x.untyped_storage().data_ptr()] = self._size
+            self._of_made[x.untyped_storage().data_ptr()] = len(self._objects), self._size
             self._size += -(-x.untyped_storage().nbytes() // _ALIGN) * _ALIGN
+        self._fixed = len(self._objects) + bool(self._size)
+        self._stays: dict[int, torch.Tensor | None] = {}
+        self._elsewhere = any(x.device != self._device for x, _ in made)
 
-    def of(self, x) -> tuple[list, int] | None:
-        """Which of the three lists a pointer is of, and where in it; None if it is of none."""
-        if not (x is None or isinstance(x, torch.Tensor)):
+    def picker(self, tensors: list) -> Callable[[list[int]], tuple[int, ...]] | None:
+        """What gives the addresses of these tensors for the bases of a call; None if they cannot be told from those."""
+        places = [self._place(x) for x in tensors]
+        if None in places or self._elsewhere:
             return None
-        at = 0 if x is None else x.data_ptr()
-        if x is not None and at in self._addresses:
-            return self._addresses, self._addresses.index(at)
-        storage = None if x is None else x.untyped_storage().data_ptr()
-        if storage in self._starts:
-            offset = self._starts[storage] + at - storage
-            if offset not in self._offsets:
-                self._offsets.append(offset)
-            return self._offsets, self._offsets.index(offset)
-        if storage in self._own:
-            # Within a tensor of the call, whose other tensors may lie elsewhere in the next.
+        if len(places) == 1 or any(offset for _, offset in places):
+            return lambda bases: [bases[i] + offset for i, offset in places]
+        return itemgetter(*(i for i, _ in places))
+
+    def _place(self, x) -> tuple[int, int] | None:
+        if x is None:
+            return self._staying(0, None)
+        if not isinstance(x, torch.Tensor):
             return None
+        at, storage = x.data_ptr(), x.untyped_storage().data_ptr()
+        if at in self._addresses:
+            return self._addresses.index(at), 0
+        if storage in self._of_made:
+            i, start = self._of_made[storage]
+            return i, start + at - storage
+        if storage not in self._of_tensor:
+            return self._staying(at, x)
+        i = self._of_tensor[storage]
+        return None if i is None else (i, at - self._addresses[i])
+
+    def _staying(self, at: int, x: torch.Tensor | None) -> tuple[int, int]:
         self._stays.setdefault(at, x)
-        return self._stays, list(self._stays).index(at)
+        return self._fixed + list(self._stays).index(at), 0
 
-    def place(self, at: tuple[list, int]) -> int:
-        """Where the address stands among all."""
-        kind, i = at
-        before = 0
-        for other in (self._addresses, self._stays, self._offsets):
-            if kind is other:
-                return before + i
-            before += len(other)
+    def object(self, x) -> int | None:
+        """Which of the tensors given and made `x` is."""
+        return next((i for i, y in enumerate(self._objects) if _is(y, x)), None)
 
-    def repeat(self, launches: list[tuple[Callable, Callable]], device: torch.device) -> Callable:
-        stays, kept, size, offsets = list(self._stays), list(self._stays.values()), self._size, self._offsets
+    def repeat(self, launches: list[tuple[Callable, Callable]], returned: list[int], several: bool) -> Callable:
+        makers, size, device, stays = self._makers, self._size, self._device, list(self._stays)
 
-        def repeat(args: tuple, addresses: list[int]) -> None:
-            addresses += stays
+        def repeat(tensors: list[torch.Tensor], addresses: list[int], args, named):
+            for make in makers:
+                made = make()
+                tensors.append(made)
+                addresses.append(made.data_ptr())
             if size:
                 scratch = torch.empty(size, dtype=torch.uint8, device=device)
-                at = scratch.data_ptr()
-                addresses += [at + offset for offset in offsets]
+                addresses.append(scratch.data_ptr())
+            addresses += stays
             for launch, pick in launches:
                 launch(*pick(addresses))
+            if several:
+                return tuple([tensors[i] for i in returned])
+            return tensors[returned[0]] if returned else None
 
-        # It outlives this call.
-        repeat.kept = kept
+        # What stays lives as long as this.
+        repeat.kept = list(self._stays.values())
         return repeat
-
-
-def _picker(places: list[int]) -> Callable[[list[int]], tuple[int, ...]]:
-    """What takes the numbers at `places` out of a list."""
-    return itemgetter(*places) if len(places) > 1 else lambda addresses: [addresses[i] for i in places]

@@ -132,7 +132,8 @@ class Launcher:
             bound = self._bind(problem, config, index)
         bound(grid, *args)
         recording = held.recording()
-        if recording is not None:
+        # The interpreter copies from a GPU, and would be held with addresses of the host.
+        if recording is not None and isinstance(bound, _Loaded):
             moving = {name: x for name, x in zip(bound.types, args) if bound.types[name].startswith(_ADDRESSES)}
             bases = [x.tensor if isinstance(x, TensorMap) else x for x in moving.values()]
             recording.add(partial(bound.hold, grid, args, tuple(moving)), bases)
@@ -220,7 +221,6 @@ class _Interpreted:
     def __init__(self, name: str, build: Build):
         self._name = name
         self._build = build
-        self.types = build.types
 
     def __call__(self, grid: tuple[int, int, int], *args) -> None:
         if 0 in grid:

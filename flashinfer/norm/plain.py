@@ -6,10 +6,12 @@ import torch
 
 from flashinfer._core.checks import require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.held import held
 from flashinfer.norm._rows import check_rows, check_weights, launch
 from flashinfer.ops import norm as room
 
 
+@held
 def rmsnorm(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -52,6 +54,7 @@ def rmsnorm(
     return out
 
 
+@held
 def gemma_rmsnorm(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -68,6 +71,7 @@ def gemma_rmsnorm(
     return out
 
 
+@held
 def fused_add_rmsnorm(
     input: torch.Tensor,
     residual: torch.Tensor,
@@ -104,6 +108,7 @@ def fused_add_rmsnorm(
     _fused_add_rmsnorm(input, residual, weight, eps, False)
 
 
+@held
 def gemma_fused_add_rmsnorm(
     input: torch.Tensor,
     residual: torch.Tensor,
@@ -119,6 +124,7 @@ def gemma_fused_add_rmsnorm(
     _fused_add_rmsnorm(input, residual, weight, eps, True)
 
 
+@held
 def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Layer normalisation: ``(input - mean(input)) / sqrt(var(input) + eps) * gemma + beta``, per row.
 
@@ -153,7 +159,7 @@ def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps:
     return out
 
 
-@custom_op("flashinfer::rmsnorm", mutates_args=("out",), held=True)
+@custom_op("flashinfer::rmsnorm", mutates_args=("out",))
 def _rmsnorm(input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, gemma: bool) -> None:
     check_rows(input, out=out)
     check_weights(input, weight=weight)
@@ -161,7 +167,7 @@ def _rmsnorm(input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: 
     launch(room.rmsnorm, input, weight, out, eps, gemma=gemma)
 
 
-@custom_op("flashinfer::fused_add_rmsnorm", mutates_args=("input", "residual"), held=True)
+@custom_op("flashinfer::fused_add_rmsnorm", mutates_args=("input", "residual"))
 def _fused_add_rmsnorm(
     input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool
 ) -> None:
@@ -171,7 +177,7 @@ def _fused_add_rmsnorm(
     launch(room.fused_add_rmsnorm, input, weight, input, eps, residual=residual, gemma=gemma)
 
 
-@custom_op("flashinfer::layernorm", mutates_args=("out",), held=True)
+@custom_op("flashinfer::layernorm", mutates_args=("out",))
 def _layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, out: torch.Tensor, eps: float) -> None:
     check_rows(input, out=out)
     check_weights(input, gemma=gemma, beta=beta)

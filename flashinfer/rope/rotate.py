@@ -7,12 +7,14 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.held import held
 from flashinfer.ops import rope as room
 from flashinfer.ops.rope.frequencies import Frequencies
 from flashinfer.rope._checks import INDEX_DTYPES, check_cache, check_positions, check_rotary_dim, check_within_cache
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@held
 def apply_rope(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -71,6 +73,7 @@ def apply_rope(
     return _new(q, k, indptr, offsets, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
+@held
 def apply_rope_inplace(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -85,6 +88,7 @@ def apply_rope_inplace(
     _inplace(q, k, indptr, offsets, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
+@held
 def apply_rope_pos_ids(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -98,6 +102,7 @@ def apply_rope_pos_ids(
     return _new(q, k, pos_ids, None, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
+@held
 def apply_rope_pos_ids_inplace(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -111,6 +116,7 @@ def apply_rope_pos_ids_inplace(
     _inplace(q, k, pos_ids, None, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
+@held
 def apply_llama31_rope(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -147,6 +153,7 @@ def apply_llama31_rope(
     return _new(q, k, indptr, offsets, rotary_dim, interleave, frequencies)
 
 
+@held
 def apply_llama31_rope_inplace(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -165,6 +172,7 @@ def apply_llama31_rope_inplace(
     _inplace(q, k, indptr, offsets, rotary_dim, interleave, frequencies)
 
 
+@held
 def apply_llama31_rope_pos_ids(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -182,6 +190,7 @@ def apply_llama31_rope_pos_ids(
     return _new(q, k, pos_ids, None, rotary_dim, interleave, frequencies)
 
 
+@held
 def apply_llama31_rope_pos_ids_inplace(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -199,6 +208,7 @@ def apply_llama31_rope_pos_ids_inplace(
     _inplace(q, k, pos_ids, None, rotary_dim, interleave, frequencies)
 
 
+@held
 def apply_rope_with_cos_sin_cache(
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -245,6 +255,7 @@ def apply_rope_with_cos_sin_cache(
     return query_out, key_out
 
 
+@held
 def apply_rope_with_cos_sin_cache_inplace(
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -276,7 +287,7 @@ def _inplace(q, k, positions, offsets, rotary_dim, interleave, frequencies) -> N
     _rope_inplace(q, k, positions, offsets, rotary_dim, interleave, [float(f) for f in frequencies])
 
 
-@custom_op("flashinfer::apply_rope", mutates_args=("q_rope", "k_rope"), held=True)
+@custom_op("flashinfer::apply_rope", mutates_args=("q_rope", "k_rope"))
 def _rope(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -291,7 +302,7 @@ def _rope(
     _run((q, k), (q_rope, k_rope), positions, offsets, rotary_dim, interleave, frequencies)
 
 
-@custom_op("flashinfer::apply_rope_inplace", mutates_args=("q", "k"), held=True)
+@custom_op("flashinfer::apply_rope_inplace", mutates_args=("q", "k"))
 def _rope_inplace(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -304,7 +315,7 @@ def _rope_inplace(
     _run((q, k), (q, k), positions, offsets, rotary_dim, interleave, frequencies)
 
 
-@custom_op("flashinfer::apply_rope_with_cos_sin_cache", mutates_args=("query_out", "key_out"), held=True)
+@custom_op("flashinfer::apply_rope_with_cos_sin_cache", mutates_args=("query_out", "key_out"))
 def _rope_cached(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -320,7 +331,7 @@ def _rope_cached(
     _run_cached((q, k), outs, positions, cos_sin_cache, interleave)
 
 
-@custom_op("flashinfer::apply_rope_with_cos_sin_cache_inplace", mutates_args=("query", "key"), held=True)
+@custom_op("flashinfer::apply_rope_with_cos_sin_cache_inplace", mutates_args=("query", "key"))
 def _rope_cached_inplace(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -6,10 +6,12 @@ import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.held import held
 from flashinfer.ops import sampling as room
 from flashinfer.sampling.arguments import Call, form_of, given, kind_of, parameter, place_of, randomness_of, rows_of
 
 
+@held
 def sampling_from_probs(
     probs: torch.Tensor,
     indices: torch.Tensor | None = None,
@@ -67,6 +69,7 @@ def sampling_from_probs(
     return call.result(return_valid)
 
 
+@held
 def sampling_from_logits(
     logits: torch.Tensor,
     indices: torch.Tensor | None = None,
@@ -86,6 +89,7 @@ def sampling_from_logits(
     return call.result(False)
 
 
+@held
 def top_p_sampling_from_probs(
     probs: torch.Tensor,
     top_p: torch.Tensor | float,
@@ -111,6 +115,7 @@ def top_p_sampling_from_probs(
     return call.result(return_valid)
 
 
+@held
 def top_k_sampling_from_probs(
     probs: torch.Tensor,
     top_k: torch.Tensor | int,
@@ -137,6 +142,7 @@ def top_k_sampling_from_probs(
     return call.result(return_valid)
 
 
+@held
 def min_p_sampling_from_probs(
     probs: torch.Tensor,
     min_p: torch.Tensor | float,
@@ -165,6 +171,7 @@ def min_p_sampling_from_probs(
     return call.result(return_valid)
 
 
+@held
 def top_k_top_p_sampling_from_logits(
     logits: torch.Tensor,
     top_k: torch.Tensor | int,
@@ -188,6 +195,7 @@ def top_k_top_p_sampling_from_logits(
     return call.result(False)
 
 
+@held
 def top_k_top_p_sampling_from_probs(
     probs: torch.Tensor,
     top_k: torch.Tensor | int,
@@ -213,7 +221,7 @@ def top_k_top_p_sampling_from_probs(
     return call.result(return_valid)
 
 
-@custom_op("flashinfer::sampling", mutates_args=("samples", "valid"), held=True)
+@custom_op("flashinfer::sampling", mutates_args=("samples", "valid"))
 def _draw(
     x: torch.Tensor, source: str, min_p: float | None, min_ps: torch.Tensor | None, numbers: list[int],
     seeds: torch.Tensor | None, offsets: torch.Tensor | None, indices: torch.Tensor | None, samples: torch.Tensor,
@@ -238,7 +246,7 @@ def _draw(
     room.draw(problem, x.device).run(x, given(min_p, min_ps), drawn, indices, samples, valid)
 
 
-@custom_op("flashinfer::prefix_sampling", mutates_args=("samples", "valid"), held=True)
+@custom_op("flashinfer::prefix_sampling", mutates_args=("samples", "valid"))
 def _draw_prefix(
     x: torch.Tensor, form: str, top_k: int | None, top_ks: torch.Tensor | None, top_p: float | None,
     top_ps: torch.Tensor | None, numbers: list[int], seeds: torch.Tensor | None, offsets: torch.Tensor | None,

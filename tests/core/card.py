@@ -98,7 +98,7 @@ def insert() -> Card:
     torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=card.stream)
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.device = _Nothing
-    for name in ("empty", "zeros", "ones", "full", "arange", "tensor"):
+    for name in ("empty", "empty_strided", "zeros", "ones", "full", "arange", "tensor", "randint"):
         setattr(torch, name, _anywhere(getattr(torch, name)))
     torch.Tensor.to = _stays(torch.Tensor.to)
     torch.Tensor.device, torch.Tensor.is_cuda, torch.Tensor.get_device = ZERO, True, lambda self: 0

@@ -45,121 +45,154 @@ def table(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def pages(kv=None):
+def pages():
     cache = torch.zeros(3, 2, 16, 2, 64, dtype=torch.bfloat16)
-    return cache[:, 0], cache[:, 1], table(0, 1, 2), table(0, 3), table(8)
+    return cache, table(0, 1, 2), table(0, 3), table(8)
 
 
-def rope():
-    from flashinfer.rope import rotate
-
-    return rotate
+def scores():
+    return rows(3, 5000, torch.float32)
 
 
-def draw():
-    from flashinfer.sampling import draw as module
-
-    return module
+def state():
+    return torch.zeros(4, 2, 64, dtype=torch.bfloat16), torch.zeros(4, 2)
 
 
-def norm():
-    from flashinfer.norm import plain
-
-    return plain
+def ragged():
+    return heads(), heads(1), table(0, 4), table(5)
 
 
-def samples(count=3):
-    return torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=torch.bool)
+def draft():
+    return scores(), table(0, 1, 2)
 
 
-# For every held op: the op, and a function that makes its arguments, in new memory each time.
+# For every held function: what makes its arguments, in new memory each time. The last may be those by name.
 CASES = {
-    "rmsnorm": (lambda: norm()._rmsnorm, lambda: (rows(), rows(1)[0], rows(), 1e-6, False)),
-    "fused_add_rmsnorm": (lambda: norm()._fused_add_rmsnorm, lambda: (rows(), rows(), rows(1)[0], 1e-6, True)),
-    "layernorm": (
-        lambda: norm()._layernorm,
-        lambda: (rows(), rows(1, dtype=torch.float32)[0], rows(1, dtype=torch.float32)[0], rows(), 1e-6),
+    "rmsnorm": lambda: (rows(), rows(1)[0]),
+    "gemma_rmsnorm": lambda: (rows(), rows(1)[0], 1e-6, rows()),
+    "fused_add_rmsnorm": lambda: (rows(), rows(), rows(1)[0]),
+    "gemma_fused_add_rmsnorm": lambda: (rows(), rows(), rows(1)[0]),
+    "layernorm": lambda: (rows(), *torch.zeros(2, 256)),
+    "silu_and_mul": lambda: (rows(4, 512),),
+    "gelu_and_mul": lambda: (rows(4, 512), {"out": rows()}),
+    "gelu_tanh_and_mul": lambda: (rows(4, 512), rows()),
+    "append_paged_kv_cache": lambda: (heads(), heads(), table(0, 0, 0, 0), table(4, 5, 6, 7), *pages()),
+    "append_paged_mla_kv_cache": lambda: (
+        rows(), rows(4, 64), table(0, 0, 0, 0), table(4, 5, 6, 7), torch.zeros(3, 16, 256, dtype=torch.bfloat16),
+        torch.zeros(3, 16, 64, dtype=torch.bfloat16), table(0, 1, 2), table(0, 3), table(8),
     ),
-    "act_and_mul": (lambda: flashinfer.activation._act_and_mul, lambda: (rows(4, 512), rows(4, 256), "silu")),
-    "append_paged_kv_cache": (
-        lambda: flashinfer.page._append_paged_kv_cache,
-        lambda: (heads(), heads(), table(0, 0, 0, 0), table(4, 5, 6, 7), *pages()),
+    "get_batch_indices_positions": lambda: (table(0, 2, 4), table(9, 9), 4),
+    "apply_rope": ragged,
+    "apply_rope_inplace": ragged,
+    "apply_rope_pos_ids": lambda: (heads(), heads(1), table(0, 1, 2, 3)),
+    "apply_rope_pos_ids_inplace": lambda: (heads(), heads(1), table(0, 1, 2, 3), None, True),
+    "apply_llama31_rope": ragged,
+    "apply_llama31_rope_inplace": ragged,
+    "apply_llama31_rope_pos_ids": lambda: (heads(), heads(1), table(0, 1, 2, 3)),
+    "apply_llama31_rope_pos_ids_inplace": lambda: (heads(), heads(1), table(0, 1, 2, 3)),
+    "apply_rope_with_cos_sin_cache": lambda: (table(0, 1, 2, 3), rows(), rows(4, 64), 64, torch.zeros(9, 64)),
+    "apply_rope_with_cos_sin_cache_inplace": lambda: (
+        table(0, 1, 2, 3), rows(), rows(4, 64), 64, torch.zeros(9, 64), False,
     ),
-    "apply_rope": (
-        lambda: rope()._rope,
-        lambda: (heads(), heads(1), heads(), heads(1), table(0, 1, 2, 3), None, 64, False, [1.0, 1e4]),
-    ),
-    "apply_rope_inplace": (
-        lambda: rope()._rope_inplace,
-        lambda: (heads(), heads(1), table(0, 4), table(5), 64, True, [8.0, 5e5, 1.0, 4.0, 8192.0]),
-    ),
-    "apply_rope_with_cos_sin_cache": (
-        lambda: rope()._rope_cached,
-        lambda: (heads(), heads(1), heads(), heads(1), table(0, 1, 2, 3), 64, torch.zeros(9, 64), False),
-    ),
-    "apply_rope_with_cos_sin_cache_inplace": (
-        lambda: rope()._rope_cached_inplace,
-        lambda: (heads(), heads(1), table(0, 1, 2, 3), 64, torch.zeros(9, 64), False),
-    ),
-    "sampling": (
-        lambda: draw()._draw,
-        lambda: (rows(3, 5000, torch.float32), "probs", None, None, [1, 2], None, None, None, *samples()),
-    ),
-    "prefix_sampling": (
-        lambda: draw()._draw_prefix,
-        lambda: (
-            rows(3, 5000, torch.float32), "probs joint", 20, None, 0.5, None, [1, 2], None, None, None, *samples(),
-        ),
-    ),
+    "sampling_from_probs": lambda: (scores(),),
+    "sampling_from_logits": lambda: (scores(), {"seed": 1, "offset": 2}),
+    "top_p_sampling_from_probs": lambda: (scores(), torch.full((3,), 0.5)),
+    "top_k_sampling_from_probs": lambda: (scores(), 20),
+    "min_p_sampling_from_probs": lambda: (scores(), 0.1, {"return_valid": True}),
+    "top_k_top_p_sampling_from_logits": lambda: (scores(), 20, 0.5),
+    "top_k_top_p_sampling_from_probs": lambda: (scores(), 20, 0.5, table(2, 1, 0)),
+    "softmax": lambda: (scores(), 0.5),
+    "top_p_renorm_probs": lambda: (scores(), 0.5),
+    "top_k_renorm_probs": lambda: (scores(), 20),
+    "top_k_mask_logits": lambda: (scores(), 20),
+    "top_k": lambda: (scores(), 20),
+    "top_k_page_table_transform": lambda: (scores(), torch.zeros(3, 5000, dtype=torch.int32), table(9, 8, 7), 4),
+    "top_k_ragged_transform": lambda: (scores(), table(0, 1, 2), table(9, 8, 7), 4),
+    "merge_state": lambda: (*state(), *state()),
+    "merge_state_in_place": lambda: (*state(), *state()),
+    "merge_states": lambda: (torch.zeros(4, 3, 2, 64, dtype=torch.bfloat16), torch.zeros(4, 3, 2)),
 }  # fmt: skip
 
 
-def test_every_held_op_has_a_case():
+def function(name):
+    for module in (flashinfer, flashinfer.sampling, flashinfer.page, flashinfer.topk):
+        if callable(getattr(module, name, None)):
+            return getattr(module, name)
+    raise LookupError(name)
+
+
+def test_every_held_function_has_a_case():
     root = Path(flashinfer.__file__).parent
-    found = {
-        name
-        for path in root.rglob("*.py")
-        for name in re.findall(r'@custom_op\(\s*"flashinfer::(\w+)"[^@]*?held=True\s*\)', path.read_text())
-    }
+    found = {name for path in root.rglob("*.py") for name in re.findall(r"@held\ndef (\w+)", path.read_text())}
     assert found == set(CASES)
 
 
-def _addresses(args):
-    return [x.data_ptr() for x in args if isinstance(x, torch.Tensor)]
+def _given(args):
+    """Arguments by position, and by name."""
+    return (args[:-1], args[-1]) if isinstance(args[-1], dict) else (args, {})
 
 
-def _placed(launches, args):
-    """Launches with each address of a tensor in `args` as its number, and any other as the order in which it came."""
-    seen, placed = _addresses(args), []
-    for symbol, grid, stream, values in launches:
-        row = []
-        for value in values:
-            number = int.from_bytes(value[:8], "little")
-            is_address = len(value) in (8, 128) and number > 1 << 32
-            if is_address and number not in seen:
-                seen.append(number)
-            row.append((seen.index(number), value[8:]) if is_address else value)
-        placed.append((symbol, grid, stream, row))
-    return placed
+def _tensors(args):
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, (tuple, list)):
+            yield from _tensors(x)
+        elif isinstance(x, dict):
+            yield from _tensors(x.values())
+
+
+def _placed(launches, args, result=None):
+    """Launches and result with each address of a tensor in `args` as its number, any other in the order it came."""
+    seen, placed = [x.data_ptr() for x in _tensors(args)], []
+
+    def number(at):
+        if at not in seen:
+            seen.append(at)
+        return seen.index(at)
+
+    for kernel, grid, stream, values in launches:
+        numbers = [int.from_bytes(value[:8], "little") if len(value) in (8, 128) else 0 for value in values]
+        row = [(number(at), value[8:]) if at > 1 << 32 else value for at, value in zip(numbers, values, strict=True)]
+        placed.append((kernel, grid, stream, row))
+    facts = [(number(x.data_ptr()), x.shape, x.stride(), x.dtype) for x in _tensors([result])]
+    return placed, facts, isinstance(result, tuple)
+
+
+def _run(card, call, *args):
+    """What a call launches and returns, placed."""
+    by_position, by_name = _given(args)
+    results = []
+    launches = card.made(lambda: results.append(call(*by_position, **by_name)))
+    return _placed(launches, args, results[0])
+
+
+def _is_kept(call, *args):
+    """Whether a call would be made of launches alone."""
+    by_position, by_name = _given(args)
+    times = []
+
+    def watched(frame, event, arg):
+        if event == "call" and frame.f_code is call.__wrapped__.__code__:
+            times.append(1)
+
+    sys.setprofile(watched)
+    try:
+        call(*by_position, **by_name)
+    finally:
+        sys.setprofile(None)
+    return not times
 
 
 def repeats(card, name):
-    op, make = CASES[name]
-    op = op()
-    first = make()
-    card.made(lambda: op(*first))
-    card.made(lambda: op(*first))
+    call, make = function(name), CASES[name]
+    for first in [make()] * 2:
+        _run(card, call, *first)
     args = make()
-    assert not set(_addresses(args)) & set(_addresses(first))
-    anew = card.made(lambda: op.__wrapped__(*args))
-    calls = []
-    op.held._function, kept = lambda *args: calls.append(args), op.held._function
-    try:
-        again = card.made(lambda: op(*args))
-    finally:
-        op.held._function = kept
-    assert not calls, "it was not held"
-    assert anew and _placed(again, args) == _placed(anew, args)
+    assert not {x.data_ptr() for x in _tensors(args)} & {x.data_ptr() for x in _tensors(first)}
+    anew = _run(card, call.__wrapped__, *args)
+    assert anew[0] and _run(card, call, *args) == anew
+    assert _is_kept(call, *args)
     assert "torch._dynamo" not in sys.modules
 
 
@@ -171,51 +204,57 @@ def test_repeats_what_it_would_launch_anew(name, on_card):
 # -- what is not alike ------------------------------------------------------------------------------------------------
 
 
-def _launched_as_anew(card, op, *args):
-    anew = _placed(card.made(lambda: op.__wrapped__(*args)), args)
+def _launched_as_anew(card, call, *args):
+    anew = _run(card, call.__wrapped__, *args)
     for _ in range(3):
-        assert _placed(card.made(lambda: op(*args)), args) == anew
+        assert _run(card, call, *args) == anew
     return anew
 
 
 def warm_calls_that_differ(card):
-    op = norm()._rmsnorm
+    op = flashinfer.rmsnorm
     x, weight, out = rows(), rows(1)[0], rows()
-    warm = _launched_as_anew(card, op, x, weight, out, 1e-6, False)
+    warm = _launched_as_anew(card, op, x, weight, 1e-6, out)
     others = {
-        "strides": (rows(4, 512)[:, :256], weight, out, 1e-6, False),
-        "shape": (rows(5), weight, rows(5), 1e-6, False),
-        "dtypes": (x.half(), weight, out.half(), 1e-6, False),
-        "dtype of the weight": (x, weight.float(), out, 1e-6, False),
-        "alignment": (x, rows(1, 264)[0][1:257], out, 1e-6, False),
-        "eps": (x, weight, out, 1e-5, False),
-        "form": (x, weight, out, 1e-6, True),
-        "place of the result": (x, weight, x, 1e-6, False),
-        "no eps": (x, weight, out, 0.0, False),
+        "strides": (rows(4, 512)[:, :256], weight, 1e-6, out),
+        "shape": (rows(5), weight, 1e-6, rows(5)),
+        "dtypes": (x.half(), weight, 1e-6, out.half()),
+        "dtype of the weight": (x, weight.float(), 1e-6, out),
+        "alignment": (x, rows(1, 264)[0][1:257], 1e-6, out),
+        "eps": (x, weight, 1e-5, out),
+        "place of the result": (x, weight, 1e-6, x),
+        "no eps": (x, weight, 0.0, out),
     }
     for what, args in others.items():
         assert _launched_as_anew(card, op, *args) != warm, what
+        assert _is_kept(op, *args) == (what != "no eps"), what
+    assert _launched_as_anew(card, op, x, weight, -0.0, out) != _run(card, op, x, weight, 0.0, out)
+    _launched_as_anew(card, op, x, weight)
     # The alignment of one tensor is not that of another.
-    _launched_as_anew(card, op, rows(1, 1040)[0][1:1025].view(4, 256), weight, out, 1e-6, False)
+    _launched_as_anew(card, op, rows(1, 1040)[0][1:1025].view(4, 256), weight, 1e-6, out)
+    assert _launched_as_anew(card, op, x, weight, {"out": out, "eps": 1e-6}) == warm
+    assert _launched_as_anew(card, op, x, weight, {"eps": 1e-6, "out": out}) == warm
     card.stream = 8
-    assert _launched_as_anew(card, op, x, weight, out, 1e-6, False)[0][2] == 8
+    assert _launched_as_anew(card, op, x, weight, 1e-6, out)[0][0][2] == 8
     card.stream = 7
-    assert _launched_as_anew(card, op, x, weight, out, 1e-6, False) == warm
+    assert _launched_as_anew(card, op, x, weight, 1e-6, out) == warm
+    with pytest.raises(TypeError, match="norm: eps: got '1e-6'"):
+        op(x, weight, "1e-6", out)
 
 
 def warm_calls_that_are_wrong(card):
     from tests.core.card import Elsewhere
 
-    op = norm()._rmsnorm
+    op = flashinfer.rmsnorm
     x, weight, out = rows(), rows(1)[0], rows()
-    _launched_as_anew(card, op, x, weight, out, 1e-6, False)
+    _launched_as_anew(card, op, x, weight, 1e-6, out)
     wrong = {
-        "out: got torch.float16": (x, weight, out.half(), 1e-6, False),
-        r"out: got \(3, 256\)": (x, weight, out[:3], 1e-6, False),
-        r"weight: got \(128,\)": (x, weight[:128], out, 1e-6, False),
-        "weight: got torch.int32": (x, torch.zeros(256, dtype=torch.int32), out, 1e-6, False),
-        "weight: got a tensor on cuda:1": (x, torch.Tensor._make_subclass(Elsewhere, weight), out, 1e-6, False),
-        "input: got torch.float64": (x.double(), weight, out, 1e-6, False),
+        "out: got torch.float16": (x, weight, 1e-6, out.half()),
+        r"out: got \(3, 256\)": (x, weight, 1e-6, out[:3]),
+        r"weight: got \(128,\)": (x, weight[:128], 1e-6, out),
+        "weight: got torch.int32": (x, torch.zeros(256, dtype=torch.int32), 1e-6, out),
+        "weight: got a tensor on cuda:1": (x, torch.Tensor._make_subclass(Elsewhere, weight), 1e-6, out),
+        "input: got torch.float64": (x.double(), weight, 1e-6, out),
     }
     for message, args in wrong.items():
         for _ in range(2):
@@ -223,14 +262,14 @@ def warm_calls_that_are_wrong(card):
                 op(*args)
     card.status = 1
     with pytest.raises(RuntimeError, match="norm: launch of norm_kernel.*CUDA_ERROR_INVALID_VALUE"):
-        op(x, weight, out, 1e-6, False)
+        op(x, weight, 1e-6, out)
     card.status = 0
 
 
 def debug_mode_checks_again(card):
-    op = flashinfer.page._append_paged_kv_cache
-    k_cache, v_cache, _, indptr, last = pages()
-    args = heads(), heads(), table(0, 0, 0, 0), table(4, 5, 6, 7), k_cache, v_cache, table(9, 9, 9), indptr, last
+    op = flashinfer.append_paged_kv_cache
+    cache, _, indptr, last = pages()
+    args = heads(), heads(), table(0, 0, 0, 0), table(4, 5, 6, 7), cache, table(9, 9, 9), indptr, last
     for _ in range(3):
         op(*args)
     os.environ["FLASHINFER_DEBUG"] = "1"
@@ -247,15 +286,12 @@ def another_target(card):
 
     from flashinfer._core import target
 
-    op = norm()._rmsnorm
-    args = rows(), rows(1)[0], rows(), 1e-6, False
+    op = flashinfer.rmsnorm
+    args = rows(), rows(1)[0], 1e-6, rows()
     _launched_as_anew(card, op, *args)
-    calls, kept = [], op.held._function
-    op.held._function = lambda *args: calls.append(args)
     with target.override(replace(target.NAMED["90a"], sms=7)):
-        op(*args)
-    op.held._function = kept
-    assert len(calls) == 1
+        assert not _is_kept(op, *args)
+    assert _is_kept(op, *args)
 
 
 # -- what is not kept -------------------------------------------------------------------------------------------------
@@ -267,14 +303,9 @@ def _scale(x, out, by):
     scale(Problem("bf16"), Config(128), (2, 1, 1), x, None, out, x.shape[0], by)
 
 
-def held(function):
-    from flashinfer._core.held import Held
-
-    return Held(function, ["Tensor", "Tensor", "float"])
-
-
 def calls_that_do_more(card):
     from flashinfer._core import workspace
+    from flashinfer._core.held import held
     from tests.core.card import ZERO
 
     def zeroes(x, out, by):
@@ -286,8 +317,13 @@ def calls_that_do_more(card):
         _scale(x, y, by)
         out.copy_(y)
 
-    def begins_inside(x, out, by):
-        _scale(x[8:], out, by)
+    def on_the_host(x, out, by):
+        torch.empty(3).fill_(1)
+        _scale(x, out, by)
+
+    def gives_what_is_no_tensor(x, out, by):
+        _scale(x, out, by)
+        return out, 3
 
     def takes_workspace(x, out, by):
         workspace.take(ZERO, 64)
@@ -296,12 +332,14 @@ def calls_that_do_more(card):
     def does_nothing(x, out, by):
         return None
 
-    for function in (zeroes, converts, begins_inside, takes_workspace, does_nothing):
+    for function in (
+        zeroes, converts, on_the_host, gives_what_is_no_tensor, takes_workspace, does_nothing,
+    ):
         times = []
 
         def counted(*args, function=function, times=times):
             times.append(1)
-            function(*args)
+            return function(*args)
 
         call, args = held(counted), (torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64), 0.5)
         for i in range(5):
@@ -310,6 +348,8 @@ def calls_that_do_more(card):
 
 
 def calls_within_calls(card):
+    from flashinfer._core.held import held
+
     inner = held(_scale)
 
     def twice(x, out, by):
@@ -324,6 +364,8 @@ def calls_within_calls(card):
 
 
 def what_the_first_call_makes_for_all(card):
+    from flashinfer._core.held import held
+
     tables, times = [], []
 
     def with_table(x, out, by):
@@ -347,31 +389,64 @@ def what_the_first_call_makes_for_all(card):
     assert table() is not None
 
 
+def parts_of_tensors(card):
+    from flashinfer._core.held import held
+
+    @held
+    def parts(x, out):
+        _scale(x[8:], out[8:], 0.5)
+        return out
+
+    x, both = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(2, 64)
+    for _ in range(3):
+        for out in both.clone(), both.clone():
+            _launched_as_anew(card, parts, x, out[0])
+    assert _is_kept(parts, x, both[1])
+
+    @held
+    def halves(x, out):
+        _scale(x[8:], out[8:], 0.5)
+        return out.view(-1)
+
+    # What shares memory with another tensor, and is no whole one, may be part of either.
+    whole = torch.zeros(128, dtype=torch.bfloat16)
+    for _ in range(3):
+        _launched_as_anew(card, halves, whole[:64], whole[64:].view(torch.float32))
+    assert not _is_kept(halves, whole[:64], whole[64:].view(torch.float32))
+
+
 def many_kinds_of_calls(card):
     from flashinfer._core import held as module
 
-    call = held(_scale)
+    call = module.held(_scale)
     kept, module._MOST = module._MOST, 4
     x = torch.zeros(64, dtype=torch.bfloat16)
     for n in range(1, 12):
         call(x[:n], torch.zeros(64), 0.5)
-        assert len(call._calls) <= 4
+        assert len(call.calls) <= 4
     module._MOST = kept
 
 
-def what_cannot_be_held(card):
-    from flashinfer._core.held import Held
+def other_arguments(card):
+    """Values that no equal one stands for are not held."""
+    from flashinfer._core.held import held
 
-    for types in (["float", "Tensor"], ["Tensor", "List[Tensor]"]):
-        with pytest.raises(TypeError, match="_scale: of"):
-            Held(_scale, types)
+    @held
+    def with_more(x, out, more):
+        _scale(x, out, 0.5)
+
+    x, out = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
+    for more, kept in ((3, True), ((1, [2.0, "3", None]), True), ({}, False), (object(), False), ((0.0,), False)):
+        for _ in range(3):
+            with_more(x, out, more)
+        assert _is_kept(with_more, x, out, more, {}) == kept, more
 
 
 @pytest.mark.parametrize(
     "check",
     [
         warm_calls_that_differ, warm_calls_that_are_wrong, debug_mode_checks_again, another_target, calls_that_do_more,
-        calls_within_calls, what_the_first_call_makes_for_all, many_kinds_of_calls, what_cannot_be_held,
+        calls_within_calls, what_the_first_call_makes_for_all, parts_of_tensors, many_kinds_of_calls, other_arguments,
     ],
 )  # fmt: skip
 def test_held(check, on_card):
