@@ -41,7 +41,7 @@ def test_import_takes_under_half_a_second_beyond_torch():
     )
     # An installed package has its bytecode: the first run leaves it there. Other work on the machine only adds, so the
     # least is the import's own time.
-    seconds = [float(python(code, PYTHONDONTWRITEBYTECODE="").stdout) for _ in range(5)]
+    seconds = [float(python(code, PYTHONDONTWRITEBYTECODE="").stdout) for _ in range(3)]
     assert min(seconds) < 0.5, seconds
 
 
