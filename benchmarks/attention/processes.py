@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 from pathlib import Path
 
 import child
-import flashinfer
 import torch
 
 
@@ -25,7 +23,5 @@ def first_calls(device: torch.device) -> dict[bool, dict[str, float]]:
 
 
 def first_call(device: torch.device, **environment: str) -> dict[str, float]:
-    """The same of one new process, with the `flashinfer` of this one."""
-    package = Path(flashinfer.__file__).resolve().parents[1]
-    path = os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])
-    return child.python(Path(__file__).with_name("first_call.py"), str(device), path=path, **environment)
+    """The same of one new process."""
+    return child.python(Path(__file__).with_name("first_call.py"), str(device), **environment)

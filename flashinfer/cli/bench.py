@@ -32,8 +32,9 @@ class Room:
     ----------
     cases : list of (Path, Case)
         The rows whose names contain `match`, with the module that each comes from.
-    ceilings : list of callable
-        What the modules have as `ceilings(device)`: ceilings of their own.
+    modules : list of dict
+        The names of those modules. One may have `ceilings(device)`, more ceilings, and `versions(device)`, what else a
+        reader has to know of the run.
     """
 
     def __init__(self, name: str, found: dict[str, Path], device, match: str):
@@ -43,15 +44,15 @@ class Room:
         parts = {part: module for part, module in found.items() if f"{part}/".startswith(f"{name}/")}
         if not parts:
             raise ValueError(f"room: got {name!r}; allowed: {', '.join(found)}, or a folder of them")
-        self.cases, self.ceilings = [], []
+        self.cases, self.modules = [], []
         for part, module in parts.items():
             names = load(module)
             inner = part.removeprefix(name).lstrip("/")
             chosen = [case for case in names["cases"](device) if match in case.name]
             for case in chosen:
                 self.cases.append((module, replace(case, group=", ".join(filter(None, (inner, case.group))))))
-            if chosen and "ceilings" in names:
-                self.ceilings.append(names["ceilings"])
+            if chosen:
+                self.modules.append(names)
         told = [case.name for _, case in self.cases]
         if not told:
             raise ValueError(f"--match: got {match!r}; allowed: a part of the name of a case of {name}")
@@ -76,12 +77,12 @@ class Room:
         for _, case in self.cases:
             rows.append(measure(case, self.device))
             click.echo(f"{case.name}: {figures.took(rows[-1])}", err=True)
-        for own in self.ceilings:
-            ceiling = ceiling | own(self.device)
+        ceiling = ceiling | self._from_modules("ceilings")
         settle(rows, [case for _, case in self.cases], ceiling)
         versions = {"flashinfer": __version__, **{name: installed(name) for name in SUPPORTED}}
         if self.device.type == "cuda":
             versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        versions |= self._from_modules("versions")
         return {
             "room": self.name,
             "device": device_name(self.device),
@@ -90,6 +91,13 @@ class Room:
             "ceilings": ceiling,
             "cases": rows,
         }
+
+    def _from_modules(self, function: str) -> dict:
+        found = {}
+        for names in self.modules:
+            if function in names:
+                found |= names[function](self.device)
+        return found
 
     def measure_peer(self, result: dict, peer: str, tune: bool, limit: float) -> None:
         """Add FlashInfer's times to `result`."""

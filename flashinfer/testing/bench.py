@@ -258,12 +258,12 @@ def reported(fn: Callable, inputs: tuple, device: torch.device) -> float:
 def ceilings(device: torch.device) -> dict[str, float]:
     """What this device reaches at best, measured now: `copy_gb_s` (read + write) and `bf16_tflop_s` (torch matmul)."""
     on_gpu = device.type == "cuda"
-    count = 1 << (31 if on_gpu else 26)
+    count = 1 << (31 if on_gpu else 24)
     source = torch.empty(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     # on a GPU this takes a millisecond or so; in a graph a copy of this size reaches two thirds of what it does alone
     copy_us = time_us(lambda a, b: b.copy_(a), (source, target), device, graph=False)
-    n = 8192 if on_gpu else 1024
+    n = 8192 if on_gpu else 256
     a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
     matmul_us = time_us(torch.matmul, (a, b), device)
     return {"copy_gb_s": 2 * count / copy_us / 1e3, "bf16_tflop_s": 2 * n**3 / matmul_us / 1e6}
