@@ -27,6 +27,9 @@ from flashinfer._core import env, target
 _MOST = 4096
 # Of scratch, in bytes: more than any kernel is promised.
 _ALIGN = 256
+# Of what a kept call allocates, in bytes, all at once: one that needs more runs anew, and frees what it is done with.
+# To write and read as much takes an H100 40 us, as long as it takes the host to make most calls anew.
+_MOST_MADE = 64 << 20
 # Arguments that equal values describe, and the type beside the value: 1, 1.0 and True are equal.
 _VALUES = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 _aten = torch.ops.aten
@@ -62,7 +65,7 @@ def refuse() -> None:
 def held(function: Callable) -> Callable:
     """Keep the calls of a public function as above. Calls on the CPU, and traced ones, are not concerned.
 
-    The function returns tensors that it was given or has allocated, a tuple of them, or None.
+    The function returns tensors that it was given or has allocated, a tuple or a list of them, or None.
     """
     calls: dict[tuple, Callable] = {}
 
@@ -144,6 +147,7 @@ class Recording(TorchDispatchMode):
         self._launches: list[tuple[Callable, list]] = []
         # What was allocated, and how it is made if it is more than memory.
         self._made: list[tuple[torch.Tensor, Callable | None]] = []
+        self._bytes = 0
         self._alone = not env.DEBUG.is_on()
 
     def __enter__(self):
@@ -161,16 +165,16 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func in _ALLOCATES:
-            self._made.append((result, None))
-        elif func in _DRAWS:
-            self._made.append((result, partial(func, *args, **(kwargs or {}))))
-        elif not func.is_view:
-            self._alone = False
+        if func in _ALLOCATES or func in _DRAWS:
+            self._bytes += result.numel() * result.element_size()
+            self._made.append((result, None if func in _ALLOCATES else partial(func, *args, **(kwargs or {}))))
+        if not (func in _ALLOCATES or func in _DRAWS or func.is_view) or self._bytes > _MOST_MADE:
+            self.refuse()
         return result
 
     def refuse(self) -> None:
         self._alone = False
+        self._made.clear()
 
     def add(self, hold: Callable[[], Callable], bases: list) -> None:
         """A launch: `hold()` gives one that takes the addresses of `bases`, its tensors (or None, or addresses)."""
@@ -186,14 +190,15 @@ class Recording(TorchDispatchMode):
         """
         if not self._alone or not self._launches:
             return None
-        results = result if isinstance(result, tuple) else () if result is None else (result,)
+        several = isinstance(result, (tuple, list))
+        results = result if several else () if result is None else (result,)
         sources = _Sources(tensors, addresses, self._made, results)
         picks = [sources.picker(bases) for _, bases in self._launches]
         returned = [sources.object(x) for x in results]
         if None in picks or None in returned:
             return None
         launches = [(hold(), pick) for (hold, _), pick in zip(self._launches, picks, strict=True)]
-        return sources.repeat(launches, returned, isinstance(result, tuple))
+        return sources.repeat(launches, returned, type(result) if several else None)
 
 
 class _Sources:
@@ -263,7 +268,7 @@ class _Sources:
         """Which of the tensors given and made `x` is."""
         return next((i for i, y in enumerate(self._objects) if _is(y, x)), None)
 
-    def repeat(self, launches: list[tuple[Callable, Callable]], returned: list[int], several: bool) -> Callable:
+    def repeat(self, launches: list[tuple[Callable, Callable]], returned: list[int], several) -> Callable:
         makers, size, device, stays = self._makers, self._size, self._device, list(self._stays)
 
         def repeat(tensors: list[torch.Tensor], addresses: list[int], args, named):
@@ -277,8 +282,8 @@ class _Sources:
             addresses += stays
             for launch, pick in launches:
                 launch(*pick(addresses))
-            if several:
-                return tuple([tensors[i] for i in returned])
+            if several is not None:
+                return several([tensors[i] for i in returned])
             return tensors[returned[0]] if returned else None
 
         # What stays lives as long as this.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import as_dtype, require
+from flashinfer._core.held import held
 from flashinfer.fused_moe import experts
 from flashinfer.ops import layouts
 from flashinfer.tllm_enums import ActivationType
@@ -16,6 +17,7 @@ _BYTES = (torch.uint8, torch.int64, torch.float4_e2m1fn_x2)
 _NAMES = ("fc1_expert_weights", "fc2_expert_weights")
 
 
+@held
 def cutlass_fused_moe(
     input: torch.Tensor,
     token_selected_experts: torch.Tensor,

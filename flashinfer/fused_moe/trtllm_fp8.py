@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer._core.held import held
 from flashinfer.fused_moe import experts
 from flashinfer.fused_moe.trtllm import (
     activation,
@@ -26,6 +27,7 @@ __all__ = [
 _E4M3 = (torch.float8_e4m3fn,)
 
 
+@held
 def trtllm_fp8_block_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -118,6 +120,7 @@ def trtllm_fp8_block_scale_moe(
                          weight_layout, act, intermediate_size, output, do_finalize)  # fmt: skip
 
 
+@held
 def trtllm_fp8_block_scale_routed_moe(
     topk_ids: torch.Tensor,
     routing_bias: torch.Tensor | None,

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.held import held
 from flashinfer.gemm._operands import choose, form_of
 from flashinfer.ops.gemm import blockscaled as room
 from flashinfer.ops.gemm import grouped as groups_room
@@ -13,6 +14,7 @@ from flashinfer.ops.gemm.operands import PER_BYTE, bucket
 
 
 @custom_op("flashinfer::gemm_blockscaled", mutates_args=("out",))
+@held
 def gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -61,6 +63,7 @@ def _aligned(a, b, out, blocks: int, *factors) -> bool:
 
 
 @custom_op("flashinfer::gemm_grouped", mutates_args=("out",))
+@held
 def grouped(
     a: torch.Tensor,
     b: torch.Tensor,

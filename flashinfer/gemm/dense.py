@@ -6,10 +6,10 @@ import torch
 
 from flashinfer._core.checks import as_dtype, dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.held import held
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm import dense as room
 from flashinfer.ops.gemm.dense.config import cut
-from flashinfer.ops.gemm.held import Held
 from flashinfer.ops.gemm.operands import bucket
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -22,6 +22,7 @@ _BACKENDS = ", ".join(_THEIRS + _OURS)
 _OUT_NAMES = ", ".join(map(str, _OUT))
 
 
+@held
 def mm_bf16(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -68,6 +69,7 @@ def mm_bf16(
     return out
 
 
+@held
 def bmm_bf16(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -106,6 +108,7 @@ def bmm_bf16(
     return out
 
 
+@held
 def bmm_fp8(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -151,6 +154,7 @@ def bmm_fp8(
     return out
 
 
+@held
 def mm_fp8(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -384,6 +388,7 @@ def _result(out, shape: tuple[int, ...], dtype, device, name: str = "out_dtype")
 
 
 @custom_op("flashinfer::dense_gemm", mutates_args=("out",))
+@held
 def _product(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -406,17 +411,8 @@ def _product(
         return
     bias = None if bias is None else bias.contiguous()
     scales = (a_scale is not None) + (b_scale is not None)
-    # All that the choice depends on; to look at it again takes longer than many a product.
-    key = (
-        target_of(device), backend, a.dtype, b.dtype, out.dtype, bias is None or bias.dtype, scales, in_blocks, a.shape,
-        out.shape, a.stride(), b.stride(), out.stride(), a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16,
-    )  # fmt: skip
-    plan = _plans.get(key) or _plans.put(key, _plan(a, b, out, bias, scales, in_blocks, device, backend))
-    choice, pieces = plan
+    choice, pieces = _plan(a, b, out, bias, scales, in_blocks, device, backend)
     choice.run(room.Inputs(a, b, out, bias, a_scale, b_scale, pieces))
-
-
-_plans = Held()
 
 
 def _plan(a, b, out, bias, scales: int, in_blocks: bool, device: torch.device, backend: str):

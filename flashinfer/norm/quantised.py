@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.checks import require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.held import held
 from flashinfer.norm._rows import check_rows, check_weights, launch
 from flashinfer.ops import layouts
 from flashinfer.ops import norm as room
@@ -14,6 +15,7 @@ _FP8 = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 _FP4 = torch.float4_e2m1fn_x2
 
 
+@held
 def rmsnorm_quant(
     out: torch.Tensor,
     input: torch.Tensor,
@@ -59,6 +61,7 @@ def rmsnorm_quant(
     _to_fp8(out, input, None, weight, scale, eps)
 
 
+@held
 def fused_add_rmsnorm_quant(
     out: torch.Tensor,
     input: torch.Tensor,

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -66,16 +67,43 @@ def draft():
     return scores(), table(0, 1, 2)
 
 
+def fp8(*shape):
+    return torch.zeros(*shape, dtype=torch.float8_e4m3fn)
+
+
+def halves(*shape):
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+def products(rows=16, many=1):
+    """Operands of a product with bfloat16, the second as weights are."""
+    return halves(many, rows, 128), halves(many, 256, 128).mT
+
+
+# Experts: 4 of 256 x 128, two for each of 8 tokens.
+CHOSEN = (4, 2, None, None, 128, 0, 4, None)
+
+
+def experts(dtype=torch.bfloat16):
+    return torch.zeros(4, 256, 256, dtype=dtype), torch.zeros(4, 256, 128, dtype=dtype)
+
+
+def fp8_experts():
+    up, down = experts(torch.float8_e4m3fn)
+    return fp8(8, 256), torch.ones(2, 8), up, torch.ones(4, 2, 2), down, torch.ones(4, 2, 1)
+
+
+def choices():
+    return torch.zeros(8, 2, dtype=torch.int32)
+
+
 # For every held function: what makes its arguments, in new memory each time. The last may be those by name.
 CASES = {
     "rmsnorm": lambda: (rows(), rows(1)[0]),
-    "gemma_rmsnorm": lambda: (rows(), rows(1)[0], 1e-6, rows()),
     "fused_add_rmsnorm": lambda: (rows(), rows(), rows(1)[0]),
     "gemma_fused_add_rmsnorm": lambda: (rows(), rows(), rows(1)[0]),
     "layernorm": lambda: (rows(), *torch.zeros(2, 256)),
     "silu_and_mul": lambda: (rows(4, 512),),
-    "gelu_and_mul": lambda: (rows(4, 512), {"out": rows()}),
-    "gelu_tanh_and_mul": lambda: (rows(4, 512), rows()),
     "append_paged_kv_cache": lambda: (heads(), heads(), table(0, 0, 0, 0), table(4, 5, 6, 7), *pages()),
     "append_paged_mla_kv_cache": lambda: (
         rows(), rows(4, 64), table(0, 0, 0, 0), table(4, 5, 6, 7), torch.zeros(3, 16, 256, dtype=torch.bfloat16),
@@ -96,26 +124,51 @@ CASES = {
     ),
     "sampling_from_probs": lambda: (scores(),),
     "sampling_from_logits": lambda: (scores(), {"seed": 1, "offset": 2}),
-    "top_p_sampling_from_probs": lambda: (scores(), torch.full((3,), 0.5)),
-    "top_k_sampling_from_probs": lambda: (scores(), 20),
     "min_p_sampling_from_probs": lambda: (scores(), 0.1, {"return_valid": True}),
-    "top_k_top_p_sampling_from_logits": lambda: (scores(), 20, 0.5),
     "top_k_top_p_sampling_from_probs": lambda: (scores(), 20, 0.5, table(2, 1, 0)),
     "softmax": lambda: (scores(), 0.5),
     "top_p_renorm_probs": lambda: (scores(), 0.5),
-    "top_k_renorm_probs": lambda: (scores(), 20),
-    "top_k_mask_logits": lambda: (scores(), 20),
     "top_k": lambda: (scores(), 20),
     "top_k_page_table_transform": lambda: (scores(), torch.zeros(3, 5000, dtype=torch.int32), table(9, 8, 7), 4),
     "top_k_ragged_transform": lambda: (scores(), table(0, 1, 2), table(9, 8, 7), 4),
+    "rmsnorm_quant": lambda: (fp8(4, 256), rows(), rows(1)[0], torch.ones(1)),
+    "fused_add_rmsnorm_quant": lambda: (fp8(4, 256), rows(), rows(), rows(1)[0], 0.5),
+    "mm_bf16": lambda: tuple(x[0] for x in products()),
+    "bmm_bf16": lambda: (*products(many=2), halves(2, 16, 256)),
+    "mm_fp8": lambda: (fp8(16, 128), fp8(1, 256, 128), torch.ones(1)),
+    "gemm_fp8_nt_groupwise": lambda: (fp8(16, 256), fp8(256, 256), torch.ones(16, 2), torch.ones(2, 2), "K"),
+    "_product": lambda: (*(x[0] for x in products(4096)), halves(4096, 256), halves(256), None, None, "auto"),
+    "gemm": lambda: (
+        fp8(1, 16, 256), fp8(1, 256, 256), torch.ones(1, 16, 2), torch.ones(1, 2, 2), None, halves(1, 16, 256),
+        "fp32", "", "", {"width": 128, "rows": 1, "columns": 128},
+    ),
+    "grouped": lambda: (
+        fp8(32, 256), fp8(2, 256, 256), torch.ones(32, 2), torch.ones(2, 2, 2), None, halves(32, 256), table(0, 16, 32),
+        None, "ragged", "fp32", {"width": 128, "rows": 1, "columns": 128},
+    ),
+    "cutlass_fused_moe": lambda: (rows(8), choices(), torch.ones(8, 2), *experts(), torch.bfloat16, None),
+    "trtllm_bf16_routed_moe": lambda: (choices(), rows(8), *experts(), *CHOSEN, 1, False, 0),
+    "trtllm_fp8_block_scale_routed_moe": lambda: (choices(), None, *fp8_experts(), *CHOSEN, 1, {"output": rows(8)}),
     "merge_state": lambda: (*state(), *state()),
     "merge_state_in_place": lambda: (*state(), *state()),
     "merge_states": lambda: (torch.zeros(4, 3, 2, 64, dtype=torch.bfloat16), torch.zeros(4, 3, 2)),
 }  # fmt: skip
 
+# One body with a function above, and kernels of their own, which would take seconds to compile.
+ALIKE = {
+    "gelu_and_mul", "gelu_tanh_and_mul", "gemma_rmsnorm", "top_p_sampling_from_probs", "top_k_sampling_from_probs",
+    "top_k_top_p_sampling_from_logits", "top_k_renorm_probs", "top_k_mask_logits", "bmm_fp8",
+    "trtllm_fp8_block_scale_moe", "trtllm_bf16_moe",
+}  # fmt: skip
+
 
 def function(name):
-    for module in (flashinfer, flashinfer.sampling, flashinfer.page, flashinfer.topk):
+    """The held function of that name. Where it is the body of an op, compiled graphs call it."""
+    bodies = {"_product": "dense", "gemm": "_launch", "grouped": "_launch"}
+    if name in bodies:
+        return getattr(import_module(f"flashinfer.gemm.{bodies[name]}"), name).__wrapped__
+    for module in (flashinfer, flashinfer.sampling, flashinfer.page, flashinfer.topk, flashinfer.gemm, flashinfer.norm,
+                   flashinfer.fused_moe):  # fmt: skip
         if callable(getattr(module, name, None)):
             return getattr(module, name)
     raise LookupError(name)
@@ -124,7 +177,7 @@ def function(name):
 def test_every_held_function_has_a_case():
     root = Path(flashinfer.__file__).parent
     found = {name for path in root.rglob("*.py") for name in re.findall(r"@held\ndef (\w+)", path.read_text())}
-    assert found == set(CASES)
+    assert found == set(CASES) | ALIKE
 
 
 def _given(args):

@@ -7,7 +7,6 @@ from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm._device.blockscaled_sm90 import blockscaled_sm90_kernel
 from flashinfer.ops.gemm.blockscaled.hopper import widened
-from flashinfer.ops.gemm.held import Held, addresses
 from flashinfer.ops.gemm.pieces import pieces_of, scratch
 
 
@@ -48,10 +47,6 @@ def kernels(p, c):
         yield blockscaled_sm90, p, widened(c)
 
 
-
-_held = Held()
-
-
 def run(p, c, a, b, a_scale, b_scale, alpha, out, pieces: int = 0) -> None:
     """pieces : of K; 0 for as many as keep all multiprocessors at work."""
     batch, m, n = out.shape
@@ -66,16 +61,8 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, pieces: int = 0) -> None:
     partial = arrived = None
     if pieces > 1:
         partial, arrived = scratch(device, tiles * pieces * c.block_m * c.block_n, 2 * tiles)
-    key = p, c, device.index, a.shape, out.shape, a.stride(), b.stride(), out.stride(), pieces
-    key += a_scale.stride(), b_scale.stride()
-    launch = _held.get(key)
-    if launch is None:
-        a_box, b_box = _boxes(c)
-        values = (
-            TensorMap(a, a_box), TensorMap(b, b_box), out, None, None, None, None, None, m, n, a.shape[2], batch,
-            pieces, *a_scale.stride(), *b_scale.stride(), *out.stride()[:2],
-        )  # fmt: skip
-        moving = ("a_map", "b_map", "out", "a_scale", "b_scale", "alpha", "partial", "arrived")
-        kernel = blockscaled_sm90.prepare(p, c, device)
-        launch = _held.put(key, kernel.hold((min(sms, tiles * pieces), 1, 1), values, moving))
-    launch(*addresses(a, b, out, a_scale, b_scale, alpha, partial, arrived))
+    a_box, b_box = _boxes(c)
+    blockscaled_sm90(
+        p, c, (min(sms, tiles * pieces), 1, 1), TensorMap(a, a_box), TensorMap(b, b_box), out, a_scale, b_scale, alpha,
+        partial, arrived, m, n, a.shape[2], batch, pieces, *a_scale.stride(), *b_scale.stride(), *out.stride()[:2],
+    )  # fmt: skip

@@ -6,7 +6,6 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm._device.dense_sm90 import dense_sm90_kernel
-from flashinfer.ops.gemm.held import Held, addresses
 from flashinfer.ops.gemm.pieces import scratch
 
 
@@ -38,39 +37,18 @@ dense_sm90 = Launcher("dense_sm90", build)
 LAUNCHERS = (dense_sm90,)
 
 
-_held = Held()
-
-
 def run(p, c, x) -> None:
-    device = x.out.device
-    key = p, c, device.index, x.a.shape, x.out.shape, x.a.stride(), x.b.stride(), x.out.stride(), x.pieces
-    launch = _held.get(key) or _held.put(key, _hold(p, c, x))
-    partial, arrived = _scratch(p, c, x) if p.split else (None, None)
-    launch(*addresses(x.a, x.b, x.out, x.bias, x.a_scale, x.b_scale, partial, arrived))
-
-
-def _tiles(c, x) -> int:
-    batch, m, n = x.out.shape
-    return batch * -(-m // c.block_m) * -(-n // c.block_n)
-
-
-def _scratch(p, c, x):
-    tiles = _tiles(c, x)
-    return scratch(x.out.device, tiles * x.pieces * c.block_m * c.block_n, 2 * tiles)
-
-
-def _hold(p, c, x):
-    """The launch of such tensors, which takes their addresses."""
-    device = x.out.device
-    batch, m, n = x.out.shape
+    device, (batch, m, n) = x.out.device, x.out.shape
+    tiles = batch * -(-m // c.block_m) * -(-n // c.block_n)
+    partial = arrived = None
+    if p.split:
+        partial, arrived = scratch(device, tiles * x.pieces * c.block_m * c.block_n, 2 * tiles)
     a_box, b_box = _boxes(p, c)
-    grid = (min(target_of(device).sms, _tiles(c, x) * x.pieces), 1, 1)
-    values = (
-        TensorMap(x.a, a_box), TensorMap(_by_box(p, x.b), b_box), x.out, None, None, None, None, None, m, n,
-        x.a.shape[2], batch, x.pieces, *x.out.stride()[:2],
+    grid = (min(target_of(device).sms, tiles * x.pieces), 1, 1)
+    dense_sm90(
+        p, c, grid, TensorMap(x.a, a_box), TensorMap(_by_box(p, x.b), b_box), x.out, x.bias, x.a_scale, x.b_scale,
+        partial, arrived, m, n, x.a.shape[2], batch, x.pieces, *x.out.stride()[:2],
     )  # fmt: skip
-    moving = ("a_map", "b_map", "out", "bias", "a_scale", "b_scale", "partial", "arrived")
-    return dense_sm90.prepare(p, c, device).hold(grid, values, moving)
 
 
 def _by_box(p, b):
