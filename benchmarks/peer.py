@@ -6,9 +6,9 @@ is. In this process the name `flashinfer` is the peer's, except `flashinfer.test
 
 From stdin: a request as JSON, {"device", "rows": [module, [names]] of each benchmark, "build", "tune"}. To stdout, a
 JSON document a line: {"version"}, then, of each row, {"row": [module, name]} before it starts and with "ways" once it
-is done: the name of each way through FlashInfer to {"us"} or {"error"}. With "build" a row runs once, so that nvcc
-builds what it needs, and has {"built": seconds}. With "tune" FlashInfer's tuner, which chooses by measuring, has a
-row's first call.
+is done: the name of each way through FlashInfer to {"us"} or {"error"}. With "build" one row of each kind runs once, so
+that nvcc builds what it needs, and has {"built": seconds}; the others have nothing. With "tune" FlashInfer's tuner,
+which chooses by measuring, has a row's first call.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
-# Rows of a benchmark that are built at a time: most wait for an operator that another one builds.
-_THREADS = 8
+# Rows that are built at a time. nvcc runs for many sources of each, and most of these rows are of different operators.
+_THREADS = 6
 
 
 def ours(name: str):
@@ -83,6 +84,20 @@ def rows(request: dict, device: torch.device, timing, tell) -> list[list[tuple]]
     return wanted
 
 
+def build_all(wanted: list[list[tuple]], device: torch.device, timing, tell) -> None:
+    """Build, in threads, one row of each kind; benchmarks take turns, or the largest of them would hold up all others."""
+    kinds: dict[tuple, tuple] = {}
+    for row in (row for turn in zip_longest(*wanted) for row in turn if row):
+        module, case = row
+        if kinds.setdefault((module, case.builds or case.name.split()[0]), row) is not row:
+            tell({"row": [module, case.name], "ways": {}})
+    with ThreadPoolExecutor(_THREADS) as threads:
+        runs = {threads.submit(each_way, case, device, timing, built): row for row in kinds.values() for case in row[1:]}
+        for run in as_completed(runs):
+            module, case = runs[run]
+            tell({"row": [module, case.name], "ways": run.result()})
+
+
 def main(request: dict, tell) -> None:
     import flashinfer
 
@@ -95,14 +110,7 @@ def main(request: dict, tell) -> None:
     tell({"version": flashinfer.__version__})
     wanted = rows(request, device, timing, tell)
     if request["build"]:
-        pools = [ThreadPoolExecutor(_THREADS) for _ in wanted]
-        runs = {
-            pool.submit(each_way, case, device, timing, built): [module, case.name]
-            for pool, part in zip(pools, wanted)
-            for module, case in part
-        }
-        for run in as_completed(runs):
-            tell({"row": runs[run], "ways": run.result()})
+        build_all(wanted, device, timing, tell)
         return
     for module, case in (row for part in wanted for row in part):
         tell({"row": [module, case.name]})

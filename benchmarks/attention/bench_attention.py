@@ -15,7 +15,7 @@ import torch
 import workload
 from rows import Host, rows
 from through_api import Runner, host_call
-from ways import ways
+from ways import builds, ways
 
 from flashinfer.testing.bench import Case, Target, Work, host_clock, reported
 
@@ -25,7 +25,10 @@ def cases(device: torch.device) -> Iterator[Case]:
     for row in rows(device.type == "cuda"):
         make = {Host: _host, workload.Attention: _attention}.get(type(row.what), _composed)
         targets = tuple(Target(*target) for target in row.targets)
-        yield Case(row.name, partial(make, row.what), row.group, targets, row.headline, partial(ways, row.what))
+        yield Case(
+            row.name, partial(make, row.what), row.group, targets, row.headline, partial(ways, row.what),
+            builds(row.what),
+        )  # fmt: skip
 
 
 def _attention(a: workload.Attention, device: torch.device) -> Work:

@@ -31,6 +31,17 @@ def backends(a: workload.Attention) -> dict[str, tuple[str, bool]]:
     return {name: way for name, way in WAYS.items() if way[1] and (plain or name == "fa3")}
 
 
+def builds(what: workload.Attention | Shared | Mixed | Host) -> str:
+    """What a kernel of FlashInfer is compiled for."""
+    if isinstance(what, workload.Attention):
+        several = what.is_decode and what.q_len > 1
+        dims = what.head_dim_qk, what.head_dim_vo, what.q_dtype, what.kv_dtype
+        return str((what.is_decode, several, what.page_size > 0, what.window_left >= 0, *dims))
+    if isinstance(what, Host):
+        return f"host: {what.what}"
+    return what.name
+
+
 def ways(what: workload.Attention | Shared | Mixed | Host, device: torch.device) -> dict[str, Work]:
     """Works of one row, by the name of the way. What is planned is planned at the first call."""
     if isinstance(what, Host):

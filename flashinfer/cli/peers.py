@@ -81,8 +81,8 @@ def run(rows: Rows, device, peer: str, told: Callable, *, build=False, tune=Fals
 
 def _start(request: dict, peer: str) -> subprocess.Popen:
     settings = os.environ | {"PYTHONPATH": peer, "FLASHINFER_DISABLE_VERSION_CHECK": "1"}
-    # for each of several modules that are built at a time
-    settings.setdefault("MAX_JOBS", str(max(1, (os.cpu_count() or 1) // 2)))
+    # compilers at a time, for each operator that is built
+    settings.setdefault("MAX_JOBS", str(os.cpu_count() or 1))
     script = checkout.folder("benchmarks") / "peer.py"
     process = subprocess.Popen(
         [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=settings

@@ -94,7 +94,8 @@ class Case:
 
     `group` names the part of the table that it belongs to; a `headline` is quoted in the README. FlashInfer's process
     measures what `make` gives there, or, if `ways` is given, what `ways(device)` gives: a `Work` for each way through
-    FlashInfer, by its name.
+    FlashInfer, by its name. Rows of a module with the same `builds`, by default the first word of `name`, need the same
+    operators of FlashInfer: building them ahead runs one.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Case:
     targets: tuple[Target, ...] = ()
     headline: bool = False
     ways: Callable[[torch.device], dict[str, Work]] | None = None
+    builds: str = ""
 
 
 def load(module: Path) -> dict:

@@ -34,14 +34,14 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield _row(128, 8192, heads, 1, torch.float8_e4m3fn)
     for queries, heads in ((64, 128), (2048, 128), (64, 16)):
         name = f"MLA top 2048, {queries} queries, {heads} heads"
-        yield Case(name, partial(_sparse, queries, 2048, heads))
+        yield Case(name, partial(_sparse, queries, 2048, heads), builds="sparse")
 
 
 def _row(requests: int, keys: int, heads: int, tokens: int, kv_dtype=torch.bfloat16, **row) -> Case:
     kind = "" if kv_dtype == torch.bfloat16 else ", FP8"
     name = f"MLA decode {requests}x{keys}, {heads} heads, {tokens} tokens{kind}"
     at = (requests, keys, heads, tokens, kv_dtype)
-    return Case(name, partial(_dense, *at), ways=partial(_ways, *at), **row)
+    return Case(name, partial(_dense, *at), ways=partial(_ways, *at), builds=f"dense{kind}", **row)
 
 
 class Runner:

@@ -33,7 +33,8 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 def _row(make, m: int, n: int, k: int, **row) -> Case:
     ways = partial(_bf16_ways, m, n, k) if make is _bf16 else None
-    return Case(f"{make.__name__[1:]} {m}x{n}x{k}", partial(make, m, n, k), ways=ways, **row)
+    name = make.__name__[1:]
+    return Case(f"{name} {m}x{n}x{k}", partial(make, m, n, k), ways=ways, builds=f"{name} {m <= 16}", **row)
 
 
 def _bf16(m: int, n: int, k: int, device, **options) -> Work:

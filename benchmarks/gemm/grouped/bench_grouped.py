@@ -23,14 +23,14 @@ def cases(device: torch.device) -> Iterator[Case]:
         for rows in (64, 1024, 16384) if on_gpu else (7,):
             ways = partial(_segments, rows, *shape)
             yield Case(f"bf16 {name}, {rows} rows", partial(_bf16, rows, *shape), "experts", ways=ways)
-            yield Case(f"fp8 {name}, {rows} rows", partial(_fp8, rows, *shape), "experts")
+            yield Case(f"fp8 {name}, {rows} rows", partial(_fp8, rows, *shape), "experts", builds="experts")
     forms = {"contiguous": (_contiguous, _CONTIGUOUS), "masked": (_masked, _MASKED)}
     for form, (make, shapes) in forms.items():
         for shape, least in (shapes if on_gpu else {(2, 8, 128, 256): 0}).items():
             groups, rows, n, k = shape
             targets = (Target("TFLOP/s", least),) if least else ()
             name = f"fp8 {form} {groups} of {rows}x{n}x{k}"
-            yield Case(name, partial(make, *shape), "DeepGEMM", targets, headline=bool(least))
+            yield Case(name, partial(make, *shape), "DeepGEMM", targets, headline=bool(least), builds=form)
 
 
 def _indptr(rows: int, experts: int, device):

@@ -63,7 +63,8 @@ def cases(device: torch.device) -> Iterator[Case]:
 def _row(name: str, model: tuple, form: str, tokens: int, *targets: Target) -> Case:
     told = f"{name} {form}, {tokens} tokens"
     targets = (*targets, Target("peers", 1.1))
-    return Case(told, partial(_work, tokens, *model, _FORMS[form]), name, targets, bool(told in _HEADLINES))
+    make = partial(_work, tokens, *model, _FORMS[form])
+    return Case(told, make, name, targets, told in _HEADLINES, builds=form)
 
 
 def _work(tokens, hidden, middle, experts, top_k, form, device) -> Work:
