@@ -85,14 +85,14 @@ def rows(request: dict, device: torch.device, timing, tell) -> list[list[tuple]]
 
 
 def build_all(wanted: list[list[tuple]], device: torch.device, timing, tell) -> None:
-    """Build, in threads, one row of each kind; benchmarks take turns, or the largest of them would hold up all others."""
+    """Build, in threads, one row of each kind; benchmarks take turns, or the largest would hold up all others."""
     kinds: dict[tuple, tuple] = {}
     for row in (row for turn in zip_longest(*wanted) for row in turn if row):
         module, case = row
         if kinds.setdefault((module, case.builds or case.name.split()[0]), row) is not row:
             tell({"row": [module, case.name], "ways": {}})
     with ThreadPoolExecutor(_THREADS) as threads:
-        runs = {threads.submit(each_way, case, device, timing, built): row for row in kinds.values() for case in row[1:]}
+        runs = {threads.submit(each_way, row[1], device, timing, built): row for row in kinds.values()}
         for run in as_completed(runs):
             module, case = runs[run]
             tell({"row": [module, case.name], "ways": run.result()})
