@@ -95,15 +95,27 @@ def _start(request: dict, peer: str) -> subprocess.Popen:
 def _answers(process: subprocess.Popen, limit: float | None) -> Iterator[dict]:
     """The documents that it prints; it is killed where a row that has begun takes longer than `limit` seconds."""
     begun = False
-    with process.stdout as lines:
+    try:
         while True:
-            watch = threading.Timer(limit or 0, process.kill)
+            watch = threading.Timer(limit or 0, _end, [process])
             if begun and limit:
                 watch.start()
-            line = lines.readline()
+            line = process.stdout.readline()
             watch.cancel()
             if not line.endswith("\n"):
                 return
             answer = json.loads(line)
             begun = "row" in answer and "ways" not in answer
             yield answer
+    except BaseException:
+        _end(process)
+        raise
+    finally:
+        process.stdout.close()
+
+
+def _end(process: subprocess.Popen) -> None:
+    """With the compilers that it runs."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
