@@ -89,7 +89,7 @@ def build_all(wanted: list[list[tuple]], device: torch.device, timing, tell) -> 
     kinds: dict[tuple, tuple] = {}
     for row in (row for turn in zip_longest(*wanted) for row in turn if row):
         module, case = row
-        if kinds.setdefault((module, case.builds or case.name.split()[0]), row) is not row:
+        if kinds.setdefault((module, case.kind), row) is not row:
             tell({"row": [module, case.name], "ways": {}})
     with ThreadPoolExecutor(_THREADS) as threads:
         runs = {threads.submit(each_way, row[1], device, timing, built): row for row in kinds.values()}

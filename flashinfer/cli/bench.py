@@ -61,10 +61,10 @@ class Room:
             raise ValueError(f"room: {name!r} has rows of the same name: {', '.join(sorted(twice))}")
 
     def rows(self) -> peers.Rows:
-        """Names by module, for a peer's process."""
+        """Names and kinds by module, for a peer's process."""
         wanted: peers.Rows = {}
         for module, case in self.cases:
-            wanted.setdefault(module, []).append(case.name)
+            wanted.setdefault(module, {})[case.name] = case.kind
         return wanted
 
     def measure(self, ceiling: dict) -> dict:
@@ -135,7 +135,8 @@ def build(chosen: list[Room], device, peer: str) -> dict:
     """Build what the peer needs for these rooms, all in one process; room -> row -> way -> {"built"} or {"error"}."""
     wanted: peers.Rows = {}
     for room in chosen:
-        wanted |= room.rows()
+        for module, kinds in room.rows().items():
+            wanted.setdefault(module, {}).update(kinds)
     _, found = peers.run(wanted, device, peer, tell_peer, build=True)
     return {room.name: {case.name: found[module][case.name] for module, case in room.cases} for room in chosen}
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from flashinfer.cli import checkout
 
-Rows = dict[Path, list[str]]
+# module -> case -> kind
+Rows = dict[Path, dict[str, str]]
 Answers = dict[Path, dict[str, dict[str, dict]]]
 
 
@@ -24,7 +25,7 @@ def run(rows: Rows, device, peer: str, told: Callable, *, build=False, tune=Fals
     Parameters
     ----------
     rows : dict
-        Benchmark module -> names of its cases.
+        Benchmark module -> names of its cases, and the kind of each.
     told : callable
         `told(name, ways)` hears of each row once it is done.
     build : bool
@@ -32,7 +33,7 @@ def run(rows: Rows, device, peer: str, told: Callable, *, build=False, tune=Fals
     tune : bool
         Let FlashInfer's tuner have the first call of each row.
     limit : float, optional
-        Seconds that one row may take. A process that takes longer is killed.
+        Seconds that one row may take. A process that takes longer is killed, and rows of its kind are not tried again.
 
     Returns
     -------
@@ -45,19 +46,19 @@ def run(rows: Rows, device, peer: str, told: Callable, *, build=False, tune=Fals
     RuntimeError
         The peer cannot be imported.
     """
-    left = {module: list(names) for module, names in rows.items()}
+    left = {module: dict(kinds) for module, kinds in rows.items()}
     found: Answers = {module: {} for module in rows}
     version = ""
 
     def keep(module: Path, name: str, ways: dict) -> None:
-        left[module].remove(name)
+        del left[module][name]
         found[module][name] = ways
         told(name, ways)
 
     while any(left.values()):
         begun, count = None, sum(map(len, left.values()))
         request = {"device": str(device), "build": build, "tune": tune}
-        request["rows"] = [[str(module), names] for module, names in left.items() if names]
+        request["rows"] = [[str(module), list(kinds)] for module, kinds in left.items() if kinds]
         process = _start(request, peer)
         for answer in _answers(process, None if build else limit):
             if "version" in answer:
@@ -68,14 +69,19 @@ def run(rows: Rows, device, peer: str, told: Callable, *, build=False, tune=Fals
                 keep(*begun, answer["ways"])
                 begun = None
         status = process.wait()
-        why = f"no answer in {limit:g} s" if status == -signal.SIGKILL and limit else f"status {status}"
+        late = limit is not None and status == -signal.SIGKILL
+        why = f"no answer in {limit:g} s" if late else f"status {status}"
+        lost = []
         if begun:
-            keep(*begun, {"": {"error": f"its process ended: {why}"}})
+            module, name = begun
+            alike = [other for other, kind in left[module].items() if late and kind == rows[module][name]]
+            lost = [(module, other) for other in {name, *alike}]
         elif sum(map(len, left.values())) == count:
             if not version:
                 raise RuntimeError(f"--peer: {peer} cannot be imported ({why}); what its process says stands above")
-            for module, name in [(module, name) for module, names in left.items() for name in names]:
-                keep(module, name, {"": {"error": f"its process ended: {why}"}})
+            lost = [(module, name) for module, kinds in left.items() for name in kinds]
+        for module, name in lost:
+            keep(module, name, {"": {"error": f"its process ended: {why}"}})
     return version, found
 
 

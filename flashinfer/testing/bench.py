@@ -4,8 +4,8 @@ A benchmark module (`benchmarks/<room path>/bench_<room>.py`) holds `cases(devic
 `flashinfer bench <room>` measures each with `measure` and sets it against `ceilings(device)`, its peers and its targets
 with `settle`.
 
-This file imports torch alone: FlashInfer's process (benchmarks/peer.py), in which the name `flashinfer` is not ours,
-loads it by its path and times by the same rule.
+This file imports torch alone: FlashInfer's process (benchmarks/peer.py), where the name `flashinfer` is not ours,
+loads it by its path.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Work:
     run : callable
         The operation, called as `run(*inputs)`.
     inputs : tuple
-        Its arguments. Tensors among them are copied and rotated so that each call finds the L2 cache cold.
+        Its arguments. Tensors among them are copied and rotated, so that each call finds the L2 cache cold.
     bytes : int
         Bytes that any implementation has to move to and from device memory; 0 where bandwidth says nothing.
     flops : int
@@ -84,7 +84,7 @@ class Target:
 
     def __str__(self):
         if self.of == "us":
-            return f"<= {_duration(self.value)}"
+            return f"<= {self.value / 1e6:g} s" if self.value >= 1e5 else f"<= {self.value:g} us"
         return f">= {self.value:g} {self.of}" if self.of.endswith("/s") else f">= {self.value:.2f} x {self.of}"
 
 
@@ -93,9 +93,8 @@ class Case:
     """One line of a benchmark: a name and how to make its work on a device.
 
     `group` names the part of the table that it belongs to; a `headline` is quoted in the README. FlashInfer's process
-    measures what `make` gives there, or, if `ways` is given, what `ways(device)` gives: a `Work` for each way through
-    FlashInfer, by its name. Rows of a module with the same `builds`, by default the first word of `name`, need the same
-    operators of FlashInfer: building them ahead runs one.
+    measures what `make` gives, or `ways(device)`: a `Work` for each way through FlashInfer, by name. Rows of a module
+    that have one `kind`, `builds` or the first word of `name`, need the same operators of FlashInfer: one builds them.
     """
 
     name: str
@@ -105,6 +104,10 @@ class Case:
     headline: bool = False
     ways: Callable[[torch.device], dict[str, Work]] | None = None
     builds: str = ""
+
+    @property
+    def kind(self) -> str:
+        return self.builds or self.name.split()[0]
 
 
 def load(module: Path) -> dict:
@@ -369,10 +372,6 @@ def _against(target: Target, row: dict, share: dict[str, float], times: dict[str
             reached = times[target.of] / row["us"]
     met = reached is not None and (reached <= target.value if target.of == "us" else reached >= target.value)
     return {"text": str(target), "reached": reached, "met": met}
-
-
-def _duration(us: float) -> str:
-    return f"{us / 1e6:g} s" if us >= 1e5 else f"{us:g} us"
 
 
 class _Flush:
