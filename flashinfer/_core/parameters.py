@@ -6,7 +6,9 @@ import ctypes
 import re
 import struct
 import threading
+from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 
 from flashinfer._core import compiler, driver
 
@@ -115,9 +117,8 @@ class HeldBlock(Block):
         block = ctypes.addressof(buffer) + start
         ctypes.memmove(block, image, len(image))
         places = [layout.starts[i] for _, i in moving]
-        if places == [places[0] + 8 * n for n in range(len(places))] and not any(i in layout.maps for _, i in moving):
-            # Pointers side by side are one pack, a third of the time of one by one.
-            self.held = slots, partial(struct.Struct(f"<{len(places)}Q").pack_into, buffer, start + places[0])
+        if not any(min(places) <= layout.starts[i] <= max(places) for i in layout.maps):
+            self.held = slots, _packer(buffer, start, places)
             return
         words = memoryview(buffer).cast("B").cast("Q")
         puts = []
@@ -132,3 +133,26 @@ class HeldBlock(Block):
                 put(address)
 
         self.held = slots, move
+
+
+def _packer(buffer, start: int, places: list[int]) -> Callable[..., None]:
+    """What writes addresses to their places in a block, which are words of 8 bytes with no tensor map between them.
+
+    One pack of all words from the first to the last, those that stay too, takes a third of the time of one by one.
+    """
+    first, count = start + min(places), (max(places) - min(places)) // 8 + 1
+    pack = struct.Struct(f"<{count}Q").pack_into
+    words = range(min(places), max(places) + 8, 8)
+    if list(words) == places:
+        return partial(pack, buffer, first)
+    found = struct.unpack_from(f"<{count}Q", buffer, first)
+    stay = tuple(word for at, word in zip(words, found, strict=True) if at not in places)
+    numbers = iter(range(len(places), count))
+    pick = itemgetter(*(places.index(at) if at in places else next(numbers) for at in words))
+
+    def move(*addresses: int) -> None:
+        if len(addresses) != len(places):
+            raise ValueError(f"a held launch: got {len(addresses)} addresses; allowed: {len(places)}")
+        pack(buffer, first, *pick(addresses + stay))
+
+    return move

@@ -40,7 +40,7 @@ class _Held:
 
     Attributes
     ----------
-    launch : callable (q, k, v, out, lse)
+    launch : callable (q, k, v, out, lse, kv_indices)
         Takes addresses.
     v_offset : int
         Bytes from the K of a cache in one tensor to its V.
@@ -90,6 +90,7 @@ class Batch:
         self._lists: dict = {}
         self._held: dict[tuple, _Held] = {}
         self._needs = None
+        self._pages_at = 0
 
     def fill(self, request: Request, table: Table, limits: Limits) -> None:
         """Describe a batch, or another one in the buffers of the last, where they suffice.
@@ -108,11 +109,15 @@ class Batch:
         # Rows that q, and ragged k and v, must have at least.
         rows = limits.batch * request.q_len if request.q_len else request.rows
         needs = rows, -1 if self.options.page_size else request.kv_entries
-        if not all([work.fits(limits) for work in self._lists.values()]):
+        before = [work.size for work in self._lists.values()]
+        # Bounds that only the call will tell may be larger than those that the buffers were made for.
+        if not (limits.known and all([work.fits(limits) for work in self._lists.values()])):
             self._lists = {}
-        if not self._lists or needs != self._needs or limits != self.limits or not _same_tables(table, self.table):
+        grids = before == [work.size for work in self._lists.values()]
+        if not (before and grids and needs == self._needs and _same_tables(table, self.table)):
             self._held = {}
         self.request, self.table, self.limits, self._needs = request, table, limits, needs
+        self._pages_at = 0 if table.kv_indices is None else table.kv_indices.data_ptr()
         for work in self._lists.values():
             work.fill(table)
         if not self._lists and limits.known:
@@ -166,11 +171,11 @@ class Batch:
             out = torch.empty_like(q) if held.like_q else self._new_out(q)
             out_at = out.data_ptr()
         if not return_lse:
-            held.launch(q_at, k_at, v_at + held.v_offset, out_at, 0)
+            held.launch(q_at, k_at, v_at + held.v_offset, out_at, 0, self._pages_at)
             return out
         if lse is None:
             lse = self._new_lse(q)
-        held.launch(q_at, k_at, v_at + held.v_offset, out_at, lse.data_ptr())
+        held.launch(q_at, k_at, v_at + held.v_offset, out_at, lse.data_ptr(), self._pages_at)
         return out, lse
 
     def _run_anew(self, q, k, v, out, lse, return_lse: bool, call: Call, alike: tuple):
@@ -373,6 +378,8 @@ def _aligned(factors: tuple[torch.Tensor | None, torch.Tensor | None]) -> bool:
 
 
 def _same_tables(a: Table, b: Table) -> bool:
-    """Whether what launches refer to of the tables of two batches is in the same memory."""
-    pairs = (a.kv_indices, b.kv_indices), (a.mask, b.mask), (a.mask_indptr, b.mask_indptr)
+    """Whether what launches refer to of the tables of two batches is in the same memory. Page ids may move."""
+    if a.mask is None and b.mask is None:
+        return True
+    pairs = (a.mask, b.mask), (a.mask_indptr, b.mask_indptr)
     return all([x is y or (x is not None and y is not None and x.data_ptr() == y.data_ptr()) for x, y in pairs])

@@ -96,6 +96,9 @@ def build_attend(p: Problem, c) -> Build:
     return Build(attend_kernel, types, constants, num_warps=c.num_warps, num_stages=c.num_stages)
 
 
+# In the order of Inputs.addresses().
+MOVING = ("q", "k", "v", "out", "lse", "kv_indices")
+
 attend = Launcher("attend", build_attend)
 LAUNCHERS = (attend, schedule_launch)
 
@@ -121,8 +124,8 @@ class Bound:
         self._params = tuple(varied(p)[1])
         self._kernel = launcher.prepare(p, c, device)
 
-    def hold(self, x: Inputs) -> Callable[[int, int, int, int, int], None]:
-        """The launch of `x`, kept ready for other q, k, v, out and lse: it takes their addresses, 0 for no lse.
+    def hold(self, x: Inputs) -> Callable[..., None]:
+        """The launch of `x`, kept ready for other tensors in the places of Inputs.addresses(): it takes theirs.
 
         Those keep their shapes, strides and dtypes; everything else is as in `x`.
         """
@@ -148,7 +151,7 @@ class Bound:
                 arguments.update((f"factors.{name}_{stride}", n) for stride, n in strides)
         arguments.update(zip(self._params, x.params, strict=True))
         values = tuple(arguments[name] for name in self._parameters)
-        return self._kernel.hold((schedule.max_items * kv_heads, 1, 1), values, ("q", "k", "v", "out", "lse"))
+        return self._kernel.hold((schedule.max_items * kv_heads, 1, 1), values, MOVING)
 
 
 def bind(p: Problem, c, device: torch.device) -> Bound:

@@ -251,10 +251,10 @@ class Inputs:
     k_factors: torch.Tensor | None = None
     v_factors: torch.Tensor | None = None
 
-    def addresses(self) -> tuple[int, int, int, int, int]:
-        """Of q, k, v, out and lse (0 for none): what moves from one launch of a held kernel to the next."""
-        lse = 0 if self.lse is None else self.lse.data_ptr()
-        return self.q.data_ptr(), self.k.data_ptr(), self.v.data_ptr(), self.out.data_ptr(), lse
+    def addresses(self) -> tuple[int, ...]:
+        """Of q, k, v, out, lse and page ids (0 for none): what moves from a launch of a held kernel to the next."""
+        moving = self.q, self.k, self.v, self.out, self.lse, self.table.kv_indices
+        return tuple([0 if t is None else t.data_ptr() for t in moving])
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

@@ -24,6 +24,11 @@ class WorkList:
         self._window_left, self._mixed = kind.options.window_left, kind.options.mixed
         self._filled, self._fill = None, None
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Items and slots that launches go over."""
+        return self.schedule.max_items, self.schedule.max_slots
+
     def fits(self, limits: Limits) -> bool:
         """Whether the buffers suffice for `limits`; then it is cut to them from here on."""
         problem, config, before, how = self._what

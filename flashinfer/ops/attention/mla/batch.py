@@ -133,7 +133,7 @@ class LatentBatch(Batch):
             out = self._new_out(q_nope)
         if lse is None and return_lse:
             lse = self._new_lse(q_nope)
-        held.launch(*places[:4], out.data_ptr(), lse.data_ptr() if return_lse else 0)
+        held.launch(*places[:4], out.data_ptr(), lse.data_ptr() if return_lse else 0, self._pages_at)
         return (out, lse) if return_lse else out
 
     def _run_latent(self, x: Inputs, base_e: bool, alike: tuple, read: tuple) -> None:

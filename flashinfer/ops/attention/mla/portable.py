@@ -101,7 +101,8 @@ class Bound:
         for name, tensor in (("ckv", x.ckv), ("kpe", x.kpe), ("first", x.first_ckv)):
             arguments[f"{name}_stride_page"], arguments[f"{name}_stride_n"] = _outer_strides(tensor)
         values = tuple(arguments[name] for name in self._parameters)
-        return self._kernel.hold((schedule.max_items, 1, 1), values, ("q_nope", "q_pe", "ckv", "kpe", "out", "lse"))
+        moving = ("q_nope", "q_pe", "ckv", "kpe", "out", "lse", "kv_indices")
+        return self._kernel.hold((schedule.max_items, 1, 1), values, moving)
 
 
 def bind(p: Problem, c, device: torch.device) -> Bound:

@@ -105,7 +105,7 @@ class Bound:
         )  # fmt: skip
         kernel = attend_latent_sm90.prepare(p, c, self._device)
         grid = (min(self._sms * c.programs_per_sm, s.max_items), 1, 1)
-        attend = kernel.hold(grid, values, ("q_nope", "q_pe", "ckv_map", "kpe_map", "out", "lse"))
+        attend = kernel.hold(grid, values, ("q_nope", "q_pe", "ckv_map", "kpe_map", "out", "lse", "kv_indices"))
         if not p.split:
             return attend
         values = (
@@ -114,8 +114,8 @@ class Bound:
         grid = (min(s.max_slots * c.block_m, self._sms * c.combine_programs), 1, 1)
         combine = combine_latent.prepare(p, self._c, self._device).hold(grid, values, ("out", "lse"))
 
-        def launch(q_nope, q_pe, ckv, kpe, out, lse):
-            attend(q_nope, q_pe, ckv, kpe, out, lse)
+        def launch(q_nope, q_pe, ckv, kpe, out, lse, kv_indices):
+            attend(q_nope, q_pe, ckv, kpe, out, lse, kv_indices)
             combine(out, lse)
 
         return launch

@@ -90,8 +90,8 @@ class Bound:
         self._blocks = target_of(device).sms * c.programs_per_sm
         attend_sm90.prepare(p, c, device)
 
-    def hold(self, x: Inputs) -> Callable[[int, int, int, int, int], None]:
-        """The launch of `x`, kept ready for other q, k, v, out and lse: it takes their addresses, 0 for no lse."""
+    def hold(self, x: Inputs) -> Callable[..., None]:
+        """The launch of `x`, kept ready for other tensors in the places of Inputs.addresses(): it takes theirs."""
         p, c, s, table, scalars = self._p, self._c, x.schedule, x.table, x.scalars
         if scalars.sm_scale < 0:
             c = replace(c, negative=True)
@@ -105,10 +105,10 @@ class Bound:
         )  # fmt: skip
         kernel = attend_sm90.prepare(p, c, self._device)
         grid = (min(self._blocks, s.max_items * kv_heads), 1, 1)
-        launch = kernel.hold(grid, values, ("q", *maps, "out", "lse"))
+        launch = kernel.hold(grid, values, ("q", *maps, "out", "lse", "kv_indices"))
         if "k_rest_map" not in maps:
             return launch
-        return lambda q, k, v, out, lse: launch(q, k, k, v, out, lse)
+        return lambda q, k, *others: launch(q, k, k, *others)
 
 
 def _where(p: Problem, c: Sm90Config, x: Inputs) -> tuple[dict, list[int]]:
