@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
 from flashinfer._core.checks import dtype_name, require
 
 
+@cache
 def bindings():
     """cuda-bindings' driver module, imported at first use: a machine without a GPU need not have it."""
     from cuda.bindings import driver

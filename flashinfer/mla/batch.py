@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from flashinfer._core.checks import as_dtype, require
@@ -335,6 +337,7 @@ def factors_of(bmm1_scale, bmm2_scale, latent: float = 1.0, position: float = 1.
     )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def latent_options(
     num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, q_dtype, kv_dtype=None, o_dtype=None, **others
 ) -> LatentOptions:

@@ -44,6 +44,20 @@ class Elsewhere(torch.Tensor):
         return 1
 
 
+class OnHost(torch.Tensor):
+    """A tensor that says it is on the host."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device, is_cuda = torch.device("cpu"), False
+
+    def get_device(self):
+        return -1
+
+
+def on_host(tensor):
+    return torch.Tensor._make_subclass(OnHost, tensor)
+
+
 class _Nothing:
     """A context."""
 
@@ -75,6 +89,11 @@ def _readdress(tensor_map, address):
     return (0,)
 
 
+def _copy(to, source, count, stream):
+    ctypes.memmove(to, source, count)
+    return (0,)
+
+
 def insert() -> Card:
     """Put a Hopper card into this process."""
     card, words = Card(), _Words()
@@ -87,7 +106,7 @@ def insert() -> Card:
     driver.cuGetErrorName = lambda status: (0, b"CUDA_ERROR_INVALID_VALUE")
     driver.cuGetErrorString = lambda status: (0, b"invalid argument")
     driver.cuLaunchKernel, driver.cuTensorMapEncodeTiled = card.launch, _map
-    driver.cuTensorMapReplaceAddress = _readdress
+    driver.cuTensorMapReplaceAddress, driver.cuMemcpyHtoDAsync = _readdress, _copy
     bindings, cuda = ModuleType("cuda.bindings"), ModuleType("cuda")
     bindings.driver, cuda.bindings = driver, bindings
     sys.modules.update({"cuda": cuda, "cuda.bindings": bindings, "cuda.bindings.driver": driver})

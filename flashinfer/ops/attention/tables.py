@@ -70,8 +70,23 @@ class Stage:
         if 1 in self._verdicts[i]:
             require(False, NAMES[i], f"{values.min()} ... {values.max()}", f"0 ... {most}")
 
+    def lengths_fit(self, i: int, indptr: int | None, page_size: int) -> bool:
+        """Whether numbers of keys are 0 or more, and fit the pages that table `indptr` gives each request."""
+        lengths = self.values[i]
+        if indptr is None:
+            np.less(lengths, 0, out=self._flags[i])
+        else:
+            offsets = self.values[indptr]
+            room = np.subtract(offsets[1:], offsets[:-1], dtype=np.int64)
+            room *= page_size
+            # As unsigned, a negative length is larger than any room.
+            np.greater(lengths.view(np.uint32), room, out=self._flags[i])
+        return 1 not in self._verdicts[i]
+
     def check_kv_lens(self, i: int, indptr: int | None, page_size: int) -> None:
         """Check that numbers of keys are 0 or more, and fit the pages that table `indptr` gives each request."""
+        if self.lengths_fit(i, indptr, page_size):
+            return
         values = self.values[i]
         require(values.min(initial=0) >= 0, "kv_lens", f"{values.min(initial=0)}", "0 or more")
         if indptr is not None:
@@ -90,7 +105,7 @@ class Stage:
         """
         driver.copy_to_device(self._to, self._from, self._bytes, stream)
 
-    def send_into(self, i: int, buffer: torch.Tensor, stream: int) -> None:
-        """Copy one table to the begin of a device buffer."""
-        if self.counts[i]:
-            driver.copy_to_device(buffer.data_ptr(), self._places[i], 4 * self.counts[i], stream)
+    def send_into(self, i: int, buffer: torch.Tensor, count: int, stream: int) -> None:
+        """Copy the first elements of a table to the begin of a device buffer."""
+        if count:
+            driver.copy_to_device(buffer.data_ptr(), self._places[i], 4 * count, stream)

@@ -17,11 +17,13 @@ from flashinfer.ops.attention.kind import Kind, kind_of
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.problem import Table, alibi_slopes
 from flashinfer.ops.attention.request import NVFP4, Limits, Options, Request, tile_rows
-from flashinfer.ops.attention.tables import KV_INDPTR, NAMES, QO_INDPTR, Stage
+from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, NAMES, QO_INDPTR, Stage
 from flashinfer.ops.attention.variants import AttentionVariant
 
 # Room is kept for tables of so many sets of lengths, an engine's batch sizes, with so many elements at most.
 _MOST_STAGES, _MOST_KEPT = 256, 1 << 14
+# Page ids of a batch grow from step to step: room for them is made in steps of so many, 4 KiB.
+_MORE_PAGES = 1024
 
 
 @dataclass
@@ -179,8 +181,11 @@ class AttentionWrapper:
         """The kind for (options, rows, custom, backend): most plans ask for that of the last."""
         if key != self._last_kind[0]:
             options, rows, custom, backend = key
-            self._last_kind = key, kind_of(options, rows, custom, self.device, backend)
+            self._last_kind = key, self._new_kind(options, rows, custom, backend)
         return self._last_kind[1]
+
+    def _new_kind(self, options: Options, rows: int, custom: bool, backend: str) -> Kind:
+        return kind_of(options, rows, custom, self.device, backend)
 
     def _look_at_stream(self, counts: tuple[int, ...]) -> int | None:
         """The current stream. Notes whether it is captured: a graph reads the tables again at every replay."""
@@ -193,14 +198,7 @@ class AttentionWrapper:
 
     def _take(self, request: Request, lengths: tuple[int, ...], stream: int | None) -> Stage:
         """Check tables that are on the host, in room that is kept for the next plan of such lengths on the stream."""
-        stage = self._stages.get((lengths, stream))
-        if stage is None:
-            # In CUDA-graph mode the buffers are the caller's.
-            stage = Stage(lengths, torch.device("cpu") if self._use_cuda_graph else self.device)
-            if sum(lengths) <= _MOST_KEPT:
-                if len(self._stages) >= _MOST_STAGES:
-                    self._stages.clear()
-                self._stages[lengths, stream] = stage
+        stage = self._stage_for(lengths, stream)
         for i, table in enumerate(request.tables):
             if lengths[i]:
                 stage.take(i, table)
@@ -214,6 +212,20 @@ class AttentionWrapper:
             request.check(everything)
         return stage
 
+    def _stage_for(self, lengths: tuple[int, ...], stream: int | None) -> Stage:
+        *others, pages = lengths
+        if pages % _MORE_PAGES:
+            lengths = *others, pages + -pages % _MORE_PAGES
+        stage = self._stages.get((lengths, stream))
+        if stage is None:
+            # In CUDA-graph mode the buffers are the caller's.
+            stage = Stage(lengths, torch.device("cpu") if self._use_cuda_graph else self.device)
+            if sum(lengths) <= _MOST_KEPT:
+                if len(self._stages) >= _MOST_STAGES:
+                    self._stages.clear()
+                self._stages[lengths, stream] = stage
+        return stage
+
     def _bring(self, request: Request, stage: Stage, stream: int | None) -> Table:
         """The request's tables as int32 on the compute device; those on the host in one copy."""
         if stage.parts:
@@ -221,7 +233,8 @@ class AttentionWrapper:
         tables = []
         for i, table in enumerate(request.tables):
             if stage.parts and stage.counts[i]:
-                table = stage.parts[i]
+                n = table.shape[0]
+                table = stage.parts[i] if n == stage.counts[i] else stage.parts[i][:n]
             elif table is not None and (table.device != self.device or table.dtype != torch.int32):
                 require(not table.is_cuda or table.device == self.device, NAMES[i], f"a tensor on {table.device}",
                         f"the host, or {self.device}")  # fmt: skip
@@ -316,7 +329,8 @@ class AttentionWrapper:
             if given is None:
                 continue
             if counts[i] and self.device.type == "cuda":
-                stage.send_into(i, buffer, stream)
+                # Offsets past the batch too; page ids have more room than there are.
+                stage.send_into(i, buffer, counts[i] if i == KV_INDICES else stage.counts[i], stream)
                 continue
             n = given.shape[0]
             if buffer.data_ptr() != given.data_ptr():

@@ -134,7 +134,7 @@ class Inputs:
     params: tuple = ()
 
     def addresses(self) -> tuple[int, ...]:
-        """Of q_nope, q_pe, ckv, kpe, out, lse and page ids, 0 for none: what moves between launches of a held kernel."""
+        """Of q_nope, q_pe, ckv, kpe, out, lse and page ids, 0 for none: what moves between launches that are held."""
         moving = self.q_nope, self.q_pe, self.ckv, self.kpe, self.out, self.lse, self.table.kv_indices
         return tuple([0 if t is None else t.data_ptr() for t in moving])
 

@@ -18,6 +18,7 @@ from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
 # In the order of a Stage, whose third table holds lengths.
 _NAMES = ("qo_indptr", "kv_indptr", "kv_len_arr", "kv_indices")
 _KV_LENS = 2
+_INTEGERS = (torch.int32, torch.int64)
 
 
 class LatentWrapper(AttentionWrapper):
@@ -49,7 +50,7 @@ class LatentWrapper(AttentionWrapper):
         batch = self._check_shapes(tables)
         counts = tuple([0 if t.is_cuda else t.shape[0] for t in tables])
         stream = self._look_at_stream(counts)
-        stage = Stage(counts, torch.device("cpu") if self._use_cuda_graph else self.device)
+        stage = self._stage_for(counts, stream)
         for i, t in enumerate(tables):
             if counts[i]:
                 stage.take(i, t)
@@ -90,21 +91,23 @@ class LatentWrapper(AttentionWrapper):
         self._batch.fill(request, table, limits)
         self._causal, self._sm_scale, self._page_size = asked.causal, asked.sm_scale, asked.page_size
 
-    def _kind_of(self, options, rows, custom, backend) -> LatentKind:
+    def _new_kind(self, options: LatentOptions, rows: int, custom: bool, backend: str) -> LatentKind:
         return latent_kind(options, rows, self.device, backend)
 
     def _check_shapes(self, tables: tuple[torch.Tensor, ...]) -> int:
         """Check what needs no values. Returns the batch size."""
         for name, t in zip(_NAMES, tables, strict=True):
             require(t is not None, name, None, "a tensor")
-            require(t.dtype in (torch.int32, torch.int64) and t.dim() == 1, name, f"{t.dtype} {tuple(t.shape)}",
-                    "int32 or int64, one dimension")  # fmt: skip
-            require(not t.is_cuda or t.device == self.device, name, f"a tensor on {t.device}",
-                    f"the host, or {self.device}")  # fmt: skip
+            # Words only where they are needed: they take longer than the checks.
+            if t.dtype not in _INTEGERS or t.dim() != 1:
+                require(False, name, f"{t.dtype} {tuple(t.shape)}", "int32 or int64, one dimension")
+            if t.is_cuda and t.device != self.device:
+                require(False, name, f"a tensor on {t.device}", f"the host, or {self.device}")
         batch = tables[_KV_LENS].shape[0]
         for i in (QO_INDPTR, KV_INDPTR):
             n = tables[i].shape[0]
-            require(n == batch + 1, _NAMES[i], f"[{n}]", f"[{batch + 1}], one more than kv_len_arr")
+            if n != batch + 1:
+                require(False, _NAMES[i], f"[{n}]", f"[{batch + 1}], one more than kv_len_arr")
         if self._use_cuda_graph:
             for name, t, buffer in zip(_NAMES, tables, self._fixed, strict=True):
                 require(t.shape[0] <= buffer.shape[0], name, f"{t.shape[0]} elements",
@@ -116,7 +119,8 @@ class LatentWrapper(AttentionWrapper):
         rows = stage.check_indptr(QO_INDPTR) if stage.counts[QO_INDPTR] else -1
         if stage.counts[KV_INDPTR]:
             stage.check_indptr(KV_INDPTR, entries, "the length of kv_indices")
-        if stage.counts[_KV_LENS]:
+        told = KV_INDPTR if stage.counts[KV_INDPTR] else None
+        if stage.counts[_KV_LENS] and not stage.lengths_fit(_KV_LENS, told, page_size):
             lens = stage.values[_KV_LENS]
             require(not (lens < 0).any(), "kv_len_arr", lens.min(), "no negative length")
             if stage.counts[KV_INDPTR]:
@@ -132,7 +136,11 @@ class LatentWrapper(AttentionWrapper):
             stage.send(stream)
         there = []
         for i, t in enumerate(tables):
-            t = stage.parts[i] if stage.parts and stage.counts[i] else t.to(self.device, torch.int32)
+            if stage.parts and stage.counts[i]:
+                n = t.shape[0]
+                t = stage.parts[i] if n == stage.counts[i] else stage.parts[i][:n]
+            elif t.dtype != torch.int32 or t.device != self.device:
+                t = t.to(self.device, torch.int32)
             there.append(t if t.is_contiguous() else t.contiguous())
         return there
 
