@@ -306,16 +306,17 @@ def measure(case: Case, device: torch.device) -> dict:
     row = {"name": case.name, "group": case.group, "headline": case.headline, "peers": {}}
     try:
         work = case.make(device)
-    except Exception as error:
-        return row | failed(error)
-    row |= checked_time(work, device)
-    if "us" in row:
-        if work.clock is None:
+        row |= checked_time(work, device)
+        if "us" in row and work.clock is None:
             # as many calls as take 20 ms of the device, within reason: each has to be waited for
             repeat = max(20, min(200, int(2e4 / row["us"])))
             row["host_us"] = host_time_us(lambda: work.run(*work.inputs), repeat)
-        if work.plan is not None:
+        if "us" in row and work.plan is not None:
             row["plan_us"] = host_time_us(work.plan)
+    except Exception as error:
+        row.pop("us", None)
+        return row | failed(error)
+    if "us" in row:
         speeds = {"gb_s": work.bytes / 1e3, "link_gb_s": work.link / 1e3, "tflop_s": work.flops / 1e6}
         row |= {key: amount / row["us"] for key, amount in speeds.items() if amount}
     for name, peer in work.peers.items():
