@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def run(rows: Rows, device, peer: str, told: Callable, *, build=False, tune=Fals
                 keep(*begun, answer["ways"])
                 begun = None
         status = process.wait()
-        late = limit is not None and status == -signal.SIGKILL
+        late = limit is not None and status in (-signal.SIGTERM, -signal.SIGKILL)
         why = f"no answer in {limit:g} s" if late else f"status {status}"
         lost = []
         if begun:
@@ -121,7 +122,9 @@ def _answers(process: subprocess.Popen, limit: float | None) -> Iterator[dict]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """With the compilers that it runs."""
+    """With the compilers that it runs: ninja ends them where it is told to end, but not where it is killed."""
     with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        time.sleep(1)
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
