@@ -13,6 +13,7 @@ which chooses by measuring, has a row's first call.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -27,6 +28,8 @@ import torch
 
 # Rows that are built at a time. nvcc runs for many sources of each, and most of these rows are of different operators.
 _THREADS = 6
+# Bytes that are more than a row leaves, unless its objects refer to each other.
+_LEFT_BEHIND = 1 << 30
 
 
 def ours(name: str):
@@ -119,6 +122,8 @@ def main(request: dict, tell) -> None:
         if device.type == "cuda":
             # a fault of the device stays with its process: this ends it, and another one runs the rows that are left
             torch.cuda.synchronize(device)
+            if torch.cuda.memory_allocated(device) > _LEFT_BEHIND:
+                gc.collect()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,10 @@ from flashinfer.cli.output import json_option, print_json, print_table, reports_
 from flashinfer.version import SUPPORTED, __version__, installed
 
 
+# Bytes that are more than a row leaves, unless its objects refer to each other.
+_LEFT_BEHIND = 1 << 30
+
+
 def rooms(folder: Path) -> dict[str, Path]:
     """Room path -> its benchmark module, for every bench_<room>.py under `folder`."""
     return {
@@ -77,6 +81,8 @@ class Room:
         for _, case in self.cases:
             rows.append(measure(case, self.device))
             click.echo(f"{case.name}: {figures.took(rows[-1])}", err=True)
+            if self.device.type == "cuda" and torch.cuda.memory_allocated(self.device) > _LEFT_BEHIND:
+                gc.collect()
         ceiling = ceiling | self._from_modules("ceilings")
         settle(rows, [case for _, case in self.cases], ceiling)
         versions = {"flashinfer": __version__, **{name: installed(name) for name in SUPPORTED}}
