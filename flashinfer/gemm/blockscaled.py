@@ -53,9 +53,9 @@ def mm_fp4(
     use_8x4_sf_layout : bool
         The factors of a are in tiles of 8 rows, not 128.
     backend : str
-        "cudnn", "cutlass", "cute-dsl", "b12x" or "auto": one result. "trtllm": the rows of the weight and of its
-        factors are shuffled, as by `flashinfer.shuffle_matrix_a` and `flashinfer.shuffle_matrix_sf_a` for an epilogue
-        of 128 rows. Or a variant's name.
+        "cudnn", "cutlass", "cute-dsl", "cutedsl_low_latency", "b12x" or "auto": one result. "trtllm": the rows of the
+        weight and of its factors are shuffled, as by `flashinfer.shuffle_matrix_a` and
+        `flashinfer.shuffle_matrix_sf_a` for an epilogue of 128 rows. Or a variant's name.
     use_nvfp4 : bool
         Factors in e4m3 for 16 elements; else in ue8m0 for 32.
     enable_pdl : bool
@@ -87,7 +87,7 @@ def mm_fp4(
     b_descale = given.factors("b_descale", b_descale, b.shape[0], blocks, "128x4")
     out = given.result(out, (a.shape[0], b.shape[0]), out_dtype, a)
     alpha = given.alpha_of(alpha, a)
-    backend = given.variant_of(backend, ("cudnn", "cutlass", "cute-dsl", "b12x", "trtllm"))
+    backend = given.variant_of(backend, ("cudnn", "cutlass", "cute-dsl", "cutedsl_low_latency", "b12x", "trtllm"))
     gemm(
         a[None], b[None], a_descale, b_descale, alpha, out[None], "ue4m3" if use_nvfp4 else "ue8m0", a_layout, "128x4",
         width=width, shuffled=shuffled, backend=backend,
@@ -126,8 +126,8 @@ def mm_mxfp8(
     use_8x4_sf_layout : bool
         The tiles of a are of 8 rows, not 128. Not for row-major factors.
     backend : str
-        "cutlass", "cudnn", "cute-dsl" or "auto": one result. "trtllm": the weight and its factors, which are in tiles
-        then, whatever their shape, are shuffled as in `mm_fp4`. Or a variant's name.
+        "cutlass", "cudnn", "cute-dsl", "cutedsl_low_latency", "b12x" or "auto": one result. "trtllm": the weight and
+        its factors, which are in tiles then, whatever their shape, are shuffled as in `mm_fp4`. Or a variant's name.
 
     Returns
     -------
@@ -162,7 +162,7 @@ def mm_mxfp8(
     a_descale = given.factors("a_descale", a_descale.contiguous(), a.shape[0], blocks, a_layout)
     b_descale = given.factors("b_descale", b_descale, b.shape[0], blocks, b_layout)
     out = given.result(out, (a.shape[0], b.shape[0]), out_dtype, a)
-    backend = given.variant_of(backend, ("cutlass", "cudnn", "cute-dsl", "trtllm"))
+    backend = given.variant_of(backend, ("cutlass", "cudnn", "cute-dsl", "cutedsl_low_latency", "b12x", "trtllm"))
     gemm(
         a[None], b[None], a_descale, b_descale, None, out[None], "ue8m0", a_layout, b_layout,
         width=32, shuffled=shuffled, backend=backend,

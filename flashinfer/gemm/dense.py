@@ -16,7 +16,10 @@ _HALVES = (torch.bfloat16, torch.float16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OUT = (torch.bfloat16, torch.float16, torch.float32)
 # Names of libraries that upstream calls: each promises a result, which any variant of ours gives.
-_THEIRS = ("auto", "cudnn", "cublas", "cutlass", "tgv", "trtllm_low_latency")
+_THEIRS = (
+    "auto", "cudnn", "cublas", "cublaslt", "cutlass", "cute-dsl", "cutedsl_low_latency", "cutile", "tgv", "tinygemm",
+    "trtllm_low_latency",
+)  # fmt: skip
 _OURS = ("sm90", "portable", "reference")
 _BACKENDS = ", ".join(_THEIRS + _OURS)
 _OUT_NAMES = ", ".join(map(str, _OUT))
@@ -49,8 +52,8 @@ def mm_bf16(
     out_dtype : torch.dtype
         bfloat16, float16 or float32; of `out`, where that is given.
     backend : str
-        "cudnn", "cutlass", "tgv" and "auto" name no kernel of ours: any may run. "sm90", "portable" and "reference"
-        ask for one.
+        Upstream's names ("auto", "cudnn", "cutlass", "tgv", "cublaslt", "tinygemm", "cutile", "cute-dsl") promise a
+        result, and any kernel of ours may give it. "sm90", "portable" and "reference" ask for one.
 
     Returns
     -------
@@ -135,8 +138,7 @@ def bmm_fp8(
     out : torch.Tensor, optional
         [batch, m, n] of `dtype`, receives the result; any strides.
     backend : str
-        "cublas", "cudnn", "cutlass" and "auto" name no kernel of ours: any may run. "sm90", "portable" and "reference"
-        ask for one.
+        As in `mm_bf16`; "cublas" too.
 
     Returns
     -------
@@ -179,8 +181,7 @@ def mm_fp8(
     out : torch.Tensor, optional
         [m, n], receives the result; any strides.
     backend : str
-        "trtllm_low_latency" and "auto" name no kernel of ours: any may run. "sm90", "portable" and "reference" ask for
-        one.
+        As in `mm_bf16`; "trtllm_low_latency", "cutedsl_low_latency" and "cublas" too.
 
     Returns
     -------

@@ -58,6 +58,14 @@ def test_mm_bf16(backend, device, m, n, k, a_rows, b_columns):
     assert_close(out, peer(a, b, dtype), truth(a, b))
 
 
+@pytest.mark.parametrize(
+    "backend", ["auto", "cudnn", "cutlass", "tgv", "cublaslt", "tinygemm", "cutile", "cute-dsl"]
+)
+def test_names_that_upstream_has(backend, device):
+    a, b = generate.randn(5, 64, dtype=BF16, device=device), generate.randn(40, 64, dtype=BF16, device=device).T
+    assert_close(gemm.mm_bf16(a, b, backend=backend), peer(a, b, BF16), truth(a, b))
+
+
 @kernels
 @pytest.mark.parametrize("out_dtype", [FP16, FP32])
 @pytest.mark.parametrize("bias_dtype", [FP16, FP32])
