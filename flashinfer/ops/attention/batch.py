@@ -109,12 +109,14 @@ class Batch:
         # Rows that q, and ragged k and v, must have at least.
         rows = limits.batch * request.q_len if request.q_len else request.rows
         needs = rows, -1 if self.options.page_size else request.kv_entries
-        before = [work.size for work in self._lists.values()]
-        # Bounds that only the call will tell may be larger than those that the buffers were made for.
-        if not (limits.known and all([work.fits(limits) for work in self._lists.values()])):
-            self._lists = {}
-        grids = before == [work.size for work in self._lists.values()]
-        if not (before and grids and needs == self._needs and _same_tables(table, self.table)):
+        if not limits.known or limits != self.limits:
+            before = [work.size for work in self._lists.values()]
+            # Bounds that only the call will tell may be larger than those that the buffers were made for.
+            if not (limits.known and all([work.fits(limits) for work in self._lists.values()])):
+                self._lists = {}
+            if before != [work.size for work in self._lists.values()]:
+                self._held = {}
+        if not (self._lists and needs == self._needs and _same_tables(table, self.table)):
             self._held = {}
         self.request, self.table, self.limits, self._needs = request, table, limits, needs
         self._pages_at = 0 if table.kv_indices is None else table.kv_indices.data_ptr()

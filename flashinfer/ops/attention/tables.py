@@ -37,6 +37,9 @@ class Stage:
         # A verdict per element, in bytes: to search them costs a tenth of reducing an array.
         self._verdicts = [bytearray(n) for n in counts]
         self._flags = [np.frombuffer(verdict, dtype=np.bool_) for verdict in self._verdicts]
+        # Views cost as much as what is done with them: offsets and those before them, and lengths as unsigned.
+        self._steps = [(x[1:], x[:-1], flags[1:]) for x, flags in zip(self.values, self._flags, strict=True)]
+        self._unsigned = [x.view(np.uint32) for x in self.values]
         self._bytes = 4 * total
         self.parts: tuple[torch.Tensor, ...] = ()
         if device.type == "cuda" and total:
@@ -56,7 +59,8 @@ class Stage:
     def check_indptr(self, i: int, most: int | None = None, what: str = "") -> int:
         """Check offsets: from 0 and not decreasing, up to `most`, which is `what`. Returns the last."""
         values = self.values[i]
-        np.less(values[1:], values[:-1], out=self._flags[i][1:])
+        here, before, falls = self._steps[i]
+        np.less(here, before, out=falls)
         last = int(values[-1])
         if values[0] != 0 or 1 in self._verdicts[i] or (most is not None and last > most):
             check_indptr(NAMES[i], values, most, what)
@@ -64,23 +68,22 @@ class Stage:
 
     def check_lengths(self, i: int, most: int) -> None:
         """Check that all are 0 ... most."""
-        values = self.values[i]
         # As unsigned, a negative length is larger than any other.
-        np.greater(values.view(np.uint32), most, out=self._flags[i])
+        np.greater(self._unsigned[i], most, out=self._flags[i])
         if 1 in self._verdicts[i]:
+            values = self.values[i]
             require(False, NAMES[i], f"{values.min()} ... {values.max()}", f"0 ... {most}")
 
     def lengths_fit(self, i: int, indptr: int | None, page_size: int) -> bool:
         """Whether numbers of keys are 0 or more, and fit the pages that table `indptr` gives each request."""
-        lengths = self.values[i]
         if indptr is None:
-            np.less(lengths, 0, out=self._flags[i])
+            np.less(self.values[i], 0, out=self._flags[i])
         else:
-            offsets = self.values[indptr]
-            room = np.subtract(offsets[1:], offsets[:-1], dtype=np.int64)
+            ends, begins, _ = self._steps[indptr]
+            room = np.subtract(ends, begins, dtype=np.int64)
             room *= page_size
             # As unsigned, a negative length is larger than any room.
-            np.greater(lengths.view(np.uint32), room, out=self._flags[i])
+            np.greater(self._unsigned[i], room, out=self._flags[i])
         return 1 not in self._verdicts[i]
 
     def check_kv_lens(self, i: int, indptr: int | None, page_size: int) -> None:
@@ -95,7 +98,8 @@ class Stage:
             require(worst <= 0, "kv_lens", f"{worst} keys more than its pages hold", "as many as the pages hold")
 
     def longest_step(self, i: int) -> int:
-        return int((self.values[i][1:] - self.values[i][:-1]).max(initial=1))
+        ends, begins, _ = self._steps[i]
+        return int((ends - begins).max(initial=1))
 
     def send(self, stream: int) -> None:
         """Copy all to the device, in the order of the stream.

@@ -76,6 +76,7 @@ class AttentionWrapper:
         # Engines share and replace it; our work lists are small and live with the batch they belong to.
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=float_workspace_buffer.device)
         self.device = float_workspace_buffer.device
+        self._on_gpu = self.device.type == "cuda"
         self._backend = backend
         self._variant = variant
         self._use_cuda_graph = buffers is not None
@@ -135,7 +136,7 @@ class AttentionWrapper:
         return self._scratch[:count]
 
     def _plan(self, request: Request) -> None:
-        if self.device.type == "cuda" and torch._C._cuda_getDevice() != self.device.index:
+        if self._on_gpu and torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
                 return self._plan(request)
         if self._variant is not None:
@@ -189,7 +190,7 @@ class AttentionWrapper:
 
     def _look_at_stream(self, counts: tuple[int, ...]) -> int | None:
         """The current stream. Notes whether it is captured: a graph reads the tables again at every replay."""
-        if self.device.type != "cuda":
+        if not self._on_gpu:
             return None
         self._capturing = torch.cuda.is_current_stream_capturing()
         if self._capturing and any(counts):
@@ -328,7 +329,7 @@ class AttentionWrapper:
         for i, (buffer, given) in enumerate(zip(self._tables_fixed, request.tables, strict=True)):
             if given is None:
                 continue
-            if counts[i] and self.device.type == "cuda":
+            if counts[i] and self._on_gpu:
                 # Offsets past the batch too; page ids have more room than there are.
                 stage.send_into(i, buffer, counts[i] if i == KV_INDICES else stage.counts[i], stream)
                 continue
@@ -391,7 +392,7 @@ class AttentionWrapper:
         kind = kind_of(changed, rows, custom, self.device, self._backend)
         if self._use_cuda_graph:
             self._check_captured(kind)
-        stream = None if self.device.type != "cuda" else torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = None if not self._on_gpu else torch._C._cuda_getCurrentRawStream(self.device.index)
         slopes = self._slopes(changed, stream) if changed.pos_encoding_mode == "ALIBI" else None
         self._batch = Batch(kind, self._partials, slopes, self._debug)
         self._batch.fill(replace(old.request, options=changed), old.table, old.limits)

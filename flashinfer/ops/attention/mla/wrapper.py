@@ -44,7 +44,7 @@ class LatentWrapper(AttentionWrapper):
 
     def _plan_pages(self, asked: LatentOptions, tables: tuple[torch.Tensor, ...], longest_q: int) -> None:
         """Plan a batch of pages of a table; `tables` as the buffers of CUDA-graph mode, on the host or the device."""
-        if self.device.type == "cuda" and torch._C._cuda_getDevice() != self.device.index:
+        if self._on_gpu and torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
                 return self._plan_pages(asked, tables, longest_q)
         batch = self._check_shapes(tables)
@@ -67,7 +67,7 @@ class LatentWrapper(AttentionWrapper):
 
     def _plan_blocks(self, asked: LatentOptions, block_tables, seq_lens, cum_seq_lens_q, longest_q: int) -> None:
         """Plan a batch of a rectangular block table on the device; it is read where it is, at every run."""
-        if self.device.type == "cuda" and torch._C._cuda_getDevice() != self.device.index:
+        if self._on_gpu and torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
                 return self._plan_blocks(asked, block_tables, seq_lens, cum_seq_lens_q, longest_q)
         table = latent_blocks(block_tables, seq_lens, cum_seq_lens_q, longest_q, self.device)
