@@ -1,13 +1,19 @@
-"""Calls that are alike: the first is checked and its launches are kept, the others are those launches again.
+"""Calls that are alike: the first two are checked, the launches of the second are kept, the others are those again.
 
 The rule. Calls of a function are alike if they are on one stream, their tensors have the same shapes, strides, dtypes,
 devices and alignment, the same of them begin at one address, and all other arguments are equal. Nothing else may decide
-what a held function does on a GPU: it looks at no values there, and its checks see no more than that. So what the first
-call found (that it is allowed; kernels, grids, scalars; which pointer is which tensor) holds for all calls like it.
+what a held function does on a GPU: it looks at no values there, and its checks see no more than that. So what one call
+found (that it is allowed; kernels, grids, scalars; which pointer is which tensor) holds for all calls like it.
 
-What a first call does is watched. It is kept if that was to launch kernels through `Launcher.__call__`, on its tensors
-and parts of them, on memory that it allocated, and on memory that stays for the stream, and nothing else: a call that
-converts, copies or computes with torch runs anew each time, and so does one that uses `workspace`, whose memory moves.
+What a second call does is watched; by then a first one has made what serves all, such as a table. It is kept if that
+was to launch kernels through `Launcher.__call__`, on its tensors and parts of them, on memory that it allocated, and on
+memory that stays for the stream, and nothing else: a call that converts, copies or computes with torch runs anew each
+time, and so does one that uses `workspace`, whose memory moves.
+
+Python and allocation alone, with a driver that does nothing, on a Xeon of 2.5 GHz (Python 3.11), anew and held, in us:
+rmsnorm into `out` 39, 7; silu_and_mul into `out` 38, 6; apply_rope_pos_ids_inplace 56, 7; append_paged_kv_cache 88, 13;
+sampling_from_probs with a seed 58, 15; trtllm_fp8_block_scale_routed_moe 477, 30. A tensor takes about 0.8 of it. The
+call that is watched takes about 100 more than one made anew: shapes that come once do not pay it.
 """
 
 from __future__ import annotations
@@ -52,7 +58,7 @@ _now = _Now()
 
 
 def recording() -> Recording | None:
-    """What watches the call that this thread is in, if it is a first one."""
+    """What watches the call that this thread is in, if any does."""
     return _now.recording
 
 
@@ -69,15 +75,11 @@ def held(function: Callable) -> Callable:
     """
     calls: dict[tuple, Callable] = {}
 
-    def first(key: tuple, again: bool = True) -> Callable:
-        """The first call of a kind, and the second, which finds what the first made for all: a table, counters."""
-
+    def second(key: tuple) -> Callable:
         def record(tensors, addresses, args, named):
             with Recording() as recording:
                 result = function(*args, **named)
-            if len(calls) >= _MOST:
-                calls.clear()
-            calls[key] = recording.repeat(tensors, addresses, result) or (first(key, False) if again else anew)
+            calls[key] = recording.repeat(tensors, addresses, result) or anew
             return result
 
         return record
@@ -100,7 +102,13 @@ def held(function: Callable) -> Callable:
             key.append(tuple(map(addresses.index, addresses)))
         key.append(torch._C._cuda_getCurrentRawStream(tensors[0].get_device()))
         key = tuple(key)
-        return (calls.get(key) or first(key))(tensors, addresses, args, named)
+        repeat = calls.get(key)
+        if repeat is not None:
+            return repeat(tensors, addresses, args, named)
+        if len(calls) >= _MOST:
+            calls.clear()
+        calls[key] = second(key)
+        return function(*args, **named)
 
     call.calls = calls
     return call

@@ -8,7 +8,6 @@ import struct
 import threading
 from collections.abc import Callable
 from functools import partial
-from operator import itemgetter
 
 from flashinfer._core import compiler, driver
 
@@ -117,8 +116,11 @@ class HeldBlock(Block):
         block = ctypes.addressof(buffer) + start
         ctypes.memmove(block, image, len(image))
         places = [layout.starts[i] for _, i in moving]
-        if not any(min(places) <= layout.starts[i] <= max(places) for i in layout.maps):
-            self.held = slots, _packer(buffer, start, places)
+        runs = _runs(places)
+        if len(runs) <= 2 and not any(i in layout.maps for _, i in moving):
+            # Pointers side by side are one pack, a third of the time of one by one.
+            packs = [partial(struct.Struct(f"<{count}Q").pack_into, buffer, start + at) for at, count in runs]
+            self.held = slots, packs[0] if len(runs) == 1 else _both(*packs, runs[0][1])
             return
         words = memoryview(buffer).cast("B").cast("Q")
         puts = []
@@ -135,24 +137,22 @@ class HeldBlock(Block):
         self.held = slots, move
 
 
-def _packer(buffer, start: int, places: list[int]) -> Callable[..., None]:
-    """What writes addresses to their places in a block, which are words of 8 bytes with no tensor map between them.
+def _runs(places: list[int]) -> list[tuple[int, int]]:
+    """Where words of 8 bytes that follow one another begin, and how many they are."""
+    runs: list[tuple[int, int]] = []
+    for at in places:
+        if runs and at == runs[-1][0] + 8 * runs[-1][1]:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((at, 1))
+    return runs
 
-    One pack of all words from the first to the last, those that stay too, takes a third of the time of one by one.
-    """
-    first, count = start + min(places), (max(places) - min(places)) // 8 + 1
-    pack = struct.Struct(f"<{count}Q").pack_into
-    words = range(min(places), max(places) + 8, 8)
-    if list(words) == places:
-        return partial(pack, buffer, first)
-    found = struct.unpack_from(f"<{count}Q", buffer, first)
-    stay = tuple(word for at, word in zip(words, found, strict=True) if at not in places)
-    numbers = iter(range(len(places), count))
-    pick = itemgetter(*(places.index(at) if at in places else next(numbers) for at in words))
+
+def _both(first: Callable, second: Callable, count: int) -> Callable[..., None]:
+    """What gives the first `count` arguments to one, the others to the other."""
 
     def move(*addresses: int) -> None:
-        if len(addresses) != len(places):
-            raise ValueError(f"a held launch: got {len(addresses)} addresses; allowed: {len(places)}")
-        pack(buffer, first, *pick(addresses + stay))
+        first(*addresses[:count])
+        second(*addresses[count:])
 
     return move

@@ -391,8 +391,9 @@ def launch_held():
     assert held[0][7] == held[2][7] != driver.launches[2][7]
     bound.hold((1, 0, 1), (x, weight, out, n, by), ("x",))(0)
     assert len(driver.launches) == 4
-    with pytest.raises(ValueError):
-        launch(1)
+    for wrong in ((1,), (1, 2, 3)):
+        with pytest.raises((ValueError, struct.error)):
+            launch(*wrong)
     # side by side
     bound.hold((1, 1, 1), (x, weight, out, n, by), ("x", "weight", "out"))(1, 2, 3)
     assert struct.unpack("<QQQif", b"".join(driver.launches.pop()[5][:5])) == (1, 2, 3, n, by)
