@@ -82,13 +82,15 @@ class Filters:
 
 @dataclass(frozen=True)
 class Found:
-    """Where the prefixes end, for the kernel that goes on: state, numbers and part_count as `prefix` describes them."""
+    """Where the prefixes end, for the kernel that goes on: tensors as `prefix` describes them."""
 
+    maxima: torch.Tensor
     state: torch.Tensor
     numbers: torch.Tensor
     part_count: torch.Tensor
     programs: int
     chunk: int
+    tiles: int
 
 
 def share(rows: int, columns: int, tile: int, device: torch.device) -> tuple[int, int, int]:
@@ -108,13 +110,15 @@ def find_prefix(stages: Stages, config, x, rows: int, filters: Filters, samples=
     """
     columns, device = x.shape[1], x.device
     programs, chunk, tiles = share(rows, columns, config.tile, device)
-    # Elements that may hold the prefix's end are few unless a row is flat: then an eighth of it, by the width of bins.
-    # Where they are more they are read from the row itself.
-    capacity = max(columns // 8, min(columns, 4096))
+    # Elements that may hold the prefix's end are few unless a row is flat: then an eighth of it, by the width of bins;
+    # or rises steadily: then up to 9/32, by the groups that reach their key. Where they are more, by ties or by a row
+    # flatter than bins, they are read from the row itself.
+    capacity = max(columns // 32 * 9, min(columns, 4096))
 
     def scratch(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device=device)
 
+    maxima = scratch(rows, tiles, config.tile // config.group)
     counts, listed = scratch(rows, programs, int(prefix.BINS)), scratch(rows)
     tile_top, tile_sum = (scratch(rows, tiles, dtype=torch.float32) for _ in range(2))
     state = scratch(rows, int(prefix.STATE), dtype=torch.int64)
@@ -126,15 +130,15 @@ def find_prefix(stages: Stages, config, x, rows: int, filters: Filters, samples=
     window, x_row = (f.indices, f.starts, f.lengths), x.stride(0)
     split, one = (rows * programs, 1, 1), (rows, 1, 1)
     parts = part_count, part_mass, part_score, part_column
-    start(launch_count, count_stage(stages), config, split, x, *window, counts, tile_top, tile_sum, x_row, columns,
-          programs, chunk, tiles)  # fmt: skip
-    start(launch_bracket, bracket_stage(stages), config, one, counts, tile_top, tile_sum, f.lengths, f.starts, f.k,
-          f.ks, f.p, f.ps, state, numbers, listed, columns, programs, tiles)  # fmt: skip
-    start(launch_gather, gather_stage(stages), config, split, x, *window, state, numbers, listed, list_value,
-          list_column, *parts, *drawn, x_row, columns, programs, chunk, capacity)  # fmt: skip
+    start(launch_scan, scan_stage(stages), config, split, x, *window, f.k, f.ks, maxima, counts, tile_top, tile_sum,
+          x_row, columns, programs, chunk, tiles)  # fmt: skip
+    start(launch_bracket, bracket_stage(stages), config, one, maxima, counts, tile_top, tile_sum, f.lengths, f.starts,
+          f.k, f.ks, f.p, f.ps, state, numbers, listed, columns, programs, tiles)  # fmt: skip
+    start(launch_gather, gather_stage(stages), config, split, x, *window, maxima, state, numbers, listed, list_value,
+          list_column, *parts, *drawn, x_row, columns, programs, chunk, tiles, capacity)  # fmt: skip
     start(launch_resolve, stages, config, one, x, *window, state, numbers, listed, list_value, list_column, *parts, f.k,
           f.ks, f.p, f.ps, *drawn, samples, valid, x_row, columns, programs, chunk, capacity)  # fmt: skip
-    return Found(state, numbers, part_count, programs, chunk)
+    return Found(maxima, state, numbers, part_count, programs, chunk, tiles)
 
 
 def start(launcher: Launcher, problem, config, grid, *args) -> None:
@@ -143,10 +147,9 @@ def start(launcher: Launcher, problem, config, grid, *args) -> None:
 
 
 @cache
-def count_stage(s: Stages) -> Stages:
-    return Stages(
-        s.domain, s.dtype, s.aligned, statistics=s.statistics, indices=s.indices, starts=s.starts, lengths=s.lengths
-    )
+def scan_stage(s: Stages) -> Stages:
+    kept = {name: getattr(s, name) for name in ("top_k", "statistics", "indices", "starts", "lengths")}
+    return Stages(s.domain, s.dtype, s.aligned, **kept)
 
 
 @cache
@@ -162,7 +165,7 @@ def gather_stage(s: Stages) -> Stages:
 
 def stages_to_compile(s: Stages, config):
     """(launcher, problem, config) of each stage."""
-    yield launch_count, count_stage(s), config
+    yield launch_scan, scan_stage(s), config
     yield launch_bracket, bracket_stage(s), config
     yield launch_gather, gather_stage(s), config
     yield launch_resolve, s, config
@@ -186,8 +189,8 @@ class Parameters:
         self.add(f"*{s.indices}", "indices", present=bool(s.indices))
         return self.add("*i32", "starts", present=s.starts).add("*i32", "lengths", present=s.lengths)
 
-    def filters(self, s) -> Parameters:
-        for name, scalar, kind in (("top_k", "i32", s.top_k), ("top_p", "fp32", s.top_p)):
+    def filters(self, s, p: bool = True) -> Parameters:
+        for name, scalar, kind in (("top_k", "i32", s.top_k), ("top_p", "fp32", s.top_p))[: 1 + p]:
             self.add(scalar, name, present=kind == "scalar")
             self.add(f"*{kind}", f"{name}s", present=kind not in ("", "scalar"))
         return self
@@ -203,30 +206,36 @@ def constants_of(s: Stages) -> dict:
     return {"DOMAIN": _DOMAINS[s.domain], "UNIT": unit(s.dtype, s.aligned)}
 
 
+def groups_of(config) -> dict:
+    return {"TILE": config.tile, "GROUP": config.group}
+
+
 def rows_pointer(s) -> str:
     return pointer(s.dtype, s.aligned)
 
 
-def build_count(s: Stages, config) -> Build:
-    p = Parameters().add(rows_pointer(s), "x").window(s).add("*i32", "counts").add("*fp32", "tile_top", "tile_sum")
-    p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles")
-    constants = p.constants | constants_of(s) | {"STATISTICS": s.statistics, "TILE": config.tile}
-    return Build(prefix.count_kernel, p.types, constants, num_warps=config.num_warps)
+def build_scan(s: Stages, config) -> Build:
+    p = Parameters().add(rows_pointer(s), "x").window(s).filters(s, p=False).add("*i32", "maxima", "counts")
+    p.add("*fp32", "tile_top", "tile_sum").add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles")
+    constants = p.constants | constants_of(s) | groups_of(config)
+    constants |= {"TOP_K": bool(s.top_k), "STATISTICS": s.statistics}
+    return Build(prefix.scan_kernel, p.types, constants, num_warps=config.num_warps)
 
 
 def build_bracket(s: Stages, config) -> Build:
-    p = Parameters().add("*i32", "counts").add("*fp32", "tile_top", "tile_sum")
+    p = Parameters().add("*i32", "maxima", "counts").add("*fp32", "tile_top", "tile_sum")
     p.add("*i32", "lengths", present=s.lengths).add("*i32", "starts", present=s.starts).filters(s)
     p.add("*i64", "state").add("*fp32", "numbers").add("*i32", "listed").add("i32", "columns", "programs", "tiles")
-    constants = p.constants | {
+    constants = p.constants | groups_of(config) | {
         "DOMAIN": _DOMAINS[s.domain],
         "STATISTICS": s.statistics,
         "TOP_K": bool(s.top_k),
         "TOP_P": bool(s.top_p),
         "TOP_K_FIRST": s.top_k_first,
-        "BLOCK": 256,
-    }
-    return Build(prefix.bracket_kernel, p.types, constants, num_warps=4)
+        "BLOCK": config.group_tile,
+        "WAYS": config.ways,
+    }  # fmt: skip
+    return Build(prefix.bracket_kernel, p.types, constants, num_warps=config.group_warps)
 
 
 def _between(p: Parameters) -> Parameters:
@@ -237,10 +246,12 @@ def _between(p: Parameters) -> Parameters:
 
 
 def build_gather(s: Stages, config) -> Build:
-    p = _between(Parameters().add(rows_pointer(s), "x").window(s)).randomness(s.seed, s.offset, s.race)
-    p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "capacity")
-    constants = p.constants | constants_of(s) | {"MASS": s.mass, "RACE": s.race, "SEED": s.seed, "OFFSET": s.offset}
-    return Build(prefix.gather_kernel, p.types, constants | {"TILE": config.tile}, num_warps=config.num_warps)
+    p = _between(Parameters().add(rows_pointer(s), "x").window(s).add("*i32", "maxima"))
+    p.randomness(s.seed, s.offset, s.race)
+    p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles", "capacity")
+    constants = p.constants | constants_of(s) | groups_of(config)
+    constants |= {"MASS": s.mass, "RACE": s.race, "SEED": s.seed, "OFFSET": s.offset}
+    return Build(prefix.gather_kernel, p.types, constants, num_warps=config.num_warps)
 
 
 def build_resolve(s: Stages, config) -> Build:
@@ -264,8 +275,8 @@ def build_resolve(s: Stages, config) -> Build:
     return Build(prefix.resolve_kernel, p.types, constants, num_warps=config.list_warps)
 
 
-launch_count = Launcher("prefix_count", build_count)
+launch_scan = Launcher("prefix_scan", build_scan)
 launch_bracket = Launcher("prefix_bracket", build_bracket)
 launch_gather = Launcher("prefix_gather", build_gather)
 launch_resolve = Launcher("prefix_resolve", build_resolve)
-LAUNCHERS = (launch_count, launch_bracket, launch_gather, launch_resolve)
+LAUNCHERS = (launch_scan, launch_bracket, launch_gather, launch_resolve)

@@ -3,10 +3,15 @@
 Top-k, top-p and their combinations all keep a prefix of that order. It is told by its pivot: the key and the index of
 its last element. Four launches find it, and the row is read twice, however its programs share it:
 
-    count    histogram of the values' leading bits; largest value and sum of each tile
-    bracket  which bins are surely inside the prefix, which surely outside, and which may hold its end
-    gather   sums up what is inside, and lists what is in between
-    resolve  searches the list for the pivot, bit by bit
+    scan     largest value of each group of neighbours; largest value and sum of each tile; where k does not rule,
+             a histogram of the values' leading bits
+    bracket  which keys are surely inside the prefix, which surely outside, and which may hold its end
+    gather   sums up what is inside, and lists what is in between; reads only groups that hold any of it
+    resolve  searches the list for the pivot
+
+A k that is small against the number of groups rules by itself: if T is the k-th largest of the groups' maxima, at least
+k elements are T or more, so all of the k first are, ties included, and only groups whose maximum is T or more hold one.
+Of G groups that agree in nothing but chance, -G log(1 - k / G) elements are T or more: little above k.
 
 What is added over programs is integers, and of variates the largest is taken, so results depend on no order.
 Probabilities are added as multiples of 2^-40 of (a power of two at or above) the row's largest.
@@ -39,6 +44,8 @@ NUMBERS = tl.constexpr(3)
 
 _LOWEST = tl.constexpr(-(1 << 31))
 _BEYOND = tl.constexpr(1 << 31)
+# The key of inf; those of NaN are above. Group maxima count NaN as inf.
+_INFINITE = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -118,16 +125,20 @@ def load_values(x, column, inside, DOMAIN: tl.constexpr):
 
 
 @triton.jit
-def tile_statistics(value, inside, DOMAIN: tl.constexpr):
-    """The largest of a tile, NaN if it holds NaN or inf, and the sum of its weights relative to the largest."""
-    top = tl.max(tl.where(inside, value, float("-inf")), 0)
-    bad = tl.max((inside & ((value != value) | (value == float("inf")))).to(tl.int32), 0)
+def load_ranked(x, column, inside):
+    """Values of which the largest is wanted: -inf for what is not inside, inf for NaN."""
+    value = tl.load(x + column, inside, other=float("-inf")).to(tl.float32)
+    return tl.where(value != value, float("inf"), value)
+
+
+@triton.jit
+def total_weight(value, top, DOMAIN: tl.constexpr):
+    """The sum of a tile's weights, for logits relative to its largest; of values that load_ranked gave."""
     if DOMAIN == LOGITS:
         weight = tl.exp(value - tl.where(top == float("-inf"), 0.0, top))
     else:
-        weight = value
-    total = tl.sum(tl.where(inside, weight, 0.0), 0)
-    return tl.where(bad > 0, float("nan"), top), total
+        weight = tl.where(value > 0, value, 0.0)
+    return tl.sum(weight, 0)
 
 
 @triton.jit
@@ -153,28 +164,93 @@ def row_statistics(tile_top, tile_sum, row, tiles, DOMAIN: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def count_kernel(
-    x, indices, starts, lengths, counts, tile_top, tile_sum, x_row, columns, programs, chunk, tiles,
-    DOMAIN: tl.constexpr, STATISTICS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+def k_rules(k, length, GROUP: tl.constexpr):
+    """Whether k is at most a quarter of a row's groups, so that their maxima tell what the k first may be."""
+    return k <= tl.cdiv(length, GROUP) // 4
+
+
+@triton.jit
+def scan_kernel(
+    x, indices, starts, lengths, top_k, top_ks, maxima, counts, tile_top, tile_sum, x_row, columns, programs, chunk,
+    tiles, DOMAIN: tl.constexpr, TOP_K: tl.constexpr, STATISTICS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    """counts int32 [rows, programs, BINS]; tile_top and tile_sum float32 [rows, tiles]. A program takes `chunk` tiles;
-    their statistics do not depend on how many that is."""
+    """maxima int32 [rows, tiles, TILE // GROUP]: the largest key of each group of GROUP neighbours; tile_top and tile_sum
+    float32 [rows, tiles]; counts int32 [rows, programs, BINS], of rows where k does not rule. A program takes `chunk`
+    tiles; what it says of them does not depend on how many that is."""
     row = tl.program_id(0) // programs
     part = tl.program_id(0) % programs
     x, length = window_of(x, x_row, indices, starts, lengths, row, columns, UNIT)
+    counting = length >= 0
+    if TOP_K:
+        counting = k_rules(parameter(top_k, top_ks, row), length, GROUP) == 0
     histogram = tl.zeros([BINS], tl.int32)
     for i in range(chunk):
         tile = part * chunk + i
         column = tile * TILE + tl.arange(0, TILE)
         inside = column < length
-        value = load_values(x, column, inside, DOMAIN)
-        histogram += tl.histogram(bin_of(key_of(value), DOMAIN), BINS, mask=inside)
+        value = load_ranked(x, column, inside)
+        largest = tl.max(tl.reshape(value, [TILE // GROUP, GROUP]), 1)
+        if DOMAIN == PROBS:
+            largest = tl.where(largest < 0, 0.0, largest)
+        at = row.to(tl.int64) * tiles + tile
+        tl.store(maxima + at * (TILE // GROUP) + tl.arange(0, TILE // GROUP), key_of(largest), tile < tiles)
         if STATISTICS:
-            top, total = tile_statistics(value, inside, DOMAIN)
-            at = row.to(tl.int64) * tiles + tile
-            tl.store(tile_top + at, top, tile < tiles)
+            top = tl.max(largest, 0)
+            total = total_weight(value, top, DOMAIN)
+            tl.store(tile_top + at, tl.where(top == float("inf"), float("nan"), top), tile < tiles)
             tl.store(tile_sum + at, total, tile < tiles)
-    tl.store(counts + tl.program_id(0).to(tl.int64) * BINS + tl.arange(0, BINS), histogram)
+        if counting:
+            if DOMAIN == PROBS:
+                value = tl.where(value < 0, 0.0, value)
+            histogram += tl.histogram(bin_of(key_of(value), DOMAIN), BINS, mask=inside)
+    if counting:
+        tl.store(counts + tl.program_id(0).to(tl.int64) * BINS + tl.arange(0, BINS), histogram)
+
+
+@triton.jit
+def groups_reaching(maxima, row, tile, tiles, key, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Which groups of a tile hold an element at `key` or above, bool [TILE // GROUP]."""
+    at = (row.to(tl.int64) * tiles + tile) * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+    largest = tl.load(maxima + at, tile < tiles, other=_LOWEST)
+    return largest >= tl.minimum(key, _INFINITE)
+
+
+@triton.jit
+def elements_of(groups, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """What is said of the groups of a tile, for each of its elements."""
+    return tl.reshape(tl.broadcast_to(groups[:, None], [TILE // GROUP, GROUP]), [TILE])
+
+
+@triton.jit
+def bracket_by_groups(maxima, k, groups, TILE: tl.constexpr, WAYS: tl.constexpr):
+    """Keys: one that none of the row's elements reaches, and one that k groups reach, and at most an eighth more unless
+    they are equal. Any such key will do, and each step saved is a pass over the groups."""
+    bottom = tl.full([], _INFINITE, tl.int32)
+    top = tl.full([], _LOWEST, tl.int32)
+    for start in range(0, groups, TILE):
+        at = start + tl.arange(0, TILE)
+        top = tl.maximum(top, tl.max(tl.load(maxima + at, at < groups, other=_LOWEST), 0))
+        bottom = tl.minimum(bottom, tl.min(tl.load(maxima + at, at < groups, other=_INFINITE), 0))
+    enough = bottom.to(tl.int64)
+    beyond = top.to(tl.int64) + 1
+    reach = groups
+    way = tl.arange(0, WAYS).to(tl.int64)
+    while (beyond - enough > 1) & (reach > k + k // 8):
+        edge = enough + (way + 1) * ((beyond - enough + WAYS) // (WAYS + 1))
+        least = tl.minimum(edge, _INFINITE).to(tl.int32)
+        found = tl.zeros([WAYS, TILE], tl.int32)
+        for start in range(0, groups, TILE):
+            at = start + tl.arange(0, TILE)
+            key = tl.load(maxima + at, at < groups, other=_LOWEST)
+            found += (key[None, :] >= least[:, None]).to(tl.int32)
+        count = tl.sum(found, 1)
+        reached = (count >= k) & (edge < beyond)
+        reach = tl.min(tl.where(reached, count, reach), 0)
+        enough = tl.max(tl.where(reached, edge, enough), 0)
+        beyond = tl.min(tl.where(reached, beyond, tl.minimum(edge, beyond)), 0)
+    # NaN is counted as inf, but stands above it.
+    return tl.where(top == _INFINITE, _BEYOND, top.to(tl.int64) + 1), enough
 
 
 @triton.jit
@@ -246,10 +322,28 @@ def parameter(scalar, values, row):
 
 
 @triton.jit
+def bracket_by_bins(
+    counts, row, programs, k, p, length, top, total, DOMAIN: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    TOP_K_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Keys: from the first on all are inside, below the second all outside."""
+    count = row_counts(counts, row, programs)
+    high = tl.full([], 0, tl.int32)
+    low = tl.full([], 0, tl.int32)
+    all_kept = length > -1
+    if TOP_K:
+        all_kept = k >= length
+        high, low = bracket_by_count(count, k, length)
+    if TOP_P:
+        high, low = bracket_by_mass(count, high, low, all_kept, p, top, total, DOMAIN, TOP_K_FIRST)
+    return first_key(high, DOMAIN), first_key(low, DOMAIN)
+
+
+@triton.jit
 def bracket_kernel(
-    counts, tile_top, tile_sum, lengths, starts, top_k, top_ks, top_p, top_ps, state, numbers, listed, columns,
+    maxima, counts, tile_top, tile_sum, lengths, starts, top_k, top_ks, top_p, top_ps, state, numbers, listed, columns,
     programs, tiles, DOMAIN: tl.constexpr, STATISTICS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
-    TOP_K_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K_FIRST: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """state int64 [rows, STATE]; numbers float32 [rows, NUMBERS]; listed int32 [rows], set to 0. One program a row.
 
@@ -257,29 +351,40 @@ def bracket_kernel(
     """
     row = tl.program_id(0)
     _, length = window_of(counts, 0, None, starts, lengths, row, columns, 1)
-    count = row_counts(counts, row, programs)
     possible = length > 0
-    k_high = tl.full([], 0, tl.int32)
-    k_low = tl.full([], 0, tl.int32)
-    all_kept = length > -1
+    top = tl.full([], 0.0, tl.float32)
+    total = top
     if STATISTICS:
-        top, total = row_statistics(tile_top, tile_sum, row, tiles, DOMAIN, BLOCK)
+        top, total = row_statistics(tile_top, tile_sum, row, tiles, DOMAIN, 256)
         possible &= (top == top) & (top > (float("-inf") if DOMAIN == LOGITS else 0.0))
         tl.store(numbers + row * NUMBERS + TOP, top)
         tl.store(numbers + row * NUMBERS + SUM, total)
-    if TOP_K:
-        k = parameter(top_k, top_ks, row)
-        possible &= k >= 1
-        all_kept = k >= length
-        k_high, k_low = bracket_by_count(count, k, length)
-    high, low = k_high, k_low
+    k = parameter(top_k, top_ks, row)
+    p = parameter(top_p, top_ps, row)
+    counted = possible
     if TOP_P:
-        p = parameter(top_p, top_ps, row)
         possible &= p > 0
-        high, low = bracket_by_mass(count, k_high, k_low, all_kept, p, top, total, DOMAIN, TOP_K_FIRST)
+    if TOP_K:
+        possible &= k >= 1
+        counted = k_rules(k, length, GROUP) == 0
+    high = tl.full([], _BEYOND, tl.int64)
+    low = high
+    if possible & counted:
+        high, low = bracket_by_bins(
+            counts, row, programs, k, p, length, top, total, DOMAIN, TOP_K, TOP_P, TOP_K_FIRST
+        )  # fmt: skip
+    if TOP_K:
+        if possible & (counted == 0):
+            maxima += row.to(tl.int64) * tiles * (TILE // GROUP)
+            high, low = bracket_by_groups(maxima, k.to(tl.int32), tl.cdiv(length, GROUP), BLOCK, WAYS)
+            # What weighs nothing is never drawn and adds nothing: no need to list a row full of it.
+            if DOMAIN == PROBS:
+                low = tl.maximum(low, 1)
+            elif DOMAIN == LOGITS:
+                low = tl.maximum(low, -_INFINITE)
     at = state + row.to(tl.int64) * STATE
-    tl.store(at + HIGH, tl.where(possible, first_key(high, DOMAIN), _BEYOND))
-    tl.store(at + LOW, tl.where(possible, first_key(low, DOMAIN), _BEYOND))
+    tl.store(at + HIGH, high)
+    tl.store(at + LOW, low)
     tl.store(listed + row, 0)
 
 
@@ -298,10 +403,10 @@ def race_score(value, variate, DOMAIN: tl.constexpr):
 
 @triton.jit
 def gather_kernel(
-    x, indices, starts, lengths, state, numbers, listed, list_value, list_column, part_count, part_mass, part_score,
-    part_column, seed, seeds, offset, offsets, x_row, columns, programs, chunk, capacity,
+    x, indices, starts, lengths, maxima, state, numbers, listed, list_value, list_column, part_count, part_mass,
+    part_score, part_column, seed, seeds, offset, offsets, x_row, columns, programs, chunk, tiles, capacity,
     DOMAIN: tl.constexpr, MASS: tl.constexpr, RACE: tl.constexpr, SEED: tl.constexpr, OFFSET: tl.constexpr,
-    UNIT: tl.constexpr, TILE: tl.constexpr,
+    UNIT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """What is inside: part_count int32, part_mass int64 and the winner of its race, part_score float32 and part_column
     int32, all [rows, programs]. What may be: list_value float32, list_column int32 [rows, capacity], in any order."""
@@ -323,30 +428,33 @@ def gather_kernel(
     inside_count = tl.full([], 0, tl.int32)
     mass = tl.full([], 0, tl.int64)
     for i in range(chunk):
-        first = (part * chunk + i) * TILE
-        column = first + tl.arange(0, TILE)
-        ok = column < length
-        value = load_values(x, column, ok, DOMAIN)
-        key = key_of(value)
-        inside = ok & (key >= high_key) & some_inside
-        between = ok & (key >= low_key) & some_kept & (inside == 0)
-        found = tl.sum(inside.to(tl.int32), 0)
-        open = tl.sum(between.to(tl.int32), 0)
-        inside_count += found
-        if found > 0:
-            if MASS:
-                weight = (weight_of(value, top, DOMAIN) * unit).to(tl.int64)
-                mass += tl.sum(tl.where(inside, weight, 0), 0)
-            if RACE:
-                score = race_score(value, exponentials(seed, offset, stream, first, TILE), DOMAIN)
-                score, place = tl.max(tl.where(inside, score, best), 0, return_indices=True)
-                best, winner = better(score, first + place, best, winner)
-        if open > 0:
-            place = tl.atomic_add(listed + row, open) + tl.cumsum(between.to(tl.int32), 0) - 1
-            fits = between & (place < capacity)
-            at = row.to(tl.int64) * capacity + place
-            tl.store(list_value + at, value, fits)
-            tl.store(list_column + at, column, fits)
+        tile = part * chunk + i
+        groups = groups_reaching(maxima, row, tile, tiles, low_key, TILE, GROUP) & some_kept
+        if tl.max(groups.to(tl.int32), 0) > 0:
+            first = tile * TILE
+            column = first + tl.arange(0, TILE)
+            ok = (column < length) & elements_of(groups, TILE, GROUP)
+            value = load_values(x, column, ok, DOMAIN)
+            key = key_of(value)
+            inside = ok & (key >= high_key) & some_inside
+            between = ok & (key >= low_key) & (inside == 0)
+            found = tl.sum(inside.to(tl.int32), 0)
+            open = tl.sum(between.to(tl.int32), 0)
+            inside_count += found
+            if found > 0:
+                if MASS:
+                    weight = (weight_of(value, top, DOMAIN) * unit).to(tl.int64)
+                    mass += tl.sum(tl.where(inside, weight, 0), 0)
+                if RACE:
+                    score = race_score(value, exponentials(seed, offset, stream, first, TILE), DOMAIN)
+                    score, place = tl.max(tl.where(inside, score, best), 0, return_indices=True)
+                    best, winner = better(score, first + place, best, winner)
+            if open > 0:
+                place = tl.atomic_add(listed + row, open) + tl.cumsum(between.to(tl.int32), 0) - 1
+                fits = between & (place < capacity)
+                at = row.to(tl.int64) * capacity + place
+                tl.store(list_value + at, value, fits)
+                tl.store(list_column + at, column, fits)
     tl.store(part_count + tl.program_id(0), inside_count)
     if MASS:
         tl.store(part_mass + tl.program_id(0), mass)
@@ -364,8 +472,9 @@ def listed_elements(start, count, from_list, x, list_value, list_column, high, l
     value = tl.load(list_value + at, ok & from_list, other=0)
     column = tl.where(from_list, column, at)
     value = tl.where(from_list, value, load_values(x, at, ok & (from_list == 0), DOMAIN))
-    key = key_of(value).to(tl.int64)
-    return value, key, column, ok & (key >= low) & (key < high)
+    key = key_of(value)
+    # In 32 bits; where there is anything to list, low is a key and high at most _BEYOND.
+    return value, key, column, ok & (key >= low.to(tl.int32)) & (key <= (high - 1).to(tl.int32))
 
 
 @triton.jit
@@ -384,23 +493,53 @@ def find_pivot(
     """Key and rank of the last of the fewest elements that, with `base`, measure `target`; all between if they do not.
 
     `low` reaches the target or takes all; `high` misses it. The search cuts what lies in between in WAYS + 1 parts at a
-    time: a step waits for one sum over the program, however many keys it is for.
+    time: a step waits for one sum over the program, however many keys it is for. It ends where one element is left
+    between the bounds; the key then lies below that element's, and above that of the next.
     """
     enough = low
     beyond = high
+    # Elements from `enough` on and from `beyond` on. Where they differ by one, it is the last that is taken.
+    many = count
+    few = count * 0
     way = tl.arange(0, WAYS).to(tl.int64)
-    while beyond - enough > 1:
+    while (beyond - enough > 1) & (many - few > 1):
         edge = enough + (way + 1) * ((beyond - enough + WAYS) // (WAYS + 1))
-        sums = tl.zeros([WAYS], tl.int64) + base
+        least = tl.minimum(edge, _BEYOND - 1).to(tl.int32)
+        found = tl.zeros([WAYS, TILE], tl.int32)
+        measures = tl.zeros([WAYS, TILE], tl.int64) if MASS else found
         for start in range(0, count, TILE):
             value, key, column, ok = listed_elements(
                 start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
             )
-            each = tl.where(ok, measure(value, top, unit, DOMAIN, MASS), 0)
-            sums += tl.sum(tl.where(key[None, :] >= edge[:, None], each[None, :], 0), 1)
+            hit = ok[None, :] & (key[None, :] >= least[:, None])
+            found += hit.to(tl.int32)
+            if MASS:
+                each = measure(value, top, unit, DOMAIN, MASS)
+                measures += tl.where(hit, each[None, :], 0)
+        counts = tl.sum(found, 1)
+        sums = base + (tl.sum(measures, 1) if MASS else counts)
         reached = (sums >= target) & (edge < beyond)
+        missed = (sums < target) & (edge < beyond)
+        many = tl.min(tl.where(reached, counts, many), 0)
+        few = tl.max(tl.where(missed, counts, few), 0)
         enough = tl.max(tl.where(reached, edge, enough), 0)
-        beyond = tl.min(tl.where(reached, beyond, tl.minimum(edge, beyond)), 0)
+        beyond = tl.min(tl.where(missed, edge, beyond), 0)
+    rank = columns.to(tl.int64)
+    if many - few > 1:
+        rank = tie_rank(
+            target, base, enough, count, from_list, x, list_value, list_column, high, low, columns, top, unit,
+            DOMAIN, MASS, LAST, TILE, WAYS,
+        )  # fmt: skip
+    return enough, rank
+
+
+@triton.jit
+def tie_rank(
+    target, base, pivot, count, from_list, x, list_value, list_column, high, low, columns, top, unit,
+    DOMAIN: tl.constexpr, MASS: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
+):  # fmt: skip
+    """The rank of the last element that is taken of those at the pivot; `columns` where all are."""
+    way = tl.arange(0, WAYS).to(tl.int64)
     above = base
     equal = tl.full([], 0, tl.int64)
     ties = tl.full([], 0, tl.int64)
@@ -409,9 +548,9 @@ def find_pivot(
             start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
         )
         each = measure(value, top, unit, DOMAIN, MASS)
-        above += tl.sum(tl.where(ok & (key > enough), each, 0), 0)
-        equal = tl.maximum(equal, tl.max(tl.where(ok & (key == enough), each, 0), 0))
-        ties += tl.sum((ok & (key == enough)).to(tl.int64), 0)
+        above += tl.sum(tl.where(ok & (key > pivot), each, 0), 0)
+        equal = tl.maximum(equal, tl.max(tl.where(ok & (key == pivot), each, 0), 0))
+        ties += tl.sum((ok & (key == pivot)).to(tl.int64), 0)
     # Equal elements measure the same, so as many of them as fill the rest are taken, by rank.
     wanted = target - above
     if MASS:
@@ -427,12 +566,12 @@ def find_pivot(
                 start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
             )
             mine = columns - 1 - column if LAST else column
-            tied = ok & (key == enough)
+            tied = ok & (key == pivot)
             taken += tl.sum((tied[None, :] & (mine[None, :] <= edge[:, None])).to(tl.int64), 1)
         reached = taken >= wanted
         few = tl.max(tl.where(reached, few, tl.minimum(edge, rank - 1)), 0)
         rank = tl.min(tl.where(reached, tl.minimum(edge, rank), rank), 0)
-    return enough, tl.where(wanted < ties, rank, columns.to(tl.int64))
+    return tl.where(wanted < ties, rank, columns.to(tl.int64))
 
 
 @triton.jit

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 # are summed tile by tile, so this number decides their last bits. 1024 makes top-k with top-p of 64 x 128256 6 % faster
 # and plain draws 8 % slower, 4096 neither faster (H100).
 TILE = 2048
+# Neighbours whose largest value is kept: 128 bytes of float32, one line to read again. A k rules as far as a quarter of
+# the groups goes, 1002 of 128256 columns. Not measured.
+GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,9 @@ class Config:
     """tile, num_warps : elements read at once, and warps of a program that reads rows.
 
     list_tile, list_warps : the same for the program that searches what is left of a row. ways : keys that a step of its
-    search tries at once, a power of two.
+    search tries at once, a power of two. group : columns of a group, a power of two that divides the tile.
+
+    group_tile, group_warps : groups that the program reads at once that brackets a row by them, and its warps.
     """
 
     tile: int
@@ -23,6 +28,9 @@ class Config:
     list_tile: int
     list_warps: int
     ways: int
+    group: int
+    group_tile: int
+    group_warps: int
 
 
 def portable(problem, target) -> Config:
@@ -31,4 +39,5 @@ def portable(problem, target) -> Config:
     num_warps = max(TILE // 256, 1)
     # A list is seldom longer than a hundred. A step waits for a sum over the warps, however many keys it tries: top-k
     # and top-p of 1 x 128256 take 48.9 us with 8 ways and tiles of 512, 56.6 with halving and tiles of 1024 (H100).
-    return Config(TILE, num_warps, list_tile=512, list_warps=4, ways=8)
+    # The 4008 groups of 128256 columns are four reads of a program of eight warps, 32 counters a thread. Not measured.
+    return Config(TILE, num_warps, 512, 4, ways=8, group=GROUP, group_tile=1024, group_warps=8)

@@ -21,14 +21,16 @@ from flashinfer.ops._device.prefix import (
     STATE,
     TOP,
     better,
+    elements_of,
+    groups_reaching,
     is_kept,
     key_of,
+    load_ranked,
     load_values,
     parameter,
     race_score,
     row_statistics,
     row_winner,
-    tile_statistics,
     window_of,
 )
 from flashinfer.ops._device.rows import multiple, pointer, unit
@@ -49,23 +51,23 @@ def inverse_temperature(temperature, temperatures, row):
 @triton.jit
 def statistics_kernel(
     x, indices, tile_top, tile_sum, temperature, temperatures, x_row, columns, tiles,
-    DOMAIN: tl.constexpr, SUM: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    SUM: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """tile_top and tile_sum float32 [rows, tiles]: the largest of each tile and the sum of its weights. One program a
-    tile. A temperature scales what stands below the largest, so that the largest is exact."""
+    """tile_top and tile_sum float32 [rows, tiles]: the largest of each tile, NaN if it holds NaN or inf, and the sum of
+    its exponentials. One program a tile. A temperature scales what stands below the largest, so that the largest is exact."""
     row = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     x, length = window_of(x, x_row, indices, None, None, row, columns, UNIT)
     column = tile * TILE + tl.arange(0, TILE)
     inside = column < length
-    value = load_values(x, column, inside, DOMAIN)
-    top, total = tile_statistics(value, inside, DOMAIN)
+    value = load_ranked(x, column, inside)
+    top = tl.max(value, 0)
     if SUM:
         scale = inverse_temperature(temperature, temperatures, row)
         base = tl.where(top == float("-inf"), 0.0, top)
         total = tl.sum(tl.where(inside, tl.exp((value - base) * scale), 0.0), 0)
         tl.store(tile_sum + tl.program_id(0), total)
-    tl.store(tile_top + tl.program_id(0), top)
+    tl.store(tile_top + tl.program_id(0), tl.where(top == float("inf"), float("nan"), top))
 
 
 @triton.jit
@@ -143,18 +145,19 @@ def pick_kernel(part_score, part_column, samples, valid, programs, DOMAIN: tl.co
 
 @triton.jit
 def write_kernel(
-    x, state, numbers, out, x_row, out_row, columns, tiles, DOMAIN: tl.constexpr, UNIT: tl.constexpr,
-    TILE: tl.constexpr,
+    x, maxima, state, numbers, out, x_row, out_row, columns, tiles,
+    DOMAIN: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """A tile of a row: probabilities divided by the sum of the prefix and 0 outside it, or scores and -inf outside."""
     row = tl.program_id(0) // tiles
-    column = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    tile = tl.program_id(0) % tiles
+    column = tile * TILE + tl.arange(0, TILE)
     inside = column < columns
-    value = tl.load(x + row.to(tl.int64) * multiple(x_row, UNIT) + column, inside, other=0).to(tl.float32)
-    if DOMAIN == PROBS:
-        value = tl.where(value < 0, 0.0, value)
     at = state + row.to(tl.int64) * STATE
-    kept = is_kept(key_of(value).to(tl.int64), column, tl.load(at + PIVOT), tl.load(at + RANK), columns, False)
+    pivot = tl.load(at + PIVOT)
+    read = inside & elements_of(groups_reaching(maxima, row, tile, tiles, pivot, TILE, GROUP), TILE, GROUP)
+    value = load_values(x + row.to(tl.int64) * multiple(x_row, UNIT), column, read, DOMAIN)
+    kept = read & is_kept(key_of(value).to(tl.int64), column, pivot, tl.load(at + RANK), columns, False)
     if DOMAIN == PROBS:
         top = tl.load(numbers + row * NUMBERS + TOP)
         share = tl.math.div_rn(value, tl.load(numbers + row * NUMBERS + INSIDE))
@@ -277,7 +280,6 @@ def _build_statistics(problem, config):
     _temperature(p, problem.temperature if sums else "")
     p.add("i64", "x_row").add("i32", "columns", "tiles")
     constants = p.constants | {
-        "DOMAIN": LOGITS if sums else PROBS,
         "SUM": sums,
         "UNIT": unit(problem.dtype, problem.aligned),
         "TILE": config.tile,
@@ -329,9 +331,10 @@ def _build_pick(problem, config):
 
 def _build_write(problem, config):
     rows = pointer(problem.dtype, problem.aligned)
-    types = {"x": rows, "state": "*i64", "numbers": "*fp32", "out": rows, "x_row": "i64", "out_row": "i64"}
-    constants = stages.constants_of(stages_of(problem)) | {"TILE": config.tile}
-    return Build(write_kernel, types | {"columns": "i32", "tiles": "i32"}, constants, num_warps=config.num_warps)
+    p = Parameters().add(rows, "x").add("*i32", "maxima").add("*i64", "state").add("*fp32", "numbers").add(rows, "out")
+    p.add("i64", "x_row", "out_row").add("i32", "columns", "tiles")
+    constants = stages.constants_of(stages_of(problem)) | stages.groups_of(config)
+    return Build(write_kernel, p.types, constants, num_warps=config.num_warps)
 
 
 _DISTRIBUTION_STRIDES = ("draft_batch", "draft_token", "target_batch", "target_token")
@@ -457,9 +460,8 @@ def _prefix(problem, config, x, k, p, randomness, indices, out, valid):
         return
     rows, columns = x.shape
     found = stages.find_prefix(stages_of(problem), config, x, rows, filters)
-    tiles = triton.cdiv(columns, config.tile)
-    start(launch_write, problem, config, (rows * tiles, 1, 1), x, found.state, found.numbers, out, x.stride(0),
-          out.stride(0), columns, tiles)  # fmt: skip
+    start(launch_write, problem, config, (rows * found.tiles, 1, 1), x, found.maxima, found.state, found.numbers, out,
+          x.stride(0), out.stride(0), columns, found.tiles)  # fmt: skip
 
 
 def _chain(problem, config, draft, ids, target, randomness, tokens, accepted, emitted):

@@ -9,7 +9,17 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device import find_prefix as stages
 from flashinfer.ops._device.find_prefix import Filters, Parameters, Stages, start
-from flashinfer.ops._device.prefix import KEPT, PIVOT, RANK, STATE, is_kept, key_of, window_of
+from flashinfer.ops._device.prefix import (
+    KEPT,
+    PIVOT,
+    RANK,
+    STATE,
+    elements_of,
+    groups_reaching,
+    is_kept,
+    key_of,
+    window_of,
+)
 from flashinfer.ops.topk import TopK
 
 
@@ -24,9 +34,9 @@ def slot_of(position, ok, page_table, batch, pages, table_row, page_size):
 
 @triton.jit
 def emit_kernel(
-    x, starts, lengths, state, places, out_value, out_index, raw, page_table, row_to_batch, page_starts, offsets, x_row,
-    out_row, raw_row, table_row, k, columns, programs, chunk, pages, page_size,
-    LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    x, starts, lengths, maxima, state, places, out_value, out_index, raw, page_table, row_to_batch, page_starts,
+    offsets, x_row, out_row, raw_row, table_row, k, columns, programs, chunk, tiles, pages, page_size,
+    LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Writes the elements of a row's prefix in the order of their indices: `places` tells where each program begins.
 
@@ -51,23 +61,26 @@ def emit_kernel(
         shift = tl.load(offsets + row)
     place = tl.load(places + tl.program_id(0))
     for i in range(chunk):
-        column = (part * chunk + i) * TILE + tl.arange(0, TILE)
-        inside = column < length
-        value = tl.load(x + column, inside, other=0)
-        key = key_of(value.to(tl.float32)).to(tl.int64)
-        mine = inside & is_kept(key, column, pivot, rank, columns, LAST)
-        to = place + tl.cumsum(mine.to(tl.int32), 0) - 1
-        place += tl.sum(mine.to(tl.int32), 0)
-        mine &= to < k
-        if page_table is not None:
-            index = slot_of(column + shift, mine, page_table, batch, pages, table_row, page_size)
-        else:
-            index = column + shift
-        tl.store(out_index + to, index.to(out_index.dtype.element_ty), mine)
-        if out_value is not None:
-            tl.store(out_value + row.to(tl.int64) * k + to, value, mine)
-        if raw is not None:
-            tl.store(raw + row.to(tl.int64) * raw_row + to, column, mine)
+        tile = part * chunk + i
+        groups = groups_reaching(maxima, row, tile, tiles, pivot, TILE, GROUP)
+        if tl.max(groups.to(tl.int32), 0) > 0:
+            column = tile * TILE + tl.arange(0, TILE)
+            inside = (column < length) & elements_of(groups, TILE, GROUP)
+            value = tl.load(x + column, inside, other=0)
+            key = key_of(value.to(tl.float32)).to(tl.int64)
+            mine = inside & is_kept(key, column, pivot, rank, columns, LAST)
+            to = place + tl.cumsum(mine.to(tl.int32), 0) - 1
+            place += tl.sum(mine.to(tl.int32), 0)
+            mine &= to < k
+            if page_table is not None:
+                index = slot_of(column + shift, mine, page_table, batch, pages, table_row, page_size)
+            else:
+                index = column + shift
+            tl.store(out_index + to, index.to(out_index.dtype.element_ty), mine)
+            if out_value is not None:
+                tl.store(out_value + row.to(tl.int64) * k + to, value, mine)
+            if raw is not None:
+                tl.store(raw + row.to(tl.int64) * raw_row + to, column, mine)
     if part == 0:
         for first in range(kept, k, TILE):
             to = first + tl.arange(0, TILE)
@@ -116,14 +129,15 @@ def _build_emit(problem, config):
     s, pages, values = stages_of(problem), problem.form == "pages", problem.form in ("values", "sorted")
     p = Parameters().add(stages.rows_pointer(s), "x")
     p.add("*i32", "starts", present=s.starts).add("*i32", "lengths", present=s.lengths)
-    p.add("*i64", "state").add("*i32", "places").add(f"*{problem.dtype}", "out_value", present=values)
+    p.add("*i32", "maxima").add("*i64", "state").add("*i32", "places")
+    p.add(f"*{problem.dtype}", "out_value", present=values)
     p.add("*i64" if values else "*i32", "out_index").add("*i32", "raw", present=problem.raw)
     p.add("*i32", "page_table", present=pages).add("*i32", "row_to_batch", present=problem.mapped)
     p.add("*i32", "page_starts", present=problem.page_starts).add("*i32", "offsets", present=problem.form == "ragged")
     p.add("i64", "x_row", "out_row").add("i64", "raw_row", present=problem.raw).add("i64", "table_row", present=pages)
-    p.add("i32", "k", "columns", "programs", "chunk").add("i32", "pages", "page_size", present=pages)
+    p.add("i32", "k", "columns", "programs", "chunk", "tiles").add("i32", "pages", "page_size", present=pages)
     unit = stages.constants_of(s)["UNIT"]
-    constants = p.constants | {"LAST": problem.last, "UNIT": unit, "TILE": config.tile}
+    constants = p.constants | stages.groups_of(config) | {"LAST": problem.last, "UNIT": unit}
     return Build(emit_kernel, p.types, constants, num_warps=config.num_warps)
 
 
@@ -173,9 +187,9 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
     else:
         out_index, raw = outputs
         raw_row = None if raw is None else raw.stride(0)
-    start(launch_emit, problem, config, (rows * found.programs, 1, 1), x, starts, lengths, found.state,
+    start(launch_emit, problem, config, (rows * found.programs, 1, 1), x, starts, lengths, found.maxima, found.state,
           found.part_count, out_value, out_index, raw, table, row_to_batch, page_starts, offsets, x.stride(0),
-          out_index.stride(0), raw_row, table_row, k, columns, found.programs, found.chunk, pages,
+          out_index.stride(0), raw_row, table_row, k, columns, found.programs, found.chunk, found.tiles, pages,
           page_size)  # fmt: skip
     if problem.form == "sorted":
         blocks = triton.cdiv(k, _RANKED)
