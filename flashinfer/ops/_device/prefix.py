@@ -209,17 +209,11 @@ def scan_kernel(
 
 
 @triton.jit
-def groups_reaching(maxima, row, tile, tiles, key, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Which groups of a tile hold an element at `key` or above, bool [TILE // GROUP]."""
-    at = (row.to(tl.int64) * tiles + tile) * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
-    largest = tl.load(maxima + at, tile < tiles, other=_LOWEST)
-    return largest >= tl.minimum(key, _INFINITE)
-
-
-@triton.jit
-def elements_of(groups, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """What is said of the groups of a tile, for each of its elements."""
-    return tl.reshape(tl.broadcast_to(groups[:, None], [TILE // GROUP, GROUP]), [TILE])
+def may_reach(maxima, row, tile, tiles, key, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Which elements of a tile are in a group that has one at `key` or above; none past the last tile."""
+    maxima += (row.to(tl.int64) * tiles + tile) * (TILE // GROUP)
+    largest = tl.load(maxima + tl.arange(0, TILE) // GROUP, tile < tiles, other=_LOWEST)
+    return largest >= tl.minimum(key, _INFINITE).to(tl.int32)
 
 
 @triton.jit
@@ -429,11 +423,11 @@ def gather_kernel(
     mass = tl.full([], 0, tl.int64)
     for i in range(chunk):
         tile = part * chunk + i
-        groups = groups_reaching(maxima, row, tile, tiles, low_key, TILE, GROUP) & some_kept
-        if tl.max(groups.to(tl.int32), 0) > 0:
+        near = may_reach(maxima, row, tile, tiles, low_key, TILE, GROUP) & some_kept
+        if tl.max(near.to(tl.int32), 0) > 0:
             first = tile * TILE
             column = first + tl.arange(0, TILE)
-            ok = (column < length) & elements_of(groups, TILE, GROUP)
+            ok = (column < length) & near
             value = load_values(x, column, ok, DOMAIN)
             key = key_of(value)
             inside = ok & (key >= high_key) & some_inside
@@ -464,8 +458,8 @@ def gather_kernel(
 
 
 @triton.jit
-def listed_elements(start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE: tl.constexpr):
-    """Elements between the bounds: those of the list, or, where it overflowed, those of the row."""
+def listed_elements(start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE: tl.constexpr):
+    """Elements with keys from `least` to `most`, the list's; or, where it overflowed, the row's."""
     at = start + tl.arange(0, TILE)
     ok = at < count
     column = tl.load(list_column + at, ok & from_list, other=0)
@@ -473,8 +467,7 @@ def listed_elements(start, count, from_list, x, list_value, list_column, high, l
     column = tl.where(from_list, column, at)
     value = tl.where(from_list, value, load_values(x, at, ok & (from_list == 0), DOMAIN))
     key = key_of(value)
-    # In 32 bits; where there is anything to list, low is a key and high at most _BEYOND.
-    return value, key, column, ok & (key >= low.to(tl.int32)) & (key <= (high - 1).to(tl.int32))
+    return value, key, column, ok & (key >= least) & (key <= most)
 
 
 @triton.jit
@@ -487,47 +480,51 @@ def measure(value, top, unit, DOMAIN: tl.constexpr, MASS: tl.constexpr):
 
 @triton.jit
 def find_pivot(
-    target, base, count, from_list, x, list_value, list_column, high, low, columns, top, unit,
+    target, count, from_list, x, list_value, list_column, least, most, columns, top, unit,
     DOMAIN: tl.constexpr, MASS: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    """Key and rank of the last of the fewest elements that, with `base`, measure `target`; all between if they do not.
+    """Key and rank of the last of the fewest elements that measure `target` together; of all if they do not.
 
-    `low` reaches the target or takes all; `high` misses it. The search cuts what lies in between in WAYS + 1 parts at a
-    time: a step waits for one sum over the program, however many keys it is for. It ends where one element is left
-    between the bounds; the key then lies below that element's, and above that of the next.
+    The search cuts the keys in WAYS + 1 parts at a time: a step waits for one sum over the program, however many keys it
+    is for. It ends where one element is left between its bounds; the key is then at most that element's, and above the
+    next one's, which keeps the same.
     """
-    enough = low
-    beyond = high
+    enough = least.to(tl.int64)
+    beyond = most.to(tl.int64) + 1
     # Elements from `enough` on and from `beyond` on. Where they differ by one, it is the last that is taken.
     many = count
     few = count * 0
     way = tl.arange(0, WAYS).to(tl.int64)
     while (beyond - enough > 1) & (many - few > 1):
         edge = enough + (way + 1) * ((beyond - enough + WAYS) // (WAYS + 1))
-        least = tl.minimum(edge, _BEYOND - 1).to(tl.int32)
-        found = tl.zeros([WAYS, TILE], tl.int32)
-        measures = tl.zeros([WAYS, TILE], tl.int64) if MASS else found
+        # In 32 bits. An edge past all keys is not below `beyond`, and nothing comes of it.
+        key_edge = tl.minimum(edge, _BEYOND - 1).to(tl.int32)
+        counts = tl.zeros([WAYS], tl.int32)
+        sums = tl.zeros([WAYS], tl.int64)
         for start in range(0, count, TILE):
             value, key, column, ok = listed_elements(
-                start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
+                start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
             )
-            hit = ok[None, :] & (key[None, :] >= least[:, None])
-            found += hit.to(tl.int32)
+            hit = ok[None, :] & (key[None, :] >= key_edge[:, None])
+            counts += tl.sum(hit.to(tl.int32), 1)
             if MASS:
                 each = measure(value, top, unit, DOMAIN, MASS)
-                measures += tl.where(hit, each[None, :], 0)
-        counts = tl.sum(found, 1)
-        sums = base + (tl.sum(measures, 1) if MASS else counts)
+                sums += tl.sum(tl.where(hit, each[None, :], 0), 1)
+        if MASS == 0:
+            sums += counts
         reached = (sums >= target) & (edge < beyond)
         missed = (sums < target) & (edge < beyond)
         many = tl.min(tl.where(reached, counts, many), 0)
         few = tl.max(tl.where(missed, counts, few), 0)
         enough = tl.max(tl.where(reached, edge, enough), 0)
         beyond = tl.min(tl.where(missed, edge, beyond), 0)
+        if MASS == 0:
+            # From `enough` on there are as many as are wanted: nothing is left to find.
+            few = tl.where(many == target, many, few)
     rank = columns.to(tl.int64)
     if many - few > 1:
         rank = tie_rank(
-            target, base, enough, count, from_list, x, list_value, list_column, high, low, columns, top, unit,
+            target, enough, count, from_list, x, list_value, list_column, least, most, columns, top, unit,
             DOMAIN, MASS, LAST, TILE, WAYS,
         )  # fmt: skip
     return enough, rank
@@ -535,17 +532,17 @@ def find_pivot(
 
 @triton.jit
 def tie_rank(
-    target, base, pivot, count, from_list, x, list_value, list_column, high, low, columns, top, unit,
+    target, pivot, count, from_list, x, list_value, list_column, least, most, columns, top, unit,
     DOMAIN: tl.constexpr, MASS: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """The rank of the last element that is taken of those at the pivot; `columns` where all are."""
     way = tl.arange(0, WAYS).to(tl.int64)
-    above = base
+    above = tl.full([], 0, tl.int64)
     equal = tl.full([], 0, tl.int64)
     ties = tl.full([], 0, tl.int64)
     for start in range(0, count, TILE):
         value, key, column, ok = listed_elements(
-            start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
+            start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
         )
         each = measure(value, top, unit, DOMAIN, MASS)
         above += tl.sum(tl.where(ok & (key > pivot), each, 0), 0)
@@ -563,7 +560,7 @@ def tie_rank(
         taken = tl.zeros([WAYS], tl.int64)
         for start in range(0, count, TILE):
             value, key, column, ok = listed_elements(
-                start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
+                start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
             )
             mine = columns - 1 - column if LAST else column
             tied = ok & (key == pivot)
@@ -593,17 +590,18 @@ def row_parts(parts, row, programs, BLOCK: tl.constexpr):
 
 @triton.jit
 def find_end(
-    k, p, inside, inside_mass, sum, count, from_list, x, list_value, list_column, high, low, length, columns, top, unit,
+    k, p, inside, inside_mass, sum, count, from_list, x, list_value, list_column, least, most, length, columns, top,
+    unit,
     DOMAIN: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, TOP_K_FIRST: tl.constexpr, LAST: tl.constexpr,
     TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """Pivot and rank of the prefix that the filters keep: of two prefixes the shorter one."""
-    pivot = low
+    pivot = least.to(tl.int64)
     rank = columns.to(tl.int64)
     if TOP_K:
         if k < length:
             pivot, rank = find_pivot(
-                k.to(tl.int64), inside, count, from_list, x, list_value, list_column, high, low, columns, top, unit,
+                k.to(tl.int64) - inside, count, from_list, x, list_value, list_column, least, most, columns, top, unit,
                 DOMAIN, False, LAST, TILE, WAYS,
             )  # fmt: skip
     if TOP_P:
@@ -614,7 +612,7 @@ def find_end(
                     first = inside_mass
                     for start in range(0, count, TILE):
                         value, key, column, ok = listed_elements(
-                            start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
+                            start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
                         )
                         ok &= is_kept(key, column, pivot, rank, columns, LAST)
                         first += tl.sum(tl.where(ok, measure(value, top, unit, DOMAIN, True), 0), 0)
@@ -624,9 +622,9 @@ def find_end(
             elif DOMAIN == LOGITS:
                 goal *= sum
             # No sum of a row reaches 2^62.
-            target = tl.maximum(tl.minimum(goal, 4611686018427387904.0).to(tl.int64), 1)
+            target = tl.maximum(tl.minimum(goal, 4611686018427387904.0).to(tl.int64), 1) - inside_mass
             p_pivot, p_rank = find_pivot(
-                target, inside_mass, count, from_list, x, list_value, list_column, high, low, columns, top, unit,
+                target, count, from_list, x, list_value, list_column, least, most, columns, top, unit,
                 DOMAIN, True, LAST, TILE, WAYS,
             )  # fmt: skip
             shorter = (p_pivot > pivot) | ((p_pivot == pivot) & (p_rank < rank))
@@ -647,8 +645,10 @@ def resolve_kernel(
     the race over it (RACE), or in part_count where the elements of each program come (PLACES). One program a row."""
     row = tl.program_id(0)
     x, length = window_of(x, x_row, indices, starts, lengths, row, columns, UNIT)
-    high = tl.load(state + row.to(tl.int64) * STATE + HIGH)
-    low = tl.load(state + row.to(tl.int64) * STATE + LOW)
+    # Where anything is listed, the first is a key; the last is one wherever anything is kept.
+    pivot = tl.load(state + row.to(tl.int64) * STATE + HIGH)
+    most = (pivot - 1).to(tl.int32)
+    least = tl.load(state + row.to(tl.int64) * STATE + LOW).to(tl.int32)
     count = tl.load(listed + row)
     from_list = count <= capacity
     count = tl.where(from_list, count, length)
@@ -666,11 +666,10 @@ def resolve_kernel(
         inside_mass = row_parts(part_mass, row, programs, BINS)
     k = parameter(top_k, top_ks, row)
     p = parameter(top_p, top_ps, row)
-    pivot = high
     rank = columns.to(tl.int64)
     if count > 0:
         pivot, rank = find_end(
-            k, p, inside, inside_mass, sum, count, from_list, x, list_value, list_column, high, low, length, columns,
+            k, p, inside, inside_mass, sum, count, from_list, x, list_value, list_column, least, most, length, columns,
             top, unit, DOMAIN, TOP_K, TOP_P, TOP_K_FIRST, LAST, TILE, WAYS,
         )  # fmt: skip
     if RACE:
@@ -682,7 +681,7 @@ def resolve_kernel(
         places = tl.zeros([BINS], tl.int32)
     for start in range(0, count, TILE):
         value, key, column, ok = listed_elements(
-            start, count, from_list, x, list_value, list_column, high, low, DOMAIN, TILE
+            start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
         )
         ok &= is_kept(key, column, pivot, rank, columns, LAST)
         kept += tl.sum(ok.to(tl.int64), 0)

@@ -21,12 +21,11 @@ from flashinfer.ops._device.prefix import (
     STATE,
     TOP,
     better,
-    elements_of,
-    groups_reaching,
     is_kept,
     key_of,
     load_ranked,
     load_values,
+    may_reach,
     parameter,
     race_score,
     row_statistics,
@@ -155,7 +154,7 @@ def write_kernel(
     inside = column < columns
     at = state + row.to(tl.int64) * STATE
     pivot = tl.load(at + PIVOT)
-    read = inside & elements_of(groups_reaching(maxima, row, tile, tiles, pivot, TILE, GROUP), TILE, GROUP)
+    read = inside & may_reach(maxima, row, tile, tiles, pivot, TILE, GROUP)
     value = load_values(x + row.to(tl.int64) * multiple(x_row, UNIT), column, read, DOMAIN)
     kept = read & is_kept(key_of(value).to(tl.int64), column, pivot, tl.load(at + RANK), columns, False)
     if DOMAIN == PROBS:

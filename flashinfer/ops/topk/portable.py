@@ -14,10 +14,9 @@ from flashinfer.ops._device.prefix import (
     PIVOT,
     RANK,
     STATE,
-    elements_of,
-    groups_reaching,
     is_kept,
     key_of,
+    may_reach,
     window_of,
 )
 from flashinfer.ops.topk import TopK
@@ -48,6 +47,10 @@ def emit_kernel(
     at = state + row.to(tl.int64) * STATE
     pivot, rank, kept = tl.load(at + PIVOT), tl.load(at + RANK), tl.load(at + KEPT).to(tl.int32)
     out_index += row.to(tl.int64) * out_row
+    if out_value is not None:
+        out_value += row.to(tl.int64) * k
+    if raw is not None:
+        raw += row.to(tl.int64) * raw_row
     shift = 0
     batch = row
     if page_table is not None:
@@ -62,10 +65,10 @@ def emit_kernel(
     place = tl.load(places + tl.program_id(0))
     for i in range(chunk):
         tile = part * chunk + i
-        groups = groups_reaching(maxima, row, tile, tiles, pivot, TILE, GROUP)
-        if tl.max(groups.to(tl.int32), 0) > 0:
+        near = may_reach(maxima, row, tile, tiles, pivot, TILE, GROUP)
+        if tl.max(near.to(tl.int32), 0) > 0:
             column = tile * TILE + tl.arange(0, TILE)
-            inside = (column < length) & elements_of(groups, TILE, GROUP)
+            inside = (column < length) & near
             value = tl.load(x + column, inside, other=0)
             key = key_of(value.to(tl.float32)).to(tl.int64)
             mine = inside & is_kept(key, column, pivot, rank, columns, LAST)
@@ -78,16 +81,16 @@ def emit_kernel(
                 index = column + shift
             tl.store(out_index + to, index.to(out_index.dtype.element_ty), mine)
             if out_value is not None:
-                tl.store(out_value + row.to(tl.int64) * k + to, value, mine)
+                tl.store(out_value + to, value, mine)
             if raw is not None:
-                tl.store(raw + row.to(tl.int64) * raw_row + to, column, mine)
+                tl.store(raw + to, column, mine)
     if part == 0:
         for first in range(kept, k, TILE):
             to = first + tl.arange(0, TILE)
             none = tl.full([TILE], -1, tl.int32)
             tl.store(out_index + to, none.to(out_index.dtype.element_ty), to < k)
             if raw is not None:
-                tl.store(raw + row.to(tl.int64) * raw_row + to, none, to < k)
+                tl.store(raw + to, none, to < k)
 
 
 @triton.jit
