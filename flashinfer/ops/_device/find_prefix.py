@@ -272,7 +272,8 @@ def build_resolve(s: Stages, config) -> Build:
         "TILE": config.list_tile,
         "WAYS": config.ways,
     }  # fmt: skip
-    return Build(prefix.resolve_kernel, p.types, constants, num_warps=config.list_warps)
+    # One program a row has registers to spare; left to itself ptxas keeps to 96 and spills.
+    return Build(prefix.resolve_kernel, p.types, constants, num_warps=config.list_warps, maxnreg=168)
 
 
 launch_scan = Launcher("prefix_scan", build_scan)
