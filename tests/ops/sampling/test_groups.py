@@ -5,11 +5,12 @@ import torch
 
 from flashinfer import sampling
 from flashinfer.ops import sampling as room
-from flashinfer.ops._device import find_prefix
+from flashinfer.ops._device import find_prefix, prefix
 from flashinfer.ops._device import tiles as tile_sizes
 from flashinfer.testing.compare import assert_bitwise
 from tests.ops.norm.variants import variant  # the fixture
 from tests.ops.sampling.test_sampling import backend, kept_columns, rows_of_probs
+from tests.ops.topk.test_groups import keys_of
 
 
 @pytest.fixture
@@ -72,6 +73,28 @@ def test_a_k_of_its_own_for_each_row(variant, device, monkeypatch, columns, sour
         tokens = function(x, ks, ps, filter_apply_order=order, **seeds)
     assert tokens[9:].tolist() == [0] * 4
     assert_bitwise(tokens[:9], expected[:9])
+
+
+@pytest.mark.parametrize("order", ["joint", "top_k_first"])
+@pytest.mark.parametrize("source", ["probs", "logits"])
+def test_what_is_kept(device, columns, source, order):
+    """The stages alone: every column with a weight that a sort keeps, no other, and their sum."""
+    probs, ks = mixed_rows(columns, device)
+    probs, ks = probs[:9], ks[:9]
+    x = probs if source == "probs" else probs.log()
+    weights = probs.double() if source == "probs" else (x.double() - x.double().amax(1, keepdim=True)).exp()
+    ps = torch.linspace(0.35, 0.98, len(ks), device=device)
+    stages = find_prefix.Stages(source, "fp32", False, "i64", "fp32", order == "top_k_first", statistics=True, mass=True)
+    filters = find_prefix.Filters(ks=ks, ps=ps)
+    found = find_prefix.find_prefix(stages, tile_sizes.portable(None, None), x, len(x), filters)
+    pivots, ranks = (found.state[:, int(i)].tolist() for i in (prefix.PIVOT, prefix.RANK))
+    sums = found.numbers[:, int(prefix.INSIDE)].tolist()
+    for i, row in enumerate(weights):
+        keys = keys_of(x[i])
+        kept = [j for j in range(columns) if keys[j] > pivots[i] or (keys[j] == pivots[i] and j <= ranks[i])]
+        expected = kept_columns(row / row.sum(), int(ks[i]), float(ps[i]), order)
+        assert [j for j in kept if row[j] > 0] == sorted(j for j in expected if row[j] > 0), i
+        assert sums[i] == pytest.approx(float(row[expected].sum()), rel=1e-6)
 
 
 def test_a_scalar_k(variant, device, columns):
