@@ -57,14 +57,12 @@ def statistics_kernel(
     row = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     x, length = window_of(x, x_row, indices, None, None, row, columns, UNIT)
-    column = tile * TILE + tl.arange(0, TILE)
-    inside = column < length
-    value = load_ranked(x, column, inside)
+    value = load_ranked(x, tile, length, TILE)
     top = tl.max(value, 0)
     if SUM:
         scale = inverse_temperature(temperature, temperatures, row)
         base = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(tl.where(inside, tl.exp((value - base) * scale), 0.0), 0)
+        total = tl.sum(tl.exp((value - base) * scale), 0)
         tl.store(tile_sum + tl.program_id(0), total)
     tl.store(tile_top + tl.program_id(0), tl.where(top == float("inf"), float("nan"), top))
 
