@@ -94,7 +94,8 @@ def test_what_is_kept(device, columns, source, order):
         kept = [j for j in range(columns) if keys[j] > pivots[i] or (keys[j] == pivots[i] and j <= ranks[i])]
         expected = kept_columns(row / row.sum(), int(ks[i]), float(ps[i]), order)
         assert [j for j in kept if row[j] > 0] == sorted(j for j in expected if row[j] > 0), i
-        assert sums[i] == pytest.approx(float(row[expected].sum()), rel=1e-6)
+        # float32 exponentials are off by their argument's rounding, up to 2^-24 of arguments to 64.
+        assert sums[i] == pytest.approx(float(row[expected].sum()), rel=4e-6)
 
 
 def test_a_scalar_k(variant, device, columns):
