@@ -189,11 +189,12 @@ class Parameters:
         self.add(f"*{s.indices}", "indices", present=bool(s.indices))
         return self.add("*i32", "starts", present=s.starts).add("*i32", "lengths", present=s.lengths)
 
-    def filters(self, s, p: bool = True) -> Parameters:
-        for name, scalar, kind in (("top_k", "i32", s.top_k), ("top_p", "fp32", s.top_p))[: 1 + p]:
-            self.add(scalar, name, present=kind == "scalar")
-            self.add(f"*{kind}", f"{name}s", present=kind not in ("", "scalar"))
-        return self
+    def filter(self, name: str, scalar: str, kind: str) -> Parameters:
+        self.add(scalar, name, present=kind == "scalar")
+        return self.add(f"*{kind}", f"{name}s", present=kind not in ("", "scalar"))
+
+    def filters(self, s) -> Parameters:
+        return self.filter("top_k", "i32", s.top_k).filter("top_p", "fp32", s.top_p)
 
     def randomness(self, seed: int, offset: int, present: bool = True) -> Parameters:
         for name, where in (("seed", seed), ("offset", offset)):
@@ -215,8 +216,9 @@ def rows_pointer(s) -> str:
 
 
 def build_scan(s: Stages, config) -> Build:
-    p = Parameters().add(rows_pointer(s), "x").window(s).filters(s, p=False).add("*i32", "maxima", "counts")
-    p.add("*fp32", "tile_top", "tile_sum").add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles")
+    p = Parameters().add(rows_pointer(s), "x").window(s).filter("top_k", "i32", s.top_k)
+    p.add("*i32", "maxima", "counts").add("*fp32", "tile_top", "tile_sum")
+    p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles")
     constants = p.constants | constants_of(s) | groups_of(config)
     constants |= {"TOP_K": bool(s.top_k), "STATISTICS": s.statistics}
     return Build(prefix.scan_kernel, p.types, constants, num_warps=config.num_warps)

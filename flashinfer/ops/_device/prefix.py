@@ -1,7 +1,7 @@
 """The first elements of a row in the order (value descending, index ascending), found without sorting.
 
 Top-k, top-p and their combinations all keep a prefix of that order. It is told by its pivot: the key and the index of
-its last element. Four launches find it, and the row is read twice, however its programs share it:
+its last element. Four launches find it, however a row's programs share it, and read the row once and some of it again:
 
     scan     largest value of each group of neighbours; largest value and sum of each tile; where k does not rule,
              a histogram of the values' leading bits
@@ -180,9 +180,9 @@ def scan_kernel(
     tiles, DOMAIN: tl.constexpr, TOP_K: tl.constexpr, STATISTICS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """maxima int32 [rows, tiles, TILE // GROUP]: the largest key of each group of GROUP neighbours; tile_top and tile_sum
-    float32 [rows, tiles]; counts int32 [rows, programs, BINS], of rows where k does not rule. A program takes `chunk`
-    tiles; what it says of them does not depend on how many that is."""
+    """maxima int32 [rows, tiles, TILE // GROUP]: the largest key of GROUP neighbours; tile_top and tile_sum float32
+    [rows, tiles]; counts int32 [rows, programs, BINS], of rows where k does not rule. A program takes `chunk` tiles;
+    what it says of them does not depend on how many that is."""
     row = tl.program_id(0) // programs
     part = tl.program_id(0) % programs
     x, length = window_of(x, x_row, indices, starts, lengths, row, columns, UNIT)
@@ -214,7 +214,7 @@ def scan_kernel(
 
 @triton.jit
 def may_reach(maxima, row, tile, tiles, key, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Which elements of a tile are in a group that has one at `key` or above; none past the last tile."""
+    """Which elements of a tile are in a group that has one at `key` or above."""
     maxima += (row.to(tl.int64) * tiles + tile) * (TILE // GROUP)
     largest = tl.load(maxima + tl.arange(0, TILE) // GROUP, tile < tiles, other=_LOWEST)
     return largest >= tl.minimum(key, _INFINITE).to(tl.int32)
@@ -489,9 +489,9 @@ def find_pivot(
 ):  # fmt: skip
     """Key and rank of the last of the fewest elements that measure `target` together; of all if they do not.
 
-    The search cuts the keys in WAYS + 1 parts at a time: a step waits for one sum over the program, however many keys it
-    is for. It ends where one element is left between its bounds; the key is then at most that element's, and above the
-    next one's, which keeps the same.
+    The search cuts the keys in WAYS + 1 parts at a time: a step waits for one sum over the program, however many keys
+    it is for. It ends where one element is left between its bounds; the key is then at most that element's, and above
+    the next one's, which keeps the same.
     """
     enough = least.to(tl.int64)
     beyond = most.to(tl.int64) + 1

@@ -53,7 +53,7 @@ def statistics_kernel(
     SUM: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """tile_top and tile_sum float32 [rows, tiles]: the largest of each tile, NaN if it holds NaN or inf, and the sum of
-    its exponentials. One program a tile. A temperature scales what stands below the largest, so that the largest is exact."""
+    its exponentials. One program a tile. A temperature scales what stands below the largest, so that that is exact."""
     row = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     x, length = window_of(x, x_row, indices, None, None, row, columns, UNIT)
