@@ -80,7 +80,7 @@ def test_a_k_of_its_own_for_each_row(variant, device, monkeypatch, columns, sour
 def test_what_is_kept(device, columns, source, order):
     """The stages alone: every column with a weight that a sort keeps, no other, and their sum."""
     probs, ks = mixed_rows(columns, device)
-    probs, ks = probs[:9], ks[:9]
+    probs, ks = torch.cat([probs[:9], rows_of_probs(9, columns, device, spread=1.5)]), torch.cat([ks[:9], ks[:9]])
     x = probs if source == "probs" else probs.log()
     weights = probs.double() if source == "probs" else (x.double() - x.double().amax(1, keepdim=True)).exp()
     ps = torch.linspace(0.35, 0.98, len(ks), device=device)
