@@ -1,9 +1,9 @@
 """Every kernel compiles for every architecture on the lowest and the highest Triton, within the chip's limits.
 
 Of each op's catalog it takes as many problems as show every value of every field, so that each branch of each kernel is
-there. What a kernel is to be compiled for is dealt to the chips in turn, and on the highest Triton to others; every
-kernel is compiled for every chip on both. A chip's own kernels are compiled for all of their problems on both. `make
-test` installs the highest Triton beside the environment's; FLASHINFER_TEST_TRITON names its folder.
+there, and deals them to the chips in turn; every kernel is compiled for every chip. On the highest Triton a kernel of
+all chips has one problem for each. A chip's own kernels are compiled for all of their problems on both. `make test`
+installs the highest Triton beside the environment's; FLASHINFER_TEST_TRITON names its folder.
 """
 
 import json
@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from dataclasses import asdict
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -46,20 +47,27 @@ def all_jobs(highest):
         # Several ops may run one launcher, whose name is its own; it has a kernel for each type of problem.
         kernels[job.launcher, type(job.problem)][job.problem].setdefault(job.arch, job)
     for problems in kernels.values():
-        yield from dealt(list(problems.values()), highest)
+        by_op = defaultdict(list)
+        for by_arch in problems.values():
+            by_op[next(iter(by_arch.values())).op].append(by_arch)
+        # Ops take turns, so that each of them has a chip.
+        turns = [by_arch for turn in zip_longest(*by_op.values()) for by_arch in turn if by_arch]
+        yield from dealt(turns, highest)
 
 
-def dealt(problems, first):
+def dealt(problems, highest):
     """Of each problem ({arch: job}) the job of one chip, and for each chip that has any at least one."""
     left = {arch: None for by_arch in problems for arch in by_arch}
     for place, by_arch in enumerate(problems):
         archs = [arch for arch in GPU_ARCHS if arch in by_arch]
-        arch = next((arch for arch in archs if arch in left), archs[(place + first) % len(archs)])
+        arch = next((arch for arch in archs if arch in left), None)
+        if arch is None and highest and len(archs) > 1:
+            continue
         left.pop(arch, None)
-        yield by_arch[arch]
+        yield by_arch[arch or archs[place % len(archs)]]
     for place, arch in enumerate(left):
         taking = [by_arch for by_arch in problems if arch in by_arch]
-        yield taking[(place + first) % len(taking)][arch]
+        yield taking[(place + highest) % len(taking)][arch]
 
 
 def main(folder, highest):

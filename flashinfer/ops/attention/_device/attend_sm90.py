@@ -402,7 +402,7 @@ def _finish(WG, acc, top, total, record, kv_head, rows, view: View, tensors, num
     slot = gl.load(record + ITEM_SLOT)
     if not form.SOFTMAX:
         # The weights are what they are: no maximum was taken from their logits, and their sum divides nothing.
-        top = gl.zeros([ROWS], gl.float32, rows.type.layout)
+        top = gl.full([ROWS], 0.0, gl.float32, rows.type.layout)
         total = top + 1.0
     if form.SINKS:
         # The combination adds the sink of a split tile, once.
