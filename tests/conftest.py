@@ -73,6 +73,15 @@ def quick_interpreter(pytestconfig):
     interpreter._patch_lang = once_a_launch
 
 
+@pytest.fixture(scope="module")
+def on_card():
+    """Calls a function of the test's module in a process with a card that is not there; it gets the card."""
+    from tests.core.card_process import card_process
+
+    with card_process() as call:
+        yield call
+
+
 @pytest.fixture(autouse=True)
 def seed():
     import torch

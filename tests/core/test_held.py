@@ -1,10 +1,8 @@
 """Held calls: a call like an earlier one launches what it would launch anew, and no other call is taken for one."""
 
-import multiprocessing
 import os
 import re
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
@@ -12,26 +10,6 @@ import pytest
 import torch
 
 import flashinfer
-
-
-@pytest.fixture(scope="module")
-def on_card():
-    """Calls a function of this module in a process with a card that is not there; it gets the card."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_insert) as process:
-        yield lambda function, *args: process.submit(_with_card, function, *args).result()
-
-
-def _insert():
-    os.environ.pop("TRITON_INTERPRET", None)
-    global CARD
-    from tests.core import card
-
-    CARD = card.insert()
-
-
-def _with_card(function, *args):
-    return function(CARD, *args)
 
 
 def rows(count=4, columns=256, dtype=torch.bfloat16):

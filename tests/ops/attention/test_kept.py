@@ -1,35 +1,11 @@
 """What wrappers keep between plans, on a card that is not there: what other batches launch is what a new one would."""
 
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 
 import flashinfer
 
 PAGE, HEADS, DIM = 16, (4, 2), 64
-
-
-@pytest.fixture(scope="module")
-def on_card():
-    """Calls a function of this module in a process with a card that is not there; it gets the card."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_insert) as process:
-        yield lambda function, *args: process.submit(_with_card, function, *args).result()
-
-
-def _insert():
-    os.environ.pop("TRITON_INTERPRET", None)
-    global CARD
-    from tests.core import card
-
-    CARD = card.insert()
-
-
-def _with_card(function, *args):
-    return function(CARD, *args)
 
 
 def table(*values):
