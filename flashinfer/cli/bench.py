@@ -38,7 +38,7 @@ class Room:
         The rows whose names contain `match`, with the module that each comes from.
     modules : list of dict
         The names of those modules. One may have `ceilings(device)`, more ceilings, and `versions(device)`, what else a
-        reader has to know of the run.
+        reader has to know of the run: of several devices, how many "ranks" there were.
     """
 
     def __init__(self, name: str, found: dict[str, Path], device, match: str):
@@ -89,9 +89,10 @@ class Room:
         if self.device.type == "cuda":
             versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         versions |= self._from_modules("versions")
+        ranks = versions.get("ranks", 1)
         return {
             "room": self.name,
-            "device": device_name(self.device),
+            "device": f"{ranks} x {device_name(self.device)}" if ranks > 1 else device_name(self.device),
             "date": datetime.date.today().isoformat(),
             "versions": versions,
             "ceilings": ceiling,

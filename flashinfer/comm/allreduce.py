@@ -363,7 +363,8 @@ def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, r
         hidden, elements = input.shape[-1], tokens * input.shape[-1]
     else:
         # Rows that are only added need not be the caller's.
-        hidden, elements = config.CHUNK, input.numel()
+        elements = input.numel()
+        hidden = config.chunk(elements)
         tokens = -(-elements // hidden)
     if elements == 0:
         return

@@ -18,9 +18,11 @@ from flashinfer._core.checks import require
 # Bytes between the flags of two channels: a line of L2, and 16 ranks with 8 bytes each.
 LINE = 128
 MOST_RANKS = LINE // 8
-# Most programs of a kernel, each with slots of its own. Two thirds of a small chip's multiprocessors, so that all are
-# resident; not measured.
-CHANNELS = 64
+# Most programs of a kernel. Those that are not resident at once come when earlier ones are done: a program waits for
+# those of its number only, and ranks start them in order.
+CHANNELS = 256
+# Of these, the ones that have slots: a program for each multiprocessor of an H100 or H200, as a power of two.
+SLOTTED = 128
 # Most threads of a program; the state has a word for each behind the channels' epochs.
 MOST_LANES = 1024
 
@@ -267,7 +269,7 @@ class Link:
 
 def header(world: int, area: int) -> int:
     """Bytes of the flags and the two slots, whose areas have `area` bytes."""
-    return LINE * CHANNELS + 2 * CHANNELS * world * area
+    return LINE * CHANNELS + 2 * SLOTTED * world * area
 
 
 def device_attribute(name: str, index: int) -> bool:

@@ -25,6 +25,7 @@ from flashinfer.ops.comm import symmetric
 
 LINE = tl.constexpr(symmetric.LINE)
 CHANNELS = tl.constexpr(symmetric.CHANNELS)
+SLOTTED = tl.constexpr(symmetric.SLOTTED)
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def pointer_at(address, dtype: tl.constexpr, UNIT_BYTES: tl.constexpr):
 @triton.jit
 def slot_of(epoch, channel, source, area, WORLD: tl.constexpr):
     """Offset in a buffer of the `area` bytes that rank `source` sends to `channel` in exchange `epoch`."""
-    slot = (epoch & 1) * CHANNELS + channel
+    slot = (epoch & 1) * SLOTTED + channel
     return LINE * CHANNELS + (slot * WORLD + source).to(tl.int64) * area
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashinfer.ops.comm.symmetric import CHANNELS
+from flashinfer.ops.comm.symmetric import SLOTTED
 
-# Elements that a program of the plain all-reduce takes at a time: four 16-byte accesses of bf16 in each of 128 threads.
-# Not measured.
-CHUNK = 4096
+# Elements that a program of the plain all-reduce takes at a time: of bf16, one to four 16-byte accesses in each of 128
+# threads.
+CHUNKS = 1024, 2048, 4096
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,19 @@ def one_shot_bytes(world: int) -> int:
     return (1 << 20) // max(world - 1, 1)
 
 
+def chunk(elements: int) -> int:
+    """Elements of a row of the plain all-reduce: as few as all programs together need."""
+    return next((size for size in CHUNKS if elements <= size * SLOTTED), CHUNKS[-1])
+
+
 def programs(tokens: int) -> int:
     """Programs of a call. It is the same on every rank whatever its chip, for they exchange one with one."""
-    return min(tokens, CHANNELS)
+    return min(tokens, SLOTTED)
 
 
 def needed_area(nbytes: int, row: int, world: int, one_shot: bool) -> int:
     """Bytes of an area that takes rows of `row` bytes, `nbytes` in all."""
-    each = -(-nbytes // row // CHANNELS) if nbytes % row == 0 else -(-(nbytes // row + 1) // CHANNELS)
+    each = -(-nbytes // row // SLOTTED) if nbytes % row == 0 else -(-(nbytes // row + 1) // SLOTTED)
     if not one_shot:
         each = -(-each // world)
     return -(-max(each, 1) * row // 16) * 16
@@ -54,4 +59,4 @@ def needed_area(nbytes: int, row: int, world: int, one_shot: bool) -> int:
 
 def area(nbytes: int, row: int, world: int, one_shot: bool) -> int:
     """Bytes of an area that takes `nbytes` in rows of up to `row` bytes, or 32 KiB, whatever their number."""
-    return -(-(nbytes // CHANNELS // (1 if one_shot else world) + max(row, 32 << 10)) // 16) * 16
+    return -(-(nbytes // SLOTTED // (1 if one_shot else world) + max(row, 32 << 10)) // 16) * 16

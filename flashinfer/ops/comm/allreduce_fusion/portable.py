@@ -94,6 +94,11 @@ def allreduce_kernel(
         if failed == 0:
             arrive(peers, rank, channel, epoch, sizes, WORLD, LANES, CAPABILITY)
 
+    if weight is not None:
+        # Read while the peers' rows are on their way; so is, below, the next row's.
+        gain = tl.load(weight + column, column < hidden, other=0)
+        beside_sum = _row_of(residual, channel, sent, elements, hidden, column, UNIT)
+
     if LAST > 0:
         if failed == 0:
             late = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
@@ -136,10 +141,11 @@ def allreduce_kernel(
                 if total is not None:
                     tl.store(total + place, y.to(dtype), inside)
                 if weight is not None:
-                    y += tl.load(residual + place, inside, other=0).to(tl.float32)
+                    y += beside_sum.to(tl.float32)
+                    beside_sum = _row_of(residual, row + channels, sent, elements, hidden, column, UNIT)
                     tl.store(residual_out + place, y.to(dtype), inside)
                     y *= tl.rsqrt(tl.sum(y * y, 0) / hidden + eps)
-                    y *= tl.load(weight + column, inside, other=0).to(tl.float32) + bias
+                    y *= gain.to(tl.float32) + bias
                     if normed is not None:
                         tl.store(normed + place, y.to(dtype), inside)
                     if FORM == "fp8_group":
@@ -162,6 +168,14 @@ def allreduce_kernel(
 def _wide(i):
     """i as 64 bits; in the interpreter a loop counts in Python's integers."""
     return tl.zeros([], tl.int64) + i
+
+
+@triton.jit
+def _row_of(tensor, row, rows, elements, hidden, column, UNIT: tl.constexpr):
+    """A row of [rows, hidden], `elements` in all; 0 where there is none."""
+    start = row.to(tl.int64) * hidden
+    inside = column < tl.minimum(hidden, multiple(elements - start, UNIT))
+    return tl.load(tensor + start + column, inside & (row < rows), other=0)
 
 
 @triton.jit

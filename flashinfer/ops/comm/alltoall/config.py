@@ -8,6 +8,8 @@ from flashinfer.ops.comm.symmetric import CHANNELS
 
 # Words of a row that a program moves at a time: four 16-byte accesses in each of 256 threads. Not measured.
 BLOCK = 4096
+# Tokens that the program of a rank places at a time: a call's, if they are so few, or the most that registers hold.
+PLACED = 128, 1024
 # Bytes of an area of the all-to-all of blocks; what is larger goes in rounds. Not measured.
 ROUND = 64 << 10
 
@@ -31,9 +33,9 @@ def portable(problem, target) -> Config:
     return Config(min(max(problem.block // 512, 2), 8), target.capability, 0, 1)
 
 
-def programs(rows: int) -> int:
+def programs(rows: int, most: int = CHANNELS) -> int:
     """Programs of a call for up to `rows` rows. The same on every rank, whatever it has: they exchange one with one."""
-    return max(min(rows, CHANNELS), 1)
+    return max(min(rows, most), 1)
 
 
 def block(words: int) -> int:

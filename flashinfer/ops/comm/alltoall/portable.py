@@ -12,13 +12,11 @@ from flashinfer.ops.comm._device.exchange import (
     arrive, epoch_of, give_up, is_lost, keep_epoch, pointer_at, slot_of, wait,
 )  # fmt: skip
 from flashinfer.ops.comm.alltoall import MOST_PAYLOADS, Blocks, Combine, Dispatch, config as sizes
+from flashinfer.ops.comm.symmetric import SLOTTED
 
 # Bytes of stack a thread may use: addresses that outlive a wait, of which ptxas keeps up to 80 bytes there (sm_80,
 # blocks) rather than take more registers.
 STACK_BUDGET = 96
-
-# Tokens that the placing program takes at a time.
-_TOKENS = 256
 
 
 @triton.jit
@@ -329,8 +327,8 @@ def _build_blocks(problem: Blocks, config) -> Build:
 def _build_small(problem: Small, config) -> Build:
     if problem.kind == "place":
         types = {"experts": "*i32", "place": "*i32", "counts": "*i32", "tokens": "i32", "choices": "i32", "per": "i32"}
-        constants = {"WORLD": problem.world, "CHOICES": problem.choices, "TOKENS": _TOKENS}
-        return Build(place_kernel, types, constants)
+        constants = {"WORLD": problem.world, "CHOICES": problem.choices, "TOKENS": problem.block}
+        return Build(place_kernel, types, constants, num_warps=8)
     if problem.kind == "stage":
         rows = pointer(problem.dtype, problem.aligned)
         types = {"rows": rows, "own": rows, "counts": "*i32", "most": "i32", "hidden": "i32"}
@@ -356,14 +354,15 @@ def kernels(problem, config):
     """The launches of a Problem, for compiling ahead."""
     yield launch, problem, config
     if isinstance(problem, Dispatch):
-        yield launch, _placing(problem), None
+        for few in (True, False):
+            yield launch, _placing(problem, few), None
         yield launch, Small("sanitize"), None
     elif isinstance(problem, Combine) and problem.staged:
         yield launch, _staging(problem), None
 
 
-def _placing(problem: Dispatch) -> Small:
-    return Small("place", world=problem.world, choices=problem.choices)
+def _placing(problem: Dispatch, few: bool) -> Small:
+    return Small("place", world=problem.world, choices=problem.choices, block=sizes.PLACED[0 if few else 1])
 
 
 def _staging(problem: Combine) -> Small:
@@ -383,7 +382,8 @@ def dispatch(problem: Dispatch, config, space, experts, payloads, places, most: 
     if config.first == 0:
         if tokens:
             args = experts, space.place, space.sent, tokens, experts.shape[1], per
-            launch(_placing(problem), None, (problem.world, 1, 1), *args)
+            placing = _placing(problem, tokens <= sizes.PLACED[0])
+            launch(placing, None, (problem.world, 1, 1), *args)
         else:
             space.sent.zero_()
     pad = [0] * (MOST_PAYLOADS - len(payloads))
@@ -410,7 +410,7 @@ def blocks(problem: Blocks, config, link, given, outs) -> None:
     """Exchange row [i, r] with rank r, of two tensors [rows, world, ...]."""
     rows = given[0].shape[0]
     nbytes = [t.nbytes // (rows * problem.world) for t in given]
-    programs = sizes.programs(rows)
+    programs = sizes.programs(rows, SLOTTED)
     most = -(-rows // programs)
     each = min(most, link.area // sum(nbytes))
     args = [t.data_ptr() for t in (*given, *outs)] + nbytes + [rows, -(-most // each), each]
