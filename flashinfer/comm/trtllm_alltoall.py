@@ -39,6 +39,10 @@ class _Workspace:
                 self.space.sent.copy_(old.sent)
                 # A captured graph may still use it.
                 self._outgrown.append(old)
+                # Peers write counts of their own from here on.
+                if self.space.device.type == "cuda":
+                    torch.cuda.synchronize(self.space.device)
+                self.ranks.barrier()
         self.space.link.check()
         return self.space
 

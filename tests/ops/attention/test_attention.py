@@ -160,7 +160,8 @@ def test_fp8_cache(kv_dtype, device):
 
 def test_fp8_queries(device):
     x = batch(device, dtype=torch.float8_e4m3fn)
-    for backend in backends(device):
+    # Hopper's own kernel, whose weights are e4m3 too, has another truth: test_fp8_prefill.py.
+    for backend in {"portable", *backends(device)} - {"auto"}:
         result = run_ragged(x, OPTIONS["causal"], backend, plan=dict(o_data_type=torch.float16))
         check(result, x, OPTIONS["causal"], o_dtype=torch.float16)
 

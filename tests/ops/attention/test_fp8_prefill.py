@@ -17,27 +17,10 @@ from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.attention import oracle
 from tests.ops.attention.cases import run_paged, run_ragged
 from tests.ops.attention.oracle import Extras, Options
+from tests.ops.tensor_cores import fp8_product
 
 E4M3 = torch.float8_e4m3fn
 OUT = dict(o_data_type=torch.bfloat16)
-
-
-def _cut(x, largest):
-    """x cut towards zero at 13 binary places below the leading one of `largest`."""
-    grid = torch.exp2(largest.abs().clamp(min=2.0**-60).log2().floor() - 13)
-    return (x / grid).trunc() * grid
-
-
-def truncated_scores(q, k):
-    """q k^T as FP8 tensor cores of Hopper are said to add: 32 products and the sum so far are aligned to the largest of
-    them, and the sum is kept with 13 binary places (Liu et al., DeepSeek-V3 Technical Report, 2024, 3.3.2; Zhang et
-    al., SageAttention2, 2024, 3.2). Long sums lose less than by this model."""
-    total = torch.zeros(q.shape[0], k.shape[0], dtype=torch.float64, device=q.device)
-    for q32, k32 in zip(q.double().split(32, 1), k.double().split(32, 1)):
-        addends = torch.cat((q32[:, None] * k32[None], total[..., None]), -1)
-        total = _cut(addends, addends.abs().amax(-1, keepdim=True)).sum(-1)
-        total = _cut(total, total)
-    return total
 
 
 def same_dtype(ragged, o: Options, extras: Extras):
@@ -58,7 +41,7 @@ def same_dtype(ragged, o: Options, extras: Extras):
         for h in range(heads if kv_len else 0):
             kv_head = h * kv_heads // heads
             scale = o.sm_scale or 1 / math.sqrt(dim)
-            s = truncated_scores(q[:, h], k[:, kv_head]) * (scale * extras.q_scale * extras.k_scale)
+            s = fp8_product(q[:, h], k[:, kv_head].T) * (scale * extras.q_scale * extras.k_scale)
             if o.logits_soft_cap:
                 s = o.logits_soft_cap * torch.tanh(s / o.logits_soft_cap)
             if o.pos_encoding_mode == "ALIBI":

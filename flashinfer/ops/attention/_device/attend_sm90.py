@@ -594,9 +594,13 @@ def attend_sm90_kernel(
     WRITERS: gl.constexpr = 128 if GATHER else 1
     k = ring_of(k_tiles, k_rests, STAGES, WRITERS, 2)
     v = ring_of(v_tiles, v_tiles, STAGES, WRITERS, 1 if FP8 else 2)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turn.index(0), count=1)
-    mbarrier.init(turn.index(1), count=1)
+    # In FP8 nobody takes turns. Barriers that nobody waits for would share their place with tiles, and were seen there:
+    # NaN among the values.
+    turn = k.full
+    if not FP8:
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(turn.index(0), count=1)
+        mbarrier.init(turn.index(1), count=1)
     tensors = (
         q, out, lse, partial_out, partial_lse, items, counts, arrivals, mask, mask_indptr, sinks, qk_scale, v_scale,
         alibi_slopes,

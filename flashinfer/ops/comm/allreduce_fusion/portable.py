@@ -61,7 +61,8 @@ def allreduce_kernel(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """Row i of a program's rows: one shot sends it to all; two shots to rank i % WORLD, which sends its sum to all."""
+    """Row i of a program's rows: one shot sends it to all; two shots to rank (program + i) % WORLD, which sends its sum
+    to all."""
     channel = tl.program_id(0)
     channels = tl.num_programs(0)
     column = tl.arange(0, BLOCK)
@@ -82,7 +83,7 @@ def allreduce_kernel(
             inside = column < tl.minimum(hidden, multiple(elements - row.to(tl.int64) * hidden, UNIT))
             y = _own_row(x, experts, scales, index, beside, choices, row, tokens, hidden, column, inside, SOURCE)
             if TWO_SHOT:
-                to = tl.load(peers + i % WORLD) + slot_of(epoch, channel, rank, area, WORLD)
+                to = tl.load(peers + (channel + i) % WORLD) + slot_of(epoch, channel, rank, area, WORLD)
                 at = pointer_at(to + _wide(i // WORLD) * hidden * ITEM, dtype, UNIT * ITEM)
                 tl.store(at + column, y.to(dtype), inside)
             else:
@@ -108,7 +109,7 @@ def allreduce_kernel(
 
         if TWO_SHOT:
             if FIRST <= 1:
-                mine = channel + rank * channels
+                mine = channel + (rank + WORLD - channel % WORLD) % WORLD * channels
                 for i in range(tl.cdiv(tl.maximum(ready - mine, 0), channels * WORLD)):
                     row = mine + i * channels * WORLD
                     inside = column < tl.minimum(hidden, multiple(elements - row.to(tl.int64) * hidden, UNIT))
@@ -132,7 +133,7 @@ def allreduce_kernel(
                 row = channel + i * channels
                 inside = column < tl.minimum(hidden, multiple(elements - row.to(tl.int64) * hidden, UNIT))
                 if TWO_SHOT:
-                    offset = slot_of(epoch, channel, i % WORLD, area, WORLD)
+                    offset = slot_of(epoch, channel, (channel + i) % WORLD, area, WORLD)
                     at = pointer_at(own + offset + _wide(i // WORLD) * hidden * ITEM, dtype, UNIT * ITEM)
                     y = tl.load(at + column, inside, other=0).to(tl.float32)
                 else:

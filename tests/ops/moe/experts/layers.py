@@ -144,10 +144,10 @@ def between(form, scale=1.0, dtype=torch.bfloat16):
 
 
 def mixture(x, w1, w2, ids, s, *, act=swiglu, b1=None, b2=None, d1=1.0, d2=1.0, through=None, on_input=False,
-            offset=0, of_expert=False, dtype=torch.float64):  # fmt: skip
+            offset=0, of_expert=False, dtype=torch.float64, multiply=torch.matmul):  # fmt: skip
     """The layer, token after token, choice after choice, in `dtype`. d1, d2 : factors of the products, [experts].
 
-    act : of y, and with `of_expert` of its expert.
+    act : of y, and with `of_expert` of its expert. multiply : makes the products of matrices.
     """
     x, w1, w2 = x.to(dtype), w1.to(dtype), w2.to(dtype)
     d1, d2 = (d.double() if torch.is_tensor(d) else torch.full((len(w1),), d).double() for d in (d1, d2))
@@ -159,10 +159,10 @@ def mixture(x, w1, w2, ids, s, *, act=swiglu, b1=None, b2=None, d1=1.0, d2=1.0, 
             if expert < 0 or not 0 <= e < len(w1):
                 continue
             weight = float(s[token, choice])
-            y = (w1[e] @ x[token]) * float(d1[e]) * (weight if on_input else 1)
+            y = multiply(w1[e], x[token, :, None])[:, 0].to(dtype) * float(d1[e]) * (weight if on_input else 1)
             y = y if b1 is None else y + b1[e].to(dtype)
             h = act(y, e) if of_expert else act(y)
-            r = (w2[e] @ through(h.double()).to(dtype)) * float(d2[e])
+            r = multiply(w2[e], through(h.double()).to(dtype)[:, None])[:, 0].to(dtype) * float(d2[e])
             r = r if b2 is None else r + b2[e].to(dtype)
             out[token] += r.double() * (1 if on_input else weight)
     return out.to(dtype)

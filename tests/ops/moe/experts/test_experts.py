@@ -16,6 +16,7 @@ from flashinfer.tllm_enums import SfLayout
 
 from tests.ops.moe.experts import layers
 from tests.ops.moe.experts.layers import ACTS, arranged, between, mixture, random, swiglu, tiled, weights
+from tests.ops.tensor_cores import fp8_product
 
 K, E, H, M = 2, 4, 64, 64
 BF16 = torch.bfloat16
@@ -46,9 +47,9 @@ def packed(ids, s):
     return (ids << 16) | s.to(BF16).view(torch.int16).int() & 0xFFFF
 
 
-def check(out, x, w1, w2, ids, s, what="out", dtype=BF16, **given):
+def check(out, x, w1, w2, ids, s, what="out", dtype=BF16, multiply=torch.matmul, **given):
     truth = mixture(x, w1, w2, ids, s, **given)
-    same = mixture(x, w1, w2, ids, s, dtype=dtype, **given)
+    same = mixture(x, w1, w2, ids, s, dtype=dtype, multiply=multiply, **given)
     assert_close(out, same.to(out.dtype), truth, what)
 
 
@@ -294,7 +295,9 @@ def test_cutlass_formats(way, device, name):
     (x, w1, w2, scales, sf, flags), truth, given = cutlass_case(name, device, dtype)
     ids, s = chosen(device)
     (out,) = fused_moe.cutlass_fused_moe(x, ids, s, w1, w2, dtype, scales, input_sf=sf, **flags)
-    check(out, *truth, ids, s, dtype=dtype, **given)
+    # Rounding between the products makes steps of the small errors that tensor cores make of FP8.
+    multiply = fp8_product if name in ("fp8", "fp8_block") and device.type == "cuda" else torch.matmul
+    check(out, *truth, ids, s, dtype=dtype, multiply=multiply, **given)
 
 
 def test_no_tokens_and_no_experts_of_this_rank(way, device):
