@@ -681,7 +681,9 @@ def attend_latent_sm90_kernel(
         mbarrier.init(tiles.left_empty.index(block), count=1)
         mbarrier.init(tiles.right_empty.index(block), count=1)
         mbarrier.init(tiles.ready.index(block), count=1)
-        mbarrier.init(tiles.bias_full.index(block), count=1)
+        if GATHER:
+            # Without a use, its place is another's.
+            mbarrier.init(tiles.bias_full.index(block), count=1)
     mbarrier.init(tiles.met, count=2)
     tensors = (
         q_nope, q_pe, out, lse, partial_out, partial_lse, items, counts, sinks, qk_scale, v_scale,
