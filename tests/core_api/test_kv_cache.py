@@ -203,7 +203,7 @@ class AgainstLists(RuleBasedStateMachine):
             assert len(set(s.pages)) == len(s.pages) == -(-(s.length + s.reserved) // self.cache.page_size)
 
 
-AgainstLists.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None, derandomize=True)
+AgainstLists.TestCase.settings = settings(max_examples=15, stateful_step_count=40, deadline=None, derandomize=True)
 test_against_lists = AgainstLists.TestCase
 
 
