@@ -85,6 +85,7 @@ class Found:
     """Where the prefixes end, for the kernel that goes on: tensors as `prefix` describes them."""
 
     maxima: torch.Tensor
+    near: torch.Tensor | None
     state: torch.Tensor
     numbers: torch.Tensor
     part_count: torch.Tensor
@@ -119,6 +120,7 @@ def find_prefix(stages: Stages, config, x, rows: int, filters: Filters, samples=
         return torch.empty(shape, dtype=dtype, device=device)
 
     maxima = scratch(rows, tiles, config.tile // config.group)
+    near = torch.empty_like(maxima) if stages.top_k else None
     counts, listed = scratch(rows, programs, int(prefix.BINS)), scratch(rows)
     tile_top, tile_sum = (scratch(rows, tiles, dtype=torch.float32) for _ in range(2))
     state = scratch(rows, int(prefix.STATE), dtype=torch.int64)
@@ -132,13 +134,13 @@ def find_prefix(stages: Stages, config, x, rows: int, filters: Filters, samples=
     parts = part_count, part_mass, part_score, part_column
     start(launch_scan, scan_stage(stages), config, split, x, *window, f.k, f.ks, maxima, counts, tile_top, tile_sum,
           x_row, columns, programs, chunk, tiles)  # fmt: skip
-    start(launch_bracket, bracket_stage(stages), config, one, maxima, counts, tile_top, tile_sum, f.lengths, f.starts,
-          f.k, f.ks, f.p, f.ps, state, numbers, listed, columns, programs, tiles)  # fmt: skip
-    start(launch_gather, gather_stage(stages), config, split, x, *window, maxima, state, numbers, listed, list_value,
-          list_column, *parts, *drawn, x_row, columns, programs, chunk, tiles, capacity)  # fmt: skip
+    start(launch_bracket, bracket_stage(stages), config, one, maxima, near, counts, tile_top, tile_sum, f.lengths,
+          f.starts, f.k, f.ks, f.p, f.ps, state, numbers, listed, columns, programs, tiles)  # fmt: skip
+    start(launch_gather, gather_stage(stages), config, split, x, *window, maxima, near, state, numbers, listed,
+          list_value, list_column, *parts, *drawn, x_row, columns, programs, chunk, tiles, capacity)  # fmt: skip
     start(launch_resolve, stages, config, one, x, *window, state, numbers, listed, list_value, list_column, *parts, f.k,
           f.ks, f.p, f.ps, *drawn, samples, valid, x_row, columns, programs, chunk, capacity)  # fmt: skip
-    return Found(maxima, state, numbers, part_count, programs, chunk, tiles)
+    return Found(maxima, near, state, numbers, part_count, programs, chunk, tiles)
 
 
 def start(launcher: Launcher, problem, config, grid, *args) -> None:
@@ -160,7 +162,9 @@ def bracket_stage(s: Stages) -> Stages:
 
 @cache
 def gather_stage(s: Stages) -> Stages:
-    return replace(s, top_k="", top_p="", top_k_first=False, statistics=False, places=False, last=False, out="i32")
+    # Whatever dtype k has.
+    top_k = "scalar" if s.top_k else ""
+    return replace(s, top_k=top_k, top_p="", top_k_first=False, statistics=False, places=False, last=False, out="i32")
 
 
 def stages_to_compile(s: Stages, config):
@@ -225,7 +229,8 @@ def build_scan(s: Stages, config) -> Build:
 
 
 def build_bracket(s: Stages, config) -> Build:
-    p = Parameters().add("*i32", "maxima", "counts").add("*fp32", "tile_top", "tile_sum")
+    p = Parameters().add("*i32", "maxima").add("*i32", "near", present=bool(s.top_k)).add("*i32", "counts")
+    p.add("*fp32", "tile_top", "tile_sum")
     p.add("*i32", "lengths", present=s.lengths).add("*i32", "starts", present=s.starts).filters(s)
     p.add("*i64", "state").add("*fp32", "numbers").add("*i32", "listed").add("i32", "columns", "programs", "tiles")
     constants = p.constants | groups_of(config) | {
@@ -248,11 +253,12 @@ def _between(p: Parameters) -> Parameters:
 
 
 def build_gather(s: Stages, config) -> Build:
-    p = _between(Parameters().add(rows_pointer(s), "x").window(s).add("*i32", "maxima"))
+    p = Parameters().add(rows_pointer(s), "x").window(s).add("*i32", "maxima")
+    _between(p.add("*i32", "near", present=bool(s.top_k)))
     p.randomness(s.seed, s.offset, s.race)
     p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles", "capacity")
     constants = p.constants | constants_of(s) | groups_of(config)
-    constants |= {"MASS": s.mass, "RACE": s.race, "SEED": s.seed, "OFFSET": s.offset}
+    constants |= {"TOP_K": bool(s.top_k), "MASS": s.mass, "RACE": s.race, "SEED": s.seed, "OFFSET": s.offset}
     return Build(prefix.gather_kernel, p.types, constants, num_warps=config.num_warps)
 
 

@@ -6,7 +6,8 @@ its last element. Four launches find it, however a row's programs share it, and 
     scan     largest value of each group of neighbours; largest value and sum of each tile; where k does not rule,
              a histogram of the values' leading bits
     bracket  which keys are surely inside the prefix, which surely outside, and which may hold its end
-    gather   sums up what is inside, and lists what is in between; reads only groups that hold any of it
+    gather   sums up what is inside, and lists what is in between; reads only groups that hold any of it, which
+             bracket has listed where k rules
     resolve  searches the list for the pivot
 
 A k that is small against the number of groups rules by itself: if T is the k-th largest of the groups' maxima, at least
@@ -28,20 +29,23 @@ BINS = tl.constexpr(256)
 SCORES = tl.constexpr(0)
 PROBS = tl.constexpr(1)
 LOGITS = tl.constexpr(2)
-# Integers that bracket leaves for a row. Keys at HIGH or above are inside, keys below LOW are outside.
+# Integers that bracket leaves for a row. Keys at HIGH or above are inside, keys below LOW are outside. NEAR groups reach
+# LOW and are listed; -1 where k does not rule, and none is.
 HIGH = tl.constexpr(0)
 LOW = tl.constexpr(1)
 # Integers that resolve leaves: elements above key PIVOT are inside, and those at it up to rank RANK; KEPT of them.
 PIVOT = tl.constexpr(2)
 RANK = tl.constexpr(3)
 KEPT = tl.constexpr(4)
-STATE = tl.constexpr(5)
+NEAR = tl.constexpr(5)
+STATE = tl.constexpr(6)
 # Numbers of a row: its largest value (NaN where the row holds NaN or inf), its sum, and the sum of the prefix.
 TOP = tl.constexpr(0)
 SUM = tl.constexpr(1)
 INSIDE = tl.constexpr(2)
 NUMBERS = tl.constexpr(3)
 
+# No value has this key.
 _LOWEST = tl.constexpr(-(1 << 31))
 _BEYOND = tl.constexpr(1 << 31)
 # The key of inf; those of NaN are above. Group maxima count NaN as inf.
@@ -221,15 +225,30 @@ def may_reach(maxima, row, tile, tiles, key, TILE: tl.constexpr, GROUP: tl.const
 
 
 @triton.jit
-def bracket_by_groups(maxima, k, groups, TILE: tl.constexpr, WAYS: tl.constexpr):
+def group_keys(maxima, start, groups, BLOCK: tl.constexpr):
+    """Maxima of a row's groups, _LOWEST past the last."""
+    at = start + tl.arange(0, BLOCK)
+    return tl.load(maxima + at, at < groups, other=_LOWEST)
+
+
+@triton.jit
+def reaching(key, edge):
+    """How many of [1, N] keys reach each edge."""
+    return tl.sum((key >= edge[:, None]).to(tl.int32), 1)
+
+
+@triton.jit
+def bracket_by_groups(first, maxima, k, groups, BLOCK: tl.constexpr, WAYS: tl.constexpr):
     """Keys: one that none of the row's elements reaches, and one that k groups reach, and at most an eighth more unless
-    they are equal. Any such key will do, and each step saved is a pass over the groups."""
-    bottom = tl.full([], _INFINITE, tl.int32)
-    top = tl.full([], _LOWEST, tl.int32)
-    for start in range(0, groups, TILE):
-        at = start + tl.arange(0, TILE)
-        top = tl.maximum(top, tl.max(tl.load(maxima + at, at < groups, other=_LOWEST), 0))
-        bottom = tl.minimum(bottom, tl.min(tl.load(maxima + at, at < groups, other=_INFINITE), 0))
+    they are equal. Any such key will do, and each step saved is a pass over the groups. `first` are the maxima of BLOCK
+    groups, which stay in registers."""
+    top = tl.max(first, 0)
+    bottom = tl.min(tl.where(first == _LOWEST, _INFINITE, first), 0)
+    for start in range(BLOCK, groups, BLOCK):
+        key = group_keys(maxima, start, groups, BLOCK)
+        top = tl.maximum(top, tl.max(key, 0))
+        bottom = tl.minimum(bottom, tl.min(tl.where(key == _LOWEST, _INFINITE, key), 0))
+    first = first[None, :]
     enough = bottom.to(tl.int64)
     beyond = top.to(tl.int64) + 1
     reach = groups
@@ -237,18 +256,30 @@ def bracket_by_groups(maxima, k, groups, TILE: tl.constexpr, WAYS: tl.constexpr)
     while (beyond - enough > 1) & (reach > k + k // 8):
         edge = enough + (way + 1) * ((beyond - enough + WAYS) // (WAYS + 1))
         least = tl.minimum(edge, _INFINITE).to(tl.int32)
-        found = tl.zeros([WAYS, TILE], tl.int32)
-        for start in range(0, groups, TILE):
-            at = start + tl.arange(0, TILE)
-            key = tl.load(maxima + at, at < groups, other=_LOWEST)
-            found += (key[None, :] >= least[:, None]).to(tl.int32)
-        count = tl.sum(found, 1)
+        count = reaching(first, least)
+        for start in range(BLOCK, groups, BLOCK):
+            count += reaching(group_keys(maxima, start, groups, BLOCK)[None, :], least)
         reached = (count >= k) & (edge < beyond)
         reach = tl.min(tl.where(reached, count, reach), 0)
         enough = tl.max(tl.where(reached, edge, enough), 0)
         beyond = tl.min(tl.where(reached, beyond, tl.minimum(edge, beyond)), 0)
     # NaN is counted as inf, but stands above it.
     return tl.where(top == _INFINITE, _BEYOND, top.to(tl.int64) + 1), enough
+
+
+@triton.jit
+def list_groups(first, maxima, near, low, groups, BLOCK: tl.constexpr):
+    """Lists the groups that reach `low` in near, in their order; how many they are. `first` as above."""
+    least = tl.minimum(low, _INFINITE).to(tl.int32)
+    reached = first >= least
+    group = tl.arange(0, BLOCK)
+    tl.store(near + tl.cumsum(reached.to(tl.int32), 0) - 1, group, reached)
+    count = tl.sum(reached.to(tl.int32), 0)
+    for start in range(BLOCK, groups, BLOCK):
+        reached = group_keys(maxima, start, groups, BLOCK) >= least
+        tl.store(near + count + tl.cumsum(reached.to(tl.int32), 0) - 1, start + group, reached)
+        count += tl.sum(reached.to(tl.int32), 0)
+    return count
 
 
 @triton.jit
@@ -339,11 +370,12 @@ def bracket_by_bins(
 
 @triton.jit
 def bracket_kernel(
-    maxima, counts, tile_top, tile_sum, lengths, starts, top_k, top_ks, top_p, top_ps, state, numbers, listed, columns,
-    programs, tiles, DOMAIN: tl.constexpr, STATISTICS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    maxima, near, counts, tile_top, tile_sum, lengths, starts, top_k, top_ks, top_p, top_ps, state, numbers, listed,
+    columns, programs, tiles, DOMAIN: tl.constexpr, STATISTICS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
     TOP_K_FIRST: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    """state int64 [rows, STATE]; numbers float32 [rows, NUMBERS]; listed int32 [rows], set to 0. One program a row.
+    """state int64 [rows, STATE]; numbers float32 [rows, NUMBERS]; listed int32 [rows], set to 0; near int32 as maxima,
+    [rows, tiles * TILE // GROUP]. One program a row.
 
     A row with NaN, without weight, or with an impossible k or p has nothing inside.
     """
@@ -367,6 +399,7 @@ def bracket_kernel(
         counted = k_rules(k, length, GROUP) == 0
     high = tl.full([], _BEYOND, tl.int64)
     low = high
+    near_groups = tl.where(counted, -1, 0)
     if possible & counted:
         high, low = bracket_by_bins(
             counts, row, programs, k, p, length, top, total, DOMAIN, TOP_K, TOP_P, TOP_K_FIRST
@@ -374,13 +407,18 @@ def bracket_kernel(
     if TOP_K:
         if possible & (counted == 0):
             maxima += row.to(tl.int64) * tiles * (TILE // GROUP)
-            high, low = bracket_by_groups(maxima, k.to(tl.int32), tl.cdiv(length, GROUP), BLOCK, WAYS)
+            near += row.to(tl.int64) * tiles * (TILE // GROUP)
+            groups = tl.cdiv(length, GROUP)
+            first = group_keys(maxima, 0, groups, BLOCK)
+            high, low = bracket_by_groups(first, maxima, k.to(tl.int32), groups, BLOCK, WAYS)
             # What weighs nothing is never drawn and adds nothing: no need to list a row full of it.
             if DOMAIN == PROBS:
                 low = tl.maximum(low, 1)
             elif DOMAIN == LOGITS:
                 low = tl.maximum(low, -_INFINITE)
+            near_groups = list_groups(first, maxima, near, low, groups, BLOCK)
     at = state + row.to(tl.int64) * STATE
+    tl.store(at + NEAR, near_groups)
     tl.store(at + HIGH, high)
     tl.store(at + LOW, low)
     tl.store(listed + row, 0)
@@ -400,11 +438,44 @@ def race_score(value, variate, DOMAIN: tl.constexpr):
 
 
 @triton.jit
+def near_share(count, part, programs, WHOLE: tl.constexpr):
+    """Which of a row's listed groups a program takes: as many as fill tiles of WHOLE groups; none if count is -1."""
+    share = tl.cdiv(tl.maximum(count, 0), programs * WHOLE) * WHOLE
+    return part * share, tl.minimum(part * share + share, count)
+
+
+@triton.jit
+def load_near(x, near, start, end, length, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Values and columns of a tile of listed groups, and which of them there are."""
+    slot = start + tl.arange(0, TILE) // GROUP
+    ok = slot < end
+    column = tl.load(near + slot, ok, other=0) * GROUP + tl.arange(0, TILE) % GROUP
+    # Whole groups are there or not, so aligned ones are read 16 bytes at a time.
+    if length % GROUP == 0:
+        value = tl.load(x + column, ok, other=0)
+    else:
+        ok &= column < length
+        value = tl.load(x + column, ok, other=0)
+    return value, column, ok
+
+
+@triton.jit
+def append(between, value, column, listed, list_value, list_column, capacity):
+    """Puts a tile's elements behind those that a row's list has; what does not fit is counted alone."""
+    count = tl.sum(between.to(tl.int32), 0)
+    if count > 0:
+        place = tl.atomic_add(listed, count) + tl.cumsum(between.to(tl.int32), 0) - 1
+        fits = between & (place < capacity)
+        tl.store(list_value + place, value, fits)
+        tl.store(list_column + place, column, fits)
+
+
+@triton.jit
 def gather_kernel(
-    x, indices, starts, lengths, maxima, state, numbers, listed, list_value, list_column, part_count, part_mass,
+    x, indices, starts, lengths, maxima, near, state, numbers, listed, list_value, list_column, part_count, part_mass,
     part_score, part_column, seed, seeds, offset, offsets, x_row, columns, programs, chunk, tiles, capacity,
-    DOMAIN: tl.constexpr, MASS: tl.constexpr, RACE: tl.constexpr, SEED: tl.constexpr, OFFSET: tl.constexpr,
-    UNIT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    DOMAIN: tl.constexpr, TOP_K: tl.constexpr, MASS: tl.constexpr, RACE: tl.constexpr, SEED: tl.constexpr,
+    OFFSET: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """What is inside: part_count int32, part_mass int64 and the winner of its race, part_score float32 and part_column
     int32, all [rows, programs]. What may be: list_value float32, list_column int32 [rows, capacity], in any order."""
@@ -425,19 +496,34 @@ def gather_kernel(
         winner = tl.full([], -1, tl.int32)
     inside_count = tl.full([], 0, tl.int32)
     mass = tl.full([], 0, tl.int64)
+    first_tile = part * chunk
+    listed += row
+    list_value += row.to(tl.int64) * capacity
+    list_column += row.to(tl.int64) * capacity
+    if TOP_K:
+        # Where k rules nothing is inside.
+        count = tl.load(state + row.to(tl.int64) * STATE + NEAR).to(tl.int32)
+        near += row.to(tl.int64) * tiles * (TILE // GROUP)
+        start, end = near_share(count, part, programs, TILE // GROUP)
+        for slot in range(start, end, TILE // GROUP):
+            value, column, ok = load_near(x, near, slot, end, length, TILE, GROUP)
+            value = value.to(tl.float32)
+            if DOMAIN == PROBS:
+                value = tl.where(value < 0, 0.0, value)
+            append(ok & (key_of(value) >= low_key), value, column, listed, list_value, list_column, capacity)
+        chunk = tl.where(count < 0, chunk, 0)
     for i in range(chunk):
-        tile = part * chunk + i
-        near = may_reach(maxima, row, tile, tiles, low_key, TILE, GROUP) & some_kept
-        if tl.max(near.to(tl.int32), 0) > 0:
+        tile = first_tile + i
+        reach = may_reach(maxima, row, tile, tiles, low_key, TILE, GROUP) & some_kept
+        if tl.max(reach.to(tl.int32), 0) > 0:
             first = tile * TILE
             column = first + tl.arange(0, TILE)
-            ok = (column < length) & near
+            ok = (column < length) & reach
             value = load_values(x, column, ok, DOMAIN)
             key = key_of(value)
             inside = ok & (key >= high_key) & some_inside
             between = ok & (key >= low_key) & (inside == 0)
             found = tl.sum(inside.to(tl.int32), 0)
-            open = tl.sum(between.to(tl.int32), 0)
             inside_count += found
             if found > 0:
                 if MASS:
@@ -447,12 +533,7 @@ def gather_kernel(
                     score = race_score(value, exponentials(seed, offset, stream, first, TILE), DOMAIN)
                     score, place = tl.max(tl.where(inside, score, best), 0, return_indices=True)
                     best, winner = better(score, first + place, best, winner)
-            if open > 0:
-                place = tl.atomic_add(listed + row, open) + tl.cumsum(between.to(tl.int32), 0) - 1
-                fits = between & (place < capacity)
-                at = row.to(tl.int64) * capacity + place
-                tl.store(list_value + at, value, fits)
-                tl.store(list_column + at, column, fits)
+            append(between, value, column, listed, list_value, list_column, capacity)
     tl.store(part_count + tl.program_id(0), inside_count)
     if MASS:
         tl.store(part_mass + tl.program_id(0), mass)
