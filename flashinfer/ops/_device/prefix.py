@@ -445,18 +445,17 @@ def near_share(count, part, programs, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load_near(x, near, start, end, length, TILE: tl.constexpr, GROUP: tl.constexpr):
+def load_near(x, near, start, end, length, UNIT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
     """Values and columns of a tile of listed groups, and which of them there are."""
     slot = start + tl.arange(0, TILE) // GROUP
     ok = slot < end
     column = tl.load(near + slot, ok, other=0) * GROUP + tl.arange(0, TILE) % GROUP
-    # Whole groups are there or not, so aligned ones are read 16 bytes at a time.
-    if length % GROUP == 0:
-        value = tl.load(x + column, ok, other=0)
-    else:
-        ok &= column < length
-        value = tl.load(x + column, ok, other=0)
-    return value, column, ok
+    # A mask that is one for UNIT neighbours leaves reads of 16 bytes; what the row's end cuts is read one by one.
+    whole = column // UNIT * UNIT + UNIT <= length
+    value = tl.load(x + column, ok & whole, other=0)
+    if UNIT > 1:
+        value = tl.where(whole, value, tl.load(x + column, ok & (whole == 0) & (column < length), other=0))
+    return value, column, ok & (column < length)
 
 
 @triton.jit
@@ -506,7 +505,7 @@ def gather_kernel(
         near += row.to(tl.int64) * tiles * (TILE // GROUP)
         start, end = near_share(count, part, programs, TILE // GROUP)
         for slot in range(start, end, TILE // GROUP):
-            value, column, ok = load_near(x, near, slot, end, length, TILE, GROUP)
+            value, column, ok = load_near(x, near, slot, end, length, UNIT, TILE, GROUP)
             value = value.to(tl.float32)
             if DOMAIN == PROBS:
                 value = tl.where(value < 0, 0.0, value)
@@ -543,8 +542,9 @@ def gather_kernel(
 
 
 @triton.jit
-def listed_elements(start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE: tl.constexpr):
-    """Elements with keys from `least` to `most`, the list's; or, where it overflowed, the row's."""
+def listed_keys(start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE: tl.constexpr):
+    """Keys and columns of the list's elements; or, where it overflowed, of the row's from `least` to `most`. _LOWEST
+    for what is not there."""
     at = start + tl.arange(0, TILE)
     ok = at < count
     column = tl.load(list_column + at, ok & from_list, other=0)
@@ -552,23 +552,22 @@ def listed_elements(start, count, from_list, x, list_value, list_column, least, 
     column = tl.where(from_list, column, at)
     value = tl.where(from_list, value, load_values(x, at, ok & (from_list == 0), DOMAIN))
     key = key_of(value)
-    return value, key, column, ok & (key >= least) & (key <= most)
+    return tl.where(ok & (key >= least) & (key <= most), key, _LOWEST), column
 
 
 @triton.jit
-def measure(value, top, unit, DOMAIN: tl.constexpr, MASS: tl.constexpr):
-    """What an element counts: one, or its weight in units."""
-    if MASS:
-        return (weight_of(value, top, DOMAIN) * unit).to(tl.int64)
-    return (value == value).to(tl.int64) | 1
+def mass_of(key, top, unit, DOMAIN: tl.constexpr):
+    """The weight of an element, in units."""
+    return (weight_of(value_of(key), top, DOMAIN) * unit).to(tl.int64)
 
 
 @triton.jit
 def find_pivot(
-    target, count, from_list, x, list_value, list_column, least, most, columns, top, unit,
+    target, count, first, first_column, from_list, x, list_value, list_column, least, most, columns, top, unit,
     DOMAIN: tl.constexpr, MASS: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    """Key and rank of the last of the fewest elements that measure `target` together; of all if they do not.
+    """Key and rank of the last of the fewest elements that measure `target` together, by their weights or each one; of
+    all if they do not. `first` and `first_column` are the first TILE elements, which stay in registers.
 
     The search cuts the keys in WAYS + 1 parts at a time: a step waits for one sum over the program, however many keys
     it is for. It ends where one element is left between its bounds; the key is then at most that element's, and above
@@ -580,23 +579,26 @@ def find_pivot(
     many = count
     few = count * 0
     way = tl.arange(0, WAYS).to(tl.int64)
+    first_key = first[None, :]
+    if MASS:
+        first_mass = mass_of(first_key, top, unit, DOMAIN)
     while (beyond - enough > 1) & (many - few > 1):
         edge = enough + (way + 1) * ((beyond - enough + WAYS) // (WAYS + 1))
-        # In 32 bits. An edge past all keys is not below `beyond`, and nothing comes of it.
+        # In 32 bits. An edge past all keys is not below `beyond`, and nothing comes of it; _LOWEST is below all edges.
         key_edge = tl.minimum(edge, _BEYOND - 1).to(tl.int32)
-        counts = tl.zeros([WAYS], tl.int32)
-        sums = tl.zeros([WAYS], tl.int64)
-        for start in range(0, count, TILE):
-            value, key, column, ok = listed_elements(
+        counts = reaching(first_key, key_edge)
+        if MASS:
+            sums = tl.sum(tl.where(first_key >= key_edge[:, None], first_mass, 0), 1)
+        for start in range(TILE, count, TILE):
+            key, column = listed_keys(
                 start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
-            )
-            hit = ok[None, :] & (key[None, :] >= key_edge[:, None])
-            counts += tl.sum(hit.to(tl.int32), 1)
+            )  # fmt: skip
+            key = key[None, :]
+            counts += reaching(key, key_edge)
             if MASS:
-                each = measure(value, top, unit, DOMAIN, MASS)
-                sums += tl.sum(tl.where(hit, each[None, :], 0), 1)
+                sums += tl.sum(tl.where(key >= key_edge[:, None], mass_of(key, top, unit, DOMAIN), 0), 1)
         if MASS == 0:
-            sums += counts
+            sums = counts.to(tl.int64)
         reached = (sums >= target) & (edge < beyond)
         missed = (sums < target) & (edge < beyond)
         many = tl.min(tl.where(reached, counts, many), 0)
@@ -609,46 +611,50 @@ def find_pivot(
     rank = columns.to(tl.int64)
     if many - few > 1:
         rank = tie_rank(
-            target, enough, count, from_list, x, list_value, list_column, least, most, columns, top, unit,
-            DOMAIN, MASS, LAST, TILE, WAYS,
+            target, enough, count, first, first_column, from_list, x, list_value, list_column, least, most, columns,
+            top, unit, DOMAIN, MASS, LAST, TILE, WAYS,
         )  # fmt: skip
     return enough, rank
 
 
 @triton.jit
 def tie_rank(
-    target, pivot, count, from_list, x, list_value, list_column, least, most, columns, top, unit,
+    target, pivot, count, first, first_column, from_list, x, list_value, list_column, least, most, columns, top, unit,
     DOMAIN: tl.constexpr, MASS: tl.constexpr, LAST: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """The rank of the last element that is taken of those at the pivot; `columns` where all are."""
     way = tl.arange(0, WAYS).to(tl.int64)
     above = tl.full([], 0, tl.int64)
-    equal = tl.full([], 0, tl.int64)
     ties = tl.full([], 0, tl.int64)
+    key, column = first, first_column
     for start in range(0, count, TILE):
-        value, key, column, ok = listed_elements(
-            start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
-        )
-        each = measure(value, top, unit, DOMAIN, MASS)
-        above += tl.sum(tl.where(ok & (key > pivot), each, 0), 0)
-        equal = tl.maximum(equal, tl.max(tl.where(ok & (key == pivot), each, 0), 0))
-        ties += tl.sum((ok & (key == pivot)).to(tl.int64), 0)
+        if start > 0:
+            key, column = listed_keys(
+                start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
+            )  # fmt: skip
+        if MASS:
+            above += tl.sum(tl.where(key > pivot, mass_of(key, top, unit, DOMAIN), 0), 0)
+        else:
+            above += tl.sum((key > pivot).to(tl.int64), 0)
+        ties += tl.sum(((key == pivot) & (key > _LOWEST)).to(tl.int64), 0)
     # Equal elements measure the same, so as many of them as fill the rest are taken, by rank.
     wanted = target - above
     if MASS:
-        equal = tl.maximum(equal, 1)
+        equal = tl.maximum(mass_of(pivot.to(tl.int32), top, unit, DOMAIN), 1)
         wanted = (wanted + equal - 1) // equal
     few = tl.full([], -1, tl.int64)
     rank = tl.where(wanted < ties, columns - 1, few + 1)
     while rank - few > 1:
         edge = few + (way + 1) * ((rank - few + WAYS) // (WAYS + 1))
         taken = tl.zeros([WAYS], tl.int64)
+        key, column = first, first_column
         for start in range(0, count, TILE):
-            value, key, column, ok = listed_elements(
-                start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
-            )
+            if start > 0:
+                key, column = listed_keys(
+                    start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
+                )  # fmt: skip
             mine = columns - 1 - column if LAST else column
-            tied = ok & (key == pivot)
+            tied = (key == pivot) & (key > _LOWEST)
             taken += tl.sum((tied[None, :] & (mine[None, :] <= edge[:, None])).to(tl.int64), 1)
         reached = taken >= wanted
         few = tl.max(tl.where(reached, few, tl.minimum(edge, rank - 1)), 0)
@@ -675,8 +681,8 @@ def row_parts(parts, row, programs, BLOCK: tl.constexpr):
 
 @triton.jit
 def find_end(
-    k, p, inside, inside_mass, sum, count, from_list, x, list_value, list_column, least, most, length, columns, top,
-    unit,
+    k, p, inside, inside_mass, sum, count, key, column, from_list, x, list_value, list_column, least, most, length,
+    columns, top, unit,
     DOMAIN: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, TOP_K_FIRST: tl.constexpr, LAST: tl.constexpr,
     TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
@@ -686,8 +692,8 @@ def find_end(
     if TOP_K:
         if k < length:
             pivot, rank = find_pivot(
-                k.to(tl.int64) - inside, count, from_list, x, list_value, list_column, least, most, columns, top, unit,
-                DOMAIN, False, LAST, TILE, WAYS,
+                k.to(tl.int64) - inside, count, key, column, from_list, x, list_value, list_column, least, most,
+                columns, top, unit, DOMAIN, False, LAST, TILE, WAYS,
             )  # fmt: skip
     if TOP_P:
         if p < 1:
@@ -695,12 +701,14 @@ def find_end(
             if TOP_K_FIRST:
                 if k < length:
                     first = inside_mass
+                    some, some_column = key, column
                     for start in range(0, count, TILE):
-                        value, key, column, ok = listed_elements(
-                            start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
-                        )
-                        ok &= is_kept(key, column, pivot, rank, columns, LAST)
-                        first += tl.sum(tl.where(ok, measure(value, top, unit, DOMAIN, True), 0), 0)
+                        if start > 0:
+                            some, some_column = listed_keys(
+                                start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
+                            )  # fmt: skip
+                        ok = (some > _LOWEST) & is_kept(some, some_column, pivot, rank, columns, LAST)
+                        first += tl.sum(tl.where(ok, mass_of(some, top, unit, DOMAIN), 0), 0)
                     goal = p.to(tl.float64) * first
                 else:
                     goal *= sum
@@ -709,7 +717,7 @@ def find_end(
             # No sum of a row reaches 2^62.
             target = tl.maximum(tl.minimum(goal, 4611686018427387904.0).to(tl.int64), 1) - inside_mass
             p_pivot, p_rank = find_pivot(
-                target, count, from_list, x, list_value, list_column, least, most, columns, top, unit,
+                target, count, key, column, from_list, x, list_value, list_column, least, most, columns, top, unit,
                 DOMAIN, True, LAST, TILE, WAYS,
             )  # fmt: skip
             shorter = (p_pivot > pivot) | ((p_pivot == pivot) & (p_rank < rank))
@@ -752,10 +760,11 @@ def resolve_kernel(
     k = parameter(top_k, top_ks, row)
     p = parameter(top_p, top_ps, row)
     rank = columns.to(tl.int64)
+    key, column = listed_keys(0, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE)
     if count > 0:
         pivot, rank = find_end(
-            k, p, inside, inside_mass, sum, count, from_list, x, list_value, list_column, least, most, length, columns,
-            top, unit, DOMAIN, TOP_K, TOP_P, TOP_K_FIRST, LAST, TILE, WAYS,
+            k, p, inside, inside_mass, sum, count, key, column, from_list, x, list_value, list_column, least, most,
+            length, columns, top, unit, DOMAIN, TOP_K, TOP_P, TOP_K_FIRST, LAST, TILE, WAYS,
         )  # fmt: skip
     if RACE:
         seed, offset, stream = source_of(seed, seeds, offset, offsets, row, SEED, OFFSET)
@@ -765,19 +774,20 @@ def resolve_kernel(
     if PLACES:
         places = tl.zeros([BINS], tl.int32)
     for start in range(0, count, TILE):
-        value, key, column, ok = listed_elements(
-            start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
-        )
-        ok &= is_kept(key, column, pivot, rank, columns, LAST)
+        if start > 0:
+            key, column = listed_keys(
+                start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE
+            )  # fmt: skip
+        ok = (key > _LOWEST) & is_kept(key, column, pivot, rank, columns, LAST)
         kept += tl.sum(ok.to(tl.int64), 0)
         if MASS:
-            mass += tl.sum(tl.where(ok, measure(value, top, unit, DOMAIN, True), 0), 0)
+            mass += tl.sum(tl.where(ok, mass_of(key, top, unit, DOMAIN), 0), 0)
         if PLACES:
             places += tl.histogram(column // (chunk * CHUNK), BINS, mask=ok)
         if RACE:
             variate = exponentials_at(seed, offset, stream, column)
             lowest = float("-inf") if DOMAIN == LOGITS else 0.0
-            score = tl.where(ok, race_score(value, variate, DOMAIN), lowest)
+            score = tl.where(ok, race_score(value_of(key), variate, DOMAIN), lowest)
             tile_best = tl.max(score, 0)
             first = tl.min(tl.where(ok & (score == tile_best), column, columns), 0)
             ahead = (tile_best > best) | ((tile_best == best) & (tile_best > lowest) & (first < winner))
