@@ -88,6 +88,9 @@ class Found:
     near: torch.Tensor | None
     state: torch.Tensor
     numbers: torch.Tensor
+    listed: torch.Tensor
+    list_value: torch.Tensor
+    list_column: torch.Tensor
     part_count: torch.Tensor
     programs: int
     chunk: int
@@ -140,7 +143,7 @@ def find_prefix(stages: Stages, config, x, rows: int, filters: Filters, samples=
           list_value, list_column, *parts, *drawn, x_row, columns, programs, chunk, tiles, capacity)  # fmt: skip
     start(launch_resolve, stages, config, one, x, *window, state, numbers, listed, list_value, list_column, *parts, f.k,
           f.ks, f.p, f.ps, *drawn, samples, valid, x_row, columns, programs, chunk, capacity)  # fmt: skip
-    return Found(maxima, near, state, numbers, part_count, programs, chunk, tiles)
+    return Found(maxima, near, state, numbers, listed, list_value, list_column, part_count, programs, chunk, tiles)
 
 
 def start(launcher: Launcher, problem, config, grid, *args) -> None:
@@ -215,6 +218,11 @@ def groups_of(config) -> dict:
     return {"TILE": config.tile, "GROUP": config.group}
 
 
+def near_tile_of(config) -> dict:
+    """Elements of listed groups that a program reads at once: of few groups more programs take a part."""
+    return {"NEAR_TILE": max(config.tile // 2, config.group)}
+
+
 def rows_pointer(s) -> str:
     return pointer(s.dtype, s.aligned)
 
@@ -257,7 +265,7 @@ def build_gather(s: Stages, config) -> Build:
     _between(p.add("*i32", "near", present=bool(s.top_k)))
     p.randomness(s.seed, s.offset, s.race)
     p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles", "capacity")
-    constants = p.constants | constants_of(s) | groups_of(config)
+    constants = p.constants | constants_of(s) | groups_of(config) | near_tile_of(config)
     constants |= {"TOP_K": bool(s.top_k), "MASS": s.mass, "RACE": s.race, "SEED": s.seed, "OFFSET": s.offset}
     return Build(prefix.gather_kernel, p.types, constants, num_warps=config.num_warps)
 
@@ -280,8 +288,9 @@ def build_resolve(s: Stages, config) -> Build:
         "TILE": config.list_tile,
         "WAYS": config.ways,
     }  # fmt: skip
-    # One program a row has registers to spare; left to itself ptxas keeps to 96 and spills.
-    return Build(prefix.resolve_kernel, p.types, constants, num_warps=config.list_warps, maxnreg=168)
+    # One program a row has registers to spare; left to itself ptxas keeps to 96 and spills. 65536 are all there are.
+    registers = min(168, 65536 // (32 * config.list_warps))
+    return Build(prefix.resolve_kernel, p.types, constants, num_warps=config.list_warps, maxnreg=registers)
 
 
 launch_scan = Launcher("prefix_scan", build_scan)

@@ -474,7 +474,7 @@ def gather_kernel(
     x, indices, starts, lengths, maxima, near, state, numbers, listed, list_value, list_column, part_count, part_mass,
     part_score, part_column, seed, seeds, offset, offsets, x_row, columns, programs, chunk, tiles, capacity,
     DOMAIN: tl.constexpr, TOP_K: tl.constexpr, MASS: tl.constexpr, RACE: tl.constexpr, SEED: tl.constexpr,
-    OFFSET: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    OFFSET: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, NEAR_TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """What is inside: part_count int32, part_mass int64 and the winner of its race, part_score float32 and part_column
     int32, all [rows, programs]. What may be: list_value float32, list_column int32 [rows, capacity], in any order."""
@@ -503,9 +503,9 @@ def gather_kernel(
         # Where k rules nothing is inside.
         count = tl.load(state + row.to(tl.int64) * STATE + NEAR).to(tl.int32)
         near += row.to(tl.int64) * tiles * (TILE // GROUP)
-        start, end = near_share(count, part, programs, TILE // GROUP)
-        for slot in range(start, end, TILE // GROUP):
-            value, column, ok = load_near(x, near, slot, end, length, UNIT, TILE, GROUP)
+        start, end = near_share(count, part, programs, NEAR_TILE // GROUP)
+        for slot in range(start, end, NEAR_TILE // GROUP):
+            value, column, ok = load_near(x, near, slot, end, length, UNIT, NEAR_TILE, GROUP)
             value = value.to(tl.float32)
             if DOMAIN == PROBS:
                 value = tl.where(value < 0, 0.0, value)
@@ -735,7 +735,8 @@ def resolve_kernel(
     OFFSET: tl.constexpr, UNIT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """The pivot of a row into state, and what the caller is after: the sum of the prefix (MASS), the token that wins
-    the race over it (RACE), or in part_count where the elements of each program come (PLACES). One program a row."""
+    the race over it (RACE), or in part_count where the elements of each program come (PLACES; not where groups are
+    listed). One program a row."""
     row = tl.program_id(0)
     x, length = window_of(x, x_row, indices, starts, lengths, row, columns, UNIT)
     # Where anything is listed, the first is a key; the last is one wherever anything is kept.
@@ -772,6 +773,7 @@ def resolve_kernel(
     kept = inside
     mass = inside_mass
     if PLACES:
+        placed = tl.load(state + row.to(tl.int64) * STATE + NEAR) < 0
         places = tl.zeros([BINS], tl.int32)
     for start in range(0, count, TILE):
         if start > 0:
@@ -783,7 +785,8 @@ def resolve_kernel(
         if MASS:
             mass += tl.sum(tl.where(ok, mass_of(key, top, unit, DOMAIN), 0), 0)
         if PLACES:
-            places += tl.histogram(column // (chunk * CHUNK), BINS, mask=ok)
+            if placed:
+                places += tl.histogram(column // (chunk * CHUNK), BINS, mask=ok)
         if RACE:
             variate = exponentials_at(seed, offset, stream, column)
             lowest = float("-inf") if DOMAIN == LOGITS else 0.0
@@ -803,7 +806,7 @@ def resolve_kernel(
         part = tl.arange(0, BINS)
         mine = part_count + row.to(tl.int64) * programs + part
         places += tl.load(mine, part < programs, other=0)
-        tl.store(mine, tl.cumsum(places, 0) - places, part < programs)
+        tl.store(mine, tl.cumsum(places, 0) - places, placed & (part < programs))
     if RACE:
         tl.store(samples + row, tl.maximum(winner, 0).to(samples.dtype.element_ty))
         tl.store(valid + row, (winner >= 0).to(tl.int8))

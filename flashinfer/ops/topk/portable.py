@@ -11,12 +11,17 @@ from flashinfer.ops._device import find_prefix as stages
 from flashinfer.ops._device.find_prefix import Filters, Parameters, Stages, start
 from flashinfer.ops._device.prefix import (
     KEPT,
+    NEAR,
     PIVOT,
     RANK,
+    SCORES,
     STATE,
     is_kept,
     key_of,
+    listed_keys,
+    load_near,
     may_reach,
+    near_share,
     window_of,
 )
 from flashinfer.ops.topk import TopK
@@ -32,12 +37,55 @@ def slot_of(position, ok, page_table, batch, pages, table_row, page_size):
 
 
 @triton.jit
-def emit_kernel(
-    x, starts, lengths, maxima, state, places, out_value, out_index, raw, page_table, row_to_batch, page_starts,
-    offsets, x_row, out_row, raw_row, table_row, k, columns, programs, chunk, tiles, pages, page_size,
-    LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+def write_found(
+    value, column, mine, place, out_value, out_index, raw, k, shift, page_table, batch, pages, table_row, page_size,
 ):  # fmt: skip
-    """Writes the elements of a row's prefix in the order of their indices: `places` tells where each program begins.
+    """Writes a tile's elements that are `mine` from `place` on; how many there are."""
+    found = mine.to(tl.int32)
+    to = place + tl.cumsum(found, 0) - 1
+    mine &= to < k
+    if page_table is not None:
+        index = slot_of(column + shift, mine, page_table, batch, pages, table_row, page_size)
+    else:
+        index = column + shift
+    tl.store(out_index + to, index.to(out_index.dtype.element_ty), mine)
+    if out_value is not None:
+        tl.store(out_value + to, value, mine)
+    if raw is not None:
+        tl.store(raw + to, column, mine)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def kept_before(
+    end, listed, list_value, list_column, row, capacity, x, length, pivot, rank, columns,
+    LAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """How many elements of the prefix come before column `end`, of the list or, where it overflowed, of the row."""
+    count = tl.load(listed + row)
+    from_list = count <= capacity
+    count = tl.where(from_list, count, tl.minimum(end, length))
+    list_value += row.to(tl.int64) * capacity
+    list_column += row.to(tl.int64) * capacity
+    before = tl.full([], 0, tl.int32)
+    for start in range(0, count, TILE):
+        key, column = listed_keys(
+            start, count, from_list, x, list_value, list_column, -(1 << 31), (1 << 31) - 1, SCORES, TILE
+        )  # fmt: skip
+        there = (key > -(1 << 31)) & (column < end)
+        before += tl.sum((there & is_kept(key, column, pivot, rank, columns, LAST)).to(tl.int32), 0)
+    return before
+
+
+@triton.jit
+def emit_kernel(
+    x, starts, lengths, maxima, near, state, listed, list_value, list_column, places, out_value, out_index, raw,
+    page_table, row_to_batch, page_starts, offsets, x_row, out_row, raw_row, table_row, k, columns, programs, chunk,
+    tiles, capacity, pages, page_size, LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    NEAR_TILE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Writes the elements of a row's prefix in the order of their indices: `places` tells where each program begins, or
+    where groups are listed, each counts what comes before its own.
 
     out_value and out_index [rows, k]; raw takes the indices where out_index takes slots. Past the prefix stands -1.
     """
@@ -46,6 +94,8 @@ def emit_kernel(
     x, length = window_of(x, x_row, None, starts, lengths, row, columns, UNIT)
     at = state + row.to(tl.int64) * STATE
     pivot, rank, kept = tl.load(at + PIVOT), tl.load(at + RANK), tl.load(at + KEPT).to(tl.int32)
+    near_groups = tl.load(at + NEAR).to(tl.int32)
+    near += row.to(tl.int64) * tiles * (TILE // GROUP)
     out_index += row.to(tl.int64) * out_row
     if out_value is not None:
         out_value += row.to(tl.int64) * k
@@ -62,28 +112,35 @@ def emit_kernel(
             shift = tl.load(starts + row)
     if offsets is not None:
         shift = tl.load(offsets + row)
-    place = tl.load(places + tl.program_id(0))
-    for i in range(chunk):
-        tile = part * chunk + i
-        near = may_reach(maxima, row, tile, tiles, pivot, TILE, GROUP)
-        if tl.max(near.to(tl.int32), 0) > 0:
-            column = tile * TILE + tl.arange(0, TILE)
-            inside = (column < length) & near
-            value = tl.load(x + column, inside, other=0)
+    first, end = near_share(near_groups, part, programs, NEAR_TILE // GROUP)
+    if first < end:
+        place = kept_before(
+            tl.load(near + first) * GROUP, listed, list_value, list_column, row, capacity, x, length, pivot, rank,
+            columns, LAST, TILE,
+        )  # fmt: skip
+        for slot in range(first, end, NEAR_TILE // GROUP):
+            value, column, ok = load_near(x, near, slot, end, length, UNIT, NEAR_TILE, GROUP)
             key = key_of(value.to(tl.float32)).to(tl.int64)
-            mine = inside & is_kept(key, column, pivot, rank, columns, LAST)
-            to = place + tl.cumsum(mine.to(tl.int32), 0) - 1
-            place += tl.sum(mine.to(tl.int32), 0)
-            mine &= to < k
-            if page_table is not None:
-                index = slot_of(column + shift, mine, page_table, batch, pages, table_row, page_size)
-            else:
-                index = column + shift
-            tl.store(out_index + to, index.to(out_index.dtype.element_ty), mine)
-            if out_value is not None:
-                tl.store(out_value + to, value, mine)
-            if raw is not None:
-                tl.store(raw + to, column, mine)
+            mine = ok & is_kept(key, column, pivot, rank, columns, LAST)
+            place += write_found(
+                value, column, mine, place, out_value, out_index, raw, k, shift, page_table, batch, pages, table_row,
+                page_size,
+            )  # fmt: skip
+    if near_groups < 0:
+        place = tl.load(places + tl.program_id(0))
+        for i in range(chunk):
+            tile = part * chunk + i
+            reach = may_reach(maxima, row, tile, tiles, pivot, TILE, GROUP)
+            if tl.max(reach.to(tl.int32), 0) > 0:
+                column = tile * TILE + tl.arange(0, TILE)
+                inside = (column < length) & reach
+                value = tl.load(x + column, inside, other=0)
+                key = key_of(value.to(tl.float32)).to(tl.int64)
+                mine = inside & is_kept(key, column, pivot, rank, columns, LAST)
+                place += write_found(
+                    value, column, mine, place, out_value, out_index, raw, k, shift, page_table, batch, pages,
+                    table_row, page_size,
+                )  # fmt: skip
     if part == 0:
         for first in range(kept, k, TILE):
             to = first + tl.arange(0, TILE)
@@ -132,15 +189,17 @@ def _build_emit(problem, config):
     s, pages, values = stages_of(problem), problem.form == "pages", problem.form in ("values", "sorted")
     p = Parameters().add(stages.rows_pointer(s), "x")
     p.add("*i32", "starts", present=s.starts).add("*i32", "lengths", present=s.lengths)
-    p.add("*i32", "maxima").add("*i64", "state").add("*i32", "places")
+    p.add("*i32", "maxima", "near").add("*i64", "state")
+    p.add("*i32", "listed").add("*fp32", "list_value").add("*i32", "list_column", "places")
     p.add(f"*{problem.dtype}", "out_value", present=values)
     p.add("*i64" if values else "*i32", "out_index").add("*i32", "raw", present=problem.raw)
     p.add("*i32", "page_table", present=pages).add("*i32", "row_to_batch", present=problem.mapped)
     p.add("*i32", "page_starts", present=problem.page_starts).add("*i32", "offsets", present=problem.form == "ragged")
     p.add("i64", "x_row", "out_row").add("i64", "raw_row", present=problem.raw).add("i64", "table_row", present=pages)
-    p.add("i32", "k", "columns", "programs", "chunk", "tiles").add("i32", "pages", "page_size", present=pages)
+    p.add("i32", "k", "columns", "programs", "chunk", "tiles", "capacity").add("i32", "pages", "page_size", present=pages)
     unit = stages.constants_of(s)["UNIT"]
-    constants = p.constants | stages.groups_of(config) | {"LAST": problem.last, "UNIT": unit}
+    constants = p.constants | stages.groups_of(config) | stages.near_tile_of(config)
+    constants |= {"LAST": problem.last, "UNIT": unit}
     return Build(emit_kernel, p.types, constants, num_warps=config.num_warps)
 
 
@@ -190,10 +249,10 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
     else:
         out_index, raw = outputs
         raw_row = None if raw is None else raw.stride(0)
-    start(launch_emit, problem, config, (rows * found.programs, 1, 1), x, starts, lengths, found.maxima, found.state,
-          found.part_count, out_value, out_index, raw, table, row_to_batch, page_starts, offsets, x.stride(0),
-          out_index.stride(0), raw_row, table_row, k, columns, found.programs, found.chunk, found.tiles, pages,
-          page_size)  # fmt: skip
+    start(launch_emit, problem, config, (rows * found.programs, 1, 1), x, starts, lengths, found.maxima, found.near,
+          found.state, found.listed, found.list_value, found.list_column, found.part_count, out_value, out_index, raw, table, row_to_batch, page_starts, offsets, x.stride(0),
+          out_index.stride(0), raw_row, table_row, k, columns, found.programs, found.chunk, found.tiles,
+          found.list_column.shape[1], pages, page_size)  # fmt: skip
     if problem.form == "sorted":
         blocks = triton.cdiv(k, _RANKED)
         start(launch_rank, problem, config, (rows * blocks, 1, 1), out_value, out_index, *outputs, k, blocks)
