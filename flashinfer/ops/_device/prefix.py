@@ -129,10 +129,23 @@ def load_values(x, column, inside, DOMAIN: tl.constexpr):
 
 
 @triton.jit
+def load_tile(x, first, length, DOMAIN: tl.constexpr, TILE: tl.constexpr):
+    """The values of columns from `first` on, 0 past the row's end."""
+    column = first + tl.arange(0, TILE)
+    # Without a mask aligned rows are read 16 bytes at a time, and all reads are under way before the first is used.
+    if first + TILE <= length:
+        value = tl.load(x + column).to(tl.float32)
+    else:
+        value = tl.load(x + column, column < length, other=0).to(tl.float32)
+    if DOMAIN == PROBS:
+        value = tl.where(value < 0, 0.0, value)
+    return value
+
+
+@triton.jit
 def load_ranked(x, tile, length, TILE: tl.constexpr):
     """The values of a tile of which the largest is wanted: inf for NaN, -inf past the row's end."""
     column = tile * TILE + tl.arange(0, TILE)
-    # Without a mask aligned rows are read 16 bytes at a time, and all reads are under way before the first is used.
     if tile * TILE + TILE <= length:
         value = tl.load(x + column).to(tl.float32)
     else:

@@ -24,6 +24,7 @@ from flashinfer.ops._device.prefix import (
     is_kept,
     key_of,
     load_ranked,
+    load_tile,
     load_values,
     may_reach,
     parameter,
@@ -68,6 +69,16 @@ def statistics_kernel(
 
 
 @triton.jit
+def store_tile(out, first, columns, value, TILE: tl.constexpr):
+    """Writes a tile of a row; 16 bytes at a time where it is aligned and whole."""
+    column = first + tl.arange(0, TILE)
+    if first + TILE <= columns:
+        tl.store(out + column, value)
+    else:
+        tl.store(out + column, value, column < columns)
+
+
+@triton.jit
 def softmax_kernel(
     x, tile_top, tile_sum, temperature, temperatures, out, x_row, out_row, columns, tiles,
     UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -83,12 +94,11 @@ def softmax_kernel(
         tops = tl.load(tile_top + at + tile, tile < tiles, other=float("-inf"))
         sums = tl.load(tile_sum + at + tile, tile < tiles, other=0.0)
         total += tl.sum(sums * tl.where(tops == float("-inf"), 0.0, tl.exp((tops - top) * scale)), 0)
-    column = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    inside = column < columns
-    value = tl.load(x + row.to(tl.int64) * multiple(x_row, UNIT) + column, inside, other=0).to(tl.float32)
+    first = tl.program_id(0) % tiles * TILE
+    value = load_tile(x + row.to(tl.int64) * multiple(x_row, UNIT), first, columns, LOGITS, TILE)
     # Without a finite logit there is no distribution: 0 / 0.
     share = tl.math.div_rn(tl.exp((value - tl.where(top == float("-inf"), 0.0, top)) * scale), total)
-    tl.store(out + row.to(tl.int64) * multiple(out_row, OUT_UNIT) + column, share, inside)
+    store_tile(out + row.to(tl.int64) * multiple(out_row, OUT_UNIT), first, columns, share, TILE)
 
 
 @triton.jit
@@ -103,26 +113,32 @@ def race_kernel(
     part = tl.program_id(0) % programs
     x, length = window_of(x, x_row, indices, None, None, row, columns, UNIT)
     seed, offset, stream = source_of(seed, seeds, offset, offsets, row, SEED, OFFSET)
-    best = tl.full([], float("-inf") if DOMAIN == LOGITS else 0.0, tl.float32)
-    winner = tl.full([], -1, tl.int32)
-    bad = tl.full([], 0, tl.int32)
+    # Each place of a tile keeps its own best; what the program has is found once, after the last tile.
+    lowest = float("-inf") if DOMAIN == LOGITS else 0.0
+    best = tl.full([TILE], lowest, tl.float32)
+    winner = tl.full([TILE], -1, tl.int32)
+    bad = tl.zeros([TILE], tl.int32)
     least = tl.full([], float("-inf"), tl.float32)
+    refused = tl.full([], 0, tl.int32)
     if tile_top is not None:
         top, _ = row_statistics(tile_top, tile_top, row, tiles, PROBS, BLOCK)
         share = parameter(min_p, min_ps, row)
         least = share * top
-        bad = tl.where((share >= 0) & (share <= 1), 0, 1)
+        refused = tl.where((share >= 0) & (share <= 1), 0, 1)
     for i in range(chunk):
         first = (part * chunk + i) * TILE
         column = first + tl.arange(0, TILE)
-        inside = column < length
-        value = load_values(x, column, inside, DOMAIN)
-        bad |= tl.max((inside & ((value != value) | (value == float("inf")))).to(tl.int32), 0)
+        value = load_tile(x, first, length, DOMAIN, TILE)
+        bad |= ((value != value) | (value == float("inf"))).to(tl.int32)
         score = race_score(value, exponentials(seed, offset, stream, first, TILE), DOMAIN)
-        score, place = tl.max(tl.where(inside & (value >= least), score, best), 0, return_indices=True)
-        best, winner = better(score, first + place, best, winner)
-    tl.store(part_score + tl.program_id(0), tl.where(bad > 0, float("nan"), best))
-    tl.store(part_column + tl.program_id(0), winner)
+        score = tl.where((column < length) & (value >= least), score, best)
+        best, winner = better(score, column, best, winner)
+    top_score = tl.max(best, 0)
+    # Of equal scores the first; a place that none has won has no column.
+    first = tl.min(tl.where((best == top_score) & (winner >= 0), winner, 0x7FFFFFFF), 0)
+    refused |= tl.max(bad, 0)
+    tl.store(part_score + tl.program_id(0), tl.where(refused > 0, float("nan"), top_score))
+    tl.store(part_column + tl.program_id(0), tl.where(first == 0x7FFFFFFF, -1, first))
 
 
 @triton.jit
@@ -162,7 +178,7 @@ def write_kernel(
         result = tl.where(top == top, result, float("nan")).to(out.dtype.element_ty)
     else:
         result = tl.where(kept, value, float("-inf")).to(out.dtype.element_ty)
-    tl.store(out + row.to(tl.int64) * multiple(out_row, UNIT) + column, result, inside)
+    store_tile(out + row.to(tl.int64) * multiple(out_row, UNIT), tile * TILE, columns, result, TILE)
 
 
 @triton.jit
