@@ -391,8 +391,8 @@ launch_race = Launcher("sampling_race", _build_race)
 launch_pick = Launcher("sampling_pick", _build_pick)
 launch_write = Launcher("sampling_write", _build_write)
 
-# Bytes of stack a thread may use: scalars that live through all of resolve's search, two at most (ptxas).
-STACK_BUDGET = 16
+# Bytes of stack a thread may use: scalars that live through all of resolve's search, three at most (ptxas).
+STACK_BUDGET = 24
 _CHAIN = (launch_verify, launch_last_race, launch_last_pick)
 LAUNCHERS = (launch_statistics, launch_softmax, launch_race, launch_pick, launch_write, *_CHAIN, *stages.LAUNCHERS)
 

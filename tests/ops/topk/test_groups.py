@@ -108,6 +108,7 @@ def test_how_many_programs_share_a_row(device, monkeypatch, programs):
     use_programs(programs, monkeypatch)
     for k in (3, limit(COLUMNS) + 2):
         check_prefix(x, k)
+        check(x, k, order=False)
 
 
 def check_prefix(x, k):
@@ -156,3 +157,5 @@ def test_more_equal_values_than_a_list_holds(device, monkeypatch):
     x = torch.zeros(1, 5000, device=device)
     x[0, 4000] = 1
     check_prefix(x, 3)
+    for last in (False, True):
+        check(x, 3, last, order=False)
