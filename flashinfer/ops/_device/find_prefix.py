@@ -288,8 +288,9 @@ def build_resolve(s: Stages, config) -> Build:
         "TILE": config.list_tile,
         "WAYS": config.ways,
     }  # fmt: skip
-    # One program a row has registers to spare; left to itself ptxas keeps to 96 and spills. 65536 are all there are.
-    registers = min(168, 65536 // (32 * config.list_warps))
+    # One program a row has registers to spare; left to itself ptxas keeps to 96 and spills. A thread has 255 at most, a
+    # multiprocessor 65536.
+    registers = min(255, 65536 // (32 * config.list_warps))
     return Build(prefix.resolve_kernel, p.types, constants, num_warps=config.list_warps, maxnreg=registers)
 
 

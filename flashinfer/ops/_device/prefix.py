@@ -29,8 +29,8 @@ BINS = tl.constexpr(256)
 SCORES = tl.constexpr(0)
 PROBS = tl.constexpr(1)
 LOGITS = tl.constexpr(2)
-# Integers that bracket leaves for a row. Keys at HIGH or above are inside, keys below LOW are outside. NEAR groups reach
-# LOW and are listed; -1 where k does not rule, and none is.
+# Integers that bracket leaves for a row. Keys at HIGH or above are inside, keys below LOW are outside. NEAR groups
+# reach LOW and are listed; -1 where k does not rule, and none is.
 HIGH = tl.constexpr(0)
 LOW = tl.constexpr(1)
 # Integers that resolve leaves: elements above key PIVOT are inside, and those at it up to rank RANK; KEPT of them.

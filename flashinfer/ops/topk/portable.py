@@ -196,7 +196,8 @@ def _build_emit(problem, config):
     p.add("*i32", "page_table", present=pages).add("*i32", "row_to_batch", present=problem.mapped)
     p.add("*i32", "page_starts", present=problem.page_starts).add("*i32", "offsets", present=problem.form == "ragged")
     p.add("i64", "x_row", "out_row").add("i64", "raw_row", present=problem.raw).add("i64", "table_row", present=pages)
-    p.add("i32", "k", "columns", "programs", "chunk", "tiles", "capacity").add("i32", "pages", "page_size", present=pages)
+    p.add("i32", "k", "columns", "programs", "chunk", "tiles", "capacity")
+    p.add("i32", "pages", "page_size", present=pages)
     unit = stages.constants_of(s)["UNIT"]
     constants = p.constants | stages.groups_of(config) | stages.near_tile_of(config)
     constants |= {"LAST": problem.last, "UNIT": unit}
@@ -250,9 +251,9 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
         out_index, raw = outputs
         raw_row = None if raw is None else raw.stride(0)
     start(launch_emit, problem, config, (rows * found.programs, 1, 1), x, starts, lengths, found.maxima, found.near,
-          found.state, found.listed, found.list_value, found.list_column, found.part_count, out_value, out_index, raw, table, row_to_batch, page_starts, offsets, x.stride(0),
-          out_index.stride(0), raw_row, table_row, k, columns, found.programs, found.chunk, found.tiles,
-          found.list_column.shape[1], pages, page_size)  # fmt: skip
+          found.state, found.listed, found.list_value, found.list_column, found.part_count, out_value, out_index, raw,
+          table, row_to_batch, page_starts, offsets, x.stride(0), out_index.stride(0), raw_row, table_row, k, columns,
+          found.programs, found.chunk, found.tiles, found.list_column.shape[1], pages, page_size)  # fmt: skip
     if problem.form == "sorted":
         blocks = triton.cdiv(k, _RANKED)
         start(launch_rank, problem, config, (rows * blocks, 1, 1), out_value, out_index, *outputs, k, blocks)
