@@ -218,8 +218,8 @@ launch_emit = Launcher("top_k_emit", _build_emit)
 launch_rank = Launcher("top_k_rank", _build_rank)
 LAUNCHERS = (launch_emit, launch_rank, *stages.LAUNCHERS)
 
-# Bytes of stack a thread may use: scalars that live through all of resolve's search, two at most (ptxas).
-STACK_BUDGET = 16
+# Bytes of stack a thread may use: scalars that live through all of resolve's search, eight words at most (ptxas).
+STACK_BUDGET = 32
 
 
 def kernels(problem, config):
