@@ -218,8 +218,9 @@ launch_emit = Launcher("top_k_emit", _build_emit)
 launch_rank = Launcher("top_k_rank", _build_rank)
 LAUNCHERS = (launch_emit, launch_rank, *stages.LAUNCHERS)
 
-# Bytes of stack a thread may use: scalars that live through all of resolve's search, eight words at most (ptxas).
-STACK_BUDGET = 32
+# Bytes of stack a thread may use: scalars that live through all of resolve's search, twelve words at most, on sm_120
+# (ptxas).
+STACK_BUDGET = 48
 
 
 def kernels(problem, config):
