@@ -463,7 +463,8 @@ def load_near(x, near, start, end, length, UNIT: tl.constexpr, TILE: tl.constexp
     slot = start + tl.arange(0, TILE) // GROUP
     ok = slot < end
     column = tl.load(near + slot, ok, other=0) * GROUP + tl.arange(0, TILE) % GROUP
-    # A mask that is one for UNIT neighbours leaves reads of 16 bytes; what the row's end cuts is read one by one.
+    # The mask is one for UNIT neighbours; what the row's end cuts is read apart. ptxas is still given single reads: the
+    # columns come from memory, and the compiler does not see that they are neighbours.
     whole = column // UNIT * UNIT + UNIT <= length
     value = tl.load(x + column, ok & whole, other=0)
     if UNIT > 1:
