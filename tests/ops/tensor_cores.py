@@ -13,8 +13,8 @@ def fp8_product(a, b):
     """a b [m, k] [k, n] in float64, as FP8 tensor cores of Hopper are said to add.
 
     32 products and the sum so far are aligned to the largest of them, and the sum is kept with 13 binary places (Liu et
-    al., DeepSeek-V3 Technical Report, 2024, 3.3.2; Zhang et al., SageAttention2, 2024, 3.2). Long sums lose less than by
-    this model.
+    al., DeepSeek-V3 Technical Report, 2024, 3.3.2; Zhang et al., SageAttention2, 2024, 3.2). Long sums lose less than
+    by this model.
     """
     total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64, device=a.device)
     for a32, b32 in zip(a.double().split(32, 1), b.double().T.split(32, 1)):

@@ -34,8 +34,8 @@ def portable(problem, target) -> Config:
 def one_shot_bytes(world: int) -> int:
     """Rows of up to so many bytes are sent to every rank. One shot moves world / 2 as much as two, in half the trips.
 
-    On H200s with NVLink, in us: two ranks, 8 MiB 32 in one shot and 34 in two, 64 MiB 252 and 238; four ranks, 128 KiB 6.3
-    and 9.5, 1 MiB 15.2 and 25, where two shots kept one rank busier than they do now.
+    On H200s with NVLink, in us: two ranks, 8 MiB 33 in one shot and 34 in two, 64 MiB 254 and 246; four ranks, 128 KiB
+    6.3 and 8.0, 1 MiB 15.0 and 13.3.
     """
     return 16 << 20 if world <= 2 else (2 << 20) // world
 
