@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer._forms.trtllm_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from flashinfer.compat.wrappers import PagedNames
 from flashinfer.cudnn.decode import cudnn_batch_decode_with_kv_cache
 from flashinfer.mla.decode import trtllm_batch_decode_with_kv_cache_mla
 from flashinfer.mla.sparse import trtllm_batch_decode_sparse_mla_dsv4
@@ -136,7 +137,7 @@ def single_decode_with_kv_cache_with_jit_module(
     )  # fmt: skip
 
 
-class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
     """Decode attention of a batch over a paged KV cache: plan() once per step, run() once per layer.
 
     Parameters

@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from flashinfer._core.checks import as_dtype, require
+from flashinfer.compat.wrappers import LatentNames
 from flashinfer.ops.attention.mla.batch import Factors, LatentOptions
 from flashinfer.ops.attention.mla.direct import run_latent
 from flashinfer.ops.attention.mla.wrapper import LatentWrapper, latent_blocks
@@ -17,7 +18,7 @@ from flashinfer.ops.attention.variants import AttentionVariant
 _UNABSORBED = 128
 
 
-class BatchMLAPagedAttentionWrapper(LatentWrapper):
+class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
     """Latent attention (DeepSeek-V2, 2024) of a batch over a paged cache: plan() once per step, run() once per layer.
 
     Queries have absorbed the up-projection of keys, outputs are latent: out = softmax(sm_scale (q_nope ckv^T +
@@ -266,7 +267,8 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         require(profiler_buffer is None, "profiler_buffer", "a tensor", "None: there is no profiler")
         require(o_scale is None or o_scale > 0, "o_scale", o_scale, "None, or a positive number")
         require(ckv_scale_arr is None, "ckv_scale_arr", "a tensor", "None: scales per token are not read")
-        planned = self._batch is not None
+        batch = None if self._base is None else self._planned()
+        planned = batch is not None
         if not planned:
             given = page_table is not None and kv_len is not None
             require(given, "run", "no plan", "after plan(), or with page_table and kv_len")
@@ -275,13 +277,13 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             require(q_nope is None and q_pe is None, "query", "a tensor", "None with q_nope and q_pe")
             require(planned, "query", "a tensor", "None without a plan, which tells head_dim_ckv")
             shape = query.shape[:-1]
-            q_nope, q_pe = split(query.flatten(0, -3), self._batch.options, "query")
+            q_nope, q_pe = split(query.flatten(0, -3), batch.options, "query")
         if kv_cache is not None:
             alone = ckv_cache is None and kpe_cache is None
             require(alone, "kv_cache", "a tensor", "None with ckv_cache and kpe_cache")
             require(planned, "kv_cache", "a tensor", "None without a plan, which tells head_dim_ckv")
             kv_cache = without_heads(kv_cache, self._kv_cache_layout)
-            ckv_cache, kpe_cache = split(kv_cache, self._batch.options, "kv_cache")
+            ckv_cache, kpe_cache = split(kv_cache, batch.options, "kv_cache")
         for name, t in (("q_nope", q_nope), ("ckv_cache", ckv_cache)):
             require(t is not None, name, None, "a tensor")
         call = dict(return_lse=return_lse, base_e=return_lse_base_on_e or self._lse_base_e, sinks=sinks,
@@ -290,10 +292,10 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
             out = None if out is None else out.view(q_nope.shape)
             lse = None if lse is None else lse.view(q_nope.shape[:2])
         if page_table is None and kv_len is None:
-            factors = self._factors(self._batch.options.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
-            result = self._batch.run(q_nope, q_pe, ckv_cache, kpe_cache, factors, out=out, lse=lse, **call)
+            factors = self._factors(batch.options.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
+            result = batch.run(q_nope, q_pe, ckv_cache, kpe_cache, factors, out=out, lse=lse, **call)
         else:
-            asked = self._batch.options if planned else _unplanned(q_nope, q_pe, ckv_cache, self._variant)
+            asked = batch.options if planned else _unplanned(q_nope, q_pe, ckv_cache, self._variant)
             factors = self._factors(asked.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
             table = self._call_table(page_table, kv_len)
             result = run_latent(
@@ -310,7 +312,7 @@ class BatchMLAPagedAttentionWrapper(LatentWrapper):
         """The table of a call with lengths and pages of its own."""
         for name, t in (("page_table", page_table), ("kv_len", kv_len)):
             require(t is not None, name, None, "a tensor: both page_table and kv_len, or none")
-        planned = None if self._batch is None else self._batch.table
+        planned = None if self._base is None else self._base.table
         indptr = None if planned is None or planned.q_len else planned.qo_indptr
         return latent_blocks(page_table, kv_len, indptr, planned.q_len if planned else 1, self.device)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.masks import multi_item_mask
 from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
 
 
-class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
     """Prefill and append attention of a batch over a paged KV cache: plan() once per step, run() once per layer.
 
     Parameters

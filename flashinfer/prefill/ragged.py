@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer.compat.wrappers import RaggedNames
 from flashinfer.ops.attention.masks import multi_item_mask
 from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
+class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
     """Prefill attention of a batch whose keys and values are ragged rows, not pages.
 
     Parameters as of `BatchPrefillWithPagedKVCacheWrapper`, with `kv_indptr_buf` in the place of the page table.
@@ -42,7 +43,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             buffers.check(float_workspace_buffer.device, needed)
         variant = chosen(variant, jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, backend, buffers, variant)
-        self._kv_indptr_buf = kv_indptr_buf
 
     def plan(
         self,

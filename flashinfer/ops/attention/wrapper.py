@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import lru_cache, partial
 
 import torch
@@ -13,6 +13,7 @@ from flashinfer._core.checks import UnsupportedConfig, require
 from flashinfer._core.kv_layout import check_layout, paged_views, ragged_views
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.batch import Batch, limits_of
+from flashinfer.ops.attention.buffers import GraphBuffers, Replaceable
 from flashinfer.ops.attention.kind import Kind, kind_of
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.problem import Table, alibi_slopes
@@ -22,40 +23,21 @@ from flashinfer.ops.attention.variants import AttentionVariant
 
 # Room is kept for tables of so many sets of lengths, an engine's batch sizes, with so many elements at most.
 _MOST_STAGES, _MOST_KEPT = 256, 1 << 14
+# Batches of other options, as the older forward() asks for, whose buffers are kept from plan to plan.
+_MOST_BATCHES = 16
 # Page ids of a batch grow from step to step: room for them is made in steps of so many, 4 KiB.
 _MORE_PAGES = 1024
 
 
-@dataclass
-class GraphBuffers:
-    """Fixed device buffers of a wrapper in CUDA-graph mode; None where the wrapper has no such table.
-
-    The names with a leading underscore on the wrapper are those that engines copy into.
-    """
-
-    qo_indptr: torch.Tensor | None = None
-    kv_indptr: torch.Tensor | None = None
-    kv_indices: torch.Tensor | None = None
-    last_page_len: torch.Tensor | None = None
-    custom_mask: torch.Tensor | None = None
-    mask_indptr: torch.Tensor | None = None
-
-    def check(self, device: torch.device, needed: tuple[str, ...]) -> None:
-        for name in needed:
-            tensor = getattr(self, name)
-            require(tensor is not None, name, None, "a buffer, with use_cuda_graph=True")
-            require(tensor.device == device, name, f"a buffer on {tensor.device}", str(device))
-            wide = torch.uint8 if name == "custom_mask" else torch.int32
-            require(tensor.dtype == wide, name, tensor.dtype, str(wide))
-            require(tensor.is_contiguous(), name, f"strides {tensor.stride()}", "contiguous")
-
-
-class AttentionWrapper:
+class AttentionWrapper(Replaceable):
     """plan() and run() for a batch; public classes add their signatures.
 
     In CUDA-graph mode the given buffers hold the tables and are never replaced: plan() copies into them, so that a
     graph captured over run() serves every later batch of up to as many requests, pages and query rows. A smaller batch
     is padded with empty requests.
+
+    Engines copy into the tables, replace them, and plan again from what lies there: under which names, flashinfer/compat
+    says; what comes of it, `_show`, `_tell` and `_replan` here.
 
     The runs of one plan share its partial results and their counters: on different streams they have to be ordered.
     """
@@ -80,8 +62,17 @@ class AttentionWrapper:
         self._backend = backend
         self._variant = variant
         self._use_cuda_graph = buffers is not None
-        self._buffers = buffers or GraphBuffers()
+        # The batch that was planned; what run() takes, which is None while a change by an engine waits to be taken up;
+        # and those whose buffers may serve again: in CUDA-graph mode, all that a graph may have been captured over.
+        self._base: Batch | None = None
         self._batch: Batch | None = None
+        self._batches: dict[Kind, Batch] = {}
+        # The tables in use; in CUDA-graph mode the fixed buffers.
+        self._shown = Table() if buffers is None else buffers.table()
+        # Options that an engine has set since the plan.
+        self._told: dict = {}
+        # Rows and KV entries of the first plan; -1 where only the device knew.
+        self._first = -1, -1
         self._scratch: torch.Tensor | None = None
         self._debug = env.DEBUG.is_on()
         self._number = traced.number_of(self)
@@ -92,12 +83,6 @@ class AttentionWrapper:
         self._stream: int | None = None
         self._last_kind: tuple = None, None
         self._capturing = False
-        self._qo_indptr_buf = self._buffers.qo_indptr
-        self._paged_kv_indptr_buf = self._buffers.kv_indptr
-        self._paged_kv_indices_buf = self._buffers.kv_indices
-        self._paged_kv_last_page_len_buf = self._buffers.last_page_len
-        self._custom_mask_buf = self._buffers.custom_mask
-        self._mask_indptr_buf = self._buffers.mask_indptr
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -107,7 +92,7 @@ class AttentionWrapper:
     @property
     def resolved_backend(self) -> str:
         """Upstream's name of the variant that the planned batch runs on; the asked-for name before plan()."""
-        return self._backend if self._batch is None else REPORTED_AS[self._batch.kind.choice.variant.name]
+        return self._backend if self._base is None else REPORTED_AS[self._planned().kind.choice.variant.name]
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Replace the workspace buffers; takes effect at the next plan()."""
@@ -147,7 +132,7 @@ class AttentionWrapper:
             request.options = _interleaved(request.options)
         counts = request.lengths_on_host()
         stream = self._look_at_stream(counts)
-        old, graph, options = self._batch, self._use_cuda_graph, request.options
+        old, graph, options = self._base, self._use_cuda_graph, request.options
         if graph:
             stage = self._take(request, self._room(request, counts), stream)
             table = Table(*self._tables_fixed)
@@ -164,19 +149,42 @@ class AttentionWrapper:
             rows = old.kind.problem.rows
         kind = self._kind_of(options, rows, request.has_mask, self._backend)
         if graph and old is not None:
-            kind, limits = self._captured(request, kind, limits)
+            kind, limits = self._captured(old, request, kind, limits)
         if graph:
             self._fill_buffers(request, counts, stage, stream)
         if request.has_mask:
             self._add_mask(request, table)
-        # The buffers of the last plan serve this one where work runs in order: on one stream, outside a capture.
-        ordered = graph or (stream == self._stream and not self._capturing)
+        self._take_up(kind, request, table, limits, stream)
+
+    def _take_up(self, kind: Kind, request: Request, table: Table, limits: Limits, stream: int | None) -> None:
+        """Make the batch of a plan, in buffers of earlier ones where they suffice."""
+        graph = self._use_cuda_graph
+        # The buffers of earlier plans serve where work runs in order: on one stream, outside a capture.
+        if not graph and (stream != self._stream or self._capturing or len(self._batches) > _MOST_BATCHES):
+            self._batches = {}
         self._stream = None if self._capturing else stream
-        if not ordered or old is None or old.kind is not kind:
-            slopes = self._slopes(options, stream) if options.pos_encoding_mode == "ALIBI" else None
-            self._batch = Batch(kind, self._partials, slopes, self._debug)
-        self._batch.fill(request, table, limits)
-        self._publish(options, table)
+        batch = self._batches.get(kind)
+        if batch is None:
+            batch = self._batches[kind] = self._new_batch(kind, stream)
+        batch.fill(request, table, limits)
+        if graph:
+            for other in self._batches.values():
+                if other is not batch:
+                    anew = replace(request, options=other.options)
+                    other.fill(anew, table, self._captured(other, anew, other.kind, limits)[1])
+        if self._base is None:
+            self._first = request.rows, request.kv_entries
+        self._base = self._batch = batch
+        self._told = {}
+        if not graph:
+            self._shown = table
+        elif request.q_len:
+            self._shown.qo_indptr = table.qo_indptr
+
+    def _new_batch(self, kind: Kind, stream: int | None) -> Batch:
+        options = kind.options
+        slopes = self._slopes(options, stream) if options.pos_encoding_mode == "ALIBI" else None
+        return Batch(kind, self._partials, slopes, self._debug)
 
     def _kind_of(self, *key) -> Kind:
         """The kind for (options, rows, custom, backend): most plans ask for that of the last."""
@@ -243,44 +251,29 @@ class AttentionWrapper:
             tables.append(table if table is None or table.is_contiguous() else table.contiguous())
         return Table(*tables)
 
-    def _publish(self, options: Options, table: Table) -> None:
-        """What engines read on, and assert of, a planned wrapper."""
-        self._window_left = options.window_left
-        self._logits_soft_cap = options.logits_soft_cap or 0.0
-        self._sm_scale = options.sm_scale
-        self._causal = options.causal
-        self._qo_indptr_buf = table.qo_indptr
-        if self._paged:
-            self._paged_kv_indptr_buf = table.kv_indptr
-            self._paged_kv_indices_buf = table.kv_indices
-            self._paged_kv_last_page_len_buf = table.last_page_len
-        else:
-            self._kv_indptr_buf = table.kv_indptr
-        self._custom_mask_buf, self._mask_indptr_buf = table.mask, table.mask_indptr
-
-    def _captured(self, request: Request, kind: Kind, limits: Limits) -> tuple[Kind, Limits]:
-        """Kind and bounds of the batch that a graph may have been captured over; the new one must fit them."""
-        old = self._batch
+    def _captured(self, old: Batch, request: Request, kind: Kind, limits: Limits) -> tuple[Kind, Limits]:
+        """Kind and bounds of a batch that a graph may have been captured over; the new one must fit them."""
         if kind is not old.kind:
-            self._check_captured(kind)
+            self._check_captured(old.kind, kind)
         require(request.q_len == old.request.q_len, "q_len_per_req", request.q_len, f"{old.request.q_len}, as captured")
         if not old.limits.known:
             return old.kind, limits
-        bounds = [("qo_indptr", limits.q_rows, old.limits.q_rows, old.request.rows)]
+        bounds = [("qo_indptr", limits.q_rows, old.limits.q_rows, self._first[0])]
         if kind.options.fixed_split_size not in (None, -1):
-            bounds.append(("kv_indptr", limits.kv_tokens, old.limits.kv_tokens, old.request.kv_entries))
+            bounds.append(("kv_indptr", limits.kv_tokens, old.limits.kv_tokens, self._first[1]))
         for name, now, most, first in bounds:
             bound = f"at most {most} rows, what this CUDA-graph wrapper was first planned for"
             require(now <= most, name, f"{now} rows", bound)
             require(now >= 0 or first < 0, name, "a tensor on the device", f"one on the host, which tells: {bound}")
         return old.kind, old.limits
 
-    def _check_captured(self, kind: Kind) -> None:
+    def _check_captured(self, old: Kind, kind: Kind) -> None:
         """A captured graph keeps its kernel, its scalars and the size of its buffers."""
-        old = self._batch.kind
         for name, was in _effective(old).items():
             now = _effective(kind)[name]
             require(was == now, name, now, f"{was}, as first planned: a captured graph cannot follow")
+        now, was = kind.choice.variant.name, old.choice.variant.name
+        require(now == was, "backend", now, f"{was}, as first planned: a captured graph cannot follow")
         custom = old.problem.mask == "custom"
         require(
             custom == (kind.problem.mask == "custom"), "custom_mask", "None" if custom else "a mask",
@@ -307,12 +300,12 @@ class AttentionWrapper:
 
     @property
     def _tables_fixed(self) -> tuple[torch.Tensor | None, ...]:
-        fixed = self._buffers
+        fixed = self._shown
         return fixed.qo_indptr, fixed.kv_indptr, fixed.last_page_len, fixed.kv_indices
 
     def _room(self, request: Request, counts: tuple[int, ...]) -> tuple[int, ...]:
         """The lengths of host tables as they go into the fixed buffers: requests past the batch are empty."""
-        most = self._buffers.kv_indptr.shape[0] - 1
+        most = self._shown.kv_indptr.shape[0] - 1
         if request.batch_size > most:
             require(False, "batch_size", request.batch_size, f"at most {most}, what the CUDA-graph buffers hold")
         lengths = list(counts)
@@ -341,21 +334,21 @@ class AttentionWrapper:
 
     def _add_mask(self, request: Request, table: Table) -> None:
         """The custom mask as packed bits; in CUDA-graph mode in its fixed buffers."""
-        fixed = self._buffers
-        if self._use_cuda_graph and fixed.custom_mask is None:
+        fixed = self._shown
+        if self._use_cuda_graph and fixed.mask is None:
             require(False, "custom_mask", "a mask", "None in CUDA-graph mode without custom_mask_buf")
         custom_mask_table(request, table)
         if not self._use_cuda_graph:
             return
-        most = fixed.custom_mask.shape[0]
+        most = fixed.mask.shape[0]
         length = table.mask.shape[0]
         if request.custom_mask is not None:
             # pack() pads for the worst rounding; what is past the bits is zero and may be left out.
             length = min(length, (request.custom_mask.shape[0] + 7) // 8 + table.batch_size)
         require(length <= most, "custom_mask", f"{length} bytes packed", f"at most {most}, custom_mask_buf's length")
-        fixed.custom_mask[:length].copy_(table.mask[:length])
+        fixed.mask[:length].copy_(table.mask[:length])
         fixed.mask_indptr[: table.mask_indptr.shape[0]].copy_(table.mask_indptr)
-        table.mask, table.mask_indptr = fixed.custom_mask, fixed.mask_indptr
+        table.mask, table.mask_indptr = fixed.mask, fixed.mask_indptr
 
     def _run(self, q: torch.Tensor, kv, **call):
         """Attention of the planned batch; see Batch.run."""
@@ -364,8 +357,10 @@ class AttentionWrapper:
         return (self._batch or self._planned()).run(q, kv, self._views, **call)
 
     def _planned(self) -> Batch:
-        if self._batch is None:
+        if self._base is None:
             raise ValueError(f"{type(self).__name__}.run: got no plan; allowed: after plan()")
+        if self._batch is None:
+            self._replan()
         return self._batch
 
     def _params(self, args: tuple, params: dict | None) -> dict | None:
@@ -384,18 +379,21 @@ class AttentionWrapper:
 
     def _change_plan(self, **changes) -> None:
         """What the older forward() takes over from plan(): the same tables under other options."""
-        old = self._planned()
-        changed = replace(old.options, **changes)
-        if changed == old.options:
+        current = self._planned()
+        masked = current.table.mask is not None
+        if _means(current.kind, changes, masked):
             return
-        rows, custom = old.kind.problem.rows, old.table.mask is not None
-        kind = kind_of(changed, rows, custom, self.device, self._backend)
-        if self._use_cuda_graph:
-            self._check_captured(kind)
-        stream = None if not self._on_gpu else torch._C._cuda_getCurrentRawStream(self.device.index)
-        slopes = self._slopes(changed, stream) if changed.pos_encoding_mode == "ALIBI" else None
-        self._batch = Batch(kind, self._partials, slopes, self._debug)
-        self._batch.fill(replace(old.request, options=changed), old.table, old.limits)
+        base, changed = self._base, replace(current.options, **changes)
+        kind = kind_of(changed, base.kind.problem.rows, masked, self.device, self._backend)
+        stream = self._look_at_stream(())
+        batch = self._batches.get(kind)
+        if batch is None or not (self._use_cuda_graph or (stream == self._stream and not self._capturing)):
+            batch = self._new_batch(kind, stream)
+            if self._use_cuda_graph or not self._capturing:
+                self._batches[kind] = batch
+        if batch.table is not base.table:
+            batch.fill(replace(base.request, options=changed), base.table, base.limits)
+        self._batch = batch
 
     def end_forward(self) -> None:
         """Kept for callers of older versions; there is nothing to release."""
@@ -416,6 +414,18 @@ def _with_variant(options: Options, variant: AttentionVariant) -> Options:
     return replace(options, variant=variant)
 
 
+def _means(kind: Kind, changes: dict, masked: bool) -> bool:
+    """Whether a kind has these options already, whatever stands for a default in them."""
+    now = _effective(kind)
+    defaults = dict(sm_scale=kind.options.head_dim_qk**-0.5, logits_soft_cap=0.0, rope_scale=1.0, rope_theta=1e4)
+    for name, value in changes.items():
+        # A custom mask stands in the place of causal.
+        if now[name] != (defaults.get(name) if value is None else value) and not (masked and name == "causal"):
+            return False
+    return True
+
+
+@lru_cache(maxsize=1024)
 def _effective(kind: Kind) -> dict:
     """The options of a kind, with what the defaults among them come to."""
     options, scalars = kind.options, kind.scalars

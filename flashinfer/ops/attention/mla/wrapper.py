@@ -39,8 +39,13 @@ class LatentWrapper(AttentionWrapper):
                         "int32, contiguous")  # fmt: skip
             buffers = GraphBuffers(fixed[0], fixed[1], fixed[3])
         super().__init__(float_workspace_buffer, "NHD", backend, buffers, variant)
-        self._fixed = fixed
-        self._kv_len_arr_buf = None if fixed is None else fixed[_KV_LENS]
+        if fixed is not None:
+            self._shown.kv_lens = fixed[_KV_LENS]
+
+    @property
+    def _fixed(self) -> tuple[torch.Tensor, ...]:
+        shown = self._shown
+        return shown.qo_indptr, shown.kv_indptr, shown.kv_lens, shown.kv_indices
 
     def _plan_pages(self, asked: LatentOptions, tables: tuple[torch.Tensor, ...], longest_q: int) -> None:
         """Plan a batch of pages of a table; `tables` as the buffers of CUDA-graph mode, on the host or the device."""
@@ -63,7 +68,6 @@ class LatentWrapper(AttentionWrapper):
             batch = table.batch_size
         self._take_over(asked, table, Limits(batch, rows, table.kv_indices.shape[0] * asked.page_size), longest_q,
                         stream)  # fmt: skip
-        self._qo_indptr_buf, self._kv_indptr_buf, self._kv_len_arr_buf, self._kv_indices_buf = on_device
 
     def _plan_blocks(self, asked: LatentOptions, block_tables, seq_lens, cum_seq_lens_q, longest_q: int) -> None:
         """Plan a batch of a rectangular block table on the device; it is read where it is, at every run."""
@@ -77,19 +81,17 @@ class LatentWrapper(AttentionWrapper):
 
     def _take_over(self, asked: LatentOptions, table: Table, limits: Limits, longest_q: int, stream) -> None:
         """Make the batch of a plan, in the buffers of the last where they suffice."""
-        old, graph = self._batch, self._use_cuda_graph
+        old, graph = self._base, self._use_cuda_graph
         # Where only the device knows how long queries are, they are likely one token each.
         rows = old.kind.problem.rows if graph and old else tile_rows(max(longest_q, 1), asked.num_qo_heads)
         kind = self._kind_of(asked, rows, False, self._backend)
         request = Request(asked, table.qo_indptr, table.kv_indptr, q_len=table.q_len, rows=limits.q_rows)
         if graph and old is not None:
-            kind, limits = self._captured(request, kind, limits)
-        ordered = graph or (stream == self._stream and not self._capturing)
-        self._stream = None if self._capturing else stream
-        if not ordered or old is None or old.kind is not kind:
-            self._batch = LatentBatch(kind, self._partials, None, self._debug)
-        self._batch.fill(request, table, limits)
-        self._causal, self._sm_scale, self._page_size = asked.causal, asked.sm_scale, asked.page_size
+            kind, limits = self._captured(old, request, kind, limits)
+        self._take_up(kind, request, table, limits, stream)
+
+    def _new_batch(self, kind: LatentKind, stream: int | None) -> LatentBatch:
+        return LatentBatch(kind, self._partials, None, self._debug)
 
     def _new_kind(self, options: LatentOptions, rows: int, custom: bool, backend: str) -> LatentKind:
         return latent_kind(options, rows, self.device, backend)

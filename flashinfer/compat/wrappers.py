@@ -1,0 +1,97 @@
+"""Attributes that engines read, write into and replace on wrappers, by upstream's names (docs/engines.md).
+
+Writing into a table takes effect at the next plan, one that goes through `_cached_module` included; replacing one, or
+an option, at the next plan or run, whichever comes first.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from flashinfer.compat.cached_module import CachedModule
+
+
+class _TableName:
+    """A table of the wrapper, by its name in `Table`."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, wrapper, owner=None):
+        return self if wrapper is None else getattr(wrapper._shown, self._name)
+
+    def __set__(self, wrapper, tensor: torch.Tensor | None) -> None:
+        wrapper._show(self._name, tensor)
+
+
+class _OptionName:
+    """An option of the wrapper's plan, by its name in `Options`; `default` stands for None."""
+
+    def __init__(self, name: str, default=None):
+        self._name, self._default = name, default
+
+    def __get__(self, wrapper, owner=None):
+        if wrapper is None:
+            return self
+        value = wrapper._option(self._name)
+        return self._default if value is None else value
+
+    def __set__(self, wrapper, value) -> None:
+        wrapper._tell(self._name, value)
+
+
+class PlannedNames:
+    """Names on every wrapper.
+
+    `_float_workspace_buffer`, `_int_workspace_buffer` and `_backend` are plain attributes of the wrapper: the first is
+    scratch from the next work list on, the second is not used, the third holds from the next plan on. `_plan_info`,
+    which engines set to what `_cached_module.plan` gives, is not read.
+    """
+
+    _causal = _OptionName("causal")
+    _sm_scale = _OptionName("sm_scale")
+    _qo_indptr_buf = _TableName("qo_indptr")
+
+    @property
+    def _cached_module(self) -> CachedModule | None:
+        """What plans again from the tables in place; None before the first plan."""
+        return None if self._base is None else CachedModule(self)
+
+    @cached_property
+    def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
+        """Handed through by engines; there is nothing to stage in it."""
+        return torch.empty(0, dtype=torch.uint8)
+
+
+class _MaskedNames(PlannedNames):
+    _window_left = _OptionName("window_left")
+    _logits_soft_cap = _OptionName("logits_soft_cap", 0.0)
+    _custom_mask_buf = _TableName("mask")
+    _mask_indptr_buf = _TableName("mask_indptr")
+    # Engines read and set it; bounds of a captured graph are those of the first plan here.
+    _max_total_num_rows: int | None = None
+
+
+class PagedNames(_MaskedNames):
+    """Names on wrappers of paged keys and values."""
+
+    _paged_kv_indptr_buf = _TableName("kv_indptr")
+    _paged_kv_indices_buf = _TableName("kv_indices")
+    _paged_kv_last_page_len_buf = _TableName("last_page_len")
+
+
+class RaggedNames(_MaskedNames):
+    """Names on wrappers of ragged keys and values."""
+
+    _kv_indptr_buf = _TableName("kv_indptr")
+
+
+class LatentNames(PlannedNames):
+    """Names on wrappers of latent attention."""
+
+    _page_size = _OptionName("page_size")
+    _kv_indptr_buf = _TableName("kv_indptr")
+    _kv_indices_buf = _TableName("kv_indices")
+    _kv_len_arr_buf = _TableName("kv_lens")
