@@ -241,7 +241,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         q_data_type, kv_data_type, o_data_type : dtype or its name
             kv defaults to q's, out to q's (bfloat16 for fp8 q); kv may be nvfp4, as uint8 or "nvfp4".
         data_type : dtype or its name, optional
-            Older form: both q's and kv's.
+            Older form: q's and kv's, where they are left at their defaults.
         non_blocking : bool
             Copies to the device never wait here; False changes nothing else.
         block_tables, seq_lens : Tensor, optional
@@ -262,7 +262,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         """
         require(q_len_per_req >= 1, "q_len_per_req", q_len_per_req, "at least 1")
         if data_type is not None:
-            q_data_type = kv_data_type = data_type
+            # The default of q_data_type is no word on it; a dtype is.
+            q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
+            kv_data_type = data_type if kv_data_type is None else kv_data_type
         asked = options(
             "paged", num_qo_heads, num_kv_heads, head_dim, head_dim, page_size, q_data_type=q_data_type,
             kv_data_type=kv_data_type, o_data_type=o_data_type, causal=q_len_per_req > 1, window_left=window_left,
@@ -334,6 +336,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_block_scales=None,
         params: dict | None = None,
+        kv_cache_sf=None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch.
 
@@ -370,6 +373,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             with any other row by row, as `nvfp4_quantize_append_paged_kv_cache_with_slot_mapping` does.
         params : dict, optional
             What the variant's functions are given.
+        kv_cache_sf : optional
+            Another name of kv_block_scales.
 
         Returns
         -------
@@ -384,7 +389,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             require(q_len_per_req in (None, 1, planned), "q_len_per_req", q_len_per_req, f"{planned}, as planned")
         return self._run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params, **self._factors(kv_block_scales),
+            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params, **self._factors(kv_block_scales, kv_cache_sf),
         )  # fmt: skip
 
     def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -478,13 +483,17 @@ def fast_decode_plan(
     """`BatchDecodeWithPagedKVCacheWrapper.plan`, under the name engines bind in its place.
 
     Upstream's is faster than its plan() because it copies less; plan() here copies no more than this. With
-    `global_override_indptr_cpu`, that host tensor is `indptr`. Other parameters as in plan().
+    `global_override_indptr_cpu`, that host tensor is `indptr`. The output type is that of the plan before, if there was
+    one. Other parameters as in plan().
     """
-    self.plan(
+    # Engines put this in the place of the wrapper's own plan().
+    BatchDecodeWithPagedKVCacheWrapper.plan(
+        self,
         indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
         indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
         pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
         q_data_type=q_data_type, kv_data_type=kv_data_type, data_type=data_type, sm_scale=sm_scale,
         rope_scale=rope_scale, rope_theta=rope_theta, non_blocking=non_blocking, fixed_split_size=fixed_split_size,
         disable_split_kv=disable_split_kv, q_len_per_req=q_len_per_req,
+        o_data_type=None if self._base is None else self._base.options.o_dtype,
     )  # fmt: skip

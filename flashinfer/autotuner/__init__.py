@@ -2,6 +2,7 @@
 
 from flashinfer.autotuner.autotuner import (
     AutoTuner,
+    _collect_metadata,
     autotune,
     get_autotune_process_group,
     set_autotune_process_group,

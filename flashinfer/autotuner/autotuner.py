@@ -18,6 +18,9 @@ from flashinfer.autotuner.profiles import Buckets, TuningConfig, inputs_for, pro
 
 _group = None
 
+# Engines compare the environments of kept choices by these names (docs/engines.md).
+_collect_metadata, _classify_metadata_mismatches = store.environment, store.mismatches
+
 
 def set_autotune_process_group(group) -> None:
     """Average times over the ranks of a `torch.distributed` group, so that all choose the same; None ends it.

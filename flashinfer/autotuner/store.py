@@ -63,9 +63,14 @@ def read(path: Path) -> dict | None:
 def foreign(content: dict) -> str:
     """How the environment that made a file differs from this one; '' if it does not. "*" agrees with all."""
     made = content.get(METADATA) or {}
-    here = environment()
-    differing = [name for name, value in here.items() if made.get(name) not in (value, "*")]
-    return ", ".join(f"{name} is {here[name]}, there {made.get(name)}" for name in differing)
+    differing, _ = mismatches(made, environment())
+    return ", ".join(f"{name} is {here}, there {there}" for name, (there, here) in differing.items())
+
+
+def mismatches(made: dict[str, str], here: dict[str, str]) -> tuple[dict[str, tuple], dict[str, tuple]]:
+    """What differs between two environments, {name: (made, here)}: what choices do not survive, and what they do."""
+    hard = {name: (made.get(name), value) for name, value in here.items() if made.get(name) not in (value, "*")}
+    return hard, {}
 
 
 class Folder:

@@ -200,11 +200,13 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         page_table: torch.Tensor | None = None,
         return_lse_base_on_e: bool = False,
         o_scale: float | None = None,
+        # Refused, and not behind the star: vLLM takes a keyword of this name for kernels with scales per token, whose
+        # plan it then rewrites (docs/engines.md).
+        ckv_scale_arr: torch.Tensor | None = None,
         *,
         query: torch.Tensor | None = None,
         kv_cache: torch.Tensor | None = None,
         ckv_scale: float | None = None,
-        ckv_scale_arr: torch.Tensor | None = None,
         kpe_scale: float | None = None,
         sinks: torch.Tensor | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,

@@ -249,6 +249,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         kv_block_scales=None,
         skip_softmax_threshold_scale_factor: float | None = None,
         params: dict | None = None,
+        kv_cache_sf=None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch.
 
@@ -266,6 +267,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
         params : dict, optional
             What the variant's functions are given.
+        kv_cache_sf : optional
+            Another name of kv_block_scales.
 
         Returns
         -------
@@ -277,7 +280,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             params = self._params(args, params)
         return self._run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params, **self._factors(kv_block_scales),
+            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params, **self._factors(kv_block_scales, kv_cache_sf),
         )  # fmt: skip
 
     def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:

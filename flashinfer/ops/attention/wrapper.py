@@ -370,8 +370,11 @@ class AttentionWrapper(Replaceable):
             return params
         return self._variant.named(args, params)
 
-    def _factors(self, kv_block_scales) -> dict:
-        """Block scales of an nvfp4 cache, as Batch.run takes them."""
+    def _factors(self, kv_block_scales, kv_cache_sf=None) -> dict:
+        """Block scales of an nvfp4 cache, under either name, as Batch.run takes them."""
+        if kv_cache_sf is not None:
+            require(kv_block_scales is None, "kv_cache_sf", "kv_block_scales too", "one of the two")
+            kv_block_scales = kv_cache_sf
         if kv_block_scales is None:
             return {}
         k_factors, v_factors = paged_views(kv_block_scales, self._kv_layout, "kv_block_scales")
