@@ -389,7 +389,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             require(q_len_per_req in (None, 1, planned), "q_len_per_req", q_len_per_req, f"{planned}, as planned")
         return self._run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params, **self._factors(kv_block_scales, kv_cache_sf),
+            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params,
+            **self._factors(kv_block_scales, kv_cache_sf),
         )  # fmt: skip
 
     def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:

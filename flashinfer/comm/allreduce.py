@@ -34,10 +34,13 @@ class AllReduceFusionWorkspace:
         How ranks exchange, and why.
     deadline : float
         Seconds that a rank waits for another, 10 at first; may be set. A captured graph keeps what it had.
+    metadata : dict
+        "use_fp32_lamport": whether it was made for float32, which SGLang compares with what it sends.
     """
 
     def __init__(self, ranks: Ranks, nbytes: int, row: int, device: torch.device, backend: str, one_shot: bool):
         self.backend, self.world_size, self.rank = backend, ranks.size, ranks.rank
+        self.metadata: dict[str, bool] = {}
         small = nbytes if one_shot else min(nbytes, config.one_shot_bytes(ranks.size))
         self._area = max(config.area(small, row, ranks.size, True), config.area(nbytes, row, ranks.size, False))
         self._most = nbytes
@@ -89,6 +92,14 @@ class AllReduceFusionWorkspace:
         c = self.capability
         return f"{c.transport} ({c.means})" + (f": {c.reason}" if c.reason else "")
 
+    def checkpoint_prepare(self) -> None:
+        """NotImplementedError: memory that ranks share stays where it is."""
+        raise NotImplementedError("checkpoint_prepare: memory that ranks share cannot be given up; destroy() frees it")
+
+    def checkpoint_restore(self, comm_backend: CommBackend | None = None) -> None:
+        """NotImplementedError, as `checkpoint_prepare`."""
+        raise NotImplementedError("checkpoint_restore: nothing was given up by checkpoint_prepare")
+
     def destroy(self) -> None:
         """Free the memory. Ranks that still exchange through it must be done."""
         if not self._destroyed:
@@ -120,6 +131,7 @@ def create_allreduce_fusion_workspace(
     dynamic_fp8: bool | None = None,
     write_norm_output: bool | None = None,
     config: object | None = None,
+    use_fp32_lamport: bool = False,
 ) -> AllReduceFusionWorkspace:
     """Set up what `allreduce_fusion` exchanges rows through. A collective call of all ranks of the group.
 
@@ -147,6 +159,8 @@ def create_allreduce_fusion_workspace(
     top_k, rms_eps, weight_bias, routed_scaling_factor, include_shared_expert, add_residual, write_residual_output, \
 apply_rms_norm, output_dtype, dynamic_fp8, write_norm_output, config
         What upstream specialises a backend of its own for. Only None: here each call says what it needs.
+    use_fp32_lamport : bool
+        The format of upstream's flags; rows of any dtype go through any workspace, so it changes nothing.
 
     Returns
     -------
@@ -173,7 +187,9 @@ apply_rms_norm, output_dtype, dynamic_fp8, write_norm_output, config
     ranks = ranks_of(group, comm_backend, world_size, rank)
     row = hidden_dim * dtype.itemsize
     named = "trtllm" if backend == "auto" else backend
-    return AllReduceFusionWorkspace(ranks, max_token_num * row, row, own_device(), named, force_oneshot_support)
+    space = AllReduceFusionWorkspace(ranks, max_token_num * row, row, own_device(), named, force_oneshot_support)
+    space.metadata["use_fp32_lamport"] = dtype == torch.float32
+    return space
 
 
 def own_device() -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import gemm
 from flashinfer.ops.gemm import blockscaled as room
@@ -95,6 +96,7 @@ def mm_fp4(
     return out
 
 
+@answering("auto", "cutlass", "cudnn", "trtllm")
 def mm_mxfp8(
     a: torch.Tensor,
     b: torch.Tensor,

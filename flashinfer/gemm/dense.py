@@ -8,6 +8,7 @@ from flashinfer._core.checks import as_dtype, dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
 from flashinfer._core.target import target_of
+from flashinfer.compat.queries import answering
 from flashinfer.ops.gemm import dense as room
 from flashinfer.ops.gemm.dense.config import cut
 from flashinfer.ops.gemm.operands import bucket
@@ -25,6 +26,7 @@ _BACKENDS = ", ".join(_THEIRS + _OURS)
 _OUT_NAMES = ", ".join(map(str, _OUT))
 
 
+@answering("auto", "cudnn", "cublaslt", "cutlass", "tgv", "tinygemm")
 @held
 def mm_bf16(
     a: torch.Tensor,

@@ -280,7 +280,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             params = self._params(args, params)
         return self._run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params, **self._factors(kv_block_scales, kv_cache_sf),
+            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params,
+            **self._factors(kv_block_scales, kv_cache_sf),
         )  # fmt: skip
 
     def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -72,7 +72,8 @@ class Replaceable:
         Parameters
         ----------
         rows, longest_q : int
-            Query rows in all and of the longest request, if known; None for as many as before, if qo_indptr is the same.
+            Query rows in all and of the longest request, if known; None for as many as before, if qo_indptr is that of
+            before.
         """
         if self._on_gpu and torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
@@ -84,7 +85,7 @@ class Replaceable:
         table = Table(**{name: self._as_table(name, getattr(shown, name)) for name in _TABLES})
         if graph and base.table.mask is None:
             table.mask = table.mask_indptr = None
-        if graph and base.request.kv_lens is not None:
+        if table.kv_lens is None and base.table.kv_lens is not None:
             table.kv_lens, table.last_page_len = table.last_page_len, None
         if rows is None:
             rows = base.request.rows if shown.qo_indptr is base.table.qo_indptr else -1
@@ -92,7 +93,8 @@ class Replaceable:
         q_len = base.request.q_len
         if q_len:
             table.qo_indptr, rows = self._uniform_indptr(batch, q_len, stream), batch * q_len
-        options = replace(base.options, **self._told) if self._told else base.options
+        told = {name: value for name, value in self._told.items() if value != getattr(base.options, name)}
+        options = replace(base.options, **told) if told else base.options
         request = replace(
             base.request, options=options, qo_indptr=None if q_len else table.qo_indptr, kv_indptr=table.kv_indptr,
             last_page_len=table.last_page_len, kv_indices=table.kv_indices, kv_lens=table.kv_lens, custom_mask=None,

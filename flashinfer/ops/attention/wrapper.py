@@ -36,8 +36,8 @@ class AttentionWrapper(Replaceable):
     graph captured over run() serves every later batch of up to as many requests, pages and query rows. A smaller batch
     is padded with empty requests.
 
-    Engines copy into the tables, replace them, and plan again from what lies there: under which names, flashinfer/compat
-    says; what comes of it, `_show`, `_tell` and `_replan` here.
+    Engines copy into the tables, replace them, and plan again from what lies there: flashinfer/compat has the names, and
+    `Replaceable` what comes of it.
 
     The runs of one plan share its partial results and their counters: on different streams they have to be ordered.
     """
@@ -272,13 +272,13 @@ class AttentionWrapper(Replaceable):
         for name, was in _effective(old).items():
             now = _effective(kind)[name]
             require(was == now, name, now, f"{was}, as first planned: a captured graph cannot follow")
-        now, was = kind.choice.variant.name, old.choice.variant.name
-        require(now == was, "backend", now, f"{was}, as first planned: a captured graph cannot follow")
         custom = old.problem.mask == "custom"
         require(
             custom == (kind.problem.mask == "custom"), "custom_mask", "None" if custom else "a mask",
             f"{'a mask' if custom else 'None'}, as first planned: a captured graph cannot follow",
         )  # fmt: skip
+        now, was = kind.choice.variant.name, old.choice.variant.name
+        require(now == was, "backend", now, f"{was}, as first planned: a captured graph cannot follow")
 
     def _uniform_indptr(self, rows: int, q_len: int, stream: int | None) -> torch.Tensor:
         """Offsets of `rows` requests of `q_len` queries each. What a graph was captured over is never replaced."""

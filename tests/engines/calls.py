@@ -1,0 +1,406 @@
+"""What engines import, and how they call it: a name to an entry, then positional arguments, then keywords.
+
+With no number, an engine only looks the name up. Of several calls of a name, the one with most arguments stands here;
+the `self` of a method counts as an argument.
+"""
+
+SGLANG = """
+flashinfer.autotuner:AutoTuner
+flashinfer.autotuner:AutoTuner.get 0
+flashinfer.autotuner:AutoTuner.get_namespaced_records 2
+flashinfer.autotuner:AutoTuner.is_tuning_mode
+flashinfer.autotuner:AutoTuner.load_configs 2
+flashinfer.autotuner:AutoTuner.publish_namespaced_records 3
+flashinfer.autotuner:_collect_metadata 0
+flashinfer.autotuner:autotune 1 cache tuning_buckets round_up
+flashinfer.autotuner:get_autotune_process_group 0
+flashinfer.autotuner:set_autotune_process_group 1
+flashinfer.cascade:merge_state 4
+flashinfer.comm.dcp_alltoall:decode_cp_a2a_allocate_mnnvl_workspace 1 mnnvl_config
+flashinfer.comm.dcp_alltoall:decode_cp_a2a_alltoall 5
+flashinfer.comm.dcp_alltoall:decode_cp_a2a_init_workspace 3
+flashinfer.comm.mapping:Mapping 0 rank tp_size moe_ep_size world_size gpus_per_node pp_size cp_size
+flashinfer.comm.mnnvl:CommBackend
+flashinfer.comm.mnnvl:MnnvlConfig 0 comm_backend
+flashinfer.comm.mnnvl:TorchDistBackend
+flashinfer.comm.mnnvl:is_mnnvl_fabric_supported 1
+flashinfer.comm:AllReduceFusionPattern
+flashinfer.comm:AllReduceFusionPattern.kAllReduce
+flashinfer.comm:MoeAlltoAll 0 mapping max_num_tokens top_k num_experts workspace_size_per_rank mnnvl_config
+flashinfer.comm:allreduce_fusion 0 input workspace pattern launch_with_pdl output
+flashinfer.comm:create_allreduce_fusion_workspace 0 backend world_size rank max_token_num hidden_dim dtype
+    force_oneshot_support use_fp32_lamport
+flashinfer.comm:moe_a2a_get_workspace_size_per_rank 0 ep_size max_num_tokens total_dispatch_payload_size_per_token
+    combine_payload_size_per_token
+flashinfer.compat.cached_module:CachedModule.plan 21
+flashinfer.cute_dsl.utils:convert_sf_to_mma_layout 1 m k num_groups sf_vec_size
+flashinfer.decode:trtllm_batch_decode_with_kv_cache
+flashinfer.decode:trtllm_batch_decode_with_kv_cache_mla
+flashinfer.fp4_quantization:block_scale_interleave 1
+flashinfer.fused_moe.core:ActivationType 1
+flashinfer.fused_moe.core:Fp8QuantizationType
+flashinfer.fused_moe.core:_maybe_get_cached_w3_w1_permute_indices 3 num_elts_per_sf is_gated_act_gemm
+flashinfer.fused_moe.core:convert_to_block_layout 2
+flashinfer.fused_moe.core:get_reorder_rows_for_gated_act_gemm_row_indices 1
+flashinfer.fused_moe.core:get_w2_permute_indices_with_cache 3 num_elts_per_sf
+flashinfer.fused_moe:Fp8QuantizationType 1
+flashinfer.fused_moe:convert_to_block_layout 2
+flashinfer.fused_moe:cutlass_fused_moe
+flashinfer.fused_moe:fused_topk_deepseek 9
+flashinfer.fused_moe:interleave_moe_scales_for_sm90_mixed_gemm 1 group_size
+flashinfer.fused_moe:interleave_moe_weights_for_sm90_mixed_gemm 2
+flashinfer.fused_moe:preprocess_moe_weights_for_sm90_mixed_gemm_humming 2
+flashinfer.fused_moe:trtllm_bf16_moe 0 routing_logits routing_bias hidden_states gemm1_weights gemm2_weights
+    num_experts top_k n_group topk_group intermediate_size local_expert_offset local_num_experts routing_method_type
+    routed_scaling_factor tune_max_num_tokens activation_type do_finalize
+flashinfer.fused_moe:trtllm_bf16_routed_moe 0 topk_ids hidden_states gemm1_weights gemm2_weights num_experts top_k
+    n_group topk_group intermediate_size local_expert_offset local_num_experts routing_method_type
+    routed_scaling_factor do_finalize enable_pdl tune_max_num_tokens activation_type
+flashinfer.fused_moe:trtllm_fp4_block_scale_moe
+flashinfer.fused_moe:trtllm_fp4_block_scale_routed_moe 0 topk_ids routing_bias hidden_states hidden_states_scale
+    gemm1_weights gemm1_weights_scale gemm1_bias gemm1_alpha gemm1_beta gemm1_clamp_limit gemm2_weights
+    gemm2_weights_scale gemm2_bias output1_scale_scalar output1_scale_gate_scalar output2_scale_scalar num_experts
+    top_k n_group topk_group intermediate_size local_expert_offset local_num_experts routed_scaling_factor
+    routing_method_type activation_type tune_max_num_tokens output do_finalize enable_pdl
+flashinfer.fused_moe:trtllm_fp8_block_scale_moe
+flashinfer.fused_moe:trtllm_fp8_block_scale_routed_moe
+flashinfer.fused_moe:trtllm_fp8_per_tensor_scale_moe
+flashinfer.fused_moe:trtllm_fp8_per_tensor_scale_routed_moe
+flashinfer.fused_moe:trtllm_mxint4_block_scale_moe 0 routing_logits routing_bias hidden_states gemm1_weights
+    gemm1_weights_scale gemm1_alpha gemm1_beta gemm1_clamp_limit gemm2_weights gemm2_weights_scale num_experts top_k
+    n_group topk_group intermediate_size local_expert_offset local_num_experts routed_scaling_factor
+    routing_method_type tune_max_num_tokens output
+flashinfer.gemm:fp8_blockscale_gemm_sm90 2 input_scale weight_scale out_dtype
+flashinfer.gemm:gemm_fp8_nt_groupwise 4 out_dtype backend scale_major_mode
+flashinfer.gemm:tinygemm_bf16 4 use_pdl
+flashinfer.jit.core:logger
+flashinfer.jit.core:logger.setLevel 1
+flashinfer.mla:trtllm_batch_decode_sparse_mla_dsv4 0 query swa_kv_cache workspace_buffer sparse_indices
+    compressed_kv_cache sparse_topk_lens seq_lens out bmm1_scale bmm2_scale sinks kv_layout backend cum_seq_lens_q
+    max_q_len
+flashinfer.mla:trtllm_batch_decode_with_kv_cache_mla 0 query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank
+    qk_rope_head_dim block_tables seq_lens max_seq_len sparse_mla_top_k bmm1_scale bmm2_scale kv_scale_format
+    skip_softmax_threshold_scale_factor
+flashinfer.norm:fused_add_rmsnorm_quant 6
+flashinfer.norm:rmsnorm_quant 5
+flashinfer.prefill:BatchPrefillWithRaggedKVCacheWrapper 2 backend
+flashinfer.prefill:trtllm_fmha_v2_prefill
+flashinfer.prefill:trtllm_ragged_attention_deepseek 17 sage_attn_sfs num_elts_per_sage_attn_blk
+flashinfer.quantization.nvfp4_quantization_utils:current_nvfp4_4over6_config 0
+flashinfer.quantization.nvfp4_quantization_utils:make_nvfp4_global_scale 1 per_token_activation nvfp4_4over6_config
+flashinfer.rope:apply_rope_with_cos_sin_cache_inplace
+flashinfer.rope:mla_rope_quantize_fp8 0 q_rope k_rope q_nope k_nope cos_sin_cache pos_ids is_neox quantize_dtype
+    q_rope_out k_rope_out q_nope_out k_nope_out quant_scale_q quant_scale_kv enable_pdl
+flashinfer.sampling:softmax 0 logits temperature
+flashinfer.testing:bench_gpu_time 0 fn use_cuda_graph dry_run_time_ms repeat_time_ms
+flashinfer.tllm_enums:ActivationType
+flashinfer.tllm_enums:RoutingMethodType
+flashinfer.utils:device_support_pdl 1
+flashinfer.utils:get_compute_capability 1
+flashinfer.utils:get_shuffle_matrix_a_row_indices 2
+flashinfer.utils:get_shuffle_matrix_sf_a_row_indices 2
+flashinfer.utils:get_trtllm_gen_multi_ctas_kv_counter_bytes 3
+flashinfer:ActivationType
+flashinfer:BatchDecodeWithPagedKVCacheWrapper 2 backend use_cuda_graph use_tensor_cores paged_kv_indptr_buffer
+    paged_kv_indices_buffer paged_kv_last_page_len_buffer
+flashinfer:BatchDecodeWithPagedKVCacheWrapper.begin_forward 8 data_type q_data_type non_blocking fixed_split_size
+    disable_split_kv
+flashinfer:BatchDecodeWithPagedKVCacheWrapper.forward 3 sm_scale logits_soft_cap k_scale v_scale
+flashinfer:BatchMLAPagedAttentionWrapper 1 use_cuda_graph qo_indptr kv_indptr kv_indices kv_len_arr backend
+flashinfer:BatchMLAPagedAttentionWrapper._kv_indices_buf
+flashinfer:BatchMLAPagedAttentionWrapper._kv_len_arr_buf
+flashinfer:BatchMLAPagedAttentionWrapper._pin_memory_int_workspace_buffer
+flashinfer:BatchMLAPagedAttentionWrapper.plan 13
+flashinfer:BatchMLAPagedAttentionWrapper.run 5 out return_lse
+flashinfer:BatchPrefillWithPagedKVCacheWrapper 2 use_cuda_graph backend qo_indptr_buf paged_kv_indptr_buf
+    paged_kv_indices_buf paged_kv_last_page_len_buf
+flashinfer:BatchPrefillWithPagedKVCacheWrapper._max_total_num_rows
+flashinfer:BatchPrefillWithPagedKVCacheWrapper._pin_memory_int_workspace_buffer
+flashinfer:BatchPrefillWithPagedKVCacheWrapper.begin_forward 9 q_data_type kv_data_type custom_mask non_blocking
+    fixed_split_size prefix_len_ptr token_pos_in_items_ptr token_pos_in_items_len max_item_len_ptr window_left
+flashinfer:BatchPrefillWithPagedKVCacheWrapper.forward 3 causal sm_scale window_left logits_soft_cap k_scale v_scale
+flashinfer:BatchPrefillWithPagedKVCacheWrapper.forward_return_lse 3 causal sm_scale window_left logits_soft_cap
+    k_scale v_scale
+flashinfer:BatchPrefillWithRaggedKVCacheWrapper 2 backend
+flashinfer:BatchPrefillWithRaggedKVCacheWrapper.begin_forward 6 custom_mask causal q_data_type kv_data_type
+    non_blocking fixed_split_size
+flashinfer:BatchPrefillWithRaggedKVCacheWrapper.forward 4 causal sm_scale logits_soft_cap
+flashinfer:BatchPrefillWithRaggedKVCacheWrapper.forward_return_lse 4 causal sm_scale window_left logits_soft_cap
+flashinfer:CuteDslMoEWrapper 0 num_experts top_k hidden_size intermediate_size use_cuda_graph max_num_tokens
+    num_local_experts local_expert_offset output_dtype device use_fused_finalize activation_type quant_mode
+flashinfer:NVFP44Over6Config 0 e4m3_max err_mode err_use_fast_math
+flashinfer:SfLayout
+flashinfer:TopKTieBreak
+flashinfer:__version__
+flashinfer:autotune_v2 0 mode persistent_cache
+flashinfer:block_scale_interleave 1
+flashinfer:bmm_fp8 5 backend
+flashinfer:decode.trtllm_batch_decode_with_kv_cache 0 query kv_cache workspace_buffer block_tables seq_lens
+    max_seq_len bmm1_scale bmm2_scale window_left sinks skip_softmax_threshold_scale_factor out out_dtype kv_cache_sf
+    q_len_per_req max_q_len cum_seq_lens_q multi_ctas_kv_counter_buffer
+flashinfer:decode.trtllm_batch_decode_with_kv_cache_mla 0 query kv_cache workspace_buffer qk_nope_head_dim
+    kv_lora_rank qk_rope_head_dim block_tables seq_lens max_seq_len bmm1_scale skip_softmax_threshold_scale_factor
+    backend enable_dcp cp_world cp_rank causal_seqlens_kv_global return_lse
+flashinfer:fast_decode_plan 8 data_type q_data_type non_blocking fixed_split_size disable_split_kv
+    global_override_indptr_cpu
+flashinfer:fp4_quantize 0 input global_scale sf_vec_size sf_use_ue8m0 is_sf_swizzled_layout is_sf_8x4_layout
+    enable_pdl backend
+flashinfer:mm_bf16_fp4 4 backend out_dtype
+flashinfer:mm_fp4 6 backend
+flashinfer:mm_mxfp8
+flashinfer:mm_mxfp8.is_backend_supported 2
+flashinfer:mxfp8_quantize 1 is_sf_swizzled_layout alignment backend sf_swizzle_layout
+flashinfer:norm.layernorm 4
+flashinfer:nvfp4_block_scale_interleave 1
+flashinfer:nvfp4_kv_dequantize 3 output_dtype
+flashinfer:nvfp4_kv_quantize 2
+flashinfer:nvfp4_quantize 2 sfLayout per_token_activation backend
+flashinfer:prefill.trtllm_batch_context_with_kv_cache 0 query kv_cache workspace_buffer block_tables seq_lens
+    max_q_len max_kv_len bmm1_scale bmm2_scale batch_size cum_seq_lens_q cum_seq_lens_kv window_left sinks
+    skip_softmax_threshold_scale_factor out out_dtype kv_cache_sf causal
+flashinfer:prefill.trtllm_fmha_v2_prefill 1 input_layout workspace_buffer seq_lens max_q_len max_kv_len bmm1_scale
+    bmm2_scale batch_size cum_seq_lens_q cum_seq_lens_kv block_tables out out_dtype mask_mode window_left sinks
+    skip_softmax_threshold_scale_factor
+flashinfer:prefill.trtllm_ragged_attention_deepseek 0 query key value workspace_buffer batch_size window_left
+    enable_pdl max_q_len bmm1_scale bmm2_scale cum_seq_lens_q cum_seq_lens_kv seq_lens max_kv_len is_causal return_lse
+    o_sf_scale out skip_softmax_threshold_scale_factor
+flashinfer:prepare_bf16_fp4_weights 3 backend
+flashinfer:reorder_rows_for_gated_act_gemm 1
+flashinfer:rope.mla_rope_quantize_fp8 0 q_rope k_rope q_nope k_nope cos_sin_cache pos_ids is_neox quantize_dtype
+    q_rope_out k_rope_out q_nope_out k_nope_out quant_scale_q quant_scale_kv enable_pdl
+flashinfer:scaled_fp4_grouped_quantize 3
+flashinfer:shuffle_matrix_a 2
+flashinfer:shuffle_matrix_sf_a 2 num_elts_per_sf
+flashinfer:silu_and_mul_scaled_nvfp4_experts_quantize 3
+flashinfer:top_k 2 sorted deterministic
+flashinfer:top_k_page_table_transform 4 row_to_batch deterministic tie_break dsa_graph_safe row_starts
+    page_table_row_starts
+flashinfer:top_k_ragged_transform 4 deterministic tie_break dsa_graph_safe row_starts
+flashinfer:trtllm_fp4_block_scale_moe 0 routing_logits routing_bias hidden_states hidden_states_scale gemm1_weights
+    gemm1_weights_scale gemm1_bias gemm1_alpha gemm1_beta gemm1_clamp_limit gemm2_weights gemm2_weights_scale
+    gemm2_bias output1_scale_scalar output1_scale_gate_scalar output2_scale_scalar num_experts top_k n_group
+    topk_group intermediate_size routed_scaling_factor routing_method_type activation_type norm_topk_prob
+    local_expert_offset local_num_experts tune_max_num_tokens output enable_pdl
+flashinfer:utils.get_device_sm_count 1
+flashinfer:utils.get_trtllm_gen_multi_ctas_kv_counter_bytes 3
+"""
+
+VLLM = """
+flashinfer.attn_scores:compute_paged_mqa_logits_schedule 1
+flashinfer.attn_scores:fp8_paged_mqa_logits
+flashinfer.autotuner.autotuner:_classify_metadata_mismatches 2
+flashinfer.autotuner.autotuner:_collect_metadata 0
+flashinfer.autotuner:AutoTuner
+flashinfer.autotuner:AutoTuner.get 0
+flashinfer.autotuner:AutoTuner.load_configs 2
+flashinfer.autotuner:AutoTuner.save_configs 2
+flashinfer.autotuner:autotune
+flashinfer.autotuner:set_autotune_process_group 1
+flashinfer.comm.allreduce:AllReduceFusionWorkspace.checkpoint_prepare 1
+flashinfer.comm.allreduce:AllReduceFusionWorkspace.checkpoint_restore 2
+flashinfer.comm.allreduce:AllReduceFusionWorkspace.destroy 1
+flashinfer.comm.mnnvl:CommBackend
+flashinfer.comm.mnnvl:McastGPUBuffer 5
+flashinfer.comm.mnnvl:MnnvlConfig 0 comm_backend fabric_page_size allocation_granularity
+flashinfer.comm.mnnvl:TorchDistBackend 1
+flashinfer.comm.mnnvl:all_ranks_agree 2
+flashinfer.comm.mnnvl:is_mnnvl_fabric_supported 1
+flashinfer.comm.mnnvl:is_multicast_supported 1
+flashinfer.comm.trtllm_alltoall:MnnvlMoe
+flashinfer.comm.trtllm_alltoall:MnnvlMoe.get_moe_prepare_workspace 2
+flashinfer.comm.trtllm_alltoall:MnnvlMoe.get_moe_workspaces 2
+flashinfer.comm.trtllm_alltoall:MnnvlMoe.mnnvl_moe_alltoallv 5
+flashinfer.comm.trtllm_alltoall:MnnvlMoe.mnnvl_moe_alltoallv_combine 3 ep_rank ep_size top_k token_count
+flashinfer.comm.trtllm_alltoall:MnnvlMoe.mnnvl_moe_alltoallv_prepare_without_allgather 10
+flashinfer.comm:AllReduceFusionPattern
+flashinfer.comm:AllReduceFusionPattern.kAllReduce
+flashinfer.comm:Mapping 3 tp_size
+flashinfer.comm:allreduce_fusion 0 input workspace pattern launch_with_pdl trigger_completion_at_end
+flashinfer.comm:create_allreduce_fusion_workspace 0 backend world_size rank max_token_num hidden_dim dtype
+    comm_backend group
+flashinfer.concat_ops:concat_mla_k 3
+flashinfer.cute_dsl.utils:convert_sf_to_mma_layout 1 m k num_groups sf_vec_size
+flashinfer.decode:fast_decode_plan 1 indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size
+    pos_encoding_mode window_left logits_soft_cap q_data_type kv_data_type data_type sm_scale rope_scale rope_theta
+    non_blocking fixed_split_size disable_split_kv q_len_per_req
+flashinfer.decode:trtllm_batch_decode_sparse_mla_dsv4
+flashinfer.decode:trtllm_batch_decode_with_kv_cache 0 query kv_cache workspace_buffer block_tables seq_lens
+    max_seq_len bmm1_scale bmm2_scale window_left sinks o_sf_scale out kv_layout backend q_len_per_req max_q_len
+    cum_seq_lens_q kv_cache_sf lse return_lse multi_ctas_kv_counter_buffer
+flashinfer.decode:trtllm_batch_decode_with_kv_cache_mla 0 query kv_cache workspace_buffer qk_nope_head_dim
+    kv_lora_rank qk_rope_head_dim block_tables seq_lens max_seq_len out bmm1_scale bmm2_scale enable_pdl backend
+    multi_ctas_kv_counter_buffer
+flashinfer.decode:xqa_batch_decode_with_kv_cache
+flashinfer.fp4_quantization:block_scale_interleave
+flashinfer.fp4_quantization:nvfp4_block_scale_interleave 1
+flashinfer.fused_moe.core:ActivationType
+flashinfer.fused_moe.core:_maybe_get_cached_w3_w1_permute_indices 3 num_elts_per_sf is_gated_act_gemm
+flashinfer.fused_moe.core:get_reorder_rows_for_gated_act_gemm_row_indices 1
+flashinfer.fused_moe.core:get_w2_permute_indices_with_cache 3 num_elts_per_sf
+flashinfer.fused_moe.utils:get_hybrid_num_tokens_buckets
+flashinfer.fused_moe:Fp8QuantizationType
+flashinfer.fused_moe:QuantFormat
+flashinfer.fused_moe:WeightLayout
+flashinfer.fused_moe:convert_to_block_layout 2
+flashinfer.fused_moe:cutlass_fused_moe
+flashinfer.fused_moe:interleave_moe_scales_for_sm90_mixed_gemm 1
+flashinfer.fused_moe:interleave_moe_weights_for_sm90_mixed_gemm 2
+flashinfer.fused_moe:trtllm_bf16_moe
+flashinfer.fused_moe:trtllm_fp8_block_scale_moe
+flashinfer.fused_moe:trtllm_fp8_per_tensor_scale_moe
+flashinfer.fused_moe:trtllm_mxint4_block_scale_moe 0 routing_logits routing_bias hidden_states gemm1_weights
+    gemm1_weights_scale gemm1_alpha gemm1_beta gemm1_clamp_limit gemm2_weights gemm2_weights_scale num_experts top_k
+    n_group topk_group intermediate_size local_expert_offset local_num_experts routed_scaling_factor
+    routing_method_type enable_pdl do_finalize output tune_max_num_tokens routing_replay_out
+flashinfer.gemm:fp8_blockscale_gemm_sm90
+flashinfer.gemm:mm_bf16 2 pdl backend
+flashinfer.gemm:mm_bf16_fp4 4 backend
+flashinfer.gemm:prepare_bf16_fp4_weights
+flashinfer.jit.core:check_cuda_arch 0
+flashinfer.jit.env:FLASHINFER_WORKSPACE_DIR
+flashinfer.mla:BatchMLAPagedAttentionWrapper 1 qo_indptr kv_indptr kv_indices kv_len_arr use_cuda_graph backend
+flashinfer.norm:gated_residual_next_rmsnorm 5 post_eps next_eps next_gain_center enable_pdl
+flashinfer.norm:gated_residual_rmsnorm 7
+flashinfer.norm:gemma_fused_add_rmsnorm 4
+flashinfer.norm:gemma_rmsnorm 3
+flashinfer.norm:rmsnorm_sigmoid_gate 3 enable_pdl
+flashinfer.norm:supports_gated_residual_next_rmsnorm 5
+flashinfer.norm:supports_gated_residual_rmsnorm 5
+flashinfer.norm:supports_rmsnorm_sigmoid_gate 2
+flashinfer.prefill:cudnn_batch_prefill_with_kv_cache 5 max_token_per_sequence max_sequence_kv actual_seq_lens_q
+    actual_seq_lens_kv causal return_lse batch_offsets_q batch_offsets_k batch_offsets_v batch_offsets_o q_scale
+    k_scale v_scale o_data_type out
+flashinfer.prefill:trtllm_batch_context_with_kv_cache 0 query kv_cache workspace_buffer block_tables seq_lens
+    max_q_len max_kv_len bmm1_scale bmm2_scale batch_size cum_seq_lens_q cum_seq_lens_kv window_left sinks o_sf_scale
+    out kv_cache_sf multi_ctas_kv_counter_buffer
+flashinfer.prefill:trtllm_ragged_attention_deepseek 0 query key value workspace_buffer seq_lens max_q_len max_kv_len
+    bmm1_scale bmm2_scale o_sf_scale batch_size window_left cum_seq_lens_q cum_seq_lens_kv enable_pdl is_causal
+    backend return_lse out skip_all_rows_active_check
+flashinfer.quantization.fp4_quantization:block_scale_interleave 1
+flashinfer.rope:apply_rope_with_cos_sin_cache_inplace 0 positions query key head_size cos_sin_cache is_neox
+flashinfer.tllm_enums:ActivationType
+flashinfer.tllm_enums:DEFAULT_SWIGLU_ALPHA
+flashinfer.tllm_enums:DEFAULT_SWIGLU_BETA
+flashinfer.tllm_enums:DEFAULT_SWIGLU_LIMIT
+flashinfer.topk:top_k_ragged_transform 4
+flashinfer.utils:FP4Tensor 0 data scale scale_start_index original_shape
+flashinfer.utils:get_device_sm_count 1
+flashinfer.utils:get_shuffle_matrix_a_row_indices 2
+flashinfer.utils:get_trtllm_gen_multi_ctas_kv_counter_bytes 3
+flashinfer.utils:is_sm100a_supported 1
+flashinfer:BatchAttentionWithAttentionSinkWrapper 2 backend q_data_type kv_data_type head_dim_qk head_dim_vo
+    window_left
+flashinfer:BatchAttentionWithAttentionSinkWrapper.run 5 v_scale out
+flashinfer:BatchDecodeWithPagedKVCacheWrapper 2 use_cuda_graph paged_kv_indptr_buffer paged_kv_indices_buffer
+    paged_kv_last_page_len_buffer use_tensor_cores backend
+flashinfer:BatchDecodeWithPagedKVCacheWrapper.plan 1 indptr indices last_page_len num_qo_heads num_kv_heads head_dim
+    page_size pos_encoding_mode window_left logits_soft_cap q_data_type kv_data_type o_data_type data_type sm_scale
+    rope_scale rope_theta non_blocking block_tables seq_lens fixed_split_size disable_split_kv q_len_per_req
+flashinfer:BatchDecodeWithPagedKVCacheWrapper.run 3 q_scale k_scale v_scale out lse return_lse kv_cache_sf sinks
+flashinfer:BatchPrefillWithPagedKVCacheWrapper 2 backend
+flashinfer:BatchPrefillWithPagedKVCacheWrapper._paged_kv_indptr_buf
+flashinfer:BatchPrefillWithPagedKVCacheWrapper._paged_kv_last_page_len_buf
+flashinfer:BatchPrefillWithPagedKVCacheWrapper.plan 1 qo_indptr paged_kv_indptr paged_kv_indices
+    paged_kv_last_page_len seq_lens num_qo_heads num_kv_heads head_dim_qk page_size causal sm_scale window_left
+    logits_soft_cap q_data_type kv_data_type o_data_type fixed_split_size disable_split_kv block_tables
+flashinfer:BatchPrefillWithPagedKVCacheWrapper.run 3 q_scale k_scale v_scale out kv_cache_sf
+flashinfer:BatchPrefillWithRaggedKVCacheWrapper 2 backend
+flashinfer:BatchPrefillWithRaggedKVCacheWrapper.plan 1 qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim_qk
+    head_dim_vo causal sm_scale window_left logits_soft_cap q_data_type o_data_type
+flashinfer:BatchPrefillWithRaggedKVCacheWrapper.run 1 q k v out return_lse
+flashinfer:RoutingMethodType
+flashinfer:SfLayout
+flashinfer:add_rmsnorm_fp4quant
+flashinfer:autotune_v2 0 mode cache_root
+flashinfer:autotune_v2_reload 0
+flashinfer:block_scale_interleave 1
+flashinfer:bmm_fp8 7
+flashinfer:cute_dsl_fused_moe_nvfp4
+flashinfer:fp4_quantize
+flashinfer:fused_moe.trtllm_bf16_moe 0 routing_logits routing_bias hidden_states gemm1_weights gemm2_weights
+    num_experts top_k n_group topk_group intermediate_size local_expert_offset local_num_experts routed_scaling_factor
+    routing_method_type activation_type tune_max_num_tokens routing_replay_out do_finalize
+flashinfer:fused_moe.trtllm_bf16_routed_moe 0 topk_ids hidden_states gemm1_weights gemm2_weights num_experts top_k
+    n_group topk_group intermediate_size local_expert_offset local_num_experts routed_scaling_factor
+    routing_method_type use_shuffled_weight weight_layout do_finalize activation_type
+flashinfer:fused_moe.trtllm_fp4_block_scale_moe 0 routing_logits routing_bias hidden_states hidden_states_scale
+    gemm1_weights gemm1_weights_scale gemm1_bias gemm1_alpha gemm1_beta gemm1_clamp_limit gemm2_weights
+    gemm2_weights_scale gemm2_bias output1_scale_scalar output1_scale_gate_scalar output2_scale_scalar num_experts
+    top_k n_group topk_group intermediate_size local_expert_offset local_num_experts routed_scaling_factor
+    routing_method_type do_finalize activation_type per_token_scale tune_max_num_tokens routing_replay_out
+flashinfer:fused_moe.trtllm_fp4_block_scale_routed_moe 0 topk_ids routing_bias hidden_states hidden_states_scale
+    gemm1_weights gemm1_weights_scale gemm1_bias gemm1_alpha gemm1_beta gemm1_clamp_limit gemm2_weights
+    gemm2_weights_scale gemm2_bias output1_scale_scalar output1_scale_gate_scalar output2_scale_scalar num_experts
+    top_k n_group topk_group intermediate_size local_expert_offset local_num_experts routed_scaling_factor
+    routing_method_type do_finalize activation_type per_token_scale output tune_max_num_tokens
+flashinfer:fused_moe.trtllm_fp8_block_scale_moe
+flashinfer:fused_moe.trtllm_fp8_block_scale_routed_moe 0 topk_ids routing_bias hidden_states hidden_states_scale
+    gemm1_weights gemm1_weights_scale gemm1_alpha gemm1_beta gemm1_clamp_limit gemm2_weights gemm2_weights_scale
+    num_experts top_k n_group topk_group intermediate_size local_expert_offset local_num_experts routed_scaling_factor
+    routing_method_type use_shuffled_weight weight_layout fp8_quantization_type do_finalize output tune_max_num_tokens
+flashinfer:fused_moe.trtllm_fp8_per_tensor_scale_moe 0 routing_logits routing_bias hidden_states gemm1_weights
+    output1_scales_scalar output1_scales_gate_scalar gemm2_weights output2_scales_scalar num_experts top_k n_group
+    topk_group intermediate_size local_expert_offset local_num_experts routed_scaling_factor
+    use_routing_scales_on_input routing_method_type activation_type tune_max_num_tokens routing_replay_out
+flashinfer:get_seq_lens 3
+flashinfer:mm_bf16 2 bias pdl out_dtype backend
+flashinfer:mm_bf16.is_backend_supported 2
+flashinfer:mm_fp4 6 block_size use_8x4_sf_layout use_nvfp4 backend
+flashinfer:mm_mxfp8 4 out out_dtype backend use_8x4_sf_layout
+flashinfer:mm_mxfp8.is_backend_supported 2
+flashinfer:mxfp4_quantize 1 backend
+flashinfer:mxfp8_quantize 1 is_sf_swizzled_layout alignment backend
+flashinfer:nvfp4_batched_quantize
+flashinfer:nvfp4_block_scale_interleave 1
+flashinfer:nvfp4_quantize 2 sfLayout per_token_activation
+flashinfer:nvfp4_quantize_append_paged_kv_cache_with_slot_mapping 7 kv_layout
+flashinfer:reorder_rows_for_gated_act_gemm 1
+flashinfer:sampling.top_k_sampling_from_probs 2 deterministic
+flashinfer:sampling.top_k_top_p_sampling_from_logits 3 deterministic
+flashinfer:sampling.top_p_sampling_from_probs 2 deterministic
+flashinfer:scaled_fp4_grouped_quantize
+flashinfer:shuffle_matrix_a 2
+flashinfer:shuffle_matrix_sf_a 2 num_elts_per_sf
+flashinfer:silu_and_mul_scaled_nvfp4_experts_quantize
+flashinfer:top_k
+flashinfer:trtllm_fp4_block_scale_moe 0 routing_logits routing_bias hidden_states hidden_states_scale gemm1_weights
+    gemm1_weights_scale gemm1_bias gemm1_alpha gemm1_beta gemm1_clamp_limit gemm2_weights gemm2_weights_scale
+    gemm2_bias output1_scale_scalar output1_scale_gate_scalar output2_scale_scalar num_experts top_k n_group
+    topk_group intermediate_size local_expert_offset local_num_experts routed_scaling_factor routing_method_type
+    do_finalize activation_type tune_max_num_tokens output routing_replay_out
+flashinfer:trtllm_fp4_block_scale_routed_moe 0 topk_ids routing_bias hidden_states hidden_states_scale gemm1_weights
+    gemm1_weights_scale gemm1_bias gemm1_alpha gemm1_beta gemm1_clamp_limit gemm2_weights gemm2_weights_scale
+    gemm2_bias output1_scale_scalar output1_scale_gate_scalar output2_scale_scalar num_experts top_k n_group
+    topk_group intermediate_size local_expert_offset local_num_experts routed_scaling_factor routing_method_type
+    do_finalize enable_pdl activation_type output tune_max_num_tokens gemm1_lora_delta
+"""
+
+MINI_SGLANG = """
+flashinfer.decode:trtllm_batch_decode_with_kv_cache 0 query kv_cache workspace_buffer block_tables seq_lens
+    max_seq_len bmm1_scale bmm2_scale kv_layout out_dtype
+flashinfer.prefill:trtllm_batch_context_with_kv_cache 0 query kv_cache workspace_buffer block_tables seq_lens
+    max_q_len max_kv_len bmm1_scale bmm2_scale cum_seq_lens_q cum_seq_lens_kv kv_layout batch_size out_dtype
+flashinfer.sampling:sampling_from_probs 1
+flashinfer.sampling:softmax 2 enable_pdl
+flashinfer.sampling:top_k_sampling_from_probs 2
+flashinfer.sampling:top_k_top_p_sampling_from_probs 3
+flashinfer.sampling:top_p_sampling_from_probs 2
+flashinfer:BatchDecodeWithPagedKVCacheWrapper 1 use_tensor_cores kv_layout backend
+flashinfer:BatchDecodeWithPagedKVCacheWrapper.plan 1 indptr indices last_page_len num_qo_heads num_kv_heads head_dim
+    page_size pos_encoding_mode seq_lens data_type q_data_type kv_data_type non_blocking
+flashinfer:BatchDecodeWithPagedKVCacheWrapper.run 1 q paged_kv_cache
+flashinfer:BatchPrefillWithPagedKVCacheWrapper 1 kv_layout backend
+flashinfer:BatchPrefillWithPagedKVCacheWrapper.plan 1 qo_indptr paged_kv_indptr paged_kv_indices
+    paged_kv_last_page_len num_qo_heads num_kv_heads head_dim_qk page_size pos_encoding_mode seq_lens q_data_type
+    kv_data_type non_blocking causal
+flashinfer:BatchPrefillWithPagedKVCacheWrapper.run 1 q paged_kv_cache
+flashinfer:CUDAGraphBatchDecodeWithPagedKVCacheWrapper 1 kv_layout use_tensor_cores indptr_buffer indices_buffer
+    last_page_len_buffer
+flashinfer:apply_rope_with_cos_sin_cache_inplace 0 positions query key head_size cos_sin_cache
+flashinfer:fused_add_rmsnorm 4
+flashinfer:gelu_and_mul 1 out
+flashinfer:gelu_tanh_and_mul 1 out
+flashinfer:gemma_rmsnorm 3
+flashinfer:rmsnorm 3 out
+flashinfer:silu_and_mul 1 out
+"""
