@@ -87,7 +87,7 @@ def faults_of_call(text, function):
 
 def faults_of_variables(text):
     known = {v.name for v in env.VARIABLES} | OWN_VARIABLES
-    yield from (f"variable {name}" for name in set(re.findall(r"FLASHINFER_\w+", text)) - known)
+    yield from (f"variable {name}" for name in set(re.findall(r"\bFLASHINFER_\w+", text)) - known)
 
 
 def faults_of_command(words):
