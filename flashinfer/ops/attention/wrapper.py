@@ -36,7 +36,7 @@ class AttentionWrapper(Replaceable):
     graph captured over run() serves every later batch of up to as many requests, pages and query rows. A smaller batch
     is padded with empty requests.
 
-    Engines copy into the tables, replace them, and plan again from what lies there: flashinfer/compat has the names, and
+    Engines copy into the tables, replace them, and plan again from what lies there: flashinfer/compat has the names,
     `Replaceable` what comes of it.
 
     The runs of one plan share its partial results and their counters: on different streams they have to be ordered.
