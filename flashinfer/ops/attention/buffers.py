@@ -104,7 +104,7 @@ class Replaceable:
         limits = limits_of(request, table)
         kind = self._kind_of(options, base.kind.problem.rows, request.has_mask, self._backend)
         if graph:
-            kind, limits = self._captured(base, request, kind, limits)
+            kind, limits = self._captured(request, kind, limits)
         self._take_up(kind, request, table, limits, stream)
 
     def _as_table(self, name: str, table: torch.Tensor | None) -> torch.Tensor | None:

@@ -149,7 +149,7 @@ class AttentionWrapper(Replaceable):
             rows = old.kind.problem.rows
         kind = self._kind_of(options, rows, request.has_mask, self._backend)
         if graph and old is not None:
-            kind, limits = self._captured(old, request, kind, limits)
+            kind, limits = self._captured(request, kind, limits)
         if graph:
             self._fill_buffers(request, counts, stage, stream)
         if request.has_mask:
@@ -170,15 +170,14 @@ class AttentionWrapper(Replaceable):
         if graph:
             for other in self._batches.values():
                 if other is not batch:
-                    anew = replace(request, options=other.options)
-                    other.fill(anew, table, self._captured(other, anew, other.kind, limits)[1])
+                    other.fill(replace(request, options=other.options), table, self._bounded(other, limits))
         if self._base is None:
             self._first = request.rows, request.kv_entries
         self._base = self._batch = batch
         self._told = {}
         if not graph:
             self._shown = table
-        elif request.q_len:
+        elif request.q_len and table.qo_indptr is not None:
             self._shown.qo_indptr = table.qo_indptr
 
     def _new_batch(self, kind: Kind, stream: int | None) -> Batch:
@@ -251,21 +250,28 @@ class AttentionWrapper(Replaceable):
             tables.append(table if table is None or table.is_contiguous() else table.contiguous())
         return Table(*tables)
 
-    def _captured(self, old: Batch, request: Request, kind: Kind, limits: Limits) -> tuple[Kind, Limits]:
-        """Kind and bounds of a batch that a graph may have been captured over; the new one must fit them."""
+    def _captured(self, request: Request, kind: Kind, limits: Limits) -> tuple[Kind, Limits]:
+        """Kind and bounds of the batch that a graph may have been captured over; the new one must fit them all."""
+        old = self._base
         if kind is not old.kind:
             self._check_captured(old.kind, kind)
         require(request.q_len == old.request.q_len, "q_len_per_req", request.q_len, f"{old.request.q_len}, as captured")
+        for other in self._batches.values():
+            self._bounded(other, limits)
+        return old.kind, self._bounded(old, limits)
+
+    def _bounded(self, old: Batch, limits: Limits) -> Limits:
+        """Bounds of a batch that a graph may have been captured over; the new ones must fit them."""
         if not old.limits.known:
-            return old.kind, limits
+            return limits
         bounds = [("qo_indptr", limits.q_rows, old.limits.q_rows, self._first[0])]
-        if kind.options.fixed_split_size not in (None, -1):
+        if old.options.fixed_split_size not in (None, -1):
             bounds.append(("kv_indptr", limits.kv_tokens, old.limits.kv_tokens, self._first[1]))
         for name, now, most, first in bounds:
             bound = f"at most {most} rows, what this CUDA-graph wrapper was first planned for"
             require(now <= most, name, f"{now} rows", bound)
             require(now >= 0 or first < 0, name, "a tensor on the device", f"one on the host, which tells: {bound}")
-        return old.kind, old.limits
+        return old.limits
 
     def _check_captured(self, old: Kind, kind: Kind) -> None:
         """A captured graph keeps its kernel, its scalars and the size of its buffers."""
@@ -389,10 +395,12 @@ class AttentionWrapper(Replaceable):
         base, changed = self._base, replace(current.options, **changes)
         kind = kind_of(changed, base.kind.problem.rows, masked, self.device, self._backend)
         stream = self._look_at_stream(())
-        batch = self._batches.get(kind)
-        if batch is None or not (self._use_cuda_graph or (stream == self._stream and not self._capturing)):
+        # As for a plan: on another stream, or in a capture, it gets buffers of its own, which serve no other.
+        ordered = self._use_cuda_graph or (stream == self._stream and not self._capturing)
+        batch = self._batches.get(kind) if ordered else None
+        if batch is None:
             batch = self._new_batch(kind, stream)
-            if self._use_cuda_graph or not self._capturing:
+            if ordered:
                 self._batches[kind] = batch
         if batch.table is not base.table:
             batch.fill(replace(base.request, options=changed), base.table, base.limits)

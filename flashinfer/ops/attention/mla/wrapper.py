@@ -87,7 +87,7 @@ class LatentWrapper(AttentionWrapper):
         kind = self._kind_of(asked, rows, False, self._backend)
         request = Request(asked, table.qo_indptr, table.kv_indptr, q_len=table.q_len, rows=limits.q_rows)
         if graph and old is not None:
-            kind, limits = self._captured(old, request, kind, limits)
+            kind, limits = self._captured(request, kind, limits)
         self._take_up(kind, request, table, limits, stream)
 
     def _new_batch(self, kind: LatentKind, stream: int | None) -> LatentBatch:
