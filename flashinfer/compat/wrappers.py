@@ -1,7 +1,7 @@
 """Attributes that engines read, write into and replace on wrappers, by upstream's names (docs/engines.md).
 
-Writing into a table takes effect at the next plan, one that goes through `_cached_module` included; replacing one, or
-an option, at the next plan or run, whichever comes first.
+Who asks for a table by its name may write into it, and another may be put in its place: the next plan or run, whichever
+comes first, goes by what is there then. So it is with options.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class _TableName:
         self._name = name
 
     def __get__(self, wrapper, owner=None):
-        return self if wrapper is None else getattr(wrapper._shown, self._name)
+        return self if wrapper is None else wrapper._lend(self._name)
 
     def __set__(self, wrapper, tensor: torch.Tensor | None) -> None:
         wrapper._show(self._name, tensor)

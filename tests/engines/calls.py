@@ -84,6 +84,9 @@ flashinfer.mla:trtllm_batch_decode_with_kv_cache_mla 0 query kv_cache workspace_
 flashinfer.norm:fused_add_rmsnorm_quant 6
 flashinfer.norm:rmsnorm_quant 5
 flashinfer.prefill:BatchPrefillWithRaggedKVCacheWrapper 2 backend
+flashinfer.prefill:cudnn_batch_prefill_with_kv_cache 5 max_token_per_sequence max_sequence_kv actual_seq_lens_q
+    actual_seq_lens_kv causal return_lse batch_offsets_q batch_offsets_k batch_offsets_v batch_offsets_o
+    is_cuda_graph_compatible
 flashinfer.prefill:trtllm_fmha_v2_prefill
 flashinfer.prefill:trtllm_ragged_attention_deepseek 17 sage_attn_sfs num_elts_per_sage_attn_blk
 flashinfer.quantization.nvfp4_quantization_utils:current_nvfp4_4over6_config 0
@@ -91,7 +94,11 @@ flashinfer.quantization.nvfp4_quantization_utils:make_nvfp4_global_scale 1 per_t
 flashinfer.rope:apply_rope_with_cos_sin_cache_inplace
 flashinfer.rope:mla_rope_quantize_fp8 0 q_rope k_rope q_nope k_nope cos_sin_cache pos_ids is_neox quantize_dtype
     q_rope_out k_rope_out q_nope_out k_nope_out quant_scale_q quant_scale_kv enable_pdl
+flashinfer.sampling:min_p_sampling_from_probs 2
 flashinfer.sampling:softmax 0 logits temperature
+flashinfer.sampling:top_k_renorm_probs 2
+flashinfer.sampling:top_k_top_p_sampling_from_probs 3 filter_apply_order
+flashinfer.sampling:top_p_renorm_probs 2
 flashinfer.testing:bench_gpu_time 0 fn use_cuda_graph dry_run_time_ms repeat_time_ms
 flashinfer.tllm_enums:ActivationType
 flashinfer.tllm_enums:RoutingMethodType
@@ -194,7 +201,7 @@ flashinfer.autotuner:AutoTuner
 flashinfer.autotuner:AutoTuner.get 0
 flashinfer.autotuner:AutoTuner.load_configs 2
 flashinfer.autotuner:AutoTuner.save_configs 2
-flashinfer.autotuner:autotune
+flashinfer.autotuner:autotune 1 cache
 flashinfer.autotuner:set_autotune_process_group 1
 flashinfer.comm.allreduce:AllReduceFusionWorkspace.checkpoint_prepare 1
 flashinfer.comm.allreduce:AllReduceFusionWorkspace.checkpoint_restore 2
@@ -223,15 +230,18 @@ flashinfer.cute_dsl.utils:convert_sf_to_mma_layout 1 m k num_groups sf_vec_size
 flashinfer.decode:fast_decode_plan 1 indptr indices last_page_len num_qo_heads num_kv_heads head_dim page_size
     pos_encoding_mode window_left logits_soft_cap q_data_type kv_data_type data_type sm_scale rope_scale rope_theta
     non_blocking fixed_split_size disable_split_kv q_len_per_req
-flashinfer.decode:trtllm_batch_decode_sparse_mla_dsv4
+flashinfer.decode:trtllm_batch_decode_sparse_mla_dsv4 0 query swa_kv_cache workspace_buffer sparse_indices
+    sparse_indices_are_storage_offsets compressed_kv_cache sparse_topk_lens seq_lens out bmm1_scale bmm2_scale sinks
+    cum_seq_lens_q max_q_len
 flashinfer.decode:trtllm_batch_decode_with_kv_cache 0 query kv_cache workspace_buffer block_tables seq_lens
     max_seq_len bmm1_scale bmm2_scale window_left sinks o_sf_scale out kv_layout backend q_len_per_req max_q_len
     cum_seq_lens_q kv_cache_sf lse return_lse multi_ctas_kv_counter_buffer
 flashinfer.decode:trtllm_batch_decode_with_kv_cache_mla 0 query kv_cache workspace_buffer qk_nope_head_dim
     kv_lora_rank qk_rope_head_dim block_tables seq_lens max_seq_len out bmm1_scale bmm2_scale enable_pdl backend
     multi_ctas_kv_counter_buffer
-flashinfer.decode:xqa_batch_decode_with_kv_cache
-flashinfer.fp4_quantization:block_scale_interleave
+flashinfer.decode:xqa_batch_decode_with_kv_cache 0 query kv_cache kv_cache_sf workspace_buffer block_tables seq_lens
+    max_seq_len bmm1_scale bmm2_scale window_left out sinks kv_layout q_len_per_req mask q_cu_seq_lens
+flashinfer.fp4_quantization:block_scale_interleave 1
 flashinfer.fp4_quantization:nvfp4_block_scale_interleave 1
 flashinfer.fused_moe.core:ActivationType
 flashinfer.fused_moe.core:_maybe_get_cached_w3_w1_permute_indices 3 num_elts_per_sf is_gated_act_gemm
@@ -242,7 +252,10 @@ flashinfer.fused_moe:Fp8QuantizationType
 flashinfer.fused_moe:QuantFormat
 flashinfer.fused_moe:WeightLayout
 flashinfer.fused_moe:convert_to_block_layout 2
-flashinfer.fused_moe:cutlass_fused_moe
+flashinfer.fused_moe:cutlass_fused_moe 0 input token_selected_experts token_final_scales fc1_expert_weights
+    fc2_expert_weights fc1_expert_biases fc2_expert_biases swiglu_alpha swiglu_beta swiglu_limit output output_dtype
+    quant_scales input_sf tp_size tp_rank ep_size ep_rank activation_type use_deepseek_fp8_block_scale
+    use_mxfp8_act_scaling use_w4_group_scaling
 flashinfer.fused_moe:interleave_moe_scales_for_sm90_mixed_gemm 1
 flashinfer.fused_moe:interleave_moe_weights_for_sm90_mixed_gemm 2
 flashinfer.fused_moe:trtllm_bf16_moe
@@ -252,10 +265,10 @@ flashinfer.fused_moe:trtllm_mxint4_block_scale_moe 0 routing_logits routing_bias
     gemm1_weights_scale gemm1_alpha gemm1_beta gemm1_clamp_limit gemm2_weights gemm2_weights_scale num_experts top_k
     n_group topk_group intermediate_size local_expert_offset local_num_experts routed_scaling_factor
     routing_method_type enable_pdl do_finalize output tune_max_num_tokens routing_replay_out
-flashinfer.gemm:fp8_blockscale_gemm_sm90
+flashinfer.gemm:fp8_blockscale_gemm_sm90 0 input weight weight_scale out_dtype
 flashinfer.gemm:mm_bf16 2 pdl backend
 flashinfer.gemm:mm_bf16_fp4 4 backend
-flashinfer.gemm:prepare_bf16_fp4_weights
+flashinfer.gemm:prepare_bf16_fp4_weights 3 backend
 flashinfer.jit.core:check_cuda_arch 0
 flashinfer.jit.env:FLASHINFER_WORKSPACE_DIR
 flashinfer.mla:BatchMLAPagedAttentionWrapper 1 qo_indptr kv_indptr kv_indices kv_len_arr use_cuda_graph backend
@@ -358,10 +371,10 @@ flashinfer:reorder_rows_for_gated_act_gemm 1
 flashinfer:sampling.top_k_sampling_from_probs 2 deterministic
 flashinfer:sampling.top_k_top_p_sampling_from_logits 3 deterministic
 flashinfer:sampling.top_p_sampling_from_probs 2 deterministic
-flashinfer:scaled_fp4_grouped_quantize
+flashinfer:scaled_fp4_grouped_quantize 3
 flashinfer:shuffle_matrix_a 2
 flashinfer:shuffle_matrix_sf_a 2 num_elts_per_sf
-flashinfer:silu_and_mul_scaled_nvfp4_experts_quantize
+flashinfer:silu_and_mul_scaled_nvfp4_experts_quantize 3
 flashinfer:top_k
 flashinfer:trtllm_fp4_block_scale_moe 0 routing_logits routing_bias hidden_states hidden_states_scale gemm1_weights
     gemm1_weights_scale gemm1_bias gemm1_alpha gemm1_beta gemm1_clamp_limit gemm2_weights gemm2_weights_scale

@@ -120,6 +120,23 @@ def tables_that_are_replaced(card):
         old = list(new)
 
 
+def tables_that_are_written(card):
+    """Who asks for a table may write into it: the next run plans, once, and what was prepared serves it."""
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), backend="fa2")
+    q, out = halves(2, HEADS[0], DIM), halves(2, HEADS[0], DIM)
+    begin(wrapper, (0, 9, 39), (9, 30))
+    first = [card.made(lambda: wrapper.run(q, CACHE, out=out)) for _ in range(2)][1]
+    for kv in ((0, 20, 30), (0, 1, 2)):
+        written = wrapper._paged_kv_indptr_buf
+        written.copy_(table(*kv))
+        plan, *run = card.made(lambda: wrapper.run(q, CACHE, out=out))
+        assert written.data_ptr() in words(plan) and words(plan)[0] in words(run[0])
+        assert run == first == card.made(lambda: wrapper.run(q, CACHE, out=out))
+    for name in ("_paged_kv_indices_buf", "_custom_mask_buf", "_window_left", "_sm_scale"):
+        getattr(wrapper, name)
+    assert card.made(lambda: wrapper.run(q, CACHE, out=out)) == first, "kernels read these themselves"
+
+
 def forwards_on_two_streams(card):
     """Buffers of a batch that forward() made on one stream are not those of a plan on another."""
     space = torch.empty(1 << 20, dtype=torch.uint8)
@@ -144,7 +161,9 @@ def forwards_on_two_streams(card):
 
 
 @pytest.mark.parametrize(
-    "check", [decodes_by_the_module, verifies_by_the_module, tables_that_are_replaced, forwards_on_two_streams]
+    "check",
+    [decodes_by_the_module, verifies_by_the_module, tables_that_are_replaced, tables_that_are_written,
+     forwards_on_two_streams],  # fmt: skip
 )
 def test_on_card(check, on_card):
     on_card(check)

@@ -123,3 +123,24 @@ def test_scales_per_token_of_latents_are_not_promised():
     """vLLM's sparse latent attention on Hopper looks for the keyword, and then rewrites upstream's work list."""
     parameter = inspect.signature(BatchMLAPagedAttentionWrapper.run).parameters["ckv_scale_arr"]
     assert parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize("split", (False, True), ids=("whole", "split"))
+def test_lengths_that_are_written_after_the_plan(split, device):
+    """A sparse prefill plans from bounds that the host knows, and then puts in what the device knows."""
+    x, paged, pair = batch([1, 1, 1], [40, 7, 90], device)
+    for backend in backends(device):
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "HND", backend=backend)
+        for _ in range(2):
+            pages = torch.zeros(30, dtype=torch.int32, device=device)
+            most, last = torch.tensor([0, 10, 20, 30], dtype=torch.int32), torch.full((3,), PAGE, dtype=torch.int32)
+            wrapper.plan(
+                torch.arange(4, dtype=torch.int32), most, pages, last, *HEADS, DIM, PAGE, head_dim_vo=DIM, causal=False,
+                sm_scale=SCALE, q_data_type=HALF, kv_data_type=HALF, disable_split_kv=not split,
+                max_token_per_sequence=1,
+            )  # fmt: skip
+            pages[: len(paged.indices)] = paged.indices
+            wrapper._paged_kv_indptr_buf.copy_(paged.indptr)
+            wrapper._paged_kv_last_page_len_buf.copy_(paged.last_page_len)
+            for _ in range(3):
+                check(wrapper.run(x.q, pair, return_lse=True), x, Options(sm_scale=SCALE))

@@ -13,6 +13,8 @@ from flashinfer.ops.attention.request import Request
 
 # What an engine may write or replace.
 _TABLES = ("qo_indptr", "kv_indptr", "last_page_len", "kv_indices", "mask", "mask_indptr", "kv_lens")
+# Of those, what goes into work lists. Kernels read page ids and masks themselves.
+_PLANNED = ("qo_indptr", "kv_indptr", "last_page_len", "kv_lens")
 
 
 @dataclass
@@ -46,6 +48,13 @@ class Replaceable:
 
     Names are those of `Table` and `Options`; flashinfer/compat has the names that engines use.
     """
+
+    def _lend(self, name: str) -> torch.Tensor | None:
+        """A table, by its name in `Table`, for an engine that may write into it; the next run plans anew if it can tell
+        of that in no other way."""
+        if name in _PLANNED:
+            self._batch = None
+        return getattr(self._shown, name)
 
     def _show(self, name: str, tensor: torch.Tensor | None) -> None:
         """Replace a table, by its name in `Table`; the next plan or run takes it up."""
