@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer._forms.trtllm_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from flashinfer.compat import cached_module
 from flashinfer.compat.wrappers import PagedNames
 from flashinfer.cudnn.decode import cudnn_batch_decode_with_kv_cache
 from flashinfer.mla.decode import trtllm_batch_decode_with_kv_cache_mla
@@ -14,12 +15,14 @@ from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.single import run_single
 from flashinfer.ops.attention.variants import AttentionVariant, as_module, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
+from flashinfer.page import get_seq_lens
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "cudnn_batch_decode_with_kv_cache",
     "fast_decode_plan",
+    "get_seq_lens",
     "single_decode_with_kv_cache",
     "single_decode_with_kv_cache_with_jit_module",
     "trtllm_batch_decode_sparse_mla_dsv4",
@@ -27,6 +30,10 @@ __all__ = [
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
 ]
+
+
+# By this name older SGLang takes it.
+_get_range_buf = cached_module.offsets
 
 
 def single_decode_with_kv_cache(

@@ -21,6 +21,11 @@ _LATENT = (*_WORKSPACES, "qo_indptr", "kv_indptr", "kv_lens", "num_heads", "head
 _FEWEST_PREFILL = 15
 
 
+def offsets(count: int, device: str | torch.device) -> torch.Tensor:
+    """int32 [count], 0, 1, 2 ...: qo_indptr of requests with one query each."""
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
 class CachedModule:
     """Plans a wrapper again."""
 

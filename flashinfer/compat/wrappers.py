@@ -66,6 +66,9 @@ class PlannedNames:
 
 
 class _MaskedNames(PlannedNames):
+    _pos_encoding_mode = _OptionName("pos_encoding_mode")
+    _rope_scale = _OptionName("rope_scale")
+    _rope_theta = _OptionName("rope_theta")
     _window_left = _OptionName("window_left")
     _logits_soft_cap = _OptionName("logits_soft_cap", 0.0)
     _custom_mask_buf = _TableName("mask")
@@ -80,6 +83,11 @@ class PagedNames(_MaskedNames):
     _paged_kv_indptr_buf = _TableName("kv_indptr")
     _paged_kv_indices_buf = _TableName("kv_indices")
     _paged_kv_last_page_len_buf = _TableName("last_page_len")
+
+    @property
+    def _fixed_batch_size(self) -> int:
+        """Requests that the buffers of CUDA-graph mode hold; 0 without."""
+        return self._shown.kv_indptr.shape[0] - 1 if self._use_cuda_graph else 0
 
 
 class RaggedNames(_MaskedNames):

@@ -34,6 +34,8 @@ flashinfer.comm:moe_a2a_get_workspace_size_per_rank 0 ep_size max_num_tokens tot
     combine_payload_size_per_token
 flashinfer.compat.cached_module:CachedModule.plan 21
 flashinfer.cute_dsl.utils:convert_sf_to_mma_layout 1 m k num_groups sf_vec_size
+flashinfer.decode:_get_range_buf 2
+flashinfer.decode:get_seq_lens 3
 flashinfer.decode:trtllm_batch_decode_with_kv_cache
 flashinfer.decode:trtllm_batch_decode_with_kv_cache_mla
 flashinfer.fp4_quantization:block_scale_interleave 1
@@ -110,6 +112,7 @@ flashinfer.utils:get_trtllm_gen_multi_ctas_kv_counter_bytes 3
 flashinfer:ActivationType
 flashinfer:BatchDecodeWithPagedKVCacheWrapper 2 backend use_cuda_graph use_tensor_cores paged_kv_indptr_buffer
     paged_kv_indices_buffer paged_kv_last_page_len_buffer
+flashinfer:BatchDecodeWithPagedKVCacheWrapper._fixed_batch_size
 flashinfer:BatchDecodeWithPagedKVCacheWrapper.begin_forward 8 data_type q_data_type non_blocking fixed_split_size
     disable_split_kv
 flashinfer:BatchDecodeWithPagedKVCacheWrapper.forward 3 sm_scale logits_soft_cap k_scale v_scale

@@ -100,7 +100,11 @@ def test_decode_by_the_module(graph, form, device):
         else:
             arguments = prefill_arguments(wrapper, [1, 1], kv_lens, form)
         wrapper._plan_info = wrapper._cached_module.plan(*arguments)
+        # What the caller gave its own plan(), said again after it.
+        wrapper._pos_encoding_mode, wrapper._window_left, wrapper._logits_soft_cap = "NONE", -1, 0.0
+        wrapper._sm_scale = wrapper._rope_scale = wrapper._rope_theta = None
         check(wrapper.forward_return_lse(x.q, pool.pair, sm_scale=SCALE), x, Options())
+        assert len(wrapper._batches) == 1 and wrapper._fixed_batch_size == (2 if graph else 0)
 
 
 @pytest.mark.parametrize("options", (Options(causal=True), Options(causal=True, logits_soft_cap=5.0, window_left=6)))

@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer.ops.attention.batch import limits_of
+from flashinfer.ops.attention.kind import means
 from flashinfer.ops.attention.problem import Table
 from flashinfer.ops.attention.request import Request
 
@@ -67,7 +68,8 @@ class Replaceable:
     def _tell(self, name: str, value) -> None:
         """Replace an option of the plan, by its name in `Options`; the next plan from tables, or run, takes it up."""
         self._told[name] = value
-        self._batch = None
+        if self._base is None or not means(self._base.kind, {name: value}, False):
+            self._batch = None
 
     def _option(self, name: str):
         """An option as engines read it; AttributeError before a plan."""
@@ -102,7 +104,7 @@ class Replaceable:
         q_len = base.request.q_len
         if q_len:
             table.qo_indptr, rows = self._uniform_indptr(batch, q_len, stream), batch * q_len
-        told = {name: value for name, value in self._told.items() if value != getattr(base.options, name)}
+        told = {name: value for name, value in self._told.items() if not means(base.kind, {name: value}, False)}
         options = replace(base.options, **told) if told else base.options
         request = replace(
             base.request, options=options, qo_indptr=None if q_len else table.qo_indptr, kv_indptr=table.kv_indptr,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 
 import torch
@@ -74,6 +74,30 @@ def kind_of(options: Options, rows: int, custom: bool, device: torch.device, bac
 @lru_cache(maxsize=1024)
 def _kind_of(options, rows, custom, device, backend, target: Target) -> Kind:
     return Kind(options, rows, custom, device, backend)
+
+
+@lru_cache(maxsize=1024)
+def effective(kind: Kind) -> dict:
+    """The options of a kind, with what the defaults among them come to."""
+    options, scalars = kind.options, kind.scalars
+    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    fixed = options.fixed_split_size if options.fixed_split_size != -1 else None
+    return given | dict(
+        sm_scale=scalars.sm_scale, logits_soft_cap=scalars.soft_cap, rope_scale=scalars.rope_scale,
+        rope_theta=scalars.rope_theta, fixed_split_size=fixed,
+    )  # fmt: skip
+
+
+def means(kind: Kind, changes: dict, masked: bool) -> bool:
+    """Whether a kind has these options already, whatever stands for a default in them."""
+    now = effective(kind)
+    defaults = dict(sm_scale=kind.options.head_dim_qk**-0.5, logits_soft_cap=0.0, rope_scale=1.0, rope_theta=1e4)
+    for name, value in changes.items():
+        same = value == getattr(kind.options, name) or now[name] == (defaults.get(name) if value is None else value)
+        # A custom mask stands in the place of causal.
+        if not same and not (masked and name == "causal"):
+            return False
+    return True
 
 
 def _problem(o: Options, rows: int, custom: bool) -> Problem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -14,7 +14,7 @@ from flashinfer._core.kv_layout import check_layout, paged_views, ragged_views
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.batch import Batch, limits_of
 from flashinfer.ops.attention.buffers import GraphBuffers, Replaceable
-from flashinfer.ops.attention.kind import Kind, kind_of
+from flashinfer.ops.attention.kind import Kind, effective, kind_of, means
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.problem import Table, alibi_slopes
 from flashinfer.ops.attention.request import NVFP4, Limits, Options, Request, tile_rows
@@ -275,8 +275,8 @@ class AttentionWrapper(Replaceable):
 
     def _check_captured(self, old: Kind, kind: Kind) -> None:
         """A captured graph keeps its kernel, its scalars and the size of its buffers."""
-        for name, was in _effective(old).items():
-            now = _effective(kind)[name]
+        for name, was in effective(old).items():
+            now = effective(kind)[name]
             require(was == now, name, now, f"{was}, as first planned: a captured graph cannot follow")
         custom = old.problem.mask == "custom"
         require(
@@ -390,7 +390,7 @@ class AttentionWrapper(Replaceable):
         """What the older forward() takes over from plan(): the same tables under other options."""
         current = self._planned()
         masked = current.table.mask is not None
-        if _means(current.kind, changes, masked):
+        if means(current.kind, changes, masked):
             return
         base, changed = self._base, replace(current.options, **changes)
         kind = kind_of(changed, base.kind.problem.rows, masked, self.device, self._backend)
@@ -423,29 +423,6 @@ def _interleaved(options: Options) -> Options:
 @lru_cache(maxsize=1024)
 def _with_variant(options: Options, variant: AttentionVariant) -> Options:
     return replace(options, variant=variant)
-
-
-def _means(kind: Kind, changes: dict, masked: bool) -> bool:
-    """Whether a kind has these options already, whatever stands for a default in them."""
-    now = _effective(kind)
-    defaults = dict(sm_scale=kind.options.head_dim_qk**-0.5, logits_soft_cap=0.0, rope_scale=1.0, rope_theta=1e4)
-    for name, value in changes.items():
-        # A custom mask stands in the place of causal.
-        if now[name] != (defaults.get(name) if value is None else value) and not (masked and name == "causal"):
-            return False
-    return True
-
-
-@lru_cache(maxsize=1024)
-def _effective(kind: Kind) -> dict:
-    """The options of a kind, with what the defaults among them come to."""
-    options, scalars = kind.options, kind.scalars
-    given = {field.name: getattr(options, field.name) for field in fields(options)}
-    fixed = options.fixed_split_size if options.fixed_split_size != -1 else None
-    return given | dict(
-        sm_scale=scalars.sm_scale, logits_soft_cap=scalars.soft_cap, rope_scale=scalars.rope_scale,
-        rope_theta=scalars.rope_theta, fixed_split_size=fixed,
-    )  # fmt: skip
 
 
 def _pair(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
