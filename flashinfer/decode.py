@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer._forms.trtllm_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
-from flashinfer.compat import cached_module
+from flashinfer.compat.cached_module import offsets as _get_range_buf  # by which name older SGLang takes it
 from flashinfer.compat.wrappers import PagedNames
 from flashinfer.cudnn.decode import cudnn_batch_decode_with_kv_cache
 from flashinfer.mla.decode import trtllm_batch_decode_with_kv_cache_mla
@@ -30,10 +30,6 @@ __all__ = [
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
 ]
-
-
-# By this name older SGLang takes it.
-_get_range_buf = cached_module.offsets
 
 
 def single_decode_with_kv_cache(
@@ -372,7 +368,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             Must be the planned one, or 1 (the default).
         skip_softmax_threshold_scale_factor : float, optional
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
-        kv_block_scales : (Tensor, Tensor) or Tensor, optional
+        kv_block_scales, kv_cache_sf : (Tensor, Tensor) or Tensor, optional
+            One of the two names.
             Of an nvfp4 cache, planned as kv_data_type uint8 or "nvfp4": the cache is uint8 with head_dim / 2 last, two
             e2m1 a byte, the first in the low half; these are its factors, float8_e4m3fn or uint8, laid out as the cache
             with head_dim / 16 last. A value is code * factor, times k_scale or v_scale. The backend says how the
@@ -380,8 +377,6 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             with any other row by row, as `nvfp4_quantize_append_paged_kv_cache_with_slot_mapping` does.
         params : dict, optional
             What the variant's functions are given.
-        kv_cache_sf : optional
-            Another name of kv_block_scales.
 
         Returns
         -------
@@ -496,8 +491,7 @@ def fast_decode_plan(
     """
     # Engines put this in the place of the wrapper's own plan().
     BatchDecodeWithPagedKVCacheWrapper.plan(
-        self,
-        indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
+        self, indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
         indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
         pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
         q_data_type=q_data_type, kv_data_type=kv_data_type, data_type=data_type, sm_scale=sm_scale,
