@@ -368,8 +368,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             Must be the planned one, or 1 (the default).
         skip_softmax_threshold_scale_factor : float, optional
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
-        kv_block_scales, kv_cache_sf : (Tensor, Tensor) or Tensor, optional
-            One of the two names.
+        kv_block_scales, or kv_cache_sf : (Tensor, Tensor) or Tensor, optional
             Of an nvfp4 cache, planned as kv_data_type uint8 or "nvfp4": the cache is uint8 with head_dim / 2 last, two
             e2m1 a byte, the first in the low half; these are its factors, float8_e4m3fn or uint8, laid out as the cache
             with head_dim / 16 last. A value is code * factor, times k_scale or v_scale. The backend says how the
@@ -486,8 +485,8 @@ def fast_decode_plan(
     """`BatchDecodeWithPagedKVCacheWrapper.plan`, under the name engines bind in its place.
 
     Upstream's is faster than its plan() because it copies less; plan() here copies no more than this. With
-    `global_override_indptr_cpu`, that host tensor is `indptr`. The output type is that of the plan before, if there was
-    one. Other parameters as in plan().
+    `global_override_indptr_cpu`, that host tensor is `indptr`. The output type is that of an earlier plan. Other
+    parameters as in plan().
     """
     # Engines put this in the place of the wrapper's own plan().
     BatchDecodeWithPagedKVCacheWrapper.plan(
