@@ -101,10 +101,12 @@ def plot(result: dict, figure):
     for axes, (group, rows) in zip(panels[:, 0], groups.items()):
         _panel(axes, rows, colours)
         axes.set_title(group, loc="left", fontsize="medium")
+    inch = 1 / figure.get_figheight()
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), fontsize="small")
-    figure.suptitle(f"{result['room']} on {result['device']}, {result['date']}", x=0.02, ha="left")
-    figure.tight_layout()
+    figure.suptitle(f"{result['room']} on {result['device']}, {result['date']}", x=0.02, ha="left", va="top",
+                    y=1 - 0.1 * inch)  # fmt: skip
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.1 * inch))
     return figure
 
 
