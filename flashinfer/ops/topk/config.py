@@ -7,7 +7,8 @@ from flashinfer.ops._device.tiles import Config
 
 __all__ = ["Config", "portable"]
 
-# Groups of 8, so that 2048 of 65536 are a quarter of them. With groups of 4 bracket takes 27 us, with 8 it takes 16 (H200).
+# Groups of 8, so that 2048 of 65536 are a quarter of them. With groups of 4 bracket takes 27 us, with 8 it takes 16
+# (H200).
 GROUP = 8
 
 
