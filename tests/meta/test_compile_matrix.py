@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
@@ -45,7 +45,7 @@ def all_jobs(highest):
     kernels = defaultdict(lambda: defaultdict(dict))
     for job in catalog_jobs(covering, GPU_ARCHS):
         # Several ops may run one launcher, whose name is its own; it has a kernel for each type of problem.
-        kernels[job.launcher, type(job.problem)][job.problem].setdefault(job.arch, job)
+        kernels[job.launcher, type(job.problem)][of_any_chip(job.problem)].setdefault(job.arch, job)
     for problems in kernels.values():
         by_op = defaultdict(list)
         for by_arch in problems.values():
@@ -53,6 +53,11 @@ def all_jobs(highest):
         # Ops take turns, so that each of them has a chip.
         turns = [by_arch for turn in zip_longest(*by_op.values()) for by_arch in turn if by_arch]
         yield from dealt(turns, highest)
+
+
+def of_any_chip(problem):
+    """The problem, without the chip's capability if that is part of it."""
+    return replace(problem, capability=0) if hasattr(problem, "capability") else problem
 
 
 def dealt(problems, highest):
