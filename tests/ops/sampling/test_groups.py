@@ -44,10 +44,10 @@ def mixed_rows(columns, device):
 @pytest.mark.parametrize(
     "source, dtype, order",
     [
-        ("probs", torch.float32, "joint"),
-        ("logits", torch.bfloat16, "joint"),
         ("probs", torch.float16, "top_k_first"),
-        ("logits", torch.float32, "top_k_first"),
+        ("logits", torch.bfloat16, "joint"),
+        pytest.param("probs", torch.float32, "joint", marks=pytest.mark.gpu),
+        pytest.param("logits", torch.float32, "top_k_first", marks=pytest.mark.gpu),
     ],
 )
 def test_a_k_of_its_own_for_each_row(variant, device, monkeypatch, columns, source, dtype, order):
@@ -75,8 +75,7 @@ def test_a_k_of_its_own_for_each_row(variant, device, monkeypatch, columns, sour
     assert_bitwise(tokens[:9], expected[:9])
 
 
-@pytest.mark.parametrize("order", ["joint", "top_k_first"])
-@pytest.mark.parametrize("source", ["probs", "logits"])
+@pytest.mark.parametrize("source, order", [("probs", "joint"), ("logits", "top_k_first")])
 def test_what_is_kept(device, columns, source, order):
     """The stages alone: every column with a weight that a sort keeps, no other, and their sum."""
     probs, ks = mixed_rows(columns, device)
