@@ -1,9 +1,9 @@
 """Every kernel compiles for every architecture on the lowest and the highest Triton, within the chip's limits.
 
-Of each op's catalog it takes as many problems as show every value of every field, so that each branch of each kernel is
-there, and deals them to the chips in turn; every kernel is compiled for every chip. On the highest Triton a kernel of
-all chips has one problem for each. A chip's own kernels are compiled for all of their problems on both. `make test`
-installs the highest Triton beside the environment's; FLASHINFER_TEST_TRITON names its folder.
+Of each op's catalog it takes problems that show every value of every field, in each variant, so that each branch of
+each kernel is there. The two Tritons share them, and deal them to the chips in turn; every kernel is compiled for every
+chip by both. A chip's own kernels are compiled for all of their problems by both. `make test` installs the highest
+Triton beside the environment's; FLASHINFER_TEST_TRITON names its folder.
 """
 
 import json
@@ -26,18 +26,29 @@ OTHER = os.environ.get("FLASHINFER_TEST_TRITON", "")
 
 
 class Covering:
-    """An op with the part of its catalog that shows every (field, value)."""
+    """An op with few problems of its catalog, that show every (variant, field, value) of it, and every config of
+    variants for one chip."""
 
     def __init__(self, op):
         self.name, self.problem_type, self.variants, self._op = op.name, op.problem_type, op.variants, op
 
     def catalog(self):
-        seen = set()
-        for problem in self._op.catalog():
-            values = set(asdict(problem).items()) or {None}
-            if values - seen:
-                seen |= values
-                yield problem
+        shows = {problem: self._shown(problem) for problem in self._op.catalog()}
+        left = set().union(*shows.values())
+        while left:
+            problem = max(shows, key=lambda problem: len(shows[problem] & left))
+            left -= shows.pop(problem)
+            yield problem
+
+    def _shown(self, problem):
+        shown = {("", "", "")}
+        for chip in map(named, GPU_ARCHS):
+            variant = next((v for v in self.variants if v.name != "reference" and not v.refuses(problem, chip)), None)
+            if variant is not None:
+                shown |= {(variant.name, *item) for item in asdict(problem).items()} | {(variant.name, "", "")}
+                if variant.name != "portable":
+                    shown.add((variant.name, "config", variant.config(problem, chip)))
+        return shown
 
 
 def all_jobs(highest):
@@ -50,6 +61,8 @@ def all_jobs(highest):
         by_op = defaultdict(list)
         for by_arch in problems.values():
             by_op[next(iter(by_arch.values())).op].append(by_arch)
+        if any(len(by_arch) > 1 for by_arch in problems.values()):
+            by_op = {op: its[highest::2] or its for op, its in by_op.items()}
         # Ops take turns, so that each of them has a chip.
         turns = [by_arch for turn in zip_longest(*by_op.values()) for by_arch in turn if by_arch]
         yield from dealt(turns, highest)
@@ -65,11 +78,9 @@ def dealt(problems, highest):
     left = {arch: None for by_arch in problems for arch in by_arch}
     for place, by_arch in enumerate(problems):
         archs = [arch for arch in GPU_ARCHS if arch in by_arch]
-        arch = next((arch for arch in archs if arch in left), None)
-        if arch is None and highest and len(archs) > 1:
-            continue
+        arch = next((arch for arch in archs if arch in left), archs[place % len(archs)])
         left.pop(arch, None)
-        yield by_arch[arch or archs[place % len(archs)]]
+        yield by_arch[arch]
     for place, arch in enumerate(left):
         taking = [by_arch for by_arch in problems if arch in by_arch]
         yield taking[(place + highest) % len(taking)][arch]

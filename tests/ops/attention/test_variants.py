@@ -467,12 +467,11 @@ def test_processes_share_an_entry_and_functions_do_not(in_triton, tmp_path):
 
 @pytest.mark.parametrize(
     ("op", "kernel", "changes"),
-    [("prefill", "sm90", {"rows": 128, "mask": "causal"}), ("decode", "sm80", {"rows": 16}),
-     ("prefill", "portable", {"rows": 128, "mask": "causal"})],
-)  # fmt: skip
+    [("prefill", "sm90", {"rows": 128, "mask": "causal"}), ("decode", "sm80", {"rows": 16})],
+)
 def test_compiles_for_hopper(op, kernel, changes, in_triton, tmp_path):
     """A mask with logits beside it, and weights that are no softmax; Hopper's own kernel has branches for each."""
-    names = {"sm90": ("both", "sigmoid"), "sm80": ("both",), "portable": ("sigmoid",)}[kernel]
+    names = {"sm90": ("both", "sigmoid"), "sm80": ("both",)}[kernel]
     budget = next(v for v in (prefill if op == "prefill" else decode).variants if v.name == kernel).load().STACK_BUDGET
     for record in in_triton(compiling.compiled, names, op, kernel, "90a", tmp_path, **changes):
         assert record["error"] == ""
