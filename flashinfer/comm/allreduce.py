@@ -45,7 +45,8 @@ class AllReduceFusionWorkspace:
         self._area = max(config.area(small, row, ranks.size, True), config.area(nbytes, row, ranks.size, False))
         self._most = nbytes
         self.link, self.capability = connect(ranks, self._area, device)
-        self._destroyed = False
+        # Why it cannot be used, if it cannot.
+        self._gone = ""
 
     @property
     def deadline(self) -> float:
@@ -80,7 +81,7 @@ class AllReduceFusionWorkspace:
         """Raise what went wrong on this rank: TimeoutError for a rank that did not come within the deadline (it names
         this rank, the other, the operation and the exchange), ValueError for one that came with other sizes.
         `allreduce_fusion` does so at its start; it does not wait for the device."""
-        require(not self._destroyed, "workspace", "one that is destroyed", "one that is not")
+        require(not self._gone, "workspace", f"one that is {self._gone}", "one that is not")
         self.link.check()
 
     def reset(self) -> None:
@@ -93,17 +94,26 @@ class AllReduceFusionWorkspace:
         return f"{c.transport} ({c.means})" + (f": {c.reason}" if c.reason else "")
 
     def checkpoint_prepare(self) -> None:
-        """NotImplementedError: memory that ranks share stays where it is."""
-        raise NotImplementedError("checkpoint_prepare: memory that ranks share cannot be given up; destroy() frees it")
+        """Give up the memory that is shared, so that the process can be checkpointed. What graphs were captured with is
+        gone."""
+        self.check()
+        self._gone = "given up by checkpoint_prepare"
+        self.link.close()
 
     def checkpoint_restore(self, comm_backend: CommBackend | None = None) -> None:
-        """NotImplementedError, as `checkpoint_prepare`."""
-        raise NotImplementedError("checkpoint_restore: nothing was given up by checkpoint_prepare")
+        """Allocate again after `checkpoint_prepare`, over the ranks of `comm_backend`, or those of before. A collective
+        call."""
+        require(bool(self._gone), "workspace", "one in use", "one that checkpoint_prepare has given up")
+        require(self._gone != "destroyed", "workspace", "one that is destroyed", "one that is given up")
+        old = self.link
+        ranks = old.ranks if comm_backend is None else ranks_of(None, comm_backend, self.world_size, self.rank)
+        self.link, self.capability = connect(ranks, self._area, old.device, deadline=old.deadline)
+        self._gone = ""
 
     def destroy(self) -> None:
         """Free the memory. Ranks that still exchange through it must be done."""
-        if not self._destroyed:
-            self._destroyed = True
+        if self._gone != "destroyed":
+            self._gone = "destroyed"
             self.link.close()
 
 

@@ -50,6 +50,12 @@ def every_pattern(rank, world, device):
         x = torch.full(shape, float(rank + 1), device=device)
         total = comm.allreduce_fusion(x, ws, P.kAllReduce, output=x)
         assert total is x and bool((x == world * (world + 1) // 2).all())
+    # Memory that is given up and taken again.
+    _settle(device)
+    dist.barrier()
+    ws.checkpoint_prepare()
+    ws.checkpoint_restore(comm.TorchDistBackend(dist.group.WORLD))
+    one(ws, "norm", rank, world, SHAPES[0], torch.bfloat16, device, 3)
     ws.destroy()
 
 

@@ -231,3 +231,19 @@ def test_a_destroyed_workspace_is_refused():
     ws.destroy()
     with pytest.raises(ValueError, match="workspace: got one that is destroyed"):
         comm.allreduce_fusion(torch.ones(4), ws, P.kAllReduce)
+
+
+def test_a_workspace_that_gives_its_memory_up_and_takes_it_again():
+    ws, x = alone(), torch.ones(4)
+    ws.deadline = 3.0
+    with pytest.raises(ValueError, match="workspace: got one in use"):
+        ws.checkpoint_restore()
+    ws.checkpoint_prepare()
+    with pytest.raises(ValueError, match="workspace: got one that is given up by checkpoint_prepare"):
+        comm.allreduce_fusion(x, ws, P.kAllReduce)
+    ws.checkpoint_restore()
+    assert ws.deadline == 3.0 and torch.equal(comm.allreduce_fusion(x, ws, P.kAllReduce), x)
+    ws.checkpoint_prepare()
+    ws.destroy()
+    with pytest.raises(ValueError, match="workspace: got one that is destroyed"):
+        ws.checkpoint_restore()
