@@ -40,9 +40,12 @@ from flashinfer.ops.attention._device.tiles_sm90 import (
     ROWS,
     Form,
     Ring,
+    again,
     fetch_queries,
     gather,
+    numbered,
     produce,
+    programs,
     ring_of,
     span,
     turn_values,
@@ -220,7 +223,7 @@ def _steps(
         mbarrier.arrive(turn.index(1 - WG), count=1)
         s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(k.empty.index(stage), count=1)
-        s = _logits(s, view, params, start + cols, MASKED, form)
+        s = _logits(s, view, params, numbered(start, cols, 8), MASKED, form)
         weights, top, sums, keep = _softmax(s, top, sums, factor, MASKED, form)
         p = _as_operand(weights, q)
         # Waiting for the next keys here, and not where they are used, also keeps the assembler from moving the wait for
@@ -256,7 +259,7 @@ def _steps_fp8(
             _wait_full(k, step + 1, form)
         s, acc = warpgroup_mma_wait(0, [s, acc])
         mbarrier.arrive(k.empty.index(stage), count=1)
-        s = _logits(s, view, params, start + cols, MASKED, form)
+        s = _logits(s, view, params, numbered(start, cols, 8), MASKED, form)
         p, top, sums, keep = _softmax(s, top, sums, factor, MASKED, form)
         step += 1
     return acc, p, keep, top, sums, step, start
@@ -299,7 +302,7 @@ def _attend(
         mbarrier.arrive(turn.index(1 - WG), count=1)
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k.empty.index(stage), count=1)
-    s = _logits(s, view, params, start + cols, True, form)
+    s = _logits(s, view, params, numbered(start, cols, 8), True, form)
     p, top, sums, keep = _softmax(s, top, sums, factor, True, form)
     # Values in FP8 were cleared when they were turned.
     if not form.FP8:
@@ -359,6 +362,12 @@ def _combine_if_last(
 
 
 @gluon.jit
+def _rows(WG, LAYOUT: gl.constexpr):
+    """The rows of a warpgroup in a tile."""
+    return numbered(again(WG * ROWS), gl.arange(0, ROWS, LAYOUT), 8)
+
+
+@gluon.jit
 def _view_of(record, kv_head, rows, tensors, numbers, form: Form):
     """What `rows` of a tile see of the keys of a piece of work."""
     mask, mask_indptr, _, qk_scale, _, alibi_slopes = tensors[8:]
@@ -388,14 +397,18 @@ def _view_of(record, kv_head, rows, tensors, numbers, form: Form):
 
 
 @gluon.jit
-def _finish(WG, acc, top, total, record, kv_head, rows, view: View, tensors, numbers, o_tiles, form: Form):
+def _finish(WG, acc, top, total, record, kv_head, tensors, numbers, o_tiles, form: Form):
     """Divide a piece's sums by their weights, and store them: as results, or as one of a tile's pieces."""
     _, out, lse, partial_out, partial_lse, _, _, arrivals = tensors[:8]
     _, _, sinks, _, v_scale, _ = tensors[8:]
     num_kv_heads, _, _, o_stride_n, o_stride_h, _, out_scale, _, _ = numbers
+    num_kv_heads = again(num_kv_heads)
     D_PAD: gl.constexpr = form.D_VO_PAD
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_PAD, D_PAD // 8], [4, 1], [1, 0])
     # Read again, and not kept: the loop needs the registers.
+    S_ROWS: gl.constexpr = top.type.layout
+    rows = _rows(WG, S_ROWS)
+    view = _view_of(record, kv_head, rows, tensors, numbers, form)
     q_row = gl.load(record + ITEM_Q_ROW)
     q_len = gl.load(record + ITEM_Q_LEN)
     tile_row = gl.load(record + ITEM_TILE_ROW)
@@ -430,7 +443,13 @@ def _finish(WG, acc, top, total, record, kv_head, rows, view: View, tensors, num
         o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, OWN))
         o_cols = gl.arange(0, D_PAD, gl.SliceLayout(0, OWN))
         there = ((tile_row + WG * ROWS + o_rows) // form.GROUP < q_len)[:, None] & (o_cols < form.D_VO)[None, :]
-        gl.store(partial_out + (row + o_rows)[:, None] * form.D_VO + o_cols[None, :], acc, mask=there)
+        # From a piece's first element: they are fewer than 2^31.
+        to = numbered((again(0) + o_rows * form.D_VO)[:, None], o_cols[None, :], 16 if form.FP8 else 8)
+        place = partial_out + row * form.D_VO + to
+        # Neighbours that a thread has are stored at once: the compiler does not see them any more.
+        NEIGHBOURS: gl.constexpr = 4 if form.FP8 else 2
+        place = gl.max_contiguous(gl.multiple_of(place, [1, 4 * NEIGHBOURS]), [1, NEIGHBOURS])
+        gl.store(place, acc, mask=there)
         gl.store(partial_lse + row + rows - WG * ROWS, state, mask=view.row_ok)
         _combine_if_last(
             WG, arrivals, partial_out, partial_lse, out, lse, sinks, record, tile_row, q_row, q_len, kv_head,
@@ -442,7 +461,8 @@ def _finish(WG, acc, top, total, record, kv_head, rows, view: View, tensors, num
             # Through shared memory, so that whole rows are written at once.
             o_tiles.index(WG).store(result)
             result = o_tiles.index(WG).load(STORE)
-        flat = tile_row + WG * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
+        ROW_STEP: gl.constexpr = min(1024 // D_PAD, ROWS) if form.STAGED else 8
+        flat = numbered(tile_row + WG * ROWS, gl.arange(0, ROWS, gl.SliceLayout(1, STORE)), ROW_STEP)
         dv = gl.arange(0, D_PAD, gl.SliceLayout(0, STORE))
         at = (q_row + flat // form.GROUP).to(gl.int64) * o_stride_n
         at += (kv_head * form.GROUP + flat % form.GROUP) * o_stride_h
@@ -455,7 +475,7 @@ def _finish(WG, acc, top, total, record, kv_head, rows, view: View, tensors, num
 
 @gluon.jit
 def _piece(
-    WG, wave, work, works, step, rows, cols, zeros, tile, rest, tensors, numbers, params, k: Ring, v: Ring, o_tiles,
+    WG, wave, work, works, step, cols, zeros, tile, rest, tensors, numbers, params, k: Ring, v: Ring, o_tiles,
     turn, form: Form,
 ):  # fmt: skip
     """One piece of work: its queries are on their way, and the next one's are sent for. Returns the next `step`."""
@@ -466,7 +486,7 @@ def _piece(
     record = items + work // num_kv_heads * ITEM_WIDTH
     kv_head = work % num_kv_heads
     begin, blocks, plain_from, plain_to = span(record, window_left, zeros.shape[1], form)
-    view = _view_of(record, kv_head, rows, tensors, numbers, form)
+    view = _view_of(record, kv_head, _rows(WG, S_ROWS), tensors, numbers, form)
     factor = 1.0 if form.TRANSFORM else sm_scale * LOG2E
 
     cp_async_wait(0)
@@ -504,7 +524,7 @@ def _piece(
         fetch_queries(
             WG, tile, rest, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
         )  # fmt: skip
-    _finish(WG, acc, top * factor, total, record, kv_head, rows, view, tensors, numbers, o_tiles, form)
+    _finish(WG, acc, top * factor, total, record, kv_head, tensors, numbers, o_tiles, form)
     return step
 
 
@@ -517,7 +537,6 @@ def _consume(
     num_kv_heads, q_stride_n, q_stride_h = numbers[:3]
     BLOCK_N: gl.constexpr = k.tiles.shape[1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, form.MMA_K])
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) + WG * ROWS
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     tile = q_tiles.index(WG)
@@ -525,11 +544,11 @@ def _consume(
     works = gl.load(counts) * num_kv_heads
     fetch_queries(WG, tile, rest, q, items, work_at(0), works, num_kv_heads, q_stride_n, q_stride_h, form)
     step = 0
-    for wave in range(gl.cdiv(works, gl.num_programs(0))):
+    for wave in range(gl.cdiv(works, programs())):
         work = work_at(wave)
         if work < works:
             step = _piece(
-                WG, wave, work, works, step, rows, cols, zeros, tile, rest, tensors, numbers, params, k, v, o_tiles,
+                WG, wave, work, works, step, cols, zeros, tile, rest, tensors, numbers, params, k, v, o_tiles,
                 turn, form,
             )  # fmt: skip
 

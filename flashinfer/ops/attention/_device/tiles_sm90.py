@@ -120,12 +120,47 @@ class Ring:
         self.empty = empty
 
 
+# What is the same for all pieces of work, the compiler finds before the first one and keeps: on the stack, since the
+# loop over keys needs the registers. These functions hide that it is the same.
+
+
+@gluon.jit
+def numbered(first, index, STEP: gl.constexpr):
+    """first + index. `index` is an arange whose numbers in a thread differ by what is no less than STEP, or by 1.
+
+    A thread's place, which is below STEP, is added first, out of the compiler's sight, and then constants: else there
+    are the sums of place and constants to keep, one for each number. `first` is not the same for all pieces.
+    """
+    place = gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [first + (index & (STEP - 1))], dtype=gl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+    return place + (index & -STEP)
+
+
+@gluon.jit
+def again(number):
+    """The same number: nothing that is made of it (its 64 bits, say) is made once and kept."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def programs():
+    """gl.num_programs(0), read where it stands."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %nctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def program():
+    """gl.program_id(0), read where it stands."""
+    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit
 def work_at(wave):
     """The wave-th piece of work of this block. Work comes in order of falling length: every other wave runs backwards,
     so that no block gets the longest of every wave."""
-    blocks = gl.num_programs(0)
-    at = gl.program_id(0)
+    blocks = programs()
+    at = program()
     at = gl.where(wave % 2 == 0, at, blocks - 1 - at)
     return wave * blocks + at
 
@@ -181,7 +216,7 @@ def produce(
     COLUMNS: gl.constexpr = SPLIT_AT + (ring.rest.shape[2] if TWO else 0)
     works = gl.load(counts) * num_kv_heads
     step = 0
-    for wave in range(gl.cdiv(works, gl.num_programs(0))):
+    for wave in range(gl.cdiv(works, programs())):
         work = work_at(wave)
         if work < works:
             record = items + work // num_kv_heads * ITEM_WIDTH
@@ -262,7 +297,7 @@ def gather(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     works = gl.load(counts) * num_kv_heads
     step = 0
-    for wave in range(gl.cdiv(works, gl.num_programs(0))):
+    for wave in range(gl.cdiv(works, programs())):
         work = work_at(wave)
         if work < works:
             record = items + work // num_kv_heads * ITEM_WIDTH
@@ -351,7 +386,7 @@ def turn_values(raw: Ring, v: Ring, items, counts, num_kv_heads, window_left, fo
     BLOCK_N: gl.constexpr = raw.tiles.shape[1]
     works = gl.load(counts) * num_kv_heads
     step = 0
-    for wave in range(gl.cdiv(works, gl.num_programs(0))):
+    for wave in range(gl.cdiv(works, programs())):
         work = work_at(wave)
         if work < works:
             record = items + work // num_kv_heads * ITEM_WIDTH
@@ -383,7 +418,8 @@ def _fetch_part(
     D: gl.constexpr = tile.shape[1]
     VEC: gl.constexpr = 128 // tile.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, VEC], [32 * VEC // D, D // VEC], [4, 1], [1, 0])
-    packed = gl.load(record + ITEM_TILE_ROW) + WG * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    first = gl.load(record + ITEM_TILE_ROW) + WG * ROWS
+    packed = numbered(first, gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), min(128 * VEC // D, ROWS))
     token = packed // GROUP
     at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * q_stride_n
     at += (kv_head * GROUP + packed % GROUP) * q_stride_h
