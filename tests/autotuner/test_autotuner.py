@@ -319,7 +319,8 @@ def test_on_a_gpu(device, monkeypatch, mode, cold):
             return [1, 2]
 
         def forward(self, inputs, tactic=-1, do_preparation=False):
-            torch.cuda._sleep({-1: 300_000, 1: 30_000, 2: 150_000}[tactic])
+            # apart by more than a GPU's other processes delay a kernel
+            torch.cuda._sleep({-1: 60_000_000, 1: 30_000, 2: 30_000_000}[tactic])
             return inputs[0] + 1
 
     monkeypatch.setattr(AutoTuner, "_instance", None)

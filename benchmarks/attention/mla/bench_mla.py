@@ -54,11 +54,13 @@ class Runner:
         self.pages = torch.randperm(requests * pages, device=device).to(torch.int32)
         shape, settings = (requests * tokens, heads), dict(device=device, dtype=torch.bfloat16)
         q = torch.randn(*shape, CKV, **settings), torch.randn(*shape, KPE, **settings)
+        # the original takes a float8 cache with scales only
+        self.scales = {} if kv_dtype == torch.bfloat16 else dict(ckv_scale=1.0, kpe_scale=1.0)
         # NaN until it is written, so that what another kernel left is not taken for it
         self.inputs = *q, cache, torch.full((*shape, CKV), torch.nan, **settings)
 
     def __call__(self, q_nope, q_pe, cache, out):
-        self.wrapper.run(q_nope, q_pe, cache[..., :CKV], cache[..., CKV:], out=out)
+        self.wrapper.run(q_nope, q_pe, cache[..., :CKV], cache[..., CKV:], out=out, **self.scales)
         return out
 
     @cached_property

@@ -71,6 +71,11 @@ def _add_truncating(total, products):
     return ((total + products).view(torch.int64) >> dropped_bits << dropped_bits).view(torch.float64)
 
 
+def _tanh(x):
+    """In float32 by one exponential, as chips have it: the error is that of 1, however small the result."""
+    return 2 * torch.sigmoid(2 * x) - 1 if x.dtype == torch.float32 else torch.tanh(x)
+
+
 def request(q, k, v, o: Options, dtype, mask=None, extras=None):
     """out [q_len, heads, dim] and base-2 lse [q_len, heads] of one request, computed in `dtype` throughout."""
     extras = extras or Extras()
@@ -95,7 +100,7 @@ def request(q, k, v, o: Options, dtype, mask=None, extras=None):
             qh, kh = rotate(qh, q_pos, *turn), rotate(kh, k_pos, *turn)
         s = scores(qh, kh, q.dtype) * scale
         if o.logits_soft_cap:
-            s = o.logits_soft_cap * torch.tanh(s / o.logits_soft_cap)
+            s = o.logits_soft_cap * _tanh(s / o.logits_soft_cap)
         if o.pos_encoding_mode == "ALIBI":
             s = s + slope(h, heads) * (k_pos[None] - q_pos[:, None]).to(dtype)
         s = s.masked_fill(~seen, -math.inf)

@@ -1,9 +1,12 @@
 """Several ranks as processes over gloo: starts them, and gathers what they say."""
 
+import faulthandler
 import importlib
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[3]
 def run(world, function, folder, *arguments, timeout=120, device="cpu", killed=()):
     """Run `function`, "module:name", with (rank, world, device, *arguments) on every rank; its printed lines, a list a
     rank. Fails if one exits with an error, unless it is in `killed`, or if they take longer than `timeout` seconds."""
-    folder = Path(folder)
+    # Of this run alone: ranks that read what those of another run left in the store wait for these for ever.
+    folder = Path(tempfile.mkdtemp(dir=folder))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {"TRITON_INTERPRET": "0"}
     outputs = [open(folder / f"rank{rank}", "w+") for rank in range(world)]
@@ -26,6 +30,12 @@ def run(world, function, folder, *arguments, timeout=120, device="cpu", killed=(
     try:
         for child in children:
             child.wait(max(end - time.monotonic(), 0.1))
+    except subprocess.TimeoutExpired:
+        for child in children:
+            if child.poll() is None:
+                # It says where it stands.
+                child.send_signal(signal.SIGABRT)
+                time.sleep(0.5)
     finally:
         for child in children:
             if child.poll() is None:
@@ -35,8 +45,8 @@ def run(world, function, folder, *arguments, timeout=120, device="cpu", killed=(
             out.seek(0)
             said.append(out.read())
             out.close()
-    for rank, child in enumerate(children):
-        assert child.returncode == 0 or rank in killed, f"rank {rank} ended with {child.returncode}:\n{said[rank]}"
+    ended = [child.returncode for child in children]
+    assert ended == [-signal.SIGKILL if rank in killed else 0 for rank in range(world)], f"{ended}\n" + "\n".join(said)
     return [text.splitlines() for text in said]
 
 
@@ -44,6 +54,7 @@ def main(function, world, store, device, rank, *arguments):
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()
     world, rank = int(world), int(rank)
     device = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device.type == "cuda":
