@@ -37,7 +37,7 @@ def _attention(a: workload.Attention, device: torch.device) -> Work:
     run = Runner(a, t, "auto")
     return Work(
         run, run.inputs, bytes=workload.moved_bytes(a), flops=workload.flops(a), check=check,
-        peers=sdpa.works(a, t, check),
+        peers=sdpa.works(a, t, check), operands="fp8" if "float8" in a.q_dtype else "bf16",
     )  # fmt: skip
 
 

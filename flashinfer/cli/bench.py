@@ -194,7 +194,7 @@ def command(room, device, match, peer, build_peer, tune_peer, peer_limit, benchm
         raise ValueError(f"--peer: got none; allowed with {'--build-peer' if build_peer else '--tune-peer'}: a folder")
     import torch
 
-    from flashinfer.testing.bench import ceilings
+    from flashinfer.testing.ceilings import ceilings
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     chosen = [Room(name, found, device, match) for name in room]

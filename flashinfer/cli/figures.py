@@ -168,7 +168,8 @@ def quoted(folder: Path) -> str:
 def _quoted(result: dict, rows: list[dict], stem: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
     ceiling = result["ceilings"]
-    link = f", link {ceiling['link_gb_s']:.0f} GB/s" if "link_gb_s" in ceiling else ""
+    more = f", FP8 {ceiling['fp8_tflop_s']:.0f} TFLOP/s" if "fp8_tflop_s" in ceiling else ""
+    more += f", link {ceiling['link_gb_s']:.0f} GB/s" if "link_gb_s" in ceiling else ""
     rivals = families(rows)
     lines = [["", "time", "speed", "of ceiling", *(f"against {family}" for family in rivals)]]
     lines.append(["---"] * len(lines[0]))
@@ -181,7 +182,7 @@ def _quoted(result: dict, rows: list[dict], stem: str) -> str:
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
         f"{result['room'].capitalize()} on {result['device']}, {result['date']}; {versions}. Ceilings in the run: copy "
-        f"{ceiling['copy_gb_s'] / 1e3:.2f} TB/s, bf16 matmul {ceiling['bf16_tflop_s']:.0f} TFLOP/s{link}. Above 1x "
+        f"{ceiling['copy_gb_s'] / 1e3:.2f} TB/s, bf16 matmul {ceiling['bf16_tflop_s']:.0f} TFLOP/s{more}. Above 1x "
         f"this package is faster. All rows, with each peer's time: [{stem}.json]({stem}.json).\n\n{text}\n\n"
         f"![{result['room']}]({stem}.png)"
     )

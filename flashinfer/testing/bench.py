@@ -1,8 +1,8 @@
-"""How a benchmark measures: cold L2, medians, CUDA graphs for small kernels, and ceilings of the card it runs on.
+"""How a benchmark measures: cold L2, medians, and CUDA graphs for small kernels.
 
 A benchmark module (`benchmarks/<room path>/bench_<room>.py`) holds `cases(device)`, which yields `Case`s;
-`flashinfer bench <room>` measures each with `measure` and sets it against `ceilings(device)`, its peers and its targets
-with `settle`.
+`flashinfer bench <room>` measures each with `measure` and sets it against the card's ceilings
+(`flashinfer.testing.ceilings`), its peers and its targets with `settle`.
 
 This file imports torch alone: FlashInfer's process (benchmarks/peer.py), where the name `flashinfer` is not ours,
 loads it by its path.
@@ -11,6 +11,7 @@ loads it by its path.
 from __future__ import annotations
 
 import math
+import re
 import runpy
 import sys
 import time
@@ -42,6 +43,8 @@ class Work:
         Bytes that any implementation has to move to and from device memory; 0 where bandwidth says nothing.
     flops : int
         Floating-point operations of the definition; 0 where they say nothing.
+    operands : str
+        "bf16" or "fp8": the products whose ceiling is that of `flops`.
     link : int
         Bytes that a rank has to send to other GPUs; 0 where nothing is sent.
     peers : dict of str to callable or Work
@@ -59,6 +62,7 @@ class Work:
     inputs: tuple = ()
     bytes: int = 0
     flops: int = 0
+    operands: str = "bf16"
     link: int = 0
     peers: dict[str, Callable | Work] = field(default_factory=dict)
     plan: Callable | None = None
@@ -260,20 +264,6 @@ def reported(fn: Callable, inputs: tuple, device: torch.device) -> float:
     return fn(*inputs)
 
 
-def ceilings(device: torch.device) -> dict[str, float]:
-    """What this device reaches at best, measured now: `copy_gb_s` (read + write) and `bf16_tflop_s` (torch matmul)."""
-    on_gpu = device.type == "cuda"
-    count = 1 << (31 if on_gpu else 24)
-    source = torch.empty(count, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    # on a GPU this takes a millisecond or so; in a graph a copy of this size reaches two thirds of what it does alone
-    copy_us = time_us(lambda a, b: b.copy_(a), (source, target), device, graph=False)
-    n = 8192 if on_gpu else 256
-    a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
-    matmul_us = time_us(torch.matmul, (a, b), device)
-    return {"copy_gb_s": 2 * count / copy_us / 1e3, "bf16_tflop_s": 2 * n**3 / matmul_us / 1e6}
-
-
 def checked_time(work: Work, device: torch.device) -> dict:
     """Check and time one work: {"us": ...}, or {"error": ...} where it refuses, fails or gives a wrong result.
 
@@ -289,8 +279,9 @@ def checked_time(work: Work, device: torch.device) -> dict:
 
 
 def failed(error: Exception) -> dict:
-    """An exception as the result of a row."""
-    return {"error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+    """An exception as the result of a row; of paths in it the file's name."""
+    message = re.sub(r"(?<!\w)/(?:[^\s/'\":]+/)+", "", str(error).strip())
+    return {"error": f"{type(error).__name__}: {message[:300]}"}
 
 
 def measure(case: Case, device: torch.device) -> dict:
@@ -318,7 +309,7 @@ def measure(case: Case, device: torch.device) -> dict:
         return row | failed(error)
     if "us" in row:
         speeds = {"gb_s": work.bytes / 1e3, "link_gb_s": work.link / 1e3, "tflop_s": work.flops / 1e6}
-        row |= {key: amount / row["us"] for key, amount in speeds.items() if amount}
+        row |= {key: amount / row["us"] for key, amount in speeds.items() if amount} | {"operands": work.operands}
     for name, peer in work.peers.items():
         row["peers"][name] = checked_time(peer if isinstance(peer, Work) else Work(peer, work.inputs), device)
     return row
@@ -327,7 +318,7 @@ def measure(case: Case, device: torch.device) -> dict:
 # what bounds a row -> its key in the row and in the ceilings
 _BOUNDS = {
     "copy": ("gb_s", "copy_gb_s"),
-    "matmul": ("tflop_s", "bf16_tflop_s"),
+    "matmul": ("tflop_s", "{operands}_tflop_s"),
     "link": ("link_gb_s", "link_gb_s"),
 }
 
@@ -342,8 +333,8 @@ def settle(rows: list[dict], cases: list[Case], ceiling: dict[str, float]) -> No
     for row, case in zip(rows, cases):
         share = {
             bound: row[reached] / ceiling[limit]
-            for bound, (reached, limit) in _BOUNDS.items()
-            if reached in row and limit in ceiling
+            for bound, (reached, template) in _BOUNDS.items()
+            if reached in row and (limit := template.format(operands=row.get("operands", "bf16"))) in ceiling
         }
         if share:
             row["bound"] = max(share, key=share.get)

@@ -37,7 +37,7 @@ def _row(make, m: int, n: int, k: int, **row) -> Case:
     return Case(f"{name} {m}x{n}x{k}", partial(make, m, n, k), builds=f"{name} {m}x{n}x{k}" * (make is _fp8), **row)
 
 
-def _work(m, n, k, run, inputs, a, w, peers=()) -> Work:
+def _work(m, n, k, run, inputs, a, w, peers=(), operands="bf16") -> Work:
     """`a`, `w` : functions, which give the operands in float32."""
     device = inputs[0].device
     wide = [torch.randn(s, dtype=torch.bfloat16, device=device) for s in ((m, k), (n, k))]
@@ -45,7 +45,11 @@ def _work(m, n, k, run, inputs, a, w, peers=()) -> Work:
     bf16 = Work(lambda x, w: x @ w.T, tuple(wide))
 
     peers = dict(peers) | {"torch bf16": bf16}
-    return Work(run, inputs, moved, 2 * m * n * k, peers=peers, check=lambda out: assert_product(out, a(), w()))
+
+    def check(out):
+        assert_product(out, a(), w())
+
+    return Work(run, inputs, moved, 2 * m * n * k, operands, peers=peers, check=check)
 
 
 def _fp8(m, n, k, device) -> Work:
@@ -57,8 +61,8 @@ def _fp8(m, n, k, device) -> Work:
     def by_torch(a, w, of_a, of_w, out):
         return torch._scaled_mm(a, w.T, of_a, of_w.T, out_dtype=out.dtype)
 
-    operands = (lambda: decoded(a, scales[0])), (lambda: decoded(w, scales[1]))
-    return _work(m, n, k, gemm.fp8_blockscale_gemm_sm90, inputs, *operands, {"torch": by_torch})
+    wide = (lambda: decoded(a, scales[0])), (lambda: decoded(w, scales[1]))
+    return _work(m, n, k, gemm.fp8_blockscale_gemm_sm90, inputs, *wide, {"torch": by_torch}, "fp8")
 
 
 def _fp4(*shape, device):

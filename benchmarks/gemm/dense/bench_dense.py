@@ -74,6 +74,7 @@ def _fp8(m: int, n: int, k: int, device) -> Work:
         inputs=(a, weight, out, one),
         bytes=a.nbytes + weight.nbytes + out.nbytes,
         flops=2 * m * n * k,
+        operands="fp8",
         peers={"torch": by_torch},
         check=check,
     )

@@ -85,6 +85,7 @@ def _fp8(rows, experts, n, k, device) -> Work:
         inputs=(a, b, *scales, indptr),
         bytes=a.nbytes + used * n * k + 2 * rows * n,
         flops=2 * rows * n * k,
+        operands="fp8",
         check=lambda out: assert_product(out[last], decoded(a[last], scales[0][last]), decoded(b[-1], scales[1][-1])),
     )
 
@@ -104,6 +105,7 @@ def _contiguous(groups, rows, n, k, device) -> Work:
         inputs=(a, b, *scales, index, out),
         bytes=a.nbytes + b.nbytes + out.nbytes,
         flops=2 * groups * rows * n * k,
+        operands="fp8",
         check=lambda out: assert_product(out[last], decoded(a[last], scales[0][last]), decoded(b[-1], scales[1][-1])),
     )
 
@@ -122,6 +124,7 @@ def _masked(groups, rows, n, k, device) -> Work:
         inputs=(a, b, *scales, held, out),
         bytes=groups * (rows * k + n * k + 2 * rows * n),
         flops=2 * groups * rows * n * k,
+        operands="fp8",
         check=lambda out: assert_product(
             out[-1, :rows], decoded(a[-1, :rows], scales[0][-1, :rows]), decoded(b[-1], scales[1][-1])
         ),

@@ -63,11 +63,11 @@ def cases(device: torch.device) -> Iterator[Case]:
 def _row(name: str, model: tuple, form: str, tokens: int, *targets: Target) -> Case:
     told = f"{name} {form}, {tokens} tokens"
     targets = (*targets, Target("peers", 1.1))
-    make = partial(_work, tokens, *model, _FORMS[form])
+    make = partial(_work, tokens, *model, _FORMS[form], "fp8" if form.startswith("fp8") else "bf16")
     return Case(told, make, name, targets, told in _HEADLINES, builds=form)
 
 
-def _work(tokens, hidden, middle, experts, top_k, form, device) -> Work:
+def _work(tokens, hidden, middle, experts, top_k, form, operands, device) -> Work:
     x = torch.randn(tokens, hidden, device=device).bfloat16()
     chosen = torch.rand(tokens, experts, device=device).topk(top_k)
     ids, s = chosen.indices.int(), chosen.values / chosen.values.sum(1, keepdim=True)
@@ -88,6 +88,7 @@ def _work(tokens, hidden, middle, experts, top_k, form, device) -> Work:
         inputs=inputs,
         bytes=int(ids.unique().numel() * stored) + 2 * x.nbytes,
         flops=6 * tokens * top_k * hidden * middle,
+        operands=operands,
         peers={"torch loop, bf16": Work(loop, (layer.x, s, layer.up, layer.down))},
         check=check,
     )
