@@ -11,7 +11,6 @@ from flashinfer.compat.wrappers import PagedNames
 from flashinfer.cudnn.decode import cudnn_batch_decode_with_kv_cache
 from flashinfer.mla.decode import trtllm_batch_decode_with_kv_cache_mla
 from flashinfer.mla.sparse import trtllm_batch_decode_sparse_mla_dsv4
-from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.single import run_single
 from flashinfer.ops.attention.variants import AttentionVariant, as_module, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
@@ -263,19 +262,18 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         ValueError
             An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
         """
-        require(q_len_per_req >= 1, "q_len_per_req", q_len_per_req, "at least 1")
+        if q_len_per_req < 1:
+            require(False, "q_len_per_req", q_len_per_req, "at least 1")
         if data_type is not None:
             # The default of q_data_type is no word on it; a dtype is.
             q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
             kv_data_type = data_type if kv_data_type is None else kv_data_type
-        asked = options(
-            "paged", num_qo_heads, num_kv_heads, head_dim, head_dim, page_size, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, o_data_type=o_data_type, causal=q_len_per_req > 1, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode,
-            rope_scale=rope_scale, rope_theta=rope_theta, fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
+        asked = (
+            "paged", num_qo_heads, num_kv_heads, head_dim, head_dim, page_size, q_data_type, kv_data_type, o_data_type,
+            q_len_per_req > 1, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta,
+            fixed_split_size, disable_split_kv,
         )  # fmt: skip
-        self._plan(Request(asked, None, indptr, last_page_len, indices, q_len=q_len_per_req))
+        self._plan(asked, (None, indptr, last_page_len, indices), q_len=q_len_per_req)
 
     begin_forward = plan
 
@@ -388,11 +386,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         if q_len_per_req != 1:
             planned = self._planned().request.q_len
             require(q_len_per_req in (None, 1, planned), "q_len_per_req", q_len_per_req, f"{planned}, as planned")
-        return self._run(
-            q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params,
-            **self._factors(kv_block_scales, kv_cache_sf),
-        )  # fmt: skip
+        numbers = return_lse, q_scale, k_scale, v_scale, window_left
+        if sinks is None and params is None and kv_block_scales is None and kv_cache_sf is None:
+            return self._run(q, paged_kv_cache, out, lse, numbers)
+        factors = self._factors(kv_block_scales, kv_cache_sf)
+        return self._run(q, paged_kv_cache, out, lse, numbers, sinks=sinks, params=params, **factors)
 
     def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """`run` with return_lse=True."""

@@ -7,7 +7,6 @@ import inspect
 import torch
 
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
-from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.wrapper import AttentionWrapper, refuse_block_scales
 from flashinfer.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
 
@@ -38,7 +37,7 @@ class BatchAttention(AttentionWrapper):
     (torch.Size([6, 8, 64]), torch.Size([6, 8]))
     """
 
-    _mixed = True
+    _mixed = _told_by_keys = True
 
     def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda"):
         super().__init__(torch.empty(0, dtype=torch.uint8, device=device), kv_layout, "auto", None)
@@ -92,11 +91,11 @@ class BatchAttention(AttentionWrapper):
         """
         if use_profiler:
             raise UnsupportedConfig("use_profiler: got True; allowed: False, as kernels here have no profiler")
-        asked = options(
-            "paged", num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, causal=causal, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
+        asked = (
+            "paged", num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, q_data_type, kv_data_type, None,
+            causal, -1, logits_soft_cap, sm_scale,
         )  # fmt: skip
-        self._plan(Request(asked, qo_indptr, kv_indptr, kv_indices=kv_indices, kv_lens=kv_len_arr))
+        self._plan(asked, (qo_indptr, kv_indptr, kv_len_arr, kv_indices))
         self._soft_cap = logits_soft_cap
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:

@@ -6,12 +6,11 @@ from functools import lru_cache
 
 import torch
 
-from flashinfer._core.checks import as_dtype, require
+from flashinfer._core.checks import require
 from flashinfer.compat.wrappers import LatentNames
-from flashinfer.ops.attention.mla.batch import Factors, LatentOptions
+from flashinfer.ops.attention.mla.batch import Factors, LatentOptions, latent_options
 from flashinfer.ops.attention.mla.direct import run_latent
 from flashinfer.ops.attention.mla.wrapper import LatentWrapper, latent_blocks
-from flashinfer.ops.attention.request import default_o_dtype
 from flashinfer.ops.attention.variants import AttentionVariant
 
 # What is absorbed into the latent queries of DeepSeek's models: 128 elements a head, which sm_scale counts.
@@ -160,30 +159,32 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         ValueError
             An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
         """
-        require(not use_profiler, "use_profiler", use_profiler, "False: there is no profiler")
-        require(metadata is None, "metadata", type(metadata).__name__, "None: give block_tables and seq_lens by name")
-        require(query_layout is None, "query_layout", repr(query_layout), "None: shapes tell")
-        require(kv_cache_layout in (None, "NHD", "HND"), "kv_cache_layout", repr(kv_cache_layout), "None, 'NHD', 'HND'")
-        require(lse_mode in ("none", "base2", "basee"), "lse_mode", repr(lse_mode), "'none', 'base2', 'basee'")
-        require(output_scale == "none", "output_scale", repr(output_scale), "'none': run() takes an o_scale")
-        require(scale_mode == "default", "scale_mode", repr(scale_mode), "'default': run() takes the scales")
-        for name, value in (("num_heads", num_heads), ("head_dim_ckv", head_dim_ckv), ("head_dim_kpe", head_dim_kpe),
-                            ("page_size", page_size)):  # fmt: skip
-            require(value is not None, name, None, "a number")
-        asked = latent_options(
-            num_heads, head_dim_ckv, head_dim_kpe, page_size, as_dtype(q_data_type, torch.float16),
-            as_dtype(kv_data_type), as_dtype(output_dtype), causal=bool(causal), sm_scale=sm_scale,
-            variant=self._variant,
+        if (use_profiler, metadata, query_layout, output_scale, scale_mode) != (False, None, None, "none", "default"):
+            _refuse(use_profiler, metadata, query_layout, output_scale, scale_mode)
+        if kv_cache_layout not in (None, "NHD", "HND"):
+            require(False, "kv_cache_layout", repr(kv_cache_layout), "None, 'NHD', 'HND'")
+        if lse_mode not in ("none", "base2", "basee"):
+            require(False, "lse_mode", repr(lse_mode), "'none', 'base2', 'basee'")
+        asked = (
+            num_heads, head_dim_ckv, head_dim_kpe, page_size, q_data_type, kv_data_type, output_dtype, bool(causal),
+            sm_scale,
         )  # fmt: skip
+        tables = (qo_indptr, kv_indptr, kv_len_arr, kv_indices)
+        if None in asked[:4]:
+            i = asked.index(None)
+            require(False, ("num_heads", "head_dim_ckv", "head_dim_kpe", "page_size")[i], None, "a number")
+        names = "qo_indptr", "kv_indptr", "kv_len_arr", "kv_indices"
         if block_tables is None and seq_lens is None:
             require(cum_seq_lens_q is None, "cum_seq_lens_q", "a tensor", "None without block_tables and seq_lens")
-            tables = (qo_indptr, kv_indptr, kv_len_arr, kv_indices)
-            self._plan_pages(asked, tables, max_q_len or 0)
+            for i, t in enumerate(tables):
+                if t is None:
+                    require(False, names[i], None, "a tensor")
+            # Where only the device knows how long queries are, they are likely one token each.
+            self._plan(asked, tables, likely_q=max_q_len or 1)
         else:
-            for name, t in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr), ("kv_indices", kv_indices),
-                            ("kv_len_arr", kv_len_arr)):  # fmt: skip
+            for name, t in zip(names, tables, strict=True):
                 require(t is None, name, "a tensor", "None with block_tables, seq_lens and cum_seq_lens_q")
-            self._plan_blocks(asked, block_tables, seq_lens, cum_seq_lens_q, max_q_len or 1)
+            self._plan_blocks(self._options(asked), block_tables, seq_lens, cum_seq_lens_q, max_q_len or 1)
         self._lse_base_e, self._kv_cache_layout = lse_mode == "basee", kv_cache_layout
 
     def run(
@@ -266,9 +267,10 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         lse : float32 Tensor [rows, num_heads], with return_lse
             -inf for a row that sees no key, whose out is 0.
         """
-        require(profiler_buffer is None, "profiler_buffer", "a tensor", "None: there is no profiler")
-        require(o_scale is None or o_scale > 0, "o_scale", o_scale, "None, or a positive number")
-        require(ckv_scale_arr is None, "ckv_scale_arr", "a tensor", "None: scales per token are not read")
+        if profiler_buffer is not None:
+            require(False, "profiler_buffer", "a tensor", "None: there is no profiler")
+        if ckv_scale_arr is not None:
+            require(False, "ckv_scale_arr", "a tensor", "None: scales per token are not read")
         batch = None if self._base is None else self._planned()
         planned = batch is not None
         if not planned:
@@ -286,19 +288,19 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             require(planned, "kv_cache", "a tensor", "None without a plan, which tells head_dim_ckv")
             kv_cache = without_heads(kv_cache, self._kv_cache_layout)
             ckv_cache, kpe_cache = split(kv_cache, batch.options, "kv_cache")
-        for name, t in (("q_nope", q_nope), ("ckv_cache", ckv_cache)):
-            require(t is not None, name, None, "a tensor")
+        if q_nope is None or ckv_cache is None:
+            require(False, "q_nope" if q_nope is None else "ckv_cache", None, "a tensor")
         call = dict(return_lse=return_lse, base_e=return_lse_base_on_e or self._lse_base_e, sinks=sinks,
-                    params=self._params((), params))  # fmt: skip
+                    params=params and self._params((), params))  # fmt: skip
         if shape is not None:
             out = None if out is None else out.view(q_nope.shape)
             lse = None if lse is None else lse.view(q_nope.shape[:2])
         if page_table is None and kv_len is None:
-            factors = self._factors(batch.options.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
+            factors = _factors(batch.options.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
             result = batch.run(q_nope, q_pe, ckv_cache, kpe_cache, factors, out=out, lse=lse, **call)
         else:
             asked = batch.options if planned else _unplanned(q_nope, q_pe, ckv_cache, self._variant)
-            factors = self._factors(asked.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
+            factors = _factors(asked.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
             table = self._call_table(page_table, kv_len)
             result = run_latent(
                 asked, table, q_nope, q_pe, ckv_cache, kpe_cache, factors, longest_q=table.q_len,
@@ -318,18 +320,38 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         indptr = None if planned is None or planned.q_len else planned.qo_indptr
         return latent_blocks(page_table, kv_len, indptr, planned.q_len if planned else 1, self.device)
 
-    def _factors(self, sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale) -> Factors:
-        """What logits and outputs are multiplied by."""
-        for name, value in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
-            require(value is None or isinstance(value, (int, float)), name, type(value).__name__, "a number")
-        require(sm_scale is not None or bmm1_scale is not None, "sm_scale", None, "a number, or bmm1_scale at run()")
-        latent = 1.0 if ckv_scale is None else float(ckv_scale)
-        position = 1.0 if kpe_scale is None else float(kpe_scale)
-        require(latent > 0, "ckv_scale", ckv_scale, "a positive number")
-        return factors_of(
-            sm_scale if bmm1_scale is None else bmm1_scale, 1.0 if bmm2_scale is None else bmm2_scale, latent, position,
-            1.0 if o_scale is None else o_scale,
-        )  # fmt: skip
+
+def _factors(sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale) -> Factors:
+    """What logits and outputs are multiplied by. Of numbers it is looked up: layers share them."""
+    scales = sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale
+    tensors = isinstance(bmm1_scale, torch.Tensor) or isinstance(bmm2_scale, torch.Tensor)
+    return _checked_factors(*scales) if tensors else _known_factors(*scales)
+
+
+def _checked_factors(sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale) -> Factors:
+    require(o_scale is None or o_scale > 0, "o_scale", o_scale, "None, or a positive number")
+    for name, value in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
+        require(value is None or isinstance(value, (int, float)), name, type(value).__name__, "a number")
+    require(sm_scale is not None or bmm1_scale is not None, "sm_scale", None, "a number, or bmm1_scale at run()")
+    latent = 1.0 if ckv_scale is None else float(ckv_scale)
+    position = 1.0 if kpe_scale is None else float(kpe_scale)
+    require(latent > 0, "ckv_scale", ckv_scale, "a positive number")
+    return factors_of(
+        sm_scale if bmm1_scale is None else bmm1_scale, 1.0 if bmm2_scale is None else bmm2_scale, latent, position,
+        1.0 if o_scale is None else o_scale,
+    )  # fmt: skip
+
+
+_known_factors = lru_cache(maxsize=1024)(_checked_factors)
+
+
+def _refuse(use_profiler, metadata, query_layout, output_scale, scale_mode) -> None:
+    """Arguments of plan() that are refused unless they are left at their defaults."""
+    require(not use_profiler, "use_profiler", use_profiler, "False: there is no profiler")
+    require(metadata is None, "metadata", type(metadata).__name__, "None: give block_tables and seq_lens by name")
+    require(query_layout is None, "query_layout", repr(query_layout), "None: shapes tell")
+    require(output_scale == "none", "output_scale", repr(output_scale), "'none': run() takes an o_scale")
+    require(scale_mode == "default", "scale_mode", repr(scale_mode), "'default': run() takes the scales")
 
 
 def factors_of(bmm1_scale, bmm2_scale, latent: float = 1.0, position: float = 1.0, o_scale: float = 1.0) -> Factors:
@@ -338,19 +360,6 @@ def factors_of(bmm1_scale, bmm2_scale, latent: float = 1.0, position: float = 1.
     return Factors(
         latent * (1.0 if first else float(bmm1_scale)), latent * (1.0 if second else float(bmm2_scale)) / o_scale,
         position / latent, bmm1_scale if first else None, bmm2_scale if second else None,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=1024)
-def latent_options(
-    num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, q_dtype, kv_dtype=None, o_dtype=None, **others
-) -> LatentOptions:
-    """LatentOptions of public arguments; kv_dtype defaults to q's."""
-    require(1 <= num_heads <= 128, "num_heads", num_heads, "1 ... 128")
-    require(head_dim_kpe >= 0, "head_dim_kpe", head_dim_kpe, "at least 0")
-    return LatentOptions(
-        "paged", num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, page_size, q_dtype, kv_dtype or q_dtype,
-        default_o_dtype(q_dtype, o_dtype), **others,
     )  # fmt: skip
 
 

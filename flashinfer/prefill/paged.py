@@ -156,21 +156,19 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         ValueError
             An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
         """
-        asked = options(
-            "paged", num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, o_data_type=o_data_type, causal=causal, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode,
-            rope_scale=rope_scale, rope_theta=rope_theta, fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
+        asked = (
+            "paged", num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, q_data_type, kv_data_type,
+            o_data_type, causal, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta,
+            fixed_split_size, disable_split_kv,
         )  # fmt: skip
-        request = Request(
-            asked, qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_kv_indices, custom_mask,
-            packed_custom_mask, longest_q=uniform_q_len or max_token_per_sequence or 0,
-        )  # fmt: skip
+        tables = qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_kv_indices
         if prefix_len_ptr is not None:
             items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
-            request.custom_mask = multi_item_mask(request, *items)
-        self._plan(request)
+            custom_mask = multi_item_mask(Request(options(*asked), *tables), *items)
+        self._plan(
+            asked, tables, longest_q=uniform_q_len or max_token_per_sequence or 0, custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask,
+        )  # fmt: skip
 
     begin_forward = plan
 
@@ -278,11 +276,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         """
         if args:
             params = self._params(args, params)
-        return self._run(
-            q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, sinks=sinks, params=params,
-            **self._factors(kv_block_scales, kv_cache_sf),
-        )  # fmt: skip
+        numbers = return_lse, q_scale, k_scale, v_scale, window_left
+        if sinks is None and params is None and kv_block_scales is None and kv_cache_sf is None:
+            return self._run(q, paged_kv_cache, out, lse, numbers)
+        factors = self._factors(kv_block_scales, kv_cache_sf)
+        return self._run(q, paged_kv_cache, out, lse, numbers, sinks=sinks, params=params, **factors)
 
     def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """`run` with return_lse=True."""

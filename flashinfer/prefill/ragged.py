@@ -100,21 +100,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
             is_same = given is None or given is same or given.data_ptr() == same.data_ptr()
             is_same = is_same or torch.equal(given.to(same.device, same.dtype), same)
             require(is_same, name, "other offsets", "None, or the same offsets as of k (v_indptr) and q (o_indptr)")
-        asked = options(
-            "ragged", num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, 0, q_data_type=q_data_type,
-            kv_data_type=kv_data_type, o_data_type=o_data_type, causal=causal, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode,
-            rope_scale=rope_scale, rope_theta=rope_theta, fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
+        asked = (
+            "ragged", num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, 0, q_data_type, kv_data_type, o_data_type,
+            causal, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta, fixed_split_size,
+            disable_split_kv,
         )  # fmt: skip
-        request = Request(
-            asked, qo_indptr, kv_indptr, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask,
-            longest_q=uniform_q_len or max_token_per_sequence or 0,
-        )  # fmt: skip
+        tables = qo_indptr, kv_indptr, None, None
         if prefix_len_ptr is not None:
             items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
-            request.custom_mask = multi_item_mask(request, *items)
-        self._plan(request)
+            custom_mask = multi_item_mask(Request(options(*asked), *tables), *items)
+        self._plan(
+            asked, tables, longest_q=uniform_q_len or max_token_per_sequence or 0, custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask,
+        )  # fmt: skip
 
     begin_forward = plan
 
@@ -160,10 +158,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
             params = self._params(args, params)
         if o_scale is not None:
             v_scale = (1.0 if v_scale is None else v_scale) / o_scale
-        return self._run(
-            q, (k, v), out=out, lse=lse, return_lse=return_lse, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, params=params,
-        )  # fmt: skip
+        return self._run(q, (k, v), out, lse, (return_lse, q_scale, k_scale, v_scale, None), params=params)
 
     def run_return_lse(self, q, k, v, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """`run` with return_lse=True."""

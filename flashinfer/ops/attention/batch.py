@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flashinfer._core.alike import like
 from flashinfer._core.checks import is_aligned, require
 from flashinfer._core.dispatch import Choice
 from flashinfer._core.kv_layout import as_matrix
@@ -16,8 +17,9 @@ from flashinfer.ops.attention.problem import Inputs, Table
 from flashinfer.ops.attention.request import NVFP4, Limits, Request
 from flashinfer.ops.attention.variants import identity_of
 
-# Launches held per plan. Layers share one; scales, windows and sinks of their own make one for each.
-_MOST_HELD = 256
+# Launches held per plan. Layers share one; scales, windows and sinks of their own make one for each, shapes one of
+# those that are tried one after the other.
+_MOST_HELD, _MOST_ALIKE = 256, 16
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Call:
     v_factors: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Held:
     """A launch that serves every call of one kind.
 
@@ -46,11 +48,14 @@ class _Held:
         Bytes from the K of a cache in one tensor to its V.
     like_q : bool
         Whether the output has q's shape and dtype, and q is contiguous.
+    like : callable
+        Whether tensors of a call are like those that the launch was made for.
     """
 
     launch: Callable
     v_offset: int
     like_q: bool
+    like: Callable[..., bool]
 
 
 def limits_of(request: Request, table: Table) -> Limits:
@@ -88,7 +93,7 @@ class Batch:
         # A work list is cut to the tiles of one config. What a call brings may need another config than was planned
         # with (narrower tiles for rows that are not aligned), and so a work list of its own.
         self._lists: dict = {}
-        self._held: dict[tuple, _Held] = {}
+        self._held: dict[tuple, list] = {}
         self._needs = None
         self._pages_at = 0
 
@@ -125,6 +130,18 @@ class Batch:
         if not self._lists and limits.known:
             self._schedule_of(self.kind.latest)
 
+    def refill(self, table: Table, limits: Limits, addresses: list[int]) -> None:
+        """Describe a batch of as many requests and rows as the last, told in the same way by tables at `addresses`."""
+        self.table, self.limits = table, limits
+        self._pages_at = 0 if table.kv_indices is None else table.kv_indices.data_ptr()
+        for work in self._lists.values():
+            work.refill(addresses)
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether a launch has filled its work list."""
+        return bool(self._lists) and self.table.batch_size > 0
+
     def _schedule_of(self, choice: Choice):
         """The work list of the tiles that `choice` has, made at its first use; None for the reference."""
         if choice.variant.name == "reference":
@@ -142,37 +159,44 @@ class Batch:
         return self._scratch(count)
 
     def run(self, q: torch.Tensor, kv, views, *, out=None, lse=None, return_lse=False, q_scale=None, k_scale=None,
-            v_scale=None, window_left=None, sinks=None, params=None, k_factors=None, v_factors=None):  # fmt: skip
+            v_scale=None, window_left=None, **others):  # fmt: skip
+        """`call` with its numbers by name."""
+        return self.call(q, kv, views, out, lse, (return_lse, q_scale, k_scale, v_scale, window_left), **others)
+
+    def call(self, q: torch.Tensor, kv, views, out, lse, numbers: tuple, *, sinks=None, params=None, k_factors=None,
+             v_factors=None):  # fmt: skip
         """Attention of `q`. Returns out, or (out, lse).
 
         `kv` is the cache as the caller has it, one tensor or a pair, and `views(kv)` gives k and v as `Inputs` takes
-        them. Calls that are alike in all a kernel or a check depends on are checked once per plan.
+        them. `numbers` are return_lse, q_scale, k_scale, v_scale and window_left. Calls that are alike in all a kernel
+        or a check depends on are checked once per plan.
         """
         q_at, out_at = q.data_ptr(), 0 if out is None else out.data_ptr()
-        if isinstance(kv, torch.Tensor):
+        in_one = isinstance(kv, torch.Tensor)
+        if in_one:
             k_at = v_at = kv.data_ptr()
-            cache = kv.shape, kv.stride(), kv.dtype, kv.device
+            given = (q, kv)
         else:
             k, v = kv if len(kv) == 2 else views(kv)
             k_at, v_at = k.data_ptr(), v.data_ptr()
-            cache = k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device
-        alike = (
-            q.shape, q.stride(), q.dtype, q.device, cache,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-            None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device),
-            (q_at | k_at | v_at | out_at) % 16, return_lse, q_scale, k_scale, v_scale, window_left,
-            None if sinks is None else (sinks.data_ptr(), sinks.shape, sinks.stride(), sinks.dtype, sinks.device),
-            None if params is None else identity_of(params),
-            None if k_factors is None else (_facts(k_factors), _facts(v_factors)),
-        )  # fmt: skip
-        held = self._held.get(alike)
-        if held is None:
-            call = Call(q_scale, k_scale, v_scale, window_left, sinks, params, k_factors, v_factors)
-            return self._run_anew(q, *views(kv), out, lse, return_lse, call, alike)
+            given = (q, k, v)
+        low, more = (q_at | k_at | v_at | out_at) % 16, None
+        if out is not None or lse is not None:
+            given += (out,) if lse is None else (lse,) if out is None else (out, lse)
+        if sinks is not None or params is not None or k_factors is not None or v_factors is not None:
+            more = facts(sinks), params and identity_of(params), facts(k_factors), facts(v_factors)
+        key = numbers, in_one, out is None, lse is None, low, more
+        for held in self._held.get(key, ()):
+            if held.like(*given):
+                break
+        else:
+            return_lse, *scalars = numbers
+            call = Call(*scalars, sinks, params, k_factors, v_factors)
+            return self._run_anew(q, *views(kv), out, lse, return_lse, call, (key, given))
         if out is None:
             out = torch.empty_like(q) if held.like_q else self._new_out(q)
             out_at = out.data_ptr()
-        if not return_lse:
+        if not numbers[0]:
             held.launch(q_at, k_at, v_at + held.v_offset, out_at, 0, self._pages_at)
             return out
         if lse is None:
@@ -218,12 +242,17 @@ class Batch:
         of_tensors = any(isinstance(scale, torch.Tensor) for scale in (call.q_scale, call.k_scale, call.v_scale))
         if self.debug or of_tensors or x.sinks is not call.sinks:
             return
+        key, given = alike
+        v_offset = x.v.data_ptr() - x.k.data_ptr() if key[1] else 0
+        like_q = x.out.shape == x.q.shape and x.out.dtype == x.q.dtype and x.q.is_contiguous()
+        self._keep(key, _Held(launch, v_offset, like_q, like(*given)))
+
+    def _keep(self, key: tuple, held) -> None:
         if len(self._held) >= _MOST_HELD:
             self._held.clear()
-        k_at, v_at = x.k.data_ptr(), x.v.data_ptr()
-        in_one = len(alike[4]) == 4
-        like_q = x.out.shape == x.q.shape and x.out.dtype == x.q.dtype and x.q.is_contiguous()
-        self._held[alike] = _Held(launch, v_at - k_at if in_one else 0, like_q)
+        latest = self._held.setdefault(key, [])
+        latest.insert(0, held)
+        del latest[_MOST_ALIKE:]
 
     def _new_out(self, q: torch.Tensor) -> torch.Tensor:
         shape = q.shape[0], self.options.num_qo_heads, self.options.head_dim_vo
@@ -367,7 +396,8 @@ class Batch:
         return value
 
 
-def _facts(t: torch.Tensor | None) -> tuple | None:
+def facts(t: torch.Tensor | None) -> tuple | None:
+    """What a held launch depends on of a tensor that does not move."""
     return None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
 
 

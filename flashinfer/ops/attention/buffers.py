@@ -62,7 +62,7 @@ class Replaceable:
         if tensor is not None and self._use_cuda_graph:
             what = {"mask": "custom_mask", "kv_lens": "last_page_len"}.get(name, name)
             GraphBuffers(**{what: tensor}).check(self.device, (what,))
-        self._shown = replace(self._shown, **{name: tensor})
+        self._shown, self._last = replace(self._shown, **{name: tensor}), None
         self._batch = None
 
     def _tell(self, name: str, value) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from flashinfer._core.checks import as_dtype, require
 from flashinfer.ops.attention.problem import POS_ENCODINGS
-from flashinfer.ops.attention.tables import KV_INDPTR, LAST_PAGE_LEN, NAMES, QO_INDPTR, Stage
+from flashinfer.ops.attention.tables import KV_INDPTR, LENGTHS, NAMES, QO_INDPTR, Stage
 from flashinfer.ops.attention.variants import AttentionVariant
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -84,15 +84,18 @@ class Options:
 
 
 @lru_cache(maxsize=1024)
-def options(source, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, *, q_data_type, kv_data_type=None,
-            o_data_type=None, **others) -> Options:  # fmt: skip
-    """Options of public arguments: dtypes or their names, kv defaulting to q's, head_dim_vo (None) to head_dim_qk."""
+def options(source, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, q_data_type, kv_data_type=None,
+            o_data_type=None, *rest, **others) -> Options:  # fmt: skip
+    """Options of public arguments: dtypes or their names, kv defaulting to q's, head_dim_vo (None) to head_dim_qk.
+
+    `rest` and `others` are the other fields of Options, by position from `causal` on and by name.
+    """
     q_dtype = as_dtype(q_data_type, torch.float16)
     if kv_data_type == "nvfp4":
         kv_data_type = NVFP4
     return Options(
         source, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo, page_size,
-        q_dtype, as_dtype(kv_data_type, q_dtype), default_o_dtype(q_dtype, o_data_type), **others,
+        q_dtype, as_dtype(kv_data_type, q_dtype), default_o_dtype(q_dtype, o_data_type), *rest, **others,
     )  # fmt: skip
 
 
@@ -119,7 +122,7 @@ class Request:
     q_len : int
         The query length of every request, where they are all alike.
     longest_q : int
-        A bound on query lengths; 0 where it is unknown. A qo_indptr on the host tells it.
+        A bound on query lengths, as the caller has it; 0 where it is unknown.
     rows, kv_entries : int
         The last offsets of qo_indptr and kv_indptr; -1 where only the device knows.
     """
@@ -148,6 +151,11 @@ class Request:
         return self.qo_indptr, self.kv_indptr, lens, self.kv_indices
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What errors call the tables."""
+        return NAMES if self.kv_lens is None else (*NAMES[:LENGTHS], "kv_len_arr", *NAMES[LENGTHS + 1 :])
+
+    @property
     def has_mask(self) -> bool:
         return self.custom_mask is not None or self.packed_custom_mask is not None
 
@@ -159,7 +167,7 @@ class Request:
                 counts.append(0)
                 continue
             if table.dtype not in _INTEGERS or table.dim() != 1:
-                name = NAMES[len(counts)]
+                name = self.names[len(counts)]
                 require(False, name, f"{table.dtype} {tuple(table.shape)}", "int32 or int64, one dimension")
             counts.append(0 if table.is_cuda else table.numel())
         batch = self.kv_indptr.numel() - 1
@@ -167,25 +175,42 @@ class Request:
             expected = 1 if self.qo_indptr is None else max(self.qo_indptr.numel(), 1)
             require(False, "kv_indptr", f"[{batch + 1}]", f"[{expected}], batch_size + 1, as qo_indptr")
         lens = self.last_page_len if self.kv_lens is None else self.kv_lens
+        if lens is None and self.options.page_size:
+            require(False, self.names[LENGTHS], None, "a tensor")
         if lens is not None and lens.numel() != batch:
-            require(False, "last_page_len" if self.kv_lens is None else "kv_lens", f"[{lens.numel()}]", f"[{batch}]")
+            require(False, self.names[LENGTHS], f"[{lens.numel()}]", f"[{batch}]")
         return tuple(counts)
 
-    def check(self, stage: Stage) -> None:
-        """Check the values of tables that `stage` holds, and take from them what they tell."""
-        qo, kv, last, _ = stage.counts
-        if self.q_len:
-            self.rows = self.batch_size * self.q_len
-        elif qo:
-            self.rows = stage.check_indptr(QO_INDPTR)
-            self.longest_q = self.longest_q or stage.longest_step(QO_INDPTR)
+    def check(self, stage: Stage, page_ids: int | None) -> Told:
+        """Check the values of tables that `stage` holds; `page_ids` is the length of kv_indices."""
+        qo, kv, lens, _ = stage.counts
+        rows, longest, entries = self.rows, self.longest_q or self.q_len, self.kv_entries
+        if qo:
+            rows = stage.check_indptr(QO_INDPTR)
+            longest = longest or stage.longest_step(QO_INDPTR)
         if kv:
-            most = None if self.kv_indices is None else self.kv_indices.numel()
-            self.kv_entries = stage.check_indptr(KV_INDPTR, most, "the length of kv_indices")
-        if last and self.kv_lens is None:
-            stage.check_lengths(LAST_PAGE_LEN, self.options.page_size)
-        elif last:
-            stage.check_kv_lens(LAST_PAGE_LEN, KV_INDPTR if kv else None, self.options.page_size)
+            entries = stage.check_indptr(KV_INDPTR, page_ids, "the length of kv_indices")
+        if lens and self.kv_lens is None:
+            stage.check_last_page_len(self.options.page_size)
+        elif lens:
+            stage.check_kv_lens(self.options.page_size)
+        return Told(rows, longest, entries)
+
+
+class Told(NamedTuple):
+    """What the values of tables on the host tell of a batch.
+
+    Attributes
+    ----------
+    rows, kv_entries : int
+        The last offsets of qo_indptr and kv_indptr; -1 where only the device knows.
+    longest_q : int
+        A bound on query lengths; 0 where it is unknown.
+    """
+
+    rows: int
+    longest_q: int
+    kv_entries: int
 
 
 class Limits(NamedTuple):

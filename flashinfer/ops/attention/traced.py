@@ -52,8 +52,10 @@ def attention_run(
     )  # fmt: skip
 
 
-def run(wrapper, q, kv, *, out=None, lse=None, return_lse=False, params=None, **others):
-    """`Batch.run` of the wrapper's plan, as a trace sees it."""
+def run(wrapper, q, kv, out, lse, numbers: tuple, *, params=None, **others):
+    """`Batch.call` of the wrapper's plan, as a trace sees it."""
+    return_lse, *scalars = numbers
+    others.update(zip(("q_scale", "k_scale", "v_scale", "window_left"), scalars, strict=True))
     options = wrapper._planned().options
     if out is None:
         shape = q.shape[0], options.num_qo_heads, options.head_dim_vo

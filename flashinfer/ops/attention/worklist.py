@@ -51,4 +51,8 @@ class WorkList:
             problem, config, _, how = self._what
             self._fill = planner.hold(problem, config, table, self.schedule, how, self._window_left, self._mixed)
             self._filled = told
-        self._fill(*planner.addresses(table))
+        self.refill(planner.addresses(table))
+
+    def refill(self, addresses: list[int]) -> None:
+        """Write it for as many requests as the last time, told in the same way by tables at other addresses."""
+        self._fill(*addresses)

@@ -12,13 +12,14 @@ from flashinfer._core.backends import REPORTED_AS, variants_of
 from flashinfer._core.checks import UnsupportedConfig, require
 from flashinfer._core.kv_layout import check_layout, paged_views, ragged_views
 from flashinfer.ops.attention import traced
+from flashinfer.ops.attention.again import LastFixedPlan, LastPlan
 from flashinfer.ops.attention.batch import Batch, limits_of
 from flashinfer.ops.attention.buffers import GraphBuffers, Replaceable
 from flashinfer.ops.attention.kind import Kind, effective, kind_of, means
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.problem import Table, alibi_slopes
-from flashinfer.ops.attention.request import NVFP4, Limits, Options, Request, tile_rows
-from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, NAMES, QO_INDPTR, Stage
+from flashinfer.ops.attention.request import NVFP4, Limits, Options, Request, options, tile_rows
+from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR, Stage
 from flashinfer.ops.attention.variants import AttentionVariant
 
 # Room is kept for tables of so many sets of lengths, an engine's batch sizes, with so many elements at most.
@@ -45,6 +46,8 @@ class AttentionWrapper(Replaceable):
     _paged = True
     # Whether prefills come first in its batches and decodes last.
     _mixed = False
+    # Whether the third of a plan's tables has numbers of keys, not of the tokens in last pages.
+    _told_by_keys = False
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str, buffers: GraphBuffers | None,
@@ -69,6 +72,9 @@ class AttentionWrapper(Replaceable):
         self._batches: dict[Kind, Batch] = {}
         # The tables in use; in CUDA-graph mode the fixed buffers.
         self._shown = Table() if buffers is None else buffers.table()
+        # What the last plan from tables was asked for, and what it left for one that is like it.
+        self._asked: tuple = None, None
+        self._last: LastPlan | None = None
         # Options that an engine has set since the plan.
         self._told: dict = {}
         # Rows and KV entries of the first plan; -1 where only the device knew.
@@ -120,41 +126,89 @@ class AttentionWrapper(Replaceable):
             self._scratch = torch.empty(count, dtype=torch.uint8, device=self.device)
         return self._scratch[:count]
 
-    def _plan(self, request: Request) -> None:
+    def _plan(self, asked: tuple, tables: tuple, *, q_len: int = 0, longest_q: int = 0, likely_q: int = 0,
+              custom_mask=None, packed_custom_mask=None) -> None:  # fmt: skip
+        """Plan a batch from tables.
+
+        Parameters
+        ----------
+        asked : tuple
+            The arguments of `options` by position.
+        tables : tuple of Tensor
+            qo_indptr, kv_indptr, last_page_len or numbers of keys, kv_indices; None for what the batch does not have.
+        q_len, longest_q, custom_mask, packed_custom_mask
+            As Request has them.
+        likely_q : int
+            About the longest query, where no table and no bound tells it: what the tile is chosen by.
+        """
         if self._on_gpu and torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
-                return self._plan(request)
-        if self._variant is not None:
-            request.options = _with_variant(request.options, self._variant)
-        if self._mixed:
-            request.options = _taking_turns(request.options)
-        if self._backend == "trtllm-gen" and request.options.kv_dtype == NVFP4:
-            request.options = _interleaved(request.options)
+                return self._plan(asked, tables, q_len=q_len, longest_q=longest_q, likely_q=likely_q,
+                                  custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)  # fmt: skip
+        masked = custom_mask is not None or packed_custom_mask is not None
+        asked = asked, q_len, longest_q, likely_q, self._backend, masked
+        if self._last is not None and asked == self._asked[0] and self._plan_again(tables):
+            return
+        lens, by_keys = tables[LENGTHS], self._told_by_keys
+        request = Request(
+            self._options(asked[0]), *tables[:LENGTHS], None if by_keys else lens, tables[KV_INDICES], custom_mask,
+            packed_custom_mask, q_len, longest_q, kv_lens=lens if by_keys else None,
+        )  # fmt: skip
         counts = request.lengths_on_host()
+        if q_len:
+            request.rows = request.batch_size * q_len
         stream = self._look_at_stream(counts)
-        old, graph, options = self._base, self._use_cuda_graph, request.options
-        if graph:
-            stage = self._take(request, self._room(request, counts), stream)
-            table = Table(*self._tables_fixed)
-        else:
-            stage = self._take(request, counts, stream)
-            table = self._bring(request, stage, stream)
-        if request.kv_lens is not None:
+        old, graph = self._base, self._use_cuda_graph
+        stage = self._stage_for(self._room(request, counts) if graph else counts, stream)
+        tile_q = self._take(request, stage) or likely_q
+        table = Table(*self._tables_fixed) if graph else self._bring(request, stage, stream)
+        if by_keys:
             table.kv_lens, table.last_page_len = table.last_page_len, None
-        if request.q_len:
-            table.qo_indptr = self._uniform_indptr(table.kv_indptr.shape[0] - 1, request.q_len, stream)
+        if q_len:
+            table.qo_indptr = self._uniform_indptr(table.kv_indptr.shape[0] - 1, q_len, stream)
         limits = limits_of(request, table)
-        rows = tile_rows(request.q_len or request.longest_q, options.group)
-        if graph and old is not None:
-            rows = old.kind.problem.rows
-        kind = self._kind_of(options, rows, request.has_mask, self._backend)
+        rows = old.kind.problem.rows if graph and old is not None else tile_rows(tile_q, request.options.group)
+        kind = self._kind_of(request.options, rows, masked, self._backend)
         if graph and old is not None:
             kind, limits = self._captured(request, kind, limits)
         if graph:
             self._fill_buffers(request, counts, stage, stream)
-        if request.has_mask:
+        if masked:
             self._add_mask(request, table)
         self._take_up(kind, request, table, limits, stream)
+        self._keep_plan(asked, tables, stage, tile_q)
+
+    def _plan_again(self, tables: tuple) -> bool:
+        """Plan a batch that is like the last in all but what its tables hold; False where it is not."""
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if stream != self._stream or torch.cuda.is_current_stream_capturing():
+            return False
+        if not self._last.repeat(tables, stream, len(self._batches) == 1):
+            return False
+        self._batch = self._base
+        if not self._use_cuda_graph:
+            self._shown = self._base.table
+        if self._told:
+            self._told = {}
+        return True
+
+    def _keep_plan(self, asked: tuple, tables: tuple, stage: Stage, tile_q: int) -> None:
+        """Keep what a plan like this one needs, once there were two of them."""
+        before, self._asked = self._asked, (asked, stage)
+        ordered = self._on_gpu and not (self._capturing or self._debug)
+        if ordered and before == self._asked and LastPlan.may_follow(tables, stage, self._base):
+            what = tables, stage, tile_q, self._base
+            self._last = LastFixedPlan(*what, self._tables_fixed) if self._use_cuda_graph else LastPlan(*what)
+
+    def _options(self, asked: tuple) -> Options:
+        chosen = options(*asked)
+        if self._variant is not None:
+            chosen = _with_variant(chosen, self._variant)
+        if self._mixed:
+            chosen = _taking_turns(chosen)
+        if self._backend == "trtllm-gen" and chosen.kv_dtype == NVFP4:
+            chosen = _interleaved(chosen)
+        return chosen
 
     def _take_up(self, kind: Kind, request: Request, table: Table, limits: Limits, stream: int | None) -> None:
         """Make the batch of a plan, in buffers of earlier ones where they suffice."""
@@ -174,7 +228,7 @@ class AttentionWrapper(Replaceable):
         if self._base is None:
             self._first = request.rows, request.kv_entries
         self._base = self._batch = batch
-        self._told = {}
+        self._told, self._last = {}, None
         if not graph:
             self._shown = table
         elif request.q_len and table.qo_indptr is not None:
@@ -204,21 +258,23 @@ class AttentionWrapper(Replaceable):
             require(False, "plan", "tables on the host in a captured stream", f"tables on {self.device}")
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
-    def _take(self, request: Request, lengths: tuple[int, ...], stream: int | None) -> Stage:
-        """Check tables that are on the host, in room that is kept for the next plan of such lengths on the stream."""
-        stage = self._stage_for(lengths, stream)
+    def _take(self, request: Request, stage: Stage) -> int:
+        """Check tables that are on the host, in their room. Returns a bound on query lengths; 0 where it is unknown."""
         for i, table in enumerate(request.tables):
-            if lengths[i]:
+            if stage.counts[i]:
                 stage.take(i, table)
-        request.check(stage)
+        ids = request.kv_indices
+        page_ids = None if ids is None else ids.shape[0]
+        told = request.check(stage, page_ids)
         if self._debug:
             # Looking at tables on a GPU waits for it.
             everything = Stage(tuple(0 if t is None else t.shape[0] for t in request.tables), torch.device("cpu"))
             for i, table in enumerate(request.tables):
                 if table is not None:
                     everything.take(i, table.cpu())
-            request.check(everything)
-        return stage
+            request.check(everything, page_ids)
+        request.rows, longest, request.kv_entries = told
+        return longest
 
     def _stage_for(self, lengths: tuple[int, ...], stream: int | None) -> Stage:
         *others, pages = lengths
@@ -244,7 +300,7 @@ class AttentionWrapper(Replaceable):
                 n = table.shape[0]
                 table = stage.parts[i] if n == stage.counts[i] else stage.parts[i][:n]
             elif table is not None and (table.device != self.device or table.dtype != torch.int32):
-                require(not table.is_cuda or table.device == self.device, NAMES[i], f"a tensor on {table.device}",
+                require(not table.is_cuda or table.device == self.device, request.names[i], f"a tensor on {table.device}",
                         f"the host, or {self.device}")  # fmt: skip
                 table = table.to(self.device, torch.int32)
             tables.append(table if table is None or table.is_contiguous() else table.contiguous())
@@ -307,19 +363,20 @@ class AttentionWrapper(Replaceable):
     @property
     def _tables_fixed(self) -> tuple[torch.Tensor | None, ...]:
         fixed = self._shown
-        return fixed.qo_indptr, fixed.kv_indptr, fixed.last_page_len, fixed.kv_indices
+        lens = fixed.kv_lens if self._told_by_keys else fixed.last_page_len
+        return fixed.qo_indptr, fixed.kv_indptr, lens, fixed.kv_indices
 
     def _room(self, request: Request, counts: tuple[int, ...]) -> tuple[int, ...]:
         """The lengths of host tables as they go into the fixed buffers: requests past the batch are empty."""
         most = self._shown.kv_indptr.shape[0] - 1
-        if request.batch_size > most:
+        if request.batch_size > most and not self._told_by_keys:
             require(False, "batch_size", request.batch_size, f"at most {most}, what the CUDA-graph buffers hold")
         lengths = list(counts)
         for i, (buffer, given) in enumerate(zip(self._tables_fixed, request.tables, strict=True)):
             if given is not None and given.shape[0] > buffer.shape[0]:
                 n, most = given.shape[0], buffer.shape[0]
-                require(False, NAMES[i], f"{n} elements", f"at most {most}, the buffer's length")
-            if counts[i] and i in (QO_INDPTR, KV_INDPTR):
+                require(False, request.names[i], f"{n} elements", f"at most {most}, the buffer's length")
+            if counts[i] and (i in (QO_INDPTR, KV_INDPTR) or i == LENGTHS and self._told_by_keys):
                 lengths[i] = buffer.shape[0]
         return tuple(lengths)
 
@@ -337,6 +394,8 @@ class AttentionWrapper(Replaceable):
                 buffer[:n].copy_(given, non_blocking=True)
             if i in (QO_INDPTR, KV_INDPTR) and n < buffer.shape[0]:
                 buffer[n:].copy_(buffer[n - 1 : n].expand(buffer.shape[0] - n))
+            elif i == LENGTHS and self._told_by_keys:
+                buffer[n:].zero_()
 
     def _add_mask(self, request: Request, table: Table) -> None:
         """The custom mask as packed bits; in CUDA-graph mode in its fixed buffers."""
@@ -356,11 +415,11 @@ class AttentionWrapper(Replaceable):
         fixed.mask_indptr[: table.mask_indptr.shape[0]].copy_(table.mask_indptr)
         table.mask, table.mask_indptr = fixed.mask, fixed.mask_indptr
 
-    def _run(self, q: torch.Tensor, kv, **call):
-        """Attention of the planned batch; see Batch.run."""
+    def _run(self, q: torch.Tensor, kv, out, lse, numbers: tuple, **others):
+        """Attention of the planned batch; see Batch.call."""
         if torch.compiler.is_compiling():
-            return traced.run(self, q, kv, **call)
-        return (self._batch or self._planned()).run(q, kv, self._views, **call)
+            return traced.run(self, q, kv, out, lse, numbers, **others)
+        return (self._batch or self._planned()).call(q, kv, self._views, out, lse, numbers, **others)
 
     def _planned(self) -> Batch:
         if self._base is None:

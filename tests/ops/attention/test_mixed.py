@@ -66,9 +66,9 @@ def test_batch_attention_with_more_pages_than_keys(device):
         )  # fmt: skip
         check(wrapper.run(x.q, paged.kv_cache), x, Options(causal=True))
     for wrong in ([17, 9], [-1, 9]):
-        with pytest.raises(ValueError, match="^kv_lens:"):
+        with pytest.raises(ValueError, match="^kv_len_arr:"):
             wrapper.plan(x.qo_indptr.cpu(), indptr.cpu(), indices, torch.tensor(wrong), *sizes)
-    with pytest.raises(ValueError, match="^kv_lens:"):
+    with pytest.raises(ValueError, match="^kv_len_arr:"):
         wrapper.plan(x.qo_indptr, indptr, indices, lens[:1], *sizes)
 
 

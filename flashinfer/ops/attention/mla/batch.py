@@ -8,18 +8,19 @@ from functools import lru_cache
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, require
+from flashinfer._core.alike import like
+from flashinfer._core.checks import as_dtype, dtype_name, is_aligned, require
 from flashinfer._core.dispatch import Choice
 from flashinfer._core.target import Target, target_of
-from flashinfer.ops.attention.batch import Batch, Call
+from flashinfer.ops.attention.batch import Batch, Call, facts
 from flashinfer.ops.attention.mla import mla
 from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
 from flashinfer.ops.attention.problem import Scalars
-from flashinfer.ops.attention.request import Limits, Options
+from flashinfer.ops.attention.request import Limits, Options, default_o_dtype
 from flashinfer.ops.attention.variants import identity_of
 
-# Launches held per plan: layers share one.
-_MOST_HELD = 256
+# Of tensors that few calls bring.
+_NONE = (None,) * 4
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,20 @@ class LatentOptions(Options):
     @property
     def head_dim_kpe(self) -> int:
         return self.head_dim_qk - self.head_dim_vo
+
+
+@lru_cache(maxsize=1024)
+def latent_options(
+    num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, q_dtype, kv_dtype=None, o_dtype=None, **others
+) -> LatentOptions:
+    """LatentOptions of public arguments: dtypes or their names, q's defaulting to float16 and kv's to q's."""
+    require(1 <= num_heads <= 128, "num_heads", num_heads, "1 ... 128")
+    require(head_dim_kpe >= 0, "head_dim_kpe", head_dim_kpe, "at least 0")
+    q_dtype = as_dtype(q_dtype, torch.float16)
+    return LatentOptions(
+        "paged", num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, page_size, q_dtype,
+        as_dtype(kv_dtype, q_dtype), default_o_dtype(q_dtype, o_dtype), **others,
+    )  # fmt: skip
 
 
 class LatentKind:
@@ -99,11 +114,12 @@ class Factors:
     outputs_on_device: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Launch:
-    """A launch that serves every call of one kind, and what it reads beside what moves."""
+    """A launch that serves every call of one kind, and what it reads beside what moves; see Batch's."""
 
     launch: Callable
+    like: Callable[..., bool]
     kept: tuple
 
 
@@ -119,15 +135,20 @@ class LatentBatch(Batch):
         """
         places = [0 if t is None else t.data_ptr() for t in (q_nope, q_pe, ckv, kpe, out)]
         read = (sinks, factors.logits_on_device, factors.outputs_on_device, first_ckv)
-        alike = (
-            *map(_layout, (q_nope, q_pe, ckv, kpe, out, lse)), _all_on_16(places), return_lse, base_e, factors.logits,
-            factors.outputs, factors.pe_ratio, None if params is None else identity_of(params),
-            *[None if t is None else (t.data_ptr(), _layout(t)) for t in read],
+        given = [t for t in (q_nope, q_pe, ckv, kpe, out, lse) if t is not None]
+        more = None
+        if params is not None or read != _NONE:
+            more = params and identity_of(params), *[facts(t) for t in read]
+        key = (
+            q_pe is None, kpe is None, out is None, lse is None, _all_on_16(places), return_lse, base_e, factors.logits,
+            factors.outputs, factors.pe_ratio, more,
         )  # fmt: skip
-        held = self._held.get(alike)
-        if held is None:
+        for held in self._held.get(key, ()):
+            if held.like(*given):
+                break
+        else:
             x = self._checked(q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, sinks, first_ckv, params)
-            self._run_latent(x, base_e, alike, read)
+            self._run_latent(x, base_e, (key, given), read)
             return (x.out, x.lse) if return_lse else x.out
         if out is None:
             out = self._new_out(q_nope)
@@ -155,9 +176,8 @@ class LatentBatch(Batch):
         launch = kernel.hold(x)
         # What was copied may change in place, and is copied anew for each call.
         if not self.debug and x.sinks is read[0]:
-            if len(self._held) >= _MOST_HELD:
-                self._held.clear()
-            self._held[alike] = _Launch(launch, read)
+            key, given = alike
+            self._keep(key, _Launch(launch, like(*given), read))
         launch(*x.addresses())
 
     def _checked(self, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, sinks, first_ckv,
@@ -222,10 +242,6 @@ class LatentBatch(Batch):
 def _one(device: torch.device) -> torch.Tensor:
     # From the host: this waits until it is there, so that work on any stream finds it.
     return torch.tensor([1.0], device=device)
-
-
-def _layout(t: torch.Tensor | None) -> tuple | None:
-    return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
 
 
 def _all_on_16(places: list[int]) -> bool:
