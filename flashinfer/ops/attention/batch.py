@@ -184,7 +184,7 @@ class Batch:
         if out is not None or lse is not None:
             given += (out,) if lse is None else (lse,) if out is None else (out, lse)
         if sinks is not None or params is not None or k_factors is not None or v_factors is not None:
-            more = facts(sinks), params and identity_of(params), facts(k_factors), facts(v_factors)
+            more = facts(sinks), identity_of(params), facts(k_factors), facts(v_factors)
         key = numbers, in_one, out is None, lse is None, low, more
         for held in self._held.get(key, ()):
             if held.like(*given):

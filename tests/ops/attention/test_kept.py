@@ -1,5 +1,7 @@
 """What wrappers keep between plans, on a card that is not there: what other batches launch is what a new one would."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -136,13 +138,155 @@ def latent_plans(card):
     plan(range(7), lens=(0, 0))
 
 
+def read(at, count):
+    return list((ctypes.c_int32 * count).from_address(at))
+
+
+class Planner:
+    """A wrapper's plan() and run() as functions of the values of tables of two requests."""
+
+    def __init__(self, form, where, graph=False):
+        self.form, self.put = form, on_host if where != "device" else table
+        self.put_ids = on_host if where == "host and ids" else table
+        self.options = dict(q_data_type=torch.bfloat16)
+        buffers = dict(
+            qo_indptr_buf=table(0, 0, 0), paged_kv_indptr_buf=table(0, 0, 0), paged_kv_indices_buf=table(*[0] * 40),
+            paged_kv_last_page_len_buf=table(1, 1),
+        )  # fmt: skip
+        if form == "decode":
+            names = ("indptr", "indices", "last_page_len")
+            given = {f"paged_kv_{x}_buffer": buffers[f"paged_kv_{x}_buf"] for x in names}
+            self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace(), use_cuda_graph=graph, **given if graph else {}
+            )
+        elif form == "prefill":
+            self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                workspace(), use_cuda_graph=graph, **buffers if graph else {}
+            )
+        elif form == "ragged":
+            self.wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+        elif form == "mixed":
+            self.wrapper = flashinfer.BatchAttention(device="cuda")
+        else:
+            fixed = dict(zip(("qo_indptr", "kv_indptr", "kv_indices"), buffers.values()), kv_len_arr=table(0, 0))
+            self.wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace(), graph, **fixed if graph else {})
+
+    def plan(self, qo=(0, 4, 8), kv=(0, 3, 7), last=(5, 16), lens=(37, 64), ids=range(7), **options):
+        qo, kv, last, lens, ids = *map(lambda x: self.put(*x), (qo, kv, last, lens)), self.put_ids(*ids)
+        given, paged = self.options | options, (*HEADS, DIM, PAGE)
+        if self.form == "decode":
+            return self.wrapper.plan(kv, ids, last, *paged, **given)
+        if self.form == "prefill":
+            return self.wrapper.plan(qo, kv, ids, last, *paged, **given)
+        if self.form == "ragged":
+            return self.wrapper.plan(qo, kv, *HEADS, DIM, **given)
+        if self.form == "mixed":
+            return self.wrapper.plan(qo, kv, ids, lens, *HEADS, DIM, DIM, PAGE, **given)
+        return self.wrapper.plan(qo, kv, ids, lens, 4, 64, 16, PAGE, False, 0.1, **given)
+
+    def run(self, rows=8):
+        if self.form == "latent":
+            q = halves(rows, 4, 64), halves(rows, 4, 16)
+            return self.wrapper.run(*q, halves(200, PAGE, 64), halves(200, PAGE, 16))
+        q = halves(2 if self.form == "decode" else rows, HEADS[0], DIM)
+        keys = (halves(112, HEADS[1], DIM),) * 2 if self.form == "ragged" else (CACHE,)
+        return self.wrapper.run(q, *keys)
+
+
+FORMS = [(form, where, False) for form in ("decode", "prefill", "ragged", "mixed", "latent")
+         for where in ("host", "host and ids", "device")]  # fmt: skip
+FORMS += [(form, where, True) for form in ("decode", "prefill", "latent") for where in ("host", "host and ids")]
+VALUES = [dict(), dict(), dict(), dict(kv=(0, 1, 7), last=(1, 2), lens=(16, 90)), dict(ids=range(9, 30)),
+          dict(ids=range(8)), dict(qo=(0, 3, 8)), dict(qo=(0, 3, 7)), dict(qo=(0, 3, 7), kv=(0, 7, 7), lens=(100, 0)),
+          dict()]  # fmt: skip
+
+
+def plans_like_the_last(card, form, where, graph):
+    """What a plan launches reads the values that it was given, and what a new wrapper would launch is launched."""
+    kept = Planner(form, where, graph)
+    for change in VALUES:
+        new = Planner(form, where, graph)
+        if graph:
+            # Its first plan says how large a grid is.
+            new.plan()
+        made, anew = (card.made(lambda x=x: (x.plan(**change), x.run())) for x in (kept, new))
+        assert [(name, grid) for name, grid, *_ in made] == [(name, grid) for name, grid, *_ in anew]
+        given = dict(qo=(0, 4, 8), kv=(0, 3, 7), last=(5, 16), lens=(37, 64), ids=range(7)) | change
+        _, _, _, qo_at, _, kv_at, lens_at, *_ = words(made[0])
+        assert read(kv_at, 3) == list(given["kv"])
+        if form != "decode":
+            assert read(qo_at, 3) == list(given["qo"])
+        if form != "ragged":
+            assert read(lens_at, 2) == list(given["lens" if form in ("mixed", "latent") else "last"])
+            name = "_kv_indices_buf" if form == "latent" else "_paged_kv_indices_buf"
+            shown = getattr(kept.wrapper, name) if form != "mixed" else kept.wrapper._shown.kv_indices
+            assert shown[: len(given["ids"])].tolist() == list(given["ids"]) and shown.data_ptr() in words(made[1])
+
+
+def plans_that_are_refused(card, form, where, graph):
+    """By name, after plans that were right; and they leave nothing behind."""
+    wrong = {"kv_indptr: got a decrease": dict(kv=(0, 7, 3)), "kv_indptr: got \\[1\\] first": dict(kv=(1, 3, 7))}
+    if form != "decode":
+        wrong["qo_indptr: got a decrease"] = dict(qo=(0, 9, 8))
+    if form in ("mixed", "latent"):
+        wrong |= {"kv_len_arr: got 49 of request 0": dict(lens=(49, 64)), "kv_len_arr: got -1": dict(lens=(5, -1))}
+    elif form != "ragged":
+        wrong |= {"last_page_len: got 5 ... 17": dict(last=(5, 17)), "last_page_len: got -1": dict(last=(-1, 5))}
+    if form != "ragged":
+        wrong["kv_indptr: got 9 last; allowed: at most 7"] = dict(kv=(0, 3, 9))
+    kept = Planner(form, where, graph)
+    for _ in range(3):
+        kept.plan()
+    for _ in range(2):
+        before = card.made(kept.run)
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            kept.plan(**change)
+        after = card.made(kept.run)
+        assert [launch[:2] for launch in after] == [launch[:2] for launch in before]
+        kept.plan()
+
+
+def plans_that_differ(card):
+    """In one thing each from the two before, which were alike."""
+    for change in (dict(window_left=3), dict(o_data_type=torch.float16), dict(logits_soft_cap=5.0), dict(causal=True),
+                   dict(fixed_split_size=16), dict(disable_split_kv=True)):  # fmt: skip
+        kept, new = Planner("prefill", "host"), Planner("prefill", "host")
+        for _ in range(3):
+            kept.plan()
+            kept.run()
+        made, anew = (card.made(lambda x=x: (x.plan(**change), x.run())) for x in (kept, new))
+        assert [launch[:2] for launch in made] == [launch[:2] for launch in anew]
+    kept = Planner("decode", "host")
+    for stream in (7, 7, 7, 8, 8, 8, 7):
+        card.stream = stream
+        try:
+            made = card.made(kept.plan)
+        finally:
+            card.stream = 7
+        assert [launch[2] for launch in made] == [stream]
+    for _ in range(3):
+        kept.plan()
+    kept.put = lambda *values: on_host(*values).long()
+    made = card.made(kept.plan)
+    assert read(words(made[0])[5], 3) == [0, 3, 7]
+
+
+@pytest.mark.parametrize("form, where, graph", FORMS)
+def test_plans_like_the_last(form, where, graph, on_card):
+    on_card(plans_like_the_last, form, where, graph)
+    if where != "device":
+        on_card(plans_that_are_refused, form, where, graph)
+
+
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_growing_batches(where, on_card):
     on_card(growing_batches, where)
 
 
 @pytest.mark.parametrize(
-    "check", [batches_that_only_the_device_knows, graph_buffers_end_where_they_end, latent_plans]
+    "check",
+    [batches_that_only_the_device_knows, graph_buffers_end_where_they_end, latent_plans, plans_that_differ],
 )
 def test_plans(check, on_card):
     on_card(check)

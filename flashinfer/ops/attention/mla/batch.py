@@ -138,7 +138,7 @@ class LatentBatch(Batch):
         given = [t for t in (q_nope, q_pe, ckv, kpe, out, lse) if t is not None]
         more = None
         if params is not None or read != _NONE:
-            more = params and identity_of(params), *[facts(t) for t in read]
+            more = identity_of(params), *[facts(t) for t in read]
         key = (
             q_pe is None, kpe is None, out is None, lse is None, _all_on_16(places), return_lse, base_e, factors.logits,
             factors.outputs, factors.pe_ratio, more,
