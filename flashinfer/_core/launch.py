@@ -321,17 +321,20 @@ class _Loaded:
             block = HeldBlock(self._layout, index, image, named)
         x, y, z = grid
 
-        # A closure, because local names are what Python finds fastest.
-        def launch(*addresses: int) -> None:
-            if current_device() != index:
-                with torch.cuda.device(index):
-                    return launch(*addresses)
+        # Closures, because local names are what Python finds fastest.
+        def send(addresses: tuple[int, ...]) -> None:
             slots, move = block.held
             move(*addresses)
             stream = current_stream(index)
             status = launch_kernel(function, x, y, z, threads, 1, 1, shared, stream, slots, 0)[0]
             if status:
                 self._fail(status, grid)
+
+        def launch(*addresses: int) -> None:
+            if current_device() == index:
+                return send(addresses)
+            with torch.cuda.device(index):
+                send(addresses)
 
         # What moves belongs to the caller; the memory of what stays has to outlive the launches.
         launch.kept = [arg for i, arg in enumerate(args) if i not in places]
