@@ -1,4 +1,4 @@
-"""Whether tensors are like others in all but memory: one call into torch, where reading their attributes takes a dozen."""
+"""Whether tensors are like others in all but memory: one call into torch, where their attributes take a dozen."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Stage:
             self.parts, self._to = there.split(counts), there.data_ptr()
 
     def take(self, i: int, table: torch.Tensor) -> None:
-        """Copy a host table in. Where it is shorter than its room, lengths are 0, and of others the last is repeated."""
+        """Copy a host table in. Where it is shorter than its room, lengths are 0; of others, the last is repeated."""
         values, n = self.values[i], table.shape[0]
         if table.dtype == torch.int32 and table.is_contiguous():
             ctypes.memmove(self.places[i], table.data_ptr(), 4 * n)
@@ -83,7 +83,8 @@ class Stage:
             require(False, "last_page_len", f"{values.min()} ... {values.max()}", f"0 ... {page_size}")
 
     def check_kv_lens(self, page_size: int) -> None:
-        """Check that numbers of keys are 0 or more, and fit the pages that kv_indptr gives each request, if it is here."""
+        """Check that numbers of keys are 0 or more, and fit the pages that kv_indptr gives each request, if it is
+        here."""
         lens = self.values[LENGTHS]
         if not self.counts[KV_INDPTR]:
             np.less(lens, 0, self._flags[LENGTHS])

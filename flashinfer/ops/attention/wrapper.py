@@ -300,8 +300,8 @@ class AttentionWrapper(Replaceable):
                 n = table.shape[0]
                 table = stage.parts[i] if n == stage.counts[i] else stage.parts[i][:n]
             elif table is not None and (table.device != self.device or table.dtype != torch.int32):
-                require(not table.is_cuda or table.device == self.device, request.names[i], f"a tensor on {table.device}",
-                        f"the host, or {self.device}")  # fmt: skip
+                here = not table.is_cuda or table.device == self.device
+                require(here, request.names[i], f"a tensor on {table.device}", f"the host, or {self.device}")
                 table = table.to(self.device, torch.int32)
             tables.append(table if table is None or table.is_contiguous() else table.contiguous())
         return Table(*tables)
