@@ -21,12 +21,13 @@ class Runner:
     def __init__(self, a: Attention, t: Tensors, backend: str, tensor_cores: bool = True):
         self.a, self.t, self.backend, self.tensor_cores = a, t, backend, tensor_cores
         self.inputs = (t.q, *t.keys, poisoned_out(a, t.q.device))
-        # the original takes float8 queries with scales only
-        self.scales = dict.fromkeys(("q_scale", "k_scale", "v_scale"), 1.0) if "float8" in a.q_dtype else {}
+        # the original takes float8 queries with scales only, one a head
+        heads = (a.qo_heads, a.kv_heads, a.kv_heads) if "float8" in a.q_dtype else ()
+        self.scales = [torch.ones(count, device=t.q.device) for count in heads]
 
     def __call__(self, *inputs):
         *given, out = inputs
-        return self.wrapper.run(*given, out=out, **self.scales)
+        return self.wrapper.run(*given, *self.scales, out=out)
 
     def plan(self) -> None:
         a, t = self.a, self.t

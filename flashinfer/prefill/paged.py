@@ -9,6 +9,7 @@ from flashinfer.ops.attention.masks import multi_item_mask
 from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
+from flashinfer.prefill.scales import FP8, by_position
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
@@ -258,7 +259,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             NHD [pages, 2, page_size, num_kv_heads, head_dim] or HND [pages, 2, num_kv_heads, page_size, head_dim], or
             (k, v) without the second axis. Any strides, head_dim contiguous.
         *args
-            The variant's parameters, in its order; or by name in `params`.
+            The variant's parameters, in its order; or by name in `params`. Without a variant, of FP8 queries: the
+            scales of q, k and v, each a number, or a tensor with one for all heads or one a head.
         q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, kv_block_scales
             As in `BatchDecodeWithPagedKVCacheWrapper.run`.
         skip_softmax_threshold_scale_factor : float, optional
@@ -274,7 +276,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a row that sees no key, whose out is 0.
         """
-        if args:
+        if args and self._variant is None and q.dtype in FP8:
+            q_scale, k_scale, v_scale = by_position(args, q_scale, k_scale, v_scale)
+        elif args:
             params = self._params(args, params)
         numbers = return_lse, q_scale, k_scale, v_scale, window_left
         if sinks is None and params is None and kv_block_scales is None and kv_cache_sf is None:

@@ -10,6 +10,7 @@ from flashinfer.ops.attention.masks import multi_item_mask
 from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
+from flashinfer.prefill.scales import FP8, by_position
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
@@ -140,7 +141,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
         k, v : Tensor
             [kv_indptr[-1], num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_indptr[-1], head_dim] (HND).
         *args
-            The variant's parameters, in its order; or by name in `params`.
+            The variant's parameters, in its order; or by name in `params`. Without a variant, of FP8 queries: the
+            scales of q, k and v, each a number, or a tensor with one for all heads or one a head.
         o_scale : float, optional
             The output is multiplied by its inverse (the scale of a quantised output).
         q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl
@@ -154,7 +156,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a row that sees no key, whose out is 0.
         """
-        if args:
+        if args and self._variant is None and q.dtype in FP8:
+            q_scale, k_scale, v_scale = by_position(args, q_scale, k_scale, v_scale)
+        elif args:
             params = self._params(args, params)
         if o_scale is not None:
             v_scale = (1.0 if v_scale is None else v_scale) / o_scale

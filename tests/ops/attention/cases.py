@@ -35,7 +35,7 @@ def check(result, ragged, options, extras=None, o_dtype=None):
     assert_close(lse, same_lse, truth_lse, "lse")
 
 
-def run_ragged(ragged, options, backend, *, mask=None, workspace_bytes=1 << 22, plan=None, run=None):
+def run_ragged(ragged, options, backend, *, mask=None, workspace_bytes=1 << 22, plan=None, run=None, scales=()):
     device = ragged.q.device
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device, workspace_bytes), backend=backend)
     wrapper.plan(
@@ -43,10 +43,11 @@ def run_ragged(ragged, options, backend, *, mask=None, workspace_bytes=1 << 22, 
         head_dim_vo=ragged.v.shape[2], custom_mask=mask, q_data_type=ragged.q.dtype, kv_data_type=ragged.k.dtype,
         **options.as_kwargs(), **(plan or {}),
     )  # fmt: skip
-    return wrapper.run(ragged.q, ragged.k, ragged.v, return_lse=True, **(run or {}))
+    return wrapper.run(ragged.q, ragged.k, ragged.v, *scales, return_lse=True, **(run or {}))
 
 
-def run_paged(ragged, options, backend, *, page_size=16, kv_layout="NHD", mask=None, plan=None, run=None, paged=None):
+def run_paged(ragged, options, backend, *, page_size=16, kv_layout="NHD", mask=None, plan=None, run=None, paged=None,
+              scales=()):  # fmt: skip
     device = ragged.q.device
     paged = paged or generate.paged(ragged, page_size, kv_layout)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), kv_layout, backend=backend)
@@ -55,7 +56,7 @@ def run_paged(ragged, options, backend, *, page_size=16, kv_layout="NHD", mask=N
         ragged.q.shape[2], page_size, head_dim_vo=ragged.v.shape[2], custom_mask=mask, q_data_type=ragged.q.dtype,
         kv_data_type=ragged.k.dtype, **options.as_kwargs(), **(plan or {}),
     )  # fmt: skip
-    return wrapper.run(ragged.q, paged.kv_cache, return_lse=True, **(run or {}))
+    return wrapper.run(ragged.q, paged.kv_cache, *scales, return_lse=True, **(run or {}))
 
 
 def run_decode(ragged, options, backend, *, page_size=16, kv_layout="NHD", plan=None, run=None, paged=None):

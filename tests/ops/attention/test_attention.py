@@ -166,6 +166,20 @@ def test_fp8_queries(device):
         check(result, x, OPTIONS["causal"], o_dtype=torch.float16)
 
 
+@pytest.mark.parametrize("run", (run_ragged, run_paged))
+def test_scales_of_fp8_by_position(run, device):
+    """As callers of FlashInfer's FA3 backend have them: after keys and values, a tensor with one a head each."""
+    x = batch(device, dtype=torch.float8_e4m3fn)
+    scales = [torch.full((count,), value, device=device) for count, value in ((4, 0.5), (2, 1.7), (2, 3.0))]
+    extras, plan = Extras(q_scale=0.5, k_scale=1.7, v_scale=3.0), dict(o_data_type=HALF)
+    for backend in {"portable", *backends(device)} - {"auto"}:
+        check(run(x, Options(), backend, plan=plan, scales=scales), x, Options(), extras, HALF)
+        half = [*scales[:2], scales[2] / 2]
+        check(run(x, Options(), backend, plan=plan, scales=half, run=dict(v_scale=2.0)), x, Options(), extras, HALF)
+        with pytest.raises(ValueError, match="3 of FP8 queries: the scales of q, k and v"):
+            run(x, Options(), backend, plan=plan, scales=scales[:2])
+
+
 @pytest.mark.parametrize(
     "split", (dict(fixed_split_size=8), dict(fixed_split_size=64), dict(disable_split_kv=True), {})
 )
