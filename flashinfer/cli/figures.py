@@ -128,7 +128,7 @@ def _panel(axes, rows, colours):
     axes.set_ylim(len(rows) - 0.1, -0.3)
     if shares:
         axes.axvline(100, color="grey", linewidth=0.8)
-        label = "percent of the nearest ceiling: copy bandwidth, bf16 matmul or link (more is better)"
+        label = "percent of the nearest ceiling: copy bandwidth, matrix product or link (more is better)"
     else:
         axes.set_xscale("log")
         axes.margins(x=0.1)

@@ -11,7 +11,7 @@ import triton.language as tl
 from flashinfer.ops.attention._device.combine import combine_if_last
 from flashinfer.ops.attention._device.kv_source import factors_at, fit_half, load_nvfp4, row_offsets, widen
 from flashinfer.ops.attention._device.logits import LOG2E, rotate, transform, vary, visible
-from flashinfer.ops.attention._device.schedule import ITEM_REQUEST, ITEM_WIDTH, read_item
+from flashinfer.ops.attention._device.schedule import ITEM_REQUEST, ITEM_WIDTH, item_and_head, read_item
 
 
 @triton.jit
@@ -152,20 +152,19 @@ def attend_kernel(
     o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left, rope_scale, rope_log2_theta, factors, params,
     GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     D_QK: tl.constexpr, D_VO: tl.constexpr, D_QK_PAD: tl.constexpr, D_VO_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEAR: tl.constexpr,
     Q_DTYPE: tl.constexpr, KV_DTYPE: tl.constexpr, INTERLEAVED: tl.constexpr, NATIVE_FP8: tl.constexpr,
     COMPUTE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     ROPE: tl.constexpr, SINKS: tl.constexpr, HEAD_SCALES: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
     PIECES: tl.constexpr, COMBINE_ROWS: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """One program per (work item, KV head); heads vary fastest, since heads of one token are neighbours in a page.
+    """One program per (work item, KV head), as `item_and_head` deals them out.
 
     LOGITS and MASK are functions of a user's variant, or None; `params` is a named tuple for them. Without SOFTMAX,
     logits are weights. `factors` is a named tuple of the factors of nvfp4 keys and values, with their strides.
     """
-    item = tl.program_id(0) // num_kv_heads
-    kv_head = tl.program_id(0) % num_kv_heads
+    item, kv_head = item_and_head(num_kv_heads, NEAR)
     q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, pieces = read_item(items, item)
     # After the record's loads, so that they do not wait for it.
     if item >= tl.load(counts):

@@ -33,6 +33,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_SLOT,
     ITEM_TILE_ROW,
     ITEM_WIDTH,
+    item_and_head,
 )
 
 
@@ -72,13 +73,13 @@ def attend_sm80_kernel(
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr,
     D_QK: gl.constexpr, D_VO: gl.constexpr, D_QK_PAD: gl.constexpr, D_VO_PAD: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr,
-    KV_DTYPE: gl.constexpr, NATIVE_FP8: gl.constexpr, COMPUTE: gl.constexpr,
+    NEAR: gl.constexpr, KV_DTYPE: gl.constexpr, NATIVE_FP8: gl.constexpr, COMPUTE: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr, ALIBI: gl.constexpr,
     SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
     PIECES: gl.constexpr, COMBINE_ROWS: gl.constexpr,
     LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr,
 ):  # fmt: skip
-    """One program per (work item, KV head); heads vary fastest, since heads of one token are neighbours in a page.
+    """One program per (work item, KV head), as `item_and_head` deals them out.
 
     LOGITS and MASK are functions of a user's variant, or None; `params` is a named tuple for them. Without SOFTMAX,
     logits are weights.
@@ -108,8 +109,7 @@ def attend_sm80_kernel(
     K_COPY: gl.constexpr = gl.BlockedLayout([1, 1, VEC], [1, 32 // K_LANES, K_LANES], [WARPS_N, WARPS_M, 1], [2, 1, 0])
     V_COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // V_LANES, V_LANES], [WARPS_N, WARPS_M, 1], [2, 1, 0])
 
-    item = gl.program_id(0) // num_kv_heads
-    kv_head = gl.program_id(0) % num_kv_heads
+    item, kv_head = item_and_head(num_kv_heads, NEAR)
     record = items + item * ITEM_WIDTH
     q_row = gl.load(record + ITEM_Q_ROW, volatile=True)
     q_len = gl.load(record + ITEM_Q_LEN, volatile=True)

@@ -19,6 +19,17 @@ ITEM_PIECES = tl.constexpr(10)
 
 
 @triton.jit
+def item_and_head(num_kv_heads, NEAR: tl.constexpr):
+    """The work item and the KV head of a program, in a grid as `flashinfer.ops.attention.portable.grid` makes it.
+
+    NEAR heads vary fastest, since what they have of a token lies side by side in a page, then items: of requests that
+    share a prefix, whoever reads a key first leaves it in L2 for the others.
+    """
+    near = tl.where(tl.num_programs(1) > 1, NEAR, num_kv_heads)
+    return tl.program_id(0) // near, tl.program_id(1) * near + tl.program_id(0) % near
+
+
+@triton.jit
 def read_item(items, item):
     """What a program needs of a work item at once: q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot,
     first_slot, pieces."""
