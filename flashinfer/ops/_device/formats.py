@@ -63,6 +63,33 @@ def from_fp8(code, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
     return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
 
 
+def _codes_of_four_pairs() -> str:
+    """PTX: the e2m1 of $1 ... $4 in the low halves of the bytes of $0, of $5 ... $8 in the high ones.
+
+    Each code is in the bits of a float32, above 0x4B400000, as `_e2m1_code` finds it, but from half a magnitude. The
+    eight are put together by multiplications with 16, for the unit of comparisons and logic is the one that bounds a
+    conversion; 0x3F400000 is what 32 bits keep of the eight 0x4B400000.
+    """
+    lines = [".reg .f32 m, low, middle, high, h<8>;", ".reg .s32 code, next, sum;", ".reg .b32 even, odd, more;"]
+    for n in (7, 3, 6, 2, 5, 1, 4, 0):
+        # The product of a NaN has no sign; the minimum of it and 3 is 3.
+        lines += [f"mul.rn.f32 h{n}, ${n + 1}, 0f3F000000;", f"abs.f32 m, h{n};", "min.f32 m, m, 0f40400000;"]
+        lines += ["fma.rn.f32 low, m, 0f40800000, 0f4B400000;", "mov.b32 code, low;"]
+        lines += ["fma.rn.f32 middle, m, 0f40000000, 0f4B400002;", "mov.b32 next, middle;", "min.s32 code, code, next;"]
+        lines += ["add.rn.f32 high, m, 0f4B400004;", "mov.b32 next, high;", "min.s32 code, code, next;"]
+        lines.append("mov.b32 sum, code;" if n == 7 else "mad.lo.s32 sum, sum, 16, code;")
+    # Signs: prmt's selectors from 8 on make a byte of the uppermost bit.
+    for name, n in (("even", 0), ("odd", 4)):
+        lines += [f"prmt.b32 {name}, h{n}, h{n + 1}, 0x00FB;", f"prmt.b32 more, h{n + 2}, h{n + 3}, 0x00FB;"]
+        lines.append(f"prmt.b32 {name}, {name}, more, 0x5410;")
+    lines += ["sub.s32 sum, sum, 0x3F400000;", "lop3.b32 $0, sum, even, 0x08080808, 0xF8;"]
+    lines.append("lop3.b32 $0, $0, odd, 0x80808080, 0xF8;")
+    return "{" + " ".join(lines) + "}"
+
+
+_CODES_OF_FOUR_PAIRS = tl.constexpr(_codes_of_four_pairs())
+
+
 @triton.jit
 def to_e2m1(x, CAPABILITY: tl.constexpr):
     """float32 [rows, n] as e2m1 bytes [rows, n // 2]: an even column in the low half, its neighbour in the high."""
@@ -72,6 +99,10 @@ def to_e2m1(x, CAPABILITY: tl.constexpr):
             "{ .reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, $2, $1; cvt.u32.u8 $0, pair; }",
             "=r,f,f", [even, odd], dtype=tl.int32, is_pure=True, pack=1,
         ).to(tl.uint8)  # fmt: skip
+    if CAPABILITY >= 80:
+        return tl.inline_asm_elementwise(
+            _CODES_OF_FOUR_PAIRS, "=&r,f,f,f,f,f,f,f,f", [even, odd], dtype=tl.uint8, is_pure=True, pack=4
+        )
     return (_e2m1_code(even) | (_e2m1_code(odd) << 4)).to(tl.uint8)
 
 

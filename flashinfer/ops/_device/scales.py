@@ -38,13 +38,15 @@ def scale_offset(row, block, blocks, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def block_amax(y, V: tl.constexpr):
-    """The bits, int32 [ROWS, BLOCK // V], of the largest magnitude in each block of V columns.
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
-    Bits of magnitudes are ordered as the magnitudes are, with NaN above infinity, so that an integer maximum finds NaN.
-    """
-    bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(tl.reshape(bits, [y.shape[0], y.shape[1] // V, V]), 2)
+
+@triton.jit
+def block_amax(y, V: tl.constexpr):
+    """The bits, int32 [ROWS, BLOCK // V], of the largest magnitude in each block of V columns, NaN above infinity."""
+    largest = tl.reduce(tl.reshape(tl.abs(y), [y.shape[0], y.shape[1] // V, V]), 2, _larger)
+    return largest.to(tl.int32, bitcast=True)
 
 
 @triton.jit

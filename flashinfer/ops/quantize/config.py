@@ -16,9 +16,9 @@ class Config:
 
 def quantize(problem, target) -> Config:
     # 2048 elements a program. Codes of e2m1 cost instructions, and two warps leave each thread 32 elements: NVFP4 of
-    # 4096 x 8192 takes 37.6 us; with four warps 43.7, and 4096 elements for four 39.6; MXFP4 is taken for alike. MXFP8
-    # has four warps, 36.8 us; with eight and 4096 elements 36.2 (H100). Rows read element by element spill above 1024
-    # elements (by ptxas).
+    # 4096 x 8192 takes 31.7 us; with four warps 32.4 for 4096 elements, and with two 32.2; MXFP4 is taken for alike.
+    # MXFP8 has four warps, 36.8 us; with eight and 4096 elements 36.2 (H100). Rows read element by element spill above
+    # 1024 elements (by ptxas).
     rows = max(1, (2048 if problem.aligned else 1024) // problem.block)
     # A row with a scale of its own has one program, so its tiles are larger: 32 elements a thread. Two candidates take
     # the registers of 8 warps (by ptxas). Neither is measured.
