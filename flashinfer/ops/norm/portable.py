@@ -65,6 +65,8 @@ def norm_kernel(
         w = tl.load(weight + column, column < hidden, other=0)
         if CENTRE:
             b = tl.load(bias + column, column < hidden, other=0)
+        # Loads stay before a barrier; ptxas would put these behind the use of the rows.
+        tl.debug_barrier()
     per_scale = inverse(scale, SCALE)
     offset = row_offset(row, inner, x_outer, x_inner, UNIT)
     x += offset[:, None] + column_offset(column, x_column, UNIT)[None, :]

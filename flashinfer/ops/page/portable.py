@@ -70,6 +70,8 @@ def append_kernel(
     # The new rows are asked for before the page table, whose three loads wait for one another.
     k = load_rows(key, row, inside, heads, key_token, key_head, key_column, key_dim, UNIT, KEY_BLOCK)
     v = load_rows(value, row, inside, heads, value_token, value_head, value_column, value_dim, UNIT, VALUE_BLOCK)
+    # Loads stay before a barrier; ptxas would put these behind the page table's.
+    tl.debug_barrier()
 
     token = row // heads
     head = (row % heads).to(tl.int64)

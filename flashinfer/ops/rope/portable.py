@@ -55,37 +55,38 @@ def rope_kernel(
     q_blocks = tl.cdiv(q_heads, HEADS)
     blocks = q_blocks + tl.cdiv(k_heads, HEADS)
     block = tl.program_id(0) % blocks
-    token = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
-    inside = token < tokens
+    first = tl.program_id(0) // blocks * TOKENS
+    # A row is a head of a token. The heads of a token are in one thread, which has their cosines and sines once.
+    row = tl.arange(0, HEADS * TOKENS)
+    token = (first + row % TOKENS).to(tl.int64)
+    is_q = block < q_blocks
+    head = tl.where(is_q, block, block - q_blocks) * HEADS + row // TOKENS
+    there = (token < tokens) & (head < tl.where(is_q, q_heads, k_heads))
+    x_column = tl.where(is_q, q_column, k_column)
+    x = tl.where(is_q, q, k) + place(
+        token, head, tl.where(is_q, q_token, k_token), tl.where(is_q, q_head, k_head), UNIT
+    )  # fmt: skip
+    a, b = load_head(x, x_column, there, ROTARY_DIM, INTERLEAVE, UNIT, HALF)
+    # Loads stay before a barrier; ptxas would put these behind those that wait for the positions.
+    tl.debug_barrier()
+    at = first + tl.arange(0, TOKENS)
     if RAGGED:
-        request = tl.minimum(request_of(positions, batch, token), batch - 1)
-        position = tl.load(offsets + request) + token - tl.load(positions + request)
+        request = tl.minimum(request_of(positions, batch, at), batch - 1)
+        position = tl.load(offsets + request) + at - tl.load(positions + request)
     else:
-        position = tl.load(positions + token, inside, other=0)
+        position = tl.load(positions + at, at < tokens, other=0)
     if CACHED:
         cos, sin = cached_rotation(source, source_row, position, max_position, ROTARY_DIM, UNIT, HALF)
     else:
         cos, sin = computed_rotation(source, position, ROTARY_DIM, HALF)
-
-    # A row is a head of a token. The heads of a token are in one thread, which has their cosines and sines once.
     cos, sin = for_heads(cos, HEADS), for_heads(sin, HEADS)
-    row = tl.arange(0, HEADS * TOKENS)
-    token = (tl.program_id(0) // blocks * TOKENS + row % TOKENS).to(tl.int64)
-    head = row // TOKENS
-    if block < q_blocks:
-        head += block * HEADS
-        rotate(
-            q + place(token, head, q_token, q_head, UNIT), q_out + place(token, head, q_out_token, q_out_head, UNIT),
-            q_column, q_out_column, (token < tokens) & (head < q_heads), cos, sin, 1.0,
-            HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST, "", 0,
-        )  # fmt: skip
-    else:
-        head += (block - q_blocks) * HEADS
-        rotate(
-            k + place(token, head, k_token, k_head, UNIT), k_out + place(token, head, k_out_token, k_out_head, UNIT),
-            k_column, k_out_column, (token < tokens) & (head < k_heads), cos, sin, 1.0,
-            HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST, "", 0,
-        )  # fmt: skip
+    out = tl.where(is_q, q_out, k_out) + place(
+        token, head, tl.where(is_q, q_out_token, k_out_token), tl.where(is_q, q_out_head, k_out_head), UNIT
+    )  # fmt: skip
+    rotate_head(
+        a, b, x, out, x_column, tl.where(is_q, q_out_column, k_out_column), there, cos, sin, 1.0,
+        HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST, "", 0,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -134,6 +135,22 @@ def cos_sin(turn):
 
 
 @triton.jit
+def load_head(x, x_column, inside, ROTARY_DIM: tl.constexpr, INTERLEAVE: tl.constexpr, UNIT, HALF: tl.constexpr):
+    """What rotates of one head of each token, as `rotate_head` takes it: both halves or, of INTERLEAVE, twice all."""
+    if INTERLEAVE:
+        column = tl.arange(0, 2 * HALF)
+        mask = inside[:, None] & (column < ROTARY_DIM)[None, :]
+        a = tl.load(x + column_offset(column, x_column, UNIT)[None, :], mask, other=0)
+        b = a
+    else:
+        column = tl.arange(0, HALF)
+        mask = inside[:, None] & (column < ROTARY_DIM // 2)[None, :]
+        a = tl.load(x + column_offset(column, x_column, UNIT)[None, :], mask, other=0)
+        b = tl.load(x + column_offset(column + ROTARY_DIM // 2, x_column, UNIT)[None, :], mask, other=0)
+    return a, b
+
+
+@triton.jit
 def rotate(
     x,
     out,
@@ -156,11 +173,39 @@ def rotate(
 
     FP8 : "", or the form of the result, which is multiplied by `scale` before.
     """
+    a, b = load_head(x, x_column, inside, ROTARY_DIM, INTERLEAVE, UNIT, HALF)
+    rotate_head(
+        a, b, x, out, x_column, out_column, inside, cos, sin, scale,
+        HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST, FP8, CAPABILITY,
+    )  # fmt: skip
+
+
+@triton.jit
+def rotate_head(
+    a,
+    b,
+    x,
+    out,
+    x_column,
+    out_column,
+    inside,
+    cos,
+    sin,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    UNIT: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    FP8: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):
+    """`rotate`, where `load_head` has read a and b."""
     if INTERLEAVE:
         column = tl.arange(0, 2 * HALF)
         mask = inside[:, None] & (column < ROTARY_DIM)[None, :]
-        pairs = tl.load(x + column_offset(column, x_column, UNIT)[None, :], mask, other=0).to(tl.float32)
-        a, b = tl.split(tl.reshape(pairs, (inside.shape[0], HALF, 2)))
+        a, b = tl.split(tl.reshape(a.to(tl.float32), (inside.shape[0], HALF, 2)))
         pairs = tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (inside.shape[0], 2 * HALF))
         pairs = rounded(pairs, scale, out, FP8, CAPABILITY)
         tl.store(out + column_offset(column, out_column, UNIT)[None, :], pairs, mask)
@@ -168,8 +213,7 @@ def rotate(
         column = tl.arange(0, HALF)
         other = column + ROTARY_DIM // 2
         mask = inside[:, None] & (column < ROTARY_DIM // 2)[None, :]
-        a = tl.load(x + column_offset(column, x_column, UNIT)[None, :], mask, other=0).to(tl.float32)
-        b = tl.load(x + column_offset(other, x_column, UNIT)[None, :], mask, other=0).to(tl.float32)
+        a, b = a.to(tl.float32), b.to(tl.float32)
         low = rounded(a * cos - b * sin, scale, out, FP8, CAPABILITY)
         high = rounded(b * cos + a * sin, scale, out, FP8, CAPABILITY)
         tl.store(out + column_offset(column, out_column, UNIT)[None, :], low, mask)
