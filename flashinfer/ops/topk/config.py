@@ -1,19 +1,52 @@
-"""Tiles and warps of the top-k kernels: those of all rooms that read long rows, but for what a large k asks for."""
+"""Tiles and warps of the top-k kernels: those of all rooms that read long rows, but for what a large k asks for, and
+those of `short`."""
 
-from dataclasses import replace
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 from flashinfer.ops._device import tiles
-from flashinfer.ops._device.tiles import Config
 
-__all__ = ["Config", "portable"]
-
-# Groups of 8, so that 2048 of 65536 are a quarter of them. With groups of 4 bracket takes 27 us, with 8 it takes 16
+# Groups of 8, so that 4096 of 131072 are a quarter of them. With groups of 4 bracket takes 27 us, with 8 it takes 16
 # (H200).
 GROUP = 8
+# The largest k for `short`, whose list then fits into its registers.
+SHORT_K = 2048
+# Elements that a program lists at once, 8 a thread.
+SHORT_TILE = 2048
+# Elements of a list that stay in registers, 16 a thread. 2048 of 65536 have a list of 3190, give or take 265, by 256
+# groups of 16; of 3900, give or take 430, by 128. One of more than 4096 takes 45 us and not 18 (H100).
+LIST_TILE = 4096
+GROUPS = 256
+MEMBERS = 16
+
+
+@dataclass(frozen=True)
+class Config(tiles.Config):
+    """short_k : the largest k that `short` is for.
+
+    short_tile, short_warps : elements that a program lists at once, and its warps. groups, members : of a row's sample.
+
+    short_list, short_list_warps, short_ways : as list_tile, list_warps and ways for the program that searches the list.
+
+    own : programs that list find the bound.
+    """
+
+    short_k: int
+    short_tile: int
+    short_warps: int
+    groups: int
+    members: int
+    short_list: int
+    short_list_warps: int
+    short_ways: int
+    own: bool = False
 
 
 def portable(problem, target) -> Config:
     # Both searches stay in registers, 16 keys a thread: a list for k = 2048 has about 2400 elements, and 65536
     # columns have 8192 groups.
-    sizes = tiles.portable(problem, target)
-    return replace(sizes, group=GROUP, group_tile=8192, group_warps=16, list_tile=4096, list_warps=8)
+    sizes = vars(tiles.portable(problem, target)) | dict(group=GROUP, group_tile=8192, group_warps=16)
+    sizes |= dict(list_tile=4096, list_warps=8)
+    return Config(**sizes, short_k=SHORT_K, short_tile=SHORT_TILE, short_warps=8, groups=GROUPS, members=MEMBERS,
+                  short_list=LIST_TILE, short_list_warps=8, short_ways=8)  # fmt: skip

@@ -1,4 +1,5 @@
-"""Top-k in Triton: the pivot of each row from `prefix`, then one more pass that writes what is above it."""
+"""Top-k in Triton: for a small k by `short`; else the pivot of each row from `prefix`, and a pass that writes what is
+above it."""
 
 from functools import cache
 
@@ -24,16 +25,8 @@ from flashinfer.ops._device.prefix import (
     near_share,
     window_of,
 )
-from flashinfer.ops.topk import TopK
-
-
-@triton.jit
-def slot_of(position, ok, page_table, batch, pages, table_row, page_size):
-    """Where the page table puts positions; -1 where it ends or has no page."""
-    page = position // page_size
-    ok &= (position >= 0) & (page < pages)
-    entry = tl.load(page_table + batch.to(tl.int64) * table_row + page, ok, other=-1)
-    return tl.where(entry >= 0, entry * page_size + position % page_size, -1)
+from flashinfer.ops.topk import TopK, short
+from flashinfer.ops.topk.short import slot_of
 
 
 @triton.jit
@@ -216,7 +209,7 @@ def _build_rank(problem, config):
 
 launch_emit = Launcher("top_k_emit", _build_emit)
 launch_rank = Launcher("top_k_rank", _build_rank)
-LAUNCHERS = (launch_emit, launch_rank, *stages.LAUNCHERS)
+LAUNCHERS = (launch_emit, launch_rank, *short.LAUNCHERS, *stages.LAUNCHERS)
 
 # Bytes of stack a thread may use: scalars that live through all of resolve's search, twelve words at most, on sm_120
 # (ptxas).
@@ -225,6 +218,7 @@ STACK_BUDGET = 48
 
 def kernels(problem, config):
     """(launcher, problem, config) of every kernel that a problem needs."""
+    yield from short.kernels(problem, config)
     yield from stages.stages_to_compile(stages_of(problem), config)
     yield launch_emit, problem, config
     if problem.form == "sorted":
@@ -237,7 +231,6 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
     `places` are page table, row_to_batch, page_starts and page_size of "pages", or the offsets of "ragged".
     """
     rows, columns = x.shape
-    found = stages.find_prefix(stages_of(problem), config, x, rows, Filters(k=k, starts=starts, lengths=lengths))
     raw = table = row_to_batch = page_starts = offsets = pages = page_size = table_row = raw_row = out_value = None
     if problem.form == "pages":
         table, row_to_batch, page_starts, page_size = places
@@ -251,10 +244,16 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
     else:
         out_index, raw = outputs
         raw_row = None if raw is None else raw.stride(0)
-    start(launch_emit, problem, config, (rows * found.programs, 1, 1), x, starts, lengths, found.maxima, found.near,
-          found.state, found.listed, found.list_value, found.list_column, found.part_count, out_value, out_index, raw,
-          table, row_to_batch, page_starts, offsets, x.stride(0), out_index.stride(0), raw_row, table_row, k, columns,
-          found.programs, found.chunk, found.tiles, found.list_column.shape[1], pages, page_size)  # fmt: skip
+    written, strides = (out_value, out_index, raw), (out_index.stride(0), raw_row, table_row)
+    places = table, row_to_batch, page_starts, offsets, pages, page_size
+    if k <= config.short_k:
+        short.run(problem, config, x, k, (starts, lengths), written, strides, places)
+    else:
+        found = stages.find_prefix(stages_of(problem), config, x, rows, Filters(k=k, starts=starts, lengths=lengths))
+        start(launch_emit, problem, config, (rows * found.programs, 1, 1), x, starts, lengths, found.maxima, found.near,
+              found.state, found.listed, found.list_value, found.list_column, found.part_count, *written, *places[:4],
+              x.stride(0), *strides, k, columns, found.programs, found.chunk, found.tiles, found.list_column.shape[1],
+              *places[4:])  # fmt: skip
     if problem.form == "sorted":
         blocks = triton.cdiv(k, _RANKED)
         start(launch_rank, problem, config, (rows * blocks, 1, 1), out_value, out_index, *outputs, k, blocks)

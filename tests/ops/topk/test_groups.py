@@ -19,13 +19,14 @@ COLUMNS = 300
 @pytest.fixture(autouse=True)
 def sizes(device, monkeypatch):
     """In the interpreter tiles of 64 and groups of 4, so that short rows have many; a GPU's are what they are."""
-    if device.type == "cpu":
-        use_sizes(64, 4, monkeypatch)
+    sizes = (64, 4) if device.type == "cpu" else (tile_sizes.TILE, config.GROUP)
+    use_sizes(*sizes, monkeypatch)
 
 
 def use_sizes(tile, group, monkeypatch):
     monkeypatch.setattr(tile_sizes, "TILE", tile)
     monkeypatch.setattr(config, "GROUP", group)
+    monkeypatch.setattr(config, "SHORT_K", 0)
     monkeypatch.setattr(room.top_k, "_choices", {})
 
 

@@ -6,6 +6,7 @@ import torch
 from flashinfer import TopKTieBreak, top_k, top_k_page_table_transform, top_k_ragged_transform
 from flashinfer.ops import topk as room
 from flashinfer.ops._device import tiles as tile_sizes
+from flashinfer.ops.topk import config
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise
 from tests.ops.norm.variants import variant  # the fixture
@@ -14,11 +15,18 @@ LARGE = TopKTieBreak.LARGE
 
 
 @pytest.fixture(autouse=True)
-def tiles(device, monkeypatch):
-    """In the interpreter tiles of 64, so that short rows have several tiles and programs."""
+def small_tiles(device, monkeypatch):
+    """In the interpreter tiles of 64, so that short rows have several tiles and programs; both ways, by k."""
     if device.type == "cpu":
-        monkeypatch.setattr(tile_sizes, "TILE", 64)
-        monkeypatch.setattr(room.top_k, "_choices", {})
+        use_sizes(monkeypatch)
+
+
+def use_sizes(monkeypatch, short_k=30, tile=64):
+    monkeypatch.setattr(tile_sizes, "TILE", tile)
+    sizes = {"SHORT_TILE": tile, "LIST_TILE": tile, "GROUPS": 16, "MEMBERS": 4, "SHORT_K": short_k}
+    for name, size in sizes.items():
+        monkeypatch.setattr(config, name, size)
+    monkeypatch.setattr(room.top_k, "_choices", {})
 
 
 def best(row, k, last=False):
