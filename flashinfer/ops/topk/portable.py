@@ -211,8 +211,8 @@ launch_emit = Launcher("top_k_emit", _build_emit)
 launch_rank = Launcher("top_k_rank", _build_rank)
 LAUNCHERS = (launch_emit, launch_rank, *short.LAUNCHERS, *stages.LAUNCHERS)
 
-# Bytes of stack a thread may use: scalars that live through all of resolve's search, twelve words at most, on sm_120
-# (ptxas).
+# Bytes of stack a thread may use: scalars that live through all of resolve's search, twelve words at most, on sm_120,
+# and four of a list's (ptxas).
 STACK_BUDGET = 48
 
 
