@@ -25,8 +25,8 @@ def multiple(x, UNIT: tl.constexpr):
 @triton.jit
 def row_offset(row, inner, outer_stride, inner_stride, UNIT: tl.constexpr):
     """Offset in elements, 64 bits, of row `row` of a tensor [outer, inner, columns]; UNIT divides both strides."""
-    # Loads wait for a division for a tenth of a microsecond, and most tensors have no inner rows. What a branch gives is
-    # not seen to be a multiple.
+    # Loads wait for a division for a tenth of a microsecond, and most tensors have no inner rows. What a branch gives
+    # is not seen to be a multiple.
     if inner == 1:
         offset = row.to(tl.int64) * outer_stride
     else:
