@@ -16,10 +16,10 @@ from tests.ops.comm.alltoall.ranks import after_a_death, exchange
 SHAPES = [(7, 256), (1, 128), (0, 128)]
 
 
-def workspace(rank, world, dtype=torch.bfloat16, most=(64, 512), **options):
+def workspace(rank, world, dtype=torch.bfloat16, most=(64, 512), group=None, **options):
     return comm.create_allreduce_fusion_workspace(
-        world_size=world, rank=rank, max_token_num=most[0], hidden_dim=most[1], dtype=dtype, group=dist.group.WORLD,
-        **options,
+        world_size=world, rank=rank, max_token_num=most[0], hidden_dim=most[1], dtype=dtype,
+        group=group or dist.group.WORLD, **options,
     )  # fmt: skip
 
 
@@ -74,6 +74,59 @@ def overridden(rank, world, device):
         ws = workspace(rank, world)
     print(ws.explain())
     one(ws, "norm", rank, world, (5, 128), torch.bfloat16, device, 3)
+
+
+def many_calls(rank, world, device, count):
+    """Calls of random sizes over two groups, each on a stream of its own; on GPUs replays of a graph among them."""
+    on_gpu = device.type == "cuda"
+    groups = dist.group.WORLD, dist.new_group(list(range(world)))
+    workspaces = [workspace(rank, world, torch.float32, (256, 512), group=group) for group in groups]
+    sizes = torch.Generator().manual_seed(0)
+    streams = [torch.cuda.Stream(device) for _ in groups] if on_gpu else [None, None]
+    # Whole numbers that float32 adds exactly, whatever the order.
+    values = (torch.arange(1 << 17, device=device) % 1000).float()
+    total = world * (world + 1) // 2
+    wrong = torch.zeros(2, dtype=torch.int64, device=device)
+    replays = [_captured(w, stream, rank, values[:5000]) for w, stream in zip(workspaces, streams, strict=True)]
+    for call in range(int(count)):
+        turn, exponent, part = call % 2, *torch.rand(2, generator=sizes, dtype=torch.float64).tolist()
+        size = int(2 ** (17 * exponent))
+        at = int(part * ((1 << 17) - size))
+        x = values[at : at + size]
+        with torch.cuda.stream(streams[turn]):
+            if on_gpu and call % 5 < 2:
+                wrong[turn] += (replays[turn]() != total * values[:5000]).sum()
+            out = comm.allreduce_fusion((rank + 1) * x, workspaces[turn], P.kAllReduce)
+            wrong[turn] += (out != total * x).sum()
+    _settle(device)
+    assert wrong.tolist() == [0, 0]
+    # 256 MiB
+    large = torch.full((65536 if on_gpu else 512, 1024), rank + 1.0, device=device)
+    workspaces.append(workspace(rank, world, torch.float32, large.shape))
+    comm.allreduce_fusion(large, workspaces[2], P.kAllReduce, output=large)
+    assert bool((large == total).all())
+    for w in workspaces:
+        w.check()
+
+
+def _captured(ws, stream, rank, values):
+    """A graph that adds `values` over the ranks, on a GPU: a function that replays it."""
+    if stream is None:
+        return None
+    x, graph = (rank + 1) * values, torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        out = comm.allreduce_fusion(x, ws, P.kAllReduce)
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            comm.allreduce_fusion(x, ws, P.kAllReduce, output=out)
+
+    def replay():
+        out.fill_(-1)
+        torch.mul(values, rank + 1, out=x)
+        graph.replay()
+        return out
+
+    return replay
 
 
 def faults(rank, world, device, deadline):

@@ -147,6 +147,18 @@ def test_faults_on_gpus(tmp_path, world):
     assert "rank 0 waited 2 s for rank 1" in said[0][0]
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_many_calls(tmp_path, world):
+    processes.run(world, f"{RANKS}:many_calls", tmp_path, 60)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_many_calls_on_gpus(tmp_path, world):
+    _needs(world)
+    processes.run(world, f"{RANKS}:many_calls", tmp_path, 10_000, device="cuda")
+
+
 def _needs(world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs, and there are {torch.cuda.device_count()}")
