@@ -87,6 +87,7 @@ def many_calls(rank, world, device, count):
     values = (torch.arange(1 << 17, device=device) % 1000).float()
     total = world * (world + 1) // 2
     wrong = torch.zeros(2, dtype=torch.int64, device=device)
+    _settle(device)
     replays = [_captured(w, stream, rank, values[:5000]) for w, stream in zip(workspaces, streams, strict=True)]
     for call in range(int(count)):
         turn, exponent, part = call % 2, *torch.rand(2, generator=sizes, dtype=torch.float64).tolist()
@@ -113,8 +114,9 @@ def _captured(ws, stream, rank, values):
     """A graph that adds `values` over the ranks, on a GPU: a function that replays it."""
     if stream is None:
         return None
-    x, graph = (rank + 1) * values, torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
+        x = (rank + 1) * values
         out = comm.allreduce_fusion(x, ws, P.kAllReduce)
         stream.synchronize()
         with torch.cuda.graph(graph, stream=stream):
