@@ -19,6 +19,7 @@ from flashinfer._core.gluon_compat import (
     gl,
     gluon,
     mbarrier,
+    reinterpret,
     tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -61,6 +62,9 @@ class Form:
     GATHER: gl.constexpr
     # Whether keys have a positional row.
     POSITIONAL: gl.constexpr
+    # The FP8 formats of keys and queries, which are widened on their way; "" for the type that is multiplied.
+    KV_FP8: gl.constexpr
+    Q_FP8: gl.constexpr
     CAUSAL: gl.constexpr
     SINKS: gl.constexpr
     DEVICE_SCALES: gl.constexpr
@@ -71,13 +75,16 @@ class Form:
 
     @gluon.constexpr_function
     def __init__(
-        self, *, HEADS, PAGE_SIZE, SPARSE, GATHER, POSITIONAL, CAUSAL, SINKS, DEVICE_SCALES, TRANSFORM, LSE, BASE_E
+        self, *, HEADS, PAGE_SIZE, SPARSE, GATHER, POSITIONAL, KV_FP8, Q_FP8, CAUSAL, SINKS, DEVICE_SCALES, TRANSFORM,
+        LSE, BASE_E,
     ):  # fmt: skip
         self.HEADS = gl.constexpr(HEADS)
         self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
         self.SPARSE = gl.constexpr(SPARSE)
         self.GATHER = gl.constexpr(GATHER)
         self.POSITIONAL = gl.constexpr(POSITIONAL)
+        self.KV_FP8 = gl.constexpr(KV_FP8)
+        self.Q_FP8 = gl.constexpr(Q_FP8)
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.SINKS = gl.constexpr(SINKS)
         self.DEVICE_SCALES = gl.constexpr(DEVICE_SCALES)
@@ -320,9 +327,156 @@ def _gather(ckv, kpe, tiles: Tiles, items, counts, kv_indices, ckv_page, ckv_ste
                 phase ^= 1
 
 
+@gluon.constexpr_function
+def _widening(FORMAT, BF16):
+    """PTX that takes a word of four FP8 elements ("e4m3", "e5m2") for two words of two elements, exactly."""
+    out = "{ .reg .b16 lo, hi; .reg .b32 h; .reg .b16 a, b; .reg .f32 x, y; mov.b32 {lo, hi}, $2;"
+    for i, half in enumerate(("lo", "hi")):
+        if BF16:
+            out += f"cvt.rn.f16x2.{FORMAT}x2 h, {half}; mov.b32 {{a, b}}, h; cvt.f32.f16 x, a; cvt.f32.f16 y, b;"
+            out += f"cvt.rn.bf16x2.f32 ${i}, y, x;"
+        else:
+            out += f"cvt.rn.f16x2.{FORMAT}x2 ${i}, {half};"
+    return out + "}"
+
+
+@gluon.jit
+def _load_words(source, at, there, FIRST: gl.constexpr, WORDS: gl.constexpr):
+    """Words FIRST ... FIRST + WORDS of the rows at offsets `at`; zeros where there is none."""
+    # Four lanes of a row, eight rows: stored widened, 16 bytes of eight lanes lie in different banks.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    d = FIRST + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
+    return gl.load(source + at[:, None] + d[None, :], mask=there[:, None], other=0)
+
+
+@gluon.jit
+def _store_widened(tile, FIRST: gl.constexpr, words, FORMAT: gl.constexpr):
+    """Store FP8 elements as a tile's columns from FIRST on, in the tile's type."""
+    ROWS_IN: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_IN, COLUMNS], gl.int32)
+    low, high = gl.inline_asm_elementwise(
+        _widening(FORMAT, tile.dtype == gl.bfloat16), "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    wide = gl.join(low, high).reshape([ROWS_IN, 2 * words.shape[1]])
+    to = reinterpret(tile, gl.int32, [ROWS_IN, COLUMNS], LAYOUT)
+    to.slice(FIRST // 2, 2 * words.shape[1], dim=1).store(wide)
+
+
+@gluon.jit
+def _rows_of(table, start, begin, end, form: Form):
+    """Entries of the table for a block of keys, row by row; -1 where there is no key."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    position = start + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
+    at = position if form.SPARSE else position // form.PAGE_SIZE
+    return gl.load(table + at, mask=(position >= begin) & (position < end), other=-1)
+
+
+@gluon.jit
+def _offsets(entries, start, page, step, form: Form):
+    """Where the rows of a block are, from entries of the table."""
+    row = start + gl.arange(0, KEYS, entries.type.layout)
+    if form.SPARSE:
+        row = entries
+        entries = entries // form.PAGE_SIZE
+    return entries.to(gl.int64) * page + (row % form.PAGE_SIZE).to(gl.int64) * step
+
+
+@gluon.constexpr_function
+def _is_left(BLOCK, PART_AT):
+    """Whether the PART_AT-th part of a block that comes free is one of its left half."""
+    return (PART_AT < 2) == (BLOCK == 0)
+
+
+@gluon.jit
+def _load_part(BLOCK: gl.constexpr, AT: gl.constexpr, ckv, at, there):
+    FIRST: gl.constexpr = ((0 if _is_left(BLOCK, AT) else HALF) + AT % 2 * PART) // 4
+    return _load_words(ckv, at, there, FIRST, PART // 4)
+
+
+@gluon.jit
+def _widen_part(BLOCK: gl.constexpr, AT: gl.constexpr, tiles: Tiles, words, rest, phase, form: Form):
+    """Store a part as soon as its place is free, the positional rows before the third."""
+    LEFT: gl.constexpr = _is_left(BLOCK, AT)
+    if AT % 2 == 0:
+        mbarrier.wait((tiles.left_empty if LEFT else tiles.right_empty).index(BLOCK), phase)
+    if form.POSITIONAL and AT == 2:
+        _store_widened(tiles.rest.index(BLOCK), 0, rest, form.KV_FP8)
+    _store_widened((tiles.left if LEFT else tiles.right).index(BLOCK), AT % 2 * PART, words, form.KV_FP8)
+    # The tensor cores see what threads wrote behind this fence.
+    fence_async_shared()
+    block_barrier()
+    mbarrier.arrive((tiles.left_full if LEFT else tiles.right_full).index(2 * BLOCK + AT % 2), count=1)
+
+
+@gluon.jit
+def _widen(ckv, kpe, tiles: Tiles, items, counts, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step, form: Form):
+    """Four warps: FP8 keys through registers, part by part, while the next ones are on their way.
+
+    Each thread has two rows of a block. Caches come as words of four elements, steps in words.
+    """
+    # Parts on their way.
+    AHEAD: gl.constexpr = 2
+    works = gl.load(counts)
+    phase = 1
+    for wave in range(gl.cdiv(works, gl.num_programs(0))):
+        work = _work(wave)
+        if work < works:
+            record = items + work * ITEM_WIDTH
+            begin, end, pairs, plain_end = _span(record, form)
+            table = kv_indices + gl.load(record + ITEM_KV_BASE).to(gl.int64)
+            start = begin + (pairs - 1) * 2 * KEYS
+            entries = _rows_of(table, start, begin, end, form)
+            after = _rows_of(table, start + KEYS, begin, end, form)
+            at = _offsets(entries, start, ckv_page, ckv_step, form)
+            flight = ()
+            for part in gl.static_range(AHEAD):
+                flight += (_load_part(0, part, ckv, at, entries >= 0),)
+            for i in range(pairs):
+                for block in gl.static_range(2):
+                    following = start + (KEYS if block == 0 else -3 * KEYS)
+                    if form.SPARSE:
+                        _tell_gaps(block, tiles, table, start, end, phase)
+                    next_at = _offsets(after, following, ckv_page, ckv_step, form)
+                    if form.POSITIONAL:
+                        rest_at = _offsets(entries, start, kpe_page, kpe_step, form)
+                        rest = _load_words(kpe, rest_at, entries >= 0, 0, REST // 4)
+                    later = _rows_of(table, following + (-3 * KEYS if block == 0 else KEYS), begin, end, form)
+                    for part in gl.static_range(4):
+                        if form.POSITIONAL and part == 2:
+                            _widen_part(block, part, tiles, flight[0], rest, phase, form)
+                        else:
+                            _widen_part(block, part, tiles, flight[0], flight[0], phase, form)
+                        if part + AHEAD < 4:
+                            words = _load_part(block, part + AHEAD, ckv, at, entries >= 0)
+                        else:
+                            words = _load_part(1 - block, part + AHEAD - 4, ckv, next_at, after >= 0)
+                        flight = flight[1:] + (words,)
+                    at = next_at
+                    entries = after
+                    after = later
+                    start = following
+                phase ^= 1
+
+
+@gluon.jit
+def _fetch_fp8(tile, q, record, stride_n, stride_h, form: Form):
+    """_fetch of FP8 queries, words of four elements, through registers."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    packed = gl.load(record + ITEM_TILE_ROW) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    token = packed // form.HEADS
+    at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * stride_n + (packed % form.HEADS) * stride_h
+    words = _load_words(q, at, token < gl.load(record + ITEM_Q_LEN), 0, tile.shape[1] // 4)
+    _store_widened(tile, 0, words, form.Q_FP8)
+
+
 @gluon.jit
 def _fetch(tile, q, record, stride_n, stride_h, form: Form):
     """Start copying columns of a tile's query rows; zeros past the last one."""
+    if form.Q_FP8 != "":
+        _fetch_fp8(tile, q, record, stride_n, stride_h, form)
+        return
     D: gl.constexpr = tile.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     packed = gl.load(record + ITEM_TILE_ROW) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -336,7 +490,7 @@ def _fetch(tile, q, record, stride_n, stride_h, form: Form):
 def _wait_half(barriers, BLOCK: gl.constexpr, phase, form: Form):
     for part in gl.static_range(2):
         mbarrier.wait(barriers.index(2 * BLOCK + part), phase)
-    if form.GATHER:
+    if form.GATHER and form.KV_FP8 == "":
         # What cp.async wrote, the tensor cores see behind this fence.
         fence_async_shared()
 
@@ -350,7 +504,7 @@ def _half_scores(LEFT: gl.constexpr, BLOCK: gl.constexpr, s, tiles: Tiles, step,
     keys = (tiles.left if LEFT else tiles.right).index(BLOCK + none)
     for part in gl.static_range(2):
         mbarrier.wait((tiles.left_full if LEFT else tiles.right_full).index(2 * BLOCK + part), step & 1)
-        if form.GATHER:
+        if form.GATHER and form.KV_FP8 == "":
             fence_async_shared()
         k = keys.slice(part * PART, PART, dim=1).permute([1, 0])
         s = warpgroup_mma(q.slice(part * PART, PART, dim=1), k, s, use_acc=ADD or part > 0, is_async=True)
@@ -566,7 +720,8 @@ def _consume(WG: gl.constexpr, tensors, numbers, tiles: Tiles, form: Form):
                     if form.POSITIONAL:
                         _fetch(tiles.q_rest.index(0), q_pe, record, q_pe_n, q_pe_h, form)
                 else:
-                    _fetch(tiles.q_right.index(0), q_nope + HALF, record, q_nope_n, q_nope_h, form)
+                    q_right = q_nope + (HALF if form.Q_FP8 == "" else HALF // 4)
+                    _fetch(tiles.q_right.index(0), q_right, record, q_nope_n, q_nope_h, form)
                 cp_async_commit()
                 cp_async_wait(0)
                 _meet(tiles, 0)
@@ -633,19 +788,22 @@ def attend_latent_sm90_kernel(
     qk_scale, v_scale, q_nope_stride_n, q_nope_stride_h, q_pe_stride_n, q_pe_stride_h, ckv_page, ckv_step, kpe_page,
     kpe_step, o_stride_n, o_stride_h, sm_scale, out_scale, pe_ratio,
     HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, SPARSE: gl.constexpr, GATHER: gl.constexpr, POSITIONAL: gl.constexpr,
-    CAUSAL: gl.constexpr, SINKS: gl.constexpr, DEVICE_SCALES: gl.constexpr, TRANSFORM: gl.constexpr, LSE: gl.constexpr,
-    BASE_E: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    KV_FP8: gl.constexpr, Q_FP8: gl.constexpr, CAUSAL: gl.constexpr, SINKS: gl.constexpr, DEVICE_SCALES: gl.constexpr,
+    TRANSFORM: gl.constexpr, LSE: gl.constexpr, BASE_E: gl.constexpr, REGISTERS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Persistent: any number of blocks of threads. Split tiles are left to combine_latent_kernel. Latent rows have
     2 * HALF columns, positional rows REST or none.
 
     Keys are the rows of matrices (kv_layout.Matrix), *_page rows from page to page. With GATHER they are anywhere: the
-    maps are pointers, and *_page and *_step are elements from page to page and row to row.
+    maps are pointers, and *_page and *_step are elements from page to page and row to row. FP8 comes in words of four
+    elements, gathered, and steps are words.
     """
-    DTYPE: gl.constexpr = q_nope.dtype.element_ty
+    DTYPE: gl.constexpr = q_nope.dtype.element_ty if Q_FP8 == "" else gl.float16
     form = Form(
-        HEADS=HEADS, PAGE_SIZE=PAGE_SIZE, SPARSE=SPARSE, GATHER=GATHER, POSITIONAL=POSITIONAL, CAUSAL=CAUSAL,
-        SINKS=SINKS, DEVICE_SCALES=DEVICE_SCALES, TRANSFORM=TRANSFORM, LSE=LSE, BASE_E=BASE_E,
+        HEADS=HEADS, PAGE_SIZE=PAGE_SIZE, SPARSE=SPARSE, GATHER=GATHER, POSITIONAL=POSITIONAL,
+        KV_FP8=KV_FP8, Q_FP8=Q_FP8, CAUSAL=CAUSAL, SINKS=SINKS, DEVICE_SCALES=DEVICE_SCALES, TRANSFORM=TRANSFORM,
+        LSE=LSE, BASE_E=BASE_E,
     )  # fmt: skip
     Q_HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], DTYPE)
     Q_REST: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], DTYPE)
@@ -673,7 +831,7 @@ def attend_latent_sm90_kernel(
         bias_full=gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
     )
     # Every thread that gathers says so; of copies in boxes, the copy engine does.
-    WRITERS: gl.constexpr = 128 if GATHER else 1
+    WRITERS: gl.constexpr = 128 if GATHER and KV_FP8 == "" else 1
     for part in gl.static_range(4):
         mbarrier.init(tiles.left_full.index(part), count=WRITERS)
         mbarrier.init(tiles.right_full.index(part), count=WRITERS)
@@ -697,7 +855,7 @@ def attend_latent_sm90_kernel(
             [
                 (_consume, (gl.constexpr(0), tensors, numbers, tiles, form)),
                 (_consume, (gl.constexpr(1), tensors, numbers, tiles, form)),
-                (_gather, (
+                (_gather if KV_FP8 == "" else _widen, (
                     ckv_map, kpe_map, tiles, items, counts, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step, form,
                 )),
             ],

@@ -91,7 +91,7 @@ class Sm90Config:
     block_m, block_n : int
         Query rows of a tile, and keys of a step: a block for each of two warpgroups.
     gather : bool
-        Whether keys come row by row through cp.async, and not in boxes: for tokens by name, and pages that make none.
+        Whether keys come row by row, and not in boxes: for tokens by name, pages that make none, and FP8.
     registers, copy_registers : int
         Of a thread of the warpgroups that compute, and of the warps that copy.
     programs_per_sm : int
@@ -120,13 +120,15 @@ class Sm90Config:
 def choose_sm90(p, target: Target) -> Sm90Config:
     # A box is a page or a part of one, and a power of two of rows that fill the 8 rows of a swizzle pattern.
     boxes = p.matrix and not p.sparse and p.page_size >= 16 and not p.page_size & (p.page_size - 1)
+    widened = p.kv_dtype.startswith("fp8")
+    boxes = boxes and not widened
     return Sm90Config(
         block_m=64,
         block_n=128,
         gather=not boxes,
-        # Three warpgroups have 512 together.
-        registers=240 if boxes else 216,
-        copy_registers=32 if boxes else 80,
+        # Three warpgroups have 512 together. FP8 passes through the third's: with 80 up to 216 bytes of stack.
+        registers=240 if boxes else 208 if widened else 216,
+        copy_registers=32 if boxes else 96 if widened else 80,
         programs_per_sm=1,
         # A piece's partial result is 64 x 512 float32, as much as 114 keys; two steps fill the pipeline.
         least_piece=256,
@@ -141,8 +143,8 @@ def refuses_sm90(p, target: Target) -> str:
     """Why the Hopper kernel does not take the problem; '' if it does."""
     if target.capability != 90:
         return f"wgmma is compute capability 9.0's, and this is {target.arch}"
-    if p.q_dtype not in ("bf16", "fp16") or p.kv_dtype != p.q_dtype:
-        return f"q {p.q_dtype} with keys {p.kv_dtype}: it takes bf16 or fp16 for both"
+    if p.q_dtype not in ("bf16", "fp16", "fp8e4nv", "fp8e5") or p.kv_dtype not in ("fp8e4nv", "fp8e5", p.q_dtype):
+        return f"q {p.q_dtype} with keys {p.kv_dtype}: it takes bf16, fp16 or fp8, and keys as q or fp8"
     if p.o_dtype not in ("bf16", "fp16"):
         return f"output {p.o_dtype}: it writes bf16 or fp16"
     if p.head_dim_ckv != 512 or p.head_dim_kpe not in (0, 64):

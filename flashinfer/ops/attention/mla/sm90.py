@@ -20,6 +20,9 @@ from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, sc
 # loop over keys. Triton 3.6 takes up to 8, 3.9 up to 184.
 STACK_BUDGET = 192
 
+# FP8 formats as PTX has them. FP8 travels to the kernel as words of four elements.
+FP8 = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}
+
 
 def _boxes(p: Problem) -> dict[str, tuple[int, int]]:
     """What one copy brings, for each tensor map: rows of a page, and a part of a latent row, or a positional row."""
@@ -32,22 +35,24 @@ def _boxes(p: Problem) -> dict[str, tuple[int, int]]:
 
 def build(p: Problem, c: Sm90Config) -> Build:
     # Pointers where rows are gathered; and for positional rows that there are not, one that nobody follows.
-    maps = dict(ckv_map=f"*{p.kv_dtype}:16", kpe_map=f"*{p.kv_dtype}:16")
+    q, keys = (f"*{'i32' if dtype in FP8 else dtype}:16" for dtype in (p.q_dtype, p.kv_dtype))
+    maps = dict(ckv_map=keys, kpe_map=keys)
     if not c.gather:
         maps.update((name, tensordesc(p.kv_dtype, box)) for name, box in _boxes(p).items())
-    step = "i64:8" if c.gather else "i32"
+    step = ("i64:4" if p.kv_dtype in FP8 else "i64:8") if c.gather else "i32"
+    q_step = "i64:4" if p.q_dtype in FP8 else "i64:8"
     types = dict(
-        q_nope=f"*{p.q_dtype}:16", q_pe=f"*{p.q_dtype}:16", **maps, out=f"*{p.o_dtype}:16", lse="*fp32",
-        partial_out="*fp32:16", partial_lse="*fp32:16", items="*i32:16", counts="*i32",
-        kv_indices="*i32", sinks="*fp32", qk_scale="*fp32", v_scale="*fp32", q_nope_stride_n="i64:8",
-        q_nope_stride_h="i64:8", q_pe_stride_n="i64:8", q_pe_stride_h="i64:8", ckv_page=step, ckv_step=step,
-        kpe_page=step, kpe_step=step, o_stride_n="i64:8", o_stride_h="i64:8", sm_scale="fp32", out_scale="fp32",
-        pe_ratio="fp32",
+        q_nope=q, q_pe=q, **maps, out=f"*{p.o_dtype}:16", lse="*fp32", partial_out="*fp32:16",
+        partial_lse="*fp32:16", items="*i32:16", counts="*i32", kv_indices="*i32", sinks="*fp32", qk_scale="*fp32",
+        v_scale="*fp32", q_nope_stride_n=q_step, q_nope_stride_h=q_step, q_pe_stride_n=q_step, q_pe_stride_h=q_step,
+        ckv_page=step, ckv_step=step, kpe_page=step, kpe_step=step, o_stride_n="i64:8", o_stride_h="i64:8",
+        sm_scale="fp32", out_scale="fp32", pe_ratio="fp32",
     )  # fmt: skip
     constants = dict(
         HEADS=p.num_heads, PAGE_SIZE=p.page_size, SPARSE=p.sparse, GATHER=c.gather, POSITIONAL=p.head_dim_kpe > 0,
-        CAUSAL=p.mask == "causal", SINKS=p.sinks, DEVICE_SCALES=p.scales, TRANSFORM=c.transform, LSE=p.lse,
-        BASE_E=p.base_e, REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers,
+        KV_FP8=FP8.get(p.kv_dtype, ""), Q_FP8=FP8.get(p.q_dtype, ""), CAUSAL=p.mask == "causal", SINKS=p.sinks,
+        DEVICE_SCALES=p.scales, TRANSFORM=c.transform, LSE=p.lse, BASE_E=p.base_e, REGISTERS=c.registers,
+        COPY_REGISTERS=c.copy_registers,
     )  # fmt: skip
     return Build(attend_latent_sm90_kernel, types, constants, num_warps=4)
 
@@ -94,6 +99,7 @@ class Bound:
         Those keep their shapes, strides and dtypes; everything else is as in `x`.
         """
         p, c, s = self._p, self._c, x.schedule
+        x = replace(x, q_nope=_raw(x.q_nope), q_pe=_raw(x.q_pe), ckv=_raw(x.ckv), kpe=_raw(x.kpe))
         if x.sm_scale <= 0 or x.pe_ratio != 1:
             c = replace(c, transform=True)
         maps, steps = _where(p, c, x)
@@ -129,6 +135,11 @@ def _where(p: Problem, c: Sm90Config, x: Inputs) -> tuple[dict, list[int]]:
     matrices = {name: matrix_of(t) for name, t in caches.items() if t is not None}
     maps = {name: TensorMap(matrices[name].rows, box) for name, box in _boxes(p).items()}
     return maps, [s for name in caches for s in ((matrices[name].page_rows, 0) if name in matrices else (0, 0))]
+
+
+def _raw(t: torch.Tensor | None) -> torch.Tensor | None:
+    """FP8 as words of four elements, anything else as it is."""
+    return t.view(torch.int32) if t is not None and t.itemsize == 1 else t
 
 
 def bind(p: Problem, c: Sm90Config, device: torch.device) -> Bound:

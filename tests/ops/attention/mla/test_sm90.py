@@ -16,13 +16,13 @@ from tests.ops.attention.cases import workspace
 from tests.ops.attention.mla.latents import LOG2E, check, latents
 from tests.ops.attention.mla.test_forms import call, chosen, sparse
 
-BF, HALF = torch.bfloat16, torch.float16
+BF, HALF, E4, E5 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 SCALE = 0.06
 PROBLEM = Problem("bf16", "bf16", "bf16", 128)
 
 REFUSED = {
     "compute capability": (dict(), "120a"),
-    "keys fp8e4nv": (dict(kv_dtype="fp8e4nv"), "90a"),
+    "keys fp16": (dict(kv_dtype="fp16"), "90a"),
     "output fp8e4nv": (dict(o_dtype="fp8e4nv"), "90a"),
     "head_dim_ckv 256": (dict(head_dim_ckv=256), "90a"),
     "head_dim_kpe 32": (dict(head_dim_kpe=32), "90a"),
@@ -42,7 +42,7 @@ def test_what_is_refused_is_left_to_the_portable_kernel(reason):
 @pytest.mark.parametrize(
     ("changes", "gather"),
     (({}, False), ({"page_size": 16}, False), ({"page_size": 8}, True), ({"page_size": 48}, True),
-     ({"matrix": False}, True), ({"sparse": True}, True)),
+     ({"matrix": False}, True), ({"sparse": True}, True), ({"kv_dtype": "fp8e4nv"}, True)),
 )  # fmt: skip
 def test_boxes_are_pages_that_are_powers_of_two(changes, gather):
     assert choose_sm90(replace(PROBLEM, **changes), named("90a")).gather == gather
@@ -73,10 +73,34 @@ CASES = {
 @pytest.mark.parametrize("joined", (False, True))
 @pytest.mark.parametrize("case", CASES)
 def test_batches(case, joined, hopper):
-    q_lens, kv_lens, heads, page, causal, dtype, kpe = CASES[case]
-    x = latents(q_lens, kv_lens, heads, 512, kpe, page, dtype=dtype, device=hopper)
+    _check_batch(CASES[case], CASES[case][5], joined, hopper)
+
+
+# (case, dtype of queries): dtype of keys
+FP8 = {
+    ("one block to three pairs", BF): E4,
+    ("two tiles a token, split", HALF): E4,
+    ("no positional rows", BF): E5,
+    ("few heads, tokens", BF): E4,
+    ("many tokens of one head", HALF): E5,
+    ("pages of a token", BF): E4,
+    ("pages of no box", HALF): E4,
+    ("many requests", BF): E4,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("joined", (False, True))
+@pytest.mark.parametrize(("case", "q_dtype"), FP8)
+def test_fp8_caches(case, q_dtype, joined, hopper):
+    _check_batch((*CASES[case][:5], q_dtype, CASES[case][6]), FP8[case, q_dtype], joined, hopper)
+
+
+def _check_batch(case, kv_dtype, joined, hopper):
+    q_lens, kv_lens, heads, page, causal, dtype, kpe = case
+    x = latents(q_lens, kv_lens, heads, 512, kpe, page, dtype=dtype, kv_dtype=kv_dtype, device=hopper)
     wrapper = BatchMLAPagedAttentionWrapper(workspace(hopper, 1 << 27), backend="sm90")
-    wrapper.plan(*x.tables, heads, 512, kpe, page, causal, SCALE, dtype, dtype)
+    wrapper.plan(*x.tables, heads, 512, kpe, page, causal, SCALE, dtype, kv_dtype)
     parts = x.parts() if joined else [t.contiguous() for t in x.parts()]
     results = []
     for _ in range(2):
@@ -88,10 +112,25 @@ def test_batches(case, joined, hopper):
 
 
 @pytest.mark.gpu
-def test_sinks_and_factors(hopper):
-    x = latents([1] * 4, [1000, 0, 77, 2050], 16, 512, 64, 64, dtype=BF, device=hopper)
+@pytest.mark.parametrize("heads", (128, 5))
+@pytest.mark.parametrize("kv_dtype", (E4, E5))
+def test_fp8_queries(kv_dtype, heads, hopper):
+    x = latents([2] * 4, [1000, 0, 77, 2050], heads, 512, 64, 32, dtype=E4, kv_dtype=kv_dtype, device=hopper)
+    for give in (lambda v: v, lambda v: torch.tensor([v], device=hopper)):
+        out, lse = trtllm_batch_decode_with_kv_cache_mla(
+            **call(x, backend="sm90", bmm1_scale=give(SCALE), bmm2_scale=give(1.5), return_lse=True, max_seq_len=2050,
+                   workspace_buffer=workspace(hopper, 1 << 27))
+        )  # fmt: skip
+        assert out.dtype == BF
+        check((out.flatten(0, 1), lse), x, SCALE, out_scale=1.5, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", (BF, E4))
+def test_sinks_and_factors(kv_dtype, hopper):
+    x = latents([1] * 4, [1000, 0, 77, 2050], 16, 512, 64, 64, dtype=BF, kv_dtype=kv_dtype, device=hopper)
     wrapper = BatchMLAPagedAttentionWrapper(workspace(hopper, 1 << 27), backend="sm90")
-    wrapper.plan(*x.tables, 16, 512, 64, 64, False, SCALE, BF, BF)
+    wrapper.plan(*x.tables, 16, 512, 64, 64, False, SCALE, BF, kv_dtype)
     sinks = torch.randn(16, device=hopper) * 4
     check(wrapper.run(*x.parts(), return_lse=True, sinks=sinks), x, SCALE, sinks=sinks)
     check(wrapper.run(*x.parts(), return_lse=True, return_lse_base_on_e=True), x, SCALE, base_e=True)
@@ -104,10 +143,11 @@ def test_sinks_and_factors(hopper):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", (BF, E4))
 @pytest.mark.parametrize(("page", "heads", "count", "top_k"), ((64, 128, 6, 40), (1, 128, 3, 512), (5, 21, 200, 100)))
-def test_keys_named_one_by_one(page, heads, count, top_k, hopper):
+def test_keys_named_one_by_one(page, heads, count, top_k, kv_dtype, hopper):
     q = generate.randn(count, heads, 576, dtype=BF, device=hopper)
-    cache = generate.randn(4000 // page, page, 576, dtype=BF, device=hopper)
+    cache = generate.randn(4000 // page, page, 576, dtype=kv_dtype, device=hopper)
     tokens = chosen(count, top_k, cache.shape[0] * page, hopper)
     lens = torch.randint(0, top_k + 1, (count,), dtype=torch.int32, device=hopper)
     for given in (None, lens):
