@@ -20,6 +20,7 @@ from flashinfer._core.target import target_of
 from flashinfer.ops._device.find_prefix import Parameters, start
 from flashinfer.ops._device.prefix import key_of, window_of
 from flashinfer.ops._device.rows import pointer, unit
+from flashinfer.ops.topk import TopK
 
 # No value has this key; that of NaN is the largest.
 _LOWEST = tl.constexpr(-(1 << 31))
@@ -351,9 +352,16 @@ LAUNCHERS = (launch_bound, launch_list, launch_emit)
 def kernels(problem, config):
     """(launcher, problem, config) of each kernel."""
     for own in (False, True):
-        yield launch_list, problem, _configs(config)[own]
-    yield launch_bound, problem, config
+        yield launch_list, _listing(problem), _configs(config)[own]
+    yield launch_bound, _listing(problem), config
     yield launch_emit, problem, config
+
+
+@cache
+def _listing(problem):
+    """What a list depends on: not what is written of it."""
+    p = problem
+    return TopK("values", p.dtype, starts=p.starts, lengths=p.lengths, aligned=p.aligned)
 
 
 @cache
@@ -384,9 +392,10 @@ def run(problem, config, x, k, window, outputs, strides, places):
     bounds, counts, ties = scratch(rows), scratch(rows, programs), scratch(rows, programs)
     list_value, list_column = scratch(rows, programs, capacity, dtype=x.dtype), scratch(rows, programs, capacity)
     given, listed, x_row = (x, *window, bounds), (counts, ties, list_value, list_column), x.stride(0)
+    listing = _listing(problem)
     if not own:
-        start(launch_bound, problem, config, (rows, 1, 1), *given, x_row, k, columns)
-    start(launch_list, problem, _configs(config)[own], (rows * programs, 1, 1), *given, *listed, x_row, k, columns,
+        start(launch_bound, listing, config, (rows, 1, 1), *given, x_row, k, columns)
+    start(launch_list, listing, _configs(config)[own], (rows * programs, 1, 1), *given, *listed, x_row, k, columns,
           programs, chunk, capacity)  # fmt: skip
     start(launch_emit, problem, config, (rows * parts, 1, 1), *given, *listed, *outputs, *places[:4], x_row, *strides,
           k, columns, programs, parts, capacity, *places[4:])  # fmt: skip
