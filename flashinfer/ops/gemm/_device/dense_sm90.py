@@ -18,7 +18,7 @@ from flashinfer._core.gluon_compat import (
 
 # Rows of a warpgroup's tile: what one wgmma takes.
 ROWS = gl.constexpr(64)
-# Columns that go through shared memory at once on their way out.
+# Columns that go through shared memory at once on their way out, or fewer.
 STAGED = gl.constexpr(128)
 
 
@@ -232,21 +232,22 @@ def write_columns(acc, factor, stage, out, bias, row, column, M, N, row_stride, 
 
 @gluon.jit
 def write_tile(acc, factor, stage, out, bias, row, column, M, N, row_stride, BIAS: gl.constexpr):
-    """write_columns of a warpgroup's tile, STAGED columns at a time."""
-    WIDTH: gl.constexpr = acc.shape[1]
-    if WIDTH > STAGED:
-        PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STAGED, 16])
-        left, right = acc.reshape([ROWS, 2, STAGED]).permute([0, 2, 1]).split()
+    """write_columns of a warpgroup's tile, as many columns at a time as are staged, or 128 of float32."""
+    HALF: gl.constexpr = acc.shape[1] // 2
+    if acc.shape[1] > (stage.shape[1] if out.dtype.element_ty.primitive_bitwidth < 32 else 128):
+        PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+        left, right = acc.reshape([ROWS, 2, HALF]).permute([0, 2, 1]).split()
         left = gl.convert_layout(left, PART, assert_trivial=True)
         right = gl.convert_layout(right, PART, assert_trivial=True)
-        write_columns(left, factor, stage, out, bias, row, column, M, N, row_stride, BIAS)
-        write_columns(right, factor, stage, out, bias, row, column + STAGED, M, N, row_stride, BIAS)
+        write_tile(left, factor, stage, out, bias, row, column, M, N, row_stride, BIAS)
+        write_tile(right, factor, stage, out, bias, row, column + HALF, M, N, row_stride, BIAS)
     else:
         write_columns(acc, factor, stage, out, bias, row, column, M, N, row_stride, BIAS)
 
 
 @gluon.jit
-def make_ring(DTYPE: gl.constexpr, form: Form):
+def make_ring(DTYPE: gl.constexpr, form: Form, FILLERS: gl.constexpr = 1):
+    """FILLERS : warps that fill a stage."""
     PART_N: gl.constexpr = form.BLOCK_N // form.B_PARTS
     B_ROWS: gl.constexpr = form.BLOCK_K if form.B_MAJOR == "n" else PART_N
     B_COLUMNS: gl.constexpr = PART_N if form.B_MAJOR == "n" else form.BLOCK_K
@@ -261,7 +262,7 @@ def make_ring(DTYPE: gl.constexpr, form: Form):
     full = gl.allocate_shared_memory(gl.int64, [form.STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [form.STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(form.STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=FILLERS)
         mbarrier.init(empty.index(stage), count=2)
     return Ring(a, b, full, empty)
 

@@ -24,7 +24,7 @@ class Sm90Config:
     group : int
         Tiles along M that are walked before the next column of tiles, so that operands stay in the L2 cache.
     registers, copy_registers : int
-        Of a thread of the warpgroups that multiply, and of the warp that copies.
+        Of a thread of the warpgroups that multiply, and of the warps that fill stages.
     """
 
     block_m: int
@@ -55,10 +55,19 @@ def sm90(p, target) -> Sm90Config:
 
 def widened(c: Sm90Config) -> Sm90Config:
     """The same with tiles of 256 columns, for much work: they read operands less often, and end less often."""
-    # Registers are left for one sum of the tensor cores beside the float32 ones, and for one block of K at a time. On
-    # one H100, beside tiles of 128 columns: 4096 x 7168 x 16384 2 % faster, 4096 x 7168 x 2048 6 %, 4096 x 24576 x 1536
-    # 9 %, 4096 x 4096 x 7168 (3.9 tiles to a multiprocessor) 11 % slower.
-    return replace(c, block_n=256, stages=4, unroll=1, copy_registers=24)
+    # Registers are left for one sum of the tensor cores beside the float32 ones, and for one block of K at a time. No
+    # role goes beyond these; with 24 or 32 a thread the warp that brings factors does.
+    return replace(c, block_n=256, stages=4, unroll=1, registers=224, copy_registers=56)
+
+
+def is_wide(c: Sm90Config, out: str, rows: int, n: int, sms: int) -> bool:
+    """Whether a result of so many rows of tiles, and n columns, has tiles of 256 columns; out : its dtype."""
+    # float32 results take registers that a tile of 256 columns does not have.
+    if c.block_m < 128 or out == "fp32":
+        return False
+    # On one H100 such a tile takes 1.8 times as long as one of 128 columns; a multiprocessor takes whole tiles.
+    wide, narrow = (-(-rows * -(-n // width) // sms) for width in (256, 128))
+    return 1.8 * wide <= narrow
 
 
 def refuses_sm90(p, target) -> str:

@@ -6,7 +6,7 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm._device.blockscaled_sm90 import blockscaled_sm90_kernel
-from flashinfer.ops.gemm.blockscaled.hopper import widened
+from flashinfer.ops.gemm.blockscaled.hopper import is_wide, widened
 from flashinfer.ops.gemm.pieces import pieces_of, scratch
 
 
@@ -34,16 +34,11 @@ def build(p, c) -> Build:
 blockscaled_sm90 = Launcher("blockscaled_sm90", build)
 LAUNCHERS = (blockscaled_sm90,)
 
-# Bytes of stack a thread may use: with 256 columns, 24 for what is the same for all blocks of K, not in their loop.
-STACK_BUDGET = 32
-# So many tiles of 256 columns to a multiprocessor are enough work for them.
-_WIDE_FROM = 5
-
 
 def kernels(p, c):
     """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
     yield blockscaled_sm90, p, c
-    if c.block_m == 128:
+    if c.block_m == 128 and p.out != "fp32":
         yield blockscaled_sm90, p, widened(c)
 
 
@@ -52,7 +47,7 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, pieces: int = 0) -> None:
     batch, m, n = out.shape
     device, sms = out.device, target_of(out.device).sms
     rows = batch * -(-m // c.block_m)
-    if c.block_m == 128 and rows * -(-n // 256) >= _WIDE_FROM * sms:
+    if is_wide(c, p.out, rows, n, sms):
         c, pieces = widened(c), 1
     tiles = rows * -(-n // c.block_n)
     # Half of the multiprocessors read B as fast as all do, and sums of pieces cost more than they bring.

@@ -33,10 +33,11 @@ def test_choice(change):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m, n, k", [(1024, 2048, 2048), (300, 648, 1168), (4096, 264, 512), (64, 7168, 2048),
-                                     (1, 264, 7168), (17, 520, 1040), (200, 256, 8192)])  # fmt: skip
+                                     (1, 264, 7168), (17, 520, 1040), (200, 256, 8192),
+                                     (4200, 4040, 1168)])  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 128])
 def test_shapes(device, m, n, k, rows):
-    """Ends of tiles, of K and of pieces of K; the same bits every time."""
+    """Ends of tiles of both widths, of K and of pieces of K, several tiles a block; the same bits every time."""
     a, a_scale, a_wide = scaled.groupwise((m, k), "e4m3", rows, 128, device)
     b, b_scale, b_wide = scaled.groupwise((n, k), "e4m3", 128, 128, device)
     outs = []
