@@ -11,6 +11,7 @@ from flashinfer.compat.wrappers import PagedNames
 from flashinfer.cudnn.decode import cudnn_batch_decode_with_kv_cache
 from flashinfer.mla.decode import trtllm_batch_decode_with_kv_cache_mla
 from flashinfer.mla.sparse import trtllm_batch_decode_sparse_mla_dsv4
+from flashinfer.ops.attention.positional import by_name
 from flashinfer.ops.attention.single import run_single
 from flashinfer.ops.attention.variants import AttentionVariant, as_module, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
@@ -348,7 +349,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             NHD [pages, 2, page_size, num_kv_heads, head_dim] or HND [pages, 2, num_kv_heads, page_size, head_dim], or
             (k, v) without the second axis. Any strides, head_dim contiguous.
         *args
-            The variant's parameters, in its order; or by name in `params`.
+            The variant's parameters, in its order; or by name in `params`. Without one, of FP8 queries, 3 scales.
         q_scale, k_scale, v_scale : float or Tensor, optional
             Scales of quantised q, k and v; a tensor has 1, num_kv_heads or num_qo_heads elements.
         out : Tensor, optional
@@ -382,7 +383,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             Base 2; -inf for a request without keys, whose out is 0.
         """
         if args:
-            params = self._params(args, params)
+            scales = q_scale, k_scale, v_scale
+            params, (q_scale, k_scale, v_scale) = by_name(args, self._variant, q, params, scales)
         if q_len_per_req != 1:
             planned = self._planned().request.q_len
             require(q_len_per_req in (None, 1, planned), "q_len_per_req", q_len_per_req, f"{planned}, as planned")

@@ -6,10 +6,10 @@ import torch
 
 from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.masks import multi_item_mask
+from flashinfer.ops.attention.positional import by_name
 from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
-from flashinfer.prefill.scales import FP8, by_position
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
@@ -276,10 +276,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a row that sees no key, whose out is 0.
         """
-        if args and self._variant is None and q.dtype in FP8:
-            q_scale, k_scale, v_scale = by_position(args, q_scale, k_scale, v_scale)
-        elif args:
-            params = self._params(args, params)
+        if args:
+            scales = q_scale, k_scale, v_scale
+            params, (q_scale, k_scale, v_scale) = by_name(args, self._variant, q, params, scales)
         numbers = return_lse, q_scale, k_scale, v_scale, window_left
         if sinks is None and params is None and kv_block_scales is None and kv_cache_sf is None:
             return self._run(q, paged_kv_cache, out, lse, numbers)

@@ -7,10 +7,10 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer.compat.wrappers import RaggedNames
 from flashinfer.ops.attention.masks import multi_item_mask
+from flashinfer.ops.attention.positional import by_name
 from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
-from flashinfer.prefill.scales import FP8, by_position
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
@@ -156,10 +156,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a row that sees no key, whose out is 0.
         """
-        if args and self._variant is None and q.dtype in FP8:
-            q_scale, k_scale, v_scale = by_position(args, q_scale, k_scale, v_scale)
-        elif args:
-            params = self._params(args, params)
+        if args:
+            scales = q_scale, k_scale, v_scale
+            params, (q_scale, k_scale, v_scale) = by_name(args, self._variant, q, params, scales)
         if o_scale is not None:
             v_scale = (1.0 if v_scale is None else v_scale) / o_scale
         return self._run(q, (k, v), out, lse, (return_lse, q_scale, k_scale, v_scale, None), params=params)

@@ -428,13 +428,6 @@ class AttentionWrapper(Replaceable):
             self._replan()
         return self._batch
 
-    def _params(self, args: tuple, params: dict | None) -> dict | None:
-        """What run() is given for the variant's functions, in their order or by name."""
-        if self._variant is None:
-            refuse_arguments(args)
-            return params
-        return self._variant.named(args, params)
-
     def _factors(self, kv_block_scales, kv_cache_sf=None) -> dict:
         """Block scales of an nvfp4 cache, under either name, as Batch.run takes them."""
         if kv_cache_sf is not None:
@@ -486,11 +479,6 @@ def _with_variant(options: Options, variant: AttentionVariant) -> Options:
 
 def _pair(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     return ragged_views(*kv, kv_layout)
-
-
-def refuse_arguments(args: tuple) -> None:
-    """Further positional arguments of run() are a variant's."""
-    require(not args, "*args", f"{len(args)} extra arguments", "none without a variant (docs/variants.md)")
 
 
 def refuse_block_scales(name: str, value) -> None:

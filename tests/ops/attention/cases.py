@@ -59,7 +59,7 @@ def run_paged(ragged, options, backend, *, page_size=16, kv_layout="NHD", mask=N
     return wrapper.run(ragged.q, paged.kv_cache, *scales, return_lse=True, **(run or {}))
 
 
-def run_decode(ragged, options, backend, *, page_size=16, kv_layout="NHD", plan=None, run=None, paged=None):
+def run_decode(ragged, options, backend, *, page_size=16, kv_layout="NHD", plan=None, run=None, paged=None, scales=()):
     device = ragged.q.device
     paged = paged or generate.paged(ragged, page_size, kv_layout)
     kwargs = options.as_kwargs()
@@ -69,4 +69,4 @@ def run_decode(ragged, options, backend, *, page_size=16, kv_layout="NHD", plan=
         paged.indptr, paged.indices, paged.last_page_len, ragged.q.shape[1], ragged.k.shape[1], ragged.q.shape[2],
         page_size, q_data_type=ragged.q.dtype, kv_data_type=ragged.k.dtype, **kwargs, **(plan or {}),
     )  # fmt: skip
-    return wrapper.run(ragged.q, paged.kv_cache, return_lse=True, **(run or {}))
+    return wrapper.run(ragged.q, paged.kv_cache, *scales, return_lse=True, **(run or {}))

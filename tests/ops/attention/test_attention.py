@@ -166,10 +166,10 @@ def test_fp8_queries(device):
         check(result, x, OPTIONS["causal"], o_dtype=torch.float16)
 
 
-@pytest.mark.parametrize("run", (run_ragged, run_paged))
+@pytest.mark.parametrize("run", (run_ragged, run_paged, run_decode))
 def test_scales_of_fp8_by_position(run, device):
     """As callers of FlashInfer's FA3 backend have them: after keys and values, a tensor with one a head each."""
-    x = batch(device, dtype=torch.float8_e4m3fn)
+    x = batch(device, dtype=torch.float8_e4m3fn, **({"qo": (1, 1, 1, 1)} if run is run_decode else {}))
     scales = [torch.full((count,), value, device=device) for count, value in ((4, 0.5), (2, 1.7), (2, 3.0))]
     extras, plan = Extras(q_scale=0.5, k_scale=1.7, v_scale=3.0), dict(o_data_type=HALF)
     for backend in {"portable", *backends(device)} - {"auto"}:
