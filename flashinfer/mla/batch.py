@@ -290,8 +290,8 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             ckv_cache, kpe_cache = split(kv_cache, batch.options, "kv_cache")
         if q_nope is None or ckv_cache is None:
             require(False, "q_nope" if q_nope is None else "ckv_cache", None, "a tensor")
-        call = dict(return_lse=return_lse, base_e=return_lse_base_on_e or self._lse_base_e, sinks=sinks,
-                    params=params and self._params((), params))  # fmt: skip
+        base_e = return_lse_base_on_e or self._lse_base_e
+        call = dict(return_lse=return_lse, base_e=base_e, sinks=sinks, params=params)
         if shape is not None:
             out = None if out is None else out.view(q_nope.shape)
             lse = None if lse is None else lse.view(q_nope.shape[:2])
