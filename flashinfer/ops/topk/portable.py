@@ -26,7 +26,7 @@ from flashinfer.ops._device.prefix import (
     window_of,
 )
 from flashinfer.ops.topk import TopK, short
-from flashinfer.ops.topk.short import slot_of
+from flashinfer.ops.topk.results import moved_by, write_taken
 
 
 @triton.jit
@@ -36,16 +36,10 @@ def write_found(
     """Writes a tile's elements that are `mine` from `place` on; how many there are."""
     found = mine.to(tl.int32)
     to = place + tl.cumsum(found, 0) - 1
-    mine &= to < k
-    if page_table is not None:
-        index = slot_of(column + shift, mine, page_table, batch, pages, table_row, page_size)
-    else:
-        index = column + shift
-    tl.store(out_index + to, index.to(out_index.dtype.element_ty), mine)
-    if out_value is not None:
-        tl.store(out_value + to, value, mine)
-    if raw is not None:
-        tl.store(raw + to, column, mine)
+    write_taken(
+        value, column, mine & (to < k), to, out_value, out_index, raw, shift, page_table, batch, pages, table_row,
+        page_size,
+    )  # fmt: skip
     return tl.sum(found, 0)
 
 
@@ -94,17 +88,7 @@ def emit_kernel(
         out_value += row.to(tl.int64) * k
     if raw is not None:
         raw += row.to(tl.int64) * raw_row
-    shift = 0
-    batch = row
-    if page_table is not None:
-        if row_to_batch is not None:
-            batch = tl.load(row_to_batch + row)
-        if page_starts is not None:
-            shift = tl.load(page_starts + row)
-        elif starts is not None:
-            shift = tl.load(starts + row)
-    if offsets is not None:
-        shift = tl.load(offsets + row)
+    shift, batch = moved_by(row, page_table, row_to_batch, page_starts, starts, offsets)
     first, end = near_share(near_groups, part, programs, NEAR_TILE // GROUP)
     if first < end:
         place = kept_before(

@@ -20,6 +20,7 @@ from flashinfer._core.target import target_of
 from flashinfer.ops._device.find_prefix import Parameters, start
 from flashinfer.ops._device.prefix import key_of, window_of
 from flashinfer.ops._device.rows import pointer, unit
+from flashinfer.ops.topk.results import moved_by, write_taken
 from flashinfer.ops.topk import TopK
 
 # No value has this key; that of NaN is the largest.
@@ -177,31 +178,6 @@ def find_key(
 
 
 @triton.jit
-def slot_of(position, ok, page_table, batch, pages, table_row, page_size):
-    """Where the page table puts positions; -1 where it ends or has no page."""
-    page = position // page_size
-    ok &= (position >= 0) & (page < pages)
-    entry = tl.load(page_table + batch.to(tl.int64) * table_row + page, ok, other=-1)
-    return tl.where(entry >= 0, entry * page_size + position % page_size, -1)
-
-
-@triton.jit
-def write_taken(
-    value, column, mine, to, out_value, out_index, raw, shift, page_table, batch, pages, table_row, page_size
-):
-    """Writes elements that are `mine` at `to`."""
-    if page_table is not None:
-        index = slot_of(column + shift, mine, page_table, batch, pages, table_row, page_size)
-    else:
-        index = column + shift
-    tl.store(out_index + to, index.to(out_index.dtype.element_ty), mine)
-    if out_value is not None:
-        tl.store(out_value + to, value, mine)
-    if raw is not None:
-        tl.store(raw + to, column, mine)
-
-
-@triton.jit
 def emit_kernel(
     x, starts, lengths, bounds, counts, ties, list_value, list_column, out_value, out_index, raw, page_table,
     row_to_batch, page_starts, offsets, x_row, out_row, raw_row, table_row, k, columns, programs, parts, capacity,
@@ -226,17 +202,7 @@ def emit_kernel(
         out_value += row.to(tl.int64) * k
     if raw is not None:
         raw += row.to(tl.int64) * raw_row
-    shift = 0
-    batch = row
-    if page_table is not None:
-        if row_to_batch is not None:
-            batch = tl.load(row_to_batch + row)
-        if page_starts is not None:
-            shift = tl.load(page_starts + row)
-        elif starts is not None:
-            shift = tl.load(starts + row)
-    if offsets is not None:
-        shift = tl.load(offsets + row)
+    shift, batch = moved_by(row, page_table, row_to_batch, page_starts, starts, offsets)
     ends = tl.cumsum(listed, 0)
     begins = ends - listed
     above = tl.sum(listed, 0)
