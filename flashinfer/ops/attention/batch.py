@@ -20,6 +20,8 @@ from flashinfer.ops.attention.variants import identity_of
 # Launches held per plan. Layers share one; scales, windows and sinks of their own make one for each, shapes one of
 # those that are tried one after the other.
 _MOST_HELD, _MOST_ALIKE = 256, 16
+# Sizes of batches whose launches are kept: requests come and go.
+_MOST_SIZES = 64
 
 
 @dataclass
@@ -93,6 +95,8 @@ class Batch:
         # A work list is cut to the tiles of one config. What a call brings may need another config than was planned
         # with (narrower tiles for rows that are not aligned), and so a work list of its own.
         self._lists: dict = {}
+        # Launches held for calls that are alike, of batches of each size.
+        self._held_for: dict[tuple, dict] = {}
         self._held: dict[tuple, list] = {}
         self._needs = None
         self._pages_at = 0
@@ -115,20 +119,27 @@ class Batch:
         rows = limits.batch * request.q_len if request.q_len else request.rows
         needs = rows, -1 if self.options.page_size else request.kv_entries
         if not limits.known or limits != self.limits:
-            before = [work.size for work in self._lists.values()]
             # Bounds that only the call will tell may be larger than those that the buffers were made for.
             if not (limits.known and all([work.fits(limits) for work in self._lists.values()])):
                 self._lists = {}
-            if before != [work.size for work in self._lists.values()]:
-                self._held = {}
-        if not (self._lists and needs == self._needs and _same_tables(table, self.table)):
-            self._held = {}
+        if not (self._lists and _same_tables(table, self.table)):
+            self._held_for, self._held = {}, {}
         self.request, self.table, self.limits, self._needs = request, table, limits, needs
         self._pages_at = 0 if table.kv_indices is None else table.kv_indices.data_ptr()
         for work in self._lists.values():
             work.fill(table)
         if not self._lists and limits.known:
             self._schedule_of(self.kind.latest)
+        size = self._size()
+        self._held = self._held_for.get(size)
+        if self._held is None:
+            if len(self._held_for) >= _MOST_SIZES:
+                self._held_for.clear()
+            self._held = self._held_for[size] = {}
+
+    def _size(self) -> tuple:
+        """What held launches hang on: grids on the sizes of work lists, their checks on the rows that are needed."""
+        return self._needs, *[work.size for work in self._lists.values()]
 
     def refill(self, table: Table, limits: Limits, addresses: list[int]) -> None:
         """Describe a batch of as many requests and rows as the last, told in the same way by tables at `addresses`."""
@@ -152,6 +163,7 @@ class Batch:
 
             work = self._lists[choice.config] = WorkList(self.kind, choice.config, self.limits, self._take)
             work.fill(self.table)
+            self._held_for[self._size()] = self._held
         return work.schedule
 
     def _take(self, count: int) -> torch.Tensor:

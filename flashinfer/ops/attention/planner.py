@@ -17,6 +17,10 @@ from flashinfer.ops.attention.problem import Problem, Table
 TOLD = ("q_indptr", "q_lens", "kv_indptr", "kv_lens")
 
 
+# Room for items, at least: 32 KiB.
+_FEWEST_ITEMS = 512
+
+
 @dataclass(frozen=True)
 class ScheduleProblem:
     """What the scheduling kernel is compiled for: what tells queries and keys (`Table.form`), fixed pieces, and whether
@@ -69,7 +73,7 @@ class Schedule:
 
     Attributes
     ----------
-    items : int32 Tensor [max_items, 16]
+    items : int32 Tensor [max_items, 16], or longer
         See _device/schedule.py.
     counts : int32 Tensor [1]
         Items in use.
@@ -124,9 +128,11 @@ def capacity(problem: Problem, config, limits, how: Splitting) -> tuple[int, int
 
 
 def allocate(problem: Problem, config, limits, how: Splitting, num_kv_heads: int, scratch, device) -> Schedule:
-    """Buffers for any batch within `limits`. `scratch(bytes)` gives the uint8 tensor for partial results."""
+    """Buffers for any batch within `limits`, and items for larger ones: batches grow. `scratch(bytes)` gives the uint8
+    tensor for partial results."""
     items, slots = capacity(problem, config, limits, how)
-    sizes = (items * ITEM_WIDTH.value, 1, slots * num_kv_heads)
+    room = max(_FEWEST_ITEMS, 1 << (items - 1).bit_length())
+    sizes = (room * ITEM_WIDTH.value, 1, slots * num_kv_heads)
     integers = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     schedule = Schedule(*integers, num_kv_heads, items, slots)
     if slots:

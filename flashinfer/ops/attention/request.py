@@ -193,7 +193,7 @@ class Request:
         if lens and self.kv_lens is None:
             stage.check_last_page_len(self.options.page_size)
         elif lens:
-            stage.check_kv_lens(self.options.page_size)
+            stage.check_kv_lens(self.options.page_size, page_ids)
         return Told(rows, longest, entries)
 
 

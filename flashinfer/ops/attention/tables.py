@@ -41,11 +41,12 @@ class Stage:
         # A verdict per element, in bytes: to search them costs a tenth of reducing an array.
         self._verdicts = [bytearray(n) for n in counts]
         self._flags = [np.frombuffer(verdict, dtype=np.bool_) for verdict in self._verdicts]
-        # Views cost as much as what is done with them: offsets and those before them, and lengths as unsigned.
-        self._steps = [(x[1:], x[:-1], flags[1:]) for x, flags in zip(self.values, self._flags, strict=True)]
+        # As unsigned, a negative number is larger than any other. Views cost as much as what is done with them: offsets
+        # and those before them.
         self._unsigned = [x.view(np.uint32) for x in self.values]
-        # Numbers become arrays at every comparison, which takes longer than to compare.
-        self._most, self._bound = 0, np.zeros(counts[LENGTHS], np.uint32)
+        self._steps = [(x[1:], x[:-1], flags[1:]) for x, flags in zip(self._unsigned, self._flags, strict=True)]
+        self._differences = [np.empty_like(x[1:]) for x in self._unsigned[:LENGTHS]]
+        self._number, self._numbers = 0, np.zeros(counts[LENGTHS], np.uint32)
         self._bytes = 4 * total
         self.parts: tuple[torch.Tensor, ...] = ()
         if device.type == "cuda" and total:
@@ -67,43 +68,49 @@ class Stage:
         integers = self._integers[i]
         np.less(*self._steps[i])
         last = integers[-1]
-        if integers[0] or 1 in self._verdicts[i] or (most is not None and last > most):
+        if integers[0] or last < 0 or 1 in self._verdicts[i] or (most is not None and last > most):
             check_indptr(NAMES[i], self.values[i], most, what)
         return last
 
     def check_last_page_len(self, page_size: int) -> None:
         """Check that all are 0 ... page_size."""
-        if page_size != self._most:
-            self._most = page_size
-            self._bound.fill(page_size)
-        # As unsigned, a negative length is larger than any other.
-        np.greater(self._unsigned[LENGTHS], self._bound, self._flags[LENGTHS])
+        np.greater(self._unsigned[LENGTHS], self._all(page_size), self._flags[LENGTHS])
         if 1 in self._verdicts[LENGTHS]:
             values = self.values[LENGTHS]
             require(False, "last_page_len", f"{values.min()} ... {values.max()}", f"0 ... {page_size}")
 
-    def check_kv_lens(self, page_size: int) -> None:
+    def check_kv_lens(self, page_size: int, page_ids: int) -> None:
         """Check that numbers of keys are 0 or more, and fit the pages that kv_indptr gives each request, if it is
-        here."""
-        lens = self.values[LENGTHS]
+        here and was checked."""
         if not self.counts[KV_INDPTR]:
-            np.less(lens, 0, self._flags[LENGTHS])
+            room = self._all((1 << 31) - 1)
+        elif page_ids * page_size < 1 << 31:
+            room = self._difference(KV_INDPTR)
+            np.multiply(room, self._all(page_size), room)
         else:
-            ends, begins, _ = self._steps[KV_INDPTR]
-            room = np.subtract(ends, begins, dtype=np.int64)
-            room *= page_size
-            # As unsigned, a negative length is larger than any room.
-            np.greater(self._unsigned[LENGTHS], room, self._flags[LENGTHS])
+            room = self._difference(KV_INDPTR).astype(np.int64) * page_size
+        np.greater(self._unsigned[LENGTHS], room, self._flags[LENGTHS])
         at = self._verdicts[LENGTHS].find(1)
         if at >= 0:
-            require(lens[at] >= 0, "kv_len_arr", lens[at], "no negative length")
-            require(False, "kv_len_arr", f"{lens[at]} of request {at}",
+            length = self.values[LENGTHS][at]
+            require(length >= 0, "kv_len_arr", length, "no negative length")
+            require(False, "kv_len_arr", f"{length} of request {at}",
                     f"what its entries of kv_indices hold, pages of {page_size}")  # fmt: skip
 
     def longest_step(self, i: int) -> int:
-        """The most from one offset to the next, at least 1."""
+        """The most from one checked offset to the next, at least 1."""
+        return max(1, int(np.maximum.reduce(self._difference(i)))) if self.counts[i] > 1 else 1
+
+    def _difference(self, i: int) -> np.ndarray:
         ends, begins, _ = self._steps[i]
-        return int(np.maximum.reduce(ends - begins, initial=1))
+        return np.subtract(ends, begins, self._differences[i])
+
+    def _all(self, number: int) -> np.ndarray:
+        """An array of a number for each request: a number becomes an array in longer than it takes to compare."""
+        if number != self._number:
+            self._number = number
+            self._numbers.fill(number)
+        return self._numbers
 
     def send(self, stream: int) -> None:
         """Copy all to the device, in the order of the stream.

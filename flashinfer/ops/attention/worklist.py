@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention import planner
+from flashinfer.ops.attention._device.schedule import ITEM_WIDTH
 from flashinfer.ops.attention.kind import Kind
 from flashinfer.ops.attention.problem import Table
 from flashinfer.ops.attention.request import Limits
+
+
+# Numbers of requests whose launches are kept: requests come and go.
+_MOST_FILLS = 64
 
 
 class WorkList:
@@ -20,9 +27,11 @@ class WorkList:
         how = planner.splitting(kind.problem, config, target_of(kind.device), heads, fixed if fixed != -1 else None)
         self.schedule = planner.allocate(kind.problem, config, limits, how, heads, scratch, kind.device)
         self._what = kind.problem, config, limits, how
-        self._capacity = self.schedule.max_items, self.schedule.max_slots
+        self._capacity = self.schedule.items.numel() // ITEM_WIDTH.value, self.schedule.max_slots
         self._window_left, self._mixed = kind.options.window_left, kind.options.mixed
-        self._filled, self._fill = None, None
+        # What fills it, by what the launch is told of a batch.
+        self._fills: dict[tuple, Callable] = {}
+        self._fill = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -47,10 +56,13 @@ class WorkList:
         if not batch:
             return
         told = batch, table.q_len, table.kv_stride, table.form
-        if told != self._filled:
+        self._fill = self._fills.get(told)
+        if self._fill is None:
+            if len(self._fills) >= _MOST_FILLS:
+                self._fills.clear()
             problem, config, _, how = self._what
             self._fill = planner.hold(problem, config, table, self.schedule, how, self._window_left, self._mixed)
-            self._filled = told
+            self._fills[told] = self._fill
         self.refill(planner.addresses(table))
 
     def refill(self, addresses: list[int]) -> None:

@@ -74,6 +74,26 @@ def growing_batches(card, where):
         assert len(launches) == 2 and published.data_ptr() in words(launches[1])
 
 
+def batches_that_come_again(card):
+    """Requests come and go: what was prepared for as many serves again."""
+    pages = {n: (on_host(*range(0, 3 * n + 1, 3)), on_host(*[5] * n), table(*range(3 * n))) for n in (2, 3, 4)}
+    kept = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    for turn, n in enumerate((2, 3, 4, 3, 2, 2, 2, 4)):
+        indptr, last, ids = pages[n]
+        q, out = halves(n, HEADS[0], DIM), halves(n, HEADS[0], DIM)
+
+        def step(wrapper, indptr=indptr, ids=ids, last=last, q=q, out=out):
+            wrapper.plan(indptr, ids, last, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
+            wrapper.run(q, CACHE, out=out)
+
+        launches = []
+        times = holds(lambda step=step: launches.extend(card.made(lambda: step(kept))))
+        assert times == (2 if turn < 3 else 0)
+        anew = card.made(lambda step=step: step(flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())))
+        assert [launch[:2] for launch in launches] == [launch[:2] for launch in anew]
+        assert read(words(launches[0])[5], n + 1) == indptr.tolist() and words(launches[0])[0] in words(launches[1])
+
+
 def batches_that_only_the_device_knows(card):
     """A plan whose rows no one has told must not go into the work list of a smaller one."""
     kept = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend="portable")
@@ -286,7 +306,8 @@ def test_growing_batches(where, on_card):
 
 @pytest.mark.parametrize(
     "check",
-    [batches_that_only_the_device_knows, graph_buffers_end_where_they_end, latent_plans, plans_that_differ],
+    [batches_that_come_again, batches_that_only_the_device_knows, graph_buffers_end_where_they_end, latent_plans,
+     plans_that_differ],  # fmt: skip
 )
 def test_plans(check, on_card):
     on_card(check)
