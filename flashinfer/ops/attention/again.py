@@ -10,7 +10,7 @@ import torch
 from flashinfer._core.alike import like
 from flashinfer._core.driver import copy_to_device
 from flashinfer.ops.attention.batch import Batch, limits_of
-from flashinfer.ops.attention.request import Limits, Told, tile_rows
+from flashinfer.ops.attention.request import MOST_ROWS, Limits, tile_rows
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR, Stage
 
 # Where the tables that tell lengths stand in Table.told().
@@ -42,8 +42,9 @@ class LastPlan:
     def __init__(self, tables: tuple, stage: Stage, tile_q: int, batch: Batch):
         self._stage, self._batch = stage, batch
         self._group = batch.options.group
-        # None where values of query lengths do not tell the tile.
-        self._tile = tile_rows(tile_q, self._group) if stage.counts[QO_INDPTR] else None
+        # None where no values tell the tile.
+        told = stage.counts[QO_INDPTR] and not batch.request.longest_q
+        self._tile = tile_rows(tile_q, self._group) if told else None
         self._page_size = batch.options.page_size
         there = [i for i, t in enumerate(tables) if t is not None]
         self._there = slice(there[0], there[-1] + 1)
@@ -82,12 +83,19 @@ class LastPlan:
             if count > self._most_ids:
                 return False
             memmove(self._stage.places[KV_INDICES], ids.data_ptr(), 4 * count)
-        return self._follow(tables, count, self._batch.request.check(self._stage, count), stream, alone)
+        told = self._batch.request.check(self._stage, count)
+        return self._follow(tables, count, told, stream, alone)
 
-    def _follow(self, tables: tuple, count: int | None, told: Told, stream: int, alone: bool) -> bool:
+    def _same_tile(self, rows: int, requests: int) -> bool:
+        # The longest query is at least the average: most often that says enough.
+        if self._tile == MOST_ROWS and 2 * rows * self._group > MOST_ROWS * requests:
+            return True
+        return tile_rows(self._stage.longest_step(QO_INDPTR), self._group) == self._tile
+
+    def _follow(self, tables: tuple, count: int | None, told: tuple[int, int], stream: int, alone: bool) -> bool:
         stage, batch = self._stage, self._batch
-        rows, longest, entries = told
-        if self._tile is not None and tile_rows(longest, self._group) != self._tile:
+        rows, entries = told
+        if self._tile is not None and not self._same_tile(rows, batch.limits.batch):
             return False
         if stage.parts:
             stage.send(stream)
@@ -120,10 +128,11 @@ class LastFixedPlan(LastPlan):
         self._buffers = [(i, fixed[i], fixed[i].data_ptr()) for i in self._elsewhere]
         self._room = 0 if fixed[KV_INDICES] is None else fixed[KV_INDICES].shape[0]
 
-    def _follow(self, tables: tuple, count: int | None, told: Told, stream: int, alone: bool) -> bool:
+    def _follow(self, tables: tuple, count: int | None, told: tuple[int, int], stream: int, alone: bool) -> bool:
         batch = self._batch
         request, table = batch.request, batch.table
-        if not alone or told.rows > batch.limits.q_rows or (count is not None and count > self._room):
+        rows, entries = told
+        if not alone or rows > batch.limits.q_rows or (count is not None and count > self._room):
             return False
         for i, buffer, at in self._buffers:
             if tables[i].data_ptr() != at:
@@ -132,8 +141,8 @@ class LastFixedPlan(LastPlan):
             copy_to_device(to, place, size, stream)
         if self._most_ids:
             copy_to_device(table.kv_indices.data_ptr(), self._stage.places[KV_INDICES], 4 * count, stream)
-        same = told.rows == request.rows and (count is not None or told.kv_entries == request.kv_entries)
-        request.rows, request.kv_entries = told.rows, told.kv_entries
+        same = rows == request.rows and (count is not None or entries == request.kv_entries)
+        request.rows, request.kv_entries = rows, entries
         if same:
             batch.refill(table, batch.limits, self._addresses)
         else:

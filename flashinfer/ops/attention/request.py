@@ -181,36 +181,20 @@ class Request:
             require(False, self.names[LENGTHS], f"[{lens.numel()}]", f"[{batch}]")
         return tuple(counts)
 
-    def check(self, stage: Stage, page_ids: int | None) -> Told:
-        """Check the values of tables that `stage` holds; `page_ids` is the length of kv_indices."""
+    def check(self, stage: Stage, page_ids: int | None) -> tuple[int, int]:
+        """Check the values of tables that `stage` holds, `page_ids` being the length of kv_indices; (rows, kv_entries)
+        of a batch that they tell."""
         qo, kv, lens, _ = stage.counts
-        rows, longest, entries = self.rows, self.longest_q or self.q_len, self.kv_entries
+        rows, entries = self.rows, self.kv_entries
         if qo:
             rows = stage.check_indptr(QO_INDPTR)
-            longest = longest or stage.longest_step(QO_INDPTR)
         if kv:
             entries = stage.check_indptr(KV_INDPTR, page_ids, "the length of kv_indices")
         if lens and self.kv_lens is None:
             stage.check_last_page_len(self.options.page_size)
         elif lens:
             stage.check_kv_lens(self.options.page_size, page_ids)
-        return Told(rows, longest, entries)
-
-
-class Told(NamedTuple):
-    """What the values of tables on the host tell of a batch.
-
-    Attributes
-    ----------
-    rows, kv_entries : int
-        The last offsets of qo_indptr and kv_indptr; -1 where only the device knows.
-    longest_q : int
-        A bound on query lengths; 0 where it is unknown.
-    """
-
-    rows: int
-    longest_q: int
-    kv_entries: int
+        return rows, entries
 
 
 class Limits(NamedTuple):
@@ -235,8 +219,12 @@ class Limits(NamedTuple):
         return self.q_rows >= 0 and self.kv_tokens >= 0
 
 
+# The widest tile.
+MOST_ROWS = 128
+
+
 def tile_rows(longest_q: int, group: int) -> int:
     """Rows a tile should hold: the power of two that takes the longest query, 16 to 128; 128 if it is unknown."""
     if longest_q <= 0:
-        return 128
-    return min(128, max(16, 1 << (longest_q * group - 1).bit_length()))
+        return MOST_ROWS
+    return min(MOST_ROWS, max(16, 1 << (longest_q * group - 1).bit_length()))

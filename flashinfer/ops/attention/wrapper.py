@@ -259,13 +259,13 @@ class AttentionWrapper(Replaceable):
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def _take(self, request: Request, stage: Stage) -> int:
-        """Check tables that are on the host, in their room. Returns a bound on query lengths; 0 where it is unknown."""
+        """Check tables on the host, in their room. Returns a bound on query lengths; 0 where it is unknown."""
         for i, table in enumerate(request.tables):
             if stage.counts[i]:
                 stage.take(i, table)
         ids = request.kv_indices
         page_ids = None if ids is None else ids.shape[0]
-        told = request.check(stage, page_ids)
+        request.rows, request.kv_entries = request.check(stage, page_ids)
         if self._debug:
             # Looking at tables on a GPU waits for it.
             everything = Stage(tuple(0 if t is None else t.shape[0] for t in request.tables), torch.device("cpu"))
@@ -273,8 +273,8 @@ class AttentionWrapper(Replaceable):
                 if table is not None:
                     everything.take(i, table.cpu())
             request.check(everything, page_ids)
-        request.rows, longest, request.kv_entries = told
-        return longest
+        longest = request.q_len or request.longest_q
+        return stage.longest_step(QO_INDPTR) if not longest and stage.counts[QO_INDPTR] else longest
 
     def _stage_for(self, lengths: tuple[int, ...], stream: int | None) -> Stage:
         *others, pages = lengths
