@@ -18,8 +18,6 @@ from flashinfer._core.gluon_compat import (
 
 # Rows of a warpgroup's tile: what one wgmma takes.
 ROWS = gl.constexpr(64)
-# Columns that go through shared memory at once on their way out, or fewer.
-STAGED = gl.constexpr(128)
 
 
 @aggregate
@@ -125,33 +123,40 @@ def place_of(work, size: Size, GROUP: gl.constexpr):
 @gluon.jit
 def produce(a_map, b_map, ring: Ring, size: Size, form: Form):
     """One warp: copies the tiles of A and B of each work, block of K by block, as stages come free."""
-    BYTES: gl.constexpr = ring.a.dtype.primitive_bitwidth // 8
-    PART_N: gl.constexpr = form.BLOCK_N // form.B_PARTS
     step = 0
     for work in range(gl.program_id(0), size.works, gl.num_programs(0)):
         entry, tile_m, tile_n, piece, tile, begin, end = place_of(work, size, form.GROUP)
         row = tile_m * (form.A_PARTS * ROWS)
         column = tile_n * form.BLOCK_N
-        for block in range(begin * form.UNROLL, end * form.UNROLL):
-            stage = step % form.STAGES
-            full = ring.full.index(stage)
-            k = block * form.BLOCK_K
-            mbarrier.wait(ring.empty.index(stage), ((step // form.STAGES) & 1) ^ 1)
-            mbarrier.expect(full, (form.A_PARTS * form.BOX + form.BLOCK_N) * form.BLOCK_K * BYTES)
-            for part in gl.static_range(form.A_PARTS):
-                to = ring.a.index(stage * form.A_PARTS + part)
-                if form.BOX < ROWS:
-                    to = to.slice(0, form.BOX, dim=0)
-                tma_load(a_map, [entry, row + part * ROWS, k], full, to)
-            for part in gl.static_range(form.B_PARTS):
-                to = ring.b.index(stage * form.B_PARTS + part)
-                if form.B_MAJOR == "k":
-                    tma_load(b_map, [entry, column + part * PART_N, k], full, to)
-                elif form.B_MAJOR == "n":
-                    tma_load(b_map, [entry, k, column + part * PART_N], full, to)
-                else:
-                    tma_load(b_map, [block, (column + part * PART_N) // 32, 0, 0, 0], full, to)
-            step += 1
+        step = copy_blocks(a_map, b_map, ring, step, entry, row, entry, column, begin, end, form)
+
+
+@gluon.jit
+def copy_blocks(a_map, b_map, ring: Ring, step, a_entry, row, b_entry, column, begin, end, form: Form):
+    """Copy the tiles of A from `row` on, and of B from `column` on, of the blocks of K from `begin` to `end`."""
+    BYTES: gl.constexpr = ring.a.dtype.primitive_bitwidth // 8
+    PART_N: gl.constexpr = form.BLOCK_N // form.B_PARTS
+    for block in range(begin * form.UNROLL, end * form.UNROLL):
+        stage = step % form.STAGES
+        full = ring.full.index(stage)
+        k = block * form.BLOCK_K
+        mbarrier.wait(ring.empty.index(stage), ((step // form.STAGES) & 1) ^ 1)
+        mbarrier.expect(full, (form.A_PARTS * form.BOX + form.BLOCK_N) * form.BLOCK_K * BYTES)
+        for part in gl.static_range(form.A_PARTS):
+            to = ring.a.index(stage * form.A_PARTS + part)
+            if form.BOX < ROWS:
+                to = to.slice(0, form.BOX, dim=0)
+            tma_load(a_map, [a_entry, row + part * ROWS, k], full, to)
+        for part in gl.static_range(form.B_PARTS):
+            to = ring.b.index(stage * form.B_PARTS + part)
+            if form.B_MAJOR == "k":
+                tma_load(b_map, [b_entry, column + part * PART_N, k], full, to)
+            elif form.B_MAJOR == "n":
+                tma_load(b_map, [b_entry, k, column + part * PART_N], full, to)
+            else:
+                tma_load(b_map, [block, (column + part * PART_N) // 32, 0, 0, 0], full, to)
+        step += 1
+    return step
 
 
 @gluon.jit
@@ -208,6 +213,16 @@ def add_pieces(acc, partial, arrived, slot, piece, pieces, height):
 
 
 @gluon.jit
+def by_rows(result, stage):
+    """16 bits: in a layout where the threads of a warp have whole rows, through shared memory. Others as they are."""
+    if result.dtype.primitive_bitwidth < 32:
+        WIDTH: gl.constexpr = result.shape[1]
+        stage.store(result)
+        result = stage.load(gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0]))
+    return result
+
+
+@gluon.jit
 def write_columns(acc, factor, stage, out, bias, row, column, M, N, row_stride, BIAS: gl.constexpr):
     """Scale, add the bias, round, and write one part of a tile: through shared memory, so that whole rows are written.
 
@@ -219,11 +234,7 @@ def write_columns(acc, factor, stage, out, bias, row, column, M, N, row_stride, 
     if BIAS:
         own = column + gl.arange(0, WIDTH, gl.SliceLayout(0, acc.type.layout))
         acc += gl.load(bias + own, mask=own < N, other=0.0).to(gl.float32)[None, :]
-    result = acc.to(OUT)
-    if OUT.primitive_bitwidth < 32:
-        WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-        stage.store(result)
-        result = stage.load(WHOLE_ROWS)
+    result = by_rows(acc.to(OUT), stage)
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, result.type.layout))
     cols = column + gl.arange(0, WIDTH, gl.SliceLayout(0, result.type.layout))
     at = out + rows.to(gl.int64)[:, None] * row_stride + cols[None, :]
@@ -231,16 +242,23 @@ def write_columns(acc, factor, stage, out, bias, row, column, M, N, row_stride, 
 
 
 @gluon.jit
-def write_tile(acc, factor, stage, out, bias, row, column, M, N, row_stride, BIAS: gl.constexpr):
-    """write_columns of a warpgroup's tile, as many columns at a time as are staged, or 128 of float32."""
+def halves(acc):
+    """The left and the right columns of a warpgroup's tile; no register moves."""
     HALF: gl.constexpr = acc.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    left, right = acc.reshape([ROWS, 2, HALF]).permute([0, 2, 1]).split()
+    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+    right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
+    return left, right
+
+
+@gluon.jit
+def write_tile(acc, factor, stage, out, bias, row, column, M, N, row_stride, BIAS: gl.constexpr):
+    """write_columns of a warpgroup's tile, as many columns at a time as are staged."""
     if acc.shape[1] > (stage.shape[1] if out.dtype.element_ty.primitive_bitwidth < 32 else 128):
-        PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-        left, right = acc.reshape([ROWS, 2, HALF]).permute([0, 2, 1]).split()
-        left = gl.convert_layout(left, PART, assert_trivial=True)
-        right = gl.convert_layout(right, PART, assert_trivial=True)
+        left, right = halves(acc)
         write_tile(left, factor, stage, out, bias, row, column, M, N, row_stride, BIAS)
-        write_tile(right, factor, stage, out, bias, row, column + HALF, M, N, row_stride, BIAS)
+        write_tile(right, factor, stage, out, bias, row, column + left.shape[1], M, N, row_stride, BIAS)
     else:
         write_columns(acc, factor, stage, out, bias, row, column, M, N, row_stride, BIAS)
 
@@ -268,10 +286,10 @@ def make_ring(DTYPE: gl.constexpr, form: Form, FILLERS: gl.constexpr = 1):
 
 
 @gluon.jit
-def make_staging(OUT: gl.constexpr, PART_N: gl.constexpr):
-    """Where results of 16 bits pass through, for each warpgroup; next to nothing for others."""
+def make_staging(OUT: gl.constexpr, WIDTH: gl.constexpr):
+    """Where results of 16 bits pass, for each warpgroup, WIDTH columns at a time; next to nothing for others."""
     HIGH: gl.constexpr = ROWS if OUT.primitive_bitwidth < 32 else 8
-    WIDE: gl.constexpr = min(PART_N, STAGED) if OUT.primitive_bitwidth < 32 else 16
+    WIDE: gl.constexpr = WIDTH if OUT.primitive_bitwidth < 32 else 16
     return gl.allocate_shared_memory(
         OUT, [2, HIGH, WIDE], gl.NVMMASharedLayout.get_default_for([HIGH, WIDE], OUT)
     )  # fmt: skip
@@ -329,7 +347,7 @@ def dense_sm90_kernel(
         B_MAJOR=B_MAJOR, SPLIT=SPLIT, SCALES=SCALES, BIAS=BIAS, UNROLL=1,
     )  # fmt: skip
     ring = make_ring(DTYPE, form)
-    staging = make_staging(OUT, PART_N)
+    staging = make_staging(OUT, min(PART_N, 128))
     size = size_of(M, N, K, batch, pieces, BLOCK_M, BLOCK_N, BLOCK_K)
     tensors = (out, bias, a_scale, b_scale, partial, arrived)
     sizes = (M, N, out_entry, out_row)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashinfer._core.dispatch import Op, Variant
-from flashinfer.ops.gemm.blockscaled import config, hopper
+from flashinfer.ops.gemm import hopper
+from flashinfer.ops.gemm.blockscaled import config
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ blockscaled = Op(
     "gemm_blockscaled",
     Problem,
     (
-        Variant("sm90", "flashinfer.ops.gemm.blockscaled.sm90", hopper.refuses_sm90, hopper.sm90),
+        Variant("sm90", "flashinfer.ops.gemm.blockscaled.sm90", hopper.refuses_blockscaled, hopper.sm90),
         Variant("portable", "flashinfer.ops.gemm.blockscaled.portable", config=config.portable),
         Variant("reference", "flashinfer.ops.gemm.blockscaled.reference"),
     ),

@@ -6,17 +6,12 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm._device.blockscaled_sm90 import blockscaled_sm90_kernel
-from flashinfer.ops.gemm.blockscaled.hopper import is_wide, widened
+from flashinfer.ops.gemm.hopper import boxes, is_wide, widened
 from flashinfer.ops.gemm.pieces import pieces_of, scratch
 
 
-def _boxes(c) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """What one copy brings of A, and of B."""
-    return (1, c.box, 128), (1, 128 if c.block_m > 64 else 64, 128)
-
-
 def build(p, c) -> Build:
-    a_box, b_box = _boxes(c)
+    a_box, b_box = boxes(c)
     step = "i64:4" if p.out == "fp32" else "i64:8"
     types = dict(
         a_map=tensordesc(p.a, a_box), b_map=tensordesc(p.b, b_box), out=f"*{p.out}:16", a_scale="*fp32",
@@ -56,7 +51,7 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, pieces: int = 0) -> None:
     partial = arrived = None
     if pieces > 1:
         partial, arrived = scratch(device, tiles * pieces * c.block_m * c.block_n, 2 * tiles)
-    a_box, b_box = _boxes(c)
+    a_box, b_box = boxes(c)
     blockscaled_sm90(
         p, c, (min(sms, tiles * pieces), 1, 1), TensorMap(a, a_box), TensorMap(b, b_box), out, a_scale, b_scale, alpha,
         partial, arrived, m, n, a.shape[2], batch, pieces, *a_scale.stride(), *b_scale.stride(), *out.stride()[:2],

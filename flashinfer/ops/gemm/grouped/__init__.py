@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.gemm import hopper
 from flashinfer.ops.gemm.grouped import config
 
 
@@ -80,6 +81,8 @@ class Problem:
 def _catalog() -> Iterator[Problem]:
     groupwise = dict(scale="fp32", width=128, columns=128)
     yield Problem("indices", "fp8e4nv", "fp8e4nv", out="bf16", tokens=256, **groupwise)
+    yield Problem("offsets", "fp8e4nv", "fp8e4nv", out="bf16", tokens=256, **groupwise)
+    yield Problem("counts", "fp8e5", "fp8e5", out="fp16", tokens=64, **groupwise)
     yield Problem("counts", "fp8e4nv", "fp8e5", out="fp32", tokens=32, rows=128, aligned=False, **groupwise)
     yield Problem("offsets", "fp8e4nv", "e2m1", "ue8m0", 32, "bf16", 64, padded=True)
     yield Problem("offsets", "e2m1", "e2m1", "ue4m3", 16, "bf16", 128, alpha="groups", padded=True)
@@ -90,6 +93,7 @@ grouped = Op(
     "gemm_grouped",
     Problem,
     (
+        Variant("sm90", "flashinfer.ops.gemm.grouped.sm90", hopper.refuses_grouped, hopper.sm90_grouped),
         Variant("portable", "flashinfer.ops.gemm.grouped.portable", config=config.portable),
         Variant("reference", "flashinfer.ops.gemm.grouped.reference"),
     ),

@@ -1,0 +1,252 @@
+"""Products in groups on Hopper, of FP8 with block scales: tiles and sums of `blockscaled_sm90`, over groups of rows.
+
+Where groups begin and end is read by each role of a block for itself. A tile has rows of one group, or, where each row
+says its group, is computed for each group that is among its rows: once where they are sorted and groups are tiles.
+"""
+
+from flashinfer._core.gluon_compat import gl, gluon
+from flashinfer.ops.gemm._device.blockscaled_sm90 import (
+    Scales,
+    bring_factors,
+    make_factors,
+    rows_of,
+    sum_blocks,
+    sum_wide_blocks,
+)
+from flashinfer.ops.gemm._device.dense_sm90 import (
+    ROWS,
+    Form,
+    Ring,
+    by_rows,
+    copy_blocks,
+    halves,
+    make_ring,
+    make_staging,
+)
+
+# Groups that are looked at together: one for each lane of a warp. All warps of a role do the same.
+_LANES = gl.constexpr(32)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _next_groups(groups, first, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
+    """Of the groups from `first` on: the first row, the end, and how many tiles they have."""
+    g = first + gl.arange(0, _LANES, gl.BlockedLayout([1], [_LANES], [WARPS], [0]))
+    ends = gl.load(groups + g + (KIND == "offsets"), mask=g < count, other=0)
+    ends = gl.minimum(gl.maximum(ends, 0), M).to(gl.int32)
+    begins = gl.zeros_like(ends)
+    if KIND == "offsets":
+        begins = gl.load(groups + g, mask=g < count, other=0)
+        begins = gl.minimum(gl.maximum(begins, 0), M).to(gl.int32)
+    return begins, ends, (gl.maximum(ends - begins, 0) + BLOCK_M - 1) // BLOCK_M
+
+
+@gluon.jit
+def _count_tiles(groups, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
+    """Tiles of rows of all groups."""
+    tiles = gl.cdiv(M, BLOCK_M)
+    if KIND != "indices":
+        tiles = 0
+        for first in range(0, count, _LANES):
+            begins, ends, its = _next_groups(groups, first, count, M, KIND, BLOCK_M, WARPS)
+            tiles += gl.sum(its, 0)
+    return tiles
+
+
+@gluon.jit
+def _place_of(work, tiles, tiles_n, GROUP: gl.constexpr):
+    """(tile of rows, tile of columns) of one work: down GROUP tiles of rows, then to the next columns."""
+    strip = GROUP * tiles_n
+    first = work // strip * GROUP
+    height = gl.minimum(tiles - first, GROUP)
+    rest = work % strip
+    return first + rest % height, rest // height
+
+
+@gluon.jit
+def _find_tile(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
+    """(group, first row, end of the group) of a tile that exists."""
+    group = -1
+    row = 0
+    end = 0
+    before = 0
+    first = 0
+    while group < 0:
+        begins, ends, tiles = _next_groups(groups, first, count, M, KIND, BLOCK_M, WARPS)
+        inside = tile - before - (gl.associative_scan(tiles, 0, _add) - tiles)
+        mine = (inside >= 0) & (inside < tiles)
+        lane = gl.arange(0, _LANES, mine.type.layout)
+        group += gl.sum(gl.where(mine, first + lane + 1, 0), 0)
+        row += gl.sum(gl.where(mine, begins + inside * BLOCK_M, 0), 0)
+        end += gl.sum(gl.where(mine, ends, 0), 0)
+        before += gl.sum(tiles, 0)
+        first += _LANES
+    return group, row, end
+
+
+@gluon.jit
+def _next_of_rows(groups, row, after, count, M, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
+    """The least group past `after` among those of BLOCK_M rows, or `count`."""
+    rows = row + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // _LANES], [_LANES], [WARPS], [0]))
+    found = gl.load(groups + rows, mask=rows < M, other=-1)
+    return gl.min(gl.where((found > after) & (found < count), found, count).to(gl.int32), 0)
+
+
+@gluon.jit
+def _first_of(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
+    """(group, first row, end) of the first product of a tile; no group is `count`."""
+    if KIND == "indices":
+        row = tile * BLOCK_M
+        group = _next_of_rows(groups, row, -1, count, M, BLOCK_M, WARPS)
+        end = M
+    else:
+        group, row, end = _find_tile(groups, tile, count, M, KIND, BLOCK_M, WARPS)
+    return group, row, end
+
+
+@gluon.jit
+def _after(groups, row, group, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
+    """The group of a tile's next product, or `count`."""
+    if KIND == "indices":
+        group = _next_of_rows(groups, row, group, count, M, BLOCK_M, WARPS)
+    else:
+        group = count
+    return group
+
+
+@gluon.jit
+def _produce(a_map, b_map, groups, sizes, ring: Ring, KIND: gl.constexpr, form: Form):
+    """One warp: copies what each product of each tile needs."""
+    M, N, steps, count, tiles = sizes
+    BLOCK_M: gl.constexpr = form.A_PARTS * ROWS
+    tiles_n = gl.cdiv(N, form.BLOCK_N)
+    step = 0
+    for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
+        tile, tile_n = _place_of(work, tiles, tiles_n, form.GROUP)
+        group, row, last = _first_of(groups, tile, count, M, KIND, BLOCK_M, 1)
+        while group < count:
+            entry = group if KIND == "counts" else 0
+            step = copy_blocks(a_map, b_map, ring, step, entry, row, group, tile_n * form.BLOCK_N, 0, steps, form)
+            group = _after(groups, row, group, count, M, KIND, BLOCK_M, 1)
+
+
+@gluon.jit
+def _bring(
+    sizes, strides, a_scale, b_scale, groups, K, ring: Ring, factors, KIND: gl.constexpr, ROW_BLOCK: gl.constexpr,
+    form: Form,
+):  # fmt: skip
+    """One warp: the factors of each product of each tile."""
+    M, N, steps, count, tiles = sizes
+    a_entry, a_row, a_k, b_entry, b_column, b_k = strides
+    BLOCK_M: gl.constexpr = form.A_PARTS * ROWS
+    tiles_n = gl.cdiv(N, form.BLOCK_N)
+    step = 0
+    for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
+        tile, tile_n = _place_of(work, tiles, tiles_n, form.GROUP)
+        column = tile_n * form.BLOCK_N
+        group, row, last = _first_of(groups, tile, count, M, KIND, BLOCK_M, 1)
+        rows = rows_of(row, form)
+        while group < count:
+            a = a_scale + (rows // ROW_BLOCK).to(gl.int64) * a_row
+            if KIND == "counts":
+                a += group.to(gl.int64) * a_entry
+            b = b_scale + group.to(gl.int64) * b_entry + (column // 128).to(gl.int64) * b_column
+            scales = Scales(a, b, rows < last, column + 128 < N, a_k, b_k, b_column)
+            step = bring_factors(ring, factors, scales, step, 0, steps, gl.cdiv(K, form.BLOCK_K), form)
+            group = _after(groups, row, group, count, M, KIND, BLOCK_M, 1)
+
+
+@gluon.jit
+def _write(acc, stage, out, groups, group, row, end, column, N, row_stride, KIND: gl.constexpr):
+    """The rows of a warpgroup's tile that are of the group."""
+    if out.dtype.element_ty.primitive_bitwidth < 32 and acc.shape[1] > stage.shape[1]:
+        left, right = halves(acc)
+        _write(left, stage, out, groups, group, row, end, column, N, row_stride, KIND)
+        _write(right, stage, out, groups, group, row, end, column + left.shape[1], N, row_stride, KIND)
+    else:
+        result = by_rows(acc.to(out.dtype.element_ty), stage)
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, result.type.layout))
+        columns = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, result.type.layout))
+        mine = rows < end
+        if KIND == "indices":
+            mine = mine & (gl.load(groups + rows, mask=mine, other=-1) == group)
+        at = out + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
+        gl.store(at, result, mask=mine[:, None] & (columns < N)[None, :])
+
+
+@gluon.jit
+def _consume(
+    WG: gl.constexpr, out, groups, sizes, out_entry, out_row, ring: Ring, factors, staging, KIND: gl.constexpr,
+    form: Form,
+):  # fmt: skip
+    """One warpgroup: its half of each tile."""
+    M, N, steps, count, tiles = sizes
+    WIDE: gl.constexpr = form.BLOCK_N > 128
+    WIDTH: gl.constexpr = form.BLOCK_N // form.B_PARTS
+    BLOCK_M: gl.constexpr = form.A_PARTS * ROWS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    zeros = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+    stage = staging.index(WG)
+    tiles_n = gl.cdiv(N, form.BLOCK_N)
+    step = 0
+    for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
+        tile, tile_n = _place_of(work, tiles, tiles_n, form.GROUP)
+        group, tile_row, last = _first_of(groups, tile, count, M, KIND, BLOCK_M, 4)
+        row = tile_row + (WG * ROWS if form.A_PARTS == 2 else 0)
+        column = tile_n * form.BLOCK_N
+        while group < count:
+            to = out
+            if KIND == "counts":
+                to += group.to(gl.int64) * out_entry
+            acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+            if WIDE:
+                right = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+                acc, right, step = sum_wide_blocks(WG, ring, factors, acc, right, zeros, step, 0, steps, form)
+                _write(acc, stage, to, groups, group, row, last, column, N, out_row, KIND)
+                _write(right, stage, to, groups, group, row, last, column + 128, N, out_row, KIND)
+            else:
+                acc, step = sum_blocks(WG, ring, factors, acc, zeros, step, 0, steps, form)
+                left = column + (WG * WIDTH if form.B_PARTS == 2 else 0)
+                _write(acc, stage, to, groups, group, row, last, left, N, out_row, KIND)
+            group = _after(groups, tile_row, group, count, M, KIND, BLOCK_M, 4)
+
+
+@gluon.jit
+def grouped_sm90_kernel(
+    a_map, b_map, out, a_scale, b_scale, groups, M, N, K, count, a_entry, a_row, a_k, b_entry, b_column, b_k,
+    out_entry, out_row,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, GROUP: gl.constexpr,
+    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, KIND: gl.constexpr, ROW_BLOCK: gl.constexpr,
+):  # fmt: skip
+    """Persistent: any number of blocks. Maps are [entry, m, k] of A and [weight, n, k] of B; `count` groups."""
+    DTYPE: gl.constexpr = a_map.dtype
+    OUT: gl.constexpr = out.dtype.element_ty
+    A_PARTS: gl.constexpr = BLOCK_M // ROWS
+    B_PARTS: gl.constexpr = 2 if BLOCK_N > 128 else 3 - A_PARTS
+    form = Form(
+        BLOCK_N=BLOCK_N, BLOCK_K=128, STAGES=STAGES, A_PARTS=A_PARTS, B_PARTS=B_PARTS, BOX=ROWS, GROUP=GROUP,
+        B_MAJOR="k", SPLIT=False, SCALES=0, BIAS=False, UNROLL=UNROLL,
+    )  # fmt: skip
+    ring = make_ring(DTYPE, form, 2)
+    factors = make_factors(form)
+    staging = make_staging(OUT, 64)
+    tiles = _count_tiles(groups, count, M, KIND, BLOCK_M, 4)
+    sizes = (M, N, gl.cdiv(K, 128 * UNROLL), count, tiles)
+    strides = (a_entry, a_row, a_k, b_entry, b_column, b_k)
+    HOW: gl.constexpr = gl.constexpr(KIND)
+    RB: gl.constexpr = gl.constexpr(ROW_BLOCK)
+    gl.warp_specialize(
+        [
+            (_consume, (gl.constexpr(0), out, groups, sizes, out_entry, out_row, ring, factors, staging, HOW, form)),
+            (_consume, (gl.constexpr(1), out, groups, sizes, out_entry, out_row, ring, factors, staging, HOW, form)),
+            (_produce, (a_map, b_map, groups, sizes, ring, HOW, form)),
+            (_bring, (sizes, strides, a_scale, b_scale, groups, K, ring, factors, HOW, RB, form)),
+        ],
+        [4, 1, 1],
+        [REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+    )  # fmt: skip
