@@ -53,16 +53,16 @@ def sm90(p, target) -> Sm90Config:
         unroll=4,
         box=min(p.tokens, 64),
         group=16,
-        # What none of the roles goes beyond: at 232 the warp that brings factors does.
-        registers=224,
-        copy_registers=56,
+        # What none of the roles goes beyond, on either Triton.
+        registers=216,
+        copy_registers=72,
     )
 
 
 def widened(c: Sm90Config) -> Sm90Config:
     """The same with tiles of 256 columns, for much work: they read operands less often, and end less often."""
     # Registers are left for one sum of the tensor cores beside the float32 ones, and for one block of K at a time.
-    return replace(c, block_n=256, stages=4, unroll=1)
+    return replace(c, block_n=256, stages=4, unroll=1, registers=224, copy_registers=56)
 
 
 def is_wide(c: Sm90Config, out: str, rows: int, n: int, sms: int) -> bool:
