@@ -404,8 +404,7 @@ def _widen_part(BLOCK: gl.constexpr, AT: gl.constexpr, tiles: Tiles, words, rest
     if form.POSITIONAL and AT == 2:
         _store_widened(tiles.rest.index(BLOCK), 0, rest, form.KV_FP8)
     _store_widened((tiles.left if LEFT else tiles.right).index(BLOCK), AT % 2 * PART, words, form.KV_FP8)
-    # The tensor cores see what threads wrote behind this fence.
-    fence_async_shared()
+    # The fence behind which tensor cores see it is left to who multiplies: here it would wait for loads on their way.
     block_barrier()
     mbarrier.arrive((tiles.left_full if LEFT else tiles.right_full).index(2 * BLOCK + AT % 2), count=1)
 
@@ -490,8 +489,8 @@ def _fetch(tile, q, record, stride_n, stride_h, form: Form):
 def _wait_half(barriers, BLOCK: gl.constexpr, phase, form: Form):
     for part in gl.static_range(2):
         mbarrier.wait(barriers.index(2 * BLOCK + part), phase)
-    if form.GATHER and form.KV_FP8 == "":
-        # What cp.async wrote, the tensor cores see behind this fence.
+    if form.GATHER:
+        # What threads and cp.async wrote, the tensor cores see behind this fence.
         fence_async_shared()
 
 
@@ -504,7 +503,7 @@ def _half_scores(LEFT: gl.constexpr, BLOCK: gl.constexpr, s, tiles: Tiles, step,
     keys = (tiles.left if LEFT else tiles.right).index(BLOCK + none)
     for part in gl.static_range(2):
         mbarrier.wait((tiles.left_full if LEFT else tiles.right_full).index(2 * BLOCK + part), step & 1)
-        if form.GATHER and form.KV_FP8 == "":
+        if form.GATHER:
             fence_async_shared()
         k = keys.slice(part * PART, PART, dim=1).permute([1, 0])
         s = warpgroup_mma(q.slice(part * PART, PART, dim=1), k, s, use_acc=ADD or part > 0, is_async=True)
