@@ -14,6 +14,7 @@ from flashinfer.ops.attention._device.kv_source import fit_half, offsets_in, wid
 from flashinfer.ops.attention._device.logits import LOG2E, vary
 from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
+    ITEM_PIECES,
     ITEM_Q_LEN,
     ITEM_REQUEST,
     ITEM_SLOT,
@@ -211,9 +212,11 @@ def attend_latent_kernel(
 def combine_latent_kernel(
     out, lse, partial_out, partial_lse, items, counts, sinks, o_stride_n, o_stride_h,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, ITEMS: tl.constexpr, PIECES: tl.constexpr,
-    SINKS: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr,
+    PARTS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """Combine all split tiles, a row at a time. Persistent: any number of programs; each looks through all items.
+
+    PIECES are read at a time; where a tile has more, a row is cut into PARTS, so that as many times more are.
 
     A launch of its own, where a tile of 64 rows and 512 columns has so much to add up that one block of threads would
     take longer than all together and the launch. D is a power of two.
@@ -227,17 +230,29 @@ def combine_latent_kernel(
         first = tl.load(record + ITEM_FIRST_SLOT, mask=there, other=0)
         q_len = tl.load(record + ITEM_Q_LEN, mask=there, other=0)
         tile_row = tl.load(record + ITEM_TILE_ROW, mask=there, other=0)
+        most = tl.max(tl.load(record + ITEM_PIECES, mask=there, other=0), 0)
+        parts = tl.where(most > PIECES, PARTS, 1)
         # One item stands for its tile; tiles are numbered from 1.
         stands = slot == first
         number = tl.cumsum(stands.to(tl.int32), 0)
         tiles = tl.sum(stands.to(tl.int32), 0)
         rows = tl.max(tl.where(stands, tl.minimum(q_len * HEADS - tile_row, BLOCK_M), 0), 0)
-        for i in range(tl.program_id(0), tiles * rows, tl.num_programs(0)):
-            item = start + tl.sum(tl.where(stands & (number == i % tiles + 1), lane, 0), 0)
+        for i in range(tl.program_id(0), tiles * rows * parts, tl.num_programs(0)):
+            at = i // parts
+            item = start + tl.sum(tl.where(stands & (number == at % tiles + 1), lane, 0), 0)
             q_row, its_q_len, _, _, its_tile_row, _, _, _, first_slot, pieces = read_item(items, item)
-            combine_rows(
-                partial_out, partial_lse, out, lse, sinks, first_slot, pieces,
-                tl.full([1, 1], 0, tl.int32) + i // tiles, tl.arange(0, PIECES)[:, None],
-                tl.arange(0, D)[None, None, :], its_tile_row, q_row, its_q_len, 0, 1, o_stride_n, o_stride_h, HEADS, D,
-                BLOCK_M, SINKS, LSE, True, LN2 if BASE_E else 1.0,
-            )  # fmt: skip
+            row = tl.full([1, 1], 0, tl.int32) + at // tiles
+            if parts == 1:
+                combine_rows(
+                    partial_out, partial_lse, out, lse, sinks, first_slot, pieces, row, tl.arange(0, PIECES)[:, None],
+                    tl.arange(0, D)[None, None, :], its_tile_row, q_row, its_q_len, 0, 1, o_stride_n, o_stride_h,
+                    HEADS, D, BLOCK_M, SINKS, LSE, True, LN2 if BASE_E else 1.0,
+                )  # fmt: skip
+            else:
+                # Of the log-sum-exp all parts write the same.
+                d = i % parts * (D // PARTS) + tl.arange(0, D // PARTS)
+                combine_rows(
+                    partial_out, partial_lse, out, lse, sinks, first_slot, pieces, row,
+                    tl.arange(0, PIECES * PARTS)[:, None], d[None, None, :], its_tile_row, q_row, its_q_len, 0, 1,
+                    o_stride_n, o_stride_h, HEADS, D, BLOCK_M, SINKS, LSE, True, LN2 if BASE_E else 1.0,
+                )  # fmt: skip

@@ -160,12 +160,13 @@ def test_keys_named_one_by_one(page, heads, count, top_k, kv_dtype, hopper):
         check((out.flatten(0, 1), lse), x, SCALE)
 
 
-def test_combining_the_pieces_of_split_tiles(device):
-    """Split tiles between tiles that are not, dealt out to a few programs; pieces without a key."""
+@pytest.mark.parametrize("at_a_time", (4, 8))
+def test_combining_the_pieces_of_split_tiles(at_a_time, device):
+    """Split tiles between others, dealt out to a few programs, in rows and in parts of them; pieces without a key."""
     heads, dim, slots = 3, 32, 90
     p = replace(PROBLEM, q_dtype="fp16", o_dtype="fp16", num_heads=heads, head_dim_ckv=dim, sinks=True, lse=True,
                 base_e=True)  # fmt: skip
-    c = replace(choose_sm90(p, named("90a")), block_m=16, combine_pieces=4)
+    c = replace(choose_sm90(p, named("90a")), block_m=16, combine_pieces=at_a_time, combine_parts=2)
     partial_out = torch.randn(slots, 16, dim, device=device)
     partial_lse = torch.randn(slots, 16, device=device)
     partial_lse[torch.rand(slots, 16) < 0.3] = -torch.inf
