@@ -144,11 +144,16 @@ def _logits(s, view: View, params, kv_pos, MASKED: gl.constexpr, form: Form):
 
 
 @gluon.jit
-def _scores(q, q_rest, k: Ring, stage, zeros, TWO: gl.constexpr):
+def _scores(WG, q, q_rest, k: Ring, step, zeros, form: Form):
     """Start S = Q K^T."""
-    s = warpgroup_mma(q, k.tiles.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
-    if TWO:
-        s = warpgroup_mma(q_rest, k.rest.index(stage).permute([1, 0]), s, is_async=True)
+    stage = step % form.STAGES
+    at = WG
+    if form.D_VO_PAD == 256:
+        # And 0, which the compiler does not know: else it makes 16 operand descriptors before the loop, and keeps them.
+        at += step >> 30
+    s = warpgroup_mma(q.index(at), k.tiles.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if form.TWO:
+        s = warpgroup_mma(q_rest.index(at), k.rest.index(stage).permute([1, 0]), s, is_async=True)
     return s
 
 
@@ -216,7 +221,7 @@ def _steps(
         stage = step % form.STAGES
         before = (step - 1) % form.STAGES
         _wait_turn(WG, turn, step)
-        s = _scores(q, q_rest, k, stage, zeros, form.TWO)
+        s = _scores(WG, q, q_rest, k, step, zeros, form)
         acc = acc * _per_row(keep, acc)
         _wait_full(v, step - 1, form)
         pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
@@ -225,13 +230,14 @@ def _steps(
         mbarrier.arrive(k.empty.index(stage), count=1)
         s = _logits(s, view, params, numbered(start, cols, 8), MASKED, form)
         weights, top, sums, keep = _softmax(s, top, sums, factor, MASKED, form)
-        p = _as_operand(weights, q)
         # Waiting for the next keys here, and not where they are used, also keeps the assembler from moving the wait for
         # P V up, in front of the softmax that is to run beside it.
         if start > begin:
             _wait_full(k, step + 1, form)
-        acc, p, sums, keep = warpgroup_mma_wait(0, [pv, p, sums, keep])
+        acc, weights, sums, keep = warpgroup_mma_wait(0, [pv, weights, sums, keep])
         mbarrier.arrive(v.empty.index(before), count=1)
+        # Only now, so that they take the place of the last ones; through a wait, which keeps them in pairs.
+        p = warpgroup_mma_wait(0, [_as_operand(weights, q)])
         step += 1
     return acc, p, keep, top, sums, step, start
 
@@ -250,7 +256,7 @@ def _steps_fp8(
         before = (step - 1) % form.STAGES
         _wait_full(v, step - 1, form)
         pv = _weigh(p, v, before, acc)
-        s = _scores(q, q_rest, k, stage, zeros, form.TWO)
+        s = _scores(WG, q, q_rest, k, step, zeros, form)
         pv = warpgroup_mma_wait(1, [pv])
         mbarrier.arrive(v.empty.index(before), count=1)
         acc = acc * _per_row(keep, acc) + pv
@@ -297,7 +303,7 @@ def _attend(
     _wait_full(k, step, form)
     if not form.FP8:
         _wait_turn(WG, turn, step)
-    s = _scores(q, q_rest, k, stage, zeros, form.TWO)
+    s = _scores(WG, q, q_rest, k, step, zeros, form)
     if not form.FP8:
         mbarrier.arrive(turn.index(1 - WG), count=1)
     s = warpgroup_mma_wait(0, [s])
@@ -475,7 +481,7 @@ def _finish(WG, acc, top, total, record, kv_head, tensors, numbers, o_tiles, for
 
 @gluon.jit
 def _piece(
-    WG, wave, work, works, step, cols, zeros, tile, rest, tensors, numbers, params, k: Ring, v: Ring, o_tiles,
+    WG, wave, work, works, step, cols, zeros, q_tiles, q_rests, tensors, numbers, params, k: Ring, v: Ring, o_tiles,
     turn, form: Form,
 ):  # fmt: skip
     """One piece of work: its queries are on their way, and the next one's are sent for. Returns the next `step`."""
@@ -498,13 +504,13 @@ def _piece(
     total = gl.zeros([ROWS], gl.float32, S_ROWS)
     if blocks > 0:
         acc, p, keep, top, sums, step = _attend(
-            WG, begin, blocks, plain_from, plain_to, step, tile, rest, k, v, turn, zeros, cols, factor, view, params,
-            form,
+            WG, begin, blocks, plain_from, plain_to, step, q_tiles, q_rests, k, v, turn, zeros, cols, factor, view,
+            params, form,
         )  # fmt: skip
         # All warps are done with these queries: the next ones come under what is left to do.
         block_barrier()
         fetch_queries(
-            WG, tile, rest, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
+            WG, q_tiles, q_rests, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
         )  # fmt: skip
         before = (step - 1) % form.STAGES
         if form.FP8:
@@ -522,7 +528,7 @@ def _piece(
             total *= 1.0 / (1 << SHIFT)
     else:
         fetch_queries(
-            WG, tile, rest, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
+            WG, q_tiles, q_rests, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
         )  # fmt: skip
     _finish(WG, acc, top * factor, total, record, kv_head, tensors, numbers, o_tiles, form)
     return step
@@ -539,16 +545,14 @@ def _consume(
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, form.MMA_K])
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    tile = q_tiles.index(WG)
-    rest = q_rests.index(WG)
     works = gl.load(counts) * num_kv_heads
-    fetch_queries(WG, tile, rest, q, items, work_at(0), works, num_kv_heads, q_stride_n, q_stride_h, form)
+    fetch_queries(WG, q_tiles, q_rests, q, items, work_at(0), works, num_kv_heads, q_stride_n, q_stride_h, form)
     step = 0
     for wave in range(gl.cdiv(works, programs())):
         work = work_at(wave)
         if work < works:
             step = _piece(
-                WG, wave, work, works, step, cols, zeros, tile, rest, tensors, numbers, params, k, v, o_tiles,
+                WG, wave, work, works, step, cols, zeros, q_tiles, q_rests, tensors, numbers, params, k, v, o_tiles,
                 turn, form,
             )  # fmt: skip
 

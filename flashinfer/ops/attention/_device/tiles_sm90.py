@@ -418,27 +418,34 @@ def _fetch_part(
     D: gl.constexpr = tile.shape[1]
     VEC: gl.constexpr = 128 // tile.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, VEC], [32 * VEC // D, D // VEC], [4, 1], [1, 0])
+    # Slice by slice, each behind a branch: the addresses of all rows at once would take too many registers.
+    STEP: gl.constexpr = min(128 * VEC // D, ROWS)
+    SLICE: gl.constexpr = min(4 * STEP, ROWS)
     first = gl.load(record + ITEM_TILE_ROW) + WG * ROWS
-    packed = numbered(first, gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), min(128 * VEC // D, ROWS))
-    token = packed // GROUP
-    at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * q_stride_n
-    at += (kv_head * GROUP + packed % GROUP) * q_stride_h
+    q_row = gl.load(record + ITEM_Q_ROW)
+    q_len = gl.load(record + ITEM_Q_LEN)
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    there = (token < gl.load(record + ITEM_Q_LEN))[:, None]
-    cp_async(tile, q + at[:, None] + d[None, :], mask=there)
+    for i in gl.static_range(ROWS // SLICE):
+        if first + i * SLICE < q_len * GROUP:
+            packed = numbered(first + i * SLICE, gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT)), STEP)
+            token = packed // GROUP
+            at = (q_row + token).to(gl.int64) * q_stride_n
+            at += (kv_head * GROUP + packed % GROUP) * q_stride_h
+            there = (token < q_len)[:, None]
+            cp_async(tile.slice(i * SLICE, SLICE, dim=0), q + at[:, None] + d[None, :], mask=there)
 
 
 @gluon.jit
 def fetch_queries(
-    WG, tile, rest, q, items, work, works, num_kv_heads, q_stride_n, q_stride_h, form: Form
+    WG, tiles, rests, q, items, work, works, num_kv_heads, q_stride_n, q_stride_h, form: Form
 ):  # fmt: skip
     """Start copying a warpgroup's query rows of a piece of work, if there is one."""
     if work < works:
         record = items + work // num_kv_heads * ITEM_WIDTH
         kv_head = work % num_kv_heads
-        _fetch_part(WG, tile, q, record, kv_head, q_stride_n, q_stride_h, form.GROUP)
+        _fetch_part(WG, tiles.index(WG), q, record, kv_head, q_stride_n, q_stride_h, form.GROUP)
         if form.TWO:
-            _fetch_part(WG, rest, q + tile.shape[1], record, kv_head, q_stride_n, q_stride_h, form.GROUP)
+            _fetch_part(WG, rests.index(WG), q + tiles.shape[2], record, kv_head, q_stride_n, q_stride_h, form.GROUP)
     cp_async_commit()
 
 

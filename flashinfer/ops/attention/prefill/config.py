@@ -90,10 +90,11 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         stages=stages,
         staged=staged,
         gather=not boxes,
-        # Three warpgroups have 512 together. Boxes need few, and turning values 40; warps that gather with 32 spill in
-        # their loop, 48 loads a block by its code against 5 with 64: pages of 1 token at 0.61 and 0.69 of ragged.
-        registers=232 if fp8 else 240 if boxes else 224,
-        copy_registers=40 if fp8 else 32 if boxes else 64,
+        # Three warpgroups have 512 together. Boxes need few, and turning values 40; warps that gather want 88, or they
+        # spill in their loop (by its code, 48 loads a block with 32: pages of 1 token at 0.61 of ragged, 0.69 with 64).
+        # Consumers of 128 columns live on 208, those of 256 do not.
+        registers=232 if fp8 else 240 if boxes else 224 if p.head_dim_vo == 256 else 208,
+        copy_registers=40 if fp8 else 32 if boxes else 64 if p.head_dim_vo == 256 else 88,
         programs_per_sm=1,
         least_piece=512,
         turn_warps=2 if fp8 else 0,
