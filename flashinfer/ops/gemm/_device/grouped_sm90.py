@@ -1,11 +1,11 @@
-"""Products in groups on Hopper, of FP8 with block scales: tiles and sums of `blockscaled_sm90`, over groups of rows.
+"""Products in groups on Hopper, of FP8 with block scales: sums of `block_scales_sm90`, over groups of rows.
 
 Where groups begin and end is read by each role of a block for itself. A tile has rows of one group, or, where each row
 says its group, is computed for each group that is among its rows: once where they are sorted and groups are tiles.
 """
 
 from flashinfer._core.gluon_compat import gl, gluon
-from flashinfer.ops.gemm._device.blockscaled_sm90 import (
+from flashinfer.ops._device.block_scales_sm90 import (
     Scales,
     bring_factors,
     make_factors,
@@ -13,7 +13,7 @@ from flashinfer.ops.gemm._device.blockscaled_sm90 import (
     sum_blocks,
     sum_wide_blocks,
 )
-from flashinfer.ops.gemm._device.dense_sm90 import (
+from flashinfer.ops._device.products_sm90 import (
     ROWS,
     Form,
     Ring,
