@@ -15,6 +15,7 @@ import subprocess
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -37,7 +38,8 @@ from flashinfer._core.kernel_cache import fields_of
 FORMAT = 1
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
-_one_at_a_time = threading.Lock()
+_counting = threading.Lock()
+_compiling: list[ExitStack] = []
 
 
 class CompileError(RuntimeError):
@@ -77,9 +79,7 @@ def compile_kernel(build, arch: str) -> tuple[bytes, dict]:
     order = list(stages)
     metadata: dict = {}
     made = {}
-    # The knob is the process's: one compilation at a time, and it is put back.
-    with _one_at_a_time, knobs.compilation.scope():
-        knobs.compilation.disable_line_info = not env.LINE_INFO.is_on()
+    with _lines_as_asked():
         try:
             module = source.make_ir(
                 target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
@@ -89,6 +89,25 @@ def compile_kernel(build, arch: str) -> tuple[bytes, dict]:
         for stage in order[order.index(source.ext) :]:
             module = made[stage] = stages[stage](module, metadata)
     return made["cubin"], _describe(arch, made["ptx"], made["cubin"], metadata)
+
+
+@contextmanager
+def _lines_as_asked() -> Iterator[None]:
+    """Triton's knob for source lines, which is the process's: set for the first of those that compile, and put back
+    after the last."""
+    with _counting:
+        scope = ExitStack() if not _compiling else _compiling[0]
+        if not _compiling:
+            scope.enter_context(knobs.compilation.scope())
+            knobs.compilation.disable_line_info = not env.LINE_INFO.is_on()
+        _compiling.append(scope)
+    try:
+        yield
+    finally:
+        with _counting:
+            if len(_compiling) == 1:
+                scope.close()
+            _compiling.pop()
 
 
 def _told(error: CompilationError, build) -> str:

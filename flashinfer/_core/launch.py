@@ -11,6 +11,7 @@ import re
 import struct
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -104,6 +105,7 @@ class Launcher:
         self.name = name
         self.build = build
         self._bound: dict[tuple, _Loaded | _Interpreted] = {}
+        self._coming: dict[tuple, Future] = {}
 
     def __call__(self, problem, config, grid: tuple[int, int, int], *args) -> None:
         """Launch on the current stream of the first tensor's device. A grid with a zero launches nothing.
@@ -147,10 +149,19 @@ class Launcher:
 
         Under TRITON_INTERPRET=1 it runs in Triton's interpreter, and `device` may be the CPU.
         """
-        index = -1
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
+        index = _index_of(device)
         return self._bound.get((problem, config, index)) or self._bind(problem, config, index)
+
+    def expect(self, problem, config, device: torch.device) -> None:
+        """Start compiling a kernel beside what is needed before it. Who needs it waits for it, and has its errors."""
+        key = problem, config, _index_of(device)
+        build = self.build(problem, config)
+        if device.type != "cuda" or not isinstance(build.kernel, JITFunction):
+            return
+        if key not in self._bound and key not in self._coming:
+            coming = _beside(_entry, self.name, problem, config, build, target_of(device).arch)
+            if coming is not None:
+                self._coming[key] = coming
 
     def entry(self, problem, config, arch: str) -> kernel_cache.Entry:
         """The compiled kernel for `arch`, from a cache or compiled; needs no GPU."""
@@ -164,7 +175,8 @@ class Launcher:
             raise ValueError(f"{self.name}: got CPU tensors; allowed: CUDA tensors (any under TRITON_INTERPRET=1)")
         else:
             target = target_of(torch.device("cuda", index))
-            entry = _entry(self.name, problem, config, build, target.arch)
+            coming = self._coming.pop((problem, config, index), None)
+            entry = coming.result() if coming else _entry(self.name, problem, config, build, target.arch)
             bound = _Loaded(self.name, build, entry, index, target.smem)
         return self._bound.setdefault((problem, config, index), bound)
 
@@ -172,6 +184,30 @@ class Launcher:
 def _entry(name: str, problem, config, build: Build, arch: str) -> kernel_cache.Entry:
     key = compiler.key_of(name, problem, config, build, arch)
     return kernel_cache.obtain(key, lambda: compiler.compile_kernel(build, arch))
+
+
+def _index_of(device: torch.device) -> int:
+    """A GPU's number; -1 for the CPU."""
+    if device.type != "cuda":
+        return -1
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _beside(function: Callable, *args) -> Future | None:
+    """What `function` will return, from a thread of its own; None where no thread starts."""
+    done: Future = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(function(*args))
+        except Exception as error:  # raised again where the result is asked for
+            done.set_exception(error)
+
+    try:
+        threading.Thread(target=work, name="flashinfer-compile").start()
+    except RuntimeError:
+        return None
+    return done
 
 
 def _first_tensor(args: tuple) -> torch.Tensor:

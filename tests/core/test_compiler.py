@@ -6,6 +6,7 @@ import re
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,26 @@ def test_every_architecture_compiles_for_itself(arch, in_triton):
         assert entry.kernel["threads"] == (256 if entry.key["name"] == "tile" else 128)
         assert 0 < entry.kernel["registers"] <= 255 and entry.kernel["stack_bytes"] == 0
         assert not entry.kernel["global_scratch"]
+
+
+def compile_side_by_side():
+    from triton import knobs
+
+    from flashinfer._core import compiler
+    from tests.core.samples import Config, Problem, scale
+
+    builds = [scale.build(Problem("bf16", offset=i), Config(128)) for i in range(4)]
+    # Triton's first kernel in a process may come out otherwise.
+    compiler.compile_kernel(builds[0], "90a")
+    in_turn = [compiler.compile_kernel(build, "90a") for build in builds]
+    with ThreadPoolExecutor(4) as threads:
+        beside = list(threads.map(lambda build: compiler.compile_kernel(build, "90a"), builds))
+    assert beside == in_turn and len({cubin for cubin, _ in beside}) == 4
+    assert not knobs.compilation.disable_line_info and not compiler._compiling
+
+
+def test_threads_compile_side_by_side(in_triton):
+    in_triton(compile_side_by_side)
 
 
 def line_info(on):

@@ -604,6 +604,44 @@ def test_frozen_launch_does_not_compile(in_triton):
     assert "scale" in in_triton(frozen_launch)
 
 
+def expected_kernels():
+    from flashinfer._core import launch, target
+
+    def problem(i):
+        return Problem("bf16", offset=i)
+
+    device = torch.device("cuda", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(target._by_index, 0, target.NAMED["90a"])
+        patch.setattr(launch, "_Loaded", lambda name, build, entry, index, shared: entry)
+        scale.expect(problem(76), CONFIG, torch.device("cpu"))
+        for _ in range(2):
+            scale.expect(problem(76), CONFIG, device)
+        (coming,) = scale._coming.values()
+        entry = scale.prepare(problem(76), CONFIG, device)
+        assert entry is coming.result() and not entry.cached
+        scale.expect(problem(76), CONFIG, device)
+        assert not scale._coming and scale.entry(problem(76), CONFIG, "90a").cubin == entry.cubin
+        # What goes wrong is told to who needs the kernel.
+        patch.setenv("FLASHINFER_FROZEN", "1")
+        scale.expect(problem(75), CONFIG, device)
+        with pytest.raises(kernel_cache.FrozenError):
+            scale.prepare(problem(75), CONFIG, device)
+        patch.delenv("FLASHINFER_FROZEN")
+        # Where no thread starts, it is compiled when it is needed.
+        patch.setattr(threading.Thread, "start", no_thread)
+        scale.expect(problem(74), CONFIG, device)
+        assert not scale._coming and not scale.prepare(problem(74), CONFIG, device).cached
+
+
+def no_thread(self):
+    raise RuntimeError("can't start new thread")
+
+
+def test_expected_kernels_are_compiled_beside_others(in_triton):
+    in_triton(expected_kernels)
+
+
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,7 @@ class Kind:
             rope_theta=1e4 if options.rope_theta is None else float(options.rope_theta),
         )
         self._bound: dict[tuple, tuple] = {}
+        expect(self.choice, device)
 
     def bind(self, lse: bool, sinks: bool, head_scales: bool, aligned: bool, matrix: bool, window: bool):
         """What computes the problem under the facts that only a call knows, and the Choice behind it."""
@@ -64,6 +65,17 @@ class Kind:
             self._bound[facts] = choice.bind(self.device), choice
         kernel, self.latest = self._bound[facts]
         return kernel, self.latest
+
+
+def expect(choice: Choice, device: torch.device) -> None:
+    """Start compiling the kernels of a choice, while the one that makes its work list is compiled."""
+    if device.type != "cuda" or choice.variant.name == "reference":
+        return
+    from flashinfer.ops.attention.planner import schedule_launch
+
+    for launcher, problem, config in choice.variant.load().kernels(choice.problem, choice.config):
+        if launcher is not schedule_launch:
+            launcher.expect(problem, config, device)
 
 
 def kind_of(options: Options, rows: int, custom: bool, device: torch.device, backend: str) -> Kind:
