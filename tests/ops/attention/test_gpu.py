@@ -87,6 +87,20 @@ def test_a_captured_prefill_serves_every_later_batch(device):
         check((out[:n], lse[:n]), x, Options(causal=True))
 
 
+@pytest.mark.parametrize("split", (dict(disable_split_kv=True), dict(fixed_split_size=256)))
+def test_prefill_work_is_taken_once_in_every_run(split, device):
+    """With more pieces than blocks begin with, and fewer: what a run leaves behind serves the next one."""
+    for lens in ((1000, 0, 1, 700, 129), (40, 3)):
+        x = generate.ragged_batch(list(lens), list(lens), 32, 8, DIM, dtype=torch.bfloat16, device=device)
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device, 1 << 26))
+        wrapper.plan(x.qo_indptr, x.kv_indptr, 32, 8, DIM, causal=True, q_data_type=torch.bfloat16, **split)
+        first = wrapper.run(x.q, x.k, x.v, return_lse=True)
+        check(first, x, Options(causal=True))
+        for _ in range(3):
+            for again, result in zip(wrapper.run(x.q, x.k, x.v, return_lse=True), first):
+                assert_bitwise(again, result)
+
+
 def test_a_captured_run_on_other_tiles_than_planned_serves_later_batches(device):
     """Rows that are not aligned run on narrower tiles than plan() expects, with a work list of their own."""
     integers = dict(dtype=torch.int32, device=device)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashinfer.ops.attention import planner
+from flashinfer.ops.attention._device.schedule import ITEM_TAKEN
 from flashinfer.ops.attention.config import Config
 from flashinfer.ops.attention.planner import Splitting
 from flashinfer.ops.attention.problem import Problem, Table
@@ -69,6 +70,8 @@ def check(q_lens, kv_lens, made, group, window, q_starts=None):
     assert items <= made.max_items
     records = made.items.view(-1, 16)[:items].tolist()
     q_starts = q_starts or [sum(q_lens[:i]) for i in range(len(q_lens))]
+    # Nobody has asked for work yet.
+    assert not records or records[0][ITEM_TAKEN.value] == 0
     seen = {}
     slots = []
     for q_row, q_len, _, kv_len, tile_row, begin, end, slot, request, first_slot, count, *_ in records:

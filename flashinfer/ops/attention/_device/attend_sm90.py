@@ -1,10 +1,10 @@
 """Attention on Hopper: tiles of keys come by the copy engine, products run on wgmma, softmax between them.
 
-A block is persistent: it walks over pairs of a work item and a KV head. One warp copies K tiles into a ring, another V
-tiles; each of two consumer warpgroups owns 64 query rows. It starts S = Q K^T of one block of keys together with
-O += P V of the block before it, so that its softmax runs beside the products of the other one, with which it takes
-turns (FlashAttention-3, Shah et al., 2024). Blocks of keys are taken from the last to the first: those that need a mask
-come first, and the rest run without one. The next tile's queries come while the last products are made.
+A block is persistent: it takes pairs of a work item and a KV head until none is left. One warp copies K tiles into a
+ring, another V tiles; each of two consumer warpgroups owns 64 query rows. It starts S = Q K^T of one block of keys
+together with O += P V of the block before it, so that its softmax runs beside the products of the other one, with which
+it takes turns (FlashAttention-3, Shah et al., 2024). Blocks of keys are taken from the last to the first: those that
+need a mask come first, and the rest run without one. The next tile's queries come while the last products are made.
 
 In FP8 the weights are e4m3 too, 2^8 times as large as a softmax has them, which its range takes. Products of that type
 cut what they add, so P V of each block of keys is a sum of its own, which is then added in float32. Values lie in
@@ -39,17 +39,19 @@ from flashinfer.ops.attention._device.schedule import (
 from flashinfer.ops.attention._device.tiles_sm90 import (
     ROWS,
     Form,
+    Queue,
     Ring,
     again,
     fetch_queries,
     gather,
     numbered,
     produce,
-    programs,
+    program,
+    queue_of,
     ring_of,
     span,
+    told,
     turn_values,
-    work_at,
 )
 
 # Columns that the sums of a row are kept in, see _fold.
@@ -481,10 +483,11 @@ def _finish(WG, acc, top, total, record, kv_head, tensors, numbers, o_tiles, for
 
 @gluon.jit
 def _piece(
-    WG, wave, work, works, step, cols, zeros, q_tiles, q_rests, tensors, numbers, params, k: Ring, v: Ring, o_tiles,
-    turn, form: Form,
+    WG, wave, work, works, step, cols, zeros, q_tiles, q_rests, tensors, numbers, params, k: Ring, v: Ring,
+    queue: Queue, o_tiles, turn, form: Form,
 ):  # fmt: skip
-    """One piece of work: its queries are on their way, and the next one's are sent for. Returns the next `step`."""
+    """One piece of work: its queries are on their way, and the next one's are sent for. Returns that one and the next
+    `step`."""
     q, items = tensors[0], tensors[5]
     num_kv_heads, q_stride_n, q_stride_h, _, _, sm_scale, _, _, window_left = numbers
     S_ROWS: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
@@ -509,8 +512,9 @@ def _piece(
         )  # fmt: skip
         # All warps are done with these queries: the next ones come under what is left to do.
         block_barrier()
+        following = told(queue, wave)
         fetch_queries(
-            WG, q_tiles, q_rests, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
+            WG, q_tiles, q_rests, q, items, following, works, num_kv_heads, q_stride_n, q_stride_h, form
         )  # fmt: skip
         before = (step - 1) % form.STAGES
         if form.FP8:
@@ -527,16 +531,17 @@ def _piece(
             acc = (acc * _per_row(keep, acc) + pv) * (1.0 / (1 << SHIFT))
             total *= 1.0 / (1 << SHIFT)
     else:
+        following = told(queue, wave)
         fetch_queries(
-            WG, q_tiles, q_rests, q, items, work_at(wave + 1), works, num_kv_heads, q_stride_n, q_stride_h, form
+            WG, q_tiles, q_rests, q, items, following, works, num_kv_heads, q_stride_n, q_stride_h, form
         )  # fmt: skip
     _finish(WG, acc, top * factor, total, record, kv_head, tensors, numbers, o_tiles, form)
-    return step
+    return following, step
 
 
 @gluon.jit
 def _consume(
-    WG, tensors, numbers, params, q_tiles, q_rests, k: Ring, v: Ring, o_tiles, turn, form: Form
+    WG, tensors, numbers, params, q_tiles, q_rests, k: Ring, v: Ring, queue: Queue, o_tiles, turn, form: Form
 ):  # fmt: skip
     """One warpgroup: rows WG * 64 ... of each tile. `tensors`, `numbers` and `params` are the kernel's arguments."""
     q, items, counts = tensors[0], tensors[5], tensors[6]
@@ -546,15 +551,16 @@ def _consume(
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     works = gl.load(counts) * num_kv_heads
-    fetch_queries(WG, q_tiles, q_rests, q, items, work_at(0), works, num_kv_heads, q_stride_n, q_stride_h, form)
+    work = program()
+    fetch_queries(WG, q_tiles, q_rests, q, items, work, works, num_kv_heads, q_stride_n, q_stride_h, form)
     step = 0
-    for wave in range(gl.cdiv(works, programs())):
-        work = work_at(wave)
-        if work < works:
-            step = _piece(
-                WG, wave, work, works, step, cols, zeros, q_tiles, q_rests, tensors, numbers, params, k, v, o_tiles,
-                turn, form,
-            )  # fmt: skip
+    wave = 0
+    while work < works:
+        work, step = _piece(
+            WG, wave, work, works, step, cols, zeros, q_tiles, q_rests, tensors, numbers, params, k, v, queue, o_tiles,
+            turn, form,
+        )  # fmt: skip
+        wave += 1
 
 
 @gluon.jit
@@ -617,6 +623,8 @@ def attend_sm90_kernel(
     WRITERS: gl.constexpr = 128 if GATHER else 1
     k = ring_of(k_tiles, k_rests, STAGES, WRITERS, 2)
     v = ring_of(v_tiles, v_tiles, STAGES, WRITERS, 1 if FP8 else 2)
+    # Who computes, and who copies values or turns them, is told of work by who copies keys.
+    queue = queue_of(4 if FP8 else 2 if GATHER else 3)
     # In FP8 nobody takes turns. Barriers that nobody waits for would share their place with tiles, and were seen there:
     # NaN among the values.
     turn = k.full
@@ -638,16 +646,20 @@ def attend_sm90_kernel(
         t = ring_of(t_tiles, t_tiles, STAGES, 1, 2)
         gl.warp_specialize(
             [
-                (_consume, (gl.to_tensor(0), tensors, numbers, params, q_tiles, q_rests, k, t, o_tiles, turn, form)),
-                (_consume, (gl.to_tensor(1), tensors, numbers, params, q_tiles, q_rests, k, t, o_tiles, turn, form)),
-                (turn_values, (v, t, items, counts, num_kv_heads, window_left, form)),
+                (_consume, (
+                    gl.to_tensor(0), tensors, numbers, params, q_tiles, q_rests, k, t, queue, o_tiles, turn, form,
+                )),
+                (_consume, (
+                    gl.to_tensor(1), tensors, numbers, params, q_tiles, q_rests, k, t, queue, o_tiles, turn, form,
+                )),
+                (turn_values, (v, t, queue, items, counts, num_kv_heads, window_left, form)),
                 (produce, (
-                    k_map, k_rest_map, k, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
-                    gl.constexpr(TWO), form,
+                    k_map, k_rest_map, k, queue, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head,
+                    k_step, gl.constexpr(TWO), gl.constexpr(True), form,
                 )),
                 (produce, (
-                    v_map, v_map, v, items, counts, kv_indices, num_kv_heads, window_left, v_page, v_head, v_step,
-                    gl.constexpr(False), form,
+                    v_map, v_map, v, queue, items, counts, kv_indices, num_kv_heads, window_left, v_page, v_head,
+                    v_step, gl.constexpr(False), gl.constexpr(False), form,
                 )),
             ],
             [4, TURN_WARPS, 1, 1],
@@ -656,11 +668,15 @@ def attend_sm90_kernel(
     elif GATHER:
         gl.warp_specialize(
             [
-                (_consume, (gl.to_tensor(0), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
-                (_consume, (gl.to_tensor(1), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
+                (_consume, (
+                    gl.to_tensor(0), tensors, numbers, params, q_tiles, q_rests, k, v, queue, o_tiles, turn, form,
+                )),
+                (_consume, (
+                    gl.to_tensor(1), tensors, numbers, params, q_tiles, q_rests, k, v, queue, o_tiles, turn, form,
+                )),
                 (gather, (
-                    k_map, v_map, k, v, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
-                    v_page, v_head, v_step, form,
+                    k_map, v_map, k, v, queue, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head,
+                    k_step, v_page, v_head, v_step, form,
                 )),
             ],
             [4, 4],
@@ -669,15 +685,19 @@ def attend_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (gl.to_tensor(0), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
-                (_consume, (gl.to_tensor(1), tensors, numbers, params, q_tiles, q_rests, k, v, o_tiles, turn, form)),
-                (produce, (
-                    k_map, k_rest_map, k, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
-                    gl.constexpr(TWO), form,
+                (_consume, (
+                    gl.to_tensor(0), tensors, numbers, params, q_tiles, q_rests, k, v, queue, o_tiles, turn, form,
+                )),
+                (_consume, (
+                    gl.to_tensor(1), tensors, numbers, params, q_tiles, q_rests, k, v, queue, o_tiles, turn, form,
                 )),
                 (produce, (
-                    v_map, v_map, v, items, counts, kv_indices, num_kv_heads, window_left, v_page, v_head, v_step,
-                    gl.constexpr(False), form,
+                    k_map, k_rest_map, k, queue, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head,
+                    k_step, gl.constexpr(TWO), gl.constexpr(True), form,
+                )),
+                (produce, (
+                    v_map, v_map, v, queue, items, counts, kv_indices, num_kv_heads, window_left, v_page, v_head,
+                    v_step, gl.constexpr(False), gl.constexpr(False), form,
                 )),
             ],
             [4, 1, 1],

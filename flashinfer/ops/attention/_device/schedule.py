@@ -16,6 +16,8 @@ ITEM_SLOT = tl.constexpr(7)  # where the partial result goes; -1 for a tile that
 ITEM_REQUEST = tl.constexpr(8)
 ITEM_FIRST_SLOT = tl.constexpr(9)  # of a split tile: its pieces lie in ITEM_PIECES slots from here on
 ITEM_PIECES = tl.constexpr(10)
+# In the first record: how many pieces of work were asked for beside those that blocks begin with; 0 between launches.
+ITEM_TAKEN = tl.constexpr(11)
 
 
 @triton.jit
@@ -212,6 +214,7 @@ def schedule_kernel(
         tl.store(record + ITEM_REQUEST, i, mask=there)
         tl.store(record + ITEM_FIRST_SLOT, first_slot + n // pieces * pieces, mask=there)
         tl.store(record + ITEM_PIECES, pieces, mask=there)
+        tl.store(record + ITEM_TAKEN, 0, mask=there)
     if pieces > 1:
         # How many pieces of (tile, KV head) are done, counted at the tile's first slot.
         for start in range(0, tiles * pieces * kv_heads, LANES):

@@ -24,6 +24,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_LEN,
     ITEM_Q_LEN,
     ITEM_Q_ROW,
+    ITEM_TAKEN,
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
@@ -120,6 +121,25 @@ class Ring:
         self.empty = empty
 
 
+@aggregate
+class Queue:
+    """The next pieces of a block's work: one of its warps takes them, and tells all others by shared memory.
+
+    Work is taken as blocks come to it: dealt out before, requests of one length leave some blocks with the longest
+    tiles of each.
+    """
+
+    works: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, works, full, empty):
+        self.works = works
+        self.full = full
+        self.empty = empty
+
+
 # What is the same for all pieces of work, the compiler finds before the first one and keeps: on the stack, since the
 # loop over keys needs the registers. These functions hide that it is the same.
 
@@ -156,13 +176,45 @@ def program():
 
 
 @gluon.jit
-def work_at(wave):
-    """The wave-th piece of work of this block. Work comes in order of falling length: every other wave runs backwards,
-    so that no block gets the longest of every wave."""
-    blocks = programs()
-    at = program()
-    at = gl.where(wave % 2 == 0, at, blocks - 1 - at)
-    return wave * blocks + at
+def queue_of(READERS: gl.constexpr):
+    works = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return Queue(works, full, empty)
+
+
+@gluon.jit
+def take(queue: Queue, wave, items, works):
+    """The piece of work after the block's wave-th, for those who ask `told`, too; past the last one, no less than
+    `works`.
+
+    Every block that begins with a piece asks once for each that it has, so all together ask `works` times: who does
+    so last puts the count back.
+    """
+    taken = gl.atomic_add(items + ITEM_TAKEN, 1, sem="relaxed")
+    if taken == works - 1:
+        gl.store(items + ITEM_TAKEN, 0)
+    work = programs() + taken
+    at = wave % 2
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(queue.empty.index(at), ((wave // 2) & 1) ^ 1)
+    queue.works.index(at).store(gl.full([1], work, gl.int32, LAYOUT))
+    mbarrier.arrive(queue.full.index(at), count=1)
+    return work
+
+
+@gluon.jit
+def told(queue: Queue, wave):
+    """The piece of work after the block's wave-th, as `take` has it."""
+    at = wave % 2
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(queue.full.index(at), (wave // 2) & 1)
+    work = gl.max(queue.works.index(at).load(LAYOUT), 0)
+    mbarrier.arrive(queue.empty.index(at), count=1)
+    return work
 
 
 @gluon.jit
@@ -207,51 +259,57 @@ def _pages(kv_indices, kv_base, start, kv_len, PAGE_SIZE: gl.constexpr, BLOCK_N:
 
 @gluon.jit
 def produce(
-    tiles_map, rest_map, ring: Ring, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
-    head_cols, TWO: gl.constexpr, form: Form,
+    tiles_map, rest_map, ring: Ring, queue: Queue, items, counts, kv_indices, num_kv_heads, window_left, page_rows,
+    head_rows, head_cols, TWO: gl.constexpr, TAKES: gl.constexpr, form: Form,
 ):  # fmt: skip
-    """One warp: copies the keys, or the values, of each piece of work, block by block, as stages come free."""
+    """One warp: copies the keys, or the values, of each piece of work, block by block, as stages come free.
+
+    The one that TAKES work asks for the next piece when all copies of this one are on their way: the trip to memory
+    is over before a stage comes free.
+    """
     BLOCK_N: gl.constexpr = ring.tiles.shape[1]
     SPLIT_AT: gl.constexpr = ring.tiles.shape[2]
     COLUMNS: gl.constexpr = SPLIT_AT + (ring.rest.shape[2] if TWO else 0)
     works = gl.load(counts) * num_kv_heads
     step = 0
-    for wave in range(gl.cdiv(works, programs())):
-        work = work_at(wave)
-        if work < works:
-            record = items + work // num_kv_heads * ITEM_WIDTH
-            kv_head = work % num_kv_heads
-            begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, form)
-            kv_base = gl.load(record + ITEM_KV_BASE)
-            kv_len = gl.load(record + ITEM_KV_LEN)
-            start = begin + (blocks - 1) * BLOCK_N
-            for i in range(blocks):
-                # Asked for before the wait, which hides the trip to memory.
-                pages = _pages(kv_indices, kv_base, start, kv_len, form.PAGE_SIZE, BLOCK_N)
-                stage = step % form.STAGES
-                full = ring.full.index(stage)
-                mbarrier.wait(ring.empty.index(stage), ((step // form.STAGES) & 1) ^ 1)
-                mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * BLOCK_N * COLUMNS)
-                row = kv_head * head_rows
-                col = kv_head * head_cols
-                if form.PAGE_SIZE == 0:
-                    row += kv_base + start
-                elif form.PAGE_SIZE >= BLOCK_N:
-                    row += pages[0] * page_rows + start % form.PAGE_SIZE
-                if form.PAGE_SIZE == 0 or form.PAGE_SIZE >= BLOCK_N:
-                    tma_load(tiles_map, [row, col], full, ring.tiles.index(stage))
+    work = program()
+    wave = 0
+    while work < works:
+        record = items + work // num_kv_heads * ITEM_WIDTH
+        kv_head = work % num_kv_heads
+        begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, form)
+        kv_base = gl.load(record + ITEM_KV_BASE)
+        kv_len = gl.load(record + ITEM_KV_LEN)
+        start = begin + (blocks - 1) * BLOCK_N
+        for i in range(blocks):
+            # Asked for before the wait, which hides the trip to memory.
+            pages = _pages(kv_indices, kv_base, start, kv_len, form.PAGE_SIZE, BLOCK_N)
+            stage = step % form.STAGES
+            full = ring.full.index(stage)
+            mbarrier.wait(ring.empty.index(stage), ((step // form.STAGES) & 1) ^ 1)
+            mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * BLOCK_N * COLUMNS)
+            row = kv_head * head_rows
+            col = kv_head * head_cols
+            if form.PAGE_SIZE == 0:
+                row += kv_base + start
+            elif form.PAGE_SIZE >= BLOCK_N:
+                row += pages[0] * page_rows + start % form.PAGE_SIZE
+            if form.PAGE_SIZE == 0 or form.PAGE_SIZE >= BLOCK_N:
+                tma_load(tiles_map, [row, col], full, ring.tiles.index(stage))
+                if TWO:
+                    tma_load(rest_map, [row, col + SPLIT_AT], full, ring.rest.index(stage))
+            else:
+                for box in gl.static_range(BLOCK_N // form.PAGE_SIZE):
+                    at = row + pages[box] * page_rows
+                    to = ring.tiles.index(stage).slice(box * form.PAGE_SIZE, form.PAGE_SIZE, dim=0)
+                    tma_load(tiles_map, [at, col], full, to)
                     if TWO:
-                        tma_load(rest_map, [row, col + SPLIT_AT], full, ring.rest.index(stage))
-                else:
-                    for box in gl.static_range(BLOCK_N // form.PAGE_SIZE):
-                        at = row + pages[box] * page_rows
-                        to = ring.tiles.index(stage).slice(box * form.PAGE_SIZE, form.PAGE_SIZE, dim=0)
-                        tma_load(tiles_map, [at, col], full, to)
-                        if TWO:
-                            to = ring.rest.index(stage).slice(box * form.PAGE_SIZE, form.PAGE_SIZE, dim=0)
-                            tma_load(rest_map, [at, col + SPLIT_AT], full, to)
-                start -= BLOCK_N
-                step += 1
+                        to = ring.rest.index(stage).slice(box * form.PAGE_SIZE, form.PAGE_SIZE, dim=0)
+                        tma_load(rest_map, [at, col + SPLIT_AT], full, to)
+            start -= BLOCK_N
+            step += 1
+        work = take(queue, wave, items, works) if TAKES else told(queue, wave)
+        wave += 1
 
 
 @gluon.jit
@@ -286,8 +344,8 @@ def _gather_tile(
 
 @gluon.jit
 def gather(
-    k_source, v_source, k: Ring, v: Ring, items, counts, kv_indices, num_kv_heads, window_left, k_page, k_head, k_step,
-    v_page, v_head, v_step, form: Form,
+    k_source, v_source, k: Ring, v: Ring, queue: Queue, items, counts, kv_indices, num_kv_heads, window_left, k_page,
+    k_head, k_step, v_page, v_head, v_step, form: Form,
 ):  # fmt: skip
     """Four warps: copy keys and values that no box takes, pages of a few tokens say, row by row with cp.async."""
     BLOCK_N: gl.constexpr = k.tiles.shape[1]
@@ -297,42 +355,44 @@ def gather(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     works = gl.load(counts) * num_kv_heads
     step = 0
-    for wave in range(gl.cdiv(works, programs())):
-        work = work_at(wave)
-        if work < works:
-            record = items + work // num_kv_heads * ITEM_WIDTH
-            kv_head = (work % num_kv_heads).to(gl.int64)
-            begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, form)
-            kv_base = gl.load(record + ITEM_KV_BASE)
-            kv_len = gl.load(record + ITEM_KV_LEN)
-            start = begin + (blocks - 1) * BLOCK_N
-            for i in range(blocks):
-                # All asked for before the wait, which hides the trip to memory. Past the end, the last key.
-                found = ()
-                for j in gl.static_range(BLOCK_N // SLICE):
-                    position = start + j * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
-                    found += (_rows_of(gl.minimum(position, kv_len - 1), kv_base, kv_indices, form.PAGE_SIZE),)
-                stage = step % form.STAGES
-                phase = ((step // form.STAGES) & 1) ^ 1
-                keys = k_source + kv_head * k_head
-                mbarrier.wait(k.empty.index(stage), phase)
+    work = program()
+    wave = 0
+    while work < works:
+        record = items + work // num_kv_heads * ITEM_WIDTH
+        kv_head = (work % num_kv_heads).to(gl.int64)
+        begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, form)
+        kv_base = gl.load(record + ITEM_KV_BASE)
+        kv_len = gl.load(record + ITEM_KV_LEN)
+        start = begin + (blocks - 1) * BLOCK_N
+        for i in range(blocks):
+            # All asked for before the wait, which hides the trip to memory. Past the end, the last key.
+            found = ()
+            for j in gl.static_range(BLOCK_N // SLICE):
+                position = start + j * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+                found += (_rows_of(gl.minimum(position, kv_len - 1), kv_base, kv_indices, form.PAGE_SIZE),)
+            stage = step % form.STAGES
+            phase = ((step // form.STAGES) & 1) ^ 1
+            keys = k_source + kv_head * k_head
+            mbarrier.wait(k.empty.index(stage), phase)
+            _gather_tile(
+                k.tiles.index(stage), keys, found, start, kv_len, k_page, k_step, D, form.PAGE_SIZE, SLICE
+            )  # fmt: skip
+            if form.TWO:
+                REST: gl.constexpr = k.rest.shape[2]
                 _gather_tile(
-                    k.tiles.index(stage), keys, found, start, kv_len, k_page, k_step, D, form.PAGE_SIZE, SLICE
+                    k.rest.index(stage), keys + D, found, start, kv_len, k_page, k_step, REST, form.PAGE_SIZE, SLICE
                 )  # fmt: skip
-                if form.TWO:
-                    REST: gl.constexpr = k.rest.shape[2]
-                    _gather_tile(
-                        k.rest.index(stage), keys + D, found, start, kv_len, k_page, k_step, REST, form.PAGE_SIZE, SLICE
-                    )  # fmt: skip
-                cp_async_arrive(k.full.index(stage), increment_count=False)
-                mbarrier.wait(v.empty.index(stage), phase)
-                _gather_tile(
-                    v.tiles.index(stage), v_source + kv_head * v_head, found, start, kv_len, v_page, v_step, form.D_VO,
-                    form.PAGE_SIZE, SLICE,
-                )  # fmt: skip
-                cp_async_arrive(v.full.index(stage), increment_count=False)
-                start -= BLOCK_N
-                step += 1
+            cp_async_arrive(k.full.index(stage), increment_count=False)
+            mbarrier.wait(v.empty.index(stage), phase)
+            _gather_tile(
+                v.tiles.index(stage), v_source + kv_head * v_head, found, start, kv_len, v_page, v_step, form.D_VO,
+                form.PAGE_SIZE, SLICE,
+            )  # fmt: skip
+            cp_async_arrive(v.full.index(stage), increment_count=False)
+            start -= BLOCK_N
+            step += 1
+        work = take(queue, wave, items, works)
+        wave += 1
 
 
 @gluon.constexpr_function
@@ -376,7 +436,7 @@ def _turn_tile(values, turned, start, kv_len, CLEAR: gl.constexpr, WARPS: gl.con
 
 
 @gluon.jit
-def turn_values(raw: Ring, v: Ring, items, counts, num_kv_heads, window_left, form: Form):
+def turn_values(raw: Ring, v: Ring, queue: Queue, items, counts, num_kv_heads, window_left, form: Form):
     """Turns tiles of 8-bit values [keys, columns] so that their keys are contiguous, as wgmma wants them.
 
     Instructions that turn do so with 16-bit elements, here pairs of columns; two permutations of bytes make columns of
@@ -386,29 +446,31 @@ def turn_values(raw: Ring, v: Ring, items, counts, num_kv_heads, window_left, fo
     BLOCK_N: gl.constexpr = raw.tiles.shape[1]
     works = gl.load(counts) * num_kv_heads
     step = 0
-    for wave in range(gl.cdiv(works, programs())):
-        work = work_at(wave)
-        if work < works:
-            record = items + work // num_kv_heads * ITEM_WIDTH
-            begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, form)
-            kv_len = gl.load(record + ITEM_KV_LEN)
-            start = begin + (blocks - 1) * BLOCK_N
-            for i in range(blocks):
-                stage = step % form.STAGES
-                phase = (step // form.STAGES) & 1
-                mbarrier.wait(raw.full.index(stage), phase)
-                mbarrier.wait(v.empty.index(stage), phase ^ 1)
-                if start + BLOCK_N > kv_len:
-                    _turn_tile(raw.tiles.index(stage), v.tiles.index(stage), start, kv_len, True, form.TURN_WARPS)
-                else:
-                    _turn_tile(raw.tiles.index(stage), v.tiles.index(stage), start, kv_len, False, form.TURN_WARPS)
-                # What threads wrote, the tensor cores see behind this fence.
-                fence_async_shared()
-                block_barrier()
-                mbarrier.arrive(raw.empty.index(stage), count=1)
-                mbarrier.arrive(v.full.index(stage), count=1)
-                start -= BLOCK_N
-                step += 1
+    work = program()
+    wave = 0
+    while work < works:
+        record = items + work // num_kv_heads * ITEM_WIDTH
+        begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, form)
+        kv_len = gl.load(record + ITEM_KV_LEN)
+        start = begin + (blocks - 1) * BLOCK_N
+        for i in range(blocks):
+            stage = again(step % form.STAGES)
+            phase = (step // form.STAGES) & 1
+            mbarrier.wait(raw.full.index(stage), phase)
+            mbarrier.wait(v.empty.index(stage), phase ^ 1)
+            if start + BLOCK_N > kv_len:
+                _turn_tile(raw.tiles.index(stage), v.tiles.index(stage), start, kv_len, True, form.TURN_WARPS)
+            else:
+                _turn_tile(raw.tiles.index(stage), v.tiles.index(stage), start, kv_len, False, form.TURN_WARPS)
+            # What threads wrote, the tensor cores see behind this fence.
+            fence_async_shared()
+            block_barrier()
+            mbarrier.arrive(raw.empty.index(stage), count=1)
+            mbarrier.arrive(v.full.index(stage), count=1)
+            start -= BLOCK_N
+            step += 1
+        work = told(queue, wave)
+        wave += 1
 
 
 @gluon.jit
@@ -425,9 +487,11 @@ def _fetch_part(
     q_row = gl.load(record + ITEM_Q_ROW)
     q_len = gl.load(record + ITEM_Q_LEN)
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    # Made once, in front of the branches: what of it hangs on the thread alone would else be kept for all pieces.
+    number = numbered(first, gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT)), STEP)
     for i in gl.static_range(ROWS // SLICE):
         if first + i * SLICE < q_len * GROUP:
-            packed = numbered(first + i * SLICE, gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT)), STEP)
+            packed = number + i * SLICE
             token = packed // GROUP
             at = (q_row + token).to(gl.int64) * q_stride_n
             at += (kv_head * GROUP + packed % GROUP) * q_stride_h
