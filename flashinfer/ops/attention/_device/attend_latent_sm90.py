@@ -539,26 +539,49 @@ def _scores(BLOCK: gl.constexpr, zeros, tiles: Tiles, step, pe_ratio, form: Form
 def _clear_tail(tile, start, end):
     """Zero the rows of a tile past the last key: their weight is 0, and 0 times what lies there may be NaN."""
     SLICE: gl.constexpr = 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    # A slice of 64 columns is one load of 16 bytes a thread: few registers beside the output's.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
     for i in gl.static_range(KEYS // SLICE):
         if start + (i + 1) * SLICE > end:
-            part = tile.slice(i * SLICE, SLICE, dim=0)
-            x = part.load(LAYOUT)
-            part.store(gl.where((start + i * SLICE + row < end)[:, None], x, 0.0).to(x.dtype))
+            for j in gl.static_range(HALF // 64):
+                part = tile.slice(i * SLICE, SLICE, dim=0).slice(j * 64, 64, dim=1)
+                x = part.load(LAYOUT)
+                part.store(gl.where((start + i * SLICE + row < end)[:, None], x, 0.0).to(x.dtype))
 
 
 @gluon.jit
-def _masked(WG: gl.constexpr, s, start, cols, end, plain_end, position, tiles: Tiles, phase, form: Form):
+def _hidden(s, keys, last, form: Form):
+    """Logits of a block that has `keys` keys, of which a row sees those up to number `last`.
+
+    A thread has columns 8 i + 2 lane + j. Taken apart like this, it compares constants with one number of its own; as
+    numbers of columns, the compiler has 16 registers hold them over the whole loop.
+    """
+    LAYOUT: gl.constexpr = s.type.layout
+    s = s.reshape([ROWS, KEYS // 8, 4, 2])
+    APART: gl.constexpr = s.type.layout
+    LANES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, APART)))
+    i = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, APART))))
+    j = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, APART))))
+    col = (8 * i)[None, :, None, None] + j[None, None, None, :]
+    first = 2 * gl.arange(0, 4, LANES)[None, None, :, None]
+    s = gl.where(col < keys - first, s, float("-inf"))
+    if form.CAUSAL:
+        last = gl.convert_layout(last, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, APART))))
+        s = gl.where(col <= last[:, None, None, None] - first, s, float("-inf"))
+    return gl.convert_layout(s.reshape([ROWS, KEYS]), LAYOUT)
+
+
+@gluon.jit
+def _masked(WG: gl.constexpr, s, start, end, plain_end, position, tiles: Tiles, phase, form: Form):
     """Logits of keys that a row does not see are -inf."""
     if form.SPARSE:
+        # Past the end there is none either.
         mbarrier.wait(tiles.bias_full.index(WG), phase)
-        s += tiles.bias.index(WG).load(cols.type.layout)[None, :]
-    if start + KEYS > plain_end:
-        kv_pos = start + cols
-        s = gl.where((kv_pos < end)[None, :], s, float("-inf"))
-        if form.CAUSAL:
-            s = gl.where(kv_pos[None, :] <= position[:, None], s, float("-inf"))
+        s += tiles.bias.index(WG).load(gl.SliceLayout(0, s.type.layout))[None, :]
+    if form.CAUSAL or not form.SPARSE:
+        if start + KEYS > plain_end:
+            s = _hidden(s, end - start, position - start, form)
     return s
 
 
@@ -596,7 +619,7 @@ def _publish(WG: gl.constexpr, tiles: Tiles, weights, top, keep, start, end, for
 
 @gluon.jit
 def _first_steps(
-    acc, top, sums, step, pairs, begin, end, plain_end, position, cols, zeros, tiles: Tiles, factor, scale,
+    acc, top, sums, step, pairs, begin, end, plain_end, position, zeros, tiles: Tiles, factor, scale,
     pe_ratio, form: Form,
 ):  # fmt: skip
     """The warpgroup of first blocks, and of the left half of the output, over all pairs from the last to the first."""
@@ -609,7 +632,7 @@ def _first_steps(
         s = warpgroup_mma_wait(0, [s])
         if form.TRANSFORM:
             s = s * scale
-        s = _masked(0, s, start, cols, end, plain_end, position, tiles, phase, form)
+        s = _masked(0, s, start, end, plain_end, position, tiles, phase, form)
         p, top, keep = _softmax(s, top, factor)
         weights = p.to(tiles.rest.dtype)
         _publish(0, tiles, weights, top, keep, start, end, form)
@@ -635,7 +658,7 @@ def _first_steps(
 
 @gluon.jit
 def _second_steps(
-    acc, top, sums, step, pairs, begin, end, plain_end, position, cols, zeros, tiles: Tiles, factor, scale,
+    acc, top, sums, step, pairs, begin, end, plain_end, position, zeros, tiles: Tiles, factor, scale,
     pe_ratio, form: Form,
 ):  # fmt: skip
     """The warpgroup of second blocks, and of the right half of the output."""
@@ -655,7 +678,7 @@ def _second_steps(
         s = warpgroup_mma_wait(1, [s])
         if form.TRANSFORM:
             s = s * scale
-        s = _masked(1, s, start, cols, end, plain_end, position, tiles, phase, form)
+        s = _masked(1, s, start, end, plain_end, position, tiles, phase, form)
         p, top, keep = _softmax(s, top, factor)
         weights = p.to(tiles.rest.dtype)
         _publish(1, tiles, weights, top, keep, start, end, form)
@@ -693,7 +716,6 @@ def _consume(WG: gl.constexpr, tensors, numbers, tiles: Tiles, form: Form):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-    cols = gl.arange(0, KEYS, gl.SliceLayout(0, S_LAYOUT))
     zeros = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
     scale = sm_scale * LOG2E
     if form.DEVICE_SCALES:
@@ -726,12 +748,12 @@ def _consume(WG: gl.constexpr, tensors, numbers, tiles: Tiles, form: Form):
                 _meet(tiles, 0)
                 if WG == 0:
                     acc, top, total, step = _first_steps(
-                        acc, top, total, step, pairs, begin, end, plain_end, position, cols, zeros, tiles, factor,
+                        acc, top, total, step, pairs, begin, end, plain_end, position, zeros, tiles, factor,
                         scale, pe_ratio, form,
                     )  # fmt: skip
                 else:
                     acc, top, total, step = _second_steps(
-                        acc, top, total, step, pairs, begin, end, plain_end, position, cols, zeros, tiles, factor,
+                        acc, top, total, step, pairs, begin, end, plain_end, position, zeros, tiles, factor,
                         scale, pe_ratio, form,
                     )  # fmt: skip
                 tiles.sums.index(WG).store(total)

@@ -98,9 +98,9 @@ class Sm90Config:
         Persistent blocks of threads on a multiprocessor: what work is split for.
     least_piece : int
         Keys that a piece of a split request has at least.
-    combine_pieces, combine_parts, combine_programs : int
-        Of the combination: partial results read at a time, parts of a row where there are more, and programs on a
-        multiprocessor.
+    combine_pieces, combine_rows, combine_parts, combine_programs : int
+        Of the combination: partial results of a row that are read at a time, rows where there are so many times fewer,
+        parts of a row where there are more, and programs on a multiprocessor.
     transform : bool
         For factors that cannot be folded into the exponent: of positional products alone, read from the device, or not
         positive. Where a call says so, it is compiled at its first use.
@@ -114,6 +114,7 @@ class Sm90Config:
     programs_per_sm: int
     least_piece: int
     combine_pieces: int
+    combine_rows: int
     combine_parts: int
     combine_programs: int
     transform: bool
@@ -136,6 +137,7 @@ def choose_sm90(p, target: Target) -> Sm90Config:
         least_piece=256,
         # 64 registers of each of 64 threads, and as many programs as have room beside each other.
         combine_pieces=8,
+        combine_rows=4,
         combine_parts=4,
         combine_programs=8,
         transform=p.scales,

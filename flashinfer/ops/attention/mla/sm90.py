@@ -63,11 +63,11 @@ def build_combine(p: Problem, c: Sm90Config) -> Build:
         counts="*i32", sinks="*fp32", o_stride_n="i64:8", o_stride_h="i64:8",
     )  # fmt: skip
     constants = dict(
-        HEADS=p.num_heads, D=p.head_dim_ckv, BLOCK_M=c.block_m, ITEMS=128, PIECES=c.combine_pieces,
-        PARTS=c.combine_parts, SINKS=p.sinks,
-        LSE=p.lse, BASE_E=p.base_e,
+        HEADS=p.num_heads, D=p.head_dim_ckv, BLOCK_M=c.block_m, PIECES=c.combine_pieces,
+        ROWS=c.combine_rows, PARTS=c.combine_parts, SINKS=p.sinks, LSE=p.lse, BASE_E=p.base_e,
     )  # fmt: skip
-    return Build(combine_latent_kernel, types, constants, num_warps=2)
+    # With more registers fewer programs have room on a multiprocessor than `combine_programs`.
+    return Build(combine_latent_kernel, types, constants, num_warps=2, maxnreg=65536 // (64 * c.combine_programs))
 
 
 attend_latent_sm90 = Launcher("attend_latent_sm90", build)

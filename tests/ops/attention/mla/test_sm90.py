@@ -160,13 +160,15 @@ def test_keys_named_one_by_one(page, heads, count, top_k, kv_dtype, hopper):
         check((out.flatten(0, 1), lse), x, SCALE)
 
 
-@pytest.mark.parametrize("at_a_time", (4, 8))
-def test_combining_the_pieces_of_split_tiles(at_a_time, device):
-    """Split tiles between others, dealt out to a few programs, in rows and in parts of them; pieces without a key."""
+@pytest.mark.parametrize(("at_a_time", "programs"), ((4, 50), (8, 50), (4, 800)))
+def test_combining_the_pieces_of_split_tiles(at_a_time, programs, device):
+    """Split tiles between others, dealt out to few programs and to many, by rows, and by parts of them; pieces without
+    a key."""
     heads, dim, slots = 3, 32, 90
     p = replace(PROBLEM, q_dtype="fp16", o_dtype="fp16", num_heads=heads, head_dim_ckv=dim, sinks=True, lse=True,
                 base_e=True)  # fmt: skip
-    c = replace(choose_sm90(p, named("90a")), block_m=16, combine_pieces=at_a_time, combine_parts=2)
+    c = replace(choose_sm90(p, named("90a")), block_m=16, combine_pieces=at_a_time, combine_rows=2,
+                combine_parts=2)  # fmt: skip
     partial_out = torch.randn(slots, 16, dim, device=device)
     partial_lse = torch.randn(slots, 16, device=device)
     partial_lse[torch.rand(slots, 16) < 0.3] = -torch.inf
@@ -178,7 +180,6 @@ def test_combining_the_pieces_of_split_tiles(at_a_time, device):
     truth, truth_lse = out.double(), lse.double()
     at = slot = token = 0
     for tile in range(300):
-        # More items than the kernel looks at at once.
         pieces = 1 if tile % 13 else 2 + tile % 4
         # A record as the schedule writes it; of its positions, the combination reads none.
         for n in range(pieces):
@@ -195,7 +196,7 @@ def test_combining_the_pieces_of_split_tiles(at_a_time, device):
             slot += pieces
         token += 1
     counts = torch.tensor([at], dtype=torch.int32, device=device)
-    combine_latent(p, c, (50, 1, 1), out, lse, partial_out, partial_lse, items, counts, sinks, *out.stride()[:2])
-    assert slot <= slots and at > 256
+    combine_latent(p, c, (programs, 1, 1), out, lse, partial_out, partial_lse, items, counts, sinks, *out.stride()[:2])
+    assert slot <= slots and 50 < at <= 400
     assert_close(out, truth.to(HALF), truth)
     assert_close(lse, truth_lse.float(), truth_lse, "lse")
