@@ -53,9 +53,17 @@ def rope_kernel(
 ):
     # Blocks of heads, first those of queries, then those of keys; programs that follow each other have the same tokens.
     q_blocks = tl.cdiv(q_heads, HEADS)
-    blocks = q_blocks + tl.cdiv(k_heads, HEADS)
-    block = tl.program_id(0) % blocks
-    first = tl.program_id(0) // blocks * TOKENS
+    block = tl.program_id(0)
+    first = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * TOKENS
+    # What waits for positions waits longest: they are asked for first, and the heads while they come. Loads stay before
+    # a barrier; ptxas would put them behind what does not wait for them.
+    at = first + tl.arange(0, TOKENS)
+    if RAGGED:
+        request = tl.minimum(request_of(positions, batch, at), batch - 1)
+        position = tl.load(offsets + request) + at - tl.load(positions + request)
+    else:
+        position = tl.load(positions + at, at < tokens, other=0)
+    tl.debug_barrier()
     # A row is a head of a token. The heads of a token are in one thread, which has their cosines and sines once.
     row = tl.arange(0, HEADS * TOKENS)
     token = (first + row % TOKENS).to(tl.int64)
@@ -67,14 +75,7 @@ def rope_kernel(
         token, head, tl.where(is_q, q_token, k_token), tl.where(is_q, q_head, k_head), UNIT
     )  # fmt: skip
     a, b = load_head(x, x_column, there, ROTARY_DIM, INTERLEAVE, UNIT, HALF)
-    # Loads stay before a barrier; ptxas would put these behind those that wait for the positions.
     tl.debug_barrier()
-    at = first + tl.arange(0, TOKENS)
-    if RAGGED:
-        request = tl.minimum(request_of(positions, batch, at), batch - 1)
-        position = tl.load(offsets + request) + at - tl.load(positions + request)
-    else:
-        position = tl.load(positions + at, at < tokens, other=0)
     if CACHED:
         cos, sin = cached_rotation(source, source_row, position, max_position, ROTARY_DIM, UNIT, HALF)
     else:
@@ -549,6 +550,9 @@ def _build_video(problem, config):
 
 _BUILD = {Problem: _build_rope, Quantize: _build_quantize, Video: _build_video}
 launch = Launcher("rope", build)
+
+# Programs along y that a grid may have (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+_LONGEST_AXIS = 65535
 LAUNCHERS = (launch,)
 
 
@@ -570,7 +574,10 @@ def rotate_heads(problem, config, q, k, q_out, k_out, positions, offsets, source
     strides = q.stride() + k.stride() + q_out.stride() + k_out.stride() + (source.stride(0),)
     batch = 0 if offsets is None else len(offsets)
     blocks = triton.cdiv(q_heads, config.heads) + triton.cdiv(k_heads, config.heads)
-    grid = (triton.cdiv(tokens, config.tokens) * blocks, 1, 1)
+    # Three axes, for a division that finds a program's tile would stand before all loads.
+    tiles = triton.cdiv(tokens, config.tokens)
+    more = triton.cdiv(tiles, _LONGEST_AXIS)
+    grid = (blocks, triton.cdiv(tiles, more) if more else 0, more)
     tensors = q, k, q_out, k_out, positions, offsets, source
     launch(problem, config, grid, *tensors, *strides, tokens, batch, q_heads, k_heads, len(source))
 

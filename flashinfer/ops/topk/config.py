@@ -13,9 +13,9 @@ GROUP = 8
 SHORT_K = 2048
 # Elements that a program lists at once, 8 a thread.
 SHORT_TILE = 2048
-# Elements of a list that stay in registers, 16 a thread. With 16 warps, 8 a thread, 2048 of 4 x 65536 take 20.6 us,
-# not 20.0. Their list has 3190, give or take 265, by 256 groups of 16; 3900, give or take 430, by 128. With one of
-# more than 4096 they take 45 us (H100).
+# Elements of a list that stay in registers, 16 a thread. 2048 of 4 x 65536 have 3190, give or take 265, by 256 groups
+# of 16; 3900, give or take 430, by 128. With one of more than 4096 they took 45 us, not 20.0; with 16 warps 20.6 (H100,
+# when keys were compared one by one).
 LIST_TILE = 4096
 GROUPS = 256
 MEMBERS = 16
@@ -27,7 +27,7 @@ class Config(tiles.Config):
 
     short_tile, short_warps : elements that a program lists at once, and its warps. groups, members : of a row's sample.
 
-    short_list, short_list_warps, short_ways : as list_tile, list_warps and ways for the program that searches the list.
+    short_list, short_list_warps : as list_tile and list_warps for the program that searches the list.
 
     own : programs that list find the bound.
     """
@@ -39,7 +39,6 @@ class Config(tiles.Config):
     members: int
     short_list: int
     short_list_warps: int
-    short_ways: int
     own: bool = False
 
 
@@ -49,4 +48,4 @@ def portable(problem, target) -> Config:
     sizes = vars(tiles.portable(problem, target)) | dict(group=GROUP, group_tile=8192, group_warps=16)
     sizes |= dict(list_tile=4096, list_warps=8)
     return Config(**sizes, short_k=SHORT_K, short_tile=SHORT_TILE, short_warps=8, groups=GROUPS, members=MEMBERS,
-                  short_list=LIST_TILE, short_list_warps=8, short_ways=8)  # fmt: skip
+                  short_list=LIST_TILE, short_list_warps=8)  # fmt: skip

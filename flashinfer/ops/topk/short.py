@@ -19,7 +19,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.target import target_of
 from flashinfer.ops._device.find_prefix import Parameters, start
 from flashinfer.ops._device.prefix import key_of, window_of
-from flashinfer.ops._device.rows import pointer, unit
+from flashinfer.ops._device.rows import multiple, pointer, unit
 from flashinfer.ops.topk.results import moved_by, write_taken
 from flashinfer.ops.topk import TopK
 
@@ -28,6 +28,13 @@ _LOWEST = tl.constexpr(-(1 << 31))
 _HIGHEST = tl.constexpr((1 << 31) - 1)
 # Programs that may share a row: what is said of them is in one warp.
 PARTS = tl.constexpr(32)
+# Elements of a list that are read at once.
+PACK = tl.constexpr(4)
+
+
+@triton.jit
+def highest_and_lowest(a, b, c, d):
+    return tl.maximum(a, c), tl.minimum(b, d)
 
 
 @triton.jit
@@ -42,18 +49,26 @@ def bound_of(x, k, length, WHOLE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: t
     bound = tl.full([], _LOWEST, tl.int32)
     if (length > WHOLE) & (k < length):
         # Members of a group are spread over the row, and moved a little, so that no period of the row hits all of them
-        # alike: bits of the cell's number times 2^32 over the golden ratio.
+        # alike: the cell's number over the golden ratio, without the whole.
         member = tl.arange(0, MEMBERS)[None, :]
         cell = member * GROUPS + tl.arange(0, GROUPS)[:, None]
-        moved = (cell.to(tl.uint32) * 2654435769 >> 12).to(tl.int32) % (length // (GROUPS * MEMBERS))
+        room = (length // (GROUPS * MEMBERS)).to(tl.uint32)
+        moved = tl.umulhi(cell.to(tl.uint32) * 2654435769, room).to(tl.int32)
         column = (cell.to(tl.int64) * length // (GROUPS * MEMBERS)).to(tl.int32) + moved
         size = tl.minimum(tl.maximum(length // (2 * k), 1), MEMBERS)
         value = tl.load(x + column, member < size, other=0)
         largest = tl.max(tl.where(member < size, key_of(value.to(tl.float32)), _LOWEST), 1)
         share = 1 - tl.exp(size * tl.log(1 - k.to(tl.float32) / length))
         wanted = GROUPS * share + 4.5 * tl.sqrt(GROUPS * share * (1 - share)) + 4
-        reached = tl.sum((largest[None, :] >= largest[:, None]).to(tl.int32), 1)
-        bound = tl.max(tl.where(reached >= wanted, largest, _LOWEST), 0)
+        # Bins of equal width, the highest first. The bound is the least group of the bin that reaches what is wanted.
+        high, low = tl.reduce((largest, largest), 0, highest_and_lowest)
+        width = (high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)).to(tl.float32)
+        shift = tl.maximum((width.to(tl.int32, bitcast=True) >> 23) - 127 - 7, 0).to(tl.uint32)
+        bin = ((high - largest).to(tl.uint32, bitcast=True) >> shift).to(tl.int32)
+        reached = tl.cumsum(tl.histogram(bin, 256), 0)
+        last = tl.sum((reached < wanted).to(tl.int32), 0)
+        if last < 256:
+            bound = tl.min(tl.where(bin <= last, largest, _HIGHEST), 0)
     return bound
 
 
@@ -78,6 +93,28 @@ def load_part(x, first, end, TILE: tl.constexpr):
     else:
         value = tl.load(x + column, column < end, other=0)
     return value
+
+
+@triton.jit
+def neighbours(x, UNIT: tl.constexpr):
+    """x as UNIT tensors: every UNIT-th element from the first on, from the second on, and so on."""
+    if UNIT == 1:
+        return (x,)
+    elif UNIT == 2:
+        return tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
+    elif UNIT == 4:
+        a, b = tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
+        c, d = neighbours(a, 2), neighbours(b, 2)
+        return c[0], d[0], c[1], d[1]
+    else:
+        a, b = tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
+        c, d = neighbours(a, 4), neighbours(b, 4)
+        return c[0], d[0], c[1], d[1], c[2], d[2], c[3], d[3]
+
+
+@triton.jit
+def listed_key(value, column, end):
+    return tl.where(column < end, key_of(value.to(tl.float32)), _LOWEST)
 
 
 @triton.jit
@@ -106,69 +143,161 @@ def list_kernel(
     count = tl.full([], 0, tl.int32)
     equal = tl.full([], 0, tl.int32)
     for i in range(chunk):
-        column = first + tl.arange(0, TILE)
-        first += TILE
-        key = tl.where(column < end, key_of(value.to(tl.float32)), _LOWEST)
-        above = key > bound
-        to = count + tl.cumsum(above.to(tl.int32), 0) - 1
-        tl.store(list_value + to, value, above & (to < capacity))
-        tl.store(list_column + to, column, above & (to < capacity))
-        # Both counts of a tile in one sum.
-        sum = tl.sum(above.to(tl.int32) + ((key == bound) & (column < end)).to(tl.int32) * 65536, 0)
+        # What a thread has read at once is taken apart, and counted together: then nothing moves between threads.
+        values = neighbours(value, UNIT)
+        column = first + tl.arange(0, TILE // UNIT) * UNIT
+        # Counts of those above in the low half, of those equal in the high half.
+        both = tl.zeros([TILE // UNIT], tl.int32)
+        for j in tl.static_range(UNIT):
+            key = listed_key(values[j], column + j, end)
+            both += (key > bound).to(tl.int32) + ((key == bound) & (column + j < end)).to(tl.int32) * 65536
+        to = count + ((tl.cumsum(both, 0) - both) & 65535)
+        for j in tl.static_range(UNIT):
+            above = listed_key(values[j], column + j, end) > bound
+            tl.store(list_value + to, values[j], above & (to < capacity))
+            tl.store(list_column + to, column + j, above & (to < capacity))
+            to += above.to(tl.int32)
+        sum = tl.sum(both, 0)
         count += sum & 65535
         equal += sum >> 16
+        first += TILE
         value = load_part(x, first, end, TILE)
     tl.store(counts + tl.program_id(0), count)
     tl.store(ties + tl.program_id(0), equal)
 
 
 @triton.jit
-def listed_tile(start, count, from_list, ends, begins, x, list_value, list_column, capacity, TILE: tl.constexpr):
+def listed_tile(start, count, from_list, ends, begins, lasts, x, list_value, list_column, capacity, TILE: tl.constexpr):
     """Keys, columns and values of TILE elements from `start` on of a list of `count`, or else of the row. Keys past the
-    last are _LOWEST. `begins` and `ends` are [PARTS]: the places in the list of what each program listed."""
-    at = start + tl.arange(0, TILE)
-    there = at < count
+    last are _LOWEST. `begins`, `lasts` and `ends` are [PARTS]: in the list, what each program listed begins and ends,
+    and the next begins, at a multiple of PACK."""
     if from_list:
+        # A warp has a row of it, and all of what it looks up.
+        WIDTH: tl.constexpr = min(TILE // PACK, PARTS)
+        LINES: tl.constexpr = TILE // PACK // WIDTH
+        at = start + tl.reshape(tl.arange(0, TILE // PACK) * PACK, [LINES, WIDTH])
+        bounds = tl.broadcast_to(ends[None, :], [LINES, PARTS])
         # How many programs end before.
-        part = tl.zeros([TILE], tl.int32)
+        part = tl.zeros([LINES, WIDTH], tl.int32)
         for i in tl.static_range(5):
-            part += tl.where(tl.gather(ends, part + ((PARTS >> (i + 1)) - 1), 0) <= at, PARTS >> (i + 1), 0)
-        place = part * capacity + at - tl.gather(begins, part, 0)
-        column = tl.load(list_column + place, there, other=0)
-        value = tl.load(list_value + place, there, other=0)
+            part += tl.where(tl.gather(bounds, part + ((PARTS >> (i + 1)) - 1), 1) <= at, PARTS >> (i + 1), 0)
+        begin = tl.gather(tl.broadcast_to(begins[None, :], [LINES, PARTS]), part, 1)
+        last = tl.gather(tl.broadcast_to(lasts[None, :], [LINES, PARTS]), part, 1)
+        place = multiple(part * capacity + at - begin, PACK)
+        step = tl.arange(0, PACK)[None, None, :]
+        # What pads is read too: neither a mask nor a shape may part what lies side by side.
+        there = tl.broadcast_to((at < last)[:, :, None], [LINES, WIDTH, PACK])
+        column = tl.reshape(tl.load(list_column + (place[:, :, None] + step), there, other=0), [TILE])
+        value = tl.reshape(tl.load(list_value + (place[:, :, None] + step), there, other=0), [TILE])
+        there = tl.reshape((at[:, :, None] + step) < last[:, :, None], [TILE])
     else:
-        column = at
-        value = tl.load(x + at, there, other=0)
+        # In the shape of the list, so that nothing moves where the two meet.
+        wide = tl.arange(0, TILE // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :] + start
+        value = tl.reshape(tl.load(x + wide, wide < count, other=0), [TILE])
+        column = tl.reshape(wide, [TILE])
+        there = tl.reshape(wide < count, [TILE])
     return tl.where(there, key_of(value.to(tl.float32)), _LOWEST), column, value
 
 
 @triton.jit
+def add_words(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def halves(x):
+    """Both halves of x."""
+    return tl.split(tl.trans(tl.reshape(x, [2, x.shape[0] // 2])))
+
+
+@triton.jit
+def eight_bins(key, base, shift):
+    """How many of the keys, in eight tensors, are in each of eight bins of 2^shift keys from `base` on, in four bits a
+    bin. The last has those above it as well."""
+    bins = tl.zeros(key[0].shape, tl.int32)
+    for i in tl.static_range(8):
+        bin = tl.minimum((key[i] - base).to(tl.uint32, bitcast=True) >> shift, 7)
+        bins += tl.where(key[i] >= base, (1 << (bin * 4)).to(tl.int32), 0)
+    return bins
+
+
+@triton.jit
+def reaching(key, base, shift):
+    """How many of the keys, in 16 tensors, reach the begin of each of eight bins, int32 [8].
+
+    A thread counts its keys with an addition each, in fields of a word that grow from four to sixteen bits.
+    """
+    low = eight_bins(key[:8], base, shift)
+    high = eight_bins(key[8:], base, shift)
+    even = (low & 0x0F0F0F0F) + (high & 0x0F0F0F0F)
+    odd = (low >> 4 & 0x0F0F0F0F) + (high >> 4 & 0x0F0F0F0F)
+    w0, w1, w2, w3 = tl.reduce(
+        (even & 0x00FF00FF, odd & 0x00FF00FF, even >> 8 & 0x00FF00FF, odd >> 8 & 0x00FF00FF), 0, add_words
+    )
+    bin = tl.arange(0, 8)
+    word = tl.where((bin & 2) == 0, tl.where((bin & 1) == 0, w0, w1), tl.where((bin & 1) == 0, w2, w3))
+    return tl.cumsum(tl.where(bin < 4, word, word >> 16) & 65535, 0, reverse=True)
+
+
+@triton.jit
+def quarters(x):
+    """x in four parts."""
+    a, b = halves(x)
+    c, d = halves(a)
+    e, f = halves(b)
+    return c, d, e, f
+
+
+@triton.jit
+def sixteenths(x):
+    """Four tensors in four parts each."""
+    a, b, c, d = quarters(x[0]), quarters(x[1]), quarters(x[2]), quarters(x[3])
+    return (
+        a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3], c[0], c[1], c[2], c[3], d[0], d[1], d[2], d[3],
+    )  # fmt: skip
+
+
+@triton.jit
 def find_key(
-    first, target, least, most, count, from_list, ends, begins, x, list_value, list_column, capacity,
-    TILE: tl.constexpr, WAYS: tl.constexpr,
+    first, target, least, most, reach, count, from_list, ends, begins, lasts, x, list_value, list_column, capacity,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """A key that `target` elements reach or, if the next are equal to it, more; how many do, and how many are above it
-    then. `count` elements reach `least`, and none is above `most`.
+    then. `reach` elements reach `least`, and none is above `most`.
 
-    A step cuts the keys that are left in WAYS + 1 parts, and waits for one sum over the program. `first` are the first
-    TILE keys, which stay in registers.
+    A step counts keys in eight bins, and waits for one sum over the program. Every other step has bins all over the
+    keys that are left; the ones between have narrow bins, around the key that would be the k-th if keys were spread
+    evenly. `first` are the first TILE keys, which stay in registers.
     """
-    way = (tl.arange(0, WAYS) + 1).to(tl.uint32)
     gap = most.to(tl.uint32, bitcast=True) - least.to(tl.uint32, bitcast=True) + 1
-    reach = count
-    above = count * 0
+    above = reach * 0
+    even = reach >= 0
+    mine = sixteenths(first)
+    bin = tl.arange(0, 8).to(tl.uint32)
     while (gap > 1) & (reach > target):
-        cut = way * (gap // (WAYS + 1) + 1)
-        edge = (least.to(tl.uint32, bitcast=True) + cut).to(tl.int32, bitcast=True)
-        counts = tl.sum((first[None, :] >= edge[:, None]).to(tl.int32), 1)
+        left = (reach - above).to(tl.float32)
+        below = (reach - target + 0.5) / left
+        # 2.5 deviations to either side, and what curvature may make of it.
+        aside = 2.5 * tl.sqrt(below * (1 - below) / left) + 0.5 / left + 0.02
+        begin = tl.where(even, 0.0, tl.maximum(below - aside, 0.0))
+        share = tl.where(even, 1.0, tl.minimum(2 * aside, 1.0))
+        # The least shift by which seven bins and a part of one cover it.
+        width = gap.to(tl.float32) * share
+        shift = tl.maximum(((width * 1.0000002).to(tl.int32, bitcast=True) >> 23) - 127 - 2, 0).to(tl.uint32)
+        begin = tl.minimum((gap.to(tl.float32) * begin).to(tl.uint32), gap - 1)
+        even = even == 0
+        base = (least.to(tl.uint32, bitcast=True) + begin).to(tl.int32, bitcast=True)
+        counts = reaching(mine, base, shift)
         for start in range(TILE, count, TILE):
             key, _, _ = listed_tile(
-                start, count, from_list, ends, begins, x, list_value, list_column, capacity, TILE
+                start, count, from_list, ends, begins, lasts, x, list_value, list_column, capacity, TILE
             )  # fmt: skip
-            counts += tl.sum((key[None, :] >= edge[:, None]).to(tl.int32), 1)
+            counts += reaching(sixteenths(neighbours(key, PACK)), base, shift)
+        cut = begin + (bin << shift)
         # An edge past the last key may have wrapped around.
-        reached = (cut < gap) & (counts >= target)
-        missed = (cut < gap) & (counts < target)
+        inside = (cut < gap) & (cut >= begin)
+        reached = inside & (counts >= target)
+        missed = inside & (counts < target)
         up = tl.max(tl.where(reached, cut, 0), 0)
         gap = tl.min(tl.where(missed, cut, gap), 0) - up
         least = (least.to(tl.uint32, bitcast=True) + up).to(tl.int32, bitcast=True)
@@ -178,10 +307,21 @@ def find_key(
 
 
 @triton.jit
+def highest_of(keys):
+    return tl.maximum(tl.maximum(keys[0], keys[1]), tl.maximum(keys[2], keys[3]))
+
+
+@triton.jit
+def above_and_level(key, pivot):
+    """Whether a key is above the pivot, in the low half, and whether it is equal to it, in the high half."""
+    return (key > pivot).to(tl.int32) + (key == pivot).to(tl.int32) * 65536
+
+
+@triton.jit
 def emit_kernel(
     x, starts, lengths, bounds, counts, ties, list_value, list_column, out_value, out_index, raw, page_table,
     row_to_batch, page_starts, offsets, x_row, out_row, raw_row, table_row, k, columns, programs, parts, capacity,
-    pages, page_size, LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
+    pages, page_size, LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """Writes the k first of a row in the order of their columns, which is that of the list.
 
@@ -191,8 +331,8 @@ def emit_kernel(
     part = tl.program_id(0) % parts
     x, length = window_of(x, x_row, None, starts, lengths, row, columns, UNIT)
     target = tl.minimum(k, length)
-    list_value += row.to(tl.int64) * programs * capacity
-    list_column += row.to(tl.int64) * programs * capacity
+    list_value += multiple(row.to(tl.int64) * programs * capacity, PACK)
+    list_column += multiple(row.to(tl.int64) * programs * capacity, PACK)
     bound = tl.load(bounds + row)
     i = tl.arange(0, PARTS)
     listed = tl.load(counts + row * programs + i, i < programs, other=0)
@@ -203,25 +343,30 @@ def emit_kernel(
     if raw is not None:
         raw += row.to(tl.int64) * raw_row
     shift, batch = moved_by(row, page_table, row_to_batch, page_starts, starts, offsets)
-    ends = tl.cumsum(listed, 0)
-    begins = ends - listed
+    padded = tl.cdiv(listed, PACK) * PACK
+    ends = tl.cumsum(padded, 0)
+    begins = ends - padded
+    lasts = begins + listed
     above = tl.sum(listed, 0)
     reach = above + tl.sum(equal, 0)
     fits = tl.max(listed, 0) <= capacity
     from_list = fits & (above >= target)
     # Where the k-th is at the bound, or all are taken, there is nothing to search.
     known = ((above < target) & (reach >= target)) | (target == length)
-    count = tl.where(from_list, above, length)
-    key, column, value = listed_tile(0, count, from_list, ends, begins, x, list_value, list_column, capacity, TILE)
+    count = tl.where(from_list, tl.max(ends, 0), length)
+    entries = tl.where(from_list, above, length)
+    key, _, _ = listed_tile(0, count, from_list, ends, begins, lasts, x, list_value, list_column, capacity, TILE)
+    keys = neighbours(key, PACK)
     pivot = bound
     if target == length:
         pivot = tl.full([], _LOWEST, tl.int32)
         above = length
     if known == 0:
-        most = tl.where(count <= TILE, tl.max(key, 0), _HIGHEST)
+        most = tl.where(count <= TILE, tl.max(highest_of(keys), 0), _HIGHEST)
         least = tl.where(from_list, bound, _LOWEST) + 1
         pivot, reach, above = find_key(
-            key, target, least, most, count, from_list, ends, begins, x, list_value, list_column, capacity, TILE, WAYS
+            keys, target, least, most, entries, count, from_list, ends, begins, lasts, x, list_value, list_column,
+            capacity, TILE,
         )  # fmt: skip
         # All that reach it are taken: they are above the key before it.
         if reach == target:
@@ -230,37 +375,52 @@ def emit_kernel(
     # Of those equal to the pivot so many are taken, past so many.
     some = target - above
     skip = tl.where(LAST, reach - target, 0)
-    share = tl.cdiv(count, parts)
-    begin = part * share
+    share = tl.cdiv(tl.cdiv(count, parts), PACK) * PACK
+    begin = tl.minimum(part * share, count)
     end = tl.minimum(begin + share, count)
     above = tl.full([], 0, tl.int32)
     level = tl.full([], 0, tl.int32)
-    for start in range(0, end, TILE):
+    for start in range(0, begin, TILE):
         if start > 0:
-            key, column, value = listed_tile(
-                start, count, from_list, ends, begins, x, list_value, list_column, capacity, TILE
+            key, _, _ = listed_tile(
+                start, count, from_list, ends, begins, lasts, x, list_value, list_column, capacity, TILE
             )  # fmt: skip
-        at = start + tl.arange(0, TILE)
-        # Both counts in one sum: TILE is less than 2^16.
-        is_above = key > pivot
-        is_level = (key == pivot) & (at < count)
-        both = is_above.to(tl.int32) + is_level.to(tl.int32) * 65536
-        seen = tl.cumsum(both, 0)
-        nth = level + (seen >> 16) - skip
-        taken = is_above | (is_level & (nth > 0) & (nth <= some))
-        to = above + (seen & 65535) + tl.minimum(tl.maximum(nth, 0), some) - 1
-        write_taken(
-            value, column, taken & (at >= begin) & (at < end), to, out_value, out_index, raw, shift, page_table, batch,
-            pages, table_row, page_size,
+            keys = neighbours(key, PACK)
+        both = tl.zeros([TILE // PACK], tl.int32)
+        for j in tl.static_range(PACK):
+            both += above_and_level(keys[j], pivot)
+        sum = tl.sum(tl.where(start + tl.arange(0, TILE // PACK) * PACK < begin, both, 0), 0)
+        above += sum & 65535
+        level += sum >> 16
+    # The share is read again: it is a small part of what was searched.
+    for start in range(begin, end, SHARE):
+        own, column, value = listed_tile(
+            start, count, from_list, ends, begins, lasts, x, list_value, list_column, capacity, SHARE
         )  # fmt: skip
-        if start + TILE < end:
-            sum = tl.sum(both, 0)
+        owned, columns_of, values_of = neighbours(own, PACK), neighbours(column, PACK), neighbours(value, PACK)
+        inside = start + tl.arange(0, SHARE // PACK) * PACK < end
+        found = tl.zeros([SHARE // PACK], tl.int32)
+        for j in tl.static_range(PACK):
+            found += above_and_level(owned[j], pivot)
+        found = tl.where(inside, found, 0)
+        seen = tl.cumsum(found, 0) - found
+        for j in tl.static_range(PACK):
+            seen += above_and_level(owned[j], pivot)
+            nth = level + (seen >> 16) - skip
+            taken = inside & ((owned[j] > pivot) | ((owned[j] == pivot) & (nth > 0) & (nth <= some)))
+            to = above + (seen & 65535) + tl.minimum(tl.maximum(nth, 0), some) - 1
+            write_taken(
+                values_of[j], columns_of[j], taken, to, out_value, out_index, raw, shift, page_table, batch, pages,
+                table_row, page_size,
+            )  # fmt: skip
+        if start + SHARE < end:
+            sum = tl.sum(found, 0)
             above += sum & 65535
             level += sum >> 16
     if part == 0:
-        for first in range(target, k, TILE):
-            to = first + tl.arange(0, TILE)
-            none = tl.full([TILE], -1, tl.int32)
+        for first in range(target, k, SHARE):
+            to = first + tl.arange(0, SHARE)
+            none = tl.full([SHARE], -1, tl.int32)
             tl.store(out_index + to, none.to(out_index.dtype.element_ty), to < k)
             if raw is not None:
                 tl.store(raw + to, none, to < k)
@@ -274,7 +434,8 @@ def _begin(problem) -> Parameters:
 
 
 def _listed(p: Parameters, problem) -> Parameters:
-    return p.add("*i32", "counts", "ties").add(f"*{problem.dtype}", "list_value").add("*i32", "list_column")
+    p.add("*i32", "counts", "ties")
+    return p.add(pointer(problem.dtype, True), "list_value").add(pointer("i32", True), "list_column")
 
 
 def _sample(problem, config) -> dict:
@@ -291,7 +452,7 @@ def _build_list(problem, config):
     p = _listed(_begin(problem), problem).add("i64", "x_row")
     p.add("i32", "k", "columns", "programs", "chunk", "capacity")
     constants = _sample(problem, config) | {"OWN": config.own, "TILE": config.short_tile}
-    # Left to itself ptxas takes 120 and more, and one program fills a multiprocessor. Looking for the bound takes them.
+    # Three programs on a multiprocessor; that which looks for the bound takes more.
     registers = None if config.own else 80
     return Build(list_kernel, p.types, p.constants | constants, num_warps=config.short_warps, maxnreg=registers)
 
@@ -305,7 +466,7 @@ def _build_emit(problem, config):
     p.add("i64", "x_row", "out_row").add("i64", "raw_row", present=problem.raw).add("i64", "table_row", present=pages)
     p.add("i32", "k", "columns", "programs", "parts", "capacity").add("i32", "pages", "page_size", present=pages)
     constants = {"LAST": problem.last, "UNIT": unit(problem.dtype, problem.aligned)}
-    constants |= {"TILE": config.short_list, "WAYS": config.short_ways}
+    constants |= {"TILE": config.short_list, "SHARE": config.short_list // 4}
     return Build(emit_kernel, p.types, p.constants | constants, num_warps=config.short_list_warps)
 
 
@@ -340,8 +501,9 @@ def share(rows: int, columns: int, config, device: torch.device) -> tuple[int, i
     """Programs that list a row, tiles of each, and programs that emit it."""
     tiles, sms = triton.cdiv(columns, config.short_tile), target_of(device).sms
     chunk = triton.cdiv(tiles, min(max(8 * sms // rows, 1), int(PARTS)))
-    # Every program of emit searches the whole list: enough of them to fill the chip once, no more.
-    return triton.cdiv(tiles, chunk), chunk, min(max(sms // rows, 1), 16)
+    # Every program of emit searches the whole list: enough of them to fill the chip once, no more, and no shares that
+    # are smaller than what a program writes at once.
+    return triton.cdiv(tiles, chunk), chunk, min(max(sms // rows, 1), 4)
 
 
 def run(problem, config, x, k, window, outputs, strides, places):

@@ -399,3 +399,13 @@ def test_graph_and_stream(device):
     stream.synchronize()
     for out, expected in zip(aside, eager):
         assert_bitwise(out, expected)
+
+
+@pytest.mark.parametrize("longest", [1, 3])
+def test_more_tiles_of_tokens_than_an_axis_of_the_grid_has_programs(variant, device, monkeypatch, longest):
+    if variant != "reference":
+        monkeypatch.setattr("flashinfer.ops.rope.portable._LONGEST_AXIS", longest)
+    q, k = heads((37, 3, 1, 64, 64), torch.float32, device)
+    pos = torch.randint(0, 9000, (37,), dtype=torch.int32, device=device)
+    out, given = run("apply_rope_pos_ids", q, k, pos, 64, False)
+    check(out, given, pos.cpu()[:, None] * radians(64), 64, False)
