@@ -35,7 +35,8 @@ class Variant:
         "reference", "portable", or the chip it is written for ("sm90").
     module : str
         Where its `run(problem, config, *args)` is; imported at first use. A GPU variant's module also lists its
-        launchers in `LAUNCHERS`.
+        launchers in `LAUNCHERS`. One whose calls launch several kernels may have `at_once(problem, config)`, which
+        yields (launcher, problem, config) of those: a first call has them compiled side by side.
     refuses : callable (problem, target) -> str
         Why it cannot take the problem on that target; '' where it can.
     config : callable (problem, target) -> frozen dataclass
@@ -71,7 +72,10 @@ class Choice:
 
     def run(self, *args):
         if not self._run:
-            self._run.append(self.variant.load().run)
+            module = self.variant.load()
+            if hasattr(module, "at_once"):
+                _expect(module.at_once(self.problem, self.config), args)
+            self._run.append(module.run)
         return self._run[0](self.problem, self.config, *args)
 
     def bind(self, device: torch.device) -> Callable:
@@ -94,6 +98,13 @@ class Choice:
             "config": None if self.config is None else asdict(self.config),
             "refused": dict(self.refused),
         }
+
+
+def _expect(kernels: Iterable, args: tuple) -> None:
+    """Start compiling (launcher, problem, config) of each kernel for the device that the tensors are on."""
+    device = next(x.device for x in args if isinstance(x, torch.Tensor))
+    for launcher, problem, config in kernels:
+        launcher.expect(problem, config, device)
 
 
 class Op:

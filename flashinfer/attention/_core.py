@@ -37,7 +37,7 @@ class BatchAttention(AttentionWrapper):
     (torch.Size([6, 8, 64]), torch.Size([6, 8]))
     """
 
-    _mixed = _told_by_keys = True
+    _mixed = _told_by_keys = _tells_lse = True
 
     def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda"):
         super().__init__(torch.empty(0, dtype=torch.uint8, device=device), kv_layout, "auto", None)

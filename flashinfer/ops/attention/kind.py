@@ -51,7 +51,13 @@ class Kind:
             rope_theta=1e4 if options.rope_theta is None else float(options.rope_theta),
         )
         self._bound: dict[tuple, tuple] = {}
-        expect(self.choice, device)
+        self._expected: set[bool] = set()
+
+    def expect(self, lse: bool) -> None:
+        """See expect_kernels; `lse` is whether calls ask for it."""
+        if lse not in self._expected:
+            self._expected.add(lse)
+            expect_kernels(self._op(replace(self.problem, lse=lse), self.device, self._backend), self.device)
 
     def bind(self, lse: bool, sinks: bool, head_scales: bool, aligned: bool, matrix: bool, window: bool):
         """What computes the problem under the facts that only a call knows, and the Choice behind it."""
@@ -67,8 +73,8 @@ class Kind:
         return kernel, self.latest
 
 
-def expect(choice: Choice, device: torch.device) -> None:
-    """Start compiling the kernels of a choice, while the one that makes its work list is compiled."""
+def expect_kernels(choice: Choice, device: torch.device) -> None:
+    """Start compiling what runs a choice, while the kernel that makes its work list is compiled."""
     if device.type != "cuda" or choice.variant.name == "reference":
         return
     from flashinfer.ops.attention.planner import schedule_launch

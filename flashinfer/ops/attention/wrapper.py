@@ -48,6 +48,8 @@ class AttentionWrapper(Replaceable):
     _mixed = False
     # Whether the third of a plan's tables has numbers of keys, not of the tokens in last pages.
     _told_by_keys = False
+    # Whether every call asks for the log-sum-exp.
+    _tells_lse = False
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str, buffers: GraphBuffers | None,
@@ -244,6 +246,7 @@ class AttentionWrapper(Replaceable):
         if key != self._last_kind[0]:
             options, rows, custom, backend = key
             self._last_kind = key, self._new_kind(options, rows, custom, backend)
+            self._last_kind[1].expect(self._tells_lse)
         return self._last_kind[1]
 
     def _new_kind(self, options: Options, rows: int, custom: bool, backend: str) -> Kind:

@@ -431,6 +431,10 @@ def kernels(problem, config):
     yield from ((launcher, problem, config) for launcher in names)
 
 
+# A call launches all of them.
+at_once = kernels
+
+
 def run(problem, config, *args):
     return _RUN[type(problem)](problem, config, *args)
 

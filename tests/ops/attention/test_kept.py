@@ -213,6 +213,26 @@ class Planner:
         return self.wrapper.run(q, *keys)
 
 
+def plans_expect_what_runs(card):
+    from flashinfer._core.launch import Launcher
+    from flashinfer.ops.attention import kind
+    from flashinfer.ops.attention.mla import batch
+
+    for form in ("decode", "prefill", "ragged", "mixed", "latent"):
+        kind._kind_of.cache_clear()
+        batch._latent_kind.cache_clear()
+        with pytest.MonkeyPatch.context() as patch:
+            expected = []
+            patch.setattr(Launcher, "expect", lambda *key: expected.append(key))
+            planner = Planner(form, "host")
+            planner.plan()
+        assert expected and all(device == planner.wrapper.device for *_, device in expected)
+        names = [launch[0].split()[0] for launch in card.made(planner.run)]
+        # All that a run launches, and nothing else; the work list's kernel is needed before.
+        assert sorted(names) == sorted(launcher.build(*key).kernel.__name__ for launcher, *key, _ in expected)
+        assert all((*key, 0) in launcher._bound for launcher, *key, _ in expected)
+
+
 FORMS = [(form, where, False) for form in ("decode", "prefill", "ragged", "mixed", "latent")
          for where in ("host", "host and ids", "device")]  # fmt: skip
 FORMS += [(form, where, True) for form in ("decode", "prefill", "latent") for where in ("host", "host and ids")]
@@ -307,7 +327,7 @@ def test_growing_batches(where, on_card):
 @pytest.mark.parametrize(
     "check",
     [batches_that_come_again, batches_that_only_the_device_knows, graph_buffers_end_where_they_end, latent_plans,
-     plans_that_differ],  # fmt: skip
+     plans_expect_what_runs, plans_that_differ],  # fmt: skip
 )
 def test_plans(check, on_card):
     on_card(check)

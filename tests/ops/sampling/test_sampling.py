@@ -9,8 +9,10 @@ import torch
 import flashinfer
 from flashinfer import sampling
 from flashinfer._core.dispatch import Op
+from flashinfer._core.launch import Launcher
 from flashinfer.ops import sampling as room
 from flashinfer.ops._device import tiles as tile_sizes
+from flashinfer.ops.sampling import portable
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.norm.variants import variant  # the fixture
@@ -135,6 +137,22 @@ def test_kernels_draw_what_the_reference_draws(device, monkeypatch, columns):
         tokens = {name: tokens for name, tokens, _ in every_function(probs, indices, seed=seed, offset=offset)}
     for name in expected:
         assert_bitwise(tokens[name], expected[name], name)
+
+
+def test_a_call_launches_every_kernel_of_its_problem(device, monkeypatch):
+    """What a first call has compiled at once is what it launches."""
+    asked, probs = [], rows_of_probs(2, 1, device)
+    monkeypatch.setattr(Launcher, "expect", lambda *kernel: asked.append(kernel))
+    for launcher in portable.LAUNCHERS:
+        monkeypatch.setattr(launcher, "_bound", {})
+    with backend("portable", monkeypatch):
+        list(every_function(probs, seed=0, offset=0))
+        sampling.top_k_renorm_probs(probs, 1), sampling.top_p_renorm_probs(probs, 0.5)
+        sampling.top_k_mask_logits(probs, 1), sampling.softmax(probs)
+    for launcher, problem, config, _ in asked:
+        assert (problem, config) in [key[:2] for key in launcher._bound], launcher.name
+    chain = {launcher.name for launcher in portable._CHAIN}
+    assert {launcher.name for launcher, *_ in asked} == {launcher.name for launcher in portable.LAUNCHERS} - chain
 
 
 def filters_in_tensors(device):

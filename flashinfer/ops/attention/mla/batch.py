@@ -13,7 +13,7 @@ from flashinfer._core.checks import as_dtype, dtype_name, is_aligned, require
 from flashinfer._core.dispatch import Choice
 from flashinfer._core.target import Target, target_of
 from flashinfer.ops.attention.batch import Batch, Call, facts
-from flashinfer.ops.attention.kind import expect
+from flashinfer.ops.attention.kind import expect_kernels
 from flashinfer.ops.attention.mla import mla
 from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
 from flashinfer.ops.attention.problem import Scalars
@@ -75,7 +75,13 @@ class LatentKind:
         # What a graph wrapper holds later plans to; calls bring their factors themselves.
         self.scalars = Scalars(sm_scale=options.sm_scale)
         self._bound: dict[tuple, tuple] = {}
-        expect(self.choice, device)
+        self._expected: set[bool] = set()
+
+    def expect(self, lse: bool) -> None:
+        """See expect_kernels; `lse` is whether calls ask for it."""
+        if lse not in self._expected:
+            self._expected.add(lse)
+            expect_kernels(mla(replace(self.problem, lse=lse), self.device, self._backend), self.device)
 
     def bind(self, **facts):
         """What computes the problem under the facts that only a call knows, and the Choice behind it."""
