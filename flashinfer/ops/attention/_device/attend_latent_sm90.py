@@ -19,7 +19,6 @@ from flashinfer._core.gluon_compat import (
     gl,
     gluon,
     mbarrier,
-    reinterpret,
     tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -36,6 +35,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
+from flashinfer.ops.attention._device.widen_sm90 import load_words, store_widened
 
 LN2 = gl.constexpr(0.6931471805599453)
 # Query rows of a tile, and keys of a block: what one wgmma takes, and 64 columns, below which reading the queries from
@@ -48,6 +48,9 @@ HALF = gl.constexpr(256)
 PART = gl.constexpr(128)
 # Columns of a positional row.
 REST = gl.constexpr(64)
+# Four warps copy 16 rows of 64 columns at a time: eight lanes a row, whose 128 bytes fill all banks. A thread has the
+# same few rows of any tile.
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @aggregate
@@ -327,48 +330,18 @@ def _gather(ckv, kpe, tiles: Tiles, items, counts, kv_indices, ckv_page, ckv_ste
                 phase ^= 1
 
 
-@gluon.constexpr_function
-def _widening(FORMAT, BF16):
-    """PTX that takes a word of four FP8 elements ("e4m3", "e5m2") for two words of two elements, exactly."""
-    out = "{ .reg .b16 lo, hi; .reg .b32 h; .reg .b16 a, b; .reg .f32 x, y; mov.b32 {lo, hi}, $2;"
-    for i, half in enumerate(("lo", "hi")):
-        if BF16:
-            out += f"cvt.rn.f16x2.{FORMAT}x2 h, {half}; mov.b32 {{a, b}}, h; cvt.f32.f16 x, a; cvt.f32.f16 y, b;"
-            out += f"cvt.rn.bf16x2.f32 ${i}, y, x;"
-        else:
-            out += f"cvt.rn.f16x2.{FORMAT}x2 ${i}, {half};"
-    return out + "}"
-
-
 @gluon.jit
-def _load_words(source, at, there, FIRST: gl.constexpr, WORDS: gl.constexpr):
-    """Words FIRST ... FIRST + WORDS of the rows at offsets `at`; zeros where there is none."""
-    # Four lanes of a row, eight rows: stored widened, 16 bytes of eight lanes lie in different banks.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    d = FIRST + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
-    return gl.load(source + at[:, None] + d[None, :], mask=there[:, None], other=0)
-
-
-@gluon.jit
-def _store_widened(tile, FIRST: gl.constexpr, words, FORMAT: gl.constexpr):
-    """Store FP8 elements as a tile's columns from FIRST on, in the tile's type."""
-    ROWS_IN: gl.constexpr = tile.shape[0]
-    COLUMNS: gl.constexpr = tile.shape[1] // 2
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_IN, COLUMNS], gl.int32)
-    low, high = gl.inline_asm_elementwise(
-        _widening(FORMAT, tile.dtype == gl.bfloat16), "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True,
-        pack=1,
-    )  # fmt: skip
-    wide = gl.join(low, high).reshape([ROWS_IN, 2 * words.shape[1]])
-    to = reinterpret(tile, gl.int32, [ROWS_IN, COLUMNS], LAYOUT)
-    to.slice(FIRST // 2, 2 * words.shape[1], dim=1).store(wide)
+def _anew(x):
+    """int32 `x`, of which the compiler does not know that it is always the same: else what follows from it is worked
+    out before all loops, and waits in registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def _rows_of(table, start, begin, end, form: Form):
     """Entries of the table for a block of keys, row by row; -1 where there is no key."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    position = start + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT))
+    position = start + _anew(gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT)))
     at = position if form.SPARSE else position // form.PAGE_SIZE
     return gl.load(table + at, mask=(position >= begin) & (position < end), other=-1)
 
@@ -392,7 +365,7 @@ def _is_left(BLOCK, PART_AT):
 @gluon.jit
 def _load_part(BLOCK: gl.constexpr, AT: gl.constexpr, ckv, at, there):
     FIRST: gl.constexpr = ((0 if _is_left(BLOCK, AT) else HALF) + AT % 2 * PART) // 4
-    return _load_words(ckv, at, there, FIRST, PART // 4)
+    return load_words(ckv, at, there, FIRST, PART // 4)
 
 
 @gluon.jit
@@ -402,8 +375,8 @@ def _widen_part(BLOCK: gl.constexpr, AT: gl.constexpr, tiles: Tiles, words, rest
     if AT % 2 == 0:
         mbarrier.wait((tiles.left_empty if LEFT else tiles.right_empty).index(BLOCK), phase)
     if form.POSITIONAL and AT == 2:
-        _store_widened(tiles.rest.index(BLOCK), 0, rest, form.KV_FP8)
-    _store_widened((tiles.left if LEFT else tiles.right).index(BLOCK), AT % 2 * PART, words, form.KV_FP8)
+        store_widened(tiles.rest.index(BLOCK), 0, rest, form.KV_FP8)
+    store_widened((tiles.left if LEFT else tiles.right).index(BLOCK), AT % 2 * PART, words, form.KV_FP8)
     # The fence behind which tensor cores see it is left to who multiplies: here it would wait for loads on their way.
     block_barrier()
     mbarrier.arrive((tiles.left_full if LEFT else tiles.right_full).index(2 * BLOCK + AT % 2), count=1)
@@ -440,7 +413,7 @@ def _widen(ckv, kpe, tiles: Tiles, items, counts, kv_indices, ckv_page, ckv_step
                     next_at = _offsets(after, following, ckv_page, ckv_step, form)
                     if form.POSITIONAL:
                         rest_at = _offsets(entries, start, kpe_page, kpe_step, form)
-                        rest = _load_words(kpe, rest_at, entries >= 0, 0, REST // 4)
+                        rest = load_words(kpe, rest_at, entries >= 0, 0, REST // 4)
                     later = _rows_of(table, following + (-3 * KEYS if block == 0 else KEYS), begin, end, form)
                     for part in gl.static_range(4):
                         if form.POSITIONAL and part == 2:
@@ -466,8 +439,8 @@ def _fetch_fp8(tile, q, record, stride_n, stride_h, form: Form):
     packed = gl.load(record + ITEM_TILE_ROW) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     token = packed // form.HEADS
     at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * stride_n + (packed % form.HEADS) * stride_h
-    words = _load_words(q, at, token < gl.load(record + ITEM_Q_LEN), 0, tile.shape[1] // 4)
-    _store_widened(tile, 0, words, form.Q_FP8)
+    words = load_words(q, at, token < gl.load(record + ITEM_Q_LEN), 0, tile.shape[1] // 4)
+    store_widened(tile, 0, words, form.Q_FP8)
 
 
 @gluon.jit
@@ -476,13 +449,15 @@ def _fetch(tile, q, record, stride_n, stride_h, form: Form):
     if form.Q_FP8 != "":
         _fetch_fp8(tile, q, record, stride_n, stride_h, form)
         return
-    D: gl.constexpr = tile.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    packed = gl.load(record + ITEM_TILE_ROW) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    token = packed // form.HEADS
-    at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * stride_n + (packed % form.HEADS) * stride_h
-    d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    cp_async(tile, q + at[:, None] + d[None, :], mask=(token < gl.load(record + ITEM_Q_LEN))[:, None])
+    SLICE: gl.constexpr = 16
+    d = gl.arange(0, tile.shape[1], gl.SliceLayout(0, COPY))
+    first = gl.load(record + ITEM_TILE_ROW) + _anew(gl.arange(0, SLICE, gl.SliceLayout(1, COPY)))
+    for i in gl.static_range(ROWS // SLICE):
+        packed = first + i * SLICE
+        token = packed // form.HEADS
+        at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * stride_n + (packed % form.HEADS) * stride_h
+        there = token < gl.load(record + ITEM_Q_LEN)
+        cp_async(tile.slice(i * SLICE, SLICE, dim=0), q + at[:, None] + d[None, :], mask=there[:, None])
 
 
 @gluon.jit
@@ -539,14 +514,13 @@ def _scores(BLOCK: gl.constexpr, zeros, tiles: Tiles, step, pe_ratio, form: Form
 def _clear_tail(tile, start, end):
     """Zero the rows of a tile past the last key: their weight is 0, and 0 times what lies there may be NaN."""
     SLICE: gl.constexpr = 16
-    # A slice of 64 columns is one load of 16 bytes a thread: few registers beside the output's.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+    row = gl.arange(0, SLICE, gl.SliceLayout(1, COPY))
     for i in gl.static_range(KEYS // SLICE):
         if start + (i + 1) * SLICE > end:
+            # 16 bytes a thread at a time: few registers beside the output's.
             for j in gl.static_range(HALF // 64):
                 part = tile.slice(i * SLICE, SLICE, dim=0).slice(j * 64, 64, dim=1)
-                x = part.load(LAYOUT)
+                x = part.load(COPY)
                 part.store(gl.where((start + i * SLICE + row < end)[:, None], x, 0.0).to(x.dtype))
 
 
@@ -564,7 +538,7 @@ def _hidden(s, keys, last, form: Form):
     i = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, APART))))
     j = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, APART))))
     col = (8 * i)[None, :, None, None] + j[None, None, None, :]
-    first = 2 * gl.arange(0, 4, LANES)[None, None, :, None]
+    first = 2 * _anew(gl.arange(0, 4, LANES))[None, None, :, None]
     s = gl.where(col < keys - first, s, float("-inf"))
     if form.CAUSAL:
         last = gl.convert_layout(last, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, APART))))
