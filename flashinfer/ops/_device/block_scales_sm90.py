@@ -2,12 +2,24 @@
 
 The tensor cores sum 128 of K, with the few bits that they keep; a float32 sum takes that up with its factor. Factors, a
 scale of A times one of B, are brought by a warp of their own, beside the stage of the ring that they belong to: the
-warpgroups that multiply wait for no memory and hold no addresses. One that has 128 columns or fewer has two sums of the
-tensor cores: while one is scaled and added, they fill the other. UNROLL blocks of K make a step of the loop, at whose
-end both are empty: an accumulator that is in flight across the loop's back edge makes ptxas wait for every product.
+warpgroups that multiply wait for no memory and hold no addresses. To tiles of 64 rows, which wait for memory, the warp
+copies the scales themselves, as deep as the ring, and the warpgroups multiply them. A warpgroup that has 128 columns or
+fewer has two sums of the tensor cores: while one is scaled and added, they fill the other. UNROLL blocks of K make a
+step of the loop, at whose end both are empty: an accumulator that is in flight across the loop's back edge makes ptxas
+wait for every product.
 """
 
-from flashinfer._core.gluon_compat import aggregate, gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from flashinfer._core.gluon_compat import (
+    aggregate,
+    block_barrier,
+    cp_async,
+    cp_async_arrive,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from flashinfer.ops._device.products_sm90 import ROWS, Form, Ring
 
 
@@ -36,9 +48,10 @@ class Scales:
 
 @gluon.jit
 def make_factors(form: Form):
-    """Of each stage: what the sums of each row are multiplied with, for each 128 columns."""
+    """Of each stage, for each row: its factor for each 128 columns; of tiles of 64 rows its scale, and the columns'."""
     return gl.allocate_shared_memory(
-        gl.float32, [form.STAGES * (form.BLOCK_N // 128), form.A_PARTS * ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        gl.float32, [form.STAGES * (2 if form.A_PARTS == 1 else form.BLOCK_N // 128), form.A_PARTS * ROWS],
+        gl.SwizzledSharedLayout(1, 1, 1, [0]),
     )  # fmt: skip
 
 
@@ -66,12 +79,42 @@ def _scales_of(first, blocks, scales: Scales, COUNT: gl.constexpr, form: Form):
 
 @gluon.jit
 def bring_factors(ring: Ring, factors, scales: Scales, step, begin, end, blocks, form: Form):
-    """One warp: what the sums of each block of K are multiplied with, beside its stage of the ring."""
+    """One warp: what sums of each block of K are multiplied with, beside its stage of the ring; past the end zeros."""
+    if form.A_PARTS == 1:
+        step = _copy_scales(ring, factors, scales, step, begin * form.UNROLL, end * form.UNROLL, blocks, form)
+    else:
+        step = _bring_products(ring, factors, scales, step, begin * form.UNROLL, end * form.UNROLL, blocks, form)
+    return step
+
+
+@gluon.jit
+def _copy_scales(ring: Ring, factors, scales: Scales, step, begin, end, blocks, form: Form):
+    """Scales, copied as stages come free and waited for by nobody before their stage is used: those of as many blocks
+    are on their way as there are stages."""
+    for block in range(begin, end):
+        stage = step % form.STAGES
+        full = ring.full.index(stage)
+        there = scales.row_ok & (block < blocks)
+        mbarrier.wait(ring.empty.index(stage), ((step // form.STAGES) & 1) ^ 1)
+        cp_async(factors.index(stage * 2), scales.a + block * scales.a_k, mask=there)
+        of_columns = scales.b + block * scales.b_k + gl.zeros_like(there).to(gl.int32)
+        cp_async(factors.index(stage * 2 + 1), of_columns, mask=there)
+        # Each thread arrives when its copies have, beside the one arrival that a stage waits for: this one is the last.
+        cp_async_arrive(full)
+        block_barrier()
+        mbarrier.arrive(full, count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
+def _bring_products(ring: Ring, factors, scales: Scales, step, begin, end, blocks, form: Form):
+    """Factors, multiplied here: it would take the time of warpgroups that are bound by what they execute."""
     PARTS: gl.constexpr = form.BLOCK_N // 128
     # Blocks at once: their way from memory is longer than the products of one block of 128 columns take.
     COUNT: gl.constexpr = min(form.UNROLL, 2)
-    found = _scales_of(begin * form.UNROLL, blocks, scales, COUNT, form)
-    for first in range(begin * form.UNROLL, end * form.UNROLL, COUNT):
+    found = _scales_of(begin, blocks, scales, COUNT, form)
+    for first in range(begin, end, COUNT):
         # The next ones are on their way while free stages are waited for.
         now = found
         found = _scales_of(first + COUNT, blocks, scales, COUNT, form)
@@ -100,8 +143,11 @@ def _start(A_PART: gl.constexpr, B_PART: gl.constexpr, ring: Ring, zeros, step, 
 @gluon.jit
 def _factors_of(A_PART: gl.constexpr, PART: gl.constexpr, factors, step, LAYOUT: gl.constexpr, form: Form):
     """[ROWS, 1]: of one block of K, whose stage is full."""
-    its = factors.index((step % form.STAGES) * (form.BLOCK_N // 128) + PART)
-    return its.slice(A_PART * ROWS, ROWS).load(gl.SliceLayout(1, LAYOUT))[:, None]
+    first = (step % form.STAGES) * (2 if form.A_PARTS == 1 else form.BLOCK_N // 128)
+    its = factors.index(first + PART).slice(A_PART * ROWS, ROWS).load(gl.SliceLayout(1, LAYOUT))
+    if form.A_PARTS == 1:
+        its *= factors.index(first + 1).load(gl.SliceLayout(1, LAYOUT))
+    return its[:, None]
 
 
 @gluon.jit
