@@ -116,7 +116,8 @@ def _rows_aligned(a, b, out) -> bool:
     """Whether rows are read and written 16 bytes at a time."""
     if not is_aligned(a, b, out) or out.shape[-1] % 8:
         return False
-    return all(x.shape[-1] * x.element_size() % 16 == 0 for x in (a, b))
+    # Rows of nothing cannot be copied in boxes.
+    return all(x.shape[-1] and x.shape[-1] * x.element_size() % 16 == 0 for x in (a, b))
 
 
 def _words_aligned(*factors) -> bool:

@@ -29,7 +29,7 @@ _LANES = gl.constexpr(32)
 
 
 @gluon.jit
-def _add(a, b):
+def add(a, b):
     return a + b
 
 
@@ -59,7 +59,7 @@ def _count_tiles(groups, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WA
 
 
 @gluon.jit
-def _place_of(work, tiles, tiles_n, GROUP: gl.constexpr):
+def place_of(work, tiles, tiles_n, GROUP: gl.constexpr):
     """(tile of rows, tile of columns) of one work: down GROUP tiles of rows, then to the next columns."""
     strip = GROUP * tiles_n
     first = work // strip * GROUP
@@ -78,7 +78,7 @@ def _find_tile(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr
     first = 0
     while group < 0:
         begins, ends, tiles = _next_groups(groups, first, count, M, KIND, BLOCK_M, WARPS)
-        inside = tile - before - (gl.associative_scan(tiles, 0, _add) - tiles)
+        inside = tile - before - (gl.associative_scan(tiles, 0, add) - tiles)
         mine = (inside >= 0) & (inside < tiles)
         lane = gl.arange(0, _LANES, mine.type.layout)
         group += gl.sum(gl.where(mine, first + lane + 1, 0), 0)
@@ -90,7 +90,7 @@ def _find_tile(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr
 
 
 @gluon.jit
-def _next_of_rows(groups, row, after, count, M, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
+def next_of_rows(groups, row, after, count, M, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
     """The least group past `after` among those of BLOCK_M rows, or `count`."""
     rows = row + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // _LANES], [_LANES], [WARPS], [0]))
     found = gl.load(groups + rows, mask=rows < M, other=-1)
@@ -102,7 +102,7 @@ def _first_of(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr,
     """(group, first row, end) of the first product of a tile; no group is `count`."""
     if KIND == "indices":
         row = tile * BLOCK_M
-        group = _next_of_rows(groups, row, -1, count, M, BLOCK_M, WARPS)
+        group = next_of_rows(groups, row, -1, count, M, BLOCK_M, WARPS)
         end = M
     else:
         group, row, end = _find_tile(groups, tile, count, M, KIND, BLOCK_M, WARPS)
@@ -113,7 +113,7 @@ def _first_of(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr,
 def _after(groups, row, group, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
     """The group of a tile's next product, or `count`."""
     if KIND == "indices":
-        group = _next_of_rows(groups, row, group, count, M, BLOCK_M, WARPS)
+        group = next_of_rows(groups, row, group, count, M, BLOCK_M, WARPS)
     else:
         group = count
     return group
@@ -127,7 +127,7 @@ def _produce(a_map, b_map, groups, sizes, ring: Ring, KIND: gl.constexpr, form: 
     tiles_n = gl.cdiv(N, form.BLOCK_N)
     step = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
-        tile, tile_n = _place_of(work, tiles, tiles_n, form.GROUP)
+        tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
         group, row, last = _first_of(groups, tile, count, M, KIND, BLOCK_M, 1)
         while group < count:
             entry = group if KIND == "counts" else 0
@@ -147,7 +147,7 @@ def _bring(
     tiles_n = gl.cdiv(N, form.BLOCK_N)
     step = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
-        tile, tile_n = _place_of(work, tiles, tiles_n, form.GROUP)
+        tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
         column = tile_n * form.BLOCK_N
         group, row, last = _first_of(groups, tile, count, M, KIND, BLOCK_M, 1)
         rows = rows_of(row, form)
@@ -162,14 +162,14 @@ def _bring(
 
 
 @gluon.jit
-def _write(acc, stage, out, groups, group, row, end, column, N, row_stride, KIND: gl.constexpr):
+def write_group(acc, factor, stage, out, groups, group, row, end, column, N, row_stride, KIND: gl.constexpr):
     """The rows of a warpgroup's tile that are of the group."""
-    if out.dtype.element_ty.primitive_bitwidth < 32 and acc.shape[1] > stage.shape[1]:
+    if acc.shape[1] > (stage.shape[1] if out.dtype.element_ty.primitive_bitwidth < 32 else 128):
         left, right = halves(acc)
-        _write(left, stage, out, groups, group, row, end, column, N, row_stride, KIND)
-        _write(right, stage, out, groups, group, row, end, column + left.shape[1], N, row_stride, KIND)
+        write_group(left, factor, stage, out, groups, group, row, end, column, N, row_stride, KIND)
+        write_group(right, factor, stage, out, groups, group, row, end, column + left.shape[1], N, row_stride, KIND)
     else:
-        result = by_rows(acc.to(out.dtype.element_ty), stage)
+        result = by_rows((acc * factor).to(out.dtype.element_ty), stage)
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, result.type.layout))
         columns = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, result.type.layout))
         mine = rows < end
@@ -195,7 +195,7 @@ def _consume(
     tiles_n = gl.cdiv(N, form.BLOCK_N)
     step = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
-        tile, tile_n = _place_of(work, tiles, tiles_n, form.GROUP)
+        tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
         group, tile_row, last = _first_of(groups, tile, count, M, KIND, BLOCK_M, 4)
         row = tile_row + (WG * ROWS if form.A_PARTS == 2 else 0)
         column = tile_n * form.BLOCK_N
@@ -207,12 +207,12 @@ def _consume(
             if WIDE:
                 right = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
                 acc, right, step = sum_wide_blocks(WG, ring, factors, acc, right, zeros, step, 0, steps, form)
-                _write(acc, stage, to, groups, group, row, last, column, N, out_row, KIND)
-                _write(right, stage, to, groups, group, row, last, column + 128, N, out_row, KIND)
+                write_group(acc, 1.0, stage, to, groups, group, row, last, column, N, out_row, KIND)
+                write_group(right, 1.0, stage, to, groups, group, row, last, column + 128, N, out_row, KIND)
             else:
                 acc, step = sum_blocks(WG, ring, factors, acc, zeros, step, 0, steps, form)
                 left = column + (WG * WIDTH if form.B_PARTS == 2 else 0)
-                _write(acc, stage, to, groups, group, row, last, left, N, out_row, KIND)
+                write_group(acc, 1.0, stage, to, groups, group, row, last, left, N, out_row, KIND)
             group = _after(groups, tile_row, group, count, M, KIND, BLOCK_M, 4)
 
 

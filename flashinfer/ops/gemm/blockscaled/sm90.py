@@ -6,7 +6,7 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm._device.blockscaled_sm90 import blockscaled_sm90_kernel
-from flashinfer.ops.gemm.hopper import boxes, is_wide, widened
+from flashinfer.ops.gemm.hopper import boxes, is_wide, may_widen, widened
 from flashinfer.ops.gemm.pieces import pieces_of, scratch
 
 
@@ -33,7 +33,7 @@ LAUNCHERS = (blockscaled_sm90,)
 def kernels(p, c):
     """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
     yield blockscaled_sm90, p, c
-    if c.block_m == 128 and p.out != "fp32":
+    if may_widen(p, c):
         yield blockscaled_sm90, p, widened(c)
 
 
@@ -42,7 +42,7 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, pieces: int = 0) -> None:
     batch, m, n = out.shape
     device, sms = out.device, target_of(out.device).sms
     rows = batch * -(-m // c.block_m)
-    if is_wide(c, p.out, rows, n, sms):
+    if may_widen(p, c) and is_wide(rows, n, sms):
         c, pieces = widened(c), 1
     tiles = rows * -(-n // c.block_n)
     # Half of the multiprocessors read B as fast as all do, and sums of pieces cost more than they bring.

@@ -86,7 +86,7 @@ def _catalog() -> Iterator[Problem]:
     yield Problem("counts", "fp8e4nv", "fp8e5", out="fp32", tokens=32, rows=128, aligned=False, **groupwise)
     yield Problem("offsets", "fp8e4nv", "e2m1", "ue8m0", 32, "bf16", 64, padded=True)
     yield Problem("offsets", "e2m1", "e2m1", "ue4m3", 16, "bf16", 128, alpha="groups", padded=True)
-    yield Problem("lengths", "fp16", "fp16", "", 1, "fp16", 16, "i64", weights="i64", columns_first=True, whole=False)
+    yield Problem("lengths", "fp16", "fp16", "", 1, "fp16", 256, "i64", weights="i64", columns_first=True, whole=False)
 
 
 grouped = Op(

@@ -1,4 +1,4 @@
-"""FP8 products in groups with float32 block scales on Hopper, in Gluon: what is compiled, how tensors reach it."""
+"""Products in groups on Hopper, in Gluon: what is compiled, and how tensors reach it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm._device.grouped_sm90 import grouped_sm90_kernel
-from flashinfer.ops.gemm.hopper import boxes, is_wide, widened
+from flashinfer.ops.gemm._device.unscaled_sm90 import unscaled_sm90_kernel
+from flashinfer.ops.gemm.hopper import boxes, is_wide, may_widen, widened
 
 
 def build(p, c) -> Build:
@@ -24,33 +25,59 @@ def build(p, c) -> Build:
     return Build(grouped_sm90_kernel, types, constants, num_warps=4)
 
 
-grouped_sm90 = Launcher("grouped_sm90", build)
-LAUNCHERS = (grouped_sm90,)
+def build_unscaled(p, c) -> Build:
+    a_box, b_box = boxes(c, p.columns_first, scaled=False)
+    step = "i64:4" if p.out == "fp32" else "i64:8"
+    types = dict(
+        a_map=tensordesc(p.a, a_box), b_map=tensordesc(p.b, b_box), out=f"*{p.out}:16", alpha="*fp32",
+        groups=f"*{p.index}", weights=f"*{p.weights or p.index}", M="i32", N="i32:8", K="i32", count="i32",
+        weight_count="i32", out_entry=step, out_row=step,
+    )  # fmt: skip
+    constants = dict(
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, STAGES=c.stages, GROUP=c.group,
+        REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, KIND=p.kind, B_MAJOR="n" if p.columns_first else "k",
+        ALPHA=bool(p.alpha), WEIGHTS=bool(p.weights),
+    )  # fmt: skip
+    return Build(unscaled_sm90_kernel, types, constants, num_warps=4)
 
-# Bytes of stack a thread may use: what a tile is found by, put aside between tiles, not in their loops over K.
+
+grouped_sm90 = Launcher("grouped_sm90", build)
+unscaled_sm90 = Launcher("grouped_unscaled_sm90", build_unscaled)
+LAUNCHERS = (grouped_sm90, unscaled_sm90)
+
+# Bytes of stack a thread may use: what a tile with scales is found by, put aside between tiles, not in their loops over
+# K.
 STACK_BUDGET = 192
 
 
 def kernels(p, c):
     """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
-    yield grouped_sm90, p, c
-    if c.block_m == 128 and p.out != "fp32":
-        yield grouped_sm90, p, widened(c)
+    launcher = grouped_sm90 if p.scale else unscaled_sm90
+    yield launcher, p, c
+    if may_widen(p, c):
+        yield launcher, p, widened(c)
 
 
 def run(p, c, a, b, a_scale, b_scale, alpha, out, groups, weights) -> None:
-    """alpha, weights : None."""
     m, n = out.shape[-2:]
     if p.kind != "counts":
-        a, a_scale, out = a[None], a_scale[None], out[None]
-    # A group of offsets that has no weight is none, and there are as many of indices as there are weights.
-    count = min(len(groups) - 1, len(b)) if p.kind == "offsets" else len(b)
+        a, out = a[None], out[None]
+    count = len(groups) - 1 if p.kind == "offsets" else len(b) if p.kind == "indices" else len(groups)
     # The lengths of groups are on the device: as many rows as there can be.
     sms, height = target_of(out.device).sms, m * count if p.kind == "counts" else m
-    if is_wide(c, p.out, -(-height // 128), n, sms):
+    if may_widen(p, c) and is_wide(-(-height // 128), n, sms):
         c = widened(c)
-    a_box, b_box = boxes(c)
+    a_box, b_box = boxes(c, p.columns_first, bool(p.scale))
+    maps = TensorMap(a, a_box), TensorMap(b, b_box)
+    if not p.scale:
+        unscaled_sm90(
+            p, c, (sms, 1, 1), *maps, out, alpha, groups, weights, m, n, a.shape[2], count, len(b), *out.stride()[:2]
+        )
+        return
+    if p.kind != "counts":
+        a_scale = a_scale[None]
+    # A group of offsets that has no weight is none.
     grouped_sm90(
-        p, c, (sms, 1, 1), TensorMap(a, a_box), TensorMap(b, b_box), out, a_scale, b_scale, groups, m, n, a.shape[2],
-        count, *a_scale.stride(), *b_scale.stride(), *out.stride()[:2],
+        p, c, (sms, 1, 1), *maps, out, a_scale, b_scale, groups, m, n, a.shape[2], min(count, len(b)),
+        *a_scale.stride(), *b_scale.stride(), *out.stride()[:2],
     )  # fmt: skip

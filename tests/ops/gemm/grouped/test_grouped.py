@@ -189,6 +189,14 @@ def test_nothing_to_do(variant, device, rows, groups):
     assert out.shape == (rows, 8)
 
 
+def test_no_columns(device):
+    """Rows of groups are zeros where there is nothing to sum."""
+    a, b = torch.zeros(5, 0, dtype=BF16, device=device), torch.zeros(2, 8, 0, dtype=BF16, device=device)
+    out = torch.full((5, 8), float("nan"), dtype=BF16, device=device)
+    grouped_mm.grouped_mm_bf16(a, b, torch.tensor([0, 1, 3], dtype=torch.int32, device=device), out=out)
+    assert not out[:3].any() and out[3:].isnan().all()
+
+
 def good():
     a, a_scale, _ = scaled.groupwise((6, 128), "e4m3", 1, 128, "cpu")
     b, b_scale, _ = scaled.groupwise((2, 8, 128), "e4m3", 128, 128, "cpu")

@@ -1,0 +1,237 @@
+"""Products in groups on Hopper, without scales: sums of `products_sm90`, over groups of rows.
+
+Where groups begin and end is read by the warp that copies, and by no other: it tells what each product is on a board,
+which the warpgroups read when they come to it. So a group is found while the products before are computed, and nothing
+of it is held through a loop over K. Tiles are those of `grouped_sm90`.
+"""
+
+from flashinfer._core.gluon_compat import aggregate, gl, gluon, mbarrier
+from flashinfer.ops._device.products_sm90 import ROWS, Form, Ring, copy_blocks, make_ring, make_staging, sum_products
+from flashinfer.ops.gemm._device.grouped_sm90 import add, next_of_rows, place_of, write_group
+
+# Groups that are looked at together: four for each lane of a warp.
+_AT_ONCE = gl.constexpr(128)
+# Products that the warp that copies may be ahead with.
+_SLOTS = gl.constexpr(4)
+
+
+@aggregate
+class Board:
+    """Of the next products: group, first row, end of the group, tile of columns; barriers that say full and empty."""
+
+    said: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, said, full, empty):
+        self.said = said
+        self.full = full
+        self.empty = empty
+
+
+@gluon.jit
+def _make_board():
+    said = gl.allocate_shared_memory(gl.int32, [_SLOTS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(_SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    return Board(said, full, empty)
+
+
+@gluon.jit
+def _say(board: Board, number, group, row, end, tile_n):
+    """Tell what product `number` is; no group is -1: there are no more."""
+    slot = number % _SLOTS
+    mbarrier.wait(board.empty.index(slot), ((number // _SLOTS) & 1) ^ 1)
+    i = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
+    board.said.index(slot).store(gl.where(i < 2, gl.where(i == 0, group, row), gl.where(i == 2, end, tile_n)))
+    mbarrier.arrive(board.full.index(slot), count=1)
+    return number + 1
+
+
+@gluon.jit
+def _told(board: Board, number):
+    """A warpgroup: what product `number` is, when it has been said."""
+    slot = number % _SLOTS
+    mbarrier.wait(board.full.index(slot), (number // _SLOTS) & 1)
+    said = board.said.index(slot).load(gl.BlockedLayout([4], [32], [4], [0]))
+    i = gl.arange(0, 4, said.type.layout)
+    group = gl.sum(gl.where(i == 0, said, 0), 0)
+    row = gl.sum(gl.where(i == 1, said, 0), 0)
+    end = gl.sum(gl.where(i == 2, said, 0), 0)
+    return group, row, end, gl.sum(gl.where(i == 3, said, 0), 0)
+
+
+@gluon.jit
+def _next_groups(groups, first, start, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Of the groups from `first` on: the first row, the end, how many tiles; by lengths they begin at row `start`, and
+    the next ones where the last result says."""
+    g = first + gl.arange(0, _AT_ONCE, gl.BlockedLayout([_AT_ONCE // 32], [32], [1], [0]))
+    ends = gl.load(groups + g + (KIND == "offsets"), mask=g < count, other=0)
+    ends = gl.minimum(gl.maximum(ends, 0), M).to(gl.int32)
+    begins = gl.zeros_like(ends)
+    if KIND == "offsets":
+        begins = gl.load(groups + g, mask=g < count, other=0)
+        begins = gl.minimum(gl.maximum(begins, 0), M).to(gl.int32)
+    elif KIND == "lengths":
+        # Many lengths of M each, cut off there, are more than 32 bits hold.
+        after = start + gl.associative_scan(ends.to(gl.int64), 0, add)
+        start = gl.minimum(start + gl.sum(ends.to(gl.int64), 0), M).to(gl.int32)
+        begins = gl.minimum(after - ends, M).to(gl.int32)
+        ends = gl.minimum(after, M).to(gl.int32)
+    return begins, ends, (gl.maximum(ends - begins, 0) + BLOCK_M - 1) // BLOCK_M, start
+
+
+@gluon.jit
+def _count_tiles(groups, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Tiles of rows of all groups."""
+    tiles = gl.cdiv(M, BLOCK_M)
+    if KIND != "indices":
+        tiles = 0
+        start = 0
+        for first in range(0, count, _AT_ONCE):
+            begins, ends, its, start = _next_groups(groups, first, start, count, M, KIND, BLOCK_M)
+            tiles += gl.sum(its, 0)
+    return tiles
+
+
+@gluon.jit
+def _find_tile(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
+    """(group, first row, end of the group) of a tile that exists."""
+    group = -1
+    row = 0
+    end = 0
+    before = 0
+    first = 0
+    start = 0
+    while group < 0:
+        begins, ends, tiles, start = _next_groups(groups, first, start, count, M, KIND, BLOCK_M)
+        inside = tile - before - (gl.associative_scan(tiles, 0, add) - tiles)
+        mine = (inside >= 0) & (inside < tiles)
+        lane = gl.arange(0, _AT_ONCE, mine.type.layout)
+        group += gl.sum(gl.where(mine, first + lane + 1, 0), 0)
+        row += gl.sum(gl.where(mine, begins + inside * BLOCK_M, 0), 0)
+        end += gl.sum(gl.where(mine, ends, 0), 0)
+        before += gl.sum(tiles, 0)
+        first += _AT_ONCE
+    return group, row, end
+
+
+@gluon.jit
+def _first_of(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
+    """(group, first row, end) of the first product of a tile; no group is `count`."""
+    if KIND == "indices":
+        row = tile * BLOCK_M
+        group = next_of_rows(groups, row, -1, count, M, BLOCK_M, 1)
+        end = M
+    else:
+        group, row, end = _find_tile(groups, tile, count, M, KIND, BLOCK_M)
+    return group, row, end
+
+
+@gluon.jit
+def _after(groups, row, group, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
+    """The group of a tile's next product, or `count`."""
+    if KIND == "indices":
+        group = next_of_rows(groups, row, group, count, M, BLOCK_M, 1)
+    else:
+        group = count
+    return group
+
+
+@gluon.jit
+def _produce(
+    a_map, b_map, groups, weights, sizes, ring: Ring, board: Board, KIND: gl.constexpr, WEIGHTS: gl.constexpr,
+    form: Form,
+):  # fmt: skip
+    """One warp: says what each product of each tile is, and copies what it needs."""
+    M, N, steps, count, weight_count = sizes
+    BLOCK_M: gl.constexpr = form.A_PARTS * ROWS
+    tiles = _count_tiles(groups, count, M, KIND, BLOCK_M)
+    tiles_n = gl.cdiv(N, form.BLOCK_N)
+    step = 0
+    number = 0
+    for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
+        tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
+        group, row, end = _first_of(groups, tile, count, M, KIND, BLOCK_M)
+        while group < count:
+            weight = group
+            if WEIGHTS:
+                weight = gl.load(weights + group).to(gl.int32)
+            if (weight >= 0) & (weight < weight_count):
+                number = _say(board, number, group, row, end, tile_n)
+                entry = group if KIND == "counts" else 0
+                step = copy_blocks(a_map, b_map, ring, step, entry, row, weight, tile_n * form.BLOCK_N, 0, steps, form)
+            group = _after(groups, row, group, count, M, KIND, BLOCK_M)
+    _say(board, number, -1, 0, 0, 0)
+
+
+@gluon.jit
+def _consume(
+    WG: gl.constexpr, tensors, sizes, ring: Ring, board: Board, staging, KIND: gl.constexpr, form: Form
+):  # fmt: skip
+    """One warpgroup: its half of each product. `tensors` and `sizes` are of the kernel's arguments."""
+    out, groups, alpha = tensors
+    N, steps, out_entry, out_row = sizes
+    WIDTH: gl.constexpr = form.BLOCK_N // form.B_PARTS
+    DEPTH: gl.constexpr = 256 // ring.a.dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
+    step = 0
+    number = 0
+    while _told(board, number)[0] >= 0:
+        acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+        acc, step = sum_products(WG, ring, acc, step, 0, steps, form)
+        group, row, end, tile_n = _told(board, number)
+        mbarrier.arrive(board.empty.index(number % _SLOTS), count=1)
+        number += 1
+        row += WG * ROWS if form.A_PARTS == 2 else 0
+        column = tile_n * form.BLOCK_N + (WG * WIDTH if form.B_PARTS == 2 else 0)
+        to = out
+        if KIND == "counts":
+            to += group.to(gl.int64) * out_entry
+        factor = 1.0
+        if form.SCALES > 0:
+            factor *= gl.load(alpha)
+        write_group(acc, factor, staging.index(WG), to, groups, group, row, end, column, N, out_row, KIND)
+
+
+@gluon.jit
+def unscaled_sm90_kernel(
+    a_map, b_map, out, alpha, groups, weights, M, N, K, count, weight_count, out_entry, out_row,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, KIND: gl.constexpr, B_MAJOR: gl.constexpr,
+    ALPHA: gl.constexpr, WEIGHTS: gl.constexpr,
+):  # fmt: skip
+    """Persistent: any number of blocks. Maps are [entry, m, k] of A and [weight, n, k], or [weight, k, n], of B.
+
+    `count` groups. With ALPHA the result is multiplied by `alpha`; with WEIGHTS each group has a weight by number.
+    """
+    DTYPE: gl.constexpr = a_map.dtype
+    OUT: gl.constexpr = out.dtype.element_ty
+    A_PARTS: gl.constexpr = BLOCK_M // ROWS
+    B_PARTS: gl.constexpr = 3 - A_PARTS
+    form = Form(
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, A_PARTS=A_PARTS, B_PARTS=B_PARTS, BOX=ROWS, GROUP=GROUP,
+        B_MAJOR=B_MAJOR, SPLIT=False, SCALES=1 if ALPHA else 0, BIAS=False, UNROLL=1,
+    )  # fmt: skip
+    ring = make_ring(DTYPE, form)
+    board = _make_board()
+    staging = make_staging(OUT, min(BLOCK_N // B_PARTS, 128))
+    steps = gl.cdiv(K, BLOCK_K)
+    tensors = (out, groups, alpha)
+    sizes = (M, N, steps, count, weight_count)
+    ends = (N, steps, out_entry, out_row)
+    HOW: gl.constexpr = gl.constexpr(KIND)
+    BY: gl.constexpr = gl.constexpr(WEIGHTS)
+    gl.warp_specialize(
+        [
+            (_consume, (gl.constexpr(0), tensors, ends, ring, board, staging, HOW, form)),
+            (_consume, (gl.constexpr(1), tensors, ends, ring, board, staging, HOW, form)),
+            (_produce, (a_map, b_map, groups, weights, sizes, ring, board, HOW, BY, form)),
+        ],
+        [4, 1],
+        [REGISTERS, COPY_REGISTERS],
+    )  # fmt: skip
