@@ -179,14 +179,14 @@ def packed_weight(id):
 
 @triton.jit
 def count_kernel(
-    ids, counts, pairs, experts, offset,
-    PACKED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    ids, counts, pairs, experts, offset, steps,
+    PACKED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many pairs of the program's STEPS blocks each expert has: a row of counts [programs, EXPERTS]."""
+    """How many pairs of the program's `steps` blocks each expert has: a row of counts [programs, EXPERTS]."""
     each = tl.arange(0, EXPERTS)
     found = tl.zeros([EXPERTS], tl.int32)
-    for step in tl.static_range(STEPS):
-        pair = (tl.program_id(0) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+    for step in range(steps):
+        pair = (tl.program_id(0) * steps + step) * BLOCK + tl.arange(0, BLOCK)
         _, local = local_experts(ids, pair, pairs, experts, offset, PACKED)
         found += tl.histogram(tl.maximum(local, 0), EXPERTS, mask=local >= 0)
     tl.store(counts + tl.program_id(0).to(tl.int64) * EXPERTS + each, found)
@@ -195,11 +195,11 @@ def count_kernel(
 @triton.jit
 def place_kernel(
     ids, counts, first, count, tiles, tile_expert, tile_end, row_pair, pair_row, weights, pairs, experts, offset, tile,
-    most, programs,
-    PACKED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, COUNTS: tl.constexpr,
-    TILES: tl.constexpr, PADDING: tl.constexpr,
+    most, programs, steps,
+    PACKED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr, TILES: tl.constexpr,
+    PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Gives rows to the pairs of the program's STEPS blocks, and writes its share of the tiles with their padding."""
+    """Gives rows to the pairs of the program's `steps` blocks, and writes its share of the tiles with their padding."""
     mine = tl.program_id(0)
     each = tl.arange(0, EXPERTS)
     total = tl.zeros([EXPERTS], tl.int32)
@@ -222,8 +222,8 @@ def place_kernel(
     # Of each expert, the row that its next pair gets.
     free = begin + before
     index = tl.arange(0, BLOCK)
-    for step in range(STEPS):
-        pair = (mine * STEPS + step) * BLOCK + index
+    for step in range(steps):
+        pair = (mine * steps + step) * BLOCK + index
         id, local = local_experts(ids, pair, pairs, experts, offset, PACKED)
         earlier = (local[:, None] == local[None, :]) & (index[None, :] < index[:, None])
         row = tl.gather(free, tl.maximum(local, 0), 0) + tl.sum(earlier.to(tl.int32), 1)
@@ -290,14 +290,14 @@ def _build_few(problem, config):
 
 
 def _build_count(problem, config):
-    return _build_map(problem, config, count_kernel, ("counts",), STEPS=config.steps)
+    return _build_map(problem, config, count_kernel, ("counts",), numbers=("steps",))
 
 
 def _build_place(problem, config):
     # Rows of counts read at once: 16 numbers a thread.
     share = {"COUNTS": max(512 * config.num_warps // problem.experts, 1), "TILES": 16, "PADDING": 32}
-    numbers = ("tile", "most", "programs")
-    return _build_map(problem, config, place_kernel, ("counts",), _OUTPUTS, numbers, STEPS=config.steps, **share)
+    numbers = ("tile", "most", "programs", "steps")
+    return _build_map(problem, config, place_kernel, ("counts",), _OUTPUTS, numbers, **share)
 
 
 launch_route = Launcher("moe_route", _build_route)
@@ -346,11 +346,12 @@ def token_map(problem, config, ids, offset, tile, out, weights=None):
     if problem.few:
         launch_few(problem, config, (experts, 1, 1), ids, *out, *packed, *numbers, tile, len(out.tile_expert))
         return
-    programs = triton.cdiv(pairs, config.pairs * config.steps)
+    steps = triton.cdiv(pairs, config.pairs * config.programs)
+    programs = triton.cdiv(pairs, config.pairs * steps)
     counts = torch.empty(programs, problem.experts, dtype=torch.int32, device=ids.device)
-    launch_count(problem, config, (programs, 1, 1), ids, counts, *numbers)
+    launch_count(problem, config, (programs, 1, 1), ids, counts, *numbers, steps)
     launch_place(problem, config, (programs, 1, 1), ids, counts, *out, *packed, *numbers, tile, len(out.tile_expert),
-                 programs)  # fmt: skip
+                 programs, steps)  # fmt: skip
 
 
 _RUN = {Route: route, Map: token_map}
