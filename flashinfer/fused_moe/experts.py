@@ -231,7 +231,9 @@ def _fitted(problem: room.Problem, x, weights: room.Weights, pairs: int) -> room
     aligned = is_aligned(x, weights.codes) and x.shape[1] * x.element_size() % 16 == 0
     stored = weights.codes.shape[-1] * weights.codes.element_size()
     aligned = aligned and stored % 16 == 0 and n % 32 == 0
-    return replace(problem, aligned=aligned, experts="few" if few else "many")
+    whole = problem.act not in room.GATED or problem.rows != "fp8_block" or n % 256 == 0
+    full = problem.tile < room.config.SM90_TILE or room.config.is_full(problem.rows, pairs, len(weights.codes))
+    return replace(problem, aligned=aligned, experts="few" if few else "many", whole=whole, full=full)
 
 
 def quantized_tokens(x, form: str, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -66,6 +66,11 @@ class Problem:
     aligned : bool
         Rows and weights can be read 16 bytes at a time, and the result be written so: an expert's weights have a
         multiple of 32 rows.
+    whole : bool
+        Halves of gated weights in "fp8_block" have a multiple of 128 rows.
+    full : bool
+        Experts have so many rows, on average, that tiles of 128 are worth their padding, by `config.is_full`; True of
+        smaller tiles.
     """
 
     rows: str
@@ -86,6 +91,8 @@ class Problem:
     shape: str = ""
     weighted: str = ""
     aligned: bool = True
+    whole: bool = True
+    full: bool = True
 
 
 @dataclass(frozen=True)
@@ -158,6 +165,7 @@ def extents(problem: Problem, weights: Weights) -> tuple[int, int]:
 def _product_catalog() -> Iterator[Problem]:
     # Mixtral with many tokens, DeepSeek-V3 with few and many, gpt-oss with few.
     yield Problem("bf16", "bf16", "bf16", 128, gather=True, act="swiglu")
+    yield Problem("fp8", "fp8", "fp8", 128, gather=True, act="swiglu", scale="tensor", scale_out="tensor")
     for tile in (16, 128):
         yield Problem("fp8_block", "fp8_block", "bf16", tile, gather=True, act="swiglu")
     yield Problem("bf16", "mxfp4", "bf16", 16, gather=True, act="swiglu", bias="bf16", shape="abl")
@@ -169,12 +177,14 @@ def _quantize_catalog() -> Iterator[Quantize]:
     yield Quantize("nvfp4", "bf16", 16, scaled=True, row_scale=True)
 
 
-def _variants(chosen):
+def _variants(chosen, *others):
     return (
+        *others,
         Variant("portable", "flashinfer.ops.moe.experts.portable", config=chosen),
         Variant("reference", "flashinfer.ops.moe.experts.reference"),
     )
 
 
-product = Op("moe_product", Problem, _variants(config.product), _product_catalog)
+_hopper = Variant("sm90", "flashinfer.ops.moe.experts.sm90", config.refuses_sm90, config.sm90)
+product = Op("moe_product", Problem, _variants(config.product, _hopper), _product_catalog)
 quantize = Op("moe_quantize", Quantize, _variants(config.quantize), _quantize_catalog)
