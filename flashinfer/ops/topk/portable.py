@@ -196,7 +196,7 @@ launch_rank = Launcher("top_k_rank", _build_rank)
 LAUNCHERS = (launch_emit, launch_rank, *short.LAUNCHERS, *stages.LAUNCHERS)
 
 # Bytes of stack a thread may use: scalars that live through all of resolve's search, twelve words at most, on sm_120,
-# and four of a list's (ptxas).
+# and six of a list's (ptxas).
 STACK_BUDGET = 48
 
 
