@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def run(world, function, folder, *arguments, timeout=120, device="cpu", killed=()):
     """Run `function`, "module:name", with (rank, world, device, *arguments) on every rank; its printed lines, a list a
-    rank. Fails if one exits with an error, unless it is in `killed`, or if they take longer than `timeout` seconds."""
+    rank. Fails if one exits with an error, unless it is in `killed`, or if they take longer than `timeout` seconds.
+
+    device : "cuda" is a GPU for each rank, "cuda:0" one that all share, without NCCL, which refuses that."""
     # Of this run alone: ranks that read what those of another run left in the store wait for these for ever.
     folder = Path(tempfile.mkdtemp(dir=folder))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -56,11 +58,12 @@ def main(function, world, store, device, rank, *arguments):
 
     faulthandler.enable()
     world, rank = int(world), int(rank)
-    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    own = device == "cuda"
+    device = torch.device(device, rank) if own else torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if own else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     module, name = function.split(":")
     getattr(importlib.import_module(module), name)(rank, world, device, *arguments)

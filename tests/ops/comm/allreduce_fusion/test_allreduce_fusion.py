@@ -159,6 +159,21 @@ def test_many_calls_on_gpus(tmp_path, world):
     processes.run(world, f"{RANKS}:many_calls", tmp_path, 10_000, device="cuda")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_that_share_a_gpu(tmp_path, world):
+    """Peers' memory by CUDA IPC, and waits for ranks that do not run at the same time."""
+    said = processes.run(world, f"{RANKS}:every_pattern", tmp_path, device="cuda:0")
+    assert said[0][0].startswith("peer")
+    processes.run(world, f"{RANKS}:many_calls", tmp_path, 500, device="cuda:0")
+
+
+@pytest.mark.gpu
+def test_faults_on_a_shared_gpu(tmp_path):
+    said = processes.run(3, f"{RANKS}:faults", tmp_path, 2.0, device="cuda:0", killed=(2,))
+    assert "rank 0 waited 2 s for rank 1" in said[0][0]
+
+
 def _needs(world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs, and there are {torch.cuda.device_count()}")

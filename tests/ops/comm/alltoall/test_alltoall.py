@@ -98,6 +98,12 @@ def test_processes_on_gpus(tmp_path, world):
     processes.run(world, f"{RANKS}:killed", tmp_path, 2.0, device="cuda", killed=(world - 1,))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_that_share_a_gpu(tmp_path, world):
+    assert processes.run(world, f"{RANKS}:layers", tmp_path, device="cuda:0") == [["peer"]] * world
+
+
 def _needs(world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs, and there are {torch.cuda.device_count()}")
