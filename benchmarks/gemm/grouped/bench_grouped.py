@@ -75,6 +75,36 @@ def _segments(rows, experts, n, k, device) -> dict[str, Work]:
     return {"SegmentGEMM": Work(run, work.inputs, check=work.check)}
 
 
+def _of_row_scales(x, w, offs) -> Work:
+    """torch's grouped product of FP8, which has a scale for each row of either operand, not for blocks of K."""
+    scales = torch.ones(len(x), device=x.device), torch.ones(w.shape[:2], device=x.device)
+
+    def run(x, w, of_x, of_w, offs):
+        return torch._scaled_grouped_mm(
+            x, w.transpose(1, 2), of_x, of_w, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    return Work(run, (x, w, *scales, offs))
+
+
+def _one_by_one(groups, rows, n, k, device) -> Work:
+    """cuBLAS's block-scaled product of each group."""
+    a, b = fp8(groups, rows, k, device=device), fp8(groups, n, k, device=device)
+    of_a = row_scales(groups, rows, k // 128, device=device)
+    of_b = block_scales(groups, n // 128, k // 128, device=device)
+    out = torch.empty(groups, rows, n, dtype=torch.bfloat16, device=device)
+
+    def run(*inputs):
+        for a, b, of_a, of_b, out in zip(*inputs):
+            torch._scaled_mm(a, b.T, of_a, of_b.T, out_dtype=out.dtype, out=out)
+        return inputs[-1]
+
+    def check(out):
+        assert_product(out[-1], decoded(a[-1], of_a[-1]), decoded(b[-1], of_b[-1]))
+
+    return Work(run, (a, b, of_a, of_b, out), check=check)
+
+
 def _fp8(rows, experts, n, k, device) -> Work:
     a, b = fp8(rows, k, device=device), fp8(experts, n, k, device=device)
     scales = row_scales(rows, k // 128, device=device), block_scales(experts, n // 128, k // 128, device=device)
@@ -86,6 +116,7 @@ def _fp8(rows, experts, n, k, device) -> Work:
         bytes=a.nbytes + used * n * k + 2 * rows * n,
         flops=2 * rows * n * k,
         operands="fp8",
+        peers={"torch/scales of rows": _of_row_scales(a, b, indptr[1:])},
         check=lambda out: assert_product(out[last], decoded(a[last], scales[0][last]), decoded(b[-1], scales[1][-1])),
     )
 
@@ -97,7 +128,8 @@ def _contiguous(groups, rows, n, k, device) -> Work:
         row_scales(groups * rows, k // 128, device=device),
         block_scales(groups, n // 128, k // 128, device=device),
     )
-    index = torch.arange(groups, dtype=torch.int32, device=device).repeat_interleave(rows)
+    of_index = dict(dtype=torch.int32, device=device)
+    index = torch.arange(groups, **of_index).repeat_interleave(rows)
     out = torch.empty(groups * rows, n, dtype=torch.bfloat16, device=device)
     last = slice((groups - 1) * rows, None)
     return Work(
@@ -106,6 +138,10 @@ def _contiguous(groups, rows, n, k, device) -> Work:
         bytes=a.nbytes + b.nbytes + out.nbytes,
         flops=2 * groups * rows * n * k,
         operands="fp8",
+        peers={
+            "torch/one by one": _one_by_one(groups, rows, n, k, device),
+            "torch/scales of rows": _of_row_scales(a, b, rows * torch.arange(1, groups + 1, **of_index)),
+        },
         check=lambda out: assert_product(out[last], decoded(a[last], scales[0][last]), decoded(b[-1], scales[1][-1])),
     )
 
@@ -125,6 +161,7 @@ def _masked(groups, rows, n, k, device) -> Work:
         bytes=groups * (rows * k + n * k + 2 * rows * n),
         flops=2 * groups * rows * n * k,
         operands="fp8",
+        peers={"torch/one by one": _one_by_one(groups, rows, n, k, device)},
         check=lambda out: assert_product(
             out[-1, :rows], decoded(a[-1, :rows], scales[0][-1, :rows]), decoded(b[-1], scales[1][-1])
         ),
