@@ -38,6 +38,8 @@ from flashinfer._core.kernel_cache import fields_of
 FORMAT = 1
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
+# Python's ast counts its depth for all threads together, and raises SystemError where two build trees at once.
+_parsing = threading.RLock()
 _counting = threading.Lock()
 _compiling: list[ExitStack] = []
 
@@ -66,6 +68,11 @@ def key_of(name: str, problem, config, build, arch: str) -> dict:
 
 def compile_kernel(build, arch: str) -> tuple[bytes, dict]:
     """The cubin, and what a launch must know: symbol, threads, shared bytes, parameters, tensor maps, resources."""
+    return parsed(build, arch)()
+
+
+def parsed(build, arch: str) -> Callable[[], tuple[bytes, dict]]:
+    """The kernel in Triton's first form. What is returned compiles the rest, once, on any thread: it parses nothing."""
     capability = capability_of(arch)
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
@@ -77,18 +84,24 @@ def compile_kernel(build, arch: str) -> tuple[bytes, dict]:
     stages: dict = {}
     backend.add_stages(stages, options, source.language)
     order = list(stages)
-    metadata: dict = {}
-    made = {}
-    with _lines_as_asked():
+    with _lines_as_asked(), _parsing:
         try:
-            module = source.make_ir(
+            first = source.make_ir(
                 target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
             )
         except CompilationError as error:
             raise CompileError(_told(error, build)) from error
-        for stage in order[order.index(source.ext) :]:
-            module = made[stage] = stages[stage](module, metadata)
-    return made["cubin"], _describe(arch, made["ptx"], made["cubin"], metadata)
+
+    def compiled() -> tuple[bytes, dict]:
+        metadata: dict = {}
+        made = {}
+        module = first
+        with _lines_as_asked():
+            for stage in order[order.index(source.ext) :]:
+                module = made[stage] = stages[stage](module, metadata)
+        return made["cubin"], _describe(arch, made["ptx"], made["cubin"], metadata)
+
+    return compiled
 
 
 @contextmanager
@@ -176,7 +189,8 @@ def fingerprint(kernel, by_source: bool = False) -> str:
     file the source stands, either, and is the same under the interpreter, whose functions have no `cache_key`.
     """
     reached: dict[str, str] = {}
-    _reach(kernel, reached, _source_of if by_source else _cache_key_of)
+    with _parsing:
+        _reach(kernel, reached, _source_of if by_source else _cache_key_of)
     return hashlib.sha256("\n".join(f"{name}={reached[name]}" for name in sorted(reached)).encode()).hexdigest()
 
 

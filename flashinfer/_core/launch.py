@@ -153,13 +153,29 @@ class Launcher:
         return self._bound.get((problem, config, index)) or self._bind(problem, config, index)
 
     def expect(self, problem, config, device: torch.device) -> None:
-        """Start compiling a kernel beside what is needed before it. Who needs it waits for it, and has its errors."""
+        """Start compiling a kernel beside what is needed before it. Who needs it waits for it, and has its errors.
+
+        It is parsed on this thread, and the rest of it compiled on one of its own: Python cannot parse on two at once,
+        and what a caller's other code parses is not ours to lock.
+        """
         key = problem, config, _index_of(device)
         build = self.build(problem, config)
         if device.type != "cuda" or not isinstance(build.kernel, JITFunction):
             return
-        if key not in self._bound and key not in self._coming:
-            coming = _beside(_entry, self.name, problem, config, build, target_of(device).arch)
+        if key in self._bound or key in self._coming:
+            return
+        arch = target_of(device).arch
+        stored = compiler.key_of(self.name, problem, config, build, arch)
+        entry = kernel_cache.lookup(stored)
+        if entry is not None:
+            self._coming[key] = coming = Future()
+            coming.set_result(entry)
+        elif not kernel_cache.frozen():
+            try:
+                finish = compiler.parsed(build, arch)
+            except compiler.CompileError:
+                return
+            coming = _beside(kernel_cache.obtain, stored, finish)
             if coming is not None:
                 self._coming[key] = coming
 

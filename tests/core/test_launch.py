@@ -605,7 +605,7 @@ def test_frozen_launch_does_not_compile(in_triton):
 
 
 def expected_kernels():
-    from flashinfer._core import launch, target
+    from flashinfer._core import compiler, launch, target
 
     def problem(i):
         return Problem("bf16", offset=i)
@@ -614,9 +614,12 @@ def expected_kernels():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(target._by_index, 0, target.NAMED["90a"])
         patch.setattr(launch, "_Loaded", lambda name, build, entry, index, shared: entry)
+        parsed, parsing = compiler.parsed, []
+        patch.setattr(compiler, "parsed", lambda *args: parsing.append(threading.current_thread()) or parsed(*args))
         scale.expect(problem(76), CONFIG, torch.device("cpu"))
         for _ in range(2):
             scale.expect(problem(76), CONFIG, device)
+        assert parsing == [threading.current_thread()]
         (coming,) = scale._coming.values()
         entry = scale.prepare(problem(76), CONFIG, device)
         assert entry is coming.result() and not entry.cached

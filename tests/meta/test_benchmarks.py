@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 ROOMS = rooms(ROOT / "benchmarks")
-# Peers that compute on GPUs alone: torch's block scales, cuDNN.
-GPU_PEERS = ("fp8 1x128, 128x128 4x128x256: torch", "cudnn")
+# Peers that compute on GPUs alone: torch's block scales, alone and in groups, and cuDNN.
+GPU_PEERS = ("fp8 1x128, 128x128 4x128x256: torch", "torch/one by one", "torch/scales of rows", "cudnn")
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -37,6 +37,7 @@ SIZES = [
         UNSCALED | dict(a="fp8e5", b="fp8e5", columns_first=True),
         UNSCALED | dict(alpha="groups"),
         UNSCALED | dict(aligned=False),
+        UNSCALED | dict(tokens=64),
     ],
     ids=str,
 )
