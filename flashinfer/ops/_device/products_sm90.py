@@ -99,6 +99,16 @@ def make_ring(DTYPE: gl.constexpr, form: Form, FILLERS: gl.constexpr = 1):
 
 
 @gluon.jit
+def place_of(work, tiles, tiles_n, GROUP: gl.constexpr):
+    """(tile of rows, tile of columns) of one work: down GROUP tiles of rows, then to the next columns."""
+    strip = GROUP * tiles_n
+    first = work // strip * GROUP
+    height = gl.minimum(tiles - first, GROUP)
+    rest = work % strip
+    return first + rest % height, rest // height
+
+
+@gluon.jit
 def copy_blocks(a_map, b_map, ring: Ring, step, a_entry, row, b_entry, column, begin, end, form: Form):
     """Copy the tiles of A from `row` on, and of B from `column` on, of the blocks of K from `begin` to `end`."""
     BYTES: gl.constexpr = ring.a.dtype.primitive_bitwidth // 8

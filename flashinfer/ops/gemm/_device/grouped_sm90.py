@@ -22,6 +22,7 @@ from flashinfer.ops._device.products_sm90 import (
     halves,
     make_ring,
     make_staging,
+    place_of,
 )
 
 # Groups that are looked at together: one for each lane of a warp. All warps of a role do the same.
@@ -56,16 +57,6 @@ def _count_tiles(groups, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WA
             begins, ends, its = _next_groups(groups, first, count, M, KIND, BLOCK_M, WARPS)
             tiles += gl.sum(its, 0)
     return tiles
-
-
-@gluon.jit
-def place_of(work, tiles, tiles_n, GROUP: gl.constexpr):
-    """(tile of rows, tile of columns) of one work: down GROUP tiles of rows, then to the next columns."""
-    strip = GROUP * tiles_n
-    first = work // strip * GROUP
-    height = gl.minimum(tiles - first, GROUP)
-    rest = work % strip
-    return first + rest % height, rest // height
 
 
 @gluon.jit

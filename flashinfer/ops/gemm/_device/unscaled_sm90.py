@@ -6,8 +6,17 @@ of it is held through a loop over K. Tiles are those of `grouped_sm90`.
 """
 
 from flashinfer._core.gluon_compat import aggregate, gl, gluon, mbarrier
-from flashinfer.ops._device.products_sm90 import ROWS, Form, Ring, copy_blocks, make_ring, make_staging, sum_products
-from flashinfer.ops.gemm._device.grouped_sm90 import add, next_of_rows, place_of, write_group
+from flashinfer.ops._device.products_sm90 import (
+    ROWS,
+    Form,
+    Ring,
+    copy_blocks,
+    make_ring,
+    make_staging,
+    place_of,
+    sum_products,
+)
+from flashinfer.ops.gemm._device.grouped_sm90 import add, next_of_rows, write_group
 
 # Groups that are looked at together: four for each lane of a warp.
 _AT_ONCE = gl.constexpr(128)

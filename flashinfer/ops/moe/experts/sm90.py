@@ -22,6 +22,7 @@ from flashinfer.ops._device.products_sm90 import (
     halves,
     make_ring,
     make_staging,
+    place_of,
     sum_products,
     write_tile,
 )
@@ -50,16 +51,6 @@ def gather_kernel(
 
 
 @gluon.jit
-def _place_of(work, tiles, tiles_n, GROUP: gl.constexpr):
-    """(tile of rows, tile of columns) of one work: down GROUP tiles of rows, then to the next columns."""
-    strip = GROUP * tiles_n
-    first = work // strip * GROUP
-    height = gl.minimum(tiles - first, GROUP)
-    rest = work % strip
-    return first + rest % height, rest // height
-
-
-@gluon.jit
 def _produce(a_map, b_map, tile_expert, sizes, ring: Ring, GATED: gl.constexpr, form: Form):
     """One warp: copies what each tile needs."""
     tiles, tiles_n, n, steps = sizes
@@ -67,7 +58,7 @@ def _produce(a_map, b_map, tile_expert, sizes, ring: Ring, GATED: gl.constexpr, 
     SHARE: gl.constexpr = _HALF if GATED else form.BLOCK_N
     step = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
-        tile, tile_n = _place_of(work, tiles, tiles_n, form.GROUP)
+        tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
         expert = gl.load(tile_expert + tile)
         left = tile_n * SHARE
         right = left + (n // 2 if GATED else _HALF)
@@ -102,7 +93,7 @@ def _bring(
     SHARE: gl.constexpr = _HALF if GATED else form.BLOCK_N
     step = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
-        tile, tile_n = _place_of(work, tiles, tiles_n, form.GROUP)
+        tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
         expert = gl.load(tile_expert + tile)
         column = tile_n * SHARE
         rows = rows_of(tile * (2 * ROWS), form)
@@ -151,7 +142,7 @@ def _consume(
             acc, step = sum_products(WG, ring, acc, step, 0, steps, form)
             left, right = halves(acc)
         # Where the tile is, is asked for after its products: it would take registers through all of them.
-        tile, tile_n = _place_of(work, tiles, tiles_n, form.GROUP)
+        tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
         end = gl.load(tile_end + tile)
         row = tile * (2 * ROWS) + WG * ROWS
         factor = 1.0
