@@ -24,90 +24,7 @@ from flashinfer.ops._device.products_sm90 import (
     make_staging,
     place_of,
 )
-
-# Groups that are looked at together: one for each lane of a warp. All warps of a role do the same.
-_LANES = gl.constexpr(32)
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _next_groups(groups, first, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
-    """Of the groups from `first` on: the first row, the end, and how many tiles they have."""
-    g = first + gl.arange(0, _LANES, gl.BlockedLayout([1], [_LANES], [WARPS], [0]))
-    ends = gl.load(groups + g + (KIND == "offsets"), mask=g < count, other=0)
-    ends = gl.minimum(gl.maximum(ends, 0), M).to(gl.int32)
-    begins = gl.zeros_like(ends)
-    if KIND == "offsets":
-        begins = gl.load(groups + g, mask=g < count, other=0)
-        begins = gl.minimum(gl.maximum(begins, 0), M).to(gl.int32)
-    return begins, ends, (gl.maximum(ends - begins, 0) + BLOCK_M - 1) // BLOCK_M
-
-
-@gluon.jit
-def _count_tiles(groups, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
-    """Tiles of rows of all groups."""
-    tiles = gl.cdiv(M, BLOCK_M)
-    if KIND != "indices":
-        tiles = 0
-        for first in range(0, count, _LANES):
-            begins, ends, its = _next_groups(groups, first, count, M, KIND, BLOCK_M, WARPS)
-            tiles += gl.sum(its, 0)
-    return tiles
-
-
-@gluon.jit
-def _find_tile(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
-    """(group, first row, end of the group) of a tile that exists."""
-    group = -1
-    row = 0
-    end = 0
-    before = 0
-    first = 0
-    while group < 0:
-        begins, ends, tiles = _next_groups(groups, first, count, M, KIND, BLOCK_M, WARPS)
-        inside = tile - before - (gl.associative_scan(tiles, 0, add) - tiles)
-        mine = (inside >= 0) & (inside < tiles)
-        lane = gl.arange(0, _LANES, mine.type.layout)
-        group += gl.sum(gl.where(mine, first + lane + 1, 0), 0)
-        row += gl.sum(gl.where(mine, begins + inside * BLOCK_M, 0), 0)
-        end += gl.sum(gl.where(mine, ends, 0), 0)
-        before += gl.sum(tiles, 0)
-        first += _LANES
-    return group, row, end
-
-
-@gluon.jit
-def next_of_rows(groups, row, after, count, M, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
-    """The least group past `after` among those of BLOCK_M rows, or `count`."""
-    rows = row + gl.arange(0, BLOCK_M, gl.BlockedLayout([BLOCK_M // _LANES], [_LANES], [WARPS], [0]))
-    found = gl.load(groups + rows, mask=rows < M, other=-1)
-    return gl.min(gl.where((found > after) & (found < count), found, count).to(gl.int32), 0)
-
-
-@gluon.jit
-def _first_of(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
-    """(group, first row, end) of the first product of a tile; no group is `count`."""
-    if KIND == "indices":
-        row = tile * BLOCK_M
-        group = next_of_rows(groups, row, -1, count, M, BLOCK_M, WARPS)
-        end = M
-    else:
-        group, row, end = _find_tile(groups, tile, count, M, KIND, BLOCK_M, WARPS)
-    return group, row, end
-
-
-@gluon.jit
-def _after(groups, row, group, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
-    """The group of a tile's next product, or `count`."""
-    if KIND == "indices":
-        group = next_of_rows(groups, row, group, count, M, BLOCK_M, WARPS)
-    else:
-        group = count
-    return group
+from flashinfer.ops.gemm._device.groups_sm90 import count_tiles, first_of, group_after
 
 
 @gluon.jit
@@ -119,11 +36,11 @@ def _produce(a_map, b_map, groups, sizes, ring: Ring, KIND: gl.constexpr, form: 
     step = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
         tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
-        group, row, last = _first_of(groups, tile, count, M, KIND, BLOCK_M, 1)
+        group, row, last = first_of(groups, tile, count, M, KIND, BLOCK_M, 1, 1)
         while group < count:
             entry = group if KIND == "counts" else 0
             step = copy_blocks(a_map, b_map, ring, step, entry, row, group, tile_n * form.BLOCK_N, 0, steps, form)
-            group = _after(groups, row, group, count, M, KIND, BLOCK_M, 1)
+            group = group_after(groups, row, group, count, M, KIND, BLOCK_M, 1)
 
 
 @gluon.jit
@@ -140,7 +57,7 @@ def _bring(
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
         tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
         column = tile_n * form.BLOCK_N
-        group, row, last = _first_of(groups, tile, count, M, KIND, BLOCK_M, 1)
+        group, row, last = first_of(groups, tile, count, M, KIND, BLOCK_M, 1, 1)
         rows = rows_of(row, form)
         while group < count:
             a = a_scale + (rows // ROW_BLOCK).to(gl.int64) * a_row
@@ -149,7 +66,7 @@ def _bring(
             b = b_scale + group.to(gl.int64) * b_entry + (column // 128).to(gl.int64) * b_column
             scales = Scales(a, b, rows < last, column + 128 < N, a_k, b_k, b_column)
             step = bring_factors(ring, factors, scales, step, 0, steps, gl.cdiv(K, form.BLOCK_K), form)
-            group = _after(groups, row, group, count, M, KIND, BLOCK_M, 1)
+            group = group_after(groups, row, group, count, M, KIND, BLOCK_M, 1)
 
 
 @gluon.jit
@@ -187,7 +104,7 @@ def _consume(
     step = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
         tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
-        group, tile_row, last = _first_of(groups, tile, count, M, KIND, BLOCK_M, 4)
+        group, tile_row, last = first_of(groups, tile, count, M, KIND, BLOCK_M, 1, 4)
         row = tile_row + (WG * ROWS if form.A_PARTS == 2 else 0)
         column = tile_n * form.BLOCK_N
         while group < count:
@@ -204,7 +121,7 @@ def _consume(
                 acc, step = sum_blocks(WG, ring, factors, acc, zeros, step, 0, steps, form)
                 left = column + (WG * WIDTH if form.B_PARTS == 2 else 0)
                 write_group(acc, 1.0, stage, to, groups, group, row, last, left, N, out_row, KIND)
-            group = _after(groups, tile_row, group, count, M, KIND, BLOCK_M, 4)
+            group = group_after(groups, tile_row, group, count, M, KIND, BLOCK_M, 4)
 
 
 @gluon.jit
@@ -226,7 +143,7 @@ def grouped_sm90_kernel(
     ring = make_ring(DTYPE, form, 2)
     factors = make_factors(form)
     staging = make_staging(OUT, 64)
-    tiles = _count_tiles(groups, count, M, KIND, BLOCK_M, 4)
+    tiles = count_tiles(groups, count, M, KIND, BLOCK_M, 1, 4)
     sizes = (M, N, gl.cdiv(K, 128 * UNROLL), count, tiles)
     strides = (a_entry, a_row, a_k, b_entry, b_column, b_k)
     HOW: gl.constexpr = gl.constexpr(KIND)

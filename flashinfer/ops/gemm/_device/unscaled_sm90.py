@@ -2,7 +2,7 @@
 
 Where groups begin and end is read by the warp that copies, and by no other: it tells what each product is on a board,
 which the warpgroups read when they come to it. So a group is found while the products before are computed, and nothing
-of it is held through a loop over K. Tiles are those of `grouped_sm90`.
+of it is held through a loop over K. Tiles are walked as in `grouped_sm90`.
 """
 
 from flashinfer._core.gluon_compat import aggregate, gl, gluon, mbarrier
@@ -16,10 +16,11 @@ from flashinfer.ops._device.products_sm90 import (
     place_of,
     sum_products,
 )
-from flashinfer.ops.gemm._device.grouped_sm90 import add, next_of_rows, write_group
+from flashinfer.ops.gemm._device.grouped_sm90 import write_group
+from flashinfer.ops.gemm._device.groups_sm90 import count_tiles, first_of, group_after
 
-# Groups that are looked at together: four for each lane of a warp.
-_AT_ONCE = gl.constexpr(128)
+# Groups that are looked at together, for each lane of a warp.
+_EACH = gl.constexpr(4)
 # Products that the warp that copies may be ahead with.
 _SLOTS = gl.constexpr(4)
 
@@ -75,83 +76,6 @@ def _told(board: Board, number):
 
 
 @gluon.jit
-def _next_groups(groups, first, start, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Of the groups from `first` on: the first row, the end, how many tiles; by lengths they begin at row `start`, and
-    the next ones where the last result says."""
-    g = first + gl.arange(0, _AT_ONCE, gl.BlockedLayout([_AT_ONCE // 32], [32], [1], [0]))
-    ends = gl.load(groups + g + (KIND == "offsets"), mask=g < count, other=0)
-    ends = gl.minimum(gl.maximum(ends, 0), M).to(gl.int32)
-    begins = gl.zeros_like(ends)
-    if KIND == "offsets":
-        begins = gl.load(groups + g, mask=g < count, other=0)
-        begins = gl.minimum(gl.maximum(begins, 0), M).to(gl.int32)
-    elif KIND == "lengths":
-        # Many lengths of M each, cut off there, are more than 32 bits hold.
-        after = start + gl.associative_scan(ends.to(gl.int64), 0, add)
-        start = gl.minimum(start + gl.sum(ends.to(gl.int64), 0), M).to(gl.int32)
-        begins = gl.minimum(after - ends, M).to(gl.int32)
-        ends = gl.minimum(after, M).to(gl.int32)
-    return begins, ends, (gl.maximum(ends - begins, 0) + BLOCK_M - 1) // BLOCK_M, start
-
-
-@gluon.jit
-def _count_tiles(groups, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Tiles of rows of all groups."""
-    tiles = gl.cdiv(M, BLOCK_M)
-    if KIND != "indices":
-        tiles = 0
-        start = 0
-        for first in range(0, count, _AT_ONCE):
-            begins, ends, its, start = _next_groups(groups, first, start, count, M, KIND, BLOCK_M)
-            tiles += gl.sum(its, 0)
-    return tiles
-
-
-@gluon.jit
-def _find_tile(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
-    """(group, first row, end of the group) of a tile that exists."""
-    group = -1
-    row = 0
-    end = 0
-    before = 0
-    first = 0
-    start = 0
-    while group < 0:
-        begins, ends, tiles, start = _next_groups(groups, first, start, count, M, KIND, BLOCK_M)
-        inside = tile - before - (gl.associative_scan(tiles, 0, add) - tiles)
-        mine = (inside >= 0) & (inside < tiles)
-        lane = gl.arange(0, _AT_ONCE, mine.type.layout)
-        group += gl.sum(gl.where(mine, first + lane + 1, 0), 0)
-        row += gl.sum(gl.where(mine, begins + inside * BLOCK_M, 0), 0)
-        end += gl.sum(gl.where(mine, ends, 0), 0)
-        before += gl.sum(tiles, 0)
-        first += _AT_ONCE
-    return group, row, end
-
-
-@gluon.jit
-def _first_of(groups, tile, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
-    """(group, first row, end) of the first product of a tile; no group is `count`."""
-    if KIND == "indices":
-        row = tile * BLOCK_M
-        group = next_of_rows(groups, row, -1, count, M, BLOCK_M, 1)
-        end = M
-    else:
-        group, row, end = _find_tile(groups, tile, count, M, KIND, BLOCK_M)
-    return group, row, end
-
-
-@gluon.jit
-def _after(groups, row, group, count, M, KIND: gl.constexpr, BLOCK_M: gl.constexpr):
-    """The group of a tile's next product, or `count`."""
-    if KIND == "indices":
-        group = next_of_rows(groups, row, group, count, M, BLOCK_M, 1)
-    else:
-        group = count
-    return group
-
-
-@gluon.jit
 def _produce(
     a_map, b_map, groups, weights, sizes, ring: Ring, board: Board, KIND: gl.constexpr, WEIGHTS: gl.constexpr,
     form: Form,
@@ -159,13 +83,13 @@ def _produce(
     """One warp: says what each product of each tile is, and copies what it needs."""
     M, N, steps, count, weight_count = sizes
     BLOCK_M: gl.constexpr = form.A_PARTS * ROWS
-    tiles = _count_tiles(groups, count, M, KIND, BLOCK_M)
+    tiles = count_tiles(groups, count, M, KIND, BLOCK_M, _EACH, 1)
     tiles_n = gl.cdiv(N, form.BLOCK_N)
     step = 0
     number = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
         tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
-        group, row, end = _first_of(groups, tile, count, M, KIND, BLOCK_M)
+        group, row, end = first_of(groups, tile, count, M, KIND, BLOCK_M, _EACH, 1)
         while group < count:
             weight = group
             if WEIGHTS:
@@ -174,7 +98,7 @@ def _produce(
                 number = _say(board, number, group, row, end, tile_n)
                 entry = group if KIND == "counts" else 0
                 step = copy_blocks(a_map, b_map, ring, step, entry, row, weight, tile_n * form.BLOCK_N, 0, steps, form)
-            group = _after(groups, row, group, count, M, KIND, BLOCK_M)
+            group = group_after(groups, row, group, count, M, KIND, BLOCK_M, 1)
     _say(board, number, -1, 0, 0, 0)
 
 
