@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer.ops.rope import Problem
+from flashinfer.ops.rope.config import portable as portable_config
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.norm.variants import in_turn, variant  # variant is a fixture
@@ -409,3 +411,15 @@ def test_more_tiles_of_tokens_than_an_axis_of_the_grid_has_programs(variant, dev
     pos = torch.randint(0, 9000, (37,), dtype=torch.int32, device=device)
     out, given = run("apply_rope_pos_ids", q, k, pos, 64, False)
     check(out, given, pos.cpu()[:, None] * radians(64), 64, False)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_thread_holds_few_elements(inplace):
+    """Of what rotates and of what is copied beside it: with hundreds, a kernel compiles for a minute."""
+    for head_dim in (64, 128, 192, 512):
+        for rotary_dim in (2, 8, 32, head_dim):
+            problem = Problem("bf16", head_dim, rotary_dim, False, False, "i32", True, inplace)
+            tile = portable_config(problem, None)
+            rest = 0 if inplace else head_dim - rotary_dim
+            threads = 32 * tile.num_warps
+            assert tile.heads * tile.tokens * max(rotary_dim, rest) <= 128 * threads
