@@ -17,7 +17,16 @@ from flashinfer.ops._device.products_sm90 import (
     sum_products,
 )
 from flashinfer.ops.gemm._device.grouped_sm90 import write_group
-from flashinfer.ops.gemm._device.groups_sm90 import count_tiles, first_of, group_after
+from flashinfer.ops.gemm._device.groups_sm90 import (
+    Board,
+    count_tiles,
+    first_of,
+    group_after,
+    make_board,
+    say,
+    say_rows,
+    told,
+)
 
 # Groups that are looked at together, for each lane of a warp.
 _EACH = gl.constexpr(4)
@@ -26,59 +35,39 @@ _SLOTS = gl.constexpr(4)
 
 
 @aggregate
-class Board:
-    """Of the next products: group, first row, end of the group, tile of columns; barriers that say full and empty."""
+class Turns:
+    """Barriers that say that a slot of the board is full, and empty."""
 
-    said: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, said, full, empty):
-        self.said = said
+    def __init__(self, full, empty):
         self.full = full
         self.empty = empty
 
 
 @gluon.jit
-def _make_board():
-    said = gl.allocate_shared_memory(gl.int32, [_SLOTS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def _make_turns():
     full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(_SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
-    return Board(said, full, empty)
+    return Turns(full, empty)
 
 
 @gluon.jit
-def _say(board: Board, number, group, row, end, tile_n):
-    """Tell what product `number` is; no group is -1: there are no more."""
-    slot = number % _SLOTS
-    mbarrier.wait(board.empty.index(slot), ((number // _SLOTS) & 1) ^ 1)
-    i = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
-    board.said.index(slot).store(gl.where(i < 2, gl.where(i == 0, group, row), gl.where(i == 2, end, tile_n)))
-    mbarrier.arrive(board.full.index(slot), count=1)
-    return number + 1
-
-
-@gluon.jit
-def _told(board: Board, number):
-    """A warpgroup: what product `number` is, when it has been said."""
-    slot = number % _SLOTS
-    mbarrier.wait(board.full.index(slot), (number // _SLOTS) & 1)
-    said = board.said.index(slot).load(gl.BlockedLayout([4], [32], [4], [0]))
-    i = gl.arange(0, 4, said.type.layout)
-    group = gl.sum(gl.where(i == 0, said, 0), 0)
-    row = gl.sum(gl.where(i == 1, said, 0), 0)
-    end = gl.sum(gl.where(i == 2, said, 0), 0)
-    return group, row, end, gl.sum(gl.where(i == 3, said, 0), 0)
+def _told(board: Board, turns: Turns, number):
+    """A warpgroup: what product `number` is, when it has been said; no group is -1: there are no more."""
+    mbarrier.wait(turns.full.index(number % _SLOTS), (number // _SLOTS) & 1)
+    return told(board, number)
 
 
 @gluon.jit
 def _produce(
-    a_map, b_map, groups, weights, sizes, ring: Ring, board: Board, KIND: gl.constexpr, WEIGHTS: gl.constexpr,
-    form: Form,
+    a_map, b_map, groups, weights, sizes, ring: Ring, board: Board, turns: Turns, KIND: gl.constexpr,
+    WEIGHTS: gl.constexpr, form: Form,
 ):  # fmt: skip
     """One warp: says what each product of each tile is, and copies what it needs."""
     M, N, steps, count, weight_count = sizes
@@ -95,32 +84,42 @@ def _produce(
             if WEIGHTS:
                 weight = gl.load(weights + group).to(gl.int32)
             if (weight >= 0) & (weight < weight_count):
-                number = _say(board, number, group, row, end, tile_n)
+                slot = number % _SLOTS
+                mbarrier.wait(turns.empty.index(slot), ((number // _SLOTS) & 1) ^ 1)
+                say(board, number, group, row, end, tile_n, 0)
+                if KIND == "indices":
+                    say_rows(board, number, groups, row, M)
+                mbarrier.arrive(turns.full.index(slot), count=1)
+                number += 1
                 entry = group if KIND == "counts" else 0
                 step = copy_blocks(a_map, b_map, ring, step, entry, row, weight, tile_n * form.BLOCK_N, 0, steps, form)
             group = group_after(groups, row, group, count, M, KIND, BLOCK_M, 1)
-    _say(board, number, -1, 0, 0, 0)
+    mbarrier.wait(turns.empty.index(number % _SLOTS), ((number // _SLOTS) & 1) ^ 1)
+    say(board, number, -1, 0, 0, 0, 0)
+    mbarrier.arrive(turns.full.index(number % _SLOTS), count=1)
 
 
 @gluon.jit
 def _consume(
-    WG: gl.constexpr, tensors, sizes, ring: Ring, board: Board, staging, KIND: gl.constexpr, form: Form
+    WG: gl.constexpr, tensors, sizes, ring: Ring, board: Board, turns: Turns, staging, KIND: gl.constexpr, form: Form
 ):  # fmt: skip
     """One warpgroup: its half of each product. `tensors` and `sizes` are of the kernel's arguments."""
-    out, groups, alpha = tensors
+    out, alpha = tensors
     N, steps, out_entry, out_row = sizes
     WIDTH: gl.constexpr = form.BLOCK_N // form.B_PARTS
     DEPTH: gl.constexpr = 256 // ring.a.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
     step = 0
     number = 0
-    while _told(board, number)[0] >= 0:
+    while _told(board, turns, number)[0] >= 0:
         acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
         acc, step = sum_products(WG, ring, acc, step, 0, steps, form)
-        group, row, end, tile_n = _told(board, number)
-        mbarrier.arrive(board.empty.index(number % _SLOTS), count=1)
-        number += 1
-        row += WG * ROWS if form.A_PARTS == 2 else 0
+        group, row, end, tile_n = _told(board, turns, number)
+        of_rows = board.of_rows.index(number % _SLOTS)
+        if form.A_PARTS == 2:
+            row += WG * ROWS
+            if KIND == "indices":
+                of_rows = of_rows.slice(WG * ROWS, ROWS)
         column = tile_n * form.BLOCK_N + (WG * WIDTH if form.B_PARTS == 2 else 0)
         to = out
         if KIND == "counts":
@@ -128,7 +127,9 @@ def _consume(
         factor = 1.0
         if form.SCALES > 0:
             factor *= gl.load(alpha)
-        write_group(acc, factor, staging.index(WG), to, groups, group, row, end, column, N, out_row, KIND)
+        write_group(acc, factor, staging.index(WG), to, of_rows, group, row, end, column, N, out_row, KIND)
+        mbarrier.arrive(turns.empty.index(number % _SLOTS), count=1)
+        number += 1
 
 
 @gluon.jit
@@ -151,19 +152,20 @@ def unscaled_sm90_kernel(
         B_MAJOR=B_MAJOR, SPLIT=False, SCALES=1 if ALPHA else 0, BIAS=False, UNROLL=1,
     )  # fmt: skip
     ring = make_ring(DTYPE, form)
-    board = _make_board()
+    board = make_board(_SLOTS, BLOCK_M, KIND)
+    turns = _make_turns()
     staging = make_staging(OUT, min(BLOCK_N // B_PARTS, 128))
     steps = gl.cdiv(K, BLOCK_K)
-    tensors = (out, groups, alpha)
+    tensors = (out, alpha)
     sizes = (M, N, steps, count, weight_count)
     ends = (N, steps, out_entry, out_row)
     HOW: gl.constexpr = gl.constexpr(KIND)
     BY: gl.constexpr = gl.constexpr(WEIGHTS)
     gl.warp_specialize(
         [
-            (_consume, (gl.constexpr(0), tensors, ends, ring, board, staging, HOW, form)),
-            (_consume, (gl.constexpr(1), tensors, ends, ring, board, staging, HOW, form)),
-            (_produce, (a_map, b_map, groups, weights, sizes, ring, board, HOW, BY, form)),
+            (_consume, (gl.constexpr(0), tensors, ends, ring, board, turns, staging, HOW, form)),
+            (_consume, (gl.constexpr(1), tensors, ends, ring, board, turns, staging, HOW, form)),
+            (_produce, (a_map, b_map, groups, weights, sizes, ring, board, turns, HOW, BY, form)),
         ],
         [4, 1],
         [REGISTERS, COPY_REGISTERS],

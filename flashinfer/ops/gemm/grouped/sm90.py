@@ -45,10 +45,6 @@ grouped_sm90 = Launcher("grouped_sm90", build)
 unscaled_sm90 = Launcher("grouped_unscaled_sm90", build_unscaled)
 LAUNCHERS = (grouped_sm90, unscaled_sm90)
 
-# Bytes of stack a thread may use: what a tile with scales is found by, put aside between tiles, not in their loops over
-# K.
-STACK_BUDGET = 192
-
 
 def kernels(p, c):
     """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
