@@ -46,7 +46,8 @@ def build_schedule(p: ScheduleProblem, c: ScheduleConfig) -> Build:
     types = dict(items="*i32:16", counts="*i32", arrivals="*i32")
     types.update({name: "*i32" for name in TOLD} | {name: "i32" for name in names})
     constants = dict(Q=p.q, KV=p.kv, FIXED=p.fixed, MIXED=p.mixed, BLOCK=c.block, LANES=c.lanes)
-    return Build(schedule_kernel, types, constants, num_warps=c.num_warps)
+    # Left alone, ptxas keeps to 80 and puts one of them aside, for programs beside each other that there are not.
+    return Build(schedule_kernel, types, constants, num_warps=c.num_warps, maxnreg=128)
 
 
 schedule_launch = Launcher("schedule", build_schedule)
