@@ -11,6 +11,8 @@ cut what they add, so P V of each block of keys is a sum of its own, which is th
 shared memory turned, keys and columns permuted, see tiles_sm90.turn_values.
 """
 
+import triton.language as tl
+
 from flashinfer._core.gluon_compat import (
     aggregate,
     block_barrier,
@@ -56,6 +58,10 @@ from flashinfer.ops.attention._device.tiles_sm90 import (
 
 # Columns that the sums of a row are kept in, see _fold.
 FOLD = gl.constexpr(16)
+# The same in FP8, where registers are few: one sum for each of the four threads that have columns of a row.
+SUMS = gl.constexpr(
+    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
+)
 # Weights in FP8 are 2^SHIFT times what they are: from 2^8 to e4m3's smallest, 2^-9, are 17 octaves.
 SHIFT = gl.constexpr(8)
 
@@ -121,7 +127,11 @@ def _softmax(s, top, sums, factor, MASKED: gl.constexpr, form: Form):
         shifted -= SHIFT
     p = gl.exp2(s * factor - shifted[:, None])
     keep = gl.exp2((top - base) * factor)
-    sums = sums * gl.convert_layout(keep, gl.SliceLayout(1, sums.type.layout))[:, None] + _fold(p, True)
+    added = _fold(p, True)
+    if form.FP8:
+        added = gl.sum(gl.sum(added.reshape([added.shape[0], FOLD // 8, 4, 2]), 3), 1)
+        added = gl.convert_layout(added, SUMS, assert_trivial=True)
+    sums = sums * gl.convert_layout(keep, gl.SliceLayout(1, sums.type.layout))[:, None] + added
     return p, new_top, sums, keep
 
 
@@ -299,7 +309,10 @@ def _attend(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.D_VO_PAD, form.MMA_K])
     acc = gl.zeros([ROWS, form.D_VO_PAD], gl.float32, O_LAYOUT)
     top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, zeros.type.layout))
-    sums = gl.zeros([ROWS, FOLD], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLD, 16]))
+    if form.FP8:
+        sums = gl.zeros([ROWS, 4], gl.float32, SUMS)
+    else:
+        sums = gl.zeros([ROWS, FOLD], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLD, 16]))
     start = begin + (blocks - 1) * BLOCK_N
     stage = step % form.STAGES
     _wait_full(k, step, form)
@@ -555,7 +568,8 @@ def _consume(
     fetch_queries(WG, q_tiles, q_rests, q, items, work, works, num_kv_heads, q_stride_n, q_stride_h, form)
     step = 0
     wave = 0
-    while work < works:
+    # What is the same for all pieces is made for each in FP8, whose loop over keys has no registers to keep it.
+    while tl.condition(work < works, disable_licm=form.FP8):
         work, step = _piece(
             WG, wave, work, works, step, cols, zeros, q_tiles, q_rests, tensors, numbers, params, k, v, queue, o_tiles,
             turn, form,

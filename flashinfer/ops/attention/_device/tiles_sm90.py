@@ -422,7 +422,7 @@ def _turn_tile(values, turned, start, kv_len, CLEAR: gl.constexpr, WARPS: gl.con
     for i in gl.static_range(BLOCK_N // SLICE):
         x = pairs.slice(i * SLICE, SLICE, dim=0).load(LAYOUT)
         if CLEAR:
-            key = start + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+            key = numbered(start + i * SLICE, gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT)), 8)
             x = gl.where((key < kv_len)[:, None], x, 0).to(gl.int16)
         # Bytes 0, 2, 4, 6 and 1, 3, 5, 7 of two registers: a column of four keys each.
         x = gl.inline_asm_elementwise(

@@ -74,6 +74,21 @@ def _boxes(p: Problem) -> bool:
     return p.matrix and (not p.page_size or (p.page_size >= 16 and not p.page_size & (p.page_size - 1)))
 
 
+def _registers(p: Problem, boxes: bool) -> tuple[int, int]:
+    """Of a thread that computes, and of one that copies; three warpgroups have 512 together."""
+    if p.q_dtype == "fp8e4nv":
+        # Turning values wants 40, and computing all that is left.
+        return 232, 40
+    if boxes:
+        # Copying boxes needs few itself. But the assembler holds what threads that compute find before their first
+        # piece in registers there, too, or puts it on the stack: with 32, up to 24 bytes at head_dim 96. No slower with
+        # 56 (docs/rooms/attention.md). Head_dim 64 uses none with 32, and 8 bytes with 56 on Triton 3.9.
+        return (240, 32) if p.head_dim_qk == 64 else (224, 56)
+    # Warps that gather want 88, or they spill in their loop (by its code, 48 loads a block with 32: pages of 1 token at
+    # 0.61 of ragged, 0.69 with 64). Consumers of 128 columns live on 208, those of 256 do not.
+    return (224, 64) if p.head_dim_vo == 256 else (208, 88)
+
+
 def choose(p: Problem, target: Target) -> Sm90Config:
     fp8 = p.q_dtype == "fp8e4nv"
     block_n, stages, staged = (_FP8_TILES if fp8 else _TILES)[p.head_dim_qk, p.head_dim_vo]
@@ -85,17 +100,15 @@ def choose(p: Problem, target: Target) -> Sm90Config:
             # A window of 128 keys, 4 x 8192 queries of 64/8 heads on an H100: 586 us, against 720 with 64 keys a step.
             block_n, stages = 32, 8
     boxes = _boxes(p)
+    registers, copy_registers = _registers(p, boxes)
     return Sm90Config(
         block_m=128,
         block_n=block_n,
         stages=stages,
         staged=staged,
         gather=not boxes,
-        # Three warpgroups have 512 together. Boxes need few, and turning values 40; warps that gather want 88, or they
-        # spill in their loop (by its code, 48 loads a block with 32: pages of 1 token at 0.61 of ragged, 0.69 with 64).
-        # Consumers of 128 columns live on 208, those of 256 do not.
-        registers=232 if fp8 else 240 if boxes else 224 if p.head_dim_vo == 256 else 208,
-        copy_registers=40 if fp8 else 32 if boxes else 64 if p.head_dim_vo == 256 else 88,
+        registers=registers,
+        copy_registers=copy_registers,
         programs_per_sm=1,
         least_piece=512,
         turn_warps=2 if fp8 else 0,
