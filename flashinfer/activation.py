@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
 from flashinfer.ops import activation as room
@@ -27,7 +27,9 @@ def silu_and_mul(
     out : torch.Tensor, optional
         Receives the result; [..., hidden] in the dtype of `input`, any strides. It may not overlap `input`.
     enable_pdl : bool, optional
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
 
     Returns
     -------
@@ -43,7 +45,7 @@ def silu_and_mul(
     ----------
     Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.05202
     """
-    return _gated("silu", input, out)
+    return _gated("silu", input, out, enable_pdl)
 
 
 @held
@@ -55,7 +57,7 @@ def gelu_and_mul(
 
     Parameters, result, errors and source are those of `silu_and_mul`.
     """
-    return _gated("gelu", input, out)
+    return _gated("gelu", input, out, enable_pdl)
 
 
 @held
@@ -67,7 +69,7 @@ def gelu_tanh_and_mul(
 
     Parameters, result, errors and source are those of `silu_and_mul`.
     """
-    return _gated("gelu_tanh", input, out)
+    return _gated("gelu_tanh", input, out, enable_pdl)
 
 
 def silu_and_mul_scaled_nvfp4_experts_quantize(
@@ -126,15 +128,15 @@ def silu_and_mul_scaled_nvfp4_experts_quantize(
     return codes.permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0)
 
 
-def _gated(kind, input, out) -> torch.Tensor:
+def _gated(kind, input, out, enable_pdl) -> torch.Tensor:
     if out is None:
         out = input.new_empty(_result_shape(input))
-    _act_and_mul(input, out, kind)
+    _act_and_mul(input, out, kind, wants_pdl(enable_pdl))
     return out
 
 
 @custom_op("flashinfer::act_and_mul", mutates_args=("out",))
-def _act_and_mul(input: torch.Tensor, out: torch.Tensor, kind: str) -> None:
+def _act_and_mul(input: torch.Tensor, out: torch.Tensor, kind: str, pdl: bool) -> None:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     require(input.dtype in dtypes, "input", input.dtype, "bfloat16, float16, float32")
     shape = _result_shape(input)
@@ -152,6 +154,7 @@ def _act_and_mul(input: torch.Tensor, out: torch.Tensor, kind: str) -> None:
         dtype=dtype_name(x.dtype),
         block=min(1 << (hidden - 1).bit_length(), 1024),
         aligned=hidden * x.element_size() % 16 == 0 and is_aligned(x, y),
+        pdl=pdl,
     )
     room.act_and_mul(problem, x.device).run(x, y)
     if y.data_ptr() != out.data_ptr():

@@ -57,6 +57,11 @@ def as_dtype(value: str | torch.dtype | None, default: torch.dtype | None = None
     return dtype
 
 
+def wants_pdl(enable_pdl: bool | None) -> bool:
+    """Whether a call's kernels may be launched dependently, where the chip has that; None leaves it to us."""
+    return enable_pdl is None or bool(enable_pdl)
+
+
 def same_device(**tensors: torch.Tensor | None) -> torch.device:
     """The device all the given tensors are on; ValueError naming the odd one."""
     first_name, first = None, None

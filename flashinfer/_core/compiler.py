@@ -35,7 +35,7 @@ from flashinfer._core import env
 from flashinfer._core.kernel_cache import fields_of
 
 # Raise when an entry's layout changes: older entries are then misses.
-FORMAT = 1
+FORMAT = 2
 
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 # Python's ast counts its depth for all threads together, and raises SystemError where two build trees at once.
@@ -337,6 +337,7 @@ def _describe(arch: str, ptx: str, cubin: bytes, metadata: dict) -> dict:
         "symbol": metadata["name"],
         "threads": int(re.search(r"\.reqntid (\d+)", ptx)[1]),
         "shared": metadata["shared"],
+        "waits": begins_waiting(ptx),
         "parameters": parameters_of(ptx),
         "tensor_maps": metadata.get("tensordesc_meta") or [],
         "global_scratch": metadata.get("global_scratch_size") or 0,
@@ -361,6 +362,34 @@ def parameters_of(ptx: str) -> list[list]:
         size = _SIZES[bits]
         found.append([f"{kind}{bits}", size * int(count or 1), int(align or size)])
     return found
+
+
+# What works on registers and parameters alone (PTX ISA).
+_ARITHMETIC = re.compile(
+    r"(mov|ld\.param|cvt|cvta|add|addc|sub|mul|mad|fma|div|rem|neg|abs|min|max|and|or|xor|not|cnot|shl|shr|shf|bfe|bfi|"
+    r"prmt|lop3|setp|set|selp|slct|popc|clz|ex2|lg2|rcp|sqrt|rsqrt|tanh)\."
+)
+
+
+def begins_waiting(ptx: str) -> bool:
+    """Whether all threads of a kernel wait for the kernels before it (griddepcontrol.wait) before anything else.
+
+    Such a kernel may be launched before those end: before it waits there is only arithmetic on its own parameters, so
+    it reads nothing that they may yet write, and writes nothing that they may yet read. No thread of it ends without
+    having waited, so who waits for its end waits for theirs.
+    """
+    body = re.sub(r"//.*|/\*.*?\*/", "", ptx[ptx.index("{", ptx.index(".entry")) + 1 :])
+    for statement in body.split(";"):
+        # Behind labels and braces, and behind directives, which end with their line.
+        words = [word for word in re.split(r"[\n{}]|\$\w+:", statement) if word.strip()]
+        last = words[-1].strip() if words else ""
+        if any(not word.strip().startswith(".") for word in words[:-1]):
+            return False
+        if last.startswith("griddepcontrol.wait"):
+            return True
+        if last and not last.startswith(".") and not _ARITHMETIC.match(last):
+            return False
+    return False
 
 
 def _resources(cubin: bytes) -> dict[str, int]:

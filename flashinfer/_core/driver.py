@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -58,6 +59,33 @@ def load(name: str, cubin: bytes, kernel: dict):
     finally:
         _ask(doing, *driver.cuThreadExchangeStreamCaptureMode(mode))
     return function
+
+
+_CONFIG = struct.Struct("<7I4xQQI4x")
+_STREAM = 4
+
+
+class LaunchConfig:
+    """A CUlaunchConfig in memory of ours (CUDA driver API, cuLaunchKernelEx): a launch writes grid and stream alone.
+
+    Attributes
+    ----------
+    handle : CUlaunchConfig
+        What cuLaunchKernelEx takes.
+    put_grid : callable (x, y, z)
+    put_stream : callable (stream)
+    """
+
+    def __init__(self, threads: int, shared: int, early: bool):
+        """early : the kernel may be launched before those in front of it end: programmatic stream serialization."""
+        # An attribute is its number, padded to 8 bytes, and 64 bytes of value.
+        self._attribute = (ctypes.c_uint32 * 18)(6, 0, 1)
+        self._memory = memory = (ctypes.c_uint64 * 7)()
+        attributes = ctypes.addressof(self._attribute)
+        _CONFIG.pack_into(memory, 0, 1, 1, 1, threads, 1, 1, shared, 0, attributes, int(early))
+        self.handle = bindings().CUlaunchConfig(ctypes.addressof(memory))
+        self.put_grid = partial(struct.Struct("<3I").pack_into, memory, 0)
+        self.put_stream = partial(memoryview(memory).cast("B").cast("Q").__setitem__, _STREAM)
 
 
 def copy_to_device(to: int, source: int, count: int, stream: int) -> None:

@@ -329,10 +329,11 @@ class _Loaded:
         self.types = build.types
         self._layout = Layout(name, build, kernel)
         with torch.cuda.device(index):
-            self._block = Block(self._layout, index)
+            self._config = partial(driver.LaunchConfig, kernel["threads"], shared, kernel["waits"])
+            self._block = Block(self._layout, index, self._config)
             self._function = driver.load(name, entry.cubin, kernel)
-        self._threads, self._shared, self._symbol = kernel["threads"], shared, kernel["symbol"]
-        self._launch_kernel = driver.bindings().cuLaunchKernel
+        self._threads, self._symbol = kernel["threads"], kernel["symbol"]
+        self._launch_kernel = driver.bindings().cuLaunchKernelEx
         self._current_device, self._current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
         self._debug = env.DEBUG.is_on()
 
@@ -344,14 +345,15 @@ class _Loaded:
             with torch.cuda.device(self._index):
                 return self(grid, *args)
         values = self._values(args)
-        buffer, start, slots = self._block.place
+        buffer, start, slots, config = self._block.place
         try:
             self._layout.struct.pack_into(buffer, start, *values)
         except (struct.error, OverflowError, TypeError):
             _blame(self._name, self._build, args)
             raise
-        stream = self._current_stream(self._index)
-        status = self._launch_kernel(self._function, x, y, z, self._threads, 1, 1, self._shared, stream, slots, 0)[0]
+        config.put_grid(x, y, z)
+        config.put_stream(self._current_stream(self._index))
+        status = self._launch_kernel(config.handle, self._function, slots, 0)[0]
         if status:
             self._fail(status, grid)
 
@@ -360,7 +362,7 @@ class _Loaded:
         places = _places(self._name, self._build, moving)
         if 0 in grid:
             return _launch_nothing
-        index, function, threads, shared = self._index, self._function, self._threads, self._shared
+        index, function = self._index, self._function
         current_device, current_stream, launch_kernel = self._current_device, self._current_stream, self._launch_kernel
         with torch.cuda.device(index):
             values = self._values(args)
@@ -370,15 +372,14 @@ class _Loaded:
                 _blame(self._name, self._build, args)
                 raise
             named = [(f"{self._name}: {name}", place) for name, place in zip(moving, places, strict=True)]
-            block = HeldBlock(self._layout, index, image, named)
-        x, y, z = grid
+            block = HeldBlock(self._layout, index, self._config, grid, image, named)
 
         # Closures, because local names are what Python finds fastest.
         def send(addresses: tuple[int, ...]) -> None:
-            slots, move = block.held
+            config, put_stream, slots, move = block.held
             move(*addresses)
-            stream = current_stream(index)
-            status = launch_kernel(function, x, y, z, threads, 1, 1, shared, stream, slots, 0)[0]
+            put_stream(current_stream(index))
+            status = launch_kernel(config, function, slots, 0)[0]
             if status:
                 self._fail(status, grid)
 

@@ -87,17 +87,17 @@ class Block(threading.local):
 
     Attributes
     ----------
-    place : (buffer, int, int)
-        The buffer, where the block begins in it (aligned to 128 bytes, a tensor map needs 64), and the address of the
-        array of pointers, one to each parameter, that cuLaunchKernel takes.
+    place : (buffer, int, int, LaunchConfig)
+        The buffer, where the block begins in it (aligned to 128 bytes, a tensor map needs 64), the address of the
+        array of pointers, one to each parameter, that a launch takes, and its config.
     """
 
-    def __init__(self, layout: Layout, index: int):
+    def __init__(self, layout: Layout, index: int, config: Callable[[], driver.LaunchConfig]):
         buffer = (ctypes.c_uint64 * (-(-layout.struct.size // 8) + 16))()
         address = ctypes.addressof(buffer)
         start = -address % 128
         self._slots = (ctypes.c_void_p * len(layout.offsets))(*(address + start + o for o in layout.offsets))
-        self.place = buffer, start, ctypes.addressof(self._slots)
+        self.place = buffer, start, ctypes.addressof(self._slots), config()
         driver.use_context(index)
 
 
@@ -106,13 +106,17 @@ class HeldBlock(Block):
 
     Attributes
     ----------
-    held : (int, callable)
-        The address of the array of pointers, and a function that writes other addresses of the moving arguments.
+    held : (CUlaunchConfig, callable, int, callable)
+        What a launch takes, a function that writes its stream, the address of the array of pointers, and a function
+        that writes other addresses of the moving arguments.
     """
 
-    def __init__(self, layout: Layout, index: int, image: bytes, moving: list[tuple[str, int]]):
-        super().__init__(layout, index)
-        buffer, start, slots = self.place
+    def __init__(self, layout: Layout, index: int, config: Callable, grid: tuple, image: bytes, moving: list):
+        """moving : (what errors call it, its place) of each argument that moves."""
+        super().__init__(layout, index, config)
+        buffer, start, slots, config = self.place
+        config.put_grid(*grid)
+        launch = config.handle, config.put_stream, slots
         block = ctypes.addressof(buffer) + start
         ctypes.memmove(block, image, len(image))
         places = [layout.starts[i] for _, i in moving]
@@ -120,7 +124,7 @@ class HeldBlock(Block):
         if len(runs) <= 2 and not any(i in layout.maps for _, i in moving):
             # Pointers side by side are one pack, a third of the time of one by one.
             packs = [partial(struct.Struct(f"<{count}Q").pack_into, buffer, start + at) for at, count in runs]
-            self.held = slots, packs[0] if len(runs) == 1 else _both(*packs, runs[0][1])
+            self.held = *launch, packs[0] if len(runs) == 1 else _both(*packs, runs[0][1])
             return
         words = memoryview(buffer).cast("B").cast("Q")
         puts = []
@@ -134,7 +138,7 @@ class HeldBlock(Block):
             for put, address in zip(puts, addresses, strict=True):
                 put(address)
 
-        self.held = slots, move
+        self.held = *launch, move
 
 
 def _runs(places: list[int]) -> list[tuple[int, int]]:

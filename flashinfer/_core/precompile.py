@@ -56,6 +56,8 @@ class Record:
         Shared memory of a block, bytes.
     registers, stack_bytes : int
         Of a thread. The stack holds what was spilled, and arrays of libdevice's slow paths.
+    waits : bool
+        It waits for the kernels before it before all else, and may be launched before they end.
     path : str
         Of the entry's JSON.
     error : str
@@ -73,6 +75,7 @@ class Record:
     shared: int = 0
     registers: int = 0
     stack_bytes: int = 0
+    waits: bool = False
     path: str = ""
     error: str = ""
 
@@ -260,7 +263,7 @@ def _outcome(request: dict) -> dict:
         entry = launchers[request["launcher"]].entry(problem, config, request["arch"])
     except Exception as error:  # any failure to compile is this job's outcome, told with its type
         return {"error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - start}
-    kept = {name: entry.kernel[name] for name in ("shared", "registers", "stack_bytes")}
+    kept = {name: entry.kernel[name] for name in ("shared", "registers", "stack_bytes", "waits")}
     return {"cached": entry.cached, "seconds": entry.seconds, "path": str(entry.path), **kept}
 
 

@@ -41,6 +41,11 @@ class Target:
         """Compute capability times ten: 90 for "90a"; 0 for the CPU."""
         return 0 if self.is_cpu else int(self.arch.rstrip("af"))
 
+    @property
+    def pdl(self) -> bool:
+        """Whether a kernel may be launched before those in front of it end (PTX ISA, griddepcontrol)."""
+        return self.capability >= 90
+
 
 CPU = Target("cpu")
 

@@ -11,9 +11,9 @@ ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def launch(
-    op, x, weight, out, eps, *, residual=None, bias=None, gemma=False, after="", quantised=None, least=1, **form
+    op, x, weight, out, eps, *, residual=None, bias=None, gemma=False, after="", quantised=None, least=1, **fields
 ) -> None:
-    """Run `op` on the rows of x. form : the Problem's fields of a quantised result. least : of the block."""
+    """Run `op` on the rows of x. fields : the Problem's other ones. least : of the block."""
     if x.numel() == 0:
         return
     hidden = x.shape[-1]
@@ -29,7 +29,7 @@ def launch(
         gemma=gemma,
         aligned=hidden * x.element_size() % 16 == 0 and is_aligned(*given),
         after=after,
-        **form,
+        **fields,
     )
     extra = () if quantised is None else (quantised,)
     op(problem, x.device).run(x, residual, weight, bias, out, eps, *extra)

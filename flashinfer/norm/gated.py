@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer.norm._rows import ROW_DTYPES, check_rows, check_weights, launch
 from flashinfer.ops import norm as room
@@ -25,7 +25,8 @@ def rmsnorm_sigmoid_gate(
     eps : float
         Added to the mean square.
     enable_pdl : bool
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself; where the GPU has it (compute capability 9.0 and above). It has no effect on results.
 
     Raises
     ------
@@ -41,7 +42,7 @@ def rmsnorm_sigmoid_gate(
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467; for the gate, Qiu
     et al., Gated Attention for Large Language Models, 2025, https://arxiv.org/abs/2505.06708
     """
-    _rmsnorm_sigmoid_gate(input, gate, eps)
+    _rmsnorm_sigmoid_gate(input, gate, eps, wants_pdl(enable_pdl))
 
 
 def supports_rmsnorm_sigmoid_gate(
@@ -88,7 +89,8 @@ def gated_residual_rmsnorm(
     out : torch.Tensor, optional
         Receives the result; [rows, hidden], float32, any strides. It may be `residual` itself.
     enable_pdl : bool
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself; where the GPU has it (compute capability 9.0 and above). It has no effect on results.
 
     Returns
     -------
@@ -105,7 +107,9 @@ def gated_residual_rmsnorm(
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467
     """
     out = torch.empty_like(residual) if out is None else out
-    _gated_residual(branch, residual, weight, alpha, 1.0, beta, out, None, None, [eps, gain_center, 0.0, 0.0])
+    numbers = [eps, gain_center, 0.0, 0.0]
+    pdl = wants_pdl(enable_pdl)
+    _gated_residual(branch, residual, weight, alpha, 1.0, beta, out, None, None, numbers, pdl)
     return out
 
 
@@ -156,7 +160,8 @@ def gated_residual_next_rmsnorm(
     post_gain_center : float
         Added to `post_weight`.
     enable_pdl : bool
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself; where the GPU has it (compute capability 9.0 and above). It has no effect on results.
 
     Returns
     -------
@@ -172,7 +177,10 @@ def gated_residual_next_rmsnorm(
     ffn_input = torch.empty_like(branch) if ffn_input is None else ffn_input
     gate, number = (alpha, 1.0) if isinstance(alpha, torch.Tensor) else (None, float(alpha))
     numbers = [post_eps, post_gain_center, next_eps, next_gain_center]
-    _gated_residual(branch, residual, post_weight, gate, number, beta, residual_out, next_weight, ffn_input, numbers)
+    _gated_residual(
+        branch, residual, post_weight, gate, number, beta, residual_out, next_weight, ffn_input, numbers,
+        wants_pdl(enable_pdl),
+    )  # fmt: skip
     return residual_out, ffn_input
 
 
@@ -228,10 +236,10 @@ def _check_gated(branch, residual, weight, alpha, beta, next_weight) -> None:
 
 
 @custom_op("flashinfer::rmsnorm_sigmoid_gate", mutates_args=("input",))
-def _rmsnorm_sigmoid_gate(input: torch.Tensor, gate: torch.Tensor, eps: float) -> None:
+def _rmsnorm_sigmoid_gate(input: torch.Tensor, gate: torch.Tensor, eps: float, pdl: bool) -> None:
     check_rows(input, gate=gate)
     same_device(input=input, gate=gate)
-    launch(room.rmsnorm, input, None, input, eps, residual=gate, after="sigmoid_gate")
+    launch(room.rmsnorm, input, None, input, eps, residual=gate, after="sigmoid_gate", pdl=pdl)
 
 
 @custom_op("flashinfer::gated_residual_rmsnorm", mutates_args=("out", "next_out"))
@@ -246,6 +254,7 @@ def _gated_residual(
     next_weight: torch.Tensor | None,
     next_out: torch.Tensor | None,
     numbers: list[float],
+    pdl: bool,
 ) -> None:
     """numbers : eps and gain center of the branch's norm, then of the stream's."""
     _check_gated(branch, residual, weight, alpha, beta, next_weight)
@@ -268,6 +277,7 @@ def _gated_residual(
         weighted=weight is not None,
         alpha=alpha is not None,
         next=next_weight is not None,
+        pdl=pdl,
         aligned=branch.shape[1] * branch.element_size() % 16 == 0 and is_aligned(*given),
     )
     weight, alpha, beta, next_weight = vectors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import require, same_device
+from flashinfer._core.checks import require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
 from flashinfer.norm._rows import check_rows, check_weights, launch
@@ -33,7 +33,9 @@ def rmsnorm(
     out : torch.Tensor, optional
         Receives the result; shape and dtype of `input`, any strides. It may be `input` itself.
     enable_pdl : bool, optional
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
 
     Returns
     -------
@@ -50,7 +52,7 @@ def rmsnorm(
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467
     """
     out = torch.empty_like(input) if out is None else out
-    _rmsnorm(input, weight, out, eps, False)
+    _rmsnorm(input, weight, out, eps, False, wants_pdl(enable_pdl))
     return out
 
 
@@ -67,7 +69,7 @@ def gemma_rmsnorm(
     Parameters, result, errors and source are those of `rmsnorm`.
     """
     out = torch.empty_like(input) if out is None else out
-    _rmsnorm(input, weight, out, eps, True)
+    _rmsnorm(input, weight, out, eps, True, wants_pdl(enable_pdl))
     return out
 
 
@@ -94,7 +96,9 @@ def fused_add_rmsnorm(
     eps : float
         Added to the mean square.
     enable_pdl : bool, optional
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
 
     Raises
     ------
@@ -105,7 +109,7 @@ def fused_add_rmsnorm(
     ----------
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467
     """
-    _fused_add_rmsnorm(input, residual, weight, eps, False)
+    _fused_add_rmsnorm(input, residual, weight, eps, False, wants_pdl(enable_pdl))
 
 
 @held
@@ -121,7 +125,7 @@ def gemma_fused_add_rmsnorm(
 
     Parameters, errors and source are those of `fused_add_rmsnorm`.
     """
-    _fused_add_rmsnorm(input, residual, weight, eps, True)
+    _fused_add_rmsnorm(input, residual, weight, eps, True, wants_pdl(enable_pdl))
 
 
 @held
@@ -160,21 +164,23 @@ def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps:
 
 
 @custom_op("flashinfer::rmsnorm", mutates_args=("out",))
-def _rmsnorm(input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, gemma: bool) -> None:
+def _rmsnorm(
+    input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, gemma: bool, pdl: bool
+) -> None:
     check_rows(input, out=out)
     check_weights(input, weight=weight)
     same_device(input=input, weight=weight, out=out)
-    launch(room.rmsnorm, input, weight, out, eps, gemma=gemma)
+    launch(room.rmsnorm, input, weight, out, eps, gemma=gemma, pdl=pdl)
 
 
 @custom_op("flashinfer::fused_add_rmsnorm", mutates_args=("input", "residual"))
 def _fused_add_rmsnorm(
-    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool
+    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, gemma: bool, pdl: bool
 ) -> None:
     check_rows(input, residual=residual)
     check_weights(input, weight=weight)
     same_device(input=input, residual=residual, weight=weight)
-    launch(room.fused_add_rmsnorm, input, weight, input, eps, residual=residual, gemma=gemma)
+    launch(room.fused_add_rmsnorm, input, weight, input, eps, residual=residual, gemma=gemma, pdl=pdl)
 
 
 @custom_op("flashinfer::layernorm", mutates_args=("out",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import require, same_device
+from flashinfer._core.checks import require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
 from flashinfer.norm._rows import check_rows, check_weights, launch
@@ -42,7 +42,9 @@ def rmsnorm_quant(
     eps : float
         Added to the mean square.
     enable_pdl : bool, optional
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
 
     Raises
     ------
@@ -58,7 +60,7 @@ def rmsnorm_quant(
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467; OCP 8-bit Floating
     Point Specification 1.0
     """
-    _to_fp8(out, input, None, weight, scale, eps)
+    _to_fp8(out, input, None, weight, scale, eps, wants_pdl(enable_pdl))
 
 
 @held
@@ -81,7 +83,7 @@ def fused_add_rmsnorm_quant(
         Shape and dtype of `input`, any strides. Overwritten with the sum. The norm is that of the float32 sum, before
         it is rounded to the dtype of `residual`.
     """
-    _to_fp8(out, input, residual, weight, scale, eps)
+    _to_fp8(out, input, residual, weight, scale, eps, wants_pdl(enable_pdl))
 
 
 def fused_add_rmsnorm_fp8_block_quant(
@@ -138,7 +140,10 @@ def fused_add_rmsnorm_fp8_block_quant(
     fits = block_scale.shape == (hidden // 128, pitch) and block_scale.is_contiguous()
     require(fits, "block_scale", tuple(block_scale.shape), f"[{hidden // 128}, {pitch}], contiguous")
     require(block_scale.dtype == torch.float32, "block_scale", block_scale.dtype, "float32")
-    _quantised(input, residual, weight, out, None, block_scale, None, normed_out, [eps, 1.0], "fp8_block", "", "")
+    _quantised(
+        input, residual, weight, out, None, block_scale, None, normed_out, [eps, 1.0], "fp8_block", "", "",
+        wants_pdl(enable_pdl),
+    )  # fmt: skip
 
 
 def fused_rmsnorm_silu(
@@ -188,7 +193,7 @@ def fused_rmsnorm_silu(
     require(block_scale is None, "block_scale", "a tensor", "None, unless out is float4_e2m1fn_x2")
     out = torch.empty_like(input) if out is None else out
     if out.dtype == torch.float8_e4m3fn:
-        _quantised(input, None, weight, out, None, None, None, None, [eps, 1.0], "fp8e4nv", "", "silu")
+        _quantised(input, None, weight, out, None, None, None, None, [eps, 1.0], "fp8e4nv", "", "silu", True)
     else:
         _rmsnorm_silu(input, weight, out, eps)
     return out
@@ -233,7 +238,9 @@ def rmsnorm_fp4quant(
     is_sf_swizzled_layout : bool
         Block scales in tiles of 128 rows and 4 blocks, [row tile][block tile][32][4][4], as tensor cores read them.
     enable_pdl : bool, optional
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
 
     Returns
     -------
@@ -257,7 +264,10 @@ def rmsnorm_fp4quant(
     Formats Specification 1.0; NVIDIA, PTX ISA, block scaling of mma (NVFP4 and the tiles of scale factors)
     """
     layout = "128x4" if is_sf_swizzled_layout else "linear"
-    return _to_fp4(input, None, weight, y_fp4, block_scale, global_scale, eps, block_size, scale_format, layout)[:2]
+    return _to_fp4(
+        input, None, weight, y_fp4, block_scale, global_scale, eps, block_size, scale_format, layout,
+        pdl=wants_pdl(enable_pdl),
+    )[:2]  # fmt: skip
 
 
 def add_rmsnorm_fp4quant(
@@ -304,22 +314,22 @@ def add_rmsnorm_fp4quant(
     require(both, "block_scale_unswizzled", "a tensor", "None, unless output_both_sf_layouts")
     results = _to_fp4(
         input, residual, weight, y_fp4, block_scale, global_scale, eps, block_size, scale_format, layout,
-        linear_scale=block_scale_unswizzled, normed=y_out,
+        linear_scale=block_scale_unswizzled, normed=y_out, pdl=wants_pdl(enable_pdl),
     )  # fmt: skip
     return results if layout == "both" else results[:2]
 
 
-def _to_fp8(out, input, residual, weight, scale, eps) -> None:
+def _to_fp8(out, input, residual, weight, scale, eps, pdl) -> None:
     require(out.dtype in _FP8, "out", out.dtype, "float8_e4m3fn, float8_e5m2")
     tensor, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, float(scale))
     require(number > 0, "scale", scale, "more than 0")
     form = _FP8[out.dtype]
-    _quantised(input, residual, weight, out, tensor, None, None, None, [eps, number], form, "", "")
+    _quantised(input, residual, weight, out, tensor, None, None, None, [eps, number], form, "", "", pdl)
 
 
 def _to_fp4(
     input, residual, weight, codes, block_scale, global_scale, eps, block_size, scale_format, layout, /,
-    *, after="", linear_scale=None, normed=None,
+    *, after="", linear_scale=None, normed=None, pdl=True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     formats = {16: ("e4m3", "nvfp4"), 32: ("ue8m0", "mxfp4")}
     require(block_size in formats, "block_size", block_size, "16, 32")
@@ -346,7 +356,7 @@ def _to_fp4(
         require(fits, name, tensor is not None and tensor.dtype, f"{allowed}, uint8")
     # In bytes, for torch.compile has hardly an operation for the narrow dtypes.
     out, *factors = (t if t is None else t.view(torch.uint8) for t in (codes, block_scale, linear_scale))
-    _quantised(input, residual, weight, out, global_scale, *factors, normed, [eps, 1.0], form, layout, after)
+    _quantised(input, residual, weight, out, global_scale, *factors, normed, [eps, 1.0], form, layout, after, pdl)
     return codes, block_scale, linear_scale
 
 
@@ -381,6 +391,7 @@ def _quantised(
     form: str,
     layout: str,
     after: str,
+    pdl: bool,
 ) -> None:
     """numbers : eps, and the scale of the tensor where `scale` is None."""
     beside = {"residual": residual, "y_out" if layout else "normed_out": normed}
@@ -404,7 +415,7 @@ def _quantised(
     how = "tensor" if scale is not None else "" if number == 1 else "number"
     given = room.Quantised(number if scale is None else scale, block_scale, linear_scale, normed)
     op = room.rmsnorm if residual is None else room.fused_add_rmsnorm
-    fields = {"form": form, "scale": how, "layout": layout, "normed": normed is not None}
+    fields = {"form": form, "scale": how, "layout": layout, "normed": normed is not None, "pdl": pdl}
     if layout not in ("", "linear"):
         # The padding of tiled block scales is written too: a row has four blocks at least.
         fields["least"] = 64 if form == "nvfp4" else 128

@@ -55,6 +55,7 @@ def quantize(
     row_scale: bool = False,
     inverse: bool = False,
     backend: str = "auto",
+    pdl: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Quantise the rows of x [batch, rows, n], the argument `name` of the caller.
 
@@ -73,7 +74,7 @@ def quantize(
     padded_rows, padded_blocks = layouts.padded(rows, columns // width, layout)
     factors = torch.empty(batch, padded_rows * padded_blocks, dtype=torch.uint8, device=x.device)
     row_scales = torch.empty(batch, rows, device=x.device) if row_scale else None
-    _quantize(x, global_scale, counts, codes, factors, row_scales, kind, layout, score, inverse, backend)
+    _quantize(x, global_scale, counts, codes, factors, row_scales, kind, layout, score, inverse, backend, pdl)
     return codes, factors, row_scales
 
 
@@ -90,6 +91,7 @@ def _quantize(
     score: str,
     inverse: bool,
     backend: str,
+    pdl: bool,
 ) -> None:
     same_device(input=x, global_scale=global_scale, mask=counts)
     if factors.numel() == 0:
@@ -106,6 +108,7 @@ def _quantize(
         row_scale=row_scales is not None,
         inverse=inverse,
         counted=counts is not None,
+        pdl=pdl,
     )
     choose(room.quantize, problem, x.device, backend).run(x, global_scale, counts, codes, factors, row_scales)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, wants_pdl
 from flashinfer.ops import layouts
 from flashinfer.quantization import _rows
 from flashinfer.quantization.arrangement import (
@@ -72,7 +72,9 @@ def fp4_quantize(
     is_global_scale_inversed : bool
         `global_scale` holds 1 / g.
     enable_pdl : bool, optional
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
     backend : str
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     nvfp4_4over6 : NVFP44Over6Config, optional
@@ -108,7 +110,7 @@ def fp4_quantize(
         scale = _rows.scale_tensor("global_scale", global_scale, input)
     codes, factors, _ = _rows.quantize(
         "input", rows, recipe, layout, scale, score=_score(nvfp4_4over6, recipe),
-        inverse=is_global_scale_inversed and not sf_use_ue8m0, backend=backend,
+        inverse=is_global_scale_inversed and not sf_use_ue8m0, backend=backend, pdl=wants_pdl(enable_pdl),
     )  # fmt: skip
     _, blocks = layouts.padded(1, input.shape[-1] // width, layout)
     return codes.view(*input.shape[:-1], input.shape[-1] // 2), _matrix(factors, blocks)
@@ -144,7 +146,9 @@ def nvfp4_quantize(
     sf_vec_size : int
         16.
     enable_pdl : bool, optional
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
     backend : str
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     per_token_activation : bool
@@ -177,7 +181,7 @@ def nvfp4_quantize(
     scale = _rows.scale_tensor("a_global_sf", a_global_sf, a)
     codes, factors, row_scales = _rows.quantize(
         "a", a[None], "nvfp4", "linear" if do_shuffle else layout, scale, score=_score(nvfp4_4over6, "nvfp4"),
-        row_scale=per_token_activation, backend=backend,
+        row_scale=per_token_activation, backend=backend, pdl=wants_pdl(enable_pdl),
     )  # fmt: skip
     codes = codes[0]
     _, blocks = layouts.padded(1, a.shape[1] // 16, "linear" if do_shuffle else layout)
@@ -202,7 +206,9 @@ def mxfp4_quantize(
     backend : str
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     enable_pdl : bool, optional
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
     sfLayout : SfLayout
         Where the factors go.
 
@@ -220,7 +226,7 @@ def mxfp4_quantize(
     """
     require(a.dim() == 2, "a", tuple(a.shape), "[M, K]")
     layout = _rows.layout_name("sfLayout", sfLayout)
-    codes, factors, _ = _rows.quantize("a", a[None], "mxfp4", layout, backend=backend)
+    codes, factors, _ = _rows.quantize("a", a[None], "mxfp4", layout, backend=backend, pdl=wants_pdl(enable_pdl))
     _, blocks = layouts.padded(1, a.shape[1] // 32, layout)
     return codes[0], _matrix(factors, blocks)
 

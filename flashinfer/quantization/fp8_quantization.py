@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, wants_pdl
 from flashinfer.quantization import _rows
 from flashinfer.tllm_enums import SfLayout
 
@@ -33,7 +33,9 @@ def mxfp8_quantize(
     alignment : int
         K is rounded up to a multiple of this, which is one of 32.
     enable_pdl : bool, optional
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
     backend : str
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     sf_swizzle_layout : SfLayout, optional
@@ -60,7 +62,8 @@ def mxfp8_quantize(
     require(alignment > 0 and alignment % 32 == 0, "alignment", alignment, "a multiple of 32")
     columns = -(-input.shape[-1] // alignment) * alignment
     layout = _layout(is_sf_swizzled_layout, sf_swizzle_layout)
-    codes, factors, _ = _rows.quantize("input", rows, "mxfp8", layout, columns=columns, backend=backend)
+    pdl = wants_pdl(enable_pdl)
+    codes, factors, _ = _rows.quantize("input", rows, "mxfp8", layout, columns=columns, backend=backend, pdl=pdl)
     return codes.view(torch.float8_e4m3fn).view(*input.shape[:-1], columns), factors[0]
 
 

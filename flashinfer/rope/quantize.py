@@ -63,7 +63,8 @@ def rope_quantize_fp8(
     q_rope_out, k_rope_out, q_nope_out, k_nope_out : torch.Tensor, optional
         Receive the results; shapes of the inputs, in quantize_dtype, any strides. They may be slices of one tensor.
     enable_pdl : bool
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself; where the GPU has it (compute capability 9.0 and above). It has no effect on results.
     backend : str
         "cuda", which is "auto", or another name that `flashinfer explain` knows; all give the same result.
 
@@ -95,7 +96,7 @@ def rope_quantize_fp8(
     inputs = [q_rope, _heads("k_rope", k_rope, k_rope), q_nope, _heads("k_nope", k_nope, k_rope)]
     outs = results[0], _heads("k_rope_out", results[1], k_rope), results[2], _heads("k_nope_out", results[3], k_rope)
     numbers = [float(quant_scale_q), float(quant_scale_kv), float(not is_neox)]
-    _rope_quantize(inputs, cos_sin_cache, pos_ids, numbers, *_bytes(outs), dtype_name(dtype), backend)
+    _rope_quantize(inputs, cos_sin_cache, pos_ids, numbers, *_bytes(outs), dtype_name(dtype), backend, bool(enable_pdl))
     return tuple(results)
 
 
@@ -225,7 +226,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
     tables = [batch_indices, positions, kv_indices, kv_indptr]
     outs = _bytes((*results, k_rope_cache, k_nope_cache, v_cache))
     heads = [q_rope, keys[0], q_nope, keys[1]]
-    _rope_quantize_append(heads, v, cos_sin_cache, pos_ids, tables, numbers, *outs, dtype_name(dtype))
+    _rope_quantize_append(heads, v, cos_sin_cache, pos_ids, tables, numbers, *outs, dtype_name(dtype), bool(enable_pdl))
     return results[0], results[1]
 
 
@@ -267,12 +268,13 @@ def _rope_quantize(
     k_nope_out: torch.Tensor,
     form: str,
     backend: str,
+    pdl: bool,
 ) -> None:
     """heads : q_rope, k_rope, q_nope, k_nope. numbers : two scales, and 1 where pairs are neighbours. form : of
     the results, which are bytes."""
     q_rope, k_rope, q_nope, k_nope = heads
     q, k = room.Heads(q_rope, q_nope, q_rope_out, q_nope_out), room.Heads(k_rope, k_nope, k_rope_out, k_nope_out)
-    _run(q, k, None, cos_sin_cache, pos_ids, numbers, None, form, backend)
+    _run(q, k, None, cos_sin_cache, pos_ids, numbers, None, form, pdl, backend)
 
 
 @custom_op(
@@ -292,15 +294,16 @@ def _rope_quantize_append(
     k_nope_cache: torch.Tensor,
     v_cache: torch.Tensor | None,
     form: str,
+    pdl: bool,
 ) -> None:
     """heads, numbers, form : as above. tables : those of the room's Pages."""
     q_rope, k_rope, q_nope, k_nope = heads
     q, k = room.Heads(q_rope, q_nope, q_rope_out, q_nope_out), room.Heads(k_rope, k_nope, k_rope_cache, k_nope_cache)
     values = None if v is None else room.Heads(v, None, v_cache, None)
-    _run(q, k, values, cos_sin_cache, pos_ids, numbers, tables, form)
+    _run(q, k, values, cos_sin_cache, pos_ids, numbers, tables, form, pdl)
 
 
-def _run(q, k, v, cos_sin_cache, pos_ids, numbers, tables, form, backend="cuda") -> None:
+def _run(q, k, v, cos_sin_cache, pos_ids, numbers, tables, form, pdl, backend="cuda") -> None:
     _check_heads(q, k, v)
     rotary_dim = check_cache(cos_sin_cache, q.rope)
     require(rotary_dim == q.rope.shape[2], "cos_sin_cache", tuple(cos_sin_cache.shape), f"rows of {q.rope.shape[2]}")
@@ -326,6 +329,7 @@ def _run(q, k, v, cos_sin_cache, pos_ids, numbers, tables, form, backend="cuda")
         interleave=bool(interleave),
         position_dtype=dtype_name(pos_ids.dtype),
         append=tables is not None,
+        pdl=pdl,
         aligned=all(width % 16 == 0 for width in widths) and is_aligned(cache, *given),
     )
     pages = () if tables is None else (room.Pages(*tables),)

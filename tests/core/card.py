@@ -14,17 +14,30 @@ import torch
 ZERO, ONE = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
+def config_of(address):
+    """(grid, block, shared bytes, stream, {attribute: value}) of a CUlaunchConfig, as cuda.h lays it out."""
+    *sizes, shared, stream, attributes, count = struct.unpack("<7I4xQQI4x", ctypes.string_at(address, 56))
+    found = {}
+    for i in range(count):
+        # CUlaunchAttribute: a number, and at 8 a union of 64 bytes
+        kind, value = struct.unpack("<I4xI", ctypes.string_at(attributes + 72 * i, 12))
+        found[kind] = value
+    return tuple(sizes[:3]), tuple(sizes[3:]), shared, stream, found
+
+
 class Card:
-    """launches : (kernel, grid, stream, bytes of each parameter) of each."""
+    """launches : (kernel, grid, stream, bytes of each parameter) of each. attributes : of each, {number: value}."""
 
     def __init__(self):
-        self.launches, self.stream, self.status = [], 7, 0
+        self.launches, self.attributes, self.stream, self.status = [], [], 7, 0
 
-    def launch(self, kernel, x, y, z, threads, _, __, shared, stream, slots, extra):
+    def launch(self, config, kernel, slots, extra):
+        grid, _, _, stream, attributes = config_of(config)
+        self.attributes.append(attributes)
         sizes = [size for _, size, _ in kernel["parameters"]]
         pointers = (ctypes.c_void_p * len(sizes)).from_address(slots)
         values = [ctypes.string_at(at, size) for at, size in zip(pointers, sizes, strict=True)]
-        self.launches.append((kernel["symbol"], (x, y, z), stream, values))
+        self.launches.append((kernel["symbol"], grid, stream, values))
         return (self.status,)
 
     def made(self, call):
@@ -101,11 +114,11 @@ def insert() -> Card:
     for name in ("CUtensorMapDataType", "CUtensorMapInterleave", "CUtensorMapSwizzle", "CUtensorMapL2promotion",
                  "CUtensorMapFloatOOBfill"):  # fmt: skip
         setattr(driver, name, words)
-    driver.cuuint32_t = driver.cuuint64_t = driver.CUtensorMap = int
+    driver.cuuint32_t = driver.cuuint64_t = driver.CUtensorMap = driver.CUlaunchConfig = int
     driver.cuCtxGetCurrent = lambda: (0, 1)
     driver.cuGetErrorName = lambda status: (0, b"CUDA_ERROR_INVALID_VALUE")
     driver.cuGetErrorString = lambda status: (0, b"invalid argument")
-    driver.cuLaunchKernel, driver.cuTensorMapEncodeTiled = card.launch, _map
+    driver.cuLaunchKernelEx, driver.cuTensorMapEncodeTiled = card.launch, _map
     driver.cuTensorMapReplaceAddress, driver.cuMemcpyHtoDAsync = _readdress, _copy
     bindings, cuda = ModuleType("cuda.bindings"), ModuleType("cuda")
     bindings.driver, cuda.bindings = driver, bindings

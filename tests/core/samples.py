@@ -7,6 +7,7 @@ import triton.language as tl
 
 from flashinfer._core.dispatch import Op, Variant
 from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops._device.pdl import begin
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,22 @@ def build_scale(problem, config):
 
 
 scale = Launcher("scale", build_scale)
+
+
+@triton.jit
+def copy_kernel(x, out, n, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin(PDL)
+    tl.store(out + at, tl.load(x + at, at < n), at < n)
+
+
+def build_copy(problem, config):
+    """A kernel that begins by waiting, but for an offset."""
+    types = {"x": f"*{problem.dtype}", "out": f"*{problem.dtype}", "n": "i32"}
+    return Build(copy_kernel, types, {"PDL": problem.offset == 0, "BLOCK": config.block})
+
+
+copy = Launcher("copy", build_copy)
 
 
 @triton.jit

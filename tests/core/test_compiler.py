@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from flashinfer._core import kernel_cache
+from flashinfer._core.compiler import begins_waiting
 from flashinfer._core.target import GPU_ARCHS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +45,7 @@ def unused(x):
 def fingerprint_of(folder, text):
     from importlib.util import module_from_spec, spec_from_file_location
 
-    from flashinfer._core.compiler import fingerprint
+    from flashinfer._core.compiler import begins_waiting, fingerprint
 
     Path(folder).mkdir()
     path = Path(folder) / "sample.py"
@@ -322,3 +323,44 @@ def test_parameters_of_a_ptx_text():
     assert parameters_of(text) == [["b8", 128, 64], ["u32", 4, 4], ["u64", 8, 8], ["f64", 8, 8], ["u8", 1, 1]]
     with pytest.raises(RuntimeError, match="not understood"):
         parameters_of(".entry k(.param .v4 .u32 a)")
+
+
+WAITING = """
+.visible .entry k(.param .u64 .ptr .global .align 1 k_param_0, .param .u32 k_param_1) .reqntid 128
+{
+	.reg .pred %p<2>;
+	.reg .b32 %r<5>;
+	.loc 1 7 0
+$L__func_begin0:
+// %bb.0:
+	ld.param.b64 %rd1, [k_param_0];
+	mov.u32 %r1, %ctaid.x;	// begin
+	shl.b32 %r2, %r1, 7;
+	setp.lt.s32 %p1, %r2, 9;
+	// begin inline asm
+	griddepcontrol.wait; // dummy %r3
+	// end inline asm
+	griddepcontrol.launch_dependents;
+	@%p1 ld.global.b32 { %r4 }, [ %rd1 + 0 ];
+	ret;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "ld.global.b32 %r4, [%rd1];", "@%p1 ld.global.b32 { %r4 }, [ %rd1 + 0 ];", "st.global.b32 [%rd1], %r2;",
+        "st.shared.b32 [%r1], %r2;", "atom.global.add.u32 %r4, [%rd1], 1;", "red.global.add.u32 [%rd1], 1;",
+        "bra $L__BB0_2;", "@%p1 bra $L__BB0_2;", "@%p1 ret;", "ret;", "exit;", "bar.sync 0;", "prefetch.global.L2 [%rd1];",
+        "cp.async.cg.shared.global [%r1], [%rd1], 16;", "call.uni f, (%r1);", "ld.const.b32 %r4, [c];",
+    ],
+)  # fmt: skip
+def test_only_arithmetic_stands_before_a_wait(before):
+    assert begins_waiting(WAITING)
+    assert not begins_waiting(WAITING.replace("shl.b32", f"{before}\n\tshl.b32"))
+
+
+@pytest.mark.parametrize("wait", ["", "@%p1 griddepcontrol.wait;", "griddepcontrol.launch_dependents;"])
+def test_all_threads_wait(wait):
+    assert not begins_waiting(WAITING.replace("griddepcontrol.wait;", wait))

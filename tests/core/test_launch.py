@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from flashinfer._core import kernel_cache
+from tests.core.card import config_of
 from tests.core.samples import (
-    Config, Problem, build_scale, described, kinds, scale, scale_kernel, tile,
+    Config, Problem, build_scale, copy, described, kinds, scale, scale_kernel, tile,
 )  # fmt: skip
 
 PROBLEM, CONFIG = Problem("bf16", offset=3), Config(128)
@@ -209,7 +210,7 @@ class Words:
 class RecordingDriver:
     """Answers as the CUDA driver does, and keeps what a launch hands over, read from memory at the launch."""
 
-    cuuint32_t = cuuint64_t = CUtensorMap = int
+    cuuint32_t = cuuint64_t = CUtensorMap = CUlaunchConfig = int
     CUstreamCaptureMode = CUfunction_attribute = Words()
     CUtensorMapDataType = CUtensorMapInterleave = CUtensorMapSwizzle = Words()
     CUtensorMapL2promotion = CUtensorMapFloatOOBfill = Words()
@@ -217,6 +218,7 @@ class RecordingDriver:
     def __init__(self, sizes):
         self._sizes = sizes
         self.launches, self.attributes, self.contexts, self.maps = [], [], [], []
+        self.attributes_of_launches = []
         self.status = 0
 
     def cuCtxGetCurrent(self):
@@ -261,8 +263,9 @@ class RecordingDriver:
         ctypes.c_uint64.from_address(tensor_map).value = address
         return (address % 16,)
 
-    def cuLaunchKernel(self, function, *rest):
-        grid, block, shared, stream, slots, extra = rest[:3], rest[3:6], *rest[6:]
+    def cuLaunchKernelEx(self, config, function, slots, extra):
+        grid, block, shared, stream, attributes = config_of(config)
+        self.attributes_of_launches.append(attributes)
         pointers = (ctypes.c_void_p * len(self._sizes)).from_address(slots)
         values = [ctypes.string_at(at, size) for at, size in zip(pointers, self._sizes, strict=True)]
         self.launches.append((function, grid, block, shared, stream, values, threading.get_ident(), list(pointers)))
@@ -309,6 +312,18 @@ def launch_scale():
     assert struct.unpack("<i", values[3])[0] == n and struct.unpack("<f", values[4])[0] == by
     assert values[5:] == [bytes(8)] * len(values[5:])
     assert not driver.attributes
+
+
+def launch_early():
+    """Programmatic stream serialization (6 in cuda.h) belongs to kernels that begin by waiting, held or not."""
+    for offset, attributes in ((0, {6: 1}), (1, {})):
+        bound, driver = recorded(copy, Problem("bf16", offset=offset), CONFIG)
+        x = torch.zeros(300, dtype=torch.bfloat16)
+        bound((3, 1, 1), x, x, 300)
+        bound.hold((3, 1, 1), (x, x, 300), ("x",))(x.data_ptr())
+        assert driver.attributes_of_launches == [attributes] * 2
+    for arch, waits in (("80", False), ("90a", True), ("120a", True)):
+        assert copy.entry(Problem("bf16", offset=0 if waits else 1), CONFIG, arch).kernel["waits"] is waits
 
 
 def launch_kinds():
@@ -549,9 +564,9 @@ def debug_checks(switch):
 @pytest.mark.parametrize(
     "check",
     [
-        launch_scale, launch_kinds, launch_wrongly, launch_from_threads, launch_with_much_shared_memory,
-        launch_with_a_tensor_map, launch_held, launch_held_from_threads, launch_held_keeps_what_stays,
-        launch_held_with_a_tensor_map, refused_kernels,
+        launch_scale, launch_early, launch_kinds, launch_wrongly, launch_from_threads,
+        launch_with_much_shared_memory, launch_with_a_tensor_map, launch_held, launch_held_from_threads,
+        launch_held_keeps_what_stays, launch_held_with_a_tensor_map, refused_kernels,
     ],
 )  # fmt: skip
 def test_loaded_kernel(check, in_triton):

@@ -119,6 +119,8 @@ def check(records):
             faults.append(f"{where}: {r['shared']} bytes of shared memory, the chip has {named(r['arch']).smem}")
         elif r["stack_bytes"] > budgets[r["op"], r["variant"]]:
             faults.append(f"{where}: {r['stack_bytes']} bytes of stack, more than the room allows")
+        elif r["waits"] != (r["config"] or {}).get("pdl", False):
+            faults.append(f"{where}: begins by waiting: {r['waits']}, which is not what its config says")
     assert not faults, "\n".join(faults)
 
 

@@ -33,6 +33,8 @@ class Problem:
         tensor says, with scale factors in 128x4 tiles.
     score : str
         As NVFP4's quantising leaf has it: "", "mae" or "mse".
+    pdl : bool
+        The launch may be dependent, where the chip has that.
     """
 
     kind: str
@@ -41,6 +43,7 @@ class Problem:
     aligned: bool = True
     form: str = ""
     score: str = ""
+    pdl: bool = True
 
 
 class Experts(NamedTuple):

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 class Config:
     """rows : rows per program, each `Problem.block` columns wide. num_warps : warps per program.
 
-    capability : of the chip, ten times; it decides which instructions quantise. 0 where nothing is quantised.
+    pdl : dependent launch. capability : of the chip, ten times; it decides which instructions quantise. 0 where nothing
+    is quantised.
     """
 
     rows: int
     num_warps: int
+    pdl: bool
     capability: int = 0
 
 
@@ -23,4 +25,4 @@ def portable(problem, target) -> Config:
     # it has two results in registers, and 2048 elements would spill (by ptxas).
     elements = 2048 if problem.form and not problem.score else 1024
     capability = target.capability if problem.form else 0
-    return Config(rows=max(1, elements // problem.block), num_warps=4, capability=capability)
+    return Config(max(1, elements // problem.block), 4, problem.pdl and target.pdl, capability)

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
+from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
 from flashinfer.ops._device.scales import quantize_nvfp4, scale_offset
 
@@ -35,10 +36,12 @@ def act_and_mul_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAPABILITY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Programs that follow each other have neighbouring columns of the same rows.
     first = tl.program_id(0) // column_tiles * ROWS
     tile = tl.program_id(0) % column_tiles
+    begin(PDL)
     if FORM == "nvfp4":
         batch = tl.program_id(1).to(tl.int64)
         rows = tl.minimum(rows, tl.load(counts + batch))
@@ -99,6 +102,7 @@ def build(problem, config):
         "ROWS": config.rows,
         "BLOCK": problem.block,
         "CAPABILITY": config.capability,
+        "PDL": config.pdl,
     }
     return Build(act_and_mul_kernel, types, constants, num_warps=config.num_warps)
 

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
 
 
@@ -29,10 +30,12 @@ def concat_kernel(
     ROWS: tl.constexpr,
     NOPE_BLOCK: tl.constexpr,
     ROPE_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < rows)[:, None]
     nope_dim, rope_dim = multiple(nope_dim, UNIT), multiple(rope_dim, UNIT)
+    begin(PDL)
     column, rope_at = tl.arange(0, NOPE_BLOCK)[None, :], tl.arange(0, ROPE_BLOCK)[None, :]
 
     at = row_offset(row, heads, nope_token, nope_head, UNIT)[:, None] + column_offset(column, nope_column, UNIT)
@@ -55,6 +58,7 @@ def build(problem, config):
         "ROWS": config.rows,
         "NOPE_BLOCK": problem.nope_block,
         "ROPE_BLOCK": problem.rope_block,
+        "PDL": config.pdl,
     }
     return Build(concat_kernel, types, constants, num_warps=config.num_warps)
 

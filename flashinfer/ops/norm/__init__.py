@@ -42,6 +42,8 @@ class Problem:
         Of an FP4 form's block scales: "linear", "128x4", or "both".
     normed : bool
         Whether the result is written unquantised too.
+    pdl : bool
+        The launch may be dependent, where the chip has that.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class Problem:
     scale: str = ""
     layout: str = ""
     normed: bool = False
+    pdl: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class Gated:
         Whether the new stream is normalised too, for what reads it next.
     aligned : bool
         Rows can be read 16 bytes at a time.
+    pdl : bool
+        The launch may be dependent, where the chip has that.
     """
 
     dtype: str
@@ -84,6 +89,7 @@ class Gated:
     alpha: bool
     next: bool
     aligned: bool = True
+    pdl: bool = True
 
 
 class Quantised(NamedTuple):

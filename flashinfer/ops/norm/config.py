@@ -12,20 +12,23 @@ class Config:
     """rows : rows per program. num_warps : warps per program, which share each row.
 
     weights_first : whether the weights are read before the rows are reduced, or after.
+    pdl : dependent launch.
     capability : of the chip, ten times; it decides which instructions quantise. 0 where nothing is quantised.
     """
 
     rows: int
     num_warps: int
     weights_first: bool
+    pdl: bool
     capability: int = 0
 
 
 @dataclass(frozen=True)
 class Gated:
-    """num_warps : warps per program, which holds one row."""
+    """num_warps : warps per program, which holds one row. pdl : dependent launch."""
 
     num_warps: int
+    pdl: bool
 
 
 def portable(problem, target) -> Config:
@@ -41,9 +44,9 @@ def portable(problem, target) -> Config:
     vectors = 2 if problem.kind == "layernorm" else 1
     weights = vectors * torch_dtype(problem.weight_dtype).itemsize * problem.block // (32 * num_warps)
     capability = target.capability if problem.form else 0
-    return Config(rows, num_warps, weights_first=weights <= 64 and num_warps <= 16, capability=capability)
+    return Config(rows, num_warps, weights <= 64 and num_warps <= 16, problem.pdl and target.pdl, capability)
 
 
 def gated(problem, target) -> Gated:
     # 16 elements a thread, for beside the branch there are a residual and a gate of float32 on the way. Not measured.
-    return Gated(num_warps=min(max(problem.block // 512, 4), 32))
+    return Gated(num_warps=min(max(problem.block // 512, 4), 32), pdl=problem.pdl and target.pdl)

@@ -7,6 +7,7 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.formats import to_fp8
+from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
 from flashinfer.ops._device.scales import quantize_fp8, quantize_mxfp4, quantize_nvfp4, scale_offset
 from flashinfer.ops.norm import Gated, Problem, Quantised
@@ -53,12 +54,14 @@ def norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAPABILITY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     hidden = multiple(hidden, UNIT)
     inside = (row < rows)[:, None] & (column < hidden)[None, :]
     GATE: tl.constexpr = AFTER == "sigmoid_gate"
+    begin(PDL)
 
     # Asked for first, the latency of weights and scale passes behind that of the rows, and not after the reduction.
     if WEIGHTS_FIRST and not GATE:
@@ -181,11 +184,13 @@ def gated_kernel(
     UNIT: tl.constexpr,
     UNIT_FP32: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     hidden = multiple(hidden, UNIT)
     inside = column < hidden
+    begin(PDL)
 
     at = row_offset(row, 1, branch_row, 0, UNIT) + column_offset(column, branch_column, UNIT)
     y = tl.load(branch + at, inside, other=0).to(tl.float32)
@@ -243,6 +248,7 @@ def _build_norm(problem, config):
         "ROWS": config.rows,
         "BLOCK": problem.block,
         "CAPABILITY": config.capability,
+        "PDL": config.pdl,
     }
     return Build(norm_kernel, types, constants, num_warps=config.num_warps)
 
@@ -260,6 +266,7 @@ def _build_gated(problem, config):
         "UNIT": unit(problem.dtype, problem.aligned),
         "UNIT_FP32": unit("fp32", problem.aligned),
         "BLOCK": problem.block,
+        "PDL": config.pdl,
     }
     return Build(gated_kernel, types, constants, num_warps=config.num_warps)
 

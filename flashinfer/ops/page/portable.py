@@ -8,6 +8,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops._device.pages import slot_of
 from flashinfer.ops._device.ragged import request_of
+from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
 from flashinfer.ops._device.scales import quantize_nvfp4
 from flashinfer.ops.page import Append, Positions, SeqLens
@@ -68,9 +69,11 @@ def append_kernel(
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     CAPABILITY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
+    begin(PDL)
     # The new rows are asked for before the page table, whose three loads wait for one another.
     k = load_rows(key, row, inside, heads, key_token, key_head, key_column, key_dim, UNIT, KEY_BLOCK)
     v = load_rows(value, row, inside, heads, value_token, value_head, value_column, value_dim, UNIT, VALUE_BLOCK)
@@ -152,8 +155,11 @@ def store_codes(
 
 
 @triton.jit
-def positions_kernel(append_indptr, seq_lens, batch_indices, positions, tokens, batch, ROWS: tl.constexpr):
+def positions_kernel(
+    append_indptr, seq_lens, batch_indices, positions, tokens, batch, ROWS: tl.constexpr, PDL: tl.constexpr
+):
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    begin(PDL)
     request = request_of(append_indptr, batch, token)
     inside = (token < tokens) & (request < batch)
     length = tl.load(seq_lens + request, inside, other=0)
@@ -163,9 +169,12 @@ def positions_kernel(append_indptr, seq_lens, batch_indices, positions, tokens, 
 
 
 @triton.jit
-def seq_lens_kernel(kv_indptr, kv_last_page_len, out, page_size, batch, ROWS: tl.constexpr):
+def seq_lens_kernel(
+    kv_indptr, kv_last_page_len, out, page_size, batch, ROWS: tl.constexpr, PDL: tl.constexpr
+):
     request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = request < batch
+    begin(PDL)
     pages = tl.load(kv_indptr + request + 1, inside, other=0) - tl.load(kv_indptr + request, inside, other=0)
     last = tl.load(kv_last_page_len + request, inside, other=0)
     tl.store(out + request, tl.where(pages > 0, (pages - 1) * page_size + last, 0), inside)
@@ -198,6 +207,7 @@ def _build_append(problem, config):
         "KEY_BLOCK": problem.key_block,
         "VALUE_BLOCK": problem.value_block,
         "CAPABILITY": config.capability,
+        "PDL": config.pdl,
     }
     return Build(append_kernel, types, constants, num_warps=config.num_warps)
 
@@ -205,13 +215,13 @@ def _build_append(problem, config):
 def _build_positions(problem, config):
     types = dict.fromkeys(("append_indptr", "seq_lens", "batch_indices", "positions"), "*i32")
     types |= {"tokens": "i32", "batch": "i32"}
-    return Build(positions_kernel, types, {"ROWS": config.rows}, num_warps=config.num_warps)
+    return Build(positions_kernel, types, {"ROWS": config.rows, "PDL": config.pdl}, num_warps=config.num_warps)
 
 
 def _build_seq_lens(problem, config):
     types = dict.fromkeys(("kv_indptr", "kv_last_page_len", "out"), f"*{problem.dtype}")
     types |= {"page_size": "i32", "batch": "i32"}
-    return Build(seq_lens_kernel, types, {"ROWS": config.rows}, num_warps=config.num_warps)
+    return Build(seq_lens_kernel, types, {"ROWS": config.rows, "PDL": config.pdl}, num_warps=config.num_warps)
 
 
 _BUILD = {Append: _build_append, Positions: _build_positions, SeqLens: _build_seq_lens}

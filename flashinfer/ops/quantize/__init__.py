@@ -34,6 +34,8 @@ class Problem:
         The global scale is given as its inverse, the factor of dequantisation.
     counted : bool
         Only the first rows of each batch entry count, as many as a tensor says.
+    pdl : bool
+        The launch may be dependent, where the chip has that.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Problem:
     row_scale: bool = False
     inverse: bool = False
     counted: bool = False
+    pdl: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """rows : rows per program. num_warps : warps per program. capability : of the chip; which conversions it has."""
+    """rows : rows per program. num_warps : warps per program. capability : of the chip; which conversions it has.
+
+    pdl : dependent launch.
+    """
 
     rows: int
     num_warps: int
     capability: int
+    pdl: bool = False
 
 
 def quantize(problem, target) -> Config:
@@ -28,12 +32,12 @@ def quantize(problem, target) -> Config:
         num_warps = 2
     else:
         num_warps = min(max(rows * problem.block // 1024, 4), 8)
-    return Config(rows, num_warps, target.capability)
+    return Config(rows, num_warps, target.capability, getattr(problem, "pdl", True) and target.pdl)
 
 
 def dequantize(problem, target) -> Config:
     # 16 elements a thread: one 8-byte read of codes, two 16-byte writes of bf16. Not measured.
-    return Config(max(1, 2048 // problem.block), 4, target.capability)
+    return Config(max(1, 2048 // problem.block), 4, target.capability, target.pdl)
 
 
 def interleave(problem, target) -> Config:

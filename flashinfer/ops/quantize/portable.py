@@ -8,6 +8,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.formats import from_e2m1, from_fp8, from_ue8m0
 from flashinfer.ops._device.ragged import request_of
+from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import multiple, pointer, unit
 from flashinfer.ops._device.scales import (
     block_amax,
@@ -67,7 +68,7 @@ def quantize_kernel(
     rows, columns, code_bytes, padded_rows, blocks, column_tiles,
     KIND: tl.constexpr, DTYPE: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.constexpr, ROW_SCALE: tl.constexpr,
     INVERSE: tl.constexpr, COUNTED: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    CAPABILITY: tl.constexpr,
+    CAPABILITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has one tile; with a scale per row all tiles of its rows, which it reads twice."""
     batch = tl.program_id(1).to(tl.int64)
@@ -77,6 +78,7 @@ def quantize_kernel(
         first = tl.program_id(0) // column_tiles * ROWS
         tile = tl.program_id(0) % column_tiles
     limit = rows
+    begin(PDL)
     if COUNTED:
         limit = tl.minimum(rows, tl.load(counts + batch))
         if first >= limit:
@@ -123,9 +125,11 @@ def append_kernel(
     k_n, k_h, v_n, v_h, kc_page, kc_n, kc_h, vc_page, vc_n, vc_h, kf_page, kf_n, kf_h, vf_page, vf_n, vf_h,
     nnz, heads, head_dim, pages, page_size,
     TENSORS: tl.constexpr, UNIT: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    CAPABILITY: tl.constexpr,
+    CAPABILITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row is one head of one token; keys are program 0 of the second axis, and values program 1."""
+    # The division of 64 bits below branches.
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = row // heads, row % heads
     slot = tl.load(slots + token, token < nnz, other=-1).to(tl.int64)
@@ -180,9 +184,11 @@ def dequantize_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAPABILITY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0) // column_tiles * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(0) % column_tiles
+    begin(PDL)
     there = (row < rows)[:, None]
     wide_row = row.to(tl.int64)[:, None]
     columns = multiple(columns, 16)
@@ -280,6 +286,7 @@ def _build_quantize(problem, config):
         "ROWS": config.rows,
         "BLOCK": problem.block,
         "CAPABILITY": config.capability,
+        "PDL": config.pdl,
     }
     return Build(quantize_kernel, types, constants, num_warps=config.num_warps)
 
@@ -299,6 +306,7 @@ def _build_append(problem, config):
         "ROWS": config.rows,
         "BLOCK": problem.block,
         "CAPABILITY": config.capability,
+        "PDL": config.pdl,
     }
     return Build(append_kernel, types, constants, num_warps=config.num_warps)
 
@@ -317,6 +325,7 @@ def _build_dequantize(problem, config):
         "ROWS": config.rows,
         "BLOCK": problem.block,
         "CAPABILITY": config.capability,
+        "PDL": config.pdl,
     }
     return Build(dequantize_kernel, types, constants, num_warps=config.num_warps)
 

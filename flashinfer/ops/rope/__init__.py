@@ -69,6 +69,8 @@ class Quantize:
         Whether keys and values go into pages.
     aligned : bool
         Everything can be read and written 16 bytes at a time.
+    pdl : bool
+        The launch may be dependent, where the chip has that.
     """
 
     dtype: str
@@ -81,6 +83,7 @@ class Quantize:
     position_dtype: str
     append: bool
     aligned: bool = True
+    pdl: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ def _quantized() -> Iterator[Quantize]:
     mla = dict(rotary_dim=64, q_rest=512, k_rest=512, value_dim=0)
     gqa = dict(rotary_dim=128, q_rest=0, k_rest=0, value_dim=128)
     yield Quantize("bf16", "fp8e4nv", **mla, interleave=True, position_dtype="i64", append=False)
-    yield Quantize("bf16", "fp8e4nv", **mla, interleave=False, position_dtype="i32", append=True)
+    yield Quantize("bf16", "fp8e4nv", **mla, interleave=False, position_dtype="i32", append=True, pdl=True)
     yield Quantize("bf16", "fp8e4nv", **gqa, interleave=False, position_dtype="i32", append=True)
     yield Quantize("fp16", "fp8e5", 64, 64, 64, 128, False, "i32", True, aligned=False)
     yield Quantize("bf16", "fp8e4nv", **(gqa | {"value_dim": 0}), interleave=False, position_dtype="i64", append=False)

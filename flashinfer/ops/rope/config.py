@@ -7,19 +7,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """tokens : per program. heads : per program, of queries or of keys. num_warps : per program."""
+    """tokens : per program. heads : per program, of queries or of keys. num_warps : per program.
+
+    pdl : dependent launch.
+    """
 
     tokens: int
     heads: int
-    num_warps: int = 4
+    num_warps: int
+    pdl: bool
 
 
 @dataclass(frozen=True)
 class Quantize:
-    """rows : heads of tokens per program. capability : of the chip, ten times. num_warps : per program."""
+    """rows : heads of tokens per program. capability : of the chip, ten times. num_warps : per program.
+
+    pdl : dependent launch.
+    """
 
     rows: int
     capability: int
+    pdl: bool
     num_warps: int = 4
 
 
@@ -41,7 +49,7 @@ def portable(problem, target) -> Config:
     # A program's cosines and sines, some 60 instructions each, serve two heads, which are both in flight; a warp waits
     # for no other. 4096 tokens of 72 heads take 53.8 us, 8 tokens of 40 heads 2.8. With four warps 55.3 and 3.2; with
     # one head 54.2 and 3.0, with four 54.9 and 3.2; with eight, one after the other, 57.0 and 6.5 (H100).
-    return Config(tokens=tokens, heads=2, num_warps=1)
+    return Config(tokens=tokens, heads=2, num_warps=1, pdl=target.pdl)
 
 
 def quantize(problem, target) -> Quantize:
@@ -50,7 +58,8 @@ def quantize(problem, target) -> Quantize:
     # Elements that are not aligned have an address each: of twice as many, Triton 3.9 spills.
     longest = max(problem.rotary_dim, problem.q_rest, problem.k_rest, problem.value_dim)
     elements = 2048 if problem.aligned else 1024
-    return Quantize(rows=max(1, elements // (1 << (longest - 1).bit_length())), capability=target.capability)
+    rows = max(1, elements // (1 << (longest - 1).bit_length()))
+    return Quantize(rows, target.capability, problem.pdl and target.pdl)
 
 
 def video(problem, target) -> Video:

@@ -8,6 +8,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops._device.pages import slot_of
 from flashinfer.ops._device.ragged import request_of
+from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, unit
 from flashinfer.ops.rope import Heads, Pages, Problem, Quantize, Video
 from flashinfer.ops.rope.frequencies import turns
@@ -50,6 +51,7 @@ def rope_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Blocks of heads, first those of queries, then those of keys; programs that follow each other have the same tokens.
     q_blocks = tl.cdiv(q_heads, HEADS)
@@ -58,6 +60,7 @@ def rope_kernel(
     # What waits for positions waits longest: they are asked for first, and the heads while they come. Loads stay before
     # a barrier; ptxas would put them behind what does not wait for them.
     at = first + tl.arange(0, TOKENS)
+    begin(PDL)
     if RAGGED:
         request = tl.minimum(request_of(positions, batch, at), batch - 1)
         position = tl.load(offsets + request) + at - tl.load(positions + request)
@@ -311,11 +314,13 @@ def quantize_kernel(
     K_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
     CAPABILITY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # The blocks of rows, which are heads of tokens: first those of queries, then of keys, then of values.
     block = tl.program_id(0)
     q_blocks = tl.cdiv(tokens * q_heads, ROWS)
     row = block * ROWS + tl.arange(0, ROWS)
+    begin(PDL)
     if block < q_blocks:
         token, head = row // q_heads, (row % q_heads).to(tl.int64)
         inside = token < tokens
@@ -492,6 +497,7 @@ def _build_rope(problem, config):
         "HEADS": config.heads,
         "HALF": triton.next_power_of_2(problem.rotary_dim // 2),
         "REST": triton.next_power_of_2(rest) if rest else 0,
+        "PDL": config.pdl,
     }
     return Build(rope_kernel, types, constants, num_warps=config.num_warps)
 
@@ -523,6 +529,7 @@ def _build_quantize(problem, config):
         "K_BLOCK": triton.next_power_of_2(problem.k_rest),
         "V_BLOCK": triton.next_power_of_2(problem.value_dim),
         "CAPABILITY": config.capability,
+        "PDL": config.pdl,
     }
     return Build(quantize_kernel, types, constants, num_warps=config.num_warps)
 

@@ -120,7 +120,7 @@ def test_is_a_registered_op():
     """torch.compile sees one op that writes what it says it writes."""
     from flashinfer import activation
 
-    torch.library.opcheck(activation._act_and_mul.op, (torch.randn(3, 16), torch.empty(3, 8), "gelu"))
+    torch.library.opcheck(activation._act_and_mul.op, (torch.randn(3, 16), torch.empty(3, 8), "gelu", True))
 
 
 @pytest.mark.gpu

@@ -162,9 +162,9 @@ def test_are_registered_ops():
     from flashinfer.norm import gated
 
     x, w = torch.randn(3, 16), torch.randn(16)
-    torch.library.opcheck(gated._rmsnorm_sigmoid_gate.op, (x.clone(), x, 1e-5))
+    torch.library.opcheck(gated._rmsnorm_sigmoid_gate.op, (x.clone(), x, 1e-5, True))
     numbers = [1e-6, 0.0, 1e-6, 0.0]
-    arguments = (x, x.clone(), w, None, 0.5, w, torch.empty_like(x), w, torch.empty_like(x), numbers)
+    arguments = (x, x.clone(), w, None, 0.5, w, torch.empty_like(x), w, torch.empty_like(x), numbers, True)
     torch.library.opcheck(gated._gated_residual.op, arguments)
 
 

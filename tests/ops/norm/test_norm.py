@@ -204,8 +204,8 @@ def test_are_registered_ops():
     from flashinfer.norm import plain as norm
 
     x, w = torch.randn(3, 16), torch.randn(16)
-    torch.library.opcheck(norm._rmsnorm.op, (x, w, torch.empty_like(x), eps, True))
-    torch.library.opcheck(norm._fused_add_rmsnorm.op, (x.clone(), x.clone(), w, eps, False))
+    torch.library.opcheck(norm._rmsnorm.op, (x, w, torch.empty_like(x), eps, True, False))
+    torch.library.opcheck(norm._fused_add_rmsnorm.op, (x.clone(), x.clone(), w, eps, False, True))
     torch.library.opcheck(norm._layernorm.op, (x, w, w, torch.empty_like(x), eps))
 
 

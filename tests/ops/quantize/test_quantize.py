@@ -442,7 +442,7 @@ def test_are_registered_ops():
     """torch.compile sees ops that write what they say they write."""
     x, check = torch.randn(3, 64).bfloat16(), torch.library.opcheck
     codes, factors = torch.empty(1, 3, 32, dtype=torch.uint8), torch.empty(1, 12, dtype=torch.uint8)
-    check(_rows._quantize.op, (x[None], SCALE, None, codes, factors, None, "nvfp4", "linear", "", False, "auto"))
+    check(_rows._quantize.op, (x[None], SCALE, None, codes, factors, None, "nvfp4", "linear", "", False, "auto", True))
     check(_rows._dequantize.op, (codes[0], factors[0], SCALE, torch.empty(3, 64), "e2m1", "e4m3", 16, "linear"))
     check(_rows.interleave.op, (factors.view(1, 3, 4), torch.empty(1, 512, dtype=torch.uint8)))
     check(_packbits.op, (x[0] > 0, "little"))

@@ -258,10 +258,10 @@ def test_are_registered_ops():
     q, k = f(5, 4, 16), f(5, 2, 16)
     outs = [x.byte() for x in (q, k, q[..., :0], k[..., :0])]
     heads, cos_sin, pos, numbers = [q, k, q[..., :0], k[..., :0]], f(9, 16), torch.arange(5), [1.0, 2.0, 0.0]
-    torch.library.opcheck(quantize._rope_quantize.op, (heads, cos_sin, pos, numbers, *outs, "fp8e5", "auto"))
+    torch.library.opcheck(quantize._rope_quantize.op, (heads, cos_sin, pos, numbers, *outs, "fp8e5", "auto", True))
     caches = [torch.zeros(6, 4, 2, dim, dtype=torch.uint8) for dim in (16, 0, 16)]
     table = [tables("cpu")[name] for name in ("batch_indices", "positions", "kv_indices", "kv_indptr")]
-    given = (heads, k, cos_sin, pos, table, numbers, outs[0], outs[2], *caches, "fp8e4nv")
+    given = (heads, k, cos_sin, pos, table, numbers, outs[0], outs[2], *caches, "fp8e4nv", False)
     torch.library.opcheck(quantize._rope_quantize_append.op, given)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer._core.target import named
 from flashinfer.ops.rope import Problem
 from flashinfer.ops.rope.config import portable as portable_config
 from flashinfer.testing import generate
@@ -419,7 +420,7 @@ def test_a_thread_holds_few_elements(inplace):
     for head_dim in (64, 128, 192, 512):
         for rotary_dim in (2, 8, 32, head_dim):
             problem = Problem("bf16", head_dim, rotary_dim, False, False, "i32", True, inplace)
-            tile = portable_config(problem, None)
+            tile = portable_config(problem, named("90a"))
             rest = 0 if inplace else head_dim - rotary_dim
             threads = 32 * tile.num_warps
             assert tile.heads * tile.tokens * max(rotary_dim, rest) <= 128 * threads

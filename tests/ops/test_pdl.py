@@ -1,0 +1,212 @@
+"""Dependent launches: which kernels have them, that these wait before all else, and that results stay the same."""
+
+import re
+import subprocess
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer import activation, norm, quantization, rope
+from flashinfer._core.precompile import catalog_jobs
+from flashinfer._core.target import named
+from flashinfer.ops import all_ops
+from flashinfer.testing.compare import assert_bitwise
+from tests.core.card_process import card_process
+
+BF16 = torch.bfloat16
+ALLOWED = {6: 1}  # programmatic stream serialization, in cuda.h
+
+
+@pytest.fixture(scope="module")
+def on_card(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch, card_process() as call:
+        patch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path_factory.mktemp("base")))
+        yield call
+
+
+# -- what a kernel does first -------------------------------------------------------------------------------------------
+
+
+def machine_code(card):
+    """{kernel: (begins by waiting, instructions)} of a kernel of each launcher that waits, on Hopper."""
+    from importlib import import_module
+
+    from triton import knobs
+
+    found = {}
+    for job in catalog_jobs(all_ops(), ["90a"]):
+        if not getattr(job.config, "pdl", False):
+            continue
+        launcher = next(x for x in import_module(job.module).LAUNCHERS if x.name == job.launcher)
+        kernel = launcher.build(job.problem, job.config).kernel.__name__
+        if (job.launcher, kernel) not in found:
+            entry = launcher.entry(job.problem, job.config, "90a")
+            command = [knobs.nvidia.nvdisasm.path, "-c", str(entry.path.with_suffix(".cubin"))]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            instructions = re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", text)
+            found[job.launcher, kernel] = entry.kernel["waits"], instructions
+    return found
+
+
+def test_kernels_wait_before_all_else(on_card):
+    """By their machine code: no memory but parameters, no branch and no end before the wait (ACQBULK), which all do."""
+    found = on_card(machine_code)
+    assert {launcher for launcher, _ in found} == {
+        "norm", "act_and_mul", "rope", "quantize", "append_nvfp4", "dequantize", "page", "concat_mla_k",
+    }  # fmt: skip
+    for kernel, (waits, instructions) in found.items():
+        assert waits and "ACQBULK" in instructions, kernel
+        before = instructions[: instructions.index("ACQBULK")]
+        reaching = [i for i in before if re.match("(?!LDC)LD|ST|ATOM|RED|BRA|BRX|EXIT|RET|CALL|BAR|UT?MA|CCTL", i)]
+        assert not reaching, (kernel, reaching)
+        assert instructions.index("PREEXIT") > len(before), kernel
+
+
+# -- enable_pdl ---------------------------------------------------------------------------------------------------------
+
+
+def _calls():
+    x, residual, gate = (torch.randn(4, 256, dtype=BF16) for _ in range(3))
+    w, stream, row = torch.ones(256, dtype=BF16), torch.randn(4, 256), torch.ones(256)
+    fp8, one = torch.empty(4, 256, dtype=torch.float8_e4m3fn), torch.ones(1)
+    blocks, normed = torch.empty(2, 4), torch.empty_like(x)
+    q, k, pos, table = torch.randn(4, 2, 64, dtype=BF16), torch.randn(4, 64, dtype=BF16), torch.arange(4), row.view(4, 64)
+    return {
+        "rmsnorm": lambda **p: norm.rmsnorm(x, w, **p),
+        "gemma_rmsnorm": lambda **p: norm.gemma_rmsnorm(x, w, **p),
+        "fused_add_rmsnorm": lambda **p: norm.fused_add_rmsnorm(x, residual, w, **p),
+        "gemma_fused_add_rmsnorm": lambda **p: norm.gemma_fused_add_rmsnorm(x, residual, w, **p),
+        "rmsnorm_quant": lambda **p: norm.rmsnorm_quant(fp8, x, w, one, **p),
+        "fused_add_rmsnorm_quant": lambda **p: norm.fused_add_rmsnorm_quant(fp8, x, residual, w, one, **p),
+        "block_quant": lambda **p: norm.fused_add_rmsnorm_fp8_block_quant(fp8, blocks, normed, x, residual, w, **p),
+        "rmsnorm_fp4quant": lambda **p: norm.rmsnorm_fp4quant(x, w, **p),
+        "add_rmsnorm_fp4quant": lambda **p: norm.add_rmsnorm_fp4quant(x, residual, w, **p),
+        "sigmoid_gate": lambda **p: norm.rmsnorm_sigmoid_gate(x, gate, **p),
+        "gated_residual": lambda **p: norm.gated_residual_rmsnorm(x, stream, w, row, row, **p),
+        "gated_residual_next": lambda **p: norm.gated_residual_next_rmsnorm(x, stream, w, 1.0, row, **p),
+        "silu_and_mul": lambda **p: activation.silu_and_mul(x, **p),
+        "gelu_and_mul": lambda **p: activation.gelu_and_mul(x, **p),
+        "gelu_tanh_and_mul": lambda **p: activation.gelu_tanh_and_mul(x, **p),
+        "fp4_quantize": lambda **p: quantization.fp4_quantize(x, one, **p),
+        "nvfp4_quantize": lambda **p: quantization.nvfp4_quantize(x, one, **p),
+        "mxfp4_quantize": lambda **p: quantization.mxfp4_quantize(x, **p),
+        "mxfp8_quantize": lambda **p: quantization.mxfp8_quantize(x, **p),
+        "rope_quantize_fp8": lambda **p: rope.rope_quantize_fp8(q, k, None, None, table, pos, **p),
+        "mla_rope_quantize_fp8": lambda **p: rope.mla_rope_quantize_fp8(q, k, q, k, table, pos, **p),
+    }
+
+
+def launched(card, values):
+    """{name: attributes of the launches of calls without and with each value of enable_pdl}."""
+    found = {}
+    for name, call in _calls().items():
+        before = len(card.attributes)
+        for _ in range(3):
+            call()
+        for value in values:
+            call(enable_pdl=value)
+        found[name] = card.attributes[before:]
+    return found
+
+
+def test_enable_pdl_is_honoured(on_card):
+    for name, attributes in on_card(launched, (True, None, False)).items():
+        # Upstream's rotations into FP8 have it off unless they are asked.
+        default = {} if "rope" in name else ALLOWED
+        none = {} if "rope" in name else ALLOWED
+        assert attributes == [default] * 3 + [ALLOWED, none, {}], name
+
+
+def test_enable_pdl_is_taken_on_a_cpu():
+    for call in _calls().values():
+        for value in (True, False):
+            call(enable_pdl=value)
+
+
+# -- order --------------------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """Small kernels of a layer, each of which reads what the one before it wrote, or writes what that one reads."""
+
+    def __init__(self, rows, device, enable_pdl):
+        draw = torch.Generator(device).manual_seed(rows)
+
+        def randn(*shape):
+            return torch.randn(*shape, device=device, generator=draw).to(BF16)
+
+        self.x, self.residual, self.up, self.w = randn(rows, 4096), randn(rows, 4096), randn(rows, 8192), randn(4096)
+        self.y, self.k = torch.empty_like(self.x), randn(rows, 8, 128)
+        self.fp8 = torch.empty(rows, 4096, dtype=torch.float8_e4m3fn, device=device)
+        self.cache = torch.zeros(rows, 2, 16, 8, 128, dtype=BF16, device=device)
+        self.rotation, self.scale = randn(64, 128).float(), torch.full((1,), 0.05, device=device)
+        index = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self.place = index[:-1], torch.zeros_like(index[:-1])
+        self.table = index[:-1], index, torch.ones_like(index[:-1])
+        self.pdl = {"enable_pdl": enable_pdl}
+
+    def step(self):
+        x, y, residual, w, k, pdl = self.x, self.y, self.residual, self.w, self.k, self.pdl
+        norm.fused_add_rmsnorm(x, residual, w, **pdl)
+        norm.rmsnorm(x, w, out=y, **pdl)
+        flashinfer.apply_rope_with_cos_sin_cache_inplace(self.place[0], y, k.view(len(y), -1), 128, self.rotation)
+        flashinfer.append_paged_kv_cache(k, k, *self.place, self.cache, *self.table)
+        norm.rmsnorm_quant(self.fp8, y, w, self.scale, **pdl)
+        activation.silu_and_mul(self.up, out=x, **pdl)
+        norm.fused_add_rmsnorm(y, residual, w, **pdl)
+        codes, factors = quantization.nvfp4_quantize(y, self.scale, **pdl)
+        norm.rmsnorm(y, w, out=x, **pdl)
+        # Kernels of torch, which wait for all before them to end.
+        self.up[:, :4096] = x
+        self.up[:, 4096:].copy_(residual)
+        residual.mul_(0.5)
+        k.add_(y[:, :1024].view_as(k)).mul_(0.25)
+        self.state = x, y, residual, k, self.fp8, self.cache, codes, factors
+
+    def bits(self):
+        return [tensor.view(torch.uint8).clone() for tensor in self.state]
+
+    def eager(self, steps):
+        for i in range(steps):
+            if i % 16 == 0:
+                torch.cuda._sleep(6_000_000)  # so that launches wait for the card, and not the card for launches
+            self.step()
+        return self.bits()
+
+    def replayed(self, steps):
+        self.step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(4):
+                self.step()
+        for _ in range(steps // 4):
+            graph.replay()
+        return self.bits()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way, steps", [("eager", 640), ("replayed", 8000)])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_chain_of_dependent_launches(device, rows, way, steps):
+    plain, dependent, again = (getattr(Layer(rows, device, pdl), way)(steps) for pdl in (False, True, None))
+    for a, b, c in zip(plain, dependent, again, strict=True):
+        assert_bitwise(a, b)
+        assert_bitwise(a, c)
+
+
+@pytest.mark.gpu
+def test_order_goes_through_a_launch_between(device):
+    """What the last but one kernel writes, the last one reads: the one between them has nothing to do with either."""
+    big, out = torch.zeros(1 << 26, dtype=BF16, device=device), torch.empty(1, 4096, dtype=BF16, device=device)
+    other, w = torch.ones(1, 4096, dtype=BF16, device=device), torch.ones(4096, dtype=BF16, device=device)
+    wrong, last = torch.zeros(1, dtype=torch.int64, device=device), big[-8192:].view(1, 8192)
+    expected = {v: activation.silu_and_mul(torch.full_like(last, v)) for v in (1.0, 2.0, 3.0)}
+    for _ in range(100):
+        for value, truth in expected.items():
+            big.fill_(value)
+            norm.rmsnorm(other, w)
+            activation.silu_and_mul(last, out=out)
+            wrong += (out != truth).any()
+    assert not wrong.item()
