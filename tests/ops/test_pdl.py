@@ -198,15 +198,18 @@ def test_a_chain_of_dependent_launches(device, rows, way, steps):
 
 @pytest.mark.gpu
 def test_order_goes_through_a_launch_between(device):
-    """What the last but one kernel writes, the last one reads: the one between them has nothing to do with either."""
-    big, out = torch.zeros(1 << 26, dtype=BF16, device=device), torch.empty(1, 4096, dtype=BF16, device=device)
+    """What a large kernel writes last, the one after the next reads; the next has nothing to do with either."""
+    source = torch.arange(1.0, 4.0, device=device).to(BF16)[:, None, None].expand(3, 16384, 8192).contiguous()
+    large, out = torch.empty(16384, 4096, dtype=BF16, device=device), torch.empty(4, 2048, dtype=BF16, device=device)
     other, w = torch.ones(1, 4096, dtype=BF16, device=device), torch.ones(4096, dtype=BF16, device=device)
-    wrong, last = torch.zeros(1, dtype=torch.int64, device=device), big[-8192:].view(1, 8192)
-    expected = {v: activation.silu_and_mul(torch.full_like(last, v)) for v in (1.0, 2.0, 3.0)}
-    for _ in range(100):
-        for value, truth in expected.items():
-            big.fill_(value)
+    wrong = torch.zeros(1, dtype=torch.int64, device=device)
+    once = activation.silu_and_mul(source[:, 0], enable_pdl=False)
+    truth = activation.silu_and_mul(once, enable_pdl=False)
+    torch.cuda.synchronize(device)
+    for _ in range(60):
+        for i in range(3):
+            activation.silu_and_mul(source[i], out=large)
             norm.rmsnorm(other, w)
-            activation.silu_and_mul(last, out=out)
-            wrong += (out != truth).any()
+            activation.silu_and_mul(large[-4:], out=out)
+            wrong += (out != truth[i]).any()
     assert not wrong.item()
