@@ -378,17 +378,14 @@ def begins_waiting(ptx: str) -> bool:
     it reads nothing that they may yet write, and writes nothing that they may yet read. No thread of it ends without
     having waited, so who waits for its end waits for theirs.
     """
-    body = re.sub(r"//.*|/\*.*?\*/", "", ptx[ptx.index("{", ptx.index(".entry")) + 1 :])
-    for statement in body.split(";"):
-        # Behind labels and braces, and behind directives, which end with their line.
-        words = [word for word in re.split(r"[\n{}]|\$\w+:", statement) if word.strip()]
-        last = words[-1].strip() if words else ""
-        if any(not word.strip().startswith(".") for word in words[:-1]):
-            return False
-        if last.startswith("griddepcontrol.wait"):
-            return True
-        if last and not last.startswith(".") and not _ARITHMETIC.match(last):
-            return False
+    body = ptx[ptx.index("{", ptx.index(".entry")) + 1 :]
+    for line in re.sub(r"//.*", "", body).splitlines():
+        # Labels and directives do nothing.
+        for statement in re.sub(r"^\s*(\$\w+:|\.\w+ .*)", "", line).split(";"):
+            if statement.strip() == "griddepcontrol.wait":
+                return True
+            if statement.strip() and not _ARITHMETIC.match(statement.strip()):
+                return False
     return False
 
 

@@ -142,7 +142,7 @@ def fused_add_rmsnorm_fp8_block_quant(
     require(block_scale.dtype == torch.float32, "block_scale", block_scale.dtype, "float32")
     _quantised(
         input, residual, weight, out, None, block_scale, None, normed_out, [eps, 1.0], "fp8_block", "", "",
-        wants_pdl(enable_pdl),
+        pdl=wants_pdl(enable_pdl),
     )  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def fused_rmsnorm_silu(
     require(block_scale is None, "block_scale", "a tensor", "None, unless out is float4_e2m1fn_x2")
     out = torch.empty_like(input) if out is None else out
     if out.dtype == torch.float8_e4m3fn:
-        _quantised(input, None, weight, out, None, None, None, None, [eps, 1.0], "fp8e4nv", "", "silu", True)
+        _quantised(input, None, weight, out, None, None, None, None, [eps, 1.0], "fp8e4nv", "", "silu", pdl=True)
     else:
         _rmsnorm_silu(input, weight, out, eps)
     return out
@@ -324,7 +324,7 @@ def _to_fp8(out, input, residual, weight, scale, eps, pdl) -> None:
     tensor, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, float(scale))
     require(number > 0, "scale", scale, "more than 0")
     form = _FP8[out.dtype]
-    _quantised(input, residual, weight, out, tensor, None, None, None, [eps, number], form, "", "", pdl)
+    _quantised(input, residual, weight, out, tensor, None, None, None, [eps, number], form, "", "", pdl=pdl)
 
 
 def _to_fp4(
@@ -356,7 +356,7 @@ def _to_fp4(
         require(fits, name, tensor is not None and tensor.dtype, f"{allowed}, uint8")
     # In bytes, for torch.compile has hardly an operation for the narrow dtypes.
     out, *factors = (t if t is None else t.view(torch.uint8) for t in (codes, block_scale, linear_scale))
-    _quantised(input, residual, weight, out, global_scale, *factors, normed, [eps, 1.0], form, layout, after, pdl)
+    _quantised(input, residual, weight, out, global_scale, *factors, normed, [eps, 1.0], form, layout, after, pdl=pdl)
     return codes, block_scale, linear_scale
 
 
@@ -391,6 +391,7 @@ def _quantised(
     form: str,
     layout: str,
     after: str,
+    *,
     pdl: bool,
 ) -> None:
     """numbers : eps, and the scale of the tensor where `scale` is None."""

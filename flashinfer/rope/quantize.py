@@ -226,7 +226,8 @@ def rope_quantize_fp8_append_paged_kv_cache(
     tables = [batch_indices, positions, kv_indices, kv_indptr]
     outs = _bytes((*results, k_rope_cache, k_nope_cache, v_cache))
     heads = [q_rope, keys[0], q_nope, keys[1]]
-    _rope_quantize_append(heads, v, cos_sin_cache, pos_ids, tables, numbers, *outs, dtype_name(dtype), bool(enable_pdl))
+    pdl = bool(enable_pdl)
+    _rope_quantize_append(heads, v, cos_sin_cache, pos_ids, tables, numbers, *outs, dtype_name(dtype), pdl=pdl)
     return results[0], results[1]
 
 
@@ -294,6 +295,7 @@ def _rope_quantize_append(
     k_nope_cache: torch.Tensor,
     v_cache: torch.Tensor | None,
     form: str,
+    *,
     pdl: bool,
 ) -> None:
     """heads, numbers, form : as above. tables : those of the room's Pages."""

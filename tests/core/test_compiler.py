@@ -337,6 +337,7 @@ $L__func_begin0:
 	mov.u32 %r1, %ctaid.x;	// begin
 	shl.b32 %r2, %r1, 7;
 	setp.lt.s32 %p1, %r2, 9;
+	mov.b64 %rd2, {%r1, %r2};
 	// begin inline asm
 	griddepcontrol.wait; // dummy %r3
 	// end inline asm
@@ -352,8 +353,9 @@ $L__func_begin0:
     [
         "ld.global.b32 %r4, [%rd1];", "@%p1 ld.global.b32 { %r4 }, [ %rd1 + 0 ];", "st.global.b32 [%rd1], %r2;",
         "st.shared.b32 [%r1], %r2;", "atom.global.add.u32 %r4, [%rd1], 1;", "red.global.add.u32 [%rd1], 1;",
-        "bra $L__BB0_2;", "@%p1 bra $L__BB0_2;", "@%p1 ret;", "ret;", "exit;", "bar.sync 0;", "prefetch.global.L2 [%rd1];",
-        "cp.async.cg.shared.global [%r1], [%rd1], 16;", "call.uni f, (%r1);", "ld.const.b32 %r4, [c];",
+        "bra $L__BB0_2;", "@%p1 bra $L__BB0_2;", "@%p1 ret;", "ret;", "exit;", "bar.sync 0;",
+        "{ ld.global.b32 %r4, [%rd1]; }", "prefetch.global.L2 [%rd1];", "call.uni f, (%r1);",
+        "cp.async.cg.shared.global [%r1], [%rd1], 16;", "ld.const.b32 %r4, [c];",
     ],
 )  # fmt: skip
 def test_only_arithmetic_stands_before_a_wait(before):

@@ -25,7 +25,7 @@ def on_card(tmp_path_factory):
         yield call
 
 
-# -- what a kernel does first -------------------------------------------------------------------------------------------
+# -- what a kernel does first -----------------------------------------------------------------------------------------
 
 
 def machine_code(card):
@@ -63,7 +63,7 @@ def test_kernels_wait_before_all_else(on_card):
         assert instructions.index("PREEXIT") > len(before), kernel
 
 
-# -- enable_pdl ---------------------------------------------------------------------------------------------------------
+# -- enable_pdl -------------------------------------------------------------------------------------------------------
 
 
 def _calls():
@@ -71,7 +71,8 @@ def _calls():
     w, stream, row = torch.ones(256, dtype=BF16), torch.randn(4, 256), torch.ones(256)
     fp8, one = torch.empty(4, 256, dtype=torch.float8_e4m3fn), torch.ones(1)
     blocks, normed = torch.empty(2, 4), torch.empty_like(x)
-    q, k, pos, table = torch.randn(4, 2, 64, dtype=BF16), torch.randn(4, 64, dtype=BF16), torch.arange(4), row.view(4, 64)
+    q, k = torch.randn(4, 2, 64, dtype=BF16), torch.randn(4, 64, dtype=BF16)
+    pos, table = torch.arange(4), row.view(4, 64)
     return {
         "rmsnorm": lambda **p: norm.rmsnorm(x, w, **p),
         "gemma_rmsnorm": lambda **p: norm.gemma_rmsnorm(x, w, **p),
@@ -124,7 +125,7 @@ def test_enable_pdl_is_taken_on_a_cpu():
             call(enable_pdl=value)
 
 
-# -- order --------------------------------------------------------------------------------------------------------------
+# -- order ------------------------------------------------------------------------------------------------------------
 
 
 class Layer:

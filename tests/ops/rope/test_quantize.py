@@ -261,8 +261,8 @@ def test_are_registered_ops():
     torch.library.opcheck(quantize._rope_quantize.op, (heads, cos_sin, pos, numbers, *outs, "fp8e5", "auto", True))
     caches = [torch.zeros(6, 4, 2, dim, dtype=torch.uint8) for dim in (16, 0, 16)]
     table = [tables("cpu")[name] for name in ("batch_indices", "positions", "kv_indices", "kv_indptr")]
-    given = (heads, k, cos_sin, pos, table, numbers, outs[0], outs[2], *caches, "fp8e4nv", False)
-    torch.library.opcheck(quantize._rope_quantize_append.op, given)
+    given = (heads, k, cos_sin, pos, table, numbers, outs[0], outs[2], *caches, "fp8e4nv")
+    torch.library.opcheck(quantize._rope_quantize_append.op, given, {"pdl": False})
 
 
 def test_compiles_without_a_break():
