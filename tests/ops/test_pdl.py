@@ -8,6 +8,7 @@ import torch
 
 import flashinfer
 from flashinfer import activation, norm, quantization, rope
+from flashinfer._core.dispatch import explain
 from flashinfer._core.precompile import catalog_jobs
 from flashinfer._core.target import named
 from flashinfer.ops import all_ops
@@ -98,31 +99,35 @@ def _calls():
     }
 
 
-def launched(card, values):
-    """{name: attributes of the launches of calls without and with each value of enable_pdl}."""
-    found = {}
-    for name, call in _calls().items():
-        before = len(card.attributes)
-        for _ in range(3):
-            call()
-        for value in values:
-            call(enable_pdl=value)
-        found[name] = card.attributes[before:]
-    return found
+def asked(call, **given):
+    """Whether the problem of a call's choice may be launched dependently."""
+    for op in all_ops().values():
+        op._choices.clear()
+    before = len(explain())
+    call(**given)
+    (choice,) = explain()[before:]
+    return choice.problem.pdl
 
 
-def test_enable_pdl_is_honoured(on_card):
-    for name, attributes in on_card(launched, (True, None, False)).items():
-        # Upstream's rotations into FP8 have it off unless they are asked.
-        default = {} if "rope" in name else ALLOWED
-        none = {} if "rope" in name else ALLOWED
-        assert attributes == [default] * 3 + [ALLOWED, none, {}], name
+@pytest.mark.parametrize("name", _calls())
+def test_enable_pdl_reaches_the_problem(name):
+    call, default = _calls()[name], "rope" not in name  # upstream's rotations into FP8 have it off unless asked
+    assert asked(call) is default and asked(call, enable_pdl=True) is True and asked(call, enable_pdl=False) is False
+    if default:
+        assert asked(call, enable_pdl=None) is True
 
 
-def test_enable_pdl_is_taken_on_a_cpu():
-    for call in _calls().values():
-        for value in (True, False):
-            call(enable_pdl=value)
+def launched(card):
+    x, w = torch.randn(4, 256, dtype=BF16), torch.ones(256, dtype=BF16)
+    for given in ({}, {"enable_pdl": True}, {"enable_pdl": False}):
+        for _ in range(4):
+            norm.rmsnorm(x, w, out=x, **given)
+    return card.attributes
+
+
+def test_enable_pdl_reaches_the_launch(on_card):
+    """Calls that are made anew, and calls that are held."""
+    assert on_card(launched) == [ALLOWED] * 8 + [{}] * 4
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
