@@ -61,31 +61,34 @@ def load(name: str, cubin: bytes, kernel: dict):
     return function
 
 
-_CONFIG = struct.Struct("<7I4xQQI4x")
-_STREAM = 4
+_CONFIG, _GRID = struct.Struct("<7I4xQQI4x"), struct.Struct("<3I")
+# Words of 8 bytes of a CUlaunchConfig: the stream, and how many attributes there are.
+_STREAM, _COUNT = 4, 6
 
 
 class LaunchConfig:
-    """A CUlaunchConfig in memory of ours (CUDA driver API, cuLaunchKernelEx): a launch writes grid and stream alone.
+    """A CUlaunchConfig in memory of ours (CUDA driver API, cuLaunchKernelEx): a launch writes what is new and no more.
 
     Attributes
     ----------
     handle : CUlaunchConfig
         What cuLaunchKernelEx takes.
-    put_grid : callable (x, y, z)
     put_stream : callable (stream)
     """
 
-    def __init__(self, threads: int, shared: int, early: bool):
-        """early : the kernel may be launched before those in front of it end: programmatic stream serialization."""
-        # An attribute is its number, padded to 8 bytes, and 64 bytes of value.
+    def __init__(self, threads: int, shared: int):
+        # An attribute is its number, padded to 8 bytes, and 64 bytes of value: 6, programmatic stream serialization.
         self._attribute = (ctypes.c_uint32 * 18)(6, 0, 1)
         self._memory = memory = (ctypes.c_uint64 * 7)()
-        attributes = ctypes.addressof(self._attribute)
-        _CONFIG.pack_into(memory, 0, 1, 1, 1, threads, 1, 1, shared, 0, attributes, int(early))
+        _CONFIG.pack_into(memory, 0, 1, 1, 1, threads, 1, 1, shared, 0, ctypes.addressof(self._attribute), 0)
+        self._words = memoryview(memory).cast("B").cast("Q")
         self.handle = bindings().CUlaunchConfig(ctypes.addressof(memory))
-        self.put_grid = partial(struct.Struct("<3I").pack_into, memory, 0)
-        self.put_stream = partial(memoryview(memory).cast("B").cast("Q").__setitem__, _STREAM)
+        self.put_stream = partial(self._words.__setitem__, _STREAM)
+
+    def put_grid(self, x: int, y: int, z: int, early: bool) -> None:
+        """early : the kernel may be launched before those in front of it end."""
+        _GRID.pack_into(self._memory, 0, x, y, z)
+        self._words[_COUNT] = early
 
 
 def copy_to_device(to: int, source: int, count: int, stream: int) -> None:

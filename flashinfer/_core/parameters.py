@@ -112,7 +112,7 @@ class HeldBlock(Block):
     """
 
     def __init__(self, layout: Layout, index: int, config: Callable, grid: tuple, image: bytes, moving: list):
-        """moving : (what errors call it, its place) of each argument that moves."""
+        """grid : what `put_grid` takes. moving : (what errors call it, its place) of each argument that moves."""
         super().__init__(layout, index, config)
         buffer, start, slots, config = self.place
         config.put_grid(*grid)

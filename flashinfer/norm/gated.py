@@ -26,7 +26,8 @@ def rmsnorm_sigmoid_gate(
         Added to the mean square.
     enable_pdl : bool
         Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself; where the GPU has it (compute capability 9.0 and above). It has no effect on results.
+        them itself: small launches, where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
 
     Raises
     ------
@@ -90,7 +91,8 @@ def gated_residual_rmsnorm(
         Receives the result; [rows, hidden], float32, any strides. It may be `residual` itself.
     enable_pdl : bool
         Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself; where the GPU has it (compute capability 9.0 and above). It has no effect on results.
+        them itself: small launches, where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
 
     Returns
     -------
@@ -161,7 +163,8 @@ def gated_residual_next_rmsnorm(
         Added to `post_weight`.
     enable_pdl : bool
         Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself; where the GPU has it (compute capability 9.0 and above). It has no effect on results.
+        them itself: small launches, where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
 
     Returns
     -------

@@ -34,8 +34,8 @@ def rmsnorm(
         Receives the result; shape and dtype of `input`, any strides. It may be `input` itself.
     enable_pdl : bool, optional
         Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
-        results.
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
 
     Returns
     -------
@@ -97,8 +97,8 @@ def fused_add_rmsnorm(
         Added to the mean square.
     enable_pdl : bool, optional
         Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
-        results.
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
 
     Raises
     ------

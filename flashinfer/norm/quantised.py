@@ -43,8 +43,8 @@ def rmsnorm_quant(
         Added to the mean square.
     enable_pdl : bool, optional
         Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
-        results.
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
 
     Raises
     ------
@@ -239,8 +239,8 @@ def rmsnorm_fp4quant(
         Block scales in tiles of 128 rows and 4 blocks, [row tile][block tile][32][4][4], as tensor cores read them.
     enable_pdl : bool, optional
         Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
-        results.
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
 
     Returns
     -------

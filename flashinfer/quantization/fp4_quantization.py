@@ -73,8 +73,8 @@ def fp4_quantize(
         `global_scale` holds 1 / g.
     enable_pdl : bool, optional
         Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
-        results.
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
     backend : str
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     nvfp4_4over6 : NVFP44Over6Config, optional
@@ -147,8 +147,8 @@ def nvfp4_quantize(
         16.
     enable_pdl : bool, optional
         Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
-        results.
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
     backend : str
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     per_token_activation : bool
@@ -207,8 +207,8 @@ def mxfp4_quantize(
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     enable_pdl : bool, optional
         Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
-        results.
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
     sfLayout : SfLayout
         Where the factors go.
 

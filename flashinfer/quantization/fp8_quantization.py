@@ -34,8 +34,8 @@ def mxfp8_quantize(
         K is rounded up to a multiple of this, which is one of 32.
     enable_pdl : bool, optional
         Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself. None and True: where the GPU has it (compute capability 9.0 and above). It has no effect on
-        results.
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
     backend : str
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     sf_swizzle_layout : SfLayout, optional

@@ -64,7 +64,8 @@ def rope_quantize_fp8(
         Receive the results; shapes of the inputs, in quantize_dtype, any strides. They may be slices of one tensor.
     enable_pdl : bool
         Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
-        them itself; where the GPU has it (compute capability 9.0 and above). It has no effect on results.
+        them itself: small launches, where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
     backend : str
         "cuda", which is "auto", or another name that `flashinfer explain` knows; all give the same result.
 

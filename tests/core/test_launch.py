@@ -315,13 +315,17 @@ def launch_scale():
 
 
 def launch_early():
-    """Programmatic stream serialization (6 in cuda.h) belongs to kernels that begin by waiting, held or not."""
+    """Programmatic stream serialization (6 in cuda.h) belongs to small launches of kernels that begin by waiting."""
     for offset, attributes in ((0, {6: 1}), (1, {})):
         bound, driver = recorded(copy, Problem("bf16", offset=offset), CONFIG)
         x = torch.zeros(300, dtype=torch.bfloat16)
         bound((3, 1, 1), x, x, 300)
         bound.hold((3, 1, 1), (x, x, 300), ("x",))(x.data_ptr())
         assert driver.attributes_of_launches == [attributes] * 2
+        for grid, expected in (((8, 8, 8), attributes), ((9, 19, 3), {}), ((512, 1, 1), attributes)):
+            bound(grid, x, x, 300)
+            bound.hold(grid, (x, x, 300), ("x",))(x.data_ptr())
+            assert driver.attributes_of_launches[-2:] == [expected] * 2
     for arch, waits in (("80", False), ("90a", True), ("120a", True)):
         assert copy.entry(Problem("bf16", offset=0 if waits else 1), CONFIG, arch).kernel["waits"] is waits
 
