@@ -12,7 +12,6 @@ from flashinfer.ops._device.block_scales_sm90 import (
     bring_factors,
     make_factors,
     rows_of,
-    rows_of,
     sum_blocks,
     sum_wide_blocks,
 )
