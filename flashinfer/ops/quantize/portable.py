@@ -7,8 +7,8 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.formats import from_e2m1, from_fp8, from_ue8m0
-from flashinfer.ops._device.ragged import request_of
 from flashinfer.ops._device.pdl import begin
+from flashinfer.ops._device.ragged import request_of
 from flashinfer.ops._device.rows import multiple, pointer, unit
 from flashinfer.ops._device.scales import (
     block_amax,

@@ -7,8 +7,8 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops._device.pages import slot_of
-from flashinfer.ops._device.ragged import request_of
 from flashinfer.ops._device.pdl import begin
+from flashinfer.ops._device.ragged import request_of
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, unit
 from flashinfer.ops.rope import Heads, Pages, Problem, Quantize, Video
 from flashinfer.ops.rope.frequencies import turns

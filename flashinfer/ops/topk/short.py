@@ -20,8 +20,8 @@ from flashinfer._core.target import target_of
 from flashinfer.ops._device.find_prefix import Parameters, start
 from flashinfer.ops._device.prefix import key_of, window_of
 from flashinfer.ops._device.rows import multiple, pointer, unit
-from flashinfer.ops.topk.results import moved_by, write_taken
 from flashinfer.ops.topk import TopK
+from flashinfer.ops.topk.results import moved_by, write_taken
 
 # No value has this key; that of NaN is the largest.
 _LOWEST = tl.constexpr(-(1 << 31))
