@@ -19,7 +19,7 @@ from flashinfer.ops.attention.prefill.config import Sm90Config
 from flashinfer.ops.attention.problem import Inputs, Problem
 
 # Bytes of stack a thread may use. Where registers are fewest, a thread's number and what comes of it wait there: 8 for
-# gathered rows on Triton 3.6 and 40 on 3.9, 40 for FP8 of head_dim 128 on 3.9 (docs/rooms/attention.md, Stack).
+# gathered rows on Triton 3.6 and 40 on 3.9, 24 for FP8 of head_dim 128 on 3.9 (docs/rooms/attention.md, Stack).
 STACK_BUDGET = 40
 
 
