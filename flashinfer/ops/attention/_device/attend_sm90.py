@@ -569,7 +569,7 @@ def _consume(
     step = 0
     wave = 0
     # What is the same for all pieces is made for each in FP8, whose loop over keys has no registers to keep it.
-    while tl.condition(work < works, disable_licm=form.FP8):
+    while tl.condition(work < works, disable_licm=form.GATHER or form.FP8):
         work, step = _piece(
             WG, wave, work, works, step, cols, zeros, q_tiles, q_rests, tensors, numbers, params, k, v, queue, o_tiles,
             turn, form,

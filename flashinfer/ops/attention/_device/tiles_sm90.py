@@ -4,6 +4,8 @@ The copy engine brings keys and values box by box, or four warps gather them row
 brings its own queries.
 """
 
+import triton.language as tl
+
 from flashinfer._core.gluon_compat import (
     aggregate,
     block_barrier,
@@ -357,7 +359,7 @@ def gather(
     step = 0
     work = program()
     wave = 0
-    while work < works:
+    while tl.condition(work < works, disable_licm=True):
         record = items + work // num_kv_heads * ITEM_WIDTH
         kv_head = (work % num_kv_heads).to(gl.int64)
         begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, form)
