@@ -18,9 +18,9 @@ from flashinfer.ops.attention.portable import varied
 from flashinfer.ops.attention.prefill.config import Sm90Config
 from flashinfer.ops.attention.problem import Inputs, Problem
 
-# Bytes of stack a thread may use. Where registers are fewest, a thread's number and what comes of it wait there: 8 for
-# gathered rows on Triton 3.6 and 40 on 3.9, 24 for FP8 of head_dim 128 on 3.9 (docs/rooms/attention.md, Stack).
-STACK_BUDGET = 40
+# Bytes of stack a thread may use. Where registers are fewest, a thread's number and what comes of it wait there: FP8 of
+# head_dim 128 on Triton 3.9 (docs/rooms/attention.md, Stack).
+STACK_BUDGET = 24
 
 
 def _parts(p: Problem) -> tuple[int, int]:
