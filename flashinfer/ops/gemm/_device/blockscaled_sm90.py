@@ -14,16 +14,24 @@ from flashinfer.ops._device.block_scales_sm90 import (
 )
 from flashinfer.ops._device.products_sm90 import ROWS, Form, Ring, make_ring, make_staging, write_tile
 from flashinfer.ops.gemm._device.dense_sm90 import Size, add_pieces, place_of, produce, size_of
+from flashinfer.ops.gemm._device.groups_sm90 import Board, make_board, say, told
 
 
 @gluon.jit
-def _bring(sizes, strides, a_scale, b_scale, ring: Ring, factors, size: Size, ROW_BLOCK: gl.constexpr, form: Form):
-    """One warp: the factors of each work."""
+def _bring(
+    sizes, strides, scales_of, ring: Ring, factors, board: Board, size: Size, ROW_BLOCK: gl.constexpr, form: Form
+):  # fmt: skip
+    """One warp: the factors of each work, and, where warpgroups read it, which work it is."""
     M, N, K, out_entry, out_row = sizes
     a_entry, a_row, a_k, b_entry, b_column, b_k = strides
+    a_scale, b_scale = scales_of
     step = 0
+    number = 0
     for work in range(gl.program_id(0), size.works, gl.num_programs(0)):
         entry, tile_m, tile_n, piece, tile, begin, end = place_of(work, size, form.GROUP)
+        if form.BLOCK_N > 128:
+            say(board, number, entry, tile_m * (form.A_PARTS * ROWS), M, tile_n, 0)
+            number += 1
         rows = rows_of(tile_m * (form.A_PARTS * ROWS), form)
         column = tile_n * form.BLOCK_N
         a = a_scale + entry.to(gl.int64) * a_entry + (rows // ROW_BLOCK).to(gl.int64) * a_row
@@ -33,11 +41,44 @@ def _bring(sizes, strides, a_scale, b_scale, ring: Ring, factors, size: Size, RO
 
 
 @gluon.jit
-def _consume(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, size: Size, staging, form: Form):
-    """One warpgroup: its half of each tile. `tensors` and `sizes` are the kernel's arguments."""
+def _consume_wide(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, board: Board, size: Size, staging, form: Form):
+    """One warpgroup: its half of each tile of 256 columns, which has one piece. Where a tile is, it reads at its end."""
     out, alpha, partial, arrived = tensors
     M, N, K, out_entry, out_row = sizes
-    WIDE: gl.constexpr = form.BLOCK_N > 128
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    zeros = gl.zeros([ROWS, 128], gl.float32, LAYOUT)
+    step = 0
+    number = 0
+    for work in range(gl.program_id(0), size.works, gl.num_programs(0)):
+        left = gl.zeros([ROWS, 128], gl.float32, LAYOUT)
+        right = gl.zeros([ROWS, 128], gl.float32, LAYOUT)
+        left, right, step = sum_wide_blocks(WG, ring, factors, left, right, zeros, step, 0, size.steps, form)
+        entry, row, end, tile_n = told(board, number)
+        number += 1
+        row += WG * ROWS
+        column = tile_n * form.BLOCK_N
+        to = out + entry.to(gl.int64) * out_entry
+        factor = 1.0
+        if form.SCALES > 0:
+            factor *= gl.load(alpha)
+        write_tile(left, factor, staging.index(WG), to, out, row, column, M, N, out_row, False)
+        write_tile(right, factor, staging.index(WG), to, out, row, column + 128, M, N, out_row, False)
+
+
+@gluon.jit
+def _consume(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, board: Board, size: Size, staging, form: Form):
+    """One warpgroup: its half of each tile. `tensors` and `sizes` are the kernel's arguments."""
+    if form.BLOCK_N > 128:
+        _consume_wide(WG, tensors, sizes, ring, factors, board, size, staging, form)
+    else:
+        _consume_narrow(WG, tensors, sizes, ring, factors, size, staging, form)
+
+
+@gluon.jit
+def _consume_narrow(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, size: Size, staging, form: Form):
+    """One warpgroup: its half of each tile, or of a piece of it."""
+    out, alpha, partial, arrived = tensors
+    M, N, K, out_entry, out_row = sizes
     WIDTH: gl.constexpr = form.BLOCK_N // form.B_PARTS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     zeros = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
@@ -45,27 +86,18 @@ def _consume(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, size: Size, 
     for work in range(gl.program_id(0), size.works, gl.num_programs(0)):
         entry, tile_m, tile_n, piece, tile, begin, end = place_of(work, size, form.GROUP)
         acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
-        if WIDE:
-            right = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
-            acc, right, step = sum_wide_blocks(WG, ring, factors, acc, right, zeros, step, begin, end, form)
-        else:
-            acc, step = sum_blocks(WG, ring, factors, acc, zeros, step, begin, end, form)
+        acc, step = sum_blocks(WG, ring, factors, acc, zeros, step, begin, end, form)
         row = tile_m * (form.A_PARTS * ROWS) + (WG * ROWS if form.A_PARTS == 2 else 0)
-        column = tile_n * form.BLOCK_N
+        column = tile_n * form.BLOCK_N + (WG * WIDTH if form.B_PARTS == 2 else 0)
         to = out + entry.to(gl.int64) * out_entry
         factor = 1.0
         if form.SCALES > 0:
             factor *= gl.load(alpha)
-        if WIDE:
+        last = True
+        if size.pieces > 1:
+            last, acc = add_pieces(acc, partial, arrived, tile * 2 + WG, piece, size.pieces, M - row)
+        if last:
             write_tile(acc, factor, staging.index(WG), to, out, row, column, M, N, out_row, False)
-            write_tile(right, factor, staging.index(WG), to, out, row, column + 128, M, N, out_row, False)
-        else:
-            column += WG * WIDTH if form.B_PARTS == 2 else 0
-            last = True
-            if size.pieces > 1:
-                last, acc = add_pieces(acc, partial, arrived, tile * 2 + WG, piece, size.pieces, M - row)
-            if last:
-                write_tile(acc, factor, staging.index(WG), to, out, row, column, M, N, out_row, False)
 
 
 @gluon.jit
@@ -92,18 +124,20 @@ def blockscaled_sm90_kernel(
     )  # fmt: skip
     ring = make_ring(DTYPE, form, 2)
     factors = make_factors(form)
+    board = make_board(STAGES + 2, BLOCK_M, "tiles")
     staging = make_staging(OUT, 64)
     size = size_of(M, N, K, batch, pieces, BLOCK_M, BLOCK_N, 128 * UNROLL)
     tensors = (out, alpha, partial, arrived)
     sizes = (M, N, K, out_entry, out_row)
     strides = (a_entry, a_row, a_k, b_entry, b_column, b_k)
+    scales_of = (a_scale, b_scale)
     RB: gl.constexpr = gl.constexpr(ROW_BLOCK)
     gl.warp_specialize(
         [
-            (_consume, (gl.constexpr(0), tensors, sizes, ring, factors, size, staging, form)),
-            (_consume, (gl.constexpr(1), tensors, sizes, ring, factors, size, staging, form)),
+            (_consume, (gl.constexpr(0), tensors, sizes, ring, factors, board, size, staging, form)),
+            (_consume, (gl.constexpr(1), tensors, sizes, ring, factors, board, size, staging, form)),
             (produce, (a_map, b_map, ring, size, form)),
-            (_bring, (sizes, strides, a_scale, b_scale, ring, factors, size, RB, form)),
+            (_bring, (sizes, strides, scales_of, ring, factors, board, size, RB, form)),
         ],
         [4, 1, 1],
         [REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
