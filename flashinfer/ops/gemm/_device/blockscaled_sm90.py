@@ -42,7 +42,7 @@ def _bring(
 
 @gluon.jit
 def _consume_wide(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, board: Board, size: Size, staging, form: Form):
-    """One warpgroup: its half of each tile of 256 columns, which has one piece. Where a tile is, it reads at its end."""
+    """One warpgroup: its half of each tile of 256 columns, of one piece; where a tile is, it reads at the end."""
     out, alpha, partial, arrived = tensors
     M, N, K, out_entry, out_row = sizes
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
