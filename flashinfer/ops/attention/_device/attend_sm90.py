@@ -6,6 +6,10 @@ together with O += P V of the block before it, so that its softmax runs beside t
 it takes turns (FlashAttention-3, Shah et al., 2024). Blocks of keys are taken from the last to the first: those that
 need a mask come first, and the rest run without one. The next tile's queries come while the last products are made.
 
+Weights in bf16 have the range of float32. So blocks without a mask take no maximum, and nothing is scaled: weights are
+2^(logit - maximum), the maximum that of the blocks with a mask. Should the sum of a row leave the middle of that range,
+or be NaN, the tile is made once more, with the maximum of each block.
+
 In FP8 the weights are e4m3 too, 2^8 times as large as a softmax has them, which its range takes. Products of that type
 cut what they add, so P V of each block of keys is a sum of its own, which is then added in float32. Values lie in
 shared memory turned, keys and columns permuted, see tiles_sm90.turn_values.
@@ -46,6 +50,7 @@ from flashinfer.ops.attention._device.tiles_sm90 import (
     again,
     fetch_queries,
     gather,
+    judge,
     numbered,
     produce,
     program,
@@ -62,6 +67,9 @@ FOLD = gl.constexpr(16)
 SUMS = gl.constexpr(
     gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
 )
+# What the sum of a row's weights of a fixed shift may be, and one over: from there to the end of float32 is room for
+# values of 2^79.
+RANGE = gl.constexpr(2.0**48)
 # Weights in FP8 are 2^SHIFT times what they are: from 2^8 to e4m3's smallest, 2^-9, are 17 octaves.
 SHIFT = gl.constexpr(8)
 
@@ -255,6 +263,35 @@ def _steps(
 
 
 @gluon.jit
+def _plain_steps(
+    WG, count, acc, p, shifted, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros, cols, factor,
+    view: View, params, form: Form,
+):  # fmt: skip
+    """_steps without a mask, for weights 2^(logit - `shifted`): no maximum is taken, and nothing scaled."""
+    for i in range(count):
+        start -= zeros.shape[1]
+        stage = step % form.STAGES
+        before = (step - 1) % form.STAGES
+        _wait_turn(WG, turn, step)
+        s = _scores(WG, q, q_rest, k, step, zeros, form)
+        _wait_full(v, step - 1, form)
+        pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
+        mbarrier.arrive(turn.index(1 - WG), count=1)
+        s = warpgroup_mma_wait(1, [s])
+        mbarrier.arrive(k.empty.index(stage), count=1)
+        s = _logits(s, view, params, numbered(start, cols, 8), False, form)
+        weights = gl.exp2(s * factor - shifted[:, None])
+        sums += _fold(weights, True)
+        if start > begin:
+            _wait_full(k, step + 1, form)
+        acc, weights, sums = warpgroup_mma_wait(0, [pv, weights, sums])
+        mbarrier.arrive(v.empty.index(before), count=1)
+        p = warpgroup_mma_wait(0, [_as_operand(weights, q)])
+        step += 1
+    return acc, p, sums, step, start
+
+
+@gluon.jit
 def _steps_fp8(
     WG, count, acc, p, keep, top, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros,
     cols, factor, view: View, params, MASKED: gl.constexpr, form: Form,
@@ -338,10 +375,21 @@ def _attend(
         WG, blocks - 1 - plain_to, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros, cols,
         factor, view, params, True, form,
     )  # fmt: skip
-    acc, p, keep, top, sums, step, start = STEPS(
-        WG, gl.minimum(plain_to, blocks - 1) - plain_from, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v,
-        turn, zeros, cols, factor, view, params, False, form,
-    )  # fmt: skip
+    plain = gl.minimum(plain_to, blocks - 1) - plain_from
+    if form.FIXED:
+        acc = acc * _per_row(keep, acc)
+        keep = gl.full([ROWS], 1.0, gl.float32, keep.type.layout)
+        # A row that has seen no key yet takes any maximum: whether it serves is asked in the end, as of all rows.
+        top = gl.where((top == float("-inf")) & (plain > 0), 0.0, top)
+        acc, p, sums, step, start = _plain_steps(
+            WG, plain, acc, p, top * factor, sums, step, start, begin, q, q_rest, k, v, turn, zeros, cols, factor, view,
+            params, form,
+        )  # fmt: skip
+    else:
+        acc, p, keep, top, sums, step, start = STEPS(
+            WG, plain, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros, cols, factor, view,
+            params, False, form,
+        )  # fmt: skip
     if form.WINDOW:
         acc, p, keep, top, sums, step, start = STEPS(
             WG, (start - begin) // BLOCK_N, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros,
@@ -495,12 +543,23 @@ def _finish(WG, acc, top, total, record, kv_head, tensors, numbers, o_tiles, for
 
 
 @gluon.jit
+def _failed(WG, total, record, form: Form):
+    """Whether the weights of some row are not in the middle of what float32 holds."""
+    S_ROWS: gl.constexpr = total.type.layout
+    token = (gl.load(record + ITEM_TILE_ROW) + _rows(WG, S_ROWS)) // form.GROUP
+    fair = (total > 1 / RANGE) & (total < RANGE) | (token >= gl.load(record + ITEM_Q_LEN))
+    # Each warp looks at all rows: what only some threads read in a reduction of warps is kept from tile to tile.
+    fair = gl.convert_layout(fair.to(gl.int32), gl.BlockedLayout([ROWS // 32], [32], [4], [0]))
+    return gl.min(fair, 0) == 0
+
+
+@gluon.jit
 def _piece(
     WG, wave, work, works, step, cols, zeros, q_tiles, q_rests, tensors, numbers, params, k: Ring, v: Ring,
-    queue: Queue, o_tiles, turn, form: Form,
+    queue: Queue, retry, o_tiles, turn, form: Form,
 ):  # fmt: skip
-    """One piece of work: its queries are on their way, and the next one's are sent for. Returns that one and the next
-    `step`."""
+    """One piece of work: its queries are on their way, and the next one's are sent for. Returns that one, whether it is
+    told again, and the next `step`."""
     q, items = tensors[0], tensors[5]
     num_kv_heads, q_stride_n, q_stride_h, _, _, sm_scale, _, _, window_left = numbers
     S_ROWS: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
@@ -508,6 +567,11 @@ def _piece(
     record = items + work // num_kv_heads * ITEM_WIDTH
     kv_head = work % num_kv_heads
     begin, blocks, plain_from, plain_to = span(record, window_left, zeros.shape[1], form)
+    if form.FIXED:
+        # Told again, it has no block that a fixed shift is tried on.
+        plain_from = gl.where(retry > 0, 0, plain_from)
+        plain_to = gl.where(retry > 0, 0, plain_to)
+    failed = blocks < 0
     view = _view_of(record, kv_head, _rows(WG, S_ROWS), tensors, numbers, form)
     factor = 1.0 if form.TRANSFORM else sm_scale * LOG2E
 
@@ -523,9 +587,13 @@ def _piece(
             WG, begin, blocks, plain_from, plain_to, step, q_tiles, q_rests, k, v, turn, zeros, cols, factor, view,
             params, form,
         )  # fmt: skip
+        total = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
+        if form.FIXED:
+            failed = (gl.minimum(plain_to, blocks - 1) > plain_from) & _failed(WG, total, record, form)
+            judge(queue, WG, wave, work, failed)
         # All warps are done with these queries: the next ones come under what is left to do.
         block_barrier()
-        following = told(queue, wave)
+        following, next_retry = told(queue, wave)
         fetch_queries(
             WG, q_tiles, q_rests, q, items, following, works, num_kv_heads, q_stride_n, q_stride_h, form
         )  # fmt: skip
@@ -539,17 +607,23 @@ def _piece(
             pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [pv])
         mbarrier.arrive(v.empty.index(before), count=1)
-        total = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
         if form.FP8:
             acc = (acc * _per_row(keep, acc) + pv) * (1.0 / (1 << SHIFT))
             total *= 1.0 / (1 << SHIFT)
     else:
-        following = told(queue, wave)
+        if form.FIXED:
+            judge(queue, WG, wave, work, failed)
+        following, next_retry = told(queue, wave)
         fetch_queries(
             WG, q_tiles, q_rests, q, items, following, works, num_kv_heads, q_stride_n, q_stride_h, form
         )  # fmt: skip
-    _finish(WG, acc, top * factor, total, record, kv_head, tensors, numbers, o_tiles, form)
-    return following, step
+    if form.FIXED:
+        # Who fails leaves its rows to the second time, when the other one has written its own already.
+        if ((retry == 0) & (failed == 0)) | ((retry >> WG & 1) != 0):
+            _finish(WG, acc, top * factor, total, record, kv_head, tensors, numbers, o_tiles, form)
+    else:
+        _finish(WG, acc, top * factor, total, record, kv_head, tensors, numbers, o_tiles, form)
+    return following, next_retry, step
 
 
 @gluon.jit
@@ -567,12 +641,13 @@ def _consume(
     work = program()
     fetch_queries(WG, q_tiles, q_rests, q, items, work, works, num_kv_heads, q_stride_n, q_stride_h, form)
     step = 0
+    retry = 0
     wave = 0
-    # What is the same for all pieces is made for each in FP8, whose loop over keys has no registers to keep it.
-    while tl.condition(work < works, disable_licm=form.GATHER or form.FP8):
-        work, step = _piece(
-            WG, wave, work, works, step, cols, zeros, q_tiles, q_rests, tensors, numbers, params, k, v, queue, o_tiles,
-            turn, form,
+    # What is the same for all pieces is made for each: loops over keys have no registers to keep it.
+    while tl.condition(work < works, disable_licm=True):
+        work, retry, step = _piece(
+            WG, wave, work, works, step, cols, zeros, q_tiles, q_rests, tensors, numbers, params, k, v, queue, retry,
+            o_tiles, turn, form,
         )  # fmt: skip
         wave += 1
 
@@ -608,7 +683,7 @@ def attend_sm90_kernel(
         GATHER=GATHER, GROUP=GROUP, PAGE_SIZE=PAGE_SIZE, D_VO=D_VO, D_VO_PAD=D_VO_PAD, BLOCK_M=BLOCK_M, STAGES=STAGES,
         TWO=TWO, STAGED=STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth,
         TURN_WARPS=TURN_WARPS, LOGITS=LOGITS, MASK=MASK,
-        VARIED=VARIED, SOFTMAX=SOFTMAX,
+        VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=DTYPE == gl.bfloat16 and SOFTMAX and not CUSTOM and MASK is None,
     )  # fmt: skip
     q_tiles = gl.allocate_shared_memory(
         DTYPE, [2, ROWS, D], gl.NVMMASharedLayout.get_default_for([ROWS, D], DTYPE)
@@ -638,7 +713,7 @@ def attend_sm90_kernel(
     k = ring_of(k_tiles, k_rests, STAGES, WRITERS, 2)
     v = ring_of(v_tiles, v_tiles, STAGES, WRITERS, 1 if FP8 else 2)
     # Who computes, and who copies values or turns them, is told of work by who copies keys.
-    queue = queue_of(4 if FP8 else 2 if GATHER else 3)
+    queue = queue_of(4 if FP8 else 2 if GATHER else 3, form.FIXED)
     # In FP8 nobody takes turns. Barriers that nobody waits for would share their place with tiles, and were seen there:
     # NaN among the values.
     turn = k.full

@@ -69,12 +69,14 @@ class Form:
     MASK: gl.constexpr
     VARIED: gl.constexpr
     SOFTMAX: gl.constexpr
+    # Whether weights of what needs no mask are those of a fixed shift, see attend_sm90._plain_steps.
+    FIXED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, *, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, SINKS, HEAD_SCALES, LSE, TRANSFORM, GATHER, GROUP, PAGE_SIZE,
         D_VO, D_VO_PAD, BLOCK_M, STAGES, TWO, STAGED, FP8, MMA_K, TURN_WARPS,
-        LOGITS, MASK, VARIED, SOFTMAX,
+        LOGITS, MASK, VARIED, SOFTMAX, FIXED,
     ):  # fmt: skip
         self.CAUSAL = gl.constexpr(CAUSAL)
         self.WINDOW = gl.constexpr(WINDOW)
@@ -101,6 +103,7 @@ class Form:
         self.MASK = gl.constexpr(MASK)
         self.VARIED = gl.constexpr(VARIED)
         self.SOFTMAX = gl.constexpr(SOFTMAX)
+        self.FIXED = gl.constexpr(FIXED)
 
 
 @aggregate
@@ -129,17 +132,24 @@ class Queue:
 
     Work is taken as blocks come to it: dealt out before, requests of one length leave some blocks with the longest
     tiles of each.
+
+    With form.FIXED, the warpgroups say of each piece whether they failed at it (`judge`), and it is told once more.
     """
 
     works: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    # For each of two pieces and two warpgroups: the piece if the warpgroup failed at it, else -1; and who says so.
+    failed: gl.shared_memory_descriptor
+    judged: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, works, full, empty):
+    def __init__(self, works, full, empty, failed, judged):
         self.works = works
         self.full = full
         self.empty = empty
+        self.failed = failed
+        self.judged = judged
 
 
 # What is the same for all pieces of work, the compiler finds before the first one and keeps: on the stack, since the
@@ -177,46 +187,108 @@ def program():
     return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
+# Pieces are told by their numbers, and from this bit on, by the warpgroups that failed at them: a piece that is told
+# again. There are fewer pieces: each has a record of its own in memory.
+AGAIN = gl.constexpr(29)
+
+
 @gluon.jit
-def queue_of(READERS: gl.constexpr):
-    works = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def _one(number):
+    """A number as what goes to shared memory."""
+    return gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+
+
+@gluon.jit
+def _read(place):
+    return gl.max(place.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def queue_of(READERS: gl.constexpr, FIXED: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    works = gl.allocate_shared_memory(gl.int32, [2, 1], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    failed = works
+    judged = full
     for i in gl.static_range(2):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
-    return Queue(works, full, empty)
+    if FIXED:
+        failed = gl.allocate_shared_memory(gl.int32, [4, 1], LAYOUT)
+        judged = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(4):
+            failed.index(i).store(_one(-1))
+            mbarrier.init(judged.index(i), count=1)
+    return Queue(works, full, empty, failed, judged)
 
 
 @gluon.jit
-def take(queue: Queue, wave, items, works):
+def judge(queue: Queue, WG, wave, work, failed):
+    """A warpgroup's word on the block's wave-th piece, before it asks for the next one."""
+    at = wave % 2 * 2 + WG
+    queue.failed.index(at).store(_one(gl.where(failed, work, -1)))
+    mbarrier.arrive(queue.judged.index(at), count=1)
+
+
+@gluon.jit
+def _failed(queue: Queue, wave, at_end):
+    """A piece to be told again, with who failed at it, or -1: the one before the block's wave-th or, when there is no
+    other `at_end`, this one."""
+    word = -1
+    for back in gl.static_range(1, -1, -1):
+        if (word < 0) & ((back == 1) | at_end):
+            at = (wave + back) % 2 * 2
+            # The phase before the first counts as over, as the piece before the first is.
+            phase = ((wave - back + 2) // 2 & 1) ^ 1
+            mbarrier.wait(queue.judged.index(at), phase)
+            mbarrier.wait(queue.judged.index(at + 1), phase)
+            first = _read(queue.failed.index(at))
+            second = _read(queue.failed.index(at + 1))
+            if gl.maximum(first, second) >= 0:
+                who = (first >= 0).to(gl.int32) + 2 * (second >= 0).to(gl.int32)
+                word = gl.maximum(first, second) | who << AGAIN
+                queue.failed.index(at).store(_one(-1))
+                queue.failed.index(at + 1).store(_one(-1))
+    return word
+
+
+@gluon.jit
+def take(queue: Queue, wave, held, items, works, form: Form):
     """The piece of work after the block's wave-th, for those who ask `told`, too; past the last one, no less than
-    `works`.
+    `works`. And the piece that is held back while another is told again, or -1.
 
     Every block that begins with a piece asks once for each that it has, so all together ask `works` times: who does
     so last puts the count back.
     """
-    taken = gl.atomic_add(items + ITEM_TAKEN, 1, sem="relaxed")
-    if taken == works - 1:
-        gl.store(items + ITEM_TAKEN, 0)
-    work = programs() + taken
+    work = held
+    if held < 0:
+        taken = gl.atomic_add(items + ITEM_TAKEN, 1, sem="relaxed")
+        if taken == works - 1:
+            gl.store(items + ITEM_TAKEN, 0)
+        work = programs() + taken
     at = wave % 2
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(queue.empty.index(at), ((wave // 2) & 1) ^ 1)
-    queue.works.index(at).store(gl.full([1], work, gl.int32, LAYOUT))
+    held = -1
+    if form.FIXED:
+        word = _failed(queue, wave, work >= works)
+        if word >= 0:
+            held = work
+            work = word
+    queue.works.index(at).store(_one(work))
     mbarrier.arrive(queue.full.index(at), count=1)
-    return work
+    return work & ((1 << AGAIN) - 1), held
 
 
 @gluon.jit
 def told(queue: Queue, wave):
-    """The piece of work after the block's wave-th, as `take` has it."""
+    """The piece of work after the block's wave-th, as `take` has it; and, if it is told again, who failed at it: 1 the
+    first warpgroup, 2 the second, 3 both."""
     at = wave % 2
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(queue.full.index(at), (wave // 2) & 1)
-    work = gl.max(queue.works.index(at).load(LAYOUT), 0)
+    word = _read(queue.works.index(at))
     mbarrier.arrive(queue.empty.index(at), count=1)
-    return work
+    return word & ((1 << AGAIN) - 1), word >> AGAIN
 
 
 @gluon.jit
@@ -275,6 +347,7 @@ def produce(
     works = gl.load(counts) * num_kv_heads
     step = 0
     work = program()
+    held = -1
     wave = 0
     while work < works:
         record = items + work // num_kv_heads * ITEM_WIDTH
@@ -310,7 +383,10 @@ def produce(
                         tma_load(rest_map, [at, col + SPLIT_AT], full, to)
             start -= BLOCK_N
             step += 1
-        work = take(queue, wave, items, works) if TAKES else told(queue, wave)
+        if TAKES:
+            work, held = take(queue, wave, held, items, works, form)
+        else:
+            work, retry = told(queue, wave)
         wave += 1
 
 
@@ -358,6 +434,7 @@ def gather(
     works = gl.load(counts) * num_kv_heads
     step = 0
     work = program()
+    held = -1
     wave = 0
     while tl.condition(work < works, disable_licm=True):
         record = items + work // num_kv_heads * ITEM_WIDTH
@@ -393,7 +470,7 @@ def gather(
             cp_async_arrive(v.full.index(stage), increment_count=False)
             start -= BLOCK_N
             step += 1
-        work = take(queue, wave, items, works)
+        work, held = take(queue, wave, held, items, works, form)
         wave += 1
 
 
@@ -472,7 +549,7 @@ def turn_values(raw: Ring, v: Ring, queue: Queue, items, counts, num_kv_heads, w
             mbarrier.arrive(v.full.index(stage), count=1)
             start -= BLOCK_N
             step += 1
-        work = told(queue, wave)
+        work, retry = told(queue, wave)
         wave += 1
 
 

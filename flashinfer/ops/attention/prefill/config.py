@@ -82,8 +82,9 @@ def _registers(p: Problem, boxes: bool) -> tuple[int, int]:
     if boxes:
         # Copying boxes needs few itself. But the assembler holds what threads that compute find before their first
         # piece in registers there, too, or puts it on the stack: with 32, up to 24 bytes at head_dim 96. No slower with
-        # 56 (docs/rooms/attention.md). Head_dim 64 uses none with 32, and 8 bytes with 56 on Triton 3.9.
-        return (240, 32) if p.head_dim_qk == 64 else (224, 56)
+        # 56 (docs/rooms/attention.md). Head_dim 64 uses none with 32, and 16 bytes with 56 on Triton 3.9; 192 none with
+        # 40, and 48 with 56.
+        return {64: (240, 32), 192: (232, 40)}.get(p.head_dim_qk, (224, 56))
     # Warps that gather want 88, or they spill in their loop (by its code, 48 loads a block with 32: pages of 1 token at
     # 0.61 of ragged, 0.69 with 64). Consumers of 128 columns live on 208, those of 256 do not.
     return (224, 64) if p.head_dim_vo == 256 else (208, 88)
