@@ -324,8 +324,8 @@ def _steps_fp8(
 def _clear_tail(v, start, kv_len):
     """Zero the rows of a V tile past the request's keys: their weight is 0, and 0 times what lies there may be NaN."""
     SLICE: gl.constexpr = 16
-    D: gl.constexpr = v.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    # 64 columns, which a swizzle's pattern has, to eight threads: further ones are at constant places from them.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
     for i in gl.static_range(v.shape[0] // SLICE):
         if start + (i + 1) * SLICE > kv_len:
