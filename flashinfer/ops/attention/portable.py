@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
-from flashinfer.ops.attention._device.attend import attend_kernel
 from flashinfer.ops.attention.config import NARROW, SIZE, factor_alignment
 from flashinfer.ops.attention.planner import schedule_launch, schedules
 from flashinfer.ops.attention.problem import Inputs, Problem
@@ -85,7 +84,8 @@ def grid(p: Problem, items: int, kv_heads: int) -> tuple[int, int, int]:
     return (items * near, kv_heads // near, 1) if kv_heads % near == 0 else (items * kv_heads, 1, 1)
 
 
-def build_attend(p: Problem, c) -> Build:
+def parameters(p: Problem, c) -> tuple[dict, dict]:
+    """Types and constants of `attend_kernel`, of which kernels for one chip have most."""
     types = dict(
         q=_pointer(p.q_dtype, p.aligned), k=_pointer(p.kv_dtype, p.aligned), v=_pointer(p.kv_dtype, p.aligned),
         out=f"*{p.o_dtype}:16" if p.aligned else f"*{p.o_dtype}", lse="*fp32", partial_out="*fp32:16",
@@ -113,7 +113,14 @@ def build_attend(p: Problem, c) -> Build:
         ROPE=p.pos_encoding == "ROPE_LLAMA", SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse, SPLIT=p.split,
         PIECES=c.combine_pieces, COMBINE_ROWS=c.combine_rows, **functions,
     )  # fmt: skip
-    return Build(attend_kernel, types, constants, num_warps=c.num_warps, num_stages=c.num_stages)
+    return types, constants
+
+
+def build_attend(p: Problem, c) -> Build:
+    # Here, since Triton parses what is imported: a twentieth of the first decode, which has a kernel of its own.
+    from flashinfer.ops.attention._device.attend import attend_kernel
+
+    return Build(attend_kernel, *parameters(p, c), num_warps=c.num_warps, num_stages=c.num_stages)
 
 
 # In the order of Inputs.addresses().

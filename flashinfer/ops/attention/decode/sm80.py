@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention._device.attend_sm80 import attend_sm80_kernel
 from flashinfer.ops.attention.planner import schedule_launch, schedules
-from flashinfer.ops.attention.portable import Bound, build_attend
+from flashinfer.ops.attention.portable import Bound, parameters
 from flashinfer.ops.attention.problem import Inputs, Problem
 
 # Bytes of stack a thread may use: 8 of the scheduling kernel, where ptxas lays a value aside with registers to spare,
@@ -17,11 +17,11 @@ STACK_BUDGET = 16
 
 def build(p: Problem, c) -> Build:
     """What the portable kernel takes, less what the kernel has no parameter for."""
-    portable = build_attend(p, c)
+    types, constants = parameters(p, c)
     names = attend_sm80_kernel.arg_names
-    constants = {name: value for name, value in portable.constants.items() if name in names}
+    constants = {name: value for name, value in constants.items() if name in names}
     constants.update(WARPS_N=c.num_warps // (c.block_m // 16), STAGES=c.num_stages)
-    types = {name: kind for name, kind in portable.types.items() if name.partition(".")[0] in names}
+    types = {name: kind for name, kind in types.items() if name.partition(".")[0] in names}
     return Build(attend_sm80_kernel, types, constants, num_warps=c.num_warps)
 
 
