@@ -617,6 +617,11 @@ def _piece(
         fetch_queries(
             WG, q_tiles, q_rests, q, items, following, works, num_kv_heads, q_stride_n, q_stride_h, form
         )  # fmt: skip
+    if form.FP8:
+        # Found again, and not kept: the loop over keys has no registers left.
+        work = again(work)
+        record = items + work // num_kv_heads * ITEM_WIDTH
+        kv_head = work % num_kv_heads
     if form.FIXED:
         # Who fails leaves its rows to the second time, when the other one has written its own already.
         if ((retry == 0) & (failed == 0)) | ((retry >> WG & 1) != 0):

@@ -533,7 +533,9 @@ def turn_values(raw: Ring, v: Ring, queue: Queue, items, counts, num_kv_heads, w
         begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, form)
         kv_len = gl.load(record + ITEM_KV_LEN)
         start = begin + (blocks - 1) * BLOCK_N
-        for i in range(blocks):
+        i = 0
+        # Places in tiles are made for each: eight that are kept, and eight made of them, take more than there is.
+        while tl.condition(i < blocks, disable_licm=True):
             stage = again(step % form.STAGES)
             phase = (step // form.STAGES) & 1
             mbarrier.wait(raw.full.index(stage), phase)
@@ -549,6 +551,7 @@ def turn_values(raw: Ring, v: Ring, queue: Queue, items, counts, num_kv_heads, w
             mbarrier.arrive(v.full.index(stage), count=1)
             start -= BLOCK_N
             step += 1
+            i += 1
         work, retry = told(queue, wave)
         wave += 1
 

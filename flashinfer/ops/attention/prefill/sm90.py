@@ -18,10 +18,6 @@ from flashinfer.ops.attention.portable import varied
 from flashinfer.ops.attention.prefill.config import Sm90Config
 from flashinfer.ops.attention.problem import Inputs, Problem
 
-# Bytes of stack a thread may use. Where registers are fewest, a thread's number and what comes of it wait there: FP8 of
-# head_dim 128 on Triton 3.9 (docs/rooms/attention.md, Stack).
-STACK_BUDGET = 24
-
 
 def _parts(p: Problem) -> tuple[int, int]:
     """head_dim_qk as a power of two and the rest, since a tile's sides are powers of two."""
