@@ -45,8 +45,8 @@ def device(pytestconfig):
 def quick_interpreter(pytestconfig):
     """Two thirds of the time of Triton's interpreter come to nothing: they are left out.
 
-    It replaces all functions of the language again at each call of a device function, and it works out overflows of
-    integers for an assertion that only its debug mode makes.
+    It replaces all functions of the language again at each call of a device function, it works out overflows of
+    integers for an assertion that only its debug mode makes, and it makes its table of types at each look into it.
     """
     if _is_gpu_suite(pytestconfig):
         return
@@ -71,6 +71,17 @@ def quick_interpreter(pytestconfig):
         return scope
 
     interpreter._patch_lang = once_a_launch
+
+    find, known = interpreter._get_np_dtype, {}
+
+    def found_once(dtype):
+        # A block has its elements' type.
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = find(dtype)
+        return known[name]
+
+    interpreter._get_np_dtype = found_once
 
 
 @pytest.fixture(scope="module")

@@ -34,11 +34,15 @@ class Covering:
 
     def catalog(self):
         shows = {problem: self._shown(problem) for problem in self._op.catalog()}
-        left = set().union(*shows.values())
+        left, taken = set().union(*shows.values()), []
         while left:
-            problem = max(shows, key=lambda problem: len(shows[problem] & left))
-            left -= shows.pop(problem)
-            yield problem
+            taken.append(max(shows, key=lambda problem: len(shows[problem] & left)))
+            left -= shows[taken[-1]]
+        # What was taken first may show nothing that those after it do not.
+        for problem in list(taken):
+            if shows[problem] <= set().union(*(shows[other] for other in taken if other != problem)):
+                taken.remove(problem)
+        return taken
 
     def _shown(self, problem):
         shown = {("", "", "")}
