@@ -8,6 +8,8 @@ softmax, the other's products keep the tensor cores busy. Weights take the place
 from, which no value is read from.
 """
 
+import triton.language as tl
+
 from flashinfer._core.gluon_compat import (
     aggregate,
     block_barrier,
@@ -23,7 +25,7 @@ from flashinfer._core.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashinfer.ops._device.registers_sm90 import anew
+from flashinfer.ops._device.registers_sm90 import anew, lane
 from flashinfer.ops.attention._device.logits import LOG2E
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_BASE,
@@ -515,7 +517,7 @@ def _clear_tail(tile, start, end):
 
 
 @gluon.jit
-def _hidden(s, keys, last, form: Form):
+def _hidden(WG: gl.constexpr, s, keys, last, form: Form):
     """Logits of a block that has `keys` keys, of which a row sees those up to number `last`.
 
     A thread has columns 8 i + 2 lane + j. Taken apart like this, it compares constants with one number of its own; as
@@ -524,11 +526,16 @@ def _hidden(s, keys, last, form: Form):
     LAYOUT: gl.constexpr = s.type.layout
     s = s.reshape([ROWS, KEYS // 8, 4, 2])
     APART: gl.constexpr = s.type.layout
-    LANES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, APART)))
     i = gl.arange(0, KEYS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, APART))))
     j = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, APART))))
     col = (8 * i)[None, :, None, None] + j[None, None, None, :]
-    first = 2 * anew(gl.arange(0, 4, LANES))[None, None, :, None]
+    if WG == 0 or form.KV_FP8 == "":
+        # No register is left to keep a place for all items, but in the second warpgroup beside FP8 keys, where this
+        # takes 1 % longer.
+        first = 2 * (lane() & 3)
+    else:
+        LANES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, APART)))
+        first = 2 * anew(gl.arange(0, 4, LANES))[None, None, :, None]
     s = gl.where(col < keys - first, s, float("-inf"))
     if form.CAUSAL:
         last = gl.convert_layout(last, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, APART))))
@@ -545,7 +552,7 @@ def _masked(WG: gl.constexpr, s, start, end, plain_end, position, tiles: Tiles, 
         s += tiles.bias.index(WG).load(gl.SliceLayout(0, s.type.layout))[None, :]
     if form.CAUSAL or not form.SPARSE:
         if start + KEYS > plain_end:
-            s = _hidden(s, end - start, position - start, form)
+            s = _hidden(WG, s, end - start, position - start, form)
     return s
 
 
@@ -683,6 +690,13 @@ def _meet(tiles: Tiles, phase):
 
 
 @gluon.jit
+def _rows(LAYOUT: gl.constexpr):
+    """The rows of a tile, found anew: a thread's are 8 apart."""
+    index = gl.arange(0, ROWS, LAYOUT)
+    return anew(index & -9) + (index & 8)
+
+
+@gluon.jit
 def _consume(WG: gl.constexpr, tensors, numbers, tiles: Tiles, form: Form):
     """One warpgroup. `tensors` and `numbers` are the kernel's arguments."""
     q_nope, q_pe, out, lse, partial_out, partial_lse, items, counts, sinks, qk_scale = tensors[:10]
@@ -690,7 +704,7 @@ def _consume(WG: gl.constexpr, tensors, numbers, tiles: Tiles, form: Form):
     q_nope_n, q_nope_h, q_pe_n, q_pe_h, o_stride_n, o_stride_h, sm_scale, out_scale, pe_ratio = numbers
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, S_LAYOUT)
     scale = sm_scale * LOG2E
     if form.DEVICE_SCALES:
@@ -699,16 +713,19 @@ def _consume(WG: gl.constexpr, tensors, numbers, tiles: Tiles, form: Form):
     factor = 1.0 if form.TRANSFORM else scale
     works = gl.load(counts)
     step = 0
-    for wave in range(gl.cdiv(works, gl.num_programs(0))):
+    wave = 0
+    # What is the same for all items is made for each: the loop over keys has no registers to keep it.
+    while tl.condition(wave < gl.cdiv(works, gl.num_programs(0)), disable_licm=True):
         work = _work(wave)
+        wave += 1
         if work < works:
             record = items + work * ITEM_WIDTH
             begin, end, pairs, plain_end = _span(record, form)
-            packed = gl.load(record + ITEM_TILE_ROW) + rows
+            packed = gl.load(record + ITEM_TILE_ROW) + _rows(S_ROWS)
             position = packed // form.HEADS + (gl.load(record + ITEM_KV_LEN) - gl.load(record + ITEM_Q_LEN))
             acc = gl.zeros([ROWS, HALF], gl.float32, O_LAYOUT)
-            top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-            total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S_LAYOUT))
+            top = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
+            total = gl.zeros([ROWS], gl.float32, S_ROWS)
             if pairs > 0:
                 # The other warpgroup is done with the last tile's queries: its last weights were waited for.
                 if WG == 0:
@@ -740,6 +757,9 @@ def _consume(WG: gl.constexpr, tensors, numbers, tiles: Tiles, form: Form):
             q_len = gl.load(record + ITEM_Q_LEN)
             tile_row = gl.load(record + ITEM_TILE_ROW)
             slot = gl.load(record + ITEM_SLOT)
+            # Found again, and not kept: the loop over keys needs the registers.
+            rows = _rows(S_ROWS)
+            packed = tile_row + rows
             token = packed // form.HEADS
             head = packed % form.HEADS
             row_ok = token < q_len
@@ -761,7 +781,7 @@ def _consume(WG: gl.constexpr, tensors, numbers, tiles: Tiles, form: Form):
             acc = gl.where(_per_row(seen, acc), acc * _per_row(inverse, acc), 0.0)
             state = gl.where(seen, top + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
 
-            o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, O_LAYOUT))
+            o_rows = _rows(gl.SliceLayout(1, O_LAYOUT))
             o_cols = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(0, O_LAYOUT))
             flat = tile_row + o_rows
             o_ok = (flat // form.HEADS < q_len)[:, None]

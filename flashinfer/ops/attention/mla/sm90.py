@@ -16,9 +16,6 @@ from flashinfer.ops.attention.mla.config import Sm90Config
 from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
 from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
 
-# Bytes of stack a thread may use: one number, in the kernel with FP8 queries on Triton 3.9.
-STACK_BUDGET = 8
-
 # FP8 formats as PTX has them. FP8 travels to the kernel as words of four elements.
 FP8 = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}
 
