@@ -27,9 +27,6 @@ from flashinfer._core.target import target_of
 _TYPE = re.compile(rf"(\*\w+|{'|'.join(SCALARS)})(:[1-9]\d*)?|tensordesc<.*>")
 # What the types of arguments begin with that are addresses, or have one: what moves between launches.
 _ADDRESSES = ("*", "tensordesc")
-# Programs of a dependent launch. Up to so many, 0.5 to 0.6 us were gained of 2 to 4 that a launch takes in a graph of
-# the like (H100); larger ones, of which it is a small part, were not timed.
-_MOST_EARLY = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +47,9 @@ class Build:
         Compiler options.
     maxnreg : int, optional
         Most registers that a thread may use.
+    most_early : int
+        Programs of a dependent launch, at most, of a kernel that begins by waiting. Up to 512 of small kernels gained
+        0.5 to 0.6 us of 2 to 4 that a launch takes in a graph of the like (H100); more of those were not timed.
 
     Raises
     ------
@@ -63,6 +63,7 @@ class Build:
     num_warps: int = 4
     num_stages: int = 3
     maxnreg: int | None = None
+    most_early: int = 512
 
     def __post_init__(self):
         names = self.kernel.arg_names
@@ -398,7 +399,7 @@ class _Loaded:
 
     def _is_early(self, grid: tuple[int, int, int]) -> bool:
         """Whether the kernel may be launched before those in front of it end: a dependent launch."""
-        return self._waits and grid[0] * grid[1] * grid[2] <= _MOST_EARLY
+        return self._waits and grid[0] * grid[1] * grid[2] <= self._build.most_early
 
     def _values(self, args: tuple) -> list:
         """What the parameter block holds for `args`, flat."""

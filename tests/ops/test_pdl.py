@@ -54,7 +54,7 @@ def test_kernels_wait_before_all_else(on_card):
     """By their machine code: no memory but parameters, no branch and no end before the wait (ACQBULK), which all do."""
     found = on_card(machine_code)
     assert {launcher for launcher, _ in found} == {
-        "norm", "act_and_mul", "rope", "quantize", "append_nvfp4", "dequantize", "page", "concat_mla_k",
+        "norm", "act_and_mul", "rope", "quantize", "append_nvfp4", "dequantize", "page", "concat_mla_k", "attend_sm80",
     }  # fmt: skip
     for kernel, (waits, instructions) in found.items():
         assert waits and "ACQBULK" in instructions, kernel
@@ -128,6 +128,23 @@ def launched(card):
 def test_enable_pdl_reaches_the_launch(on_card):
     """Calls that are made anew, and calls that are held."""
     assert on_card(launched) == [ALLOWED] * 8 + [{}] * 4
+
+
+def decoded(card):
+    """Of a plan and two calls of run(), the second one held."""
+    before = len(card.attributes)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(1 << 20, dtype=torch.uint8))
+    tables = torch.tensor([0, 1, 3], dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    wrapper.plan(*tables, torch.tensor([16, 1], dtype=torch.int32), 32, 8, 128, 16, q_data_type=BF16)
+    q, cache = torch.zeros(2, 32, 128, dtype=BF16), torch.zeros(3, 2, 16, 8, 128, dtype=BF16)
+    wrapper.run(q, cache)
+    wrapper.run(q, cache)
+    return card.attributes[before:]
+
+
+def test_decodes_are_dependent(on_card):
+    """The work list is not: it does not begin by waiting."""
+    assert on_card(decoded) == [{}, ALLOWED, ALLOWED]
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
@@ -219,3 +236,39 @@ def test_order_goes_through_a_launch_between(device):
             activation.silu_and_mul(large[-4:], out=out)
             wrong += (out != truth[i]).any()
     assert not wrong.item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("requests, keys", [(1, 4096), (16, 1000)])
+def test_a_chain_of_decodes(device, requests, keys):
+    """Each reads what the one before it wrote, pieces of a request that others combine too; against calls that wait."""
+    draw = torch.Generator(device).manual_seed(requests)
+    pages = -(-keys // 16)
+    cache = torch.randn(requests * pages, 2, 16, 8, 128, device=device, generator=draw).to(BF16)
+    first = torch.randn(requests, 32, 128, device=device, generator=draw).to(BF16)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.zeros(64 << 20, dtype=torch.uint8, device=device))
+    indices = torch.randperm(requests * pages, device=device, generator=draw).int()
+    last = torch.full((requests,), keys - (pages - 1) * 16, dtype=torch.int32)
+    indptr = torch.arange(requests + 1, dtype=torch.int32) * pages
+    wrapper.plan(indptr, indices, last, 32, 8, 128, 16, q_data_type=BF16, kv_data_type=BF16)
+    x = [torch.empty_like(first) for _ in range(4)]
+
+    def steps(count, settle):
+        for _ in range(count):
+            for source, target in zip(x, x[1:]):
+                wrapper.run(source, cache, out=target)
+                settle()
+            x[0].copy_(x[3]).mul_(20.0).add_(first)
+            settle()
+
+    x[0].copy_(first)
+    steps(40, lambda: torch.cuda.synchronize(device))
+    waited = [y.clone() for y in x]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps(5, lambda: None)
+    for ways in (lambda: steps(40, lambda: None), lambda: [graph.replay() for _ in range(8)]):
+        x[0].copy_(first)
+        ways()
+        for a, b in zip(waited, x, strict=True):
+            assert_bitwise(a, b)

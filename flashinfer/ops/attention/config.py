@@ -28,6 +28,8 @@ class Config:
         Work items that should be in flight on one multiprocessor: what work is split for.
     least_piece : int
         Keys that a piece should have at least, however idle the chip.
+    pdl : bool
+        Whether the kernel begins by waiting for those before it, and so may be launched while they run.
     """
 
     block_m: int
@@ -39,6 +41,7 @@ class Config:
     combine_rows: int
     programs_per_sm: int
     least_piece: int
+    pdl: bool = False
 
 
 # Bytes of what is stored; of nvfp4, two elements.

@@ -17,6 +17,7 @@ from flashinfer._core.gluon_compat import (
     gluon,
     mma_v2,
 )
+from flashinfer.ops._device.pdl import begin as begin_dependent
 from flashinfer.ops.attention._device.combine import combine_if_last
 from flashinfer.ops.attention._device.kv_source import fit_half, offsets_in, page_ids, widen
 from flashinfer.ops.attention._device.logits import LOG2E, transform_at, vary_at, visible_at
@@ -77,7 +78,7 @@ def attend_sm80_kernel(
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr, ALIBI: gl.constexpr,
     SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
     PIECES: gl.constexpr, COMBINE_ROWS: gl.constexpr,
-    LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr,
+    LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One program per (work item, KV head), as `item_and_head` deals them out.
 
@@ -109,6 +110,7 @@ def attend_sm80_kernel(
     K_COPY: gl.constexpr = gl.BlockedLayout([1, 1, VEC], [1, 32 // K_LANES, K_LANES], [WARPS_N, WARPS_M, 1], [2, 1, 0])
     V_COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // V_LANES, V_LANES], [WARPS_N, WARPS_M, 1], [2, 1, 0])
 
+    begin_dependent(PDL)
     item, kv_head = item_and_head(num_kv_heads, NEAR)
     record = items + item * ITEM_WIDTH
     q_row = gl.load(record + ITEM_Q_ROW, volatile=True)

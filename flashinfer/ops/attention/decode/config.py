@@ -66,4 +66,5 @@ def choose(p: Problem, target: Target) -> Config:
         programs_per_sm=4 if narrow else 2,
         # Halving a piece of 256 keys saves less than the combination of twice as many pieces costs.
         least_piece=256,
+        pdl=target.capability >= 90,
     )

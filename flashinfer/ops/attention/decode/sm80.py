@@ -10,6 +10,8 @@ from flashinfer.ops.attention.planner import schedule_launch, schedules
 from flashinfer.ops.attention.portable import Bound, parameters
 from flashinfer.ops.attention.problem import Inputs, Problem
 
+# Programs of a dependent launch: as many as were timed, 64 requests of 8 heads (docs/rooms/attention.md).
+_MOST_EARLY = 1024
 # Bytes of stack a thread may use: 8 of the scheduling kernel, where ptxas lays a value aside with registers to spare,
 # and on Triton 3.9 16 of FP8 in tiles of 32 rows.
 STACK_BUDGET = 16
@@ -20,9 +22,9 @@ def build(p: Problem, c) -> Build:
     types, constants = parameters(p, c)
     names = attend_sm80_kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    constants.update(WARPS_N=c.num_warps // (c.block_m // 16), STAGES=c.num_stages)
+    constants.update(WARPS_N=c.num_warps // (c.block_m // 16), STAGES=c.num_stages, PDL=c.pdl)
     types = {name: kind for name, kind in types.items() if name.partition(".")[0] in names}
-    return Build(attend_sm80_kernel, types, constants, num_warps=c.num_warps)
+    return Build(attend_sm80_kernel, types, constants, num_warps=c.num_warps, most_early=_MOST_EARLY)
 
 
 attend_sm80 = Launcher("attend_sm80", build)
