@@ -22,6 +22,9 @@ STACK_BUDGET = 96
 
 # Of a token, side by side in memory, what programs that run at a time read at least.
 _NEAR_BYTES = 1024
+# Where all heads of a token are no more bytes than the first, and programs no more than the second, all heads go side
+# by side: programs that share a prefix run at a time in any order.
+_ALL_BYTES, _AT_A_TIME = 2048, 640
 
 _TL = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 
@@ -81,6 +84,9 @@ def near_heads(p: Problem) -> int:
 def grid(p: Problem, items: int, kv_heads: int) -> tuple[int, int, int]:
     """A program for each pair of work item and KV head, as `item_and_head` reads it."""
     near = near_heads(p)
+    if kv_heads * p.head_dim_qk * SIZE[p.kv_dtype] <= _ALL_BYTES and items * kv_heads <= _AT_A_TIME:
+        # Programs without an item come last, so that no multiprocessor has two with one while another has none.
+        return items * kv_heads, 1, 1
     return (items * near, kv_heads // near, 1) if kv_heads % near == 0 else (items * kv_heads, 1, 1)
 
 
