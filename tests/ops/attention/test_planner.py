@@ -4,11 +4,13 @@ from functools import partial
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashinfer.ops.attention import planner
-from flashinfer.ops.attention._device.schedule import ITEM_TAKEN
+from flashinfer.ops.attention import planner, portable
+from flashinfer.ops.attention._device.schedule import ITEM_TAKEN, item_and_head
 from flashinfer.ops.attention.config import Config
 from flashinfer.ops.attention.planner import Splitting
 from flashinfer.ops.attention.problem import Problem, Table
@@ -160,3 +162,22 @@ def test_pieces_are_even(device):
     lengths = [r[6] - r[5] for r in made.items.view(-1, 16)[:items].tolist()]
     assert max(lengths) <= 1.5 * sum(kv_lens) / 10
     assert items <= 10 + len(kv_lens)
+
+
+@triton.jit
+def deal_kernel(found, num_kv_heads, NEAR: tl.constexpr):
+    item, kv_head = item_and_head(num_kv_heads, NEAR)
+    tl.atomic_add(found + item * num_kv_heads + kv_head, 1)
+
+
+@pytest.mark.parametrize(
+    "items, kv_heads, rows", [(3, 8, 1), (80, 8, 1), (81, 8, 2), (3, 16, 4), (100, 6, 1), (3, 2, 1)]
+)
+def test_each_pair_of_item_and_head_is_dealt_once(items, kv_heads, rows, device):
+    """Few programs, and heads of up to 2048 bytes, in one row; else four heads of 256 bytes go side by side."""
+    problem = Problem("paged", "bf16", "bf16", "bf16", 128, 128, 4, page_size=16)
+    grid = portable.grid(problem, items, kv_heads)
+    assert grid == (items * kv_heads // rows, rows, 1)
+    found = torch.zeros(items, kv_heads, dtype=torch.int32, device=device)
+    deal_kernel[grid](found, kv_heads, NEAR=portable.near_heads(problem))
+    assert found.eq(1).all()
