@@ -673,9 +673,9 @@ def attend_sm90_kernel(
     """Persistent: any number of blocks. head_dim_qk is D + D_REST, and tiles have BLOCK_M = 2 * ROWS rows.
 
     Keys and values are the rows of matrices (kv_layout.Matrix), where *_page and *_head are rows and *_step is columns
-    from head to head. With GATHER they are anywhere: the maps are pointers, and the steps are elements from page to
-    page, head to head and row to row. LOGITS and MASK are functions of a user's variant, or None; `params` is a named
-    tuple for them. Without SOFTMAX, logits are weights.
+    from head to head. With GATHER they are anywhere: the maps are pointers, *_page and *_step are bytes from page to
+    page and row to row, and *_head is elements. LOGITS and MASK are functions of a user's variant, or None; `params`
+    is a named tuple for them. Without SOFTMAX, logits are weights.
     """
     VARIED: gl.constexpr = LOGITS is not None or MASK is not None
     DTYPE: gl.constexpr = q.dtype.element_ty

@@ -391,33 +391,76 @@ def produce(
 
 
 @gluon.jit
-def _rows_of(position, kv_base, kv_indices, PAGE_SIZE: gl.constexpr):
-    """What finds the row of a key: its page, or its row in a ragged tensor."""
+def _found(start, kv_base, kv_len, kv_indices, COUNT: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """What finds the rows of COUNT keys: their pages, or their rows in a ragged tensor. Past the end, the last key's.
+
+    Laid out for tiles of D columns, see _gather_tile.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    position = gl.minimum(numbered(start, gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT)), 1024 // D), kv_len - 1)
     if PAGE_SIZE == 0:
         return kv_base + position
     return gl.load(kv_indices + kv_base + position // PAGE_SIZE)
 
 
 @gluon.jit
-def _gather_tile(
-    to, source, found, start, kv_len, page, step, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, SLICE: gl.constexpr
-):  # fmt: skip
-    """Start copying the rows of one tile from wherever they lie; `found` has _rows_of them, slice by slice."""
+def _times(number, step):
+    """Their product in 64 bits; neither is negative. Told so, the assembler multiplies and adds at once."""
+    if step.dtype.primitive_bitwidth == 32:
+        step = step.to(gl.uint32)
+    return number.to(gl.uint32).to(gl.int64) * step.to(gl.int64)
+
+
+@gluon.jit
+def _gather_tile(to, source, found, start, kv_len, page, step, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """Start copying the rows of one tile from wherever they lie; `found` has _found of them.
+
+    In one go: slices of a tile are one place to the compiler, which has all warps meet between them. Steps are bytes,
+    so that an address is one instruction.
+    """
     D: gl.constexpr = to.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    for i in gl.static_range(to.shape[0] // SLICE):
-        at = gl.convert_layout(found[i], gl.SliceLayout(1, LAYOUT)).to(gl.int64)
-        if PAGE_SIZE == 0:
-            at *= step
-        else:
-            position = gl.minimum(start + i * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT)), kv_len - 1)
-            at = at * page + (position % PAGE_SIZE) * step
-        pointers = source + at[:, None] + d[None, :]
-        if COLUMNS < D:
-            cp_async(to.slice(i * SLICE, SLICE, dim=0), pointers, mask=(d < COLUMNS)[None, :])
-        else:
-            cp_async(to.slice(i * SLICE, SLICE, dim=0), pointers)
+    found = gl.convert_layout(found, gl.SliceLayout(1, LAYOUT))
+    if PAGE_SIZE == 0:
+        at = _times(found, step)
+    else:
+        at = _times(found, page)
+        if PAGE_SIZE > 1:
+            # Again for each tile: numbers of keys and values together are too many to keep.
+            number = numbered(again(start), gl.arange(0, to.shape[0], gl.SliceLayout(1, LAYOUT)), 1024 // D)
+            position = gl.minimum(number, kv_len - 1)
+            at += _times(position % PAGE_SIZE, step)
+    columns = (source + d[None, :]).to(gl.pointer_type(gl.int8))
+    pointers = (columns + at[:, None]).to(gl.pointer_type(to.dtype))
+    # A cast of pointers does not tell what it knew: 16 bytes each, aligned.
+    pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 8])
+    if COLUMNS < D:
+        cp_async(to, pointers, mask=(d < COLUMNS)[None, :])
+    else:
+        cp_async(to, pointers)
+
+
+@gluon.jit
+def _gather_keys(k: Ring, source, count, found, start, kv_len, page, step, form: Form):
+    """Start copying the count-th block of keys as its stage comes free."""
+    stage = count % form.STAGES
+    mbarrier.wait(k.empty.index(stage), ((count // form.STAGES) & 1) ^ 1)
+    D: gl.constexpr = k.tiles.shape[2]
+    _gather_tile(k.tiles.index(stage), source, found, start, kv_len, page, step, D, form.PAGE_SIZE)
+    if form.TWO:
+        REST: gl.constexpr = k.rest.shape[2]
+        _gather_tile(k.rest.index(stage), source + D, found, start, kv_len, page, step, REST, form.PAGE_SIZE)
+    cp_async_arrive(k.full.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _gather_values(v: Ring, source, count, found, start, kv_len, page, step, form: Form):
+    """The same of values."""
+    stage = count % form.STAGES
+    mbarrier.wait(v.empty.index(stage), ((count // form.STAGES) & 1) ^ 1)
+    _gather_tile(v.tiles.index(stage), source, found, start, kv_len, page, step, form.D_VO, form.PAGE_SIZE)
+    cp_async_arrive(v.full.index(stage), increment_count=False)
 
 
 @gluon.jit
@@ -427,10 +470,8 @@ def gather(
 ):  # fmt: skip
     """Four warps: copy keys and values that no box takes, pages of a few tokens say, row by row with cp.async."""
     BLOCK_N: gl.constexpr = k.tiles.shape[1]
-    SLICE: gl.constexpr = 16
-    # As _gather_tile has it for the tiles of K.
     D: gl.constexpr = k.tiles.shape[2]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    PAGE_SIZE: gl.constexpr = form.PAGE_SIZE
     works = gl.load(counts) * num_kv_heads
     step = 0
     work = program()
@@ -443,32 +484,22 @@ def gather(
         kv_base = gl.load(record + ITEM_KV_BASE)
         kv_len = gl.load(record + ITEM_KV_LEN)
         start = begin + (blocks - 1) * BLOCK_N
-        for i in range(blocks):
-            # All asked for before the wait, which hides the trip to memory. Past the end, the last key.
-            found = ()
-            for j in gl.static_range(BLOCK_N // SLICE):
-                position = start + j * SLICE + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
-                found += (_rows_of(gl.minimum(position, kv_len - 1), kv_base, kv_indices, form.PAGE_SIZE),)
-            stage = step % form.STAGES
-            phase = ((step // form.STAGES) & 1) ^ 1
+        if blocks > 0:
             keys = k_source + kv_head * k_head
-            mbarrier.wait(k.empty.index(stage), phase)
-            _gather_tile(
-                k.tiles.index(stage), keys, found, start, kv_len, k_page, k_step, D, form.PAGE_SIZE, SLICE
-            )  # fmt: skip
-            if form.TWO:
-                REST: gl.constexpr = k.rest.shape[2]
-                _gather_tile(
-                    k.rest.index(stage), keys + D, found, start, kv_len, k_page, k_step, REST, form.PAGE_SIZE, SLICE
-                )  # fmt: skip
-            cp_async_arrive(k.full.index(stage), increment_count=False)
-            mbarrier.wait(v.empty.index(stage), phase)
-            _gather_tile(
-                v.tiles.index(stage), v_source + kv_head * v_head, found, start, kv_len, v_page, v_step, form.D_VO,
-                form.PAGE_SIZE, SLICE,
-            )  # fmt: skip
-            cp_async_arrive(v.full.index(stage), increment_count=False)
-            start -= BLOCK_N
+            values = v_source + kv_head * v_head
+            found = _found(start, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
+            _gather_keys(k, keys, step, found, start, kv_len, k_page, k_step, form)
+            # A stage of keys comes free before one of values does, whose turn is a block later: so keys go ahead. What
+            # finds rows is loaded again for values: kept, it takes registers of the warps that compute (Triton 3.9).
+            for i in range(1, blocks):
+                start -= BLOCK_N
+                found = _found(start, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
+                _gather_keys(k, keys, step + 1, found, start, kv_len, k_page, k_step, form)
+                found = _found(start + BLOCK_N, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
+                _gather_values(v, values, step, found, start + BLOCK_N, kv_len, v_page, v_step, form)
+                step += 1
+            found = _found(start, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
+            _gather_values(v, values, step, found, start, kv_len, v_page, v_step, form)
             step += 1
         work, held = take(queue, wave, held, items, works, form)
         wave += 1

@@ -34,6 +34,8 @@ class Sm90Config:
         Warps that turn tiles of FP8 values, so that keys are contiguous; 0 for other types.
     negative : bool
         For a negative sm_scale, which cannot be folded into the exponent; compiled at its first use.
+    wide : bool
+        For pages or rows 2 GiB and more apart, where they are gathered; compiled at its first use.
     """
 
     block_m: int
@@ -47,6 +49,7 @@ class Sm90Config:
     least_piece: int
     turn_warps: int = 0
     negative: bool = False
+    wide: bool = False
 
 
 # (head_dim_qk, head_dim_vo) -> keys per step, stages, staged: what fits 227 KiB. Measured at 16384 keys, bf16, on an
@@ -85,8 +88,8 @@ def _registers(p: Problem, boxes: bool) -> tuple[int, int]:
         # 56 (docs/rooms/attention.md). Head_dim 64 uses none with 32, and 16 bytes with 56 on Triton 3.9; 192 none with
         # 40, and 48 with 56.
         return {64: (240, 32), 192: (232, 40)}.get(p.head_dim_qk, (224, 56))
-    # Warps that gather want 88, or they spill in their loop (by its code, 48 loads a block with 32: pages of 1 token at
-    # 0.61 of ragged, 0.69 with 64). Consumers of 128 columns live on 208, those of 256 do not.
+    # Warps that gather hold the page ids of a block and make its addresses: up to 88 registers. Consumers of 128
+    # columns live on 208, those of 256 do not.
     return (224, 64) if p.head_dim_vo == 256 else (208, 88)
 
 

@@ -44,14 +44,14 @@ def build(p: Problem, c: Sm90Config) -> Build:
     maps = dict(k_map=f"*{p.kv_dtype}:16", k_rest_map="*u8", v_map=f"*{p.kv_dtype}:16")
     if not c.gather:
         maps.update((name, tensordesc(p.kv_dtype, box)) for name, box in _boxes(p, c).items())
-    step = "i64:8" if c.gather else "i32"
+    step, head = ("i64:16" if c.wide else "i32:16", "i64:8") if c.gather else ("i32", "i32")
     q_step = f"i64:{16 // SIZE[p.q_dtype]}"
     types = dict(
         q=f"*{p.q_dtype}:16", **maps, out=f"*{p.o_dtype}:16", lse="*fp32", partial_out="*fp32:16",
         partial_lse="*fp32:16", items="*i32:16", counts="*i32", arrivals="*i32", kv_indices="*i32", mask="*u8",
         mask_indptr="*i32", sinks="*fp32", qk_scale="*fp32", v_scale="*fp32", alibi_slopes="*fp32",
         num_kv_heads="i32", q_stride_n=q_step, q_stride_h=q_step, o_stride_n="i64:8", o_stride_h="i64:8",
-        k_page=step, k_head=step, k_step=step, v_page=step, v_head=step, v_step=step, sm_scale="fp32",
+        k_page=step, k_head=head, k_step=step, v_page=step, v_head=head, v_step=step, sm_scale="fp32",
         out_scale="fp32", soft_cap="fp32", window_left="i32",
     )  # fmt: skip
     functions, params = varied(p)
@@ -92,6 +92,7 @@ class Bound:
         if scalars.sm_scale < 0:
             c = replace(c, negative=True)
         maps, steps = _where(p, c, x)
+        c = replace(c, wide=c.gather and max(steps[0], steps[2], steps[3], steps[5]) >= 1 << 31)
         kv_heads = x.k.shape[-2]
         values = (
             x.q, maps["k_map"], maps.get("k_rest_map"), maps["v_map"], x.out, x.lse, s.partial_out, s.partial_lse,
@@ -113,7 +114,7 @@ def _where(p: Problem, c: Sm90Config, x: Inputs) -> tuple[dict, list[int]]:
         steps = []
         for t in (x.k, x.v):
             *page, row, head, _ = t.stride()
-            steps += [page[0] if page else 0, head, row]
+            steps += [page[0] * t.element_size() if page else 0, head, row * t.element_size()]
         return {"k_map": x.k, "v_map": x.v}, steps
     k, v = (as_matrix(t, bool(p.page_size)) for t in (x.k, x.v))
     maps = {name: TensorMap((v if name == "v_map" else k).rows, box) for name, box in _boxes(p, c).items()}
