@@ -45,6 +45,7 @@ def prefill_problems() -> Iterator[Problem]:
     for dims in _ODD:
         yield _sized(base, dims)
     yield replace(base, kv_dtype="fp8e4nv", lse=True)
+    yield replace(base, page_size=1)
     yield replace(base, q_dtype="fp16", kv_dtype="fp16", o_dtype="fp16", page_size=1)
     yield replace(base, q_dtype="fp8e4nv", kv_dtype="fp8e4nv", head_scales=True)
     yield replace(_sized(base, (64, 64, 2)), q_dtype="fp8e4nv", kv_dtype="fp8e4nv", window=True, source="ragged",
