@@ -6,11 +6,13 @@ that belongs to the whole process.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import inspect
 import os
 import re
 import subprocess
+import sys
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -36,6 +38,7 @@ from flashinfer._core.kernel_cache import fields_of
 # Raise when an entry's layout changes: older entries are then misses.
 FORMAT = 2
 
+_LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 # Python's ast counts its depth for all threads together, and raises SystemError where two build trees at once.
 _parsing = threading.RLock()
@@ -206,16 +209,27 @@ def _used_by(function) -> dict:
     """What a function's names stand for, defaults of its parameters included; "m.n" for n of a module m."""
     scope = function.fn.__globals__ | inspect.getclosurevars(function.fn).nonlocals
     values = {p.name: p.default for p in inspect.signature(function.fn).parameters.values() if p.default is not p.empty}
-    # An attribute that is called what a global is counts as that global, too. To tell them apart by the instructions
-    # takes ten times as long, and every first call looks.
-    names = set()
+    read, attributes = set(), set()
     for code in _codes(function.fn.__code__):
-        names.update(code.co_names, code.co_freevars)
-    for used in names & scope.keys():
+        read.update(_globals_of(code), code.co_freevars)
+        attributes.update(code.co_names)
+    for used in read & scope.keys():
         values[used] = scope[used]
         if isinstance(scope[used], ModuleType) and not _is_tritons(scope[used].__name__):
-            values |= {f"{used}.{n}": getattr(scope[used], n) for n in names if hasattr(scope[used], n)}
+            values |= {f"{used}.{n}": getattr(scope[used], n) for n in attributes if hasattr(scope[used], n)}
     return values
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    """The names that a code reads as globals; `dis` takes ten times as long, and every first call looks."""
+    names, high = set(), 0
+    for operation, argument in zip(code.co_code[::2], code.co_code[1::2]):
+        argument |= high
+        high = argument << 8 if operation == dis.EXTENDED_ARG else 0
+        if operation == _LOAD_GLOBAL:
+            # From Python 3.11 on, the lowest bit says that the name is called.
+            names.add(code.co_names[argument >> 1 if sys.version_info >= (3, 11) else argument])
+    return names
 
 
 def _cache_key_of(function) -> str:

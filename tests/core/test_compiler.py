@@ -1,5 +1,7 @@
 """Compiling without a GPU: what the key covers, what the compiler needs of the machine, what it says of a kernel."""
 
+import dis
+import inspect
 import json
 import os
 import re
@@ -11,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer._core import kernel_cache
-from flashinfer._core.compiler import begins_waiting
+from flashinfer._core import compiler, kernel_cache
 from flashinfer._core.target import GPU_ARCHS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -359,10 +360,21 @@ $L__func_begin0:
     ],
 )  # fmt: skip
 def test_only_arithmetic_stands_before_a_wait(before):
-    assert begins_waiting(WAITING)
-    assert not begins_waiting(WAITING.replace("shl.b32", f"{before}\n\tshl.b32"))
+    assert compiler.begins_waiting(WAITING)
+    assert not compiler.begins_waiting(WAITING.replace("shl.b32", f"{before}\n\tshl.b32"))
 
 
 @pytest.mark.parametrize("wait", ["", "@%p1 griddepcontrol.wait;", "griddepcontrol.launch_dependents;"])
 def test_all_threads_wait(wait):
-    assert not begins_waiting(WAITING.replace("griddepcontrol.wait;", wait))
+    assert not compiler.begins_waiting(WAITING.replace("griddepcontrol.wait;", wait))
+
+
+def test_globals_of_a_code_are_those_of_its_instructions():
+    """Of every function of the module itself, and of one with more names than a byte numbers."""
+    scope = {}
+    exec("def many():\n    return [" + ", ".join(f"name_{i}(other.name_{i})" for i in range(300)) + "]", scope)
+    functions = [f for f in vars(compiler).values() if inspect.isfunction(f)]
+    for function in (*functions, scope["many"]):
+        steps = dis.get_instructions(function.__code__)
+        wanted = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
+        assert compiler._globals_of(function.__code__) == wanted
