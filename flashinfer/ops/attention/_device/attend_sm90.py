@@ -234,61 +234,43 @@ def _steps(
     """`count` blocks of keys before `start`. For each: its scores, P V of the block before it, then its softmax.
 
     `step` counts the blocks of all work; `p` and `keep` are the weights of the block before and the factor that what
-    was summed before them is still to be scaled by.
+    was summed before them is still to be scaled by. With form.FIXED, blocks without a mask take `top` for their
+    maximum, and `keep` for 1.
     """
+    FIXED: gl.constexpr = form.FIXED and not MASKED
+    shifted = top * factor
     for i in range(count):
         start -= zeros.shape[1]
         stage = step % form.STAGES
         before = (step - 1) % form.STAGES
         _wait_turn(WG, turn, step)
         s = _scores(WG, q, q_rest, k, step, zeros, form)
-        acc = acc * _per_row(keep, acc)
+        if not FIXED:
+            acc = acc * _per_row(keep, acc)
         _wait_full(v, step - 1, form)
         pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
         mbarrier.arrive(turn.index(1 - WG), count=1)
         s = warpgroup_mma_wait(1, [s])
         mbarrier.arrive(k.empty.index(stage), count=1)
         s = _logits(s, view, params, numbered(start, cols, 8), MASKED, form)
-        weights, top, sums, keep = _softmax(s, top, sums, factor, MASKED, form)
+        if FIXED:
+            weights = gl.exp2(s * factor - shifted[:, None])
+            sums += _fold(weights, True)
+        else:
+            weights, top, sums, keep = _softmax(s, top, sums, factor, MASKED, form)
         # Waiting for the next keys here, and not where they are used, also keeps the assembler from moving the wait for
         # P V up, in front of the softmax that is to run beside it.
         if start > begin:
             _wait_full(k, step + 1, form)
-        acc, weights, sums, keep = warpgroup_mma_wait(0, [pv, weights, sums, keep])
+        if FIXED:
+            acc, weights, sums = warpgroup_mma_wait(0, [pv, weights, sums])
+        else:
+            acc, weights, sums, keep = warpgroup_mma_wait(0, [pv, weights, sums, keep])
         mbarrier.arrive(v.empty.index(before), count=1)
         # Only now, so that they take the place of the last ones; through a wait, which keeps them in pairs.
         p = warpgroup_mma_wait(0, [_as_operand(weights, q)])
         step += 1
     return acc, p, keep, top, sums, step, start
-
-
-@gluon.jit
-def _plain_steps(
-    WG, count, acc, p, shifted, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros, cols, factor,
-    view: View, params, form: Form,
-):  # fmt: skip
-    """_steps without a mask, for weights 2^(logit - `shifted`): no maximum is taken, and nothing scaled."""
-    for i in range(count):
-        start -= zeros.shape[1]
-        stage = step % form.STAGES
-        before = (step - 1) % form.STAGES
-        _wait_turn(WG, turn, step)
-        s = _scores(WG, q, q_rest, k, step, zeros, form)
-        _wait_full(v, step - 1, form)
-        pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
-        mbarrier.arrive(turn.index(1 - WG), count=1)
-        s = warpgroup_mma_wait(1, [s])
-        mbarrier.arrive(k.empty.index(stage), count=1)
-        s = _logits(s, view, params, numbered(start, cols, 8), False, form)
-        weights = gl.exp2(s * factor - shifted[:, None])
-        sums += _fold(weights, True)
-        if start > begin:
-            _wait_full(k, step + 1, form)
-        acc, weights, sums = warpgroup_mma_wait(0, [pv, weights, sums])
-        mbarrier.arrive(v.empty.index(before), count=1)
-        p = warpgroup_mma_wait(0, [_as_operand(weights, q)])
-        step += 1
-    return acc, p, sums, step, start
 
 
 @gluon.jit
@@ -381,15 +363,10 @@ def _attend(
         keep = gl.full([ROWS], 1.0, gl.float32, keep.type.layout)
         # A row that has seen no key yet takes any maximum: whether it serves is asked in the end, as of all rows.
         top = gl.where((top == float("-inf")) & (plain > 0), 0.0, top)
-        acc, p, sums, step, start = _plain_steps(
-            WG, plain, acc, p, top * factor, sums, step, start, begin, q, q_rest, k, v, turn, zeros, cols, factor, view,
-            params, form,
-        )  # fmt: skip
-    else:
-        acc, p, keep, top, sums, step, start = STEPS(
-            WG, plain, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros, cols, factor, view,
-            params, False, form,
-        )  # fmt: skip
+    acc, p, keep, top, sums, step, start = STEPS(
+        WG, plain, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros, cols, factor, view,
+        params, False, form,
+    )  # fmt: skip
     if form.WINDOW:
         acc, p, keep, top, sums, step, start = STEPS(
             WG, (start - begin) // BLOCK_N, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros,

@@ -69,7 +69,7 @@ class Form:
     MASK: gl.constexpr
     VARIED: gl.constexpr
     SOFTMAX: gl.constexpr
-    # Whether weights of what needs no mask are those of a fixed shift, see attend_sm90._plain_steps.
+    # Whether weights of what needs no mask are those of a fixed shift, see attend_sm90._steps.
     FIXED: gl.constexpr
 
     @gluon.constexpr_function
