@@ -1,13 +1,15 @@
 """Every kernel compiles for every architecture on the lowest and the highest Triton, within the chip's limits.
 
-Of each op's catalog it takes problems that show every value of every field, in each variant, so that each branch of
-each kernel is there. The two Tritons share them, and deal them to the chips in turn; every kernel is compiled for every
-chip by both. A chip's own kernels are compiled for all of their problems by both. `make test` installs the highest
-Triton beside the environment's; FLASHINFER_TEST_TRITON names its folder.
+Of each op's catalog it takes for each variant problems that show every value of every field in it, so that each branch
+of each kernel is there. The two Tritons share them, and deal them to the chips in turn; every kernel is compiled for
+every chip by both. Where a Triton writes the same PTX for several chips, which samples show, one of them stands for
+all. A chip's own kernels are compiled for all of their problems by both. `make test` installs the highest Triton beside
+the environment's; FLASHINFER_TEST_TRITON names its folder.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -24,13 +26,19 @@ from flashinfer.ops import all_ops
 
 OTHER = os.environ.get("FLASHINFER_TEST_TRITON", "")
 
+# Chips for which the lowest Triton, and the highest, write the same PTX but for its target's name.
+ALIKE = {False: (("80", "86", "89"),), True: (("86", "89"), ("100a", "103a"))}
+# Launchers that show it: reductions, exponentials, scans, gathers, matrix products in a pipeline.
+SAMPLES = {"norm", "sampling_statistics", "top_k_rank", "moe_finalize", "dense_gemm"}
+
 
 class Covering:
-    """An op with few problems of its catalog, that show every (variant, field, value) of it, and every config of
-    variants for one chip."""
+    """An op with one of its variants, and few problems of its catalog: they show every value of every field in it, and
+    every config if it is for one chip."""
 
-    def __init__(self, op):
-        self.name, self.problem_type, self.variants, self._op = op.name, op.problem_type, op.variants, op
+    def __init__(self, op, variant):
+        self.name, self.problem_type, self.variants = op.name, op.problem_type, (variant,)
+        self._op, self._variant = op, variant
 
     def catalog(self):
         shows = {problem: self._shown(problem) for problem in self._op.catalog()}
@@ -45,26 +53,33 @@ class Covering:
         return taken
 
     def _shown(self, problem):
-        shown = {("", "", "")}
+        """What the variant does for this problem, on the chips where it is the op's choice."""
+        shown, variant = set(), self._variant
         for chip in map(named, GPU_ARCHS):
-            variant = next((v for v in self.variants if v.name != "reference" and not v.refuses(problem, chip)), None)
-            if variant is not None:
-                shown |= {(variant.name, *item) for item in asdict(problem).items()} | {(variant.name, "", "")}
+            able = (v for v in self._op.variants if v.name != "reference" and not v.refuses(problem, chip))
+            if next(able, None) is variant:
+                shown |= {("", ""), *asdict(problem).items()}
                 if variant.name != "portable":
-                    shown.add((variant.name, "config", variant.config(problem, chip)))
+                    shown.add(("config", variant.config(problem, chip)))
         return shown
 
 
-def all_jobs(highest):
-    covering = {name: Covering(op) for name, op in all_ops().items()}
+def jobs_by_kernel():
+    """{kernel: {problem: {arch: job}}}."""
     kernels = defaultdict(lambda: defaultdict(dict))
-    for job in catalog_jobs(covering, GPU_ARCHS):
-        # Several ops may run one launcher, whose name is its own; it has a kernel for each type of problem.
-        kernels[job.launcher, type(job.problem)][of_any_chip(job.problem)].setdefault(job.arch, job)
-    for problems in kernels.values():
+    for name, op in all_ops().items():
+        for variant in op.variants:
+            for job in catalog_jobs({name: Covering(op, variant)}, GPU_ARCHS):
+                # Several ops may run one launcher, whose name is its own; it has a kernel for each type of problem.
+                kernels[job.launcher, type(job.problem)][of_any_chip(job.problem)].setdefault(job.arch, job)
+    return kernels
+
+
+def all_jobs(highest):
+    for place, problems in enumerate(jobs_by_kernel().values()):
         by_op = defaultdict(list)
         for by_arch in problems.values():
-            by_op[next(iter(by_arch.values())).op].append(by_arch)
+            by_op[next(iter(by_arch.values())).op].append(unlike(by_arch, highest, place))
         if any(len(by_arch) > 1 for by_arch in problems.values()):
             by_op = {op: its[highest::2] or its for op, its in by_op.items()}
         # Ops take turns, so that each of them has a chip.
@@ -75,6 +90,21 @@ def all_jobs(highest):
 def of_any_chip(problem):
     """The problem, without the chip's capability if that is part of it."""
     return replace(problem, capability=0) if hasattr(problem, "capability") else problem
+
+
+def alike(by_arch, archs):
+    """Of {arch: job} the jobs of `archs` that are one but for the chip."""
+    jobs = [by_arch[arch] for arch in archs if arch in by_arch]
+    return [job for job in jobs if replace(job, arch="") == replace(jobs[0], arch="")]
+
+
+def unlike(by_arch, highest, place):
+    """{arch: job} with one chip of those that are alike, in turn by `place`."""
+    left = dict(by_arch)
+    for archs in ALIKE[highest]:
+        for job in alike(by_arch, archs[place % len(archs) :] + archs[: place % len(archs)])[1:]:
+            del left[job.arch]
+    return left
 
 
 def dealt(problems, highest):
@@ -90,9 +120,50 @@ def dealt(problems, highest):
         yield taking[(place + highest) % len(taking)][arch]
 
 
+class Written(Exception):
+    """A kernel is PTX."""
+
+
+def ptx_of(job):
+    """What Triton writes for a job, without its target's name."""
+    from triton import knobs
+
+    from flashinfer._core.compiler import compile_kernel
+
+    def end_there(backend, stages, *others):
+        write = stages["ptx"]
+
+        def written(*args):
+            raise Written(write(*args))
+
+        stages["ptx"] = written
+
+    launcher = next(x for x in import_module(job.module).LAUNCHERS if x.name == job.launcher)
+    with knobs.runtime.scope():
+        knobs.runtime.add_stages_inspection_hook = end_there
+        try:
+            compile_kernel(launcher.build(job.problem, job.config), job.arch)
+        except Written as written:
+            return re.sub(r"^\.target .*$", "", written.args[0], flags=re.MULTILINE)
+    raise AssertionError(f"{job} did not become PTX")
+
+
+def compare_alike(highest):
+    """[launcher, chip, one like it, whether both get the same PTX] for a problem of each sample."""
+    found = []
+    for archs in ALIKE[highest]:
+        of_samples = {launcher: problems for (launcher, _), problems in jobs_by_kernel().items() if launcher in SAMPLES}
+        for launcher, problems in of_samples.items():
+            same = max((alike(by_arch, archs) for by_arch in problems.values()), key=len)
+            texts = [ptx_of(job) for job in same]
+            found += [[launcher, same[0].arch, job.arch, text == texts[0]] for job, text in zip(same, texts)][1:]
+    return found
+
+
 def main(folder, highest):
-    """Compile into `folder`, and print the records as JSON."""
-    print(json.dumps([asdict(record) for record in precompile(all_jobs(highest), Path(folder))]))
+    """Compile into `folder`; print the records, and how alike the chips are, as JSON."""
+    records = [asdict(record) for record in precompile(all_jobs(highest), Path(folder))]
+    print(json.dumps([records, compare_alike(highest)]))
 
 
 def compile_all(folder, first_on_path=""):
@@ -105,7 +176,9 @@ def compile_all(folder, first_on_path=""):
     return json.loads(done.stdout)
 
 
-def check(records):
+def check(records, alike):
+    assert {launcher for launcher, *_ in alike} == SAMPLES
+    assert all(same for *_, same in alike), alike
     ops = all_ops()
     budgets = {}
     for op in ops.values():
@@ -129,7 +202,7 @@ def check(records):
 
 
 def test_on_this_triton(tmp_path):
-    check(compile_all(tmp_path))
+    check(*compile_all(tmp_path))
 
 
 @pytest.mark.skipif(not OTHER, reason="FLASHINFER_TEST_TRITON names no second Triton")
@@ -137,4 +210,4 @@ def test_on_the_highest_triton(tmp_path):
     probe = [sys.executable, "-c", "import triton; print(triton.__version__)"]
     version = subprocess.run(probe, env=os.environ | {"PYTHONPATH": OTHER}, capture_output=True, text=True, check=True)
     assert version.stdout.strip() == "3.9.0"
-    check(compile_all(tmp_path, OTHER))
+    check(*compile_all(tmp_path, OTHER))

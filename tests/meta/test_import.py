@@ -39,9 +39,11 @@ def test_import_takes_under_half_a_second_beyond_torch():
         "for name in flashinfer.__all__: getattr(flashinfer, name)\n"
         "print(time.process_time() - start)"
     )
-    # An installed package has its bytecode: the first run leaves it there. Other work on the machine only adds, so the
-    # least is the import's own time.
-    seconds = [float(python(code, PYTHONDONTWRITEBYTECODE="").stdout) for _ in range(3)]
+    # An installed package has its bytecode: the first run leaves it there. Other work on the machine only adds, so one
+    # run that is quick enough shows it.
+    seconds = []
+    while len(seconds) < 3 and min(seconds, default=1) >= 0.5:
+        seconds.append(float(python(code, PYTHONDONTWRITEBYTECODE="").stdout))
     assert min(seconds) < 0.5, seconds
 
 
