@@ -20,9 +20,8 @@ ALLOWED = {6: 1}  # programmatic stream serialization, in cuda.h
 
 
 @pytest.fixture(scope="module")
-def on_card(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, card_process() as call:
-        patch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path_factory.mktemp("base")))
+def on_card():
+    with card_process(machine_code=True) as call:
         yield call
 
 
