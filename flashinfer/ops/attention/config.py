@@ -28,6 +28,8 @@ class Config:
         Work items that should be in flight on one multiprocessor: what work is split for.
     least_piece : int
         Keys that a piece should have at least, however idle the chip.
+    whole : int
+        Keys of a request that is not split where such requests keep the chip busy (_device/schedule.py); 0 for none.
     pdl : bool
         Whether the kernel begins by waiting for those before it, and so may be launched while they run.
     """
@@ -41,6 +43,7 @@ class Config:
     combine_rows: int
     programs_per_sm: int
     least_piece: int
+    whole: int = 0
     pdl: bool = False
 
 

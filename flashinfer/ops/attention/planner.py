@@ -42,7 +42,7 @@ class ScheduleConfig:
 
 def build_schedule(p: ScheduleProblem, c: ScheduleConfig) -> Build:
     names = ("batch", "q_stride", "kv_stride", "kv_heads", "group", "tile_rows", "page_size", "window_left", "grain",
-             "least", "share", "fixed_chunk")  # fmt: skip
+             "least", "share", "whole", "abreast", "fixed_chunk")  # fmt: skip
     types = dict(items="*i32:16", counts="*i32", arrivals="*i32")
     types.update({name: "*i32" for name in TOLD} | {name: "i32" for name in names})
     constants = dict(Q=p.q, KV=p.kv, FIXED=p.fixed, MIXED=p.mixed, BLOCK=c.block, LANES=c.lanes)
@@ -96,10 +96,16 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Splitting:
-    """How keys are divided: into about `share` pieces per KV head over the batch, or every `fixed_chunk` keys."""
+    """How keys are divided: into about `share` pieces per KV head over the batch, or every `fixed_chunk` keys.
+
+    Of requests with up to `whole` keys, `abreast` per KV head give each multiprocessor one, and two thirds of that leave
+    them whole.
+    """
 
     share: int = 0
     fixed_chunk: int = 0
+    whole: int = 0
+    abreast: int = 0
 
 
 def splitting(problem: Problem, config, target: Target, num_kv_heads: int, fixed_split_size: int | None) -> Splitting:
@@ -108,7 +114,8 @@ def splitting(problem: Problem, config, target: Target, num_kv_heads: int, fixed
     if fixed_split_size:
         # Whole blocks, so that pieces of paged keys begin where a page does.
         return Splitting(fixed_chunk=-(-fixed_split_size // config.block_n) * config.block_n)
-    return Splitting(share=-(-target.sms * config.programs_per_sm // num_kv_heads))
+    abreast = -(-target.sms // num_kv_heads)
+    return Splitting(-(-target.sms * config.programs_per_sm // num_kv_heads), whole=config.whole, abreast=abreast)
 
 
 def capacity(problem: Problem, config, limits, how: Splitting) -> tuple[int, int]:
@@ -157,7 +164,7 @@ def hold(problem: Problem, config, table: Table, schedule: Schedule, how: Splitt
     arguments = (
         schedule.items, schedule.counts, schedule.arrivals, *table.told(), table.batch_size, table.q_len,
         table.kv_stride, schedule.num_kv_heads, problem.group, config.block_m, max(problem.page_size, 1), window_left,
-        config.block_n, config.least_piece, how.share, how.fixed_chunk,
+        config.block_n, config.least_piece, how.share, how.whole, how.abreast, how.fixed_chunk,
     )  # fmt: skip
     return fill.hold((table.batch_size, 1, 1), arguments, TOLD)
 

@@ -1,5 +1,7 @@
 """The work list covers each (query row, visible key) once, within its buffers, whatever the lengths."""
 
+from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -9,9 +11,11 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashinfer._core.target import named
 from flashinfer.ops.attention import planner, portable
 from flashinfer.ops.attention._device.schedule import ITEM_TAKEN, item_and_head
 from flashinfer.ops.attention.config import Config
+from flashinfer.ops.attention.decode import config
 from flashinfer.ops.attention.planner import Splitting
 from flashinfer.ops.attention.problem import Problem, Table
 from flashinfer.ops.attention.request import Limits
@@ -121,7 +125,7 @@ def test_what_tells_lengths(q, kv, page_size, device, monkeypatch):
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(lens, st.sampled_from((1, 2, 5)), st.sampled_from((0, 1, 5, 16)), st.sampled_from((-1, 0, 40)),
        st.sampled_from((Splitting(), Splitting(share=1), Splitting(share=7), Splitting(share=64),
-                        Splitting(fixed_chunk=33))))  # fmt: skip
+                        Splitting(share=64, whole=300, abreast=4), Splitting(fixed_chunk=33))))  # fmt: skip
 def test_covers_each_key_once(lengths, group, page_size, window, how):
     q_lens, kv_lens = map(list, zip(*lengths))
     device = torch.device("cpu")
@@ -162,6 +166,55 @@ def test_pieces_are_even(device):
     lengths = [r[6] - r[5] for r in made.items.view(-1, 16)[:items].tolist()]
     assert max(lengths) <= 1.5 * sum(kv_lens) / 10
     assert items <= 10 + len(kv_lens)
+
+
+def stay_whole(kv_lens, whole, abreast):
+    """Those of up to `whole` keys, if they would keep two thirds of `abreast` programs as busy as the longest of them."""
+    short = [n for n in kv_lens if n <= whole]
+    busy = Fraction(sum(short), max(short, default=0) or 1)
+    return set(short) if busy >= Fraction(2 * abreast, 3) else set()
+
+
+@pytest.mark.parametrize("form", (("indptr", "indptr"), ("uniform", "padded"), ("lens", "packed")))
+@pytest.mark.parametrize("kv_lens, any_whole", (
+    ([100] * 4, True), ([100] * 3, False), ([100] * 3 + [99], False), ([90] * 5, True), ([101] * 4, False),
+    ([100] * 4 + [900], True), ([100] * 3 + [900], False), ([100] + [1] * 40, False), ([60, 100, 0, 100, 90, 50], True),
+    ([0] * 5, False), ([900], False),
+))  # fmt: skip
+def test_short_requests_that_fill_the_chip_stay_whole(kv_lens, any_whole, form, device, monkeypatch):
+    monkeypatch.setattr(planner, "ScheduleConfig", partial(planner.ScheduleConfig, block=4, lanes=4))
+    how = Splitting(share=60, whole=100, abreast=6)
+    made = schedule([1] * len(kv_lens), kv_lens, device, how=how, form=form)
+    check([1] * len(kv_lens), kv_lens, made, 2, -1)
+    expected = stay_whole(kv_lens, 100, 6)
+    assert bool(expected) == any_whole
+    pieces = {r[8]: r[10] for r in made.items.view(-1, 16)[: int(made.counts)].tolist()}
+    for request, keys in enumerate(kv_lens):
+        # What does not stay whole is cut, into pieces of 16 keys here, if it has more than one and a half of them.
+        assert (pieces[request] == 1) == (keys in expected or keys < 24)
+
+
+def test_whole_requests_leave_fixed_and_whole_batches_alone(device):
+    """Pieces of a fixed length do not depend on the batch, and without splitting there is nothing to decide."""
+    for how in (Splitting(fixed_chunk=33), Splitting()):
+        plain = schedule([1] * 9, [100] * 9, device, how=how)
+        made = schedule([1] * 9, [100] * 9, device, how=replace(how, whole=100, abreast=6))
+        assert made.counts.equal(plain.counts)
+        items = int(made.counts)
+        assert made.items.view(-1, 16)[:items].equal(plain.items.view(-1, 16)[:items])
+
+
+@pytest.mark.parametrize("sms, kv_heads, batch, whole", (
+    (132, 8, 16, True), (132, 8, 12, True), (132, 8, 10, False), (132, 2, 44, True), (132, 2, 43, False),
+    (108, 8, 10, True), (108, 8, 9, False), (132, 132, 1, True), (132, 1, 87, False), (132, 1, 88, True),
+))  # fmt: skip
+def test_decode_leaves_two_thirds_of_the_multiprocessors_busy(sms, kv_heads, batch, whole):
+    """The two thirds are of the multiprocessors, whichever the chip."""
+    problem = Problem("paged", "bf16", "bf16", "bf16", 128, 128, 4, page_size=16, rows=16)
+    chip = replace(named("90a"), sms=sms)
+    how = planner.splitting(problem, config.choose(problem, chip), chip, kv_heads, None)
+    assert bool(stay_whole([1024] * batch, how.whole, how.abreast)) == whole
+    assert not stay_whole([1025] * batch, how.whole, how.abreast)
 
 
 @triton.jit

@@ -79,8 +79,8 @@ def _lengths(
 
 
 @triton.jit
-def _split(span, chunk, grain, FIXED: tl.constexpr):
-    """Into how many pieces `span` keys are divided, and their length.
+def _split(span, chunk, whole, grain, FIXED: tl.constexpr):
+    """Into how many pieces `span` keys are divided, and their length. Up to `whole` keys stay one piece.
 
     Rounding to the nearest count keeps pieces even: rounding up would leave slivers whose combination costs more than
     they save. A fixed chunk is cut from the front, so that a piece does not depend on what else is in the batch.
@@ -88,7 +88,7 @@ def _split(span, chunk, grain, FIXED: tl.constexpr):
     if FIXED:
         pieces = tl.maximum((span + chunk - 1) // chunk, 1)
         return pieces, chunk + span * 0
-    pieces = tl.maximum((span + chunk // 2) // chunk, 1)
+    pieces = tl.where(span <= whole, 1, tl.maximum((span + chunk // 2) // chunk, 1))
     length = ((span + pieces - 1) // pieces + grain - 1) // grain * grain
     length = tl.maximum(length, grain)
     return tl.maximum((span + length - 1) // length, 1), length
@@ -114,6 +114,8 @@ def schedule_kernel(
     grain,
     least,
     share,
+    whole,
+    abreast,
     fixed_chunk,
     Q: tl.constexpr,
     KV: tl.constexpr,
@@ -127,6 +129,9 @@ def schedule_kernel(
     `share` is the number of work items per KV head that fills the chip: total work (tiles x keys) over it is the length
     of a piece, but at least `least` keys. 0 leaves every request whole. Every program reads all lengths, so that
     offsets need no second launch. What tells them is as `Table.told` has it, and which of it counts `Table.form`.
+    Requests of up to `whole` keys stay so where they are as much work as two thirds of `abreast` of the longest of
+    them, `abreast` being the items per KV head that give each multiprocessor one: that many keep memory busy, and
+    nothing is to be combined. It is work that counts, for many requests of a few keys keep nothing busy.
     With MIXED, items of the first and of the last requests take turns: blocks of threads that multiply run beside
     blocks that wait for memory where prefills stand before decodes.
     """
@@ -136,12 +141,20 @@ def schedule_kernel(
     chunk = fixed_chunk
     if not FIXED:
         work = tl.zeros([BLOCK], tl.int64)
+        short_work = tl.zeros([BLOCK], tl.int64)
+        longest = tl.zeros([BLOCK], tl.int32)
         for start in range(0, batch, BLOCK):
             q_len, kv_len, tiles, first = _lengths(
                 start + lanes, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_stride, group, tile_rows, page_size,
                 window_left, grain, Q, KV,
             )  # fmt: skip
-            work += tiles.to(tl.int64) * (kv_len - first)
+            its = tiles.to(tl.int64) * (kv_len - first)
+            short = kv_len - first <= whole
+            work += its
+            short_work += tl.where(short, its, 0)
+            longest = tl.maximum(longest, tl.where(short & (tiles > 0), kv_len - first, 0))
+        fills = 3 * tl.sum(short_work, 0) >= 2 * abreast.to(tl.int64) * tl.max(longest, 0)
+        whole = tl.where(fills, whole, 0)
         total = tl.sum(work, 0)
         # Without splitting, a piece is as long as any request can be.
         # In float32: a 64-bit division is a call. A millionth more than the quotient is not less than it.
@@ -160,7 +173,7 @@ def schedule_kernel(
             j, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_stride, group, tile_rows, page_size, window_left, grain,
             Q, KV,
         )  # fmt: skip
-        pieces, length = _split(kv_len - first, chunk, grain, FIXED)
+        pieces, length = _split(kv_len - first, chunk, whole, grain, FIXED)
         before = j < i
         if MIXED:
             all_items += tiles * pieces
@@ -177,7 +190,7 @@ def schedule_kernel(
         i, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_stride, group, tile_rows, page_size, window_left, grain,
         Q, KV,
     )  # fmt: skip
-    pieces, length = _split(kv_len - first, chunk, grain, FIXED)
+    pieces, length = _split(kv_len - first, chunk, whole, grain, FIXED)
     if Q == "uniform" or Q == "padded":
         q_row = i * q_stride
     elif Q == "packed":
