@@ -28,6 +28,8 @@ class Config:
         Work items that should be in flight on one multiprocessor: what work is split for.
     least_piece : int
         Keys that a piece should have at least, however idle the chip.
+    least_alone : int
+        The same where each piece has a multiprocessor for itself; 0 for no other.
     whole : int
         Keys of a request that is not split where such requests keep the chip busy (_device/schedule.py); 0 for none.
     pdl : bool
@@ -43,6 +45,7 @@ class Config:
     combine_rows: int
     programs_per_sm: int
     least_piece: int
+    least_alone: int = 0
     whole: int = 0
     pdl: bool = False
 

@@ -42,7 +42,7 @@ class ScheduleConfig:
 
 def build_schedule(p: ScheduleProblem, c: ScheduleConfig) -> Build:
     names = ("batch", "q_stride", "kv_stride", "kv_heads", "group", "tile_rows", "page_size", "window_left", "grain",
-             "least", "share", "whole", "abreast", "fixed_chunk")  # fmt: skip
+             "least", "least_alone", "share", "whole", "abreast", "fixed_chunk")  # fmt: skip
     types = dict(items="*i32:16", counts="*i32", arrivals="*i32")
     types.update({name: "*i32" for name in TOLD} | {name: "i32" for name in names})
     constants = dict(Q=p.q, KV=p.kv, FIXED=p.fixed, MIXED=p.mixed, BLOCK=c.block, LANES=c.lanes)
@@ -98,8 +98,8 @@ class Schedule:
 class Splitting:
     """How keys are divided: into about `share` pieces per KV head over the batch, or every `fixed_chunk` keys.
 
-    Of requests with up to `whole` keys, `abreast` per KV head give each multiprocessor one, and two thirds of that leave
-    them whole.
+    `abreast` pieces per KV head give each multiprocessor one. Requests of up to `whole` keys stay so where they are two
+    thirds of that.
     """
 
     share: int = 0
@@ -164,7 +164,8 @@ def hold(problem: Problem, config, table: Table, schedule: Schedule, how: Splitt
     arguments = (
         schedule.items, schedule.counts, schedule.arrivals, *table.told(), table.batch_size, table.q_len,
         table.kv_stride, schedule.num_kv_heads, problem.group, config.block_m, max(problem.page_size, 1), window_left,
-        config.block_n, config.least_piece, how.share, how.whole, how.abreast, how.fixed_chunk,
+        config.block_n, config.least_piece, config.least_alone or config.least_piece, how.share, how.whole, how.abreast,
+        how.fixed_chunk,
     )  # fmt: skip
     return fill.hold((table.batch_size, 1, 1), arguments, TOLD)
 

@@ -15,7 +15,7 @@ from flashinfer._core.target import named
 from flashinfer.ops.attention import planner, portable
 from flashinfer.ops.attention._device.schedule import ITEM_TAKEN, item_and_head
 from flashinfer.ops.attention.config import Config
-from flashinfer.ops.attention.decode import config
+from flashinfer.ops.attention.decode.config import choose
 from flashinfer.ops.attention.planner import Splitting
 from flashinfer.ops.attention.problem import Problem, Table
 from flashinfer.ops.attention.request import Limits
@@ -26,7 +26,7 @@ CONFIG = Config(block_m=16, block_n=16, num_warps=4, num_stages=2, native_fp8=Fa
 
 
 def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=None, form=("indptr", "indptr"),
-             mixed=False):  # fmt: skip
+             mixed=False, config=CONFIG):  # fmt: skip
     problem = Problem("paged" if page_size else "ragged", "fp16", "fp16", "fp16", 64, 64, group, page_size=page_size,
                       split=how != Splitting())  # fmt: skip
     table = Table(generate.indptr(q_lens, device), generate.indptr(kv_lens, device))
@@ -39,10 +39,10 @@ def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=No
     assert table.batch_size == len(q_lens)
     limits = Limits(len(q_lens), sum(q_lens), sum(kv_lens))
     scratch = lambda count: torch.empty(count, dtype=torch.uint8, device=device)
-    made = planner.allocate(problem, CONFIG, limits, how, 1, scratch, device)
+    made = planner.allocate(problem, config, limits, how, 1, scratch, device)
     made.items.fill_(-7)
     made.arrivals.fill_(-7)
-    planner.make(problem, CONFIG, table, made, how, window, mixed)
+    planner.make(problem, config, table, made, how, window, mixed)
     return made
 
 
@@ -169,7 +169,7 @@ def test_pieces_are_even(device):
 
 
 def stay_whole(kv_lens, whole, abreast):
-    """Those of up to `whole` keys, if they would keep two thirds of `abreast` programs as busy as the longest of them."""
+    """Those of up to `whole` keys, if they would keep two thirds of `abreast` programs as busy as their longest."""
     short = [n for n in kv_lens if n <= whole]
     busy = Fraction(sum(short), max(short, default=0) or 1)
     return set(short) if busy >= Fraction(2 * abreast, 3) else set()
@@ -212,9 +212,21 @@ def test_decode_leaves_two_thirds_of_the_multiprocessors_busy(sms, kv_heads, bat
     """The two thirds are of the multiprocessors, whichever the chip."""
     problem = Problem("paged", "bf16", "bf16", "bf16", 128, 128, 4, page_size=16, rows=16)
     chip = replace(named("90a"), sms=sms)
-    how = planner.splitting(problem, config.choose(problem, chip), chip, kv_heads, None)
+    how = planner.splitting(problem, choose(problem, chip), chip, kv_heads, None)
     assert bool(stay_whole([1024] * batch, how.whole, how.abreast)) == whole
     assert not stay_whole([1025] * batch, how.whole, how.abreast)
+
+
+@pytest.mark.parametrize("kv_lens, longest", (
+    # Six programs fill the chip once and twelve are its share; pieces of 64 keys, or of 32 where each is alone.
+    ([160], 32), ([192], 32), ([96, 96], 32), ([240], 48), ([384], 64), ([700], 64), ([1200], 112), ([3000, 5], 256),
+))  # fmt: skip
+def test_pieces_are_short_where_each_is_alone_on_a_multiprocessor(kv_lens, longest, device):
+    short = replace(CONFIG, least_piece=64, least_alone=32)
+    made = schedule([1] * len(kv_lens), kv_lens, device, how=Splitting(share=12, abreast=6), config=short)
+    check([1] * len(kv_lens), kv_lens, made, 2, -1)
+    items = int(made.counts)
+    assert max(r[6] - r[5] for r in made.items.view(-1, 16)[:items].tolist()) == longest
 
 
 @triton.jit

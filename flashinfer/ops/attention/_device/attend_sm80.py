@@ -66,6 +66,67 @@ def _ids(kv_indices, kv_base, first, row, end, PAGE_SIZE: gl.constexpr, ONE_PAGE
 
 
 @gluon.jit
+def _finish(
+    acc, top, total, first, out, lse, partial_out, partial_lse, sinks, v_scale, slot, tile_row, q_row, q_len, kv_head,
+    num_kv_heads, o_stride_n, o_stride_h, out_scale, GROUP: gl.constexpr, D_VO: gl.constexpr, BLOCK_M: gl.constexpr,
+    HEAD_SCALES: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, SOFTMAX: gl.constexpr,
+    MERGE: gl.constexpr,
+):  # fmt: skip
+    """Add up what the warps have of some rows of a tile, from row `first` on, and write it: acc [warps, rows, D_VO
+    padded], top and total [warps, rows]."""
+    STORE: gl.constexpr = gl.SliceLayout(0, MERGE)
+    ROWS: gl.constexpr = gl.SliceLayout(1, STORE)
+    base = gl.max(top, 0, keep_dims=True)
+    base = gl.where(base == float("-inf"), 0.0, base)
+    part = gl.exp2(top - base)
+    if not SOFTMAX:
+        part = total + 1.0
+    acc = gl.sum(acc * part[:, :, None], 0)
+    total = gl.convert_layout(gl.sum(total * part, 0), ROWS)
+    base = gl.convert_layout(gl.max(base, 0), ROWS)
+
+    row = first + gl.arange(0, acc.shape[0], ROWS)
+    token = (tile_row + row) // GROUP
+    head = kv_head * GROUP + (tile_row + row) % GROUP
+    row_ok = token < q_len
+    dv = gl.arange(0, acc.shape[1], gl.SliceLayout(0, STORE))
+    there = row_ok[:, None] & (dv < D_VO)[None, :]
+    if SINKS:
+        # The combination adds the sink of a split tile, once.
+        if slot < 0:
+            sink = gl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
+            old = gl.where(total > 0, base, float("-inf"))
+            new = gl.maximum(old, sink)
+            new = gl.where(new == float("-inf"), 0.0, new)
+            keep = gl.exp2(old - new)
+            acc = acc * keep[:, None]
+            total = total * keep + gl.exp2(sink - new)
+            base = new
+    if not SOFTMAX:
+        # The weights are what they are: no maximum was taken from their logits, and their sum divides nothing.
+        base = gl.zeros([row.shape[0]], gl.float32, ROWS)
+        total = base + 1.0
+    # Not `> 0`: a NaN among the logits has to come out.
+    seen = total != 0
+    inverse = gl.where(seen, out_scale / gl.where(seen, total, 1.0), 0.0)
+    if HEAD_SCALES:
+        inverse *= gl.load(v_scale + head, mask=row_ok, other=0.0)
+    # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
+    acc = gl.where(seen[:, None], acc * inverse[:, None], 0.0)
+    state = gl.where(seen, base + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
+    if SPLIT and slot >= 0:
+        part_row = (slot.to(gl.int64) * num_kv_heads + kv_head) * BLOCK_M + row
+        gl.store(partial_out + part_row[:, None] * D_VO + dv[None, :], acc, mask=there)
+        gl.store(partial_lse + part_row, state, mask=row_ok)
+    else:
+        n = (q_row + token).to(gl.int64)
+        o_at = n * o_stride_n + head * o_stride_h
+        gl.store(out + o_at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=there)
+        if LSE:
+            gl.store(lse + n * (num_kv_heads * GROUP) + head, state, mask=row_ok)
+
+
+@gluon.jit
 def attend_sm80_kernel(
     q, k, v, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask, mask_indptr,
     sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads,
@@ -270,58 +331,40 @@ def attend_sm80_kernel(
         full = gl.where(full == STAGES - 1, 0, full + 1)
     cp_async_wait(0)
 
-    # One result of the warps along keys. Rows are looked at as they are stored from here on.
+    # One result of the warps along keys. What each of them has lies in shared memory behind one barrier; of tiles of 16
+    # rows only the first 8, if there are no more: a decode step of a group of 8 heads has no more.
     LANES: gl.constexpr = 32 if D_VO_PAD >= 128 else D_VO_PAD // 4
     MERGE: gl.constexpr = gl.BlockedLayout([WARPS_N, 1, 4], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
-    STORE: gl.constexpr = gl.SliceLayout(0, MERGE)
-    ROWS: gl.constexpr = gl.SliceLayout(1, STORE)
+    HALVES: gl.constexpr = 2 if BLOCK_M == 16 else 1
+    AT_ONCE: gl.constexpr = BLOCK_M // HALVES
+    UNITS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
+    ONES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    parts = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE, D_VO_PAD], UNITS)
+    tops = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE], ONES)
+    totals = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE], ONES)
+    rows_there = gl.minimum(q_len * GROUP - tile_row, BLOCK_M)
     if FP8:
         acc = gl.join(acc, odd).reshape([WARPS_N, BLOCK_M, D_VO_PAD])
-    top = gl.convert_layout(top, gl.SliceLayout(2, MERGE))
-    total = gl.convert_layout(total, gl.SliceLayout(2, MERGE))
-    base = gl.max(top, 0, keep_dims=True)
-    base = gl.where(base == float("-inf"), 0.0, base)
-    part = gl.exp2(top - base)
-    if not SOFTMAX:
-        part = total + 1.0
-    acc = gl.sum(gl.convert_layout(acc, MERGE) * part[:, :, None], 0)
-    total = gl.convert_layout(gl.sum(total * part, 0), ROWS)
-    base = gl.convert_layout(gl.max(base, 0), ROWS)
-
-    row = gl.arange(0, BLOCK_M, ROWS)
-    token = (tile_row + row) // GROUP
-    head = kv_head * GROUP + (tile_row + row) % GROUP
-    row_ok = token < q_len
-    dv = gl.arange(0, D_VO_PAD, gl.SliceLayout(0, STORE))
-    there = row_ok[:, None] & (dv < D_VO)[None, :]
-    if SINKS:
-        # The combination adds the sink of a split tile, once.
-        if slot < 0:
-            sink = gl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
-            old = gl.where(total > 0, base, float("-inf"))
-            new = gl.maximum(old, sink)
-            new = gl.where(new == float("-inf"), 0.0, new)
-            keep = gl.exp2(old - new)
-            acc = acc * keep[:, None]
-            total = total * keep + gl.exp2(sink - new)
-            base = new
-    if not SOFTMAX:
-        # The weights are what they are: no maximum was taken from their logits, and their sum divides nothing.
-        base = gl.zeros([BLOCK_M], gl.float32, ROWS)
-        total = base + 1.0
-    # Not `> 0`: a NaN among the logits has to come out.
-    seen = total != 0
-    inverse = gl.where(seen, out_scale / gl.where(seen, total, 1.0), 0.0)
-    if HEAD_SCALES:
-        inverse *= gl.load(v_scale + head, mask=row_ok, other=0.0)
-    # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
-    acc = gl.where(seen[:, None], acc * inverse[:, None], 0.0)
-    state = gl.where(seen, base + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
+    if HALVES == 2:
+        acc, lower_acc = acc.reshape([WARPS_N, 2, 8, D_VO_PAD]).permute([0, 2, 3, 1]).split()
+        top, lower_top = top.reshape([WARPS_N, 2, 8]).permute([0, 2, 1]).split()
+        total, lower_total = total.reshape([WARPS_N, 2, 8]).permute([0, 2, 1]).split()
+        if rows_there > 8:
+            parts.index(1).store(lower_acc)
+            tops.index(1).store(lower_top)
+            totals.index(1).store(lower_total)
+    parts.index(0).store(acc)
+    tops.index(0).store(top)
+    totals.index(0).store(total)
+    for half in range(gl.cdiv(rows_there, AT_ONCE)):
+        _finish(
+            parts.index(half).load(MERGE), tops.index(half).load(gl.SliceLayout(2, MERGE)),
+            totals.index(half).load(gl.SliceLayout(2, MERGE)), half * AT_ONCE, out, lse, partial_out, partial_lse,
+            sinks, v_scale, slot, tile_row, q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, out_scale,
+            GROUP, D_VO, BLOCK_M, HEAD_SCALES, SINKS, LSE, SPLIT, SOFTMAX, MERGE,
+        )  # fmt: skip
     if SPLIT:
         if slot >= 0:
-            part_row = (slot.to(gl.int64) * num_kv_heads + kv_head) * BLOCK_M + row
-            gl.store(partial_out + part_row[:, None] * D_VO + dv[None, :], acc, mask=there)
-            gl.store(partial_lse + part_row, state, mask=row_ok)
             ABREAST: gl.constexpr = WARPS if WARPS < COMBINE_ROWS else COMBINE_ROWS
             COMBINE: gl.constexpr = gl.BlockedLayout(
                 [1, 1, 4], [1, 32 // LANES, LANES], [WARPS // ABREAST, ABREAST, 1], [2, 1, 0]
@@ -334,9 +377,3 @@ def attend_sm80_kernel(
                 tile_row, q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE,
                 SOFTMAX,
             )  # fmt: skip
-            return
-    n = (q_row + token).to(gl.int64)
-    o_at = n * o_stride_n + head * o_stride_h
-    gl.store(out + o_at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=there)
-    if LSE:
-        gl.store(lse + n * (num_kv_heads * GROUP) + head, state, mask=row_ok)

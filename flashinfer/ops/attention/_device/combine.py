@@ -15,9 +15,10 @@ def combine_rows(
     """Rows `row` ([1, rows]) of a tile, whose pieces lie in `pieces` slots from `first_slot` on.
 
     partial_out is float32 [slots, kv_heads, BLOCK_M, D_VO], normalised per piece; partial_lse is float32
-    [slots, kv_heads, BLOCK_M], base 2, -inf where a piece saw no key. As many as `piece` ([pieces at a time, 1]: 0, 1,
-    ...) holds are read at a time, in the order of their keys, so that the sum does not depend on which piece was done
-    first. `d` ([1, 1, D_VO padded]) counts columns. The caller makes these, since Gluon wants to know their layouts.
+    [slots, kv_heads, BLOCK_M], base 2. Of a row that saw no key in a piece they are 0 and -inf. As many as `piece`
+    ([pieces at a time, 1]: 0, 1, ...) holds are read at a time, in the order of their keys, so that the sum does not
+    depend on which piece was done first. `d` ([1, 1, D_VO padded]) counts columns. The caller makes these, since Gluon
+    wants to know their layouts.
     Without SOFTMAX the pieces are sums of weighted values, which are added; each has 0 for its log-sum-exp. That of the
     result is written in base 2 times LSE_UNIT: ln 2 makes it base e.
     """
@@ -46,9 +47,7 @@ def combine_rows(
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(s - base)
         keep = tl.exp2(top - base)
-        # A piece that saw no key holds nothing worth adding, NaN perhaps.
-        x = tl.where((s == float("-inf"))[:, :, None], 0.0, x * weight[:, :, None])
-        acc = acc * keep[:, :, None] + tl.sum(x, 0, keep_dims=True)
+        acc = acc * keep[:, :, None] + tl.sum(x * weight[:, :, None], 0, keep_dims=True)
         total = total * keep + tl.sum(weight, 0, keep_dims=True)
         top = new_top
     seen = total != 0

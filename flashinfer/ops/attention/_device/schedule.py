@@ -113,6 +113,7 @@ def schedule_kernel(
     window_left,
     grain,
     least,
+    least_alone,
     share,
     whole,
     abreast,
@@ -127,8 +128,9 @@ def schedule_kernel(
     """One program per request: writes its work items, and zeroes the counts of its split tiles.
 
     `share` is the number of work items per KV head that fills the chip: total work (tiles x keys) over it is the length
-    of a piece, but at least `least` keys. 0 leaves every request whole. Every program reads all lengths, so that
-    offsets need no second launch. What tells them is as `Table.told` has it, and which of it counts `Table.form`.
+    of a piece, but at least `least` keys, or `least_alone` where all work in such pieces leaves each of them a
+    multiprocessor of its own. 0 leaves every request whole. Every program reads all lengths, so that offsets need no
+    second launch. What tells them is as `Table.told` has it, and which of it counts `Table.form`.
     Requests of up to `whole` keys stay so where they are as much work as two thirds of `abreast` of the longest of
     them, `abreast` being the items per KV head that give each multiprocessor one: that many keep memory busy, and
     nothing is to be combined. It is work that counts, for many requests of a few keys keep nothing busy.
@@ -158,8 +160,11 @@ def schedule_kernel(
         total = tl.sum(work, 0)
         # Without splitting, a piece is as long as any request can be.
         # In float32: a 64-bit division is a call. A millionth more than the quotient is not less than it.
-        quotient = tl.ceil(total.to(tl.float32) * 1.000001 / tl.maximum(share, 1).to(tl.float32))
+        keys = total.to(tl.float32) * 1.000001
+        quotient = tl.ceil(keys / tl.maximum(share, 1).to(tl.float32))
         chunk = tl.where(share > 0, tl.minimum(quotient, 1073741824.0), 1073741824.0).to(tl.int32)
+        alone = tl.minimum(tl.ceil(keys / tl.maximum(abreast, 1).to(tl.float32)), 1073741824.0).to(tl.int32)
+        least = tl.minimum(least, tl.maximum(alone, least_alone))
         chunk = tl.maximum((chunk + grain - 1) // grain * grain, least)
 
     item_at = tl.zeros([BLOCK], tl.int32)

@@ -52,9 +52,9 @@ def choose(p: Problem, target: Target) -> Config:
     # Two blocks on a multiprocessor, four of FP8: what one waits for, the others hide.
     stages = max(2, min(6, target.smem // (4 if narrow else 2) // slot_bytes))
     num_warps = warps_m * warps_n
-    # A round of the combination takes 64 registers of each thread.
+    # A round of the combination takes 128 registers of each thread.
     rows = min(p.rows, 8, _power(p.group))
-    pieces = _power(max(1, min(16, 64 * 32 * num_warps // (rows * _padded(p.head_dim_vo)))))
+    pieces = _power(max(1, min(16, 128 * 32 * num_warps // (rows * _padded(p.head_dim_vo)))))
     return Config(
         block_m=p.rows,
         block_n=block_n,
@@ -64,9 +64,12 @@ def choose(p: Problem, target: Target) -> Config:
         combine_pieces=pieces,
         combine_rows=rows,
         programs_per_sm=4 if narrow else 2,
-        # Halving a piece of 256 keys saves less than the combination of twice as many pieces costs.
+        # Halving a piece of 256 keys saves less than the combination of twice as many pieces costs: 1 x 4096 takes
+        # 12.3 us with it and 13.1 with 128; but 1 x 2048 with 2 KV heads, where multiprocessors are left over, 7.6 and
+        # 7.2 (an H100; with 64 keys 8.45).
         least_piece=256,
-        # 16 x 1024 in 28.7 us, not 29.5, and 12 x 1024 in 23.6, not 25.9 (an H100).
+        least_alone=128,
+        # 16 x 1024 in 28.4 us, not 29.6, and 12 x 1024 in 23.8, not 25.95 (an H100). FP8 was not tried.
         whole=1024 if warps_n == 4 else 0,
         pdl=target.capability >= 90,
     )

@@ -98,8 +98,8 @@ class Sm90Config:
         Persistent blocks of threads on a multiprocessor: what work is split for.
     least_piece : int
         Keys that a piece of a split request has at least.
-    whole : int
-        Keys of a request that is not split where such requests keep the chip busy: none.
+    least_alone, whole : int
+        Exceptions that the work list makes for decode (_device/schedule.py); 0 for none.
     combine_pieces, combine_rows, combine_parts, combine_programs : int
         Of the combination: partial results of a row that are read at a time, rows where there are so many times fewer,
         parts of a row where there are more, and programs on a multiprocessor.
@@ -120,6 +120,7 @@ class Sm90Config:
     combine_parts: int
     combine_programs: int
     transform: bool
+    least_alone: int = 0
     whole: int = 0
 
 

@@ -30,8 +30,8 @@ class Sm90Config:
         Persistent blocks on a multiprocessor: what work is split for.
     least_piece : int
         Keys that a piece of a split request has at least: a tile costs about four blocks of keys of its own.
-    whole : int
-        Keys of a request that is not split where such requests keep the chip busy: none.
+    least_alone, whole : int
+        Exceptions that the work list makes for decode (_device/schedule.py); 0 for none.
     turn_warps : int
         Warps that turn tiles of FP8 values, so that keys are contiguous; 0 for other types.
     negative : bool
@@ -49,6 +49,7 @@ class Sm90Config:
     copy_registers: int
     programs_per_sm: int
     least_piece: int
+    least_alone: int = 0
     whole: int = 0
     turn_warps: int = 0
     negative: bool = False
