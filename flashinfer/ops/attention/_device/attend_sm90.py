@@ -29,6 +29,7 @@ from flashinfer._core.gluon_compat import (
     warpgroup_mma_wait,
 )
 from flashinfer.ops.attention._device.combine import combine_rows
+from flashinfer.ops.attention._device.fixed_shift_sm90 import any_unfair
 from flashinfer.ops.attention._device.logits import LOG2E, transform, vary, visible
 from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
@@ -67,9 +68,6 @@ FOLD = gl.constexpr(16)
 SUMS = gl.constexpr(
     gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
 )
-# What the sum of a row's weights of a fixed shift may be, and one over: from there to the end of float32 is room for
-# values of 2^79.
-RANGE = gl.constexpr(2.0**48)
 # Weights in FP8 are 2^SHIFT times what they are: from 2^8 to e4m3's smallest, 2^-9, are 17 octaves.
 SHIFT = gl.constexpr(8)
 
@@ -524,10 +522,7 @@ def _failed(WG, total, record, form: Form):
     """Whether the weights of some row are not in the middle of what float32 holds."""
     S_ROWS: gl.constexpr = total.type.layout
     token = (gl.load(record + ITEM_TILE_ROW) + _rows(WG, S_ROWS)) // form.GROUP
-    fair = (total > 1 / RANGE) & (total < RANGE) | (token >= gl.load(record + ITEM_Q_LEN))
-    # Each warp looks at all rows: what only some threads read in a reduction of warps is kept from tile to tile.
-    fair = gl.convert_layout(fair.to(gl.int32), gl.BlockedLayout([ROWS // 32], [32], [4], [0]))
-    return gl.min(fair, 0) == 0
+    return any_unfair(total, token < gl.load(record + ITEM_Q_LEN))
 
 
 @gluon.jit

@@ -19,6 +19,7 @@ from flashinfer._core.gluon_compat import (
     reinterpret,
     tma_load,
 )
+from flashinfer.ops.attention._device.fixed_shift_sm90 import one_word, read_word
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_BASE,
     ITEM_KV_BEGIN,
@@ -193,17 +194,6 @@ AGAIN = gl.constexpr(29)
 
 
 @gluon.jit
-def _one(number):
-    """A number as what goes to shared memory."""
-    return gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-
-
-@gluon.jit
-def _read(place):
-    return gl.max(place.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
-
-
-@gluon.jit
 def queue_of(READERS: gl.constexpr, FIXED: gl.constexpr):
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     works = gl.allocate_shared_memory(gl.int32, [2, 1], LAYOUT)
@@ -218,7 +208,7 @@ def queue_of(READERS: gl.constexpr, FIXED: gl.constexpr):
         failed = gl.allocate_shared_memory(gl.int32, [4, 1], LAYOUT)
         judged = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(4):
-            failed.index(i).store(_one(-1))
+            failed.index(i).store(one_word(-1))
             mbarrier.init(judged.index(i), count=1)
     return Queue(works, full, empty, failed, judged)
 
@@ -227,7 +217,7 @@ def queue_of(READERS: gl.constexpr, FIXED: gl.constexpr):
 def judge(queue: Queue, WG, wave, work, failed):
     """A warpgroup's word on the block's wave-th piece, before it asks for the next one."""
     at = wave % 2 * 2 + WG
-    queue.failed.index(at).store(_one(gl.where(failed, work, -1)))
+    queue.failed.index(at).store(one_word(gl.where(failed, work, -1)))
     mbarrier.arrive(queue.judged.index(at), count=1)
 
 
@@ -243,13 +233,13 @@ def _failed(queue: Queue, wave, at_end):
             phase = ((wave - back + 2) // 2 & 1) ^ 1
             mbarrier.wait(queue.judged.index(at), phase)
             mbarrier.wait(queue.judged.index(at + 1), phase)
-            first = _read(queue.failed.index(at))
-            second = _read(queue.failed.index(at + 1))
+            first = read_word(queue.failed.index(at))
+            second = read_word(queue.failed.index(at + 1))
             if gl.maximum(first, second) >= 0:
                 who = (first >= 0).to(gl.int32) + 2 * (second >= 0).to(gl.int32)
                 word = gl.maximum(first, second) | who << AGAIN
-                queue.failed.index(at).store(_one(-1))
-                queue.failed.index(at + 1).store(_one(-1))
+                queue.failed.index(at).store(one_word(-1))
+                queue.failed.index(at + 1).store(one_word(-1))
     return word
 
 
@@ -275,7 +265,7 @@ def take(queue: Queue, wave, held, items, works, form: Form):
         if word >= 0:
             held = work
             work = word
-    queue.works.index(at).store(_one(work))
+    queue.works.index(at).store(one_word(work))
     mbarrier.arrive(queue.full.index(at), count=1)
     return work & ((1 << AGAIN) - 1), held
 
@@ -286,7 +276,7 @@ def told(queue: Queue, wave):
     first warpgroup, 2 the second, 3 both."""
     at = wave % 2
     mbarrier.wait(queue.full.index(at), (wave // 2) & 1)
-    word = _read(queue.works.index(at))
+    word = read_word(queue.works.index(at))
     mbarrier.arrive(queue.empty.index(at), count=1)
     return word & ((1 << AGAIN) - 1), word >> AGAIN
 
