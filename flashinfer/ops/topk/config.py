@@ -29,7 +29,9 @@ class Config(tiles.Config):
 
     short_list, short_list_warps : as list_tile and list_warps for the program that searches the list.
 
-    own : programs that list find the bound.
+    own : programs that list find the bound. share : elements that a program of emit writes at once.
+
+    early : kernels of few programs may be launched before those in front of them end. pdl : this one is.
     """
 
     short_k: int
@@ -39,7 +41,10 @@ class Config(tiles.Config):
     members: int
     short_list: int
     short_list_warps: int
+    early: bool
     own: bool = False
+    share: int = 0
+    pdl: bool = False
 
 
 def portable(problem, target) -> Config:
@@ -48,4 +53,4 @@ def portable(problem, target) -> Config:
     sizes = vars(tiles.portable(problem, target)) | dict(group=GROUP, group_tile=8192, group_warps=16)
     sizes |= dict(list_tile=4096, list_warps=8)
     return Config(**sizes, short_k=SHORT_K, short_tile=SHORT_TILE, short_warps=8, groups=GROUPS, members=MEMBERS,
-                  short_list=LIST_TILE, short_list_warps=8)  # fmt: skip
+                  short_list=LIST_TILE, short_list_warps=8, early=target.pdl)  # fmt: skip

@@ -18,6 +18,7 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.target import target_of
 from flashinfer.ops._device.find_prefix import Parameters, start
+from flashinfer.ops._device.pdl import begin as wait
 from flashinfer.ops._device.prefix import key_of, window_of
 from flashinfer.ops._device.rows import multiple, pointer, unit
 from flashinfer.ops.topk import TopK
@@ -30,6 +31,8 @@ _HIGHEST = tl.constexpr((1 << 31) - 1)
 PARTS = tl.constexpr(32)
 # Elements of a list that are read at once.
 PACK = tl.constexpr(4)
+# Neighbours that are sampled together.
+SIDE = tl.constexpr(4)
 
 
 @triton.jit
@@ -45,31 +48,45 @@ def bound_of(x, k, length, WHOLE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: t
     above. So among the GROUPS largest of such groups the bound is the one that comes 4.5 deviations, and 4 for where
     they are few, after u of them: one row in 10^5 has fewer than k above. m of about length / 2 k has u where it tells
     most.
+
+    And how many keys from there on the k-th is among, in all likelihood: as an uint32, bit by bit.
     """
     bound = tl.full([], _LOWEST, tl.int32)
+    across = tl.full([], -1, tl.int32)
     if (length > WHOLE) & (k < length):
-        # Members of a group are spread over the row, and moved a little, so that no period of the row hits all of them
-        # alike: the cell's number over the golden ratio, without the whole.
-        member = tl.arange(0, MEMBERS)[None, :]
-        cell = member * GROUPS + tl.arange(0, GROUPS)[:, None]
-        room = (length // (GROUPS * MEMBERS)).to(tl.uint32)
-        moved = tl.umulhi(cell.to(tl.uint32) * 2654435769, room).to(tl.int32)
-        column = (cell.to(tl.int64) * length // (GROUPS * MEMBERS)).to(tl.int32) + moved
-        size = tl.minimum(tl.maximum(length // (2 * k), 1), MEMBERS)
-        value = tl.load(x + column, member < size, other=0)
-        largest = tl.max(tl.where(member < size, key_of(value.to(tl.float32)), _LOWEST), 1)
+        size = tl.minimum(tl.maximum((length / (2.0 * k)).to(tl.int32), 1), MEMBERS)
+        # Members of a group are spread over the row, by chance within a cell each: no period of the row hits all alike.
+        # SIDE neighbours are of as many groups, a quarter of the sectors then. Where fewer members count, the last is
+        # read again: behind masks the compiler (ptxas) would wait for the first half before it asks for the second.
+        member = tl.minimum(tl.arange(0, MEMBERS), size - 1)[None, :]
+        cell = (member * (GROUPS // SIDE) + (tl.arange(0, GROUPS) // SIDE)[:, None]).to(tl.uint32)
+        WIDE: tl.constexpr = (1 << 32) // (GROUPS // SIDE * MEMBERS)
+        chance = (cell * 2654435769) & (WIDE - 1)
+        place = tl.umulhi(cell * WIDE + chance, (length - SIDE + 1).to(tl.uint32)) // SIDE * SIDE
+        column = place.to(tl.int32) + (tl.arange(0, GROUPS) % SIDE)[:, None]
+        largest = key_of(tl.max(tl.load(x + column).to(tl.float32), 1))
         share = 1 - tl.exp(size * tl.log(1 - k.to(tl.float32) / length))
-        wanted = GROUPS * share + 4.5 * tl.sqrt(GROUPS * share * (1 - share)) + 4
+        aside = 4.5 * tl.sqrt(GROUPS * share * (1 - share)) + 4
         # Bins of equal width, the highest first. The bound is the least group of the bin that reaches what is wanted.
         high, low = tl.reduce((largest, largest), 0, highest_and_lowest)
         width = (high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)).to(tl.float32)
         shift = tl.maximum((width.to(tl.int32, bitcast=True) >> 23) - 127 - 7, 0).to(tl.uint32)
         bin = ((high - largest).to(tl.uint32, bitcast=True) >> shift).to(tl.int32)
         reached = tl.cumsum(tl.histogram(bin, 256), 0)
-        last = tl.sum((reached < wanted).to(tl.int32), 0)
+        bins = tl.sum((reached < GROUPS * share + aside).to(tl.int32) * 65536 + (reached < GROUPS * share - aside), 0)
+        last = bins >> 16
         if last < 256:
             bound = tl.min(tl.where(bin <= last, largest, _HIGHEST), 0)
-    return bound
+            over = (high - bound).to(tl.uint32, bitcast=True) - ((bins & 65535).to(tl.uint32) << shift)
+            # So few that the k-th may be above all that were seen.
+            over += tl.where(GROUPS * share < aside, over, 0)
+            across = tl.maximum(over, 1).to(tl.int32, bitcast=True)
+    return bound, across
+
+
+@triton.jit
+def joined(high, low):
+    return high.to(tl.int64) << 32 | low.to(tl.uint32, bitcast=True).to(tl.int64)
 
 
 @triton.jit
@@ -77,10 +94,11 @@ def bound_kernel(
     x, starts, lengths, bounds, x_row, k, columns, UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """bounds int32 [rows]. One program a row."""
+    """bounds int64 [rows]: what bound_of gives, the first in the high half. One program a row."""
     row = tl.program_id(0)
     x, length = window_of(x, x_row, None, starts, lengths, row, columns, UNIT)
-    tl.store(bounds + row, bound_of(x, k, length, WHOLE, GROUPS, MEMBERS))
+    bound, across = bound_of(x, k, length, WHOLE, GROUPS, MEMBERS)
+    tl.store(bounds + row, joined(bound, across))
 
 
 @triton.jit
@@ -121,25 +139,26 @@ def listed_key(value, column, end):
 def list_kernel(
     x, starts, lengths, bounds, counts, ties, list_value, list_column, x_row, k, columns, programs, chunk, capacity,
     OWN: tl.constexpr, UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """bounds int32 [rows], found here if OWN; counts and ties int32 [rows, programs], of elements above the bound and
+    """bounds int64 [rows], found here if OWN; counts and ties int32 [rows, programs], of elements above the bound and
     at it; list_value, of x's dtype, and list_column int32 [rows, programs, capacity], those above it in the order of
     their columns."""
-    row = tl.program_id(0) // programs
-    part = tl.program_id(0) % programs
+    wait(PDL)
+    row, part = tl.program_id(0), tl.program_id(1)
+    program = row * programs + part
     x, length = window_of(x, x_row, None, starts, lengths, row, columns, UNIT)
     first = part * chunk * TILE
     end = tl.minimum(first + chunk * TILE, length)
     # On its way while the bound is looked for.
     value = load_part(x, first, end, TILE)
     if OWN:
-        bound = bound_of(x, k, length, WHOLE, GROUPS, MEMBERS)
-        tl.store(bounds + row, bound, part == 0)
+        bound, across = bound_of(x, k, length, WHOLE, GROUPS, MEMBERS)
+        tl.store(bounds + row, joined(bound, across), part == 0)
     else:
-        bound = tl.load(bounds + row)
-    list_value += tl.program_id(0).to(tl.int64) * capacity
-    list_column += tl.program_id(0).to(tl.int64) * capacity
+        bound = (tl.load(bounds + row) >> 32).to(tl.int32)
+    list_value += program.to(tl.int64) * capacity
+    list_column += program.to(tl.int64) * capacity
     count = tl.full([], 0, tl.int32)
     equal = tl.full([], 0, tl.int32)
     for i in range(chunk):
@@ -161,42 +180,62 @@ def list_kernel(
         count += sum & 65535
         equal += sum >> 16
         first += TILE
-        value = load_part(x, first, end, TILE)
-    tl.store(counts + tl.program_id(0), count)
-    tl.store(ties + tl.program_id(0), equal)
+        if first < end:
+            value = load_part(x, first, end, TILE)
+    tl.store(counts + program, count)
+    tl.store(ties + program, equal)
 
 
 @triton.jit
-def listed_tile(start, count, from_list, ends, begins, lasts, x, list_value, list_column, capacity, TILE: tl.constexpr):
-    """Keys, columns and values of TILE elements from `start` on of a list of `count`, or else of the row. Keys past the
-    last are _LOWEST. `begins`, `lasts` and `ends` are [PARTS]: in the list, what each program listed begins and ends,
-    and the next begins, at a multiple of PACK."""
-    if from_list:
-        # A warp has a row of it, and all of what it looks up.
-        WIDTH: tl.constexpr = min(TILE // PACK, PARTS)
-        LINES: tl.constexpr = TILE // PACK // WIDTH
-        at = start + tl.reshape(tl.arange(0, TILE // PACK) * PACK, [LINES, WIDTH])
-        bounds = tl.broadcast_to(ends[None, :], [LINES, PARTS])
-        # How many programs end before.
-        part = tl.zeros([LINES, WIDTH], tl.int32)
-        for i in tl.static_range(5):
-            part += tl.where(tl.gather(bounds, part + ((PARTS >> (i + 1)) - 1), 1) <= at, PARTS >> (i + 1), 0)
-        begin = tl.gather(tl.broadcast_to(begins[None, :], [LINES, PARTS]), part, 1)
-        last = tl.gather(tl.broadcast_to(lasts[None, :], [LINES, PARTS]), part, 1)
-        place = multiple(part * capacity + at - begin, PACK)
-        step = tl.arange(0, PACK)[None, None, :]
-        # What pads is read too: neither a mask nor a shape may part what lies side by side.
-        there = tl.broadcast_to((at < last)[:, :, None], [LINES, WIDTH, PACK])
-        column = tl.reshape(tl.load(list_column + (place[:, :, None] + step), there, other=0), [TILE])
-        value = tl.reshape(tl.load(list_value + (place[:, :, None] + step), there, other=0), [TILE])
-        there = tl.reshape((at[:, :, None] + step) < last[:, :, None], [TILE])
-    else:
-        # In the shape of the list, so that nothing moves where the two meet.
-        wide = tl.arange(0, TILE // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :] + start
-        value = tl.reshape(tl.load(x + wide, wide < count, other=0), [TILE])
-        column = tl.reshape(wide, [TILE])
-        there = tl.reshape(wide < count, [TILE])
-    return tl.where(there, key_of(value.to(tl.float32)), _LOWEST), column, value
+def places_of(at, ends, begins, lasts, capacity):
+    """Where the elements `at` places of a list are kept, and where what their program listed ends. `at` is [n, m], with
+    n of a warp: it has all of what it looks up. `begins`, `lasts` and `ends` are [PARTS]: what each program listed
+    begins and ends, and the next begins, at a multiple of PACK."""
+    LINES: tl.constexpr = at.shape[1]
+    bounds = tl.broadcast_to(ends[:, None], [PARTS, LINES])
+    # How many programs end before.
+    part = tl.zeros(at.shape, tl.int32)
+    for i in tl.static_range(5):
+        part += tl.where(tl.gather(bounds, part + ((PARTS >> (i + 1)) - 1), 0) <= at, PARTS >> (i + 1), 0)
+    begin = tl.gather(tl.broadcast_to(begins[:, None], [PARTS, LINES]), part, 0)
+    last = tl.gather(tl.broadcast_to(lasts[:, None], [PARTS, LINES]), part, 0)
+    return part * capacity + at - begin, last
+
+
+@triton.jit
+def in_line(x):
+    """[n, m] as one line, first the first column."""
+    return tl.reshape(tl.trans(x), [x.shape[0] * x.shape[1]])
+
+
+@triton.jit
+def listed_keys_at(start, ends, begins, lasts, values, capacity, TILE: tl.constexpr):
+    """TILE keys from place `start` of a list on, in PACK tensors; _LOWEST past the last."""
+    WIDTH: tl.constexpr = min(TILE // PACK, PARTS)
+    LINES: tl.constexpr = TILE // PACK // WIDTH
+    at = start + (tl.arange(0, LINES)[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None]) * PACK
+    place, last = places_of(at, ends, begins, lasts, capacity)
+    step = tl.arange(0, PACK)[None, None, :]
+    # What pads is read too: neither a mask nor a shape may part what lies side by side.
+    there = tl.broadcast_to((at < last)[:, :, None], [WIDTH, LINES, PACK])
+    value = tl.load(values + (multiple(place, PACK)[:, :, None] + step), there, other=0)
+    key = tl.where((at[:, :, None] + step) < last[:, :, None], key_of(value.to(tl.float32)), _LOWEST)
+    even, odd = tl.split(tl.reshape(key, [WIDTH, LINES, PACK // 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return in_line(a), in_line(b), in_line(c), in_line(d)
+
+
+@triton.jit
+def listed_share(start, ends, begins, lasts, values, columns, from_list, capacity, SHARE: tl.constexpr):
+    """Values and columns of SHARE elements from place `start` of a list on, and whether they are there."""
+    WIDTH: tl.constexpr = min(SHARE, PARTS)
+    at = start + (tl.arange(0, SHARE // WIDTH)[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None])
+    place, last = places_of(at, ends, begins, lasts, capacity)
+    value = tl.load(values + place, at < last, other=0)
+    column = tl.load(columns + place, (at < last) & from_list, other=0)
+    column = tl.where(from_list, column, at)
+    return in_line(value), in_line(column), in_line(at < last)
 
 
 @triton.jit
@@ -223,7 +262,7 @@ def eight_bins(key, base, shift):
 
 @triton.jit
 def reaching(key, base, shift):
-    """How many of the keys, in 16 tensors, reach the begin of each of eight bins, int32 [8].
+    """How many of the keys, in 16 tensors, reach the begin of each of eight bins.
 
     A thread counts its keys with an addition each, in fields of a word that grow from four to sixteen bits.
     """
@@ -234,9 +273,19 @@ def reaching(key, base, shift):
     w0, w1, w2, w3 = tl.reduce(
         (even & 0x00FF00FF, odd & 0x00FF00FF, even >> 8 & 0x00FF00FF, odd >> 8 & 0x00FF00FF), 0, add_words
     )
-    bin = tl.arange(0, 8)
-    word = tl.where((bin & 2) == 0, tl.where((bin & 1) == 0, w0, w1), tl.where((bin & 1) == 0, w2, w3))
-    return tl.cumsum(tl.where(bin < 4, word, word >> 16) & 65535, 0, reverse=True)
+    c7 = w3 >> 16
+    c6 = c7 + (w2 >> 16)
+    c5 = c6 + (w1 >> 16)
+    c4 = c5 + (w0 >> 16)
+    c3 = c4 + (w3 & 65535)
+    c2 = c3 + (w2 & 65535)
+    c1 = c2 + (w1 & 65535)
+    return c1 + (w0 & 65535), c1, c2, c3, c4, c5, c6, c7
+
+
+@triton.jit
+def added(a, b):
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4] + b[4], a[5] + b[5], a[6] + b[6], a[7] + b[7]
 
 
 @triton.jit
@@ -259,56 +308,51 @@ def sixteenths(x):
 
 @triton.jit
 def find_key(
-    first, target, least, most, reach, count, from_list, ends, begins, lasts, x, list_value, list_column, capacity,
-    TILE: tl.constexpr,
-):  # fmt: skip
+    first, target, least, across, reach, count, ends, begins, lasts, values, capacity, TILE: tl.constexpr
+):
     """A key that `target` elements reach or, if the next are equal to it, more; how many do, and how many are above it
-    then. `reach` elements reach `least`, and none is above `most`.
+    then. `reach` elements reach `least`; the key is likely among the `across`, an uint32, from there on.
 
     A step counts keys in eight bins, and waits for one sum over the program. Every other step has bins all over the
     keys that are left; the ones between have narrow bins, around the key that would be the k-th if keys were spread
     evenly. `first` are the first TILE keys, which stay in registers.
     """
-    gap = most.to(tl.uint32, bitcast=True) - least.to(tl.uint32, bitcast=True) + 1
+    gap = tl.full([], _HIGHEST, tl.uint32) - least.to(tl.uint32, bitcast=True) + 1
     above = reach * 0
     even = reach >= 0
     mine = sixteenths(first)
-    bin = tl.arange(0, 8).to(tl.uint32)
     while (gap > 1) & (reach > target):
         left = (reach - above).to(tl.float32)
         below = (reach - target + 0.5) / left
         # 2.5 deviations to either side, and what curvature may make of it.
         aside = 2.5 * tl.sqrt(below * (1 - below) / left) + 0.5 / left + 0.02
-        begin = tl.where(even, 0.0, tl.maximum(below - aside, 0.0))
-        share = tl.where(even, 1.0, tl.minimum(2 * aside, 1.0))
-        # The least shift by which seven bins and a part of one cover it.
-        width = gap.to(tl.float32) * share
-        shift = tl.maximum(((width * 1.0000002).to(tl.int32, bitcast=True) >> 23) - 127 - 2, 0).to(tl.uint32)
-        begin = tl.minimum((gap.to(tl.float32) * begin).to(tl.uint32), gap - 1)
+        wide = gap.to(tl.float32)
+        begin = tl.minimum((wide * tl.where(even, 0.0, tl.maximum(below - aside, 0.0))).to(tl.uint32), gap - 1)
+        width = tl.where(even, tl.minimum(across, gap).to(tl.float32), wide * tl.minimum(2 * aside, 1.0))
+        across = gap
         even = even == 0
+        # The least shift by which seven bins and a part of one cover it.
+        shift = tl.maximum(((width * 1.0000002).to(tl.int32, bitcast=True) >> 23) - 127 - 2, 0).to(tl.uint32)
         base = (least.to(tl.uint32, bitcast=True) + begin).to(tl.int32, bitcast=True)
         counts = reaching(mine, base, shift)
         for start in range(TILE, count, TILE):
-            key, _, _ = listed_tile(
-                start, count, from_list, ends, begins, lasts, x, list_value, list_column, capacity, TILE
-            )  # fmt: skip
-            counts += reaching(sixteenths(neighbours(key, PACK)), base, shift)
-        cut = begin + (bin << shift)
-        # An edge past the last key may have wrapped around.
-        inside = (cut < gap) & (cut >= begin)
-        reached = inside & (counts >= target)
-        missed = inside & (counts < target)
-        up = tl.max(tl.where(reached, cut, 0), 0)
-        gap = tl.min(tl.where(missed, cut, gap), 0) - up
+            key = listed_keys_at(start, ends, begins, lasts, values, capacity, TILE)
+            counts = added(counts, reaching(sixteenths(key), base, shift))
+        up = gap * 0
+        end = gap
+        for i in tl.static_range(8):
+            # An edge past the last key may have wrapped around.
+            cut = begin + (i << shift)
+            inside = (cut < gap) & (cut >= begin)
+            reached = inside & (counts[i] >= target)
+            missed = inside & (counts[i] < target) & (cut < end)
+            up = tl.where(reached, cut, up)
+            reach = tl.where(reached, counts[i], reach)
+            end = tl.where(missed, cut, end)
+            above = tl.where(missed, counts[i], above)
+        gap = end - up
         least = (least.to(tl.uint32, bitcast=True) + up).to(tl.int32, bitcast=True)
-        reach = tl.min(tl.where(reached, counts, reach), 0)
-        above = tl.max(tl.where(missed, counts, above), 0)
     return least, reach, above
-
-
-@triton.jit
-def highest_of(keys):
-    return tl.maximum(tl.maximum(keys[0], keys[1]), tl.maximum(keys[2], keys[3]))
 
 
 @triton.jit
@@ -322,18 +366,20 @@ def emit_kernel(
     x, starts, lengths, bounds, counts, ties, list_value, list_column, out_value, out_index, raw, page_table,
     row_to_batch, page_starts, offsets, x_row, out_row, raw_row, table_row, k, columns, programs, parts, capacity,
     pages, page_size, LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, SHARE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes the k first of a row in the order of their columns, which is that of the list.
 
     out_value and out_index [rows, k]; raw takes the indices where out_index takes slots. Past a short row stands -1.
     """
-    row = tl.program_id(0) // parts
-    part = tl.program_id(0) % parts
+    wait(PDL)
+    row, part = tl.program_id(0), tl.program_id(1)
     x, length = window_of(x, x_row, None, starts, lengths, row, columns, UNIT)
     target = tl.minimum(k, length)
     list_value += multiple(row.to(tl.int64) * programs * capacity, PACK)
     list_column += multiple(row.to(tl.int64) * programs * capacity, PACK)
-    bound = tl.load(bounds + row)
+    sampled = tl.load(bounds + row)
+    bound, across = (sampled >> 32).to(tl.int32), sampled.to(tl.int32)
     i = tl.arange(0, PARTS)
     listed = tl.load(counts + row * programs + i, i < programs, other=0)
     equal = tl.load(ties + row * programs + i, i < programs, other=0)
@@ -355,19 +401,28 @@ def emit_kernel(
     known = ((above < target) & (reach >= target)) | (target == length)
     count = tl.where(from_list, tl.max(ends, 0), length)
     entries = tl.where(from_list, above, length)
-    key, _, _ = listed_tile(0, count, from_list, ends, begins, lasts, x, list_value, list_column, capacity, TILE)
-    keys = neighbours(key, PACK)
+    # The row is searched as a list of one program.
+    values = tl.where(from_list, list_value, x)
+    ends, begins = tl.where(from_list, ends, length), tl.where(from_list, begins, 0)
+    lasts = tl.where(from_list, lasts, length)
+    keys = listed_keys_at(0, ends, begins, lasts, values, capacity, TILE)
+    # A program's share is on its way while the whole is searched.
+    share = tl.cdiv(tl.cdiv(count, parts), PACK) * PACK
+    begin = tl.minimum(part * share, count)
+    end = tl.minimum(begin + share, count)
+    value, column, there = listed_share(
+        begin, ends, begins, lasts, values, list_column, from_list, capacity, SHARE
+    )  # fmt: skip
     pivot = bound
     if target == length:
         pivot = tl.full([], _LOWEST, tl.int32)
         above = length
     if known == 0:
-        most = tl.where(count <= TILE, tl.max(highest_of(keys), 0), _HIGHEST)
+        likely = tl.where(from_list, across, -1).to(tl.uint32, bitcast=True)
         least = tl.where(from_list, bound, _LOWEST) + 1
         pivot, reach, above = find_key(
-            keys, target, least, most, entries, count, from_list, ends, begins, lasts, x, list_value, list_column,
-            capacity, TILE,
-        )  # fmt: skip
+            keys, target, least, likely, entries, count, ends, begins, lasts, values, capacity, TILE
+        )
         # All that reach it are taken: they are above the key before it.
         if reach == target:
             pivot -= 1
@@ -375,44 +430,32 @@ def emit_kernel(
     # Of those equal to the pivot so many are taken, past so many.
     some = target - above
     skip = tl.where(LAST, reach - target, 0)
-    share = tl.cdiv(tl.cdiv(count, parts), PACK) * PACK
-    begin = tl.minimum(part * share, count)
-    end = tl.minimum(begin + share, count)
     above = tl.full([], 0, tl.int32)
     level = tl.full([], 0, tl.int32)
     for start in range(0, begin, TILE):
         if start > 0:
-            key, _, _ = listed_tile(
-                start, count, from_list, ends, begins, lasts, x, list_value, list_column, capacity, TILE
-            )  # fmt: skip
-            keys = neighbours(key, PACK)
+            keys = listed_keys_at(start, ends, begins, lasts, values, capacity, TILE)
         both = tl.zeros([TILE // PACK], tl.int32)
         for j in tl.static_range(PACK):
             both += above_and_level(keys[j], pivot)
         sum = tl.sum(tl.where(start + tl.arange(0, TILE // PACK) * PACK < begin, both, 0), 0)
         above += sum & 65535
         level += sum >> 16
-    # The share is read again: it is a small part of what was searched.
     for start in range(begin, end, SHARE):
-        own, column, value = listed_tile(
-            start, count, from_list, ends, begins, lasts, x, list_value, list_column, capacity, SHARE
-        )  # fmt: skip
-        owned, columns_of, values_of = neighbours(own, PACK), neighbours(column, PACK), neighbours(value, PACK)
-        inside = start + tl.arange(0, SHARE // PACK) * PACK < end
-        found = tl.zeros([SHARE // PACK], tl.int32)
-        for j in tl.static_range(PACK):
-            found += above_and_level(owned[j], pivot)
-        found = tl.where(inside, found, 0)
-        seen = tl.cumsum(found, 0) - found
-        for j in tl.static_range(PACK):
-            seen += above_and_level(owned[j], pivot)
-            nth = level + (seen >> 16) - skip
-            taken = inside & ((owned[j] > pivot) | ((owned[j] == pivot) & (nth > 0) & (nth <= some)))
-            to = above + (seen & 65535) + tl.minimum(tl.maximum(nth, 0), some) - 1
-            write_taken(
-                values_of[j], columns_of[j], taken, to, out_value, out_index, raw, shift, page_table, batch, pages,
-                table_row, page_size,
+        if start > begin:
+            value, column, there = listed_share(
+                start, ends, begins, lasts, values, list_column, from_list, capacity, SHARE
             )  # fmt: skip
+        key = key_of(value.to(tl.float32))
+        inside = there & (start + tl.arange(0, SHARE) < end)
+        found = tl.where(inside, above_and_level(key, pivot), 0)
+        seen = tl.cumsum(found, 0)
+        nth = level + (seen >> 16) - skip
+        taken = inside & ((key > pivot) | ((key == pivot) & (nth > 0) & (nth <= some)))
+        to = above + (seen & 65535) + tl.minimum(tl.maximum(nth, 0), some) - 1
+        write_taken(
+            value, column, taken, to, out_value, out_index, raw, shift, page_table, batch, pages, table_row, page_size
+        )
         if start + SHARE < end:
             sum = tl.sum(found, 0)
             above += sum & 65535
@@ -430,7 +473,7 @@ def _begin(problem) -> Parameters:
     """The row's values and window, and its bound."""
     p = Parameters().add(pointer(problem.dtype, problem.aligned), "x")
     p.add("*i32", "starts", present=problem.starts).add("*i32", "lengths", present=problem.lengths)
-    return p.add("*i32", "bounds")
+    return p.add("*i64", "bounds")
 
 
 def _listed(p: Parameters, problem) -> Parameters:
@@ -451,7 +494,7 @@ def _build_bound(problem, config):
 def _build_list(problem, config):
     p = _listed(_begin(problem), problem).add("i64", "x_row")
     p.add("i32", "k", "columns", "programs", "chunk", "capacity")
-    constants = _sample(problem, config) | {"OWN": config.own, "TILE": config.short_tile}
+    constants = _sample(problem, config) | {"OWN": config.own, "TILE": config.short_tile, "PDL": config.pdl}
     # Three programs on a multiprocessor; that which looks for the bound takes more.
     registers = None if config.own else 80
     return Build(list_kernel, p.types, p.constants | constants, num_warps=config.short_warps, maxnreg=registers)
@@ -466,7 +509,7 @@ def _build_emit(problem, config):
     p.add("i64", "x_row", "out_row").add("i64", "raw_row", present=problem.raw).add("i64", "table_row", present=pages)
     p.add("i32", "k", "columns", "programs", "parts", "capacity").add("i32", "pages", "page_size", present=pages)
     constants = {"LAST": problem.last, "UNIT": unit(problem.dtype, problem.aligned)}
-    constants |= {"TILE": config.short_list, "SHARE": config.short_list // 4}
+    constants |= {"TILE": config.short_list, "SHARE": config.share, "PDL": config.pdl}
     return Build(emit_kernel, p.types, p.constants | constants, num_warps=config.short_list_warps)
 
 
@@ -479,9 +522,10 @@ LAUNCHERS = (launch_bound, launch_list, launch_emit)
 def kernels(problem, config):
     """(launcher, problem, config) of each kernel."""
     for own in (False, True):
-        yield launch_list, _listing(problem), _configs(config)[own]
-    yield launch_bound, _listing(problem), config
-    yield launch_emit, problem, config
+        yield launch_list, _listing(problem), _owning(config, own)
+    yield launch_bound, _listing(problem), _owning(config, False)
+    for parts in (1, int(PARTS)):
+        yield launch_emit, problem, _sharing(config, parts)
 
 
 @cache
@@ -492,18 +536,25 @@ def _listing(problem):
 
 
 @cache
-def _configs(config):
-    """The list's, where each program finds the bound itself, by whether it does."""
-    return replace(config, own=False), replace(config, own=True)
+def _owning(config, own: bool):
+    """The list's, where each program finds the bound itself, or does not."""
+    # Where programs are many, those of the next kernel would take their room: 64 x 65536 took 36.3 us, not 34.0 (H100).
+    return replace(config, own=own, pdl=config.early and own)
+
+
+@cache
+def _sharing(config, parts: int):
+    """Emit's: of a share that is a small part of the list one element a thread, else four."""
+    few = config.short_list_warps * 32 if parts >= 8 else config.short_list // 4
+    return replace(config, share=few, pdl=config.early)
 
 
 def share(rows: int, columns: int, config, device: torch.device) -> tuple[int, int, int]:
     """Programs that list a row, tiles of each, and programs that emit it."""
     tiles, sms = triton.cdiv(columns, config.short_tile), target_of(device).sms
     chunk = triton.cdiv(tiles, min(max(8 * sms // rows, 1), int(PARTS)))
-    # Every program of emit searches the whole list: enough of them to fill the chip once, no more, and no shares that
-    # are smaller than what a program writes at once.
-    return triton.cdiv(tiles, chunk), chunk, min(max(sms // rows, 1), 4)
+    # Every program of emit searches the whole list: enough of them to fill the chip once, and no more.
+    return triton.cdiv(tiles, chunk), chunk, min(max(sms // rows, 1), int(PARTS))
 
 
 def run(problem, config, x, k, window, outputs, strides, places):
@@ -517,13 +568,13 @@ def run(problem, config, x, k, window, outputs, strides, places):
     def scratch(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device=x.device)
 
-    bounds, counts, ties = scratch(rows), scratch(rows, programs), scratch(rows, programs)
+    bounds, counts, ties = scratch(rows, dtype=torch.int64), scratch(rows, programs), scratch(rows, programs)
     list_value, list_column = scratch(rows, programs, capacity, dtype=x.dtype), scratch(rows, programs, capacity)
     given, listed, x_row = (x, *window, bounds), (counts, ties, list_value, list_column), x.stride(0)
     listing = _listing(problem)
     if not own:
-        start(launch_bound, listing, config, (rows, 1, 1), *given, x_row, k, columns)
-    start(launch_list, listing, _configs(config)[own], (rows * programs, 1, 1), *given, *listed, x_row, k, columns,
+        start(launch_bound, listing, _owning(config, False), (rows, 1, 1), *given, x_row, k, columns)
+    start(launch_list, listing, _owning(config, own), (rows, programs, 1), *given, *listed, x_row, k, columns,
           programs, chunk, capacity)  # fmt: skip
-    start(launch_emit, problem, config, (rows * parts, 1, 1), *given, *listed, *outputs, *places[:4], x_row, *strides,
-          k, columns, programs, parts, capacity, *places[4:])  # fmt: skip
+    start(launch_emit, problem, _sharing(config, parts), (rows, parts, 1), *given, *listed, *outputs, *places[:4],
+          x_row, *strides, k, columns, programs, parts, capacity, *places[4:])  # fmt: skip

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flashinfer import TopKTieBreak, top_k, top_k_ragged_transform
+from flashinfer._core.target import CPU
 from flashinfer.ops import topk as room
 from flashinfer.ops._device import find_prefix, prefix
 from flashinfer.ops._device import tiles as tile_sizes
@@ -130,7 +131,7 @@ def keys_of(row):
 
 def stages_of_a_call(x, k):
     problem = room.TopK("values", {torch.float32: "fp32"}[x.dtype], aligned=False)
-    sizes = config.portable(problem, None)
+    sizes = config.portable(problem, CPU)
     return find_prefix.find_prefix(portable.stages_of(problem), sizes, x, len(x), find_prefix.Filters(k=k))
 
 
