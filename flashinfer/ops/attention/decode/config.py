@@ -41,7 +41,7 @@ def refuses(p: Problem, target: Target) -> str:
 
 
 def choose(p: Problem, target: Target) -> Config:
-    """Measured on one H200 with head_dim 128; see docs/rooms/attention.md."""
+    """Measured on one H200 with head_dim 128; see docs/rooms/attention-decode.md."""
     narrow = p.kv_dtype != p.q_dtype
     warps_m = p.rows // 16
     # Along keys: for one row tile 4 warps of 16 keys; with more row tiles, or FP8, whose conversion takes registers and

@@ -10,7 +10,7 @@ from flashinfer.ops.attention.planner import schedule_launch, schedules
 from flashinfer.ops.attention.portable import Bound, parameters
 from flashinfer.ops.attention.problem import Inputs, Problem
 
-# Programs of a dependent launch: as many as were timed, 64 requests of 8 heads (docs/rooms/attention.md).
+# Programs of a dependent launch: as many as were timed, 64 requests of 8 heads (docs/rooms/attention-decode.md).
 _MOST_EARLY = 1024
 # Bytes of stack a thread may use: 8 of the scheduling kernel, where ptxas lays a value aside with registers to spare,
 # and on Triton 3.9 16 of FP8 in tiles of 32 rows.

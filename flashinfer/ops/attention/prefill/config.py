@@ -67,7 +67,7 @@ _TILES = {
     (256, 256): (64, 2, False),
 }
 # The same for e4m3, where values lie in shared memory twice. At 256 registers have no room for the second accumulator,
-# and sums that stay in the first one lose 0.7 % over 16384 keys (docs/rooms/attention.md). Nothing is staged: a
+# and sums that stay in the first one lose 0.7 % over 16384 keys (docs/rooms/attention-prefill.md). Nothing is staged: a
 # thread has four neighbouring columns, and what four threads store fills a sector.
 _FP8_TILES = {
     (64, 64): (128, 4, False),
@@ -89,8 +89,8 @@ def _registers(p: Problem, boxes: bool) -> tuple[int, int]:
     if boxes:
         # Copying boxes needs few itself. But the assembler holds what threads that compute find before their first
         # piece in registers there, too, or puts it on the stack: with 32, up to 24 bytes at head_dim 96. No slower with
-        # 56 (docs/rooms/attention.md). Head_dim 64 uses none with 32, and 16 bytes with 56 on Triton 3.9; 192 none with
-        # 40, and 48 with 56.
+        # 56 (docs/rooms/attention-prefill.md). Head_dim 64 uses none with 32, and 16 bytes with 56 on Triton 3.9; 192
+        # none with 40, and 48 with 56.
         return {64: (240, 32), 192: (232, 40)}.get(p.head_dim_qk, (224, 56))
     # Warps that gather hold the page ids of a block and make its addresses: up to 88 registers. Consumers of 128
     # columns live on 208, those of 256 do not.
