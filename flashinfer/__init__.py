@@ -27,6 +27,7 @@ _ROOT_NAMES = {
     "comm": (),
     "concat_ops": (),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
+    "cute_dsl": (),
     "cudnn": ("cudnn_batch_decode_with_kv_cache",),
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
@@ -47,6 +48,7 @@ _ROOT_NAMES = {
         "prepare_bf16_fp4_weights",
         "tgv_gemm_sm100",
     ),
+    "jit": (),
     "mla": ("BatchMLAPagedAttentionWrapper", "xqa_mla"),
     "norm": (
         "add_rmsnorm_fp4quant",

@@ -160,10 +160,10 @@ def functions(tree):
 def upstream_names():
     """Qualified names of the functions and methods whose signatures are upstream's."""
     surface = json.loads((ROOT / "tests" / "api" / "surface.json").read_text())
-    for path, entry in surface.items():
-        leaf = path.rsplit(".", 1)[1]
-        yield leaf
-        yield from (f"{leaf}.{method}" for method in entry.get("methods", {}))
+    for entry in surface["entries"].values():
+        for leaf in {path.rsplit(".", 1)[-1] for path in entry["paths"]}:
+            yield leaf
+            yield from (f"{leaf}.{method}" for method in entry.get("methods", {}))
 
 
 UPSTREAM = set(upstream_names())
