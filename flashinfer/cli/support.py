@@ -1,7 +1,4 @@
-"""Writes the support tables of a source checkout from the code: `python -m flashinfer.cli.support [--check]`.
-
-docs/support.md is written whole; in README.md, what stands between the two markers.
-"""
+"""Writes docs/support.md of a source checkout from the code: `python -m flashinfer.cli.support [--check]`."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from flashinfer._core.target import GPU_ARCHS, named
 from flashinfer.ops import all_ops
 from flashinfer.version import SUPPORTED, supported_range
 
-BEGIN = "<!-- support table: written by `python -m flashinfer.cli.support` -->"
-END = "<!-- end of support table -->"
 COMMAND = "python -m flashinfer.cli.support"
 
 _OPS = """\
@@ -111,13 +106,7 @@ def _markdown(columns: list[str], rows: list[list[str]]) -> str:
 
 def generated(root: Path) -> dict[Path, str]:
     """Every generated file of a checkout, with the text that it should hold."""
-    readme = root / "README.md"
-    before, rest = readme.read_text().split(BEGIN)
-    after = rest.split(END)[1]
-    return {
-        root / "docs" / "support.md": support_page(),
-        readme: f"{before}{BEGIN}\n{ops_table()}\n{END}{after}",
-    }
+    return {root / "docs" / "support.md": support_page()}
 
 
 @click.command(help=__doc__)
