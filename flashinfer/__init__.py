@@ -49,6 +49,7 @@ _ROOT_NAMES = {
         "tgv_gemm_sm100",
     ),
     "jit": (),
+    "grouped_mm": ("grouped_mm_bf16", "grouped_mm_fp4", "grouped_mm_fp8", "grouped_mm_mxfp8"),
     "mla": ("BatchMLAPagedAttentionWrapper", "xqa_mla"),
     "norm": (
         "add_rmsnorm_fp4quant",
@@ -81,6 +82,7 @@ _ROOT_NAMES = {
         "trtllm_fp8_block_scale_moe",
         "trtllm_fp8_block_scale_routed_moe",
         "trtllm_fp8_per_tensor_scale_moe",
+        "trtllm_fp8_per_tensor_scale_routed_moe",
     ),
     "quantization": (
         "NVFP44Over6Config",
@@ -119,7 +121,7 @@ _ROOT_NAMES = {
         "top_p_sampling_from_probs",
     ),
     "trtllm_low_latency_gemm": ("prepare_low_latency_gemm_weights",),
-    "tllm_enums": ("ActivationType", "RoutingMethodType", "SfLayout"),
+    "tllm_enums": ("ActivationType", "RoutingMethodType", "SfLayout", "is_gated_activation"),
     "topk": ("TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform"),
     "utils": ("next_positive_power_of_2",),
     "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),

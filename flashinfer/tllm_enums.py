@@ -76,6 +76,31 @@ _GATED = frozenset(
 )
 
 
+def is_gated_activation(activation_type: int | ActivationType) -> bool:
+    """Whether an activation multiplies two halves of the first product, the gate's and the up-projection's.
+
+    Parameters
+    ----------
+    activation_type : int or ActivationType
+        A member or its number.
+
+    Returns
+    -------
+    bool
+
+    Raises
+    ------
+    ValueError
+        A number that is no member's.
+
+    Examples
+    --------
+    >>> is_gated_activation(ActivationType.Swiglu), is_gated_activation(1)
+    (True, False)
+    """
+    return ActivationType(activation_type).is_gated
+
+
 class Fp8QuantizationType(IntEnum):
     """What an FP8 expert's scale factors stand for.
 

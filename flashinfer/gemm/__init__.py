@@ -6,8 +6,6 @@ from .dense import (
     bmm_fp8,
     mm_bf16,
     mm_fp8,
-    mm_M1_16_K7168_N128,
-    mm_M1_16_K7168_N256,
     tgv_gemm_sm100,
     tinygemm_bf16,
 )
@@ -21,6 +19,17 @@ from .grouped import (
     group_gemm_nvfp4_nt_groupwise,
 )
 from .groupwise import fp8_blockscale_gemm_sm90, gemm_fp8_nt_blockscaled, gemm_fp8_nt_groupwise
+from .masked import grouped_gemm_nt_masked
+from .router import (
+    mm_M1_16_K6144_N256,
+    mm_M1_16_K7168_N128,
+    mm_M1_16_K7168_N256,
+    mm_M1_16_K7168_N256_bf16,
+    mm_M1_16_K7168_N384,
+    mm_M1_16_K7168_N384_bf16,
+    mm_M1_16_K7168_N896,
+    mm_M1_16_K7168_N896_bf16,
+)
 
 __all__ = [
     "SegmentGEMMWrapper",
@@ -36,8 +45,15 @@ __all__ = [
     "group_gemm_mxfp4_nt_groupwise",
     "group_gemm_mxfp8_mxfp4_nt_groupwise",
     "group_gemm_nvfp4_nt_groupwise",
+    "grouped_gemm_nt_masked",
+    "mm_M1_16_K6144_N256",
     "mm_M1_16_K7168_N128",
     "mm_M1_16_K7168_N256",
+    "mm_M1_16_K7168_N256_bf16",
+    "mm_M1_16_K7168_N384",
+    "mm_M1_16_K7168_N384_bf16",
+    "mm_M1_16_K7168_N896",
+    "mm_M1_16_K7168_N896_bf16",
     "mm_bf16",
     "mm_bf16_fp4",
     "mm_fp4",

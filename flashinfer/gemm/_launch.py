@@ -100,7 +100,7 @@ def grouped(
         index=dtype_name(groups.dtype),
         rows=rows,
         columns=columns,
-        alpha="" if alpha is None else "one" if alpha.numel() == 1 and not padded else "groups",
+        alpha="" if alpha is None else "one" if alpha.numel() == 1 and not padded and kind != "counts" else "groups",
         weights="" if weights is None else dtype_name(weights.dtype),
         padded=padded,
         columns_first=columns_first,

@@ -283,65 +283,11 @@ def tinygemm_bf16(
         A shape, dtype or device other than the above.
     """
     _check_bias(bias, weight.shape[0], (torch.bfloat16,))
-    _linear("input", input, "weight", weight.mT if weight.dim() == 2 else weight, out, torch.bfloat16, bias)
+    linear("input", input, "weight", weight.mT if weight.dim() == 2 else weight, out, torch.bfloat16, bias)
 
 
-def mm_M1_16_K7168_N128(
-    mat_a: torch.Tensor, mat_b: torch.Tensor, out: torch.Tensor, launch_with_pdl: bool = True
-) -> None:
-    """Router scores of 128 experts for few tokens: ``out = mat_a @ mat_b``.
-
-    Parameters
-    ----------
-    mat_a : torch.Tensor
-        [m, 7168]; bfloat16, m from 1 to 16.
-    mat_b : torch.Tensor
-        [7168, 128]; bfloat16; column-major is fast.
-    out : torch.Tensor
-        [m, 128], bfloat16, receives the result.
-    launch_with_pdl : bool
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
-
-    Raises
-    ------
-    ValueError
-        A shape, dtype or device other than the above.
-    """
-    _router(mat_a, mat_b, out, 128, torch.bfloat16)
-
-
-def mm_M1_16_K7168_N256(
-    mat_a: torch.Tensor, mat_b: torch.Tensor, out: torch.Tensor, launch_with_pdl: bool = True
-) -> None:
-    """Router scores of 256 experts for few tokens: ``out = mat_a @ mat_b``, in float32.
-
-    Parameters
-    ----------
-    mat_a : torch.Tensor
-        [m, 7168]; bfloat16, m from 1 to 16.
-    mat_b : torch.Tensor
-        [7168, 256]; bfloat16; column-major is fast.
-    out : torch.Tensor
-        [m, 256], float32, receives the result.
-    launch_with_pdl : bool
-        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
-
-    Raises
-    ------
-    ValueError
-        A shape, dtype or device other than the above.
-    """
-    _router(mat_a, mat_b, out, 256, torch.float32)
-
-
-def _router(mat_a, mat_b, out, experts: int, dtype: torch.dtype) -> None:
-    fits = mat_a.dim() == 2 and 1 <= mat_a.shape[0] <= 16 and mat_a.shape[1] == 7168
-    require(fits, "mat_a", tuple(mat_a.shape), "[1 to 16, 7168]")
-    require(mat_b.shape == (7168, experts), "mat_b", tuple(mat_b.shape), f"(7168, {experts})")
-    _linear("mat_a", mat_a, "mat_b", mat_b, out, dtype, None)
-
-
-def _linear(a_name, a, b_name, b, out, dtype, bias) -> None:
+def linear(a_name, a, b_name, b, out, dtype, bias) -> None:
+    """out = a @ b + bias of bfloat16 operands, checked under the caller's names."""
     _check_operands(a_name, a, b_name, b, 2, (torch.bfloat16,))
     _result(out, (a.shape[0], b.shape[1]), dtype, a.device)
     _product(a, b, out, bias, None, None, "auto")

@@ -355,23 +355,26 @@ class SegmentGEMMWrapper:
         out : torch.Tensor, optional
             [M, d_out] in the dtype of x, rows contiguous.
         seg_lens : torch.Tensor, optional
-            [batch_size] int32 or int64, on the device: the lengths of segments. This or `seg_indptr`.
+            [batch_size] int32 or int64: the lengths of segments, one after another from row 0, up to M in all. This or
+            `seg_indptr`.
         seg_indptr : torch.Tensor, optional
-            [batch_size + 1] int32 or int64, on the device: from 0, not decreasing, up to M. It stands for `seg_lens`
-            where both are given. Rows past the last are not written.
+            [batch_size + 1] int32 or int64: not decreasing, from 0 or later, up to M. It stands for `seg_lens` where
+            both are given.
         weight_indices : torch.Tensor, optional
-            [batch_size] int32 or int64, on the device: which weight each segment has; by default its own number. The
-            rows of a segment whose weight does not exist are not written.
+            [batch_size] int32 or int64: which weight each segment has; by default its own number.
 
         Returns
         -------
         torch.Tensor
-            `out`, or a new tensor [M, d_out]. Summed in float32 and rounded once.
+            `out`, or a new tensor [M, d_out]. Summed in float32 and rounded once. Rows of no segment are 0 in a new
+            tensor, and stay as they are in `out`.
 
         Raises
         ------
         ValueError
-            A shape, dtype, stride or device other than the above.
+            A shape, dtype, stride or device other than the above. Segments beyond M, offsets that decrease, and weights
+            that do not exist, where their tensor is on the CPU. On a GPU these are not read by the host: such rows
+            count as rows of no segment.
         """
         floats = torch.bfloat16, torch.float16
         given.check_matrix("x", x, 2, floats)
@@ -383,10 +386,19 @@ class SegmentGEMMWrapper:
         if seg_indptr is not None:
             kind, name, groups = "offsets", "seg_indptr", seg_indptr
         _check_index(name, groups, batch_size + (kind == "offsets"))
+        _check_segments(name, groups, kind, x.shape[0])
+        groups = groups.to(x.device, non_blocking=True)
         if weight_indices is None:
             require(batch_size <= len(weights), "weights", len(weights), f"{batch_size}, one a segment, or more")
         else:
             _check_index("weight_indices", weight_indices, batch_size)
+            if weight_indices.device.type == "cpu" and batch_size:
+                low, high = weight_indices.aminmax()
+                fits = low >= 0 and high < len(weights)
+                require(fits, "weight_indices", f"{int(low)} to {int(high)}", f"0 to {len(weights) - 1}")
+            weight_indices = weight_indices.to(x.device, non_blocking=True)
+        if out is None:
+            out = torch.zeros(x.shape[0], n, dtype=x.dtype, device=x.device)
         out = given.result(out, (x.shape[0], n), x.dtype, x)
         grouped(
             x, weights, None, None, None, out, groups, weight_indices, kind,
@@ -400,6 +412,19 @@ class SegmentGEMMWrapper:
 def _check_index(name: str, x: torch.Tensor, count: int) -> None:
     require(x.shape == (count,), name, tuple(x.shape), f"[{count}]")
     require(x.dtype in (torch.int32, torch.int64), name, x.dtype, "int32, int64")
+
+
+def _check_segments(name: str, x: torch.Tensor, kind: str, rows: int) -> None:
+    """Refuses segments outside the rows. Values on a GPU are read by the kernel alone."""
+    if x.device.type != "cpu" or not x.numel():
+        return
+    if kind == "lengths":
+        require(x.min() >= 0, name, int(x.min()), "lengths of 0 or more")
+        require(x.sum() <= rows, name, f"a sum of {int(x.sum())}", f"at most {rows}, the rows of x")
+        return
+    require(x[0] >= 0, name, f"first offset {int(x[0])}", "0 or more")
+    require(bool((x.diff() >= 0).all()), name, x.tolist(), "offsets that do not decrease")
+    require(x[-1] <= rows, name, f"last offset {int(x[-1])}", f"at most {rows}, the rows of x")
 
 
 def _check_indptr(m_indptr: torch.Tensor, b: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ class Problem:
     - groups: by `kind`. weights: which weight each group has, or None: its own number.
     - a_scale, b_scale: of "fp32" float32 with any strides, [.., ceil(M / rows), ceil(K / width)], with the first
       dimension that a has, and [weights, ceil(N / columns), ceil(K / width)]; factors are uint8, flat in 128x4 tiles,
-      those of a all together, of b [weights, .]; None where there are none.
+      those of a all together, or [groups, .] if `kind` is "counts", of b [weights, .]; None where there are none.
     - alpha: float32 [1] or [groups], or None.
 
     Rows in no group, and those of a weight that does not exist, are not written.
@@ -86,6 +86,7 @@ def _catalog() -> Iterator[Problem]:
     yield Problem("counts", "fp8e4nv", "fp8e5", out="fp32", tokens=32, rows=128, aligned=False, **groupwise)
     yield Problem("offsets", "fp8e4nv", "e2m1", "ue8m0", 32, "bf16", 64, padded=True)
     yield Problem("offsets", "e2m1", "e2m1", "ue4m3", 16, "bf16", 128, alpha="groups", padded=True)
+    yield Problem("counts", "e2m1", "e2m1", "ue4m3", 16, "bf16", 64, alpha="groups")
     yield Problem("lengths", "fp16", "fp16", "", 1, "fp16", 256, "i64", weights="i64", columns_first=True, whole=False)
 
 

@@ -229,5 +229,6 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights):
     else:
         # Flat factors: how many a row has in the layout.
         blocks = layouts.padded(1, K // problem.width, "128x4")[1] if problem.scale else 0
-        steps = 0, blocks, 0, b_scale.stride(0) if problem.scale else 0, blocks, 0
+        a_batch = a_scale.stride(0) if batched and problem.scale else 0
+        steps = a_batch, blocks, 0, b_scale.stride(0) if problem.scale else 0, blocks, 0
     launch(problem, config, grid, *tensors, M, N, K, count, len(b), row_tiles, *strides, *steps)

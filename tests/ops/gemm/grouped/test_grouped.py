@@ -163,13 +163,39 @@ def test_segment_gemm(variant, device, lengths, n, k, column_major, index):
     check(out, x.double(), weights.double(), members(lengths, 2))
     again = wrapper.forward(x, given, len(lengths), column_major, seg_indptr=seg_indptr)
     assert_bitwise(again[: sum(lengths)], out[: sum(lengths)])
-    # Weights in another order, and one that does not exist.
+    # Weights in another order, and on a GPU, where the host does not read it, one that does not exist.
     order = torch.arange(len(lengths), 0, -1)
-    order[0] = len(weights)
+    if device.type != "cpu":
+        order[0] = len(weights)
     chosen = poisoned(len(x), n, device, torch.float16)
     wrapper.run(x, given, len(lengths), column_major, chosen, seg_lens, weight_indices=order.to(index).to(device))
     found = torch.cat((order[members(lengths)], torch.full((2,), -1)))
     check(chosen, x.double(), weights.double(), torch.where(found == len(weights), -1, found))
+
+
+def test_segments_from_the_host(variant, device):
+    """Lengths and numbers of weights on the CPU are checked and moved; rows of no segment are 0 in a new tensor."""
+    x = generate.randn(9, 64, dtype=torch.float16, device=device)
+    weights = generate.randn(3, 16, 64, dtype=torch.float16, device=device)
+    wrapper = flashinfer.SegmentGEMMWrapper(torch.empty(16, dtype=torch.int8, device=device))
+    chosen = torch.tensor([2, 0])
+    out = wrapper.run(x, weights, 2, True, seg_indptr=torch.tensor([1, 4, 8]), weight_indices=chosen)
+    groups = torch.tensor([-1, 2, 2, 2, 0, 0, 0, 0, -1])
+    assert not out[groups < 0].any()
+    out[groups < 0] = NAN
+    check(out, x.double(), weights.double(), groups)
+    refused = [
+        (dict(seg_lens=torch.tensor([5, 5])), "seg_lens"),
+        (dict(seg_lens=torch.tensor([5, -1])), "seg_lens"),
+        (dict(seg_indptr=torch.tensor([0, 5, 4])), "seg_indptr"),
+        (dict(seg_indptr=torch.tensor([0, 5, 10])), "seg_indptr"),
+        (dict(seg_indptr=torch.tensor([-1, 5, 9])), "seg_indptr"),
+        (dict(seg_lens=torch.tensor([4, 5]), weight_indices=torch.tensor([0, 3])), "weight_indices"),
+        (dict(seg_lens=torch.tensor([4, 5]), weight_indices=torch.tensor([-1, 0])), "weight_indices"),
+    ]
+    for arguments, name in refused:
+        with pytest.raises(ValueError, match=name):
+            wrapper.run(x, weights, 2, True, **arguments)
 
 
 def test_more_groups_than_are_searched_at_once(device):
