@@ -8,7 +8,8 @@ import pytest
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; chosen by -m gpu or FLASHINFER_TEST_GPU=1")
-    if os.environ.get("FLASHINFER_TEST_GPU") == "1" and config.option.markexpr == "not gpu":
+    config.addinivalue_line("markers", "matrix: compiles every kernel for every architecture; chosen by -m matrix")
+    if os.environ.get("FLASHINFER_TEST_GPU") == "1" and config.option.markexpr.startswith("not gpu"):
         config.option.markexpr = "gpu"
     if not _is_gpu_suite(config):
         # Triton chooses interpreter or compiler when a kernel is decorated, so this stands before any import of it.
@@ -23,8 +24,6 @@ def _is_gpu_suite(config):
 def pytest_collection_modifyitems(config, items):
     """A test that takes its device from the suite belongs to both; one marked gpu to the GPU suite alone."""
     if not _is_gpu_suite(config):
-        # Begun last, the minutes of these two would be the end of the run, with a core that waits.
-        items.sort(key=lambda item: item.path.name != "test_compile_matrix.py")
         return
     chosen = {item: getattr(item, "callspec", None) and item.callspec.params.get("device") for item in items}
     for item, device in chosen.items():

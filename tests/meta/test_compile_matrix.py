@@ -3,8 +3,8 @@
 Of each op's catalog it takes for each variant problems that show every value of every field in it, so that each branch
 of each kernel is there. The two Tritons share them, and deal them to the chips in turn; every kernel is compiled for
 every chip by both. Where a Triton writes the same PTX for several chips, which samples show, one of them stands for
-all. A chip's own kernels are compiled for all of their problems by both. `make test` installs the highest Triton beside
-the environment's; FLASHINFER_TEST_TRITON names its folder.
+all. A chip's own kernels are compiled for all of their problems by both. `make matrix` runs it; FLASHINFER_TEST_TRITON
+names the folder of the highest Triton.
 """
 
 import json
@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -23,6 +24,8 @@ import pytest
 from flashinfer._core.precompile import catalog_jobs, precompile
 from flashinfer._core.target import GPU_ARCHS, named
 from flashinfer.ops import all_ops
+
+pytestmark = pytest.mark.matrix
 
 OTHER = os.environ.get("FLASHINFER_TEST_TRITON", "")
 
@@ -161,9 +164,18 @@ def compare_alike(highest):
 
 
 def main(folder, highest):
-    """Compile into `folder`; print the records, and how alike the chips are, as JSON."""
-    records = [asdict(record) for record in precompile(all_jobs(highest), Path(folder))]
-    print(json.dumps([records, compare_alike(highest)]))
+    """Compile into `folder`; print the records, and how alike the chips are, as JSON. Progress goes to stderr."""
+    jobs, done, start = list(all_jobs(highest)), [], time.perf_counter()
+    total = len({(job.module, job.launcher, job.arch, job.problem, job.config) for job in jobs})
+
+    def show(record):
+        done.append(record)
+        if len(done) % 50 == 0 or len(done) == total:
+            failed, minutes = sum(bool(r.error) for r in done), (time.perf_counter() - start) / 60
+            print(f"{len(done)} of {total} kernels, {failed} failed, {minutes:.1f} min", file=sys.stderr, flush=True)
+
+    precompile(jobs, Path(folder), on_record=show)
+    print(json.dumps([[asdict(record) for record in done], compare_alike(highest)]))
 
 
 def compile_all(folder, first_on_path=""):
@@ -171,8 +183,9 @@ def compile_all(folder, first_on_path=""):
     paths = [first_on_path, os.getcwd(), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     program = f"from tests.meta.test_compile_matrix import main; main({str(folder)!r}, {bool(first_on_path)})"
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
     return json.loads(done.stdout)
 
 

@@ -200,7 +200,7 @@ def test_budgets(path):
     assert not faults_of_budgets(path.read_text(), public)
 
 
-@pytest.mark.parametrize("path", sources(*FOLDERS, "tests"), ids=relative)
+@pytest.mark.parametrize("path", sources(*FOLDERS, "tests", "tools"), ids=relative)
 def test_lines_are_at_most_120_characters(path):
     assert [i for i, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120] == []
 
