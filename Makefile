@@ -1,10 +1,10 @@
 # make demo     serve a real model on this machine
 # make test     run the CPU test suite
 # make matrix   compile every kernel for every architecture on two Tritons
-# make mutants  break selected lines one at a time, and count the breaks that the tests see
 # All build .venv first; needs Python 3.10+ and nothing else. TORCH_INDEX=URL names one more index to find torch in.
 
 PYTHON ?= python3
+TORCH_INDEX ?=
 export TORCH_INDEX
 
 VENV := .venv
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 HIGHEST_TRITON := $(VENV)/triton-3.9
 PYTEST := OMP_NUM_THREADS=1 FLASHINFER_TEST_TRITON=$(CURDIR)/$(HIGHEST_TRITON) $(BIN)/python -m pytest
 
-.PHONY: demo test matrix mutants clean
+.PHONY: demo test matrix clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m examples.serve
@@ -23,9 +23,6 @@ test: $(VENV)/.test
 
 matrix: $(VENV)/.test
 	@$(PYTEST) -m matrix --capture no
-
-mutants: $(VENV)/.test
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutants
 
 clean:
 	rm -rf $(VENV)
