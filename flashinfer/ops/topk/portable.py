@@ -37,8 +37,7 @@ def write_found(
     found = mine.to(tl.int32)
     to = place + tl.cumsum(found, 0) - 1
     write_taken(
-        value, column, mine & (to < k), to, out_value, out_index, raw, shift, page_table, batch, pages, table_row,
-        page_size,
+        value, column, mine, to, k, out_value, out_index, raw, shift, page_table, batch, pages, table_row, page_size
     )  # fmt: skip
     return tl.sum(found, 0)
 

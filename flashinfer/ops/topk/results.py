@@ -32,9 +32,10 @@ def slot_of(position, ok, page_table, batch, pages, table_row, page_size):
 
 @triton.jit
 def write_taken(
-    value, column, mine, to, out_value, out_index, raw, shift, page_table, batch, pages, table_row, page_size
+    value, column, mine, to, k, out_value, out_index, raw, shift, page_table, batch, pages, table_row, page_size
 ):
-    """Writes elements that are `mine` at `to`."""
+    """Writes elements that are `mine` at `to`, and none outside the row's k places, whatever the search found."""
+    mine &= (to >= 0) & (to < k)
     if page_table is not None:
         index = slot_of(column + shift, mine, page_table, batch, pages, table_row, page_size)
     else:

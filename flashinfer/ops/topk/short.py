@@ -79,7 +79,7 @@ def bound_of(x, k, length, WHOLE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: t
             bound = tl.min(tl.where(bin <= last, largest, _HIGHEST), 0)
             over = (high - bound).to(tl.uint32, bitcast=True) - ((bins & 65535).to(tl.uint32) << shift)
             # So few that the k-th may be above all that were seen.
-            over += tl.where(GROUPS * share < aside, over, 0)
+            over = tl.where(GROUPS * share < aside, tl.minimum(over, _HIGHEST) * 2, over)
             across = tl.maximum(over, 1).to(tl.int32, bitcast=True)
     return bound, across
 
@@ -209,17 +209,21 @@ def in_line(x):
 
 
 @triton.jit
-def listed_keys_at(start, ends, begins, lasts, values, capacity, TILE: tl.constexpr):
+def listed_keys_at(start, ends, begins, lasts, values, capacity, UNIT: tl.constexpr, TILE: tl.constexpr):
     """TILE keys from place `start` of a list on, in PACK tensors; _LOWEST past the last."""
     WIDTH: tl.constexpr = min(TILE // PACK, PARTS)
     LINES: tl.constexpr = TILE // PACK // WIDTH
     at = start + (tl.arange(0, LINES)[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None]) * PACK
     place, last = places_of(at, ends, begins, lasts, capacity)
     step = tl.arange(0, PACK)[None, None, :]
-    # What pads is read too: neither a mask nor a shape may part what lies side by side.
-    there = tl.broadcast_to((at < last)[:, :, None], [WIDTH, LINES, PACK])
+    mine = (at[:, :, None] + step) < last[:, :, None]
+    if UNIT == 1:
+        there = mine
+    else:
+        # What pads is read too, in the same 16 bytes: neither a mask nor a shape may part what lies side by side.
+        there = tl.broadcast_to((at < last)[:, :, None], [WIDTH, LINES, PACK])
     value = tl.load(values + (multiple(place, PACK)[:, :, None] + step), there, other=0)
-    key = tl.where((at[:, :, None] + step) < last[:, :, None], key_of(value.to(tl.float32)), _LOWEST)
+    key = tl.where(mine, key_of(value.to(tl.float32)), _LOWEST)
     even, odd = tl.split(tl.reshape(key, [WIDTH, LINES, PACK // 2, 2]))
     a, c = tl.split(even)
     b, d = tl.split(odd)
@@ -308,8 +312,9 @@ def sixteenths(x):
 
 @triton.jit
 def find_key(
-    first, target, least, across, reach, count, ends, begins, lasts, values, capacity, TILE: tl.constexpr
-):
+    first, target, least, across, reach, count, ends, begins, lasts, values, capacity, UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
     """A key that `target` elements reach or, if the next are equal to it, more; how many do, and how many are above it
     then. `reach` elements reach `least`; the key is likely among the `across`, an uint32, from there on.
 
@@ -336,14 +341,15 @@ def find_key(
         base = (least.to(tl.uint32, bitcast=True) + begin).to(tl.int32, bitcast=True)
         counts = reaching(mine, base, shift)
         for start in range(TILE, count, TILE):
-            key = listed_keys_at(start, ends, begins, lasts, values, capacity, TILE)
+            key = listed_keys_at(start, ends, begins, lasts, values, capacity, UNIT, TILE)
             counts = added(counts, reaching(sixteenths(key), base, shift))
         up = gap * 0
         end = gap
+        # Bins that begin at a key of the gap: only there `i << shift` stays below 2^32.
+        last = (gap - 1 - begin) >> shift
         for i in tl.static_range(8):
-            # An edge past the last key may have wrapped around.
+            inside = last >= i
             cut = begin + (i << shift)
-            inside = (cut < gap) & (cut >= begin)
             reached = inside & (counts[i] >= target)
             missed = inside & (counts[i] < target) & (cut < end)
             up = tl.where(reached, cut, up)
@@ -405,7 +411,7 @@ def emit_kernel(
     values = tl.where(from_list, list_value, x)
     ends, begins = tl.where(from_list, ends, length), tl.where(from_list, begins, 0)
     lasts = tl.where(from_list, lasts, length)
-    keys = listed_keys_at(0, ends, begins, lasts, values, capacity, TILE)
+    keys = listed_keys_at(0, ends, begins, lasts, values, capacity, UNIT, TILE)
     # A program's share is on its way while the whole is searched.
     share = tl.cdiv(tl.cdiv(count, parts), PACK) * PACK
     begin = tl.minimum(part * share, count)
@@ -421,7 +427,7 @@ def emit_kernel(
         likely = tl.where(from_list, across, -1).to(tl.uint32, bitcast=True)
         least = tl.where(from_list, bound, _LOWEST) + 1
         pivot, reach, above = find_key(
-            keys, target, least, likely, entries, count, ends, begins, lasts, values, capacity, TILE
+            keys, target, least, likely, entries, count, ends, begins, lasts, values, capacity, UNIT, TILE
         )
         # All that reach it are taken: they are above the key before it.
         if reach == target:
@@ -434,7 +440,7 @@ def emit_kernel(
     level = tl.full([], 0, tl.int32)
     for start in range(0, begin, TILE):
         if start > 0:
-            keys = listed_keys_at(start, ends, begins, lasts, values, capacity, TILE)
+            keys = listed_keys_at(start, ends, begins, lasts, values, capacity, UNIT, TILE)
         both = tl.zeros([TILE // PACK], tl.int32)
         for j in tl.static_range(PACK):
             both += above_and_level(keys[j], pivot)
@@ -454,7 +460,8 @@ def emit_kernel(
         taken = inside & ((key > pivot) | ((key == pivot) & (nth > 0) & (nth <= some)))
         to = above + (seen & 65535) + tl.minimum(tl.maximum(nth, 0), some) - 1
         write_taken(
-            value, column, taken, to, out_value, out_index, raw, shift, page_table, batch, pages, table_row, page_size
+            value, column, taken, to, k, out_value, out_index, raw, shift, page_table, batch, pages, table_row,
+            page_size,
         )
         if start + SHARE < end:
             sum = tl.sum(found, 0)
