@@ -292,17 +292,53 @@ def _options(build) -> dict:
     }
 
 
+# Triton's settings that leave the code as it is, by their variables: folders, dumps, tools that read alone. Source
+# lines are in the options, the assembler and libdevice below.
+_NO_CODE = frozenset(
+    {
+        "NVPTX_ENABLE_DUMP", "TRITON_ALWAYS_COMPILE", "TRITON_CUOBJDUMP_PATH", "TRITON_DISABLE_LINE_INFO",
+        "TRITON_DUMP_PTXAS_LOG", "TRITON_FRONT_END_DEBUGGING", "TRITON_INTERPRET", "TRITON_KERNEL_DUMP",
+        "TRITON_KERNEL_OVERRIDE", "TRITON_LIBCUDA_PATH", "TRITON_LIBDEVICE_PATH", "TRITON_NVDISASM_PATH",
+        "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_PTXAS_PATH", "TRITON_STORE_BINARY_ONLY",
+    }
+)  # fmt: skip
+# What its C++ reads by itself, and its Python outside the knobs; its own list, which differs by version, is asked too.
+_UNLISTED = (
+    "ALLOW_LHS_TMEM_LAYOUT_CONVERSION", "DISABLE_LLVM_OPT", "DISABLE_MMA_V3", "DISABLE_MMA_V5", "PTXAS_OPTIONS",
+    "TRITON_DEBUG", "TRITON_DEFAULT_PTXAS_OPTIONS", "TRITON_ENABLE_EXPERIMENTAL_CONSAN", "TRITON_INSTRUMENTATION_MODE",
+)  # fmt: skip
+# Files whose content is part of the code.
+_CONTENTS = ("LLVM_PASS_PLUGIN_PATH", "TRITON_LIBDEVICE_PATH", "TRITON_PASS_PLUGIN_PATH", "TRITON_PLUGIN_PATHS")
+
+
 def _environment(capability: int) -> dict[str, str]:
-    """What of the environment changes the code: Triton's own list, and tools named in place of the bundled ones."""
+    """What beside source and options changes the code: Triton's variables and knobs, and tools in place of its own."""
     found = {name: str(value) for name, value in get_cache_invalidating_env_vars().items()}
-    found.pop("TRITON_DISABLE_LINE_INFO", None)
-    if os.environ.get("PTXAS_OPTIONS"):
-        found["PTXAS_OPTIONS"] = os.environ["PTXAS_OPTIONS"]
-    if os.environ.get("TRITON_LIBDEVICE_PATH"):
-        found["libdevice"] = hashlib.sha256(Path(os.environ["TRITON_LIBDEVICE_PATH"]).read_bytes()).hexdigest()
+    found |= {name: os.environ[name] for name in _UNLISTED if os.environ.get(name)}
+    for group in (knobs.compilation, knobs.language, knobs.nvidia, knobs.runtime):
+        found |= _settings(group)
+    for name in _CONTENTS:
+        for place in filter(None, os.environ.get(name, "").split(os.pathsep)):
+            found[f"{name} {place}"] = hashlib.sha256(Path(place).read_bytes()).hexdigest()
     if os.environ.get("TRITON_PTXAS_PATH") or os.environ.get("TRITON_PTXAS_BLACKWELL_PATH"):
         path = get_ptxas(capability).path
         found["ptxas"] = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    return {name: value for name, value in found.items() if name not in _NO_CODE}
+
+
+def _settings(group) -> dict[str, str]:
+    """The knobs of a group that a variable or this process has set, by their variables' names."""
+    found = {}
+    for attribute, knob in group.knob_descriptors.items():
+        if os.environ.get(knob.key) or attribute in vars(group):
+            if knob.key not in _NO_CODE:
+                found[knob.key] = str(getattr(group, attribute))
+    # Plain attributes, which Triton reads once.
+    mode, hook = getattr(group, "instrumentation_mode", ""), getattr(group, "add_stages_inspection_hook", None)
+    if mode:
+        found["TRITON_INSTRUMENTATION_MODE"] = str(mode)
+    if hook is not None:
+        found["add_stages_inspection_hook"] = f"{hook.__module__}.{hook.__qualname__}"
     return found
 
 

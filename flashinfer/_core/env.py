@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,11 +82,20 @@ def table() -> list[dict[str, str]]:
 
 
 def workspace_base() -> Path:
-    return Path(WORKSPACE_BASE.get()).expanduser()
+    """The folder that holds .cache; one that cannot be written where nothing says what home is."""
+    try:
+        return Path(WORKSPACE_BASE.get()).expanduser()
+    except RuntimeError:
+        # No HOME, and a user that the password file does not have.
+        return Path(os.devnull)
 
 
 def precompiled_dirs() -> tuple[Path, ...]:
-    return tuple(Path(part).expanduser() for part in PRECOMPILED_DIR.get().split(os.pathsep) if part)
+    found = []
+    for part in PRECOMPILED_DIR.get().split(os.pathsep):
+        with suppress(RuntimeError):
+            found += [Path(part).expanduser()] if part else []
+    return tuple(found)
 
 
 def _logger() -> logging.Logger:

@@ -11,26 +11,37 @@ its holder, however that dies.
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import hashlib
 import json
 import os
-import shutil
+import re
 import stat
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flashinfer._core import env
+from flashinfer._core import env, trusted
+from flashinfer._core.cache_folders import Place, places_to_read, root_of, warn_once, writable, writable_root
 from flashinfer._core.env import logger
-from flashinfer.version import __version__
+from flashinfer._core.trusted import Distrusted
 
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+__all__ = [
+    "Entry", "FrozenError", "clear", "digest_of", "entries", "fields_of", "freeze", "frozen", "lookup", "obtain",
+    "root_of", "verify", "writable_root",
+]  # fmt: skip
+
+# Bytes of an entry's two files at most. The largest cubin of this library has less than 1 MiB.
+_MOST_RECORD, _MOST_CUBIN = 1 << 20, 64 << 20
+# How long a process waits for another one that compiles the same kernel. The slowest kernels take half of it.
+_LOCK_SECONDS = 120.0
+# What a launch reads of an entry (`compiler.compile_kernel`).
+_KERNEL = {
+    "symbol": str, "threads": int, "shared": int, "waits": bool, "parameters": list, "tensor_maps": list,
+    "global_scratch": int, "profile_scratch": int, "registers": int, "stack_bytes": int,
+}  # fmt: skip
 
 
 class FrozenError(RuntimeError):
@@ -47,8 +58,8 @@ class Entry:
     cubin : bytes
     kernel : dict
         What a launch must know, as `compiler.compile_kernel` gives it.
-    path : Path
-        Of its JSON.
+    path : Path or None
+        Of its JSON; None where no folder could keep it.
     cached : bool
         It came from a cache.
     seconds : float
@@ -58,13 +69,9 @@ class Entry:
     key: dict
     cubin: bytes
     kernel: dict
-    path: Path
+    path: Path | None
     cached: bool = True
     seconds: float = 0.0
-
-
-class _Fault(Exception):
-    """Why an entry on disk is not believed."""
 
 
 def fields_of(record) -> dict | None:
@@ -101,24 +108,28 @@ def obtain(key: dict, compile_it: Callable[[], tuple[bytes, dict]]) -> Entry:
             f"{key['name']}: no compiled kernel {digest} for sm_{key['arch']}, and frozen mode forbids compiling. "
             f"Compile it ahead (`flashinfer precompile`), or unset {env.FROZEN.name}. Wanted: {_canonical(key)}"
         )
-    folder = _writable(_place(key))
-    with _locked(folder, digest):
-        entry = _read(folder, digest, key)
+    place = writable(key)
+    with ExitStack() as stack:
+        stack.enter_context(_locked(place, digest))
+        entry = place and _read(place, digest, key)
         if entry is not None:
             return entry
         start = time.perf_counter()
         cubin, kernel = compile_it()
         seconds = time.perf_counter() - start
         logger.info("compiled %s %s for sm_%s in %.2f s", key["name"], digest, key["arch"], seconds)
-        _write(folder, digest, key, cubin, kernel)
-        return Entry(key, cubin, kernel, folder / f"{digest}.json", cached=False, seconds=seconds)
+        path = None
+        if place is not None:
+            _write(place, digest, key, cubin, kernel)
+            path = place.path / f"{digest}.json"
+        return Entry(key, cubin, kernel, path, cached=False, seconds=seconds)
 
 
 def lookup(key: dict) -> Entry | None:
     """The entry of `key`, from the precompiled folders in their order, then from the cache; None if it is missing."""
     digest = digest_of(key)
-    for folder in _folders_to_read(key):
-        entry = _read(folder, digest, key)
+    for place in places_to_read(key):
+        entry = _read(place, digest, key)
         if entry is not None:
             return entry
     return None
@@ -140,213 +151,104 @@ def frozen() -> bool:
     return _frozen_by_call or env.FROZEN.is_on()
 
 
-# -- where ------------------------------------------------------------------------------------------------------------
-
-
-def root_of(base: Path) -> Path:
-    """The folder of this version's entries under a workspace base or a folder that `precompile --out` wrote."""
-    return Path(base) / ".cache" / "flashinfer" / __version__
-
-
-def _place(key: dict) -> Path:
-    return Path(key["arch"]) / "cached_ops" / key["name"]
-
-
-def _folders_to_read(key: dict) -> Iterator[Path]:
-    for base in env.precompiled_dirs():
-        folder = root_of(base) / _place(key)
-        fault = _distrust(folder, any_owner=True)
-        if fault:
-            _warn_once(f"precompiled kernels are not used: {fault}")
-        else:
-            yield folder
-    base = env.workspace_base()
-    folder = root_of(base) / _place(key)
-    fault = _distrust(folder)
-    if fault:
-        _private_root(base, fault)
-    else:
-        yield folder
-    if base in _private:
-        yield _private[base] / _place(key)
-
-
-def writable_root() -> Path:
-    """The folder that new entries go to: the cache, or a private temporary one (see `_writable`)."""
-    return _writable(Path())
-
-
-def _writable(place: Path) -> Path:
-    """`place` in the cache; in a private temporary folder where the cache cannot be written, or others can write it."""
-    base = env.workspace_base()
-    folder = root_of(base) / place
-    fault = _distrust(folder)
-    if not fault:
-        try:
-            _make(folder)
-            with tempfile.TemporaryFile(dir=folder):
-                return folder
-        except OSError as error:
-            fault = f"{folder} cannot be written: {error}"
-    folder = _private_root(base, fault) / place
-    _make(folder)
-    return folder
-
-
-_private: dict[Path, Path] = {}
-_private_lock = threading.Lock()
-
-
-def _private_root(base: Path, why: str) -> Path:
-    with _private_lock:
-        if base not in _private:
-            folder = Path(tempfile.mkdtemp(prefix="flashinfer-"))
-            atexit.register(_remove_private, folder, os.getpid())
-            logger.warning("%s; compiled kernels are kept in %s until this process ends", why, folder)
-            _private[base] = folder
-        return _private[base]
-
-
-def _remove_private(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _make(folder: Path) -> None:
-    """Make a folder and those above it, each for its owner alone to write, whatever the umask."""
-    for missing in reversed([folder, *folder.parents]):
-        if not missing.is_dir():
-            with suppress(FileExistsError):
-                missing.mkdir(mode=0o755)
-
-
-def _distrust(folder: Path, any_owner: bool = False) -> str:
-    """Why `folder`, or one above it up to `.cache/flashinfer`, is not ours alone to write; '' if it is.
-
-    A link is judged by its own owner and by what it points to. A folder that does not exist yet is no fault.
-    """
-    for place in (folder, *folder.parents):
-        fault = _fault_of(place, any_owner)
-        if fault:
-            return f"{place} {fault}"
-        if place.name == "flashinfer":
-            break
-    return ""
-
-
-def _fault_of(folder: Path, any_owner: bool) -> str:
-    try:
-        states = [folder.lstat(), folder.stat()]
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except OSError as error:
-        return f"cannot be examined: {error}"
-    if not any_owner and any(state.st_uid != os.getuid() for state in states):
-        return f"belongs to user {states[0].st_uid}, not to user {os.getuid()}"
-    if states[1].st_mode & _OTHERS_WRITE:
-        return f"can be written by users other than its owner ({stat.filemode(states[1].st_mode)}; chmod go-w helps)"
-    return ""
-
-
-_said: set[str] = set()
-
-
-def _warn_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        logger.warning("%s", text)
-
-
 # -- entries ----------------------------------------------------------------------------------------------------------
 
 
-def _read(folder: Path, digest: str, key: dict) -> Entry | None:
-    record_path = folder / f"{digest}.json"
+def _read(place: Place, digest: str, key: dict) -> Entry | None:
+    path = place.path / f"{digest}.json"
     try:
-        record = _read_record(record_path)
-        if record["key"] != json.loads(_canonical(key)):
-            raise _Fault("it holds another key")
-        cubin = _read_cubin(folder / f"{digest}.cubin", record)
+        with place.opened() as at:
+            record = _read_record(at, f"{digest}.json", place.any_owner)
+            if record["key"] != json.loads(_canonical(key)):
+                raise Distrusted("it holds another key")
+            cubin = _read_cubin(at, f"{digest}.cubin", record, place.any_owner)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (_Fault, OSError) as fault:
-        _warn_once(f"cache entry {record_path} is not used: {fault}")
+    except (Distrusted, OSError) as fault:
+        warn_once(f"cache entry {path} is not used: {fault}")
         return None
-    return Entry(key, cubin, record["kernel"], record_path)
+    return Entry(key, cubin, record["kernel"], path)
 
 
-def _read_record(path: Path) -> dict:
+def _read_record(at: int, name: str, any_owner: bool) -> dict:
+    content = trusted.read(name, _MOST_RECORD, at, any_owner)
     try:
-        record = json.loads(_read_bytes(path))
+        record = json.loads(content)
         stated = record.pop("sha256")
-        complete = {"key", "kernel", "cubin_sha256"} <= record.keys()
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _Fault(f"not a cache entry ({type(error).__name__}: {error})") from error
-    if not complete or stated != _sha256(_canonical(record)):
-        raise _Fault("its checksum does not match")
+        whole = stated == _sha256(_canonical(record)) and record.keys() == {"key", "kernel", "cubin_sha256"}
+    # Deep nesting is a RecursionError.
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise Distrusted(f"not a cache entry ({type(error).__name__}: {error})") from error
+    if not whole:
+        raise Distrusted("its checksum does not match")
+    kernel = record["kernel"]
+    if not isinstance(kernel, dict) or any(type(kernel.get(name)) is not kind for name, kind in _KERNEL.items()):
+        raise Distrusted(f"its kernel has not what a launch needs: {', '.join(_KERNEL)}")
+    if not isinstance(record["key"], dict):
+        raise Distrusted("its key is no object")
     return record
 
 
-def _read_cubin(path: Path, record: dict) -> bytes:
+def _read_cubin(at: int, name: str, record: dict, any_owner: bool) -> bytes:
     try:
-        cubin = _read_bytes(path)
+        cubin = trusted.read(name, _MOST_CUBIN, at, any_owner)
     except FileNotFoundError as error:
-        raise _Fault("its cubin is missing") from error
+        raise Distrusted("its cubin is missing") from error
     if _sha256(cubin) != record["cubin_sha256"]:
-        raise _Fault("its cubin has another hash than the entry states")
+        raise Distrusted("its cubin has another hash than the entry states")
     return cubin
 
 
-def _read_bytes(path: Path) -> bytes:
-    """Bytes of a regular file: a link, pipe or device planted in its place is an OSError or a fault, never followed."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        mode = os.fstat(handle).st_mode
-        if not stat.S_ISREG(mode) or mode & _OTHERS_WRITE:
-            raise _Fault(f"{path.name} is not a regular file that only its owner can write")
-        with open(handle, "rb", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(handle)
-
-
-def _write(folder: Path, digest: str, key: dict, cubin: bytes, kernel: dict) -> None:
+def _write(place: Place, digest: str, key: dict, cubin: bytes, kernel: dict) -> None:
     record = {"key": key, "kernel": kernel, "cubin_sha256": _sha256(cubin)}
     record["sha256"] = _sha256(_canonical(record))
     try:
-        _replace(folder / f"{digest}.cubin", cubin)
-        _replace(folder / f"{digest}.json", json.dumps(record, indent=1).encode())
-    except OSError as error:
-        _warn_once(f"a compiled kernel could not be kept in {folder}: {error}")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with open(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        with place.opened() as at:
+            trusted.replace(at, f"{digest}.cubin", cubin)
+            trusted.replace(at, f"{digest}.json", json.dumps(record, indent=1).encode())
+    except (Distrusted, OSError) as error:
+        warn_once(f"a compiled kernel could not be kept in {place.path}: {error}")
 
 
 @contextmanager
-def _locked(folder: Path, digest: str) -> Iterator[None]:
-    """Alone, among threads and processes, in compiling this key; not alone where the file system has no locks."""
+def _locked(place: Place | None, digest: str) -> Iterator[None]:
+    """Alone, among threads and processes, in compiling this key.
+
+    Not alone where there is no folder or the file system has no locks, nor beside a holder that outlives the deadline:
+    it may have been stopped, and what is compiled twice is the same.
+    """
     with ExitStack() as stack:
-        try:
-            locks = folder / ".locks"
-            _make(locks)
-            handle = os.open(locks / digest, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-            stack.callback(os.close, handle)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            # Closing is not enough: a child forked meanwhile has the descriptor too.
-            stack.callback(fcntl.flock, handle, fcntl.LOCK_UN)
-        except OSError as error:
-            _warn_once(f"{folder} has no locks, so processes may compile the same kernel twice: {error}")
+        if place is not None:
+            try:
+                at = stack.enter_context(place.opened(".locks", make=True))
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                handle = os.open(digest, flags, 0o644, dir_fd=at)
+                stack.callback(os.close, handle)
+                if _flock(handle):
+                    # Closing is not enough: a child forked meanwhile has the descriptor too.
+                    stack.callback(fcntl.flock, handle, fcntl.LOCK_UN)
+                else:
+                    warn_once(
+                        f"another process has been compiling {digest} in {place.path} for {_LOCK_SECONDS:g} s; "
+                        "it is compiled here as well"
+                    )
+            except (Distrusted, OSError) as error:
+                warn_once(f"{place.path} has no locks, so processes may compile the same kernel twice: {error}")
         yield
+
+
+def _flock(handle: int) -> bool:
+    """Whether the lock could be had before the deadline."""
+    end, pause = time.monotonic() + _LOCK_SECONDS, 0.001
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
 
 
 def _canonical(data) -> str:
@@ -360,61 +262,120 @@ def _sha256(content: bytes | str) -> str:
 # -- for the command line ---------------------------------------------------------------------------------------------
 
 
+# Steps from .cache/flashinfer to a folder of entries: version, architecture, "cached_ops", launcher.
+_STEPS = 4
+# An entry's files, and what a writer that was killed leaves.
+_OURS = re.compile(r"[0-9a-f]{32}\.(json|cubin)|\.[\w.-]+\.tmp")
+
+
 def entries(base: Path | None = None) -> list[dict]:
     """Every entry of every version under `base` (default: the cache), as plain data, with what is wrong with it.
 
     Each is {"version", "arch", "op", "digest", "path", "bytes", "fault", "key", "kernel"}; `fault` is '' for a whole
-    entry, and `key` and `kernel` are empty where the JSON cannot be read.
+    entry, and `key` and `kernel` are empty where the JSON cannot be believed. Entries of a folder that is named may be
+    another user's, as precompiled ones are.
     """
     found = []
-    for path in _files(base):
-        if path.suffix != ".json":
-            continue
-        digest, fault, record = path.stem, "", {"key": {}, "kernel": {}}
-        try:
-            record = _read_record(path)
-            _read_cubin(path.with_suffix(".cubin"), record)
-            if digest_of(record["key"]) != digest:
-                raise _Fault("it holds another key than its name says")
-        except (_Fault, OSError) as error:
-            fault = str(error)
-        pair = (path, path.with_suffix(".cubin"))
-        found.append(
-            {
-                "version": path.parts[-5],
-                "arch": path.parts[-4],
-                "op": path.parts[-2],
-                "digest": digest,
-                "path": str(path),
-                "bytes": sum(p.lstat().st_size for p in pair if p.is_file()),
-                "fault": fault,
-                "key": record["key"],
-                "kernel": record["kernel"],
-            }
-        )
+    for folder in _walk(base):
+        for name in folder.names:
+            digest, suffix = os.path.splitext(name)
+            if suffix != ".json":
+                continue
+            fault, record = "", {"key": {}, "kernel": {}}
+            try:
+                record = _read_record(folder.at, name, base is not None)
+                _read_cubin(folder.at, f"{digest}.cubin", record, base is not None)
+                if digest_of(record["key"]) != digest:
+                    raise Distrusted("it holds another key than its name says")
+            except (Distrusted, OSError) as error:
+                fault = str(error)
+            pair = {name, f"{digest}.cubin"} & set(folder.names)
+            found.append(
+                {
+                    "version": folder.version,
+                    "arch": folder.arch,
+                    "op": folder.op,
+                    "digest": digest,
+                    "path": str(folder.path / name),
+                    "bytes": sum(folder.state(part).st_size for part in pair),
+                    "fault": fault,
+                    "key": record["key"],
+                    "kernel": record["kernel"],
+                }
+            )
     return found
 
 
 def verify(base: Path | None = None) -> list[dict]:
     """The entries that `lookup` would not believe, and cubins without an entry: [{"path", "fault"}]; [] if whole."""
     faults = [{"path": e["path"], "fault": e["fault"]} for e in entries(base) if e["fault"]]
-    for path in _files(base):
-        if path.suffix == ".cubin" and not path.with_suffix(".json").exists():
-            faults.append({"path": str(path), "fault": "a cubin without its entry"})
+    for folder in _walk(base):
+        for name in folder.names:
+            if name.endswith(".cubin") and name.removesuffix(".cubin") + ".json" not in folder.names:
+                faults.append({"path": str(folder.path / name), "fault": "a cubin without its entry"})
     return faults
 
 
 def clear(base: Path | None = None, arch: str | None = None, op: str | None = None) -> dict[str, int]:
-    """Remove entries (of one architecture, of one launcher), and nothing else: {"files", "bytes"} removed."""
+    """Remove entries (of one architecture, of one launcher), and nothing else: {"files", "bytes"} removed.
+
+    Links are not followed, and files or folders of other users stay.
+    """
     removed = {"files": 0, "bytes": 0}
-    for path in _files(base):
-        if (arch is None or path.parts[-4] == arch) and (op is None or path.parts[-2] == op):
-            removed["files"] += 1
-            removed["bytes"] += path.lstat().st_size
-            path.unlink()
+    for folder in _walk(base, ours=True):
+        if (arch is None or folder.arch == arch) and (op is None or folder.op == op):
+            for name in folder.names:
+                state = folder.state(name)
+                if _OURS.fullmatch(name) and state.st_uid == os.getuid() and not stat.S_ISDIR(state.st_mode):
+                    removed["files"] += 1
+                    removed["bytes"] += state.st_size
+                    os.unlink(name, dir_fd=folder.at)
     return removed
 
 
-def _files(base: Path | None) -> list[Path]:
-    root = root_of(env.workspace_base() if base is None else base).parent
-    return sorted(p for p in root.glob("*/*/cached_ops/*/*") if p.suffix in (".json", ".cubin", ".tmp"))
+@dataclass(frozen=True)
+class _Open:
+    """A folder of entries, open by `at`."""
+
+    at: int
+    path: Path
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.at))
+
+    @property
+    def version(self) -> str:
+        return self.path.parts[-4]
+
+    @property
+    def arch(self) -> str:
+        return self.path.parts[-3]
+
+    @property
+    def op(self) -> str:
+        return self.path.parts[-1]
+
+    def state(self, name: str) -> os.stat_result:
+        return os.stat(name, dir_fd=self.at, follow_symlinks=False)
+
+
+def _walk(base: Path | None, ours: bool = False) -> Iterator[_Open]:
+    """Every folder of entries under `base`, version by version; what is a link, or is not believed, is passed over."""
+    root = Place(Path(env.workspace_base() if base is None else base) / ".cache", ("flashinfer",))
+    any_owner = base is not None and not ours
+
+    def inner(*parts: str) -> Iterator[_Open]:
+        try:
+            with trusted.opened(root.base, *root.parts, *parts, any_owner=any_owner) as at:
+                if len(parts) == _STEPS:
+                    yield _Open(at, root.path.joinpath(*parts))
+                    return
+                names = sorted(os.listdir(at))
+        except (Distrusted, OSError):
+            return
+        for name in names:
+            if len(parts) != 2 or name == "cached_ops":
+                yield from inner(*parts, name)
+
+    return inner()

@@ -23,6 +23,7 @@ from typing import Any
 
 from flashinfer._core import env, kernel_cache
 from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.env import logger
 from flashinfer._core.target import Target, named
 
 
@@ -98,7 +99,9 @@ def cached_jobs(ops: dict[str, Op], archs: Iterable[str], base: Path) -> Iterato
     """The kernels that a cache at `base` holds, for each architecture: what a run met, for other chips too.
 
     An op's own problem gets the config that its variant chooses on that architecture; a kernel that only `kernels`
-    names gets the config that it was stored with. Entries of launchers that the ops do not have are passed over.
+    names gets the config that it was stored with. Entries of launchers that the ops do not have are passed over, and
+    so are those that an op cannot take. An entry's text decides nothing but values of the ops' own records: a function
+    of a user's that it names is looked for among modules that are imported already.
     """
     stored = [(entry["op"], entry["key"]) for entry in kernel_cache.entries(base) if not entry["fault"]]
     for arch in archs:
@@ -107,15 +110,25 @@ def cached_jobs(ops: dict[str, Op], archs: Iterable[str], base: Path) -> Iterato
             known.setdefault((job.op, job.variant, job.launcher, type(job.problem), type(job.config)), job)
         for launcher, key in stored:
             for like in known.values():
-                if like.launcher == launcher and _takes(like.problem, key["problem"]):
-                    yield from _jobs_like(like, ops[like.op], key)
+                if like.launcher == launcher and _takes(like.problem, key.get("problem")):
+                    try:
+                        jobs = list(_jobs_like(like, ops[like.op], key))
+                    except (ValueError, TypeError, ArithmeticError) as error:
+                        logger.warning("an entry of %s is passed over: %s", launcher, error)
+                        continue
+                    yield from jobs
 
 
 def _takes(like, stored: dict | None) -> bool:
     """Whether `stored` are the fields of a record of the same type as `like`; None stands for no record."""
     if like is None or stored is None:
         return like is stored
-    return stored.keys() == {field.name for field in fields(like)}
+    values = {field.name: getattr(like, field.name) for field in fields(like)}
+    return (
+        isinstance(stored, dict)
+        and stored.keys() == values.keys()
+        and all(type(stored[name]) is type(value) for name, value in values.items())
+    )
 
 
 def _jobs_like(like: Job, op: Op, key: dict) -> Iterator[Job]:
@@ -125,7 +138,7 @@ def _jobs_like(like: Job, op: Op, key: dict) -> Iterator[Job]:
         for job in _jobs_of(like.op, variant, problem, named(like.arch)):
             if job.launcher == like.launcher:
                 yield job
-    elif _takes(like.config, key["config"]):
+    elif _takes(like.config, key.get("config")):
         config = like.config and type(like.config)(**key["config"])
         yield replace(like, problem=problem, config=config)
 
@@ -148,6 +161,7 @@ def precompile(
     out: Path | None = None,
     workers: int | None = None,
     on_record: Callable[[Record], None] | None = None,
+    imports: Iterable[str] = (),
 ) -> list[Record]:
     """Compile every job once and keep the kernels.
 
@@ -162,6 +176,8 @@ def precompile(
         Processes; by default one per core.
     on_record : callable, optional
         Called with each Record, in the order of the jobs.
+    imports : iterable of str
+        Modules that each process imports first: those with a user's own functions that problems name.
 
     Returns
     -------
@@ -182,7 +198,7 @@ def precompile(
 
     with ExitStack() as stack:
         for _ in range(count):
-            idle.put(stack.enter_context(_Worker(out)))
+            idle.put(stack.enter_context(_Worker(out, tuple(imports))))
         threads = stack.enter_context(ThreadPoolExecutor(count))
         for record in threads.map(do, unique):
             records.append(record)
@@ -194,9 +210,9 @@ def precompile(
 class _Worker:
     """A process that compiles; started at its first job, and again after it died."""
 
-    def __init__(self, out: Path | None):
+    def __init__(self, out: Path | None, imports: tuple[str, ...] = ()):
         self._environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", env.FROZEN.name)}
-        self._environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        self._imports = imports
         if out is not None:
             self._environment[env.WORKSPACE_BASE.name] = str(Path(out).absolute())
             self._environment.pop(env.PRECOMPILED_DIR.name, None)
@@ -213,7 +229,8 @@ class _Worker:
 
     def do(self, job: Job) -> Record:
         if self._process is None:
-            command = [sys.executable, "-c", f"import {__name__} as worker; worker.work()"]
+            # -I: neither the current folder nor a variable says where modules come from.
+            command = [sys.executable, "-I", "-c", _BEGIN, *_module_folders(), "--", *self._imports]
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=self._environment)
         problem, config = (kernel_cache.fields_of(part) for part in (job.problem, job.config))
@@ -241,12 +258,34 @@ class _Worker:
         return {"error": f"the compiler's process ended with status {status}"}
 
 
+# Arguments: the folders of modules, "--", modules to import.
+_BEGIN = f"""
+import sys
+bar = sys.argv.index("--")
+sys.path[:], imports = sys.argv[1:bar], sys.argv[bar + 1 :]
+from {__name__} import work
+work(imports)
+"""
+
+
+def _module_folders() -> list[str]:
+    """Where a worker looks for modules: where this process does, without the current folder.
+
+    If this package lies in the current folder, that comes last: what else lies there hides no other module.
+    """
+    here, root = os.path.realpath(os.getcwd()), str(Path(__file__).resolve().parents[2])
+    folders = [path for path in sys.path if path and os.path.realpath(path) != here]
+    return folders if root in map(os.path.realpath, folders) else [*folders, root]
+
+
 def _type_of(record) -> tuple[str, str]:
     return type(record).__module__, type(record).__qualname__
 
 
-def work() -> None:
+def work(imports: Iterable[str] = ()) -> None:
     """The loop of a worker: a job a line on standard input, its outcome a line on standard output."""
+    for name in imports:
+        import_module(name)
     answers = os.fdopen(os.dup(1), "w")
     # What the compiler prints is for people: it must not stand between the answers.
     os.dup2(2, 1)
@@ -264,7 +303,7 @@ def _outcome(request: dict) -> dict:
     except Exception as error:  # any failure to compile is this job's outcome, told with its type
         return {"error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - start}
     kept = {name: entry.kernel[name] for name in ("shared", "registers", "stack_bytes", "waits")}
-    return {"cached": entry.cached, "seconds": entry.seconds, "path": str(entry.path), **kept}
+    return {"cached": entry.cached, "seconds": entry.seconds, "path": str(entry.path or ""), **kept}
 
 
 def _made(module: str, name: str, values: dict | None):

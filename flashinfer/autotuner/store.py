@@ -20,7 +20,7 @@ def environment(device: torch.device | None = None) -> dict[str, str]:
     """What choices depend on: versions, and the device."""
     on_gpu = torch.cuda.is_available()
     return {
-        "flashinfer_version": kernel_cache.__version__,
+        "flashinfer_version": __version__,
         "torch_version": torch.__version__,
         "cuda_version": str(torch.version.cuda),
         "gpu": torch.cuda.get_device_name(device) if on_gpu else "none",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -29,10 +30,17 @@ from flashinfer.ops import all_ops
     type=click.Path(file_okay=False, exists=True, path_type=Path),
     help="Compile what the cache under this folder holds (what a run met) in place of the ops' catalogs.",
 )
+@click.option(
+    "--import",
+    "imports",
+    multiple=True,
+    metavar="MODULE",
+    help="Import a module whose functions kernels of --from-cache call; nothing else that an entry names is imported.",
+)
 @click.option("--workers", type=click.IntRange(1), help="Processes; default: one per core.")
 @json_option
 @reports_errors
-def command(arch, names, out, base, workers, as_json):
+def command(arch, names, out, base, imports, workers, as_json):
     """Compile kernels for named architectures; needs no GPU. Exit status 1 if a kernel did not compile.
 
     \b
@@ -45,8 +53,10 @@ def command(arch, names, out, base, workers, as_json):
     for name in names:
         require(name in ops, "--op", repr(name), ", ".join(sorted(ops)))
     ops = {name: op for name, op in ops.items() if not names or name in names}
+    for module in imports:
+        import_module(module)
     jobs = list(catalog_jobs(ops, archs) if base is None else cached_jobs(ops, archs, base))
-    records = precompile(jobs, out, workers, on_record=_report)
+    records = precompile(jobs, out, workers, on_record=_report, imports=imports)
     failed = [record for record in records if record.error]
     if as_json:
         print_json([asdict(record) for record in records])

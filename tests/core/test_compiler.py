@@ -8,6 +8,7 @@ import re
 import struct
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -136,10 +137,32 @@ def keys():
     }
     constants = (1, 2.0, True, False, None, "1", (1, 2), tl.float16, tl.bfloat16, shift)
     found |= {f"constant {value!r}": constant(value) for value in constants}
-    for name in ("DISABLE_PTXAS_OPT", "TRITON_F32_DEFAULT", "PTXAS_OPTIONS", "FLASHINFER_LINE_INFO"):
+    names = (
+        "DISABLE_PTXAS_OPT", "TRITON_F32_DEFAULT", "PTXAS_OPTIONS", "FLASHINFER_LINE_INFO", "TRITON_OVERRIDE_ARCH",
+        "TRITON_DEFAULT_PTXAS_OPTIONS", "TRITON_INSTRUMENTATION_MODE", "TRITON_DEFAULT_FP_FUSION", "USE_IR_LOC",
+        "TRITON_MOCK_PTX_VERSION", "TRITON_ENABLE_ASAN", "DISABLE_LLVM_OPT",
+    )  # fmt: skip
+    for name in names:
         os.environ[name] = "1"
         found[name] = digest()
         del os.environ[name]
+    with tempfile.NamedTemporaryFile() as plugin:
+        for content in (b"one", b"two"):
+            plugin.write(content)
+            plugin.flush()
+            for name in ("TRITON_PASS_PLUGIN_PATH", "LLVM_PASS_PLUGIN_PATH"):
+                os.environ[name] = plugin.name
+                found[f"{name} {content}"] = digest()
+                del os.environ[name]
+    from triton import knobs
+
+    for group, knob, value in ((knobs.nvidia, "ptxas_options", "-O1"), (knobs.language, "default_fp_fusion", False)):
+        with group.scope():
+            setattr(group, knob, value)
+            found[f"{knob} by call"] = digest()
+    os.environ["TRITON_CACHE_DIR"] = os.environ["TRITON_KERNEL_DUMP"] = "1"
+    assert digest() == found["itself"]
+    del os.environ["TRITON_CACHE_DIR"], os.environ["TRITON_KERNEL_DUMP"]
     same = [digest(replace(build, constants=dict(reversed(build.constants.items())))), constant(tl.constexpr(0))]
     assert same == [found["itself"]] * 2
     return found

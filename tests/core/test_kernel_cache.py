@@ -5,19 +5,26 @@ import hashlib
 import json
 import logging
 import os
+import pwd
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from flashinfer._core import env, kernel_cache
+from flashinfer._core import cache_folders, env, kernel_cache, trusted
 from flashinfer._core.kernel_cache import FrozenError
+from flashinfer.version import __version__
 
 KEY = {"name": "norm", "arch": "90a", "problem": {"dtype": "bf16"}, "config": {"block": 128}, "source": "abc"}
 CUBIN = b"\x7fELF" + bytes(range(256)) * 8
-KERNEL = {"symbol": "norm_kernel", "shared": 1024, "threads": 128, "parameters": [["u64", 8, 8]]}
+KERNEL = {
+    "symbol": "norm_kernel", "shared": 1024, "threads": 128, "parameters": [["u64", 8, 8]], "waits": False,
+    "tensor_maps": [], "global_scratch": 0, "profile_scratch": 0, "registers": 32, "stack_bytes": 0,
+}  # fmt: skip
 
 
 class Compiler:
@@ -41,7 +48,7 @@ def said(caplog):
 
 @pytest.fixture
 def op_folder(base):
-    return base / ".cache" / "flashinfer" / kernel_cache.__version__ / "90a" / "cached_ops" / "norm"
+    return base / ".cache" / "flashinfer" / __version__ / "90a" / "cached_ops" / "norm"
 
 
 def store(key=KEY, **kind):
@@ -176,6 +183,39 @@ def test_record_that_is_no_entry_is_a_miss(text):
     assert kernel_cache.lookup(KEY) is None
 
 
+def signed(record):
+    record.pop("sha256", None)
+    return record | {"sha256": kernel_cache._sha256(kernel_cache._canonical(record))}
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [{}, None, [], "kernel", KERNEL | {"threads": "128"}, KERNEL | {"shared": True}, KERNEL | {"parameters": None}],
+)
+def test_whole_record_whose_kernel_no_launch_can_use_is_a_miss(kernel, said):
+    path = store().path
+    path.write_text(json.dumps(signed(json.loads(path.read_text()) | {"kernel": kernel})))
+    assert kernel_cache.lookup(KEY) is None
+    assert "its kernel" in said()[0]
+    assert [fault["path"] for fault in kernel_cache.verify()] == [str(path)]
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"key":' * 100_000])
+def test_record_that_nests_deeper_than_python_is_a_miss(text, said):
+    path = store().path
+    path.write_text(text)
+    assert kernel_cache.lookup(KEY) is None
+    assert "RecursionError" in said()[0] and len(kernel_cache.verify()) == 1
+
+
+@pytest.mark.parametrize("suffix", [".cubin", ".json"])
+def test_huge_file_is_a_miss_and_is_not_read(suffix, said):
+    path = store().path
+    os.truncate(path.with_suffix(suffix), 8 << 30)
+    assert kernel_cache.lookup(KEY) is None
+    assert "8589934592 bytes, more than" in said()[0]
+
+
 def test_whole_entry_under_another_keys_name_is_a_miss(said):
     other = KEY | {"source": "other"}
     ours, theirs = store().path, store(other, cubin=b"other").path
@@ -195,7 +235,7 @@ def test_entries_cubin_of_another_key_is_a_miss():
 # -- places -----------------------------------------------------------------------------------------------------------
 
 
-LEVELS = ("flashinfer", kernel_cache.__version__, "90a", "cached_ops", "norm")
+LEVELS = ("flashinfer", __version__, "90a", "cached_ops", "norm")
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -214,9 +254,85 @@ def test_folder_that_others_can_write_is_refused(level, mode, op_folder, said):
     assert stat.S_IMODE(entry.path.parents[3].stat().st_mode) == 0o700
 
 
-def test_folder_of_another_user_is_refused(op_folder, said, monkeypatch):
+@pytest.fixture
+def of_another(monkeypatch):
+    """Makes a file or folder look like another user's to who asks of its descriptor or name."""
+    theirs, fstat, stat_ = set(), os.fstat, os.stat
+
+    def altered(state):
+        fields = list(state)
+        fields[4] += (state.st_dev, state.st_ino) in theirs
+        return os.stat_result(fields)
+
+    monkeypatch.setattr(os, "fstat", lambda handle: altered(fstat(handle)))
+    monkeypatch.setattr(os, "stat", lambda *args, **named: altered(stat_(*args, **named)))
+
+    def give(path):
+        state = os.lstat(path)
+        theirs.add((state.st_dev, state.st_ino))
+
+    return give
+
+
+@pytest.mark.parametrize("suffix", [".cubin", ".json"])
+def test_file_of_another_user_is_a_miss(suffix, of_another, said):
+    path = store().path
+    of_another(path.with_suffix(suffix))
+    assert kernel_cache.lookup(KEY) is None
+    assert "belongs to user" in said()[0]
+    assert [fault["path"] for fault in kernel_cache.verify()] == [str(path)]
+    assert store().cubin == CUBIN
+
+
+def test_precompiled_files_may_be_another_users(tmp_path, base, monkeypatch, of_another):
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "shipped"))
+    path = store().path
+    for part in (path, path.with_suffix(".cubin"), *path.parents[:5]):
+        of_another(part)
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(base))
+    monkeypatch.setenv("FLASHINFER_PRECOMPILED_DIR", str(tmp_path / "shipped"))
+    assert kernel_cache.lookup(KEY).cubin == CUBIN
+    assert kernel_cache.verify(tmp_path / "shipped") == []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_link_of_another_user_is_refused(level, op_folder, of_another, said):
+    """Its target is ours: who made the link chose what is read."""
     store()
-    monkeypatch.setattr(os, "getuid", lambda: op_folder.stat().st_uid + 1)
+    folder = next(path for path in (op_folder, *op_folder.parents) if path.name == level)
+    moved = folder.with_name("moved")
+    folder.rename(moved)
+    folder.symlink_to(moved)
+    if level == "flashinfer":
+        assert kernel_cache.lookup(KEY) is not None
+        of_another(folder)
+    assert kernel_cache.lookup(KEY) is None
+    assert len(said()) == 1 and ("belongs to user" in said()[0] if level == "flashinfer" else "is a link" in said()[0])
+
+
+def test_folder_swapped_while_it_is_open_is_not_read(op_folder, monkeypatch):
+    """What is judged and what is read are one folder, whatever its name has come to stand for."""
+    store()
+    other = op_folder.with_name("other")
+    judge = trusted._judge
+
+    def swap(state, place, any_owner):
+        judge(state, place, any_owner)
+        if place == op_folder and not other.exists():
+            op_folder.rename(other)
+            op_folder.mkdir()
+            for part in other.glob("*.*"):
+                (op_folder / part.name).write_bytes(b"theirs")
+
+    monkeypatch.setattr(trusted, "_judge", swap)
+    assert kernel_cache.lookup(KEY) is not None or other.exists()
+    with cache_folders.in_cache(op_folder.parents[5], ("90a", "cached_ops", "other")).opened() as at:
+        assert sorted(os.listdir(at)) == sorted(os.listdir(other))
+
+
+def test_folder_of_another_user_is_refused(op_folder, said, of_another):
+    store()
+    of_another(op_folder)
     compiler = Compiler()
     assert not kernel_cache.obtain(KEY, compiler).path.is_relative_to(op_folder)
     assert compiler.calls == 1 and len(said()) == 1 and "belongs to user" in said()[0]
@@ -262,6 +378,63 @@ def test_private_folder_goes_with_its_process(tmp_path):
     assert run.stdout.strip().endswith(".json") and not Path(run.stdout.strip()).exists()
 
 
+def test_private_folder_that_is_gone_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "/dev/null")
+    first = store().path
+    shutil.rmtree(first.parents[3])
+    second = store().path
+    assert second.exists() and second.parents[3] != first.parents[3]
+    assert kernel_cache.lookup(KEY).path == second
+
+
+def test_private_folder_that_is_not_ours_alone_is_left(monkeypatch):
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "/dev/null")
+    first = store().path
+    first.parents[3].chmod(0o777)
+    assert kernel_cache.lookup(KEY) is None
+    second = store().path
+    assert not second.is_relative_to(first.parents[3])
+    first.parents[3].chmod(0o700)
+
+
+def test_fork_has_a_private_folder_of_its_own(monkeypatch):
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "/dev/null")
+    first = store().path
+    child = os.fork()
+    if child == 0:
+        apart = kernel_cache.lookup(KEY) is None and not store().path.is_relative_to(first.parents[3])
+        shutil.rmtree(cache_folders._private[Path("/dev/null")][0])
+        os._exit(0 if apart else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert kernel_cache.lookup(KEY).path == first
+
+
+def test_no_home_and_no_entry_in_the_password_file(monkeypatch, said):
+    for name in ("FLASHINFER_WORKSPACE_BASE", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    monkeypatch.setattr(cache_folders, "_private", {})
+    entry = store()
+    assert entry.cubin == CUBIN and entry.path.exists()
+    assert kernel_cache.lookup(KEY).path == entry.path and len(said()) == 1
+
+
+def test_no_folder_at_all_costs_the_entry_only(monkeypatch, said):
+    def no_folder(**named):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", "/dev/null")
+    monkeypatch.setattr(tempfile, "mkdtemp", no_folder)
+    monkeypatch.setattr(cache_folders, "_private", {})
+    monkeypatch.setattr(cache_folders, "_said", set())
+    compiler = Compiler()
+    for calls in (1, 2):
+        entry = kernel_cache.obtain(KEY, compiler)
+        assert (entry.cubin, entry.path, compiler.calls) == (CUBIN, None, calls)
+    assert kernel_cache.writable_root() is None and kernel_cache.entries() == []
+    assert len(said()) == 1 and "not kept" in said()[0]
+
+
 def test_folders_are_ours_alone_whatever_the_umask(base):
     before = os.umask(0)
     try:
@@ -275,10 +448,10 @@ def test_folders_are_ours_alone_whatever_the_umask(base):
 
 
 def test_disk_that_is_full_costs_the_entry_only(monkeypatch, said):
-    def full(path, content):
+    def full(at, name, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(kernel_cache, "_replace", full)
+    monkeypatch.setattr(trusted, "replace", full)
     assert store().cubin == CUBIN
     assert kernel_cache.lookup(KEY) is None
     assert "No space left" in said()[0]
@@ -358,7 +531,7 @@ def test_entries_verify_and_clear(base):
     assert {entry["path"] for entry in listed} == {str(path) for path in paths}
     for entry in listed:
         assert (entry["arch"], entry["op"]) == (entry["key"]["arch"], entry["key"]["name"])
-        assert entry["version"] == kernel_cache.__version__ and not entry["fault"]
+        assert entry["version"] == __version__ and not entry["fault"]
         assert entry["bytes"] == sum(Path(entry["path"]).with_suffix(s).stat().st_size for s in (".json", ".cubin"))
     assert json.loads(json.dumps(listed)) == listed
 
@@ -375,9 +548,42 @@ def test_entries_verify_and_clear(base):
     assert kernel_cache.entries() == [] and kernel_cache.verify() == [] and beside.read_text() == "mine"
 
 
+def test_clear_follows_no_link_and_leaves_what_is_anothers(base, tmp_path, of_another):
+    mine, theirs = store().path, store(KEY | {"source": "theirs"}).path
+    of_another(theirs)
+    elsewhere = tmp_path / "elsewhere"
+    kept = []
+    for level, name in enumerate(("version", "arch", "op")):
+        folder = elsewhere.joinpath(name, *(("90a", "cached_ops", "norm"), ("cached_ops", "norm"), ())[level])
+        folder.mkdir(parents=True)
+        kept.append(folder / f"{'0' * 32}.json")
+        kept[-1].write_text("{}")
+        place = mine.parents[(3, 2, 0)[level]]
+        place.with_name("linked").symlink_to(elsewhere / name)
+    for name in ("notes.json", "a.cubin"):
+        kept.append(mine.with_name(name))
+        kept[-1].write_text("mine")
+    planted = mine.with_name(f"{'f' * 32}.json")
+    planted.symlink_to(kept[0])
+    assert kernel_cache.clear()["files"] == 4
+    assert all(path.exists() for path in kept) and theirs.exists()
+    assert not mine.exists() and not planted.is_symlink()
+
+
+def test_wait_for_a_holder_that_was_stopped_ends(monkeypatch, said):
+    monkeypatch.setattr(kernel_cache, "_LOCK_SECONDS", 0.2)
+    path = store().path
+    path.unlink()
+    with kernel_cache._locked(cache_folders.in_cache(path.parents[6], path.parts[-4:-1]), path.stem):
+        compiler = Compiler()
+        assert kernel_cache.obtain(KEY, compiler).cubin == CUBIN and compiler.calls == 1
+    assert "has been compiling" in said()[0]
+    assert kernel_cache.lookup(KEY) is not None
+
+
 def test_lock_ends_with_its_block_though_a_forked_child_lives_on(tmp_path):
     reading, writing = os.pipe()
-    with kernel_cache._locked(tmp_path, "digest"):
+    with kernel_cache._locked(cache_folders.Place(tmp_path, ()), "digest"):
         child = os.fork()
         if child == 0:
             os.close(writing)
@@ -397,10 +603,10 @@ def test_lock_ends_with_its_block_though_a_forked_child_lives_on(tmp_path):
 STORM = """
 import os, pathlib, random, signal, sys, threading, time
 from tests.core.samples import Config, Problem, scale
-from flashinfer._core import compiler, kernel_cache
+from flashinfer._core import compiler, kernel_cache, trusted
 
 log, processes, keys, victims = pathlib.Path(sys.argv[1]), 16, 4, 3
-compile_kernel, replace = compiler.compile_kernel, kernel_cache._replace
+compile_kernel, replace = compiler.compile_kernel, trusted.replace
 
 
 def note(*words):
@@ -428,13 +634,14 @@ def child(number):
             die()
         return made
 
-    def fragile(path, content):
-        if number == 1 or (number == 2 and path.suffix == ".json"):
-            path.with_name(f".{path.name}.tmp").write_bytes(content[: len(content) // 2])
+    def fragile(at, name, content):
+        if number == 1 or (number == 2 and name.endswith(".json")):
+            handle = os.open(f".{name}.tmp", os.O_WRONLY | os.O_CREAT, 0o644, dir_fd=at)
+            os.write(handle, content[: len(content) // 2])
             die()
-        replace(path, content)
+        replace(at, name, content)
 
-    compiler.compile_kernel, kernel_cache._replace = counted, fragile
+    compiler.compile_kernel, trusted.replace = counted, fragile
     order = list(range(keys))
     if number >= victims:
         random.Random(number).shuffle(order)

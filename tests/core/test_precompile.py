@@ -1,15 +1,21 @@
 """Compiling ahead: what is enumerated, where it goes, that it is found again, and what a failure costs."""
 
 import os
+import sys
 import threading
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import pytest
 
+import flashinfer
 from flashinfer._core import kernel_cache, precompile
+from flashinfer._core.checks import UnsupportedConfig
 from flashinfer._core.dispatch import Op, Variant
 from flashinfer._core.precompile import Job, cached_jobs, catalog_jobs
 from flashinfer._core.target import named
+from flashinfer.ops import all_ops
+from flashinfer.ops.attention.variants import find
 from tests.core import samples
 from tests.core.samples import Config, Problem
 
@@ -136,6 +142,53 @@ def test_failure_costs_one_job(tmp_path):
     errors = [record.error for record in records]
     assert "nonsense" in errors[0] and "status 7" in errors[1] and "missing" in errors[2] and errors[3] == ""
     assert [entry["op"] for entry in kernel_cache.entries(tmp_path / "out")] == ["scale"]
+
+
+def test_workers_import_nothing_from_the_current_folder(tmp_path, monkeypatch):
+    """Modules that Python, torch and Triton import by name lie there, and would leave a mark."""
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("json", "torch", "triton", "numpy", "dataclasses", "sitecustomize", "typing_extensions"):
+        (here / f"{name}.py").write_text(f"open({str(here / 'ran')!r}, 'a').write(__name__); raise SystemExit(3)")
+    (job, *_) = catalog_jobs(OPS, ["80"])
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", ["", str(here), *sys.path])
+    (record,) = precompile.precompile([job], tmp_path / "out", workers=1)
+    assert not record.error and not (here / "ran").exists()
+
+
+def test_package_in_the_current_folder_hides_no_module(monkeypatch):
+    root = Path(flashinfer.__file__).parents[1]
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(sys, "path", [str(root), "", "/usr/lib"])
+    assert precompile._module_folders() == ["/usr/lib", str(root)]
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("variant", "planted:logits|0||||softmax|"),
+        ("variant", "planted:f.g|0|os:system|1|a:fp32|softmax|1"),
+        ("variant", "|"),
+        ("head_dim_qk", "128"),
+        ("head_dim_qk", [128]),
+        ("page_size", -1),
+        ("q_dtype", "planted"),
+    ],
+)
+def test_entry_names_no_module_to_import(field, value, tmp_path, monkeypatch):
+    """An entry that a writer of the cache made up, checksums and all, costs itself."""
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    job = next(job for job in catalog_jobs({"decode": all_ops()["decode"]}, ["90a"]) if job.variant == "portable")
+    entry = {"op": job.launcher, "fault": "", "key": {"problem": asdict(job.problem), "config": asdict(job.config)}}
+    forged = {**entry, "key": {**entry["key"], "problem": {**asdict(job.problem), field: value}}}
+    monkeypatch.setattr(kernel_cache, "entries", lambda base: [{**entry, "key": {}}, forged, entry])
+    jobs = [job for job in cached_jobs({"decode": all_ops()["decode"]}, ["90a"], tmp_path)]
+    assert job.problem in [found.problem for found in jobs]
+    with pytest.raises(UnsupportedConfig, match="not met|allowed"):
+        find("planted:logits|0||||softmax|")
+    assert not (tmp_path / "ran").exists() and "planted" not in sys.modules
 
 
 def test_workers_end(tmp_path):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import import_module
 from keyword import iskeyword
 from typing import Any
 
@@ -127,13 +127,13 @@ _known: dict[str, AttentionVariant] = {}
 def find(key: str) -> AttentionVariant | None:
     """The variant of a Problem's `variant`; None for "".
 
-    One that this process has not met, as when it compiles for another, is taken from the modules that define its
-    functions, and has to be the same there.
+    One that this process has not met, as when it compiles for another, is taken from the imported modules that define
+    its functions, and has to be the same there.
 
     Raises
     ------
     UnsupportedConfig
-        It cannot be imported, or its source is another one there.
+        Its module is not imported, or its source is another one there.
     """
     if not key:
         return None
@@ -141,25 +141,25 @@ def find(key: str) -> AttentionVariant | None:
         return _known[key]
     logits, _, mask, _, params, softmax, owns = key.split("|")
     named = dict(part.split(":") for part in params.split(",") if part)
-    found = AttentionVariant(_import(logits), _import(mask), named, softmax == "softmax", bool(owns))
+    found = AttentionVariant(_imported(logits), _imported(mask), named, softmax == "softmax", bool(owns))
     if found.key != key:
         raise UnsupportedConfig(f"variant: got {key}; allowed: the one in this process's modules, {found.key}")
     return found
 
 
-def _import(place: str):
+def _imported(place: str):
     module, _, name = place.partition(":")
     if not place:
         return None
-    try:
-        found = import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+    # Never imported by name: a key may come from a file.
+    found = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
         raise UnsupportedConfig(
-            f"variant: got {place}, which this process has not met and cannot import ({error}); allowed: a function at "
-            "the top of a module"
-        ) from error
+            f"variant: got {place}, which this process has not met; allowed: a function at the top of a module that is "
+            "imported already (flashinfer precompile --import MODULE)"
+        )
     return found
 
 

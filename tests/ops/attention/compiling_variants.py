@@ -11,6 +11,7 @@ from flashinfer.ops.attention.prefill import prefill
 from flashinfer.ops.attention.problem import Problem
 from tests.ops.attention.samples_variants import VARIANTS
 
+VARIANTS_MODULE = "tests.ops.attention.samples_variants"
 PAGED = Problem("paged", "bf16", "bf16", "bf16", 128, 128, 4, page_size=16)
 
 
@@ -30,7 +31,7 @@ def compiled(variants, op, name: str, arch: str, base, **changes) -> list[dict]:
         assert not kernel.refuses(problem, target), kernel.refuses(problem, target)
         config = kernel.config(problem, target)
         jobs.append(Job(op.name, name, kernel.module, kernel.load().LAUNCHERS[0].name, arch, problem, config))
-    return [asdict(record) for record in precompile(jobs, base, workers=1)]
+    return [asdict(record) for record in precompile(jobs, base, 1, imports=[VARIANTS_MODULE])]
 
 
 def key_of(variant: str) -> str:
