@@ -15,6 +15,8 @@ __all__ = ["cutlass_fused_moe"]
 _PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _BYTES = (torch.uint8, torch.int64, torch.float4_e2m1fn_x2)
 _NAMES = ("fc1_expert_weights", "fc2_expert_weights")
+# SiTU's tanh scales of the gate and of the factor where none are given, upstream's.
+SITU_SCALES = (4.0, 25.0)
 
 
 @held
@@ -54,9 +56,9 @@ def cutlass_fused_moe(
     profile_ids: list[int] | None = None,
     workspace_buffer: torch.Tensor | None = None,
     *,
-    clamped_relu2_limit: float | None = None,
-    situ_beta: float | None = None,
-    situ_linear_beta: float | None = None,
+    clamped_relu2_limit: torch.Tensor | float | None = None,
+    situ_beta: torch.Tensor | float | None = None,
+    situ_linear_beta: torch.Tensor | float | None = None,
     backend: str = "cutlass",
 ) -> list[torch.Tensor]:
     """A mixture of experts that are already chosen: ``output = sum_e s_e * (act(x @ fc1[e].T) @ fc2[e].T)``.
@@ -123,10 +125,12 @@ def cutlass_fused_moe(
     min_latency_mode, use_wfp4afp8_humming : bool
         Only False.
     activation_type : ActivationType
-        Any but ClampedRelu2; Situ with `situ_beta` and `situ_linear_beta`, a and b of
-        a * tanh(gate / a) * sigmoid(gate) * b * tanh(up / b).
-    clamped_relu2_limit : float, optional
-        Only None.
+        Any. ClampedRelu2 is (l * tanh(max(y, 0) / l)) ** 2 with l = `clamped_relu2_limit`; Situ is
+        a * tanh(gate / a) * sigmoid(gate) * b * tanh(up / b) with a = `situ_beta` and b = `situ_linear_beta`.
+    clamped_relu2_limit : torch.Tensor or float, optional
+        l, above 0: a number or a float32 tensor of one element. With ClampedRelu2 alone, which needs it.
+    situ_beta, situ_linear_beta : torch.Tensor or float, optional
+        Numbers above 0, or float32 [experts]. With Situ alone; 4 and 25 by default.
     backend : str
         "cutlass" or "auto".
     enable_alltoall, use_packed_weights, tune_max_num_tokens, enable_pdl, use_fused_finalize, profile_ids, \
@@ -154,8 +158,8 @@ workspace_buffer
     https://arxiv.org/abs/1701.06538; OCP Microscaling Formats Specification 1.0
     """
     for name, value, only in (("min_latency_mode", min_latency_mode, False), ("cluster_size", cluster_size, 1),
-                              ("use_wfp4afp8_humming", use_wfp4afp8_humming, False), ("cluster_rank", cluster_rank, 0),
-                              ("clamped_relu2_limit", clamped_relu2_limit, None)):  # fmt: skip
+                              ("use_wfp4afp8_humming", use_wfp4afp8_humming, False),
+                              ("cluster_rank", cluster_rank, 0)):  # fmt: skip
         require(value == only, name, value, str(only))
     require(backend in ("cutlass", "auto"), "backend", repr(backend), "'cutlass', 'auto'")
     require(0 <= tp_rank < tp_size, "tp_rank", tp_rank, f"0 to {tp_size - 1}, below tp_size")
@@ -165,7 +169,7 @@ workspace_buffer
     count, device = len(fc1_expert_weights), input.device
     ids, weights = token_selected_experts, token_final_scales
     require(ids.dtype in (torch.int32, torch.int64), "token_selected_experts", ids.dtype, "int32, int64")
-    weights = torch.ones(ids.shape, device=device) if weights is None else weights
+    weights = torch.ones(ids.shape, dtype=torch.float32, device=device) if weights is None else weights
     allowed = (torch.float32, torch.bfloat16, torch.float16)
     require(weights.dtype in allowed, "token_final_scales", weights.dtype, "float32, bfloat16, float16")
     routed = experts.Routed(ids, weights, ep_rank * count, count)
@@ -173,7 +177,8 @@ workspace_buffer
     shape = {"swiglu_alpha": swiglu_alpha, "swiglu_beta": swiglu_beta, "swiglu_limit": swiglu_limit}
     act, _ = experts.activation_of("activation_type", activation_type, **shape)
     shape = [experts.per_expert(name, value, count, device) for name, value in shape.items()]
-    activation = experts.Activation(act, *shape, numbers=_numbers(act, situ_beta, situ_linear_beta))
+    situ = {"situ_beta": situ_beta, "situ_linear_beta": situ_linear_beta}
+    activation = _activation(act, shape, situ, clamped_relu2_limit, count, device)
 
     flags = (use_deepseek_fp8_block_scale, use_w4_group_scaling, use_mxfp8_act_scaling)
     given = (fc1_expert_weights, fc2_expert_weights)
@@ -186,11 +191,34 @@ workspace_buffer
     return experts.run(tokens, routed, first, activation, between, second, out)
 
 
-def _numbers(act: str, situ_beta, situ_linear_beta) -> tuple[float, float, float]:
-    for name, value in (("situ_beta", situ_beta), ("situ_linear_beta", situ_linear_beta)):
-        fits = (value is not None and value > 0) if act == "situ" else value is None
-        require(fits, name, value, "a number above 0" if act == "situ" else "None but with Situ")
-    return (float(situ_beta), float(situ_linear_beta), 0.0) if act == "situ" else (0.0, 0.0, experts.STEP_LIMIT)
+def _activation(act: str, shape, situ, clamp, count: int, device) -> experts.Activation:
+    """shape : alpha, beta and limit of SwiGLU. situ : SiTU's two tanh scales by name. clamp : ClampedRelu2's limit."""
+    numbers = [0.0, 0.0, experts.STEP_LIMIT]
+    alpha, beta, limit = shape
+    if act == "situ":
+        require(limit is None, "swiglu_limit", "a tensor", "None with Situ")
+        given = [_scale_of(name, value, count, device) for name, value in situ.items()]
+        numbers[:2] = [number or default for (_, number), default in zip(given, SITU_SCALES, strict=True)]
+        alpha, beta = (tensor for tensor, _ in given)
+    else:
+        for name, value in situ.items():
+            require(value is None, name, value, "None but with Situ")
+    if act == "clamped_relu2":
+        require(clamp is not None, "clamped_relu2_limit", None, "a number above 0, or a tensor of one element")
+        limit, number = _scale_of("clamped_relu2_limit", clamp, 1, device)
+        limit = None if limit is None else limit.expand(count).contiguous()
+        numbers[2] = number or 0.0
+    else:
+        require(clamp is None, "clamped_relu2_limit", clamp, "None but with ClampedRelu2")
+    return experts.Activation(act, alpha, beta, limit, tuple(numbers))
+
+
+def _scale_of(name: str, value, count: int, device) -> tuple[torch.Tensor | None, float | None]:
+    """A float32 tensor with `count` elements, or a number above 0; neither where nothing is given."""
+    if isinstance(value, torch.Tensor):
+        return experts.per_expert(name, value, count, device), None
+    require(value is None or 0 < value < float("inf"), name, value, f"a number above 0, or float32 [{count}]")
+    return None, None if value is None else float(value)
 
 
 # What stands between the products, and the names of quant_scales, by form: of weights, and of rows where they differ.

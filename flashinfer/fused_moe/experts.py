@@ -26,6 +26,7 @@ _ACTS = {
     ActivationType.SwigluStep: "swiglu_step",
     ActivationType.Situ: "situ",
     ActivationType.Relu2: "relu2",
+    ActivationType.ClampedRelu2: "clamped_relu2",
     ActivationType.Identity: "",
 }
 # The limit of SwigluStep where none is given: Step-3.5's.
@@ -105,13 +106,13 @@ class Routed(NamedTuple):
 
 
 def activation_of(argument: str, value, **given) -> tuple[str, bool]:
-    """The room's name of an activation, and whether it is gated. given : tensors that only SwiGLU takes, by name."""
+    """The room's name of an activation, and whether it is gated. given : tensors of SwiGLU and SiTU alone, by name."""
     known = [int(kind) for kind in _ACTS]
     require(int(value) in known, argument, value, ", ".join(f"{kind.name} ({int(kind)})" for kind in _ACTS))
     kind = ActivationType(int(value))
     act = _ACTS[kind]
     for name, tensor in given.items():
-        takes = act == "swiglu" or (act == "swiglu_step" and "limit" in name)
+        takes = act in ("swiglu", "situ") or (act == "swiglu_step" and "limit" in name)
         require(tensor is None or takes, name, "a tensor", f"None with {kind.name}")
     return act, kind.is_gated
 
@@ -137,7 +138,9 @@ def run(
     words = [tokens.form, tokens.layout, first.form, first.layout, second.form, second.layout]
     words += [activation.act, activation.by_number, between.form, dtype_name(out.dtype)]
     flags = [first.paired, first.shuffle, first.block, second.shuffle, second.block, between.ratio, routed.on_input]
-    numbers = [int(flag) for flag in flags] + [routed.offset, routed.experts, out.shape[1], top_k, tile]
+    # The second product's columns; a result without its padding has fewer.
+    columns = second.codes.shape[2 if second.block else 1]
+    numbers = [int(flag) for flag in flags] + [routed.offset, routed.experts, columns, top_k, tile]
     floats, words = list(activation.numbers), ",".join(words)
     if do_finalize:
         _experts(tensors, words, numbers, floats, out)
@@ -162,7 +165,7 @@ def _experts(
     tensors: list[torch.Tensor | None], words: str, numbers: list[int], floats: list[float], out: torch.Tensor
 ) -> None:
     rows, weights, token_map = _rows(tensors, words, numbers, floats)
-    routing.finalize(rows, token_map.pair_row, None if numbers[6] else weights, out)
+    routing.finalize(rows[:, : out.shape[1]], token_map.pair_row, None if numbers[6] else weights, out)
 
 
 def _like_unfinalized(tensors, words, numbers, floats):
@@ -345,7 +348,7 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
     require(halves, first.name, (n1, k1), "halves of a multiple of 64 rows, as scales are of 128")
     require(k1 == hidden, first.name, (n1, k1), f"rows of {hidden} elements, the hidden size")
     require(k2 == middle, second.name, (n2, k2), f"rows of {middle} elements, the intermediate size")
-    require(n2 == out.shape[1], second.name, (n2, k2), f"{out.shape[1]} rows, the size of a result")
+    require(n2 >= out.shape[1], second.name, (n2, k2), f"{out.shape[1]} rows, the size of a result")
     forms = (first.form, first.name, k1), (second.form, second.name, k2), (between.form, second.name, k2)
     for form, name, k in forms:
         width = 1 if form == "fp8_block" else room.WIDTH.get(form, 1)

@@ -38,7 +38,7 @@ def get_reorder_rows_for_gated_act_gemm_row_indices(x: torch.Tensor) -> torch.Te
         A shape other than the above.
     """
     require(x.dim() >= 1 and x.shape[0] % 2 == 0, "x", tuple(x.shape), "an even number of rows")
-    return torch.arange(x.shape[0]).view(2, -1).T.flatten()
+    return torch.arange(x.shape[0], device="cpu").view(2, -1).T.flatten()
 
 
 def reorder_rows_for_gated_act_gemm(x: torch.Tensor) -> torch.Tensor:
@@ -285,7 +285,7 @@ def preprocess_moe_weights_for_sm90_mixed_gemm_humming(
 def _divided(weight: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """Packed e2m1 codes divided by 2^shift, one for each 32 of them, to the nearest code, ties to even."""
     code = torch.stack((weight & 15, weight >> 4), -1).flatten(2).unflatten(2, (-1, 32)).int()
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=weight.device)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32, device=weight.device)
     value = torch.ldexp(values[code & 7], -shift[..., None])
     # A code is passed where the value is above the middle of it and the next; in the middle, where the next is even.
     middle = (values[:-1] + values[1:]) / 2

@@ -31,6 +31,8 @@ _METHODS = {
     _M.TopKSigmoid: ("logit", "sigmoid", "sigmoid"),
 }
 _BIASED = (_M.DeepSeekV3, _M.MiniMax2)
+# Callers give it one, which upstream does not read.
+_WITH_AN_UNREAD_BIAS = (_M.Llama4,)
 
 
 def fused_topk_deepseek(
@@ -146,7 +148,8 @@ def route(
     routing_logits : torch.Tensor
         [tokens, experts]; float32, bfloat16 or float16, any strides. Up to 1024 experts.
     routing_bias : torch.Tensor, optional
-        [experts]; float32, bfloat16 or float16. For DeepSeekV3 and MiniMax2 only.
+        [experts]; float32, bfloat16 or float16. For DeepSeekV3 and MiniMax2; Llama4 takes one and, as upstream, ranks
+        without it. The other methods refuse it.
     routing_method : RoutingMethodType or int
         Any but Unspecified.
     top_k : int
@@ -183,8 +186,10 @@ def route(
     experts, shared = routing_logits.shape[1], num_fused_shared_experts
     require(norm_topk_prob or unnormed is not None, "norm_topk_prob", norm_topk_prob, f"True with {method.name}")
     if routing_bias is not None:
-        require(method in _BIASED, "routing_bias", "a tensor", f"None with {method.name}")
+        allowed = (*_BIASED, *_WITH_AN_UNREAD_BIAS)
+        require(method in allowed, "routing_bias", "a tensor", f"None with {method.name}")
         _check_bias("routing_bias", routing_bias, routing_logits)
+        routing_bias = routing_bias if method in _BIASED else None
     grouped = method == _M.DeepSeekV3
     require(grouped or n_group in (None, 0, 1), "n_group", n_group, f"None, 0 or 1 with {method.name}")
     require(shared >= 0 and (grouped or not shared), "num_fused_shared_experts", shared, "0 or, with DeepSeekV3, more")

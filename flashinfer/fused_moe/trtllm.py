@@ -50,11 +50,16 @@ def check_local(offset, count, num_experts) -> None:
     require(fits, "local_expert_offset, local_num_experts", (offset, count), f"experts among {num_experts}")
 
 
-def check_valid(hidden, intermediate, valid_hidden_size, valid_intermediate_size) -> None:
-    """Sizes without padding; a call that has padding to leave out is refused."""
+def check_valid(hidden, intermediate, valid_hidden_size, valid_intermediate_size, do_finalize=True) -> int:
+    """Columns of the result: those of `hidden` that are no padding."""
     for name, value, size in (("valid_hidden_size", valid_hidden_size, hidden),
                               ("valid_intermediate_size", valid_intermediate_size, intermediate)):  # fmt: skip
-        require(value in (None, size), name, value, f"None, or {size}, all of it")
+        require(value is None or 1 <= value <= size, name, value, f"None, or 1 to {size}, the padded size")
+    if valid_hidden_size is None:
+        return hidden
+    whole = -(-valid_hidden_size // 128) * 128 == hidden
+    require(do_finalize or whole, "valid_hidden_size", valid_hidden_size, f"None or {hidden} without do_finalize")
+    return valid_hidden_size if do_finalize else hidden
 
 
 def check_weights(name: str, codes, dtypes, bits: int, weight_layout) -> tuple[torch.Tensor, int]:
@@ -78,9 +83,12 @@ def activation(activation_type, alpha, beta, limit, count, device) -> tuple[expe
     """The activation of a call, and whether it is gated."""
     given = {"gemm1_alpha": alpha, "gemm1_beta": beta, "gemm1_clamp_limit": limit}
     act, gated = experts.activation_of("activation_type", activation_type, **given)
-    require(act != "situ", "activation_type", "Situ", "one without numbers of its own, which these calls do not take")
+    clamped = act == "clamped_relu2"
+    require(not clamped, "activation_type", "ClampedRelu2", "one without a limit of its own: these calls take none")
     values = [experts.per_expert(name, value, count, device) for name, value in given.items()]
-    return experts.Activation(act, *values, numbers=(0.0, 0.0, experts.STEP_LIMIT)), gated
+    # SiTU's tanh scales are 1 where none are given.
+    numbers = (1.0, 1.0, 0.0) if act == "situ" else (0.0, 0.0, experts.STEP_LIMIT)
+    return experts.Activation(act, *values, numbers=numbers), gated
 
 
 @held
@@ -123,7 +131,8 @@ def trtllm_bf16_moe(
     routing_logits : torch.Tensor
         [tokens, num_experts]; float32, bfloat16 or float16.
     routing_bias : torch.Tensor, optional
-        [num_experts], added to what is ranked, by the methods that have one.
+        [num_experts], added to what is ranked, by DeepSeekV3 and MiniMax2. Llama4 takes one and, as upstream, ranks
+        without it; other methods refuse it.
     hidden_states : torch.Tensor
         x, bfloat16 [tokens, hidden], contiguous rows. Zero tokens are valid.
     gemm1_weights : torch.Tensor
@@ -154,7 +163,7 @@ def trtllm_bf16_moe(
     enable_pdl, tune_max_num_tokens
         Have no effect on results, and none on the launches yet.
     activation_type : int
-        A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep; Relu2, Silu, Gelu, Relu, Identity.
+        A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep, Situ; Relu2, Silu, Gelu, Relu, Identity.
     norm_topk_prob : bool
         False: the weights of chosen experts are not divided by their sum.
     routing_replay_out : torch.Tensor, optional
@@ -162,7 +171,8 @@ def trtllm_bf16_moe(
     gemm1_alpha, gemm1_beta, gemm1_clamp_limit : torch.Tensor, optional
         float32 [local_num_experts], of Swiglu: gate * sigmoid(alpha * gate) * (up + beta), the gate first clamped to
         at most the limit and up to -limit ... limit. SwigluStep takes a limit, 7 by default: it clamps up and
-        silu(gate).
+        silu(gate). Of Situ, alpha * tanh(gate / alpha) * sigmoid(gate) * beta * tanh(up / beta), both 1 by default; a
+        limit clamps as that of Swiglu.
     output : torch.Tensor, optional
         Receives the result; bfloat16 [tokens, hidden].
 
@@ -264,9 +274,13 @@ def _bf16(routed, x, w1, w2, intermediate, shuffled, layout, do_finalize, activa
 
 
 def finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, /, hidden=None):
-    """The mixture with a bfloat16 result; without finalize a list."""
+    """The mixture with a bfloat16 result of `hidden` columns; without finalize a list."""
     x, (first, second) = tokens.codes, weights
     hidden = x.shape[1] if hidden is None else hidden
+    if second.codes.dim() == (4 if second.block else 3):
+        columns = second.codes.shape[2 if second.block else 1]
+        fits = hidden <= columns
+        require(fits, second.name, tuple(second.codes.shape), f"{hidden} rows, the size of a result, or more")
     rows = first.codes.shape[2 if first.block else 1]
     expected = intermediate * (2 if act.act in experts.room.GATED else 1)
     require(rows == expected, first.name, tuple(first.codes.shape), f"{expected} rows for intermediate_size")

@@ -93,7 +93,7 @@ def trtllm_fp8_block_scale_moe(
         Experts that every token has beside the chosen, with weight 1; their weights follow those of the others, on the
         rank that has the last of these.
     valid_hidden_size, valid_intermediate_size : int, optional
-        Only None or the whole size: padding is not left out.
+        Sizes without padding. The result has the first alone; padding of the input and of the weights has to be zeros.
     gemm1_bias, gemm2_bias : torch.Tensor, optional
         [experts, rows], float32 or bfloat16, in the order in which the weights' rows are.
 
@@ -108,7 +108,8 @@ def trtllm_fp8_block_scale_moe(
     DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437; OCP Microscaling Formats
     Specification 1.0
     """
-    check_valid(hidden_states.shape[-1], intermediate_size, valid_hidden_size, valid_intermediate_size)
+    sizes = hidden_states.shape[-1], intermediate_size
+    valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
     routed = routed_by_logits(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group,
         (local_expert_offset, local_num_experts), routed_scaling_factor, routing_method_type, norm_topk_prob,
@@ -117,7 +118,7 @@ def trtllm_fp8_block_scale_moe(
     given = [(gemm1_weights, gemm1_weights_scale, gemm1_bias), (gemm2_weights, gemm2_weights_scale, gemm2_bias)]
     act = activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit, routed.experts, hidden_states.device)
     return _block_scaled(routed, hidden_states, hidden_states_scale, given, fp8_quantization_type, use_shuffled_weight,
-                         weight_layout, act, intermediate_size, output, do_finalize)  # fmt: skip
+                         weight_layout, act, intermediate_size, valid, output, do_finalize)  # fmt: skip
 
 
 @held
@@ -167,16 +168,17 @@ def trtllm_fp8_block_scale_routed_moe(
     Other parameters, results and errors are those of `trtllm_fp8_block_scale_moe`.
     """
     require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
-    check_valid(hidden_states.shape[-1], intermediate_size, valid_hidden_size, valid_intermediate_size)
+    sizes = hidden_states.shape[-1], intermediate_size
+    valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
     routed = routed_by_ids(topk_ids, num_experts, top_k, (local_expert_offset, local_num_experts))
     given = [(gemm1_weights, gemm1_weights_scale, None), (gemm2_weights, gemm2_weights_scale, None)]
     act = activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit, routed.experts, hidden_states.device)
     return _block_scaled(routed, hidden_states, hidden_states_scale, given, fp8_quantization_type, use_shuffled_weight,
-                         weight_layout, act, intermediate_size, output, do_finalize)  # fmt: skip
+                         weight_layout, act, intermediate_size, valid, output, do_finalize)  # fmt: skip
 
 
 def _block_scaled(
-    routed, x, x_scale, given, kind, shuffled, layout, act, intermediate, output, do_finalize, /
+    routed, x, x_scale, given, kind, shuffled, layout, act, intermediate, valid, output, do_finalize, /
 ) -> list[torch.Tensor] | torch.Tensor:
     kinds = (Fp8QuantizationType.DeepSeekFp8, Fp8QuantizationType.MxFp8)
     require(kind in kinds, "fp8_quantization_type", kind, "DeepSeekFp8, MxFp8")
@@ -201,7 +203,7 @@ def _block_scaled(
             scale = experts.expert_factors(f"{name}_scale", scale, n, -(-k // 32), places["layout"])
         weights.append(experts.Weight(name, codes, form, scale, bias=bias, paired=paired, block=block, **places))
     between = experts.Between(form)
-    return finished(tokens, routed, weights, act, between, intermediate, output, do_finalize)
+    return finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, hidden=valid)
 
 
 def _row_factors(name, scale, x, deepseek: bool) -> torch.Tensor:

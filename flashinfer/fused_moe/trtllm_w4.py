@@ -92,7 +92,7 @@ def trtllm_fp4_block_scale_moe(
     num_fused_shared_experts : int, optional
         As in `flashinfer.fused_moe.trtllm_fp8_block_scale_moe`.
     valid_hidden_size, valid_intermediate_size : int, optional
-        Only None or the whole size: padding is not left out.
+        Sizes without padding. The result has the first alone; padding of the input and of the weights has to be zeros.
     hidden_states_scale_layout : SfLayout, optional
         Of hidden_states_scale; None is row-major.
 
@@ -217,7 +217,7 @@ def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_fin
     act, gated = act
     device, count = tokens.codes.device, routed.experts
     hidden = tokens.codes.shape[1] * (2 if tokens.form == "nvfp4" else 1)
-    check_valid(hidden, intermediate, *valid)
+    valid = check_valid(hidden, intermediate, *valid, do_finalize)
     weights = []
     for name, (codes, scale, bias), paired in zip(("gemm1_weights", "gemm2_weights"), given, (gated, False)):
         require(codes.dtype in _FP4, name, codes.dtype, "uint8")
@@ -239,7 +239,7 @@ def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_fin
     require(both, "output1_scale_gate_scalar", "one of two", "a tensor with output1_scale_scalar, None without")
     form = "" if tokens.form == "bf16" else tokens.form
     between = experts.Between(form, scale=scale, scale_out=scale_out, ratio=gated, second=second)
-    done = finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, hidden=hidden)
+    done = finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, hidden=valid)
     return [done] if do_finalize else done
 
 
@@ -289,7 +289,7 @@ def trtllm_mxint4_block_scale_moe(
     gemm2_weights, gemm2_weights_scale : torch.Tensor
         The same, of [local_num_experts, hidden, intermediate_size], rows shuffled only.
     valid_hidden_size, valid_intermediate_size : int, optional
-        Only None or the whole size: padding is not left out.
+        Sizes without padding. The result has the first alone; padding of the input and of the weights has to be zeros.
 
     Returns
     -------
@@ -301,7 +301,8 @@ def trtllm_mxint4_block_scale_moe(
     -----
     An integer times its scale is rounded to bfloat16 before it is multiplied.
     """
-    check_valid(hidden_states.shape[-1], intermediate_size, valid_hidden_size, valid_intermediate_size)
+    sizes = hidden_states.shape[-1], intermediate_size
+    valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
     require(hidden_states.dtype == torch.bfloat16, "hidden_states", hidden_states.dtype, "bfloat16")
     routed = routed_by_logits(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group,
@@ -327,5 +328,6 @@ def trtllm_mxint4_block_scale_moe(
         scale = scale.view(len(codes), high * wide)
         weights.append(experts.Weight(name, codes, "mxint4", scale, "128x4", None, paired, 32, block))
     tokens = experts.Tokens(hidden_states, "bf16")
-    done = finished(tokens, routed, weights, act, experts.Between(), intermediate_size, output, do_finalize)
+    between = experts.Between()
+    done = finished(tokens, routed, weights, act, between, intermediate_size, output, do_finalize, hidden=valid)
     return [done] if do_finalize else done

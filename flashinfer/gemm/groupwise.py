@@ -192,7 +192,7 @@ def _major_of(scale: torch.Tensor, rows: int, blocks: int, memory: str) -> str:
 def _quantize(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 codes and float32 scales of blocks of `rows` x 128."""
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(-(-x.shape[0] // rows), -(-x.shape[1] // 128), device=x.device)
+    scale = torch.empty(-(-x.shape[0] // rows), -(-x.shape[1] // 128), dtype=torch.float32, device=x.device)
     _quantize_blocks(x, codes, scale, rows)
     return codes, scale
 

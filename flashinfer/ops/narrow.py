@@ -10,7 +10,7 @@ import torch
 # Half way between neighbouring magnitudes of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1 = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)])
+_E2M1 = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], dtype=torch.float32, device="cpu")
 
 
 def to_fp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

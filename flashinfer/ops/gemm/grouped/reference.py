@@ -23,12 +23,13 @@ def _groups(problem, a, b, groups):
     """(entry of a batch, rows) of each group."""
     found = groups.tolist()
     if problem.kind == "counts":
-        return [(g, torch.arange(min(max(n, 0), a.shape[1]))) for g, n in enumerate(found)]
+        return [(g, torch.arange(min(max(n, 0), a.shape[1]), device=a.device)) for g, n in enumerate(found)]
     if problem.kind == "indices":
         return [(0, (groups == g).nonzero()[:, 0]) for g in range(len(b))]
-    ends = torch.tensor(found).cumsum(0).tolist() if problem.kind == "lengths" else found[1:]
+    ends = groups.cumsum(0).tolist() if problem.kind == "lengths" else found[1:]
     starts = [0, *ends[:-1]] if problem.kind == "lengths" else found[:-1]
-    return [(0, torch.arange(max(s, 0), max(s, min(e, len(a)), 0))) for s, e in zip(starts, ends, strict=True)]
+    bounds = [(max(s, 0), max(s, min(e, len(a)), 0)) for s, e in zip(starts, ends, strict=True)]
+    return [(0, torch.arange(*bound, device=a.device)) for bound in bounds]
 
 
 def _left(problem, a, a_scale, entry, rows, group, groups):

@@ -16,7 +16,7 @@ WIDTH = {"fp8_block": 128, "mxfp8": 32, "nvfp4": 16, "mxfp4": 32, "mxint4": 32}
 # Formats with two elements to a byte, the first in the low half.
 PACKED = ("nvfp4", "mxfp4", "mxint4")
 GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_step", "situ", "situ_gate")
-PLAIN = ("", "silu", "gelu", "relu", "relu2")
+PLAIN = ("", "silu", "gelu", "relu", "relu2", "clamped_relu2")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Finish(NamedTuple):
     """What stands behind a product; float32. scale, scale_out : [1] or [experts]. alpha, beta, limit : [experts].
 
     weight : [pairs] or [rows]. numbers : alpha, beta and limit where there is no tensor; the first two are those of
-    "situ", the last is that of "swiglu_step".
+    "situ", the last is that of "swiglu_step" and of "clamped_relu2".
     """
 
     scale: torch.Tensor | None = None

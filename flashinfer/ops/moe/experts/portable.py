@@ -89,8 +89,15 @@ def sigmoid(x):
 
 
 @triton.jit
-def tanh(x):
-    return 2 * sigmoid(2 * x) - 1
+def bounded(x, bound):
+    """bound * tanh(x / bound), without the cancellation that 2 * sigmoid - 1 has where x / bound is small.
+
+    tanh(t) = t * (1 - t^2 / 3 + 2 t^4 / 15) up to 0.03 (the next term is below 4e-11), else by the exponential.
+    """
+    t = x / bound
+    square = t * t
+    small = x * (1 - square * (1.0 / 3 - square * (2.0 / 15)))
+    return tl.where(square < 0.0009, small, bound * (2 * sigmoid(2 * t) - 1))
 
 
 @triton.jit
@@ -104,14 +111,14 @@ def gated(factor, gate, alpha, beta, limit, ACT: tl.constexpr, SHAPE: tl.constex
     a: tl.constexpr = SHAPE == "a" or SHAPE == "ab" or SHAPE == "al" or SHAPE == "abl"
     b: tl.constexpr = SHAPE == "b" or SHAPE == "ab" or SHAPE == "bl" or SHAPE == "abl"
     c: tl.constexpr = SHAPE == "l" or SHAPE == "al" or SHAPE == "bl" or SHAPE == "abl"
-    if ACT == "situ" or ACT == "situ_gate":
-        if ACT == "situ":
-            factor = beta * tanh(factor / beta)
-        return alpha * tanh(gate / alpha) * sigmoid(gate) * factor
     if c or ACT == "swiglu_step":
         factor = tl.minimum(tl.maximum(factor, -limit), limit)
         if ACT != "swiglu_step":
             gate = tl.minimum(gate, limit)
+    if ACT == "situ" or ACT == "situ_gate":
+        if ACT == "situ":
+            factor = bounded(factor, beta)
+        return bounded(gate, alpha) * sigmoid(gate) * factor
     if ACT == "geglu":
         gate = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
     elif ACT == "geglu_tanh":
@@ -128,7 +135,7 @@ def gated(factor, gate, alpha, beta, limit, ACT: tl.constexpr, SHAPE: tl.constex
 
 
 @triton.jit
-def plain(y, ACT: tl.constexpr):
+def plain(y, limit, ACT: tl.constexpr):
     """act(y)."""
     if ACT == "silu":
         return y * sigmoid(y)
@@ -138,6 +145,9 @@ def plain(y, ACT: tl.constexpr):
         return tl.maximum(y, 0.0)
     elif ACT == "relu2":
         y = tl.maximum(y, 0.0)
+        return y * y
+    elif ACT == "clamped_relu2":
+        y = bounded(tl.maximum(y, 0.0), limit)
         return y * y
     else:
         return y
@@ -316,16 +326,16 @@ def product_kernel(
         acc *= tl.load(weight + (pair if WEIGHTED == "pair" else source), live, other=0).to(tl.float32)[:, None]
     if bias is not None:
         acc += tl.load(bias + wide_expert * n + stored).to(tl.float32)[None, :]
+    c_value = tl.load(limit + expert) if limit is not None else limit_number
     if GATED:
         up, gate = tl.split(tl.reshape(acc, [TILE_M, TILE_N // 2, 2]))
         a_value = tl.load(alpha + expert) if alpha is not None else alpha_number
         b_value = tl.load(beta + expert) if beta is not None else beta_number
-        c_value = tl.load(limit + expert) if limit is not None else limit_number
         y = gated(up, gate, a_value, b_value, c_value, ACT, SHAPE)
         result = strip * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
         width = n // 2
     else:
-        y = plain(acc, ACT)
+        y = plain(acc, c_value, ACT)
         result = column
         width = n
     if scale_out is not None:

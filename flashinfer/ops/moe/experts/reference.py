@@ -106,7 +106,7 @@ def _finish(problem, finish, weights, y, pair, source, expert):
     if problem.act in GATED:
         y = _gated(problem, finish, y[:, 0::2], y[:, 1::2], expert)
     else:
-        y = _plain(problem.act, y)
+        y = _plain(problem.act, y, finish.numbers[2] if finish.limit is None else finish.limit[expert])
     if problem.scale_out:
         factor = value(finish.scale_out)
         y = y * (factor / value(finish.scale) if problem.scale_out == "ratio" else factor)
@@ -116,13 +116,13 @@ def _finish(problem, finish, weights, y, pair, source, expert):
 def _gated(problem, finish, factor, gate, expert):
     given = (finish.alpha, finish.beta, finish.limit)
     alpha, beta, limit = (number if t is None else t[expert] for t, number in zip(given, finish.numbers))
+    shape, step = problem.shape.lower(), problem.act == "swiglu_step"
+    if "l" in shape or step:
+        factor = torch.clamp(factor, -limit, limit)
+        gate = gate if step else gate.clamp(max=limit)
     if problem.act in ("situ", "situ_gate"):
         factor = beta * torch.tanh(factor / beta) if problem.act == "situ" else factor
         return alpha * torch.tanh(gate / alpha) * gate.sigmoid() * factor
-    shape, step = problem.shape.lower(), problem.act == "swiglu_step"
-    if "l" in shape or step:
-        factor = factor.clamp(-limit, limit)
-        gate = gate if step else gate.clamp(max=limit)
     if problem.act in ("geglu", "geglu_tanh"):
         gate = gelu(gate, approximate="tanh" if problem.act == "geglu_tanh" else "none")
     else:
@@ -132,13 +132,15 @@ def _gated(problem, finish, factor, gate, expert):
     return gate * (factor + beta if "b" in shape else factor)
 
 
-def _plain(act, y):
+def _plain(act, y, limit):
     if act == "silu":
         return silu(y)
     if act == "gelu":
         return gelu(y)
     if act == "relu":
         return y.relu()
+    if act == "clamped_relu2":
+        return (limit * torch.tanh(y.relu() / limit)).square()
     return y.relu().square() if act == "relu2" else y
 
 
@@ -150,7 +152,7 @@ def quantize(problem, x, global_scale, token_map, codes, factors, row_scales=Non
         live = torch.nonzero(token_map.row_pair[: int(token_map.first[-1])] >= 0)[:, 0]
         expert = token_map.tile_expert[live // problem.tile].long()
     y = x[live].float()
-    its = torch.ones(len(y), 1, device=x.device)
+    its = torch.ones(len(y), 1, dtype=torch.float32, device=x.device)
     if problem.scaled:
         its = global_scale.flatten()[expert if global_scale.numel() > 1 else 0].float().reshape(-1, 1)
     if problem.row_scale:

@@ -93,6 +93,86 @@ def test_activations(way, device, act):
     check(call(**numbers)[0], xd, d1, d2, ids, s, act=ACTS[act], dtype=torch.float16)
 
 
+def situ(y, a, b, limit=float("inf")):
+    up, gate = y.chunk(2)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return a * torch.tanh(gate / a) * torch.sigmoid(gate) * b * torch.tanh(up / b)
+
+
+@pytest.mark.parametrize("given", ["defaults", "tensors", "one of each"])
+def test_situ_with_scales_of_experts(way, device, given):
+    x, _, xd = random("fp16", tokens(device), H, device=device)
+    (w1, _, d1), (w2, _, d2) = (weights("fp16", E, n, k, device) for n, k in ((2 * M, H), (H, M)))
+    ids, s = chosen(device)
+    a, b = (torch.rand(E, device=device) + 0.5 for _ in range(2))
+    numbers = {"defaults": {}, "tensors": {"situ_beta": a, "situ_linear_beta": b}}
+    numbers = numbers.get(given, {"situ_beta": a, "situ_linear_beta": 3.0})
+    out = fused_moe.cutlass_fused_moe(
+        x, ids, s, w1, w2, torch.float16, [], activation_type=ActivationType.Situ, **numbers
+    )[0]
+    scales = {"defaults": ([4.0] * E, [25.0] * E), "tensors": (a.tolist(), b.tolist())}
+    scales = scales.get(given, (a.tolist(), [3.0] * E))
+    total = {dtype: 0 for dtype in (torch.float64, torch.float16)}
+    for e in range(E):
+        mine = torch.where(ids == e, ids, -1)
+        for dtype in total:
+            total[dtype] = total[dtype] + mixture(
+                xd, d1, d2, mine, s, act=lambda y, e=e: situ(y, scales[0][e], scales[1][e]), dtype=dtype
+            )
+    assert_close(out, total[torch.float16].to(out.dtype), total[torch.float64])
+
+
+def test_situ_by_tensorrt_names(way, device):
+    """Its scales are gemm1_alpha and gemm1_beta, 1 by default, and a limit clamps first."""
+    (x, w1, w2), truth = bf16_layer(device)
+    ids, s = chosen(device)
+    call = partial(
+        fused_moe.trtllm_bf16_routed_moe, (ids, s), x, w1, w2, E, K, None, None, M, 0, E, use_shuffled_weight=False,
+        weight_layout=0, activation_type=ActivationType.Situ,
+    )  # fmt: skip
+    check(call(), *truth, ids, s, act=lambda y: situ(y, 1.0, 1.0))
+    numbers = {"gemm1_alpha": 2.0, "gemm1_beta": 3.0, "gemm1_clamp_limit": 0.25}
+    out = call(**{name: torch.full((E,), value, device=device) for name, value in numbers.items()})
+    check(out, *truth, ids, s, act=lambda y: situ(y, 2.0, 3.0, 0.25))
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_clamped_relu2(way, device, tensor):
+    x, _, xd = random("fp16", tokens(device), H, device=device)
+    (w1, _, d1), (w2, _, d2) = (weights("fp16", E, n, k, device) for n, k in ((M, H), (H, M)))
+    ids, s = chosen(device)
+    limit = torch.tensor([0.5], device=device) if tensor else 0.5
+    out = fused_moe.cutlass_fused_moe(
+        x, ids, s, w1, w2, torch.float16, [], activation_type=ActivationType.ClampedRelu2, clamped_relu2_limit=limit
+    )[0]
+
+    def act(y):
+        return (0.5 * torch.tanh(y.relu() / 0.5)).square()
+
+    check(out, xd, d1, d2, ids, s, act=act, dtype=torch.float16)
+
+
+def test_sizes_without_padding(way, device):
+    """Padding of zeros is left out of the result, which is as narrow as is asked."""
+    hidden, middle, valid_hidden, valid_middle = 256, 128, 200, 96
+    x, x_scale, xd = random("fp8_block", tokens(device), hidden, device=device)
+    w1, s1, d1 = weights("fp8_block", E, 2 * middle, hidden, device)
+    w2, s2, d2 = weights("fp8_block", E, hidden, middle, device)
+    ids, s = chosen(device)
+    call = partial(
+        fused_moe.trtllm_fp8_block_scale_routed_moe, (ids, s), None, x, x_scale.T.contiguous(), w1, s1, w2, s2, E, K,
+        None, None, middle, 0, E, None, use_shuffled_weight=False, weight_layout=0,
+    )  # fmt: skip
+    guard = Guarded((tokens(device), valid_hidden), BF16, device)
+    out = call(valid_hidden_size=valid_hidden, valid_intermediate_size=valid_middle, output=guard.out)
+    guard.check()
+    assert_bitwise(out, call()[:, :valid_hidden].contiguous())
+    with pytest.raises(ValueError, match="^valid_hidden_size"):
+        call(valid_hidden_size=100, do_finalize=False)
+    with pytest.raises(ValueError, match="^valid_hidden_size"):
+        call(valid_hidden_size=hidden + 1)
+
+
 def test_ranks_of_experts_add_up_and_rows_without_finalize_are_theirs(way, device):
     given, (xd, d1, d2) = bf16_layer(device)
     x, w1, w2 = given
@@ -333,7 +413,7 @@ BAD = [
     ("output", {"output": lambda c: c["hidden_states"][:, :8]}),
     ("weight_layout", {"weight_layout": lambda c: 1}),
     ("activation_type", {"activation_type": lambda c: 12}),
-    ("activation_type", {"activation_type": lambda c: 10}),
+    ("activation_type", {"activation_type": lambda c: 13}),
     ("gemm1_alpha", {"activation_type": lambda c: 4, "gemm1_alpha": lambda c: torch.ones(E)}),
     ("gemm1_beta", {"gemm1_beta": lambda c: torch.ones(E - 1)}),
     ("gemm1_lora_delta", {"gemm1_lora_delta": lambda c: torch.ones(1)}),

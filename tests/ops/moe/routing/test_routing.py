@@ -306,3 +306,15 @@ def test_in_a_graph(device):
     again, _ = token_map(ids, 128, 0, 16)
     assert_bitwise(made.row_pair[:rows], again.row_pair[:rows])
     assert_bitwise(made.pair_row, again.pair_row)
+
+
+def test_llama4_takes_a_bias_and_ranks_without_it(device):
+    """As upstream, whose callers give one; a method that would rank by it otherwise refuses it."""
+    logits, bias = torch.randn(5, 16, device=device), torch.full((16,), 100.0, device=device)
+    bias[::2] = -100
+    with_bias = route(logits, bias, Method.Llama4, 1)
+    for given, expected in zip(with_bias, route(logits, None, Method.Llama4, 1)):
+        assert_bitwise(given, expected)
+    assert torch.equal(with_bias[0][:, 0].long(), logits.argmax(1))
+    with pytest.raises(ValueError, match="^routing_bias"):
+        route(logits, bias[:3], Method.Llama4, 1)
