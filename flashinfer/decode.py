@@ -176,6 +176,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
     torch.Size([2, 8, 64])
     """
 
+    _names = "qo_indptr", "indptr", "last_page_len", "indices"
+
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -232,7 +234,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         Parameters
         ----------
         indptr : int Tensor [batch_size + 1]
-            Where each request's entries begin in `indices`; on the host or the device.
+            Where each request's entries begin in `indices`; on the host or the device. It may be a slice of a larger
+            batch's, whose first is not 0, beside all of that batch's page ids.
         indices : int Tensor [pages used]
             Page ids.
         last_page_len : int Tensor [batch_size]
@@ -347,7 +350,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         q : Tensor [batch_size * q_len_per_req, num_qo_heads, head_dim]
         paged_kv_cache : Tensor or (Tensor, Tensor)
             NHD [pages, 2, page_size, num_kv_heads, head_dim] or HND [pages, 2, num_kv_heads, page_size, head_dim], or
-            (k, v) without the second axis. Any strides, head_dim contiguous.
+            (k, v) without the second axis. Any strides, head_dim contiguous. With pages of one token the page axis may
+            be left out: [slots, 2, num_kv_heads, head_dim] or (k, v) [slots, num_kv_heads, head_dim], in both layouts.
         *args
             The variant's parameters, in its order; or by name in `params`. Without one, of FP8 queries, 3 scales.
         q_scale, k_scale, v_scale : float or Tensor, optional

@@ -52,11 +52,13 @@ def append_paged_kv_cache(
     paged_kv_cache : torch.Tensor or (torch.Tensor, torch.Tensor)
         A pair (keys, values) of [max_num_pages, page_size, num_kv_heads, head_dim] for "NHD" or
         [max_num_pages, num_kv_heads, page_size, head_dim] for "HND"; or one tensor with keys and values along a second
-        dimension of 2. Any page size, any strides.
+        dimension of 2. Any page size, any strides. With pages of one token the page axis may be left out:
+        [slots, num_kv_heads, head_dim], or [slots, 2, num_kv_heads, head_dim], which both layouts share.
     kv_indices : torch.Tensor
         [kv_indptr[-1]] or longer: the pages of every request.
     kv_indptr : torch.Tensor
-        [batch_size + 1]: request i has the pages ``kv_indices[kv_indptr[i] : kv_indptr[i + 1]]``.
+        [batch_size + 1]: request i has the pages ``kv_indices[kv_indptr[i] : kv_indptr[i + 1]]``. It may be a slice of
+        a larger batch's, whose first is not 0.
     kv_last_page_len : torch.Tensor
         [batch_size]: tokens in the last page of each request. It is no part of the address; positions are checked
         against it.
@@ -248,7 +250,8 @@ def get_batch_indices_positions(
     ----------
     append_indptr : torch.Tensor
         [batch_size + 1], int32 or int64: the appended tokens of request i are ``append_indptr[i]`` to
-        ``append_indptr[i + 1]``. The first is 0; requests may append nothing.
+        ``append_indptr[i + 1]``. Requests may append nothing. Offsets may be a slice of a larger batch's, from any
+        first one: entries of the result before it are padding, too.
     seq_lens : torch.Tensor
         [batch_size], int32 or int64: tokens of each request after the append.
     nnz : int
@@ -266,8 +269,8 @@ def get_batch_indices_positions(
     ------
     ValueError
         A shape, dtype or device other than the above. On the CPU, and on a GPU if FLASHINFER_DEBUG=1 (it waits for the
-        device), also an append_indptr that decreases, does not begin with 0 or runs past nnz, or appends more tokens
-        to a request than it has.
+        device), also an append_indptr that decreases, is negative or runs past nnz, or appends more tokens to a
+        request than it has.
 
     Examples
     --------
@@ -424,7 +427,7 @@ def _batch_indices_positions(
     same_device(append_indptr=append_indptr, seq_lens=seq_lens, batch_indices=batch_indices, positions=positions)
     nnz = positions.shape[0]
     if not append_indptr.is_cuda or env.DEBUG.is_on():
-        indptr_values("append_indptr", append_indptr, nnz, "nnz")
+        indptr_values("append_indptr", append_indptr, nnz, "nnz", sliced=True)
         before = seq_lens - append_indptr.diff()
         negative = (before < 0).nonzero().flatten().tolist()
         require(not negative, "seq_lens", f"fewer tokens than are appended in requests {negative}", "at least as many")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import check_indptr, require
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -259,20 +259,25 @@ class BatchPODWithPagedKVCacheWrapper:
             rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
         )  # fmt: skip
         self._planned_both = self._planned_parts = False
-        # Tables on a device do not tell the host where the decode's rows would begin, or how many each request has.
-        on_host = all(t.device.type == "cpu" for t in (qo_indptr_p, qo_indptr_d))
-        self._rows = int(qo_indptr_p[-1]) if on_host else -1
-        self._single = on_host and bool((qo_indptr_d[1:] - qo_indptr_d[:-1] <= 1).all())
+        # Tables on a device do not tell the host where the decode's rows and pages would begin, or how many each request
+        # has; nor can the rows of a slice of a larger batch stand behind the prefill's.
+        offsets = qo_indptr_p, kv_indptr_p, qo_indptr_d, kv_indptr_d
+        self._joinable = all(t.device.type == "cpu" for t in offsets) and all(t.numel() for t in offsets)
+        self._joinable = self._joinable and int(qo_indptr_d[0]) == 0
+        self._rows = int(qo_indptr_p[-1]) if self._joinable else -1
+        self._single = self._joinable and bool((qo_indptr_d[1:] - qo_indptr_d[:-1] <= 1).all())
         # Whether the prefill is causal, has a mask, or a cache of its own, run() says; as a rule what it said last.
-        if self._apart or not on_host:
+        if self._apart or not self._joinable:
             self._plan_parts()
         else:
             self._plan_both()
 
     def _plan_both(self) -> None:
-        prefill, decode = self._tables
-        qo_indptr, kv_indptr = (_joined(*pair) for pair in zip(prefill[:2], decode[:2]))
-        indices, last_page_len = (torch.cat([p, d.to(p.device)]) for p, d in zip(prefill[2:], decode[2:]))
+        qo_indptr = _joined(*(part[0] for part in self._tables))
+        # Pages that no request of a part has would lie between those of both.
+        parts = [(_from_zero(kv), pages[int(kv[0]) : int(kv[-1])], last) for _, kv, pages, last in self._tables]
+        kv_indptr = _joined(*(part[0] for part in parts))
+        indices, last_page_len = (torch.cat([p, d.to(p.device)]) for p, d in zip(parts[0][1:], parts[1][1:]))
         self._both.plan(qo_indptr, kv_indptr, indices, last_page_len, *self._sizes, causal=self._causal,
                         **self._options)  # fmt: skip
         self._planned_both = True
@@ -324,7 +329,7 @@ class BatchPODWithPagedKVCacheWrapper:
         self._causal = causal_p
         masked = custom_mask_p is not None or packed_custom_mask_p is not None
         several = causal_p and not self._single
-        joined = len(q_p) == self._rows and q_p.shape[1:] == q_d.shape[1:] and q_p.dtype == q_d.dtype
+        joined = self._joinable and len(q_p) == self._rows and q_p.shape[1:] == q_d.shape[1:] and q_p.dtype == q_d.dtype
         self._apart = masked or several or not joined or not _same(paged_kv_cache_p, paged_kv_cache_d)
         call = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
         if not self._apart:
@@ -344,6 +349,12 @@ class BatchPODWithPagedKVCacheWrapper:
 
     def end_forward(self) -> None:
         """Kept for callers of older versions; there is nothing to release."""
+
+
+def _from_zero(indptr: torch.Tensor) -> torch.Tensor:
+    """Checked offsets on the host, from 0 on."""
+    check_indptr("kv_indptr", indptr.numpy(), sliced=True)
+    return indptr - indptr[:1]
 
 
 def _joined(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:

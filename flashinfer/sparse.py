@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from flashinfer._core.backends import variants_of
-from flashinfer._core.checks import UnsupportedConfig, require
+from flashinfer._core.checks import UnsupportedConfig, indptr_values, require
 from flashinfer.ops.attention.batch import Batch
 from flashinfer.ops.attention.engine import integers, refuse
 from flashinfer.ops.attention.request import Options, options
@@ -61,6 +61,18 @@ class _BlockSparse:
 
     def end_forward(self) -> None:
         """Kept for callers of older versions; there is nothing to release."""
+
+
+def _check_blocks(indptr: torch.Tensor, indices: torch.Tensor, columns: int) -> int:
+    """Check what maps on the host tell. Returns the first offset; 0 where only the device knows."""
+    if indptr.is_cuda or not indptr.numel():
+        return 0
+    offsets = indptr_values("indptr", indptr, indices.shape[0], "the length of indices", sliced=True)
+    used = indices[offsets[0] : offsets[-1]]
+    if not indices.is_cuda and used.numel():
+        low, high = (int(x) for x in used.aminmax())
+        require(low >= 0 and high < columns, "indices", f"block columns {low} ... {high}", f"0 ... {columns - 1}")
+    return offsets[0]
 
 
 def _refuse_positions(pos_encoding_mode: str) -> None:
@@ -131,7 +143,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         Parameters
         ----------
         indptr : int Tensor [M / R + 1]
-            Where the blocks of each block row begin in `indices`; on the host or the device.
+            Where the blocks of each block row begin in `indices`; on the host or the device. The first may be any.
         indices : int Tensor [blocks]
             Block columns.
         M, N, R, C : int
@@ -197,12 +209,14 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             indices = block_mask.nonzero()[:, 1]
             indptr = torch.nn.functional.pad(block_mask.sum(1).cumsum(0), (1, 0))
         require(indptr is not None and indices is not None, "indptr, indices", None, "tensors, or block_mask")
+        given = indptr, indices
         indptr = integers(indptr, "indptr", self.device, (M // R + 1,)).contiguous()
         indices = integers(indices, "indices", self.device, (None,)).contiguous()
+        first = _check_blocks(*given, N // C)
         if mask is not None and packed_mask is None:
             shape = (indices.shape[0], R, C)
             require(tuple(mask.shape) == shape, "mask", tuple(mask.shape), str(shape))
-            mask = block_mask_bits(mask.to(self.device, torch.bool), indptr)
+            mask = block_mask_bits(mask[first:].to(self.device, torch.bool), indptr - first)
         asked = options("paged", num_qo_heads, num_kv_heads, head_dim, head_dim, C, **common)
         self._plan(asked, uniform_blocks(indptr, indices, R, C, N - M), causal, mask, packed_mask)
 

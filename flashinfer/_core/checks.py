@@ -77,25 +77,32 @@ def same_device(**tensors: torch.Tensor | None) -> torch.device:
     return first
 
 
-def check_indptr(name: str, values: np.ndarray, most: int | None = None, what: str = "") -> None:
-    """Check offsets: from 0 and not decreasing, up to `most`, which is `what`.
+def check_indptr(
+    name: str, values: np.ndarray, most: int | None = None, what: str = "", *, sliced: bool = False
+) -> None:
+    """Check offsets: from 0, or from any base where they may be `sliced` of a larger batch's; not decreasing, and up to
+    `most`, which is `what`.
 
     Raises
     ------
     ValueError
         Naming the index of a decrease, or the first or last value that is out of range.
     """
-    require(len(values) > 0 and values[0] == 0, name, f"{values[:1].tolist()} first", "0 first")
+    first = values[:1].tolist()
+    require(bool(first), name, "no offsets", "batch_size + 1 offsets")
+    require(first[0] == 0 or sliced and first[0] > 0, name, f"{first[0]} first", "0 or more" if sliced else "0 first")
     falls = values[1:] < values[:-1]
     require(not falls.any(), name, f"a decrease at index {int(falls.argmax()) + 1 if falls.any() else 0}",
             "values that do not decrease")  # fmt: skip
     require(most is None or values[-1] <= most, name, f"{values[-1]} last", f"at most {most}, {what}")
 
 
-def indptr_values(name: str, indptr: torch.Tensor, most: int | None = None, what: str = "") -> list[int]:
+def indptr_values(
+    name: str, indptr: torch.Tensor, most: int | None = None, what: str = "", *, sliced: bool = False
+) -> list[int]:
     """The offsets on the host, checked as `check_indptr` does. Waits for a device."""
     values = indptr.cpu().numpy()
-    check_indptr(name, values, most, what)
+    check_indptr(name, values, most, what, sliced=sliced)
     return values.tolist()
 
 

@@ -22,7 +22,8 @@ def paged_views(paged_kv_cache, kv_layout: str, name: str = "paged_kv_cache") ->
     ----------
     paged_kv_cache : Tensor or (Tensor, Tensor)
         One tensor [pages, 2, page_size, kv_heads, head_dim] (NHD) or [pages, 2, kv_heads, page_size, head_dim] (HND),
-        or K and V, each without the second axis.
+        or K and V, each without the second axis. A pool of pages of one token may leave the page axis out:
+        [slots, 2, kv_heads, head_dim], or K and V [slots, kv_heads, head_dim], which both layouts share.
     kv_layout : str
         "NHD" or "HND".
     name : str
@@ -33,19 +34,29 @@ def paged_views(paged_kv_cache, kv_layout: str, name: str = "paged_kv_cache") ->
     ValueError
         Another number of axes or another layout name.
     """
-    if isinstance(paged_kv_cache, (tuple, list)):
-        require(len(paged_kv_cache) == 2, name, f"{len(paged_kv_cache)} tensors", "a pair (k, v)")
-        k, v = paged_kv_cache
-    else:
+    if isinstance(paged_kv_cache, torch.Tensor):
         shape = tuple(paged_kv_cache.shape)
-        require(len(shape) == 5 and shape[1] == 2, name, shape, "5 axes with 2 (k and v) second, or a pair")
-        k, v = paged_kv_cache[:, 0], paged_kv_cache[:, 1]
-    for i, tensor in enumerate((k, v)):
-        fits = tensor.dim() == 4
-        require(fits, f"{name}[{i}]", tuple(tensor.shape), "4 axes: pages, page_size and kv_heads, head_dim")
-    if kv_layout == "HND":
-        return k.transpose(1, 2), v.transpose(1, 2)
+        fits = len(shape) in (4, 5) and shape[1] == 2
+        require(fits, name, shape, "5 axes, 4 with pages of one token, with 2 (k and v) second; or a pair (k, v)")
+        given = paged_kv_cache.unbind(1)
+    else:
+        pair = isinstance(paged_kv_cache, (tuple, list))
+        require(pair, name, f"a {type(paged_kv_cache).__name__}", "a tensor, or a pair of tensors (k, v)")
+        require(len(paged_kv_cache) == 2, name, f"{len(paged_kv_cache)} tensors", "a pair (k, v)")
+        given = paged_kv_cache
+    k, v = (_pages(tensor, f"{name}[{i}]", kv_layout) for i, tensor in enumerate(given))
     return k, v
+
+
+def _pages(tensor: torch.Tensor, name: str, kv_layout: str) -> torch.Tensor:
+    """K or V as [pages, page_size, kv_heads, head_dim]."""
+    require(isinstance(tensor, torch.Tensor), name, f"a {type(tensor).__name__}", "a tensor")
+    if tensor.dim() == 3:
+        return tensor.unsqueeze(1)
+    fits = tensor.dim() == 4
+    allowed = "4 axes: pages, page_size and kv_heads, head_dim; 3 with pages of one token"
+    require(fits, name, tuple(tensor.shape), allowed)
+    return tensor.transpose(1, 2) if kv_layout == "HND" else tensor
 
 
 def ragged_views(k: torch.Tensor, v: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:

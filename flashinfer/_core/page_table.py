@@ -18,10 +18,11 @@ def check_vector(name: str, tensor: torch.Tensor, length: int | None = None) -> 
 def check_page_table(tables: dict[str, torch.Tensor], num_pages: int, page_size: int) -> None:
     """What only the values of the index tensors tell; waits for a GPU. kv_last_page_len may be absent."""
     kv_indices, batch_indices, positions = tables["kv_indices"], tables["batch_indices"], tables["positions"]
-    indptr = indptr_values("kv_indptr", tables["kv_indptr"], kv_indices.shape[0], "the length of kv_indices")
+    most = kv_indices.shape[0], "the length of kv_indices"
+    indptr = indptr_values("kv_indptr", tables["kv_indptr"], *most, sliced=True)
     batch = len(indptr) - 1
-    if indptr[-1]:
-        low, high = (int(x) for x in kv_indices[: indptr[-1]].aminmax())
+    if indptr[-1] > indptr[0]:
+        low, high = (int(x) for x in kv_indices[indptr[0] : indptr[-1]].aminmax())
         require(low >= 0 and high < num_pages, "kv_indices", f"pages {low} to {high}", f"0 to {num_pages - 1}")
     last = int(batch_indices.max()) if len(batch_indices) else -1
     require(last < batch, "batch_indices", last, f"below {batch}, the number of requests")
@@ -34,7 +35,7 @@ def check_page_table(tables: dict[str, torch.Tensor], num_pages: int, page_size:
     lengths = [(n - 1) * page_size + tokens if n else 0 for n, tokens in zip(pages, last_page_len)]
     # Padding, a negative batch index, is held against request 0 and left out of the verdict.
     request = batch_indices.clamp(min=0)
-    past = (positions >= torch.tensor(lengths, device=positions.device)[request]) & (batch_indices >= 0)
+    past = (positions >= torch.tensor(lengths, dtype=torch.int64, device=positions.device)[request]) & (batch_indices >= 0)
     if past.any():
         at = int(past.nonzero()[0])
         request = int(batch_indices[at])

@@ -38,6 +38,7 @@ class BatchAttention(AttentionWrapper):
     """
 
     _mixed = _told_by_keys = _tells_lse = True
+    _names = "qo_indptr", "kv_indptr", "kv_len_arr", "kv_indices"
 
     def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda"):
         super().__init__(torch.empty(0, dtype=torch.uint8, device=device), kv_layout, "auto", None)

@@ -111,7 +111,7 @@ class MultiLevelCascadeAttentionWrapper:
         Parameters
         ----------
         qo_indptr_arr : list of torch.Tensor
-            Per level, int32 [nodes + 1]: rows of q of each node. Every level ends at the same number of rows.
+            Per level, int32 [nodes + 1]: rows of q of each node. Every level begins and ends at the same rows.
         paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len : list of torch.Tensor
             Per level, the page table of its nodes: int32 [nodes + 1], [pages], [nodes]; a node without keys has no
             pages and a last_page_len of 0.
@@ -227,9 +227,10 @@ class MultiLevelCascadeAttentionWrapper:
 
     def _check_rows(self, qo_indptr_arr) -> None:
         """Of tables on the host: looking at others would wait for the device."""
-        ends = [int(indptr[-1]) for indptr in qo_indptr_arr if indptr.numel() and not indptr.is_cuda]
-        alike = all(end == ends[0] for end in ends)
-        require(alike, "qo_indptr_arr", f"levels ending at rows {ends}", "the same rows on every level")
+        for name, at in (("ending", -1), ("beginning", 0)):
+            ends = [int(indptr[at]) for indptr in qo_indptr_arr if indptr.numel() and not indptr.is_cuda]
+            alike = all(end == ends[0] for end in ends)
+            require(alike, "qo_indptr_arr", f"levels {name} at rows {ends}", "the same rows on every level")
 
 
 def _window_masks(tables, page_size: int, window_left: int, device: torch.device) -> list[torch.Tensor | None]:
@@ -238,7 +239,7 @@ def _window_masks(tables, page_size: int, window_left: int, device: torch.device
     Windows are counted back from positions in the whole request, which a level's own plan does not know.
     """
     qo_indptrs, kv_indptrs, _, last_page_lens = ([t.cpu().long() for t in per_level] for per_level in tables)
-    row = torch.arange(int(qo_indptrs[-1][-1]))
+    row = torch.arange(int(qo_indptrs[-1][0]), int(qo_indptrs[-1][-1]), dtype=torch.int64, device="cpu")
     # Of each row: the keys of its node on each level, and its own node's end on the last.
     nodes = [torch.searchsorted(indptr, row, right=True) - 1 for indptr in qo_indptrs]
     kv_lens = []
@@ -257,6 +258,6 @@ def _window_masks(tables, page_size: int, window_left: int, device: torch.device
         total = int(kv_len.sum())
         start = kv_len.cumsum(0) - kv_len
         spread = dict(repeats=kv_len.to(device), output_size=total)
-        key = torch.arange(total, device=device) - start.to(device).repeat_interleave(**spread)
+        key = torch.arange(total, dtype=torch.int64, device=device) - start.to(device).repeat_interleave(**spread)
         masks.append(key >= first.to(device).repeat_interleave(**spread))
     return [*masks, None]

@@ -109,7 +109,7 @@ def _rows(indptr: torch.Tensor | None, batch: int) -> tuple[int | None, int]:
     if indptr.is_cuda:
         return -1, 0
     values = indptr.numpy()
-    check_indptr("qo_indptr", values)
+    check_indptr("qo_indptr", values, sliced=True)
     return int(values[-1]), int((values[1:] - values[:-1]).max(initial=1))
 
 
@@ -122,9 +122,9 @@ def _check_keys(indptr: torch.Tensor, lens: torch.Tensor | None, batch: int, ind
         return
     begins = indptr.numpy()
     if indices is None:
-        check_indptr("kv_indptr", begins)
+        check_indptr("kv_indptr", begins, sliced=True)
     else:
-        check_indptr("kv_indptr", begins, indices.shape[0], "the length of the page ids")
+        check_indptr("kv_indptr", begins, indices.shape[0], "the length of the page ids", sliced=True)
     if lens is None or lens.is_cuda or not batch:
         return
     # A ragged batch has a row of keys for each entry.

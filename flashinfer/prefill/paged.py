@@ -40,6 +40,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         Functions that change logits or hide keys (docs/variants.md).
     """
 
+    _names = "qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "paged_kv_indices"
+
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -112,9 +114,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         Parameters
         ----------
         qo_indptr : int Tensor [batch_size + 1]
-            Query rows of each request; on the host or the device, as are the next three.
+            Query rows of each request; on the host or the device, as are the next three. The first may be any: offsets
+            count rows of q as run() gets it, and rows before the first are of no request.
         paged_kv_indptr : int Tensor [batch_size + 1]
-            Where each request's entries begin in `paged_kv_indices`.
+            Where each request's entries begin in `paged_kv_indices`. It may be a slice of a larger batch's, whose first
+            is not 0, beside all of that batch's page ids.
         paged_kv_indices : int Tensor [pages used]
             Page ids.
         paged_kv_last_page_len : int Tensor [batch_size]
@@ -257,7 +261,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         q : Tensor [qo_indptr[-1], num_qo_heads, head_dim_qk]
         paged_kv_cache : Tensor or (Tensor, Tensor)
             NHD [pages, 2, page_size, num_kv_heads, head_dim] or HND [pages, 2, num_kv_heads, page_size, head_dim], or
-            (k, v) without the second axis. Any strides, head_dim contiguous.
+            (k, v) without the second axis. Any strides, head_dim contiguous. With pages of one token the page axis may
+            be left out: [slots, 2, num_kv_heads, head_dim] or (k, v) [slots, num_kv_heads, head_dim], in both layouts.
         *args
             The variant's parameters, in its order; or by name in `params`. Without a variant, of FP8 queries: the
             scales of q, k and v, each a number, or a tensor with one for all heads or one a head.

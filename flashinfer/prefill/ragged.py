@@ -86,7 +86,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
         Parameters
         ----------
         qo_indptr, kv_indptr : int Tensor [batch_size + 1]
-            Query rows, and rows of k and v, of each request; on the host or the device.
+            Query rows, and rows of k and v, of each request; on the host or the device. The first may be any: rows
+            before it are of no request.
         v_indptr, o_indptr : optional
             Rows of v and of out; they are those of k and q, and any other layout is refused.
         others

@@ -112,10 +112,14 @@ def engine_views(kv_cache, kv_layout: str, name: str = "kv_cache") -> tuple[torc
 def cache_shape(kv_cache, kv_layout: str) -> tuple[torch.dtype, int, int, int, int]:
     """dtype, page_size, kv_heads, head_dim of K, and head_dim of V of a paged cache."""
     check_layout(kv_layout)
-    k, v = kv_cache if isinstance(kv_cache, (tuple, list)) else (kv_cache, kv_cache)
-    require(k.dim() >= 4, "kv_cache", tuple(k.shape), "pages, (2,) and the axes of kv_layout")
+    in_one = not isinstance(kv_cache, (tuple, list))
+    k, v = (kv_cache, kv_cache) if in_one else kv_cache
+    require(k.dim() >= 3 + in_one, "kv_cache", tuple(k.shape), "pages, (2,) and the axes of kv_layout")
     page_size, heads, dim = k.shape[-3:]
-    if kv_layout == "HND":
+    if k.dim() == 3 + in_one:
+        # Pages of one token, without an axis for it.
+        page_size = 1
+    elif kv_layout == "HND":
         page_size, heads = heads, page_size
     packed = 2 if k.dtype == NVFP4 else 1
     return k.dtype, page_size, heads, dim * packed, v.shape[-1] * packed

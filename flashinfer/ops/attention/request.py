@@ -10,7 +10,7 @@ import torch
 
 from flashinfer._core.checks import as_dtype, require
 from flashinfer.ops.attention.problem import POS_ENCODINGS
-from flashinfer.ops.attention.tables import KV_INDPTR, LENGTHS, NAMES, QO_INDPTR, Stage
+from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, NAMES, QO_INDPTR, Stage
 from flashinfer.ops.attention.variants import AttentionVariant
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -124,7 +124,10 @@ class Request:
     longest_q : int
         A bound on query lengths, as the caller has it; 0 where it is unknown.
     rows, kv_entries : int
-        The last offsets of qo_indptr and kv_indptr; -1 where only the device knows.
+        The last offsets of qo_indptr and kv_indptr; -1 where only the device knows. The first may be any: what lies
+        before is of no request.
+    names : tuple of str
+        What the caller calls `tables`.
     """
 
     options: Options
@@ -139,6 +142,7 @@ class Request:
     rows: int = -1
     kv_entries: int = -1
     kv_lens: torch.Tensor | None = None
+    names: tuple[str, ...] = NAMES
 
     @property
     def batch_size(self) -> int:
@@ -149,11 +153,6 @@ class Request:
         """In the order of `tables.NAMES`, kv_lens in the place of last_page_len."""
         lens = self.last_page_len if self.kv_lens is None else self.kv_lens
         return self.qo_indptr, self.kv_indptr, lens, self.kv_indices
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What errors call the tables."""
-        return NAMES if self.kv_lens is None else (*NAMES[:LENGTHS], "kv_len_arr", *NAMES[LENGTHS + 1 :])
 
     @property
     def has_mask(self) -> bool:
@@ -173,7 +172,8 @@ class Request:
         batch = self.kv_indptr.numel() - 1
         if batch < 0 or not self.q_len and self.qo_indptr.numel() != batch + 1:
             expected = 1 if self.qo_indptr is None else max(self.qo_indptr.numel(), 1)
-            require(False, "kv_indptr", f"[{batch + 1}]", f"[{expected}], batch_size + 1, as qo_indptr")
+            allowed = f"[{expected}], batch_size + 1, as {self.names[QO_INDPTR]}"
+            require(False, self.names[KV_INDPTR], f"[{batch + 1}]", allowed)
         lens = self.last_page_len if self.kv_lens is None else self.kv_lens
         if lens is None and self.options.page_size:
             require(False, self.names[LENGTHS], None, "a tensor")
@@ -189,7 +189,8 @@ class Request:
         if qo:
             rows = stage.check_indptr(QO_INDPTR)
         if kv:
-            entries = stage.check_indptr(KV_INDPTR, page_ids, "the length of kv_indices")
+            what = "" if page_ids is None else f"the length of {self.names[KV_INDICES]}"
+            entries = stage.check_indptr(KV_INDPTR, page_ids, what)
         if lens and self.kv_lens is None:
             stage.check_last_page_len(self.options.page_size)
         elif lens:

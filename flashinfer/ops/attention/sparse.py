@@ -122,10 +122,11 @@ def block_mask_bits(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
     """Masks of blocks [blocks, rows, columns] as those of block rows, flat: [rows, keys of the row] each."""
     count, rows, columns = mask.shape
     indptr = indptr.long()
-    row = torch.searchsorted(indptr, torch.arange(count, device=mask.device), right=True) - 1
+    block = torch.arange(count, dtype=torch.int64, device=mask.device)
+    row = torch.searchsorted(indptr, block, right=True) - 1
     keys = (indptr[row + 1] - indptr[row]) * columns
-    number = torch.arange(count, device=mask.device) - indptr[row]
-    r, c = torch.arange(rows, device=mask.device), torch.arange(columns, device=mask.device)
+    number = block - indptr[row]
+    r, c = (torch.arange(n, dtype=torch.int64, device=mask.device) for n in (rows, columns))
     at = (indptr[row] * rows * columns + number * columns)[:, None, None] + (keys[:, None] * r)[:, :, None] + c
     flat = torch.empty(mask.numel(), dtype=torch.bool, device=mask.device)
     flat[at.flatten()] = mask.flatten()

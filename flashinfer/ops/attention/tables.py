@@ -10,13 +10,15 @@ import torch
 from flashinfer._core import driver
 from flashinfer._core.checks import check_indptr, require
 
-# The order of tables here and in a Request: qo_indptr, kv_indptr, last_page_len or kv_len_arr, kv_indices.
+# The order of tables here and in a Request: qo_indptr, kv_indptr, last_page_len or kv_len_arr, kv_indices. A caller may
+# have other names for them.
 NAMES = ("qo_indptr", "kv_indptr", "last_page_len", "kv_indices")
 QO_INDPTR, KV_INDPTR, LENGTHS, KV_INDICES = range(4)
 
 
 class Stage:
     """Room for host tables of given lengths, side by side; a length of 0 for a table that is on the device or None.
+    `names` are what errors call the tables.
 
     Attributes
     ----------
@@ -28,10 +30,10 @@ class Stage:
         Where each goes on the device.
     """
 
-    def __init__(self, counts: tuple[int, ...], device: torch.device):
-        self.counts = counts
+    def __init__(self, counts: tuple[int, ...], device: torch.device, names: tuple[str, ...] = NAMES):
+        self.counts, self.names = counts, names
         total = sum(counts)
-        self._host = torch.empty(total, dtype=torch.int32)
+        self._host = torch.empty(total, dtype=torch.int32, device="cpu")
         flat, self._from = self._host.numpy(), self._host.data_ptr()
         ends = np.cumsum(counts).tolist()
         self.values = [flat[end - n : end] for n, end in zip(counts, ends, strict=True)]
@@ -59,17 +61,23 @@ class Stage:
         if table.dtype == torch.int32 and table.is_contiguous():
             ctypes.memmove(self.places[i], table.data_ptr(), 4 * n)
         else:
-            values[:n] = table.numpy()
+            given = table.numpy()
+            wide = given[given != given.astype(np.int32)][:1].tolist() if table.dtype == torch.int64 else []
+            require(not wide, self.names[i], wide and wide[0], "values of int32")
+            values[:n] = given
         if n < self.counts[i]:
             values[n:] = values[n - 1] if n and i != LENGTHS else 0
 
     def check_indptr(self, i: int, most: int | None = None, what: str = "") -> int:
-        """Check offsets: from 0 and not decreasing, up to `most`, which is `what`. Returns the last."""
+        """Check offsets: not negative and not decreasing, up to `most`, which is `what`. Returns the last.
+
+        The first may be any: offsets of some requests of a larger batch still count its rows, or its page ids.
+        """
         integers = self._integers[i]
         np.less(*self._steps[i])
         last = integers[-1]
-        if integers[0] or last < 0 or 1 in self._verdicts[i] or (most is not None and last > most):
-            check_indptr(NAMES[i], self.values[i], most, what)
+        if integers[0] < 0 or last < 0 or 1 in self._verdicts[i] or (most is not None and last > most):
+            check_indptr(self.names[i], self.values[i], most, what, sliced=True)
         return last
 
     def check_last_page_len(self, page_size: int) -> None:
@@ -77,7 +85,8 @@ class Stage:
         np.greater(self._unsigned[LENGTHS], self._all(page_size), self._flags[LENGTHS])
         if 1 in self._verdicts[LENGTHS]:
             values = self.values[LENGTHS]
-            require(False, "last_page_len", f"{values.min()} ... {values.max()}", f"0 ... {page_size}")
+            allowed = f"0 ... {page_size}, the page size"
+            require(False, self.names[LENGTHS], f"{values.min()} ... {values.max()}", allowed)
 
     def check_kv_lens(self, page_size: int, page_ids: int) -> None:
         """Check that numbers of keys are 0 or more, and fit the pages that kv_indptr gives each request, if it is
@@ -93,9 +102,9 @@ class Stage:
         at = self._verdicts[LENGTHS].find(1)
         if at >= 0:
             length = self.values[LENGTHS][at]
-            require(length >= 0, "kv_len_arr", length, "no negative length")
-            require(False, "kv_len_arr", f"{length} of request {at}",
-                    f"what its entries of kv_indices hold, pages of {page_size}")  # fmt: skip
+            require(length >= 0, self.names[LENGTHS], length, "no negative length")
+            require(False, self.names[LENGTHS], f"{length} of request {at}",
+                    f"what its entries of {self.names[KV_INDICES]} hold, pages of {page_size}")  # fmt: skip
 
     def longest_step(self, i: int) -> int:
         """The most from one checked offset to the next, at least 1."""

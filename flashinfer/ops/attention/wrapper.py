@@ -19,7 +19,7 @@ from flashinfer.ops.attention.kind import Kind, effective, kind_of, means
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.problem import Table, alibi_slopes
 from flashinfer.ops.attention.request import NVFP4, Limits, Options, Request, options, tile_rows
-from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR, Stage
+from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, NAMES, QO_INDPTR, Stage
 from flashinfer.ops.attention.variants import AttentionVariant
 
 # Room is kept for tables of so many sets of lengths, an engine's batch sizes, with so many elements at most.
@@ -44,6 +44,8 @@ class AttentionWrapper(Replaceable):
     """
 
     _paged = True
+    # What errors call the tables of a plan: the parameters of plan().
+    _names = NAMES
     # Whether prefills come first in its batches and decodes last.
     _mixed = False
     # Whether the third of a plan's tables has numbers of keys, not of the tokens in last pages.
@@ -154,7 +156,7 @@ class AttentionWrapper(Replaceable):
         lens, by_keys = tables[LENGTHS], self._told_by_keys
         request = Request(
             self._options(asked[0]), *tables[:LENGTHS], None if by_keys else lens, tables[KV_INDICES], custom_mask,
-            packed_custom_mask, q_len, longest_q, kv_lens=lens if by_keys else None,
+            packed_custom_mask, q_len, longest_q, kv_lens=lens if by_keys else None, names=self._names,
         )  # fmt: skip
         counts = request.lengths_on_host()
         if q_len:
@@ -271,7 +273,8 @@ class AttentionWrapper(Replaceable):
         request.rows, request.kv_entries = request.check(stage, page_ids)
         if self._debug:
             # Looking at tables on a GPU waits for it.
-            everything = Stage(tuple(0 if t is None else t.shape[0] for t in request.tables), torch.device("cpu"))
+            counts = tuple(0 if t is None else t.shape[0] for t in request.tables)
+            everything = Stage(counts, torch.device("cpu"), self._names)
             for i, table in enumerate(request.tables):
                 if table is not None:
                     everything.take(i, table.cpu())
@@ -286,7 +289,7 @@ class AttentionWrapper(Replaceable):
         stage = self._stages.get((lengths, stream))
         if stage is None:
             # In CUDA-graph mode the buffers are the caller's.
-            stage = Stage(lengths, torch.device("cpu") if self._use_cuda_graph else self.device)
+            stage = Stage(lengths, torch.device("cpu") if self._use_cuda_graph else self.device, self._names)
             if sum(lengths) <= _MOST_KEPT:
                 if len(self._stages) >= _MOST_STAGES:
                     self._stages.clear()

@@ -161,7 +161,7 @@ def positions_kernel(
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     begin(PDL)
     request = request_of(append_indptr, batch, token)
-    inside = (token < tokens) & (request < batch)
+    inside = (token >= tl.load(append_indptr)) & (token < tokens) & (request < batch)
     length = tl.load(seq_lens + request, inside, other=0)
     end = tl.load(append_indptr + request + 1, inside, other=0)
     tl.store(batch_indices + token, tl.where(inside, request, -1), token < tokens)

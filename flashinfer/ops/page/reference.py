@@ -41,7 +41,7 @@ def positions(problem, append_indptr, seq_lens, batch_indices, positions):
     token = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
     ends = append_indptr[1:]
     request = torch.searchsorted(ends, token, right=True)
-    inside = request < len(ends)
+    inside = (request < len(ends)) & (token >= append_indptr[0])
     shift = pad(seq_lens - ends, (0, 1))
     batch_indices.copy_(torch.where(inside, request, -1))
     positions.copy_(torch.where(inside, token + shift[request], 0))

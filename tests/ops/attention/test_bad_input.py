@@ -55,7 +55,7 @@ def test_plan_names_the_argument(argument, change, x, paged, device):
     "argument, name, value",
     [
         ("qo_indptr", "qo_indptr", [0, 4, 3]),
-        ("qo_indptr", "qo_indptr", [1, 3, 5]),
+        ("qo_indptr", "qo_indptr", [-1, 3, 5]),
         ("kv_indptr", "paged_kv_indptr", [0, 3, 2]),
         ("kv_indptr", "paged_kv_indptr", [0, 3, 99]),
         ("kv_indptr", "paged_kv_indptr", [0, 3]),

@@ -121,7 +121,7 @@ def graph_buffers_end_where_they_end(card):
                      q_data_type=torch.bfloat16)  # fmt: skip
         assert indices[:n].tolist() == list(range(n)) and indices[8:].tolist() == [-7] * 4
         assert wrapper._paged_kv_indptr_buf.tolist() == [0, 2, n, n]
-    with pytest.raises(ValueError, match="kv_indices: got 9 elements; allowed: at most 8"):
+    with pytest.raises(ValueError, match="indices: got 9 elements; allowed: at most 8"):
         wrapper.plan(on_host(0, 2, 9), on_host(*range(9)), on_host(1, 1), *HEADS, DIM, PAGE,
                      q_data_type=torch.bfloat16)  # fmt: skip
 
@@ -265,7 +265,7 @@ def plans_like_the_last(card, form, where, graph):
 
 def plans_that_are_refused(card, form, where, graph):
     """By name, after plans that were right; and they leave nothing behind."""
-    wrong = {"kv_indptr: got a decrease": dict(kv=(0, 7, 3)), "kv_indptr: got \\[1\\] first": dict(kv=(1, 3, 7))}
+    wrong = {"indptr: got a decrease": dict(kv=(0, 7, 3)), "indptr: got -1 first": dict(kv=(-1, 3, 7))}
     if form != "decode":
         wrong["qo_indptr: got a decrease"] = dict(qo=(0, 9, 8))
     if form in ("mixed", "latent"):
@@ -273,7 +273,7 @@ def plans_that_are_refused(card, form, where, graph):
     elif form != "ragged":
         wrong |= {"last_page_len: got 5 ... 17": dict(last=(5, 17)), "last_page_len: got -1": dict(last=(-1, 5))}
     if form != "ragged":
-        wrong["kv_indptr: got 9 last; allowed: at most 7"] = dict(kv=(0, 3, 9))
+        wrong["indptr: got 9 last; allowed: at most 7"] = dict(kv=(0, 3, 9))
     kept = Planner(form, where, graph)
     for _ in range(3):
         kept.plan()

@@ -20,6 +20,7 @@ class LatentWrapper(AttentionWrapper):
     """Tables as latent attention has them: keys per request in a tensor of their own, one cache for keys and values."""
 
     _told_by_keys = True
+    _names = _TABLES
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, backend: str, fixed: tuple[torch.Tensor, ...] | None,
