@@ -259,8 +259,8 @@ class BatchPODWithPagedKVCacheWrapper:
             rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
         )  # fmt: skip
         self._planned_both = self._planned_parts = False
-        # Tables on a device do not tell the host where the decode's rows and pages would begin, or how many each request
-        # has; nor can the rows of a slice of a larger batch stand behind the prefill's.
+        # Tables on a device do not tell the host where rows and pages of the decode would begin, or how many each
+        # request has; nor can the rows of a slice of a larger batch stand behind the prefill's.
         offsets = qo_indptr_p, kv_indptr_p, qo_indptr_d, kv_indptr_d
         self._joinable = all(t.device.type == "cpu" for t in offsets) and all(t.numel() for t in offsets)
         self._joinable = self._joinable and int(qo_indptr_d[0]) == 0

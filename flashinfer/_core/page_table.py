@@ -35,7 +35,8 @@ def check_page_table(tables: dict[str, torch.Tensor], num_pages: int, page_size:
     lengths = [(n - 1) * page_size + tokens if n else 0 for n, tokens in zip(pages, last_page_len)]
     # Padding, a negative batch index, is held against request 0 and left out of the verdict.
     request = batch_indices.clamp(min=0)
-    past = (positions >= torch.tensor(lengths, dtype=torch.int64, device=positions.device)[request]) & (batch_indices >= 0)
+    ends = torch.tensor(lengths, dtype=torch.int64, device=positions.device)
+    past = (positions >= ends[request]) & (batch_indices >= 0)
     if past.any():
         at = int(past.nonzero()[0])
         request = int(batch_indices[at])

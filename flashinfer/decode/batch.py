@@ -1,143 +1,14 @@
-"""Decode attention: one query token per request (or a few), keys and values in a KV cache."""
+"""Decode attention of a batch over a paged KV cache."""
 
 from __future__ import annotations
 
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer._forms.trtllm_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
-from flashinfer.compat.cached_module import offsets as _get_range_buf  # by which name older SGLang takes it
 from flashinfer.compat.wrappers import PagedNames
-from flashinfer.cudnn.decode import cudnn_batch_decode_with_kv_cache
-from flashinfer.mla.decode import trtllm_batch_decode_with_kv_cache_mla
-from flashinfer.mla.sparse import trtllm_batch_decode_sparse_mla_dsv4
 from flashinfer.ops.attention.positional import by_name
-from flashinfer.ops.attention.single import run_single
-from flashinfer.ops.attention.variants import AttentionVariant, as_module, chosen
+from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
-from flashinfer.page import get_seq_lens
-
-__all__ = [
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-    "cudnn_batch_decode_with_kv_cache",
-    "fast_decode_plan",
-    "get_seq_lens",
-    "single_decode_with_kv_cache",
-    "single_decode_with_kv_cache_with_jit_module",
-    "trtllm_batch_decode_sparse_mla_dsv4",
-    "trtllm_batch_decode_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache_mla",
-    "xqa_batch_decode_with_kv_cache",
-]
-
-
-def single_decode_with_kv_cache(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    use_tensor_cores: bool = False,
-    q_scale: float | torch.Tensor | None = None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    sm_scale: float | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    return_lse: bool = False,
-    variant: AttentionVariant | None = None,
-    params: dict | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query token over a contiguous KV cache.
-
-    Parameters
-    ----------
-    q : Tensor [num_qo_heads, head_dim]
-        bf16, fp16, fp32, or fp8.
-    k, v : Tensor
-        [kv_len, num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_len, head_dim] (HND); q's dtype, or fp8.
-    kv_layout : str
-        "NHD" or "HND".
-    pos_encoding_mode : str
-        "NONE", "ROPE_LLAMA" (rotary embedding applied to q and k here) or "ALIBI".
-    use_tensor_cores : bool
-        Upstream's hint between two kernels. One kernel serves both here; the hint changes nothing.
-    q_scale, k_scale, v_scale : float or Tensor, optional
-        Scales of quantised q, k and v; a tensor has 1, num_kv_heads or num_qo_heads elements.
-    window_left : int
-        The query sees itself and this many keys before it; -1 for all.
-    logits_soft_cap : float, optional
-        Logits become cap * tanh(logits / cap).
-    sm_scale : float, optional
-        Default 1 / sqrt(head_dim).
-    rope_scale, rope_theta : float, optional
-        For ROPE_LLAMA; default 1 and 1e4.
-    return_lse : bool
-        Whether to return the log-sum-exp too.
-    variant : AttentionVariant, optional
-        Functions that change logits or hide keys (docs/variants.md).
-    params : dict, optional
-        What they are given.
-
-    Returns
-    -------
-    out : Tensor [num_qo_heads, head_dim]
-    lse : float32 Tensor [num_qo_heads], with return_lse
-        Base 2.
-
-    Raises
-    ------
-    ValueError
-        An argument out of its range, by name.
-    """
-    require(q.dim() == 2, "q", tuple(q.shape), "2 axes: num_qo_heads, head_dim")
-    call = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, params=params)
-    result = run_single(
-        q[None], k, v, kv_layout, "auto", call, window_left=window_left, logits_soft_cap=logits_soft_cap,
-        sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
-        variant=variant,
-    )  # fmt: skip
-    return (result[0][0], result[1][0]) if return_lse else result[0]
-
-
-def single_decode_with_kv_cache_with_jit_module(
-    jit_module: AttentionVariant,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *args,
-    kv_layout: str = "NHD",
-    window_left: int = -1,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`single_decode_with_kv_cache` with a user's variant in the place of upstream's compiled module.
-
-    Parameters
-    ----------
-    jit_module : AttentionVariant
-        Modules built from CUDA C++ are refused.
-    q, k, v, kv_layout, window_left, return_lse
-        As in `single_decode_with_kv_cache`.
-    *args
-        The variant's parameters, in its order.
-
-    Returns
-    -------
-    As `single_decode_with_kv_cache`.
-
-    Raises
-    ------
-    UnsupportedConfig
-        jit_module is no AttentionVariant.
-    """
-    variant = as_module(jit_module)
-    return single_decode_with_kv_cache(
-        q, k, v, kv_layout, window_left=window_left, return_lse=return_lse, variant=variant,
-        params=variant.named(args, None),
-    )  # fmt: skip
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
