@@ -110,6 +110,12 @@ class Scalars:
     rope_theta: float = 1e4
 
 
+def folds(sm_scale: float) -> bool:
+    """Whether a kernel may multiply a maximum of -inf by sm_scale: a normal positive float32. 0 times it is NaN, a
+    negative scale makes a minimum of it, and what is less may become 0 on its way."""
+    return sm_scale >= 2.0**-126
+
+
 @dataclass
 class Table:
     """The ragged description of a batch, int32 on the compute device.

@@ -239,17 +239,33 @@ def _hidden(problem: Problem, x: Inputs, b: _Bucket, row, q_pos, kv_pos) -> torc
     return hidden
 
 
-def _softmax_times(logits: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None):
-    """softmax(logits) @ v and the base-2 log-sum-exp; a row with nothing to attend to gives 0 and -inf."""
-    batch, kv_heads, group, rows, keys = logits.shape
-    top = logits.amax(-1) if keys else logits.new_full(logits.shape[:-1], -math.inf)
+def softmax(logits: torch.Tensor, sinks: torch.Tensor | None):
+    """Weights [..., keys] that do not sum to one yet, their sums [...], and the log-sum-exp in base e; in place.
+
+    A row with nothing to attend to, or whose logits are all -inf, has sums of 0 and -inf. A sink of inf has all the
+    weight.
+    """
+    top = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -math.inf)
     if sinks is not None:
         top = torch.maximum(top, sinks)
     base = torch.where(top == -math.inf, 0.0, top)
     p = logits.sub_(base[..., None]).exp_()
     total = p.sum(-1)
     if sinks is not None:
-        total = total + torch.exp(sinks - base)
+        total = total + torch.where(sinks == math.inf, 1.0, torch.exp(sinks - base))
+    return p, total, base + total.log()
+
+
+def divided(sums: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Sums [..., dim] of weighted values by the sums of their weights; 0 for a row that saw no key, whatever the values
+    are: 0 times NaN is NaN."""
+    none = (total == 0)[..., None]
+    return (sums / torch.where(none, 1.0, total[..., None])).masked_fill_(none, 0.0)
+
+
+def _softmax_times(logits: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None):
+    """softmax(logits) @ v and the base-2 log-sum-exp."""
+    batch, kv_heads, group, rows, keys = logits.shape
+    p, total, lse = softmax(logits, sinks)
     out = (p.view(batch, kv_heads, group * rows, keys) @ v).view(batch, kv_heads, group, rows, -1)
-    out /= torch.where(total > 0, total, 1.0)[..., None]
-    return out, (base + total.log()) * math.log2(math.e)
+    return divided(out, total), lse * math.log2(math.e)

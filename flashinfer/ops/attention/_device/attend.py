@@ -10,7 +10,7 @@ import triton.language as tl
 
 from flashinfer.ops.attention._device.combine import combine_if_last
 from flashinfer.ops.attention._device.kv_source import factors_at, fit_half, load_nvfp4, row_offsets, widen
-from flashinfer.ops.attention._device.logits import LOG2E, rotate, transform, vary, visible
+from flashinfer.ops.attention._device.logits import LOG2E, rotate, transform, vary, visible, with_sink
 from flashinfer.ops.attention._device.schedule import ITEM_REQUEST, ITEM_WIDTH, item_and_head, read_item
 
 
@@ -118,8 +118,8 @@ def _step(
         s = tl.where(ok, s, float("-inf") if SOFTMAX else 0.0)
     if SOFTMAX:
         new_top = tl.maximum(top, tl.max(s, 1))
-        # A row that has seen no key yet has top = -inf, and inf - inf is NaN. A variant's logits may be -inf anywhere.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED or VARIED else new_top
+        # A row that has seen no key, or logits of -inf alone, has top = -inf, and inf - inf is NaN.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
         p = tl.exp2(s - base[:, None])
         keep = tl.exp2(top - base)
         total = total * keep + tl.sum(p, 1)
@@ -263,12 +263,8 @@ def attend_kernel(
         # The combination adds the sink of a split tile, once.
         if slot < 0:
             sink = tl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
-            new_top = tl.maximum(top, sink)
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            keep = tl.exp2(top - base)
+            top, keep, total = with_sink(top, total, sink)
             acc = acc * keep[:, None]
-            total = total * keep + tl.exp2(sink - base)
-            top = new_top
     if not SOFTMAX:
         # The weights are what they are: no maximum was taken from their logits, and their sum divides nothing.
         top = tl.zeros([BLOCK_M], tl.float32)

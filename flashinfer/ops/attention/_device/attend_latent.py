@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashinfer.ops.attention._device.combine import combine_if_last, combine_rows
 from flashinfer.ops.attention._device.kv_source import fit_half, offsets_in, widen
-from flashinfer.ops.attention._device.logits import LOG2E, vary
+from flashinfer.ops.attention._device.logits import LOG2E, vary, with_sink
 from flashinfer.ops.attention._device.schedule import ITEM_REQUEST, ITEM_WIDTH, read_item
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -165,12 +165,8 @@ def attend_latent_kernel(
         # The combination adds the sink of a split tile, once.
         if slot < 0:
             sink = tl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
-            new_top = tl.maximum(top, sink)
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            keep = tl.exp2(top - base)
+            top, keep, total = with_sink(top, total, sink)
             acc = acc * keep[:, None]
-            total = total * keep + tl.exp2(sink - base)
-            top = new_top
     if not SOFTMAX:
         # The weights are what they are: no maximum was taken from their logits, and their sum divides nothing.
         top = tl.zeros([BLOCK_M], tl.float32)

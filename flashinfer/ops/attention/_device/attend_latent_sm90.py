@@ -41,7 +41,7 @@ from flashinfer.ops.attention._device.latents_sm90 import (
     widen,
     work_of,
 )
-from flashinfer.ops.attention._device.logits import LOG2E
+from flashinfer.ops.attention._device.logits import LOG2E, with_sink
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_LEN,
     ITEM_Q_LEN,
@@ -404,12 +404,8 @@ def _finish(WG: gl.constexpr, acc, top, total, record, tensors, numbers, out_sca
         # The combination adds the sink of a split tile, once.
         if slot < 0:
             sink = gl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
-            new_top = gl.maximum(top, sink)
-            base = gl.where(new_top == float("-inf"), 0.0, new_top)
-            keep = gl.exp2(top - base)
+            top, keep, total = with_sink(top, total, sink)
             acc = acc * _per_row(keep, acc)
-            total = total * keep + gl.exp2(sink - base)
-            top = new_top
     # Not `> 0`: a NaN among the logits has to come out.
     seen = total != 0
     inverse = gl.where(seen, out_scale / gl.where(seen, total, 1.0), 0.0)

@@ -20,7 +20,7 @@ from flashinfer._core.gluon_compat import (
 from flashinfer.ops._device.pdl import begin as begin_dependent
 from flashinfer.ops.attention._device.combine import combine_if_last
 from flashinfer.ops.attention._device.kv_source import fit_half, offsets_in, page_ids, widen
-from flashinfer.ops.attention._device.logits import LOG2E, transform_at, vary_at, visible_at
+from flashinfer.ops.attention._device.logits import LOG2E, transform_at, vary_at, visible_at, with_sink
 from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
     ITEM_KV_BASE,
@@ -95,13 +95,9 @@ def _finish(
         # The combination adds the sink of a split tile, once.
         if slot < 0:
             sink = gl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
-            old = gl.where(total > 0, base, float("-inf"))
-            new = gl.maximum(old, sink)
-            new = gl.where(new == float("-inf"), 0.0, new)
-            keep = gl.exp2(old - new)
+            # Not `> 0`: a NaN among the logits has to come out.
+            base, keep, total = with_sink(gl.where(total != 0, base, float("-inf")), total, sink)
             acc = acc * keep[:, None]
-            total = total * keep + gl.exp2(sink - new)
-            base = new
     if not SOFTMAX:
         # The weights are what they are: no maximum was taken from their logits, and their sum divides nothing.
         base = gl.zeros([row.shape[0]], gl.float32, ROWS)

@@ -30,7 +30,7 @@ from flashinfer._core.gluon_compat import (
 )
 from flashinfer.ops.attention._device.combine import combine_rows
 from flashinfer.ops.attention._device.fixed_shift_sm90 import any_unfair
-from flashinfer.ops.attention._device.logits import LOG2E, transform, vary, visible
+from flashinfer.ops.attention._device.logits import LOG2E, transform, vary, visible, with_sink
 from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
     ITEM_KV_END,
@@ -118,7 +118,7 @@ def _fold(x, SUM: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(s, top, sums, factor, MASKED: gl.constexpr, form: Form):
+def _softmax(s, top, sums, factor, form: Form):
     """One block of the online softmax in base 2: weights, maximum, sums, and the factor of what was summed before.
 
     Without a softmax, weights are what `s` is, and nothing is scaled.
@@ -126,8 +126,8 @@ def _softmax(s, top, sums, factor, MASKED: gl.constexpr, form: Form):
     if not form.SOFTMAX:
         return s, top, sums, gl.full([s.shape[0]], 1.0, gl.float32, top.type.layout)
     new_top = gl.maximum(top, gl.convert_layout(gl.max(_fold(s, False), 1), top.type.layout))
-    # A row that has seen no key yet has top = -inf, and inf - inf is NaN. A variant's logits may be -inf anywhere.
-    base = gl.where(new_top == float("-inf"), 0.0, new_top) if MASKED or form.VARIED else new_top
+    # A row that has seen no key, or logits of -inf alone, has top = -inf, and inf - inf is NaN.
+    base = gl.where(new_top == float("-inf"), 0.0, new_top)
     shifted = base * factor
     if form.FP8:
         shifted -= SHIFT
@@ -255,7 +255,7 @@ def _steps(
             weights = gl.exp2(s * factor - shifted[:, None])
             sums += _fold(weights, True)
         else:
-            weights, top, sums, keep = _softmax(s, top, sums, factor, MASKED, form)
+            weights, top, sums, keep = _softmax(s, top, sums, factor, form)
         # Waiting for the next keys here, and not where they are used, also keeps the assembler from moving the wait for
         # P V up, in front of the softmax that is to run beside it.
         if start > begin:
@@ -295,7 +295,7 @@ def _steps_fp8(
         s, acc = warpgroup_mma_wait(0, [s, acc])
         mbarrier.arrive(k.empty.index(stage), count=1)
         s = _logits(s, view, params, numbered(start, cols, 8), MASKED, form)
-        p, top, sums, keep = _softmax(s, top, sums, factor, MASKED, form)
+        p, top, sums, keep = _softmax(s, top, sums, factor, form)
         step += 1
     return acc, p, keep, top, sums, step, start
 
@@ -341,7 +341,7 @@ def _attend(
     s = warpgroup_mma_wait(0, [s])
     mbarrier.arrive(k.empty.index(stage), count=1)
     s = _logits(s, view, params, numbered(start, cols, 8), True, form)
-    p, top, sums, keep = _softmax(s, top, sums, factor, True, form)
+    p, top, sums, keep = _softmax(s, top, sums, factor, form)
     # Values in FP8 were cleared when they were turned.
     if not form.FP8:
         p = _as_operand(p, q)
@@ -465,12 +465,8 @@ def _finish(WG, acc, top, total, record, kv_head, tensors, numbers, o_tiles, for
         # The combination adds the sink of a split tile, once.
         if slot < 0:
             sink = gl.load(sinks + view.head, mask=view.row_ok, other=float("-inf")) * LOG2E
-            new_top = gl.maximum(top, sink)
-            base = gl.where(new_top == float("-inf"), 0.0, new_top)
-            keep = gl.exp2(top - base)
+            top, keep, total = with_sink(top, total, sink)
             acc = acc * _per_row(keep, acc)
-            total = total * keep + gl.exp2(sink - base)
-            top = new_top
     # Not `> 0`: a NaN among the logits has to come out.
     seen = total != 0
     inverse = gl.where(seen, out_scale / gl.where(seen, total, 1.0), 0.0)
@@ -639,7 +635,7 @@ def attend_sm90_kernel(
     D_VO_PAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr,
     REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, TURN_WARPS: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr,
-    ALIBI: gl.constexpr, NEGATIVE: gl.constexpr, SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr,
+    ALIBI: gl.constexpr, SCALE_FIRST: gl.constexpr, SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr,
     GATHER: gl.constexpr, LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr,
 ):  # fmt: skip
     """Persistent: any number of blocks. head_dim_qk is D + D_REST, and tiles have BLOCK_M = 2 * ROWS rows.
@@ -656,7 +652,7 @@ def attend_sm90_kernel(
     FP8: gl.constexpr = DTYPE.primitive_bitwidth == 8
     form = Form(
         CAUSAL=CAUSAL, WINDOW=WINDOW, CUSTOM=CUSTOM, SOFT_CAP=SOFT_CAP, ALIBI=ALIBI, SINKS=SINKS,
-        HEAD_SCALES=HEAD_SCALES, LSE=LSE, TRANSFORM=SOFT_CAP or ALIBI or HEAD_SCALES or NEGATIVE or VARIED,
+        HEAD_SCALES=HEAD_SCALES, LSE=LSE, TRANSFORM=SOFT_CAP or ALIBI or HEAD_SCALES or SCALE_FIRST or VARIED,
         GATHER=GATHER, GROUP=GROUP, PAGE_SIZE=PAGE_SIZE, D_VO=D_VO, D_VO_PAD=D_VO_PAD, BLOCK_M=BLOCK_M, STAGES=STAGES,
         TWO=TWO, STAGED=STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth,
         TURN_WARPS=TURN_WARPS, LOGITS=LOGITS, MASK=MASK,

@@ -37,6 +37,20 @@ def transform(s, scale, soft_cap, slopes, q_pos, kv_pos, SOFT_CAP: tl.constexpr,
 
 
 @triton.jit
+def with_sink(top, total, sink):
+    """The maximum of each row, the factor of what was summed before, and the sum, with the logit `sink` among them.
+
+    In base 2. `top` is -inf, and `total` 0, for a row that has seen no key. A sink of inf has all the weight.
+    """
+    new_top = tl.maximum(top, sink)
+    # inf - inf is NaN, of either sign.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    keep = tl.exp2(top - base)
+    weight = tl.where(sink == float("inf"), 1.0, tl.exp2(sink - base))
+    return new_top, keep, total * keep + weight
+
+
+@triton.jit
 def visible_at(
     q_index, q_pos, kv_pos, kv_end, kv_len, mask, row_ok, window_left,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr,

@@ -11,6 +11,7 @@ import torch
 
 from flashinfer.ops.attention.evaluate import vary
 from flashinfer.ops.attention.mla.problem import Inputs, Problem
+from flashinfer.ops.attention.reference import divided, softmax
 from flashinfer.ops.attention.variants import find
 
 # Elements of keys, and of logits, in memory at a time: 4M float32 are 16 MiB.
@@ -56,7 +57,8 @@ def _attend(problem: Problem, x: Inputs, request, q_begin, q_len, kv_begin, kv_l
             logits, seen = _vary(problem, x, request, logits, seen, row + kv_len - q_len, kv_pos, kv_len)
         logits.masked_fill_(~seen, -math.inf if problem.softmax else 0.0)
         if problem.softmax:
-            out, lse = _softmax_times(logits, latent, x.sinks)
+            p, total, lse = softmax(logits, x.sinks)
+            out = divided(torch.einsum("bqhk,bkd->bqhd", p, latent), total)
         else:
             out, lse = torch.einsum("bqhk,bkd->bqhd", logits, latent), None
         out *= x.out_scale
@@ -124,17 +126,3 @@ def _put(out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
         most = torch.finfo(out.dtype).max
         values, out = values.clamp(-most, most).to(out.dtype).view(torch.uint8), out.view(torch.uint8)
     out[rows] = values.to(out.dtype)
-
-
-def _softmax_times(logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None):
-    """softmax(logits) @ values and the log-sum-exp in base e; a row with nothing to attend to gives 0 and -inf."""
-    top = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -math.inf)
-    if sinks is not None:
-        top = torch.maximum(top, sinks)
-    base = torch.where(top == -math.inf, 0.0, top)
-    p = logits.sub_(base[..., None]).exp_()
-    total = p.sum(-1)
-    if sinks is not None:
-        total = total + torch.exp(sinks - base)
-    out = torch.einsum("bqhk,bkd->bqhd", p, values) / torch.where(total > 0, total, 1.0)[..., None]
-    return out, base + total.log()

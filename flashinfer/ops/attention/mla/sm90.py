@@ -16,6 +16,7 @@ from flashinfer.ops.attention._device.latents_sm90 import KEYS, PART, REST
 from flashinfer.ops.attention.mla.config import Sm90Config
 from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
 from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
+from flashinfer.ops.attention.problem import folds
 
 # FP8 formats as PTX has them. FP8 travels to the kernel as words of four elements.
 FP8 = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}
@@ -98,7 +99,7 @@ class Bound:
         """
         p, c, s = self._p, self._c, x.schedule
         x = replace(x, q_nope=_raw(x.q_nope), q_pe=_raw(x.q_pe), ckv=_raw(x.ckv), kpe=_raw(x.kpe))
-        if x.sm_scale <= 0 or x.pe_ratio != 1:
+        if not folds(x.sm_scale) or x.pe_ratio != 1:
             c = replace(c, transform=True)
         maps, steps = _where(p, c, x)
         values = (

@@ -34,8 +34,8 @@ class Sm90Config:
         Exceptions that the work list makes for decode (_device/schedule.py); 0 for none.
     turn_warps : int
         Warps that turn tiles of FP8 values, so that keys are contiguous; 0 for other types.
-    negative : bool
-        For a negative sm_scale, which cannot be folded into the exponent; compiled at its first use.
+    transform : bool
+        For an sm_scale that cannot be folded into the exponent (`problem.folds`); compiled at its first use.
     wide : bool
         For pages or rows 2 GiB and more apart, where they are gathered; compiled at its first use.
     """
@@ -52,7 +52,7 @@ class Sm90Config:
     least_alone: int = 0
     whole: int = 0
     turn_warps: int = 0
-    negative: bool = False
+    transform: bool = False
     wide: bool = False
 
 

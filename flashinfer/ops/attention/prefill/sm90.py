@@ -16,7 +16,7 @@ from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.planner import schedule_launch, schedules
 from flashinfer.ops.attention.portable import varied
 from flashinfer.ops.attention.prefill.config import Sm90Config
-from flashinfer.ops.attention.problem import Inputs, Problem
+from flashinfer.ops.attention.problem import Inputs, Problem, folds
 
 
 def _parts(p: Problem) -> tuple[int, int]:
@@ -62,7 +62,7 @@ def build(p: Problem, c: Sm90Config) -> Build:
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, STAGED=c.staged,
         REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, TURN_WARPS=c.turn_warps,
         CAUSAL=p.mask == "causal", WINDOW=p.window, CUSTOM=p.mask == "custom", SOFT_CAP=p.soft_cap,
-        ALIBI=p.pos_encoding == "ALIBI", NEGATIVE=c.negative, SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse,
+        ALIBI=p.pos_encoding == "ALIBI", SCALE_FIRST=c.transform, SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse,
         GATHER=c.gather, **functions,
     )  # fmt: skip
     return Build(attend_sm90_kernel, types, constants, num_warps=4)
@@ -89,8 +89,8 @@ class Bound:
     def hold(self, x: Inputs) -> Callable[..., None]:
         """The launch of `x`, kept ready for other tensors in the places of Inputs.addresses(): it takes theirs."""
         p, c, s, table, scalars = self._p, self._c, x.schedule, x.table, x.scalars
-        if scalars.sm_scale < 0:
-            c = replace(c, negative=True)
+        if not folds(scalars.sm_scale):
+            c = replace(c, transform=True)
         maps, steps = _where(p, c, x)
         c = replace(c, wide=c.gather and max(steps[0], steps[2], steps[3], steps[5]) >= 1 << 31)
         kv_heads = x.k.shape[-2]

@@ -5,8 +5,9 @@ import torch
 
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 from flashinfer.testing import generate
+from flashinfer.testing.compare import assert_close
 from tests.ops.attention.cases import backends, workspace
-from tests.ops.attention.mla.latents import check, latents
+from tests.ops.attention.mla.latents import LOG2E, check, expected, latents
 
 FP8, HALF = torch.float8_e4m3fn, torch.float16
 # q_lens, kv_lens, heads, ckv, kpe, page, causal
@@ -266,3 +267,20 @@ def test_a_captured_run_serves_every_later_batch(device):
         out.fill_(torch.nan)
         graph.replay()
         check((out[: len(kv_lens)], lse[: len(kv_lens)]), x, SCALE)
+
+
+@pytest.mark.parametrize("split", (False, True))
+@pytest.mark.parametrize("sinks", (None, (3e38, -3e38, -torch.inf, 88.0)))
+@pytest.mark.parametrize("scale", (0.0, 1e-40, SCALE))
+def test_scales_and_sinks_of_any_size(scale, sinks, split, device):
+    """Held to float32, since float16 has no sink of 3e38."""
+    x = latents([1, 1, 2], [700 if split else 70, 0, 33], 4, device=device)
+    sinks = None if sinks is None else torch.tensor(sinks, device=device)
+    for backend in backends(device):
+        wrapper = BatchMLAPagedAttentionWrapper(workspace(device), backend=backend)
+        wrapper.plan(*x.tables, 4, x.ckv, 16, 8, True, scale, x.q.dtype, x.cache.dtype)
+        out, lse = wrapper.run(*x.parts(), return_lse=True, **({} if sinks is None else dict(sinks=sinks)))
+        truth, truth_lse = expected(x, scale, torch.float64, causal=True, sinks=sinks)
+        same, same_lse = expected(x, scale, torch.float32, causal=True, sinks=sinks)
+        assert_close(out, same.to(out.dtype), truth, "out")
+        assert_close(lse, same_lse * LOG2E, truth_lse * LOG2E, "lse")
