@@ -7,6 +7,7 @@ import torch
 from flashinfer._core.checks import require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
+from flashinfer._core.scalars import scales
 from flashinfer.norm._rows import check_rows, check_weights, launch
 from flashinfer.ops import layouts
 from flashinfer.ops import norm as room
@@ -37,8 +38,8 @@ def rmsnorm_quant(
     weight : torch.Tensor
         [hidden]; bfloat16, float16 or float32.
     scale : torch.Tensor or float
-        What a code of 1 stands for: a float32 tensor of one element, read on the device, or a number. Results are
-        multiplied by its float32 inverse.
+        What a code of 1 stands for, so the norm is divided by it: a number, or a tensor of one element (float32,
+        float16 or bfloat16), read on the device. Results are multiplied by its float32 inverse.
     eps : float
         Added to the mean square.
     enable_pdl : bool, optional
@@ -176,7 +177,7 @@ def fused_rmsnorm_silu(
     -------
     torch.Tensor or (torch.Tensor, torch.Tensor)
         The result; for NVFP4, codes and block scales, as `rmsnorm_fp4quant` gives them. Computed in float32 and rounded
-        once.
+        once; into NVFP4 goes what has been rounded to the dtype of `input`.
 
     Raises
     ------
@@ -211,7 +212,9 @@ def rmsnorm_fp4quant(
     is_sf_swizzled_layout: bool = False,
     enable_pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm to FP4 with block scales: NVFP4 or MXFP4 of ``y = rmsnorm(input, weight) / global_scale``.
+    """RMSNorm to FP4 with block scales: NVFP4 or MXFP4 of ``y = rmsnorm(input, weight)``, in one launch.
+
+    Codes and block scales have the bits that `nvfp4_quantize` or `mxfp4_quantize` gives for ``rmsnorm(input, weight)``.
 
     Parameters
     ----------
@@ -227,8 +230,9 @@ def rmsnorm_fp4quant(
         [..., hidden / block_size]. Swizzled: as many elements as rows, padded to a multiple of 128, times blocks of a
         row, padded to a multiple of 4; padding becomes 0.
     global_scale : torch.Tensor, optional
-        NVFP4: a float32 tensor of one element; the norm is divided by it before it is quantised. With
-        ``max(abs(rmsnorm)) / (448 * 6)`` block scales use the whole range of e4m3. The default is 1.
+        NVFP4: a tensor of one element (float32, float16 or bfloat16), or a number, g; block scales are multiplied by
+        it, so that ``y`` is about ``code * block_scale / g``. With ``448 * 6 / max(abs(y))`` they use the whole range
+        of e4m3. The default is 1. Upstream's docstring says that the norm is divided by it; its kernels multiply.
     eps : float
         Added to the mean square.
     block_size : int
@@ -254,9 +258,9 @@ def rmsnorm_fp4quant(
 
     Notes
     -----
-    NVFP4: the scale of a block is ``e4m3(max(abs(y)) / 6)``, a code ``e2m1(y / scale)``, and zero where the scale is 0.
-    MXFP4: the scale is the least power of two with ``max(abs(y)) / scale <= 6``. float32 maths; the norm is not rounded
-    before it is quantised.
+    NVFP4: the scale s of a block is ``e4m3(g * max(abs(y)) / 6)``, a code ``e2m1(y * g / s)``, and zero where s is 0.
+    MXFP4: the scale is the least power of two with ``max(abs(y)) / scale <= 6``. float32 maths; the norm is rounded to
+    the dtype of `input` before it is quantised.
 
     References
     ----------
@@ -323,6 +327,7 @@ def _to_fp8(out, input, residual, weight, scale, eps, pdl) -> None:
     require(out.dtype in _FP8, "out", out.dtype, "float8_e4m3fn, float8_e5m2")
     tensor, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, float(scale))
     require(number > 0, "scale", scale, "more than 0")
+    tensor = None if tensor is None else scales("scale", tensor, input.device)
     form = _FP8[out.dtype]
     _quantised(input, residual, weight, out, tensor, None, None, None, [eps, number], form, "", "", pdl=pdl)
 
@@ -333,14 +338,16 @@ def _to_fp4(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     formats = {16: ("e4m3", "nvfp4"), 32: ("ue8m0", "mxfp4")}
     require(block_size in formats, "block_size", block_size, "16, 32")
-    scales, form = formats[block_size]
-    named = scale_format in (None, scales)
-    require(named, "scale_format", repr(scale_format), f"{scales!r} with blocks of {block_size}")
+    kind, form = formats[block_size]
+    named = scale_format in (None, kind)
+    require(named, "scale_format", repr(scale_format), f"{kind!r} with blocks of {block_size}")
     shape = input.shape
     require(len(shape) in (2, 3), "input", tuple(shape), "[rows, hidden] or [batch, heads, hidden]")
     fits = shape[-1] % block_size == 0
     require(fits, "input", tuple(shape), f"rows of a multiple of {block_size}, the block size")
     require(form == "nvfp4" or global_scale is None, "global_scale", "a tensor", "None with blocks of 32")
+    if global_scale is not None:
+        global_scale = scales("global_scale", global_scale, input.device)
     if codes is None:
         codes = input.new_empty((*shape[:-1], shape[-1] // 2), dtype=_FP4)
     scale_dtype = torch.float8_e4m3fn if form == "nvfp4" else torch.uint8
@@ -403,10 +410,6 @@ def _quantised(
     shape = input.shape
     codes = (*shape[:-1], shape[-1] // 2) if layout else tuple(shape)
     require(out.shape == codes, "y_fp4" if layout else "out", tuple(out.shape), str(codes))
-    if scale is not None:
-        name = "global_scale" if layout else "scale"
-        require(scale.numel() == 1, name, tuple(scale.shape), "one element")
-        require(scale.dtype == torch.float32, name, scale.dtype, "float32")
     if layout:
         linear = (*shape[:-1], shape[-1] // (16 if form == "nvfp4" else 32))
         _check_block_scale("block_scale", block_scale, linear, layout == "linear")

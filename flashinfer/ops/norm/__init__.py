@@ -95,7 +95,8 @@ class Gated:
 class Quantised(NamedTuple):
     """What a quantised result takes and gives beside its codes.
 
-    scale : the scale of the whole tensor, float32 [1] or a number; None is 1.
+    scale : the scale of the whole tensor, float32 [1] or a number; None is 1. FP8 is divided by it, and NVFP4's block
+        scales are multiplied by it.
     block_scale : receives block scales; float32 [hidden / 128, pitch] of "fp8_block", bytes of an FP4 form in its
         layout ("128x4" if "both").
     linear_scale : receives the linear ones of "both".

@@ -70,7 +70,7 @@ def norm_kernel(
             b = tl.load(bias + column, column < hidden, other=0)
         # Loads stay before a barrier; ptxas would put these behind the use of the rows.
         tl.debug_barrier()
-    per_scale = inverse(scale, SCALE)
+    factor = factor_of(scale, SCALE, FORM != "nvfp4")
     offset = row_offset(row, inner, x_outer, x_inner, UNIT)
     x += offset[:, None] + column_offset(column, x_column, UNIT)[None, :]
     y = tl.load(x, inside, other=0).to(tl.float32)
@@ -113,9 +113,11 @@ def norm_kernel(
         out += offset[:, None] + column_offset(column, out_column, UNIT)[None, :]
         tl.store(out, y.to(out.dtype.element_ty), inside)
     elif FORM == "nvfp4" or FORM == "mxfp4":
+        # What the norm alone would have written is quantised.
+        y = y.to(x.dtype.element_ty).to(tl.float32)
         if FORM == "nvfp4":
             PER: tl.constexpr = 16
-            codes, factors = quantize_nvfp4(y, per_scale, CAPABILITY)
+            codes, factors = quantize_nvfp4(y, factor, CAPABILITY)
         else:
             PER: tl.constexpr = 32
             codes, factors = quantize_mxfp4(y, CAPABILITY)
@@ -138,21 +140,22 @@ def norm_kernel(
             at = block.to(tl.int64) * scale_pitch + row[:, None]
             tl.store(block_scale + at, factors, (row < rows)[:, None] & (block < hidden // 128))
         else:
-            codes = to_fp8(y * per_scale, FORM, CAPABILITY)
+            codes = to_fp8(y * factor, FORM, CAPABILITY)
         out += offset[:, None] + column_offset(column, out_column, UNIT)[None, :]
         tl.store(out, codes, inside)
 
 
 @triton.jit
-def inverse(scale, SCALE: tl.constexpr):
-    """1 / scale, rounded once. SCALE says what it is: the address of a "tensor", a "number", or "" for 1."""
-    one = tl.full([], 1.0, tl.float32)
+def factor_of(scale, SCALE: tl.constexpr, DIVIDES: tl.constexpr):
+    """The scale, or its inverse, rounded once. SCALE: the address of a "tensor", a "number", or "" for 1."""
+    value = tl.full([], 1.0, tl.float32)
     if SCALE == "tensor":
-        return tl.div_rn(one, tl.load(scale))
+        value = tl.load(scale)
     elif SCALE == "number":
-        return tl.div_rn(one, one * scale)
-    else:
-        return one
+        value *= scale
+    if DIVIDES and SCALE != "":
+        value = tl.div_rn(tl.full([], 1.0, tl.float32), value)
+    return value
 
 
 @triton.jit

@@ -15,7 +15,7 @@ def norm(problem, x, residual, weight, bias, out, eps, quantised=None):
 
     With a sigmoid gate, `residual` is the gate, and only read. quantised : Quantised, where the problem has a form.
     """
-    x = x.float()
+    dtype, x = x.dtype, x.float()
     if problem.kind == "fused_add_rmsnorm":
         x = x + residual
         residual.copy_(x)
@@ -32,7 +32,8 @@ def norm(problem, x, residual, weight, bias, out, eps, quantised=None):
         if quantised is None:
             out.copy_(y)
         else:
-            _quantise(problem, y, out, quantised)
+            # What the norm alone would have written goes to FP4.
+            _quantise(problem, y.to(dtype).float() if problem.layout else y, out, quantised)
     elif bias is None:
         torch.mul(y, factor, out=out)
     else:
@@ -49,7 +50,7 @@ def _quantise(problem, y, out, given) -> None:
         given.block_scale[:, : len(scales)] = scales.T
     elif problem.layout:
         if problem.form == "nvfp4":
-            codes, factors = narrow.quantize_nvfp4(y, 1 / torch.as_tensor(scale, dtype=torch.float32))
+            codes, factors = narrow.quantize_nvfp4(y, torch.as_tensor(scale, dtype=torch.float32, device=y.device))
         else:
             codes, factors = narrow.quantize_mxfp4(y)
         out.copy_(codes)
@@ -60,7 +61,8 @@ def _quantise(problem, y, out, given) -> None:
         if problem.layout != "linear":
             given.block_scale.view(-1).copy_(layouts.arrange(factors, "128x4"))
     else:
-        out.copy_(narrow.to_fp8(y * (1 / torch.as_tensor(scale, dtype=torch.float32)), out.dtype))
+        inverse = 1 / torch.as_tensor(scale, dtype=torch.float32, device=y.device)
+        out.copy_(narrow.to_fp8(y * inverse, out.dtype))
 
 
 def gated(problem, branch, residual, weight, alpha, beta, out, eps, center, following=(None, None, 0.0, 0.0)):

@@ -26,10 +26,11 @@ def signs(shape, device):
 
 
 def wide_weights(hidden, device):
-    """Weights of a wide range, with zeros, so that some blocks are small and some elements saturate."""
+    """Weights of a wide range, with zeros, so that some blocks are small and some elements saturate; of 8 bits, so that
+    every dtype of rows has them."""
     w = torch.randn(hidden, device=device) * torch.exp2(torch.randint(-9, 10, (hidden,), device=device).float())
     w[torch.rand(hidden, device=device) < 0.05] = 0
-    return w
+    return w.bfloat16().float()
 
 
 def nvfp4(y, encode_scale):
@@ -107,7 +108,7 @@ def test_fp8_blocks(variant, device, shape):
 @pytest.mark.parametrize("add", [False, True])
 def test_nvfp4(variant, device, swizzled, shape, add):
     sign, w = signs(shape, device), wide_weights(shape[-1], device)
-    global_scale = torch.tensor([2.0**-5], device=device)
+    global_scale = torch.tensor([2.0**5], device=device)
     codes, factors = nvfp4(sign.double() * w.double(), 2.0**5)
     x = sign.bfloat16() * (1 if add else 2)
     options = dict(global_scale=global_scale, eps=0, is_sf_swizzled_layout=swizzled)
@@ -119,6 +120,48 @@ def test_nvfp4(variant, device, swizzled, shape, add):
     assert_bitwise(y.view(torch.uint8), codes)
     expected = truth.arranged(factors.flatten(0, -2), "128x4") if swizzled else factors
     assert_bitwise(scales.view(torch.uint8), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("how", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("add", [False, True])
+def test_fused_is_separate(variant, device, dtype, how, add):
+    """The norm, then the quantisation of what it wrote: the same bytes."""
+    x, residual = rows((5, 96), dtype, device), rows((5, 96), dtype, device)
+    w = weights(96, dtype, device)
+    together, apart = residual.clone(), x.clone()
+    width = 32 if how == "mxfp4" else 16
+    scale = 448 * 6 / rms_truth(x, w).abs().max().float().view(1) if how == "nvfp4" else None
+    options = dict(global_scale=scale, block_size=width, is_sf_swizzled_layout=True)
+    if add:
+        y, factors = flashinfer.add_rmsnorm_fp4quant(x, together, w, **options)
+        flashinfer.fused_add_rmsnorm(apart, residual, w)
+    else:
+        y, factors = flashinfer.rmsnorm_fp4quant(x, w, **options)
+        apart = flashinfer.rmsnorm(x, w)
+    if how == "nvfp4":
+        codes, separate = flashinfer.nvfp4_quantize(apart, scale)
+    else:
+        codes, separate = flashinfer.mxfp4_quantize(apart)
+    assert_bitwise(y.view(torch.uint8), codes)
+    assert_bitwise(factors.view(torch.uint8), separate.flatten())
+
+
+def test_scales_are_numbers_or_one_element(variant, device):
+    """In any float dtype, with or without an axis, on the CPU too."""
+    x, w = rows((2, 32), torch.bfloat16, device), weights(32, torch.bfloat16, device)
+    expected = flashinfer.rmsnorm_fp4quant(x, w, global_scale=torch.tensor([64.0], device=device))
+    fp8 = torch.empty(2, 32, dtype=torch.float8_e4m3fn, device=device)
+    flashinfer.rmsnorm_quant(fp8, x, w, 0.5)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for where, shape in ((device, ()), ("cpu", (1, 1))):
+            out = torch.empty_like(fp8)
+            result = flashinfer.rmsnorm_fp4quant(x, w, global_scale=torch.full(shape, 64.0, dtype=dtype, device=where))
+            flashinfer.rmsnorm_quant(out, x, w, torch.full(shape, 0.5, dtype=dtype, device=where))
+            for a, b in zip((*result, out), (*expected, fp8)):
+                assert_bitwise(a.view(torch.uint8), b.view(torch.uint8))
+    result = flashinfer.rmsnorm_fp4quant(x, w, global_scale=64)
+    assert_bitwise(result[0].view(torch.uint8), expected[0].view(torch.uint8))
 
 
 @LAYOUTS

@@ -1,0 +1,35 @@
+"""Numbers that a caller may give as a number or as a tensor of one element, on either device."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+
+_SCALES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def number(name: str, value) -> float | int:
+    """A Python number, or the element of a tensor of one, which waits for its device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    require(value.numel() == 1, name, tuple(value.shape), "a number, or a tensor of one element")
+    return value.item()
+
+
+def scales(name: str, value, device: torch.device, entries: int = 1) -> torch.Tensor:
+    """One scale, or one for each of `entries`, as float32 [1] or [entries] on `device`.
+
+    A float32 tensor that is there already is not copied. One element is taken from any device; as many as `entries`
+    have to be where the rows are.
+    """
+    allowed = "a number, or a tensor of one element" + ("" if entries == 1 else f" or of {entries}")
+    if not isinstance(value, torch.Tensor):
+        known = isinstance(value, (int, float)) and not isinstance(value, bool)
+        require(known, name, repr(value), allowed)
+        return torch.full((1,), float(value), dtype=torch.float32, device=device)
+    require(value.dtype in _SCALES, name, value.dtype, "float32, float16, bfloat16")
+    require(value.numel() in (1, entries), name, tuple(value.shape), allowed)
+    near = value.device == device or (value.numel() == 1 and not value.is_meta)
+    require(near, name, f"a tensor on {value.device}", f"{device}, where the rows are")
+    return value.reshape(-1).to(device=device, dtype=torch.float32)
