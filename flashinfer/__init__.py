@@ -14,7 +14,7 @@ _ROOT_NAMES = {
     "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul", "silu_and_mul_scaled_nvfp4_experts_quantize"),
     "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
     "attn_scores": (),
-    "autotune_cache": ("autotune_v2", "autotune_v2_reload"),
+    "autotune_cache": ("MeasurementPolicy", "autotune_v2", "autotune_v2_reload"),
     "autotuner": ("autotune",),
     "cascade": (
         "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",

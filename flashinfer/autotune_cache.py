@@ -38,7 +38,8 @@ def autotune_v2(
     persistent_cache : bool
         Whether there is a folder; without one choices last as long as the process.
     cache_root : str, optional
-        Where the folder is; default: in this library's cache, which `flashinfer show-config` names.
+        Where the folder is; default: FLASHINFER_AUTOTUNE_DIR, or this library's cache, which `flashinfer show-config`
+        names. Files of other users are not read.
     measurement_policy : MeasurementPolicy, optional
         How candidates are timed.
     tuning_buckets, round_up, skip_ops
@@ -58,8 +59,7 @@ def autotune_v2(
         raise RuntimeError("autotune_v2 does not nest: which folder a choice goes to would not be clear")
     policy = measurement_policy or MeasurementPolicy()
     tuner = AutoTuner.get()
-    kept = {"execution_mode": policy.execution_mode, "cold_l2": bool(policy.cold_l2)}
-    tuner.folder = Folder(cache_root, kept) if persistent_cache else None
+    tuner.folder = Folder(cache_root, policy.manifest_fields()) if persistent_cache else None
     tuner.policy = policy
     _open = True
     try:

@@ -65,8 +65,13 @@ NVFP4_4OVER6_ERR_USE_FAST_MATH = Variable(
 NVFP4_4OVER6_E4M3_USE_256 = Variable(
     "FLASHINFER_NVFP4_4OVER6_E4M3_USE_256", "0", "1: global scales leave factors up to 256, not 448"
 )
+AUTOTUNE_CACHE_DIR = Variable(
+    "FLASHINFER_AUTOTUNE_CACHE_DIR", "", "the folder of tuned choices (`autotune_v2`); unset: a folder of the cache"
+)
+AUTOTUNE_DIR = Variable("FLASHINFER_AUTOTUNE_DIR", "", "the same, where FLASHINFER_AUTOTUNE_CACHE_DIR is unset")
 VARIABLES = (
-    WORKSPACE_BASE, PRECOMPILED_DIR, FROZEN, DEBUG, LINE_INFO, LOGLEVEL, DISABLE_VERSION_CHECK, NVFP4_4OVER6,
+    WORKSPACE_BASE, PRECOMPILED_DIR, AUTOTUNE_CACHE_DIR, AUTOTUNE_DIR, FROZEN, DEBUG, LINE_INFO, LOGLEVEL,
+    DISABLE_VERSION_CHECK, NVFP4_4OVER6,
     NVFP4_4OVER6_ERR_MODE, NVFP4_4OVER6_ERR_USE_FAST_MATH, NVFP4_4OVER6_E4M3_USE_256,
 )  # fmt: skip
 
@@ -88,6 +93,14 @@ def workspace_base() -> Path:
     except RuntimeError:
         # No HOME, and a user that the password file does not have.
         return Path(os.devnull)
+
+
+def tuned_folder() -> Path | None:
+    """The folder of tuned choices that a variable names; None where none does."""
+    named = AUTOTUNE_CACHE_DIR.get() or AUTOTUNE_DIR.get()
+    with suppress(RuntimeError):
+        return Path(named).expanduser() if named else None
+    return None
 
 
 def precompiled_dirs() -> tuple[Path, ...]:

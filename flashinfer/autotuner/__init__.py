@@ -4,11 +4,10 @@ from flashinfer.autotuner.autotuner import (
     AutoTuner,
     _collect_metadata,
     autotune,
-    get_autotune_process_group,
-    set_autotune_process_group,
 )
 from flashinfer.autotuner.measure import MeasurementPolicy
 from flashinfer.autotuner.profiles import ConstraintSpec, DynamicTensorSpec, TunableRunner, TuningConfig
+from flashinfer.autotuner.ranks import get_autotune_process_group, set_autotune_process_group
 
 __all__ = [
     "AutoTuner",

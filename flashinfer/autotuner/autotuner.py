@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,27 +15,13 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer._core.env import logger
+from flashinfer._core.trusted import Distrusted
 from flashinfer.autotuner import measure, store
 from flashinfer.autotuner.profiles import Buckets, TuningConfig, inputs_for, profile_of, profiles_to_tune, shapes_of
-
-_group = None
+from flashinfer.autotuner.ranks import agreed
 
 # Engines compare the environments of kept choices by these names (docs/engines.md).
 _collect_metadata, _classify_metadata_mismatches = store.environment, store.mismatches
-
-
-def set_autotune_process_group(group) -> None:
-    """Average times over the ranks of a `torch.distributed` group, so that all choose the same; None ends it.
-
-    The ranks have to tune the same operations in the same order, and to begin with equal choices.
-    """
-    global _group
-    _group = group
-
-
-def get_autotune_process_group():
-    """The group that `set_autotune_process_group` was given, or None."""
-    return _group
 
 
 @dataclass(frozen=True)
@@ -178,6 +166,76 @@ class AutoTuner:
             self.misses += found is None
             return fallback if found is None else (runners[found[0]], found[1])
 
+    def rank_tactics(
+        self, custom_op: str, runners: Sequence, tuning_config: TuningConfig, inputs: Sequence, k: int = 1, **kwargs
+    ) -> list:
+        """The best tactics of one runner, best first.
+
+        Parameters
+        ----------
+        custom_op, tuning_config, inputs, **kwargs
+            As in `choose_one`.
+        runners : sequence of TunableRunner
+            One.
+        k : int
+            How many at most. Outside of tuning, and for 1, it is the tactic that `choose_one` gives.
+
+        Returns
+        -------
+        list
+            Tactics; [-1] where there is no choice, or no tactic runs. The first is kept as `choose_one` keeps it.
+
+        Raises
+        ------
+        ValueError
+            k below 1, or not one runner.
+        """
+        require(k >= 1, "k", k, "1 or more")
+        require(len(runners) == 1, "runners", f"{len(runners)} of them", "one")
+        if k == 1 or not self.mode.tune or custom_op in self.mode.skipped or _capturing():
+            return [self.choose_one(custom_op, runners, tuning_config, inputs, **kwargs)[1]]
+        with self._lock:
+            profile = profile_of(shapes_of(inputs), tuning_config, self.mode.buckets)
+            made = inputs_for(profile, inputs, tuning_config)
+            key = self._key(custom_op, runners, profile, made)
+            if key not in self._ranked:
+                self._tune(custom_op, runners, profile, made, kwargs)
+            return self._ranked[key][:k]
+
+    def profile_tactic(
+        self,
+        runner,
+        inputs: Sequence,
+        tactic,
+        tuning_config: TuningConfig,
+        input_batches: Sequence[Sequence],
+        **kwargs,
+    ) -> float:
+        """Milliseconds of a call of one tactic, a mean over inputs that the caller made.
+
+        Parameters
+        ----------
+        runner : TunableRunner
+        inputs : sequence
+            Their first tensor says the device.
+        tactic
+            One of the runner's.
+        tuning_config : TuningConfig
+            Not used: the inputs are made already.
+        input_batches : sequence of sequence
+            Inputs of successive calls, so that none finds its own in L2; `inputs` alone if there are none.
+        **kwargs
+            Given to the runner.
+        """
+        batches = [list(batch) for batch in input_batches] or [list(inputs)]
+
+        def call() -> None:
+            for batch in batches:
+                runner(batch, tactic=tactic, **kwargs)
+
+        with self._lock:
+            return measure.milliseconds(call, self._timing(), _device_of(inputs)) / len(batches)
+
     def prepare_tactic_profile(self, inputs: Sequence, tuning_config: TuningConfig) -> tuple[TuningConfig, list]:
         """The config, and the inputs of each profile that it has tuned: first that of `inputs`, then every other."""
         profiles = profiles_to_tune(shapes_of(inputs), tuning_config, self.mode.buckets)
@@ -186,7 +244,8 @@ class AutoTuner:
     def save_configs(self, path: str) -> None:
         """Write the choices to a JSON file, over those that it has, by a rename.
 
-        A file made in another environment (versions, device) is left as it is, with a warning.
+        A file made in another environment (versions, device) is left as it is, and one that cannot be written is not
+        written, with a warning: what was measured stays in this process.
         """
         with self._lock:
             before = store.read(Path(path)) or {}
@@ -194,9 +253,15 @@ class AutoTuner:
                 logger.warning("tuned choices are not saved to %s, which is another environment's: %s", path, why)
                 return
             choices = {key: [runner, tactic] for key, (runner, tactic) in (self._loaded | self.profiling_cache).items()}
-            records = {**before.get(store.RECORDS, {}), **self._records}
-            content = before | choices | {store.METADATA: before.get(store.METADATA) or store.environment()}
-            store.replace(Path(path), content | ({store.RECORDS: records} if records else {}))
+            records = {**store.records_of(before), **self._records}
+            made = before.get(store.METADATA) if isinstance(before.get(store.METADATA), dict) else None
+            content = before | choices | {store.METADATA: made or store.environment()}
+            try:
+                store.replace(Path(path), content | ({store.RECORDS: records} if records else {}))
+            except (OSError, Distrusted) as error:
+                logger.warning("tuned choices could not be saved to %s: %s", path, error)
+                return
+            self._dirty = False
 
     def load_configs(self, path: str) -> bool:
         """Take the choices of a file that `save_configs` wrote; whether there were any to take.
@@ -210,22 +275,35 @@ class AutoTuner:
             if why := store.foreign(content):
                 logger.warning("tuned choices in %s are another environment's, and not used: %s", path, why)
                 return False
-            for namespace, records in content.get(store.RECORDS, {}).items():
+            for namespace, records in store.records_of(content).items():
                 self._records.setdefault(namespace, {}).update(records)
-            for key, value in content.items():
-                if not key.startswith("_") and isinstance(value, list) and len(value) == 2:
-                    self._loaded[key] = (value[0], store.as_tactic(value[1]))
+            self._loaded |= store.choices_of(content)
+            self._offered.clear()
             return True
 
     def get_namespaced_records(self, namespace: str) -> dict:
         """A copy of what was published under a name; saved and loaded with the choices."""
+        _check_namespace(namespace)
         with self._lock:
-            return dict(self._records.get(namespace, {}))
+            return copy.deepcopy(self._records.get(namespace, {}))
 
     def publish_namespaced_records(self, namespace: str, records: dict) -> None:
-        """Add records, plain data, under a name of the caller's."""
+        """Put records in place of those under a name of the caller's.
+
+        Raises
+        ------
+        ValueError
+            A name that is empty or begins with "_".
+        TypeError
+            Records that JSON does not hold.
+        """
+        _check_namespace(namespace)
+        if not isinstance(records, dict):
+            raise TypeError(f"records: got {type(records).__name__}; allowed: a dict of what JSON holds")
+        kept = json.loads(json.dumps(records))
         with self._lock:
-            self._records.setdefault(namespace, {}).update(records)
+            self._records[namespace] = kept
+            self._dirty = True
 
     def clear_cache(self) -> None:
         """Forget all choices and records; files stay."""
@@ -233,6 +311,11 @@ class AutoTuner:
             self.profiling_cache: dict[str, tuple[str, object]] = {}
             self._loaded: dict[str, tuple[str, object]] = {}
             self._records: dict[str, dict] = {}
+            # Tactics of what was measured, best first; which choices of files their runners have.
+            self._ranked: dict[str, list] = {}
+            self._offered: dict[str, bool] = {}
+            # Whether there is what no `save_configs` has written; engines read it (docs/engines.md).
+            self._dirty = False
             if self.folder is not None:
                 self.folder.forget()
 
@@ -249,7 +332,8 @@ class AutoTuner:
         """(index of the runner, tactic), or None."""
         key = self._key(custom_op, runners, profile, inputs)
         found = self.profiling_cache.get(key)
-        if found is None and not measured_only:
+        measured = found is not None
+        if not measured and not measured_only:
             found = self._loaded.get(key) or (self.folder.find(key) if self.folder is not None else None)
         if found is None:
             return None
@@ -257,22 +341,38 @@ class AutoTuner:
             if type(runner).__name__ == found[0]:
                 check = getattr(runner, "validate_tactic", None)
                 valid = check is None or inputs is None or found[1] == -1 or check(inputs, found[1])
+                valid = valid and (measured or self._offers(key, runner, profile, inputs, found[1]))
                 return (index, found[1]) if valid else None
         return None
 
+    def _offers(self, key: str, runner, profile, inputs, tactic) -> bool:
+        """Whether a runner has the tactic that a file names: files are not believed in that."""
+        if tactic == -1:
+            return True
+        if key not in self._offered and inputs is not None:
+            tactics = [store.as_tactic(each) for each in runner.get_valid_tactics(list(inputs), profile)]
+            self._offered[key] = tactic in tactics
+            if tactic not in tactics:
+                name = type(runner).__name__
+                logger.warning("a kept choice is not used: %s has no tactic %r for %s", name, tactic, profile)
+        return self._offered.get(key, False)
+
     def _tune(self, custom_op, runners, profile, inputs, kwargs) -> None:
-        device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
+        device = _device_of(inputs)
         candidates = [(0, -1)]
         for index, runner in enumerate(runners):
             tactics = runner.get_valid_tactics(list(inputs), profile)
             candidates += [(index, t) for t in map(store.as_tactic, tactics) if (index, t) != (0, -1)]
         expected = measure.copied(runners[0](list(inputs), tactic=-1, **kwargs))
         times = [self._time(custom_op, runners[i], t, inputs, kwargs, expected, device) for i, t in candidates]
-        times = _agreed(times, device)
+        times = agreed(times, device)
         best = min(range(len(times)), key=times.__getitem__)
         index, tactic = candidates[best]
         name, key = type(runners[index]).__name__, self._key(custom_op, runners, profile, inputs)
         self.profiling_cache[key] = (name, tactic)
+        order = sorted((i for i in range(len(times)) if times[i] < math.inf), key=times.__getitem__)
+        self._ranked[key] = [candidates[i][1] for i in order] or [-1]
+        self._dirty = True
         if self.folder is not None:
             self.folder.keep(key, name, tactic)
         took = times[best]
@@ -307,24 +407,17 @@ def _extras(runner, inputs) -> tuple:
     return tuple(getattr(runner, "get_cache_key_extras", lambda inputs: ())(list(inputs)))
 
 
+def _device_of(inputs) -> torch.device:
+    return next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
+
+
+def _check_namespace(name: str) -> None:
+    plain = isinstance(name, str) and bool(name) and not name.startswith("_")
+    require(plain, "namespace", repr(name), "a name that does not begin with '_'")
+
+
 def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _agreed(times: list[float], device: torch.device) -> list[float]:
-    """The sums of all ranks' times; what failed on one has failed."""
-    if _group is None:
-        return times
-    from torch import distributed
-
-    on = device if distributed.get_backend(_group) == "nccl" else torch.device("cpu")
-    counts = torch.tensor([len(times), -len(times)], dtype=torch.int64, device=on)
-    distributed.all_reduce(counts, distributed.ReduceOp.MIN, group=_group)
-    if counts[0] != -counts[1]:
-        raise RuntimeError(f"ranks tune other candidates: from {int(counts[0])} to {-int(counts[1])} of them")
-    summed = torch.tensor(times, dtype=torch.float64, device=on)
-    distributed.all_reduce(summed, group=_group)
-    return summed.tolist()
 
 
 @contextmanager
@@ -365,7 +458,7 @@ def autotune(
     tune_mode : bool
         Whether to measure; False only uses choices that are kept.
     cache : str, optional
-        A JSON file, which is read on entry and, if `tune_mode`, written on exit.
+        A JSON file, which is read on entry and, if anything was tuned, written on exit.
     tuning_buckets : iterable of int, optional
         Sizes to tune for, in place of each operation's own.
     round_up : bool, optional
@@ -388,5 +481,5 @@ def autotune(
         try:
             yield
         finally:
-            if cache is not None and tune_mode:
+            if cache is not None and tune_mode and tuner._dirty:
                 tuner.save_configs(cache)

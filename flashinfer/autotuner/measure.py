@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,26 @@ class MeasurementPolicy:
     def __post_init__(self):
         allowed = ", ".join(map(repr, _MODES))
         require(self.execution_mode in _MODES, "execution_mode", repr(self.execution_mode), allowed)
+        require(self.cold_l2 in (None, True, False), "cold_l2", repr(self.cold_l2), "None, True, False")
+
+    @property
+    def use_cuda_graph(self) -> bool | None:
+        """Whether candidates are captured; None leaves it to `autotune(cuda_graph_profile_replays=...)`."""
+        return None if self.execution_mode == "auto" else self.execution_mode == "cuda_graph"
+
+    @property
+    def timer(self) -> str:
+        """What times them: "events" behind a wait of the stream, or "events_no_delay", where host time counts."""
+        return "events_no_delay" if self.execution_mode == "eager" else "events"
+
+    def manifest_fields(self) -> dict[str, str]:
+        """What of the policy tells kept choices apart, by name; what is left to its default is not in it."""
+        fields = {}
+        if self.execution_mode != "auto":
+            fields["measure_execution_mode"] = self.execution_mode
+        if self.cold_l2 is not None:
+            fields["measure_cold_l2"] = str(bool(self.cold_l2))
+        return fields
 
 
 @dataclass(frozen=True)
@@ -129,11 +150,39 @@ def why_different(result: list[torch.Tensor], expected: list[torch.Tensor]) -> s
             if not torch.equal(a, b):
                 return "other integers"
             continue
-        finite = b.isfinite() if b.element_size() > 1 else torch.ones_like(b, dtype=torch.bool)
-        a, b, eps = a.float(), b.float(), torch.finfo(b.dtype).eps
-        if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.isinf(), b.isinf()):
-            return "NaN or infinities at other places"
-        difference, size = (a - b)[finite].norm(), b[finite].norm()
-        if difference > eps**0.5 * size:
-            return f"another result: their difference has {float(difference / size):.2g} of its norm"
+        if why := _why_values_differ(a, b):
+            return why
     return ""
+
+
+# Elements that are compared at a time, as float64.
+_PART = 1 << 22
+
+
+def _why_values_differ(a: torch.Tensor, b: torch.Tensor) -> str:
+    largest = 0.0
+    for x, y in _parts(a, b):
+        finite = y.isfinite()
+        if not torch.equal(x.isfinite(), finite) or not torch.equal(x[~finite].nan_to_num(), y[~finite].nan_to_num()):
+            return "NaN or infinities at other places, or of another sign"
+        largest = max(largest, _largest(x[finite], y[finite]))
+    difference = size = 0.0
+    for x, y in _parts(a, b):
+        finite = y.isfinite()
+        # Scaled, for what float64 came with may overflow when it is squared.
+        x, y = x[finite] / (largest or 1), y[finite] / (largest or 1)
+        difference += float((x - y).square().sum())
+        size += float(y.square().sum())
+    if difference > torch.finfo(b.dtype).eps * size:
+        share = (difference / size) ** 0.5 if size else math.inf
+        return f"another result: their difference has {share:.2g} of its norm"
+    return ""
+
+
+def _parts(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for x, y in zip(a.flatten().split(_PART), b.flatten().split(_PART), strict=True):
+        yield x.double(), y.double()
+
+
+def _largest(*tensors: torch.Tensor) -> float:
+    return max((float(x.abs().max()) for x in tensors if x.numel()), default=0.0)

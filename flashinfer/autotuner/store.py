@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from pathlib import Path
 
 import torch
 
-from flashinfer._core import kernel_cache
+from flashinfer._core import env, kernel_cache, trusted
+from flashinfer._core.cache_folders import __version__
 from flashinfer._core.env import logger
 
 METADATA, RECORDS = "_metadata", "_records"
@@ -27,31 +27,45 @@ def environment(device: torch.device | None = None) -> dict[str, str]:
     }
 
 
+# Bytes of a file of choices that are read at most: 100,000 choices have about 20 MB.
+_MOST = 64 << 20
+
+
 def as_tactic(value):
     """A tactic as JSON gave it back: lists are tuples."""
     return tuple(map(as_tactic, value)) if isinstance(value, list) else value
 
 
+def as_choice(value) -> tuple[str, object] | None:
+    """(runner's class name, tactic) of a file's value; None for what cannot be one.
+
+    A tactic is a number, a string, or a tuple of such. Whether a runner has it, its `get_valid_tactics` says.
+    """
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str):
+        return None
+    tactic = as_tactic(value[1])
+    return (value[0], tactic) if isinstance(tactic, (int, str, tuple)) and _is_plain(tactic) else None
+
+
+def _is_plain(tactic) -> bool:
+    return all(map(_is_plain, tactic)) if isinstance(tactic, tuple) else isinstance(tactic, (int, str))
+
+
 def replace(path: Path, content: dict) -> None:
     """Write JSON and put it in place by a rename, so that readers see the old or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with open(handle, "w") as file:
-            json.dump(content, file, indent=1, sort_keys=True)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with trusted.opened(path.parent) as at:
+        trusted.replace(at, path.name, json.dumps(content, indent=1, sort_keys=True).encode())
 
 
 def read(path: Path) -> dict | None:
-    """A file's content; None, with a warning, for one that is no JSON object."""
+    """A file's content; None, with a warning, for one of another user's and one that is no JSON object."""
     try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
+        content = json.loads(trusted.read(path, _MOST))
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    # Deep nesting is a RecursionError.
+    except (OSError, ValueError, RecursionError, trusted.Distrusted) as error:
         logger.warning("tuned choices in %s are not used: %s", path, error)
         return None
     if not isinstance(content, dict):
@@ -60,16 +74,34 @@ def read(path: Path) -> dict | None:
     return content
 
 
+def records_of(content: dict) -> dict[str, dict]:
+    """What a file holds under names of callers'; what is of another kind is left out."""
+    kept = content.get(RECORDS)
+    return {name: value for name, value in kept.items() if isinstance(value, dict)} if isinstance(kept, dict) else {}
+
+
+def choices_of(content: dict) -> dict[str, tuple[str, object]]:
+    """The choices of a file; what cannot be one is left out."""
+    found = {key: as_choice(value) for key, value in content.items() if not key.startswith("_")}
+    return {key: choice for key, choice in found.items() if choice is not None}
+
+
 def foreign(content: dict) -> str:
     """How the environment that made a file differs from this one; '' if it does not. "*" agrees with all."""
-    made = content.get(METADATA) or {}
-    differing, _ = mismatches(made, environment())
+    made = content.get(METADATA)
+    differing, _ = mismatches(made if isinstance(made, dict) else {}, environment())
     return ", ".join(f"{name} is {here}, there {there}" for name, (there, here) in differing.items())
 
 
-def mismatches(made: dict[str, str], here: dict[str, str]) -> tuple[dict[str, tuple], dict[str, tuple]]:
-    """What differs between two environments, {name: (made, here)}: what choices do not survive, and what they do."""
-    hard = {name: (made.get(name), value) for name, value in here.items() if made.get(name) not in (value, "*")}
+def mismatches(
+    saved_meta: dict[str, str], current_meta: dict[str, str]
+) -> tuple[dict[str, tuple], dict[str, tuple]]:
+    """What differs between two environments, {name: (saved, current)}: what choices do not survive, what they do."""
+    hard = {
+        name: (saved_meta.get(name), value)
+        for name, value in current_meta.items()
+        if saved_meta.get(name) not in (value, "*")
+    }
     return hard, {}
 
 
@@ -83,8 +115,12 @@ class Folder:
     def __init__(self, root: str | os.PathLike | None, policy: dict):
         content = environment() | {"schema": 1} | policy
         name = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-        base = Path(root) if root is not None else kernel_cache.writable_root() / "autotune"
-        self.folder = base / "v2" / name
+        base = Path(root) if root is not None else env.tuned_folder()
+        if base is None:
+            kept = kernel_cache.writable_root()
+            base = None if kept is None else kept / "autotune"
+        # None: there is no folder to write to, and choices last as long as the process.
+        self.folder = None if base is None else base / "v2" / name
         self._manifest = content
         self._known: dict[str, list | None] = {}
 
@@ -94,19 +130,21 @@ class Folder:
     def find(self, key: str):
         """(runner's class name, tactic), or None."""
         if key not in self._known:
-            content = read(self._path(key))
-            whole = content is not None and content.get("key") == key and {"runner", "tactic"} <= content.keys()
-            self._known[key] = (content["runner"], as_tactic(content["tactic"])) if whole else None
+            content = None if self.folder is None else read(self._path(key))
+            whole = content is not None and content.get("key") == key
+            self._known[key] = as_choice([content.get("runner"), content.get("tactic")]) if whole else None
         return self._known[key]
 
     def keep(self, key: str, runner: str, tactic) -> None:
+        self._known[key] = (runner, tactic)
+        if self.folder is None:
+            return
         try:
             if not (self.folder / "manifest.json").exists():
                 replace(self.folder / "manifest.json", self._manifest)
             replace(self._path(key), {"key": key, "runner": runner, "tactic": tactic})
-        except OSError as error:
+        except (OSError, trusted.Distrusted) as error:
             logger.warning("a tuned choice could not be kept in %s: %s", self.folder, error)
-        self._known[key] = (runner, tactic)
 
     def forget(self) -> None:
         """Look at the files again."""

@@ -1,6 +1,7 @@
 """The tuner on runners whose times are made up, and on ones that are measured."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import torch
 
 import flashinfer
 from flashinfer import autotune_cache, autotuner
+from flashinfer._core import kernel_cache
 from flashinfer.autotuner import (
     AutoTuner,
     ConstraintSpec,
@@ -234,6 +236,166 @@ def test_a_folder_of_choices(tuner, tmp_path, caplog):
         MeasurementPolicy("graph")
 
 
+def kept(tuner, tmp_path):
+    """A file with one choice, the key of that choice, and its content."""
+    path = tmp_path / "choices.json"
+    config = TuningConfig()
+    with autotune(cache=str(path)):
+        choose(tuner, config=config)
+    content = json.loads(path.read_text())
+    (key,) = [key for key in content if not key.startswith("_")]
+    assert content[key] == ["Double", 1]
+    tuner.clear_cache()
+    return path, key, content
+
+
+@pytest.mark.parametrize("tactic", [999999, {}, None, float("nan"), [1, None], [4, [5]], "tile", 1.5, [], -2])
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_tactic_that_no_runner_has_is_no_choice(tactic, place, tuner, tmp_path, monkeypatch):
+    config = TuningConfig()
+    if place == "file":
+        path, key, content = kept(tuner, tmp_path)
+        path.write_text(json.dumps(content | {key: ["Double", tactic]}))
+        assert tuner.load_configs(str(path))
+    else:
+        with flashinfer.autotune_v2(cache_root=str(tmp_path)):
+            choose(tuner, config=config)
+        (path,) = tmp_path.rglob("entries/*.json")
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tactic": tactic}))
+        flashinfer.autotune_v2_reload()
+    assert choose(tuner, config=config) == (0, -1)
+    # A key may be known without inputs.
+    assert all(type(found[1]) in (int, str, tuple) for found in tuner._loaded.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content, key: [],
+        lambda content, key: content | {"_metadata": [1]},
+        lambda content, key: content | {key: {"runner": 1}},
+        lambda content, key: content | {key: [1, 2, 3]},
+        lambda content, key: content | {key: [["Double"], 1]},
+        lambda content, key: content | {"_records": 3},
+        lambda content, key: content | {"_records": {"mine": 3}},
+    ],
+)
+def test_file_of_other_types_is_no_error(change, tuner, tmp_path):
+    path, key, content = kept(tuner, tmp_path)
+    path.write_text(json.dumps(change(content, key)))
+    tuner.load_configs(str(path))
+    with autotune(cache=str(path)):
+        assert choose(tuner, config=TuningConfig()) in ((0, -1), (0, 1))
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "\x00", "NaN", '"text"'])
+def test_file_that_is_no_object_is_no_error(content, tuner, tmp_path, caplog):
+    path = tmp_path / "choices.json"
+    path.write_text(content)
+    assert not tuner.load_configs(str(path)) and "not used" in caplog.text
+
+
+def test_file_of_another_user_or_huge_is_not_read(tuner, tmp_path, monkeypatch, caplog):
+    path, _, _ = kept(tuner, tmp_path)
+    uid = os.getuid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: uid + 1)
+        assert not tuner.load_configs(str(path)) and "belongs to user" in caplog.text
+    path.chmod(0o666)
+    assert not tuner.load_configs(str(path)) and "can be written by users" in caplog.text
+    path.chmod(0o644)
+    assert tuner.load_configs(str(path))
+    os.truncate(path, 8 << 30)
+    assert not tuner.load_configs(str(path)) and "more than" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["folder", "under a file"])
+def test_result_that_cannot_be_written_costs_a_warning(place, tuner, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    path = tmp_path if place == "folder" else tmp_path / "file" / "choices.json"
+    with autotune(cache=str(path)):
+        assert choose(tuner) == (0, 1)
+    assert "could not be saved" in caplog.text and tuner._dirty
+    assert choose(tuner) == (0, 1)
+
+
+def test_dirty_says_whether_there_is_something_to_save(tuner, tmp_path):
+    assert tuner._dirty is False
+    with autotune():
+        choose(tuner)
+    assert tuner._dirty is True
+    tuner.save_configs(str(tmp_path / "choices.json"))
+    assert tuner._dirty is False
+    tuner.publish_namespaced_records("mine", {"a": 1})
+    assert tuner._dirty is True
+    tuner.clear_cache()
+    assert tuner._dirty is False
+
+
+def test_records_are_replaced_and_are_plain(tuner):
+    given = {"a": [1]}
+    tuner.publish_namespaced_records("mine", given)
+    given["a"].append(2)
+    tuner.get_namespaced_records("mine")["a"].append(3)
+    assert tuner.get_namespaced_records("mine") == {"a": [1]}
+    tuner.publish_namespaced_records("mine", {"b": 1})
+    assert tuner.get_namespaced_records("mine") == {"b": 1}
+    for bad in ("", "_metadata", None):
+        with pytest.raises(ValueError, match="^namespace: got"):
+            tuner.publish_namespaced_records(bad, {})
+    for bad in ([], {"a": object()}):
+        with pytest.raises(TypeError):
+            tuner.publish_namespaced_records("mine", bad)
+
+
+def test_tactics_are_ranked(tuner):
+    runner, config = Double(), TuningConfig()
+    assert tuner.rank_tactics("double", [runner], config, inputs_of(5), 3) == [-1]
+    with autotune():
+        assert tuner.rank_tactics("double", [runner], config, inputs_of(5), 3) == [1, (4, 5), 0]
+        count = len(runner.calls)
+        # Kept, and what choose_one gives.
+        assert tuner.rank_tactics("double", [runner], config, inputs_of(5), 9) == [1, (4, 5), 0, -1]
+        assert len(runner.calls) == count
+    assert tuner.rank_tactics("double", [runner], config, inputs_of(5), 3) == [1]
+    assert choose(tuner, runners=[runner], config=config) == (0, 1)
+    with pytest.raises(ValueError, match="^k: got 0"):
+        tuner.rank_tactics("double", [runner], config, inputs_of(5), 0)
+    with pytest.raises(ValueError, match="^runners: got 2"):
+        tuner.rank_tactics("double", [runner, runner], config, inputs_of(5), 2)
+
+
+def test_a_tactic_is_profiled_over_the_callers_inputs(tuner, monkeypatch):
+    monkeypatch.undo()
+    runner, timed = Double(), AutoTuner(warmup=0, repeat=2)
+    took = timed.profile_tactic(runner, inputs_of(4), 1, TuningConfig(), [inputs_of(n) for n in (5, 6)])
+    assert took > 0 and [call[0][0] for call in runner.calls] == [5, 6] * 2
+
+
+def test_policy_says_what_follows_from_it():
+    found = [(p.use_cuda_graph, p.timer) for p in map(MeasurementPolicy, ("auto", "cuda_graph", "eager"))]
+    assert found == [(None, "events"), (True, "events"), (False, "events_no_delay")]
+    assert MeasurementPolicy().manifest_fields() == {}
+    fields = MeasurementPolicy("eager", False).manifest_fields()
+    assert fields == {"measure_execution_mode": "eager", "measure_cold_l2": "False"}
+
+
+def test_folder_of_choices_by_variable(tuner, tmp_path, monkeypatch):
+    for name in ("FLASHINFER_AUTOTUNE_DIR", "FLASHINFER_AUTOTUNE_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        with flashinfer.autotune_v2():
+            choose(tuner)
+        tuner.clear_cache()
+        assert len(list((tmp_path / name).rglob("entries/*.json"))) == 3
+
+
+def test_no_folder_to_write_to(tuner, monkeypatch):
+    monkeypatch.setattr(kernel_cache, "writable_root", lambda: None)
+    with flashinfer.autotune_v2():
+        assert choose(tuner) == (0, 1)
+    assert choose(tuner) == (0, 1)
+
+
 def test_reload_reads_what_others_wrote(tuner, tmp_path, monkeypatch):
     with flashinfer.autotune_v2(cache_root=str(tmp_path)):
         choose(tuner)
@@ -266,6 +428,33 @@ def test_same_results():
     assert "NaN" in measure.why_different([x.clone().fill_(torch.nan)], [x])
     inf = torch.tensor([1.0, torch.inf])
     assert measure.why_different([inf], [inf.clone()]) == ""
+
+
+NARROW = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_values_that_are_not_finite_are_compared(dtype):
+    x = torch.tensor([1.0, 2.0, torch.nan, 3.0]).to(dtype)
+    same = x.clone()
+    assert measure.why_different([same], [x]) == ""
+    # NaN elsewhere, none, and another number beside the same NaN.
+    for values in ([1.0, torch.nan, 2.0, 3.0], [1.0, 2.0, 2.0, 3.0], [1.0, 2.0, torch.nan, -3.0]):
+        assert measure.why_different([torch.tensor(values).to(dtype)], [x])
+    if dtype != torch.float8_e4m3fn:
+        up, down = (torch.tensor([1.0, sign * torch.inf]).to(dtype) for sign in (1, -1))
+        assert measure.why_different([up], [up.clone()]) == "" and "sign" in measure.why_different([up], [down])
+
+
+@pytest.mark.parametrize("dtype", NARROW[2:], ids=str)
+def test_norms_of_the_largest_values_do_not_overflow(dtype):
+    x = torch.full((64,), torch.finfo(dtype).max / 2, dtype=dtype)
+    assert measure.why_different([x.clone()], [x]) == ""
+    for other in (-x, x / 2, torch.zeros_like(x)):
+        assert "norm" in measure.why_different([other], [x])
+    tiny = torch.full((64,), torch.finfo(dtype).tiny, dtype=dtype)
+    assert "norm" in measure.why_different([tiny * 2], [tiny]) and measure.why_different([tiny], [tiny.clone()]) == ""
+    assert measure.why_different([x[:0]], [x[:0]]) == "" and "norm" in measure.why_different([x], [torch.zeros_like(x)])
 
 
 def test_time_is_measured():
