@@ -201,7 +201,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             require(tuple(block_mask.shape) == shape, "block_mask", tuple(block_mask.shape), str(shape))
             block_mask = block_mask.to("cpu", torch.bool)
         if self._per_head:
-            sizes = (torch.full((num_kv_heads, n), each) for n, each in ((M // R, R), (N // C, C)))
+            sizes = (torch.full((num_kv_heads, n), each, dtype=torch.int64, device="cpu") for n, each in ((M // R, R), (N // C, C)))
             blocks = per_head_blocks(block_mask, *sizes, num_qo_heads // num_kv_heads, self.device)
             asked = options("paged", num_qo_heads // num_kv_heads, 1, head_dim, head_dim, blocks.page_size, **common)
             return self._plan(asked, blocks, causal)
@@ -263,11 +263,12 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         given = (planned if now is None else now for planned, now in zip(self._scales, (scale_q, scale_k, scale_v)))
         call = dict(zip(("q_scale", "k_scale", "v_scale"), given), return_lse=return_lse, params=self._params)
         if self._per_head:
+            call["return_lse"] = return_lse or lse is not None
             of_heads = [x.transpose(0, 1) for x in (q, k, v)]
             result = _run_per_head(batch, *of_heads, self._blocks.page_size, self._kv_heads, call)
-            out_of_heads, lse_of_heads = result if return_lse else (result, None)
-            out = _filled(out, "out", out_of_heads.transpose(0, 1))
-            return (out, _filled(lse, "lse", lse_of_heads.transpose(0, 1))) if return_lse else out
+            out = _filled(out, "out", result[0].transpose(0, 1))
+            lse = _filled(lse, "lse", result[1].transpose(0, 1)) if call["return_lse"] else None
+            return (out, lse) if return_lse else out
         pages = k.unflatten(0, (-1, self._blocks.page_size)), v.unflatten(0, (-1, self._blocks.page_size))
         return batch.run(q, pages, _as_they_are, out=out, lse=lse, **call)
 
@@ -415,11 +416,11 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         for name, x in (("k", k), ("v", v)):
             fits = x.dim() == 3 and x.shape[1] == n
             require(fits, name, tuple(x.shape), f"[num_kv_heads, {n}, head_dim], as planned")
-        call = dict(return_lse=return_lse, params=self._params)
-        result = _run_per_head(batch, q, k, v, self._blocks.page_size, self._kv_heads, call, out)
-        result, result_lse = result if return_lse else (result, None)
+        call = dict(return_lse=return_lse or lse is not None, params=self._params)
+        result, result_lse = _run_per_head(batch, q, k, v, self._blocks.page_size, self._kv_heads, call, out)
         out = result if out is None or result is out else _filled(out, "out", result)
-        return (out, _filled(lse, "lse", result_lse)) if return_lse else out
+        lse = _filled(lse, "lse", result_lse) if call["return_lse"] else None
+        return (out, lse) if return_lse else out
 
     def forward(
         self,
@@ -439,7 +440,8 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
 
 
 def _run_per_head(batch: Batch, q, k, v, page_size: int, kv_heads: int, call: dict, out=None):
-    """Attention of q [num_qo_heads, M, dim] where each KV head has its own map; out and lse are laid out as q is.
+    """Attention of q [num_qo_heads, M, dim] where each KV head has its own map; out and lse are laid out as q is. None
+    in the place of lse without call["return_lse"].
 
     It writes to `out` if rows of that are a view as the core takes them, else to a new tensor.
     """
@@ -455,7 +457,7 @@ def _run_per_head(batch: Batch, q, k, v, page_size: int, kv_heads: int, call: di
     view = as_rows(q.contiguous(), kv_heads) if view is None else view
     pages = as_pages(k, page_size), as_pages(v, page_size)
     result = batch.run(view, pages, _as_they_are, out=as_rows(out, kv_heads), **call)
-    return (out, per_head_lse(result[1], kv_heads, rows)) if call["return_lse"] else out
+    return out, per_head_lse(result[1], kv_heads, rows) if call["return_lse"] else None
 
 
 def _filled(given: torch.Tensor | None, name: str, result: torch.Tensor) -> torch.Tensor:

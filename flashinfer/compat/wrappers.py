@@ -62,7 +62,7 @@ class PlannedNames:
     @cached_property
     def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
         """Handed through by engines; there is nothing to stage in it."""
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _MaskedNames(PlannedNames):

@@ -367,7 +367,7 @@ class PagedKVCache:
         for size in (n + 1, int(count.sum()), n, n, n + 1, rows, rows):
             parts.append(slice(total, total + size))
             total += -(-size // 32) * 32
-        host = torch.empty(total, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        host = torch.empty(total, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda")
         buffer = host.numpy()
         kv_indptr, kv_indices, last, seq_lens, qo_indptr, batch_indices, positions = (buffer[part] for part in parts)
         kv_indptr[0] = qo_indptr[0] = 0

@@ -177,7 +177,7 @@ class Batch:
 
     def call(self, q: torch.Tensor, kv, views, out, lse, numbers: tuple, *, sinks=None, params=None, k_factors=None,
              v_factors=None):  # fmt: skip
-        """Attention of `q`. Returns out, or (out, lse).
+        """Attention of `q`. Returns out, or (out, lse) with return_lse; those given are written and returned.
 
         `kv` is the cache as the caller has it, one tensor or a pair, and `views(kv)` gives k and v as `Inputs` takes
         them. `numbers` are return_lse, q_scale, k_scale, v_scale and window_left. Calls that are alike in all a kernel
@@ -208,31 +208,31 @@ class Batch:
         if out is None:
             out = torch.empty_like(q) if held.like_q else self._new_out(q)
             out_at = out.data_ptr()
-        if not numbers[0]:
-            held.launch(q_at, k_at, v_at + held.v_offset, out_at, 0, self._pages_at)
-            return out
         if lse is None:
+            if not numbers[0]:
+                held.launch(q_at, k_at, v_at + held.v_offset, out_at, 0, self._pages_at)
+                return out
             lse = self._new_lse(q)
         held.launch(q_at, k_at, v_at + held.v_offset, out_at, lse.data_ptr(), self._pages_at)
-        return out, lse
+        return (out, lse) if numbers[0] else out
 
     def _run_anew(self, q, k, v, out, lse, return_lse: bool, call: Call, alike: tuple):
         """The first call of its kind: checked, bound to a kernel, and its launch held for those that follow."""
         self._check(q, k, v)
         scalars, qk_scale, v_scale = self._scales(call)
         sinks = self._sinks(call.sinks)
-        params = self._params(call, return_lse)
+        # One that is given is written, whether it is to be returned or not.
+        wants_lse = return_lse or lse is not None
+        params = self._params(call, wants_lse)
         factors = self._factors(call, k, v)
         out = self._new_out(q) if out is None else self._given(out, "out", (*q.shape[:2], self.options.head_dim_vo))
-        if not return_lse:
-            lse = None
-        else:
+        if wants_lse:
             lse = self._new_lse(q) if lse is None else self._given(lse, "lse", q.shape[:2])
         if not self.limits.known:
             self.limits = Limits(self.table.batch_size, q.shape[0], k.shape[0] * max(self.options.page_size, 1))
         matrix = all(as_matrix(t, bool(self.options.page_size)) for t in (k, v))
         kernel, choice = self.kind.bind(
-            return_lse, sinks is not None, qk_scale is not None, is_aligned(q, k, v, out) and _aligned(factors), matrix,
+            wants_lse, sinks is not None, qk_scale is not None, is_aligned(q, k, v, out) and _aligned(factors), matrix,
             scalars.window_left >= 0,
         )  # fmt: skip
         schedule = self._schedule_of(choice)
@@ -336,14 +336,14 @@ class Batch:
         require(sinks.device == self.device, "sinks", f"a tensor on {sinks.device}", str(self.device))
         return sinks.float().contiguous()
 
-    def _params(self, call: Call, return_lse: bool) -> tuple:
+    def _params(self, call: Call, wants_lse: bool) -> tuple:
         """What the planned variant's functions are given. Checks what cannot go with it."""
         variant = self.options.variant
         if variant is None:
             require(not call.params, "params", list(call.params or ()), "None: no variant was planned")
             return ()
         if not variant.use_softmax:
-            require(not return_lse, "return_lse", True, "False: without a softmax (use_softmax) there is no LSE")
+            require(not wants_lse, "return_lse", True, "False: without a softmax (use_softmax) there is no LSE")
             require(call.sinks is None, "sinks", "a tensor", "None: without a softmax (use_softmax) there is no sink")
         if variant.owns_mask:
             require(call.window_left in (None, -1), "window_left", call.window_left, "-1: the variant owns the mask")
@@ -392,7 +392,7 @@ class Batch:
         )
         if not vectors:
             return scalars, None, None
-        one = torch.ones(self.options.num_qo_heads, device=self.device)
+        one = torch.ones(self.options.num_qo_heads, dtype=torch.float32, device=self.device)
         qk = vectors.get("q_scale", one) * vectors.get("k_scale", one)
         return scalars, qk.contiguous(), vectors.get("v_scale", one).contiguous()
 

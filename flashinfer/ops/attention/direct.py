@@ -81,7 +81,7 @@ def _batch_of(kind: Kind) -> Batch:
 @lru_cache(maxsize=64)
 def _slopes(num_heads: int, device: torch.device) -> torch.Tensor:
     # From the host: this waits until they are there, so that work on any stream finds them.
-    return torch.tensor(alibi_slopes(num_heads), device=device)
+    return torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device=device)
 
 
 def block_table(tables: torch.Tensor, kv_lens: torch.Tensor, **queries) -> Table:

@@ -33,7 +33,7 @@ def pack(mask: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     """
     indptr = packed_indptr(bits)
     starts = torch.cumsum(bits.long(), 0) - bits.long()
-    number = torch.arange(mask.shape[0], device=mask.device)
+    number = torch.arange(mask.shape[0], dtype=torch.int64, device=mask.device)
     # Where each element's request starts: searchsorted takes the last start that is <= it, past empty requests.
     request = torch.searchsorted(starts, number, right=True) - 1
     within = number - starts[request]
@@ -70,8 +70,8 @@ def multi_item(
     masks = []
     for i, (q_len, kv_len, prefix) in enumerate(zip(q_lens, kv_lens, prefix_lens)):
         within = positions[i * most : (i + 1) * most].long()
-        row = torch.arange(kv_len - q_len, kv_len, device=positions.device)[:, None]
-        key = torch.arange(kv_len, device=positions.device)[None, :]
+        row = torch.arange(kv_len - q_len, kv_len, dtype=torch.int64, device=positions.device)[:, None]
+        key = torch.arange(kv_len, dtype=torch.int64, device=positions.device)[None, :]
         after = (row - prefix).clamp(min=0)
         item_start = row - within[after.clamp(max=max(most - 1, 0))] if most else row
         seen = (key < prefix) | (key >= item_start) | (row < prefix)

@@ -88,21 +88,22 @@ def per_head_blocks(
     device : torch.device
     """
     kv_heads, block_rows = row_sizes.shape
+    on_host = dict(dtype=torch.int64, device="cpu")
     qo_len, kv_len = int(row_sizes[0].sum()), int(column_sizes[0].sum())
     # Pages as large as lets every block begin on one.
     divisor = math.gcd(*column_sizes.flatten().tolist()) or 1
     boxed = math.gcd(divisor, 128)
     page_size = boxed if boxed >= 16 else divisor
     pages = column_sizes // page_size
-    first_page = pages.cumsum(1) - pages + torch.arange(kv_heads)[:, None] * (kv_len // page_size)
+    first_page = pages.cumsum(1) - pages + torch.arange(kv_heads, **on_host)[:, None] * (kv_len // page_size)
     head, row, column = chosen.nonzero(as_tuple=True)
     counts, starts = pages[head, column], first_page[head, column]
     ends = counts.cumsum(0)
-    within = torch.arange(int(ends[-1]) if len(ends) else 0) - (ends - counts).repeat_interleave(counts)
+    within = torch.arange(int(ends[-1]) if len(ends) else 0, **on_host) - (ends - counts).repeat_interleave(counts)
     indices = starts.repeat_interleave(counts) + within
-    of_row = torch.zeros(kv_heads * block_rows, dtype=torch.int64).index_add_(0, head * block_rows + row, counts)
+    of_row = torch.zeros(kv_heads * block_rows, **on_host).index_add_(0, head * block_rows + row, counts)
     first_query = row_sizes.cumsum(1) - row_sizes
-    heads = torch.arange(kv_heads)[:, None]
+    heads = torch.arange(kv_heads, **on_host)[:, None]
     on_device = lambda x: x.flatten().to(torch.int32).to(device)
     indptr = on_device(torch.nn.functional.pad(of_row.cumsum(0), (1, 0)))
     q_lens, indices = on_device(row_sizes), on_device(indices)

@@ -60,9 +60,7 @@ def run(wrapper, q, kv, out, lse, numbers: tuple, *, params=None, **others):
     if out is None:
         shape = q.shape[0], options.num_qo_heads, options.head_dim_vo
         out = torch.empty(shape, dtype=options.o_dtype, device=q.device)
-    if not return_lse:
-        lse = None
-    elif lse is None:
+    if return_lse and lse is None:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     given = {name: value for name, value in others.items() if value is not None}
     given.update((f"params.{name}", value) for name, value in (params or {}).items())

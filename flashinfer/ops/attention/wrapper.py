@@ -362,7 +362,7 @@ class AttentionWrapper(Replaceable):
         key = options.num_qo_heads, stream
         if key not in self._alibi:
             require(not self._capturing, "pos_encoding_mode", "ALIBI in a captured stream", "a plan before the capture")
-            slopes = torch.tensor(alibi_slopes(options.num_qo_heads))
+            slopes = torch.tensor(alibi_slopes(options.num_qo_heads), dtype=torch.float32, device="cpu")
             self._alibi[key] = slopes.to(self.device, non_blocking=True)
         return self._alibi[key]
 
