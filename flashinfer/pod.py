@@ -174,7 +174,9 @@ class PODWithPagedKVCacheWrapper:
 
 def q_scale_of(scale, q: torch.Tensor) -> torch.Tensor | None:
     """A scale of q as a tensor, as single_prefill_with_kv_cache takes it."""
-    return scale if scale is None or isinstance(scale, torch.Tensor) else torch.tensor([float(scale)], dtype=torch.float32, device="cpu")
+    if scale is None or isinstance(scale, torch.Tensor):
+        return scale
+    return torch.tensor([float(scale)], dtype=torch.float32, device="cpu")
 
 
 class _MixedPrefillWrapper(BatchPrefillWithPagedKVCacheWrapper):

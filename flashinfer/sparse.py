@@ -201,7 +201,8 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             require(tuple(block_mask.shape) == shape, "block_mask", tuple(block_mask.shape), str(shape))
             block_mask = block_mask.to("cpu", torch.bool)
         if self._per_head:
-            sizes = (torch.full((num_kv_heads, n), each, dtype=torch.int64, device="cpu") for n, each in ((M // R, R), (N // C, C)))
+            of_blocks = ((num_kv_heads, M // R), R), ((num_kv_heads, N // C), C)
+            sizes = (torch.full(shape, each, dtype=torch.int64, device="cpu") for shape, each in of_blocks)
             blocks = per_head_blocks(block_mask, *sizes, num_qo_heads // num_kv_heads, self.device)
             asked = options("paged", num_qo_heads // num_kv_heads, 1, head_dim, head_dim, blocks.page_size, **common)
             return self._plan(asked, blocks, causal)

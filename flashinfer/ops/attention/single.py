@@ -38,7 +38,8 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
     kind = kind_of(asked, tile_rows(q.shape[0], asked.group), table.mask is not None, q.device, backend)
     slopes = None
     if asked.pos_encoding_mode == "ALIBI":
-        slopes = torch.tensor(alibi_slopes(asked.num_qo_heads), dtype=torch.float32, device="cpu").to(q.device, non_blocking=True)
+        slopes = torch.tensor(alibi_slopes(asked.num_qo_heads), dtype=torch.float32, device="cpu")
+        slopes = slopes.to(q.device, non_blocking=True)
     scratch = partial(torch.empty, dtype=torch.uint8, device=q.device)
     batch = Batch(kind, scratch, slopes, env.DEBUG.is_on())
     batch.fill(request, table, limits_of(request, table))
