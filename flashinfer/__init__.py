@@ -35,6 +35,8 @@ _ROOT_NAMES = {
         "fast_decode_plan",
         "single_decode_with_kv_cache",
     ),
+    "gdn_decode": (),
+    "gdn_kernels": (),
     "gemm": (
         "SegmentGEMMWrapper",
         "bmm_bf16",

@@ -24,6 +24,7 @@ _ROOMS = (
     "gemm.dense",
     "gemm.blockscaled",
     "gemm.grouped",
+    "recurrent.delta",
     "comm.allreduce_fusion",
     "comm.alltoall",
 )

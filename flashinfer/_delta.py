@@ -1,0 +1,165 @@
+"""What the public forms of the delta rule share: checks of their arguments, and the problem that they are."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer.ops.recurrent import delta as room
+from flashinfer.ops.recurrent.delta.operands import Gates, Kept, Norm, Pool, Tokens
+from flashinfer.ops.recurrent.layouts import state_layout, whole_rows
+
+INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+STATES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+INDICES = (torch.int32, torch.int64)
+# Upstream's names promise a result, and any variant of ours gives it; our own names pin a variant.
+_OURS = ("portable", "reference", "sm90", "sm100", "sm120")
+
+
+def variant_for(backend: str | None, *upstream: str) -> str:
+    """The backend for an Op, of a name that upstream allows in this place or of our own."""
+    allowed = ("auto", *upstream, *_OURS)
+    require(backend is None or backend in allowed, "backend", repr(backend), ", ".join(allowed))
+    return backend if backend in _OURS else "auto"
+
+
+def require_dtype(name: str, x: torch.Tensor | None, allowed: tuple) -> None:
+    if x is not None:
+        require(x.dtype in allowed, name, f"dtype {x.dtype}", ", ".join(map(str, allowed)))
+
+
+def require_shape(name: str, x: torch.Tensor | None, *shape: int | None) -> None:
+    """Shape equals `shape`, in which None is any size."""
+    if x is None:
+        return
+    fits = x.dim() == len(shape) and all(want is None or want == size for want, size in zip(shape, x.shape))
+    wanted = ", ".join("any" if want is None else str(want) for want in shape)
+    require(fits, name, f"shape {tuple(x.shape)}", f"[{wanted}]")
+
+
+def require_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dim: int) -> int:
+    """The heads of the state: one of the counts is the largest, and a multiple of the others."""
+    counts = {"q": q.shape[dim], "k": k.shape[dim], "v": v.shape[dim]}
+    heads = max(counts.values())
+    for name, count in counts.items():
+        require(count > 0 and heads % count == 0, name, f"{count} heads", f"a divisor of {heads}, the most heads of all")
+    require(counts["k"] in (counts["q"], counts["v"]), "k", f"{counts['k']} heads",
+            f"the {counts['q']} of q or the {counts['v']} of v")  # fmt: skip
+    return heads
+
+
+def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x with a last stride of 1: itself, or a copy."""
+    return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def default_scale(scale: float | None, key_dim: int) -> float:
+    return 1 / math.sqrt(key_dim) if scale is None else float(scale)
+
+
+def scale_or_unset(scale: float | None, key_dim: int) -> float:
+    """As upstream's prefill has it: 0 is no scale given."""
+    return default_scale(scale or None, key_dim)
+
+
+def output_like(output: torch.Tensor | None, shape: tuple, dtype: torch.dtype, device) -> torch.Tensor:
+    if output is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    require_shape("output", output, *shape)
+    require_dtype("output", output, INPUTS)
+    return output
+
+
+def _one_index_type(pool: Pool, tokens: Tokens):
+    """All tables of slots, and the offsets, in one integer type."""
+    tables = {name: getattr(pool, name) for name in ("read", "accepted", "write", "stop", "rows")} | {"offsets": tokens.offsets}
+    given = {name: x for name, x in tables.items() if x is not None}
+    for name, x in given.items():
+        require_dtype(name, x, INDICES)
+    dtype = torch.int64 if any(x.dtype == torch.int64 for x in given.values()) else torch.int32
+    given = {name: x.to(dtype) for name, x in given.items()}
+    # Tables of one entry a sequence are read one after another.
+    for name in ("accepted", "write", "stop", "offsets"):
+        if name in given:
+            given[name] = given[name].contiguous()
+    offsets = given.pop("offsets", None)
+    return pool._replace(**given), tokens._replace(offsets=offsets), dtype
+
+
+def run_step(
+    tokens: Tokens,
+    gates: Gates,
+    pool: Pool,
+    out: torch.Tensor,
+    scale: float,
+    *,
+    gate: str,
+    beta: str,
+    normalize: bool,
+    final: bool,
+    backend: str = "auto",
+    keep: str = "",
+    kept: Kept | None = None,
+    norm: Norm | None = None,
+    parents: torch.Tensor | None = None,
+) -> None:
+    """Run tokens one after another; the arguments are those of the room's operands, checked."""
+    device = same_device(q=tokens.q, k=tokens.k, v=tokens.v, gate=tokens.gate, beta=tokens.beta, A_log=gates.a_log,
+                         dt_bias=gates.bias, state=pool.source, output_state=pool.state, indices=pool.read,
+                         output_state_indices=pool.write, accepted_steps=pool.stop, num_accepted_tokens=pool.accepted, output=out,
+                         ssm_state_indices=pool.rows, intermediate_states_buffer=pool.each, cu_seqlens=tokens.offsets,
+                         parents=parents, **({} if kept is None else {"cache of values": kept.v, "cache of keys": kept.k}))  # fmt: skip
+    channels = tokens.gate is not None and tokens.gate.dim() == 4
+    q, k, v = (rows_of(x) for x in (tokens.q, tokens.k, tokens.v))
+    tokens = tokens._replace(q=q, k=k, v=v, gate=rows_of(tokens.gate) if channels else tokens.gate)
+    if gates.a_log is not None:
+        gates = gates._replace(a_log=gates.a_log.float().contiguous())
+    if gates.bias is not None:
+        gates = gates._replace(bias=gates.bias.contiguous())
+    norm = None if norm is None else norm._replace(gate=rows_of(norm.gate), weight=norm.weight.float().contiguous())
+    pool, tokens, index = _one_index_type(pool, tokens)
+    result = out if out.stride(-1) == 1 or out.shape[-1] == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    written = pool.state if final or pool.rows is not None else pool.each
+    layout = state_layout(pool.source, pool.state)
+    rows = (q, k, v, tokens.gate if channels else None, pool.source, pool.state, pool.each, result)
+    problem = room.Step(
+        key_dim=k.shape[3],
+        value_dim=v.shape[3],
+        dtype=dtype_name(k.dtype),
+        out_dtype=dtype_name(out.dtype),
+        gate=gate if tokens.gate is not None else "",
+        channels=channels,
+        gate_dtype=_name(tokens.gate),
+        bias_dtype=_name(gates.bias),
+        beta=beta if tokens.beta is not None else "",
+        beta_dtype=_name(tokens.beta),
+        source_dtype=_name(pool.source),
+        state_dtype=_name(written),
+        layout=layout,
+        index=dtype_name(index),
+        packed=tokens.offsets is not None,
+        single=tokens.offsets is None and k.shape[1] == 1,
+        normalize=bool(normalize),
+        each="buffer" if pool.each is not None else "pool" if pool.rows is not None else "",
+        final=final,
+        keep=keep,
+        kept_dtype="" if kept is None else dtype_name(kept.k.dtype),
+        norm=norm is not None,
+        tree=parents is not None,
+        read=pool.read is not None,
+        accepted=pool.accepted is not None,
+        write=pool.write is not None,
+        stop=pool.stop is not None,
+        aligned=bool(layout) and whole_rows(*rows, None if norm is None else norm.gate),
+    )
+    if tokens.sequences and (out.numel() or pool.state is not None) or tokens.offsets is not None:
+        parents = None if parents is None else parents.to(torch.int32).contiguous()
+        room.delta_step(problem, device, backend).run(tokens, gates, pool, result, scale, kept, norm, parents)
+    if result is not out:
+        out.copy_(result)
+
+
+def _name(x: torch.Tensor | None) -> str:
+    return "" if x is None else dtype_name(x.dtype)

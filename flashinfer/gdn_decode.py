@@ -1,0 +1,445 @@
+"""Gated delta rule, token by token: decode, verification of drafts, and the commit of what was accepted."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer._delta import (
+    INDICES,
+    INPUTS,
+    STATES,
+    default_scale,
+    output_like,
+    require_dtype,
+    require_heads,
+    require_shape,
+    run_step,
+    variant_for,
+)
+from flashinfer.ops.recurrent import delta as room
+from flashinfer.ops.recurrent.delta.operands import Accepted, Gates, Kept, Pool, Tokens, Window
+
+__all__ = [
+    "gated_delta_rule_decode",
+    "gated_delta_rule_decode_pretranspose",
+    "gated_delta_rule_mtp",
+    "gated_delta_rule_replayssm_commit",
+    "ugpu_state_pool",
+]
+
+_UPSTREAM = ("flashinfer", "cake_gdn", "rubin")
+MOST_TREE_TOKENS = 64
+
+
+def gated_delta_rule_decode_pretranspose(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: torch.Tensor | None,
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    b: torch.Tensor,
+    scale: float | None = None,
+    output: torch.Tensor | None = None,
+    use_qk_l2norm: bool = True,
+    initial_state: torch.Tensor | None = None,
+    initial_state_indices: torch.Tensor | None = None,
+    output_state_indices: torch.Tensor | None = None,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    disable_state_update: bool = False,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next tokens of each sequence through a gated delta rule whose states are stored K last.
+
+    Per head, with decay exp(-exp(A_log) softplus(a + dt_bias)) and beta = sigmoid(b):
+    ``S = decay S; S += beta (v - S k) k^T; out = scale S q``.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor
+        [batch, T, query heads, K]; bfloat16, float16 or float32. K up to 256 on a GPU.
+    v : torch.Tensor
+        [batch, T, heads, V] of that dtype; heads is a multiple of the query heads.
+    state : torch.Tensor, optional
+        [batch, heads, V, K]; float32, bfloat16, float16, float8_e4m3fn or float8_e5m2, any strides. Updated in place.
+        None where there is an `initial_state`.
+    A_log : torch.Tensor
+        [heads].
+    a, b : torch.Tensor
+        [batch, T, heads]: the raw decay and the raw beta.
+    dt_bias : torch.Tensor
+        [heads].
+    scale : float, optional
+        Of the output; 1 / sqrt(K) if not given.
+    output : torch.Tensor, optional
+        [batch, T, heads, V]; receives the result.
+    use_qk_l2norm : bool
+        q and k are divided by sqrt(sum of squares + 1e-6) first.
+    initial_state : torch.Tensor, optional
+        A pool [slots, heads, V, K] in place of `state`.
+    initial_state_indices : torch.Tensor, optional
+        [batch], int32 or int64: the slot of each sequence. A negative one is padding: nothing is read or written, and
+        the output is 0. Slots that are written have to differ.
+    output_state_indices : torch.Tensor, optional
+        [batch]: the slots that are written, if not those that were read. Nothing is written for a negative one.
+    intermediate_states_buffer : torch.Tensor, optional
+        [batch or more, T or more, heads, V, K] of the state's dtype, T > 1: receives the state after every token, in
+        place of the pool, which then stays as it is.
+    disable_state_update : bool
+        T > 1: states are read only.
+    backend : str
+        "auto", "flashinfer", "cake_gdn", "rubin" (all of which are ours), "portable" or "reference".
+
+    Returns
+    -------
+    (torch.Tensor, torch.Tensor)
+        `output`, or a new tensor in the dtype of q, and the states.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or combination other than the above.
+
+    References
+    ----------
+    Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, https://arxiv.org/abs/2412.06464
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = torch.randn(3, 2, 1, 4, 64).unbind(0)
+    >>> state, per_head = torch.zeros(2, 4, 64, 64), torch.zeros(2, 1, 4)
+    >>> out, state = flashinfer.gdn_decode.gated_delta_rule_decode_pretranspose(
+    ...     q, k, v, state, torch.zeros(4), per_head, torch.zeros(4), per_head)
+    >>> out.shape
+    torch.Size([2, 1, 4, 64])
+    """
+    tokens = q.shape[1] if q.dim() == 4 else 0
+    pooled = initial_state is not None
+    require(pooled or state is not None, "state", None, "a tensor where initial_state is None")
+    require(not (pooled and state is not None), "state", "a tensor", "None where initial_state is given")
+    require(pooled == (initial_state_indices is not None), "initial_state_indices",
+            "None" if initial_state_indices is None else "a tensor", "given if and only if initial_state is")  # fmt: skip
+    require(pooled or output_state_indices is None, "output_state_indices", "a tensor", "None without initial_state")
+    require(tokens > 1 or intermediate_states_buffer is None, "intermediate_states_buffer", "a tensor", "None for T = 1")
+    require(tokens > 1 or not disable_state_update, "disable_state_update", True, "False for T = 1")
+    states = initial_state if pooled else state
+    pool = Pool(states, states, initial_state_indices, write=output_state_indices, each=intermediate_states_buffer)
+    final = not disable_state_update and intermediate_states_buffer is None
+    backend = variant_for(backend, *_UPSTREAM)
+    out = decode_tokens(q, k, v, (A_log, a, dt_bias, b), pool, scale, output, use_qk_l2norm, final, backend)
+    return out, states
+
+
+def gated_delta_rule_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    state: torch.Tensor,
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    b: torch.Tensor,
+    scale: float | None = None,
+    output: torch.Tensor | None = None,
+    use_qk_l2norm: bool = True,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next token of each sequence through a gated delta rule whose states are stored V last: [batch, heads, K, V].
+
+    The other parameters, the result, errors and source are those of `gated_delta_rule_decode_pretranspose` with T = 1.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = torch.randn(3, 2, 1, 4, 64).unbind(0)
+    >>> state, per_head = torch.zeros(2, 4, 64, 64), torch.zeros(2, 1, 4)
+    >>> out, state = flashinfer.gdn_decode.gated_delta_rule_decode(
+    ...     q, k, v, state, torch.zeros(4), per_head, torch.zeros(4), per_head)
+    >>> out.shape
+    torch.Size([2, 1, 4, 64])
+    """
+    require(q.dim() != 4 or q.shape[1] == 1, "q", f"{q.shape[1] if q.dim() > 1 else 0} tokens", "1 token a sequence")
+    require(state.dim() == 4, "state", f"shape {tuple(state.shape)}", "[batch, heads, K, V]")
+    pool = Pool(state.transpose(-1, -2), state.transpose(-1, -2))
+    backend = variant_for(backend, *_UPSTREAM)
+    return decode_tokens(q, k, v, (A_log, a, dt_bias, b), pool, scale, output, use_qk_l2norm, True, backend), state
+
+
+def gated_delta_rule_mtp(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    initial_state: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    b: torch.Tensor,
+    scale: float | None = None,
+    output: torch.Tensor | None = None,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    ssm_state_indices: torch.Tensor | None = None,
+    disable_state_update: bool | None = None,
+    use_qk_l2norm: bool = True,
+    output_state_indices: torch.Tensor | None = None,
+    cache_replayssm: bool = False,
+    replayssm_rawv: torch.Tensor | None = None,
+    replayssm_rawk: torch.Tensor | None = None,
+    replayssm_g: torch.Tensor | None = None,
+    replayssm_beta: torch.Tensor | None = None,
+    *,
+    parents: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Several drafted tokens of each sequence at once, for verification, from a pool of states stored K last.
+
+    Parameters
+    ----------
+    q, k, v, A_log, a, dt_bias, b, scale, output, use_qk_l2norm
+        As in `gated_delta_rule_decode_pretranspose`.
+    initial_state : torch.Tensor
+        A pool [slots, heads, V, K].
+    initial_state_indices : torch.Tensor
+        [batch], int32 or int64: the slot of each sequence; a negative one is padding, whose output is 0.
+    intermediate_states_buffer : torch.Tensor, optional
+        [batch or more, T or more, heads, V, K] of the pool's dtype; receives the state after every token.
+    ssm_state_indices : torch.Tensor, optional
+        [batch, T], T > 1: the slots of the pool that receive the state after every token; none for a negative one.
+    disable_state_update : bool, optional
+        States are read only. None is True, with a warning, as upstream has it until 0.8.
+    output_state_indices : torch.Tensor, optional
+        [batch]: slots for the state after the last token, if not those that were read; none for a negative one.
+    cache_replayssm : bool
+        Keep what `gated_delta_rule_replayssm_commit` needs, in the four tensors that follow; states are read only.
+    replayssm_rawv : torch.Tensor, optional
+        [slots, heads, T, V], bfloat16 or another dtype of inputs: v as it came.
+    replayssm_rawk : torch.Tensor, optional
+        [slots, query heads, T, K] of that dtype: k as it came.
+    replayssm_g, replayssm_beta : torch.Tensor, optional
+        [slots, heads, T], float32: the logarithm of the decay, and the sigmoid of b.
+    parents : torch.Tensor, optional
+        [batch, T], int32 or int64, ours: the drafts are a tree, and token t follows token parents[:, t] < t, or the
+        initial state where that is negative. T up to 64. The initial state stays as it is.
+    backend : str
+        "auto", "portable" or "reference"; ours.
+
+    Returns
+    -------
+    (torch.Tensor, torch.Tensor)
+        `output`, or a new tensor in the dtype of q, and `initial_state`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or combination other than the above.
+
+    References
+    ----------
+    Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, https://arxiv.org/abs/2412.06464
+    """
+    if disable_state_update is None:
+        warnings.warn("disable_state_update: None is True now and will be False in 0.8; give it", DeprecationWarning, 2)
+        disable_state_update = True
+    windows = {"rawv": replayssm_rawv, "rawk": replayssm_rawk, "g": replayssm_g, "beta": replayssm_beta}
+    each, rows = intermediate_states_buffer, ssm_state_indices
+    for name, x in windows.items():
+        require((x is not None) == cache_replayssm, f"replayssm_{name}", "None" if x is None else "a tensor",
+                "given if and only if cache_replayssm is True")  # fmt: skip
+    if cache_replayssm:
+        require(disable_state_update, "disable_state_update", False, "True with cache_replayssm")
+        require(each is None and rows is None, "cache_replayssm", True,
+                "False with intermediate_states_buffer or ssm_state_indices")  # fmt: skip
+    if rows is not None:
+        require(each is None, "ssm_state_indices", "a tensor", "None with intermediate_states_buffer")
+        require(not disable_state_update, "disable_state_update", True, "False with ssm_state_indices")
+        require(q.dim() == 4 and q.shape[1] > 1, "ssm_state_indices", "a tensor", "None for T = 1")
+    pool = Pool(initial_state, initial_state, initial_state_indices, write=output_state_indices, each=each, rows=rows)
+    kept = Kept(*windows.values()) if cache_replayssm else None
+    if parents is not None:
+        require(q.dim() == 4 and q.shape[1] <= MOST_TREE_TOKENS, "parents", "a tree of more tokens",
+                f"at most {MOST_TREE_TOKENS} tokens")  # fmt: skip
+        require(output_state_indices is None, "output_state_indices", "a tensor", "None with parents")
+        require_shape("parents", parents, *q.shape[:2])
+        require_dtype("parents", parents, INDICES)
+    final = not disable_state_update and rows is None and parents is None
+    gates = A_log, a, dt_bias, b
+    out = decode_tokens(q, k, v, gates, pool, scale, output, use_qk_l2norm, final, variant_for(backend),
+                        kept=kept, parents=parents)  # fmt: skip
+    return out, initial_state
+
+
+def decode_tokens(
+    q, k, v, gates, pool, scale, output, normalize, final, backend, *, kept=None, parents=None, soft=(1.0, 20.0)
+):
+    """Check the arguments that all forms have, and run them."""
+    A_log, a, dt_bias, b = gates
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require(x.dim() == 4, name, f"shape {tuple(x.shape)}", "[batch, T, heads, head_dim]")
+        require_dtype(name, x, INPUTS)
+        require(x.dtype == q.dtype, name, f"dtype {x.dtype}", f"{q.dtype}, that of q")
+    batch, tokens, _, key_dim = q.shape
+    heads, value_dim = require_heads(q, k, v, 2), v.shape[3]
+    require_shape("k", k, batch, tokens, None, key_dim)
+    require_shape("v", v, batch, tokens, None, None)
+    for name, x in (("a", a), ("b", b)):
+        require_shape(name, x, batch, tokens, heads)
+        require_dtype(name, x, INPUTS)
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        require_shape(name, x, heads)
+        require_dtype(name, x, INPUTS)
+    slots = batch if pool.read is None else None
+    require_shape("state" if pool.read is None else "initial_state", pool.source, slots, heads, value_dim, key_dim)
+    require_dtype("state" if pool.read is None else "initial_state", pool.source, STATES)
+    require_shape("initial_state_indices", pool.read, batch)
+    require_shape("output_state_indices", pool.write, batch)
+    require_shape("ssm_state_indices", pool.rows, batch, tokens)
+    if pool.each is not None:
+        check_buffer(pool.each, batch, tokens, (heads, value_dim, key_dim), pool.source.dtype)
+    if kept is not None:
+        _check_windows(kept, pool.source.shape[0], heads, k.shape[2], tokens, value_dim, key_dim)
+    out = output_like(output, (batch, tokens, heads, value_dim), q.dtype, q.device)
+    scale = default_scale(scale, key_dim)
+    run_step(Tokens(q, k, v, a, b), Gates(A_log, dt_bias, 0.0, *soft), pool, out, scale, gate="softplus", beta="logit",
+             normalize=normalize, final=final, backend=backend, keep="replay" if kept else "", kept=kept,
+             parents=parents)  # fmt: skip
+    return out
+
+
+def check_buffer(each, batch: int, tokens: int, state: tuple, dtype) -> None:
+    name = "intermediate_states_buffer"
+    require_shape(name, each, None, None, *state)
+    require(each.shape[0] >= batch and each.shape[1] >= tokens, name, f"shape {tuple(each.shape)}",
+            f"at least {batch} sequences and {tokens} tokens")  # fmt: skip
+    require_dtype(name, each, (dtype,))
+    require(each.stride(4) == 1 and each.stride(3) == state[2], name, f"strides {each.stride()}", "contiguous states")
+
+
+def _check_windows(kept: Kept, slots, heads, key_heads, tokens, value_dim, key_dim) -> None:
+    longest = kept.v.shape[2] if kept.v.dim() == 4 else tokens
+    require(longest >= tokens, "replayssm_rawv", f"{longest} tokens", f"at least {tokens}")
+    require_shape("replayssm_rawv", kept.v, slots, heads, longest, value_dim)
+    require_shape("replayssm_rawk", kept.k, slots, key_heads, longest, key_dim)
+    require_shape("replayssm_g", kept.gate, slots, heads, longest)
+    require_shape("replayssm_beta", kept.beta, slots, heads, longest)
+    require_dtype("replayssm_rawv", kept.v, INPUTS)
+    require_dtype("replayssm_rawk", kept.k, (kept.v.dtype,))
+    for name, x in (("replayssm_g", kept.gate), ("replayssm_beta", kept.beta)):
+        require_dtype(name, x, (torch.float32,))
+    for name, x in zip(("rawv", "rawk", "g", "beta"), kept):
+        require(slots == 0 or x[0].is_contiguous(), f"replayssm_{name}", f"strides {x.stride()}", "contiguous slots")
+
+
+def gated_delta_rule_replayssm_commit(
+    checkpoint_state: torch.Tensor,
+    rawv_cache: torch.Tensor,
+    rawk_cache: torch.Tensor,
+    g_cache: torch.Tensor,
+    beta_cache: torch.Tensor,
+    state_indices: torch.Tensor,
+    accept_lens: torch.Tensor,
+    *,
+    track_state_indices: torch.Tensor | None = None,
+    track_steps: torch.Tensor | None = None,
+    use_qk_l2norm: bool = True,
+    null_block_id: int = -1,
+    backend: str = "auto",
+    accept_path: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Fold the accepted tokens of the replay windows into the states of all layers, in place.
+
+    Parameters
+    ----------
+    checkpoint_state : torch.Tensor
+        [layers, slots, heads, V, K], each state contiguous; float32, bfloat16 or float16.
+    rawv_cache : torch.Tensor
+        [layers, slots, heads, T, V]; what `gated_delta_rule_mtp` kept, like the three that follow. Each slot of each
+        layer is contiguous.
+    rawk_cache : torch.Tensor
+        [layers, slots, query heads, T, K], dtype of `rawv_cache`.
+    g_cache, beta_cache : torch.Tensor
+        [layers, slots, heads, T], float32.
+    state_indices : torch.Tensor
+        [batch], int32 or int64: slots, which differ. Up to `null_block_id` they are padding.
+    accept_lens : torch.Tensor
+        [batch]: tokens to fold, 0 to T.
+    track_state_indices, track_steps : torch.Tensor, optional
+        [batch] both: the state after token track_steps[i] of those folded also goes to slot track_state_indices[i]. A
+        step outside the folded tokens, or a slot of padding, changes nothing.
+    use_qk_l2norm : bool
+        As in the verification.
+    null_block_id : int
+        The largest slot that is padding, at least -1.
+    backend : str
+        "auto", "simt", "tcgen05" (which are ours), "portable" or "reference".
+    accept_path : torch.Tensor, optional
+        [batch, T], ours: the i-th accepted token is accept_path[:, i] of the window, for drafts in a tree.
+
+    Returns
+    -------
+    torch.Tensor
+        `checkpoint_state`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or combination other than the above.
+    """
+    windows = {"rawv_cache": rawv_cache, "rawk_cache": rawk_cache, "g_cache": g_cache, "beta_cache": beta_cache}
+    require(checkpoint_state.dim() == 5, "checkpoint_state", f"shape {tuple(checkpoint_state.shape)}",
+            "[layers, slots, heads, V, K]")  # fmt: skip
+    layers, slots, heads, value_dim, key_dim = checkpoint_state.shape
+    require(rawv_cache.dim() == 5, "rawv_cache", f"shape {tuple(rawv_cache.shape)}", "[layers, slots, heads, T, V]")
+    tokens = rawv_cache.shape[3]
+    require_shape("rawv_cache", rawv_cache, layers, slots, heads, tokens, value_dim)
+    require_shape("rawk_cache", rawk_cache, layers, slots, None, tokens, key_dim)
+    key_heads = rawk_cache.shape[2]
+    require(key_heads > 0 and heads % key_heads == 0, "rawk_cache", f"{key_heads} heads", f"a divisor of {heads}")
+    for name in ("g_cache", "beta_cache"):
+        require_shape(name, windows[name], layers, slots, heads, tokens)
+        require_dtype(name, windows[name], (torch.float32,))
+    require_dtype("checkpoint_state", checkpoint_state, STATES[:3])
+    require_dtype("rawv_cache", rawv_cache, INPUTS)
+    require_dtype("rawk_cache", rawk_cache, (rawv_cache.dtype,))
+    require(null_block_id >= -1, "null_block_id", null_block_id, "at least -1")
+    require((track_state_indices is None) == (track_steps is None), "track_steps",
+            "None" if track_steps is None else "a tensor", "given if and only if track_state_indices is")  # fmt: skip
+    tables = {"state_indices": state_indices, "accept_lens": accept_lens, "track_state_indices": track_state_indices,
+              "track_steps": track_steps}  # fmt: skip
+    batch = state_indices.shape[0] if state_indices.dim() else 0
+    for name, x in tables.items():
+        require_shape(name, x, batch)
+    require_shape("accept_path", accept_path, batch, tokens)
+    for name, x in (tables | {"accept_path": accept_path}).items():
+        require_dtype(name, x, INDICES)
+    device = same_device(checkpoint_state=checkpoint_state, **windows, **tables, accept_path=accept_path)
+    if checkpoint_state.numel():
+        state = checkpoint_state[0, 0, 0]
+        require(state.stride(1) == 1, "checkpoint_state", f"strides {checkpoint_state.stride()}", "contiguous states")
+        for name, x in windows.items():
+            require(x[0, 0].is_contiguous(), name, f"strides {x.stride()}", "contiguous slots")
+    narrow = {name: None if x is None else x.to(torch.int32).contiguous() for name, x in tables.items()}
+    path = None if accept_path is None else accept_path.to(torch.int32).contiguous()
+    problem = room.Commit(key_dim, value_dim, dtype_name(rawv_cache.dtype), dtype_name(checkpoint_state.dtype),
+                          bool(use_qk_l2norm), path is not None, track_steps is not None)  # fmt: skip
+    if checkpoint_state.numel() and batch:
+        accepted = Accepted(narrow["state_indices"], narrow["accept_lens"], path, narrow["track_state_indices"],
+                            narrow["track_steps"], null_block_id)  # fmt: skip
+        choice = room.delta_commit(problem, device, variant_for(backend, "simt", "tcgen05"))
+        choice.run(checkpoint_state, Window(*windows.values()), accepted)
+    return checkpoint_state
+
+
+def ugpu_state_pool(pool_size: int, num_v_heads: int, head_size: int = 128, device=None) -> torch.Tensor:
+    """Refused: pools in the memories of two dies are for a GPU that has two.
+
+    Raises
+    ------
+    ValueError
+        Always. On one die, a pool is a tensor [slots, heads, V, K] on the device.
+    """
+    raise ValueError(f"device: got {device}; allowed: a GPU of two dies, for which this library has no kernels")

@@ -1,0 +1,159 @@
+"""The gated delta rule: a state per head that decays, is corrected towards each value, and is read by each query.
+
+    S <- S decay;  u = S k;  S <- S + beta (v - u) k^T;  o = scale S q        (S is [V, K])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.recurrent.delta import config
+
+
+@dataclass(frozen=True)
+class Step:
+    """Token by token from a state: decode, and verification of drafts in a chain or in a tree.
+
+    Attributes
+    ----------
+    key_dim, value_dim : int
+        K and V.
+    dtype, out_dtype : str
+        Of q, k and v, and of the result.
+    gate : str
+        What the gate is: "" there is none, "log" the logarithm of the decay, "linear" the decay; or raw, for
+        "softplus" or "bounded", the formulas of Kimi's and Qwen's layers.
+    channels : bool
+        A decay for each key channel, else one for each head.
+    gate_dtype, bias_dtype : str
+        Of the gate and its bias; "" where there is none.
+    beta : str
+        "" it is 1, "value", or "logit", of which the sigmoid is taken.
+    beta_dtype : str
+        Of beta.
+    source_dtype, state_dtype : str
+        Of the states that are read and written; "" where none is.
+    layout : str
+        Which dimension of the states is contiguous: "k", "v", or "" neither.
+    index : str
+        Type of slots and offsets.
+    packed : bool
+        Sequences are packed by offsets, else each row is one.
+    single : bool
+        Every row has one token.
+    normalize : bool
+        q and k are divided by their L2 norms first.
+    each : str
+        Where states after each token go: "" nowhere, "buffer", or "pool" rows.
+    final : bool
+        The state after the last token is written.
+    keep : str
+        What is kept of the tokens: "", "replay" or "corrections".
+    kept_dtype : str
+        Of the keys that are kept.
+    norm : bool
+        A gated RMSNorm follows.
+    tree : bool
+        Tokens have parents among the tokens before them, else each follows the one before it.
+    read, accepted, write, stop : bool
+        Which of the tables of slots, and of tokens to take, there are.
+    aligned : bool
+        Rows can be read 16 bytes at a time.
+    """
+
+    key_dim: int
+    value_dim: int
+    dtype: str
+    out_dtype: str
+    gate: str = ""
+    channels: bool = False
+    gate_dtype: str = ""
+    bias_dtype: str = ""
+    beta: str = ""
+    beta_dtype: str = ""
+    source_dtype: str = ""
+    state_dtype: str = ""
+    layout: str = "k"
+    index: str = "i32"
+    packed: bool = False
+    single: bool = False
+    normalize: bool = False
+    each: str = ""
+    final: bool = True
+    keep: str = ""
+    kept_dtype: str = ""
+    norm: bool = False
+    tree: bool = False
+    read: bool = True
+    accepted: bool = False
+    write: bool = False
+    stop: bool = False
+    aligned: bool = True
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Folds the accepted tokens of replay windows into the states of all layers.
+
+    Attributes
+    ----------
+    key_dim, value_dim : int
+        K and V.
+    dtype, state_dtype : str
+        Of the keys and values in the windows, and of the states.
+    normalize : bool
+        Keys are divided by their L2 norm first.
+    path, track : bool
+        Whether the accepted tokens are named one by one, and whether a state on the way is written, too.
+    """
+
+    key_dim: int
+    value_dim: int
+    dtype: str
+    state_dtype: str
+    normalize: bool = True
+    path: bool = False
+    track: bool = False
+
+
+def _long_rows(problem, target) -> str:
+    if max(problem.key_dim, problem.value_dim) > 256:
+        return "a state of more than 256 rows or columns does not fit in registers"
+    return ""
+
+
+def _variants(chosen) -> tuple[Variant, ...]:
+    return (
+        Variant("portable", "flashinfer.ops.recurrent.delta.portable", _long_rows, chosen),
+        Variant("reference", "flashinfer.ops.recurrent.delta.reference"),
+    )
+
+
+def _steps() -> Iterator[Step]:
+    raw = {"gate": "softplus", "gate_dtype": "bf16", "bias_dtype": "fp32", "beta": "logit", "beta_dtype": "bf16"}
+    gdn = {"normalize": True, **raw}
+    fp32, bf16 = ({"source_dtype": t, "state_dtype": t} for t in ("fp32", "bf16"))
+    yield Step(128, 128, "bf16", "bf16", **gdn, **fp32, single=True)
+    yield Step(128, 128, "bf16", "bf16", **gdn, **bf16, single=True, write=True, index="i64")
+    yield Step(128, 128, "bf16", "bf16", **gdn, **fp32, single=True, layout="v", read=False)
+    yield Step(128, 128, "bf16", "bf16", **gdn, **fp32, each="buffer", final=False)
+    yield Step(128, 128, "bf16", "bf16", **gdn, **bf16, stop=True)
+    yield Step(128, 128, "bf16", "bf16", **gdn, source_dtype="fp32", final=False, keep="replay", kept_dtype="bf16")
+    kda = {**gdn, "channels": True, "gate": "bounded"}
+    yield Step(128, 128, "bf16", "bf16", **kda, **bf16, packed=True, accepted=True, each="pool", final=False)
+    yield Step(128, 128, "bf16", "bf16", **kda, **fp32, single=True, norm=True)
+    frozen = {"source_dtype": "bf16", "final": False, "keep": "corrections", "kept_dtype": "bf16"}
+    yield Step(128, 128, "bf16", "bf16", **kda, **frozen)
+    log = {"gate": "log", "gate_dtype": "bf16", "channels": True, "beta": "value", "beta_dtype": "bf16"}
+    yield Step(64, 64, "fp16", "fp16", **log, **fp32, packed=True, aligned=False, layout="", read=False)
+
+
+def _commits() -> Iterator[Commit]:
+    yield Commit(128, 128, "bf16", "fp32")
+    yield Commit(128, 128, "bf16", "fp32", normalize=False, path=True, track=True)
+
+
+delta_step = Op("delta_step", Step, _variants(config.step), _steps)
+delta_commit = Op("delta_commit", Commit, _variants(config.commit), _commits)

@@ -1,0 +1,29 @@
+"""How tensors lie in memory, as far as a problem has to say it."""
+
+from __future__ import annotations
+
+import torch
+
+
+def whole_rows(*tensors: torch.Tensor | None) -> bool:
+    """Whether rows can be read 16 bytes at a time: bases, and strides of dimensions that have more than one element.
+
+    The dimension of stride 1, the last or the one before it, is the row.
+    """
+    for x in tensors:
+        if x is None or not x.numel():
+            continue
+        if x.data_ptr() % 16:
+            return False
+        for size, stride in zip(x.shape, x.stride(), strict=True):
+            if size > 1 and stride != 1 and stride * x.element_size() % 16:
+                return False
+    return True
+
+
+def state_layout(*states: torch.Tensor | None) -> str:
+    """Which dimension of states [.., V, K] is contiguous in all of them: "k", "v", or "" where none is."""
+    given = [x for x in states if x is not None]
+    if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in given):
+        return "k"
+    return "v" if all(x.stride(-2) == 1 or x.shape[-2] == 1 for x in given) else ""
