@@ -44,9 +44,15 @@ def require_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dim: int) -
     counts = {"q": q.shape[dim], "k": k.shape[dim], "v": v.shape[dim]}
     heads = max(counts.values())
     for name, count in counts.items():
-        require(count > 0 and heads % count == 0, name, f"{count} heads", f"a divisor of {heads}, the most heads of all")
-    require(counts["k"] in (counts["q"], counts["v"]), "k", f"{counts['k']} heads",
-            f"the {counts['q']} of q or the {counts['v']} of v")  # fmt: skip
+        require(
+            count > 0 and heads % count == 0, name, f"{count} heads", f"a divisor of {heads}, the most heads of all"
+        )
+    require(
+        counts["k"] in (counts["q"], counts["v"]),
+        "k",
+        f"{counts['k']} heads",
+        f"the {counts['q']} of q or the {counts['v']} of v",
+    )
     return heads
 
 
@@ -74,7 +80,9 @@ def output_like(output: torch.Tensor | None, shape: tuple, dtype: torch.dtype, d
 
 def _one_index_type(pool: Pool, tokens: Tokens):
     """All tables of slots, and the offsets, in one integer type."""
-    tables = {name: getattr(pool, name) for name in ("read", "accepted", "write", "stop", "rows")} | {"offsets": tokens.offsets}
+    tables = {name: getattr(pool, name) for name in ("read", "accepted", "write", "stop", "rows")} | {
+        "offsets": tokens.offsets
+    }
     given = {name: x for name, x in tables.items() if x is not None}
     for name, x in given.items():
         require_dtype(name, x, INDICES)
@@ -106,11 +114,27 @@ def run_step(
     parents: torch.Tensor | None = None,
 ) -> None:
     """Run tokens one after another; the arguments are those of the room's operands, checked."""
-    device = same_device(q=tokens.q, k=tokens.k, v=tokens.v, gate=tokens.gate, beta=tokens.beta, A_log=gates.a_log,
-                         dt_bias=gates.bias, state=pool.source, output_state=pool.state, indices=pool.read,
-                         output_state_indices=pool.write, accepted_steps=pool.stop, num_accepted_tokens=pool.accepted, output=out,
-                         ssm_state_indices=pool.rows, intermediate_states_buffer=pool.each, cu_seqlens=tokens.offsets,
-                         parents=parents, **({} if kept is None else {"cache of values": kept.v, "cache of keys": kept.k}))  # fmt: skip
+    device = same_device(
+        q=tokens.q,
+        k=tokens.k,
+        v=tokens.v,
+        gate=tokens.gate,
+        beta=tokens.beta,
+        A_log=gates.a_log,
+        dt_bias=gates.bias,
+        state=pool.source,
+        output_state=pool.state,
+        indices=pool.read,
+        output_state_indices=pool.write,
+        accepted_steps=pool.stop,
+        num_accepted_tokens=pool.accepted,
+        output=out,
+        ssm_state_indices=pool.rows,
+        intermediate_states_buffer=pool.each,
+        cu_seqlens=tokens.offsets,
+        parents=parents,
+        **({} if kept is None else {"cache of values": kept.v, "cache of keys": kept.k}),
+    )
     channels = tokens.gate is not None and tokens.gate.dim() == 4
     q, k, v = (rows_of(x) for x in (tokens.q, tokens.k, tokens.v))
     tokens = tokens._replace(q=q, k=k, v=v, gate=rows_of(tokens.gate) if channels else tokens.gate)
@@ -120,7 +144,11 @@ def run_step(
         gates = gates._replace(bias=gates.bias.contiguous())
     norm = None if norm is None else norm._replace(gate=rows_of(norm.gate), weight=norm.weight.float().contiguous())
     pool, tokens, index = _one_index_type(pool, tokens)
-    result = out if out.stride(-1) == 1 or out.shape[-1] == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    result = (
+        out
+        if out.stride(-1) == 1 or out.shape[-1] == 1
+        else torch.empty_like(out, memory_format=torch.contiguous_format)
+    )
     written = pool.state if final or pool.rows is not None else pool.each
     layout = state_layout(pool.source, pool.state)
     rows = (q, k, v, tokens.gate if channels else None, pool.source, pool.state, pool.each, result)

@@ -122,10 +122,16 @@ def gated_delta_rule_decode_pretranspose(
     pooled = initial_state is not None
     require(pooled or state is not None, "state", None, "a tensor where initial_state is None")
     require(not (pooled and state is not None), "state", "a tensor", "None where initial_state is given")
-    require(pooled == (initial_state_indices is not None), "initial_state_indices",
-            "None" if initial_state_indices is None else "a tensor", "given if and only if initial_state is")  # fmt: skip
+    require(
+        pooled == (initial_state_indices is not None),
+        "initial_state_indices",
+        "None" if initial_state_indices is None else "a tensor",
+        "given if and only if initial_state is",
+    )
     require(pooled or output_state_indices is None, "output_state_indices", "a tensor", "None without initial_state")
-    require(tokens > 1 or intermediate_states_buffer is None, "intermediate_states_buffer", "a tensor", "None for T = 1")
+    require(
+        tokens > 1 or intermediate_states_buffer is None, "intermediate_states_buffer", "a tensor", "None for T = 1"
+    )
     require(tokens > 1 or not disable_state_update, "disable_state_update", True, "False for T = 1")
     states = initial_state if pooled else state
     pool = Pool(states, states, initial_state_indices, write=output_state_indices, each=intermediate_states_buffer)
@@ -248,12 +254,20 @@ def gated_delta_rule_mtp(
     windows = {"rawv": replayssm_rawv, "rawk": replayssm_rawk, "g": replayssm_g, "beta": replayssm_beta}
     each, rows = intermediate_states_buffer, ssm_state_indices
     for name, x in windows.items():
-        require((x is not None) == cache_replayssm, f"replayssm_{name}", "None" if x is None else "a tensor",
-                "given if and only if cache_replayssm is True")  # fmt: skip
+        require(
+            (x is not None) == cache_replayssm,
+            f"replayssm_{name}",
+            "None" if x is None else "a tensor",
+            "given if and only if cache_replayssm is True",
+        )
     if cache_replayssm:
         require(disable_state_update, "disable_state_update", False, "True with cache_replayssm")
-        require(each is None and rows is None, "cache_replayssm", True,
-                "False with intermediate_states_buffer or ssm_state_indices")  # fmt: skip
+        require(
+            each is None and rows is None,
+            "cache_replayssm",
+            True,
+            "False with intermediate_states_buffer or ssm_state_indices",
+        )
     if rows is not None:
         require(each is None, "ssm_state_indices", "a tensor", "None with intermediate_states_buffer")
         require(not disable_state_update, "disable_state_update", True, "False with ssm_state_indices")
@@ -261,15 +275,20 @@ def gated_delta_rule_mtp(
     pool = Pool(initial_state, initial_state, initial_state_indices, write=output_state_indices, each=each, rows=rows)
     kept = Kept(*windows.values()) if cache_replayssm else None
     if parents is not None:
-        require(q.dim() == 4 and q.shape[1] <= MOST_TREE_TOKENS, "parents", "a tree of more tokens",
-                f"at most {MOST_TREE_TOKENS} tokens")  # fmt: skip
+        require(
+            q.dim() == 4 and q.shape[1] <= MOST_TREE_TOKENS,
+            "parents",
+            "a tree of more tokens",
+            f"at most {MOST_TREE_TOKENS} tokens",
+        )
         require(output_state_indices is None, "output_state_indices", "a tensor", "None with parents")
         require_shape("parents", parents, *q.shape[:2])
         require_dtype("parents", parents, INDICES)
     final = not disable_state_update and rows is None and parents is None
     gates = A_log, a, dt_bias, b
-    out = decode_tokens(q, k, v, gates, pool, scale, output, use_qk_l2norm, final, variant_for(backend),
-                        kept=kept, parents=parents)  # fmt: skip
+    out = decode_tokens(
+        q, k, v, gates, pool, scale, output, use_qk_l2norm, final, variant_for(backend), kept=kept, parents=parents
+    )
     return out, initial_state
 
 
@@ -304,17 +323,33 @@ def decode_tokens(
         _check_windows(kept, pool.source.shape[0], heads, k.shape[2], tokens, value_dim, key_dim)
     out = output_like(output, (batch, tokens, heads, value_dim), q.dtype, q.device)
     scale = default_scale(scale, key_dim)
-    run_step(Tokens(q, k, v, a, b), Gates(A_log, dt_bias, 0.0, *soft), pool, out, scale, gate="softplus", beta="logit",
-             normalize=normalize, final=final, backend=backend, keep="replay" if kept else "", kept=kept,
-             parents=parents)  # fmt: skip
+    run_step(
+        Tokens(q, k, v, a, b),
+        Gates(A_log, dt_bias, 0.0, *soft),
+        pool,
+        out,
+        scale,
+        gate="softplus",
+        beta="logit",
+        normalize=normalize,
+        final=final,
+        backend=backend,
+        keep="replay" if kept else "",
+        kept=kept,
+        parents=parents,
+    )
     return out
 
 
 def check_buffer(each, batch: int, tokens: int, state: tuple, dtype) -> None:
     name = "intermediate_states_buffer"
     require_shape(name, each, None, None, *state)
-    require(each.shape[0] >= batch and each.shape[1] >= tokens, name, f"shape {tuple(each.shape)}",
-            f"at least {batch} sequences and {tokens} tokens")  # fmt: skip
+    require(
+        each.shape[0] >= batch and each.shape[1] >= tokens,
+        name,
+        f"shape {tuple(each.shape)}",
+        f"at least {batch} sequences and {tokens} tokens",
+    )
     require_dtype(name, each, (dtype,))
     require(each.stride(4) == 1 and each.stride(3) == state[2], name, f"strides {each.stride()}", "contiguous states")
 
@@ -390,8 +425,12 @@ def gated_delta_rule_replayssm_commit(
         A shape, dtype, device or combination other than the above.
     """
     windows = {"rawv_cache": rawv_cache, "rawk_cache": rawk_cache, "g_cache": g_cache, "beta_cache": beta_cache}
-    require(checkpoint_state.dim() == 5, "checkpoint_state", f"shape {tuple(checkpoint_state.shape)}",
-            "[layers, slots, heads, V, K]")  # fmt: skip
+    require(
+        checkpoint_state.dim() == 5,
+        "checkpoint_state",
+        f"shape {tuple(checkpoint_state.shape)}",
+        "[layers, slots, heads, V, K]",
+    )
     layers, slots, heads, value_dim, key_dim = checkpoint_state.shape
     require(rawv_cache.dim() == 5, "rawv_cache", f"shape {tuple(rawv_cache.shape)}", "[layers, slots, heads, T, V]")
     tokens = rawv_cache.shape[3]
@@ -406,10 +445,18 @@ def gated_delta_rule_replayssm_commit(
     require_dtype("rawv_cache", rawv_cache, INPUTS)
     require_dtype("rawk_cache", rawk_cache, (rawv_cache.dtype,))
     require(null_block_id >= -1, "null_block_id", null_block_id, "at least -1")
-    require((track_state_indices is None) == (track_steps is None), "track_steps",
-            "None" if track_steps is None else "a tensor", "given if and only if track_state_indices is")  # fmt: skip
-    tables = {"state_indices": state_indices, "accept_lens": accept_lens, "track_state_indices": track_state_indices,
-              "track_steps": track_steps}  # fmt: skip
+    require(
+        (track_state_indices is None) == (track_steps is None),
+        "track_steps",
+        "None" if track_steps is None else "a tensor",
+        "given if and only if track_state_indices is",
+    )
+    tables = {
+        "state_indices": state_indices,
+        "accept_lens": accept_lens,
+        "track_state_indices": track_state_indices,
+        "track_steps": track_steps,
+    }
     batch = state_indices.shape[0] if state_indices.dim() else 0
     for name, x in tables.items():
         require_shape(name, x, batch)
@@ -424,11 +471,24 @@ def gated_delta_rule_replayssm_commit(
             require(x[0, 0].is_contiguous(), name, f"strides {x.stride()}", "contiguous slots")
     narrow = {name: None if x is None else x.to(torch.int32).contiguous() for name, x in tables.items()}
     path = None if accept_path is None else accept_path.to(torch.int32).contiguous()
-    problem = room.Commit(key_dim, value_dim, dtype_name(rawv_cache.dtype), dtype_name(checkpoint_state.dtype),
-                          bool(use_qk_l2norm), path is not None, track_steps is not None)  # fmt: skip
+    problem = room.Commit(
+        key_dim,
+        value_dim,
+        dtype_name(rawv_cache.dtype),
+        dtype_name(checkpoint_state.dtype),
+        bool(use_qk_l2norm),
+        path is not None,
+        track_steps is not None,
+    )
     if checkpoint_state.numel() and batch:
-        accepted = Accepted(narrow["state_indices"], narrow["accept_lens"], path, narrow["track_state_indices"],
-                            narrow["track_steps"], null_block_id)  # fmt: skip
+        accepted = Accepted(
+            narrow["state_indices"],
+            narrow["accept_lens"],
+            path,
+            narrow["track_state_indices"],
+            narrow["track_steps"],
+            null_block_id,
+        )
         choice = room.delta_commit(problem, device, variant_for(backend, "simt", "tcgen05"))
         choice.run(checkpoint_state, Window(*windows.values()), accepted)
     return checkpoint_state

@@ -86,16 +86,26 @@ def gated_delta_rule_mtp(
     ValueError
         A shape, dtype, device or combination other than the above.
     """
-    given = {"q": q, "k": k, "v": v, "b": b, "initial_state_source": initial_state_source,
-             "initial_state_indices": initial_state_indices}  # fmt: skip
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "b": b,
+        "initial_state_source": initial_state_source,
+        "initial_state_indices": initial_state_indices,
+    }
     for name, x in given.items():
         require(x is not None, name, None, "a tensor")
     batch, tokens = q.shape[:2]
     rows, each = ssm_state_indices, intermediate_states_buffer
     require(0 <= recovery_steps <= tokens, "recovery_steps", recovery_steps, f"0 to {tokens}")
     if recovery_steps:
-        require(each is None and rows is None, "recovery_steps", recovery_steps,
-                "0 with intermediate_states_buffer or ssm_state_indices")  # fmt: skip
+        require(
+            each is None and rows is None,
+            "recovery_steps",
+            recovery_steps,
+            "0 with intermediate_states_buffer or ssm_state_indices",
+        )
         require(not disable_state_update, "disable_state_update", True, "False with recovery_steps")
     if rows is not None:
         require(each is None, "ssm_state_indices", "a tensor", "None with intermediate_states_buffer")
@@ -108,11 +118,29 @@ def gated_delta_rule_mtp(
         stop = accepted_steps + 1
     elif recovery_steps:
         stop = torch.full((batch,), recovery_steps, dtype=torch.int32, device=q.device)
-    pool = Pool(initial_state_source, initial_state_source, initial_state_indices, write=output_state_indices,
-                stop=stop, each=each, rows=rows)  # fmt: skip
+    pool = Pool(
+        initial_state_source,
+        initial_state_source,
+        initial_state_indices,
+        write=output_state_indices,
+        stop=stop,
+        each=each,
+        rows=rows,
+    )
     final = not disable_state_update and each is None and rows is None
-    result = decode_tokens(q, k, v, (A_log, a, dt_bias, b), pool, scale, None if disable_output else output,
-                           use_qk_l2norm_in_kernel, final, "auto", soft=(softplus_beta, softplus_threshold))  # fmt: skip
+    result = decode_tokens(
+        q,
+        k,
+        v,
+        (A_log, a, dt_bias, b),
+        pool,
+        scale,
+        None if disable_output else output,
+        use_qk_l2norm_in_kernel,
+        final,
+        "auto",
+        soft=(softplus_beta, softplus_threshold),
+    )
     return output if disable_output and output is not None else result
 
 

@@ -1,6 +1,6 @@
 """The gated delta rule: a state per head that decays, is corrected towards each value, and is read by each query.
 
-    S <- S decay;  u = S k;  S <- S + beta (v - u) k^T;  o = scale S q        (S is [V, K])
+S <- S decay;  u = S k;  S <- S + beta (v - u) k^T;  o = scale S q        (S is [V, K])
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gated delta rule token by token in Triton: a program holds some rows of a state in registers and reads it once."""
+"""The gated delta rule token by token in Triton: a program holds some rows of a state in registers."""
 
 import triton
 import triton.language as tl
@@ -404,8 +404,12 @@ def step(problem, config, tokens, gates, pool, out, scale, kept=None, norm=None,
     present += [x for x in (gates.a_log, gates.bias, pool.source) if x is not None]
     if problem.final or problem.each == "pool":
         present.append(pool.state)
-    present += [x for x in (pool.each, out, pool.read, pool.write, pool.stop, pool.rows, pool.accepted) if x is not None]
-    present += [x for x in (tokens.offsets, *(kept or ()), *((norm.gate, norm.weight) if norm else ())) if x is not None]
+    present += [
+        x for x in (pool.each, out, pool.read, pool.write, pool.stop, pool.rows, pool.accepted) if x is not None
+    ]
+    present += [
+        x for x in (tokens.offsets, *(kept or ()), *((norm.gate, norm.weight) if norm else ())) if x is not None
+    ]
     places = [strides(x, (0, 1, 2)) for x in (tokens.q, tokens.k, tokens.v, tokens.gate, tokens.beta, out)]
     places += [strides(x, (0, 1, 2, 3)) for x in (pool.source, pool.state)]
     places += [strides(pool.each, (0, 1, 2))]

@@ -85,7 +85,9 @@ def step(problem: Step, tokens, gates, pool, out, scale, kept=None, norm=None, p
     if problem.normalize:
         q, k = normalized(q), normalized(k)
     log = None if tokens.gate is None else spread(of(log_decay(problem, tokens.gate, gates)), heads, 2)
-    decay = None if log is None else (log.exp() if problem.gate != "linear" else spread(of(tokens.gate.float()), heads, 2))
+    decay = (
+        None if log is None else (log.exp() if problem.gate != "linear" else spread(of(tokens.gate.float()), heads, 2))
+    )
     beta = torch.ones((), device=device, dtype=torch.float32).expand(*k.shape[:3])
     if tokens.beta is not None:
         beta = spread(of(tokens.beta).float(), heads, 2)
@@ -116,7 +118,10 @@ def step(problem: Step, tokens, gates, pool, out, scale, kept=None, norm=None, p
         _store_each(pool, new, wanted, t)
         if kept is not None:
             at = (slots[active], t)
-            raw = (x[:, t][active] for x in (of(tokens.k), of(tokens.v), *(() if tokens.gate is None else (of(tokens.gate),))))
+            raw = (
+                x[:, t][active]
+                for x in (of(tokens.k), of(tokens.v), *(() if tokens.gate is None else (of(tokens.gate),)))
+            )
             _keep(problem, kept, at, tuple(raw), correction[active], None if log is None else log[:, t][active],
                   beta[:, t][active])  # fmt: skip
         new = torch.where(active[:, None, None, None], new, before)
