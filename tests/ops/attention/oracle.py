@@ -1,4 +1,8 @@
-"""Attention written from its definition, a request and a head at a time, in any dtype: float64 gives the truth."""
+"""Attention written from its definition, a request and a head at a time: float64 is the truth, others are peers.
+
+A peer in a 16-bit dtype computes logits, softmax and sums in float32. It rounds what a kernel has to round: q and k
+after a rotation, the weights that multiply V, and the result.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -84,8 +88,18 @@ def _tanh(x):
     return ((power - 1) / (power + 1)).float()
 
 
+def weigh(s, dtype):
+    """softmax(s) over the last dimension in two factors: the weights that multiply V, as a kernel whose products take
+    `dtype` rounds them, and the sums that divide the product. A row without finite logits has weights of 0."""
+    top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
+    p = torch.exp(s - torch.where(top.isfinite(), top, 0.0))
+    total = p.sum(-1, keepdim=True)
+    return p.to(dtype).to(s.dtype), torch.where(total > 0, total, 1.0)
+
+
 def request(q, k, v, o: Options, dtype, mask=None, extras=None):
-    """out [q_len, heads, dim] and base-2 lse [q_len, heads] of one request, computed in `dtype` throughout."""
+    """out [q_len, heads, dim] in `dtype`, and base-2 lse [q_len, heads] in float32, or float64 with that dtype."""
+    wide = torch.promote_types(dtype, torch.float32)
     extras = extras or Extras()
     q_len, heads, dim = q.shape
     kv_len, kv_heads = k.shape[:2]
@@ -100,24 +114,23 @@ def request(q, k, v, o: Options, dtype, mask=None, extras=None):
     if o.window_left >= 0:
         seen = seen & (k_pos[None] >= q_pos[:, None] - o.window_left)
     out = torch.zeros(q_len, heads, v.shape[-1], dtype=dtype, device=q.device)
-    lse = torch.full((q_len, heads), -math.inf, dtype=dtype, device=q.device)
+    lse = torch.full((q_len, heads), -math.inf, dtype=wide, device=q.device)
     for h in range(heads):
-        qh, kh, vh = (t[:, i].to(dtype) for t, i in ((q, h), (k, h * kv_heads // heads), (v, h * kv_heads // heads)))
+        qh, kh, vh = (t[:, i].to(dtype).to(wide) for t, i in ((q, h), (k, h * kv_heads // heads), (v, h * kv_heads // heads)))
         if o.pos_encoding_mode == "ROPE_LLAMA":
             turn = (o.rope_scale or 1.0, o.rope_theta or 1e4)
-            qh, kh = rotate(qh, q_pos, *turn), rotate(kh, k_pos, *turn)
+            qh, kh = (rotate(x, at, *turn).to(dtype).to(wide) for x, at in ((qh, q_pos), (kh, k_pos)))
         s = scores(qh, kh, q.dtype) * scale
         if o.logits_soft_cap:
             s = o.logits_soft_cap * _tanh(s / o.logits_soft_cap)
         if o.pos_encoding_mode == "ALIBI":
-            s = s + slope(h, heads) * (k_pos[None] - q_pos[:, None]).to(dtype)
+            s = s + slope(h, heads) * (k_pos[None] - q_pos[:, None]).to(wide)
         s = s.masked_fill(~seen, -math.inf)
         if extras.sinks is not None:
-            s = torch.cat((s, extras.sinks[h].to(dtype).expand(q_len, 1)), 1)
-        any_seen = (s > -math.inf).any(1) if s.shape[1] else torch.zeros(q_len, dtype=torch.bool, device=q.device)
-        p = torch.softmax(s[any_seen], 1)[:, :kv_len]
-        out[any_seen, h] = (p @ vh) * extras.v_scale
-        lse[any_seen, h] = torch.logsumexp(s[any_seen], 1) / math.log(2)
+            s = torch.cat((s, extras.sinks[h].to(wide).expand(q_len, 1)), 1)
+        p, total = weigh(s, dtype)
+        out[:, h] = (p[:, :kv_len] @ vh / total * extras.v_scale).to(dtype)
+        lse[:, h] = torch.logsumexp(s, 1) / math.log(2)
     return out, lse
 
 

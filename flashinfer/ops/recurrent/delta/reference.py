@@ -95,7 +95,7 @@ def step(problem: Step, tokens, gates, pool, out, scale, kept=None, norm=None, p
     state = torch.zeros(sequences, heads, v.shape[-1], k.shape[-1], device=device, dtype=torch.float32)
     if pool.source is not None:
         state[live] = pool.source[slots[live]].float()
-    states = []
+    states, stopped = [], state
     for t in range(longest):
         active = live & (t < lengths)
         before = state if parents is None else _parent_state(states, state, parents[:, t].long(), t)
@@ -126,13 +126,13 @@ def step(problem: Step, tokens, gates, pool, out, scale, kept=None, norm=None, p
                   beta[:, t][active])  # fmt: skip
         new = torch.where(active[:, None, None, None], new, before)
         if pool.stop is not None:
-            final = new if t == 0 else torch.where((t < pool.stop)[:, None, None, None], new, final)
+            stopped = torch.where((t < pool.stop)[:, None, None, None], new, stopped)
         if parents is None:
             state = new
         else:
             states.append(new)
     if problem.final:
-        last = state if pool.stop is None else final
+        last = state if pool.stop is None else stopped
         write = slots if pool.write is None else pool.write.long()
         goes = live & (write > pool.null)
         pool.state[write[goes]] = stored(last[goes], pool.state.dtype)

@@ -6,7 +6,7 @@ import torch
 
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_close
-from tests.ops.attention.oracle import scores
+from tests.ops.attention.oracle import scores, weigh
 
 LOG2E = 1.4426950408889634
 
@@ -58,23 +58,28 @@ def latents(q_lens, kv_lens, heads, ckv=64, kpe=16, page=8, dtype=torch.float16,
 
 
 def attend(q, keys, ckv, sm_scale, dtype, causal=False, sinks=None, pe_scale=1.0):
-    """One request in `dtype`: q [rows, heads, dim] over keys [len, dim]. Returns out, and lse in base e."""
+    """One request: q [rows, heads, dim] over keys [len, dim]. Returns out in `dtype`, and lse in base e.
+
+    A 16-bit dtype is that of the products: logits, softmax and sums are in float32.
+    """
     # FP8 is multiplied in float16.
     given = torch.float16 if q.dtype.itemsize == 1 else q.dtype
-    q, keys = q.to(dtype), keys.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    q, keys = q.to(dtype).to(wide), keys.to(dtype).to(wide)
     flat = q.flatten(0, 1)
     s = pe_scale * scores(flat[:, ckv:], keys[:, ckv:], given)
     s = scores(flat[:, :ckv], keys[:, :ckv], given, s).view(*q.shape[:2], keys.shape[0]) * sm_scale
     if causal:
         row, key = torch.arange(q.shape[0], device=q.device), torch.arange(keys.shape[0], device=q.device)
         s = s.masked_fill((key > row[:, None] + keys.shape[0] - q.shape[0])[:, None], -torch.inf)
-    extra = torch.full((*s.shape[:2], 1), -torch.inf, dtype=dtype, device=q.device)
+    extra = torch.full((*s.shape[:2], 1), -torch.inf, dtype=wide, device=q.device)
     if sinks is not None:
-        extra[:] = sinks.to(dtype)[None, :, None]
+        extra[:] = sinks.to(wide)[None, :, None]
     # A column that has no value; without sinks it is -inf, and a row of nothing else gives 0.
     s = torch.cat((s, extra), -1)
-    p = torch.softmax(s, -1).nan_to_num(0.0)[..., :-1]
-    return torch.einsum("qhk,kd->qhd", p, keys[:, :ckv]), torch.logsumexp(s, -1)
+    p, total = weigh(s, dtype)
+    out = torch.einsum("qhk,kd->qhd", p[..., :-1], keys[:, :ckv]) / total
+    return out.to(dtype), torch.logsumexp(s, -1)
 
 
 def expected(x: Latents, sm_scale, dtype, **options):
