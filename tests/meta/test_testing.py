@@ -43,6 +43,46 @@ class TestAssertClose:
         with pytest.raises(AssertionError, match=r"out: error .* allowed .* worst element \(\d+, \d+\)"):
             assert_close(out, same, truth)
 
+    @pytest.mark.parametrize("dtype", [torch.float64, *DTYPES, torch.float8_e4m3fn])
+    @pytest.mark.parametrize("shape", [(1, 96), (64, 48), (3, 5), (2, 3, 32)], ids=str)
+    @pytest.mark.parametrize("wrong", [lambda x: 0 * x, lambda x: math.nan * x, lambda x: 2 * x, lambda x: 1.1 * x])
+    def test_zeros_nan_twice_and_ten_percent_fail(self, dtype, shape, wrong):
+        """By each rule, also where the peer errs by nothing, and by as much as it may."""
+        truth = torch.randn(shape, dtype=torch.float64)
+        right = truth.to(dtype)
+        for peer in (right, (truth * 1.015).to(dtype)):
+            assert_close(right, peer, truth)
+            with pytest.raises(AssertionError):
+                assert_close(wrong(right.double()).to(dtype), peer, truth)
+
+    @pytest.mark.parametrize("wrong", [lambda x: 0 * x, lambda x: math.nan * x, lambda x: 2 * x, lambda x: 1.1 * x])
+    def test_they_fail_where_values_pass_a_coarser_format(self, wrong):
+        truth = torch.randn(20, 64, dtype=torch.float64)
+        peer = truth.to(torch.float8_e4m3fn).float()
+        with pytest.raises(AssertionError, match="no bound"):
+            assert_close(peer, peer, truth)
+        assert_close(peer, peer, truth, through=2**-3)
+        with pytest.raises(AssertionError, match="error|NaN"):
+            assert_close(wrong(peer), peer, truth, through=2**-3)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_a_peer_that_errs_by_more_than_2_percent_is_refused(self, dtype):
+        out, same, truth = product(dtype)
+        with pytest.raises(AssertionError, match="no bound"):
+            assert_close(out, (same * 1.03).to(dtype), truth)
+        with pytest.raises(AssertionError, match="no bound"):
+            assert_close(torch.zeros_like(out), torch.zeros_like(out), truth)
+
+    def test_float32_is_bounded_by_the_format_and_not_by_a_peer_that_was_lucky(self):
+        truth = torch.rand(40, 4, dtype=torch.float64) + 3
+        same = truth.float()
+        ulp = torch.nextafter(same, same + 9) - same
+        assert_close(same + 4 * ulp, same, truth)
+        out = same.clone()
+        out[7, 2] += 40 * ulp[7, 2]
+        with pytest.raises(AssertionError, match=r"error of one element .*\(7, 2\)"):
+            assert_close(out, same, truth)
+
     def test_a_wrong_small_row_does_not_hide_behind_a_large_one(self):
         out, same, truth = product(torch.bfloat16)
         scale = torch.ones(64, 1, dtype=torch.float64)

@@ -116,7 +116,8 @@ def request(q, k, v, o: Options, dtype, mask=None, extras=None):
     out = torch.zeros(q_len, heads, v.shape[-1], dtype=dtype, device=q.device)
     lse = torch.full((q_len, heads), -math.inf, dtype=wide, device=q.device)
     for h in range(heads):
-        qh, kh, vh = (t[:, i].to(dtype).to(wide) for t, i in ((q, h), (k, h * kv_heads // heads), (v, h * kv_heads // heads)))
+        kv_head = h * kv_heads // heads
+        qh, kh, vh = (t[:, i].to(dtype).to(wide) for t, i in ((q, h), (k, kv_head), (v, kv_head)))
         if o.pos_encoding_mode == "ROPE_LLAMA":
             turn = (o.rope_scale or 1.0, o.rope_theta or 1e4)
             qh, kh = (rotate(x, at, *turn).to(dtype).to(wide) for x, at in ((qh, q_pos), (kh, k_pos)))

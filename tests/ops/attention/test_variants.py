@@ -23,6 +23,7 @@ from tests.ops.attention import compiling_variants as compiling
 from tests.ops.attention import samples_arithmetic as arithmetic
 from tests.ops.attention import samples_variants as samples
 from tests.ops.attention.cases import backends, workspace
+from tests.ops.attention.oracle import weigh
 from tests.ops.attention.samples_variants import VARIANTS
 
 LONGEST = 1024
@@ -77,12 +78,13 @@ CASES = {
 
 
 def formula(x, case, dtype):
-    """out and base-2 lse of every request, by definition, in `dtype`, on the CPU."""
+    """out and base-2 lse of every request, by definition, on the CPU; products take `dtype`, the rest is wider."""
+    wide = torch.promote_types(dtype, torch.float32)
     outs, lses = [], []
     variant, plan = case.variant, case.plan
     params = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in case.params.items()}
     for batch in range(len(x.qo_indptr) - 1):
-        q, k, v = (t.cpu().to(dtype) for t in x.request(batch))
+        q, k, v = (t.cpu().to(dtype).to(wide) for t in x.request(batch))
         out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
         lse = q.new_full(q.shape[:2], -math.inf)
         q_pos, k_pos = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0], torch.arange(k.shape[0])[None]
@@ -99,12 +101,12 @@ def formula(x, case, dtype):
                 seen = seen & (k_pos >= q_pos - plan["window_left"])
             s = case.logits(s, *given)
             if not variant.use_softmax:
-                out[:, head] = s.masked_fill(~seen, 0) @ v[:, kv_head]
+                out[:, head] = s.masked_fill(~seen, 0).to(dtype).to(wide) @ v[:, kv_head]
                 continue
             s = s.masked_fill(~seen, -math.inf)
-            some = (s > -math.inf).any(1)
-            out[some, head] = torch.softmax(s[some], 1) @ v[:, kv_head]
-            lse[some, head] = torch.logsumexp(s[some], 1) / math.log(2)
+            p, total = weigh(s, dtype)
+            out[:, head] = p @ v[:, kv_head] / total
+            lse[:, head] = torch.logsumexp(s, 1) / math.log(2)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)

@@ -78,7 +78,7 @@ def test_fp8_of_strided_rows(variant, device, axis):
     flashinfer.fused_add_rmsnorm_quant(out, x, residual, w, scale)
     # By torch: rounded to float16, divided, rounded to e4m3.
     same = (same / 0.02).clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    assert_close(out.float(), same, (rms_truth(total, w) / 0.02).clamp(-448, 448))
+    assert_close(out.float(), same, (rms_truth(total, w) / 0.02).clamp(-448, 448), through=2**-3)
     assert int(out._base.isnan().sum()) == gaps
 
 
@@ -209,7 +209,7 @@ def test_rmsnorm_silu(variant, device, hidden):
     assert norm.fused_rmsnorm_silu(x, w, out=out) is out
     assert_close(out, same, expected)
     out = norm.fused_rmsnorm_silu(x, w, out=torch.empty(7, hidden, dtype=torch.float8_e4m3fn, device=device))
-    assert_close(out.float(), same.to(torch.float8_e4m3fn).float(), expected)
+    assert_close(out.float(), same.to(torch.float8_e4m3fn).float(), expected, through=2**-3)
 
 
 def test_rmsnorm_silu_to_nvfp4(variant, device):
@@ -226,7 +226,7 @@ def test_rmsnorm_silu_to_nvfp4(variant, device):
     codes, scales = norm.fused_rmsnorm_silu(x, w, out=out)
     assert codes is out and scales.shape == (7, 6) and scales.dtype == torch.float8_e4m3fn
     same = nvfp4(torch.nn.functional.silu(rms_same_dtype(x, w)).double(), 1.0)
-    assert_close(decode(codes.view(torch.uint8), scales.view(torch.uint8)), decode(*same), expected)
+    assert_close(decode(codes.view(torch.uint8), scales.view(torch.uint8)), decode(*same), expected, through=0.5)
 
 
 def _good(name):

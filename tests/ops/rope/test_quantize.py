@@ -92,7 +92,7 @@ def test_other_angles(variant, device, neox):
     for x, y, scale in zip((q, k), outs, (0.3, 0.01)):
         expected = (rotate(x.double(), cache[pos].double(), neox) * scale).clamp(-448, 448)
         same = (rotate(x, cache[pos], neox) * scale).clamp(-448, 448).to(E4M3)
-        assert_close(y.float(), same.float(), expected)
+        assert_close(y.float(), same.float(), expected, through=2**-3)
     assert outs[2].shape == (9, 3, 0) and outs[3].shape == (9, 2, 0)
 
 

@@ -9,6 +9,7 @@ from flashinfer.testing.compare import assert_close
 from tests.ops.attention import samples_variants as samples
 from tests.ops.attention.cases import backends, workspace
 from tests.ops.attention.mla.latents import LOG2E, latents
+from tests.ops.attention.oracle import weigh
 
 HALF = torch.float16
 SCALE, LONGEST, CAP, BIAS = 0.13, 90, 1.5, -1.0
@@ -29,7 +30,8 @@ def expected(x, dtype, change, seen=None, softmax=True):
     outs, lses = [], []
     ends = x.qo_indptr.tolist()
     for request, (a, b, keys) in enumerate(zip(ends, ends[1:], x.keys)):
-        q, k = x.q[a:b].to(dtype), keys.to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        q, k = x.q[a:b].to(dtype).to(wide), keys.to(dtype).to(wide)
         q_pos = torch.arange(b - a, device=q.device)[:, None] + len(keys) - (b - a)
         kv_pos = torch.arange(len(keys), device=q.device)[None]
         ok = kv_pos <= q_pos
@@ -38,10 +40,10 @@ def expected(x, dtype, change, seen=None, softmax=True):
         s = change(torch.einsum("qhd,kd->qhk", q, k) * SCALE)
         if softmax:
             s = s.masked_fill(~ok[:, None], -torch.inf)
-            p = torch.softmax(s, -1).nan_to_num(0.0)
+            p, total = weigh(s, dtype)
         else:
-            p = s.masked_fill(~ok[:, None], 0.0)
-        outs.append(torch.einsum("qhk,kd->qhd", p, k[:, : x.ckv]))
+            p, total = s.masked_fill(~ok[:, None], 0.0).to(dtype).to(wide), 1.0
+        outs.append((torch.einsum("qhk,kd->qhd", p, k[:, : x.ckv]) / total).to(dtype))
         lses.append(torch.logsumexp(s, -1) * LOG2E)
     return torch.cat(outs), torch.cat(lses)
 
