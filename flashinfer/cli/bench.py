@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from flashinfer.cli import checkout, figures, peers
+from flashinfer.cli import checkout, figures, peers, plots
 from flashinfer.cli.output import json_option, print_json, print_table, reports_errors
 from flashinfer.version import SUPPORTED, __version__, installed
 
@@ -156,10 +156,10 @@ def write(result: dict, folder: Path, plot: bool = True) -> list[Path]:
     data.write_text(json.dumps(result, indent=1) + "\n")
     if not plot:
         return [data]
-    if not figures.draw(result, data.with_suffix(".png")):
+    if not plots.draw(result, data.with_suffix(".svg")):
         click.echo("no plot: pip install 'flashinfer-python[bench]' brings matplotlib", err=True)
         return [data]
-    return [data, data.with_suffix(".png")]
+    return [data, data.with_suffix(".svg")]
 
 
 @click.command("bench")

@@ -1,7 +1,8 @@
-"""Shows the results of benchmarks: as a table, as a plot, and as the figures that README.md quotes.
+"""Shows the results of benchmarks: as tables, and as the figures of docs/performance.md.
 
-`python -m flashinfer.cli.figures [--check]` draws the plot of every JSON file under benchmarks/results again and writes
-README.md's figures, which stand between two markers, from the rows that are marked as headlines.
+`python -m flashinfer.cli.figures [--check]` writes the figures of docs/performance.md, which stand between two markers,
+from the headline rows of every JSON file under benchmarks/results, and draws docs/plots: a panel for each file and one
+chart of all ratios.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from pathlib import Path
 
 import click
 
-from flashinfer.cli import checkout
+from flashinfer.cli import checkout, plots
 
 BEGIN = "<!-- figures: written by `python -m flashinfer.cli.figures` -->"
 END = "<!-- end of figures -->"
-_OURS = "this package"
+PAGE, PLOTS = Path("docs", "performance.md"), Path("docs", "plots")
 
 
 def families(rows: list[dict]) -> list[str]:
@@ -88,84 +89,22 @@ def table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     return [columns[i] for i in kept], [[line[i] for i in kept] for line in lines]
 
 
-def plot(result: dict, figure):
-    """A panel for each group: percent of the nearer ceiling where its rows have one, else time; ours above peers."""
-    from matplotlib.patches import Patch
-
-    groups: dict[str, list[dict]] = {}
-    for row in result["cases"]:
-        groups.setdefault(row["group"], []).append(row)
-    figure.set_size_inches(10, sum(0.5 + _height(rows) for rows in groups.values()) + 0.6)
-    panels = figure.subplots(len(groups), squeeze=False, height_ratios=[_height(rows) for rows in groups.values()])
-    colours = {name: f"C{k}" for k, name in enumerate([_OURS, *families(result["cases"])])}
-    for axes, (group, rows) in zip(panels[:, 0], groups.items()):
-        _panel(axes, rows, colours)
-        axes.set_title(group, loc="left", fontsize="medium")
-    inch = 1 / figure.get_figheight()
-    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=handles, loc="upper right", ncols=len(handles), fontsize="small")
-    figure.suptitle(f"{result['room']} on {result['device']}, {result['date']}", x=0.02, ha="left", va="top",
-                    y=1 - 0.1 * inch)  # fmt: skip
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.1 * inch))
-    return figure
+def results_of(folder: Path) -> list[tuple[str, dict]]:
+    """(file's stem, result) of every result under `folder`."""
+    return [(file.stem, json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))]
 
 
-def _height(rows):
-    return 0.3 + len(rows) * (0.08 + 0.075 * (1 + len(families(rows))))
-
-
-def _panel(axes, rows, colours):
-    shares = all("percent" in row or "us" not in row for row in rows)
-    names = [_OURS, *families(rows)]
-    height = 0.84 / len(names)
-    for k, name in enumerate(names):
-        values = [_bar(row, name, shares) for row in rows]
-        bars = axes.barh([i + k * height for i in range(len(rows))], values, height, color=colours[name])
-        written = [(f"{v:.0f}" if shares else time(v)) if v else "" for v in values]
-        axes.bar_label(bars, written, padding=2, fontsize=5)
-    axes.set_yticks([i + height * (len(names) - 1) / 2 for i in range(len(rows))], [row["name"] for row in rows])
-    axes.tick_params(axis="y", labelsize="small")
-    axes.set_ylim(len(rows) - 0.1, -0.3)
-    if shares:
-        axes.axvline(100, color="grey", linewidth=0.8)
-        label = "percent of the nearest ceiling: copy bandwidth, matrix product or link (more is better)"
-    else:
-        axes.set_xscale("log")
-        axes.margins(x=0.1)
-        label = "microseconds, logarithmic (less is better)"
-    axes.set_xlabel(label, fontsize="small")
-
-
-def _bar(row: dict, name: str, shares: bool) -> float:
-    """Length of a bar; 0 where there is no time, or no ceiling of ours to set a peer's time against."""
-    us = row.get("us") if name == _OURS else best(row, name)[1].get("us")
-    if us is None or not shares:
-        return us or 0
-    return row["percent"] * row["us"] / us if "percent" in row else 0
-
-
-def draw(result: dict, file: Path) -> bool:
-    """Write the plot; False where matplotlib is not installed."""
-    try:
-        import matplotlib.figure
-    except ModuleNotFoundError:
-        return False
-    plot(result, matplotlib.figure.Figure()).savefig(file, dpi=120)
-    return True
+def headlines(result: dict) -> list[dict]:
+    return [row for row in result["cases"] if row["headline"]]
 
 
 def quoted(folder: Path) -> str:
     """Markdown of the headlines of every result under `folder`."""
-    parts = []
-    for file in sorted(folder.glob("*.json")):
-        result = json.loads(file.read_text())
-        rows = [row for row in result["cases"] if row["headline"]]
-        if rows:
-            parts.append(_quoted(result, rows, f"{folder.parent.name}/{folder.name}/{file.stem}"))
-    return "\n\n".join(parts)
+    return "\n\n".join(_quoted(stem, result) for stem, result in results_of(folder) if headlines(result))
 
 
-def _quoted(result: dict, rows: list[dict], stem: str) -> str:
+def _quoted(stem: str, result: dict) -> str:
+    rows = headlines(result)
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
     ceiling = result["ceilings"]
     more = f", FP8 {ceiling['fp8_tflop_s']:.0f} TFLOP/s" if "fp8_tflop_s" in ceiling else ""
@@ -181,36 +120,37 @@ def _quoted(result: dict, rows: list[dict], stem: str) -> str:
         lines.append(cells)
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
-        f"{result['room'].capitalize()} on {result['device']}, {result['date']}; {versions}. Ceilings in the run: copy "
-        f"{ceiling['copy_gb_s'] / 1e3:.2f} TB/s, bf16 matmul {ceiling['bf16_tflop_s']:.0f} TFLOP/s{more}. Above 1x "
-        f"this package is faster. All rows, with each peer's time: [{stem}.json]({stem}.json).\n\n{text}\n\n"
-        f"![{result['room']}]({stem}.png)"
+        f"## {result['room'].capitalize()}, {result['device']}\n\n"
+        f"{result['date']}; {versions}. Ceilings in the run: copy {ceiling['copy_gb_s'] / 1e3:.2f} TB/s, bf16 matmul "
+        f"{ceiling['bf16_tflop_s']:.0f} TFLOP/s{more}.\n\n{text}\n\n![{result['room']}](plots/{stem}.svg)"
     )
 
 
 def generated(root: Path) -> str:
-    """README.md with its figures as benchmarks/results has them."""
-    before, rest = (root / "README.md").read_text().split(BEGIN)
+    """docs/performance.md with its figures as benchmarks/results has them."""
+    before, rest = (root / PAGE).read_text().split(BEGIN)
     after = rest.split(END)[1]
     body = quoted(root / "benchmarks" / "results")
-    return f"{before}{BEGIN}\n{body}\n{END}{after}" if body else f"{before}{BEGIN}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"
 
 
 @click.command(help=__doc__)
-@click.option("--check", is_flag=True, help="Write nothing; exit status 1 if README.md is out of date.")
+@click.option("--check", is_flag=True, help="Write nothing; exit status 1 if docs/performance.md is out of date.")
 def main(check):
     results = checkout.folder("benchmarks") / "results"
-    readme = results.parent.parent / "README.md"
-    text = generated(readme.parent)
-    stale = readme.read_text() != text
+    root = results.parent.parent
+    text = generated(root)
     if check:
-        click.echo("stale README.md" if stale else "README.md is up to date")
+        stale = (root / PAGE).read_text() != text
+        click.echo(f"{PAGE} is stale" if stale else f"{PAGE} is up to date")
         raise SystemExit(stale)
-    readme.write_text(text)
-    for file in sorted(results.glob("*.json")):
-        if not draw(json.loads(file.read_text()), file.with_suffix(".png")):
-            raise SystemExit("no plot: pip install 'flashinfer-python[bench]' brings matplotlib")
-        click.echo(f"wrote {file.with_suffix('.png').name}")
+    (root / PAGE).write_text(text)
+    shown = [(stem, result) for stem, result in results_of(results) if headlines(result)]
+    drawn = [plots.draw(result, root / PLOTS / f"{stem}.svg") for stem, result in shown]
+    drawn.append(plots.draw_ratios([result for _, result in shown], root / PLOTS / "ratios.svg"))
+    if not all(drawn):
+        raise SystemExit("no plot: pip install 'flashinfer-python[bench]' brings matplotlib")
+    click.echo(f"wrote {PAGE} and {len(drawn)} plots")
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def test_bench_measures_and_keeps_what_it_measured(benchmarks, tmp_path):
     assert result["versions"]["flashinfer"] == flashinfer.__version__ and min(result["ceilings"].values()) > 0
     data, picture = sorted((tmp_path / "results").iterdir())
     assert json.loads(data.read_text()) == result
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in picture.read_text()
     assert "other" in invoke(*words).stdout
 
 

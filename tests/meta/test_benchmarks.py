@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashinfer.cli import figures
+from flashinfer.cli import figures, plots
 from flashinfer.cli.bench import rooms
 from flashinfer.testing import bench
 
@@ -244,10 +244,22 @@ def test_figures_name_the_fastest_way_and_what_refused(tmp_path):
     (folder / "attention-card.json").write_text(json.dumps(result(rows)))
     text = figures.quoted(folder)
     assert "| row 0 | 10 us | 0.5 TB/s | 50.0 % | 2.00x (expanded) |  |" in text and "| row 1 | refused |" in text
-    assert "card, 2000-01-01; torch 1. " in text and "copy 1.00 TB/s, bf16 matmul 100 TFLOP/s" in text
-    (tmp_path / "README.md").write_text(f"before\n{figures.BEGIN}\nold\n{figures.END}\nafter\n")
-    assert figures.generated(tmp_path) == f"before\n{figures.BEGIN}\n{text}\n{figures.END}\nafter\n"
-    assert figures.draw(result(rows), tmp_path / "plot.png")
+    assert "## Attention, card\n\n2000-01-01; torch 1. " in text and "copy 1.00 TB/s, bf16 matmul 100 TFLOP/s" in text
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "performance.md").write_text(f"before\n{figures.BEGIN}\nold\n{figures.END}\nafter\n")
+    assert figures.generated(tmp_path) == f"before\n{figures.BEGIN}\n\n{text}\n\n{figures.END}\nafter\n"
+
+
+def test_plots_show_each_library_and_leave_out_what_is_no_peer(tmp_path):
+    peers = {"cudnn/gqa": {"us": 30.0}, "flashinfer": {"us": 20.0}, "copy of its bytes": {"us": 5.0}}
+    alone = {"us": 10.0, "peers": {"torch loop, bf16": {"us": 99}}}
+    rows = settled([{"us": 10.0, "gb_s": 500.0, "peers": peers}, alone], [])
+    assert plots.draw(result(rows), tmp_path / "panel.svg") and plots.draw_ratios([result(rows)], tmp_path / "all.svg")
+    panel, ratios = ((tmp_path / name).read_text() for name in ("panel.svg", "all.svg"))
+    assert "row 0" in panel and "this package" in panel and "cudnn" in panel
+    assert "row 0" in ratios and "2.00" in ratios and "row 1" not in ratios and "copy" not in ratios
+    again = tmp_path / "again.svg"
+    assert plots.draw(result(rows), again) and again.read_bytes() == (tmp_path / "panel.svg").read_bytes()
 
 
 def test_durations_are_written_for_readers():
@@ -256,5 +268,5 @@ def test_durations_are_written_for_readers():
     ]  # fmt: skip
 
 
-def test_readme_quotes_the_results_of_the_repository():
-    assert (ROOT / "README.md").read_text() == figures.generated(ROOT), "run python -m flashinfer.cli.figures"
+def test_the_page_quotes_the_results_of_the_repository():
+    assert (ROOT / figures.PAGE).read_text() == figures.generated(ROOT), "run python -m flashinfer.cli.figures"
