@@ -10,6 +10,7 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer._core.kv_layout import check_layout
+from flashinfer._forms.given import scale, whole, with_pages
 from flashinfer._forms.trtllm_decode import trtllm_batch_decode_with_kv_cache
 from flashinfer.mla.decode import xqa_mla
 
@@ -62,7 +63,7 @@ def xqa(
         Written; its dtype may be another, fp8 too, which saturates.
     num_kv_heads, page_size : int
         As the caches have them.
-    sinks : float32 Tensor [num_q_heads], optional
+    sinks : float32 Tensor [num_kv_heads, num_q_heads / num_kv_heads] or [num_q_heads], optional
         A logit per head that takes part in the softmax without a value.
     q_scale, kv_scale : float or float32 Tensor [1]
     sliding_win_size : int
@@ -90,10 +91,13 @@ def xqa(
     for name, given, other in (("k_sf_cache", k_sf_cache, v_sf_cache), ("v_sf_cache", v_sf_cache, k_sf_cache)):
         require(given is not None or other is None, name, None, "a tensor: K and V are nvfp4 both, or neither")
     check_layout(kv_layout)
+    num_kv_heads, page_size = whole("num_kv_heads", num_kv_heads, 1), whole("page_size", page_size, 1)
+    sliding_win_size, q_seq_len = whole("sliding_win_size", sliding_win_size, 0), whole("q_seq_len", q_seq_len, 1)
+    if page_size == 1:
+        k_cache, v_cache = with_pages((k_cache, v_cache), kv_layout)
     got = tuple(k_cache.shape[1:3] if kv_layout == "NHD" else k_cache.shape[2:0:-1])
     expected = (page_size, num_kv_heads)
     require(got == expected, "k_cache", f"{got} tokens and heads a page", f"{expected}, page_size and num_kv_heads")
-    require(sliding_win_size >= 0, "sliding_win_size", sliding_win_size, "0 for none, or the keys a query sees")
     axes = 3 if q_cu_seq_lens is not None else 4 if q.dim() == 4 else 5
     beam = axes == 3 or q.shape[1] == 1
     allowed = "[batch, 1, (q_seq_len,) num_q_heads, head_dim], or [tokens, num_q_heads, head_dim] with q_cu_seq_lens"
@@ -101,6 +105,8 @@ def xqa(
     require(output.shape == q.shape, "output", tuple(output.shape), str(tuple(q.shape)))
     require(axes != 4 or q_seq_len == 1, "q_seq_len", q_seq_len, "1 without an axis for it in q")
     rows = (-1, *q.shape[-2:])
+    q_scale, kv_scale, rcp_out_scale = (scale(name, x, q.device) for name, x in (
+        ("q_scale", q_scale), ("kv_scale", kv_scale), ("rcp_out_scale", rcp_out_scale)))  # fmt: skip
     trtllm_batch_decode_with_kv_cache(
         q.view(rows), (k_cache, v_cache), workspace_buffer, page_table, seq_lens, 0,
         q_scale * kv_scale * q.shape[-1] ** -0.5, kv_scale * rcp_out_scale, sliding_win_size - 1, output.view(rows),

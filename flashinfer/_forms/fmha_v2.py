@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from flashinfer._core.checks import UnsupportedConfig, require
-from flashinfer.ops.attention.engine import (
-    attend_pages, attend_rows, flat_integers, output_of, refuse, scales_of, sinks_of, value_dim,
-)  # fmt: skip
+from flashinfer._forms.given import flag, head_sinks, real, scale, whole, with_pages
+from flashinfer._forms.outputs import Output
+from flashinfer._forms.pages import as_one_type, gathered, in_blocks
+from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_integers, scales_of, value_dim
 from flashinfer.ops.attention.engine_masks import chunk_mask
 from flashinfer.ops.attention.problem import Table
 
@@ -38,7 +41,7 @@ def trtllm_fmha_v2_prefill(
     chunked_attention_size: int = 0,
     save_softmax_stats: bool = False,
     skip_softmax_threshold_scale_factor: float = 0,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Prefill attention of a batch that only the device knows.
 
     Nothing waits for the device: one launch makes the work list, another computes.
@@ -60,70 +63,107 @@ def trtllm_fmha_v2_prefill(
     cum_seq_lens_q, cum_seq_lens_kv : int32 Tensor [batch + 1]
         First query, and first row of k and v, of each request. The second is not read for pages.
     block_tables : int32 Tensor [batch, max_pages], optional
-        With pages.
+        With pages. Of a cache in two tensors also [batch, 2, max_pages]: the blocks of K and of V, counted from the
+        first of K, each of the bytes of one page of K. The pages that they name are then copied side by side first.
     out : Tensor [tokens, num_qo_heads, head_dim], optional
     out_dtype : dtype or its name, optional
         Default out's, else query's; fp8 saturates.
     sinks : float32 Tensor [num_qo_heads], optional
         A logit per head that takes part in the softmax without a value.
     pos_encoding_mode : str, optional
-        None, "NONE" or "ALIBI".
+        None, "NONE" or "ALIBI", in any case.
     logits_soft_cap_scale : float, optional
         Logits become cap * tanh(logits / cap).
     mask_mode : str
         "causal"; "sliding_window", which is causal and wants window_left; or "padding", where a query sees all keys of
-        its request; or "chunked", which is causal within chunks of chunked_attention_size tokens.
+        its request; or "chunked", which is causal within chunks of chunked_attention_size tokens. In any case.
     window_left : int
         A query sees itself and this many keys before it; -1 for all.
     chunked_attention_size : int
         With mask_mode "chunked"; else 0.
     save_softmax_stats : bool
-        Refused: the maximum and sum of a row are not kept. `trtllm_batch_context_with_kv_cache` and
-        `trtllm_ragged_attention_deepseek` return their log-sum-exp.
+        Whether to return the statistics of the softmax, too.
     workspace_buffer, max_kv_len, skip_softmax_threshold_scale_factor
         Scratch, a bound and a permission that change no result.
 
     Returns
     -------
-    Tensor [tokens, num_qo_heads, head_dim]
+    out : Tensor [tokens, num_qo_heads, head_dim]
+    stats : float32 Tensor [tokens, num_qo_heads, 2], with save_softmax_stats
+        Two numbers m and s of each row, m + ln(s) being the natural log-sum-exp of its scaled logits, as the maximum
+        and the sum of exp(logit - maximum) are; here m is that log-sum-exp itself and s is 1. -inf and 0 for a row
+        that sees no key.
 
     Raises
     ------
     ValueError
         An argument out of its range, by name.
     UnsupportedConfig
-        What is refused above, or a problem that no variant takes.
+        A problem that no variant takes.
     """
     require(input_layout in _LAYOUTS, "input_layout", repr(input_layout), ", ".join(_LAYOUTS))
-    refuse("save_softmax_stats", save_softmax_stats, "False: the maximum and sum of a row are not kept")
-    if mask_mode not in _MASKS:
+    mask = mask_mode.lower() if isinstance(mask_mode, str) else mask_mode
+    if mask not in _MASKS:
         raise UnsupportedConfig(f"mask_mode: got {mask_mode!r}; allowed: {', '.join(_MASKS)}")
-    require(mask_mode != "sliding_window" or window_left >= 0, "window_left", window_left, "0 or more, with a window")
-    require(mask_mode != "padding" or window_left < 0, "window_left", window_left, "-1 with mask_mode 'padding'")
-    chunked = mask_mode == "chunked"
-    require(chunked or not chunked_attention_size, "chunked_attention_size", chunked_attention_size, "0, not chunked")
-    known = pos_encoding_mode in (None, "NONE", "ALIBI")
+    window, chunk = whole("window_left", window_left), whole("chunked_attention_size", chunked_attention_size)
+    require(mask != "sliding_window" or window >= 0, "window_left", window, "0 or more, with a window")
+    require(mask not in ("padding", "chunked") or window < 0, "window_left", window, f"-1 with mask_mode {mask!r}")
+    chunked = mask == "chunked"
+    require(chunked or not chunk, "chunked_attention_size", chunk, "0, not chunked")
+    known = pos_encoding_mode is None or str(pos_encoding_mode).upper() in ("NONE", "ALIBI")
     require(known, "pos_encoding_mode", repr(pos_encoding_mode), "None, 'NONE' or 'ALIBI'")
-    paged = input_layout.startswith("Q_PAGED_KV")
-    require(paged == (block_tables is not None), "block_tables", "a tensor" if not paged else None,
-            f"{'a tensor' if paged else 'None'} with {input_layout}")  # fmt: skip
-    query, *kv = qkv.unbind(1) if input_layout == "PACKED_QKV" else qkv
-    if input_layout == "CONTIGUOUS_Q_KV":
-        kv = kv[0].unbind(1)
-    elif paged:
-        kv = kv[0] if len(kv) == 1 else tuple(kv)
-    indptr = flat_integers(cum_seq_lens_q, "cum_seq_lens_q", query.device, batch_size + 1)
-    lens = flat_integers(seq_lens, "seq_lens", query.device, batch_size)
-    out, o_dtype = output_of(query, (*query.shape[:2], value_dim(kv)), out, out_dtype)
+    alibi = pos_encoding_mode is not None and pos_encoding_mode.upper() == "ALIBI"
+    paged, batch = input_layout.startswith("Q_PAGED_KV"), whole("batch_size", batch_size, 0)
+    require(paged or block_tables is None, "block_tables", "a tensor", f"None with {input_layout}")
+    require(not paged or block_tables is not None, "block_tables", None, f"a tensor with {input_layout}")
+    query, kv = _operands(qkv, input_layout)
+    device = query.device
+    indptr = flat_integers(cum_seq_lens_q, "cum_seq_lens_q", device, batch + 1)
+    lens = flat_integers(seq_lens, "seq_lens", device, batch)
+    saves = flag("save_softmax_stats", save_softmax_stats)
+    output = Output(query, (*query.shape[:2], value_dim(kv)), out, out_dtype, return_lse=saves)
+    cap = None if logits_soft_cap_scale is None else real("logits_soft_cap_scale", logits_soft_cap_scale)
     options = dict(
-        longest_q=max_q_len, causal=mask_mode != "padding", window_left=window_left, o_dtype=o_dtype,
-        soft_cap=logits_soft_cap_scale or None, alibi=pos_encoding_mode == "ALIBI", out=out, sinks=sinks_of(sinks),
-        masked=chunk_mask(chunked_attention_size) if chunked else (None, None), **scales_of(bmm1_scale, bmm2_scale),
+        longest_q=whole("max_q_len", max_q_len), causal=mask != "padding", window_left=window, o_dtype=output.dtype,
+        soft_cap=cap or None, alibi=alibi, sinks=head_sinks(sinks, query.shape[1]), **output.call,
+        masked=chunk_mask(chunk) if chunked else (None, None),
+        **scales_of(scale("bmm1_scale", bmm1_scale, device), scale("bmm2_scale", bmm2_scale, device)),
     )  # fmt: skip
     if paged:
-        return attend_pages(query, kv, input_layout[-3:], block_tables, lens, dict(qo_indptr=indptr), **options)
-    kv_indptr = flat_integers(cum_seq_lens_kv, "cum_seq_lens_kv", query.device, batch_size + 1)
-    return attend_rows(query, *kv, Table(indptr, kv_indptr, kv_lens=lens), **options)
+        layout = input_layout[-3:]
+        if block_tables.dim() == 3:
+            require(not isinstance(kv, torch.Tensor), "block_tables", tuple(block_tables.shape),
+                    "[batch, pages], of a cache in one tensor")  # fmt: skip
+            kv, block_tables, _ = gathered(kv, layout, in_blocks(*kv, block_tables), {})
+        result = attend_pages(query, kv, layout, block_tables, lens, dict(qo_indptr=indptr), **options)
+    else:
+        kv_indptr = flat_integers(cum_seq_lens_kv, "cum_seq_lens_kv", device, batch + 1)
+        result = attend_rows(query, *kv, Table(indptr, kv_indptr, kv_lens=lens), **options)
+    result = output.finish(result)
+    return (result[0], _stats_of(result[1])) if saves else result
+
+
+def _operands(qkv, input_layout: str):
+    """The queries, and the cache or the rows (k, v)."""
+    if input_layout == "PACKED_QKV":
+        query, *kv = qkv.unbind(1)
+        return query, tuple(kv)
+    query, *kv = qkv
+    if input_layout == "CONTIGUOUS_Q_KV":
+        return query, tuple(kv[0].unbind(1))
+    if input_layout == "SEPARATE_Q_K_V":
+        return query, as_one_type(tuple(kv))
+    kv = kv[0] if len(kv) == 1 else tuple(kv)
+    return query, as_one_type(with_pages(tuple(kv) if isinstance(kv, list) else kv, input_layout[-3:]))
+
+
+def _stats_of(lse: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, 2]: m and s of each row, for which m + ln(s) is the natural log-sum-exp.
+
+    Any such pair merges alike. Rows without keys have -inf and 0.
+    """
+    shift = lse * math.log(2.0)
+    return torch.stack((shift, (shift != -math.inf).float()), -1)
 
 
 def fmha_v2_prefill_deepseek(
@@ -141,7 +181,7 @@ def fmha_v2_prefill_deepseek(
     lse: torch.Tensor | None = None,
     scale_bmm1_d: torch.Tensor | None = None,
     scale_bmm2_d: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of requests of one length, as of DeepSeek's prefill.
 
     Parameters
@@ -161,16 +201,19 @@ def fmha_v2_prefill_deepseek(
     scale_bmm2 : float, optional
         Factor of the output; default 1.
     return_lse : bool
-        Refused: upstream's form of it is the maximum and the sum of each row, which are not kept.
-    lse : Tensor, optional
-        Refused, as return_lse.
+        Whether to return `lse`, too.
+    lse : float32 Tensor, optional
+        [batch, seq_len, num_heads, 2]: written as the `stats` of `trtllm_fmha_v2_prefill` are. [batch, seq_len,
+        num_heads] or with 1 for the last axis: the natural log-sum-exp.
     scale_bmm1_d, scale_bmm2_d : float32 Tensor [1], optional
         The same two scales on the device, in their place.
 
     Returns
     -------
-    Tensor
-        `out`.
+    out : Tensor
+        The argument.
+    lse : Tensor, with return_lse
+        The argument, or a new one [batch, seq_len, num_heads, 2].
 
     Raises
     ------
@@ -179,8 +222,6 @@ def fmha_v2_prefill_deepseek(
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
     """
-    refuse("return_lse", return_lse, "False: the maximum and sum of a row are not kept")
-    refuse("lse", lse, "None: the maximum and sum of a row are not kept")
     if scale_softmax not in (0, 1):
         raise UnsupportedConfig(f"scale_softmax: got {scale_softmax}; allowed: 1, as probabilities are not quantised")
     for name, x in (("query", query), ("key", key), ("value", value), ("out", out)):
@@ -189,12 +230,26 @@ def fmha_v2_prefill_deepseek(
     require(tuple(query.shape[2:]) == (num_heads, head_dim), "query", tuple(query.shape), allowed)
     bmm1 = head_dim**-0.5 if scale_bmm1 is None else scale_bmm1
     bmm2 = 1.0 if scale_bmm2 is None else scale_bmm2
-    scales = scales_of(bmm1 if scale_bmm1_d is None else scale_bmm1_d, bmm2 if scale_bmm2_d is None else scale_bmm2_d)
+    bmm1, bmm2 = (scale(name, x, query.device) for name, x in (
+        ("scale_bmm1", bmm1 if scale_bmm1_d is None else scale_bmm1_d),
+        ("scale_bmm2", bmm2 if scale_bmm2_d is None else scale_bmm2_d),
+    ))  # fmt: skip
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))
     require(out.is_contiguous(), "out", f"strides {out.stride()}", "contiguous")
-    if not out.numel():
-        return out
-    lens = torch.full((query.shape[0],), seq_len, dtype=torch.int32, device=query.device)
-    table = Table(q_len=seq_len, kv_lens=lens, kv_stride=seq_len)
-    attend_rows(q, k, v, table, longest_q=seq_len, o_dtype=out.dtype, out=out.flatten(0, 1), **scales)
-    return out
+    saves, rows = flag("return_lse", return_lse) or lse is not None, (query.shape[0], seq_len, num_heads)
+    if lse is not None:
+        fits = tuple(lse.shape) in (rows, (*rows, 1), (*rows, 2)) and lse.dtype == torch.float32
+        require(fits, "lse", f"{lse.dtype} {tuple(lse.shape)}", f"float32 {rows} or {(*rows, 2)}")
+    elif saves:
+        lse = torch.empty((*rows, 2), dtype=torch.float32, device=query.device)
+    if out.numel():
+        lens = torch.full((query.shape[0],), seq_len, dtype=torch.int32, device=query.device)
+        table = Table(q_len=seq_len, kv_lens=lens, kv_stride=seq_len)
+        result = attend_rows(
+            q, k, v, table, longest_q=seq_len, o_dtype=out.dtype, out=out.flatten(0, 1), return_lse=saves,
+            **scales_of(bmm1, bmm2),
+        )  # fmt: skip
+        if saves:
+            stats = _stats_of(result[1])
+            lse.copy_((stats if lse.shape[-1] == 2 and lse.dim() == 4 else stats[..., 0]).view(lse.shape))
+    return (out, lse) if return_lse else out

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer.ops.attention.engine import (
-    attend_pages, factors_of, flat_integers, output_of, refuse, scales_of, sinks_of, value_dim,
-)  # fmt: skip
+from flashinfer._core.kv_layout import check_layout
+from flashinfer._forms.given import flag, head_sinks, scale, whole, with_pages
+from flashinfer._forms.outputs import Output
+from flashinfer._forms.pages import as_one_type, gathered, pair_of
+from flashinfer.ops.attention.engine import attend_pages, factors_of, flat_integers, refuse, scales_of, value_dim
 from flashinfer.ops.attention.engine_masks import draft_mask, shard_mask
 
 
@@ -63,13 +65,17 @@ def trtllm_batch_decode_with_kv_cache(
     kv_cache : Tensor or (Tensor, Tensor)
         HND [pages, 2, num_kv_heads, page_size, head_dim] or NHD [pages, 2, page_size, num_kv_heads, head_dim], or
         (k, v) without the second axis; with 1 for the second axis, K is V. query's dtype, or fp8. Any page size, any
-        strides, head_dim contiguous.
+        strides, head_dim contiguous. Pools of single tokens may come without their page axis. K in bf16 or fp16 with V
+        in fp8 is taken, at the price of a widened copy of V.
     workspace_buffer : Tensor
         Not read: the work list and partial results are in buffers of our own, kept for the stream.
     block_tables : int32 Tensor [batch, max_pages]
-        Page ids of each request; past its keys anything.
+        Page ids of each request; past its keys anything. [batch, 2, max_pages], of K and of V, without
+        uses_shared_paged_kv_idx. [num_kv_heads, batch, max_pages] with enable_block_sparse_attention: the pages that
+        each KV head chose, the last of them the only one that may be partly filled.
     seq_lens : int32 or uint32 Tensor [batch]
-        Keys of each request, those of its queries among them.
+        Keys of each request, those of its queries among them. [num_kv_heads, batch] with enable_block_sparse_attention:
+        the keys in the chosen pages.
     max_seq_len : int
         Not read: `block_tables` bounds the lengths.
     bmm1_scale : float or float32 Tensor [1]
@@ -80,10 +86,14 @@ def trtllm_batch_decode_with_kv_cache(
         A query sees itself and this many keys before it; -1 for all.
     out : Tensor [tokens, num_qo_heads, head_dim], optional
     out_dtype : dtype or its name, optional
-        Default out's, else query's. fp8 saturates; float8_e4m3fn needs compute capability 8.9. nvfp4 is refused.
-    o_sf_scale, o_sf_vec_size : optional
-        Refused: scales of nvfp4 outputs.
-    sinks : float32 Tensor [num_qo_heads], optional
+        Default out's, else query's. fp8 saturates; float8_e4m3fn needs compute capability 8.9. "nvfp4" gives an
+        FP4Tensor, and so does an `out` that is one: codes [tokens, num_qo_heads, head_dim / 2], factors of 16 elements
+        in the 128x4 layout, a row of them for each token.
+    o_sf_scale : float or float32 Tensor [1], optional
+        Of nvfp4 outputs: a value is code * factor / o_sf_scale. Default 1.
+    o_sf_vec_size : int, optional
+        16.
+    sinks : float32 Tensor [num_qo_heads] or [num_kv_heads, num_qo_heads / num_kv_heads], optional
         A logit per head that takes part in the softmax without a value.
     kv_layout : str
         "HND" or "NHD".
@@ -105,21 +115,23 @@ def trtllm_batch_decode_with_kv_cache(
         "trtllm-gen", and with "auto" but on compute capability 12, four tokens interleaved, as
         `nvfp4_quantize_paged_kv_cache` writes them; else row by row.
     uses_shared_paged_kv_idx : bool
-        False, separate tables of K and V, is refused.
+        False: K and V have tables of their own. The pages that they name are copied side by side first.
     lse : float32 Tensor [tokens, num_qo_heads], optional
+        Written, whether it is returned or not.
     return_lse : bool
         Whether to return the log-sum-exp too, base 2.
     bmm1_scale_log2 : float32 Tensor [1], optional
         bmm1_scale times log2(e), in its place.
     enable_block_sparse_attention : bool
-        Refused.
+        Each KV head attends to pages of its own. Without a window, a mask, or context parallelism.
     cp_world, cp_rank : int
         Context parallelism: this cache holds the keys at positions c * cp_world + cp_rank of each request, and
         `seq_lens` counts those. Outputs and LSE of all ranks merge to those of the whole (`flashinfer.merge_states`).
     causal_seqlens_kv_global : int32 Tensor [batch], optional
-        Keys of each request on all ranks; needed where a request has several queries, or with a window.
-    bf16q_fp8kv_transform_mode : optional
-        Refused: FP8 keys are widened exactly.
+        Keys of each request on all ranks before those of its queries: query j sees positions up to this + j. Needed
+        where a request has several queries, or with a window.
+    bf16q_fp8kv_transform_mode : str, optional
+        None, "k_only" or "separate_kv"; FP8 keys and values are widened exactly with each.
     backend : str
         "auto", or one of upstream's names (see flashinfer/_core/backends.py).
     enable_pdl, skip_softmax_threshold_scale_factor, multi_ctas_kv_counter_buffer, request_order, request_order_plan
@@ -138,30 +150,90 @@ def trtllm_batch_decode_with_kv_cache(
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
     """
-    refuse("uses_shared_paged_kv_idx", None if uses_shared_paged_kv_idx else "False", "True: one table for K and V")
-    refuse("enable_block_sparse_attention", enable_block_sparse_attention, "False")
-    refuse("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, "None: FP8 keys are widened exactly")
-    batch = seq_lens.shape[0]
-    queries, longest = queries_of(query, batch, q_len_per_req, cum_seq_lens_q, max_q_len)
-    lens = flat_integers(seq_lens, "seq_lens", query.device, batch)
-    causal, masked = longest != 1, (None, None)
-    require(0 <= cp_rank < cp_world, "cp_rank", cp_rank, f"0 ... {cp_world - 1}, below cp_world")
-    if cp_world > 1 and (causal or window_left >= 0):
-        total = causal_seqlens_kv_global
-        require(total is not None, "causal_seqlens_kv_global", None, "a tensor, with several queries or a window")
-        require(mask is None, "mask", "a tensor", f"None with cp_world {cp_world}")
-        total = flat_integers(total, "causal_seqlens_kv_global", query.device, batch)
-        masked = shard_mask(queries, lens, total, cp_world, cp_rank, window_left)
-        causal, window_left = False, -1
-    elif mask is not None:
-        masked, causal = draft_mask(mask, queries, lens, query.shape[0], longest), False
-    out, o_dtype = output_of(query, (*query.shape[:2], value_dim(kv_cache)), out, out_dtype, o_sf_scale, o_sf_vec_size)
-    return attend_pages(
-        query, kv_cache, kv_layout, block_tables, lens, queries, longest_q=longest, causal=causal, masked=masked,
-        window_left=window_left, o_dtype=o_dtype, backend=backend, out=out, lse=lse, return_lse=return_lse,
-        sinks=sinks_of(sinks), **scales_of(bmm1_scale, bmm2_scale, o_scale=o_scale, bmm1_scale_log2=bmm1_scale_log2),
-        **factors_of(kv_cache_sf, kv_block_scales, kv_layout, backend, query.device),
+    check_layout(kv_layout)
+    known = bf16q_fp8kv_transform_mode in (None, "k_only", "separate_kv")
+    require(known, "bf16q_fp8kv_transform_mode", repr(bf16q_fp8kv_transform_mode), "None, 'k_only', 'separate_kv'")
+    window_left = whole("window_left", window_left)
+    kv_cache = as_one_type(with_pages(kv_cache, kv_layout))
+    device, by_head = query.device, flag("enable_block_sparse_attention", enable_block_sparse_attention)
+    output = Output(query, (*query.shape[:2], value_dim(kv_cache)), out, out_dtype, o_sf_scale, o_sf_vec_size, lse,
+                    return_lse)  # fmt: skip
+    factors = factors_of(kv_cache_sf, kv_block_scales, kv_layout, backend, device)
+    if not flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
+        refuse("enable_block_sparse_attention", by_head, "False, without uses_shared_paged_kv_idx")
+        kv_cache, block_tables, factors = gathered(kv_cache, kv_layout, block_tables, factors)
+    call = dict(
+        o_dtype=output.dtype, backend=backend, sinks=head_sinks(sinks, query.shape[1]), **factors,
+        **scales_of(scale("bmm1_scale", bmm1_scale, device), scale("bmm2_scale", bmm2_scale, device), o_scale=o_scale,
+                    bmm1_scale_log2=bmm1_scale_log2),
     )  # fmt: skip
+    batch = seq_lens.shape[-1] if by_head else seq_lens.numel()
+    queries, longest = queries_of(query, batch, q_len_per_req, cum_seq_lens_q, max_q_len)
+    if by_head:
+        refuse("mask", mask, "None, with enable_block_sparse_attention")
+        refuse("cp_world", None if cp_world == 1 else cp_world, "1, with enable_block_sparse_attention")
+        require(window_left < 0, "window_left", window_left, "-1, with enable_block_sparse_attention")
+        call |= dict(longest_q=longest, causal=longest != 1)
+        return _by_head(query, kv_cache, kv_layout, block_tables, seq_lens, queries, output, call)
+    lens = flat_integers(seq_lens, "seq_lens", device, batch)
+    call |= dict(longest_q=longest, causal=longest != 1, window_left=window_left)
+    call |= _mask_of(query, queries, lens, longest, window_left, mask, (whole("cp_world", cp_world),
+                     whole("cp_rank", cp_rank), causal_seqlens_kv_global))  # fmt: skip
+    return output.finish(
+        attend_pages(query, kv_cache, kv_layout, block_tables, lens, queries, **call, **output.call)
+    )
+
+
+def _mask_of(query, queries: dict, lens, longest: int, window_left: int, mask, ranks: tuple) -> dict:
+    """The arguments of `attend_pages` that say what is seen, where a mask or context parallelism changes them."""
+    cp_world, cp_rank, prefix = ranks
+    require(0 <= cp_rank < cp_world, "cp_rank", cp_rank, f"0 ... {cp_world - 1}, below cp_world")
+    if cp_world > 1 and (longest != 1 or window_left >= 0):
+        require(prefix is not None, "causal_seqlens_kv_global", None, "a tensor, with several queries or a window")
+        require(mask is None, "mask", "a tensor", f"None with cp_world {cp_world}")
+        prefix = flat_integers(prefix, "causal_seqlens_kv_global", query.device, lens.shape[0])
+        indptr = queries.get("qo_indptr")
+        total = prefix + (queries["q_len"] if indptr is None else indptr[1:] - indptr[:-1])
+        return dict(masked=shard_mask(queries, lens, total, cp_world, cp_rank, window_left), causal=False,
+                    window_left=-1)  # fmt: skip
+    if mask is None:
+        return {}
+    return dict(masked=draft_mask(mask, queries, lens, query.shape[0], longest), causal=False)
+
+
+def _by_head(query, kv_cache, kv_layout: str, tables, seq_lens, queries: dict, output: Output, call: dict):
+    """Attention whose KV heads have tables [kv_heads, batch, pages] and lengths [kv_heads, batch] of their own.
+
+    Each KV head and its query heads are an attention of one KV head.
+    """
+    k, v = pair_of(kv_cache, kv_layout)
+    axis = 1 if kv_layout == "HND" else 2
+    heads = k.shape[axis]
+    fits = tables.dim() == 3 and tables.shape[0] == heads
+    require(fits, "block_tables", tuple(tables.shape), f"[{heads}, batch, pages], tables of each KV head")
+    require(seq_lens.dim() == 2 and tuple(seq_lens.shape) == tuple(tables.shape[:2]), "seq_lens",
+            tuple(seq_lens.shape), f"{tuple(tables.shape[:2])}, as block_tables")  # fmt: skip
+    require(query.shape[1] % heads == 0, "query", f"{query.shape[1]} heads", f"a multiple of {heads}, the KV heads")
+    group, given = query.shape[1] // heads, output.call
+    shape = (*query.shape[:2], v.shape[-1])
+    rows = given["out"]
+    if rows is None:
+        rows = torch.empty(shape, dtype=output.dtype, device=query.device)
+    lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device) if given["return_lse"] else None
+    sinks, factors = call.pop("sinks"), {name: call.pop(name) for name in ("k_factors", "v_factors") if name in call}
+    for h in range(heads):
+        mine = slice(h * group, (h + 1) * group)
+        of_head = {name: t[:, :, h : h + 1] for name, t in factors.items()}
+        got = attend_pages(
+            query[:, mine], (k.narrow(axis, h, 1), v.narrow(axis, h, 1)), kv_layout, tables[h], seq_lens[h], queries,
+            out=rows[:, mine], return_lse=lse is not None, sinks=None if sinks is None else sinks[mine], **of_head,
+            **call,
+        )  # fmt: skip
+        if lse is not None:
+            lse[:, mine] = got[1]
+    if given["lse"] is not None:
+        lse = given["lse"].copy_(lse)
+    return output.finish((rows, lse) if lse is not None else rows)
 
 
 def queries_of(query: torch.Tensor, batch: int, q_len: int | None, indptr: torch.Tensor | None,
@@ -169,10 +241,10 @@ def queries_of(query: torch.Tensor, batch: int, q_len: int | None, indptr: torch
     """What tells the queries of each request (see `Table`), and the most that a request has; 0 if that is unknown."""
     require(query.dim() == 3, "query", tuple(query.shape), "[tokens, num_qo_heads, head_dim]")
     if indptr is not None:
-        require(longest is None or longest >= 1, "max_q_len", longest, "None, or at least 1")
+        longest = None if longest is None else whole("max_q_len", longest, 1)
         return dict(qo_indptr=flat_integers(indptr, "cum_seq_lens_q", query.device, batch + 1)), longest or 0
     tokens = query.shape[0]
-    q_len = q_len or (tokens // batch if batch else 1)
+    q_len = whole("q_len_per_req", q_len) if q_len is not None else tokens // batch if batch else 1
     require(q_len >= 1 and tokens == batch * q_len, "query", f"{tokens} tokens", f"{batch} requests of {q_len} queries")
     return dict(q_len=q_len), q_len
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer._core.kv_layout import check_layout
+from flashinfer._forms.given import flag, head_sinks, scale, whole, with_pages
+from flashinfer._forms.outputs import Output
+from flashinfer._forms.pages import as_one_type, gathered
+from flashinfer._forms.sage import widened
 from flashinfer.ops.attention.engine import (
-    attend_pages, attend_rows, factors_of, flat_integers, output_of, refuse, scales_of, sinks_of, value_dim,
+    attend_pages, attend_rows, factors_of, flat_integers, refuse, scales_of, value_dim,
 )  # fmt: skip
 from flashinfer.ops.attention.problem import Table
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def trtllm_batch_context_with_kv_cache(
@@ -89,18 +96,24 @@ def trtllm_batch_context_with_kv_cache(
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
     """
-    refuse("uses_shared_paged_kv_idx", None if uses_shared_paged_kv_idx else "False", "True: one table for K and V")
     refuse("uses_spcompress", uses_spcompress, "None or False")
+    check_layout(kv_layout)
     require(query.dim() == 3, "query", tuple(query.shape), "[tokens, num_qo_heads, head_dim]")
-    require(block_tables.shape[0] == batch_size, "batch_size", batch_size, f"{block_tables.shape[0]}, as block_tables")
-    queries = dict(qo_indptr=flat_integers(cum_seq_lens_q, "cum_seq_lens_q", query.device, batch_size + 1))
-    out, o_dtype = output_of(query, (*query.shape[:2], value_dim(kv_cache)), out, out_dtype, o_sf_scale, o_sf_vec_size)
-    return attend_pages(
-        query, kv_cache, kv_layout, block_tables, seq_lens, queries, longest_q=max_q_len, causal=causal,
-        window_left=window_left, o_dtype=o_dtype, backend=backend, out=out, lse=lse, return_lse=return_lse,
-        sinks=sinks_of(sinks), **scales_of(bmm1_scale, bmm2_scale),
-        **factors_of(kv_cache_sf, kv_block_scales, kv_layout, backend, query.device),
-    )  # fmt: skip
+    batch, device = whole("batch_size", batch_size, 0), query.device
+    require(block_tables.shape[0] == batch, "batch_size", batch, f"{block_tables.shape[0]}, as block_tables")
+    kv_cache = as_one_type(with_pages(kv_cache, kv_layout))
+    output = Output(query, (*query.shape[:2], value_dim(kv_cache)), out, out_dtype, o_sf_scale, o_sf_vec_size, lse,
+                    return_lse)  # fmt: skip
+    factors = factors_of(kv_cache_sf, kv_block_scales, kv_layout, backend, device)
+    if not flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
+        kv_cache, block_tables, factors = gathered(kv_cache, kv_layout, block_tables, factors)
+    queries = dict(qo_indptr=flat_integers(cum_seq_lens_q, "cum_seq_lens_q", device, batch + 1))
+    return output.finish(attend_pages(
+        query, kv_cache, kv_layout, block_tables, seq_lens, queries, longest_q=whole("max_q_len", max_q_len),
+        causal=flag("causal", causal), window_left=whole("window_left", window_left), o_dtype=output.dtype,
+        backend=backend, sinks=head_sinks(sinks, query.shape[1]), **output.call, **factors,
+        **scales_of(scale("bmm1_scale", bmm1_scale, device), scale("bmm2_scale", bmm2_scale, device)),
+    ))  # fmt: skip
 
 
 def trtllm_ragged_attention_deepseek(
@@ -150,7 +163,7 @@ def trtllm_ragged_attention_deepseek(
     bmm1_scale, bmm2_scale : float or float32 Tensor [1]
         Factors of q . k and of the output.
     o_sf_scale : float
-        Of nvfp4 outputs, which are refused; of others it says nothing.
+        Of nvfp4 outputs, which this form has none of; of others it says nothing.
     batch_size : int
         Requests.
     window_left : int
@@ -165,8 +178,12 @@ def trtllm_ragged_attention_deepseek(
     out : Tensor [tokens, num_qo_heads, head_dim_vo], optional
         Default of query's dtype, bfloat16 for fp8.
     lse : float32 Tensor [tokens, num_qo_heads], optional
-    sage_attn_sfs, num_elts_per_sage_attn_blk : tuple
-        Refused, unless they hold None and 0 only: block scales.
+    sage_attn_sfs : tuple of four
+        Scales of q, k, p and v that SageAttention quantised, float32: of q and k [heads, blocks], request i beginning
+        in block cum_seq_lens[i] div size + i; of v [num_kv_heads, head_dim_vo]; None of p. Operands are int8 or fp8,
+        and are multiplied as bf16, or as fp16 where `out` is.
+    num_elts_per_sage_attn_blk : tuple of four int
+        Tokens that share a scale, of each; 0 for v's scales of channels.
     uses_spcompress : bool, optional
         Refused.
     backend : str
@@ -188,20 +205,28 @@ def trtllm_ragged_attention_deepseek(
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
     """
-    refuse("sage_attn_sfs", next((x for x in sage_attn_sfs if x is not None), None), "None: no block scales")
-    refuse("num_elts_per_sage_attn_blk", next((n for n in num_elts_per_sage_attn_blk if n), None), "0: no block scales")
     refuse("uses_spcompress", uses_spcompress, "None or False")
-    device = query.device
+    device, batch = query.device, whole("batch_size", batch_size, 0)
     table = Table(
-        flat_integers(cum_seq_lens_q, "cum_seq_lens_q", device, batch_size + 1),
-        flat_integers(cum_seq_lens_kv, "cum_seq_lens_kv", device, batch_size + 1),
-        kv_lens=flat_integers(seq_lens, "seq_lens", device, batch_size),
+        flat_integers(cum_seq_lens_q, "cum_seq_lens_q", device, batch + 1),
+        flat_integers(cum_seq_lens_kv, "cum_seq_lens_kv", device, batch + 1),
+        kv_lens=flat_integers(seq_lens, "seq_lens", device, batch),
     )  # fmt: skip
-    fp8 = query.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    default = torch.bfloat16 if fp8 and out is None else None
-    out, o_dtype = output_of(query, (*query.shape[:2], value.shape[-1]), out, default)
-    return attend_rows(
-        query, key, value, table, longest_q=max_q_len, causal=is_causal, window_left=window_left, o_dtype=o_dtype,
-        backend=backend, out=out, lse=lse, return_lse=return_lse, sinks=attention_sinks,
-        **scales_of(bmm1_scale, bmm2_scale),
-    )  # fmt: skip
+    narrow = query.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+    default = torch.bfloat16 if narrow and out is None else None
+    if any(sfs is not None for sfs in sage_attn_sfs):
+        dtype = out.dtype if out is not None and out.dtype in _HALVES else torch.bfloat16
+        indptrs = table.qo_indptr, table.kv_indptr
+        query, key, value = widened(query, key, value, sage_attn_sfs, num_elts_per_sage_attn_blk, indptrs, dtype)
+    else:
+        sizes = [n for n in num_elts_per_sage_attn_blk if n]
+        refuse("num_elts_per_sage_attn_blk", sizes, "0 without sage_attn_sfs")
+        key, value = as_one_type((key, value))
+    shape = (*query.shape[:2], value.shape[-1])
+    output = Output(query, shape, out, default, lse=lse, return_lse=flag("return_lse", return_lse))
+    return output.finish(attend_rows(
+        query, key, value, table, longest_q=whole("max_q_len", max_q_len), causal=flag("is_causal", is_causal),
+        window_left=whole("window_left", window_left), o_dtype=output.dtype, backend=backend, **output.call,
+        sinks=head_sinks(attention_sinks, query.shape[1]),
+        **scales_of(scale("bmm1_scale", bmm1_scale, device), scale("bmm2_scale", bmm2_scale, device)),
+    ))  # fmt: skip

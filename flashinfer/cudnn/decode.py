@@ -6,7 +6,10 @@ import torch
 
 from flashinfer._core import env
 from flashinfer._core.checks import require
-from flashinfer.ops.attention.engine import attend_pages, flat_integers, output_of, scales_of, sinks_of
+from flashinfer._forms.given import head_sinks, scale as scale_of, whole, with_pages
+from flashinfer._forms.outputs import Output
+from flashinfer._forms.pages import as_one_type
+from flashinfer.ops.attention.engine import attend_pages, flat_integers, scales_of
 
 
 def cudnn_batch_decode_with_kv_cache(
@@ -78,24 +81,25 @@ def cudnn_batch_decode_with_kv_cache(
         An argument out of its range, by name.
     """
     require(q.dim() == 3, "q", tuple(q.shape), "[batch * q_len_per_req, num_qo_heads, head_dim]")
-    require(q_len_per_req >= 1, "q_len_per_req", q_len_per_req, "at least 1")
-    batch, rest = divmod(q.shape[0], q_len_per_req)
-    require(not rest, "q", f"{q.shape[0]} rows", f"a multiple of q_len_per_req = {q_len_per_req}")
+    q_len, window_left = whole("q_len_per_req", q_len_per_req, 1), whole("window_left", window_left)
+    batch, rest = divmod(q.shape[0], q_len)
+    require(not rest, "q", f"{q.shape[0]} rows", f"a multiple of q_len_per_req = {q_len}")
+    k_cache, v_cache = as_one_type(with_pages((k_cache, v_cache), "HND"))
     if block_tables is None:
         require(k_cache.shape[0] >= batch, "block_tables", None, f"a tensor, or a cache of at least {batch} pages")
         block_tables = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
     lens = flat_integers(actual_seq_lens_kv, "actual_seq_lens_kv", q.device, batch)
     if lens is None:
-        lens = torch.full((batch,), max_sequence_kv, dtype=torch.int32, device=q.device)
-    out, o_dtype = output_of(q, (*q.shape[:2], v_cache.shape[-1]), out, None)
+        lens = torch.full((batch,), whole("max_sequence_kv", max_sequence_kv, 0), dtype=torch.int32, device=q.device)
+    output = Output(q, (*q.shape[:2], v_cache.shape[-1]), out, lse=lse, return_lse=return_lse)
     out_row = q.shape[1] * v_cache.shape[-1] if out is None else out.stride(0)
-    _check_uniform("batch_offsets_q", batch_offsets_q, q_len_per_req, q.stride(0))
-    _check_uniform("batch_offsets_o", batch_offsets_o, q_len_per_req, out_row)
-    return attend_pages(
-        q, (k_cache, v_cache), "HND", block_tables, lens, dict(q_len=q_len_per_req), longest_q=q_len_per_req,
-        causal=q_len_per_req > 1, window_left=window_left, o_dtype=o_dtype, out=out, lse=lse, return_lse=return_lse,
-        sinks=sinks_of(sinks), **scales_of(scale, 1.0),
-    )  # fmt: skip
+    _check_uniform("batch_offsets_q", batch_offsets_q, q_len, q.stride(0))
+    _check_uniform("batch_offsets_o", batch_offsets_o, q_len, out_row)
+    return output.finish(attend_pages(
+        q, (k_cache, v_cache), "HND", block_tables, lens, dict(q_len=q_len), longest_q=q_len, causal=q_len > 1,
+        window_left=window_left, o_dtype=output.dtype, sinks=head_sinks(sinks, q.shape[1]), **output.call,
+        **scales_of(scale_of("scale", scale, q.device), 1.0),
+    ))  # fmt: skip
 
 
 def _check_uniform(name: str, offsets: torch.Tensor | None, q_len: int, row: int) -> None:
@@ -103,6 +107,6 @@ def _check_uniform(name: str, offsets: torch.Tensor | None, q_len: int, row: int
     if offsets is None or (offsets.is_cuda and not env.DEBUG.is_on()):
         return
     found = offsets.reshape(-1).cpu().long()
-    tokens = torch.arange(found.shape[0]) * q_len
+    tokens = torch.arange(found.shape[0], dtype=torch.int64, device="cpu") * q_len
     fits = torch.equal(found, tokens) or torch.equal(found, tokens * row)
     require(fits, name, found.tolist(), f"{q_len} queries for each request, as q_len_per_req says")

@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from flashinfer._core import env
 from flashinfer._core.checks import require
+from flashinfer._forms.given import flag, whole
+from flashinfer._forms.pages import as_one_type
 from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_integers, integers, output_of
 from flashinfer.ops.attention.problem import Table
 
@@ -69,16 +70,18 @@ def cudnn_batch_prefill_with_kv_cache(
         Scales of quantised q, k and v.
     batch_offsets_q, batch_offsets_k : int Tensor of batch + 1 elements, optional
         Where each request begins.
-    batch_offsets_o, batch_offsets_v : int Tensor, optional
-        They have to say the same rows as those of q and of k. On a GPU that is checked in debug mode alone
-        (FLASHINFER_DEBUG), since looking waits for the device.
-    batch_offsets_stats : int Tensor, optional
-        Given, lse is packed: in the rows of q.
+    batch_offsets_o, batch_offsets_v : int Tensor of batch + 1 elements, optional
+        Where each request begins in `out` and in v_cache, in the rows of q and of k without them, and the other way
+        round. On a GPU, rows of V, or of the output, are copied unless these are the same tensors as those of k, and of
+        q, in the same units: their values are not looked at, since looking waits for the device.
+    batch_offsets_stats : int Tensor of batch + 1 elements, optional
+        Given, lse is packed: each request begins there.
     batch_offsets_units : str
         "elements" (rows times the stride of a row) or "tokens".
     out : Tensor [tokens, num_qo_heads, head_dim_vo], optional
         Rows that no request has are not written.
     lse : float32 Tensor, optional
+        Written and returned, return_lse or not.
     backend : str, optional
         One of upstream's names (see flashinfer/_core/backends.py).
     o_data_type : torch.dtype, optional
@@ -104,89 +107,161 @@ def cudnn_batch_prefill_with_kv_cache(
     require(batch_offsets_units in ("elements", "tokens"), "batch_offsets_units", repr(batch_offsets_units),
             "'elements' or 'tokens'")  # fmt: skip
     require(lse_base in ("log2", "ln"), "lse_base", repr(lse_base), "'log2' or 'ln'")
-    batch = _batch_size(block_tables, actual_seq_lens_q, actual_seq_lens_kv, batch_offsets_q, batch_offsets_k)
-    paged, per_element = block_tables is not None, batch_offsets_units == "elements"
-    queries = _spans(q, batch_offsets_q, actual_seq_lens_q, batch, max_token_per_sequence, per_element, "q")
-    out, o_dtype = output_of(q, (*q.shape[:2], v_cache.shape[-1]), out, o_data_type)
+    most_q, most_kv = whole("max_token_per_sequence", max_token_per_sequence), whole("max_sequence_kv", max_sequence_kv)
+    return_lse = flag("return_lse", return_lse) or lse is not None
+    given_offsets = batch_offsets_q, batch_offsets_o, batch_offsets_k, batch_offsets_v
+    batch = _batch_size(block_tables, actual_seq_lens_q, actual_seq_lens_kv, *given_offsets)
+    k_cache, v_cache = as_one_type((k_cache, v_cache))
+    # An output that has offsets of its own may have any number of rows.
+    o_rows = q.shape[0] if out is None or batch_offsets_o is None else out.shape[0]
+    given, (out, o_dtype) = out, output_of(q, (o_rows, q.shape[1], v_cache.shape[-1]), out, o_data_type)
+    tokens = batch_offsets_units == "tokens"
+    row = lambda t, name: Rows(t, f"batch_offsets_{name}", batch, q.device)
+    out_row = 1 if tokens else q.shape[1] * v_cache.shape[-1] if out is None else out.stride(0)
+    of_q, of_o = row(batch_offsets_q, "q").by(1 if tokens else q.stride(0)), row(batch_offsets_o, "o").by(out_row)
+    queries = _spans(of_q if of_q.starts is not None else of_o, q, actual_seq_lens_q, batch, most_q, "q")
     packed = batch_offsets_stats is not None or (lse is not None and lse.dim() == 2)
-    out_row = q.shape[1] * v_cache.shape[-1] if out is None else out.stride(0)
-    _check_rows("o", batch_offsets_o, out_row, "q", batch_offsets_q, q.stride(0), per_element)
-    if not paged:
-        _check_rows("v", batch_offsets_v, v_cache.stride(0), "k", batch_offsets_k, k_cache.stride(0), per_element)
+    moved = not of_o.same_as(of_q) or o_rows != q.shape[0]
+    of_lse = row(batch_offsets_stats, "stats").by(1 if tokens else q.shape[1])
+    lse_moved = packed and (not of_lse.same_as(of_q) or (lse is not None and lse.shape[0] != q.shape[0]))
+    require(not lse_moved or of_lse.starts is not None, "lse", "other rows than q", "the rows of q")
     call = dict(
-        longest_q=max_token_per_sequence, causal=causal, o_dtype=o_dtype, backend=backend or "auto", out=out,
-        return_lse=return_lse, lse=lse if packed else None, q_scale=scale if q_scale is None else scale * q_scale,
-        k_scale=k_scale, v_scale=v_scale,
+        longest_q=most_q, causal=flag("causal", causal), o_dtype=o_dtype, backend=backend or "auto",
+        out=None if moved else out, return_lse=return_lse, lse=lse if packed and not lse_moved else None,
+        q_scale=scale if q_scale is None else scale * q_scale, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
-    if paged:
+    if block_tables is not None:
         lens = flat_integers(actual_seq_lens_kv, "actual_seq_lens_kv", q.device, batch)
         if lens is None:
-            lens = torch.full((batch,), max_sequence_kv, dtype=torch.int32, device=q.device)
+            lens = torch.full((batch,), most_kv, dtype=torch.int32, device=q.device)
         result = attend_pages(q, (k_cache, v_cache), "HND", block_tables, lens, queries, **call)
     else:
-        keys = _spans(k_cache, batch_offsets_k, actual_seq_lens_kv, batch, max_sequence_kv, per_element, "k")
+        of_k = row(batch_offsets_k, "k").by(1 if tokens else k_cache.stride(0))
+        of_v = row(batch_offsets_v, "v").by(1 if tokens else v_cache.stride(0))
+        keys = _spans(of_k if of_k.starts is not None else of_v, k_cache, actual_seq_lens_kv, batch, most_kv, "k")
+        if not of_v.same_as(of_k):
+            v_cache = _beside(v_cache, of_v.starts, of_k.starts[:batch], k_cache.shape[0])
         table = Table(
             **queries, kv_indptr=keys.get("qo_indptr"), kv_lens=keys.get("q_lens"), kv_stride=keys.get("q_len", 0)
         )
         result = attend_rows(q, k_cache, v_cache, table, **call)
-    if not return_lse:
-        return result, None
-    out, rows = result
-    if lse_base == "ln":
-        rows.mul_(math.log(2.0))
-    if packed:
-        return out, rows
+    rows, row_lse = result if return_lse else (result, None)
     # Of the keys, only that there are as many requests.
-    table = Table(**queries, kv_lens=torch.zeros(batch, dtype=torch.int32, device=q.device))
-    return out, _padded(rows, table, max_token_per_sequence, lse)
+    spans = Table(**queries, kv_lens=torch.zeros(batch, dtype=torch.int32, device=q.device))
+    if moved:
+        out = torch.empty(rows.shape, dtype=o_dtype, device=q.device) if out is None else out
+        rows = _placed(rows, out, of_o.starts[:batch], spans)
+    rows = rows if given is None else given
+    if not return_lse:
+        return rows, None
+    if lse_base == "ln":
+        row_lse.mul_(math.log(2.0))
+    if not packed:
+        return rows, _padded(row_lse, spans, most_q, lse)
+    if lse_moved:
+        row_lse = _placed(row_lse, torch.empty_like(row_lse) if lse is None else lse, of_lse.starts[:batch], spans)
+    return rows, row_lse
 
 
-def _batch_size(block_tables, lens_q, lens_kv, offsets_q, offsets_k) -> int:
-    for x, more in ((lens_q, 0), (lens_kv, 0), (offsets_q, 1), (offsets_k, 1)):
-        if x is not None:
-            return x.numel() - more
-    require(block_tables is not None, "actual_seq_lens_q", None, "a tensor, or batch_offsets_q, or block_tables")
-    return block_tables.shape[0]
+class Rows:
+    """Offsets of one tensor, as the caller gave them: where each request begins.
+
+    Attributes
+    ----------
+    starts : int64 Tensor, optional
+        In rows.
+    """
+
+    def __init__(self, offsets: torch.Tensor | None, name: str, batch: int, device: torch.device):
+        self._given, self.name, self.starts, self._row = offsets, name, None, 1
+        if offsets is not None:
+            fits = offsets.numel() in (batch, batch + 1)
+            require(fits, name, tuple(offsets.shape), f"{batch + 1} elements, or {batch} beside lengths")
+            require(not offsets.is_floating_point(), name, offsets.dtype, "int32 or int64")
+            self.starts = offsets.reshape(-1).to(device, torch.int64, non_blocking=True)
+
+    def by(self, row: int) -> Rows:
+        """These offsets, which count elements, `row` of them in each row."""
+        self._row = row
+        if self.starts is not None and row != 1:
+            self.starts = torch.div(self.starts, max(row, 1), rounding_mode="floor")
+        return self
+
+    def same_as(self, other: Rows) -> bool:
+        """Whether both say the same rows, or one of them says nothing. Offsets on a GPU are not looked at."""
+        a, b = self._given, other._given
+        if a is None or b is None:
+            return True
+        if self.starts.device.type == "cpu":
+            count = min(len(self.starts), len(other.starts))
+            return torch.equal(self.starts[:count], other.starts[:count])
+        alike = a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+        return alike and self._row == other._row
 
 
-def _spans(x: torch.Tensor, offsets, lens, batch: int, most: int, per_element: bool, name: str) -> dict:
+def _batch_size(block_tables, lens_q, lens_kv, offsets_q, offsets_o, offsets_k, offsets_v) -> int:
+    for lens in (lens_q, lens_kv):
+        if lens is not None:
+            return lens.numel()
+    if block_tables is not None:
+        return block_tables.shape[0]
+    for offsets in (offsets_q, offsets_o, offsets_k, offsets_v):
+        if offsets is not None:
+            return offsets.numel() - 1
+    require(False, "actual_seq_lens_q", None, "a tensor, or batch_offsets_q, or block_tables")
+
+
+def _spans(rows: Rows, x: torch.Tensor, lens, batch: int, most: int, name: str) -> dict:
     """Where the rows of each request are in `x`: qo_indptr, q_lens and q_len of a Table, whichever tell it."""
-    lens = flat_integers(lens, f"actual_seq_lens_{name}", x.device, batch)
-    if offsets is not None:
-        flat = offsets.reshape(-1)
-        fits = flat.shape[0] == batch + 1 or (flat.shape[0] == batch and lens is not None)
-        require(fits, f"batch_offsets_{name}", tuple(offsets.shape), f"{batch + 1} elements")
-        if per_element:
-            flat = torch.div(flat, x.stride(0), rounding_mode="floor")
-        return dict(qo_indptr=integers(flat, f"batch_offsets_{name}", x.device, (None,)), q_lens=lens)
+    lens = flat_integers(lens, f"actual_seq_lens_{name if name == 'q' else 'kv'}", x.device, batch)
+    if rows.starts is not None:
+        fits = rows.starts.shape[0] == batch + 1 or lens is not None
+        require(fits, rows.name, f"{rows.starts.shape[0]} elements", f"{batch + 1} elements")
+        return dict(qo_indptr=integers(rows.starts, rows.name, x.device, (None,)), q_lens=lens)
     padded = x.shape[0] == batch * most
     require(padded or lens is not None, f"actual_seq_lens_{name}", None,
             f"a tensor, or batch_offsets_{name}, or {batch} x {most} rows")  # fmt: skip
     return dict(q_lens=lens, q_len=most if padded else 0)
 
 
-def _check_rows(name: str, offsets, row: int, base: str, base_offsets, base_row: int, per_element: bool) -> None:
-    """Check that offsets say the same rows as those of `base`; row and base_row are elements from row to row."""
-    if offsets is None:
-        return
-    allowed = f"the rows of batch_offsets_{base}"
-    require(base_offsets is not None, f"batch_offsets_{name}", "a tensor", f"None without batch_offsets_{base}")
-    require(offsets.numel() == base_offsets.numel(), f"batch_offsets_{name}", tuple(offsets.shape), allowed)
-    if offsets.is_cuda and not env.DEBUG.is_on():
-        return
-    a, b = offsets.reshape(-1).cpu().long(), base_offsets.reshape(-1).cpu().long()
-    same = torch.equal(a * base_row, b * row) if per_element else torch.equal(a, b)
-    require(same, f"batch_offsets_{name}", a.tolist(), allowed)
+def _request_of(starts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The request that begins last before each of `count` rows, and the place of the row in it."""
+    row = torch.arange(count, dtype=torch.int64, device=starts.device)
+    request = torch.searchsorted(starts, row, right=True).sub_(1).clamp_(min=0)
+    return request, row - starts[request]
+
+
+def _beside(v: torch.Tensor, v_starts: torch.Tensor, k_starts: torch.Tensor, count: int) -> torch.Tensor:
+    """Rows of V copied to where K's are, whose requests begin at k_starts."""
+    if not count or not v.shape[0] or not k_starts.shape[0]:
+        return v[:count]
+    request, place = _request_of(k_starts, count)
+    at = (v_starts[request] + place).clamp_(0, v.shape[0] - 1)
+    return v.view(torch.uint8)[at].view(v.dtype) if v.element_size() == 1 else v[at]
+
+
+def _placed(rows: torch.Tensor, out: torch.Tensor, starts: torch.Tensor, spans: Table) -> torch.Tensor:
+    """Write the rows of each request to `out` from its start on; rows of no request stay as they are."""
+    if not rows.shape[0] or not starts.shape[0] or not out.shape[0]:
+        return out
+    begin, lens = spans.q_spans()
+    request, place = _request_of(starts, out.shape[0])
+    there = (place >= 0) & (place < lens[request])
+    at = (begin[request] + place).clamp_(0, rows.shape[0] - 1)
+    bits = (lambda t: t.view(torch.uint8)) if rows.element_size() == 1 else (lambda t: t)
+    there = there.view(-1, *[1] * (rows.dim() - 1))
+    bits(out).copy_(torch.where(there, bits(rows)[at], bits(out)))
+    return out
 
 
 def _padded(rows: torch.Tensor, table: Table, most: int, out) -> torch.Tensor:
     """Rows [tokens, heads] as [batch, most, heads], -inf past the rows of a request."""
     begin, count = table.q_spans()
-    number = torch.arange(most, device=rows.device)
+    number = torch.arange(most, dtype=torch.int64, device=rows.device)
     at = (begin[:, None] + number).clamp_(max=max(rows.shape[0] - 1, 0))
     shape = (table.batch_size, most, rows.shape[1])
     if not rows.shape[0]:
-        padded = rows.new_full(shape, -math.inf)
+        padded = torch.full(shape, -math.inf, dtype=rows.dtype, device=rows.device)
     else:
         padded = rows[at].masked_fill_((number >= count[:, None])[..., None], -math.inf)
     if out is None:

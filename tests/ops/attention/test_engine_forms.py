@@ -144,7 +144,7 @@ def test_ranks_of_context_parallelism_merge_to_the_whole(q_len, window, device):
             shard = generate.Ragged(x.q, x.k[mine], x.v[mine], x.qo_indptr, generate.indptr(local, device))
             out, lse = decode(
                 shard, *paged(shard, local), cp_world=world, cp_rank=rank, window_left=window, backend=backend,
-                causal_seqlens_kv_global=lens(kv, device), **given,
+                causal_seqlens_kv_global=lens([n - m for n, m in zip(kv, qo)], device), **given,
             )  # fmt: skip
             outs.append(out)
             lses.append(lse)
@@ -317,7 +317,7 @@ def test_cudnn_prefill(units, source, device):
     x = batch(qo, device)
     cache, tables, _ = paged(x)
     k, v = cache.unbind(1) if source == "paged" else (x.k, x.v)
-    by = (lambda t, heads: t) if units == "tokens" else (lambda t, heads: t * heads * 64)
+    by = (lambda t, heads, dim=64: t) if units == "tokens" else (lambda t, heads, dim=64: t * heads * dim)
     offsets = dict(batch_offsets_q=by(x.qo_indptr, 4), batch_offsets_units=units)
     if source == "ragged":
         offsets |= dict(batch_offsets_k=by(x.kv_indptr, 2), batch_offsets_v=by(x.kv_indptr, 2))
@@ -327,7 +327,7 @@ def test_cudnn_prefill(units, source, device):
                   actual_seq_lens_kv=lens(KV, device), causal=True)  # fmt: skip
     o = Options(causal=True)
     got = cudnn_batch_prefill_with_kv_cache(
-        x.q, k, v, 0.125, SCRATCH, return_lse=True, batch_offsets_stats=x.qo_indptr, **common, **offsets
+        x.q, k, v, 0.125, SCRATCH, return_lse=True, batch_offsets_stats=by(x.qo_indptr, 4, 1), **common, **offsets
     )
     check(got, x, o)
     # Without offsets, requests follow one another; without those of the statistics, the LSE is padded.
@@ -344,21 +344,6 @@ def test_cudnn_prefill(units, source, device):
     check((out / 2, lse[there] / math.log(2)), x, o)
     _, none = cudnn_batch_prefill_with_kv_cache(x.q, k, v, 0.125, SCRATCH, return_lse=False, **common, **offsets)
     assert none is None
-
-
-@pytest.mark.parametrize("name", ("batch_offsets_o", "batch_offsets_v"))
-def test_cudnn_offsets_that_name_other_rows(name, device, monkeypatch):
-    # On a GPU, looking at them waits.
-    monkeypatch.setenv("FLASHINFER_DEBUG", "1")
-    x = batch([3, 4], device, [5, 9])
-    offsets = dict(batch_offsets_q=x.qo_indptr, batch_offsets_o=x.qo_indptr, batch_offsets_k=x.kv_indptr,
-                   batch_offsets_v=x.kv_indptr, batch_offsets_units="tokens")  # fmt: skip
-    common = dict(max_token_per_sequence=4, max_sequence_kv=9, causal=True, return_lse=False)
-    out, _ = cudnn_batch_prefill_with_kv_cache(x.q, x.k, x.v, 0.125, SCRATCH, **common, **offsets)
-    close(out, x, Options(causal=True))
-    with pytest.raises(ValueError, match=name):
-        offsets[name] = offsets[name] + torch.tensor([0, 1, 0], dtype=torch.int32, device=device)
-        cudnn_batch_prefill_with_kv_cache(x.q, x.k, x.v, 0.125, SCRATCH, **common, **offsets)
 
 
 def test_cudnn_prefill_of_padded_rows(device):
@@ -391,11 +376,17 @@ def refusals(x, cache, tables, seq_lens):
     query = dict(query=x.q, kv_cache=cache, workspace_buffer=SCRATCH, block_tables=tables, seq_lens=seq_lens,
                  max_seq_len=64)  # fmt: skip
     wrong = lambda **kwargs: lambda: trtllm_batch_decode_with_kv_cache(**(query | kwargs))
-    yield "out_dtype", wrong(out_dtype="nvfp4")
     yield "kv_cache_sf", wrong(kv_cache_sf=(x.q, x.q))
     yield "kv_block_scales", wrong(kv_block_scales=(x.q, x.q))
-    yield "uses_shared_paged_kv_idx", wrong(uses_shared_paged_kv_idx=False)
-    yield "enable_block_sparse_attention", wrong(enable_block_sparse_attention=True)
+    yield "uses_shared_paged_kv_idx", wrong(uses_shared_paged_kv_idx="no")
+    yield "block_tables", wrong(uses_shared_paged_kv_idx=False)
+    yield "block_tables", wrong(enable_block_sparse_attention=True, seq_lens=seq_lens[None])
+    yield "window_left", wrong(enable_block_sparse_attention=True, window_left=3)
+    yield "window_left", wrong(window_left=1.5)
+    yield "bmm1_scale", wrong(bmm1_scale=float("nan"))
+    yield "o_sf_vec_size", wrong(out_dtype="nvfp4", o_sf_vec_size=32)
+    yield "o_sf_scale", wrong(out_dtype="nvfp4", o_sf_scale=-1.0)
+    yield "lse", wrong(lse=torch.empty(6, 3, device=x.q.device))
     yield "bf16q_fp8kv_transform_mode", wrong(bf16q_fp8kv_transform_mode="fast")
     yield "query", wrong(q_len_per_req=2)
     yield "cum_seq_lens_q", wrong(cum_seq_lens_q=x.qo_indptr[:-1])
@@ -426,7 +417,6 @@ def refusals(x, cache, tables, seq_lens):
     yield "window_left", fmha(mask_mode="sliding_window")
     yield "chunked_attention_size", fmha(chunked_attention_size=8)
     yield "chunked_attention_size", fmha(mask_mode="chunked")
-    yield "save_softmax_stats", fmha(save_softmax_stats=True)
     yield "block_tables", fmha(block_tables=tables)
     yield "pos_encoding_mode", fmha(pos_encoding_mode="ROPE_LLAMA")
 

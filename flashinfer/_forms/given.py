@@ -1,0 +1,75 @@
+"""What callers give in several shapes: numbers as tensors of one element, pools without a page axis, sinks by group."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer.ops.attention.engine import sinks_of
+
+
+def whole(name: str, value, least: int | None = None) -> int:
+    """An integer, given as one or as an integer tensor of one element. A tensor on a GPU is waited for."""
+    if type(value) is not int:
+        if isinstance(value, torch.Tensor):
+            fits = value.numel() == 1 and not value.is_floating_point() and value.dtype != torch.bool
+            require(fits, name, f"{value.dtype} {tuple(value.shape)}", "an integer, or a tensor with one")
+            value = value.item()
+        require(isinstance(value, Integral) and not isinstance(value, bool), name, repr(value), "an integer")
+        value = int(value)
+    if least is not None and value < least:
+        require(False, name, value, f"at least {least}")
+    return value
+
+
+def real(name: str, value) -> float:
+    """A finite number, given as one or as a tensor of one element. A tensor on a GPU is waited for."""
+    if isinstance(value, torch.Tensor):
+        require(value.numel() == 1, name, tuple(value.shape), "a number, or a tensor with one")
+        value = value.item()
+    require(isinstance(value, Real) and not isinstance(value, bool), name, repr(value), "a number")
+    require(math.isfinite(value), name, value, "a finite number")
+    return float(value)
+
+
+def flag(name: str, value) -> bool:
+    """True or False, given as one, as 0 or 1, or as a tensor with one of them."""
+    if isinstance(value, torch.Tensor):
+        require(value.numel() == 1, name, tuple(value.shape), "True or False")
+        value = value.item()
+    require(isinstance(value, (bool, Integral)) and value in (0, 1), name, repr(value), "True or False")
+    return bool(value)
+
+
+def scale(name: str, value, device: torch.device):
+    """A factor: a finite number, or float32 [1] on the compute device. One on the host beside a GPU becomes a number."""
+    if not isinstance(value, torch.Tensor):
+        return real(name, value)
+    require(value.numel() == 1, name, tuple(value.shape), "a number, or a tensor of one element")
+    require(value.is_floating_point(), name, value.dtype, "a floating-point tensor of one element")
+    if value.device != device:
+        require(value.device.type == "cpu", name, f"a tensor on {value.device}", f"{device}, or the CPU")
+        return real(name, value)
+    return value.reshape(1).float()
+
+
+def head_sinks(sinks, heads: int) -> torch.Tensor | None:
+    """Sinks [heads], also given as [kv_heads, heads / kv_heads] or in a list of one."""
+    sinks = sinks_of(sinks)
+    if sinks is None or sinks.dim() == 1:
+        return sinks
+    require(sinks.numel() == heads, "sinks", tuple(sinks.shape), f"{heads} elements, one for each query head")
+    return sinks.reshape(heads)
+
+
+def with_pages(kv_cache, kv_layout: str):
+    """A cache whose pools may lack the page axis: [slots, heads, dim], or [slots, 2, heads, dim] in one tensor."""
+    axis = -2 if kv_layout == "HND" else -3
+    if isinstance(kv_cache, torch.Tensor):
+        return kv_cache.unsqueeze(axis) if kv_cache.dim() == 4 and kv_cache.shape[1] in (1, 2) else kv_cache
+    if all(isinstance(t, torch.Tensor) and t.dim() == 3 for t in kv_cache):
+        return tuple(t.unsqueeze(axis) for t in kv_cache)
+    return kv_cache

@@ -1,0 +1,103 @@
+"""Outputs of the engine forms: the caller's tensors, in shapes of the caller's, nvfp4, and log-sum-exps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer.ops import layouts
+from flashinfer.ops.attention.engine import output_of
+from flashinfer.quantization import _rows
+from flashinfer.utils import FP4Tensor
+
+# Elements of an nvfp4 block.
+_BLOCK = 16
+
+
+class Output:
+    """Where a call writes, and what it returns.
+
+    Attributes
+    ----------
+    rows : Tensor, optional
+        Of the shape that attention writes; None for a new one.
+    dtype : torch.dtype
+    lse : float32 Tensor [tokens, heads], optional
+        A log-sum-exp that the caller gave is written, whether it is returned or not.
+    """
+
+    def __init__(self, q: torch.Tensor, shape: tuple, out=None, out_dtype=None, o_sf_scale=None, o_sf_vec_size=None,
+                 lse: torch.Tensor | None = None, return_lse: bool = False):  # fmt: skip
+        self._out, self._lse, self._returns, self._fp4 = out, lse, return_lse, None
+        packed = out is not None and not isinstance(out, torch.Tensor)
+        if packed or out_dtype == "nvfp4":
+            self._fp4 = _Nvfp4(q, shape, out, out_dtype, o_sf_scale, o_sf_vec_size)
+            self.rows, self.dtype = None, self._fp4.dtype
+        else:
+            self.rows, self.dtype = output_of(q, shape, out, out_dtype, o_sf_scale, o_sf_vec_size)
+        self.lse = None
+        if lse is not None:
+            fits = lse.numel() == math.prod(shape[:2]) and lse.dtype == torch.float32 and lse.is_contiguous()
+            require(fits, "lse", f"{lse.dtype} {tuple(lse.shape)}", f"float32 {tuple(shape[:2])}, contiguous")
+            self.lse = lse if lse.shape == shape[:2] else lse.view(shape[:2])
+
+    @property
+    def call(self) -> dict:
+        """out, lse and return_lse, as Batch.run takes them."""
+        return dict(out=self.rows, lse=self.lse, return_lse=self._returns or self.lse is not None)
+
+    def finish(self, result):
+        """What the form returns of what Batch.run returned: the caller's own tensors, where it gave some."""
+        out, lse = result if isinstance(result, tuple) else (result, None)
+        if self._fp4 is not None:
+            out = self._fp4.write(out)
+        elif self._out is not None:
+            out = self._out
+        if not self._returns:
+            return out
+        return out, lse if self._lse is None else self._lse
+
+
+class _Nvfp4:
+    """An nvfp4 output: codes, and e4m3 factors of 16 elements in the 128x4 layout; a value is code * factor / scale."""
+
+    def __init__(self, q, shape, out, out_dtype, scale, vec_size):
+        require(out is None or isinstance(out, FP4Tensor), "out", type(out).__name__, "a tensor, or an FP4Tensor")
+        named = out_dtype in (None, "nvfp4")
+        require(named, "out_dtype", repr(out_dtype), "'nvfp4', the type of out")
+        require(vec_size in (None, _BLOCK), "o_sf_vec_size", vec_size, f"{_BLOCK}, the block of nvfp4")
+        if isinstance(scale, torch.Tensor):
+            self.scale = _rows.scale_tensor("o_sf_scale", scale, q)
+        else:
+            value = 1.0 if scale is None else float(scale)
+            require(math.isfinite(value) and value > 0, "o_sf_scale", scale, "a positive number")
+            self.scale = torch.full((1,), value, dtype=torch.float32, device=q.device)
+        require(shape[2] % _BLOCK == 0, "out_dtype", "nvfp4", f"a head_dim that is a multiple of {_BLOCK}")
+        self.shape, self.blocks = shape, shape[1] * shape[2] // _BLOCK
+        self.dtype = q.dtype if q.dtype == torch.float16 else torch.bfloat16
+        if out is not None:
+            codes = (*shape[:2], shape[2] // 2)
+            fits = out.data.numel() == math.prod(codes) and out.data.is_contiguous()
+            require(fits, "out", tuple(out.data.shape), f"{codes} codes, contiguous")
+            wide = layouts.padded(1, self.blocks, "128x4")[1]
+            fits = out.scale.shape[1] == wide and out.scale.is_contiguous()
+            require(fits, "out", f"factors {tuple(out.scale.shape)}", f"{wide} columns, contiguous")
+            require(out.data.device == q.device, "out", f"a tensor on {out.data.device}", str(q.device))
+        self.out = out
+
+    def write(self, rows: torch.Tensor) -> FP4Tensor:
+        tokens = self.shape[0]
+        codes, factors, _ = _rows.quantize("out", rows.reshape(1, tokens, -1), "nvfp4", "linear", self.scale)
+        factors, out = factors.view(tokens, self.blocks), self.out
+        if out is None:
+            high, wide = layouts.padded(max(tokens, 1), self.blocks, "128x4")
+            scale = torch.zeros((high, wide), dtype=torch.uint8, device=rows.device).view(torch.float8_e4m3fn)
+            out = FP4Tensor(codes.view(*self.shape[:2], self.shape[2] // 2), scale)
+        else:
+            out.data.view(-1).copy_(codes.view(-1))
+        begin, flat = out.scale_start_index, out.scale.view(torch.uint8).view(-1)
+        at = layouts.offsets(out.scale.shape[0], self.blocks, "128x4", rows.device)[begin : begin + tokens]
+        flat[at.reshape(-1)] = factors.reshape(-1)
+        return out
