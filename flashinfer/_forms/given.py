@@ -45,7 +45,7 @@ def flag(name: str, value) -> bool:
 
 
 def scale(name: str, value, device: torch.device):
-    """A factor: a finite number, or float32 [1] on the compute device. One on the host beside a GPU becomes a number."""
+    """A finite number, or float32 [1] on the compute device; a tensor on the host beside a GPU becomes a number."""
     if not isinstance(value, torch.Tensor):
         return real(name, value)
     require(value.numel() == 1, name, tuple(value.shape), "a number, or a tensor of one element")

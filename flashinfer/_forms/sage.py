@@ -1,4 +1,4 @@
-"""Operands quantised as SageAttention has them (Zhang et al., 2024): scales of blocks of tokens, and of V's channels."""
+"""Operands that SageAttention quantised (Zhang et al., 2024): scales of blocks of tokens, and of V's channels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from flashinfer._core.checks import require
 
 _TYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-_NAMES = "q", "k", "p", "v"
 
 
 def widened(query, key, value, scales: tuple, sizes: tuple, indptrs: tuple, dtype: torch.dtype):
@@ -26,33 +25,30 @@ def widened(query, key, value, scales: tuple, sizes: tuple, indptrs: tuple, dtyp
     """
     require(len(scales) == 4 and len(sizes) == 4, "sage_attn_sfs", f"{len(scales)} and {len(sizes)} entries", "four")
     require(scales[2] is None, "sage_attn_sfs", "a scale of p", "None: probabilities are not quantised")
-    rows = []
-    given = zip(_NAMES, (query, key, None, value), scales, sizes, (indptrs[0], indptrs[1], None, indptrs[1]))
-    for name, x, scale, size, indptr in given:
-        if x is None:
-            continue
-        if scale is None:
+    indptrs, rows = (indptrs[0], indptrs[1], None, indptrs[1]), []
+    for i, x in ((0, query), (1, key), (3, value)):
+        if scales[i] is None:
             rows.append(x.to(dtype))
             continue
-        require(x.dtype in _TYPES, f"sage_attn_sfs[{_NAMES.index(name)}]", f"a scale of {x.dtype}", "one of int8 or float8")
-        factors = _of_channels(name, x, scale) if name == "v" and not size else _of_blocks(name, x, scale, size, indptr)
+        name = f"sage_attn_sfs[{i}]"
+        require(x.dtype in _TYPES, name, f"a scale of {x.dtype}", "one of int8 or float8")
+        if i == 3 and not sizes[i]:
+            fits = scales[i].numel() == x.shape[1] * x.shape[2]
+            require(fits, name, tuple(scales[i].shape), f"{tuple(x.shape[1:])}: heads, head_dim")
+            factors = scales[i].reshape(x.shape[1:]).float()
+        else:
+            require(sizes[i] >= 1, f"num_elts_per_sage_attn_blk[{i}]", sizes[i], "at least 1, with a scale")
+            factors = _of_blocks(name, x, scales[i], sizes[i], indptrs[i])
         rows.append((x.float() * factors).to(dtype))
     return rows
 
 
-def _of_channels(name: str, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    fits = scale.numel() == x.shape[1] * x.shape[2]
-    require(fits, f"sage_attn_sfs[{_NAMES.index(name)}]", tuple(scale.shape), f"{tuple(x.shape[1:])}: heads, head_dim")
-    return scale.reshape(x.shape[1:]).float()
-
-
 def _of_blocks(name: str, x: torch.Tensor, scale: torch.Tensor, size: int, indptr: torch.Tensor) -> torch.Tensor:
     """The factor of each row, [rows, heads, 1]."""
-    require(size >= 1, f"num_elts_per_sage_attn_blk[{_NAMES.index(name)}]", size, "at least 1, with a scale")
     tokens, heads = x.shape[:2]
     least = -(-tokens // size)
     fits = scale.dim() == 2 and scale.shape[0] == heads and scale.shape[1] >= least
-    require(fits, f"sage_attn_sfs[{_NAMES.index(name)}]", tuple(scale.shape), f"[{heads}, at least {least}]: heads, blocks")
+    require(fits, name, tuple(scale.shape), f"[{heads}, at least {least}]: heads, blocks")
     indptr = indptr.long()
     row = torch.arange(tokens, dtype=torch.int64, device=x.device)
     request = torch.searchsorted(indptr, row, right=True).sub_(1).clamp_(0, max(indptr.shape[0] - 2, 0))

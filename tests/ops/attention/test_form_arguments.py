@@ -256,7 +256,8 @@ def test_cudnn_offsets_of_their_own(units, device):
     v_starts, o_starts, s_starts = [4, 9, 15, 24], [1, 4, 6, 10], [0, 5, 5, 9]
     for a, b, at in zip(x.kv_indptr[:-1], x.kv_indptr[1:], v_starts):
         v[at : at + b - a] = x.v[a:b]
-    by = lambda starts, row: torch.as_tensor(starts, dtype=torch.int64, device=device) * (row if units != "tokens" else 1)
+    unit = (lambda row: 1) if units == "tokens" else (lambda row: row)
+    by = lambda starts, row: torch.as_tensor(starts, dtype=torch.int64, device=device) * unit(row)
     out = torch.full((11, 4, 32), 777.0, dtype=HALF, device=device)
     lse = torch.full((11, 4), 777.0, device=device)
     got = cudnn_batch_prefill_with_kv_cache(
@@ -276,7 +277,8 @@ def test_cudnn_offsets_of_their_own(units, device):
 
 def test_cudnn_takes_either_of_two_offsets(device):
     x = batch([3, 0, 4], device, [5, 2, 9])
-    common = dict(max_token_per_sequence=4, max_sequence_kv=9, causal=True, return_lse=False, batch_offsets_units="tokens")
+    common = dict(max_token_per_sequence=4, max_sequence_kv=9, causal=True, return_lse=False,
+                  batch_offsets_units="tokens")  # fmt: skip
     for q, kv in (("q", "k"), ("o", "v"), ("q", "v"), ("o", "k")):
         given = {f"batch_offsets_{q}": x.qo_indptr, f"batch_offsets_{kv}": x.kv_indptr}
         out, _ = cudnn_batch_prefill_with_kv_cache(x.q, x.k, x.v, 0.125, SCRATCH, **common, **given)
