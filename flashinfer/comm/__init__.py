@@ -31,6 +31,7 @@ from flashinfer.comm.trtllm_moe_alltoall import (
     moe_a2a_wrap_payload_tensor_in_workspace,
 )
 from flashinfer.ops.comm.capability import Capability, probe
+from flashinfer.ops.comm.meeting import set_setup_deadline
 
 __all__ = [
     "AllReduceFusionPattern",
@@ -60,4 +61,5 @@ __all__ = [
     "moe_a2a_sanitize_expert_ids",
     "moe_a2a_wrap_payload_tensor_in_workspace",
     "probe",
+    "set_setup_deadline",
 ]

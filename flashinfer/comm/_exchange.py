@@ -13,7 +13,8 @@ from flashinfer.comm.mapping import Mapping
 from flashinfer.ops.comm import alltoall as room
 from flashinfer.ops.comm.alltoall import config
 from flashinfer.ops.comm.alltoall.space import ALIGNMENT, Space
-from flashinfer.ops.comm.symmetric import Ranks
+from flashinfer.ops.comm.meeting import Ranks
+from flashinfer.ops.comm.spoil import spoiled
 
 # The space behind a workspace tensor, by its address; it lives as long as the tensor, which holds it.
 _SPACES: weakref.WeakValueDictionary[int, Space] = weakref.WeakValueDictionary()
@@ -63,11 +64,12 @@ def dispatch_in(space: Space, experts, payloads, most: int, top_k: int, num_expe
     )
     backend = "portable" if problem.transport == "peer" else "reference"
     choice = room.moe_dispatch(problem, space.device, backend)
-    choice.run(space, experts, payloads, places, most, num_experts // world)
     received = [
         space.view(p, (world, most, *payload.shape[1:]), payload.dtype)
         for p, payload in zip(places, payloads, strict=True)
     ]
+    with spoiled(*received):
+        choice.run(space, experts, payloads, places, most, num_experts // world)
     return received, at
 
 
@@ -122,7 +124,9 @@ def combine_in(space: Space, payload, tokens: int, most: int, at: int, in_place:
         and is_aligned(payload, output),
     )
     backend = "portable" if problem.transport == "peer" else "reference"
-    room.moe_combine(problem, space.device, backend).run(space, payload, output, at, most)
+    choice = room.moe_combine(problem, space.device, backend)
+    with spoiled(output):
+        choice.run(space, payload, output, at, most)
     return output
 
 

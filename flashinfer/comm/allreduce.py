@@ -11,7 +11,8 @@ from flashinfer.comm.trtllm_ar import AllReduceFusionPattern
 from flashinfer.ops.comm.allreduce_fusion import Norm, Problem, Results, Rows, config
 from flashinfer.ops.comm.allreduce_fusion import allreduce_fusion as op
 from flashinfer.ops.comm.capability import connect
-from flashinfer.ops.comm.symmetric import Ranks
+from flashinfer.ops.comm.meeting import Ranks
+from flashinfer.ops.comm.spoil import spoiled
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What upstream calls its implementations; ours is one.
@@ -77,11 +78,24 @@ class AllReduceFusionWorkspace:
             return nbytes <= self._most
         return config.needed_area(nbytes, row, self.world_size, one_shot) <= self._area
 
-    def check(self) -> None:
-        """Raise what went wrong on this rank: TimeoutError for a rank that did not come within the deadline (it names
-        this rank, the other, the operation and the exchange), ValueError for one that came with other sizes.
-        `allreduce_fusion` does so at its start; it does not wait for the device."""
+    def check(self, wait: bool = True) -> None:
+        """Raise what went wrong in a call of this rank. Every later call does so at its start, without waiting.
+
+        Parameters
+        ----------
+        wait : bool
+            For the kernels of this rank, which end by the deadline; nothing is waited for inside a graph capture.
+
+        Raises
+        ------
+        TimeoutError
+            A rank did not come within the deadline: it names this rank, the other, the operation and the exchange.
+        ValueError
+            A rank came with other sizes, or the workspace is destroyed or given up.
+        """
         require(not self._gone, "workspace", f"one that is {self._gone}", "one that is not")
+        if wait:
+            self.link.settle()
         self.link.check()
 
     def reset(self) -> None:
@@ -95,7 +109,7 @@ class AllReduceFusionWorkspace:
 
     def checkpoint_prepare(self) -> None:
         """Give up the memory that is shared, so that the process can be checkpointed. What graphs were captured with is
-        gone."""
+        gone. It raises what went wrong in an earlier call, as `check` does."""
         self.check()
         self._gone = "given up by checkpoint_prepare"
         self.link.close()
@@ -111,9 +125,19 @@ class AllReduceFusionWorkspace:
         self._gone = ""
 
     def destroy(self) -> None:
-        """Free the memory. Ranks that still exchange through it must be done."""
-        if self._gone != "destroyed":
-            self._gone = "destroyed"
+        """Free the memory. Ranks that still exchange through it must be done.
+
+        It raises what went wrong in an earlier call and nothing has raised yet; the memory is freed then, too.
+        """
+        if self._gone == "destroyed":
+            return
+        gone, self._gone = self._gone, "destroyed"
+        try:
+            if not gone:
+                self.link.settle()
+                if not self.link.reported:
+                    self.link.check()
+        finally:
             self.link.close()
 
 
@@ -318,7 +342,9 @@ moe_reduction_token_input : int and torch.Tensor
         An argument other than the above, or one that the pattern does not use; rows that the workspace has no room
         for. In a later call, that a rank came with other sizes.
     TimeoutError
-        An earlier call waited in vain for a rank. `workspace.reset()` on every rank makes it usable again.
+        A rank did not come within the deadline: in this call on CPUs; on GPUs it is known when the kernel has run, to
+        `workspace.check()` and to the next call. The results of the call that failed are NaN, quantised ones 0xFF.
+        `workspace.reset()` on every rank makes it usable again.
 
     References
     ----------
@@ -329,7 +355,7 @@ moe_reduction_token_input : int and torch.Tensor
     require(isinstance(workspace, AllReduceFusionWorkspace), "workspace", type(workspace).__name__,
             "one that create_allreduce_fusion_workspace made")  # fmt: skip
     require(pattern in PATTERNS, "pattern", pattern, "an AllReduceFusionPattern")
-    workspace.check()
+    workspace.check(wait=False)
     kind = PATTERNS[pattern]
     moe = (
         moe_reduction_device_num_experts, moe_reduction_scale_input, moe_reduction_active_experts_token_input,
@@ -423,7 +449,9 @@ def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, r
     )
     # The transport decides, and not the device: where peers are out of reach, the torch form is the one there is.
     backend = "portable" if problem.transport == "peer" else "reference"
-    op(problem, input.device, backend).run(workspace.link, rows, norm, results, tokens, hidden, elements)
+    choice = op(problem, input.device, backend)
+    with spoiled(*results):
+        choice.run(workspace.link, rows, norm, results, tokens, hidden, elements)
 
 
 __all__ = [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch.distributed as dist
 
 from flashinfer._core.checks import require
+from flashinfer.ops.comm.meeting import Ranks
 
 
 class CommBackend(ABC):
@@ -39,6 +41,9 @@ class CommBackend(ABC):
 class TorchDistBackend(CommBackend):
     """A torch.distributed process group.
 
+    Values go through the group's store, and each call ends within `flashinfer.comm.set_setup_deadline`'s seconds, with
+    a TimeoutError if a rank does not make it.
+
     Parameters
     ----------
     group : ProcessGroup, optional
@@ -56,31 +61,32 @@ class TorchDistBackend(CommBackend):
         if not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
         self._group = dist.group.WORLD if group is None else group
-        require(dist.get_rank(self._group) >= 0, "group", "a group without this process", "a group that has it")
+        self._ranks = Ranks(self._group)
 
     def Get_rank(self) -> int:
-        return dist.get_rank(self._group)
+        return self._ranks.rank
 
     def Get_size(self) -> int:
-        return dist.get_world_size(self._group)
+        return self._ranks.size
 
     def allgather(self, data: Any) -> list:
         """`data` of every rank, in rank order."""
-        values = [None] * self.Get_size()
-        dist.all_gather_object(values, data, group=self._group)
-        return values
+        return [pickle.loads(each) for each in self._ranks.gather(pickle.dumps(data))]
 
     def bcast(self, data: Any, root: int) -> Any:
         """`data` of the rank `root` of this group."""
-        values = [data]
-        dist.broadcast_object_list(values, src=dist.get_global_rank(self._group, root), group=self._group)
-        return values[0]
+        size = self.Get_size()
+        require(0 <= root < size, "root", root, f"0 to {size - 1}, the ranks of the group")
+        return pickle.loads(self._ranks.gather(pickle.dumps(data) if self.Get_rank() == root else b"")[root])
 
     def barrier(self) -> None:
-        dist.barrier(group=self._group)
+        self._ranks.barrier()
 
     def Split(self, color: int, key: int) -> TorchDistBackend:
         """A backend of the ranks that give the same color, ordered by key and then by rank. All ranks call it."""
         everyone = sorted(self.allgather((color, key, self.Get_rank())))
         members = [dist.get_global_rank(self._group, rank) for c, _, rank in everyone if c == color]
-        return TorchDistBackend(dist.new_group(members, use_local_synchronization=True))
+        named = f"the ranks {', '.join(map(str, members))}"
+        return TorchDistBackend(
+            self._ranks.bounded(lambda: dist.new_group(members, use_local_synchronization=True), named)
+        )

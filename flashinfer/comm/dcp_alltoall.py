@@ -14,7 +14,9 @@ from flashinfer.comm.mnnvl import MnnvlConfig
 from flashinfer.ops.comm import alltoall as room
 from flashinfer.ops.comm.alltoall import config
 from flashinfer.ops.comm.capability import connect
-from flashinfer.ops.comm.symmetric import Link, Ranks
+from flashinfer.ops.comm.meeting import Ranks
+from flashinfer.ops.comm.spoil import spoiled
+from flashinfer.ops.comm.symmetric import Link
 
 # The link behind a workspace tensor, by its address; it lives as long as the tensor, which holds it.
 _LINKS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
@@ -119,7 +121,8 @@ def decode_cp_a2a_alltoall(
     ValueError
         An argument other than the above.
     TimeoutError
-        An earlier call waited in vain for a rank.
+        A rank did not come within the deadline: in this call on CPUs, in an earlier one on GPUs. The results of the
+        call that failed are NaN.
     """
     link = _link_of(workspace, cp_rank, cp_size)
     floating = partial_o.dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -157,5 +160,7 @@ def decode_cp_a2a_alltoall(
         block=config.block(max(rows) // 4),
     )
     backend = "portable" if link.transport == "peer" else "reference"
-    room.alltoall(problem, partial_o.device, backend).run(link, given, outs)
+    choice = room.alltoall(problem, partial_o.device, backend)
+    with spoiled(*outs):
+        choice.run(link, given, outs)
     return out

@@ -9,7 +9,8 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer.comm.comm_backend import CommBackend, TorchDistBackend
-from flashinfer.ops.comm.symmetric import Ranks, allocate, device_attribute
+from flashinfer.ops.comm.meeting import Ranks
+from flashinfer.ops.comm.symmetric import allocate, device_attribute
 
 
 @dataclass

@@ -12,7 +12,7 @@ from flashinfer.comm.allreduce import own_device
 from flashinfer.comm.mapping import Mapping
 from flashinfer.comm.mnnvl import MnnvlConfig
 from flashinfer.ops.comm.alltoall.space import Space, aligned
-from flashinfer.ops.comm.symmetric import Ranks
+from flashinfer.ops.comm.meeting import Ranks
 
 
 class _Workspace:

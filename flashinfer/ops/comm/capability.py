@@ -10,7 +10,8 @@ import torch
 from flashinfer._core.target import target_of
 from flashinfer.ops.comm import symmetric
 from flashinfer.ops.comm.collective import Collective
-from flashinfer.ops.comm.symmetric import Link, Ranks
+from flashinfer.ops.comm.meeting import Ranks
+from flashinfer.ops.comm.symmetric import Link
 
 # Seconds for a word to go between two ranks.
 PROBE_DEADLINE = 2.0
@@ -66,7 +67,13 @@ def connect(
         Bytes of peer memory behind the slots.
     deadline : float
         Seconds that a wait may take; 0 for the default.
+
+    Raises
+    ------
+    TimeoutError
+        A rank did not come within the deadline of set-ups.
     """
+    ranks.meet("set-up")
     reason = "tensors are on the CPU" if device.type != "cuda" else _refused
     reason = next((r for r in ranks.gather(reason) if r), "")
     if not reason and ranks.size > symmetric.MOST_RANKS:

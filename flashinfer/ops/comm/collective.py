@@ -2,23 +2,20 @@
 
 Before CPU ranks enter a collective they meet in the group's store: each leaves the number and the sizes of its call
 there, and looks for the others'. So a rank that does not come is named when the deadline is over, a rank that comes
-with other sizes before anything is sent, and the group stays usable. On GPUs nothing is waited for on the host, and a
-hang ends with the process group's own timeout.
+with other sizes before anything is sent, and the group stays usable. A rank that is lost inside a collective leaves the
+group unusable. On GPUs nothing is waited for on the host, and a hang ends with the process group's own timeout.
 """
 
 from __future__ import annotations
 
 import datetime
-import time
-import uuid
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from flashinfer._core.checks import require
 from flashinfer.ops.comm import symmetric
-from flashinfer.ops.comm.symmetric import Ranks
+from flashinfer.ops.comm.meeting import Clock, Ranks
 
 _GAVE_UP = "gave up"
 # The name that torch 2.13 has for it, and the older one.
@@ -35,9 +32,12 @@ class Collective:
         Seconds that ranks on CPUs wait for each other.
     reason : str
         Why ranks do not exchange through memory.
+    reported : bool
+        Whether a failure has been raised since the last reset; always, for a call that fails raises.
     """
 
     transport = "collective"
+    reported = True
 
     def __init__(self, ranks: Ranks, device: torch.device, reason: str = "", deadline: float = 0):
         require(ranks.size == 1 or ranks.group is not None, "group", None, "a process group, for " + reason)
@@ -50,9 +50,12 @@ class Collective:
         many = device.type == "cuda" and self.world > 1
         self.staged = many and "nccl" not in str(dist.get_backend_config(ranks.group))
         if self.world > 1 and (device.type != "cuda" or self.staged):
-            self._store = distributed_c10d._get_process_group_store(ranks.group)
-            self._key = f"flashinfer-comm-{ranks.gather(uuid.uuid4().hex)[0]}"
-            self._mark("0|")
+            require(ranks.store is not None, "group", ranks.group, "a process group with a store")
+            self._store = ranks.store
+            if not ranks.session:
+                ranks.meet("set-up")
+            self._key = f"flashinfer-comm/{ranks.session}/calls"
+            ranks.in_store(lambda gone: self._mark("0|", gone), "set-up", ranks.deadline)
             ranks.barrier()
 
     def check(self) -> None:
@@ -91,11 +94,17 @@ class Collective:
 
     def reset(self) -> None:
         """Forget a failure, on every rank: a collective call."""
+        # The last rank to give up has waited for one deadline more than the first.
+        self.ranks.meet("reset", symmetric.RESET * self.deadline)
         self._epoch = max(self.ranks.gather(self._epoch))
-        self._failure = None
         if self._store is not None:
-            self._mark(f"{self._epoch}|")
+            words = f"{self._epoch}|"
+            self.ranks.in_store(lambda gone: self._mark(words, gone), "reset", self.ranks.deadline)
         self.ranks.barrier()
+        self._failure = None
+
+    def settle(self) -> None:
+        """Nothing is under way on the host."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -108,57 +117,67 @@ class Collective:
     def _call(self, operation: str, nbytes: int, collective) -> None:
         self.check()
         self._epoch += 1
+        if self._store is None:
+            collective().wait()
+            return
         try:
-            if self._store is None:
-                collective().wait()
-                return
-            self._meet(f"{self._epoch}|{operation} of {nbytes} bytes")
-            self._finish(operation, collective())
-        except (TimeoutError, ValueError, ConnectionError) as failure:
+            what = f"{operation} of {nbytes} bytes"
+            self.ranks.in_store(lambda gone: self._meet(operation, what, gone), operation, self.deadline)
+            self._finish(operation, collective)
+        except (TimeoutError, ValueError) as failure:
             self._failure = failure
             raise
 
-    def _meet(self, mine: str) -> None:
+    def _meet(self, operation: str, what: str, gone) -> None:
         """Leave word of this call, and wait for every rank's."""
-        self._mark(mine)
-        end, what = time.monotonic() + self.deadline, mine.split("|")[1]
-        operation = what.split(" of ")[0]
+        self._mark(f"{self._epoch}|{what}", gone)
+        clock = Clock(self.deadline)
         for other in range(self.world):
-            pause = 1e-4
             while (theirs := self._marked(other))[0] < self._epoch:
-                if time.monotonic() > end:
-                    self._mark(f"{self._epoch}|{_GAVE_UP}")
-                    raise TimeoutError(self._late(operation, other))
-                time.sleep(pause)
-                pause = min(2 * pause, 5e-3)
+                if clock.is_over() or gone.is_set():
+                    self._mark(f"{self._epoch}|{_GAVE_UP}", gone)
+                    raise TimeoutError(self._late(operation, f"rank {other}"))
+                clock.pause()
             if theirs == (self._epoch, _GAVE_UP):
-                self._mark(f"{self._epoch}|{_GAVE_UP}")
-                raise TimeoutError(f"{self._late(operation, other)}; that rank had waited for another and gave up")
+                self._mark(f"{self._epoch}|{_GAVE_UP}", gone)
+                gave_up = "; that rank had waited for another and gave up"
+                raise TimeoutError(self._late(operation, f"rank {other}") + gave_up)
             if theirs[0] == self._epoch and theirs[1] != what:
                 raise ValueError(
                     f"{operation}: rank {self.rank} came to exchange {self._epoch} with {what}, and rank {other} with "
                     f"{theirs[1]}; allowed: the same call on every rank. reset() makes the workspace usable again"
                 )
 
-    def _finish(self, operation: str, work) -> None:
+    def _finish(self, operation: str, collective) -> None:
         try:
-            work.wait(datetime.timedelta(seconds=self.deadline))
+            collective().wait(datetime.timedelta(seconds=self.deadline))
         except RuntimeError as error:
-            if work.is_completed():
-                raise ConnectionError(
-                    f"{operation}: rank {self.rank} lost the process group in exchange {self._epoch}: {error}"
-                ) from error
-            behind = [r for r in range(self.world) if self._marked(r) == (self._epoch, _GAVE_UP)]
-            raise TimeoutError(self._late(operation, behind[0] if behind else "of the process group")) from error
+            absent = self.ranks.in_store(self._absent, operation, self.deadline)
+            named = ", ".join(map(str, absent))
+            other = f"rank {named}" if len(absent) == 1 else f"one of the ranks {named}" if absent else "the group"
+            raise TimeoutError(
+                f"{self._late(operation, other)} with another process group, for this one has failed: {error}"
+            ) from error
 
-    def _late(self, operation: str, other) -> str:
+    def _absent(self, gone) -> list[int]:
+        """The ranks that do not say, within the deadline, that they gave this exchange up too."""
+        self._mark(f"{self._epoch}|{_GAVE_UP}", gone)
+        clock = Clock(self.deadline)
+        while True:
+            absent = [r for r in range(self.world) if self._marked(r) != (self._epoch, _GAVE_UP)]
+            if not absent or clock.is_over() or gone.is_set():
+                return absent
+            clock.pause()
+
+    def _late(self, operation: str, other: str) -> str:
         return (
-            f"{operation}: rank {self.rank} waited {self.deadline:g} s for rank {other} in exchange {self._epoch}. "
+            f"{operation}: rank {self.rank} waited {self.deadline:g} s for {other} in exchange {self._epoch}. "
             "reset() on every rank makes the workspace usable again"
         )
 
-    def _mark(self, words: str) -> None:
-        self._store.set(f"{self._key}/{self.rank}", words)
+    def _mark(self, words: str, gone) -> None:
+        if not gone.is_set():
+            self._store.set(f"{self._key}/{self.rank}", words)
 
     def _marked(self, rank: int) -> tuple[int, str]:
         epoch, _, words = self._store.get(f"{self._key}/{rank}").decode().partition("|")

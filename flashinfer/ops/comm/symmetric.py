@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 
 import torch
-import torch.distributed as dist
 
 from flashinfer._core import driver
 from flashinfer._core.checks import require
+from flashinfer.ops.comm.meeting import Ranks
 
 # Bytes between the flags of two channels: a line of L2, and 16 ranks with 8 bytes each.
 LINE = 128
@@ -28,44 +28,10 @@ MOST_LANES = 1024
 
 # Seconds that a wait may take.
 DEADLINE = 10.0
+# Deadlines that a rank waits for the others in a reset.
+RESET = 3
 
 OPERATIONS = ("all-reduce", "dispatch", "combine", "all-to-all", "probe")
-
-
-class Ranks:
-    """The processes that exchange, as setting up needs them: a process group, or an object with CommBackend's methods.
-
-    Attributes
-    ----------
-    rank, size : int
-    group : ProcessGroup or None
-        None where only the methods of a backend are known.
-    """
-
-    def __init__(self, group=None, backend=None):
-        group = getattr(backend, "_group", None) if group is None else group
-        self.group, self._backend = group, backend
-        if group is not None:
-            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-            require(self.rank >= 0, "group", "a group without this process", "a group that has it")
-        elif backend is not None:
-            self.rank, self.size = backend.Get_rank(), backend.Get_size()
-        else:
-            self.rank, self.size = 0, 1
-
-    def gather(self, value) -> list:
-        """`value` of every rank, in rank order."""
-        if self.size == 1:
-            return [value]
-        if self.group is None:
-            return list(self._backend.allgather(value))
-        values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def barrier(self) -> None:
-        if self.size > 1:
-            self.gather(None)
 
 
 class PeerMemory:
@@ -106,6 +72,8 @@ def allocate(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
     ------
     RuntimeError
         On every rank alike, where one cannot: its words are in the message.
+    TimeoutError
+        A rank did not come.
     """
     if ranks.size == 1:
         return in_one_process(1, nbytes, device)[0]
@@ -121,6 +89,8 @@ def allocate(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
         memory, error = None, ""
         try:
             memory = attempt(ranks, nbytes, torch.device("cuda", index))
+        except TimeoutError:
+            raise
         except Exception as refusal:  # whatever fails here fails for all ranks alike, with its words
             error = f"rank {ranks.rank}: {type(refusal).__name__}: {refusal}"
         errors = [e for e in ranks.gather(error) if e]
@@ -139,7 +109,7 @@ def _by_symmetric_memory(ranks: Ranks, nbytes: int, device: torch.device) -> Pee
 
     own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
     own.zero_()
-    handle = symmetric.rendezvous(own, ranks.group)
+    handle = ranks.bounded(lambda: symmetric.rendezvous(own, ranks.group), "the other ranks")
     bases = [int(address) for address in handle.buffer_ptrs]
     # A tensor may begin behind the base of its allocation, and does so alike on every rank.
     offset = own.data_ptr() - bases[ranks.rank]
@@ -151,12 +121,19 @@ def _by_ipc(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
     cuda = driver.bindings()
     with torch.cuda.device(device), contextlib.ExitStack() as undo:
         torch.cuda.current_stream().synchronize()
-        base = int(_asked("cuMemAlloc", *cuda.cuMemAlloc(nbytes)))
-        undo.callback(cuda.cuMemFree, base)
-        own = torch.as_tensor(_Bytes(base, nbytes), device=device)
-        own.zero_()
-        handle = _asked("cuIpcGetMemHandle", *cuda.cuIpcGetMemHandle(base))
-        handles = ranks.gather(bytes(handle.reserved))
+        own, base, handle, error = None, 0, b"", ""
+        try:
+            base = int(_asked("cuMemAlloc", *cuda.cuMemAlloc(nbytes)))
+            undo.callback(cuda.cuMemFree, base)
+            own = torch.as_tensor(_Bytes(base, nbytes), device=device)
+            own.zero_()
+            handle = bytes(_asked("cuIpcGetMemHandle", *cuda.cuIpcGetMemHandle(base)).reserved)
+        except RuntimeError as refusal:
+            # The other ranks wait for this one's handle.
+            error = str(refusal)
+        handles, errors = zip(*ranks.gather((handle, error)), strict=True)
+        if any(errors):
+            raise RuntimeError("; ".join(f"rank {rank}: {words}" for rank, words in enumerate(errors) if words))
         addresses = [base] * ranks.size
         for rank, words in enumerate(handles):
             if rank != ranks.rank:
@@ -206,6 +183,8 @@ class Link:
         int32 [4] in host memory that kernels write: what `wait` returned plus one, the operation, the epoch.
     deadline : float
         Seconds that a wait may take; may be set at any time, and is captured with a graph.
+    reported : bool
+        Whether `check` has raised since the last reset.
     """
 
     transport = "peer"
@@ -219,6 +198,7 @@ class Link:
         self.state = torch.zeros(CHANNELS + MOST_LANES, dtype=torch.int32, device=self.device)
         self.lost = torch.zeros(4, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._words = self.lost.numpy()
+        self.reported = False
 
     @property
     def arguments(self) -> tuple:
@@ -230,12 +210,13 @@ class Link:
     def check(self) -> None:
         """Raise what a kernel recorded: TimeoutError for a rank that did not come, ValueError for one with other sizes.
 
-        It does not wait for kernels that are still running.
+        It does not wait for kernels that are still running; `settle` does.
         """
         code, operation, epoch, _ = self._words.tolist()
         if not code:
             return
         name, late = OPERATIONS[operation], code - 1
+        self.reported = True
         if late >= self.world:
             raise ValueError(
                 f"{name}: rank {late - self.world} came to exchange {epoch} with other sizes than rank {self.rank}; "
@@ -249,18 +230,26 @@ class Link:
     def reset(self) -> None:
         """Forget a failure, on every rank: a collective call, which also waits for the device."""
         self._synchronize()
+        # The last rank to give up has waited for one deadline more than the first.
+        self.ranks.meet("reset", RESET * self.deadline)
         self.ranks.barrier()
         self.memory.own[: LINE * CHANNELS].zero_()
         self.state.zero_()
         self.lost.zero_()
         self._synchronize()
         self.ranks.barrier()
+        self.reported = False
 
     def close(self) -> None:
         """Give the memory back once this rank's kernels are done with it."""
         if self.memory.own is not None:
             self._synchronize()
         self.memory.close()
+
+    def settle(self) -> None:
+        """Wait for this rank's kernels, which end by the deadline, and nothing inside a graph capture."""
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(self.device)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

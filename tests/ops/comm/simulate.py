@@ -5,13 +5,13 @@ from dataclasses import replace
 import torch
 
 from flashinfer._core.target import target_of
-from flashinfer.ops.comm import capability, symmetric
+from flashinfer.ops.comm import capability, meeting, symmetric
 
 
 def links(world, area, behind=0, device="cpu", deadline=0.5):
     device = torch.device(device)
     memory = symmetric.in_one_process(world, symmetric.header(world, area) + behind, device)
-    alone = symmetric.Ranks()
+    alone = meeting.Ranks()
     return [symmetric.Link(alone, m, area, rank=rank, deadline=deadline) for rank, m in enumerate(memory)]
 
 
@@ -20,6 +20,9 @@ class Ranks:
 
     def __init__(self, rank, size):
         self.rank, self.size, self.group = rank, size, None
+
+    def meet(self, operation, deadline=0):
+        pass
 
     def gather(self, value):
         return [value] * self.size

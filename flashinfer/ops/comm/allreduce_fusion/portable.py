@@ -155,6 +155,14 @@ def allreduce_kernel(
                         y, scale, codes, factors, factor_row, factor_word, row, hidden, column, inside,
                         FORM, LAYOUT, SCALE, BLOCK, CAPABILITY,
                     )  # fmt: skip
+            # A failed exchange leaves NaN, not what was there before.
+            for i in range(tl.cdiv(tl.maximum(tokens - ready - channel, 0), channels)):
+                row = channel + i * channels
+                inside = column < tl.minimum(hidden, multiple(elements - row.to(tl.int64) * hidden, UNIT))
+                _spoil(
+                    total, residual_out, normed, codes, factors, factor_row, factor_word, row, hidden, column, inside,
+                    dtype, FORM, LAYOUT, BLOCK,
+                )  # fmt: skip
             if FORM == "nvfp4" and LAYOUT != "linear":
                 block = tl.arange(0, BLOCK // 16)
                 for i in range(tl.cdiv(factor_rows - tokens, channels)):
@@ -249,6 +257,37 @@ def _quantise(
         block = tl.arange(0, BLOCK // 16)[None, :]
         at = scale_offset(row + block * 0, block, factor_row, LAYOUT)
         tl.store(factors + at, factor, block < factor_row)
+
+
+@triton.jit
+def _spoil(
+    total, residual_out, normed, codes, factors, factor_row, factor_word, row, hidden, column, inside,
+    dtype: tl.constexpr, FORM: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write NaN to a row of every result: bytes 0xFF in what is quantised, codes and scales."""
+    wide = row.to(tl.int64) * hidden
+    nan = tl.full([BLOCK], float("nan"), tl.float32).to(dtype)
+    if total is not None:
+        tl.store(total + wide + column, nan, inside)
+    if residual_out is not None:
+        tl.store(residual_out + wide + column, nan, inside)
+    if normed is not None:
+        tl.store(normed + wide + column, nan, inside)
+    if FORM == "nvfp4":
+        pair = tl.arange(0, BLOCK // 2)
+        half = row.to(tl.int64) * (hidden // 2) + pair
+        tl.store(codes + half, tl.full([BLOCK // 2], 0xFF, tl.uint8), pair < hidden // 2)
+        block = tl.arange(0, BLOCK // 16)
+        at = scale_offset(row + block * 0, block, factor_row, LAYOUT)
+        tl.store(factors + at, tl.full([BLOCK // 16], 0xFF, tl.uint8), block < factor_row)
+    elif FORM != "":
+        tl.store(codes + wide + column, tl.full([BLOCK], 0xFF, tl.uint8), inside)
+        if FORM == "fp8_row":
+            tl.store(factors + row, float("nan"))
+        elif FORM == "fp8_group":
+            group = tl.arange(0, BLOCK // 128)
+            at = (row.to(tl.int64) * factor_row + (group // 4).to(tl.int64) * factor_word) * 4 + group % 4
+            tl.store(factors + at, tl.full([BLOCK // 128], 0xFF, tl.uint8), group < (hidden + 511) // 512 * 4)
 
 
 @triton.jit

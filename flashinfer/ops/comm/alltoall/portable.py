@@ -45,6 +45,7 @@ def dispatch_kernel(
     payload0, payload1, payload2, payload3, payload4, payload5, payload6, payload7,
     bytes0, bytes1, bytes2, bytes3, bytes4, bytes5, bytes6, bytes7,
     to0, to1, to2, to3, to4, to5, to6, to7,
+    end,
     counts_to,
     tokens,
     most,
@@ -64,7 +65,10 @@ def dispatch_kernel(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):  # fmt: skip
-    """Payload i of this rank's tokens goes to the peers' bytes from `to<i>` on: [source rank, most, bytes<i>]."""
+    """Payload i of this rank's tokens goes to the peers' bytes from `to<i>` on: [source rank, most, bytes<i>].
+
+    end : where the last of them ends. They lie one behind the other.
+    """
     channel = tl.program_id(0)
     channels = tl.num_programs(0)
     epoch = epoch_of(state, channel) + 1
@@ -94,6 +98,15 @@ def dispatch_kernel(
             late = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
             if late >= 0:
                 give_up(state, lost, late, 1, epoch, LANES)
+        if failed | (late >= 0):
+            # What came, and what did not, lies anywhere: all of it becomes NaN, ids -1, and no row counts.
+            own = tl.load(peers + rank)
+            words = tl.cdiv(end - to0, 4)
+            for at in range(0, words, BLOCK):
+                word = at + tl.arange(0, BLOCK)
+                tl.store(pointer_at(own + to0, tl.int32, 4) + word, tl.full([BLOCK], -1, tl.int32), word < words)
+            for source in tl.static_range(WORLD):
+                tl.store(pointer_at(own + counts_to + source * 4, tl.int32, 4), 0)
         keep_epoch(state, channel, tl.where(failed | (late >= 0), epoch - 1, epoch))
 
 
@@ -185,6 +198,13 @@ def combine_kernel(
                     rows = pointer_at(tl.load(peers + source) + rows_at + row, DTYPE, UNIT * ITEM)
                     y += tl.load(rows + column, (column < hidden) & (at >= 0), other=0).to(tl.float32)
                 tl.store(out + token * hidden + column, y.to(out.dtype.element_ty), column < hidden)
+        # A failed exchange leaves NaN, not what was there before.
+        for i in range(tl.cdiv(tl.maximum(tokens - ready - channel, 0), channels)):
+            token = (channel + i * channels).to(tl.int64)
+            for start in range(0, hidden, BLOCK):
+                column = start + tl.arange(0, BLOCK)
+                nan = tl.full([BLOCK], float("nan"), tl.float32).to(out.dtype.element_ty)
+                tl.store(out + token * hidden + column, nan, column < hidden)
         keep_epoch(state, channel, tl.where(failed | (late >= 0), epoch - 1, epoch))
 
 
@@ -244,6 +264,13 @@ def blocks_kernel(
                         _copy(here + bytes0, to1, bytes1, row < rows, 1, UNITS, BLOCK)
                 done += 1
     if LAST == 1:
+        for i in range((rounds - done) * each):
+            row = channel + (done * each + i) * channels
+            for source in tl.static_range(WORLD):
+                to0 = out0 + (_wide(row) * WORLD + source) * bytes0
+                to1 = out1 + (_wide(row) * WORLD + source) * bytes1
+                _spoil(to0, bytes0, row < rows, 0, UNITS, BLOCK)
+                _spoil(to1, bytes1, row < rows, 1, UNITS, BLOCK)
         keep_epoch(state, channel, before + done)
 
 
@@ -258,6 +285,18 @@ def _copy(source, to, nbytes, on, INDEX: tl.constexpr, UNITS: tl.constexpr, BLOC
         word = start + tl.arange(0, BLOCK)
         value = tl.load(pointer_at(source, dtype, UNIT) + word, (word < words) & on, other=0)
         tl.store(pointer_at(to, dtype, UNIT) + word, value, (word < words) & on)
+
+
+@triton.jit
+def _spoil(to, nbytes, on, INDEX: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr):
+    """nbytes 0xFF at an address, if `on`."""
+    UNIT: tl.constexpr = 1 << (UNITS // 8**INDEX % 8)
+    ITEM: tl.constexpr = 4 if UNIT > 4 else UNIT
+    dtype: tl.constexpr = tl.int32 if ITEM == 4 else (tl.int16 if ITEM == 2 else tl.int8)
+    words = multiple(nbytes // ITEM, UNIT // ITEM)
+    for start in range(0, words, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        tl.store(pointer_at(to, dtype, UNIT) + word, tl.full([BLOCK], -1, dtype), (word < words) & on)
 
 
 @triton.jit
@@ -297,7 +336,7 @@ def _build_dispatch(problem: Dispatch, config) -> Build:
     many = range(MOST_PAYLOADS)
     types = {"place": "*i32", "counts": "*i32"} | {f"payload{i}": "i64" for i in many}
     types |= {f"bytes{i}": "i32" for i in many} | {f"to{i}": "i64" for i in many}
-    types |= {"counts_to": "i64", "tokens": "i32", "most": "i32", "sizes": "i32"} | _LINK
+    types |= {"end": "i64", "counts_to": "i64", "tokens": "i32", "most": "i32", "sizes": "i32"} | _LINK
     constants = {"PAYLOADS": len(problem.units), "UNITS": _units(problem.units)} | _exchanging(problem, config)
     return Build(dispatch_kernel, types, constants, num_warps=config.num_warps)
 
@@ -391,7 +430,8 @@ def dispatch(problem: Dispatch, config, space, experts, payloads, places, most: 
     args = [space.place, space.sent, *(p.data_ptr() for p in payloads), *pad, *rows, *pad, *places, *pad]
     # Of the same call on every rank, whatever tokens it has.
     check = (most * 31 + sum(places)) & 0x7FFFFFFF
-    args += [space.counts_at, tokens, most, check]
+    end = places[-1] + problem.world * most * rows[-1]
+    args += [end, space.counts_at, tokens, most, check]
     launch(problem, config, (sizes.programs(most), 1, 1), *args, *space.link.arguments)
 
 

@@ -6,7 +6,8 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer.ops.comm.capability import connect
-from flashinfer.ops.comm.symmetric import MOST_RANKS, Link, Ranks, header
+from flashinfer.ops.comm.meeting import Ranks
+from flashinfer.ops.comm.symmetric import MOST_RANKS, Link, header
 
 # Every part of a space begins at a multiple of so many bytes: a line of L2.
 ALIGNMENT = 128

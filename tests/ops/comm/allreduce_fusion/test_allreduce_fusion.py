@@ -81,6 +81,38 @@ def test_a_rank_that_does_not_come_is_named_once_for_all(in_one_process):
     assert all(torch.equal(total, x + x) for total in calls)
 
 
+@pytest.mark.parametrize("case", HOW)
+def test_results_of_a_failed_call_are_nan(in_one_process, case):
+    shape, dtype, world, one_shot = HOW[case]
+    ws = in_one_process(world)[0]
+    given, out = cases.inputs(case, 0, world, shape, dtype), cases.results(case, shape, dtype)
+    if case == "plain":
+        out["output"] = torch.full(shape, 777.0)
+    comm.allreduce_fusion(workspace=ws, **given, **out, use_oneshot=one_shot)
+    for tensor in out.values():
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > 1:
+            tensor.copy_(torch.full(tensor.shape, 7, dtype=torch.uint8).to(tensor.dtype))
+    in_one_process.run()
+    for name in ("output", "residual_out", "norm_out"):
+        assert out.get(name) is None or bool(out[name].isnan().all()), name
+    for name in ("quant_out", "scale_out"):
+        tensor = out.get(name)
+        if tensor is not None and tensor.dtype == torch.float32:
+            assert bool(tensor.isnan().all())
+        elif tensor is not None and "fp4" not in case:
+            assert bool((tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8) == 0xFF).all())
+        elif name == "scale_out" and tensor is not None:
+            # The factors of real rows; those of padding are 0.
+            codes = tensor.contiguous().view(torch.uint8)
+            assert int((codes == 0xFF).sum()) >= shape[0] * shape[1] // 16 and set(codes.unique().tolist()) <= {0, 0xFF}
+    with pytest.raises(TimeoutError, match="all-reduce: rank 0 waited 0.5 s for rank [12]"):
+        ws.destroy()
+    # It has raised, and is destroyed.
+    ws.destroy()
+    with pytest.raises(ValueError, match="destroyed"):
+        ws.check()
+
+
 def test_nothing_is_sent_after_a_failure(in_one_process):
     first, second = in_one_process(2)
     x, out = torch.randn(3, 64), torch.full((3, 64), torch.nan)

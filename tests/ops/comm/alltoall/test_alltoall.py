@@ -64,10 +64,28 @@ def test_kernels_in_one_process(in_one_process, world, tokens):
 def test_a_rank_that_does_not_come_is_named(in_one_process):
     exchanges = in_one_process(2)
     x, ids, _ = cases.inputs(0, 2, 4, torch.float32)
-    exchanges[0].dispatch(ids, [x], 4)
+    received = exchanges[0].dispatch(ids, [x, ids], 4)
     in_one_process.dispatch()
+    assert bool(received[0].isnan().all()) and bool((received[1] == -1).all())
+    assert exchanges[0]._space.counts.tolist() == [0, 0]
     with pytest.raises(TimeoutError, match="dispatch: rank 0 waited 0.5 s for rank 1 in exchange 1"):
         exchanges[0].combine(torch.zeros(2, 4, cases.HIDDEN), 4)
+
+
+@pytest.mark.parametrize("end", ["check", "checkpoint_prepare", "destroy"])
+def test_a_combine_without_the_others_is_nan(in_one_process, end):
+    exchanges = in_one_process(2)
+    x, ids, _ = cases.inputs(0, 2, 4, torch.float32)
+    for each in exchanges:
+        each.dispatch(ids, [x], 4)
+    in_one_process.dispatch()
+    out = torch.full((4, cases.HIDDEN), 777.0)
+    exchanges[0].combine(torch.zeros(2, 4, cases.HIDDEN), 4, output=out)
+    in_one_process.combine()
+    assert bool(out.isnan().all())
+    with pytest.raises(TimeoutError, match="combine: rank 0 waited 0.5 s for rank 1 in exchange 2"):
+        getattr(exchanges[0], end)()
+    exchanges[0].destroy()
 
 
 def test_blocks_in_one_process(monkeypatch):
@@ -81,6 +99,15 @@ def test_blocks_in_one_process(monkeypatch):
         monkeypatch.setattr(dcp_alltoall, "TorchDistBackend", lambda: simulate.Sized(world))
         mapping = comm.Mapping(world_size=world, rank=rank, cp_size=world)
         workspaces.append(comm.decode_cp_a2a_allocate_mnnvl_workspace(mapping))
+    o, s = torch.randn(2, world, 40).half(), torch.randn(2, world, 2)
+    out = torch.zeros_like(o), torch.zeros_like(s)
+    comm.decode_cp_a2a_alltoall(o, s, workspaces[1], 1, world, out=out)
+    recorder.run()
+    assert all(bool(t.isnan().all()) for t in out)
+    with pytest.raises(TimeoutError, match="all-to-all: rank 1 waited 0.5 s for rank [02] in exchange 1"):
+        comm.decode_cp_a2a_alltoall(o, s, workspaces[1], 1, world)
+    for link in found:
+        link.reset()
     for d in (40, 5):
         o, s = torch.randn(world, 2, world, d).half(), torch.randn(world, 2, world, 2)
         got = [comm.decode_cp_a2a_alltoall(o[r], s[r], workspaces[r], r, world) for r in range(world)]

@@ -1,0 +1,250 @@
+"""The functions of the MoE all-to-all, over a workspace that the caller passes along."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer.comm._exchange import combine_in, dispatch_in, only, sanitize_in, space_of
+from flashinfer.ops.comm.alltoall import MOST_PAYLOADS
+from flashinfer.ops.comm.alltoall.space import ALIGNMENT, aligned
+from flashinfer.tllm_enums import SfLayout
+
+
+def moe_a2a_get_workspace_size_per_rank(
+    ep_size: int,
+    max_num_tokens: int,
+    total_dispatch_payload_size_per_token: int,
+    combine_payload_size_per_token: int,
+    eplb_stats_num_experts: int = 0,
+    *,
+    backend: str = "trtllm",
+) -> int:
+    """Bytes of workspace on each rank.
+
+    Parameters
+    ----------
+    ep_size, max_num_tokens : int
+        Ranks, and the most tokens of one of them.
+    total_dispatch_payload_size_per_token, combine_payload_size_per_token : int
+        Bytes of a token: of all its payloads together, and of the row that comes back.
+    eplb_stats_num_experts : int
+        Only 0: statistics are not gathered.
+    backend : str
+        "trtllm".
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
+    """
+    only("eplb_stats_num_experts", eplb_stats_num_experts, 0)
+    only("backend", backend, "trtllm")
+    rows = ep_size * max_num_tokens
+    parts = rows * total_dispatch_payload_size_per_token + MOST_PAYLOADS * ALIGNMENT
+    return aligned(parts) + aligned(rows * combine_payload_size_per_token)
+
+
+def moe_a2a_initialize(
+    workspace: torch.Tensor,
+    ep_rank: int,
+    ep_size: int,
+    max_num_tokens: int,
+    eplb_stats_num_experts: int = 0,
+    *,
+    backend: str = "trtllm",
+) -> torch.Tensor:
+    """Check a workspace of `MoeAlltoAll.get_workspace`, and give the metainfo that goes with it.
+
+    Parameters
+    ----------
+    workspace : torch.Tensor
+        uint8 [ep_size, bytes]. Row ep_rank is this rank's memory; peers' are not mapped into a tensor, and the other
+        rows show this rank's again.
+    ep_rank, ep_size, max_num_tokens : int
+        Those of the workspace.
+    eplb_stats_num_experts : int
+        Only 0.
+    backend : str
+        "trtllm".
+
+    Returns
+    -------
+    torch.Tensor
+        int64 [2] on the CPU, to be passed on: the offset of the counts of arrived rows, and max_num_tokens.
+    """
+    only("eplb_stats_num_experts", eplb_stats_num_experts, 0)
+    only("backend", backend, "trtllm")
+    space = space_of(workspace, ep_rank, ep_size)
+    require(max_num_tokens <= space.most, "max_num_tokens", max_num_tokens, f"at most {space.most}, as allocated")
+    return torch.tensor([space.counts_at, max_num_tokens])
+
+
+def moe_a2a_wrap_payload_tensor_in_workspace(
+    workspace: torch.Tensor, leading_shape: list[int], slice_start: int, slice_end: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Bytes `slice_start` to `slice_end` of this rank's row of a workspace, as a tensor [*leading_shape, rest]."""
+    row = workspace if workspace.dim() == 1 else workspace[0]
+    size = slice_end - slice_start
+    fits = 0 <= slice_start <= slice_end <= row.numel() and size % dtype.itemsize == 0
+    require(fits, "slice_end", slice_end, f"up to {row.numel()}, whole elements of {dtype} behind slice_start")
+    return row[slice_start:slice_end].view(dtype).view(*leading_shape, -1)
+
+
+def moe_a2a_dispatch(
+    token_selected_experts: torch.Tensor,
+    input_payloads: list[torch.Tensor],
+    workspace: torch.Tensor,
+    metainfo: torch.Tensor,
+    runtime_max_tokens_per_rank: int,
+    ep_rank: int,
+    ep_size: int,
+    top_k: int,
+    num_experts: int,
+    enable_pdl: bool | None = None,
+    eplb_local_stats: torch.Tensor | None = None,
+    enable_rank_mask: bool = False,
+    active_rank_mask: torch.Tensor | None = None,
+    *,
+    backend: str = "trtllm",
+    recv_view_cache: dict | None = None,
+) -> tuple[list[torch.Tensor], int]:
+    """Send each token's payloads to every rank that has an expert of it, once to each.
+
+    Expert e is on rank ``e // (num_experts / ep_size)``. A collective call, with the same payload shapes behind the
+    first dimension, runtime_max_tokens_per_rank and top_k on every rank. A combine stands between two dispatches.
+
+    Parameters
+    ----------
+    token_selected_experts : torch.Tensor
+        int32 [tokens, top_k], contiguous; an id may come twice, and what is not from 0 to num_experts - 1 goes nowhere.
+    input_payloads : list of torch.Tensor
+        Up to 8, [tokens, ...] of any dtype, contiguous.
+    workspace, metainfo : torch.Tensor
+        Of `MoeAlltoAll.get_workspace` and `moe_a2a_initialize`.
+    runtime_max_tokens_per_rank : int
+        At least the tokens of any rank; rows of the results.
+    ep_rank, ep_size, top_k, num_experts : int
+    enable_pdl : bool, optional
+        Programmatic dependent launch. It has no effect on results, and none on the launch yet.
+    eplb_local_stats, enable_rank_mask, active_rank_mask
+        Only None, False and None: statistics are not gathered, and all ranks take part.
+    backend : str
+        "trtllm".
+    recv_view_cache : dict, optional
+        Upstream keeps views in it; it stays as it is.
+
+    Returns
+    -------
+    (list of torch.Tensor, int)
+        For each payload [ep_size, runtime_max_tokens_per_rank, ...]: what came from each rank, in the order of its
+        tokens. Rows beyond those that came are undefined; `moe_a2a_sanitize_expert_ids` marks them. They are the
+        workspace's memory, and hold until the dispatch after the next combine. The number is where the rows to combine
+        go in this rank's row of the workspace.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above, or payloads that the workspace has no room for.
+    TimeoutError
+        An earlier call waited in vain for a rank.
+    """
+    only("backend", backend, "trtllm")
+    only("eplb_local_stats", eplb_local_stats, None)
+    only("enable_rank_mask", enable_rank_mask, False)
+    only("active_rank_mask", active_rank_mask, None)
+    space = space_of(workspace, ep_rank, ep_size)
+    received, at = dispatch_in(
+        space, token_selected_experts, input_payloads, runtime_max_tokens_per_rank, top_k, num_experts
+    )
+    return received, at - space.counts_at
+
+
+def moe_a2a_sanitize_expert_ids(
+    expert_ids: torch.Tensor,
+    workspace: torch.Tensor,
+    metainfo: torch.Tensor,
+    ep_rank: int,
+    invalid_expert_id: int,
+    enable_pdl: bool | None = None,
+    *,
+    backend: str = "trtllm",
+) -> None:
+    """Set the expert ids of rows that no token became to `invalid_expert_id`, in place.
+
+    Parameters
+    ----------
+    expert_ids : torch.Tensor
+        int32 [ep_size, runtime_max_tokens_per_rank, top_k], contiguous: ids that were a payload.
+    workspace, metainfo, ep_rank, enable_pdl, backend
+        As in `moe_a2a_dispatch`.
+    """
+    only("backend", backend, "trtllm")
+    space = space_of(workspace, ep_rank, expert_ids.shape[0])
+    sanitize_in(space, expert_ids, invalid_expert_id)
+
+
+def moe_a2a_combine(
+    payload: torch.Tensor,
+    local_num_tokens: int,
+    workspace: torch.Tensor,
+    metainfo: torch.Tensor,
+    runtime_max_tokens_per_rank: int,
+    ep_rank: int,
+    ep_size: int,
+    top_k: int,
+    combine_payload_offset: int,
+    payload_in_workspace: bool = False,
+    output_dtype: torch.dtype | None = None,
+    output_scales: torch.Tensor | None = None,
+    output_scalar_scale: float = 1.0,
+    sf_layout: SfLayout = SfLayout.layout_linear,
+    output: torch.Tensor | None = None,
+    *,
+    use_low_precision: bool = False,
+    enable_pdl: bool | None = None,
+    enable_rank_mask: bool = False,
+    active_rank_mask: torch.Tensor | None = None,
+    backend: str = "trtllm",
+) -> torch.Tensor:
+    """Give each token the sum of its rows on the ranks that it was sent to, in float32 and rank order.
+
+    A collective call, after `moe_a2a_dispatch`.
+
+    Parameters
+    ----------
+    payload : torch.Tensor
+        [ep_size, runtime_max_tokens_per_rank, hidden], bfloat16, float16 or float32, contiguous: for each row that
+        came, what this rank's experts made of it. Other rows are not read.
+    local_num_tokens : int
+        Tokens of this rank in the dispatch.
+    workspace, metainfo, runtime_max_tokens_per_rank, ep_rank, ep_size, top_k, enable_pdl, backend
+        As in `moe_a2a_dispatch`.
+    combine_payload_offset : int
+        What the dispatch returned.
+    payload_in_workspace : bool
+        `payload` is that place of the workspace, and needs no copy.
+    output_dtype : torch.dtype, optional
+        Of the result: bfloat16, float16 or float32; by default that of `payload`.
+    output_scales, output_scalar_scale, sf_layout, use_low_precision, enable_rank_mask, active_rank_mask
+        Only None, 1, linear, False, False and None: results are not quantised, and all ranks take part.
+    output : torch.Tensor, optional
+        Receives the result, contiguous.
+
+    Returns
+    -------
+    torch.Tensor
+        [local_num_tokens, hidden]; 0 for a token that went nowhere.
+    """
+    only("backend", backend, "trtllm")
+    only("output_scales", output_scales, None)
+    only("output_scalar_scale", output_scalar_scale, 1.0)
+    only("sf_layout", sf_layout, SfLayout.layout_linear)
+    only("use_low_precision", use_low_precision, False)
+    only("enable_rank_mask", enable_rank_mask, False)
+    only("active_rank_mask", active_rank_mask, None)
+    space = space_of(workspace, ep_rank, ep_size)
+    at = combine_payload_offset + space.counts_at
+    return combine_in(
+        space, payload, local_num_tokens, runtime_max_tokens_per_rank, at, payload_in_workspace, output_dtype, output
+    )
