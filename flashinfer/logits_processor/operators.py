@@ -55,7 +55,8 @@ class TemperatureOp(ParameterizedOp):
             temperature = temperature[:, None]
         else:
             require(float(temperature) > 0, "temperature", float(temperature), "above 0")
-        return TaggedTensor.logits(tensor.data / temperature)
+        # -inf stays -inf at a temperature of infinity.
+        return TaggedTensor.logits((tensor.data / temperature).where(tensor.data != -torch.inf, -torch.inf))
 
 
 class SoftmaxOp(ParameterizedOp):

@@ -97,11 +97,22 @@ def weight_of(value, top, DOMAIN: tl.constexpr):
 
 @triton.jit
 def unit_of(top, DOMAIN: tl.constexpr):
-    """How many units one is: a power of two that gives the row's largest weight at most 2^41 of them."""
+    """How many units one is, over lift_of(top): a power of two. The row's largest weight has at most 2^41 units."""
     if DOMAIN == LOGITS:
         return top * 0 + 1099511627776.0
     exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
-    return ((tl.minimum(294 - exponent, 253)) << 23).to(tl.float32, bitcast=True)
+    return (tl.where(exponent < 64, 230, 294) - exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def lift_of(top, DOMAIN: tl.constexpr):
+    """2^64 for rows so small that one float32 does not hold their unit, below 2^-63, else 1."""
+    return tl.where(top < 1.0842021724855044e-19, 18446744073709551616.0, 1.0) if DOMAIN == PROBS else 1.0
+
+
+@triton.jit
+def in_units(weight, top, unit, DOMAIN: tl.constexpr):
+    return (weight * lift_of(top, DOMAIN) * unit).to(tl.int64)
 
 
 @triton.jit
@@ -341,7 +352,8 @@ def bracket_by_mass(count, k_high, k_low, all_kept, p, top, total, DOMAIN: tl.co
         least = p * total if DOMAIN == LOGITS else p
         most = least
     # The sums above are right to a few roundings, and weights are added in units: 1e-5 of the whole covers both.
-    slack = total * 1e-5
+    # Of a row of denormals that would be 0.
+    slack = tl.maximum(total * 1e-5, 1e-37)
     inside = tl.min(tl.where(at_most < least - slack, bin, BINS), 0)
     outside = tl.max(tl.where(at_least >= most + slack, bin + 1, 0), 0)
     everything = p >= 1
@@ -540,7 +552,7 @@ def gather_kernel(
             inside_count += found
             if found > 0:
                 if MASS:
-                    weight = (weight_of(value, top, DOMAIN) * unit).to(tl.int64)
+                    weight = in_units(weight_of(value, top, DOMAIN), top, unit, DOMAIN)
                     mass += tl.sum(tl.where(inside, weight, 0), 0)
                 if RACE:
                     score = race_score(value, exponentials(seed, offset, stream, first, TILE), DOMAIN)
@@ -572,7 +584,7 @@ def listed_keys(start, count, from_list, x, list_value, list_column, least, most
 @triton.jit
 def mass_of(key, top, unit, DOMAIN: tl.constexpr):
     """The weight of an element, in units."""
-    return (weight_of(value_of(key), top, DOMAIN) * unit).to(tl.int64)
+    return in_units(weight_of(value_of(key), top, DOMAIN), top, unit, DOMAIN)
 
 
 @triton.jit
@@ -711,7 +723,7 @@ def find_end(
             )  # fmt: skip
     if TOP_P:
         if p < 1:
-            goal = p.to(tl.float64) * unit
+            goal = p.to(tl.float64) * unit * lift_of(top, DOMAIN)
             if TOP_K_FIRST:
                 if k < length:
                     first = inside_mass
@@ -815,7 +827,7 @@ def resolve_kernel(
     tl.store(at + RANK, rank)
     tl.store(at + KEPT, kept)
     if MASS:
-        tl.store(numbers + row * NUMBERS + INSIDE, (mass.to(tl.float64) / unit).to(tl.float32))
+        tl.store(numbers + row * NUMBERS + INSIDE, (mass.to(tl.float64) / unit / lift_of(top, DOMAIN)).to(tl.float32))
     if PLACES:
         part = tl.arange(0, BINS)
         mine = part_count + row.to(tl.int64) * programs + part

@@ -39,12 +39,14 @@ from flashinfer.ops.sampling import Chain, Draw, Prefix, Softmax
 
 @triton.jit
 def inverse_temperature(temperature, temperatures, row):
-    """1 where there is no temperature, NaN where it is not positive."""
+    """1 where there is no temperature, NaN where it is not positive; not 0 and not inf, whose products may be NaN."""
     if temperature is None and temperatures is None:
         scale = 1.0
     else:
         t = parameter(temperature, temperatures, row)
-        scale = tl.where(t > 0, 1.0 / t, float("nan"))
+        least = tl.full([], 1, tl.int32).to(tl.float32, bitcast=True)
+        scale = tl.minimum(tl.maximum(1.0 / t, least), 3.4028234663852886e38)
+        scale = tl.where(t > 0, scale, float("nan"))
     return scale
 
 

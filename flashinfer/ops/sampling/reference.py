@@ -18,7 +18,9 @@ def _softmax(problem, logits, temperature, out):
     logits = logits.float()
     if temperature is not None:
         scale = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).reshape(-1, 1)
-        logits = (logits - logits.amax(-1, keepdim=True)) / scale.where(scale > 0, math.nan)
+        below = (logits - logits.amax(-1, keepdim=True)) / scale.where(scale > 0, math.nan)
+        # Also at a temperature of infinity.
+        logits = below.where((logits != -math.inf) | scale.isnan() | (scale <= 0), -math.inf)
     torch.softmax(logits, -1, out=out)
 
 
@@ -90,7 +92,7 @@ def keep_prefix(problem, values, weights, k, p):
     if p is not None:
         p = torch.as_tensor(p, dtype=torch.float32, device=values.device).reshape(-1, 1)
         units = _units(problem, weights)
-        mass = (weights * units).to(torch.int64).gather(1, order)
+        mass = (weights * units).nan_to_num(0, posinf=0).to(torch.int64).gather(1, order)
         share, whole = p.double(), weights.double().sum(-1, keepdim=True).float()
         goal = share * units if problem.source == "probs" else share * units * whole
         if problem.top_k_first:
@@ -116,11 +118,11 @@ def _is_distribution(values, weights):
 
 
 def _units(problem, weights):
-    """Units of a weight of one, as float32: a power of two."""
+    """Units of a weight of one, as float64: a power of two."""
     if problem.source == "logits":
-        return torch.full_like(weights[:, :1], 2.0**_UNITS)
+        return torch.full_like(weights[:, :1], 2.0**_UNITS, dtype=torch.float64)
     _, exponent = weights.amax(-1, keepdim=True).frexp()
-    return torch.ldexp(torch.ones_like(weights[:, :1]), (_UNITS + 1 - exponent).clamp(max=126))
+    return torch.ldexp(torch.ones_like(weights[:, :1], dtype=torch.float64), _UNITS + 1 - exponent.clamp(min=-126))
 
 
 def _race(problem, values, weights, kept, randomness, samples, valid):
