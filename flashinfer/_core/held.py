@@ -108,8 +108,10 @@ def held(function: Callable) -> Callable:
             return repeat(tensors, addresses, args, named)
         if len(calls) >= _MOST:
             calls.clear()
+        result = function(*args, **named)
+        # Of a call that failed nothing is known: the next one like it is a first one again.
         calls[key] = second(key)
-        return function(*args, **named)
+        return result
 
     call.calls = calls
     return call

@@ -225,6 +225,13 @@ def repeats(card, name):
     assert anew[0] and _run(card, call, *args) == anew
     assert _is_kept(call, *args)
     assert "torch._dynamo" not in sys.modules
+    # Engines load models with another default dtype: neither way allocates by it.
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert _run(card, call.__wrapped__, *args) == anew and _run(card, call, *args) == anew, dtype
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -271,6 +278,88 @@ def warm_calls_that_differ(card):
     assert _launched_as_anew(card, op, x, weight, 1e-6, out) == warm
     with pytest.raises(TypeError, match="norm: eps: got '1e-6'"):
         op(x, weight, "1e-6", out)
+
+
+def arguments_that_are_one_tensor(card):
+    """Whichever comes first, in place or not, the other is no call like it."""
+    op, weight = flashinfer.rmsnorm, rows(1)[0]
+    in_place = rows()
+    for _ in range(2):
+        for x, out in ((in_place, in_place), (rows(), rows()), (in_place, rows()), (in_place, in_place)):
+            for _ in range(3):
+                (launch,) = card.made(lambda: op(x, weight, 1e-6, out))
+                given = [int.from_bytes(value, "little") for value in launch[3] if len(value) == 8]
+                assert x.data_ptr() in given and out.data_ptr() in given
+
+    from flashinfer._core.held import held
+
+    @held
+    def by_identity(x, y, out):
+        _scale(x, out, 2.0 if x is y or x.data_ptr() == y.data_ptr() else 3.0)
+
+    x, y, out = (torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64))
+    for _ in range(3):
+        assert _launched_as_anew(card, by_identity, x, x, out) != _launched_as_anew(card, by_identity, x, y, out)
+        # Views of one memory at one address are aliases, at another address they are not.
+        _launched_as_anew(card, by_identity, x.view(8, 8).view(64), x, out)
+
+
+def scalars_of_other_types(card):
+    """1, 1.0, True and a tensor of one element are four calls, whatever came before."""
+    from flashinfer._core.held import held
+
+    @held
+    def by_type(x, out, by):
+        _scale(x, out, {bool: 2.0, int: 3.0, float: 4.0}.get(type(by), 5.0))
+
+    x, out = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
+    values = (1, 1.0, True, torch.ones(1), torch.ones(()), torch.ones(1, dtype=torch.int32))
+    for _ in range(3):
+        made = [_launched_as_anew(card, by_type, x, out, by)[0][0][3] for by in values]
+        assert len({str(launch) for launch in made}) == 4
+
+    @held
+    def by_value(x, out, by):
+        _scale(x, out, float(by))
+
+    for _ in range(3):
+        for value in (1.0, 2.0, 3.0):
+            # What is read on the host decides, so such a call is made anew.
+            one = torch.full((1,), value)
+            assert _launched_as_anew(card, by_value, x, out, one) == _run(card, by_value.__wrapped__, x, out, value)
+            assert not _is_kept(by_value, x, out, one)
+
+
+def calls_that_fail(card):
+    """A failing call, the first of its kind or the one that is watched, leaves nothing of it."""
+    from flashinfer._core.held import held, recording
+
+    tables, plans = [], []
+
+    @held
+    def fails(x, out):
+        if plans and plans.pop(0):
+            _scale(x, out, 9.0)
+            raise RuntimeError("no more")
+        if not tables:
+            tables.append(torch.tensor([1.0] * 64))
+        _scale(x, out, 0.5)
+
+    x, out = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
+    for failing in ([True], [False, True], [True, True], [True, False, True]):
+        fails.calls.clear()
+        tables.clear()
+        plans[:] = failing
+        for fail in failing:
+            if fail:
+                with pytest.raises(RuntimeError, match="no more"):
+                    fails(x, out)
+            else:
+                fails(x, out)
+        assert recording() is None
+        launches = [card.made(lambda: fails(x, out)) for _ in range(4)]
+        assert all(len(made) == 1 and made == launches[0] for made in launches)
+        assert _is_kept(fails, x, out)
 
 
 def warm_calls_that_are_wrong(card):
@@ -476,7 +565,8 @@ def other_arguments(card):
 @pytest.mark.parametrize(
     "check",
     [
-        warm_calls_that_differ, warm_calls_that_are_wrong, debug_mode_checks_again, another_target, calls_that_do_more,
+        warm_calls_that_differ, arguments_that_are_one_tensor, scalars_of_other_types, calls_that_fail,
+        warm_calls_that_are_wrong, debug_mode_checks_again, another_target, calls_that_do_more,
         calls_within_calls, what_the_first_call_makes_for_all, parts_of_tensors, many_kinds_of_calls, other_arguments,
     ],
 )  # fmt: skip
