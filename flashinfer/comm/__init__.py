@@ -2,6 +2,8 @@
 
 from flashinfer.comm.allreduce import (
     AllReduceFusionWorkspace,
+    MNNVLAllReduceFusionWorkspace,
+    TRTLLMAllReduceFusionWorkspace,
     allreduce_fusion,
     create_allreduce_fusion_workspace,
 )
@@ -38,6 +40,7 @@ __all__ = [
     "AllReduceFusionWorkspace",
     "Capability",
     "CommBackend",
+    "MNNVLAllReduceFusionWorkspace",
     "Mapping",
     "McastGPUBuffer",
     "MnnvlConfig",
@@ -45,6 +48,7 @@ __all__ = [
     "MoEAlltoallInfo",
     "MoeAlltoAll",
     "QuantizationSFLayout",
+    "TRTLLMAllReduceFusionWorkspace",
     "TorchDistBackend",
     "all_ranks_agree",
     "allreduce_fusion",

@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
-from flashinfer.comm.allreduce import own_device
+from flashinfer.comm._workspaces import own_device
 from flashinfer.comm.comm_backend import CommBackend, TorchDistBackend
 from flashinfer.comm.mapping import Mapping
 from flashinfer.ops.comm import alltoall as room

@@ -6,139 +6,22 @@ import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer.comm._patterns import PATTERNS, Pattern, check_results, given_rows
+from flashinfer.comm._workspaces import (
+    DTYPES as _DTYPES,
+    AllReduceFusionWorkspace,
+    MNNVLAllReduceFusionWorkspace,
+    TRTLLMAllReduceFusionWorkspace,
+    ranks_of,
+)
 from flashinfer.comm.comm_backend import CommBackend
+from flashinfer.comm.mapping import Mapping
 from flashinfer.comm.trtllm_ar import AllReduceFusionPattern
 from flashinfer.ops.comm.allreduce_fusion import Norm, Problem, Results, Rows, config
 from flashinfer.ops.comm.allreduce_fusion import allreduce_fusion as op
-from flashinfer.ops.comm.capability import connect
-from flashinfer.ops.comm.meeting import Ranks
 from flashinfer.ops.comm.spoil import spoiled
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What upstream calls its implementations; ours is one.
 _BACKENDS = ("auto", "trtllm", "mnnvl")
-
-
-class AllReduceFusionWorkspace:
-    """What `allreduce_fusion` exchanges rows through: memory that all ranks reach, or the process group. Made by
-    `create_allreduce_fusion_workspace`.
-
-    One workspace serves calls of one stream at a time, in the same order on every rank; streams that overlap take one
-    each. A captured CUDA graph uses the workspace's memory, and may be replayed between eager calls.
-
-    Attributes
-    ----------
-    backend : str
-        Upstream's name, "trtllm" or "mnnvl".
-    world_size, rank : int
-    capability : Capability
-        How ranks exchange, and why.
-    deadline : float
-        Seconds that a rank waits for another, 10 at first; may be set. A captured graph keeps what it had.
-    metadata : dict
-        "use_fp32_lamport": whether it was made for float32, which SGLang compares with what it sends.
-    """
-
-    def __init__(self, ranks: Ranks, nbytes: int, row: int, device: torch.device, backend: str, one_shot: bool):
-        self.backend, self.world_size, self.rank = backend, ranks.size, ranks.rank
-        self.metadata: dict[str, bool] = {}
-        small = nbytes if one_shot else min(nbytes, config.one_shot_bytes(ranks.size))
-        self._area = max(config.area(small, row, ranks.size, True), config.area(nbytes, row, ranks.size, False))
-        self._most = nbytes
-        self.link, self.capability = connect(ranks, self._area, device)
-        # Why it cannot be used, if it cannot.
-        self._gone = ""
-
-    @property
-    def deadline(self) -> float:
-        return self.link.deadline
-
-    @deadline.setter
-    def deadline(self, seconds: float) -> None:
-        require(seconds > 0, "deadline", seconds, "more than 0 seconds")
-        self.link.deadline = seconds
-
-    def is_buffer_size_sufficient(
-        self,
-        tp_size: int,
-        num_tokens: int,
-        hidden_dim: int,
-        dtype: torch.dtype,
-        use_oneshot: bool | None = None,
-    ) -> bool:
-        """Whether rows [num_tokens, hidden_dim] of every one of `tp_size` ranks fit."""
-        if tp_size != self.world_size:
-            return False
-        nbytes = num_tokens * hidden_dim * dtype.itemsize
-        one_shot = nbytes <= config.one_shot_bytes(tp_size) if use_oneshot is None else use_oneshot
-        return self._fits(nbytes, hidden_dim * dtype.itemsize, one_shot)
-
-    def _fits(self, nbytes: int, row: int, one_shot: bool) -> bool:
-        if self.link.transport == "collective":
-            return nbytes <= self._most
-        return config.needed_area(nbytes, row, self.world_size, one_shot) <= self._area
-
-    def check(self, wait: bool = True) -> None:
-        """Raise what went wrong in a call of this rank. Every later call does so at its start, without waiting.
-
-        Parameters
-        ----------
-        wait : bool
-            For the kernels of this rank, which end by the deadline; nothing is waited for inside a graph capture.
-
-        Raises
-        ------
-        TimeoutError
-            A rank did not come within the deadline: it names this rank, the other, the operation and the exchange.
-        ValueError
-            A rank came with other sizes, or the workspace is destroyed or given up.
-        """
-        require(not self._gone, "workspace", f"one that is {self._gone}", "one that is not")
-        if wait:
-            self.link.settle()
-        self.link.check()
-
-    def reset(self) -> None:
-        """Make the workspace usable after an error. A collective call: every rank makes it."""
-        self.link.reset()
-
-    def explain(self) -> str:
-        """How ranks exchange, and why not through each other's memory where they do not."""
-        c = self.capability
-        return f"{c.transport} ({c.means})" + (f": {c.reason}" if c.reason else "")
-
-    def checkpoint_prepare(self) -> None:
-        """Give up the memory that is shared, so that the process can be checkpointed. What graphs were captured with is
-        gone. It raises what went wrong in an earlier call, as `check` does."""
-        self.check()
-        self._gone = "given up by checkpoint_prepare"
-        self.link.close()
-
-    def checkpoint_restore(self, comm_backend: CommBackend | None = None) -> None:
-        """Allocate again after `checkpoint_prepare`, over the ranks of `comm_backend`, or those of before. A collective
-        call."""
-        require(bool(self._gone), "workspace", "one in use", "one that checkpoint_prepare has given up")
-        require(self._gone != "destroyed", "workspace", "one that is destroyed", "one that is given up")
-        old = self.link
-        ranks = old.ranks if comm_backend is None else ranks_of(None, comm_backend, self.world_size, self.rank)
-        self.link, self.capability = connect(ranks, self._area, old.device, deadline=old.deadline)
-        self._gone = ""
-
-    def destroy(self) -> None:
-        """Free the memory. Ranks that still exchange through it must be done.
-
-        It raises what went wrong in an earlier call and nothing has raised yet; the memory is freed then, too.
-        """
-        if self._gone == "destroyed":
-            return
-        gone, self._gone = self._gone, "destroyed"
-        try:
-            if not gone:
-                self.link.settle()
-                if not self.link.reported:
-                    self.link.check()
-        finally:
-            self.link.close()
 
 
 def create_allreduce_fusion_workspace(
@@ -215,31 +98,15 @@ apply_rms_norm, output_dtype, dynamic_fp8, write_norm_output, config
     for name, value in only_none.items():
         require(value is None, name, value, "None: allreduce_fusion says it with each call")
     require(backend in _BACKENDS, "backend", repr(backend), ", ".join(_BACKENDS))
-    for name, value in (("max_token_num", max_token_num), ("hidden_dim", hidden_dim)):
-        require(isinstance(value, int) and value > 0, name, value, "an int of at least 1")
-    require(dtype in _DTYPES, "dtype", dtype, "bfloat16, float16, float32")
-    ranks = ranks_of(group, comm_backend, world_size, rank)
-    row = hidden_dim * dtype.itemsize
-    named = "trtllm" if backend == "auto" else backend
-    space = AllReduceFusionWorkspace(ranks, max_token_num * row, row, own_device(), named, force_oneshot_support)
-    space.metadata["use_fp32_lamport"] = dtype == torch.float32
-    return space
-
-
-def own_device() -> torch.device:
-    """The current CUDA device, or the CPU where there is none."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def ranks_of(group, comm_backend, world_size: int | None, rank: int | None) -> Ranks:
-    """The ranks that a caller means, which must be as many as it says, and this one where it says."""
-    if group is None and comm_backend is None and world_size != 1 and torch.distributed.is_initialized():
-        group = torch.distributed.group.WORLD
-    ranks = Ranks(group, comm_backend)
-    named = "of the group" if group is not None or comm_backend is not None else "without a group"
-    require(world_size in (None, ranks.size), "world_size", world_size, f"{ranks.size}, the size {named}")
-    require(rank in (None, ranks.rank), "rank", rank, f"{ranks.rank}, the rank {named}")
-    return ranks
+    if backend == "mnnvl":
+        ranks = ranks_of(group, comm_backend, world_size, rank)
+        mapping = Mapping(world_size=ranks.size, rank=ranks.rank, tp_size=ranks.size)
+        return MNNVLAllReduceFusionWorkspace(
+            mapping, max_token_num, hidden_dim, dtype, None, comm_backend, group=group, one_shot=force_oneshot_support
+        )
+    return TRTLLMAllReduceFusionWorkspace(
+        world_size, rank, max_token_num, hidden_dim, dtype, comm_backend, group, one_shot=force_oneshot_support
+    )
 
 
 def allreduce_fusion(
@@ -457,6 +324,8 @@ def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, r
 __all__ = [
     "AllReduceFusionPattern",
     "AllReduceFusionWorkspace",
+    "MNNVLAllReduceFusionWorkspace",
+    "TRTLLMAllReduceFusionWorkspace",
     "allreduce_fusion",
     "create_allreduce_fusion_workspace",
 ]

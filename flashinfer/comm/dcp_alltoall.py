@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from flashinfer._core.checks import require, same_device
-from flashinfer.comm.allreduce import own_device
+from flashinfer.comm._workspaces import own_device
 from flashinfer.comm.comm_backend import TorchDistBackend
 from flashinfer.comm.mapping import Mapping
 from flashinfer.comm.mnnvl import MnnvlConfig

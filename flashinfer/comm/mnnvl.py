@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer.comm.comm_backend import CommBackend, TorchDistBackend
+from flashinfer.comm.mapping import Mapping
+from flashinfer.ops.comm.hardware import allocation_granularity, allocation_prop, device_attribute, nvlinks
 from flashinfer.ops.comm.meeting import Ranks
-from flashinfer.ops.comm.symmetric import allocate, device_attribute
+from flashinfer.ops.comm.symmetric import PeerMemory, allocate, in_one_process
 
 
 @dataclass
@@ -21,13 +24,13 @@ class MnnvlConfig:
     ----------
     comm_backend : CommBackend, optional
         The processes that share it; by default the default process group.
-    fabric_page_size, allocation_granularity : int
+    allocation_granularity, fabric_page_size : int
         Of upstream's allocator; memory here has none, and they change nothing.
     """
 
     comm_backend: CommBackend | None = None
-    fabric_page_size: int = 1 << 29
     allocation_granularity: int = 0
+    fabric_page_size: int = 1 << 29
 
 
 def is_mnnvl_fabric_supported(device_idx: int) -> bool:
@@ -119,10 +122,165 @@ class McastGPUBuffer:
         raise RuntimeError("get_multicast_ptr: this memory has no multicast address; use get_unicast_ptr")
 
 
+class MnnvlMemory:
+    """Memory on every rank of a mapping's tensor-parallel group, which all of them reach. A collective constructor.
+
+    Each rank's memory has an address of its own in this process, as `addresses` says; there is no stride from one
+    rank's to the next. Where ranks do not reach each other's memory (CPUs), each has its own alone.
+
+    Parameters
+    ----------
+    mapping : Mapping
+        Its tp_rank and tp_size are the ranks, of the backend that `set_comm_from_config` set, or of the default process
+        group.
+    size : int
+        Bytes on each rank; the same on all.
+
+    Attributes
+    ----------
+    ptr : int
+        The address of this rank's memory.
+    rank_stride : int
+        0: see above.
+    addresses : list of int
+        Of every rank's memory, as this rank's kernels reach it; of this rank's alone on CPUs.
+    segment_size : int
+
+    Raises
+    ------
+    ValueError
+        Ranks that ask for other sizes, or a group that has not got the mapping's ranks.
+    TimeoutError
+        A rank did not come within the deadline of set-ups.
+
+    Examples
+    --------
+    >>> memory = flashinfer.comm.mnnvl.MnnvlMemory(flashinfer.comm.Mapping(), 1024)
+    >>> memory.as_torch_strided_tensor(torch.float32).shape
+    torch.Size([1, 256])
+    """
+
+    initialized: bool = False
+    comm: CommBackend | None = None
+    config: MnnvlConfig | None = None
+    dev_id: int | None = None
+    allocation_granularity: int = 0
+    fabric_page_size: int = 1 << 29
+    current_rank_stride: int = 0
+    allocated_map: dict[int, PeerMemory] = {}
+
+    def __init__(self, mapping: Mapping, size: int):
+        self.mapping, self.segment_size = mapping, size
+        self.ptr, self.rank_stride = MnnvlMemory.open_mnnvl_memory(mapping, size)
+        self.addresses = MnnvlMemory.allocated_map[self.ptr].addresses
+
+    def __del__(self):
+        if not sys.is_finalizing() and hasattr(self, "ptr"):
+            MnnvlMemory.close_mnnvl_memory(self.ptr)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the memory is there: until `close_mnnvl_memory`."""
+        return self.ptr in MnnvlMemory.allocated_map
+
+    def as_torch_strided_tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's memory as [ranks, elements]: every row is this rank's, for peers' is not mapped into a tensor."""
+        require(self.mapped, "memory", "one that is closed", "one that is open")
+        own = MnnvlMemory.allocated_map[self.ptr].own
+        count = self.segment_size // dtype.itemsize
+        return own[: count * dtype.itemsize].view(dtype)[None].expand(self.mapping.tp_size, -1)
+
+    @staticmethod
+    def initialize() -> None:
+        """Make the current device's context, where there is a GPU."""
+        if torch.cuda.is_available():
+            torch.cuda.init()
+        MnnvlMemory.initialized = True
+
+    @staticmethod
+    def set_comm_from_config(mapping: Mapping, config: MnnvlConfig | None = None) -> None:
+        """Take the backend of `config`, split into the mapping's tensor-parallel groups. A collective call."""
+        MnnvlMemory.config = MnnvlConfig() if config is None else config
+        backend = MnnvlMemory.config.comm_backend
+        if backend is None and mapping.world_size > 1:
+            backend = TorchDistBackend()
+        if backend is not None and backend.Get_size() != mapping.tp_size:
+            backend = backend.Split(mapping.pp_rank * mapping.cp_size + mapping.cp_rank, mapping.tp_rank)
+        MnnvlMemory.comm = backend
+
+    @staticmethod
+    def get_comm(mapping: Mapping) -> CommBackend | None:
+        """The backend of the mapping's tensor-parallel group; None for one rank without a process group."""
+        if MnnvlMemory.comm is None:
+            MnnvlMemory.set_comm_from_config(mapping)
+        return MnnvlMemory.comm
+
+    @staticmethod
+    def get_allocation_prop(dev_id: int):
+        """The driver's CUmemAllocationProp of memory on GPU `dev_id` that can be exported. RuntimeError without one."""
+        return allocation_prop(dev_id)
+
+    @staticmethod
+    def get_allocation_granularity(dev_id: int) -> int:
+        """Bytes that such an allocation is a multiple of, as the driver recommends. RuntimeError without a GPU."""
+        if MnnvlMemory.allocation_granularity == 0:
+            MnnvlMemory.allocation_granularity = allocation_granularity(dev_id)
+        return MnnvlMemory.allocation_granularity
+
+    @staticmethod
+    def new_mnnvl_memory_address(mapping: Mapping, size: int) -> None:
+        """Note what `size` bytes take in pages of `fabric_page_size`. No addresses are reserved: each allocation brings
+        its own."""
+        require(size > 0, "size", size, "at least 1")
+        pages = -(-size // MnnvlMemory.fabric_page_size)
+        MnnvlMemory.current_rank_stride = pages * MnnvlMemory.fabric_page_size
+
+    @staticmethod
+    def open_mnnvl_memory(mapping: Mapping, size: int) -> tuple[int, int]:
+        """Allocate `size` bytes on every rank: (the address of this rank's, 0). A collective call."""
+        require(isinstance(size, int) and size > 0, "size", size, "an int of at least 1")
+        ranks = Ranks(backend=MnnvlMemory.get_comm(mapping))
+        require(ranks.size == mapping.tp_size, "mapping.tp_size", mapping.tp_size, f"{ranks.size}, as in the group")
+        sizes = ranks.gather(size)
+        require(len(set(sizes)) == 1, "size", sizes, "the same on every rank")
+        if torch.cuda.is_available():
+            MnnvlMemory.dev_id = torch.cuda.current_device()
+            memory = allocate(ranks, size, torch.device("cuda", MnnvlMemory.dev_id))
+        else:
+            memory = in_one_process(1, size, torch.device("cpu"))[0]
+        ptr = memory.addresses[ranks.rank if len(memory.addresses) > 1 else 0]
+        MnnvlMemory.allocated_map[ptr] = memory
+        return ptr, 0
+
+    @staticmethod
+    def close_mnnvl_memory(ptr: int) -> None:
+        """Free this rank's memory at `ptr`, and the way to its peers'. They must be done with it. Once is enough."""
+        memory = MnnvlMemory.allocated_map.pop(ptr, None)
+        if memory is not None:
+            memory.close()
+
+    @staticmethod
+    def support_nvlink(need_all_up: bool = True) -> bool:
+        """Whether the current GPU has NVLinks, and all (or any) of them are up, as the driver's library says."""
+        if not torch.cuda.is_available():
+            return False
+        links = nvlinks(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+        return bool(links) and (all(links) if need_all_up else any(links))
+
+    @staticmethod
+    def supports_mnnvl() -> bool:
+        """Whether ranks' GPUs are expected to reach each other: all NVLinks of the current one are up.
+
+        Nothing here depends on it; `flashinfer.comm.probe` tries.
+        """
+        return MnnvlMemory.support_nvlink(True)
+
+
 __all__ = [
     "CommBackend",
     "McastGPUBuffer",
     "MnnvlConfig",
+    "MnnvlMemory",
     "TorchDistBackend",
     "all_ranks_agree",
     "is_mnnvl_fabric_supported",

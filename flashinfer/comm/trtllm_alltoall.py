@@ -8,7 +8,7 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer.comm._exchange import combine_in, dispatch_in, ranks_of_experts, sanitize_in
-from flashinfer.comm.allreduce import own_device
+from flashinfer.comm._workspaces import own_device
 from flashinfer.comm.mapping import Mapping
 from flashinfer.comm.mnnvl import MnnvlConfig
 from flashinfer.ops.comm.alltoall.space import Space, aligned
@@ -59,7 +59,8 @@ class MoEAlltoallInfo:
     recv_rank_local_indices : as local_gather_indices.
     backward_recv_rank_local_indices : as send_rank_local_indices.
     local_token_allocation_count : rows of a received tensor.
-    experts : the ids that were prepared. expert_count, most : as given.
+    experts : the ids that were prepared. expert_count, most : as given. Without them, tokens go where
+        send_rank_local_indices says, as if each rank had one expert.
     """
 
     local_gather_indices: torch.Tensor
@@ -69,9 +70,19 @@ class MoEAlltoallInfo:
     recv_rank_local_indices: torch.Tensor
     backward_recv_rank_local_indices: torch.Tensor
     local_token_allocation_count: int
-    experts: torch.Tensor
-    expert_count: int
-    most: int
+    experts: torch.Tensor | None = None
+    expert_count: int = 0
+    most: int = 0
+
+    def __post_init__(self):
+        self.derived = self.experts is None
+        if self.derived:
+            way = self.send_rank_local_indices
+            fits = way.dim() == 2
+            require(fits, "send_rank_local_indices", tuple(way.shape), "[tokens, ep_size]")
+            ranks = torch.arange(way.shape[1], dtype=torch.int32, device=way.device)
+            self.experts, self.expert_count = torch.where(way >= 0, ranks, -1).contiguous(), way.shape[1]
+            self.most = self.local_token_allocation_count // way.shape[1]
 
 
 class MnnvlMoe:
@@ -276,7 +287,8 @@ class MnnvlMoe:
         moe, info = _workspace_of(workspace, ep_rank, ep_size), alltoall_info
         fits = x.dim() == 2 and len(x) == ep_size * info.most
         require(fits, "x", tuple(x.shape), f"[{ep_size * info.most}, hidden]")
-        require(top_k == info.experts.shape[1], "top_k", top_k, f"{info.experts.shape[1]}, as prepared")
+        as_prepared = info.derived or top_k == info.experts.shape[1]
+        require(as_prepared, "top_k", top_k, f"{info.experts.shape[1]}, as prepared")
         require(token_count <= moe.tokens, "token_count", token_count, f"at most {moe.tokens}, the tokens sent")
         space = moe.take(info.most, aligned(x.nbytes))
         payload = x.contiguous().view(ep_size, info.most, -1)

@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 
 from flashinfer import comm
+from flashinfer.comm._workspaces import MNNVLAllreduceFusionStrategy
+from flashinfer.comm.mnnvl import MnnvlMemory
 
 
 def test_every_rank_has_one_place_and_groups_partition_ranks():
@@ -116,6 +118,48 @@ def test_memory_of_one_rank(device):
     for ask in (memory.get_multicast_ptr, lambda: memory.get_multicast_buffer((1,), torch.float32)):
         with pytest.raises(RuntimeError, match="no multicast address"):
             ask()
+
+
+def test_workspaces_by_upstreams_names():
+    made = comm.TRTLLMAllReduceFusionWorkspace(1, 0, 8, 64, torch.float32)
+    assert isinstance(made, comm.AllReduceFusionWorkspace) and (made.backend, made.tp_size) == ("trtllm", 1)
+    assert made.metadata == {"use_fp32_lamport": True} and (made.mc_ptr != 0) == torch.cuda.is_available()
+    need = comm.MNNVLAllReduceFusionWorkspace.get_required_buffer_size_bytes(1, 8, 64, torch.bfloat16)
+    sized = comm.MNNVLAllReduceFusionWorkspace(comm.Mapping(), buffer_size_in_bytes=need)
+    assert sized.backend == "mnnvl" and sized.is_buffer_size_sufficient(1, 8, 64, torch.bfloat16)
+    strategy = MNNVLAllreduceFusionStrategy.ONESHOT
+    assert sized.is_buffer_size_sufficient(1, 8, 64, torch.bfloat16, strategy)
+    assert not comm.MNNVLAllReduceFusionWorkspace(comm.Mapping(), 8, 64, torch.bfloat16).is_buffer_size_sufficient(
+        1, 1 << 20, 64, torch.bfloat16
+    )
+    auto = comm.create_allreduce_fusion_workspace("mnnvl", 1, 0, 8, 64, torch.float16)
+    assert isinstance(auto, comm.MNNVLAllReduceFusionWorkspace)
+    for options in ({"max_num_tokens": 8}, {"buffer_size_in_bytes": 0}):
+        with pytest.raises(ValueError, match="hidden_dim: got None|buffer_size_in_bytes: got 0"):
+            comm.MNNVLAllReduceFusionWorkspace(comm.Mapping(), **options)
+
+
+def test_mnnvl_memory_of_one_rank():
+    MnnvlMemory.initialize()
+    MnnvlMemory.set_comm_from_config(comm.Mapping(), comm.MnnvlConfig(comm_backend=Alone()))
+    assert MnnvlMemory.initialized and isinstance(MnnvlMemory.get_comm(comm.Mapping()), Alone)
+    memory = MnnvlMemory(comm.Mapping(), 4096)
+    values = memory.as_torch_strided_tensor(torch.float32)
+    assert values.shape == (1, 1024) and values.data_ptr() == memory.ptr == memory.addresses[0]
+    assert not bool(values.any()) and memory.mapped and memory.rank_stride == 0
+    MnnvlMemory.new_mnnvl_memory_address(comm.Mapping(), 1)
+    assert MnnvlMemory.current_rank_stride == MnnvlMemory.fabric_page_size
+    MnnvlMemory.close_mnnvl_memory(memory.ptr)
+    assert not memory.mapped
+    with pytest.raises(ValueError, match="size: got 0"):
+        MnnvlMemory.open_mnnvl_memory(comm.Mapping(), 0)
+    with pytest.raises(ValueError, match="mapping.tp_size: got 2"):
+        MnnvlMemory.open_mnnvl_memory(comm.Mapping(2, tp_size=2), 16)
+    MnnvlMemory.comm = None
+    if not torch.cuda.is_available():
+        assert not MnnvlMemory.supports_mnnvl()
+        with pytest.raises(RuntimeError, match="there is no GPU"):
+            MnnvlMemory.get_allocation_granularity(0)
 
 
 def test_a_machine_without_gpus_has_no_fabric():

@@ -12,7 +12,7 @@ import contextlib
 import torch
 
 from flashinfer._core import driver
-from flashinfer._core.checks import require
+from flashinfer.ops.comm.hardware import asked
 from flashinfer.ops.comm.meeting import Ranks
 
 # Bytes between the flags of two channels: a line of L2, and 16 ranks with 8 bytes each.
@@ -123,11 +123,11 @@ def _by_ipc(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
         torch.cuda.current_stream().synchronize()
         own, base, handle, error = None, 0, b"", ""
         try:
-            base = int(_asked("cuMemAlloc", *cuda.cuMemAlloc(nbytes)))
+            base = int(asked("cuMemAlloc", *cuda.cuMemAlloc(nbytes)))
             undo.callback(cuda.cuMemFree, base)
             own = torch.as_tensor(_Bytes(base, nbytes), device=device)
             own.zero_()
-            handle = bytes(_asked("cuIpcGetMemHandle", *cuda.cuIpcGetMemHandle(base)).reserved)
+            handle = bytes(asked("cuIpcGetMemHandle", *cuda.cuIpcGetMemHandle(base)).reserved)
         except RuntimeError as refusal:
             # The other ranks wait for this one's handle.
             error = str(refusal)
@@ -140,15 +140,9 @@ def _by_ipc(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
                 other = cuda.CUipcMemHandle()
                 other.reserved = words
                 flags = cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-                addresses[rank] = int(_asked("cuIpcOpenMemHandle", *cuda.cuIpcOpenMemHandle(other, flags)))
+                addresses[rank] = int(asked("cuIpcOpenMemHandle", *cuda.cuIpcOpenMemHandle(other, flags)))
                 undo.callback(cuda.cuIpcCloseMemHandle, addresses[rank])
         return PeerMemory(own, addresses, "CUDA IPC", undo.pop_all().close)
-
-
-def _asked(doing: str, status, *values):
-    if status:
-        driver.fail(status, doing)
-    return values[0] if values else None
 
 
 class _Bytes:
@@ -259,16 +253,3 @@ class Link:
 def header(world: int, area: int) -> int:
     """Bytes of the flags and the two slots, whose areas have `area` bytes."""
     return LINE * CHANNELS + 2 * SLOTTED * world * area
-
-
-def device_attribute(name: str, index: int) -> bool:
-    """Whether the driver says that the GPU of that index has what a CUdevice_attribute names; False without a GPU."""
-    if not torch.cuda.is_available():
-        return False
-    require(0 <= index < torch.cuda.device_count(), "device_idx", index, f"0 to {torch.cuda.device_count() - 1}")
-    cuda = driver.bindings()
-    torch.cuda.init()
-    device = _asked("cuDeviceGet", *cuda.cuDeviceGet(index))
-    status, value = cuda.cuDeviceGetAttribute(getattr(cuda.CUdevice_attribute, name), device)
-    # A driver that does not know the attribute has not got the thing.
-    return not status and bool(value)

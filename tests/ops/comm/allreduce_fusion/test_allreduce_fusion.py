@@ -8,6 +8,7 @@ import torch
 
 from flashinfer import comm
 from flashinfer.comm import AllReduceFusionPattern as P
+from flashinfer.comm import _workspaces
 from flashinfer.comm import allreduce as public
 from flashinfer.ops.comm.allreduce_fusion import config
 from tests.ops.comm import processes, simulate
@@ -24,13 +25,11 @@ def in_one_process(monkeypatch):
 
     def make(world, most=(64, 512), dtype=torch.float32, one_shot=True):
         row = most[1] * dtype.itemsize
-        monkeypatch.setattr(public, "connect", simulate.connector([]))
-        return [
-            public.AllReduceFusionWorkspace(
-                simulate.Ranks(rank, world), most[0] * row, row, torch.device("cpu"), "trtllm", one_shot
-            )
-            for rank in range(world)
-        ]
+        monkeypatch.setattr(_workspaces, "connect", simulate.connector([]))
+        made = [public.AllReduceFusionWorkspace(world, rank) for rank in range(world)]
+        for rank, ws in enumerate(made):
+            ws._open(simulate.Ranks(rank, world), most[0] * row, row, torch.device("cpu"), one_shot)
+        return made
 
     make.run = recorder.run
     return make

@@ -1,0 +1,76 @@
+"""What the driver, and its library NVML, say about GPUs and their links."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from flashinfer._core import driver
+from flashinfer._core.checks import require
+
+_MOST_LINKS = 18
+
+
+def asked(doing: str, status, *values):
+    """The value of a driver call; RuntimeError with `doing` where its status is not 0."""
+    if status:
+        driver.fail(status, doing)
+    return values[0] if values else None
+
+
+def device_attribute(name: str, index: int) -> bool:
+    """Whether the driver says that the GPU of that index has what a CUdevice_attribute names; False without a GPU."""
+    if not torch.cuda.is_available():
+        return False
+    require(0 <= index < torch.cuda.device_count(), "device_idx", index, f"0 to {torch.cuda.device_count() - 1}")
+    cuda = driver.bindings()
+    torch.cuda.init()
+    device = asked("cuDeviceGet", *cuda.cuDeviceGet(index))
+    status, value = cuda.cuDeviceGetAttribute(getattr(cuda.CUdevice_attribute, name), device)
+    # A driver that does not know the attribute has not got the thing.
+    return not status and bool(value)
+
+
+def allocation_prop(index: int):
+    """CUmemAllocationProp of memory on a GPU that can be exported as a file descriptor."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("get_allocation_prop: there is no GPU")
+    require(0 <= index < torch.cuda.device_count(), "dev_id", index, f"0 to {torch.cuda.device_count() - 1}")
+    cuda = driver.bindings()
+    prop = cuda.CUmemAllocationProp()
+    prop.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.location.id = index
+    prop.requestedHandleTypes = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    return prop
+
+
+def allocation_granularity(index: int) -> int:
+    """Bytes that such memory comes in multiples of."""
+    prop, cuda = allocation_prop(index), driver.bindings()
+    flag = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+    return int(asked("cuMemGetAllocationGranularity", *cuda.cuMemGetAllocationGranularity(prop, flag)))
+
+
+def nvlinks(uuid: str) -> list[bool]:
+    """Of each NVLink of a GPU, whether it is up; [] where it has none, or NVML is not there."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return []
+    handle, state = ctypes.c_void_p(), ctypes.c_uint()
+    named = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+    if nvml.nvmlInit_v2():
+        return []
+    try:
+        if nvml.nvmlDeviceGetHandleByUUID(named.encode(), ctypes.byref(handle)):
+            return []
+        links = []
+        for link in range(_MOST_LINKS):
+            # A status other than 0: there is no link of this number.
+            if not nvml.nvmlDeviceGetNvLinkState(handle, ctypes.c_uint(link), ctypes.byref(state)):
+                links.append(bool(state.value))
+        return links
+    finally:
+        nvml.nvmlShutdown()
