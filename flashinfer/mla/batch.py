@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer._forms.given import real
 from flashinfer.compat.wrappers import LatentNames
 from flashinfer.ops.attention.mla.batch import Factors, LatentOptions, latent_options
 from flashinfer.ops.attention.mla.direct import run_latent
 from flashinfer.ops.attention.mla.wrapper import LatentWrapper, latent_blocks
+from flashinfer.ops.attention.problem import Table
 from flashinfer.ops.attention.variants import AttentionVariant
 
+# What plan() is told of the calls to come, and what it may be.
+_ANNOUNCED = (
+    ("query_layout", (None, "packed", "split")),
+    ("kv_cache_layout", (None, "NHD", "HND", "packed", "split")),
+    ("lse_mode", ("none", "base2", "basee")),
+    ("output_scale", ("none", "per-tensor")),
+    ("scale_mode", ("default", "kv-per-tensor", "bmm-scalar", "bmm-tensor")),
+)
 # What is absorbed into the latent queries of DeepSeek's models: 128 elements a head, which sm_scale counts.
 _UNABSORBED = 128
 
@@ -138,15 +149,18 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         max_q_len : int, optional
             The longest query, where the caller knows it: with query offsets on a GPU it lets the tile fit.
         query_layout : str, optional
-            Refused unless None: the shapes that run() is given tell it.
+            "packed" or "split"; run() takes both with each.
         kv_cache_layout : str, optional
-            "NHD" or "HND": where a kv_cache of four axes has its axis of 1. By default its shape tells.
+            "NHD" or "HND": where a kv_cache of four axes has its axis of 1. By default, with "packed" and with "split"
+            its shape tells.
         lse_mode : str
             "none", "base2" or "basee": the base in which run() gives log-sum-exps, base 2 for "none".
         output_dtype : dtype, optional
             Default q's; bfloat16 for float8 queries. float8_e4m3fn needs compute capability 8.9.
-        output_scale, scale_mode : str
-            Refused unless "none" and "default": scales are arguments of run().
+        output_scale : str
+            "none" or "per-tensor", which announces o_scale; run() takes it with both.
+        scale_mode : str
+            "default", "kv-per-tensor", "bmm-scalar" or "bmm-tensor", which announce the scales that run() takes.
         skip_softmax : bool
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
         enable_pdl : bool, optional
@@ -159,12 +173,12 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         ValueError
             An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
         """
-        if (use_profiler, metadata, query_layout, output_scale, scale_mode) != (False, None, None, "none", "default"):
-            _refuse(use_profiler, metadata, query_layout, output_scale, scale_mode)
-        if kv_cache_layout not in (None, "NHD", "HND"):
-            require(False, "kv_cache_layout", repr(kv_cache_layout), "None, 'NHD', 'HND'")
-        if lse_mode not in ("none", "base2", "basee"):
-            require(False, "lse_mode", repr(lse_mode), "'none', 'base2', 'basee'")
+        require(not use_profiler, "use_profiler", use_profiler, "False: there is no profiler")
+        require(metadata is None, "metadata", type(metadata).__name__, "None: give block_tables and seq_lens by name")
+        said = query_layout, kv_cache_layout, lse_mode, output_scale, scale_mode
+        for (name, known), value in zip(_ANNOUNCED, said, strict=True):
+            if value not in known:
+                require(False, name, repr(value), ", ".join(map(repr, known)))
         asked = (
             num_heads, head_dim_ckv, head_dim_kpe, page_size, q_data_type, kv_data_type, output_dtype, bool(causal),
             sm_scale,
@@ -201,13 +215,11 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         page_table: torch.Tensor | None = None,
         return_lse_base_on_e: bool = False,
         o_scale: float | None = None,
-        # Refused, and not behind the star: vLLM takes a keyword of this name for kernels with scales per token, whose
-        # plan it then rewrites (docs/engines.md).
-        ckv_scale_arr: torch.Tensor | None = None,
         *,
-        query: torch.Tensor | None = None,
-        kv_cache: torch.Tensor | None = None,
+        query: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
         ckv_scale: float | None = None,
+        ckv_scale_arr: torch.Tensor | None = None,
         kpe_scale: float | None = None,
         sinks: torch.Tensor | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
@@ -228,9 +240,9 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         ckv_cache : Tensor [pages, page_size, head_dim_ckv]
         kpe_cache : Tensor [pages, page_size, head_dim_kpe]
         out : Tensor [rows, num_heads, head_dim_ckv], optional
-            Where to write.
+            Where to write. Of another dtype than planned as well.
         lse : float32 Tensor [rows, num_heads], optional
-            Where to write the log-sum-exp.
+            Where to write the log-sum-exp, return_lse or not.
         return_lse : bool
         profiler_buffer : optional
             Refused unless None.
@@ -244,12 +256,15 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             The output is divided by it: the scale of a float8 output (plan's output_dtype), which saturates.
         query : Tensor [rows, num_heads, head_dim_ckv + head_dim_kpe], optional
             q_nope and q_pe in one tensor; [batch_size, q_len, num_heads, ...] as well, which out and lse then are like.
+            Or the pair of both.
         kv_cache : Tensor [pages, page_size, head_dim_ckv + head_dim_kpe], optional
-            ckv_cache and kpe_cache in one tensor; with a further axis of 1 before or after page_size as well.
+            ckv_cache and kpe_cache in one tensor; with a further axis of 1 before or after page_size as well. Or the
+            pair of both.
         ckv_scale, kpe_scale : float, optional
             Scales of quantised caches.
-        ckv_scale_arr : optional
-            Refused: scales per token.
+        ckv_scale_arr : float32 Tensor [pages, page_size, head_dim_ckv / 128], optional
+            Scales of the latents of each token, one for 128 elements, beside ckv_scale. The pages of the table are
+            widened to q's dtype first (bf16 for fp8 queries), as many as it has entries.
         sinks : float Tensor [num_heads], optional
             A logit per head that takes part in the softmax without a value.
         skip_softmax_threshold_scale_factor : float, optional
@@ -269,8 +284,6 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         """
         if profiler_buffer is not None:
             require(False, "profiler_buffer", "a tensor", "None: there is no profiler")
-        if ckv_scale_arr is not None:
-            require(False, "ckv_scale_arr", "a tensor", "None: scales per token are not read")
         batch = None if self._base is None else self._planned()
         planned = batch is not None
         if not planned:
@@ -279,38 +292,50 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         shape = None
         if query is not None:
             require(q_nope is None and q_pe is None, "query", "a tensor", "None with q_nope and q_pe")
-            require(planned, "query", "a tensor", "None without a plan, which tells head_dim_ckv")
-            shape = query.shape[:-1]
-            q_nope, q_pe = split(query.flatten(0, -3), batch.options, "query")
+            if not isinstance(query, torch.Tensor):
+                q_nope, q_pe = query
+            else:
+                require(planned, "query", "a tensor", "None without a plan, which tells head_dim_ckv")
+                shape = query.shape[:-1]
+                q_nope, q_pe = split(query.flatten(0, -3), batch.options, "query")
         if kv_cache is not None:
             alone = ckv_cache is None and kpe_cache is None
             require(alone, "kv_cache", "a tensor", "None with ckv_cache and kpe_cache")
-            require(planned, "kv_cache", "a tensor", "None without a plan, which tells head_dim_ckv")
-            kv_cache = without_heads(kv_cache, self._kv_cache_layout)
-            ckv_cache, kpe_cache = split(kv_cache, batch.options, "kv_cache")
+            if not isinstance(kv_cache, torch.Tensor):
+                ckv_cache, kpe_cache = kv_cache
+            else:
+                require(planned, "kv_cache", "a tensor", "None without a plan, which tells head_dim_ckv")
+                kv_cache = without_heads(kv_cache, self._kv_cache_layout)
+                ckv_cache, kpe_cache = split(kv_cache, batch.options, "kv_cache")
         if q_nope is None or ckv_cache is None:
             require(False, "q_nope" if q_nope is None else "ckv_cache", None, "a tensor")
-        base_e = return_lse_base_on_e or self._lse_base_e
-        call = dict(return_lse=return_lse, base_e=base_e, sinks=sinks, params=params)
+        given = (out, lse)
         if shape is not None:
             out = None if out is None else out.view(q_nope.shape)
             lse = None if lse is None else lse.view(q_nope.shape[:2])
-        if page_table is None and kv_len is None:
-            factors = _factors(batch.options.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
-            result = batch.run(q_nope, q_pe, ckv_cache, kpe_cache, factors, out=out, lse=lse, **call)
+        call = dict(
+            out=out, lse=lse, return_lse=return_lse or lse is not None, sinks=sinks, params=params,
+            base_e=return_lse_base_on_e or self._lse_base_e,
+        )  # fmt: skip
+        asked = batch.options if planned else _unplanned(q_nope, q_pe, ckv_cache, out, self._variant)
+        factors = _factors(asked.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
+        of_call = page_table is not None or kv_len is not None
+        other_dtype = out is not None and out.dtype != asked.o_dtype
+        if not of_call and ckv_scale_arr is None and not other_dtype:
+            result = batch.run(q_nope, q_pe, ckv_cache, kpe_cache, factors, **call)
         else:
-            asked = batch.options if planned else _unplanned(q_nope, q_pe, ckv_cache, self._variant)
-            factors = _factors(asked.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
-            table = self._call_table(page_table, kv_len)
+            table = self._call_table(page_table, kv_len) if of_call else batch.table
+            if other_dtype:
+                asked = replace(asked, o_dtype=out.dtype)
+            if ckv_scale_arr is not None:
+                asked, table, q_nope, q_pe, ckv_cache, kpe_cache = widened(
+                    asked, table, (q_nope, q_pe), (ckv_cache, kpe_cache), ckv_scale_arr
+                )
             result = run_latent(
-                asked, table, q_nope, q_pe, ckv_cache, kpe_cache, factors, longest_q=table.q_len,
-                given=self._float_workspace_buffer, backend=self._backend, out=out, lse=lse, **call,
+                asked, table, q_nope, q_pe, ckv_cache, kpe_cache, factors, longest_q=table.q_len or 1,
+                given=self._float_workspace_buffer, backend=self._backend, **call,
             )  # fmt: skip
-        if shape is None or len(shape) == 2:
-            return result
-        out, lse = result if return_lse else (result, None)
-        out = out.view(*shape, out.shape[2])
-        return (out, lse.view(shape)) if return_lse else out
+        return _returned(result, given, shape, return_lse)
 
     def _call_table(self, page_table, kv_len):
         """The table of a call with lengths and pages of its own."""
@@ -324,14 +349,14 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
 def _factors(sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale) -> Factors:
     """What logits and outputs are multiplied by. Of numbers it is looked up: layers share them."""
     scales = sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale
-    tensors = isinstance(bmm1_scale, torch.Tensor) or isinstance(bmm2_scale, torch.Tensor)
+    tensors = any([isinstance(scale, torch.Tensor) for scale in scales])
     return _checked_factors(*scales) if tensors else _known_factors(*scales)
 
 
 def _checked_factors(sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale) -> Factors:
     require(o_scale is None or o_scale > 0, "o_scale", o_scale, "None, or a positive number")
-    for name, value in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
-        require(value is None or isinstance(value, (int, float)), name, type(value).__name__, "a number")
+    ckv_scale = None if ckv_scale is None else real("ckv_scale", ckv_scale)
+    kpe_scale = None if kpe_scale is None else real("kpe_scale", kpe_scale)
     require(sm_scale is not None or bmm1_scale is not None, "sm_scale", None, "a number, or bmm1_scale at run()")
     latent = 1.0 if ckv_scale is None else float(ckv_scale)
     position = 1.0 if kpe_scale is None else float(kpe_scale)
@@ -345,13 +370,51 @@ def _checked_factors(sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_s
 _known_factors = lru_cache(maxsize=1024)(_checked_factors)
 
 
-def _refuse(use_profiler, metadata, query_layout, output_scale, scale_mode) -> None:
-    """Arguments of plan() that are refused unless they are left at their defaults."""
-    require(not use_profiler, "use_profiler", use_profiler, "False: there is no profiler")
-    require(metadata is None, "metadata", type(metadata).__name__, "None: give block_tables and seq_lens by name")
-    require(query_layout is None, "query_layout", repr(query_layout), "None: shapes tell")
-    require(output_scale == "none", "output_scale", repr(output_scale), "'none': run() takes an o_scale")
-    require(scale_mode == "default", "scale_mode", repr(scale_mode), "'default': run() takes the scales")
+def _returned(result, given: tuple, shape: tuple | None, return_lse: bool):
+    """The caller's own tensors, where it gave some, else those of `result` in the axes of its query."""
+    result = result if isinstance(result, tuple) else (result, None)
+    if shape is not None and len(shape) != 2:
+        out, lse = result
+        result = out.view(*shape, out.shape[2]), None if lse is None else lse.view(shape)
+    out, lse = (mine if mine is not None else theirs for mine, theirs in zip(given, result, strict=True))
+    return (out, lse) if return_lse else out
+
+
+def widened(asked: LatentOptions, table: Table, queries: tuple, caches: tuple, scales: torch.Tensor):
+    """What attends in the place of caches whose latents have scales of their own: the pages of the table, widened.
+
+    Parameters
+    ----------
+    queries : tuple
+        q_nope and q_pe, which may be None.
+    caches : tuple
+        ckv and kpe [pages, page_size, dim]; kpe may be None.
+    scales : float32 Tensor [pages, page_size, groups]
+        Of equal groups of each latent.
+
+    Returns
+    -------
+    asked, table, q_nope, q_pe, ckv, kpe
+    """
+    ckv, _ = caches
+    name, groups = "ckv_scale_arr", scales.shape[-1] if scales.dim() else 0
+    fits = scales.shape[:-1] == ckv.shape[:-1] and groups > 0 and ckv.shape[-1] % groups == 0
+    require(fits, name, tuple(scales.shape), f"{(*ckv.shape[:-1], max(ckv.shape[-1] // 128, 1))}")
+    require(scales.dtype == torch.float32, name, scales.dtype, "float32")
+    require(scales.device == ckv.device, name, f"a tensor on {scales.device}", str(ckv.device))
+    pages = table.kv_indices.long().clamp(0, max(ckv.shape[0] - 1, 0))
+    dtype = asked.q_dtype if asked.q_dtype in (torch.float16, torch.float32) else torch.bfloat16
+    latent = _chosen(ckv, pages).float().unflatten(-1, (groups, -1)) * scales[pages][..., None]
+    wide = [latent.flatten(-2).to(dtype), *[None if t is None else _chosen(t, pages).to(dtype) for t in caches[1:]]]
+    ids = torch.arange(pages.shape[0], dtype=torch.int32, device=ckv.device)
+    asked = replace(asked, q_dtype=dtype, kv_dtype=dtype)
+    return asked, replace(table, kv_indices=ids), *[None if t is None else t.to(dtype) for t in queries], *wide
+
+
+def _chosen(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    if cache.element_size() == 1:
+        return cache.view(torch.uint8)[pages].view(cache.dtype)
+    return cache[pages]
 
 
 def factors_of(bmm1_scale, bmm2_scale, latent: float = 1.0, position: float = 1.0, o_scale: float = 1.0) -> Factors:
@@ -380,12 +443,12 @@ def without_heads(kv_cache: torch.Tensor, kv_layout: str | None = None) -> torch
     return kv_cache
 
 
-def _unplanned(q_nope, q_pe, ckv_cache, variant: AttentionVariant | None) -> LatentOptions:
+def _unplanned(q_nope, q_pe, ckv_cache, out, variant: AttentionVariant | None) -> LatentOptions:
     """Options that shapes tell."""
     require(q_nope.dim() == 3, "q_nope", tuple(q_nope.shape), "[batch_size, num_heads, head_dim_ckv]")
     require(ckv_cache.dim() == 3, "ckv_cache", tuple(ckv_cache.shape), "[pages, page_size, head_dim_ckv]")
     kpe = 0 if q_pe is None else q_pe.shape[-1]
     return latent_options(
         q_nope.shape[1], q_nope.shape[2], kpe, ckv_cache.shape[1], q_nope.dtype, ckv_cache.dtype,
-        sm_scale=(_UNABSORBED + kpe) ** -0.5, variant=variant,
+        None if out is None else out.dtype, sm_scale=(_UNABSORBED + kpe) ** -0.5, variant=variant,
     )  # fmt: skip

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer._forms.given import flag, head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, latent_options, split, without_heads
 from flashinfer.ops.attention.direct import block_table
-from flashinfer.ops.attention.engine import flat_integers, integers, refuse, sinks_of
+from flashinfer.ops.attention.engine import flat_integers, integers, refuse
+from flashinfer.ops.attention.engine_masks import shard_mask
 from flashinfer.ops.attention.mla.direct import ones_times, run_latent
 from flashinfer.ops.attention.mla.wrapper import check_entries, latent_blocks
 from flashinfer.ops.attention.problem import Table
 
 # xqa_mla's logits are divided by the root of DeepSeek's head_dim before absorption: 128 + 64.
 _XQA_HEAD_DIM = 192
+# Heads of one problem (LatentOptions).
+_MOST_HEADS = 128
 
 
 def trtllm_batch_decode_with_kv_cache_mla(
@@ -60,7 +67,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     ----------
     query : Tensor [batch, q_len, num_heads, kv_lora_rank + qk_rope_head_dim]
         Absorbed and positional parts side by side. With cum_seq_lens_q [tokens, num_heads, ...]. The queries of a
-        request are its last tokens, and causal among themselves. 1 to 128 heads; bf16, fp16 or fp8.
+        request are its last tokens, and causal among themselves. bf16, fp16 or fp8; more than 128 heads are computed
+        in parts.
     kv_cache : Tensor [pages, page_size, kv_lora_rank + qk_rope_head_dim]
         With a further axis of 1 before or after page_size as well. query's dtype, or fp8. Any page size, any strides of
         the outer axes.
@@ -89,21 +97,26 @@ def trtllm_batch_decode_with_kv_cache_mla(
     sinks : float32 Tensor [num_heads], optional
         A logit per head that takes part in the softmax without a value.
     uses_shared_paged_kv_idx : bool
-        False, separate tables of K and V, is refused.
-    lse : float32 Tensor [tokens, num_heads], optional
+        False: block_tables is [batch, 2, max_pages], of K and of V, which name the same latents; K's are read.
+    lse : float32 Tensor [tokens, num_heads] or [batch, q_len, num_heads], optional
+        Written, return_lse or not.
     return_lse : bool
         Whether to return the log-sum-exp too.
     kv_scale_format : str
-        Refused unless "auto": caches that carry scales.
+        "auto", "pow2_fp32" or "arbitrary_fp32": of caches that carry scales, which are not taken here.
     cum_seq_lens_q : int32 Tensor [batch + 1], optional
         First token of each request, for requests of different numbers of queries.
     max_q_len : int, optional
         The most queries of a request, with cum_seq_lens_q; tiles are chosen by it.
     sparse_mla_top_k_lens : int32 Tensor [tokens], optional
         How many of the keys of each query count, from the first on.
-    enable_dcp, cp_world, cp_rank, causal_seqlens_kv_global
-        Context parallelism: of one query per request, whose rank's keys are all seen, they change nothing. Refused
-        with several queries.
+    enable_dcp : bool
+        Announces the next three, which say what is seen with and without it.
+    cp_world, cp_rank : int
+        Context parallelism: this cache holds the keys at positions c * cp_world + cp_rank of each request, and
+        `seq_lens` counts those. Outputs and LSE of all ranks merge to those of the whole (`flashinfer.merge_states`).
+    causal_seqlens_kv_global : int32 Tensor [batch], optional
+        Keys of each request on all ranks, those of its queries among them. Needed where a request has several queries.
     return_lse_base : str, optional
         "base2" (also None) or "basee".
     backend : str
@@ -125,53 +138,99 @@ def trtllm_batch_decode_with_kv_cache_mla(
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
     """
-    if not uses_shared_paged_kv_idx:
-        refuse("uses_shared_paged_kv_idx", "False", "True: K and V are the same latents")
-    refuse("kv_scale_format", None if kv_scale_format == "auto" else kv_scale_format, "'auto'")
+    known = kv_scale_format in ("auto", "pow2_fp32", "arbitrary_fp32")
+    require(known, "kv_scale_format", repr(kv_scale_format), "'auto', 'pow2_fp32', 'arbitrary_fp32'")
     require(return_lse_base in (None, "base2", "basee"), "return_lse_base", repr(return_lse_base), "'base2', 'basee'")
     axes = 4 if cum_seq_lens_q is None else 3
     require(query.dim() == axes, "query", tuple(query.shape), f"{axes} axes: batch and q_len, or tokens; heads; dim")
-    q_len = query.shape[1] if axes == 4 else 0
-    if q_len != 1:
-        allowed = "none with several queries of a request"
-        refuse("enable_dcp", enable_dcp, allowed)
-        refuse("cp_world", None if cp_world == 1 else cp_world, allowed)
-        refuse("causal_seqlens_kv_global", causal_seqlens_kv_global, allowed)
-    kv_cache = without_heads(kv_cache)
-    rows = query.flatten(0, -3)
-    asked = latent_options(
-        query.shape[-2], kv_lora_rank, qk_rope_head_dim, kv_cache.shape[1], query.dtype, kv_cache.dtype,
-        None if out is None else out.dtype, causal=q_len != 1 and not sparse_mla_top_k, sparse=sparse_mla_top_k > 0,
-    )  # fmt: skip
-    if sparse_mla_top_k:
-        table, longest = token_table(block_tables, sparse_mla_top_k, sparse_mla_top_k_lens, rows), 1
+    q_len, top_k = query.shape[1] if axes == 4 else 0, whole("sparse_mla_top_k", sparse_mla_top_k, 0)
+    longest = q_len or (1 if max_q_len is None else whole("max_q_len", max_q_len, 1))
+    kv_cache, rows, device = without_heads(kv_cache), query.flatten(0, -3), query.device
+    if not flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
+        require(top_k == 0, "uses_shared_paged_kv_idx", False, "True with sparse_mla_top_k")
+        fits = block_tables.dim() == 3 and block_tables.shape[1] == 2
+        require(fits, "block_tables", tuple(block_tables.shape), "[batch, 2, pages], of K and of V")
+        # K and V are the same latents, so that both tables name the same pages.
+        block_tables = block_tables[:, 0]
+    masked, causal = (None, None), q_len != 1 and not top_k
+    if top_k:
+        table, longest = token_table(block_tables, top_k, sparse_mla_top_k_lens, rows), 1
     else:
         refuse("sparse_mla_top_k_lens", sparse_mla_top_k_lens, "None without sparse_mla_top_k")
-        table, longest = latent_blocks(block_tables, seq_lens, cum_seq_lens_q, q_len, query.device), q_len or max_q_len
+        table = latent_blocks(block_tables, seq_lens, cum_seq_lens_q, q_len, device)
         require(axes == 3 or table.batch_size == query.shape[0], "seq_lens", f"{table.batch_size} requests",
                 f"{query.shape[0]}, as query")  # fmt: skip
+        if causal and (enable_dcp or cp_world != 1):
+            ranks = whole("cp_world", cp_world, 1), whole("cp_rank", cp_rank, 0)
+            masked, causal = _shard_of(table, causal_seqlens_kv_global, *ranks), False
+    asked = latent_options(
+        min(query.shape[-2], _MOST_HEADS), kv_lora_rank, qk_rope_head_dim, kv_cache.shape[1], query.dtype,
+        kv_cache.dtype, None if out is None else out.dtype, causal=causal, sparse=top_k > 0, variant=masked[0],
+    )  # fmt: skip
+    scales = (scale(name, x, device) for name, x in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)))
     return attend(
-        query, rows, kv_cache, asked, table, factors_of(bmm1_scale, bmm2_scale), longest_q=longest or 1,
-        given=workspace_buffer, backend=backend, out=out, lse=lse, return_lse=return_lse,
-        base_e=return_lse_base == "basee", sinks=sinks_of(sinks),
+        query, rows, kv_cache, asked, table, factors_of(*scales), longest_q=longest, given=workspace_buffer,
+        backend=backend, out=out, lse=lse, return_lse=flag("return_lse", return_lse),
+        base_e=return_lse_base == "basee", sinks=head_sinks(sinks, query.shape[-2]), params=masked[1],
     )  # fmt: skip
 
 
-def attend(query, rows, kv_cache, asked, table, factors, *, out, lse, **call):
-    """`run_latent` of query, whose rows are `rows`, over a cache of latents and positions side by side."""
-    q_nope, q_pe = split(rows, asked, "query")
+def _shard_of(table: Table, total, world: int, rank: int):
+    """The mask of a rank of context parallelism, whose requests have several queries, the last of `total` keys."""
+    require(rank < world, "cp_rank", rank, f"0 ... {world - 1}, below cp_world")
+    require(total is not None, "causal_seqlens_kv_global", None, "a tensor, with several queries and cp_world")
+    total = flat_integers(total, "causal_seqlens_kv_global", table.kv_lens.device, table.batch_size)
+    queries = dict(q_len=table.q_len) if table.q_len else dict(qo_indptr=table.qo_indptr)
+    return shard_mask(queries, table.kv_lens, total, world, rank, -1)
+
+
+def attend(query, rows, kv_cache, asked, table, factors, *, out, lse, return_lse, sinks, **call):
+    """`run_latent` of query, whose rows are `rows`, over a cache of latents and positions side by side.
+
+    More heads than a problem takes are those of several. Returns the caller's own tensors, where it gave some.
+    """
     ckv, kpe = split(kv_cache, asked, "kv_cache")
-    shape = (*query.shape[:-1], asked.head_dim_vo)
-    if out is not None:
-        require(out.shape == shape, "out", tuple(out.shape), str(shape))
-        out = out.view(*rows.shape[:2], asked.head_dim_vo)
-    if lse is not None:
-        require(lse.numel() == rows.shape[0] * rows.shape[1], "lse", tuple(lse.shape), str(tuple(rows.shape[:2])))
-        lse = lse.view(rows.shape[:2])
-    result = run_latent(asked, table, q_nope, q_pe, ckv, kpe, factors, out=out, lse=lse, **call)
-    if call["return_lse"]:
-        return result[0].view(shape), result[1]
-    return result.view(shape)
+    heads, shape = query.shape[-2], (*query.shape[:-1], asked.head_dim_vo)
+    mine, flat = out, None if out is None else _rows_of("out", out, (*rows.shape[:2], asked.head_dim_vo))
+    flat_lse = None if lse is None else _rows_of("lse", lse, rows.shape[:2])
+    call |= dict(return_lse=return_lse or lse is not None)
+    if heads <= _MOST_HEADS:
+        result = run_latent(asked, table, *split(rows, asked, "query"), ckv, kpe, factors, out=flat, lse=flat_lse,
+                            sinks=sinks, **call)  # fmt: skip
+    else:
+        result = _in_parts(asked, table, rows, ckv, kpe, factors, flat, flat_lse, sinks, call)
+    result, result_lse = result if isinstance(result, tuple) else (result, None)
+    out = result.view(shape) if mine is None else mine
+    return (out, result_lse if lse is None else lse) if return_lse else out
+
+
+def _rows_of(name: str, given: torch.Tensor, shape) -> torch.Tensor:
+    """A caller's output as rows; its axes may be those of the query, or the rows'."""
+    require(given.numel() == math.prod(shape) and given.shape[-1] == shape[-1], name, tuple(given.shape),
+            f"{tuple(shape)}, or the axes of query")  # fmt: skip
+    return given if given.shape == tuple(shape) else given.view(shape)
+
+
+def _in_parts(asked, table, rows, ckv, kpe, factors, out, lse, sinks, call):
+    """Attention of more than 128 heads: of two halves, each with the same keys."""
+    heads = rows.shape[1]
+    if out is None:
+        shape = *rows.shape[:2], asked.head_dim_vo
+        out = torch.empty(shape, dtype=asked.o_dtype, device=rows.device)
+    if call["return_lse"] and lse is None:
+        lse = torch.empty(rows.shape[:2], dtype=torch.float32, device=rows.device)
+    most = -(-heads // -(-heads // _MOST_HEADS))
+    for begin in range(0, heads, most):
+        part = slice(begin, min(begin + most, heads))
+        count = part.stop - part.start
+        some = replace(asked, num_qo_heads=count)
+        of_part = run_latent(
+            some, table, *split(rows[:, part], some, "query"), ckv, kpe, factors, out=out[:, part], lse=None,
+            sinks=None if sinks is None else sinks[part], **call,
+        )  # fmt: skip
+        if lse is not None:
+            lse[:, part] = of_part[1]
+    return (out, lse) if lse is not None else out
 
 
 def token_table(
@@ -268,5 +327,5 @@ def xqa_mla(
     require(cache.shape[1] == page_size, "k_cache", tuple(k_cache.shape), f"pages of page_size = {page_size} tokens")
     trtllm_batch_decode_with_kv_cache_mla(
         q, cache, workspace_buffer, 128, q.shape[-1] - 64, 64, page_table, seq_lens, 0, 0, output,
-        q_scale * kv_scale * _XQA_HEAD_DIM**-0.5, kv_scale,
+        scale("q_scale", q_scale, q.device) * scale("kv_scale", kv_scale, q.device) * _XQA_HEAD_DIM**-0.5, kv_scale,
     )  # fmt: skip

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer._forms.given import head_sinks
 from flashinfer.mla.batch import factors_of, latent_options, without_heads
 from flashinfer.mla.decode import attend, token_table
-from flashinfer.ops.attention.engine import refuse, sinks_of
+from flashinfer.ops.attention.engine import refuse
 
 # Keys of a row of sparse_indices that are tokens of the sliding window's cache.
 _WINDOW = 128
@@ -135,5 +136,5 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     return attend(
         query, rows, cache, asked, table, factors_of(bmm1_scale, bmm2_scale), longest_q=1, given=workspace_buffer,
         backend="auto" if backend == "sparse" else backend, out=out, lse=None, return_lse=False,
-        sinks=sinks_of(sinks), first_ckv=window if first else None,
+        sinks=head_sinks(sinks, query.shape[-2]), first_ckv=window if first else None,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import flashinfer
 from flashinfer.decode import fast_decode_plan
 from flashinfer.mla import BatchMLAPagedAttentionWrapper
 from flashinfer.testing import generate
+from flashinfer.testing.compare import assert_close
 from tests.ops.attention.cases import backends, check, workspace
 from tests.ops.attention.oracle import Options
 
@@ -119,10 +120,45 @@ def test_two_names_of_block_scales():
         wrapper.run(x.q, pair, kv_cache_sf=scales, kv_block_scales=scales)
 
 
-def test_scales_per_token_of_latents_are_not_promised():
-    """vLLM's sparse latent attention on Hopper looks for the keyword, and then rewrites upstream's work list."""
+def test_scales_per_token_of_latents_are_a_keyword():
+    """vLLM's sparse latent attention on Hopper looks for it before it plans with this wrapper."""
     parameter = inspect.signature(BatchMLAPagedAttentionWrapper.run).parameters["ckv_scale_arr"]
-    assert parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+    assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize("kpe", (0, 16))
+def test_sparse_latent_attention_on_hopper(kpe, device):
+    """Every token is a request of one query, whose pages of one token are its top-k: padded to the most tokens, with
+    indices that are written into the buffer after the plan, and fp8 latents under queries of 16 bits."""
+    most, width, heads, ckv = 6, 5, 4, 64
+    q = torch.randn(most, heads, ckv + kpe, dtype=torch.bfloat16, device=device)
+    cache = torch.randn(40, ckv + kpe, dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
+    integers = lambda n: torch.zeros(n, dtype=torch.int32, device=device)
+    indices = integers(most * width)
+    wrapper = BatchMLAPagedAttentionWrapper(
+        workspace(device), qo_indptr=integers(most + 1), kv_indptr=integers(most + 1), kv_indices=indices,
+        kv_len_arr=integers(most), use_cuda_graph=True,
+    )  # fmt: skip
+    for lens in ([5, 2, 4, 1, 5], [3, 5, 1]):
+        n = len(lens)
+        padded = torch.tensor(lens + [0] * (most - n), dtype=torch.int32)
+        offsets = torch.cat((torch.zeros(1, dtype=torch.int32), padded.cumsum(0).int()))
+        wrapper.plan(torch.arange(most + 1, dtype=torch.int32).clamp(max=n), offsets, indices, padded, heads, ckv, kpe,
+                     1, False, SCALE, q_data_type=torch.bfloat16, kv_data_type=torch.float8_e4m3fn)  # fmt: skip
+        chosen = torch.randint(40, (int(offsets[-1]),), dtype=torch.int32, device=device)
+        indices[: len(chosen)] = chosen
+        pages = cache[:, None]
+        out = wrapper.run(q[:n, :, :ckv], q[:n, :, ckv:], pages[..., :ckv], pages[..., ckv:], ckv_scale=0.5,
+                          kpe_scale=0.25)  # fmt: skip
+        factor = torch.tensor([0.5] * ckv + [0.25] * kpe, dtype=torch.float64, device=device)
+        truth, same = [], []
+        for i in range(n):
+            keys = cache[chosen[offsets[i] : offsets[i + 1]].long()].double() * factor
+            for dtype, results in ((torch.float64, truth), (torch.float32, same)):
+                p = torch.softmax(q[i].to(dtype) @ keys.to(dtype).t() * SCALE, -1)
+                p = p if dtype == torch.float64 else p.bfloat16().float()
+                results.append(p @ keys[:, :ckv].to(dtype))
+        assert_close(out, torch.stack(same).bfloat16(), torch.stack(truth))
 
 
 @pytest.mark.parametrize("split", (False, True), ids=("whole", "split"))
