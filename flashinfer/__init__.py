@@ -69,7 +69,9 @@ _ROOT_NAMES = {
         "append_paged_mla_kv_cache",
         "get_batch_indices_positions",
         "get_seq_lens",
+        "nvfp4_quantize_append_paged_kv_cache",
         "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+        "nvfp4_quantize_append_paged_mla_kv_cache",
     ),
     "fp4_quantization": (),
     "fused_moe": (
@@ -99,6 +101,7 @@ _ROOT_NAMES = {
         "nvfp4_batched_quantize",
         "nvfp4_block_scale_interleave",
         "nvfp4_kv_dequantize",
+        "nvfp4_kv_dequantize_paged",
         "nvfp4_kv_quantize",
         "nvfp4_quantize",
         "nvfp4_quantize_paged_kv_cache",

@@ -470,9 +470,14 @@ def _check_rows(append_key, append_value, k_cache, v_cache) -> None:
 
 
 def _scales(**scales: float) -> list[float]:
+    numbers = []
     for name, scale in scales.items():
-        require(isinstance(scale, (int, float)) and scale > 0, name, repr(scale), "a number above 0")
-    return [float(scale) for scale in scales.values()]
+        if isinstance(scale, torch.Tensor) and scale.numel() == 1:
+            scale = scale.item()
+        fits = isinstance(scale, (int, float)) and 0 < scale < float("inf")
+        require(fits, name, repr(scale), "a finite number above 0")
+        numbers.append(float(scale))
+    return numbers
 
 
 def _bytes(name: str, cache: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,12 @@ from flashinfer.quantization.arrangement import (
     shuffle_matrix_a,
     shuffle_matrix_sf_a,
 )
-from flashinfer.quantization.kv_cache import nvfp4_kv_dequantize, nvfp4_kv_quantize, nvfp4_quantize_paged_kv_cache
+from flashinfer.quantization.kv_cache import (
+    nvfp4_kv_dequantize,
+    nvfp4_kv_dequantize_paged,
+    nvfp4_kv_quantize,
+    nvfp4_quantize_paged_kv_cache,
+)
 from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, resolve_nvfp4_4over6
 from flashinfer.tllm_enums import SfLayout
 
@@ -27,6 +32,7 @@ __all__ = [
     "nvfp4_batched_quantize",
     "nvfp4_block_scale_interleave",
     "nvfp4_kv_dequantize",
+    "nvfp4_kv_dequantize_paged",
     "nvfp4_kv_quantize",
     "nvfp4_quantize",
     "nvfp4_quantize_paged_kv_cache",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.kv_layout import check_layout, paged_views
 from flashinfer.ops import quantize as room
+from flashinfer.ops.narrow import from_e2m1
 from flashinfer.quantization import _rows
 
 __all__ = [
     "nvfp4_kv_dequantize",
+    "nvfp4_kv_dequantize_paged",
     "nvfp4_kv_quantize",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "nvfp4_quantize_paged_kv_cache",
@@ -124,9 +128,11 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     codes, factors = paged_views(paged_kv_cache, kv_layout), paged_views(kv_cache_sf, kv_layout)
     if isinstance(k_scale, torch.Tensor) or isinstance(v_scale, torch.Tensor):
         given = {"k_scale": k_scale, "v_scale": v_scale}
-        scales = (_rows.scale_tensor(name, scale, append_key) for name, scale in given.items())
+        scales = (positive_scale(name, scale, append_key.device) for name, scale in given.items())
         _append(append_key, append_value, slot_mapping, *codes, *factors, *scales, 0.0, 0.0)
     else:
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            require(math.isfinite(scale) and scale > 0, name, scale, "a positive finite number")
         _append(append_key, append_value, slot_mapping, *codes, *factors, None, None, float(k_scale), float(v_scale))
 
 
@@ -240,10 +246,114 @@ def _pages(name: str, cache: torch.Tensor, scale_name: str, scale: torch.Tensor 
     """Codes, row-major factors, and the scale of dequantisation of one of the two caches."""
     require(cache.dtype in (torch.bfloat16, torch.float16), name, cache.dtype, "bfloat16, float16")
     if scale is None:
-        amax = cache.abs().amax().float().view(1) if cache.numel() else torch.zeros(1, device=cache.device)
+        empty = torch.zeros(1, dtype=torch.float32, device=cache.device)
+        amax = cache.abs().amax().float().view(1) if cache.numel() else empty
         scale = 448 / torch.where(amax == 0, 1, amax)
     else:
         scale = _rows.scale_tensor(scale_name, scale, cache)
     *outer, head_dim = cache.shape
     codes, factors, _ = _rows.quantize(name, cache.reshape(1, -1, head_dim), "nvfp4", "linear", scale)
     return codes.view(*outer, head_dim // 2), factors.view(*outer, head_dim // 16), float(1 / scale)
+
+
+def nvfp4_kv_dequantize_paged(
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    output_k: torch.Tensor,
+    output_v: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """The keys and values of each request in a paged NVFP4 cache, as floats side by side: code * factor * scale.
+
+    Nothing waits for the device, and a CUDA graph can capture the call.
+
+    Parameters
+    ----------
+    paged_kv_cache : torch.Tensor or (torch.Tensor, torch.Tensor)
+        uint8: a pair of [num_pages, page_size, num_kv_heads, head_dim / 2] (NHD) or
+        [num_pages, num_kv_heads, page_size, head_dim / 2] (HND), or one tensor with keys and values along a second
+        dimension of 2. Any strides.
+    kv_cache_sf : torch.Tensor or (torch.Tensor, torch.Tensor)
+        The same with head_dim / 16, float8_e4m3fn or uint8: the factors, row by row.
+    block_tables : torch.Tensor
+        int32 or int64 [batch, max_pages]: page ids of each request; past its keys anything.
+    seq_lens : torch.Tensor
+        int32 or int64 [batch]: keys of each request; those past max_seq_len or the table are left out.
+    k_scale, v_scale : float or torch.Tensor
+        The scales of dequantisation, float32 [1]; positive.
+    output_k, output_v : torch.Tensor
+        [batch, max_seq_len, num_kv_heads, head_dim], bfloat16 or float16, contiguous. Written up to a request's keys;
+        the rest stays as it is.
+    kv_layout : str
+        "NHD" or "HND".
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or layout other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> codes, factors = torch.full((2, 4, 1, 8), 0x22, dtype=torch.uint8), torch.full((2, 4, 1, 1), 0x38)
+    >>> k, v = torch.zeros(1, 5, 1, 16, dtype=torch.float16), torch.zeros(1, 5, 1, 16, dtype=torch.float16)
+    >>> cache, scales = (codes, codes), (factors.to(torch.uint8), factors.to(torch.uint8))
+    >>> flashinfer.nvfp4_kv_dequantize_paged(cache, scales, torch.tensor([[1, 0]]), torch.tensor([3]), 0.5, 2.0, k, v)
+    >>> k[0, :, 0, 0].tolist(), v[0, :, 0, 0].tolist()
+    ([0.5, 0.5, 0.5, 0.0, 0.0], [2.0, 2.0, 2.0, 0.0, 0.0])
+    """
+    check_layout(kv_layout)
+    codes, factors = paged_views(paged_kv_cache, kv_layout), paged_views(kv_cache_sf, kv_layout, "kv_cache_sf")
+    device = same_device(paged_kv_cache=codes[0], kv_cache_sf=factors[0], output_k=output_k, output_v=output_v)
+    integers = (torch.int32, torch.int64)
+    for name, t, axes in (("block_tables", block_tables, 2), ("seq_lens", seq_lens, 1)):
+        require(t.dim() == axes, name, tuple(t.shape), "[batch, max_pages]" if axes == 2 else "[batch]")
+        require(t.dtype in integers, name, t.dtype, "int32, int64")
+        require(t.device == device, name, f"a tensor on {t.device}", str(device))
+    batch = block_tables.shape[0]
+    require(seq_lens.shape[0] == batch, "seq_lens", tuple(seq_lens.shape), f"[{batch}], as block_tables")
+    for i, (name, out, given) in enumerate((("k_scale", output_k, k_scale), ("v_scale", output_v, v_scale))):
+        pages, page_size, heads, packed = codes[i].shape
+        require(codes[i].dtype == torch.uint8, "paged_kv_cache", codes[i].dtype, "uint8")
+        shape = (pages, page_size, heads, packed // 8)
+        fits = tuple(factors[i].shape) == shape and packed % 8 == 0
+        require(fits, "kv_cache_sf", tuple(factors[i].shape), f"{shape}: pages, tokens, heads, head_dim / 16")
+        require(factors[i].dtype in (torch.uint8, torch.float8_e4m3fn), "kv_cache_sf", factors[i].dtype,
+                "uint8, float8_e4m3fn")  # fmt: skip
+        out_name, heads_dim = ("output_k", "output_v")[i], (heads, 2 * packed)
+        fits = out.dim() == 4 and out.shape[0] == batch and tuple(out.shape[2:]) == heads_dim and out.is_contiguous()
+        require(fits, out_name, tuple(out.shape), f"[{batch}, max_seq_len, {heads}, {2 * packed}], contiguous")
+        require(out.dtype in (torch.bfloat16, torch.float16), out_name, out.dtype, "bfloat16, float16")
+        _gather(codes[i], factors[i], block_tables, seq_lens, positive_scale(name, given, device), out)
+
+
+def _gather(codes, factors, tables, lens, scale: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the rows of `codes` that `tables` names to `out`, dequantised."""
+    pages, page_size = codes.shape[:2]
+    count = min(out.shape[1], tables.shape[1] * page_size)
+    if not pages or not count or not out.numel():
+        return
+    tables = tables[:, : -(-count // page_size)].long().clamp(0, pages - 1)
+    value = from_e2m1(codes[tables]).unflatten(-1, (-1, 16))
+    value = value * factors.view(torch.uint8)[tables].view(torch.float8_e4m3fn).float()[..., None] * scale
+    value = value.flatten(-2).flatten(1, 2)[:, :count].to(out.dtype)
+    there = torch.arange(count, dtype=torch.int64, device=out.device) < lens[:, None]
+    mine = out[:, :count]
+    mine.copy_(torch.where(there[..., None, None], value, mine))
+
+
+def positive_scale(name: str, scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A scale of dequantisation as float32 [1] on `device`. The value of a tensor on a GPU is not looked at."""
+    if isinstance(scale, torch.Tensor):
+        require(scale.numel() == 1, name, tuple(scale.shape), "a number, or a tensor of one element")
+        require(scale.is_floating_point(), name, scale.dtype, "float32")
+        if scale.is_cuda:
+            require(scale.device == device, name, f"a tensor on {scale.device}", f"{device}, or the CPU")
+            return scale.reshape(1).float()
+        scale = scale.item()
+    require(math.isfinite(scale) and scale > 0, name, scale, "a positive finite number")
+    return torch.full((1,), float(scale), dtype=torch.float32, device=device)

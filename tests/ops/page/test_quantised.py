@@ -106,7 +106,7 @@ def zeros(*shape, dtype=torch.uint8):
         (dict(kv_cache_sf=zeros(6, 4, 2, 4)), "kv_cache_sf"),
         (dict(kv_cache_sf=zeros(6, 4, 2, 2, dtype=torch.float32)), "kv_cache_sf"),
         (dict(k_scale=0.0), "k_scale"),
-        (dict(v_scale=torch.ones(1)), "v_scale"),
+        (dict(v_scale=torch.ones(2)), "v_scale"),
         (dict(kv_layout="DHN"), "kv_layout"),
         (tables(positions=[3, 0, 5, 7, 7]), "positions"),
         (tables(kv_indices=[4, 1, 0, 6]), "kv_indices"),
