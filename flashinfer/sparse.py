@@ -9,7 +9,9 @@ import torch
 from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import UnsupportedConfig, indptr_values, require
 from flashinfer.ops.attention.batch import Batch
+from flashinfer.ops.attention.buffers import device_of
 from flashinfer.ops.attention.engine import integers, refuse
+from flashinfer.ops.attention.masks import as_bool
 from flashinfer.ops.attention.request import Options, options
 from flashinfer.ops.attention.sparse import (
     Blocks, as_pages, as_rows, block_mask_bits, causal_variant, check_sizes, per_head_blocks, per_head_lse, plan_blocks,
@@ -25,7 +27,7 @@ class _BlockSparse:
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto"):
         variants_of(backend)
         self._float_workspace_buffer = float_workspace_buffer
-        self.device = float_workspace_buffer.device
+        self.device = device_of(float_workspace_buffer)
         self._backend = backend
         self._batch: Batch | None = None
 
@@ -199,7 +201,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             require(not given, "block_mask", "a tensor beside indptr, indices or a mask", "one of them alone")
             shape = (num_kv_heads,) * self._per_head + (M // R, N // C)
             require(tuple(block_mask.shape) == shape, "block_mask", tuple(block_mask.shape), str(shape))
-            block_mask = block_mask.to("cpu", torch.bool)
+            block_mask = as_bool("block_mask", block_mask).to("cpu")
         if self._per_head:
             of_blocks = ((num_kv_heads, M // R), R), ((num_kv_heads, N // C), C)
             sizes = (torch.full(shape, each, dtype=torch.int64, device="cpu") for shape, each in of_blocks)
@@ -217,7 +219,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         if mask is not None and packed_mask is None:
             shape = (indices.shape[0], R, C)
             require(tuple(mask.shape) == shape, "mask", tuple(mask.shape), str(shape))
-            mask = block_mask_bits(mask[first:].to(self.device, torch.bool), indptr - first)
+            mask = block_mask_bits(as_bool("mask", mask[first:]).to(self.device), indptr - first)
         asked = options("paged", num_qo_heads, num_kv_heads, head_dim, head_dim, C, **common)
         self._plan(asked, uniform_blocks(indptr, indices, R, C, N - M), causal, mask, packed_mask)
 
@@ -373,7 +375,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         rows = check_sizes("block_row_sz", block_row_sz, shape[:2])
         columns = check_sizes("block_col_sz", block_col_sz, (shape[0], shape[2]))
         group = num_qo_heads // num_kv_heads
-        blocks = per_head_blocks(block_mask_map.to("cpu", torch.bool), rows, columns, group, self.device)
+        blocks = per_head_blocks(as_bool("block_mask_map", block_mask_map).to("cpu"), rows, columns, group, self.device)
         self._kv_heads, self._shape = num_kv_heads, (int(rows[0].sum()), int(columns[0].sum()))
         asked = options(
             "paged", group, 1, head_dim, head_dim, blocks.page_size, q_data_type=q_data_type, kv_data_type=kv_data_type,

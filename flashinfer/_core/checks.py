@@ -33,6 +33,29 @@ def require(condition: bool, argument: str, value, allowed: str) -> None:
         raise ValueError(f"{argument}: got {value}; allowed: {allowed}")
 
 
+def require_tensor(name: str, value, optional: bool = False) -> None:
+    """Raise ValueError naming the argument if `value` is no tensor; None passes where it is optional."""
+    if not isinstance(value, torch.Tensor) and not (optional and value is None):
+        given = None if value is None else f"a {type(value).__module__}.{type(value).__name__}"
+        require(False, name, given, "a torch.Tensor, or None" if optional else "a torch.Tensor")
+
+
+def number(name: str, value):
+    """A number, or that of a tensor of one element on any device; anything else as it is.
+
+    Raises
+    ------
+    ValueError
+        A tensor of more elements; one on a GPU in a captured stream, where its value cannot be waited for.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    require(value.numel() == 1, name, f"a tensor {tuple(value.shape)}", "a number, or a tensor of one element")
+    waits = value.is_cuda and torch.cuda.is_current_stream_capturing()
+    require(not waits, name, f"a tensor on {value.device} in a captured stream", "a number, or a tensor on the host")
+    return value.item()
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Triton's name of a torch dtype, as Problems hold it."""
     name = _NAMES.get(dtype)

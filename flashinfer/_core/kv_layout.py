@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, require_tensor
 
 LAYOUTS = ("NHD", "HND")
 
@@ -40,8 +40,9 @@ def paged_views(paged_kv_cache, kv_layout: str, name: str = "paged_kv_cache") ->
         require(fits, name, shape, "5 axes, 4 with pages of one token, with 2 (k and v) second; or a pair (k, v)")
         given = paged_kv_cache.unbind(1)
     else:
-        pair = isinstance(paged_kv_cache, (tuple, list))
-        require(pair, name, f"a {type(paged_kv_cache).__name__}", "a tensor, or a pair of tensors (k, v)")
+        if not isinstance(paged_kv_cache, (tuple, list)):
+            given = None if paged_kv_cache is None else f"a {type(paged_kv_cache).__name__}"
+            require(False, name, given, "a tensor, or a pair of tensors (k, v)")
         require(len(paged_kv_cache) == 2, name, f"{len(paged_kv_cache)} tensors", "a pair (k, v)")
         given = paged_kv_cache
     k, v = (_pages(tensor, f"{name}[{i}]", kv_layout) for i, tensor in enumerate(given))
@@ -50,7 +51,7 @@ def paged_views(paged_kv_cache, kv_layout: str, name: str = "paged_kv_cache") ->
 
 def _pages(tensor: torch.Tensor, name: str, kv_layout: str) -> torch.Tensor:
     """K or V as [pages, page_size, kv_heads, head_dim]."""
-    require(isinstance(tensor, torch.Tensor), name, f"a {type(tensor).__name__}", "a tensor")
+    require_tensor(name, tensor)
     if tensor.dim() == 3:
         return tensor.unsqueeze(1)
     fits = tensor.dim() == 4
@@ -62,6 +63,7 @@ def _pages(tensor: torch.Tensor, name: str, kv_layout: str) -> torch.Tensor:
 def ragged_views(k: torch.Tensor, v: torch.Tensor, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V rows as [rows, kv_heads, head_dim] views of [rows, heads, dim] (NHD) or [heads, rows, dim] (HND)."""
     for name, tensor in (("k", k), ("v", v)):
+        require_tensor(name, tensor)
         require(tensor.dim() == 3, name, tuple(tensor.shape), "3 axes: rows, kv_heads, head_dim")
     if kv_layout == "HND":
         return k.transpose(0, 1), v.transpose(0, 1)

@@ -6,9 +6,16 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer.compat.wrappers import PagedNames
+from flashinfer.ops.attention.buffers import device_of
 from flashinfer.ops.attention.positional import by_name
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
+
+
+_BUFFERS = dict(
+    kv_indptr="paged_kv_indptr_buffer", kv_indices="paged_kv_indices_buffer",
+    last_page_len="paged_kv_last_page_len_buffer",
+)  # fmt: skip
 
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
@@ -65,7 +72,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         buffers = None
         if use_cuda_graph:
             buffers = GraphBuffers(None, paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-            buffers.check(float_workspace_buffer.device, ("kv_indptr", "kv_indices", "last_page_len"))
+            buffers.check(device_of(float_workspace_buffer), _BUFFERS)
         super().__init__(float_workspace_buffer, kv_layout, backend, buffers, chosen(variant, jit_args))
         self._use_tensor_cores = use_tensor_cores
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 import torch
 
 from flashinfer.compat.wrappers import PagedNames
+from flashinfer.ops.attention.buffers import MASK_BUFFERS, device_of
 from flashinfer.ops.attention.masks import multi_item_mask
 from flashinfer.ops.attention.positional import by_name
 from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
+
+
+_BUFFERS = dict(
+    qo_indptr="qo_indptr_buf", kv_indptr="paged_kv_indptr_buf", kv_indices="paged_kv_indices_buf",
+    last_page_len="paged_kv_last_page_len_buf",
+)  # fmt: skip
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
@@ -65,9 +72,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
                 qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf,
                 mask_indptr_buf,
             )  # fmt: skip
-            needed = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
-            needed += ("custom_mask", "mask_indptr") if custom_mask_buf is not None else ()
-            buffers.check(float_workspace_buffer.device, needed)
+            masks = {} if custom_mask_buf is None else MASK_BUFFERS
+            buffers.check(device_of(float_workspace_buffer), _BUFFERS | masks)
         variant = chosen(variant, jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, backend, buffers, variant)
 

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer.compat.wrappers import RaggedNames
+from flashinfer.ops.attention.buffers import MASK_BUFFERS, device_of
 from flashinfer.ops.attention.masks import multi_item_mask
 from flashinfer.ops.attention.positional import by_name
 from flashinfer.ops.attention.request import Request, options
@@ -39,9 +40,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
         buffers = None
         if use_cuda_graph:
             buffers = GraphBuffers(qo_indptr_buf, kv_indptr_buf, None, None, custom_mask_buf, mask_indptr_buf)
-            needed = ("qo_indptr", "kv_indptr")
-            needed += ("custom_mask", "mask_indptr") if custom_mask_buf is not None else ()
-            buffers.check(float_workspace_buffer.device, needed)
+            needed = dict(qo_indptr="qo_indptr_buf", kv_indptr="kv_indptr_buf")
+            masks = {} if custom_mask_buf is None else MASK_BUFFERS
+            buffers.check(device_of(float_workspace_buffer), needed | masks)
         variant = chosen(variant, jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, backend, buffers, variant)
 

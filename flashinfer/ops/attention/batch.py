@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,8 @@ from flashinfer._core.kv_layout import as_matrix
 from flashinfer.ops.attention.config import factor_alignment
 from flashinfer.ops.attention.kind import Kind
 from flashinfer.ops.attention.problem import Inputs, Table
-from flashinfer.ops.attention.request import NVFP4, Limits, Request
+from flashinfer.ops.attention.request import NVFP4, Limits, Request, is_finite
+from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
 from flashinfer.ops.attention.variants import identity_of
 
 # Launches held per plan. Layers share one; scales, windows and sinks of their own make one for each, shapes one of
@@ -81,13 +83,24 @@ class Batch:
         Of ALiBi.
     debug : bool
         Check what only the device knows, at every call.
+    padded : bool
+        Whether q may have more rows than a plan has, whose outputs are then those of rows without keys: in CUDA-graph
+        mode, where the tensors of a capture serve smaller batches. Elsewhere such rows are refused.
     """
 
-    def __init__(self, kind: Kind, scratch, slopes: torch.Tensor | None = None, debug: bool = False):
+    # As the caller has it; views of it are all alike.
+    kv_layout = "NHD"
+
+    def __init__(self, kind: Kind, scratch, slopes: torch.Tensor | None = None, debug: bool = False,
+                 padded: bool = False):  # fmt: skip
         self.kind = kind
         self.options = kind.options
         self.device = kind.device
-        self.debug = debug
+        self.debug, self.padded = debug, padded
+        # On a CPU, looking at tables waits for nothing.
+        self.looks = debug or kind.device.type == "cpu"
+        # Whether some rows of q may be of no request.
+        self._gaps = False
         self.request = self.table = self.limits = None
         self.scratch_bytes = 0
         self._scratch = scratch
@@ -125,6 +138,7 @@ class Batch:
         if not (self._lists and _same_tables(table, self.table)):
             self._held_for, self._held = {}, {}
         self.request, self.table, self.limits, self._needs = request, table, limits, needs
+        self._gaps = self.padded or request.first_row > 0
         self._pages_at = 0 if table.kv_indices is None else table.kv_indices.data_ptr()
         for work in self._lists.values():
             work.fill(table)
@@ -144,6 +158,7 @@ class Batch:
     def refill(self, table: Table, limits: Limits, addresses: list[int]) -> None:
         """Describe a batch of as many requests and rows as the last, told in the same way by tables at `addresses`."""
         self.table, self.limits = table, limits
+        self._gaps = self.padded or self.request.first_row > 0
         self._pages_at = 0 if table.kv_indices is None else table.kv_indices.data_ptr()
         for work in self._lists.values():
             work.refill(addresses)
@@ -208,6 +223,10 @@ class Batch:
         if out is None:
             out = torch.empty_like(q) if held.like_q else self._new_out(q)
             out_at = out.data_ptr()
+        if self._gaps:
+            if lse is None and numbers[0]:
+                lse = self._new_lse(q)
+            self._fill_gaps(out, lse, key)
         if lse is None:
             if not numbers[0]:
                 held.launch(q_at, k_at, v_at + held.v_offset, out_at, 0, self._pages_at)
@@ -236,6 +255,8 @@ class Batch:
             scalars.window_left >= 0,
         )  # fmt: skip
         schedule = self._schedule_of(choice)
+        if self._gaps:
+            self._fill_gaps(out, lse, alike[0])
         if q.shape[0] and self.table.batch_size:
             x = Inputs(
                 q, k, v, out, lse, self.table, schedule, scalars, sinks, qk_scale, v_scale, self._slopes, params,
@@ -248,6 +269,24 @@ class Batch:
                 self._hold(alike, launch, x, call)
                 launch(*x.addresses())
         return (out, lse) if return_lse else out
+
+    def _fill_gaps(self, out: torch.Tensor, lse: torch.Tensor | None, key: tuple) -> None:
+        """Give the rows of no request what rows without keys have, in outputs that `key` says are new.
+
+        With `padded`, those past the last request are written in any output. In a captured stream that is all rows,
+        before the kernel writes its own: a later plan may have fewer.
+        """
+        rows, _, _, new_out, new_lse, *_ = self._needs[0], *key
+        if self.padded and not self.request.q_len and self.device.type == "cuda":
+            rows = 0 if torch.cuda.is_current_stream_capturing() else rows
+        for x, is_new, blank in ((out, new_out, 0), (lse, new_lse, -math.inf)):
+            if x is None:
+                continue
+            x = x.view(torch.uint8) if x.element_size() == 1 else x
+            if 0 <= rows < x.shape[0] and (is_new or self.padded):
+                x[rows:] = blank
+            if is_new and self.request.first_row:
+                x[: self.request.first_row] = blank
 
     def _hold(self, alike: tuple, launch: Callable, x: Inputs, call: Call) -> None:
         """Keep a launch for the calls that are alike. What was read or copied from a tensor may change under it."""
@@ -294,39 +333,55 @@ class Batch:
             require(t.device == self.device, name, f"a tensor on {t.device}", f"{self.device}, where q is")
             require(t.dtype == o.kv_dtype, name, t.dtype, f"{o.kv_dtype}, as planned (kv_data_type)")
             got = tuple(t.shape[-2:])
-            require(got == (o.num_kv_heads, dim), name, f"{got} heads and dim", f"{(o.num_kv_heads, dim)}, as planned")
-            require(t.stride(-1) == 1, name, f"stride {t.stride(-1)} of head_dim", "1")
+            allowed = f"{(o.num_kv_heads, dim)}, as planned"
+            if t.dim() == 4 and t.shape[1:3] == (o.num_kv_heads, o.page_size):
+                other = "NHD" if self.kv_layout == "HND" else "HND"
+                allowed += f"; heads and tokens stand in each other's places: is this kv_layout={other!r}?"
+            require(got == (o.num_kv_heads, dim), name, f"{got} heads and dim", allowed)
+            require(t.stride(-1) == 1, name, f"stride {t.stride(-1)} of head_dim", "1: call .contiguous()")
             if o.page_size:
                 paged = t.dim() == 4 and t.shape[1] == o.page_size
                 require(paged, name, tuple(t.shape), f"pages of {o.page_size} tokens, as planned")
         require(k.shape[:-2] == v.shape[:-2], "v", tuple(v.shape), f"as many rows as k: {tuple(k.shape)}")
-        require(q.stride(-1) == 1, "q", f"stride {q.stride(-1)} of head_dim", "1")
+        require(q.stride(-1) == 1, "q", f"stride {q.stride(-1)} of head_dim", "1: call .contiguous()")
         rows, keys = self._needs
-        require(rows <= q.shape[0], "q", f"{q.shape[0]} rows", f"at least {rows}, the last offset of qo_indptr")
-        require(keys <= k.shape[0], "k", f"{k.shape[0]} rows", f"at least {keys}, the last offset of kv_indptr")
-        if self.debug:
+        names = self.request.names
+        told = f"the last offset of {names[QO_INDPTR]}" if not self.request.q_len else "as planned"
+        require(rows <= q.shape[0], "q", f"{q.shape[0]} rows", f"at least {rows}, {told}")
+        # Beside a first offset that is not 0, q is that of a larger batch.
+        whole = rows < 0 or rows == q.shape[0] or self.padded or self.request.first_row > 0
+        require(whole, "q", f"{q.shape[0]} rows", f"{rows}, {told}: further rows are of no request")
+        told = f"at least {keys}, the last offset of {names[KV_INDPTR]}"
+        require(keys <= k.shape[0], "k", f"{k.shape[0]} rows", told)
+        if self.looks:
             self._check_on_device(q, k)
 
     def _check_on_device(self, q, k) -> None:
-        """What only the device knows; waits for it, so in debug mode alone."""
-        page_size = self.options.page_size
+        """What only the device knows; waits for it, so on the CPU and in debug mode alone."""
+        page_size, names = self.options.page_size, self.request.names
+        if not self.table.batch_size:
+            return
         (q_begin, q_len), (kv_begin, kv_len) = self.table.q_spans(), self.table.kv_spans(page_size)
-        rows = int((q_begin + q_len).max()) if len(q_len) else 0
-        require(rows <= q.shape[0], "qo_indptr", f"{rows} last", f"at most {q.shape[0]}, the rows of q")
+        rows = int((q_begin + q_len).max())
+        require(rows <= q.shape[0], names[QO_INDPTR], f"{rows} last", f"at most {q.shape[0]}, the rows of q")
         pages = (kv_len + page_size - 1) // page_size if page_size else kv_len
-        used = int((kv_begin + pages).max()) if len(pages) else 0
+        used = int((kv_begin + pages).max())
         if not page_size:
-            require(used <= k.shape[0], "kv_indptr", f"{used} last", f"at most {k.shape[0]}, the rows of k")
+            require(used <= k.shape[0], names[KV_INDPTR], f"{used} last", f"at most {k.shape[0]}, the rows of k")
             return
         table = self.table.kv_indices
         most = f"at most {len(table)} in all" if not self.table.kv_stride else f"at most {self.table.kv_stride} each"
         fits = used <= len(table) and not (self.table.kv_stride and int(pages.max()) > self.table.kv_stride)
-        require(fits, "kv_lens", f"{int(pages.max())} pages, {used} last", most)
-        for begin, count in zip(kv_begin.tolist(), pages.tolist()):
-            indices = table[begin : begin + count]
-            worst = (int(indices.min()), int(indices.max())) if count else (0, 0)
-            ok = not count or (worst[0] >= 0 and worst[1] < k.shape[0])
-            require(ok, "paged_kv_indices", f"{worst[0]} ... {worst[1]}", f"pages 0 ... {k.shape[0] - 1}")
+        require(fits, names[LENGTHS], f"{int(pages.max())} pages, {used} last", most)
+        ends = pages.cumsum(0)
+        within = torch.arange(int(pages.sum()), dtype=torch.int64, device=table.device)
+        entries = table[within + (kv_begin - ends + pages).repeat_interleave(pages)]
+        wrong = ((entries < 0) | (entries >= k.shape[0])).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            request = int(torch.searchsorted(ends, at, right=True))
+            require(False, names[KV_INDICES], f"page {int(entries[at])} of request {request}",
+                    f"0 ... {k.shape[0] - 1}, the pages of the cache")  # fmt: skip
 
     def _sinks(self, sinks) -> torch.Tensor | None:
         if sinks is None:
@@ -380,6 +435,7 @@ class Batch:
                 vectors[name] = self._per_head(value, name)
                 value = 1.0
             numbers[name] = 1.0 if value is None else float(value)
+            require(is_finite(numbers[name]), name, numbers[name], "a finite number")
         window = planned.window_left if call.window_left is None else call.window_left
         # The schedule leaves out keys that no query sees in the planned window.
         ok = planned.window_left < 0 or 0 <= window <= planned.window_left

@@ -18,6 +18,10 @@ _TABLES = ("qo_indptr", "kv_indptr", "last_page_len", "kv_indices", "mask", "mas
 _PLANNED = ("qo_indptr", "kv_indptr", "last_page_len", "kv_lens")
 
 
+# Of masks, and what callers call them.
+MASK_BUFFERS = dict(custom_mask="custom_mask_buf", mask_indptr="mask_indptr_buf")
+
+
 @dataclass
 class GraphBuffers:
     """Fixed device buffers of a wrapper in CUDA-graph mode; None where the wrapper has no such table."""
@@ -29,12 +33,15 @@ class GraphBuffers:
     custom_mask: torch.Tensor | None = None
     mask_indptr: torch.Tensor | None = None
 
-    def check(self, device: torch.device, needed: tuple[str, ...]) -> None:
-        for name in needed:
-            tensor = getattr(self, name)
-            require(tensor is not None, name, None, "a buffer, with use_cuda_graph=True")
+    def check(self, device: torch.device, needed: dict[str, str]) -> None:
+        """Check the fields that are `needed`; the values are what the caller calls them."""
+        for field, name in needed.items():
+            tensor = getattr(self, field)
+            given = isinstance(tensor, torch.Tensor)
+            require(given, name, None if tensor is None else f"a {type(tensor).__name__}",
+                    "a buffer, with use_cuda_graph=True")  # fmt: skip
             require(tensor.device == device, name, f"a buffer on {tensor.device}", str(device))
-            wide = torch.uint8 if name == "custom_mask" else torch.int32
+            wide = torch.uint8 if field == "custom_mask" else torch.int32
             require(tensor.dtype == wide, name, tensor.dtype, str(wide))
             require(tensor.is_contiguous(), name, f"strides {tensor.stride()}", "contiguous")
 
@@ -42,6 +49,15 @@ class GraphBuffers:
         return Table(
             self.qo_indptr, self.kv_indptr, self.last_page_len, self.kv_indices, self.custom_mask, self.mask_indptr
         )
+
+
+def device_of(float_workspace_buffer: torch.Tensor) -> torch.device:
+    """The device of a wrapper: its workspace's."""
+    fits = isinstance(float_workspace_buffer, torch.Tensor)
+    kind = type(float_workspace_buffer).__name__
+    require(fits, "float_workspace_buffer", None if float_workspace_buffer is None else f"a {kind}",
+            "a uint8 tensor on the compute device, of any size")  # fmt: skip
+    return float_workspace_buffer.device
 
 
 class Replaceable:
@@ -61,7 +77,7 @@ class Replaceable:
         """Replace a table, by its name in `Table`; the next plan or run takes it up."""
         if tensor is not None and self._use_cuda_graph:
             what = {"mask": "custom_mask", "kv_lens": "last_page_len"}.get(name, name)
-            GraphBuffers(**{what: tensor}).check(self.device, (what,))
+            GraphBuffers(**{what: tensor}).check(self.device, {what: what})
         self._shown, self._last = replace(self._shown, **{name: tensor}), None
         self._batch = None
 

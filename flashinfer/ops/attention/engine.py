@@ -144,6 +144,9 @@ def factors_of(kv_cache_sf, kv_block_scales, kv_layout: str, backend: str, devic
     generated = backend == "trtllm-gen" or backend == "auto" and target_of(device).capability // 10 != 12
     name = "kv_cache_sf" if kv_block_scales is None else "kv_block_scales"
     k_factors, v_factors = engine_views(given, kv_layout, name)
+    for factors in (k_factors, v_factors):
+        stored = factors.dtype in (torch.float8_e4m3fn, torch.uint8)
+        require(stored, name, factors.dtype, "float8_e4m3fn, uint8")
     return dict(k_factors=k_factors, v_factors=v_factors, interleaved=generated)
 
 

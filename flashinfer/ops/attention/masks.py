@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, require_tensor
 from flashinfer.ops.attention.problem import Table
 from flashinfer.ops.attention.request import Request
 
@@ -41,6 +41,14 @@ def pack(mask: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     packed = torch.zeros((mask.shape[0] + 7) // 8 + bits.shape[0] + 1, dtype=torch.int32, device=mask.device)
     packed.index_add_(0, byte, mask.to(torch.int32) << (within & 7).to(torch.int32))
     return packed.to(torch.uint8), indptr
+
+
+def as_bool(name: str, mask: torch.Tensor) -> torch.Tensor:
+    """A mask of booleans, or of integers that are not 0 where a key is seen."""
+    require_tensor(name, mask)
+    fits = not mask.is_floating_point() and not mask.is_complex()
+    require(fits, name, mask.dtype, "bool, True where a query sees a key; of an additive mask that is mask == 0")
+    return mask.to(torch.bool)
 
 
 def check_bits(mask: torch.Tensor, total: int) -> None:
@@ -95,7 +103,7 @@ def custom_mask_table(request: Request, table: Table) -> None:
         if not packed.numel():
             table.mask = torch.zeros(1, dtype=torch.uint8, device=device)
         return
-    mask = request.custom_mask.to(device, torch.bool, non_blocking=True)
+    mask = as_bool("custom_mask", request.custom_mask).to(device, non_blocking=True)
     if not mask.is_cuda:
         check_bits(mask, int(bits.sum()))
     table.mask, table.mask_indptr = pack(mask, bits)

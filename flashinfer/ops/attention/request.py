@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.checks import as_dtype, require
+from flashinfer._core.checks import as_dtype, number, require
 from flashinfer.ops.attention.problem import POS_ENCODINGS
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, NAMES, QO_INDPTR, Stage
 from flashinfer.ops.attention.variants import AttentionVariant
@@ -52,6 +54,10 @@ class Options:
     mixed: bool = False
 
     def __post_init__(self):
+        for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "window_left"):
+            value = getattr(self, name)
+            require(isinstance(value, Integral) and not isinstance(value, bool), name, repr(value), "an int")
+        require(self.causal in (True, False), "causal", repr(self.causal), "True or False")
         require(self.num_kv_heads > 0, "num_kv_heads", self.num_kv_heads, "at least 1")
         divides = self.num_qo_heads > 0 and self.num_qo_heads % self.num_kv_heads == 0
         require(divides, "num_qo_heads", self.num_qo_heads, f"a multiple of num_kv_heads = {self.num_kv_heads}")
@@ -63,10 +69,7 @@ class Options:
         known = self.pos_encoding_mode in POS_ENCODINGS
         require(known, "pos_encoding_mode", repr(self.pos_encoding_mode), ", ".join(POS_ENCODINGS))
         require(self.window_left >= -1, "window_left", self.window_left, "-1 (no window) or the keys before a query")
-        cap = self.logits_soft_cap
-        require(cap is None or cap >= 0, "logits_soft_cap", cap, "None or 0 (no cap), or a positive number")
-        fixed = self.fixed_split_size
-        require(fixed is None or fixed > 0 or fixed == -1, "fixed_split_size", fixed, "None, -1, or a number of keys")
+        self._check_numbers()
         owned = self.variant is not None and self.variant.owns_mask
         require(not owned or self.window_left < 0, "window_left", self.window_left, "-1: the variant owns the mask")
         if self.kv_dtype == NVFP4:
@@ -77,13 +80,30 @@ class Options:
             fours = not self.interleaved or self.page_size % 4 == 0
             require(fours, "page_size", self.page_size, "a multiple of 4, with interleaved factors of V")
 
+    def _check_numbers(self) -> None:
+        cap, scale, fixed = self.logits_soft_cap, self.sm_scale, self.fixed_split_size
+        fits = cap is None or is_finite(cap) and cap >= 0
+        require(fits, "logits_soft_cap", repr(cap), "None or 0 (no cap), or a positive number")
+        require(scale is None or is_finite(scale), "sm_scale", repr(scale), "None (1 / sqrt(head_dim)), or a finite number")
+        for name in ("rope_scale", "rope_theta"):
+            value = getattr(self, name)
+            require(value is None or is_finite(value) and value > 0, name, repr(value), "None, or a positive number")
+        fits = fixed is None or isinstance(fixed, Integral) and (fixed > 0 or fixed == -1)
+        require(fits, "fixed_split_size", repr(fixed), "None, -1, or a number of keys")
+
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_qo_heads // self.num_kv_heads
 
 
-@lru_cache(maxsize=1024)
+def is_finite(value) -> bool:
+    """Whether it is a number, and neither NaN nor infinite."""
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+# Typed: 24.0 is not the 24 of an earlier call.
+@lru_cache(maxsize=1024, typed=True)
 def options(source, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, q_data_type, kv_data_type=None,
             o_data_type=None, *rest, **others) -> Options:  # fmt: skip
     """Options of public arguments: dtypes or their names, kv defaulting to q's, head_dim_vo (None) to head_dim_qk.
@@ -97,6 +117,14 @@ def options(source, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_s
         source, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo, page_size,
         q_dtype, as_dtype(kv_data_type, q_dtype), default_o_dtype(q_dtype, o_data_type), *rest, **others,
     )  # fmt: skip
+
+
+_NAMES = tuple(field.name for field in fields(Options))
+
+
+def plain(asked: tuple) -> tuple:
+    """Arguments of `options` with the numbers of tensors of one element. Waits for those on a device."""
+    return tuple(number(name, value) for name, value in zip(_NAMES, asked))
 
 
 def default_o_dtype(q_dtype: torch.dtype, o_dtype: str | torch.dtype | None) -> torch.dtype:
@@ -126,6 +154,8 @@ class Request:
     rows, kv_entries : int
         The last offsets of qo_indptr and kv_indptr; -1 where only the device knows. The first may be any: what lies
         before is of no request.
+    first_row : int
+        The first offset of qo_indptr; 0 where only the device knows.
     names : tuple of str
         What the caller calls `tables`.
     """
@@ -143,6 +173,7 @@ class Request:
     kv_entries: int = -1
     kv_lens: torch.Tensor | None = None
     names: tuple[str, ...] = NAMES
+    first_row: int = 0
 
     @property
     def batch_size(self) -> int:
@@ -163,11 +194,14 @@ class Request:
         counts = []
         for table in self.tables:
             if table is None:
+                missing = len(counts) == KV_INDPTR or len(counts) == KV_INDICES and self.options.page_size
+                require(not missing, self.names[len(counts)], None, "a tensor of int32 or int64, one dimension")
                 counts.append(0)
                 continue
-            if table.dtype not in _INTEGERS or table.dim() != 1:
-                name = self.names[len(counts)]
-                require(False, name, f"{table.dtype} {tuple(table.shape)}", "int32 or int64, one dimension")
+            if not isinstance(table, torch.Tensor) or table.dtype not in _INTEGERS or table.dim() != 1:
+                of_tensor = isinstance(table, torch.Tensor)
+                value = f"{table.dtype} {tuple(table.shape)}" if of_tensor else f"a {type(table).__name__}"
+                require(False, self.names[len(counts)], value, "a tensor of int32 or int64, one dimension")
             counts.append(0 if table.is_cuda else table.numel())
         batch = self.kv_indptr.numel() - 1
         if batch < 0 or not self.q_len and self.qo_indptr.numel() != batch + 1:
@@ -176,18 +210,19 @@ class Request:
             require(False, self.names[KV_INDPTR], f"[{batch + 1}]", allowed)
         lens = self.last_page_len if self.kv_lens is None else self.kv_lens
         if lens is None and self.options.page_size:
-            require(False, self.names[LENGTHS], None, "a tensor")
+            require(False, self.names[LENGTHS], None, "a tensor of int32 or int64, one dimension")
         if lens is not None and lens.numel() != batch:
             require(False, self.names[LENGTHS], f"[{lens.numel()}]", f"[{batch}]")
         return tuple(counts)
 
     def check(self, stage: Stage, page_ids: int | None) -> tuple[int, int]:
         """Check the values of tables that `stage` holds, `page_ids` being the length of kv_indices; (rows, kv_entries)
-        of a batch that they tell."""
+        of a batch that they tell. Notes the first row."""
         qo, kv, lens, _ = stage.counts
         rows, entries = self.rows, self.kv_entries
         if qo:
             rows = stage.check_indptr(QO_INDPTR)
+            self.first_row = stage.first(QO_INDPTR)
         if kv:
             what = "" if page_ids is None else f"the length of {self.names[KV_INDICES]}"
             entries = stage.check_indptr(KV_INDPTR, page_ids, what)

@@ -80,6 +80,10 @@ class Stage:
             check_indptr(self.names[i], self.values[i], most, what, sliced=True)
         return last
 
+    def first(self, i: int) -> int:
+        """The first value of a table."""
+        return self._integers[i][0]
+
     def check_last_page_len(self, page_size: int) -> None:
         """Check that all are 0 ... page_size."""
         np.greater(self._unsigned[LENGTHS], self._all(page_size), self._flags[LENGTHS])

@@ -9,16 +9,16 @@ import torch
 
 from flashinfer._core import env
 from flashinfer._core.backends import REPORTED_AS, variants_of
-from flashinfer._core.checks import UnsupportedConfig, require
+from flashinfer._core.checks import UnsupportedConfig, require, require_tensor
 from flashinfer._core.kv_layout import check_layout, paged_views, ragged_views
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.again import LastFixedPlan, LastPlan
 from flashinfer.ops.attention.batch import Batch, limits_of
-from flashinfer.ops.attention.buffers import GraphBuffers, Replaceable
+from flashinfer.ops.attention.buffers import GraphBuffers, Replaceable, device_of
 from flashinfer.ops.attention.kind import Kind, effective, kind_of, means
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.problem import Table, alibi_slopes
-from flashinfer.ops.attention.request import NVFP4, Limits, Options, Request, options, tile_rows
+from flashinfer.ops.attention.request import NVFP4, Limits, Options, Request, options, plain, tile_rows
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, NAMES, QO_INDPTR, Stage
 from flashinfer.ops.attention.variants import AttentionVariant
 
@@ -59,12 +59,12 @@ class AttentionWrapper(Replaceable):
     ):  # fmt: skip
         check_layout(kv_layout)
         variants_of(backend)
+        self.device = device_of(float_workspace_buffer)
         self._kv_layout = kv_layout
         self._views = partial(paged_views, kv_layout=kv_layout) if self._paged else partial(_pair, kv_layout=kv_layout)
         self._float_workspace_buffer = float_workspace_buffer
         # Engines share and replace it; our work lists are small and live with the batch they belong to.
-        self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=float_workspace_buffer.device)
-        self.device = float_workspace_buffer.device
+        self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._on_gpu = self.device.type == "cuda"
         self._backend = backend
         self._variant = variant
@@ -106,10 +106,8 @@ class AttentionWrapper(Replaceable):
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Replace the workspace buffers; takes effect at the next plan()."""
-        require(
-            float_workspace_buffer.device == self.device, "float_workspace_buffer",
-            f"a tensor on {float_workspace_buffer.device}", str(self.device),
-        )  # fmt: skip
+        device = device_of(float_workspace_buffer)
+        require(device == self.device, "float_workspace_buffer", f"a tensor on {device}", str(self.device))
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
 
@@ -150,6 +148,8 @@ class AttentionWrapper(Replaceable):
                 return self._plan(asked, tables, q_len=q_len, longest_q=longest_q, likely_q=likely_q,
                                   custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)  # fmt: skip
         masked = custom_mask is not None or packed_custom_mask is not None
+        if torch.Tensor in map(type, asked):
+            asked = plain(asked)
         asked = asked, q_len, longest_q, likely_q, self._backend, masked
         if self._last is not None and asked == self._asked[0] and self._plan_again(tables):
             return
@@ -241,7 +241,9 @@ class AttentionWrapper(Replaceable):
     def _new_batch(self, kind: Kind, stream: int | None) -> Batch:
         options = kind.options
         slopes = self._slopes(options, stream) if options.pos_encoding_mode == "ALIBI" else None
-        return Batch(kind, self._partials, slopes, self._debug)
+        batch = Batch(kind, self._partials, slopes, self._debug, self._use_cuda_graph)
+        batch.kv_layout = self._kv_layout
+        return batch
 
     def _kind_of(self, *key) -> Kind:
         """The kind for (options, rows, custom, backend): most plans ask for that of the last."""
@@ -425,7 +427,13 @@ class AttentionWrapper(Replaceable):
         """Attention of the planned batch; see Batch.call."""
         if torch.compiler.is_compiling():
             return traced.run(self, q, kv, out, lse, numbers, **others)
-        return (self._batch or self._planned()).call(q, kv, self._views, out, lse, numbers, **others)
+        try:
+            return (self._batch or self._planned()).call(q, kv, self._views, out, lse, numbers, **others)
+        except (AttributeError, TypeError):
+            for name, value in dict(q=q, out=out, lse=lse).items():
+                require_tensor(name, value, optional=name != "q")
+            self._views(kv)
+            raise
 
     def _planned(self) -> Batch:
         if self._base is None:

@@ -191,7 +191,11 @@ class Planner:
             fixed = dict(zip(("qo_indptr", "kv_indptr", "kv_indices"), buffers.values()), kv_len_arr=table(0, 0))
             self.wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace(), graph, **fixed if graph else {})
 
-    def plan(self, qo=(0, 4, 8), kv=(0, 3, 7), last=(5, 16), lens=(37, 64), ids=range(7), **options):
+    def plan(self, qo=(0, 4, 8), **others):
+        self.plan_tables(qo, **others)
+        self.rows = qo[-1]
+
+    def plan_tables(self, qo, kv=(0, 3, 7), last=(5, 16), lens=(37, 64), ids=range(7), **options):
         qo, kv, last, lens, ids = *map(lambda x: self.put(*x), (qo, kv, last, lens)), self.put_ids(*ids)
         given, paged = self.options | options, (*HEADS, DIM, PAGE)
         if self.form == "decode":
@@ -204,7 +208,8 @@ class Planner:
             return self.wrapper.plan(qo, kv, ids, lens, *HEADS, DIM, DIM, PAGE, **given)
         return self.wrapper.plan(qo, kv, ids, lens, 4, 64, 16, PAGE, False, 0.1, **given)
 
-    def run(self, rows=8):
+    def run(self, rows=None):
+        rows = rows or self.rows
         if self.form == "latent":
             q = halves(rows, 4, 64), halves(rows, 4, 16)
             return self.wrapper.run(*q, halves(200, PAGE, 64), halves(200, PAGE, 16))

@@ -86,7 +86,6 @@ def test_calls_of_one_plan_that_differ(device):
         (elsewhere(x.q), elsewhere(paged.kv_cache), {}, Extras()),
         (shifted(x.q), paged.kv_cache, {}, Extras()),
         (wide, paged.kv_cache, {}, Extras()),
-        (torch.cat((x.q, x.q)), paged.kv_cache, {}, Extras()),
         (x.q, (k, v), {}, Extras()),
         (x.q, (elsewhere(k), shifted(v)), {}, Extras()),
         (x.q, torch.cat((paged.kv_cache, paged.kv_cache)), {}, Extras()),

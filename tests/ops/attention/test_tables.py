@@ -160,6 +160,36 @@ def test_offsets_of_a_slice_of_a_batch(x, where, device):
     out, lse = prefill(part, paged, paged.kv_cache, rows=x.q, tables=tables)
     rows = slice(int(x.qo_indptr[1]), int(x.qo_indptr[4]))
     check((out[rows], lse[rows]), part, Options(causal=True))
+    # Rows of no request have no keys; in the caller's own tensors they are the caller's.
+    if where == "host" or device.type == "cpu":
+        for rest in (slice(0, rows.start), slice(rows.stop, None)):
+            assert (out[rest] == 0).all() and (lse[rest] == -torch.inf).all()
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+        wrapper.plan(*tables, *HEADS, DIM, 4, causal=True, q_data_type=x.q.dtype)
+        own = torch.full_like(out, 7.0), torch.full_like(lse, 7.0)
+        wrapper.run(x.q, paged.kv_cache, out=own[0], lse=own[1])
+        for mine, new in zip(own, (out, lse)):
+            assert_bitwise(mine[rows], new[rows])
+            assert (mine[: rows.start] == 7).all() and (mine[rows.stop :] == 7).all()
+
+
+@pytest.mark.parametrize("o_dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_rows_past_the_plan_in_cuda_graph_mode(x, o_dtype, device):
+    """Tensors of a capture serve smaller batches, whose other rows are as those without keys."""
+    paged, n = generate.paged(x, 4), len(Q_LENS)
+    buffers = [torch.zeros(size, dtype=torch.int32, device=device) for size in (n + 1, n + 1, 64, n)]
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *buffers)
+    tables = x.qo_indptr, paged.indptr, paged.indices, paged.last_page_len
+    sizes = dict(q_data_type=x.q.dtype, o_data_type=o_dtype)
+    wrapper.plan(*tables, *HEADS, DIM, 4, **sizes)
+    expected = wrapper.run(x.q, paged.kv_cache, return_lse=True)
+    wrapper.plan(*(t[:k] for t, k in zip(tables, (4, 4, None, 3))), *HEADS, DIM, 4, **sizes)
+    for given in (False, True):
+        own = [torch.empty_like(t) for t in expected] if given else (None, None)
+        out, lse = wrapper.run(x.q, paged.kv_cache, out=own[0], lse=own[1], return_lse=True)
+        rows = int(x.qo_indptr[3])
+        assert_bitwise(out[:rows].float(), expected[0][:rows].float())
+        assert (out[rows:].float() == 0).all() and (lse[rows:] == -torch.inf).all()
 
 
 def test_ragged_offsets_of_a_slice(x, device):
