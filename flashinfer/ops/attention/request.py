@@ -84,7 +84,8 @@ class Options:
         cap, scale, fixed = self.logits_soft_cap, self.sm_scale, self.fixed_split_size
         fits = cap is None or is_finite(cap) and cap >= 0
         require(fits, "logits_soft_cap", repr(cap), "None or 0 (no cap), or a positive number")
-        require(scale is None or is_finite(scale), "sm_scale", repr(scale), "None (1 / sqrt(head_dim)), or a finite number")
+        fits = scale is None or is_finite(scale)
+        require(fits, "sm_scale", repr(scale), "None (1 / sqrt(head_dim)), or a finite number")
         for name in ("rope_scale", "rope_theta"):
             value = getattr(self, name)
             require(value is None or is_finite(value) and value > 0, name, repr(value), "None, or a positive number")
