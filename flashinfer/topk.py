@@ -9,6 +9,7 @@ import torch
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
+from flashinfer._core.scalars import number
 from flashinfer.ops import topk as room
 
 __all__ = ["TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform"]
@@ -74,6 +75,7 @@ def top_k(
     Radix selection: Alabi et al., Fast k-selection algorithms for graphics processing units, 2012.
     """
     _check_scores(input)
+    k = number("k", k)
     require(1 <= k <= input.shape[1], "k", k, f"1 to {input.shape[1]}, the columns of input")
     values = torch.empty((len(input), k), dtype=input.dtype, device=input.device)
     indices = torch.empty((len(input), k), dtype=torch.int64, device=input.device)
@@ -100,9 +102,8 @@ def top_k_page_table_transform(
 ) -> torch.Tensor:
     """The `k` largest scores of each row, as slots of a paged cache.
 
-    A row's scores are the `lengths` columns from its start on. Column i from there is position ``start + i`` of the
-    request that `row_to_batch` names; position p is in slot ``src_page_table[request, p // page_size] * page_size + p %
-    page_size``.
+    A row's scores are the `lengths` columns from its start on. Column i from there is in slot ``src_page_table[request,
+    first + i // page_size] * page_size + i % page_size`` of the request that `row_to_batch` names.
 
     Parameters
     ----------
@@ -121,9 +122,10 @@ def top_k_page_table_transform(
     row_starts : torch.Tensor, optional
         int32 [rows]: the column where a row's scores begin; by default 0.
     page_table_row_starts : torch.Tensor, optional
-        int32 [rows]: the position of a row's first score; by default `row_starts`.
+        int32 [rows]: `first`, the entry of the page table where a row's scores begin. By default `row_starts`, or 0;
+        `row_starts` with pages of more than one score need it, for they count scores.
     page_size : int
-        Positions that an entry of the page table stands for.
+        Scores that an entry of the page table stands for.
     out, out_raw_indices : torch.Tensor, optional
         int32 [rows, k], contiguous columns, apart from each other: receive the slots, and the columns from the row's
         start on.
@@ -131,7 +133,7 @@ def top_k_page_table_transform(
     Returns
     -------
     torch.Tensor
-        `out`, or a new int32 [rows, k]: slots in the order of their columns, then -1. -1 as well where a position is
+        `out`, or a new int32 [rows, k]: slots in the order of their columns, then -1. -1 as well where a score is
         past the page table's row or its entry is negative.
 
     Raises
@@ -140,9 +142,11 @@ def top_k_page_table_transform(
         A shape, dtype or device other than the above.
     """
     _check_scores(input)
-    rows = len(input)
+    rows, k, page_size = len(input), number("k", k), number("page_size", page_size)
     require(k >= 1, "k", k, "1 or more")
     require(page_size >= 1, "page_size", page_size, "1 or more")
+    known = page_size == 1 or row_starts is None or page_table_row_starts is not None
+    require(known, "page_table_row_starts", None, "a tensor, with row_starts and pages of more than one score")
     require(src_page_table.dim() == 2, "src_page_table", tuple(src_page_table.shape), "[requests, pages]")
     require(src_page_table.dtype == torch.int32, "src_page_table", src_page_table.dtype, "int32")
     require(src_page_table.stride(1) == 1 or src_page_table.shape[1] <= 1, "src_page_table", src_page_table.stride(),
@@ -182,6 +186,7 @@ def top_k_ragged_transform(
         int32 [rows, k]: in the order of their columns, then -1.
     """
     _check_scores(input)
+    k = number("k", k)
     require(k >= 1, "k", k, "1 or more")
     vectors = _check_vectors(len(input), {"offsets": offsets, "lengths": lengths, "row_starts": row_starts})
     same_device(input=input, **vectors)

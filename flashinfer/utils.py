@@ -91,8 +91,8 @@ def get_shuffle_matrix_a_row_indices(input_tensor: torch.Tensor, epilogue_tile_m
     rows = input_tensor.shape[0]
     require(rows % block == 0, "input_tensor", tuple(input_tensor.shape), f"a multiple of {block} rows")
     # [8, block / 8] read by columns: of the destinations 0, 1, 2, ... the sources.
-    order = torch.arange(block).view(8, block // 8).T.flatten()
-    return (torch.arange(0, rows, block)[:, None] + order).flatten()
+    order = torch.arange(block, dtype=torch.int64, device="cpu").view(8, block // 8).T.flatten()
+    return (torch.arange(0, rows, block, dtype=torch.int64, device="cpu")[:, None] + order).flatten()
 
 
 def get_shuffle_matrix_sf_a_row_indices(

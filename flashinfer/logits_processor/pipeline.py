@@ -72,11 +72,16 @@ class LogitsPipe:
         """The type of tensor that the pipeline takes."""
         return self._initial_type
 
-    def compile(self) -> None:
-        """Check the steps and fuse them."""
-        for check in (*VALIDITY_CHECKS, *self.custom_validity_checks):
+    def compile(
+        self,
+        custom_fusion_rules: list[FusionRule] | None = None,
+        custom_validity_checks: list[Callable[[list[Op]], None]] | None = None,
+    ) -> None:
+        """Check the steps and fuse them, by rules and checks beside those that the pipeline has."""
+        for check in (*VALIDITY_CHECKS, *self.custom_validity_checks, *(custom_validity_checks or ())):
             check(self.ops)
-        self.compiled_ops = fuse(self.ops, [*self.custom_fusion_rules, *DEFAULT_RULES])
+        rules = [*(custom_fusion_rules or ()), *self.custom_fusion_rules, *DEFAULT_RULES]
+        self.compiled_ops = fuse(self.ops, rules)
 
     def __call__(self, x: torch.Tensor | TaggedTensor, **kwargs: Any) -> torch.Tensor:
         if not isinstance(x, TaggedTensor):
@@ -125,6 +130,7 @@ def _legalized(processors: list[LogitsProcessor], kind: TensorType) -> list[Op]:
 def _check_parameters(steps: list[Op], given: dict) -> None:
     """Nothing is given that no step takes. A step of a user's may take anything."""
     if all(isinstance(step, ParameterizedOp) for step in steps):
-        known = {name for step in steps for name in (*step.NEEDS, *step.TAKES)}
+        # Results are deterministic in any case.
+        known = {name for step in steps for name in (*step.NEEDS, *step.TAKES)} | {"is_deterministic"}
         for name, value in given.items():
             require(name in known, name, value, f"the runtime parameters {', '.join(sorted(known))}")

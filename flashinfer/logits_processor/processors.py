@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from flashinfer._core.checks import require
 from flashinfer.logits_processor import operators as ops
 from flashinfer.logits_processor.operators import Op
 from flashinfer.logits_processor.types import TensorType
@@ -24,8 +25,11 @@ class LogitsProcessor:
 
     # the steps that it becomes, one for each type of tensor that it takes
     STEPS: ClassVar[dict[TensorType, type[Op]]] = {}
+    # parameters of its own, beside those of its steps
+    OWN: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, **params: Any):
+        _check_names(type(self), params)
         self.params = params
 
     def legalize(self, input_type: TensorType) -> list[Op]:
@@ -44,6 +48,15 @@ class LogitsProcessor:
 
     def __repr__(self) -> str:
         return type(self).__name__
+
+
+def _check_names(kind: type[LogitsProcessor], params: dict) -> None:
+    """Nothing is fixed that no step takes. A step of a user's may take anything."""
+    steps = kind.STEPS.values()
+    if steps and all(issubclass(step, ops.ParameterizedOp) for step in steps):
+        known = {*kind.OWN, *(name for step in steps for name in (*step.NEEDS, *step.TAKES))}
+        for name, value in params.items():
+            require(name in known, name, value, f"the parameters {', '.join(sorted(known))} of {kind.__name__}")
 
 
 class Temperature(LogitsProcessor):
@@ -69,6 +82,7 @@ class TopK(LogitsProcessor):
     """
 
     STEPS = {TensorType.LOGITS: ops.LogitsTopKOp, TensorType.PROBS: ops.ProbsTopKOp}
+    OWN = ("joint_topk_topp",)
 
     def __init__(self, joint_topk_topp: bool = False, **params: Any):
         super().__init__(joint_topk_topp=joint_topk_topp, **params)

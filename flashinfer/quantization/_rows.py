@@ -8,11 +8,12 @@ import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.scalars import scales
 from flashinfer.ops import layouts
 from flashinfer.ops import quantize as room
 from flashinfer.tllm_enums import SfLayout
 
-_ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+_ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 _WIDTH = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 # These two name upstream's implementations of one function; any variant of ours answers to them.
 _UPSTREAM_BACKENDS = ("cuda", "cute-dsl")
@@ -31,15 +32,8 @@ def as_rows(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def scale_tensor(argument: str, scale, x: torch.Tensor, entries: int = 1) -> torch.Tensor:
-    """A global scale, given as a tensor or a number, as float32 [1] or [entries]."""
-    if isinstance(scale, (int, float)):
-        return torch.full((1,), float(scale), device=x.device)
-    require(isinstance(scale, torch.Tensor), argument, type(scale).__name__, "a float32 tensor")
-    require(scale.dtype == torch.float32, argument, scale.dtype, "float32")
-    require(scale.device == x.device, argument, f"a tensor on {scale.device}", f"{x.device}, where the rows are")
-    allowed = "one element" if entries == 1 else f"one element, or {entries}"
-    require(scale.numel() in (1, entries), argument, tuple(scale.shape), allowed)
-    return scale.reshape(-1)
+    """A global scale, given as a tensor or a number, as float32 [1] or [entries], where x is."""
+    return scales(argument, scale, x.device, entries)
 
 
 def quantize(
@@ -62,7 +56,7 @@ def quantize(
     Returns codes, uint8 [batch, rows, .]; factors, uint8 [batch, padded rows x padded blocks]; and with `row_scale`
     float32 [batch, rows]. `columns` is the length that rows are padded to.
     """
-    require(x.dtype in _ROW_DTYPES, name, x.dtype, "bfloat16, float16, float8_e4m3fn")
+    require(x.dtype in _ROW_DTYPES, name, x.dtype, "bfloat16, float16, float32, float8_e4m3fn")
     batch, rows, n = x.shape
     columns = n if columns is None else columns
     width = _WIDTH[kind]
@@ -73,7 +67,7 @@ def quantize(
     codes = torch.empty(batch, rows, code_bytes, dtype=torch.uint8, device=x.device)
     padded_rows, padded_blocks = layouts.padded(rows, columns // width, layout)
     factors = torch.empty(batch, padded_rows * padded_blocks, dtype=torch.uint8, device=x.device)
-    row_scales = torch.empty(batch, rows, device=x.device) if row_scale else None
+    row_scales = torch.empty(batch, rows, dtype=torch.float32, device=x.device) if row_scale else None
     _quantize(x, global_scale, counts, codes, factors, row_scales, kind, layout, score, inverse, backend, pdl)
     return codes, factors, row_scales
 

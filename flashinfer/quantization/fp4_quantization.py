@@ -64,9 +64,10 @@ def fp4_quantize(
     Parameters
     ----------
     input : torch.Tensor
-        [..., K]; bfloat16, float16 or float8_e4m3fn, rows contiguous. K a multiple of `sf_vec_size`.
+        [..., K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of `sf_vec_size`.
     global_scale : torch.Tensor, optional
-        float32 [1]; NVFP4 needs it, as 448 * 6 / (largest magnitude). MXFP4 has no global scale and leaves it unread.
+        One element (float32, float16, bfloat16) or a number; NVFP4 needs it, as 448 * 6 / (largest magnitude). MXFP4
+        has no global scale and leaves it unread.
     sf_vec_size : int
         Elements to a factor: 16 for NVFP4, 32 for MXFP4.
     sf_use_ue8m0 : bool
@@ -112,7 +113,7 @@ def fp4_quantize(
     layout = ("8x4" if is_sf_8x4_layout else "128x4") if is_sf_swizzled_layout else "linear"
     scale = None
     if not sf_use_ue8m0:
-        require(global_scale is not None, "global_scale", None, "a float32 tensor of one element")
+        require(global_scale is not None, "global_scale", None, "a number, or a tensor of one element")
         scale = _rows.scale_tensor("global_scale", global_scale, input)
     codes, factors, _ = _rows.quantize(
         "input", rows, recipe, layout, scale, score=_score(nvfp4_4over6, recipe),
@@ -140,9 +141,10 @@ def nvfp4_quantize(
     Parameters
     ----------
     a : torch.Tensor
-        [M, K]; bfloat16, float16 or float8_e4m3fn, rows contiguous. K a multiple of 16.
+        [M, K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of 16.
     a_global_sf : torch.Tensor or float
-        float32 [1]: 448 * 6 / (largest magnitude). With `per_token_activation` 1 / (448 * 6), which times a row's
+        One element (float32, float16, bfloat16) or a number: 448 * 6 / (largest magnitude), which multiplies block
+        factors. With `per_token_activation` 1 / (448 * 6), which times a row's
         largest magnitude is the scale of the row.
     sfLayout : SfLayout
         Where the factors go.
@@ -208,7 +210,7 @@ def mxfp4_quantize(
     Parameters
     ----------
     a : torch.Tensor
-        [M, K]; bfloat16, float16 or float8_e4m3fn, rows contiguous. K a multiple of 32.
+        [M, K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of 32.
     backend : str
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     enable_pdl : bool, optional
@@ -248,7 +250,7 @@ def nvfp4_batched_quantize(
     Parameters
     ----------
     a : torch.Tensor
-        [B, M, K]; bfloat16, float16 or float8_e4m3fn, rows contiguous. K a multiple of 16.
+        [B, M, K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of 16.
     a_global_sf : torch.Tensor
         float32 [1] or [B]: 448 * 6 / (largest magnitude).
     sf_vec_size : int
@@ -286,7 +288,7 @@ def scaled_fp4_grouped_quantize(
     Parameters
     ----------
     a : torch.Tensor
-        [B, M, K]; bfloat16, float16 or float8_e4m3fn, rows contiguous. K a multiple of 16.
+        [B, M, K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of 16.
     mask : torch.Tensor
         int32 [B]: how many rows of each matrix count. Codes and factors of the others are not written.
     a_global_sf : torch.Tensor

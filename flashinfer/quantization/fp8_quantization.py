@@ -27,7 +27,7 @@ def mxfp8_quantize(
     Parameters
     ----------
     input : torch.Tensor
-        [..., K]; bfloat16, float16 or float8_e4m3fn, rows contiguous. Any K: rows are padded with zeros.
+        [..., K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. Any K: rows are padded with zeros.
     is_sf_swizzled_layout : bool
         Factors in 128x4 tiles, padded with zeros, and not row-major.
     alignment : int

@@ -161,8 +161,10 @@ def make_nvfp4_global_scale(
     device = input_tensor.device
     if per_token_activation:
         require(global_scale is None, "global_scale", global_scale, "None, with per_token_activation")
-        return torch.full((1,), 1 / peak, device=device)
+        return torch.full((1,), 1 / peak, dtype=torch.float32, device=device)
     if global_scale is not None:
-        return torch.full((1,), float(global_scale), device=device)
-    amax = input_tensor.abs().amax().float().view(1) if input_tensor.numel() else torch.zeros(1, device=device)
+        return torch.full((1,), float(global_scale), dtype=torch.float32, device=device)
+    if input_tensor.numel() == 0:
+        return torch.full((1,), peak, dtype=torch.float32, device=device)
+    amax = input_tensor.abs().amax().float().view(1)
     return peak / torch.where(amax == 0, 1, amax)

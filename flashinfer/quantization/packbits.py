@@ -70,7 +70,7 @@ def segment_packbits(
     starts = [0]
     for begin, end in zip(offsets, offsets[1:]):
         starts.append(starts[-1] + -(-(end - begin) // 8))
-    new_indptr = torch.tensor(starts, dtype=indptr.dtype).to(indptr.device)
+    new_indptr = torch.tensor(starts, dtype=indptr.dtype, device=indptr.device)
     out = torch.empty(starts[-1], dtype=torch.uint8, device=x.device)
     if out.numel():
         index = dtype_name(indptr.dtype)

@@ -34,10 +34,10 @@ class Call:
         self.operands = (*randomness, indices, self.samples, self.valid)
 
     def k(self, top_k, may_be_impossible):
-        return top_k_of(top_k, self.batch, may_be_impossible)
+        return top_k_of(top_k, self.batch, self.samples.device, may_be_impossible)
 
     def p(self, top_p, may_be_impossible):
-        return top_p_of(top_p, self.batch, may_be_impossible)
+        return top_p_of(top_p, self.batch, self.samples.device, may_be_impossible)
 
     def result(self, return_valid):
         return (self.samples, self.valid) if return_valid else self.samples
@@ -66,34 +66,42 @@ def _seed(name, value, batch, device):
         return (int(value) + (1 << 63)) % (1 << 64) - (1 << 63), None
     require(value.dtype in (torch.int64, torch.uint64), name, value.dtype, "int64")
     require(value.numel() in (1, batch) and value.dim() <= 1, name, tuple(value.shape), f"[1] or [{batch}]")
+    if value.numel() == 1 and value.device != device and not value.is_meta:
+        return _seed(name, value.item(), batch, device)
     require(value.device == device, name, f"a tensor on {value.device}", str(device))
     return 0, value.view(torch.int64).reshape(-1).contiguous()
 
 
-def parameter(name, value, batch, dtype):
+def per_row(name, value, batch, device):
+    """A tensor as [batch]; one element holds for all rows, and where it is on another device it is a number."""
+    if value.numel() == 1 and not value.is_meta:
+        return value.reshape(1).expand(batch) if value.device == device else value.item()
+    require(value.shape in ((batch,), (batch, 1)), name, tuple(value.shape), f"[{batch}], or one element")
+    return value.reshape(batch)
+
+
+def parameter(name, value, batch, dtype, device):
     """A filter's parameter as a number and None, or as None and a tensor [batch]."""
-    if not isinstance(value, torch.Tensor):
-        return (None if value is None else float(value)), None
-    if value.dim() == 0:
-        value = value.expand(batch)
-    require(value.shape == (batch,), name, tuple(value.shape), f"[{batch}]")
-    require(value.is_floating_point(), name, value.dtype, "a floating-point dtype")
-    return None, value.to(dtype).contiguous()
+    if isinstance(value, torch.Tensor):
+        require(value.is_floating_point(), name, value.dtype, "a floating-point dtype")
+        value = per_row(name, value, batch, device)
+    if isinstance(value, torch.Tensor):
+        return None, value.to(dtype).contiguous()
+    return (None if value is None else float(value)), None
 
 
-def top_k_of(value, batch, may_be_impossible=False):
-    if not isinstance(value, torch.Tensor):
-        require(may_be_impossible or value >= 1, "top_k", value, "1 or more")
-        return max(min(int(value), _MOST), 0), None
-    if value.dim() == 0:
-        value = value.expand(batch)
-    require(value.shape == (batch,), "top_k", tuple(value.shape), f"[{batch}]")
-    require(value.dtype in INDICES, "top_k", value.dtype, "int32, int64")
-    return None, value.contiguous()
+def top_k_of(value, batch, device, may_be_impossible=False):
+    if isinstance(value, torch.Tensor):
+        require(value.dtype in INDICES, "top_k", value.dtype, "int32, int64")
+        value = per_row("top_k", value, batch, device)
+    if isinstance(value, torch.Tensor):
+        return None, value.contiguous()
+    require(may_be_impossible or value >= 1, "top_k", value, "1 or more")
+    return max(min(int(value), _MOST), 0), None
 
 
-def top_p_of(value, batch, may_be_impossible=False):
-    scalar, tensor = parameter("top_p", value, batch, torch.float32)
+def top_p_of(value, batch, device, may_be_impossible=False):
+    scalar, tensor = parameter("top_p", value, batch, torch.float32, device)
     require(may_be_impossible or scalar is None or scalar > 0, "top_p", scalar, "above 0")
     return scalar, tensor
 

@@ -165,7 +165,7 @@ def min_p_sampling_from_probs(
     https://arxiv.org/abs/2407.01082
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
-    scalar, tensor = parameter("min_p", min_p, call.batch, torch.float32)
+    scalar, tensor = parameter("min_p", min_p, call.batch, torch.float32, probs.device)
     require(return_valid or scalar is None or 0 <= scalar <= 1, "min_p", scalar, "0 to 1")
     _draw(probs, "probs", scalar, tensor, *call.operands)
     return call.result(return_valid)

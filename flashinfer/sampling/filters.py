@@ -37,7 +37,7 @@ def softmax(
         A shape, dtype or device other than the above, or a number that is no temperature.
     """
     check_rows("logits", logits)
-    scalar, tensor = parameter("temperature", temperature, len(logits), torch.float32)
+    scalar, tensor = parameter("temperature", temperature, len(logits), torch.float32, logits.device)
     require(scalar is None or scalar > 0, "temperature", scalar, "above 0")
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     _softmax(logits, scalar, tensor, out)
@@ -73,7 +73,7 @@ def top_p_renorm_probs(
     """
     check_rows("probs", probs)
     out = torch.empty_like(probs)
-    _write_prefix(probs, False, None, None, *top_p_of(top_p, len(probs)), out)
+    _write_prefix(probs, False, None, None, *top_p_of(top_p, len(probs), probs.device), out)
     return out
 
 
@@ -88,7 +88,7 @@ def top_k_renorm_probs(
     """
     check_rows("probs", probs)
     out = torch.empty_like(probs)
-    _write_prefix(probs, False, *top_k_of(top_k, len(probs)), None, None, out)
+    _write_prefix(probs, False, *top_k_of(top_k, len(probs), probs.device), None, None, out)
     return out
 
 
@@ -116,7 +116,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
     """
     check_rows("logits", logits)
     out = torch.empty_like(logits)
-    _write_prefix(logits, True, *top_k_of(top_k, len(logits)), None, None, out)
+    _write_prefix(logits, True, *top_k_of(top_k, len(logits), logits.device), None, None, out)
     return out
 
 

@@ -160,6 +160,46 @@ def test_bad_pipelines():
             build()
 
 
+def test_names_that_no_step_takes():
+    for build, name in (
+        (lambda: TopP(top_q=0.5), "top_q"),
+        (lambda: TopK(joint=True), "joint"),
+        (lambda: Temperature(top_k=3), "top_k"),
+        (lambda: Softmax(pdl=True), "pdl"),
+        (lambda: MinP(p=0.1), "p"),
+        (lambda: Sample(seeds=3), "seeds"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: got .*; allowed: the parameters "):
+            build()
+
+
+def test_is_deterministic_when_it_runs(probs):
+    fused, apart = (LogitsPipe([TopP(), Sample()], compile=fuse) for fuse in (True, False))
+    for pipe in (fused, apart):
+        tokens = [pipe(probs, top_p=0.5, is_deterministic=flag, **SEEDS) for flag in (True, False)]
+        assert_bitwise(*tokens)
+    renorm = LogitsPipe([TopP()])
+    assert_bitwise(renorm(probs, top_p=0.5, is_deterministic=True), renorm(probs, top_p=0.5))
+
+
+def test_rules_given_to_compile(device):
+    rule = FusionRule((ShiftOp, ShiftOp), lambda window: True, lambda window: ShiftOp(by=5.0), prio=50)
+    pipe = LogitsPipe([Shift(by=1.0), Shift(by=2.0)], compile=False)
+    pipe.compile(custom_fusion_rules=[rule])
+    assert len(pipe.compiled_ops) == 1
+
+    def refuse(steps):
+        raise ValueError("steps: refused")
+
+    with pytest.raises(ValueError, match="steps: refused"):
+        pipe.compile(custom_validity_checks=[refuse])
+
+
+def test_masked_logits_stay_masked_at_any_temperature(device):
+    logits = torch.tensor([[0.0, -torch.inf, 3.0]], device=device)
+    assert LogitsPipe([Temperature()])(logits, temperature=torch.inf).tolist() == [[0.0, -torch.inf, 0.0]]
+
+
 def test_bad_calls():
     logits = torch.randn(2, 8)
     pipe = LogitsPipe([Temperature(), Softmax()])

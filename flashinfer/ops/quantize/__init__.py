@@ -18,7 +18,7 @@ class Problem:
     kind : str
         "nvfp4" (e2m1, an e4m3 factor for 16), "mxfp4" (e2m1, a ue8m0 factor for 32) or "mxfp8" (e4m3, ue8m0, 32).
     dtype : str
-        Of the rows: "bf16", "fp16" or "fp8e4nv".
+        Of the rows: "bf16", "fp16", "fp32" or "fp8e4nv".
     layout : str
         Of the factors: "linear", "128x4" or "8x4".
     block : int
@@ -150,6 +150,7 @@ def _quantize_catalog() -> Iterator[Problem]:
         yield Problem("nvfp4", "bf16", layout, 1024)
     yield Problem("mxfp4", "bf16", "128x4", 1024)
     yield Problem("mxfp8", "fp16", "128x4", 1024)
+    yield Problem("mxfp8", "fp32", "linear", 1024)
     yield Problem("nvfp4", "fp8e4nv", "128x4", 128, counted=True, inverse=True, aligned=False)
     yield Problem("nvfp4", "bf16", "linear", 1024, score="mae")
     yield Problem("nvfp4", "bf16", "linear", 8192, row_scale=True)

@@ -35,7 +35,7 @@ class Frequencies:
 
     def per_position(self) -> torch.Tensor:
         """Radians per position, float64 [rotary_dim / 2], on the CPU."""
-        pair = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64)
+        pair = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device="cpu")
         frequency = self.theta ** (-pair / self.rotary_dim)
         if not self.old_context_len:
             return frequency / self.scale

@@ -84,7 +84,8 @@ def video(problem, rows, weights, outputs, space, axes, eps, scales):
     width, height = at % space.width, at // space.width % space.height
     frame = at // (space.width * space.height) % space.frames
     pairs = space.frame_pairs, space.height_pairs, problem.head_dim // 2 - space.frame_pairs - space.height_pairs
-    place = torch.stack((frame, height, width), 1).repeat_interleave(torch.tensor(pairs, device=rows.device), 1)
+    each = torch.tensor(pairs, dtype=torch.int64, device=rows.device)
+    place = torch.stack((frame, height, width), 1).repeat_interleave(each, 1)
     angle = place * radians(axes, rows.device)
     cos, sin = angle.cos().float(), angle.sin().float()
     parts = rows.float().split([out.shape[1] * problem.head_dim for out in outputs], 1)

@@ -39,14 +39,13 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
 
 
 def _slots(problem, order, starts, places):
-    """Where the page table puts positions; -1 where it ends or has no page."""
+    """Where the page table puts columns; -1 where it ends or has no page."""
     page_table, row_to_batch, page_starts, page_size = places
     start = page_starts if problem.page_starts else starts
-    position = order if start is None else order + start.long()[:, None]
     table = page_table[: len(order)] if row_to_batch is None else page_table[row_to_batch.long()]
-    page = position // page_size
+    page = order // page_size if start is None else order // page_size + start.long()[:, None]
     inside = (page >= 0) & (page < table.shape[1])
     if not table.shape[1]:
         return torch.full_like(order, -1)
     entry = table.long().gather(1, page.where(inside, 0))
-    return (entry * page_size + position % page_size).where(inside & (entry >= 0), -1)
+    return (entry * page_size + order % page_size).where(inside & (entry >= 0), -1)

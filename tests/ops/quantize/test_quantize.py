@@ -81,6 +81,51 @@ def test_mxfp8(variant, device, columns, alignment, layout):
     assert_same(back, (truth.decode("e4m3", codes) * truth.ue8m0(expected).repeat_interleave(32, 1)).float())
 
 
+def extreme_blocks(device):
+    """float32 [9, 64]: blocks of denormals, of the smallest normal values, huge ones, infinities, NaN, zeros."""
+    x = torch.randn(9, 64, device=device)
+    scale = [2.0**-149, 2.0**-140, 2.0**-127, 2.0**-126, 2.0**-118, 2.0**120, 1.0, 1.0, 0.0]
+    x *= torch.tensor(scale, dtype=torch.float64, device=device)[:, None].float()
+    x[5, 3], x[5, 40], x[6, 1], x[7, 33], x[7, 2] = 3.4028234663852886e38, -3e38, torch.inf, torch.nan, -torch.inf
+    return x
+
+
+def test_float32_rows(variant, device):
+    """Factors of 2^-127, of 2^127, of NaN: e8m0 has no zero and no infinity. Nothing is rounded on the way."""
+    x = extreme_blocks(device)
+    values, factors = flashinfer.mxfp8_quantize(x, False)
+    codes, expected = truth.mx(x, "e4m3")
+    assert_bitwise(values.view(torch.uint8), codes)
+    assert_bitwise(factors, expected.flatten())
+    assert_same(flashinfer.mxfp8_dequantize_host(values, factors, False).double(),
+                (truth.decode("e4m3", codes) * truth.ue8m0(expected).repeat_interleave(32, 1)).float().double())
+    codes, factors = flashinfer.mxfp4_quantize(x, sfLayout=LAYOUTS["linear"])
+    nibbles, expected = truth.mx(x, "e2m1")
+    assert_bitwise(codes, truth.pack(nibbles))
+    assert_bitwise(factors, expected)
+    x = torch.randn(3, 48, device=device)
+    codes, factors = flashinfer.nvfp4_quantize(x, scale_of(x), LAYOUTS["linear"])
+    nibbles, expected = truth.nvfp4(x, scale_of(x))
+    assert_bitwise(codes, truth.pack(nibbles))
+    assert_bitwise(factors, expected)
+
+
+def test_global_scales_of_any_kind(variant, device):
+    """A number, or one element in float32, float16 or bfloat16 on either device."""
+    x = rows((3, 32), torch.float16, device)
+    nibbles, expected = truth.nvfp4(x, torch.tensor([48.0], device=device))
+    given = [48, 48.0]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        given += [torch.tensor(48.0, dtype=dtype), torch.full((1, 1), 48.0, dtype=dtype, device=device)]
+    for scale in given:
+        for codes, factors in (
+            flashinfer.nvfp4_quantize(x, scale, LAYOUTS["linear"]),
+            flashinfer.fp4_quantize(x, scale, is_sf_swizzled_layout=False),
+        ):
+            assert_bitwise(codes, truth.pack(nibbles))
+            assert_bitwise(factors, expected)
+
+
 def assert_same(out, expected):
     """Bitwise, but any NaN is a NaN."""
     assert torch.equal(out.isnan(), expected.isnan())
@@ -384,7 +429,7 @@ KEYS, SLOTS = torch.ones(3, 2, 32).half(), torch.arange(3)
 CACHE, SF = torch.zeros(4, 2, 2, 2, 16).byte(), torch.zeros(4, 2, 2, 2, 2).byte()
 FP4, CUBE = flashinfer.fp4_quantize, ROWS.view(2, 2, 64)
 BAD = {
-    "float32 rows": (FP4, (ROWS.float(), SCALE), "input"),
+    "float64 rows": (FP4, (ROWS.double(), SCALE), "input"),
     "one dimension": (FP4, (ROWS[0], SCALE), "input"),
     "no columns": (flashinfer.mxfp8_quantize, (ROWS[:, :0],), "input"),
     "a scale elsewhere": (flashinfer.nvfp4_quantize, (ROWS, SCALE.to("meta")), "a_global_sf"),
@@ -395,7 +440,8 @@ BAD = {
     "columns that are not contiguous": (FP4, (ROWS.T.contiguous().T, SCALE), "input"),
     "no global scale": (FP4, (ROWS,), "global_scale"),
     "a global scale of two": (FP4, (ROWS, torch.ones(2)), "global_scale"),
-    "a global scale in bfloat16": (FP4, (ROWS, SCALE.bfloat16()), "global_scale"),
+    "a global scale in float64": (FP4, (ROWS, SCALE.double()), "global_scale"),
+    "a global scale of text": (FP4, (ROWS, "1"), "global_scale"),
     "a global scale elsewhere": (FP4, (ROWS, SCALE.to("meta")), "global_scale"),
     "NVFP4 of 32": (FP4, (ROWS, SCALE, 32), "sf_vec_size"),
     "MXFP4 of 16": (FP4, (ROWS, SCALE, 16, True), "sf_vec_size"),

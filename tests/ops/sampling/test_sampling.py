@@ -282,6 +282,29 @@ def test_impossible_parameters(variant, device):
     assert not sampling.top_k_renorm_probs(probs, ks)[1].any()
 
 
+def test_one_element_stands_for_all_rows(variant, device):
+    """Of any shape, on either device, for every filter, temperature and seed; and [batch, 1] for [batch]."""
+    probs = rows_of_probs(3, 70, device)
+    seeds = dict(seed=torch.tensor([5]), offset=torch.tensor(6, device=device))
+    numbers = dict(seed=5, offset=6)
+    for where, shape in ((device, (1,)), ("cpu", ()), ("cpu", (1, 1))):
+        k = torch.full(shape, 4, dtype=torch.int64, device=where)
+        p = torch.full(shape, 0.5, device=where)
+        calls = (
+            (sampling.top_k_top_p_sampling_from_probs, (k, p), (4, 0.5)),
+            (sampling.min_p_sampling_from_probs, (p,), (0.5,)),
+        )
+        for function, given, same in calls:
+            assert_bitwise(function(probs, *given, **seeds), function(probs, *same, **numbers))
+        assert_bitwise(sampling.top_k_renorm_probs(probs, k), sampling.top_k_renorm_probs(probs, 4))
+        assert_bitwise(sampling.top_p_renorm_probs(probs, p.half()), sampling.top_p_renorm_probs(probs, 0.5))
+        assert_bitwise(sampling.top_k_mask_logits(probs, k.int()), sampling.top_k_mask_logits(probs, 4))
+        assert_bitwise(sampling.softmax(probs, p), sampling.softmax(probs, 0.5))
+    ks, ps = torch.tensor([1, 4, 70], device=device), torch.tensor([0.5, 0.1, 1.0], device=device)
+    assert_bitwise(sampling.top_k_renorm_probs(probs, ks[:, None]), sampling.top_k_renorm_probs(probs, ks))
+    assert_bitwise(sampling.top_p_renorm_probs(probs, ps[:, None]), sampling.top_p_renorm_probs(probs, ps))
+
+
 def test_a_rows_own_seed_makes_it_independent_of_its_place(variant, device):
     probs = rows_of_probs(3, 100, device)
     seeds, offsets = torch.tensor([9, 8, 7], device=device), torch.tensor([0, 1, 2], device=device)

@@ -126,7 +126,7 @@ def test_page_table_transform(variant, device):
     x, starts, lengths = windows(device)
     k = 20
     row_to_batch = torch.tensor([3, 0, 0, 1, 2, 1], dtype=torch.int32, device=device)
-    for page_size, page_starts in ((1, None), (16, torch.arange(6, dtype=torch.int32, device=device) * 30)):
+    for page_size, page_starts in ((1, None), (16, torch.arange(6, dtype=torch.int32, device=device) * 2)):
         pages = -(-300 // page_size)
         table = torch.randperm(4 * pages).reshape(4, pages).to(torch.int32).to(device)
         table[1, 0] = -1
@@ -141,8 +141,8 @@ def test_page_table_transform(variant, device):
             first = int(starts[i]) if page_starts is None else int(page_starts[i])
             slots = []
             for j in local:
-                entry = int(table[row_to_batch[i], (first + j) // page_size])
-                slots.append(entry * page_size + (first + j) % page_size if entry >= 0 else -1)
+                entry = int(table[row_to_batch[i], first + j // page_size])
+                slots.append(entry * page_size + j % page_size if entry >= 0 else -1)
             assert out[i].tolist() == slots + [-1] * (k - len(local))
             assert raw[i].tolist() == local + [-1] * (k - len(local))
 
@@ -184,6 +184,7 @@ def test_bad_input():
         (lambda: top_k_page_table_transform(x, table.long(), row, 2), "src_page_table"),
         (lambda: top_k_page_table_transform(x, table.t().contiguous().t(), row, 2), "src_page_table"),
         (lambda: top_k_page_table_transform(x, table, row, 2, page_size=0), "page_size"),
+        (lambda: top_k_page_table_transform(x, table, row, 2, page_size=4, row_starts=row), "page_table_row_starts"),
         (lambda: top_k_page_table_transform(x, table, row, 2, row_to_batch=row.long()), "row_to_batch"),
         (lambda: top_k_page_table_transform(x, table, row, 2, page_table_row_starts=table), "page_table_row_starts"),
         (lambda: top_k_page_table_transform(x, table, row, 2, out=table), "out"),
