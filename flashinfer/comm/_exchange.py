@@ -12,7 +12,7 @@ from flashinfer.comm.comm_backend import CommBackend, TorchDistBackend
 from flashinfer.comm.mapping import Mapping
 from flashinfer.ops.comm import alltoall as room
 from flashinfer.ops.comm.alltoall import config
-from flashinfer.ops.comm.alltoall.space import ALIGNMENT, Space
+from flashinfer.ops.comm.alltoall.space import ALIGNMENT, Space, aligned
 from flashinfer.ops.comm.meeting import Ranks
 from flashinfer.ops.comm.spoil import spoiled
 
@@ -34,8 +34,13 @@ def space_of(workspace: torch.Tensor, ep_rank: int, ep_size: int) -> Space:
     return space
 
 
-def dispatch_in(space: Space, experts, payloads, most: int, top_k: int, num_experts: int, first: int = 0):
-    """What arrived of each payload, and where rows to combine go. first : bytes of the space to leave before them."""
+def dispatch_in(
+    space: Space, experts, payloads, most: int, top_k: int, num_experts: int, first: int = 0, local_stats=None
+):  # fmt: skip
+    """What arrived of each payload, and where rows to combine go. first : bytes of the space to leave before them.
+
+    local_stats : int32 [n]; every rank's are then `gathered_stats` of the space.
+    """
     require(experts.dtype == torch.int32, "token_selected_experts", experts.dtype, "int32")
     fits = experts.dim() == 2 and experts.shape[1] == top_k and experts.is_contiguous()
     require(fits, "token_selected_experts", tuple(experts.shape), f"[tokens, {top_k}], contiguous")
@@ -52,9 +57,10 @@ def dispatch_in(space: Space, experts, payloads, most: int, top_k: int, num_expe
         require(fits, f"input_payloads[{i}]", tuple(payload.shape), f"[{tokens}, ...], contiguous")
         same_device(token_selected_experts=experts, **{f"input_payloads[{i}]": payload})
     rows = [payload.shape[1:].numel() * payload.element_size() for payload in payloads]
-    places, at = space.arrange(rows, most)
-    places, at = [p + first for p in places], at + first
-    space.check_room(at)
+    stats = _stats_of(space, experts, local_stats)
+    # A call without statistics leaves their place, so that payloads are where they are on the other ranks.
+    kept = first + aligned(4 * world * space.stats_experts)
+    places, at = space.arrange(rows, most, kept)
     problem = room.Dispatch(
         transport=space.link.transport,
         world=world,
@@ -68,9 +74,26 @@ def dispatch_in(space: Space, experts, payloads, most: int, top_k: int, num_expe
         space.view(p, (world, most, *payload.shape[1:]), payload.dtype)
         for p, payload in zip(places, payloads, strict=True)
     ]
-    with spoiled(*received):
-        choice.run(space, experts, payloads, places, most, num_experts // world)
+    with spoiled(*received, *(stats or ())[1:]):
+        choice.run(space, experts, payloads, places, most, num_experts // world, stats)
     return received, at
+
+
+def _stats_of(space: Space, experts, local_stats):
+    """This rank's statistics, and the place of the space for every rank's; None where there are none."""
+    count = space.stats_experts
+    if local_stats is None:
+        return None
+    require(count > 0, "eplb_local_stats", "a tensor", "None, for the workspace was made without eplb_stats_num_experts")
+    fits = tuple(local_stats.shape) == (count,) and local_stats.dtype == torch.int32 and local_stats.is_contiguous()
+    require(fits, "eplb_local_stats", f"{local_stats.dtype} {tuple(local_stats.shape)}", f"int32 [{count}], contiguous")
+    same_device(token_selected_experts=experts, eplb_local_stats=local_stats)
+    return local_stats, space.view(space.first, (space.ranks.size, count), torch.int32)
+
+
+def gathered_stats(space: Space) -> torch.Tensor:
+    """int32 [ranks, n]: the statistics of the last dispatch that had some."""
+    return space.view(space.first, (space.ranks.size, space.stats_experts), torch.int32)
 
 
 def _unit(row: int, payload: torch.Tensor) -> int:
@@ -144,13 +167,19 @@ def check_mapping(mapping: Mapping, ep_rank: int, ep_size: int) -> None:
     require(mapping.moe_ep_size == ep_size, "ep_size", ep_size, f"{mapping.moe_ep_size}, the mapping's")
 
 
-def allocate(ranks: Ranks, nbytes: int, most: int) -> dict:
+def metainfo(space: Space, most: int) -> torch.Tensor:
+    """int64 [3] on the CPU: the offset of the counts of arrived rows, the most tokens, experts with statistics."""
+    return torch.tensor([space.counts_at, most, space.stats_experts], dtype=torch.int64, device="cpu")
+
+
+def allocate(ranks: Ranks, nbytes: int, most: int, stats_experts: int = 0) -> dict:
     space = Space(ranks, nbytes, most, own_device())
+    space.stats_experts = stats_experts
     whole = space.view(space.counts_at, (ALIGNMENT + nbytes,), torch.uint8)
     workspace = whole[None].expand(ranks.size, -1)
     workspace.space = space
     _SPACES[workspace.data_ptr()] = space
     return {
-        "workspace": workspace, "metainfo": torch.tensor([space.counts_at, most]), "max_num_tokens": most,
+        "workspace": workspace, "metainfo": metainfo(space, most), "max_num_tokens": most,
         "workspace_size_per_rank": nbytes, "ep_rank": ranks.rank, "ep_size": ranks.size,
     }  # fmt: skip

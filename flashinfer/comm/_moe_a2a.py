@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer.comm._exchange import combine_in, dispatch_in, only, sanitize_in, space_of
+from flashinfer.comm._exchange import combine_in, dispatch_in, gathered_stats, only, sanitize_in, space_of
+from flashinfer.comm._exchange import metainfo as metainfo_of
 from flashinfer.ops.comm.alltoall import MOST_PAYLOADS
 from flashinfer.ops.comm.alltoall.space import ALIGNMENT, aligned
 from flashinfer.tllm_enums import SfLayout
+
+
+def check_stats(count) -> None:
+    require(isinstance(count, int) and count >= 0, "eplb_stats_num_experts", count, "an int of at least 0")
 
 
 def moe_a2a_get_workspace_size_per_rank(
@@ -29,7 +34,7 @@ def moe_a2a_get_workspace_size_per_rank(
     total_dispatch_payload_size_per_token, combine_payload_size_per_token : int
         Bytes of a token: of all its payloads together, and of the row that comes back.
     eplb_stats_num_experts : int
-        Only 0: statistics are not gathered.
+        Experts whose statistics a dispatch gathers from all ranks.
     backend : str
         "trtllm".
 
@@ -38,11 +43,13 @@ def moe_a2a_get_workspace_size_per_rank(
     ValueError
         An argument other than the above.
     """
-    only("eplb_stats_num_experts", eplb_stats_num_experts, 0)
+    check_stats(eplb_stats_num_experts)
     only("backend", backend, "trtllm")
     rows = ep_size * max_num_tokens
     parts = rows * total_dispatch_payload_size_per_token + MOST_PAYLOADS * ALIGNMENT
-    return aligned(parts) + aligned(rows * combine_payload_size_per_token)
+    return (
+        aligned(4 * ep_size * eplb_stats_num_experts) + aligned(parts) + aligned(rows * combine_payload_size_per_token)
+    )
 
 
 def moe_a2a_initialize(
@@ -64,20 +71,21 @@ def moe_a2a_initialize(
     ep_rank, ep_size, max_num_tokens : int
         Those of the workspace.
     eplb_stats_num_experts : int
-        Only 0.
+        As the workspace was allocated.
     backend : str
         "trtllm".
 
     Returns
     -------
     torch.Tensor
-        int64 [2] on the CPU, to be passed on: the offset of the counts of arrived rows, and max_num_tokens.
+        int64 [3] on the CPU, to be passed on: the offset of the counts of arrived rows, max_num_tokens, and
+        eplb_stats_num_experts.
     """
-    only("eplb_stats_num_experts", eplb_stats_num_experts, 0)
     only("backend", backend, "trtllm")
     space = space_of(workspace, ep_rank, ep_size)
     require(max_num_tokens <= space.most, "max_num_tokens", max_num_tokens, f"at most {space.most}, as allocated")
-    return torch.tensor([space.counts_at, max_num_tokens])
+    only("eplb_stats_num_experts", eplb_stats_num_experts, space.stats_experts)
+    return metainfo_of(space, max_num_tokens)
 
 
 def moe_a2a_wrap_payload_tensor_in_workspace(
@@ -108,7 +116,7 @@ def moe_a2a_dispatch(
     *,
     backend: str = "trtllm",
     recv_view_cache: dict | None = None,
-) -> tuple[list[torch.Tensor], int]:
+) -> tuple[list[torch.Tensor], int, torch.Tensor | None]:
     """Send each token's payloads to every rank that has an expert of it, once to each.
 
     Expert e is on rank ``e // (num_experts / ep_size)``. A collective call, with the same payload shapes behind the
@@ -127,8 +135,10 @@ def moe_a2a_dispatch(
     ep_rank, ep_size, top_k, num_experts : int
     enable_pdl : bool, optional
         Programmatic dependent launch. It has no effect on results, and none on the launch yet.
-    eplb_local_stats, enable_rank_mask, active_rank_mask
-        Only None, False and None: statistics are not gathered, and all ranks take part.
+    eplb_local_stats : torch.Tensor, optional
+        int32 [eplb_stats_num_experts], contiguous: this rank's statistics. All ranks give some, or none does.
+    enable_rank_mask, active_rank_mask
+        Only False and None: all ranks take part.
     backend : str
         "trtllm".
     recv_view_cache : dict, optional
@@ -136,11 +146,12 @@ def moe_a2a_dispatch(
 
     Returns
     -------
-    (list of torch.Tensor, int)
+    (list of torch.Tensor, int, torch.Tensor or None)
         For each payload [ep_size, runtime_max_tokens_per_rank, ...]: what came from each rank, in the order of its
         tokens. Rows beyond those that came are undefined; `moe_a2a_sanitize_expert_ids` marks them. They are the
         workspace's memory, and hold until the dispatch after the next combine. The number is where the rows to combine
-        go in this rank's row of the workspace.
+        go in this rank's row of the workspace. Last, int32 [ep_size, eplb_stats_num_experts]: the statistics of every
+        rank, if there are any.
 
     Raises
     ------
@@ -150,14 +161,14 @@ def moe_a2a_dispatch(
         An earlier call waited in vain for a rank.
     """
     only("backend", backend, "trtllm")
-    only("eplb_local_stats", eplb_local_stats, None)
     only("enable_rank_mask", enable_rank_mask, False)
     only("active_rank_mask", active_rank_mask, None)
     space = space_of(workspace, ep_rank, ep_size)
     received, at = dispatch_in(
-        space, token_selected_experts, input_payloads, runtime_max_tokens_per_rank, top_k, num_experts
-    )
-    return received, at - space.counts_at
+        space, token_selected_experts, input_payloads, runtime_max_tokens_per_rank, top_k, num_experts,
+        local_stats=eplb_local_stats,
+    )  # fmt: skip
+    return received, at - space.counts_at, None if eplb_local_stats is None else gathered_stats(space)
 
 
 def moe_a2a_sanitize_expert_ids(

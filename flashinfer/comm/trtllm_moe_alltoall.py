@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer.comm._exchange import allocate, check_mapping, dispatch_in, only, ranks_of_experts, sanitize_in
+from flashinfer.comm._exchange import allocate, check_mapping, dispatch_in, gathered_stats, only, ranks_of_experts, sanitize_in
 from flashinfer.comm._moe_a2a import (
+    check_stats,
     moe_a2a_combine,
     moe_a2a_dispatch,
     moe_a2a_get_workspace_size_per_rank,
@@ -36,8 +37,10 @@ class MoeAlltoAll:
         Needed without workspace_size_per_rank.
     mnnvl_config : MnnvlConfig, optional
         Its comm_backend is the ranks; by default the default process group, if it has moe_ep_size ranks.
-    eplb_stats_num_experts, enable_rank_mask
-        Only 0 and False.
+    eplb_stats_num_experts : int
+        Experts whose statistics a dispatch gathers from all ranks.
+    enable_rank_mask
+        Only False.
     backend : str
         "trtllm".
 
@@ -66,10 +69,11 @@ class MoeAlltoAll:
         dict
             "workspace" and "metainfo" for the functions of this module, and the arguments.
         """
-        only("eplb_stats_num_experts", eplb_stats_num_experts, 0)
+        check_stats(eplb_stats_num_experts)
         only("backend", backend, "trtllm")
         check_mapping(mapping, ep_rank, ep_size)
-        return allocate(ranks_of_experts(None, ep_rank, ep_size), workspace_size_per_rank, max_num_tokens)
+        ranks = ranks_of_experts(None, ep_rank, ep_size)
+        return allocate(ranks, workspace_size_per_rank, max_num_tokens, eplb_stats_num_experts)
 
     @staticmethod
     def get_moe_workspace_size_per_rank(
@@ -103,7 +107,7 @@ class MoeAlltoAll:
         *,
         backend: str = "trtllm",
     ):
-        only("eplb_stats_num_experts", eplb_stats_num_experts, 0)
+        check_stats(eplb_stats_num_experts)
         only("enable_rank_mask", enable_rank_mask, False)
         only("backend", backend, "trtllm")
         self.ep_size, self.ep_rank = mapping.moe_ep_size, mapping.moe_ep_rank
@@ -112,18 +116,19 @@ class MoeAlltoAll:
         if workspace_size_per_rank is None:
             require(hidden_size is not None, "hidden_size", None, "a number, without workspace_size_per_rank")
             workspace_size_per_rank = self.get_moe_workspace_size_per_rank(
-                self.ep_size, top_k, max_num_tokens, hidden_size
+                self.ep_size, top_k, max_num_tokens, hidden_size, 0, eplb_stats_num_experts
             )
-        self.workspace_size_per_rank = workspace_size_per_rank
+        self.workspace_size_per_rank, self._stats_experts = workspace_size_per_rank, eplb_stats_num_experts
         comm_backend = None if mnnvl_config is None else mnnvl_config.comm_backend
         self._open(ranks_of_experts(comm_backend, self.ep_rank, self.ep_size))
 
     def _open(self, ranks: Ranks) -> None:
-        made = allocate(ranks, self.workspace_size_per_rank, self.max_num_tokens)
+        made = allocate(ranks, self.workspace_size_per_rank, self.max_num_tokens, self._stats_experts)
         self.workspace, self.metainfo = made["workspace"], made["metainfo"]
         self._space = self.workspace.space
         # Tokens and runtime maximum of the dispatch that waits for its combine, and where its rows go.
         self._open_dispatch: tuple[int, int, int] | None = None
+        self._has_stats = False
 
     @property
     def capability(self):
@@ -141,9 +146,10 @@ class MoeAlltoAll:
         self._space.link.deadline = seconds
 
     @property
-    def eplb_gathered_stats(self) -> None:
-        """Statistics are not gathered: None."""
-        return None
+    def eplb_gathered_stats(self) -> torch.Tensor | None:
+        """int32 [ep_size, eplb_stats_num_experts]: every rank's of the last dispatch; None if that had none. The
+        workspace's memory, which the next dispatch writes."""
+        return gathered_stats(self._space) if self._has_stats else None
 
     def check(self, wait: bool = True) -> None:
         """Raise what went wrong on this rank: TimeoutError, or ValueError for other sizes.
@@ -206,9 +212,9 @@ class MoeAlltoAll:
         """Send each token's payloads to the ranks of its experts: `moe_a2a_dispatch`.
 
         With `invalid_token_expert_id`, payload `expert_id_payload_index` (int32 [tokens, top_k]) gets that id in rows
-        that no token became. RuntimeError if the dispatch before has had no combine.
+        that no token became. `eplb_local_stats`, int32 [eplb_stats_num_experts], of every rank are
+        `eplb_gathered_stats` then. RuntimeError if the dispatch before has had no combine.
         """
-        only("eplb_local_stats", eplb_local_stats, None)
         only("active_rank_mask", active_rank_mask, None)
         self._check_closed()
         named = (invalid_token_expert_id is None) == (expert_id_payload_index is None)
@@ -216,8 +222,10 @@ class MoeAlltoAll:
         self._space.link.check()
         most = runtime_max_tokens_per_rank
         received, at = dispatch_in(
-            self._space, token_selected_experts, input_payloads, most, self.top_k, self.num_experts
-        )
+            self._space, token_selected_experts, input_payloads, most, self.top_k, self.num_experts,
+            local_stats=eplb_local_stats,
+        )  # fmt: skip
+        self._has_stats = eplb_local_stats is not None
         self._open_dispatch = len(token_selected_experts), most, at
         if invalid_token_expert_id is not None:
             sanitize_in(self._space, received[expert_id_payload_index], invalid_token_expert_id)

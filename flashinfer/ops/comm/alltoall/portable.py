@@ -45,8 +45,12 @@ def dispatch_kernel(
     payload0, payload1, payload2, payload3, payload4, payload5, payload6, payload7,
     bytes0, bytes1, bytes2, bytes3, bytes4, bytes5, bytes6, bytes7,
     to0, to1, to2, to3, to4, to5, to6, to7,
+    begin,
     end,
     counts_to,
+    stats,
+    stats_words,
+    stats_to,
     tokens,
     most,
     sizes,
@@ -67,7 +71,8 @@ def dispatch_kernel(
 ):  # fmt: skip
     """Payload i of this rank's tokens goes to the peers' bytes from `to<i>` on: [source rank, most, bytes<i>].
 
-    end : where the last of them ends. They lie one behind the other.
+    begin, end : what a dispatch writes of a peer's bytes: statistics, and behind them the payloads.
+    stats : address of this rank's statistics, which become row `rank` of those at `stats_to` on every rank.
     """
     channel = tl.program_id(0)
     channels = tl.num_programs(0)
@@ -92,6 +97,12 @@ def dispatch_kernel(
                 for to in tl.static_range(WORLD):
                     at = pointer_at(tl.load(peers + to) + counts_to + rank * 4, tl.int32, 4)
                     tl.store(at, tl.load(counts + to))
+                for start in range(0, stats_words, BLOCK):
+                    word = start + tl.arange(0, BLOCK)
+                    value = tl.load(pointer_at(stats, tl.int32, 4) + word, word < stats_words)
+                    for to in tl.static_range(WORLD):
+                        there = tl.load(peers + to) + stats_to + rank.to(tl.int64) * stats_words * 4
+                        tl.store(pointer_at(there, tl.int32, 4) + word, value, word < stats_words)
             arrive(peers, rank, channel, epoch, sizes, WORLD, LANES, CAPABILITY)
     if LAST == 1:
         if failed == 0:
@@ -101,10 +112,10 @@ def dispatch_kernel(
         if failed | (late >= 0):
             # What came, and what did not, lies anywhere: all of it becomes NaN, ids -1, and no row counts.
             own = tl.load(peers + rank)
-            words = tl.cdiv(end - to0, 4)
+            words = tl.cdiv(end - begin, 4)
             for at in range(0, words, BLOCK):
                 word = at + tl.arange(0, BLOCK)
-                tl.store(pointer_at(own + to0, tl.int32, 4) + word, tl.full([BLOCK], -1, tl.int32), word < words)
+                tl.store(pointer_at(own + begin, tl.int32, 4) + word, tl.full([BLOCK], -1, tl.int32), word < words)
             for source in tl.static_range(WORLD):
                 tl.store(pointer_at(own + counts_to + source * 4, tl.int32, 4), 0)
         keep_epoch(state, channel, tl.where(failed | (late >= 0), epoch - 1, epoch))
@@ -336,7 +347,8 @@ def _build_dispatch(problem: Dispatch, config) -> Build:
     many = range(MOST_PAYLOADS)
     types = {"place": "*i32", "counts": "*i32"} | {f"payload{i}": "i64" for i in many}
     types |= {f"bytes{i}": "i32" for i in many} | {f"to{i}": "i64" for i in many}
-    types |= {"end": "i64", "counts_to": "i64", "tokens": "i32", "most": "i32", "sizes": "i32"} | _LINK
+    types |= {"begin": "i64", "end": "i64", "counts_to": "i64", "stats": "i64", "stats_words": "i32", "stats_to": "i64"}
+    types |= {"tokens": "i32", "most": "i32", "sizes": "i32"} | _LINK
     constants = {"PAYLOADS": len(problem.units), "UNITS": _units(problem.units)} | _exchanging(problem, config)
     return Build(dispatch_kernel, types, constants, num_warps=config.num_warps)
 
@@ -412,10 +424,10 @@ def run(problem, config, *args):
     _RUN[type(problem)](problem, config, *args)
 
 
-def dispatch(problem: Dispatch, config, space, experts, payloads, places, most: int, per: int) -> None:
+def dispatch(problem: Dispatch, config, space, experts, payloads, places, most: int, per: int, stats=None) -> None:
     """Send the payloads of tokens to the ranks of their experts: [source rank, most, ...] from byte `places[i]` on.
 
-    per : experts of a rank.
+    per : experts of a rank. stats : int32 [n] of this rank and int32 [ranks, n] of the space for every rank's, or None.
     """
     tokens = len(experts)
     if config.first == 0:
@@ -430,8 +442,11 @@ def dispatch(problem: Dispatch, config, space, experts, payloads, places, most: 
     args = [space.place, space.sent, *(p.data_ptr() for p in payloads), *pad, *rows, *pad, *places, *pad]
     # Of the same call on every rank, whatever tokens it has.
     check = (most * 31 + sum(places)) & 0x7FFFFFFF
-    end = places[-1] + problem.world * most * rows[-1]
-    args += [end, space.counts_at, tokens, most, check]
+    mine, everyone = (None, None) if stats is None else stats
+    begin = places[0] if stats is None else space.offset(everyone)
+    args += [begin, places[-1] + problem.world * most * rows[-1], space.counts_at]
+    args += [0, 0, 0] if stats is None else [mine.data_ptr(), mine.numel(), begin]
+    args += [tokens, most, check]
     launch(problem, config, (sizes.programs(most), 1, 1), *args, *space.link.arguments)
 
 

@@ -9,8 +9,11 @@ def run(problem, config, *args):
     _RUN[type(problem)](problem, *args)
 
 
-def dispatch(problem: Dispatch, space, experts, payloads, places, most: int, per: int) -> None:
-    """Send the payloads of tokens to the ranks of their experts: [source rank, most, ...] from byte `places[i]` on."""
+def dispatch(problem: Dispatch, space, experts, payloads, places, most: int, per: int, stats=None) -> None:
+    """Send the payloads of tokens to the ranks of their experts: [source rank, most, ...] from byte `places[i]` on.
+
+    stats : int32 [n] of this rank and int32 [ranks, n] of the space for every rank's, or None.
+    """
     tokens, world = len(experts), problem.world
     place = placed(experts, world, per)
     space.place[:tokens] = place
@@ -27,6 +30,9 @@ def dispatch(problem: Dispatch, space, experts, payloads, places, most: int, per
     send.copy_(beyond[:, :most])
     received = space.link.all_to_all(send, "dispatch")
     space.counts.copy_(space.link.all_to_all(space.sent[:, None].clone(), "dispatch")[:, 0])
+    if stats is not None:
+        mine, everyone = stats
+        everyone.copy_(space.link.all_gather(mine, "dispatch"))
     for part, at in zip(received.split(widths, 2), places, strict=True):
         space.view(at, part.shape, torch.uint8).copy_(part)
 

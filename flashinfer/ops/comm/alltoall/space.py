@@ -38,6 +38,8 @@ class Space:
         int32 [most, world]: the row on each rank that a token of the last dispatch became; -1 where it did not go.
     sent : Tensor
         int32 [world]: rows that went to each rank.
+    stats_experts : int
+        Experts whose statistics lie at the beginning of the user's bytes, int32 [world, n].
     """
 
     AREA = 16
@@ -51,7 +53,7 @@ class Space:
             self._buffer = torch.zeros(ALIGNMENT + nbytes, dtype=torch.uint8, device=device)
             self.counts_at = 0
         require(ranks.size <= MOST_RANKS, "ranks", ranks.size, f"at most {MOST_RANKS}")
-        self.first = self.counts_at + ALIGNMENT
+        self.first, self.stats_experts = self.counts_at + ALIGNMENT, 0
         self.counts = self.view(self.counts_at, (ranks.size,), torch.int32)
         self.place = torch.full((most, ranks.size), -1, dtype=torch.int32, device=device)
         self.sent = torch.zeros(ranks.size, dtype=torch.int32, device=device)
@@ -61,12 +63,16 @@ class Space:
         end = at + torch.Size(shape).numel() * dtype.itemsize
         return self._buffer[at:end].view(dtype).view(torch.Size(shape))
 
-    def arrange(self, rows: list[int], most: int) -> tuple[list[int], int]:
+    def offset(self, view: torch.Tensor) -> int:
+        """Where the bytes of a view of this space begin."""
+        return view.data_ptr() - self._buffer.data_ptr()
+
+    def arrange(self, rows: list[int], most: int, first: int = 0) -> tuple[list[int], int]:
         """Where payloads of so many bytes a row begin, [world, most, row] each, and where the rows to combine do.
 
-        ValueError if they do not fit.
+        first : bytes to leave before them. ValueError if they do not fit.
         """
-        places, at = [], self.first
+        places, at = [], self.first + first
         for row in rows:
             places.append(at)
             at = aligned(at + self.ranks.size * most * row)

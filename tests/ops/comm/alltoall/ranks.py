@@ -19,8 +19,9 @@ def exchange(rank, world, device, most=16):
     mapping = comm.Mapping(world_size=world, rank=rank, tp_size=world, moe_ep_size=world)
     config = comm.MnnvlConfig(comm_backend=comm.TorchDistBackend(dist.group.WORLD))
     return comm.MoeAlltoAll(
-        mapping, most, cases.TOP_K, world * cases.PER, hidden_size=2 * cases.HIDDEN, mnnvl_config=config
-    )
+        mapping, most, cases.TOP_K, world * cases.PER, hidden_size=2 * cases.HIDDEN, mnnvl_config=config,
+        eplb_stats_num_experts=3,
+    )  # fmt: skip
 
 
 def layers(rank, world, device):
@@ -31,7 +32,11 @@ def layers(rank, world, device):
         dtype = (torch.bfloat16, torch.float32)[seed % 2]
         everyone = [cases.inputs(r, world, counts[r % len(counts)], dtype, device, seed) for r in range(world)]
         x, ids, weights = everyone[rank]
-        received = a2a.dispatch(ids, cases.payloads(x, ids, weights), most, cases.INVALID, 1)
+        stats = torch.tensor([seed, rank, 7], dtype=torch.int32, device=device) if seed % 2 else None
+        received = a2a.dispatch(ids, cases.payloads(x, ids, weights), most, cases.INVALID, 1, eplb_local_stats=stats)
+        gathered = a2a.eplb_gathered_stats
+        truth = [[seed, r, 7] for r in range(world)] if seed % 2 else None
+        assert (None if gathered is None else gathered.tolist()) == truth
         cases.check_received(received, rank, everyone)
         y = cases.compute(received, rank).to(dtype)
         in_place = seed % 2 == 0

@@ -30,7 +30,10 @@ def in_one_process(monkeypatch):
             monkeypatch.setattr("flashinfer.comm.trtllm_moe_alltoall.ranks_of_experts", lambda *_, r=ranks: r)
             mapping = comm.Mapping(world_size=world, rank=rank, tp_size=world, moe_ep_size=world)
             made.append(
-                comm.MoeAlltoAll(mapping, most, cases.TOP_K, world * cases.PER, hidden_size=2 * cases.HIDDEN)
+                comm.MoeAlltoAll(
+                    mapping, most, cases.TOP_K, world * cases.PER, hidden_size=2 * cases.HIDDEN,
+                    eplb_stats_num_experts=5,
+                )  # fmt: skip
             )
         return made
 
@@ -43,8 +46,13 @@ def test_kernels_in_one_process(in_one_process, world, tokens):
     exchanges = in_one_process(world)
     for seed, dtype in enumerate((torch.float16, torch.float32)):
         everyone = [cases.inputs(rank, world, tokens[rank], dtype, seed=seed) for rank in range(world)]
-        received = [a.dispatch(each[1], cases.payloads(*each), 8) for a, each in zip(exchanges, everyone, strict=True)]
+        stats = torch.arange(5 * world, dtype=torch.int32).view(world, 5) + 100 * seed
+        received = [
+            a.dispatch(each[1], cases.payloads(*each), 8, eplb_local_stats=stats[rank])
+            for rank, (a, each) in enumerate(zip(exchanges, everyone, strict=True))
+        ]
         in_one_process.dispatch()
+        assert all(torch.equal(a.eplb_gathered_stats, stats) for a in exchanges)
         results = []
         for rank, (a, got) in enumerate(zip(exchanges, received, strict=True)):
             a.check()
@@ -165,7 +173,8 @@ def test_functions(device):
     meta = comm.moe_a2a_initialize(workspace, 0, 1, 8)
     everyone = [cases.inputs(0, 1, 6, torch.float32, device)]
     x, ids, weights = everyone[0]
-    got, at = comm.moe_a2a_dispatch(ids, [x, ids, weights], workspace, meta, 8, 0, 1, cases.TOP_K, cases.PER)
+    got, at, none = comm.moe_a2a_dispatch(ids, [x, ids, weights], workspace, meta, 8, 0, 1, cases.TOP_K, cases.PER)
+    assert none is None
     place = comm.moe_a2a_wrap_payload_tensor_in_workspace(workspace, [1, 8], at, at + 8 * cases.HIDDEN * 4, x.dtype)
     place.copy_(cases.compute(got, 0).view(shape))
     out = comm.moe_a2a_combine(place, 6, workspace, meta, 8, 0, 1, cases.TOP_K, at, payload_in_workspace=True)
