@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from flashinfer import comm
 from flashinfer.fused_moe import cutlass_fused_moe, fused_topk_deepseek
+from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams, MoEEpCommunication, create_communication
 
 HIDDEN, INTERMEDIATE, EXPERTS_OF_A_RANK, TOP_K = 256, 128, 4, 3
 # What is in the place of an expert where a row is no token's: the experts' products pass it over.
@@ -40,44 +40,45 @@ class Layer:
         return cutlass_fused_moe(x, ids, weights, self.up_and_gate, self.down, x.dtype, None)[0]
 
 
-def spread(layer: Layer, a2a: comm.MoeAlltoAll, x: torch.Tensor, most: int) -> torch.Tensor:
+def spread(layer: Layer, ep: MoEEpCommunication, x: torch.Tensor, most: int) -> torch.Tensor:
     """The layer over all ranks. most : at least the tokens of any rank."""
     ids, weights = layer.route(x)
     # Rows, ids and weights travel together; a token goes to a rank once, however many of its experts are there.
-    rows, ids, weights = a2a.dispatch(ids, [x, ids, weights], most, NONE, 1)
-    mine = slice(a2a.ep_rank * EXPERTS_OF_A_RANK, (a2a.ep_rank + 1) * EXPERTS_OF_A_RANK)
+    got = ep.dispatch(x, ids, weights, max_tokens_per_rank=most)
+    mine = slice(ep.ep_rank * EXPERTS_OF_A_RANK, (ep.ep_rank + 1) * EXPERTS_OF_A_RANK)
     # The experts write where the combine reads.
-    out = a2a.get_combine_payload_tensor_in_workspace(most, HIDDEN, x.dtype)
+    out = ep.get_combine_input_buffer(x.dtype)
     cutlass_fused_moe(
-        rows.flatten(0, 1), ids.flatten(0, 1), weights.flatten(0, 1), layer.up_and_gate[mine], layer.down[mine],
-        x.dtype, None, ep_size=a2a.ep_size, ep_rank=a2a.ep_rank, output=out.view(-1, HIDDEN),
+        got.hidden_states, got.topk_ids, got.topk_weights, layer.up_and_gate[mine], layer.down[mine], x.dtype, None,
+        ep_size=ep.ep_size, ep_rank=ep.ep_rank, output=out,
     )  # fmt: skip
-    return a2a.combine(out, most, payload_in_workspace=True)
+    return ep.combine(out)
 
 
 def work(rank: int, ranks: int, tokens: int, device: torch.device) -> float:
     """What a rank does: three layers' worth of steps. The largest difference from the whole layer."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layer = Layer(ranks, device, dtype)
-    mapping = comm.Mapping(world_size=ranks, rank=rank, tp_size=ranks, moe_ep_size=ranks)
-    a2a = comm.MoeAlltoAll(mapping, tokens, TOP_K, ranks * EXPERTS_OF_A_RANK, hidden_size=2 * HIDDEN)
+    params = MoEEpCommParams(ranks * EXPERTS_OF_A_RANK, TOP_K, tokens, HIDDEN, dtype, invalid_expert_id=NONE)
+    ep = create_communication(BootstrapConfig(ranks, rank), params, "nvlink_one_sided")
     own = torch.Generator().manual_seed(1 + rank)
     worst = 0.0
     for step in range(3):
         # Uneven on purpose, and none on the first rank in the last step.
         count = max(tokens - 3 * rank, 0) if step < 2 or rank else 0
         x = torch.randn(count, HIDDEN, generator=own).to(device, dtype)
-        out, truth = spread(layer, a2a, x, tokens), layer.whole(x)
+        out, truth = spread(layer, ep, x, tokens), layer.whole(x)
         if count:
             worst = max(worst, float((out.float() - truth.float()).abs().max() / truth.float().abs().max()))
-    a2a.check()
+    ep.check()
     said = [None] * ranks
     if ranks > 1:
         dist.all_gather_object(said, worst)
     else:
         said = [worst]
     if rank == 0:
-        means = f"{a2a.capability.transport} ({a2a.capability.means})"
+        capability = ep.alltoall.capability
+        means = f"{capability.transport} ({capability.means})"
         print(f"{ranks} ranks on {device.type}, through {means}: off by {max(said):.1e} of the largest value")
     return max(said)
 

@@ -84,7 +84,7 @@ def _stats_of(space: Space, experts, local_stats):
     count = space.stats_experts
     if local_stats is None:
         return None
-    require(count > 0, "eplb_local_stats", "a tensor", "None, for the workspace was made without eplb_stats_num_experts")
+    require(count > 0, "eplb_local_stats", "a tensor", "None, for a workspace without eplb_stats_num_experts")
     fits = tuple(local_stats.shape) == (count,) and local_stats.dtype == torch.int32 and local_stats.is_contiguous()
     require(fits, "eplb_local_stats", f"{local_stats.dtype} {tuple(local_stats.shape)}", f"int32 [{count}], contiguous")
     same_device(token_selected_experts=experts, eplb_local_stats=local_stats)

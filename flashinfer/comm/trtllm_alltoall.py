@@ -104,7 +104,7 @@ class MnnvlMoe:
         if key not in MnnvlMoe._workspaces:
             ranks = ranks_of_experts(backend, mapping.moe_ep_rank, mapping.moe_ep_size)
             MnnvlMoe._workspaces[key] = _Workspace(ranks)
-        tensor = torch.zeros(mapping.moe_ep_size, 1, dtype=torch.uint64)
+        tensor = torch.zeros(mapping.moe_ep_size, 1, dtype=torch.uint64, device="cpu")
         tensor.moe = MnnvlMoe._workspaces[key]
         return tensor
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer.comm._exchange import allocate, check_mapping, dispatch_in, gathered_stats, only, ranks_of_experts, sanitize_in
+from flashinfer.comm._exchange import (
+    allocate,
+    check_mapping,
+    dispatch_in,
+    gathered_stats,
+    only,
+    ranks_of_experts,
+    sanitize_in,
+)
 from flashinfer.comm._moe_a2a import (
     check_stats,
     moe_a2a_combine,

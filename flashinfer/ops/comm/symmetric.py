@@ -190,7 +190,7 @@ class Link:
         self.device = memory.own.device
         self.peers = torch.tensor(memory.addresses, dtype=torch.int64, device=self.device)
         self.state = torch.zeros(CHANNELS + MOST_LANES, dtype=torch.int32, device=self.device)
-        self.lost = torch.zeros(4, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self.lost = torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda")
         self._words = self.lost.numpy()
         self.reported = False
 
