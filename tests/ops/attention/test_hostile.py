@@ -8,7 +8,10 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from flashinfer.ops.attention._device.logits import _tanh as capped
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.attention.cases import backends, run_decode, run_paged, run_ragged
@@ -196,3 +199,57 @@ def test_sinks_of_any_size(sinks, device):
     for backend in backends(device):
         for plan in (None, dict(fixed_split_size=32)):
             check(run_decode(x, Options(), backend, plan=plan, run=dict(sinks=given)), x, Options(), truth_of)
+
+
+@pytest.mark.parametrize("cap", (0.01, 1.5, 30.0, 1e3, 1e5, 1e8, 1e30))
+def test_soft_caps_of_any_size(cap, device):
+    """A cap that is far above the logits leaves them as they are; one that is far below makes them one another's."""
+    o = Options(causal=True, logits_soft_cap=cap)
+    for dtype in dtypes(device):
+        for factor in (1e-3, 1, 40):
+            x = scaled_keys(batch(device, (20, 9, 1), (70, 9, 33), dtype), factor)
+            for result in every_prefill(x, o, device):
+                check(result, x, o)
+
+
+@pytest.mark.parametrize("cap", (0.01, 30.0, 1e5, 1e8))
+def test_soft_caps_in_float32(cap, device):
+    """To a few ulp of the largest logit."""
+    o = Options(causal=True, logits_soft_cap=cap)
+    for factor in (1e-3, 1, 40):
+        x = scaled_keys(batch(device, (20, 9, 1), (70, 9, 33), torch.float32), factor)
+        truth, truth_lse = definition(x, o, torch.float64)
+        most = min(cap, float(x.q.norm(dim=-1).max() * x.k.norm(dim=-1).max() / 8))
+        for out, lse in every_prefill(x, o, device):
+            assert (lse - truth_lse).abs().max() <= 2**-20 * (1 + most)
+            assert (out - truth).abs().max() <= 2**-20 * (1 + most) * x.v.abs().max()
+
+
+def test_soft_caps_in_decode(device):
+    for dtype in dtypes(device):
+        for cap in (1e-2, 1e5, 1e8):
+            x = scaled_keys(batch(device, (1, 1, 1), (70, 9, 33), dtype), 10)
+            for backend in backends(device):
+                o = Options(logits_soft_cap=cap)
+                check(run_decode(x, o, backend), x, o)
+
+
+@triton.jit
+def tanh_kernel(x, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out + at, capped(tl.load(x + at)))
+
+
+def test_the_tanh_of_soft_caps(device):
+    """Its relative error is below 2^-20.5 from the smallest float32 to the largest."""
+    x = torch.exp2(torch.linspace(-149, 127.9, 1 << 15, dtype=torch.float64)).float()
+    near = torch.linspace(1e-3, 10, 1 << 15)
+    x = torch.cat((x, near, -near, -x)).to(device)
+    out = torch.empty_like(x)
+    tanh_kernel[(1,)](x, out, x.shape[0])
+    truth = torch.tanh(x.double())
+    assert ((out.double() - truth).abs() <= 2**-20.5 * truth.abs() + 2.0**-149).all()
+    special = torch.tensor([INF, -INF, math.nan, 0.0], device=device)
+    out = torch.empty_like(special)
+    tanh_kernel[(1,)](special, out, 4)
+    assert out[:2].tolist() == pytest.approx([1, -1], abs=3e-7) and out[2].isnan() and out[3] == 0

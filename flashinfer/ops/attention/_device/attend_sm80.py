@@ -20,7 +20,7 @@ from flashinfer._core.gluon_compat import (
 from flashinfer.ops._device.pdl import begin as begin_dependent
 from flashinfer.ops.attention._device.combine import combine_if_last
 from flashinfer.ops.attention._device.kv_source import fit_half, offsets_in, page_ids, widen
-from flashinfer.ops.attention._device.logits import LOG2E, transform_at, vary_at, visible_at, with_sink
+from flashinfer.ops.attention._device.logits import LOG2E, scaled_at, vary_at, visible_at, with_sink
 from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
     ITEM_KV_BASE,
@@ -294,7 +294,7 @@ def attend_sm80_kernel(
                 SOFTMAX,
             )  # fmt: skip
         else:
-            s = transform_at(s, scale, soft_cap, slopes, kv_pos - q_pos, SOFT_CAP, ALIBI)
+            s = scaled_at(s, scale, soft_cap, slopes, kv_pos - q_pos, LOG2E, SOFT_CAP, ALIBI)
         if (start < plain_begin) | (start + BLOCK_N > plain_end):
             ok = visible_at(
                 token, q_pos, kv_pos, kv_end, kv_len, mask, row_ok, window_left, CAUSAL, WINDOW, CUSTOM
