@@ -1,6 +1,7 @@
 # make demo     serve a real model on this machine
 # make test     run the CPU test suite
 # make matrix   compile every kernel for every architecture on two Tritons
+# make docs     build the documentation site and open it in a headless browser; needs npm for the browser
 # All build .venv first; needs Python 3.10+ and nothing else. TORCH_INDEX=URL names one more index to find torch in.
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 HIGHEST_TRITON := $(VENV)/triton-3.9
 PYTEST := OMP_NUM_THREADS=1 FLASHINFER_TEST_TRITON=$(CURDIR)/$(HIGHEST_TRITON) $(BIN)/python -m pytest
 
-.PHONY: demo test matrix clean
+.PHONY: demo test matrix docs clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m examples.serve
@@ -24,8 +25,13 @@ test: $(VENV)/.test
 matrix: $(VENV)/.test
 	@$(PYTEST) -m matrix --capture no
 
+docs: $(VENV)/.docs
+	@$(BIN)/python -m mkdocs build --quiet
+	@$(BIN)/python tools/browser.py
+	@$(PYTEST) -m site tests/site
+
 clean:
 	rm -rf $(VENV)
 
-$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: tools/venv.py constraints.txt pyproject.toml
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs: $(VENV)/.%: tools/venv.py constraints.txt pyproject.toml
 	@$(PYTHON) tools/venv.py $*

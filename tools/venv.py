@@ -1,4 +1,4 @@
-"""Builds .venv for `make demo` and `make test`: python3 tools/venv.py demo, or test. Needs Python 3.10 alone.
+"""Builds .venv for make's goals: python3 tools/venv.py demo, test or docs. Needs Python 3.10 alone.
 
 torch comes first, in the version of constraints.txt: the CPU build where an index has it (TORCH_INDEX, then those that
 pip is configured with), otherwise the default build of that version, which is larger. On a machine with an NVIDIA
@@ -18,7 +18,7 @@ PYTHON = VENV / "bin" / "python"
 CONSTRAINTS = ROOT / "constraints.txt"
 # The highest supported Triton, beside the installed one: kernels are compiled by both.
 HIGHEST_TRITON = "3.9.0"
-EXTRAS = {"demo": ".[demo]", "test": ".[dev]"}
+EXTRAS = {"demo": ".[demo]", "test": ".[dev]", "docs": ".[docs]"}
 
 # Bytes that have to be free, downloads included. The default build is 2.8 GB of wheels.
 NEEDED = {"cpu": 3e9, "default": 9e9}
@@ -146,7 +146,7 @@ def main(arguments):
         print("python3 is %d.%d here, and 3.10 or newer is needed: make PYTHON=python3.11" % sys.version_info[:2])
         return 1
     if len(arguments) != 1 or arguments[0] not in EXTRAS:
-        print("usage: python3 tools/venv.py demo|test")
+        print("usage: python3 tools/venv.py " + "|".join(EXTRAS))
         return 2
     try:
         make(arguments[0], Machine())

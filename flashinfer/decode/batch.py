@@ -249,7 +249,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             Must be the planned one, or 1 (the default).
         skip_softmax_threshold_scale_factor : float, optional
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
-        kv_block_scales, or kv_cache_sf : (Tensor, Tensor) or Tensor, optional
+        kv_block_scales, kv_cache_sf : (Tensor, Tensor) or Tensor, optional
+            Two names of one argument.
             Of an nvfp4 cache, planned as kv_data_type uint8 or "nvfp4": the cache is uint8 with head_dim / 2 last, two
             e2m1 a byte, the first in the low half; these are its factors, float8_e4m3fn or uint8, laid out as the cache
             with head_dim / 16 last. A value is code * factor, times k_scale or v_scale. The backend says how the

@@ -238,6 +238,8 @@ def trtllm_bf16_routed_moe(
 ) -> list[torch.Tensor] | torch.Tensor:
     """`trtllm_bf16_moe` of experts that are already chosen.
 
+    Other parameters, results and errors are those of `trtllm_bf16_moe`.
+
     Parameters
     ----------
     topk_ids : torch.Tensor or (torch.Tensor, torch.Tensor)
@@ -250,8 +252,6 @@ def trtllm_bf16_routed_moe(
         Only None.
     routing_replay_out : torch.Tensor, optional
         Only None, for the caller has the ids.
-
-    Other parameters, results and errors are those of `trtllm_bf16_moe`.
     """
     require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
     local = (local_expert_offset, local_num_experts)

@@ -68,6 +68,8 @@ def trtllm_fp8_block_scale_moe(
 ) -> list[torch.Tensor] | torch.Tensor:
     """A mixture of experts in FP8 with block scales, from router logits.
 
+    Other parameters, results and errors are those of `flashinfer.fused_moe.trtllm_bf16_moe`.
+
     Parameters
     ----------
     hidden_states : torch.Tensor
@@ -96,8 +98,6 @@ def trtllm_fp8_block_scale_moe(
         Sizes without padding. The result has the first alone; padding of the input and of the weights has to be zeros.
     gemm1_bias, gemm2_bias : torch.Tensor, optional
         [experts, rows], float32 or bfloat16, in the order in which the weights' rows are.
-
-    Other parameters, results and errors are those of `flashinfer.fused_moe.trtllm_bf16_moe`.
 
     Notes
     -----
@@ -157,6 +157,8 @@ def trtllm_fp8_block_scale_routed_moe(
 ) -> list[torch.Tensor] | torch.Tensor:
     """`trtllm_fp8_block_scale_moe` of experts that are already chosen.
 
+    Other parameters, results and errors are those of `trtllm_fp8_block_scale_moe`.
+
     Parameters
     ----------
     topk_ids : torch.Tensor or (torch.Tensor, torch.Tensor)
@@ -164,8 +166,6 @@ def trtllm_fp8_block_scale_routed_moe(
         `routing_bias` too: they have no effect.
     gemm1_lora_delta : torch.Tensor, optional
         Only None.
-
-    Other parameters, results and errors are those of `trtllm_fp8_block_scale_moe`.
     """
     require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
     sizes = hidden_states.shape[-1], intermediate_size
@@ -262,6 +262,8 @@ def trtllm_fp8_per_tensor_scale_moe(
         h = e4m3(c * u * act(d * g))          or, without a gate, h = e4m3(c * act(d * u))
         result of e = f * (h @ gemm2_weights[e].T)
 
+    Other parameters, results and errors are those of `flashinfer.fused_moe.trtllm_bf16_moe`. The result is bfloat16.
+
     Parameters
     ----------
     hidden_states : torch.Tensor
@@ -279,8 +281,6 @@ def trtllm_fp8_per_tensor_scale_moe(
         The weight of a choice multiplies the input of its expert, and not the result (Llama 4).
     gemm1_clamp_limit : torch.Tensor, optional
         float32 [local_num_experts], for Swiglu: d * g is clamped to at most it, d * u to -limit ... limit.
-
-    Other parameters, results and errors are those of `flashinfer.fused_moe.trtllm_bf16_moe`. The result is bfloat16.
     """
     routed = routed_by_logits(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group,

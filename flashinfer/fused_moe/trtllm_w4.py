@@ -165,6 +165,8 @@ def trtllm_fp4_block_scale_routed_moe(
 ) -> list[torch.Tensor]:
     """`trtllm_fp4_block_scale_moe` of experts that are already chosen.
 
+    Other parameters, results and errors are those of `trtllm_fp4_block_scale_moe`.
+
     Parameters
     ----------
     topk_ids : torch.Tensor or (torch.Tensor, torch.Tensor)
@@ -174,8 +176,6 @@ def trtllm_fp4_block_scale_routed_moe(
         Only None.
     num_fused_shared_experts : int, optional
         Only None or 0: shared experts are among the chosen ones.
-
-    Other parameters, results and errors are those of `trtllm_fp4_block_scale_moe`.
     """
     require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
     require(not num_fused_shared_experts, "num_fused_shared_experts", num_fused_shared_experts, "None, 0")

@@ -240,7 +240,7 @@ def rmsnorm_fp4quant(
     scale_format : str, optional
         "e4m3" with blocks of 16 and "ue8m0" with blocks of 32, which are the defaults.
     is_sf_swizzled_layout : bool
-        Block scales in tiles of 128 rows and 4 blocks, [row tile][block tile][32][4][4], as tensor cores read them.
+        Block scales in tiles of 128 rows and 4 blocks, `[row tile][block tile][32][4][4]`, as tensor cores read them.
     enable_pdl : bool, optional
         Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
         them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It

@@ -84,6 +84,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
     ) -> None:
         """Describe a batch; every later run() uses it.
 
+        What is not listed is as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
         Parameters
         ----------
         qo_indptr, kv_indptr : int Tensor [batch_size + 1]
@@ -91,8 +93,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
             before it are of no request.
         v_indptr, o_indptr : optional
             Rows of v and of out; they are those of k and q, and any other layout is refused.
-        others
-            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Raises
         ------

@@ -32,13 +32,13 @@ def test_version_answers_to_upstream():
 
 
 def test_everything_that_make_installs_is_pinned():
-    wanted = requirements("dependencies") + requirements("demo") + requirements("dev")
+    wanted = [name for key in ("dependencies", "demo", "dev", "docs") for name in requirements(key)]
     assert set(wanted) <= PINS.keys()
 
 
-def test_ci_runs_the_tests_and_the_matrix():
+def test_ci_runs_the_tests_the_matrix_and_the_site():
     lines = (ROOT / ".ci" / "run").read_text().split("\n")
-    assert lines[1:5] == ["set -e", 'cd "$(dirname "$0")/.."', "make test", "make matrix"]
+    assert lines[1:6] == ["set -e", 'cd "$(dirname "$0")/.."', "make test", "make matrix", "make docs"]
 
 
 def test_imports_of_others_are_declared():

@@ -32,7 +32,7 @@ class Capability:
     reason : str
         Why it is not peer memory; '' where it is.
     pairs : tuple of tuple of bool
-        [rank][other]: whether a word went both ways between them; () where none was sent.
+        For each rank and each other one, whether a word went both ways between them; () where none was sent.
     """
 
     transport: str
