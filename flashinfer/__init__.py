@@ -37,6 +37,7 @@ _ROOT_NAMES = {
     ),
     "gdn_decode": (),
     "gdn_kernels": (),
+    "gdn_prefill": ("chunk_gated_delta_rule",),
     "gemm": (
         "SegmentGEMMWrapper",
         "bmm_bf16",

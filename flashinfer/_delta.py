@@ -182,7 +182,9 @@ def run_step(
         stop=pool.stop is not None,
         aligned=bool(layout) and whole_rows(*rows, None if norm is None else norm.gate),
     )
-    if tokens.sequences and (out.numel() or pool.state is not None) or tokens.offsets is not None:
+    if not tokens.sequences:
+        result.zero_()
+    elif out.numel() or pool.state is not None:
         parents = None if parents is None else parents.to(torch.int32).contiguous()
         room.delta_step(problem, device, backend).run(tokens, gates, pool, result, scale, kept, norm, parents)
     if result is not out:

@@ -118,6 +118,55 @@ class Commit:
     track: bool = False
 
 
+# Tokens of a chunk.
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Prefill by chunks of 64 tokens: packed sequences, or one in each row.
+
+    Attributes
+    ----------
+    key_dim, value_dim, dtype, out_dtype, gate, channels, gate_dtype, bias_dtype, beta, beta_dtype, source_dtype,
+    state_dtype, index, packed, normalize, read, aligned
+        As of Step; q and k are rounded to their dtype again once they are normalized.
+    bounded : bool
+        No decay is below exp(-5) a token, so that those of 16 tokens stay within the range of the operands.
+    marks_dtype : str
+        Of the states on the way; "" where none is wanted.
+    first_mark : bool
+        The first of those is the initial state.
+    mark_slots : bool
+        A table names the rows of those.
+    stride : int
+        Tokens from one chunk to the next: 64, or less where states are wanted at other places.
+    """
+
+    key_dim: int
+    value_dim: int
+    dtype: str
+    out_dtype: str
+    gate: str = ""
+    channels: bool = False
+    bounded: bool = False
+    gate_dtype: str = ""
+    bias_dtype: str = ""
+    beta: str = ""
+    beta_dtype: str = ""
+    source_dtype: str = ""
+    state_dtype: str = ""
+    index: str = "i32"
+    packed: bool = True
+    normalize: bool = False
+    read: bool = False
+    marks_dtype: str = ""
+    first_mark: bool = False
+    mark_slots: bool = False
+    stride: int = CHUNK
+    aligned: bool = True
+
+
 def _long_rows(problem, target) -> str:
     if max(problem.key_dim, problem.value_dim) > 256:
         return "a state of more than 256 rows or columns does not fit in registers"
@@ -155,5 +204,31 @@ def _commits() -> Iterator[Commit]:
     yield Commit(128, 128, "bf16", "fp32", normalize=False, path=True, track=True)
 
 
+def _chunk_variants() -> tuple[Variant, ...]:
+    return (
+        Variant("portable", "flashinfer.ops.recurrent.delta.chunks", _long_keys, config.chunks),
+        Variant("reference", "flashinfer.ops.recurrent.delta.reference"),
+    )
+
+
+def _long_keys(problem, target) -> str:
+    return "keys of more than 128 do not fit in registers" if problem.key_dim > 128 else ""
+
+
+def _prefills() -> Iterator[Chunks]:
+    linear = {"gate": "linear", "gate_dtype": "fp32", "beta": "value", "beta_dtype": "fp32"}
+    fp32 = {"source_dtype": "fp32", "state_dtype": "fp32"}
+    yield Chunks(128, 128, "bf16", "bf16", **linear, **fp32, index="i64")
+    yield Chunks(128, 128, "bf16", "bf16", **linear, **fp32, read=True, marks_dtype="fp32", normalize=True)
+    raw = {"gate": "bounded", "gate_dtype": "bf16", "bias_dtype": "fp32", "beta": "logit", "beta_dtype": "bf16"}
+    kda = {**raw, "channels": True, "normalize": True}
+    yield Chunks(128, 128, "bf16", "bf16", **kda, bounded=True, source_dtype="bf16", state_dtype="bf16")
+    soft = {**kda, "gate": "softplus", "source_dtype": "fp32", "state_dtype": "fp32", "packed": False}
+    yield Chunks(128, 128, "bf16", "bf16", **soft, marks_dtype="bf16", first_mark=True, stride=32)
+    log = {"gate": "log", "gate_dtype": "fp16", "beta": "value", "beta_dtype": "fp16", "channels": True}
+    yield Chunks(64, 64, "fp16", "fp16", **log, **fp32, marks_dtype="fp32", mark_slots=True, aligned=False)
+
+
 delta_step = Op("delta_step", Step, _variants(config.step), _steps)
 delta_commit = Op("delta_commit", Commit, _variants(config.commit), _commits)
+delta_chunks = Op("delta_chunks", Chunks, _chunk_variants(), _prefills)

@@ -39,3 +39,35 @@ def step(problem, target) -> Config:
 def commit(problem, target) -> Config:
     key, value = power_of_two(problem.key_dim), power_of_two(problem.value_dim)
     return Config(max(8, min(value, 4096 // key)), 4, capability_for(target, problem.state_dtype))
+
+
+@dataclass(frozen=True)
+class ChunkConfig:
+    """rows : rows of the state (values) of a program that follows a sequence. stages : of its pipeline of chunks.
+
+    operand : what products multiply, "bf16" or "fp32" (as tf32 for fp16, whose range a state may leave).
+    prepare_warps, scan_warps : warps per program of the two kernels. capability : as of Config.
+    programs : most programs of the first kernel; each has 16 KiB of scratch, so that all of it stays in L2.
+    """
+
+    rows: int
+    operand: str
+    prepare_warps: int
+    scan_warps: int
+    stages: int
+    programs: int = 1024
+    capability: int = 0
+
+
+def chunks(problem, target) -> ChunkConfig:
+    # Results must not depend on the batch, so nothing here does. 32 values of a state of 128 keys are 32 registers a
+    # thread of 4 warps, and a head of 128 values is 4 programs. Not measured.
+    capability = capability_for(target, problem.source_dtype, problem.state_dtype, problem.marks_dtype)
+    rows = min(32, power_of_two(problem.value_dim))
+    # A pipeline of two chunks is 104 KiB in bf16; chips with less shared memory, and float32 operands, have one.
+    stages = 2 if problem.dtype == "bf16" and target.smem > 200 * 1024 else 1
+    # The interpreter multiplies bfloat16 wrongly.
+    operand = "bf16" if problem.dtype == "bf16" and not target.is_cpu else "fp32"
+    # By ptxas: 8 warps prepare with at most 16 bytes of stack on Hopper, 4 with up to 1200; 4 follow a sequence with
+    # none, but for states on the way.
+    return ChunkConfig(rows, operand, 8, 8 if problem.marks_dtype else 4, stages, capability=capability)

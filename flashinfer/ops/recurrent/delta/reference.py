@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from flashinfer.ops.narrow import to_fp8
-from flashinfer.ops.recurrent.delta import Commit, Step
+from flashinfer.ops.recurrent.delta import CHUNK, Chunks, Commit, Step
 
 EPS = 1e-6
 
@@ -191,4 +191,98 @@ def commit(problem: Commit, state, window, accepted) -> None:
         state[:, slot] = stored(s, state.dtype)
 
 
-_RUN = {Step: step, Commit: commit}
+# Below this, a decay is taken for exp(LEAST), so that sums of logarithms over a chunk keep their digits.
+LEAST = -64.0
+BLOCK = 16
+
+
+def chunks(problem: Chunks, tokens, gates, pool, out, scale, marks=None) -> None:
+    """The WY form, one sequence and one chunk of 64 padded tokens at a time: bits depend on nothing else."""
+    heads = tokens.heads
+    bounds = [(i, 0, tokens.k.shape[1]) for i in range(tokens.k.shape[0])]
+    if tokens.offsets is not None:
+        offsets = tokens.offsets.tolist()
+        bounds = [(0, begin, end) for begin, end in zip(offsets, offsets[1:])]
+        out.zero_()
+    log = None if tokens.gate is None else log_decay(problem, tokens.gate, gates).clamp(min=LEAST)
+    slots = first_slots(pool, len(bounds), out.device).tolist()
+    places = [0] * len(bounds) if marks is None else marks.starts.tolist()
+    table = None if marks is None or marks.slots is None else marks.slots.tolist()
+    for (row, begin, end), slot, place in zip(bounds, slots, places):
+        if slot <= pool.null:
+            out[row, begin:end] = 0
+            continue
+        shape = heads, tokens.v.shape[3], tokens.k.shape[3]
+        state = torch.zeros(shape, dtype=torch.float32, device=out.device)
+        if pool.source is not None:
+            state = pool.source[slot].float()
+        if marks is not None and marks.first and end > begin:
+            _mark(marks, table, place, state)
+            place += 1
+        for first in range(begin, end, problem.stride):
+            last = min(first + problem.stride, end)
+            state = _chunk(problem, tokens, log, (row, first, last), state, out, scale)
+            done = first + problem.stride - begin
+            if marks is not None and done % marks.every == 0 and done < end - begin + (not marks.first):
+                _mark(marks, table, place, state)
+                place += 1
+        if pool.state is not None:
+            pool.state[slot] = stored(state, pool.state.dtype)
+
+
+def _mark(marks, table, place, state) -> None:
+    place = place if table is None else table[place]
+    if place >= 0:
+        marks.out[place] = stored(state, marks.out.dtype)
+
+
+def _chunk(problem, tokens, log, where, state, out, scale):
+    """One chunk: outputs, and the state after it. Everything is [heads, 64, ...], padded with zeros."""
+    row, first, last = where
+    heads = state.shape[0]
+
+    def padded(x):
+        x = spread(x[row, first:last].float(), heads, 1).transpose(0, 1)
+        tile = x.new_zeros(heads, CHUNK, *x.shape[2:])
+        tile[:, : last - first] = x
+        return tile
+
+    q, k, v = (padded(x) for x in tokens[:3])
+    if problem.normalize:
+        q, k = normalized(q), normalized(k)
+    beta = torch.ones(heads, CHUNK, dtype=torch.float32, device=out.device)
+    if tokens.beta is not None:
+        beta = padded(tokens.beta.float().sigmoid() if problem.beta == "logit" else tokens.beta)
+    sums = torch.zeros(heads, CHUNK, 1, dtype=torch.float32, device=out.device)
+    if log is not None:
+        sums = padded(log).cumsum(1)
+        sums = sums if problem.channels else sums[..., None]
+    keys, queries = (_decayed_products(x, k, sums) for x in (k, q))
+    since = sums.exp()
+    values = v - (k * since) @ state.mT
+    lower = (keys * beta[..., None]).tril(-1)
+    change = torch.linalg.solve_triangular(lower, beta[..., None] * values, upper=False, unitriangular=True)
+    o = (q * since) @ state.mT + queries.tril() @ change
+    out[row, first:last] = (scale * o[:, : last - first]).transpose(0, 1).to(out.dtype)
+    total = sums[:, -1:]
+    return state * total.exp() + change.mT @ (k * (total - sums).exp())
+
+
+def _decayed_products(x, k, sums):
+    """x_i . k_j with the decay from j to i, for i no earlier than j."""
+    if sums.shape[-1] == 1:
+        gap = sums - sums.mT
+        return (x @ k.mT) * gap.tril().exp().tril()
+    products = x.new_zeros(*x.shape[:2], k.shape[1])
+    for i in range(0, x.shape[1], BLOCK):
+        rows = slice(i, i + BLOCK)
+        before = sums[:, i - 1 : i] if i else torch.zeros_like(sums[:, :1])
+        left = x[:, rows] * (sums[:, rows] - before).exp()
+        products[:, rows, :i] = left @ (k[:, :i] * (before - sums[:, :i]).exp()).mT
+        gap = sums[:, rows, None] - sums[:, None, rows]
+        within = (x[:, rows, None] * k[:, None, rows] * gap.clamp(max=0).exp()).sum(-1)
+        products[:, rows, rows] = within
+    return products
+
+
+_RUN = {Step: step, Commit: commit, Chunks: chunks}
