@@ -103,6 +103,15 @@ def seed():
 
 
 @pytest.fixture(autouse=True)
+def guarded_memory():
+    """What the package and the tests allocate lies between canaries, and undefined memory is poison."""
+    from flashinfer.testing import guard
+
+    with guard.watch():
+        yield
+
+
+@pytest.fixture(autouse=True)
 def memory_goes_back(request):
     """After a test that held much of a GPU's memory, return it: other processes of the suite share the device."""
     yield
