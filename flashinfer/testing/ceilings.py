@@ -24,7 +24,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
     copy_us = time_us(lambda a, b: b.copy_(a), (source, target), device, graph=False)
     found = {"copy_gb_s": 2 * count / copy_us / 1e3}
     n = 8192 if on_gpu else 256
-    a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(n, n, dtype=torch.float32, device=device).to(torch.bfloat16) for _ in range(2))
     found["bf16_tflop_s"] = 2 * n**3 / time_us(torch.matmul, (a, b), device) / 1e6
     if on_gpu and torch.cuda.get_device_capability(device) >= (8, 9):
         a, b = (x.to(torch.float8_e4m3fn) for x in (a, b))
@@ -33,5 +33,5 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 
 def _fp8_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    one = torch.ones((), device=a.device)
+    one = torch.ones((), dtype=torch.float32, device=a.device)
     return torch._scaled_mm(a, b.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)

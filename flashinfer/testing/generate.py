@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flashinfer.testing import guard
+
 # around tile, page and split borders, and the degenerate ones
 LENGTHS = (0, 1, 2, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 257, 509, 1023, 1024, 1025)
 
@@ -60,15 +62,15 @@ class Paged:
 
 def indptr(lengths, device="cpu") -> torch.Tensor:
     """int32 [len(lengths) + 1], the running sum of lengths from 0."""
-    total = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    total[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+    total = torch.zeros(len(lengths) + 1, dtype=torch.int64, device="cpu")
+    total[1:] = torch.tensor(lengths, dtype=torch.int64, device="cpu").cumsum(0)
     return total.to(torch.int32).to(device)
 
 
 def lengths(batch: int, longest: int = LENGTHS[-1]) -> list[int]:
     """`batch` lengths drawn from LENGTHS up to `longest`; the first is `longest` and, from 3 on, one is 0."""
     pool = [n for n in LENGTHS if n <= longest]
-    drawn = [pool[int(i)] for i in torch.randint(len(pool), (batch,))]
+    drawn = [pool[int(i)] for i in torch.randint(len(pool), (batch,), device="cpu")]
     if batch:
         drawn[0] = longest
     if batch >= 3:
@@ -78,7 +80,7 @@ def lengths(batch: int, longest: int = LENGTHS[-1]) -> list[int]:
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, device="cpu") -> torch.Tensor:
     """Standard normal values in any floating dtype, float8 included."""
-    return torch.randn(*shape, device=device).to(dtype)
+    return torch.randn(*shape, dtype=torch.float32, device=device).to(dtype)
 
 
 def ragged_batch(
@@ -115,11 +117,11 @@ def paged(
     kv_lens = ragged.kv_indptr.diff().tolist()
     pages = [-(-n // page_size) for n in kv_lens]
     total = sum(pages) + spare
-    table = torch.randperm(total)[: sum(pages)]
+    table = torch.randperm(total, device="cpu")[: sum(pages)]
     caches = [_blank(total, page_size, x, fill) for x in (ragged.k, ragged.v)]
     start = page = 0
     for n, used in zip(kv_lens, pages):
-        slot = torch.arange(n)
+        slot = torch.arange(n, device="cpu")
         where = table[page : page + used][slot // page_size].to(device), (slot % page_size).to(device)
         for cache, rows in zip(caches, (ragged.k, ragged.v)):
             cache[where] = rows[start : start + n]
@@ -140,7 +142,7 @@ def paged(
 
 def _blank(num_pages, page_size, rows, fill):
     shape = (num_pages, page_size, *rows.shape[1:])
-    return torch.full(shape, fill, device=rows.device).to(rows.dtype)
+    return torch.full(shape, fill, dtype=torch.float32, device=rows.device).to(rows.dtype)
 
 
 def strided(x: torch.Tensor, axis: int = 0, gap: int = 8, fill: float = float("nan")) -> torch.Tensor:
@@ -152,11 +154,11 @@ def strided(x: torch.Tensor, axis: int = 0, gap: int = 8, fill: float = float("n
     last = axis == x.dim() - 1
     shape = list(x.shape)
     if last:
-        buffer = torch.full((*shape, gap + 1), fill, device=x.device).to(x.dtype)
+        buffer = torch.full((*shape, gap + 1), fill, dtype=torch.float32, device=x.device).to(x.dtype)
         view = buffer[..., 0]
     else:
         inner = torch.Size(shape[axis + 1 :]).numel()
-        buffer = torch.full((*shape[: axis + 1], inner + gap), fill, device=x.device).to(x.dtype)
+        buffer = torch.full((*shape[: axis + 1], inner + gap), fill, dtype=torch.float32, device=x.device).to(x.dtype)
         view = buffer[..., :inner].unflatten(-1, shape[axis + 1 :])
     view.copy_(x)
     return view
@@ -169,7 +171,7 @@ def random_mask(qo_lens, kv_lens, density: float = 0.7, device="cpu") -> torch.T
     """
     masks = []
     for i, (qo, kv) in enumerate(zip(qo_lens, kv_lens)):
-        mask = torch.rand(qo, kv) < density
+        mask = torch.rand(qo, kv, dtype=torch.float32, device="cpu") < density
         if i % 2 == 0 and qo:
             mask[qo // 2] = False
         masks.append(mask.flatten())
@@ -182,35 +184,25 @@ def pack_mask(mask: torch.Tensor, qo_lens, kv_lens) -> tuple[torch.Tensor, torch
     Returns uint8 [bytes] and the int32 [batch + 1] offsets of requests in bytes.
     """
     sizes = [qo * kv for qo, kv in zip(qo_lens, kv_lens)]
-    weights = 2 ** torch.arange(8)
+    weights = 2 ** torch.arange(8, device="cpu")
     packed = []
     for part in mask.cpu().split(sizes):
-        padded = torch.zeros(-(-part.numel() // 8) * 8, dtype=torch.int64)
+        padded = torch.zeros(-(-part.numel() // 8) * 8, dtype=torch.int64, device="cpu")
         padded[: part.numel()] = part
         packed.append((padded.view(-1, 8) * weights).sum(1))
-    bits = torch.cat(packed).to(torch.uint8) if packed else torch.zeros(0, dtype=torch.uint8)
+    bits = torch.cat(packed).to(torch.uint8) if packed else torch.zeros(0, dtype=torch.uint8, device="cpu")
     return bits.to(mask.device), indptr([p.numel() for p in packed], mask.device)
 
 
 class Guarded:
-    """An output buffer that is poisoned with NaN and lies between canaries.
+    """An undefined output buffer between canaries: see `flashinfer.testing.guard`.
 
-    guard = Guarded((4, 8), torch.float16, device); run(out=guard.out); guard.check()
+    guarded = Guarded((4, 8), torch.float16, device); run(out=guarded.out); guarded.check()
     """
 
-    MARGIN = 256
-    CANARY = 3
-
     def __init__(self, shape, dtype: torch.dtype, device="cpu"):
-        count = torch.Size(shape).numel()
-        self._buffer = torch.full((count + 2 * self.MARGIN,), self.CANARY, device=device).to(dtype)
-        self.out = self._buffer[self.MARGIN : self.MARGIN + count].view(shape)
-        if dtype.is_floating_point:
-            self.out.copy_(torch.full(shape, float("nan"), device=device))
+        self.out = guard.guarded(shape, dtype, device)
 
     def check(self) -> None:
         """Raise AssertionError if anything was written beside `out`."""
-        expected = torch.full((self.MARGIN,), self.CANARY).to(self._buffer.dtype).float()
-        for name, part in (("before", self._buffer[: self.MARGIN]), ("after", self._buffer[-self.MARGIN :])):
-            if not torch.equal(part.float().cpu(), expected):
-                raise AssertionError(f"memory {name} the output was written")
+        guard.check()

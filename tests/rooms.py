@@ -1,0 +1,293 @@
+"""One small call of every room, for tests that hold for all of them: inputs on a device, then a function of nothing.
+
+`CALLS[room](device)` makes the inputs and returns what calls public functions with them and returns their results. What
+is written in place is copied first, so that a second call gives the same.
+"""
+
+import contextlib
+
+import torch
+
+import flashinfer
+import flashinfer.gdn_decode
+from flashinfer import fused_moe, gemm
+from flashinfer._core.checks import UnsupportedConfig
+from flashinfer._core.dispatch import Op
+from flashinfer._core.target import target_of
+from flashinfer.concat_ops import concat_mla_k
+from flashinfer.testing import generate
+from tests.ops.attention.mla.latents import latents
+from tests.ops.attention.mqa_logits.test_mqa_logits import Case
+from tests.ops.gemm import scaled
+from tests.ops.moe.experts.test_experts import E, K, M, bf16_layer, chosen
+
+HALF = torch.float16
+
+
+def randn(*shape, dtype=HALF, device="cpu"):
+    return torch.randn(*shape, dtype=torch.float32, device=device).to(dtype)
+
+
+def norms(device):
+    x, residual, w = (randn(*shape, device=device) for shape in ((3, 64), (3, 64), (64,)))
+
+    def call():
+        new, added = x.clone(), residual.clone()
+        flashinfer.fused_add_rmsnorm(new, added, w)
+        fp8 = torch.empty(3, 64, dtype=torch.float8_e4m3fn, device=device)
+        flashinfer.norm.rmsnorm_quant(fp8, x, w, 0.5)
+        layer = flashinfer.layernorm(x.bfloat16(), w.float(), w.float())
+        return flashinfer.rmsnorm(x, w), new, added, fp8, layer, flashinfer.gemma_rmsnorm(x, w)
+
+    return call
+
+
+def ropes(device):
+    q, k, positions = randn(5, 4, 32, device=device), randn(5, 2, 32, device=device), torch.arange(5, device=device)
+    cache = torch.randn(9, 32, dtype=torch.float32, device=device)
+    indptr, offsets = generate.indptr([2, 3], device), torch.tensor([0, 4], dtype=torch.int32, device=device)
+
+    def call():
+        return (
+            *flashinfer.apply_rope_pos_ids(q, k, positions),
+            *flashinfer.apply_llama31_rope(q, k, indptr, offsets),
+            *flashinfer.apply_rope_with_cos_sin_cache(positions, q.flatten(1), k.flatten(1), 32, cache),
+            *flashinfer.rope.rope_quantize_fp8(q, k, None, None, cache, positions, quant_scale_q=0.5)[:2],
+        )
+
+    return call
+
+
+def activations(device):
+    x = randn(3, 64, device=device)
+    return lambda: (flashinfer.silu_and_mul(x), flashinfer.gelu_and_mul(x), flashinfer.gelu_tanh_and_mul(x))
+
+
+def pages(device):
+    key, value, cache = randn(9, 2, 16, device=device), randn(9, 2, 16, device=device), randn(6, 2, 5, 2, 16).to(device)
+    indptr, lens = generate.indptr([2, 7], device), torch.tensor([12, 14], dtype=torch.int32, device=device)
+    kv_indptr, last = generate.indptr([3, 3], device), torch.tensor([2, 4], dtype=torch.int32, device=device)
+    indices = torch.randperm(6, device=device).int()
+
+    def call():
+        batch, positions = flashinfer.get_batch_indices_positions(indptr, lens, 9)
+        new = cache.clone()
+        flashinfer.append_paged_kv_cache(key, value, batch, positions, new, indices, kv_indptr, last)
+        return batch, positions, new, flashinfer.get_seq_lens(kv_indptr, last, 5)
+
+    return call
+
+
+def concats(device):
+    nope, rope = randn(5, 4, 128, device=device), randn(5, 1, 64, device=device)
+
+    def call():
+        k = torch.empty(5, 4, 192, dtype=HALF, device=device)
+        concat_mla_k(k, nope, rope)
+        return (k,)
+
+    return call
+
+
+def quantised(device):
+    x, scale = randn(5, 64, device=device), torch.ones(1, dtype=torch.float32, device=device)
+    bits = torch.rand(37, device=device) < 0.5
+    indptr = generate.indptr([30, 7], device)
+
+    def call():
+        packed, _ = flashinfer.segment_packbits(bits, indptr)
+        codes = (*flashinfer.fp4_quantize(x, scale), *flashinfer.mxfp8_quantize(x))
+        return (*codes, flashinfer.packbits(bits), packed)
+
+    return call
+
+
+def sampled(device):
+    logits = torch.randn(3, 100, dtype=torch.float32, device=device)
+    probs = logits.softmax(-1)
+    draft, ids = probs[:2].view(1, 2, 100), torch.tensor([[3, 5]], dtype=torch.int32, device=device)
+    seeded = dict(seed=7, offset=0)
+
+    def call():
+        sampling = flashinfer.sampling
+        torch.manual_seed(3)
+        return (
+            sampling.sampling_from_probs(probs), sampling.sampling_from_logits(logits, **seeded),
+            sampling.top_k_top_p_sampling_from_probs(probs, 20, 0.9), sampling.min_p_sampling_from_probs(probs, 0.1),
+            sampling.top_k_renorm_probs(probs, 17), sampling.top_p_renorm_probs(probs, 0.7),
+            sampling.top_k_mask_logits(logits, 17), sampling.softmax(logits, 0.7),
+            *sampling.chain_speculative_sampling(draft, ids, probs.view(1, 3, 100), **seeded),
+        )  # fmt: skip
+
+    return call
+
+
+def top(device):
+    x, lens = torch.randn(2, 50, dtype=torch.float32, device=device), generate.indptr([50, -30], device)[1:]
+    table = torch.randperm(100, device=device).int().view(2, 50)
+    options = dict(deterministic=True)
+
+    def call():
+        given = (*flashinfer.top_k(x, 5, sorted=True, **options),)
+        pages = flashinfer.top_k_page_table_transform(x, table, lens, 5, **options)
+        return (*given, pages, flashinfer.top_k_ragged_transform(x, lens, lens, 5, **options))
+
+    return call
+
+
+def routings(device):
+    logits, bias = torch.randn(5, 16, dtype=torch.float32, device=device), randn(16, dtype=torch.float32).to(device)
+
+    def call():
+        weights = torch.empty(5, 4, dtype=torch.float32, device=device)
+        ids = torch.empty(5, 4, dtype=torch.int32, device=device)
+        fused_moe.fused_topk_deepseek(logits, bias, 4, 2, 4, 2.5, weights, ids)
+        return weights, ids
+
+    return call
+
+
+def experts(device):
+    (x, w1, w2), _ = bf16_layer(device)
+    ids, weights = chosen(device)
+    logits = torch.randn(len(x), E, dtype=torch.float32, device=device)
+    layout = dict(use_shuffled_weight=False, weight_layout=0)
+
+    def call():
+        routed = fused_moe.trtllm_bf16_moe(logits, None, x, w1, w2, E, K, None, None, M, 0, E, **layout)
+        return fused_moe.cutlass_fused_moe(x, ids, weights, w1, w2, torch.bfloat16, None)[0], routed
+
+    return call
+
+
+def prefills(device):
+    x = generate.ragged_batch([3, 0, 5], [5, 7, 17], 4, 2, 16, dtype=HALF, device=device)
+    paged, space = generate.paged(x, 4), torch.empty(1 << 20, dtype=torch.uint8, device=device)
+    table = (x.qo_indptr, paged.indptr, paged.indices, paged.last_page_len, 4, 2, 16, 4)
+    mask = generate.random_mask([3, 0, 5], [5, 7, 17], device=device)
+    q, k, v = x.request(2)
+
+    def call():
+        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(space)
+        ragged.plan(x.qo_indptr, x.kv_indptr, 4, 2, 16, custom_mask=mask, q_data_type=HALF)
+        results = [*ragged.run(x.q, x.k, x.v, return_lse=True)]
+        pages = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space)
+        pages.plan(*table, causal=True, window_left=3, q_data_type=HALF)
+        results += pages.run(x.q, paged.kv_cache, return_lse=True)
+        return *results, flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True)
+
+    return call
+
+
+def decodes(device):
+    x = generate.ragged_batch([1, 1, 1], [5, 0, 33], 4, 2, 16, dtype=HALF, device=device)
+    paged, space = generate.paged(x, 4), torch.empty(1 << 20, dtype=torch.uint8, device=device)
+    q, k, v = x.request(2)
+
+    def call():
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space)
+        wrapper.plan(paged.indptr, paged.indices, paged.last_page_len, 4, 2, 16, 4, q_data_type=HALF)
+        results = wrapper.run(x.q, paged.kv_cache, return_lse=True)
+        return *results, flashinfer.single_decode_with_kv_cache(q[0], k, v)
+
+    return call
+
+
+def merges(device):
+    v, s = randn(5, 3, 4, 16, device=device), torch.randn(5, 3, 4, dtype=torch.float32, device=device)
+
+    def call():
+        a, b = ((v[:, i].contiguous(), s[:, i].contiguous()) for i in (0, 1))
+        return *flashinfer.merge_states(v, s), *flashinfer.merge_state(*a, *b)
+
+    return call
+
+
+def latent(device):
+    x = latents([1, 3], [17, 5], 4, device=device)
+    space = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+
+    def call():
+        wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(space)
+        wrapper.plan(*x.tables, 4, 64, 16, 8, True, 0.1, HALF, HALF)
+        return wrapper.run(*x.parts(), return_lse=True)
+
+    return call
+
+
+def scores(device):
+    x = Case([33, 0, 17], device=device)
+    return lambda: (flashinfer.attn_scores.fp8_paged_mqa_logits(**x.arguments(40, clean_logits=True)),)
+
+
+def products(device):
+    a, b = randn(4, 32, dtype=torch.bfloat16, device=device), randn(48, 32, dtype=torch.bfloat16, device=device)
+    return lambda: (gemm.mm_bf16(a, b.T),)
+
+
+def scaled_products(device):
+    a, a_scale, _ = scaled.groupwise((4, 128), "e4m3", 1, 128, device)
+    b, b_scale, _ = scaled.groupwise((128, 128), "e4m3", 128, 128, device)
+    return lambda: (gemm.gemm_fp8_nt_groupwise(a, b, a_scale, b_scale, scale_major_mode="K"),)
+
+
+def grouped_products(device):
+    x, w = randn(4, 32, device=device), randn(2, 48, 32, device=device)
+    lens = torch.tensor([1, 3], dtype=torch.int64, device=device)
+    space = torch.empty(1 << 12, dtype=torch.int8, device=device)
+    return lambda: (gemm.SegmentGEMMWrapper(space).run(x, w, 2, True, seg_lens=lens),)
+
+
+def deltas(device):
+    q, k, v = (randn(2, 1, heads, 16, device=device) for heads in (2, 2, 4))
+    state, a, b = randn(2, 4, 16, 16).float().to(device), randn(2, 1, 4, device=device), randn(2, 1, 4, device=device)
+    decay, bias = torch.zeros(4, dtype=torch.float32, device=device), torch.ones(4, dtype=torch.float32, device=device)
+
+    def call():
+        return flashinfer.gdn_decode.gated_delta_rule_decode_pretranspose(q, k, v, state.clone(), decay, a, bias, b)
+
+    return call
+
+
+CALLS = {
+    "norm": norms,
+    "rope": ropes,
+    "activation": activations,
+    "page": pages,
+    "concat": concats,
+    "quantize": quantised,
+    "sampling": sampled,
+    "topk": top,
+    "moe.routing": routings,
+    "moe.experts": experts,
+    "moe.finalize": experts,
+    "attention.prefill": prefills,
+    "attention.decode": decodes,
+    "attention.merge": merges,
+    "attention.mla": latent,
+    "attention.mqa_logits": scores,
+    "gemm.dense": products,
+    "gemm.blockscaled": scaled_products,
+    "gemm.grouped": grouped_products,
+    "recurrent.delta": deltas,
+}
+# Rooms whose calls need more than one process; tests/comm and tests/ops/comm have them.
+RANKS = {"comm.allreduce_fusion", "comm.alltoall"}
+
+
+@contextlib.contextmanager
+def by(variant):
+    """Every op runs by the reference or, under the interpreter, by its portable kernel where it has one for that."""
+    select, call = Op.select, Op.__call__
+
+    def chosen(op, problem, device, backend="auto"):
+        try:
+            return select(op, problem, target_of(device), variant)
+        except UnsupportedConfig:
+            return select(op, problem, target_of(device), backend)
+
+    Op.__call__ = chosen
+    try:
+        yield
+    finally:
+        Op.__call__ = call
