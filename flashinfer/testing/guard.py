@@ -2,8 +2,9 @@
 
 While `watch` lasts, what `torch.empty`, its relatives and `torch.zeros` give to this repository's code lies inside a
 larger buffer. On both sides are canaries; where the caller gets undefined memory it is NaN in floating types and bytes
-of 0x7f in others. The tensors are otherwise as torch makes them: contiguous, at the start of a storage of their own size,
-aligned to 256 bytes, and free again when nobody refers to them. Canaries are looked at when a tensor ends and by `check`.
+of 0x7f in others. The tensors are otherwise as torch makes them: contiguous, at the start of a storage of their own
+size, aligned to 256 bytes, and free again when nobody refers to them. Canaries are looked at when a tensor ends and by
+`check`.
 """
 
 import contextlib
@@ -69,8 +70,20 @@ def watch():
             for name in names:
                 stack.callback(_put, owner, name, owner.__dict__.get(name))
                 setattr(owner, name, _guarding(getattr(owner, name), undefined="empty" in name))
+        # The compiler of torch knows factories by identity, too: from a call of it on, they are torch's own again.
+        for owner, name in ((torch, "compile"), (torch.library, "opcheck")):
+            stack.callback(_put, owner, name, getattr(owner, name))
+            setattr(owner, name, _after(stack.close, getattr(owner, name)))
         yield
     check()
+
+
+def _after(first, function):
+    def call(*args, **kwargs):
+        first()
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _put(owner, name, function):
@@ -83,7 +96,7 @@ def _put(owner, name, function):
 def _guarding(allocate, undefined):
     def guarding(*args, **kwargs):
         made = allocate(*args, **kwargs)
-        if torch.compiler.is_compiling() or not _is_ours(made, kwargs):
+        if not _is_ours(made, kwargs):
             return made
         caller = sys._getframe(1)
         if not caller.f_globals.get("__name__", "").startswith(_CALLERS):

@@ -49,7 +49,10 @@ def test_sees_a_wrong_write(device, make, shift, byte, alive):
     guard.check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_undefined_floats_are_nan(device, dtype):
     for out in (torch.empty(3, 5, dtype=dtype, device=device), guard.guarded((3, 5), dtype, device)):
         assert out.float().isnan().all() and out.dtype == dtype and out.shape == (3, 5)
@@ -99,6 +102,12 @@ def test_all_is_as_before_afterwards():
     with guard.watch():
         assert torch.empty is not makes
     assert torch.empty is makes
+
+
+def test_the_compiler_of_torch_sees_its_own_factories():
+    assert torch.empty.__name__ == "guarding"
+    step = torch.compile(lambda x: torch.empty_like(x).zero_() + x, fullgraph=True, backend="eager")
+    assert (step(torch.ones(3)) == 1).all()
 
 
 @pytest.mark.gpu
