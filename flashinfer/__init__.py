@@ -128,7 +128,7 @@ _ROOT_NAMES = {
     ),
     "trtllm_low_latency_gemm": ("prepare_low_latency_gemm_weights",),
     "tllm_enums": ("ActivationType", "RoutingMethodType", "SfLayout", "is_gated_activation"),
-    "topk": ("TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform"),
+    "topk": ("TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform", "top_k_varlen"),
     "utils": ("next_positive_power_of_2",),
     "pod": ("BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"),
     "prefill": (

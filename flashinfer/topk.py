@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from enum import IntEnum
 
 import torch
@@ -12,8 +13,10 @@ from flashinfer._core.held import held
 from flashinfer._core.scalars import number
 from flashinfer.ops import topk as room
 
-__all__ = ["TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform"]
+__all__ = ["TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform", "top_k_varlen"]
 
+# Upstream's implementations of `top_k_varlen`; ours answers to each name.
+_VARLEN_BACKENDS = ("auto", "radix", "gvr", "gvr_2", "radix_cutlass", "radix_filter")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -195,15 +198,124 @@ def top_k_ragged_transform(
     return out
 
 
+def top_k_varlen(
+    logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    top_k: int,
+    pre_idx: torch.Tensor | None = None,
+    compress_ratio: int = 1,
+    next_n: int = 1,
+    return_values: bool = False,
+    out_indices: torch.Tensor | None = None,
+    out_values: torch.Tensor | None = None,
+    backend: str = "auto",
+    load_balance: bool = True,
+    workspace: dict | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The `top_k` largest logits of each row of a decoding batch, as far as its request goes.
+
+    Row ``i * next_n + t`` is token t of request i; its first ``(seq_lens[i] - next_n + t + 1) // compress_ratio``
+    columns count, none where that is negative, and no more than there are.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        [requests * next_n, columns]; float32, bfloat16 or float16, any strides. NaN counts as the largest.
+    seq_lens : torch.Tensor
+        int32 or int64 [requests]: keys of each request, the drafted ones included, before they are compressed.
+    top_k : int
+        1 or more.
+    pre_idx : torch.Tensor, optional
+        int32 [requests, top_k]: what the step before chose. It is a hint that no result depends on, and is not read.
+    compress_ratio : int
+        Keys that a column stands for, 1 or more.
+    next_n : int
+        Rows of a request, 1 or more.
+    return_values : bool
+        Return the logits as well.
+    out_indices, out_values : torch.Tensor, optional
+        Receive the results: [rows, top_k], or as many elements in one dimension; contiguous; int32, and the dtype of
+        `logits`. `out_values` is left alone without `return_values`.
+    backend : str
+        Upstream's names ("auto", "radix", "gvr", "gvr_2", "radix_cutlass", "radix_filter"), which all mean ours, or a
+        variant's name.
+    load_balance : bool
+        No result depends on it; rows are always shared between programs.
+    workspace : dict, optional
+        Not needed.
+
+    Returns
+    -------
+    indices : torch.Tensor
+        int32 [rows, top_k]: columns in their order, of equal logits the first ones; then -1.
+    values : torch.Tensor or None
+        The logits there, then 0; None without `return_values`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or value other than the above.
+
+    Warns
+    -----
+    RuntimeWarning
+        A `pre_idx` of another shape, dtype or device.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> logits = torch.tensor([[0.0, 3.0, 1.0, 9.0]])
+    >>> flashinfer.top_k_varlen(logits, torch.tensor([3], dtype=torch.int32), 2)[0]
+    tensor([[1, 2]], dtype=torch.int32)
+    """
+    _check_scores(logits, "logits")
+    counts = {"top_k": top_k, "compress_ratio": compress_ratio, "next_n": next_n}
+    top_k, compress_ratio, next_n = (_count(name, value) for name, value in counts.items())
+    rows = len(logits)
+    grouped = seq_lens.dim() == 1 and len(seq_lens) * next_n == rows
+    require(grouped, "seq_lens", tuple(seq_lens.shape), f"[requests], which times next_n {next_n} are {rows} rows")
+    require(seq_lens.dtype in (torch.int32, torch.int64), "seq_lens", seq_lens.dtype, "int32, int64")
+    require(workspace is None or isinstance(workspace, dict), "workspace", type(workspace).__name__, "None, a dict")
+    if pre_idx is not None:
+        fits = pre_idx.shape == (len(seq_lens), top_k) and pre_idx.dtype == torch.int32
+        if not fits or pre_idx.device != logits.device:
+            wanted = f"int32 [{len(seq_lens)}, {top_k}] on {logits.device}"
+            warnings.warn(f"pre_idx: a hint that is no {wanted} is not used", RuntimeWarning, stacklevel=2)
+    indices = _flat_out("out_indices", out_indices, torch.int32, rows, top_k, logits.device)
+    values = None
+    if return_values:
+        values = _flat_out("out_values", out_values, logits.dtype, rows, top_k, logits.device)
+    same_device(logits=logits, seq_lens=seq_lens)
+    _top_k_varlen(logits, seq_lens, top_k, compress_ratio, next_n, indices, values, backend)
+    return indices, values
+
+
+def _count(name, value) -> int:
+    value = number(name, value)
+    require(value >= 1, name, value, "1 or more")
+    return value
+
+
+def _flat_out(name, given, dtype, rows, k, device) -> torch.Tensor:
+    """A result [rows, k], in what the caller gave if anything."""
+    if given is None:
+        return torch.empty((rows, k), dtype=dtype, device=device)
+    fits = given.shape in ((rows, k), (rows * k,)) and given.is_contiguous()
+    require(fits, name, tuple(given.shape), f"[{rows}, {k}] or [{rows * k}], contiguous")
+    require(given.dtype == dtype, name, given.dtype, str(dtype))
+    require(given.device == device, name, f"a tensor on {given.device}", f"{device}, where logits is")
+    return given if given.dim() == 2 else given.view(rows, k)
+
+
 def _is_last(tie_break) -> bool:
     require(tie_break in _TIE_BREAKS, "tie_break", tie_break, "a TopKTieBreak")
     return tie_break == TopKTieBreak.LARGE
 
 
-def _check_scores(x):
-    require(x.dim() == 2, "input", tuple(x.shape), "[rows, columns]")
-    require(x.dtype in _DTYPES, "input", x.dtype, "float32, bfloat16, float16")
-    require(0 < x.shape[1] < 1 << 30, "input", tuple(x.shape), "1 to 2^30 columns")
+def _check_scores(x, name="input"):
+    require(x.dim() == 2, name, tuple(x.shape), "[rows, columns]")
+    require(x.dtype in _DTYPES, name, x.dtype, "float32, bfloat16, float16")
+    require(0 < x.shape[1] < 1 << 30, name, tuple(x.shape), "1 to 2^30 columns")
 
 
 def _check_vectors(rows, vectors):
@@ -274,3 +386,22 @@ def _top_k_ragged(
         "ragged", dtype_name(x.dtype), last, starts=starts is not None, lengths=True, aligned=aligned
     )
     room.top_k(problem, x.device).run(x, k, starts, lengths, (offsets,), (out, None))
+
+
+@custom_op("flashinfer::top_k_varlen", mutates_args=("indices", "values"))
+def _top_k_varlen(
+    logits: torch.Tensor, seq_lens: torch.Tensor, k: int, compress_ratio: int, next_n: int, indices: torch.Tensor,
+    values: torch.Tensor | None, backend: str,
+) -> None:  # fmt: skip
+    x = _rows(logits)
+    problem = room.TopK("columns", dtype_name(x.dtype), lengths=True, aligned=is_aligned(x), valued=values is not None)
+    pinned = () if backend in _VARLEN_BACKENDS else (backend,)
+    choice = room.top_k(problem, x.device, *pinned)
+    if not len(x):
+        return
+    lengths = seq_lens
+    if next_n > 1 or compress_ratio > 1 or seq_lens.dtype != torch.int32:
+        steps = torch.arange(1 - next_n, 1, dtype=torch.int64, device=x.device)
+        lengths = (seq_lens[:, None] + steps).flatten() // compress_ratio
+        lengths = lengths.clamp(0, x.shape[1]).to(torch.int32)
+    choice.run(x, k, None, lengths.contiguous(), (), (values, indices))

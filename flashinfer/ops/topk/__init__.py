@@ -17,7 +17,8 @@ class TopK:
     ----------
     form : str
         "values" and their indices; "sorted", the same in the order (value descending, index ascending); "pages", the
-        slots that a page table gives them; or "ragged", indices behind an offset. In all but "sorted" indices ascend.
+        slots that a page table gives them; "ragged", indices behind an offset; or "columns", int32 indices. In all but
+        "sorted" indices ascend.
     dtype : str
         Of the values.
     last : bool
@@ -29,6 +30,8 @@ class TopK:
         the values; indices are written as well.
     aligned : bool
         Rows can be read 16 bytes at a time.
+    valued : bool
+        Of "columns": values are written as well, 0 past a short row.
     """
 
     form: str
@@ -40,6 +43,16 @@ class TopK:
     page_starts: bool = False
     raw: bool = False
     aligned: bool = True
+    valued: bool = False
+
+    @property
+    def with_values(self) -> bool:
+        return self.valued or self.form in ("values", "sorted")
+
+    @property
+    def index(self) -> str:
+        """The dtype of indices and slots."""
+        return "i64" if self.form in ("values", "sorted") else "i32"
 
 
 _VARIANTS = (
@@ -54,6 +67,8 @@ def _catalog() -> Iterator[TopK]:
     yield TopK("pages", "fp32", lengths=True, mapped=True, raw=True)
     yield TopK("pages", "fp32", starts=True, lengths=True, page_starts=True, aligned=False)
     yield TopK("ragged", "fp16", lengths=True)
+    yield TopK("columns", "fp32", lengths=True)
+    yield TopK("columns", "bf16", lengths=True, valued=True)
 
 
 top_k = Op("top_k", TopK, _VARIANTS, _catalog)

@@ -122,6 +122,8 @@ def emit_kernel(
             to = first + tl.arange(0, TILE)
             none = tl.full([TILE], -1, tl.int32)
             tl.store(out_index + to, none.to(out_index.dtype.element_ty), to < k)
+            if out_value is not None:
+                tl.store(out_value + to, tl.zeros([TILE], out_value.dtype.element_ty), to < k)
             if raw is not None:
                 tl.store(raw + to, none, to < k)
 
@@ -162,13 +164,13 @@ def stages_of(problem: TopK) -> Stages:
 
 
 def _build_emit(problem, config):
-    s, pages, values = stages_of(problem), problem.form == "pages", problem.form in ("values", "sorted")
+    s, pages = stages_of(problem), problem.form == "pages"
     p = Parameters().add(stages.rows_pointer(s), "x")
     p.add("*i32", "starts", present=s.starts).add("*i32", "lengths", present=s.lengths)
     p.add("*i32", "maxima", "near").add("*i64", "state")
     p.add("*i32", "listed").add("*fp32", "list_value").add("*i32", "list_column", "places")
-    p.add(f"*{problem.dtype}", "out_value", present=values)
-    p.add("*i64" if values else "*i32", "out_index").add("*i32", "raw", present=problem.raw)
+    p.add(f"*{problem.dtype}", "out_value", present=problem.with_values)
+    p.add(f"*{problem.index}", "out_index").add("*i32", "raw", present=problem.raw)
     p.add("*i32", "page_table", present=pages).add("*i32", "row_to_batch", present=problem.mapped)
     p.add("*i32", "page_starts", present=problem.page_starts).add("*i32", "offsets", present=problem.form == "ragged")
     p.add("i64", "x_row", "out_row").add("i64", "raw_row", present=problem.raw).add("i64", "table_row", present=pages)
@@ -211,7 +213,8 @@ def kernels(problem, config):
 def run(problem, config, x, k, starts, lengths, places, outputs):
     """Write the k largest of each row to `outputs`: values and indices, or slots and raw indices (or None).
 
-    `places` are page table, row_to_batch, page_starts and page_size of "pages", or the offsets of "ragged".
+    `places` are page table, row_to_batch, page_starts and page_size of "pages", or the offsets of "ragged"; `outputs`
+    of "columns" are values (or None) and indices.
     """
     rows, columns = x.shape
     raw = table = row_to_batch = page_starts = offsets = pages = page_size = table_row = raw_row = out_value = None
@@ -224,6 +227,8 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
         out_value, out_index = outputs
         if problem.form == "sorted":
             out_value, out_index = torch.empty_like(out_value), torch.empty_like(out_index)
+    elif problem.form == "columns":
+        out_value, out_index = outputs
     else:
         out_index, raw = outputs
         raw_row = None if raw is None else raw.stride(0)

@@ -28,9 +28,17 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
         out_value.copy_(window.gather(1, order))
         out_index.copy_(order)
         return
+    width = order.shape[1]
+    if problem.form == "columns":
+        out_value, out_index = outputs
+        out_index.fill_(-1)
+        out_index[:, :width] = order.masked_fill(none, -1)
+        if out_value is not None:
+            out_value.zero_()
+            out_value[:, :width] = window.gather(1, order).masked_fill(none, 0)
+        return
     out, raw = outputs
     out.fill_(-1)
-    width = order.shape[1]
     result = _slots(problem, order, starts, places) if problem.form == "pages" else order + places[0].long()[:, None]
     out[:, :width] = result.masked_fill(none, -1).to(out.dtype)
     if raw is not None:

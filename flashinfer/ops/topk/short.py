@@ -472,6 +472,8 @@ def emit_kernel(
             to = first + tl.arange(0, SHARE)
             none = tl.full([SHARE], -1, tl.int32)
             tl.store(out_index + to, none.to(out_index.dtype.element_ty), to < k)
+            if out_value is not None:
+                tl.store(out_value + to, tl.zeros([SHARE], out_value.dtype.element_ty), to < k)
             if raw is not None:
                 tl.store(raw + to, none, to < k)
 
@@ -508,9 +510,9 @@ def _build_list(problem, config):
 
 
 def _build_emit(problem, config):
-    pages, values = problem.form == "pages", problem.form in ("values", "sorted")
-    p = _listed(_begin(problem), problem).add(f"*{problem.dtype}", "out_value", present=values)
-    p.add("*i64" if values else "*i32", "out_index").add("*i32", "raw", present=problem.raw)
+    pages = problem.form == "pages"
+    p = _listed(_begin(problem), problem).add(f"*{problem.dtype}", "out_value", present=problem.with_values)
+    p.add(f"*{problem.index}", "out_index").add("*i32", "raw", present=problem.raw)
     p.add("*i32", "page_table", present=pages).add("*i32", "row_to_batch", present=problem.mapped)
     p.add("*i32", "page_starts", present=problem.page_starts).add("*i32", "offsets", present=problem.form == "ragged")
     p.add("i64", "x_row", "out_row").add("i64", "raw_row", present=problem.raw).add("i64", "table_row", present=pages)
