@@ -5,6 +5,7 @@ Names are imported at first use: `import flashinfer` loads neither torch nor Tri
 
 from importlib import import_module
 
+from flashinfer._core.env import api_level
 from flashinfer.version import __version__, check_supported
 
 check_supported()
@@ -175,3 +176,7 @@ def __getattr__(name):
 
 def __dir__():
     return sorted({*globals(), *__all__})
+
+
+if api_level():
+    import_module(f"{__name__}.api_logging").install()

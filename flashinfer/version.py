@@ -6,8 +6,14 @@ from importlib import metadata
 
 from flashinfer._core import env
 
+try:
+    # Written into a wheel that is built with FLASHINFER_PUBLIC_VERSION (setup.py).
+    from flashinfer._core.public_version import PUBLIC
+except ImportError:
+    PUBLIC = "0.7.2.post1"
+
 # The public part is the upstream API that this package answers to, the local part is its own count.
-__version__ = "0.7.2.post1+py.1"
+__version__ = f"{PUBLIC}+py.1"
 
 # distribution names that provide the module, first supported (major, minor), first unsupported one or None
 SUPPORTED = {
@@ -45,7 +51,7 @@ def is_supported(module: str, version: str) -> bool:
 def check_supported() -> None:
     """Raise ImportError if torch or Triton is absent or outside the supported range.
 
-    FLASHINFER_DISABLE_VERSION_CHECK=1 turns the error into a warning.
+    With FLASHINFER_DISABLE_VERSION_CHECK set to anything, it is a warning.
     """
     found = {module: installed(module) for module in SUPPORTED}
     if all(is_supported(module, version) for module, version in found.items()):
@@ -57,7 +63,7 @@ def check_supported() -> None:
         + " and ".join(f"{module} {version or '(not installed)'}" for module, version in found.items())
         + f". {env.DISABLE_VERSION_CHECK.name}=1 turns this error into a warning."
     )
-    if env.DISABLE_VERSION_CHECK.is_on():
+    if env.DISABLE_VERSION_CHECK.get():
         warnings.warn(message, RuntimeWarning, stacklevel=3)
         return
     raise ImportError(message)

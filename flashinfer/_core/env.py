@@ -49,9 +49,24 @@ PRECOMPILED_DIR = Variable(
 FROZEN = Variable("FLASHINFER_FROZEN", "0", "1: a kernel that is not in a cache is an error, nothing is compiled")
 DEBUG = Variable("FLASHINFER_DEBUG", "0", "1: check what is costly to check: page indices, alignment of each launch")
 LINE_INFO = Variable("FLASHINFER_LINE_INFO", "0", "1: compile source lines into kernels, for profilers")
-LOGLEVEL = Variable("FLASHINFER_LOGLEVEL", "", "debug, info, warning or error: print this package's log to stderr")
+LOGLEVEL = Variable(
+    "FLASHINFER_LOGLEVEL",
+    "0",
+    "log calls: 1 names, 3 shapes, 5 values, 10 dumps; or debug, info, warning, error: this package's log to stderr",
+)
+LOGDEST = Variable("FLASHINFER_LOGDEST", "stdout", "where calls are logged: stdout, stderr, a file; %i: the process id")
+DUMP_DIR = Variable("FLASHINFER_DUMP_DIR", "flashinfer_dumps", "the folder of dumped calls, of level 10")
+DUMP_MAX_COUNT = Variable("FLASHINFER_DUMP_MAX_COUNT", "1000", "calls that a process dumps at most")
+DUMP_MAX_SIZE_GB = Variable("FLASHINFER_DUMP_MAX_SIZE_GB", "20", "GiB that a process dumps at most")
+DUMP_INCLUDE = Variable("FLASHINFER_DUMP_INCLUDE", "", "patterns of functions to dump, such as *decode*,*.run")
+DUMP_EXCLUDE = Variable("FLASHINFER_DUMP_EXCLUDE", "", "patterns of functions that are not dumped")
+DISABLE_JIT = Variable("FLASHINFER_DISABLE_JIT", "", "anything but 0: as FLASHINFER_FROZEN=1")
+VALIDATE_INPUTS = Variable("FLASHINFER_VALIDATE_INPUTS", "", "anything but 0: FLASHINFER_DEBUG=1 from the import on")
 DISABLE_VERSION_CHECK = Variable(
-    "FLASHINFER_DISABLE_VERSION_CHECK", "0", "1: warn about an unsupported torch or Triton, and go on"
+    "FLASHINFER_DISABLE_VERSION_CHECK", "", "anything: warn about an unsupported torch or Triton, and go on"
+)
+PUBLIC_VERSION = Variable(
+    "FLASHINFER_PUBLIC_VERSION", "0.7.2.post1", "read where a wheel is built (setup.py): its public version; or 0.7.2"
 )
 NVFP4_4OVER6 = Variable(
     "FLASHINFER_NVFP4_4OVER6", "0", "1: NVFP4 quantisation tries 4 beside 6, where no argument says"
@@ -70,12 +85,14 @@ AUTOTUNE_CACHE_DIR = Variable(
 )
 AUTOTUNE_DIR = Variable("FLASHINFER_AUTOTUNE_DIR", "", "the same, where FLASHINFER_AUTOTUNE_CACHE_DIR is unset")
 VARIABLES = (
-    WORKSPACE_BASE, PRECOMPILED_DIR, AUTOTUNE_CACHE_DIR, AUTOTUNE_DIR, FROZEN, DEBUG, LINE_INFO, LOGLEVEL,
-    DISABLE_VERSION_CHECK, NVFP4_4OVER6,
-    NVFP4_4OVER6_ERR_MODE, NVFP4_4OVER6_ERR_USE_FAST_MATH, NVFP4_4OVER6_E4M3_USE_256,
+    WORKSPACE_BASE, PRECOMPILED_DIR, AUTOTUNE_CACHE_DIR, AUTOTUNE_DIR, FROZEN, DISABLE_JIT, DEBUG,
+    VALIDATE_INPUTS, LINE_INFO, LOGLEVEL, LOGDEST, DUMP_DIR, DUMP_MAX_COUNT, DUMP_MAX_SIZE_GB, DUMP_INCLUDE,
+    DUMP_EXCLUDE, DISABLE_VERSION_CHECK, PUBLIC_VERSION, NVFP4_4OVER6, NVFP4_4OVER6_ERR_MODE,
+    NVFP4_4OVER6_ERR_USE_FAST_MATH, NVFP4_4OVER6_E4M3_USE_256,
 )  # fmt: skip
 
 _LEVELS = ("debug", "info", "warning", "error")
+_CALL_LEVELS = (0, 1, 3, 5, 10)
 
 
 def table() -> list[dict[str, str]]:
@@ -111,17 +128,26 @@ def precompiled_dirs() -> tuple[Path, ...]:
     return tuple(found)
 
 
+def api_level() -> int:
+    """Which of the levels 0, 1, 3, 5 and 10 calls are logged at: the one at or below the number that is asked for."""
+    value = LOGLEVEL.get().strip()
+    return max(level for level in _CALL_LEVELS if level <= int(value)) if value.isdecimal() else 0
+
+
 def _logger() -> logging.Logger:
     logger = logging.getLogger("flashinfer")
-    level = LOGLEVEL.get().lower()
-    if level:
-        if level not in _LEVELS:
-            raise ValueError(f"{LOGLEVEL.name}: got {level!r}; allowed: {', '.join(_LEVELS)}")
+    level = LOGLEVEL.get().strip().lower()
+    if level in _LEVELS:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(level.upper())
+    elif not level.isdecimal():
+        known = ", ".join((*map(str, _CALL_LEVELS), *_LEVELS))
+        logger.warning("%s: got %r, which is taken for 0; known are %s", LOGLEVEL.name, level, known)
     return logger
 
 
 logger = _logger()
+if VALIDATE_INPUTS.get() not in ("", "0"):
+    os.environ.setdefault(DEBUG.name, "1")

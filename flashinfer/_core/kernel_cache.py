@@ -106,7 +106,8 @@ def obtain(key: dict, compile_it: Callable[[], tuple[bytes, dict]]) -> Entry:
     if frozen():
         raise FrozenError(
             f"{key['name']}: no compiled kernel {digest} for sm_{key['arch']}, and frozen mode forbids compiling. "
-            f"Compile it ahead (`flashinfer precompile`), or unset {env.FROZEN.name}. Wanted: {_canonical(key)}"
+            f"Compile it ahead (`flashinfer precompile`), or unset {env.FROZEN.name} and {env.DISABLE_JIT.name}. "
+            f"Wanted: {_canonical(key)}"
         )
     place = writable(key)
     with ExitStack() as stack:
@@ -148,7 +149,7 @@ def freeze(on: bool = True) -> None:
 
 def frozen() -> bool:
     """Whether compiling is forbidden in this process."""
-    return _frozen_by_call or env.FROZEN.is_on()
+    return _frozen_by_call or env.FROZEN.is_on() or env.DISABLE_JIT.get() not in ("", "0")
 
 
 # -- entries ----------------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from importlib import import_module
 
 import click
 
+from flashinfer.cli.output import near
 from flashinfer.version import __version__
 
-# command -> (module, what `flashinfer --help` says); a module is imported when its command is asked for
+# command -> (module:attribute, what `flashinfer --help` says); a module is imported when its command is asked for
 _COMMANDS = {
     "demo": ("demo", "Serve a real model with this package (source checkout)."),
     "show-config": ("show_config", "Print versions, devices, environment variables and the cache folder."),
@@ -18,6 +19,18 @@ _COMMANDS = {
     "cache": ("cache", "List, verify or clear compiled kernels."),
     "bench": ("bench", "Measure a room's kernels against this device's ceilings (source checkout)."),
     "doctor": ("doctor", "Check the installation; exit status 1 if something is broken."),
+    "collect-env": ("upstream:collect_env", "Print a report of the environment, for issues."),
+    "replay": ("replay", "Run calls again that FLASHINFER_LOGLEVEL=10 wrote down, and compare."),
+    "list-modules": ("upstream:list_modules", "List the ops, their variants and where these are."),
+    "module-status": ("upstream:module_status", "Say how many kernels of each op are compiled."),
+    "clear-cache": ("upstream:clear_cache", "Remove all compiled kernels."),
+    "export-compile-commands": ("upstream:export_compile_commands", "Upstream's; there is no C++ to compile."),
+    "download-kernels": ("upstream", "Upstream's; nothing to download."),
+    "download-cubin": ("upstream", "Upstream's; nothing to download."),
+    "install-cubin-wheel": ("upstream", "Upstream's; nothing to install."),
+    "install-jit-cache-wheel": ("upstream", "Upstream's; nothing to install."),
+    "list-cubins": ("upstream", "Upstream's; there are no cubins to list."),
+    "clear-cubin": ("upstream", "Upstream's; there are no cubins to remove."),
 }
 
 
@@ -28,7 +41,17 @@ class _Commands(click.Group):
     def get_command(self, ctx, name):
         if name not in _COMMANDS:
             return None
-        return import_module(f"flashinfer.cli.{_COMMANDS[name][0]}").command
+        place, _, attribute = _COMMANDS[name][0].partition(":")
+        module = import_module(f"flashinfer.cli.{place}")
+        if place == "upstream" and not attribute:
+            return module.nothing_to_do(name)
+        return getattr(module, attribute or "command")
+
+    def resolve_command(self, ctx, args):
+        """As click does; what is nearly a command is named."""
+        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
+            ctx.fail(f"no such command {args[0]!r}; allowed: {near(args[0], list(_COMMANDS))}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx, formatter):
         with formatter.section("Commands"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import sys
@@ -18,9 +19,10 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def reports_errors(function):
-    """Of a command: a ValueError, OSError or RuntimeError ends it with its message and status 1, without a traceback.
+    """Of a command: an error ends it with its message and no traceback.
 
-    With --json the message is printed as {"error": ...}.
+    The status is 2 for a value that is not allowed (ValueError), as click's own is, and 1 for what went wrong (OSError,
+    RuntimeError). With --json the message is printed as {"error": ...}.
     """
 
     @functools.wraps(function)
@@ -32,9 +34,16 @@ def reports_errors(function):
                 print_json({"error": str(error)})
             else:
                 click.echo(f"Error: {error}", err=True)
-            raise SystemExit(1) from error
+            raise SystemExit(2 if isinstance(error, ValueError) else 1) from error
 
     return run
+
+
+def near(given: str, allowed: list[str]) -> str:
+    """The names that are allowed, after the ones that `given` may have been meant for."""
+    guesses = difflib.get_close_matches(given, allowed, n=3)
+    listed = ", ".join(sorted(allowed))
+    return f"{listed} (did you mean {' or '.join(guesses)}?)" if guesses else listed
 
 
 def print_json(document) -> None:

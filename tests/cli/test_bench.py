@@ -170,16 +170,16 @@ def test_the_peers_tuner_has_the_first_call(bench, tmp_path):
 
 def test_what_is_no_room_row_or_peer_is_refused(bench, tmp_path):
     assert bench() == ["alone", "norms/rows", "norms/unloaded"]
-    assert bench("norm", status=1)["error"].startswith("room: got 'norm'; allowed: alone, norms/rows")
-    assert bench("alone", "--match", "x", status=1)["error"].startswith("--match: got 'x'")
-    assert bench("alone", "--build-peer", status=1)["error"].startswith("--peer: got none")
+    assert bench("norm", status=2)["error"].startswith("room: got 'norm'; allowed: alone, norms/rows")
+    assert bench("alone", "--match", "x", status=2)["error"].startswith("--match: got 'x'")
+    assert bench("alone", "--build-peer", status=2)["error"].startswith("--peer: got none")
     assert "cannot be imported" in bench("alone", "--peer", str(tmp_path / "nowhere"), status=1)["error"]
     # what was measured before is there
     assert [row["name"] for row in kept(tmp_path, "alone")["cases"]] == ["no device", "alone"]
     twice = tmp_path / "rooms" / "norms" / "again" / "bench_again.py"
     twice.parent.mkdir()
     twice.write_text(ALONE.replace("alone", "right"))
-    assert bench("norms", status=1)["error"] == "room: 'norms' has rows of the same name: right"
+    assert bench("norms", status=2)["error"] == "room: 'norms' has rows of the same name: right"
 
 
 def test_attention_in_this_package_twice(tmp_path):

@@ -488,13 +488,13 @@ def test_precompiled_folder_that_others_can_write_is_refused(tmp_path, base, mon
 # -- frozen -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["variable", "call"])
+@pytest.mark.parametrize("way", ["FLASHINFER_FROZEN", "FLASHINFER_DISABLE_JIT", "call"])
 def test_frozen_mode_reads_and_does_not_compile(way, monkeypatch):
     store()
-    if way == "variable":
-        monkeypatch.setenv("FLASHINFER_FROZEN", "1")
-    else:
+    if way == "call":
         kernel_cache.freeze()
+    else:
+        monkeypatch.setenv(way, "1")
     try:
         assert kernel_cache.frozen()
         compiler = Compiler()
@@ -504,7 +504,8 @@ def test_frozen_mode_reads_and_does_not_compile(way, monkeypatch):
         assert compiler.calls == 0
     finally:
         kernel_cache.freeze(False)
-    monkeypatch.delenv("FLASHINFER_FROZEN", raising=False)
+    for name in ("FLASHINFER_FROZEN", "FLASHINFER_DISABLE_JIT"):
+        monkeypatch.delenv(name, raising=False)
     assert not kernel_cache.frozen()
 
 

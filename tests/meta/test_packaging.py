@@ -1,8 +1,12 @@
 """pyproject.toml, constraints.txt and .ci/run say what the code says."""
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 import sys
+import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +17,13 @@ from flashinfer.version import SUPPORTED, __version__, is_supported, supported_r
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 PINS = dict(re.findall(r"^([a-z0-9-]+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+KEPT = {"flashinfer", "flashinfer_cubin", "pyproject.toml", "setup.py", "README.md", "LICENSE"}
+BUILD = """
+import os, sys
+from setuptools.build_meta import build_wheel
+os.makedirs(sys.argv[1], exist_ok=True)
+build_wheel(sys.argv[1])
+"""
 
 
 def requirements(key):
@@ -29,6 +40,33 @@ def test_ranges_are_those_that_the_import_checks(module):
 
 def test_version_answers_to_upstream():
     assert re.fullmatch(r"0\.7\.2\.post1\+py\.\d+", __version__)
+
+
+def test_wheel_has_the_public_version_that_its_build_was_given(tmp_path):
+    """As engines pin it: vLLM the one, SGLang the other."""
+    for public, given in (("0.7.2.post1", ""), ("0.7.2", "0.7.2")):
+        source, out = tmp_path / f"source{given}", tmp_path / f"out{given}"
+        shutil.copytree(ROOT, source, ignore=lambda folder, names: set(names) - KEPT if Path(folder) == ROOT else [])
+        command = [sys.executable, "-c", BUILD, str(out)]
+        environment = os.environ | {"FLASHINFER_PUBLIC_VERSION": given}
+        done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        (wheel,) = out.glob("*.whl")
+        assert wheel.name.startswith(f"flashinfer_python-{public}+py.")
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+            assert {"flashinfer/py.typed", "flashinfer_cubin/__init__.py"} <= set(names)
+            written = [n for n in names if n == "flashinfer/_core/public_version.py"]
+            assert [archive.read(n).decode() for n in written] == ([f'PUBLIC = "{public}"\n'] if given else [])
+    bad = os.environ | {"FLASHINFER_PUBLIC_VERSION": "0.8"}
+    done = subprocess.run(command, cwd=source, env=bad, capture_output=True, text=True)
+    assert done.returncode and "FLASHINFER_PUBLIC_VERSION: got '0.8'; allowed: 0.7.2, 0.7.2.post1" in done.stderr
+
+
+def test_the_cubin_module_has_our_version():
+    import flashinfer_cubin
+
+    assert flashinfer_cubin.__version__ == __version__
 
 
 def test_everything_that_make_installs_is_pinned():

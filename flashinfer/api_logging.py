@@ -1,0 +1,292 @@
+"""The log of calls: FLASHINFER_LOGLEVEL 1 names them, 3 adds shapes, 5 values, 10 writes them to disk.
+
+At level 0 nothing of this is imported by `import flashinfer`, and no function is wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from enum import EnumMeta
+from importlib import import_module
+from pathlib import Path
+from types import FunctionType, ModuleType
+
+import torch
+
+from flashinfer._core import call_dump, call_log, env
+
+__all__ = ["flashinfer_api", "replay"]
+
+_LEVEL = env.api_level()
+_dumps: call_dump.Dumps | None = None
+# Folders of the package that hold no public functions.
+_INNER = {"_core", "_forms", "api_logging", "cli", "collect_env", "compat", "integrations", "jit", "ops", "testing"}
+
+
+class _Depth(threading.local):
+    """Whether this thread is in a logged call already: what that calls is not logged."""
+
+    inside = False
+
+
+_depth = _Depth()
+
+
+def flashinfer_api(func: Callable | None = None, *, trace=None) -> Callable:
+    """Decorator: calls of a function are logged, as FLASHINFER_LOGLEVEL said when this module was imported.
+
+    Parameters
+    ----------
+    func : callable, optional
+        A function, or a method. None: the decorator itself is returned.
+    trace : optional
+        Upstream's description of the function for its tracing tool, which is not here; kept as the attribute
+        `trace_template`.
+
+    Returns
+    -------
+    callable
+        `func` itself at level 0.
+
+    Examples
+    --------
+    >>> @flashinfer_api
+    ... def double(x):
+    ...     return 2 * x
+    >>> double(4)
+    8
+    """
+    if func is None:
+        return functools.partial(flashinfer_api, trace=trace)
+    wrapped = func if _LEVEL == 0 else _logged(func)
+    if trace is not None:
+        wrapped.trace_template = trace
+    return wrapped
+
+
+def _logged(function: Callable, owner: type | None = None) -> Callable:
+    signature = inspect.signature(function)
+    is_method = next(iter(signature.parameters), "") == "self"
+
+    @functools.wraps(function)
+    def call(*args, **named):
+        if _depth.inside or torch.compiler.is_compiling():
+            return function(*args, **named)
+        _depth.inside, call_log.choices.now = True, []
+        try:
+            return _call(function, signature, is_method, owner, args, named)
+        finally:
+            _depth.inside, call_log.choices.now = False, None
+
+    call.is_logged = True
+    return call
+
+
+def _call(function, signature, is_method, owner, args, named):
+    # A method that a class inherits is logged as that of the object's class.
+    name = f"{type(args[0]).__name__}.{function.__name__}" if is_method and args else function.__name__
+    arguments = _named(signature, args[1:] if is_method else args, named, is_method)
+    shown = _LEVEL if _LEVEL < 3 or call_dump.wanted(name) else 1
+    log, dump = call_log.logger(), None
+    log.debug("%s", call_log.before(name, arguments, shown))
+    if _LEVEL >= 10:
+        place = f"{(type(args[0]) if is_method else function).__module__}:{name}"
+        dump = _dumps_now().begin(name, place, arguments, id(args[0]) if is_method else None)
+    try:
+        result = function(*args, **named)
+    except BaseException as error:
+        log.debug("FlashInfer API Error: %s: %s: %s", name, type(error).__name__, error)
+        if dump is not None:
+            dump.fail(error)
+        raise
+    if shown >= 3:
+        log.debug("%s", call_log.after(name, result, call_log.choices.now, shown))
+    if dump is not None:
+        dump.end(result)
+    return result
+
+
+def _named(signature: inspect.Signature, args: tuple, named: dict, is_method: bool) -> dict:
+    """Arguments by the names of their parameters; those that do not fit as they are, and the call will say so."""
+    parameters = list(signature.parameters.values())[is_method:]
+    try:
+        bound = signature.replace(parameters=parameters).bind(*args, **named).arguments
+    except TypeError:
+        return {f"args[{i}]": x for i, x in enumerate(args)} | named
+    found = {}
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        found |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return found
+
+
+def _dumps_now() -> call_dump.Dumps:
+    global _dumps
+    if _dumps is None:
+        _dumps = call_dump.Dumps()
+    return _dumps
+
+
+# -- which functions --------------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Log every public function, and every public method of public classes, of this package. Done once, at import."""
+    call_log.watch_choices()
+    wrapped: dict[int, Callable] = {}
+    for module in _modules():
+        for name, value in _public(module):
+            if inspect.isclass(value):
+                _log_methods(value)
+            elif id(value) not in wrapped:
+                wrapped[id(value)] = _logged(value)
+    # A function stands under several names; all of them give the logged one.
+    for name, module in list(sys.modules.items()):
+        if name == "flashinfer" or name.startswith("flashinfer.") and name.split(".")[1] not in _INNER:
+            for attribute, value in list(vars(module).items()):
+                if isinstance(value, FunctionType) and id(value) in wrapped:
+                    setattr(module, attribute, wrapped[id(value)])
+
+
+def _modules() -> Iterator[ModuleType]:
+    root = sys.modules["flashinfer"]
+    for found in pkgutil.walk_packages(root.__path__, "flashinfer."):
+        if found.name.split(".")[1] not in _INNER and not found.name.endswith("__main__"):
+            try:
+                yield import_module(found.name)
+            except ImportError as error:
+                env.logger.warning("calls of %s are not logged: %s", found.name, error)
+
+
+def _public(module: ModuleType) -> Iterator[tuple[str, object]]:
+    """Public functions and classes that a module defines, or gives on by `__all__`."""
+    for name, value in list(vars(module).items()):
+        ours = getattr(value, "__module__", None) or ""
+        if name.startswith("_") or not ours.startswith("flashinfer.") or ours.split(".")[1] in _INNER - {"_forms"}:
+            continue
+        if isinstance(value, FunctionType) and (ours == module.__name__ or name in getattr(module, "__all__", ())):
+            yield name, value
+        elif inspect.isclass(value) and (hasattr(value, "run") or hasattr(value, "plan")):
+            yield name, value
+
+
+def _log_methods(kind: type) -> None:
+    for owner in kind.__mro__[:-1]:
+        if not owner.__module__.startswith("flashinfer."):
+            continue
+        for name, value in list(vars(owner).items()):
+            public = isinstance(value, FunctionType) and (name == "__init__" or not name.startswith("_"))
+            if public and not getattr(value, "is_logged", False):
+                setattr(owner, name, _logged(value, owner))
+
+
+# -- replay -----------------------------------------------------------------------------------------------------------
+
+
+def replay(folder: str | Path, device: torch.device | str | None = None) -> list[dict]:
+    """Run the calls of a folder of dumps again, in their order, and compare what they give with what they gave.
+
+    Parameters
+    ----------
+    folder : path
+        The folder that FLASHINFER_DUMP_DIR named, or that of one call.
+    device : torch.device, optional
+        Where tensors of a GPU go; default: the GPU, or the CPU where there is none.
+
+    Returns
+    -------
+    list of dict
+        Of each call "call" (its folder's name), "function", "state" and "detail". The state is "equal" (bitwise),
+        "close" (as near as the dtype resolves), "different", "failed", or "skipped" where a dump is not whole.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no call in the folder.
+    """
+    folder = Path(folder)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    found = [folder / "metadata.jsonl"] if (folder / "metadata.jsonl").exists() else folder.glob("*/metadata.jsonl")
+    calls = sorted(path.parent for path in found)
+    if not calls:
+        raise FileNotFoundError(f"{folder}: no dump of a call (a folder with metadata.jsonl)")
+    objects: dict[tuple, object] = {}
+    return [{"call": call.name, **_replayed(call, objects, device)} for call in calls]
+
+
+def _replayed(call: Path, objects: dict, device: torch.device) -> dict:
+    name = ""
+    try:
+        record, given, expected = call_dump.read(call)
+        name = str(record.get("function_name", ""))
+        function = _found(record["place"])
+        enums = {kind.__name__: kind for kind in _enums()}
+        arguments = {key: call_dump.decoded(value, given, enums, device) for key, value in record["inputs"].items()}
+    except (call_dump.NotKept, LookupError, TypeError, ValueError, RuntimeError) as error:
+        return {"function": name, "state": "skipped", "detail": str(error)}
+    try:
+        result = _run(function, (record.get("pid"), record.get("self_id")), objects, arguments)
+    except Exception as error:  # what a call raises is its outcome
+        failed_then = record.get("execution_status") == "failed"
+        detail = f"{type(error).__name__}: {error}"
+        return {"function": name, "state": "equal" if failed_then and detail == record.get("error") else "failed",
+                "detail": detail}  # fmt: skip
+    if expected is None:
+        return {"function": name, "state": "ran", "detail": "no result was dumped to compare with"}
+    found: dict[str, torch.Tensor] = {}
+    call_dump._encoded(result, "result", found)
+    found |= {f"written {key}": value for key, value in given.items()}
+    states = {key: _compared(found.get(key), value) for key, value in expected.items()}
+    worst = max(states.values(), key=("equal", "close", "different").index, default="equal")
+    return {"function": name, "state": worst, "detail": ", ".join(k for k, s in states.items() if s != "equal")}
+
+
+def _found(place: str) -> tuple[type | None, Callable]:
+    """(class, function) of a place that a dump names, among public ones of this package."""
+    module, _, name = place.partition(":")
+    for each in _modules():
+        for public, value in _public(each):
+            if inspect.isclass(value):
+                method = inspect.getattr_static(value, name.rpartition(".")[2], None)
+                if name == f"{value.__name__}.{name.rpartition('.')[2]}" and isinstance(method, FunctionType):
+                    return value, method
+            elif public == name or value.__name__ == name:
+                return None, value
+    raise call_dump.NotKept(f"{place!r} is no public function of this package")
+
+
+def _enums() -> Iterator[EnumMeta]:
+    for module in _modules():
+        yield from (value for value in vars(module).values() if isinstance(value, EnumMeta))
+
+
+def _run(function: tuple[type | None, Callable], self_id: tuple, objects: dict, arguments: dict):
+    owner, call = function
+    if owner is None:
+        return call(**arguments)
+    if call.__name__ == "__init__":
+        objects[self_id] = owner(**arguments)
+        return None
+    if self_id not in objects:
+        raise LookupError("the object's __init__ is not among the dumps")
+    return call(objects[self_id], **arguments)
+
+
+def _compared(found: torch.Tensor | None, expected: torch.Tensor) -> str:
+    if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
+        return "different"
+    found = found.detach().cpu().contiguous()
+    if torch.equal(found.reshape(-1).view(torch.uint8), expected.contiguous().reshape(-1).view(torch.uint8)):
+        return "equal"
+    if not expected.dtype.is_floating_point:
+        return "different"
+    bound = torch.finfo(expected.dtype).eps ** 0.5
+    a, b = found.double(), expected.double()
+    largest = float(b.nan_to_num(0, 0, 0).abs().max())
+    near = torch.allclose(a, b, rtol=bound, atol=bound * largest, equal_nan=True)
+    return "close" if near else "different"

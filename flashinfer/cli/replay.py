@@ -1,0 +1,37 @@
+"""`flashinfer replay`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from flashinfer.api_logging import replay
+from flashinfer.cli.output import json_option, print_json, print_table, reports_errors
+
+
+@click.command("replay")
+@click.option(
+    "--dir",
+    "folder",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A folder of dumps, as FLASHINFER_DUMP_DIR named it, or that of one call.",
+)
+@click.option("--device", help="Where tensors of a GPU go; default: cuda if there is one, else cpu.")
+@json_option
+@reports_errors
+def command(folder, device, as_json):
+    """Run calls again that FLASHINFER_LOGLEVEL=10 wrote down; exit status 1 if one fails or gives another result.
+
+    Nothing in a dump is executed or unpickled: it holds names of this package's public functions, plain values and
+    tensors.
+    """
+    found = replay(folder, device)
+    if as_json:
+        print_json(found)
+    else:
+        columns = ["call", "function", "state", "detail"]
+        print_table("Replayed calls", columns, [[row[c] for c in columns] for row in found])
+    if any(row["state"] in ("failed", "different") for row in found) or all(r["state"] == "skipped" for r in found):
+        raise SystemExit(1)

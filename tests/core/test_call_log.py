@@ -1,0 +1,218 @@
+"""The log of calls: what each level writes, where, and dumps that are read without being trusted."""
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer import api_logging
+from flashinfer._core import call_dump, call_log, env
+from tests.cli.test_cli import document, invoke
+
+CALLS = """
+import torch, flashinfer
+from flashinfer.norm import fused_add_rmsnorm
+x = torch.arange(256.0).view(4, 64).T.contiguous().T
+x[0, 0], x[1, 1] = torch.nan, torch.inf
+weight, out = torch.ones(64), torch.empty(4, 64)
+flashinfer.rmsnorm(x, weight, out=out)
+fused_add_rmsnorm(x, x.clone(), weight)
+wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 16, dtype=torch.uint8))
+table = lambda *values: torch.tensor(values, dtype=torch.int32)
+wrapper.plan(table(0, 1, 3), table(0, 1, 2), table(3, 4), 4, 2, 64, 16, q_data_type=torch.float32)
+wrapper.run(torch.randn(2, 4, 64), torch.randn(3, 2, 16, 2, 64))
+try:
+    flashinfer.rmsnorm(x, weight[:3])
+except ValueError:
+    pass
+"""
+NAMES = [
+    "rmsnorm", "fused_add_rmsnorm", "BatchDecodeWithPagedKVCacheWrapper.__init__",
+    "BatchDecodeWithPagedKVCacheWrapper.plan", "BatchDecodeWithPagedKVCacheWrapper.run", "rmsnorm",
+]  # fmt: skip
+
+
+def run(program=CALLS, **variables):
+    given = {f"FLASHINFER_{name}": str(value) for name, value in variables.items()}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("FLASHINFER_")}
+    environment = clean | given | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def calls(text):
+    return re.findall(r"^\[\d{4}-\d\d-\d\d [\d:]{8}\] FlashInfer API Call: (.*)$", text, re.MULTILINE)
+
+
+def test_level_1_names_the_calls_of_callers():
+    out = run(LOGLEVEL=1).stdout
+    assert calls(out) == NAMES and "Tensor" not in out
+    assert "Error: rmsnorm: ValueError: weight: got (3,)" in out
+
+
+def test_level_5_adds_shapes_values_and_what_ran(tmp_path):
+    done = run(LOGLEVEL=5, LOGDEST=tmp_path / "log%i")
+    (log,) = tmp_path.iterdir()
+    assert log.name.removeprefix("log").isdecimal() and not done.stdout
+    text = log.read_text()
+    assert calls(text) == NAMES
+    first = text.split("FlashInfer API Return")[0]
+    given = "input input: Tensor shape=(4, 64) stride=(1, 4) dtype=torch.float32 device=cpu strided"
+    assert f"{given} min=1 max=255 mean=" in first and "nan=1 inf=1" in first
+    assert "ran rmsnorm on cpu: variant reference" in text and "Problem(kind='rmsnorm'" in text
+
+
+def test_level_3_writes_before_the_call():
+    """Nothing of it is lost if the call ends the process."""
+    program = "import os, torch\nfrom flashinfer.api_logging import flashinfer_api\n"
+    program += "@flashinfer_api\ndef ends(weight):\n    os._exit(0)\nends(torch.ones(64))"
+    out = run(program, LOGLEVEL=3).stdout
+    assert "input weight: Tensor shape=(64,) stride=(1,)" in out and "min=" not in out and "Return" not in out
+
+
+@pytest.mark.parametrize("value, level", [("0", 0), ("", 0), ("1", 1), ("2", 1), ("4", 3), ("5", 5), ("99", 10),
+                                          ("-1", 0), ("yes", 0), ("debug", 0), ("1.5", 0), (" 3 ", 3)])  # fmt: skip
+def test_any_value_is_a_level(value, level, monkeypatch):
+    monkeypatch.setenv("FLASHINFER_LOGLEVEL", value)
+    assert env.api_level() == level
+
+
+def test_level_that_is_none_of_them_is_said_once():
+    done = run("import flashinfer, flashinfer.norm", LOGLEVEL="loud")
+    assert done.stderr.count("FLASHINFER_LOGLEVEL: got 'loud', which is taken for 0") == 1
+
+
+def test_off_means_nothing_is_wrapped_or_imported():
+    program = "import sys, flashinfer; {}; print('flashinfer.api_logging' in sys.modules)"
+    assert run(program.format("flashinfer.rmsnorm"), LOGLEVEL="0").stdout.strip() == "False"
+    assert run(program.format("flashinfer.norm"), LOGLEVEL="").stdout.strip() == "False"
+
+    def plain():
+        return 3
+
+    assert api_logging.flashinfer_api(plain) is plain
+    assert api_logging.flashinfer_api(trace=5)(plain) is plain and plain.trace_template == 5
+    assert not hasattr(flashinfer.rmsnorm, "is_logged")
+
+
+def test_statistics_of_parts(monkeypatch):
+    x = torch.randn(3, 50, 7).transpose(0, 2)
+    x[0, 0, 0] = torch.nan
+    whole = call_log._statistics(x)
+    monkeypatch.setattr(call_log, "_PART", 16)
+    assert call_log._statistics(x)[:30] == whole[:30] and "nan=1" in whole
+    assert sorted(v for part in call_log._parts(x) for v in part.flatten().tolist() if v == v) == sorted(
+        v for v in x.flatten().tolist() if v == v
+    )
+
+
+# -- dumps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dumps")
+    run(LOGLEVEL=10, LOGDEST="stderr", DUMP_DIR=folder)
+    return folder
+
+
+def test_dumped_calls_run_again(dumps):
+    found = document("replay", "--dir", dumps, "--device", "cpu")
+    assert [row["function"] for row in found] == NAMES and {row["state"] for row in found} == {"equal"}
+    assert "weight: got (3,)" in found[-1]["detail"]
+    one = next(path for path in dumps.iterdir() if "fused" in path.name)
+    assert [row["state"] for row in document("replay", "--dir", one)] == ["equal"]
+
+
+def test_another_result_is_told(dumps, tmp_path):
+    folder = tmp_path / "altered"
+    for path in dumps.iterdir():
+        if "rmsnorm_call0001" in path.name:
+            (folder / path.name).mkdir(parents=True)
+            for part in path.iterdir():
+                (folder / path.name / part.name).write_bytes(part.read_bytes())
+    for path in folder.iterdir():
+        tensors = torch.load(path / "outputs.pt", weights_only=True)
+        torch.save({name: x + 1 for name, x in tensors.items()}, path / "outputs.pt")
+    found = document("replay", "--dir", folder, status=1)
+    assert {row["state"] for row in found} == {"different"} and "written" in found[-1]["detail"]
+
+
+def test_limits_and_patterns(tmp_path):
+    run(LOGLEVEL=10, LOGDEST="stderr", DUMP_DIR=tmp_path / "a", DUMP_MAX_COUNT=2)
+    assert len(list((tmp_path / "a").iterdir())) == 2
+    patterns = dict(DUMP_INCLUDE="*rmsnorm,*.run", DUMP_EXCLUDE="fused*")
+    done = run(LOGLEVEL=10, LOGDEST="stderr", DUMP_DIR=tmp_path / "b", **patterns)
+    assert {re.search(r"pid\d+_(.*)_call", path.name)[1] for path in (tmp_path / "b").iterdir()} == {
+        "rmsnorm", "BatchDecodeWithPagedKVCacheWrapper.run",
+    }  # fmt: skip
+    assert calls(done.stderr) == NAMES
+    run(LOGLEVEL=10, LOGDEST="stderr", DUMP_DIR=tmp_path / "c", DUMP_MAX_SIZE_GB=1e-9)
+    assert not (tmp_path / "c").exists()
+
+
+class Planted:
+    def __reduce__(self):
+        return os.mkdir, (os.environ["PLANTED"],)
+
+
+@pytest.mark.parametrize("change", ["pickle", "place", "private", "enum", "deep", "record"])
+def test_dump_is_not_trusted(change, dumps, tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANTED", str(tmp_path / "planted"))
+    (source,) = (path for path in dumps.iterdir() if re.search(r"pid\d+_rmsnorm_call0001", path.name))
+    call = tmp_path / "call"
+    call.mkdir()
+    for part in source.iterdir():
+        (call / part.name).write_bytes(part.read_bytes())
+    record = json.loads((call / "metadata.jsonl").read_text().splitlines()[-1])
+    if change == "pickle":
+        (call / "inputs.pt").write_bytes(pickle.dumps({"input": Planted()}))
+    elif change == "place":
+        record["place"] = "os:mkdir"
+    elif change == "private":
+        record["place"] = "flashinfer._core.kernel_cache:clear"
+    elif change == "enum":
+        record["inputs"]["eps"] = {"enum": "Planted", "name": "x"}
+    elif change == "deep":
+        record["inputs"] = [1]
+    (call / "metadata.jsonl").write_text(json.dumps(record) if change != "record" else "[" * 100_000)
+    (row,) = document("replay", "--dir", tmp_path, status=1)
+    assert row["state"] == "skipped" and row["detail"] and not (tmp_path / "planted").exists()
+
+
+def test_no_dump_is_an_error(tmp_path):
+    assert "no dump" in document("replay", "--dir", tmp_path, status=1)["error"]
+    assert "--dir" in invoke("replay", status=2).stderr
+
+
+def test_arguments_survive_the_way_through_a_file():
+    view = torch.arange(24.0).view(4, 6)[:, ::2]
+    given = {
+        "same": (view, view), "list": [1, 2.5, float("inf"), None, True, "text"], "dtype": torch.float8_e4m3fn,
+        "dict": {"a": torch.ones(2, dtype=torch.bfloat16)}, "device": torch.device("cpu"),
+        "enum": flashinfer.SfLayout.layout_linear,
+    }  # fmt: skip
+    tensors = {}
+    tree = json.loads(json.dumps({name: call_dump._encoded(value, name, tensors) for name, value in given.items()}))
+    assert len(tensors) == 2
+    kept = {name: call_dump._copied(x) for name, x in tensors.items()}
+    enums = {"SfLayout": flashinfer.SfLayout}
+    back = {name: call_dump.decoded(value, kept, enums, torch.device("cpu")) for name, value in tree.items()}
+    assert back["same"][0] is back["same"][1] and torch.equal(back["same"][0], view)
+    assert back["same"][0].shape == view.shape and isinstance(back["same"], tuple)
+    assert back["list"] == given["list"] and type(back["list"][4]) is bool
+    assert (back["dtype"], back["device"], back["enum"]) == (given["dtype"], given["device"], given["enum"])
+    with pytest.raises(call_dump.NotKept, match="object"):
+        call_dump.decoded(call_dump._encoded(object(), "x", {}), {}, {}, torch.device("cpu"))
+
+
+def test_package_path_is_not_in_a_dump(dumps):
+    assert not any(str(Path(flashinfer.__file__).parent) in p.read_text() for p in dumps.glob("*/metadata.jsonl"))
