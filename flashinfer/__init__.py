@@ -54,6 +54,7 @@ _ROOT_NAMES = {
     ),
     "jit": (),
     "grouped_mm": ("grouped_mm_bf16", "grouped_mm_fp4", "grouped_mm_fp8", "grouped_mm_mxfp8"),
+    "mhc": (),
     "mla": ("BatchMLAPagedAttentionWrapper", "xqa_mla"),
     "norm": (
         "add_rmsnorm_fp4quant",

@@ -10,6 +10,7 @@ _ROOMS = (
     "activation",
     "page",
     "concat",
+    "mhc",
     "quantize",
     "sampling",
     "topk",
