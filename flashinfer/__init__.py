@@ -14,7 +14,14 @@ check_supported()
 _ROOT_NAMES = {
     "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul", "silu_and_mul_scaled_nvfp4_experts_quantize"),
     "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
-    "attn_scores": (),
+    "attn_scores": (
+        "compute_paged_mqa_logits_schedule",
+        "fp4_paged_mqa_logits",
+        "fp8_paged_mqa_logits",
+        "min_block_table_width",
+        "padded_seq_len",
+        "precompile_paged_mqa_logits",
+    ),
     "autotune_cache": ("MeasurementPolicy", "autotune_v2", "autotune_v2_reload"),
     "autotuner": ("autotune",),
     "cascade": (

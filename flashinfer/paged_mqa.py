@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops.attention.engine import integers, refuse
 from flashinfer.ops.attention.mqa_logits import Problem, mqa_logits
@@ -91,7 +91,8 @@ def _fp8_paged_mqa_logits(
     shape = (batch, tokens) if each else (batch, 1) if context_lens.dim() == 2 else (batch,)
     lens = integers(context_lens, "context_lens", device, shape)
     tables = integers(block_table, "block_table", device, (batch, None))
-    problem = Problem(heads, dim, kv_cache.shape[1], max(tokens, 1), each, clean_logits, keys.stride(0) % 16 == 0)
+    problem = Problem(heads, dim, kv_cache.shape[1], max(tokens, 1), each, clean_logits, keys.stride(0) % 16 == 0,
+                      out=dtype_name(logits.dtype))  # fmt: skip
     choice = mqa_logits(problem, device)
     choice.run(q, keys, scales, weights.contiguous(), lens.contiguous().view(-1), tables, logits, logits.shape[1])
 

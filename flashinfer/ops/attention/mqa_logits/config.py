@@ -19,23 +19,29 @@ class Config:
         Compiler options.
     native_fp8 : bool
         Whether the chip converts FP8 itself; else it is done in bit arithmetic.
+    wide : str
+        What mxfp4 and bf16 are multiplied in: "bf16", or "fp32" where tensor cores have none.
     """
 
     block_n: int
     num_warps: int
     num_stages: int
     native_fp8: bool
+    wide: str
 
 
 def choose(p, target: Target) -> Config:
     # 64 keys x 64 heads of scores are 32 registers a thread of 4 warps, and the query waits in as many.
-    return Config(block_n=64, num_warps=4, num_stages=3, native_fp8=target.capability >= 89)
+    wide = "bf16" if target.capability >= 80 else "fp32"
+    return Config(block_n=64, num_warps=4, num_stages=3, native_fp8=target.capability >= 89, wide=wide)
 
 
 def refuses(p, target: Target) -> str:
     """Why the kernel does not take the problem; '' if it does."""
     if p.head_dim > 256 or p.head_dim % 16:
         return f"head_dim {p.head_dim} is no multiple of 16 up to 256"
+    if p.form == "mxfp4" and p.head_dim % 32:
+        return f"head_dim {p.head_dim} is no multiple of 32, the block of mxfp4"
     if p.num_heads > 128:
         return f"num_heads {p.num_heads} is more than 128"
     return ""

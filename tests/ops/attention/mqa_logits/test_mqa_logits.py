@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from flashinfer.attn_scores import compute_paged_mqa_logits_schedule, fp8_paged_mqa_logits
+from flashinfer.attn_scores import compute_paged_mqa_logits_schedule
 from flashinfer.ops.attention import mqa_logits as room
+from flashinfer.paged_mqa import fp8_paged_mqa_logits
 from flashinfer.testing.compare import assert_close
 
 FP8 = torch.float8_e4m3fn
@@ -111,7 +112,7 @@ def test_a_schedule():
     assert meta.dtype == torch.int32 and meta.shape[1] == 2
     out = torch.empty_like(meta)
     assert compute_paged_mqa_logits_schedule(lens, "cpu", out=out) is out
-    for argument, given in (("variant", dict(variant="fp4")), ("next_n", dict(next_n=0)), ("out", dict(out=lens))):
+    for argument, given in (("variant", dict(variant="fp6")), ("next_n", dict(next_n=0)), ("out", dict(out=lens))):
         with pytest.raises(ValueError, match=argument):
             compute_paged_mqa_logits_schedule(lens, "cpu", **given)
 
