@@ -62,6 +62,15 @@ _ROOT_NAMES = {
     "jit": (),
     "grouped_mm": ("grouped_mm_bf16", "grouped_mm_fp4", "grouped_mm_fp8", "grouped_mm_mxfp8"),
     "mhc": (),
+    "kda": ("RecurrentKDAPrefillWrapper", "recurrent_kda"),
+    "kda_decode": (),
+    "kda_prefill": (
+        "KDAPrefillPlanCache",
+        "RecurrentKDAPrefillWorkspace",
+        "kda_prefill_supports_fp32_checkpoints",
+        "prepare_bf16_kda_prefill",
+        "prepare_tf32_kda_prefill",
+    ),
     "mla": ("BatchMLAPagedAttentionWrapper", "xqa_mla"),
     "norm": (
         "add_rmsnorm_fp4quant",

@@ -184,7 +184,7 @@ def step_kernel(
                 store_state(state + at, s, inside & (to > of.null) & (t < stored), STATE, CAPABILITY)
             if FINAL and stop is not None:
                 store_state(state + goal, s, inside & (last > of.null) & (t + 1 == stored), STATE, CAPABILITY)
-            if KEEP != "":
+            if KEEP != "" and t < of.kept:
                 place = head.to(tl.int64) * of.kept + t
                 at = slot * kept_by.v + place * of.value_dim + row
                 if KEEP == "replay":

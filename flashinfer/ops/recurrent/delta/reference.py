@@ -116,7 +116,7 @@ def step(problem: Step, tokens, gates, pool, out, scale, kept=None, norm=None, p
             out[0, place[inside, t]] = o[inside]
         wanted = active if pool.stop is None else active & (t < pool.stop)
         _store_each(pool, new, wanted, t)
-        if kept is not None:
+        if kept is not None and t < kept.v.shape[2]:
             at = (slots[active], t)
             raw = (
                 x[:, t][active]
