@@ -10,7 +10,7 @@ from flashinfer._core.target import target_of
 from flashinfer._forms.given import flag, whole
 from flashinfer.ops.attention.engine import integers
 from flashinfer.ops.attention.kind import expect_kernels
-from flashinfer.ops.attention.mqa_logits import Problem, mqa_logits
+from flashinfer.ops.attention.mqa_logits import Beside, Problem, mqa_logits
 from flashinfer.paged_mqa import _fp8_paged_mqa_logits
 
 __all__ = [
@@ -231,7 +231,7 @@ def _fp4_paged_mqa_logits(
         out=dtype_name(logits.dtype), interleaved=interleaved,
     )  # fmt: skip
     choice = mqa_logits(problem, device)
-    choice.run(q, keys, factors, weights.contiguous(), seq_lens, tables, logits, logits.shape[1], q_scales=q_sf)
+    choice.run(q, keys, factors, weights.contiguous(), seq_lens, tables, logits, logits.shape[1], Beside(q_sf))
 
 
 def _check_types(variant: str, output_dtype, **others) -> None:

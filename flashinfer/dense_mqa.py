@@ -8,7 +8,7 @@ from flashinfer._core.checks import require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._forms.given import flag, whole
 from flashinfer.ops.attention.engine import integers
-from flashinfer.ops.attention.mqa_logits import Problem, mqa_logits
+from flashinfer.ops.attention.mqa_logits import Beside, Problem, mqa_logits
 
 __all__ = ["fp8_mqa_logits"]
 
@@ -104,7 +104,7 @@ def score_rows(
     problem = Problem(heads, dim, 0, 1, each=True, clean=True, form=form)
     rows = keys.view(torch.uint8) if form == "fp8" else keys
     mqa_logits(problem, device).run(
-        q[:, None], rows, scales, weights.contiguous(), ke, None, logits, logits.shape[1], begins=ks, origin=origin
+        q[:, None], rows, scales, weights.contiguous(), ke, None, logits, logits.shape[1], Beside(None, ks, origin)
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 
 from flashinfer._core.dispatch import Op, Variant
 from flashinfer.ops.attention.mqa_logits import config
@@ -51,6 +54,24 @@ class Problem:
     form: str = "fp8"
     out: str = "fp32"
     interleaved: bool = False
+
+
+class Beside(NamedTuple):
+    """What some problems have beside their operands.
+
+    Attributes
+    ----------
+    q_scales : uint8 Tensor [batch, tokens, heads, dim / 32], optional
+        Factors of mxfp4 queries.
+    begins : int32 Tensor [batch], optional
+        Keys side by side: where a query's begin.
+    origin : int
+        Keys side by side: the number of the first.
+    """
+
+    q_scales: torch.Tensor | None = None
+    begins: torch.Tensor | None = None
+    origin: int = 0
 
 
 def _catalog() -> Iterator[Problem]:

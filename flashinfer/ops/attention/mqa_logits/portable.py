@@ -8,6 +8,7 @@ import triton
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention._device.mqa_logits import mqa_logits_kernel
+from flashinfer.ops.attention.mqa_logits import Beside
 
 # Programs that a multiprocessor runs at once, about: the keys of a query are shared out until the chip is full. Not
 # measured.
@@ -36,9 +37,9 @@ launch = Launcher("mqa_logits", build)
 LAUNCHERS = (launch,)
 
 
-def run(p, c, q, keys, scales, weights, lens, tables, logits, context: int, *, q_scales=None, begins=None,
-        origin: int = 0) -> None:  # fmt: skip
+def run(p, c, q, keys, scales, weights, lens, tables, logits, context: int, beside=Beside()) -> None:
     """Parameters as of the reference's `run`."""
+    q_scales, begins, origin = beside
     rows = q.shape[0] * p.tokens
     if not rows or not context:
         return

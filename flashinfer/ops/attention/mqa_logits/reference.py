@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer.ops.attention.mqa_logits import Beside
 from flashinfer.ops.narrow import from_e2m1, from_ue8m0
 
 # Products in memory at a time: 4M float32 are 16 MiB.
 _ELEMENTS = 1 << 22
 
 
-def run(problem, config, q, keys, scales, weights, lens, tables, logits, context: int, *, q_scales=None, begins=None,
-        origin: int = 0) -> None:  # fmt: skip
+def run(problem, config, q, keys, scales, weights, lens, tables, logits, context: int, beside=Beside()) -> None:
     """Write the logits of every request.
 
     Parameters
@@ -28,15 +28,11 @@ def run(problem, config, q, keys, scales, weights, lens, tables, logits, context
     tables : int32 Tensor [batch, max_pages], optional
     logits : Tensor [batch * tokens, context]
         Each query's keys are written; with problem.clean, -inf beside them.
-    q_scales : uint8 Tensor [batch, tokens, heads, dim / 32], optional
-    begins : int32 Tensor [batch], optional
-        Side by side, where a query's keys begin.
-    origin : int
-        Side by side, the number of the first of `keys`.
+    beside : Beside
     """
-    query = _wide(problem, q, q_scales)
+    query = _wide(problem, q, beside.q_scales)
     if not problem.page_size:
-        return _side_by_side(problem, query[:, 0], keys, scales, weights, lens, begins, logits, context, origin)
+        return _side_by_side(problem, query[:, 0], keys, scales, weights, lens, beside, logits, context)
     tokens, page, device = problem.tokens, problem.page_size, q.device
     for i in range(q.shape[0]):
         ends = lens[i * tokens : (i + 1) * tokens] if problem.each else lens[i].expand(tokens)
@@ -60,8 +56,8 @@ def run(problem, config, q, keys, scales, weights, lens, tables, logits, context
     return None
 
 
-def _side_by_side(problem, query, keys, scales, weights, ends, begins, logits, context, origin) -> None:
-    k = _wide(problem, keys[:context], None)
+def _side_by_side(problem, query, keys, scales, weights, ends, beside, logits, context) -> None:
+    k, (_, begins, origin) = _wide(problem, keys[:context], None), beside
     position = torch.arange(origin, origin + context, dtype=torch.int64, device=k.device)
     step = max(1, _ELEMENTS // max(problem.num_heads * context, 1))
     for first in range(0, query.shape[0], step):
