@@ -25,6 +25,7 @@ _NAMES = {
     torch.bool: "i1",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+DTYPE_NAMES = tuple(_DTYPES)
 
 
 def require(condition: bool, argument: str, value, allowed: str) -> None:

@@ -67,6 +67,8 @@ NAMED = {
     )
 }
 GPU_ARCHS = tuple(arch for arch in NAMED if arch != "cpu")
+# Those that kernels have been run on, by the GPU tests; for the others they are compiled.
+RUN_ARCHS = ("90a",)
 
 _by_index: dict[int, Target] = {}
 _override: Target | None = None

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from flashinfer.cli import checkout, figures, peers, plots
-from flashinfer.cli.output import json_option, print_json, print_table, reports_errors
+from flashinfer.cli.output import json_option, near, print_json, print_table, reports_errors
 from flashinfer.version import SUPPORTED, __version__, installed
 
 
@@ -47,7 +47,7 @@ class Room:
         self.name, self.device = name, device
         parts = {part: module for part, module in found.items() if f"{part}/".startswith(f"{name}/")}
         if not parts:
-            raise ValueError(f"room: got {name!r}; allowed: {', '.join(found)}, or a folder of them")
+            raise ValueError(f"room: got {name!r}; allowed: {near(name, list(found))}, or a folder of them")
         self.cases, self.modules = [], []
         for part, module in parts.items():
             names = load(module)
@@ -176,7 +176,9 @@ def write(result: dict, folder: Path, plot: bool = True) -> list[Path]:
     help="Folder of benchmarks; default: the checkout's.",
 )
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder of results; default: results beside them."
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of results; default: results beside them, but nothing in the checkout's without a GPU.",
 )
 @json_option
 @reports_errors
@@ -201,15 +203,21 @@ def command(room, device, match, peer, build_peer, tune_peer, peer_limit, benchm
     if build_peer:
         built = build(chosen, device, peer)
         return print_json(built) if as_json else None
+    # Results in a checkout are of GPUs.
+    place = out or (folder / "results" if benchmarks or device.type == "cuda" else None)
+    if device.type != "cuda":
+        kept = f"they are kept in {place}" if place else "nothing is written without --out"
+        click.echo(f"No GPU: these are times of plain torch on a CPU, which say nothing of kernels; {kept}.", err=True)
     ceiling, results = ceilings(device), []
     for one in chosen:
         result = one.measure(ceiling)
-        if peer is not None:
+        if peer is not None and place is not None:
             # what is measured is kept, whatever happens to the peer
-            write(result, out or folder / "results", plot=False)
+            write(result, place, plot=False)
+        if peer is not None:
             one.measure_peer(result, peer, tune_peer, peer_limit)
         results.append(result)
-        show(result, write(result, out or folder / "results"), as_json)
+        show(result, [] if place is None else write(result, place), as_json)
     if as_json:
         print_json(results[0] if len(results) == 1 else results)
 

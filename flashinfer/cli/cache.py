@@ -7,7 +7,10 @@ from pathlib import Path
 import click
 
 from flashinfer._core import env, kernel_cache
-from flashinfer.cli.output import json_option, print_json, print_table, reports_errors
+from flashinfer._core.checks import require
+from flashinfer._core.target import GPU_ARCHS
+from flashinfer.cli.output import json_option, near, print_json, print_table, reports_errors
+from flashinfer.ops import all_ops
 
 _base_option = click.option(
     "--base",
@@ -19,6 +22,16 @@ _base_option = click.option(
 @click.group("cache")
 def command():
     """List, verify or clear compiled kernels."""
+
+
+def kernels_of(op: str, base: Path | None) -> list[str]:
+    """The kernels that an op launches, or the kernel of that name; ValueError for what is neither."""
+    ops, stored = all_ops(), {entry["op"] for entry in kernel_cache.entries(base)}
+    if op in ops:
+        variants = [variant for variant in ops[op].variants if variant.name != "reference"]
+        return sorted({launcher.name for variant in variants for launcher in variant.load().LAUNCHERS})
+    require(op in stored, "--op", repr(op), near(op, [*ops, *stored]))
+    return [op]
 
 
 @command.command("list")
@@ -40,8 +53,10 @@ def list_entries(base, as_json):
 @json_option
 @reports_errors
 def verify(base, as_json):
-    """Check every entry against its checksums; exit status 1 if one would not be believed."""
+    """Check every entry against its checksums; exit status 1 if one would not be believed, or there is none."""
     count, faults = len(kernel_cache.entries(base)), kernel_cache.verify(base)
+    if not count and not faults:
+        raise FileNotFoundError(f"{kernel_cache.root_of(base or env.workspace_base()).parent}: no entries to verify")
     if as_json:
         print_json({"entries": count, "faults": faults})
     else:
@@ -55,12 +70,16 @@ def verify(base, as_json):
 @command.command("clear")
 @_base_option
 @click.option("--arch", help="Only entries of this architecture, such as 90a.")
-@click.option("--op", help="Only entries of this op, as `cache list` names it.")
+@click.option("--op", help="Only entries of this op, as `explain` lists it, or of this kernel, as `cache list` does.")
 @json_option
 @reports_errors
 def clear(base, arch, op, as_json):
     """Remove entries, and nothing else."""
-    removed = kernel_cache.clear(base, arch, op)
+    require(arch is None or arch in GPU_ARCHS, "--arch", repr(arch), near(arch or "", list(GPU_ARCHS)))
+    removed = {"files": 0, "bytes": 0}
+    for kernel in [None] if op is None else kernels_of(op, base):
+        for name, count in kernel_cache.clear(base, arch, kernel).items():
+            removed[name] += count
     if as_json:
         return print_json(removed)
     click.echo(f"removed {removed['files']} files, {removed['bytes']} bytes")

@@ -52,6 +52,26 @@ def check_packages() -> Iterator[Finding]:
         yield Finding(name, state, f"{version or 'not installed'}; supported: {supported_range(name)}")
 
 
+def _known_of(arch: str) -> str:
+    """Whether this package's kernels have run on an architecture, or are compiled for it in tests and no more."""
+    from flashinfer._core.target import GPU_ARCHS, RUN_ARCHS
+
+    if arch in RUN_ARCHS:
+        return "kernels are run on it by the tests"
+    others = ", ".join(name for name in GPU_ARCHS if name not in RUN_ARCHS)
+    if arch in GPU_ARCHS:
+        return f"kernels are compiled for it by the tests, and were not run on it; run: {', '.join(RUN_ARCHS)}"
+    return f"not tested; run: {', '.join(RUN_ARCHS)}; compiled: {others}"
+
+
+def check_chips() -> Iterator[Finding]:
+    """Every architecture, whether or not it is here: what is known of it."""
+    from flashinfer._core.target import GPU_ARCHS
+
+    for arch in GPU_ARCHS:
+        yield Finding(f"sm_{arch}", "ok", _known_of(arch))
+
+
 def check_devices() -> Iterator[Finding]:
     import torch
 
@@ -59,12 +79,12 @@ def check_devices() -> Iterator[Finding]:
         why = "this torch is built for the CPU" if torch.version.cuda is None else "torch finds no CUDA device"
         yield Finding("gpu", "ok", f"none ({why}); every op runs by its reference on the CPU")
         return
-    from flashinfer._core.target import GPU_ARCHS, target_of
+    from flashinfer._core.target import RUN_ARCHS, target_of
 
     for i in range(torch.cuda.device_count()):
         arch = target_of(torch.device("cuda", i)).arch
-        tested = arch in GPU_ARCHS
-        detail = f"{torch.cuda.get_device_name(i)}, sm_{arch}" + ("" if tested else f"; tested: {', '.join(GPU_ARCHS)}")
+        tested = arch in RUN_ARCHS
+        detail = f"{torch.cuda.get_device_name(i)}, sm_{arch}: {_known_of(arch)}"
         yield Finding(f"cuda:{i}", "ok" if tested else "warning", detail)
     try:
         yield Finding("cuda-bindings", "ok", metadata.version("cuda-bindings"))
@@ -159,6 +179,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_python,
     check_packages,
     check_devices,
+    check_chips,
     check_environment,
     check_cache,
     check_identity,

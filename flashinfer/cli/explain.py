@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import asdict, fields, replace
 from typing import get_type_hints
 
 import click
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.backends import VARIANTS_OF
+from flashinfer._core.checks import DTYPE_NAMES, require
 from flashinfer._core.target import GPU_ARCHS, named, target_of
-from flashinfer.cli.output import json_option, print_json, print_table, reports_errors
+from flashinfer.cli.output import json_option, near, print_json, print_table, reports_errors
 from flashinfer.ops import all_ops
 
 _TRUTH = {"1": True, "true": True, "0": False, "false": False}
@@ -23,9 +26,43 @@ def problem_of(op, settings: tuple[str, ...]):
     values = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
-        require(bool(equals) and name in types, "setting", repr(setting), "; ".join(f"{n}=..." for n in types))
+        allowed = "FIELD=VALUE, the fields " + near(name, list(types))
+        require(bool(equals) and name in types, "setting", repr(setting), allowed)
         values[name] = _parse(name, types[name], text)
+        _check(op, name, values[name], getattr(base, name))
     return replace(base, **values)
+
+
+def documented(op) -> dict[str, str]:
+    """What the docstring of an op's problem says of each field."""
+    text = inspect.getdoc(op.problem_type) or ""
+    _, _, section = text.partition("Attributes\n----------\n")
+    found, names = {}, []
+    for line in section.split("\n\n")[0].splitlines():
+        if line and not line.startswith(" "):
+            names = [name.strip() for name in line.partition(":")[0].split(",")]
+        for name in names if line.startswith(" ") else ():
+            found[name] = f"{found.get(name, '')} {line.strip()}".strip()
+    return found
+
+
+def values_of(op, name: str) -> list[str]:
+    """The values that a field of words may have; [] where any may be: those that its text and the catalog name."""
+    words = re.findall(r'"([^"]*)"', documented(op).get(name, ""))
+    if not words:
+        return []
+    words += [getattr(problem, name) for problem in op.catalog()]
+    # A text names the dtypes that matter; another one is refused by the variants, which say why.
+    return sorted({*words, *(DTYPE_NAMES if set(words) & set(DTYPE_NAMES) else ())})
+
+
+def _check(op, name: str, value, like) -> None:
+    if isinstance(value, str):
+        allowed = values_of(op, name)
+        listed = near(value, [word or "''" for word in allowed])
+        require(not allowed or value in allowed, name, repr(value), listed)
+    elif not isinstance(value, bool) and like >= 0:
+        require(value >= 0, name, value, "0 or more")
 
 
 def _parse(name: str, kind: type, text: str):
@@ -43,13 +80,15 @@ def _parse(name: str, kind: type, text: str):
 @click.argument("settings", nargs=-1, metavar="[FIELD=VALUE]...")
 @click.option("--arch", type=click.Choice(["cpu", *GPU_ARCHS]), help="Architecture; default: this machine's.")
 @click.option("--backend", default="auto", show_default=True, help="A backend name as the public API takes it.")
+@click.option("--fields", "only_fields", is_flag=True, help="Say what the fields of OP mean, and choose nothing.")
 @json_option
 @reports_errors
-def command(op, settings, arch, backend, as_json):
+def command(op, settings, arch, backend, only_fields, as_json):
     """Say which variant runs a problem, with which config, and why the others do not.
 
-    OP is a name that `flashinfer explain` without arguments lists. Fields that are not given keep the values of the
-    first problem that `flashinfer precompile` builds for the op.
+    OP is a name that `flashinfer explain` without arguments lists; `flashinfer explain OP --fields` documents its
+    fields. Fields that are not given keep the values of the first problem that `flashinfer precompile` builds for the
+    op.
 
     \b
     Example: flashinfer explain decode head_dim_qk=64 head_dim_vo=64 group=8 --arch 90a
@@ -57,7 +96,10 @@ def command(op, settings, arch, backend, as_json):
     ops = all_ops()
     if op is None:
         return _list(ops, as_json)
-    require(op in ops, "op", repr(op), ", ".join(sorted(ops)))
+    require(op in ops, "op", repr(op), near(op, list(ops)))
+    require(backend in VARIANTS_OF, "--backend", repr(backend), near(backend, list(VARIANTS_OF)))
+    if only_fields:
+        return _print_fields(ops[op], as_json)
     if arch is None:
         target = target_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     else:
@@ -74,6 +116,24 @@ def command(op, settings, arch, backend, as_json):
         print_table("Config", ["field", "value"], [[n, v] for n, v in found["config"].items()])
     if found["refused"]:
         print_table("Refused", ["variant", "why"], [[n, why] for n, why in found["refused"].items()])
+
+
+def _print_fields(op, as_json):
+    example, texts, kinds = next(iter(op.catalog())), documented(op), get_type_hints(op.problem_type)
+    rows = [
+        {
+            "field": name,
+            "type": kinds[name].__name__,
+            "example": getattr(example, name),
+            "meaning": texts.get(name, ""),
+            "values": values_of(op, name) if kinds[name] is str else [],
+        }
+        for name in kinds
+    ]
+    if as_json:
+        return print_json(rows)
+    columns = ["field", "type", "example", "meaning"]
+    print_table(f"Fields of {op.name}", columns, [[row[c] for c in columns] for row in rows])
 
 
 def _list(ops, as_json):

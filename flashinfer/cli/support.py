@@ -104,9 +104,18 @@ def _markdown(columns: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
+def stub() -> str:
+    """The text of flashinfer/__init__.pyi: what editors and type checkers cannot see in names that are lazy."""
+    lines = [f'"""The root\'s names, for type checkers; written by `{COMMAND}`, do not edit by hand."""', ""]
+    lines += [f"from . import {module} as {module}" for module in sorted(flashinfer._ROOT_NAMES)]
+    for name, module in sorted(flashinfer._MODULE_OF.items(), key=lambda pair: (pair[1], pair[0])):
+        lines.append(f"from .{module} import {name} as {name}")
+    return "\n".join([*lines, "", "__version__: str", f"__all__ = {sorted(flashinfer.__all__)!r}", ""])
+
+
 def generated(root: Path) -> dict[Path, str]:
     """Every generated file of a checkout, with the text that it should hold."""
-    return {root / "docs" / "support.md": support_page()}
+    return {root / "docs" / "support.md": support_page(), root / "flashinfer" / "__init__.pyi": stub()}
 
 
 @click.command(help=__doc__)

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 
 import flashinfer
 from flashinfer._core import env
-from flashinfer.cli import main
+from flashinfer.cli import checkout, main
+from flashinfer.ops import all_ops
 
 COMMANDS = (
     "demo", "show-config", "explain", "precompile", "cache", "bench", "doctor", "collect-env", "replay", "list-modules",
@@ -64,6 +65,7 @@ def test_both_ways_to_start(program):
 
 def test_unknown_command_is_a_usage_error():
     assert "nothing" in invoke("nothing", status=2).stderr
+    assert "did you mean precompile?" in invoke("precompil", status=2).stderr
 
 
 def test_show_config(monkeypatch, tmp_path):
@@ -95,10 +97,26 @@ class TestExplain:
         text = invoke("explain", "rmsnorm", "block=2048", "--arch", "90a").stdout
         assert "rmsnorm on 90a: portable" in text and re.search(r"block +2048 +given", text)
 
+    @pytest.mark.parametrize("op", sorted(all_ops()))
+    def test_catalog_values_are_known_and_fields_documented(self, op):
+        rows = {row["field"]: row for row in document("explain", op, "--fields")}
+        for problem in all_ops()[op].catalog():
+            for name, row in rows.items():
+                value = getattr(problem, name)
+                assert not isinstance(value, str) or not row["values"] or value in row["values"], (name, value)
+        if op in ("prefill", "decode", "mla", "rmsnorm"):
+            assert all(row["meaning"] for row in rows.values()), op
+
     @pytest.mark.parametrize(
         ("words", "named"),
         [
             (["nothing"], ["op", "'nothing'", "rmsnorm"]),
+            (["decod"], ["op", "'decod'", "did you mean decode?"]),
+            (["decode", "head_dim_kq=64"], ["head_dim_kq=64", "did you mean head_dim_qk"]),
+            (["decode", "mask=casual"], ["mask", "'casual'", "did you mean causal?"]),
+            (["decode", "q_dtype=bfloat16"], ["q_dtype", "'bfloat16'", "bf16"]),
+            (["decode", "source=heap"], ["source", "'heap'", "paged, ragged"]),
+            (["decode", "group=-4"], ["group", "-4"]),
             (["rmsnorm", "blok=1"], ["'blok=1'", "block"]),
             (["rmsnorm", "block"], ["'block'"]),
             (["rmsnorm", "block=x"], ["block", "'x'", "int"]),
@@ -122,11 +140,15 @@ def test_precompile_then_the_cache_commands(tmp_path):
     assert all(record["cached"] for record in document(*words))
     assert {r["arch"] for r in document("precompile", "--arch", "89", "--from-cache", out, "--out", out)} == {"89"}
 
+    told = invoke(*words).stderr.splitlines()
+    assert 1 <= len(told) <= 10 and told[-1].startswith(f"{len(records)} of {len(records)} kernels")
+
     entries = document("cache", "list", "--base", out)
     assert len(entries) == len({entry["digest"] for entry in entries}) == len(records) * 3 // 2
     assert all(entry["fault"] == "" and entry["bytes"] > 0 for entry in entries)
     assert "get_seq_lens" not in invoke("cache", "list", "--base", tmp_path / "empty").stdout
     assert document("cache", "verify", "--base", out) == {"entries": len(entries), "faults": []}
+    assert "no entries" in document("cache", "verify", "--base", tmp_path / "empty", status=1)["error"]
 
     broken = Path(entries[0]["path"]).with_suffix(".cubin")
     broken.write_bytes(broken.read_bytes()[:-1] + b"?")
@@ -134,7 +156,10 @@ def test_precompile_then_the_cache_commands(tmp_path):
     assert [fault["path"] for fault in faults] == [entries[0]["path"]]
     assert "1 faults" in invoke("cache", "verify", "--base", out, status=1).stdout
 
-    removed = document("cache", "clear", "--base", out, "--arch", "90a")
+    for bad in (["--arch", "90"], ["--op", "get_seq_len"]):
+        assert "did you mean" in document("cache", "clear", "--base", out, *bad, status=2)["error"]
+    assert document("cache", "clear", "--base", out, "--arch", "90a", "--op", "rmsnorm")["files"] == 0
+    removed = document("cache", "clear", "--base", out, "--arch", "90a", "--op", "get_seq_lens")
     left = document("cache", "list", "--base", out)
     assert removed["files"] == 2 * (len(entries) - len(left)) and {e["arch"] for e in left} == {"80", "89"}
     invoke("cache", "clear", "--base", out)
@@ -176,8 +201,13 @@ def benchmarks(tmp_path):
     return tmp_path / "benchmarks"
 
 
-def test_bench_measures_and_keeps_what_it_measured(benchmarks, tmp_path):
+def test_bench_measures_and_keeps_what_it_measured(benchmarks, tmp_path, monkeypatch):
     words = ("bench", "toy/sum", "--benchmarks", benchmarks, "--out", tmp_path / "results", "--device", "cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkout, "folder", lambda name: benchmarks)
+        told = invoke("bench", "toy/sum", "--device", "cpu").stderr
+        assert "say nothing of kernels" in told and "nothing is written" in told
+        assert not (benchmarks / "results").exists()
     result = document(*words, "--match", "add")
     (case,) = result["cases"]
     assert case["name"] == "add" and case["us"] > 0 and case["host_us"] > 0 and case["plan_us"] > 0
@@ -241,6 +271,8 @@ class TestDoctor:
         subjects = {(subject, state) for subject, state, _ in self.findings()}
         assert {("python", "ok"), ("torch", "ok"), ("triton", "ok"), ("cache", "ok"), ("identity", "ok")} <= subjects
         assert str(tmp_path) in self.detail("cache", "ok")
+        assert "run on it by the tests" in self.detail("sm_90a", "ok")
+        assert all("compiled for it" in self.detail(f"sm_{arch}", "ok") for arch in ("80", "100a", "120a"))
 
     @pytest.mark.parametrize(("name", "version"), [("torch", "2.8.0"), ("triton", "3.10.0")])
     def test_unsupported_versions(self, monkeypatch, tmp_path, name, version):

@@ -7,11 +7,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
 
+import flashinfer
 from flashinfer.version import SUPPORTED, __version__, is_supported, supported_range
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,12 +56,27 @@ def test_wheel_has_the_public_version_that_its_build_was_given(tmp_path):
         assert wheel.name.startswith(f"flashinfer_python-{public}+py.")
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
-            assert {"flashinfer/py.typed", "flashinfer_cubin/__init__.py"} <= set(names)
+            assert {"flashinfer/py.typed", "flashinfer/__init__.pyi", "flashinfer_cubin/__init__.py"} <= set(names)
             written = [n for n in names if n == "flashinfer/_core/public_version.py"]
             assert [archive.read(n).decode() for n in written] == ([f'PUBLIC = "{public}"\n'] if given else [])
     bad = os.environ | {"FLASHINFER_PUBLIC_VERSION": "0.8"}
     done = subprocess.run(command, cwd=source, env=bad, capture_output=True, text=True)
     assert done.returncode and "FLASHINFER_PUBLIC_VERSION: got '0.8'; allowed: 0.7.2, 0.7.2.post1" in done.stderr
+
+
+def test_stub_names_what_is_there():
+    """Type checkers see the lazy names of the root, each from the module that has it."""
+    tree = ast.parse((ROOT / "flashinfer" / "__init__.pyi").read_text())
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            (alias,) = node.names
+            assert node.level == 1 and alias.asname == alias.name
+            found[alias.name] = f"flashinfer.{node.module or alias.name}"
+    assert found.keys() | {"__version__"} == set(flashinfer.__all__)
+    for name, module in found.items():
+        here = import_module(module)
+        assert getattr(flashinfer, name) is (here if module.endswith(f".{name}") else getattr(here, name)), name
 
 
 def test_the_cubin_module_has_our_version():
