@@ -13,7 +13,9 @@ from . import cudnn as cudnn
 from . import cute_dsl as cute_dsl
 from . import decode as decode
 from . import fp4_quantization as fp4_quantization
+from . import fp8_quantization as fp8_quantization
 from . import fused_moe as fused_moe
+from . import gated_act_mxfp8 as gated_act_mxfp8
 from . import gdn_decode as gdn_decode
 from . import gdn_kernels as gdn_kernels
 from . import gdn_prefill as gdn_prefill
@@ -82,6 +84,7 @@ from .fused_moe import trtllm_fp8_block_scale_moe as trtllm_fp8_block_scale_moe
 from .fused_moe import trtllm_fp8_block_scale_routed_moe as trtllm_fp8_block_scale_routed_moe
 from .fused_moe import trtllm_fp8_per_tensor_scale_moe as trtllm_fp8_per_tensor_scale_moe
 from .fused_moe import trtllm_fp8_per_tensor_scale_routed_moe as trtllm_fp8_per_tensor_scale_routed_moe
+from .gated_act_mxfp8 import silu_and_mul_mxfp8_quantize as silu_and_mul_mxfp8_quantize
 from .gdn_prefill import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .gemm import SegmentGEMMWrapper as SegmentGEMMWrapper
 from .gemm import bmm_bf16 as bmm_bf16
@@ -109,13 +112,23 @@ from .mla import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
 from .mla import xqa_mla as xqa_mla
 from .norm import add_rmsnorm_fp4quant as add_rmsnorm_fp4quant
 from .norm import fused_add_rmsnorm as fused_add_rmsnorm
+from .norm import fused_add_rmsnorm_fp8_block_quant as fused_add_rmsnorm_fp8_block_quant
 from .norm import fused_add_rmsnorm_quant as fused_add_rmsnorm_quant
+from .norm import fused_qk_rmsnorm_rope as fused_qk_rmsnorm_rope
+from .norm import fused_rmsnorm_silu as fused_rmsnorm_silu
+from .norm import gated_residual_next_rmsnorm as gated_residual_next_rmsnorm
+from .norm import gated_residual_rmsnorm as gated_residual_rmsnorm
 from .norm import gemma_fused_add_rmsnorm as gemma_fused_add_rmsnorm
 from .norm import gemma_rmsnorm as gemma_rmsnorm
 from .norm import layernorm as layernorm
+from .norm import layernorm_quant as layernorm_quant
 from .norm import rmsnorm as rmsnorm
 from .norm import rmsnorm_fp4quant as rmsnorm_fp4quant
 from .norm import rmsnorm_quant as rmsnorm_quant
+from .norm import rmsnorm_sigmoid_gate as rmsnorm_sigmoid_gate
+from .norm import supports_gated_residual_next_rmsnorm as supports_gated_residual_next_rmsnorm
+from .norm import supports_gated_residual_rmsnorm as supports_gated_residual_rmsnorm
+from .norm import supports_rmsnorm_sigmoid_gate as supports_rmsnorm_sigmoid_gate
 from .ops.attention.variants import AttentionVariant as AttentionVariant
 from .page import append_paged_kv_cache as append_paged_kv_cache
 from .page import append_paged_mla_kv_cache as append_paged_mla_kv_cache
@@ -132,13 +145,16 @@ from .prefill import single_prefill_with_kv_cache as single_prefill_with_kv_cach
 from .prefill import single_prefill_with_kv_cache_return_lse as single_prefill_with_kv_cache_return_lse
 from .prefill import trtllm_fmha_v2_prefill as trtllm_fmha_v2_prefill
 from .quantization import NVFP44Over6Config as NVFP44Over6Config
+from .quantization import NVFP44Over6ErrMode as NVFP44Over6ErrMode
 from .quantization import block_scale_interleave as block_scale_interleave
 from .quantization import e2m1_and_ufp8sf_scale_to_float as e2m1_and_ufp8sf_scale_to_float
 from .quantization import fp4_quantize as fp4_quantize
+from .quantization import make_nvfp4_global_scale as make_nvfp4_global_scale
 from .quantization import mxfp4_dequantize as mxfp4_dequantize
 from .quantization import mxfp4_dequantize_host as mxfp4_dequantize_host
 from .quantization import mxfp4_quantize as mxfp4_quantize
 from .quantization import mxfp8_dequantize_host as mxfp8_dequantize_host
+from .quantization import mxfp8_grouped_quantize as mxfp8_grouped_quantize
 from .quantization import mxfp8_quantize as mxfp8_quantize
 from .quantization import nvfp4_batched_quantize as nvfp4_batched_quantize
 from .quantization import nvfp4_block_scale_interleave as nvfp4_block_scale_interleave
@@ -148,10 +164,12 @@ from .quantization import nvfp4_kv_quantize as nvfp4_kv_quantize
 from .quantization import nvfp4_quantize as nvfp4_quantize
 from .quantization import nvfp4_quantize_paged_kv_cache as nvfp4_quantize_paged_kv_cache
 from .quantization import packbits as packbits
+from .quantization import resolve_nvfp4_4over6 as resolve_nvfp4_4over6
 from .quantization import scaled_fp4_grouped_quantize as scaled_fp4_grouped_quantize
 from .quantization import segment_packbits as segment_packbits
 from .quantization import shuffle_matrix_a as shuffle_matrix_a
 from .quantization import shuffle_matrix_sf_a as shuffle_matrix_sf_a
+from .quantization import silu_and_mul_nvfp4_quantize as silu_and_mul_nvfp4_quantize
 from .rope import apply_llama31_rope as apply_llama31_rope
 from .rope import apply_llama31_rope_inplace as apply_llama31_rope_inplace
 from .rope import apply_llama31_rope_pos_ids as apply_llama31_rope_pos_ids
@@ -190,4 +208,4 @@ from .utils import next_positive_power_of_2 as next_positive_power_of_2
 from .xqa import xqa as xqa
 
 __version__: str
-__all__ = ['ActivationType', 'AttentionVariant', 'BatchAttention', 'BatchAttentionWithAttentionSinkWrapper', 'BatchDecodeWithPagedKVCache', 'BatchDecodeWithPagedKVCacheWrapper', 'BatchDecodeWithSharedPrefixPagedKVCacheWrapper', 'BatchMLAPagedAttentionWrapper', 'BatchPODWithPagedKVCacheWrapper', 'BatchPrefillWithPagedKVCacheWrapper', 'BatchPrefillWithRaggedKVCache', 'BatchPrefillWithRaggedKVCacheWrapper', 'BatchPrefillWithSharedPrefixPagedKVCacheWrapper', 'BlockSparseAttentionWrapper', 'CUDAGraphBatchDecodeWithPagedKVCacheWrapper', 'CuteDslMoEWrapper', 'KDAPrefillPlanCache', 'MeasurementPolicy', 'MultiLevelCascadeAttentionWrapper', 'NVFP44Over6Config', 'PODWithPagedKVCacheWrapper', 'PagedKVCache', 'RecurrentKDAPrefillWorkspace', 'RecurrentKDAPrefillWrapper', 'RoutingMethodType', 'SegmentGEMMWrapper', 'SfLayout', 'TopKTieBreak', 'VariableBlockSparseAttentionWrapper', '__version__', 'activation', 'add_rmsnorm_fp4quant', 'append_paged_kv_cache', 'append_paged_mla_kv_cache', 'apply_llama31_rope', 'apply_llama31_rope_inplace', 'apply_llama31_rope_pos_ids', 'apply_llama31_rope_pos_ids_inplace', 'apply_rope', 'apply_rope_inplace', 'apply_rope_pos_ids', 'apply_rope_pos_ids_inplace', 'apply_rope_with_cos_sin_cache', 'apply_rope_with_cos_sin_cache_inplace', 'attention', 'attn_scores', 'autotune', 'autotune_cache', 'autotune_v2', 'autotune_v2_reload', 'autotuner', 'block_scale_interleave', 'bmm_bf16', 'bmm_fp8', 'bmm_mxfp8', 'cascade', 'chain_speculative_sampling', 'chunk_gated_delta_rule', 'comm', 'compute_paged_mqa_logits_schedule', 'concat_ops', 'core', 'cudnn', 'cudnn_batch_decode_with_kv_cache', 'cute_dsl', 'cute_dsl_fused_moe_nvfp4', 'cutlass_fused_moe', 'decode', 'e2m1_and_ufp8sf_scale_to_float', 'explain', 'fast_decode_plan', 'fp4_paged_mqa_logits', 'fp4_quantization', 'fp4_quantize', 'fp8_paged_mqa_logits', 'fused_add_rmsnorm', 'fused_add_rmsnorm_quant', 'fused_moe', 'gdn_decode', 'gdn_kernels', 'gdn_prefill', 'gelu_and_mul', 'gelu_tanh_and_mul', 'gemm', 'gemma_fused_add_rmsnorm', 'gemma_rmsnorm', 'get_batch_indices_positions', 'get_seq_lens', 'grouped_mm', 'grouped_mm_bf16', 'grouped_mm_fp4', 'grouped_mm_fp8', 'grouped_mm_mxfp8', 'is_gated_activation', 'jit', 'kda', 'kda_decode', 'kda_prefill', 'kda_prefill_supports_fp32_checkpoints', 'layernorm', 'merge_state', 'merge_state_in_place', 'merge_states', 'mhc', 'min_block_table_width', 'min_p_sampling_from_probs', 'mla', 'mm_bf16', 'mm_bf16_fp4', 'mm_fp4', 'mm_fp8', 'mm_mxfp8', 'mxfp4_dequantize', 'mxfp4_dequantize_host', 'mxfp4_quantize', 'mxfp8_dequantize_host', 'mxfp8_quantize', 'next_positive_power_of_2', 'norm', 'nvfp4_batched_quantize', 'nvfp4_block_scale_interleave', 'nvfp4_kv_dequantize', 'nvfp4_kv_dequantize_paged', 'nvfp4_kv_quantize', 'nvfp4_quantize', 'nvfp4_quantize_append_paged_kv_cache', 'nvfp4_quantize_append_paged_kv_cache_with_slot_mapping', 'nvfp4_quantize_append_paged_mla_kv_cache', 'nvfp4_quantize_paged_kv_cache', 'packbits', 'padded_seq_len', 'page', 'pod', 'precompile_paged_mqa_logits', 'prefill', 'prepare_bf16_fp4_weights', 'prepare_bf16_kda_prefill', 'prepare_low_latency_gemm_weights', 'prepare_tf32_kda_prefill', 'quantization', 'recurrent_kda', 'reorder_rows_for_gated_act_gemm', 'rmsnorm', 'rmsnorm_fp4quant', 'rmsnorm_quant', 'rope', 'sampling', 'sampling_from_logits', 'sampling_from_probs', 'scaled_fp4_grouped_quantize', 'segment_packbits', 'shuffle_matrix_a', 'shuffle_matrix_sf_a', 'silu_and_mul', 'silu_and_mul_scaled_nvfp4_experts_quantize', 'single_decode_with_kv_cache', 'single_prefill_with_kv_cache', 'single_prefill_with_kv_cache_return_lse', 'softmax', 'sparse', 'testing', 'tgv_gemm_sm100', 'tllm_enums', 'top_k', 'top_k_mask_logits', 'top_k_page_table_transform', 'top_k_ragged_transform', 'top_k_renorm_probs', 'top_k_sampling_from_probs', 'top_k_top_p_sampling_from_logits', 'top_k_top_p_sampling_from_probs', 'top_k_varlen', 'top_p_renorm_probs', 'top_p_sampling_from_probs', 'topk', 'trtllm_bf16_moe', 'trtllm_bf16_routed_moe', 'trtllm_fmha_v2_prefill', 'trtllm_fp4_block_scale_moe', 'trtllm_fp4_block_scale_routed_moe', 'trtllm_fp8_block_scale_moe', 'trtllm_fp8_block_scale_routed_moe', 'trtllm_fp8_per_tensor_scale_moe', 'trtllm_fp8_per_tensor_scale_routed_moe', 'trtllm_low_latency_gemm', 'utils', 'xqa', 'xqa_mla']
+__all__ = ['ActivationType', 'AttentionVariant', 'BatchAttention', 'BatchAttentionWithAttentionSinkWrapper', 'BatchDecodeWithPagedKVCache', 'BatchDecodeWithPagedKVCacheWrapper', 'BatchDecodeWithSharedPrefixPagedKVCacheWrapper', 'BatchMLAPagedAttentionWrapper', 'BatchPODWithPagedKVCacheWrapper', 'BatchPrefillWithPagedKVCacheWrapper', 'BatchPrefillWithRaggedKVCache', 'BatchPrefillWithRaggedKVCacheWrapper', 'BatchPrefillWithSharedPrefixPagedKVCacheWrapper', 'BlockSparseAttentionWrapper', 'CUDAGraphBatchDecodeWithPagedKVCacheWrapper', 'CuteDslMoEWrapper', 'KDAPrefillPlanCache', 'MeasurementPolicy', 'MultiLevelCascadeAttentionWrapper', 'NVFP44Over6Config', 'NVFP44Over6ErrMode', 'PODWithPagedKVCacheWrapper', 'PagedKVCache', 'RecurrentKDAPrefillWorkspace', 'RecurrentKDAPrefillWrapper', 'RoutingMethodType', 'SegmentGEMMWrapper', 'SfLayout', 'TopKTieBreak', 'VariableBlockSparseAttentionWrapper', '__version__', 'activation', 'add_rmsnorm_fp4quant', 'append_paged_kv_cache', 'append_paged_mla_kv_cache', 'apply_llama31_rope', 'apply_llama31_rope_inplace', 'apply_llama31_rope_pos_ids', 'apply_llama31_rope_pos_ids_inplace', 'apply_rope', 'apply_rope_inplace', 'apply_rope_pos_ids', 'apply_rope_pos_ids_inplace', 'apply_rope_with_cos_sin_cache', 'apply_rope_with_cos_sin_cache_inplace', 'attention', 'attn_scores', 'autotune', 'autotune_cache', 'autotune_v2', 'autotune_v2_reload', 'autotuner', 'block_scale_interleave', 'bmm_bf16', 'bmm_fp8', 'bmm_mxfp8', 'cascade', 'chain_speculative_sampling', 'chunk_gated_delta_rule', 'comm', 'compute_paged_mqa_logits_schedule', 'concat_ops', 'core', 'cudnn', 'cudnn_batch_decode_with_kv_cache', 'cute_dsl', 'cute_dsl_fused_moe_nvfp4', 'cutlass_fused_moe', 'decode', 'e2m1_and_ufp8sf_scale_to_float', 'explain', 'fast_decode_plan', 'fp4_paged_mqa_logits', 'fp4_quantization', 'fp4_quantize', 'fp8_paged_mqa_logits', 'fp8_quantization', 'fused_add_rmsnorm', 'fused_add_rmsnorm_fp8_block_quant', 'fused_add_rmsnorm_quant', 'fused_moe', 'fused_qk_rmsnorm_rope', 'fused_rmsnorm_silu', 'gated_act_mxfp8', 'gated_residual_next_rmsnorm', 'gated_residual_rmsnorm', 'gdn_decode', 'gdn_kernels', 'gdn_prefill', 'gelu_and_mul', 'gelu_tanh_and_mul', 'gemm', 'gemma_fused_add_rmsnorm', 'gemma_rmsnorm', 'get_batch_indices_positions', 'get_seq_lens', 'grouped_mm', 'grouped_mm_bf16', 'grouped_mm_fp4', 'grouped_mm_fp8', 'grouped_mm_mxfp8', 'is_gated_activation', 'jit', 'kda', 'kda_decode', 'kda_prefill', 'kda_prefill_supports_fp32_checkpoints', 'layernorm', 'layernorm_quant', 'make_nvfp4_global_scale', 'merge_state', 'merge_state_in_place', 'merge_states', 'mhc', 'min_block_table_width', 'min_p_sampling_from_probs', 'mla', 'mm_bf16', 'mm_bf16_fp4', 'mm_fp4', 'mm_fp8', 'mm_mxfp8', 'mxfp4_dequantize', 'mxfp4_dequantize_host', 'mxfp4_quantize', 'mxfp8_dequantize_host', 'mxfp8_grouped_quantize', 'mxfp8_quantize', 'next_positive_power_of_2', 'norm', 'nvfp4_batched_quantize', 'nvfp4_block_scale_interleave', 'nvfp4_kv_dequantize', 'nvfp4_kv_dequantize_paged', 'nvfp4_kv_quantize', 'nvfp4_quantize', 'nvfp4_quantize_append_paged_kv_cache', 'nvfp4_quantize_append_paged_kv_cache_with_slot_mapping', 'nvfp4_quantize_append_paged_mla_kv_cache', 'nvfp4_quantize_paged_kv_cache', 'packbits', 'padded_seq_len', 'page', 'pod', 'precompile_paged_mqa_logits', 'prefill', 'prepare_bf16_fp4_weights', 'prepare_bf16_kda_prefill', 'prepare_low_latency_gemm_weights', 'prepare_tf32_kda_prefill', 'quantization', 'recurrent_kda', 'reorder_rows_for_gated_act_gemm', 'resolve_nvfp4_4over6', 'rmsnorm', 'rmsnorm_fp4quant', 'rmsnorm_quant', 'rmsnorm_sigmoid_gate', 'rope', 'sampling', 'sampling_from_logits', 'sampling_from_probs', 'scaled_fp4_grouped_quantize', 'segment_packbits', 'shuffle_matrix_a', 'shuffle_matrix_sf_a', 'silu_and_mul', 'silu_and_mul_mxfp8_quantize', 'silu_and_mul_nvfp4_quantize', 'silu_and_mul_scaled_nvfp4_experts_quantize', 'single_decode_with_kv_cache', 'single_prefill_with_kv_cache', 'single_prefill_with_kv_cache_return_lse', 'softmax', 'sparse', 'supports_gated_residual_next_rmsnorm', 'supports_gated_residual_rmsnorm', 'supports_rmsnorm_sigmoid_gate', 'testing', 'tgv_gemm_sm100', 'tllm_enums', 'top_k', 'top_k_mask_logits', 'top_k_page_table_transform', 'top_k_ragged_transform', 'top_k_renorm_probs', 'top_k_sampling_from_probs', 'top_k_top_p_sampling_from_logits', 'top_k_top_p_sampling_from_probs', 'top_k_varlen', 'top_p_renorm_probs', 'top_p_sampling_from_probs', 'topk', 'trtllm_bf16_moe', 'trtllm_bf16_routed_moe', 'trtllm_fmha_v2_prefill', 'trtllm_fp4_block_scale_moe', 'trtllm_fp4_block_scale_routed_moe', 'trtllm_fp8_block_scale_moe', 'trtllm_fp8_block_scale_routed_moe', 'trtllm_fp8_per_tensor_scale_moe', 'trtllm_fp8_per_tensor_scale_routed_moe', 'trtllm_low_latency_gemm', 'utils', 'xqa', 'xqa_mla']

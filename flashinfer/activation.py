@@ -7,8 +7,10 @@ import torch
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
+from flashinfer._core.scalars import scales
 from flashinfer.ops import activation as room
 from flashinfer.ops import layouts
+from flashinfer.quantization.gated import silu_quantised
 from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, resolve_nvfp4_4over6
 
 __all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul", "silu_and_mul_scaled_nvfp4_experts_quantize"]
@@ -90,7 +92,8 @@ def silu_and_mul_scaled_nvfp4_experts_quantize(
         int32 [B]: how many rows of each matrix count. The others are not read, and their codes and factors are not
         written.
     a_global_sf : torch.Tensor
-        float32 [1] or [B]: 448 * 6 / (largest magnitude of the gated rows).
+        One element or [B] (float32, float16 or bfloat16), or a number: 448 * 6 / (largest magnitude of the gated rows).
+        It multiplies block factors.
     nvfp4_4over6 : NVFP44Over6Config, optional
         As in `fp4_quantize`.
 
@@ -123,7 +126,11 @@ def silu_and_mul_scaled_nvfp4_experts_quantize(
     codes = torch.empty(batch, rows, twice // 4, dtype=torch.uint8, device=a.device)
     factors = torch.empty(batch, high * wide, dtype=torch.uint8, device=a.device)
     recipe = resolve_nvfp4_4over6(nvfp4_4over6)
-    _experts(a, mask, a_global_sf, codes, factors, "" if recipe is None else recipe.err_mode_name.lower())
+    score = "" if recipe is None else recipe.err_mode_name.lower()
+    require(mask.shape == (batch,), "mask", tuple(mask.shape), f"[{batch}], the first dimension of a")
+    require(mask.dtype == torch.int32, "mask", mask.dtype, "int32")
+    scale = scales("a_global_sf", a_global_sf, a.device, batch)
+    silu_quantised(a, scale, mask, codes, factors, "nvfp4", "128x4", score, pdl=True)
     tiles = factors.view(torch.float8_e4m3fn).view(batch, high // 128, wide // 4, 32, 4, 4)
     return codes.permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0)
 
@@ -159,36 +166,6 @@ def _act_and_mul(input: torch.Tensor, out: torch.Tensor, kind: str, pdl: bool) -
     room.act_and_mul(problem, x.device).run(x, y)
     if y.data_ptr() != out.data_ptr():
         out.copy_(y.view(shape))
-
-
-@custom_op("flashinfer::silu_and_mul_nvfp4_experts", mutates_args=("codes", "factors"))
-def _experts(
-    a: torch.Tensor,
-    mask: torch.Tensor,
-    a_global_sf: torch.Tensor,
-    codes: torch.Tensor,
-    factors: torch.Tensor,
-    score: str,
-) -> None:
-    require(a.dtype in (torch.bfloat16, torch.float16), "a", a.dtype, "bfloat16, float16")
-    batch, hidden = a.shape[0], a.shape[2] // 2
-    require(mask.shape == (batch,), "mask", tuple(mask.shape), f"[{batch}], the first dimension of a")
-    require(mask.dtype == torch.int32, "mask", mask.dtype, "int32")
-    require(a_global_sf.numel() in (1, batch), "a_global_sf", tuple(a_global_sf.shape), f"one element, or {batch}")
-    require(a_global_sf.dtype == torch.float32, "a_global_sf", a_global_sf.dtype, "float32")
-    same_device(a=a, mask=mask, a_global_sf=a_global_sf)
-    if codes.numel() == 0:
-        return
-    problem = room.Problem(
-        kind="silu",
-        dtype=dtype_name(a.dtype),
-        block=min(max(1 << (hidden - 1).bit_length(), 64), 1024),
-        aligned=hidden * a.element_size() % 16 == 0 and is_aligned(a),
-        form="nvfp4",
-        score=score,
-    )
-    experts = room.Experts(a_global_sf.reshape(-1), mask.contiguous(), factors)
-    room.act_and_mul(problem, a.device).run(a, codes, experts)
 
 
 def _result_shape(input) -> torch.Size:

@@ -18,6 +18,7 @@ from flashinfer.quantization.fp4_quantization import (
     shuffle_matrix_a,
     shuffle_matrix_sf_a,
 )
+from flashinfer.quantization.gated import silu_and_mul_nvfp4_quantize
 from flashinfer.tllm_enums import SfLayout
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "scaled_fp4_grouped_quantize",
     "shuffle_matrix_a",
     "shuffle_matrix_sf_a",
+    "silu_and_mul_nvfp4_quantize",
 ]

@@ -23,12 +23,15 @@ from flashinfer.fused_moe.trtllm_w4 import (
     trtllm_fp4_block_scale_routed_moe,
     trtllm_mxint4_block_scale_moe,
 )
+from flashinfer.quantization.nvfp4_quantization_utils import NVFP44Over6Config, NVFP44Over6ErrMode
 from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout
 
 __all__ = [
     "ActivationType",
     "CuteDslMoEWrapper",
     "Fp8QuantizationType",
+    "NVFP44Over6Config",
+    "NVFP44Over6ErrMode",
     "QuantFormat",
     "RoutingMethodType",
     "WeightLayout",

@@ -14,6 +14,7 @@ from .quantised import (
     fused_add_rmsnorm_fp8_block_quant,
     fused_add_rmsnorm_quant,
     fused_rmsnorm_silu,
+    layernorm_quant,
     rmsnorm_fp4quant,
     rmsnorm_quant,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
     "layernorm",
+    "layernorm_quant",
     "rmsnorm",
     "rmsnorm_fp4quant",
     "rmsnorm_quant",

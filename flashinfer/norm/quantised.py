@@ -87,6 +87,44 @@ def fused_add_rmsnorm_quant(
     _to_fp8(out, input, residual, weight, scale, eps, wants_pdl(enable_pdl))
 
 
+def layernorm_quant(
+    out: torch.Tensor,
+    input: torch.Tensor,
+    gemma: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | torch.Tensor,
+    eps: float = 1e-6,
+) -> None:
+    """LayerNorm to FP8 with one scale: ``out = fp8(layernorm(input, gemma, beta) / scale)``.
+
+    Parameters
+    ----------
+    out, input, scale, eps
+        As in `rmsnorm_quant`, as are the errors; `eps` is added to the variance.
+    gemma : torch.Tensor
+        The factor, [hidden]; bfloat16, float16 or float32. The name is upstream's.
+    beta : torch.Tensor
+        The shift, [hidden]; dtype of `gemma`.
+
+    Notes
+    -----
+    float32 maths; the norm is not rounded before it is quantised.
+
+    References
+    ----------
+    Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450; OCP 8-bit Floating Point
+    Specification 1.0
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> out = torch.empty(2, 64, dtype=torch.float8_e4m3fn)
+    >>> flashinfer.layernorm_quant(out, torch.randn(2, 64), torch.ones(64), torch.zeros(64), 0.5)
+    """
+    form, tensor, number = _fp8_form(out, input, scale)
+    _layernorm_quantised(input, gemma, beta, out, tensor, eps, number, form)
+
+
 def fused_add_rmsnorm_fp8_block_quant(
     out: torch.Tensor,
     block_scale: torch.Tensor,
@@ -323,12 +361,32 @@ def add_rmsnorm_fp4quant(
     return results if layout == "both" else results[:2]
 
 
-def _to_fp8(out, input, residual, weight, scale, eps, pdl) -> None:
+@custom_op("flashinfer::layernorm_quantised", mutates_args=("out",))
+def _layernorm_quantised(
+    input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None,
+    eps: float, number: float, form: str,
+) -> None:  # fmt: skip
+    check_rows(input)
+    check_weights(input, gemma=gemma, beta=beta)
+    require(beta.dtype == gemma.dtype, "beta", beta.dtype, f"{gemma.dtype}, the dtype of gemma")
+    require(out.shape == input.shape, "out", tuple(out.shape), f"{tuple(input.shape)}, the shape of input")
+    same_device(input=input, gemma=gemma, beta=beta, out=out, scale=scale)
+    how = "tensor" if scale is not None else "" if number == 1 else "number"
+    given = room.Quantised(number if scale is None else scale)
+    launch(room.layernorm, input, gemma, out, eps, bias=beta, quantised=given, form=form, scale=how)
+
+
+def _fp8_form(out, input, scale) -> tuple[str, torch.Tensor | None, float]:
+    """The form of the result, and the scale as a tensor or a number."""
     require(out.dtype in _FP8, "out", out.dtype, "float8_e4m3fn, float8_e5m2")
     tensor, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, float(scale))
     require(number > 0, "scale", scale, "more than 0")
     tensor = None if tensor is None else scales("scale", tensor, input.device)
-    form = _FP8[out.dtype]
+    return _FP8[out.dtype], tensor, number
+
+
+def _to_fp8(out, input, residual, weight, scale, eps, pdl) -> None:
+    form, tensor, number = _fp8_form(out, input, scale)
     _quantised(input, residual, weight, out, tensor, None, None, None, [eps, number], form, "", "", pdl=pdl)
 
 

@@ -18,7 +18,8 @@ from flashinfer.quantization.fp4_quantization import (
     shuffle_matrix_a,
     shuffle_matrix_sf_a,
 )
-from flashinfer.quantization.fp8_quantization import mxfp8_dequantize_host, mxfp8_quantize
+from flashinfer.quantization.fp8_quantization import mxfp8_dequantize_host, mxfp8_grouped_quantize, mxfp8_quantize
+from flashinfer.quantization.gated import silu_and_mul_nvfp4_quantize
 from flashinfer.quantization.nvfp4_quantization_utils import (
     NVFP44Over6Config,
     NVFP44Over6ErrMode,
@@ -41,6 +42,7 @@ __all__ = [
     "mxfp4_dequantize_host",
     "mxfp4_quantize",
     "mxfp8_dequantize_host",
+    "mxfp8_grouped_quantize",
     "mxfp8_quantize",
     "nvfp4_batched_quantize",
     "nvfp4_block_scale_interleave",
@@ -56,4 +58,5 @@ __all__ = [
     "segment_packbits",
     "shuffle_matrix_a",
     "shuffle_matrix_sf_a",
+    "silu_and_mul_nvfp4_quantize",
 ]

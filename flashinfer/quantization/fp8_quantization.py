@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require, wants_pdl
+from flashinfer.ops import layouts
 from flashinfer.quantization import _rows
 from flashinfer.tllm_enums import SfLayout
 
-__all__ = ["mxfp8_dequantize_host", "mxfp8_quantize"]
+__all__ = ["mxfp8_dequantize_host", "mxfp8_grouped_quantize", "mxfp8_quantize"]
 
 
 def mxfp8_quantize(
@@ -65,6 +66,51 @@ def mxfp8_quantize(
     pdl = wants_pdl(enable_pdl)
     codes, factors, _ = _rows.quantize("input", rows, "mxfp8", layout, columns=columns, backend=backend, pdl=pdl)
     return codes.view(torch.float8_e4m3fn).view(*input.shape[:-1], columns), factors[0]
+
+
+def mxfp8_grouped_quantize(
+    a: torch.Tensor, mask: torch.Tensor, backend: str = "cutile"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise the first rows of each matrix of a batch to MXFP8, for grouped GEMMs with a mask.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [B, M, K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of 32; it is padded with
+        zeros to one of 128.
+    mask : torch.Tensor
+        int32 [B]: how many rows of each matrix count. Values and factors of the others are not written. More than M
+        counts as M.
+    backend : str
+        "cutile" or "cake", upstream's implementations, or a variant's name.
+
+    Returns
+    -------
+    values : torch.Tensor
+        float8_e4m3fn [M, padded K, B], a view of [B, M, padded K].
+    factors : torch.Tensor
+        uint8 [32, 4, padded M / 128, 4, padded K / 128, B], a view of 128x4 tiles: row 128 i + 32 g + r and factor 4 j
+        + c are at [r, g, i, c, j].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or stride other than the above.
+    """
+    require(a.dim() == 3, "a", tuple(a.shape), "[B, M, K]")
+    batch, rows, columns = a.shape
+    require(columns % 32 == 0, "a", tuple(a.shape), "[B, M, K] with K a multiple of 32")
+    require(mask.shape == (batch,), "mask", tuple(mask.shape), f"[{batch}], the first dimension of a")
+    require(mask.dtype == torch.int32, "mask", mask.dtype, "int32")
+    require(mask.device == a.device, "mask", f"a tensor on {mask.device}", f"{a.device}, where a is")
+    columns = -(-columns // 128) * 128
+    chosen = "auto" if backend in ("cutile", "cake") else backend
+    codes, factors, _ = _rows.quantize(
+        "a", a, "mxfp8", "128x4", counts=mask.contiguous(), columns=columns, backend=chosen
+    )
+    high, wide = layouts.padded(rows, columns // 32, "128x4")
+    tiles = factors.view(batch, high // 128, wide // 4, 32, 4, 4)
+    return codes.view(torch.float8_e4m3fn).permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0)
 
 
 def mxfp8_dequantize_host(

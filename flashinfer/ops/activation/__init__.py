@@ -29,8 +29,13 @@ class Problem:
     aligned : bool
         Both halves of a row, and the result's rows, can be read 16 bytes at a time.
     form : str
-        Of the result: "" rows in their dtype; or "nvfp4", of the first rows of each matrix of a batch, as many as a
-        tensor says, with scale factors in 128x4 tiles.
+        Of the result of a batch of matrices: "" rows in their dtype; "nvfp4" or "mxfp8".
+    layout : str
+        Of a form's scale factors: "128x4", "8x4" or "linear".
+    counted : bool
+        Only the first rows of each matrix count, as many as a tensor says.
+    across : bool
+        "mxfp8" of the transpose [batch, hidden, rows], with blocks down the columns: whole blocks, and no padding.
     score : str
         As NVFP4's quantising leaf has it: "", "mae" or "mse".
     pdl : bool
@@ -42,20 +47,23 @@ class Problem:
     block: int = 1024
     aligned: bool = True
     form: str = ""
+    layout: str = "128x4"
+    counted: bool = False
+    across: bool = False
     score: str = ""
     pdl: bool = True
 
 
-class Experts(NamedTuple):
-    """What the NVFP4 form takes and gives beside x [batch, rows, 2 * hidden] and codes [batch, rows, hidden / 2].
+class Quantised(NamedTuple):
+    """What a form takes and gives beside x [batch, rows, 2 * hidden] and codes, bytes [batch, rows, .].
 
-    global_scale : float32 [1] or [batch]. counts : int32 [batch]. factors : receives bytes [batch, padded rows x padded
-    blocks].
+    factors : receives bytes [batch, padded rows x padded blocks]. global_scale : float32 [1] or [batch], of NVFP4.
+    counts : int32 [batch].
     """
 
-    global_scale: torch.Tensor
-    counts: torch.Tensor
     factors: torch.Tensor
+    global_scale: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
 
 
 def _catalog() -> Iterator[Problem]:
@@ -64,8 +72,12 @@ def _catalog() -> Iterator[Problem]:
             yield Problem(kind, dtype)
     yield Problem("silu", "fp32", aligned=False)
     yield Problem("gelu_tanh", "bf16", block=64)
-    yield Problem("silu", "bf16", form="nvfp4")
+    yield Problem("silu", "bf16", form="nvfp4", counted=True)
     yield Problem("silu", "fp16", form="nvfp4", score="mse", aligned=False)
+    yield Problem("silu", "bf16", form="nvfp4", layout="8x4")
+    yield Problem("silu", "bf16", form="mxfp8")
+    yield Problem("silu", "bf16", form="mxfp8", layout="linear", counted=True)
+    yield Problem("silu", "bf16", block=64, form="mxfp8", across=True)
 
 
 act_and_mul = Op(

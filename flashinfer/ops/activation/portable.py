@@ -7,7 +7,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
-from flashinfer.ops._device.scales import quantize_nvfp4, scale_offset
+from flashinfer.ops._device.scales import quantize_mxfp8, quantize_nvfp4, scale_offset
 
 
 @triton.jit
@@ -29,8 +29,12 @@ def act_and_mul_kernel(
     scale_batch,
     factors_batch,
     blocks,
+    padded_rows,
     KIND: tl.constexpr,
     FORM: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    COUNTED: tl.constexpr,
+    ACROSS: tl.constexpr,
     SCORE: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -42,11 +46,13 @@ def act_and_mul_kernel(
     first = tl.program_id(0) // column_tiles * ROWS
     tile = tl.program_id(0) % column_tiles
     begin(PDL)
-    if FORM == "nvfp4":
+    if FORM != "":
         batch = tl.program_id(1).to(tl.int64)
-        rows = tl.minimum(rows, tl.load(counts + batch))
-        if first >= rows:
-            return
+        if COUNTED:
+            rows = tl.minimum(rows, tl.load(counts + batch))
+            padded_rows = rows
+            if first >= rows:
+                return
         x += batch * multiple(x_batch, UNIT)
     row = first + tl.arange(0, ROWS)
     column = tile * BLOCK + tl.arange(0, BLOCK)
@@ -57,15 +63,32 @@ def act_and_mul_kernel(
     gate = tl.load(x + column_offset(column, x_column, UNIT)[None, :], inside, other=0)
     up = tl.load(x + column_offset(column + hidden, x_column, UNIT)[None, :], inside, other=0)
     y = activation(gate.to(tl.float32), KIND) * up.to(tl.float32)
-    if FORM == "nvfp4":
+    if FORM != "":
         y = y.to(x.dtype.element_ty).to(tl.float32)
-        codes, found = quantize_nvfp4(y, tl.load(global_scale + batch * scale_batch), CAPABILITY, SCORE)
-        pair = tile * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-        out += batch * out_batch + row_offset(row, 1, out_row, 0, 1)[:, None] + pair[None, :]
-        tl.store(out, codes, (row < rows)[:, None] & (pair < hidden // 2)[None, :])
-        block = tile * (BLOCK // 16) + tl.arange(0, BLOCK // 16)
-        at = batch * factors_batch + scale_offset(row[:, None], block[None, :], blocks, "128x4")
-        tl.store(factors + at, found, (row < rows)[:, None] & (block < blocks)[None, :])
+        if ACROSS:
+            # Blocks go down the columns: of the transpose they go along its rows.
+            column_tile = tl.program_id(0) // column_tiles
+            y = tl.trans(y)
+            row, rows, padded_rows, hidden, tile = column, hidden, hidden, rows, column_tile
+        WIDE: tl.constexpr = ROWS if ACROSS else BLOCK
+        if FORM == "nvfp4":
+            V: tl.constexpr = 16
+            BYTES: tl.constexpr = WIDE // 2
+            codes, found = quantize_nvfp4(y, tl.load(global_scale + batch * scale_batch), CAPABILITY, SCORE)
+            code_bytes = hidden // 2
+        else:
+            V: tl.constexpr = 32
+            BYTES: tl.constexpr = WIDE
+            codes, found = quantize_mxfp8(y, CAPABILITY)
+            code_bytes = hidden
+        byte = tile * BYTES + tl.arange(0, BYTES)
+        out += batch * out_batch + row_offset(row, 1, out_row, 0, 1)[:, None] + byte[None, :]
+        tl.store(out, codes, (row < rows)[:, None] & (byte < code_bytes)[None, :])
+        block = (tile * (WIDE // V) + tl.arange(0, WIDE // V))[None, :]
+        # Padding is 0, whatever the global scale is.
+        found = tl.where((row < rows)[:, None] & (block * V < hidden), found, 0)
+        at = batch * factors_batch + scale_offset(row[:, None], block, blocks, LAYOUT)
+        tl.store(factors + at, found, (row < padded_rows)[:, None] & (block < blocks))
     else:
         out += row_offset(row, 1, out_row, 0, UNIT)[:, None] + column_offset(column, out_column, UNIT)[None, :]
         tl.store(out, y.to(out.dtype.element_ty), inside)
@@ -89,14 +112,20 @@ def build(problem, config):
     rows = pointer(problem.dtype, problem.aligned)
     types = {"x": rows, "out": rows, "x_row": "i64", "x_column": "i64", "out_row": "i64", "out_column": "i64"}
     types |= {"rows": "i32", "hidden": "i32", "column_tiles": "i32"}
-    experts = {"global_scale": "*fp32", "counts": "*i32", "factors": "*u8"}
-    experts |= dict.fromkeys(("x_batch", "out_batch", "scale_batch", "factors_batch"), "i64") | {"blocks": "i32"}
+    quantised = {"global_scale": "*fp32", "counts": "*i32", "factors": "*u8"}
+    quantised |= dict.fromkeys(("x_batch", "out_batch", "scale_batch", "factors_batch"), "i64")
+    quantised |= dict.fromkeys(("blocks", "padded_rows"), "i32")
+    absent = set() if problem.counted else {"counts"}
+    absent |= set() if problem.form == "nvfp4" else {"global_scale"}
     if problem.form:
-        types |= experts | {"out": "*u8"}
-    # What only the experts' form has is no parameter of the other.
-    constants = {name: None for name in experts if name not in types} | {
+        types |= {name: kind for name, kind in quantised.items() if name not in absent} | {"out": "*u8"}
+    # What only some forms have is no parameter of the others.
+    constants = {name: None for name in quantised if name not in types} | {
         "KIND": problem.kind,
         "FORM": problem.form,
+        "LAYOUT": problem.layout,
+        "COUNTED": problem.counted,
+        "ACROSS": problem.across,
         "SCORE": problem.score,
         "UNIT": unit(problem.dtype, problem.aligned),
         "ROWS": config.rows,
@@ -111,22 +140,27 @@ launch = Launcher("act_and_mul", build)
 LAUNCHERS = (launch,)
 
 
-def run(problem, config, x, out, experts=None):
-    """out = act(first half of x) * second half; x is [rows, 2 * hidden]. experts : Experts, for the NVFP4 form."""
-    if experts is not None:
-        return _run_experts(problem, config, x, out, experts)
+def run(problem, config, x, out, quantised=None):
+    """out = act(first half of x) * second half; x is [rows, 2 * hidden]. quantised : Quantised, for the forms."""
+    if quantised is not None:
+        return _run_quantised(problem, config, x, out, quantised)
     rows, hidden = out.shape
     column_tiles = triton.cdiv(hidden, problem.block)
     grid = (triton.cdiv(rows, config.rows) * column_tiles, 1, 1)
     launch(problem, config, grid, x, out, *x.stride(), *out.stride(), rows, hidden, column_tiles)
 
 
-def _run_experts(problem, config, x, out, experts):
+def _run_quantised(problem, config, x, out, given):
     batch, rows, hidden = *x.shape[:2], x.shape[2] // 2
-    _, blocks = layouts.padded(rows, hidden // 16, "128x4")
-    column_tiles = triton.cdiv(blocks * 16, problem.block)
-    grid = (triton.cdiv(rows, config.rows) * column_tiles, batch, 1)
-    scale_batch = 0 if experts.global_scale.numel() == 1 else 1
+    width = 16 if problem.form == "nvfp4" else 32
+    high, wide = (hidden, rows) if problem.across else (rows, hidden)
+    padded_rows, blocks = layouts.padded(high, wide // width, problem.layout)
+    # Padding of the layout is written by the same programs, but for rows that do not count.
+    column_tiles = triton.cdiv(hidden if problem.across else blocks * width, problem.block)
+    row_tiles = triton.cdiv(rows if problem.across or problem.counted else padded_rows, config.rows)
+    scale_batch = 0 if given.global_scale is None or given.global_scale.numel() == 1 else 1
     strides = *x.stride()[1:], *out.stride()[1:], rows, hidden, column_tiles
-    batches = x.stride(0), out.stride(0), scale_batch, experts.factors.stride(0)
-    launch(problem, config, grid, x, out, *strides, *experts, *batches, blocks)
+    tensors = [t for t in (given.global_scale, given.counts, given.factors) if t is not None]
+    batches = x.stride(0), out.stride(0), scale_batch, given.factors.stride(0)
+    grid = (row_tiles * column_tiles, batch, 1)
+    launch(problem, config, grid, x, out, *strides, *tensors, *batches, blocks, padded_rows)

@@ -10,15 +10,26 @@ from flashinfer.ops import layouts, narrow
 _ACT = {"silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
 
 
-def run(problem, config, x, out, experts=None):
-    """out = act(first half of x) * second half; x is [rows, 2 * hidden]. experts : Experts, for the NVFP4 form."""
+def run(problem, config, x, out, quantised=None):
+    """out = act(first half of x) * second half; x is [rows, 2 * hidden]. quantised : Quantised, for the forms."""
     gate, up = x.chunk(2, dim=-1)
-    if experts is not None:
+    if quantised is not None:
         y = (_ACT[problem.kind](gate.float()) * up).to(x.dtype).float()
-        codes, found = narrow.quantize_nvfp4(y, experts.global_scale.view(-1, 1, 1), problem.score)
-        at = layouts.offsets(*found.shape[1:], "128x4", x.device)
-        for entry, count in enumerate(experts.counts.clamp(0, x.shape[1]).tolist()):
-            out[entry, :count] = codes[entry, :count]
-            experts.factors[entry][at[:count]] = found[entry, :count].view(torch.uint8)
-        return
+        return _quantise(problem, y.transpose(1, 2) if problem.across else y, out, quantised)
     torch.mul(_ACT[problem.kind](gate.float()), up, out=out)
+
+
+def _quantise(problem, y, out, given):
+    if problem.form == "mxfp8":
+        codes, found = narrow.quantize_mxfp8(y)
+    else:
+        codes, found = narrow.quantize_nvfp4(y, given.global_scale.view(-1, 1, 1), problem.score)
+    codes, found = codes.view(torch.uint8), found.view(torch.uint8)
+    if given.counts is None:
+        out.copy_(codes)
+        given.factors.copy_(layouts.arrange(found, problem.layout))
+        return
+    at = layouts.offsets(*found.shape[1:], problem.layout, y.device)
+    for entry, count in enumerate(given.counts.clamp(0, y.shape[1]).tolist()):
+        out[entry, :count] = codes[entry, :count]
+        given.factors[entry][at[:count]] = found[entry, :count]

@@ -124,6 +124,8 @@ def _catalog(kind: str) -> Iterator[Problem]:
     if kind == "layernorm":
         for block in (1024, 4096, 8192, LONGEST):
             yield Problem(kind, "bf16", "fp32", block)
+        yield Problem(kind, "bf16", "fp32", 4096, form="fp8e4nv", scale="tensor")
+        yield Problem(kind, "bf16", "bf16", 1024, form="fp8e5", scale="number")
         return
     for dtype in ("bf16", "fp16"):
         for block in (128, 1024, 2048, 4096, 8192):

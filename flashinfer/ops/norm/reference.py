@@ -27,7 +27,7 @@ def norm(problem, x, residual, weight, bias, out, eps, quantised=None):
     else:
         factor = weight.float() + 1 if problem.gemma else weight.float()
     if quantised is not None or problem.after == "silu":
-        y = y * factor
+        y = y * factor if bias is None else y * factor + bias.float()
         y = torch.nn.functional.silu(y) if problem.after == "silu" else y
         if quantised is None:
             out.copy_(y)

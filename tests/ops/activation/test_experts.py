@@ -79,8 +79,9 @@ def test_is_a_registered_op():
     from flashinfer import activation
 
     codes, factors = torch.empty(2, 4, 16, dtype=torch.uint8), torch.zeros(2, 512, dtype=torch.uint8)
-    given = torch.randn(2, 4, 64).half(), torch.tensor([4, 4], dtype=torch.int32), ONE, codes, factors, ""
-    torch.library.opcheck(activation._experts.op, given)
+    counts = torch.tensor([4, 4], dtype=torch.int32)
+    given = torch.randn(2, 4, 64).half(), ONE, counts, codes, factors, "nvfp4", "128x4", ""
+    torch.library.opcheck(activation.silu_quantised.op, given)
 
 
 def test_compiles_without_a_break():

@@ -67,6 +67,22 @@ def test_fp8_has_the_bits_of_the_format(variant, device, dtype, shape, scale):
     assert_bitwise(x, sign.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", FP8, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.25, "tensor"])
+@pytest.mark.parametrize("shape", [(3, 40), (2, 2, 128), (0, 64)], ids=str)
+def test_layernorm_to_fp8(variant, device, dtype, scale, shape):
+    """Rows of as many 3 as 1 have a norm of 1 and -1 without rounding: the factor with signs, and the shift."""
+    sign = torch.ones(shape, device=device)
+    sign[..., ::2] = -1
+    w, shift = (wide_weights(shape[-1], device) for _ in range(2))
+    scale = torch.full((1,), 0.5, device=device) if scale == "tensor" else scale
+    out = torch.empty(shape, dtype=dtype, device=device)
+    x = 2 + sign.bfloat16()
+    assert flashinfer.layernorm_quant(out, x, w, shift, scale, eps=0) is None
+    y = (sign.double() * w.double() + shift.double()).float().double()
+    assert_bitwise(out.view(torch.uint8), truth.encode(FP8[dtype], y / float(scale)))
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_fp8_of_strided_rows(variant, device, axis):
     x = generate.strided(rows((5, 96), torch.float16, device), axis, 16)
@@ -240,6 +256,7 @@ def _good(name):
             out=fp8, block_scale=torch.empty(1, 4), normed_out=x.clone(), input=x, residual=x.clone(), weight=w
         ),
         "fused_rmsnorm_silu": dict(input=x, weight=w),
+        "layernorm_quant": dict(out=fp8, input=x, gemma=w, beta=w.clone(), scale=1.0),
         "rmsnorm_fp4quant": dict(input=x, weight=w),
         "add_rmsnorm_fp4quant": dict(input=x, residual=x.clone(), weight=w),
     }[name]
@@ -247,6 +264,10 @@ def _good(name):
 
 U8 = torch.uint8
 BAD = [
+    ("layernorm_quant", dict(out=torch.empty(4, 128)), "out"),
+    ("layernorm_quant", dict(out=torch.empty(3, 128, dtype=torch.float8_e5m2)), "out"),
+    ("layernorm_quant", dict(scale=-1.0), "scale"),
+    ("layernorm_quant", dict(beta=torch.ones(128).half()), "beta"),
     ("rmsnorm_quant", dict(out=torch.empty(4, 128)), "out"),
     ("rmsnorm_quant", dict(out=torch.empty(4, 64, dtype=torch.float8_e5m2)), "out"),
     ("rmsnorm_quant", dict(scale=0.0), "scale"),

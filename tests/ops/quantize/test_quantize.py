@@ -175,6 +175,20 @@ def test_batched_and_grouped(variant, device):
                 assert found == expected[row, block]
 
 
+def test_mxfp8_of_the_first_rows(variant, device):
+    """Columns padded to 128 with zeros; rows that do not count are not written."""
+    x = rows((3, 9, 96), torch.bfloat16, device)
+    counts = torch.tensor([9, 0, 4], dtype=torch.int32, device=device)
+    values, factors = flashinfer.mxfp8_grouped_quantize(x, counts)
+    assert values.shape == (9, 128, 3) and values.dtype == torch.float8_e4m3fn
+    assert factors.shape == (32, 4, 1, 4, 1, 3) and factors.dtype == torch.uint8
+    for i, count in enumerate(counts.tolist()):
+        codes, expected = truth.mx(torch.nn.functional.pad(x[i, :count], (0, 32)), "e4m3")
+        assert_bitwise(values[:count, :, i].view(torch.uint8), codes)
+        found = factors[..., i].permute(2, 1, 0, 4, 3).reshape(128, 4)
+        assert_bitwise(found[:count], expected)
+
+
 def test_row_scales(variant, device):
     x = rows((6, 96), torch.bfloat16, device)
     x[4] = 0
@@ -459,6 +473,8 @@ BAD = {
     ),
     "a mask of another length": (flashinfer.scaled_fp4_grouped_quantize, (CUBE, torch.ones(3).int(), SCALE), "mask"),
     "a mask of bools": (flashinfer.scaled_fp4_grouped_quantize, (CUBE, torch.ones(2).bool(), SCALE), "mask"),
+    "columns of 40": (flashinfer.mxfp8_grouped_quantize, (CUBE[..., :40], torch.ones(2).int()), "a"),
+    "a mask of floats": (flashinfer.mxfp8_grouped_quantize, (CUBE, torch.ones(2)), "mask"),
     "an alignment of 16": (flashinfer.mxfp8_quantize, (ROWS, True, 16), "alignment"),
     "too few factors": (flashinfer.mxfp4_dequantize, (torch.zeros(4, 32).byte(), torch.zeros(8).byte()), "a_sf"),
     "float32 factors": (flashinfer.block_scale_interleave, (torch.ones(4, 4),), "unswizzled_sf"),
