@@ -57,11 +57,11 @@ def number(name: str, value):
     return value.item()
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Triton's name of a torch dtype, as Problems hold it."""
+def dtype_name(dtype: torch.dtype, argument: str = "dtype") -> str:
+    """Triton's name of a torch dtype, as Problems hold it; ValueError naming `argument` for one that has none."""
     name = _NAMES.get(dtype)
     if name is None:
-        raise ValueError(f"dtype: got {dtype}; allowed: {', '.join(str(d) for d in _NAMES)}")
+        raise ValueError(f"{argument}: got {dtype}; allowed: {', '.join(str(d) for d in _NAMES)}")
     return name
 
 

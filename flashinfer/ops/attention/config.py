@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashinfer._core.target import Target
-from flashinfer.ops.attention.problem import Problem
+from flashinfer.ops.attention.problem import NARROW, Problem, wrong_dtype
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,6 @@ class Config:
 
 # Bytes of what is stored; of nvfp4, two elements.
 SIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1, "nvfp4": 1}
-# What travels to kernels as bytes, and is widened in registers.
-NARROW = ("fp8e4nv", "fp8e5", "nvfp4")
 
 
 def factor_alignment(dim: int) -> int:
@@ -120,22 +118,27 @@ def choose(p: Problem, target: Target) -> Config:
     )
 
 
-def refuses(p: Problem, target: Target) -> str:
-    """Why the portable kernel does not take the problem; '' if it does."""
+def refuses_everywhere(p: Problem, target: Target | None = None) -> str:
+    """Why no variant takes the problem on any target; '' if one does. So the CPU is no more liberal than chips are."""
+    wrong = wrong_dtype(p.q_dtype, p.kv_dtype, p.o_dtype)
+    if wrong:
+        return "%s %s; it takes %s" % wrong
     for name in ("head_dim_qk", "head_dim_vo"):
         dim = getattr(p, name)
         if not 8 <= dim <= 1024:
             return f"{name} {dim} is not in 8 ... 1024"
     if p.pos_encoding == "ROPE_LLAMA" and p.head_dim_qk % 2:
         return f"ROPE_LLAMA pairs elements, and head_dim_qk {p.head_dim_qk} is odd"
-    if p.q_dtype not in ("bf16", "fp16", "fp32", "fp8e4nv", "fp8e5"):
-        return f"q dtype {p.q_dtype}"
-    if p.kv_dtype not in (*NARROW, p.q_dtype):
-        return f"kv dtype {p.kv_dtype} with q dtype {p.q_dtype}: it must be q's, fp8 or nvfp4"
     if p.kv_dtype == "nvfp4" and p.pos_encoding == "ROPE_LLAMA" and p.head_dim_qk % 32:
         return f"ROPE_LLAMA of nvfp4 keys takes halves of whole blocks, and head_dim_qk {p.head_dim_qk} is odd times 16"
-    if p.o_dtype not in SIZE or p.o_dtype == "nvfp4":
-        return f"output dtype {p.o_dtype}"
+    return ""
+
+
+def refuses(p: Problem, target: Target) -> str:
+    """Why the portable kernel does not take the problem; '' if it does."""
+    why = refuses_everywhere(p)
+    if why:
+        return why
     if p.o_dtype == "fp8e4nv" and not target.is_cpu and target.capability < 89:
         return f"output dtype {p.o_dtype}: this chip has no conversion to it"
     return ""

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
-from flashinfer.ops.attention.config import NARROW, SIZE, factor_alignment
+from flashinfer.ops.attention.config import SIZE, factor_alignment
 from flashinfer.ops.attention.planner import schedule_launch, schedules
-from flashinfer.ops.attention.problem import Inputs, Problem
+from flashinfer.ops.attention.problem import NARROW, Inputs, Problem
 from flashinfer.ops.attention.variants import find
 
 # Bytes of stack a thread may use: what the compiler spills where three copies of the loop meet 255 registers. Triton

@@ -8,6 +8,12 @@ import torch
 
 MASKS = ("full", "causal", "custom")
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
+FP8 = ("fp8e4nv", "fp8e5")
+# What travels to kernels as bytes, and is widened in registers.
+NARROW = (*FP8, "nvfp4")
+Q_DTYPES = ("bf16", "fp16", "fp32", *FP8)
+# Latent attention multiplies no float32, and reads no nvfp4.
+LATENT_Q_DTYPES = ("bf16", "fp16", *FP8)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,23 @@ class Scalars:
     window_left: int = -1
     rope_scale: float = 1.0
     rope_theta: float = 1e4
+
+
+def wrong_dtype(
+    q_dtype: str, kv_dtype: str, o_dtype: str, q_dtypes: tuple[str, ...] = Q_DTYPES, narrow: tuple[str, ...] = NARROW
+) -> tuple[str, str, str] | None:
+    """Of three dtypes that no kernel takes on any chip: the argument that is wrong, its value, and what is allowed.
+
+    The one rule for public checks and for what variants refuse, the CPU's among them.
+    """
+    if q_dtype not in q_dtypes:
+        return "q_data_type (dtype of q)", q_dtype, ", ".join(q_dtypes)
+    if kv_dtype not in (q_dtype, *narrow):
+        allowed = ", ".join(dict.fromkeys((q_dtype, *narrow)))
+        return "kv_data_type (dtype of k and v)", kv_dtype, f"{allowed}: that of q, or narrower"
+    if o_dtype not in Q_DTYPES:
+        return "o_data_type (dtype of out)", o_dtype, ", ".join(Q_DTYPES)
+    return None
 
 
 def folds(sm_scale: float) -> bool:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.checks import as_dtype, number, require
-from flashinfer.ops.attention.problem import POS_ENCODINGS
+from flashinfer._core.checks import as_dtype, dtype_name, number, require
+from flashinfer.ops.attention.problem import NARROW, POS_ENCODINGS, Q_DTYPES, wrong_dtype
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, NAMES, QO_INDPTR, Stage
 from flashinfer.ops.attention.variants import AttentionVariant
 
@@ -69,6 +69,7 @@ class Options:
         known = self.pos_encoding_mode in POS_ENCODINGS
         require(known, "pos_encoding_mode", repr(self.pos_encoding_mode), ", ".join(POS_ENCODINGS))
         require(self.window_left >= -1, "window_left", self.window_left, "-1 (no window) or the keys before a query")
+        self._check_dtypes()
         self._check_numbers()
         owned = self.variant is not None and self.variant.owns_mask
         require(not owned or self.window_left < 0, "window_left", self.window_left, "-1: the variant owns the mask")
@@ -79,6 +80,18 @@ class Options:
                 require(dim % 16 == 0, name, dim, "a multiple of 16, the block of nvfp4")
             fours = not self.interleaved or self.page_size % 4 == 0
             require(fours, "page_size", self.page_size, "a multiple of 4, with interleaved factors of V")
+
+    def _check_dtypes(self) -> None:
+        q_dtype, kv_dtype = dtype_name(self.q_dtype, "q_data_type"), dtype_name(self.kv_dtype, "kv_data_type")
+        kv_dtype = "nvfp4" if self.kv_dtype == NVFP4 else kv_dtype
+        wrong = wrong_dtype(q_dtype, kv_dtype, dtype_name(self.o_dtype, "o_data_type"), *self.dtypes)
+        if wrong:
+            require(False, *wrong)
+
+    @property
+    def dtypes(self) -> tuple[tuple[str, ...], ...]:
+        """The types of queries, and of keys and values beside these, that its kernels take."""
+        return Q_DTYPES, NARROW
 
     def _check_numbers(self) -> None:
         cap, scale, fixed = self.logits_soft_cap, self.sm_scale, self.fixed_split_size

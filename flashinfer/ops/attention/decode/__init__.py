@@ -14,7 +14,7 @@ decode = Op(
     (
         Variant("sm80", "flashinfer.ops.attention.decode.sm80", config.refuses, config.choose),
         Variant("portable", "flashinfer.ops.attention.portable", portable.refuses, portable.choose),
-        Variant("reference", "flashinfer.ops.attention.reference"),
+        Variant("reference", "flashinfer.ops.attention.reference", portable.refuses_everywhere),
     ),
     decode_problems,
 )

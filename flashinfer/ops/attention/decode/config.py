@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashinfer._core.target import Target
-from flashinfer.ops.attention.config import SIZE, Config
+from flashinfer.ops.attention.config import SIZE, Config, refuses_everywhere
 from flashinfer.ops.attention.problem import Problem
 
 
@@ -17,6 +17,9 @@ def _padded(n: int) -> int:
 
 def refuses(p: Problem, target: Target) -> str:
     """Why the kernel does not take the problem; '' if it does."""
+    why = refuses_everywhere(p)
+    if why:
+        return why
     if target.is_cpu:
         return "Gluon does not run in Triton's interpreter"
     if target.capability < 80:

@@ -28,7 +28,7 @@ mla = Op(
     (
         Variant("sm90", "flashinfer.ops.attention.mla.sm90", config.refuses_sm90, config.choose_sm90),
         Variant("portable", "flashinfer.ops.attention.mla.portable", config.refuses, config.choose),
-        Variant("reference", "flashinfer.ops.attention.mla.reference"),
+        Variant("reference", "flashinfer.ops.attention.mla.reference", config.refuses_everywhere),
     ),
     _catalog,
 )

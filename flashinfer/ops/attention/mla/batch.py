@@ -16,7 +16,7 @@ from flashinfer.ops.attention.batch import Batch, Call, facts
 from flashinfer.ops.attention.kind import expect_kernels
 from flashinfer.ops.attention.mla import mla
 from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
-from flashinfer.ops.attention.problem import Scalars
+from flashinfer.ops.attention.problem import FP8, LATENT_Q_DTYPES, Scalars
 from flashinfer.ops.attention.request import Limits, Options, default_o_dtype
 from flashinfer.ops.attention.variants import identity_of
 
@@ -34,6 +34,10 @@ class LatentOptions(Options):
     sparse: bool = False
     first: int = 0
     first_page: int = 0
+
+    @property
+    def dtypes(self) -> tuple[tuple[str, ...], ...]:
+        return LATENT_Q_DTYPES, FP8
 
     @property
     def head_dim_kpe(self) -> int:

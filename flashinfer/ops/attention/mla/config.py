@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flashinfer._core.target import Target
 from flashinfer.ops.attention.config import SIZE, Config
+from flashinfer.ops.attention.problem import FP8, LATENT_Q_DTYPES, wrong_dtype
 
 
 def padded(n: int) -> int:
@@ -65,18 +66,23 @@ def choose(p, target: Target) -> Config:
     )
 
 
-def refuses(p, target: Target) -> str:
-    """Why the portable kernel does not take the problem; '' if it does."""
+def refuses_everywhere(p, target: Target | None = None) -> str:
+    """Why no variant takes the problem on any target; '' if one does. So the CPU is no more liberal than chips are."""
+    wrong = wrong_dtype(p.q_dtype, p.kv_dtype, p.o_dtype, LATENT_Q_DTYPES, FP8)
+    if wrong:
+        return "%s %s; it takes %s" % wrong
     if not 16 <= p.head_dim_ckv <= 512:
         return f"head_dim_ckv {p.head_dim_ckv} is not in 16 ... 512"
     if p.head_dim_kpe and not 8 <= p.head_dim_kpe <= 128:
         return f"head_dim_kpe {p.head_dim_kpe} is neither 0 nor in 8 ... 128"
-    if p.q_dtype not in ("bf16", "fp16", "fp8e4nv", "fp8e5"):
-        return f"q dtype {p.q_dtype}: it multiplies bf16, fp16 and fp8"
-    if p.kv_dtype not in ("fp8e4nv", "fp8e5", p.q_dtype):
-        return f"kv dtype {p.kv_dtype} with q dtype {p.q_dtype}: it must be q's, or fp8"
-    if p.o_dtype not in SIZE:
-        return f"output dtype {p.o_dtype}"
+    return ""
+
+
+def refuses(p, target: Target) -> str:
+    """Why the portable kernel does not take the problem; '' if it does."""
+    why = refuses_everywhere(p)
+    if why:
+        return why
     if p.o_dtype == "fp8e4nv" and not target.is_cpu and target.capability < 89:
         return f"output dtype {p.o_dtype}: this chip has no conversion to it"
     return ""

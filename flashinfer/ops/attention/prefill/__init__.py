@@ -14,7 +14,7 @@ prefill = Op(
     (
         Variant("sm90", "flashinfer.ops.attention.prefill.sm90", config.refuses, config.choose),
         Variant("portable", "flashinfer.ops.attention.portable", portable.refuses, portable.choose),
-        Variant("reference", "flashinfer.ops.attention.reference"),
+        Variant("reference", "flashinfer.ops.attention.reference", portable.refuses_everywhere),
     ),
     prefill_problems,
 )

@@ -54,10 +54,9 @@ def test_fp8_keys(kv_dtype, q_dtype, device):
         check((out, lse), x, SCALE)
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_other_dtypes(dtype, device):
-    x = latents([1, 3], [70, 33], 4, 32, 16, 16, dtype=dtype, device=device)
-    backend = "reference" if device.type == "cpu" or dtype == torch.float32 else "auto"
+def test_bfloat16(device):
+    x = latents([1, 3], [70, 33], 4, 32, 16, 16, dtype=torch.bfloat16, device=device)
+    backend = "reference" if device.type == "cpu" else "auto"
     check(plan(x, backend, 16).run(*x.parts(), return_lse=True), x, SCALE)
 
 
