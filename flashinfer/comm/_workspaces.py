@@ -278,6 +278,9 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         super().__init__(ranks.size, ranks.rank)
         self._open(ranks, nbytes, row, own_device(), one_shot)
         self.buffer_size_bytes = nbytes
+        # By this tensor older calls name the workspace.
+        self.buffer_flags = torch.zeros(9, dtype=torch.uint32, device=self.link.device)
+        self.buffer_flags.workspace = self
         self.metadata["use_fp32_lamport"] = dtype == torch.float32
 
     def is_buffer_size_sufficient(

@@ -16,7 +16,7 @@ from flashinfer.ops.comm.alltoall import config
 from flashinfer.ops.comm.capability import connect
 from flashinfer.ops.comm.meeting import Ranks
 from flashinfer.ops.comm.spoil import spoiled
-from flashinfer.ops.comm.symmetric import Link
+from flashinfer.ops.comm.symmetric import Link, header
 
 # The link behind a workspace tensor, by its address; it lives as long as the tensor, which holds it.
 _LINKS: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
@@ -54,12 +54,28 @@ def decode_cp_a2a_allocate_mnnvl_workspace(
     ranks = Ranks(backend=backend)
     require(ranks.size == mapping.cp_size, "mapping.cp_size", mapping.cp_size, f"{ranks.size}, the size of the group")
     require(ranks.rank == mapping.cp_rank, "mapping.cp_rank", mapping.cp_rank, f"{ranks.rank}, the rank in the group")
-    link, _ = connect(ranks, config.ROUND, own_device())
+    return adopt(blocks_link(ranks, own_device()))
+
+
+def adopt(link) -> torch.Tensor:
+    """A workspace tensor that stands for a link, int64 [ranks, words]."""
     own = link.memory.own if isinstance(link, Link) else torch.zeros(8, dtype=torch.uint8, device=link.device)
-    workspace = own.view(torch.int64)[None].expand(ranks.size, -1)
+    workspace = own.view(torch.int64)[None].expand(link.world, -1)
     workspace.link = link
     _LINKS[workspace.data_ptr()] = link
     return workspace
+
+
+def decode_cp_a2a_workspace_size(cp_size: int) -> int:
+    """Bytes of a workspace on each rank.
+
+    Examples
+    --------
+    >>> decode_cp_a2a_workspace_size(2)
+    33587200
+    """
+    require(cp_size > 0, "cp_size", cp_size, "at least 1")
+    return header(cp_size, config.ROUND)
 
 
 def decode_cp_a2a_init_workspace(workspace: torch.Tensor, cp_rank: int, cp_size: int) -> None:
@@ -146,7 +162,18 @@ def decode_cp_a2a_alltoall(
     if partial_o.numel() == 0 and softmax_stats.numel() == 0:
         return out
     given = [t.view(-1, cp_size, t.shape[-1]) for t in (partial_o, softmax_stats)]
-    outs = [t.view(-1, cp_size, t.shape[-1]) for t in out]
+    exchange_blocks(link, given, [t.view(-1, cp_size, t.shape[-1]) for t in out])
+    return out
+
+
+def blocks_link(ranks: Ranks, device: torch.device):
+    """What `exchange_blocks` exchanges through. A collective call."""
+    return connect(ranks, config.ROUND, device)[0]
+
+
+def exchange_blocks(link, given, outs):
+    """Row [i, r] of two tensors [rows, world, n] goes to rank r, as row [i, this rank] of `outs`. Returns `outs`."""
+    link.check()
     rows = [t.shape[-1] * t.element_size() for t in given]
     require(sum(rows) <= config.ROUND, "partial_o", f"rows of {sum(rows)} bytes with their statistics",
             f"at most {config.ROUND}")  # fmt: skip
@@ -155,12 +182,11 @@ def decode_cp_a2a_alltoall(
     units = [both | t.data_ptr() | o.data_ptr() | 16 for t, o in zip(given, outs, strict=True)]
     problem = room.Blocks(
         transport=link.transport,
-        world=cp_size,
+        world=link.world,
         units="".join(str((x & -x).bit_length() - 1) for x in units),
         block=config.block(max(rows) // 4),
     )
-    backend = "portable" if link.transport == "peer" else "reference"
-    choice = room.alltoall(problem, partial_o.device, backend)
+    choice = room.alltoall(problem, given[0].device, "portable" if link.transport == "peer" else "reference")
     with spoiled(*outs):
         choice.run(link, given, outs)
-    return out
+    return outs

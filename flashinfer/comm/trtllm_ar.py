@@ -30,3 +30,37 @@ class QuantizationSFLayout:
     SWIZZLED_128x4 = 0
     SWIZZLED_8x4 = 1
     LINEAR = 2
+
+
+class AllReduceStrategyType:
+    """Upstream's ways to reduce, by name and number. How rows travel here is `use_oneshot` of a call."""
+
+    NCCL = 0
+    MIN_LATENCY = 1
+    UB = 2
+    AUTO = 3
+    ONESHOT = 4
+    TWOSHOT = 5
+    LOWPRECISION = 6
+
+
+class AllReduceStrategyConfig:
+    """Flags of upstream's strategies, by name and number."""
+
+    USE_MEMCPY = 1
+    PUSH_MODE = 2
+
+
+class AllReduceFusionOp:
+    """Upstream's older names of what follows an all-reduce, by number. Calls take an AllReduceFusionPattern."""
+
+    NONE = 0
+    RESIDUAL_RMS_NORM = 1
+    LAST_PROCESS_FOR_UB = 2
+    RESIDUAL_RMS_PREPOST_NORM = 3
+    RESIDUAL_RMS_NORM_QUANT_FP8 = 4
+    RESIDUAL_RMS_NORM_QUANT_NVFP4 = 5
+    RESIDUAL_RMS_NORM_OUT_QUANT_FP8 = 6
+    RESIDUAL_RMS_NORM_OUT_QUANT_NVFP4 = 7
+    MOE_ALLREDUCE_RESIDUAL_RMS_NORM = 8
+    MOE_FINALIZE_ALLREDUCE_RESIDUAL_RMS_NORM = 9

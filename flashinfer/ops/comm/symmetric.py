@@ -125,7 +125,7 @@ def _by_ipc(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
         try:
             base = int(asked("cuMemAlloc", *cuda.cuMemAlloc(nbytes)))
             undo.callback(cuda.cuMemFree, base)
-            own = torch.as_tensor(_Bytes(base, nbytes), device=device)
+            own = bytes_at(base, nbytes, device)
             own.zero_()
             handle = bytes(asked("cuIpcGetMemHandle", *cuda.cuIpcGetMemHandle(base)).reserved)
         except RuntimeError as refusal:
@@ -143,6 +143,11 @@ def _by_ipc(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
                 addresses[rank] = int(asked("cuIpcOpenMemHandle", *cuda.cuIpcOpenMemHandle(other, flags)))
                 undo.callback(cuda.cuIpcCloseMemHandle, addresses[rank])
         return PeerMemory(own, addresses, "CUDA IPC", undo.pop_all().close)
+
+
+def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Device memory that torch did not allocate, uint8 [nbytes]."""
+    return torch.as_tensor(_Bytes(address, nbytes), device=device)
 
 
 class _Bytes:

@@ -115,7 +115,9 @@ def check(case, everyone, out, returned, two_shot=False):
     if case == "plain":
         assert_bitwise(returned.view(same.shape), same, "the sum")
         return
-    assert_close(out["output"], same, exact, "output")
+    # Not every form of the call writes it.
+    if "output" in out:
+        assert_close(out["output"], same, exact, "output")
     total = exact + given["residual_in"].double()
     same_total = same + given["residual_in"]
     assert_close(out["residual_out"], same_total, total, "residual_out")

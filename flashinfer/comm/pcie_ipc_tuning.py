@@ -1,0 +1,118 @@
+"""Launch configurations of the exchanges over PCIe: pure functions of a call's sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from flashinfer._core import env
+from flashinfer._core.checks import require
+from flashinfer.ops.comm.allreduce_fusion import config
+from flashinfer.ops.comm.symmetric import SLOTTED
+
+PACK_BYTES = 16
+MOST_BLOCKS = SLOTTED
+WORLD_SIZES = 2, 4, 8
+_THREADS = 128
+
+
+class PcieIpcVariant(IntEnum):
+    """How rows travel: to all ranks at once, or by way of the rank that adds them."""
+
+    UNSTAGED = 0
+    STAGED = 1
+
+
+@dataclass(frozen=True)
+class PcieIpcLaunchConfig:
+    """Programs, threads of each, and how rows travel."""
+
+    blocks: int
+    threads: int
+    variant: PcieIpcVariant
+
+
+def get_pcie_ipc_launch_config(
+    world_size: int, numel: int, elem_size: int, max_blocks: int = MOST_BLOCKS
+) -> PcieIpcLaunchConfig | None:
+    """The launch of an all-reduce, the same on every rank; None for a call that is not taken.
+
+    Parameters
+    ----------
+    world_size : int
+        2, 4 or 8.
+    numel, elem_size : int
+        Elements, and bytes of one: 2. Together a multiple of 16 bytes, with 16 for each rank.
+    max_blocks : int
+        The most programs: 1 to 128.
+
+    Returns
+    -------
+    PcieIpcLaunchConfig or None
+
+    Raises
+    ------
+    ValueError
+        max_blocks out of its range.
+
+    Examples
+    --------
+    >>> get_pcie_ipc_launch_config(2, 8192, 2)
+    PcieIpcLaunchConfig(blocks=8, threads=128, variant=<PcieIpcVariant.UNSTAGED: 0>)
+    """
+    require(1 <= max_blocks <= MOST_BLOCKS, "max_blocks", max_blocks, f"1 to {MOST_BLOCKS}")
+    if not _taken(world_size, numel * elem_size, elem_size):
+        return None
+    small = numel * elem_size <= config.one_shot_bytes(world_size)
+    programs = config.programs(-(-numel // config.chunk(numel)))
+    variant = PcieIpcVariant.UNSTAGED if small else PcieIpcVariant.STAGED
+    return PcieIpcLaunchConfig(min(programs, max_blocks), _THREADS, variant)
+
+
+def get_pcie_ipc_all_gather_launch_config(
+    world_size: int,
+    shard_numel: int,
+    max_blocks: int = MOST_BLOCKS,
+    element_size: int = 2,
+    ordered_4plus4: bool = False,
+) -> PcieIpcLaunchConfig | None:
+    """The launch of an all-gather of `shard_numel` elements a rank; None for a call that is not taken.
+
+    ordered_4plus4 : of upstream's copies between two halves of 8 GPUs; ranks are alike here, and it changes nothing.
+    """
+    return _of_blocks(world_size, shard_numel, max_blocks, element_size)
+
+
+def get_pcie_ipc_reduce_scatter_launch_config(
+    world_size: int,
+    shard_numel: int,
+    max_blocks: int = MOST_BLOCKS,
+    element_size: int = 2,
+    ordered_4plus4: bool = False,
+) -> PcieIpcLaunchConfig | None:
+    """The launch of a reduce-scatter that leaves `shard_numel` elements on a rank; None for a call that is not taken.
+
+    ordered_4plus4 : as in `get_pcie_ipc_all_gather_launch_config`.
+    """
+    return _of_blocks(world_size, shard_numel, max_blocks, element_size)
+
+
+def _of_blocks(world_size: int, numel: int, max_blocks: int, elem_size: int) -> PcieIpcLaunchConfig | None:
+    require(1 <= max_blocks <= MOST_BLOCKS, "max_blocks", max_blocks, f"1 to {MOST_BLOCKS}")
+    if not _taken(world_size, numel * elem_size * world_size, elem_size) or numel * elem_size % PACK_BYTES:
+        return None
+    programs = config.programs(-(-numel // config.CHUNKS[0]))
+    return PcieIpcLaunchConfig(min(programs, max_blocks), _THREADS, PcieIpcVariant.UNSTAGED)
+
+
+def _taken(world_size: int, nbytes: int, elem_size: int) -> bool:
+    packs, rest = divmod(nbytes, PACK_BYTES)
+    return world_size in WORLD_SIZES and elem_size == 2 and not rest and packs >= world_size
+
+
+def default_cache_path(world_size: int) -> str:
+    """The file that upstream keeps measured launches in. Launches here are functions of sizes, and nothing is kept."""
+    require(world_size >= 1, "world_size", world_size, "at least 1")
+    base = Path(env.WORKSPACE_BASE.get()).expanduser()
+    return f"{base}/.cache/flashinfer/autotune/pcie_ipc_all_reduce_ws{world_size}.json"

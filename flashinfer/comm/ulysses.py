@@ -1,0 +1,477 @@
+"""Ulysses context parallelism: sequences are split between attentions, heads within them."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from flashinfer._core.checks import require, same_device
+from flashinfer.comm._workspaces import own_device
+from flashinfer.comm.dcp_alltoall import exchange_blocks
+from flashinfer.ops.comm.alltoall import config
+from flashinfer.ops.comm.capability import Capability, connect
+from flashinfer.ops.comm.collective import Collective
+from flashinfer.ops.comm.meeting import Ranks
+from flashinfer.ops.comm.symmetric import Link, PeerMemory, header
+
+ULYSSES_BACKENDS = "auto", "nvlink", "nccl"
+SUPPORTED_WORLD_SIZES = 2, 4, 6, 8
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_HANDLES: dict[int, Link] = {}
+_next_handle = itertools.count(1)
+
+
+class UlyssesBackendError(RuntimeError):
+    """Peers' memory was asked for, and cannot be used."""
+
+
+@dataclass(frozen=True)
+class UlyssesRankTopology:
+    """A rank's GPU. peer_p2p, peer_nvlink : by UUID, whether it reaches that GPU, and by NVLink.
+
+    device_index is -1 and device_uuid '' without a GPU; pair_errors and probe_error say what could not be found out.
+    """
+
+    rank: int
+    hostname: str = ""
+    device_index: int = -1
+    device_uuid: str = ""
+    pci_bus_id: str = ""
+    peer_p2p: dict[str, bool] = field(default_factory=dict)
+    peer_nvlink: dict[str, bool] = field(default_factory=dict)
+    pair_errors: dict[str, str] = field(default_factory=dict)
+    probe_error: str | None = None
+
+
+@dataclass(frozen=True)
+class UlyssesBackendDecision:
+    """"nvlink" (peers' memory) or "nccl" (the process group), and why."""
+
+    backend: str
+    reason: str
+
+
+def probe_ulysses_rank_topology(device: torch.device | str | int | None, rank: int) -> UlyssesRankTopology:
+    """What the driver says of this rank's GPU and of those it sees. It asks no other rank.
+
+    That two GPUs reach each other is all that is asked: `peer_nvlink` is `peer_p2p`.
+    """
+    host = socket.gethostname()
+    if not torch.cuda.is_available():
+        return UlyssesRankTopology(rank, host, probe_error="no GPU")
+    index = torch.device("cuda" if device is None else device).index
+    index = torch.cuda.current_device() if index is None else index
+    every = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    peers = {
+        str(p.uuid): torch.cuda.can_device_access_peer(index, i) for i, p in enumerate(every) if i != index
+    }  # fmt: skip
+    return UlyssesRankTopology(rank, host, index, str(every[index].uuid), "", peers, dict(peers))
+
+
+def decide_ulysses_backend(
+    requested: str,
+    topologies: list[UlyssesRankTopology],
+    supported_world_sizes: Sequence[int] = SUPPORTED_WORLD_SIZES,
+) -> UlyssesBackendDecision:
+    """What ranks with these GPUs should use: a function of its arguments alone.
+
+    Raises
+    ------
+    ValueError
+        `requested` is none of "auto", "nvlink" and "nccl".
+    UlyssesBackendError
+        "nvlink" is asked for and cannot be.
+    """
+    require(requested in ULYSSES_BACKENDS, "requested", repr(requested), ", ".join(map(repr, ULYSSES_BACKENDS)))
+    if requested == "nccl":
+        return UlyssesBackendDecision("nccl", "requested")
+    reason = _obstacle(topologies, supported_world_sizes)
+    if not reason:
+        return UlyssesBackendDecision("nvlink", "every GPU reaches every other")
+    if requested == "nvlink":
+        raise UlyssesBackendError(f"backend 'nvlink': {reason}")
+    return UlyssesBackendDecision("nccl", reason)
+
+
+def _obstacle(topologies: list[UlyssesRankTopology], sizes: Sequence[int]) -> str:
+    if len(topologies) not in sizes:
+        return f"{len(topologies)} ranks; allowed: {', '.join(map(str, sizes))}"
+    if len({t.hostname for t in topologies}) > 1:
+        return "ranks are on several hosts"
+    for t in topologies:
+        if t.probe_error or not t.device_uuid:
+            return f"rank {t.rank}: {t.probe_error or 'no GPU is known'}"
+        for other in topologies:
+            same = other.device_uuid == t.device_uuid
+            if other.rank != t.rank and (same or not t.peer_nvlink.get(other.device_uuid, False)):
+                return f"rank {t.rank} is not known to reach the GPU of rank {other.rank}"
+    return ""
+
+
+def resolve_ulysses_backend(
+    backend: str = "auto", group=None, device: torch.device | str | int | None = None
+) -> UlyssesBackendDecision:
+    """`decide_ulysses_backend` of every rank's request and GPU. A collective call, with one answer on every rank.
+
+    Raises
+    ------
+    ValueError
+        A request other than the three, or other than another rank's.
+    UlyssesBackendError
+        As `decide_ulysses_backend` raises it, on every rank.
+    TimeoutError
+        A rank did not come within the deadline of set-ups.
+    """
+    group = torch.distributed.group.WORLD if group is None else group
+    ranks = Ranks(group)
+    mine = probe_ulysses_rank_topology(device, ranks.rank)
+    said = (backend, mine.hostname, mine.device_index, mine.device_uuid, mine.peer_p2p, mine.probe_error)
+    everyone = ranks.gather(said)
+    asked = {each[0] for each in everyone}
+    require(len(asked) == 1, "backend", sorted(asked), "the same on every rank")
+    topologies = [
+        UlyssesRankTopology(rank, host, index, uuid, "", peers, peers, {}, error)
+        for rank, (_, host, index, uuid, peers, error) in enumerate(everyone)
+    ]
+    return decide_ulysses_backend(backend, topologies)
+
+
+class UlyssesWorkspace:
+    """Room of `max_elems` elements of a dtype. Exchanges here need none; calls check that theirs would fit."""
+
+    def __init__(self, *, max_elems: int, dtype: torch.dtype, device: torch.device | str | int | None = None):
+        require(isinstance(max_elems, int) and max_elems > 0, "max_elems", max_elems, "an int of at least 1")
+        require(dtype in _DTYPES, "dtype", dtype, "float16, bfloat16, float32")
+        self.max_elems, self.dtype, self.device = max_elems, dtype, device
+
+
+class UlyssesCommunicator:
+    """The two exchanges of Ulysses attention, [B, S, H, D]. A collective constructor.
+
+    Parameters
+    ----------
+    group : ProcessGroup, optional
+        The default group, if None.
+    max_elems : int
+        The most elements of a call.
+    dtype : torch.dtype
+        float16, bfloat16 or float32.
+    backend : str
+        "auto": peers' memory where a probe finds that it works, else the process group. "nvlink": UlyssesBackendError
+        where it does not. "nccl": the process group.
+    device : torch.device, str or int, optional
+        This rank's; by default the current CUDA device, or the CPU where there is none.
+
+    Attributes
+    ----------
+    backend : str
+        "nvlink" or "nccl".
+    fallback_reason : str
+        Why it is not peers' memory; '' where it is, or was not asked for.
+    rank, world_size : int
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
+    TimeoutError
+        A rank did not come within the deadline of set-ups.
+    """
+
+    def __init__(
+        self,
+        group=None,
+        *,
+        max_elems: int,
+        dtype: torch.dtype,
+        backend: str = "auto",
+        device: torch.device | str | int | None = None,
+    ):
+        require(backend in ULYSSES_BACKENDS, "backend", repr(backend), ", ".join(map(repr, ULYSSES_BACKENDS)))
+        require(isinstance(max_elems, int) and max_elems > 0, "max_elems", max_elems, "an int of at least 1")
+        require(dtype in _DTYPES, "dtype", dtype, "float16, bfloat16, float32")
+        self.device = own_device() if device is None else _device(device)
+        group = torch.distributed.group.WORLD if group is None else group
+        ranks = Ranks(group)
+        asked = ranks.gather(backend)
+        require(len(set(asked)) == 1, "backend", sorted(set(asked)), "the same on every rank")
+        self.rank, self.world_size, self.max_elems, self.dtype = ranks.rank, ranks.size, max_elems, dtype
+        if backend == "nccl":
+            self._link = Collective(ranks, self.device, "the process group was asked for")
+            found = Capability("collective", "", "")
+        else:
+            self._link, found = connect(ranks, config.ROUND, self.device)
+        self.backend = "nvlink" if found.transport == "peer" else "nccl"
+        self.fallback_reason = found.reason
+        if backend == "nvlink" and self.backend != "nvlink":
+            raise UlyssesBackendError(f"backend 'nvlink': {found.reason}")
+
+    def check(self) -> None:
+        """Raise what went wrong in a call of this rank: it waits for its kernels, which end by the deadline."""
+        self._opened().settle()
+        self._link.check()
+
+    def close(self) -> None:
+        """Free what the object holds; once is enough. Peers must be done."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def create_workspace(self, *, max_elems: int | None = None) -> UlyssesWorkspace:
+        """Room for a call of `max_elems` elements, by default those of the object."""
+        return UlyssesWorkspace(max_elems=max_elems or self.max_elems, dtype=self.dtype, device=self.device)
+
+    def scatter_heads(
+        self, x: torch.Tensor, *, out: torch.Tensor | None = None, workspace: UlyssesWorkspace | None = None
+    ) -> torch.Tensor:
+        """[B, S_local, H, D] becomes [B, S_global, H_local, D]: a share of the heads of all tokens. A collective call.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            Contiguous, with H a multiple of the ranks.
+        out : torch.Tensor, optional
+            Receives the result, contiguous.
+        workspace : UlyssesWorkspace, optional
+
+        Returns
+        -------
+        torch.Tensor
+            `x` itself, if there is one rank and no `out`.
+        """
+        self._check("x", x, workspace)
+        batch, tokens, heads, dim = x.shape
+        share = self._share("x", heads)
+        if self.world_size == 1 and out is None:
+            return x
+        rows = x.reshape(batch * tokens, self.world_size, share * dim)
+        got = self._exchange(rows).view(batch, tokens, self.world_size, share, dim).transpose(1, 2)
+        return _kept(got.reshape(batch, self.world_size * tokens, share, dim), out)
+
+    def gather_heads(
+        self, x: torch.Tensor, *, out: torch.Tensor | None = None, workspace: UlyssesWorkspace | None = None
+    ) -> torch.Tensor:
+        """[B, S_global, H_local, D] becomes [B, S_local, H, D]: all heads of a share of the tokens. A collective call.
+
+        The inverse of `scatter_heads`, with the same parameters; S_global is a multiple of the ranks.
+        """
+        self._check("x", x, workspace)
+        batch, tokens, heads, dim = x.shape
+        require(tokens % self.world_size == 0, "x", tuple(x.shape), f"tokens in a multiple of {self.world_size}")
+        if self.world_size == 1 and out is None:
+            return x
+        local = tokens // self.world_size
+        rows = x.view(batch, self.world_size, local, heads * dim).transpose(1, 2)
+        got = self._exchange(rows.reshape(batch * local, self.world_size, heads * dim))
+        return _kept(got.view(batch, local, self.world_size * heads, dim), out)
+
+    def scatter_qkv_head_chunk(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        head_offset: int,
+        head_count: int,
+        out: torch.Tensor | None = None,
+        workspace: UlyssesWorkspace | None = None,
+    ) -> torch.Tensor:
+        """`pack_ulysses_qkv_head_chunk` and `scatter_heads`: [B, S_global, head_count, 3 D]. A collective call."""
+        packed = pack_ulysses_qkv_head_chunk(
+            query, key, value, world_size=self.world_size, head_offset=head_offset, head_count=head_count
+        )
+        return self.scatter_heads(packed, out=out, workspace=workspace)
+
+    def gather_output_head_chunk(
+        self,
+        x: torch.Tensor,
+        *,
+        local_heads: int,
+        head_offset: int,
+        out: torch.Tensor,
+        workspace: UlyssesWorkspace | None = None,
+    ) -> torch.Tensor:
+        """`gather_heads` and `merge_ulysses_output_head_chunk`: heads of `out` are written. A collective call."""
+        received = self.gather_heads(x, workspace=workspace)
+        return merge_ulysses_output_head_chunk(
+            received, world_size=self.world_size, local_heads=local_heads, head_offset=head_offset, out=out
+        )
+
+    def _opened(self):
+        if self._link is None:
+            raise RuntimeError("UlyssesCommunicator: it is closed")
+        return self._link
+
+    def _exchange(self, rows: torch.Tensor) -> torch.Tensor:
+        return _exchanged(self._opened(), rows)
+
+    def _check(self, name: str, x: torch.Tensor, workspace) -> None:
+        self._opened()
+        require(x.dim() == 4 and x.is_contiguous(), name, tuple(x.shape), "[B, S, H, D], contiguous")
+        require(x.dtype == self.dtype, name, x.dtype, f"{self.dtype}, of the communicator")
+        require(x.device == self.device, name, x.device, f"{self.device}, of the communicator")
+        require(x.numel() <= self.max_elems, name, f"{x.numel()} elements", f"at most {self.max_elems}")
+        if workspace is not None:
+            fits = workspace.dtype == self.dtype and x.numel() <= workspace.max_elems
+            got = f"{workspace.dtype}, {workspace.max_elems} elements"
+            require(fits, "workspace", got, f"{self.dtype}, at least {x.numel()} elements")
+
+    def _share(self, name: str, heads: int) -> int:
+        require(heads % self.world_size == 0, name, f"{heads} heads", f"a multiple of {self.world_size}")
+        return heads // self.world_size
+
+
+def _exchanged(link, rows: torch.Tensor) -> torch.Tensor:
+    """Row [i, r] of rows [n, ranks, m] goes to rank r."""
+    if rows.numel() == 0:
+        return torch.empty_like(rows)
+    beside = torch.zeros(*rows.shape[:2], 4, dtype=torch.uint8, device=rows.device)
+    rows = rows.contiguous()
+    return exchange_blocks(link, (rows, beside), (torch.empty_like(rows), torch.empty_like(beside)))[0]
+
+
+def _device(device) -> torch.device:
+    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _kept(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    if out is None:
+        return result
+    fits = out.shape == result.shape and out.dtype == result.dtype and out.is_contiguous()
+    require(fits, "out", f"{out.dtype} {tuple(out.shape)}", f"{result.dtype} {tuple(result.shape)}, contiguous")
+    return out.copy_(result)
+
+
+def pack_ulysses_qkv_head_chunk(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    world_size: int,
+    head_offset: int,
+    head_count: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Heads `head_offset` to `head_offset + head_count` of each rank's share, of Q, K and V beside each other.
+
+    Parameters
+    ----------
+    query, key, value : torch.Tensor
+        [B, S_local, H, D], any strides; H a multiple of world_size.
+    world_size, head_offset, head_count : int
+    out : torch.Tensor, optional
+        Receives the result, contiguous.
+
+    Returns
+    -------
+    torch.Tensor
+        [B, S_local, world_size * head_count, 3 D].
+    """
+    require(query.dim() == 4, "query", tuple(query.shape), "[B, S, H, D]")
+    for name, x in (("key", key), ("value", value)):
+        same = x.shape == query.shape and x.dtype == query.dtype
+        require(same, name, f"{x.dtype} {tuple(x.shape)}", f"{query.dtype} {tuple(query.shape)}, as query")
+    same_device(query=query, key=key, value=value)
+    heads = query.shape[2]
+    require(world_size > 0 and heads % world_size == 0, "world_size", world_size, f"a divisor of {heads}, the heads")
+    share = heads // world_size
+    _check_band(share, head_offset, head_count)
+    parts = [x.unflatten(2, (world_size, share))[:, :, :, head_offset : head_offset + head_count]
+             for x in (query, key, value)]  # fmt: skip
+    return _kept(torch.cat(parts, -1).flatten(2, 3), out)
+
+
+def merge_ulysses_output_head_chunk(
+    received: torch.Tensor, *, world_size: int, local_heads: int, head_offset: int, out: torch.Tensor
+) -> torch.Tensor:
+    """Put heads [B, S_local, ranks * head_count, D] into those of `out`, [B, S_local, ranks * local_heads, D].
+
+    Of each rank's local_heads those from `head_offset` on are written, the others stay. `out` is returned.
+    """
+    require(received.dim() == 4, "received", tuple(received.shape), "[B, S, heads, D]")
+    heads = received.shape[2]
+    require(world_size > 0 and heads % world_size == 0, "world_size", world_size, f"a divisor of {heads}, the heads")
+    shape = (*received.shape[:2], world_size * local_heads, received.shape[3])
+    fits = tuple(out.shape) == shape and out.dtype == received.dtype and out.is_contiguous()
+    require(fits, "out", f"{out.dtype} {tuple(out.shape)}", f"{received.dtype} {shape}, contiguous")
+    count = heads // world_size
+    _check_band(local_heads, head_offset, count)
+    band = out.unflatten(2, (world_size, local_heads))[:, :, :, head_offset : head_offset + count]
+    band.copy_(received.unflatten(2, (world_size, count)))
+    return out
+
+
+def _check_band(share: int, offset: int, count: int) -> None:
+    require(count > 0, "head_count", count, "at least 1")
+    require(0 <= offset <= share - count, "head_offset", offset, f"0 to {share - count}")
+
+
+def init_ulysses_a2a(
+    out_ipc_ptrs: list[int], signal_ipc_ptrs: list[int], rank: int, world_size: int, full_nvlink: bool
+) -> int:
+    """Set up `ulysses_a2a` over buffers that ranks share, zero at first.
+
+    Parameters
+    ----------
+    out_ipc_ptrs : list of int
+        Addresses of every rank's staging buffer. It is not needed: rows go through the signal buffers.
+    signal_ipc_ptrs : list of int
+        Addresses of every rank's buffer of `flashinfer.comm.vllm_meta_size()` bytes.
+    rank, world_size : int
+    full_nvlink : bool
+        Whether all GPUs are linked. Kernels are the same either way.
+    """
+    from flashinfer.comm.cuda_ipc import tensor_at
+    from flashinfer.comm.older_forms import vllm_meta_size
+
+    count = len(signal_ipc_ptrs)
+    require(count == world_size, "signal_ipc_ptrs", f"{count} addresses", f"{world_size}, one a rank")
+    require(0 <= rank < world_size, "rank", rank, f"0 to {world_size - 1}")
+    nbytes = vllm_meta_size()
+    area = (nbytes - header(world_size, 0)) // (header(world_size, 1) - header(world_size, 0)) // 16 * 16
+    memory = PeerMemory(tensor_at(signal_ipc_ptrs[rank], nbytes), list(signal_ipc_ptrs), "addresses")
+    handle = next(_next_handle)
+    _HANDLES[handle] = Link(None, memory, area, rank)
+    return handle
+
+
+def _of_handle(fa: int) -> Link:
+    require(fa in _HANDLES, "fa", fa, "a handle of init_ulysses_a2a that is not disposed of")
+    return _HANDLES[fa]
+
+
+def ulysses_a2a(fa: int, inp: torch.Tensor, out: torch.Tensor, B: int, S_local: int, H: int, D: int, mode: int) -> None:
+    """`UlyssesCommunicator.scatter_heads` (mode 0) or `gather_heads` (mode 1), over a handle. A collective call.
+
+    H counts the heads of all ranks, and S_local the tokens of one.
+    """
+    link = _of_handle(fa)
+    require(mode in (0, 1), "mode", mode, "0, 1")
+    require(H % link.world == 0, "H", H, f"a multiple of {link.world}")
+    share = H // link.world
+    shapes = (B, S_local, H, D), (B, S_local * link.world, share, D)
+    for name, x, shape in (("inp", inp, shapes[mode]), ("out", out, shapes[1 - mode])):
+        fits = tuple(x.shape) == shape and x.is_contiguous() and x.dtype == inp.dtype
+        require(fits, name, f"{x.dtype} {tuple(x.shape)}", f"{inp.dtype} {shape}, contiguous")
+    row = share * D * inp.element_size() + 4
+    require(row <= link.area, "inp", f"rows of {row} bytes", f"at most {link.area}")
+    if mode == 0:
+        got = _exchanged(link, inp.view(B * S_local, link.world, share * D))
+        out.copy_(got.view(B, S_local, link.world, share, D).transpose(1, 2).reshape(out.shape))
+    else:
+        rows = inp.view(B, link.world, S_local, share * D).transpose(1, 2)
+        got = _exchanged(link, rows.reshape(B * S_local, link.world, share * D))
+        out.copy_(got.view(out.shape))
+
+
+def dispose_ulysses_a2a(fa: int) -> None:
+    """Forget a handle. The buffers are the caller's."""
+    _of_handle(fa).close()
+    del _HANDLES[fa]

@@ -1,0 +1,156 @@
+"""Upstream's other forms: ranks as processes, handles over buffers in one process, launches, bad input."""
+
+import ctypes
+import re
+
+import pytest
+import torch
+
+from flashinfer import comm
+from flashinfer.comm import allreduce, dcp_alltoall, pcie_ipc_tuning
+from flashinfer.ops.comm import symmetric
+from tests.ops.comm import processes, simulate
+
+FORMS = "tests.comm.ranks:forms"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_forms_over_processes(tmp_path, world):
+    processes.run(world, FORMS, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_forms_over_processes_that_share_a_gpu(tmp_path, world):
+    processes.run(world, FORMS, tmp_path, device="cuda:0")
+
+
+def shared(world, nbytes):
+    """Buffers of all ranks on the host, as a tensor and their addresses."""
+    buffers = torch.zeros(world, nbytes, dtype=torch.uint8)
+    return buffers, [buffer.data_ptr() for buffer in buffers]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="buffers on the host, for a machine without a GPU")
+def test_vllms_all_reduce_over_addresses(monkeypatch):
+    recorder = simulate.Recorder(allreduce.op)
+    monkeypatch.setattr(allreduce, "op", recorder)
+    buffers, addresses = shared(2, comm.vllm_meta_size())
+    handles = [comm.vllm_init_custom_ar(addresses, torch.empty(0), rank, True) for rank in range(2)]
+    for size in (1000, 4096):
+        xs = [torch.randn(size) for _ in handles]
+        outs = [torch.zeros(size) for _ in handles]
+        for fa, x, out in zip(handles, xs, outs, strict=True):
+            comm.vllm_register_buffer(fa, addresses)
+            comm.vllm_all_reduce(fa, x, out, 0, 0, 36)
+        recorder.run()
+        assert all(torch.equal(out, xs[0] + xs[1]) for out in outs)
+    assert comm.vllm_get_graph_buffer_ipc_meta(handles[0]) == ([], [])
+    comm.vllm_register_graph_buffers(handles[0], [[], []], [[], []])
+    with pytest.raises(ValueError, match="num_ctas: got 37"):
+        comm.vllm_all_reduce(handles[0], xs[0], outs[0], 0, 0, 37)
+    comm.vllm_dispose(handles[0])
+    with pytest.raises(ValueError, match="fa: got"):
+        comm.vllm_all_reduce(handles[0], xs[0], outs[0], 0, 0, 1)
+    assert buffers[0].any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="buffers on the host, for a machine without a GPU")
+def test_ulysses_over_addresses(monkeypatch):
+    recorder = simulate.Recorder(dcp_alltoall.room.alltoall)
+    monkeypatch.setattr(dcp_alltoall.room, "alltoall", recorder)
+    buffers, addresses = shared(1, comm.vllm_meta_size())
+    fa = comm.init_ulysses_a2a(addresses, addresses, 0, 1, True)
+    x, out = torch.randn(2, 3, 4, 8), torch.zeros(2, 3, 4, 8)
+    real = simulate.Recorder.__call__
+
+    def at_once(self, *given):
+        choice = real(self, *given)
+
+        class Now:
+            def run(self, *args):
+                choice.run(*args)
+                recorder.run()
+
+        return Now()
+
+    # The result is read in the same call.
+    monkeypatch.setattr(simulate.Recorder, "__call__", at_once)
+    for mode in (0, 1):
+        comm.ulysses_a2a(fa, x, out.zero_(), 2, 3, 4, 8, mode)
+        assert torch.equal(out, x)
+    with pytest.raises(ValueError, match="mode: got 2"):
+        comm.ulysses_a2a(fa, x, out, 2, 3, 4, 8, 2)
+    comm.dispose_ulysses_a2a(fa)
+    assert buffers.any()
+
+
+def test_memory_by_address():
+    if torch.cuda.is_available():
+        pytest.skip("addresses of the host; this machine has a GPU")
+    memory = (ctypes.c_float * 24)(*range(24))
+    address = ctypes.addressof(memory)
+    view = comm.pack_strided_memory(address, 8, 32, 3, torch.float32, 0)
+    assert view.tolist() == [[0, 1], [8, 9], [16, 17]]
+    comm.trtllm_lamport_initialize_all(address, address + 32, address + 64, 2, torch.float32)
+    assert not view.any() and bool(view.signbit().all()) and memory[2] == 2.0
+    pointers = comm.create_shared_buffer(64)
+    comm.free_shared_buffer(pointers)
+    with pytest.raises(ValueError, match="pointers: got"):
+        comm.free_shared_buffer(pointers)
+    with pytest.raises(RuntimeError, match="so_file"):
+        comm.CudaRTLibrary()
+
+
+@pytest.mark.gpu
+def test_the_run_time_library(device):
+    cuda = comm.CudaRTLibrary()
+    cuda.cudaSetDevice(device.index or 0)
+    address = cuda.cudaMalloc(64)
+    cuda.cudaMemset(address, 3, 64)
+    cuda.cudaDeviceSynchronize()
+    assert comm.pack_strided_memory(address.value, 64, 64, 1, torch.uint8, device.index or 0).tolist() == [[3] * 64]
+    cuda.cudaIpcGetMemHandle(address)
+    cuda.cudaFree(address)
+
+
+def test_launches_over_pcie():
+    one = comm.get_pcie_ipc_launch_config(2, 8192, 2)
+    assert (one.blocks, one.variant) == (8, comm.PcieIpcVariant.UNSTAGED)
+    assert comm.get_pcie_ipc_launch_config(8, 1 << 22, 2).variant == comm.PcieIpcVariant.STAGED
+    assert comm.get_pcie_ipc_launch_config(2, 1 << 20, 2, max_blocks=4).blocks == 4
+    for world, numel, item in ((3, 8192, 2), (2, 8192, 4), (2, 7, 2), (4, 16, 2)):
+        assert comm.get_pcie_ipc_launch_config(world, numel, item) is None
+    for function in (comm.get_pcie_ipc_all_gather_launch_config, comm.get_pcie_ipc_reduce_scatter_launch_config):
+        assert function(4, 4096).blocks == 4 and function(4, 7) is None
+    assert "ws4" in pcie_ipc_tuning.default_cache_path(4)
+    assert comm.probe_pcie_ipc_rank_topology(1).rank == 1
+    with pytest.raises(ValueError, match="max_blocks: got 0"):
+        comm.get_pcie_ipc_launch_config(2, 8, 2, 0)
+
+
+def test_which_backend_ulysses_takes():
+    def gpu(rank, uuid, **reached):
+        return comm.UlyssesRankTopology(rank, "host", rank, uuid, "", reached, reached)
+
+    both = [gpu(0, "a", b=True), gpu(1, "b", a=True)]
+    assert comm.decide_ulysses_backend("auto", both).backend == "nvlink"
+    assert comm.decide_ulysses_backend("nccl", both) == comm.UlyssesBackendDecision("nccl", "requested")
+    for other in ([gpu(0, "a"), gpu(1, "b", a=True)], both[:1], [gpu(0, "a"), comm.UlyssesRankTopology(1)]):
+        assert comm.decide_ulysses_backend("auto", other).backend == "nccl"
+        with pytest.raises(comm.UlyssesBackendError):
+            comm.decide_ulysses_backend("nvlink", other)
+    with pytest.raises(ValueError, match="requested: got 'x'"):
+        comm.decide_ulysses_backend("x", both)
+
+
+def test_sizes_of_workspaces():
+    assert comm.compute_fp4_swizzled_layout_sf_size(130, 5) == 256 * 8
+    assert comm.decode_cp_a2a_workspace_size(2) == symmetric.header(2, 64 << 10)
+    for call, message in (
+        (lambda: comm.trtllm_destroy_ipc_workspace_for_all_reduce([]), "workspace: got list"),
+        (lambda: comm.trtllm_lamport_initialize(0, 4, torch.int32), "dtype: got torch.int32"),
+        (lambda: comm.pack_strided_memory(0, 3, 4, 1, torch.float32, 0), "segment_size: got (3, 4)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
