@@ -32,6 +32,7 @@ _ROOT_NAMES = {
         "merge_state_in_place",
         "merge_states",
     ),
+    "causal_conv1d": (),
     "comm": (),
     "concat_ops": (),
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
@@ -45,7 +46,7 @@ _ROOT_NAMES = {
     ),
     "gated_act_mxfp8": ("silu_and_mul_mxfp8_quantize",),
     "gdn_decode": (),
-    "gdn_kernels": (),
+    "gdn_kernels": ("gdn_fused_decode_step", "gdn_fused_decode_step_supported"),
     "gdn_prefill": ("chunk_gated_delta_rule",),
     "gemm": (
         "SegmentGEMMWrapper",
@@ -64,7 +65,7 @@ _ROOT_NAMES = {
     "grouped_mm": ("grouped_mm_bf16", "grouped_mm_fp4", "grouped_mm_fp8", "grouped_mm_mxfp8"),
     "mhc": (),
     "kda": ("RecurrentKDAPrefillWrapper", "recurrent_kda"),
-    "kda_decode": (),
+    "kda_decode": ("fused_kda_decode", "packed_fused_kda_decode", "packed_kda_decode"),
     "kda_prefill": (
         "KDAPrefillPlanCache",
         "RecurrentKDAPrefillWorkspace",

@@ -5,8 +5,16 @@ from __future__ import annotations
 import torch
 
 from flashinfer import kda
+from flashinfer._core.checks import require
+from flashinfer._delta import INDICES, INPUTS, STATES, output_like, require_dtype, require_shape, run_step, variant_for
+from flashinfer._kda import check_inputs, gates_of
+from flashinfer.causal_conv1d import run_conv
+from flashinfer.ops.recurrent.conv import Call
+from flashinfer.ops.recurrent.delta.operands import Norm, Pool, Tokens
 
-__all__ = ["recurrent_kda"]
+__all__ = ["fused_kda_decode", "packed_fused_kda_decode", "packed_kda_decode", "recurrent_kda"]
+
+_MODES = (None, "positive_unique", "unique_or_null", "repeated_positive")
 
 
 def recurrent_kda(
@@ -44,3 +52,244 @@ def recurrent_kda(
         initial_state_source, initial_state_indices, beta_is_logit, disable_state_update=disable_state_update,
         correction_cache=correction_cache, kg_cache=kg_cache, backend=backend or "auto",
     )  # fmt: skip
+
+
+def packed_kda_decode(
+    mixed_qkv: torch.Tensor,
+    raw_gate: torch.Tensor,
+    raw_beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    state_indices: torch.Tensor,
+    output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The next token of each sequence through Kimi delta attention with K3's gate, bounded by exp(-5).
+
+    Parameters
+    ----------
+    mixed_qkv : torch.Tensor
+        [batch, 3 heads K]: q, k and v of all heads, after the convolution; bfloat16, float16 or float32.
+    raw_gate : torch.Tensor
+        [batch, heads K].
+    raw_beta : torch.Tensor
+        [batch, heads], of which the sigmoid is taken.
+    A_log : torch.Tensor
+        [heads].
+    dt_bias : torch.Tensor
+        [heads K].
+    state : torch.Tensor
+        [slots, heads, K, K], any strides, any dtype of states; updated in place.
+    state_indices : torch.Tensor
+        [batch], int32 or int64: the slot of each sequence; they differ. A negative one is padding: nothing is read or
+        written, and the output is 0.
+    output : torch.Tensor, optional
+        [batch, 1, heads, K]; receives the result.
+
+    Returns
+    -------
+    torch.Tensor
+        `output`, or a new tensor in the dtype of mixed_qkv.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
+    """
+    require_shape("state", state, None, None, None, None)
+    heads, dim = state.shape[1], state.shape[3]
+    require_shape("mixed_qkv", mixed_qkv, None, 3 * heads * dim)
+    batch = mixed_qkv.shape[0]
+    require_shape("raw_gate", raw_gate, batch, heads * dim)
+    require_shape("raw_beta", raw_beta, batch, heads)
+    require_shape("state_indices", state_indices, batch)
+    tokens = Tokens(*_split(mixed_qkv[:, None], heads, dim), raw_gate.view(batch, 1, heads, dim), raw_beta[:, None])
+    out = output_like(output, (batch, 1, heads, dim), mixed_qkv.dtype, mixed_qkv.device)
+    _step(tokens, Pool(state, state, state_indices), out, (A_log, dt_bias, -5.0))
+    return out
+
+
+def fused_kda_decode(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    raw_gate: torch.Tensor,
+    raw_beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state_indices: torch.Tensor,
+    state: torch.Tensor,
+    output_gate: torch.Tensor,
+    norm_weight: torch.Tensor,
+    lower_bound: float | None = -5.0,
+    norm_eps: float = 1e-5,
+    output: torch.Tensor | None = None,
+    *,
+    backend: str = "cute-dsl",
+    state_indices_mode: str | None = None,
+) -> torch.Tensor:
+    """One token of a whole layer of Kimi Linear's kind: convolution, recurrence, gated RMSNorm; two launches.
+
+    Slot 0 is null: for an index of 0 or less nothing is read or written, and the output is 0.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        [rows, 3 heads K]: q, k and v of all heads; bfloat16, float16 or float32.
+    weight : torch.Tensor
+        [3, width, heads K], width 2 to 4: the convolution of q, k and v, which SiLU follows.
+    conv_state : torch.Tensor
+        [slots, 3 heads K, width - 1], any strides; updated in place.
+    raw_gate : torch.Tensor
+        [1, rows, heads, K].
+    raw_beta : torch.Tensor
+        [1, rows, heads], of which the sigmoid is taken.
+    A_log : torch.Tensor
+        [heads].
+    dt_bias : torch.Tensor
+        [heads K].
+    state_indices : torch.Tensor
+        [rows], int32 or int64.
+    state : torch.Tensor
+        [slots, heads, K, K], any strides, any dtype of states; updated in place.
+    output_gate : torch.Tensor
+        [rows, heads, K] or [1, rows, heads, K]: the norm's result is multiplied by its sigmoid.
+    norm_weight : torch.Tensor
+        [K].
+    lower_bound : float, optional
+        The decay is exp(lower_bound sigmoid(exp(A_log) (raw_gate + dt_bias))); None:
+        exp(-exp(A_log) softplus(raw_gate + dt_bias)).
+    norm_eps : float
+        Added to the mean square.
+    output : torch.Tensor, optional
+        [1, rows, heads, K]; receives the result.
+    backend : str
+        "auto", "cute-dsl", "cake" (all of which are ours), "portable" or "reference".
+    state_indices_mode : str, optional
+        What upstream may assume of indices: "positive_unique", "unique_or_null" or "repeated_positive". No effect here.
+
+    Returns
+    -------
+    torch.Tensor
+        `output`, or a new tensor in the dtype of x.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
+    """
+    require(state_indices_mode in _MODES, "state_indices_mode", repr(state_indices_mode), ", ".join(map(repr, _MODES)))
+    require_shape("state_indices", state_indices, x.shape[0])
+    tables = state_indices, None, None
+    layer = weight, conv_state, raw_gate, raw_beta, state, output_gate
+    variant = variant_for(backend, "cute-dsl", "cake")
+    return _layer(
+        x, layer, (A_log, dt_bias, lower_bound), Norm(output_gate, norm_weight, norm_eps), tables, output, variant
+    )
+
+
+def packed_fused_kda_decode(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    raw_gate: torch.Tensor,
+    raw_beta: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state_indices: torch.Tensor,
+    state: torch.Tensor,
+    output_gate: torch.Tensor,
+    norm_weight: torch.Tensor,
+    lower_bound: float | None = -5.0,
+    norm_eps: float = 1e-5,
+    output: torch.Tensor | None = None,
+    *,
+    query_start_loc: torch.Tensor,
+    num_accepted_tokens: torch.Tensor,
+    t1_state_indices: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fused_kda_decode` of packed sequences of up to T tokens, with the state after each token.
+
+    The other parameters, the result and errors are those of `fused_kda_decode`.
+
+    Parameters
+    ----------
+    conv_state : torch.Tensor
+        [slots, 3 heads K, width - 2 + T]: of each sequence a window of inputs in slot state_indices[:, 0], read from
+        column num_accepted_tokens - 1 on.
+    state_indices : torch.Tensor
+        [sequences, T], int32 or int64: a sequence begins with the state in column num_accepted_tokens - 1; the state
+        after token t goes to the slot in column t.
+    query_start_loc : torch.Tensor
+        [sequences + 1]: sequence i is the rows query_start_loc[i] to query_start_loc[i + 1]. Rows of no sequence have
+        output 0.
+    num_accepted_tokens : torch.Tensor
+        [sequences], 1 to T.
+    t1_state_indices : torch.Tensor, optional
+        [rows], T = 1: the slot of each row; then query_start_loc is not read.
+    """
+    require_shape("state_indices", state_indices, None, None)
+    n, longest = state_indices.shape
+    require_shape("query_start_loc", query_start_loc, n + 1)
+    require_shape("num_accepted_tokens", num_accepted_tokens, n)
+    require(t1_state_indices is None or longest == 1, "t1_state_indices", "a tensor", f"None for T = {longest}")
+    require_shape("t1_state_indices", t1_state_indices, x.shape[0])
+    tables = state_indices, query_start_loc, num_accepted_tokens
+    if t1_state_indices is not None:
+        tables = t1_state_indices, None, None
+    layer = weight, conv_state, raw_gate, raw_beta, state, output_gate
+    return _layer(
+        x, layer, (A_log, dt_bias, lower_bound), Norm(output_gate, norm_weight, norm_eps), tables, output, "auto"
+    )
+
+
+def _layer(x, layer: tuple, raw: tuple, norm: Norm, tables: tuple, output, backend: str) -> torch.Tensor:
+    """Convolution, then recurrence and norm; rows are sequences, or packed by the second table."""
+    weight, conv_state, raw_gate, raw_beta, state, output_gate = layer
+    slots, offsets, accepted = tables
+    require_shape("state", state, None, None, None, None)
+    heads, dim = state.shape[1], state.shape[3]
+    rows, channels = x.shape[0], 3 * heads * dim
+    require_shape("x", x, None, channels)
+    require_shape("weight", weight, 3, None, heads * dim)
+    longest = 1 if offsets is None else slots.shape[1]
+    require_shape("conv_state", conv_state, state.shape[0], channels, weight.shape[1] - 2 + longest)
+    require_shape("raw_gate", raw_gate, 1, rows, heads, dim)
+    require_shape("raw_beta", raw_beta, 1, rows, heads)
+    output_gate = output_gate[None] if output_gate.dim() == 3 else output_gate
+    require_shape("output_gate", output_gate, 1, rows, heads, dim)
+    require(output_gate.dtype == x.dtype, "output_gate", f"dtype {output_gate.dtype}", f"{x.dtype}, that of x")
+    require_shape("norm_weight", norm.weight, dim)
+    require(norm.eps >= 0, "norm_eps", norm.eps, "at least 0")
+    out = output_like(output, (1, rows, heads, dim), x.dtype, x.device)
+    mixed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if offsets is None:
+        wide = [t[0][:, None] for t in (x[None], mixed[None], raw_gate, raw_beta, output_gate, out)]
+        pool = Pool(state, state, slots, null=0)
+    else:
+        wide = [x[None], mixed[None], raw_gate, raw_beta, output_gate, out]
+        pool = Pool(state, state, slots, accepted, rows=slots, null=0)
+    first = slots if offsets is None else slots[:, 0]
+    call = Call(wide[0], weight, None, conv_state, wide[1], first, accepted, None, offsets, 0)
+    run_conv(call, "silu", rolling=longest > 1, long=False, backend=backend)
+    tokens = Tokens(*_split(wide[1], heads, dim), wide[2], wide[3], offsets)
+    _step(tokens, pool, wide[5], raw, norm._replace(gate=wide[4]), backend)
+    return out
+
+
+def _split(mixed: torch.Tensor, heads: int, dim: int) -> list:
+    """q, k and v [rows, tokens, heads, K] of rows of all three."""
+    return [x.unflatten(2, (heads, dim)) for x in mixed.split(heads * dim, 2)]
+
+
+def _step(tokens: Tokens, pool: Pool, out, raw: tuple, norm: Norm | None = None, backend: str = "auto") -> None:
+    q, k, v, g, beta, _ = tokens
+    check_inputs(q, k, v, g, beta)
+    require_shape("state", pool.source, None, v.shape[2], v.shape[3], k.shape[3])
+    require_dtype("state", pool.source, STATES)
+    require_dtype("state_indices", pool.read, INDICES)
+    require_dtype("output", out, INPUTS)
+    A_log, dt_bias, lower_bound = raw
+    kind, gates = gates_of(True, A_log, dt_bias, lower_bound, (q.shape[2], v.shape[2]), q.shape[3])
+    run_step(tokens, gates, pool, out, q.shape[3] ** -0.5, gate=kind, beta="logit", normalize=True,
+             final=pool.rows is None, backend=backend, norm=norm)  # fmt: skip

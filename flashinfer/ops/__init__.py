@@ -25,6 +25,7 @@ _ROOMS = (
     "gemm.dense",
     "gemm.blockscaled",
     "gemm.grouped",
+    "recurrent.conv",
     "recurrent.delta",
     "comm.allreduce_fusion",
     "comm.alltoall",

@@ -389,6 +389,10 @@ launch_commit = Launcher("delta_commit", _build_commit)
 LAUNCHERS = (launch_step, launch_commit)
 
 
+def kernels(problem, config):
+    yield (launch_commit if isinstance(problem, Commit) else launch_step), problem, config
+
+
 def run(problem, config, *args):
     _RUN[type(problem)](problem, config, *args)
 

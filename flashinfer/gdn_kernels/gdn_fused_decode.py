@@ -1,0 +1,133 @@
+"""One token of a whole layer of Qwen3-Next's kind: projection of its gates, convolution, and gated delta rule."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer._delta import require_shape, scale_or_unset
+from flashinfer.causal_conv1d import run_conv
+from flashinfer.gdn_decode import decode_tokens
+from flashinfer.gemm import mm_bf16
+from flashinfer.ops.recurrent.conv import Call
+from flashinfer.ops.recurrent.delta.operands import Pool
+
+__all__ = ["gdn_fused_decode_step", "gdn_fused_decode_step_supported"]
+
+
+def gdn_fused_decode_step(
+    hidden_states: torch.Tensor,
+    w_ba: torch.Tensor,
+    mixed_qkv: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor,
+    conv_state: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    scale: float | None,
+    ssm_state: torch.Tensor,
+    state_indices: torch.Tensor,
+    use_qk_l2norm: bool = True,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The next token of each sequence, in place on both pools; three launches.
+
+    ``b, a = hidden_states @ w_ba`` (rounded to their dtype); q, k and v are ``mixed_qkv`` after a causal convolution
+    and SiLU; then the gated delta rule of `gated_delta_rule_decode_pretranspose`.
+
+    Parameters
+    ----------
+    hidden_states : torch.Tensor
+        [batch, hidden], bfloat16 or float16.
+    w_ba : torch.Tensor
+        [hidden, 2 heads] of that dtype: beta's columns, then the decay's.
+    mixed_qkv : torch.Tensor
+        [batch, (2 query heads + heads) K]: q, k and v of all heads.
+    conv_weight : torch.Tensor
+        [channels of mixed_qkv, width], width 2 to 4.
+    conv_bias : torch.Tensor
+        [channels]; None for none.
+    conv_state : torch.Tensor
+        [slots, channels, width - 1], any strides.
+    A_log, dt_bias : torch.Tensor
+        [heads].
+    scale : float, optional
+        Of the output; 1 / sqrt(K) if not given or 0.
+    ssm_state : torch.Tensor
+        [slots, heads, V, K], any strides; any dtype of states.
+    state_indices : torch.Tensor
+        [batch], int32 or int64: the slot of each sequence in both pools; they differ. A negative one is padding:
+        nothing is read or written, and the output is 0.
+    use_qk_l2norm : bool
+        q and k are divided by sqrt(sum of squares + 1e-6) first.
+    out : torch.Tensor, optional
+        [batch, 1, heads, V]; receives the result.
+
+    Returns
+    -------
+    (torch.Tensor, torch.Tensor, torch.Tensor)
+        `out`, or a new tensor in the dtype of mixed_qkv; `conv_state`; `ssm_state`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
+    """
+    require_shape("ssm_state", ssm_state, None, None, None, None)
+    require_shape("mixed_qkv", mixed_qkv, None, None)
+    heads, value_dim, key_dim = ssm_state.shape[1:]
+    batch, channels = mixed_qkv.shape
+    keys = channels - heads * value_dim
+    require(keys > 0 and keys % (2 * key_dim) == 0, "mixed_qkv", f"{channels} channels",
+            f"{heads} heads of {value_dim} values, and pairs of {key_dim} keys")  # fmt: skip
+    require_shape("hidden_states", hidden_states, batch, None)
+    require_shape("w_ba", w_ba, hidden_states.shape[1], 2 * heads)
+    require_shape("conv_weight", conv_weight, channels, None)
+    require_shape("conv_state", conv_state, None, channels, conv_weight.shape[1] - 1)
+    require_shape("state_indices", state_indices, batch)
+    ba = mm_bf16(hidden_states, w_ba, out_dtype=hidden_states.dtype, backend="auto")
+    mixed = torch.empty(mixed_qkv.shape, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
+    call = Call(mixed_qkv[:, None], conv_weight.T[None], conv_bias, conv_state, mixed[:, None], state_indices)
+    run_conv(call, "silu", rolling=False, long=False, backend="auto")
+    q, k, v = mixed.split([keys // 2, keys // 2, heads * value_dim], 1)
+    q, k = (x.view(batch, 1, -1, key_dim) for x in (q, k))
+    gates = A_log, ba[:, None, heads:], dt_bias, ba[:, None, :heads]
+    pool = Pool(ssm_state, ssm_state, state_indices)
+    result = decode_tokens(q, k, v.view(batch, 1, heads, value_dim), gates, pool, scale_or_unset(scale, key_dim), out,
+                           use_qk_l2norm, True, "auto")  # fmt: skip
+    return result, conv_state, ssm_state
+
+
+def gdn_fused_decode_step_supported(
+    batch_size: int,
+    hidden_size: int = 5120,
+    n_ba: int = 96,
+    qkv_dim: int = 10240,
+    num_qk_heads: int = 16,
+    num_v_heads: int = 48,
+    head_dim: int = 128,
+    conv_width: int = 4,
+    conv_state_len: int = 3,
+    device: torch.device | None = None,
+    conv_state_layout: str = "SD",
+) -> bool:
+    """Whether `gdn_fused_decode_step` takes a layer of these sizes with kernels of its own; it asks no device.
+
+    Parameters
+    ----------
+    batch_size, hidden_size, n_ba, qkv_dim, num_qk_heads, num_v_heads, head_dim, conv_width, conv_state_len : int
+        Sizes of the arguments: n_ba is 2 num_v_heads, qkv_dim is (2 num_qk_heads + num_v_heads) head_dim.
+    device : torch.device, optional
+        Where the tensors are; a CUDA device if not given.
+    conv_state_layout : str
+        "SD", channels contiguous, or "DS".
+
+    Returns
+    -------
+    bool
+    """
+    fits = n_ba == 2 * num_v_heads and qkv_dim == (2 * num_qk_heads + num_v_heads) * head_dim
+    heads = num_qk_heads > 0 and num_v_heads % num_qk_heads == 0
+    convolution = 2 <= conv_width <= 4 and conv_state_len == conv_width - 1 and conv_state_layout in ("SD", "DS")
+    on_gpu = device is None or torch.device(device).type == "cuda"
+    return bool(on_gpu and batch_size > 0 and hidden_size > 0 and fits and heads and convolution and head_dim <= 256)
