@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core import env
 from flashinfer._core.kv_layout import check_layout, ragged_views
+from flashinfer.ops.attention import traced_single
 from flashinfer.ops.attention.batch import Batch, limits_of
 from flashinfer.ops.attention.kind import kind_of
 from flashinfer.ops.attention.masks import custom_mask_table
@@ -23,6 +24,9 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
 
     Returns out [rows, heads, dim], or (out, lse).
     """
+    if torch.compiler.is_compiling():
+        named = dict(o_dtype=o_dtype, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, **others)
+        return traced_single.run(q, k, v, kv_layout, backend, call, named)
     check_layout(kv_layout)
     k, v = ragged_views(k, v, kv_layout)
     asked = options(
@@ -46,7 +50,14 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
     return batch.run(q, (k, v), lambda pair: pair, **call)
 
 
-@lru_cache(maxsize=256)
 def _indptr(rows: int, device: torch.device) -> torch.Tensor:
+    if traced_single.inside.op:
+        # Nothing that a graph's pool holds may be kept.
+        return torch.arange(0, max(2 * rows, 2), max(rows, 1), dtype=torch.int32, device=device).mul_(rows > 0)
+    return _kept_indptr(rows, device)
+
+
+@lru_cache(maxsize=256)
+def _kept_indptr(rows: int, device: torch.device) -> torch.Tensor:
     # Not from the device's own arange: this waits until it is there, so that work on any stream finds it.
     return torch.tensor([0, rows], dtype=torch.int32, device=device)

@@ -1,8 +1,12 @@
 """run() of the wrappers in a compiled program: one graph, and the plan of the moment."""
 
+from functools import partial
+
+import pytest
 import torch
 
 import flashinfer
+from flashinfer.ops.attention import single
 from flashinfer.ops.attention.traced import attention_run
 from flashinfer.testing.compare import assert_bitwise
 from tests.ops.attention.cases import workspace
@@ -90,3 +94,54 @@ def test_the_op_is_what_it_says(device):
     wrapper = planned(device, [5, 17, 40])
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
     torch.library.opcheck(attention_run.op, (wrapper._number, q, [cache], out, lse, [], [2.0], [], "v_scale"))
+
+
+@pytest.mark.parametrize("form", ["plain", "options", "variant", "empty"])
+def test_single_requests_are_one_op(form, device):
+    """In one graph, with what each argument means; the op keeps nothing that it allocates."""
+    rows = 0 if form == "empty" else 5
+    q = torch.randn(rows, HEADS, DIM, dtype=torch.float16, device=device)
+    k, v = (torch.randn(9, KV_HEADS, DIM, dtype=torch.float16, device=device) for _ in range(2))
+    more = {}
+    if form == "options":
+        more = dict(causal=True, return_lse=True, logits_soft_cap=8.0, window_left=3, sm_scale=0.3)
+        more |= dict(o_dtype=torch.float32)
+    if form == "variant":
+        documents = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1], dtype=torch.int32, device=device)
+        kinds = {"documents": "*i32", "longest": "i32"}
+        more = dict(variant=flashinfer.AttentionVariant(mask=same_document, params=kinds))
+        more |= dict(params={"documents": documents, "longest": 9})
+
+    def prefill(q, k, v):
+        return flashinfer.single_prefill_with_kv_cache(q + 0, k, v, **more)
+
+    def decode(q, k, v):
+        return flashinfer.single_decode_with_kv_cache(q[0] + 0, k, v, return_lse=True)
+
+    for function in (prefill,) if form != "plain" else (prefill, decode):
+        kept = single._kept_indptr.cache_info().currsize
+        found = compiled(function)(q, k, v)
+        assert single._kept_indptr.cache_info().currsize == kept
+        wanted = function(q, k, v)
+        for a, b in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (found, wanted)), strict=True):
+            assert_bitwise(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5])
+def test_single_requests_in_graphs_of_the_compiler(rows, device):
+    """mode="reduce-overhead": all live allocations of a graph's pool are results."""
+    k, v = (torch.randn(300, KV_HEADS, DIM, dtype=torch.float16, device=device) for _ in range(2))
+    torch._dynamo.reset()
+
+    @partial(torch.compile, mode="reduce-overhead", fullgraph=True)
+    def step(q, k, v):
+        if rows == 1:
+            return flashinfer.single_decode_with_kv_cache(q[0] * 2, k, v) + 1
+        return flashinfer.single_prefill_with_kv_cache(q * 2, k, v, causal=True) + 1
+
+    for _ in range(5):
+        q = torch.randn(rows, HEADS, DIM, dtype=torch.float16, device=device)
+        wanted = flashinfer.single_prefill_with_kv_cache(q * 2, k, v, causal=True) + 1
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.testing.assert_close(step(q, k, v).view_as(wanted), wanted, atol=2e-3, rtol=2e-3)
