@@ -63,6 +63,7 @@ _ROOT_NAMES = {
     ),
     "jit": (),
     "grouped_mm": ("grouped_mm_bf16", "grouped_mm_fp4", "grouped_mm_fp8", "grouped_mm_mxfp8"),
+    "mamba": (),
     "mhc": (),
     "kda": ("RecurrentKDAPrefillWrapper", "recurrent_kda"),
     "kda_decode": ("fused_kda_decode", "packed_fused_kda_decode", "packed_kda_decode"),

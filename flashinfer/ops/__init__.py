@@ -11,6 +11,7 @@ _ROOMS = (
     "page",
     "concat",
     "mhc",
+    "recurrent.ssm",
     "quantize",
     "sampling",
     "topk",

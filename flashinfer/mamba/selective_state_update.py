@@ -1,0 +1,294 @@
+"""`selective_state_update`: the recurrence of Mamba2's layers, token by token, on a pool of states."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer.ops.recurrent import ssm as room
+from flashinfer.ops.recurrent.layouts import whole_rows
+
+__all__ = ["selective_state_update"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_CODES = (torch.int16, torch.int8, torch.float8_e4m3fn)
+_INDEX = (torch.int32, torch.int64)
+_ALGORITHMS = ("auto", "simple", "vertical", "horizontal")
+
+
+def selective_state_update(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: torch.Tensor | None = None,
+    pad_slot_id: int = -1,
+    state_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    intermediate_state_scales: torch.Tensor | None = None,
+    rand_seed: torch.Tensor | None = None,
+    philox_rounds: int = 10,
+    cache_steps: int = 0,
+    algorithm: str = "auto",
+    dst_state_batch_indices: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """One or several tokens of each sequence: ``h = h * exp(dt * A) + (dt * x) B^T``, ``y = h C + D * x``.
+
+    With z, ``y *= z * sigmoid(z)``. Everything is computed in float32.
+
+    Parameters
+    ----------
+    state : torch.Tensor
+        The pool of states h, [slots, heads, dim, dstate] or [slots, dim, dstate] of one head; contiguous rows.
+        float32, bfloat16 or float16; or int16, int8 or float8_e4m3fn with `state_scale`. Updated in place.
+    x : torch.Tensor
+        [batch, heads, dim] of one token, [batch, tokens, heads, dim], or [tokens, heads, dim] with `cu_seqlens`; and
+        [batch, dim] of one head. bfloat16, float16 or float32, any strides.
+    dt : torch.Tensor
+        Shape of x; any of these dtypes. A value for a head comes repeated, by a stride of 0.
+    A : torch.Tensor
+        [heads, dim, dstate] or [dim, dstate], float32 or another of these dtypes; a value for a head comes repeated.
+    B, C : torch.Tensor
+        As x with [groups, dstate] in place of [heads, dim]; dtype of x. heads is a multiple of groups.
+    D : torch.Tensor, optional
+        [heads, dim] or [dim].
+    z : torch.Tensor, optional
+        Shape and dtype of x.
+    dt_bias : torch.Tensor, optional
+        [heads, dim] or [dim]; added to dt.
+    dt_softplus : bool
+        dt becomes ``log(1 + exp(dt))``, after the bias.
+    state_batch_indices : torch.Tensor, optional
+        int32 or int64 [batch], the slot of each sequence; or [batch, columns], whose first column counts, or with
+        `num_accepted_tokens` the column of that number less one. None: sequence i has slot i.
+    pad_slot_id : int
+        A sequence whose slot is this one is skipped, as is one with a negative slot or one past the last: no state is
+        read or written, and its result is 0. vLLM's is 0, SGLang's -1.
+    state_scale : torch.Tensor, optional
+        float32 [slots, heads, dim]: what the codes of a row of a state are multiplied with. Written with the codes: the
+        row's largest magnitude over 32767, 127 or 448, and 1 for a row of zeros.
+    out : torch.Tensor, optional
+        Receives the result; shape and dtype of x.
+    disable_state_update : bool
+        The pool is not written.
+    intermediate_states_buffer : torch.Tensor, optional
+        Receives the state after each token, [buffers, steps, heads, dim, dstate], contiguous; steps no fewer than
+        tokens. Its codes, if it has such a dtype, have scales in `intermediate_state_scales`.
+    intermediate_state_indices : torch.Tensor, optional
+        int32 or int64 [batch]: the buffer of each sequence; None is its own number. Others' are not written.
+    intermediate_state_scales : torch.Tensor, optional
+        float32 [buffers, steps, heads, dim], contiguous; written as `state_scale` is.
+    rand_seed : torch.Tensor, optional
+        int64 of one element. States are then stored as one of their two neighbours in the dtype, the nearer the more
+        often, by random numbers of the seed, the slot, the token's number and the element. None rounds to nearest.
+    philox_rounds : int
+        Rounds of Philox-4x32, 1 or more.
+    cache_steps : int
+        Tokens of a sequence at most; it has no effect on results.
+    algorithm : str
+        "auto", "simple", "vertical" or "horizontal": upstream's kernels. It has no effect on results.
+    dst_state_batch_indices : torch.Tensor, optional
+        Shape of `state_batch_indices`: where states are written. None: where they were read. With
+        `num_accepted_tokens` the state after token t goes to column t, of `state_batch_indices` if this is None.
+    cu_seqlens : torch.Tensor, optional
+        int32 or int64 [batch + 1]: the tokens of sequence i are those from cu_seqlens[i] to cu_seqlens[i + 1].
+    num_accepted_tokens : torch.Tensor, optional
+        int32 or int64 [batch], 1 or more: speculative decoding, where each token's state is kept in a slot of its own.
+    backend : str
+        "auto", "flashinfer" or "cake".
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor like x.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or combination other than the above.
+
+    References
+    ----------
+    Dao and Gu, Transformers are SSMs, 2024, https://arxiv.org/abs/2405.21060; Salmon et al., Parallel Random Numbers:
+    As Easy as 1, 2, 3, 2011
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.mamba import selective_state_update
+    >>> state = torch.zeros(3, 1, 2, 4)  # slots, heads, dim, dstate
+    >>> x, B = torch.ones(1, 1, 2), torch.ones(1, 1, 4)
+    >>> decay, slots = torch.zeros(1, 2, 4), torch.tensor([2])
+    >>> y = selective_state_update(state, x, torch.ones(1, 1, 2), decay, B, B, None, state_batch_indices=slots)
+    >>> y.flatten().tolist(), state[:, 0, 0, 0].tolist()
+    ([4.0, 4.0], [0.0, 0.0, 1.0])
+    """
+    require(algorithm in _ALGORITHMS, "algorithm", repr(algorithm), ", ".join(_ALGORITHMS))
+    require(backend in ("auto", "flashinfer", "cake"), "backend", repr(backend), "'auto', 'flashinfer', 'cake'")
+    result, tokens, layer, state, state_scale = _operands(
+        state, x, dt, A, B, C, D, z, dt_bias, state_scale, out, cu_seqlens
+    )
+    tables = {
+        "state_batch_indices": state_batch_indices,
+        "dst_state_batch_indices": dst_state_batch_indices,
+        "num_accepted_tokens": num_accepted_tokens,
+        "intermediate_state_indices": intermediate_state_indices,
+    }
+    index = _check_tables(tables, tokens)
+    each, each_scale = intermediate_states_buffer, intermediate_state_scales
+    if each is not None:
+        _check_each(each, each_scale, tokens, state)
+    _check_seed(rand_seed, philox_rounds)
+    same_device(
+        state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state_scale=state_scale, out=out,
+        intermediate_states_buffer=each, intermediate_state_scales=each_scale, cu_seqlens=cu_seqlens,
+        rand_seed=rand_seed, **tables,
+    )  # fmt: skip
+    if not result.numel():
+        return result
+    speculative = num_accepted_tokens is not None
+    keeps = "buffer" if each is not None else "pool" if speculative and not disable_state_update else ""
+    read, write, accepted, rows = (None if t is None else t.to(index) for t in tables.values())
+    offsets = None if tokens.offsets is None else tokens.offsets.to(index)
+    problem = room.Update(
+        dim=x.shape[-1],
+        dstate=state.shape[3],
+        dtype=dtype_name(x.dtype),
+        dt_dtype=dtype_name(dt.dtype),
+        a_dtype=dtype_name(A.dtype),
+        d_dtype="" if D is None else dtype_name(D.dtype),
+        bias_dtype="" if dt_bias is None else dtype_name(dt_bias.dtype),
+        tied=_tied(tokens.dt, layer),
+        state_dtype=dtype_name(state.dtype),
+        each_dtype="" if each is None else dtype_name(each.dtype),
+        gated=z is not None,
+        softplus=dt_softplus,
+        index=dtype_name(index),
+        packed=offsets is not None,
+        each=keeps,
+        final=not disable_state_update and keeps != "pool",
+        read=read is not None,
+        write=write is not None,
+        accepted=accepted is not None,
+        rows=rows is not None and keeps == "buffer",
+        rounds=0 if rand_seed is None else philox_rounds,
+        aligned=whole_rows(state, tokens.B, tokens.C, each),
+    )
+    rows = rows if problem.rows else None
+    pool = room.Pool(state, state_scale, each, each_scale, read, write, rows, accepted, pad_slot_id, rand_seed)
+    room.update(problem, x.device).run(tokens._replace(offsets=offsets), layer, pool)
+    return result
+
+
+def _operands(state, x, dt, A, B, C, D, z, dt_bias, state_scale, out, cu_seqlens):
+    """The result; and tokens, layer, pool and scales with all their dimensions."""
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    seen = result
+    if state.dim() == 3:
+        # One head, whose dimension is left out.
+        require(x.dim() == 2, "x", tuple(x.shape), "[batch, dim], as the state has no heads")
+        state, A, state_scale = state[:, None], A[None], None if state_scale is None else state_scale[:, None]
+        x, dt, z, seen = (None if t is None else t[:, None] for t in (x, dt, z, seen))
+        B, C = (t[:, None] if t.dim() == 2 else t for t in (B, C))
+        D, dt_bias = (None if t is None else t[None] for t in (D, dt_bias))
+    _check_state(state, state_scale)
+    _, heads, dim, dstate = state.shape
+    packed = cu_seqlens is not None
+    wanted = "[tokens, heads, dim]" if packed else "[batch, heads, dim] or [batch, tokens, heads, dim]"
+    fits = x.dim() == 3 if packed else x.dim() in (3, 4)
+    require(fits and x.shape[-2:] == (heads, dim), "x", tuple(x.shape), f"{wanted} with {heads} heads of {dim}")
+    _like("x", x, x.shape, _FLOATS)
+    _like("dt", dt, x.shape, _FLOATS)
+    _like("z", z, x.shape, (x.dtype,))
+    _like("out", seen, x.shape, (x.dtype,))
+    _like("A", A, (heads, dim, dstate), _FLOATS)
+    _like("D", D, (heads, dim), _FLOATS)
+    _like("dt_bias", dt_bias, (heads, dim), _FLOATS)
+    groups = B.shape[-2] if B.dim() == x.dim() else 0
+    fits = groups > 0 and heads % groups == 0
+    require(fits, "B", tuple(B.shape), f"[..., groups, {dstate}] as x, groups a divisor of {heads}")
+    for name, value in (("B", B), ("C", C)):
+        _like(name, value, (*x.shape[:-2], groups, dstate), (x.dtype,))
+    B, C = (t if t.stride(-1) == 1 or dstate == 1 else t.contiguous() for t in (B, C))
+    if packed:
+        require(cu_seqlens.dim() == 1 and len(cu_seqlens) >= 1, "cu_seqlens", tuple(cu_seqlens.shape), "[batch + 1]")
+        require(cu_seqlens.dtype in _INDEX, "cu_seqlens", cu_seqlens.dtype, "int32, int64")
+    given = (x, dt, B, C, z, seen)
+    axis = 0 if packed else 1
+    moved = [t if t is None or t.dim() == 4 else t.unsqueeze(axis) for t in given]
+    return result, room.Tokens(*moved, cu_seqlens), room.Layer(A, D, dt_bias), state, state_scale
+
+
+def _like(name: str, value: torch.Tensor | None, shape, dtypes) -> None:
+    if value is not None:
+        require(tuple(value.shape) == tuple(shape), name, tuple(value.shape), f"{tuple(shape)}")
+        require(value.dtype in dtypes, name, value.dtype, ", ".join(map(str, dtypes)))
+
+
+def _check_state(state, scale) -> None:
+    require(state.dim() == 4, "state", tuple(state.shape), "[slots, heads, dim, dstate]")
+    require(state.dtype in _FLOATS + _CODES, "state", state.dtype, ", ".join(map(str, _FLOATS + _CODES)))
+    require(state.stride(3) == 1 or state.shape[3] == 1, "state", f"strides {state.stride()}", "contiguous rows")
+    _check_scale("state_scale", scale, state, state.shape[:3])
+
+
+def _check_scale(name: str, scale, states, shape) -> None:
+    coded = states.dtype in _CODES
+    given = "None" if scale is None else "a tensor"
+    allowed = f"a tensor with int16, int8 and float8_e4m3fn, None with others; states are {states.dtype}"
+    require(coded == (scale is not None), name, given, allowed)
+    _like(name, scale, shape, (torch.float32,))
+
+
+def _check_tables(tables: dict, tokens: room.Tokens) -> torch.dtype:
+    """The dtype of all tables: int64 if one of them has it."""
+    n, found = tokens.sequences, {None if tokens.offsets is None else tokens.offsets.dtype}
+    for name, table in tables.items():
+        if table is None:
+            continue
+        both = name.endswith("batch_indices")
+        fits = table.shape[:1] == (n,) and table.dim() in ((1, 2) if both else (1,)) and (table.numel() or not n)
+        require(fits, name, tuple(table.shape), f"[{n}] or [{n}, columns]" if both else f"[{n}]")
+        require(table.dtype in _INDEX, name, table.dtype, "int32, int64")
+        found.add(table.dtype)
+    if tables["num_accepted_tokens"] is not None:
+        table = tables["state_batch_indices"]
+        fits = table is not None and table.dim() == 2
+        require(fits, "state_batch_indices", None if table is None else tuple(table.shape), f"[{n}, columns]")
+    return torch.int64 if torch.int64 in found else torch.int32
+
+
+def _check_each(each, scale, tokens: room.Tokens, state) -> None:
+    steps = tokens.x.shape[1] if tokens.offsets is None else 1
+    fits = each.dim() == 5 and each.shape[2:] == state.shape[1:] and each.shape[1] >= steps and each.is_contiguous()
+    name = "intermediate_states_buffer"
+    require(fits, name, tuple(each.shape), f"[buffers, {steps} or more, *{tuple(state.shape[1:])}], contiguous")
+    require(each.dtype in _FLOATS + _CODES, name, each.dtype, ", ".join(map(str, _FLOATS + _CODES)))
+    _check_scale("intermediate_state_scales", scale, each, each.shape[:4])
+    if scale is not None:
+        require(scale.is_contiguous(), "intermediate_state_scales", f"strides {scale.stride()}", "contiguous")
+
+
+def _check_seed(seed, rounds: int) -> None:
+    if seed is not None:
+        fits = seed.numel() == 1 and seed.dtype == torch.int64
+        require(fits, "rand_seed", f"{seed.dtype} {tuple(seed.shape)}", "int64 of one element")
+        require(rounds >= 1, "philox_rounds", rounds, "1 or more")
+
+
+def _tied(dt: torch.Tensor, layer: room.Layer) -> bool:
+    """Whether dt, A and the bias repeat one value for a head."""
+    repeated = dt.stride(3) == 0 and layer.A.stride()[1:] == (0, 0)
+    return repeated and (layer.bias is None or layer.bias.stride(1) == 0)

@@ -1,0 +1,280 @@
+"""The state-space recurrence in Triton.
+
+A program has ROWS rows of the state of one head of one sequence in registers, [ROWS, dstate] in float32, and follows
+the sequence's tokens. Grid: sequences (and one more that zeroes the tokens of none), heads, blocks of rows. The state
+is read once and written once; decode is bound by these bytes.
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
+from flashinfer.ops.recurrent._device.states import load_state, store_state
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strides
+from flashinfer.ops.recurrent.ssm import LARGEST
+from flashinfer.ops.recurrent.ssm.config import power_of_two
+
+
+@triton.jit
+def quantum(x, FRACTION: tl.constexpr, LEAST: tl.constexpr):
+    """The distance of x's neighbours in a format with so many fraction bits and least normal exponent."""
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.maximum(exponent, LEAST + 127) - FRACTION
+    # Below float32's least normal exponent, the bit of a subnormal number.
+    bits = tl.where(exponent > 0, exponent << 23, tl.full(x.shape, 1, tl.int32) << tl.maximum(exponent + 22, 0))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def put_state(
+    states, scales, at, scale_at, s, inside, in_rows, seed, element, slot, step,
+    DTYPE: tl.constexpr, LARGEST: tl.constexpr, ROUNDS: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of a state, with the scales of its rows where there are any."""
+    if scales is not None:
+        largest = tl.max(tl.abs(s), 1)
+        scale = tl.where(largest > 0, largest / LARGEST, 1.0)
+        tl.store(scales + scale_at, scale, in_rows)
+        s = s / scale[:, None]
+    if ROUNDS > 0 and DTYPE != "fp32":
+        zero = element * 0
+        random, _, _, _ = tl.philox(tl.load(seed), element, zero + slot.to(tl.int32), zero + step, zero, ROUNDS)
+        part = (random.to(tl.uint32, bitcast=True) >> 8).to(tl.float32) / 16777216.0
+        if DTYPE == "i16" or DTYPE == "i8":
+            s = tl.floor(s + part)
+        else:
+            if DTYPE == "bf16":
+                unit = quantum(s, 7, -126)
+            elif DTYPE == "fp16":
+                unit = quantum(s, 10, -14)
+            else:
+                unit = quantum(s, 3, -6)
+            s = tl.floor(s / unit + part) * unit
+    elif DTYPE == "i16" or DTYPE == "i8":
+        # To the nearest, ties to even: adding 1.5 * 2^23 leaves no fraction bits.
+        s = (s + 12582912.0) - 12582912.0
+    if LARGEST > 0:
+        s = tl.minimum(tl.maximum(s, -LARGEST), LARGEST)
+    store_state(states + at, s, inside, DTYPE, CAPABILITY)
+
+
+@triton.jit
+def update_kernel(
+    x, dt, B, C, z, out, offsets, A, D, bias, state, scale, each, each_scale, read, write, buffers, accepted, seed,
+    x_by, dt_by, b_by, c_by, z_by, out_by, a_by, d_by, bias_by, state_by, scale_by, read_by, write_by, of,
+    TIED: tl.constexpr, SOFTPLUS: tl.constexpr, EACH: tl.constexpr, FINAL: tl.constexpr, STATE: tl.constexpr,
+    EACH_STATE: tl.constexpr, LARGEST: tl.constexpr, EACH_LARGEST: tl.constexpr, ROUNDS: tl.constexpr,
+    DIM: tl.constexpr, DSTATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    in_rows = row < DIM
+    in_columns = column < DSTATE
+    inside = in_rows[:, None] & in_columns[None, :]
+    group = head // of.repeat
+
+    if offsets is None:
+        origin = n.to(tl.int64)
+        first = tl.full([], 0, tl.int64)
+        length = of.tokens
+    else:
+        origin = tl.full([], 0, tl.int64)
+        last = tl.minimum(n, of.sequences - 1)
+        first = tl.load(offsets + last).to(tl.int64)
+        length = (tl.load(offsets + last + 1) - first).to(tl.int32)
+        if n == of.sequences:
+            zero_tokens(out, out_by, origin, 0, tl.load(offsets).to(tl.int32), head, row, in_rows)
+            zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, in_rows)
+            length = 0
+    is_sequence = n < of.sequences
+    entry = tl.minimum(n, of.sequences - 1).to(tl.int64)
+
+    slot = entry
+    if read is not None:
+        start = tl.full([], 0, tl.int64)
+        if accepted is not None:
+            start = tl.load(accepted + entry).to(tl.int64) - 1
+            start = tl.minimum(tl.maximum(start, 0), of.read_columns - 1)
+        slot = tl.load(read + entry * read_by.sequence + start * read_by.column).to(tl.int64)
+    if is_sequence & (slot != of.pad) & (slot >= 0) & (slot < of.slots):
+        element = (head * DIM + row[:, None]) * DSTATE + column[None, :]
+        tile = row[:, None].to(tl.int64) * state_by.row + column[None, :]
+        s = load_state(state + slot * state_by.slot + head * state_by.head + tile, inside, STATE, CAPABILITY)
+        if scale is not None:
+            home = slot * scale_by.slot + head * scale_by.head + row * scale_by.row
+            s *= tl.load(scale + home, in_rows, other=0)[:, None]
+        rates = A + head * a_by.head
+        if TIED:
+            rate = tl.load(rates).to(tl.float32)
+        else:
+            rates += row[:, None] * a_by.row + column[None, :] * a_by.column
+            rate = tl.load(rates, inside, other=0).to(tl.float32)
+        for t in range(length):
+            token = first + t
+            at = origin * x_by.row + token * x_by.token + head * x_by.head + row * x_by.dim
+            value = tl.load(x + at, in_rows, other=0).to(tl.float32)
+            at = dt + origin * dt_by.row + token * dt_by.token + head * dt_by.head
+            if TIED:
+                step = tl.load(at).to(tl.float32)
+                if bias is not None:
+                    step += tl.load(bias + head * bias_by.head).to(tl.float32)
+            else:
+                step = tl.load(at + row * dt_by.dim, in_rows, other=0).to(tl.float32)
+                if bias is not None:
+                    at = bias + head * bias_by.head + row * bias_by.dim
+                    step += tl.load(at, in_rows, other=0).to(tl.float32)
+            if SOFTPLUS:
+                step = tl.maximum(step, 0) + log_one_plus(tl.exp(-tl.abs(step)))
+            at = origin * b_by.row + token * b_by.token + group * b_by.group + column
+            wide_b = tl.load(B + at, in_columns, other=0).to(tl.float32)
+            at = origin * c_by.row + token * c_by.token + group * c_by.group + column
+            wide_c = tl.load(C + at, in_columns, other=0).to(tl.float32)
+            if TIED:
+                s = s * tl.exp(step * rate)
+            else:
+                s = s * tl.exp(step[:, None] * rate)
+            s += (step * value)[:, None] * wide_b[None, :]
+            y = tl.sum(s * wide_c[None, :], 1)
+            if D is not None:
+                at = D + head * d_by.head + row * d_by.dim
+                y += tl.load(at, in_rows, other=0).to(tl.float32) * value
+            if z is not None:
+                at = origin * z_by.row + token * z_by.token + head * z_by.head + row * z_by.dim
+                gate = tl.load(z + at, in_rows, other=0).to(tl.float32)
+                y *= gate * sigmoid(gate)
+            at = origin * out_by.row + token * out_by.token + head * out_by.head + row * out_by.dim
+            tl.store(out + at, y.to(out.dtype.element_ty), in_rows)
+            if EACH == "buffer":
+                buffer = entry
+                if buffers is not None:
+                    buffer = tl.load(buffers + entry).to(tl.int64)
+                there = (buffer >= 0) & (buffer < of.buffers)
+                place = ((buffer * of.steps + t) * of.heads + head) * DIM + row
+                at = place[:, None] * DSTATE + column[None, :]
+                put_state(
+                    each, each_scale, at, place, s, inside & there, in_rows & there, seed, element,
+                    buffer * of.steps + t, t, EACH_STATE, EACH_LARGEST, ROUNDS, CAPABILITY,
+                )  # fmt: skip
+            if EACH == "pool" or FINAL:
+                goal = slot
+                step_column = tl.minimum(t, of.write_columns - 1) if EACH == "pool" else 0
+                if write is not None:
+                    goal = tl.load(write + entry * write_by.sequence + step_column * write_by.column).to(tl.int64)
+                elif read is not None:
+                    goal = tl.load(read + entry * read_by.sequence + step_column * read_by.column).to(tl.int64)
+                there = (goal != of.pad) & (goal >= 0) & (goal < of.slots)
+                there &= (EACH == "pool") | (t + 1 == length)
+                at = goal * state_by.slot + head * state_by.head + tile
+                scale_at = goal * scale_by.slot + head * scale_by.head + row * scale_by.row
+                put_state(
+                    state, scale, at, scale_at, s, inside & there, in_rows & there, seed, element, goal, t,
+                    STATE, LARGEST, ROUNDS, CAPABILITY,
+                )  # fmt: skip
+    else:
+        zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
+
+
+@triton.jit
+def zero_tokens(out, out_by, origin, first, end, head, row, in_rows):
+    for token in range(first, end):
+        at = origin * out_by.row + token * out_by.token + head * out_by.head + row * out_by.dim
+        tl.store(out + at, tl.zeros_like(row).to(out.dtype.element_ty), in_rows)
+
+
+_TOKEN, _GROUP = ("row", "token", "head", "dim"), ("row", "token", "group")
+_PLACES = {
+    "x_by": _TOKEN,
+    "dt_by": _TOKEN,
+    "b_by": _GROUP,
+    "c_by": _GROUP,
+    "z_by": _TOKEN,
+    "out_by": _TOKEN,
+    "a_by": ("head", "row", "column"),
+    "d_by": ("head", "dim"),
+    "bias_by": ("head", "dim"),
+    "state_by": ("slot", "head", "row"),
+    "scale_by": ("slot", "head", "row"),
+    "read_by": ("sequence", "column"),
+    "write_by": ("sequence", "column"),
+}
+_SIZES = (
+    "sequences", "tokens", "heads", "repeat", "slots", "pad", "buffers", "steps", "read_columns", "write_columns",
+)  # fmt: skip
+
+
+def _build(problem, config):
+    scaled, each_scaled = problem.state_dtype in LARGEST, problem.each_dtype in LARGEST
+    kinds = {
+        "x": problem.dtype,
+        "dt": problem.dt_dtype,
+        "B": problem.dtype,
+        "C": problem.dtype,
+        "z": problem.dtype if problem.gated else "",
+        "out": problem.dtype,
+        "offsets": problem.index if problem.packed else "",
+        "A": problem.a_dtype,
+        "D": problem.d_dtype,
+        "bias": problem.bias_dtype,
+        "state": problem.state_dtype,
+        "scale": "fp32" if scaled else "",
+        "each": problem.each_dtype if problem.each == "buffer" else "",
+        "each_scale": "fp32" if problem.each == "buffer" and each_scaled else "",
+        "read": problem.index if problem.read else "",
+        "write": problem.index if problem.write else "",
+        "buffers": problem.index if problem.rows else "",
+        "accepted": problem.index if problem.accepted else "",
+        "seed": "i64" if problem.rounds else "",
+    }
+    rows = {"state": "state_by", "B": "b_by", "C": "c_by"}
+    whole = {place: kinds[name] for name, place in rows.items()} if problem.aligned else {}
+    types = pointers(kinds, (*rows, "each") if problem.aligned else ()) | place_types(_PLACES, whole)
+    types |= {f"of.{size}": "i32" for size in _SIZES}
+    constants = {name: None for name, kind in kinds.items() if not kind} | {
+        "TIED": problem.tied,
+        "SOFTPLUS": problem.softplus,
+        "EACH": problem.each,
+        "FINAL": problem.final,
+        "STATE": problem.state_dtype,
+        "EACH_STATE": problem.each_dtype,
+        "LARGEST": LARGEST.get(problem.state_dtype, 0),
+        "EACH_LARGEST": LARGEST.get(problem.each_dtype, 0),
+        "ROUNDS": problem.rounds,
+        "DIM": problem.dim,
+        "DSTATE": problem.dstate,
+        "ROWS": config.rows,
+        "COLUMNS": power_of_two(problem.dstate),
+        "CAPABILITY": config.capability,
+    }
+    return Build(update_kernel, types, constants, num_warps=config.num_warps)
+
+
+launch = Launcher("ssm_update", _build)
+LAUNCHERS = (launch,)
+
+
+def run(problem, config, tokens, layer, pool):
+    """As `flashinfer/ops/recurrent/ssm/__init__.py` states it."""
+    _, count, heads, dim = tokens.x.shape
+    columns = [1 if t is None or t.dim() == 1 else t.shape[1] for t in (pool.read, pool.write)]
+    goal_columns = columns[0] if pool.write is None else columns[1]
+    buffers, steps = (0, 0) if pool.each is None else pool.each.shape[:2]
+    sizes = (tokens.sequences, count, heads, heads // tokens.B.shape[2], len(pool.state))
+    sizes += (pool.pad, buffers, steps, columns[0], goal_columns)
+    given = [*tokens[:6], tokens.offsets, *layer, raw(pool.state), pool.scale, raw(pool.each), pool.each_scale]
+    given += [pool.read, pool.write, pool.rows, pool.accepted, pool.seed if problem.rounds else None]
+    token, group = (0, 1, 2, 3), (0, 1, 2)
+    places = [strides(tokens.x, token), strides(tokens.dt, token), strides(tokens.B, group), strides(tokens.C, group)]
+    places += [strides(tokens.z, token), strides(tokens.out, token), strides(layer.A, group)]
+    places += [strides(x, (0, 1)) for x in (layer.D, layer.bias)]
+    places += [strides(pool.state, group), strides(pool.scale, group)]
+    places += [_table(x) for x in (pool.read, pool.write)]
+    grid = (tokens.sequences + problem.packed, heads, triton.cdiv(dim, config.rows))
+    flat = [number for place in places for number in place]
+    launch(problem, config, grid, *(x for x in given if x is not None), *flat, *sizes)
+
+
+def _table(x) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.stride(0), x.stride(1) if x.dim() == 2 else 0)
