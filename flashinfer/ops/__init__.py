@@ -23,6 +23,7 @@ _ROOMS = (
     "attention.merge",
     "attention.mla",
     "attention.mqa_logits",
+    "attention.block_scores",
     "gemm.dense",
     "gemm.blockscaled",
     "gemm.grouped",
