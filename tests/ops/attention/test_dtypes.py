@@ -1,6 +1,7 @@
 """Which dtypes attention takes: one rule on every device, by name; and that every combination has a variant on each."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -14,9 +15,13 @@ from flashinfer.ops.attention.mla import mla
 from flashinfer.ops.attention.mla.problem import Problem as LatentProblem
 from flashinfer.ops.attention.prefill import prefill
 from flashinfer.ops.attention.problem import POS_ENCODINGS, Problem
-from tests.ops.attention.cases import workspace
+from flashinfer.testing import generate
+from flashinfer.testing.compare import assert_close
+from tests.ops.attention import oracle
+from tests.ops.attention.cases import run_paged, run_ragged, workspace
+from tests.ops.attention.oracle import Options
 
-HALF, E4M3 = torch.float16, torch.float8_e4m3fn
+HALF, E4M3, E5M2 = torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 # (q, k and v, out, the argument that is wrong)
 WRONG = (
     (torch.int8, torch.int8, HALF, "q_data_type"), (torch.int32, torch.int32, HALF, "q_data_type"),
@@ -127,3 +132,23 @@ def test_every_combination_has_a_variant(arch):
                         assert _shared_bytes(asked, c.block_m, c.block_n, c.num_stages) <= target.smem, asked
                     count += 1
     assert count > 10_000
+
+
+@pytest.mark.parametrize("dim, page", ((64, 1), (128, 24), (256, 16), (72, 5)))
+@pytest.mark.parametrize("q, kv", ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2), (HALF, E5M2)))
+def test_fp8_of_every_kind(q, kv, dim, page, device):
+    """Products of FP8 are exact in float16, so that only weights and outputs are rounded."""
+    x = generate.ragged_batch([3, 0, 9], [30, 5, 9], 4, 2, dim, dtype=q, kv_dtype=kv, device=device)
+    o = Options(causal=True)
+    truth, truth_lse = oracle.batch(x, o, torch.float64)
+    _, same_lse = oracle.batch(x, o, torch.float32)
+    for backend in ("auto", "portable") if device.type == "cuda" and (q, kv) != (E4M3, E4M3) else ("portable",):
+        for out_dtype in (HALF, torch.bfloat16):
+            plan = dict(o_data_type=out_dtype)
+            for run in (partial(run_paged, page_size=page), run_ragged):
+                out, lse = run(x, o, backend, plan=plan)
+                assert out.dtype == out_dtype
+                # Weights are rounded to float16, outputs to their own type.
+                rounded = oracle.batch(x, o, HALF)[0].to(out_dtype)
+                assert_close(out, rounded, truth, "out")
+                assert_close(lse, same_lse, truth_lse, "lse")
