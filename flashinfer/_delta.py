@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.checks import dtype_name, require, same_device
 from flashinfer.ops.recurrent import delta as room
+from flashinfer.ops.recurrent.delta.config import power_of_two
 from flashinfer.ops.recurrent.delta.operands import Gates, Kept, Norm, Pool, Tokens
 from flashinfer.ops.recurrent.layouts import state_layout, whole_rows
 
@@ -175,7 +176,7 @@ def run_step(
         keep=keep,
         kept_dtype="" if kept is None else dtype_name(kept.k.dtype),
         norm=norm is not None,
-        tree=parents is not None,
+        tokens=0 if parents is None else power_of_two(k.shape[1]),
         read=pool.read is not None,
         accepted=pool.accepted is not None,
         write=pool.write is not None,

@@ -55,8 +55,9 @@ class Step:
         Of the keys that are kept.
     norm : bool
         A gated RMSNorm follows.
-    tree : bool
-        Tokens have parents among the tokens before them, else each follows the one before it.
+    tokens : int
+        Of a tree, rounded up to a power of two: tokens have parents among those before them. 0: each follows the one
+        before it.
     read, accepted, write, stop : bool
         Which of the tables of slots, and of tokens to take, there are.
     aligned : bool
@@ -85,7 +86,7 @@ class Step:
     keep: str = ""
     kept_dtype: str = ""
     norm: bool = False
-    tree: bool = False
+    tokens: int = 0
     read: bool = True
     accepted: bool = False
     write: bool = False
@@ -195,6 +196,9 @@ def _steps() -> Iterator[Step]:
     yield Step(128, 128, "bf16", "bf16", **kda, **fp32, single=True, norm=True)
     frozen = {"source_dtype": "bf16", "final": False, "keep": "corrections", "kept_dtype": "bf16"}
     yield Step(128, 128, "bf16", "bf16", **kda, **frozen)
+    tree = {"source_dtype": "fp32", "final": False, "tokens": 16}
+    yield Step(128, 128, "bf16", "bf16", **gdn, **tree, each="buffer", state_dtype="fp32")
+    yield Step(128, 128, "bf16", "bf16", **gdn, **tree | {"tokens": 64}, keep="replay", kept_dtype="bf16")
     log = {"gate": "log", "gate_dtype": "bf16", "channels": True, "beta": "value", "beta_dtype": "bf16"}
     yield Step(64, 64, "fp16", "fp16", **log, **fp32, packed=True, aligned=False, layout="", read=False)
 

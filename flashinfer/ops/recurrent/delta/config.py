@@ -29,6 +29,9 @@ def power_of_two(n: int) -> int:
 def step(problem, target) -> Config:
     key, value = power_of_two(problem.key_dim), power_of_two(problem.value_dim)
     capability = capability_for(target, problem.source_dtype, problem.state_dtype)
+    if problem.tokens:
+        # Keys and sums of all tokens are in every program, beside 16 rows of the state.
+        return Config(16, 8, capability)
     if problem.norm:
         # The norm is over all values of a head, so one program has its whole state: 64 registers a thread of it.
         return Config(value, max(4, key * value // 2048), capability)

@@ -8,6 +8,7 @@ from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_leng
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
 from flashinfer.ops.recurrent.delta import Commit, Step
 from flashinfer.ops.recurrent.delta.config import power_of_two
+from flashinfer.ops.recurrent.delta.tree import launch_tree, tree
 from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strides
 
 
@@ -184,23 +185,23 @@ def step_kernel(
                 store_state(state + at, s, inside & (to > of.null) & (t < stored), STATE, CAPABILITY)
             if FINAL and stop is not None:
                 store_state(state + goal, s, inside & (last > of.null) & (t + 1 == stored), STATE, CAPABILITY)
-            if KEEP != "" and t < of.kept:
+            if KEEP != "":
+                fits = t < of.kept
+                one = fits & (block == 0)
                 place = head.to(tl.int64) * of.kept + t
-                at = slot * kept_by.v + place * of.value_dim + row
+                at_kept = kept_v + slot * kept_by.v + place * of.value_dim + row
                 if KEEP == "replay":
-                    tl.store(kept_v + at, raw_value.to(kept_v.dtype.element_ty), in_rows)
-                    one = block == 0
+                    tl.store(at_kept, raw_value.to(kept_v.dtype.element_ty), in_rows & fits)
                     tl.store(kept_gate + slot * kept_by.gate + place, log, one)
                     tl.store(kept_beta + slot * kept_by.beta + place, rate_of_change, one)
                     one &= kh * of.k_group == head
-                    at = slot * kept_by.k + (kh.to(tl.int64) * of.kept + t) * of.key_dim + column
-                    tl.store(kept_k + at, raw_key.to(kept_k.dtype.element_ty), in_columns & one)
+                    at_kept_k = kept_k + slot * kept_by.k + (kh.to(tl.int64) * of.kept + t) * of.key_dim + column
+                    tl.store(at_kept_k, raw_key.to(kept_k.dtype.element_ty), in_columns & one)
                 else:
-                    tl.store(kept_v + at, correction, in_rows)
-                    at = slot * kept_by.k + place * 2 * of.key_dim + column
-                    one = in_columns & (block == 0)
-                    tl.store(kept_k + at, raw_key.to(kept_k.dtype.element_ty), one)
-                    tl.store(kept_k + at + of.key_dim, raw_gate.to(kept_k.dtype.element_ty), one)
+                    tl.store(at_kept, correction, in_rows & fits)
+                    at_kept_k = kept_k + slot * kept_by.k + place * 2 * of.key_dim + column
+                    tl.store(at_kept_k, raw_key.to(kept_k.dtype.element_ty), in_columns & one)
+                    tl.store(at_kept_k + of.key_dim, raw_gate.to(kept_k.dtype.element_ty), in_columns & one)
         if FINAL and stop is None:
             store_state(state + goal, s, inside & (last > of.null), STATE, CAPABILITY)
     else:
@@ -386,11 +387,16 @@ def _build_commit(problem, config):
 
 launch_step = Launcher("delta_step", _build_step)
 launch_commit = Launcher("delta_commit", _build_commit)
-LAUNCHERS = (launch_step, launch_commit)
+# Bytes of stack a thread may use: 16 for trees of 64 tokens on Hopper.
+STACK_BUDGET = 64
+LAUNCHERS = (launch_step, launch_tree, launch_commit)
 
 
 def kernels(problem, config):
-    yield (launch_commit if isinstance(problem, Commit) else launch_step), problem, config
+    if isinstance(problem, Commit):
+        yield launch_commit, problem, config
+    else:
+        yield launch_tree if problem.tokens else launch_step, problem, config
 
 
 def run(problem, config, *args):
@@ -399,6 +405,9 @@ def run(problem, config, *args):
 
 def step(problem, config, tokens, gates, pool, out, scale, kept=None, norm=None, parents=None):
     """Every sequence's tokens one after another from its state; see operands.py for what is read and written."""
+    if problem.tokens:
+        tree(problem, config, tokens, gates, pool, out, scale, kept, parents)
+        return
     n, heads, (values, keys) = tokens.sequences, tokens.heads, (tokens.v.shape[3], tokens.k.shape[3])
     group = [1 if x is None else heads // x.shape[2] for x in (tokens.q, tokens.k, tokens.v, tokens.gate, tokens.beta)]
     group += [1 if x is None else heads // x.shape[0] for x in (gates.a_log, gates.bias)]

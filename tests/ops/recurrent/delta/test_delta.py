@@ -288,3 +288,58 @@ def test_the_state_after_the_accepted_token(backend, device, monkeypatch):
     assert (kept == 7).all()
     same, truth = (layer.truth(0, before[2], t)[1][1] for t in (torch.float32, torch.float64))
     assert_close(pool[2], same.bfloat16(), truth, "state")
+
+
+TREE = [-1, 0, 0, 1, -1, 4, 3]
+
+
+@backends
+@pytest.mark.parametrize("into", ["", "buffer", "pool", "replay"])
+def test_verify_a_tree(backend, device, into):
+    """Each draft follows its parent; an accepted path of replayed tokens gives the state of its last one."""
+    layer = Layer(2, len(TREE), 1, 2, 32, 32, torch.float32, device)
+    layer.a[:, 1] = 60.0
+    pool = layer.states(20)
+    before = pool.clone()
+    slots = torch.tensor([3, -1], device=device, dtype=torch.int32)
+    parents = torch.tensor([TREE, TREE], device=device)
+    buffer = torch.full((2, 7, 2, 32, 32), NAN, device=device)
+    rows = torch.arange(5, 19, device=device, dtype=torch.int32).view(2, 7)
+    windows = [torch.full((20, 2, 7, 32), NAN, device=device), torch.full((20, 1, 7, 32), NAN, device=device),
+               *(torch.full((20, 2, 7), NAN, device=device) for _ in range(2))]  # fmt: skip
+    names = ("replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta")
+    more = {"": {}, "buffer": {"intermediate_states_buffer": buffer}, "pool": {"ssm_state_indices": rows}}
+    more["replay"] = {"cache_replayssm": True, **dict(zip(names, windows))}
+    out, _ = gdn_decode.gated_delta_rule_mtp(
+        layer.q, layer.k, layer.v, pool, slots, *layer.gates, layer.scale, parents=parents, backend=backend,
+        disable_state_update=into != "pool", **more[into],
+    )  # fmt: skip
+    assert not out[1].any()
+    truth, states, _ = layer.truth(0, before[3], parents=TREE)
+    near = 1e-5 * float(truth.abs().max())
+    assert (out[0].double() - truth).abs().max() < near
+    if into == "buffer":
+        assert (buffer[0].double() - states).abs().max() < 2e-5 and buffer[1].isnan().all()
+    if into == "pool":
+        assert (pool[rows[0].long()].double() - states).abs().max() < 2e-5
+        pool[rows[0].long()] = before[rows[0].long()]
+    assert_bitwise(pool, before)
+    if into == "replay":
+        path = torch.tensor([[0, 1, 3, 6, 0, 0, 0], [0] * 7], device=device)
+        given = (pool[None], *(w[None] for w in windows), slots, torch.tensor([4, 3], device=device))
+        gdn_decode.gated_delta_rule_replayssm_commit(*given, accept_path=path, backend=backend)
+        assert (pool[3].double() - states[6]).abs().max() < 2e-5
+        pool[3] = before[3]
+        assert_bitwise(pool, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"parents": torch.zeros(1, 3)}, "parents"), ({"output_state_indices": torch.zeros(1)}, "output_state_indices")],
+)
+def test_a_tree_is_checked(change, message):
+    layer = Layer(1, 2, 1, 1, 16, 16)
+    given = {"parents": torch.zeros(1, 2, dtype=torch.int32), "disable_state_update": True} | change
+    zero = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        gdn_decode.gated_delta_rule_mtp(layer.q, layer.k, layer.v, layer.states(1), zero, *layer.gates, **given)

@@ -1,0 +1,234 @@
+"""Verification of drafts in a tree, in Triton: one read of a state serves all branches.
+
+The state of a node is that of the root, decayed, and one product of a key and a correction for each token on its path.
+So corrections stay in registers, and a token reads those of its ancestors:
+
+    u_i = S_0 (decay of the path to i) k_i + sum over ancestors j of c_j (k_j decayed from j to i . k_i)
+    c_i = beta_i (v_i - u_i)
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
+from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
+from flashinfer.ops.recurrent.delta.config import power_of_two
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strides
+
+# A decay below exp(-64) is taken for exp(-64), so that sums of logarithms along a path keep their digits.
+LEAST = tl.constexpr(-64.0)
+
+
+@triton.jit
+def row_of(tile, i, index):
+    """Row `index` of a tile; zeros where there is none."""
+    return tl.sum(tl.where((i == index)[:, None], tile, 0), 0)
+
+
+@triton.jit
+def tree_kernel(
+    q,
+    k,
+    v,
+    gate,
+    beta,
+    a_log,
+    bias,
+    source,
+    state,
+    each,
+    out,
+    read,
+    rows,
+    parents,
+    kept_v,
+    kept_k,
+    kept_gate,
+    kept_beta,
+    q_by,
+    k_by,
+    v_by,
+    gate_by,
+    beta_by,
+    out_by,
+    source_by,
+    state_by,
+    each_by,
+    read_by,
+    rows_by,
+    kept_by,
+    of,
+    numbers,
+    GATE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BETA: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    EACH: tl.constexpr,
+    KEEP: tl.constexpr,
+    SOURCE: tl.constexpr,
+    STATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    block = tl.program_id(2)
+    row = block * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, KEYS)
+    i = tl.arange(0, TOKENS)
+    in_rows = row < of.value_dim
+    in_columns = column < of.key_dim
+    inside = in_rows[:, None] & in_columns[None, :]
+    kh = head // of.k_group
+    at_out = out + n * out_by.row + head * out_by.head + row
+    slot = n
+    if read is not None:
+        slot = tl.load(read + n * read_by.sequence).to(tl.int64)
+    if slot > of.null:
+        s = tl.zeros([ROWS, KEYS], tl.float32)
+        if source is not None:
+            home = slot * source_by.slot + head * source_by.head
+            home += state_offsets(row, column, source_by.row, source_by.column, LAYOUT)
+            s = load_state(source + home, inside, SOURCE, CAPABILITY)
+        rate = 0.0
+        if a_log is not None:
+            rate = tl.exp(tl.load(a_log + head // of.rate_group).to(tl.float32))
+        shift = 0.0
+        if bias is not None:
+            if CHANNELS:
+                shift = tl.load(bias + head // of.bias_group * of.key_dim + column, in_columns, other=0).to(tl.float32)
+            else:
+                shift = tl.load(bias + head // of.bias_group).to(tl.float32)
+        keys = tl.zeros([TOKENS, KEYS], tl.float32)
+        changes = tl.zeros([TOKENS, ROWS], tl.float32)
+        paths = tl.zeros([TOKENS, TOKENS], tl.int32)
+        # Sums of logarithms along the path; of one decay a head, they are the same in all columns.
+        sums = tl.zeros([TOKENS, KEYS], tl.float32)
+        for t in range(of.tokens):
+            parent = tl.load(parents + n * of.tokens + t)
+            at = n * k_by.row + t * k_by.token + kh * k_by.head
+            raw_key = tl.load(k + at + column, in_columns, other=0)
+            key = raw_key.to(tl.float32)
+            at = n * q_by.row + t * q_by.token + head // of.q_group * q_by.head
+            query = tl.load(q + at + column, in_columns, other=0).to(tl.float32)
+            at = n * v_by.row + t * v_by.token + head // of.v_group * v_by.head
+            raw_value = tl.load(v + at + row, in_rows, other=0)
+            if NORMALIZE:
+                key = unit_length(key)
+                query = unit_length(query)
+            log = tl.zeros([KEYS], tl.float32)
+            if gate is not None:
+                at_gate = gate + n * gate_by.row + t * gate_by.token + head // of.gate_group * gate_by.head
+                if CHANNELS:
+                    raw_gate = tl.load(at_gate + column, in_columns, other=0).to(tl.float32)
+                else:
+                    raw_gate = tl.load(at_gate).to(tl.float32)
+                if GATE == "linear":
+                    log += tl.maximum(tl.log(raw_gate), LEAST)
+                else:
+                    log += tl.maximum(log_decay(raw_gate + shift, rate, numbers, GATE), LEAST)
+            share = 1.0
+            if beta is not None:
+                at = n * beta_by.row + t * beta_by.token + head // of.beta_group * beta_by.head
+                share = tl.load(beta + at).to(tl.float32)
+                if BETA == "logit":
+                    share = sigmoid(share)
+            above = row_of(paths, i, parent)
+            total = row_of(sums, i, parent) + log
+            since = tl.exp(tl.where((above > 0)[:, None], total[None, :] - sums, 0))
+            decayed = tl.where((above > 0)[:, None], keys * since, 0)
+            from_root = s * tl.exp(total)[None, :]
+            read_back = tl.sum(from_root * key[None, :], 1)
+            read_back += tl.sum(changes * tl.sum(decayed * key[None, :], 1)[:, None], 0)
+            change = share * (raw_value.to(tl.float32) - read_back)
+            mine = (i == t)[:, None]
+            keys = tl.where(mine, key[None, :], keys)
+            sums = tl.where(mine, total[None, :], sums)
+            changes = tl.where(mine, change[None, :], changes)
+            path = tl.where(i == t, 1, above)
+            paths = tl.where(mine, path[None, :], paths)
+            decayed = tl.where(mine, key[None, :], decayed)
+            o = tl.sum(from_root * query[None, :], 1)
+            o += tl.sum(changes * tl.sum(decayed * query[None, :], 1)[:, None], 0)
+            tl.store(at_out + t * out_by.token, (o * numbers.scale).to(out.dtype.element_ty), in_rows)
+            if EACH != "":
+                now = tl.dot(tl.trans(changes), decayed, from_root, input_precision="ieee")
+                if EACH == "buffer":
+                    at = n * each_by.row + t * each_by.token + head * each_by.head
+                    goal = at + row[:, None].to(tl.int64) * of.key_dim + column[None, :]
+                    store_state(each + goal, now, inside, STATE, CAPABILITY)
+                else:
+                    to = tl.load(rows + n * rows_by.sequence + t * rows_by.column).to(tl.int64)
+                    at = to * state_by.slot + head * state_by.head
+                    goal = at + state_offsets(row, column, state_by.row, state_by.column, LAYOUT)
+                    store_state(state + goal, now, inside & (to > of.null), STATE, CAPABILITY)
+            if KEEP != "":
+                place = head.to(tl.int64) * of.kept + t
+                at = slot * kept_by.v + place * of.value_dim
+                tl.store(kept_v + at + row, raw_value.to(kept_v.dtype.element_ty), in_rows)
+                one = block == 0
+                tl.store(kept_gate + slot * kept_by.gate + place, tl.max(tl.where(column == 0, log, LEAST), 0), one)
+                tl.store(kept_beta + slot * kept_by.beta + place, share, one)
+                one &= kh * of.k_group == head
+                at = slot * kept_by.k + (kh.to(tl.int64) * of.kept + t) * of.key_dim
+                tl.store(kept_k + at + column, raw_key.to(kept_k.dtype.element_ty), in_columns & one)
+    else:
+        for t in range(of.tokens):
+            tl.store(at_out + t * out_by.token, tl.zeros_like(row).to(out.dtype.element_ty), in_rows)
+
+
+_INPUT, _STATE = ("row", "token", "head"), ("slot", "head", "row", "column")
+_PLACES = dict.fromkeys(("q_by", "k_by", "v_by", "gate_by", "beta_by", "out_by"), _INPUT)
+_PLACES |= {"source_by": _STATE, "state_by": _STATE, "each_by": _INPUT, "read_by": ("sequence",)}
+_PLACES |= {"rows_by": ("sequence", "column"), "kept_by": ("v", "k", "gate", "beta")}
+_SIZES = ("tokens", "key_dim", "value_dim", "kept", "null", "q_group", "k_group", "v_group", "gate_group")
+_SIZES += ("beta_group", "rate_group", "bias_group")
+
+
+def _build(problem, config):
+    written = problem.state_dtype
+    kinds = {"q": problem.dtype, "k": problem.dtype, "v": problem.dtype, "gate": problem.gate_dtype}
+    kinds |= {"beta": problem.beta_dtype, "a_log": "fp32" if problem.gate in ("softplus", "bounded") else ""}
+    kinds |= {"bias": problem.bias_dtype, "source": problem.source_dtype}
+    kinds |= {"state": written if problem.each == "pool" else "", "each": written if problem.each == "buffer" else ""}
+    kinds |= {"out": problem.out_dtype, "read": problem.index if problem.read else ""}
+    kinds |= {"rows": problem.index if problem.each == "pool" else "", "parents": "i32"}
+    kept = problem.kept_dtype
+    kinds |= {"kept_v": kept, "kept_k": kept} | dict.fromkeys(("kept_gate", "kept_beta"), "fp32" if kept else "")
+    names = ("q", "k", "v", "source", "state", "each", "out") if problem.aligned else ()
+    types = pointers(kinds, names) | place_types(_PLACES, {})
+    types |= {f"of.{name}": "i32" for name in _SIZES}
+    types |= {f"numbers.{name}": "fp32" for name in ("scale", "lower", "sharp", "threshold")}
+    constants = {name: None for name, kind in kinds.items() if not kind}
+    constants |= {"GATE": problem.gate, "CHANNELS": problem.channels, "BETA": problem.beta}
+    constants |= {"NORMALIZE": problem.normalize, "LAYOUT": problem.layout, "EACH": problem.each, "KEEP": problem.keep}
+    constants |= {"SOURCE": problem.source_dtype, "STATE": written, "ROWS": config.rows, "TOKENS": problem.tokens}
+    constants |= {"KEYS": power_of_two(problem.key_dim), "CAPABILITY": config.capability}
+    return Build(tree_kernel, types, constants, num_warps=config.num_warps)
+
+
+launch_tree = Launcher("delta_tree", _build)
+
+
+def tree(problem, config, tokens, gates, pool, out, scale, kept, parents):
+    """Every sequence's tree of tokens from its state, which stays as it is."""
+    n, heads, (values, keys) = tokens.sequences, tokens.heads, (tokens.v.shape[3], tokens.k.shape[3])
+    group = [1 if x is None else heads // x.shape[2] for x in tokens[:5]]
+    group += [1 if x is None else heads // x.shape[0] for x in (gates.a_log, gates.bias)]
+    sizes = (tokens.k.shape[1], keys, values, 0 if kept is None else kept.v.shape[2], pool.null, *group)
+    state = pool.state if problem.each == "pool" else None
+    given = [*tokens[:5], gates.a_log, gates.bias, pool.source, state, pool.each, out, pool.read, pool.rows, parents]
+    given += list(kept or ())
+    places = [strides(x, (0, 1, 2)) for x in (*tokens[:5], out)]
+    places += [strides(x, (0, 1, 2, 3)) for x in (pool.source, state)] + [strides(pool.each, (0, 1, 2))]
+    places += [strides(pool.read, (0,)), strides(pool.rows, (0, 1))]
+    places += [tuple(0 if x is None else x.stride(0) for x in (kept or (None,) * 4))]
+    numbers = scale, gates.lower, gates.sharp, gates.threshold
+    present = [raw(x) for x in given if x is not None]
+    flat = [x for place in places for x in place]
+    grid = (n, heads, triton.cdiv(values, config.rows))
+    launch_tree(problem, config, grid, *present, *flat, *sizes, *numbers)
