@@ -38,6 +38,7 @@ _ROOT_NAMES = {
     "core": ("BatchDecodeWithPagedKVCache", "BatchPrefillWithRaggedKVCache", "PagedKVCache"),
     "cute_dsl": (),
     "cudnn": ("cudnn_batch_decode_with_kv_cache",),
+    "diffusion_ops": (),
     "decode": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
@@ -80,6 +81,9 @@ _ROOT_NAMES = {
         "fused_add_rmsnorm",
         "fused_add_rmsnorm_fp8_block_quant",
         "fused_add_rmsnorm_quant",
+        "fused_dit_gate_residual_layernorm_gamma_beta",
+        "fused_dit_gate_residual_layernorm_scale_shift",
+        "fused_dit_residual_layernorm_scale_shift",
         "fused_qk_rmsnorm_rope",
         "fused_rmsnorm_silu",
         "gated_residual_next_rmsnorm",

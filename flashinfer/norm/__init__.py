@@ -1,5 +1,10 @@
 """Normalisation layers: RMSNorm and LayerNorm over the last dimension, with gates, rotation and quantised results."""
 
+from .dit import (
+    fused_dit_gate_residual_layernorm_gamma_beta,
+    fused_dit_gate_residual_layernorm_scale_shift,
+    fused_dit_residual_layernorm_scale_shift,
+)
 from .gated import (
     gated_residual_next_rmsnorm,
     gated_residual_rmsnorm,
@@ -25,6 +30,9 @@ __all__ = [
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_fp8_block_quant",
     "fused_add_rmsnorm_quant",
+    "fused_dit_gate_residual_layernorm_gamma_beta",
+    "fused_dit_gate_residual_layernorm_scale_shift",
+    "fused_dit_residual_layernorm_scale_shift",
     "fused_qk_rmsnorm_rope",
     "fused_rmsnorm_silu",
     "gated_residual_next_rmsnorm",

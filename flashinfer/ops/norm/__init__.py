@@ -92,6 +92,66 @@ class Gated:
     pdl: bool = True
 
 
+@dataclass(frozen=True)
+class Modulated:
+    """A branch joins a residual stream, whose LayerNorm is times a factor, and shifted.
+
+    stream = residual + input * (gate + gate_bias) * input_scale; out = layernorm(stream) * (one + factor + factor_bias)
+    + shift + shift_bias.
+
+    Attributes
+    ----------
+    dtype, factor_dtype : str
+        Of the rows and the gate; of factor and shift.
+    block : int
+        The length of a row, rounded up to a power of two; for a form at least four block scales long.
+    residual, gate, gate_bias, factor_bias, shift_bias, input_scale : bool
+        Which of them there are.
+    one : bool
+        One is added to the factor.
+    form : str
+        Of the result: "" rows, "nvfp4" or "mxfp8", with block scales in 128x4 tiles.
+    aligned : bool
+        Rows can be read 16 bytes at a time.
+    """
+
+    dtype: str
+    factor_dtype: str
+    block: int
+    residual: bool = True
+    gate: bool = False
+    gate_bias: bool = False
+    factor_bias: bool = False
+    shift_bias: bool = False
+    input_scale: bool = False
+    one: bool = True
+    form: str = ""
+    aligned: bool = True
+
+
+class Modulation(NamedTuple):
+    """The tensors of a `Modulated`; None where there is none.
+
+    x, residual, gate, factor, shift : [batch, rows, hidden], contiguous columns. Biases : float32 [hidden].
+    input_scale, global_scale : float32 [1]. stream : receives the stream, [batch, rows, hidden], contiguous. out :
+    receives the rows, or codes of a form. factors : receives its block scales, bytes [batch, padded rows x blocks].
+    """
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    gate: torch.Tensor | None
+    gate_bias: torch.Tensor | None
+    factor: torch.Tensor
+    factor_bias: torch.Tensor | None
+    shift: torch.Tensor
+    shift_bias: torch.Tensor | None
+    input_scale: torch.Tensor | None
+    stream: torch.Tensor
+    out: torch.Tensor
+    factors: torch.Tensor | None
+    global_scale: torch.Tensor | None
+
+
 class Quantised(NamedTuple):
     """What a quantised result takes and gives beside its codes.
 
@@ -113,9 +173,9 @@ def _too_long(problem, target) -> str:
     return f"rows longer than {LONGEST} do not fit in registers" if problem.block > LONGEST else ""
 
 
-def _variants(portable_config) -> tuple[Variant, ...]:
+def _variants(portable_config, module="flashinfer.ops.norm.portable") -> tuple[Variant, ...]:
     return (
-        Variant("portable", "flashinfer.ops.norm.portable", _too_long, portable_config),
+        Variant("portable", module, _too_long, portable_config),
         Variant("reference", "flashinfer.ops.norm.reference"),
     )
 
@@ -155,7 +215,19 @@ def _gated() -> Iterator[Gated]:
     yield Gated("fp16", "fp32", 512, weighted=True, alpha=True, next=True, aligned=False)
 
 
+def _modulated() -> Iterator[Modulated]:
+    yield Modulated("bf16", "bf16", 4096, gate=True, gate_bias=True, factor_bias=True, shift_bias=True)
+    yield Modulated("bf16", "fp32", 4096, gate=True, one=False)
+    yield Modulated("bf16", "bf16", 4096, residual=False)
+    yield Modulated("bf16", "bf16", 4096, gate=True, input_scale=True, form="nvfp4")
+    yield Modulated("bf16", "fp32", 4096, one=False, form="mxfp8")
+    yield Modulated("fp16", "fp16", 512, input_scale=True, aligned=False)
+
+
 rmsnorm = Op("rmsnorm", Problem, _variants(config.portable), lambda: _catalog("rmsnorm"))
 fused_add_rmsnorm = Op("fused_add_rmsnorm", Problem, _variants(config.portable), lambda: _catalog("fused_add_rmsnorm"))
 layernorm = Op("layernorm", Problem, _variants(config.portable), lambda: _catalog("layernorm"))
 gated_residual = Op("gated_residual_rmsnorm", Gated, _variants(config.gated), _gated)
+modulated_layernorm = Op(
+    "modulated_layernorm", Modulated, _variants(config.modulated, "flashinfer.ops.norm.modulated"), _modulated
+)

@@ -50,3 +50,9 @@ def portable(problem, target) -> Config:
 def gated(problem, target) -> Gated:
     # 16 elements a thread, for beside the branch there are a residual and a gate of float32 on the way. Not measured.
     return Gated(num_warps=min(max(problem.block // 512, 4), 32), pdl=problem.pdl and target.pdl)
+
+
+def modulated(problem, target) -> Config:
+    # As `gated`: three or four rows are on the way. Not measured.
+    num_warps = min(max(problem.block // 512, 4), 32)
+    return Config(1, num_warps, False, target.pdl, target.capability if problem.form else 0)

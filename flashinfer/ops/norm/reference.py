@@ -3,7 +3,7 @@
 import torch
 
 from flashinfer.ops import layouts, narrow
-from flashinfer.ops.norm import Gated, Problem
+from flashinfer.ops.norm import Gated, Modulated, Problem
 
 
 def run(problem, config, *args):
@@ -81,4 +81,31 @@ def gated(problem, branch, residual, weight, alpha, beta, out, eps, center, foll
         next_out.copy_(y * (next_weight.float() + next_center))
 
 
-_RUN = {Problem: norm, Gated: gated}
+def modulated(problem, given, eps):
+    """The stream and its modulated norm; given : Modulation."""
+    y = given.x.float()
+    scale = 1.0 if given.input_scale is None else given.input_scale
+    if problem.gate:
+        gate = given.gate.float()
+        y = y * ((gate if given.gate_bias is None else gate + given.gate_bias) * scale)
+    else:
+        y = y * scale
+    y = y if given.residual is None else y + given.residual
+    given.stream.copy_(y)
+    y = y - y.mean(-1, keepdim=True)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    factor, shift = given.factor.float() + problem.one, given.shift.float()
+    factor = factor if given.factor_bias is None else factor + given.factor_bias
+    shift = shift if given.shift_bias is None else shift + given.shift_bias
+    y = y * factor + shift
+    if not problem.form:
+        given.out.copy_(y)
+        return
+    y = y.to(given.stream.dtype).float()
+    nvfp4 = problem.form == "nvfp4"
+    codes, factors = narrow.quantize_nvfp4(y, given.global_scale) if nvfp4 else narrow.quantize_mxfp8(y)
+    given.out.copy_(codes.view(torch.uint8))
+    given.factors.copy_(layouts.arrange(factors.view(torch.uint8), "128x4"))
+
+
+_RUN = {Problem: norm, Gated: gated, Modulated: modulated}
