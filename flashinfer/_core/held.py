@@ -27,7 +27,7 @@ from operator import itemgetter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashinfer._core import env, target
+from flashinfer._core import capture, env, target
 
 # Calls kept of one function. Shapes of prompts seldom come again: when there are too many, all go.
 _MOST = 4096
@@ -79,14 +79,14 @@ def held(function: Callable) -> Callable:
     def second(key: tuple) -> Callable:
         def record(tensors, addresses, args, named):
             with Recording() as recording:
-                result = function(*args, **named)
+                result = capture.run(function, args, named, tensors[0].device)
             calls[key] = recording.repeat(tensors, addresses, result) or anew
             return result
 
         return record
 
     def anew(tensors, addresses, args, named):
-        return function(*args, **named)
+        return capture.run(function, args, named, tensors[0].device)
 
     @wraps(function)
     def call(*args, **named):
@@ -94,7 +94,7 @@ def held(function: Callable) -> Callable:
             return function(*args, **named)
         key, tensors = [_debug(), target.overridden(), *named], []
         if not _tell((*args, *named.values()) if named else args, key, tensors) or not tensors:
-            return function(*args, **named)
+            return capture.run(function, args, named, tensors[0].device) if tensors else function(*args, **named)
         addresses = [x.data_ptr() for x in tensors]
         # No kernel is promised a base divisible by more than 16.
         low = [at % 16 for at in addresses]
@@ -108,7 +108,7 @@ def held(function: Callable) -> Callable:
             return repeat(tensors, addresses, args, named)
         if len(calls) >= _MOST:
             calls.clear()
-        result = function(*args, **named)
+        result = capture.run(function, args, named, tensors[0].device)
         # Of a call that failed nothing is known: the next one like it is a first one again.
         calls[key] = second(key)
         return result
@@ -290,6 +290,8 @@ class _Sources:
             if size:
                 scratch = torch.empty(size, dtype=torch.uint8, device=device)
                 addresses.append(scratch.data_ptr())
+                if capture.is_untold(device):
+                    capture.keep(scratch)
             addresses += stays
             for launch, pick in launches:
                 launch(*pick(addresses))

@@ -30,6 +30,13 @@ class Card:
 
     def __init__(self):
         self.launches, self.attributes, self.stream, self.status = [], [], 7, 0
+        # The number of the capture that is going on, and whether torch's allocator was told of it.
+        self.capture, self.told = None, False
+
+    def snapshot(self):
+        """torch's segments, of which one is all memory."""
+        pool = (0, 1) if self.told else (0, 0)
+        return [{"address": 0, "total_size": 1 << 63, "segment_pool_id": pool}]
 
     def launch(self, config, kernel, slots, extra):
         grid, _, _, stream, attributes = config_of(config)
@@ -125,7 +132,9 @@ def insert() -> Card:
     sys.modules.update({"cuda": cuda, "cuda.bindings": bindings, "cuda.bindings.driver": driver})
     torch._C._cuda_getDevice = lambda: 0
     torch._C._cuda_getCurrentRawStream = lambda index: card.stream
-    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.is_current_stream_capturing = lambda: card.capture is not None
+    torch.cuda.memory_snapshot = card.snapshot
+    driver.cuStreamGetCaptureInfo = lambda stream: (0, 1, card.capture, None)
     torch.cuda.current_device = lambda: 0
     torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=card.stream)
     torch.cuda.synchronize = lambda device=None: None
