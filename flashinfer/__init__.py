@@ -13,7 +13,11 @@ check_supported()
 # public module -> the names that it gives to the root
 _ROOT_NAMES = {
     "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul", "silu_and_mul_scaled_nvfp4_experts_quantize"),
-    "attention": ("BatchAttention", "BatchAttentionWithAttentionSinkWrapper"),
+    "attention": (
+        "BatchAttention",
+        "BatchAttentionWithAttentionSinkWrapper",
+        "BatchPrefillWithCausalBidirectionalRangesWrapper",
+    ),
     "attn_scores": (
         "compute_paged_mqa_logits_schedule",
         "fp4_paged_mqa_logits",
