@@ -72,10 +72,10 @@ def dsa_sparse_attention(
     --------
     >>> import torch
     >>> from flashinfer.dsa_sparse_attention import dsa_sparse_attention
-    >>> q, rope, keys = torch.zeros(1, 2, 16), torch.zeros(1, 2, 8), torch.ones(3, 16)
-    >>> keys[2] += 1
+    >>> q, rope, keys = (torch.zeros(*shape).half() for shape in ((1, 2, 16), (1, 2, 8), (3, 16)))
+    >>> keys[1:] = torch.tensor([1.0, 2.0])[:, None]
     >>> rows = torch.tensor([[2, -1, 1]], dtype=torch.int32)
-    >>> dsa_sparse_attention(q, rope, keys, torch.zeros(3, 8), rows)[0, 0, 0].item()
+    >>> dsa_sparse_attention(q, rope, keys, torch.zeros(3, 8).half(), rows)[0, 0, 0].item()
     1.5
     """
     for name, t in (("dkv_acc", dkv_acc), ("dkv_dst_map", dkv_dst_map)):

@@ -51,7 +51,7 @@ def xqa(
     ----------
     q : Tensor
         [batch, 1, num_q_heads, head_dim], [batch, 1, q_seq_len, num_q_heads, head_dim], or, with q_cu_seq_lens,
-        [tokens, num_q_heads, head_dim]. The second axis is the beam, of width 1. bf16, fp16, fp32 or fp8.
+        [tokens, num_q_heads, head_dim]. The second axis is the beam, of width 1. bf16, fp16 or fp8.
     k_cache, v_cache : Tensor
         [pages, page_size, num_kv_heads, head_dim] (NHD) or [pages, num_kv_heads, page_size, head_dim] (HND); q's dtype,
         or fp8.

@@ -51,7 +51,7 @@ def trtllm_fmha_v2_prefill(
     qkv : Tensor or tuple of Tensor
         By `input_layout`: "PACKED_QKV" [tokens, 3, heads, head_dim]; "CONTIGUOUS_Q_KV" q [tokens, num_qo_heads,
         head_dim] and kv [kv_tokens, 2, num_kv_heads, head_dim]; "SEPARATE_Q_K_V" q, k and v; "Q_PAGED_KV_NHD" and
-        "Q_PAGED_KV_HND" q and the cache, as in `trtllm_batch_decode_with_kv_cache`. bf16, fp16, fp32 or fp8.
+        "Q_PAGED_KV_HND" q and the cache, as in `trtllm_batch_decode_with_kv_cache`. bf16, fp16 or fp8.
     seq_lens : int32 Tensor [batch]
         Keys of each request.
     max_q_len : int
@@ -187,7 +187,7 @@ def fmha_v2_prefill_deepseek(
     Parameters
     ----------
     query : Tensor [batch, seq_len, num_heads, head_dim_qk]
-        bf16, fp16, fp32 or fp8.
+        bf16, fp16 or fp8.
     key : Tensor [batch, seq_len, num_kv_heads, head_dim_qk]
     value : Tensor [batch, seq_len, num_kv_heads, head_dim_vo]
     out : Tensor [batch, seq_len, num_heads, head_dim_vo]

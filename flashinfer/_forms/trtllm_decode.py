@@ -61,7 +61,7 @@ def trtllm_batch_decode_with_kv_cache(
     Parameters
     ----------
     query : Tensor [tokens, num_qo_heads, head_dim]
-        bf16, fp16, fp32 or fp8. The queries of a request follow one another, and are its last tokens.
+        bf16, fp16 or fp8. The queries of a request follow one another, and are its last tokens.
     kv_cache : Tensor or (Tensor, Tensor)
         HND [pages, 2, num_kv_heads, page_size, head_dim] or NHD [pages, 2, page_size, num_kv_heads, head_dim], or
         (k, v) without the second axis; with 1 for the second axis, K is V. query's dtype, or fp8. Any page size, any

@@ -60,7 +60,7 @@ def trtllm_batch_context_with_kv_cache(
     Parameters
     ----------
     query : Tensor [tokens, num_qo_heads, head_dim]
-        bf16, fp16, fp32 or fp8.
+        bf16, fp16 or fp8.
     kv_cache, block_tables, seq_lens, bmm1_scale, bmm2_scale, window_left, out, out_dtype, o_sf_scale, o_sf_vec_size,
     kv_layout, sinks, kv_cache_sf, kv_block_scales, uses_shared_paged_kv_idx, lse, return_lse
         As in `trtllm_batch_decode_with_kv_cache`.
@@ -152,7 +152,7 @@ def trtllm_ragged_attention_deepseek(
     Parameters
     ----------
     query : Tensor [tokens, num_qo_heads, head_dim_qk]
-        bf16, fp16, fp32 or fp8.
+        bf16, fp16 or fp8.
     key : Tensor [kv_tokens, num_kv_heads, head_dim_qk]
     value : Tensor [kv_tokens, num_kv_heads, head_dim_vo]
         query's dtype, or fp8.

@@ -41,7 +41,7 @@ def cudnn_batch_decode_with_kv_cache(
     Parameters
     ----------
     q : Tensor [batch * q_len_per_req, num_qo_heads, head_dim]
-        bf16, fp16, fp32 or fp8.
+        bf16, fp16 or fp8.
     k_cache, v_cache : Tensor [pages, num_kv_heads, page_size, head_dim]
         q's dtype, or fp8. Any strides, head_dim contiguous.
     scale : float

@@ -50,7 +50,7 @@ def cudnn_batch_prefill_with_kv_cache(
     Parameters
     ----------
     q : Tensor [tokens, num_qo_heads, head_dim_qk]
-        bf16, fp16, fp32 or fp8. Without batch_offsets_q, requests follow one another; if there are batch *
+        bf16, fp16 or fp8. Without batch_offsets_q, requests follow one another; if there are batch *
         max_token_per_sequence rows, each has that many, and its queries are the first of them.
     k_cache, v_cache : Tensor
         With block_tables [pages, num_kv_heads, page_size, head_dim]; else rows [kv_tokens, num_kv_heads, head_dim],

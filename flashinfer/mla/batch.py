@@ -55,9 +55,9 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
     >>> import torch, flashinfer
     >>> wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> qo_indptr, kv_indptr, lens = torch.tensor([0, 1, 2]), torch.tensor([0, 2, 5]), torch.tensor([20, 48])
-    >>> wrapper.plan(qo_indptr, kv_indptr, torch.arange(5), lens, 16, 512, 64, 16, False, 192**-0.5, torch.float32)
-    >>> ckv, kpe = torch.randn(5, 16, 512), torch.randn(5, 16, 64)
-    >>> wrapper.run(torch.randn(2, 16, 512), torch.randn(2, 16, 64), ckv, kpe).shape
+    >>> wrapper.plan(qo_indptr, kv_indptr, torch.arange(5), lens, 16, 512, 64, 16, False, 192**-0.5, torch.float16)
+    >>> ckv, kpe = torch.randn(5, 16, 512).half(), torch.randn(5, 16, 64).half()
+    >>> wrapper.run(torch.randn(2, 16, 512).half(), torch.randn(2, 16, 64).half(), ckv, kpe).shape
     torch.Size([2, 16, 512])
     """
 
@@ -403,7 +403,7 @@ def widened(asked: LatentOptions, table: Table, queries: tuple, caches: tuple, s
     require(scales.dtype == torch.float32, name, scales.dtype, "float32")
     require(scales.device == ckv.device, name, f"a tensor on {scales.device}", str(ckv.device))
     pages = table.kv_indices.long().clamp(0, max(ckv.shape[0] - 1, 0))
-    dtype = asked.q_dtype if asked.q_dtype in (torch.float16, torch.float32) else torch.bfloat16
+    dtype = torch.float16 if asked.q_dtype == torch.float16 else torch.bfloat16
     latent = _chosen(ckv, pages).float().unflatten(-1, (groups, -1)) * scales[pages][..., None]
     wide = [latent.flatten(-2).to(dtype), *[None if t is None else _chosen(t, pages).to(dtype) for t in caches[1:]]]
     ids = torch.arange(pages.shape[0], dtype=torch.int32, device=ckv.device)
