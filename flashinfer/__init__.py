@@ -79,6 +79,7 @@ _ROOT_NAMES = {
         "prepare_bf16_kda_prefill",
         "prepare_tf32_kda_prefill",
     ),
+    "mla_kv_pack": ("concat_mla_kv_quant_fp8",),
     "mla": ("BatchMLAPagedAttentionWrapper", "xqa_mla"),
     "norm": (
         "add_rmsnorm_fp4quant",

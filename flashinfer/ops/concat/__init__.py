@@ -29,18 +29,41 @@ class Problem:
     aligned: bool = True
 
 
+@dataclass(frozen=True)
+class Pack:
+    """key[t, h] = fp8((kv[t, h, :nope], k_rope[t])), value[t, h] = fp8(kv[t, h, nope:]).
+
+    Attributes
+    ----------
+    dtype : str
+        Of the inputs. The results are e4m3.
+    nope_block, rope_block, value_block : int
+        Widths rounded up to powers of two.
+    aligned : bool
+        Rows can be read 16 bytes at a time, and written 8 at a time.
+    """
+
+    dtype: str
+    nope_block: int
+    rope_block: int
+    value_block: int
+    aligned: bool = True
+
+
 def _catalog() -> Iterator[Problem]:
     for dtype in ("bf16", "fp16", "u8"):
         yield Problem(dtype, 128, 64)
     yield Problem("bf16", 128, 64, aligned=False)
 
 
-concat_mla_k = Op(
-    "concat_mla_k",
-    Problem,
-    (
-        Variant("portable", "flashinfer.ops.concat.portable", config=config.portable),
-        Variant("reference", "flashinfer.ops.concat.reference"),
-    ),
-    _catalog,
+def _packs() -> Iterator[Pack]:
+    yield Pack("bf16", 128, 64, 128)
+    yield Pack("fp16", 128, 64, 128, aligned=False)
+
+
+_VARIANTS = (
+    Variant("portable", "flashinfer.ops.concat.portable", config=config.portable),
+    Variant("reference", "flashinfer.ops.concat.reference"),
 )
+concat_mla_k = Op("concat_mla_k", Problem, _VARIANTS, _catalog)
+pack_mla_kv = Op("pack_mla_kv_fp8", Pack, _VARIANTS, _packs)
