@@ -12,7 +12,13 @@ check_supported()
 
 # public module -> the names that it gives to the root
 _ROOT_NAMES = {
-    "activation": ("gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul", "silu_and_mul_scaled_nvfp4_experts_quantize"),
+    "activation": (
+        "gelu_and_mul",
+        "gelu_tanh_and_mul",
+        "silu_and_mul",
+        "silu_and_mul_scaled_nvfp4_experts_quantize",
+        "silu_and_scaled_nvfp4_experts_quantize",
+    ),
     "attention": (
         "BatchAttention",
         "BatchAttentionWithAttentionSinkWrapper",

@@ -13,7 +13,13 @@ from flashinfer.ops import layouts
 from flashinfer.quantization.gated import silu_quantised
 from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, resolve_nvfp4_4over6
 
-__all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul", "silu_and_mul_scaled_nvfp4_experts_quantize"]
+__all__ = [
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "silu_and_mul",
+    "silu_and_mul_scaled_nvfp4_experts_quantize",
+    "silu_and_scaled_nvfp4_experts_quantize",
+]
 
 
 @held
@@ -133,6 +139,10 @@ def silu_and_mul_scaled_nvfp4_experts_quantize(
     silu_quantised(a, scale, mask, codes, factors, "nvfp4", "128x4", score, pdl=True)
     tiles = factors.view(torch.float8_e4m3fn).view(batch, high // 128, wide // 4, 32, 4, 4)
     return codes.permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0)
+
+
+# vLLM's name of it.
+silu_and_scaled_nvfp4_experts_quantize = silu_and_mul_scaled_nvfp4_experts_quantize
 
 
 def _gated(kind, input, out, enable_pdl) -> torch.Tensor:

@@ -111,6 +111,7 @@ def writable(key: dict | None) -> Place | None:
         return None
 
 
+_MEMORY = "/dev/shm"
 _private: dict[Path, tuple[Path, int]] = {}
 _private_lock = threading.Lock()
 
@@ -132,6 +133,7 @@ def _private_root(base: Path, why: str, below: tuple[str, ...]) -> Place | None:
         place = _private_now(base, below)
         if place is not None:
             return place
+        find_temporary()
         try:
             folder = Path(tempfile.mkdtemp(prefix="flashinfer-"))
         except OSError as error:
@@ -142,6 +144,18 @@ def _private_root(base: Path, why: str, below: tuple[str, ...]) -> Place | None:
         logger.warning("%s; compiled kernels are kept in %s until this process ends", why, folder)
         _private[base] = folder, os.getpid()
         return Place(folder.parent, (folder.name, *below))
+
+
+def find_temporary() -> None:
+    """Where no folder for temporary files can be written, as in a container that is read-only: memory, if there is any.
+
+    Triton hands its assembler files, too.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        if os.access(_MEMORY, os.W_OK):
+            tempfile.tempdir = _MEMORY
 
 
 def _remove_private(folder: Path, owner: int) -> None:

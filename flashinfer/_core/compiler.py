@@ -33,6 +33,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.jit import JITCallable, JITFunction
 
 from flashinfer._core import env
+from flashinfer._core.cache_folders import find_temporary
 from flashinfer._core.kernel_cache import fields_of
 
 # Raise when an entry's layout changes: older entries are then misses.
@@ -95,6 +96,7 @@ def parsed(build, arch: str) -> Callable[[], tuple[bytes, dict]]:
             raise CompileError(_told(error, build)) from error
 
     def compiled() -> tuple[bytes, dict]:
+        find_temporary()
         metadata: dict = {}
         made = {}
         module = first

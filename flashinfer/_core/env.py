@@ -51,7 +51,7 @@ DEBUG = Variable("FLASHINFER_DEBUG", "0", "1: check what is costly to check: pag
 LINE_INFO = Variable("FLASHINFER_LINE_INFO", "0", "1: compile source lines into kernels, for profilers")
 LOGLEVEL = Variable(
     "FLASHINFER_LOGLEVEL",
-    "0",
+    "",
     "log calls: 1 names, 3 shapes, 5 values, 10 dumps; or debug, info, warning, error: this package's log to stderr",
 )
 LOGDEST = Variable("FLASHINFER_LOGDEST", "stdout", "where calls are logged: stdout, stderr, a file; %i: the process id")
@@ -142,7 +142,7 @@ def _logger() -> logging.Logger:
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(level.upper())
-    elif not level.isdecimal():
+    elif level and not level.isdecimal():
         known = ", ".join((*map(str, _CALL_LEVELS), *_LEVELS))
         logger.warning("%s: got %r, which is taken for 0; known are %s", LOGLEVEL.name, level, known)
     return logger

@@ -116,7 +116,9 @@ def check_cache() -> Iterator[Finding]:
         env.logger.removeHandler(handler)
     for fault in faults:
         yield Finding("cache", "warning", fault)
-    if not faults:
+    if root is None and not faults:
+        yield Finding("cache", "warning", "there is no folder for compiled kernels, so they are not kept")
+    elif not faults:
         broken = kernel_cache.verify()
         entries = len(kernel_cache.entries())
         yield Finding("cache", "ok", f"{root}: writable, {entries} entries")

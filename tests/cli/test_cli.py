@@ -310,6 +310,8 @@ class TestDoctor:
         assert str(folder) in self.detail("cache", "warning")
 
     def test_switches_and_variables(self, monkeypatch):
+        monkeypatch.setenv("FLASHINFER_LOGLEVEL", "3")
+        assert not self.detail("FLASHINFER_LOGLEVEL", "error")
         monkeypatch.setenv("FLASHINFER_DEBUG", "yes")
         monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
         assert "'yes'" in self.detail("FLASHINFER_DEBUG", "error", status=1)

@@ -310,24 +310,28 @@ def test_link_of_another_user_is_refused(level, op_folder, of_another, said):
     assert len(said()) == 1 and ("belongs to user" in said()[0] if level == "flashinfer" else "is a link" in said()[0])
 
 
-def test_folder_swapped_while_it_is_open_is_not_read(op_folder, monkeypatch):
-    """What is judged and what is read are one folder, whatever its name has come to stand for."""
-    store()
-    other = op_folder.with_name("other")
-    judge = trusted._judge
+@pytest.mark.parametrize("opens", [1, 2])
+def test_folder_swapped_while_it_is_open_is_not_read(opens, op_folder, monkeypatch, of_another):
+    """After it was judged, its name comes to stand for another user's, with a whole entry of his under our key."""
+    path = store().path
+    theirs = signed(json.loads(path.read_text()) | {"cubin_sha256": hashlib.sha256(b"theirs").hexdigest()})
+    judge, judged = trusted._judge, []
 
     def swap(state, place, any_owner):
         judge(state, place, any_owner)
-        if place == op_folder and not other.exists():
-            op_folder.rename(other)
+        judged.append(place)
+        if judged.count(op_folder) == opens and place == op_folder:
+            op_folder.rename(op_folder.with_name("moved"))
             op_folder.mkdir()
-            for part in other.glob("*.*"):
-                (op_folder / part.name).write_bytes(b"theirs")
+            (op_folder / path.name).write_text(json.dumps(theirs))
+            (op_folder / path.name).with_suffix(".cubin").write_bytes(b"theirs")
+            of_another(op_folder)
 
     monkeypatch.setattr(trusted, "_judge", swap)
-    assert kernel_cache.lookup(KEY) is not None or other.exists()
-    with cache_folders.in_cache(op_folder.parents[5], ("90a", "cached_ops", "other")).opened() as at:
-        assert sorted(os.listdir(at)) == sorted(os.listdir(other))
+    found = kernel_cache.lookup(KEY)
+    assert op_folder.with_name("moved").exists()
+    # The folder that was judged before it was renamed is read on; the other one is not.
+    assert found.cubin == CUBIN if opens == 2 else found is None
 
 
 def test_folder_of_another_user_is_refused(op_folder, said, of_another):
@@ -433,6 +437,19 @@ def test_no_folder_at_all_costs_the_entry_only(monkeypatch, said):
         assert (entry.cubin, entry.path, compiler.calls) == (CUBIN, None, calls)
     assert kernel_cache.writable_root() is None and kernel_cache.entries() == []
     assert len(said()) == 1 and "not kept" in said()[0]
+
+
+def test_memory_holds_temporary_files_where_no_folder_does(monkeypatch, tmp_path):
+    def nowhere():
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    cache_folders.find_temporary()
+    assert tempfile.tempdir == tempfile.gettempdir() != str(tmp_path)
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    monkeypatch.setattr(cache_folders, "_MEMORY", str(tmp_path))
+    cache_folders.find_temporary()
+    assert tempfile.tempdir == str(tmp_path)
 
 
 def test_folders_are_ours_alone_whatever_the_umask(base):
