@@ -561,7 +561,7 @@ def _build_scan(problem, config):
 launch_prepare = Launcher("delta_prepare", _build_prepare)
 launch_scan = Launcher("delta_scan", _build_scan)
 # Bytes of stack a thread may use: up to 16 on Hopper, more where products are mma of older chips.
-STACK_BUDGET = 256
+STACK_BUDGET = 320
 LAUNCHERS = (launch_prepare, launch_scan)
 
 

@@ -387,8 +387,8 @@ def _build_commit(problem, config):
 
 launch_step = Launcher("delta_step", _build_step)
 launch_commit = Launcher("delta_commit", _build_commit)
-# Bytes of stack a thread may use: 16 for trees of 64 tokens on Hopper.
-STACK_BUDGET = 64
+# Bytes of stack a thread may use, for trees of 64 tokens; nothing else uses any.
+STACK_BUDGET = 512
 LAUNCHERS = (launch_step, launch_tree, launch_commit)
 
 
