@@ -95,10 +95,11 @@ class Options:
 
     def _check_numbers(self) -> None:
         cap, scale, fixed = self.logits_soft_cap, self.sm_scale, self.fixed_split_size
-        fits = cap is None or is_finite(cap) and cap >= 0
-        require(fits, "logits_soft_cap", repr(cap), "None or 0 (no cap), or a positive number")
-        fits = scale is None or is_finite(scale)
-        require(fits, "sm_scale", repr(scale), "None (1 / sqrt(head_dim)), or a finite number")
+        # Kernels take both as float32: past its ends they would be inf or 0.
+        fits = cap is None or is_finite(cap) and (cap == 0 or 2.0**-126 <= cap < 2.0**128)
+        require(fits, "logits_soft_cap", repr(cap), "None or 0 (no cap), or a positive number, normal in float32")
+        fits = scale is None or is_finite(scale) and abs(scale) < 2.0**128
+        require(fits, "sm_scale", repr(scale), "None (1 / sqrt(head_dim)), or a finite number, in float32, too")
         for name in ("rope_scale", "rope_theta"):
             value = getattr(self, name)
             require(value is None or is_finite(value) and value > 0, name, repr(value), "None, or a positive number")
