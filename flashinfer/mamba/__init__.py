@@ -1,5 +1,6 @@
-"""State-space layers of Mamba2: the recurrence of decode and verification."""
+"""State-space layers of Mamba2: the recurrence of decode and verification, on states or on checkpoints of them."""
 
+from flashinfer.mamba.checkpointing_ssu import allocate_checkpointing_ssu_scratch, checkpointing_ssu
 from flashinfer.mamba.selective_state_update import selective_state_update
 
-__all__ = ["selective_state_update"]
+__all__ = ["allocate_checkpointing_ssu_scratch", "checkpointing_ssu", "selective_state_update"]

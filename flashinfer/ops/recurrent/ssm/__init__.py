@@ -79,6 +79,59 @@ class Update:
     aligned: bool = True
 
 
+@dataclass(frozen=True)
+class Replay:
+    """Tokens from a checkpoint of the state and a ring of the tokens since.
+
+    The state is that before `count` tokens, whose x, B and dt are in the ring. New tokens continue it: their results
+    are written, and their x, B and dt to the ring behind the old ones. Where the ring would not take as many once more,
+    the state after the old tokens is written in place of the checkpoint.
+
+    Attributes
+    ----------
+    dim, dstate, dtype, dt_dtype, a_dtype, d_dtype, bias_dtype, state_dtype, gated, softplus, index, packed, read,
+    rounds, aligned
+        As of Update. dt, A and the bias have one value for a head.
+    """
+
+    dim: int
+    dstate: int
+    dtype: str
+    dt_dtype: str
+    a_dtype: str
+    d_dtype: str = ""
+    bias_dtype: str = ""
+    state_dtype: str = "fp32"
+    gated: bool = False
+    softplus: bool = True
+    index: str = "i32"
+    packed: bool = False
+    read: bool = True
+    rounds: int = 0
+    aligned: bool = True
+
+
+class Ring(NamedTuple):
+    """Tokens since the checkpoint, in `length` rows of each slot; any strides but for a last one of 1.
+
+    x : [slots, heads, length, dim]. B : [slots, groups, length, dstate].
+    dt : float32 [slots, heads, length], after bias and softplus.
+    start, count : int32 [slots]: the row of the oldest token, and how many there are.
+    most : new tokens of a sequence at most.
+    """
+
+    x: torch.Tensor
+    B: torch.Tensor
+    dt: torch.Tensor
+    start: torch.Tensor
+    count: torch.Tensor
+    most: int
+
+    @property
+    def length(self) -> int:
+        return self.x.shape[2]
+
+
 class Tokens(NamedTuple):
     """Inputs of the tokens, any strides; B and C with a last stride of 1.
 
@@ -144,6 +197,21 @@ def _catalog() -> Iterator[Update]:
     yield Update(128, 256, "bf16", "bf16", "fp32", "fp32", "fp32", state_dtype="fp8e4nv", index="i64", write=True)
 
 
+def _replays() -> Iterator[Replay]:
+    yield Replay(64, 128, "bf16", "bf16", "fp32", "bf16", "bf16")
+    yield Replay(64, 128, "bf16", "bf16", "fp32", "bf16", "bf16", state_dtype="fp16", gated=True, rounds=10)
+    yield Replay(64, 128, "bf16", "bf16", "fp32", state_dtype="i8", packed=True, index="i64")
+
+
+replay = Op(
+    "ssm_replay",
+    Replay,
+    (
+        Variant("portable", "flashinfer.ops.recurrent.ssm.portable_replay", config=config.update),
+        Variant("reference", "flashinfer.ops.recurrent.ssm.reference_replay"),
+    ),
+    _replays,
+)
 update = Op(
     "ssm_update",
     Update,

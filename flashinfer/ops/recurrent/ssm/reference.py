@@ -19,11 +19,11 @@ def run(problem, config, tokens, layer, pool):
         tokens.out.zero_()
     for n in range(tokens.sequences):
         row, (start, end) = (n, (0, tokens.x.shape[1])) if bounds is None else (0, bounds[n : n + 2])
-        slot = _slot(pool, pool.read, n, 0 if pool.accepted is None else int(pool.accepted[n]) - 1)
+        slot = slot_of(pool, pool.read, n, 0 if pool.accepted is None else int(pool.accepted[n]) - 1)
         if slot is None:
             tokens.out[row, start:end] = 0
             continue
-        h = _widened(pool.state, pool.scale, slot)
+        h = widened(pool.state, pool.scale, slot)
         for t in range(start, end):
             x, dt = tokens.x[row, t].float(), tokens.dt[row, t].float()
             dt = dt if layer.bias is None else dt + layer.bias.float()
@@ -37,21 +37,21 @@ def run(problem, config, tokens, layer, pool):
                 buffer = n if pool.rows is None else int(pool.rows[n])
                 if 0 <= buffer < len(pool.each):
                     where = buffer * pool.each.shape[1] + t - start
-                    _store(problem, pool, pool.each.flatten(0, 1), _flat(pool.each_scale), where, h, t - start)
+                    store(problem, pool, pool.each.flatten(0, 1), _flat(pool.each_scale), where, h, t - start)
             elif problem.each == "pool":
-                goal = _slot(pool, pool.read if pool.write is None else pool.write, n, t - start)
+                goal = slot_of(pool, pool.read if pool.write is None else pool.write, n, t - start)
                 if goal is not None:
-                    _store(problem, pool, pool.state, pool.scale, goal, h, t - start)
-        goal = _slot(pool, pool.read if pool.write is None else pool.write, n, 0)
+                    store(problem, pool, pool.state, pool.scale, goal, h, t - start)
+        goal = slot_of(pool, pool.read if pool.write is None else pool.write, n, 0)
         if problem.final and goal is not None and end > start:
-            _store(problem, pool, pool.state, pool.scale, goal, h, end - start - 1)
+            store(problem, pool, pool.state, pool.scale, goal, h, end - start - 1)
 
 
 def _flat(scale):
     return None if scale is None else scale.flatten(0, 1)
 
 
-def _slot(pool, table, n, column) -> int | None:
+def slot_of(pool, table, n, column) -> int | None:
     """The slot of a sequence; None where it is padding."""
     if table is None:
         slot = n
@@ -60,12 +60,12 @@ def _slot(pool, table, n, column) -> int | None:
     return slot if slot != pool.pad and 0 <= slot < len(pool.state) else None
 
 
-def _widened(state, scale, slot):
+def widened(state, scale, slot):
     wide = state[slot].float()
     return wide if scale is None else wide * scale[slot][..., None]
 
 
-def _store(problem, pool, states, scales, slot, h, step) -> None:
+def store(problem, pool, states, scales, slot, h, step) -> None:
     """Write a state in the dtype of `states`, with the scales of its rows where it has them."""
     dtype = states.dtype
     name = {torch.int16: "i16", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv"}.get(dtype)

@@ -20,7 +20,8 @@ def inputs(shape, device, dtype=torch.float32, tied=True, heads=HEADS, groups=GR
     B, C = (generate.randn(*shape, groups, DSTATE, dtype=dtype, device=device) for _ in range(2))
     if tied:
         dt = generate.randn(*shape, heads, dtype=dtype, device=device)[..., None].expand(*shape, heads, DIM)
-        A = -torch.rand(heads, device=device)[:, None, None].expand(heads, DIM, DSTATE)
+        A = (-torch.rand(heads, device=device))[:, None, None].expand(heads, DIM, DSTATE)
+        assert (*A.stride()[1:], dt.stride(-1)) == (0, 0, 0)
         D, bias = (torch.rand(heads, device=device)[:, None].expand(heads, DIM) for _ in range(2))
     else:
         dt = generate.randn(*shape, heads, DIM, dtype=dtype, device=device)

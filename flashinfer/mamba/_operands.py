@@ -1,0 +1,114 @@
+"""What the calls of state-space layers are given, checked, with all their dimensions."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer.ops.recurrent import ssm as room
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_CODES = (torch.int16, torch.int8, torch.float8_e4m3fn)
+_INDEX = (torch.int32, torch.int64)
+
+
+def operands(state, x, dt, A, B, C, D, z, dt_bias, state_scale, out, cu_seqlens):
+    """The result; and tokens, layer, pool and scales with all their dimensions."""
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    seen = result
+    if state.dim() == 3:
+        # One head, whose dimension is left out.
+        require(x.dim() == 2, "x", tuple(x.shape), "[batch, dim], as the state has no heads")
+        state, A, state_scale = state[:, None], A[None], None if state_scale is None else state_scale[:, None]
+        x, dt, z, seen = (None if t is None else t[:, None] for t in (x, dt, z, seen))
+        B, C = (t[:, None] if t.dim() == 2 else t for t in (B, C))
+        D, dt_bias = (None if t is None else t[None] for t in (D, dt_bias))
+    _check_state(state, state_scale)
+    _, heads, dim, dstate = state.shape
+    packed = cu_seqlens is not None
+    wanted = "[tokens, heads, dim]" if packed else "[batch, heads, dim] or [batch, tokens, heads, dim]"
+    fits = x.dim() == 3 if packed else x.dim() in (3, 4)
+    require(fits and x.shape[-2:] == (heads, dim), "x", tuple(x.shape), f"{wanted} with {heads} heads of {dim}")
+    _like("x", x, x.shape, _FLOATS)
+    _like("dt", dt, x.shape, _FLOATS)
+    _like("z", z, x.shape, (x.dtype,))
+    _like("out", seen, x.shape, (x.dtype,))
+    _like("A", A, (heads, dim, dstate), _FLOATS)
+    _like("D", D, (heads, dim), _FLOATS)
+    _like("dt_bias", dt_bias, (heads, dim), _FLOATS)
+    groups = B.shape[-2] if B.dim() == x.dim() else 0
+    fits = groups > 0 and heads % groups == 0
+    require(fits, "B", tuple(B.shape), f"[..., groups, {dstate}] as x, groups a divisor of {heads}")
+    for name, value in (("B", B), ("C", C)):
+        _like(name, value, (*x.shape[:-2], groups, dstate), (x.dtype,))
+    B, C = (t if t.stride(-1) == 1 or dstate == 1 else t.contiguous() for t in (B, C))
+    if packed:
+        require(cu_seqlens.dim() == 1 and len(cu_seqlens) >= 1, "cu_seqlens", tuple(cu_seqlens.shape), "[batch + 1]")
+        require(cu_seqlens.dtype in _INDEX, "cu_seqlens", cu_seqlens.dtype, "int32, int64")
+    given = (x, dt, B, C, z, seen)
+    axis = 0 if packed else 1
+    moved = [t if t is None or t.dim() == 4 else t.unsqueeze(axis) for t in given]
+    return result, room.Tokens(*moved, cu_seqlens), room.Layer(A, D, dt_bias), state, state_scale
+
+
+def _like(name: str, value: torch.Tensor | None, shape, dtypes) -> None:
+    if value is not None:
+        require(tuple(value.shape) == tuple(shape), name, tuple(value.shape), f"{tuple(shape)}")
+        require(value.dtype in dtypes, name, value.dtype, ", ".join(map(str, dtypes)))
+
+
+def _check_state(state, scale) -> None:
+    require(state.dim() == 4, "state", tuple(state.shape), "[slots, heads, dim, dstate]")
+    require(state.dtype in _FLOATS + _CODES, "state", state.dtype, ", ".join(map(str, _FLOATS + _CODES)))
+    require(state.stride(3) == 1 or state.shape[3] == 1, "state", f"strides {state.stride()}", "contiguous rows")
+    _check_scale("state_scale", scale, state, state.shape[:3])
+
+
+def _check_scale(name: str, scale, states, shape) -> None:
+    coded = states.dtype in _CODES
+    given = "None" if scale is None else "a tensor"
+    allowed = f"a tensor with int16, int8 and float8_e4m3fn, None with others; states are {states.dtype}"
+    require(coded == (scale is not None), name, given, allowed)
+    _like(name, scale, shape, (torch.float32,))
+
+
+def check_tables(tables: dict, tokens: room.Tokens) -> torch.dtype:
+    """The dtype of all tables: int64 if one of them has it."""
+    n, found = tokens.sequences, {None if tokens.offsets is None else tokens.offsets.dtype}
+    for name, table in tables.items():
+        if table is None:
+            continue
+        both = name.endswith("batch_indices")
+        fits = table.shape[:1] == (n,) and table.dim() in ((1, 2) if both else (1,)) and (table.numel() or not n)
+        require(fits, name, tuple(table.shape), f"[{n}] or [{n}, columns]" if both else f"[{n}]")
+        require(table.dtype in _INDEX, name, table.dtype, "int32, int64")
+        found.add(table.dtype)
+    if tables.get("num_accepted_tokens") is not None:
+        table = tables["state_batch_indices"]
+        fits = table is not None and table.dim() == 2
+        require(fits, "state_batch_indices", None if table is None else tuple(table.shape), f"[{n}, columns]")
+    return torch.int64 if torch.int64 in found else torch.int32
+
+
+def check_each(each, scale, tokens: room.Tokens, state) -> None:
+    steps = tokens.x.shape[1] if tokens.offsets is None else 1
+    fits = each.dim() == 5 and each.shape[2:] == state.shape[1:] and each.shape[1] >= steps and each.is_contiguous()
+    name = "intermediate_states_buffer"
+    require(fits, name, tuple(each.shape), f"[buffers, {steps} or more, *{tuple(state.shape[1:])}], contiguous")
+    require(each.dtype in _FLOATS + _CODES, name, each.dtype, ", ".join(map(str, _FLOATS + _CODES)))
+    _check_scale("intermediate_state_scales", scale, each, each.shape[:4])
+    if scale is not None:
+        require(scale.is_contiguous(), "intermediate_state_scales", f"strides {scale.stride()}", "contiguous")
+
+
+def check_seed(seed, rounds: int) -> None:
+    if seed is not None:
+        fits = seed.numel() == 1 and seed.dtype == torch.int64
+        require(fits, "rand_seed", f"{seed.dtype} {tuple(seed.shape)}", "int64 of one element")
+        require(rounds >= 1, "philox_rounds", rounds, "1 or more")
+
+
+def is_tied(dt: torch.Tensor, layer: room.Layer) -> bool:
+    """Whether dt, A and the bias repeat one value for a head."""
+    repeated = dt.stride(3) == 0 and layer.A.stride()[1:] == (0, 0)
+    return repeated and (layer.bias is None or layer.bias.stride(1) == 0)

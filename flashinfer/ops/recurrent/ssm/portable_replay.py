@@ -1,0 +1,186 @@
+"""Replay from a checkpoint in Triton.
+
+A program has ROWS rows of the state of one head of one sequence in registers. It follows the ring's tokens, writes the
+state if the ring is too full to wait, then follows the new tokens, and writes them behind the old ones: x by each
+program its rows, B by the first head of its group, dt by the first block. Grid: sequences, heads, blocks of rows. A
+checkpoint is read at each call and written at few of them.
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
+from flashinfer.ops.recurrent._device.states import load_state
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strides
+from flashinfer.ops.recurrent.ssm import LARGEST
+from flashinfer.ops.recurrent.ssm.config import power_of_two
+from flashinfer.ops.recurrent.ssm.portable import put_state, zero_tokens
+
+
+@triton.jit
+def replay_kernel(
+    x, dt, B, C, z, out, offsets, A, D, bias, state, scale, ring_x, ring_b, ring_dt, ring_start, ring_count, read, seed,
+    x_by, dt_by, b_by, c_by, z_by, out_by, a_by, d_by, bias_by, state_by, scale_by, rx_by, rb_by, rdt_by, of,
+    SOFTPLUS: tl.constexpr, STATE: tl.constexpr, LARGEST: tl.constexpr, ROUNDS: tl.constexpr,
+    DIM: tl.constexpr, DSTATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    head = tl.program_id(1)
+    block = tl.program_id(2)
+    row = block * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    in_rows = row < DIM
+    in_columns = column < DSTATE
+    inside = in_rows[:, None] & in_columns[None, :]
+    group = head // of.repeat
+
+    if offsets is None:
+        origin = n.to(tl.int64)
+        first = tl.full([], 0, tl.int64)
+        length = of.tokens
+    else:
+        origin = tl.full([], 0, tl.int64)
+        last = tl.minimum(n, of.sequences - 1)
+        first = tl.load(offsets + last).to(tl.int64)
+        length = (tl.load(offsets + last + 1) - first).to(tl.int32)
+        if n == of.sequences:
+            zero_tokens(out, out_by, origin, 0, tl.load(offsets).to(tl.int32), head, row, in_rows)
+            zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, in_rows)
+            length = 0
+    slot = tl.minimum(n, of.sequences - 1).to(tl.int64)
+    if read is not None:
+        slot = tl.load(read + slot).to(tl.int64)
+    if (n < of.sequences) & (slot != of.pad) & (slot >= 0) & (slot < of.slots):
+        home = slot * state_by.slot + head * state_by.head + row[:, None].to(tl.int64) * state_by.row + column[None, :]
+        scale_home = slot * scale_by.slot + head * scale_by.head + row * scale_by.row
+        s = load_state(state + home, inside, STATE, CAPABILITY)
+        if scale is not None:
+            s *= tl.load(scale + scale_home, in_rows, other=0)[:, None]
+        rate = tl.load(A + head * a_by.head).to(tl.float32)
+        oldest = tl.load(ring_start + slot).to(tl.int32)
+        count = tl.load(ring_count + slot).to(tl.int32)
+        ring_x += slot * rx_by.slot + head * rx_by.head
+        ring_b += slot * rb_by.slot + group * rb_by.group
+        ring_dt += slot * rdt_by.slot + head * rdt_by.head
+        for t in range(count):
+            at = ((oldest + t) % of.length).to(tl.int64)
+            old_x = tl.load(ring_x + at * rx_by.token + row, in_rows, other=0).to(tl.float32)
+            old_b = tl.load(ring_b + at * rb_by.token + column, in_columns, other=0).to(tl.float32)
+            old_dt = tl.load(ring_dt + at * rdt_by.token)
+            s = s * tl.exp(old_dt * rate) + (old_dt * old_x)[:, None] * old_b[None, :]
+        full = count + 2 * of.most > of.length
+        element = (head * DIM + row[:, None]) * DSTATE + column[None, :]
+        put_state(
+            state, scale, home, scale_home, s, inside & full, in_rows & full, seed, element, slot, 0,
+            STATE, LARGEST, ROUNDS, CAPABILITY,
+        )  # fmt: skip
+        for t in range(length):
+            token = first + t
+            to = ((oldest + count + t) % of.length).to(tl.int64)
+            place_x = origin * x_by.row + token * x_by.token + head * x_by.head + row * x_by.dim
+            raw_x = tl.load(x + place_x, in_rows, other=0)
+            place_b = origin * b_by.row + token * b_by.token + group * b_by.group + column
+            raw_b = tl.load(B + place_b, in_columns, other=0)
+            value = raw_x.to(tl.float32)
+            step = tl.load(dt + origin * dt_by.row + token * dt_by.token + head * dt_by.head).to(tl.float32)
+            if bias is not None:
+                step += tl.load(bias + head * bias_by.head).to(tl.float32)
+            if SOFTPLUS:
+                step = tl.maximum(step, 0) + log_one_plus(tl.exp(-tl.abs(step)))
+            s = s * tl.exp(step * rate) + (step * value)[:, None] * raw_b.to(tl.float32)[None, :]
+            place = origin * c_by.row + token * c_by.token + group * c_by.group + column
+            y = tl.sum(s * tl.load(C + place, in_columns, other=0).to(tl.float32)[None, :], 1)
+            if D is not None:
+                y += tl.load(D + head * d_by.head + row * d_by.dim, in_rows, other=0).to(tl.float32) * value
+            if z is not None:
+                place_z = origin * z_by.row + token * z_by.token + head * z_by.head + row * z_by.dim
+                gate = tl.load(z + place_z, in_rows, other=0).to(tl.float32)
+                y *= gate * sigmoid(gate)
+            place_out = origin * out_by.row + token * out_by.token + head * out_by.head + row * out_by.dim
+            tl.store(out + place_out, y.to(out.dtype.element_ty), in_rows)
+            tl.store(ring_x + to * rx_by.token + row, raw_x, in_rows)
+            tl.store(ring_b + to * rb_by.token + column, raw_b, in_columns & (block == 0) & (head % of.repeat == 0))
+            tl.store(ring_dt + to * rdt_by.token, step, block == 0)
+    else:
+        zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
+
+
+_TOKEN, _GROUP = ("row", "token", "head", "dim"), ("row", "token", "group")
+_PLACES = {
+    "x_by": _TOKEN,
+    "dt_by": _TOKEN,
+    "b_by": _GROUP,
+    "c_by": _GROUP,
+    "z_by": _TOKEN,
+    "out_by": _TOKEN,
+    "a_by": ("head",),
+    "d_by": ("head", "dim"),
+    "bias_by": ("head",),
+    "state_by": ("slot", "head", "row"),
+    "scale_by": ("slot", "head", "row"),
+    "rx_by": ("slot", "head", "token"),
+    "rb_by": ("slot", "group", "token"),
+    "rdt_by": ("slot", "head", "token"),
+}
+_SIZES = ("sequences", "tokens", "repeat", "slots", "pad", "length", "most")
+
+
+def _build(problem, config):
+    kinds = {
+        "x": problem.dtype,
+        "dt": problem.dt_dtype,
+        "B": problem.dtype,
+        "C": problem.dtype,
+        "z": problem.dtype if problem.gated else "",
+        "out": problem.dtype,
+        "offsets": problem.index if problem.packed else "",
+        "A": problem.a_dtype,
+        "D": problem.d_dtype,
+        "bias": problem.bias_dtype,
+        "state": problem.state_dtype,
+        "scale": "fp32" if problem.state_dtype in LARGEST else "",
+        "ring_x": problem.dtype,
+        "ring_b": problem.dtype,
+        "ring_dt": "fp32",
+        "ring_start": "i32",
+        "ring_count": "i32",
+        "read": problem.index if problem.read else "",
+        "seed": "i64" if problem.rounds else "",
+    }
+    rows = {"state": "state_by", "B": "b_by", "C": "c_by", "ring_b": "rb_by"}
+    whole = {place: kinds[name] for name, place in rows.items()} if problem.aligned else {}
+    types = pointers(kinds, rows if problem.aligned else ()) | place_types(_PLACES, whole)
+    types |= {f"of.{size}": "i32" for size in _SIZES}
+    constants = {name: None for name, kind in kinds.items() if not kind} | {
+        "SOFTPLUS": problem.softplus,
+        "STATE": problem.state_dtype,
+        "LARGEST": LARGEST.get(problem.state_dtype, 0),
+        "ROUNDS": problem.rounds,
+        "DIM": problem.dim,
+        "DSTATE": problem.dstate,
+        "ROWS": config.rows,
+        "COLUMNS": power_of_two(problem.dstate),
+        "CAPABILITY": config.capability,
+    }
+    return Build(replay_kernel, types, constants, num_warps=config.num_warps)
+
+
+launch = Launcher("ssm_replay", _build)
+LAUNCHERS = (launch,)
+
+
+def run(problem, config, tokens, layer, pool, ring):
+    """As `flashinfer/ops/recurrent/ssm/__init__.py` states it."""
+    _, count, heads, dim = tokens.x.shape
+    sizes = (tokens.sequences, count, heads // tokens.B.shape[2], len(pool.state), pool.pad, ring.length, ring.most)
+    given = [*tokens[:6], tokens.offsets, *layer, raw(pool.state), pool.scale, *ring[:5], pool.read]
+    given += [pool.seed if problem.rounds else None]
+    token, group = (0, 1, 2, 3), (0, 1, 2)
+    places = [strides(tokens.x, token), strides(tokens.dt, token), strides(tokens.B, group), strides(tokens.C, group)]
+    places += [strides(tokens.z, token), strides(tokens.out, token), strides(layer.A, (0,))]
+    places += [strides(layer.D, (0, 1)), strides(layer.bias, (0,)), strides(pool.state, group)]
+    places += [strides(x, group) for x in (pool.scale, ring.x, ring.B, ring.dt)]
+    flat = [number for place in places for number in place]
+    grid = (tokens.sequences + problem.packed, heads, triton.cdiv(dim, config.rows))
+    launch(problem, config, grid, *(x for x in given if x is not None), *flat, *sizes)
