@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from enum import EnumMeta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -62,7 +63,7 @@ def flashinfer_api(func: Callable | None = None, *, trace=None) -> Callable:
     8
     """
     if func is None:
-        return functools.partial(flashinfer_api, trace=trace)
+        return partial(flashinfer_api, trace=trace)
     wrapped = func if _LEVEL == 0 else _logged(func)
     if trace is not None:
         wrapped.trace_template = trace
@@ -92,23 +93,35 @@ def _call(function, signature, is_method, owner, args, named):
     name = f"{type(args[0]).__name__}.{function.__name__}" if is_method and args else function.__name__
     arguments = _named(signature, args[1:] if is_method else args, named, is_method)
     shown = _LEVEL if _LEVEL < 3 or call_dump.wanted(name) else 1
-    log, dump = call_log.logger(), None
-    log.debug("%s", call_log.before(name, arguments, shown))
+    dump = None
+    _tried(name, lambda: call_log.logger().debug("%s", call_log.before(name, arguments, shown)))
     if _LEVEL >= 10:
         place = f"{(type(args[0]) if is_method else function).__module__}:{name}"
-        dump = _dumps_now().begin(name, place, arguments, id(args[0]) if is_method else None)
+        self_id = id(args[0]) if is_method else None
+        dump = _tried(name, lambda: _dumps_now().begin(name, place, arguments, self_id))
     try:
         result = function(*args, **named)
-    except BaseException as error:
-        log.debug("FlashInfer API Error: %s: %s: %s", name, type(error).__name__, error)
+    except BaseException as failure:
+        text = f"FlashInfer API Error: {name}: {type(failure).__name__}: {failure}"
+        _tried(name, lambda: call_log.logger().debug("%s", text))
         if dump is not None:
-            dump.fail(error)
+            _tried(name, partial(dump.fail, failure))
         raise
     if shown >= 3:
-        log.debug("%s", call_log.after(name, result, call_log.choices.now, shown))
+        chosen = call_log.choices.now
+        _tried(name, lambda: call_log.logger().debug("%s", call_log.after(name, result, chosen, shown)))
     if dump is not None:
-        dump.end(result)
+        _tried(name, lambda: dump.end(result))
     return result
+
+
+def _tried(name: str, write: Callable):
+    """What `write` returns; a log that cannot be written costs a warning, and never the call."""
+    try:
+        return write()
+    except Exception as error:  # a full disk, a tensor that cannot be read
+        env.logger.warning("a call of %s could not be logged: %s: %s", name, type(error).__name__, error)
+        return None
 
 
 def _named(signature: inspect.Signature, args: tuple, named: dict, is_method: bool) -> dict:
@@ -151,6 +164,8 @@ def install() -> None:
             for attribute, value in list(vars(module).items()):
                 if isinstance(value, FunctionType) and id(value) in wrapped:
                     setattr(module, attribute, wrapped[id(value)])
+                elif isinstance(value, partial) and id(value.func) in wrapped:
+                    setattr(module, attribute, partial(wrapped[id(value.func)], *value.args, **value.keywords))
 
 
 def _modules() -> Iterator[ModuleType]:

@@ -35,7 +35,7 @@ __all__ = [
 
 # Bytes of an entry's two files at most. The largest cubin of this library has less than 1 MiB.
 _MOST_RECORD, _MOST_CUBIN = 1 << 20, 64 << 20
-# How long a process waits for another one that compiles the same kernel. The slowest kernels take half of it.
+# How long a process waits for another one that compiles the same kernel, which takes seconds.
 _LOCK_SECONDS = 120.0
 # What a launch reads of an entry (`compiler.compile_kernel`).
 _KERNEL = {
@@ -183,11 +183,25 @@ def _read_record(at: int, name: str, any_owner: bool) -> dict:
     if not whole:
         raise Distrusted("its checksum does not match")
     kernel = record["kernel"]
-    if not isinstance(kernel, dict) or any(type(kernel.get(name)) is not kind for name, kind in _KERNEL.items()):
+    if not _is_whole(kernel):
         raise Distrusted(f"its kernel has not what a launch needs: {', '.join(_KERNEL)}")
     if not isinstance(record["key"], dict):
         raise Distrusted("its key is no object")
     return record
+
+
+def _is_whole(kernel) -> bool:
+    """Whether all that a launch reads is there, and of its kind."""
+    if not isinstance(kernel, dict) or any(type(kernel.get(name)) is not kind for name, kind in _KERNEL.items()):
+        return False
+    numbers = [value for value in kernel.values() if type(value) is int]
+    parameters = [tuple(map(type, part)) if isinstance(part, list) else part for part in kernel["parameters"]]
+    return (
+        min(numbers) >= 0
+        and kernel["threads"] > 0
+        and all(part == (str, int, int) for part in parameters)
+        and all(isinstance(wish, dict) for wish in kernel["tensor_maps"])
+    )
 
 
 def _read_cubin(at: int, name: str, record: dict, any_owner: bool) -> bytes:

@@ -18,7 +18,9 @@ from flashinfer._core.env import logger
 from flashinfer._core.trusted import Distrusted
 from flashinfer.autotuner import measure, store
 from flashinfer.autotuner.profiles import Buckets, TuningConfig, inputs_for, profile_of, profiles_to_tune, shapes_of
-from flashinfer.autotuner.ranks import agreed
+from flashinfer.autotuner.ranks import agreed, get_autotune_process_group, set_autotune_process_group
+
+__all__ = ["AutoTuner", "autotune", "get_autotune_process_group", "set_autotune_process_group"]
 
 # Engines compare the environments of kept choices by these names (docs/engines.md).
 _collect_metadata, _classify_metadata_mismatches = store.environment, store.mismatches

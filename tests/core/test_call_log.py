@@ -159,6 +159,23 @@ def test_limits_and_patterns(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+def test_log_that_cannot_be_written_never_costs_the_call(tmp_path):
+    (tmp_path / "file").write_text("")
+    program = "import torch, flashinfer; print(flashinfer.rmsnorm(torch.ones(2, 64), torch.ones(64)).sum().item())"
+    for given in (
+        dict(LOGDEST=tmp_path / "file" / "log"), dict(LOGDEST="stderr", DUMP_DIR=tmp_path / "file"),
+        dict(LOGDEST="stderr", DUMP_DIR=tmp_path / "dumps", DUMP_MAX_COUNT="many"),
+    ):  # fmt: skip
+        done = run(program, LOGLEVEL=10, **given)
+        assert "a call of rmsnorm could not be logged" in done.stderr and float(done.stdout) == pytest.approx(128, 1e-3)
+
+
+def test_names_with_arguments_filled_in_are_logged():
+    program = "import torch, flashinfer\nq, k = torch.randn(3, 2, 64), torch.randn(5, 2, 64)\n"
+    out = run(program + "flashinfer.single_prefill_with_kv_cache_return_lse(q, k, k)", LOGLEVEL=1).stdout
+    assert calls(out) == ["single_prefill_with_kv_cache"]
+
+
 class Planted:
     def __reduce__(self):
         return os.mkdir, (os.environ["PLANTED"],)

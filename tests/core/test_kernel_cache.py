@@ -190,7 +190,11 @@ def signed(record):
 
 @pytest.mark.parametrize(
     "kernel",
-    [{}, None, [], "kernel", KERNEL | {"threads": "128"}, KERNEL | {"shared": True}, KERNEL | {"parameters": None}],
+    [
+        {}, None, [], "kernel", KERNEL | {"threads": "128"}, KERNEL | {"shared": True}, KERNEL | {"parameters": None},
+        KERNEL | {"threads": 0}, KERNEL | {"shared": -1}, KERNEL | {"parameters": [["u64", 8]]},
+        KERNEL | {"tensor_maps": [3]},
+    ],  # fmt: skip
 )
 def test_whole_record_whose_kernel_no_launch_can_use_is_a_miss(kernel, said):
     path = store().path
