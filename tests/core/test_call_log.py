@@ -163,7 +163,8 @@ def test_log_that_cannot_be_written_never_costs_the_call(tmp_path):
     (tmp_path / "file").write_text("")
     program = "import torch, flashinfer; print(flashinfer.rmsnorm(torch.ones(2, 64), torch.ones(64)).sum().item())"
     for given in (
-        dict(LOGDEST=tmp_path / "file" / "log"), dict(LOGDEST="stderr", DUMP_DIR=tmp_path / "file"),
+        dict(LOGDEST=tmp_path / "file" / "log", DUMP_DIR=tmp_path / "dumps"),
+        dict(LOGDEST="stderr", DUMP_DIR=tmp_path / "file"),
         dict(LOGDEST="stderr", DUMP_DIR=tmp_path / "dumps", DUMP_MAX_COUNT="many"),
     ):  # fmt: skip
         done = run(program, LOGLEVEL=10, **given)
