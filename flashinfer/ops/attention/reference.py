@@ -86,6 +86,9 @@ def _gather(problem: Problem, x: Inputs, b: _Bucket) -> tuple[torch.Tensor, torc
         rows = (base + positions).clamp(max=max(x.k.shape[0] - 1, 0))
         k, v = (_at(t, rows) for t in (x.k, x.v))
     k, v = k.float(), v.float()
+    if b.most_kv:
+        # What was read for a request without keys has no weight, and 0 times NaN is NaN.
+        v = v.masked_fill((b.kv_len == 0)[:, :, None, None], 0.0)
     if problem.pos_encoding == "ROPE_LLAMA":
         k = _rotate(k, b.kv_first + torch.arange(b.most_kv, device=k.device), x)
     return k.transpose(1, 2), v.transpose(1, 2)

@@ -201,6 +201,16 @@ def test_sinks_of_any_size(sinks, device):
             check(run_decode(x, Options(), backend, plan=plan, run=dict(sinks=given)), x, Options(), truth_of)
 
 
+def test_no_keys_beside_few(device):
+    """A request without keys reads nothing, though the free pages of the cache are NaN; its sinks are all it has."""
+    x = batch(device, (1, 1, 7), (64, 0, 0))
+    sinks = torch.tensor([0.5, -3.0, 40.0, -INF], device=device)
+    for o in (Options(window_left=1), Options(), Options(causal=True)):
+        for given in ({}, dict(run=dict(sinks=sinks))):
+            for result in every_prefill(x, o, device, **given):
+                check(result, x, o, sinks if given else None)
+
+
 @pytest.mark.parametrize("cap", (0.01, 1.5, 30.0, 1e3, 1e5, 1e8, 1e30))
 def test_soft_caps_of_any_size(cap, device):
     """A cap that is far above the logits leaves them as they are; one that is far below makes them one another's."""
