@@ -111,6 +111,61 @@ class Replay:
     aligned: bool = True
 
 
+@dataclass(frozen=True)
+class Materialize:
+    """The state after some of a ring's tokens, written to another slot, of all layers; nothing else changes.
+
+    Attributes
+    ----------
+    dim, dstate, dtype, a_dtype, state_dtype, rounds
+        As of Update; dtype is that of x and B in the rings. A is [heads].
+    """
+
+    dim: int
+    dstate: int
+    dtype: str
+    a_dtype: str
+    state_dtype: str
+    rounds: int = 0
+
+
+class Layers(NamedTuple):
+    """Where each layer's tensors are: int64 [layers], addresses, and strides from slot to slot in elements.
+
+    state, x, B, dt, A, scale : of states [slots, heads, dim, dstate], of rings [slots, heads, length, dim],
+        [slots, groups, length, dstate] and float32 [slots, heads, length], of A [heads], of float32 scales
+        [slots, heads, dim], 0 where there are none. All but slots are contiguous.
+    """
+
+    state: torch.Tensor
+    state_stride: torch.Tensor
+    x: torch.Tensor
+    x_stride: torch.Tensor
+    B: torch.Tensor
+    B_stride: torch.Tensor
+    dt: torch.Tensor
+    dt_stride: torch.Tensor
+    A: torch.Tensor
+    scale: torch.Tensor
+    scale_stride: torch.Tensor
+
+
+class Requests(NamedTuple):
+    """What is written: int32 tensors.
+
+    source, goal : [layers, batch], slots; `pad` is skipped. start, count : [batch], ring rows. active : [batch], the
+    requests that count, up to the first -1. seed : int64 of one element, or None.
+    """
+
+    source: torch.Tensor
+    goal: torch.Tensor
+    start: torch.Tensor
+    count: torch.Tensor
+    active: torch.Tensor
+    pad: int
+    seed: torch.Tensor | None
+
+
 class Ring(NamedTuple):
     """Tokens since the checkpoint, in `length` rows of each slot; any strides but for a last one of 1.
 
@@ -211,6 +266,20 @@ replay = Op(
         Variant("reference", "flashinfer.ops.recurrent.ssm.reference_replay"),
     ),
     _replays,
+)
+def _materials() -> Iterator[Materialize]:
+    yield Materialize(64, 128, "bf16", "fp32", "fp32")
+    yield Materialize(64, 128, "bf16", "fp32", "i8", rounds=10)
+
+
+materialize = Op(
+    "ssm_materialize",
+    Materialize,
+    (
+        Variant("portable", "flashinfer.ops.recurrent.ssm.portable_materialize", config=config.update),
+        Variant("reference", "flashinfer.ops.recurrent.ssm.reference_materialize"),
+    ),
+    _materials,
 )
 update = Op(
     "ssm_update",

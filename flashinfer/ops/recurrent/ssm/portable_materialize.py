@@ -1,0 +1,127 @@
+"""States after some of a ring's tokens in Triton. Grid: requests, heads by blocks of rows, layers.
+
+A program has ROWS rows of the state of one head of one request and one layer. Layers' tensors are found by addresses in
+tables, so that one launch serves all of them.
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.recurrent._device.states import load_state
+from flashinfer.ops.recurrent.ssm import LARGEST
+from flashinfer.ops.recurrent.ssm.config import power_of_two
+from flashinfer.ops.recurrent.ssm.portable import put_state
+
+_ELEMENTS = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "i16": tl.int16, "i8": tl.int8}
+
+
+@triton.jit
+def at_address(tables, layer, ELEMENT: tl.constexpr):
+    """The pointer to elements that a table has for a layer."""
+    return tl.load(tables + layer).to(tl.pointer_type(ELEMENT))
+
+
+@triton.jit
+def materialize_kernel(
+    state_at, state_stride, x_at, x_stride, b_at, b_stride, dt_at, dt_stride, a_at, scale_at, scale_stride,
+    source, goal, start, count, active, seed, batch, heads, repeat, length, pad, blocks,
+    SCALED: tl.constexpr, STATE: tl.constexpr, STORED: tl.constexpr, ELEMENT: tl.constexpr, RATE: tl.constexpr,
+    LARGEST: tl.constexpr, ROUNDS: tl.constexpr, DIM: tl.constexpr, DSTATE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0)
+    head = tl.program_id(1) // blocks
+    layer = tl.program_id(2)
+    row = tl.program_id(1) % blocks * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    in_rows = row < DIM
+    in_columns = column < DSTATE
+    inside = in_rows[:, None] & in_columns[None, :]
+    # Entries behind the first -1 do not count.
+    stops = 0
+    for i in range(place + 1):
+        stops += (tl.load(active + i) < 0).to(tl.int32)
+    request = tl.maximum(tl.load(active + place), 0)
+    old = tl.load(source + layer * batch + request).to(tl.int64)
+    new = tl.load(goal + layer * batch + request).to(tl.int64)
+    if (stops == 0) & (old != pad) & (new != pad) & (old >= 0) & (new >= 0):
+        states = at_address(state_at, layer, STORED)
+        stride = tl.load(state_stride + layer)
+        tile = (head * DIM + row[:, None]) * DSTATE + column[None, :]
+        s = load_state(states + old * stride + tile, inside, STATE, CAPABILITY)
+        rows = head * DIM + row
+        scales = None
+        scale_home = rows.to(tl.int64)
+        scale = tl.full([ROWS], 1, tl.float32)
+        if SCALED:
+            scales = at_address(scale_at, layer, tl.float32)
+            scale_step = tl.load(scale_stride + layer)
+            scale = tl.load(scales + old * scale_step + rows, in_rows, other=0)
+            scale_home += new * scale_step
+        tokens = tl.load(count + request)
+        if tokens == 0:
+            raw = tl.load(states + old * stride + tile, inside)
+            tl.store(states + new * stride + tile, raw, inside)
+            if SCALED:
+                tl.store(scales + scale_home, scale, in_rows)
+        else:
+            s *= scale[:, None]
+            rate = tl.load(at_address(a_at, layer, RATE) + head).to(tl.float32)
+            ring_x = at_address(x_at, layer, ELEMENT) + old * tl.load(x_stride + layer) + head * length * DIM
+            ring_b = at_address(b_at, layer, ELEMENT) + old * tl.load(b_stride + layer)
+            ring_b += head // repeat * length * DSTATE
+            ring_dt = at_address(dt_at, layer, tl.float32) + old * tl.load(dt_stride + layer) + head * length
+            oldest = tl.load(start + request)
+            for t in range(tokens):
+                at = (oldest + t) % length
+                x = tl.load(ring_x + at * DIM + row, in_rows, other=0).to(tl.float32)
+                b = tl.load(ring_b + at * DSTATE + column, in_columns, other=0).to(tl.float32)
+                dt = tl.load(ring_dt + at)
+                s = s * tl.exp(dt * rate) + (dt * x)[:, None] * b[None, :]
+            put_state(
+                states, scales, new * stride + tile, scale_home, s, inside, in_rows, seed, tile, new * 0,
+                new.to(tl.int32), STATE, LARGEST, ROUNDS, CAPABILITY,
+            )  # fmt: skip
+
+
+_TABLES = (
+    "state_at", "state_stride", "x_at", "x_stride", "b_at", "b_stride", "dt_at", "dt_stride", "a_at", "scale_at",
+    "scale_stride",
+)  # fmt: skip
+_REQUESTS = ("source", "goal", "start", "count", "active")
+_SIZES = ("batch", "heads", "repeat", "length", "pad", "blocks")
+
+
+def _build(problem, config):
+    types = dict.fromkeys(_TABLES, "*i64") | dict.fromkeys(_REQUESTS, "*i32")
+    types |= {"seed": "*i64"} if problem.rounds else {}
+    types |= dict.fromkeys(_SIZES, "i32")
+    constants = {
+        "SCALED": problem.state_dtype in LARGEST,
+        "STATE": problem.state_dtype,
+        "STORED": _ELEMENTS.get(problem.state_dtype, tl.uint8),
+        "ELEMENT": _ELEMENTS[problem.dtype],
+        "RATE": _ELEMENTS[problem.a_dtype],
+        "LARGEST": LARGEST.get(problem.state_dtype, 0),
+        "ROUNDS": problem.rounds,
+        "DIM": problem.dim,
+        "DSTATE": problem.dstate,
+        "ROWS": config.rows,
+        "COLUMNS": power_of_two(problem.dstate),
+        "CAPABILITY": config.capability,
+    } | ({} if problem.rounds else {"seed": None})
+    return Build(materialize_kernel, types, constants, num_warps=config.num_warps)
+
+
+launch = Launcher("ssm_materialize", _build)
+LAUNCHERS = (launch,)
+
+
+def run(problem, config, layers, requests, heads, groups, length):
+    """As `flashinfer/ops/recurrent/ssm/__init__.py` states it."""
+    batch, blocks = len(requests.start), triton.cdiv(problem.dim, config.rows)
+    seed = [requests.seed] if problem.rounds else []
+    grid = (batch, heads * blocks, len(layers.state))
+    sizes = (batch, heads, heads // groups, length, requests.pad, blocks)
+    launch(problem, config, grid, *layers, *requests[:5], *seed, *sizes)
