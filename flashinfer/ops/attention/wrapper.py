@@ -176,6 +176,9 @@ class AttentionWrapper(Captured, Replaceable):
         kind = self._kind_of(request.options, rows, masked, self._backend)
         if graph and old is not None:
             kind, limits = self._captured(request, kind, limits)
+        elif graph and 0 <= limits.q_rows < table.batch_size:
+            # Later plans may give each request that the buffers hold a query, and one more is not one query each.
+            limits = limits._replace(q_rows=table.batch_size + 1)
         if graph:
             self._fill_buffers(request, counts, stage, stream)
         if masked:
