@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer._forms.given import head_sinks
+from flashinfer._forms.given import head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, latent_options, without_heads
 from flashinfer.mla.decode import attend, token_table
-from flashinfer.ops.attention.engine import refuse
+from flashinfer.ops.attention.engine import flat_integers, integers, refuse
 
 # Keys of a row of sparse_indices that are tokens of the sliding window's cache.
 _WINDOW = 128
@@ -70,8 +70,10 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         As swa_kv_cache, with a page size of its own. Needed where sparse_indices is wider than 128.
     sparse_topk_lens : int32 Tensor [tokens], optional
         How many columns of each row count, from the first on, the window's 128 among them; default all.
-    seq_lens : optional
-        Not read: the rows say it all.
+    seq_lens : int32 Tensor [batch], optional
+        Keys of each request before compression. Of the window's columns so many count as its queries see keys: a query
+        that is the last but i of its request, those before seq_lens - i. Not read with extra_sparse_indices or
+        swa_topk_lens.
     out : Tensor, as query, optional
         bf16, fp16, fp32 or fp8, which saturates; as query otherwise (bfloat16 for fp8).
     bmm1_scale, bmm2_scale : float or float32 Tensor [1]
@@ -80,11 +82,20 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         A logit per head that takes part in the softmax without a value.
     kv_layout : str
         "HND" or "NHD".
-    cum_seq_lens_q, max_q_len : optional
-        Not read: each query has a row of its own.
-    swa_topk_lens, extra_sparse_indices, extra_sparse_topk_lens, hca_swa_indices, hca_compressed_block_tables,
-    hca_seq_lens, hca_sparse_indices_format, sparse_indices_are_storage_offsets, dsv4_inv_rope_cos_sin_cache,
-    dsv4_output_scale, sparse_topk_lens_offset : optional
+    cum_seq_lens_q : int32 Tensor [batch + 1], optional
+        First query of each request, which seq_lens needs where requests have different numbers of queries.
+    max_q_len : optional
+        Not read.
+    swa_topk_lens : int32 Tensor [tokens], optional
+        How many of the window's columns count, from the first on.
+    extra_sparse_indices : int32 Tensor [tokens, width], optional
+        Tokens of compressed_kv_cache in a table of their own; sparse_indices then has the window's, up to 128 columns.
+    extra_sparse_topk_lens : int32 Tensor [tokens], optional
+        How many of its columns count, from the first on.
+    sparse_topk_lens_offset : int
+        Added to sparse_topk_lens, or extra_sparse_topk_lens.
+    hca_swa_indices, hca_compressed_block_tables, hca_seq_lens, hca_sparse_indices_format,
+    sparse_indices_are_storage_offsets, dsv4_inv_rope_cos_sin_cache, dsv4_output_scale : optional
         Refused: tables in other forms, and a fused rotation and quantisation of the output.
     kv_cache_format : str
         Of caches of bytes, which are refused; of others not read.
@@ -105,13 +116,11 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         What is refused above, or a problem that no variant takes.
     """
     refused = dict(
-        swa_topk_lens=swa_topk_lens, extra_sparse_indices=extra_sparse_indices,
-        extra_sparse_topk_lens=extra_sparse_topk_lens, hca_swa_indices=hca_swa_indices,
+        hca_swa_indices=hca_swa_indices,
         hca_compressed_block_tables=hca_compressed_block_tables, hca_seq_lens=hca_seq_lens,
         hca_sparse_indices_format=hca_sparse_indices_format,
-        sparse_indices_are_storage_offsets=sparse_indices_are_storage_offsets,
+        sparse_indices_are_storage_offsets=sparse_indices_are_storage_offsets or None,
         dsv4_inv_rope_cos_sin_cache=dsv4_inv_rope_cos_sin_cache, dsv4_output_scale=dsv4_output_scale,
-        sparse_topk_lens_offset=sparse_topk_lens_offset or None,
     )  # fmt: skip
     for name, value in refused.items():
         refuse(name, value, "None: sparse_indices and sparse_topk_lens tell all keys")
@@ -121,6 +130,13 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     window = without_heads(swa_kv_cache, kv_layout)
     if window.dtype == torch.uint8:
         refuse("swa_kv_cache", window, "bf16, fp16 or fp8: caches of bytes, which carry their scales, are not read")
+    rows = query.flatten(0, -3)
+    q_len = query.shape[1] if query.dim() == 4 else 0
+    lens = swa_topk_lens, sparse_topk_lens, extra_sparse_topk_lens
+    offset = whole("sparse_topk_lens_offset", sparse_topk_lens_offset)
+    sparse_indices, sparse_topk_lens = _named(
+        rows, q_len, sparse_indices, extra_sparse_indices, lens, offset, seq_lens, cum_seq_lens_q
+    )
     width = sparse_indices.shape[-1]
     if compressed_kv_cache is None:
         require(width <= _WINDOW, "sparse_indices", f"{width} columns", f"{_WINDOW}, without compressed_kv_cache")
@@ -131,10 +147,59 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         query.shape[-2], query.shape[-1], 0, cache.shape[1], query.dtype, cache.dtype,
         None if out is None else out.dtype, sparse=True, first=first, first_page=window.shape[1] if first else 0,
     )  # fmt: skip
-    rows = query.flatten(0, -3)
+    scales = (scale(name, x, rows.device) for name, x in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)))
     table = token_table(sparse_indices, width, sparse_topk_lens, rows, "sparse_indices", "sparse_topk_lens")
     return attend(
-        query, rows, cache, asked, table, factors_of(bmm1_scale, bmm2_scale), longest_q=1, given=workspace_buffer,
+        query, rows, cache, asked, table, factors_of(*scales), longest_q=1, given=workspace_buffer,
         backend="auto" if backend == "sparse" else backend, out=out, lse=None, return_lse=False,
         sinks=head_sinks(sinks, query.shape[-2]), first_ckv=window if first else None,
     )  # fmt: skip
+
+
+def _named(rows, q_len: int, tokens, extra, lens: tuple, offset: int, seq_lens, indptr):
+    """One table [tokens, width] of the window's columns and the others, and how many of each row count, or None.
+
+    What counts less than a table's first columns is -1 in it.
+    """
+    count, device = rows.shape[0], rows.device
+    require(tokens.numel() == count * tokens.shape[-1], "sparse_indices", tuple(tokens.shape), f"{count} rows")
+    tokens = integers(tokens.reshape(count, -1), "sparse_indices", device, (count, None))
+    names = "swa_topk_lens", "sparse_topk_lens", "extra_sparse_topk_lens"
+    of_window, total, of_extra = (flat_integers(t, name, device, count) for name, t in zip(names, lens, strict=True))
+    if extra is not None:
+        require(tokens.shape[1] <= _WINDOW, "sparse_indices", f"{tokens.shape[1]} columns",
+                f"at most {_WINDOW}, with extra_sparse_indices")  # fmt: skip
+        extra = integers(extra.reshape(count, -1), "extra_sparse_indices", device, (count, None))
+        if of_extra is not None:
+            extra = _first(extra, of_extra + offset)
+        elif total is not None:
+            extra = _first(extra, total + offset - _WINDOW)
+        tokens = torch.cat((torch.nn.functional.pad(tokens, (0, _WINDOW - tokens.shape[1]), value=-1), extra), 1)
+        total = None
+    else:
+        require(of_extra is None, "extra_sparse_topk_lens", "a tensor", "None without extra_sparse_indices")
+        total = None if total is None else (total + offset).clamp(0, tokens.shape[1])
+    if of_window is None and extra is None and seq_lens is not None:
+        batch = seq_lens.numel()
+        ends = flat_integers(seq_lens, "seq_lens", device, batch)
+        row = torch.arange(count, dtype=torch.int64, device=device)
+        if indptr is not None:
+            of_q = flat_integers(indptr, "cum_seq_lens_q", device, batch + 1).long()
+            request = torch.searchsorted(of_q, row, right=True).sub_(1).clamp_(0, max(batch - 1, 0))
+            back = of_q[request + 1] - 1 - row
+        else:
+            each = q_len or (count // batch if batch else 0)
+            require(batch * each == count, "seq_lens", f"{batch} requests", f"a divisor of {count}, or cum_seq_lens_q")
+            request = torch.div(row, max(each, 1), rounding_mode="floor")
+            back = each - 1 - row % max(each, 1)
+        of_window = ends[request] - back if batch else row
+    if of_window is not None:
+        window = _first(tokens[:, :_WINDOW], of_window)
+        tokens = torch.cat((window, tokens[:, _WINDOW:]), 1) if tokens.shape[1] > _WINDOW else window
+    return tokens, total
+
+
+def _first(tokens: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """The first `count` columns of each row; -1 for the others."""
+    column = torch.arange(tokens.shape[1], dtype=torch.int64, device=tokens.device)
+    return torch.where(column < count[:, None], tokens, -1)

@@ -149,6 +149,53 @@ def test_two_caches(kv_dtype, device):
         check_out(out, sparse(tokens[:, :128], window, q, 64), sinks)
 
 
+@pytest.mark.parametrize("form", ("uniform", "ragged"))
+def test_lengths_bound_the_window(form, device):
+    """Columns of the window past a query's own key are anything."""
+    q = generate.randn(6, 3, 64, dtype=HALF, device=device)
+    window, compressed = (generate.randn(n, 4, 64, dtype=HALF, device=device) for n in (50, 20))
+    tokens = torch.cat((torch.randint(200, (6, 128)), torch.randint(80, (6, 9))), 1).int().to(device)
+    if form == "uniform":
+        given, ends = dict(query=q.view(3, 2, 3, 64)), [4, 5, 129, 130, 0, 1]
+        lens, queries = [5, 130, 1], {}
+    else:
+        given, ends = dict(query=q), [7, 300, 301, 302, 1, 2]
+        lens, queries = [7, 302, 2], dict(cum_seq_lens_q=generate.indptr([1, 3, 2], device), max_q_len=3)
+    out = trtllm_batch_decode_sparse_mla_dsv4(
+        **given, **queries, swa_kv_cache=window, compressed_kv_cache=compressed, sparse_indices=tokens,
+        workspace_buffer=workspace(device), seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        bmm1_scale=SCALE,
+    )  # fmt: skip
+    seen = tokens.clone()
+    for row, end in zip(seen, ends):
+        row[min(end, 128) : 128] = -1
+    check_out(out.reshape(6, 3, 64), sparse(seen, compressed, q, 64, None, window), None)
+
+
+@pytest.mark.parametrize("lens", ("own", "total", "none"))
+def test_two_tables(lens, device):
+    """The window's tokens and the others in tables of their own, as the packed backend of upstream takes them."""
+    q = generate.randn(4, 3, 64, dtype=HALF, device=device)
+    window, compressed = (generate.randn(n, 4, 64, dtype=HALF, device=device) for n in (50, 20))
+    near, far = (torch.randint(n, (4, width), dtype=torch.int32, device=device) for n, width in ((200, 70), (80, 9)))
+    of_near, of_far = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([70, 3, 0, 50], [9, 2, 5, 0]))
+    given = dict(swa_topk_lens=of_near)
+    if lens == "own":
+        given |= dict(extra_sparse_topk_lens=of_far - 1, sparse_topk_lens_offset=1)
+    elif lens == "total":
+        given |= dict(sparse_topk_lens=of_far + 128)
+    out = trtllm_batch_decode_sparse_mla_dsv4(
+        query=q, swa_kv_cache=window, compressed_kv_cache=compressed, sparse_indices=near, extra_sparse_indices=far,
+        workspace_buffer=workspace(device), bmm1_scale=SCALE, **given,
+    )  # fmt: skip
+    both = torch.full((4, 137), -1, dtype=torch.int32, device=device)
+    for row in range(4):
+        both[row, : int(of_near[row])] = near[row, : int(of_near[row])]
+        n = 9 if lens == "none" else int(of_far[row])
+        both[row, 128 : 128 + n] = far[row, :n]
+    check_out(out, sparse(both, compressed, q, 64, None, window), None)
+
+
 def check_out(out, x, sinks):
     """As `check`, where no LSE is given: it is that of the definition."""
     from tests.ops.attention.mla.latents import LOG2E, expected
@@ -201,7 +248,9 @@ def test_dsv4_refuses_other_forms():
     tokens = torch.zeros(2, 130, dtype=torch.int32)
     for name, given in (
         ("sparse_indices", {}), ("sparse_indices", dict(sparse_indices=tokens)),
-        ("extra_sparse_indices", dict(sparse_indices=tokens, extra_sparse_indices=tokens)),
+        ("sparse_indices", dict(sparse_indices=tokens, extra_sparse_indices=tokens)),
+        ("hca_swa_indices", dict(sparse_indices=tokens, hca_swa_indices=tokens)),
+        ("seq_lens", dict(sparse_indices=tokens[:, :9], seq_lens=torch.zeros(3, dtype=torch.int32))),
         ("dsv4_output_scale", dict(sparse_indices=tokens, dsv4_output_scale=q)),
         ("swa_kv_cache", dict(sparse_indices=tokens[:, :9], swa_kv_cache=torch.zeros(3, 8, 584, dtype=torch.uint8))),
     ):  # fmt: skip
