@@ -1,9 +1,9 @@
 """The one table between upstream's backend names and our variants.
 
-`fa3` names an algorithm for one class of chips, so it selects the variant of ours that stands in its place, and nothing
-else. `fa2` is what upstream runs on every chip and engines ask for to be safe (SGLang and mini-sglang always do): like
-the names of libraries that upstream calls it promises a result, and any variant of ours answers to it. An explicit name
-never falls back: where its variants refuse, it is an error.
+Upstream's names say which of its kernels would take a problem. Here they promise a result and refuse nothing: the
+variants of an op stand best first for each chip, so the first that takes the problem is the nearest to what was named
+(on Hopper "fa3" is `sm90`, and `portable` where that does not take the problem). Only our own names pin one variant:
+where it refuses, it is an error. `explain()` and the log say what ran.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ ANY = None
 VARIANTS_OF = {
     "auto": ANY,
     "fa2": ANY,
-    "fa3": ("sm90",),
+    "fa3": ANY,
     "cudnn": ANY,
     "cudnn-native": ANY,
     "cutlass": ANY,
     "trtllm-gen": ANY,
     "trtllm-native": ANY,
     "cute-dsl": ANY,
+    "cute-dsl-prims": ANY,
+    "cutile": ANY,
+    "fmha_v2": ANY,
     "xqa": ANY,
     # our own names
     "reference": ("reference",),
@@ -43,6 +46,6 @@ REPORTED_AS = {
 
 def variants_of(backend: str) -> tuple[str, ...] | None:
     """Names of the variants that `backend` admits; None where it admits all. ValueError for an unknown name."""
-    if backend not in VARIANTS_OF:
+    if not isinstance(backend, str) or backend not in VARIANTS_OF:
         raise ValueError(f"backend: got {backend!r}; allowed: {', '.join(VARIANTS_OF)}")
     return VARIANTS_OF[backend]

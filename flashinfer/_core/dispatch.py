@@ -148,6 +148,13 @@ class Op:
             if not why:
                 return Choice(self.name, problem, target, variant, variant.config(problem, target), tuple(refused))
             refused.append((variant.name, why))
+        if admitted is not None:
+            reasons = "; ".join(f"{name}: {why}" for name, why in refused if name in admitted)
+            others = ", ".join(variant.name for variant in self.variants if variant.name not in admitted)
+            raise UnsupportedConfig(
+                f"backend: got {backend!r}; allowed for {self.name} on {target.arch}: 'auto', or the name of a variant "
+                f"that takes the problem (of {others}); {reasons or 'there is no such variant'}"
+            )
         reasons = "; ".join(f"{name}: {why}" for name, why in refused)
         raise UnsupportedConfig(f"{self.name} on {target.arch}: no variant takes {problem} ({reasons})")
 

@@ -5,7 +5,10 @@ import torch
 
 import flashinfer
 from flashinfer._core.checks import UnsupportedConfig
+from flashinfer._core.target import named
+from flashinfer.ops.attention.decode import decode
 from flashinfer.testing import generate
+from flashinfer.testing.compare import assert_bitwise
 from tests.ops.attention.cases import workspace
 
 
@@ -153,13 +156,33 @@ def test_single_names_the_argument(x, device):
         single(q, k, v[:-1])
 
 
-def test_an_explicit_backend_never_falls_back(x, device):
+UPSTREAMS = "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl", "cute-dsl-prims", "cutile", "fmha_v2", "xqa"
+
+
+@pytest.mark.parametrize("backend", UPSTREAMS)
+def test_upstreams_names_refuse_nothing(backend, x, paged, device):
+    """float32, one-token queries, soft caps: what no kernel of such a name takes upstream."""
+    q, k, v = (t.float() for t in x.request(0))
+    call = dict(logits_soft_cap=5.0, causal=True)
+    expected = flashinfer.single_prefill_with_kv_cache(q, k, v, **call)
+    assert_bitwise(flashinfer.single_prefill_with_kv_cache(q, k, v, backend=backend, **call), expected)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend)
+    wrapper.plan(**plan_arguments(x, paged, logits_soft_cap=5.0))
+    assert wrapper.run(x.q, paged.kv_cache).shape == x.q.shape
+    ran = wrapper.explain().variant.name
+    assert ran == "reference" if device.type == "cpu" else ran != "reference"
+    # On Hopper, the decode of a chip of its own name falls to the next variant that takes it.
+    assert decode.select(wrapper.explain().problem, named("90a"), backend).variant.name in ("sm80", "portable")
+
+
+def test_our_own_names_pin(x, device):
     q, k, v = x.request(0)
     with pytest.raises(UnsupportedConfig, match="sm120"):
         flashinfer.single_prefill_with_kv_cache(q.float(), k.float(), v.float(), backend="sm120")
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend="sm120")
-    with pytest.raises(UnsupportedConfig, match="prefill|decode"):
+    with pytest.raises(UnsupportedConfig, match="^backend: got 'sm120'; allowed for (prefill|decode)") as error:
         wrapper.plan(x.qo_indptr, x.kv_indptr, 4, 2, 64)
+    assert len(str(error.value)) < 300
 
 
 def test_ragged_v_and_o_offsets_must_be_those_of_k_and_q(x, device):
