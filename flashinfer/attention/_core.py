@@ -7,7 +7,9 @@ import inspect
 import torch
 
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
-from flashinfer.ops.attention.wrapper import AttentionWrapper, refuse_block_scales
+from flashinfer._core.signatures import like, returning_lse
+from flashinfer.ops.attention.lse_form import is_plain
+from flashinfer.ops.attention.wrapper import AttentionWrapper
 from flashinfer.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
 
 
@@ -113,6 +115,7 @@ class BatchAttention(AttentionWrapper):
         logits_soft_cap: float = 0.0,
         profiler_buffer: torch.Tensor | None = None,
         kv_cache_sf=None,
+        lse_base: str = "log2",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch.
 
@@ -127,26 +130,30 @@ class BatchAttention(AttentionWrapper):
             Scales of quantised k and v; a tensor has 1, num_kv_heads or num_qo_heads elements.
         logits_soft_cap : float
             In the place of the planned one; 0 leaves that.
-        profiler_buffer, kv_cache_sf : optional
+        profiler_buffer : optional
             Refused.
+        kv_cache_sf : (Tensor, Tensor) or Tensor, optional
+            The factors of an nvfp4 cache, planned as kv_data_type uint8 or "nvfp4"; as kv_block_scales of
+            `BatchDecodeWithPagedKVCacheWrapper.run`.
+        lse_base : str
+            Base of the log-sum-exp: "log2" or "ln".
 
         Returns
         -------
         out : Tensor [rows, num_qo_heads, head_dim_vo]
         lse : float32 Tensor [rows, num_qo_heads]
-            Base 2; -inf for a row that sees no key, whose out is 0.
+            Base 2, unless lse_base says otherwise; -inf for a row that sees no key, whose out is 0.
         """
         if profiler_buffer is not None:
             raise UnsupportedConfig("profiler_buffer: got a tensor; allowed: None, as kernels here have no profiler")
-        refuse_block_scales("kv_cache_sf", kv_cache_sf)
         batch = self._planned()
         cap = logits_soft_cap or self._soft_cap
         if (cap or 0.0) != (batch.options.logits_soft_cap or 0.0):
             self._change_plan(logits_soft_cap=cap)
             batch = self._batch
-        return batch.run(
-            q, kv_cache, self._views, out=out, lse=lse, return_lse=True, k_scale=k_scale, v_scale=v_scale
-        )
+        call = q, kv_cache, out, lse, (True, None, k_scale, v_scale, None)
+        factors = self._factors(None, kv_cache_sf)
+        return self._run(*call, **factors) if is_plain(lse_base) else self._run_in_form(*call, lse_base, **factors)
 
 
 _PLAN = tuple(inspect.signature(BatchPrefillWithPagedKVCacheWrapper.plan).parameters)[1:]
@@ -198,6 +205,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             kv_data_type=as_dtype(kv_data_type), window_left=window_left, head_dim_vo=head_dim_vo,
         )  # fmt: skip
 
+    @like(BatchPrefillWithPagedKVCacheWrapper.plan)
     def plan(self, *args, **kwargs) -> None:
         """`BatchPrefillWithPagedKVCacheWrapper.plan`, with the constructor's word where it is not told otherwise."""
         given = self._defaults | dict(zip(_PLAN, args)) | kwargs
@@ -207,6 +215,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     begin_forward = plan
 
+    @like(BatchPrefillWithPagedKVCacheWrapper.run)
     def run(self, q: torch.Tensor, paged_kv_cache, *args, **kwargs):
         """`BatchPrefillWithPagedKVCacheWrapper.run`, with the sinks by position.
 
@@ -228,3 +237,5 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         if len(args) == 2 and args[1] is not None and float(args[1]) != planned:
             self._change_plan(sm_scale=float(args[1]))
         return super().run(q, paged_kv_cache, **kwargs)
+
+    run_return_lse = returning_lse(run)

@@ -73,6 +73,8 @@ class _MaskedNames(PlannedNames):
     _logits_soft_cap = _OptionName("logits_soft_cap", 0.0)
     _custom_mask_buf = _TableName("mask")
     _mask_indptr_buf = _TableName("mask_indptr")
+    # Engines hand it from plan to run; nothing here reads it.
+    _plan_info = None
     # Engines read and set it; bounds of a captured graph are those of the first plan here.
     _max_total_num_rows: int | None = None
 

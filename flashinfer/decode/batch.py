@@ -5,11 +5,22 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.buffers import device_of
+from flashinfer.ops.attention.lse_form import is_plain
 from flashinfer.ops.attention.positional import by_name
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
+
+
+def _is_causal(window_right: int, is_causal: bool | None, q_len_per_req: int) -> bool:
+    """Whether queries of a request see no later one."""
+    require(window_right in (0, -1), "window_right", window_right, "0 (no key behind a query's position) or -1 (all)")
+    require(is_causal in (None, True, False), "is_causal", repr(is_causal), "None, True or False")
+    contradicts = is_causal is True and window_right == -1 and q_len_per_req > 1
+    require(not contradicts, "is_causal", True, "None or False with window_right=-1")
+    return q_len_per_req > 1 and window_right == 0 and is_causal is not False
 
 
 _BUFFERS = dict(
@@ -106,6 +117,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
+        *,
+        window_right: int = 0,
+        is_causal: bool | None = None,
     ) -> None:
         """Describe a batch; every later run() uses it.
 
@@ -137,7 +151,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             Leave every request whole.
         q_len_per_req : int
             Query tokens of each request (speculative decoding); run() takes q [batch_size * q_len_per_req, ...], and
-            the queries of a request are causal among themselves.
+            the queries of a request are causal among themselves, unless the next two say otherwise.
+        window_right : int
+            0: a query sees no key behind its position; -1: it sees all of them.
+        is_causal : bool, optional
+            The same in other words; None for what window_right says.
 
         Raises
         ------
@@ -146,13 +164,16 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         """
         if q_len_per_req < 1:
             require(False, "q_len_per_req", q_len_per_req, "at least 1")
+        causal = q_len_per_req > 1
+        if window_right or is_causal is not None:
+            causal = _is_causal(window_right, is_causal, q_len_per_req)
         if data_type is not None:
             # The default of q_data_type is no word on it; a dtype is.
             q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
             kv_data_type = data_type if kv_data_type is None else kv_data_type
         asked = (
             "paged", num_qo_heads, num_kv_heads, head_dim, head_dim, page_size, q_data_type, kv_data_type, o_data_type,
-            q_len_per_req > 1, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta,
+            causal, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta,
             fixed_split_size, disable_split_kv,
         )  # fmt: skip
         self._plan(asked, (None, indptr, last_page_len, indices), q_len=q_len_per_req)
@@ -215,11 +236,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: torch.Tensor | None = None,
-        q_len_per_req: int | None = 1,
+        q_len_per_req: int | None = None,
         skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf=None,
         kv_block_scales=None,
         params: dict | None = None,
-        kv_cache_sf=None,
+        lse_base: str = "log2",
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch.
 
@@ -245,8 +267,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             Narrows the planned window.
         sinks : float Tensor [num_qo_heads], optional
             A logit per head that takes part in the softmax without a value.
-        q_len_per_req : int
-            Must be the planned one, or 1 (the default).
+        q_len_per_req : int, optional
+            The planned one, or 1.
         skip_softmax_threshold_scale_factor : float, optional
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
         kv_block_scales, kv_cache_sf : (Tensor, Tensor) or Tensor, optional
@@ -258,28 +280,29 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             with any other row by row, as `nvfp4_quantize_append_paged_kv_cache_with_slot_mapping` does.
         params : dict, optional
             What the variant's functions are given.
+        lse_base : str
+            Base of the log-sum-exp: "log2" or "ln".
 
         Returns
         -------
         out : Tensor, as q with the output dtype
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
-            Base 2; -inf for a request without keys, whose out is 0.
+            Base 2, unless lse_base says otherwise; -inf for a request without keys, whose out is 0.
         """
         if args:
             scales = q_scale, k_scale, v_scale
             params, (q_scale, k_scale, v_scale) = by_name(args, self._variant, q, params, scales)
-        if q_len_per_req != 1:
+        if q_len_per_req is not None and q_len_per_req != 1:
             planned = self._planned().request.q_len
-            require(q_len_per_req in (None, 1, planned), "q_len_per_req", q_len_per_req, f"{planned}, as planned")
-        numbers = return_lse, q_scale, k_scale, v_scale, window_left
-        if sinks is None and params is None and kv_block_scales is None and kv_cache_sf is None:
-            return self._run(q, paged_kv_cache, out, lse, numbers)
-        factors = self._factors(kv_block_scales, kv_cache_sf)
-        return self._run(q, paged_kv_cache, out, lse, numbers, sinks=sinks, params=params, **factors)
+            require(q_len_per_req == planned, "q_len_per_req", q_len_per_req, f"{planned}, as planned")
+        call = q, paged_kv_cache, out, lse, (return_lse, q_scale, k_scale, v_scale, window_left)
+        plain = is_plain(lse_base)
+        if plain and sinks is None and params is None and kv_block_scales is None and kv_cache_sf is None:
+            return self._run(*call)
+        given = dict(sinks=sinks, params=params, **self._factors(kv_block_scales, kv_cache_sf))
+        return self._run(*call, **given) if plain else self._run_in_form(*call, lse_base, **given)
 
-    def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """`run` with return_lse=True."""
-        return self.run(q, paged_kv_cache, *args, return_lse=True, **kwargs)
+    run_return_lse = returning_lse(run)
 
     def forward(
         self,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.buffers import MASK_BUFFERS, device_of
+from flashinfer.ops.attention.lse_form import is_plain
 from flashinfer.ops.attention.masks import multi_item_mask
 from flashinfer.ops.attention.positional import by_name
 from flashinfer.ops.attention.request import Request, options
@@ -252,13 +254,17 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: torch.Tensor | None = None,
-        kv_block_scales=None,
-        skip_softmax_threshold_scale_factor: float | None = None,
-        params: dict | None = None,
         kv_cache_sf=None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
+        kv_block_scales=None,
+        params: dict | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch.
 
@@ -274,31 +280,34 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             scales of q, k and v, each a number, or a tensor with one for all heads or one a head.
         q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, kv_block_scales
             As in `BatchDecodeWithPagedKVCacheWrapper.run`.
-        skip_softmax_threshold_scale_factor : float, optional
-            Upstream's permission to skip small probabilities; the result here is exact with and without it.
+        skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress : optional
+            Upstream's permissions to skip small probabilities, to sum in float16, and to compress sparse ones; the
+            result here is exact with and without them.
         params : dict, optional
             What the variant's functions are given.
         kv_cache_sf : optional
             Another name of kv_block_scales.
+        lse_base, lse_layout : str
+            Of the log-sum-exp, one that is given too: "log2" or "ln"; "NH" [rows, num_qo_heads] or "HN"
+            [num_qo_heads, rows].
 
         Returns
         -------
         out : Tensor [rows, num_qo_heads, head_dim_vo]
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
-            Base 2; -inf for a row that sees no key, whose out is 0.
+            Base 2, unless lse_base says otherwise; -inf for a row that sees no key, whose out is 0.
         """
         if args:
             scales = q_scale, k_scale, v_scale
             params, (q_scale, k_scale, v_scale) = by_name(args, self._variant, q, params, scales)
-        numbers = return_lse, q_scale, k_scale, v_scale, window_left
-        if sinks is None and params is None and kv_block_scales is None and kv_cache_sf is None:
-            return self._run(q, paged_kv_cache, out, lse, numbers)
-        factors = self._factors(kv_block_scales, kv_cache_sf)
-        return self._run(q, paged_kv_cache, out, lse, numbers, sinks=sinks, params=params, **factors)
+        call = q, paged_kv_cache, out, lse, (return_lse, q_scale, k_scale, v_scale, window_left)
+        plain = is_plain(lse_base, lse_layout)
+        if plain and sinks is None and params is None and kv_block_scales is None and kv_cache_sf is None:
+            return self._run(*call)
+        given = dict(sinks=sinks, params=params, **self._factors(kv_block_scales, kv_cache_sf))
+        return self._run(*call, **given) if plain else self._run_in_form(*call, lse_base, lse_layout, **given)
 
-    def run_return_lse(self, q, paged_kv_cache, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """`run` with return_lse=True."""
-        return self.run(q, paged_kv_cache, *args, return_lse=True, **kwargs)
+    run_return_lse = returning_lse(run)
 
     def forward(
         self,

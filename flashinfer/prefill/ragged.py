@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import RaggedNames
 from flashinfer.ops.attention.buffers import MASK_BUFFERS, device_of
+from flashinfer.ops.attention.lse_form import is_plain
 from flashinfer.ops.attention.masks import multi_item_mask
+from flashinfer.ops.attention.nvfp4_rows import NVFP4_NAMES, as_slots, slot_factors, slot_views
 from flashinfer.ops.attention.positional import by_name
 from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
-from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
+from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, ragged_pair
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
@@ -109,6 +114,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
             disable_split_kv,
         )  # fmt: skip
         tables = qo_indptr, kv_indptr, None, None
+        self._views = partial(ragged_pair, kv_layout=self._kv_layout)
+        if kv_data_type in NVFP4_NAMES:
+            require(not self._use_cuda_graph, "kv_data_type", "nvfp4", "another with use_cuda_graph=True")
+            asked, tables = as_slots(asked, tables)
+            self._views = partial(slot_views, kv_layout=self._kv_layout)
         if prefix_len_ptr is not None:
             items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
             custom_mask = multi_item_mask(Request(options(*asked), *tables), *items)
@@ -132,7 +142,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        lse_base: str = "log2",
+        lse_layout: str = "NH",
         enable_pdl: bool | None = None,
+        kv_cache_sf=None,
         params: dict | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch.
@@ -141,7 +154,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
         ----------
         q : Tensor [qo_indptr[-1], num_qo_heads, head_dim_qk]
         k, v : Tensor
-            [kv_indptr[-1], num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_indptr[-1], head_dim] (HND).
+            [kv_indptr[-1], num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_indptr[-1], head_dim] (HND); any strides,
+            head_dim contiguous.
         *args
             The variant's parameters, in its order; or by name in `params`. Without a variant, of FP8 queries: the
             scales of q, k and v, each a number, or a tensor with one for all heads or one a head.
@@ -151,6 +165,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
             As in `BatchDecodeWithPagedKVCacheWrapper.run`.
         params : dict, optional
             What the variant's functions are given.
+        lse_base, lse_layout : str
+            Of the log-sum-exp, one that is given too: "log2" or "ln"; "NH" [rows, num_qo_heads] or "HN"
+            [num_qo_heads, rows].
+        kv_cache_sf : (Tensor, Tensor), optional
+            Of nvfp4 k and v, planned as kv_data_type uint8 or "nvfp4", which are uint8 with head_dim / 2 last: their
+            factors, float8_e4m3fn or uint8, laid out as k and v with head_dim / 16 last.
 
         Returns
         -------
@@ -163,11 +183,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
             params, (q_scale, k_scale, v_scale) = by_name(args, self._variant, q, params, scales)
         if o_scale is not None:
             v_scale = (1.0 if v_scale is None else v_scale) / o_scale
-        return self._run(q, (k, v), out, lse, (return_lse, q_scale, k_scale, v_scale, None), params=params)
+        call = q, (k, v), out, lse, (return_lse, q_scale, k_scale, v_scale, None)
+        given = dict(params=params)
+        if kv_cache_sf is not None:
+            given.update(slot_factors(kv_cache_sf, self._kv_layout))
+        if is_plain(lse_base, lse_layout):
+            return self._run(*call, **given)
+        return self._run_in_form(*call, lse_base, lse_layout, **given)
 
-    def run_return_lse(self, q, k, v, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """`run` with return_lse=True."""
-        return self.run(q, k, v, *args, return_lse=True, **kwargs)
+    run_return_lse = returning_lse(run)
 
     def forward(
         self,

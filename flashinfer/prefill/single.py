@@ -9,7 +9,6 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer.ops.attention.single import run_single
 from flashinfer.ops.attention.variants import AttentionVariant, as_module
-from flashinfer.ops.attention.wrapper import refuse_block_scales
 
 
 def single_prefill_with_kv_cache(
@@ -78,8 +77,9 @@ def single_prefill_with_kv_cache(
         "auto", or one of upstream's names (see flashinfer/_core/backends.py).
     return_lse : bool
         Whether to return the log-sum-exp too.
-    kv_cache_sf : optional
-        Refused: block-scaled caches.
+    kv_cache_sf : (Tensor, Tensor), optional
+        Of nvfp4 k and v, uint8 with head_dim / 2 last, two e2m1 a byte, the first in the low half: their factors,
+        float8_e4m3fn or uint8, laid out as k and v with head_dim / 16 last. A value is code * factor * scale.
     k_scale, v_scale : float or Tensor, optional
         Further scales of k and v, as floats.
     variant : AttentionVariant, optional
@@ -100,7 +100,6 @@ def single_prefill_with_kv_cache(
     UnsupportedConfig
         No variant takes the problem, or the named backend's does not; it says why.
     """
-    refuse_block_scales("kv_cache_sf", kv_cache_sf)
     require(q.dim() == 3, "q", tuple(q.shape), "3 axes: q_len, num_qo_heads, head_dim")
     if custom_mask is not None and packed_custom_mask is None:
         rows = k.shape[0 if kv_layout == "NHD" else 1]
@@ -115,7 +114,7 @@ def single_prefill_with_kv_cache(
     )  # fmt: skip
     return run_single(
         q, k, v, kv_layout, backend, call, o_dtype=o_dtype, causal=causal, custom_mask=custom_mask,
-        packed_custom_mask=packed_custom_mask, window_left=window_left, logits_soft_cap=logits_soft_cap,
+        packed_custom_mask=packed_custom_mask, kv_cache_sf=kv_cache_sf, window_left=window_left, logits_soft_cap=logits_soft_cap,
         sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
         variant=variant,
     )  # fmt: skip

@@ -7,20 +7,22 @@ from functools import lru_cache, partial
 import torch
 
 from flashinfer._core import env
+from flashinfer._core.checks import number
 from flashinfer._core.kv_layout import check_layout, ragged_views
 from flashinfer.ops.attention import traced_single
 from flashinfer.ops.attention.batch import Batch, limits_of
 from flashinfer.ops.attention.kind import kind_of
 from flashinfer.ops.attention.masks import custom_mask_table
+from flashinfer.ops.attention.nvfp4_rows import as_slots, slot_factors
 from flashinfer.ops.attention.problem import Table, alibi_slopes
-from flashinfer.ops.attention.request import Request, options, tile_rows
+from flashinfer.ops.attention.request import NVFP4, Request, options, tile_rows
 
 
 def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=None, custom_mask=None,
-               packed_custom_mask=None, **others):  # fmt: skip
+               packed_custom_mask=None, kv_cache_sf=None, **others):  # fmt: skip
     """Attention of one request: q [rows, heads, dim], k and v as `kv_layout` says.
 
-    `call` are the arguments of Batch.run, `others` those of Options.
+    `call` are the arguments of Batch.run, `others` those of Options; kv_cache_sf are the factors of nvfp4 k and v.
 
     Returns out [rows, heads, dim], or (out, lse).
     """
@@ -28,15 +30,22 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
         named = dict(o_dtype=o_dtype, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, **others)
         return traced_single.run(q, k, v, kv_layout, backend, call, named)
     check_layout(kv_layout)
-    k, v = ragged_views(k, v, kv_layout)
-    asked = options(
-        "ragged", q.shape[1], k.shape[1], q.shape[2], v.shape[2], 0, q_data_type=q.dtype, kv_data_type=k.dtype,
-        o_data_type=o_dtype, **others,
+    rows = ragged_views(k, v, kv_layout)
+    packed = 2 if k.dtype == NVFP4 else 1
+    asked = (
+        "ragged", q.shape[1], rows[0].shape[1], q.shape[2], packed * rows[1].shape[2], 0, q.dtype, k.dtype, o_dtype,
     )  # fmt: skip
-    table = Table(_indptr(q.shape[0], q.device), _indptr(k.shape[0], q.device))
+    tables = _indptr(q.shape[0], q.device), _indptr(rows[0].shape[0], q.device), None, None
+    if k.dtype == NVFP4:
+        asked, tables = as_slots(asked, (None, _indptr(rows[0].shape[0], torch.device("cpu")), None, None))
+        tables = _indptr(q.shape[0], q.device), *(t.to(q.device, non_blocking=True) for t in tables[1:])
+        rows = tuple(t.unsqueeze(1) for t in rows)
+    if kv_cache_sf is not None:
+        call = call | slot_factors(kv_cache_sf, kv_layout)
+    asked, table = options(*asked, **_plain(others)), Table(*tables)
     request = Request(
-        asked, None, table.kv_indptr, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask,
-        q_len=q.shape[0], rows=q.shape[0], kv_entries=k.shape[0],
+        asked, None, table.kv_indptr, table.last_page_len, table.kv_indices, custom_mask, packed_custom_mask,
+        q_len=q.shape[0], rows=q.shape[0], kv_entries=rows[0].shape[0],
     )  # fmt: skip
     custom_mask_table(request, table)
     kind = kind_of(asked, tile_rows(q.shape[0], asked.group), table.mask is not None, q.device, backend)
@@ -47,7 +56,12 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
     scratch = partial(torch.empty, dtype=torch.uint8, device=q.device)
     batch = Batch(kind, scratch, slopes, env.DEBUG.is_on())
     batch.fill(request, table, limits_of(request, table))
-    return batch.run(q, (k, v), lambda pair: pair, **call)
+    return batch.run(q, rows, lambda pair: pair, **call)
+
+
+def _plain(others: dict) -> dict:
+    """The fields of Options that are numbers in tensors of one element, as numbers."""
+    return {name: number(name, value) for name, value in others.items()}
 
 
 def _indptr(rows: int, device: torch.device) -> torch.Tensor:

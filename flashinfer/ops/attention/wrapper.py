@@ -9,7 +9,7 @@ import torch
 
 from flashinfer._core import env
 from flashinfer._core.backends import REPORTED_AS, variants_of
-from flashinfer._core.checks import UnsupportedConfig, require, require_tensor
+from flashinfer._core.checks import require, require_tensor
 from flashinfer._core.kv_layout import check_layout, paged_views, ragged_views
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.again import LastFixedPlan, LastPlan
@@ -17,6 +17,7 @@ from flashinfer.ops.attention.batch import Batch, limits_of
 from flashinfer.ops.attention.buffers import GraphBuffers, Replaceable, device_of
 from flashinfer.ops.attention.captured import Captured
 from flashinfer.ops.attention.kind import Kind, kind_of, means
+from flashinfer.ops.attention.lse_form import in_form
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.problem import Table, alibi_slopes
 from flashinfer.ops.attention.request import NVFP4, Limits, Options, Request, options, plain, tile_rows
@@ -62,7 +63,7 @@ class AttentionWrapper(Captured, Replaceable):
         variants_of(backend)
         self.device = device_of(float_workspace_buffer)
         self._kv_layout = kv_layout
-        self._views = partial(paged_views, kv_layout=kv_layout) if self._paged else partial(_pair, kv_layout=kv_layout)
+        self._views = partial(paged_views, kv_layout=kv_layout) if self._paged else partial(ragged_pair, kv_layout=kv_layout)
         self._float_workspace_buffer = float_workspace_buffer
         # Engines share and replace it; our work lists are small and live with the batch they belong to.
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -366,6 +367,13 @@ class AttentionWrapper(Captured, Replaceable):
             self._views(kv)
             raise
 
+    def _run_in_form(self, q: torch.Tensor, kv, out, lse, numbers: tuple, lse_base: str, lse_layout: str = "NH",
+                     **others):  # fmt: skip
+        """`_run` with the log-sum-exp in another base or layout."""
+        return_lse, *rest = numbers
+        attend = lambda lse, return_lse: self._run(q, kv, out, lse, (return_lse, *rest), **others)
+        return in_form(attend, q, lse, return_lse, lse_base, lse_layout)
+
     def _planned(self) -> Batch:
         if self._base is None:
             raise ValueError(f"{type(self).__name__}.run: got no plan; allowed: after plan()")
@@ -422,11 +430,6 @@ def _with_variant(options: Options, variant: AttentionVariant) -> Options:
     return replace(options, variant=variant)
 
 
-def _pair(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def ragged_pair(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ragged_views` of a pair."""
     return ragged_views(*kv, kv_layout)
-
-
-def refuse_block_scales(name: str, value) -> None:
-    """Block-scaled (nvfp4) KV caches are refused by name."""
-    if value is not None:
-        raise UnsupportedConfig(f"{name}: got {type(value).__name__}; allowed: None, as of bf16, fp16, fp32, fp8")

@@ -1,0 +1,115 @@
+"""Parameters of plan() and run() that upstream has beside the ordinary ones: the base and layout of the LSE, causality of
+a decode's several queries, nvfp4 keys that are not paged."""
+
+import math
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer.testing import generate
+from flashinfer.testing.compare import assert_bitwise, assert_close
+from tests.ops.attention.cases import check, workspace
+from tests.ops.attention.oracle import Options
+from tests.ops.attention.test_defaults import Entries
+
+HEADS, DIM, PAGE = (4, 2), 32, 4
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@pytest.mark.parametrize("base", ["log2", "ln"])
+@pytest.mark.parametrize("name", ["paged_prefill", "ragged_prefill", "decode", "mixed"])
+def test_base_and_layout_of_the_lse(name, base, device):
+    entries = Entries(device)
+    entry, factor = getattr(entries, name), 1.0 if base == "log2" else math.log(2.0)
+    flag = {} if name == "mixed" else dict(return_lse=True)
+    out, lse = entry(**flag)
+    for layout in ("NH", "HN") if "prefill" in name else ("NH",):
+        form = dict(lse_base=base) | (dict(lse_layout=layout) if "prefill" in name else {})
+        expected = (lse if layout == "NH" else lse.t()) * factor
+        given = torch.full_like(expected, 7.0, memory_format=torch.contiguous_format)
+        for found_out, found in (entry(**flag, **form), entry(lse=given, **flag, **form)):
+            assert_bitwise(found_out, out)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+            assert found.is_contiguous()
+        torch.testing.assert_close(given, expected, rtol=1e-6, atol=1e-6)
+        if name != "mixed":
+            assert_bitwise(entry(lse=given.fill_(7.0), **form), out)
+            torch.testing.assert_close(given, expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="^lse_base: got 'e'"):
+        entry(lse_base="e")
+    if "prefill" in name:
+        with pytest.raises(ValueError, match="^lse_layout: got 'TH'"):
+            entry(lse_layout="TH")
+        with pytest.raises(ValueError, match=r"^lse: got \(6, 4\); allowed: \(4, 6\)"):
+            entry(lse=torch.empty(6, 4), lse_layout="HN", return_lse=True)
+
+
+def test_queries_of_a_decode_that_see_later_keys(device):
+    x = generate.ragged_batch([3, 3], [9, 17], *HEADS, DIM, dtype=torch.float16, device=device)
+    paged = generate.paged(x, PAGE)
+    for given, causal in ((dict(), True), (dict(window_right=-1), False), (dict(is_causal=False), False),
+                          (dict(is_causal=True), True), (dict(window_right=-1, is_causal=False), False)):  # fmt: skip
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+        wrapper.plan(paged.indptr, paged.indices, paged.last_page_len, *HEADS, DIM, PAGE, q_len_per_req=3, **given)
+        check(wrapper.run(x.q, paged.kv_cache, return_lse=True), x, Options(causal=causal))
+    for name, given in (("window_right", dict(window_right=4)), ("is_causal", dict(is_causal="no")),
+                        ("is_causal", dict(is_causal=True, window_right=-1))):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            wrapper.plan(paged.indptr, paged.indices, paged.last_page_len, *HEADS, DIM, PAGE, q_len_per_req=3, **given)
+
+
+def quantised(rows, dim, device):
+    """Codes and factors of random nvfp4 rows of 2 heads, and their values by the format's specification."""
+    codes = torch.randint(256, (rows, 2, dim // 2), dtype=torch.uint8, device=device)
+    factors = torch.tensor([0.25, 0.5, 1.0, 1.75], device=device)[torch.randint(4, (rows, 2, dim // 16), device=device)]
+    table = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=torch.float64, device=device)
+    values = table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
+    return codes, factors.to(torch.float8_e4m3fn), values * factors.double().repeat_interleave(16, -1)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_nvfp4_keys_in_rows(kv_layout, device):
+    """Ragged and single prefill, with another head_dim of values, and a batch of pages in mixed attention."""
+    q_lens, kv_lens, dim_vo = [3, 1, 2], [9, 0, 17], 64
+    q = torch.randn(6, 4, DIM, dtype=torch.float16, device=device)
+    (k, kf, k_true), (v, vf, v_true) = quantised(26, DIM, device), quantised(26, dim_vo, device)
+    x = generate.Ragged(q, k_true.half(), v_true.half(), generate.indptr(q_lens, device),
+                        generate.indptr(kv_lens, device))  # fmt: skip
+    options = Options(causal=True)
+    turn = lambda t: t.transpose(0, 1).contiguous() if kv_layout == "HND" else t
+    for place in ("cpu", device):
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), kv_layout)
+        offsets = x.qo_indptr.to(place), x.kv_indptr.to(place)
+        wrapper.plan(*offsets, *HEADS, DIM, dim_vo, causal=True, kv_data_type="nvfp4")
+        factors = turn(kf), turn(vf).view(torch.uint8)
+        check(wrapper.run(q, turn(k), turn(v), kv_cache_sf=factors, return_lse=True), x, options)
+    with pytest.raises(ValueError, match="kv_block_scales|kv_cache_sf"):
+        wrapper.run(q, turn(k), turn(v))
+    alone = generate.Ragged(q[3:], x.k[9:], x.v[9:], generate.indptr([3], device), generate.indptr([17], device))
+    result = flashinfer.single_prefill_with_kv_cache(
+        q[3:], turn(k[9:]), turn(v[9:]), causal=True, kv_layout=kv_layout, kv_cache_sf=(turn(kf[9:]), turn(vf[9:])),
+        return_lse=True,
+    )  # fmt: skip
+    check(result, alone, options)
+    mixed = flashinfer.BatchAttention(kv_layout, device)
+    slots = torch.arange(26, dtype=torch.int32, device=device)
+    mixed.plan(x.qo_indptr, x.kv_indptr, slots, x.kv_indptr.diff(), *HEADS, DIM, dim_vo, 1, causal=True,
+               q_data_type=torch.float16, kv_data_type="nvfp4")  # fmt: skip
+    check(mixed.run(q, (k, v), kv_cache_sf=(kf, vf)), x, options)
+
+
+def test_one_element_tensors_are_numbers(device):
+    x = generate.ragged_batch([3], [9], *HEADS, DIM, dtype=torch.float32, device=device)
+    call = lambda scale, theta: flashinfer.single_prefill_with_kv_cache(
+        x.q, x.k, x.v, sm_scale=scale, rope_theta=theta, pos_encoding_mode="ROPE_LLAMA", causal=True
+    )
+    expected = call(0.25, 1e5)
+    for place in ("cpu", device):
+        assert_bitwise(call(torch.tensor(0.25, device=place), torch.tensor([1e5], device=place)), expected)
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+        wrapper.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, causal=True, sm_scale=torch.tensor([0.25], device=place),
+                     rope_theta=torch.tensor(1e5, device=place), pos_encoding_mode="ROPE_LLAMA",
+                     q_data_type=torch.float32)  # fmt: skip
+        out = wrapper.run(x.q, x.k, x.v, v_scale=torch.tensor(2.0, device=place))
+        assert_close(out, expected * 2, (expected * 2).double(), "out")
