@@ -70,6 +70,7 @@ def single_decode_with_kv_cache(
     ValueError
         An argument out of its range, by name.
     """
+    require(k.dtype != torch.uint8, "k", k.dtype, "q's dtype, or fp8: nvfp4 needs factors, which a batch takes")
     require(q.dim() == 2, "q", tuple(q.shape), "2 axes: num_qo_heads, head_dim")
     call = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, params=params)
     result = run_single(

@@ -114,9 +114,9 @@ def single_prefill_with_kv_cache(
     )  # fmt: skip
     return run_single(
         q, k, v, kv_layout, backend, call, o_dtype=o_dtype, causal=causal, custom_mask=custom_mask,
-        packed_custom_mask=packed_custom_mask, kv_cache_sf=kv_cache_sf, window_left=window_left, logits_soft_cap=logits_soft_cap,
-        sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
-        variant=variant,
+        packed_custom_mask=packed_custom_mask, kv_cache_sf=kv_cache_sf, window_left=window_left,
+        logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale,
+        rope_theta=rope_theta, variant=variant,
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class AttentionWrapper(Captured, Replaceable):
         variants_of(backend)
         self.device = device_of(float_workspace_buffer)
         self._kv_layout = kv_layout
-        self._views = partial(paged_views, kv_layout=kv_layout) if self._paged else partial(ragged_pair, kv_layout=kv_layout)
+        self._views = partial(paged_views if self._paged else ragged_pair, kv_layout=kv_layout)
         self._float_workspace_buffer = float_workspace_buffer
         # Engines share and replace it; our work lists are small and live with the batch they belong to.
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -383,12 +383,13 @@ class AttentionWrapper(Captured, Replaceable):
 
     def _factors(self, kv_block_scales, kv_cache_sf=None) -> dict:
         """Block scales of an nvfp4 cache, under either name, as Batch.run takes them."""
+        name = "kv_block_scales"
         if kv_cache_sf is not None:
             require(kv_block_scales is None, "kv_cache_sf", "kv_block_scales too", "one of the two")
-            kv_block_scales = kv_cache_sf
+            name, kv_block_scales = "kv_cache_sf", kv_cache_sf
         if kv_block_scales is None:
             return {}
-        k_factors, v_factors = paged_views(kv_block_scales, self._kv_layout, "kv_block_scales")
+        k_factors, v_factors = paged_views(kv_block_scales, self._kv_layout, name)
         return dict(k_factors=k_factors, v_factors=v_factors)
 
     def _change_plan(self, **changes) -> None:

@@ -1,5 +1,5 @@
-"""Parameters of plan() and run() that upstream has beside the ordinary ones: the base and layout of the LSE, causality of
-a decode's several queries, nvfp4 keys that are not paged."""
+"""Upstream's less ordinary parameters of plan() and run(): the base and layout of the LSE, causality of a decode's
+several queries, nvfp4 keys that are not paged."""
 
 import math
 

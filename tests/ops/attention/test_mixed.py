@@ -84,7 +84,7 @@ def test_batch_attention_refuses_by_name(device):
     wrapper.plan(*tables, 4, 2, 64, 64, 8, q_data_type=HALF, kv_data_type=HALF)
     with pytest.raises(UnsupportedConfig, match="^profiler_buffer:"):
         wrapper.run(x.q, paged.kv_cache, profiler_buffer=x.q)
-    with pytest.raises(UnsupportedConfig, match="^kv_cache_sf:"):
+    with pytest.raises(ValueError, match="^kv_cache_sf:"):
         wrapper.run(x.q, paged.kv_cache, kv_cache_sf=x.q)
 
 
