@@ -2,6 +2,12 @@
 
 from flashinfer.cute_dsl.utils import convert_sf_to_mma_layout
 from flashinfer.gemm.masked import grouped_gemm_nt_masked
-from flashinfer.norm import add_rmsnorm_fp4quant, rmsnorm_fp4quant
+from flashinfer.norm import add_rmsnorm_fp4quant, qk_rmsnorm_cute, rmsnorm_fp4quant
 
-__all__ = ["add_rmsnorm_fp4quant", "convert_sf_to_mma_layout", "grouped_gemm_nt_masked", "rmsnorm_fp4quant"]
+__all__ = [
+    "add_rmsnorm_fp4quant",
+    "convert_sf_to_mma_layout",
+    "grouped_gemm_nt_masked",
+    "qk_rmsnorm_cute",
+    "rmsnorm_fp4quant",
+]

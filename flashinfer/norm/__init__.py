@@ -13,7 +13,7 @@ from .gated import (
     supports_gated_residual_rmsnorm,
     supports_rmsnorm_sigmoid_gate,
 )
-from .plain import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, layernorm, rmsnorm
+from .plain import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, layernorm, qk_rmsnorm_cute, rmsnorm
 from .quantised import (
     add_rmsnorm_fp4quant,
     fused_add_rmsnorm_fp8_block_quant,
@@ -41,6 +41,7 @@ __all__ = [
     "gemma_rmsnorm",
     "layernorm",
     "layernorm_quant",
+    "qk_rmsnorm_cute",
     "rmsnorm",
     "rmsnorm_fp4quant",
     "rmsnorm_quant",

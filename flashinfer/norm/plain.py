@@ -73,6 +73,30 @@ def gemma_rmsnorm(
     return out
 
 
+def qk_rmsnorm_cute(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    output: torch.Tensor,
+    eps: float = 1e-6,
+    weight_bias: float = 0.0,
+    enable_pdl: bool = False,
+) -> None:
+    """RMSNorm of heads into `output`, as upstream's kernel in CuTe DSL is called.
+
+    Parameters
+    ----------
+    input, weight, eps, enable_pdl
+        As in `rmsnorm`, as are errors; `input` is [batch, heads, head_dim].
+    output : torch.Tensor
+        Receives the result; shape and dtype of `input`, any strides.
+    weight_bias : float
+        0, or 1 for a weight that is stored minus one.
+    """
+    require(input.dim() == 3, "input", tuple(input.shape), "[batch, heads, head_dim]")
+    require(weight_bias in (0, 1), "weight_bias", weight_bias, "0, 1")
+    (gemma_rmsnorm if weight_bias else rmsnorm)(input, weight, eps, output, enable_pdl)
+
+
 @held
 def fused_add_rmsnorm(
     input: torch.Tensor,

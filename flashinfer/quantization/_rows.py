@@ -107,6 +107,25 @@ def _quantize(
     choose(room.quantize, problem, x.device, backend).run(x, global_scale, counts, codes, factors, row_scales)
 
 
+@custom_op("flashinfer::quantize_groups", mutates_args=("codes", "factors"))
+def quantize_groups(
+    x: torch.Tensor,
+    size: int,
+    least: float,
+    codes: torch.Tensor,
+    factors: torch.Tensor,
+    out: str,
+    power_of_two: bool,
+    backend: str,
+) -> None:
+    """Rows [rows, n] to codes, bytes of their shape, and float32 factors [rows, n / size]."""
+    if x.numel() == 0:
+        return
+    aligned = size * x.element_size() % 16 == 0 and size % 16 == 0 and is_aligned(x, codes)
+    problem = room.Groups(dtype_name(x.dtype), out, max(1 << (size - 1).bit_length(), 16), power_of_two, aligned)
+    choose(room.quantize_groups, problem, x.device, backend).run(x, size, least, codes, factors)
+
+
 def padded_length(codes: torch.Tensor, factors: torch.Tensor, kind: str) -> int:
     """Elements that a row's codes and their padding of factors stand for."""
     elements = codes.shape[-1] if kind == "mxfp8" else 2 * codes.shape[-1]

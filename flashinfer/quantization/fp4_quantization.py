@@ -161,8 +161,11 @@ def nvfp4_quantize(
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     per_token_activation : bool
         Each row has a scale s of its own, and is quantised with the global scale 1 / s. A row of zeros has scale 0.
-    expanded_idx_to_permuted_idx, out_scale
-        None: rows are not permuted here, and scales are returned.
+    expanded_idx_to_permuted_idx
+        None: rows are not permuted here.
+    out_scale : torch.Tensor or float, optional
+        With `per_token_activation`: one element that the scales which are returned are times. Codes and factors do not
+        depend on it.
     nvfp4_4over6 : NVFP44Over6Config, optional
         As in `fp4_quantize`.
 
@@ -183,7 +186,8 @@ def nvfp4_quantize(
     require(a.dim() == 2, "a", tuple(a.shape), "[M, K]")
     require(sf_vec_size == 16, "sf_vec_size", sf_vec_size, "16")
     require(expanded_idx_to_permuted_idx is None, "expanded_idx_to_permuted_idx", "a tensor", "None")
-    require(out_scale is None, "out_scale", "a tensor", "None")
+    given = out_scale is None or per_token_activation
+    require(given, "out_scale", "a scale", "None, without per_token_activation")
     layout = _rows.layout_name("sfLayout", sfLayout)
     require(not do_shuffle or layout == "128x4", "do_shuffle", do_shuffle, "False, but in the 128x4 layout")
     scale = _rows.scale_tensor("a_global_sf", a_global_sf, a)
@@ -196,7 +200,12 @@ def nvfp4_quantize(
     factors = _matrix(factors, blocks)
     if do_shuffle:
         codes, factors = shuffle_matrix_a(codes, 128), shuffle_matrix_sf_a(factors, 128).view(factors.shape)
-    return (codes, factors, row_scales[0]) if per_token_activation else (codes, factors)
+    if not per_token_activation:
+        return codes, factors
+    row_scales = row_scales[0]
+    if out_scale is not None:
+        row_scales = row_scales * _rows.scale_tensor("out_scale", out_scale, a)
+    return codes, factors, row_scales
 
 
 def mxfp4_quantize(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from flashinfer._core.checks import require, wants_pdl
+from flashinfer._core.checks import dtype_name, require, wants_pdl
 from flashinfer.ops import layouts
 from flashinfer.quantization import _rows
 from flashinfer.tllm_enums import SfLayout
 
-__all__ = ["mxfp8_dequantize_host", "mxfp8_grouped_quantize", "mxfp8_quantize"]
+__all__ = ["mxfp8_dequantize_host", "mxfp8_grouped_quantize", "mxfp8_quantize", "per_token_group_quant_8bit"]
+
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
 def mxfp8_quantize(
@@ -148,3 +152,89 @@ def _layout(is_sf_swizzled_layout: bool, sf_swizzle_layout: SfLayout | None) -> 
     if sf_swizzle_layout is not None:
         return _rows.layout_name("sf_swizzle_layout", sf_swizzle_layout)
     return "128x4" if is_sf_swizzled_layout else "linear"
+
+
+def per_token_group_quant_8bit(
+    x: torch.Tensor,
+    group_size: int,
+    eps: float = 1e-10,
+    dst_dtype: torch.dtype | None = None,
+    column_major_scales: bool = False,
+    scale_tma_aligned: bool = False,
+    scale_ue8m0: bool = False,
+    backend: str = "cutile",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise groups of each row to FP8 or INT8, each with a float32 scale.
+
+    ``scale = max(max(abs(group)), eps) / largest``, with 448, 57344 or 127 the largest, and ``code = x / scale``,
+    rounded to nearest even.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        [..., n]; bfloat16, float16 or float32, any strides.
+    group_size : int
+        Elements of a group, which divides n.
+    eps : float
+        The least magnitude that a scale is made for.
+    dst_dtype : torch.dtype, optional
+        float8_e4m3fn (the default), float8_e5m2 or int8.
+    column_major_scales : bool
+        Scales of a column stand together, for x [rows, n]; the shape is the same.
+    scale_tma_aligned : bool
+        With `column_major_scales`: columns begin at multiples of 16 bytes.
+    scale_ue8m0 : bool
+        With `column_major_scales`: scales, 1e-10 at least, are rounded up to powers of two.
+    backend : str
+        "cutile", upstream's implementation, or a variant's name.
+
+    Returns
+    -------
+    codes : torch.Tensor
+        Shape of `x`, contiguous, `dst_dtype`. A NaN makes its group NaN, or 0 in int8.
+    scales : torch.Tensor
+        float32 [..., n / group_size]: x is about code * scale.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, value or combination other than the above.
+
+    References
+    ----------
+    DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3.2, https://arxiv.org/abs/2412.19437
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.quantization import per_token_group_quant_8bit
+    >>> codes, scales = per_token_group_quant_8bit(torch.randn(3, 256), 128)
+    >>> codes.shape, scales.shape
+    (torch.Size([3, 256]), torch.Size([3, 2]))
+    """
+    require(x.dim() >= 1, "x", tuple(x.shape), "one dimension or more")
+    require(x.dtype in (torch.bfloat16, torch.float16, torch.float32), "x", x.dtype, "bfloat16, float16, float32")
+    n = x.shape[-1]
+    divides = 0 < group_size <= 32768 and n % group_size == 0
+    require(divides, "group_size", group_size, f"a divisor of {n}, the last dimension of x, up to 32768")
+    require(eps > 0, "eps", eps, "more than 0")
+    dtype = torch.float8_e4m3fn if dst_dtype is None else dst_dtype
+    require(dtype in _EIGHT_BITS, "dst_dtype", dtype, "float8_e4m3fn, float8_e5m2, int8")
+    flags = {"scale_tma_aligned": scale_tma_aligned, "scale_ue8m0": scale_ue8m0}
+    for name, flag in flags.items():
+        require(column_major_scales or not flag, name, flag, "False, without column_major_scales")
+    two = x.dim() == 2 or not column_major_scales
+    require(two, "column_major_scales", column_major_scales, "False, but for x of two dimensions")
+    count = math.prod(x.shape[:-1])
+    rows = x.reshape(count, n).contiguous()
+    codes = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if column_major_scales:
+        pitch = -(-len(x) // 4) * 4 if scale_tma_aligned else len(x)
+        scales = torch.empty(n // group_size, pitch, dtype=torch.float32, device=x.device)[:, : len(x)].T
+    else:
+        scales = torch.empty(*x.shape[:-1], n // group_size, dtype=torch.float32, device=x.device)
+    flat = codes.view(count, n).view(torch.uint8)
+    into = scales if column_major_scales else scales.view(count, n // group_size)
+    chosen = "auto" if backend == "cutile" else backend
+    _rows.quantize_groups(rows, group_size, eps, flat, into, dtype_name(dtype), scale_ue8m0, chosen)
+    return codes, scales

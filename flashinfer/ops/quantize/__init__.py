@@ -138,9 +138,32 @@ class Packbits:
     aligned: bool = True
 
 
-def _variants(chosen):
+@dataclass(frozen=True)
+class Groups:
+    """Groups of a row to eight bits, with a float32 scale each.
+
+    Attributes
+    ----------
+    dtype, out : str
+        Of the rows; of the codes: "fp8e4nv", "fp8e5" or "i8".
+    block : int
+        The length of a group, rounded up to a power of two.
+    power_of_two : bool
+        Scales are rounded up to powers of two.
+    aligned : bool
+        Groups can be read 16 bytes at a time.
+    """
+
+    dtype: str
+    out: str
+    block: int
+    power_of_two: bool = False
+    aligned: bool = True
+
+
+def _variants(chosen, module="flashinfer.ops.quantize.portable"):
     return (
-        Variant("portable", "flashinfer.ops.quantize.portable", config=chosen),
+        Variant("portable", module, config=chosen),
         Variant("reference", "flashinfer.ops.quantize.reference"),
     )
 
@@ -168,8 +191,17 @@ def _dequantize_catalog() -> Iterator[Dequantize]:
     yield Dequantize("e4m3", "ue8m0", 32, "8x4", "fp16", 1024, aligned=False)
 
 
+def _groups_catalog() -> Iterator[Groups]:
+    yield Groups("bf16", "fp8e4nv", 128)
+    yield Groups("bf16", "fp8e5", 128, power_of_two=True)
+    yield Groups("fp16", "i8", 64, aligned=False)
+
+
 quantize = Op("quantize", Problem, _variants(config.quantize), _quantize_catalog)
 append_nvfp4 = Op("append_nvfp4", Append, _variants(config.quantize), _append_catalog)
+quantize_groups = Op(
+    "quantize_groups", Groups, _variants(config.quantize, "flashinfer.ops.quantize.groups"), _groups_catalog
+)
 dequantize = Op("dequantize", Dequantize, _variants(config.dequantize), _dequantize_catalog)
 interleave = Op(
     "interleave", Interleave, _variants(config.interleave), lambda: (Interleave(d, "128x4") for d in ("u8", "bf16"))

@@ -3,8 +3,9 @@
 import torch
 from torch.nn.functional import pad
 
+from flashinfer._core.checks import torch_dtype
 from flashinfer.ops import layouts, narrow
-from flashinfer.ops.quantize import Append, Dequantize, Interleave, Packbits, Problem
+from flashinfer.ops.quantize import Append, Dequantize, Groups, Interleave, Packbits, Problem
 
 
 def run(problem, config, *args):
@@ -54,6 +55,24 @@ def _append(problem, append, slots, scales, codes, factors):
         to_factors[page, place] = found.view(torch.uint8)
 
 
+def _groups(problem, x, size, least, codes, scales):
+    """x [rows, n] to codes, bytes of its shape, and scales [rows, n / size]."""
+    y = x.float().unflatten(-1, (-1, size))
+    amax = y.abs().amax(-1)
+    largest = 127.0 if problem.out == "i8" else torch.finfo(torch_dtype(problem.out)).max
+    scale = torch.where(amax < least, least, amax) / torch.full_like(amax, largest)
+    if problem.power_of_two:
+        mantissa, exponent = torch.frexp(scale.clamp(min=1e-10))
+        power = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+        scale = power.where(scale.isfinite(), scale)
+    y = (y / scale[..., None]).flatten(-2)
+    if problem.out == "i8":
+        codes.copy_(y.nan_to_num(nan=0).clamp(-128, 127).round().to(torch.int8).view(torch.uint8))
+    else:
+        codes.copy_(narrow.to_fp8(y, torch_dtype(problem.out)).view(torch.uint8))
+    scales.copy_(scale)
+
+
 def _dequantize(problem, codes, factors, global_scale, out):
     """Codes, bytes [rows, .], and factors in their layout to out [rows, n]; global_scale [1] or None."""
     if problem.element == "e2m1":
@@ -88,6 +107,7 @@ def _packbits(problem, x, indptr, packed_indptr, out):
 _RUN = {
     Problem: _quantize,
     Append: _append,
+    Groups: _groups,
     Dequantize: _dequantize,
     Interleave: _interleave,
     Packbits: _packbits,

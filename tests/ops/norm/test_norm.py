@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 import flashinfer
+from flashinfer import norm
 from flashinfer._core.checks import UnsupportedConfig
 from flashinfer._core.target import named
 from flashinfer.ops import norm as room
@@ -156,6 +157,17 @@ BAD = {
     "out of another dtype": (dict(out=torch.ones(2, 8, dtype=torch.float16)), "out"),
     "out elsewhere": (dict(out=torch.ones(2, 8, device="meta")), "out"),
 }
+
+
+def test_heads_by_the_name_of_another_kernel(variant, device):
+    x = rows((3, 2, 64), torch.bfloat16, device)
+    w, out = weights(64, torch.bfloat16, device), torch.empty_like(x)
+    for bias, function in ((0.0, norm.rmsnorm), (1.0, norm.gemma_rmsnorm)):
+        assert norm.qk_rmsnorm_cute(x, w, out, 1e-5, bias) is None
+        assert_bitwise(out, function(x, w, 1e-5))
+    for changed, argument in ((dict(weight_bias=0.5), "weight_bias"), (dict(input=x[0]), "input")):
+        with pytest.raises(ValueError, match=f"^{argument}: got .*allowed: "):
+            norm.qk_rmsnorm_cute(**(dict(input=x, weight=w, output=out) | changed))
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -175,6 +175,35 @@ def test_batched_and_grouped(variant, device):
                 assert found == expected[row, block]
 
 
+def test_numbers_for_layouts(variant, device):
+    """The names of upstream's CuTe DSL kernels: the same functions, layouts by number, results into what is given."""
+    q = flashinfer.quantization
+    x = rows((5, 64), torch.bfloat16, device)
+    for number, layout in enumerate(("128x4", "8x4", "linear")):
+        expected = flashinfer.nvfp4_quantize(x, 7.0, LAYOUTS[layout])
+        out = torch.zeros(5, 32, dtype=torch.uint8, device=device), torch.zeros(600, dtype=torch.uint8, device=device)
+        found = q.nvfp4_quantize_cute_dsl(x, 7.0, number, out=out)
+        assert found[0] is out[0] and found[1].data_ptr() == out[1].data_ptr()
+        results = [(found, expected), (q.nvfp4_quantize_cute_dsl(x, 7.0, number), expected)]
+        expected = flashinfer.mxfp4_quantize(x, sfLayout=LAYOUTS[layout])
+        results.append((q.mxfp4_quantize_cute_dsl(x, number), expected))
+        options = (True,), (True, 32, None, True), (False,)
+        expected = flashinfer.mxfp8_quantize(x, sf_swizzle_layout=LAYOUTS[layout])
+        results.append((q.mxfp8_quantize_cute_dsl(x, *options[number]), expected))
+        plain = flashinfer.nvfp4_quantize(x, 1 / 2688, LAYOUTS[layout], per_token_activation=True)
+        scaled = q.nvfp4_quantize_per_token_cute_dsl(x, 1 / 2688, number, out_scale=torch.tensor([2.0], device=device))
+        results.append((scaled, (*plain[:2], plain[2] * 2)))
+        for ours, theirs in results:
+            for a, b in zip(ours, theirs, strict=True):
+                assert_same(a, b) if a.dtype == torch.float32 else assert_bitwise(
+                    a.view(torch.uint8), b.view(torch.uint8)
+                )
+    with pytest.raises(ValueError, match="^sf_layout: got 3; allowed: "):
+        q.nvfp4_quantize_cute_dsl(x, 7.0, 3)
+    with pytest.raises(ValueError, match="^out_scale: got .*; allowed: None, without per_token_activation"):
+        flashinfer.nvfp4_quantize(x, 1.0, out_scale=torch.ones(1))
+
+
 def test_mxfp8_of_the_first_rows(variant, device):
     """Columns padded to 128 with zeros; rows that do not count are not written."""
     x = rows((3, 9, 96), torch.bfloat16, device)
