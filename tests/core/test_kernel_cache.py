@@ -314,6 +314,16 @@ def test_link_of_another_user_is_refused(level, op_folder, of_another, said):
     assert len(said()) == 1 and ("belongs to user" in said()[0] if level == "flashinfer" else "is a link" in said()[0])
 
 
+def test_link_of_ones_own_to_another_users_folder_is_refused(base, tmp_path, of_another, said):
+    store()
+    folder, target = base / ".cache" / "flashinfer", tmp_path / "target"
+    folder.rename(target)
+    folder.symlink_to(target)
+    assert kernel_cache.lookup(KEY) is not None
+    of_another(target)
+    assert kernel_cache.lookup(KEY) is None and "belongs to user" in said()[0]
+
+
 @pytest.mark.parametrize("opens", [1, 2])
 def test_folder_swapped_while_it_is_open_is_not_read(opens, op_folder, monkeypatch, of_another):
     """After it was judged, its name comes to stand for another user's, with a whole entry of his under our key."""
