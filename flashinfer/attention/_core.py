@@ -215,6 +215,12 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     begin_forward = plan
 
+    def _probe(self) -> BatchAttentionWithAttentionSinkWrapper:
+        dims = dict(zip(("head_dim_qk", "head_dim_vo"), self._head_dims))
+        given = {name: value for name, value in self._defaults.items() if name != "head_dim_vo"}
+        workspace, layout = self._float_workspace_buffer, self._kv_layout
+        return BatchAttentionWithAttentionSinkWrapper(workspace, layout, backend=self._backend, **given, **dims)
+
     @like(BatchPrefillWithPagedKVCacheWrapper.run)
     def run(self, q: torch.Tensor, paged_kv_cache, *args, **kwargs):
         """`BatchPrefillWithPagedKVCacheWrapper.run`, with the sinks by position.

@@ -7,6 +7,7 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import PagedNames
+from flashinfer.ops.attention.agree import check_agrees
 from flashinfer.ops.attention.buffers import device_of
 from flashinfer.ops.attention.lse_form import is_plain
 from flashinfer.ops.attention.positional import by_name
@@ -143,8 +144,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         non_blocking : bool
             Copies to the device never wait here; False changes nothing else.
         block_tables, seq_lens : Tensor, optional
-            The same tables in the form of other libraries; `indptr`, `indices` and `last_page_len` say it all, and
-            these are not read.
+            The same tables in the form of other libraries. `indptr`, `indices` and `last_page_len` say it all; what is
+            on the host has to agree with them.
         fixed_split_size : int, optional
             Cut every request's keys at multiples of this, so that a result does not depend on the rest of the batch.
         disable_split_kv : bool
@@ -176,7 +177,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             causal, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta,
             fixed_split_size, disable_split_kv,
         )  # fmt: skip
-        self._plan(asked, (None, indptr, last_page_len, indices), q_len=q_len_per_req)
+        tables = None, indptr, last_page_len, indices
+        if seq_lens is not None or block_tables is not None:
+            check_agrees(tables, self._names, page_size, seq_lens=seq_lens, block_tables=block_tables)
+        self._plan(asked, tables, q_len=q_len_per_req)
 
     begin_forward = plan
 

@@ -6,11 +6,11 @@ import torch
 
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import PagedNames
+from flashinfer.ops.attention.agree import check_agrees
 from flashinfer.ops.attention.buffers import MASK_BUFFERS, device_of
 from flashinfer.ops.attention.lse_form import is_plain
-from flashinfer.ops.attention.masks import multi_item_mask
+from flashinfer.ops.attention.masks import any_items, multi_item_mask
 from flashinfer.ops.attention.positional import by_name
-from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
 
@@ -145,8 +145,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             kv defaults to q's, out to q's (bfloat16 for fp8 q).
         non_blocking : bool
             Copies to the device never wait here; False changes nothing else.
-        prefix_len_ptr : int Tensor [batch_size], optional
-            Multi-item scoring: how many keys of each request are the shared prefix. Needs the next two.
+        prefix_len_ptr : int Tensor [batch_size], or int, optional
+            Multi-item scoring: how many keys of each request are the shared prefix. Needs the next two, which need it.
         token_pos_in_items_ptr : int Tensor [batch_size * token_pos_in_items_len], optional
             For each token after the prefix its position within its item; 0 is a delimiter.
         token_pos_in_items_len : int
@@ -154,7 +154,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         max_item_len_ptr : int Tensor [batch_size], optional
             Longest item of each request; it follows from the positions and is not read.
         seq_lens, seq_lens_q, block_tables, max_sequence_kv : optional
-            The same tables in the form of other libraries; the indptrs say it all, and these are not read.
+            The same tables in the form of other libraries. The indptrs say it all; what is on the host has to agree.
         max_token_per_sequence : int, optional
             The longest query, where the caller knows it: with qo_indptr on a GPU it lets the tile fit short queries.
         fixed_split_size : int, optional
@@ -175,9 +175,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             fixed_split_size, disable_split_kv,
         )  # fmt: skip
         tables = qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_kv_indices
-        if prefix_len_ptr is not None:
-            items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
-            custom_mask = multi_item_mask(Request(options(*asked), *tables), *items)
+        items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
+        if any_items(*items):
+            custom_mask = multi_item_mask(asked, tables, self._names, *items[:3])
+        check_agrees(tables, self._names, page_size, seq_lens=seq_lens, seq_lens_q=seq_lens_q,
+                     block_tables=block_tables, max_q=max_token_per_sequence, max_kv=max_sequence_kv,
+                     uniform_q_len=uniform_q_len)  # fmt: skip
         self._plan(
             asked, tables, longest_q=uniform_q_len or max_token_per_sequence or 0, custom_mask=custom_mask,
             packed_custom_mask=packed_custom_mask,
@@ -227,9 +230,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         The int workspace is always ours: its size is 0. Parameters as in `plan`. With qo_indptr on a GPU and no bound
         on its rows, the size is known at the first run() only, and this is 0.
         """
-        probe = type(self)(
-            self._float_workspace_buffer, self._kv_layout, backend=self._backend, variant=self._variant
-        )
+        probe = self._probe()
         probe.plan(
             qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
             head_dim_qk, page_size, head_dim_vo, custom_mask, packed_custom_mask, causal, pos_encoding_mode,
@@ -239,6 +240,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             fixed_split_size, disable_split_kv, uniform_q_len,
         )  # fmt: skip
         return probe._batch.scratch_bytes, 0
+
+    def _probe(self) -> BatchPrefillWithPagedKVCacheWrapper:
+        """A wrapper as this one, to plan and throw away."""
+        workspace, layout = self._float_workspace_buffer, self._kv_layout
+        return BatchPrefillWithPagedKVCacheWrapper(workspace, layout, backend=self._backend, variant=self._variant)
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Kept for callers of upstream: strides are arguments of our kernels, so no variant needs warming."""

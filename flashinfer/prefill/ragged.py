@@ -9,12 +9,12 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import RaggedNames
+from flashinfer.ops.attention.agree import check_agrees
 from flashinfer.ops.attention.buffers import MASK_BUFFERS, device_of
 from flashinfer.ops.attention.lse_form import is_plain
-from flashinfer.ops.attention.masks import multi_item_mask
+from flashinfer.ops.attention.masks import any_items, multi_item_mask
 from flashinfer.ops.attention.nvfp4_rows import NVFP4_NAMES, as_slots, slot_factors, slot_views
 from flashinfer.ops.attention.positional import by_name
-from flashinfer.ops.attention.request import Request, options
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, ragged_pair
 
@@ -119,9 +119,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
             require(not self._use_cuda_graph, "kv_data_type", "nvfp4", "another with use_cuda_graph=True")
             asked, tables = as_slots(asked, tables)
             self._views = partial(slot_views, kv_layout=self._kv_layout)
-        if prefix_len_ptr is not None:
-            items = (prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len)
-            custom_mask = multi_item_mask(Request(options(*asked), *tables), *items)
+        items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
+        if any_items(*items):
+            custom_mask = multi_item_mask(asked, tables, self._names, *items[:3])
+        check_agrees(tables, self._names, asked[5], seq_lens=seq_lens, seq_lens_q=seq_lens_q,
+                     max_q=max_token_per_sequence, max_kv=max_sequence_kv, uniform_q_len=uniform_q_len)  # fmt: skip
         self._plan(
             asked, tables, longest_q=uniform_q_len or max_token_per_sequence or 0, custom_mask=custom_mask,
             packed_custom_mask=packed_custom_mask,

@@ -182,7 +182,8 @@ class Batch:
         return work.schedule
 
     def _take(self, count: int) -> torch.Tensor:
-        self.scratch_bytes = count
+        # Work lists take turns in one buffer.
+        self.scratch_bytes = max(self.scratch_bytes, count)
         return self._scratch(count)
 
     def run(self, q: torch.Tensor, kv, views, *, out=None, lse=None, return_lse=False, q_scale=None, k_scale=None,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import require, require_tensor
+from flashinfer._core.checks import number, require, require_tensor
 from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import Request
+from flashinfer.ops.attention.request import Request, options, plain
 
 
 def packed_indptr(bits: torch.Tensor) -> torch.Tensor:
@@ -109,13 +109,48 @@ def custom_mask_table(request: Request, table: Table) -> None:
     table.mask, table.mask_indptr = pack(mask, bits)
 
 
-def multi_item_mask(request: Request, prefix_len: torch.Tensor, positions: torch.Tensor | None, most: int):
-    """The multi-item mask of a batch. It is built from lengths on the host: with tables on a GPU this waits for it."""
+def any_items(prefix_len, positions, most, max_item_len) -> bool:
+    """Whether a plan asks for multi-item scoring. What belongs to it is refused without the prefix."""
+    if prefix_len is not None:
+        return True
+    told = dict(token_pos_in_items_ptr=positions, token_pos_in_items_len=most or None, max_item_len_ptr=max_item_len)
+    for name, value in told.items():
+        require(value is None, name, "a value", "None without prefix_len_ptr, which asks for multi-item scoring")
+    return False
+
+
+def multi_item_mask(asked: tuple, tables: tuple, names: tuple, prefix_len, positions, most) -> torch.Tensor:
+    """The multi-item mask of a batch. It is built from lengths on the host: with tables on a GPU this waits for it.
+
+    Parameters
+    ----------
+    asked, tables, names
+        Arguments of `options` and tables of a plan, and what the caller calls those.
+    prefix_len : int Tensor [batch], or int
+    positions : int Tensor [batch * most]
+    most : int
+        Each as `multi_item` has it.
+    """
+    request = Request(options(*plain(asked)), *tables, names=names)
+    request.lengths_on_host()
     require(positions is not None, "token_pos_in_items_ptr", None, "a tensor, with prefix_len_ptr")
-    q_indptr, kv_indptr = request.qo_indptr.tolist(), request.kv_indptr.tolist()
+    most, batch = int(number("token_pos_in_items_len", most)), request.batch_size
+    require_tensor("token_pos_in_items_ptr", positions)
+    positions = positions.flatten().to(torch.int64)
+    enough = most > 0 and positions.numel() >= batch * most
+    has = positions.numel() // max(batch, 1)
+    require(enough, "token_pos_in_items_len", most, f"1 ... {has}, what token_pos_in_items_ptr has of each request")
+    q_indptr, kv_indptr = (t.tolist() for t in tables[:2])
     kv_lens = [b - a for a, b in zip(kv_indptr, kv_indptr[1:])]
     if request.last_page_len is not None:
         last = request.last_page_len.tolist()
         kv_lens = [max((pages - 1) * request.options.page_size + tail, 0) for pages, tail in zip(kv_lens, last)]
     q_lens = [b - a for a, b in zip(q_indptr, q_indptr[1:])]
-    return multi_item(q_lens, kv_lens, prefix_len.tolist(), positions.to(torch.int64), most)
+    if isinstance(prefix_len, torch.Tensor) and prefix_len.numel() > 1:
+        prefixes = prefix_len.flatten().tolist()
+    else:
+        prefixes = [int(number("prefix_len_ptr", prefix_len))] * batch
+    require(len(prefixes) == batch, "prefix_len_ptr", f"{len(prefixes)} elements", f"{batch}, one for each request")
+    for i, (prefix, keys) in enumerate(zip(prefixes, kv_lens)):
+        require(0 <= prefix <= keys, "prefix_len_ptr", f"{prefix} of request {i}", f"0 ... {keys}, its keys")
+    return multi_item(q_lens, kv_lens, prefixes, positions, most)

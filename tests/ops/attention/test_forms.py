@@ -10,7 +10,7 @@ import flashinfer
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.attention.cases import check, workspace
-from tests.ops.attention.oracle import Options
+from tests.ops.attention.oracle import Extras, Options
 from tests.ops.attention.test_defaults import Entries
 
 HEADS, DIM, PAGE = (4, 2), 32, 4
@@ -113,3 +113,76 @@ def test_one_element_tensors_are_numbers(device):
                      q_data_type=torch.float32)  # fmt: skip
         out = wrapper.run(x.q, x.k, x.v, v_scale=torch.tensor(2.0, device=place))
         assert_close(out, expected * 2, (expected * 2).double(), "out")
+
+
+def items_seen(q_len, kv_len, prefix, positions):
+    """Row by row: a token sees the prefix, its own item up to itself, and nothing of other items."""
+    seen = torch.zeros(q_len, kv_len, dtype=torch.bool)
+    for row in range(q_len):
+        at = kv_len - q_len + row
+        first = at - positions[at - prefix] if at >= prefix else 0
+        for key in range(at + 1):
+            seen[row, key] = key < prefix or key >= first
+    return seen
+
+
+@pytest.mark.parametrize("options", [{}, dict(pos_encoding_mode="ROPE_LLAMA"), dict(logits_soft_cap=5.0)], ids=str)
+def test_multi_item_scoring(options, device):
+    """Items of 2 and 3 tokens behind a prefix of 6, each behind a delimiter, on both paths and given in any type."""
+    positions = [0, 1, 2, 0, 1, 2, 3, 0]
+    x = generate.ragged_batch([10, 8], [14, 14], *HEADS, DIM, dtype=torch.float16, device=device)
+    masks = [items_seen(n, 14, 6, positions).to(device) for n in (10, 8)]
+    paged = generate.paged(x, PAGE)
+    for prefix, dtype in ((6, torch.uint16), (torch.tensor([6, 6], dtype=torch.uint32), torch.int32),
+                          (torch.tensor(6), torch.int64)):  # fmt: skip
+        items = dict(prefix_len_ptr=prefix, token_pos_in_items_ptr=torch.tensor(positions * 2).to(dtype),
+                     token_pos_in_items_len=8, max_item_len_ptr=torch.tensor([3, 3]).to(dtype))  # fmt: skip
+        ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+        ragged.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, causal=True, **items, **options)
+        pages = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+        pages.plan(x.qo_indptr, paged.indptr, paged.indices, paged.last_page_len, *HEADS, DIM, PAGE, causal=True,
+                   **items, **options)  # fmt: skip
+        for result in (ragged.run(x.q, x.k, x.v, return_lse=True), pages.run(x.q, paged.kv_cache, return_lse=True)):
+            check(result, x, Options(**options), Extras(masks=masks))
+    for name in ("token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"):
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            ragged.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, **{name: items[name]})
+    for name, wrong in (("prefix_len_ptr", 15), ("prefix_len_ptr", torch.tensor([6, 6, 6])),
+                        ("token_pos_in_items_len", 9)):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            ragged.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, **items | {name: wrong})
+
+
+def test_what_is_told_twice_has_to_agree():
+    x = generate.ragged_batch([3, 1], [9, 4], *HEADS, DIM, dtype=torch.float16)
+    paged = generate.paged(x, PAGE)
+    tables = paged.indptr, paged.indices, paged.last_page_len
+    blocks = torch.full((2, 5), -1, dtype=torch.int32)
+    blocks[0, :3], blocks[1, :1] = paged.indices[:3], paged.indices[3:]
+    lens = torch.tensor([9, 4])
+    right = dict(seq_lens=lens.view(2, 1, 1, 1), block_tables=blocks)
+    wrong = [("seq_lens", lens + 1), ("seq_lens", lens[:1]), ("block_tables", blocks.flip(0)),
+             ("block_tables", blocks[:, :2])]  # fmt: skip
+    prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"))
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"))
+    decode.plan(*tables, *HEADS, DIM, PAGE, **right)
+    for name, value in wrong:
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            decode.plan(*tables, *HEADS, DIM, PAGE, **{name: value})
+    more = dict(seq_lens_q=torch.tensor([3, 1]), max_token_per_sequence=3, max_sequence_kv=torch.tensor(9))
+    prefill.plan(x.qo_indptr, *tables, *HEADS, DIM, PAGE, **right, **more)
+    ragged.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, seq_lens=lens, **more)
+    bounds = [("seq_lens_q", lens), ("max_token_per_sequence", 2), ("max_sequence_kv", 8), ("uniform_q_len", 3)]
+    for name, value in wrong + bounds:
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            prefill.plan(x.qo_indptr, *tables, *HEADS, DIM, PAGE, **{name: value})
+    for name, value in bounds:
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            ragged.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, **{name: value})
+
+
+def test_workspace_size_of_a_wrapper_with_sinks():
+    wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace("cpu"), head_dim_qk=DIM, head_dim_vo=DIM)
+    one = torch.tensor([0, 1])
+    assert wrapper.workspace_size(one, one, torch.zeros(1, dtype=torch.int32), one[1:], *HEADS, DIM, PAGE) == (0, 0)

@@ -1,0 +1,77 @@
+"""What a plan is told twice: lengths, block tables and bounds beside the tables that already say them."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import number, require
+from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def check_agrees(tables: tuple, names: tuple, page_size: int, *, seq_lens=None, seq_lens_q=None, block_tables=None,
+                 max_q=None, max_kv=None, uniform_q_len=None) -> None:  # fmt: skip
+    """Raise ValueError where one of these contradicts `tables`, in the order of `tables.NAMES`, which `names` names.
+
+    Only what is on the host is compared: looking at the rest would wait for the device. What is wrong with the tables
+    themselves is left to the plan.
+    """
+    given = dict(seq_lens=seq_lens, seq_lens_q=seq_lens_q, block_tables=block_tables, max_token_per_sequence=max_q,
+                 max_sequence_kv=max_kv, uniform_q_len=uniform_q_len)  # fmt: skip
+    if not any(value is not None for value in given.values()):
+        return
+    q_lens = _steps(tables[QO_INDPTR])
+    pages, last = _steps(tables[KV_INDPTR]), tables[LENGTHS]
+    kv_lens = pages
+    if page_size and pages is not None:
+        known = _on_host(last) and last.shape == pages.shape and isinstance(page_size, int)
+        kv_lens = torch.where(pages > 0, (pages - 1) * page_size + last, 0) if known else None
+    for name, told, lens, of in (("seq_lens", seq_lens, kv_lens, names[KV_INDPTR]),
+                                 ("seq_lens_q", seq_lens_q, q_lens, names[QO_INDPTR])):  # fmt: skip
+        _check_lens(name, told, lens, of)
+    for name, bound, lens in (("max_token_per_sequence", max_q, q_lens), ("max_sequence_kv", max_kv, kv_lens)):
+        if bound is not None and lens is not None and lens.numel():
+            longest, bound = int(lens.max()), number(name, bound)
+            require(longest <= bound, name, bound, f"at least {longest}, the longest of the tables")
+    if uniform_q_len is not None and q_lens is not None:
+        uniform = bool((q_lens == uniform_q_len).all())
+        require(uniform, "uniform_q_len", uniform_q_len, f"the query length of every request by {names[QO_INDPTR]}")
+    if block_tables is not None and pages is not None:
+        _check_blocks(block_tables, tables, pages, names)
+
+
+def _on_host(table) -> bool:
+    return isinstance(table, torch.Tensor) and table.device.type == "cpu" and table.dtype in _INTEGERS
+
+
+def _steps(indptr) -> torch.Tensor | None:
+    return indptr.diff() if _on_host(indptr) and indptr.dim() == 1 and indptr.numel() else None
+
+
+def _check_lens(name: str, told, lens: torch.Tensor | None, of: str) -> None:
+    if told is None or lens is None or not isinstance(told, torch.Tensor):
+        return
+    require(told.numel() == lens.numel(), name, tuple(told.shape), f"{lens.numel()} elements, as {of} has requests")
+    if told.device.type != "cpu":
+        return
+    wrong = (told.flatten().long() != lens.long()).nonzero().flatten().tolist()
+    if wrong:
+        at = wrong[0]
+        require(False, name, f"{int(told.flatten()[at])} of request {at}", f"{int(lens[at])}, as {of} has it")
+
+
+def _check_blocks(block_tables, tables: tuple, pages: torch.Tensor, names: tuple) -> None:
+    """Compare the rows of a rectangular block table with the ids that the plan has."""
+    require(isinstance(block_tables, torch.Tensor) and block_tables.dim() == 2, "block_tables",
+            tuple(getattr(block_tables, "shape", ())), "[batch, max_pages]")  # fmt: skip
+    shape, batch = tuple(block_tables.shape), pages.numel()
+    longest = int(pages.max()) if batch else 0
+    fits = shape[0] == batch and shape[1] >= longest
+    require(fits, "block_tables", shape, f"[{batch}, at least {longest}], as {names[KV_INDPTR]} has it")
+    indices, indptr = tables[KV_INDICES], tables[KV_INDPTR]
+    if not (_on_host(indices) and _on_host(block_tables)) or int(indptr[-1]) > indices.shape[0]:
+        return
+    used = torch.arange(shape[1], dtype=torch.int64, device="cpu") < pages[:, None]
+    same = torch.equal(block_tables[used].long(), indices[int(indptr[0]) : int(indptr[-1])].long())
+    require(same, "block_tables", "other page ids", f"those of {names[KV_INDICES]}")
