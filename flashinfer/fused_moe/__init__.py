@@ -3,6 +3,7 @@
 from flashinfer.fused_moe.api import QuantFormat
 from flashinfer.fused_moe.cute_dsl import CuteDslMoEWrapper, cute_dsl_fused_moe_nvfp4
 from flashinfer.fused_moe.cutlass import cutlass_fused_moe
+from flashinfer.fused_moe.hash_topk import hash_topk
 from flashinfer.fused_moe.layouts import (
     convert_to_block_layout,
     interleave_moe_scales_for_sm90_mixed_gemm,
@@ -39,6 +40,7 @@ __all__ = [
     "cute_dsl_fused_moe_nvfp4",
     "cutlass_fused_moe",
     "fused_topk_deepseek",
+    "hash_topk",
     "interleave_moe_scales_for_sm90_mixed_gemm",
     "interleave_moe_weights_for_sm90_mixed_gemm",
     "preprocess_moe_weights_for_sm90_mixed_gemm_humming",

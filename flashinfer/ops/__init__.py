@@ -16,6 +16,7 @@ _ROOMS = (
     "sampling",
     "topk",
     "moe.routing",
+    "moe.hash_routing",
     "moe.experts",
     "moe.finalize",
     "attention.prefill",
