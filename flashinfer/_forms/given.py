@@ -37,6 +37,8 @@ def real(name: str, value) -> float:
 
 def flag(name: str, value) -> bool:
     """True or False, given as one, as 0 or 1, or as a tensor with one of them."""
+    if value is True or value is False:
+        return value
     if isinstance(value, torch.Tensor):
         require(value.numel() == 1, name, tuple(value.shape), "True or False")
         value = value.item()
@@ -46,6 +48,8 @@ def flag(name: str, value) -> bool:
 
 def scale(name: str, value, device: torch.device):
     """A finite number, or float32 [1] on the compute device; a tensor on the host beside a GPU becomes a number."""
+    if type(value) is float and math.isfinite(value):
+        return value
     if not isinstance(value, torch.Tensor):
         return real(name, value)
     require(value.numel() == 1, name, tuple(value.shape), "a number, or a tensor of one element")
@@ -70,6 +74,6 @@ def with_pages(kv_cache, kv_layout: str):
     axis = -2 if kv_layout == "HND" else -3
     if isinstance(kv_cache, torch.Tensor):
         return kv_cache.unsqueeze(axis) if kv_cache.dim() == 4 and kv_cache.shape[1] in (1, 2) else kv_cache
-    if all(isinstance(t, torch.Tensor) and t.dim() == 3 for t in kv_cache):
-        return tuple(t.unsqueeze(axis) for t in kv_cache)
+    if len(kv_cache) == 2 and kv_cache[0].dim() == kv_cache[1].dim() == 3:
+        return kv_cache[0].unsqueeze(axis), kv_cache[1].unsqueeze(axis)
     return kv_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer._core.kv_layout import check_layout
+from flashinfer._core.kv_layout import LAYOUTS, check_layout
 from flashinfer._forms.given import flag, head_sinks, scale, whole, with_pages
 from flashinfer._forms.outputs import Output
 from flashinfer._forms.pages import as_one_type, gathered, pair_of
@@ -150,9 +150,11 @@ def trtllm_batch_decode_with_kv_cache(
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
     """
-    check_layout(kv_layout)
-    known = bf16q_fp8kv_transform_mode in (None, "k_only", "separate_kv")
-    require(known, "bf16q_fp8kv_transform_mode", repr(bf16q_fp8kv_transform_mode), "None, 'k_only', 'separate_kv'")
+    if kv_layout not in LAYOUTS:
+        check_layout(kv_layout)
+    if bf16q_fp8kv_transform_mode not in (None, "k_only", "separate_kv"):
+        mode = repr(bf16q_fp8kv_transform_mode)
+        require(False, "bf16q_fp8kv_transform_mode", mode, "None, 'k_only', 'separate_kv'")
     window_left = whole("window_left", window_left)
     kv_cache = as_one_type(with_pages(kv_cache, kv_layout))
     device, by_head = query.device, flag("enable_block_sparse_attention", enable_block_sparse_attention)
@@ -177,8 +179,9 @@ def trtllm_batch_decode_with_kv_cache(
         return _by_head(query, kv_cache, kv_layout, block_tables, seq_lens, queries, output, call)
     lens = flat_integers(seq_lens, "seq_lens", device, batch)
     call |= dict(longest_q=longest, causal=longest != 1, window_left=window_left)
-    call |= _mask_of(query, queries, lens, longest, window_left, mask, (whole("cp_world", cp_world),
-                     whole("cp_rank", cp_rank), causal_seqlens_kv_global))  # fmt: skip
+    if mask is not None or cp_world != 1 or cp_rank != 0:
+        ranks = whole("cp_world", cp_world), whole("cp_rank", cp_rank), causal_seqlens_kv_global
+        call |= _mask_of(query, queries, lens, longest, window_left, mask, ranks)
     return output.finish(
         attend_pages(query, kv_cache, kv_layout, block_tables, lens, queries, **call, **output.call)
     )
@@ -187,7 +190,8 @@ def trtllm_batch_decode_with_kv_cache(
 def _mask_of(query, queries: dict, lens, longest: int, window_left: int, mask, ranks: tuple) -> dict:
     """The arguments of `attend_pages` that say what is seen, where a mask or context parallelism changes them."""
     cp_world, cp_rank, prefix = ranks
-    require(0 <= cp_rank < cp_world, "cp_rank", cp_rank, f"0 ... {cp_world - 1}, below cp_world")
+    if not 0 <= cp_rank < cp_world:
+        require(False, "cp_rank", cp_rank, f"0 ... {cp_world - 1}, below cp_world")
     if cp_world > 1 and (longest != 1 or window_left >= 0):
         require(prefix is not None, "causal_seqlens_kv_global", None, "a tensor, with several queries or a window")
         require(mask is None, "mask", "a tensor", f"None with cp_world {cp_world}")
@@ -239,13 +243,15 @@ def _by_head(query, kv_cache, kv_layout: str, tables, seq_lens, queries: dict, o
 def queries_of(query: torch.Tensor, batch: int, q_len: int | None, indptr: torch.Tensor | None,
                longest: int | None) -> tuple[dict, int]:  # fmt: skip
     """What tells the queries of each request (see `Table`), and the most that a request has; 0 if that is unknown."""
-    require(query.dim() == 3, "query", tuple(query.shape), "[tokens, num_qo_heads, head_dim]")
+    if query.dim() != 3:
+        require(False, "query", tuple(query.shape), "[tokens, num_qo_heads, head_dim]")
     if indptr is not None:
         longest = None if longest is None else whole("max_q_len", longest, 1)
         return dict(qo_indptr=flat_integers(indptr, "cum_seq_lens_q", query.device, batch + 1)), longest or 0
     tokens = query.shape[0]
     q_len = whole("q_len_per_req", q_len) if q_len is not None else tokens // batch if batch else 1
-    require(q_len >= 1 and tokens == batch * q_len, "query", f"{tokens} tokens", f"{batch} requests of {q_len} queries")
+    if q_len < 1 or tokens != batch * q_len:
+        require(False, "query", f"{tokens} tokens", f"{batch} requests of {q_len} queries")
     return dict(q_len=q_len), q_len
 
 

@@ -86,7 +86,7 @@ def _gather(problem: Problem, x: Inputs, b: _Bucket) -> tuple[torch.Tensor, torc
         rows = (base + positions).clamp(max=max(x.k.shape[0] - 1, 0))
         k, v = (_at(t, rows) for t in (x.k, x.v))
     k, v = k.float(), v.float()
-    if b.most_kv:
+    if b.most_kv and bool((b.kv_len == 0).any()):
         # What was read for a request without keys has no weight, and 0 times NaN is NaN.
         v = v.masked_fill((b.kv_len == 0)[:, :, None, None], 0.0)
     if problem.pos_encoding == "ROPE_LLAMA":
