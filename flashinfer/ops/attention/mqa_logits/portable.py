@@ -16,13 +16,15 @@ _PROGRAMS_PER_SM = 4
 
 
 def build(p, c) -> Build:
-    element = "*u8:16" if p.form in ("fp8", "mxfp4") else f"*{p.form}:16"
+    narrow = p.form in ("fp8", "mxfp4")
+    # Rows start on 16 bytes: so many elements apart.
+    element, apart = ("*u8:16", "i64:16") if narrow else (f"*{p.form}:16", "i64:8")
     stored = p.head_dim // (2 if p.form == "mxfp4" else 1)
     types = dict(
         q=element, keys=element, scales="*u8" if p.form == "mxfp4" else "*fp32", weights="*fp32", lens="*i32",
         tables="*i32", logits=f"*{p.out}", q_scales="*u8", begins="*i32", context="i32", origin="i32",
-        q_stride_b="i64:16", q_stride_t="i64:16", q_stride_h="i64:16",
-        keys_stride_page="i64:16" if p.aligned else "i64:4", scales_stride_page="i64", tables_stride="i64",
+        q_stride_b=apart, q_stride_t=apart, q_stride_h=apart,
+        keys_stride_page=apart if p.aligned else "i64:4", scales_stride_page="i64", tables_stride="i64",
         logits_stride="i64",
     )  # fmt: skip
     constants = dict(
