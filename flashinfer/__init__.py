@@ -56,9 +56,11 @@ _ROOT_NAMES = {
         "single_decode_with_kv_cache",
     ),
     "gated_act_mxfp8": ("silu_and_mul_mxfp8_quantize",),
+    "gdn2_prefill": ("chunk_gated_delta_rule2",),
     "gdn_decode": (),
     "gdn_kernels": ("gdn_fused_decode_step", "gdn_fused_decode_step_supported"),
     "gdn_prefill": ("chunk_gated_delta_rule",),
+    "gdp_prefill": ("chunk_gated_delta_product",),
     "gemm": (
         "SegmentGEMMWrapper",
         "bmm_bf16",

@@ -59,6 +59,7 @@ def run_chunks(
     normalize: bool,
     backend: str = "auto",
     marks: Marks | None = None,
+    write: torch.Tensor | None = None,
 ) -> None:
     """Run whole prompts; the arguments are those of the room's operands, shapes checked."""
     on_the_way = {} if marks is None else {"state_checkpoints": marks.out, "checkpoint_cu_starts": marks.starts,
@@ -74,6 +75,8 @@ def run_chunks(
     channels = tokens.gate is not None and tokens.gate.dim() == 4
     q, k, v = (rows_of(x) for x in tokens[:3])
     tokens = tokens._replace(q=q, k=k, v=v, gate=rows_of(tokens.gate) if channels else tokens.gate)
+    if beta == "channels":
+        tokens, write = tokens._replace(beta=rows_of(tokens.beta)), rows_of(write)
     a_log, bias = gates.a_log, gates.bias
     gates = gates._replace(a_log=None if a_log is None else a_log.float().contiguous(),
                            bias=None if bias is None else bias.contiguous())  # fmt: skip
@@ -115,8 +118,9 @@ def run_chunks(
         first_mark=bool(marks and marks.first),
         mark_slots=bool(marks and marks.slots is not None),
         stride=math.gcd(marks.every, room.CHUNK) if marks else room.CHUNK,
+        write_dtype=name(write),
         aligned=whole_rows(q, k, v, tokens.gate if channels else None, result),
     )
-    room.delta_chunks(problem, device, backend).run(tokens, gates, pool, result, scale, marks)
+    room.delta_chunks(problem, device, backend).run(tokens, gates, pool, result, scale, marks, write)
     if result is not out:
         out.copy_(result)

@@ -129,9 +129,13 @@ class Chunks:
 
     Attributes
     ----------
-    key_dim, value_dim, dtype, out_dtype, gate, channels, gate_dtype, bias_dtype, beta, beta_dtype, source_dtype,
+    key_dim, value_dim, dtype, out_dtype, gate, channels, gate_dtype, bias_dtype, beta_dtype, source_dtype,
     state_dtype, index, packed, normalize, read, aligned
         As of Step; q and k are rounded to their dtype again once they are normalized.
+    beta : str
+        Also "channels": the erase gate of each key channel, and the correction is w v - S (beta k).
+    write_dtype : str
+        Of w, the write gate of each value; "" where there is none.
     bounded : bool
         No decay is below exp(-5) a token, so that those of 16 tokens stay within the range of the operands.
     marks_dtype : str
@@ -165,6 +169,7 @@ class Chunks:
     first_mark: bool = False
     mark_slots: bool = False
     stride: int = CHUNK
+    write_dtype: str = ""
     aligned: bool = True
 
 
@@ -230,6 +235,8 @@ def _prefills() -> Iterator[Chunks]:
     soft = {**kda, "gate": "softplus", "source_dtype": "fp32", "state_dtype": "fp32", "packed": False}
     yield Chunks(128, 128, "bf16", "bf16", **soft, marks_dtype="bf16", first_mark=True, stride=32)
     log = {"gate": "log", "gate_dtype": "fp16", "beta": "value", "beta_dtype": "fp16", "channels": True}
+    second = {"gate": "log", "gate_dtype": "fp32", "channels": True, "beta": "channels", "beta_dtype": "bf16"}
+    yield Chunks(128, 128, "bf16", "bf16", **second, **fp32, normalize=True, write_dtype="bf16")
     yield Chunks(64, 64, "fp16", "fp16", **log, **fp32, marks_dtype="fp32", mark_slots=True, aligned=False)
 
 

@@ -61,7 +61,7 @@ def logs_of(at_gate, by_gate, token, inside, wide, rate, shift, numbers, GATE: t
 @triton.jit
 def betas_of(at_beta, by_beta, token, inside, BETA: tl.constexpr):
     beta = tl.where(inside, 1.0, 0.0)
-    if BETA != "":
+    if BETA != "" and BETA != "channels":
         beta = tl.load(at_beta + token * by_beta, inside, other=0).to(tl.float32)
         if BETA == "logit":
             beta = tl.where(inside, sigmoid(beta), 0)
@@ -86,15 +86,15 @@ def block_of_channels(
 
 
 @triton.jit
-def products_within(k, q, c, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr):
-    """k_i . k_j and q_i . k_j of a block, i no earlier than j, each channel with its decay from j to i."""
+def products_within(k, erase, q, c, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr):
+    """erase_i . k_j and q_i . k_j of a block, i no earlier than j, each channel with its decay from j to i."""
     i = tl.arange(0, BLOCK)
     if BOUNDED:
         # From the middle of a block, decays of at least exp(-5) a token stay within exp(+-45).
         middle = tl.sum(tl.where((i == BLOCK // 2)[:, None], c, 0), 0)[None, :]
         right = tl.trans((k * tl.exp(middle - c)).to(OPERAND))
         left = tl.exp(c - middle)
-        kk = tl.dot((k * left).to(OPERAND), right, input_precision=PRECISION)
+        kk = tl.dot((erase * left).to(OPERAND), right, input_precision=PRECISION)
         qk = tl.dot((q * left).to(OPERAND), right, input_precision=PRECISION)
     else:
         # The quotient of two decays has no bound on either side of a reference, so each is taken by itself.
@@ -104,7 +104,7 @@ def products_within(k, q, c, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, OPE
             mine = (i == j)[:, None]
             key = tl.sum(tl.where(mine, k, 0), 0)[None, :]
             key *= tl.exp(tl.where((i >= j)[:, None], c - tl.sum(tl.where(mine, c, 0), 0)[None, :], 0))
-            kk = tl.where((i == j)[None, :], tl.sum(k * key, 1)[:, None], kk)
+            kk = tl.where((i == j)[None, :], tl.sum(erase * key, 1)[:, None], kk)
             qk = tl.where((i == j)[None, :], tl.sum(q * key, 1)[:, None], qk)
     return kk, qk
 
@@ -179,16 +179,20 @@ def systems_of_channels(
             at_q, at_k, at_gate, by_q, by_k, by_gate, token, left, rate, shift, numbers, of, GATE, NORMALIZE, KEYS
         )
         beta = betas_of(at_beta, by_beta, token, token < left, BETA)[:, None]
-        kk, qk = products_within(k, q, c, BOUNDED, PRECISION, OPERAND)
+        erase = k
+        if BETA == "channels":
+            wide = (token < left)[:, None] & (column < of.key_dim)[None, :]
+            erase *= tl.load(at_beta + token[:, None] * by_beta + column[None, :], wide, other=0).to(tl.float32)
+        kk, qk = products_within(k, erase, q, c, BOUNDED, PRECISION, OPERAND)
         tl.store(scratch + block_at(i, i, TOKENS), tl.where(below, kk * beta, 0))
         tl.store(scores + block_at(i, i, TOKENS), tl.where(upto, qk * numbers.scale, 0).to(OPERAND))
         place = token[:, None] * KEYS + column[None, :]
         since = tl.exp(before[None, :] + c)
-        tl.store(rows_k + place, (k * since).to(OPERAND))
+        tl.store(rows_k + place, (erase * since).to(OPERAND))
         tl.store(rows_q + place, (q * (since * numbers.scale)).to(OPERAND))
         tl.store(rows_last + place, (k * tl.exp((total - before)[None, :] - c)).to(OPERAND))
         since = tl.exp(c)
-        k = (k * since).to(OPERAND)
+        erase = (erase * since).to(OPERAND)
         q = (q * since).to(OPERAND)
         gap = tl.zeros([KEYS], tl.float32)
         for back in range(i):
@@ -199,7 +203,7 @@ def systems_of_channels(
             )  # fmt: skip
             gap += earlier
             kj = tl.trans((kj * tl.exp(gap[None, :] - cj)).to(OPERAND))
-            kk = tl.dot(k, kj, input_precision=PRECISION) * beta
+            kk = tl.dot(erase, kj, input_precision=PRECISION) * beta
             tl.store(scratch + block_at(i, j, TOKENS), kk)
             qk = tl.dot(q, kj, input_precision=PRECISION) * numbers.scale
             tl.store(scores + block_at(i, j, TOKENS), qk.to(OPERAND))
@@ -337,6 +341,7 @@ def scan_kernel(
     q,
     k,
     v,
+    w,
     offsets,
     read,
     source,
@@ -354,6 +359,7 @@ def scan_kernel(
     q_by,
     k_by,
     v_by,
+    w_by,
     out_by,
     source_by,
     state_by,
@@ -436,6 +442,9 @@ def scan_kernel(
             p = tl.load(scores + tile * (TOKENS * TOKENS) + block, lower, other=0)
             v_mask = inside_chunk[:, None] & in_values[None, :]
             values = tl.load(at_v + token[:, None] * v_by.token + value[None, :], v_mask, other=0).to(tl.float32)
+            if w is not None:
+                at_w = w + origin * w_by.row + (first + token)[:, None] * w_by.token + head * w_by.head
+                values *= tl.load(at_w + value[None, :], v_mask, other=0).to(tl.float32)
             narrow = s.to(OPERAND)
             if CHANNELS:
                 rows = tile * (TOKENS * KEYS) + i[:, None] * KEYS + column[None, :]
@@ -541,13 +550,14 @@ def _build_prepare(problem, config):
 def _build_scan(problem, config):
     constants, narrow = _common(problem, config), config.operand
     mark, table = problem.marks_dtype, problem.index
-    kinds = {"q": problem.dtype, "k": problem.dtype, "v": problem.dtype, "offsets": table if problem.packed else ""}
+    kinds = {"q": problem.dtype, "k": problem.dtype, "v": problem.dtype, "w": problem.write_dtype}
+    kinds |= {"offsets": table if problem.packed else ""}
     kinds |= {"read": table if problem.read else "", "source": problem.source_dtype, "state": problem.state_dtype}
     kinds |= {"marks": mark, "mark_starts": table if mark else "", "mark_slots": table if problem.mark_slots else ""}
     kinds |= _workspace(problem, narrow) | {"out": problem.out_dtype}
     rows = {"q", "k", "v", "out"} if problem.aligned else set()
     types = pointers(kinds, rows | set(_workspace(problem, narrow)))
-    places = dict.fromkeys(("q_by", "k_by", "v_by", "out_by"), _INPUT)
+    places = dict.fromkeys(("q_by", "k_by", "v_by", "w_by", "out_by"), _INPUT)
     places |= dict.fromkeys(("source_by", "state_by", "marks_by"), _STATE)
     types |= place_types(places, {f"{name}_by": kinds[name] for name in rows})
     sizes = ("sequences", "tokens", "chunks", "heads", "key_dim", "value_dim", "null", "every")
@@ -570,7 +580,7 @@ def at_once(problem, config):
     yield launch_scan, problem, config
 
 
-def run(problem, config, tokens, gates, pool, out, scale, marks=None):
+def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None):
     """Every sequence from its state to its last token; see operands.py for what is read and written."""
     device, n, heads = out.device, tokens.sequences, tokens.heads
     rows, length, keys, values = tokens.k.shape[0], tokens.k.shape[1], tokens.k.shape[3], tokens.v.shape[3]
@@ -599,9 +609,9 @@ def run(problem, config, tokens, gates, pool, out, scale, marks=None):
     launch_prepare(problem, config, grid, *given, scratch, *workspace, *flat, *sizes, tiles, *grouped, *numbers)
 
     tables = (None,) * 3 if marks is None else (marks.out, marks.starts, marks.slots)
-    given = [*tokens[:3], tokens.offsets, pool.read, pool.source, pool.state, *tables]
+    given = [*tokens[:3], write, tokens.offsets, pool.read, pool.source, pool.state, *tables]
     given = [x for x in given if x is not None]
-    flat = [s for x in (*tokens[:3], out) for s in strides(x, (0, 1, 2))]
+    flat = [s for x in (*tokens[:3], write, out) for s in strides(x, (0, 1, 2))]
     flat += [s for x in (pool.source, pool.state, tables[0]) for s in strides(x, (0, 1, 2, 3))]
     more = (values, pool.null, 1 if marks is None else marks.every, group["q"], group["k"], group["v"])
     grid = (triton.cdiv(values, config.rows), heads, n + problem.packed)

@@ -196,7 +196,7 @@ LEAST = -64.0
 BLOCK = 16
 
 
-def chunks(problem: Chunks, tokens, gates, pool, out, scale, marks=None) -> None:
+def chunks(problem: Chunks, tokens, gates, pool, out, scale, marks=None, write=None) -> None:
     """The WY form, one sequence and one chunk of 64 padded tokens at a time: bits depend on nothing else."""
     heads = tokens.heads
     bounds = [(i, 0, tokens.k.shape[1]) for i in range(tokens.k.shape[0])]
@@ -221,7 +221,7 @@ def chunks(problem: Chunks, tokens, gates, pool, out, scale, marks=None) -> None
             place += 1
         for first in range(begin, end, problem.stride):
             last = min(first + problem.stride, end)
-            state = _chunk(problem, tokens, log, (row, first, last), state, out, scale)
+            state = _chunk(problem, tokens, log, (row, first, last), state, out, scale, write)
             done = first + problem.stride - begin
             if marks is not None and done % marks.every == 0 and done < end - begin + (not marks.first):
                 _mark(marks, table, place, state)
@@ -236,7 +236,7 @@ def _mark(marks, table, place, state) -> None:
         marks.out[place] = stored(state, marks.out.dtype)
 
 
-def _chunk(problem, tokens, log, where, state, out, scale):
+def _chunk(problem, tokens, log, where, state, out, scale, write):
     """One chunk: outputs, and the state after it. Everything is [heads, 64, ...], padded with zeros."""
     row, first, last = where
     heads = state.shape[0]
@@ -251,15 +251,19 @@ def _chunk(problem, tokens, log, where, state, out, scale):
     if problem.normalize:
         q, k = normalized(q), normalized(k)
     beta = torch.ones(heads, CHUNK, dtype=torch.float32, device=out.device)
-    if tokens.beta is not None:
+    erase = k
+    if problem.beta == "channels":
+        erase = k * padded(tokens.beta)
+    elif tokens.beta is not None:
         beta = padded(tokens.beta.float().sigmoid() if problem.beta == "logit" else tokens.beta)
     sums = torch.zeros(heads, CHUNK, 1, dtype=torch.float32, device=out.device)
     if log is not None:
         sums = padded(log).cumsum(1)
         sums = sums if problem.channels else sums[..., None]
-    keys, queries = (_decayed_products(x, k, sums) for x in (k, q))
+    keys, queries = (_decayed_products(x, k, sums) for x in (erase, q))
     since = sums.exp()
-    values = v - (k * since) @ state.mT
+    v = v if write is None else v * padded(write)
+    values = v - (erase * since) @ state.mT
     lower = (keys * beta[..., None]).tril(-1)
     change = torch.linalg.solve_triangular(lower, beta[..., None] * values, upper=False, unitriangular=True)
     o = (q * since) @ state.mT + queries.tril() @ change

@@ -277,3 +277,26 @@ def test_errors_name_the_argument(change, message):
     case = Case(1, 1)
     with pytest.raises(ValueError, match=message):
         flashinfer.recurrent_kda(*case.inputs, **change)
+
+
+def test_by_the_names_of_bindings(device):
+    """An output state leaves the initial one as it is."""
+    from flashinfer import cudnn
+
+    case = Case(1, 70, (2, 2), device=device)
+    initial = case.states(1)
+    before, final = initial.clone(), torch.full_like(initial, NAN)
+    more = {name: x for name, x in case.more.items() if name != "beta_is_logit"} | {"beta_is_logit": True}
+    out, given = cudnn.cudnn_recurrent_kda(
+        *case.inputs, initial_state=initial, output_final_state=True, output_state=final, batch_invariant=True, **more
+    )
+    assert given is final
+    assert_bitwise(initial, before)
+    expected, state = flashinfer.recurrent_kda(*case.inputs, initial_state=initial, output_final_state=True, **more)
+    assert_bitwise(out, expected)
+    assert_bitwise(final, state)
+    offsets = torch.tensor([0, 70], device=device)
+    q, k, v = (x[0] for x in (case.q, case.k, case.v))
+    for name in ("chunk_gated_delta_rule", "chunk_gated_delta_rule2", "chunk_gated_delta_product"):
+        ours = getattr(flashinfer, name)(q, k, v, cu_seqlens=offsets, use_qk_l2norm_in_kernel=True)
+        assert_bitwise(getattr(cudnn, f"cudnn_{name}")(q, k, v, cu_seqlens=offsets, use_qk_l2norm_in_kernel=True), ours)

@@ -58,8 +58,9 @@ def assert_near(out, truth, what="", by=NEAR):
 
 
 @backends
-@pytest.mark.parametrize("heads", [(1, 1, 2), (2, 1, 1), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "index"), [((1, 1, 2), torch.int32), ((2, 1, 1), torch.int64), ((2, 2, 2), torch.int32)], ids=str
+)
 def test_lengths_and_groups(backend, device, heads, index):
     prompt = Prompt([70, 0, 1, 64], heads, (24, 40), device=device, around=(3, 5))
     prompt.offsets = prompt.offsets.to(index)
@@ -88,8 +89,7 @@ def test_rounding(backend, device, dtype):
 
 
 @backends
-@pytest.mark.parametrize("decay", [1e-30, 0.0, 1.0, 0.5], ids=str)
-@pytest.mark.parametrize("beta", [0.0, 1.0])
+@pytest.mark.parametrize(("decay", "beta"), [(1e-30, 1.0), (0.0, 1.0), (1.0, 1.0), (1.0, 0.0), (0.5, 0.0)])
 def test_extremes(backend, device, decay, beta):
     """Decays of 0 and 1, beta 0 and 1, and keys that repeat, for which powers of the triangular system are large."""
     prompt = Prompt([90], device=device)
@@ -227,3 +227,54 @@ def test_errors_name_the_argument(change, message):
     given = {"q": prompt.q, "k": prompt.k, "v": prompt.v, "cu_seqlens": prompt.offsets} | change
     with pytest.raises(ValueError, match=message):
         flashinfer.chunk_gated_delta_rule(**given)
+
+
+@backends
+@pytest.mark.parametrize("given", [True, False])
+def test_gates_of_channels(backend, device, given):
+    """Gated delta rule 2: what is forgotten, erased and written has a gate of each channel."""
+    prompt = Prompt([70, 5], (1, 1, 2), device=device, k_by=1 if given else 0.1)
+    states = prompt.states()
+    g = -generate.randn(75, 2, 32, device=device).abs() if given else None
+    beta, w = (torch.rand(75, 2, 32, device=device) if given else None for _ in range(2))
+    out, final = flashinfer.chunk_gated_delta_rule2(
+        prompt.q, prompt.k, prompt.v, g, beta, w, prompt.scale, states, True, prompt.offsets, given, backend=backend
+    )
+    for i in range(2):
+        s = states[i].double()
+        for t in range(prompt.span(i).start, prompt.span(i).stop):
+            q, k, v = (x[t].double().expand(2, -1) for x in (prompt.q, prompt.k, prompt.v))
+            if given:
+                q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+                s, erase, v = s * g[t].double().exp()[:, None], beta[t] * k, w[t] * v
+            else:
+                erase = k
+            s = s + (v - (s * erase[:, None]).sum(-1))[..., None] * k[:, None]
+            assert_near(out[t], prompt.scale * (s * q[:, None]).sum(-1), f"token {t}")
+        assert_near(final[i], s)
+
+
+@backends
+@pytest.mark.parametrize("n", [1, 3])
+def test_products_of_corrections(backend, device, n):
+    """Gated DeltaProduct: one decay, n corrections, one readout a token."""
+    prompt = Prompt([30, 0, 8], (1, 1, 2), device=device)
+    states = prompt.states()
+    k, v = (generate.randn(38 * n, x, 32, device=device) for x in (1, 2))
+    beta = torch.rand(38 * n, 2, device=device)
+    out, final = flashinfer.chunk_gated_delta_product(
+        prompt.q, k, v, prompt.g, beta, n, prompt.scale, states, True, prompt.offsets, True, backend=backend
+    )
+    decay = torch.ones(38, n, 2, dtype=torch.float64, device=device)
+    decay[:, 0] = prompt.g
+    q = prompt.q.repeat_interleave(n, 0)
+    for i in range(3):
+        s = prompt.span(i)
+        wide = slice(s.start * n, s.stop * n)
+        given = q[wide], k[wide], v[wide], decay.flatten(0, 1)[wide], beta[wide]
+        truth, on_the_way, _ = recurrence(*given, states[i], prompt.scale, True)
+        if len(truth):
+            assert_near(out[s], truth[n - 1 :: n])
+            assert_near(final[i], on_the_way[-1])
+        else:
+            assert_bitwise(final[i], states[i])

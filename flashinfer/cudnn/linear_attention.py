@@ -1,0 +1,137 @@
+"""Gated delta rules by the names of upstream's cuDNN bindings: the same functions, with kernels of ours."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer._delta import require_shape
+from flashinfer.gdn2_prefill import chunk_gated_delta_rule2
+from flashinfer.gdn_prefill import chunk_gated_delta_rule
+from flashinfer.gdp_prefill import chunk_gated_delta_product
+from flashinfer.kda import recurrent_kda
+
+__all__ = [
+    "cudnn_chunk_gated_delta_product",
+    "cudnn_chunk_gated_delta_rule",
+    "cudnn_chunk_gated_delta_rule2",
+    "cudnn_recurrent_kda",
+]
+
+
+def cudnn_chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    output: torch.Tensor | None = None,
+    output_state: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+):
+    """`flashinfer.chunk_gated_delta_rule`: same parameters, results and errors.
+
+    batch_invariant : bits of a sequence do not depend on the batch; they never do.
+    """
+    return chunk_gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, output,
+        output_state,
+    )  # fmt: skip
+
+
+def cudnn_chunk_gated_delta_rule2(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    w: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    output: torch.Tensor | None = None,
+    output_state: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+):
+    """`flashinfer.chunk_gated_delta_rule2`: same parameters, results and errors.
+
+    batch_invariant : bits of a sequence do not depend on the batch; they never do.
+    """
+    return chunk_gated_delta_rule2(
+        q, k, v, g, beta, w, scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, output,
+        output_state,
+    )  # fmt: skip
+
+
+def cudnn_chunk_gated_delta_product(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    num_householder: int = 1,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    output: torch.Tensor | None = None,
+    output_state: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+):
+    """`flashinfer.chunk_gated_delta_product`: same parameters, results and errors.
+
+    batch_invariant : bits of a sequence do not depend on the batch; they never do.
+    """
+    return chunk_gated_delta_product(
+        q, k, v, g, beta, num_householder, scale, initial_state, output_final_state, cu_seqlens,
+        use_qk_l2norm_in_kernel, output, output_state,
+    )  # fmt: skip
+
+
+def cudnn_recurrent_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    beta_is_logit: bool = False,
+    output: torch.Tensor | None = None,
+    output_state: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+):
+    """`flashinfer.recurrent_kda` of decode and prefill: same parameters, results and errors, but for two.
+
+    output_state : receives the final states, and `initial_state` stays as it is; without one that is written in place.
+    batch_invariant : bits of a sequence do not depend on the batch; they never do.
+    """
+    if output_state is not None:
+        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        require_shape("output_state", output_state, sequences, v.shape[2], v.shape[3], k.shape[3])
+        alike = initial_state is None or initial_state.shape == output_state.shape
+        require(alike, "initial_state", "another shape", f"{tuple(output_state.shape)}, that of output_state")
+        if initial_state is None:
+            output_state.zero_()
+        elif initial_state is not output_state:
+            output_state.copy_(initial_state)
+        initial_state = output_state
+    return recurrent_kda(
+        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, lower_bound, cu_seqlens, output=output, beta_is_logit=beta_is_logit,
+    )  # fmt: skip

@@ -1,0 +1,107 @@
+"""Gated delta rule 2 over whole prompts: gates of each channel for what is forgotten, erased and written."""
+
+from __future__ import annotations
+
+import torch
+
+from flashinfer._core.checks import require
+from flashinfer._delta import (
+    INDICES,
+    INPUTS,
+    output_like,
+    require_dtype,
+    require_heads,
+    require_shape,
+    scale_or_unset,
+    variant_for,
+)
+from flashinfer._delta_prefill import check_states, run_chunks
+from flashinfer.ops.recurrent.delta.operands import Gates, Pool, Tokens
+
+__all__ = ["chunk_gated_delta_rule2"]
+
+
+def chunk_gated_delta_rule2(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    w: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    output: torch.Tensor | None = None,
+    output_state: torch.Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Packed sequences through a delta rule with gates of each channel, in chunks of 64 tokens.
+
+    Per head: ``S = S diag(exp(g)); S += (w v - S (beta k)) k^T; out = scale S q``.
+
+    Parameters
+    ----------
+    q, k, v, scale, initial_state, output_final_state, cu_seqlens, use_qk_l2norm_in_kernel, output, output_state
+        As of `chunk_gated_delta_rule`.
+    g : torch.Tensor, optional
+        [tokens, heads, K]: the logarithm of the decay of each key channel; 0 if not given. Below -64 it is taken for
+        that.
+    beta : torch.Tensor, optional
+        [tokens, heads, K]: what is erased of each key channel; 1 if not given.
+    w : torch.Tensor, optional
+        [tokens, heads, V]: what is written of each value; 1 if not given.
+    backend : str
+        "auto", "cudnn" (which is ours), "portable" or "reference".
+
+    Returns
+    -------
+    torch.Tensor or (torch.Tensor, torch.Tensor)
+        [tokens, heads, V] in the dtype of q; with `output_final_state` also the final states, in float32 if
+        `output_state` was not given.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or combination other than the above.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require(x.dim() == 3, name, f"shape {tuple(x.shape)}", "[tokens, heads, head_dim]")
+        require_dtype(name, x, INPUTS)
+        require(x.dtype == q.dtype, name, f"dtype {x.dtype}", f"{q.dtype}, that of q")
+    require(cu_seqlens is not None, "cu_seqlens", None, "a tensor [sequences + 1]")
+    require_shape("cu_seqlens", cu_seqlens, None)
+    require_dtype("cu_seqlens", cu_seqlens, INDICES)
+    require(cu_seqlens.shape[0] > 0, "cu_seqlens", "shape (0,)", "[sequences + 1]")
+    count, key_dim, value_dim = q.shape[0], q.shape[2], v.shape[2]
+    heads = require_heads(q, k, v, 1)
+    require_shape("k", k, count, None, key_dim)
+    require_shape("v", v, count, None, None)
+    for name, x, dim in (("g", g, key_dim), ("beta", beta, key_dim), ("w", w, value_dim)):
+        require_shape(name, x, count, heads, dim)
+        require_dtype(name, x, INPUTS)
+    one = torch.ones(1, dtype=q.dtype, device=q.device)
+    g = torch.zeros(1, dtype=q.dtype, device=q.device).expand(count, heads, key_dim) if g is None else g
+    beta = one.expand(count, heads, key_dim) if beta is None else beta
+    tokens = Tokens(*(x[None] for x in (q, k, v, g, beta)), cu_seqlens)
+    if output_state is None and output_final_state:
+        shape = tokens.sequences, heads, value_dim, key_dim
+        output_state = torch.empty(shape, dtype=torch.float32, device=q.device)
+    pool = Pool(initial_state, output_state)
+    check_states(tokens, pool, ("initial_state", "output_state", ""))
+    out = output_like(output, (count, heads, value_dim), q.dtype, q.device)
+    run_chunks(
+        tokens,
+        Gates(),
+        pool,
+        out[None],
+        scale_or_unset(scale, key_dim),
+        gate="log",
+        beta="channels",
+        normalize=use_qk_l2norm_in_kernel,
+        backend=variant_for(backend, "cudnn"),
+        write=None if w is None else w[None],
+    )
+    return (out, output_state) if output_final_state else out
