@@ -17,11 +17,14 @@ from flashinfer.ops.attention.request import Limits, Options, Request, tile_rows
 # Batches kept per thread: an engine's kinds (prefill, decode, with and without a window) on its streams.
 _MOST_KEPT = 64
 
+# What errors call the tables, in the order of `tables.NAMES`.
+_NAMES = "qo_indptr", "kv_indptr", "kv_lens", "kv_indices"
+
 _kept = threading.local()
 
 
 def run_direct(asked: Options, table: Table, q: torch.Tensor, kv, views, *, kv_tokens: int, longest_q: int = 0,
-               backend: str = "auto", **call):  # fmt: skip
+               backend: str = "auto", names: tuple[str, ...] = _NAMES, **call):  # fmt: skip
     """Attention of a batch that only the device knows. Nothing waits for it, so that a CUDA graph can capture it.
 
     Work lists and partial results are kept per thread and stream, and serve every call there whose batch fits; in a
@@ -40,6 +43,8 @@ def run_direct(asked: Options, table: Table, q: torch.Tensor, kv, views, *, kv_t
     longest_q : int
         The longest query, or about: what tiles are chosen by. 0 where it is unknown.
     backend : str
+    names : tuple of str
+        What the caller calls its tables.
     call
         The other arguments of Batch.run.
 
@@ -51,10 +56,10 @@ def run_direct(asked: Options, table: Table, q: torch.Tensor, kv, views, *, kv_t
     if device.type == "cuda" and torch._C._cuda_getDevice() != device.index:
         with torch.cuda.device(device):
             return run_direct(asked, table, q, kv, views, kv_tokens=kv_tokens, longest_q=longest_q, backend=backend,
-                              **call)  # fmt: skip
+                              names=names, **call)  # fmt: skip
     rows = tile_rows(table.q_len or longest_q, asked.group)
     batch = _batch_of(kind_of(asked, rows, table.mask is not None, device, backend))
-    request = Request(asked, table.qo_indptr, table.kv_indptr, q_len=table.q_len)
+    request = Request(asked, table.qo_indptr, table.kv_indptr, q_len=table.q_len, names=names)
     batch.fill(request, table, Limits(table.batch_size, q.shape[0], kv_tokens))
     return batch.run(q, kv, views, **call)
 

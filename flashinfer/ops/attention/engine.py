@@ -15,6 +15,10 @@ from flashinfer.ops.attention.problem import Table
 from flashinfer.ops.attention.request import NVFP4, options
 
 
+# What errors call the tables of block tables, in the order of `tables.NAMES`.
+_NAMES = "cum_seq_lens_q", "kv_indptr", "seq_lens", "block_tables"
+
+
 def refuse(name: str, value, allowed: str) -> None:
     """Refuse an argument by name, unless it is None, False or an empty container."""
     if value is not None and value is not False and value != () and value != []:
@@ -184,7 +188,7 @@ def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.
     )  # fmt: skip
     return run_direct(
         asked, table, q, kv_cache, _views(kv_layout), kv_tokens=batch * pages * page_size, longest_q=longest_q,
-        backend=backend, params=masked[1], **call,
+        backend=backend, names=_NAMES, params=masked[1], **call,
     )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def test_what_only_the_device_knows_is_checked_in_debug_mode(device, monkeypatch
     call(tables, kv, q_len=1)
     monkeypatch.setenv("FLASHINFER_DEBUG", "1")
     check(call(tables, kv, q_len=1), x, Options())
-    for name, lengths in (("kv_lens", [5, 0, 49]), ("paged_kv_indices", [5, 1, 40]), ("paged_kv_indices", [9, 0, 40])):
+    for name, lengths in (("kv_lens", [5, 0, 49]), ("kv_indices", [5, 1, 40]), ("kv_indices", [9, 0, 40])):
         with pytest.raises(ValueError, match=f"^{name}:"):
             call(tables, lengths, q_len=1)
     with pytest.raises(ValueError, match="^qo_indptr:"):

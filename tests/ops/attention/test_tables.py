@@ -302,3 +302,17 @@ def test_wide_values_do_not_wrap(which, device):
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
     with pytest.raises(ValueError, match=f"^{names[which]}: got 429496"):
         wrapper.plan(*tables, *HEADS, DIM, 4)
+
+
+def test_pages_outside_a_latent_cache_are_refused():
+    """On the CPU, where a look at tables waits for nothing."""
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace("cpu"))
+    offsets, lens = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+    q = torch.randn(1, 2, 32).half(), torch.randn(1, 2, 16).half()
+    cache = torch.randn(3, 8, 32).half(), torch.randn(3, 8, 16).half()
+    one = torch.tensor([0, 1], dtype=torch.int32)
+    for page in (-1, 3):
+        ids = torch.tensor([0, page], dtype=torch.int32)
+        wrapper.plan(one, offsets, ids, lens, 2, 32, 16, 8, False, 0.1, torch.float16, torch.float16)
+        with pytest.raises(ValueError, match=f"^kv_indices: got page {page} of request 0; allowed: 0 ... 2"):
+            wrapper.run(*q, *cache)

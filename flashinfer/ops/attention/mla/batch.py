@@ -218,7 +218,7 @@ class LatentBatch(Batch):
             fits = len(shape) == 3 and shape[1:] == (o.first_page, o.head_dim_vo)
             require(fits, "swa_kv_cache", shape, f"[pages, {o.first_page}, {o.head_dim_vo}]")
             self._check_one("swa_kv_cache", first_ckv, o.kv_dtype, "kv_data_type")
-        if self.debug and not o.sparse:
+        if self.looks and not o.sparse:
             self._check_on_device(q_nope, ckv)
         out = self._new_out(q_nope) if out is None else self._given(out, "out", (*q_nope.shape[:2], o.head_dim_vo))
         if not return_lse:
