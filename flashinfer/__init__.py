@@ -191,6 +191,7 @@ _ROOT_NAMES = {
         "single_prefill_with_kv_cache",
         "single_prefill_with_kv_cache_return_lse",
         "trtllm_fmha_v2_prefill",
+        "trtllm_sage_attention_quantize",
     ),
     "rope": (
         "apply_llama31_rope",

@@ -9,7 +9,7 @@ from flashinfer.cudnn import cudnn_batch_decode_with_kv_cache, cudnn_batch_prefi
 from flashinfer.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from flashinfer.prefill import (
     fmha_v2_prefill_deepseek, trtllm_batch_context_with_kv_cache, trtllm_fmha_v2_prefill,
-    trtllm_ragged_attention_deepseek,
+    trtllm_ragged_attention_deepseek, trtllm_sage_attention_quantize,
 )  # fmt: skip
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
@@ -334,3 +334,35 @@ def test_sage_quantised_operands(kind, device):
         sage_attn_sfs=(q_sf, k_sf, None, v_sf), num_elts_per_sage_attn_blk=(1, 16, 0, 0),
     )  # fmt: skip
     check(got, exact, Options(causal=True))
+
+
+@pytest.mark.parametrize("smooth", (False, True))
+@pytest.mark.parametrize("kind", (torch.int8, E4M3))
+def test_sage_quantisation(kind, smooth, device):
+    """A code times the scale of its block is within a step of the value; the largest of a block is met."""
+    torch.manual_seed(4)
+    qo, kv = [5, 0, 18], [21, 3, 18]
+    x = batch(qo, device, kv, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        made = trtllm_sage_attention_quantize(x.q, x.k, x.v, 4, 16, kind, x.qo_indptr, x.kv_indptr, smooth)
+    q, k, v, q_sf, k_sf, v_sf = made[:6]
+    assert q_sf.shape == (4, -(-23 // 4) + 2) and k_sf.shape == (2, -(-42 // 16) + 2) and v_sf.shape == (2, 64)
+    exact = x.k.float()
+    if smooth:
+        exact = exact - exact.mean(0)
+        assert_close(made[6], x.k.float().mean(0), x.k.double().mean(0), "k_mean")
+    largest, step = (127, 0.51 / 127) if kind == torch.int8 else (448, 1 / 15)
+    of_q, of_k = (q, q_sf, x.q.float(), x.qo_indptr, 4), (k, k_sf, exact, x.kv_indptr, 16)
+    for codes, scale, given, indptr, size in (of_q, of_k):
+        assert codes.dtype == kind
+        for i, (a, b) in enumerate(zip(indptr[:-1].tolist(), indptr[1:].tolist())):
+            for at in range(a, b, size):
+                rows = slice(at, min(at + size, b))
+                mine = scale[:, a // size + i + (at - a) // size]
+                most = given[rows].abs().amax((0, 2))
+                assert torch.allclose(mine, most / largest, rtol=1e-5)
+                error = (codes[rows].float() * mine[:, None] - given[rows]).abs().amax((0, 2))
+                assert (error <= most * step).all()
+    assert ((v.float() * v_sf - x.v.float()).abs() <= x.v.float().abs() / 15 + v_sf / 256).all()
+    with pytest.raises(ValueError, match="k_block_size"):
+        trtllm_sage_attention_quantize(x.q, x.k, x.v, 4, 8)
