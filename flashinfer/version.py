@@ -13,11 +13,11 @@ except ImportError:
     PUBLIC = "0.7.2.post1"
 
 # The public part is the upstream API that this package answers to, the local part is its own count.
-__version__ = f"{PUBLIC}+py.1"
+__version__ = f"{PUBLIC}+py.2"
 
 # distribution names that provide the module, first supported (major, minor), first unsupported one or None
 SUPPORTED = {
-    "torch": (("torch",), (2, 9), None),
+    "torch": (("torch",), (2, 10), None),
     "triton": (("triton", "pytorch-triton"), (3, 6), (3, 10)),
 }
 
@@ -39,7 +39,7 @@ def supported_range(module: str) -> str:
 
 
 def is_supported(module: str, version: str) -> bool:
-    """Whether `version` lies in the supported range; builds such as '2.9.0a0+git1234' count by major and minor."""
+    """Whether `version` lies in the supported range; builds such as '2.10.0a0+git1234' count by major and minor."""
     release = re.match(r"(\d+)\.(\d+)", version)
     if release is None:
         return False

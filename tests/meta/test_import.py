@@ -50,9 +50,9 @@ def test_import_takes_under_half_a_second_beyond_torch():
 @pytest.mark.parametrize(
     ("module", "version", "good"),
     [
-        ("torch", "2.8.1", False),
-        ("torch", "2.9.0", True),
-        ("torch", "2.9.0a0+145a3a7bda.nv25.10", True),
+        ("torch", "2.9.1", False),
+        ("torch", "2.10.0", True),
+        ("torch", "2.10.0a0+145a3a7bda.nv25.10", True),
         ("torch", "2.13.0+cpu", True),
         ("torch", "3.0", True),
         ("torch", "", False),
