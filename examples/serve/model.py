@@ -73,6 +73,8 @@ class Gemma3:
         self.head = self.embedding.view(math.gcd(len(self.embedding), 512), -1, config.hidden).mT
         # The norm after a layer's last addition is the next layer's first, or the final one.
         self.next_norms = [layer["attn_norm"] for layer in self.layers[1:]] + [weights["output_norm"]]
+        # Of a model that is split over ranks, the sum over them.
+        self.reduce = lambda x: x
         self.scale = torch.tensor(config.hidden**0.5).to(self.embedding)
         thetas = {True: config.global_rope_theta, False: config.local_rope_theta}  # by Config.is_full
         exponents = torch.arange(0, config.head_dim, 2) / config.head_dim
@@ -89,6 +91,7 @@ class Gemma3:
             x = flashinfer.gemma_rmsnorm(x, layer["post_attention_norm"], eps)
             flashinfer.gemma_fused_add_rmsnorm(x, residual, layer["ffn_norm"], eps)
             x = F.linear(flashinfer.gelu_tanh_and_mul(F.linear(x, layer["ffn_gate_up"])), layer["ffn_down"])
+            x = self.reduce(x)
             x = flashinfer.gemma_rmsnorm(x, layer["post_ffw_norm"], eps)
             flashinfer.gemma_fused_add_rmsnorm(x, residual, next_norm, eps)
         return (x[rows] @ self.head).transpose(0, 1).flatten(1)
@@ -101,4 +104,4 @@ class Gemma3:
         k = flashinfer.gemma_rmsnorm(k, layer["attn_k_norm"], c.norm_eps)
         rotate = flashinfer.apply_rope_with_cos_sin_cache_inplace
         rotate(positions, q.view(n, -1), k.view(n, -1), c.head_dim, self.cos_sin[c.is_full(i)])
-        return F.linear(attention.run(i, q, k, v).view(n, -1), layer["attn_output"])
+        return self.reduce(F.linear(attention.run(i, q, k, v).view(n, -1), layer["attn_output"]))
