@@ -11,6 +11,7 @@ from flashinfer._core.checks import UnsupportedConfig, indptr_values, require
 from flashinfer.ops.attention.batch import Batch
 from flashinfer.ops.attention.buffers import device_of
 from flashinfer.ops.attention.engine import integers, refuse
+from flashinfer.ops.attention.lse_form import in_form, is_plain
 from flashinfer.ops.attention.masks import as_bool
 from flashinfer.ops.attention.request import Options, options
 from flashinfer.ops.attention.sparse import (
@@ -237,6 +238,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
         enable_pdl: bool | None = None,
+        lse_base: str = "log2",
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention under the planned mask.
 
@@ -251,13 +253,18 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         return_lse : bool
         enable_pdl : bool, optional
             Programmatic dependent launch: no effect on results.
+        lse_base : str
+            Base of the log-sum-exp: "log2" or "ln".
 
         Returns
         -------
         out : Tensor [M, num_qo_heads, head_dim]
         lse : float32 Tensor [M, num_qo_heads], with return_lse
-            Base 2; -inf for a query that sees no key, whose out is 0.
+            Base 2, unless lse_base says otherwise; -inf for a query that sees no key, whose out is 0.
         """
+        if not is_plain(lse_base):
+            attend = lambda lse, flag: self.run(q, k, v, scale_q, scale_k, scale_v, out, lse, flag)
+            return in_form(attend, q, lse, return_lse, lse_base)
         batch, (m, n) = self._planned(), self._shape
         require(q.dim() == 3 and q.shape[0] == m, "q", tuple(q.shape), f"[{m}, num_qo_heads, head_dim], as planned")
         for name, x in (("k", k), ("v", v)):
@@ -394,6 +401,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
         enable_pdl: bool | None = None,
+        lse_base: str = "log2",
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention under the planned maps.
 
@@ -407,13 +415,17 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         return_lse : bool
         enable_pdl : bool, optional
             Programmatic dependent launch: no effect on results.
+        lse_base : str
+            Base of the log-sum-exp: "log2" or "ln".
 
         Returns
         -------
         out : Tensor [num_qo_heads, qo_len, head_dim]
         lse : float32 Tensor [num_qo_heads, qo_len], with return_lse
-            Base 2; -inf for a query that sees no key, whose out is 0.
+            Base 2, unless lse_base says otherwise; -inf for a query that sees no key, whose out is 0.
         """
+        if not is_plain(lse_base):
+            return in_form(lambda lse, flag: self.run(q, k, v, out, lse, flag), q, lse, return_lse, lse_base)
         batch, (m, n) = self._planned(), self._shape
         require(q.dim() == 3 and q.shape[1] == m, "q", tuple(q.shape), f"[num_qo_heads, {m}, head_dim], as planned")
         for name, x in (("k", k), ("v", v)):

@@ -11,14 +11,14 @@ from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.attention.cases import check, workspace
 from tests.ops.attention.oracle import Extras, Options
-from tests.ops.attention.test_defaults import Entries
+from tests.ops.attention.test_defaults import OUTPUTS, Entries
 
 HEADS, DIM, PAGE = (4, 2), 32, 4
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @pytest.mark.parametrize("base", ["log2", "ln"])
-@pytest.mark.parametrize("name", ["paged_prefill", "ragged_prefill", "decode", "mixed"])
+@pytest.mark.parametrize("name", OUTPUTS)
 def test_base_and_layout_of_the_lse(name, base, device):
     entries = Entries(device)
     entry, factor = getattr(entries, name), 1.0 if base == "log2" else math.log(2.0)
