@@ -22,8 +22,9 @@ class Config:
 def portable(problem, target) -> Config:
     # 1024 results a program, 8 for each of 128 threads: two 16-byte loads of bf16, one for each half. 4096 x 8192 take
     # 68.3 us, 8 x 14336 2.6; with 2048 results 68.6 and 3.0 (H100). NVFP4 has 2048, not measured; by the lesser error
-    # it has two results in registers, and 2048 elements would spill (by ptxas). Of a transpose a program has a block of
-    # 32 rows, 2048 elements.
+    # it has two candidates in registers: 4 elements a thread do not spill on any chip, 8 do (by ptxas). A transpose has
+    # a block of 32 rows a program, 2048 elements.
     elements = 2048 if problem.form and not problem.score else 1024
     capability = target.capability if problem.form else 0
-    return Config(max(1, elements // problem.block), 4, problem.pdl and target.pdl, capability)
+    num_warps = 8 if problem.score else 4
+    return Config(max(1, elements // problem.block), num_warps, problem.pdl and target.pdl, capability)
