@@ -6,6 +6,11 @@ import re
 import pytest
 
 
+def pytest_addoption(parser):
+    parser.addoption("--fuzz", type=int, default=0, metavar="N", help="random calls of tests/fuzz, in all")
+    parser.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="the seed of the first call")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; chosen by -m gpu or FLASHINFER_TEST_GPU=1")
     config.addinivalue_line("markers", "site: opens the built documentation in a browser; chosen by -m site")

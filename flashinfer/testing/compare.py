@@ -12,7 +12,12 @@ _PEER = 0.02
 
 
 def assert_close(
-    out: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor, what: str = "out", through: float = 0.0
+    out: torch.Tensor,
+    same_dtype: torch.Tensor,
+    truth: torch.Tensor,
+    what: str = "out",
+    through: float = 0.0,
+    terms: float = 0.0,
 ) -> None:
     """Assert that `out` is as near to the float64 truth as a computation in its own dtype can be asked to be.
 
@@ -45,6 +50,9 @@ def assert_close(
     through : float
         The relative spacing of the coarsest format that values pass on their way to `out`, where it is not that of
         `out`: 2**-3 for weights in e4m3, 2**-1 for codes in e2m1. The peer may err by half of it.
+    terms : float
+        The size of the largest term behind `out`, where terms cancel: a logit, of log-sum-exps near 0. The 8 ulp are of
+        this if it is larger than every |truth|, for an element and for each of a row.
 
     Raises
     ------
@@ -72,8 +80,8 @@ def assert_close(
     error = torch.where(finite, result - truth, zero).abs()
     allowed = torch.where(finite, peer - truth, zero).abs()
     _assert_peer(allowed, size, torch.finfo(out.dtype), through, what)
-    _assert_largest(error, allowed, size, (result, peer, truth), torch.finfo(out.dtype), what)
-    _assert_rows(error, allowed, size, (result, peer, truth), torch.finfo(out.dtype), what)
+    _assert_largest(error, allowed, size, (result, peer, truth), torch.finfo(out.dtype), terms, what)
+    _assert_rows(error, allowed, size, (result, peer, truth), torch.finfo(out.dtype), terms, what)
     return None
 
 
@@ -130,20 +138,20 @@ def _ulps(finfo):
     return _ULPS * min(finfo.eps, torch.finfo(torch.float32).eps)
 
 
-def _assert_largest(error, allowed, size, values, finfo, what):
-    bound = torch.maximum(2 * allowed.max(), _ulps(finfo) * size.max()) + size * finfo.eps
+def _assert_largest(error, allowed, size, values, finfo, terms, what):
+    bound = torch.maximum(2 * allowed.max(), _ulps(finfo) * size.max().clamp(min=terms)) + size * finfo.eps
     bound = bound + finfo.smallest_normal * finfo.eps
     if (error > bound).any():
         worst = _index(int((error - bound).argmax()), error.shape)
         _fail(what, "error of one element", error[worst], bound[worst], worst, values)
 
 
-def _assert_rows(error, allowed, size, values, finfo, what):
+def _assert_rows(error, allowed, size, values, finfo, terms, what):
     width = error.shape[-1] if error.dim() and error.shape[-1] >= _ROW else error.numel()
     norm = [x.reshape(-1, width).norm(dim=1) for x in (error, allowed, size)]
     nonzero = norm[2] > 0
     worst_peer = (norm[1][nonzero] / norm[2][nonzero]).max() if nonzero.any() else 0.0
-    tiny = finfo.smallest_normal * finfo.eps * width**0.5
+    tiny = (finfo.smallest_normal * finfo.eps + _ulps(finfo) * terms) * width**0.5
     bound = (2 * worst_peer + _ulps(finfo) + min(finfo.eps, _PEER)) * norm[2] + tiny
     if (norm[0] > bound).any():
         row = int((norm[0] / bound).argmax())

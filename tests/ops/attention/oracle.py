@@ -136,7 +136,9 @@ def request(q, k, v, o: Options, dtype, mask=None, extras=None):
 def batch(ragged, o: Options, dtype, extras=None):
     """The same for every request of a `flashinfer.testing.generate.Ragged` batch, concatenated."""
     extras = extras or Extras()
-    outs, lses = [], []
+    wide, heads = torch.promote_types(dtype, torch.float32), ragged.q.shape[1]
+    outs = [ragged.q.new_zeros(0, heads, ragged.v.shape[2], dtype=dtype)]
+    lses = [ragged.q.new_zeros(0, heads, dtype=wide)]
     for i in range(len(ragged.qo_indptr) - 1):
         mask = extras.masks[i] if extras.masks else None
         out, lse = request(*ragged.request(i), o, dtype, mask, extras)

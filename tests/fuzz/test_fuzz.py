@@ -1,0 +1,118 @@
+"""Random calls of public functions, each from its own seed.
+
+    pytest tests/fuzz                                   2,000 calls on the CPU, nine tenths of them by the reference
+    pytest tests/fuzz -m gpu --fuzz 100000              as many by a GPU's kernels
+    pytest tests/fuzz --fuzz 1 --fuzz-seed N -k NAME    the call that a failure names
+"""
+
+import ctypes
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+from flashinfer._core.checks import UnsupportedConfig
+from flashinfer.testing import fuzz
+from tests import rooms
+from tests.fuzz import attend, formats, pages, products, sampled, tokens
+
+FAMILIES = {
+    f"{module.__name__.rpartition('.')[2]}.{family.__name__}": family
+    for module in (attend, formats, pages, products, sampled, tokens)
+    for family in module.FAMILIES
+}
+CALLS_ON_CPU = 2000
+# The families whose kernels take long in Triton's interpreter get few calls of it.
+SLOW = {"sampled.top_k": 0.2, "sampled.sample": 0.3, "sampled.renorm": 0.3, "sampled.mask_logits": 0.3}
+SHOWN = 5
+
+
+def many(config, share):
+    return max(1, round((config.getoption("fuzz") or CALLS_ON_CPU) * share / len(FAMILIES)))
+
+
+def calls(family, first, count, shape):
+    """Make the calls; one sentence on each that was wrong."""
+    outcomes, wrong, start = Counter(), [], time.perf_counter()
+    for seed in range(first, first + count):
+        draw = fuzz.Draw(seed, **shape)
+        try:
+            outcomes[fuzz.run(family, draw)] += 1
+        except fuzz.Wrong as fault:
+            wrong.append(f"seed {seed}: {str(fault)[:1500]}")
+    seconds = time.perf_counter() - start
+    print(f"{family.__name__}: {count} calls from seed {first}, {dict(outcomes)}, {len(wrong)} wrong, {seconds:.1f} s")
+    # A family whose calls are all refused tests nothing.
+    assert count < 20 or outcomes["right"] > count / 4 or wrong, outcomes
+    assert not wrong, f"{len(wrong)} of {count} calls:\n" + "\n".join(wrong[:SHOWN])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_reference(name, pytestconfig):
+    """Against float64."""
+    shape = dict(device=torch.device("cpu"), backend="reference")
+    calls(FAMILIES[name], pytestconfig.getoption("fuzz_seed"), many(pytestconfig, 0.9), shape)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_kernels_in_the_interpreter(name, pytestconfig):
+    # Triton 3.6's interpreter multiplies bfloat16 wrongly.
+    halves = (torch.float16,) if name.startswith(("attend", "products")) else fuzz.HALVES
+    shape = dict(device=torch.device("cpu"), backend="portable", largest=1 << 10, halves=halves)
+    with rooms.by("portable"):
+        calls(FAMILIES[name], pytestconfig.getoption("fuzz_seed"), many(pytestconfig, 0.1 * SLOW.get(name, 1)), shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_on_a_gpu(name, pytestconfig, device):
+    shape = dict(device=device, backend="auto", largest=1 << 20)
+    calls(FAMILIES[name], pytestconfig.getoption("fuzz_seed"), many(pytestconfig, 1), shape)
+
+
+class TestTheFuzzer:
+    """It sees what it should."""
+
+    @staticmethod
+    def family(function, check=lambda result: None):
+        return lambda draw: fuzz.Call(function, dict(x=1), check)
+
+    def run(self, function, **options):
+        return fuzz.run(self.family(function, **options), fuzz.Draw(0, torch.device("cpu")))
+
+    def test_right_and_refused(self):
+        def refuses(x):
+            raise ValueError("x: got 1; allowed: 2")
+
+        assert self.run(lambda x: x) == "right" and self.run(refuses) == "refused"
+
+    @pytest.mark.parametrize("error", [ValueError("too large"), TypeError("x"), IndexError("x")], ids=repr)
+    def test_errors_that_are_no_refusal(self, error):
+        def fails(x):
+            raise error
+
+        with pytest.raises(fuzz.Wrong):
+            self.run(fails)
+
+    def test_wrong_results_and_writes(self):
+        def differs(result):
+            raise AssertionError("out: error")
+
+        with pytest.raises(fuzz.Wrong, match="out: error"):
+            self.run(lambda x: x, check=differs)
+
+        def writes(x):
+            out = torch.zeros(8)
+            ctypes.memset(out.data_ptr() + 32, 0, 4)
+
+        with pytest.raises(fuzz.Wrong, match="was written at byte 32 of 32"):
+            self.run(writes)
+
+    def test_a_seed_gives_the_same_call(self):
+        for name, family in FAMILIES.items():
+            first, second = (family(fuzz.Draw(11, torch.device("cpu"))) for _ in range(2))
+            assert fuzz._described(first) == fuzz._described(second), name
+
+    def test_refusals_are_value_errors(self):
+        assert issubclass(UnsupportedConfig, ValueError)

@@ -1,0 +1,121 @@
+"""Random calls of the operations of one token: norms, activations, rotations."""
+
+import torch
+from torch.nn import functional as F
+
+import flashinfer
+from flashinfer.testing.compare import assert_close
+from flashinfer.testing.fuzz import HEAD_DIMS, HIDDEN, Call, close
+from tests.ops.rope.test_rope import llama31_radians, radians, rotated, same_dtype
+
+
+def rows(draw):
+    return draw.pick(0, 1, 2, 3, 5, 17)
+
+
+def matrix(draw):
+    """x [rows, hidden], sometimes NaN or infinity in one row, and its type."""
+    n, dtype = rows(draw), draw.float()
+    x = draw.tensor(n, draw.fitting(HIDDEN, max(n, 1)), dtype=dtype)
+    if n and draw.chance(0.1):
+        draw.spoil(x[draw.integer(0, n - 1)])
+    return x, dtype
+
+
+def rms(x, w, eps, t, offset=0.0):
+    y = x.to(t)
+    return y * torch.rsqrt((y * y).mean(-1, keepdim=True) + eps) * (w.to(t) + offset)
+
+
+def rmsnorm(draw):
+    x, dtype = matrix(draw)
+    w, eps = draw.values(x.shape[1], dtype=dtype), draw.pick(1e-6, 1e-5, 0.1, 0.0)
+    gemma = draw.chance(0.3)
+    out = torch.empty_like(x) if draw.chance(0.3) else None
+    function = flashinfer.gemma_rmsnorm if gemma else flashinfer.rmsnorm
+    return Call(
+        function,
+        dict(input=x, weight=w, eps=eps, out=out),
+        lambda result: close(result, lambda t: rms(x, w, eps, t, float(gemma))),
+    )
+
+
+def fused_add_rmsnorm(draw):
+    x, dtype = matrix(draw)
+    residual, w, eps = draw.tensor(*x.shape, dtype=dtype), draw.values(x.shape[1], dtype=dtype), draw.pick(1e-6, 1e-5)
+    gemma = draw.chance(0.3)
+    total, rounded = x.double() + residual.double(), (x + residual).clone()
+    function = flashinfer.gemma_fused_add_rmsnorm if gemma else flashinfer.fused_add_rmsnorm
+
+    def check(result):
+        assert result is None
+        assert_close(residual, rounded, total, "residual")
+        same = rms(rounded, w, eps, torch.float32, float(gemma)).to(dtype)
+        assert_close(x, same, rms(total, w, eps, torch.float64, float(gemma)), "input")
+
+    return Call(function, dict(input=x, residual=residual, weight=w, eps=eps), check)
+
+
+def layernorm(draw):
+    x = draw.tensor(rows(draw), draw.fitting(HIDDEN, 17), dtype=torch.bfloat16, kinds=("normal", "wide"))
+    w, b = (draw.values(x.shape[1], dtype=torch.float32, kinds=("normal",)) for _ in range(2))
+    eps = draw.pick(1e-6, 1e-5)
+
+    def formula(t):
+        y = x.to(t)
+        centred = y - y.mean(-1, keepdim=True)
+        return centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps) * w.to(t) + b.to(t)
+
+    return Call(flashinfer.layernorm, dict(input=x, gemma=w, beta=b, eps=eps), lambda out: close(out, formula))
+
+
+def activation(draw):
+    x, _ = matrix(draw)
+    half = draw.fitting((8, 16, 64, 1000, 1408, 2816), 2 * max(len(x), 1))
+    x = draw.tensor(len(x), 2 * half, dtype=draw.float())
+    function, act = draw.pick(
+        (flashinfer.silu_and_mul, F.silu),
+        (flashinfer.gelu_and_mul, F.gelu),
+        (flashinfer.gelu_tanh_and_mul, lambda y: F.gelu(y, approximate="tanh")),
+    )
+
+    def formula(t):
+        gate, up = x.to(t).chunk(2, -1)
+        return act(gate) * up
+
+    return Call(function, dict(input=x), lambda out: close(out, formula))
+
+
+def rope(draw):
+    dtype, tokens, dim = draw.float(), draw.pick(0, 1, 3, 9), draw.fitting(HEAD_DIMS, 90)
+    q_heads, k_heads = draw.pick((1, 1), (5, 1), (7, 7), (4, 2))
+    q, k = (draw.tensor(tokens, heads, dim, dtype=dtype) for heads in (q_heads, k_heads))
+    rotary_dim, interleave = draw.pick(None, dim, dim // 2), draw.chance()
+    arguments = dict(q=q, k=k, rotary_dim=rotary_dim, interleave=interleave)
+    if llama31 := draw.chance(0.3):
+        name, table = "apply_llama31_rope", llama31_radians(rotary_dim or dim)
+    else:
+        scale, theta = draw.pick((1.0, 1e4), (4.0, 1e4), (1.0, 5e5), (0.5, 1e6))
+        name, table = "apply_rope", radians(rotary_dim or dim, scale, theta)
+        arguments |= dict(rope_scale=scale, rope_theta=theta)
+    if draw.chance():
+        name, positions = name + "_pos_ids", torch.randint(0, 4097, (tokens,), device=draw.device)
+        arguments["pos_ids"] = positions.to(draw.index())
+    else:
+        first, start = draw.integer(0, tokens), [draw.pick(0, 1, 1000) for _ in range(2)]
+        arguments |= dict(indptr=draw.ints([0, first, tokens], torch.int32), offsets=draw.ints(start, torch.int32))
+        places = [*range(start[0], start[0] + first), *range(start[1], start[1] + tokens - first)]
+        positions = torch.tensor(places, device=draw.device)
+    angle = positions.double()[:, None] * table.to(draw.device)
+    given = q.clone(), k.clone()
+
+    def check(result):
+        for out, x, what in zip(result, given, "qk"):
+            wide = same_dtype(x, angle, rotary_dim or dim, interleave)
+            assert_close(out, wide, rotated(x, angle, rotary_dim or dim, interleave), what)
+
+    assert llama31 == name.startswith("apply_llama31")
+    return Call(getattr(flashinfer, name), arguments, check)
+
+
+FAMILIES = (rmsnorm, fused_add_rmsnorm, layernorm, activation, rope)
