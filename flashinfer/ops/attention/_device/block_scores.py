@@ -12,7 +12,8 @@ def _operand(x, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, WIDE: tl.constexp
     if WIDE == "fp32":
         wide = widen(x, DTYPE, NATIVE_FP8, tl.float32)
     elif WIDE == "bf16":
-        wide = widen(x, DTYPE, NATIVE_FP8, tl.bfloat16)
+        # By way of float32: Triton's own way from FP8 to bfloat16 is an instruction that sm_89 lacks.
+        wide = widen(x, DTYPE, NATIVE_FP8, tl.float32).to(tl.bfloat16)
     else:
         wide = widen(x, DTYPE, NATIVE_FP8, tl.float16)
     return wide
