@@ -14,9 +14,8 @@ from tests.ops.comm import processes, simulate
 FORMS = "tests.comm.ranks:forms"
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_forms_over_processes(tmp_path, world):
-    processes.run(world, FORMS, tmp_path)
+def test_forms_over_processes(tmp_path):
+    processes.run(2, FORMS, tmp_path)
 
 
 @pytest.mark.gpu
