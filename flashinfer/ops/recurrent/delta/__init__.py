@@ -221,7 +221,17 @@ def _chunk_variants() -> tuple[Variant, ...]:
 
 
 def _long_keys(problem, target) -> str:
-    return "keys of more than 128 do not fit in registers" if problem.key_dim > 128 else ""
+    if problem.key_dim > 128:
+        return "keys of more than 128 do not fit in registers"
+    if (
+        problem.channels
+        and problem.dtype == "fp16"
+        and problem.key_dim > 64
+        and target.smem < 110 << 10
+        and target.smem
+    ):
+        return "float16 keys of more than 64 with a decay for each channel do not fit in shared memory"
+    return ""
 
 
 def _prefills() -> Iterator[Chunks]:

@@ -516,7 +516,7 @@ _STATE = ("slot", "head", "row", "column")
 
 
 def _common(problem, config) -> dict:
-    precision = "ieee" if problem.dtype == "fp32" else "tf32"
+    precision = "tf32x3" if problem.dtype == "fp32" else "tf32"
     constants = {"CHANNELS": problem.channels, "NORMALIZE": problem.normalize, "PRECISION": precision}
     constants |= {"STRIDE": problem.stride, "TOKENS": CHUNK, "KEYS": power_of_two(problem.key_dim)}
     return constants | {"OPERAND": _TYPES[config.operand]}

@@ -66,11 +66,14 @@ def chunks(problem, target) -> ChunkConfig:
     # Results must not depend on the batch, so nothing here does. 32 values of a state of 128 keys are 32 registers a
     # thread of 4 warps, and a head of 128 values is 4 programs. Not measured.
     capability = capability_for(target, problem.source_dtype, problem.state_dtype, problem.marks_dtype)
-    rows = min(32, power_of_two(problem.value_dim))
+    # Operands of float32 take twice the shared memory, and 16 values fit into the least that chips have.
+    rows = min(32 if problem.dtype == "bf16" else 16, power_of_two(problem.value_dim))
     # A pipeline of two chunks is 104 KiB in bf16; chips with less shared memory, and float32 operands, have one.
     stages = 2 if problem.dtype == "bf16" and target.smem > 200 * 1024 else 1
     # The interpreter multiplies bfloat16 wrongly.
     operand = "bf16" if problem.dtype == "bf16" and not target.is_cpu else "fp32"
     # By ptxas: 8 warps prepare with at most 16 bytes of stack on Hopper, 4 with up to 1200; 4 follow a sequence with
     # none, but for states on the way.
-    return ChunkConfig(rows, operand, 8, 8 if problem.marks_dtype else 4, stages, capability=capability)
+    return ChunkConfig(
+        rows, operand, 8, 8 if problem.marks_dtype or problem.dtype == "fp32" else 4, stages, capability=capability
+    )
