@@ -17,7 +17,7 @@ from flashinfer._core.target import target_of
 from flashinfer.concat_ops import concat_mla_k
 from flashinfer.testing import generate
 from tests.ops.attention.mla.latents import latents
-from tests.ops.attention.mqa_logits.test_mqa_logits import Case
+from tests.ops.attention.mqa_logits.test_mqa_logits import Case, fp8_paged_mqa_logits
 from tests.ops.gemm import scaled
 from tests.ops.moe.experts.test_experts import E, K, M, bf16_layer, chosen
 
@@ -217,7 +217,7 @@ def latent(device):
 
 def scores(device):
     x = Case([33, 0, 17], device=device)
-    return lambda: (flashinfer.attn_scores.fp8_paged_mqa_logits(**x.arguments(40, clean_logits=True)),)
+    return lambda: (fp8_paged_mqa_logits(**x.arguments(40, clean_logits=True)),)
 
 
 def products(device):
