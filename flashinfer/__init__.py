@@ -89,6 +89,7 @@ _ROOT_NAMES = {
     ),
     "mla_kv_pack": ("concat_mla_kv_quant_fp8",),
     "mla": ("BatchMLAPagedAttentionWrapper", "xqa_mla"),
+    "msa_ops": (),
     "norm": (
         "add_rmsnorm_fp4quant",
         "fused_add_rmsnorm",

@@ -24,8 +24,10 @@ def power_of_two(n: int) -> int:
 
 def update(problem, target) -> Config:
     # The state takes 32 registers a thread of 4 warps, and 16 KiB in float32 are in flight; 8 where each element has an
-    # address of its own, or Philox's words. Not measured. With 32 of those, ptxas spills up to 552 bytes.
-    elements = 4096 if getattr(problem, "aligned", True) and not problem.rounds else 1024
+    # address of its own, or Philox's words, and 4 where A has values of its own beside those. Not measured. With 32 of
+    # those, ptxas spills up to 552 bytes.
+    aligned, tied = getattr(problem, "aligned", True), getattr(problem, "tied", True)
+    elements = 4096 if aligned and not problem.rounds else 1024 if aligned or tied else 512
     rows = max(1, min(power_of_two(problem.dim), elements // power_of_two(problem.dstate)))
     fp8 = "fp8e4nv" in (problem.state_dtype, getattr(problem, "each_dtype", ""))
     return Config(rows, 4, target.capability if fp8 else 0)
