@@ -10,11 +10,13 @@ import torch
 
 import flashinfer
 import flashinfer.gdn_decode
-from flashinfer import fused_moe, gemm
+from flashinfer import fused_moe, gemm, mhc, msa_ops
 from flashinfer._core.checks import UnsupportedConfig
 from flashinfer._core.dispatch import Op
 from flashinfer._core.target import target_of
+from flashinfer.causal_conv1d import causal_conv1d_update
 from flashinfer.concat_ops import concat_mla_k
+from flashinfer.mamba import selective_state_update
 from flashinfer.testing import generate
 from tests.ops.attention.mla.latents import latents
 from tests.ops.attention.mqa_logits.test_mqa_logits import Case, fp8_paged_mqa_logits
@@ -249,6 +251,47 @@ def deltas(device):
     return call
 
 
+def convolutions(device):
+    x, weight, bias = randn(3, 32, device=device), randn(32, 4, device=device), randn(32, device=device)
+    state = randn(3, 32, 3, device=device)
+    return lambda: (causal_conv1d_update(x, state.clone(), weight, bias, activation="silu"),)
+
+
+def state_spaces(device):
+    x, dt = randn(2, 4, 16, device=device), randn(2, 4, 1, device=device).expand(2, 4, 16)
+    B, C = randn(2, 2, 16, device=device), randn(2, 2, 16, device=device)
+    A = torch.rand(4, dtype=torch.float32, device=device)[:, None, None].expand(4, 16, 16)
+    state = torch.rand(2, 4, 16, 16, dtype=torch.float32, device=device)
+
+    def call():
+        new = state.clone()
+        return selective_state_update(new, x, dt, -A, B, C, None, dt_softplus=True), new
+
+    return call
+
+
+def hyper_connections(device):
+    residual, mix = randn(3, 4, 64, device=device), torch.rand(3, 24, dtype=torch.float32, device=device)
+
+    def call():
+        post, comb, x = mhc.mhc_pre_big_fuse_with_prenorm(mix, residual, mix[0, :3].clone(), mix[1].clone())
+        return post, comb, x, mhc.mhc_post(x, residual, post, comb)
+
+    return call
+
+
+def hashed_routings(device):
+    logits, table = randn(4, 8, device=device), torch.tensor([[1, 5], [0, 7]], dtype=torch.int32, device=device)
+    tokens = torch.tensor([1, 0, 0, 1], dtype=torch.int64, device=device)
+    return lambda: fused_moe.hash_topk(logits, tokens, table, 1)
+
+
+def block_scores(device):
+    q, k = randn(3, 4, 64, device=device), randn(200, 2, 64, device=device)
+    offsets, keys = generate.indptr([1, 2], device), generate.indptr([130, 70], device)
+    return lambda: (msa_ops.msa_proxy_score(q, k, offsets, keys),)
+
+
 CALLS = {
     "norm": norms,
     "rope": ropes,
@@ -270,6 +313,11 @@ CALLS = {
     "gemm.blockscaled": scaled_products,
     "gemm.grouped": grouped_products,
     "recurrent.delta": deltas,
+    "recurrent.conv": convolutions,
+    "recurrent.ssm": state_spaces,
+    "mhc": hyper_connections,
+    "moe.hash_routing": hashed_routings,
+    "attention.block_scores": block_scores,
 }
 # Rooms whose calls need more than one process; tests/comm and tests/ops/comm have them.
 RANKS = {"comm.allreduce_fusion", "comm.alltoall"}

@@ -152,7 +152,7 @@ def inputs_for(profile: Shapes, inputs: Sequence, config: TuningConfig) -> list:
         elif i in makers:
             made.append(makers[i](shape, x.dtype, x.device))
         elif x.dtype.is_floating_point:
-            made.append(torch.rand(shape, device=x.device).to(x.dtype))
+            made.append(torch.rand(shape, dtype=torch.float32, device=x.device).to(x.dtype))
         else:
             made.append(torch.zeros(shape, dtype=x.dtype, device=x.device))
     return made

@@ -233,7 +233,7 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 def _of_floats(compute):
     def operation(x, *others):
         if not isinstance(x, Tile):
-            x = Tile(torch.tensor(x, dtype=torch.float32))
+            x = Tile(torch.tensor(x, dtype=torch.float32, device="cpu"))
         if x.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"a tile of {x.dtype} where Triton takes float32 or float64")
         return Tile(compute(x.x, *(torch.as_tensor(_raw(y), dtype=x.dtype, device=x.x.device) for y in others)))

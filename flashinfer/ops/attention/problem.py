@@ -213,7 +213,7 @@ class Table:
             if indptr is not None:
                 return indptr[:-1], indptr[1:] - indptr[:-1]
             tells = self.kv_indptr if self.kv_lens is None else self.kv_lens
-            lens = torch.full((self.batch_size,), self.q_len, device=tells.device)
+            lens = torch.full((self.batch_size,), self.q_len, dtype=torch.int64, device=tells.device)
         if self.q_len:
             return torch.arange(self.batch_size, device=lens.device) * self.q_len, lens
         return _starts(lens) if indptr is None else indptr[: self.batch_size], lens

@@ -58,7 +58,7 @@ def _buckets(problem: Problem, x: Inputs):
     for request, (nq, nkv) in enumerate(zip(q_len.tolist(), (kv_len - first).tolist())):
         kinds.setdefault(((nq - 1).bit_length(), (nkv - 1).bit_length()), []).append(request)
     for requests in kinds.values():
-        chosen = torch.tensor(requests, device=q_len.device)
+        chosen = torch.tensor(requests, dtype=torch.int64, device=q_len.device)
         nq, nkv, lo = q_len[chosen], kv_len[chosen], first[chosen]
         most_q, most_kv = int(nq.max()), int((nkv - lo).max())
         yield _Bucket(chosen, q_begin[chosen][:, None], nq[:, None], nkv[:, None], lo[:, None], most_q, most_kv)
@@ -118,7 +118,8 @@ def _rows(t: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> torch.
 def _dequantise(codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Rows of nvfp4, two codes a byte, the first in the low half; a factor for each 16."""
     codes = codes.long()
-    values = torch.tensor(_E2M1, device=codes.device)[torch.stack((codes & 15, codes >> 4), -1).flatten(-2)]
+    table = torch.tensor(_E2M1, dtype=torch.float32, device=codes.device)
+    values = table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2)]
     return (values.unflatten(-1, (-1, 16)) * factors.float()[..., None]).flatten(-2)
 
 

@@ -18,7 +18,7 @@ def _pre(problem, dot_mix, sqrsum, residual, scale, base, numbers, post, comb, l
     k, rms_eps, pre_eps, sinkhorn_eps, mult, repeat = numbers
     wide = residual.float()
     total = wide.square().sum((1, 2)) if problem.prenorm else sqrsum.sum(0)
-    per_logit = scale.repeat_interleave(torch.tensor([4, 4, 16], device=scale.device))
+    per_logit = scale.repeat_interleave(torch.tensor([4, 4, 16], dtype=torch.int64, device=scale.device))
     logits = dot_mix.sum(0) * (total / k + rms_eps).rsqrt()[:, None] * per_logit + base
     mix = logits[:, :STREAMS].sigmoid() + pre_eps
     post.copy_(logits[:, STREAMS : 2 * STREAMS].sigmoid() * mult)

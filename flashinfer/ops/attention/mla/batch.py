@@ -253,7 +253,7 @@ class LatentBatch(Batch):
 @lru_cache(maxsize=64)
 def _one(device: torch.device) -> torch.Tensor:
     # From the host: this waits until it is there, so that work on any stream finds it.
-    return torch.tensor([1.0], device=device)
+    return torch.tensor([1.0], dtype=torch.float32, device=device)
 
 
 def _all_on_16(places: list[int]) -> bool:

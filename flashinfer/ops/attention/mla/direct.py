@@ -95,4 +95,4 @@ def ones_times(value: int, count: int, device: torch.device) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _constant(value: int, count: int, device: torch.device) -> torch.Tensor:
     # From the host: this waits until it is there, so that work on any stream finds it.
-    return torch.tensor([value], dtype=torch.int32).expand(count).contiguous().to(device)
+    return torch.tensor([value], dtype=torch.int32, device="cpu").expand(count).contiguous().to(device)

@@ -29,7 +29,7 @@ def run(problem: Problem, config, x: Inputs) -> None:
     for (_, bits), requests in kinds.items():
         at_once = max(1, _ELEMENTS // (problem.head_dim_ckv << max(bits, 0)))
         for start in range(0, len(requests), at_once):
-            chosen = torch.tensor(requests[start : start + at_once], device=q_len.device)
+            chosen = torch.tensor(requests[start : start + at_once], dtype=torch.int64, device=q_len.device)
             spans = [t[chosen][:, None] for t in (q_begin, q_len, kv_begin, kv_len)]
             _attend(problem, x, chosen, *spans)
 
@@ -109,7 +109,7 @@ def _keys(problem: Problem, x: Inputs, kv_begin, kv_pos, there):
 
 def _rows(cache: torch.Tensor, page, slot, there) -> torch.Tensor:
     if not cache.numel():
-        return torch.zeros((*page.shape, cache.shape[-1]), device=cache.device)
+        return torch.zeros((*page.shape, cache.shape[-1]), dtype=torch.float32, device=cache.device)
     rows = _at(cache, (page, slot)).float()
     return rows.masked_fill_(~there[..., None], 0.0)
 
