@@ -161,7 +161,8 @@ def _attend_rows(problem: Problem, x: Inputs, b: _Bucket, k, v, first: int, last
     kv_heads = k.shape[1]
     # GQA heads of a group stand side by side as rows against their one KV head.
     q = q.view(batch, rows, kv_heads, problem.group, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
-    logits = (q * x.scalars.sm_scale) @ k.transpose(-1, -2)
+    # Scaled behind the product: a scaled query is rounded, and equal roundings of equal elements add up.
+    logits = (q @ k.transpose(-1, -2)).mul_(x.scalars.sm_scale)
     logits = logits.view(batch, kv_heads, problem.group, rows, most_kv)
     if problem.head_scales:
         logits *= x.qk_scale.view(kv_heads, problem.group, 1, 1)
