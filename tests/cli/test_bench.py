@@ -188,6 +188,8 @@ def test_attention_in_this_package_twice(tmp_path):
     assert done.exit_code == 0, done.output
     (row,) = json.loads(done.stdout)["cases"]
     assert row["us"] > 0 and row["group"] == "decode"
-    assert row["peers"]["flashinfer/fa2"]["ratio"] == pytest.approx(row["peers"]["flashinfer/fa2"]["us"] / row["us"])
-    assert row["peers"]["flashinfer/fa3"]["error"].startswith("UnsupportedConfig")
+    for way in ("fa2", "fa3"):
+        # A name of upstream's prefers: on a CPU both are the reference.
+        peer = row["peers"][f"flashinfer/{way}"]
+        assert peer["ratio"] == pytest.approx(peer["us"] / row["us"])
     assert [target["text"] for target in row["targets"]] == [">= 0.96 x copy"]

@@ -7,6 +7,7 @@ from flashinfer.mamba import selective_state_update
 from flashinfer.ops.recurrent.ssm import philox
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
+from tests.ops.norm.variants import variant  # the fixture
 
 BF16 = torch.bfloat16
 HEADS, GROUPS, DIM, DSTATE = 4, 2, 24, 16
