@@ -22,8 +22,15 @@ PAGES = {
 # task -> (title, public modules)
 API = {
     "attention": ("Attention", ("decode", "prefill", "attention", "cascade", "sparse", "pod", "xqa", "cudnn")),
-    "latent": ("Latent and sparse attention", ("mla", "attn_scores", "dense_mqa", "paged_mqa", "msa_ops")),
-    "recurrent": ("Recurrent layers", ("gdn_prefill", "gdn_decode", "kda", "kda_decode", "mamba", "mhc")),
+    "latent": (
+        "Latent and sparse attention",
+        ("mla", "attn_scores", "dense_mqa", "paged_mqa", "dsa_indexer", "dsa_sparse_attention", "msa_ops"),
+    ),
+    "recurrent": (
+        "Recurrent layers",
+        ("gdn_prefill", "gdn_decode", "gdn2_prefill", "gdp_prefill", "kda", "kda_decode", "causal_conv1d", "mamba",
+         "mhc"),
+    ),
     "cache": ("KV caches", ("core", "page")),
     "tokens": ("Norms, rotation, activations", ("norm", "rope", "activation", "concat_ops", "diffusion_ops")),
     "sampling": ("Sampling and top-k", ("sampling", "topk", "logits_processor")),
