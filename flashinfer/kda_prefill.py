@@ -231,7 +231,7 @@ class KDAPrefillPlanCache:
     capacity : int
         Most prefills.
     max_bytes : int, optional
-        Most bytes that they may retain on the device, as told by `put`; no bound if not given.
+        Most bytes that they may retain on the device, as `put` counts them; no bound if not given.
     """
 
     def __init__(self, capacity: int = 64, max_bytes: int | None = None):

@@ -22,8 +22,8 @@ _known: dict[int, bool] = {}
 _kept: list[torch.Tensor] = []
 
 
-def is_untold(device: torch.device) -> bool:
-    """Whether the current stream of a GPU is being captured, and torch's allocator was not told."""
+def is_unknown(device: torch.device) -> bool:
+    """Whether the current stream of a GPU is being captured, and torch's allocator does not know it."""
     if not torch.cuda.is_current_stream_capturing():
         return False
     stream = torch._C._cuda_getCurrentRawStream(device.index if device.index is not None else 0)
@@ -74,8 +74,8 @@ class Keeping(TorchDispatchMode):
 
 
 def run(function: Callable, args: tuple, named: dict, device: torch.device):
-    """The call, with what it allocates kept if its stream is captured and torch's allocator was not told."""
-    if is_untold(device):
+    """The call, with what it allocates kept if its stream is captured and torch's allocator does not know it."""
+    if is_unknown(device):
         with Keeping():
             return function(*args, **named)
     return function(*args, **named)

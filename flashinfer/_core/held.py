@@ -290,7 +290,7 @@ class _Sources:
             if size:
                 scratch = torch.empty(size, dtype=torch.uint8, device=device)
                 addresses.append(scratch.data_ptr())
-                if capture.is_untold(device):
+                if capture.is_unknown(device):
                     capture.keep(scratch)
             addresses += stays
             for launch, pick in launches:

@@ -16,7 +16,7 @@ from flashinfer.ops.attention.mla.wrapper import LatentWrapper, latent_blocks
 from flashinfer.ops.attention.problem import Table
 from flashinfer.ops.attention.variants import AttentionVariant
 
-# What plan() is told of the calls to come, and what it may be.
+# Arguments of plan() that state properties of later calls, and what each may be.
 _ANNOUNCED = (
     ("query_layout", (None, "packed", "split")),
     ("kv_cache_layout", (None, "NHD", "HND", "packed", "split")),

@@ -1,4 +1,4 @@
-"""What a plan is told twice: lengths, block tables and bounds beside the tables that already say them."""
+"""Arguments that state the same twice: lengths, block tables and bounds, beside the tables that already say them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def check_agrees(tables: tuple, names: tuple, page_size: int, *, seq_lens=None, 
     if page_size and pages is not None:
         known = _on_host(last) and last.shape == pages.shape and isinstance(page_size, int)
         kv_lens = torch.where(pages > 0, (pages - 1) * page_size + last, 0) if known else None
-    for name, told, lens, of in (("seq_lens", seq_lens, kv_lens, names[KV_INDPTR]),
+    for name, stated, lens, of in (("seq_lens", seq_lens, kv_lens, names[KV_INDPTR]),
                                  ("seq_lens_q", seq_lens_q, q_lens, names[QO_INDPTR])):  # fmt: skip
-        _check_lens(name, told, lens, of)
+        _check_lens(name, stated, lens, of)
     for name, bound, lens in (("max_token_per_sequence", max_q, q_lens), ("max_sequence_kv", max_kv, kv_lens)):
         if bound is not None and lens is not None and lens.numel():
             longest, bound = int(lens.max()), number(name, bound)
@@ -49,16 +49,16 @@ def _steps(indptr) -> torch.Tensor | None:
     return indptr.diff() if _on_host(indptr) and indptr.dim() == 1 and indptr.numel() else None
 
 
-def _check_lens(name: str, told, lens: torch.Tensor | None, of: str) -> None:
-    if told is None or lens is None or not isinstance(told, torch.Tensor):
+def _check_lens(name: str, stated, lens: torch.Tensor | None, of: str) -> None:
+    if stated is None or lens is None or not isinstance(stated, torch.Tensor):
         return
-    require(told.numel() == lens.numel(), name, tuple(told.shape), f"{lens.numel()} elements, as {of} has requests")
-    if told.device.type != "cpu":
+    require(stated.numel() == lens.numel(), name, tuple(stated.shape), f"{lens.numel()} elements, as {of} has requests")
+    if stated.device.type != "cpu":
         return
-    wrong = (told.flatten().long() != lens.long()).nonzero().flatten().tolist()
+    wrong = (stated.flatten().long() != lens.long()).nonzero().flatten().tolist()
     if wrong:
         at = wrong[0]
-        require(False, name, f"{int(told.flatten()[at])} of request {at}", f"{int(lens[at])}, as {of} has it")
+        require(False, name, f"{int(stated.flatten()[at])} of request {at}", f"{int(lens[at])}, as {of} has it")
 
 
 def _check_blocks(block_tables, tables: tuple, pages: torch.Tensor, names: tuple) -> None:

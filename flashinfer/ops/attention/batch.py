@@ -347,13 +347,13 @@ class Batch:
         require(q.stride(-1) == 1, "q", f"stride {q.stride(-1)} of head_dim", "1: call .contiguous()")
         rows, keys = self._needs
         names = self.request.names
-        told = f"the last offset of {names[QO_INDPTR]}" if not self.request.q_len else "as planned"
-        require(rows <= q.shape[0], "q", f"{q.shape[0]} rows", f"at least {rows}, {told}")
+        allowed = f"the last offset of {names[QO_INDPTR]}" if not self.request.q_len else "as planned"
+        require(rows <= q.shape[0], "q", f"{q.shape[0]} rows", f"at least {rows}, {allowed}")
         # Beside a first offset that is not 0, q is that of a larger batch.
         whole = rows < 0 or rows == q.shape[0] or self.padded or self.request.first_row > 0
-        require(whole, "q", f"{q.shape[0]} rows", f"{rows}, {told}: further rows are of no request")
-        told = f"at least {keys}, the last offset of {names[KV_INDPTR]}"
-        require(keys <= k.shape[0], "k", f"{k.shape[0]} rows", told)
+        require(whole, "q", f"{q.shape[0]} rows", f"{rows}, {allowed}: further rows are of no request")
+        allowed = f"at least {keys}, the last offset of {names[KV_INDPTR]}"
+        require(keys <= k.shape[0], "k", f"{k.shape[0]} rows", allowed)
         if self.looks:
             self._check_on_device(q, k)
 

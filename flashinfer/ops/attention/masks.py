@@ -113,8 +113,8 @@ def any_items(prefix_len, positions, most, max_item_len) -> bool:
     """Whether a plan asks for multi-item scoring. What belongs to it is refused without the prefix."""
     if prefix_len is not None:
         return True
-    told = dict(token_pos_in_items_ptr=positions, token_pos_in_items_len=most or None, max_item_len_ptr=max_item_len)
-    for name, value in told.items():
+    given = dict(token_pos_in_items_ptr=positions, token_pos_in_items_len=most or None, max_item_len_ptr=max_item_len)
+    for name, value in given.items():
         require(value is None, name, "a value", "None without prefix_len_ptr, which asks for multi-item scoring")
     return False
 
