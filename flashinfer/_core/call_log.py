@@ -84,6 +84,8 @@ def _described(x: torch.Tensor) -> str:
 def _statistics(x: torch.Tensor) -> str:
     if capturing(x):
         return "(values are not read while a graph is captured)"
+    if x.is_meta:
+        return "(a meta tensor has no values)"
     if x.numel() == 0:
         return "min=- max=- mean=- nan=0 inf=0"
     low, high, total, nan, inf, count = math.inf, -math.inf, 0.0, 0, 0, 0
@@ -95,7 +97,8 @@ def _statistics(x: torch.Tensor) -> str:
             if finite.numel():
                 low, high = min(low, float(finite.min())), max(high, float(finite.max()))
                 total, count = total + float(finite.sum()), count + finite.numel()
-    except (RuntimeError, NotImplementedError):
+    except NotImplementedError:
+        # Not RuntimeError: a fault of an earlier kernel arrives here, and is the caller's to see.
         return f"(torch does not read values of {x.dtype})"
     if not count:
         low = high = math.nan

@@ -39,7 +39,7 @@ class BatchAttention(AttentionWrapper):
     (torch.Size([6, 8, 64]), torch.Size([6, 8]))
     """
 
-    _mixed = _told_by_keys = _tells_lse = True
+    _mixed = _lengths_in_tokens = _tells_lse = True
     _names = "qo_indptr", "kv_indptr", "kv_len_arr", "kv_indices"
 
     def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda"):

@@ -140,8 +140,8 @@ def test_precompile_then_the_cache_commands(tmp_path):
     assert all(record["cached"] for record in document(*words))
     assert {r["arch"] for r in document("precompile", "--arch", "89", "--from-cache", out, "--out", out)} == {"89"}
 
-    told = invoke(*words).stderr.splitlines()
-    assert 1 <= len(told) <= 10 and told[-1].startswith(f"{len(records)} of {len(records)} kernels")
+    stderr = invoke(*words).stderr.splitlines()
+    assert 1 <= len(stderr) <= 10 and stderr[-1].startswith(f"{len(records)} of {len(records)} kernels")
 
     entries = document("cache", "list", "--base", out)
     assert len(entries) == len({entry["digest"] for entry in entries}) == len(records) * 3 // 2
@@ -205,8 +205,8 @@ def test_bench_measures_and_keeps_what_it_measured(benchmarks, tmp_path, monkeyp
     words = ("bench", "toy/sum", "--benchmarks", benchmarks, "--out", tmp_path / "results", "--device", "cpu")
     with monkeypatch.context() as patch:
         patch.setattr(checkout, "folder", lambda name: benchmarks)
-        told = invoke("bench", "toy/sum", "--device", "cpu").stderr
-        assert "say nothing of kernels" in told and "nothing is written" in told
+        stderr = invoke("bench", "toy/sum", "--device", "cpu").stderr
+        assert "say nothing of kernels" in stderr and "nothing is written" in stderr
         assert not (benchmarks / "results").exists()
     result = document(*words, "--match", "add")
     (case,) = result["cases"]

@@ -30,12 +30,12 @@ class Card:
 
     def __init__(self):
         self.launches, self.attributes, self.stream, self.status = [], [], 7, 0
-        # The number of the capture that is going on, and whether torch's allocator was told of it.
-        self.capture, self.told = None, False
+        # The number of the capture that is going on, and whether torch's allocator knows it.
+        self.capture, self.known = None, False
 
     def snapshot(self):
         """torch's segments, of which one is all memory."""
-        pool = (0, 1) if self.told else (0, 0)
+        pool = (0, 1) if self.known else (0, 0)
         return [{"address": 0, "total_size": 1 << 63, "segment_pool_id": pool}]
 
     def launch(self, config, kernel, slots, extra):

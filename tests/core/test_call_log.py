@@ -116,6 +116,22 @@ def test_statistics_of_parts(monkeypatch):
     )
 
 
+def test_statistics_without_values():
+    """What has no values to read is named, and the fault of a kernel before it is not hidden by that."""
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    assert "does not read values of torch.float4_e2m1fn_x2" in call_log._statistics(packed)
+    assert "meta" in call_log._statistics(torch.empty(3, device="meta"))
+
+
+def test_statistics_raise_faults(monkeypatch):
+    def fails(x):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(call_log, "_parts", fails)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        call_log._statistics(torch.ones(3))
+
+
 # -- dumps ------------------------------------------------------------------------------------------------------------
 
 

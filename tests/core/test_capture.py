@@ -1,4 +1,4 @@
-"""A capture that the caller begins by the driver, on a stream of his own: torch's allocator is not told of it."""
+"""A capture that the caller begins by the driver, on a stream of his own: torch's allocator does not know it."""
 
 import pytest
 import torch

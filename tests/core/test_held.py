@@ -535,7 +535,7 @@ def parts_of_tensors(card):
     assert not _is_kept(halves, whole[:64], whole[64:].view(torch.float32))
 
 
-def captures_that_torch_was_not_told_of(card):
+def captures_unknown_to_torch(card):
     """Scratch of such a capture outlives its call, however the call is made; in torch's own graphs the pool has it."""
     from flashinfer._core import capture
     from flashinfer._core.held import held
@@ -552,17 +552,17 @@ def captures_that_torch_was_not_told_of(card):
     x, out = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
     number = 0
     for function, warm in ((with_scratch, 0), (with_scratch, 1), (with_scratch, 5), (alone, 3)):
-        for told in (True, False):
+        for known in (True, False):
             call = held(function)
             for _ in range(warm):
                 call(x, out, 0.5)
             number += 1
-            card.capture, card.told = number, told
+            card.capture, card.known = number, known
             before = len(capture._kept)
             launches = card.made(lambda: call(x, out, 0.5))
             kept = capture._kept[before:]
             card.capture = None
-            assert len(launches) == 2 and len(kept) == (0 if told else 1), (function.__name__, warm, told)
+            assert len(launches) == 2 and len(kept) == (0 if known else 1), (function.__name__, warm, known)
             # The very memory that the captured launch writes, and none of the caller's.
             scratch = [int.from_bytes(value, "little") for value in launches[0][3] if len(value) == 8]
             assert all(any(y.data_ptr() == at for at in scratch) and y.data_ptr() != out.data_ptr() for y in kept)
@@ -603,7 +603,7 @@ def other_arguments(card):
     [
         warm_calls_that_differ, arguments_that_are_one_tensor, scalars_of_other_types, calls_that_fail,
         warm_calls_that_are_wrong, debug_mode_checks_again, another_target, calls_that_do_more,
-        captures_that_torch_was_not_told_of, calls_within_calls, what_the_first_call_makes_for_all, parts_of_tensors,
+        captures_unknown_to_torch, calls_within_calls, what_the_first_call_makes_for_all, parts_of_tensors,
         many_kinds_of_calls, other_arguments,
     ],
 )  # fmt: skip

@@ -644,7 +644,7 @@ def expected_kernels():
         assert entry is coming.result() and not entry.cached
         scale.expect(problem(76), CONFIG, device)
         assert not scale._coming and scale.entry(problem(76), CONFIG, "90a").cubin == entry.cubin
-        # What goes wrong is told to who needs the kernel.
+        # What goes wrong is raised to who needs the kernel.
         patch.setenv("FLASHINFER_FROZEN", "1")
         scale.expect(problem(75), CONFIG, device)
         with pytest.raises(kernel_cache.FrozenError):

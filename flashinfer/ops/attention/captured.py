@@ -53,20 +53,20 @@ class Captured:
     @property
     def _tables_fixed(self) -> tuple[torch.Tensor | None, ...]:
         fixed = self._shown
-        lens = fixed.kv_lens if self._told_by_keys else fixed.last_page_len
+        lens = fixed.kv_lens if self._lengths_in_tokens else fixed.last_page_len
         return fixed.qo_indptr, fixed.kv_indptr, lens, fixed.kv_indices
 
     def _room(self, request: Request, counts: tuple[int, ...]) -> tuple[int, ...]:
         """The lengths of host tables as they go into the fixed buffers: requests past the batch are empty."""
         most = self._shown.kv_indptr.shape[0] - 1
-        if request.batch_size > most and not self._told_by_keys:
+        if request.batch_size > most and not self._lengths_in_tokens:
             require(False, "batch_size", request.batch_size, f"at most {most}, what the CUDA-graph buffers hold")
         lengths = list(counts)
         for i, (buffer, given) in enumerate(zip(self._tables_fixed, request.tables, strict=True)):
             if given is not None and given.shape[0] > buffer.shape[0]:
                 n, most = given.shape[0], buffer.shape[0]
                 require(False, request.names[i], f"{n} elements", f"at most {most}, the buffer's length")
-            if counts[i] and (i in (QO_INDPTR, KV_INDPTR) or i == LENGTHS and self._told_by_keys):
+            if counts[i] and (i in (QO_INDPTR, KV_INDPTR) or i == LENGTHS and self._lengths_in_tokens):
                 lengths[i] = buffer.shape[0]
         return tuple(lengths)
 
@@ -84,5 +84,5 @@ class Captured:
                 buffer[:n].copy_(given, non_blocking=True)
             if i in (QO_INDPTR, KV_INDPTR) and n < buffer.shape[0]:
                 buffer[n:].copy_(buffer[n - 1 : n].expand(buffer.shape[0] - n))
-            elif i == LENGTHS and self._told_by_keys:
+            elif i == LENGTHS and self._lengths_in_tokens:
                 buffer[n:].zero_()

@@ -51,7 +51,7 @@ class AttentionWrapper(Captured, Replaceable):
     # Whether prefills come first in its batches and decodes last.
     _mixed = False
     # Whether the third of a plan's tables has numbers of keys, not of the tokens in last pages.
-    _told_by_keys = False
+    _lengths_in_tokens = False
     # Whether every call asks for the log-sum-exp.
     _tells_lse = False
 
@@ -155,7 +155,7 @@ class AttentionWrapper(Captured, Replaceable):
         asked = asked, q_len, longest_q, likely_q, self._backend, masked
         if self._last is not None and asked == self._asked[0] and self._plan_again(tables):
             return
-        lens, by_keys = tables[LENGTHS], self._told_by_keys
+        lens, by_keys = tables[LENGTHS], self._lengths_in_tokens
         request = Request(
             self._options(asked[0]), *tables[:LENGTHS], None if by_keys else lens, tables[KV_INDICES], custom_mask,
             packed_custom_mask, q_len, longest_q, kv_lens=lens if by_keys else None, names=self._names,

@@ -19,7 +19,7 @@ _TABLES = ("qo_indptr", "kv_indptr", "kv_len_arr", "kv_indices")
 class LatentWrapper(AttentionWrapper):
     """Tables as latent attention has them: keys per request in a tensor of their own, one cache for keys and values."""
 
-    _told_by_keys = True
+    _lengths_in_tokens = True
     _names = _TABLES
 
     def __init__(
