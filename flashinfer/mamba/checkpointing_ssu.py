@@ -179,8 +179,8 @@ def checkpointing_ssu(
         cu_seqlens=cu_seqlens, rand_seed=rand_seed, state_batch_indices=state_batch_indices, x_cache=x_cache,
         B_cache=B_cache, dt_cache=dt_cache, ring_start=ring_start, prev_num_accepted_tokens=prev_num_accepted_tokens,
     )  # fmt: skip
-    if not out.numel():
-        return out
+    if not (tokens.sequences and out.numel()):
+        return out.zero_()
     read = None if state_batch_indices is None else state_batch_indices.to(index)
     tokens = tokens._replace(offsets=None if tokens.offsets is None else tokens.offsets.to(index))
     problem = room.Replay(

@@ -154,8 +154,8 @@ def selective_state_update(
         intermediate_states_buffer=each, intermediate_state_scales=each_scale, cu_seqlens=cu_seqlens,
         rand_seed=rand_seed, **tables,
     )  # fmt: skip
-    if not result.numel():
-        return result
+    if not (tokens.sequences and result.numel()):
+        return result.zero_()
     speculative = num_accepted_tokens is not None
     keeps = "buffer" if each is not None else "pool" if speculative and not disable_state_update else ""
     read, write, accepted, rows = (None if t is None else t.to(index) for t in tables.values())

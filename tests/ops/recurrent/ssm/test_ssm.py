@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flashinfer.mamba import selective_state_update
+from flashinfer.ops.recurrent import ssm as room
 from flashinfer.ops.recurrent.ssm import philox
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
@@ -278,3 +279,16 @@ def test_inside_other_defaults(device):
         found = selective_state_update(other, **given, dt_softplus=True)
     assert_bitwise(found, expected)
     assert_bitwise(other, state)
+
+
+def test_packed_tokens_of_no_sequence(variant, device, monkeypatch):
+    """Offsets of no sequence: the output is 0, and no kernel looks for a last sequence."""
+    monkeypatch.setattr(room, "update", None)
+    given = inputs((3,), device)
+    out = torch.full((3, HEADS, DIM), POISON, device=device)
+    offsets = torch.zeros(1, dtype=torch.int32, device=device)
+    state = pool(2, device)
+    before = state.clone()
+    selective_state_update(state, **given, cu_seqlens=offsets, out=out)
+    assert_bitwise(out, torch.zeros_like(out))
+    assert_bitwise(state, before)
