@@ -6,21 +6,8 @@ import triton.language as tl
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.rows import column_offset, unit
 from flashinfer.ops.recurrent._device.gates import sigmoid
+from flashinfer.ops.recurrent._device.sequences import span_of
 from flashinfer.ops.recurrent.launching import place_types, pointers, strides
-
-
-@triton.jit
-def span_of(offsets, n, of):
-    """Row, first token and length of sequence n."""
-    if offsets is None:
-        row = tl.full([], 0, tl.int64) + n
-        first = tl.full([], 0, tl.int64)
-        length = of.tokens
-    else:
-        row = tl.full([], 0, tl.int64)
-        first = tl.load(offsets + n).to(tl.int64)
-        length = (tl.load(offsets + n + 1) - first).to(tl.int32)
-    return row, first, length
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton.language as tl
 from flashinfer._core.checks import torch_dtype
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid
+from flashinfer.ops.recurrent._device.sequences import span_of
 from flashinfer.ops.recurrent._device.states import load_state, store_state
 from flashinfer.ops.recurrent.delta import CHUNK
 from flashinfer.ops.recurrent.delta.config import power_of_two
@@ -285,14 +286,9 @@ def prepare_kernel(
         if offsets is None:
             n = p // of.chunks
             chunk = p % of.chunks
-            origin = tl.full([], 0, tl.int64) + n
-            first = tl.full([], 0, tl.int64)
-            length = of.tokens
         else:
             n, chunk = place_of(p, offsets, of, STRIDE)
-            origin = tl.full([], 0, tl.int64)
-            first = tl.load(offsets + n).to(tl.int64)
-            length = (tl.load(offsets + n + 1) - first).to(tl.int32)
+        origin, first, length = span_of(offsets, n, of)
         if (chunk >= 0) & (chunk * STRIDE < length):
             first += chunk * STRIDE
             left = tl.minimum(length - chunk * STRIDE, STRIDE)
@@ -391,15 +387,10 @@ def scan_kernel(
     inside = in_columns[:, None] & in_values[None, :]
     sequence = tl.minimum(n, of.sequences - 1)
     at_out = out + head * out_by.head
+    origin, first, length = span_of(offsets, sequence, of)
     if offsets is None:
-        first = tl.full([], 0, tl.int64)
-        length = of.tokens
         place = sequence * of.chunks
-        origin = n.to(tl.int64)
     else:
-        origin = tl.full([], 0, tl.int64)
-        first = tl.load(offsets + sequence).to(tl.int64)
-        length = (tl.load(offsets + sequence + 1) - first).to(tl.int32)
         place = first.to(tl.int32) // STRIDE + sequence
         if n == of.sequences:
             # One program more than sequences: tokens of no sequence have output 0.

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
+from flashinfer.ops.recurrent._device.sequences import span_of
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
 from flashinfer.ops.recurrent.delta import Commit, Step
 from flashinfer.ops.recurrent.delta.config import power_of_two
@@ -77,17 +78,12 @@ def step_kernel(
     inside = in_rows[:, None] & in_columns[None, :]
     kh = head // of.k_group
 
-    if offsets is None:
-        origin = n.to(tl.int64)
-        first = tl.full([], 0, tl.int64)
-        length = of.tokens
-        if SINGLE:
-            length = 1
-    else:
+    sequence = tl.minimum(n, of.sequences - 1)
+    origin, first, length = span_of(offsets, sequence, of)
+    if SINGLE:
+        length = 1
+    if offsets is not None:
         # One program more than sequences: tokens of no sequence have output 0.
-        origin = tl.full([], 0, tl.int64)
-        first = tl.load(offsets + tl.minimum(n, of.sequences - 1)).to(tl.int64)
-        length = (tl.load(offsets + tl.minimum(n, of.sequences - 1) + 1) - first).to(tl.int32)
         if n == of.sequences:
             before = tl.load(offsets).to(tl.int32)
             zero_tokens(out, out_by, origin, 0, before, head, row, in_rows)
@@ -97,9 +93,9 @@ def step_kernel(
 
     slot = n.to(tl.int64)
     if read is not None:
-        entry = tl.minimum(n, of.sequences - 1).to(tl.int64) * read_by.sequence
+        entry = sequence.to(tl.int64) * read_by.sequence
         if accepted is not None:
-            taken = tl.load(accepted + tl.minimum(n, of.sequences - 1)).to(tl.int64) - 1
+            taken = tl.load(accepted + sequence).to(tl.int64) - 1
             entry += tl.minimum(tl.maximum(taken, 0), of.columns - 1) * read_by.column
         slot = tl.load(read + entry).to(tl.int64)
     live = is_sequence & (slot > of.null)

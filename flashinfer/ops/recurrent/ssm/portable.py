@@ -10,6 +10,7 @@ import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
+from flashinfer.ops.recurrent._device.sequences import span_of
 from flashinfer.ops.recurrent._device.states import load_state, store_state
 from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strides
 from flashinfer.ops.recurrent.ssm import LARGEST
@@ -76,21 +77,15 @@ def update_kernel(
     inside = in_rows[:, None] & in_columns[None, :]
     group = head // of.repeat
 
-    if offsets is None:
-        origin = n.to(tl.int64)
-        first = tl.full([], 0, tl.int64)
-        length = of.tokens
-    else:
-        origin = tl.full([], 0, tl.int64)
-        last = tl.minimum(n, of.sequences - 1)
-        first = tl.load(offsets + last).to(tl.int64)
-        length = (tl.load(offsets + last + 1) - first).to(tl.int32)
+    sequence = tl.minimum(n, of.sequences - 1)
+    origin, first, length = span_of(offsets, sequence, of)
+    if offsets is not None:
         if n == of.sequences:
             zero_tokens(out, out_by, origin, 0, tl.load(offsets).to(tl.int32), head, row, in_rows)
             zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, in_rows)
             length = 0
     is_sequence = n < of.sequences
-    entry = tl.minimum(n, of.sequences - 1).to(tl.int64)
+    entry = sequence.to(tl.int64)
 
     slot = entry
     if read is not None:
