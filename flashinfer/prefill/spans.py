@@ -20,7 +20,7 @@ _PARAMS = {
 @lru_cache(maxsize=1)
 def _variant() -> AttentionVariant:
     # Imported at first use, since it loads Triton.
-    from flashinfer.ops.attention._device.spans import causal_or_in_span
+    from flashinfer.ops.attention._device.masks import causal_or_in_span
 
     return AttentionVariant(mask=causal_or_in_span, params=_PARAMS, owns_mask=True)
 

@@ -17,9 +17,9 @@ _SHARD = {"kv_lens": "*i32", "global_lens": "*i32", "world": "i32", "rank": "i32
 @lru_cache(maxsize=None)
 def _variant(name: str, **params: str) -> AttentionVariant:
     # Imported at first use, since it loads Triton.
-    from flashinfer.ops.attention._device import engine_masks
+    from flashinfer.ops.attention._device import masks
 
-    return AttentionVariant(mask=getattr(engine_masks, name), params=params)
+    return AttentionVariant(mask=getattr(masks, name), params=params)
 
 
 def draft_mask(mask: torch.Tensor, queries: dict, kv_lens: torch.Tensor, tokens: int, longest: int):

@@ -124,7 +124,7 @@ def parameters(p: Problem, c) -> tuple[dict, dict]:
 
 def build_attend(p: Problem, c) -> Build:
     # Here, since Triton parses what is imported: a twentieth of the first decode, which has a kernel of its own.
-    from flashinfer.ops.attention._device.attend import attend_kernel
+    from flashinfer.ops.attention.portable_kernel import attend_kernel
 
     return Build(attend_kernel, *parameters(p, c), num_warps=c.num_warps, num_stages=c.num_stages)
 

@@ -21,7 +21,7 @@ from flashinfer.ops.attention.variants import AttentionVariant
 @lru_cache(maxsize=1)
 def causal_variant() -> AttentionVariant:
     """The causal mask of gathered blocks. It loads Triton."""
-    from flashinfer.ops.attention._device.sparse_masks import causal_blocks
+    from flashinfer.ops.attention._device.masks import causal_blocks
 
     names = ("kv_indptr", "kv_indices", "first_keys", "first_queries", "q_lens")
     params = {name: "*i32" for name in names} | {"page_size": "i32", "ahead": "i32"}

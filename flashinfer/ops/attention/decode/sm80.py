@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.launch import Build, Launcher
-from flashinfer.ops.attention._device.attend_sm80 import attend_sm80_kernel
+from flashinfer.ops.attention.decode.sm80_kernel import attend_sm80_kernel
 from flashinfer.ops.attention.planner import schedule_launch, schedules
 from flashinfer.ops.attention.portable import Bound, parameters
 from flashinfer.ops.attention.problem import Inputs, Problem

@@ -8,9 +8,9 @@ import torch
 import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
-from flashinfer.ops.attention._device.attend_latent import attend_latent_kernel
 from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.mla.config import padded
+from flashinfer.ops.attention.mla.portable_kernel import attend_latent_kernel
 from flashinfer.ops.attention.mla.problem import Inputs, Problem
 from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
 from flashinfer.ops.attention.portable import varied

@@ -10,11 +10,11 @@ import torch
 from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
-from flashinfer.ops.attention._device.attend_latent import combine_latent_kernel
-from flashinfer.ops.attention._device.attend_latent_sm90 import attend_latent_sm90_kernel
-from flashinfer.ops.attention._device.latents_sm90 import KEYS, PART, REST
 from flashinfer.ops.attention.mla.config import Sm90Config
 from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
+from flashinfer.ops.attention.mla.sm90_combine import combine_latent_kernel
+from flashinfer.ops.attention.mla.sm90_kernel import attend_latent_sm90_kernel
+from flashinfer.ops.attention.mla.sm90_loads import KEYS, PART, REST
 from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
 from flashinfer.ops.attention.problem import folds
 

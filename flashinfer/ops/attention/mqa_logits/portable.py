@@ -1,18 +1,130 @@
-"""An indexer's scores on any architecture: the launch of `mqa_logits_kernel`."""
+"""Scores of an indexer on any architecture (DeepSeek-V3.2, 2025): one key for all heads, no softmax, no values.
+
+Computes: logits[q, k] = scale_k * sum over heads h of weights[q, h] * relu(q_h . k).
+Grid: (query, share of its keys); a program takes every n-th block of BLOCK_N keys, so shares of a query are even.
+Inputs: q [batch, tokens, heads, dim], keys [pages, page_size, dim] or [keys, dim], scales, weights [query, heads],
+lens, tables [batch, pages]; output: logits [query, context]. `run` of reference.py has the dtypes.
+"""
 
 from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.target import target_of
-from flashinfer.ops.attention._device.mqa_logits import mqa_logits_kernel
+from flashinfer.ops._device.formats import from_ue8m0
+from flashinfer.ops.attention._device.kv_source import widen
 from flashinfer.ops.attention.mqa_logits import Beside
 
 # Programs that a multiprocessor runs at once, about: the keys of a query are shared out until the chip is full. Not
 # measured.
 _PROGRAMS_PER_SM = 4
+
+
+@triton.jit
+def _pages(tables, start, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    position = start + tl.arange(0, BLOCK_N)
+    return tl.load(tables + position // PAGE_SIZE, mask=position < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def _halves(codes, factor, WIDE: tl.constexpr):
+    """The low and the high e2m1 of bytes times a factor, as bfloat16 or float32, which hold both exactly."""
+    bits = codes.to(tl.uint16)
+    low = (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    bits = bits >> 4
+    high = (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    to: tl.constexpr = tl.bfloat16 if WIDE == "bf16" else tl.float32
+    return (low * factor).to(to), (high * factor).to(to)
+
+
+@triton.jit
+def mqa_logits_kernel(
+    q, keys, scales, weights, lens, tables, logits, q_scales, begins, context, origin, q_stride_b, q_stride_t,
+    q_stride_h, keys_stride_page, scales_stride_page, tables_stride, logits_stride,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    EACH: tl.constexpr, CLEAN: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK_N: tl.constexpr, FORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One program per (query, share of its keys): every n-th block of keys, so that shares of a query are even.
+
+    The queries of a request stand side by side in the launch, so that what one reads of the keys the next finds in L2.
+    FP8 is multiplied in float16, mxfp4 and bfloat16 in WIDE, which hold them exactly. D counts what a key is
+    stored in: bytes of two elements for mxfp4.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    request = row // TOKENS
+    token = row % TOKENS
+    end = tl.load(lens + (row if EACH else request))
+    first = 0
+    if PAGE_SIZE == 0:
+        end -= origin
+        first = tl.load(begins + row) - origin
+    # The last query of a request stands at its last key, the one before it a key earlier.
+    seen = end if EACH else end - (TOKENS - 1 - token)
+    end = tl.minimum(end, context)
+    upto = context if CLEAN else end
+    tables += request * tables_stride
+    head = tl.arange(0, HEADS_PAD)
+    d = tl.arange(0, D_PAD)
+    head_ok = head < HEADS
+    query = q + request * q_stride_b + token * q_stride_t + head[None, :] * q_stride_h + d[:, None]
+    query = tl.load(query, mask=head_ok[None, :] & (d < D)[:, None], other=0)
+    if FORM == "mxfp4":
+        factor = q_scales + (row * HEADS + head)[None, :] * (D // 16) + d[:, None] // 16
+        factor = from_ue8m0(tl.load(factor, mask=head_ok[None, :] & (d < D)[:, None], other=127))
+        query, query_high = _halves(query, factor, WIDE)
+    elif FORM == "fp8":
+        query = widen(query, "fp8e4nv", NATIVE_FP8, tl.float16)
+    weight = tl.load(weights + row * HEADS + head, mask=head_ok, other=0.0)
+    logits += row * logits_stride
+    begin = tl.program_id(1) * BLOCK_N
+    step = tl.num_programs(1) * BLOCK_N
+    # Loaded a block ahead: keys behind a load of their pages would get a single buffer.
+    if PAGE_SIZE:
+        page = _pages(tables, begin, end, PAGE_SIZE, BLOCK_N)
+    for start in range(begin, upto, step):
+        position = start + tl.arange(0, BLOCK_N)
+        there = (position < end) & (position >= first)
+        if PAGE_SIZE:
+            slot = position % PAGE_SIZE
+            at = page * keys_stride_page + slot * D
+            at_scale = page * scales_stride_page
+        else:
+            slot = position
+            at = position.to(tl.int64) * keys_stride_page
+            at_scale = tl.zeros([BLOCK_N], tl.int64)
+        block = tl.load(keys + at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0)
+        if FORM == "mxfp4":
+            place = slot
+            if INTERLEAVED:
+                place = slot % (PAGE_SIZE // 4) * 4 + slot // (PAGE_SIZE // 4)
+            factor = scales + (at_scale + place * (D // 16))[:, None] + d[None, :] // 16
+            factor = from_ue8m0(tl.load(factor, mask=there[:, None] & (d < D)[None, :], other=127))
+            low, high = _halves(block, factor, WIDE)
+            products = tl.dot(low, query, input_precision="ieee")
+            products = tl.dot(high, query_high, products, input_precision="ieee")
+        elif FORM == "fp8":
+            scale = tl.load(scales + at_scale + slot, mask=there, other=0.0)
+            products = tl.dot(widen(block, "fp8e4nv", NATIVE_FP8, tl.float16), query)
+        elif FORM == "bf16" and WIDE == "fp32":
+            products = tl.dot(block.to(tl.float32), query.to(tl.float32), input_precision="ieee")
+        else:
+            products = tl.dot(block, query)
+        if PAGE_SIZE:
+            page = _pages(tables, start + step, end, PAGE_SIZE, BLOCK_N)
+        # Not a maximum with 0, which may drop a NaN.
+        products = tl.where(products < 0, 0.0, products)
+        value = tl.sum(products * weight[None, :], 1)
+        if FORM == "fp8":
+            value *= scale
+        if CLEAN:
+            value = tl.where(there & (position < seen), value, float("-inf"))
+            there = position < context
+        tl.store(logits + position, value, mask=there)
 
 
 def build(p, c) -> Build:

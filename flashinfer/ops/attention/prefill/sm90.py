@@ -11,11 +11,11 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.kv_layout import as_matrix
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
-from flashinfer.ops.attention._device.attend_sm90 import attend_sm90_kernel
 from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.planner import schedule_launch, schedules
 from flashinfer.ops.attention.portable import varied
 from flashinfer.ops.attention.prefill.config import Sm90Config
+from flashinfer.ops.attention.prefill.sm90_kernel import attend_sm90_kernel
 from flashinfer.ops.attention.problem import Inputs, Problem, folds
 
 

@@ -22,7 +22,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
-from flashinfer.ops.attention._device.widen_sm90 import load_words, store_widened
+from flashinfer.ops.attention.mla.sm90_widen import load_words, store_widened
 
 # Query rows of a tile, and keys of a block: what one wgmma takes, and 64 columns, below which reading the queries from
 # shared memory for each product takes longer than the product.

@@ -43,7 +43,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
-from flashinfer.ops.attention._device.tiles_sm90 import (
+from flashinfer.ops.attention.prefill.sm90_loads import (
     ROWS,
     Form,
     Queue,

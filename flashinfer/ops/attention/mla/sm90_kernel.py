@@ -23,7 +23,16 @@ from flashinfer._core.gluon_compat import (
 )
 from flashinfer.ops._device.registers_sm90 import anew, lane
 from flashinfer.ops.attention._device.fixed_shift_sm90 import any_unfair, one_word
-from flashinfer.ops.attention._device.latents_sm90 import (
+from flashinfer.ops.attention._device.logits import LOG2E, with_sink
+from flashinfer.ops.attention._device.schedule import (
+    ITEM_KV_LEN,
+    ITEM_Q_LEN,
+    ITEM_Q_ROW,
+    ITEM_SLOT,
+    ITEM_TILE_ROW,
+    ITEM_WIDTH,
+)
+from flashinfer.ops.attention.mla.sm90_loads import (
     COPY,
     HALF,
     KEYS,
@@ -40,15 +49,6 @@ from flashinfer.ops.attention._device.latents_sm90 import (
     span,
     widen,
     work_of,
-)
-from flashinfer.ops.attention._device.logits import LOG2E, with_sink
-from flashinfer.ops.attention._device.schedule import (
-    ITEM_KV_LEN,
-    ITEM_Q_LEN,
-    ITEM_Q_ROW,
-    ITEM_SLOT,
-    ITEM_TILE_ROW,
-    ITEM_WIDTH,
 )
 
 LN2 = gl.constexpr(0.6931471805599453)

@@ -1,4 +1,8 @@
-"""Masks of the engine forms, as functions of a variant: of draft tokens, of keys dealt out to ranks, of chunks."""
+"""Masks of our own that are functions of a variant: drafts, shards, chunks, spans, block-sparse columns.
+
+Each takes (logits, batch, q_pos, kv_pos, head, params), as `flashinfer.AttentionVariant` says, and returns whether a
+query sees a key, [queries, keys]. `params` is the variant's named tuple.
+"""
 
 import triton
 import triton.language as tl
@@ -51,3 +55,34 @@ def shard_of_ragged(logits, batch, q_pos, kv_pos, head, params):
 def same_chunk(logits, batch, q_pos, kv_pos, head, params):
     """A query sees keys of its own chunk."""
     return kv_pos // params.size == q_pos // params.size
+
+
+@triton.jit
+def causal_or_in_span(logits, batch, q_pos, kv_pos, head, params):
+    """A query sees the keys up to its own, and those of its span, each within a window of its own.
+
+    The tables of the plan tell which row of q a query is, so that a captured launch follows later plans.
+    """
+    first = tl.load(params.kv_indptr + batch)
+    pages = tl.load(params.kv_indptr + batch + 1) - first
+    kv_len = tl.maximum((pages - 1) * params.page_size + tl.load(params.last_page_len + batch), 0)
+    end = tl.load(params.qo_indptr + batch + 1)
+    # Positions of no query, which kernels ask for, too, read a row of the request, or of the one before it.
+    row = tl.maximum(tl.minimum(end - kv_len + q_pos, end - 1), 0)
+    begin = tl.load(params.ranges + 2 * row)
+    last = tl.load(params.ranges + 2 * row + 1)
+    behind = q_pos - kv_pos
+    causal = (behind >= 0) & ((params.causal_window < 0) | (behind <= params.causal_window))
+    span = (kv_pos >= begin) & (kv_pos <= last) & ((params.range_window <= 0) | (behind < params.range_window))
+    return causal | span
+
+
+@triton.jit
+def causal_blocks(logits, batch, q_pos, kv_pos, head, params):
+    """A query sees keys at its position and before: positions in the matrix, not among the keys that are gathered."""
+    begin = tl.load(params.kv_indptr + batch)
+    keys = (tl.load(params.kv_indptr + batch + 1) - begin) * params.page_size
+    page = tl.load(params.kv_indices + begin + kv_pos // params.page_size, mask=kv_pos < keys, other=0)
+    key = page * params.page_size + kv_pos % params.page_size - tl.load(params.first_keys + batch)
+    query = tl.load(params.first_queries + batch) + q_pos - keys + tl.load(params.q_lens + batch)
+    return key <= query + params.ahead
