@@ -29,8 +29,6 @@ VARIANTS_OF = {
     "portable": ("portable",),
     "sm80": ("sm80",),
     "sm90": ("sm90",),
-    "sm100": ("sm100",),
-    "sm120": ("sm120",),
 }
 
 # What a wrapper reports as its backend: engines compare it with upstream's strings.
@@ -39,8 +37,6 @@ REPORTED_AS = {
     "portable": "fa2",
     "sm80": "fa2",
     "sm90": "fa3",
-    "sm100": "trtllm-gen",
-    "sm120": "fa2",
 }
 
 

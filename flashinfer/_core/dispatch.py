@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import UnsupportedConfig
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.target import Target, target_of
 
 
@@ -34,9 +34,7 @@ class Variant:
     name : str
         "reference", "portable", or the chip it is written for ("sm90").
     module : str
-        Where its `run(problem, config, *args)` is; imported at first use. A GPU variant's module also lists its
-        launchers in `LAUNCHERS`. One whose calls launch several kernels may have `at_once(problem, config)`, which
-        yields (launcher, problem, config) of those: a first call has them compiled side by side.
+        Where its `IMPLEMENTATION` is; imported at first use.
     refuses : callable (problem, target) -> str
         Why it cannot take the problem on that target; '' where it can.
     config : callable (problem, target) -> frozen dataclass
@@ -48,8 +46,8 @@ class Variant:
     refuses: Callable[[Any, Target], str] = _takes_all
     config: Callable[[Any, Target], Any] = _no_config
 
-    def load(self):
-        return import_module(self.module)
+    def load(self) -> Implementation:
+        return import_module(self.module).IMPLEMENTATION
 
     def why_not(self, problem, target: Target) -> str:
         """Why this variant does not run `problem` on `target`; '' if it does."""
@@ -72,21 +70,15 @@ class Choice:
 
     def run(self, *args):
         if not self._run:
-            module = self.variant.load()
-            if hasattr(module, "at_once"):
-                _expect(module.at_once(self.problem, self.config), args)
-            self._run.append(module.run)
+            implementation = self.variant.load()
+            if implementation.compile_together:
+                _expect(implementation.kernels(self.problem, self.config), args)
+            self._run.append(implementation.run)
         return self._run[0](self.problem, self.config, *args)
 
     def bind(self, device: torch.device) -> Callable:
-        """`run` as a function of its arguments alone, with everything looked up that does not depend on them.
-
-        A variant's module may have its own `bind(problem, config, device)`, for calls that count microseconds.
-        """
-        module = self.variant.load()
-        if hasattr(module, "bind"):
-            return module.bind(self.problem, self.config, device)
-        return partial(module.run, self.problem, self.config)
+        """`run` with everything looked up that does not depend on its arguments: see Implementation."""
+        return self.variant.load().bind(self.problem, self.config, device)
 
     def as_dict(self) -> dict:
         """Plain data, as `flashinfer explain --json` prints it."""

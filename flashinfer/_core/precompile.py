@@ -84,8 +84,7 @@ class Record:
 def catalog_jobs(ops: dict[str, Op], archs: Iterable[str]) -> Iterator[Job]:
     """Every problem of every op's catalog, for each GPU variant that takes it on each architecture.
 
-    A variant's kernels are all the LAUNCHERS of its module, compiled for the op's problem and config; a module where
-    that is not so has `kernels(problem, config)`, which yields (launcher, problem, config) for each kernel to build.
+    A variant's `Implementation.kernels` says which they are.
     """
     for arch in archs:
         target = named(arch)
@@ -147,12 +146,7 @@ def _jobs_of(op: str, variant: Variant, problem, target: Target) -> Iterator[Job
     if variant.name == "reference" or variant.refuses(problem, target):
         return
     config = variant.config(problem, target)
-    module = variant.load()
-    if hasattr(module, "kernels"):
-        kernels = module.kernels(problem, config)
-    else:
-        kernels = ((launcher, problem, config) for launcher in module.LAUNCHERS)
-    for launcher, its_problem, its_config in kernels:
+    for launcher, its_problem, its_config in variant.load().kernels(problem, config):
         yield Job(op, variant.name, variant.module, launcher.name, target.arch, its_problem, its_config)
 
 
@@ -297,7 +291,8 @@ def work(imports: Iterable[str] = ()) -> None:
 def _outcome(request: dict) -> dict:
     start = time.perf_counter()
     try:
-        launchers = {launcher.name: launcher for launcher in import_module(request["module"]).LAUNCHERS}
+        implementation = import_module(request["module"]).IMPLEMENTATION
+        launchers = {launcher.name: launcher for launcher in implementation.launchers}
         problem, config = (_made(*request[part]) for part in ("problem", "config"))
         entry = launchers[request["launcher"]].entry(problem, config, request["arch"])
     except Exception as error:  # any failure to compile is this job's outcome, told with its type

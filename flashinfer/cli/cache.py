@@ -29,7 +29,7 @@ def kernels_of(op: str, base: Path | None) -> list[str]:
     ops, stored = all_ops(), {entry["op"] for entry in kernel_cache.entries(base)}
     if op in ops:
         variants = [variant for variant in ops[op].variants if variant.name != "reference"]
-        return sorted({launcher.name for variant in variants for launcher in variant.load().LAUNCHERS})
+        return sorted({launcher.name for variant in variants for launcher in variant.load().launchers})
     require(op in stored, "--op", repr(op), near(op, [*ops, *stored]))
     return [op]
 

@@ -63,7 +63,7 @@ def _modules() -> list[dict]:
     rows = []
     for name, op in sorted(all_ops().items()):
         for variant in op.variants:
-            launchers = [] if variant.name == "reference" else [x.name for x in variant.load().LAUNCHERS]
+            launchers = [launcher.name for launcher in variant.load().launchers]
             rows.append(
                 {
                     "module": name,

@@ -122,7 +122,7 @@ class TestExplain:
             (["rmsnorm", "block=x"], ["block", "'x'", "int"]),
             (["rmsnorm", "gemma=perhaps"], ["gemma", "'perhaps'", "true"]),
             (["rmsnorm", "--backend", "nothing"], ["backend", "'nothing'", "fa2"]),
-            (["rmsnorm", "--arch", "90a", "--backend", "sm120"], ["backend: got 'sm120'", "portable"]),
+            (["rmsnorm", "--arch", "90a", "--backend", "sm90"], ["backend: got 'sm90'", "portable"]),
         ],
     )
     def test_errors_name_what_is_wrong(self, words, named):

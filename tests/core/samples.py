@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.pdl import begin
 
@@ -112,8 +113,7 @@ def build_described(problem, config):
 
 
 described = Launcher("described", build_described)
-
-LAUNCHERS = (scale,)
+IMPLEMENTATION = Implementation(scale, (scale,))
 
 
 def _narrow(problem, target):

@@ -12,6 +12,7 @@ import flashinfer
 from flashinfer._core import kernel_cache, precompile
 from flashinfer._core.checks import UnsupportedConfig
 from flashinfer._core.dispatch import Op, Variant
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.precompile import Job, cached_jobs, catalog_jobs
 from flashinfer._core.target import named
 from flashinfer.ops import all_ops
@@ -38,13 +39,15 @@ class Named:
 
 
 first, second = Named("first"), Named("second")
-LAUNCHERS = (first, second)
 
 
 def kernels(problem, config):
     yield first, problem, config
     if problem.weighted:
         yield second, Half(problem.offset * 2), None
+
+
+IMPLEMENTATION = Implementation(print, (first, second), kernels=kernels)
 
 
 def two_kinds(problem, target):
@@ -72,7 +75,7 @@ def test_catalog_by_variant_and_architecture():
     assert {(job.op, job.variant, job.launcher) for job in jobs} == {("scaling", "portable", "scale")}
 
 
-def test_module_may_say_which_kernels_a_problem_needs():
+def test_an_implementation_may_say_which_kernels_a_problem_needs():
     jobs = [(job.launcher, job.problem, job.config) for job in catalog_jobs({"split": SPLIT}, ["80"])]
     plain, weighted = SPLIT.catalog()
     assert jobs == [("first", plain, Config(32)), ("first", weighted, Config(32)), ("second", Half(10), None)]

@@ -141,7 +141,7 @@ def ptx_of(job):
 
         stages["ptx"] = written
 
-    launcher = next(x for x in import_module(job.module).LAUNCHERS if x.name == job.launcher)
+    launcher = next(x for x in import_module(job.module).IMPLEMENTATION.launchers if x.name == job.launcher)
     with knobs.runtime.scope():
         knobs.runtime.add_stages_inspection_hook = end_there
         try:
@@ -197,7 +197,7 @@ def check(records, alike):
     for op in ops.values():
         for variant in op.variants:
             if variant.name != "reference":
-                budgets[op.name, variant.name] = getattr(import_module(variant.module), "STACK_BUDGET", 0)
+                budgets[op.name, variant.name] = variant.load().stack_budget
     assert {(r["op"], r["variant"]) for r in records} == set(budgets)
     assert {r["arch"] for r in records} == set(GPU_ARCHS)
     faults = []

@@ -38,7 +38,7 @@ def machine_code(card):
     for job in catalog_jobs(all_ops(), ["90a"]):
         if not getattr(job.config, "pdl", False):
             continue
-        launcher = next(x for x in import_module(job.module).LAUNCHERS if x.name == job.launcher)
+        launcher = next(x for x in import_module(job.module).IMPLEMENTATION.launchers if x.name == job.launcher)
         kernel = launcher.build(job.problem, job.config).kernel.__name__
         if (job.launcher, kernel) not in found:
             entry = launcher.entry(job.problem, job.config, "90a")

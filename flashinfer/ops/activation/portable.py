@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.pdl import begin
@@ -137,7 +138,6 @@ def build(problem, config):
 
 
 launch = Launcher("act_and_mul", build)
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, x, out, quantised=None):
@@ -164,3 +164,6 @@ def _run_quantised(problem, config, x, out, given):
     batches = x.stride(0), out.stride(0), scale_batch, given.factors.stride(0)
     grid = (row_tiles * column_tiles, batch, 1)
     launch(problem, config, grid, x, out, *strides, *tensors, *batches, blocks, padded_rows)
+
+
+IMPLEMENTATION = Implementation(run, (launch,))

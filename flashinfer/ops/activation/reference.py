@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops import layouts, narrow
 
 _ACT = {"silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
@@ -33,3 +34,6 @@ def _quantise(problem, y, out, given):
     for entry, count in enumerate(given.counts.clamp(0, y.shape[1]).tolist()):
         out[entry, :count] = codes[entry, :count]
         given.factors[entry][at[:count]] = found[entry, :count]
+
+
+IMPLEMENTATION = Implementation(run)

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention.config import SIZE, factor_alignment
 from flashinfer.ops.attention.planner import schedule_launch, schedules
@@ -133,7 +134,6 @@ def build_attend(p: Problem, c) -> Build:
 MOVING = ("q", "k", "v", "out", "lse", "kv_indices")
 
 attend = Launcher("attend", build_attend)
-LAUNCHERS = (attend, schedule_launch)
 
 
 def kernels(p: Problem, c):
@@ -199,3 +199,6 @@ def run(p: Problem, c, x: Inputs) -> None:
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
+
+
+IMPLEMENTATION = Implementation(run, (attend, schedule_launch), kernels=kernels, bind=bind, stack_budget=STACK_BUDGET)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops.attention.evaluate import vary
 from flashinfer.ops.attention.problem import Inputs, Problem
 from flashinfer.ops.attention.variants import AttentionVariant, find
@@ -274,3 +275,6 @@ def _softmax_times(logits: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | 
     p, total, lse = softmax(logits, sinks)
     out = (p.view(batch, kv_heads, group * rows, keys) @ v).view(batch, kv_heads, group, rows, -1)
     return divided(out, total), lse * math.log2(math.e)
+
+
+IMPLEMENTATION = Implementation(run)

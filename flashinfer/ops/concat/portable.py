@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops._device.pdl import begin
@@ -109,7 +110,6 @@ def build_pack(problem, config):
 
 launch = Launcher("concat_mla_k", build)
 launch_pack = Launcher("pack_mla_kv_fp8", build_pack)
-LAUNCHERS = (launch, launch_pack)
 
 
 def kernels(problem, config):
@@ -138,3 +138,6 @@ def _concat(problem, config, k, k_nope, k_rope):
     strides = *k.stride(), *k_nope.stride(), k_rope.stride(0), k_rope.stride(2)
     sizes = tokens * heads, heads, nope_dim, k_rope.shape[2]
     launch(problem, config, (triton.cdiv(tokens * heads, config.rows), 1, 1), k, k_nope, k_rope, *strides, *sizes)
+
+
+IMPLEMENTATION = Implementation(run, (launch, launch_pack), kernels=kernels)

@@ -2,6 +2,7 @@
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops import narrow
 from flashinfer.ops.concat import Pack
 
@@ -23,3 +24,6 @@ def _pack(kv, k_rope, key, value):
     rope = k_rope[:, None].expand(-1, kv.shape[1], -1)
     for out, x in ((key, torch.cat((kv[..., :nope], rope), -1)), (value, kv[..., nope:])):
         out.copy_(narrow.to_fp8(x.float(), torch.float8_e4m3fn).view(torch.uint8))
+
+
+IMPLEMENTATION = Implementation(run)

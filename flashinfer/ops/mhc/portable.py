@@ -10,6 +10,7 @@ mhc_post: a program has BLOCK columns of a token: it reads x and four streams an
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import multiple, pointer, unit
@@ -139,7 +140,6 @@ def _build_post(problem, config):
 
 launch_pre = Launcher("mhc_pre", _build_pre)
 launch_post = Launcher("mhc_post", _build_post)
-LAUNCHERS = (launch_pre, launch_post)
 
 
 def kernels(problem, config):
@@ -164,3 +164,6 @@ def _post(problem, config, x, residual, post, comb, out):
     tokens, _, hidden = residual.shape
     grid = (triton.cdiv(hidden, config.block), tokens, 1)
     launch_post(problem, config, grid, x, residual, post, comb, out, hidden, x.stride(0), *residual.stride()[:2])
+
+
+IMPLEMENTATION = Implementation(run, (launch_pre, launch_post), kernels=kernels)

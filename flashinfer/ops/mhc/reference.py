@@ -2,6 +2,7 @@
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops.mhc import STREAMS, Pre
 
 
@@ -35,3 +36,6 @@ def _post(problem, x, residual, post, comb, out):
     """x [tokens, hidden], residual and out [tokens, 4, hidden], post [tokens, 4], comb [tokens, 4, 4]."""
     mixed = torch.einsum("tih,tij->tjh", residual.float(), comb.float())
     out.copy_(x.float()[:, None] * post.float()[:, :, None] + mixed)
+
+
+IMPLEMENTATION = Implementation(run)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.pdl import begin
@@ -115,7 +116,6 @@ def build(problem, config):
 STACK_BUDGET = 256
 
 launch = Launcher("modulated_layernorm", build)
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, given, eps):
@@ -132,3 +132,6 @@ def run(problem, config, given, eps):
     for tensor in (given.x, given.residual, given.gate, given.factor, given.shift):
         strides += (0, 0) if tensor is None else tensor.stride()[:2]
     launch(problem, config, (programs, batch, 1), *tensors, *strides, rows, hidden, eps, blocks)
+
+
+IMPLEMENTATION = Implementation(run, (launch,), stack_budget=STACK_BUDGET)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.formats import to_fp8
@@ -281,7 +282,6 @@ _BUILD = {Problem: _build_norm, Gated: _build_gated}
 STACK_BUDGET = 288
 
 launch = Launcher("norm", build)
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, *args):
@@ -342,3 +342,6 @@ def row_strides(x) -> tuple[int, int, int]:
     """Strides of x as [outer, inner, columns]; a 2-D tensor has an inner dimension of 1."""
     outer, *inner, column = x.stride()
     return outer, inner[0] if inner else 0, column
+
+
+IMPLEMENTATION = Implementation(run, (launch,), stack_budget=STACK_BUDGET)

@@ -2,6 +2,7 @@
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops import layouts, narrow
 from flashinfer.ops.norm import Gated, Modulated, Problem
 
@@ -109,3 +110,5 @@ def modulated(problem, given, eps):
 
 
 _RUN = {Problem: norm, Gated: gated, Modulated: modulated}
+
+IMPLEMENTATION = Implementation(run)

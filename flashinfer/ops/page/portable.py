@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops._device.pages import slot_of
@@ -226,7 +227,6 @@ def _build_seq_lens(problem, config):
 
 _BUILD = {Append: _build_append, Positions: _build_positions, SeqLens: _build_seq_lens}
 launch = Launcher("page", build)
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, *args):
@@ -270,3 +270,5 @@ def seq_lens(problem, config, kv_indptr, kv_last_page_len, out, page_size):
 
 
 _RUN = {Append: append, Positions: positions, SeqLens: seq_lens}
+
+IMPLEMENTATION = Implementation(run, (launch,), stack_budget=STACK_BUDGET)

@@ -3,6 +3,7 @@
 import torch
 from torch.nn.functional import pad
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops import narrow
 from flashinfer.ops.page import Append, Positions, SeqLens
 
@@ -58,3 +59,6 @@ _RUN = {Append: append, Positions: positions, SeqLens: seq_lens}
 
 def run(problem, config, *args):
     _RUN[type(problem)](problem, *args)
+
+
+IMPLEMENTATION = Implementation(run)

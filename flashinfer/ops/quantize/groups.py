@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops._device.pdl import begin
@@ -63,7 +64,6 @@ def build(problem, config):
 STACK_BUDGET = 16
 
 launch = Launcher("quantize_groups", build)
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, x, size, least, codes, scales):
@@ -73,3 +73,6 @@ def run(problem, config, x, size, least, codes, scales):
     groups = rows * per_row
     grid = (triton.cdiv(groups, config.rows), 1, 1)
     launch(problem, config, grid, x, codes, scales, groups, per_row, size, least, *scales.stride())
+
+
+IMPLEMENTATION = Implementation(run, (launch,), stack_budget=STACK_BUDGET)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.formats import from_e2m1, from_fp8, from_ue8m0
@@ -354,8 +355,9 @@ _append = Launcher("append_nvfp4", _build_append)
 _dequantize = Launcher("dequantize", _build_dequantize)
 _interleave = Launcher("interleave", _build_interleave)
 _packbits = Launcher("packbits", _build_packbits)
-LAUNCHERS = (_quantize, _append, _dequantize, _interleave, _packbits)
-_LAUNCHER_OF = dict(zip((Problem, Append, Dequantize, Interleave, Packbits), LAUNCHERS, strict=True))
+_LAUNCHER_OF = {
+    Problem: _quantize, Append: _append, Dequantize: _dequantize, Interleave: _interleave, Packbits: _packbits,
+}  # fmt: skip
 
 
 def kernels(problem, config):
@@ -435,3 +437,5 @@ _RUN = {
     Interleave: _run_interleave,
     Packbits: _run_packbits,
 }
+
+IMPLEMENTATION = Implementation(run, _LAUNCHER_OF.values(), kernels=kernels)

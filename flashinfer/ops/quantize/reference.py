@@ -4,6 +4,7 @@ import torch
 from torch.nn.functional import pad
 
 from flashinfer._core.checks import torch_dtype
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops import layouts, narrow
 from flashinfer.ops.quantize import Append, Dequantize, Groups, Interleave, Packbits, Problem
 
@@ -112,3 +113,5 @@ _RUN = {
     Interleave: _interleave,
     Packbits: _packbits,
 }
+
+IMPLEMENTATION = Implementation(run)

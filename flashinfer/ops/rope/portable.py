@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops._device.pages import slot_of
@@ -560,7 +561,6 @@ launch = Launcher("rope", build)
 
 # Programs along y that a grid may have (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
 _LONGEST_AXIS = 65535
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, *args):
@@ -632,3 +632,5 @@ def _strides(x, axes: int) -> tuple[int, ...]:
 
 
 _RUN = {Problem: rotate_heads, Quantize: quantize, Video: video}
+
+IMPLEMENTATION = Implementation(run, (launch,))

@@ -2,6 +2,7 @@
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops import narrow
 from flashinfer.ops.rope import Problem, Quantize, Video
 from flashinfer.ops.rope.frequencies import radians
@@ -98,3 +99,5 @@ def video(problem, rows, weights, outputs, space, axes, eps, scales):
 
 
 _RUN = {Problem: rotate_heads, Quantize: quantize, Video: video}
+
+IMPLEMENTATION = Implementation(run)

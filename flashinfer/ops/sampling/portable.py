@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device import find_prefix as stages
 from flashinfer.ops._device.find_prefix import Filters, Parameters, Stages, start
@@ -396,7 +397,6 @@ launch_write = Launcher("sampling_write", _build_write)
 # Bytes of stack a thread may use: scalars that live through all of resolve's search, three at most (ptxas).
 STACK_BUDGET = 24
 _CHAIN = (launch_verify, launch_last_race, launch_last_pick)
-LAUNCHERS = (launch_statistics, launch_softmax, launch_race, launch_pick, launch_write, *_CHAIN, *stages.LAUNCHERS)
 
 
 @cache
@@ -431,10 +431,6 @@ def kernels(problem, config):
         yield from stages.stages_to_compile(stages_of(problem), config)
         names = () if problem.use == "draw" else (launch_write,)
     yield from ((launcher, problem, config) for launcher in names)
-
-
-# A call launches all of them.
-at_once = kernels
 
 
 def run(problem, config, *args):
@@ -498,3 +494,11 @@ def _chain(problem, config, draft, ids, target, randomness, tokens, accepted, em
 
 
 _RUN = {Softmax: _softmax, Draw: _draw, Prefix: _prefix, Chain: _chain}
+
+IMPLEMENTATION = Implementation(
+    run,
+    (launch_statistics, launch_softmax, launch_race, launch_pick, launch_write, *_CHAIN, *stages.LAUNCHERS),
+    kernels=kernels,
+    compile_together=True,
+    stack_budget=STACK_BUDGET,
+)

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops.sampling import Chain, Draw, Prefix, Softmax
 
 # A row's largest probability is at most 2^41 units; see flashinfer/ops/_device/prefix.py.
@@ -188,3 +189,5 @@ def philox(key, counter):
 
 
 _RUN = {Softmax: _softmax, Draw: _draw, Prefix: _prefix, Chain: _chain}
+
+IMPLEMENTATION = Implementation(run)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device import find_prefix as stages
 from flashinfer.ops._device.find_prefix import Filters, Parameters, Stages, start
@@ -194,7 +195,6 @@ def _build_rank(problem, config):
 
 launch_emit = Launcher("top_k_emit", _build_emit)
 launch_rank = Launcher("top_k_rank", _build_rank)
-LAUNCHERS = (launch_emit, launch_rank, *short.LAUNCHERS, *stages.LAUNCHERS)
 
 # Bytes of stack a thread may use: scalars that live through all of resolve's search, twelve words at most, on sm_120,
 # and six of a list's (ptxas).
@@ -245,3 +245,11 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
     if problem.form == "sorted":
         blocks = triton.cdiv(k, _RANKED)
         start(launch_rank, problem, config, (rows * blocks, 1, 1), out_value, out_index, *outputs, k, blocks)
+
+
+IMPLEMENTATION = Implementation(
+    run,
+    (launch_emit, launch_rank, *short.LAUNCHERS, *stages.LAUNCHERS),
+    kernels=kernels,
+    stack_budget=STACK_BUDGET,
+)

@@ -2,6 +2,8 @@
 
 import torch
 
+from flashinfer._core.implementation import Implementation
+
 
 def run(problem, config, x, k, starts, lengths, places, outputs):
     rows, columns = x.shape
@@ -57,3 +59,6 @@ def _slots(problem, order, starts, places):
         return torch.full_like(order, -1)
     entry = table.long().gather(1, page.where(inside, 0))
     return (entry * page_size + order % page_size).where(inside & (entry >= 0), -1)
+
+
+IMPLEMENTATION = Implementation(run)

@@ -30,7 +30,7 @@ def compiled(variants, op, name: str, arch: str, base, **changes) -> list[dict]:
         problem = problem_of(variant, **changes)
         assert not kernel.refuses(problem, target), kernel.refuses(problem, target)
         config = kernel.config(problem, target)
-        jobs.append(Job(op.name, name, kernel.module, kernel.load().LAUNCHERS[0].name, arch, problem, config))
+        jobs.append(Job(op.name, name, kernel.module, kernel.load().launchers[0].name, arch, problem, config))
     return [asdict(record) for record in precompile(jobs, base, 1, imports=[VARIANTS_MODULE])]
 
 
@@ -42,7 +42,7 @@ def compile_error(variant: str) -> str:
     problem = problem_of(VARIANTS[variant], rows=16)
     portable = next(v for v in decode.variants if v.name == "portable")
     try:
-        portable.load().attend.entry(problem, portable.config(problem, named("90a")), "90a")
+        portable.load().launchers[0].entry(problem, portable.config(problem, named("90a")), "90a")
     except CompileError as error:
         return str(error)
     return ""

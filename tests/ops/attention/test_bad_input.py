@@ -177,11 +177,11 @@ def test_upstreams_names_refuse_nothing(backend, x, paged, device):
 
 def test_our_own_names_pin(x, device):
     q, k, v = x.request(0)
-    with pytest.raises(UnsupportedConfig, match="sm120"):
-        flashinfer.single_prefill_with_kv_cache(q.float(), k.float(), v.float(), backend="sm120")
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend="sm120")
-    with pytest.raises(UnsupportedConfig, match="^backend: got 'sm120'; allowed for (prefill|decode)") as error:
-        wrapper.plan(x.qo_indptr, x.kv_indptr, 4, 2, 64)
+    with pytest.raises(UnsupportedConfig, match="sm90"):
+        flashinfer.single_prefill_with_kv_cache(q.float(), k.float(), v.float(), backend="sm90")
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend="sm90")
+    with pytest.raises(UnsupportedConfig, match="^backend: got 'sm90'; allowed for (prefill|decode)") as error:
+        wrapper.plan(x.qo_indptr, x.kv_indptr, 4, 2, 64, q_data_type=torch.float32)
     assert len(str(error.value)) < 300
 
 

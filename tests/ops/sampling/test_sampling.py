@@ -143,7 +143,7 @@ def test_a_call_launches_every_kernel_of_its_problem(device, monkeypatch):
     """What a first call has compiled at once is what it launches."""
     asked, probs = [], rows_of_probs(2, 1, device)
     monkeypatch.setattr(Launcher, "expect", lambda *kernel: asked.append(kernel))
-    for launcher in portable.LAUNCHERS:
+    for launcher in portable.IMPLEMENTATION.launchers:
         monkeypatch.setattr(launcher, "_bound", {})
     with backend("portable", monkeypatch):
         list(every_function(probs, seed=0, offset=0))
@@ -152,7 +152,8 @@ def test_a_call_launches_every_kernel_of_its_problem(device, monkeypatch):
     for launcher, problem, config, _ in asked:
         assert (problem, config) in [key[:2] for key in launcher._bound], launcher.name
     chain = {launcher.name for launcher in portable._CHAIN}
-    assert {launcher.name for launcher, *_ in asked} == {launcher.name for launcher in portable.LAUNCHERS} - chain
+    every = {launcher.name for launcher in portable.IMPLEMENTATION.launchers}
+    assert {launcher.name for launcher, *_ in asked} == every - chain
 
 
 def filters_in_tensors(device):

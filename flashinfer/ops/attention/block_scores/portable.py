@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention._device.kv_source import widen
@@ -97,7 +98,6 @@ def build(p, c) -> Build:
 
 
 launch = Launcher("block_scores", build)
-LAUNCHERS = (launch,)
 
 
 def run(p, c, q, k, seen, base, tables, scores) -> None:
@@ -112,3 +112,6 @@ def run(p, c, q, k, seen, base, tables, scores) -> None:
         p, c, (tokens, shares, 1), bits(q), bits(k), seen, base, seen if tables is None else tables, scores, blocks,
         *q.stride()[:2], page, head, row, 0 if tables is None else tables.stride(0), *scores.stride(),
     )  # fmt: skip
+
+
+IMPLEMENTATION = Implementation(run, (launch,))

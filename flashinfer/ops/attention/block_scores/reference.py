@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops.attention.block_scores import BLOCK
 
 
@@ -41,3 +42,5 @@ def run(problem, config, q, k, seen, base, tables, scores) -> None:
         most = full.unflatten(1, (-1, BLOCK)).amax(-1)
         scores[:, : most.shape[1], token] = most.amax(0, keepdim=True) if problem.reduce else most
 
+
+IMPLEMENTATION = Implementation(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention.decode.sm80_kernel import attend_sm80_kernel
 from flashinfer.ops.attention.planner import schedule_launch, schedules
@@ -28,7 +29,6 @@ def build(p: Problem, c) -> Build:
 
 
 attend_sm80 = Launcher("attend_sm80", build)
-LAUNCHERS = (attend_sm80, schedule_launch)
 
 
 def kernels(p: Problem, c):
@@ -44,3 +44,12 @@ def bind(p: Problem, c, device: torch.device) -> Bound:
 
 def run(p: Problem, c, x: Inputs) -> None:
     bind(p, c, x.q.device).hold(x)(*x.addresses())
+
+
+IMPLEMENTATION = Implementation(
+    run,
+    (attend_sm80, schedule_launch),
+    kernels=kernels,
+    bind=bind,
+    stack_budget=STACK_BUDGET,
+)

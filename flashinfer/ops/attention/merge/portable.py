@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 
 from . import PairProblem
@@ -193,7 +194,6 @@ def build_stack(problem, config) -> Build:
 
 launch_pair = Launcher("merge_pair", build_pair)
 launch_stack = Launcher("merge_stack", build_stack)
-LAUNCHERS = (launch_pair, launch_stack)
 
 
 def kernels(problem, config):
@@ -233,3 +233,6 @@ def _run_stack(problem, config, v, s, out, lse) -> None:
         v, s, out, lse, states, rows, heads,
         *_strides(v, unit), *s.stride(), *_strides(out, unit), *lse.stride(),
     )  # fmt: skip
+
+
+IMPLEMENTATION = Implementation(run, (launch_pair, launch_stack), kernels=kernels)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.implementation import Implementation
+
 from . import PairProblem
 
 
@@ -42,3 +44,6 @@ def _softmax(s):
     weights = torch.exp2(s - base[:, None])
     total = weights.sum(1)
     return weights / torch.where(total == 0, 1.0, total)[:, None], base + torch.log2(total)
+
+
+IMPLEMENTATION = Implementation(run)

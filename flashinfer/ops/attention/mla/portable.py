@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.mla.config import padded
@@ -64,7 +65,6 @@ def build(p: Problem, c) -> Build:
 
 
 attend_latent = Launcher("attend_latent", build)
-LAUNCHERS = (attend_latent, schedule_launch)
 
 
 def kernels(p: Problem, c):
@@ -121,3 +121,12 @@ def _outer_strides(t: torch.Tensor | None) -> tuple[int, int]:
 def _raw(t: torch.Tensor | None) -> torch.Tensor | None:
     """FP8 travels to the kernel as bytes, so that chips without FP8 conversions take it too."""
     return t.view(torch.uint8) if t is not None and t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else t
+
+
+IMPLEMENTATION = Implementation(
+    run,
+    (attend_latent, schedule_launch),
+    kernels=kernels,
+    bind=bind,
+    stack_budget=STACK_BUDGET,
+)

@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops.attention.evaluate import vary
 from flashinfer.ops.attention.mla.problem import Inputs, Problem
 from flashinfer.ops.attention.reference import divided, softmax
@@ -126,3 +127,6 @@ def _put(out: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
         most = torch.finfo(out.dtype).max
         values, out = values.clamp(-most, most).to(out.dtype).view(torch.uint8), out.view(torch.uint8)
     out[rows] = values.to(out.dtype)
+
+
+IMPLEMENTATION = Implementation(run)

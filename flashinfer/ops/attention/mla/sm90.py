@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from flashinfer._core.gluon_compat import tensordesc
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention.mla.config import Sm90Config
@@ -70,7 +71,6 @@ def build_combine(p: Problem, c: Sm90Config) -> Build:
 
 attend_latent_sm90 = Launcher("attend_latent_sm90", build)
 combine_latent = Launcher("combine_latent", build_combine)
-LAUNCHERS = (attend_latent_sm90, combine_latent, schedule_launch)
 
 
 def kernels(p: Problem, c: Sm90Config):
@@ -148,3 +148,6 @@ def bind(p: Problem, c: Sm90Config, device: torch.device) -> Bound:
 
 def run(p: Problem, c: Sm90Config, x: Inputs) -> None:
     bind(p, c, x.q_nope.device).hold(x)(*x.addresses())
+
+
+IMPLEMENTATION = Implementation(run, (attend_latent_sm90, combine_latent, schedule_launch), kernels=kernels, bind=bind)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.target import target_of
 from flashinfer.ops._device.formats import from_ue8m0
@@ -148,7 +149,6 @@ def build(p, c) -> Build:
 
 
 launch = Launcher("mqa_logits", build)
-LAUNCHERS = (launch,)
 
 
 def run(p, c, q, keys, scales, weights, lens, tables, logits, context: int, beside=Beside()) -> None:
@@ -167,3 +167,6 @@ def run(p, c, q, keys, scales, weights, lens, tables, logits, context: int, besi
         logits, q.view(torch.uint8) if q_scales is None else q_scales, lens if begins is None else begins, context,
         origin, *q.stride()[:3], keys.stride(0), scales_stride, tables_stride, logits.stride(0),
     )  # fmt: skip
+
+
+IMPLEMENTATION = Implementation(run, (launch,))

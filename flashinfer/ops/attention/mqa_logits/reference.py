@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops.attention.mqa_logits import Beside
 from flashinfer.ops.narrow import from_e2m1, from_ue8m0
 
@@ -79,3 +80,6 @@ def _wide(problem, x: torch.Tensor, factors: torch.Tensor | None) -> torch.Tenso
     if problem.form == "mxfp4":
         return (from_e2m1(x).unflatten(-1, (-1, 32)) * from_ue8m0(factors)[..., None]).flatten(-2)
     return (x.view(torch.float8_e4m3fn) if problem.form == "fp8" else x).float()
+
+
+IMPLEMENTATION = Implementation(run)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from flashinfer._core.gluon_compat import tensordesc
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.kv_layout import as_matrix
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
@@ -69,7 +70,6 @@ def build(p: Problem, c: Sm90Config) -> Build:
 
 
 attend_sm90 = Launcher("attend_sm90", build)
-LAUNCHERS = (attend_sm90, schedule_launch)
 
 
 def kernels(p: Problem, c: Sm90Config):
@@ -128,3 +128,6 @@ def bind(p: Problem, c: Sm90Config, device: torch.device) -> Bound:
 
 def run(p: Problem, c: Sm90Config, x: Inputs) -> None:
     bind(p, c, x.q.device).hold(x)(*x.addresses())
+
+
+IMPLEMENTATION = Implementation(run, (attend_sm90, schedule_launch), kernels=kernels, bind=bind)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.checks import torch_dtype
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.formats import to_fp8, to_ue8m0, inverse_ue8m0
@@ -353,7 +354,6 @@ def build(problem: Problem, config) -> Build:
 STACK_BUDGET = 32
 
 launch = Launcher("allreduce_fusion", build)
-LAUNCHERS = (launch, probe.launch)
 
 
 def kernels(problem, config):
@@ -390,3 +390,6 @@ def _factor_arguments(problem, factors: torch.Tensor, tokens: int, hidden: int) 
         return [factors.as_strided((extent,), (1,)).view(torch.uint8), row, word, tokens]
     rows, blocks = layouts.padded(tokens, hidden // 16, problem.layout)
     return [factors.view(torch.uint8), blocks, 0, rows]
+
+
+IMPLEMENTATION = Implementation(run, (launch, probe.launch), kernels=kernels, stack_budget=STACK_BUDGET)

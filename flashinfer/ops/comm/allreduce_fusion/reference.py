@@ -3,6 +3,7 @@
 import torch
 
 from flashinfer._core.checks import torch_dtype
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops import layouts, narrow
 from flashinfer.ops.comm.allreduce_fusion import Norm, Results, Rows
 
@@ -71,3 +72,6 @@ def group_fp8(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = narrow.to_fp8((groups * inverse[..., None]).flatten(-2), torch.float8_e4m3fn)
     padded = torch.nn.functional.pad(code, (0, -code.shape[-1] % 4))
     return codes, padded.contiguous().view(torch.int32)
+
+
+IMPLEMENTATION = Implementation(run)

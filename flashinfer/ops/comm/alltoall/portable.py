@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.checks import torch_dtype
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.rows import multiple, pointer, unit
 from flashinfer.ops.comm._device.exchange import (
@@ -398,7 +399,6 @@ def build(problem, config) -> Build:
 
 
 launch = Launcher("comm_alltoall", build)
-LAUNCHERS = (launch,)
 
 
 def kernels(problem, config):
@@ -480,3 +480,5 @@ def sanitize(ids, counts, most: int, invalid: int) -> None:
 
 
 _RUN = {Dispatch: dispatch, Combine: combine, Blocks: blocks}
+
+IMPLEMENTATION = Implementation(run, (launch,), kernels=kernels, stack_budget=STACK_BUDGET)

@@ -2,6 +2,7 @@
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops.comm.alltoall import Blocks, Combine, Dispatch
 
 
@@ -62,3 +63,5 @@ def blocks(problem: Blocks, link, given, outs) -> None:
 
 
 _RUN = {Dispatch: dispatch, Combine: combine, Blocks: blocks}
+
+IMPLEMENTATION = Implementation(run)

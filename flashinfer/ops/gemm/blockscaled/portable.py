@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.checks import torch_dtype
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.target import target_of
 from flashinfer.ops import layouts
@@ -204,7 +205,6 @@ STACK_BUDGET = 40
 launch = Launcher("gemm_blockscaled", build)
 launch_sum = Launcher("gemm_blockscaled_sum", build_sum)
 launch_widen = Launcher("gemm_blockscaled_widen", build_widen)
-LAUNCHERS = (launch, launch_sum, launch_widen)
 
 
 def partial(problem):
@@ -283,3 +283,6 @@ def _launch(problem, config, grid, K: int, a, b, a_scale, b_scale, alphas, out):
             blocks = layouts.padded(1, K // problem.width, layout)[1] if layout else 0
             steps += (flat.stride(0) if layout else 0, blocks, 0)
     launch(problem, config, grid, *codes, *scales, *alphas, out, M, N, K, *strides, *steps)
+
+
+IMPLEMENTATION = Implementation(run, (launch, launch_sum, launch_widen), kernels=kernels, stack_budget=STACK_BUDGET)

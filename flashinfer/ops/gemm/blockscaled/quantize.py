@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.rows import multiple, pointer, unit
 from flashinfer.ops._device.scales import quantize_fp8
@@ -41,7 +42,6 @@ def build(problem, config):
 STACK_BUDGET = 32
 
 launch = Launcher("gemm_quantize", build)
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, x, codes, scale):
@@ -50,3 +50,6 @@ def run(problem, config, x, codes, scale):
     blocks = triton.cdiv(columns, 128)
     grid = (blocks, triton.cdiv(rows, problem.rows), 1)
     launch(problem, config, grid, x, codes.view(torch.uint8), scale, rows, columns, x.stride(0), blocks)
+
+
+IMPLEMENTATION = Implementation(run, (launch,), stack_budget=STACK_BUDGET)

@@ -3,6 +3,7 @@
 import torch
 from torch.nn.functional import pad
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops import narrow
 from flashinfer.ops.gemm import operands
 from flashinfer.ops.gemm.blockscaled import Problem, Quantize
@@ -51,3 +52,5 @@ def quantize(problem, x, codes, scale):
 
 
 _RUN = {Problem: gemm, Quantize: quantize}
+
+IMPLEMENTATION = Implementation(run)

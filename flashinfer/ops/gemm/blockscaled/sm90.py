@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashinfer._core.gluon_compat import tensordesc
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm._device.blockscaled_sm90 import blockscaled_sm90_kernel
@@ -27,7 +28,6 @@ def build(p, c) -> Build:
 
 
 blockscaled_sm90 = Launcher("blockscaled_sm90", build)
-LAUNCHERS = (blockscaled_sm90,)
 
 
 def kernels(p, c):
@@ -56,3 +56,6 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, pieces: int = 0) -> None:
         p, c, (min(sms, tiles * pieces), 1, 1), TensorMap(a, a_box), TensorMap(b, b_box), out, a_scale, b_scale, alpha,
         partial, arrived, m, n, a.shape[2], batch, pieces, *a_scale.stride(), *b_scale.stride(), *out.stride()[:2],
     )  # fmt: skip
+
+
+IMPLEMENTATION = Implementation(run, (blockscaled_sm90,), kernels=kernels)

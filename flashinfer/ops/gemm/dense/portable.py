@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.formats import from_fp8
 from flashinfer.ops._device.rows import multiple, pointer, unit
@@ -173,7 +174,6 @@ def build(p, c) -> Build:
 
 
 launch = Launcher("dense_gemm", build)
-LAUNCHERS = (launch,)
 
 
 def run(p, c, x) -> None:
@@ -188,3 +188,6 @@ def run(p, c, x) -> None:
         p, c, (tiles, x.pieces, batch), a, b, x.out, x.bias, x.a_scale, x.b_scale, partial, arrived, m, n, a.shape[2],
         x.pieces, *a.stride(), *b_strides, *x.out.stride(),
     )  # fmt: skip
+
+
+IMPLEMENTATION = Implementation(run, (launch,))

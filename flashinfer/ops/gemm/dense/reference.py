@@ -2,6 +2,8 @@
 
 import torch
 
+from flashinfer._core.implementation import Implementation
+
 
 def run(problem, config, x):
     b = _in_order(x.b) if problem.b_major == "blocks" else x.b
@@ -15,3 +17,6 @@ def _in_order(blocks):
     """[k / 128, n, 128] as [1, k, n]; 32 stored rows are 4 times 8, which n counts column by column."""
     stored = blocks.view(torch.uint8).unflatten(1, (-1, 4, 8))
     return stored.transpose(2, 3).permute(0, 4, 1, 2, 3).reshape(1, -1, blocks.shape[1]).view(blocks.dtype)
+
+
+IMPLEMENTATION = Implementation(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashinfer._core.gluon_compat import tensordesc
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm._device.dense_sm90 import dense_sm90_kernel
@@ -34,7 +35,6 @@ def build(p, c) -> Build:
 
 
 dense_sm90 = Launcher("dense_sm90", build)
-LAUNCHERS = (dense_sm90,)
 
 
 def run(p, c, x) -> None:
@@ -56,3 +56,6 @@ def _by_box(p, b):
     if p.b_major == "blocks":
         return b.unflatten(1, (-1, 4, 8)).transpose(2, 3)
     return b.mT if p.b_major == "k" else b
+
+
+IMPLEMENTATION = Implementation(run, (dense_sm90,))

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.checks import torch_dtype
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.rows import multiple
@@ -202,7 +203,6 @@ def build(problem, config):
 STACK_BUDGET = 40
 
 launch = Launcher("gemm_grouped", build)
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights):
@@ -232,3 +232,6 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights):
         a_batch = a_scale.stride(0) if batched and problem.scale else 0
         steps = a_batch, blocks, 0, b_scale.stride(0) if problem.scale else 0, blocks, 0
     launch(problem, config, grid, *tensors, M, N, K, count, len(b), row_tiles, *strides, *steps)
+
+
+IMPLEMENTATION = Implementation(run, (launch,), stack_budget=STACK_BUDGET)

@@ -2,6 +2,7 @@
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops import layouts
 from flashinfer.ops.gemm import operands
 
@@ -57,3 +58,6 @@ def _right(problem, b, b_scale, weight):
         return wide * operands.spread(b_scale[weight], *wide.shape, problem.columns, problem.width)
     flat = None if b_scale is None else b_scale[weight]
     return operands.widen(codes, problem.b, flat, problem.scale, "128x4", problem.width)
+
+
+IMPLEMENTATION = Implementation(run)

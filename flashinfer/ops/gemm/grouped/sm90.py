@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashinfer._core.gluon_compat import tensordesc
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm._device.grouped_sm90 import grouped_sm90_kernel
@@ -43,7 +44,6 @@ def build_unscaled(p, c) -> Build:
 
 grouped_sm90 = Launcher("grouped_sm90", build)
 unscaled_sm90 = Launcher("grouped_unscaled_sm90", build_unscaled)
-LAUNCHERS = (grouped_sm90, unscaled_sm90)
 
 
 def kernels(p, c):
@@ -77,3 +77,6 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, groups, weights) -> None:
         p, c, (sms, 1, 1), *maps, out, a_scale, b_scale, groups, m, n, a.shape[2], min(count, len(b)),
         *a_scale.stride(), *b_scale.stride(), *out.stride()[:2],
     )  # fmt: skip
+
+
+IMPLEMENTATION = Implementation(run, (grouped_sm90, unscaled_sm90), kernels=kernels)

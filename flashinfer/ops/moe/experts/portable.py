@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.formats import from_e2m1, from_fp8, from_ue8m0, to_fp8
 from flashinfer.ops._device.scales import (
@@ -547,7 +548,6 @@ _BUILD = {Problem: _build_product, Quantize: _build_quantize}
 STACK_BUDGET = 8
 
 launch = Launcher("moe_experts", build)
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, *args):
@@ -619,3 +619,5 @@ def quantize(problem, config, x, global_scale, token_map, codes, factors, row_sc
 
 
 _RUN = {Problem: product, Quantize: quantize}
+
+IMPLEMENTATION = Implementation(run, (launch,), stack_budget=STACK_BUDGET)

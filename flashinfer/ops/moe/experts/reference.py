@@ -3,6 +3,7 @@
 import torch
 from torch.nn.functional import gelu, silu
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops import layouts, narrow
 from flashinfer.ops.moe.experts import GATED, PACKED, WIDTH, Problem, Quantize, extents
 
@@ -177,3 +178,5 @@ def quantize(problem, x, global_scale, token_map, codes, factors, row_scales=Non
 
 
 _RUN = {Problem: product, Quantize: quantize}
+
+IMPLEMENTATION = Implementation(run)

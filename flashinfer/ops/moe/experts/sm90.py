@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.gluon_compat import gl, gluon, mbarrier, tensordesc, tma_load
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops._device.block_scales_sm90 import Scales, bring_factors, make_factors, rows_of, sum_wide_blocks
@@ -253,7 +254,6 @@ def _build_gather(p, c) -> Build:
 
 product_sm90 = Launcher("moe_product_sm90", _build)
 gather = Launcher("moe_gather", _build_gather)
-LAUNCHERS = (product_sm90, gather)
 
 
 def kernels(p, c):
@@ -291,3 +291,6 @@ def _gathered(p, c, rows: Rows, token_map) -> torch.Tensor:
         token_map.tile_expert, token_map.tile_end, token_map.row_pair, words, rows.top_k, source.stride(0),
     )  # fmt: skip
     return to
+
+
+IMPLEMENTATION = Implementation(run, (product_sm90, gather), kernels=kernels)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.rows import multiple, pointer, unit
 
@@ -47,7 +48,6 @@ def build(problem, config):
 
 
 launch = Launcher("moe_finalize", build)
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, y, pair_row, weights, out):
@@ -59,3 +59,6 @@ def run(problem, config, y, pair_row, weights, out):
     tensors = [tensor for tensor in tensors if tensor is not None]
     launch(problem, config, (tokens * blocks, 1, 1), *tensors, *strides, hidden, blocks,
            pair_row.shape[1])  # fmt: skip
+
+
+IMPLEMENTATION = Implementation(run, (launch,))

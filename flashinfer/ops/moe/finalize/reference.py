@@ -2,6 +2,8 @@
 
 import torch
 
+from flashinfer._core.implementation import Implementation
+
 
 def run(problem, config, y, pair_row, weights, out):
     """Write out [tokens, hidden] of y [rows, hidden] and of pair_row and weights (or None) [tokens, top_k]."""
@@ -14,3 +16,6 @@ def run(problem, config, y, pair_row, weights, out):
             term = term * weights[token, choice, None].float()
         total[token] += term
     out.copy_(total)
+
+
+IMPLEMENTATION = Implementation(run)

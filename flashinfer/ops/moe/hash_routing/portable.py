@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.pdl import begin
 
@@ -53,7 +54,6 @@ def build(problem, config):
 
 
 launch = Launcher("moe_hash_route", build)
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, logits, tokens, table, shared_weight, ids, weights):
@@ -62,3 +62,6 @@ def run(problem, config, logits, tokens, table, shared_weight, ids, weights):
     grid = (triton.cdiv(count, config.rows), 1, 1)
     sizes = count, len(table), experts, table.shape[1], ids.shape[1]
     launch(problem, config, grid, logits, tokens, table, ids, weights, *logits.stride(), *sizes, shared_weight)
+
+
+IMPLEMENTATION = Implementation(run, (launch,))

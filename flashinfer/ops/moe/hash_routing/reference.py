@@ -3,6 +3,8 @@
 import torch
 from torch.nn.functional import softplus
 
+from flashinfer._core.implementation import Implementation
+
 
 def run(problem, config, logits, tokens, table, shared_weight, ids, weights):
     """Write ids int32 and weights float32 [tokens, top_k + shared]; shared ones are behind the experts, each once.
@@ -19,3 +21,6 @@ def run(problem, config, logits, tokens, table, shared_weight, ids, weights):
     weights[:, :top_k] = torch.where(there, score / total, 0)
     ids[:, top_k:] = torch.arange(experts, experts + ids.shape[1] - top_k, device=ids.device)
     weights[:, top_k:] = shared_weight
+
+
+IMPLEMENTATION = Implementation(run)

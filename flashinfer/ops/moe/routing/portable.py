@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.prefix import key_of, value_of
 from flashinfer.ops.moe.routing import Map, Route
@@ -304,7 +305,6 @@ launch_route = Launcher("moe_route", _build_route)
 launch_few = Launcher("moe_map_few", _build_few)
 launch_count = Launcher("moe_map_count", _build_count)
 launch_place = Launcher("moe_map_place", _build_place)
-LAUNCHERS = (launch_route, launch_few, launch_count, launch_place)
 
 
 def kernels(problem, config):
@@ -355,3 +355,5 @@ def token_map(problem, config, ids, offset, tile, out, weights=None):
 
 
 _RUN = {Route: route, Map: token_map}
+
+IMPLEMENTATION = Implementation(run, (launch_route, launch_few, launch_count, launch_place), kernels=kernels)

@@ -2,6 +2,7 @@
 
 import torch
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops.moe.routing import Map, Route
 
 
@@ -80,3 +81,5 @@ def token_map(problem, ids, offset, tile, out, weights=None):
 
 
 _RUN = {Route: route, Map: token_map}
+
+IMPLEMENTATION = Implementation(run)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.rows import column_offset, unit
 from flashinfer.ops.recurrent._device.gates import sigmoid
@@ -297,7 +298,6 @@ def _build_state(problem, config):
 
 launch_outputs = Launcher("causal_conv1d", _build_outputs)
 launch_state = Launcher("causal_conv1d_state", _build_state)
-LAUNCHERS = (launch_outputs, launch_state)
 
 
 def kernels(problem, config):
@@ -325,3 +325,6 @@ def run(problem, config, call):
     if state is not None:
         grid = (call.sequences, blocks, 1)
         launch_state(problem, config, grid, x, state, *tables, *places["x_by"], *places["state_by"], *sizes)
+
+
+IMPLEMENTATION = Implementation(run, (launch_outputs, launch_state), kernels=kernels)

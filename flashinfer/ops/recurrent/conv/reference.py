@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from flashinfer._core.implementation import Implementation
+
 
 def run(problem, config, call) -> None:
     width, out = problem.width, call.out
@@ -35,3 +37,6 @@ def run(problem, config, call) -> None:
         if call.state is not None and not (problem.rolling and begin == end):
             kept = x[:, 1 : call.state.shape[2] + 1] if problem.rolling else x[:, x.shape[1] - width + 1 :]
             call.state[slot, :, : kept.shape[1]] = kept.to(call.state.dtype)
+
+
+IMPLEMENTATION = Implementation(run)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.checks import torch_dtype
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid
 from flashinfer.ops.recurrent._device.sequences import span_of
@@ -563,12 +564,6 @@ launch_prepare = Launcher("delta_prepare", _build_prepare)
 launch_scan = Launcher("delta_scan", _build_scan)
 # Bytes of stack a thread may use: up to 16 on Hopper, more where products are mma of older chips.
 STACK_BUDGET = 320
-LAUNCHERS = (launch_prepare, launch_scan)
-
-
-def at_once(problem, config):
-    yield launch_prepare, problem, config
-    yield launch_scan, problem, config
 
 
 def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None):
@@ -607,3 +602,6 @@ def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None
     more = (values, pool.null, 1 if marks is None else marks.every, group["q"], group["k"], group["v"])
     grid = (triton.cdiv(values, config.rows), heads, n + problem.packed)
     launch_scan(problem, config, grid, *map(raw, given), *workspace, out, *flat, *sizes, *more, scale)
+
+
+IMPLEMENTATION = Implementation(run, (launch_prepare, launch_scan), compile_together=True, stack_budget=STACK_BUDGET)

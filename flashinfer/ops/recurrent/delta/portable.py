@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
 from flashinfer.ops.recurrent._device.sequences import span_of
@@ -385,7 +386,6 @@ launch_step = Launcher("delta_step", _build_step)
 launch_commit = Launcher("delta_commit", _build_commit)
 # Bytes of stack a thread may use, for trees of 64 tokens; nothing else uses any.
 STACK_BUDGET = 512
-LAUNCHERS = (launch_step, launch_tree, launch_commit)
 
 
 def kernels(problem, config):
@@ -450,3 +450,10 @@ def commit(problem, config, state, window, accepted):
 
 
 _RUN = {Step: step, Commit: commit}
+
+IMPLEMENTATION = Implementation(
+    run,
+    (launch_step, launch_tree, launch_commit),
+    kernels=kernels,
+    stack_budget=STACK_BUDGET,
+)

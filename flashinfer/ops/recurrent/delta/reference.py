@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops.narrow import to_fp8
 from flashinfer.ops.recurrent.delta import CHUNK, Chunks, Commit, Step
 
@@ -290,3 +291,5 @@ def _decayed_products(x, k, sums):
 
 
 _RUN = {Step: step, Commit: commit, Chunks: chunks}
+
+IMPLEMENTATION = Implementation(run)

@@ -8,6 +8,7 @@ is read once and written once; decode is bound by these bytes.
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
 from flashinfer.ops.recurrent._device.sequences import span_of
@@ -247,7 +248,6 @@ def _build(problem, config):
 
 
 launch = Launcher("ssm_update", _build)
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, tokens, layer, pool):
@@ -273,3 +273,6 @@ def run(problem, config, tokens, layer, pool):
 
 def _table(x) -> tuple[int, int]:
     return (0, 0) if x is None else (x.stride(0), x.stride(1) if x.dim() == 2 else 0)
+
+
+IMPLEMENTATION = Implementation(run, (launch,))

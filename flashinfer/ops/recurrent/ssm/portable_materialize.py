@@ -7,6 +7,7 @@ tables, so that one launch serves all of them.
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.states import load_state
 from flashinfer.ops.recurrent.ssm import LARGEST
@@ -115,7 +116,6 @@ def _build(problem, config):
 
 
 launch = Launcher("ssm_materialize", _build)
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, layers, requests, heads, groups, length):
@@ -125,3 +125,6 @@ def run(problem, config, layers, requests, heads, groups, length):
     grid = (batch, heads * blocks, len(layers.state))
     sizes = (batch, heads, heads // groups, length, requests.pad, blocks)
     launch(problem, config, grid, *layers, *requests[:5], *seed, *sizes)
+
+
+IMPLEMENTATION = Implementation(run, (launch,))

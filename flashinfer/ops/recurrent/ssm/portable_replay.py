@@ -9,6 +9,7 @@ checkpoint is read at each call and written at few of them.
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
 from flashinfer.ops.recurrent._device.sequences import span_of
@@ -162,7 +163,6 @@ def _build(problem, config):
 
 
 launch = Launcher("ssm_replay", _build)
-LAUNCHERS = (launch,)
 
 
 def run(problem, config, tokens, layer, pool, ring):
@@ -179,3 +179,6 @@ def run(problem, config, tokens, layer, pool, ring):
     flat = [number for place in places for number in place]
     grid = (tokens.sequences + problem.packed, heads, triton.cdiv(dim, config.rows))
     launch(problem, config, grid, *(x for x in given if x is not None), *flat, *sizes)
+
+
+IMPLEMENTATION = Implementation(run, (launch,))

@@ -3,6 +3,7 @@
 import torch
 from torch.nn.functional import silu, softplus
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops.recurrent.ssm import LARGEST, philox
 
 # Fraction bits that a dtype keeps of float32's 23, and the exponent of its least normal number.
@@ -96,3 +97,6 @@ def _rounded(h, dtype, random):
     exponent = torch.frexp(h)[1] - 1
     quantum = torch.ldexp(torch.ones_like(h), exponent.clamp(min=least) - bits)
     return torch.floor(h / quantum + part) * quantum
+
+
+IMPLEMENTATION = Implementation(run)

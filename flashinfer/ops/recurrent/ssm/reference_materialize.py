@@ -5,6 +5,7 @@ import ctypes
 import torch
 
 from flashinfer._core.checks import torch_dtype
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops.recurrent.ssm import Pool
 from flashinfer.ops.recurrent.ssm.reference import store, widened
 
@@ -54,3 +55,6 @@ def _at(address: int, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -
     count = torch.Size(shape).numel()
     memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address + offset * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+IMPLEMENTATION = Implementation(run)

@@ -3,6 +3,7 @@
 import torch
 from torch.nn.functional import silu, softplus
 
+from flashinfer._core.implementation import Implementation
 from flashinfer.ops.recurrent.ssm.reference import slot_of, store, widened
 
 
@@ -43,3 +44,6 @@ def run(problem, config, tokens, layer, pool, ring):
 def _step(h, x, dt, A, B, repeat):
     B = B.repeat_interleave(repeat, 0)[:, None]
     return h * torch.exp(dt[:, None, None] * A) + (dt[:, None] * x)[..., None] * B
+
+
+IMPLEMENTATION = Implementation(run)

@@ -1,0 +1,53 @@
+"""What a variant's module offers to the rest of the library: one record, `IMPLEMENTATION`, at the end of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+
+
+class Implementation:
+    """How one variant runs problems, and which kernels it launches for them.
+
+    Parameters
+    ----------
+    run : callable (problem, config, *args)
+        Computes. A GPU variant launches on the current stream and does not wait.
+    launchers : tuple of Launcher
+        Every kernel that it may launch; none for a reference.
+    kernels : callable (problem, config) -> iterable of (launcher, problem, config), optional
+        The kernels that one problem needs, each with its own compile key. By default every launcher, with the op's
+        problem and config.
+    bind : callable (problem, config, device), optional
+        `run` with everything looked up that does not depend on the call's tensors, for ops whose calls count
+        microseconds. What it returns is between the op and its callers.
+    compile_together : bool
+        Whether a call launches all of `kernels`: the first one then compiles them side by side.
+    stack_budget : int
+        Bytes of stack that a thread of any kernel may use; `make matrix` refuses more.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., None],
+        launchers: Iterable = (),
+        *,
+        kernels: Callable[..., Iterable[tuple]] | None = None,
+        bind: Callable[..., Callable] | None = None,
+        compile_together: bool = False,
+        stack_budget: int = 0,
+    ):
+        self.run = run
+        self.launchers = tuple(launchers)
+        self.kernels = kernels or self._all_launchers
+        self.bind = bind or self._without_lookups
+        self.compile_together = compile_together
+        self.stack_budget = stack_budget
+
+    def _all_launchers(self, problem, config) -> Iterator[tuple]:
+        return ((launcher, problem, config) for launcher in self.launchers)
+
+    def _without_lookups(self, problem, config, device: torch.device) -> Callable:
+        return partial(self.run, problem, config)
