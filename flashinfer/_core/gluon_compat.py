@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
+from triton.language.core import _aggregate
 
 __all__ = [
     "GluonASTSource",
@@ -73,6 +73,27 @@ _DTYPES = {
     "i8": gl.int8,
     "i32": gl.int32,
 }
+
+
+def aggregate(cls):
+    """Triton's aggregate, a record of device values; it is made from its fields, in their order or by name.
+
+    A field annotated with `gl.constexpr` takes any constant. Triton 3.6 wants an `__init__` in each class.
+    """
+    if "__init__" not in vars(cls):
+        fields = dict(cls.__annotations__)
+
+        def __init__(self, *values, **named):
+            if len(values) > len(fields):
+                raise TypeError(f"{cls.__name__} has {len(fields)} fields, not {len(values)}")
+            for name, value in (dict(zip(fields, values)) | named).items():
+                setattr(self, name, gl.constexpr(value) if fields[name] is gl.constexpr else value)
+
+        __init__.__triton_builtin__ = True
+        # What compile keys take for its source.
+        __init__.raw_src = list(fields)
+        cls.__init__ = __init__
+    return _aggregate(cls)
 
 
 def tensordesc(dtype: str, block: tuple[int, ...], layout: gl.NVMMASharedLayout | None = None) -> str:

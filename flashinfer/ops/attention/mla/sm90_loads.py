@@ -66,25 +66,6 @@ class Form:
     LSE: gl.constexpr
     BASE_E: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self, *, HEADS, PAGE_SIZE, SPARSE, GATHER, POSITIONAL, KV_FP8, Q_FP8, CAUSAL, SINKS, DEVICE_SCALES, TRANSFORM,
-        FIXED, LSE, BASE_E,
-    ):  # fmt: skip
-        self.HEADS = gl.constexpr(HEADS)
-        self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
-        self.SPARSE = gl.constexpr(SPARSE)
-        self.GATHER = gl.constexpr(GATHER)
-        self.POSITIONAL = gl.constexpr(POSITIONAL)
-        self.KV_FP8 = gl.constexpr(KV_FP8)
-        self.Q_FP8 = gl.constexpr(Q_FP8)
-        self.CAUSAL = gl.constexpr(CAUSAL)
-        self.SINKS = gl.constexpr(SINKS)
-        self.DEVICE_SCALES = gl.constexpr(DEVICE_SCALES)
-        self.TRANSFORM = gl.constexpr(TRANSFORM)
-        self.FIXED = gl.constexpr(FIXED)
-        self.LSE = gl.constexpr(LSE)
-        self.BASE_E = gl.constexpr(BASE_E)
 
 
 @aggregate
@@ -118,30 +99,6 @@ class Tiles:
     failed: gl.shared_memory_descriptor
     judged: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(
-        self, *, q_left, q_right, q_rest, left, right, rest, left_full, left_empty, right_full, right_empty, ready, met,
-        tops, keeps, sums, bias, bias_full, failed, judged,
-    ):  # fmt: skip
-        self.q_left = q_left
-        self.q_right = q_right
-        self.q_rest = q_rest
-        self.left = left
-        self.right = right
-        self.rest = rest
-        self.left_full = left_full
-        self.left_empty = left_empty
-        self.right_full = right_full
-        self.right_empty = right_empty
-        self.ready = ready
-        self.met = met
-        self.tops = tops
-        self.keeps = keeps
-        self.sums = sums
-        self.bias = bias
-        self.bias_full = bias_full
-        self.failed = failed
-        self.judged = judged
 
 
 @gluon.jit

@@ -90,22 +90,6 @@ class View:
     request: gl.tensor
     head: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(
-        self, scale, slopes, token, position, row_ok, kv_end, kv_len, bits, soft_cap, window_left, request, head
-    ):  # fmt: skip
-        self.scale = scale
-        self.slopes = slopes
-        self.token = token
-        self.position = position
-        self.row_ok = row_ok
-        self.kv_end = kv_end
-        self.kv_len = kv_len
-        self.bits = bits
-        self.soft_cap = soft_cap
-        self.window_left = window_left
-        self.request = request
-        self.head = head
 
 
 @gluon.jit

@@ -73,38 +73,6 @@ class Form:
     # Whether weights of what needs no mask are those of a fixed shift, see attend_sm90._steps.
     FIXED: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self, *, CAUSAL, WINDOW, CUSTOM, SOFT_CAP, ALIBI, SINKS, HEAD_SCALES, LSE, TRANSFORM, GATHER, GROUP, PAGE_SIZE,
-        D_VO, D_VO_PAD, BLOCK_M, STAGES, TWO, STAGED, FP8, MMA_K, TURN_WARPS,
-        LOGITS, MASK, VARIED, SOFTMAX, FIXED,
-    ):  # fmt: skip
-        self.CAUSAL = gl.constexpr(CAUSAL)
-        self.WINDOW = gl.constexpr(WINDOW)
-        self.CUSTOM = gl.constexpr(CUSTOM)
-        self.SOFT_CAP = gl.constexpr(SOFT_CAP)
-        self.ALIBI = gl.constexpr(ALIBI)
-        self.SINKS = gl.constexpr(SINKS)
-        self.HEAD_SCALES = gl.constexpr(HEAD_SCALES)
-        self.LSE = gl.constexpr(LSE)
-        self.TRANSFORM = gl.constexpr(TRANSFORM)
-        self.GATHER = gl.constexpr(GATHER)
-        self.GROUP = gl.constexpr(GROUP)
-        self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
-        self.D_VO = gl.constexpr(D_VO)
-        self.D_VO_PAD = gl.constexpr(D_VO_PAD)
-        self.BLOCK_M = gl.constexpr(BLOCK_M)
-        self.STAGES = gl.constexpr(STAGES)
-        self.TWO = gl.constexpr(TWO)
-        self.STAGED = gl.constexpr(STAGED)
-        self.FP8 = gl.constexpr(FP8)
-        self.MMA_K = gl.constexpr(MMA_K)
-        self.TURN_WARPS = gl.constexpr(TURN_WARPS)
-        self.LOGITS = gl.constexpr(LOGITS)
-        self.MASK = gl.constexpr(MASK)
-        self.VARIED = gl.constexpr(VARIED)
-        self.SOFTMAX = gl.constexpr(SOFTMAX)
-        self.FIXED = gl.constexpr(FIXED)
 
 
 @aggregate
@@ -119,12 +87,6 @@ class Ring:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, tiles, rest, full, empty):
-        self.tiles = tiles
-        self.rest = rest
-        self.full = full
-        self.empty = empty
 
 
 @aggregate
@@ -144,13 +106,6 @@ class Queue:
     failed: gl.shared_memory_descriptor
     judged: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, works, full, empty, failed, judged):
-        self.works = works
-        self.full = full
-        self.empty = empty
-        self.failed = failed
-        self.judged = judged
 
 
 # What is the same for all pieces of work, the compiler finds before the first one and keeps: on the stack, since the
