@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.checks import dtype_name, is_aligned, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
-from flashinfer.gemm._operands import choose, form_of
+from flashinfer.gemm._operands import choice_of, form_of
 from flashinfer.ops.gemm import blockscaled as room
 from flashinfer.ops.gemm import grouped as groups_room
 from flashinfer.ops.gemm.operands import PER_BYTE, bucket
@@ -52,7 +52,7 @@ def gemm(
         aligned=_aligned(a, b, out, K // width, (a_scale, a_layout), (b_scale, b_layout)),
         whole=K % 128 == 0,
     )
-    choose(room.blockscaled, problem, a.device, backend).run(a, b, a_scale, b_scale, alpha, out)
+    choice_of(room.blockscaled, problem, a.device, backend).run(a, b, a_scale, b_scale, alpha, out)
 
 
 def _aligned(a, b, out, blocks: int, *factors) -> bool:
@@ -108,7 +108,7 @@ def grouped(
         whole=K % 128 == 0,
     )
     groups, weights = groups.contiguous(), None if weights is None else weights.contiguous()
-    choice = choose(groups_room.grouped, problem, a.device, backend)
+    choice = choice_of(groups_room.grouped, problem, a.device, backend)
     choice.run(a, b, a_scale, b_scale, alpha, out, groups, weights)
 
 

@@ -17,7 +17,7 @@ def variant_of(backend: str, upstream: tuple[str, ...]) -> str:
     return "auto" if backend in upstream else backend
 
 
-def choose(op, problem, device: torch.device, backend: str):
+def choice_of(op, problem, device: torch.device, backend: str):
     """The Choice of `op` for what `variant_of` gave."""
     return op(problem, device) if backend == "auto" else op(problem, device, backend)
 

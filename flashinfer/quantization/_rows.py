@@ -104,7 +104,7 @@ def _quantize(
         counted=counts is not None,
         pdl=pdl,
     )
-    choose(room.quantize, problem, x.device, backend).run(x, global_scale, counts, codes, factors, row_scales)
+    choice_of(room.quantize, problem, x.device, backend).run(x, global_scale, counts, codes, factors, row_scales)
 
 
 @custom_op("flashinfer::quantize_groups", mutates_args=("codes", "factors"))
@@ -123,7 +123,7 @@ def quantize_groups(
         return
     aligned = size * x.element_size() % 16 == 0 and size % 16 == 0 and is_aligned(x, codes)
     problem = room.Groups(dtype_name(x.dtype), out, max(1 << (size - 1).bit_length(), 16), power_of_two, aligned)
-    choose(room.quantize_groups, problem, x.device, backend).run(x, size, least, codes, factors)
+    choice_of(room.quantize_groups, problem, x.device, backend).run(x, size, least, codes, factors)
 
 
 def padded_length(codes: torch.Tensor, factors: torch.Tensor, kind: str) -> int:
@@ -181,7 +181,7 @@ def _dequantize(
     problem = room.Dequantize(
         element, factor, width, layout, dtype_name(out.dtype), block, global_scale is not None, is_aligned(codes)
     )
-    choose(room.dequantize, problem, codes.device).run(codes, factors, global_scale, out)
+    choice_of(room.dequantize, problem, codes.device).run(codes, factors, global_scale, out)
 
 
 @custom_op("flashinfer::interleave_factors", mutates_args=("out",))
@@ -190,10 +190,10 @@ def interleave(factors: torch.Tensor, out: torch.Tensor) -> None:
     same_device(unswizzled_sf=factors, out=out)
     if out.numel():
         problem = room.Interleave(dtype_name(factors.dtype), "128x4")
-        choose(room.interleave, problem, factors.device).run(factors, out)
+        choice_of(room.interleave, problem, factors.device).run(factors, out)
 
 
-def choose(op, problem, device: torch.device, backend: str = "auto"):
+def choice_of(op, problem, device: torch.device, backend: str = "auto"):
     """The Choice of `op`, where upstream's names of its own implementations admit every variant."""
     if backend == "auto" or backend in _UPSTREAM_BACKENDS:
         return op(problem, device)

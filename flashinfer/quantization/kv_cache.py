@@ -186,7 +186,7 @@ def _append(
     )
     scales = (k_number, v_number) if k_scale is None else (k_scale, v_scale)
     factors = k_factors.view(torch.uint8), v_factors.view(torch.uint8)
-    choice = _rows.choose(room.append_nvfp4, problem, append_key.device)
+    choice = _rows.choice_of(room.append_nvfp4, problem, append_key.device)
     choice.run((append_key, append_value), slot_mapping.contiguous(), scales, (k_codes, v_codes), factors)
 
 
