@@ -1,1 +1,1 @@
-"""Attention: one problem, one planner, one wrapper; rooms differ by tile and chip."""
+"""Attention: one problem, one plan, one wrapper; rooms differ by tile and chip."""

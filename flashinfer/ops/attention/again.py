@@ -10,10 +10,10 @@ import torch
 from flashinfer._core.alike import like
 from flashinfer._core.driver import copy_to_device
 from flashinfer.ops.attention.batch import Batch, limits_of
-from flashinfer.ops.attention.request import MOST_ROWS, Limits, tile_rows
+from flashinfer.ops.attention.request import MOST_ROWS, tile_rows
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR, Stage
 
-# Where the tables that tell lengths stand in Table.told().
+# Where the tables that tell lengths stand in Table.lengths().
 _TOLD = {QO_INDPTR: 0, KV_INDPTR: 2, LENGTHS: 3}
 
 
@@ -56,7 +56,7 @@ class LastPlan:
         self._elsewhere = [i for i in there if not stage.counts[i]]
         names = "qo_indptr", "kv_indptr", "last_page_len" if batch.table.kv_lens is None else "kv_lens"
         self._moving = [(i, names[i], _TOLD[i]) for i in self._elsewhere if i != KV_INDICES]
-        self._addresses = [0 if t is None else t.data_ptr() for t in batch.table.told()]
+        self._addresses = batch.table.addresses()
 
     @staticmethod
     def may_follow(tables: tuple, stage: Stage, batch: Batch) -> bool:
@@ -113,7 +113,7 @@ class LastPlan:
             batch.fill(request, table, limits_of(request, table))
             return True
         if count is not None and count * self._page_size != limits.kv_tokens:
-            limits = Limits(limits.batch, limits.q_rows, count * self._page_size)
+            limits = limits._replace(kv_tokens=count * self._page_size)
         request.kv_entries = entries
         batch.refill(table, limits, self._addresses)
         return True

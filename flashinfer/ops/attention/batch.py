@@ -12,10 +12,12 @@ from flashinfer._core.alike import like
 from flashinfer._core.checks import is_aligned, require
 from flashinfer._core.dispatch import Choice
 from flashinfer._core.kv_layout import as_matrix
+from flashinfer._core.target import target_of
 from flashinfer.ops.attention.config import factor_alignment
 from flashinfer.ops.attention.kind import Kind
 from flashinfer.ops.attention.problem import Inputs, Table
-from flashinfer.ops.attention.request import NVFP4, Limits, Request, is_finite
+from flashinfer.ops.attention.request import NVFP4, Request, is_finite
+from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
 from flashinfer.ops.attention.variants import identity_of
 
@@ -68,7 +70,8 @@ def limits_of(request: Request, table: Table) -> Limits:
     rows = batch * request.q_len if request.q_len else request.rows
     if rows < 0 and request.longest_q:
         rows = batch * request.longest_q
-    return Limits(batch, rows, table.kv_indices.shape[0] * page_size if page_size else request.kv_entries)
+    keys = table.kv_indices.shape[0] * page_size if page_size else request.kv_entries
+    return Limits(batch, rows, keys, request.q_len)
 
 
 class Batch:
@@ -161,7 +164,7 @@ class Batch:
         self._gaps = self.padded or self.request.first_row > 0
         self._pages_at = 0 if table.kv_indices is None else table.kv_indices.data_ptr()
         for work in self._lists.values():
-            work.refill(addresses)
+            work.refill(*addresses)
 
     @property
     def is_scheduled(self) -> bool:
@@ -174,12 +177,22 @@ class Batch:
             return None
         work = self._lists.get(choice.config)
         if work is None:
-            from flashinfer.ops.attention.worklist import WorkList
-
-            work = self._lists[choice.config] = WorkList(self.kind, choice.config, self.limits, self._take)
+            work = self._lists[choice.config] = self._new_list(choice.config)
             work.fill(self.table)
             self._held_for[self._size()] = self._held
-        return work.schedule
+        return work
+
+    def _new_list(self, config):
+        from flashinfer.ops.attention.worklist import WorkList
+
+        o, problem = self.options, self.kind.problem
+        policy = config.split
+        if problem.split:
+            fixed = None if o.fixed_split_size == -1 else o.fixed_split_size
+            policy = policy.on(target_of(self.device).sms, o.num_kv_heads, config.block_n, fixed)
+        return WorkList(
+            problem, config, policy, self.limits, o.num_kv_heads, self._take, self.device, o.window_left, o.mixed
+        )
 
     def _take(self, count: int) -> torch.Tensor:
         # Work lists take turns in one buffer.
@@ -249,7 +262,8 @@ class Batch:
         if wants_lse:
             lse = self._new_lse(q) if lse is None else self._given(lse, "lse", q.shape[:2])
         if not self.limits.known:
-            self.limits = Limits(self.table.batch_size, q.shape[0], k.shape[0] * max(self.options.page_size, 1))
+            keys = k.shape[0] * max(self.options.page_size, 1)
+            self.limits = Limits(self.table.batch_size, q.shape[0], keys, self.limits.longest_q)
         matrix = all(as_matrix(t, bool(self.options.page_size)) for t in (k, v))
         kernel, choice = self.kind.bind(
             wants_lse, sinks is not None, qk_scale is not None, is_aligned(q, k, v, out) and _aligned(factors), matrix,

@@ -7,7 +7,8 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer.ops.attention.batch import Batch
 from flashinfer.ops.attention.kind import Kind, effective
-from flashinfer.ops.attention.request import Limits, Request
+from flashinfer.ops.attention.request import Request
+from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR, Stage
 
 

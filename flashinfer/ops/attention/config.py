@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flashinfer._core.target import Target
 from flashinfer.ops.attention.problem import NARROW, Problem, wrong_dtype
+from flashinfer.ops.attention.split import SplitPolicy
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,8 @@ class Config:
         Whether the chip converts FP8 itself; else it is done in bit arithmetic.
     combine_pieces, combine_rows : int
         Partial results read at a time, and rows per program, when split tiles are combined.
-    programs_per_sm : int
-        Work items that should be in flight on one multiprocessor: what work is split for.
-    least_piece : int
-        Keys that a piece should have at least, however idle the chip.
-    least_alone : int
-        The same where each piece has a multiprocessor for itself; 0 for no other.
-    whole : int
-        Keys of a request that is not split where such requests keep the chip busy (_device/schedule.py); 0 for none.
+    split : SplitPolicy
+        How keys are divided.
     pdl : bool
         Whether the kernel begins by waiting for those before it, and so may be launched while they run.
     """
@@ -43,10 +38,7 @@ class Config:
     native_fp8: bool
     combine_pieces: int
     combine_rows: int
-    programs_per_sm: int
-    least_piece: int
-    least_alone: int = 0
-    whole: int = 0
+    split: SplitPolicy
     pdl: bool = False
 
 
@@ -113,8 +105,7 @@ def choose(p: Problem, target: Target) -> Config:
         native_fp8=native_fp8,
         combine_pieces=pieces,
         combine_rows=rows,
-        programs_per_sm=4 if block_m <= 32 else 2,
-        least_piece=block_n,
+        split=SplitPolicy(programs_per_sm=4 if block_m <= 32 else 2, least=block_n),
     )
 
 

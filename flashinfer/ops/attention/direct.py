@@ -12,7 +12,8 @@ from flashinfer._core import env, workspace
 from flashinfer.ops.attention.batch import Batch
 from flashinfer.ops.attention.kind import Kind, kind_of
 from flashinfer.ops.attention.problem import Table, alibi_slopes
-from flashinfer.ops.attention.request import Limits, Options, Request, tile_rows
+from flashinfer.ops.attention.request import Options, Request, tile_rows
+from flashinfer.ops.attention.split import Limits
 
 # Batches kept per thread: an engine's kinds (prefill, decode, with and without a window) on its streams.
 _MOST_KEPT = 64

@@ -77,7 +77,7 @@ def expect_kernels(choice: Choice, device: torch.device) -> None:
     """Start compiling what runs a choice, while the kernel that makes its work list is compiled."""
     if device.type != "cuda" or choice.variant.name == "reference":
         return
-    from flashinfer.ops.attention.planner import schedule_launch
+    from flashinfer.ops.attention.worklist import schedule_launch
 
     for launcher, problem, config in choice.variant.load().kernels(choice.problem, choice.config):
         if launcher is not schedule_launch:

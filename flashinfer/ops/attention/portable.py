@@ -13,7 +13,7 @@ import triton.language as tl
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention.config import SIZE, factor_alignment
-from flashinfer.ops.attention.planner import schedule_launch, schedules
+from flashinfer.ops.attention.worklist import schedule_launch, schedules
 from flashinfer.ops.attention.problem import NARROW, Inputs, Problem
 from flashinfer.ops.attention.variants import find
 

@@ -191,8 +191,8 @@ class Table:
         return (self.kv_indptr if self.qo_indptr is None else self.qo_indptr).shape[0] - 1
 
     @property
-    def form(self) -> tuple[str, str]:
-        """By what queries and keys are told: what the scheduling kernel is compiled for."""
+    def encoding(self) -> tuple[str, str]:
+        """Where lengths of queries and of keys are: what the scheduling kernel is compiled for."""
         if self.q_lens is None:
             q = "uniform" if self.q_len else "indptr"
         else:
@@ -201,14 +201,18 @@ class Table:
             return q, "indptr" if self.last_page_len is None else "pages"
         return q, "padded" if self.kv_stride else "packed" if self.kv_indptr is None else "lens"
 
-    def told(self) -> tuple[torch.Tensor | None, ...]:
-        """Where queries begin, their number, where keys begin, their number; None for what no tensor tells."""
+    def lengths(self) -> tuple[torch.Tensor | None, ...]:
+        """Where queries begin, their number, where keys begin, their number; None for what no tensor holds."""
         indptr = None if self.q_len else self.qo_indptr
         return indptr, self.q_lens, self.kv_indptr, self.last_page_len if self.kv_lens is None else self.kv_lens
 
+    def addresses(self) -> list[int]:
+        """Of `lengths`, 0 for None."""
+        return [0 if t is None else t.data_ptr() for t in self.lengths()]
+
     def q_spans(self) -> tuple[torch.Tensor, torch.Tensor]:
         """First query row, and number of query rows, of each request; int64."""
-        indptr, lens, *_ = (None if t is None else t.long() for t in self.told())
+        indptr, lens, *_ = (None if t is None else t.long() for t in self.lengths())
         if lens is None:
             if indptr is not None:
                 return indptr[:-1], indptr[1:] - indptr[:-1]

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from numbers import Integral, Real
-from typing import NamedTuple
 
 import torch
 
@@ -246,28 +245,6 @@ class Request:
         elif lens:
             stage.check_kv_lens(self.options.page_size, page_ids)
         return rows, entries
-
-
-class Limits(NamedTuple):
-    """Host-side upper bounds of a batch, from shapes alone: what buffers and grids are sized by.
-
-    Attributes
-    ----------
-    batch : int
-        Requests.
-    q_rows : int
-        Query rows in all; -1 where only the call will tell.
-    kv_tokens : int
-        Keys in all; -1 where only the call will tell.
-    """
-
-    batch: int
-    q_rows: int
-    kv_tokens: int
-
-    @property
-    def known(self) -> bool:
-        return self.q_rows >= 0 and self.kv_tokens >= 0
 
 
 # The widest tile.

@@ -14,7 +14,8 @@ from flashinfer.ops.attention.batch import Batch
 from flashinfer.ops.attention.kind import kind_of
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import Limits, Options, Request, tile_rows
+from flashinfer.ops.attention.request import Options, Request, tile_rows
+from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.variants import AttentionVariant
 
 

@@ -1,53 +1,146 @@
-"""A work list kept from plan to plan: its buffers, and the launch that fills them."""
+"""From ragged lengths to a work list. One kernel makes that of every attention: what differs is the source and the
+tile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from flashinfer._core.target import target_of
-from flashinfer.ops.attention import planner
-from flashinfer.ops.attention._device.schedule import ITEM_WIDTH
-from flashinfer.ops.attention.kind import Kind
-from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import Limits
+import torch
 
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.attention._device.schedule import ITEM_WIDTH, schedule_kernel
+from flashinfer.ops.attention.problem import Problem, Table
+from flashinfer.ops.attention.split import Limits, SplitPolicy, capacity
 
+# The tensors that hold the lengths of a batch, in the order of Table.lengths().
+LENGTHS = ("q_indptr", "q_lens", "kv_indptr", "kv_lens")
+# Room for work items, at least: 32 KiB.
+_FEWEST_ITEMS = 512
 # Numbers of requests whose launches are kept: requests come and go.
 _MOST_FILLS = 64
 
 
-class WorkList:
-    """The work list of one kind of batch, cut to the tiles of one config.
+@dataclass(frozen=True)
+class ScheduleProblem:
+    """What the scheduling kernel is compiled for: where lengths of queries and keys are (`Table.encoding`), splits of a
+    fixed length, and whether first and last requests take turns in the list."""
 
-    `scratch(bytes)` gives the uint8 tensor for partial results.
+    q: str
+    kv: str
+    fixed: bool
+    mixed: bool = False
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    # One block covers the largest batches that are common; more requests take more rounds.
+    block: int = 1024
+    lanes: int = 128
+    num_warps: int = 4
+
+
+def build_schedule(p: ScheduleProblem, c: ScheduleConfig) -> Build:
+    names = ("batch", "q_stride", "kv_stride", "kv_heads", "group", "tile_rows", "page_size", "window_left", "grain",
+             "least", "least_alone", "share", "whole", "abreast", "fixed_chunk")  # fmt: skip
+    types = dict(items="*i32:16", counts="*i32", arrivals="*i32")
+    types.update({name: "*i32" for name in LENGTHS} | {name: "i32" for name in names})
+    constants = dict(Q=p.q, KV=p.kv, FIXED=p.fixed, MIXED=p.mixed, BLOCK=c.block, LANES=c.lanes)
+    # Without maxnreg ptxas caps at 80 for an occupancy that one block needs not, and spills.
+    return Build(schedule_kernel, types, constants, num_warps=c.num_warps, maxnreg=128)
+
+
+schedule_launch = Launcher("schedule", build_schedule)
+
+
+def schedules(problem: Problem):
+    """What may schedule a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
+    if problem.page_size:
+        encodings = ("indptr", "pages"), ("uniform", "padded"), ("indptr", "padded"), ("lens", "pages")
+        if problem.rows == 128:
+            yield schedule_launch, ScheduleProblem("indptr", "lens", False, mixed=True), ScheduleConfig()
+            yield schedule_launch, ScheduleProblem("indptr", "pages", False, mixed=True), ScheduleConfig()
+    else:
+        encodings = ("indptr", "indptr"), ("indptr", "lens")
+    for i, (q, kv) in enumerate(encodings):
+        # Only plans, whose tables have the first encoding, ask for splits of a fixed length.
+        for fixed in (False, True) if problem.split and i == 0 else (False,):
+            yield schedule_launch, ScheduleProblem(q, kv, fixed), ScheduleConfig()
+
+
+class WorkList:
+    """A work list on the device, cut to the tiles of one config; what its split tiles need; and what fills it.
+
+    Parameters
+    ----------
+    problem, config
+        Of the kernel that reads it.
+    policy : SplitPolicy
+        As `SplitPolicy.on` gives it.
+    limits : Limits
+        Bounds of the batches that it is made for. There is room for larger ones: batches grow.
+    num_kv_heads : int
+    scratch : callable (bytes) -> uint8 Tensor
+        Where partial results go.
+    device : torch.device
+    window_left : int
+    mixed : bool
+        Whether first and last requests take turns.
+
+    Attributes
+    ----------
+    items : int32 Tensor [max_items * 16], or longer
+        See _device/schedule.py.
+    counts : int32 Tensor [1]
+        Items in use.
+    arrivals : int32 Tensor [max_slots * kv_heads]
+        Splits of a tile that are done, at its first slot: the last of them combines all. Zero between launches.
+    partial_out : float32 Tensor [max_slots * kv_heads * block_m * head_dim_vo], optional
+    partial_lse : float32 Tensor [max_slots * kv_heads * block_m], optional
+    max_items, max_slots : int
+        What launches go over.
     """
 
-    def __init__(self, kind: Kind, config, limits: Limits, scratch):
-        fixed, heads = kind.options.fixed_split_size, kind.options.num_kv_heads
-        how = planner.splitting(kind.problem, config, target_of(kind.device), heads, fixed if fixed != -1 else None)
-        self.schedule = planner.allocate(kind.problem, config, limits, how, heads, scratch, kind.device)
-        self._what = kind.problem, config, limits, how
-        self._capacity = self.schedule.items.numel() // ITEM_WIDTH.value, self.schedule.max_slots
-        self._window_left, self._mixed = kind.options.window_left, kind.options.mixed
-        # What fills it, by what the launch is told of a batch.
+    def __init__(self, problem, config, policy: SplitPolicy, limits: Limits, num_kv_heads: int, scratch,
+                 device: torch.device, window_left: int = -1, mixed: bool = False):  # fmt: skip
+        self._problem, self._config, self._policy, self._limits = problem, config, policy, limits
+        self._window_left, self._mixed = window_left, mixed
+        self.num_kv_heads = num_kv_heads
+        self.max_items, self.max_slots = self._needed(limits)
+        room = max(_FEWEST_ITEMS, 1 << (self.max_items - 1).bit_length())
+        sizes = (room * ITEM_WIDTH.value, 1, self.max_slots * num_kv_heads)
+        integers = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+        self.items, self.counts, self.arrivals = integers.split(sizes)
+        self.partial_out = self.partial_lse = None
+        if self.max_slots:
+            rows = self.max_slots * num_kv_heads * config.block_m
+            buffer = scratch(rows * (problem.head_dim_vo + 4) * 4).view(torch.float32)
+            self.partial_out = buffer[: rows * problem.head_dim_vo]
+            # Rounded up to 16 bytes, as the kernel is promised.
+            self.partial_lse = buffer[-(-rows * problem.head_dim_vo // 4) * 4 :][:rows]
+        self._capacity = room, self.max_slots
+        # What fills it, by what the launch depends on in a table.
         self._fills: dict[tuple, Callable] = {}
-        self._fill = None
+        # Launches the kernel for lengths at other addresses (`Table.addresses`), as many as at the last `fill`.
+        self.refill: Callable[..., None] = _nothing
+
+    def _needed(self, limits: Limits) -> tuple[int, int]:
+        return capacity(self._policy, self._problem.group, self._config.block_m, limits)
 
     @property
     def size(self) -> tuple[int, int]:
         """Items and slots that launches go over."""
-        return self.schedule.max_items, self.schedule.max_slots
+        return self.max_items, self.max_slots
 
     def fits(self, limits: Limits) -> bool:
-        """Whether the buffers suffice for `limits`; then it is cut to them from here on."""
-        problem, config, before, how = self._what
-        if limits == before:
+        """Whether the buffers suffice for `limits`; then the list is cut to them from here on."""
+        if limits == self._limits:
             return True
-        needed = planner.capacity(problem, config, limits, how)
+        needed = self._needed(limits)
         if any(need > has for need, has in zip(needed, self._capacity, strict=True)):
             return False
-        self._what = problem, config, limits, how
-        self.schedule.max_items, self.schedule.max_slots = needed
+        self._limits = limits
+        self.max_items, self.max_slots = needed
         return True
 
     def fill(self, table: Table) -> None:
@@ -55,16 +148,29 @@ class WorkList:
         batch = table.batch_size
         if not batch:
             return
-        told = batch, table.q_len, table.kv_stride, table.form
-        self._fill = self._fills.get(told)
-        if self._fill is None:
+        key = batch, table.q_len, table.kv_stride, table.encoding
+        launch = self._fills.get(key)
+        if launch is None:
             if len(self._fills) >= _MOST_FILLS:
                 self._fills.clear()
-            problem, config, _, how = self._what
-            self._fill = planner.hold(problem, config, table, self.schedule, how, self._window_left, self._mixed)
-            self._fills[told] = self._fill
-        self.refill(planner.addresses(table))
+            launch = self._fills[key] = self._launch(table)
+        self.refill = launch
+        launch(*table.addresses())
 
-    def refill(self, addresses: list[int]) -> None:
-        """Write it for as many requests as the last time, told in the same way by tables at other addresses."""
-        self._fill(*addresses)
+    def _launch(self, table: Table) -> Callable[..., None]:
+        """The launch for as many requests as `table` has, of lengths that lie as its do. It takes their addresses."""
+        problem, config, policy = self._problem, self._config, self._policy
+        kernel = schedule_launch.prepare(
+            ScheduleProblem(*table.encoding, bool(policy.fixed), self._mixed), ScheduleConfig(), self.items.device
+        )
+        arguments = (
+            self.items, self.counts, self.arrivals, *table.lengths(), table.batch_size, table.q_len, table.kv_stride,
+            self.num_kv_heads, problem.group, config.block_m, max(problem.page_size, 1), self._window_left,
+            config.block_n, policy.least, policy.least_alone or policy.least, policy.share, policy.whole,
+            policy.abreast, policy.fixed,
+        )  # fmt: skip
+        return kernel.hold((table.batch_size, 1, 1), arguments, LENGTHS)
+
+
+def _nothing(*addresses: int) -> None:
+    """What an empty batch launches."""

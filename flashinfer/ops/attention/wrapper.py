@@ -20,7 +20,8 @@ from flashinfer.ops.attention.kind import Kind, kind_of, means
 from flashinfer.ops.attention.lse_form import in_form
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.problem import Table, alibi_slopes
-from flashinfer.ops.attention.request import NVFP4, Limits, Options, Request, options, plain, tile_rows
+from flashinfer.ops.attention.request import NVFP4, Options, Request, options, plain, tile_rows
+from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.tables import KV_INDICES, LENGTHS, NAMES, QO_INDPTR, Stage
 from flashinfer.ops.attention.variants import AttentionVariant
 
@@ -178,8 +179,10 @@ class AttentionWrapper(Captured, Replaceable):
         if graph and old is not None:
             kind, limits = self._captured(request, kind, limits)
         elif graph and 0 <= limits.q_rows < table.batch_size:
-            # Later plans may give each request that the buffers hold a query, and one more is not one query each.
-            limits = limits._replace(q_rows=table.batch_size + 1)
+            # Later plans may give each request that the buffers hold a query.
+            limits = limits._replace(q_rows=table.batch_size)
+        elif not graph and request.options.fixed_split_size and stage.counts[QO_INDPTR]:
+            limits = limits._replace(longest_q=tile_q)
         if graph:
             self._fill_buffers(request, counts, stage, stream)
         if masked:

@@ -56,7 +56,7 @@ def _lengths(
 ):  # fmt: skip
     """Query length, key length, query tiles and first visible key of requests `j`; zeros past the batch.
 
-    `Q` and `KV` are as Table.form has them.
+    `Q` and `KV` are as Table.encoding has them.
     """
     there = j < batch
     if Q == "uniform":
@@ -130,7 +130,7 @@ def schedule_kernel(
     `share` is the number of work items per KV head that fills the chip: total work (tiles x keys) over it is the length
     of a piece, but at least `least` keys, or `least_alone` where all work in such pieces leaves each of them a
     multiprocessor of its own. 0 leaves every request whole. Every program reads all lengths, so that offsets need no
-    second launch. What tells them is as `Table.told` has it, and which of it counts `Table.form`.
+    second launch. Lengths lie as `Table.lengths` has them, and `Table.encoding` says which of them count.
     Requests of up to `whole` keys stay so where they are as much work as two thirds of `abreast` of the longest of
     them, `abreast` being the items per KV head that give each multiprocessor one: that many keep memory busy, and
     nothing is to be combined. It is work that counts, for many requests of a few keys keep nothing busy.

@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention.decode.sm80_kernel import attend_sm80_kernel
-from flashinfer.ops.attention.planner import schedule_launch, schedules
+from flashinfer.ops.attention.worklist import schedule_launch, schedules
 from flashinfer.ops.attention.portable import Bound, parameters
 from flashinfer.ops.attention.problem import Inputs, Problem
 

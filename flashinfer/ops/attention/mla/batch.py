@@ -17,7 +17,8 @@ from flashinfer.ops.attention.kind import expect_kernels
 from flashinfer.ops.attention.mla import mla
 from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
 from flashinfer.ops.attention.problem import FP8, LATENT_Q_DTYPES, Scalars
-from flashinfer.ops.attention.request import Limits, Options, default_o_dtype
+from flashinfer.ops.attention.request import Options, default_o_dtype
+from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.variants import identity_of
 
 # Of tensors that few calls bring.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flashinfer._core.target import Target
 from flashinfer.ops.attention.config import SIZE, Config
 from flashinfer.ops.attention.problem import FP8, LATENT_Q_DTYPES, wrong_dtype
+from flashinfer.ops.attention.split import SplitPolicy
 
 
 def padded(n: int) -> int:
@@ -60,9 +61,8 @@ def choose(p, target: Target) -> Config:
         native_fp8=target.capability >= 89,
         combine_pieces=pieces,
         combine_rows=rows,
-        programs_per_sm=2 if block_m == 16 else 1,
-        # A piece's partial result is block_m x 512 float32, as much as so many keys in bf16.
-        least_piece=max(64, 2 * block_m),
+        # A split's partial result is block_m x 512 float32, as much as so many keys in bf16.
+        split=SplitPolicy(programs_per_sm=2 if block_m == 16 else 1, least=max(64, 2 * block_m)),
     )
 
 
@@ -100,12 +100,8 @@ class Sm90Config:
         Whether keys come row by row, and not in boxes: for tokens by name, pages that make none, and FP8.
     registers, copy_registers : int
         Of a thread of the warpgroups that compute, and of the warps that copy.
-    programs_per_sm : int
-        Persistent blocks of threads on a multiprocessor: what work is split for.
-    least_piece : int
-        Keys that a piece of a split request has at least.
-    least_alone, whole : int
-        Exceptions that the work list makes for decode (_device/schedule.py); 0 for none.
+    split : SplitPolicy
+        How keys are divided, and how many persistent blocks of threads a multiprocessor has.
     combine_pieces, combine_rows, combine_parts, combine_programs : int
         Of the combination: partial results of a row that are read at a time, rows where there are so many times fewer,
         parts of a row where there are more, and programs on a multiprocessor.
@@ -119,15 +115,12 @@ class Sm90Config:
     gather: bool
     registers: int
     copy_registers: int
-    programs_per_sm: int
-    least_piece: int
+    split: SplitPolicy
     combine_pieces: int
     combine_rows: int
     combine_parts: int
     combine_programs: int
     transform: bool
-    least_alone: int = 0
-    whole: int = 0
 
 
 def choose_sm90(p, target: Target) -> Sm90Config:
@@ -143,9 +136,8 @@ def choose_sm90(p, target: Target) -> Sm90Config:
         # 3.6 and 3.9. FP8 passes through the third's.
         registers=240 if boxes else 208 if widened else 216,
         copy_registers=32 if boxes else 96 if widened else 72,
-        programs_per_sm=1,
-        # A piece's partial result is 64 x 512 float32, as much as 114 keys; two steps fill the pipeline.
-        least_piece=256,
+        # A split's partial result is 64 x 512 float32, as much as 114 keys; two steps fill the pipeline.
+        split=SplitPolicy(programs_per_sm=1, least=256),
         # 64 registers of each of 64 threads, and as many programs as have room beside each other.
         combine_pieces=8,
         combine_rows=4,

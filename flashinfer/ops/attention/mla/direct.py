@@ -11,7 +11,8 @@ import torch
 from flashinfer._core import env, workspace
 from flashinfer.ops.attention.mla.batch import Factors, LatentBatch, LatentKind, LatentOptions, latent_kind
 from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import Limits, Request, tile_rows
+from flashinfer.ops.attention.request import Request, tile_rows
+from flashinfer.ops.attention.split import Limits
 
 # Batches kept per thread: an engine's kinds on its streams.
 _MOST_KEPT = 64

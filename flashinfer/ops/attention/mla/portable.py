@@ -13,7 +13,7 @@ from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.mla.config import padded
 from flashinfer.ops.attention.mla.portable_kernel import attend_latent_kernel
 from flashinfer.ops.attention.mla.problem import Inputs, Problem
-from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
+from flashinfer.ops.attention.worklist import ScheduleConfig, ScheduleProblem, schedule_launch
 from flashinfer.ops.attention.portable import varied
 
 # Bytes of stack a thread may use: addresses and factors of rows wait there, from before the loop until after it, while

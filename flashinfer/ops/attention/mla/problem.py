@@ -76,7 +76,7 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Query heads per KV head, as the planner asks."""
+        """Query heads per KV head, as work lists count them."""
         return self.num_heads
 
     @property

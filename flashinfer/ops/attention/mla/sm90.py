@@ -16,7 +16,7 @@ from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
 from flashinfer.ops.attention.mla.sm90_combine import combine_latent_kernel
 from flashinfer.ops.attention.mla.sm90_kernel import attend_latent_sm90_kernel
 from flashinfer.ops.attention.mla.sm90_loads import KEYS, PART, REST
-from flashinfer.ops.attention.planner import ScheduleConfig, ScheduleProblem, schedule_launch
+from flashinfer.ops.attention.worklist import ScheduleConfig, ScheduleProblem, schedule_launch
 from flashinfer.ops.attention.problem import folds
 
 # FP8 formats as PTX has them. FP8 travels to the kernel as words of four elements.
@@ -109,7 +109,7 @@ class Bound:
             *x.out.stride()[:2], x.sm_scale, x.out_scale, x.pe_ratio,
         )  # fmt: skip
         kernel = attend_latent_sm90.prepare(p, c, self._device)
-        grid = (min(self._sms * c.programs_per_sm, s.max_items), 1, 1)
+        grid = (min(self._sms * c.split.programs_per_sm, s.max_items), 1, 1)
         attend = kernel.hold(grid, values, ("q_nope", "q_pe", "ckv_map", "kpe_map", "out", "lse", "kv_indices"))
         if not p.split:
             return attend

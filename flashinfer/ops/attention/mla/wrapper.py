@@ -9,7 +9,8 @@ from flashinfer.ops.attention.direct import block_table
 from flashinfer.ops.attention.engine import flat_integers, integers
 from flashinfer.ops.attention.mla.batch import LatentBatch, LatentKind, LatentOptions, latent_kind, latent_options
 from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import Limits, Request, tile_rows
+from flashinfer.ops.attention.request import Request, tile_rows
+from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flashinfer._core.target import Target
 from flashinfer.ops.attention.problem import Problem
+from flashinfer.ops.attention.split import SplitPolicy
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,8 @@ class Sm90Config:
         Whether keys and values come row by row through cp.async, and not in boxes: for pages that make none.
     registers, copy_registers : int
         Of a thread of the warpgroups that compute, and of the warps that copy.
-    programs_per_sm : int
-        Persistent blocks on a multiprocessor: what work is split for.
-    least_piece : int
-        Keys that a piece of a split request has at least: a tile costs about four blocks of keys of its own.
-    least_alone, whole : int
-        Exceptions that the work list makes for decode (_device/schedule.py); 0 for none.
+    split : SplitPolicy
+        How keys are divided, and how many persistent blocks a multiprocessor has.
     turn_warps : int
         Warps that turn tiles of FP8 values, so that keys are contiguous; 0 for other types.
     transform : bool
@@ -47,10 +44,7 @@ class Sm90Config:
     gather: bool
     registers: int
     copy_registers: int
-    programs_per_sm: int
-    least_piece: int
-    least_alone: int = 0
-    whole: int = 0
+    split: SplitPolicy
     turn_warps: int = 0
     transform: bool = False
     wide: bool = False
@@ -121,8 +115,8 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         gather=not boxes,
         registers=registers,
         copy_registers=copy_registers,
-        programs_per_sm=1,
-        least_piece=512,
+        # A tile costs about four blocks of keys of its own.
+        split=SplitPolicy(programs_per_sm=1, least=512),
         turn_warps=2 if fp8 else 0,
     )
 

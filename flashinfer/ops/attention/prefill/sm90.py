@@ -13,7 +13,7 @@ from flashinfer._core.kv_layout import as_matrix
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention.config import SIZE
-from flashinfer.ops.attention.planner import schedule_launch, schedules
+from flashinfer.ops.attention.worklist import schedule_launch, schedules
 from flashinfer.ops.attention.portable import varied
 from flashinfer.ops.attention.prefill.config import Sm90Config
 from flashinfer.ops.attention.prefill.sm90_kernel import attend_sm90_kernel
@@ -83,7 +83,7 @@ class Bound:
 
     def __init__(self, p: Problem, c: Sm90Config, device: torch.device):
         self._p, self._c, self._device = p, c, device
-        self._blocks = target_of(device).sms * c.programs_per_sm
+        self._blocks = target_of(device).sms * c.split.programs_per_sm
         attend_sm90.prepare(p, c, device)
 
     def hold(self, x: Inputs) -> Callable[..., None]:

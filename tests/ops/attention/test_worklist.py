@@ -12,42 +12,42 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashinfer._core.target import named
-from flashinfer.ops.attention import planner, portable
+from flashinfer.ops.attention import portable, worklist
 from flashinfer.ops.attention._device.schedule import ITEM_TAKEN, item_and_head
 from flashinfer.ops.attention.config import Config
 from flashinfer.ops.attention.decode.config import choose
-from flashinfer.ops.attention.planner import Splitting
 from flashinfer.ops.attention.problem import Problem, Table
-from flashinfer.ops.attention.request import Limits
+from flashinfer.ops.attention.split import Limits, SplitPolicy
 from flashinfer.testing import generate
 
 CONFIG = Config(block_m=16, block_n=16, num_warps=4, num_stages=2, native_fp8=False, combine_pieces=16, combine_rows=1,
-                programs_per_sm=2, least_piece=16)  # fmt: skip
+                split=SplitPolicy(programs_per_sm=2))  # fmt: skip
 
 
 def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=None, form=("indptr", "indptr"),
-             mixed=False, config=CONFIG):  # fmt: skip
+             mixed=False):  # fmt: skip
     problem = Problem("paged" if page_size else "ragged", "fp16", "fp16", "fp16", 64, 64, group, page_size=page_size,
-                      split=how != Splitting())  # fmt: skip
+                      split=how != SplitPolicy())  # fmt: skip
     table = Table(generate.indptr(q_lens, device), generate.indptr(kv_lens, device))
     if page_size:
         pages = [-(-n // page_size) for n in kv_lens]
         table.kv_indptr = generate.indptr(pages, device)
         last = [n - (p - 1) * page_size if p else 0 for n, p in zip(kv_lens, pages)]
         table.last_page_len = torch.tensor(last, dtype=torch.int32, device=device)
-    tell(table, form, q_lens, kv_lens, device)
+    encode(table, form, q_lens, kv_lens, device)
     assert table.batch_size == len(q_lens)
-    limits = Limits(len(q_lens), sum(q_lens), sum(kv_lens))
+    limits = Limits(len(q_lens), sum(q_lens), sum(kv_lens), max(q_lens))
     scratch = lambda count: torch.empty(count, dtype=torch.uint8, device=device)
-    made = planner.allocate(problem, config, limits, how, 1, scratch, device)
+    how = how if how.least else replace(how, least=16)
+    made = worklist.WorkList(problem, CONFIG, how, limits, 1, scratch, device, window, mixed)
     made.items.fill_(-7)
     made.arrivals.fill_(-7)
-    planner.make(problem, config, table, made, how, window, mixed)
+    made.fill(table)
     return made
 
 
-def tell(table, form, q_lens, kv_lens, device):
-    """Tell queries and keys by other means than indptr."""
+def encode(table, form, q_lens, kv_lens, device):
+    """Put lengths of queries and keys where `form` says."""
     as_tensor = lambda lens: torch.tensor(lens, dtype=torch.int32, device=device)
     if form[0] in ("lens", "packed", "padded"):
         table.q_lens = as_tensor(q_lens)
@@ -61,7 +61,7 @@ def tell(table, form, q_lens, kv_lens, device):
         table.kv_stride = 1000
     if form[1] in ("padded", "packed"):
         table.kv_indptr = None
-    assert table.form[0] == form[0] and (form[1] == "indptr" or table.form[1] == form[1])
+    assert table.encoding[0] == form[0] and (form[1] == "indptr" or table.encoding[1] == form[1])
 
 
 def bases(kv_lens, page_size, form):
@@ -76,7 +76,7 @@ def check(q_lens, kv_lens, made, group, window, q_starts=None):
     assert items <= made.max_items
     records = made.items.view(-1, 16)[:items].tolist()
     q_starts = q_starts or [sum(q_lens[:i]) for i in range(len(q_lens))]
-    # Nobody has asked for work yet.
+    # No block has taken work yet.
     assert not records or records[0][ITEM_TAKEN.value] == 0
     seen = {}
     slots = []
@@ -112,10 +112,10 @@ lens = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 900)), min_size=1, 
 @pytest.mark.parametrize("kv", ("lens", "padded", "packed"))
 @pytest.mark.parametrize("q", ("indptr", "lens", "uniform", "packed", "padded"))
 def test_what_tells_lengths(q, kv, page_size, device, monkeypatch):
-    """Lengths told on the device in another form give the same work list, over spans that begin where the form says."""
-    monkeypatch.setattr(planner, "ScheduleConfig", partial(planner.ScheduleConfig, block=4, lanes=4))
+    """Lengths that lie in other tensors give the same work list, over spans that begin where the form says."""
+    monkeypatch.setattr(worklist, "ScheduleConfig", partial(worklist.ScheduleConfig, block=4, lanes=4))
     q_lens, kv_lens = [7] * 9 if q == "uniform" else [3, 0, 17, 1, 40, 2, 0, 1, 5], [5, 700, 0, 40, 1, 0, 64, 65, 33]
-    made = schedule(q_lens, kv_lens, device, page_size=page_size, how=Splitting(share=20), form=(q, kv))
+    made = schedule(q_lens, kv_lens, device, page_size=page_size, how=SplitPolicy(share=20), form=(q, kv))
     check(q_lens, kv_lens, made, 2, -1, [50 * i for i in range(9)] if q == "padded" else None)
     found = {r[8]: r[2] for r in made.items.view(-1, 16)[: int(made.counts)].tolist()}
     expected = bases(kv_lens, page_size, kv)
@@ -124,8 +124,8 @@ def test_what_tells_lengths(q, kv, page_size, device, monkeypatch):
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(lens, st.sampled_from((1, 2, 5)), st.sampled_from((0, 1, 5, 16)), st.sampled_from((-1, 0, 40)),
-       st.sampled_from((Splitting(), Splitting(share=1), Splitting(share=7), Splitting(share=64),
-                        Splitting(share=64, whole=300, abreast=4), Splitting(fixed_chunk=33))))  # fmt: skip
+       st.sampled_from((SplitPolicy(), SplitPolicy(share=1), SplitPolicy(share=7), SplitPolicy(share=64),
+                        SplitPolicy(share=64, whole=300, abreast=4), SplitPolicy(fixed=33))))  # fmt: skip
 def test_covers_each_key_once(lengths, group, page_size, window, how):
     q_lens, kv_lens = map(list, zip(*lengths))
     device = torch.device("cpu")
@@ -136,11 +136,11 @@ def test_covers_each_key_once(lengths, group, page_size, window, how):
 @pytest.mark.parametrize("share", (0, 33))
 @pytest.mark.parametrize("batch", (1, 2, 9, 10))
 def test_first_and_last_requests_take_turns(batch, share, device, monkeypatch):
-    monkeypatch.setattr(planner, "ScheduleConfig", partial(planner.ScheduleConfig, block=4, lanes=4))
+    monkeypatch.setattr(worklist, "ScheduleConfig", partial(worklist.ScheduleConfig, block=4, lanes=4))
     q_lens, kv_lens = [40, 1, 0, 1, 17, 1, 1, 0, 1, 3][:batch], [300, 65, 4, 0, 17, 700, 33, 0, 64, 3][:batch]
-    made = schedule(q_lens, kv_lens, device, how=Splitting(share=share), mixed=True)
+    made = schedule(q_lens, kv_lens, device, how=SplitPolicy(share=share), mixed=True)
     check(q_lens, kv_lens, made, 2, -1)
-    plain = schedule(q_lens, kv_lens, device, how=Splitting(share=share))
+    plain = schedule(q_lens, kv_lens, device, how=SplitPolicy(share=share))
     rows = [x.items.view(-1, 16)[: int(x.counts)].tolist() for x in (made, plain)]
     front, back = rows[1], rows[1][::-1]
     assert rows[0] == [(back if i % 2 else front)[i // 2] for i in range(len(front))]
@@ -152,16 +152,16 @@ LARGE = [pytest.param(n, marks=pytest.mark.gpu) for n in (1023, 1025, 3000)]
 @pytest.mark.parametrize("batch", (1, 3, 7, 8, 9, *LARGE))
 def test_batches_around_a_block(batch, device, monkeypatch):
     if batch < 10:
-        monkeypatch.setattr(planner, "ScheduleConfig", partial(planner.ScheduleConfig, block=4, lanes=4))
+        monkeypatch.setattr(worklist, "ScheduleConfig", partial(worklist.ScheduleConfig, block=4, lanes=4))
     q_lens = [i % 3 * 20 for i in range(batch)]
     kv_lens = [(i * 37) % 400 for i in range(batch)]
-    check(q_lens, kv_lens, schedule(q_lens, kv_lens, device, how=Splitting(share=33)), 2, -1)
+    check(q_lens, kv_lens, schedule(q_lens, kv_lens, device, how=SplitPolicy(share=33)), 2, -1)
 
 
 def test_pieces_are_even(device):
     """A long request among short ones is cut so that no piece is longer than its share of the work, and a half."""
     kv_lens = [4000, 10, 10, 10]
-    made = schedule([1] * 4, kv_lens, device, how=Splitting(share=10))
+    made = schedule([1] * 4, kv_lens, device, how=SplitPolicy(share=10))
     items = int(made.counts[0])
     lengths = [r[6] - r[5] for r in made.items.view(-1, 16)[:items].tolist()]
     assert max(lengths) <= 1.5 * sum(kv_lens) / 10
@@ -182,8 +182,8 @@ def stay_whole(kv_lens, whole, abreast):
     ([0] * 5, False), ([900], False),
 ))  # fmt: skip
 def test_short_requests_that_fill_the_chip_stay_whole(kv_lens, any_whole, form, device, monkeypatch):
-    monkeypatch.setattr(planner, "ScheduleConfig", partial(planner.ScheduleConfig, block=4, lanes=4))
-    how = Splitting(share=60, whole=100, abreast=6)
+    monkeypatch.setattr(worklist, "ScheduleConfig", partial(worklist.ScheduleConfig, block=4, lanes=4))
+    how = SplitPolicy(share=60, whole=100, abreast=6)
     made = schedule([1] * len(kv_lens), kv_lens, device, how=how, form=form)
     check([1] * len(kv_lens), kv_lens, made, 2, -1)
     expected = stay_whole(kv_lens, 100, 6)
@@ -196,7 +196,7 @@ def test_short_requests_that_fill_the_chip_stay_whole(kv_lens, any_whole, form, 
 
 def test_whole_requests_leave_fixed_and_whole_batches_alone(device):
     """Pieces of a fixed length do not depend on the batch, and without splitting there is nothing to decide."""
-    for how in (Splitting(fixed_chunk=33), Splitting()):
+    for how in (SplitPolicy(fixed=33), SplitPolicy()):
         plain = schedule([1] * 9, [100] * 9, device, how=how)
         made = schedule([1] * 9, [100] * 9, device, how=replace(how, whole=100, abreast=6))
         assert made.counts.equal(plain.counts)
@@ -212,7 +212,8 @@ def test_decode_leaves_two_thirds_of_the_multiprocessors_busy(sms, kv_heads, bat
     """The two thirds are of the multiprocessors, whichever the chip."""
     problem = Problem("paged", "bf16", "bf16", "bf16", 128, 128, 4, page_size=16, rows=16)
     chip = replace(named("90a"), sms=sms)
-    how = planner.splitting(problem, choose(problem, chip), chip, kv_heads, None)
+    config = choose(problem, chip)
+    how = config.split.on(sms, kv_heads, config.block_n, None)
     assert bool(stay_whole([1024] * batch, how.whole, how.abreast)) == whole
     assert not stay_whole([1025] * batch, how.whole, how.abreast)
 
@@ -222,8 +223,7 @@ def test_decode_leaves_two_thirds_of_the_multiprocessors_busy(sms, kv_heads, bat
     ([160], 32), ([192], 32), ([96, 96], 32), ([240], 48), ([384], 64), ([700], 64), ([1200], 112), ([3000, 5], 256),
 ))  # fmt: skip
 def test_pieces_are_short_where_each_is_alone_on_a_multiprocessor(kv_lens, longest, device):
-    short = replace(CONFIG, least_piece=64, least_alone=32)
-    made = schedule([1] * len(kv_lens), kv_lens, device, how=Splitting(share=12, abreast=6), config=short)
+    made = schedule([1] * len(kv_lens), kv_lens, device, how=SplitPolicy(share=12, abreast=6, least=64, least_alone=32))
     check([1] * len(kv_lens), kv_lens, made, 2, -1)
     items = int(made.counts)
     assert max(r[6] - r[5] for r in made.items.view(-1, 16)[:items].tolist()) == longest

@@ -1,0 +1,100 @@
+"""How keys are divided among work items: one policy, and the most work items that it makes of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+class Limits(NamedTuple):
+    """Host-side upper bounds of a batch, from shapes alone: what buffers and grids are sized by.
+
+    Attributes
+    ----------
+    batch : int
+        Requests.
+    q_rows : int
+        Query rows in all; -1 where only the call will tell.
+    kv_tokens : int
+        Keys in all; -1 where only the call will tell.
+    longest_q : int
+        Query rows of a request; 0 where only q_rows bounds them.
+    """
+
+    batch: int
+    q_rows: int
+    kv_tokens: int
+    longest_q: int = 0
+
+    @property
+    def known(self) -> bool:
+        return self.q_rows >= 0 and self.kv_tokens >= 0
+
+
+@dataclass(frozen=True)
+class SplitPolicy:
+    """How the keys of requests are divided into splits, each of which is a work item of every tile of its request.
+
+    A config states the first four. `on` adds what the chip, the KV heads and the plan ask for; the default of these
+    leaves every request whole.
+
+    Attributes
+    ----------
+    programs_per_sm : int
+        Work items that should be in flight on one multiprocessor: what keys are split for.
+    least : int
+        Keys that a split should have at least, however idle the chip.
+    least_alone : int
+        The same where each split has a multiprocessor for itself; 0 for no other.
+    whole : int
+        Requests of up to so many keys are not split where they keep two thirds of the chip busy
+        (_device/schedule.py); 0 for none.
+    share : int
+        Work items per KV head that fill the chip: the keys of all tiles over it are the length of a split.
+    abreast : int
+        Work items per KV head that give each multiprocessor one.
+    fixed : int
+        Keys of every split but a request's last, whatever else is in the batch; 0 for splits by `share`.
+    """
+
+    programs_per_sm: int = 1
+    least: int = 0
+    least_alone: int = 0
+    whole: int = 0
+    share: int = 0
+    abreast: int = 0
+    fixed: int = 0
+
+    def on(self, sms: int, kv_heads: int, grain: int, fixed_split_size: int | None) -> SplitPolicy:
+        """The policy of a chip of `sms` multiprocessors. Splits are multiples of `grain` keys, a step of the kernel.
+
+        With 132 multiprocessors, 2 programs on each and 8 KV heads, share is 33 and abreast 17; a fixed_split_size of
+        100 keys in steps of 64 is 128.
+        """
+        if fixed_split_size:
+            # Whole steps, so that splits of paged keys begin where a page does.
+            return replace(self, whole=0, fixed=-(-fixed_split_size // grain) * grain)
+        share = -(-sms * self.programs_per_sm // kv_heads)
+        return replace(self, share=share, abreast=-(-sms // kv_heads))
+
+
+def capacity(policy: SplitPolicy, group: int, tile_rows: int, limits: Limits) -> tuple[int, int]:
+    """The most work items, and the most of them that are splits of a divided tile, of a batch within `limits`.
+
+    By `share`, a split has at least total / share keys, the total counted over all tiles. A request is divided if it
+    has one and a half splits or more, and rounding its keys to the nearest count of splits adds at most a third. By
+    `fixed`, a request of n keys has at most n / fixed + 1 splits for each of its tiles; no request has more tiles than
+    the longest, and no tile more splits than all keys make.
+    """
+    rows = limits.q_rows * group
+    tiles = limits.batch + rows // tile_rows
+    if policy.fixed:
+        longest = rows if not limits.longest_q else min(rows, limits.longest_q * group)
+        by_request = -(-longest // tile_rows) * (limits.kv_tokens // policy.fixed + limits.batch)
+        by_tile = tiles * -(-limits.kv_tokens // policy.fixed)
+        slots = min(by_request, by_tile)
+        return tiles + slots, slots
+    if not policy.share:
+        return tiles, 0
+    slots = policy.share + -(-policy.share // 3) + 1
+    return tiles + slots, slots
