@@ -6,10 +6,8 @@ import math
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
-from flashinfer._core.custom_op import custom_op
+from flashinfer._core.checks import require, same_device
 from flashinfer._core.kv_layout import check_layout, paged_views
-from flashinfer.ops import quantize as room
 from flashinfer.ops.narrow import from_e2m1
 from flashinfer.quantization import _rows
 
@@ -17,7 +15,6 @@ __all__ = [
     "nvfp4_kv_dequantize",
     "nvfp4_kv_dequantize_paged",
     "nvfp4_kv_quantize",
-    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "nvfp4_quantize_paged_kv_cache",
 ]
 
@@ -85,109 +82,6 @@ def nvfp4_kv_dequantize(
     scale = _rows.scale_tensor("global_scale", global_scale, fp4_data)
     names = "fp4_data", "block_scales"
     return _rows.dequantize(names, fp4_data, block_scales, scale, "e2m1", "e4m3", 16, "linear", output_dtype)
-
-
-def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
-    append_key: torch.Tensor,
-    append_value: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    k_scale: float | torch.Tensor,
-    v_scale: float | torch.Tensor,
-    kv_layout: str = "NHD",
-) -> None:
-    """Quantise new keys and values to NVFP4, and write them into slots of a paged cache, in one launch.
-
-    Parameters
-    ----------
-    append_key, append_value : torch.Tensor
-        [at least nnz, num_kv_heads, head_dim]; bfloat16 or float16, head_dim a multiple of 16 and contiguous. Rows
-        past nnz are not read.
-    slot_mapping : torch.Tensor
-        int32 or int64 [nnz]: row i goes to token slot % page_size of page slot // page_size. Slots that are negative or
-        past the last page are not written. Two rows with one slot leave either.
-    paged_kv_cache : torch.Tensor or (torch.Tensor, torch.Tensor)
-        uint8: a pair of [num_pages, page_size, num_kv_heads, head_dim / 2] (NHD) or
-        [num_pages, num_kv_heads, page_size, head_dim / 2] (HND), or one tensor with keys and values along a second
-        dimension of 2. Any strides but the last.
-    kv_cache_sf : torch.Tensor or (torch.Tensor, torch.Tensor)
-        The same with head_dim / 16, float8_e4m3fn or uint8: the factors, of keys and of values row by row, not
-        interleaved as `nvfp4_quantize_paged_kv_cache` leaves those of values.
-    k_scale, v_scale : float or torch.Tensor
-        The scales of dequantisation, float32 [1]: a value is about code * factor * scale.
-    kv_layout : str
-        "NHD" or "HND".
-
-    Raises
-    ------
-    ValueError
-        A shape, dtype, device, stride or layout other than the above.
-    """
-    check_layout(kv_layout)
-    codes, factors = paged_views(paged_kv_cache, kv_layout), paged_views(kv_cache_sf, kv_layout)
-    if isinstance(k_scale, torch.Tensor) or isinstance(v_scale, torch.Tensor):
-        given = {"k_scale": k_scale, "v_scale": v_scale}
-        scales = (positive_scale(name, scale, append_key.device) for name, scale in given.items())
-        _append(append_key, append_value, slot_mapping, *codes, *factors, *scales, 0.0, 0.0)
-    else:
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            require(math.isfinite(scale) and scale > 0, name, scale, "a positive finite number")
-        _append(append_key, append_value, slot_mapping, *codes, *factors, None, None, float(k_scale), float(v_scale))
-
-
-@custom_op("flashinfer::nvfp4_quantize_append", mutates_args=("k_codes", "v_codes", "k_factors", "v_factors"))
-def _append(
-    append_key: torch.Tensor,
-    append_value: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_codes: torch.Tensor,
-    v_codes: torch.Tensor,
-    k_factors: torch.Tensor,
-    v_factors: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    k_number: float,
-    v_number: float,
-) -> None:
-    rows = {"append_key": append_key, "append_value": append_value}
-    caches = {"paged_kv_cache": (k_codes, v_codes, 2), "kv_cache_sf": (k_factors, v_factors, 16)}
-    held = {"paged_kv_cache": k_codes, "kv_cache_sf": k_factors, "k_scale": k_scale, "v_scale": v_scale}
-    same_device(**rows, slot_mapping=slot_mapping, **held)
-    require(slot_mapping.dim() == 1, "slot_mapping", tuple(slot_mapping.shape), "[nnz]")
-    require(slot_mapping.dtype in (torch.int32, torch.int64), "slot_mapping", slot_mapping.dtype, "int32, int64")
-    nnz = slot_mapping.shape[0]
-    for name, x in rows.items():
-        require(x.dim() == 3 and x.shape[0] >= nnz, name, tuple(x.shape), f"[{nnz} or more, num_kv_heads, head_dim]")
-        require(x.dtype in (torch.bfloat16, torch.float16), name, x.dtype, "bfloat16, float16")
-        require(x.dtype == append_key.dtype, name, x.dtype, f"{append_key.dtype}, the dtype of append_key")
-        require(x.shape[1:] == append_key.shape[1:], name, tuple(x.shape), "heads and head_dim of append_key")
-        require(x.shape[2] % 16 == 0, name, tuple(x.shape), "a head_dim that is a multiple of 16")
-        require(x.stride(2) == 1, name, f"strides {x.stride()}", "a contiguous last dimension")
-    heads, head_dim = append_key.shape[1:]
-    for name, (k, v, part) in caches.items():
-        shape = (*k_codes.shape[:2], heads, head_dim // part)
-        for x in (k, v):
-            require(tuple(x.shape) == shape, name, tuple(x.shape), f"{shape}: pages, tokens, heads, head_dim / {part}")
-            require(x.stride(3) == 1, name, f"strides {x.stride()}", "a contiguous last dimension")
-    packed = k_codes.dtype == torch.uint8 and v_codes.dtype == torch.uint8
-    require(packed, "paged_kv_cache", f"{k_codes.dtype}, {v_codes.dtype}", "uint8")
-    dtypes = (torch.uint8, torch.float8_e4m3fn)
-    fits = k_factors.dtype in dtypes and v_factors.dtype in dtypes
-    require(fits, "kv_cache_sf", f"{k_factors.dtype}, {v_factors.dtype}", "uint8, float8_e4m3fn")
-    if nnz == 0 or append_key.numel() == 0:
-        return
-    problem = room.Append(
-        dtype=dtype_name(append_key.dtype),
-        index=dtype_name(slot_mapping.dtype),
-        block=max(1 << (head_dim - 1).bit_length(), 16),
-        aligned=is_aligned(append_key, append_value, k_codes, v_codes),
-        tensors=k_scale is not None,
-    )
-    scales = (k_number, v_number) if k_scale is None else (k_scale, v_scale)
-    factors = k_factors.view(torch.uint8), v_factors.view(torch.uint8)
-    choice = _rows.choice_of(room.append_nvfp4, problem, append_key.device)
-    choice.run((append_key, append_value), slot_mapping.contiguous(), scales, (k_codes, v_codes), factors)
 
 
 def nvfp4_quantize_paged_kv_cache(

@@ -146,7 +146,7 @@ def test_mentions_only_what_exists(document):
         ("```sh\nmake nothing  # comment\n```\n", "make nothing"),
         ("`python -m flashinfer.nothing`", "python -m flashinfer.nothing"),
         ("`flashinfer explain rmsnorm --arch 90a`", None),
-        ("`flashinfer/page.py` and `flashinfer.rmsnorm(x, w, eps=1)`", None),
+        ("`flashinfer/topk.py` and `flashinfer.rmsnorm(x, w, eps=1)`", None),
     ],
 )
 def test_the_check_sees_what_it_should(text, fault):

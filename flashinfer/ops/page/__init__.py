@@ -25,26 +25,42 @@ class Append:
         Head dimensions rounded up to powers of two. The dimensions themselves are run-time arguments.
     aligned : bool
         Rows can be read and written 16 bytes at a time.
-    key_form, value_form : str
+    key_format, value_format : str
         Of what is written: "" the rows as they are, "nvfp4" codes and factors, "fp8e4nv" codes.
+    slots : str
+        Dtype of a slot mapping, "i32" or "i64"; "" where a page table says where tokens go.
+    scale : str
+        Scales are a "tensor" of one element each, or "number"s.
     """
 
     dtype: str
     key_block: int
     value_block: int
     aligned: bool = True
-    key_form: str = ""
-    value_form: str = ""
+    key_format: str = ""
+    value_format: str = ""
+    slots: str = ""
+    scale: str = "number"
+
+
+class PageTable(NamedTuple):
+    """Token t goes to position positions[t] of request batch_indices[t]. Everything is int32."""
+
+    batch_indices: torch.Tensor
+    positions: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_indptr: torch.Tensor
 
 
 class Quantised(NamedTuple):
     """What quantising takes and gives beside codes: scales of dequantisation, and caches of factors.
 
-    k_factors, v_factors : bytes [pages, page_size, heads, dim / 16]; None where the form is not "nvfp4".
+    k_scale, v_scale : numbers, or float32 [1]. k_factors, v_factors : bytes [pages, page_size, heads, dim / 16]; None
+    where the format is not "nvfp4".
     """
 
-    k_scale: float
-    v_scale: float
+    k_scale: float | torch.Tensor
+    v_scale: float | torch.Tensor
     k_factors: torch.Tensor | None
     v_factors: torch.Tensor | None
 
@@ -84,8 +100,10 @@ def _appends() -> Iterator[Append]:
     yield Append("bf16", 512, 512)
     yield Append("fp32", 256, 256)
     yield Append("bf16", 128, 128, aligned=False)
-    yield Append("bf16", 128, 128, key_form="nvfp4", value_form="nvfp4")
-    yield Append("bf16", 512, 64, key_form="nvfp4", value_form="fp8e4nv")
+    yield Append("bf16", 128, 128, key_format="nvfp4", value_format="nvfp4")
+    yield Append("bf16", 128, 128, key_format="nvfp4", value_format="nvfp4", slots="i64")
+    yield Append("fp16", 64, 64, False, key_format="nvfp4", value_format="nvfp4", slots="i32", scale="tensor")
+    yield Append("bf16", 512, 64, key_format="nvfp4", value_format="fp8e4nv")
 
 
 append = Op("append_paged_kv_cache", Append, _variants(config.append), _appends)

@@ -25,7 +25,7 @@ def append(problem, target) -> Config:
     # 2 KiB of keys a program, a 16-byte load for each of 128 threads, and as much of values. 16384 tokens of 8 heads
     # take 49 us with 2 to 16 KiB, 8 tokens 2.9 with 2 KiB and 3.2 with 4 (H100).
     row = max(problem.key_block, problem.value_block) * torch_dtype(problem.dtype).itemsize
-    capability = target.capability if problem.key_form else 0
+    capability = target.capability if problem.key_format else 0
     return Config(rows=max(1, 2048 // row), pdl=target.pdl, capability=capability)
 
 

@@ -8,28 +8,32 @@ from flashinfer.ops import narrow
 from flashinfer.ops.page import Append, Positions, SeqLens
 
 
-def append(problem, key, value, batch_indices, positions, k_cache, v_cache, kv_indices, kv_indptr, quantised=None):
-    """Token t goes to slot positions[t] of request batch_indices[t]; one with a negative index goes nowhere.
+def append(problem, rows, caches, table, quantised=None):
+    """Write rows (key, value) to the slots of caches (k, v); a token with a negative index goes nowhere.
 
-    quantised : Quantised, where the problem has forms; caches are bytes then.
+    table : PageTable, or slots [tokens] where the problem has them. quantised : Quantised, where it has formats; caches
+    are bytes then.
     """
-    kept = (batch_indices >= 0) & (positions >= 0)
-    if not kept.all():
-        key, value, batch_indices, positions = key[kept], value[kept], batch_indices[kept], positions[kept]
-    page_size = k_cache.shape[1]
-    page = kv_indices[kv_indptr[batch_indices] + positions // page_size]
-    slot = positions % page_size
+    num_pages, page_size = caches[0].shape[:2]
+    if problem.slots:
+        rows = [x[: len(table)] for x in rows]
+        kept = (table >= 0) & (table < num_pages * page_size)
+        page, slot = table[kept] // page_size, table[kept] % page_size
+    else:
+        kept = (table.batch_indices >= 0) & (table.positions >= 0)
+        request, position = table.batch_indices[kept], table.positions[kept]
+        page, slot = table.kv_indices[table.kv_indptr[request] + position // page_size], position % page_size
+    rows = [x[kept] for x in rows]
     if quantised is None:
-        k_cache[page, slot] = key
-        v_cache[page, slot] = value
+        for x, cache in zip(rows, caches):
+            cache[page, slot] = x
         return
-    k_scale, v_scale, k_factors, v_factors = quantised
-    for form, x, scale, cache, factors in (
-        (problem.key_form, key, k_scale, k_cache, k_factors),
-        (problem.value_form, value, v_scale, v_cache, v_factors),
+    for number_format, x, scale, cache, factors in (
+        (problem.key_format, rows[0], quantised.k_scale, caches[0], quantised.k_factors),
+        (problem.value_format, rows[1], quantised.v_scale, caches[1], quantised.v_factors),
     ):
-        inverse = 1 / torch.tensor(scale, dtype=torch.float32, device=x.device)
-        if form == "nvfp4":
+        inverse = 1 / torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+        if number_format == "nvfp4":
             codes, found = narrow.quantize_nvfp4(x.float(), inverse)
             factors[page, slot] = found.view(torch.uint8)
         else:

@@ -51,29 +51,6 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Append:
-    """New keys and values to NVFP4, into slots of a paged cache.
-
-    Attributes
-    ----------
-    dtype, index : str
-        Of keys and values, "bf16" or "fp16"; of the slots, "i32" or "i64".
-    block : int
-        head_dim, rounded up to a power of two, at least 16.
-    aligned : bool
-        Keys and values can be read 16 bytes at a time, and codes written so.
-    tensors : bool
-        The scales of keys and values are tensors, not numbers.
-    """
-
-    dtype: str
-    index: str
-    block: int
-    aligned: bool = True
-    tensors: bool = False
-
-
-@dataclass(frozen=True)
 class Dequantize:
     """A block-scaled format to floats.
 
@@ -180,11 +157,6 @@ def _quantize_catalog() -> Iterator[Problem]:
     yield Problem("nvfp4", "bf16", "linear", 1024, score="mse", row_scale=True)
 
 
-def _append_catalog() -> Iterator[Append]:
-    yield Append("bf16", "i64", 128)
-    yield Append("fp16", "i32", 64, aligned=False, tensors=True)
-
-
 def _dequantize_catalog() -> Iterator[Dequantize]:
     yield Dequantize("e2m1", "e4m3", 16, "linear", "bf16", 128, scaled=True)
     yield Dequantize("e2m1", "ue8m0", 32, "128x4", "fp32", 1024)
@@ -198,7 +170,6 @@ def _groups_catalog() -> Iterator[Groups]:
 
 
 quantize = Op("quantize", Problem, _variants(config.quantize), _quantize_catalog)
-append_nvfp4 = Op("append_nvfp4", Append, _variants(config.quantize), _append_catalog)
 quantize_groups = Op(
     "quantize_groups", Groups, _variants(config.quantize, "flashinfer.ops.quantize.groups"), _groups_catalog
 )

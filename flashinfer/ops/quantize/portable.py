@@ -19,7 +19,7 @@ from flashinfer.ops._device.scales import (
     scale_offset,
     times_blocks,
 )
-from flashinfer.ops.quantize import Append, Dequantize, Interleave, Packbits, Problem
+from flashinfer.ops.quantize import Dequantize, Interleave, Packbits, Problem
 
 
 @triton.jit
@@ -118,51 +118,6 @@ def quantize_kernel(
             x, scale, codes, factors, tile, row, there, columns, code_bytes, padded_rows, blocks,
             KIND, DTYPE, LAYOUT, SCORE, BLOCK, CAPABILITY,
         )  # fmt: skip
-
-
-@triton.jit
-def append_kernel(
-    keys, values, slots, k_scale, v_scale, k_number, v_number, k_codes, v_codes, k_factors, v_factors,
-    k_n, k_h, v_n, v_h, kc_page, kc_n, kc_h, vc_page, vc_n, vc_h, kf_page, kf_n, kf_h, vf_page, vf_n, vf_h,
-    nnz, heads, head_dim, pages, page_size,
-    TENSORS: tl.constexpr, UNIT: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    CAPABILITY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A row is one head of one token; keys are program 0 of the second axis, and values program 1."""
-    # The division of 64 bits below branches.
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token, head = row // heads, row % heads
-    slot = tl.load(slots + token, token < nnz, other=-1).to(tl.int64)
-    page, place = slot // page_size, slot % page_size
-    there = (slot >= 0) & (page < pages)
-    if tl.program_id(1) == 0:
-        scale = tl.load(k_scale) if TENSORS else k_number
-        at = token * multiple(k_n, UNIT) + head * multiple(k_h, UNIT)
-        codes = k_codes + page * multiple(kc_page, BYTES) + place * multiple(kc_n, BYTES) + head * multiple(kc_h, BYTES)
-        factors = k_factors + page * kf_page + place * kf_n + head * kf_h
-        _append_rows(keys, at, there, scale, codes, factors, head_dim, UNIT, BLOCK, CAPABILITY)
-    else:
-        scale = tl.load(v_scale) if TENSORS else v_number
-        at = token * multiple(v_n, UNIT) + head * multiple(v_h, UNIT)
-        codes = v_codes + page * multiple(vc_page, BYTES) + place * multiple(vc_n, BYTES) + head * multiple(vc_h, BYTES)
-        factors = v_factors + page * vf_page + place * vf_n + head * vf_h
-        _append_rows(values, at, there, scale, codes, factors, head_dim, UNIT, BLOCK, CAPABILITY)
-
-
-@triton.jit
-def _append_rows(
-    x, at, there, scale, codes, factors, head_dim, UNIT: tl.constexpr, BLOCK: tl.constexpr, CAPABILITY: tl.constexpr
-):
-    column = tl.arange(0, BLOCK)[None, :]
-    there = there[:, None]
-    y = tl.load(x + at[:, None] + column, there & (column < multiple(head_dim, UNIT)), other=0).to(tl.float32)
-    one = tl.full([at.shape[0], 1], 1.0, tl.float32)
-    code, factor = quantize_nvfp4(y, tl.div_rn(one, one * scale), CAPABILITY)
-    byte = tl.arange(0, BLOCK // 2)[None, :]
-    tl.store(codes[:, None] + byte, code, there & (byte < multiple(head_dim // 2, 8)))
-    block = tl.arange(0, BLOCK // 16)[None, :]
-    tl.store(factors[:, None] + block, factor, there & (block * 16 < head_dim))
 
 
 @triton.jit
@@ -292,26 +247,6 @@ def _build_quantize(problem, config):
     return Build(quantize_kernel, types, constants, num_warps=config.num_warps)
 
 
-def _build_append(problem, config):
-    rows = pointer(problem.dtype, problem.aligned)
-    types = {"keys": rows, "values": rows, "slots": f"*{problem.index}", "k_scale": "*fp32", "v_scale": "*fp32"}
-    types |= _all("k_number v_number", "fp32") | _all("k_codes v_codes", pointer("u8", problem.aligned))
-    types |= _all("k_factors v_factors", "*u8")
-    types |= _all("k_n k_h v_n v_h kc_page kc_n kc_h vc_page vc_n vc_h", "i64")
-    types |= _all("kf_page kf_n kf_h vf_page vf_n vf_h", "i64")
-    types |= _all("nnz heads head_dim pages page_size", "i32")
-    constants = {
-        "TENSORS": problem.tensors,
-        "UNIT": unit(problem.dtype, problem.aligned),
-        "BYTES": unit("u8", problem.aligned),
-        "ROWS": config.rows,
-        "BLOCK": problem.block,
-        "CAPABILITY": config.capability,
-        "PDL": config.pdl,
-    }
-    return Build(append_kernel, types, constants, num_warps=config.num_warps)
-
-
 def _build_dequantize(problem, config):
     types = {"codes": pointer("u8", problem.aligned), "factors": "*u8", "global_scale": "*fp32"}
     types |= {"out": f"*{problem.dtype}:16"}
@@ -351,13 +286,10 @@ def _build_packbits(problem, config):
 
 
 _quantize = Launcher("quantize", _build_quantize)
-_append = Launcher("append_nvfp4", _build_append)
 _dequantize = Launcher("dequantize", _build_dequantize)
 _interleave = Launcher("interleave", _build_interleave)
 _packbits = Launcher("packbits", _build_packbits)
-_LAUNCHER_OF = {
-    Problem: _quantize, Append: _append, Dequantize: _dequantize, Interleave: _interleave, Packbits: _packbits,
-}  # fmt: skip
+_LAUNCHER_OF = {Problem: _quantize, Dequantize: _dequantize, Interleave: _interleave, Packbits: _packbits}
 
 
 def kernels(problem, config):
@@ -390,19 +322,6 @@ def _elements(problem, code_bytes: int) -> int:
     return code_bytes if problem.kind == "mxfp8" else 2 * code_bytes
 
 
-def _run_append(problem, config, append, slots, scales, codes, factors):
-    """(keys, values) [nnz, heads, n] into (k, v) codes and factors, bytes [pages, page_size, heads, .], at `slots`."""
-    keys, values = append
-    nnz, (_, heads, head_dim) = slots.shape[0], keys.shape
-    pages, page_size = codes[0].shape[:2]
-    grid = (triton.cdiv(nnz * heads, config.rows), 2, 1)
-    pointers, numbers = (scales, (0.0, 0.0)) if problem.tensors else ((None, None), scales)
-    strides = [s for t in (keys, values) for s in t.stride()[:2]]
-    strides += [s for t in (*codes, *factors) for s in t.stride()[:3]]
-    sizes = nnz, heads, head_dim, pages, page_size
-    _append(problem, config, grid, keys, values, slots, *pointers, *numbers, *codes, *factors, *strides, *sizes)
-
-
 def _run_dequantize(problem, config, codes, factors, global_scale, out):
     """Codes, bytes [rows, .], and factors in their layout to out [rows, n]; global_scale [1] or None."""
     rows, columns = out.shape
@@ -432,7 +351,6 @@ def _run_packbits(problem, config, x, indptr, packed_indptr, out):
 
 _RUN = {
     Problem: _run_quantize,
-    Append: _run_append,
     Dequantize: _run_dequantize,
     Interleave: _run_interleave,
     Packbits: _run_packbits,

@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 from flashinfer._core.checks import torch_dtype
 from flashinfer._core.implementation import Implementation
 from flashinfer.ops import layouts, narrow
-from flashinfer.ops.quantize import Append, Dequantize, Groups, Interleave, Packbits, Problem
+from flashinfer.ops.quantize import Dequantize, Groups, Interleave, Packbits, Problem
 
 
 def run(problem, config, *args):
@@ -42,18 +42,6 @@ def _quantize(problem, x, global_scale, counts, codes, factors, row_scales):
         rows, blocks = found.shape[1:]
         at = layouts.offsets(rows, blocks, problem.layout, x.device)[:count]
         factors[entry][at] = arranged[entry][at]
-
-
-def _append(problem, append, slots, scales, codes, factors):
-    """(keys, values) [nnz, heads, n] into (k, v) codes and factors, bytes [pages, page_size, heads, .], at `slots`."""
-    pages, page_size = codes[0].shape[:2]
-    there = (slots >= 0) & (slots < pages * page_size)
-    page, place = slots[there] // page_size, slots[there] % page_size
-    for x, scale, to_codes, to_factors in zip(append, scales, codes, factors):
-        rows = x[: len(slots)][there].float()
-        values, found = narrow.quantize_nvfp4(rows, 1 / torch.as_tensor(scale, dtype=torch.float32, device=x.device))
-        to_codes[page, place] = values
-        to_factors[page, place] = found.view(torch.uint8)
 
 
 def _groups(problem, x, size, least, codes, scales):
@@ -107,7 +95,6 @@ def _packbits(problem, x, indptr, packed_indptr, out):
 
 _RUN = {
     Problem: _quantize,
-    Append: _append,
     Groups: _groups,
     Dequantize: _dequantize,
     Interleave: _interleave,

@@ -1,4 +1,13 @@
-"""RoPE in Triton: queries and keys in one launch, cosines and sines computed once for several heads."""
+"""RoPE in Triton: queries and keys in one launch, cosines and sines computed once for several heads.
+
+rope_kernel: q, k [tokens, heads, HEAD_DIM] to q_out, k_out, any strides. Grid: (blocks of HEADS heads, tiles of TOKENS
+tokens over two axes), one warp a program. quantize_kernel: rotated and other parts of heads to FP8, in tensors or in
+pages. Grid: blocks of ROWS heads of tokens, first of queries, then of keys, then of values. video_kernel: one program
+for the queries, the keys or the values of a patch. No shared memory but what reductions and layouts take.
+
+Angles are exact fractions of turns (`flashinfer/ops/rope/frequencies.py`). Source: Su et al., RoFormer, 2021,
+https://arxiv.org/abs/2104.09864.
+"""
 
 import torch
 import triton
@@ -17,43 +26,12 @@ from flashinfer.ops.rope.frequencies import turns
 
 @triton.jit
 def rope_kernel(
-    q,
-    k,
-    q_out,
-    k_out,
-    positions,
-    offsets,
-    source,
-    q_token,
-    q_head,
-    q_column,
-    k_token,
-    k_head,
-    k_column,
-    q_out_token,
-    q_out_head,
-    q_out_column,
-    k_out_token,
-    k_out_head,
-    k_out_column,
-    source_row,
-    tokens,
-    batch,
-    q_heads,
-    k_heads,
-    max_position,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
-    RAGGED: tl.constexpr,
-    CACHED: tl.constexpr,
-    UNIT: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    q, k, q_out, k_out, positions, offsets, source, q_strides, k_strides, q_out_strides, k_out_strides, source_row,
+    tokens, batch, q_heads, k_heads, max_position,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVE: tl.constexpr, RAGGED: tl.constexpr,
+    CACHED: tl.constexpr, UNIT: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # Blocks of heads, first those of queries, then those of keys; programs that follow each other have the same tokens.
     q_blocks = tl.cdiv(q_heads, HEADS)
     block = tl.program_id(0)
@@ -74,10 +52,10 @@ def rope_kernel(
     is_q = block < q_blocks
     head = tl.where(is_q, block, block - q_blocks) * HEADS + row // TOKENS
     there = (token < tokens) & (head < tl.where(is_q, q_heads, k_heads))
-    x_column = tl.where(is_q, q_column, k_column)
-    x = tl.where(is_q, q, k) + place(
-        token, head, tl.where(is_q, q_token, k_token), tl.where(is_q, q_head, k_head), UNIT
-    )  # fmt: skip
+    x_column = tl.where(is_q, q_strides.column, k_strides.column)
+    x = tl.where(is_q, q, k)
+    x_token, x_head = tl.where(is_q, q_strides.token, k_strides.token), tl.where(is_q, q_strides.head, k_strides.head)
+    x += place(token, head, x_token, x_head, UNIT)
     a, b = load_head(x, x_column, there, ROTARY_DIM, INTERLEAVE, UNIT, HALF)
     tl.debug_barrier()
     if CACHED:
@@ -85,11 +63,13 @@ def rope_kernel(
     else:
         cos, sin = computed_rotation(source, position, ROTARY_DIM, HALF)
     cos, sin = for_heads(cos, HEADS), for_heads(sin, HEADS)
-    out = tl.where(is_q, q_out, k_out) + place(
-        token, head, tl.where(is_q, q_out_token, k_out_token), tl.where(is_q, q_out_head, k_out_head), UNIT
-    )  # fmt: skip
+    out = tl.where(is_q, q_out, k_out)
+    out_token = tl.where(is_q, q_out_strides.token, k_out_strides.token)
+    out_head = tl.where(is_q, q_out_strides.head, k_out_strides.head)
+    out += place(token, head, out_token, out_head, UNIT)
+    out_column = tl.where(is_q, q_out_strides.column, k_out_strides.column)
     rotate_head(
-        a, b, x, out, x_column, tl.where(is_q, q_out_column, k_out_column), there, cos, sin, 1.0,
+        a, b, x, out, x_column, out_column, there, cos, sin, 1.0,
         HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST, "", 0,
     )  # fmt: skip
 
@@ -156,57 +136,16 @@ def load_head(x, x_column, inside, ROTARY_DIM: tl.constexpr, INTERLEAVE: tl.cons
 
 
 @triton.jit
-def rotate(
-    x,
-    out,
-    x_column,
-    out_column,
-    inside,
-    cos,
-    sin,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
-    UNIT: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    FP8: tl.constexpr,
-    CAPABILITY: tl.constexpr,
-):
-    """Rotate one head of each token and copy the rest of it; x and out are [TOKENS, 1] pointers to its start.
-
-    FP8 : "", or the form of the result, which is multiplied by `scale` before.
-    """
-    a, b = load_head(x, x_column, inside, ROTARY_DIM, INTERLEAVE, UNIT, HALF)
-    rotate_head(
-        a, b, x, out, x_column, out_column, inside, cos, sin, scale,
-        HEAD_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, REST, FP8, CAPABILITY,
-    )  # fmt: skip
-
-
-@triton.jit
 def rotate_head(
-    a,
-    b,
-    x,
-    out,
-    x_column,
-    out_column,
-    inside,
-    cos,
-    sin,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
-    UNIT: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    FP8: tl.constexpr,
-    CAPABILITY: tl.constexpr,
-):
-    """`rotate`, where `load_head` has read a and b."""
+    a, b, x, out, x_column, out_column, inside, cos, sin, scale,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVE: tl.constexpr, UNIT: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, FP8: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """Rotate one head of each token, of which `load_head` has read a and b, and copy the rest of it.
+
+    x and out are [TOKENS, 1] pointers to its start. FP8 : "", or the format of the result, which is multiplied by
+    `scale` before.
+    """
     if INTERLEAVE:
         column = tl.arange(0, 2 * HALF)
         mask = inside[:, None] & (column < ROTARY_DIM)[None, :]
@@ -241,82 +180,12 @@ def rounded(x, scale, out, FP8: tl.constexpr, CAPABILITY: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(
-    q,
-    q_rest,
-    q_out,
-    q_rest_out,
-    k,
-    k_rest,
-    k_out,
-    k_rest_out,
-    v,
-    v_out,
-    pos_ids,
-    cache,
-    batch_indices,
-    positions,
-    kv_indices,
-    kv_indptr,
-    q_token,
-    q_head,
-    q_column,
-    q_rest_token,
-    q_rest_head,
-    q_rest_column,
-    q_out_token,
-    q_out_head,
-    q_out_column,
-    q_rest_out_token,
-    q_rest_out_head,
-    q_rest_out_column,
-    k_token,
-    k_head,
-    k_column,
-    k_rest_token,
-    k_rest_head,
-    k_rest_column,
-    k_out_page,
-    k_out_token,
-    k_out_head,
-    k_out_column,
-    k_rest_out_page,
-    k_rest_out_token,
-    k_rest_out_head,
-    k_rest_out_column,
-    v_token,
-    v_head,
-    v_column,
-    v_out_page,
-    v_out_token,
-    v_out_head,
-    v_out_column,
-    cache_row,
-    tokens,
-    q_heads,
-    k_heads,
-    max_position,
-    batch,
-    entries,
-    num_pages,
-    page_size,
-    q_scale,
-    kv_scale,
-    ROTARY_DIM: tl.constexpr,
-    Q_REST: tl.constexpr,
-    K_REST: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
-    APPEND: tl.constexpr,
-    FP8: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    CAPABILITY: tl.constexpr,
+    q, k, v, angles, table, q_strides, k_strides, v_strides, tokens, q_heads, k_heads, q_scale, kv_scale,
+    ROTARY_DIM: tl.constexpr, Q_REST: tl.constexpr, K_REST: tl.constexpr, VALUE_DIM: tl.constexpr,
+    INTERLEAVE: tl.constexpr, APPEND: tl.constexpr, FP8: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, CAPABILITY: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     # The blocks of rows, which are heads of tokens: first those of queries, then of keys, then of values.
     block = tl.program_id(0)
     q_blocks = tl.cdiv(tokens * q_heads, ROWS)
@@ -325,19 +194,18 @@ def quantize_kernel(
     if block < q_blocks:
         token, head = row // q_heads, (row % q_heads).to(tl.int64)
         inside = token < tokens
-        position = tl.load(pos_ids + token, inside, other=0)
-        cos, sin = cached_rotation(cache, cache_row, position, max_position, ROTARY_DIM, UNIT, HALF)
-        a = q + place(token, head, q_token, q_head, UNIT)
-        b = q_out + place(token, head, q_out_token, q_out_head, UNIT)
-        rotate(
-            a, b, q_column, q_out_column, inside, cos, sin, q_scale,
-            ROTARY_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, 0, FP8, CAPABILITY,
+        cos, sin = rotation_of(angles, token, inside, ROTARY_DIM, UNIT, HALF)
+        x = q.rope + place(token, head, q_strides.rope_token, q_strides.rope_head, UNIT)
+        out = q.rope_out + place(token, head, q_strides.rope_out_token, q_strides.rope_out_head, UNIT)
+        rotate_narrow(
+            x, out, q_strides.rope_column, q_strides.rope_out_column, inside, cos, sin, q_scale,
+            ROTARY_DIM, INTERLEAVE, UNIT, HALF, FP8, CAPABILITY,
         )  # fmt: skip
         if Q_REST > 0:
-            a = q_rest + place(token, head, q_rest_token, q_rest_head, UNIT)
-            b = q_rest_out + place(token, head, q_rest_out_token, q_rest_out_head, UNIT)
+            x = q.rest + place(token, head, q_strides.rest_token, q_strides.rest_head, UNIT)
+            out = q.rest_out + place(token, head, q_strides.rest_out_token, q_strides.rest_out_head, UNIT)
             narrow(
-                a, b, q_rest_column, q_rest_out_column, inside, inside, q_scale,
+                x, out, q_strides.rest_column, q_strides.rest_out_column, inside, inside, q_scale,
                 Q_REST, Q_BLOCK, UNIT, FP8, CAPABILITY,
             )  # fmt: skip
     else:
@@ -348,32 +216,55 @@ def quantize_kernel(
         token, head = row // k_heads, (row % k_heads).to(tl.int64)
         inside = token < tokens
         if APPEND:
-            page, to, kept = slot_of(
-                batch_indices, positions, kv_indices, kv_indptr, token, inside, batch, entries, num_pages, page_size
-            )
+            page, slot, kept = slot_of(table, token, inside)
         else:
-            page, to, kept = tl.zeros_like(head), token.to(tl.int64), inside
+            page, slot, kept = tl.zeros_like(head), token.to(tl.int64), inside
         if block < q_blocks + k_blocks:
-            position = tl.load(pos_ids + token, inside, other=0)
-            cos, sin = cached_rotation(cache, cache_row, position, max_position, ROTARY_DIM, UNIT, HALF)
-            a = k + place(token, head, k_token, k_head, UNIT)
-            b = k_out + place(to, head, k_out_token, k_out_head, UNIT) + (page * multiple(k_out_page, UNIT))[:, None]
-            rotate(
-                a, b, k_column, k_out_column, kept, cos, sin, kv_scale,
-                ROTARY_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, 0, FP8, CAPABILITY,
+            cos, sin = rotation_of(angles, token, inside, ROTARY_DIM, UNIT, HALF)
+            x = k.rope + place(token, head, k_strides.rope_token, k_strides.rope_head, UNIT)
+            out = k.rope_out + place(slot, head, k_strides.rope_out_token, k_strides.rope_out_head, UNIT)
+            out += (page * multiple(k_strides.rope_out_page, UNIT))[:, None]
+            rotate_narrow(
+                x, out, k_strides.rope_column, k_strides.rope_out_column, kept, cos, sin, kv_scale,
+                ROTARY_DIM, INTERLEAVE, UNIT, HALF, FP8, CAPABILITY,
             )  # fmt: skip
             if K_REST > 0:
-                a = k_rest + place(token, head, k_rest_token, k_rest_head, UNIT)
-                b = k_rest_out + place(to, head, k_rest_out_token, k_rest_out_head, UNIT)
-                b += (page * multiple(k_rest_out_page, UNIT))[:, None]
+                x = k.rest + place(token, head, k_strides.rest_token, k_strides.rest_head, UNIT)
+                out = k.rest_out + place(slot, head, k_strides.rest_out_token, k_strides.rest_out_head, UNIT)
+                out += (page * multiple(k_strides.rest_out_page, UNIT))[:, None]
                 narrow(
-                    a, b, k_rest_column, k_rest_out_column, inside, kept, kv_scale,
+                    x, out, k_strides.rest_column, k_strides.rest_out_column, inside, kept, kv_scale,
                     K_REST, K_BLOCK, UNIT, FP8, CAPABILITY,
                 )  # fmt: skip
         elif VALUE_DIM > 0:
-            a = v + place(token, head, v_token, v_head, UNIT)
-            b = v_out + place(to, head, v_out_token, v_out_head, UNIT) + (page * multiple(v_out_page, UNIT))[:, None]
-            narrow(a, b, v_column, v_out_column, inside, kept, kv_scale, VALUE_DIM, V_BLOCK, UNIT, FP8, CAPABILITY)
+            x = v.rope + place(token, head, v_strides.rope_token, v_strides.rope_head, UNIT)
+            out = v.rope_out + place(slot, head, v_strides.rope_out_token, v_strides.rope_out_head, UNIT)
+            out += (page * multiple(v_strides.rope_out_page, UNIT))[:, None]
+            narrow(
+                x, out, v_strides.rope_column, v_strides.rope_out_column, inside, kept, kv_scale,
+                VALUE_DIM, V_BLOCK, UNIT, FP8, CAPABILITY,
+            )  # fmt: skip
+
+
+@triton.jit
+def rotation_of(angles, token, inside, ROTARY_DIM: tl.constexpr, UNIT: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines [ROWS, HALF] of tokens' positions."""
+    position = tl.load(angles.pos_ids + token, inside, other=0)
+    return cached_rotation(angles.cache, angles.cache_row, position, angles.max_position, ROTARY_DIM, UNIT, HALF)
+
+
+@triton.jit
+def rotate_narrow(
+    x, out, x_column, out_column, kept, cos, sin, scale,
+    ROTARY_DIM: tl.constexpr, INTERLEAVE: tl.constexpr, UNIT: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """Rotate heads of tokens at x [ROWS, 1] and write them to out, where they are `kept`, times `scale` as FP8."""
+    a, b = load_head(x, x_column, kept, ROTARY_DIM, INTERLEAVE, UNIT, HALF)
+    rotate_head(
+        a, b, x, out, x_column, out_column, kept, cos, sin, scale,
+        ROTARY_DIM, ROTARY_DIM, INTERLEAVE, UNIT, HALF, 0, FP8, CAPABILITY,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -384,19 +275,9 @@ def place(token, head, token_stride, head_stride, UNIT: tl.constexpr):
 
 @triton.jit
 def narrow(
-    x,
-    out,
-    x_column,
-    out_column,
-    inside,
-    kept,
-    scale,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNIT: tl.constexpr,
-    FP8: tl.constexpr,
-    CAPABILITY: tl.constexpr,
-):
+    x, out, x_column, out_column, inside, kept, scale,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, FP8: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
     """Write DIM columns of each row, times `scale`, as FP8; x and out are [ROWS, 1] pointers."""
     column = tl.arange(0, BLOCK)
     y = tl.load(x + column_offset(column, x_column, UNIT)[None, :], inside[:, None] & (column < DIM)[None, :], other=0)
@@ -483,7 +364,8 @@ def _build_rope(problem, config):
     types = {"q": head, "k": head, "q_out": head, "k_out": head}
     types |= {"positions": f"*{problem.position_dtype}", "offsets": "*i32"}
     types["source"] = pointer("fp32", problem.aligned) if problem.cached else "*i64"
-    types |= {f"{x}_{axis}": "i64" for x in ("q", "k", "q_out", "k_out") for axis in ("token", "head", "column")}
+    operands = "q", "k", "q_out", "k_out"
+    types |= {f"{x}_strides.{axis}": "i64" for x in operands for axis in ("token", "head", "column")}
     types |= {"source_row": "i64"} | dict.fromkeys(("tokens", "batch", "q_heads", "k_heads", "max_position"), "i32")
     # What is not rotated is copied, unless it is in place already.
     rest = 0 if problem.inplace else problem.head_dim - problem.rotary_dim
@@ -505,16 +387,17 @@ def _build_rope(problem, config):
 
 def _build_quantize(problem, config):
     head, out = pointer(problem.dtype, problem.aligned), pointer("u8", problem.aligned)
-    types = {"q": head, "q_rest": head, "q_out": out, "q_rest_out": out}
-    types |= {"k": head, "k_rest": head, "k_out": out, "k_rest_out": out, "v": head, "v_out": out}
-    types |= {"pos_ids": f"*{problem.position_dtype}", "cache": pointer("fp32", problem.aligned)}
-    types |= dict.fromkeys(("batch_indices", "positions", "kv_indices", "kv_indptr"), "*i32")
-    for x in ("q", "q_rest", "q_out", "q_rest_out", "k", "k_rest", "k_out", "k_rest_out", "v", "v_out"):
-        paged = ("page",) if x in ("k_out", "k_rest_out", "v_out") else ()
-        types |= {f"{x}_{axis}": "i64" for axis in (*paged, "token", "head", "column")}
-    types |= {"cache_row": "i64"}
-    scalars = ("tokens", "q_heads", "k_heads", "max_position", "batch", "entries", "num_pages", "page_size")
-    types |= dict.fromkeys(scalars, "i32") | {"q_scale": "fp32", "kv_scale": "fp32"}
+    types = {f"{x}.{part}": out if "out" in part else head for x in ("q", "k") for part in Heads._fields}
+    types |= {"v.rope": head, "v.rope_out": out}
+    types |= {"angles.pos_ids": f"*{problem.position_dtype}", "angles.cache": pointer("fp32", problem.aligned)}
+    types |= {"angles.cache_row": "i64", "angles.max_position": "i32"}
+    types |= dict.fromkeys((f"table.{name}" for name in Pages._fields), "*i32")
+    types |= dict.fromkeys((f"table.{name}" for name in ("batch", "entries", "num_pages", "page_size")), "i32")
+    for x, parts in (("q", Heads._fields), ("k", Heads._fields), ("v", ("rope", "rope_out"))):
+        for part in parts:
+            paged = ("page",) if x != "q" and "out" in part else ()
+            types |= {f"{x}_strides.{part}_{axis}": "i64" for axis in (*paged, "token", "head", "column")}
+    types |= dict.fromkeys(("tokens", "q_heads", "k_heads"), "i32") | {"q_scale": "fp32", "kv_scale": "fp32"}
     constants = {
         "ROTARY_DIM": problem.rotary_dim,
         "Q_REST": problem.q_rest,
@@ -605,9 +488,10 @@ def quantize(problem, config, q, k, v, pos_ids, cache, q_scale, kv_scale, pages=
         table = len(pages.kv_indptr) - 1, len(pages.kv_indices), *k.rope_out.shape[:2]
     programs = triton.cdiv(tokens * q_heads, config.rows)
     programs += (2 if problem.value_dim else 1) * triton.cdiv(tokens * k_heads, config.rows)
-    tensors = *q, *k, v.rope, v.rope_out, pos_ids, cache, *(pages or Pages(None, None, None, None))
-    sizes = cache.stride(0), tokens, q_heads, k_heads, len(cache)
-    launch(problem, config, (programs, 1, 1), *tensors, *strides, *sizes, *table, q_scale, kv_scale)
+    tensors = *q, *k, v.rope, v.rope_out, pos_ids, cache, cache.stride(0), len(cache)
+    table = *(pages or Pages(None, None, None, None)), *table
+    sizes = tokens, q_heads, k_heads
+    launch(problem, config, (programs, 1, 1), *tensors, *table, *strides, *sizes, q_scale, kv_scale)
 
 
 def video(problem, config, rows, weights, outputs, space, axes, eps, scales):

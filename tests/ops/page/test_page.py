@@ -208,9 +208,9 @@ def test_nothing_outside_the_cache_is_touched(device, where):
         for t in (4, 5):
             caches[1 + int(x.kv_indices[entry[t]]), 0] = rows[t]
     choice = room.append(room.Append("fp16", 16, 16), device, "portable")
-    new = x.key, x.value, x.batch_indices, x.positions, x.k_cache, x.v_cache
-    choice.run(*new, x.kv_indices, x.kv_indptr[:-1])  # without request 6
-    choice.run(*new, x.kv_indices[: entry[6]], x.kv_indptr)  # without its last page
+    new, tokens = ((x.key, x.value), (x.k_cache, x.v_cache)), (x.batch_indices, x.positions)
+    choice.run(*new, room.PageTable(*tokens, x.kv_indices, x.kv_indptr[:-1]))  # without request 6
+    choice.run(*new, room.PageTable(*tokens, x.kv_indices[: entry[6]], x.kv_indptr))  # without its last page
     assert_bitwise(buffers[0], expected[0], "keys")
     assert_bitwise(buffers[1], expected[1], "values")
 
@@ -381,14 +381,16 @@ def test_bad_input_of_seq_lens(changed, argument):
 
 def test_are_registered_ops():
     """torch.compile sees one op that writes what it says it writes."""
-    from flashinfer import page
+    from flashinfer.page import append, tables
 
     x = make("cpu", dims=(8, 8))
     given = x.key, x.value, x.batch_indices, x.positions, x.k_cache, x.v_cache, *x.tables
-    torch.library.opcheck(page._append_paged_kv_cache.op, given)
+    torch.library.opcheck(append._append_paged_kv_cache.op, given)
     appended = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([5, 5], dtype=torch.int32)
-    torch.library.opcheck(page._batch_indices_positions.op, (*appended, *torch.zeros(2, 3, dtype=torch.int32).unbind()))
-    torch.library.opcheck(page._seq_lens.op, (x.kv_indptr, x.kv_last_page_len, torch.zeros_like(x.kv_last_page_len), 5))
+    made = torch.zeros(2, 3, dtype=torch.int32)
+    torch.library.opcheck(tables._batch_indices_positions.op, (*appended, *made.unbind()))
+    lengths = torch.zeros_like(x.kv_last_page_len)
+    torch.library.opcheck(tables._seq_lens.op, (x.kv_indptr, x.kv_last_page_len, lengths, 5))
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flashinfer import page
+from flashinfer.page import quantised
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise
 from tests.ops.norm.variants import variant  # the fixture
@@ -123,8 +124,10 @@ def test_is_a_registered_op():
     table = list(tables().values())
     key = torch.randn(5, 2, 32).half()
     codes, factors = torch.zeros(6, 4, 2, 16, dtype=torch.uint8), torch.zeros(6, 4, 2, 2, dtype=torch.uint8)
-    given = key, key.clone(), table, codes, codes.clone(), factors, factors.clone(), [1.0, 2.0]
-    torch.library.opcheck(page._append_quantised.op, given)
+    given = key, key.clone(), table, codes, codes.clone(), factors, factors.clone(), [1.0, 2.0], []
+    torch.library.opcheck(quantised._append_quantised.op, given)
+    slots = [torch.arange(5)]
+    torch.library.opcheck(quantised._append_quantised.op, (*given[:2], slots, *given[3:7], [], [torch.ones(1)] * 2))
 
 
 def test_compiles_without_a_break():

@@ -7,7 +7,7 @@ import torch
 import flashinfer
 from flashinfer import quantization
 from flashinfer.ops import layouts
-from flashinfer.quantization import NVFP44Over6Config, _rows, kv_cache, nvfp4_quantization_utils
+from flashinfer.quantization import NVFP44Over6Config, _rows, nvfp4_quantization_utils
 from flashinfer.quantization.packbits import _packbits
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
@@ -537,8 +537,6 @@ def test_are_registered_ops():
     check(_rows._dequantize.op, (codes[0], factors[0], SCALE, torch.empty(3, 64), "e2m1", "e4m3", 16, "linear"))
     check(_rows.interleave.op, (factors.view(1, 3, 4), torch.empty(1, 512, dtype=torch.uint8)))
     check(_packbits.op, (x[0] > 0, "little"))
-    caches = [torch.zeros(4, 2, 2, n, dtype=torch.uint8) for n in (16, 16, 2, 2)]
-    check(kv_cache._append.op, (KEYS, KEYS, SLOTS, *caches, None, None, 0.5, 2.0))
 
 
 def test_compiles_without_breaks():
