@@ -16,7 +16,7 @@ from flashinfer._core.dispatch import Op
 from flashinfer._core.target import target_of
 from flashinfer.causal_conv1d import causal_conv1d_update
 from flashinfer.concat_ops import concat_mla_k
-from flashinfer.mamba import selective_state_update
+from flashinfer.mamba import selective_state_update, ssd_combined_fwd
 from flashinfer.testing import generate
 from tests.ops.attention.mla.latents import latents
 from tests.ops.attention.mqa_logits.test_mqa_logits import Case, fp8_paged_mqa_logits
@@ -270,6 +270,13 @@ def state_spaces(device):
     return call
 
 
+def state_space_prompts(device):
+    x, dt, B = randn(1, 70, 4, 16, device=device), randn(1, 70, 4, device=device), randn(1, 70, 2, 16, device=device)
+    A = torch.rand(4, dtype=torch.float32, device=device)
+    offsets = torch.tensor([0, 66, 70], dtype=torch.int32, device=device)
+    return lambda: ssd_combined_fwd(x, dt, -A, B, B, dt_softplus=True, cu_seqlens=offsets)
+
+
 def hyper_connections(device):
     residual, mix = randn(3, 4, 64, device=device), torch.rand(3, 24, dtype=torch.float32, device=device)
 
@@ -314,6 +321,7 @@ CALLS = {
     "gemm.grouped": grouped_products,
     "recurrent.delta": deltas,
     "recurrent.conv": convolutions,
+    "recurrent.ssd": state_space_prompts,
     "recurrent.ssm": state_spaces,
     "mhc": hyper_connections,
     "moe.hash_routing": hashed_routings,

@@ -11,6 +11,7 @@ _ROOMS = (
     "page",
     "concat",
     "mhc",
+    "recurrent.ssd",
     "recurrent.ssm",
     "quantize",
     "sampling",

@@ -12,7 +12,7 @@ from flashinfer._core.checks import torch_dtype
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid
-from flashinfer.ops.recurrent._device.sequences import span_of
+from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent._device.states import load_state, store_state
 from flashinfer.ops.recurrent.delta import CHUNK
 from flashinfer.ops.recurrent.delta.config import power_of_two
@@ -21,19 +21,6 @@ from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strid
 # A decay below exp(-64) is taken for exp(-64), so that sums of logarithms over a chunk keep their digits.
 LEAST = tl.constexpr(-64.0)
 BLOCK = tl.constexpr(16)
-
-
-@triton.jit
-def place_of(p, offsets, of, STRIDE: tl.constexpr):
-    """The sequence and chunk of place p of the workspace. Sequence i has places from offsets[i] / STRIDE + i on."""
-    low = p * 0
-    high = low + of.sequences - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        begins = tl.load(offsets + middle).to(tl.int32) // STRIDE + middle <= p
-        low = tl.where(begins, middle, low)
-        high = tl.where(begins, high, middle - 1)
-    return low, p - tl.load(offsets + low).to(tl.int32) // STRIDE - low
 
 
 @triton.jit

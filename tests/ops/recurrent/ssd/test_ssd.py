@@ -1,0 +1,287 @@
+"""Prefill by state-space duality against the recurrence in float64, token by token."""
+
+import pytest
+import torch
+
+from flashinfer.mamba import selective_state_update, ssd_combined_fwd
+from flashinfer.testing import generate
+from flashinfer.testing.compare import assert_bitwise, assert_close
+
+backends = pytest.mark.parametrize("backend", ["reference", "portable"])
+BF16 = torch.bfloat16
+INF, POISON = float("inf"), 777.0
+# What sums of logarithms over a chunk in float32 err, of the largest value; bfloat16 goes by the rule.
+NEAR = 1e-5
+
+
+def assert_near(out, same, truth, what="out"):
+    if out.dtype != torch.float32:
+        return assert_close(out, same.to(out.dtype), truth, what)
+    error, size = (out.double() - truth).abs().max(), max(1.0, float(truth.abs().max()))
+    assert error <= NEAR * size, f"{what}: {float(error)} of {size}"
+
+
+class Prompt:
+    """Packed sequences of one layer, with tokens of nobody in front and behind."""
+
+    def __init__(self, lengths, device, heads=2, groups=1, dim=16, dstate=16, dtype=torch.float32, around=(0, 0)):
+        count = sum(lengths) + sum(around)
+
+        def randn(*shape, dtype=dtype):
+            return generate.randn(*shape, dtype=dtype, device=device)
+
+        self.x, self.z = randn(1, count, heads, dim), randn(1, count, heads, dim)
+        self.B, self.C = randn(1, count, groups, dstate), randn(1, count, groups, dstate)
+        self.dt, self.bias = randn(1, count, heads), torch.rand(heads, device=device)
+        self.A, self.D = -torch.rand(heads, device=device), torch.rand(heads, device=device)
+        self.offsets = generate.indptr(lengths, device) + around[0]
+        self.n, self.limit = len(lengths), (0.0, INF)
+
+    def states(self, slots=None, dtype=torch.float32):
+        shape = (slots or self.n, self.x.shape[2], self.x.shape[3], self.B.shape[3])
+        return generate.randn(*shape, device=self.x.device).to(dtype)
+
+    def run(self, states, backend="auto", **more):
+        given = dict(z=self.z, dt_bias=self.bias, dt_softplus=True, dt_limit=self.limit, cu_seqlens=self.offsets)
+        given |= dict(initial_states=states, backend=backend) | more
+        return ssd_combined_fwd(self.x, self.dt, self.A, self.B, self.C, self.D, **given)
+
+    def span(self, i):
+        return range(int(self.offsets[i]), int(self.offsets[i + 1]))
+
+    def truth(self, i, h, dtype=torch.float64):
+        """Results and states of sequence i, token by token."""
+        h, results, states = h.to(dtype), [], []
+        for t in self.span(i):
+            x, z, dt, B, C = (m[0, t].to(dtype) for m in (self.x, self.z, self.dt, self.B, self.C))
+            dt = (dt + self.bias.to(dtype)).exp().log1p().clamp(*self.limit)
+            B, C = (m.repeat_interleave(len(x) // len(m), 0)[:, None] for m in (B, C))
+            h = h * (dt * self.A.to(dtype)).exp()[:, None, None] + (dt[:, None] * x)[..., None] * B
+            skip = self.D.to(dtype).view(len(x), -1) * x
+            results.append(((h * C).sum(-1) + skip) * z / (1 + (-z).exp()))
+            states.append(h)
+        return torch.stack(results), torch.stack(states)
+
+    def near(self, i, h, out, final):
+        (truth, states), (same, near) = (self.truth(i, h, dtype) for dtype in (torch.float64, torch.float32))
+        assert_near(out[0, self.span(i).start : self.span(i).stop], same, truth, f"sequence {i}")
+        if final is not None:
+            assert_near(final, near[-1], states[-1], f"state {i}")
+
+
+@backends
+@pytest.mark.parametrize(
+    "heads, groups, dim, dstate, index", [(4, 2, 24, 40, torch.int32), (2, 2, 16, 16, torch.int64)]
+)
+def test_lengths_and_groups(backend, device, heads, groups, dim, dstate, index):
+    prompt = Prompt([140, 0, 1, 64], device, heads, groups, dim, dstate, around=(3, 5))
+    prompt.D = torch.rand(heads, dim, device=device)
+    prompt.offsets = prompt.offsets.to(index)
+    states = prompt.states()
+    out = torch.full_like(prompt.x, float("nan"))
+    found, final = prompt.run(states, backend, out=out)
+    assert found is out and final.dtype == torch.float32
+    for i in (0, 2, 3):
+        prompt.near(i, states[i], out, final[i])
+    assert_bitwise(final[1], states[1])
+    assert not out[0, :3].any() and not out[0, -5:].any()
+
+
+@backends
+def test_bfloat16_and_plain_batches(backend, device):
+    """Rows that are sequences, strided, without what is optional; states come in bfloat16."""
+    prompt = Prompt([70, 70], device, dtype=BF16)
+    x, B, C = (
+        torch.cat([m, m], -1).unflatten(1, (2, 70))[0, ..., : m.shape[-1]] for m in (prompt.x, prompt.B, prompt.C)
+    )
+    dt = prompt.dt.view(2, 70, 2)
+    out, final = ssd_combined_fwd(x, dt, prompt.A, B, C, dt_limit=(0.01, 0.5), backend=backend)
+    assert final.dtype == BF16
+    prompt.bias, prompt.D = torch.zeros_like(prompt.bias), torch.zeros_like(prompt.D)
+    for i in range(2):
+        expected = []
+        for dtype in (torch.float64, torch.float32):
+            h, results = torch.zeros(2, 16, 16, dtype=dtype, device=device), []
+            for t in range(70):
+                step = dt[i, t].to(dtype).clamp(0.01, 0.5)
+                h = h * (step * prompt.A.to(dtype)).exp()[:, None, None]
+                h = h + (step[:, None] * x[i, t].to(dtype))[..., None] * B[i, t].to(dtype)[:, None]
+                results.append((h * C[i, t].to(dtype)[:, None]).sum(-1))
+            expected.append((torch.stack(results), h))
+        (truth, last), (same, near) = expected
+        assert_near(out[i], same, truth)
+        assert_near(final[i], near, last)
+
+
+@backends
+def test_a_pool_in_place(backend, device):
+    prompt = Prompt([65, 3, 20], device)
+    pool = prompt.states(8)
+    pool[[0, 2, 4, 6]] = float("nan")
+    before, slots = pool.clone(), torch.tensor([7, -1, 3], device=device)
+    out, given = prompt.run(pool, backend, state_indices=slots)
+    assert given is pool
+    for i in (0, 2):
+        prompt.near(i, before[slots[i]], out, pool[slots[i]])
+    assert not out[0, 65:68].any()
+    for slot in (0, 1, 2, 4, 5, 6):
+        assert_bitwise(pool[slot], before[slot], f"slot {slot}")
+
+
+@backends
+def test_states_on_the_way(backend, device):
+    """Before any token, one or several of a sequence, in a pool that is written in the same call."""
+    prompt = Prompt([200, 63, 0], device)
+    pool = prompt.states()
+    before = pool.clone()
+    marks = torch.full((9, 2, 16, 16), POISON, device=device)
+    tokens = torch.tensor([[0, 64, 130, 200], [200, 201, 263, 150], [263, -1, 264, 262]], dtype=torch.int32)
+    places = torch.tensor([[0, 1, 2, 3], [4, -1, 5, 8], [6, 8, 8, 8]], dtype=torch.int32)
+    more = dict(checkpoint_token_indices=tokens.to(device), checkpoint_state_slots=places.to(device))
+    slots = torch.arange(3, device=device)
+    prompt.run(pool, backend, state_indices=slots, checkpoint_states=marks, **more)
+    for place, i, token in ((1, 0, 64), (2, 0, 130), (3, 0, 200), (5, 1, 63)):
+        _, states = prompt.truth(i, before[i])
+        _, near = prompt.truth(i, before[i], torch.float32)
+        assert_near(marks[place], near[token - 1], states[token - 1], f"place {place}")
+    for place, i in ((0, 0), (4, 1), (6, 2)):
+        assert_bitwise(marks[place], before[i])
+    assert_bitwise(marks[3], pool[0])
+    assert_bitwise(marks[5], pool[1])
+    assert (marks[7:] == POISON).all()
+    # One for each sequence, as upstream has it; rows that are sequences count from their first token.
+    one = marks[:1].clone()
+    ssd_combined_fwd(
+        prompt.x[:, :100], prompt.dt[:, :100], prompt.A, prompt.B[:, :100], prompt.C[:, :100], prompt.D,
+        dt_bias=prompt.bias, dt_softplus=True, initial_states=before[:1], checkpoint_states=one, backend=backend,
+        checkpoint_token_indices=tokens[0, 1:2].to(device), checkpoint_state_slots=places[0, :1].to(device),
+    )  # fmt: skip
+    assert_bitwise(one[0], marks[1])
+
+
+@backends
+@pytest.mark.parametrize("chunk", [64, 128])
+def test_bits_depend_on_nothing_else(backend, device, chunk):
+    """Neither on the rest of the batch, nor on where a prompt is cut at a multiple of the chunk."""
+    prompt = Prompt([30, 2 * chunk + 20, 5], device, heads=1)
+    states = prompt.states()
+    out, final = prompt.run(states, backend, chunk_size=chunk)
+    rows, state, parts = prompt.span(1), states[1:2], []
+    whole = prompt.x, prompt.z, prompt.B, prompt.C, prompt.dt
+    for begin, end in ((0, chunk), (chunk, 2 * chunk), (2 * chunk, 2 * chunk + 20)):
+        prompt.x, prompt.z, prompt.B, prompt.C, prompt.dt = (m[:, rows[begin] : rows[0] + end] for m in whole)
+        prompt.offsets = torch.tensor([0, end - begin], device=device)
+        part, state = prompt.run(state, backend, chunk_size=chunk)
+        parts.append(part)
+    assert_bitwise(torch.cat(parts, 1), out[:, rows[0] : rows[-1] + 1])
+    assert_bitwise(state[0], final[1])
+
+
+@backends
+def test_sequence_numbers_and_their_segments(backend, device):
+    """Upstream's way to say where packed sequences are: the same bits, and its table of segments filled."""
+    prompt = Prompt([100, 0, 90, 3], device, heads=1, around=(0, 4))
+    states = prompt.states()
+    expected, last = prompt.run(states, backend)
+    numbers = torch.tensor([0] * 100 + [2] * 90 + [3] * 3 + [4] * 4, device=device)[None]
+    # Segments begin at tokens 0, 100, 128, 190 and 193: those of no sequence count behind the others.
+    chunks, begins, table = (
+        torch.tensor(t, dtype=torch.int32, device=device) for t in ([0, 0, 1, 1], [0, 100, 0, 62], [9] * 5)
+    )
+    more = dict(seq_idx=numbers, chunk_indices=chunks, chunk_offsets=begins, cu_seqlens=None)
+    out, final = prompt.run(states, backend, seq_chunk_cumsum=table, update_seq_chunk_cumsum=True, **more)
+    assert table.tolist() == [0, 1, 1, 3, 4]
+    assert_bitwise(out, expected)
+    assert_bitwise(final, last)
+    alone, none = prompt.run(None, backend, num_seqs=4, return_final_states=False, **more)
+    zeros, _ = prompt.run(torch.zeros_like(states), backend)
+    assert none is None
+    assert_bitwise(alone, zeros)
+
+
+@backends
+@pytest.mark.parametrize("rate, dt", [(-40.0, 3.0), (-1e-4, 1.0), (-1.0, 0.0), (0.0, 1.0)])
+def test_extremes(backend, device, rate, dt):
+    """Decays near 0 and 1, and tokens that add nothing."""
+    prompt = Prompt([150], device)
+    prompt.A.fill_(rate)
+    prompt.limit = (dt, dt)
+    states = prompt.states()
+    out, final = prompt.run(states, backend)
+    prompt.near(0, states[0], out, final[0])
+
+
+@backends
+def test_then_decode(backend, device):
+    """A prompt and one step give what the longer prompt gives."""
+    prompt = Prompt([130], device)
+    states = prompt.states()
+    prompt.offsets = torch.tensor([0, 129], device=device)
+    _, before = prompt.run(states, backend)
+    heads, dim, dstate = before.shape[1:]
+    wide = [m[:, None].expand(heads, dim) for m in (prompt.dt[0, 129], prompt.D, prompt.bias)]
+    rate = prompt.A[:, None, None].expand(heads, dim, dstate)
+    x, B, C, z = (m[:, 129] for m in (prompt.x, prompt.B, prompt.C, prompt.z))
+    out = torch.zeros_like(prompt.x)
+    out[0, 129] = selective_state_update(before, x, wide[0][None], rate, B, C, wide[1], z, wide[2], True)[0]
+    prompt.offsets = torch.tensor([0, 130], device=device)
+    at_once, final = prompt.run(states, backend)
+    truth, on_the_way = prompt.truth(0, states[0])
+    for result, state in ((out, before), (at_once, final)):
+        assert (result[0, 129] - truth[-1]).abs().max() < 1e-5 * truth.abs().max()
+        assert (state[0] - on_the_way[-1]).abs().max() < 1e-5 * on_the_way.abs().max()
+
+
+def test_a_long_prompt_does_not_drift(device):
+    """5000 tokens of slow decay: the error of the state does not grow with them."""
+    prompt = Prompt([5000], device, heads=1, dim=4, dstate=4)
+    prompt.A.fill_(-1e-3)
+    states = prompt.states()
+    _, final = prompt.run(states, "reference")
+    _, on_the_way = prompt.truth(0, states[0])
+    assert (final[0] - on_the_way[-1]).norm() / on_the_way[-1].norm() < 1e-5
+
+
+@backends
+def test_nothing_to_do(backend, device):
+    prompt = Prompt([], device, around=(3, 0))
+    out, final = prompt.run(None, backend, out=torch.full_like(prompt.x, POISON))
+    assert not out.any() and final.shape == (0, 2, 16, 16)
+    empty = Prompt([0, 0], device)
+    states = empty.states()
+    out, final = empty.run(states, backend)
+    assert out.shape == (1, 0, 2, 16)
+    assert_bitwise(final, states)
+
+
+ZEROS = torch.zeros(1, 5, 2, 16)
+BAD = [
+    (dict(x=ZEROS[0]), "x"), (dict(dt=ZEROS), "dt"), (dict(A=ZEROS[0, 0]), "A"), (dict(B=ZEROS[:, :, :, :8]), "C"),
+    (dict(B=torch.zeros(1, 5, 3, 16)), "B"), (dict(D=torch.zeros(16)), "D"), (dict(z=ZEROS.double()), "z"),
+    (dict(dt_bias=torch.zeros(3)), "dt_bias"), (dict(dt_limit=(1.0, 0.0)), "dt_limit"),
+    (dict(seq_idx=torch.zeros(1, 5)), "seq_idx"), (dict(seq_idx=torch.zeros(1, 5, dtype=torch.int32)), "num_seqs"),
+    (dict(chunk_indices=torch.zeros(1, dtype=torch.int32)), "chunk_indices"), (dict(num_seqs=2), "num_seqs"),
+    (dict(seq_chunk_cumsum=torch.zeros(2, dtype=torch.int32)), "seq_chunk_cumsum"),
+    (dict(update_seq_chunk_cumsum=True), "seq_chunk_cumsum"), (dict(initial_states=ZEROS), "initial_states"),
+    (dict(state_indices=torch.zeros(1, dtype=torch.int32)), "initial_states"),
+    (dict(checkpoint_states=torch.zeros(1, 2, 16, 16)), "checkpoint_token_indices"),
+    (dict(cu_seqlens=torch.zeros(2)), "cu_seqlens"), (dict(chunk_size=100), "chunk_size"),
+    (dict(out=ZEROS.half()), "out"), (dict(backend="triton"), "backend"), (dict(state_dtype=torch.int8), "state_dtype"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changed, name", BAD)
+def test_bad_input(changed, name):
+    given = dict(x=ZEROS, dt=torch.zeros(1, 5, 2), A=torch.zeros(2), B=ZEROS, C=ZEROS) | changed
+    with pytest.raises(ValueError, match=f"^{name}: got "):
+        ssd_combined_fwd(**given)
+
+
+def test_inside_other_defaults(device):
+    prompt = Prompt([7], device)
+    states = prompt.states()
+    expected, last = prompt.run(states)
+    with torch.device("meta"):
+        found, final = prompt.run(states)
+    assert_bitwise(found, expected)
+    assert_bitwise(final, last)
