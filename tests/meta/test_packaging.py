@@ -98,8 +98,9 @@ def test_ci_runs_the_tests_the_matrix_and_the_site():
 def test_imports_of_others_are_declared():
     provided = {name: dists for name, dists in metadata.packages_distributions().items()}
     declared = {name.lower().replace("_", "-") for name in requirements("dependencies")}
-    # cuda-bindings comes with CUDA builds of torch, and is asked for only where there is a GPU; matplotlib is an extra
-    optional = {"cuda": "cuda-bindings", "matplotlib": "matplotlib"}
+    # cuda-bindings comes with CUDA builds of torch, and is asked for only where there is a GPU; matplotlib is an extra;
+    # engines are imported by integrations alone
+    optional = {"cuda": "cuda-bindings", "matplotlib": "matplotlib", "transformers": "transformers"}
     for path in (ROOT / "flashinfer").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

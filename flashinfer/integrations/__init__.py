@@ -1,0 +1,1 @@
+"""This library inside other projects: the only modules that import them."""
