@@ -367,17 +367,19 @@ def grouped(values: dict) -> dict:
 def _source(build):
     names = build.kernel.arg_names
     bare = {name: promise_of(text) for name, text in build.types.items()}
-    signature = dict.fromkeys(names, "constexpr") | grouped({name: base for name, (base, _) in bare.items()})
-    divisible = {}
-    for name, (_, divisor) in bare.items():
-        if divisor > 1:
-            group, _, field = name.partition(".")
-            path = (names.index(group), signature[group]._fields.index(field)) if field else (names.index(name),)
-            divisible[path] = [["tt.divisibility", divisor]]
+    kinds = {name: base for name, (base, _) in bare.items()} | dict.fromkeys(build.constants, "constexpr")
+    groups = grouped(kinds)
+    signature = {name: groups[name] for name in names}
+
+    def path(name: str) -> tuple[int, ...]:
+        group, _, field = name.partition(".")
+        return (names.index(group), signature[group]._fields.index(field)) if field else (names.index(name),)
+
+    divisible = {path(name): [["tt.divisibility", divisor]] for name, (_, divisor) in bare.items() if divisor > 1}
     kind = ASTSource
     if build.kernel.is_gluon():
         from flashinfer._core.gluon_compat import GluonASTSource as kind
-    return kind(build.kernel, signature, dict(build.constants), divisible)
+    return kind(build.kernel, signature, {path(name): value for name, value in build.constants.items()}, divisible)
 
 
 def _describe(arch: str, ptx: str, cubin: bytes, metadata: dict) -> dict:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from flashinfer._core import compiler, driver, env, held, kernel_cache
@@ -42,7 +43,7 @@ class Build:
         "i32", "i64:8" (divisible by 8), "fp32", or "tensordesc<...>" for a tensor map (see TensorMap). "p.x", "p.y" one
         after another are the fields x and y of one parameter p, a named tuple; arguments of a launch are flat.
     constants : dict of str to object
-        Every constexpr parameter.
+        Every constexpr parameter; "p.x" a constexpr field of the named tuple p, behind its fields in `types`.
     num_warps, num_stages : int
         Compiler options.
     maxnreg : int, optional
@@ -67,8 +68,10 @@ class Build:
 
     def __post_init__(self):
         names = self.kernel.arg_names
-        expected = [name for name in names if name not in self.constants]
-        if list(compiler.grouped(self.types)) != expected or not self.constants.keys() <= set(names):
+        given = compiler.grouped(self.types)
+        constant = {name.partition(".")[0] for name in self.constants}
+        expected = [name for name in names if name not in self.constants and (name in given or name not in constant)]
+        if list(given) != expected or not constant <= set(names) or self.types.keys() & self.constants.keys():
             raise TypeError(
                 f"{self.kernel.__name__}: types must list the run-time parameters in the kernel's order, {expected}, "
                 f"and constants the rest; got types {list(self.types)} and constants {list(self.constants)}"
@@ -277,14 +280,19 @@ class _Interpreted:
     def __init__(self, name: str, build: Build):
         self._name = name
         self._build = build
+        # The interpreter makes tensors of the numbers in a tuple, but not of a constexpr.
+        self._constants = {
+            name: tl.constexpr(value) if "." in name and value is not None else value
+            for name, value in build.constants.items()
+        }
 
     def __call__(self, grid: tuple[int, int, int], *args) -> None:
         if 0 in grid:
             return
         check_arguments(self._name, self._build, args, _first_tensor(args).device)
-        named = compiler.grouped(dict(zip(self._build.types, map(_for_interpreter, args), strict=True)))
+        values = dict(zip(self._build.types, map(_for_interpreter, args), strict=True)) | self._constants
         with _one_interpreter:
-            self._build.kernel[tuple(grid)](**named, **self._build.constants)
+            self._build.kernel[tuple(grid)](**compiler.grouped(values))
 
     def hold(self, grid: tuple[int, int, int], args: tuple, moving: tuple[str, ...]) -> Callable:
         places = _places(self._name, self._build, moving)

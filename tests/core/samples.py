@@ -130,3 +130,26 @@ scaling = Op(
     (Variant("portable", "tests.core.samples", _narrow, _config), Variant("reference", "tests.core.samples")),
     lambda: (Problem("bf16"), Problem("bf16", weighted=True), Problem("fp32")),
 )
+
+
+@triton.jit
+def record_kernel(x, n, size, none):
+    """x.out = (x.first + x.second) * size.TIMES, where there is a second."""
+    at = tl.program_id(0) * size.BLOCK + tl.arange(0, size.BLOCK)
+    y = tl.load(x.first + at, at < n, other=0)
+    if x.second is not None:
+        y += tl.load(x.second + at, at < n, other=0)
+    if size.KIND == "times" and none.value is None:
+        y *= size.TIMES
+    tl.store(x.out + at, y, at < n)
+
+
+def build_record(problem, config):
+    types = {"x.first": "*fp32:16"} | ({"x.second": "*fp32"} if problem.weighted else {})
+    types |= {"x.out": "*fp32", "n": "i32"}
+    constants = {} if problem.weighted else {"x.second": None}
+    constants |= {"size.BLOCK": config.block, "size.KIND": "times", "size.TIMES": 3, "none.value": None}
+    return Build(record_kernel, types, constants)
+
+
+record = Launcher("record", build_record)

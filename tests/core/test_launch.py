@@ -14,7 +14,7 @@ import torch
 from flashinfer._core import kernel_cache
 from tests.core.card import config_of
 from tests.core.samples import (
-    Config, Problem, build_scale, copy, described, kinds, scale, scale_kernel, tile,
+    Config, Problem, build_record, build_scale, copy, described, kinds, record, scale, scale_kernel, tile,
 )  # fmt: skip
 
 PROBLEM, CONFIG = Problem("bf16", offset=3), Config(128)
@@ -84,6 +84,30 @@ def test_empty_grid_launches_nothing(grid):
     x, weight, out, n, by = arguments()
     scale(PROBLEM, CONFIG, grid, x, weight, out, n, by)
     assert out.isnan().all()
+
+
+def test_records_have_fields_that_are_constants_or_absent():
+    x, y, out = torch.arange(100.0), torch.ones(100), torch.zeros(100)
+    record(Problem("fp32", weighted=True), CONFIG, (1, 1, 1), x, y, out, 100)
+    torch.testing.assert_close(out, 3 * (x + 1))
+    record(Problem("fp32"), CONFIG, (1, 1, 1), x, out, 99)
+    torch.testing.assert_close(out, torch.cat((3 * x[:99], 3 * (x[99:] + 1))))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda types, constants: constants.pop("none.value", constants),
+        lambda types, constants: constants.update({"no_such.x": 1}),
+        lambda types, constants: constants.update({"x.first": None}),
+    ],
+)
+def test_build_must_cover_records(change):
+    build = build_record(Problem("fp32"), CONFIG)
+    types, constants = dict(build.types), dict(build.constants)
+    change(types, constants)
+    with pytest.raises(TypeError, match="record_kernel"):
+        replace(build, types=types, constants=constants)
 
 
 def test_prepared_is_the_same_kernel():

@@ -11,6 +11,16 @@ PACKAGE = ROOT / "flashinfer"
 FOLDERS = ("flashinfer", "examples", "benchmarks")
 
 HOST_FILE, DEVICE_FILE, HOST_FUNCTION, DEVICE_FUNCTION, POSITIONAL = 500, 900, 80, 300, 12
+# Of device functions: a record (fields "p.x" of Build) is one parameter.
+DEVICE_PARAMETERS = 30
+# The device functions that still have more.
+STILL_WIDE = {
+    "_step", "allreduce_kernel", "attend_kernel", "attend_latent_kernel", "attend_latent_sm90_kernel",
+    "attend_sm80_kernel", "attend_sm90_kernel", "blockscaled_sm90_kernel", "dense_kernel", "dispatch_kernel",
+    "emit_kernel", "gather_kernel", "gemm_kernel", "group_tile", "grouped_kernel", "materialize_kernel",
+    "modulated_kernel", "mqa_logits_kernel", "norm_kernel", "product_kernel", "replay_kernel", "resolve_kernel",
+    "scan_kernel", "step_kernel", "tree_kernel", "update_kernel",
+}  # fmt: skip
 
 
 def sources(*folders):
@@ -189,6 +199,8 @@ def faults_of_budgets(text, public):
         if length(node, lines) > (DEVICE_FUNCTION if is_device(node) else HOST_FUNCTION):
             faults.append(f"{name}: {length(node, lines)} lines")
         positional = [a.arg for a in node.args.posonlyargs + node.args.args if a.arg not in ("self", "cls")]
+        if is_device(node) and len(positional) > DEVICE_PARAMETERS:
+            faults.append(f"{name}: {len(positional)} parameters of a device function")
         if len(positional) > POSITIONAL and not is_device(node) and not (public and name in UPSTREAM):
             faults.append(f"{name}: {len(positional)} positional parameters")
     return faults
@@ -197,7 +209,10 @@ def faults_of_budgets(text, public):
 @pytest.mark.parametrize("path", sources(*FOLDERS), ids=relative)
 def test_budgets(path):
     public = PACKAGE in path.parents and layer(dotted(path)) in ("public", "testing")
-    assert not faults_of_budgets(path.read_text(), public)
+    faults = faults_of_budgets(path.read_text(), public)
+    wide = {fault.split(":")[0] for fault in faults if fault.endswith("of a device function")}
+    assert wide <= STILL_WIDE
+    assert not [fault for fault in faults if not fault.endswith("of a device function")]
 
 
 @pytest.mark.parametrize("path", sources(*FOLDERS, "tests", "tools"), ids=relative)
@@ -231,5 +246,7 @@ def test_the_budgets_are_read_as_they_are_written():
     wide = f"def f({', '.join(f'a{i}' for i in range(POSITIONAL + 1))}): ..."
     assert faults_of_budgets(long, True) and not faults_of_budgets("@triton.jit\n" + long, True)
     assert faults_of_budgets(wide, True) and not faults_of_budgets("@triton.jit\n" + wide, True)
+    narrow = f"@triton.jit\ndef f({', '.join(f'a{i}' for i in range(DEVICE_PARAMETERS))}): ..."
+    assert not faults_of_budgets(narrow, True) and faults_of_budgets(narrow.replace("a0", "a0, a"), True)
     assert faults_of_budgets("x = 1\n" * (HOST_FILE + 1), True)
     assert not faults_of_budgets("x = 1\n" * HOST_FILE, True)
