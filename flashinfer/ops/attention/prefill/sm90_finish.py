@@ -1,0 +1,176 @@
+"""Hopper prefill: what follows the loop over keys. Sums become results, or one split's partial results."""
+
+from flashinfer._core.gluon_compat import block_barrier, gl, gluon
+from flashinfer.ops.attention._device.combine import combine_rows
+from flashinfer.ops.attention._device.fixed_shift_sm90 import any_unfair
+from flashinfer.ops.attention._device.logits import LOG2E, with_sink
+from flashinfer.ops.attention._device.schedule import (
+    ITEM_FIRST_SLOT,
+    ITEM_KV_END,
+    ITEM_KV_LEN,
+    ITEM_PIECES,
+    ITEM_Q_LEN,
+    ITEM_Q_ROW,
+    ITEM_REQUEST,
+    ITEM_SLOT,
+    ITEM_TILE_ROW,
+)
+from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Scalars, Settings, Tensors, opaque, opaque_sum
+from flashinfer.ops.attention.prefill.sm90_softmax import RowView, per_row
+
+
+@gluon.jit
+def rows_of(WG, LAYOUT: gl.constexpr):
+    """The rows of a warpgroup in a tile."""
+    return opaque_sum(opaque(WG * ROWS), gl.arange(0, ROWS, LAYOUT), 8)
+
+
+@gluon.jit
+def view_of(record, kv_head, rows, tensors: Tensors, scalars: Scalars, settings: Settings):
+    """What `rows` of a tile need for logits and masks of one task."""
+    q_len = gl.load(record + ITEM_Q_LEN)
+    kv_len = gl.load(record + ITEM_KV_LEN)
+    packed = gl.load(record + ITEM_TILE_ROW) + rows
+    token = packed // settings.GROUP
+    row_ok = token < q_len
+    head = kv_head * settings.GROUP + packed % settings.GROUP
+    scale = gl.full([ROWS], 1.0, gl.float32, rows.type.layout) * scalars.sm_scale
+    if settings.HEAD_SCALES:
+        scale *= gl.load(tensors.qk_scale + head, mask=row_ok, other=0.0)
+    slopes = scale
+    if settings.ALIBI:
+        slopes = gl.load(tensors.alibi_slopes + head, mask=row_ok, other=0.0)
+    bits = tensors.mask
+    if settings.CUSTOM:
+        bits = tensors.mask + gl.load(tensors.mask_indptr + gl.load(record + ITEM_REQUEST)).to(gl.int64)
+    request = kv_len
+    if settings.VARIED:
+        request = gl.load(record + ITEM_REQUEST)
+    return RowView(
+        scale, slopes, token, token + kv_len - q_len, row_ok, gl.load(record + ITEM_KV_END), kv_len, bits,
+        scalars.soft_cap, scalars.window_left, request, head,
+    )  # fmt: skip
+
+
+@gluon.jit
+def fixed_shift_failed(WG, total, record, settings: Settings):
+    """Whether the weights of some row are not in the middle of the range of float32."""
+    S_ROWS: gl.constexpr = total.type.layout
+    token = (gl.load(record + ITEM_TILE_ROW) + rows_of(WG, S_ROWS)) // settings.GROUP
+    return any_unfair(total, token < gl.load(record + ITEM_Q_LEN))
+
+
+@gluon.jit
+def _in_order(acc, settings: Settings):
+    """The accumulator with its columns in the order of V: of each 16, sm90_values.py put the even ones first."""
+    if settings.FP8:
+        acc = acc.reshape([ROWS, settings.D_VO_PAD // 16, 2, 8]).permute([0, 1, 3, 2])
+        acc = acc.reshape([ROWS, settings.D_VO_PAD])
+    return acc
+
+
+@gluon.jit
+def _combine_if_last(
+    WG, record, tile_row, q_row, q_len, kv_head, num_kv_heads, tensors: Tensors, scalars: Scalars, settings: Settings
+):
+    """Count this warpgroup's rows of a split as stored; the last split's warpgroup combines these rows of all splits.
+
+    Each warpgroup counts at a slot of its own, first_slot + WG: a split tile has two slots or more.
+    """
+    STEP: gl.constexpr = 8
+    D_PAD: gl.constexpr = settings.D_VO_PAD
+    LANES: gl.constexpr = min(32, D_PAD // 4)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 // LANES, LANES], [1, 4, 1], [2, 1, 0])
+    first_slot = gl.load(record + ITEM_FIRST_SLOT)
+    splits = gl.load(record + ITEM_PIECES)
+    # The barrier orders the stores of all threads before the atomic, which releases them and acquires other splits'.
+    block_barrier()
+    arrived = tensors.arrivals + (first_slot + WG) * num_kv_heads + kv_head
+    if gl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
+        gl.store(arrived, 0)
+        first = tile_row + WG * ROWS
+        for at in range(0, gl.minimum(q_len * settings.GROUP - first, ROWS), STEP):
+            combine_rows(
+                tensors.partial_out + WG * ROWS * settings.D_VO, tensors.partial_lse + WG * ROWS, tensors.out,
+                tensors.lse, tensors.sinks, first_slot, splits,
+                at + gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :],
+                gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None],
+                gl.arange(0, D_PAD, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :],
+                first, q_row, q_len, kv_head, num_kv_heads, scalars.o_stride_n, scalars.o_stride_h, settings.GROUP,
+                settings.D_VO, settings.BLOCK_M, settings.SINKS, settings.LSE, settings.SOFTMAX,
+            )  # fmt: skip
+
+
+@gluon.jit
+def finish(
+    WG, acc, top, total, record, kv_head, o_tiles, tensors: Tensors, scalars: Scalars, settings: Settings
+):
+    """Divide a warpgroup's sums of weighted values by the sums of weights, and store them as results or as a split's.
+
+    acc [ROWS, D_VO_PAD]; top, the maximum in base 2, and total, the sum of weights [ROWS].
+    """
+    num_kv_heads = opaque(scalars.num_kv_heads)
+    out = tensors.out
+    D_PAD: gl.constexpr = settings.D_VO_PAD
+    WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_PAD, D_PAD // 8], [4, 1], [1, 0])
+    # Loaded here, and not kept: the loop over keys needs the registers.
+    S_ROWS: gl.constexpr = top.type.layout
+    rows = rows_of(WG, S_ROWS)
+    view = view_of(record, kv_head, rows, tensors, scalars, settings)
+    q_row = gl.load(record + ITEM_Q_ROW)
+    q_len = gl.load(record + ITEM_Q_LEN)
+    tile_row = gl.load(record + ITEM_TILE_ROW)
+    slot = gl.load(record + ITEM_SLOT)
+    if not settings.SOFTMAX:
+        # Logits are weights: they had no maximum, and their sum divides nothing.
+        top = gl.full([ROWS], 0.0, gl.float32, rows.type.layout)
+        total = top + 1.0
+    if settings.SINKS:
+        # The combination adds the sink of a split tile, once.
+        if slot < 0:
+            sink = gl.load(tensors.sinks + view.head, mask=view.row_ok, other=float("-inf")) * LOG2E
+            top, keep, total = with_sink(top, total, sink)
+            acc = acc * per_row(keep, acc)
+    # Not `> 0`: a NaN among the logits has to come out.
+    seen = total != 0
+    inverse = gl.where(seen, scalars.out_scale / gl.where(seen, total, 1.0), 0.0)
+    if settings.HEAD_SCALES:
+        inverse *= gl.load(tensors.v_scale + view.head, mask=view.row_ok, other=0.0)
+    # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
+    acc = _in_order(gl.where(per_row(seen, acc), acc * per_row(inverse, acc), 0.0), settings)
+    OWN: gl.constexpr = acc.type.layout
+    STORE: gl.constexpr = WHOLE_ROWS if settings.STAGED else OWN
+    state = gl.where(seen, top + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
+
+    if slot >= 0:
+        row = (slot.to(gl.int64) * num_kv_heads + kv_head) * settings.BLOCK_M + WG * ROWS
+        o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, OWN))
+        o_cols = gl.arange(0, D_PAD, gl.SliceLayout(0, OWN))
+        in_tile = ((tile_row + WG * ROWS + o_rows) // settings.GROUP < q_len)[:, None]
+        # Offsets from the first element of a split's tile are below 2^31.
+        to = opaque_sum((opaque(0) + o_rows * settings.D_VO)[:, None], o_cols[None, :], 16 if settings.FP8 else 8)
+        place = tensors.partial_out + row * settings.D_VO + to
+        # A thread's neighbouring columns are one store, which the compiler does not see behind the opaque sum.
+        NEIGHBOURS: gl.constexpr = 4 if settings.FP8 else 2
+        place = gl.max_contiguous(gl.multiple_of(place, [1, 4 * NEIGHBOURS]), [1, NEIGHBOURS])
+        gl.store(place, acc, mask=in_tile & (o_cols < settings.D_VO)[None, :])
+        gl.store(tensors.partial_lse + row + rows - WG * ROWS, state, mask=view.row_ok)
+        _combine_if_last(
+            WG, record, tile_row, q_row, q_len, kv_head, num_kv_heads, tensors, scalars, settings
+        )  # fmt: skip
+    else:
+        result = acc.to(out.dtype.element_ty)
+        if settings.STAGED:
+            # Through shared memory, so that whole rows are stored at once.
+            o_tiles.index(WG).store(result)
+            result = o_tiles.index(WG).load(STORE)
+        ROW_STEP: gl.constexpr = min(1024 // D_PAD, ROWS) if settings.STAGED else 8
+        flat = opaque_sum(tile_row + WG * ROWS, gl.arange(0, ROWS, gl.SliceLayout(1, STORE)), ROW_STEP)
+        dv = gl.arange(0, D_PAD, gl.SliceLayout(0, STORE))
+        at = (q_row + flat // settings.GROUP).to(gl.int64) * scalars.o_stride_n
+        at += (kv_head * settings.GROUP + flat % settings.GROUP) * scalars.o_stride_h
+        o_ok = (flat // settings.GROUP < q_len)[:, None] & (dv < settings.D_VO)[None, :]
+        gl.store(out + at[:, None] + dv[None, :], result, mask=o_ok)
+        if settings.LSE:
+            lse_at = (q_row + view.token).to(gl.int64) * (num_kv_heads * settings.GROUP) + view.head
+            gl.store(tensors.lse + lse_at, state, mask=view.row_ok)
