@@ -194,6 +194,8 @@ class Launcher:
         build = self.build(problem, config)
         if not isinstance(build.kernel, JITFunction):
             bound = _Interpreted(self.name, build)
+        elif index < 0 and emulator is not None:
+            bound = _Emulated(self.name, build)
         elif index < 0:
             raise ValueError(f"{self.name}: got CPU tensors; allowed: CUDA tensors (any under TRITON_INTERPRET=1)")
         else:
@@ -272,6 +274,8 @@ def _pack_one(argument: str, kind: str, x) -> None:
 
 
 _one_interpreter = threading.Lock()
+# Runs Gluon kernels on CPU tensors: a function of (build, grid, args). flashinfer.testing.emulator sets it.
+emulator: Callable | None = None
 
 
 class _Interpreted:
@@ -304,6 +308,16 @@ class _Interpreted:
             self(grid, *moved)
 
         return launch
+
+
+class _Emulated(_Interpreted):
+    """Runs a Gluon kernel in the emulator, as long as there is one."""
+
+    def __call__(self, grid: tuple[int, int, int], *args) -> None:
+        require(emulator is not None, self._name, "CPU tensors", "CUDA tensors")
+        if 0 not in grid:
+            check_arguments(self._name, self._build, args, _first_tensor(args).device)
+            emulator(self._build, grid, args)
 
 
 def _at_address(held, address: int):

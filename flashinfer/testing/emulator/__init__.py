@@ -1,0 +1,57 @@
+"""Gluon kernels on a CPU, with numpy: their real host path, their source as it is, and adversarial timing.
+
+    with emulate("90a", seed=3):
+        wrapper.run(q, k, v)  # CPU tensors
+
+docs/rooms/emulator.md says what it sees and what it cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from flashinfer._core import launch
+from flashinfer._core.target import named, override
+from flashinfer.testing.emulator.errors import BarrierError, Deadlock, EmulationError, Hazard, OutOfBounds
+
+__all__ = ["BarrierError", "Deadlock", "EmulationError", "Hazard", "OutOfBounds", "emulate"]
+
+
+@contextmanager
+def emulate(
+    arch: str = "90a", *, seed: int = 0, sms: int = 2, edits: Sequence[tuple[str, str, str]] = ()
+) -> Iterator[None]:
+    """Take every device for a chip of that architecture, and run its Gluon kernels here, on CPU tensors.
+
+    Parameters
+    ----------
+    arch : str
+        "90a" and so on: a name of `flashinfer._core.target`.
+    seed : int
+        Of the order in which warps run and copies land. 0, 1 and 2 differ most: copies come as late as they can, in
+        between, and early.
+    sms : int
+        Multiprocessors that there are: so many blocks a persistent kernel has.
+    edits : sequence of (str, str, str)
+        (function, old, new): text to replace in the source of the device function of that name.
+
+    Raises
+    ------
+    Hazard, BarrierError, Deadlock, OutOfBounds
+        What a kernel does wrong, with its line. All are EmulationErrors.
+    EmulationError
+        A kernel uses what the emulator does not know; or there was an edit of a function that did not run.
+    """
+    from flashinfer.testing.emulator.run import Emulator
+
+    emulator = Emulator(seed, sms, edits)
+    before, launch.emulator = launch.emulator, emulator
+    try:
+        with override(replace(named(arch), sms=sms)):
+            yield
+    finally:
+        launch.emulator = before
+    if emulator.unused():
+        raise EmulationError(f"no such text in a function that ran: {emulator.unused()}")
