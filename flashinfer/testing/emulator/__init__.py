@@ -1,7 +1,7 @@
 """Gluon kernels on a CPU, with numpy: their real host path, their source as it is, and adversarial timing.
 
     with emulate("90a", seed=3):
-        wrapper.run(q, k, v)  # CPU tensors
+        flashinfer.single_prefill_with_kv_cache(q, k, v, backend="sm90")  # CPU tensors
 
 docs/rooms/emulator.md says what it sees and what it cannot.
 """

@@ -277,8 +277,9 @@ class Language:
             workers.append(task)
             self._schedule.start(task)
         tasks = self._schedule.tasks
-        is_over = lambda: not any(worker in tasks for worker in workers)  # noqa: E731
-        yield from self._schedule.wait(is_over, lambda: "its partitions")
+        yield from self._schedule.wait(
+            lambda: not any(worker in tasks for worker in workers), lambda: "its partitions"
+        )
         return results[0] if results else None
 
     # Barriers.
@@ -411,8 +412,9 @@ class Language:
         return product.result
 
     def warpgroup_mma_wait(self, num_outstanding=0, deps=None):
-        yield
         task = self._task
+        task.is_slow = len(task.products) > int(num_outstanding) and self._schedule.is_slow()
+        yield
         count = max(len(task.products) - int(num_outstanding), 0)
         for product in task.products[:count]:
             product.finish()

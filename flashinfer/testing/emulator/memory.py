@@ -56,7 +56,7 @@ def _places(pointer: Tensor, mask, what: str) -> tuple[np.ndarray, np.ndarray, n
             raise OutOfBounds(f"{what} of {element} at byte {worst} of {memory.name}, which has {memory.size} "
                               f"(shape {tuple(memory.tensor.shape)}), at {here()}")  # fmt: skip
         if size > 1 and np.any(at % size):
-            raise EmulationError(f"{what} of {element} in {memory.name} at an address that it does not divide: {here()}")
+            raise EmulationError(f"{what} of {element} in {memory.name} at an odd address, at {here()}")
     raw = memory.raw(kind)
     return raw if raw.size else np.zeros(1, kind), at // size, inside
 
@@ -195,9 +195,6 @@ class Shared(Shared_like):
     def _flags(self) -> int:
         return int(np.bitwise_or.reduce(self.state, axis=None)) if self.state.size else 0
 
-    def _is_read(self) -> bool:
-        return bool(self.readers.any())
-
     def load(self, layout=None) -> Tensor:
         flags = self._flags()
         if flags & FLIGHT:
@@ -206,32 +203,33 @@ class Shared(Shared_like):
             raise Hazard(f"{self} is read before it is written, at {here()}")
         return Tensor(decode(self.raw.copy(), self.dtype), self.dtype, layout)
 
-    def write(self, value: Tensor, partition: int, what: str = "written") -> None:
-        """By threads: products see it behind a fence."""
-        self.claim(what)
-        if value.shape != self.shape:
-            raise EmulationError(f"{value.shape} stored to {self}, at {here()}")
-        if value.dtype != self.dtype:
-            raise EmulationError(f"{value.dtype} stored to {self}, at {here()}")
-        self.raw[...] = encode(value.a, self.dtype)
-        self.mark_written(partition)
+    def write(self, value: Tensor, partition: int) -> None:
+        """By threads: products see it behind a fence. What is there already may be written again at any time."""
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise EmulationError(f"{value.dtype}{value.shape} stored to {self}, at {here()}")
+        bits = encode(value.a, self.dtype)
+        changed = (self.raw != bits)[..., None] | ((self.state & (DIRTY | UNDEFINED | FLIGHT)) != 0)
+        if bool((changed & (self.readers > 0)).any()):
+            raise Hazard(f"{self} is written while a product that was not waited for reads it, at {here()}")
+        self._refuse_flight("written")
+        self.raw[...] = bits
+        self.mark_written(partition, changed)
 
-    def mark_written(self, partition: int) -> None:
-        self.state[...] = DIRTY | partition << WRITER
+    def mark_written(self, partition: int, where=True) -> None:
+        np.copyto(self.state, np.uint16(DIRTY | partition << WRITER), where=where)
         interface = self.state.__array_interface__
         key = partition, interface["data"][0], interface["shape"], interface["strides"]
         self.allocation.dirty[key] = partition, self.state
 
-    def claim(self, what: str) -> None:
-        """Refuse to have it written while others are at it."""
-        if self._is_read():
-            raise Hazard(f"{self} is {what} while a product that was not waited for reads it, at {here()}")
+    def _refuse_flight(self, what: str) -> None:
         if self._flags() & FLIGHT:
             raise Hazard(f"{self} is {what} while a copy to it is on its way, at {here()}")
 
     def begin_copy(self, what: str, by_engine: bool) -> None:
         """What was there is lost from now on."""
-        self.claim(what)
+        if self.readers.any():
+            raise Hazard(f"{self} is {what} while a product that was not waited for reads it, at {here()}")
+        self._refuse_flight(what)
         if by_engine:
             dirty = (self.state & DIRTY) != 0
             if dirty.any() and bool(((self.state >> FENCED)[dirty] == 0).any()):
@@ -281,7 +279,8 @@ class Barrier:
         self.name, self.count, self.pending, self.bytes, self.phase = name, count, count, 0, 0
 
     def __str__(self) -> str:
-        return f"{self.name} (phase {self.phase}, {self.pending} of {self.count} arrivals and {self.bytes} bytes missing)"
+        missing = f"{self.pending} of {self.count} arrivals and {self.bytes} bytes"
+        return f"{self.name} (phase {self.phase}, {missing} missing)"
 
     def announce(self, count: int) -> None:
         """More threads will arrive in this phase."""
@@ -333,9 +332,8 @@ class TensorMap:
         outer = tensor.stride()[:-1]
         fits = rank == len(self.block_shape) and 2 <= rank <= 5 and tensor.numel() > 0 and tensor.stride(-1) == 1
         if not fits or tensor.data_ptr() % 16 or any(s * item % 16 for s in outer) or max(self.block_shape) > 256:
-            raise EmulationError(
-                f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()}, boxes {self.block_shape}: no map takes them"
-            )
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            raise EmulationError(f"{name}: no map takes shape {shape}, strides {strides}, boxes {self.block_shape}")
         self._raw = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[item]).numpy()
         self._raw = self._raw.view(raw_type(self.dtype))
         self.bytes = math.prod(self.block_shape) * item

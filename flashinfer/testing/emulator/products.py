@@ -23,7 +23,7 @@ class Sum(Tensor):
     @property
     def a(self):
         if not self.product.is_done:
-            raise Hazard(f"the sum of the product at {self.product.where} is used before it was waited for, at {here()}")
+            raise Hazard(f"the sum of {self.product.where} is used before it was waited for, at {here()}")
         return self._a
 
 

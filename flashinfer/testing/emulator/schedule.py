@@ -44,6 +44,8 @@ class Task:
         self.groups: list[list[Copy]] = []
         self.products: list = []
         self.stores: list[Copy] = []
+        # Waits for a product that takes its time: others run first.
+        self.is_slow = False
         self.waits_for: Callable[[], bool] | None = None
         self.waits_at = ""
 
@@ -55,13 +57,13 @@ class Schedule:
     """Runs a launch.
 
     Seeds differ in whether copies land at once, late, or in between, and in whether somebody runs on until it has to
-    wait or others come between.
+    wait or others come between. Every other product takes as long as others have something to do.
     """
 
     def __init__(self, seed: int):
         self._random = random.Random(seed)
         self._early = (0.0, 0.5, 0.9)[seed % 3]
-        self._stays = (0.9, 0.0, 0.5)[seed // 3 % 3] if seed else 0.9
+        self._stays = (0.5, 0.0, 0.9)[(seed + seed // 3) % 3]
         self.tasks: list[Task] = []
         self.copies: list[Copy] = []
         self.running: Task | None = None
@@ -73,6 +75,10 @@ class Schedule:
     def send(self, copy: Copy) -> Copy:
         self.copies.append(copy)
         return copy
+
+    def is_slow(self) -> bool:
+        """Whether a product takes as long as anybody else has something to do."""
+        return self._random.random() < 0.5
 
     def run(self, blocks: Iterator[Task], at_once: int) -> None:
         """Run the blocks' first tasks, and what they start; so many blocks at a time."""
@@ -92,12 +98,12 @@ class Schedule:
                 continue
             if not ready:
                 self._blame()
-            if last not in ready or self._random.random() >= self._stays:
-                last = self._random.choice(ready)
+            if last not in ready or last.is_slow or self._random.random() >= self._stays:
+                last = self._random.choice([task for task in ready if not task.is_slow] or ready)
             self._step(last)
 
     def _step(self, task: Task) -> None:
-        self.running, task.waits_for = task, None
+        self.running, task.waits_for, task.is_slow = task, None, False
         try:
             next(task.body)
         except StopIteration:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from types import FunctionType, GeneratorType, ModuleType
+from functools import lru_cache
+from types import CodeType, FunctionType, GeneratorType, ModuleType
 
 import triton
 from triton.language.core import constexpr
@@ -171,20 +172,14 @@ class Translator:
                 made.append(self._compiled(function))
             return made[0](*args, **kwargs)
 
+        call.__name__ = function.__name__
         return call
 
     def _compiled(self, function):
-        lines, first = inspect.getsourcelines(function)
-        source = textwrap.dedent("".join(lines))
-        for edit in [edit for edit in self._edits if edit[0] == function.__name__]:
-            if edit[1] not in source:
-                raise EmulationError(f"{edit[0]} has no {edit[1]!r}")
-            source = source.replace(edit[1], edit[2])
+        edits = [edit for edit in self._edits if edit[0] == function.__name__]
+        code = _translated(function, edits) if edits else _kept(function)
+        for edit in edits:
             self._edits.remove(edit)
-        tree = ast.parse(source)
-        tree.body = [_Rewriter().visit(tree.body[0])]
-        ast.increment_lineno(ast.fix_missing_locations(tree), first - 1)
-        code = compile(tree, MARK + inspect.getsourcefile(function), "exec")
         names = dict(_type=type, _Generator=GeneratorType, _carried=carried, range=_range, float=_float)
         closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         for name in _names(code):
@@ -194,6 +189,24 @@ class Translator:
                 names[name] = self(function.__globals__[name])
         exec(code, names)
         return names[function.__name__]
+
+
+def _translated(function: FunctionType, edits: list[tuple[str, str, str]]) -> CodeType:
+    lines, first = inspect.getsourcelines(function)
+    source = textwrap.dedent("".join(lines))
+    for name, old, new in edits:
+        if old not in source:
+            raise EmulationError(f"{name} has no {old!r}")
+        source = source.replace(old, new)
+    tree = ast.parse(source)
+    tree.body = [_Rewriter().visit(tree.body[0])]
+    ast.increment_lineno(ast.fix_missing_locations(tree), first - 1)
+    return compile(tree, MARK + inspect.getsourcefile(function), "exec")
+
+
+@lru_cache(maxsize=None)
+def _kept(function: FunctionType) -> CodeType:
+    return _translated(function, [])
 
 
 def _float(value):

@@ -27,9 +27,8 @@ _RAW = {
     "fp64": np.uint64,
 }  # fmt: skip
 _FP8 = {"fp8e4nv": (torch.float8_e4m3fn, 448.0), "fp8e5": (torch.float8_e5m2, 57344.0)}
-_WIDENED = {
-    name: torch.arange(256, dtype=torch.uint8).view(kind).to(torch.float32).numpy() for name, (kind, _) in _FP8.items()
-}
+_CODES = torch.from_numpy(np.arange(256, dtype=np.uint8))
+_WIDENED = {name: _CODES.view(kind).to(torch.float32).numpy() for name, (kind, _) in _FP8.items()}
 _BY_SIZE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 

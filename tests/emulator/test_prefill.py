@@ -1,0 +1,91 @@
+"""Hopper's prefill kernel in the emulator, through the public wrappers, against attention in float64."""
+
+import pytest
+import torch
+
+from flashinfer.testing import generate
+from flashinfer.testing.emulator import emulate
+from tests.ops.attention.cases import check, run_paged, run_ragged
+from tests.ops.attention.oracle import Extras, Options
+
+SEEDS = (0, 1, 2)
+# A tile and a part of one, a request of one token, one without keys.
+LENGTHS = (150, 1, 5), (300, 70, 0)
+
+
+def batch(dim=64, dtype=torch.bfloat16, qo=LENGTHS[0], kv=LENGTHS[1], heads=(2, 1), **kwargs):
+    return generate.ragged_batch(list(qo), list(kv), *heads, dim, dtype=dtype, **kwargs)
+
+
+def check_ragged(x, options, seed, **kwargs):
+    extras = kwargs.pop("extras", None)
+    with emulate("90a", seed=seed):
+        result = run_ragged(x, options, "sm90", **kwargs)
+    check(result, x, options, extras)
+
+
+QUICK = {"causal": Options(causal=True), "full": Options()}
+OPTIONS = {
+    **QUICK,
+    "window": Options(causal=True, window_left=100),
+    "soft cap": Options(causal=True, logits_soft_cap=1.5),
+    "alibi": Options(causal=True, pos_encoding_mode="ALIBI"),
+    "negative scale": Options(causal=True, sm_scale=-0.1),
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_options_quickly(name):
+    check_ragged(batch(), QUICK[name], 1)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, dtype, seed):
+    check_ragged(batch(dtype=dtype), OPTIONS[name], seed)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("dim, dim_vo", ((96, 96), (128, 128), (192, 128), (256, 256)))
+def test_head_dims(dim, dim_vo, seed):
+    check_ragged(batch(dim, head_dim_vo=dim_vo), Options(causal=True), seed)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("page_size", (1, 7, 16, 128, 256))
+@pytest.mark.parametrize("kv_layout", ("NHD", "HND"))
+def test_pages(page_size, kv_layout, seed):
+    x = batch(heads=(4, 2))
+    with emulate("90a", seed=seed):
+        result = run_paged(x, Options(causal=True), "sm90", page_size=page_size, kv_layout=kv_layout)
+    check(result, x, Options(causal=True))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", SEEDS)
+def test_custom_masks(seed):
+    x = batch()
+    mask = generate.random_mask(*LENGTHS)
+    masks = [part.view(n, m) for part, n, m in zip(mask.split([n * m for n, m in zip(*LENGTHS)]), *LENGTHS)]
+    check_ragged(x, Options(), seed, mask=mask, extras=Extras(masks=masks))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", SEEDS)
+def test_split_keys(seed):
+    """Few rows beside many keys: the pieces of a tile are merged by who comes last."""
+    x = batch(qo=(40, 3), kv=(1100, 900))
+    check_ragged(x, Options(causal=True), seed)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", SEEDS)
+def test_wide_logits(seed):
+    """What a fixed shift does not serve is made again, with a maximum of each block."""
+    x = batch(qo=(200, 130), kv=(600, 500))
+    x.k[:300] *= 40
+    check_ragged(x, Options(causal=True), seed)
