@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from flashinfer._core.backends import variants_of
@@ -13,7 +11,7 @@ from flashinfer.ops.attention.buffers import device_of
 from flashinfer.ops.attention.engine import integers, refuse
 from flashinfer.ops.attention.lse_form import in_form, is_plain
 from flashinfer.ops.attention.masks import as_bool
-from flashinfer.ops.attention.request import Options, options
+from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.sparse import (
     Blocks, as_pages, as_rows, block_mask_bits, causal_variant, check_sizes, per_head_blocks, per_head_lse, plan_blocks,
     uniform_blocks,
@@ -38,10 +36,10 @@ class _BlockSparse:
                 f"a tensor on {float_workspace_buffer.device}", str(self.device))  # fmt: skip
         self._float_workspace_buffer = float_workspace_buffer
 
-    def _plan(self, asked: Options, blocks: Blocks, causal: bool, mask=None, packed_mask=None) -> None:
+    def _plan(self, asked: PlanOptions, blocks: Blocks, causal: bool, mask=None, packed_mask=None) -> None:
         masked = mask is not None or packed_mask is not None
         if causal and not masked:
-            asked = replace(asked, variant=causal_variant())
+            asked = asked.changed(variant=causal_variant())
         self._asked, self._blocks, self._masks = asked, blocks, (mask, packed_mask)
         self._params = None if asked.variant is None else blocks.params
         self._batch = plan_blocks(asked, blocks, self.device, self._backend, self._float_workspace_buffer, *self._masks)
@@ -55,7 +53,7 @@ class _BlockSparse:
         """What the older forward() takes over from plan()."""
         self._planned()
         _refuse_positions(pos_encoding_mode)
-        asked = replace(self._asked, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)
+        asked = self._asked.changed(logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)
         if asked != self._asked:
             self._asked = asked
             self._batch = plan_blocks(
@@ -191,8 +189,8 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         require(R > 0 and M % R == 0, "R", R, f"a divisor of M = {M}")
         require(C > 0 and N % C == 0, "C", C, f"a divisor of N = {N}")
         common = dict(
-            q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type, sm_scale=sm_scale,
-            logits_soft_cap=logits_soft_cap,
+            source="paged", head_dim_qk=head_dim, head_dim_vo=head_dim, q_dtype=q_data_type, kv_dtype=kv_data_type,
+            o_dtype=o_data_type, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
         )  # fmt: skip
         self._shape, self._kv_heads = (M, N), num_kv_heads
         self._scales = q_scale, k_scale, v_scale
@@ -207,7 +205,8 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             of_blocks = ((num_kv_heads, M // R), R), ((num_kv_heads, N // C), C)
             sizes = (torch.full(shape, each, dtype=torch.int64, device="cpu") for shape, each in of_blocks)
             blocks = per_head_blocks(block_mask, *sizes, num_qo_heads // num_kv_heads, self.device)
-            asked = options("paged", num_qo_heads // num_kv_heads, 1, head_dim, head_dim, blocks.page_size, **common)
+            group = num_qo_heads // num_kv_heads
+            asked = PlanOptions(num_qo_heads=group, num_kv_heads=1, page_size=blocks.page_size, **common).checked()
             return self._plan(asked, blocks, causal)
         if block_mask is not None:
             indices = block_mask.nonzero()[:, 1]
@@ -221,7 +220,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             shape = (indices.shape[0], R, C)
             require(tuple(mask.shape) == shape, "mask", tuple(mask.shape), str(shape))
             mask = block_mask_bits(as_bool("mask", mask[first:]).to(self.device), indptr - first)
-        asked = options("paged", num_qo_heads, num_kv_heads, head_dim, head_dim, C, **common)
+        asked = PlanOptions(num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, page_size=C, **common).checked()
         self._plan(asked, uniform_blocks(indptr, indices, R, C, N - M), causal, mask, packed_mask)
 
     begin_forward = plan
@@ -384,10 +383,11 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         group = num_qo_heads // num_kv_heads
         blocks = per_head_blocks(as_bool("block_mask_map", block_mask_map).to("cpu"), rows, columns, group, self.device)
         self._kv_heads, self._shape = num_kv_heads, (int(rows[0].sum()), int(columns[0].sum()))
-        asked = options(
-            "paged", group, 1, head_dim, head_dim, blocks.page_size, q_data_type=q_data_type, kv_data_type=kv_data_type,
-            sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
-        )  # fmt: skip
+        asked = PlanOptions(
+            source="paged", num_qo_heads=group, num_kv_heads=1, head_dim_qk=head_dim, head_dim_vo=head_dim,
+            page_size=blocks.page_size, q_dtype=q_data_type, kv_dtype=kv_data_type, sm_scale=sm_scale,
+            logits_soft_cap=logits_soft_cap,
+        ).checked()  # fmt: skip
         self._plan(asked, blocks, causal)
 
     begin_forward = plan

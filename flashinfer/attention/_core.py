@@ -9,6 +9,7 @@ import torch
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
 from flashinfer._core.signatures import like, returning_lse
 from flashinfer.ops.attention.lse_form import is_plain
+from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.wrapper import AttentionWrapper
 from flashinfer.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
 
@@ -94,9 +95,10 @@ class BatchAttention(AttentionWrapper):
         """
         if use_profiler:
             raise UnsupportedConfig("use_profiler: got True; allowed: False, as kernels here have no profiler")
-        asked = (
-            "paged", num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, q_data_type, kv_data_type, None,
-            causal, -1, logits_soft_cap, sm_scale,
+        asked = PlanOptions(
+            source="paged", num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_vo, page_size=page_size, q_dtype=q_data_type, kv_dtype=kv_data_type, causal=causal,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
         )  # fmt: skip
         self._plan(asked, (qo_indptr, kv_indptr, kv_len_arr, kv_indices))
         self._soft_cap = logits_soft_cap

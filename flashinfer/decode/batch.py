@@ -10,6 +10,7 @@ from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.agree import check_agrees
 from flashinfer.ops.attention.buffers import device_of
 from flashinfer.ops.attention.lse_form import is_plain
+from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.positional import by_name
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
@@ -172,10 +173,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             # The default of q_data_type is no word on it; a dtype is.
             q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
             kv_data_type = data_type if kv_data_type is None else kv_data_type
-        asked = (
-            "paged", num_qo_heads, num_kv_heads, head_dim, head_dim, page_size, q_data_type, kv_data_type, o_data_type,
-            causal, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta,
-            fixed_split_size, disable_split_kv,
+        asked = PlanOptions(
+            source="paged", num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim,
+            head_dim_vo=head_dim, page_size=page_size, q_dtype=q_data_type, kv_dtype=kv_data_type, o_dtype=o_data_type,
+            causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
+            fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
         )  # fmt: skip
         tables = None, indptr, last_page_len, indices
         if seq_lens is not None or block_tables is not None:

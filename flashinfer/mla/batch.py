@@ -10,9 +10,10 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer._forms.given import real
 from flashinfer.compat.wrappers import LatentNames
-from flashinfer.ops.attention.mla.batch import Factors, LatentOptions, latent_options
+from flashinfer.ops.attention.mla.batch import Factors
 from flashinfer.ops.attention.mla.direct import run_latent
 from flashinfer.ops.attention.mla.wrapper import LatentWrapper, latent_blocks
+from flashinfer.ops.attention.options import PlanOptions, latent_options
 from flashinfer.ops.attention.problem import Table
 from flashinfer.ops.attention.variants import AttentionVariant
 
@@ -179,14 +180,15 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         for (name, known), value in zip(_ANNOUNCED, said, strict=True):
             if value not in known:
                 require(False, name, repr(value), ", ".join(map(repr, known)))
-        asked = (
-            num_heads, head_dim_ckv, head_dim_kpe, page_size, q_data_type, kv_data_type, output_dtype, bool(causal),
-            sm_scale,
+        if num_heads is None or head_dim_ckv is None or head_dim_kpe is None or page_size is None:
+            sizes = dict(num_heads=num_heads, head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe, page_size=page_size)
+            require(False, next(name for name, size in sizes.items() if size is None), None, "a number")
+        asked = PlanOptions(
+            source="latent", num_qo_heads=num_heads, num_kv_heads=1, head_dim_qk=head_dim_ckv + head_dim_kpe,
+            head_dim_vo=head_dim_ckv, page_size=page_size, q_dtype=q_data_type, kv_dtype=kv_data_type,
+            o_dtype=output_dtype, causal=bool(causal), sm_scale=sm_scale,
         )  # fmt: skip
         tables = (qo_indptr, kv_indptr, kv_len_arr, kv_indices)
-        if None in asked[:4]:
-            i = asked.index(None)
-            require(False, ("num_heads", "head_dim_ckv", "head_dim_kpe", "page_size")[i], None, "a number")
         names = "qo_indptr", "kv_indptr", "kv_len_arr", "kv_indices"
         if block_tables is None and seq_lens is None:
             require(cum_seq_lens_q is None, "cum_seq_lens_q", "a tensor", "None without block_tables and seq_lens")
@@ -198,7 +200,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         else:
             for name, t in zip(names, tables, strict=True):
                 require(t is None, name, "a tensor", "None with block_tables, seq_lens and cum_seq_lens_q")
-            self._plan_blocks(self._options(asked), block_tables, seq_lens, cum_seq_lens_q, max_q_len or 1)
+            self._plan_blocks(self._checked(asked), block_tables, seq_lens, cum_seq_lens_q, max_q_len or 1)
         self._lse_base_e, self._kv_cache_layout = lse_mode == "basee", kv_cache_layout
 
     def run(
@@ -326,7 +328,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         else:
             table = self._call_table(page_table, kv_len) if of_call else batch.table
             if other_dtype:
-                asked = replace(asked, o_dtype=out.dtype)
+                asked = asked.changed(o_dtype=out.dtype)
             if ckv_scale_arr is not None:
                 asked, table, q_nope, q_pe, ckv_cache, kpe_cache = widened(
                     asked, table, (q_nope, q_pe), (ckv_cache, kpe_cache), ckv_scale_arr
@@ -380,7 +382,7 @@ def _returned(result, given: tuple, shape: tuple | None, return_lse: bool):
     return (out, lse) if return_lse else out
 
 
-def widened(asked: LatentOptions, table: Table, queries: tuple, caches: tuple, scales: torch.Tensor):
+def widened(asked: PlanOptions, table: Table, queries: tuple, caches: tuple, scales: torch.Tensor):
     """What attends in the place of caches whose latents have scales of their own: the pages of the table, widened.
 
     Parameters
@@ -407,7 +409,7 @@ def widened(asked: LatentOptions, table: Table, queries: tuple, caches: tuple, s
     latent = _chosen(ckv, pages).float().unflatten(-1, (groups, -1)) * scales[pages][..., None]
     wide = [latent.flatten(-2).to(dtype), *[None if t is None else _chosen(t, pages).to(dtype) for t in caches[1:]]]
     ids = torch.arange(pages.shape[0], dtype=torch.int32, device=ckv.device)
-    asked = replace(asked, q_dtype=dtype, kv_dtype=dtype)
+    asked = asked.changed(q_dtype=dtype, kv_dtype=dtype)
     return asked, replace(table, kv_indices=ids), *[None if t is None else t.to(dtype) for t in queries], *wide
 
 
@@ -426,7 +428,7 @@ def factors_of(bmm1_scale, bmm2_scale, latent: float = 1.0, position: float = 1.
     )  # fmt: skip
 
 
-def split(joined: torch.Tensor, options: LatentOptions, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def split(joined: torch.Tensor, options: PlanOptions, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The latent and the positional part of rows that hold both."""
     require(joined.shape[-1] == options.head_dim_qk, name, tuple(joined.shape),
             f"rows of {options.head_dim_vo} + {options.head_dim_kpe} elements")  # fmt: skip
@@ -443,7 +445,7 @@ def without_heads(kv_cache: torch.Tensor, kv_layout: str | None = None) -> torch
     return kv_cache
 
 
-def _unplanned(q_nope, q_pe, ckv_cache, out, variant: AttentionVariant | None) -> LatentOptions:
+def _unplanned(q_nope, q_pe, ckv_cache, out, variant: AttentionVariant | None) -> PlanOptions:
     """Options that shapes tell."""
     require(q_nope.dim() == 3, "q_nope", tuple(q_nope.shape), "[batch_size, num_heads, head_dim_ckv]")
     require(ckv_cache.dim() == 3, "ckv_cache", tuple(ckv_cache.shape), "[pages, page_size, head_dim_ckv]")

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 
 from flashinfer._core.checks import require
 from flashinfer._forms.given import flag, head_sinks, scale, whole
-from flashinfer.mla.batch import factors_of, latent_options, split, without_heads
+from flashinfer.mla.batch import factors_of, split, without_heads
 from flashinfer.ops.attention.direct import block_table
 from flashinfer.ops.attention.engine import flat_integers, integers, refuse
 from flashinfer.ops.attention.engine_masks import shard_mask
 from flashinfer.ops.attention.mla.direct import ones_times, run_latent
 from flashinfer.ops.attention.mla.wrapper import check_entries, latent_blocks
+from flashinfer.ops.attention.options import latent_options
 from flashinfer.ops.attention.problem import Table
 
 # xqa_mla's logits are divided by the root of DeepSeek's head_dim before absorption: 128 + 64.
 _XQA_HEAD_DIM = 192
-# Heads of one problem (LatentOptions).
+# Heads of one problem (PlanOptions).
 _MOST_HEADS = 128
 
 
@@ -223,7 +223,7 @@ def _in_parts(asked, table, rows, ckv, kpe, factors, out, lse, sinks, call):
     for begin in range(0, heads, most):
         part = slice(begin, min(begin + most, heads))
         count = part.stop - part.start
-        some = replace(asked, num_qo_heads=count)
+        some = asked.changed(num_qo_heads=count)
         of_part = run_latent(
             some, table, *split(rows[:, part], some, "query"), ckv, kpe, factors, out=out[:, part], lse=None,
             sinks=None if sinks is None else sinks[part], **call,

@@ -6,9 +6,10 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer._forms.given import head_sinks, scale, whole
-from flashinfer.mla.batch import factors_of, latent_options, without_heads
+from flashinfer.mla.batch import factors_of, without_heads
 from flashinfer.mla.decode import attend, token_table
 from flashinfer.ops.attention.engine import flat_integers, integers, refuse
+from flashinfer.ops.attention.options import latent_options
 
 # Keys of a row of sparse_indices that are tokens of the sliding window's cache.
 _WINDOW = 128

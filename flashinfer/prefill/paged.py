@@ -10,6 +10,7 @@ from flashinfer.ops.attention.agree import check_agrees
 from flashinfer.ops.attention.buffers import MASK_BUFFERS, device_of
 from flashinfer.ops.attention.lse_form import is_plain
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
+from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.positional import by_name
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
@@ -169,10 +170,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         ValueError
             An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
         """
-        asked = (
-            "paged", num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size, q_data_type, kv_data_type,
-            o_data_type, causal, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta,
-            fixed_split_size, disable_split_kv,
+        asked = PlanOptions(
+            source="paged", num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_vo, page_size=page_size, q_dtype=q_data_type, kv_dtype=kv_data_type,
+            o_dtype=o_data_type, causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
+            fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
         )  # fmt: skip
         tables = qo_indptr, paged_kv_indptr, paged_kv_last_page_len, paged_kv_indices
         items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr

@@ -13,7 +13,8 @@ from flashinfer.ops.attention.agree import check_agrees
 from flashinfer.ops.attention.buffers import MASK_BUFFERS, device_of
 from flashinfer.ops.attention.lse_form import is_plain
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
-from flashinfer.ops.attention.nvfp4_rows import NVFP4_NAMES, as_slots, slot_factors, slot_views
+from flashinfer.ops.attention.nvfp4_rows import as_slots, slot_factors, slot_views
+from flashinfer.ops.attention.options import NVFP4_NAMES, PlanOptions
 from flashinfer.ops.attention.positional import by_name
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, ragged_pair
@@ -108,10 +109,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
             is_same = given is None or given is same or given.data_ptr() == same.data_ptr()
             is_same = is_same or torch.equal(given.to(same.device, same.dtype), same)
             require(is_same, name, "other offsets", "None, or the same offsets as of k (v_indptr) and q (o_indptr)")
-        asked = (
-            "ragged", num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, 0, q_data_type, kv_data_type, o_data_type,
-            causal, window_left, logits_soft_cap, sm_scale, pos_encoding_mode, rope_scale, rope_theta, fixed_split_size,
-            disable_split_kv,
+        asked = PlanOptions(
+            source="ragged", num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_vo, page_size=0, q_dtype=q_data_type, kv_dtype=kv_data_type, o_dtype=o_data_type,
+            causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
+            fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
         )  # fmt: skip
         tables = qo_indptr, kv_indptr, None, None
         self._views = partial(ragged_pair, kv_layout=self._kv_layout)
@@ -122,7 +125,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
         items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
         if any_items(*items):
             custom_mask = multi_item_mask(asked, tables, self._names, *items[:3])
-        check_agrees(tables, self._names, asked[5], seq_lens=seq_lens, seq_lens_q=seq_lens_q,
+        check_agrees(tables, self._names, asked.page_size, seq_lens=seq_lens, seq_lens_q=seq_lens_q,
                      max_q=max_token_per_sequence, max_kv=max_sequence_kv, uniform_q_len=uniform_q_len)  # fmt: skip
         self._plan(
             asked, tables, longest_q=uniform_q_len or max_token_per_sequence or 0, custom_mask=custom_mask,

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from flashinfer._core.checks import as_dtype, require, require_tensor
-from flashinfer.ops.attention.request import default_o_dtype
+from flashinfer.ops.attention.options import default_o_dtype
 from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
 

@@ -10,7 +10,7 @@ import torch
 from flashinfer._core.alike import like
 from flashinfer._core.driver import copy_to_device
 from flashinfer.ops.attention.batch import Batch, limits_of
-from flashinfer.ops.attention.request import MOST_ROWS, tile_rows
+from flashinfer.ops.attention.options import MOST_ROWS, tile_rows
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR, Stage
 
 # Where the tables that tell lengths stand in Table.lengths().
@@ -65,8 +65,7 @@ class LastPlan:
         lengths = [0 if t is None or t.is_cuda else t.shape[0] for t in tables[:KV_INDICES]]
         # In CUDA-graph mode, tables as long as their buffers.
         whole = list(stage.counts[:KV_INDICES]) == lengths
-        split = batch.options.fixed_split_size
-        return plain and whole and batch.is_scheduled and split in (None, -1) and batch.table.mask is None
+        return plain and whole and batch.is_scheduled and not batch.options.splits and batch.table.mask is None
 
     def repeat(self, tables: tuple, stream: int, alone: bool) -> bool:
         """Plan a batch if it is like the last, which it replaces. False where it is not; then nothing has changed.

@@ -15,9 +15,10 @@ from flashinfer._core.kv_layout import as_matrix
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention.config import factor_alignment
 from flashinfer.ops.attention.kind import Kind
+from flashinfer.ops.attention.options import NVFP4, is_finite
 from flashinfer.ops.attention.problem import Inputs, Table
-from flashinfer.ops.attention.request import NVFP4, Request, is_finite
-from flashinfer.ops.attention.split import Limits
+from flashinfer.ops.attention.request import Request
+from flashinfer.ops.attention.split import Limits, SplitPolicy
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
 from flashinfer.ops.attention.variants import identity_of
 
@@ -186,10 +187,9 @@ class Batch:
         from flashinfer.ops.attention.worklist import WorkList
 
         o, problem = self.options, self.kind.problem
-        policy = config.split
+        policy = SplitPolicy()
         if problem.split:
-            fixed = None if o.fixed_split_size == -1 else o.fixed_split_size
-            policy = policy.on(target_of(self.device).sms, o.num_kv_heads, config.block_n, fixed)
+            policy = SplitPolicy.of(config, target_of(self.device).sms, o.num_kv_heads, config.block_n, o.splits)
         return WorkList(
             problem, config, policy, self.limits, o.num_kv_heads, self._take, self.device, o.window_left, o.mixed
         )

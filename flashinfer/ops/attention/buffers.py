@@ -121,7 +121,7 @@ class Replaceable:
         if q_len:
             table.qo_indptr, rows = self._uniform_indptr(batch, q_len, stream), batch * q_len
         told = {name: value for name, value in self._told.items() if not means(base.kind, {name: value}, False)}
-        options = replace(base.options, **told) if told else base.options
+        options = base.options.changed(**told) if told else base.options
         request = replace(
             base.request, options=options, qo_indptr=None if q_len else table.qo_indptr, kv_indptr=table.kv_indptr,
             last_page_len=table.last_page_len, kv_indices=table.kv_indices, kv_lens=table.kv_lens, custom_mask=None,

@@ -30,7 +30,7 @@ class Captured:
         if not old.limits.known:
             return limits
         bounds = [("qo_indptr", limits.q_rows, old.limits.q_rows, self._first[0])]
-        if old.options.fixed_split_size not in (None, -1):
+        if old.options.splits:
             bounds.append(("kv_indptr", limits.kv_tokens, old.limits.kv_tokens, self._first[1]))
         for name, now, most, first in bounds:
             bound = f"at most {most} rows, what this CUDA-graph wrapper was first planned for"

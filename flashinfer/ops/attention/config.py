@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from flashinfer._core.target import Target
 from flashinfer.ops.attention.problem import NARROW, Problem, wrong_dtype
-from flashinfer.ops.attention.split import SplitPolicy
+from flashinfer.ops.attention.split import SplitKnobs
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(SplitKnobs):
     """How the portable kernel is cut.
 
     Attributes
@@ -25,8 +25,8 @@ class Config:
         Whether the chip converts FP8 itself; else it is done in bit arithmetic.
     combine_pieces, combine_rows : int
         Partial results read at a time, and rows per program, when split tiles are combined.
-    split : SplitPolicy
-        How keys are divided.
+    programs_per_sm, least_split, least_alone, whole : int
+        How keys are divided: `SplitKnobs`.
     pdl : bool
         Whether the kernel begins by waiting for those before it, and so may be launched while they run.
     """
@@ -38,7 +38,6 @@ class Config:
     native_fp8: bool
     combine_pieces: int
     combine_rows: int
-    split: SplitPolicy
     pdl: bool = False
 
 
@@ -105,7 +104,8 @@ def choose(p: Problem, target: Target) -> Config:
         native_fp8=native_fp8,
         combine_pieces=pieces,
         combine_rows=rows,
-        split=SplitPolicy(programs_per_sm=4 if block_m <= 32 else 2, least=block_n),
+        programs_per_sm=4 if block_m <= 32 else 2,
+        least_split=block_n,
     )
 
 

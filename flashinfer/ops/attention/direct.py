@@ -11,8 +11,9 @@ import torch
 from flashinfer._core import env, workspace
 from flashinfer.ops.attention.batch import Batch
 from flashinfer.ops.attention.kind import Kind, kind_of
+from flashinfer.ops.attention.options import PlanOptions, tile_rows
 from flashinfer.ops.attention.problem import Table, alibi_slopes
-from flashinfer.ops.attention.request import Options, Request, tile_rows
+from flashinfer.ops.attention.request import Request
 from flashinfer.ops.attention.split import Limits
 
 # Batches kept per thread: an engine's kinds (prefill, decode, with and without a window) on its streams.
@@ -24,7 +25,7 @@ _NAMES = "qo_indptr", "kv_indptr", "kv_lens", "kv_indices"
 _kept = threading.local()
 
 
-def run_direct(asked: Options, table: Table, q: torch.Tensor, kv, views, *, kv_tokens: int, longest_q: int = 0,
+def run_direct(asked: PlanOptions, table: Table, q: torch.Tensor, kv, views, *, kv_tokens: int, longest_q: int = 0,
                backend: str = "auto", names: tuple[str, ...] = _NAMES, **call):  # fmt: skip
     """Attention of a batch that only the device knows. Nothing waits for it, so that a CUDA graph can capture it.
 
@@ -33,7 +34,7 @@ def run_direct(asked: Options, table: Table, q: torch.Tensor, kv, views, *, kv_t
 
     Parameters
     ----------
-    asked : Options
+    asked : PlanOptions
     table : Table
         On q's device; read at every call, and by a captured graph at every replay.
     q : Tensor [rows, num_qo_heads, head_dim_qk]

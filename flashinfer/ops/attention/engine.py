@@ -11,8 +11,8 @@ from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
 from flashinfer._core.kv_layout import check_layout, paged_views
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention.direct import block_table, run_direct
+from flashinfer.ops.attention.options import NVFP4, PlanOptions
 from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import NVFP4, options
 
 
 # What errors call the tables of block tables, in the order of `tables.NAMES`.
@@ -172,7 +172,7 @@ def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.
     masked : (AttentionVariant, dict) or (None, None)
         A mask of engine_masks.py.
     interleaved : bool
-        Of `Options`.
+        Of `PlanOptions`.
     call
         The other arguments of Batch.run.
     """
@@ -181,11 +181,12 @@ def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.
     batch, pages = block_tables.shape
     tables = integers(block_tables, "block_tables", q.device, (batch, None))
     table = block_table(tables, flat_integers(seq_lens, "seq_lens", q.device, batch), **queries)
-    asked = options(
-        "paged", q.shape[-2], kv_heads, dim, dim_vo, page_size, q_data_type=q.dtype, kv_data_type=kv_dtype,
-        o_data_type=o_dtype or q.dtype, causal=causal, window_left=window_left, logits_soft_cap=soft_cap, sm_scale=1.0,
+    asked = PlanOptions(
+        source="paged", num_qo_heads=q.shape[-2], num_kv_heads=kv_heads, head_dim_qk=dim, head_dim_vo=dim_vo,
+        page_size=page_size, q_dtype=q.dtype, kv_dtype=kv_dtype, o_dtype=o_dtype or q.dtype, causal=causal,
+        window_left=window_left, logits_soft_cap=soft_cap, sm_scale=1.0,
         pos_encoding_mode="ALIBI" if alibi else "NONE", variant=masked[0], interleaved=interleaved,
-    )  # fmt: skip
+    ).checked()  # fmt: skip
     return run_direct(
         asked, table, q, kv_cache, _views(kv_layout), kv_tokens=batch * pages * page_size, longest_q=longest_q,
         backend=backend, names=_NAMES, params=masked[1], **call,
@@ -203,11 +204,12 @@ def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Table,
     """The same over contiguous k and v [rows, kv_heads, head_dim]."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         require(x.dim() == 3, name, tuple(x.shape), "[tokens, heads, head_dim]")
-    asked = options(
-        "ragged", q.shape[1], k.shape[1], k.shape[2], v.shape[2], 0, q_data_type=q.dtype, kv_data_type=k.dtype,
-        o_data_type=o_dtype or q.dtype, causal=causal, window_left=window_left, logits_soft_cap=soft_cap, sm_scale=1.0,
+    asked = PlanOptions(
+        source="ragged", num_qo_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim_qk=k.shape[2],
+        head_dim_vo=v.shape[2], page_size=0, q_dtype=q.dtype, kv_dtype=k.dtype, o_dtype=o_dtype or q.dtype,
+        causal=causal, window_left=window_left, logits_soft_cap=soft_cap, sm_scale=1.0,
         pos_encoding_mode="ALIBI" if alibi else "NONE", variant=masked[0],
-    )  # fmt: skip
+    ).checked()  # fmt: skip
     return run_direct(
         asked, table, q, (k, v), _as_they_are, kv_tokens=k.shape[0], longest_q=longest_q, backend=backend,
         params=masked[1], **call,

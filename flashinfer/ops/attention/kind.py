@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -11,9 +11,9 @@ from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.dispatch import Choice
 from flashinfer._core.target import Target, target_of
 from flashinfer.ops.attention.decode import decode
+from flashinfer.ops.attention.options import NVFP4, PlanOptions
 from flashinfer.ops.attention.prefill import prefill
 from flashinfer.ops.attention.problem import Problem, Scalars
-from flashinfer.ops.attention.request import NVFP4, Options
 
 
 class Kind:
@@ -21,7 +21,7 @@ class Kind:
 
     Attributes
     ----------
-    options : Options
+    options : PlanOptions
     problem : Problem
         As planned. What only a call knows (alignment, lse, sinks, scales) stands at what is most likely.
     choice : Choice
@@ -32,7 +32,7 @@ class Kind:
         Of a call without scales or a window of its own.
     """
 
-    def __init__(self, options: Options, rows: int, custom: bool, device: torch.device, backend: str):
+    def __init__(self, options: PlanOptions, rows: int, custom: bool, device: torch.device, backend: str):
         self.options = options
         self.device = device
         self._backend = backend
@@ -84,7 +84,7 @@ def expect_kernels(choice: Choice, device: torch.device) -> None:
             launcher.expect(problem, config, device)
 
 
-def kind_of(options: Options, rows: int, custom: bool, device: torch.device, backend: str) -> Kind:
+def kind_of(options: PlanOptions, rows: int, custom: bool, device: torch.device, backend: str) -> Kind:
     """The kind of a batch; `rows` a tile should hold, `custom` for a custom mask."""
     return _kind_of(options, rows, custom, device, backend, target_of(device))
 
@@ -98,11 +98,9 @@ def _kind_of(options, rows, custom, device, backend, target: Target) -> Kind:
 def effective(kind: Kind) -> dict:
     """The options of a kind, with what the defaults among them come to."""
     options, scalars = kind.options, kind.scalars
-    given = {field.name: getattr(options, field.name) for field in fields(options)}
-    fixed = options.fixed_split_size if options.fixed_split_size != -1 else None
-    return given | dict(
+    return options._asdict() | dict(
         sm_scale=scalars.sm_scale, logits_soft_cap=scalars.soft_cap, rope_scale=scalars.rope_scale,
-        rope_theta=scalars.rope_theta, fixed_split_size=fixed,
+        rope_theta=scalars.rope_theta, fixed_split_size=options.splits,
     )  # fmt: skip
 
 
@@ -118,7 +116,7 @@ def means(kind: Kind, changes: dict, masked: bool) -> bool:
     return True
 
 
-def _problem(o: Options, rows: int, custom: bool) -> Problem:
+def _problem(o: PlanOptions, rows: int, custom: bool) -> Problem:
     variant = o.variant
     causal = o.causal and not (variant is not None and variant.owns_mask)
     return Problem(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import number, require, require_tensor
+from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import Request, options, plain
+from flashinfer.ops.attention.request import Request
 
 
 def packed_indptr(bits: torch.Tensor) -> torch.Tensor:
@@ -119,19 +120,19 @@ def any_items(prefix_len, positions, most, max_item_len) -> bool:
     return False
 
 
-def multi_item_mask(asked: tuple, tables: tuple, names: tuple, prefix_len, positions, most) -> torch.Tensor:
+def multi_item_mask(asked: PlanOptions, tables: tuple, names: tuple, prefix_len, positions, most) -> torch.Tensor:
     """The multi-item mask of a batch. It is built from lengths on the host: with tables on a GPU this waits for it.
 
     Parameters
     ----------
     asked, tables, names
-        Arguments of `options` and tables of a plan, and what the caller calls those.
+        Options and tables of a plan, and what the caller calls those.
     prefix_len : int Tensor [batch], or int
     positions : int Tensor [batch * most]
     most : int
         Each as `multi_item` has it.
     """
-    request = Request(options(*plain(asked)), *tables, names=names)
+    request = Request(asked.plain().checked(), *tables, names=names)
     request.lengths_on_host()
     require(positions is not None, "token_pos_in_items_ptr", None, "a tensor, with prefix_len_ptr")
     most, batch = int(number("token_pos_in_items_len", most)), request.batch_size

@@ -6,14 +6,10 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer._core.kv_layout import ragged_views
-from flashinfer.ops.attention.request import NVFP4
+from flashinfer.ops.attention.options import PlanOptions
 
-# What callers name the type.
-NVFP4_NAMES = (NVFP4, "nvfp4", "uint8")
-
-
-def as_slots(asked: tuple, tables: tuple) -> tuple[tuple, tuple]:
-    """Arguments of `options`, and tables in the order of `tables.NAMES`, of a ragged batch as those of a paged one.
+def as_slots(asked: PlanOptions, tables: tuple) -> tuple[PlanOptions, tuple]:
+    """Options, and tables in the order of `tables.NAMES`, of a ragged batch as those of a paged one.
 
     Waits for a kv_indptr on a device, since its last offset is the length of the page table.
     """
@@ -21,8 +17,7 @@ def as_slots(asked: tuple, tables: tuple) -> tuple[tuple, tuple]:
     count = int(kv_indptr[-1]) if kv_indptr.numel() else 0
     last = torch.ones(max(kv_indptr.numel() - 1, 0), dtype=torch.int32, device=kv_indptr.device)
     slots = torch.arange(count, dtype=torch.int32, device=kv_indptr.device)
-    # Source first, page_size sixth.
-    return ("paged", *asked[1:5], 1, *asked[6:]), (qo_indptr, kv_indptr, last, slots)
+    return asked._replace(source="paged", page_size=1), (qo_indptr, kv_indptr, last, slots)
 
 
 def slot_views(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:

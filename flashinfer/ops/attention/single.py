@@ -7,22 +7,22 @@ from functools import lru_cache, partial
 import torch
 
 from flashinfer._core import env
-from flashinfer._core.checks import number
 from flashinfer._core.kv_layout import check_layout, ragged_views
 from flashinfer.ops.attention import traced_single
 from flashinfer.ops.attention.batch import Batch, limits_of
 from flashinfer.ops.attention.kind import kind_of
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.nvfp4_rows import as_slots, slot_factors
+from flashinfer.ops.attention.options import NVFP4, PlanOptions, tile_rows
 from flashinfer.ops.attention.problem import Table, alibi_slopes
-from flashinfer.ops.attention.request import NVFP4, Request, options, tile_rows
+from flashinfer.ops.attention.request import Request
 
 
 def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=None, custom_mask=None,
                packed_custom_mask=None, kv_cache_sf=None, **others):  # fmt: skip
     """Attention of one request: q [rows, heads, dim], k and v as `kv_layout` says.
 
-    `call` are the arguments of Batch.run, `others` those of Options; kv_cache_sf are the factors of nvfp4 k and v.
+    `call` are the arguments of Batch.run, `others` fields of PlanOptions; kv_cache_sf are the factors of nvfp4 k and v.
 
     Returns out [rows, heads, dim], or (out, lse).
     """
@@ -32,8 +32,10 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
     check_layout(kv_layout)
     rows = ragged_views(k, v, kv_layout)
     packed = 2 if k.dtype == NVFP4 else 1
-    asked = (
-        "ragged", q.shape[1], rows[0].shape[1], q.shape[2], packed * rows[1].shape[2], 0, q.dtype, k.dtype, o_dtype,
+    asked = PlanOptions(
+        source="ragged", num_qo_heads=q.shape[1], num_kv_heads=rows[0].shape[1], head_dim_qk=q.shape[2],
+        head_dim_vo=packed * rows[1].shape[2], page_size=0, q_dtype=q.dtype, kv_dtype=k.dtype, o_dtype=o_dtype,
+        **others,
     )  # fmt: skip
     tables = _indptr(q.shape[0], q.device), _indptr(rows[0].shape[0], q.device), None, None
     if k.dtype == NVFP4:
@@ -42,7 +44,7 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
         rows = tuple(t.unsqueeze(1) for t in rows)
     if kv_cache_sf is not None:
         call = call | slot_factors(kv_cache_sf, kv_layout)
-    asked, table = options(*asked, **_plain(others)), Table(*tables)
+    asked, table = asked.plain().checked(), Table(*tables)
     request = Request(
         asked, None, table.kv_indptr, table.last_page_len, table.kv_indices, custom_mask, packed_custom_mask,
         q_len=q.shape[0], rows=q.shape[0], kv_entries=rows[0].shape[0],
@@ -57,11 +59,6 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
     batch = Batch(kind, scratch, slopes, env.DEBUG.is_on())
     batch.fill(request, table, limits_of(request, table))
     return batch.run(q, rows, lambda pair: pair, **call)
-
-
-def _plain(others: dict) -> dict:
-    """The fields of Options that are numbers in tensors of one element, as numbers."""
-    return {name: number(name, value) for name, value in others.items()}
 
 
 def _indptr(rows: int, device: torch.device) -> torch.Tensor:

@@ -13,8 +13,9 @@ from flashinfer._core.checks import require
 from flashinfer.ops.attention.batch import Batch
 from flashinfer.ops.attention.kind import kind_of
 from flashinfer.ops.attention.masks import custom_mask_table
+from flashinfer.ops.attention.options import PlanOptions, tile_rows
 from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import Options, Request, tile_rows
+from flashinfer.ops.attention.request import Request
 from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.variants import AttentionVariant
 
@@ -135,7 +136,7 @@ def block_mask_bits(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
     return flat
 
 
-def plan_blocks(asked: Options, blocks: Blocks, device: torch.device, backend: str, given: torch.Tensor,
+def plan_blocks(asked: PlanOptions, blocks: Blocks, device: torch.device, backend: str, given: torch.Tensor,
                 custom_mask=None, packed_custom_mask=None) -> Batch:  # fmt: skip
     """The planned batch of block rows.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 
@@ -31,24 +31,38 @@ class Limits(NamedTuple):
         return self.q_rows >= 0 and self.kv_tokens >= 0
 
 
-@dataclass(frozen=True)
-class SplitPolicy:
-    """How the keys of requests are divided into splits, each of which is a work item of every tile of its request.
-
-    A config states the first four. `on` adds what the chip, the KV heads and the plan ask for; the default of these
-    leaves every request whole.
+@dataclass(frozen=True, kw_only=True)
+class SplitKnobs:
+    """What a kernel's config states of splits: the config of every attention kernel has these fields.
 
     Attributes
     ----------
     programs_per_sm : int
         Work items that should be in flight on one multiprocessor: what keys are split for.
-    least : int
+    least_split : int
         Keys that a split should have at least, however idle the chip.
     least_alone : int
         The same where each split has a multiprocessor for itself; 0 for no other.
     whole : int
         Requests of up to so many keys are not split where they keep two thirds of the chip busy
         (_device/schedule.py); 0 for none.
+    """
+
+    programs_per_sm: int = 1
+    least_split: int = 0
+    least_alone: int = 0
+    whole: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPolicy(SplitKnobs):
+    """How the keys of requests are divided into splits, each of which is a work item of every tile of its request.
+
+    To a config's knobs `of` adds what the chip, the KV heads and the plan ask for; by default every request stays
+    whole.
+
+    Attributes
+    ----------
     share : int
         Work items per KV head that fill the chip: the keys of all tiles over it are the length of a split.
     abreast : int
@@ -57,25 +71,22 @@ class SplitPolicy:
         Keys of every split but a request's last, whatever else is in the batch; 0 for splits by `share`.
     """
 
-    programs_per_sm: int = 1
-    least: int = 0
-    least_alone: int = 0
-    whole: int = 0
     share: int = 0
     abreast: int = 0
     fixed: int = 0
 
-    def on(self, sms: int, kv_heads: int, grain: int, fixed_split_size: int | None) -> SplitPolicy:
+    @classmethod
+    def of(cls, knobs: SplitKnobs, sms: int, kv_heads: int, grain: int, fixed_split_size: int | None) -> SplitPolicy:
         """The policy of a chip of `sms` multiprocessors. Splits are multiples of `grain` keys, a step of the kernel.
 
         With 132 multiprocessors, 2 programs on each and 8 KV heads, share is 33 and abreast 17; a fixed_split_size of
         100 keys in steps of 64 is 128.
         """
+        stated = {field.name: getattr(knobs, field.name) for field in fields(SplitKnobs)}
         if fixed_split_size:
             # Whole steps, so that splits of paged keys begin where a page does.
-            return replace(self, whole=0, fixed=-(-fixed_split_size // grain) * grain)
-        share = -(-sms * self.programs_per_sm // kv_heads)
-        return replace(self, share=share, abreast=-(-sms // kv_heads))
+            return cls(**stated, fixed=-(-fixed_split_size // grain) * grain)
+        return cls(**stated, share=-(-sms * knobs.programs_per_sm // kv_heads), abreast=-(-sms // kv_heads))
 
 
 def capacity(policy: SplitPolicy, group: int, tile_rows: int, limits: Limits) -> tuple[int, int]:

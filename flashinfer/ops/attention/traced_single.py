@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from flashinfer._core.custom_op import custom_op
-from flashinfer.ops.attention.request import default_o_dtype
+from flashinfer.ops.attention.options import default_o_dtype
 from flashinfer.ops.attention.variants import AttentionVariant, find
 
 

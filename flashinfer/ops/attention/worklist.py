@@ -76,7 +76,7 @@ class WorkList:
     problem, config
         Of the kernel that reads it.
     policy : SplitPolicy
-        As `SplitPolicy.on` gives it.
+        As `SplitPolicy.of` gives it.
     limits : Limits
         Bounds of the batches that it is made for. There is room for larger ones: batches grow.
     num_kv_heads : int
@@ -166,7 +166,7 @@ class WorkList:
         arguments = (
             self.items, self.counts, self.arrivals, *table.lengths(), table.batch_size, table.q_len, table.kv_stride,
             self.num_kv_heads, problem.group, config.block_m, max(problem.page_size, 1), self._window_left,
-            config.block_n, policy.least, policy.least_alone or policy.least, policy.share, policy.whole,
+            config.block_n, policy.least_split, policy.least_alone or policy.least_split, policy.share, policy.whole,
             policy.abreast, policy.fixed,
         )  # fmt: skip
         return kernel.hold((table.batch_size, 1, 1), arguments, LENGTHS)

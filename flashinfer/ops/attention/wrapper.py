@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
@@ -19,8 +19,9 @@ from flashinfer.ops.attention.captured import Captured
 from flashinfer.ops.attention.kind import Kind, kind_of, means
 from flashinfer.ops.attention.lse_form import in_form
 from flashinfer.ops.attention.masks import custom_mask_table
+from flashinfer.ops.attention.options import NVFP4_NAMES, PlanOptions, tile_rows
 from flashinfer.ops.attention.problem import Table, alibi_slopes
-from flashinfer.ops.attention.request import NVFP4, Options, Request, options, plain, tile_rows
+from flashinfer.ops.attention.request import Request
 from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.tables import KV_INDICES, LENGTHS, NAMES, QO_INDPTR, Stage
 from flashinfer.ops.attention.variants import AttentionVariant
@@ -131,14 +132,14 @@ class AttentionWrapper(Captured, Replaceable):
             self._scratch = torch.empty(count, dtype=torch.uint8, device=self.device)
         return self._scratch[:count]
 
-    def _plan(self, asked: tuple, tables: tuple, *, q_len: int = 0, longest_q: int = 0, likely_q: int = 0,
+    def _plan(self, options: PlanOptions, tables: tuple, *, q_len: int = 0, longest_q: int = 0, likely_q: int = 0,
               custom_mask=None, packed_custom_mask=None) -> None:  # fmt: skip
         """Plan a batch from tables.
 
         Parameters
         ----------
-        asked : tuple
-            The arguments of `options` by position.
+        options : PlanOptions
+            As the caller has them.
         tables : tuple of Tensor
             qo_indptr, kv_indptr, last_page_len or numbers of keys, kv_indices; None for what the batch does not have.
         q_len, longest_q, custom_mask, packed_custom_mask
@@ -148,17 +149,16 @@ class AttentionWrapper(Captured, Replaceable):
         """
         if self._on_gpu and torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
-                return self._plan(asked, tables, q_len=q_len, longest_q=longest_q, likely_q=likely_q,
+                return self._plan(options, tables, q_len=q_len, longest_q=longest_q, likely_q=likely_q,
                                   custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)  # fmt: skip
         masked = custom_mask is not None or packed_custom_mask is not None
-        if torch.Tensor in map(type, asked):
-            asked = plain(asked)
-        asked = asked, q_len, longest_q, likely_q, self._backend, masked
+        options = options.plain()
+        asked = options, q_len, longest_q, likely_q, self._backend, masked
         if self._last is not None and asked == self._asked[0] and self._plan_again(tables):
             return
         lens, by_keys = tables[LENGTHS], self._lengths_in_tokens
         request = Request(
-            self._options(asked[0]), *tables[:LENGTHS], None if by_keys else lens, tables[KV_INDICES], custom_mask,
+            self._checked(options), *tables[:LENGTHS], None if by_keys else lens, tables[KV_INDICES], custom_mask,
             packed_custom_mask, q_len, longest_q, kv_lens=lens if by_keys else None, names=self._names,
         )  # fmt: skip
         counts = request.lengths_on_host()
@@ -212,15 +212,10 @@ class AttentionWrapper(Captured, Replaceable):
             what = tables, stage, tile_q, self._base
             self._last = LastFixedPlan(*what, self._tables_fixed) if self._use_cuda_graph else LastPlan(*what)
 
-    def _options(self, asked: tuple) -> Options:
-        chosen = options(*asked)
-        if self._variant is not None:
-            chosen = _with_variant(chosen, self._variant)
-        if self._mixed:
-            chosen = _taking_turns(chosen)
-        if self._backend == "trtllm-gen" and chosen.kv_dtype == NVFP4:
-            chosen = _interleaved(chosen)
-        return chosen
+    def _checked(self, options: PlanOptions) -> PlanOptions:
+        """Options of a plan with what the wrapper adds."""
+        interleaved = self._backend == "trtllm-gen" and options.kv_dtype in NVFP4_NAMES
+        return options.changed(variant=self._variant, mixed=self._mixed, interleaved=interleaved)
 
     def _take_up(self, kind: Kind, request: Request, table: Table, limits: Limits, stream: int | None) -> None:
         """Make the batch of a plan, in buffers of earlier ones where they suffice."""
@@ -261,7 +256,7 @@ class AttentionWrapper(Captured, Replaceable):
             self._last_kind[1].expect(self._tells_lse)
         return self._last_kind[1]
 
-    def _new_kind(self, options: Options, rows: int, custom: bool, backend: str) -> Kind:
+    def _new_kind(self, options: PlanOptions, rows: int, custom: bool, backend: str) -> Kind:
         return kind_of(options, rows, custom, self.device, backend)
 
     def _look_at_stream(self, counts: tuple[int, ...]) -> int | None:
@@ -332,7 +327,7 @@ class AttentionWrapper(Captured, Replaceable):
                 self._uniform[key] = indptr
         return indptr
 
-    def _slopes(self, options: Options, stream: int | None) -> torch.Tensor:
+    def _slopes(self, options: PlanOptions, stream: int | None) -> torch.Tensor:
         key = options.num_qo_heads, stream
         if key not in self._alibi:
             require(not self._capturing, "pos_encoding_mode", "ALIBI in a captured stream", "a plan before the capture")
@@ -401,7 +396,7 @@ class AttentionWrapper(Captured, Replaceable):
         masked = current.table.mask is not None
         if means(current.kind, changes, masked):
             return
-        base, changed = self._base, replace(current.options, **changes)
+        base, changed = self._base, current.options.changed(**changes)
         kind = kind_of(changed, base.kind.problem.rows, masked, self.device, self._backend)
         stream = self._look_at_stream(())
         # As for a plan: on another stream, or in a capture, it gets buffers of its own, which serve no other.
@@ -417,21 +412,6 @@ class AttentionWrapper(Captured, Replaceable):
 
     def end_forward(self) -> None:
         """Kept for callers of older versions; there is nothing to release."""
-
-
-@lru_cache(maxsize=1024)
-def _taking_turns(options: Options) -> Options:
-    return replace(options, mixed=True)
-
-
-@lru_cache(maxsize=1024)
-def _interleaved(options: Options) -> Options:
-    return replace(options, interleaved=True)
-
-
-@lru_cache(maxsize=1024)
-def _with_variant(options: Options, variant: AttentionVariant) -> Options:
-    return replace(options, variant=variant)
 
 
 def ragged_pair(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:

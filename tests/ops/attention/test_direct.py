@@ -5,8 +5,8 @@ import torch
 
 from flashinfer._core.kv_layout import paged_views, ragged_views
 from flashinfer.ops.attention.direct import block_table, run_direct
+from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import options
 from flashinfer.testing import generate
 from tests.ops.attention.cases import backends, check
 from tests.ops.attention.oracle import Options
@@ -30,10 +30,11 @@ def lens(values, device):
 
 
 def run(x, table, kv, views, backend, *, page_size=0, longest_q=0, o: Options, **call):
-    asked = options(
-        "paged" if page_size else "ragged", x.q.shape[1], x.k.shape[1], x.q.shape[2], x.v.shape[2], page_size,
-        q_data_type=x.q.dtype, kv_data_type=x.k.dtype, causal=o.causal, window_left=o.window_left,
-    )  # fmt: skip
+    asked = PlanOptions(
+        source="paged" if page_size else "ragged", num_qo_heads=x.q.shape[1], num_kv_heads=x.k.shape[1],
+        head_dim_qk=x.q.shape[2], head_dim_vo=x.v.shape[2], page_size=page_size, q_dtype=x.q.dtype,
+        kv_dtype=x.k.dtype, causal=o.causal, window_left=o.window_left,
+    ).checked()  # fmt: skip
     return run_direct(
         asked, table, x.q, kv, views, kv_tokens=4096, longest_q=longest_q, backend=backend, return_lse=True, **call
     )

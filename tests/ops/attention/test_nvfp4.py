@@ -10,7 +10,7 @@ from flashinfer._core.checks import UnsupportedConfig
 from flashinfer._core.kv_layout import paged_views
 from flashinfer.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from flashinfer.ops.attention.direct import block_table, run_direct
-from flashinfer.ops.attention.request import options
+from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.page import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
 from flashinfer.prefill import trtllm_batch_context_with_kv_cache
 from flashinfer.quantization import nvfp4_kv_quantize, nvfp4_quantize_paged_kv_cache
@@ -144,7 +144,7 @@ def test_interleaved_factors(dim, layout, device):
     scales = dict(k_scale=extras.k_scale, v_scale=extras.v_scale)
     check(run_decode(x, paged, factors, "trtllm-gen", **scales), x, Options(), extras)
     table = block_table(blocks(paged, KV, 9), lens(KV, device), q_len=1)
-    asked = options("paged", 6, 2, dim, dim, 8, q_data_type=HALF, kv_data_type=torch.uint8, interleaved=True)
+    asked = PlanOptions("paged", 6, 2, dim, dim, 8, HALF, torch.uint8, interleaved=True).checked()
     k_factors, v_factors = paged_views(factors, layout)
     for backend in backends(device):
         result = run_direct(
@@ -241,9 +241,9 @@ def test_bad_input(device):
     with pytest.raises(ValueError, match="^k: got torch.uint8"):
         decode(factors, dict(kv_data_type=HALF))
     with pytest.raises(ValueError, match="^head_dim_qk: got 72"):
-        options("paged", 2, 2, 72, 64, 8, q_data_type=HALF, kv_data_type="nvfp4")
+        PlanOptions("paged", 2, 2, 72, 64, 8, HALF, "nvfp4").checked()
     with pytest.raises(ValueError, match="^page_size: got 5"):
-        options("paged", 2, 2, 64, 64, 5, q_data_type=HALF, kv_data_type="nvfp4", interleaved=True)
+        PlanOptions("paged", 2, 2, 64, 64, 5, HALF, "nvfp4", interleaved=True).checked()
     with pytest.raises(ValueError, match="^k: got torch.uint8"):
         flashinfer.single_decode_with_kv_cache(x.q[0], k[0], v[0])
     half = generate.paged(x, 8)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashinfer
-from flashinfer.ops.attention.split import Limits, SplitPolicy, capacity
+from flashinfer.ops.attention.split import Limits, SplitKnobs, SplitPolicy, capacity
 from flashinfer.testing.compare import assert_close
 
 
@@ -21,7 +21,7 @@ def made(policy, group, tile_rows, grain, lengths):
         if policy.fixed:
             splits = max(ceil(keys / policy.fixed), 1)
         elif policy.share:
-            length = max(grain * ceil(ceil(total / policy.share) / grain), policy.least, 1)
+            length = max(grain * ceil(ceil(total / policy.share) / grain), policy.least_split, 1)
             splits = max(floor(keys / length + 0.5), 1)
             splits = max(ceil(keys / (grain * max(ceil(keys / splits / grain), 1))), 1)
         else:
@@ -33,7 +33,7 @@ def made(policy, group, tile_rows, grain, lengths):
 
 policies = st.one_of(
     st.just(SplitPolicy()),
-    st.builds(SplitPolicy, share=st.integers(1, 300), least=st.sampled_from((0, 16, 256))),
+    st.builds(SplitPolicy, share=st.integers(1, 300), least_split=st.sampled_from((0, 16, 256))),
     st.builds(SplitPolicy, fixed=st.sampled_from((16, 64, 1024))),
 )
 requests = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 5000)), min_size=1, max_size=12)
@@ -79,8 +79,8 @@ def test_as_many_rows_as_requests_are_not_one_query_each(device):
 
 @pytest.mark.parametrize("sms, programs, kv_heads, share, abreast", ((132, 2, 8, 33, 17), (132, 1, 132, 1, 1)))
 def test_policy_of_a_chip(sms, programs, kv_heads, share, abreast):
-    policy = SplitPolicy(programs_per_sm=programs, least=256, whole=1024)
-    on = policy.on(sms, kv_heads, 64, None)
-    assert (on.share, on.abreast, on.fixed, on.least, on.whole) == (share, abreast, 0, 256, 1024)
-    fixed = policy.on(sms, kv_heads, 64, 100)
+    policy = SplitKnobs(programs_per_sm=programs, least_split=256, whole=1024)
+    on = SplitPolicy.of(policy, sms, kv_heads, 64, None)
+    assert (on.share, on.abreast, on.fixed, on.least_split, on.whole) == (share, abreast, 0, 256, 1024)
+    fixed = SplitPolicy.of(policy, sms, kv_heads, 64, 100)
     assert (fixed.fixed, fixed.share) == (128, 0)

@@ -21,7 +21,7 @@ from flashinfer.ops.attention.split import Limits, SplitPolicy
 from flashinfer.testing import generate
 
 CONFIG = Config(block_m=16, block_n=16, num_warps=4, num_stages=2, native_fp8=False, combine_pieces=16, combine_rows=1,
-                split=SplitPolicy(programs_per_sm=2))  # fmt: skip
+                programs_per_sm=2)  # fmt: skip
 
 
 def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=None, form=("indptr", "indptr"),
@@ -38,7 +38,7 @@ def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=No
     assert table.batch_size == len(q_lens)
     limits = Limits(len(q_lens), sum(q_lens), sum(kv_lens), max(q_lens))
     scratch = lambda count: torch.empty(count, dtype=torch.uint8, device=device)
-    how = how if how.least else replace(how, least=16)
+    how = how if how.least_split else replace(how, least_split=16)
     made = worklist.WorkList(problem, CONFIG, how, limits, 1, scratch, device, window, mixed)
     made.items.fill_(-7)
     made.arrivals.fill_(-7)
@@ -213,7 +213,7 @@ def test_decode_leaves_two_thirds_of_the_multiprocessors_busy(sms, kv_heads, bat
     problem = Problem("paged", "bf16", "bf16", "bf16", 128, 128, 4, page_size=16, rows=16)
     chip = replace(named("90a"), sms=sms)
     config = choose(problem, chip)
-    how = config.split.on(sms, kv_heads, config.block_n, None)
+    how = SplitPolicy.of(config, sms, kv_heads, config.block_n, None)
     assert bool(stay_whole([1024] * batch, how.whole, how.abreast)) == whole
     assert not stay_whole([1025] * batch, how.whole, how.abreast)
 
@@ -223,7 +223,8 @@ def test_decode_leaves_two_thirds_of_the_multiprocessors_busy(sms, kv_heads, bat
     ([160], 32), ([192], 32), ([96, 96], 32), ([240], 48), ([384], 64), ([700], 64), ([1200], 112), ([3000, 5], 256),
 ))  # fmt: skip
 def test_pieces_are_short_where_each_is_alone_on_a_multiprocessor(kv_lens, longest, device):
-    made = schedule([1] * len(kv_lens), kv_lens, device, how=SplitPolicy(share=12, abreast=6, least=64, least_alone=32))
+    how = SplitPolicy(share=12, abreast=6, least_split=64, least_alone=32)
+    made = schedule([1] * len(kv_lens), kv_lens, device, how=how)
     check([1] * len(kv_lens), kv_lens, made, 2, -1)
     items = int(made.counts)
     assert max(r[6] - r[5] for r in made.items.view(-1, 16)[:items].tolist()) == longest

@@ -5,7 +5,6 @@ from __future__ import annotations
 from flashinfer._core.target import Target
 from flashinfer.ops.attention.config import SIZE, Config, refuses_everywhere
 from flashinfer.ops.attention.problem import Problem
-from flashinfer.ops.attention.split import SplitPolicy
 
 
 def _power(n: int) -> int:
@@ -67,15 +66,13 @@ def choose(p: Problem, target: Target) -> Config:
         native_fp8=target.capability >= 89,
         combine_pieces=pieces,
         combine_rows=rows,
-        split=SplitPolicy(
-            programs_per_sm=4 if narrow else 2,
-            # Halving a split of 256 keys saves less than the combination of twice as many splits costs: 1 x 4096 takes
-            # 12.3 us with it and 13.1 with 128; but 1 x 2048 with 2 KV heads, where multiprocessors are left over, 7.6
-            # and 7.2 (an H100; with 64 keys 8.45).
-            least=256,
-            least_alone=128,
-            # 16 x 1024 in 28.4 us, not 29.6, and 12 x 1024 in 23.8, not 25.95 (an H100). FP8 was not tried.
-            whole=1024 if warps_n == 4 else 0,
-        ),
+        programs_per_sm=4 if narrow else 2,
+        # Halving a split of 256 keys saves less than the combination of twice as many splits costs: 1 x 4096 takes
+        # 12.3 us with it and 13.1 with 128; but 1 x 2048 with 2 KV heads, where multiprocessors are left over, 7.6 and
+        # 7.2 (an H100; with 64 keys 8.45).
+        least_split=256,
+        least_alone=128,
+        # 16 x 1024 in 28.4 us, not 29.6, and 12 x 1024 in 23.8, not 25.95 (an H100). FP8 was not tried.
+        whole=1024 if warps_n == 4 else 0,
         pdl=target.capability >= 90,
     )

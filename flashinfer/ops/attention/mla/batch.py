@@ -9,15 +9,15 @@ from functools import lru_cache
 import torch
 
 from flashinfer._core.alike import like
-from flashinfer._core.checks import as_dtype, dtype_name, is_aligned, require
+from flashinfer._core.checks import dtype_name, is_aligned, require
 from flashinfer._core.dispatch import Choice
 from flashinfer._core.target import Target, target_of
 from flashinfer.ops.attention.batch import Batch, Call, facts
 from flashinfer.ops.attention.kind import expect_kernels
 from flashinfer.ops.attention.mla import mla
 from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
-from flashinfer.ops.attention.problem import FP8, LATENT_Q_DTYPES, Scalars
-from flashinfer.ops.attention.request import Options, default_o_dtype
+from flashinfer.ops.attention.options import PlanOptions
+from flashinfer.ops.attention.problem import Scalars
 from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.variants import identity_of
 
@@ -25,44 +25,10 @@ from flashinfer.ops.attention.variants import identity_of
 _NONE = (None,) * 4
 
 
-@dataclass(frozen=True)
-class LatentOptions(Options):
-    """Options of latent attention: num_kv_heads is 1, head_dim_vo is head_dim_ckv, head_dim_qk that + head_dim_kpe.
-
-    `sparse`, `first` and `first_page` are as in the Problem.
-    """
-
-    sparse: bool = False
-    first: int = 0
-    first_page: int = 0
-
-    @property
-    def dtypes(self) -> tuple[tuple[str, ...], ...]:
-        return LATENT_Q_DTYPES, FP8
-
-    @property
-    def head_dim_kpe(self) -> int:
-        return self.head_dim_qk - self.head_dim_vo
-
-
-@lru_cache(maxsize=1024)
-def latent_options(
-    num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, q_dtype, kv_dtype=None, o_dtype=None, **others
-) -> LatentOptions:
-    """LatentOptions of public arguments: dtypes or their names, q's defaulting to float16 and kv's to q's."""
-    require(1 <= num_heads <= 128, "num_heads", num_heads, "1 ... 128")
-    require(head_dim_kpe >= 0, "head_dim_kpe", head_dim_kpe, "at least 0")
-    q_dtype = as_dtype(q_dtype, torch.float16)
-    return LatentOptions(
-        "paged", num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv, page_size, q_dtype,
-        as_dtype(kv_dtype, q_dtype), default_o_dtype(q_dtype, o_dtype), **others,
-    )  # fmt: skip
-
-
 class LatentKind:
     """What all batches of the same options and tile share: to latent attention what Kind is to the others."""
 
-    def __init__(self, options: LatentOptions, rows: int, device: torch.device, backend: str):
+    def __init__(self, options: PlanOptions, rows: int, device: torch.device, backend: str):
         self.options = options
         self.device = device
         self._backend = backend
@@ -98,7 +64,7 @@ class LatentKind:
         return kernel, self.latest
 
 
-def latent_kind(options: LatentOptions, rows: int, device: torch.device, backend: str) -> LatentKind:
+def latent_kind(options: PlanOptions, rows: int, device: torch.device, backend: str) -> LatentKind:
     return _latent_kind(options, rows, device, backend, target_of(device))
 
 

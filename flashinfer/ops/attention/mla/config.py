@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from flashinfer._core.target import Target
 from flashinfer.ops.attention.config import SIZE, Config
 from flashinfer.ops.attention.problem import FP8, LATENT_Q_DTYPES, wrong_dtype
-from flashinfer.ops.attention.split import SplitPolicy
+from flashinfer.ops.attention.split import SplitKnobs
 
 
 def padded(n: int) -> int:
@@ -62,7 +62,8 @@ def choose(p, target: Target) -> Config:
         combine_pieces=pieces,
         combine_rows=rows,
         # A split's partial result is block_m x 512 float32, as much as so many keys in bf16.
-        split=SplitPolicy(programs_per_sm=2 if block_m == 16 else 1, least=max(64, 2 * block_m)),
+        programs_per_sm=2 if block_m == 16 else 1,
+        least_split=max(64, 2 * block_m),
     )
 
 
@@ -89,7 +90,7 @@ def refuses(p, target: Target) -> str:
 
 
 @dataclass(frozen=True)
-class Sm90Config:
+class Sm90Config(SplitKnobs):
     """How the Hopper kernel is cut.
 
     Attributes
@@ -100,8 +101,8 @@ class Sm90Config:
         Whether keys come row by row, and not in boxes: for tokens by name, pages that make none, and FP8.
     registers, copy_registers : int
         Of a thread of the warpgroups that compute, and of the warps that copy.
-    split : SplitPolicy
-        How keys are divided, and how many persistent blocks of threads a multiprocessor has.
+    programs_per_sm, least_split, least_alone, whole : int
+        How keys are divided: `SplitKnobs`. Persistent blocks of a multiprocessor are programs_per_sm, too.
     combine_pieces, combine_rows, combine_parts, combine_programs : int
         Of the combination: partial results of a row that are read at a time, rows where there are so many times fewer,
         parts of a row where there are more, and programs on a multiprocessor.
@@ -115,7 +116,6 @@ class Sm90Config:
     gather: bool
     registers: int
     copy_registers: int
-    split: SplitPolicy
     combine_pieces: int
     combine_rows: int
     combine_parts: int
@@ -137,7 +137,8 @@ def choose_sm90(p, target: Target) -> Sm90Config:
         registers=240 if boxes else 208 if widened else 216,
         copy_registers=32 if boxes else 96 if widened else 72,
         # A split's partial result is 64 x 512 float32, as much as 114 keys; two steps fill the pipeline.
-        split=SplitPolicy(programs_per_sm=1, least=256),
+        programs_per_sm=1,
+        least_split=256,
         # 64 registers of each of 64 threads, and as many programs as have room beside each other.
         combine_pieces=8,
         combine_rows=4,

@@ -9,9 +9,10 @@ from functools import lru_cache, partial
 import torch
 
 from flashinfer._core import env, workspace
-from flashinfer.ops.attention.mla.batch import Factors, LatentBatch, LatentKind, LatentOptions, latent_kind
+from flashinfer.ops.attention.mla.batch import Factors, LatentBatch, LatentKind, latent_kind
+from flashinfer.ops.attention.options import PlanOptions, tile_rows
 from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import Request, tile_rows
+from flashinfer.ops.attention.request import Request
 from flashinfer.ops.attention.split import Limits
 
 # Batches kept per thread: an engine's kinds on its streams.
@@ -20,7 +21,7 @@ _MOST_KEPT = 64
 _kept = threading.local()
 
 
-def run_latent(asked: LatentOptions, table: Table, q_nope, q_pe, ckv, kpe, factors: Factors, *, longest_q: int = 1,
+def run_latent(asked: PlanOptions, table: Table, q_nope, q_pe, ckv, kpe, factors: Factors, *, longest_q: int = 1,
                given: torch.Tensor | None = None, backend: str = "auto", **call):  # fmt: skip
     """Latent attention of a batch that only the device knows. Nothing waits for it, so a CUDA graph can capture it.
 
@@ -29,7 +30,7 @@ def run_latent(asked: LatentOptions, table: Table, q_nope, q_pe, ckv, kpe, facto
 
     Parameters
     ----------
-    asked : LatentOptions
+    asked : PlanOptions
     table : Table
         On q's device; read at every call, and by a captured graph at every replay.
     q_nope, q_pe, ckv, kpe, factors

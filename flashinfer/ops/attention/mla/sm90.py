@@ -109,7 +109,7 @@ class Bound:
             *x.out.stride()[:2], x.sm_scale, x.out_scale, x.pe_ratio,
         )  # fmt: skip
         kernel = attend_latent_sm90.prepare(p, c, self._device)
-        grid = (min(self._sms * c.split.programs_per_sm, s.max_items), 1, 1)
+        grid = (min(self._sms * c.programs_per_sm, s.max_items), 1, 1)
         attend = kernel.hold(grid, values, ("q_nope", "q_pe", "ckv_map", "kpe_map", "out", "lse", "kv_indices"))
         if not p.split:
             return attend

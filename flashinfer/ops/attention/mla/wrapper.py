@@ -7,9 +7,10 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer.ops.attention.direct import block_table
 from flashinfer.ops.attention.engine import flat_integers, integers
-from flashinfer.ops.attention.mla.batch import LatentBatch, LatentKind, LatentOptions, latent_kind, latent_options
+from flashinfer.ops.attention.mla.batch import LatentBatch, LatentKind, latent_kind
+from flashinfer.ops.attention.options import PlanOptions, tile_rows
 from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import Request, tile_rows
+from flashinfer.ops.attention.request import Request
 from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
@@ -41,7 +42,7 @@ class LatentWrapper(AttentionWrapper):
         if fixed is not None:
             self._shown.kv_lens = fixed[2]
 
-    def _plan_blocks(self, asked: LatentOptions, block_tables, seq_lens, cum_seq_lens_q, longest_q: int) -> None:
+    def _plan_blocks(self, asked: PlanOptions, block_tables, seq_lens, cum_seq_lens_q, longest_q: int) -> None:
         """Plan a batch of a rectangular block table on the device; it is read where it is, at every run."""
         if self._on_gpu and torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
@@ -60,11 +61,7 @@ class LatentWrapper(AttentionWrapper):
     def _new_batch(self, kind: LatentKind, stream: int | None) -> LatentBatch:
         return LatentBatch(kind, self._partials, None, self._debug)
 
-    def _options(self, asked: tuple) -> LatentOptions:
-        *sizes_and_types, causal, sm_scale = asked
-        return latent_options(*sizes_and_types, causal=causal, sm_scale=sm_scale, variant=self._variant)
-
-    def _new_kind(self, options: LatentOptions, rows: int, custom: bool, backend: str) -> LatentKind:
+    def _new_kind(self, options: PlanOptions, rows: int, custom: bool, backend: str) -> LatentKind:
         return latent_kind(options, rows, self.device, backend)
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from flashinfer._core.target import Target
 from flashinfer.ops.attention.problem import Problem
-from flashinfer.ops.attention.split import SplitPolicy
+from flashinfer.ops.attention.split import SplitKnobs
 
 
 @dataclass(frozen=True)
-class Sm90Config:
+class Sm90Config(SplitKnobs):
     """How the kernel is cut.
 
     Attributes
@@ -27,8 +27,8 @@ class Sm90Config:
         Whether keys and values come row by row through cp.async, and not in boxes: for pages that make none.
     registers, copy_registers : int
         Of a thread of the warpgroups that compute, and of the warps that copy.
-    split : SplitPolicy
-        How keys are divided, and how many persistent blocks a multiprocessor has.
+    programs_per_sm, least_split, least_alone, whole : int
+        How keys are divided: `SplitKnobs`. Persistent blocks of a multiprocessor are programs_per_sm, too.
     turn_warps : int
         Warps that turn tiles of FP8 values, so that keys are contiguous; 0 for other types.
     transform : bool
@@ -44,7 +44,6 @@ class Sm90Config:
     gather: bool
     registers: int
     copy_registers: int
-    split: SplitPolicy
     turn_warps: int = 0
     transform: bool = False
     wide: bool = False
@@ -116,7 +115,8 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         registers=registers,
         copy_registers=copy_registers,
         # A tile costs about four blocks of keys of its own.
-        split=SplitPolicy(programs_per_sm=1, least=512),
+        programs_per_sm=1,
+        least_split=512,
         turn_warps=2 if fp8 else 0,
     )
 

@@ -83,7 +83,7 @@ class Bound:
 
     def __init__(self, p: Problem, c: Sm90Config, device: torch.device):
         self._p, self._c, self._device = p, c, device
-        self._blocks = target_of(device).sms * c.split.programs_per_sm
+        self._blocks = target_of(device).sms * c.programs_per_sm
         attend_sm90.prepare(p, c, device)
 
     def hold(self, x: Inputs) -> Callable[..., None]:

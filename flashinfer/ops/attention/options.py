@@ -1,0 +1,201 @@
+"""What a plan asks for beside its tables: one record, checked once for every distinct set of values."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from numbers import Integral, Real
+from typing import NamedTuple
+
+import torch
+
+from flashinfer._core.checks import as_dtype, dtype_name, number, require
+from flashinfer.ops.attention.problem import FP8, LATENT_Q_DTYPES, NARROW, POS_ENCODINGS, Q_DTYPES, wrong_dtype
+from flashinfer.ops.attention.variants import AttentionVariant
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# What nvfp4 is stored as, two e2m1 a byte, and what callers name it.
+NVFP4 = torch.uint8
+NVFP4_NAMES = (NVFP4, "nvfp4", "uint8")
+
+
+class PlanOptions(NamedTuple):
+    """What a batch is asked for beside its tables, in the names of the public API, or as `checked` gives it.
+
+    A public function builds it by keywords from its own arguments: dtypes may be names, kv_dtype None is q's, o_dtype
+    None is q's (bfloat16 for FP8), head_dim_vo None is head_dim_qk, numbers may be in tensors of one element. `checked`
+    has all of these resolved.
+
+    Attributes
+    ----------
+    source : str
+        "paged", "ragged" or "latent". A ragged batch has page_size 0. A latent one is paged and has num_kv_heads 1,
+        head_dim_vo = head_dim_ckv and head_dim_qk = head_dim_ckv + head_dim_kpe.
+    kv_dtype : dtype
+        uint8 is nvfp4.
+    interleaved : bool
+        The factors of nvfp4 V lie in the page of each head as TensorRT-LLM's generated kernels read them: token
+        4 i + t's factor f is where token 4 i + (4 f + t) div (head_dim / 16) would have factor (4 f + t) mod
+        (head_dim / 16). With head_dim 64, factor 1 of token 2 is at factor 2 of token 1.
+    mixed : bool
+        Prefills stand first in the batch and decodes last, and their tiles take turns.
+    sparse, first, first_page
+        Of latent attention, as its Problem has them.
+    """
+
+    source: str
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int | None
+    page_size: int
+    q_dtype: torch.dtype | str | None
+    kv_dtype: torch.dtype | str | None = None
+    o_dtype: torch.dtype | str | None = None
+    causal: bool = False
+    window_left: int = -1
+    logits_soft_cap: float | None = None
+    sm_scale: float | None = None
+    pos_encoding_mode: str = "NONE"
+    rope_scale: float | None = None
+    rope_theta: float | None = None
+    fixed_split_size: int | None = None
+    disable_split_kv: bool = False
+    variant: AttentionVariant | None = None
+    interleaved: bool = False
+    mixed: bool = False
+    sparse: bool = False
+    first: int = 0
+    first_page: int = 0
+
+    def plain(self) -> PlanOptions:
+        """Numbers in place of tensors of one element. Waits for those on a device."""
+        if torch.Tensor not in map(type, self):
+            return self
+        return PlanOptions(**{name: number(name, value) for name, value in self._asdict().items()})
+
+    def checked(self) -> PlanOptions:
+        """The same with defaults and dtypes resolved; ValueError for what is out of its range, by name."""
+        return _checked(*self)
+
+    def changed(self, **changes) -> PlanOptions:
+        """Checked options with other values of some fields."""
+        return self._replace(**changes).checked()
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def head_dim_kpe(self) -> int:
+        """Of latent attention: elements of a positional row."""
+        return self.head_dim_qk - self.head_dim_vo
+
+    @property
+    def splits(self) -> int | None:
+        """Keys of a split of fixed length; None for splits by load."""
+        return None if self.fixed_split_size == -1 else self.fixed_split_size
+
+
+# Typed: 24.0 is not the 24 of an earlier call.
+@lru_cache(maxsize=1024, typed=True)
+def _checked(*values) -> PlanOptions:
+    o = PlanOptions(*values)
+    q_dtype = as_dtype(o.q_dtype, torch.float16)
+    kv_dtype = as_dtype(NVFP4 if o.kv_dtype == "nvfp4" else o.kv_dtype, q_dtype)
+    o = o._replace(
+        head_dim_vo=o.head_dim_qk if o.head_dim_vo is None else o.head_dim_vo, q_dtype=q_dtype, kv_dtype=kv_dtype,
+        o_dtype=default_o_dtype(q_dtype, o.o_dtype),
+    )  # fmt: skip
+    _check_sizes(o)
+    known = o.pos_encoding_mode in POS_ENCODINGS
+    require(known, "pos_encoding_mode", repr(o.pos_encoding_mode), ", ".join(POS_ENCODINGS))
+    require(o.window_left >= -1, "window_left", o.window_left, "-1 (no window) or the keys before a query")
+    _check_dtypes(o)
+    _check_numbers(o)
+    owned = o.variant is not None and o.variant.owns_mask
+    require(not owned or o.window_left < 0, "window_left", o.window_left, "-1: the variant owns the mask")
+    if o.kv_dtype == NVFP4:
+        require(o.source == "paged", "kv_data_type", "nvfp4 (uint8)", "with paged keys and values")
+        for name in ("head_dim_qk", "head_dim_vo"):
+            dim = getattr(o, name)
+            require(dim % 16 == 0, name, dim, "a multiple of 16, the block of nvfp4")
+        fours = not o.interleaved or o.page_size % 4 == 0
+        require(fours, "page_size", o.page_size, "a multiple of 4, with interleaved factors of V")
+    return o
+
+
+def _check_sizes(o: PlanOptions) -> None:
+    if o.source == "latent":
+        require(1 <= o.num_qo_heads <= 128, "num_heads", o.num_qo_heads, "1 ... 128")
+        require(o.head_dim_kpe >= 0, "head_dim_kpe", o.head_dim_kpe, "at least 0")
+    for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "window_left"):
+        value = getattr(o, name)
+        require(isinstance(value, Integral) and not isinstance(value, bool), name, repr(value), "an int")
+    require(o.causal in (True, False), "causal", repr(o.causal), "True or False")
+    require(o.num_kv_heads > 0, "num_kv_heads", o.num_kv_heads, "at least 1")
+    divides = o.num_qo_heads > 0 and o.num_qo_heads % o.num_kv_heads == 0
+    require(divides, "num_qo_heads", o.num_qo_heads, f"a multiple of num_kv_heads = {o.num_kv_heads}")
+    require(o.group <= 128, "num_qo_heads", o.num_qo_heads, f"at most 128 x num_kv_heads = {o.num_kv_heads}")
+    require(o.head_dim_qk > 0, "head_dim_qk", o.head_dim_qk, "at least 1")
+    require(o.head_dim_vo > 0, "head_dim_vo", o.head_dim_vo, "at least 1")
+    require(o.source == "ragged" or o.page_size > 0, "page_size", o.page_size, "at least 1")
+
+
+def _check_dtypes(o: PlanOptions) -> None:
+    q_dtype, kv_dtype = dtype_name(o.q_dtype, "q_data_type"), dtype_name(o.kv_dtype, "kv_data_type")
+    kv_dtype = "nvfp4" if o.kv_dtype == NVFP4 else kv_dtype
+    taken = (LATENT_Q_DTYPES, FP8) if o.source == "latent" else (Q_DTYPES, NARROW)
+    wrong = wrong_dtype(q_dtype, kv_dtype, dtype_name(o.o_dtype, "o_data_type"), *taken)
+    if wrong:
+        require(False, *wrong)
+
+
+def _check_numbers(o: PlanOptions) -> None:
+    cap, scale, fixed = o.logits_soft_cap, o.sm_scale, o.fixed_split_size
+    # Kernels take both as float32: past its ends they would be inf or 0.
+    fits = cap is None or is_finite(cap) and (cap == 0 or 2.0**-126 <= cap < 2.0**128)
+    require(fits, "logits_soft_cap", repr(cap), "None or 0 (no cap), or a positive number, normal in float32")
+    fits = scale is None or is_finite(scale) and abs(scale) < 2.0**128
+    require(fits, "sm_scale", repr(scale), "None (1 / sqrt(head_dim)), or a finite number, in float32, too")
+    for name in ("rope_scale", "rope_theta"):
+        value = getattr(o, name)
+        require(value is None or is_finite(value) and value > 0, name, repr(value), "None, or a positive number")
+    fits = fixed is None or isinstance(fixed, Integral) and (fixed > 0 or fixed == -1)
+    require(fits, "fixed_split_size", repr(fixed), "None, -1, or a number of keys")
+
+
+@lru_cache(maxsize=1024)
+def latent_options(
+    num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, q_dtype, kv_dtype=None, o_dtype=None, **others
+) -> PlanOptions:
+    """Checked options of latent attention; `others` are fields of PlanOptions."""
+    return PlanOptions(
+        source="latent", num_qo_heads=num_heads, num_kv_heads=1, head_dim_qk=head_dim_ckv + head_dim_kpe,
+        head_dim_vo=head_dim_ckv, page_size=page_size, q_dtype=q_dtype, kv_dtype=kv_dtype, o_dtype=o_dtype, **others,
+    ).checked()  # fmt: skip
+
+
+def is_finite(value) -> bool:
+    """Whether it is a number, and neither NaN nor infinite."""
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def default_o_dtype(q_dtype: torch.dtype, o_dtype: str | torch.dtype | None) -> torch.dtype:
+    """Output type: as asked, else q's; bfloat16 for fp8 q, whose range an output has no scale for."""
+    given = as_dtype(o_dtype)
+    if given is not None:
+        return given
+    return torch.bfloat16 if q_dtype in _FP8 else q_dtype
+
+
+# The widest tile.
+MOST_ROWS = 128
+
+
+def tile_rows(longest_q: int, group: int) -> int:
+    """Rows a tile should hold: the power of two that takes the longest query, 16 to 128; 128 if it is unknown."""
+    if longest_q <= 0:
+        return MOST_ROWS
+    return min(MOST_ROWS, max(16, 1 << (longest_q * group - 1).bit_length()))
