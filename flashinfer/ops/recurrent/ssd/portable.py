@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
@@ -429,9 +430,9 @@ LAUNCHERS = (launch_added, launch_passed, launch_marked, launch_results)
 
 
 def kernels(problem, config):
-    for launch in LAUNCHERS:
-        if launch is not launch_marked or problem.marks_dtype:
-            yield launch, problem, config
+    for launcher in LAUNCHERS:
+        if launcher is not launch_marked or problem.marks_dtype:
+            yield launcher, problem, config
 
 
 def run(problem, config, tokens, layer, pool, marks=None):
@@ -470,3 +471,6 @@ def run(problem, config, tokens, layer, pool, marks=None):
         tensors = *tokens[:5], layer.A, layer.D, layer.bias, tokens.offsets, pool.read, workspace, tokens.out
         grid = (places * (problem.chunk // config.tile), heads, blocks)
         launch(launch_results, grid, tensors, ("x", "dt", "B", "C", "z", "out"), *numbers)
+
+
+IMPLEMENTATION = Implementation(run, LAUNCHERS, kernels=kernels, compile_together=True, stack_budget=STACK_BUDGET)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from flashinfer._core.implementation import Implementation
+
 
 def run(problem, config, tokens, layer, pool, marks=None) -> None:
     """Bits of a sequence depend on nothing else: chunks begin at multiples of `chunk` of their sequence."""
@@ -89,3 +91,6 @@ class _Chunk:
         weight[:token] = self.dt[:token] * (last - self.sums[:token]).exp()
         added = torch.einsum("jhd,jhn->hdn", self.x * weight[..., None], self.B)
         return state * last.exp()[:, None, None] + added
+
+
+IMPLEMENTATION = Implementation(run)
