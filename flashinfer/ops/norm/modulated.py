@@ -1,4 +1,8 @@
-"""LayerNorm of a gated residual stream, modulated by factors and shifts of each row, in Triton: one program a row."""
+"""LayerNorm of a gated residual stream, modulated by factors and shifts of each row, in Triton: one program a row.
+
+Grid: (rows, padding of tiled block scales included; batch). All warps share the row, which stays in registers; shared
+memory is what reductions take. Inputs and outputs: `Modulation` in `flashinfer/ops/norm/__init__.py`.
+"""
 
 import torch
 import triton
@@ -13,17 +17,16 @@ from flashinfer.ops._device.scales import quantize_mxfp8, quantize_nvfp4, scale_
 
 
 @triton.jit
-def load_row(x, batch, row, batch_stride, row_stride, column, inside, UNIT: tl.constexpr):
-    at = batch * multiple(batch_stride, UNIT) + row.to(tl.int64) * multiple(row_stride, UNIT)
+def load_row(x, batch, row, strides, column, inside, UNIT: tl.constexpr):
+    at = batch * multiple(strides.batch, UNIT) + row.to(tl.int64) * multiple(strides.row, UNIT)
     return tl.load(x + at + column, inside, other=0).to(tl.float32)
 
 
 @triton.jit
 def modulated_kernel(
     x, residual, gate, gate_bias, factor, factor_bias, shift, shift_bias, input_scale, stream, out, factors,
-    global_scale, x_batch, x_row, residual_batch, residual_row, gate_batch, gate_row, factor_batch, factor_row,
-    shift_batch, shift_row, rows, hidden, eps, blocks,
-    ONE: tl.constexpr, FORM: tl.constexpr, UNIT: tl.constexpr, FACTOR_UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    global_scale, x_strides, residual_strides, gate_strides, factor_strides, shift_strides, rows, hidden, eps, blocks,
+    ONE: tl.constexpr, FORMAT: tl.constexpr, UNIT: tl.constexpr, FACTOR_UNIT: tl.constexpr, BLOCK: tl.constexpr,
     CAPABILITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -34,9 +37,9 @@ def modulated_kernel(
     there = row < rows
     inside = (column < hidden) & there
     begin(PDL)
-    y = load_row(x, batch, row, x_batch, x_row, column, inside, UNIT)
+    y = load_row(x, batch, row, x_strides, column, inside, UNIT)
     if gate is not None:
-        g = load_row(gate, batch, row, gate_batch, gate_row, column, inside, UNIT)
+        g = load_row(gate, batch, row, gate_strides, column, inside, UNIT)
         if gate_bias is not None:
             g += tl.load(gate_bias + column, inside, other=0)
         if input_scale is not None:
@@ -45,14 +48,14 @@ def modulated_kernel(
     elif input_scale is not None:
         y *= tl.load(input_scale)
     if residual is not None:
-        y += load_row(residual, batch, row, residual_batch, residual_row, column, inside, UNIT)
+        y += load_row(residual, batch, row, residual_strides, column, inside, UNIT)
     at = (batch * rows + row) * hidden
     tl.store(stream + at + column, y.to(stream.dtype.element_ty), inside)
 
     y = tl.where(inside, y - tl.sum(y, 0) / hidden, 0)
     y *= tl.rsqrt(tl.sum(y * y, 0) / hidden + eps)
-    f = load_row(factor, batch, row, factor_batch, factor_row, column, inside, FACTOR_UNIT)
-    s = load_row(shift, batch, row, shift_batch, shift_row, column, inside, FACTOR_UNIT)
+    f = load_row(factor, batch, row, factor_strides, column, inside, FACTOR_UNIT)
+    s = load_row(shift, batch, row, shift_strides, column, inside, FACTOR_UNIT)
     if ONE:
         f += 1
     if factor_bias is not None:
@@ -60,12 +63,12 @@ def modulated_kernel(
     if shift_bias is not None:
         s += tl.load(shift_bias + column, inside, other=0)
     y = y * f + s
-    if FORM == "":
+    if FORMAT == "":
         tl.store(out + at + column, y.to(out.dtype.element_ty), inside)
     else:
         # What the norm alone would have written is quantised.
         y = tl.where(inside, y.to(stream.dtype.element_ty).to(tl.float32), 0)[None, :]
-        if FORM == "nvfp4":
+        if FORMAT == "nvfp4":
             V: tl.constexpr = 16
             BYTES: tl.constexpr = BLOCK // 2
             codes, found = quantize_nvfp4(y, tl.load(global_scale), CAPABILITY)
@@ -94,14 +97,14 @@ def build(problem, config):
     types |= {"shift": wide, "shift_bias": fp32, "input_scale": "*fp32", "stream": rows}
     types["out"] = pointer("u8", problem.aligned) if problem.form else rows
     types |= {"factors": "*u8", "global_scale": "*fp32"}
-    types |= {f"{name}_{axis}": "i64" for name in _STRIDED for axis in ("batch", "row")}
+    types |= {f"{name}_strides.{axis}": "i64" for name in _STRIDED for axis in ("batch", "row")}
     types |= {"rows": "i32", "hidden": "i32", "eps": "fp32", "blocks": "i32"}
     there = {name: getattr(problem, name) for name in _VECTORS[:6]}
     there |= {"factors": problem.form != "", "global_scale": problem.form == "nvfp4"}
     absent = [name for name in _VECTORS if not there[name]]
     constants = dict.fromkeys(absent) | {
         "ONE": problem.one,
-        "FORM": problem.form,
+        "FORMAT": problem.form,
         "UNIT": unit(problem.dtype, problem.aligned),
         "FACTOR_UNIT": unit(problem.factor_dtype, problem.aligned),
         "BLOCK": problem.block,

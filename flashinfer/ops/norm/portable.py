@@ -1,4 +1,12 @@
-"""RMSNorm and LayerNorm in Triton: a row stays in registers, so every input is read once."""
+"""RMSNorm and LayerNorm in Triton: a row stays in registers, so every input is read once.
+
+norm_kernel: x [outer, inner, hidden] to out, with residual, weight [hidden] and bias [hidden]; a program has ROWS rows
+of up to BLOCK columns. Grid: (rows / ROWS), padding of tiled block scales included. `given` has what quantised results
+take and give: scale, block_scale and linear_scale in the layouts of `scale_offset`, normed. gated_kernel: one program a
+row of a float32 residual stream. No shared memory but what reductions take; every warp has a part of each row.
+
+Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
+"""
 
 import torch
 import triton
@@ -16,47 +24,12 @@ from flashinfer.ops.norm import Gated, Problem, Quantised
 
 @triton.jit
 def norm_kernel(
-    x,
-    residual,
-    weight,
-    bias,
-    out,
-    x_outer,
-    x_inner,
-    x_column,
-    residual_outer,
-    residual_inner,
-    residual_column,
-    out_outer,
-    out_inner,
-    out_column,
-    rows,
-    inner,
-    hidden,
-    eps,
-    scale,
-    block_scale,
-    linear_scale,
-    scale_pitch,
-    scale_rows,
-    normed,
-    normed_outer,
-    normed_inner,
-    normed_column,
-    ADD: tl.constexpr,
-    CENTRE: tl.constexpr,
-    GEMMA: tl.constexpr,
-    AFTER: tl.constexpr,
-    FORM: tl.constexpr,
-    SCALE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CAPABILITY: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, weight, bias, out, given, x_strides, residual_strides, out_strides, normed_strides, rows, inner,
+    hidden, eps,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, GEMMA: tl.constexpr, AFTER: tl.constexpr, FORMAT: tl.constexpr,
+    SCALE: tl.constexpr, LAYOUT: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, CAPABILITY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     hidden = multiple(hidden, UNIT)
@@ -64,20 +37,18 @@ def norm_kernel(
     GATE: tl.constexpr = AFTER == "sigmoid_gate"
     begin(PDL)
 
-    # Asked for first, the latency of weights and scale passes behind that of the rows, and not after the reduction.
+    # Read first, the latency of weights and scale passes behind that of the rows, and not after the reduction.
     if WEIGHTS_FIRST and not GATE:
         w = tl.load(weight + column, column < hidden, other=0)
         if CENTRE:
             b = tl.load(bias + column, column < hidden, other=0)
         # Loads stay before a barrier; ptxas would put these behind the use of the rows.
         tl.debug_barrier()
-    factor = factor_of(scale, SCALE, FORM != "nvfp4")
-    offset = row_offset(row, inner, x_outer, x_inner, UNIT)
-    x += offset[:, None] + column_offset(column, x_column, UNIT)[None, :]
+    factor = factor_of(given.scale, SCALE, FORMAT != "nvfp4")
+    x = places(x, row, inner, column, x_strides, UNIT)
     y = tl.load(x, inside, other=0).to(tl.float32)
     if ADD or GATE:
-        offset = row_offset(row, inner, residual_outer, residual_inner, UNIT)
-        residual += offset[:, None] + column_offset(column, residual_column, UNIT)[None, :]
+        residual = places(residual, row, inner, column, residual_strides, UNIT)
         beside = tl.load(residual, inside, other=0).to(tl.float32)
     if ADD:
         y += beside
@@ -101,49 +72,55 @@ def norm_kernel(
         y += b.to(tl.float32)[None, :]
     if AFTER == "silu":
         y /= 1 + tl.exp(-y)
-    if normed is not None:
-        offset = row_offset(row, inner, normed_outer, normed_inner, UNIT)
-        normed += offset[:, None] + column_offset(column, normed_column, UNIT)[None, :]
-        rounded = y.to(normed.dtype.element_ty)
-        tl.store(normed, rounded, inside)
-        if FORM == "fp8_block":
+    if given.normed is not None:
+        rounded = y.to(given.normed.dtype.element_ty)
+        tl.store(places(given.normed, row, inner, column, normed_strides, UNIT), rounded, inside)
+        if FORMAT == "fp8_block":
             y = rounded.to(tl.float32)
 
-    offset = row_offset(row, inner, out_outer, out_inner, UNIT)
-    if FORM == "":
-        out += offset[:, None] + column_offset(column, out_column, UNIT)[None, :]
+    # Before the conversions: behind them ptxas takes 70 instructions more.
+    offset = row_offset(row, inner, out_strides.outer, out_strides.inner, UNIT)
+    if FORMAT == "":
+        out += offset[:, None] + column_offset(column, out_strides.column, UNIT)[None, :]
         tl.store(out, y.to(out.dtype.element_ty), inside)
-    elif FORM == "nvfp4" or FORM == "mxfp4":
+    elif FORMAT == "nvfp4" or FORMAT == "mxfp4":
         # What the norm alone would have written is quantised.
         y = y.to(x.dtype.element_ty).to(tl.float32)
-        if FORM == "nvfp4":
+        if FORMAT == "nvfp4":
             PER: tl.constexpr = 16
             codes, factors = quantize_nvfp4(y, factor, CAPABILITY)
         else:
             PER: tl.constexpr = 32
             codes, factors = quantize_mxfp4(y, CAPABILITY)
         pair = tl.arange(0, BLOCK // 2)
-        out += offset[:, None] + column_offset(pair, out_column, UNIT)[None, :]
+        out += offset[:, None] + column_offset(pair, out_strides.column, UNIT)[None, :]
         tl.store(out, codes, (row < rows)[:, None] & (pair < hidden // 2)[None, :])
         block = tl.arange(0, BLOCK // PER)[None, :]
         # Padding of tiled scales is 0, also where eps is, and a row past the last is 0 / 0.
         factors = tl.where((row < rows)[:, None], factors, 0)
         if LAYOUT == "both":
             at = row[:, None].to(tl.int64) * (hidden // PER) + block
-            tl.store(linear_scale + at, factors, (row < rows)[:, None] & (block < hidden // PER))
+            tl.store(given.linear_scale + at, factors, (row < rows)[:, None] & (block < hidden // PER))
         TILED: tl.constexpr = "linear" if LAYOUT == "linear" else "128x4"
-        at = scale_offset(row[:, None], block, scale_pitch, TILED)
-        tl.store(block_scale + at, factors, (row < scale_rows)[:, None] & (block < scale_pitch))
+        at = scale_offset(row[:, None], block, given.pitch, TILED)
+        tl.store(given.block_scale + at, factors, (row < given.rows)[:, None] & (block < given.pitch))
     else:
-        if FORM == "fp8_block":
+        if FORMAT == "fp8_block":
             codes, factors = quantize_fp8(y, 128, "fp8e4nv", False, CAPABILITY)
             block = tl.arange(0, BLOCK // 128)[None, :]
-            at = block.to(tl.int64) * scale_pitch + row[:, None]
-            tl.store(block_scale + at, factors, (row < rows)[:, None] & (block < hidden // 128))
+            at = block.to(tl.int64) * given.pitch + row[:, None]
+            tl.store(given.block_scale + at, factors, (row < rows)[:, None] & (block < hidden // 128))
         else:
-            codes = to_fp8(y * factor, FORM, CAPABILITY)
-        out += offset[:, None] + column_offset(column, out_column, UNIT)[None, :]
+            codes = to_fp8(y * factor, FORMAT, CAPABILITY)
+        out += offset[:, None] + column_offset(column, out_strides.column, UNIT)[None, :]
         tl.store(out, codes, inside)
+
+
+@triton.jit
+def places(x, row, inner, column, strides, UNIT: tl.constexpr):
+    """Pointers to columns of rows of x [outer, inner, columns]."""
+    offset = row_offset(row, inner, strides.outer, strides.inner, UNIT)
+    return x + (offset[:, None] + column_offset(column, strides.column, UNIT)[None, :])
 
 
 @triton.jit
@@ -161,44 +138,20 @@ def factor_of(scale, SCALE: tl.constexpr, DIVIDES: tl.constexpr):
 
 @triton.jit
 def gated_kernel(
-    branch,
-    residual,
-    weight,
-    alpha,
-    beta,
-    out,
-    next_weight,
-    next_out,
-    branch_row,
-    branch_column,
-    residual_row,
-    residual_column,
-    out_row,
-    out_column,
-    next_row,
-    next_column,
-    hidden,
-    eps,
-    center,
-    next_eps,
-    next_center,
-    WEIGHTED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    NEXT: tl.constexpr,
-    UNIT: tl.constexpr,
-    UNIT_FP32: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    branch, residual, weight, alpha, beta, out, next_weight, next_out, branch_strides, residual_strides, out_strides,
+    next_strides, hidden, eps, center, next_eps, next_center,
+    WEIGHTED: tl.constexpr, ALPHA: tl.constexpr, NEXT: tl.constexpr, UNIT: tl.constexpr, UNIT_FP32: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     hidden = multiple(hidden, UNIT)
     inside = column < hidden
     begin(PDL)
 
-    at = row_offset(row, 1, branch_row, 0, UNIT) + column_offset(column, branch_column, UNIT)
+    at = row_offset(row, 1, branch_strides.row, 0, UNIT) + column_offset(column, branch_strides.column, UNIT)
     y = tl.load(branch + at, inside, other=0).to(tl.float32)
-    at = row_offset(row, 1, residual_row, 0, UNIT_FP32) + column_offset(column, residual_column, UNIT)
+    at = row_offset(row, 1, residual_strides.row, 0, UNIT_FP32) + column_offset(column, residual_strides.column, UNIT)
     stream = tl.load(residual + at, inside, other=0)
     if WEIGHTED:
         y *= tl.load(weight + column, inside, other=0).to(tl.float32) + center
@@ -208,12 +161,12 @@ def gated_kernel(
     else:
         stream *= alpha
     y = stream + tl.load(beta + column, inside, other=0) * y
-    at = row_offset(row, 1, out_row, 0, UNIT_FP32) + column_offset(column, out_column, UNIT)
+    at = row_offset(row, 1, out_strides.row, 0, UNIT_FP32) + column_offset(column, out_strides.column, UNIT)
     tl.store(out + at, y, inside)
     if NEXT:
         y *= tl.rsqrt(tl.sum(y * y, 0) / hidden + next_eps)
         y *= tl.load(next_weight + column, inside, other=0).to(tl.float32) + next_center
-        at = row_offset(row, 1, next_row, 0, UNIT) + column_offset(column, next_column, UNIT)
+        at = row_offset(row, 1, next_strides.row, 0, UNIT) + column_offset(column, next_strides.column, UNIT)
         tl.store(next_out + at, y.to(next_out.dtype.element_ty), inside)
 
 
@@ -225,26 +178,25 @@ def _build_norm(problem, config):
     rows, weights = pointer(problem.dtype, problem.aligned), pointer(problem.weight_dtype, problem.aligned)
     codes = pointer("u8", problem.aligned) if problem.form else rows
     types = {"x": rows, "residual": rows, "weight": weights, "bias": weights, "out": codes}
-    types |= {f"{t}_{s}": "i64" for t in ("x", "residual", "out") for s in ("outer", "inner", "column")}
+    # What only some formats have is no parameter of the others.
+    blocked = problem.form in ("fp8_block", "nvfp4", "mxfp4")
+    kinds = {"scale": "fp32" if problem.scale == "number" else "*fp32" if problem.scale else None}
+    kinds["block_scale"] = ("*fp32" if problem.form == "fp8_block" else "*u8") if blocked else None
+    kinds["linear_scale"] = "*u8" if problem.layout == "both" else None
+    kinds["normed"] = rows if problem.normed else None
+    kinds |= dict.fromkeys(("pitch", "rows"), "i32" if blocked else None)
+    types |= {f"given.{name}": kind for name, kind in kinds.items() if kind}
+    strided = ("x", "residual", "out") + (("normed",) if problem.normed else ())
+    types |= {f"{t}_strides.{axis}": "i64" for t in strided for axis in ("outer", "inner", "column")}
     types |= {"rows": "i32", "inner": "i32", "hidden": "i32", "eps": "fp32"}
-    # What only some forms have is no parameter of the others.
-    absent = dict.fromkeys(("scale", "block_scale", "linear_scale", "scale_pitch", "scale_rows", "normed"))
-    absent |= dict.fromkeys(("normed_outer", "normed_inner", "normed_column"))
-    if problem.scale:
-        types["scale"] = "fp32" if problem.scale == "number" else "*fp32"
-    if problem.form in ("fp8_block", "nvfp4", "mxfp4"):
-        types["block_scale"] = "*fp32" if problem.form == "fp8_block" else "*u8"
-        if problem.layout == "both":
-            types["linear_scale"] = "*u8"
-        types |= {"scale_pitch": "i32", "scale_rows": "i32"}
-    if problem.normed:
-        types |= {"normed": rows, "normed_outer": "i64", "normed_inner": "i64", "normed_column": "i64"}
-    constants = {name: None for name in absent if name not in types} | {
+    constants = {f"given.{name}": None for name, kind in kinds.items() if not kind}
+    constants |= {} if problem.normed else {"normed_strides": None}
+    constants |= {
         "ADD": problem.kind == "fused_add_rmsnorm",
         "CENTRE": problem.kind == "layernorm",
         "GEMMA": problem.gemma,
         "AFTER": problem.after,
-        "FORM": problem.form,
+        "FORMAT": problem.form,
         "SCALE": problem.scale,
         "LAYOUT": problem.layout,
         "WEIGHTS_FIRST": config.weights_first,
@@ -261,7 +213,7 @@ def _build_gated(problem, config):
     rows, weights, fp32 = (pointer(t, problem.aligned) for t in (problem.dtype, problem.weight_dtype, "fp32"))
     types = {"branch": rows, "residual": fp32, "weight": weights, "alpha": fp32 if problem.alpha else "fp32"}
     types |= {"beta": fp32, "out": fp32, "next_weight": weights, "next_out": rows}
-    types |= {f"{t}_{s}": "i64" for t in ("branch", "residual", "out", "next") for s in ("row", "column")}
+    types |= {f"{t}_strides.{s}": "i64" for t in ("branch", "residual", "out", "next") for s in ("row", "column")}
     types |= {"hidden": "i32"} | dict.fromkeys(("eps", "center", "next_eps", "next_center"), "fp32")
     constants = {
         "WEIGHTED": problem.weighted,
@@ -295,31 +247,30 @@ def norm(problem, config, x, residual, weight, bias, out, eps, quantised=None):
     """
     inner = x.shape[1] if x.dim() == 3 else 1
     rows = x.shape[0] * inner
-    programs, more = rows, ()
+    programs, given = rows, ()
+    strided = [x, residual, out]
     if quantised is not None:
         out = out.view(torch.uint8)
-        programs, more = _quantised_arguments(problem, rows, x.shape[-1], quantised)
+        programs, given = _quantised_arguments(problem, rows, x.shape[-1], quantised)
+        strided += [quantised.normed] if problem.normed else []
     grid = (triton.cdiv(programs, config.rows), 1, 1)
-    strides = row_strides(x) + (row_strides(residual) if residual is not None else (0, 0, 0)) + row_strides(out)
-    launch(problem, config, grid, x, residual, weight, bias, out, *strides, rows, inner, x.shape[-1], eps, *more)
+    strides = [n for t in strided for n in ((0, 0, 0) if t is None else row_strides(t))]
+    launch(problem, config, grid, x, residual, weight, bias, out, *given, *strides, rows, inner, x.shape[-1], eps)
 
 
-def _quantised_arguments(problem, rows: int, hidden: int, given: Quantised) -> tuple[int, tuple]:
-    """The rows to cover, padding of block scales included, and the arguments that only quantised forms have."""
-    padded, more = rows, [] if not problem.scale else [given.scale]
+def _quantised_arguments(problem, rows: int, hidden: int, given: Quantised) -> tuple[int, list]:
+    """The rows to cover, padding of block scales included, and the arguments that only quantised results have."""
+    padded, blocks, pitch = rows, [], []
     if problem.form == "fp8_block":
-        more += [given.block_scale, given.block_scale.stride(0), rows]
+        blocks, pitch = [given.block_scale], [given.block_scale.stride(0), rows]
     elif problem.layout:
-        blocks = hidden // (16 if problem.form == "nvfp4" else 32)
+        count = hidden // (16 if problem.form == "nvfp4" else 32)
         if problem.layout != "linear":
-            padded, blocks = layouts.padded(rows, blocks, "128x4")
-        more.append(given.block_scale.view(torch.uint8))
-        if problem.layout == "both":
-            more.append(given.linear_scale.view(torch.uint8))
-        more += [blocks, padded]
-    if problem.normed:
-        more += [given.normed, *row_strides(given.normed)]
-    return padded, tuple(more)
+            padded, count = layouts.padded(rows, count, "128x4")
+        tensors = (given.block_scale, given.linear_scale) if problem.layout == "both" else (given.block_scale,)
+        blocks, pitch = [x.view(torch.uint8) for x in tensors], [count, padded]
+    scale, normed = [given.scale] if problem.scale else [], [given.normed] if problem.normed else []
+    return padded, [*scale, *blocks, *normed, *pitch]
 
 
 def gated(problem, config, branch, residual, weight, alpha, beta, out, eps, center, following=(None, None, 0.0, 0.0)):
