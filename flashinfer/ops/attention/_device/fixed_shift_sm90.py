@@ -1,24 +1,27 @@
-"""Weights of a fixed shift: whether they served, and how those who compute say so."""
+"""Weights with a fixed shift on Hopper: whether they served, and words in shared memory that say so.
+
+A fixed shift is not the maximum of its row. Weights are 2^(logit - shift), summed in float32 and multiplied in bf16,
+whose ranges are alike. Any shift gives the same result, as long as no sum leaves the middle of that range.
+"""
 
 from flashinfer._core.gluon_compat import gl, gluon
 
-# What the sum of a row's weights of a fixed shift may be, and one over: from there to the end of float32 is room for
-# values of 2^79.
+# The sum of a row's weights may be RANGE, and 1 / RANGE: from there to the end of float32 is room for values of 2^79.
 RANGE = gl.constexpr(2.0**48)
 
 
 @gluon.jit
-def any_unfair(total, there):
-    """Whether the weights of some row that is `there` are not in the middle of what float32 holds, by their sums."""
-    fair = (total > 1 / RANGE) & (total < RANGE) | (there == 0)
-    # Each warp looks at all rows: what only some threads read in a reduction of warps is kept from tile to tile.
-    fair = gl.convert_layout(fair.to(gl.int32), gl.BlockedLayout([total.shape[0] // 32], [32], [4], [0]))
-    return gl.min(fair, 0) == 0
+def any_out_of_range(total, row_ok):
+    """Whether the sum of weights of some row that is `row_ok` is not between 1 / RANGE and RANGE, or NaN."""
+    served = (total > 1 / RANGE) & (total < RANGE) | (row_ok == 0)
+    # In a layout where each warp has all rows: shared memory of a reduction across warps would be kept for all tiles.
+    served = gl.convert_layout(served.to(gl.int32), gl.BlockedLayout([total.shape[0] // 32], [32], [4], [0]))
+    return gl.min(served, 0) == 0
 
 
 @gluon.jit
 def one_word(number):
-    """A number as what goes to shared memory."""
+    """A number as a tensor of one int32, which shared memory stores."""
     return gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
 
 

@@ -13,8 +13,8 @@ from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.mla.config import padded
 from flashinfer.ops.attention.mla.portable_kernel import attend_latent_kernel
 from flashinfer.ops.attention.mla.problem import Inputs, Problem
-from flashinfer.ops.attention.worklist import ScheduleConfig, ScheduleProblem, schedule_launch
 from flashinfer.ops.attention.portable import varied
+from flashinfer.ops.attention.worklist import ScheduleConfig, ScheduleProblem, schedule_launch
 
 # Bytes of stack a thread may use: addresses and factors of rows wait there, from before the loop until after it, while
 # 128 registers hold the accumulator. In the loop nothing is spilled. Triton 3.6 takes up to 88, 3.9 up to 256.

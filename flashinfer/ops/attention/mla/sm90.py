@@ -15,9 +15,9 @@ from flashinfer.ops.attention.mla.config import Sm90Config
 from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
 from flashinfer.ops.attention.mla.sm90_combine import combine_latent_kernel
 from flashinfer.ops.attention.mla.sm90_kernel import attend_latent_sm90_kernel
-from flashinfer.ops.attention.mla.sm90_loads import KEYS, PART, REST
-from flashinfer.ops.attention.worklist import ScheduleConfig, ScheduleProblem, schedule_launch
+from flashinfer.ops.attention.mla.sm90_settings import KEYS, PART, REST
 from flashinfer.ops.attention.problem import folds
+from flashinfer.ops.attention.worklist import ScheduleConfig, ScheduleProblem, schedule_launch
 
 # FP8 formats as PTX has them. FP8 travels to the kernel as words of four elements.
 FP8 = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}

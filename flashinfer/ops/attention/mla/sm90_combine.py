@@ -1,4 +1,8 @@
-"""Split-KV results of latent attention on Hopper, merged by a launch of its own."""
+"""Latent attention on Hopper: the splits of each tile, merged in a launch of its own.
+
+Grid: any number of programs; 8 a multiprocessor. Inputs: partial_out [slots, 64, 512] and partial_lse [slots, 64],
+float32, and the work items that wrote them. Outputs: out [tokens, heads, 512], lse [tokens, heads].
+"""
 
 import triton
 import triton.language as tl
@@ -15,11 +19,11 @@ def _combine_share(
     D: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
-    """Combine one of `shares` shares of a tile: ROWS rows of PIECES pieces at a time, or a row in PARTS."""
+    """Combine one of `shares` shares of a tile: ROWS rows of PIECES splits at a time, or a row in PARTS."""
     q_row, q_len, tile_row, first_slot, pieces = record
     rows = tl.minimum(q_len * HEADS - tile_row, BLOCK_M)
     for i in range(share, tl.cdiv(rows, ROWS) * PARTS, shares):
-        # Of the log-sum-exp all parts of a row write the same.
+        # All parts of a row write the same LSE.
         d = i % PARTS * (D // PARTS) + tl.arange(0, D // PARTS)
         combine_rows(
             partial_out, partial_lse, out, lse, sinks, first_slot, pieces,
@@ -35,23 +39,23 @@ def combine_latent_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
-    """Combine all split tiles. Persistent: any number of programs.
+    """Combine all split tiles. Persistent: any number of programs. D is a power of two.
 
-    Programs are dealt out to work items, and those of a tile's pieces share its rows: nobody searches, and a tile of
-    more pieces has more programs. A row of PIECES pieces is read at a time, ROWS rows of so many times fewer pieces, or
-    one of PARTS parts of a row of so many times more.
+    Each work item has as many programs, and those of a tile's splits share its rows: so no program searches the list,
+    and a tile of more splits has more programs. Read at a time: ROWS rows of PIECES / ROWS splits, a row of PIECES
+    splits, or one of PARTS parts of a row of PIECES * PARTS splits.
 
-    A launch of its own, where a tile of 64 rows and 512 columns has so much to add up that one block of threads would
-    take longer than all together and the launch. D is a power of two.
+    It is a launch of its own since a tile of 64 rows and 512 columns would take one block longer than all blocks and
+    the launch together.
     """
     count = tl.load(counts)
-    # Programs of an item. Where there are more items than programs, these go from item to item.
+    # Programs of an item. With more items than programs, each walks over items.
     helpers = tl.maximum(tl.num_programs(0) // tl.maximum(count, 1), 1)
     for i in range(tl.program_id(0), count * helpers, tl.num_programs(0)):
         q_row, q_len, _, _, tile_row, _, _, slot, first_slot, pieces = read_item(items, i % count)
         if slot >= 0:
             record = q_row, q_len, tile_row, first_slot, pieces
-            # Pieces before helpers: where there is less to do than programs, every multiprocessor has some of it.
+            # Splits vary slower than helpers: with fewer shares than programs, every multiprocessor has some.
             share = i // count * pieces + (slot - first_slot)
             if pieces <= PIECES // ROWS:
                 _combine_share(

@@ -1,11 +1,25 @@
-"""FP8 on its way to shared memory of a Hopper kernel: words of four elements, loaded by four warps, stored widened."""
+"""Latent attention on Hopper over FP8 caches: keys are widened to bf16 or fp16 on their way to shared memory.
 
-from flashinfer._core.gluon_compat import gl, gluon, reinterpret
+Shared memory is full, so FP8 is not staged: four warps load words of four elements into registers, convert them
+exactly, and store them where copies would put keys of the wider type. Consumers are the same for both.
+"""
+
+from flashinfer._core.gluon_compat import block_barrier, gl, gluon, mbarrier, reinterpret
+from flashinfer.ops._device.registers_sm90 import anew as opaque
+from flashinfer.ops.attention._device.schedule import (
+    ITEM_KV_BASE,
+    ITEM_Q_LEN,
+    ITEM_Q_ROW,
+    ITEM_TILE_ROW,
+    ITEM_WIDTH,
+)
+from flashinfer.ops.attention.mla.sm90_settings import HALF, KEYS, PART, REST, ROWS, Settings, Shared
+from flashinfer.ops.attention.mla.sm90_work import item_of, retries, span
 
 
 @gluon.constexpr_function
 def _widening(FORMAT, BF16):
-    """PTX that takes a word of four FP8 elements ("e4m3", "e5m2") for two words of two elements, exactly."""
+    """PTX that converts a word of four FP8 elements ("e4m3", "e5m2") to two words of two elements, exactly."""
     out = "{ .reg .b16 lo, hi; .reg .b32 h; .reg .b16 a, b; .reg .f32 x, y; mov.b32 {lo, hi}, $2;"
     for i, half in enumerate(("lo", "hi")):
         if BF16:
@@ -19,7 +33,7 @@ def _widening(FORMAT, BF16):
 @gluon.jit
 def load_words(source, at, there, FIRST: gl.constexpr, WORDS: gl.constexpr):
     """Words FIRST ... FIRST + WORDS of the rows at offsets `at`; zeros where there is none."""
-    # Four lanes of a row, eight rows: stored widened, 16 bytes of eight lanes lie in different banks.
+    # Four lanes a row, eight rows: the widened 16 bytes of eight lanes lie in different banks.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     d = FIRST + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     return gl.load(source + at[:, None] + d[None, :], mask=there[:, None], other=0)
@@ -38,3 +52,128 @@ def store_widened(tile, FIRST: gl.constexpr, words, FORMAT: gl.constexpr):
     wide = gl.join(low, high).reshape([ROWS_IN, 2 * words.shape[1]])
     to = reinterpret(tile, gl.int32, [ROWS_IN, COLUMNS], LAYOUT)
     to.slice(FIRST // 2, 2 * words.shape[1], dim=1).store(wide)
+
+
+@gluon.jit
+def publish_bias(BLOCK: gl.constexpr, shared: Shared, table, start, end, phase):
+    """Publish which keys of a sparse block exist."""
+    position = start + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))
+    entry = gl.load(table + position, mask=position < end, other=-1)
+    # The half that is released first was read by the block's own warpgroup, after it had read the last bias.
+    mbarrier.wait((shared.left_empty if BLOCK == 0 else shared.right_empty).index(BLOCK), phase)
+    shared.bias.index(BLOCK).store(gl.where(entry >= 0, 0.0, float("-inf")))
+    block_barrier()
+    mbarrier.arrive(shared.bias_full.index(BLOCK), count=1)
+
+
+@gluon.jit
+def _rows_of(table, start, begin, end, settings: Settings):
+    """Table entries of a block of keys, row by row; -1 where there is no key."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    position = start + opaque(gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT)))
+    at = position if settings.SPARSE else position // settings.PAGE_SIZE
+    return gl.load(table + at, mask=(position >= begin) & (position < end), other=-1)
+
+
+@gluon.jit
+def _offsets(entries, start, page, step, settings: Settings):
+    """Offsets of the rows of a block, from its table entries."""
+    row = start + gl.arange(0, KEYS, entries.type.layout)
+    if settings.SPARSE:
+        row = entries
+        entries = entries // settings.PAGE_SIZE
+    return entries.to(gl.int64) * page + (row % settings.PAGE_SIZE).to(gl.int64) * step
+
+
+@gluon.constexpr_function
+def _is_left(BLOCK, PART_AT):
+    """Whether the PART_AT-th part of a block to be released is in its left half."""
+    return (PART_AT < 2) == (BLOCK == 0)
+
+
+@gluon.jit
+def _load_part(BLOCK: gl.constexpr, AT: gl.constexpr, ckv, at, there):
+    FIRST: gl.constexpr = ((0 if _is_left(BLOCK, AT) else HALF) + AT % 2 * PART) // 4
+    return load_words(ckv, at, there, FIRST, PART // 4)
+
+
+@gluon.jit
+def _widen_part(BLOCK: gl.constexpr, AT: gl.constexpr, shared: Shared, words, rest, phase, settings: Settings):
+    """Store a part once its half is released, the positional rows before the third part."""
+    LEFT: gl.constexpr = _is_left(BLOCK, AT)
+    if AT % 2 == 0:
+        mbarrier.wait((shared.left_empty if LEFT else shared.right_empty).index(BLOCK), phase)
+    if settings.POSITIONAL and AT == 2:
+        store_widened(shared.rest.index(BLOCK), 0, rest, settings.KV_FP8)
+    store_widened((shared.left if LEFT else shared.right).index(BLOCK), AT % 2 * PART, words, settings.KV_FP8)
+    # Consumers make the fence that orders these stores before wgmma's reads: here it would wait for loads in flight.
+    block_barrier()
+    mbarrier.arrive((shared.left_full if LEFT else shared.right_full).index(2 * BLOCK + AT % 2), count=1)
+
+
+@gluon.jit
+def widen(
+    ckv, kpe, shared: Shared, items, counts, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step, settings: Settings
+):
+    """Four warps: load FP8 keys, convert them in registers, store them; part by part, the next ones in flight.
+
+    Each thread has two rows of a block. Caches are words of four elements, and steps are words.
+    """
+    # Parts in flight.
+    AHEAD: gl.constexpr = 2
+    count = gl.load(counts)
+    phase = 1
+    waves = gl.cdiv(count, gl.num_programs(0))
+    last = waves
+    wave = 0
+    while wave < last:
+        item = item_of(wave, waves, shared, settings)
+        if item < count:
+            record = items + item * ITEM_WIDTH
+            begin, end, pairs, plain_end = span(record, settings)
+            table = kv_indices + gl.load(record + ITEM_KV_BASE).to(gl.int64)
+            start = begin + (pairs - 1) * 2 * KEYS
+            entries = _rows_of(table, start, begin, end, settings)
+            after = _rows_of(table, start + KEYS, begin, end, settings)
+            at = _offsets(entries, start, ckv_page, ckv_step, settings)
+            flight = ()
+            for part in gl.static_range(AHEAD):
+                flight += (_load_part(0, part, ckv, at, entries >= 0),)
+            for i in range(pairs):
+                for block in gl.static_range(2):
+                    following = start + (KEYS if block == 0 else -3 * KEYS)
+                    if settings.SPARSE:
+                        publish_bias(block, shared, table, start, end, phase)
+                    next_at = _offsets(after, following, ckv_page, ckv_step, settings)
+                    if settings.POSITIONAL:
+                        rest_at = _offsets(entries, start, kpe_page, kpe_step, settings)
+                        rest = load_words(kpe, rest_at, entries >= 0, 0, REST // 4)
+                    later = _rows_of(table, following + (-3 * KEYS if block == 0 else KEYS), begin, end, settings)
+                    for part in gl.static_range(4):
+                        if settings.POSITIONAL and part == 2:
+                            _widen_part(block, part, shared, flight[0], rest, phase, settings)
+                        else:
+                            _widen_part(block, part, shared, flight[0], flight[0], phase, settings)
+                        if part + AHEAD < 4:
+                            words = _load_part(block, part + AHEAD, ckv, at, entries >= 0)
+                        else:
+                            words = _load_part(1 - block, part + AHEAD - 4, ckv, next_at, after >= 0)
+                        flight = flight[1:] + (words,)
+                    at = next_at
+                    entries = after
+                    after = later
+                    start = following
+                phase ^= 1
+        wave += 1
+        last += retries(wave, waves, shared, settings)
+
+
+@gluon.jit
+def fetch_fp8(tile, q, record, stride_n, stride_h, settings: Settings):
+    """Store FP8 query rows, words of four elements, widened; zeros past the last one."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    packed = gl.load(record + ITEM_TILE_ROW) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    token = packed // settings.HEADS
+    at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * stride_n + (packed % settings.HEADS) * stride_h
+    words = load_words(q, at, token < gl.load(record + ITEM_Q_LEN), 0, tile.shape[1] // 4)
+    store_widened(tile, 0, words, settings.Q_FP8)

@@ -2,7 +2,7 @@
 
 from flashinfer._core.gluon_compat import block_barrier, gl, gluon
 from flashinfer.ops.attention._device.combine import combine_rows
-from flashinfer.ops.attention._device.fixed_shift_sm90 import any_unfair
+from flashinfer.ops.attention._device.fixed_shift_sm90 import any_out_of_range
 from flashinfer.ops.attention._device.logits import LOG2E, with_sink
 from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
@@ -57,7 +57,7 @@ def fixed_shift_failed(WG, total, record, settings: Settings):
     """Whether the weights of some row are not in the middle of the range of float32."""
     S_ROWS: gl.constexpr = total.type.layout
     token = (gl.load(record + ITEM_TILE_ROW) + rows_of(WG, S_ROWS)) // settings.GROUP
-    return any_unfair(total, token < gl.load(record + ITEM_Q_LEN))
+    return any_out_of_range(total, token < gl.load(record + ITEM_Q_LEN))
 
 
 @gluon.jit

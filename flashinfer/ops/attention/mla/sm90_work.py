@@ -1,0 +1,51 @@
+"""Latent attention on Hopper: which work item a block has next, and which keys an item has."""
+
+from flashinfer._core.gluon_compat import gl, gluon, mbarrier
+from flashinfer.ops.attention._device.fixed_shift_sm90 import read_word
+from flashinfer.ops.attention._device.schedule import (
+    ITEM_KV_BEGIN,
+    ITEM_KV_END,
+    ITEM_KV_LEN,
+    ITEM_Q_LEN,
+    ITEM_TILE_ROW,
+)
+from flashinfer.ops.attention.mla.sm90_settings import KEYS, MOST_FAILED, ROWS, Settings, Shared
+
+
+@gluon.jit
+def item_of(wave, waves, shared: Shared, settings: Settings):
+    """The wave-th work item of this block; every other wave is dealt out backwards. Retries follow the last wave."""
+    blocks = gl.num_programs(0)
+    at = gl.program_id(0)
+    item = wave * blocks + gl.where(wave % 2 == 0, at, blocks - 1 - at)
+    if settings.FIXED:
+        if wave >= waves:
+            item = read_word(shared.failed.index(wave - waves))
+    return item
+
+
+@gluon.jit
+def retries(wave, waves, shared: Shared, settings: Settings):
+    """How many work items this block retries: known once all waves are done, 0 before and after."""
+    more = 0
+    if settings.FIXED:
+        if wave == waves:
+            mbarrier.wait(shared.reported, 0)
+            more = read_word(shared.failed.index(MOST_FAILED))
+    return more
+
+
+@gluon.jit
+def span(record, settings: Settings):
+    """A work item's first key, end, and pairs of key blocks; every row of the tile sees the keys before `plain_end`."""
+    q_len = gl.load(record + ITEM_Q_LEN)
+    before = gl.load(record + ITEM_KV_LEN) - q_len
+    tile_row = gl.load(record + ITEM_TILE_ROW)
+    begin = gl.load(record + ITEM_KV_BEGIN)
+    end = gl.load(record + ITEM_KV_END)
+    plain_end = end
+    if settings.CAUSAL:
+        end = gl.minimum(end, gl.minimum((tile_row + ROWS - 1) // settings.HEADS, q_len - 1) + before + 1)
+        plain_end = gl.minimum(plain_end, tile_row // settings.HEADS + before + 1)
+    pairs = (gl.maximum(end - begin, 0) + 2 * KEYS - 1) // (2 * KEYS)
+    return begin, end, pairs, plain_end
