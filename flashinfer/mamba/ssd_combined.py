@@ -173,7 +173,7 @@ def ssd_combined_fwd(
     target = result if result.stride(3) == 1 or dim == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
     index = torch.int64 if torch.int64 in (getattr(t, "dtype", None) for t in (offsets, state_indices)) else torch.int32
     offsets, read = (None if t is None else t.to(index).contiguous() for t in (offsets, state_indices))
-    tokens = room.Tokens(_rows(x), dt, _rows(B), _rows(C), _rows(z), target, offsets)
+    tokens = room.Tokens(_rows(x), dt, _rows(B), _rows(C), _rows(z), offsets)
     marked = None if marks is None else checkpoint_states
     problem = room.Prefill(
         dim=dim,
@@ -193,12 +193,12 @@ def ssd_combined_fwd(
         index=dtype_name(index),
         packed=offsets is not None,
         read=read is not None,
-        aligned=whole_rows(*tokens[:1], *tokens[2:6], source, final, marked),
+        aligned=whole_rows(tokens.x, *tokens[2:5], target, source, final, marked),
     )
     if n and heads and dim:
         layer = room.Layer(*(None if t is None else t.contiguous() for t in (A, D, dt_bias)), least, most)
         op = room.prefill(problem, x.device, backend if backend in ("portable", "reference") else "auto")
-        op.run(tokens, layer, room.Pool(source, final, read), marks)
+        op.run(tokens, layer, room.Pool(source, final, read), target, marks)
     else:
         target.zero_()
     if target is not result:

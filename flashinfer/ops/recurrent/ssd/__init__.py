@@ -71,7 +71,8 @@ class Prefill:
 class Tokens(NamedTuple):
     """Inputs of the tokens, any strides but for a last one of 1; dt has any.
 
-    x, z, out : [rows, tokens, heads, dim]. dt : [rows, tokens, heads]. B, C : [rows, tokens, groups, dstate].
+    x, z : [rows, tokens, heads, dim], as is the result. dt : [rows, tokens, heads].
+    B, C : [rows, tokens, groups, dstate].
     offsets : [sequences + 1]. Sequence i is the tokens offsets[i] to offsets[i + 1] of the only row, and tokens of no
         sequence have result 0; without offsets each row is a sequence.
     """
@@ -81,7 +82,6 @@ class Tokens(NamedTuple):
     B: torch.Tensor
     C: torch.Tensor
     z: torch.Tensor | None
-    out: torch.Tensor
     offsets: torch.Tensor | None = None
 
     @property

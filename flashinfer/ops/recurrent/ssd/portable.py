@@ -435,7 +435,7 @@ def kernels(problem, config):
             yield launcher, problem, config
 
 
-def run(problem, config, tokens, layer, pool, marks=None):
+def run(problem, config, tokens, layer, pool, out, marks=None):
     """Every sequence from its state to its last token, as `flashinfer/ops/recurrent/ssd/__init__.py` states it."""
     x, n = tokens.x, tokens.sequences
     rows, length, heads, dim = x.shape
@@ -445,8 +445,8 @@ def run(problem, config, tokens, layer, pool, marks=None):
     logs = torch.empty(places, heads, dtype=torch.float32, device=x.device)
     wanted = 0 if marks is None else marks.tokens.shape[1]
     sizes = n, length, chunks, heads, heads // tokens.B.shape[2], dim, problem.dstate, wanted
-    by = {name: strides(getattr(tokens, name), (0, 1, 2)) for name in ("x", "dt", "B", "C", "z", "out")}
-    by |= {name: strides(t, (0, 1, 2)) for name, t in (("source", pool.source), ("state", pool.state))}
+    by = {name: strides(getattr(tokens, name), (0, 1, 2)) for name in ("x", "dt", "B", "C", "z")}
+    by |= {name: strides(t, (0, 1, 2)) for name, t in (("source", pool.source), ("state", pool.state), ("out", out))}
     numbers = layer.least, layer.most
     blocks = triton.cdiv(dim, config.rows)
 
@@ -468,7 +468,7 @@ def run(problem, config, tokens, layer, pool, marks=None):
         tensors = *inputs, pool.read, pool.source, *marks, workspace
         launch(launch_marked, (n * wanted, heads, blocks), tensors, ("x", "dt", "B", "source", "marks"), *numbers)
     if places:
-        tensors = *tokens[:5], layer.A, layer.D, layer.bias, tokens.offsets, pool.read, workspace, tokens.out
+        tensors = *tokens[:5], layer.A, layer.D, layer.bias, tokens.offsets, pool.read, workspace, out
         grid = (places * (problem.chunk // config.tile), heads, blocks)
         launch(launch_results, grid, tensors, ("x", "dt", "B", "C", "z", "out"), *numbers)
 

@@ -8,17 +8,17 @@ from torch.nn import functional
 from flashinfer._core.implementation import Implementation
 
 
-def run(problem, config, tokens, layer, pool, marks=None) -> None:
+def run(problem, config, tokens, layer, pool, out, marks=None) -> None:
     """Bits of a sequence depend on nothing else: chunks begin at multiples of `chunk` of their sequence."""
     bounds = [(row, 0, tokens.x.shape[1]) for row in range(len(tokens.x))]
     if tokens.offsets is not None:
         offsets = tokens.offsets.tolist()
         bounds = [(0, begin, end) for begin, end in zip(offsets, offsets[1:])]
-        tokens.out.zero_()
+        out.zero_()
     slots = range(len(bounds)) if pool.read is None else pool.read.tolist()
     for n, ((row, begin, end), slot) in enumerate(zip(bounds, slots)):
         if slot < 0:
-            tokens.out[row, begin:end] = 0
+            out[row, begin:end] = 0
             continue
         shape = tokens.x.shape[2], problem.dim, problem.dstate
         state = torch.zeros(shape, dtype=torch.float32, device=tokens.x.device)
@@ -29,7 +29,7 @@ def run(problem, config, tokens, layer, pool, marks=None) -> None:
         for first in range(begin, end, problem.chunk):
             last = min(first + problem.chunk, end)
             chunk = _Chunk(problem, tokens, layer, row, first, last)
-            tokens.out[row, first:last] = chunk.results(state)[: last - first].to(tokens.out.dtype)
+            out[row, first:last] = chunk.results(state)[: last - first].to(out.dtype)
             for token, places in wanted.items():
                 if first < token + begin <= last:
                     _mark(marks, places, chunk.state_before(token + begin - first, state))
