@@ -360,16 +360,16 @@ def _product(
         return
     bias = None if bias is None else bias.contiguous()
     scales = (a_scale is not None) + (b_scale is not None)
-    choice, pieces = _plan(a, b, out, bias, scales, in_blocks, device, backend)
-    choice.run(room.Inputs(a, b, out, bias, a_scale, b_scale, pieces))
+    choice, slices = _plan(a, b, out, bias, scales, in_blocks, device, backend)
+    choice.run(room.Inputs(a, b, out, bias, a_scale, b_scale, slices))
 
 
 def _plan(a, b, out, bias, scales: int, in_blocks: bool, device: torch.device, backend: str):
-    """The Choice for such tensors, and the number of pieces of K."""
+    """The Choice for such tensors, and the number of slices of K."""
     batch, m, k = a.shape
     # A copy of a weight in blocks has 32 of its rows.
     least = 64 if in_blocks else 32
-    columns, pieces = cut(batch, m, out.shape[2], k * a.element_size(), target_of(device).sms, least)
+    columns, slices = cut(batch, m, out.shape[2], k * a.element_size(), target_of(device).sms, least)
     problem = room.Problem(
         a=dtype_name(a.dtype),
         b=dtype_name(b.dtype),
@@ -379,11 +379,11 @@ def _plan(a, b, out, bias, scales: int, in_blocks: bool, device: torch.device, b
         out_major="n" if _major(out, "mn") == "n" else "",
         rows=bucket(m),
         columns=columns,
-        split=pieces > 1,
+        split=slices > 1,
         scales=scales,
         bias="" if bias is None else dtype_name(bias.dtype),
     )
-    return room.dense(problem, device, backend), pieces
+    return room.dense(problem, device, backend), slices
 
 
 def _major(t: torch.Tensor, names: str) -> str:

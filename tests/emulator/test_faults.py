@@ -9,10 +9,9 @@ from flashinfer.testing.emulator import BarrierError, Deadlock, EmulationError, 
 from tests.ops.attention.cases import run_ragged
 from tests.ops.attention.oracle import Options
 
-WAIT_FULL = "mbarrier.wait(ring.full.index(stage), (step // form.STAGES) & 1)"
-WAIT_EMPTY = "mbarrier.wait(ring.empty.index(stage), ((step // form.STAGES) & 1) ^ 1)"
-BYTES = "(form.A_PARTS * form.BOX + form.BLOCK_N) * form.BLOCK_K * BYTES"
-RELEASE = "mbarrier.arrive(ring.empty.index((step + form.STAGES - 1) % form.STAGES), count=1)"
+WAIT_EMPTY = "mbarrier.wait(self.empty.index(stage), self.phase(step) ^ 1)"
+BYTES = "(settings.A_PARTS * settings.BOX + settings.BLOCK_N) * settings.BLOCK_K * BYTES"
+RELEASE = "ring.channel.release(step + ring.settings.STAGES - 1)"
 
 
 def product():
@@ -40,15 +39,16 @@ def found(call, edit):
 
 
 FAULTS = {
-    "no wait for a full stage": (product, ("sum_products", WAIT_FULL, "pass"), Hazard),
-    "no wait for an empty stage": (product, ("copy_blocks", WAIT_EMPTY, "pass"), (Hazard, BarrierError)),
-    "a phase too early": (product, ("copy_blocks", WAIT_EMPTY, WAIT_EMPTY.replace(" ^ 1", "")), Deadlock),
+    "no wait for a full stage": (product, ("sum_products", "ring.channel.wait(step)", "pass"), Hazard),
+    "no wait for an empty stage": (product, ("acquire", WAIT_EMPTY, "pass"), (Hazard, BarrierError)),
+    "a phase too early": (product, ("acquire", WAIT_EMPTY, WAIT_EMPTY.replace(" ^ 1", "")), Deadlock),
     "a stage released early": (product, ("sum_products", "warpgroup_mma_wait(1, [acc])", "acc"), Hazard),
     "a stage released twice": (product, ("sum_products", "pred=block > begin", "pred=True"), (Hazard, BarrierError)),
     "a stage never released": (product, ("sum_products", RELEASE, "pass"), Deadlock),
-    "fewer bytes": (product, ("copy_blocks", BYTES, "form.BLOCK_N * form.BLOCK_K * BYTES"), (Hazard, BarrierError)),
+    "fewer bytes": (product, ("copy_blocks", BYTES, BYTES.replace("settings.A_PARTS * settings.BOX + ", "")),
+                    (Hazard, BarrierError)),
     "more bytes": (product, ("copy_blocks", BYTES, BYTES + " + 16"), Deadlock),
-    "a row too many": (product, ("write_columns", "(rows < M)", "(rows < M + 1)"), OutOfBounds),
+    "a row too many": (product, ("_write_columns", "(rows < M)", "(rows < M + 1)"), OutOfBounds),
     "a sum used in flight": (product, ("sum_products", "acc = warpgroup_mma_wait(0, [acc])", "pass"), Hazard),
     "no fence behind stores": (prefill, ("_clear_tail", "fence_async_shared()", "pass"), Hazard),
     "no wait for keys": (prefill, ("_wait_full", "mbarrier.wait(", "("), Hazard),
@@ -79,7 +79,7 @@ def test_without_an_edit_there_is_no_fault():
 def test_a_message_names_line_barrier_and_warps():
     for error in found(product, FAULTS["more bytes"][1]):
         assert "partition 2 (produce) waits for parity" in str(error)
-        assert "products_sm90.py" in str(error) and "16 bytes missing" in str(error)
+        assert "ring.py" in str(error) and "16 bytes missing" in str(error)
 
 
 def test_an_edit_that_changes_nothing_is_refused():

@@ -13,7 +13,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp
          torch.float32: "fp32"}  # fmt: skip
 
 
-def check_dense(m, n, k, seed, dtype=torch.bfloat16, out=torch.bfloat16, columns=128, b_major="k", pieces=1, batch=2,
+def check_dense(m, n, k, seed, dtype=torch.bfloat16, out=torch.bfloat16, columns=128, b_major="k", slices=1, batch=2,
                 bias=False):  # fmt: skip
     rows = 16
     while rows < min(m, 256):
@@ -22,13 +22,13 @@ def check_dense(m, n, k, seed, dtype=torch.bfloat16, out=torch.bfloat16, columns
     b = generate.randn(batch, k, n).to(dtype)
     b = b.mT.contiguous().mT if b_major == "k" else b
     extra = generate.randn(n, dtype=out) if bias else None
-    problem = Problem(NAMES[dtype], NAMES[dtype], NAMES[out], "k", b_major, "n", rows, columns, split=pieces > 1,
+    problem = Problem(NAMES[dtype], NAMES[dtype], NAMES[out], "k", b_major, "n", rows, columns, split=slices > 1,
                       bias=NAMES[out] if bias else "")  # fmt: skip
     result = torch.empty(batch, m, n, dtype=out)
     with emulate("90a", seed=seed):
         choice = dense(problem, result.device)
         assert choice.variant.name == "sm90"
-        choice.run(Inputs(a, b, result, bias=extra, pieces=pieces))
+        choice.run(Inputs(a, b, result, bias=extra, slices=slices))
     truth = a.double() @ b.double() + (extra.double() if bias else 0)
     same = (a.float() @ b.float() + (extra.float() if bias else 0)).to(out)
     assert_close(result, same, truth, "out")
@@ -46,8 +46,8 @@ def test_dense_quickly():
         dict(m=136, n=264, k=1024, columns=256, batch=1),
         dict(m=3, n=136, k=768, columns=32),
         dict(m=40, n=136, k=264, columns=64, bias=True),
-        dict(m=130, n=136, k=1032, pieces=3),
-        dict(m=5, n=72, k=2048, columns=64, pieces=4, out=torch.float32),
+        dict(m=130, n=136, k=1032, slices=3),
+        dict(m=5, n=72, k=2048, columns=64, slices=4, out=torch.float32),
         dict(m=130, n=264, k=192, b_major="n", dtype=torch.float16, out=torch.float16),
         dict(m=130, n=264, k=512, dtype=torch.float8_e4m3fn),
         dict(m=20, n=72, k=512, dtype=torch.float8_e5m2, columns=32),

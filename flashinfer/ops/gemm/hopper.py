@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashinfer._core.checks import torch_dtype
-from flashinfer.ops.gemm.pieces import FEW_ROWS
+from flashinfer.ops.gemm.slices import FEW_ROWS
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def sm90(p, target) -> Sm90Config:
         block_k=128,
         # What fits 227 KiB beside staged results: 24 or 32 KiB a stage.
         stages=8 if few else 6,
-        # On one H100 5 % faster than 2, at 4096 x 7168 x 16384; with 8, ptxas puts registers aside.
+        # On one H100 5 % faster than 2, at 4096 x 7168 x 16384; with 8, ptxas spills.
         unroll=4,
         box=min(p.tokens, 64),
         group=16,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType, FunctionType, GeneratorType, ModuleType
 
 import triton
@@ -32,14 +32,20 @@ def unwrap(value):
 class Record:
     """An instance of an aggregate."""
 
-    def __init__(self, kind: type):
+    def __init__(self, kind: type, methods: dict):
         object.__setattr__(self, "_kind", kind)
+        object.__setattr__(self, "_methods", methods)
+
+    def __getattr__(self, name: str):
+        if name in self._methods:
+            return partial(self._methods[name], self)
+        raise AttributeError(f"{self._kind.__name__} has no {name}")
 
     def __setattr__(self, name: str, value) -> None:
         object.__setattr__(self, name, unwrap(value))
 
     def __repr__(self) -> str:
-        return f"{self._kind.__name__}({vars(self)})"
+        return f"{self._kind.__name__}({ {n: v for n, v in vars(self).items() if n[0] != '_'} })"
 
 
 def _is_static(node: ast.For) -> bool:
@@ -155,8 +161,11 @@ class Translator:
         return value
 
     def _aggregate(self, kind: type):
+        functions = (JITFunction, InterpretedFunction, ConstexprFunction)
+        methods = {name: self(value) for name, value in vars(kind).items() if isinstance(value, functions)}
+
         def make(*args, **kwargs):
-            made = Record(kind)
+            made = Record(kind, methods)
             init = kind.hash_attrs[0]
             getattr(init, "fn", init)(made, *args, **kwargs)
             return made

@@ -198,8 +198,8 @@ def build_sum(problem, config):
     return Build(sum_kernel, types, constants, num_warps=4)
 
 
-# Bytes of stack a thread may use. With 8 warps and mma.sync, ptxas holds the registers at 128 for two programs a
-# multiprocessor, and puts up to 24 bytes aside for it.
+# Bytes of stack a thread may use. With 8 warps and mma.sync, ptxas caps registers at 128 for two programs a
+# multiprocessor, and spills up to 24 bytes.
 STACK_BUDGET = 40
 
 launch = Launcher("gemm_blockscaled", build)

@@ -6,9 +6,9 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
-from flashinfer.ops.gemm._device.blockscaled_sm90 import blockscaled_sm90_kernel
+from flashinfer.ops.gemm.blockscaled.sm90_kernel import blockscaled_sm90_kernel
 from flashinfer.ops.gemm.hopper import boxes, is_wide, may_widen, widened
-from flashinfer.ops.gemm.pieces import pieces_of, scratch
+from flashinfer.ops.gemm.slices import slices_of, scratch
 
 
 def build(p, c) -> Build:
@@ -17,7 +17,7 @@ def build(p, c) -> Build:
     types = dict(
         a_map=tensordesc(p.a, a_box), b_map=tensordesc(p.b, b_box), out=f"*{p.out}:16", a_scale="*fp32",
         b_scale="*fp32", alpha="*fp32", partial="*fp32:16", arrived="*i32", M="i32", N="i32:8", K="i32", batch="i32",
-        pieces="i32", a_entry="i64", a_row="i64", a_k="i64", b_entry="i64", b_column="i64", b_k="i64", out_entry=step,
+        slices="i32", a_entry="i64", a_row="i64", a_k="i64", b_entry="i64", b_column="i64", b_k="i64", out_entry=step,
         out_row=step,
     )  # fmt: skip
     constants = dict(
@@ -37,24 +37,24 @@ def kernels(p, c):
         yield blockscaled_sm90, p, widened(c)
 
 
-def run(p, c, a, b, a_scale, b_scale, alpha, out, pieces: int = 0) -> None:
-    """pieces : of K; 0 for as many as keep all multiprocessors at work."""
+def run(p, c, a, b, a_scale, b_scale, alpha, out, slices: int = 0) -> None:
+    """slices : of K; 0 for as many as keep all multiprocessors at work."""
     batch, m, n = out.shape
     device, sms = out.device, target_of(out.device).sms
     rows = batch * -(-m // c.block_m)
     if may_widen(p, c) and is_wide(rows, n, sms):
-        c, pieces = widened(c), 1
+        c, slices = widened(c), 1
     tiles = rows * -(-n // c.block_n)
-    # Half of the multiprocessors read B as fast as all do, and sums of pieces cost more than they bring.
+    # Half of the multiprocessors read B as fast as all do, and sums of slices cost more than they bring.
     workers = sms if c.block_m == 128 else sms // 2
-    pieces = pieces or pieces_of(tiles, -(-a.shape[2] // (128 * c.unroll)), workers, end=24.0 / c.unroll)
+    slices = slices or slices_of(tiles, -(-a.shape[2] // (128 * c.unroll)), workers, end=24.0 / c.unroll)
     partial = arrived = None
-    if pieces > 1:
-        partial, arrived = scratch(device, tiles * pieces * c.block_m * c.block_n, 2 * tiles)
+    if slices > 1:
+        partial, arrived = scratch(device, tiles * slices * c.block_m * c.block_n, 2 * tiles)
     a_box, b_box = boxes(c)
     blockscaled_sm90(
-        p, c, (min(sms, tiles * pieces), 1, 1), TensorMap(a, a_box), TensorMap(b, b_box), out, a_scale, b_scale, alpha,
-        partial, arrived, m, n, a.shape[2], batch, pieces, *a_scale.stride(), *b_scale.stride(), *out.stride()[:2],
+        p, c, (min(sms, tiles * slices), 1, 1), TensorMap(a, a_box), TensorMap(b, b_box), out, a_scale, b_scale, alpha,
+        partial, arrived, m, n, a.shape[2], batch, slices, *a_scale.stride(), *b_scale.stride(), *out.stride()[:2],
     )  # fmt: skip
 
 

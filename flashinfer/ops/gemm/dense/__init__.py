@@ -29,7 +29,7 @@ class Problem:
     columns : int
         Of the widest tile that keeps all multiprocessors at work: 32, 64, 128 or 256.
     split : bool
-        Whether K is cut into pieces for that.
+        Whether K is cut into slices for that.
     scales : int
         Factors of the result, 0 to 2: float32 tensors of one element.
     bias : str
@@ -52,7 +52,7 @@ class Problem:
 class Inputs(NamedTuple):
     """a : [batch, m, k]; b : [batch, k, n], of "blocks" [k / 128, n, 128]; out : [batch, m, n]; any strides.
 
-    bias : [n] or None; a_scale, b_scale : float32 tensors of one element, or None; pieces : of K, where it is split.
+    bias : [n] or None; a_scale, b_scale : float32 tensors of one element, or None; slices : of K, where it is split.
     """
 
     a: torch.Tensor
@@ -61,7 +61,7 @@ class Inputs(NamedTuple):
     bias: torch.Tensor | None = None
     a_scale: torch.Tensor | None = None
     b_scale: torch.Tensor | None = None
-    pieces: int = 1
+    slices: int = 1
 
 
 def _catalog() -> Iterator[Problem]:

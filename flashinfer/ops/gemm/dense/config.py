@@ -1,4 +1,4 @@
-"""Tiles of the dense products, and how many pieces K is cut into."""
+"""Tiles of the dense products, and how many K slices a tile has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from flashinfer._core.checks import torch_dtype
 from flashinfer.ops.gemm.operands import bucket
-from flashinfer.ops.gemm.pieces import FEW_ROWS
+from flashinfer.ops.gemm.slices import FEW_ROWS
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def rows_of(p) -> int:
 
 @lru_cache(maxsize=4096)
 def cut(batch: int, m: int, n: int, k_bytes: int, sms: int, least: int = 32) -> tuple[int, int]:
-    """Columns of a tile, `least` or more, and the number of pieces that K is cut into, for the work to end soonest.
+    """Columns of a tile, `least` or more, and the number of K slices, for the work to end soonest.
 
     The times are estimates in microseconds, with what one H100 was measured to take: 0.3 for a step of 128 bytes of K
-    of a tile of 128 x 128; for sums of pieces to be stored, counted and read again 4 where rows are few, else 6 and a
+    of a tile of 128 x 128; for sums of slices to be stored, counted and read again 4 where rows are few, else 6 and a
     30th for each tile of 128 x 128 of them.
     """
     rows = bucket(m)
@@ -83,20 +83,20 @@ def cut(batch: int, m: int, n: int, k_bytes: int, sms: int, least: int = 32) -> 
         if columns < least:
             continue
         tiles = batch * -(-m // min(rows, 128)) * -(-n // columns)
-        # A piece has four steps at least: what fills the pipeline. Large tiles are for much work.
-        for pieces in range(1, 2 if columns == 256 else min(max(steps // 4, 1), 16) + 1):
-            waves = -(-tiles * pieces // sms)
+        # A slice has four steps at least: what fills the pipeline. Large tiles are for much work.
+        for slices in range(1, 2 if columns == 256 else min(max(steps // 4, 1), 16) + 1):
+            waves = -(-tiles * slices // sms)
             if rows <= FEW_ROWS:
                 # Bytes: of B from memory for the chip, of both operands for the multiprocessor with most work.
                 moved = tiles * columns * k_bytes / 3e6
-                time = max(moved, waves * steps / pieces * 128 * (columns + rows / 2) / 5e4)
+                time = max(moved, waves * steps / slices * 128 * (columns + rows / 2) / 5e4)
             else:
-                time = waves * (steps / pieces * {128: 0.3, 256: 0.52}[columns] + {128: 0.8, 256: 1.3}[columns])
-            if pieces > 1:
-                time += 4 + 0.1 * pieces if rows <= FEW_ROWS else 6 + 0.033 * tiles * pieces
-            found.append((time, -columns, pieces))
-    _, columns, pieces = min(found)
-    return -columns, pieces
+                time = waves * (steps / slices * {128: 0.3, 256: 0.52}[columns] + {128: 0.8, 256: 1.3}[columns])
+            if slices > 1:
+                time += 4 + 0.1 * slices if rows <= FEW_ROWS else 6 + 0.033 * tiles * slices
+            found.append((time, -columns, slices))
+    _, columns, slices = min(found)
+    return -columns, slices
 
 
 def sm90(p, target) -> Sm90Config:

@@ -1,4 +1,4 @@
-"""Dense products in Triton: a program makes one tile of the result, or one piece of its sum."""
+"""Dense products in Triton: a program makes one tile of the result, or one K slice of it."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.formats import from_fp8
 from flashinfer.ops._device.rows import multiple, pointer, unit
-from flashinfer.ops.gemm.pieces import scratch
+from flashinfer.ops.gemm.slices import scratch
 
 
 @triton.jit
@@ -30,25 +30,25 @@ def _operand(x, FP8: tl.constexpr, CAPABILITY: tl.constexpr):
 
 
 @triton.jit
-def add_pieces(acc, partial, arrived, slot, piece, pieces):
-    """Store a piece's sums; whoever stores the last of a tile's pieces gets (True, the sum of all in their order).
+def add_slices(acc, partial, arrived, slot, index, slices):
+    """Store a K slice's sums; whoever stores the last of a tile's gets (True, the sum of all in their order).
 
-    `slot` is the tile's place in `partial`, [slots, pieces, rows, columns], and in `arrived`, which is 0 before and
+    `slot` is the tile's place in `partial`, [slots, slices, rows, columns], and in `arrived`, which is 0 before and
     after.
     """
     M: tl.constexpr = acc.shape[0]
     N: tl.constexpr = acc.shape[1]
-    at = partial + slot.to(tl.int64) * pieces * (M * N)
+    at = partial + slot.to(tl.int64) * slices * (M * N)
     at += tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(at + piece * (M * N), acc)
+    tl.store(at + index * (M * N), acc)
     # The barrier puts the stores of all threads before the one that counts. That one releases them, and acquires what
-    # the other pieces released.
+    # the other slices released.
     tl.debug_barrier()
-    last = tl.atomic_add(arrived + slot, 1, sem="acq_rel") == pieces - 1
+    last = tl.atomic_add(arrived + slot, 1, sem="acq_rel") == slices - 1
     if last:
         tl.store(arrived + slot, 0)
         acc = tl.zeros([M, N], tl.float32)
-        for i in range(pieces):
+        for i in range(slices):
             acc += tl.load(at + i * (M * N))
     return last, acc
 
@@ -110,18 +110,18 @@ def _write(
 
 @triton.jit
 def dense_kernel(
-    a, b, out, bias, a_scale, b_scale, partial, arrived, M, N, K, pieces, a_entry, a_row, a_k, b_entry, b_k, b_column,
+    a, b, out, bias, a_scale, b_scale, partial, arrived, M, N, K, slices, a_entry, a_row, a_k, b_entry, b_k, b_column,
     out_entry, out_row, out_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     A_ALONG: tl.constexpr, A_UNIT: tl.constexpr, B_ALONG: tl.constexpr, B_UNIT: tl.constexpr,
     B_BLOCKS: tl.constexpr, OUT_UNIT: tl.constexpr, A_FP8: tl.constexpr, B_FP8: tl.constexpr,
     CAPABILITY: tl.constexpr, SPLIT: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles, pieces, batch). With SPLIT, `partial` holds the sums of each piece, and `arrived` counts, all 0."""
+    """Grid: (tiles, slices, batch). With SPLIT, `partial` holds the sums of each slice, and `arrived` counts, all 0."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0)
-    piece = tl.program_id(1)
+    index = tl.program_id(1)
     entry = tl.program_id(2)
     strip = GROUP * tiles_n
     first = tile // strip * GROUP
@@ -129,8 +129,8 @@ def dense_kernel(
     first_row = (first + tile % strip % height) * BLOCK_M
     first_column = tile % strip // height * BLOCK_N
     steps = tl.cdiv(K, BLOCK_K)
-    begin = piece * steps // pieces
-    end = (piece + 1) * steps // pieces
+    begin = index * steps // slices
+    end = (index + 1) * steps // slices
 
     a += entry.to(tl.int64) * multiple(a_entry, A_UNIT)
     b += entry.to(tl.int64) * multiple(b_entry, B_UNIT)
@@ -140,7 +140,7 @@ def dense_kernel(
     )  # fmt: skip
     last = True
     if SPLIT:
-        last, acc = add_pieces(acc, partial, arrived, entry * tiles_m * tiles_n + tile, piece, pieces)
+        last, acc = add_slices(acc, partial, arrived, entry * tiles_m * tiles_n + tile, index, slices)
     if last:
         out += entry.to(tl.int64) * multiple(out_entry, OUT_UNIT)
         _write(
@@ -159,7 +159,7 @@ def build(p, c) -> Build:
     types = {"a": pointer(a, bool(p.a_major)), "b": pointer(b, bool(p.b_major))}
     types |= {"out": pointer(p.out, bool(p.out_major)), "bias": f"*{p.bias or p.out}"}
     types |= {"a_scale": "*fp32", "b_scale": "*fp32"}
-    types |= {"partial": "*fp32:16", "arrived": "*i32", "M": "i32", "N": "i32", "K": "i32", "pieces": "i32"}
+    types |= {"partial": "*fp32:16", "arrived": "*i32", "M": "i32", "N": "i32", "K": "i32", "slices": "i32"}
     types |= dict.fromkeys(("a_entry", "a_row", "a_k", "b_entry", "b_k", "b_column"), "i64")
     types |= dict.fromkeys(("out_entry", "out_row", "out_column"), "i64")
     constants = dict(
@@ -181,12 +181,12 @@ def run(p, c, x) -> None:
     tiles = -(-m // c.block_m) * -(-n // c.block_n)
     partial = arrived = None
     if p.split:
-        partial, arrived = scratch(x.out.device, batch * tiles * x.pieces * c.block_m * c.block_n, batch * tiles)
+        partial, arrived = scratch(x.out.device, batch * tiles * x.slices * c.block_m * c.block_n, batch * tiles)
     a, b = (t.view(torch.uint8) for t in (x.a, x.b)) if _by_bytes(p, c) else (x.a, x.b)
     b_strides = (0, b.stride(0), b.stride(1)) if p.b_major == "blocks" else b.stride()
     launch(
-        p, c, (tiles, x.pieces, batch), a, b, x.out, x.bias, x.a_scale, x.b_scale, partial, arrived, m, n, a.shape[2],
-        x.pieces, *a.stride(), *b_strides, *x.out.stride(),
+        p, c, (tiles, x.slices, batch), a, b, x.out, x.bias, x.a_scale, x.b_scale, partial, arrived, m, n, a.shape[2],
+        x.slices, *a.stride(), *b_strides, *x.out.stride(),
     )  # fmt: skip
 
 

@@ -6,8 +6,8 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
-from flashinfer.ops.gemm._device.dense_sm90 import dense_sm90_kernel
-from flashinfer.ops.gemm.pieces import scratch
+from flashinfer.ops.gemm.dense.sm90_kernel import dense_sm90_kernel
+from flashinfer.ops.gemm.slices import scratch
 
 
 def _boxes(p, c) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -22,7 +22,7 @@ def build(p, c) -> Build:
     types = dict(
         a_map=tensordesc(p.a, a_box), b_map=tensordesc(p.b, b_box), out=f"*{p.out}:16", bias=f"*{p.bias or p.out}",
         a_scale="*fp32", b_scale="*fp32", partial="*fp32:16", arrived="*i32", M="i32", N="i32:4", K="i32",
-        batch="i32", pieces="i32", out_entry="i64:4", out_row="i64:4",
+        batch="i32", slices="i32", out_entry="i64:4", out_row="i64:4",
     )  # fmt: skip
     constants = dict(
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, STAGES=c.stages, BOX=c.box, GROUP=c.group,
@@ -42,12 +42,12 @@ def run(p, c, x) -> None:
     tiles = batch * -(-m // c.block_m) * -(-n // c.block_n)
     partial = arrived = None
     if p.split:
-        partial, arrived = scratch(device, tiles * x.pieces * c.block_m * c.block_n, 2 * tiles)
+        partial, arrived = scratch(device, tiles * x.slices * c.block_m * c.block_n, 2 * tiles)
     a_box, b_box = _boxes(p, c)
-    grid = (min(target_of(device).sms, tiles * x.pieces), 1, 1)
+    grid = (min(target_of(device).sms, tiles * x.slices), 1, 1)
     dense_sm90(
         p, c, grid, TensorMap(x.a, a_box), TensorMap(_by_box(p, x.b), b_box), x.out, x.bias, x.a_scale, x.b_scale,
-        partial, arrived, m, n, x.a.shape[2], batch, x.pieces, *x.out.stride()[:2],
+        partial, arrived, m, n, x.a.shape[2], batch, x.slices, *x.out.stride()[:2],
     )  # fmt: skip
 
 

@@ -198,8 +198,8 @@ def build(problem, config):
     return Build(grouped_kernel, types, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
-# Bytes of stack a thread may use. With 8 warps and mma.sync, ptxas holds the registers at 128 for two programs a
-# multiprocessor, and puts up to 32 bytes aside for it; operands read element by element take 40.
+# Bytes of stack a thread may use. With 8 warps and mma.sync, ptxas caps registers at 128 for two programs a
+# multiprocessor, and spills up to 32 bytes; operands read element by element take 40.
 STACK_BUDGET = 40
 
 launch = Launcher("gemm_grouped", build)

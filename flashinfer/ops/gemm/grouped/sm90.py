@@ -6,8 +6,8 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
-from flashinfer.ops.gemm._device.grouped_sm90 import grouped_sm90_kernel
-from flashinfer.ops.gemm._device.unscaled_sm90 import unscaled_sm90_kernel
+from flashinfer.ops.gemm.grouped.sm90_scaled import grouped_sm90_kernel
+from flashinfer.ops.gemm.grouped.sm90_unscaled import unscaled_sm90_kernel
 from flashinfer.ops.gemm.hopper import boxes, is_wide, may_widen, widened
 
 

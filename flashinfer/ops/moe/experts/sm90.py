@@ -11,22 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from flashinfer._core.gluon_compat import gl, gluon, mbarrier, tensordesc, tma_load
+from flashinfer._core.gluon_compat import gl, gluon, tensordesc, tma_load
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
-from flashinfer.ops._device.block_scales_sm90 import Scales, bring_factors, make_factors, rows_of, sum_wide_blocks
-from flashinfer.ops._device.products_sm90 import (
-    ROWS,
-    Form,
-    Ring,
-    halves,
-    make_ring,
-    make_staging,
-    place_of,
-    sum_products,
-    write_tile,
-)
+from flashinfer.ops._device.sm90.mma import ROWS, Ring, Settings, halves, make_ring, sum_products
+from flashinfer.ops._device.sm90.scales import Scales, bring_factors, make_factors, rows_of, sum_wide_blocks
+from flashinfer.ops._device.sm90.store import make_staging, write_tile
+from flashinfer.ops._device.sm90.walk import raster
 from flashinfer.ops.moe.experts import GATED, Finish, Rows, Weights, extents
 
 # Columns of weights that one copy brings, and of a gated result in a tile.
@@ -52,27 +44,25 @@ def gather_kernel(
 
 
 @gluon.jit
-def _produce(a_map, b_map, tile_expert, sizes, ring: Ring, GATED: gl.constexpr, form: Form):
+def _produce(a_map, b_map, tile_expert, sizes, ring: Ring, GATED: gl.constexpr):
     """One warp: copies what each tile needs."""
     tiles, tiles_n, n, steps = sizes
+    settings = ring.settings
     BYTES: gl.constexpr = ring.a.dtype.primitive_bitwidth // 8
-    SHARE: gl.constexpr = _HALF if GATED else form.BLOCK_N
+    SHARE: gl.constexpr = _HALF if GATED else settings.BLOCK_N
     step = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
-        tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
+        tile, tile_n = raster(work, tiles, tiles_n, settings.GROUP)
         expert = gl.load(tile_expert + tile)
         left = tile_n * SHARE
         right = left + (n // 2 if GATED else _HALF)
         row = tile * (2 * ROWS)
         for block in range(0, steps):
-            stage = step % form.STAGES
-            full = ring.full.index(stage)
-            k = block * form.BLOCK_K
-            mbarrier.wait(ring.empty.index(stage), ((step // form.STAGES) & 1) ^ 1)
-            mbarrier.expect(full, (2 * ROWS + form.BLOCK_N) * form.BLOCK_K * BYTES)
+            k = block * settings.BLOCK_K
+            stage, full = ring.channel.expect(step, (2 * ROWS + settings.BLOCK_N) * settings.BLOCK_K * BYTES)
             tma_load(a_map, [row, k], full, ring.a.index(stage * 2))
             tma_load(a_map, [row + ROWS, k], full, ring.a.index(stage * 2 + 1))
-            if form.B_PARTS == 2:
+            if settings.B_PARTS == 2:
                 tma_load(b_map, [expert, left, k], full, ring.b.index(stage * 2))
                 tma_load(b_map, [expert, right, k], full, ring.b.index(stage * 2 + 1))
             else:
@@ -85,19 +75,19 @@ def _produce(a_map, b_map, tile_expert, sizes, ring: Ring, GATED: gl.constexpr, 
 @gluon.jit
 def _bring(
     x_scale, w_scale, token_map, sizes, strides, top_k, ring: Ring, factors, GATED: gl.constexpr, GATHER: gl.constexpr,
-    form: Form,
 ):  # fmt: skip
     """One warp: the factors of each block of K of each tile."""
     tiles, tiles_n, n, steps = sizes
     tile_expert, tile_end, row_pair = token_map
     x_row, x_block, w_expert, w_row, w_block = strides
-    SHARE: gl.constexpr = _HALF if GATED else form.BLOCK_N
+    settings = ring.settings
+    SHARE: gl.constexpr = _HALF if GATED else settings.BLOCK_N
     step = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
-        tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
+        tile, tile_n = raster(work, tiles, tiles_n, settings.GROUP)
         expert = gl.load(tile_expert + tile)
         column = tile_n * SHARE
-        rows = rows_of(tile * (2 * ROWS), form)
+        rows = rows_of(tile * (2 * ROWS), settings)
         live = rows < gl.load(tile_end + tile)
         source = rows
         if GATHER:
@@ -107,7 +97,7 @@ def _bring(
         ahead = w_row * (n // 256) if GATED else w_row
         right_ok = (column + 128 < n) | GATED
         scales = Scales(a, b, live, right_ok, x_block, w_block, ahead)
-        step = bring_factors(ring, factors, scales, step, 0, steps, steps, form)
+        step = bring_factors(ring, factors, scales, step, 0, steps, steps)
 
 
 @gluon.jit
@@ -119,14 +109,15 @@ def _gated(factor, gate, scale):
 
 @gluon.jit
 def _consume(
-    WG: gl.constexpr, tensors, token_map, sizes, numbers, ring: Ring, factors, staging, GATED: gl.constexpr, form: Form
+    WG: gl.constexpr, tensors, token_map, sizes, numbers, ring: Ring, factors, staging, GATED: gl.constexpr
 ):  # fmt: skip
     """One warpgroup: 64 rows of each tile."""
     out, scale, scale_out = tensors
     tiles, tiles_n, n, steps = sizes
     tile_expert, tile_end, row_pair = token_map
     out_row, scale_entries, scale_out_entries = numbers
-    FP8: gl.constexpr = form.B_PARTS == 2
+    settings = ring.settings
+    FP8: gl.constexpr = settings.B_PARTS == 2
     WIDTH: gl.constexpr = _HALF if FP8 else 2 * _HALF
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32 if FP8 else 16])
     stage = staging.index(WG)
@@ -137,13 +128,13 @@ def _consume(
         if FP8:
             left = gl.zeros([ROWS, _HALF], gl.float32, LAYOUT)
             right = gl.zeros([ROWS, _HALF], gl.float32, LAYOUT)
-            left, right, step = sum_wide_blocks(WG, ring, factors, left, right, zeros, step, 0, steps, form)
+            left, right, step = sum_wide_blocks(WG, ring, factors, left, right, zeros, step, 0, steps)
         else:
             acc = gl.zeros([ROWS, 2 * _HALF], gl.float32, LAYOUT)
-            acc, step = sum_products(WG, ring, acc, step, 0, steps, form)
+            acc, step = sum_products(WG, ring, acc, step, 0, steps)
             left, right = halves(acc)
         # Where the tile is, is asked for after its products: it would take registers through all of them.
-        tile, tile_n = place_of(work, tiles, tiles_n, form.GROUP)
+        tile, tile_n = raster(work, tiles, tiles_n, settings.GROUP)
         end = gl.load(tile_end + tile)
         row = tile * (2 * ROWS) + WG * ROWS
         factor = 1.0
@@ -159,7 +150,7 @@ def _consume(
             write_tile(y, factor_out, stage, out, out, row, tile_n * _HALF, end, n // 2, out_row, False)
         else:
             factor *= factor_out
-            column = tile_n * form.BLOCK_N
+            column = tile_n * settings.BLOCK_N
             write_tile(left, factor, stage, out, out, row, column, end, n, out_row, False)
             write_tile(right, factor, stage, out, out, row, column + _HALF, end, n, out_row, False)
 
@@ -175,12 +166,12 @@ def product_sm90_kernel(
     DTYPE: gl.constexpr = a_map.dtype
     OUT: gl.constexpr = out.dtype.element_ty
     FP8: gl.constexpr = DTYPE.primitive_bitwidth == 8
-    form = Form(
+    settings = Settings(
         BLOCK_N=256, BLOCK_K=BLOCK_K, STAGES=STAGES, A_PARTS=2, B_PARTS=2 if FP8 else 1, BOX=ROWS, GROUP=GROUP,
         B_MAJOR="k", SPLIT=False, SCALES=0, BIAS=False, UNROLL=1,
     )  # fmt: skip
-    ring = make_ring(DTYPE, form, 2 if SCALED else 1)
-    factors = make_factors(form)
+    ring = make_ring(DTYPE, settings, 2 if SCALED else 1)
+    factors = make_factors(settings)
     if FP8 and not SCALED:
         # Without factors, sums of 128 products go to float32 as they are.
         ones = gl.full([2 * ROWS], 1.0, gl.float32, gl.BlockedLayout([1], [32], [4], [0]))
@@ -198,10 +189,10 @@ def product_sm90_kernel(
         strides = (x_scale_row, x_scale_block, w_scale_expert, w_scale_row, w_scale_block)
         gl.warp_specialize(
             [
-                (_consume, (gl.constexpr(0), tensors, token_map, sizes, numbers, ring, factors, staging, G, form)),
-                (_consume, (gl.constexpr(1), tensors, token_map, sizes, numbers, ring, factors, staging, G, form)),
-                (_produce, (a_map, b_map, tile_expert, sizes, ring, G, form)),
-                (_bring, (x_scale, w_scale, token_map, sizes, strides, top_k, ring, factors, G, H, form)),
+                (_consume, (gl.constexpr(0), tensors, token_map, sizes, numbers, ring, factors, staging, G)),
+                (_consume, (gl.constexpr(1), tensors, token_map, sizes, numbers, ring, factors, staging, G)),
+                (_produce, (a_map, b_map, tile_expert, sizes, ring, G)),
+                (_bring, (x_scale, w_scale, token_map, sizes, strides, top_k, ring, factors, G, H)),
             ],
             [4, 1, 1],
             [REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
@@ -209,9 +200,9 @@ def product_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (gl.constexpr(0), tensors, token_map, sizes, numbers, ring, factors, staging, G, form)),
-                (_consume, (gl.constexpr(1), tensors, token_map, sizes, numbers, ring, factors, staging, G, form)),
-                (_produce, (a_map, b_map, tile_expert, sizes, ring, G, form)),
+                (_consume, (gl.constexpr(0), tensors, token_map, sizes, numbers, ring, factors, staging, G)),
+                (_consume, (gl.constexpr(1), tensors, token_map, sizes, numbers, ring, factors, staging, G)),
+                (_produce, (a_map, b_map, tile_expert, sizes, ring, G)),
             ],
             [4, 1],
             [REGISTERS, COPY_REGISTERS],

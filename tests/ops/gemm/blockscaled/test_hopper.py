@@ -37,7 +37,7 @@ def test_choice(change):
                                      (4200, 4040, 1168)])  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 128])
 def test_shapes(device, m, n, k, rows):
-    """Ends of tiles of both widths, of K and of pieces of K, several tiles a block; the same bits every time."""
+    """Ends of tiles of both widths, of K and of K slices, several tiles a block; the same bits every time."""
     a, a_scale, a_wide = scaled.groupwise((m, k), "e4m3", rows, 128, device)
     b, b_scale, b_wide = scaled.groupwise((n, k), "e4m3", 128, 128, device)
     outs = []

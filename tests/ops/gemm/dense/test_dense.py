@@ -115,8 +115,8 @@ def test_mm_fp8(backend, device):
 
 
 @pytest.mark.parametrize("sms, dtype", [(1, FP16), (132, FP32)])
-def test_pieces_of_k(device, sms, dtype):
-    """132 multiprocessors have one tile to share: K is split, and the sum of the pieces is the same every time.
+def test_k_slices(device, sms, dtype):
+    """132 multiprocessors have one tile to share: K is split, and the sum of the slices is the same every time.
 
     One sum of 8200 is rounded to float16: tensor cores cut each addition, so its last places are not those of float32.
     """
@@ -208,11 +208,11 @@ def test_choice():
     "m, n, k_bytes", [(8192, 8192, 16384), (1, 256, 14336), (64, 7168, 16384), (512, 4096, 8192)]
 )
 def test_cut(m, n, k_bytes):
-    """Most multiprocessors have work, or nothing more could be cut; a piece has a pipeline's worth of K."""
-    columns, pieces = config.cut(1, m, n, k_bytes, 132)
+    """Most multiprocessors have work, or nothing more could be cut; a slice has a pipeline's worth of K."""
+    columns, slices = config.cut(1, m, n, k_bytes, 132)
     rows = min(config.bucket(m), 128)
-    works = -(-m // rows) * -(-n // columns) * pieces
-    assert pieces == 1 or k_bytes // 128 // pieces >= 4
+    works = -(-m // rows) * -(-n // columns) * slices
+    assert slices == 1 or k_bytes // 128 // slices >= 4
     assert works >= 0.8 * 132 or (columns == 32 and works >= 0.4 * 132)
 
 

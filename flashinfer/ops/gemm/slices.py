@@ -1,4 +1,4 @@
-"""Products whose K is cut into pieces: how many, sums of the pieces, and counts of those that are done.
+"""K slices of a product: how many, their sums, and counts of those that are done.
 
 Counts are zeros before a kernel and after it. Kernels of one stream run in order, so they share a row of them; a stream
 that is captured finds its row made, since all rows of a device are made at once, outside of any capture. As with
@@ -22,15 +22,15 @@ _row_of: dict[tuple[int, int], torch.Tensor] = {}
 
 
 @lru_cache(maxsize=4096)
-def pieces_of(tiles: int, steps: int, sms: int, end: float, least: int = 1, most: int = 16) -> int:
-    """Into how many pieces of at least `least` of its steps K is cut, for the last multiprocessor to end soonest.
+def slices_of(tiles: int, steps: int, sms: int, end: float, least: int = 1, most: int = 16) -> int:
+    """Into how many slices of at least `least` steps K is cut, for the last multiprocessor to end soonest.
 
-    end : steps that a piece takes beside its own: to store sums, and to add those of others.
+    end : steps that a slice takes beside its own: to store sums, and to add those of others.
     """
 
-    def time(pieces: int) -> float:
-        waves = -(-tiles * pieces // sms)
-        return waves * (steps / pieces + (end if pieces > 1 else 0))
+    def time(slices: int) -> float:
+        waves = -(-tiles * slices // sms)
+        return waves * (steps / slices + (end if slices > 1 else 0))
 
     return min(range(1, max(min(steps // least, most), 1) + 1), key=time)
 

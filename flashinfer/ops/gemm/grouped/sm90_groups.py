@@ -1,11 +1,14 @@
-"""Where groups of rows begin and end: tiles of rows, and groups of a tile, which warps that bring operands find for
-themselves; and a board in shared memory, where one of them puts what the next products are, for the warpgroups.
+"""Where groups of rows begin and end, for the two Hopper kernels of products in groups.
 
-All warps of a role do the same. They look at EACH groups for each lane of a warp together.
+Warps that bring operands find tiles of rows, and the groups of a tile, for themselves: all warps of a role do the same,
+and look at EACH groups for each lane of a warp together. One of them publishes each product for the warpgroups.
 """
 
 from flashinfer._core.gluon_compat import aggregate, gl, gluon
-from flashinfer.ops._device.registers_sm90 import anew
+from flashinfer.ops._device.sm90.mma import ROWS, Settings, halves
+from flashinfer.ops._device.sm90.publish import Slots
+from flashinfer.ops._device.sm90.registers import opaque
+from flashinfer.ops._device.sm90.store import by_rows
 
 _LANES = gl.constexpr(32)
 
@@ -77,7 +80,7 @@ def _find_tile(
 @gluon.jit
 def _next_of_rows(groups, row, after, count, M, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
     """The least group past `after` among those of BLOCK_M rows, or `count`."""
-    rows = row + anew(gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [_LANES], [WARPS], [0])))
+    rows = row + opaque(gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [_LANES], [WARPS], [0])))
     found = gl.load(groups + rows, mask=rows < M, other=-1)
     return gl.min(gl.where((found > after) & (found < count), found, count).to(gl.int32), 0)
 
@@ -113,59 +116,70 @@ MORE = gl.constexpr(2)
 
 
 @aggregate
-class Board:
-    """Of the next products, a slot each: group, first row, end of the group, twice the tile of columns and one more if
-    the tile has another product; where rows say their groups, what the rows say."""
+class Products:
+    """The next products: records of group (-1: none), first row, end of the group, and 2 * tile of columns + more.
 
-    said: gl.shared_memory_descriptor
+    more : 1 if the tile has another product. Where each row names its group, `of_rows` has those of a tile's rows.
+    """
+
+    slots: Slots
     of_rows: gl.shared_memory_descriptor
 
-    @gluon.constexpr_function
-    def __init__(self, said, of_rows):
-        self.said = said
-        self.of_rows = of_rows
+    @gluon.jit
+    def write(self, number, group, row, end, tile_n, more):
+        self.slots.write(number, (group, row, end, 2 * tile_n + more))
+
+    @gluon.jit
+    def write_rows(self, number, groups, row, M):
+        """One warp: the groups of the rows of product `number`; past the last row -1."""
+        BLOCK_M: gl.constexpr = self.of_rows.shape[1]
+        rows = row + opaque(gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [_LANES], [1], [0])))
+        its = gl.load(groups + rows, mask=rows < M, other=-1).to(gl.int32)
+        self.of_rows.index(number % self.of_rows.shape[0]).store(its)
+
+    @gluon.jit
+    def read(self, number):
+        """Group, first row, end, tile of columns."""
+        slots = self.slots
+        return slots.read(number, 0), slots.read(number, 1), slots.read(number, 2), slots.read(number, 3) // 2
+
+    @gluon.jit
+    def kind(self, number):
+        """NONE, LAST or MORE, as the greatest of a warp's lanes, which ptxas knows to be the same for all: what ends a
+        loop decides where the addresses of the tensor cores' operands in it may be."""
+        its = gl.where(self.slots.read(number, 0) < 0, NONE, LAST + self.slots.read(number, 3) % 2)
+        return gl.max(gl.full([_LANES], 0, gl.int32, gl.BlockedLayout([1], [_LANES], [4], [0])) + its, 0)
+
+    @gluon.jit
+    def rows_of(self, WG: gl.constexpr, number, KIND: gl.constexpr, settings: Settings):
+        """Where the rows of a warpgroup's tile name their groups."""
+        of_rows = self.of_rows.index(number % self.of_rows.shape[0])
+        if KIND == "indices" and settings.A_PARTS == 2:
+            of_rows = of_rows.slice(WG * ROWS, ROWS)
+        return of_rows
 
 
 @gluon.jit
-def make_board(SLOTS: gl.constexpr, BLOCK_M: gl.constexpr, KIND: gl.constexpr):
-    HIGH: gl.constexpr = BLOCK_M if KIND == "indices" else 1
-    said = gl.allocate_shared_memory(gl.int32, [SLOTS, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    of_rows = gl.allocate_shared_memory(gl.int32, [SLOTS, HIGH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Board(said, of_rows)
+def make_products(slots: Slots, KIND: gl.constexpr, settings: Settings):
+    HIGH: gl.constexpr = settings.A_PARTS * ROWS if KIND == "indices" else 1
+    SLOTS: gl.constexpr = slots.words.shape[0]
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return Products(slots, gl.allocate_shared_memory(gl.int32, [SLOTS, HIGH], LAYOUT))
 
 
 @gluon.jit
-def say_rows(board: Board, number, groups, row, M):
-    """One warp: the groups of the rows of product `number`; past the last row -1."""
-    BLOCK_M: gl.constexpr = board.of_rows.shape[1]
-    rows = row + anew(gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [_LANES], [1], [0])))
-    its = gl.load(groups + rows, mask=rows < M, other=-1).to(gl.int32)
-    board.of_rows.index(number % board.of_rows.shape[0]).store(its)
-
-
-@gluon.jit
-def say(board: Board, number, group, row, end, tile_n, more):
-    """One warp: what product `number` is; no group is -1."""
-    i = gl.arange(0, 4, gl.BlockedLayout([4], [_LANES], [1], [0]))
-    its = gl.where(i < 2, gl.where(i == 0, group, row), gl.where(i == 2, end, 2 * tile_n + more))
-    board.said.index(number % board.said.shape[0]).store(its)
-
-
-@gluon.jit
-def _told(board: Board, number, I: gl.constexpr):
-    its = board.said.index(number % board.said.shape[0]).load(gl.BlockedLayout([4], [_LANES], [4], [0]))
-    return gl.sum(gl.where(gl.arange(0, 4, its.type.layout) == I, its, 0), 0)
-
-
-@gluon.jit
-def told(board: Board, number):
-    """A warpgroup: what say said: group, first row, end, tile of columns."""
-    return _told(board, number, 0), _told(board, number, 1), _told(board, number, 2), _told(board, number, 3) // 2
-
-
-@gluon.jit
-def told_kind(board: Board, number):
-    """A warpgroup: NONE, LAST or MORE. As the greatest of a warp's lanes, which ptxas knows to be the warp's and no
-    thread's: what a loop is ended by decides where the addresses of the tensor cores' operands in it may be."""
-    its = gl.where(_told(board, number, 0) < 0, NONE, LAST + _told(board, number, 3) % 2)
-    return gl.max(gl.full([_LANES], 0, gl.int32, gl.BlockedLayout([1], [_LANES], [4], [0])) + its, 0)
+def write_group(acc, factor, stage, out, of_rows, group, row, end, column, N, row_stride, KIND: gl.constexpr):
+    """The rows of a warpgroup's tile that are of the group, by `of_rows` where rows name theirs."""
+    if acc.shape[1] > (stage.shape[1] if out.dtype.element_ty.primitive_bitwidth < 32 else 128):
+        left, right = halves(acc)
+        write_group(left, factor, stage, out, of_rows, group, row, end, column, N, row_stride, KIND)
+        write_group(right, factor, stage, out, of_rows, group, row, end, column + left.shape[1], N, row_stride, KIND)
+    else:
+        result = by_rows((acc * factor).to(out.dtype.element_ty), stage)
+        rows = row + opaque(gl.arange(0, ROWS, gl.SliceLayout(1, result.type.layout)))
+        columns = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, result.type.layout))
+        mine = rows < end
+        if KIND == "indices":
+            mine = mine & (of_rows.load(rows.type.layout) == group)
+        at = out + rows.to(gl.int64)[:, None] * row_stride + columns[None, :]
+        gl.store(at, result, mask=mine[:, None] & (columns < N)[None, :])

@@ -1,0 +1,83 @@
+"""out = A B * scales + bias on Hopper, for 16-bit and FP8 operands that TMA can copy.
+
+Grid: any number of blocks, which are persistent: they walk over tiles of the result, and over K slices where K is
+split. Warps: two consumer warpgroups multiply with wgmma, one producer warp copies tiles of A and B; the warpgroups
+share the tile's B and have 64 rows of A each, or share its A and have half of B's columns each (few rows). While they
+store a tile, the next one's first stages come. Shared memory: the ring of STAGES tiles of A and B, and a 16-bit tile
+on its way out.
+
+a [batch, m, k]; b [batch, n, k] or [batch, k, n], by its map; out [batch, m, n]. Method: CUTLASS's persistent
+warp-specialised products, with split K by atomic counters.
+"""
+
+from flashinfer._core.gluon_compat import gl, gluon
+from flashinfer.ops._device.sm90.mma import ROWS, Ring, Settings, make_ring, sum_products
+from flashinfer.ops._device.sm90.store import make_staging, write_tile
+from flashinfer.ops.gemm._device.slices_sm90 import Size, add_slices, produce, size_of
+
+
+@gluon.jit
+def _consume(WG: gl.constexpr, tensors, sizes, ring: Ring, size: Size, staging):
+    """One warpgroup: its half of each tile. `tensors` and `sizes` are the kernel's arguments."""
+    out, bias, a_scale, b_scale, partial, arrived = tensors
+    M, N, out_entry, out_row = sizes
+    settings = ring.settings
+    WIDTH: gl.constexpr = settings.BLOCK_N // settings.B_PARTS
+    DEPTH: gl.constexpr = 256 // ring.a.dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
+    step = 0
+    for work in range(gl.program_id(0), size.works, gl.num_programs(0)):
+        entry, tile_m, tile_n, index, tile, begin, end = size.place(work, settings.GROUP)
+        acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
+        acc, step = sum_products(WG, ring, acc, step, begin, end)
+        # Before the store, not before the products: it would take a register through all of them.
+        factor = 1.0
+        if settings.SCALES > 0:
+            factor *= gl.load(a_scale)
+        if settings.SCALES > 1:
+            factor *= gl.load(b_scale)
+        row = tile_m * (settings.A_PARTS * ROWS) + settings.row_of(WG)
+        column = tile_n * settings.BLOCK_N + settings.column_of(WG)
+        to = out + entry.to(gl.int64) * out_entry
+        if settings.SPLIT:
+            last, acc = add_slices(acc, partial, arrived, tile * 2 + WG, index, size.slices, M - row)
+            if last:
+                write_tile(acc, factor, staging.index(WG), to, bias, row, column, M, N, out_row, settings.BIAS)
+        else:
+            write_tile(acc, factor, staging.index(WG), to, bias, row, column, M, N, out_row, settings.BIAS)
+
+
+@gluon.jit
+def dense_sm90_kernel(
+    a_map, b_map, out, bias, a_scale, b_scale, partial, arrived, M, N, K, batch, slices, out_entry, out_row,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, BOX: gl.constexpr,
+    GROUP: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    B_MAJOR: gl.constexpr, SPLIT: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """Maps are [batch, m, k] of A and [batch, n, k], or [batch, k, n], of B.
+
+    "blocks" of B are [k / 128, n / 32, 8, 4, 128] in the order of n, from rows stored as 4 times 8 (shuffle_matrix_a).
+    With SPLIT, `partial` holds 2 * tiles * slices sums of a warpgroup's tile, and `arrived` 2 * tiles counts, all 0.
+    """
+    DTYPE: gl.constexpr = a_map.dtype
+    OUT: gl.constexpr = out.dtype.element_ty
+    A_PARTS: gl.constexpr = BLOCK_M // ROWS
+    B_PARTS: gl.constexpr = 3 - A_PARTS
+    settings = Settings(
+        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STAGES=STAGES, A_PARTS=A_PARTS, B_PARTS=B_PARTS, BOX=BOX, GROUP=GROUP,
+        B_MAJOR=B_MAJOR, SPLIT=SPLIT, SCALES=SCALES, BIAS=BIAS, UNROLL=1,
+    )  # fmt: skip
+    ring = make_ring(DTYPE, settings)
+    staging = make_staging(OUT, min(BLOCK_N // B_PARTS, 128))
+    size = size_of(M, N, K, batch, slices, settings)
+    tensors = (out, bias, a_scale, b_scale, partial, arrived)
+    sizes = (M, N, out_entry, out_row)
+    gl.warp_specialize(
+        [
+            (_consume, (gl.constexpr(0), tensors, sizes, ring, size, staging)),
+            (_consume, (gl.constexpr(1), tensors, sizes, ring, size, staging)),
+            (produce, (a_map, b_map, ring, size)),
+        ],
+        [4, 1],
+        [REGISTERS, COPY_REGISTERS],
+    )  # fmt: skip
