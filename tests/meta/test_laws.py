@@ -17,8 +17,8 @@ DEVICE_PARAMETERS = 30
 STILL_WIDE = {
     "_step", "allreduce_kernel", "attend_kernel", "attend_latent_kernel", "attend_latent_sm90_kernel",
     "attend_sm80_kernel", "attend_sm90_kernel", "blockscaled_sm90_kernel", "dense_kernel", "dispatch_kernel",
-    "emit_kernel", "gather_kernel", "gemm_kernel", "group_tile", "grouped_kernel", "materialize_kernel",
-    "modulated_kernel", "mqa_logits_kernel", "norm_kernel", "product_kernel", "replay_kernel", "resolve_kernel",
+    "gemm_kernel", "group_tile", "grouped_kernel", "materialize_kernel",
+    "mqa_logits_kernel", "product_kernel", "replay_kernel",
     "scan_kernel", "step_kernel", "tree_kernel", "update_kernel",
 }  # fmt: skip
 

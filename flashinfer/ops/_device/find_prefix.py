@@ -10,6 +10,9 @@ import torch
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.target import target_of
 from flashinfer.ops._device import prefix
+from flashinfer.ops._device.prefix_bracket import bracket_kernel, scan_kernel
+from flashinfer.ops._device.prefix_gather import gather_kernel
+from flashinfer.ops._device.prefix_resolve import resolve_kernel
 from flashinfer.ops._device.rows import pointer, unit
 
 _DOMAINS = {"scores": prefix.SCORES, "probs": prefix.PROBS, "logits": prefix.LOGITS}
@@ -137,8 +140,8 @@ def find_prefix(stages: Stages, config, x, rows: int, filters: Filters, samples=
     parts = part_count, part_mass, part_score, part_column
     start(launch_scan, scan_stage(stages), config, split, x, *window, f.k, f.ks, maxima, counts, tile_top, tile_sum,
           x_row, columns, programs, chunk, tiles)  # fmt: skip
-    start(launch_bracket, bracket_stage(stages), config, one, maxima, near, counts, tile_top, tile_sum, f.lengths,
-          f.starts, f.k, f.ks, f.p, f.ps, state, numbers, listed, columns, programs, tiles)  # fmt: skip
+    start(launch_bracket, bracket_stage(stages), config, one, maxima, near, counts, tile_top, tile_sum, f.starts,
+          f.lengths, f.k, f.ks, f.p, f.ps, state, numbers, listed, columns, programs, tiles)  # fmt: skip
     start(launch_gather, gather_stage(stages), config, split, x, *window, maxima, near, state, numbers, listed,
           list_value, list_column, *parts, *drawn, x_row, columns, programs, chunk, tiles, capacity)  # fmt: skip
     start(launch_resolve, stages, config, one, x, *window, state, numbers, listed, list_value, list_column, *parts, f.k,
@@ -192,21 +195,21 @@ class Parameters:
             self.constants.update(dict.fromkeys(names))
         return self
 
-    def window(self, s) -> Parameters:
-        self.add(f"*{s.indices}", "indices", present=bool(s.indices))
-        return self.add("*i32", "starts", present=s.starts).add("*i32", "lengths", present=s.lengths)
+    def window(self, indices: str = "", starts: bool = False, lengths: bool = False) -> Parameters:
+        self.add(f"*{indices}", "window.indices", present=bool(indices))
+        return self.add("*i32", "window.starts", present=starts).add("*i32", "window.lengths", present=lengths)
 
     def filter(self, name: str, scalar: str, kind: str) -> Parameters:
         self.add(scalar, name, present=kind == "scalar")
         return self.add(f"*{kind}", f"{name}s", present=kind not in ("", "scalar"))
 
     def filters(self, s) -> Parameters:
-        return self.filter("top_k", "i32", s.top_k).filter("top_p", "fp32", s.top_p)
+        return self.filter("filters.top_k", "i32", s.top_k).filter("filters.top_p", "fp32", s.top_p)
 
     def randomness(self, seed: int, offset: int, present: bool = True) -> Parameters:
         for name, where in (("seed", seed), ("offset", offset)):
-            self.add("i64", name, present=present and where == 0)
-            self.add("*i64", f"{name}s", present=present and where != 0)
+            self.add("i64", f"random.{name}", present=present and where == 0)
+            self.add("*i64", f"random.{name}s", present=present and where != 0)
         return self
 
 
@@ -228,18 +231,18 @@ def rows_pointer(s) -> str:
 
 
 def build_scan(s: Stages, config) -> Build:
-    p = Parameters().add(rows_pointer(s), "x").window(s).filter("top_k", "i32", s.top_k)
-    p.add("*i32", "maxima", "counts").add("*fp32", "tile_top", "tile_sum")
+    p = Parameters().add(rows_pointer(s), "x").window(s.indices, s.starts, s.lengths)
+    p.filters(s).add("*i32", "maxima", "counts").add("*fp32", "tile_top", "tile_sum")
     p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles")
     constants = p.constants | constants_of(s) | groups_of(config)
     constants |= {"TOP_K": bool(s.top_k), "STATISTICS": s.statistics}
-    return Build(prefix.scan_kernel, p.types, constants, num_warps=config.num_warps)
+    return Build(scan_kernel, p.types, constants, num_warps=config.num_warps)
 
 
 def build_bracket(s: Stages, config) -> Build:
     p = Parameters().add("*i32", "maxima").add("*i32", "near", present=bool(s.top_k)).add("*i32", "counts")
     p.add("*fp32", "tile_top", "tile_sum")
-    p.add("*i32", "lengths", present=s.lengths).add("*i32", "starts", present=s.starts).filters(s)
+    p.window("", s.starts, s.lengths).filters(s)
     p.add("*i64", "state").add("*fp32", "numbers").add("*i32", "listed").add("i32", "columns", "programs", "tiles")
     constants = p.constants | groups_of(config) | {
         "DOMAIN": _DOMAINS[s.domain],
@@ -250,28 +253,29 @@ def build_bracket(s: Stages, config) -> Build:
         "BLOCK": config.group_tile,
         "WAYS": config.ways,
     }  # fmt: skip
-    return Build(prefix.bracket_kernel, p.types, constants, num_warps=config.group_warps)
+    return Build(bracket_kernel, p.types, constants, num_warps=config.group_warps)
 
 
 def _between(p: Parameters) -> Parameters:
-    p.add("*i64", "state").add("*fp32", "numbers").add("*i32", "listed").add("*fp32", "list_value")
-    return p.add("*i32", "list_column", "part_count").add("*i64", "part_mass").add("*fp32", "part_score").add(
-        "*i32", "part_column"
-    )
+    """What the stages leave for one another: states of rows, their lists, and the parts of programs."""
+    p.add("*i64", "state").add("*fp32", "numbers").add("*i32", "lists.count").add("*fp32", "lists.value")
+    p.add("*i32", "lists.column", "parts.count").add("*i64", "parts.mass").add("*fp32", "parts.score")
+    return p.add("*i32", "parts.column")
 
 
 def build_gather(s: Stages, config) -> Build:
-    p = Parameters().add(rows_pointer(s), "x").window(s).add("*i32", "maxima")
+    p = Parameters().add(rows_pointer(s), "x").window(s.indices, s.starts, s.lengths).add("*i32", "maxima")
     _between(p.add("*i32", "near", present=bool(s.top_k)))
     p.randomness(s.seed, s.offset, s.race)
     p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles", "capacity")
     constants = p.constants | constants_of(s) | groups_of(config) | near_tile_of(config)
     constants |= {"TOP_K": bool(s.top_k), "MASS": s.mass, "RACE": s.race, "SEED": s.seed, "OFFSET": s.offset}
-    return Build(prefix.gather_kernel, p.types, constants, num_warps=config.num_warps)
+    return Build(gather_kernel, p.types, constants, num_warps=config.num_warps)
 
 
 def build_resolve(s: Stages, config) -> Build:
-    p = _between(Parameters().add(rows_pointer(s), "x").window(s)).filters(s).randomness(s.seed, s.offset, s.race)
+    p = _between(Parameters().add(rows_pointer(s), "x").window(s.indices, s.starts, s.lengths))
+    p.filters(s).randomness(s.seed, s.offset, s.race)
     p.add(f"*{s.out}", "samples", present=s.race).add("*i8", "valid", present=s.race)
     p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "capacity")
     constants = p.constants | constants_of(s) | {
@@ -291,7 +295,7 @@ def build_resolve(s: Stages, config) -> Build:
     # One program a row has registers to spare; left to itself ptxas keeps to 96 and spills. A thread has 255 at most, a
     # multiprocessor 65536.
     registers = min(255, 65536 // (32 * config.list_warps))
-    return Build(prefix.resolve_kernel, p.types, constants, num_warps=config.list_warps, maxnreg=registers)
+    return Build(resolve_kernel, p.types, constants, num_warps=config.list_warps, maxnreg=registers)
 
 
 launch_scan = Launcher("prefix_scan", build_scan)

@@ -14,12 +14,19 @@ PER_ROW = tl.constexpr(2)
 
 
 @triton.jit
-def source_of(seed, seeds, offset, offsets, row, SEED: tl.constexpr, OFFSET: tl.constexpr):
-    """The seed, the offset (both 64 bits) and the stream (32 bits) of a row."""
-    if SEED != SCALAR:
-        seed = tl.load(seeds + (row if SEED == PER_ROW else 0))
-    if OFFSET != SCALAR:
-        offset = tl.load(offsets + (row if OFFSET == PER_ROW else 0))
+def source_of(random, row, SEED: tl.constexpr, OFFSET: tl.constexpr):
+    """The seed, the offset (both 64 bits) and the stream (32 bits) of a row.
+
+    random : numbers seed and offset, or pointers seeds and offsets in their place.
+    """
+    if SEED == SCALAR:
+        seed = random.seed
+    else:
+        seed = tl.load(random.seeds + (row if SEED == PER_ROW else 0))
+    if OFFSET == SCALAR:
+        offset = random.offset
+    else:
+        offset = tl.load(random.offsets + (row if OFFSET == PER_ROW else 0))
     stream = row if SEED != PER_ROW and OFFSET != PER_ROW else row * 0
     return seed.to(tl.int64), offset.to(tl.int64), stream.to(tl.uint32)
 

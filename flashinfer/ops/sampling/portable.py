@@ -53,14 +53,14 @@ def inverse_temperature(temperature, temperatures, row):
 
 @triton.jit
 def statistics_kernel(
-    x, indices, tile_top, tile_sum, temperature, temperatures, x_row, columns, tiles,
+    x, window, tile_top, tile_sum, temperature, temperatures, x_row, columns, tiles,
     SUM: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """tile_top and tile_sum float32 [rows, tiles]: the largest of each tile, NaN if it holds NaN or inf, and the sum of
     its exponentials. One program a tile. A temperature scales what stands below the largest, so that that is exact."""
     row = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    x, length = window_of(x, x_row, indices, None, None, row, columns, UNIT)
+    x, length = window_of(x, x_row, window, row, columns, UNIT)
     value = load_ranked(x, tile, length, TILE)
     top = tl.max(value, 0)
     if SUM:
@@ -106,16 +106,16 @@ def softmax_kernel(
 
 @triton.jit
 def race_kernel(
-    x, indices, tile_top, min_p, min_ps, part_score, part_column, seed, seeds, offset, offsets, x_row, columns,
-    programs, chunk, tiles, DOMAIN: tl.constexpr, SEED: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,
+    x, window, tile_top, min_p, min_ps, part_score, part_column, random, x_row, columns, programs,
+    chunk, tiles, DOMAIN: tl.constexpr, SEED: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """part_score float32, part_column int32 [rows, programs]: who wins among a program's columns; a score of NaN where
     there is none to win. With tile_top only columns that reach a share of the row's largest take part."""
     row = tl.program_id(0) // programs
     part = tl.program_id(0) % programs
-    x, length = window_of(x, x_row, indices, None, None, row, columns, UNIT)
-    seed, offset, stream = source_of(seed, seeds, offset, offsets, row, SEED, OFFSET)
+    x, length = window_of(x, x_row, window, row, columns, UNIT)
+    seed, offset, stream = source_of(random, row, SEED, OFFSET)
     # Each place of a tile keeps its own best; what the program has is found once, after the last tile.
     lowest = float("-inf") if DOMAIN == LOGITS else 0.0
     best = tl.full([TILE], lowest, tl.float32)
@@ -202,14 +202,14 @@ def agrees(
 
 @triton.jit
 def verify_kernel(
-    draft, ids, target, tokens, stops, accepted, emitted, seed, seeds, offset, offsets, draft_batch, draft_token,
-    target_batch, target_token, ids_batch, count, columns, SEED: tl.constexpr, OFFSET: tl.constexpr,
+    draft, ids, target, tokens, stops, accepted, emitted, random, draft_batch, draft_token, target_batch,
+    target_token, ids_batch, count, columns, SEED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a request: how many tokens agree up to the first that does not, and in all; tokens [batch, count + 1]
     but for the last."""
     row = tl.program_id(0)
-    seed, offset, stream = source_of(seed, seeds, offset, offsets, row, SEED, OFFSET)
+    seed, offset, stream = source_of(random, row, SEED, OFFSET)
     stop = count
     agreed = tl.full([], 0, tl.int32)
     for first in range(0, count, BLOCK):
@@ -231,8 +231,8 @@ def verify_kernel(
 
 @triton.jit
 def last_race_kernel(
-    draft, target, stops, part_score, part_column, seed, seeds, offset, offsets, draft_batch, draft_token,
-    target_batch, target_token, count, columns, programs, chunk, SEED: tl.constexpr, OFFSET: tl.constexpr,
+    draft, target, stops, part_score, part_column, random, draft_batch, draft_token, target_batch,
+    target_token, count, columns, programs, chunk, SEED: tl.constexpr, OFFSET: tl.constexpr,
     UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Races for the token after the accepted ones, over what the target has beyond the draft (over the target, if all
@@ -240,7 +240,7 @@ def last_race_kernel(
     them. A score is NaN where the target is no distribution."""
     row = tl.program_id(0) // programs
     part = tl.program_id(0) % programs
-    seed, offset, stream = source_of(seed, seeds, offset, offsets, row, SEED, OFFSET)
+    seed, offset, stream = source_of(random, row, SEED, OFFSET)
     stop = tl.load(stops + row)
     step = stop.to(tl.int64)
     target += row.to(tl.int64) * multiple(target_batch, UNIT) + step * multiple(target_token, UNIT)
@@ -291,7 +291,7 @@ def _build_statistics(problem, config):
     p = Parameters().add(pointer(problem.dtype, problem.aligned), "x")
     sums = isinstance(problem, Softmax)
     indices = "" if sums else problem.indices
-    p.add(f"*{indices}", "indices", present=bool(indices)).add("*fp32", "tile_top")
+    p.window(indices).add("*fp32", "tile_top")
     p.add("*fp32", "tile_sum", present=sums)
     _temperature(p, problem.temperature if sums else "")
     p.add("i64", "x_row").add("i32", "columns", "tiles")
@@ -323,7 +323,7 @@ def _build_softmax(problem, config):
 
 def _build_race(problem, config):
     p = Parameters().add(pointer(problem.dtype, problem.aligned), "x")
-    p.add(f"*{problem.indices}", "indices", present=bool(problem.indices))
+    p.window(problem.indices)
     p.add("*fp32", "tile_top", present=bool(problem.min_p)).add("fp32", "min_p", present=problem.min_p == "scalar")
     p.add(f"*{problem.min_p}", "min_ps", present=problem.min_p not in ("", "scalar"))
     p.add("*fp32", "part_score").add("*i32", "part_column").randomness(problem.seed, problem.offset)

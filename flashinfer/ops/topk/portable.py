@@ -27,33 +27,28 @@ from flashinfer.ops._device.prefix import (
     window_of,
 )
 from flashinfer.ops.topk import TopK, short
-from flashinfer.ops.topk.results import moved_by, write_taken
+from flashinfer.ops.topk.results import Results, add_results, moved_by, write_none, write_taken
 
 
 @triton.jit
-def write_found(
-    value, column, mine, place, out_value, out_index, raw, k, shift, page_table, batch, pages, table_row, page_size,
-):  # fmt: skip
+def write_found(value, column, mine, place, out_value, out_index, raw, k, shift, where, batch, pages):
     """Writes a tile's elements that are `mine` from `place` on; how many there are."""
     found = mine.to(tl.int32)
     to = place + tl.cumsum(found, 0) - 1
-    write_taken(
-        value, column, mine, to, k, out_value, out_index, raw, shift, page_table, batch, pages, table_row, page_size
-    )  # fmt: skip
+    write_taken(value, column, mine, to, k, out_value, out_index, raw, shift, where, batch, pages)
     return tl.sum(found, 0)
 
 
 @triton.jit
 def kept_before(
-    end, listed, list_value, list_column, row, capacity, x, length, pivot, rank, columns,
-    LAST: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    end, lists, row, capacity, x, length, pivot, rank, columns, LAST: tl.constexpr, TILE: tl.constexpr
+):
     """How many elements of the prefix come before column `end`, of the list or, where it overflowed, of the row."""
-    count = tl.load(listed + row)
+    count = tl.load(lists.count + row)
     from_list = count <= capacity
     count = tl.where(from_list, count, tl.minimum(end, length))
-    list_value += row.to(tl.int64) * capacity
-    list_column += row.to(tl.int64) * capacity
+    list_value = lists.value + row.to(tl.int64) * capacity
+    list_column = lists.column + row.to(tl.int64) * capacity
     before = tl.full([], 0, tl.int32)
     for start in range(0, count, TILE):
         key, column = listed_keys(
@@ -66,43 +61,40 @@ def kept_before(
 
 @triton.jit
 def emit_kernel(
-    x, starts, lengths, maxima, near, state, listed, list_value, list_column, places, out_value, out_index, raw,
-    page_table, row_to_batch, page_starts, offsets, x_row, out_row, raw_row, table_row, k, columns, programs, chunk,
-    tiles, capacity, pages, page_size, LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
-    NEAR_TILE: tl.constexpr, GROUP: tl.constexpr,
+    x, window, maxima, near, state, lists, places, out, where, x_row, out_row, raw_row, pages, k, columns,
+    programs, chunk, tiles, capacity,
+    LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, NEAR_TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Writes the elements of a row's prefix in the order of their indices: `places` tells where each program begins, or
     where groups are listed, each counts what comes before its own.
 
-    out_value and out_index [rows, k]; raw takes the indices where out_index takes slots. Past the prefix stands -1.
+    out.value and out.index [rows, k]; out.raw takes the indices where out.index takes slots. Past the prefix stands -1.
     """
     row = tl.program_id(0) // programs
     part = tl.program_id(0) % programs
-    x, length = window_of(x, x_row, None, starts, lengths, row, columns, UNIT)
+    x, length = window_of(x, x_row, window, row, columns, UNIT)
     at = state + row.to(tl.int64) * STATE
     pivot, rank, kept = tl.load(at + PIVOT), tl.load(at + RANK), tl.load(at + KEPT).to(tl.int32)
     near_groups = tl.load(at + NEAR).to(tl.int32)
     near += row.to(tl.int64) * tiles * (TILE // GROUP)
-    out_index += row.to(tl.int64) * out_row
+    out_value, out_index, raw = out.value, out.index + row.to(tl.int64) * out_row, out.raw
     if out_value is not None:
         out_value += row.to(tl.int64) * k
     if raw is not None:
         raw += row.to(tl.int64) * raw_row
-    shift, batch = moved_by(row, page_table, row_to_batch, page_starts, starts, offsets)
+    shift, batch = moved_by(row, where, window.starts)
     first, end = near_share(near_groups, part, programs, NEAR_TILE // GROUP)
     if first < end:
         place = kept_before(
-            tl.load(near + first) * GROUP, listed, list_value, list_column, row, capacity, x, length, pivot, rank,
-            columns, LAST, TILE,
-        )  # fmt: skip
+            tl.load(near + first) * GROUP, lists, row, capacity, x, length, pivot, rank, columns, LAST, TILE
+        )
         for slot in range(first, end, NEAR_TILE // GROUP):
             value, column, ok = load_near(x, near, slot, end, length, UNIT, NEAR_TILE, GROUP)
             key = key_of(value.to(tl.float32)).to(tl.int64)
             mine = ok & is_kept(key, column, pivot, rank, columns, LAST)
             place += write_found(
-                value, column, mine, place, out_value, out_index, raw, k, shift, page_table, batch, pages, table_row,
-                page_size,
-            )  # fmt: skip
+                value, column, mine, place, out_value, out_index, raw, k, shift, where, batch, pages
+            )
     if near_groups < 0:
         place = tl.load(places + tl.program_id(0))
         for i in range(chunk):
@@ -115,18 +107,10 @@ def emit_kernel(
                 key = key_of(value.to(tl.float32)).to(tl.int64)
                 mine = inside & is_kept(key, column, pivot, rank, columns, LAST)
                 place += write_found(
-                    value, column, mine, place, out_value, out_index, raw, k, shift, page_table, batch, pages,
-                    table_row, page_size,
-                )  # fmt: skip
+                    value, column, mine, place, out_value, out_index, raw, k, shift, where, batch, pages
+                )
     if part == 0:
-        for first in range(kept, k, TILE):
-            to = first + tl.arange(0, TILE)
-            none = tl.full([TILE], -1, tl.int32)
-            tl.store(out_index + to, none.to(out_index.dtype.element_ty), to < k)
-            if out_value is not None:
-                tl.store(out_value + to, tl.zeros([TILE], out_value.dtype.element_ty), to < k)
-            if raw is not None:
-                tl.store(raw + to, none, to < k)
+        write_none(out_value, out_index, raw, kept, k, TILE)
 
 
 @triton.jit
@@ -165,18 +149,11 @@ def stages_of(problem: TopK) -> Stages:
 
 
 def _build_emit(problem, config):
-    s, pages = stages_of(problem), problem.form == "pages"
-    p = Parameters().add(stages.rows_pointer(s), "x")
-    p.add("*i32", "starts", present=s.starts).add("*i32", "lengths", present=s.lengths)
+    s = stages_of(problem)
+    p = Parameters().add(stages.rows_pointer(s), "x").window("", s.starts, s.lengths)
     p.add("*i32", "maxima", "near").add("*i64", "state")
-    p.add("*i32", "listed").add("*fp32", "list_value").add("*i32", "list_column", "places")
-    p.add(f"*{problem.dtype}", "out_value", present=problem.with_values)
-    p.add(f"*{problem.index}", "out_index").add("*i32", "raw", present=problem.raw)
-    p.add("*i32", "page_table", present=pages).add("*i32", "row_to_batch", present=problem.mapped)
-    p.add("*i32", "page_starts", present=problem.page_starts).add("*i32", "offsets", present=problem.form == "ragged")
-    p.add("i64", "x_row", "out_row").add("i64", "raw_row", present=problem.raw).add("i64", "table_row", present=pages)
-    p.add("i32", "k", "columns", "programs", "chunk", "tiles", "capacity")
-    p.add("i32", "pages", "page_size", present=pages)
+    p.add("*i32", "lists.count").add("*fp32", "lists.value").add("*i32", "lists.column", "places")
+    add_results(p, problem).add("i32", "programs", "chunk", "tiles", "capacity")
     unit = stages.constants_of(s)["UNIT"]
     constants = p.constants | stages.groups_of(config) | stages.near_tile_of(config)
     constants |= {"LAST": problem.last, "UNIT": unit}
@@ -216,35 +193,28 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
     `places` are page table, row_to_batch, page_starts and page_size of "pages", or the offsets of "ragged"; `outputs`
     of "columns" are values (or None) and indices.
     """
-    rows, columns = x.shape
-    raw = table = row_to_batch = page_starts = offsets = pages = page_size = table_row = raw_row = out_value = None
+    rows = len(x)
     if problem.form == "pages":
         table, row_to_batch, page_starts, page_size = places
-        pages, table_row = table.shape[1], table.stride(0)
+        index, raw = outputs
+        results = Results(None, index, raw, table, row_to_batch, page_starts, page_size=page_size)
     elif problem.form == "ragged":
-        (offsets,) = places
-    if problem.form in ("values", "sorted"):
-        out_value, out_index = outputs
-        if problem.form == "sorted":
-            out_value, out_index = torch.empty_like(out_value), torch.empty_like(out_index)
-    elif problem.form == "columns":
-        out_value, out_index = outputs
+        results = Results(None, *outputs, offsets=places[0])
+    elif problem.form == "sorted":
+        results = Results(*map(torch.empty_like, outputs))
     else:
-        out_index, raw = outputs
-        raw_row = None if raw is None else raw.stride(0)
-    written, strides = (out_value, out_index, raw), (out_index.stride(0), raw_row, table_row)
-    places = table, row_to_batch, page_starts, offsets, pages, page_size
+        results = Results(*outputs)
     if k <= config.short_k:
-        short.run(problem, config, x, k, (starts, lengths), written, strides, places)
+        short.run(problem, config, x, k, (starts, lengths), results)
     else:
         found = stages.find_prefix(stages_of(problem), config, x, rows, Filters(k=k, starts=starts, lengths=lengths))
         start(launch_emit, problem, config, (rows * found.programs, 1, 1), x, starts, lengths, found.maxima, found.near,
-              found.state, found.listed, found.list_value, found.list_column, found.part_count, *written, *places[:4],
-              x.stride(0), *strides, k, columns, found.programs, found.chunk, found.tiles, found.list_column.shape[1],
-              *places[4:])  # fmt: skip
+              found.state, found.listed, found.list_value, found.list_column, found.part_count,
+              *results.arguments(x, k), found.programs, found.chunk, found.tiles,
+              found.list_column.shape[1])  # fmt: skip
     if problem.form == "sorted":
         blocks = triton.cdiv(k, _RANKED)
-        start(launch_rank, problem, config, (rows * blocks, 1, 1), out_value, out_index, *outputs, k, blocks)
+        start(launch_rank, problem, config, (rows * blocks, 1, 1), results.value, results.index, *outputs, k, blocks)
 
 
 IMPLEMENTATION = Implementation(

@@ -22,7 +22,7 @@ from flashinfer.ops._device.pdl import begin as wait
 from flashinfer.ops._device.prefix import key_of, window_of
 from flashinfer.ops._device.rows import multiple, pointer, unit
 from flashinfer.ops.topk import TopK
-from flashinfer.ops.topk.results import moved_by, write_taken
+from flashinfer.ops.topk.results import Results, add_results, moved_by, write_none, write_taken
 
 # No value has this key; that of NaN is the largest.
 _LOWEST = tl.constexpr(-(1 << 31))
@@ -91,12 +91,12 @@ def joined(high, low):
 
 @triton.jit
 def bound_kernel(
-    x, starts, lengths, bounds, x_row, k, columns, UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr,
+    x, window, bounds, x_row, k, columns, UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """bounds int64 [rows]: what bound_of gives, the first in the high half. One program a row."""
     row = tl.program_id(0)
-    x, length = window_of(x, x_row, None, starts, lengths, row, columns, UNIT)
+    x, length = window_of(x, x_row, window, row, columns, UNIT)
     bound, across = bound_of(x, k, length, WHOLE, GROUPS, MEMBERS)
     tl.store(bounds + row, joined(bound, across))
 
@@ -137,7 +137,7 @@ def listed_key(value, column, end):
 
 @triton.jit
 def list_kernel(
-    x, starts, lengths, bounds, counts, ties, list_value, list_column, x_row, k, columns, programs, chunk, capacity,
+    x, window, bounds, counts, ties, list_value, list_column, x_row, k, columns, programs, chunk, capacity,
     OWN: tl.constexpr, UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +147,7 @@ def list_kernel(
     wait(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     program = row * programs + part
-    x, length = window_of(x, x_row, None, starts, lengths, row, columns, UNIT)
+    x, length = window_of(x, x_row, window, row, columns, UNIT)
     first = part * chunk * TILE
     end = tl.minimum(first + chunk * TILE, length)
     # On its way while the bound is looked for.
@@ -369,18 +369,18 @@ def above_and_level(key, pivot):
 
 @triton.jit
 def emit_kernel(
-    x, starts, lengths, bounds, counts, ties, list_value, list_column, out_value, out_index, raw, page_table,
-    row_to_batch, page_starts, offsets, x_row, out_row, raw_row, table_row, k, columns, programs, parts, capacity,
-    pages, page_size, LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, SHARE: tl.constexpr,
+    x, window, bounds, counts, ties, list_value, list_column, out, where, x_row, out_row, raw_row, pages, k, columns,
+    programs, parts, capacity, LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, SHARE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes the k first of a row in the order of their columns, which is that of the list.
 
-    out_value and out_index [rows, k]; raw takes the indices where out_index takes slots. Past a short row stands -1.
+    out.value and out.index [rows, k]; out.raw takes the indices where out.index takes slots. Past a short row is
+    -1.
     """
     wait(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
-    x, length = window_of(x, x_row, None, starts, lengths, row, columns, UNIT)
+    x, length = window_of(x, x_row, window, row, columns, UNIT)
     target = tl.minimum(k, length)
     list_value += multiple(row.to(tl.int64) * programs * capacity, PACK)
     list_column += multiple(row.to(tl.int64) * programs * capacity, PACK)
@@ -389,12 +389,12 @@ def emit_kernel(
     i = tl.arange(0, PARTS)
     listed = tl.load(counts + row * programs + i, i < programs, other=0)
     equal = tl.load(ties + row * programs + i, i < programs, other=0)
-    out_index += row.to(tl.int64) * out_row
+    out_value, out_index, raw = out.value, out.index + row.to(tl.int64) * out_row, out.raw
     if out_value is not None:
         out_value += row.to(tl.int64) * k
     if raw is not None:
         raw += row.to(tl.int64) * raw_row
-    shift, batch = moved_by(row, page_table, row_to_batch, page_starts, starts, offsets)
+    shift, batch = moved_by(row, where, window.starts)
     padded = tl.cdiv(listed, PACK) * PACK
     ends = tl.cumsum(padded, 0)
     begins = ends - padded
@@ -459,30 +459,19 @@ def emit_kernel(
         nth = level + (seen >> 16) - skip
         taken = inside & ((key > pivot) | ((key == pivot) & (nth > 0) & (nth <= some)))
         to = above + (seen & 65535) + tl.minimum(tl.maximum(nth, 0), some) - 1
-        write_taken(
-            value, column, taken, to, k, out_value, out_index, raw, shift, page_table, batch, pages, table_row,
-            page_size,
-        )
+        write_taken(value, column, taken, to, k, out_value, out_index, raw, shift, where, batch, pages)
         if start + SHARE < end:
             sum = tl.sum(found, 0)
             above += sum & 65535
             level += sum >> 16
     if part == 0:
-        for first in range(target, k, SHARE):
-            to = first + tl.arange(0, SHARE)
-            none = tl.full([SHARE], -1, tl.int32)
-            tl.store(out_index + to, none.to(out_index.dtype.element_ty), to < k)
-            if out_value is not None:
-                tl.store(out_value + to, tl.zeros([SHARE], out_value.dtype.element_ty), to < k)
-            if raw is not None:
-                tl.store(raw + to, none, to < k)
+        write_none(out_value, out_index, raw, target, k, SHARE)
 
 
 def _begin(problem) -> Parameters:
     """The row's values and window, and its bound."""
     p = Parameters().add(pointer(problem.dtype, problem.aligned), "x")
-    p.add("*i32", "starts", present=problem.starts).add("*i32", "lengths", present=problem.lengths)
-    return p.add("*i64", "bounds")
+    return p.window("", problem.starts, problem.lengths).add("*i64", "bounds")
 
 
 def _listed(p: Parameters, problem) -> Parameters:
@@ -510,13 +499,7 @@ def _build_list(problem, config):
 
 
 def _build_emit(problem, config):
-    pages = problem.form == "pages"
-    p = _listed(_begin(problem), problem).add(f"*{problem.dtype}", "out_value", present=problem.with_values)
-    p.add(f"*{problem.index}", "out_index").add("*i32", "raw", present=problem.raw)
-    p.add("*i32", "page_table", present=pages).add("*i32", "row_to_batch", present=problem.mapped)
-    p.add("*i32", "page_starts", present=problem.page_starts).add("*i32", "offsets", present=problem.form == "ragged")
-    p.add("i64", "x_row", "out_row").add("i64", "raw_row", present=problem.raw).add("i64", "table_row", present=pages)
-    p.add("i32", "k", "columns", "programs", "parts", "capacity").add("i32", "pages", "page_size", present=pages)
+    p = add_results(_listed(_begin(problem), problem), problem).add("i32", "programs", "parts", "capacity")
     constants = {"LAST": problem.last, "UNIT": unit(problem.dtype, problem.aligned)}
     constants |= {"TILE": config.short_list, "SHARE": config.share, "PDL": config.pdl}
     return Build(emit_kernel, p.types, p.constants | constants, num_warps=config.short_list_warps)
@@ -566,8 +549,8 @@ def share(rows: int, columns: int, config, device: torch.device) -> tuple[int, i
     return triton.cdiv(tiles, chunk), chunk, min(max(sms // rows, 1), int(PARTS))
 
 
-def run(problem, config, x, k, window, outputs, strides, places):
-    """Launch it. `window` are starts and lengths; `places`, after the strides of outputs, what only some forms have."""
+def run(problem, config, x, k, window, results: Results):
+    """Launch it. `window` are starts and lengths."""
     rows, columns = x.shape
     programs, chunk, parts = share(rows, columns, config, x.device)
     # A list longer than emit has registers for takes it several times as long.
@@ -585,5 +568,5 @@ def run(problem, config, x, k, window, outputs, strides, places):
         start(launch_bound, listing, _owning(config, False), (rows, 1, 1), *given, x_row, k, columns)
     start(launch_list, listing, _owning(config, own), (rows, programs, 1), *given, *listed, x_row, k, columns,
           programs, chunk, capacity)  # fmt: skip
-    start(launch_emit, problem, _sharing(config, parts), (rows, parts, 1), *given, *listed, *outputs, *places[:4],
-          x_row, *strides, k, columns, programs, parts, capacity, *places[4:])  # fmt: skip
+    start(launch_emit, problem, _sharing(config, parts), (rows, parts, 1), *given, *listed, *results.arguments(x, k),
+          programs, parts, capacity)  # fmt: skip
