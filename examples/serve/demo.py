@@ -27,8 +27,7 @@ def parse(arguments) -> argparse.Namespace:
     add("--max-new-tokens", type=positive, default=64, help="longest text of a request (default 64)")
     add("--chunk", type=positive, default=256, help="most tokens of one step (default 256)")
     add("--page-size", type=positive, default=16, help="tokens of a KV page (default 16)")
-    add("--device", type=torch.device, help="default: cuda if there is one, else cpu")
-    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on the CPU")
+    device_and_dtype(parser)
     add("--top-p", type=float, metavar="P", help="sample from the most likely tokens that sum to P; default: greedy")
     add("--seed", type=int, default=0, help="of arrivals and of sampling (default 0)")
     add("--no-compare", action="store_true", help="do not run Hugging Face's generate")
@@ -36,9 +35,19 @@ def parse(arguments) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.top_p is not None and not 0 < args.top_p <= 1:
         parser.error(f"--top-p: got {args.top_p}; allowed: above 0, up to 1")
-    args.device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    args.dtype = getattr(torch, args.dtype or ("float32" if args.device.type == "cpu" else "bfloat16"))
     return args
+
+
+def device_and_dtype(parser: argparse.ArgumentParser) -> None:
+    """The options --device and --dtype."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    parser.add_argument("--device", type=torch.device, default=device, help="default: cuda if there is one, else cpu")
+    parser.add_argument(
+        "--dtype", type=kinds.get, choices=kinds.values(), default=dtype, metavar="{float32,bfloat16}",
+        help="default: bfloat16 if there is a GPU, else float32",
+    )  # fmt: skip
 
 
 def positive(text: str) -> int:

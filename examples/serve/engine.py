@@ -57,12 +57,28 @@ class Engine:
     def serve(self, requests: list[Request], after_step=lambda: None) -> None:
         """Run until every request is done."""
         for request in requests:
-            if not request.prompt or request.limit > self.longest:
-                raise ValueError(f"request: got up to {request.limit} tokens; allowed: a prompt, up to {self.longest}")
+            self.check(request)
         self.waiting += sorted(requests, key=lambda request: request.arrival)
         while self.waiting or self.running:
             self.step()
             after_step()
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that can never be served."""
+        if not request.prompt or request.limit > self.longest:
+            raise ValueError(f"request: got up to {request.limit} tokens; allowed: a prompt, up to {self.longest}")
+
+    def cancel(self, request: Request) -> None:
+        """End a request where it is; what it has computed stays in the prefix cache."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        elif request in self.running:
+            self.running.remove(request)
+            self.finished.append(request)
+
+    def choose(self, logits: torch.Tensor, ready: list[Request]) -> list[int]:
+        """The next token of each request in `ready`."""
+        return self.sample(logits).tolist()
 
     def reset(self) -> None:
         """Forget the requests that are done, and with them the prefix cache."""
@@ -81,7 +97,7 @@ class Engine:
         prompt_tokens = sum(max(min(count, len(r.prompt) - r.sequence.length), 0) for r, count in batch)
         ready = [request for request, count in batch if count == request.pending]
         logits = self._forward(batch, ready)
-        for request, token in zip(ready, self.sample(logits).tolist() if ready else ()):
+        for request, token in zip(ready, self.choose(logits, ready) if ready else ()):
             request.output.append(token)
             if token == self.eos_id or len(request.output) == request.max_new_tokens:
                 self.running.remove(request)
