@@ -18,6 +18,8 @@ INDICES = (torch.int32, torch.int64)
 # Upstream's names promise a result, and any variant of ours gives it; our own names pin a variant.
 _OURS = ("portable", "reference", "sm90")
 
+MOST_TREE_TOKENS = 64
+
 
 def variant_for(backend: str | None, *upstream: str) -> str:
     """The backend for an Op, of a name that upstream allows in this place or of our own."""
@@ -55,6 +57,14 @@ def require_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dim: int) -
         f"the {counts['q']} of q or the {counts['v']} of v",
     )
     return heads
+
+
+def require_tree(parents: torch.Tensor | None, sequences: int, tokens: int) -> None:
+    """Parents of a tree's tokens are [sequences, tokens] integers, and the tree fits into registers."""
+    if parents is not None:
+        require(tokens <= MOST_TREE_TOKENS, "parents", f"a tree of {tokens} tokens", f"{MOST_TREE_TOKENS} at most")
+        require_shape("parents", parents, sequences, tokens)
+        require_dtype("parents", parents, INDICES)
 
 
 def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -176,7 +186,7 @@ def run_step(
         keep=keep,
         kept_dtype="" if kept is None else dtype_name(kept.k.dtype),
         norm=norm is not None,
-        tokens=0 if parents is None else power_of_two(k.shape[1]),
+        tokens=0 if parents is None else power_of_two(parents.shape[1]),
         read=pool.read is not None,
         accepted=pool.accepted is not None,
         write=pool.write is not None,

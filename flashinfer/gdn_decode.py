@@ -8,7 +8,6 @@ import torch
 
 from flashinfer._core.checks import require
 from flashinfer._delta import (
-    INDICES,
     INPUTS,
     STATES,
     default_scale,
@@ -16,6 +15,7 @@ from flashinfer._delta import (
     require_dtype,
     require_heads,
     require_shape,
+    require_tree,
     run_step,
     variant_for,
 )
@@ -31,7 +31,6 @@ __all__ = [
 ]
 
 _UPSTREAM = ("flashinfer", "cake_gdn", "rubin")
-MOST_TREE_TOKENS = 64
 
 
 def gated_delta_rule_decode_pretranspose(
@@ -275,15 +274,9 @@ def gated_delta_rule_mtp(
     pool = Pool(initial_state, initial_state, initial_state_indices, write=output_state_indices, each=each, rows=rows)
     kept = Kept(*windows.values()) if cache_replayssm else None
     if parents is not None:
-        require(
-            q.dim() == 4 and q.shape[1] <= MOST_TREE_TOKENS,
-            "parents",
-            "a tree of more tokens",
-            f"at most {MOST_TREE_TOKENS} tokens",
-        )
+        require(q.dim() == 4, "q", f"shape {tuple(q.shape)}", "[batch, T, heads, head_dim]")
         require(output_state_indices is None, "output_state_indices", "a tensor", "None with parents")
-        require_shape("parents", parents, *q.shape[:2])
-        require_dtype("parents", parents, INDICES)
+        require_tree(parents, *q.shape[:2])
     final = not disable_state_update and rows is None and parents is None
     gates = A_log, a, dt_bias, b
     out = decode_tokens(

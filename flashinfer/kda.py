@@ -12,6 +12,7 @@ from flashinfer._delta import (
     output_like,
     require_dtype,
     require_shape,
+    require_tree,
     run_step,
     variant_for,
 )
@@ -54,6 +55,7 @@ def recurrent_kda(
     disable_state_update: bool = False,
     correction_cache: torch.Tensor | None = None,
     kg_cache: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple:
     """Decode, verification of drafts, or prefill of Kimi delta attention, in place on its states.
@@ -123,6 +125,11 @@ def recurrent_kda(
         With `disable_state_update`: [slots, heads, T or more, V], float32, receives beta (v - S k) of each token.
     kg_cache : torch.Tensor, optional
         With that: [slots, heads, T or more, 2 K], receives k and g as they came.
+    parents : torch.Tensor, optional
+        [sequences, T], int32 or int64, ours: the drafts are a tree, and token t follows token parents[:, t] < t, or the
+        first state where that is negative. T up to 64; with `num_spec_tokens` 1 + that, and num_accepted_tokens - 1 is
+        the token whose state a sequence begins with. Else with `disable_state_update`, T the most tokens of a sequence.
+        Decays below exp(-64) are taken for that.
     backend : str
         "auto", one of upstream's names (all of which are ours), "portable" or "reference".
 
@@ -183,6 +190,11 @@ def recurrent_kda(
         "None" if initial_state_indices is None else "a tensor",
         "given if and only if initial_state_source is",
     )
+    has_drafts = disable_state_update or num_spec_tokens is not None
+    require(parents is None or has_drafts, "parents", "a tensor", "None if there are no drafts")
+    if parents is not None:
+        require_shape("parents", parents, None, None)
+        require_tree(parents, tokens.sequences, parents.shape[1] if cu_seqlens is not None else count)
     caches = correction_cache, kg_cache
     require(
         (correction_cache is None) == (kg_cache is None),
@@ -197,10 +209,10 @@ def recurrent_kda(
     if disable_state_update:
         require(not has_marks, "checkpoint_every_n_tokens", "checkpoints", "none with disable_state_update")
         require(not output_final_state, "output_final_state", True, "False with disable_state_update")
-        return _frozen(given, initial_state, source, ssm_state_indices, caches), None
+        return _frozen(given, initial_state, source, ssm_state_indices, caches, parents), None
     if num_spec_tokens is not None:
         require(not has_marks, "checkpoint_every_n_tokens", "checkpoints", "none with num_spec_tokens")
-        state = _drafts(given, initial_state, source, ssm_state_indices, num_spec_tokens, num_accepted_tokens)
+        state = _drafts(given, initial_state, source, ssm_state_indices, num_spec_tokens, num_accepted_tokens, parents)
         return given["out"], state if output_final_state else None
     require(num_accepted_tokens is None, "num_accepted_tokens", "a tensor", "None without num_spec_tokens")
     raw = A_log, dt_bias, lower_bound, use_gate_in_kernel, scale
@@ -236,7 +248,7 @@ def _plain(given: dict, initial_state, wanted: bool, source: tuple, slots, raw: 
     return state, None
 
 
-def _run(given: dict, pool: Pool, final: bool, kept: Kept | None = None) -> None:
+def _run(given: dict, pool: Pool, final: bool, kept: Kept | None = None, parents=None) -> None:
     """Check the states and tables, and go token by token."""
     tokens = given["tokens"]
     n, shape = tokens.sequences, (tokens.heads, tokens.v.shape[3], tokens.k.shape[3])
@@ -261,10 +273,11 @@ def _run(given: dict, pool: Pool, final: bool, kept: Kept | None = None) -> None
         backend=given["backend"],
         keep="corrections" if kept else "",
         kept=kept,
+        parents=parents,
     )
 
 
-def _frozen(given: dict, state, source: tuple, indices, caches: tuple) -> torch.Tensor:
+def _frozen(given: dict, state, source: tuple, indices, caches: tuple, parents) -> torch.Tensor:
     """Outputs from states that stay as they are, and what is kept to commit the tokens later."""
     states = state if source[0] is None else source[0]
     require(states is not None, "initial_state_source", None, "a pool with disable_state_update")
@@ -285,15 +298,16 @@ def _frozen(given: dict, state, source: tuple, indices, caches: tuple) -> torch.
             f"at least {tokens.k.shape[1]}",
         )
         kept = Kept(*caches)
-    _run(given, Pool(states, None, slots), final=False, kept=kept)
+    _run(given, Pool(states, None, slots), final=False, kept=kept, parents=parents)
     return given["out"]
 
 
-def _drafts(given: dict, state, source: tuple, indices, drafts: int, accepted) -> torch.Tensor:
-    """Drafts in a chain, the state after each of which goes to a slot."""
+def _drafts(given: dict, state, source: tuple, indices, drafts: int, accepted, parents) -> torch.Tensor:
+    """Drafts in a chain or a tree, the state after each of which goes to a slot."""
     tokens = given["tokens"]
     n, each = tokens.sequences, 1 + drafts
     require(drafts >= 1, "num_spec_tokens", drafts, "at least 1")
+    require_tree(parents, n, each)
     if tokens.offsets is None:
         require(tokens.k.shape[1] == each, "q", f"{tokens.k.shape[1]} tokens", f"{each}, 1 + num_spec_tokens")
         if indices is None:
@@ -310,7 +324,7 @@ def _drafts(given: dict, state, source: tuple, indices, drafts: int, accepted) -
         pool = Pool(source[0], state, source[1], rows=indices)
     else:
         pool = Pool(state, state, indices, accepted, rows=indices)
-    _run(given, pool, final=False)
+    _run(given, pool, final=False, parents=parents)
     return state
 
 

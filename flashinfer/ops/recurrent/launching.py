@@ -36,6 +36,13 @@ def strides(x: torch.Tensor | None, dims: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x.stride(d) if x.shape[d] > 1 else 0 for d in dims)
 
 
+def table_strides(x: torch.Tensor | None) -> tuple[int, int]:
+    """Strides of a table [sequences] or [sequences, columns]."""
+    if x is None:
+        return 0, 0
+    return x.stride(0), x.stride(1) if x.dim() == 2 else 0
+
+
 def raw(x: torch.Tensor | None) -> torch.Tensor | None:
     """x as kernels take it: fp8 as bytes."""
     return x.view(torch.uint8) if x is not None and x.element_size() == 1 and x.is_floating_point() else x

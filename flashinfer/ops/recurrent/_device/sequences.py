@@ -1,4 +1,4 @@
-"""Where the tokens of a sequence lie, in rows or packed."""
+"""Where the tokens of a sequence lie, in rows or packed, and which slot its state is in."""
 
 import triton
 import triton.language as tl
@@ -29,3 +29,23 @@ def place_of(p, offsets, of, STRIDE: tl.constexpr):
         low = tl.where(begins, middle, low)
         high = tl.where(begins, high, middle - 1)
     return low, p - tl.load(offsets + low).to(tl.int32) // STRIDE - low
+
+
+@triton.jit
+def slot_of(read, accepted, n, read_by, of):
+    """The slot that sequence n begins with: its number, or its entry in a table, whose column `accepted` names."""
+    slot = tl.full([], 0, tl.int64) + n
+    if read is not None:
+        entry = slot * read_by.sequence
+        if accepted is not None:
+            taken = tl.load(accepted + n).to(tl.int64) - 1
+            entry += tl.minimum(tl.maximum(taken, 0), of.columns - 1) * read_by.column
+        slot = tl.load(read + entry).to(tl.int64)
+    return slot
+
+
+@triton.jit
+def zero_tokens(out, out_by, origin, first, end, head, row, in_rows):
+    for token in range(first, end):
+        at = origin * out_by.row + token * out_by.token + head * out_by.head
+        tl.store(out + at + row, tl.zeros_like(row).to(out.dtype.element_ty), in_rows)

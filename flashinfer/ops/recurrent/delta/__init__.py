@@ -204,6 +204,8 @@ def _steps() -> Iterator[Step]:
     tree = {"source_dtype": "fp32", "final": False, "tokens": 16}
     yield Step(128, 128, "bf16", "bf16", **gdn, **tree, each="buffer", state_dtype="fp32")
     yield Step(128, 128, "bf16", "bf16", **gdn, **tree | {"tokens": 64}, keep="replay", kept_dtype="bf16")
+    yield Step(128, 128, "bf16", "bf16", **kda, **bf16, packed=True, accepted=True, each="pool", final=False, tokens=16)
+    yield Step(128, 128, "bf16", "bf16", **kda, **frozen, tokens=64)
     log = {"gate": "log", "gate_dtype": "bf16", "channels": True, "beta": "value", "beta_dtype": "bf16"}
     yield Step(64, 64, "fp16", "fp16", **log, **fp32, packed=True, aligned=False, layout="", read=False)
 

@@ -30,8 +30,9 @@ def step(problem, target) -> Config:
     key, value = power_of_two(problem.key_dim), power_of_two(problem.value_dim)
     capability = capability_for(target, problem.source_dtype, problem.state_dtype)
     if problem.tokens:
-        # Keys and sums of all tokens are in every program, beside 16 rows of the state.
-        return Config(16, 8, capability)
+        # Keys and sums of all tokens are in every program, beside 16 rows of the state. By ptxas, trees of 64 tokens
+        # spill up to 384 bytes a thread with 16 warps (sm_120a, at most 56 elsewhere), and 560 with 8.
+        return Config(16, 16 if problem.tokens * key > 4096 else 8, capability)
     if problem.norm:
         # The norm is over all values of a head, so one program has its whole state: 64 registers a thread of it.
         return Config(value, max(4, key * value // 2048), capability)

@@ -6,12 +6,13 @@ import triton.language as tl
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
-from flashinfer.ops.recurrent._device.sequences import span_of
+from flashinfer.ops.recurrent._device.sequences import slot_of, span_of, zero_tokens
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
 from flashinfer.ops.recurrent.delta import Commit, Step
 from flashinfer.ops.recurrent.delta.config import power_of_two
+from flashinfer.ops.recurrent.delta.keep import keep_token
 from flashinfer.ops.recurrent.delta.tree import launch_tree, tree
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strides
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strides, table_strides
 
 
 @triton.jit
@@ -92,13 +93,7 @@ def step_kernel(
             length = 0
     is_sequence = n < of.sequences
 
-    slot = n.to(tl.int64)
-    if read is not None:
-        entry = sequence.to(tl.int64) * read_by.sequence
-        if accepted is not None:
-            taken = tl.load(accepted + sequence).to(tl.int64) - 1
-            entry += tl.minimum(tl.maximum(taken, 0), of.columns - 1) * read_by.column
-        slot = tl.load(read + entry).to(tl.int64)
+    slot = slot_of(read, accepted, sequence, read_by, of)
     live = is_sequence & (slot > of.null)
 
     if live:
@@ -138,6 +133,7 @@ def step_kernel(
                 key = unit_length(key)
                 query = unit_length(query)
             log = 0.0
+            raw_gate = 0.0
             if gate is not None:
                 at = gate + origin * gate_by.row + token * gate_by.token + head // of.gate_group * gate_by.head
                 if CHANNELS:
@@ -183,33 +179,14 @@ def step_kernel(
             if FINAL and stop is not None:
                 store_state(state + goal, s, inside & (last > of.null) & (t + 1 == stored), STATE, CAPABILITY)
             if KEEP != "":
-                fits = t < of.kept
-                one = fits & (block == 0)
-                place = head.to(tl.int64) * of.kept + t
-                at_kept = kept_v + slot * kept_by.v + place * of.value_dim + row
-                if KEEP == "replay":
-                    tl.store(at_kept, raw_value.to(kept_v.dtype.element_ty), in_rows & fits)
-                    tl.store(kept_gate + slot * kept_by.gate + place, log, one)
-                    tl.store(kept_beta + slot * kept_by.beta + place, rate_of_change, one)
-                    one &= kh * of.k_group == head
-                    at_kept_k = kept_k + slot * kept_by.k + (kh.to(tl.int64) * of.kept + t) * of.key_dim + column
-                    tl.store(at_kept_k, raw_key.to(kept_k.dtype.element_ty), in_columns & one)
-                else:
-                    tl.store(at_kept, correction, in_rows & fits)
-                    at_kept_k = kept_k + slot * kept_by.k + place * 2 * of.key_dim + column
-                    tl.store(at_kept_k, raw_key.to(kept_k.dtype.element_ty), in_columns & one)
-                    tl.store(at_kept_k + of.key_dim, raw_gate.to(kept_k.dtype.element_ty), in_columns & one)
+                keep_token(
+                    kept_v, kept_k, kept_gate, kept_beta, kept_by, slot, t, head, kh, block, row, column, in_rows,
+                    in_columns, raw_value, raw_key, raw_gate, log, rate_of_change, correction, of, KEEP,
+                )  # fmt: skip
         if FINAL and stop is None:
             store_state(state + goal, s, inside & (last > of.null), STATE, CAPABILITY)
     else:
         zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
-
-
-@triton.jit
-def zero_tokens(out, out_by, origin, first, end, head, row, in_rows):
-    for token in range(first, end):
-        at = origin * out_by.row + token * out_by.token + head * out_by.head
-        tl.store(out + at + row, tl.zeros_like(row).to(out.dtype.element_ty), in_rows)
 
 
 @triton.jit
@@ -385,7 +362,7 @@ def _build_commit(problem, config):
 launch_step = Launcher("delta_step", _build_step)
 launch_commit = Launcher("delta_commit", _build_commit)
 # Bytes of stack a thread may use, for trees of 64 tokens; nothing else uses any.
-STACK_BUDGET = 512
+STACK_BUDGET = 384
 
 
 def kernels(problem, config):
@@ -422,19 +399,13 @@ def step(problem, config, tokens, gates, pool, out, scale, kept=None, norm=None,
     places = [strides(x, (0, 1, 2)) for x in (tokens.q, tokens.k, tokens.v, tokens.gate, tokens.beta, out)]
     places += [strides(x, (0, 1, 2, 3)) for x in (pool.source, pool.state)]
     places += [strides(pool.each, (0, 1, 2))]
-    places += [_table_strides(x) for x in (pool.read, pool.rows)]
+    places += [table_strides(x) for x in (pool.read, pool.rows)]
     places += [strides(None if norm is None else norm.gate, (0, 1, 2))]
     places += [tuple(0 if x is None else x.stride(0) for x in (kept or (None,) * 4))]
     numbers = scale, 0.0 if norm is None else norm.eps, gates.lower, gates.sharp, gates.threshold
     grid = (n + problem.packed, heads, triton.cdiv(values, config.rows))
     flat = [x for place in places for x in place]
     launch_step(problem, config, grid, *map(raw, present), *flat, *sizes, *numbers)
-
-
-def _table_strides(x) -> tuple[int, int]:
-    if x is None:
-        return 0, 0
-    return x.stride(0), x.stride(1) if x.dim() == 2 else 0
 
 
 def commit(problem, config, state, window, accepted):

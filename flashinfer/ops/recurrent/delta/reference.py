@@ -76,6 +76,7 @@ def step(problem: Step, tokens, gates, pool, out, scale, kept=None, norm=None, p
     heads, device = tokens.heads, tokens.k.device
     of, lengths, place = gathered(tokens)
     sequences, longest = len(lengths), int(lengths.max()) if len(lengths) else 0
+    longest = longest if parents is None else min(longest, parents.shape[1])
     if tokens.offsets is not None:
         out.zero_()
     if not sequences or not longest and pool.state is None:

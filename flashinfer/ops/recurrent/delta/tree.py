@@ -12,9 +12,11 @@ import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
+from flashinfer.ops.recurrent._device.sequences import slot_of, span_of, zero_tokens
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
 from flashinfer.ops.recurrent.delta.config import power_of_two
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strides
+from flashinfer.ops.recurrent.delta.keep import keep_token
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strides, table_strides
 
 # A decay below exp(-64) is taken for exp(-64), so that sums of logarithms along a path keep their digits.
 LEAST = tl.constexpr(-64.0)
@@ -41,6 +43,8 @@ def tree_kernel(
     out,
     read,
     rows,
+    accepted,
+    offsets,
     parents,
     kept_v,
     kept_k,
@@ -74,7 +78,7 @@ def tree_kernel(
     TOKENS: tl.constexpr,
     CAPABILITY: tl.constexpr,
 ):
-    n = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(0)
     head = tl.program_id(1)
     block = tl.program_id(2)
     row = block * ROWS + tl.arange(0, ROWS)
@@ -84,11 +88,16 @@ def tree_kernel(
     in_columns = column < of.key_dim
     inside = in_rows[:, None] & in_columns[None, :]
     kh = head // of.k_group
-    at_out = out + n * out_by.row + head * out_by.head + row
-    slot = n
-    if read is not None:
-        slot = tl.load(read + n * read_by.sequence).to(tl.int64)
-    if slot > of.null:
+    sequence = tl.minimum(n, of.sequences - 1).to(tl.int64)
+    origin, first, length = span_of(offsets, sequence, of)
+    if offsets is not None:
+        # One program more than sequences: tokens of no sequence have output 0.
+        if n == of.sequences:
+            zero_tokens(out, out_by, origin, 0, tl.load(offsets).to(tl.int32), head, row, in_rows)
+            zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, in_rows)
+            length = 0
+    slot = slot_of(read, accepted, sequence, read_by, of)
+    if (n < of.sequences) & (slot > of.null):
         s = tl.zeros([ROWS, KEYS], tl.float32)
         if source is not None:
             home = slot * source_by.slot + head * source_by.head
@@ -108,32 +117,34 @@ def tree_kernel(
         paths = tl.zeros([TOKENS, TOKENS], tl.int32)
         # Sums of logarithms along the path; of one decay a head, they are the same in all columns.
         sums = tl.zeros([TOKENS, KEYS], tl.float32)
-        for t in range(of.tokens):
-            parent = tl.load(parents + n * of.tokens + t)
-            at = n * k_by.row + t * k_by.token + kh * k_by.head
+        for t in range(tl.minimum(length, of.most)):
+            parent = tl.load(parents + sequence * of.most + t)
+            token = first + t
+            at = origin * k_by.row + token * k_by.token + kh * k_by.head
             raw_key = tl.load(k + at + column, in_columns, other=0)
             key = raw_key.to(tl.float32)
-            at = n * q_by.row + t * q_by.token + head // of.q_group * q_by.head
+            at = origin * q_by.row + token * q_by.token + head // of.q_group * q_by.head
             query = tl.load(q + at + column, in_columns, other=0).to(tl.float32)
-            at = n * v_by.row + t * v_by.token + head // of.v_group * v_by.head
+            at = origin * v_by.row + token * v_by.token + head // of.v_group * v_by.head
             raw_value = tl.load(v + at + row, in_rows, other=0)
             if NORMALIZE:
                 key = unit_length(key)
                 query = unit_length(query)
             log = tl.zeros([KEYS], tl.float32)
+            raw_gate = 0.0
             if gate is not None:
-                at_gate = gate + n * gate_by.row + t * gate_by.token + head // of.gate_group * gate_by.head
+                at = origin * gate_by.row + token * gate_by.token + head // of.gate_group * gate_by.head
                 if CHANNELS:
-                    raw_gate = tl.load(at_gate + column, in_columns, other=0).to(tl.float32)
+                    raw_gate = tl.load(gate + at + column, in_columns, other=0).to(tl.float32)
                 else:
-                    raw_gate = tl.load(at_gate).to(tl.float32)
+                    raw_gate = tl.load(gate + at).to(tl.float32)
                 if GATE == "linear":
                     log += tl.maximum(tl.log(raw_gate), LEAST)
                 else:
                     log += tl.maximum(log_decay(raw_gate + shift, rate, numbers, GATE), LEAST)
             share = 1.0
             if beta is not None:
-                at = n * beta_by.row + t * beta_by.token + head // of.beta_group * beta_by.head
+                at = origin * beta_by.row + token * beta_by.token + head // of.beta_group * beta_by.head
                 share = tl.load(beta + at).to(tl.float32)
                 if BETA == "logit":
                     share = sigmoid(share)
@@ -154,39 +165,38 @@ def tree_kernel(
             decayed = tl.where(mine, key[None, :], decayed)
             o = tl.sum(from_root * query[None, :], 1)
             o += tl.sum(changes * tl.sum(decayed * query[None, :], 1)[:, None], 0)
-            tl.store(at_out + t * out_by.token, (o * numbers.scale).to(out.dtype.element_ty), in_rows)
+            at = origin * out_by.row + token * out_by.token + head * out_by.head
+            tl.store(out + at + row, (o * numbers.scale).to(out.dtype.element_ty), in_rows)
             if EACH != "":
                 now = tl.dot(tl.trans(changes), decayed, from_root, input_precision="ieee")
                 if EACH == "buffer":
-                    at = n * each_by.row + t * each_by.token + head * each_by.head
+                    at = sequence * each_by.row + t * each_by.token + head * each_by.head
                     goal = at + row[:, None].to(tl.int64) * of.key_dim + column[None, :]
                     store_state(each + goal, now, inside, STATE, CAPABILITY)
                 else:
-                    to = tl.load(rows + n * rows_by.sequence + t * rows_by.column).to(tl.int64)
+                    to = tl.load(rows + sequence * rows_by.sequence + t * rows_by.column).to(tl.int64)
                     at = to * state_by.slot + head * state_by.head
                     goal = at + state_offsets(row, column, state_by.row, state_by.column, LAYOUT)
                     store_state(state + goal, now, inside & (to > of.null), STATE, CAPABILITY)
             if KEEP != "":
-                place = head.to(tl.int64) * of.kept + t
-                at = slot * kept_by.v + place * of.value_dim
-                tl.store(kept_v + at + row, raw_value.to(kept_v.dtype.element_ty), in_rows)
-                one = block == 0
-                tl.store(kept_gate + slot * kept_by.gate + place, tl.max(tl.where(column == 0, log, LEAST), 0), one)
-                tl.store(kept_beta + slot * kept_by.beta + place, share, one)
-                one &= kh * of.k_group == head
-                at = slot * kept_by.k + (kh.to(tl.int64) * of.kept + t) * of.key_dim
-                tl.store(kept_k + at + column, raw_key.to(kept_k.dtype.element_ty), in_columns & one)
-    else:
-        for t in range(of.tokens):
-            tl.store(at_out + t * out_by.token, tl.zeros_like(row).to(out.dtype.element_ty), in_rows)
+                # One decay a head is the same in all columns.
+                head_log = tl.max(tl.where(column == 0, log, LEAST), 0)
+                keep_token(
+                    kept_v, kept_k, kept_gate, kept_beta, kept_by, slot, t, head, kh, block, row, column, in_rows,
+                    in_columns, raw_value, raw_key, raw_gate, head_log, share, change, of, KEEP,
+                )  # fmt: skip
+        first += of.most
+        length -= of.most
+    # Padding, and tokens that have no parents.
+    zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
 
 
 _INPUT, _STATE = ("row", "token", "head"), ("slot", "head", "row", "column")
 _PLACES = dict.fromkeys(("q_by", "k_by", "v_by", "gate_by", "beta_by", "out_by"), _INPUT)
-_PLACES |= {"source_by": _STATE, "state_by": _STATE, "each_by": _INPUT, "read_by": ("sequence",)}
+_PLACES |= {"source_by": _STATE, "state_by": _STATE, "each_by": _INPUT, "read_by": ("sequence", "column")}
 _PLACES |= {"rows_by": ("sequence", "column"), "kept_by": ("v", "k", "gate", "beta")}
-_SIZES = ("tokens", "key_dim", "value_dim", "kept", "null", "q_group", "k_group", "v_group", "gate_group")
-_SIZES += ("beta_group", "rate_group", "bias_group")
+_SIZES = ("sequences", "tokens", "most", "columns", "key_dim", "value_dim", "kept", "null")
+_SIZES += ("q_group", "k_group", "v_group", "gate_group", "beta_group", "rate_group", "bias_group")
 
 
 def _build(problem, config):
@@ -196,9 +206,11 @@ def _build(problem, config):
     kinds |= {"bias": problem.bias_dtype, "source": problem.source_dtype}
     kinds |= {"state": written if problem.each == "pool" else "", "each": written if problem.each == "buffer" else ""}
     kinds |= {"out": problem.out_dtype, "read": problem.index if problem.read else ""}
-    kinds |= {"rows": problem.index if problem.each == "pool" else "", "parents": "i32"}
-    kept = problem.kept_dtype
-    kinds |= {"kept_v": kept, "kept_k": kept} | dict.fromkeys(("kept_gate", "kept_beta"), "fp32" if kept else "")
+    kinds |= {"rows": problem.index if problem.each == "pool" else ""}
+    kinds |= {"accepted": problem.index if problem.accepted else "", "offsets": problem.index if problem.packed else ""}
+    kept, replay = problem.kept_dtype, "fp32" if problem.keep == "replay" else ""
+    kinds |= {"parents": "i32", "kept_v": "fp32" if problem.keep == "corrections" else kept, "kept_k": kept}
+    kinds |= {"kept_gate": replay, "kept_beta": replay}
     names = ("q", "k", "v", "source", "state", "each", "out") if problem.aligned else ()
     types = pointers(kinds, names) | place_types(_PLACES, {})
     types |= {f"of.{name}": "i32" for name in _SIZES}
@@ -219,16 +231,18 @@ def tree(problem, config, tokens, gates, pool, out, scale, kept, parents):
     n, heads, (values, keys) = tokens.sequences, tokens.heads, (tokens.v.shape[3], tokens.k.shape[3])
     group = [1 if x is None else heads // x.shape[2] for x in tokens[:5]]
     group += [1 if x is None else heads // x.shape[0] for x in (gates.a_log, gates.bias)]
-    sizes = (tokens.k.shape[1], keys, values, 0 if kept is None else kept.v.shape[2], pool.null, *group)
+    columns = 1 if pool.read is None or pool.read.dim() == 1 else pool.read.shape[1]
+    longest = 0 if kept is None else kept.v.shape[2]
+    sizes = n, tokens.k.shape[1], parents.shape[1], columns, keys, values, longest, pool.null, *group
     state = pool.state if problem.each == "pool" else None
-    given = [*tokens[:5], gates.a_log, gates.bias, pool.source, state, pool.each, out, pool.read, pool.rows, parents]
-    given += list(kept or ())
+    given = [*tokens[:5], gates.a_log, gates.bias, pool.source, state, pool.each, out, pool.read, pool.rows]
+    given += [pool.accepted, tokens.offsets, parents, *(kept or ())]
     places = [strides(x, (0, 1, 2)) for x in (*tokens[:5], out)]
     places += [strides(x, (0, 1, 2, 3)) for x in (pool.source, state)] + [strides(pool.each, (0, 1, 2))]
-    places += [strides(pool.read, (0,)), strides(pool.rows, (0, 1))]
+    places += [table_strides(pool.read), strides(pool.rows, (0, 1))]
     places += [tuple(0 if x is None else x.stride(0) for x in (kept or (None,) * 4))]
     numbers = scale, gates.lower, gates.sharp, gates.threshold
     present = [raw(x) for x in given if x is not None]
     flat = [x for place in places for x in place]
-    grid = (n, heads, triton.cdiv(values, config.rows))
+    grid = (n + problem.packed, heads, triton.cdiv(values, config.rows))
     launch_tree(problem, config, grid, *present, *flat, *sizes, *numbers)

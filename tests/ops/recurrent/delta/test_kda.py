@@ -40,10 +40,10 @@ class Case:
             return softplus_decay(g, a_log[:, None], bias)
         return bounded_decay(g, a_log, bias, self.lower)
 
-    def truth(self, row, span, state, dtype=torch.float64):
+    def truth(self, row, span, state, dtype=torch.float64, parents=None):
         tensors = (x[row, span] for x in (self.q, self.k, self.v))
         beta = self.beta[row, span].double().sigmoid()
-        return recurrence(*tensors, self.decay(row, span), beta, state, self.scale, True, dtype=dtype)
+        return recurrence(*tensors, self.decay(row, span), beta, state, self.scale, True, parents, dtype)
 
 
 def assert_near(out, truth, what="", by=NEAR):
@@ -167,6 +167,68 @@ def test_frozen(backend, device, packed):
     assert ((kg[2, :, :length].float() - both).abs() <= both.abs() / 128).all()
     for cache in (corrections, kg):
         assert cache[2, :, length:].isnan().all() and cache[[0, 1, 3]].isnan().all()
+
+
+# Two branches from the first token, one from the state.
+TREE = [-1, 0, 0, 1, -1, 3]
+
+
+@backends
+@pytest.mark.parametrize("into", ["pool", "caches"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("lower", [-5.0, None], ids=str)
+def test_a_tree(backend, device, into, packed, lower):
+    """Each draft follows its parent: outputs, states in slots, corrections; the first state is as it was."""
+    case = Case(3, 6, lower=lower, device=device)
+    pool = case.states(20)
+    before = pool.clone()
+    parents = torch.tensor([TREE, [-1] * 6, TREE], device=device)
+    inputs, more, lengths = case.inputs, {"parents": parents, **case.more}, (6, 6, 6)
+    if packed:
+        # Two tokens of nobody behind, and a sequence whose tree is cut.
+        inputs = [torch.cat([x[0], x[1], x[2, :4], x[:2, 0]])[None] for x in inputs]
+        lengths, more["cu_seqlens"] = (6, 6, 4), torch.tensor([0, 6, 12, 16], dtype=torch.int32, device=device)
+    corrections = torch.full((20, 2, 6, 32), NAN, device=device)
+    kg = torch.full((20, 2, 6, 64), NAN, device=device)
+    if into == "pool":
+        slots = torch.arange(2, 20, dtype=torch.int32, device=device).view(3, 6)
+        slots[1], slots[2, 3] = -1, -1
+        accepted = torch.tensor([4, 1, 1], dtype=torch.int32, device=device)
+        first = before[slots[0, 3]], None, before[slots[2, 0]]
+        more |= {"ssm_state_indices": slots, "num_spec_tokens": 5, "num_accepted_tokens": accepted}
+    else:
+        slots = torch.tensor([7, -1, 3], device=device)
+        first = before[7], None, before[3]
+        more |= {"disable_state_update": True, "correction_cache": corrections, "kg_cache": kg}
+        more["ssm_state_indices"] = slots
+    out, _ = flashinfer.recurrent_kda(*inputs, initial_state=pool, backend=backend, **more)
+    parts = out[0].split([*lengths, 2]) if packed else out
+    assert not parts[1].any() and not (packed and parts[3].any())
+    written = []
+    for i in (0, 2):
+        span = slice(0, lengths[i])
+        truth, states, change = case.truth(i, span, first[i], parents=TREE)
+        assert_near(parts[i], truth)
+        for t in range(lengths[i]) if into == "pool" else ():
+            if slots[i, t] >= 0:
+                assert_near(pool[slots[i, t]], states[t], f"state {t}")
+                written.append(int(slots[i, t]))
+        if into == "caches":
+            assert_near(corrections[slots[i], :, span], change.transpose(0, 1))
+            both = torch.cat([case.k[i, span].expand(-1, 2, -1), case.g[i, span]], -1)
+            assert_bitwise(kg[slots[i], :, span], both.transpose(0, 1))
+    others = [slot for slot in range(20) if slot not in written]
+    assert_bitwise(pool[others], before[others])
+
+
+def test_a_tree_is_checked():
+    case, parents = Case(1, 2), torch.zeros(1, 2, dtype=torch.int32)
+    for change in (
+        {"parents": parents}, {"parents": parents[:, :1], "num_spec_tokens": 1},
+        {"parents": parents.float(), "num_spec_tokens": 1}, {"parents": parents[0], "disable_state_update": True},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="parents: got"):
+            flashinfer.recurrent_kda(*case.inputs, initial_state=case.states(2), **case.more, **change)
 
 
 @backends
