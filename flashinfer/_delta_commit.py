@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, require, same_device
 from flashinfer._delta import INDICES, INPUTS, STATES, require_dtype, require_shape, variant_for
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.operands import Accepted, Window
 
 
+@checked
 def gated_delta_rule_replayssm_commit(
     checkpoint_state: torch.Tensor,
     rawv_cache: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
@@ -80,6 +81,7 @@ def gelu_tanh_and_mul(
     return _gated("gelu_tanh", input, out, enable_pdl)
 
 
+@checked
 def silu_and_mul_scaled_nvfp4_experts_quantize(
     a: torch.Tensor,
     mask: torch.Tensor,

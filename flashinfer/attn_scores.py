@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.target import target_of
@@ -54,6 +55,7 @@ def min_block_table_width(seq_len: int, block_size: int) -> int:
     return -(-whole("seq_len", seq_len, 0) // whole("block_size", block_size, 1))
 
 
+@checked
 def fp8_paged_mqa_logits(
     q: torch.Tensor,
     kv_fused: torch.Tensor,
@@ -135,6 +137,7 @@ def fp8_paged_mqa_logits(
     return logits
 
 
+@checked
 def fp4_paged_mqa_logits(
     q: torch.Tensor,
     q_sf: torch.Tensor,
@@ -305,6 +308,7 @@ def precompile_paged_mqa_logits(
                     expect_kernels(mqa_logits(problem, device), device)
 
 
+@checked
 def compute_paged_mqa_logits_schedule(
     seq_lens: torch.Tensor,
     device: torch.device | str | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._forms.given import flag, whole
@@ -13,6 +14,7 @@ from flashinfer.ops.attention.mqa_logits import Beside, Problem, mqa_logits
 __all__ = ["fp8_mqa_logits"]
 
 
+@checked
 def fp8_mqa_logits(
     q: torch.Tensor,
     kv: tuple[torch.Tensor, torch.Tensor],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.quantization.gated import gated_rows, silu_quantised
 
 __all__ = ["silu_and_mul_mxfp8_quantize"]
 
 
+@checked
 def silu_and_mul_mxfp8_quantize(
     gated_input: torch.Tensor, *, rowwise: bool = True, colwise: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

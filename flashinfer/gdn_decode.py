@@ -6,6 +6,7 @@ import warnings
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._delta import (
     INPUTS,
@@ -33,6 +34,7 @@ __all__ = [
 _UPSTREAM = ("flashinfer", "cake_gdn", "rubin")
 
 
+@checked
 def gated_delta_rule_decode_pretranspose(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -140,6 +142,7 @@ def gated_delta_rule_decode_pretranspose(
     return out, states
 
 
+@checked
 def gated_delta_rule_decode(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -175,6 +178,7 @@ def gated_delta_rule_decode(
     return decode_tokens(q, k, v, (A_log, a, dt_bias, b), pool, scale, output, use_qk_l2norm, True, backend), state
 
 
+@checked
 def gated_delta_rule_mtp(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._delta import (
     INDICES,
@@ -21,6 +22,7 @@ from flashinfer.ops.recurrent.delta.operands import Gates, Pool, Tokens
 __all__ = ["chunk_gated_delta_rule"]
 
 
+@checked
 def chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

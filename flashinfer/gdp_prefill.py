@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._delta import INDICES, INPUTS, output_like, require_dtype, require_heads, require_shape, variant_for
 from flashinfer.gdn_prefill import chunk_gated_delta_rule
@@ -11,6 +12,7 @@ from flashinfer.gdn_prefill import chunk_gated_delta_rule
 __all__ = ["chunk_gated_delta_product"]
 
 
+@checked
 def chunk_gated_delta_product(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
@@ -12,6 +13,7 @@ from flashinfer.gemm.grouped import _blocks, _check_indptr
 __all__ = ["grouped_mm_bf16", "grouped_mm_fp4", "grouped_mm_fp8", "grouped_mm_mxfp8"]
 
 
+@checked
 def grouped_mm_bf16(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -57,6 +59,7 @@ def grouped_mm_bf16(
     return _unscaled(a, b, m_indptr, None, out, out_dtype, backend)
 
 
+@checked
 def grouped_mm_fp8(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -85,6 +88,7 @@ def grouped_mm_fp8(
     return _unscaled(a, b, m_indptr, given.alpha_of(alpha, a), out, out_dtype, backend)
 
 
+@checked
 def grouped_mm_mxfp8(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -123,6 +127,7 @@ def grouped_mm_mxfp8(
     return _blocks(a, b, a_descale, b_descale, m_indptr, None, out, out_dtype, form, backend)
 
 
+@checked
 def grouped_mm_fp4(
     a: torch.Tensor,
     b: torch.Tensor,

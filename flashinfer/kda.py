@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._delta import (
     INDICES,
@@ -23,6 +24,7 @@ from flashinfer.ops.recurrent.delta.operands import Kept, Pool, Tokens
 __all__ = ["RecurrentKDAPrefillWrapper", "recurrent_kda"]
 
 
+@checked
 def recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,

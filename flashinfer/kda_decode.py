@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer import kda
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._delta import INDICES, INPUTS, STATES, output_like, require_dtype, require_shape, run_step, variant_for
 from flashinfer._kda import check_inputs, gates_of
@@ -17,6 +18,7 @@ __all__ = ["fused_kda_decode", "packed_fused_kda_decode", "packed_kda_decode", "
 _MODES = (None, "positive_unique", "unique_or_null", "repeated_positive")
 
 
+@checked
 def recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -54,6 +56,7 @@ def recurrent_kda(
     )  # fmt: skip
 
 
+@checked
 def packed_kda_decode(
     mixed_qkv: torch.Tensor,
     raw_gate: torch.Tensor,
@@ -109,6 +112,7 @@ def packed_kda_decode(
     return out
 
 
+@checked
 def fused_kda_decode(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -188,6 +192,7 @@ def fused_kda_decode(
     )
 
 
+@checked
 def packed_fused_kda_decode(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._kda import kda_chunks
 
@@ -36,6 +37,7 @@ def kda_prefill_supports_fp32_checkpoints(device=None, *, lower_bound: float | N
     return True
 
 
+@checked
 def prepare_bf16_kda_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -128,6 +130,7 @@ def prepare_bf16_kda_prefill(
     return prepared
 
 
+@checked
 def prepare_tf32_kda_prefill(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import mhc as room
@@ -15,6 +16,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_TOKENS = 65535
 
 
+@checked
 def mhc_post(
     x: torch.Tensor, residual: torch.Tensor, post_layer_mix: torch.Tensor, comb_res_mix: torch.Tensor
 ) -> torch.Tensor:
@@ -72,6 +74,7 @@ def mhc_post(
     return out
 
 
+@checked
 def mhc_pre_big_fuse(
     dot_mix: torch.Tensor,
     sqrsum: torch.Tensor,
@@ -162,6 +165,7 @@ def mhc_pre_big_fuse(
     return _run_pre(dot_mix, sqrsum, residual, mhc_scale, mhc_base, numbers, num_splits)
 
 
+@checked
 def mhc_pre_big_fuse_with_prenorm(
     dot_mix: torch.Tensor,
     residual: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import concat as room
@@ -15,6 +16,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BACKENDS = ("auto", "specialized", "cake")
 
 
+@checked
 def concat_mla_kv_quant_fp8(
     kv_nope: torch.Tensor,
     k_pe: torch.Tensor,

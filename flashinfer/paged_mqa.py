@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops.attention.engine import integers, refuse
@@ -12,6 +13,7 @@ from flashinfer.ops.attention.mqa_logits import Problem, mqa_logits
 __all__ = ["fp8_paged_mqa_logits"]
 
 
+@checked
 def fp8_paged_mqa_logits(
     q: torch.Tensor,
     kv_cache: torch.Tensor,

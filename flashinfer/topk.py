@@ -7,6 +7,7 @@ from enum import IntEnum
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
@@ -198,6 +199,7 @@ def top_k_ragged_transform(
     return out
 
 
+@checked
 def top_k_varlen(
     logits: torch.Tensor,
     seq_lens: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.fused_moe.layouts import convert_to_block_layout, get_w2_permute_indices_with_cache
 
@@ -13,6 +14,7 @@ __all__ = ["prepare_low_latency_gemm_weights"]
 _EPILOGUE_TILE, _BLOCK = 128, 128
 
 
+@checked
 def prepare_low_latency_gemm_weights(w: torch.Tensor, permutation_indices_cache: dict) -> torch.Tensor:
     """A weight with shuffled rows in blocks of columns: `b` of `mm_fp8`.
 

@@ -8,6 +8,7 @@ import types
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._core.kv_layout import check_layout
 from flashinfer._forms.given import scale, whole, with_pages
@@ -17,6 +18,7 @@ from flashinfer.mla.decode import xqa_mla
 __all__ = ["xqa", "xqa_mla"]
 
 
+@checked
 def xqa(
     q: torch.Tensor,
     k_cache: torch.Tensor,

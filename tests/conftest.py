@@ -9,6 +9,7 @@ import pytest
 def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="random calls of tests/fuzz, in all")
     parser.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="the seed of the first call")
+    parser.addoption("--hostile", type=int, default=0, metavar="N", help="wrong calls beside each public call")
 
 
 def pytest_configure(config):
@@ -114,6 +115,21 @@ def guarded_memory():
 
     with guard.watch():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hostile_calls(pytestconfig):
+    """With --hostile, each public call of a test is made first with one argument wrong; what was wrong ends the run."""
+    if not pytestconfig.getoption("hostile"):
+        yield
+        return
+    from tests.fuzz.intercept import Hostile, intercepted
+
+    calls = Hostile(pytestconfig.getoption("fuzz_seed"), pytestconfig.getoption("hostile"))
+    with intercepted(calls.visit):
+        yield
+    print(f"\n{calls.made} hostile calls, {calls.refused} refused, {len(calls.wrong)} kinds wrong")
+    assert not calls.wrong, "\n".join(calls.wrong.values())
 
 
 @pytest.fixture(autouse=True)

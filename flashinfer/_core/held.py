@@ -28,6 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashinfer._core import capture, env, target
+from flashinfer._core.arguments import checked
 
 # Calls kept of one function. Shapes of prompts seldom come again: when there are too many, all go.
 _MOST = 4096
@@ -75,6 +76,7 @@ def held(function: Callable) -> Callable:
     The function returns tensors that it was given or has allocated, a tuple or a list of them, or None.
     """
     calls: dict[tuple, Callable] = {}
+    function = checked(function)
 
     def second(key: tuple) -> Callable:
         def record(tensors, addresses, args, named):

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import UnsupportedConfig, require
 from flashinfer._forms.given import flag, head_sinks, real, scale, whole, with_pages
 from flashinfer._forms.outputs import Output
@@ -18,6 +19,7 @@ _LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD",
 _MASKS = ("causal", "sliding_window", "chunked", "padding")
 
 
+@checked
 def trtllm_fmha_v2_prefill(
     qkv: torch.Tensor | tuple[torch.Tensor, ...],
     input_layout: str,
@@ -166,6 +168,7 @@ def _stats_of(lse: torch.Tensor) -> torch.Tensor:
     return torch.stack((shift, (shift != -math.inf).float()), -1)
 
 
+@checked
 def fmha_v2_prefill_deepseek(
     query: torch.Tensor,
     key: torch.Tensor,

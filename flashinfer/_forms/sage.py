@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.ops.narrow import to_fp8
 
@@ -63,6 +64,7 @@ def _block_of(x: torch.Tensor, size: int, indptr: torch.Tensor) -> torch.Tensor:
     return block + torch.div(row - begin, size, rounding_mode="floor")
 
 
+@checked
 def trtllm_sage_attention_quantize(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._core.kv_layout import LAYOUTS, check_layout
 from flashinfer._forms.given import flag, head_sinks, scale, whole, with_pages
@@ -11,8 +12,10 @@ from flashinfer._forms.outputs import Output
 from flashinfer._forms.pages import as_one_type, gathered, pair_of
 from flashinfer.ops.attention.engine import attend_pages, factors_of, flat_integers, refuse, scales_of, value_dim
 from flashinfer.ops.attention.engine_masks import draft_mask, shard_mask
+from flashinfer.utils import FP4Tensor
 
 
+@checked
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -23,7 +26,7 @@ def trtllm_batch_decode_with_kv_cache(
     bmm1_scale: float | torch.Tensor = 1.0,
     bmm2_scale: float | torch.Tensor = 1.0,
     window_left: int = -1,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | FP4Tensor | None = None,
     out_dtype: torch.dtype | str | None = None,
     o_sf_scale: float | None = None,
     o_sf_vec_size: int | None = None,
@@ -255,6 +258,7 @@ def queries_of(query: torch.Tensor, batch: int, q_len: int | None, indptr: torch
     return dict(q_len=q_len), q_len
 
 
+@checked
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -265,7 +269,7 @@ def xqa_batch_decode_with_kv_cache(
     bmm1_scale: float | torch.Tensor = 1.0,
     bmm2_scale: float | torch.Tensor = 1.0,
     window_left: int = -1,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | FP4Tensor | None = None,
     sinks: torch.Tensor | None = None,
     kv_layout: str = "NHD",
     enable_pdl: bool | None = None,

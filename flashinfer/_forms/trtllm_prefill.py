@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._core.kv_layout import check_layout
 from flashinfer._forms.given import flag, head_sinks, scale, whole, with_pages
@@ -14,10 +15,12 @@ from flashinfer.ops.attention.engine import (
     attend_pages, attend_rows, factors_of, flat_integers, refuse, scales_of, value_dim,
 )  # fmt: skip
 from flashinfer.ops.attention.problem import Table
+from flashinfer.utils import FP4Tensor
 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+@checked
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -30,9 +33,9 @@ def trtllm_batch_context_with_kv_cache(
     bmm2_scale: float | torch.Tensor,
     batch_size: int,
     cum_seq_lens_q: torch.Tensor,
-    cum_seq_lens_kv: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor | None,
     window_left: int = -1,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | FP4Tensor | None = None,
     out_dtype: torch.dtype | str | None = None,
     o_sf_scale: float | None = None,
     o_sf_vec_size: int | None = None,
@@ -116,6 +119,7 @@ def trtllm_batch_context_with_kv_cache(
     ))  # fmt: skip
 
 
+@checked
 def trtllm_ragged_attention_deepseek(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -130,13 +134,13 @@ def trtllm_ragged_attention_deepseek(
     batch_size: int,
     window_left: int,
     cum_seq_lens_q: torch.Tensor,
-    cum_seq_lens_kv: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor | None,
     enable_pdl: bool,
     is_causal: bool,
     return_lse: bool,
     attention_sinks: torch.Tensor | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | FP4Tensor | None = None,
     lse: torch.Tensor | None = None,
     sage_attn_sfs: tuple = (None, None, None, None),
     num_elts_per_sage_attn_blk: tuple = (0, 0, 0, 0),

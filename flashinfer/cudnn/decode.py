@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core import env
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._forms.given import head_sinks, scale as scale_of, whole, with_pages
 from flashinfer._forms.outputs import Output
@@ -12,6 +13,7 @@ from flashinfer._forms.pages import as_one_type
 from flashinfer.ops.attention.engine import attend_pages, flat_integers, scales_of
 
 
+@checked
 def cudnn_batch_decode_with_kv_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._delta import require_shape
 from flashinfer.gdn2_prefill import chunk_gated_delta_rule2
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 
+@checked
 def cudnn_chunk_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -44,6 +46,7 @@ def cudnn_chunk_gated_delta_rule(
     )  # fmt: skip
 
 
+@checked
 def cudnn_chunk_gated_delta_rule2(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -70,6 +73,7 @@ def cudnn_chunk_gated_delta_rule2(
     )  # fmt: skip
 
 
+@checked
 def cudnn_chunk_gated_delta_product(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -96,6 +100,7 @@ def cudnn_chunk_gated_delta_product(
     )  # fmt: skip
 
 
+@checked
 def cudnn_recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,

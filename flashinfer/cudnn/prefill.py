@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._forms.given import flag, whole
 from flashinfer._forms.pages import as_one_type
@@ -13,6 +14,7 @@ from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_inte
 from flashinfer.ops.attention.problem import Table
 
 
+@checked
 def cudnn_batch_prefill_with_kv_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

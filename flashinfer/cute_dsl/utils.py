@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.ops import layouts
 
 __all__ = ["convert_sf_to_mma_layout"]
 
 
+@checked
 def convert_sf_to_mma_layout(
     sf: torch.Tensor, m: int, k: int, num_groups: int = 1, sf_vec_size: int = 16
 ) -> torch.Tensor:

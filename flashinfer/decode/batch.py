@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import PagedNames
@@ -371,6 +372,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         )
 
 
+@checked
 def fast_decode_plan(
     self: BatchDecodeWithPagedKVCacheWrapper,
     indptr: torch.Tensor,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.ops.attention.single import run_single
 from flashinfer.ops.attention.variants import AttentionVariant, as_module
 
 
+@checked
 def single_decode_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -81,6 +83,7 @@ def single_decode_with_kv_cache(
     return (result[0][0], result[1][0]) if return_lse else result[0]
 
 
+@checked
 def single_decode_with_kv_cache_with_jit_module(
     jit_module: AttentionVariant,
     q: torch.Tensor,

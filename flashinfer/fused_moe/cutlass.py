@@ -23,7 +23,7 @@ SITU_SCALES = (4.0, 25.0)
 def cutlass_fused_moe(
     input: torch.Tensor,
     token_selected_experts: torch.Tensor,
-    token_final_scales: torch.Tensor,
+    token_final_scales: torch.Tensor | None,
     fc1_expert_weights: torch.Tensor,
     fc2_expert_weights: torch.Tensor,
     output_dtype: torch.dtype,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops.moe import hash_routing as room
@@ -14,6 +15,7 @@ _LOGITS = (torch.float32, torch.bfloat16, torch.float16)
 _INDEX = (torch.int32, torch.int64)
 
 
+@checked
 def hash_topk(
     router_logits: torch.Tensor,
     input_ids: torch.Tensor,

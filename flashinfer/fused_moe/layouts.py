@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.utils import get_shuffle_matrix_a_row_indices, get_shuffle_matrix_sf_a_row_indices
 
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 
+@checked
 def get_reorder_rows_for_gated_act_gemm_row_indices(x: torch.Tensor) -> torch.Tensor:
     """The order that takes rows of the first and of the second half by turns: 0, n / 2, 1, n / 2 + 1 and so on.
 
@@ -41,6 +43,7 @@ def get_reorder_rows_for_gated_act_gemm_row_indices(x: torch.Tensor) -> torch.Te
     return torch.arange(x.shape[0], device="cpu").view(2, -1).T.flatten()
 
 
+@checked
 def reorder_rows_for_gated_act_gemm(x: torch.Tensor) -> torch.Tensor:
     """Rows of the first and of the second half by turns, so that a gate stands beside what it gates.
 
@@ -57,6 +60,7 @@ def reorder_rows_for_gated_act_gemm(x: torch.Tensor) -> torch.Tensor:
     return x[get_reorder_rows_for_gated_act_gemm_row_indices(x).to(x.device)]
 
 
+@checked
 def get_w3_w1_permute_indices_with_cache(
     _cache_permute_indices: dict,
     dst_w3_w1_weight: torch.Tensor,
@@ -89,6 +93,7 @@ def get_w3_w1_permute_indices_with_cache(
     return _order(_cache_permute_indices, what, dst_w3_w1_weight, epilogue_tile_m, num_elts_per_sf)
 
 
+@checked
 def get_w2_permute_indices_with_cache(
     _cache_permute_indices: dict,
     dst_w2_weight: torch.Tensor,
@@ -133,6 +138,7 @@ def _order(cache, what, weight, epilogue_tile_m, num_elts_per_sf) -> torch.Tenso
     return cache[key]
 
 
+@checked
 def convert_to_block_layout(input_tensor: torch.Tensor, blockK: int) -> torch.Tensor:
     """Blocks of columns one after another, as `WeightLayout.BlockMajorK` has them.
 
@@ -159,6 +165,7 @@ def convert_to_block_layout(input_tensor: torch.Tensor, blockK: int) -> torch.Te
     return input_tensor.unflatten(1, (-1, blockK)).transpose(0, 1).contiguous()
 
 
+@checked
 def interleave_moe_weights_for_sm90_mixed_gemm(weight: torch.Tensor, quant_type: str = "fp4") -> torch.Tensor:
     """Weights of 4 bits as `flashinfer.fused_moe.cutlass_fused_moe` with `use_w4_group_scaling` takes them.
 
@@ -187,6 +194,7 @@ def interleave_moe_weights_for_sm90_mixed_gemm(weight: torch.Tensor, quant_type:
     return weight.clone(memory_format=torch.contiguous_format)
 
 
+@checked
 def interleave_moe_scales_for_sm90_mixed_gemm(scales: torch.Tensor, group_size: int = 32) -> torch.Tensor:
     """Scale factors of 128 columns of each row beside each other, as `flashinfer.fused_moe.cutlass_fused_moe` with
     `use_w4_group_scaling` takes them.
@@ -218,6 +226,7 @@ def interleave_moe_scales_for_sm90_mixed_gemm(scales: torch.Tensor, group_size: 
     return scales.unflatten(2, (-1, factors)).transpose(1, 2).flatten(2).contiguous()
 
 
+@checked
 def preprocess_moe_weights_for_sm90_mixed_gemm_humming(
     weight: torch.Tensor, raw_scale: torch.Tensor, max_range: int = 11, *, interleave: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

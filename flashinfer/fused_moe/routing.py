@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops.moe import finalize as finalize_room
@@ -35,6 +36,7 @@ _BIASED = (_M.DeepSeekV3, _M.MiniMax2)
 _WITH_AN_UNREAD_BIAS = (_M.Llama4,)
 
 
+@checked
 def fused_topk_deepseek(
     scores: torch.Tensor,
     bias: torch.Tensor,

@@ -210,7 +210,7 @@ def trtllm_bf16_moe(
 
 @held
 def trtllm_bf16_routed_moe(
-    topk_ids: torch.Tensor,
+    topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     hidden_states: torch.Tensor,
     gemm1_weights: torch.Tensor,
     gemm2_weights: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._core.held import held
 from flashinfer.fused_moe import experts
@@ -123,7 +124,7 @@ def trtllm_fp8_block_scale_moe(
 
 @held
 def trtllm_fp8_block_scale_routed_moe(
-    topk_ids: torch.Tensor,
+    topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,
     hidden_states: torch.Tensor,
     hidden_states_scale: torch.Tensor,
@@ -226,6 +227,7 @@ def byte_factors(name, scale, tokens: int, blocks: int) -> torch.Tensor:
     return scale.view(torch.uint8).view(tokens, blocks)
 
 
+@checked
 def trtllm_fp8_per_tensor_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -293,8 +295,9 @@ def trtllm_fp8_per_tensor_scale_moe(
                        gemm1_clamp_limit, intermediate_size, output, do_finalize)  # fmt: skip
 
 
+@checked
 def trtllm_fp8_per_tensor_scale_routed_moe(
-    topk_ids: torch.Tensor,
+    topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,
     hidden_states: torch.Tensor,
     gemm1_weights: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.fused_moe import experts
 from flashinfer.fused_moe.trtllm import activation, check_valid, finished, routed_by_ids, routed_by_logits
@@ -16,6 +17,7 @@ __all__ = ["trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe", "t
 _FP4 = (torch.uint8, torch.float4_e2m1fn_x2)
 
 
+@checked
 def trtllm_fp4_block_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -125,6 +127,7 @@ def trtllm_fp4_block_scale_moe(
     return _fp4(routed, tokens, given, act, scales, intermediate_size, valid, output, do_finalize)
 
 
+@checked
 def trtllm_fp4_block_scale_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,
@@ -243,6 +246,7 @@ def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_fin
     return [done] if do_finalize else done
 
 
+@checked
 def trtllm_mxint4_block_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,

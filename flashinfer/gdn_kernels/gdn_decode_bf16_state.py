@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._delta import require_dtype, require_shape
 from flashinfer.gdn_decode import decode_tokens
@@ -12,6 +13,7 @@ from flashinfer.ops.recurrent.delta.operands import Pool
 __all__ = ["gated_delta_rule_bf16state_cooprow_mtp", "gated_delta_rule_mtp"]
 
 
+@checked
 def gated_delta_rule_mtp(
     A_log: torch.Tensor,
     a: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._delta import require_shape, scale_or_unset
 from flashinfer.causal_conv1d import run_conv
@@ -15,6 +16,7 @@ from flashinfer.ops.recurrent.delta.operands import Pool
 __all__ = ["gdn_fused_decode_step", "gdn_fused_decode_step_supported"]
 
 
+@checked
 def gdn_fused_decode_step(
     hidden_states: torch.Tensor,
     w_ba: torch.Tensor,

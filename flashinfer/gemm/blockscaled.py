@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
@@ -13,6 +14,7 @@ from flashinfer.ops.gemm import blockscaled as room
 __all__ = ["bmm_mxfp8", "mm_bf16_fp4", "mm_fp4", "mm_mxfp8", "prepare_bf16_fp4_weights"]
 
 
+@checked
 def mm_fp4(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -96,6 +98,7 @@ def mm_fp4(
     return out
 
 
+@checked
 @answering("auto", "cutlass", "cudnn", "trtllm")
 def mm_mxfp8(
     a: torch.Tensor,
@@ -172,6 +175,7 @@ def mm_mxfp8(
     return out
 
 
+@checked
 def bmm_mxfp8(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -224,6 +228,7 @@ def bmm_mxfp8(
     return out
 
 
+@checked
 def prepare_bf16_fp4_weights(
     b: torch.Tensor,
     b_descale: torch.Tensor,
@@ -265,6 +270,7 @@ def prepare_bf16_fp4_weights(
     return b, b_descale[0], given.alpha_of(alpha, b)
 
 
+@checked
 def mm_bf16_fp4(
     a: torch.Tensor,
     b: torch.Tensor,

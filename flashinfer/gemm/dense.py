@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import as_dtype, dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
@@ -207,6 +208,7 @@ def mm_fp8(
     return out
 
 
+@checked
 def tgv_gemm_sm100(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -255,6 +257,7 @@ def tgv_gemm_sm100(
     return out
 
 
+@checked
 def tinygemm_bf16(
     input: torch.Tensor,
     weight: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 
+@checked
 def group_gemm_fp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -88,6 +90,7 @@ def group_gemm_fp8_nt_groupwise(
     return _groupwise(a, b, a_scale, b_scale, "offsets", m_indptr, out, out_dtype, mnk, scale_major_mode, None, backend)
 
 
+@checked
 def group_deepgemm_fp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -140,6 +143,7 @@ def group_deepgemm_fp8_nt_groupwise(
     return _groupwise(a, b, a_scale, b_scale, "indices", m_indices, out, out_dtype, mnk, "K", None, "auto")
 
 
+@checked
 def batch_deepgemm_fp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -198,6 +202,7 @@ def batch_deepgemm_fp8_nt_groupwise(
     return _groupwise(a, b, a_scale, b_scale, "counts", masked_m, out, out_dtype, mnk, "K", expected_m, backend)
 
 
+@checked
 def group_gemm_mxfp8_mxfp4_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -257,6 +262,7 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
 group_gemm_mxfp4_nt_groupwise = group_gemm_mxfp8_mxfp4_nt_groupwise
 
 
+@checked
 def group_gemm_nvfp4_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
@@ -86,6 +87,7 @@ def gemm_fp8_nt_groupwise(
     return out
 
 
+@checked
 def gemm_fp8_nt_blockscaled(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -105,6 +107,7 @@ def gemm_fp8_nt_blockscaled(
     )
 
 
+@checked
 def fp8_blockscale_gemm_sm90(
     input: torch.Tensor,
     weight: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
@@ -22,6 +23,7 @@ _RESULTS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": tor
 _TILING = ("mma_tiler_mn", "cluster_shape_mn", "sm_count")
 
 
+@checked
 def grouped_gemm_nt_masked(
     lhs: tuple[torch.Tensor, torch.Tensor],
     rhs: tuple[torch.Tensor, torch.Tensor],

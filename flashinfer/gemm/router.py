@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.gemm.dense import linear
 
@@ -37,6 +38,7 @@ _DOC = """Router scores of {n} experts for few tokens: ``out = mat_a @ mat_b``, 
 
 
 def _router(k: int, n: int, dtype: torch.dtype, name: str):
+    @checked
     def run(mat_a: torch.Tensor, mat_b: torch.Tensor, out: torch.Tensor, launch_with_pdl: bool = True) -> None:
         fits = mat_a.dim() == 2 and 1 <= mat_a.shape[0] <= 16 and mat_a.shape[1] == k
         require(fits, "mat_a", tuple(mat_a.shape), f"[1 to 16, {k}]")

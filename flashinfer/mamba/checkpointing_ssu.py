@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, require, same_device
 from flashinfer.autotuner import TunableRunner, TuningConfig
 from flashinfer.mamba._operands import check_seed, check_tables, is_tied, operands
@@ -62,6 +63,7 @@ def allocate_checkpointing_ssu_scratch(
     )
 
 
+@checked
 def checkpointing_ssu(
     state: torch.Tensor,
     x_cache: torch.Tensor,

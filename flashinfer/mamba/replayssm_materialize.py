@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, require, same_device
 from flashinfer.mamba._operands import check_seed
 from flashinfer.ops.recurrent import ssm as room
@@ -14,6 +15,7 @@ _STATES = (torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.int8
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@checked
 def replayssm_materialize(
     state_ptrs: torch.Tensor,
     state_slot_strides: torch.Tensor,

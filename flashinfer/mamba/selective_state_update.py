@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, require, same_device
 from flashinfer.mamba._operands import check_each, check_seed, check_tables, is_tied, operands
 from flashinfer.ops.recurrent import ssm as room
@@ -14,6 +15,7 @@ __all__ = ["selective_state_update"]
 _ALGORITHMS = ("auto", "simple", "vertical", "horizontal")
 
 
+@checked
 def selective_state_update(
     state: torch.Tensor,
     x: torch.Tensor,
@@ -21,7 +23,7 @@ def selective_state_update(
     A: torch.Tensor,
     B: torch.Tensor,
     C: torch.Tensor,
-    D: torch.Tensor,
+    D: torch.Tensor | None,
     z: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, require, same_device
 from flashinfer.ops.recurrent import ssd as room
 from flashinfer.ops.recurrent.layouts import whole_rows
@@ -15,6 +16,7 @@ _INDEX = (torch.int32, torch.int64)
 _BACKENDS = ("auto", "cake", "cute", "portable", "reference")
 
 
+@checked
 def ssd_combined_fwd(
     x: torch.Tensor,
     dt: torch.Tensor,

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._forms.given import flag, head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, split, without_heads
@@ -23,6 +24,7 @@ _XQA_HEAD_DIM = 192
 _MOST_HEADS = 128
 
 
+@checked
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -31,7 +33,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    seq_lens: torch.Tensor | None,
     max_seq_len: int,
     sparse_mla_top_k: int = 0,
     out: torch.Tensor | None = None,
@@ -247,6 +249,7 @@ def token_table(
     return block_table(tokens, lens, q_len=1)
 
 
+@checked
 def xqa_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -270,6 +273,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     )  # fmt: skip
 
 
+@checked
 def xqa_mla(
     q: torch.Tensor,
     k_cache: torch.Tensor,

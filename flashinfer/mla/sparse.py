@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._forms.given import head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, without_heads
@@ -15,6 +16,7 @@ from flashinfer.ops.attention.options import latent_options
 _WINDOW = 128
 
 
+@checked
 def trtllm_batch_decode_sparse_mla_dsv4(
     query: torch.Tensor,
     swa_kv_cache: torch.Tensor,

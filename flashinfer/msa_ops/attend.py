@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._forms.given import flag, real, whole
 from flashinfer.msa_ops._requests import Requests, requests_of
@@ -17,6 +18,7 @@ _FP8 = torch.float8_e4m3fn
 _FAR = 1 << 30
 
 
+@checked
 def msa_sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -97,6 +99,7 @@ def msa_sparse_attention(
     return out, lse, call.run(lse=True, temperature=real("lse_temperature_scale", lse_temperature_scale))[1]
 
 
+@checked
 def msa_sparse_decode_attention(
     q: torch.Tensor,
     k: torch.Tensor,

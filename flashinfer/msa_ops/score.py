@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._forms.given import flag, real, whole
@@ -14,6 +15,7 @@ from flashinfer.quantization import _rows
 _HALVES = (torch.bfloat16, torch.float16)
 
 
+@checked
 def msa_proxy_score(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -126,6 +128,7 @@ def _starts_on_16(t: torch.Tensor) -> bool:
     return t.stride(-1) == 1 and not t.data_ptr() % 16 and not any(stride % unit for stride in t.stride()[:-1])
 
 
+@checked
 def msa_proxy_score_fp4(
     q_fp4: torch.Tensor,
     k_fp4: torch.Tensor,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._forms.given import whole
 
 
+@checked
 def msa_topk_select(
     max_score: torch.Tensor,
     topk: int,

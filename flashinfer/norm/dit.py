@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
@@ -14,6 +15,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDTH = {"nvfp4": 16, "mxfp8": 32}
 
 
+@checked
 def fused_dit_gate_residual_layernorm_gamma_beta(
     input: torch.Tensor,
     residual: torch.Tensor,
@@ -26,7 +28,7 @@ def fused_dit_gate_residual_layernorm_gamma_beta(
     use_nvfp4: bool = False,
     use_mxfp8: bool = False,
     global_scaling_factor: torch.Tensor | None = None,
-    input_global_scaling_factor: torch.Tensor | None = None,
+    input_global_scaling_factor: torch.Tensor | float | None = None,
     residual_out: torch.Tensor | None = None,
     norm_out: torch.Tensor | None = None,
     sf_out: torch.Tensor | None = None,
@@ -50,6 +52,7 @@ def fused_dit_gate_residual_layernorm_gamma_beta(
                      (residual_out, norm_out, sf_out))  # fmt: skip
 
 
+@checked
 def fused_dit_gate_residual_layernorm_scale_shift(
     input: torch.Tensor,
     residual: torch.Tensor,
@@ -64,7 +67,7 @@ def fused_dit_gate_residual_layernorm_scale_shift(
     use_nvfp4: bool = False,
     use_mxfp8: bool = False,
     global_scaling_factor: torch.Tensor | None = None,
-    input_global_scaling_factor: torch.Tensor | None = None,
+    input_global_scaling_factor: torch.Tensor | float | None = None,
     residual_out: torch.Tensor | None = None,
     norm_out: torch.Tensor | None = None,
     sf_out: torch.Tensor | None = None,
@@ -130,6 +133,7 @@ def fused_dit_gate_residual_layernorm_scale_shift(
                      (residual_out, norm_out, sf_out))  # fmt: skip
 
 
+@checked
 def fused_dit_residual_layernorm_scale_shift(
     input: torch.Tensor,
     scale: torch.Tensor,
@@ -142,7 +146,7 @@ def fused_dit_residual_layernorm_scale_shift(
     use_nvfp4: bool = False,
     use_mxfp8: bool = False,
     global_scaling_factor: torch.Tensor | None = None,
-    input_global_scaling_factor: torch.Tensor | None = None,
+    input_global_scaling_factor: torch.Tensor | float | None = None,
     residual_out: torch.Tensor | None = None,
     norm_out: torch.Tensor | None = None,
     sf_out: torch.Tensor | None = None,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer.norm._rows import ROW_DTYPES, check_rows, check_weights, launch
 from flashinfer.ops import norm as room
 
 
+@checked
 def rmsnorm_sigmoid_gate(
     input: torch.Tensor, gate: torch.Tensor, eps: float = 1e-5, *, enable_pdl: bool = True
 ) -> None:
@@ -56,6 +58,7 @@ def supports_rmsnorm_sigmoid_gate(
     return dtype in ROW_DTYPES and 0 < head_dim <= longest
 
 
+@checked
 def gated_residual_rmsnorm(
     branch: torch.Tensor,
     residual: torch.Tensor,
@@ -115,6 +118,7 @@ def gated_residual_rmsnorm(
     return out
 
 
+@checked
 def gated_residual_next_rmsnorm(
     branch: torch.Tensor,
     residual: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
@@ -73,6 +74,7 @@ def gemma_rmsnorm(
     return out
 
 
+@checked
 def qk_rmsnorm_cute(
     input: torch.Tensor,
     weight: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
@@ -87,6 +88,7 @@ def fused_add_rmsnorm_quant(
     _to_fp8(out, input, residual, weight, scale, eps, wants_pdl(enable_pdl))
 
 
+@checked
 def layernorm_quant(
     out: torch.Tensor,
     input: torch.Tensor,
@@ -125,6 +127,7 @@ def layernorm_quant(
     _layernorm_quantised(input, gemma, beta, out, tensor, eps, number, form)
 
 
+@checked
 def fused_add_rmsnorm_fp8_block_quant(
     out: torch.Tensor,
     block_scale: torch.Tensor,
@@ -185,6 +188,7 @@ def fused_add_rmsnorm_fp8_block_quant(
     )  # fmt: skip
 
 
+@checked
 def fused_rmsnorm_silu(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -238,12 +242,13 @@ def fused_rmsnorm_silu(
     return out
 
 
+@checked
 def rmsnorm_fp4quant(
     input: torch.Tensor,
     weight: torch.Tensor,
     y_fp4: torch.Tensor | None = None,
     block_scale: torch.Tensor | None = None,
-    global_scale: torch.Tensor | None = None,
+    global_scale: torch.Tensor | float | None = None,
     eps: float = 1e-6,
     block_size: int = 16,
     scale_format: str | None = None,
@@ -312,13 +317,14 @@ def rmsnorm_fp4quant(
     )[:2]  # fmt: skip
 
 
+@checked
 def add_rmsnorm_fp4quant(
     input: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
     y_fp4: torch.Tensor | None = None,
     block_scale: torch.Tensor | None = None,
-    global_scale: torch.Tensor | None = None,
+    global_scale: torch.Tensor | float | None = None,
     eps: float = 1e-6,
     block_size: int = 16,
     scale_format: str | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import UnsupportedConfig, dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.norm._rows import ROW_DTYPES
@@ -11,6 +12,7 @@ from flashinfer.ops import rope as room
 from flashinfer.ops.rope.frequencies import Axes
 
 
+@checked
 def fused_qk_rmsnorm_rope(
     qkv: torch.Tensor,
     q_weight: torch.Tensor,

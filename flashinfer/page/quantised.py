@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core import env
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.kv_layout import check_layout, paged_views
@@ -16,6 +17,7 @@ from flashinfer.quantization.kv_cache import positive_scale
 _TABLE = ("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len")
 
 
+@checked
 def nvfp4_quantize_append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -54,6 +56,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     _append_pair(append_key, append_value, table, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout)
 
 
+@checked
 def nvfp4_quantize_append_paged_mla_kv_cache(
     append_ckv: torch.Tensor,
     append_kpe: torch.Tensor,
@@ -104,6 +107,7 @@ def nvfp4_quantize_append_paged_mla_kv_cache(
     _append_quantised(*rows, table, ckv_cache.unsqueeze(2), kpe, factors, None, *scales)
 
 
+@checked
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     append_key: torch.Tensor,
     append_value: torch.Tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core import env
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, indptr_values, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.held import held
@@ -72,6 +73,7 @@ def get_batch_indices_positions(
     return made[0], made[1]
 
 
+@checked
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
     """Tokens of each request, from its page table: ``(pages - 1) * page_size + last_page_len``.
 

@@ -6,11 +6,13 @@ from functools import partial
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.ops.attention.single import run_single
 from flashinfer.ops.attention.variants import AttentionVariant, as_module
 
 
+@checked
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -123,6 +125,7 @@ def single_prefill_with_kv_cache(
 single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
 
 
+@checked
 def single_prefill_with_kv_cache_with_jit_module(
     jit_module: AttentionVariant,
     q: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.ops import layouts
 from flashinfer.quantization import _rows
@@ -12,6 +13,7 @@ from flashinfer.utils import get_shuffle_matrix_a_row_indices, get_shuffle_matri
 __all__ = ["block_scale_interleave", "nvfp4_block_scale_interleave", "shuffle_matrix_a", "shuffle_matrix_sf_a"]
 
 
+@checked
 def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Row-major scale factors to 128x4 tiles.
 
@@ -51,6 +53,7 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
 nvfp4_block_scale_interleave = block_scale_interleave
 
 
+@checked
 def shuffle_matrix_a(input_tensor: torch.Tensor, epilogue_tile_m: int) -> torch.Tensor:
     """The rows of a weight in the order that TensorRT-LLM's generated kernels want.
 
@@ -70,6 +73,7 @@ def shuffle_matrix_a(input_tensor: torch.Tensor, epilogue_tile_m: int) -> torch.
     return input_tensor[order.to(input_tensor.device)]
 
 
+@checked
 def shuffle_matrix_sf_a(
     input_tensor: torch.Tensor, epilogue_tile_m: int, num_elts_per_sf: int = 16
 ) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.quantization.fp4_quantization import mxfp4_quantize, nvfp4_quantize
 from flashinfer.quantization.fp8_quantization import mxfp8_quantize
@@ -18,6 +19,7 @@ __all__ = [
 ]
 
 
+@checked
 def nvfp4_quantize_cute_dsl(
     input: torch.Tensor,
     global_scale: float | torch.Tensor,
@@ -59,6 +61,7 @@ def nvfp4_quantize_cute_dsl(
     return given, into
 
 
+@checked
 def nvfp4_quantize_per_token_cute_dsl(
     input: torch.Tensor,
     global_scale_inv: torch.Tensor | float,
@@ -77,6 +80,7 @@ def nvfp4_quantize_per_token_cute_dsl(
     )  # fmt: skip
 
 
+@checked
 def mxfp4_quantize_cute_dsl(
     input: torch.Tensor, sf_layout: int = 0, enable_pdl: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,6 +88,7 @@ def mxfp4_quantize_cute_dsl(
     return mxfp4_quantize(input, enable_pdl=enable_pdl, sfLayout=_layout(sf_layout))
 
 
+@checked
 def mxfp8_quantize_cute_dsl(
     input: torch.Tensor,
     is_sf_swizzled_layout: bool = True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, wants_pdl
 from flashinfer.ops import layouts
 from flashinfer.quantization import _rows
@@ -42,9 +43,10 @@ __all__ = [
 ]
 
 
+@checked
 def fp4_quantize(
     input: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
+    global_scale: torch.Tensor | float | None = None,
     sf_vec_size: int = 16,
     sf_use_ue8m0: bool = False,
     is_sf_swizzled_layout: bool = True,
@@ -123,6 +125,7 @@ def fp4_quantize(
     return codes.view(*input.shape[:-1], input.shape[-1] // 2), _matrix(factors, blocks)
 
 
+@checked
 def nvfp4_quantize(
     a: torch.Tensor,
     a_global_sf: torch.Tensor | float,
@@ -208,6 +211,7 @@ def nvfp4_quantize(
     return codes, factors, row_scales
 
 
+@checked
 def mxfp4_quantize(
     a: torch.Tensor,
     backend: str = "cuda",
@@ -248,6 +252,7 @@ def mxfp4_quantize(
     return codes[0], _matrix(factors, blocks)
 
 
+@checked
 def nvfp4_batched_quantize(
     a: torch.Tensor,
     a_global_sf: torch.Tensor,
@@ -286,6 +291,7 @@ def nvfp4_batched_quantize(
     return codes, factors
 
 
+@checked
 def scaled_fp4_grouped_quantize(
     a: torch.Tensor,
     mask: torch.Tensor,
@@ -331,6 +337,7 @@ def scaled_fp4_grouped_quantize(
     return codes.permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0)
 
 
+@checked
 def e2m1_and_ufp8sf_scale_to_float(
     e2m1_tensor: torch.Tensor,
     ufp8_scale_tensor: torch.Tensor,
@@ -380,6 +387,7 @@ def e2m1_and_ufp8sf_scale_to_float(
     return _rows.float_of_fp4(names, e2m1_tensor, ufp8_scale_tensor, scale, factor, sf_vec_size, layout)
 
 
+@checked
 def mxfp4_dequantize(
     a_fp4: torch.Tensor, a_sf: torch.Tensor, sfLayout: SfLayout = SfLayout.layout_128x4
 ) -> torch.Tensor:
@@ -408,6 +416,7 @@ def mxfp4_dequantize(
     return _rows.float_of_fp4(("a_fp4", "a_sf"), a_fp4, a_sf, None, "ue8m0", 32, layout)
 
 
+@checked
 def mxfp4_dequantize_host(weight: torch.Tensor, scale: torch.Tensor, group_size: int = 32) -> torch.Tensor:
     """MXFP4 with row-major factors as float32; exact.
 

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, require, wants_pdl
 from flashinfer.ops import layouts
 from flashinfer.quantization import _rows
@@ -16,6 +17,7 @@ __all__ = ["mxfp8_dequantize_host", "mxfp8_grouped_quantize", "mxfp8_quantize", 
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
 
+@checked
 def mxfp8_quantize(
     input: torch.Tensor,
     is_sf_swizzled_layout: bool = True,
@@ -72,6 +74,7 @@ def mxfp8_quantize(
     return codes.view(torch.float8_e4m3fn).view(*input.shape[:-1], columns), factors[0]
 
 
+@checked
 def mxfp8_grouped_quantize(
     a: torch.Tensor, mask: torch.Tensor, backend: str = "cutile"
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,6 +120,7 @@ def mxfp8_grouped_quantize(
     return codes.view(torch.float8_e4m3fn).permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0)
 
 
+@checked
 def mxfp8_dequantize_host(
     input: torch.Tensor,
     scale_tensor: torch.Tensor,
@@ -154,6 +158,7 @@ def _layout(is_sf_swizzled_layout: bool, sf_swizzle_layout: SfLayout | None) -> 
     return "128x4" if is_sf_swizzled_layout else "linear"
 
 
+@checked
 def per_token_group_quant_8bit(
     x: torch.Tensor,
     group_size: int,

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
@@ -16,6 +17,7 @@ from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6C
 _WIDTH = {"nvfp4": 16, "mxfp8": 32}
 
 
+@checked
 def silu_and_mul_nvfp4_quantize(
     input: torch.Tensor,
     global_scale: torch.Tensor | float,

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device
 from flashinfer._core.kv_layout import check_layout, paged_views
 from flashinfer.ops.narrow import from_e2m1
@@ -19,6 +20,7 @@ __all__ = [
 ]
 
 
+@checked
 def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise rows of keys or values to NVFP4 with row-major factors.
 
@@ -48,6 +50,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[
     return codes[0], factors.view(input.shape[0], input.shape[1] // 16)
 
 
+@checked
 def nvfp4_kv_dequantize(
     fp4_data: torch.Tensor,
     block_scales: torch.Tensor,
@@ -84,6 +87,7 @@ def nvfp4_kv_dequantize(
     return _rows.dequantize(names, fp4_data, block_scales, scale, "e2m1", "e4m3", 16, "linear", output_dtype)
 
 
+@checked
 def nvfp4_quantize_paged_kv_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -150,6 +154,7 @@ def _pages(name: str, cache: torch.Tensor, scale_name: str, scale: torch.Tensor 
     return codes.view(*outer, head_dim // 2), factors.view(*outer, head_dim // 16), float(1 / scale)
 
 
+@checked
 def nvfp4_kv_dequantize_paged(
     paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

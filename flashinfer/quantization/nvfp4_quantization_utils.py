@@ -9,6 +9,7 @@ from enum import IntEnum
 import torch
 
 from flashinfer._core import env
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 
 __all__ = [
@@ -128,6 +129,7 @@ def nvfp4_e4m3_max(nvfp4_4over6_config: NVFP44Over6Config | None = None) -> floa
     return float(_E4M3_MAX if nvfp4_4over6_config is None else nvfp4_4over6_config.e4m3_max)
 
 
+@checked
 def make_nvfp4_global_scale(
     input_tensor: torch.Tensor,
     per_token_activation: bool,

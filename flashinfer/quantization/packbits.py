@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, indptr_values, require
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import quantize as room
@@ -11,6 +12,7 @@ from flashinfer.ops import quantize as room
 __all__ = ["packbits", "segment_packbits"]
 
 
+@checked
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """Pack the elements of an array into bits, as numpy.packbits does.
 
@@ -35,6 +37,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     return _packbits(x, bitorder)
 
 
+@checked
 def segment_packbits(
     x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big"
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core import env
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.kv_layout import check_layout, paged_views
@@ -16,6 +17,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+@checked
 def rope_quantize_fp8(
     q_rope: torch.Tensor,
     k_rope: torch.Tensor,
@@ -101,6 +103,7 @@ def rope_quantize_fp8(
     return tuple(results)
 
 
+@checked
 def mla_rope_quantize_fp8(
     q_rope: torch.Tensor,
     k_rope: torch.Tensor,
@@ -131,6 +134,7 @@ def mla_rope_quantize_fp8(
     )  # fmt: skip
 
 
+@checked
 def rope_quantize_fp8_append_paged_kv_cache(
     q_rope: torch.Tensor,
     k_rope: torch.Tensor,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import sampling as room
 from flashinfer.sampling.arguments import DTYPES, INDICES, place_of, randomness_of, take_randomness
 
 
+@checked
 def chain_speculative_sampling(
     draft_probs: torch.Tensor,
     draft_token_ids: torch.Tensor,

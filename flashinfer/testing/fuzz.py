@@ -164,15 +164,19 @@ def run(family: Callable, draw: Draw) -> str:
 
 
 def _described(call: Call) -> str:
-    """The call, its tensors by shape, dtype and strides."""
+    name = getattr(call.function, "__name__", repr(call.function))
+    return f"{name}({described(call.arguments)})"
+
+
+def described(arguments: dict) -> str:
+    """Arguments as text, tensors by shape, dtype and strides."""
 
     def text(value):
         if isinstance(value, torch.Tensor):
-            small = value.numel() <= 8 and not value.dtype.is_floating_point
+            small = value.numel() <= 8 and not value.dtype.is_floating_point and value.device.type != "meta"
             return f"{str(value.dtype)[6:]}{list(value.shape)} {value.stride()}" + (f" {value.tolist()}" * small)
         if isinstance(value, (tuple, list)):
             return "(" + ", ".join(map(text, value)) + ")"
         return repr(value)
 
-    name = getattr(call.function, "__name__", repr(call.function))
-    return f"{name}({', '.join(f'{key}={text(value)}' for key, value in call.arguments.items())})"
+    return ", ".join(f"{key}={text(value)}" for key, value in arguments.items())

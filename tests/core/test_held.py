@@ -276,7 +276,7 @@ def warm_calls_that_differ(card):
     assert _launched_as_anew(card, op, x, weight, 1e-6, out)[0][0][2] == 8
     card.stream = 7
     assert _launched_as_anew(card, op, x, weight, 1e-6, out) == warm
-    with pytest.raises(TypeError, match="norm: eps: got '1e-6'"):
+    with pytest.raises(ValueError, match="eps: got '1e-6'; allowed: a number"):
         op(x, weight, "1e-6", out)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import as_dtype, require, same_device
 from flashinfer.fused_moe import experts
 from flashinfer.ops import layouts
@@ -47,6 +48,7 @@ class _Layer(NamedTuple):
     device: torch.device | None = None
 
 
+@checked
 def cute_dsl_fused_moe_nvfp4(
     x: torch.Tensor,
     x_sf: torch.Tensor | None,

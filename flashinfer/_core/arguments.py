@@ -1,0 +1,144 @@
+"""The kinds of arguments that a public function takes, read off its signature and checked before its body runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+
+import numpy as np
+import torch
+
+from flashinfer._core.checks import require
+
+# What stands in an annotation -> whether a value is of that kind, and what an error calls the kind.
+_NUMBERS = (int, float, np.integer, np.floating)
+
+
+def _is_tensor(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.layout is torch.strided and x.device.type != "meta"
+
+
+def _is_one_element(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.numel() == 1 and _is_tensor(x)
+
+
+_KINDS: dict[str, tuple[Callable, str]] = {
+    "torch.Tensor": (_is_tensor, "a torch.Tensor with strides and memory"),
+    "None": (lambda x: x is None, "None"),
+    # None for a flag is upstream's False.
+    "bool": (lambda x: x is None or isinstance(x, np.bool_) or isinstance(x, int) and x in (0, 1), "True or False"),
+    "int": (lambda x: isinstance(x, (int, np.integer)) or _is_one_element(x), "an integer"),
+    "float": (lambda x: isinstance(x, _NUMBERS) or _is_one_element(x), "a number"),
+    "str": (lambda x: isinstance(x, str), "a string"),
+    "torch.dtype": (lambda x: isinstance(x, torch.dtype), "a torch.dtype"),
+    "torch.device": (lambda x: isinstance(x, (torch.device, str, int)), "a torch.device"),
+    "torch.Generator": (lambda x: isinstance(x, torch.Generator), "a torch.Generator"),
+    "dict": (lambda x: isinstance(x, dict), "a dict"),
+    "tuple": (lambda x: isinstance(x, (tuple, list)), "a tuple"),
+    "list": (lambda x: isinstance(x, (tuple, list)), "a list"),
+}
+
+
+def checked(function: Callable) -> Callable:
+    """Refuse arguments of another kind than the annotations of a public function say, by a ValueError that names them.
+
+    A tensor on the meta device or without strides is no tensor here. Nothing is recorded for gradients.
+
+    Example
+    -------
+    >>> @checked
+    ... def scaled(x: torch.Tensor, scale: float = 1.0):
+    ...     return x * scale
+    >>> scaled([1.0])
+    Traceback (most recent call last):
+    ValueError: x: got a list; allowed: a torch.Tensor with strides and memory
+    """
+    parameters = inspect.signature(function).parameters
+    known = {name: check for name, p in parameters.items() if (check := _check_of(p)) is not None}
+    in_order = [(name, known.get(name)) for name in parameters]
+
+    @wraps(function)
+    def call(*args, **named):
+        if torch.compiler.is_compiling():
+            return function(*args, **named)
+        learns = False
+        for (name, check), x in zip(in_order, args, strict=False):
+            if check is not None:
+                check(name, x)
+            learns |= isinstance(x, torch.Tensor) and x.requires_grad
+        for name, x in named.items():
+            if name in known:
+                known[name](name, x)
+            learns |= isinstance(x, torch.Tensor) and x.requires_grad
+        if not learns:
+            return function(*args, **named)
+        with torch.no_grad():
+            return function(*args, **named)
+
+    call.checks_kinds = True
+    return call
+
+
+def _check_of(parameter: inspect.Parameter) -> Callable | None:
+    """What raises the error for a value of another kind; None where the annotation names a kind that is not known."""
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.annotation is parameter.empty:
+        return None
+    annotation = parameter.annotation
+    kinds = _union(annotation if isinstance(annotation, str) else inspect.formatannotation(annotation))
+    if kinds is None:
+        return None
+    tests, words = zip(*kinds, strict=True)
+    default, allowed = parameter.default, " or ".join(words) if len(words) < 3 else ", ".join(words)
+
+    def check(name: str, x) -> None:
+        if x is not default and not any(test(x) for test in tests):
+            require(False, name, _shown(x), allowed)
+
+    return check
+
+
+def _union(text: str) -> list[tuple[Callable, str]] | None:
+    kinds = [_kind(part.strip()) for part in _split(text, "|")]
+    return None if None in kinds else kinds
+
+
+def _kind(text: str) -> tuple[Callable, str] | None:
+    name, _, inner = text.partition("[")
+    if not inner or name not in ("tuple", "list"):
+        return _KINDS.get(text)
+    parts = [part.strip() for part in _split(inner[:-1], ",")]
+    elements = [_union(part) for part in parts if part != "..."]
+    if None in elements:
+        return None
+    test, word = _KINDS[name]
+    if name == "list" or parts[-1] == "...":
+        return (lambda x: test(x) and all(_fits(y, elements[0]) for y in x)), f"{word} of {elements[0][0][1]}"
+    count = len(elements)
+    words = f"{word} of {count}: {', '.join(kinds[0][1] for kinds in elements)}"
+    return (lambda x: test(x) and len(x) == count and all(map(_fits, x, elements))), words
+
+
+def _fits(x, kinds: list) -> bool:
+    return any(test(x) for test, _ in kinds)
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """Parts between marks that stand in no bracket."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == mark and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _shown(x) -> str:
+    if isinstance(x, torch.Tensor):
+        return f"a tensor {tuple(x.shape)} on {x.device}, {x.layout}"
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return repr(x)
+    kind = type(x)
+    return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__name__}"

@@ -1,0 +1,296 @@
+"""Arguments that a caller should not give: a valid call with one of them made wrong has to be refused by name.
+
+`changes` lists what to put in place of one argument; `attempt` makes the call and judges what came of it. A refusal is
+a ValueError that names an argument, raised before any tensor of the caller's was written. What is not refused has to
+give the result of the valid call where the change means the same (offsets in int64, rows with gaps).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashinfer.testing import guard
+from flashinfer.testing.fuzz import Wrong, described, names_an_argument
+
+# What a change is expected to come to.
+REFUSED, SAME, EITHER = "refused", "same", "either"
+# Seconds that a call may take: sizes of 2^40 must not be walked.
+LIMIT = 20
+_INTEGERS = (torch.int32, torch.int64)
+_DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64,
+    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Change:
+    """`value` in place of an argument; `what` says how it differs, `expected` what it has to come to."""
+
+    what: str
+    value: Any
+    expected: str = EITHER
+
+
+def changes(value, required: bool) -> list[Change]:
+    """What may stand in place of `value`. `required`: whether the parameter has no default of None."""
+    if isinstance(value, torch.Tensor):
+        return list(_of_tensor(value, required))
+    none = [Change("None", None, REFUSED if required else EITHER)]
+    if isinstance(value, Enum):
+        return [Change("a string for an enum", value.name), Change("an unknown string", "nothing", REFUSED), *none]
+    if isinstance(value, bool):
+        return [Change("negated", not value), Change("a string", "False", REFUSED), Change("2", 2)]
+    if isinstance(value, int):
+        return [*_of_integer(value), *none]
+    if isinstance(value, float):
+        return [*_of_float(value), *none]
+    if isinstance(value, str):
+        return [Change("an unknown string", "nothing", REFUSED), Change("an empty string", ""), Change("3", 3, REFUSED),
+                *none]  # fmt: skip
+    if isinstance(value, torch.dtype):
+        return [Change(f"{dtype}", dtype) for dtype in _DTYPES if dtype != value] + [Change("3", 3, REFUSED)]
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return list(_of_sequence(value, required))
+    if value is None:
+        tensor = torch.ones(3, dtype=torch.float32, device="cpu")
+        return [Change("a string", "nothing"), Change("-1", -1), Change("a tensor", tensor), Change("NaN", math.nan)]
+    return []
+
+
+def _of_integer(value: int) -> Iterator[Change]:
+    for other in (-1, 0, value + 1, 1 << 31, 1 << 40, -(1 << 63)):
+        if other != value:
+            yield Change(str(other), other)
+    yield Change("a float", float(value))
+    yield Change("half more", value + 0.5, REFUSED)
+    yield Change("NaN", math.nan, REFUSED)
+    yield Change("a string", str(value), REFUSED)
+    yield Change("NumPy's integer", np.int64(value))
+
+
+def _of_float(value: float) -> Iterator[Change]:
+    for other in (math.nan, math.inf, -math.inf, 0.0, -value):
+        yield Change(str(other), other)
+    yield Change("a string", str(value), REFUSED)
+    yield Change("NumPy's float", np.float64(value))
+    yield Change("a tensor of one element", torch.tensor([value], dtype=torch.float32, device="cpu"))
+    yield Change("a tensor of two elements", torch.tensor([value, value], dtype=torch.float32, device="cpu"))
+
+
+def _of_sequence(value, required: bool) -> Iterator[Change]:
+    kind = type(value)
+    yield Change("one element less", kind(value[:-1]))
+    yield Change("no element", kind())
+    yield Change("a string", "nothing", REFUSED)
+    for i, element in enumerate(value):
+        for change in changes(element, True):
+            expected = EITHER if change.expected == REFUSED else change.expected
+            yield Change(f"element {i}: {change.what}", kind((*value[:i], change.value, *value[i + 1 :])), expected)
+
+
+def _of_tensor(x: torch.Tensor, required: bool) -> Iterator[Change]:
+    yield Change("None", None, REFUSED if required else EITHER)
+    yield Change("a string", "nothing", REFUSED)
+    yield Change("a number", 1)
+    yield Change("on the meta device", x.to("meta"), REFUSED)
+    for dtype in _DTYPES:
+        if dtype != x.dtype:
+            same = x.dtype in _INTEGERS and dtype in _INTEGERS
+            yield Change(f"{dtype}", x.to(dtype), SAME if same else EITHER)
+    yield Change("one dimension more", x[None])
+    yield Change("two dimensions more", x[None, None])
+    if x.numel() <= 4096:
+        yield Change("a list", x.tolist(), REFUSED)
+        if x.dtype not in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu):
+            yield Change("a NumPy array", x.detach().cpu().numpy(), REFUSED)
+    if x.dtype.is_floating_point and x.dtype.itemsize > 1:
+        yield Change("requires gradients", x.detach().clone().requires_grad_(), SAME)
+        yield Change("a parameter", torch.nn.Parameter(x.detach().clone()), SAME)
+    if x.dim() and x.numel():
+        yield from _of_shape(x)
+    if x.numel() and (x.dtype in _INTEGERS or x.dtype.is_floating_point and x.dtype.itemsize > 1):
+        yield from _of_values(x)
+
+
+def _of_shape(x: torch.Tensor) -> Iterator[Change]:
+    yield Change("one dimension less", x[0])
+    yield Change("a scalar", x.flatten()[0])
+    yield Change("flat", x.flatten())
+    for dim in {0, x.dim() - 1, x.dim() // 2}:
+        yield Change(f"one element less along {dim}", x.narrow(dim, 0, x.shape[dim] - 1).contiguous())
+        yield Change(f"empty along {dim}", x.narrow(dim, 0, 0).contiguous())
+        yield Change(f"twice as long along {dim}", torch.cat((x, x), dim) if _may_cat(x) else x.repeat(2))
+        gaps = torch.empty((*x.shape, 2), dtype=x.dtype, device=x.device)
+        if dim == x.dim() - 1:
+            gaps = gaps[..., 0]
+        else:
+            gaps = torch.empty((*x.shape[:dim], x.shape[dim] * 2, *x.shape[dim + 1 :]), dtype=x.dtype, device=x.device)
+            gaps = gaps[(slice(None),) * dim + (slice(None, None, 2),)]
+        gaps.copy_(x)
+        yield Change(f"gaps along {dim}", gaps, SAME)
+    if x.dim() > 1:
+        yield Change("transposed", x.transpose(0, -1))
+        yield Change("column-major", x.transpose(0, -1).contiguous().transpose(0, -1), SAME)
+    yield Change("one element for all", x.flatten()[:1].expand(x.shape) if _may_cat(x) else x)
+
+
+def _may_cat(x: torch.Tensor) -> bool:
+    return x.dtype.itemsize > 1 or not x.dtype.is_floating_point
+
+
+def _of_values(x: torch.Tensor) -> Iterator[Change]:
+    integers = x.dtype in _INTEGERS
+    wide = (1 << 31, 1 << 40, -(1 << 63)) if x.dtype == torch.int64 else ()
+    values = (-1, 1 << 20, 2**31 - 1, -(2**31), *wide) if integers else (math.nan, math.inf, -math.inf, 0.0, -1.0)
+    for value in values:
+        for place in {0, x.numel() // 2, x.numel() - 1}:
+            changed = x.detach().clone()
+            changed.view(-1)[place] = value
+            yield Change(f"{value} at {place}", changed)
+        yield Change(f"all {value}", torch.full_like(x, value))
+    if integers and x.dim():
+        yield Change("reversed", x.flip(0))
+        yield Change("one more each", x + 1)
+        # A base that only 64 bits hold.
+        yield Change("beyond 2^31", x.long() + (1 << 31))
+
+
+def drawn(arguments: dict[str, Any], signature: inspect.Signature, draw: random.Random) -> tuple[str, Change] | None:
+    """One argument, and what to put in its place; None where nothing can be changed. A draw of fair arguments first."""
+    names = [name for name in arguments if name in signature.parameters]
+    draw.shuffle(names)
+    for name in names:
+        found = changes(arguments[name], signature.parameters[name].default is not None)
+        if found:
+            return name, draw.choice(found)
+    return None
+
+
+def copied(value):
+    """The same value with tensors of its own: same strides, and same storage where tensors shared one."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def visit(x):
+        if isinstance(x, torch.Tensor):
+            if x.device.type == "meta":
+                return x
+            storage = x.untyped_storage()
+            made = storages.setdefault(storage.data_ptr(), storage.clone())
+            alone = torch.empty(0, dtype=x.dtype, device=x.device)
+            return alone.set_(made, x.storage_offset(), x.shape, x.stride()).requires_grad_(x.requires_grad)
+        if type(x) in (tuple, list):
+            return type(x)(visit(y) for y in x)
+        if type(x) is dict:
+            return {key: visit(y) for key, y in x.items()}
+        return x
+
+    return visit(value)
+
+
+def tensors_in(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [] if value.device.type == "meta" else [value]
+    if isinstance(value, (tuple, list)):
+        return [x for y in value for x in tensors_in(y)]
+    return tensors_in(list(value.values())) if isinstance(value, dict) else []
+
+
+def _bytes(x: torch.Tensor) -> bytes:
+    return bytes(x.detach().untyped_storage())
+
+
+@contextmanager
+def _limited(seconds: int):
+    def late(number, frame):
+        raise TimeoutError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def attempt(function: Callable, arguments: dict, name: str, change: Change, names: set[str], shown: str) -> Any:
+    """Make the call with the change in place; its result, or None where it was refused.
+
+    Parameters
+    ----------
+    function : callable
+        Takes `arguments` by keyword; they are copied before.
+    names : set of str
+        What an error may name.
+    shown : str
+        What messages call the function.
+
+    Raises
+    ------
+    Wrong
+        Another error than a ValueError that names an argument, a refusal that comes after something was written, or no
+        refusal where one is due.
+    """
+    given = copied(arguments | {name: change.value})
+    call = f"{shown}({name}: {change.what}; {described(given)})"
+    tensors = tensors_in(given)
+    before = [_bytes(x) for x in tensors]
+    try:
+        with _limited(LIMIT):
+            result = function(**given)
+    except ValueError as error:
+        if not names_an_argument(error, names):
+            raise Wrong(f"{call}: an error that names no argument: {error}") from error
+        if any(_bytes(x) != was for x, was in zip(tensors, before, strict=True)):
+            raise Wrong(f"{call}: refused when a tensor was written already: {error}") from error
+        return None
+    except Exception as error:
+        if _is_out_of_memory(error):
+            return None
+        raise Wrong(f"{call}: {type(error).__name__}: {error}") from error
+    finally:
+        try:
+            guard.check()
+        except AssertionError as error:
+            raise Wrong(f"{call}: {error}") from error
+    if change.expected == REFUSED:
+        raise Wrong(f"{call}: taken without a word")
+    return given, result
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """A size of 2^40 may be what the caller wants."""
+    text = str(error)
+    return isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text
+
+
+def differ(one, other) -> str:
+    """Where two results of one call differ beyond rounding; '' where they do not."""
+    ones, others = tensors_in(one), tensors_in(other)
+    if len(ones) != len(others):
+        return f"{len(ones)} tensors, {len(others)} expected"
+    for i, (x, y) in enumerate(zip(ones, others, strict=True)):
+        if x.shape != y.shape or x.dtype.is_floating_point != y.dtype.is_floating_point:
+            return f"tensor {i}: {x.dtype}{list(x.shape)}, {y.dtype}{list(y.shape)} expected"
+        x, y = x.detach().to(torch.float64), y.detach().to(torch.float64)
+        if not torch.allclose(x, y, rtol=1e-2, atol=1e-2, equal_nan=True):
+            return f"tensor {i}: values differ"
+    return ""
+
+
+def shallow(value):
+    """A copy of an object whose attributes may be replaced without touching the original's."""
+    return copy.copy(value)

@@ -1,0 +1,167 @@
+"""Every public function and method of the package, called first with one wrong argument."""
+
+import functools
+import inspect
+import pkgutil
+import random
+import sys
+import threading
+import zlib
+from contextlib import contextmanager
+from importlib import import_module
+from types import FunctionType
+
+import torch
+
+from flashinfer import api_logging
+from flashinfer.testing import fuzz, hostile
+from tests import rooms
+
+
+class _Depth(threading.local):
+    inside = False
+
+
+_depth = _Depth()
+# Functions that take no tensors, write files, or whose arguments are another's business.
+_NOT_CALLED = {
+    "autotune", "replay", "replay_from_dump", "replay_sequence", "flashinfer_api", "bench_gpu_time", "checkpoint",
+    "destroy", "reset",
+}  # fmt: skip
+_MODULES_NOT_CALLED = ("autotuner", "comm", "moe_ep", "artifacts", "aot", "green_ctx", "utils", "tuning", "profiler")
+
+
+def public():
+    """(function, owner) of every public function (owner None) and of every public method of a class."""
+    seen = set()
+    root = sys.modules["flashinfer"]
+    for found in pkgutil.walk_packages(root.__path__, "flashinfer."):
+        top = found.name.split(".")[1]
+        if top in api_logging._INNER or top in _MODULES_NOT_CALLED or found.name.endswith("__main__"):
+            continue
+        for name, value in api_logging._public(import_module(found.name)):
+            if name in _NOT_CALLED or id(value) in seen or value.__module__.split(".")[1] in _MODULES_NOT_CALLED:
+                continue
+            seen.add(id(value))
+            if not inspect.isclass(value):
+                yield value, None
+                continue
+            for owner in value.__mro__[:-1]:
+                for attribute, method in list(vars(owner).items()):
+                    wanted = attribute == "__init__" or not attribute.startswith("_")
+                    if isinstance(method, FunctionType) and wanted and (owner, attribute) not in seen:
+                        if owner.__module__.startswith("flashinfer."):
+                            seen.add((owner, attribute))
+                            yield method, owner
+
+
+@contextmanager
+def intercepted(visit):
+    """Inside the block, `visit(function, owner, args, named)` sees each outermost public call before it is made."""
+
+    def wrapping(function, owner):
+        @functools.wraps(function)
+        def call(*args, **named):
+            if not _depth.inside and not torch.compiler.is_compiling():
+                _depth.inside = True
+                try:
+                    visit(function, owner, args, named)
+                finally:
+                    _depth.inside = False
+            return function(*args, **named)
+
+        return call
+
+    undo, wrapped = [], {}
+    for function, owner in public():
+        if owner is None:
+            wrapped[id(function)] = wrapping(function, None)
+        else:
+            undo.append((owner, function.__name__, function))
+            setattr(owner, function.__name__, wrapping(function, owner))
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("flashinfer", "test")) and not name.startswith(("flashinfer._core", "flashinfer.ops")):
+            for attribute, value in list(vars(module).items()):
+                if isinstance(value, FunctionType) and id(value) in wrapped:
+                    undo.append((module, attribute, value))
+                    setattr(module, attribute, wrapped[id(value)])
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(undo):
+            setattr(owner, name, value)
+
+
+class Hostile:
+    """Makes `count` hostile calls of each call that it sees; what was wrong is in `wrong`, by what was changed."""
+
+    def __init__(self, seed: int, count: int = 1, share: float = 1.0):
+        self.seed, self.count, self.share = seed, count, share
+        self.made, self.refused = 0, 0
+        self.wrong: dict[tuple, str] = {}
+
+    def visit(self, function, owner, args, named):
+        signature = inspect.signature(function)
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        if inspect.Parameter.VAR_POSITIONAL in kinds or any(map(_is_traced, (*args, *named.values()))):
+            return
+        try:
+            bound = signature.bind(*args, **named).arguments
+        except TypeError:
+            return
+        more = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+        arguments = dict(bound)
+        arguments |= arguments.pop(more, {}) if more else {}
+        target = arguments.pop("self", None) if owner is not None else None
+        shown = function.__name__ if owner is None else f"{type(target).__name__}.{function.__name__}"
+        names = set(signature.parameters)
+        for method in ("__init__", "plan", "run"):
+            if target is not None and hasattr(type(target), method):
+                names |= set(inspect.signature(getattr(type(target), method)).parameters)
+        for _ in range(self.count):
+            draw = random.Random(zlib.crc32(shown.encode()) + 1000003 * self.seed + self.made)
+            self.made += 1
+            if draw.random() > self.share:
+                continue
+            self._one(function, target, arguments, signature, draw, names, shown)
+
+    def _one(self, function, target, arguments, signature, draw, names, shown):
+        found = hostile.drawn(arguments, signature, draw)
+        if found is None:
+            return
+        name, change = found
+        key = (shown, name, change.what)
+        state = torch.get_rng_state()
+        # Under the reference: a kernel reads what a table names.
+        try:
+            with rooms.by("reference"):
+                torch.manual_seed(1)
+                taken = hostile.attempt(_bound(function, target), arguments, name, change, names, shown)
+                if taken is None:
+                    self.refused += 1
+                elif change.expected == hostile.SAME:
+                    torch.manual_seed(1)
+                    base = hostile.copied(arguments)
+                    try:
+                        expected = base, _bound(function, target)(**base)
+                    except ValueError:
+                        # The test's own call is one to refuse.
+                        return
+                    why = hostile.differ(taken, expected)
+                    if why:
+                        raise fuzz.Wrong(f"{shown}({name}: {change.what}): another result: {why}")
+        except fuzz.Wrong as fault:
+            self.wrong.setdefault(key, f"[seed {self.seed} call {self.made}] {fault}")
+        finally:
+            torch.set_rng_state(state)
+
+
+def _bound(function, target):
+    if target is None:
+        return function
+    made = object.__new__(type(target)) if function.__name__ == "__init__" else hostile.shallow(target)
+    return functools.partial(function, made)
+
+
+def _is_traced(value):
+    return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
