@@ -7,8 +7,11 @@ from flashinfer.ops.gemm.dense import Inputs, Problem, dense
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_close
 from flashinfer.testing.emulator import emulate
+from tests.ops.gemm.blockscaled import test_hopper as blockscaled
+from tests.ops.gemm.grouped import test_hopper as grouped
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
+CPU = torch.device("cpu")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
          torch.float32: "fp32"}  # fmt: skip
 
@@ -56,3 +59,45 @@ def test_dense_quickly():
 )
 def test_dense(case, seed):
     check_dense(seed=seed, **case)
+
+
+def test_scaled_quickly():
+    with emulate("90a", seed=1) as launched:
+        blockscaled.test_shapes(CPU, 130, 136, 400, 1)
+        grouped.test_groups(CPU, [70, 0, 3], 136, 256, "shuffled")
+        grouped.test_unscaled(CPU, [200, 60], 136, 192, "lengths")
+    assert set(launched) == {"blockscaled_sm90_kernel", "grouped_sm90_kernel", "unscaled_sm90_kernel"}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("rows", [1, 128])
+@pytest.mark.parametrize("m, n, k", [(300, 648, 1168), (64, 264, 640), (1, 264, 2048), (17, 520, 1040),
+                                     (520, 520, 512)])  # fmt: skip
+def test_blockscaled(m, n, k, rows, seed):
+    with emulate("90a", seed=seed) as launched:
+        blockscaled.test_shapes(CPU, m, n, k, rows)
+    assert set(launched) == {"blockscaled_sm90_kernel"}
+
+
+LENGTHS = ([130, 0, 1, 64, 20, 0], [0, 3, 1] * 12, [2, 260])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", ["offsets", "counts", "sorted", "shuffled"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda x: str(x)[:24])
+def test_grouped(lengths, kind, seed):
+    with emulate("90a", seed=seed) as launched:
+        grouped.test_groups(CPU, lengths, 264, 400, kind)
+    assert set(launched) == {"grouped_sm90_kernel"}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("form", ["offsets", "fp32", "fp8", "lengths", "columns first"])
+@pytest.mark.parametrize("lengths", [[300, 100], [2, 260, 0, 400]], ids=str)
+def test_unscaled(lengths, form, seed):
+    with emulate("90a", seed=seed) as launched:
+        grouped.test_unscaled(CPU, lengths, 264, 320, form)
+    assert set(launched) == {"unscaled_sm90_kernel"}

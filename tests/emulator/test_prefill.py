@@ -5,6 +5,7 @@ import torch
 
 from flashinfer.testing import generate
 from flashinfer.testing.emulator import emulate
+from tests.ops.attention import test_fp8_prefill as fp8
 from tests.ops.attention.cases import check, run_paged, run_ragged
 from tests.ops.attention.oracle import Extras, Options
 
@@ -89,3 +90,27 @@ def test_wide_logits(seed):
     x = batch(qo=(200, 130), kv=(600, 500))
     x.k[:300] *= 40
     check_ragged(x, Options(causal=True), seed)
+
+
+def check_fp8(seed, dim=64, qo=(130,), kv=(300,), options=Options(causal=True), page_size=0, v_dim=None):
+    x = fp8.batch("cpu", qo, kv, heads=(2, 1), dim=dim, v_dim=v_dim)
+    with emulate("90a", seed=seed) as launched:
+        if page_size:
+            result = run_paged(x, options, "sm90", page_size=page_size, plan=fp8.OUT)
+        else:
+            result = run_ragged(x, options, "sm90", plan=fp8.OUT)
+    assert "attend_sm90_kernel" in launched
+    fp8.check(result, x, options)
+
+
+def test_fp8_quickly():
+    check_fp8(1)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("page_size", (0, 16, 128))
+@pytest.mark.parametrize("name", ("causal", "full", "window", "soft cap", "alibi"))
+@pytest.mark.parametrize("dim", (64, 128))
+def test_fp8(dim, name, page_size, seed):
+    check_fp8(seed, dim, *LENGTHS, OPTIONS[name], page_size)

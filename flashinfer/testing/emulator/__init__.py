@@ -8,7 +8,7 @@ docs/rooms/emulator.md says what it sees and what it cannot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -21,8 +21,8 @@ __all__ = ["BarrierError", "Deadlock", "EmulationError", "Hazard", "OutOfBounds"
 
 @contextmanager
 def emulate(
-    arch: str = "90a", *, seed: int = 0, sms: int = 2, edits: Sequence[tuple[str, str, str]] = ()
-) -> Iterator[None]:
+    arch: str = "90a", *, seed: int = 0, sms: int = 2, watch: Callable[[str, str], str | None] | None = None
+) -> Iterator[list[str]]:
     """Take every device for a chip of that architecture, and run its Gluon kernels here, on CPU tensors.
 
     Parameters
@@ -34,24 +34,29 @@ def emulate(
         between, and early.
     sms : int
         Multiprocessors that there are: so many blocks a persistent kernel has.
-    edits : sequence of (str, str, str)
-        (function, old, new): text to replace in the source of the device function of that name.
+    watch : callable (operation, place) -> str or None, optional
+        Called before each operation that orders others, with its place in the source; what it returns goes wrong there,
+        for tests that break a kernel. Of a "wait": "skip" or "phase", the other parity; of an "arrive": "skip" or
+        "twice"; of an "expect": "fewer" or "more" bytes; of "fence", "product wait" and "copy wait": "skip".
+
+    Yields
+    ------
+    list of str
+        The kernels that it ran, by name. What Triton's interpreter runs, under TRITON_INTERPRET=1, is not among them.
 
     Raises
     ------
     Hazard, BarrierError, Deadlock, OutOfBounds
         What a kernel does wrong, with its line. All are EmulationErrors.
     EmulationError
-        A kernel uses what the emulator does not know; or there was an edit of a function that did not run.
+        A kernel uses what the emulator does not know.
     """
     from flashinfer.testing.emulator.run import Emulator
 
-    emulator = Emulator(seed, sms, edits)
+    emulator = Emulator(seed, sms, watch)
     before, launch.emulator = launch.emulator, emulator
     try:
         with override(replace(named(arch), sms=sms)):
-            yield
+            yield emulator.launched
     finally:
         launch.emulator = before
-    if emulator.unused():
-        raise EmulationError(f"no such text in a function that ran: {emulator.unused()}")

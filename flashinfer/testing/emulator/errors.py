@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import linecache
 import sys
-from types import FrameType
+from collections.abc import Iterable
+from types import CodeType, FrameType, TracebackType
 
 # Code objects of emulated kernels carry this in front of their file's name.
 MARK = "<emulated> "
@@ -30,36 +31,44 @@ class Deadlock(EmulationError):
     """Everybody waits, and nothing is on its way."""
 
 
-def place(file: str, line: int, function: str) -> str:
-    file = file.removeprefix(MARK)
-    return f"{file.rpartition('flashinfer/')[2]}:{line} in {function}: {linecache.getline(file, line).strip()}"
-
-
 def here() -> str:
-    """The line of the kernel that runs."""
+    """The line of the kernel that runs, and who called it."""
+    places = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.startswith(MARK):
+    while frame is not None:
+        places.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    return place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else "outside of a kernel"
+    return _innermost(places)
 
 
-def of_traceback(traceback) -> str:
+def of_traceback(traceback: TracebackType | None) -> str:
     """The innermost line of a kernel in a traceback."""
-    found = ""
+    places = []
     while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if code.co_filename.startswith(MARK):
-            found = place(code.co_filename, traceback.tb_lineno, code.co_name)
+        places.append((traceback.tb_frame.f_code, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return found
+    return _innermost(reversed(places))
 
 
 def of_generator(generator) -> str:
     """Where a generator, and what it waits in, stands."""
-    found = ""
-    while generator is not None and getattr(generator, "gi_frame", None) is not None:
-        code = generator.gi_code
-        if code.co_filename.startswith(MARK):
-            found = place(code.co_filename, generator.gi_frame.f_lineno, code.co_name)
+    places = []
+    while getattr(generator, "gi_frame", None) is not None:
+        places.append((generator.gi_code, generator.gi_frame.f_lineno))
         generator = generator.gi_yieldfrom
-    return found
+    return _innermost(reversed(places))
+
+
+def _innermost(places: Iterable[tuple[CodeType, int]]) -> str:
+    """The line in the first function of a kernel among `places`, and where the function was called from."""
+    found = ((code, line) for code, line in places if code.co_filename.startswith(MARK))
+    (code, line), caller = next(found, (None, 0)), next(found, None)
+    if code is None:
+        return "no line of a kernel"
+    text = linecache.getline(code.co_filename.removeprefix(MARK), line).strip()
+    return f"{_place(code, line)}{f', from {_place(*caller)}' if caller else ''}: {text}"
+
+
+def _place(code: CodeType, line: int) -> str:
+    file = code.co_filename.removeprefix(MARK)
+    return f"{file.rpartition('flashinfer/')[2]}:{line} in {code.co_name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -144,8 +145,9 @@ class Language:
     A function that others may run in between is a generator.
     """
 
-    def __init__(self, schedule: Schedule):
+    def __init__(self, schedule: Schedule, watch: Callable[[str, str], str | None] | None):
         self._schedule = schedule
+        self._watch = watch
         self._names = self._plain() | {
             name: getattr(self, name)
             for name in (
@@ -213,6 +215,10 @@ class Language:
             "zeros_like": lambda x: zeros(x.shape, x.dtype, x.layout),
             **{name: _as_method(name) for name in methods},
         }  # fmt: skip
+
+    def _fault(self, operation: str) -> str | None:
+        """What is to go wrong here."""
+        return self._watch(operation, here()) if self._watch else None
 
     @property
     def _task(self) -> Task:
@@ -298,24 +304,28 @@ class Language:
 
     def expect(self, barrier, bytes, pred=True):
         yield
+        fault = self._fault("expect")
         if pred:
-            barrier.barrier().expect(int(bytes))
+            barrier.barrier().expect(int(bytes) + {"fewer": -16, "more": 16}.get(fault, 0))
 
     def arrive(self, barrier, *, count=1, pred=True):
         yield
-        if pred:
-            barrier.barrier().arrive(int(count))
+        fault = self._fault("arrive")
+        if pred and fault != "skip":
+            barrier.barrier().arrive(int(count) * (2 if fault == "twice" else 1))
 
     def wait(self, barrier, phase, pred=True, deps=()):
-        if pred:
+        fault = self._fault("wait")
+        if pred and fault != "skip":
             found = barrier.barrier()
-            yield from wait_for_barrier(self._schedule, found, int(phase) & 1)
+            yield from wait_for_barrier(self._schedule, found, int(phase) & 1 ^ (fault == "phase"))
 
     def block_barrier(self):
         yield
 
     def fence_async_shared(self, cluster=False) -> None:
-        memory.fence(self._task.block.allocations, self._task.partition)
+        if self._fault("fence") != "skip":
+            memory.fence(self._task.block.allocations, self._task.partition)
 
     # Copies.
 
@@ -384,7 +394,7 @@ class Language:
     def cp_async_wait(self, num_outstanding=0):
         yield
         task = self._task
-        count = len(task.groups) - int(num_outstanding)
+        count = 0 if self._fault("copy wait") == "skip" else len(task.groups) - int(num_outstanding)
         for group in task.groups[: max(count, 0)]:
             for copy in group:
                 copy.land()
@@ -416,6 +426,8 @@ class Language:
         task.is_slow = len(task.products) > int(num_outstanding) and self._schedule.is_slow()
         yield
         count = max(len(task.products) - int(num_outstanding), 0)
+        if self._fault("product wait") == "skip":
+            count = 0
         for product in task.products[:count]:
             product.finish()
         task.products = task.products[count:]

@@ -11,7 +11,16 @@ import torch
 import triton.language as tl
 
 from flashinfer.testing.emulator.errors import BarrierError, EmulationError, Hazard, OutOfBounds, here
-from flashinfer.testing.emulator.values import Shared_like, Tensor, cast, decode, encode, raw_type, rounded
+from flashinfer.testing.emulator.values import (
+    ANY_LAYOUT,
+    InSharedMemory,
+    Tensor,
+    cast,
+    decode,
+    encode,
+    raw_type,
+    rounded,
+)
 
 DTYPES = {
     "bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32, "fp64": tl.float64, "fp8e4nv": tl.float8e4nv,
@@ -125,7 +134,7 @@ class Allocation:
         self.dirty: dict[tuple, tuple[int, np.ndarray]] = {}
 
 
-class Shared(Shared_like):
+class Shared(InSharedMemory):
     """A view of shared memory, as `gl.shared_memory_descriptor`."""
 
     def __init__(self, allocation: Allocation, dtype, raw, state, readers, layout=None):
@@ -196,11 +205,8 @@ class Shared(Shared_like):
         return int(np.bitwise_or.reduce(self.state, axis=None)) if self.state.size else 0
 
     def load(self, layout=None) -> Tensor:
-        flags = self._flags()
-        if flags & FLIGHT:
-            raise Hazard(f"{self} is read while a copy to it is on its way, at {here()}")
-        if flags & UNDEFINED:
-            raise Hazard(f"{self} is read before it is written, at {here()}")
+        """What was never written reads as NaN, of integers as bits that are all ones."""
+        self._refuse_flight("read")
         return Tensor(decode(self.raw.copy(), self.dtype), self.dtype, layout)
 
     def write(self, value: Tensor, partition: int) -> None:
@@ -320,6 +326,8 @@ _DESCRIPTOR = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]")
 
 class TensorMap:
     """A tensor that the copy engine reads and writes box by box; zeros outside of its shape."""
+
+    layout = ANY_LAYOUT
 
     def __init__(self, name: str, kind: str, argument):
         name_of_dtype, sizes = _DESCRIPTOR.match(kind).groups()

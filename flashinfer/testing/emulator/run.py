@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import numpy as np
@@ -20,16 +20,15 @@ from flashinfer.testing.emulator.values import pointer, scalar
 class Emulator:
     """Runs launches, one after another."""
 
-    def __init__(self, seed: int, sms: int, edits: Sequence[tuple[str, str, str]]):
-        self._seed, self._sms = seed, sms
+    def __init__(self, seed: int, sms: int, watch: Callable[[str, str], str | None] | None):
+        self._sms = sms
+        self.launched: list[str] = []
         self._schedule = Schedule(seed)
-        self._translate = Translator(Language(self._schedule), edits)
-
-    def unused(self) -> list[tuple[str, str, str]]:
-        return self._translate.unused()
+        self._translate = Translator(Language(self._schedule, watch))
 
     def __call__(self, build, grid: tuple[int, int, int], args: tuple) -> None:
         """`args` in the order of `Build.types`."""
+        self.launched.append(build.kernel.__name__)
         given = {
             name: _argument(name, compiler.promise_of(kind)[0], x)
             for (name, kind), x in zip(build.types.items(), args, strict=True)

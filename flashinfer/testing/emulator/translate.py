@@ -117,19 +117,11 @@ class Translator:
     ----------
     language : object
         What stands for `gl` and `tl`; `language.of(value)` is what stands for a value of Triton's, or None.
-    edits : sequence of (str, str, str)
-        (function, old, new): a text that is replaced in the source of the function of that name, for tests that break a
-        kernel.
     """
 
-    def __init__(self, language, edits=()):
+    def __init__(self, language):
         self._language = language
-        self._edits = list(edits)
         self._found: dict[int, tuple] = {}
-
-    def unused(self) -> list[tuple[str, str, str]]:
-        """Edits that no function has had yet."""
-        return self._edits
 
     def __call__(self, value):
         """What stands for a value of a kernel's module, or of its constants."""
@@ -185,10 +177,7 @@ class Translator:
         return call
 
     def _compiled(self, function):
-        edits = [edit for edit in self._edits if edit[0] == function.__name__]
-        code = _translated(function, edits) if edits else _kept(function)
-        for edit in edits:
-            self._edits.remove(edit)
+        code = _translated(function)
         names = dict(_type=type, _Generator=GeneratorType, _carried=carried, range=_range, float=_float)
         closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         for name in _names(code):
@@ -200,22 +189,13 @@ class Translator:
         return names[function.__name__]
 
 
-def _translated(function: FunctionType, edits: list[tuple[str, str, str]]) -> CodeType:
+@lru_cache(maxsize=None)
+def _translated(function: FunctionType) -> CodeType:
     lines, first = inspect.getsourcelines(function)
-    source = textwrap.dedent("".join(lines))
-    for name, old, new in edits:
-        if old not in source:
-            raise EmulationError(f"{name} has no {old!r}")
-        source = source.replace(old, new)
-    tree = ast.parse(source)
+    tree = ast.parse(textwrap.dedent("".join(lines)))
     tree.body = [_Rewriter().visit(tree.body[0])]
     ast.increment_lineno(ast.fix_missing_locations(tree), first - 1)
     return compile(tree, MARK + inspect.getsourcefile(function), "exec")
-
-
-@lru_cache(maxsize=None)
-def _kept(function: FunctionType) -> CodeType:
-    return _translated(function, [])
 
 
 def _float(value):

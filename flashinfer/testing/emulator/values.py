@@ -326,7 +326,7 @@ def _as(value, dtype: Dtype):
 
 def _arithmetic(function, is_float=True):
     def operation(x, y):
-        if isinstance(y, Shared_like):
+        if isinstance(y, InSharedMemory):
             return NotImplemented
         if isinstance(x, Tensor) and x.dtype.is_ptr():
             return _moved(x, y, function)
@@ -344,7 +344,7 @@ def _arithmetic(function, is_float=True):
     return operation
 
 
-class Shared_like:
+class InSharedMemory:
     """What lies in shared memory, which takes no part in arithmetic."""
 
 

@@ -1,0 +1,52 @@
+"""The decode kernel from Ampere on in the emulator, through the public wrapper, against attention in float64."""
+
+import pytest
+import torch
+
+from flashinfer.testing import generate
+from flashinfer.testing.emulator import emulate
+from tests.ops.attention.cases import check, run_decode
+from tests.ops.attention.oracle import Options
+
+HALF, BF16, E4M3, E5M2 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+SEEDS = (0, 1)
+
+
+def check_decode(seed=1, options=Options(), dtype=BF16, kv_dtype=None, dim=64, heads=(8, 2), page_size=16,
+                 kv=(300, 1, 0, 70), arch="90a", kv_layout="NHD"):  # fmt: skip
+    x = generate.ragged_batch([1] * len(kv), list(kv), *heads, dim, dtype=dtype, kv_dtype=kv_dtype)
+    with emulate(arch, seed=seed) as launched:
+        result = run_decode(x, options, "sm80", page_size=page_size, kv_layout=kv_layout)
+    assert "attend_sm80_kernel" in launched
+    check(result, x, options)
+
+
+def test_decode_quickly():
+    check_decode()
+    check_decode(kv_dtype=E4M3, arch="80")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "case",
+    (
+        dict(dim=128, heads=(8, 1)),
+        dict(dim=80, heads=(3, 3)),
+        dict(heads=(32, 1), dtype=HALF),
+        dict(kv_dtype=E4M3, dtype=HALF),
+        dict(kv_dtype=E5M2, arch="80"),
+        dict(kv_dtype=E4M3, arch="89"),
+        dict(page_size=1),
+        dict(page_size=5, kv_layout="HND"),
+        dict(page_size=128),
+        dict(kv=(3000,)),
+        dict(kv=(2000, 17, 1500)),
+        dict(options=Options(window_left=50)),
+        dict(options=Options(logits_soft_cap=1.5)),
+        dict(options=Options(pos_encoding_mode="ALIBI")),
+    ),
+    ids=str,
+)
+def test_decode(case, seed):
+    check_decode(seed, **case)

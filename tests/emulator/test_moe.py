@@ -1,0 +1,28 @@
+"""The experts' products on Hopper in the emulator, against float64."""
+
+import pytest
+import torch
+
+from flashinfer.testing.emulator import emulate
+from tests.ops.moe.experts import test_hopper as experts
+
+CPU = torch.device("cpu")
+
+
+def check(seed, form, n, k, tokens):
+    with emulate("90a", seed=seed) as launched:
+        experts.test_products(CPU, form, n, k, tokens)
+    assert set(launched) == {"product_sm90_kernel"}
+
+
+def test_products_quickly():
+    check(1, "fp8_block", 256, 256, 40)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("tokens", (1, 150))
+@pytest.mark.parametrize("n, k", ((288, 208), (512, 256)))
+@pytest.mark.parametrize("form", experts.FORMS)
+@pytest.mark.parametrize("seed", (0, 1))
+def test_products(seed, form, n, k, tokens):
+    check(seed, form, n, k, tokens)
