@@ -11,10 +11,10 @@ from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
 from flashinfer.ops import layouts
 from flashinfer.ops import quantize as room
+from flashinfer.ops.formats import FORMATS
 from flashinfer.tllm_enums import SfLayout
 
 _ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
-_WIDTH = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
 # These two name upstream's implementations of one function; any variant of ours answers to them.
 _UPSTREAM_BACKENDS = ("cuda", "cute-dsl")
 
@@ -59,12 +59,11 @@ def quantize(
     require(x.dtype in _ROW_DTYPES, name, x.dtype, "bfloat16, float16, float32, float8_e4m3fn")
     batch, rows, n = x.shape
     columns = n if columns is None else columns
-    width = _WIDTH[kind]
+    width = FORMATS[kind].width
     require(columns % width == 0, name, tuple(x.shape), f"a last dimension that is a multiple of {width}")
     require(n > 0, name, tuple(x.shape), "a last dimension above 0")
     require(n == 1 or x.stride(-1) == 1, name, f"strides {x.stride()}", "contiguous rows")
-    code_bytes = columns if kind == "mxfp8" else columns // 2
-    codes = torch.empty(batch, rows, code_bytes, dtype=torch.uint8, device=x.device)
+    codes = torch.empty(batch, rows, FORMATS[kind].code_bytes(columns), dtype=torch.uint8, device=x.device)
     padded_rows, padded_blocks = layouts.padded(rows, columns // width, layout)
     factors = torch.empty(batch, padded_rows * padded_blocks, dtype=torch.uint8, device=x.device)
     row_scales = torch.empty(batch, rows, dtype=torch.float32, device=x.device) if row_scale else None
@@ -128,8 +127,8 @@ def quantize_groups(
 
 def padded_length(codes: torch.Tensor, factors: torch.Tensor, kind: str) -> int:
     """Elements that a row's codes and their padding of factors stand for."""
-    elements = codes.shape[-1] if kind == "mxfp8" else 2 * codes.shape[-1]
-    return -(-elements // (4 * _WIDTH[kind])) * 4 * _WIDTH[kind]
+    four = 4 * FORMATS[kind].width
+    return -(-codes.shape[-1] // FORMATS[kind].code_bytes(four)) * four
 
 
 def dequantize(

@@ -7,6 +7,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, wants_pdl
 from flashinfer.ops import layouts
+from flashinfer.ops.formats import FORMATS
 from flashinfer.quantization import _rows
 from flashinfer.quantization.arrangement import (
     block_scale_interleave,
@@ -107,7 +108,7 @@ def fp4_quantize(
     OCP Microscaling Formats (MX) Specification 1.0, 2023.
     """
     recipe = "mxfp4" if sf_use_ue8m0 else "nvfp4"
-    width = 32 if sf_use_ue8m0 else 16
+    width = FORMATS[recipe].width
     require(sf_vec_size == width, "sf_vec_size", sf_vec_size, f"{width}, with sf_use_ue8m0={sf_use_ue8m0}")
     tiled = is_sf_swizzled_layout or not is_sf_8x4_layout
     require(tiled, "is_sf_8x4_layout", is_sf_8x4_layout, "False, without is_sf_swizzled_layout")

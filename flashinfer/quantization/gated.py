@@ -12,9 +12,8 @@ from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
 from flashinfer.ops import activation as room
 from flashinfer.ops import layouts
+from flashinfer.ops.formats import FORMATS
 from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, resolve_nvfp4_4over6
-
-_WIDTH = {"nvfp4": 16, "mxfp8": 32}
 
 
 @checked
@@ -126,7 +125,7 @@ def silu_quantised(
         factors.zero_()
         return
     # Padding of the factors counts: a row has four blocks at least.
-    least = 4 * _WIDTH[form]
+    least = 4 * FORMATS[form].width
     problem = room.Problem(
         kind="silu",
         dtype=dtype_name(a.dtype),

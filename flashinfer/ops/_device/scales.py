@@ -134,6 +134,19 @@ def _nvfp4_error(y, codes, factor, global_scale, SCORE: tl.constexpr, CAPABILITY
 
 
 @triton.jit
+def quantize_blocks(y, scale, FORMAT: tl.constexpr, CAPABILITY: tl.constexpr, SCORE: tl.constexpr = tl.constexpr("")):
+    """Codes and factors, bytes, of "nvfp4", "mxfp4" or "mxfp8"; `scale` and SCORE are NVFP4's."""
+    tl.static_assert(FORMAT == "nvfp4" or FORMAT == "mxfp4" or FORMAT == "mxfp8", "nvfp4, mxfp4 or mxfp8")
+    if FORMAT == "nvfp4":
+        codes, factors = quantize_nvfp4(y, scale, CAPABILITY, SCORE)
+    elif FORMAT == "mxfp4":
+        codes, factors = quantize_mxfp4(y, CAPABILITY)
+    else:
+        codes, factors = quantize_mxfp8(y, CAPABILITY)
+    return codes, factors
+
+
+@triton.jit
 def quantize_mxfp4(y, CAPABILITY: tl.constexpr):
     """MXFP4: e2m1 codes [ROWS, BLOCK // 2], and ue8m0 bytes [ROWS, BLOCK // 32], least factors with amax within 6."""
     factor = to_ue8m0(block_amax(y, 32), 6)

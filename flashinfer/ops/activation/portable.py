@@ -8,7 +8,8 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
-from flashinfer.ops._device.scales import quantize_mxfp8, quantize_nvfp4, scale_offset
+from flashinfer.ops._device.scales import quantize_blocks, scale_offset
+from flashinfer.ops.formats import FORMATS
 
 
 @triton.jit
@@ -32,7 +33,8 @@ def act_and_mul_kernel(
     blocks,
     padded_rows,
     KIND: tl.constexpr,
-    FORM: tl.constexpr,
+    FORMAT: tl.constexpr,
+    V: tl.constexpr,
     LAYOUT: tl.constexpr,
     COUNTED: tl.constexpr,
     ACROSS: tl.constexpr,
@@ -47,7 +49,7 @@ def act_and_mul_kernel(
     first = tl.program_id(0) // column_tiles * ROWS
     tile = tl.program_id(0) % column_tiles
     begin(PDL)
-    if FORM != "":
+    if FORMAT != "":
         batch = tl.program_id(1).to(tl.int64)
         if COUNTED:
             rows = tl.minimum(rows, tl.load(counts + batch))
@@ -64,7 +66,7 @@ def act_and_mul_kernel(
     gate = tl.load(x + column_offset(column, x_column, UNIT)[None, :], inside, other=0)
     up = tl.load(x + column_offset(column + hidden, x_column, UNIT)[None, :], inside, other=0)
     y = activation(gate.to(tl.float32), KIND) * up.to(tl.float32)
-    if FORM != "":
+    if FORMAT != "":
         y = y.to(x.dtype.element_ty).to(tl.float32)
         if ACROSS:
             # Blocks go down the columns: of the transpose they go along its rows.
@@ -72,16 +74,10 @@ def act_and_mul_kernel(
             y = tl.trans(y)
             row, rows, padded_rows, hidden, tile = column, hidden, hidden, rows, column_tile
         WIDE: tl.constexpr = ROWS if ACROSS else BLOCK
-        if FORM == "nvfp4":
-            V: tl.constexpr = 16
-            BYTES: tl.constexpr = WIDE // 2
-            codes, found = quantize_nvfp4(y, tl.load(global_scale + batch * scale_batch), CAPABILITY, SCORE)
-            code_bytes = hidden // 2
-        else:
-            V: tl.constexpr = 32
-            BYTES: tl.constexpr = WIDE
-            codes, found = quantize_mxfp8(y, CAPABILITY)
-            code_bytes = hidden
+        scale = 1.0 if global_scale is None else tl.load(global_scale + batch * scale_batch)
+        codes, found = quantize_blocks(y, scale, FORMAT, CAPABILITY, SCORE)
+        BYTES: tl.constexpr = codes.shape[1]
+        code_bytes = hidden // (WIDE // BYTES)
         byte = tile * BYTES + tl.arange(0, BYTES)
         out += batch * out_batch + row_offset(row, 1, out_row, 0, 1)[:, None] + byte[None, :]
         tl.store(out, codes, (row < rows)[:, None] & (byte < code_bytes)[None, :])
@@ -120,10 +116,11 @@ def build(problem, config):
     absent |= set() if problem.form == "nvfp4" else {"global_scale"}
     if problem.form:
         types |= {name: kind for name, kind in quantised.items() if name not in absent} | {"out": "*u8"}
-    # What only some forms have is no parameter of the others.
+    # What only some formats have is no parameter of the others.
     constants = {name: None for name in quantised if name not in types} | {
         "KIND": problem.kind,
-        "FORM": problem.form,
+        "FORMAT": problem.form,
+        "V": FORMATS[problem.form].width if problem.form else 1,
         "LAYOUT": problem.layout,
         "COUNTED": problem.counted,
         "ACROSS": problem.across,
@@ -152,7 +149,7 @@ def run(problem, config, x, out, quantised=None):
 
 def _run_quantised(problem, config, x, out, given):
     batch, rows, hidden = *x.shape[:2], x.shape[2] // 2
-    width = 16 if problem.form == "nvfp4" else 32
+    width = FORMATS[problem.form].width
     high, wide = (hidden, rows) if problem.across else (rows, hidden)
     padded_rows, blocks = layouts.padded(high, wide // width, problem.layout)
     # Padding of the layout is written by the same programs, but for rows that do not count.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from flashinfer.ops import layouts, narrow
+from flashinfer.ops.formats import ELEMENTS
 
 # elements in a byte or, for wider ones, in an element of the tensor
-PER_BYTE = {"e2m1": 2, "fp8e4nv": 1, "fp8e5": 1, "bf16": 1, "fp16": 1, "fp32": 1}
+PER_BYTE = {name: known.per_byte for name, known in ELEMENTS.items()}
 FP8 = ("fp8e4nv", "fp8e5")
 
 

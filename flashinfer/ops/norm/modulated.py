@@ -13,7 +13,8 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import multiple, pointer, unit
-from flashinfer.ops._device.scales import quantize_mxfp8, quantize_nvfp4, scale_offset
+from flashinfer.ops._device.scales import quantize_blocks, scale_offset
+from flashinfer.ops.formats import FORMATS
 
 
 @triton.jit
@@ -26,8 +27,8 @@ def load_row(x, batch, row, strides, column, inside, UNIT: tl.constexpr):
 def modulated_kernel(
     x, residual, gate, gate_bias, factor, factor_bias, shift, shift_bias, input_scale, stream, out, factors,
     global_scale, x_strides, residual_strides, gate_strides, factor_strides, shift_strides, rows, hidden, eps, blocks,
-    ONE: tl.constexpr, FORMAT: tl.constexpr, UNIT: tl.constexpr, FACTOR_UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    CAPABILITY: tl.constexpr, PDL: tl.constexpr,
+    ONE: tl.constexpr, FORMAT: tl.constexpr, V: tl.constexpr, UNIT: tl.constexpr, FACTOR_UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, CAPABILITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
@@ -68,16 +69,10 @@ def modulated_kernel(
     else:
         # What the norm alone would have written is quantised.
         y = tl.where(inside, y.to(stream.dtype.element_ty).to(tl.float32), 0)[None, :]
-        if FORMAT == "nvfp4":
-            V: tl.constexpr = 16
-            BYTES: tl.constexpr = BLOCK // 2
-            codes, found = quantize_nvfp4(y, tl.load(global_scale), CAPABILITY)
-            code_bytes = hidden // 2
-        else:
-            V: tl.constexpr = 32
-            BYTES: tl.constexpr = BLOCK
-            codes, found = quantize_mxfp8(y, CAPABILITY)
-            code_bytes = hidden
+        scale = 1.0 if global_scale is None else tl.load(global_scale)
+        codes, found = quantize_blocks(y, scale, FORMAT, CAPABILITY)
+        BYTES: tl.constexpr = codes.shape[1]
+        code_bytes = hidden // (BLOCK // BYTES)
         byte = tl.arange(0, BYTES)[None, :]
         tl.store(out + (batch * rows + row) * code_bytes + byte, codes, (byte < code_bytes) & there)
         block = tl.arange(0, BLOCK // V)[None, :]
@@ -105,6 +100,7 @@ def build(problem, config):
     constants = dict.fromkeys(absent) | {
         "ONE": problem.one,
         "FORMAT": problem.form,
+        "V": FORMATS[problem.form].width if problem.form else 1,
         "UNIT": unit(problem.dtype, problem.aligned),
         "FACTOR_UNIT": unit(problem.factor_dtype, problem.aligned),
         "BLOCK": problem.block,
@@ -127,7 +123,7 @@ def run(problem, config, given, eps):
     out, blocks, programs = given.out, 0, rows
     if problem.form:
         out = out.view(torch.uint8)
-        programs, blocks = layouts.padded(rows, hidden // (16 if problem.form == "nvfp4" else 32), "128x4")
+        programs, blocks = layouts.padded(rows, hidden // FORMATS[problem.form].width, "128x4")
     g = given
     tensors = g.x, g.residual, g.gate, g.gate_bias, g.factor, g.factor_bias, g.shift, g.shift_bias, g.input_scale
     tensors = [t for t in (*tensors, g.stream, out, g.factors, g.global_scale) if t is not None]

@@ -18,7 +18,8 @@ from flashinfer.ops import layouts
 from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
-from flashinfer.ops._device.scales import quantize_fp8, quantize_mxfp4, quantize_nvfp4, scale_offset
+from flashinfer.ops._device.scales import quantize_blocks, quantize_fp8, scale_offset
+from flashinfer.ops.formats import FORMATS
 from flashinfer.ops.norm import Gated, Problem, Quantised
 
 
@@ -27,8 +28,8 @@ def norm_kernel(
     x, residual, weight, bias, out, given, x_strides, residual_strides, out_strides, normed_strides, rows, inner,
     hidden, eps,
     ADD: tl.constexpr, CENTRE: tl.constexpr, GEMMA: tl.constexpr, AFTER: tl.constexpr, FORMAT: tl.constexpr,
-    SCALE: tl.constexpr, LAYOUT: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, CAPABILITY: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, SCALE: tl.constexpr, LAYOUT: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, UNIT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CAPABILITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -86,21 +87,16 @@ def norm_kernel(
     elif FORMAT == "nvfp4" or FORMAT == "mxfp4":
         # What the norm alone would have written is quantised.
         y = y.to(x.dtype.element_ty).to(tl.float32)
-        if FORMAT == "nvfp4":
-            PER: tl.constexpr = 16
-            codes, factors = quantize_nvfp4(y, factor, CAPABILITY)
-        else:
-            PER: tl.constexpr = 32
-            codes, factors = quantize_mxfp4(y, CAPABILITY)
+        codes, factors = quantize_blocks(y, factor, FORMAT, CAPABILITY)
         pair = tl.arange(0, BLOCK // 2)
         out += offset[:, None] + column_offset(pair, out_strides.column, UNIT)[None, :]
         tl.store(out, codes, (row < rows)[:, None] & (pair < hidden // 2)[None, :])
-        block = tl.arange(0, BLOCK // PER)[None, :]
+        block = tl.arange(0, BLOCK // V)[None, :]
         # Padding of tiled scales is 0, also where eps is, and a row past the last is 0 / 0.
         factors = tl.where((row < rows)[:, None], factors, 0)
         if LAYOUT == "both":
-            at = row[:, None].to(tl.int64) * (hidden // PER) + block
-            tl.store(given.linear_scale + at, factors, (row < rows)[:, None] & (block < hidden // PER))
+            at = row[:, None].to(tl.int64) * (hidden // V) + block
+            tl.store(given.linear_scale + at, factors, (row < rows)[:, None] & (block < hidden // V))
         TILED: tl.constexpr = "linear" if LAYOUT == "linear" else "128x4"
         at = scale_offset(row[:, None], block, given.pitch, TILED)
         tl.store(given.block_scale + at, factors, (row < given.rows)[:, None] & (block < given.pitch))
@@ -197,6 +193,7 @@ def _build_norm(problem, config):
         "GEMMA": problem.gemma,
         "AFTER": problem.after,
         "FORMAT": problem.form,
+        "V": FORMATS[problem.form].width if problem.form else 1,
         "SCALE": problem.scale,
         "LAYOUT": problem.layout,
         "WEIGHTS_FIRST": config.weights_first,
@@ -264,7 +261,7 @@ def _quantised_arguments(problem, rows: int, hidden: int, given: Quantised) -> t
     if problem.form == "fp8_block":
         blocks, pitch = [given.block_scale], [given.block_scale.stride(0), rows]
     elif problem.layout:
-        count = hidden // (16 if problem.form == "nvfp4" else 32)
+        count = hidden // FORMATS[problem.form].width
         if problem.layout != "linear":
             padded, count = layouts.padded(rows, count, "128x4")
         tensors = (given.block_scale, given.linear_scale) if problem.layout == "both" else (given.block_scale,)

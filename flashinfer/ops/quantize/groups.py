@@ -9,13 +9,14 @@ from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import multiple, pointer, unit
 from flashinfer.ops._device.scales import block_amax
+from flashinfer.ops.formats import ELEMENTS
 
 
 @triton.jit
 def groups_kernel(
     x, codes, scales, groups, per_row, size, least, scale_row, scale_group,
-    OUT: tl.constexpr, POWER_OF_TWO: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    CAPABILITY: tl.constexpr, PDL: tl.constexpr,
+    OUT: tl.constexpr, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, CAPABILITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
@@ -24,7 +25,6 @@ def groups_kernel(
     begin(PDL)
     at = group[:, None] * size + column
     y = tl.load(x + at, inside, other=0).to(tl.float32)
-    LARGEST: tl.constexpr = 448.0 if OUT == "fp8e4nv" else 57344.0 if OUT == "fp8e5" else 127.0
     amax = block_amax(y, BLOCK).to(tl.float32, bitcast=True)
     # Not tl.maximum, which would lose a NaN.
     scale = tl.div_rn(tl.where(amax < least, least, amax), tl.full([ROWS, 1], LARGEST, tl.float32))
@@ -50,6 +50,7 @@ def build(problem, config):
     types |= {"scale_row": "i64", "scale_group": "i64"}
     constants = {
         "OUT": problem.out,
+        "LARGEST": ELEMENTS[problem.out].largest,
         "POWER_OF_TWO": problem.power_of_two,
         "UNIT": unit(problem.dtype, problem.aligned),
         "ROWS": config.rows,

@@ -11,14 +11,8 @@ from flashinfer.ops._device.formats import from_e2m1, from_fp8, from_ue8m0
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.ragged import request_of
 from flashinfer.ops._device.rows import multiple, pointer, unit
-from flashinfer.ops._device.scales import (
-    block_amax,
-    quantize_mxfp4,
-    quantize_mxfp8,
-    quantize_nvfp4,
-    scale_offset,
-    times_blocks,
-)
+from flashinfer.ops._device.scales import block_amax, quantize_blocks, scale_offset, times_blocks
+from flashinfer.ops.formats import FORMATS
 from flashinfer.ops.quantize import Dequantize, Interleave, Packbits, Problem
 
 
@@ -40,19 +34,13 @@ def _load_rows(x, tile, there, columns, DTYPE: tl.constexpr, BLOCK: tl.constexpr
 @triton.jit
 def _quantize_tile(
     x, scale, codes, factors, tile, row, there, columns, code_bytes, padded_rows, blocks,
-    KIND: tl.constexpr, DTYPE: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.constexpr, BLOCK: tl.constexpr,
-    CAPABILITY: tl.constexpr,
+    KIND: tl.constexpr, V: tl.constexpr, DTYPE: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.constexpr,
+    BLOCK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
     """Tile `tile` of rows `row` [ROWS, 1], which are at x and whose codes are at codes, and its factors."""
     y = _load_rows(x, tile, there, columns, DTYPE, BLOCK, CAPABILITY)
-    V: tl.constexpr = 16 if KIND == "nvfp4" else 32
-    if KIND == "mxfp8":
-        code, factor = quantize_mxfp8(y, CAPABILITY)
-    elif KIND == "mxfp4":
-        code, factor = quantize_mxfp4(y, CAPABILITY)
-    else:
-        code, factor = quantize_nvfp4(y, scale, CAPABILITY, SCORE)
-    BYTES: tl.constexpr = BLOCK if KIND == "mxfp8" else BLOCK // 2
+    code, factor = quantize_blocks(y, scale, KIND, CAPABILITY, SCORE)
+    BYTES: tl.constexpr = code.shape[1]
     byte = tile * BYTES + tl.arange(0, BYTES)[None, :]
     tl.store(codes + byte, code, there & (byte < code_bytes))
     # Past the last row and the last block y is zero, but times a global scale of infinity it is not.
@@ -67,9 +55,9 @@ def quantize_kernel(
     x, global_scale, counts, codes, factors, row_scales,
     x_batch, x_row, scale_batch, factors_batch,
     rows, columns, code_bytes, padded_rows, blocks, column_tiles,
-    KIND: tl.constexpr, DTYPE: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.constexpr, ROW_SCALE: tl.constexpr,
-    INVERSE: tl.constexpr, COUNTED: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    CAPABILITY: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, V: tl.constexpr, DTYPE: tl.constexpr, LAYOUT: tl.constexpr, SCORE: tl.constexpr,
+    ROW_SCALE: tl.constexpr, INVERSE: tl.constexpr, COUNTED: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, CAPABILITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has one tile; with a scale per row all tiles of its rows, which it reads twice."""
     batch = tl.program_id(1).to(tl.int64)
@@ -111,12 +99,12 @@ def quantize_kernel(
         for i in range(column_tiles):
             _quantize_tile(
                 x, scale, codes, factors, i, row, there, columns, code_bytes, padded_rows, blocks,
-                KIND, DTYPE, LAYOUT, SCORE, BLOCK, CAPABILITY,
+                KIND, V, DTYPE, LAYOUT, SCORE, BLOCK, CAPABILITY,
             )  # fmt: skip
     else:
         _quantize_tile(
             x, scale, codes, factors, tile, row, there, columns, code_bytes, padded_rows, blocks,
-            KIND, DTYPE, LAYOUT, SCORE, BLOCK, CAPABILITY,
+            KIND, V, DTYPE, LAYOUT, SCORE, BLOCK, CAPABILITY,
         )  # fmt: skip
 
 
@@ -232,6 +220,7 @@ def _build_quantize(problem, config):
     types |= _all("rows columns code_bytes padded_rows blocks column_tiles", "i32")
     constants = {
         "KIND": problem.kind,
+        "V": FORMATS[problem.kind].width,
         "DTYPE": problem.dtype,
         "LAYOUT": problem.layout,
         "SCORE": problem.score,
@@ -305,9 +294,10 @@ def run(problem, config, *args):
 def _run_quantize(problem, config, x, global_scale, counts, codes, factors, row_scales):
     """x [batch, rows, n] to codes, bytes [batch, rows, .], and factors, bytes [batch, .], in their layout."""
     batch, rows, columns = x.shape
-    width = 16 if problem.kind == "nvfp4" else 32
-    code_bytes = codes.shape[-1]
-    padded_rows, blocks = layouts.padded(rows, _elements(problem, code_bytes) // width, problem.layout)
+    form, code_bytes = FORMATS[problem.kind], codes.shape[-1]
+    width = form.width
+    blocks = code_bytes // form.code_bytes(width)
+    padded_rows, blocks = layouts.padded(rows, blocks, problem.layout)
     column_tiles = triton.cdiv(blocks * width, problem.block)
     grid = (triton.cdiv(padded_rows, config.rows) * (1 if problem.row_scale else column_tiles), batch, 1)
     scale_batch = 0 if global_scale is None or global_scale.numel() == 1 else 1
@@ -316,10 +306,6 @@ def _run_quantize(problem, config, x, global_scale, counts, codes, factors, row_
         problem, config, grid, x, global_scale, counts, codes, factors, row_scales, x.stride(0), x.stride(1),
         scale_batch, factors.stride(0), rows, columns, code_bytes, padded_rows, blocks, column_tiles,
     )  # fmt: skip
-
-
-def _elements(problem, code_bytes: int) -> int:
-    return code_bytes if problem.kind == "mxfp8" else 2 * code_bytes
 
 
 def _run_dequantize(problem, config, codes, factors, global_scale, out):

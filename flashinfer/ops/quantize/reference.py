@@ -6,6 +6,7 @@ from torch.nn.functional import pad
 from flashinfer._core.checks import torch_dtype
 from flashinfer._core.implementation import Implementation
 from flashinfer.ops import layouts, narrow
+from flashinfer.ops.formats import ELEMENTS
 from flashinfer.ops.quantize import Dequantize, Groups, Interleave, Packbits, Problem
 
 
@@ -48,7 +49,7 @@ def _groups(problem, x, size, least, codes, scales):
     """x [rows, n] to codes, bytes of its shape, and scales [rows, n / size]."""
     y = x.float().unflatten(-1, (-1, size))
     amax = y.abs().amax(-1)
-    largest = 127.0 if problem.out == "i8" else torch.finfo(torch_dtype(problem.out)).max
+    largest = ELEMENTS[problem.out].largest
     scale = torch.where(amax < least, least, amax) / torch.full_like(amax, largest)
     if problem.power_of_two:
         mantissa, exponent = torch.frexp(scale.clamp(min=1e-10))

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import torch
 
 from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.formats import ELEMENTS, FORMATS
 from flashinfer.ops.moe.experts import config
 
 # Elements of a row that share a scale factor, by format; formats that are not here have none.
-WIDTH = {"fp8_block": 128, "mxfp8": 32, "nvfp4": 16, "mxfp4": 32, "mxint4": 32}
+WIDTH = {name: known.width for name, known in FORMATS.items() if known.factor}
 # Formats with two elements to a byte, the first in the low half.
-PACKED = ("nvfp4", "mxfp4", "mxint4")
+PACKED = tuple(name for name, known in FORMATS.items() if ELEMENTS[known.element].per_byte == 2)
 GATED = ("swiglu", "geglu", "geglu_tanh", "swiglu_step", "situ", "situ_gate")
 PLAIN = ("", "silu", "gelu", "relu", "relu2", "clamped_relu2")
 
