@@ -178,14 +178,23 @@ def _quantize_catalog() -> Iterator[Quantize]:
     yield Quantize("nvfp4", "bf16", 16, scaled=True, row_scale=True)
 
 
-def _variants(chosen, *others):
-    return (
-        *others,
-        Variant("portable", "flashinfer.ops.moe.experts.portable", config=chosen),
-        Variant("reference", "flashinfer.ops.moe.experts.reference"),
-    )
-
-
-_hopper = Variant("sm90", "flashinfer.ops.moe.experts.sm90", config.refuses_sm90, config.sm90)
-product = Op("moe_product", Problem, _variants(config.product, _hopper), _product_catalog)
-quantize = Op("moe_quantize", Quantize, _variants(config.quantize), _quantize_catalog)
+_ROOM = "flashinfer.ops.moe.experts"
+product = Op(
+    "moe_product",
+    Problem,
+    (
+        Variant("sm90", f"{_ROOM}.sm90", config.refuses_sm90, config.sm90),
+        Variant("portable", f"{_ROOM}.portable", config=config.product),
+        Variant("reference", f"{_ROOM}.reference"),
+    ),
+    _product_catalog,
+)
+quantize = Op(
+    "moe_quantize",
+    Quantize,
+    (
+        Variant("portable", f"{_ROOM}.portable_quantize", config=config.quantize),
+        Variant("reference", f"{_ROOM}.reference_quantize"),
+    ),
+    _quantize_catalog,
+)

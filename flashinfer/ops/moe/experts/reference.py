@@ -5,14 +5,10 @@ from torch.nn.functional import gelu, silu
 
 from flashinfer._core.implementation import Implementation
 from flashinfer.ops import layouts, narrow
-from flashinfer.ops.moe.experts import GATED, PACKED, WIDTH, Problem, Quantize, extents
+from flashinfer.ops.moe.experts import GATED, WIDTH, extents
 
 
-def run(problem, config, *args):
-    _RUN[type(problem)](problem, *args)
-
-
-def product(problem, rows, weights, finish, token_map, out):
+def run(problem, config, rows, weights, finish, token_map, out):
     """out[r] = finish(rows of r @ weights of r's expert) for the rows r of the map."""
     n, k = extents(problem, weights)
     first, count = token_map.first.tolist(), token_map.count.tolist()
@@ -144,39 +140,5 @@ def _plain(act, y, limit):
         return (limit * torch.tanh(y.relu() / limit)).square()
     return y.relu().square() if act == "relu2" else y
 
-
-def quantize(problem, x, global_scale, token_map, codes, factors, row_scales=None):
-    """Rows of x, all or those of the map, as codes and scale factors; with a scale of each row, float32 [rows]."""
-    live = torch.arange(len(x), device=x.device)
-    expert = torch.zeros_like(live)
-    if problem.tile:
-        live = torch.nonzero(token_map.row_pair[: int(token_map.first[-1])] >= 0)[:, 0]
-        expert = token_map.tile_expert[live // problem.tile].long()
-    y = x[live].float()
-    its = torch.ones(len(y), 1, dtype=torch.float32, device=x.device)
-    if problem.scaled:
-        its = global_scale.flatten()[expert if global_scale.numel() > 1 else 0].float().reshape(-1, 1)
-    if problem.row_scale:
-        its = its * y.abs().amax(1, keepdim=True)
-        row_scales[live] = its[:, 0]
-        its = torch.where(its == 0, 0, 1 / its)
-    if problem.form == "fp8":
-        codes[live] = narrow.to_fp8(y * its, torch.float8_e4m3fn).view(codes.dtype)
-        return
-    padded = torch.nn.functional.pad(y, (0, -y.shape[1] % WIDTH[problem.form]))
-    if problem.form == "fp8_block":
-        made, factor = narrow.quantize_fp8(padded, 128, torch.float8_e4m3fn)
-    elif problem.form == "mxfp8":
-        made, factor = narrow.quantize_mxfp8(padded)
-    else:
-        made, factor = narrow.quantize_nvfp4(padded, its)
-    codes.view(torch.uint8)[live] = made.view(torch.uint8)[:, : codes.shape[1]]
-    if problem.form == "fp8_block":
-        factors[live] = factor
-    else:
-        factors.view(torch.uint8)[live] = factor.view(torch.uint8)
-
-
-_RUN = {Problem: product, Quantize: quantize}
 
 IMPLEMENTATION = Implementation(run)

@@ -8,7 +8,7 @@ import torch
 from flashinfer import fused_moe
 from flashinfer._core.dispatch import Op
 from flashinfer._core.target import target_of
-from flashinfer.fused_moe import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout, routing
+from flashinfer.fused_moe import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout, experts, routing
 from flashinfer.fused_moe.utils import get_hybrid_num_tokens_buckets as buckets
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from flashinfer.testing.generate import Guarded, strided
@@ -298,6 +298,24 @@ def test_mxfp4(way, device, rows):
 
     through = between("mxfp8") if rows == "mxfp8" else None
     check(out, xd, d1, d2, ids, s, act=act, of_expert=True, b1=b1, b2=b2, through=through)
+
+
+@pytest.mark.parametrize(
+    "encoding, count, top_k, hidden, middle",
+    [("mxfp4", 160, 6, 96, 32), ("mxfp4", 3, 2, 2880, 32), ("nvfp4", 3, 1, 2880, 32), ("mxint4", 3, 1, 2880, 32)],
+)
+def test_four_bits_of_models(way, device, encoding, count, top_k, hidden, middle):
+    """DeepSeek-V2's experts of 6 of 160, gpt-oss's rows of 2880: tiles of few rows, ends of K within a step."""
+    x, _, xd = random("bf16", 3, hidden, device=device)
+    w1, s1, d1 = weights(encoding, count, 2 * middle, hidden, device)
+    w2, s2, d2 = weights(encoding, count, hidden, middle, device)
+    ids, s = torch.rand(3, count, device=device).topk(top_k).indices.int(), torch.rand(3, top_k, device=device)
+    out = torch.empty(3, hidden, dtype=BF16, device=device)
+    experts.run(
+        experts.Tokens(x, "bf16"), experts.Routed(ids, s, 0, count), experts.Weight("w1", w1, encoding, s1),
+        experts.Activation("swiglu"), experts.Between(), experts.Weight("w2", w2, encoding, s2), out,
+    )  # fmt: skip
+    check(out, xd, d1, d2, ids, s)
 
 
 @pytest.mark.parametrize("block", [0, 128])

@@ -1,0 +1,145 @@
+"""Operands of the experts' products in Triton: where rows of weights are, their scale factors, and codes decoded.
+
+Two values of 4 bits share a byte, the first in its low half. They are decoded two to an instruction and stay apart:
+the low halves of a row meet the even columns of the other operand, the high halves the odd ones. Sums have no order.
+
+    row of a weight     w0 w1 w2 w3 ...   bytes  w1|w0  w3|w2 ...   decoded  [w0 w2 ...] and [w1 w3 ...]
+    row of a token      x0 x1 x2 x3 ...                             split    [x0 x2 ...] and [x1 x3 ...]
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer.ops._device.formats import from_fp8, from_ue8m0
+from flashinfer.ops._device.scales import scale_offset, times_blocks
+from flashinfer.ops._device.widen import e2m1_times
+
+
+@triton.jit
+def weight_rows(column, n, GATED: tl.constexpr, PAIRED: tl.constexpr, SHUFFLE: tl.constexpr):
+    """Where rows of the weights are, for columns of the product.
+
+    Columns of gated weights alternate, factor and gate, so that both of a result are in one tile. Rows alternate in
+    groups of PAIRED, or are halves.
+    """
+    row = column
+    if GATED and PAIRED == 0:
+        row = (column % 2) * (n // 2) + column // 2
+    elif GATED:
+        row = column // 2 // PAIRED * (2 * PAIRED) + column % 2 * PAIRED + column // 2 % PAIRED
+    if SHUFFLE:
+        EIGHTH: tl.constexpr = SHUFFLE // 8
+        row = row // SHUFFLE * SHUFFLE + row % EIGHTH * 8 + row % SHUFFLE // EIGHTH
+    return row
+
+
+@triton.jit
+def load_factors(scale, row, first, live, k, strides, WIDTH: tl.constexpr, TILE_K: tl.constexpr, LAYOUT: tl.constexpr):
+    """The scale factors of rows' elements `first` to `first + TILE_K`, [rows, TILE_K / WIDTH].
+
+    strides : of a row and of a block in "linear"; of 128 elements of all rows, and none, in "strips".
+    """
+    block = first // WIDTH + tl.arange(0, TILE_K // WIDTH)
+    inside = live[:, None] & (block * WIDTH < k)[None, :]
+    if LAYOUT == "linear":
+        at = row.to(tl.int64)[:, None] * strides[0] + block.to(tl.int64)[None, :] * strides[1]
+    elif LAYOUT == "strips":
+        EACH: tl.constexpr = 128 // WIDTH
+        at = (block // EACH).to(tl.int64)[None, :] * strides[0] + row[:, None] * EACH + (block % EACH)[None, :]
+    else:
+        blocks = (tl.cdiv(k, WIDTH) + 3) // 4 * 4
+        at = scale_offset(row[:, None], block[None, :], blocks, LAYOUT)
+    return tl.load(scale + at, inside, other=0)
+
+
+@triton.jit
+def operand(
+    codes, factors, FORMAT: tl.constexpr, FP8: tl.constexpr, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr
+):  # fmt: skip
+    """A tile of whole values as an operand of the product, its scale factors inside. FP8: the product takes e4m3."""
+    if FP8:
+        return codes
+    elif FORMAT == "fp8" or FORMAT == "fp8_block":
+        return from_fp8(codes, "fp8e4nv", CAPABILITY).to(DTYPE)
+    elif FORMAT == "mxfp8":
+        return times_blocks(from_fp8(codes, "fp8e4nv", CAPABILITY), from_ue8m0(factors), 32).to(DTYPE)
+    else:
+        return codes.to(DTYPE)
+
+
+@triton.jit
+def packed_operand(
+    codes, factors, FORMAT: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr
+):  # fmt: skip
+    """A tile of bytes [rows, n] of two values each: the low ones and the high ones as operands [rows, n]."""
+    if FORMAT == "nvfp4":
+        factors = from_fp8(factors, "fp8e4nv", CAPABILITY)
+    elif FORMAT == "mxfp4":
+        factors = from_ue8m0(factors)
+    else:
+        factors = factors.to(tl.float32)
+    SHAPE: tl.constexpr = [codes.shape[0], factors.shape[1], WIDTH // 2]
+    factors = tl.reshape(tl.broadcast_to(factors[:, :, None], SHAPE), codes.shape)
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        return e2m1_times(codes, factors, DTYPE, CAPABILITY)
+    else:
+        return int4_times(codes, factors, DTYPE, CAPABILITY)
+
+
+@triton.jit
+def halves_of(
+    codes, factors, FORMAT: tl.constexpr, WIDTH: tl.constexpr, PACK: tl.constexpr, DTYPE: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """The even and the odd columns of a tile, packed or not, as operands."""
+    if PACK == 2:
+        return packed_operand(codes, factors, FORMAT, WIDTH, DTYPE, CAPABILITY)
+    else:
+        wide = operand(codes, factors, FORMAT, False, DTYPE, CAPABILITY)
+        return tl.split(tl.reshape(wide, [codes.shape[0], codes.shape[1] // 2, 2]))
+
+
+# A code c of two's complement is (c ^ 8) - 8. With c ^ 8 in the last bits of 0x4300, a bfloat16 is 128 + (c ^ 8), and
+# less 136 (0xC308 is -136) it is the code, exactly. The values of neighbouring bytes are the halves of a register, as
+# their factors are: $5 ... $8 are float32.
+_INT4_TIMES = tl.constexpr("""
+{
+.reg .b32 pair, code, factor, none, one, offset;
+mov.b32 none, 0x80008000;
+mov.b32 one, 0x3F803F80;
+mov.b32 offset, 0xC308C308;
+cvt.rn.bf16x2.f32 factor, $6, $5;
+prmt.b32 pair, $4, 0, 0x4140;
+lop3.b32 $0, pair, 0x000F000F, 0x43084308, 0x6A;
+fma.rn.bf16x2 $0, $0, one, offset;
+fma.rn.bf16x2 $0, $0, factor, none;
+shr.u32 code, pair, 4;
+lop3.b32 $2, code, 0x000F000F, 0x43084308, 0x6A;
+fma.rn.bf16x2 $2, $2, one, offset;
+fma.rn.bf16x2 $2, $2, factor, none;
+cvt.rn.bf16x2.f32 factor, $8, $7;
+prmt.b32 pair, $4, 0, 0x4342;
+lop3.b32 $1, pair, 0x000F000F, 0x43084308, 0x6A;
+fma.rn.bf16x2 $1, $1, one, offset;
+fma.rn.bf16x2 $1, $1, factor, none;
+shr.u32 code, pair, 4;
+lop3.b32 $3, code, 0x000F000F, 0x43084308, 0x6A;
+fma.rn.bf16x2 $3, $3, one, offset;
+fma.rn.bf16x2 $3, $3, factor, none;
+}
+""")
+
+
+@triton.jit
+def int4_times(codes, factor, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
+    """`e2m1_times` of integers in two's complement. bfloat16 rounds the products once, of factors that it holds."""
+    if CAPABILITY >= 80 and DTYPE == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            _INT4_TIMES, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
+            pack=4,
+        )  # fmt: skip
+    else:
+        wide = codes.to(tl.int32)
+        low = ((((wide & 15) ^ 8) - 8).to(tl.float32) * factor).to(DTYPE)
+        high = (((wide >> 4 ^ 8) - 8).to(tl.float32) * factor).to(DTYPE)
+    return low, high

@@ -1,0 +1,149 @@
+"""Rows as codes and scale factors in Triton: those between the experts' products, or a call's own.
+
+quantize_kernel: x [rows, n] to codes [rows, n or n / 2] and factors [rows, blocks]. Grid: (rows / ROWS, columns /
+COLUMNS); with a scale of each row a program has all columns, and reads them twice. With a token map, rows of padding
+are passed over. No shared memory but what reductions take; every warp has a part of each row. Formats are those of
+`flashinfer/ops/_device/scales.py`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashinfer._core.implementation import Implementation
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops._device.formats import to_fp8
+from flashinfer.ops._device.scales import block_amax, quantize_fp8, quantize_mxfp8, quantize_nvfp4
+
+
+@triton.jit
+def quantize_tile(
+    x, its, codes, factors, row, live, start, n, x_row, codes_row, factors_row, factors_block,
+    FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """Columns `start` to `start + COLUMNS` of rows as codes and scale factors. its : [ROWS, 1], their global scales."""
+    column = start + tl.arange(0, COLUMNS)
+    inside = live[:, None] & (column < n)[None, :]
+    y = tl.load(x + row.to(tl.int64)[:, None] * x_row + column[None, :], inside, other=0).to(tl.float32)
+    if FORM == "fp8":
+        WIDTH: tl.constexpr = 1
+        made = to_fp8(y * its, "fp8e4nv", CAPABILITY)
+    elif FORM == "fp8_block":
+        WIDTH: tl.constexpr = 128
+        made, factor = quantize_fp8(y, 128, "fp8e4nv", False, CAPABILITY)
+    elif FORM == "mxfp8":
+        WIDTH: tl.constexpr = 32
+        made, factor = quantize_mxfp8(y, CAPABILITY)
+    else:
+        WIDTH: tl.constexpr = 16
+        made, factor = quantize_nvfp4(y, its, CAPABILITY)
+    PACK: tl.constexpr = COLUMNS // made.shape[1]
+    byte = start // PACK + tl.arange(0, COLUMNS // PACK)
+    at = row.to(tl.int64)[:, None] * codes_row + byte[None, :]
+    tl.store(codes + at, made, live[:, None] & (byte < n // PACK)[None, :])
+    if FORM != "fp8":
+        block = start // WIDTH + tl.arange(0, COLUMNS // WIDTH)
+        at = row.to(tl.int64)[:, None] * factors_row + block.to(tl.int64)[None, :] * factors_block
+        tl.store(factors + at, factor, live[:, None] & (block * WIDTH < n)[None, :])
+
+
+@triton.jit
+def quantize_kernel(
+    x,
+    codes,
+    factors,
+    row_scales,
+    global_scale,
+    tile_expert,
+    tile_end,
+    rows,
+    n,
+    x_row,
+    codes_row,
+    factors_row,
+    factors_block,
+    entries,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):
+    """A program has columns of its rows; with a scale of each row all columns, which it reads twice."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    start = tl.program_id(1) * COLUMNS
+    live = row < rows
+    expert = tl.zeros_like(row)
+    if TILE:
+        expert = tl.load(tile_expert + row // TILE, live, other=-1)
+        live = live & (expert >= 0)
+        live = live & (row < tl.load(tile_end + row // TILE, live, other=0))
+        expert = tl.where(live, expert, 0)
+    if global_scale is not None:
+        its = tl.load(global_scale + tl.where(entries == 1, 0, expert))[:, None]
+    else:
+        its = tl.full([ROWS, 1], 1.0, tl.float32)
+    if row_scales is not None:
+        most = tl.zeros([ROWS, 1], tl.int32)
+        for first in range(0, n, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            inside = live[:, None] & (column < n)[None, :]
+            y = tl.load(x + row.to(tl.int64)[:, None] * x_row + column[None, :], inside, other=0).to(tl.float32)
+            most = tl.maximum(most, tl.max(block_amax(y, 16), 1, keep_dims=True))
+        its *= most.to(tl.float32, bitcast=True)
+        tl.store(row_scales + row[:, None], its, live[:, None])
+        its = tl.where(its == 0, 0.0, tl.div_rn(tl.full([ROWS, 1], 1.0, tl.float32), its))
+        for first in range(0, n, COLUMNS):
+            quantize_tile(
+                x, its, codes, factors, row, live, first, n, x_row, codes_row, factors_row, factors_block,
+                FORM, ROWS, COLUMNS, CAPABILITY,
+            )  # fmt: skip
+    else:
+        quantize_tile(
+            x, its, codes, factors, row, live, start, n, x_row, codes_row, factors_row, factors_block,
+            FORM, ROWS, COLUMNS, CAPABILITY,
+        )  # fmt: skip
+
+
+def build(problem, config):
+    types = {"x": f"*{problem.dtype}:16" if problem.aligned else f"*{problem.dtype}", "codes": "*u8"}
+    types["factors"] = "*fp32" if problem.form == "fp8_block" else "*u8" if problem.form != "fp8" else None
+    types["row_scales"] = "*fp32" if problem.row_scale else None
+    types["global_scale"] = "*fp32" if problem.scaled else None
+    types |= dict.fromkeys(("tile_expert", "tile_end"), "*i32" if problem.tile else None)
+    unit = (4 if problem.dtype == "fp32" else 8) if problem.aligned else 1
+    types |= {"rows": "i32", "n": f"i32:{unit}" if unit > 1 else "i32", "x_row": f"i64:{unit}" if unit > 1 else "i64"}
+    types |= dict.fromkeys(("codes_row", "factors_row", "factors_block"), "i64") | {"entries": "i32"}
+    constants = {name: None for name, kind in types.items() if kind is None} | {
+        "FORM": problem.form,
+        "TILE": problem.tile,
+        "ROWS": config.rows,
+        "COLUMNS": config.columns,
+        "CAPABILITY": config.capability,
+    }
+    types = {name: kind for name, kind in types.items() if kind is not None}
+    return Build(quantize_kernel, types, constants, config.num_warps)
+
+
+launch = Launcher("moe_quantize_rows", build)
+
+
+def run(problem, config, x, global_scale, token_map, codes, factors, row_scales=None):
+    """Rows of x, all or those of the map, as codes and scale factors; with a scale of each row, float32 [rows]."""
+    tensors = [x, codes.view(torch.uint8)]
+    if factors is not None:
+        tensors.append(factors if problem.form == "fp8_block" else factors.view(torch.uint8))
+    if problem.row_scale:
+        tensors.append(row_scales)
+    if problem.scaled:
+        tensors.append(global_scale)
+    if problem.tile:
+        tensors += [token_map.tile_expert, token_map.tile_end]
+    rows, n = x.shape
+    strides = (0, 0) if factors is None else factors.stride()
+    numbers = [rows, n, x.stride(0), codes.stride(0), *strides, global_scale.numel() if problem.scaled else 0]
+    grid = (triton.cdiv(rows, config.rows), 1 if problem.row_scale else triton.cdiv(n, config.columns), 1)
+    launch(problem, config, grid, *tensors, *numbers)
+
+
+IMPLEMENTATION = Implementation(run, (launch,))

@@ -1,0 +1,42 @@
+"""Rows as codes and scale factors in torch: those of a token map, or all."""
+
+import torch
+
+from flashinfer._core.implementation import Implementation
+from flashinfer.ops import narrow
+from flashinfer.ops.moe.experts import WIDTH
+
+
+def run(problem, config, x, global_scale, token_map, codes, factors, row_scales=None):
+    """Rows of x, all or those of the map, as codes and scale factors; with a scale of each row, float32 [rows]."""
+    live = torch.arange(len(x), device=x.device)
+    expert = torch.zeros_like(live)
+    if problem.tile:
+        live = torch.nonzero(token_map.row_pair[: int(token_map.first[-1])] >= 0)[:, 0]
+        expert = token_map.tile_expert[live // problem.tile].long()
+    y = x[live].float()
+    its = torch.ones(len(y), 1, dtype=torch.float32, device=x.device)
+    if problem.scaled:
+        its = global_scale.flatten()[expert if global_scale.numel() > 1 else 0].float().reshape(-1, 1)
+    if problem.row_scale:
+        its = its * y.abs().amax(1, keepdim=True)
+        row_scales[live] = its[:, 0]
+        its = torch.where(its == 0, 0, 1 / its)
+    if problem.form == "fp8":
+        codes[live] = narrow.to_fp8(y * its, torch.float8_e4m3fn).view(codes.dtype)
+        return
+    padded = torch.nn.functional.pad(y, (0, -y.shape[1] % WIDTH[problem.form]))
+    if problem.form == "fp8_block":
+        made, factor = narrow.quantize_fp8(padded, 128, torch.float8_e4m3fn)
+    elif problem.form == "mxfp8":
+        made, factor = narrow.quantize_mxfp8(padded)
+    else:
+        made, factor = narrow.quantize_nvfp4(padded, its)
+    codes.view(torch.uint8)[live] = made.view(torch.uint8)[:, : codes.shape[1]]
+    if problem.form == "fp8_block":
+        factors[live] = factor
+    else:
+        factors.view(torch.uint8)[live] = factor.view(torch.uint8)
+
+
+IMPLEMENTATION = Implementation(run)
