@@ -1,6 +1,8 @@
 # make demo     serve a real model on this machine
 # make test     run the CPU test suite
 # make matrix   compile every kernel for every architecture on two Tritons
+# make wheel    build sdist and wheel of each version that engines pin, and try them in clean environments
+# make types    check types of the public modules and of the examples
 # make docs     build the documentation site and open it in a headless browser; needs npm for the browser
 # All build .venv first; needs Python 3.10+ and nothing else. TORCH_INDEX=URL names one more index to find torch in.
 
@@ -14,7 +16,7 @@ BIN := $(VENV)/bin
 HIGHEST_TRITON := $(VENV)/triton-3.9
 PYTEST := OMP_NUM_THREADS=1 FLASHINFER_TEST_TRITON=$(CURDIR)/$(HIGHEST_TRITON) $(BIN)/python -m pytest
 
-.PHONY: demo test matrix docs clean
+.PHONY: demo test matrix wheel types docs clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m examples.serve
@@ -25,6 +27,12 @@ test: $(VENV)/.test
 matrix: $(VENV)/.test
 	@$(PYTEST) -m matrix --capture no
 
+wheel: $(VENV)/.test
+	@$(BIN)/python tools/wheel.py
+
+types: $(VENV)/.types
+	@$(BIN)/basedpyright --level error
+
 docs: $(VENV)/.docs
 	@$(BIN)/python -m mkdocs build --quiet
 	@$(BIN)/python tools/browser.py
@@ -33,5 +41,5 @@ docs: $(VENV)/.docs
 clean:
 	rm -rf $(VENV)
 
-$(VENV)/.demo $(VENV)/.test $(VENV)/.docs: $(VENV)/.%: tools/venv.py constraints.txt pyproject.toml
+$(VENV)/.demo $(VENV)/.test $(VENV)/.types $(VENV)/.docs: $(VENV)/.%: tools/venv.py constraints.txt pyproject.toml
 	@$(PYTHON) tools/venv.py $*

@@ -88,8 +88,9 @@ def generate(model: Model, prompt: list[int], first: list[int], tokens: int, pag
         cache.length += 1
         of_prompt, of_samples = cache.tables()
         cache.append(of_samples, (x @ model.key)[:, None], (x @ model.value)[:, None], torch.tensor([step]))
-        levels = zip(of_prompt, of_samples)
-        attention.plan([together, apart], *map(list, levels), HEADS, KV_HEADS, DIM, page_size, q_data_type="float32")
+        indptr, pages, last = (list(level) for level in zip(of_prompt, of_samples))
+        shape = HEADS, KV_HEADS, DIM, page_size
+        attention.plan([together, apart], indptr, pages, last, *shape, q_data_type="float32")
         out = attention.run((x @ model.query).view(samples, HEADS, DIM), cache.cache)
         token = ((x + out.flatten(1) @ model.output) @ model.embedding.T).argmax(1)
         for text, t in zip(texts, token.tolist()):
@@ -98,7 +99,7 @@ def generate(model: Model, prompt: list[int], first: list[int], tokens: int, pag
 
 
 def main(arguments=None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.shared_prefix", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m examples.shared_prefix", description=str(__doc__).splitlines()[0])
     parser.add_argument("--samples", type=int, default=8, help="continuations (default 8)")
     parser.add_argument("--prompt", type=int, default=500, help="tokens of the prompt (default 500)")
     parser.add_argument("--tokens", type=int, default=24, help="tokens of a continuation (default 24)")

@@ -1,4 +1,4 @@
-"""Builds .venv for make's goals: python3 tools/venv.py demo, test or docs. Needs Python 3.10 alone.
+"""Builds .venv for make's goals: python3 tools/venv.py demo, test, types or docs. Needs Python 3.10 alone.
 
 torch comes first, in the version of constraints.txt: the CPU build where an index has it (TORCH_INDEX, then those that
 pip is configured with), otherwise the default build of that version, which is larger. On a machine with an NVIDIA
@@ -18,7 +18,7 @@ PYTHON = VENV / "bin" / "python"
 CONSTRAINTS = ROOT / "constraints.txt"
 # The highest supported Triton, beside the installed one: kernels are compiled by both.
 HIGHEST_TRITON = "3.9.0"
-EXTRAS = {"demo": ".[demo]", "test": ".[dev]", "docs": ".[docs]"}
+EXTRAS = {"demo": ".[demo]", "test": ".[dev]", "types": ".[dev,types]", "docs": ".[docs]"}
 
 # Bytes that have to be free, downloads included. The default build is 2.8 GB of wheels.
 NEEDED = {"cpu": 3e9, "default": 9e9}

@@ -15,12 +15,13 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from examples.expert_parallel.layer import start, work
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.expert_parallel", description=__doc__.split(":")[0])
+    parser = argparse.ArgumentParser(prog="python -m examples.expert_parallel", description=str(__doc__).split(":")[0])
     parser.add_argument("--ranks", type=int, default=2, help="processes to start, where torchrun has not")
     parser.add_argument("--tokens", type=int, default=33, help="tokens of the first rank; others have fewer")
     given = parser.parse_args(arguments)
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
         work(0, 1, given.tokens, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(start, (given.ranks, given.tokens, folder), nprocs=given.ranks)
+            spawn(start, (given.ranks, given.tokens, folder), nprocs=given.ranks)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from flashinfer.fused_moe import cutlass_fused_moe, fused_topk_deepseek
-from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams, MoEEpCommunication, create_communication
+from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams, MoEEpCommunication, NVLinkOneSidedAlltoAll
 
 HIDDEN, INTERMEDIATE, EXPERTS_OF_A_RANK, TOP_K = 256, 128, 4, 3
 # What is in the place of an expert where a row is no token's: the experts' products pass it over.
@@ -60,7 +60,7 @@ def work(rank: int, ranks: int, tokens: int, device: torch.device) -> float:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layer = Layer(ranks, device, dtype)
     params = MoEEpCommParams(ranks * EXPERTS_OF_A_RANK, TOP_K, tokens, HIDDEN, dtype, invalid_expert_id=NONE)
-    ep = create_communication(BootstrapConfig(ranks, rank), params, "nvlink_one_sided")
+    ep = NVLinkOneSidedAlltoAll(BootstrapConfig(ranks, rank), params)
     own = torch.Generator().manual_seed(1 + rank)
     worst = 0.0
     for step in range(3):
@@ -71,16 +71,14 @@ def work(rank: int, ranks: int, tokens: int, device: torch.device) -> float:
         if count:
             worst = max(worst, float((out.float() - truth.float()).abs().max() / truth.float().abs().max()))
     ep.check()
-    said = [None] * ranks
+    found = [worst] * ranks
     if ranks > 1:
-        dist.all_gather_object(said, worst)
-    else:
-        said = [worst]
+        dist.all_gather_object(found, worst)
     if rank == 0:
         capability = ep.alltoall.capability
         means = f"{capability.transport} ({capability.means})"
-        print(f"{ranks} ranks on {device.type}, through {means}: off by {max(said):.1e} of the largest value")
-    return max(said)
+        print(f"{ranks} ranks on {device.type}, through {means}: off by {max(found):.1e} of the largest value")
+    return max(found)
 
 
 def start(rank: int, ranks: int, tokens: int, folder: str) -> None:

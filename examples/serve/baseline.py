@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,7 +15,7 @@ class HuggingFace:
 
     def __init__(self, path: Path, device, dtype, eos_id: int, pad_id: int):
         options = {"gguf_file": path.name, "dtype": dtype, "local_files_only": True}
-        self.model = AutoModelForCausalLM.from_pretrained(path.parent, **options).to(device)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path.parent, **options).to(device)
         self.device, self.eos_id, self.pad_id = device, eos_id, pad_id
 
     def generate(self, prompts: list[list[int]], max_new_tokens: int, batch_size: int) -> tuple[list[list[int]], float]:

@@ -13,13 +13,16 @@ from .model import Config, Gemma3, PagedAttention
 
 @dataclass(eq=False)
 class Request:
-    """A prompt that becomes a text. `sequence` holds the keys and values of its first tokens; `arrival` is a step."""
+    """A prompt that becomes a text. `sequence` holds the keys and values of its first tokens, from admission on.
+
+    `arrival` is a step.
+    """
 
     prompt: list[int]
     max_new_tokens: int
     arrival: int = 0
     output: list[int] = field(default_factory=list)
-    sequence: flashinfer.core.Sequence | None = None
+    sequence: flashinfer.core.Sequence = field(init=False, repr=False)
     shared: int = 0
 
     @property

@@ -51,7 +51,7 @@ class PagedAttention:
         self.sequences = sequences
         self.planned = self.decode if tables.num_reserved == len(sequences) else self.prefill
         for full, window_left in self.window_left.items():
-            options = dict(window_left=window_left, sm_scale=c.sm_scale, q_data_type=dtype, kv_data_type=dtype)
+            options: dict = dict(window_left=window_left, sm_scale=c.sm_scale, q_data_type=dtype, kv_data_type=dtype)
             if self.planned is self.decode:
                 self.decode[full].plan(*pages, *shape, **options)
             else:

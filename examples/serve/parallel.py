@@ -76,7 +76,7 @@ def main(arguments=None) -> int:
     from . import weights
     from .prompts import demo_prompts
 
-    parser = argparse.ArgumentParser(prog="python -m examples.serve.parallel", description=__doc__.split(":")[0])
+    parser = argparse.ArgumentParser(prog="python -m examples.serve.parallel", description=str(__doc__).split(":")[0])
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     given = parser.parse_args(arguments)

@@ -41,12 +41,14 @@ def engine_figures(engine: Engine) -> dict[str, dict]:
     phases = {"prefill + decode": [], "decode": [], "all": engine.steps}
     for step in engine.steps:
         phases["prefill + decode" if step.prompt_tokens else "decode"].append(step)
+    figures: dict[str, dict] = {}
     for name, steps in phases.items():
-        row = phases[name] = {"steps": len(steps), "seconds": sum(step.seconds for step in steps)}
+        row: dict[str, float] = {"steps": len(steps), "seconds": sum(step.seconds for step in steps)}
         row["prompt tokens"] = sum(step.prompt_tokens for step in steps)
         row["new tokens"] = sum(step.new_tokens for step in steps)
         for kind in ("prompt tokens", "new tokens"):
             row[f"{kind}/s"] = row[kind] / max(row["seconds"], 1e-9)
+        figures[name] = row
     pages = {
         "tokens in a page": engine.cache.page_size,
         "in the cache": engine.cache.max_num_pages,
@@ -58,7 +60,7 @@ def engine_figures(engine: Engine) -> dict[str, dict]:
     }
     ran = Counter((choice.op, choice.variant.name, choice.target.arch) for choice in flashinfer.explain())
     variants = {f"{op}: {name}": {"arch": arch, "problems": n} for (op, name, arch), n in sorted(ran.items())}
-    return {"engine": phases, "KV pages": pages, "variants that ran, from explain()": variants}
+    return {"engine": figures, "KV pages": pages, "variants that ran, from explain()": variants}
 
 
 def show(console: Console, title: str, rows: dict) -> None:

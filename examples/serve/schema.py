@@ -48,9 +48,10 @@ class Completion(Common):
     suffix: None = None
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list:
+        """Texts, or lists of tokens."""
         one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
-        return [self.prompt] if one else self.prompt
+        return [self.prompt] if one else list(self.prompt)
 
     @property
     def longest(self) -> int:

@@ -119,7 +119,7 @@ class Service:
         text = self.tokenizer.apply_chat_template(messages, **options)
         return self.encode(text.removeprefix(self.tokenizer.bos_token or ""))
 
-    def reply(self, body: Common, prompts: list[list[int]], param: str) -> Reply:
+    def reply(self, body: Chat | Completion, prompts: list[list[int]], param: str) -> Reply:
         """The request's texts, checked and not begun."""
         if body.model != self.name:
             raise Refused(404, f"model: got {body.model!r}; allowed: {self.name!r}", "model", "model_not_found")
@@ -182,7 +182,7 @@ class Shape:
                     content = ({"content": piece} if piece else {}) if self.is_chat else piece
                     yield event([self.choice(choice.index, content, reason, "delta")])
         except Refused as error:
-            yield f"data: {error.response.body.decode()}\n\n"
+            yield f"data: {bytes(error.response.body).decode()}\n\n"
             return
         if with_usage:
             yield event([], reply.usage())

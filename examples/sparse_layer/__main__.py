@@ -215,7 +215,7 @@ def run(prompts: list[int], steps: list[int], device: torch.device, dtype: torch
 
 def main(arguments: list[str] | None = None) -> float:
     """Run, print a line a step, and return the largest relative error."""
-    parser = argparse.ArgumentParser(prog="python -m examples.sparse_layer", description=__doc__.split(",")[0])
+    parser = argparse.ArgumentParser(prog="python -m examples.sparse_layer", description=str(__doc__).split(",")[0])
     parser.add_argument("--prompts", type=int, nargs="+", default=[70, 5, 131], help="tokens of each request")
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 1, 4, 1], help="tokens of each step that follows")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -67,7 +67,7 @@ def plain(q, k, v, keys: torch.Tensor) -> torch.Tensor:
 
 def main(arguments: list[str] | None = None) -> float:
     """Run, print a line a stream, and return the largest difference from plain torch."""
-    parser = argparse.ArgumentParser(prog="python -m examples.stream", description=__doc__.split(":")[0])
+    parser = argparse.ArgumentParser(prog="python -m examples.stream", description=str(__doc__).split(":")[0])
     parser.add_argument("--steps", type=int, default=200, help="tokens to decode")
     parser.add_argument("--first", type=int, default=4, help="tokens at the beginning that all others see")
     parser.add_argument("--windows", type=int, nargs="+", default=[16, 64, 128], help="one for each stream")

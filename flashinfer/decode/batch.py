@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 
 from flashinfer._core.arguments import checked
@@ -229,6 +231,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Kept for callers of upstream: strides are arguments of our kernels, so no variant needs warming."""
+
+    @overload
+    def run(self, q, paged_kv_cache, *args, return_lse: Literal[False] = False, **options) -> torch.Tensor: ...
+
+    @overload
+    def run(
+        self, q, paged_kv_cache, *args, return_lse: Literal[True], **options
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def run(
         self,

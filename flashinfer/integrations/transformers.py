@@ -325,8 +325,9 @@ def _continuous(module, key, value, cache, kwargs) -> _Batch:
     step = kwargs["cu_seq_lens_k"]
     offsets, batch_key = (kwargs["cu_seq_lens_q"], step[allocator.layer_type]), (step, allocator)
     if not allocator.supports_block_table or not read.numel():
-        return _ragged(*cache.update(key, value, layer, kwargs), offsets, batch_key)
-    k, v = (pages.flatten(0, 1) for pages in allocator.get_cache_for_block_table(layer))
+        key, value = cache.update(key, value, layer, kwargs)
+        return _ragged(key, value, offsets, batch_key)
+    k, v = [pages.flatten(0, 1) for pages in allocator.get_cache_for_block_table(layer)]
     for pool, new in ((k, key), (v, value)):
         pool.index_copy_(0, write, new.squeeze(0).transpose(0, 1))
     return _Batch(batch_key, k, v, lambda: (*(indptr.int() for indptr in offsets), read.int()))

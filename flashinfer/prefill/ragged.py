@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal, overload
 
 import torch
 
@@ -133,6 +134,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
         )  # fmt: skip
 
     begin_forward = plan
+
+    @overload
+    def run(self, q, k, v, *args, return_lse: Literal[False] = False, **options) -> torch.Tensor: ...
+
+    @overload
+    def run(self, q, k, v, *args, return_lse: Literal[True], **options) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def run(
         self,

@@ -86,13 +86,14 @@ def test_the_cubin_module_has_our_version():
 
 
 def test_everything_that_make_installs_is_pinned():
-    wanted = [name for key in ("dependencies", "demo", "dev", "docs") for name in requirements(key)]
+    wanted = [name for key in ("dependencies", "demo", "dev", "types", "docs") for name in requirements(key)]
     assert set(wanted) <= PINS.keys()
 
 
-def test_ci_runs_the_tests_the_matrix_and_the_site():
+def test_ci_runs_all_that_make_checks():
     lines = (ROOT / ".ci" / "run").read_text().split("\n")
-    assert lines[1:6] == ["set -e", 'cd "$(dirname "$0")/.."', "make test", "make matrix", "make docs"]
+    goals = [f"make {goal}" for goal in ("test", "wheel", "types", "matrix", "docs")]
+    assert lines[1:8] == ["set -e", 'cd "$(dirname "$0")/.."', *goals]
 
 
 def test_imports_of_others_are_declared():
