@@ -10,7 +10,7 @@ from flashinfer._core.custom_op import custom_op
 from flashinfer._core.target import target_of
 from flashinfer._forms.given import flag, whole
 from flashinfer.ops.attention.engine import integers
-from flashinfer.ops.attention.kind import expect_kernels
+from flashinfer.ops.attention.kernels import expect_kernels
 from flashinfer.ops.attention.mqa_logits import Beside, Problem, mqa_logits
 from flashinfer.paged_mqa import _fp8_paged_mqa_logits
 

@@ -8,8 +8,8 @@ from flashinfer._core.checks import require
 from flashinfer._forms.given import flag, real
 from flashinfer.mla.batch import factors_of
 from flashinfer.mla.decode import token_table
+from flashinfer.ops.attention.direct import run_latent
 from flashinfer.ops.attention.engine import flat_integers, integers, refuse
-from flashinfer.ops.attention.mla.direct import run_latent
 from flashinfer.ops.attention.options import latent_options
 
 __all__ = ["dsa_sparse_attention", "dsa_sparse_attention_varlen"]

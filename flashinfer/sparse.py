@@ -6,12 +6,12 @@ import torch
 
 from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import UnsupportedConfig, indptr_values, require
-from flashinfer.ops.attention.batch import Batch
-from flashinfer.ops.attention.buffers import device_of
 from flashinfer.ops.attention.engine import integers, refuse
-from flashinfer.ops.attention.lse_form import in_form, is_plain
 from flashinfer.ops.attention.masks import as_bool
+from flashinfer.ops.attention.operands import is_plain, with_lse
 from flashinfer.ops.attention.options import PlanOptions
+from flashinfer.ops.attention.plan import Plan
+from flashinfer.ops.attention.wrapper import device_of
 from flashinfer.ops.attention.sparse import (
     Blocks, as_pages, as_rows, block_mask_bits, causal_variant, check_sizes, per_head_blocks, per_head_lse, plan_blocks,
     uniform_blocks,
@@ -21,14 +21,14 @@ __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 
 
 class _BlockSparse:
-    """What both wrappers share: workspace, the planned batch, and options that the older forward() replaces."""
+    """What both wrappers share: workspace, the plan, and options that the older forward() replaces."""
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto"):
         variants_of(backend)
         self._float_workspace_buffer = float_workspace_buffer
         self.device = device_of(float_workspace_buffer)
         self._backend = backend
-        self._batch: Batch | None = None
+        self._active: Plan | None = None
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Replace the workspace buffers; takes effect at the next plan()."""
@@ -42,12 +42,14 @@ class _BlockSparse:
             asked = asked.changed(variant=causal_variant())
         self._asked, self._blocks, self._masks = asked, blocks, (mask, packed_mask)
         self._params = None if asked.variant is None else blocks.params
-        self._batch = plan_blocks(asked, blocks, self.device, self._backend, self._float_workspace_buffer, *self._masks)
+        self._active = plan_blocks(
+            asked, blocks, self.device, self._backend, self._float_workspace_buffer, *self._masks
+        )
 
-    def _planned(self) -> Batch:
-        if self._batch is None:
+    def _planned(self) -> Plan:
+        if self._active is None:
             raise ValueError(f"{type(self).__name__}.run: got no plan; allowed: after plan()")
-        return self._batch
+        return self._active
 
     def _change(self, pos_encoding_mode: str, logits_soft_cap, sm_scale) -> None:
         """What the older forward() takes over from plan()."""
@@ -56,7 +58,7 @@ class _BlockSparse:
         asked = self._asked.changed(logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)
         if asked != self._asked:
             self._asked = asked
-            self._batch = plan_blocks(
+            self._active = plan_blocks(
                 asked, self._blocks, self.device, self._backend, self._float_workspace_buffer, *self._masks
             )
 
@@ -263,8 +265,8 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         """
         if not is_plain(lse_base):
             attend = lambda lse, flag: self.run(q, k, v, scale_q, scale_k, scale_v, out, lse, flag)
-            return in_form(attend, q, lse, return_lse, lse_base)
-        batch, (m, n) = self._planned(), self._shape
+            return with_lse(attend, q, lse, return_lse, lse_base)
+        plan, (m, n) = self._planned(), self._shape
         require(q.dim() == 3 and q.shape[0] == m, "q", tuple(q.shape), f"[{m}, num_qo_heads, head_dim], as planned")
         for name, x in (("k", k), ("v", v)):
             fits = x.dim() == 3 and x.shape[0] == n
@@ -274,12 +276,12 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         if self._per_head:
             call["return_lse"] = return_lse or lse is not None
             of_heads = [x.transpose(0, 1) for x in (q, k, v)]
-            result = _run_per_head(batch, *of_heads, self._blocks.page_size, self._kv_heads, call)
+            result = _run_per_head(plan, *of_heads, self._blocks.page_size, self._kv_heads, call)
             out = _filled(out, "out", result[0].transpose(0, 1))
             lse = _filled(lse, "lse", result[1].transpose(0, 1)) if call["return_lse"] else None
             return (out, lse) if return_lse else out
         pages = k.unflatten(0, (-1, self._blocks.page_size)), v.unflatten(0, (-1, self._blocks.page_size))
-        return batch.run(q, pages, _as_they_are, out=out, lse=lse, **call)
+        return plan.run(q, pages, _as_they_are, out=out, lse=lse, **call)
 
     def forward(
         self,
@@ -425,14 +427,14 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             Base 2, unless lse_base says otherwise; -inf for a query that sees no key, whose out is 0.
         """
         if not is_plain(lse_base):
-            return in_form(lambda lse, flag: self.run(q, k, v, out, lse, flag), q, lse, return_lse, lse_base)
-        batch, (m, n) = self._planned(), self._shape
+            return with_lse(lambda lse, flag: self.run(q, k, v, out, lse, flag), q, lse, return_lse, lse_base)
+        plan, (m, n) = self._planned(), self._shape
         require(q.dim() == 3 and q.shape[1] == m, "q", tuple(q.shape), f"[num_qo_heads, {m}, head_dim], as planned")
         for name, x in (("k", k), ("v", v)):
             fits = x.dim() == 3 and x.shape[1] == n
             require(fits, name, tuple(x.shape), f"[num_kv_heads, {n}, head_dim], as planned")
         call = dict(return_lse=return_lse or lse is not None, params=self._params)
-        result, result_lse = _run_per_head(batch, q, k, v, self._blocks.page_size, self._kv_heads, call, out)
+        result, result_lse = _run_per_head(plan, q, k, v, self._blocks.page_size, self._kv_heads, call, out)
         out = result if out is None or result is out else _filled(out, "out", result)
         lse = _filled(lse, "lse", result_lse) if call["return_lse"] else None
         return (out, lse) if return_lse else out
@@ -454,24 +456,24 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         return self.run(q, k, v)
 
 
-def _run_per_head(batch: Batch, q, k, v, page_size: int, kv_heads: int, call: dict, out=None):
+def _run_per_head(plan: Plan, q, k, v, page_size: int, kv_heads: int, call: dict, out=None):
     """Attention of q [num_qo_heads, M, dim] where each KV head has its own map; out and lse are laid out as q is. None
     in the place of lse without call["return_lse"].
 
     It writes to `out` if rows of that are a view as the core takes them, else to a new tensor.
     """
     heads, rows, _ = q.shape
-    require(heads == kv_heads * batch.options.num_qo_heads, "q", f"{heads} heads",
-            f"{kv_heads * batch.options.num_qo_heads}, as planned")  # fmt: skip
+    require(heads == kv_heads * plan.options.num_qo_heads, "q", f"{heads} heads",
+            f"{kv_heads * plan.options.num_qo_heads}, as planned")  # fmt: skip
     for name, x in (("k", k), ("v", v)):
         require(x.shape[0] == kv_heads, name, f"{x.shape[0]} heads", f"{kv_heads}, as planned")
     shape = (heads, rows, v.shape[2])
     if out is None or tuple(out.shape) != shape or as_rows(out, kv_heads) is None:
-        out = torch.empty(shape, dtype=batch.options.o_dtype, device=q.device)
+        out = torch.empty(shape, dtype=plan.options.o_dtype, device=q.device)
     view = as_rows(q, kv_heads)
     view = as_rows(q.contiguous(), kv_heads) if view is None else view
     pages = as_pages(k, page_size), as_pages(v, page_size)
-    result = batch.run(view, pages, _as_they_are, out=as_rows(out, kv_heads), **call)
+    result = plan.run(view, pages, _as_they_are, out=as_rows(out, kv_heads), **call)
     return out, per_head_lse(result[1], kv_heads, rows) if call["return_lse"] else None
 
 

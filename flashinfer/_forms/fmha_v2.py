@@ -12,8 +12,8 @@ from flashinfer._forms.given import flag, head_sinks, real, scale, whole, with_p
 from flashinfer._forms.outputs import Output
 from flashinfer._forms.pages import as_one_type, gathered, in_blocks
 from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_integers, scales_of, value_dim
-from flashinfer.ops.attention.engine_masks import chunk_mask
-from flashinfer.ops.attention.problem import Table
+from flashinfer.ops.attention.masks import chunk_mask
+from flashinfer.ops.attention.tables import Table
 
 _LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD", "Q_PAGED_KV_HND")
 _MASKS = ("causal", "sliding_window", "chunked", "padding")

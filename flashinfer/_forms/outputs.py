@@ -45,11 +45,11 @@ class Output:
 
     @property
     def call(self) -> dict:
-        """out, lse and return_lse, as Batch.run takes them."""
+        """out, lse and return_lse, as Plan.run takes them."""
         return dict(out=self.rows, lse=self.lse, return_lse=self._returns or self.lse is not None)
 
     def finish(self, result):
-        """What the form returns of what Batch.run returned: the caller's own tensors, where it gave some."""
+        """What the form returns of what Plan.run returned: the caller's own tensors, where it gave some."""
         out, lse = result if isinstance(result, tuple) else (result, None)
         if self._fp4 is not None:
             out = self._fp4.write(out)

@@ -14,7 +14,7 @@ from flashinfer._forms.sage import widened
 from flashinfer.ops.attention.engine import (
     attend_pages, attend_rows, factors_of, flat_integers, refuse, scales_of, value_dim,
 )  # fmt: skip
-from flashinfer.ops.attention.problem import Table
+from flashinfer.ops.attention.tables import Table
 from flashinfer.utils import FP4Tensor
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -8,8 +8,8 @@ import torch
 
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
 from flashinfer._core.signatures import like, returning_lse
-from flashinfer.ops.attention.lse_form import is_plain
-from flashinfer.ops.attention.options import PlanOptions
+from flashinfer.ops.attention.operands import is_plain
+from flashinfer.ops.attention.options import plan_options
 from flashinfer.ops.attention.wrapper import AttentionWrapper
 from flashinfer.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
 
@@ -40,7 +40,7 @@ class BatchAttention(AttentionWrapper):
     (torch.Size([6, 8, 64]), torch.Size([6, 8]))
     """
 
-    _mixed = _lengths_in_tokens = _tells_lse = True
+    _mixed = _in_tokens = _returns_lse = True
     _names = "qo_indptr", "kv_indptr", "kv_len_arr", "kv_indices"
 
     def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda"):
@@ -95,7 +95,7 @@ class BatchAttention(AttentionWrapper):
         """
         if use_profiler:
             raise UnsupportedConfig("use_profiler: got True; allowed: False, as kernels here have no profiler")
-        asked = PlanOptions(
+        asked = plan_options(
             source="paged", num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk,
             head_dim_vo=head_dim_vo, page_size=page_size, q_dtype=q_data_type, kv_dtype=kv_data_type, causal=causal,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
@@ -148,14 +148,15 @@ class BatchAttention(AttentionWrapper):
         """
         if profiler_buffer is not None:
             raise UnsupportedConfig("profiler_buffer: got a tensor; allowed: None, as kernels here have no profiler")
-        batch = self._planned()
+        plan = self._planned()
         cap = logits_soft_cap or self._soft_cap
-        if (cap or 0.0) != (batch.options.logits_soft_cap or 0.0):
+        if (cap or 0.0) != (plan.options.logits_soft_cap or 0.0):
             self._change_plan(logits_soft_cap=cap)
-            batch = self._batch
-        call = q, kv_cache, out, lse, (True, None, k_scale, v_scale, None)
+        call = q, kv_cache, out, lse, True, None, k_scale, v_scale
         factors = self._factors(None, kv_cache_sf)
-        return self._run(*call, **factors) if is_plain(lse_base) else self._run_in_form(*call, lse_base, **factors)
+        if is_plain(lse_base):
+            return self._run(*call, **factors)
+        return self._run_with_lse(lse_base, "NH", *call, **factors)
 
 
 _PLAN = tuple(inspect.signature(BatchPrefillWithPagedKVCacheWrapper.plan).parameters)[1:]
@@ -241,7 +242,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         if args:
             require(kwargs.get("sinks") is None, "sinks", "a tensor", "one, by position or by name")
             kwargs["sinks"] = args[0]
-        planned = self._planned().kind.scalars.sm_scale
+        planned = self._planned().kernels.scalars.sm_scale
         if len(args) == 2 and args[1] is not None and float(args[1]) != planned:
             self._change_plan(sm_scale=float(args[1]))
         return super().run(q, paged_kv_cache, **kwargs)

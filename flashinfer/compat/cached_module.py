@@ -68,7 +68,7 @@ class CachedModule:
             require(asked == mode, "enable_cuda_graph", asked, f"{mode}, as the wrapper is")
         rows, longest = _rows(given.get("qo_indptr"), batch)
         _check_keys(given["kv_indptr"], given.get("kv_lens"), batch, wrapper._shown.kv_indices, base.options.page_size)
-        q_len = base.request.q_len
+        q_len = base.table.each_q
         require(not q_len or rows in (None, batch * q_len), "qo_indptr", f"{rows} rows", f"{batch * q_len}, as planned")
         wrapper._replan(rows, longest)
         return ()

@@ -20,14 +20,14 @@ class _TableName:
         self._name = name
 
     def __get__(self, wrapper, owner=None):
-        return self if wrapper is None else wrapper._lend(self._name)
+        return self if wrapper is None else wrapper._read_table(self._name)
 
     def __set__(self, wrapper, tensor: torch.Tensor | None) -> None:
-        wrapper._show(self._name, tensor)
+        wrapper._replace_table(self._name, tensor)
 
 
 class _OptionName:
-    """An option of the wrapper's plan, by its name in `Options`; `default` stands for None."""
+    """An option of the wrapper's plan, by its name in `PlanOptions`; `default` stands for None."""
 
     def __init__(self, name: str, default=None):
         self._name, self._default = name, default
@@ -35,11 +35,11 @@ class _OptionName:
     def __get__(self, wrapper, owner=None):
         if wrapper is None:
             return self
-        value = wrapper._option(self._name)
+        value = wrapper._read_option(self._name)
         return self._default if value is None else value
 
     def __set__(self, wrapper, value) -> None:
-        wrapper._tell(self._name, value)
+        wrapper._replace_option(self._name, value)
 
 
 class PlannedNames:

@@ -11,7 +11,7 @@ from flashinfer._core.checks import require
 from flashinfer._forms.given import flag, whole
 from flashinfer._forms.pages import as_one_type
 from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_integers, integers, output_of
-from flashinfer.ops.attention.problem import Table
+from flashinfer.ops.attention.tables import Table
 
 
 @checked

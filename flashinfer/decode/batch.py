@@ -11,12 +11,12 @@ from flashinfer._core.checks import require
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.agree import check_agrees
-from flashinfer.ops.attention.buffers import device_of
-from flashinfer.ops.attention.lse_form import is_plain
-from flashinfer.ops.attention.options import PlanOptions
-from flashinfer.ops.attention.positional import by_name
+from flashinfer.ops.attention.operands import by_name, is_plain
+from flashinfer.ops.attention.options import plan_options
+from flashinfer.ops.attention.replaced import ReplaceableWrapper
+from flashinfer.ops.attention.tables import graph_buffers
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
-from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
+from flashinfer.ops.attention.wrapper import device_of
 
 
 def _is_causal(window_right: int, is_causal: bool | None, q_len_per_req: int) -> bool:
@@ -34,7 +34,7 @@ _BUFFERS = dict(
 )  # fmt: skip
 
 
-class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(PagedNames, ReplaceableWrapper):
     """Decode attention of a batch over a paged KV cache: plan() once per step, run() once per layer.
 
     Parameters
@@ -87,8 +87,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
     ):
         buffers = None
         if use_cuda_graph:
-            buffers = GraphBuffers(None, paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-            buffers.check(device_of(float_workspace_buffer), _BUFFERS)
+            buffers = graph_buffers(
+                device_of(float_workspace_buffer), _BUFFERS, kv_indptr=paged_kv_indptr_buffer,
+                kv_indices=paged_kv_indices_buffer, last_page_len=paged_kv_last_page_len_buffer,
+            )  # fmt: skip
         super().__init__(float_workspace_buffer, kv_layout, backend, buffers, chosen(variant, jit_args))
         self._use_tensor_cores = use_tensor_cores
 
@@ -176,7 +178,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             # The default of q_data_type is no word on it; a dtype is.
             q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
             kv_data_type = data_type if kv_data_type is None else kv_data_type
-        asked = PlanOptions(
+        asked = plan_options(
             source="paged", num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim,
             head_dim_vo=head_dim, page_size=page_size, q_dtype=q_data_type, kv_dtype=kv_data_type, o_dtype=o_data_type,
             causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
@@ -227,7 +229,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale,
             rope_theta, True, block_tables, seq_lens, fixed_split_size, disable_split_kv, q_len_per_req,
         )  # fmt: skip
-        return probe._batch.scratch_bytes, 0
+        return probe._active.scratch_bytes, 0
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Kept for callers of upstream: strides are arguments of our kernels, so no variant needs warming."""
@@ -311,14 +313,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             scales = q_scale, k_scale, v_scale
             params, (q_scale, k_scale, v_scale) = by_name(args, self._variant, q, params, scales)
         if q_len_per_req is not None and q_len_per_req != 1:
-            planned = self._planned().request.q_len
+            planned = self._planned().table.each_q
             require(q_len_per_req == planned, "q_len_per_req", q_len_per_req, f"{planned}, as planned")
-        call = q, paged_kv_cache, out, lse, (return_lse, q_scale, k_scale, v_scale, window_left)
+        call = q, paged_kv_cache, out, lse, return_lse, q_scale, k_scale, v_scale, window_left
         plain = is_plain(lse_base)
         if plain and sinks is None and params is None and kv_block_scales is None and kv_cache_sf is None:
             return self._run(*call)
         given = dict(sinks=sinks, params=params, **self._factors(kv_block_scales, kv_cache_sf))
-        return self._run(*call, **given) if plain else self._run_in_form(*call, lse_base, **given)
+        return self._run(*call, **given) if plain else self._run_with_lse(lse_base, "NH", *call, **given)
 
     run_return_lse = returning_lse(run)
 

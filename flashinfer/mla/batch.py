@@ -10,11 +10,11 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer._forms.given import real
 from flashinfer.compat.wrappers import LatentNames
-from flashinfer.ops.attention.mla.batch import Factors
-from flashinfer.ops.attention.mla.direct import run_latent
+from flashinfer.ops.attention.direct import run_latent
+from flashinfer.ops.attention.mla.operands import Factors, attend
 from flashinfer.ops.attention.mla.wrapper import LatentWrapper, latent_blocks
-from flashinfer.ops.attention.options import PlanOptions, latent_options
-from flashinfer.ops.attention.problem import Table
+from flashinfer.ops.attention.options import PlanOptions, latent_options, plan_options
+from flashinfer.ops.attention.tables import Table
 from flashinfer.ops.attention.variants import AttentionVariant
 
 # Arguments of plan() that state properties of later calls, and what each may be.
@@ -176,14 +176,14 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         """
         require(not use_profiler, "use_profiler", use_profiler, "False: there is no profiler")
         require(metadata is None, "metadata", type(metadata).__name__, "None: give block_tables and seq_lens by name")
-        said = query_layout, kv_cache_layout, lse_mode, output_scale, scale_mode
-        for (name, known), value in zip(_ANNOUNCED, said, strict=True):
+        stated = query_layout, kv_cache_layout, lse_mode, output_scale, scale_mode
+        for (name, known), value in zip(_ANNOUNCED, stated, strict=True):
             if value not in known:
                 require(False, name, repr(value), ", ".join(map(repr, known)))
         if num_heads is None or head_dim_ckv is None or head_dim_kpe is None or page_size is None:
             sizes = dict(num_heads=num_heads, head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe, page_size=page_size)
             require(False, next(name for name, size in sizes.items() if size is None), None, "a number")
-        asked = PlanOptions(
+        asked = plan_options(
             source="latent", num_qo_heads=num_heads, num_kv_heads=1, head_dim_qk=head_dim_ckv + head_dim_kpe,
             head_dim_vo=head_dim_ckv, page_size=page_size, q_dtype=q_data_type, kv_dtype=kv_data_type,
             o_dtype=output_dtype, causal=bool(causal), sm_scale=sm_scale,
@@ -286,8 +286,8 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         """
         if profiler_buffer is not None:
             require(False, "profiler_buffer", "a tensor", "None: there is no profiler")
-        batch = None if self._base is None else self._planned()
-        planned = batch is not None
+        plan = None if self._base is None else self._planned()
+        planned = plan is not None
         if not planned:
             given = page_table is not None and kv_len is not None
             require(given, "run", "no plan", "after plan(), or with page_table and kv_len")
@@ -299,7 +299,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             else:
                 require(planned, "query", "a tensor", "None without a plan, which tells head_dim_ckv")
                 shape = query.shape[:-1]
-                q_nope, q_pe = split(query.flatten(0, -3), batch.options, "query")
+                q_nope, q_pe = split(query.flatten(0, -3), plan.options, "query")
         if kv_cache is not None:
             alone = ckv_cache is None and kpe_cache is None
             require(alone, "kv_cache", "a tensor", "None with ckv_cache and kpe_cache")
@@ -308,7 +308,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             else:
                 require(planned, "kv_cache", "a tensor", "None without a plan, which tells head_dim_ckv")
                 kv_cache = without_heads(kv_cache, self._kv_cache_layout)
-                ckv_cache, kpe_cache = split(kv_cache, batch.options, "kv_cache")
+                ckv_cache, kpe_cache = split(kv_cache, plan.options, "kv_cache")
         if q_nope is None or ckv_cache is None:
             require(False, "q_nope" if q_nope is None else "ckv_cache", None, "a tensor")
         given = (out, lse)
@@ -319,14 +319,14 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             out=out, lse=lse, return_lse=return_lse or lse is not None, sinks=sinks, params=params,
             base_e=return_lse_base_on_e or self._lse_base_e,
         )  # fmt: skip
-        asked = batch.options if planned else _unplanned(q_nope, q_pe, ckv_cache, out, self._variant)
+        asked = plan.options if planned else _unplanned(q_nope, q_pe, ckv_cache, out, self._variant)
         factors = _factors(asked.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
         of_call = page_table is not None or kv_len is not None
         other_dtype = out is not None and out.dtype != asked.o_dtype
         if not of_call and ckv_scale_arr is None and not other_dtype:
-            result = batch.run(q_nope, q_pe, ckv_cache, kpe_cache, factors, **call)
+            result = attend(plan, q_nope, q_pe, ckv_cache, kpe_cache, factors, **call)
         else:
-            table = self._call_table(page_table, kv_len) if of_call else batch.table
+            table = self._call_table(page_table, kv_len) if of_call else plan.table
             if other_dtype:
                 asked = asked.changed(o_dtype=out.dtype)
             if ckv_scale_arr is not None:

@@ -11,13 +11,12 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._forms.given import flag, head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, split, without_heads
-from flashinfer.ops.attention.direct import block_table
+from flashinfer.ops.attention.direct import ones_times, run_latent
 from flashinfer.ops.attention.engine import flat_integers, integers, refuse
-from flashinfer.ops.attention.engine_masks import shard_mask
-from flashinfer.ops.attention.mla.direct import ones_times, run_latent
+from flashinfer.ops.attention.masks import shard_mask
 from flashinfer.ops.attention.mla.wrapper import check_entries, latent_blocks
 from flashinfer.ops.attention.options import latent_options
-from flashinfer.ops.attention.problem import Table
+from flashinfer.ops.attention.tables import Table, block_table
 
 # xqa_mla's logits are divided by the root of DeepSeek's head_dim before absorption: 128 + 64.
 _XQA_HEAD_DIM = 192

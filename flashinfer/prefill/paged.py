@@ -9,13 +9,13 @@ import torch
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.agree import check_agrees
-from flashinfer.ops.attention.buffers import MASK_BUFFERS, device_of
-from flashinfer.ops.attention.lse_form import is_plain
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
-from flashinfer.ops.attention.options import PlanOptions
-from flashinfer.ops.attention.positional import by_name
+from flashinfer.ops.attention.operands import by_name, is_plain
+from flashinfer.ops.attention.options import plan_options
+from flashinfer.ops.attention.replaced import ReplaceableWrapper
+from flashinfer.ops.attention.tables import MASK_BUFFERS, graph_buffers
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
-from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers
+from flashinfer.ops.attention.wrapper import device_of
 
 
 _BUFFERS = dict(
@@ -24,7 +24,7 @@ _BUFFERS = dict(
 )  # fmt: skip
 
 
-class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PagedNames, ReplaceableWrapper):
     """Prefill and append attention of a batch over a paged KV cache: plan() once per step, run() once per layer.
 
     Parameters
@@ -73,12 +73,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
     ):
         buffers = None
         if use_cuda_graph:
-            buffers = GraphBuffers(
-                qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf,
-                mask_indptr_buf,
+            needed = _BUFFERS | ({} if custom_mask_buf is None else MASK_BUFFERS)
+            buffers = graph_buffers(
+                device_of(float_workspace_buffer), needed, qo_indptr=qo_indptr_buf, kv_indptr=paged_kv_indptr_buf,
+                kv_indices=paged_kv_indices_buf, last_page_len=paged_kv_last_page_len_buf, mask=custom_mask_buf,
+                mask_indptr=mask_indptr_buf,
             )  # fmt: skip
-            masks = {} if custom_mask_buf is None else MASK_BUFFERS
-            buffers.check(device_of(float_workspace_buffer), _BUFFERS | masks)
         variant = chosen(variant, jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, backend, buffers, variant)
 
@@ -172,7 +172,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         ValueError
             An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
         """
-        asked = PlanOptions(
+        asked = plan_options(
             source="paged", num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk,
             head_dim_vo=head_dim_vo, page_size=page_size, q_dtype=q_data_type, kv_dtype=kv_data_type,
             o_dtype=o_data_type, causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
@@ -244,7 +244,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
             max_item_len_ptr, seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv,
             fixed_split_size, disable_split_kv, uniform_q_len,
         )  # fmt: skip
-        return probe._batch.scratch_bytes, 0
+        return probe._active.scratch_bytes, 0
 
     def _probe(self) -> BatchPrefillWithPagedKVCacheWrapper:
         """A wrapper as this one, to plan and throw away."""
@@ -319,12 +319,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames, AttentionWrapper):
         if args:
             scales = q_scale, k_scale, v_scale
             params, (q_scale, k_scale, v_scale) = by_name(args, self._variant, q, params, scales)
-        call = q, paged_kv_cache, out, lse, (return_lse, q_scale, k_scale, v_scale, window_left)
+        call = q, paged_kv_cache, out, lse, return_lse, q_scale, k_scale, v_scale, window_left
         plain = is_plain(lse_base, lse_layout)
         if plain and sinks is None and params is None and kv_block_scales is None and kv_cache_sf is None:
             return self._run(*call)
         given = dict(sinks=sinks, params=params, **self._factors(kv_block_scales, kv_cache_sf))
-        return self._run(*call, **given) if plain else self._run_in_form(*call, lse_base, lse_layout, **given)
+        return self._run(*call, **given) if plain else self._run_with_lse(lse_base, lse_layout, *call, **given)
 
     run_return_lse = returning_lse(run)
 

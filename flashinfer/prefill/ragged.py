@@ -11,17 +11,19 @@ from flashinfer._core.checks import require
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import RaggedNames
 from flashinfer.ops.attention.agree import check_agrees
-from flashinfer.ops.attention.buffers import MASK_BUFFERS, device_of
-from flashinfer.ops.attention.lse_form import is_plain
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
-from flashinfer.ops.attention.nvfp4_rows import as_slots, slot_factors, slot_views
-from flashinfer.ops.attention.options import NVFP4_NAMES, PlanOptions
-from flashinfer.ops.attention.positional import by_name
+from flashinfer.ops.attention.operands import as_slots, by_name, is_plain, slot_factors, slot_views
+from flashinfer.ops.attention.options import NVFP4_NAMES, plan_options
+from flashinfer.ops.attention.replaced import ReplaceableWrapper
+from flashinfer.ops.attention.tables import MASK_BUFFERS, graph_buffers
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
-from flashinfer.ops.attention.wrapper import AttentionWrapper, GraphBuffers, ragged_pair
+from flashinfer.ops.attention.wrapper import device_of, ragged_pair
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
+_BUFFERS = dict(qo_indptr="qo_indptr_buf", kv_indptr="kv_indptr_buf")
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, ReplaceableWrapper):
     """Prefill attention of a batch whose keys and values are ragged rows, not pages.
 
     Parameters as of `BatchPrefillWithPagedKVCacheWrapper`, with `kv_indptr_buf` in the place of the page table.
@@ -46,10 +48,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
     ):
         buffers = None
         if use_cuda_graph:
-            buffers = GraphBuffers(qo_indptr_buf, kv_indptr_buf, None, None, custom_mask_buf, mask_indptr_buf)
-            needed = dict(qo_indptr="qo_indptr_buf", kv_indptr="kv_indptr_buf")
-            masks = {} if custom_mask_buf is None else MASK_BUFFERS
-            buffers.check(device_of(float_workspace_buffer), needed | masks)
+            needed = _BUFFERS | ({} if custom_mask_buf is None else MASK_BUFFERS)
+            buffers = graph_buffers(
+                device_of(float_workspace_buffer), needed, qo_indptr=qo_indptr_buf, kv_indptr=kv_indptr_buf,
+                mask=custom_mask_buf, mask_indptr=mask_indptr_buf,
+            )  # fmt: skip
         variant = chosen(variant, jit_args, jit_kwargs, variant_owns_mask)
         super().__init__(float_workspace_buffer, kv_layout, backend, buffers, variant)
 
@@ -110,7 +113,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
             is_same = given is None or given is same or given.data_ptr() == same.data_ptr()
             is_same = is_same or torch.equal(given.to(same.device, same.dtype), same)
             require(is_same, name, "other offsets", "None, or the same offsets as of k (v_indptr) and q (o_indptr)")
-        asked = PlanOptions(
+        asked = plan_options(
             source="ragged", num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk,
             head_dim_vo=head_dim_vo, page_size=0, q_dtype=q_data_type, kv_dtype=kv_data_type, o_dtype=o_data_type,
             causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
@@ -195,13 +198,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, AttentionWrapper):
             params, (q_scale, k_scale, v_scale) = by_name(args, self._variant, q, params, scales)
         if o_scale is not None:
             v_scale = (1.0 if v_scale is None else v_scale) / o_scale
-        call = q, (k, v), out, lse, (return_lse, q_scale, k_scale, v_scale, None)
+        call = q, (k, v), out, lse, return_lse, q_scale, k_scale, v_scale
         given = dict(params=params)
         if kv_cache_sf is not None:
             given.update(slot_factors(kv_cache_sf, self._kv_layout))
         if is_plain(lse_base, lse_layout):
             return self._run(*call, **given)
-        return self._run_in_form(*call, lse_base, lse_layout, **given)
+        return self._run_with_lse(lse_base, lse_layout, *call, **given)
 
     run_return_lse = returning_lse(run)
 

@@ -210,7 +210,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, max_token_per_sequence,
             max_sequence_kv, fixed_split_size, disable_split_kv,
         )  # fmt: skip
-        return probe._batch.scratch_bytes, 0
+        return probe._active.scratch_bytes, 0
 
     def run(
         self,

@@ -152,10 +152,10 @@ def forwards_on_two_streams(card):
     try:
         card.stream = 1
         begin(wrapper, (0, 20, 40), (20, 20), (0, 4, 8))
-        other, in_flight = list_of(2), wrapper._batch
+        other, in_flight = list_of(2), wrapper._active
         card.stream = 1
         begin(wrapper, (0, 20, 40), (20, 20), (0, 4, 8))
-        assert list_of(1) != other and wrapper._batch is not in_flight
+        assert list_of(1) != other and wrapper._active is not in_flight
     finally:
         card.stream = before
 

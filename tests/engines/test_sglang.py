@@ -76,7 +76,7 @@ def test_decode(number, tensor_cores, graph, device):
             begin(wrapper, x, paged)
         options = dict(sm_scale=SCALE, logits_soft_cap=0.0, k_scale=None, v_scale=None)
         check(wrapper.forward_return_lse(x.q, pool.pair, **options), x, Options())
-        assert len(wrapper._batches) == 1, "what forward() says again is no other plan"
+        assert len(wrapper._plans) == 1, "what forward() says again is no other plan"
         if graph:
             wrapper.begin_forward = partial(flashinfer.fast_decode_plan, wrapper)
 
@@ -104,7 +104,7 @@ def test_decode_by_the_module(graph, form, device):
         wrapper._pos_encoding_mode, wrapper._window_left, wrapper._logits_soft_cap = "NONE", -1, 0.0
         wrapper._sm_scale = wrapper._rope_scale = wrapper._rope_theta = None
         check(wrapper.forward_return_lse(x.q, pool.pair, sm_scale=SCALE), x, Options())
-        assert len(wrapper._batches) == 1 and wrapper._fixed_batch_size == (2 if graph else 0)
+        assert len(wrapper._plans) == 1 and wrapper._fixed_batch_size == (2 if graph else 0)
 
 
 @pytest.mark.parametrize("options", (Options(causal=True), Options(causal=True, logits_soft_cap=5.0, window_left=6)))
@@ -125,7 +125,7 @@ def test_draft_extend(number, options, device):
         given["logits_soft_cap"] = options.logits_soft_cap or 0.0
         out, lse = wrapper.forward_return_lse(pool.q[:6], pool.pair, **given)
         check((out[: len(x.q)], lse[: len(x.q)]), x, options)
-    assert len(wrapper._batches) == 2, "one as planned, one for the layers: their buffers are never replaced"
+    assert len(wrapper._plans) == 2, "one as planned, one for the layers: their buffers are never replaced"
 
 
 @pytest.mark.parametrize("number", (0, 1))
@@ -230,10 +230,10 @@ def test_the_module_refuses_what_contradicts_the_wrapper(name):
     pool = Pool(torch.device("cpu"), 2)
     wrapper = prefill_wrapper(pool, "reference")
     begin_prefill(wrapper, *pool.step([3, 3], [20, 9]))
-    before = wrapper._batch
+    before = wrapper._active
     with pytest.raises(ValueError, match=f"^{name}: got"):
         wrapper._cached_module.plan(*prefill_arguments(wrapper, [3, 3], [20, 9], **{name: REFUSED[name]}))
-    assert wrapper._batch is before
+    assert wrapper._active is before
     wrapper._cached_module.plan(*prefill_arguments(wrapper, [3, 3], [20, 9]))
     with pytest.raises(ValueError, match=r"^\*args: got 12 arguments"):
         wrapper._cached_module.plan(*prefill_arguments(wrapper, [3, 3], [20, 9], 12))

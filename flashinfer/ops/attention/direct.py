@@ -1,4 +1,4 @@
-"""Batches that are run without a plan: each call schedules on the device, and attends."""
+"""Batches that are run without a plan of the caller's: each call plans on the device, and attends."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from functools import lru_cache, partial
 import torch
 
 from flashinfer._core import env, workspace
-from flashinfer.ops.attention.batch import Batch
-from flashinfer.ops.attention.kind import Kind, kind_of
+from flashinfer.ops.attention.kernels import Kernels, kernels_of
+from flashinfer.ops.attention.mla.operands import Factors, attend
 from flashinfer.ops.attention.options import PlanOptions, tile_rows
-from flashinfer.ops.attention.problem import Table, alibi_slopes
-from flashinfer.ops.attention.request import Request
+from flashinfer.ops.attention.plan import Plan
+from flashinfer.ops.attention.problem import alibi_slopes
 from flashinfer.ops.attention.split import Limits
+from flashinfer.ops.attention.tables import Table
 
-# Batches kept per thread: an engine's kinds (prefill, decode, with and without a window) on its streams.
+# Plans kept per thread: an engine's kinds (prefill, decode, with and without a window) on its streams.
 _MOST_KEPT = 64
-
-# What errors call the tables, in the order of `tables.NAMES`.
-_NAMES = "qo_indptr", "kv_indptr", "kv_lens", "kv_indices"
 
 _kept = threading.local()
 
 
 def run_direct(asked: PlanOptions, table: Table, q: torch.Tensor, kv, views, *, kv_tokens: int, longest_q: int = 0,
-               backend: str = "auto", names: tuple[str, ...] = _NAMES, **call):  # fmt: skip
+               backend: str = "auto", **call):  # fmt: skip
     """Attention of a batch that only the device knows. Nothing waits for it, so that a CUDA graph can capture it.
 
     Work lists and partial results are kept per thread and stream, and serve every call there whose batch fits; in a
@@ -35,20 +33,19 @@ def run_direct(asked: PlanOptions, table: Table, q: torch.Tensor, kv, views, *, 
     Parameters
     ----------
     asked : PlanOptions
+        Checked.
     table : Table
         On q's device; read at every call, and by a captured graph at every replay.
     q : Tensor [rows, num_qo_heads, head_dim_qk]
     kv, views
-        As Batch.run takes them.
+        As Plan.run takes them.
     kv_tokens : int
         A bound on the keys of all requests.
     longest_q : int
         The longest query, or about: what tiles are chosen by. 0 where it is unknown.
     backend : str
-    names : tuple of str
-        What the caller calls its tables.
     call
-        The other arguments of Batch.run.
+        The other arguments of Plan.run.
 
     Returns
     -------
@@ -58,31 +55,67 @@ def run_direct(asked: PlanOptions, table: Table, q: torch.Tensor, kv, views, *, 
     if device.type == "cuda" and torch._C._cuda_getDevice() != device.index:
         with torch.cuda.device(device):
             return run_direct(asked, table, q, kv, views, kv_tokens=kv_tokens, longest_q=longest_q, backend=backend,
-                              names=names, **call)  # fmt: skip
+                              **call)  # fmt: skip
     rows = tile_rows(table.q_len or longest_q, asked.group)
-    batch = _batch_of(kind_of(asked, rows, table.mask is not None, device, backend))
-    request = Request(asked, table.qo_indptr, table.kv_indptr, q_len=table.q_len, names=names)
-    batch.fill(request, table, Limits(table.batch_size, q.shape[0], kv_tokens))
-    return batch.run(q, kv, views, **call)
+    plan = _plan_of(kernels_of(asked, rows, table.mask is not None, device, backend))
+    plan.fill(table, Limits(table.batch_size, q.shape[0], kv_tokens))
+    return plan.run(q, kv, views, **call)
 
 
-def _batch_of(kind: Kind) -> Batch:
-    """The batch of a kind that this thread keeps for the current stream; a new one in a captured stream."""
-    device, stream, debug = kind.device, None, env.DEBUG.is_on()
-    alibi = kind.options.pos_encoding_mode == "ALIBI"
-    slopes = _slopes(kind.options.num_qo_heads, device) if alibi else None
+def run_latent(asked: PlanOptions, table: Table, q_nope, q_pe, ckv, kpe, factors: Factors, *, longest_q: int = 1,
+               given: torch.Tensor | None = None, backend: str = "auto", **call):  # fmt: skip
+    """The same for latent attention.
+
+    Parameters
+    ----------
+    asked, table, longest_q, backend
+        As of `run_direct`.
+    q_nope, q_pe, ckv, kpe, factors
+        As `mla.operands.attend` takes them.
+    given : uint8 Tensor, optional
+        A caller's workspace for partial results, used where it is large enough.
+    call
+        The other arguments of `attend`.
+    """
+    device = q_nope.device
+    if device.type == "cuda" and torch._C._cuda_getDevice() != device.index:
+        with torch.cuda.device(device):
+            return run_latent(asked, table, q_nope, q_pe, ckv, kpe, factors, longest_q=longest_q, given=given,
+                              backend=backend, **call)  # fmt: skip
+    plan = _plan_of(kernels_of(asked, tile_rows(max(longest_q, 1), asked.group), False, device, backend), given)
+    rows = table.batch_size * table.q_len if table.q_len else q_nope.shape[0]
+    keys = table.kv_indices.shape[0] * (1 if asked.sparse else asked.page_size)
+    plan.fill(table, Limits(table.batch_size, rows, keys))
+    return attend(plan, q_nope, q_pe, ckv, kpe, factors, **call)
+
+
+def _plan_of(kernels: Kernels, given: torch.Tensor | None = None) -> Plan:
+    """The plan that this thread keeps for the current stream, with partial results in `given` where it is large enough;
+    a new one in a captured stream."""
+    device, stream, debug = kernels.device, None, env.DEBUG.is_on()
+    alibi = kernels.options.pos_encoding_mode == "ALIBI"
+    slopes = _slopes(kernels.options.num_qo_heads, device) if alibi else None
+    scratch = partial(workspace.take, device)
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            return Batch(kind, partial(torch.empty, dtype=torch.uint8, device=device), slopes, debug)
+            scratch = partial(torch.empty, dtype=torch.uint8, device=device)
+            return Plan(kernels, scratch if given is None else partial(_scratch, given, scratch), slopes, debug)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-    batches = _kept.__dict__.setdefault("batches", OrderedDict())
-    key = kind, stream, debug
-    batch = batches.get(key)
-    if batch is None:
-        if len(batches) >= _MOST_KEPT:
-            batches.popitem(last=False)
-        batch = batches[key] = Batch(kind, partial(workspace.take, device), slopes, debug)
-    return batch
+    plans = _kept.__dict__.setdefault("plans", OrderedDict())
+    key = kernels, stream, debug, None if given is None else (given.data_ptr(), given.numel())
+    plan = plans.get(key)
+    if plan is None:
+        if len(plans) >= _MOST_KEPT:
+            plans.popitem(last=False)
+        scratch = scratch if given is None else partial(_scratch, given, scratch)
+        plan = plans[key] = Plan(kernels, scratch, slopes, debug)
+    return plan
+
+
+def _scratch(given: torch.Tensor, own, count: int) -> torch.Tensor:
+    if given.is_contiguous() and given.data_ptr() % 16 == 0 and given.numel() * given.element_size() >= count:
+        return given.view(-1).view(torch.uint8)[:count]
+    return own(count)
 
 
 @lru_cache(maxsize=64)
@@ -91,22 +124,14 @@ def _slopes(num_heads: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device=device)
 
 
-def block_table(tables: torch.Tensor, kv_lens: torch.Tensor, **queries) -> Table:
-    """A Table of a rectangular block table.
+def ones_times(value: int, count: int, device: torch.device) -> torch.Tensor:
+    """int32 [count] of one value, kept for other counts too."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.full((count,), value, dtype=torch.int32, device=device)
+    return _constant(value, 1 << max(count - 1, 0).bit_length(), device)[:count]
 
-    Parameters
-    ----------
-    tables : int32 Tensor [batch, max_pages]
-        Page ids of each request; entries past its pages are not read. Rows may have any stride.
-    kv_lens : int32 Tensor [batch]
-        Keys of each request.
-    queries
-        qo_indptr, q_lens or q_len of Table.
-    """
-    batch, pages = tables.shape
-    if batch > 1 and not tables.stride(0):
-        # One row for all: a stride of 0 stands for no stride.
-        tables = tables.contiguous()
-    stride = tables.stride(0) if batch > 1 else pages
-    flat = tables.as_strided(((batch - 1) * stride + pages if batch and pages else 0,), (1,))
-    return Table(kv_indices=flat, kv_lens=kv_lens, kv_stride=max(stride, 1), **queries)
+
+@lru_cache(maxsize=64)
+def _constant(value: int, count: int, device: torch.device) -> torch.Tensor:
+    # From the host: this waits until it is there, so that work on any stream finds it.
+    return torch.tensor([value], dtype=torch.int32, device="cpu").expand(count).contiguous().to(device)

@@ -10,9 +10,9 @@ import torch
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
 from flashinfer._core.kv_layout import check_layout, paged_views
 from flashinfer._core.target import target_of
-from flashinfer.ops.attention.direct import block_table, run_direct
+from flashinfer.ops.attention.direct import run_direct
 from flashinfer.ops.attention.options import NVFP4, PlanOptions
-from flashinfer.ops.attention.problem import Table
+from flashinfer.ops.attention.tables import Table, block_table
 
 
 # What errors call the tables of block tables, in the order of `tables.NAMES`.
@@ -51,7 +51,7 @@ def flat_integers(x: torch.Tensor | None, name: str, device: torch.device, count
 
 
 def scales_of(bmm1_scale, bmm2_scale, *, o_scale=None, bmm1_scale_log2=None) -> dict:
-    """Factors of logits and of outputs, as Batch.run takes them, of the scales that are fused for two products.
+    """Factors of logits and of outputs, as Plan.run takes them, of the scales that are fused for two products.
 
     Parameters
     ----------
@@ -170,17 +170,17 @@ def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.
     queries : dict
         qo_indptr, q_lens or q_len of `Table`, on q's device.
     masked : (AttentionVariant, dict) or (None, None)
-        A mask of engine_masks.py.
+        A mask of masks.py.
     interleaved : bool
         Of `PlanOptions`.
     call
-        The other arguments of Batch.run.
+        The other arguments of Plan.run.
     """
     kv_dtype, page_size, kv_heads, dim, dim_vo = cache_shape(kv_cache, kv_layout)
     require(block_tables.dim() == 2, "block_tables", tuple(block_tables.shape), "[batch, max_pages]")
     batch, pages = block_tables.shape
     tables = integers(block_tables, "block_tables", q.device, (batch, None))
-    table = block_table(tables, flat_integers(seq_lens, "seq_lens", q.device, batch), **queries)
+    table = block_table(tables, flat_integers(seq_lens, "seq_lens", q.device, batch), names=_NAMES, **queries)
     asked = PlanOptions(
         source="paged", num_qo_heads=q.shape[-2], num_kv_heads=kv_heads, head_dim_qk=dim, head_dim_vo=dim_vo,
         page_size=page_size, q_dtype=q.dtype, kv_dtype=kv_dtype, o_dtype=o_dtype or q.dtype, causal=causal,
@@ -189,7 +189,7 @@ def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.
     ).checked()  # fmt: skip
     return run_direct(
         asked, table, q, kv_cache, _views(kv_layout), kv_tokens=batch * pages * page_size, longest_q=longest_q,
-        backend=backend, names=_NAMES, params=masked[1], **call,
+        backend=backend, params=masked[1], **call,
     )  # fmt: skip
 
 

@@ -1,13 +1,20 @@
-"""Custom masks: packing bits, bringing them onto the device, and the mask of multi-item scoring."""
+"""Masks: packed bits of custom ones, that of multi-item scoring, and those of engines' calls as variants."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 
 from flashinfer._core.checks import number, require, require_tensor
+from flashinfer.ops.attention.host_tables import host_lengths
 from flashinfer.ops.attention.options import PlanOptions
-from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import Request
+from flashinfer.ops.attention.tables import KV_INDPTR, LENGTHS, Table
+from flashinfer.ops.attention.variants import AttentionVariant
+
+_QUERIES = {"uniform": {"q_len": "i32"}, "ragged": {"qo_indptr": "*i32"}}
+_DRAFT = {"kv_lens": "*i32", "bits": "*u8", "row_bytes": "i32"}
+_SHARD = {"kv_lens": "*i32", "global_lens": "*i32", "world": "i32", "rank": "i32", "window_left": "i32"}
 
 
 def packed_indptr(bits: torch.Tensor) -> torch.Tensor:
@@ -88,26 +95,42 @@ def multi_item(
     return torch.cat(masks) if masks else torch.zeros(0, dtype=torch.bool, device=positions.device)
 
 
-def custom_mask_table(request: Request, table: Table) -> None:
-    """Bring the request's custom mask onto the device as packed bits, into `table`."""
-    if not request.has_mask:
+def custom_mask_table(table: Table, page_size: int, custom_mask, packed_custom_mask,
+                      fixed: Table | None = None) -> None:  # fmt: skip
+    """Bring a custom mask onto the device as packed bits, into `table`; in CUDA-graph mode in `fixed`, its buffers."""
+    if custom_mask is None and packed_custom_mask is None:
         return
-    bits = table.q_spans()[1] * table.kv_spans(request.options.page_size)[1]
-    device = bits.device
-    if request.packed_custom_mask is not None:
-        packed = request.packed_custom_mask.to(device, non_blocking=True)
-        require(packed.dtype == torch.uint8, "packed_custom_mask", packed.dtype, "uint8")
-        table.mask, table.mask_indptr = packed.contiguous(), packed_indptr(bits)
-        if not packed.is_cuda:
-            most = int(table.mask_indptr[-1])
-            require(packed.numel() >= most, "packed_custom_mask", f"{packed.numel()} bytes", f"at least {most}")
-        if not packed.numel():
-            table.mask = torch.zeros(1, dtype=torch.uint8, device=device)
+    if fixed is not None and fixed.mask is None:
+        require(False, "custom_mask", "a mask", "None in CUDA-graph mode without custom_mask_buf")
+    bits = table.q_spans()[1] * table.kv_spans(page_size)[1]
+    if packed_custom_mask is not None:
+        _take_packed(table, packed_custom_mask, bits)
+    else:
+        mask = as_bool("custom_mask", custom_mask).to(bits.device, non_blocking=True)
+        if not mask.is_cuda:
+            check_bits(mask, int(bits.sum()))
+        table.mask, table.mask_indptr = pack(mask, bits)
+    if fixed is None:
         return
-    mask = as_bool("custom_mask", request.custom_mask).to(device, non_blocking=True)
-    if not mask.is_cuda:
-        check_bits(mask, int(bits.sum()))
-    table.mask, table.mask_indptr = pack(mask, bits)
+    most, length = fixed.mask.shape[0], table.mask.shape[0]
+    if custom_mask is not None:
+        # pack() pads for the worst rounding; what is past the bits is zero and may be left out.
+        length = min(length, (custom_mask.shape[0] + 7) // 8 + table.batch_size)
+    require(length <= most, "custom_mask", f"{length} bytes packed", f"at most {most}, custom_mask_buf's length")
+    fixed.mask[:length].copy_(table.mask[:length])
+    fixed.mask_indptr[: table.mask_indptr.shape[0]].copy_(table.mask_indptr)
+    table.mask, table.mask_indptr = fixed.mask, fixed.mask_indptr
+
+
+def _take_packed(table: Table, packed: torch.Tensor, bits: torch.Tensor) -> None:
+    packed = packed.to(bits.device, non_blocking=True)
+    require(packed.dtype == torch.uint8, "packed_custom_mask", packed.dtype, "uint8")
+    table.mask, table.mask_indptr = packed.contiguous(), packed_indptr(bits)
+    if not packed.is_cuda:
+        most = int(table.mask_indptr[-1])
+        require(packed.numel() >= most, "packed_custom_mask", f"{packed.numel()} bytes", f"at least {most}")
+    if not packed.numel():
+        table.mask = torch.zeros(1, dtype=torch.uint8, device=bits.device)
 
 
 def any_items(prefix_len, positions, most, max_item_len) -> bool:
@@ -132,10 +155,10 @@ def multi_item_mask(asked: PlanOptions, tables: tuple, names: tuple, prefix_len,
     most : int
         Each as `multi_item` has it.
     """
-    request = Request(asked.plain().checked(), *tables, names=names)
-    request.lengths_on_host()
+    page_size = asked.plain().checked().page_size
+    host_lengths(tables, names, page_size, 0)
     require(positions is not None, "token_pos_in_items_ptr", None, "a tensor, with prefix_len_ptr")
-    most, batch = int(number("token_pos_in_items_len", most)), request.batch_size
+    most, batch = int(number("token_pos_in_items_len", most)), tables[KV_INDPTR].numel() - 1
     require_tensor("token_pos_in_items_ptr", positions)
     positions = positions.flatten().to(torch.int64)
     enough = most > 0 and positions.numel() >= batch * most
@@ -143,9 +166,9 @@ def multi_item_mask(asked: PlanOptions, tables: tuple, names: tuple, prefix_len,
     require(enough, "token_pos_in_items_len", most, f"1 ... {has}, what token_pos_in_items_ptr has of each request")
     q_indptr, kv_indptr = (t.tolist() for t in tables[:2])
     kv_lens = [b - a for a, b in zip(kv_indptr, kv_indptr[1:])]
-    if request.last_page_len is not None:
-        last = request.last_page_len.tolist()
-        kv_lens = [max((pages - 1) * request.options.page_size + tail, 0) for pages, tail in zip(kv_lens, last)]
+    if tables[LENGTHS] is not None:
+        last = tables[LENGTHS].tolist()
+        kv_lens = [max((pages - 1) * page_size + tail, 0) for pages, tail in zip(kv_lens, last)]
     q_lens = [b - a for a, b in zip(q_indptr, q_indptr[1:])]
     if isinstance(prefix_len, torch.Tensor) and prefix_len.numel() > 1:
         prefixes = prefix_len.flatten().tolist()
@@ -155,3 +178,79 @@ def multi_item_mask(asked: PlanOptions, tables: tuple, names: tuple, prefix_len,
     for i, (prefix, keys) in enumerate(zip(prefixes, kv_lens)):
         require(0 <= prefix <= keys, "prefix_len_ptr", f"{prefix} of request {i}", f"0 ... {keys}, its keys")
     return multi_item(q_lens, kv_lens, prefixes, positions, most)
+
+
+@lru_cache(maxsize=None)
+def _variant(name: str, **params: str) -> AttentionVariant:
+    # Imported at first use, since it loads Triton.
+    from flashinfer.ops.attention._device import masks
+
+    return AttentionVariant(mask=getattr(masks, name), params=params)
+
+
+def draft_mask(mask: torch.Tensor, queries: dict, kv_lens: torch.Tensor, tokens: int, longest: int):
+    """The mask of speculative decoding: what each draft token of a request sees of the request's draft.
+
+    Parameters
+    ----------
+    mask : Tensor [batch, q_len, width] or [tokens, width]
+        uint8, uint16, uint32 or int32: packed, low bit first, bit c of a row for draft token c. bool: one element each.
+    queries : dict
+        qo_indptr or q_len of Table.
+    kv_lens : int32 Tensor [batch]
+        Keys of each request, its draft the last of them.
+    tokens, longest : int
+        Query rows in all, and the most of a request (0 where unknown).
+
+    Returns
+    -------
+    AttentionVariant, dict
+        And the parameters of a call.
+    """
+    require(mask.device == kv_lens.device, "mask", f"a tensor on {mask.device}", str(kv_lens.device))
+    if mask.dtype == torch.bool:
+        width = mask.shape[-1]
+        bits = torch.nn.functional.pad(mask.reshape(-1, width), (0, -width % 8)).view(-1, (width + 7) // 8, 8)
+        # Nothing here comes from the host, so that a graph can capture it.
+        place = torch.arange(8, dtype=torch.uint8, device=mask.device)
+        mask = (bits.to(torch.uint8) << place).sum(-1, dtype=torch.uint8)
+    else:
+        packed = (torch.uint8, torch.uint16, torch.uint32, torch.int32)
+        require(mask.dtype in packed, "mask", mask.dtype, "bool, or packed bits as uint8, uint16, uint32 or int32")
+        require(mask.is_contiguous(), "mask", f"strides {mask.stride()}", "contiguous")
+        mask = mask.reshape(-1, mask.shape[-1]).view(torch.uint8)
+    rows, row_bytes = mask.shape
+    require(rows == tokens, "mask", f"{rows} rows", f"{tokens}, one for each query")
+    require(8 * row_bytes >= longest, "mask", f"rows of {8 * row_bytes} bits", f"at least {longest}, the draft's")
+    source = "uniform" if "q_len" in queries else "ragged"
+    variant = _variant(f"draft_of_{source}", **_DRAFT, **_QUERIES[source])
+    return variant, dict(kv_lens=kv_lens, bits=mask, row_bytes=row_bytes, **queries)
+
+
+def shard_mask(queries: dict, kv_lens: torch.Tensor, global_lens: torch.Tensor, world: int, rank: int, window: int):
+    """The causal mask of a rank that has every `world`th key of each request, from key `rank` on.
+
+    Parameters
+    ----------
+    queries : dict
+        qo_indptr or q_len of Table.
+    kv_lens, global_lens : int32 Tensor [batch]
+        Keys of each request on this rank, and on all. Its queries are the last of all.
+    world, rank : int
+    window : int
+        A query sees itself and this many keys, of all ranks, before it; -1 for all.
+
+    Returns
+    -------
+    AttentionVariant, dict
+        And the parameters of a call.
+    """
+    source = "uniform" if "q_len" in queries else "ragged"
+    given = dict(kv_lens=kv_lens, global_lens=global_lens, world=world, rank=rank, window_left=window, **queries)
+    return _variant(f"shard_of_{source}", **_SHARD, **_QUERIES[source]), given
+
+
+def chunk_mask(size: int):
+    """The mask that keeps queries to keys of their own chunk of `size` tokens, with the parameters of a call."""
+    require(size > 0, "chunked_attention_size", size, "at least 1")
+    return _variant("same_chunk", size="i32"), dict(size=size)

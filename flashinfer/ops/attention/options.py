@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from numbers import Integral, Real
 from typing import NamedTuple
 
@@ -96,6 +96,10 @@ class PlanOptions(NamedTuple):
     def splits(self) -> int | None:
         """Keys of a split of fixed length; None for splits by load."""
         return None if self.fixed_split_size == -1 else self.fixed_split_size
+
+
+# PlanOptions by keywords in half the time of a call of the class, which makes a dict of them: for plans.
+plan_options = partial(PlanOptions.__new__, PlanOptions)
 
 
 # Typed: 24.0 is not the 24 of an earlier call.

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flashinfer.ops.attention.tables import Table
+
 MASKS = ("full", "causal", "custom")
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 FP8 = ("fp8e4nv", "fp8e5")
@@ -62,7 +64,7 @@ class Problem:
     variant_mask : bool
         Whether the variant has a mask of its own.
     interleaved : bool
-        Whether the nvfp4 factors of V lie four tokens interleaved (`Options.interleaved`).
+        Whether the nvfp4 factors of V lie four tokens interleaved (`PlanOptions.interleaved`).
     """
 
     source: str
@@ -140,107 +142,6 @@ def folds(sm_scale: float) -> bool:
 
 
 @dataclass
-class Table:
-    """The ragged description of a batch, int32 on the compute device.
-
-    Queries of a request are told by `qo_indptr`, by `q_lens` (beginning where `qo_indptr` says, or `q_len` rows apart,
-    or following one another), or by `q_len` where all are alike; its keys by `kv_indptr` (with `last_page_len` if
-    paged), or by `kv_lens` (beginning where `kv_indptr` says, or `kv_stride` apart, or following one another).
-
-    Attributes
-    ----------
-    qo_indptr : Tensor [batch + 1], optional
-        Query rows of each request.
-    kv_indptr : Tensor [batch + 1], optional
-        Paged: entries of kv_indices of each request. Ragged: rows of k and v.
-    last_page_len : Tensor [batch], optional
-        Tokens in the last page of each request.
-    kv_indices : Tensor [pages used], optional
-        Page ids.
-    mask : uint8 Tensor, optional
-        Custom mask, one bit per (query, key), row-major by request, each request starting on a byte, low bit first.
-    mask_indptr : Tensor [batch + 1], optional
-        First byte of each request in `mask`.
-    q_len : int
-        Rows of q from one request to the next, all of them its queries unless `q_lens` says less; 0 for none.
-    q_lens : Tensor [batch], optional
-        Query rows of each request.
-    kv_lens : Tensor [batch], optional
-        Keys of each request.
-    kv_stride : int
-        Entries of kv_indices, or rows of k and v, from one request to the next, as in a rectangular block table; 0 for
-        none.
-    """
-
-    qo_indptr: torch.Tensor | None = None
-    kv_indptr: torch.Tensor | None = None
-    last_page_len: torch.Tensor | None = None
-    kv_indices: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    mask_indptr: torch.Tensor | None = None
-    q_len: int = 0
-    q_lens: torch.Tensor | None = None
-    kv_lens: torch.Tensor | None = None
-    kv_stride: int = 0
-
-    @property
-    def batch_size(self) -> int:
-        for lens in (self.kv_lens, self.q_lens):
-            if lens is not None:
-                return lens.shape[0]
-        return (self.kv_indptr if self.qo_indptr is None else self.qo_indptr).shape[0] - 1
-
-    @property
-    def encoding(self) -> tuple[str, str]:
-        """Where lengths of queries and of keys are: what the scheduling kernel is compiled for."""
-        if self.q_lens is None:
-            q = "uniform" if self.q_len else "indptr"
-        else:
-            q = "padded" if self.q_len else "packed" if self.qo_indptr is None else "lens"
-        if self.kv_lens is None:
-            return q, "indptr" if self.last_page_len is None else "pages"
-        return q, "padded" if self.kv_stride else "packed" if self.kv_indptr is None else "lens"
-
-    def lengths(self) -> tuple[torch.Tensor | None, ...]:
-        """Where queries begin, their number, where keys begin, their number; None for what no tensor holds."""
-        indptr = None if self.q_len else self.qo_indptr
-        return indptr, self.q_lens, self.kv_indptr, self.last_page_len if self.kv_lens is None else self.kv_lens
-
-    def addresses(self) -> list[int]:
-        """Of `lengths`, 0 for None."""
-        return [0 if t is None else t.data_ptr() for t in self.lengths()]
-
-    def q_spans(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """First query row, and number of query rows, of each request; int64."""
-        indptr, lens, *_ = (None if t is None else t.long() for t in self.lengths())
-        if lens is None:
-            if indptr is not None:
-                return indptr[:-1], indptr[1:] - indptr[:-1]
-            tells = self.kv_indptr if self.kv_lens is None else self.kv_lens
-            lens = torch.full((self.batch_size,), self.q_len, dtype=torch.int64, device=tells.device)
-        if self.q_len:
-            return torch.arange(self.batch_size, device=lens.device) * self.q_len, lens
-        return _starts(lens) if indptr is None else indptr[: self.batch_size], lens
-
-    def kv_spans(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """First row, or entry of kv_indices, and number of keys, of each request; int64. `page_size` 0 for ragged."""
-        lens = None if self.kv_lens is None else self.kv_lens.long().clamp(min=0)
-        if self.kv_stride:
-            return torch.arange(self.batch_size, device=lens.device) * self.kv_stride, lens
-        if self.kv_indptr is None:
-            return _starts(lens), lens
-        indptr = self.kv_indptr.long()
-        if lens is None:
-            entries = indptr[1:] - indptr[:-1]
-            lens = ((entries - 1) * page_size + self.last_page_len).clamp(min=0) if page_size else entries
-        return indptr[: self.batch_size], lens
-
-
-def _starts(lens: torch.Tensor) -> torch.Tensor:
-    return lens.cumsum(0) - lens
-
-
-@dataclass
 class Inputs:
     """The tensors of one call, as reference and kernels take them.
 
@@ -254,7 +155,7 @@ class Inputs:
     lse : float32 Tensor [rows, qo_heads], optional
         Log-sum-exp of the scaled logits, base 2.
     table : Table
-    schedule : Schedule, optional
+    schedule : WorkList, optional
         The work list on a GPU; the reference needs none.
     scalars : Scalars
     sinks : float32 Tensor [qo_heads], optional
@@ -285,7 +186,7 @@ class Inputs:
     v_factors: torch.Tensor | None = None
 
     def addresses(self) -> tuple[int, ...]:
-        """Of q, k, v, out, lse and page ids (0 for none): what moves from a launch of a held kernel to the next."""
+        """Of q, k, v, out, lse and page ids (0 for none): what moves from a launch to its replay."""
         moving = self.q, self.k, self.v, self.out, self.lse, self.table.kv_indices
         return tuple([0 if t is None else t.data_ptr() for t in moving])
 

@@ -125,7 +125,7 @@ def _dequantise(codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def _interleaved(t: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Rows (page, offset) of factors that lie four tokens interleaved (see `Options`)."""
+    """Rows (page, offset) of factors that lie four tokens interleaved (see `PlanOptions`)."""
     count = t.shape[-1]
     place = 4 * torch.arange(count, device=t.device) + offsets[..., None] % 4
     found = t.float()[pages[..., None], offsets[..., None] // 4 * 4 + place // count, :, place % count]

@@ -8,27 +8,27 @@ import torch
 
 from flashinfer._core import env
 from flashinfer._core.kv_layout import check_layout, ragged_views
-from flashinfer.ops.attention import traced_single
-from flashinfer.ops.attention.batch import Batch, limits_of
-from flashinfer.ops.attention.kind import kind_of
+from flashinfer.ops.attention import traced
+from flashinfer.ops.attention.kernels import kernels_of
 from flashinfer.ops.attention.masks import custom_mask_table
-from flashinfer.ops.attention.nvfp4_rows import as_slots, slot_factors
+from flashinfer.ops.attention.operands import as_slots, slot_factors
 from flashinfer.ops.attention.options import NVFP4, PlanOptions, tile_rows
-from flashinfer.ops.attention.problem import Table, alibi_slopes
-from flashinfer.ops.attention.request import Request
+from flashinfer.ops.attention.plan import Plan
+from flashinfer.ops.attention.problem import alibi_slopes
+from flashinfer.ops.attention.tables import Table
 
 
 def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=None, custom_mask=None,
                packed_custom_mask=None, kv_cache_sf=None, **others):  # fmt: skip
     """Attention of one request: q [rows, heads, dim], k and v as `kv_layout` says.
 
-    `call` are the arguments of Batch.run, `others` fields of PlanOptions; kv_cache_sf are the factors of nvfp4 k and v.
+    `call` are the arguments of Plan.run, `others` fields of PlanOptions; kv_cache_sf are the factors of nvfp4 k and v.
 
     Returns out [rows, heads, dim], or (out, lse).
     """
     if torch.compiler.is_compiling():
         named = dict(o_dtype=o_dtype, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, **others)
-        return traced_single.run(q, k, v, kv_layout, backend, call, named)
+        return traced.run_single(q, k, v, kv_layout, backend, call, named)
     check_layout(kv_layout)
     rows = ragged_views(k, v, kv_layout)
     packed = 2 if k.dtype == NVFP4 else 1
@@ -45,24 +45,21 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
     if kv_cache_sf is not None:
         call = call | slot_factors(kv_cache_sf, kv_layout)
     asked, table = asked.plain().checked(), Table(*tables)
-    request = Request(
-        asked, None, table.kv_indptr, table.last_page_len, table.kv_indices, custom_mask, packed_custom_mask,
-        q_len=q.shape[0], rows=q.shape[0], kv_entries=rows[0].shape[0],
-    )  # fmt: skip
-    custom_mask_table(request, table)
-    kind = kind_of(asked, tile_rows(q.shape[0], asked.group), table.mask is not None, q.device, backend)
+    table.rows, table.kv_entries, table.uniform_q_len = q.shape[0], rows[0].shape[0], q.shape[0]
+    custom_mask_table(table, asked.page_size, custom_mask, packed_custom_mask)
+    kernels = kernels_of(asked, tile_rows(q.shape[0], asked.group), table.mask is not None, q.device, backend)
     slopes = None
     if asked.pos_encoding_mode == "ALIBI":
         slopes = torch.tensor(alibi_slopes(asked.num_qo_heads), dtype=torch.float32, device="cpu")
         slopes = slopes.to(q.device, non_blocking=True)
     scratch = partial(torch.empty, dtype=torch.uint8, device=q.device)
-    batch = Batch(kind, scratch, slopes, env.DEBUG.is_on())
-    batch.fill(request, table, limits_of(request, table))
-    return batch.run(q, rows, lambda pair: pair, **call)
+    plan = Plan(kernels, scratch, slopes, env.DEBUG.is_on())
+    plan.fill(table, table.limits(asked.page_size))
+    return plan.run(q, rows, lambda pair: pair, **call)
 
 
 def _indptr(rows: int, device: torch.device) -> torch.Tensor:
-    if traced_single.inside.op:
+    if traced.inside.op:
         # Nothing that a graph's pool holds may be kept.
         return torch.arange(0, max(2 * rows, 2), max(rows, 1), dtype=torch.int32, device=device).mul_(rows > 0)
     return _kept_indptr(rows, device)

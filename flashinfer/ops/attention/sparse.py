@@ -10,13 +10,12 @@ import torch
 
 from flashinfer._core import env, workspace
 from flashinfer._core.checks import require
-from flashinfer.ops.attention.batch import Batch
-from flashinfer.ops.attention.kind import kind_of
+from flashinfer.ops.attention.kernels import kernels_of
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.options import PlanOptions, tile_rows
-from flashinfer.ops.attention.problem import Table
-from flashinfer.ops.attention.request import Request
+from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.split import Limits
+from flashinfer.ops.attention.tables import Table
 from flashinfer.ops.attention.variants import AttentionVariant
 
 
@@ -137,20 +136,17 @@ def block_mask_bits(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
 
 
 def plan_blocks(asked: PlanOptions, blocks: Blocks, device: torch.device, backend: str, given: torch.Tensor,
-                custom_mask=None, packed_custom_mask=None) -> Batch:  # fmt: skip
-    """The planned batch of block rows.
+                custom_mask=None, packed_custom_mask=None) -> Plan:  # fmt: skip
+    """The plan of block rows.
 
     `given` is a caller's workspace for partial results; a small one is replaced by our own.
     """
-    request = Request(
-        asked, blocks.table.qo_indptr, blocks.table.kv_indptr, blocks.table.last_page_len, blocks.table.kv_indices,
-        custom_mask, packed_custom_mask,
-    )  # fmt: skip
-    custom_mask_table(request, blocks.table)
-    kind = kind_of(asked, tile_rows(blocks.longest_q, asked.group), request.has_mask, device, backend)
-    batch = Batch(kind, partial(_scratch, given, device), None, env.DEBUG.is_on())
-    batch.fill(request, blocks.table, Limits(blocks.table.batch_size, blocks.q_rows, blocks.kv_tokens))
-    return batch
+    table, masked = blocks.table, custom_mask is not None or packed_custom_mask is not None
+    custom_mask_table(table, asked.page_size, custom_mask, packed_custom_mask)
+    kernels = kernels_of(asked, tile_rows(blocks.longest_q, asked.group), masked, device, backend)
+    plan = Plan(kernels, partial(_scratch, given, device), None, env.DEBUG.is_on())
+    plan.fill(table, Limits(table.batch_size, blocks.q_rows, blocks.kv_tokens))
+    return plan
 
 
 def _scratch(given: torch.Tensor, device: torch.device, count: int) -> torch.Tensor:

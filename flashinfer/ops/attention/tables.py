@@ -1,143 +1,195 @@
-"""Tables of a plan on their way to the device: checked on the host, sent in one copy."""
+"""Where the requests of a batch lie: page tables, offsets and lengths on the compute device."""
 
 from __future__ import annotations
 
-import ctypes
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from flashinfer._core import driver
-from flashinfer._core.checks import check_indptr, require
+from flashinfer._core.checks import require
+from flashinfer.ops.attention.split import Limits
 
-# The order of tables here and in a Request: qo_indptr, kv_indptr, last_page_len or kv_len_arr, kv_indices. A caller may
-# have other names for them.
+# The order of a plan's tables: qo_indptr, kv_indptr, last_page_len or kv_len_arr, kv_indices. A caller may have other
+# names for them.
 NAMES = ("qo_indptr", "kv_indptr", "last_page_len", "kv_indices")
+BLOCK_NAMES = ("qo_indptr", "kv_indptr", "kv_lens", "kv_indices")
 QO_INDPTR, KV_INDPTR, LENGTHS, KV_INDICES = range(4)
 
 
-class Stage:
-    """Room for host tables of given lengths, side by side; a length of 0 for a table that is on the device or None.
-    `names` are what errors call the tables.
+@dataclass
+class Table:
+    """The ragged description of a batch, int32 on the compute device, and what the host knows of it.
+
+    Queries of a request are told by `qo_indptr`, by `q_lens` (beginning where `qo_indptr` says, or `q_len` rows apart,
+    or following one another), or by `q_len` where all are alike; its keys by `kv_indptr` (with `last_page_len` if
+    paged), or by `kv_lens` (beginning where `kv_indptr` says, or `kv_stride` apart, or following one another).
 
     Attributes
     ----------
-    values : list of int32 array
-        One per table.
-    places : list of int
-        Their addresses.
-    parts : tuple of int32 Tensor
-        Where each goes on the device.
+    qo_indptr : Tensor [batch + 1], optional
+        Query rows of each request.
+    kv_indptr : Tensor [batch + 1], optional
+        Paged: entries of kv_indices of each request. Ragged: rows of k and v.
+    last_page_len : Tensor [batch], optional
+        Tokens in the last page of each request.
+    kv_indices : Tensor [pages used], optional
+        Page ids.
+    mask : uint8 Tensor, optional
+        Custom mask, one bit per (query, key), row-major by request, each request starting on a byte, low bit first.
+    mask_indptr : Tensor [batch + 1], optional
+        First byte of each request in `mask`.
+    q_len : int
+        Rows of q from one request to the next, all of them its queries unless `q_lens` says less; 0 for none.
+    q_lens : Tensor [batch], optional
+        Query rows of each request.
+    kv_lens : Tensor [batch], optional
+        Keys of each request.
+    kv_stride : int
+        Entries of kv_indices, or rows of k and v, from one request to the next, as in a rectangular block table; 0 for
+        none.
+    uniform_q_len : int
+        Queries of every request where the host knows that `qo_indptr` gives each as many; 0 for none.
+    longest_q : int
+        A bound on query lengths, as the caller has it; 0 where it is unknown.
+    rows, kv_entries : int
+        The last offsets of qo_indptr and kv_indptr; -1 where only the device knows. The first may be any: what lies
+        before is of no request.
+    first_row : int
+        The first offset of qo_indptr; 0 where only the device knows.
+    names : tuple of str
+        What the caller calls the first four.
     """
 
-    def __init__(self, counts: tuple[int, ...], device: torch.device, names: tuple[str, ...] = NAMES):
-        self.counts, self.names = counts, names
-        total = sum(counts)
-        self._host = torch.empty(total, dtype=torch.int32, device="cpu")
-        flat, self._from = self._host.numpy(), self._host.data_ptr()
-        ends = np.cumsum(counts).tolist()
-        self.values = [flat[end - n : end] for n, end in zip(counts, ends, strict=True)]
-        self.places = [self._from + 4 * (end - n) for n, end in zip(counts, ends, strict=True)]
-        # The same as Python's integers, a quarter of the time of an array's element.
-        self._integers = [memoryview(x) for x in self.values]
-        # A verdict per element, in bytes: to search them costs a tenth of reducing an array.
-        self._verdicts = [bytearray(n) for n in counts]
-        self._flags = [np.frombuffer(verdict, dtype=np.bool_) for verdict in self._verdicts]
-        # As unsigned, a negative number is larger than any other. Views cost as much as what is done with them: offsets
-        # and those before them.
-        self._unsigned = [x.view(np.uint32) for x in self.values]
-        self._steps = [(x[1:], x[:-1], flags[1:]) for x, flags in zip(self._unsigned, self._flags, strict=True)]
-        self._differences = [np.empty_like(x[1:]) for x in self._unsigned[:LENGTHS]]
-        self._number, self._numbers = 0, np.zeros(counts[LENGTHS], np.uint32)
-        self._bytes = 4 * total
-        self.parts: tuple[torch.Tensor, ...] = ()
-        if device.type == "cuda" and total:
-            there = torch.empty(total, dtype=torch.int32, device=device)
-            self.parts, self._to = there.split(counts), there.data_ptr()
+    qo_indptr: torch.Tensor | None = None
+    kv_indptr: torch.Tensor | None = None
+    last_page_len: torch.Tensor | None = None
+    kv_indices: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    mask_indptr: torch.Tensor | None = None
+    q_len: int = 0
+    q_lens: torch.Tensor | None = None
+    kv_lens: torch.Tensor | None = None
+    kv_stride: int = 0
+    uniform_q_len: int = 0
+    longest_q: int = 0
+    rows: int = -1
+    kv_entries: int = -1
+    first_row: int = 0
+    names: tuple[str, ...] = NAMES
 
-    def take(self, i: int, table: torch.Tensor) -> None:
-        """Copy a host table in. Where it is shorter than its room, lengths are 0; of others, the last is repeated."""
-        values, n = self.values[i], table.shape[0]
-        if table.dtype == torch.int32 and table.is_contiguous():
-            ctypes.memmove(self.places[i], table.data_ptr(), 4 * n)
+    @property
+    def each_q(self) -> int:
+        """Rows of q that every request has; 0 where they differ."""
+        return self.q_len or self.uniform_q_len
+
+    def limits(self, page_size: int) -> Limits:
+        """Bounds of the batch that cost no wait for the device; `page_size` 0 for ragged."""
+        batch, each = self.batch_size, self.each_q
+        rows = batch * each if each else self.rows
+        if rows < 0 and self.longest_q:
+            rows = batch * self.longest_q
+        keys = self.kv_indices.shape[0] * page_size if page_size else self.kv_entries
+        return Limits(batch, rows, keys, each)
+
+    @property
+    def batch_size(self) -> int:
+        for lens in (self.kv_lens, self.q_lens):
+            if lens is not None:
+                return lens.shape[0]
+        return (self.kv_indptr if self.qo_indptr is None else self.qo_indptr).shape[0] - 1
+
+    @property
+    def encoding(self) -> tuple[str, str]:
+        """Where lengths of queries and of keys are: what the scheduling kernel is compiled for."""
+        if self.q_lens is None:
+            q = "uniform" if self.q_len else "indptr"
         else:
-            given = table.numpy()
-            wide = given[given != given.astype(np.int32)][:1].tolist() if table.dtype == torch.int64 else []
-            require(not wide, self.names[i], wide and wide[0], "values of int32")
-            values[:n] = given
-        if n < self.counts[i]:
-            values[n:] = values[n - 1] if n and i != LENGTHS else 0
+            q = "padded" if self.q_len else "packed" if self.qo_indptr is None else "lens"
+        if self.kv_lens is None:
+            return q, "indptr" if self.last_page_len is None else "pages"
+        return q, "padded" if self.kv_stride else "packed" if self.kv_indptr is None else "lens"
 
-    def check_indptr(self, i: int, most: int | None = None, what: str = "") -> int:
-        """Check offsets: not negative and not decreasing, up to `most`, which is `what`. Returns the last.
+    def lengths(self) -> tuple[torch.Tensor | None, ...]:
+        """Where queries begin, their number, where keys begin, their number; None for what no tensor holds."""
+        indptr = None if self.q_len else self.qo_indptr
+        return indptr, self.q_lens, self.kv_indptr, self.last_page_len if self.kv_lens is None else self.kv_lens
 
-        The first may be any: offsets of some requests of a larger batch still count its rows, or its page ids.
-        """
-        integers = self._integers[i]
-        np.less(*self._steps[i])
-        last = integers[-1]
-        if integers[0] < 0 or last < 0 or 1 in self._verdicts[i] or (most is not None and last > most):
-            check_indptr(self.names[i], self.values[i], most, what, sliced=True)
-        return last
+    def addresses(self) -> list[int]:
+        """Of `lengths`, 0 for None."""
+        return [0 if t is None else t.data_ptr() for t in self.lengths()]
 
-    def first(self, i: int) -> int:
-        """The first value of a table."""
-        return self._integers[i][0]
+    def q_spans(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """First query row, and number of query rows, of each request; int64."""
+        indptr, lens, *_ = (None if t is None else t.long() for t in self.lengths())
+        if lens is None:
+            if indptr is not None:
+                return indptr[:-1], indptr[1:] - indptr[:-1]
+            tells = self.kv_indptr if self.kv_lens is None else self.kv_lens
+            lens = torch.full((self.batch_size,), self.q_len, dtype=torch.int64, device=tells.device)
+        if self.q_len:
+            return torch.arange(self.batch_size, device=lens.device) * self.q_len, lens
+        return _starts(lens) if indptr is None else indptr[: self.batch_size], lens
 
-    def check_last_page_len(self, page_size: int) -> None:
-        """Check that all are 0 ... page_size."""
-        np.greater(self._unsigned[LENGTHS], self._all(page_size), self._flags[LENGTHS])
-        if 1 in self._verdicts[LENGTHS]:
-            values = self.values[LENGTHS]
-            allowed = f"0 ... {page_size}, the page size"
-            require(False, self.names[LENGTHS], f"{values.min()} ... {values.max()}", allowed)
+    def kv_spans(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """First row, or entry of kv_indices, and number of keys, of each request; int64. `page_size` 0 for ragged."""
+        lens = None if self.kv_lens is None else self.kv_lens.long().clamp(min=0)
+        if self.kv_stride:
+            return torch.arange(self.batch_size, device=lens.device) * self.kv_stride, lens
+        if self.kv_indptr is None:
+            return _starts(lens), lens
+        indptr = self.kv_indptr.long()
+        if lens is None:
+            entries = indptr[1:] - indptr[:-1]
+            lens = ((entries - 1) * page_size + self.last_page_len).clamp(min=0) if page_size else entries
+        return indptr[: self.batch_size], lens
 
-    def check_kv_lens(self, page_size: int, page_ids: int) -> None:
-        """Check that numbers of keys are 0 or more, and fit the pages that kv_indptr gives each request, if it is
-        here and was checked."""
-        if not self.counts[KV_INDPTR]:
-            room = self._all((1 << 31) - 1)
-        elif page_ids * page_size < 1 << 31:
-            room = self._difference(KV_INDPTR)
-            np.multiply(room, self._all(page_size), room)
-        else:
-            room = self._difference(KV_INDPTR).astype(np.int64) * page_size
-        np.greater(self._unsigned[LENGTHS], room, self._flags[LENGTHS])
-        at = self._verdicts[LENGTHS].find(1)
-        if at >= 0:
-            length = self.values[LENGTHS][at]
-            require(length >= 0, self.names[LENGTHS], length, "no negative length")
-            require(False, self.names[LENGTHS], f"{length} of request {at}",
-                    f"what its entries of {self.names[KV_INDICES]} hold, pages of {page_size}")  # fmt: skip
 
-    def longest_step(self, i: int) -> int:
-        """The most from one checked offset to the next, at least 1."""
-        if self.counts[i] < 2:
-            return 1
-        steps = self._difference(i)
-        # Where the largest is, NumPy finds in a third of the time that it takes for what it is.
-        return int(steps[steps.argmax()]) or 1
+def _starts(lens: torch.Tensor) -> torch.Tensor:
+    return lens.cumsum(0) - lens
 
-    def _difference(self, i: int) -> np.ndarray:
-        ends, begins, _ = self._steps[i]
-        return np.subtract(ends, begins, self._differences[i])
 
-    def _all(self, number: int) -> np.ndarray:
-        """An array of a number for each request: a number becomes an array in longer than it takes to compare."""
-        if number != self._number:
-            self._number = number
-            self._numbers.fill(number)
-        return self._numbers
+def graph_buffers(device: torch.device, names: dict[str, str], **buffers: torch.Tensor | None) -> Table:
+    """The fixed buffers of a wrapper in CUDA-graph mode, by their fields of Table.
 
-    def send(self, stream: int) -> None:
-        """Copy all to the device, in the order of the stream.
+    Parameters
+    ----------
+    device : torch.device
+    names : dict
+        What the caller calls the fields that are needed.
+    """
+    for field, name in names.items():
+        tensor = buffers[field]
+        given = isinstance(tensor, torch.Tensor)
+        require(given, name, None if tensor is None else f"a {type(tensor).__name__}",
+                "a buffer, with use_cuda_graph=True")  # fmt: skip
+        require(tensor.device == device, name, f"a buffer on {tensor.device}", str(device))
+        wide = torch.uint8 if field == "mask" else torch.int32
+        require(tensor.dtype == wide, name, tensor.dtype, str(wide))
+        require(tensor.is_contiguous(), name, f"strides {tensor.stride()}", "contiguous")
+    return Table(**buffers)
 
-        The copy is from pageable memory, which the driver has read when it returns, without waiting for the device: the
-        host side is free for the next plan at once. (CUDA driver API, "API synchronization behavior".)
-        """
-        driver.copy_to_device(self._to, self._from, self._bytes, stream)
 
-    def send_into(self, i: int, buffer: torch.Tensor, count: int, stream: int) -> None:
-        """Copy the first elements of a table to the begin of a device buffer."""
-        if count:
-            driver.copy_to_device(buffer.data_ptr(), self.places[i], 4 * count, stream)
+# Of masks, by their fields of Table.
+MASK_BUFFERS = dict(mask="custom_mask_buf", mask_indptr="mask_indptr_buf")
+
+
+def block_table(tables: torch.Tensor, kv_lens: torch.Tensor, **queries) -> Table:
+    """A Table of a rectangular block table.
+
+    Parameters
+    ----------
+    tables : int32 Tensor [batch, max_pages]
+        Page ids of each request; entries past its pages are not read. Rows may have any stride.
+    kv_lens : int32 Tensor [batch]
+        Keys of each request.
+    queries
+        qo_indptr, q_lens or q_len of Table, and names.
+    """
+    batch, pages = tables.shape
+    if batch > 1 and not tables.stride(0):
+        # One row for all: a stride of 0 stands for no stride.
+        tables = tables.contiguous()
+    stride = tables.stride(0) if batch > 1 else pages
+    flat = tables.as_strided(((batch - 1) * stride + pages if batch and pages else 0,), (1,))
+    names = queries.pop("names", BLOCK_NAMES)
+    return Table(kv_indices=flat, kv_lens=kv_lens, kv_stride=max(stride, 1), names=names, **queries)

@@ -220,12 +220,10 @@ class Planner:
 
 def plans_expect_what_runs(card):
     from flashinfer._core.launch import Launcher
-    from flashinfer.ops.attention import kind
-    from flashinfer.ops.attention.mla import batch
+    from flashinfer.ops.attention import kernels
 
     for form in ("decode", "prefill", "ragged", "mixed", "latent"):
-        kind._kind_of.cache_clear()
-        batch._latent_kind.cache_clear()
+        kernels._kernels_of.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             expected = []
             patch.setattr(Launcher, "expect", lambda *key: expected.append(key))

@@ -16,8 +16,9 @@ from flashinfer.ops.attention import portable, worklist
 from flashinfer.ops.attention._device.schedule import ITEM_TAKEN, item_and_head
 from flashinfer.ops.attention.config import Config
 from flashinfer.ops.attention.decode.config import choose
-from flashinfer.ops.attention.problem import Problem, Table
+from flashinfer.ops.attention.problem import Problem
 from flashinfer.ops.attention.split import Limits, SplitPolicy
+from flashinfer.ops.attention.tables import Table
 from flashinfer.testing import generate
 
 CONFIG = Config(block_m=16, block_n=16, num_warps=4, num_stages=2, native_fp8=False, combine_pieces=16, combine_rows=1,

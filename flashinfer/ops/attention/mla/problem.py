@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from flashinfer._core.checks import dtype_name
 from flashinfer._core.kv_layout import Matrix, as_matrix
-from flashinfer.ops.attention.problem import Table
+from flashinfer.ops.attention.options import PlanOptions
+from flashinfer.ops.attention.tables import Table
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,19 @@ class Problem:
         return self.head_dim_ckv
 
 
+def latent_problem(options: PlanOptions, rows: int) -> Problem:
+    """The problem of a plan's options, as most calls bring it; `rows` a tile should hold."""
+    variant = options.variant
+    causal = options.causal and not (variant and variant.owns_mask)
+    return Problem(
+        dtype_name(options.q_dtype), dtype_name(options.kv_dtype), dtype_name(options.o_dtype),
+        options.num_qo_heads, options.head_dim_vo, options.head_dim_kpe, options.page_size,
+        mask="causal" if causal else "full", sparse=options.sparse, first=options.first,
+        first_page=options.first_page, split=not options.disable_split_kv, rows=rows,
+        variant=variant.key if variant else "", softmax=variant is None or variant.use_softmax,
+    )  # fmt: skip
+
+
 @dataclass
 class Inputs:
     """The tensors of one call, as reference and kernels take them.
@@ -100,7 +115,7 @@ class Inputs:
         Log-sum-exp of the scaled logits.
     table : Table
         kv_indices holds pages, or the tokens of a sparse problem.
-    schedule : Schedule, optional
+    schedule : WorkList, optional
         The work list on a GPU; the reference needs none.
     sm_scale, out_scale : float
         Factors of logits and outputs.
@@ -134,7 +149,7 @@ class Inputs:
     params: tuple = ()
 
     def addresses(self) -> tuple[int, ...]:
-        """Of q_nope, q_pe, ckv, kpe, out, lse and page ids, 0 for none: what moves between launches that are held."""
+        """Of q_nope, q_pe, ckv, kpe, out, lse and page ids, 0 for none: what moves from a launch to its replay."""
         moving = self.q_nope, self.q_pe, self.ckv, self.kpe, self.out, self.lse, self.table.kv_indices
         return tuple([0 if t is None else t.data_ptr() for t in moving])
 

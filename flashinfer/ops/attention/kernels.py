@@ -1,4 +1,4 @@
-"""Batches of one kind: what is known of them before any length is, looked up once and shared by all plans."""
+"""The kernels of a plan: what is known of them before any length is, looked up once and shared by all plans."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.dispatch import Choice
 from flashinfer._core.target import Target, target_of
 from flashinfer.ops.attention.decode import decode
+from flashinfer.ops.attention.mla import mla
+from flashinfer.ops.attention.mla.problem import latent_problem
 from flashinfer.ops.attention.options import NVFP4, PlanOptions
 from flashinfer.ops.attention.prefill import prefill
 from flashinfer.ops.attention.problem import Problem, Scalars
 
 
-class Kind:
-    """What all batches of the same options and tile share.
+class Kernels:
+    """What runs all plans of the same options and tile.
 
     Attributes
     ----------
     options : PlanOptions
-    problem : Problem
+        Checked.
+    problem : Problem, or mla's
         As planned. What only a call knows (alignment, lse, sinks, scales) stands at what is most likely.
     choice : Choice
         The variant and config of `problem`.
@@ -38,13 +41,17 @@ class Kind:
         self._backend = backend
         owned = options.variant is not None and options.variant.owns_mask
         require(not (custom and owned), "custom_mask", "a mask", "None: the variant owns the mask")
-        self.problem = _problem(options, rows, custom)
-        # Up to 64 rows a tile reads memory longer than it multiplies.
-        self._op = decode if rows <= 64 else prefill
+        if options.source == "latent":
+            self.problem, self._op = latent_problem(options, rows), mla
+        else:
+            # Up to 64 rows a tile reads memory longer than it multiplies.
+            self.problem, self._op = _problem(options, rows, custom), decode if rows <= 64 else prefill
         self.choice: Choice = self._op(self.problem, device, backend)
         self.latest = self.choice
         self.scalars = Scalars(
-            sm_scale=options.head_dim_qk**-0.5 if options.sm_scale is None else options.sm_scale,
+            # Of latent attention, calls bring their factors: this is what a graph wrapper holds later plans to.
+            sm_scale=options.head_dim_qk**-0.5
+            if options.sm_scale is None and options.source != "latent" else options.sm_scale,
             soft_cap=float(options.logits_soft_cap or 0.0),
             window_left=options.window_left,
             rope_scale=1.0 if options.rope_scale is None else float(options.rope_scale),
@@ -59,17 +66,13 @@ class Kind:
             self._expected.add(lse)
             expect_kernels(self._op(replace(self.problem, lse=lse), self.device, self._backend), self.device)
 
-    def bind(self, lse: bool, sinks: bool, head_scales: bool, aligned: bool, matrix: bool, window: bool):
+    def bind(self, **facts: bool):
         """What computes the problem under the facts that only a call knows, and the Choice behind it."""
-        facts = (lse, sinks, head_scales, aligned, matrix, window)
-        if facts not in self._bound:
-            problem = replace(
-                self.problem, lse=lse, sinks=sinks, head_scales=head_scales, aligned=aligned, matrix=matrix,
-                window=window,
-            )  # fmt: skip
-            choice = self._op(problem, self.device, self._backend)
-            self._bound[facts] = choice.bind(self.device), choice
-        kernel, self.latest = self._bound[facts]
+        key = tuple(facts.items())
+        if key not in self._bound:
+            choice = self._op(replace(self.problem, **facts), self.device, self._backend)
+            self._bound[key] = choice.bind(self.device), choice
+        kernel, self.latest = self._bound[key]
         return kernel, self.latest
 
 
@@ -84,36 +87,52 @@ def expect_kernels(choice: Choice, device: torch.device) -> None:
             launcher.expect(problem, config, device)
 
 
-def kind_of(options: PlanOptions, rows: int, custom: bool, device: torch.device, backend: str) -> Kind:
-    """The kind of a batch; `rows` a tile should hold, `custom` for a custom mask."""
-    return _kind_of(options, rows, custom, device, backend, target_of(device))
+def kernels_of(options: PlanOptions, rows: int, custom: bool, device: torch.device, backend: str) -> Kernels:
+    """The kernels of checked options; `rows` a tile should hold, `custom` for a custom mask."""
+    return _kernels_of(options, rows, custom, device, backend, target_of(device))
 
 
 @lru_cache(maxsize=1024)
-def _kind_of(options, rows, custom, device, backend, target: Target) -> Kind:
-    return Kind(options, rows, custom, device, backend)
+def _kernels_of(options, rows, custom, device, backend, target: Target) -> Kernels:
+    return Kernels(options, rows, custom, device, backend)
 
 
 @lru_cache(maxsize=1024)
-def effective(kind: Kind) -> dict:
-    """The options of a kind, with what the defaults among them come to."""
-    options, scalars = kind.options, kind.scalars
+def effective(kernels: Kernels) -> dict:
+    """The options of kernels, with what the defaults among them come to."""
+    options, scalars = kernels.options, kernels.scalars
     return options._asdict() | dict(
         sm_scale=scalars.sm_scale, logits_soft_cap=scalars.soft_cap, rope_scale=scalars.rope_scale,
         rope_theta=scalars.rope_theta, fixed_split_size=options.splits,
     )  # fmt: skip
 
 
-def means(kind: Kind, changes: dict, masked: bool) -> bool:
-    """Whether a kind has these options already, whatever stands for a default in them."""
-    now = effective(kind)
-    defaults = dict(sm_scale=kind.options.head_dim_qk**-0.5, logits_soft_cap=0.0, rope_scale=1.0, rope_theta=1e4)
+def means(kernels: Kernels, changes: dict, masked: bool) -> bool:
+    """Whether kernels have these options already, whatever stands for a default in them."""
+    now = effective(kernels)
+    defaults = dict(sm_scale=kernels.options.head_dim_qk**-0.5, logits_soft_cap=0.0, rope_scale=1.0, rope_theta=1e4)
     for name, value in changes.items():
-        same = value == getattr(kind.options, name) or now[name] == (defaults.get(name) if value is None else value)
+        same = value == getattr(kernels.options, name) or now[name] == (defaults.get(name) if value is None else value)
         # A custom mask stands in the place of causal.
         if not same and not (masked and name == "causal"):
             return False
     return True
+
+
+def check_captured(old: Kernels, new: Kernels) -> None:
+    """A captured graph keeps its kernel, its scalars and the size of its buffers."""
+    if new is old:
+        return
+    for name, was in effective(old).items():
+        now = effective(new)[name]
+        require(was == now, name, now, f"{was}, as first planned: a captured graph cannot follow")
+    custom = old.problem.mask == "custom"
+    require(
+        custom == (new.problem.mask == "custom"), "custom_mask", "None" if custom else "a mask",
+        f"{'a mask' if custom else 'None'}, as first planned: a captured graph cannot follow",
+    )  # fmt: skip
+    now, was = new.choice.variant.name, old.choice.variant.name
+    require(now == was, "backend", now, f"{was}, as first planned: a captured graph cannot follow")
 
 
 def _problem(o: PlanOptions, rows: int, custom: bool) -> Problem:

@@ -1,0 +1,308 @@
+"""What a call brings to a plan: every check of q, k, v, out, lse and scales, in the caller's names, in one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from flashinfer._core.checks import is_aligned, require
+from flashinfer._core.kv_layout import as_matrix, ragged_views
+from flashinfer.ops.attention.config import factor_alignment
+from flashinfer.ops.attention.options import NVFP4, PlanOptions, is_finite
+from flashinfer.ops.attention.problem import Inputs, Scalars
+from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
+from flashinfer.ops.attention.variants import AttentionVariant
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FACTORS = (torch.float8_e4m3fn, torch.uint8)
+
+
+def check(plan, q, k, v, out, lse, return_lse: bool, *, q_scale, k_scale, v_scale, window_left, sinks, params,
+          k_factors, v_factors) -> Inputs:  # fmt: skip
+    """The checked inputs of a call of `plan` (plan.Plan), with new outputs where none were given.
+
+    Raises
+    ------
+    ValueError
+        What does not fit the plan, by its name in the public API.
+    """
+    _check_heads(plan, q, k, v)
+    check_rows(plan, "q", q)
+    keys, names = plan.needs[1], plan.table.names
+    require(keys <= k.shape[0], "k", f"{k.shape[0]} rows", f"at least {keys}, the last offset of {names[KV_INDPTR]}")
+    if plan.looks:
+        check_on_device(plan, q, k)
+    scalars, qk_scale, out_scale = _scales(plan, window_left, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    of_sinks = check_sinks(plan, sinks)
+    # One that is given is written, whether it is to be returned or not.
+    wants_lse = return_lse or lse is not None
+    values = variant_values(plan, params, wants_lse, sinks, window_left)
+    factors = _check_factors(plan, (k_factors, k), (v_factors, v))
+    out, lse = outputs(plan, q, out, lse, wants_lse)
+    return Inputs(
+        q, k, v, out, lse, plan.table, None, scalars, of_sinks, qk_scale, out_scale, plan.slopes, values, *factors
+    )
+
+
+def facts_of(x: Inputs) -> dict[str, bool]:
+    """What a kernel is compiled for that only a call knows."""
+    aligned = is_aligned(x.q, x.k, x.v, x.out) and _aligned_factors(x.k_factors, x.v_factors)
+    return dict(
+        lse=x.lse is not None, sinks=x.sinks is not None, head_scales=x.qk_scale is not None, aligned=aligned,
+        matrix=all(as_matrix(t, t.dim() == 4) for t in (x.k, x.v)), window=x.scalars.window_left >= 0,
+    )  # fmt: skip
+
+
+def _check_heads(plan, q, k, v) -> None:
+    """Shapes but for the number of rows, dtypes, devices and strides."""
+    o = plan.options
+    require(q.device == plan.device, "q", f"a tensor on {q.device}", f"{plan.device}, where the plan is")
+    expected = (o.num_qo_heads, o.head_dim_qk)
+    require(q.dim() == 3 and tuple(q.shape[1:]) == expected, "q", tuple(q.shape), f"[rows, {expected}], as planned")
+    require(q.dtype == o.q_dtype, "q", q.dtype, f"{o.q_dtype}, as planned (q_data_type)")
+    packed = 2 if o.kv_dtype == NVFP4 else 1
+    for name, t, dim in (("k", k, o.head_dim_qk // packed), ("v", v, o.head_dim_vo // packed)):
+        require(t.device == plan.device, name, f"a tensor on {t.device}", f"{plan.device}, where q is")
+        require(t.dtype == o.kv_dtype, name, t.dtype, f"{o.kv_dtype}, as planned (kv_data_type)")
+        got = tuple(t.shape[-2:])
+        allowed = f"{(o.num_kv_heads, dim)}, as planned"
+        if t.dim() == 4 and t.shape[1:3] == (o.num_kv_heads, o.page_size):
+            other = "NHD" if plan.kv_layout == "HND" else "HND"
+            allowed += f"; heads and tokens stand in each other's places: is this kv_layout={other!r}?"
+        require(got == (o.num_kv_heads, dim), name, f"{got} heads and dim", allowed)
+        require(t.stride(-1) == 1, name, f"stride {t.stride(-1)} of head_dim", "1: call .contiguous()")
+        if o.page_size:
+            paged = t.dim() == 4 and t.shape[1] == o.page_size
+            require(paged, name, tuple(t.shape), f"pages of {o.page_size} tokens, as planned")
+    require(k.shape[:-2] == v.shape[:-2], "v", tuple(v.shape), f"as many rows as k: {tuple(k.shape)}")
+    require(q.stride(-1) == 1, "q", f"stride {q.stride(-1)} of head_dim", "1: call .contiguous()")
+
+
+def check_rows(plan, name: str, q: torch.Tensor) -> None:
+    """That q has the rows of the plan, and no others."""
+    rows, table = plan.needs[0], plan.table
+    allowed = "as planned" if table.each_q else f"the last offset of {table.names[QO_INDPTR]}"
+    require(rows <= q.shape[0], name, f"{q.shape[0]} rows", f"at least {rows}, {allowed}")
+    # Beside a first offset that is not 0, q is that of a larger batch.
+    whole = rows < 0 or rows == q.shape[0] or plan.padded or table.first_row > 0
+    require(whole, name, f"{q.shape[0]} rows", f"{rows}, {allowed}: further rows are of no request")
+
+
+def check_on_device(plan, q: torch.Tensor, k: torch.Tensor) -> None:
+    """What only the device knows of tables; waits for it, so on the CPU and in debug mode alone."""
+    page_size, table = plan.options.page_size, plan.table
+    names = table.names
+    if not table.batch_size:
+        return
+    (q_begin, q_len), (kv_begin, kv_len) = table.q_spans(), table.kv_spans(page_size)
+    rows = int((q_begin + q_len).max())
+    require(rows <= q.shape[0], names[QO_INDPTR], f"{rows} last", f"at most {q.shape[0]}, the rows of q")
+    pages = (kv_len + page_size - 1) // page_size if page_size else kv_len
+    used = int((kv_begin + pages).max())
+    if not page_size:
+        require(used <= k.shape[0], names[KV_INDPTR], f"{used} last", f"at most {k.shape[0]}, the rows of k")
+        return
+    ids = table.kv_indices
+    most = f"at most {len(ids)} in all" if not table.kv_stride else f"at most {table.kv_stride} each"
+    fits = used <= len(ids) and not (table.kv_stride and int(pages.max()) > table.kv_stride)
+    require(fits, names[LENGTHS], f"{int(pages.max())} pages, {used} last", most)
+    ends = pages.cumsum(0)
+    within = torch.arange(int(pages.sum()), dtype=torch.int64, device=ids.device)
+    entries = ids[within + (kv_begin - ends + pages).repeat_interleave(pages)]
+    wrong = ((entries < 0) | (entries >= k.shape[0])).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        request = int(torch.searchsorted(ends, at, right=True))
+        require(False, names[KV_INDICES], f"page {int(entries[at])} of request {request}",
+                f"0 ... {k.shape[0] - 1}, the pages of the cache")  # fmt: skip
+
+
+def outputs(plan, q: torch.Tensor, out, lse, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The outputs of q's rows: those given, checked, or new ones."""
+    shape = *q.shape[:2], plan.options.head_dim_vo
+    out = plan.new_out(q) if out is None else _given(plan, "out", out, shape, plan.options.o_dtype)
+    if not wants_lse:
+        return out, None
+    if lse is None:
+        return out, plan.new_lse(q)
+    lse = _given(plan, "lse", lse, tuple(q.shape[:2]), torch.float32)
+    require(lse.is_contiguous(), "lse", f"strides {lse.stride()}", "contiguous")
+    return out, lse
+
+
+def _given(plan, name: str, t: torch.Tensor, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
+    require(tuple(t.shape) == shape, name, tuple(t.shape), str(shape))
+    require(t.dtype == dtype, name, t.dtype, str(dtype))
+    require(t.device == plan.device, name, f"a tensor on {t.device}", str(plan.device))
+    require(t.stride(-1) == 1, name, f"stride {t.stride(-1)} of the last axis", "1")
+    return t
+
+
+def check_sinks(plan, sinks) -> torch.Tensor | None:
+    if sinks is None:
+        return None
+    heads = plan.options.num_qo_heads
+    require(tuple(sinks.shape) == (heads,), "sinks", tuple(sinks.shape), f"[{heads}], one logit per query head")
+    require(sinks.device == plan.device, "sinks", f"a tensor on {sinks.device}", str(plan.device))
+    return sinks.float().contiguous()
+
+
+def variant_values(plan, params: dict | None, wants_lse: bool, sinks, window_left: int | None = None) -> tuple:
+    """What the planned variant's functions are given. Checks what cannot go with it."""
+    variant = plan.options.variant
+    if variant is None:
+        require(not params, "params", list(params or ()), "None: no variant was planned")
+        return ()
+    if not variant.use_softmax:
+        require(not wants_lse, "return_lse", True, "False: without a softmax (use_softmax) there is no LSE")
+        require(sinks is None, "sinks", "a tensor", "None: without a softmax (use_softmax) there is no sink")
+    if variant.owns_mask:
+        require(window_left in (None, -1), "window_left", window_left, "-1: the variant owns the mask")
+    return variant.values(params, plan.device)
+
+
+def _check_factors(plan, *given: tuple) -> tuple[torch.Tensor | None, ...]:
+    """The e4m3 factors of nvfp4 keys and values, laid out as those; `given` are pairs (factors, keys or values)."""
+    if plan.options.kv_dtype != NVFP4:
+        has = any(factors is not None for factors, _ in given)
+        require(not has, "kv_block_scales", "tensors", f"None, of {plan.options.kv_dtype} keys and values")
+        return None, None
+    for i, (factors, x) in enumerate(given):
+        name = f"kv_block_scales[{i}]"
+        require(factors is not None, name, None, "e4m3 factors, of nvfp4 keys and values")
+        shape = *x.shape[:-1], x.shape[-1] // 8
+        require(tuple(factors.shape) == shape, name, tuple(factors.shape), f"{shape} (page, token, head, factor)")
+        require(factors.dtype in _FACTORS, name, factors.dtype, "float8_e4m3fn, uint8")
+        require(factors.device == plan.device, name, f"a tensor on {factors.device}", str(plan.device))
+        dense = factors.stride(-1) == 1 or shape[-1] == 1
+        require(dense, name, f"stride {factors.stride(-1)} of the last axis", "1")
+    return tuple(factors.view(torch.float8_e4m3fn) for factors, _ in given)
+
+
+def _aligned_factors(*factors: torch.Tensor | None) -> bool:
+    """Whether rows of nvfp4 factors start where loads of all their bytes may."""
+    for t in factors:
+        if t is not None and any(n % factor_alignment(16 * t.shape[-1]) for n in (t.data_ptr(), *t.stride()[:-1])):
+            return False
+    return True
+
+
+def _scales(plan, window_left: int | None, **scales) -> tuple[Scalars, torch.Tensor | None, torch.Tensor | None]:
+    """Scalars of the call, and factors of logits and outputs per query head where a scale is a tensor."""
+    planned = plan.kernels.scalars
+    if window_left is None and all(scale is None for scale in scales.values()):
+        return planned, None, None
+    numbers, vectors = {}, {}
+    for name, value in scales.items():
+        if isinstance(value, torch.Tensor) and not (value.numel() == 1 and not value.is_cuda):
+            vectors[name] = _per_head(plan, name, value)
+            value = 1.0
+        numbers[name] = 1.0 if value is None else float(value)
+        require(is_finite(numbers[name]), name, numbers[name], "a finite number")
+    window = planned.window_left if window_left is None else window_left
+    # The schedule leaves out keys that no query sees in the planned window.
+    ok = planned.window_left < 0 or 0 <= window <= planned.window_left
+    require(ok and window >= -1, "window_left", window, f"at most the planned {planned.window_left}")
+    scalars = replace(
+        planned,
+        sm_scale=planned.sm_scale * numbers["q_scale"] * numbers["k_scale"],
+        out_scale=numbers["v_scale"],
+        window_left=window,
+    )
+    if not vectors:
+        return scalars, None, None
+    one = torch.ones(plan.options.num_qo_heads, dtype=torch.float32, device=plan.device)
+    qk = vectors.get("q_scale", one) * vectors.get("k_scale", one)
+    return scalars, qk.contiguous(), vectors.get("v_scale", one).contiguous()
+
+
+def _per_head(plan, name: str, value: torch.Tensor) -> torch.Tensor:
+    """A scale tensor as one float32 per query head; per-KV-head scales are repeated over their group."""
+    heads, kv_heads = plan.options.num_qo_heads, plan.options.num_kv_heads
+    value = value.to(plan.device, torch.float32, non_blocking=True).flatten()
+    if value.shape[0] == 1:
+        return value.expand(heads)
+    if value.shape[0] == kv_heads:
+        return value.repeat_interleave(plan.options.group)
+    require(value.shape[0] == heads, name, tuple(value.shape), f"1, {kv_heads} or {heads} elements")
+    return value
+
+
+def by_name(
+    args: tuple, variant: AttentionVariant | None, q: torch.Tensor, params: dict | None, scales: tuple
+) -> tuple[dict | None, tuple]:
+    """What callers give after keys and values without names: the variant's parameters, and the scales of q, k and v.
+
+    Either may have been given by name, too. Further arguments are a variant's. Without one they are the scales of FP8
+    queries, keys and values, as FlashInfer's FA3 backend takes them, times those that have names.
+    """
+    if variant is not None:
+        return variant.named(args, params), scales
+    fp8 = q.dtype in _FP8
+    allowed = "3 of FP8 queries: the scales of q, k and v" if fp8 else "none without a variant (docs/variants.md)"
+    require(fp8 and len(args) == 3, "*args", f"{len(args)} extra arguments", allowed)
+    return params, tuple(one if named is None else one * named for one, named in zip(args, scales, strict=True))
+
+
+def is_plain(lse_base: str, lse_layout: str = "NH") -> bool:
+    """Whether a log-sum-exp is asked for as kernels write it: base 2, [rows, heads]. ValueError for what is unknown."""
+    if lse_base == "log2" and lse_layout == "NH":
+        return True
+    require(lse_base in ("log2", "ln"), "lse_base", repr(lse_base), "'log2' or 'ln'")
+    require(lse_layout in ("NH", "HN"), "lse_layout", repr(lse_layout), "'NH' (rows, heads) or 'HN' (heads, rows)")
+    return False
+
+
+def with_lse(attend: Callable, q: torch.Tensor, lse: torch.Tensor | None, return_lse: bool, lse_base: str,
+             lse_layout: str = "NH"):  # fmt: skip
+    """The result of `attend(lse, return_lse)` for q [rows, heads, dim], its log-sum-exp in another base or layout.
+
+    `lse` is the caller's, in that layout, and is written where it is given.
+    """
+    if not return_lse and lse is None:
+        return attend(None, False)
+    turned = lse_layout == "HN"
+    if turned and lse is not None:
+        shape = q.shape[1], q.shape[0]
+        require(tuple(lse.shape) == shape, "lse", tuple(lse.shape), f"{shape}, with lse_layout='HN'")
+        require(lse.dtype == torch.float32, "lse", lse.dtype, "torch.float32")
+        require(lse.device == q.device, "lse", f"a tensor on {lse.device}", str(q.device))
+    out, found = attend(None if turned else lse, True)
+    if lse_base == "ln":
+        found.mul_(math.log(2.0))
+    if turned:
+        found = found.t().contiguous() if lse is None else lse.copy_(found.t())
+    return (out, found) if return_lse else out
+
+
+def as_slots(asked: PlanOptions, tables: tuple) -> tuple[PlanOptions, tuple]:
+    """Options, and tables in the order of `tables.NAMES`, of a ragged nvfp4 batch as those of a paged one.
+
+    Kernels read nvfp4 in pages, so a row is a page of one token. Waits for a kv_indptr on a device, since its last
+    offset is the length of the page table.
+    """
+    qo_indptr, kv_indptr, *_ = tables
+    count = int(kv_indptr[-1]) if kv_indptr.numel() else 0
+    last = torch.ones(max(kv_indptr.numel() - 1, 0), dtype=torch.int32, device=kv_indptr.device)
+    slots = torch.arange(count, dtype=torch.int32, device=kv_indptr.device)
+    return asked._replace(source="paged", page_size=1), (qo_indptr, kv_indptr, last, slots)
+
+
+def slot_views(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V rows as pages of one token."""
+    k, v = ragged_views(*kv, kv_layout)
+    return k.unsqueeze(1), v.unsqueeze(1)
+
+
+def slot_factors(kv_cache_sf, kv_layout: str) -> dict:
+    """Their factors, laid out as those, as Plan.run takes them."""
+    pair = isinstance(kv_cache_sf, (tuple, list)) and len(kv_cache_sf) == 2
+    require(pair, "kv_cache_sf", f"a {type(kv_cache_sf).__name__}", "a pair of tensors: the factors of k and of v")
+    k_factors, v_factors = slot_views(kv_cache_sf, kv_layout)
+    for factors in (k_factors, v_factors):
+        allowed = "float8_e4m3fn, uint8: factors of nvfp4 k and v"
+        require(factors.dtype in _FACTORS, "kv_cache_sf", factors.dtype, allowed)
+    return dict(k_factors=k_factors, v_factors=v_factors)

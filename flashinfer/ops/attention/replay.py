@@ -1,0 +1,187 @@
+"""The same as last time: launches that serve every call like an earlier one, and plans like the last.
+
+Calls are alike if their tensors have the same class, shapes, strides, dtypes, devices and alignment, and all else that
+a kernel or a check depends on is equal. Plans are alike if they ask for the same of tables that lie and are laid out
+alike, on one stream. What was checked of the first then holds for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import c_char, memmove
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashinfer._core.alike import like
+from flashinfer._core.driver import copy_to_device
+from flashinfer.ops.attention.host_tables import HostTables
+from flashinfer.ops.attention.options import MOST_ROWS, tile_rows
+from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
+
+# Launches kept per plan. Layers share one; scales, windows and sinks of their own make one for each, shapes one of
+# those that are tried one after the other.
+_MOST_REPLAYS, _MOST_ALIKE = 256, 16
+# Where the tables of lengths stand in Table.lengths().
+_PLACES = {QO_INDPTR: 0, KV_INDPTR: 2, LENGTHS: 3}
+
+
+@dataclass
+class Replay:
+    """A launch that serves every call like the one that it was made for.
+
+    Attributes
+    ----------
+    launch : callable
+        Takes the addresses of `Inputs.addresses`.
+    like : callable
+        Whether tensors of a call are like those that the launch was made for.
+    v_offset : int
+        Bytes from the K of a cache in one tensor to its V.
+    like_q : bool
+        Whether the output has q's shape and dtype, and q is contiguous.
+    kept : tuple
+        Tensors that the launch reads beside those that move.
+    """
+
+    launch: Callable
+    like: Callable[..., bool]
+    v_offset: int = 0
+    like_q: bool = False
+    kept: tuple = ()
+
+
+def keep(replays: dict[tuple, list[Replay]], key: tuple, replay: Replay) -> None:
+    """Add a replay to those of calls with its key, the latest first."""
+    if len(replays) >= _MOST_REPLAYS:
+        replays.clear()
+    latest = replays.setdefault(key, [])
+    latest.insert(0, replay)
+    del latest[_MOST_ALIKE:]
+
+
+def identity(t: torch.Tensor | None) -> tuple | None:
+    """What a replay depends on of a tensor that does not move."""
+    return None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device)
+
+
+def _bytes(count: int):
+    return (c_char * count).from_address
+
+
+class PlanReplay:
+    """What a plan leaves to the next: one that asks for the same, of tables that lie and are laid out as its are.
+
+    What the tables hold may differ, and how many page ids there are. The next plan takes over the room, the work lists
+    and the launches of this one.
+
+    Parameters
+    ----------
+    tables : tuple of Tensor
+        In the order of `tables.NAMES`: None for what the batch does not have.
+    host : HostTables
+        Of those on the host.
+    tile_q : int
+        The query length that its tile was chosen by.
+    plan : Plan
+        As planned.
+    fixed : tuple of Tensor, optional
+        The buffers of CUDA-graph mode, in the order of `tables`.
+    """
+
+    def __init__(self, tables: tuple, host: HostTables, tile_q: int, plan, fixed: tuple | None):
+        self._host, self._plan, self._fixed = host, plan, fixed
+        self._group, self._page_size = plan.options.group, plan.options.page_size
+        # None where no values tell the tile, or a captured graph keeps it.
+        from_values = host.counts[QO_INDPTR] and not plan.table.longest_q and fixed is None
+        self._tile = tile_rows(tile_q, self._group) if from_values else None
+        there = [i for i, t in enumerate(tables) if t is not None]
+        self._there = slice(there[0], there[-1] + 1)
+        self._like = like(*tables[self._there], free=[place for place, i in enumerate(there) if i == KV_INDICES])
+        staged = [(i, host.places[i], 4 * host.counts[i]) for i in _PLACES if host.counts[i]]
+        # Bytes at an address, copied in a third of the time of memmove.
+        self._copies = [(i, _bytes(size)(place), _bytes(size)) for i, place, size in staged]
+        self._most_ids = host.counts[KV_INDICES]
+        elsewhere = [i for i in there if not host.counts[i]]
+        names = "qo_indptr", "kv_indptr", "last_page_len" if plan.table.kv_lens is None else "kv_lens"
+        self._moving = [(i, names[i], _PLACES[i]) for i in elsewhere if i != KV_INDICES]
+        self._addresses = plan.table.addresses()
+        if fixed is not None:
+            self._sends = [(fixed[i].data_ptr(), place, size) for i, place, size in staged]
+            self._buffers = [(i, fixed[i], fixed[i].data_ptr()) for i in elsewhere]
+            self._most_ids_fixed = 0 if fixed[KV_INDICES] is None else fixed[KV_INDICES].shape[0]
+
+    @staticmethod
+    def may_follow(tables: tuple, host: HostTables, plan) -> bool:
+        """Whether what is kept of a plan may do for the next: no table was converted, and buffers hang on no values."""
+        plain = all(t is None or (t.dtype == torch.int32 and t.is_contiguous()) for t in tables)
+        lengths = [0 if t is None or t.is_cuda else t.shape[0] for t in tables[:KV_INDICES]]
+        # In CUDA-graph mode, tables as long as their buffers.
+        whole = list(host.counts[:KV_INDICES]) == lengths
+        return plain and whole and plan.is_scheduled and not plan.options.splits and plan.table.mask is None
+
+    def repeat(self, tables: tuple, stream: int, alone: bool) -> bool:
+        """Plan a batch if it is like the last, which it replaces. False where it is not; then nothing has changed.
+
+        `alone` says that the wrapper has no other plan, which may have been filled from the table of this one.
+        """
+        if not self._like(*tables[self._there]):
+            return False
+        for i, room, bytes_at in self._copies:
+            room.raw = bytes_at(tables[i].data_ptr())
+        ids = tables[KV_INDICES]
+        count = None if ids is None else ids.shape[0]
+        if self._most_ids:
+            if count > self._most_ids:
+                return False
+            memmove(self._host.places[KV_INDICES], ids.data_ptr(), 4 * count)
+        plan = self._plan
+        table, limits = plan.table, plan.limits
+        known = self._host.check(self._page_size, count, (table.rows, table.kv_entries, table.first_row))
+        if self._tile is not None and not self._same_tile(known[0], limits.batch):
+            return False
+        if self._fixed is None:
+            if self._host.parts:
+                self._host.send(stream)
+            if not alone:
+                table = replace(table)
+            self._move(table, tables, count)
+            if count is not None and count * self._page_size != limits.kv_tokens:
+                limits = limits._replace(kv_tokens=count * self._page_size)
+        elif not alone or known[0] > limits.q_rows or (count is not None and count > self._most_ids_fixed):
+            return False
+        else:
+            self._send(tables, count, stream)
+        same = known[0] == table.rows and (count is not None or known[1] == table.kv_entries)
+        table.rows, table.kv_entries, table.first_row = known
+        if same:
+            plan.refill(table, limits, self._addresses)
+        else:
+            plan.fill(table, table.limits(self._page_size) if self._fixed is None else limits)
+        return True
+
+    def _same_tile(self, rows: int, requests: int) -> bool:
+        # The longest query is at least the average: most often that says enough.
+        if self._tile == MOST_ROWS and 2 * rows * self._group > MOST_ROWS * requests:
+            return True
+        return tile_rows(self._host.longest_step(QO_INDPTR), self._group) == self._tile
+
+    def _move(self, table, tables: tuple, count: int | None) -> None:
+        """Let a table refer to the tensors of this plan."""
+        if not self._most_ids:
+            table.kv_indices = tables[KV_INDICES]
+        elif count != table.kv_indices.shape[0]:
+            table.kv_indices = self._host.parts[KV_INDICES][:count]
+        for i, name, place in self._moving:
+            setattr(table, name, tables[i])
+            self._addresses[place] = tables[i].data_ptr()
+
+    def _send(self, tables: tuple, count: int | None, stream: int) -> None:
+        """Copy tables into the buffers of CUDA-graph mode."""
+        for i, buffer, at in self._buffers:
+            if tables[i].data_ptr() != at:
+                buffer[: tables[i].shape[0]].copy_(tables[i], non_blocking=True)
+        for to, place, size in self._sends:
+            copy_to_device(to, place, size, stream)
+        if self._most_ids:
+            copy_to_device(self._fixed[KV_INDICES].data_ptr(), self._host.places[KV_INDICES], 4 * count, stream)
