@@ -144,6 +144,14 @@ def from_e2m1(code):
 
 
 @triton.jit
+def from_int4(code):
+    """Bytes of two's complement halves [rows, n] as float32 [rows, 2 n], low halves in even columns; exact."""
+    wide = code.to(tl.int32)
+    pairs = tl.join(((wide & 15) ^ 8) - 8, ((wide >> 4) ^ 8) - 8)
+    return tl.reshape(pairs, [code.shape[0], code.shape[1] * 2]).to(tl.float32)
+
+
+@triton.jit
 def to_ue8m0(magnitude, PEAK: tl.constexpr):
     """Bytes of the least power of two that is no less than a / PEAK, for the bits of a float32 a >= 0, as int32.
 

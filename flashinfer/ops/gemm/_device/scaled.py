@@ -7,10 +7,8 @@ The weights come first: a tile is [BN, BM], rows of the weight by tokens, becaus
 import triton
 import triton.language as tl
 
-from flashinfer.ops._device.formats import from_e2m1, from_fp8, from_ue8m0
 from flashinfer.ops._device.rows import multiple
-from flashinfer.ops._device.scales import scale_offset, times_blocks
-from flashinfer.ops._device.widen import e2m1_times
+from flashinfer.ops._device.widen import halves, load_factors, widen, widen_blocks
 
 # what codes are widened to
 COMPUTE = {"": "", "bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
@@ -23,76 +21,6 @@ def tile_of(index, row_tiles, column_tiles, GROUP: tl.constexpr):
     width = tl.minimum(column_tiles - first, GROUP)
     inside = index % (GROUP * row_tiles)
     return inside // width, first + inside % width
-
-
-@triton.jit
-def load_factors(
-    base, row, ok, first, blocks, LAYOUT: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr
-):  # fmt: skip
-    """Bytes [ROWS, COUNT] of the factors of rows `row` [ROWS], from block `first` on, a multiple of 4.
-
-    With WORDS four of them are read at a time: `blocks`, those of a row in the layout, and the base divide by 4. Where
-    there are none they are 0.
-    """
-    if WORDS:
-        word = tl.arange(0, COUNT // 4)
-        at = scale_offset(row[:, None], first + 4 * word[None, :], blocks, LAYOUT)
-        words = base.to(tl.pointer_type(tl.int32), bitcast=True)
-        found = tl.load(words + at // 4, ok[:, None] & (first + 4 * word < blocks)[None, :], other=0)
-        bytes = found[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]
-        bytes = tl.reshape(bytes, [row.shape[0], COUNT]).to(tl.uint8)
-    else:
-        block = first + tl.arange(0, COUNT)
-        at = scale_offset(row[:, None], block[None, :], blocks, LAYOUT)
-        bytes = tl.load(base + at, ok[:, None] & (block < blocks)[None, :], other=0)
-    return bytes
-
-
-@triton.jit
-def widen(codes, FORM: tl.constexpr, COMPUTE: tl.constexpr, CAPABILITY: tl.constexpr):
-    """Codes of a format as COMPUTE, which holds them exactly."""
-    if FORM == "e2m1":
-        wide = from_e2m1(codes)
-    elif FORM == "fp8e4nv" or FORM == "fp8e5":
-        wide = from_fp8(codes, FORM, CAPABILITY)
-    else:
-        wide = codes
-    return wide.to(COMPUTE)
-
-
-@triton.jit
-def wide_factors(factors, SCALE: tl.constexpr, CAPABILITY: tl.constexpr):
-    """Bytes of factors in "ue8m0" or "ue4m3" as float32."""
-    if SCALE == "ue8m0":
-        wide = from_ue8m0(factors)
-    else:
-        wide = from_fp8(factors, "fp8e4nv", CAPABILITY)
-    return wide
-
-
-@triton.jit
-def widen_blocks(
-    codes, factors, FORM: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
-    CAPABILITY: tl.constexpr,
-):  # fmt: skip
-    """Codes [ROWS, .] times the factors, bytes [ROWS, blocks], of their blocks of WIDTH, as COMPUTE.
-
-    The product of e2m1 and ue4m3 has 6 significant bits and that of anything and a power of two its own: both are exact
-    in bfloat16, within its range.
-    """
-    wide = widen(codes, FORM, tl.float32, CAPABILITY)
-    return times_blocks(wide, wide_factors(factors, SCALE, CAPABILITY), WIDTH).to(COMPUTE)
-
-
-@triton.jit
-def halves(
-    codes, factors, SCALE: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr, CAPABILITY: tl.constexpr
-):  # fmt: skip
-    """`widen_blocks` of e2m1, the even columns and the odd ones apart, [ROWS, BYTES] each."""
-    wide = wide_factors(factors, SCALE, CAPABILITY)
-    SHAPE: tl.constexpr = [codes.shape[0], codes.shape[1] // (WIDTH // 2), WIDTH // 2]
-    wide = tl.reshape(tl.broadcast_to(wide[:, :, None], SHAPE), codes.shape)
-    return e2m1_times(codes, wide, COMPUTE, CAPABILITY)
 
 
 @triton.jit
@@ -157,9 +85,13 @@ def blocked(
     A_NAME: tl.constexpr = "e4m3" if A == "fp8e4nv" else ("e5m2" if A == "fp8e5" else A)
     B_NAME: tl.constexpr = "e4m3" if B == "fp8e4nv" else ("e5m2" if B == "fp8e5" else B)
     for start in range(begin, end, BK):
-        left_factors = load_factors(b_scale, b_row, b_ok, start // WIDTH, blocks_b, B_LAYOUT, COUNT, ALIGNED)
+        left_factors = load_factors(
+            b_scale, b_row, b_ok, start // WIDTH, blocks_b, blocks_b, 1, B_LAYOUT, COUNT, 1, ALIGNED
+        )  # fmt: skip
         if a_scale is not None:
-            right_factors = load_factors(a_scale, a_row, a_ok, start // WIDTH, blocks_a, A_LAYOUT, COUNT, ALIGNED)
+            right_factors = load_factors(
+                a_scale, a_row, a_ok, start // WIDTH, blocks_a, blocks_a, 1, A_LAYOUT, COUNT, 1, ALIGNED
+            )  # fmt: skip
         left = load_codes(b, b_ok, start, K, B, BK, WHOLE, ALIGNED)
         right = load_codes(a, a_ok, start, K, A, BK, WHOLE, ALIGNED)
         if COMPUTE == "":

@@ -12,19 +12,9 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.target import target_of
 from flashinfer.ops import layouts
 from flashinfer.ops._device.rows import multiple
+from flashinfer.ops._device.widen import halves, load_factors, widen_blocks
 from flashinfer.ops.gemm import operands
-from flashinfer.ops.gemm._device.scaled import (
-    COMPUTE,
-    blocked,
-    halves,
-    load_codes,
-    load_factors,
-    plain,
-    promoted,
-    store_tile,
-    tile_of,
-    widen_blocks,
-)
+from flashinfer.ops.gemm._device.scaled import COMPUTE, blocked, load_codes, plain, promoted, store_tile, tile_of
 from flashinfer.ops.gemm.blockscaled import Widen
 from flashinfer.ops.gemm.blockscaled.config import WIDEN_FIRST, splits
 from flashinfer.ops.gemm.blockscaled.config import widened as config_of
@@ -97,7 +87,7 @@ def widen_kernel(
     at = codes + batch * multiple(codes_batch, UNIT) + row.to(tl.int64) * multiple(codes_row, UNIT)
     found = load_codes(at, ok, start, K, FORM, BK, WHOLE, ALIGNED)
     scale += batch * scale_batch
-    factors = load_factors(scale, row, ok, start // WIDTH, blocks, LAYOUT, BK // WIDTH, ALIGNED)
+    factors = load_factors(scale, row, ok, start // WIDTH, blocks, blocks, 1, LAYOUT, BK // WIDTH, 1, ALIGNED)
     if FORM == "e2m1":
         even, odd = halves(found, factors, SCALE, WIDTH, tl.bfloat16, CAPABILITY)
         wide = tl.reshape(tl.join(even, odd), [ROWS, BK])
