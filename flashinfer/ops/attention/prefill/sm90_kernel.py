@@ -39,7 +39,7 @@ from flashinfer.ops.attention._device.logits import LOG2E
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH
 from flashinfer.ops.attention.prefill.sm90_finish import finish, fixed_shift_failed, rows_of, view_of
 from flashinfer.ops.attention.prefill.sm90_loads import fetch_queries, gather, produce_keys, produce_values
-from flashinfer.ops.attention.prefill.sm90_queue import Queue, make_queue, read_next, report, span
+from flashinfer.ops.attention.prefill.sm90_queue import Queue, make_queue, read_next, report, seed_of, span
 from flashinfer.ops.attention.prefill.sm90_settings import (
     ROWS,
     Ring,
@@ -69,9 +69,9 @@ class Shared:
 
 
 @gluon.jit
-def _next_task(WG, wave, tasks, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings):
-    """Read the next task and start copying its queries."""
-    task, retry = read_next(shared.queue, wave)
+def _next_task(WG, n, tasks, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings):
+    """Read the task of word n and start copying its queries."""
+    task, retry = read_next(shared.queue, n)
     fetch_queries(
         WG, shared.q, shared.rest, tensors.q, tensors.items, task, tasks, scalars.num_kv_heads, scalars.q_stride_n,
         scalars.q_stride_h, settings,
@@ -81,10 +81,10 @@ def _next_task(WG, wave, tasks, shared: Shared, tensors: Tensors, scalars: Scala
 
 @gluon.jit
 def _run_task(
-    WG, wave, task, retry, tasks, step, cols, zeros, params, shared: Shared, tensors: Tensors, scalars: Scalars,
+    WG, wave, n, task, retry, tasks, step, cols, zeros, params, shared: Shared, tensors: Tensors, scalars: Scalars,
     settings: Settings,
 ):  # fmt: skip
-    """One task, whose queries are being copied. Returns the next task, who retries it, and the next `step`."""
+    """One task, whose queries are being copied. Returns the task of word n, who retries it, and the next `step`."""
     num_kv_heads = scalars.num_kv_heads
     k, v = shared.k, shared.v
     S_ROWS: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
@@ -96,6 +96,7 @@ def _run_task(
         # A retry takes the maximum of each block.
         plain_from = gl.where(retry > 0, 0, plain_from)
         plain_to = gl.where(retry > 0, 0, plain_to)
+    seed = seed_of(blocks, plain_to, retry, settings)
     failed = blocks < 0
     view = view_of(record, kv_head, rows_of(WG, S_ROWS), tensors, scalars, settings)
     factor = 1.0 if settings.TRANSFORM else scalars.sm_scale * LOG2E
@@ -109,17 +110,13 @@ def _run_task(
     total = gl.zeros([ROWS], gl.float32, S_ROWS)
     if blocks > 0:
         acc, p, keep, top, sums, step = attend(
-            WG, begin, blocks, plain_from, plain_to, step, shared.q, shared.rest, k, v, shared.turn, zeros, cols,
+            WG, begin, blocks, plain_from, plain_to, seed, step, shared.q, shared.rest, k, v, shared.turn, zeros, cols,
             factor, view, params, settings,
         )  # fmt: skip
         total = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
-        if settings.FIXED:
-            tried = gl.minimum(plain_to, blocks - 1) > plain_from
-            failed = tried & fixed_shift_failed(WG, total, record, settings)
-            report(shared.queue, WG, wave, task, failed)
         # All warps have read these queries: the next ones are copied beside the rest of this task.
         block_barrier()
-        following, next_retry = _next_task(WG, wave, tasks, shared, tensors, scalars, settings)
+        following, next_retry = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
         before = (step - 1) % settings.STAGES
         if settings.FP8:
             wait_full(v, step - 1, settings)
@@ -133,10 +130,13 @@ def _run_task(
         if settings.FP8:
             acc = (acc * per_row(keep, acc) + pv) * (1.0 / (1 << SHIFT))
             total *= 1.0 / (1 << SHIFT)
-    else:
         if settings.FIXED:
-            report(shared.queue, WG, wave, task, failed)
-        following, next_retry = _next_task(WG, wave, tasks, shared, tensors, scalars, settings)
+            tried = gl.minimum(plain_to, blocks - 1) > plain_from
+            failed = tried & fixed_shift_failed(WG, acc, total, record, settings)
+    else:
+        following, next_retry = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
+    if settings.FIXED:
+        report(shared.queue, WG, wave, task, failed)
     if settings.FP8:
         # Computed twice, and not kept: the loop over keys has no registers left.
         task = opaque(task)
@@ -167,12 +167,19 @@ def _consume(WG, params, shared: Shared, tensors: Tensors, scalars: Scalars, set
     step = 0
     retry = 0
     wave = 0
+    n = 0
     # Without LICM: what is the same for all tasks is computed for each, since loops over keys need the registers.
     while tl.condition(task < tasks, disable_licm=True):
         task, retry, step = _run_task(
-            WG, wave, task, retry, tasks, step, cols, zeros, params, shared, tensors, scalars, settings
+            WG, wave, n, task, retry, tasks, step, cols, zeros, params, shared, tensors, scalars, settings
         )
         wave += 1
+        n += 1
+        if settings.FIXED:
+            if task >= tasks:
+                # Not the end yet: the last task may have to be retried.
+                task, retry = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
+                n += 1
 
 
 @gluon.jit
@@ -206,13 +213,16 @@ def attend_sm90_kernel(
     DTYPE: gl.constexpr = q.dtype.element_ty
     TWO: gl.constexpr = D_REST > 0
     FP8: gl.constexpr = DTYPE.primitive_bitwidth == 8
+    FIXED: gl.constexpr = DTYPE == gl.bfloat16 and SOFTMAX and not CUSTOM and MASK is None
+    # At head_dim 64 the loop without a mask would have 343 instructions instead of 332.
+    SEEDED: gl.constexpr = FIXED and not WINDOW and D_VO > 64
     settings = Settings(
         CAUSAL=CAUSAL, WINDOW=WINDOW, CUSTOM=CUSTOM, SOFT_CAP=SOFT_CAP, ALIBI=ALIBI, SINKS=SINKS,
         HEAD_SCALES=HEAD_SCALES, LSE=LSE, TRANSFORM=SOFT_CAP or ALIBI or HEAD_SCALES or SCALE_FIRST or VARIED,
         GATHER=GATHER, GROUP=GROUP, PAGE_SIZE=PAGE_SIZE, D_VO=D_VO, D_VO_PAD=D_VO_PAD, BLOCK_M=BLOCK_M, STAGES=STAGES,
         TWO=TWO, STAGED=STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth,
         TURN_WARPS=TURN_WARPS, LOGITS=LOGITS, MASK=MASK,
-        VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=DTYPE == gl.bfloat16 and SOFTMAX and not CUSTOM and MASK is None,
+        VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED, SEEDED=SEEDED,
     )  # fmt: skip
     q_tiles = _tiles(DTYPE, 2, ROWS, D)
     k_tiles = _tiles(DTYPE, STAGES, BLOCK_N, D)

@@ -16,7 +16,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
-from flashinfer.ops.attention.prefill.sm90_queue import Queue, publish_next, read_next, span
+from flashinfer.ops.attention.prefill.sm90_queue import Queue, publish_next, read_to_end, seed_of, span, start_of
 from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Ring, Settings, block_id, opaque, opaque_sum
 
 
@@ -48,16 +48,19 @@ def _produce(
     tasks = gl.load(counts) * num_kv_heads
     step = 0
     task = block_id()
+    retry = 0
     waiting = -1
     wave = 0
+    n = 0
     while task < tasks:
         record = items + task // num_kv_heads * ITEM_WIDTH
         kv_head = task % num_kv_heads
         begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, settings)
         kv_base = gl.load(record + ITEM_KV_BASE)
         kv_len = gl.load(record + ITEM_KV_LEN)
-        start = begin + (blocks - 1) * BLOCK_N
+        seed = seed_of(blocks, plain_to, retry, settings)
         for i in range(blocks):
+            start = start_of(i, begin, blocks, seed, BLOCK_N, settings)
             # Loaded before the wait, which hides their latency.
             pages = _pages(kv_indices, kv_base, start, kv_len, settings.PAGE_SIZE, BLOCK_N)
             stage = step % settings.STAGES
@@ -82,12 +85,11 @@ def _produce(
                     if TWO:
                         to = ring.rest.index(stage).slice(box * settings.PAGE_SIZE, settings.PAGE_SIZE, dim=0)
                         tma_load(rest_map, [at, col + SPLIT_AT], full, to)
-            start -= BLOCK_N
             step += 1
         if PUBLISHES:
-            task, waiting = publish_next(queue, wave, waiting, items, tasks, settings)
+            task, retry, n, waiting = publish_next(queue, n, wave, waiting, items, tasks, settings)
         else:
-            task, retry = read_next(queue, wave)
+            task, retry, n = read_to_end(queue, n, tasks, settings)
         wave += 1
 
 
@@ -198,14 +200,17 @@ def gather(
     tasks = gl.load(counts) * num_kv_heads
     step = 0
     task = block_id()
+    retry = 0
     waiting = -1
     wave = 0
+    n = 0
     while tl.condition(task < tasks, disable_licm=True):
         record = items + task // num_kv_heads * ITEM_WIDTH
         kv_head = (task % num_kv_heads).to(gl.int64)
         begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, settings)
         kv_base = gl.load(record + ITEM_KV_BASE)
         kv_len = gl.load(record + ITEM_KV_LEN)
+        seed = seed_of(blocks, plain_to, retry, settings)
         start = begin + (blocks - 1) * BLOCK_N
         if blocks > 0:
             keys = k_source + kv_head * k_head
@@ -215,16 +220,17 @@ def gather(
             # Keys are a block ahead of values, since their stage is empty half a step earlier. Page ids are loaded
             # twice: kept, they take registers of the consumers (Triton 3.9).
             for i in range(1, blocks):
-                start -= BLOCK_N
+                before = start
+                start = start_of(i, begin, blocks, seed, BLOCK_N, settings)
                 found = _found(start, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
                 _gather_keys(k, keys, step + 1, found, start, kv_len, k_page, k_step, settings)
-                found = _found(start + BLOCK_N, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
-                _gather_values(v, values, step, found, start + BLOCK_N, kv_len, v_page, v_step, settings)
+                found = _found(before, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
+                _gather_values(v, values, step, found, before, kv_len, v_page, v_step, settings)
                 step += 1
             found = _found(start, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
             _gather_values(v, values, step, found, start, kv_len, v_page, v_step, settings)
             step += 1
-        task, waiting = publish_next(queue, wave, waiting, items, tasks, settings)
+        task, retry, n, waiting = publish_next(queue, n, wave, waiting, items, tasks, settings)
         wave += 1
 
 

@@ -19,14 +19,19 @@ from flashinfer.ops.attention.prefill.sm90_settings import Settings, block_count
 # A word of the queue is a task's number; from this bit on, the warpgroups that are to retry it (1 the first, 2 the
 # second, 3 both). Tasks are fewer: each work item has a record in memory.
 RETRY_BIT = gl.constexpr(29)
+# Blocks without a mask from which on block 0 is moved in front of them, see seed_of.
+SEED_FROM = gl.constexpr(8)
 
 
 @aggregate
 class Queue:
     """The next task of the block, published in shared memory by one warp and read by all others; two slots.
 
-    With settings.FIXED, each consumer warpgroup reports whether it failed at a task, and a task that failed is
-    published once more, as a retry.
+    Word n is in slot n % 2. A word from the number of tasks on says that no task is left.
+
+    With settings.FIXED, each consumer warpgroup reports at the end of a task whether it failed, and a task that failed
+    is published once more, as a retry: as a rule after the task that follows it, which has begun by then. So the first
+    word without a task is no end: another one follows once the last task is reported, a retry or the end.
     """
 
     tasks: gl.shared_memory_descriptor
@@ -59,69 +64,90 @@ def make_queue(READERS: gl.constexpr, FIXED: gl.constexpr):
 
 @gluon.jit
 def report(queue: Queue, WG, wave, task, failed):
-    """A warpgroup says whether it failed at the block's wave-th task, before it reads the next one."""
+    """A warpgroup reports whether it failed at the block's wave-th task."""
     slot = wave % 2 * 2 + WG
     queue.failed.index(slot).store(one_word(gl.where(failed, task, -1)))
     mbarrier.arrive(queue.reported.index(slot), count=1)
 
 
 @gluon.jit
-def _retry(queue: Queue, wave, is_last):
-    """The word of a task to retry, or -1: the one before the block's wave-th, or that one itself if it `is_last`."""
+def _retry(queue: Queue, wave):
+    """The word that retries the block's wave-th task, or -1 if both warpgroups served it. Waits for their reports."""
+    # The phase before the first counts as over, as the task before the first (wave -1) does.
+    slot = (wave + 2) % 2 * 2
+    phase = ((wave + 2) // 2 & 1) ^ 1
+    mbarrier.wait(queue.reported.index(slot), phase)
+    mbarrier.wait(queue.reported.index(slot + 1), phase)
+    first = read_word(queue.failed.index(slot))
+    second = read_word(queue.failed.index(slot + 1))
     word = -1
-    for back in gl.static_range(1, -1, -1):
-        if (word < 0) & ((back == 1) | is_last):
-            slot = (wave + back) % 2 * 2
-            # The phase before the first counts as over, as the task before the first does.
-            phase = ((wave - back + 2) // 2 & 1) ^ 1
-            mbarrier.wait(queue.reported.index(slot), phase)
-            mbarrier.wait(queue.reported.index(slot + 1), phase)
-            first = read_word(queue.failed.index(slot))
-            second = read_word(queue.failed.index(slot + 1))
-            if gl.maximum(first, second) >= 0:
-                who = (first >= 0).to(gl.int32) + 2 * (second >= 0).to(gl.int32)
-                word = gl.maximum(first, second) | who << RETRY_BIT
-                queue.failed.index(slot).store(one_word(-1))
-                queue.failed.index(slot + 1).store(one_word(-1))
+    if gl.maximum(first, second) >= 0:
+        who = (first >= 0).to(gl.int32) + 2 * (second >= 0).to(gl.int32)
+        word = gl.maximum(first, second) | who << RETRY_BIT
+        queue.failed.index(slot).store(one_word(-1))
+        queue.failed.index(slot + 1).store(one_word(-1))
     return word
 
 
 @gluon.jit
-def publish_next(queue: Queue, wave, waiting, items, tasks, settings: Settings):
-    """Take the task after the block's wave-th and publish it for `read_next`. From `tasks` on there is none.
+def _publish(queue: Queue, n, word):
+    slot = n % 2
+    mbarrier.wait(queue.empty.index(slot), ((n // 2) & 1) ^ 1)
+    queue.tasks.index(slot).store(one_word(word))
+    mbarrier.arrive(queue.full.index(slot), count=1)
+    return n + 1
 
-    Returns it, and the task that waits while another is retried, or -1: the caller passes it in as `waiting` next time.
+
+@gluon.jit
+def publish_next(queue: Queue, n, wave, waiting, items, tasks, settings: Settings):
+    """Take the task after the block's wave-th and publish it as word n.
+
+    Returns the task, who retries it (see read_next), the next n, and the task that waits while another is retried, or
+    -1: the caller passes it in as `waiting` next time.
 
     Each block begins with the task of its number, then asks once for each task that it has had. So all blocks ask
     `tasks` times together: the last one resets the counter.
     """
-    task = waiting
+    word = waiting
     if waiting < 0:
         taken = gl.atomic_add(items + ITEM_TAKEN, 1, sem="relaxed")
         if taken == tasks - 1:
             gl.store(items + ITEM_TAKEN, 0)
-        task = block_count() + taken
-    slot = wave % 2
-    mbarrier.wait(queue.empty.index(slot), ((wave // 2) & 1) ^ 1)
+        word = block_count() + taken
     waiting = -1
     if settings.FIXED:
-        word = _retry(queue, wave, task >= tasks)
-        if word >= 0:
-            waiting = task
-            task = word
-    queue.tasks.index(slot).store(one_word(task))
-    mbarrier.arrive(queue.full.index(slot), count=1)
-    return task & ((1 << RETRY_BIT) - 1), waiting
+        retried = _retry(queue, wave - 1)
+        if (retried < 0) & (word >= tasks):
+            # Consumers read that no task is left, and go on to the end and the report of this one.
+            n = _publish(queue, n, word)
+            retried = _retry(queue, wave)
+        if retried >= 0:
+            waiting = word
+            word = retried
+    n = _publish(queue, n, word)
+    return word & ((1 << RETRY_BIT) - 1), word >> RETRY_BIT, n, waiting
 
 
 @gluon.jit
-def read_next(queue: Queue, wave):
-    """The task after the block's wave-th, and who retries it: 0 nobody, 1 the first warpgroup, 2 the second, 3 both."""
-    slot = wave % 2
-    mbarrier.wait(queue.full.index(slot), (wave // 2) & 1)
+def read_next(queue: Queue, n):
+    """The task of word n, and who retries it: 0 nobody, 1 the first warpgroup, 2 the second, 3 both."""
+    slot = n % 2
+    mbarrier.wait(queue.full.index(slot), (n // 2) & 1)
     word = read_word(queue.tasks.index(slot))
     mbarrier.arrive(queue.empty.index(slot), count=1)
     return word & ((1 << RETRY_BIT) - 1), word >> RETRY_BIT
+
+
+@gluon.jit
+def read_to_end(queue: Queue, n, tasks, settings: Settings):
+    """read_next, past a word without a task that is not the end. Returns the next n, too."""
+    task, retry = read_next(queue, n)
+    n += 1
+    if settings.FIXED:
+        if task >= tasks:
+            task, retry = read_next(queue, n)
+            n += 1
+    return task, retry, n
 
 
 @gluon.jit
@@ -149,3 +175,28 @@ def span(record, window_left, BLOCK_N: gl.constexpr, settings: Settings):
         plain_to = 0
     plain_to = gl.minimum(plain_to, blocks)
     return begin, blocks, gl.minimum(plain_from, plain_to), plain_to
+
+
+@gluon.jit
+def seed_of(blocks, plain_to, retry, settings: Settings):
+    """Where in the walk over a task's blocks block 0 comes; `blocks` if in its own place, at the end.
+
+    The walk goes from the last block to the first. With a fixed shift, block 0 follows the blocks with a mask, so that
+    the shift is no less than the logits of the first keys: attention sinks, which outweigh all others, are there. It
+    costs the maximum of one block more; SEED_FROM blocks without a mask are worth it.
+    """
+    seed = blocks
+    if settings.SEEDED:
+        plain = gl.minimum(plain_to, blocks - 1)
+        seed = gl.where((plain >= SEED_FROM) & (retry == 0), blocks - plain, blocks)
+    return seed
+
+
+@gluon.jit
+def start_of(i, begin, blocks, seed, BLOCK_N: gl.constexpr, settings: Settings):
+    """The first key of the i-th block of the walk. Example: blocks 0 ... 9 of which 8 and 9 have a mask, seed 2: the
+    walk is 9, 8, 0, 7, 6, 5, 4, 3, 2, 1."""
+    number = blocks - 1 - i
+    if settings.SEEDED:
+        number = gl.where(i == seed, 0, number + (i > seed).to(gl.int32))
+    return begin + number * BLOCK_N

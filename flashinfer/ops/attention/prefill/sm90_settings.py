@@ -47,6 +47,8 @@ class Settings:
     SOFTMAX: gl.constexpr
     # Whether weights of blocks without a mask have a fixed shift, see sm90_softmax.steps.
     FIXED: gl.constexpr
+    # Whether the first block of keys may come in front of those without a mask, see sm90_queue.seed_of.
+    SEEDED: gl.constexpr
 
 
 @aggregate

@@ -166,15 +166,14 @@ def wait_full(ring: Ring, step, settings: Settings):
 
 @gluon.jit
 def steps(
-    WG, count, acc, p, keep, top, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros,
-    cols, factor, view: RowView, params, MASKED: gl.constexpr, settings: Settings,
+    WG, count, acc, p, keep, top, sums, step, start, last, q, q_rest, k: Ring, v: Ring, turn, zeros,
+    cols, factor, view: RowView, params, MASKED: gl.constexpr, FIXED: gl.constexpr, settings: Settings,
 ):  # fmt: skip
     """`count` blocks of keys below key `start`. For each: its scores, P V of the block before it, then its softmax.
 
     `step` counts the blocks of all tasks. `p` are the weights of the block before, and `keep` is the factor that `acc`
-    still lacks. With settings.FIXED, blocks without a mask use `top` as their shift, and `keep` is 1.
+    still lacks. `last` is the task's last step. With FIXED, the blocks use `top` as their shift, and `keep` is 1.
     """
-    FIXED: gl.constexpr = settings.FIXED and not MASKED
     shifted = top * factor
     for i in range(count):
         start -= zeros.shape[1]
@@ -197,7 +196,7 @@ def steps(
             weights, top, sums, keep = _softmax(s, top, sums, factor, settings)
         # The wait for the next keys is a branch, which ptxas does not move instructions across: else it moves the wait
         # for P V up, in front of the softmax that is to run beside it.
-        if start > begin:
+        if step < last:
             wait_full(k, step + 1, settings)
         if FIXED:
             acc, weights, sums = warpgroup_mma_wait(0, [pv, weights, sums])
@@ -212,8 +211,8 @@ def steps(
 
 @gluon.jit
 def steps_fp8(
-    WG, count, acc, p, keep, top, sums, step, start, begin, q, q_rest, k: Ring, v: Ring, turn, zeros,
-    cols, factor, view: RowView, params, MASKED: gl.constexpr, settings: Settings,
+    WG, count, acc, p, keep, top, sums, step, start, last, q, q_rest, k: Ring, v: Ring, turn, zeros,
+    cols, factor, view: RowView, params, MASKED: gl.constexpr, FIXED: gl.constexpr, settings: Settings,
 ):  # fmt: skip
     """The same in e4m3. P V of each block starts from zero, before the scores, and is added to `acc` while they run.
 
@@ -231,7 +230,7 @@ def steps_fp8(
         mbarrier.arrive(v.empty.index(before), count=1)
         acc = acc * per_row(keep, acc) + pv
         # Keeps the wait for the scores where it is, as in `steps`.
-        if start > begin:
+        if step < last:
             wait_full(k, step + 1, settings)
         s, acc = warpgroup_mma_wait(0, [s, acc])
         mbarrier.arrive(k.empty.index(stage), count=1)
@@ -258,7 +257,7 @@ def _clear_tail(v, start, kv_len):
 
 @gluon.jit
 def attend(
-    WG, begin, blocks, plain_from, plain_to, step, q, q_rest, k: Ring, v: Ring, turn, zeros, cols, factor,
+    WG, begin, blocks, plain_from, plain_to, seed, step, q, q_rest, k: Ring, v: Ring, turn, zeros, cols, factor,
     view: RowView, params, settings: Settings,
 ):  # fmt: skip
     """All blocks of a task, but for P V of the last weights: what `steps` returns."""
@@ -272,6 +271,7 @@ def attend(
     else:
         sums = gl.zeros([ROWS, FOLD], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLD, 16]))
     start = begin + (blocks - 1) * BLOCK_N
+    last = step + blocks - 1
     stage = step % settings.STAGES
     wait_full(k, step, settings)
     if not settings.FP8:
@@ -293,22 +293,29 @@ def attend(
     if blocks > 1:
         wait_full(k, step, settings)
     acc, p, keep, top, sums, step, start = STEPS(
-        WG, blocks - 1 - plain_to, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros, cols,
-        factor, view, params, True, settings,
+        WG, blocks - 1 - plain_to, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros, cols,
+        factor, view, params, True, False, settings,
     )  # fmt: skip
     plain = gl.minimum(plain_to, blocks - 1) - plain_from
+    if settings.SEEDED:
+        if seed < blocks:
+            acc, p, keep, top, sums, step, _ = STEPS(
+                WG, 1, acc, p, keep, top, sums, step, begin + BLOCK_N, last, q, q_rest, k, v, turn, zeros, cols, factor,
+                view, params, False, False, settings,
+            )  # fmt: skip
+            plain -= 1
     if settings.FIXED:
         acc = acc * per_row(keep, acc)
         keep = gl.full([ROWS], 1.0, gl.float32, keep.type.layout)
         # A row that has seen no key yet takes the shift 0: its sum decides in the end whether that served.
         top = gl.where((top == float("-inf")) & (plain > 0), 0.0, top)
     acc, p, keep, top, sums, step, start = STEPS(
-        WG, plain, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros, cols, factor, view,
-        params, False, settings,
+        WG, plain, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros, cols, factor, view,
+        params, False, settings.FIXED, settings,
     )  # fmt: skip
     if settings.WINDOW:
         acc, p, keep, top, sums, step, start = STEPS(
-            WG, (start - begin) // BLOCK_N, acc, p, keep, top, sums, step, start, begin, q, q_rest, k, v, turn, zeros,
-            cols, factor, view, params, True, settings,
+            WG, (start - begin) // BLOCK_N, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros,
+            cols, factor, view, params, True, False, settings,
         )  # fmt: skip
     return acc, p, keep, top, sums, step

@@ -1,0 +1,56 @@
+"""Weights with a fixed shift of Hopper's prefill kernel, in the emulator: sums that overflow, and attention sinks."""
+
+import pytest
+import torch
+
+from flashinfer.testing import generate
+from flashinfer.testing.emulator import emulate
+from tests.ops.attention.cases import check, run_paged, run_ragged
+from tests.ops.attention.oracle import Options
+from tests.ops.attention.test_leaps import rising
+
+
+def times_values(x, factor):
+    return generate.Ragged(x.q, x.k, x.v * factor, x.qo_indptr, x.kv_indptr)
+
+
+@pytest.mark.parametrize("leap", (30.0, 0.0))
+def test_large_values(leap):
+    """Weights of 2^43 are fair, their products with values of 2^100 are not finite, and the result is 2^100."""
+    x = times_values(rising("cpu", (130,), (400,), leap, dim=64, heads=(1, 1)), 2.0**100)
+    with emulate("90a", seed=1):
+        result = run_ragged(x, Options(causal=True), "sm90")
+    assert result[0].isfinite().all()
+    check(result, x, Options(causal=True))
+
+
+def products(x):
+    """How many products of tiles a causal prefill waits for."""
+    waits = []
+    with emulate("90a", seed=1, watch=lambda operation, _: waits.append(operation)):
+        result = run_ragged(x, Options(causal=True), "sm90")
+    check(result, x, Options(causal=True))
+    return waits.count("product wait")
+
+
+def test_first_keys_that_outweigh_all_others_are_not_retried():
+    """Attention sinks are ordinary: a first key 40 nats above the others costs no product. A key in the middle does."""
+    plain, first, middle = (products(rising("cpu", (130,), (1300,), leap, at, heads=(1, 1)))
+                            for leap, at in ((0.0, [0]), (40.0, [0]), (40.0, [700])))  # fmt: skip
+    assert plain == first < middle
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("page_size", (0, 1, 16, 128))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("at", ((0,), (700,), (0, 700), (1400,)))
+@pytest.mark.parametrize("factor", (1.0, 2.0**100))
+def test_leaps(at, causal, page_size, factor):
+    """Block 0 goes in front of those without a mask: what outweighs it later is retried."""
+    x = times_values(rising("cpu", (130, 200), (1500, 1300), 40.0, [k for k in at if k < 1300], heads=(1, 1)), factor)
+    with emulate("90a", seed=sum(at) + page_size):
+        if page_size:
+            result = run_paged(x, Options(causal=causal), "sm90", page_size=page_size)
+        else:
+            result = run_ragged(x, Options(causal=causal), "sm90")
+    check(result, x, Options(causal=causal))
