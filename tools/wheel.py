@@ -26,6 +26,8 @@ assert flashinfer.__file__.startswith(sys.prefix), flashinfer.__file__
 version = flashinfer.__version__
 assert version.startswith(sys.argv[1] + "+py."), version
 assert version == metadata.version("flashinfer-python") == flashinfer_cubin.__version__
+for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+    assert "flashinfer" in {point.name for point in metadata.entry_points(group=group)}, group
 x, weight = torch.randn(3, 64), torch.randn(64)
 torch.testing.assert_close(flashinfer.rmsnorm(x, weight), torch.nn.functional.rms_norm(x, (64,), weight, 1e-6))
 print(version, "imports and runs")

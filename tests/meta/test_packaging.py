@@ -101,7 +101,8 @@ def test_imports_of_others_are_declared():
     declared = {name.lower().replace("_", "-") for name in requirements("dependencies")}
     # cuda-bindings comes with CUDA builds of torch, and is asked for only where there is a GPU; matplotlib is an extra;
     # engines are imported by integrations alone
-    optional = {"cuda": "cuda-bindings", "matplotlib": "matplotlib", "transformers": "transformers"}
+    optional = {"cuda": "cuda-bindings", "matplotlib": "matplotlib", "transformers": "transformers", "vllm": "vllm"}
+    optional["sglang"] = "sglang"
     for path in (ROOT / "flashinfer").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
