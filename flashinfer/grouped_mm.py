@@ -8,7 +8,7 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
-from flashinfer.gemm.grouped import _blocks, _check_indptr
+from flashinfer.gemm.grouped import Factors, _blocks, _check_indptr
 
 __all__ = ["grouped_mm_bf16", "grouped_mm_fp4", "grouped_mm_fp8", "grouped_mm_mxfp8"]
 
@@ -123,8 +123,8 @@ def grouped_mm_mxfp8(
     a, b = given.fp8("a", a), given.fp8("b", b, 3)
     _check_indptr(m_indptr, b)
     backend = given.variant_of(backend, ("cudnn",))
-    form = "ue8m0", 32, False
-    return _blocks(a, b, a_descale, b_descale, m_indptr, None, out, out_dtype, form, backend)
+    factors = Factors("ue8m0", 32)
+    return _blocks(a, b, a_descale, b_descale, m_indptr, None, out, out_dtype, factors, backend)
 
 
 @checked
@@ -169,10 +169,10 @@ def grouped_mm_fp4(
     require(block_size in (16, 32), "block_size", block_size, "16, 32")
     a, b = given.fp4("a", a), given.fp4("b", b, 3)
     _check_indptr(m_indptr, b)
-    form = "ue4m3" if block_size == 16 else "ue8m0", block_size, False
+    factors = Factors("ue4m3" if block_size == 16 else "ue8m0", block_size)
     backend = given.variant_of(backend, ("cudnn",))
     alpha = given.alpha_of(alpha, a)
-    return _blocks(a, b, a_descale, b_descale, m_indptr, alpha, out, out_dtype, form, backend)
+    return _blocks(a, b, a_descale, b_descale, m_indptr, alpha, out, out_dtype, factors, backend)
 
 
 def _unscaled(a, b, m_indptr, alpha, out, out_dtype, backend) -> torch.Tensor:

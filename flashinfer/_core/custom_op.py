@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
+import typing
 from collections.abc import Callable, Iterable
 
 import torch
-
 
 _libraries: list[torch.library.Library] = []
 
@@ -15,7 +16,8 @@ _libraries: list[torch.library.Library] = []
 def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None = None) -> Callable:
     """Register the decorated function as the torch custom op `name`; traced calls use the op, eager calls skip it.
 
-    The function's annotations give the op's schema (Tensor, int, float, bool, str, their Optional and list forms).
+    The function's annotations give the op's schema (Tensor, int, float, bool, str, their Optional and list forms). Its
+    first parameter may be a named tuple of these and of such tuples, which the op then takes as lists of each type.
     Inputs and outputs must not alias, as torch demands: write results into an argument named in `mutates_args` and
     return None, or return new tensors.
 
@@ -39,13 +41,18 @@ def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None
         returns_nothing = inspect.signature(function).return_annotation in (None, "None")
         if fake is None and not returns_nothing:
             raise TypeError(f"{name}: a function that returns tensors needs fake=")
+        flat, flat_fake, arguments = _flattened(function), fake, None
+        if flat is not None:
+            record, flat = flat
+            flat_fake = fake and _of_lists(record, fake)
+            arguments = functools.partial(_arguments_of, record)
         # Not torch.library.custom_op, which adds a backward and takes 3 ms of import each; this takes 1.
-        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates_args))
+        schema = torch.library.infer_schema(flat or function, mutates_args=tuple(mutates_args))
         namespace, _, short = name.partition("::")
         library = torch.library.Library(namespace, "FRAGMENT")
         library.define(short + schema)
-        library.impl(short, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(name, fake or _returns_none, lib=library)
+        library.impl(short, flat or function, "CompositeExplicitAutograd")
+        torch.library.register_fake(name, flat_fake or _returns_none, lib=library)
         op = getattr(getattr(torch.ops, namespace), short).default
         # It lives as long as the function: an op leaves with its library.
         _libraries.append(library)
@@ -53,7 +60,7 @@ def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None
         @functools.wraps(function)
         def call(*args, **kwargs):
             if torch.compiler.is_compiling():
-                return op(*args, **kwargs)
+                return op(*(args if arguments is None else (*arguments(args[0]), *args[1:])), **kwargs)
             return function(*args, **kwargs)
 
         call.op = op
@@ -64,3 +71,67 @@ def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None
 
 def _returns_none(*args, **kwargs) -> None:
     return None
+
+
+# What the values of a record become, by type: lists, and lines of one text, for a schema has no lists of texts.
+_LISTS = {"tensors": list[torch.Tensor | None], "words": str, "numbers": list[int], "floats": list[float]}
+
+
+def _flattened(function: Callable) -> tuple[_Record, Callable] | None:
+    """Where the first parameter is a named tuple: it, and the function of lists in its place."""
+    hints = typing.get_type_hints(function)
+    first, *others = inspect.signature(function).parameters.values()
+    if not hasattr(hints[first.name], "_fields"):
+        return None
+    record = _record(hints[first.name])
+    flat = _of_lists(record, function)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    lists = [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in _LISTS.items()]
+    others = [parameter.replace(annotation=hints[parameter.name]) for parameter in others]
+    result = hints["return"] if hints["return"] is not types.NoneType else None
+    flat.__signature__ = inspect.Signature([*lists, *others], return_annotation=result)
+    return record, flat
+
+
+def _of_lists(record: _Record, function: Callable) -> Callable:
+    def flat(tensors, words, numbers, floats, *args, **kwargs):
+        lists = {name: iter(values) for name, values in zip(_LISTS, (tensors, words.split("\n"), numbers, floats))}
+        return function(_put_together(record, lists), *args, **kwargs)
+
+    return flat
+
+
+class _Record(typing.NamedTuple):
+    """A named tuple's type, and each field with the list that has its value, or the _Record that it is."""
+
+    type: type
+    fields: tuple
+
+
+def _record(kind: type) -> _Record:
+    names = {torch.Tensor: "tensors", str: "words", int: "numbers", bool: "numbers", float: "floats"}
+    fields = []
+    for name, hint in typing.get_type_hints(kind).items():
+        its = next((part for part in typing.get_args(hint) if part is not types.NoneType), hint)
+        fields.append((name, _record(its) if hasattr(its, "_fields") else names[its]))
+    return _Record(kind, tuple(fields))
+
+
+def _arguments_of(record: _Record, value) -> tuple:
+    lists = {name: [] for name in _LISTS}
+    _take_apart(record, value, lists)
+    return lists["tensors"], "\n".join(lists["words"]), lists["numbers"], lists["floats"]
+
+
+def _take_apart(record: _Record, value, lists: dict) -> None:
+    for name, its in record.fields:
+        if isinstance(its, str):
+            lists[its].append(getattr(value, name))
+        else:
+            _take_apart(its, getattr(value, name), lists)
+
+
+def _put_together(record: _Record, lists: dict):
+    return record.type(
+        *(next(lists[its]) if isinstance(its, str) else _put_together(its, lists) for _, its in record.fields)
+    )

@@ -182,11 +182,11 @@ workspace_buffer
 
     flags = (use_deepseek_fp8_block_scale, use_w4_group_scaling, use_mxfp8_act_scaling)
     given = (fc1_expert_weights, fc2_expert_weights)
-    form, scales = _form(input, given, quant_scales, flags)
+    encoding, scales = _encoding(input, given, quant_scales, flags)
     biases = (fc1_expert_biases, fc2_expert_biases if tp_rank == 0 else None)
-    first, second = _weights(form, given, scales, biases)
-    between = _between(form, scales, count, device)
-    tokens = _tokens(form, input, input_sf, swizzled_input_sf, scales)
+    first, second = _weights(encoding, given, scales, biases)
+    between = _between(encoding, scales, count, device)
+    tokens = _tokens(encoding, input, input_sf, swizzled_input_sf, scales)
     out = experts.result("output", output, len(input), second.codes.shape[1], dtype, device)
     return experts.run(tokens, routed, first, activation, between, second, out)
 
@@ -210,7 +210,7 @@ def _activation(act: str, shape, situ, clamp, count: int, device) -> experts.Act
         numbers[2] = number or 0.0
     else:
         require(clamp is None, "clamped_relu2_limit", clamp, "None but with ClampedRelu2")
-    return experts.Activation(act, alpha, beta, limit, tuple(numbers))
+    return experts.Activation(act, alpha, beta, limit, experts.Numbers(*numbers))
 
 
 def _scale_of(name: str, value, count: int, device) -> tuple[torch.Tensor | None, float | None]:
@@ -221,7 +221,7 @@ def _scale_of(name: str, value, count: int, device) -> tuple[torch.Tensor | None
     return None, None if value is None else float(value)
 
 
-# What stands between the products, and the names of quant_scales, by form: of weights, and of rows where they differ.
+# What stands between the products, and the names of quant_scales, by encoding: of weights, and of other rows.
 _SCALES = {
     "plain": (),
     "fp8": ("d1", "q2", "d2", "input"),
@@ -232,10 +232,10 @@ _SCALES = {
     "mxfp4_fp8": ("fc1", "d1", "q2", "fc2", "d2"),
     "mxfp4_w4": ("fc1", "fc2"),
 }
-_WEIGHT_FORMS = {"mxfp4_fp8": "mxfp4", "mxfp4_w4": "mxfp4"}
+_STORED = {"mxfp4_fp8": "mxfp4", "mxfp4_w4": "mxfp4"}
 
 
-def _form(x, given, quant_scales, flags) -> tuple[str, dict[str, torch.Tensor]]:
+def _encoding(x, given, quant_scales, flags) -> tuple[str, dict[str, torch.Tensor]]:
     """The row of the table, and its scales by name."""
     deepseek, w4, mxfp8 = flags
     dtype, scales = given[0].dtype, list(quant_scales or ())
@@ -245,26 +245,27 @@ def _form(x, given, quant_scales, flags) -> tuple[str, dict[str, torch.Tensor]]:
         require(weights.dtype == dtype, name, weights.dtype, f"{dtype}, as {_NAMES[0]}")
     if dtype in _PLAIN:
         require(x.dtype == dtype, "input", x.dtype, f"{dtype}, as the weights")
-        form = "plain"
+        encoding = "plain"
     elif dtype == torch.float8_e4m3fn:
-        form = "fp8_block" if deepseek else "mxfp8" if mxfp8 else "fp8"
+        encoding = "fp8_block" if deepseek else "mxfp8" if mxfp8 else "fp8"
     else:
         require(dtype in _BYTES, _NAMES[0], dtype, "bfloat16, float16, float32, float8_e4m3fn, uint8, int64")
-        form = "mxfp4_w4" if w4 else "mxfp4" if mxfp8 else "nvfp4" if len(scales) == 6 else "mxfp4_fp8"
-    require(not deepseek or form == "fp8_block", "use_deepseek_fp8_block_scale", True, "False, but with FP8 weights")
-    require(not w4 or form == "mxfp4_w4", "use_w4_group_scaling", True, "False, but with FP4 weights")
-    fits = not mxfp8 or form in ("mxfp8", "mxfp4")
+        encoding = "mxfp4_w4" if w4 else "mxfp4" if mxfp8 else "nvfp4" if len(scales) == 6 else "mxfp4_fp8"
+    fits = not deepseek or encoding == "fp8_block"
+    require(fits, "use_deepseek_fp8_block_scale", True, "False, but with FP8 weights")
+    require(not w4 or encoding == "mxfp4_w4", "use_w4_group_scaling", True, "False, but with FP4 weights")
+    fits = not mxfp8 or encoding in ("mxfp8", "mxfp4")
     require(fits, "use_mxfp8_act_scaling", True, "False, but with FP8 or FP4 weights")
-    names = _SCALES[form]
+    names = _SCALES[encoding]
     require(len(scales) == len(names), "quant_scales", f"{len(scales)} tensors", f"{len(names)}: {', '.join(names)}")
-    return form, dict(zip(names, scales))
+    return encoding, dict(zip(names, scales))
 
 
-def _weights(form, given, scales, biases) -> list[experts.Weight]:
-    stored = _WEIGHT_FORMS.get(form, form)
+def _weights(encoding, given, scales, biases) -> list[experts.Weight]:
+    stored = _STORED.get(encoding, encoding)
     made = []
     for name, codes, bias, factors in zip(_NAMES, given, biases, ("fc1", "fc2")):
-        if form == "plain":
+        if encoding == "plain":
             made.append(experts.Weight(name, codes, _PLAIN[codes.dtype], bias=bias))
             continue
         if codes.dtype in _BYTES:
@@ -272,17 +273,17 @@ def _weights(form, given, scales, biases) -> list[experts.Weight]:
         scale, layout = None, "linear"
         _, n, k = codes.shape
         k *= 2 if stored in experts.room.PACKED else 1
-        if form == "fp8_block":
+        if encoding == "fp8_block":
             scale = scales[factors]
             wanted = (len(codes), -(-n // 128), -(-k // 128))
             fits = tuple(scale.shape) == wanted and scale.dtype == torch.float32 and scale.stride(2) == 1
             require(fits, f"quant_scales: {factors}", f"{scale.dtype} {tuple(scale.shape)}", f"float32 {wanted}")
-        elif form == "mxfp4_w4":
+        elif encoding == "mxfp4_w4":
             layout, wanted = "strips", (len(codes), k // 128, n * 4)
             scale = scales[factors].view(torch.uint8)
             fits = tuple(scale.shape) == wanted and scale.is_contiguous() and k % 128 == 0
             require(fits, f"quant_scales: {factors}", tuple(scale.shape), f"{wanted}, contiguous, of whole 128s")
-        elif form != "fp8":
+        elif encoding != "fp8":
             layout = "128x4"
             blocks = k // experts.room.WIDTH[stored]
             scale = experts.expert_factors(f"quant_scales: {factors}", scales[factors], n, blocks, layout)
@@ -290,25 +291,26 @@ def _weights(form, given, scales, biases) -> list[experts.Weight]:
     return made
 
 
-def _between(form, scales, count, device) -> experts.Between:
+def _between(encoding, scales, count, device) -> experts.Between:
     def vector(name, one=False):
         return experts.per_expert(f"quant_scales: {name}", scales.get(name), count, device, one)
 
     first, second, q2 = vector("d1", one=True), vector("d2", one=True), vector("q2", one=True)
-    if form in ("plain", "mxfp4_w4"):
+    if encoding in ("plain", "mxfp4_w4"):
         return experts.Between()
-    if form in ("fp8", "mxfp4_fp8"):
+    if encoding in ("fp8", "mxfp4_fp8"):
         return experts.Between("fp8", scale=first, scale_out=q2, second=second)
-    middle = "mxfp8" if form == "mxfp4" else form
+    middle = "mxfp8" if encoding == "mxfp4" else encoding
     return experts.Between(middle, global_scale=q2, scale=first, second=second)
 
 
-def _tokens(form, x, factors, swizzled: bool, scales) -> experts.Tokens:
+def _tokens(encoding, x, factors, swizzled: bool, scales) -> experts.Tokens:
     """The input as the products read it, quantised here where it is not yet."""
-    rows = {"plain": _PLAIN.get(x.dtype), "mxfp4": "mxfp8", "mxfp4_fp8": "fp8", "mxfp4_w4": "bf16"}.get(form, form)
+    others = {"plain": _PLAIN.get(x.dtype), "mxfp4": "mxfp8", "mxfp4_fp8": "fp8", "mxfp4_w4": "bf16"}
+    rows = others.get(encoding, encoding)
     floats = (torch.bfloat16, torch.float16)
-    if form in ("plain", "fp8", "mxfp4_fp8", "mxfp4_w4"):
-        needed = {"plain": x.dtype, "mxfp4_w4": torch.bfloat16}.get(form, torch.float8_e4m3fn)
+    if encoding in ("plain", "fp8", "mxfp4_fp8", "mxfp4_w4"):
+        needed = {"plain": x.dtype, "mxfp4_w4": torch.bfloat16}.get(encoding, torch.float8_e4m3fn)
         require(x.dtype == needed, "input", x.dtype, str(needed))
         require(factors is None, "input_sf", "a tensor", f"None with {needed}")
         return experts.Tokens(x, rows)

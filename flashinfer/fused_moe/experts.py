@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
     """
 
     codes: torch.Tensor
-    form: str
+    encoding: str
     scale: torch.Tensor | None = None
     layout: str = "linear"
     row_scale: torch.Tensor | None = None
@@ -56,7 +56,7 @@ class Weight(NamedTuple):
 
     name: str
     codes: torch.Tensor
-    form: str
+    encoding: str
     scale: torch.Tensor | None = None
     layout: str = "linear"
     bias: torch.Tensor | None = None
@@ -65,8 +65,16 @@ class Weight(NamedTuple):
     block: int = 0
 
 
+class Numbers(NamedTuple):
+    """alpha, beta and limit of an activation without tensors, as the room's Finish has them."""
+
+    alpha: float = 0.0
+    beta: float = 0.0
+    limit: float = 0.0
+
+
 class Activation(NamedTuple):
-    """act : a name of the room's. alpha, beta, limit : float32 [experts]. numbers : as the room's Finish has them.
+    """act : a name of the room's. alpha, beta, limit : float32 [experts]. numbers : where there are no tensors.
 
     by_number : those of "A", "B" and "L" whose numbers the activation has.
     """
@@ -75,7 +83,7 @@ class Activation(NamedTuple):
     alpha: torch.Tensor | None = None
     beta: torch.Tensor | None = None
     limit: torch.Tensor | None = None
-    numbers: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    numbers: Numbers = Numbers()
     by_number: str = ""
 
 
@@ -87,7 +95,7 @@ class Between(NamedTuple):
     scale, scale_out : of the first, as the room's Problem has them. second : of the second.
     """
 
-    form: str = ""
+    encoding: str = ""
     global_scale: torch.Tensor | None = None
     scale: torch.Tensor | None = None
     scale_out: torch.Tensor | None = None
@@ -103,6 +111,19 @@ class Routed(NamedTuple):
     offset: int
     experts: int
     on_input: bool = False
+
+
+class Layer(NamedTuple):
+    """A whole call: dtype : name of the result's. tile : rows of a tile; 0 leaves it to `tile_of`."""
+
+    tokens: Tokens
+    routed: Routed
+    first: Weight
+    activation: Activation
+    between: Between
+    second: Weight
+    dtype: str
+    tile: int
 
 
 def activation_of(argument: str, value, **given) -> tuple[str, bool]:
@@ -126,102 +147,101 @@ def run(
     tile : rows of a tile; 0 leaves it to `tile_of`.
     """
     _check(tokens, routed, first, activation, between, second, out)
-    top_k = routed.ids.shape[1]
-    tensors = [
-        *(tokens.codes, tokens.scale),
-        *(first.codes, first.scale, first.bias),
-        *(second.codes, second.scale, second.bias),
-        *(activation.alpha, activation.beta, activation.limit),
-        *(between.global_scale, between.scale, between.scale_out, between.second),
-        *(routed.ids, routed.weights, tokens.row_scale),
-    ]
-    words = [tokens.form, tokens.layout, first.form, first.layout, second.form, second.layout]
-    words += [activation.act, activation.by_number, between.form, dtype_name(out.dtype)]
-    flags = [first.paired, first.shuffle, first.block, second.shuffle, second.block, between.ratio, routed.on_input]
-    # The second product's columns; a result without its padding has fewer.
-    columns = second.codes.shape[2 if second.block else 1]
-    numbers = [int(flag) for flag in flags] + [routed.offset, routed.experts, columns, top_k, tile]
-    floats, words = list(activation.numbers), ",".join(words)
+    layer = Layer(tokens, routed, first, activation, between, second, dtype_name(out.dtype), tile)
     if do_finalize:
-        _experts(tensors, words, numbers, floats, out)
+        _experts(layer, out)
         return [out]
-    rows, weights, pair_row = _unfinalized(tensors, words, numbers, floats)
+    rows, weights, pair_row = _unfinalized(layer)
     return [rows, weights if routed.weights is None else routed.weights, pair_row]
 
 
-def tile_of(pairs: int, experts: int, form: str) -> int:
+def tile_of(pairs: int, experts: int, encoding: str) -> int:
     """Rows of a tile: so many that most experts have one tile, and read their weights once, while rows are few.
 
     16 is the least of a tensor core. H100: of larger tiles more is padding, which with FP8 rows costs more than smaller
     products do until an expert has about 192 rows; with others until about 96.
     """
     mean = -(-pairs // max(experts, 1))
-    most = 192 if form.startswith("fp8") else 96
+    most = 192 if encoding.startswith("fp8") else 96
     return 16 if mean <= 10 else 32 if mean <= 40 else 64 if mean <= most else 128
 
 
 @custom_op("flashinfer::moe_experts", mutates_args=("out",))
-def _experts(
-    tensors: list[torch.Tensor | None], words: str, numbers: list[int], floats: list[float], out: torch.Tensor
-) -> None:
-    rows, weights, token_map = _rows(tensors, words, numbers, floats)
-    routing.finalize(rows[:, : out.shape[1]], token_map.pair_row, None if numbers[6] else weights, out)
+def _experts(layer: Layer, out: torch.Tensor) -> None:
+    rows, weights, token_map = _rows(layer)
+    weights = None if layer.routed.on_input else weights
+    routing.finalize(rows[:, : out.shape[1]], token_map.pair_row, weights, out)
 
 
-def _like_unfinalized(tensors, words, numbers, floats):
-    ids = tensors[15]
-    tile = numbers[11] or tile_of(ids.numel(), numbers[8], words.split(",")[0])
-    rows = most_tiles(ids.numel(), numbers[8], tile) * tile
-    dtype = torch_dtype(words.split(",")[-1])
-    weights = ids.new_empty(ids.shape if tensors[16] is None else 0, dtype=torch.float32)
-    return ids.new_empty(rows, numbers[9], dtype=dtype), weights, ids.new_empty(ids.shape, dtype=torch.int32)
+def _like_unfinalized(layer: Layer):
+    ids, experts = layer.routed.ids, layer.routed.experts
+    tile = _tile(layer)
+    rows = most_tiles(ids.numel(), experts, tile) * tile
+    weights = ids.new_empty(ids.shape if layer.routed.weights is None else 0, dtype=torch.float32)
+    result = ids.new_empty(rows, _columns(layer.second), dtype=torch_dtype(layer.dtype))
+    return result, weights, ids.new_empty(ids.shape, dtype=torch.int32)
 
 
 @custom_op("flashinfer::moe_experts_unfinalized", fake=_like_unfinalized)
-def _unfinalized(
-    tensors: list[torch.Tensor | None], words: str, numbers: list[int], floats: list[float]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, weights, token_map = _rows(tensors, words, numbers, floats)
+def _unfinalized(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, weights, token_map = _rows(layer)
     # Weights that were given are an input, which may not be a result.
-    return rows, weights if tensors[16] is None else rows.new_empty(0), token_map.pair_row
+    return rows, weights if layer.routed.weights is None else rows.new_empty(0), token_map.pair_row
 
 
-def _rows(tensors, words, numbers, floats) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
+def _tile(layer: Layer) -> int:
+    return layer.tile or tile_of(layer.routed.ids.numel(), layer.routed.experts, layer.tokens.encoding)
+
+
+def _columns(second: Weight) -> int:
+    """Columns of the second product; a result without its padding has fewer."""
+    return second.codes.shape[2 if second.block else 1]
+
+
+def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
     """Rows of the second product, weights of the pairs, and the map of the rows."""
-    x, x_scale, w1, w1_scale, bias1, w2, w2_scale, bias2, alpha, beta, limit = tensors[:11]
-    global_scale, scale, scale_out, scale2, ids, weights, row_scale = tensors[11:]
-    form, layout, form1, layout1, form2, layout2, act, by_number, between, dtype = words.split(",")
-    paired, shuffle1, block1, shuffle2, block2, ratio, on_input, offset, experts, hidden, top_k, tile = numbers
-    device = x.device
-    tile = tile or tile_of(ids.numel(), experts, form)
-    token_map, unpacked = routing.token_map(ids, experts, offset, tile, packed=weights is None)
-    weights = unpacked if weights is None else weights
+    tokens, routed, first, activation, between, second, dtype, _ = layer
+    x, row_scale, device = tokens.codes, tokens.row_scale, tokens.codes.device
+    pairs, tile = routed.ids.numel(), _tile(layer)
+    packed = routed.weights is None
+    token_map, unpacked = routing.token_map(routed.ids, routed.experts, routed.offset, tile, packed=packed)
+    weights = unpacked if packed else routed.weights
     rows = token_map.row_pair.numel()
+    limits = (("a", activation.alpha), ("b", activation.beta), ("l", activation.limit))
     problem1 = room.Problem(
-        rows=form, weights=form1, out="fp8" if between == "fp8" else dtype, tile=tile, gather=True, act=act,
-        paired=paired, shuffle=shuffle1, block=block1, row_layout=layout, weight_layout=layout1,
-        bias="" if bias1 is None else dtype_name(bias1.dtype), scale="" if scale is None else "tensor",
-        scale_out="" if scale_out is None else "ratio" if ratio else "tensor",
-        shape="".join(s for s, t in (("a", alpha), ("b", beta), ("l", limit)) if t is not None) or by_number,
-        weighted="pair" if on_input else "row" if row_scale is not None else "",
+        rows=tokens.encoding, weights=first.encoding, out="fp8" if between.encoding == "fp8" else dtype, tile=tile,
+        gather=True, act=activation.act, paired=first.paired, shuffle=first.shuffle, block=first.block,
+        row_layout=tokens.layout, weight_layout=first.layout,
+        bias="" if first.bias is None else dtype_name(first.bias.dtype),
+        scale="" if between.scale is None else "tensor",
+        scale_out="" if between.scale_out is None else "ratio" if between.ratio else "tensor",
+        shape="".join(name for name, t in limits if t is not None) or activation.by_number,
+        weighted="pair" if routed.on_input else "row" if row_scale is not None else "",
     )  # fmt: skip
-    weights1, weights2 = room.Weights(w1, w1_scale, bias1), room.Weights(w2, w2_scale, bias2)
+    weights1 = room.Weights(first.codes, first.scale, first.bias)
+    weights2 = room.Weights(second.codes, second.scale, second.bias)
     n1, _ = room.extents(problem1, weights1)
-    middle = torch.empty(rows, n1 // 2 if act in room.GATED else n1, dtype=torch_dtype(dtype), device=device)
-    middle = middle if between != "fp8" else torch.empty_like(middle, dtype=torch.float8_e4m3fn)
-    problem1 = _fitted(problem1, x, weights1, ids.numel())
-    finish = room.Finish(scale, scale_out, alpha, beta, limit, weights if on_input else row_scale, tuple(floats))
-    room.product(problem1, device).run(room.Rows(x, x_scale, top_k), weights1, finish, token_map, middle)
-    row_scale = None if row_scale is None else torch.empty(rows, dtype=torch.float32, device=device)
-    middle, factors = _quantized(middle, between, global_scale, token_map, tile, row_scale)
-    problem2 = room.Problem(
-        rows=between or dtype, weights=form2, out=dtype, tile=tile, shuffle=shuffle2, block=block2,
-        weight_layout=layout2, bias="" if bias2 is None else dtype_name(bias2.dtype),
-        scale="" if scale2 is None else "tensor", weighted="" if row_scale is None else "row",
+    between_dtype = torch.float8_e4m3fn if between.encoding == "fp8" else torch_dtype(dtype)
+    columns = n1 // 2 if activation.act in room.GATED else n1
+    middle = torch.empty(rows, columns, dtype=between_dtype, device=device)
+    problem1 = _fitted(problem1, x, weights1, pairs)
+    finish = room.Finish(
+        scale=between.scale, scale_out=between.scale_out, alpha=activation.alpha, beta=activation.beta,
+        limit=activation.limit, weight=weights if routed.on_input else row_scale, numbers=tuple(activation.numbers),
     )  # fmt: skip
-    out = torch.empty(rows, hidden, dtype=torch_dtype(dtype), device=device)
-    problem2 = _fitted(problem2, middle, weights2, ids.numel())
-    finish = room.Finish(scale2, weight=row_scale)
+    given = room.Rows(x, tokens.scale, routed.ids.shape[1])
+    room.product(problem1, device).run(given, weights1, finish, token_map, middle)
+    row_scale = None if row_scale is None else torch.empty(rows, dtype=torch.float32, device=device)
+    middle, factors = _quantized(middle, between.encoding, between.global_scale, token_map, tile, row_scale)
+    problem2 = room.Problem(
+        rows=between.encoding or dtype, weights=second.encoding, out=dtype, tile=tile, shuffle=second.shuffle,
+        block=second.block, weight_layout=second.layout,
+        bias="" if second.bias is None else dtype_name(second.bias.dtype),
+        scale="" if between.second is None else "tensor", weighted="" if row_scale is None else "row",
+    )  # fmt: skip
+    out = torch.empty(rows, _columns(second), dtype=torch_dtype(dtype), device=device)
+    problem2 = _fitted(problem2, middle, weights2, pairs)
+    finish = room.Finish(scale=between.second, weight=row_scale)
     room.product(problem2, device).run(room.Rows(middle, factors), weights2, finish, token_map, out)
     return out, weights, token_map
 
@@ -239,41 +259,46 @@ def _fitted(problem: room.Problem, x, weights: room.Weights, pairs: int) -> room
     return replace(problem, aligned=aligned, experts="few" if few else "many", whole=whole, full=full)
 
 
-def quantized_tokens(x, form: str, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized_tokens(x, encoding: str, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of the input in a format with scale factors, for calls that quantise it themselves."""
-    codes, factors = _for_codes(x, form)
-    _quantize(x, global_scale, codes, factors, form)
-    return codes if form == "nvfp4" else codes.view(torch.float8_e4m3fn), factors
+    codes, factors = _for_codes(x, encoding)
+    _quantize(x, global_scale, codes, factors, encoding)
+    return codes if encoding == "nvfp4" else codes.view(torch.float8_e4m3fn), factors
 
 
 @custom_op("flashinfer::moe_quantize", mutates_args=("codes", "factors"))
 def _quantize(
-    x: torch.Tensor, global_scale: torch.Tensor | None, codes: torch.Tensor, factors: torch.Tensor, form: str
+    x: torch.Tensor, global_scale: torch.Tensor | None, codes: torch.Tensor, factors: torch.Tensor, encoding: str
 ) -> None:
-    _run_quantize(x, form, global_scale, None, 0, codes, factors)
+    _run_quantize(x, encoding, global_scale, None, 0, codes, factors)
 
 
-def _quantized(x, form: str, global_scale, token_map: TokenMap, tile: int, row_scale=None):
+def _quantized(x, encoding: str, global_scale, token_map: TokenMap, tile: int, row_scale=None):
     """Rows of the map in a format with scale factors; "", "bf16" and "fp8" are as they are."""
-    if form not in ("fp8_block", "mxfp8", "nvfp4"):
+    if encoding not in ("fp8_block", "mxfp8", "nvfp4"):
         return x, None
-    codes, factors = _for_codes(x, form)
-    _run_quantize(x, form, global_scale, token_map, tile, codes, factors, row_scale)
-    return codes if form == "nvfp4" else codes.view(torch.float8_e4m3fn), factors
+    codes, factors = _for_codes(x, encoding)
+    _run_quantize(x, encoding, global_scale, token_map, tile, codes, factors, row_scale)
+    return codes if encoding == "nvfp4" else codes.view(torch.float8_e4m3fn), factors
 
 
-def _for_codes(x, form: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _for_codes(x, encoding: str) -> tuple[torch.Tensor, torch.Tensor]:
     rows, n = x.shape
-    dtype = torch.float32 if form == "fp8_block" else torch.uint8
-    codes = torch.empty(rows, n // 2 if form == "nvfp4" else n, dtype=torch.uint8, device=x.device)
-    return codes, torch.empty(rows, -(-n // room.WIDTH[form]), dtype=dtype, device=x.device)
+    dtype = torch.float32 if encoding == "fp8_block" else torch.uint8
+    codes = torch.empty(rows, n // 2 if encoding == "nvfp4" else n, dtype=torch.uint8, device=x.device)
+    return codes, torch.empty(rows, -(-n // room.WIDTH[encoding]), dtype=dtype, device=x.device)
 
 
-def _run_quantize(x, form, global_scale, token_map, tile, codes, factors, row_scale=None) -> None:
+def _run_quantize(x, encoding, global_scale, token_map, tile, codes, factors, row_scale=None) -> None:
     aligned = is_aligned(x) and x.shape[1] * x.element_size() % 16 == 0
-    scaled = form == "nvfp4" and global_scale is not None
-    problem = room.Quantize(form, dtype_name(x.dtype), tile, scaled, row_scale is not None, aligned)
+    scaled = encoding == "nvfp4" and global_scale is not None
+    problem = room.Quantize(encoding, dtype_name(x.dtype), tile, scaled, row_scale is not None, aligned)
     room.quantize(problem, x.device).run(x, global_scale, token_map, codes, factors, row_scale)
+
+
+def extents(codes, encoding: str, block: int = 0) -> tuple[int, int]:
+    """Rows of an expert's weights, and elements of each."""
+    return room.extents(room.Problem("", encoding, "", 16, block=block), room.Weights(codes))
 
 
 def expert_factors(name: str, scale, n: int, blocks: int, layout: str) -> torch.Tensor:
@@ -325,14 +350,13 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
     )  # fmt: skip
     shapes = []
     for weight in (first, second):
-        problem = room.Problem("bf16", weight.form, "bf16", 16, block=weight.block)
         dims = 4 if weight.block else 3
         shape = tuple(weight.codes.shape)
         require(len(shape) == dims, weight.name, shape, f"{dims} dimensions")
         require(len(weight.codes) == routed.experts, weight.name, shape, f"{routed.experts} experts, this rank's")
         rows = weight.codes.stride(-1) == 1 and (not weight.block or weight.codes.stride(2) == weight.block)
         require(rows, weight.name, f"strides {weight.codes.stride()}", "contiguous rows")
-        shapes.append(room.extents(problem, room.Weights(weight.codes)))
+        shapes.append(extents(weight.codes, weight.encoding, weight.block))
         if weight.shuffle:
             fits = shapes[-1][0] % weight.shuffle == 0
             require(fits, weight.name, shape, f"a multiple of {weight.shuffle} rows, as they are shuffled")
@@ -341,15 +365,16 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
             require(weight.bias.shape == expected, f"{weight.name}_bias", tuple(weight.bias.shape), str(expected))
             require(weight.bias.is_contiguous(), f"{weight.name}_bias", "strides", "contiguous")
     (n1, k1), (n2, k2) = shapes
-    hidden = x.shape[1] * (2 if tokens.form in room.PACKED else 1)
+    hidden = x.shape[1] * (2 if tokens.encoding in room.PACKED else 1)
     middle = n1 // 2 if activation.act in room.GATED else n1
     require(activation.act not in room.GATED or n1 % 2 == 0, first.name, (n1, k1), "an even number of rows")
-    halves = activation.act not in room.GATED or first.form != "fp8_block" or middle % 64 == 0
+    halves = activation.act not in room.GATED or first.encoding != "fp8_block" or middle % 64 == 0
     require(halves, first.name, (n1, k1), "halves of a multiple of 64 rows, as scales are of 128")
     require(k1 == hidden, first.name, (n1, k1), f"rows of {hidden} elements, the hidden size")
     require(k2 == middle, second.name, (n2, k2), f"rows of {middle} elements, the intermediate size")
     require(n2 >= out.shape[1], second.name, (n2, k2), f"{out.shape[1]} rows, the size of a result")
-    forms = (first.form, first.name, k1), (second.form, second.name, k2), (between.form, second.name, k2)
-    for form, name, k in forms:
-        width = 1 if form == "fp8_block" else room.WIDTH.get(form, 1)
-        require(k % width == 0, name, k, f"rows of a multiple of {width} elements, as {form} has them")
+    encodings = [(first.encoding, first.name, k1)]
+    encodings += [(second.encoding, second.name, k2), (between.encoding, second.name, k2)]
+    for encoding, name, k in encodings:
+        width = 1 if encoding == "fp8_block" else room.WIDTH.get(encoding, 1)
+        require(k % width == 0, name, k, f"rows of a multiple of {width} elements, as {encoding} has them")

@@ -87,7 +87,7 @@ def activation(activation_type, alpha, beta, limit, count, device) -> tuple[expe
     require(not clamped, "activation_type", "ClampedRelu2", "one without a limit of its own: these calls take none")
     values = [experts.per_expert(name, value, count, device) for name, value in given.items()]
     # SiTU's tanh scales are 1 where none are given.
-    numbers = (1.0, 1.0, 0.0) if act == "situ" else (0.0, 0.0, experts.STEP_LIMIT)
+    numbers = experts.Numbers(1.0, 1.0) if act == "situ" else experts.Numbers(limit=experts.STEP_LIMIT)
     return experts.Activation(act, *values, numbers=numbers), gated
 
 

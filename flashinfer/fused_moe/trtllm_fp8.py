@@ -184,15 +184,15 @@ def _block_scaled(
     kinds = (Fp8QuantizationType.DeepSeekFp8, Fp8QuantizationType.MxFp8)
     require(kind in kinds, "fp8_quantization_type", kind, "DeepSeekFp8, MxFp8")
     deepseek = kind == Fp8QuantizationType.DeepSeekFp8
-    form = "fp8_block" if deepseek else "mxfp8"
+    encoding = "fp8_block" if deepseek else "mxfp8"
     require(x.dtype == torch.float8_e4m3fn, "hidden_states", x.dtype, "float8_e4m3fn")
-    tokens = experts.Tokens(x, form, _row_factors("hidden_states_scale", x_scale, x, deepseek))
+    tokens = experts.Tokens(x, encoding, _row_factors("hidden_states_scale", x_scale, x, deepseek))
     act, gated = act
     weights = []
     names = ("gemm1_weights", "gemm2_weights")
     for name, (codes, scale, bias), paired in zip(names, given, (gated and shuffled and not deepseek, False)):
         codes, block = check_weights(name, codes, _E4M3, 8, layout)
-        n, k = experts.room.extents(experts.room.Problem("", form, "", 16, block=block), experts.room.Weights(codes))
+        n, k = experts.extents(codes, encoding, block)
         if deepseek:
             shape = (len(codes), -(-n // 128), -(-k // 128))
             fits = scale.shape == shape and scale.stride(2) == 1
@@ -202,8 +202,8 @@ def _block_scaled(
         else:
             places = {"shuffle": 32 if shuffled else 0, "layout": "128x4" if shuffled else "linear"}
             scale = experts.expert_factors(f"{name}_scale", scale, n, -(-k // 32), places["layout"])
-        weights.append(experts.Weight(name, codes, form, scale, bias=bias, paired=paired, block=block, **places))
-    between = experts.Between(form)
+        weights.append(experts.Weight(name, codes, encoding, scale, bias=bias, paired=paired, block=block, **places))
+    between = experts.Between(encoding)
     return finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, hidden=valid)
 
 

@@ -204,22 +204,22 @@ def _tokens(x, scale, layout) -> experts.Tokens:
         return experts.Tokens(x, "bf16" if x.dtype == torch.bfloat16 else "fp8")
     dtypes = (torch.float8_e4m3fn, *_FP4)
     require(x.dtype in dtypes, "hidden_states", x.dtype, "bfloat16, float8_e4m3fn, uint8")
-    form = "mxfp8" if x.dtype == torch.float8_e4m3fn else "nvfp4"
-    x = x if form == "mxfp8" else x.view(torch.uint8)
-    blocks = x.shape[1] * (1 if form == "mxfp8" else 2) // experts.room.WIDTH[form]
+    encoding = "mxfp8" if x.dtype == torch.float8_e4m3fn else "nvfp4"
+    x = x if encoding == "mxfp8" else x.view(torch.uint8)
+    blocks = x.shape[1] * (1 if encoding == "mxfp8" else 2) // experts.room.WIDTH[encoding]
     if named == "linear":
-        return experts.Tokens(x, form, byte_factors(name, scale, len(x), blocks))
+        return experts.Tokens(x, encoding, byte_factors(name, scale, len(x), blocks))
     require(isinstance(scale, torch.Tensor), name, scale, "a tensor of bytes")
     high, wide = layouts.padded(len(x), blocks, named)
     fits = scale.element_size() == 1 and scale.numel() == high * wide and scale.is_contiguous()
     require(fits, name, f"{scale.dtype} {tuple(scale.shape)}", f"{high} x {wide} bytes, {named}")
-    return experts.Tokens(x, form, scale.view(torch.uint8).view(-1), named)
+    return experts.Tokens(x, encoding, scale.view(torch.uint8).view(-1), named)
 
 
 def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_finalize, /) -> list[torch.Tensor]:
     act, gated = act
     device, count = tokens.codes.device, routed.experts
-    hidden = tokens.codes.shape[1] * (2 if tokens.form == "nvfp4" else 1)
+    hidden = tokens.codes.shape[1] * (2 if tokens.encoding == "nvfp4" else 1)
     valid = check_valid(hidden, intermediate, *valid, do_finalize)
     weights = []
     for name, (codes, scale, bias), paired in zip(("gemm1_weights", "gemm2_weights"), given, (gated, False)):
@@ -228,20 +228,20 @@ def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_fin
         _, n, half = codes.shape
         named = f"{name}_scale"
         require(scale.element_size() == 1, named, scale.dtype, "uint8, float8_e4m3fn")
-        sizes = {form: layouts.padded(n, 2 * half // width, "128x4") for form, width in (("nvfp4", 16), ("mxfp4", 32))}
+        sizes = {name: layouts.padded(n, 2 * half // width, "128x4") for name, width in (("nvfp4", 16), ("mxfp4", 32))}
         require(half > 32, name, tuple(codes.shape), "more than 64 columns: with fewer, factors do not tell the format")
         per = scale.numel() // max(len(codes), 1)
-        form = "nvfp4" if per == sizes["nvfp4"][0] * sizes["nvfp4"][1] else "mxfp4"
-        scale = experts.expert_factors(named, scale, n, 2 * half // experts.room.WIDTH[form], "128x4")
-        weights.append(experts.Weight(name, codes.view(torch.uint8), form, scale, "128x4", bias, paired, 32))
+        encoding = "nvfp4" if per == sizes["nvfp4"][0] * sizes["nvfp4"][1] else "mxfp4"
+        scale = experts.expert_factors(named, scale, n, 2 * half // experts.room.WIDTH[encoding], "128x4")
+        weights.append(experts.Weight(name, codes.view(torch.uint8), encoding, scale, "128x4", bias, paired, 32))
     names = ("output1_scale_scalar", "output1_scale_gate_scalar", "output2_scale_scalar")
     scale_out, scale, second = (
         experts.per_expert(name, value, count, device) for name, value in zip(names, scales)
     )
     both = (scale is None) == (scale_out is None)
     require(both, "output1_scale_gate_scalar", "one of two", "a tensor with output1_scale_scalar, None without")
-    form = "" if tokens.form == "bf16" else tokens.form
-    between = experts.Between(form, scale=scale, scale_out=scale_out, ratio=gated, second=second)
+    encoding = "" if tokens.encoding == "bf16" else tokens.encoding
+    between = experts.Between(encoding, scale=scale, scale_out=scale_out, ratio=gated, second=second)
     done = finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, hidden=valid)
     return [done] if do_finalize else done
 
@@ -323,8 +323,7 @@ def trtllm_mxint4_block_scale_moe(
         block = 128 if codes.dim() == 4 else 0
         fits = not block or codes.shape[3] == block
         require(fits, name, tuple(codes.shape), "[experts, columns / 256, rows, 128]")
-        stored = experts.room.Problem("", "mxint4", "", 16, block=block)
-        n, k = experts.room.extents(stored, experts.room.Weights(codes))
+        n, k = experts.extents(codes, "mxint4", block)
         require(scale.dtype == torch.bfloat16, f"{name}_scale", scale.dtype, "bfloat16")
         high, wide = layouts.padded(n, k // 32, "128x4")
         fits = scale.numel() == len(codes) * high * wide and scale.is_contiguous()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from flashinfer._core.arguments import checked
@@ -256,7 +258,8 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
     require(mma_sm in (1, 2), "mma_sm", mma_sm, "1, 2")
     a = given.fp8("a", a)
     _check_indptr(m_indptr, b)
-    return _blocks(a, given.fp4("b", b, 3), a_scale, b_scale, m_indptr, None, out, out_dtype, ("ue8m0", 32, True))
+    b, factors = given.fp4("b", b, 3), Factors("ue8m0", 32, padded=True)
+    return _blocks(a, b, a_scale, b_scale, m_indptr, None, out, out_dtype, factors)
 
 
 group_gemm_mxfp4_nt_groupwise = group_gemm_mxfp8_mxfp4_nt_groupwise
@@ -311,7 +314,8 @@ def group_gemm_nvfp4_nt_groupwise(
     a = given.fp4("a", a)
     _check_indptr(m_indptr, b)
     alpha = given.alpha_of(alpha, a, len(b))
-    return _blocks(a, given.fp4("b", b, 3), a_scale, b_scale, m_indptr, alpha, out, out_dtype, ("ue4m3", 16, True))
+    b, factors = given.fp4("b", b, 3), Factors("ue4m3", 16, padded=True)
+    return _blocks(a, b, a_scale, b_scale, m_indptr, alpha, out, out_dtype, factors)
 
 
 class SegmentGEMMWrapper:
@@ -457,9 +461,17 @@ def _groupwise(a, b, a_scale, b_scale, kind, groups, out, out_dtype, mnk, major,
     return out
 
 
-def _blocks(a, b, a_scale, b_scale, m_indptr, alpha, out, out_dtype, form, backend="auto") -> torch.Tensor:
-    """Groups of blocks with factors. form : scale, width, and whether the factors of a are padded group by group."""
-    scale, width, padded = form
+class Factors(NamedTuple):
+    """scale : format of a byte. width : elements of K to each. padded : those of each group begin with a tile."""
+
+    scale: str
+    width: int
+    padded: bool = False
+
+
+def _blocks(a, b, a_scale, b_scale, m_indptr, alpha, out, out_dtype, factors, backend="auto") -> torch.Tensor:
+    """Groups of rows of blocks with factors."""
+    scale, width, padded = factors
     per_a, per_b = (2 if x.dtype == torch.uint8 else 1 for x in (a, b))
     given.same("b", b.shape[2] * per_b, "a", a.shape[1] * per_a, "K")
     blocks = given.blocks_of("a", a.shape[1] * per_a, width)

@@ -148,14 +148,14 @@ def grouped_gemm_nt_masked(
     return out
 
 
-def _codes(name: str, x: torch.Tensor, form: str) -> torch.Tensor:
+def _codes(name: str, x: torch.Tensor, encoding: str) -> torch.Tensor:
     """[rows, k, experts] as [experts, rows, k], in the dtype of its format."""
     require(x.dim() == 3, name, tuple(x.shape), "[rows, k, experts]")
-    require(x.dtype in _CODES[form], name, x.dtype, f"{_CODES[form][0]}, as ab_dtype={form!r} has it")
+    require(x.dtype in _CODES[encoding], name, x.dtype, f"{_CODES[encoding][0]}, as ab_dtype={encoding!r} has it")
     rows = x.permute(2, 0, 1)
     contiguous = rows.stride(2) == 1 or rows.shape[2] <= 1
     require(contiguous, name, f"strides {x.stride()}", "a view of [experts, rows, k] with contiguous rows")
-    return rows.view(_CODES[form][0])
+    return rows.view(_CODES[encoding][0])
 
 
 def _factors(name: str, scale: torch.Tensor, rows: int, blocks: int, experts: int) -> torch.Tensor:

@@ -339,8 +339,8 @@ def _activation(activation_type, swiglu, situ) -> experts.Activation:
         by_number += name[0].upper() if set_ else ""
     if beta is not None:
         act = "situ_gate" if linear is None else "situ"
-        return experts.Activation(act, numbers=(float(beta), float(linear or 0), 0.0))
-    return experts.Activation(act, numbers=tuple(map(float, swiglu)), by_number=by_number)
+        return experts.Activation(act, numbers=experts.Numbers(float(beta), float(linear or 0)))
+    return experts.Activation(act, numbers=experts.Numbers(*map(float, swiglu)), by_number=by_number)
 
 
 def _run(layer: _Layer, rows, ids, scales, first, fc2_input_scale, second, out, tile=0) -> torch.Tensor:
@@ -355,7 +355,7 @@ def _run(layer: _Layer, rows, ids, scales, first, fc2_input_scale, second, out, 
     there = layer.device is None or (device.type == layer.device.type and layer.device.index in (None, device.index))
     require(there, "x", f"a tensor on {device}", f"{layer.device}, the wrapper's device")
     tokens = _tokens(layer.mode, x, x_sf, per_token_scale)
-    _, form, between = _MODES[layer.mode]
+    _, encoding, between = _MODES[layer.mode]
     if layer.mode == "w4a4":
         require(fc2_input_scale is not None, "fc2_input_scale", None, "a tensor with w4a4")
         fc2_input_scale = experts.per_expert("fc2_input_scale", fc2_input_scale, layer.experts, device, one=True)
@@ -373,7 +373,7 @@ def _run(layer: _Layer, rows, ids, scales, first, fc2_input_scale, second, out, 
         ("w1_weight", w1, sf1, _GROUP if gated else 0, layer.intermediate * (2 if gated else 1)),
         ("w2_weight", w2, sf2, 0, layer.hidden),
     ):
-        weights.append(_weight(name, codes, sf, form, layer.experts, group))
+        weights.append(_weight(name, codes, sf, encoding, layer.experts, group))
         n = codes.shape[1]
         require(size in (0, n), name, tuple(codes.shape), f"{size} rows for each expert, by the wrapper's sizes")
     alphas = [experts.per_expert(name, tensors[name], layer.experts, device) for name in ("w1_alpha", "w2_alpha")]
@@ -383,15 +383,15 @@ def _run(layer: _Layer, rows, ids, scales, first, fc2_input_scale, second, out, 
 
 
 def _tokens(mode: str, x, x_sf, per_token_scale) -> experts.Tokens:
-    form, _, _ = _MODES[mode]
+    encoding, _, _ = _MODES[mode]
     require(x.dim() == 2, "x", tuple(x.shape), "[tokens, hidden]")
     require(x.dtype in _ROWS[mode], "x", x.dtype, f"{', '.join(map(str, _ROWS[mode]))} with {mode}")
     require(x.stride(1) == 1 or x.shape[1] == 1, "x", f"strides {x.stride()}", "contiguous rows")
     require(per_token_scale is None or mode == "w4a4", "per_token_scale", "a tensor", f"None with {mode}")
     if mode == "w4a16":
         require(x_sf is None, "x_sf", "a tensor", f"None with {mode}")
-        return experts.Tokens(x, form)
-    width = experts.room.WIDTH[form]
+        return experts.Tokens(x, encoding)
+    width = experts.room.WIDTH[encoding]
     hidden = x.shape[1] * (2 if mode == "w4a4" else 1)
     require(hidden % width == 0, "x", tuple(x.shape), f"rows of a multiple of {width} elements")
     tokens, blocks = len(x), hidden // width
@@ -404,10 +404,10 @@ def _tokens(mode: str, x, x_sf, per_token_scale) -> experts.Tokens:
         shape = tuple(per_token_scale.shape)
         require(per_token_scale.numel() == tokens, "per_token_scale", shape, f"({tokens},), one for each token")
         per_token_scale = per_token_scale.reshape(-1).contiguous()
-    return experts.Tokens(x.view(torch.uint8) if mode == "w4a4" else x, form, factors, row_scale=per_token_scale)
+    return experts.Tokens(x.view(torch.uint8) if mode == "w4a4" else x, encoding, factors, row_scale=per_token_scale)
 
 
-def _weight(name: str, codes, sf, form: str, count: int, group: int) -> experts.Weight:
+def _weight(name: str, codes, sf, encoding: str, count: int, group: int) -> experts.Weight:
     """Weights with their factors as a flat row of tiles for each expert."""
     require(codes.dtype in _FP4, name, codes.dtype, "uint8, two codes a byte")
     shape = tuple(codes.shape)
@@ -415,7 +415,7 @@ def _weight(name: str, codes, sf, form: str, count: int, group: int) -> experts.
     _, n, half = shape
     fits = not group or n % (2 * group) == 0
     require(fits, name, shape, f"a multiple of {2 * group} rows: {group} of the up-projection, {group} of the gate")
-    width = experts.room.WIDTH[form]
+    width = experts.room.WIDTH[encoding]
     require(2 * half % width == 0, name, shape, f"rows of a multiple of {width} elements")
     high, wide = layouts.padded(n, 2 * half // width, "128x4")
     if sf.dim() == 6:
@@ -426,4 +426,4 @@ def _weight(name: str, codes, sf, form: str, count: int, group: int) -> experts.
     fits = sf.element_size() == 1 and sf.numel() == count * high * wide and sf.is_contiguous()
     require(fits, f"{name}_sf", f"{sf.dtype} {tuple(sf.shape)}", f"{count} x {high} x {wide} bytes, one after another")
     sf = sf.view(torch.uint8).view(count, high * wide)
-    return experts.Weight(name, codes.view(torch.uint8), form, sf, "128x4", paired=group)
+    return experts.Weight(name, codes.view(torch.uint8), encoding, sf, "128x4", paired=group)

@@ -20,9 +20,9 @@ def bucket(rows: int) -> int:
     return 256
 
 
-def values(codes: torch.Tensor, form: str) -> torch.Tensor:
+def values(codes: torch.Tensor, encoding: str) -> torch.Tensor:
     """Codes [..., n] of a format as float32; exact."""
-    return narrow.from_e2m1(codes) if form == "e2m1" else codes.float()
+    return narrow.from_e2m1(codes) if encoding == "e2m1" else codes.float()
 
 
 def factors(bytes: torch.Tensor, scale: str) -> torch.Tensor:
@@ -30,9 +30,9 @@ def factors(bytes: torch.Tensor, scale: str) -> torch.Tensor:
     return narrow.from_ue8m0(bytes) if scale == "ue8m0" else bytes.view(torch.float8_e4m3fn).float()
 
 
-def widen(codes: torch.Tensor, form: str, flat: torch.Tensor | None, scale: str, layout: str, width: int):
+def widen(codes: torch.Tensor, encoding: str, flat: torch.Tensor | None, scale: str, layout: str, width: int):
     """Codes [rows, n] times their factors, the bytes of a layout, as float32 [rows, elements]."""
-    wide = values(codes, form)
+    wide = values(codes, encoding)
     if flat is None:
         return wide
     rows, columns = wide.shape

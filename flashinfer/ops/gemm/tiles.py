@@ -79,14 +79,14 @@ def choose(problem, how: str, target) -> Config:
     return Config(how, block_m, block_n, block_k, 8, num_warps, num_stages, target.capability)
 
 
-def unit(form: str, aligned: bool) -> int:
+def unit(encoding: str, aligned: bool) -> int:
     """Elements of a dtype, or bytes of e2m1, in 16 bytes where rows are aligned."""
-    size = {"bf16": 2, "fp16": 2, "fp32": 4}.get(form, 1)
+    size = {"bf16": 2, "fp16": 2, "fp32": 4}.get(encoding, 1)
     return 16 // size if aligned else 1
 
 
-def element(form: str, how: str) -> str:
+def element(encoding: str, how: str) -> str:
     """The type that the codes of a format have in memory, as kernels see them that widen to `how`."""
-    if form == "e2m1" or (form in operands.FP8 and how):
+    if encoding == "e2m1" or (encoding in operands.FP8 and how):
         return "u8"
-    return form
+    return encoding

@@ -25,11 +25,11 @@ def tile_of(index, row_tiles, column_tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def load_codes(
-    at, ok, start, K, FORM: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr
+    at, ok, start, K, FORMAT: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """Codes of BK elements from `start` on, of rows at `at` [ROWS]; 0 past K. ALIGNED rows have whole 16 bytes."""
-    PER: tl.constexpr = 2 if FORM == "e2m1" else 1
-    UNIT: tl.constexpr = 1 if not ALIGNED else (8 if FORM == "bf16" or FORM == "fp16" else 16)
+    PER: tl.constexpr = 2 if FORMAT == "e2m1" else 1
+    UNIT: tl.constexpr = 1 if not ALIGNED else (8 if FORMAT == "bf16" or FORMAT == "fp16" else 16)
     column = start // PER + tl.arange(0, BK // PER)
     there = ok[:, None]
     if not WHOLE:

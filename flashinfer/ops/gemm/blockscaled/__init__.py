@@ -74,11 +74,11 @@ class Widen:
 
     Attributes
     ----------
-    form, scale, width, layout, aligned, whole
+    encoding, scale, width, layout, aligned, whole
         Of an operand, as Problem has them.
     """
 
-    form: str
+    encoding: str
     scale: str
     width: int
     layout: str

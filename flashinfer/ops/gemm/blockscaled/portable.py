@@ -76,7 +76,7 @@ def gemm_kernel(
 @triton.jit
 def widen_kernel(
     codes, scale, out, rows, K, codes_batch, codes_row, scale_batch, blocks,
-    FORM: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr, ALIGNED: tl.constexpr,
+    FORMAT: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr, ALIGNED: tl.constexpr,
     UNIT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
     """Codes [batch, rows, .] times their factors, bfloat16 [batch, rows, K]."""
@@ -85,14 +85,14 @@ def widen_kernel(
     batch = tl.program_id(2).to(tl.int64)
     start = tl.program_id(0) * BK
     at = codes + batch * multiple(codes_batch, UNIT) + row.to(tl.int64) * multiple(codes_row, UNIT)
-    found = load_codes(at, ok, start, K, FORM, BK, WHOLE, ALIGNED)
+    found = load_codes(at, ok, start, K, FORMAT, BK, WHOLE, ALIGNED)
     scale += batch * scale_batch
     factors = load_factors(scale, row, ok, start // WIDTH, blocks, blocks, 1, LAYOUT, BK // WIDTH, 1, ALIGNED)
-    if FORM == "e2m1":
+    if FORMAT == "e2m1":
         even, odd = halves(found, factors, SCALE, WIDTH, tl.bfloat16, CAPABILITY)
         wide = tl.reshape(tl.join(even, odd), [ROWS, BK])
     else:
-        wide = widen_blocks(found, factors, FORM, SCALE, WIDTH, tl.bfloat16, CAPABILITY)
+        wide = widen_blocks(found, factors, FORMAT, SCALE, WIDTH, tl.bfloat16, CAPABILITY)
     column = start + tl.arange(0, BK)
     K = multiple(K, 8 if ALIGNED else 1)
     out += (batch * rows + row.to(tl.int64))[:, None] * K + column[None, :]
@@ -160,7 +160,7 @@ def build_widen(problem, config):
     types = {"codes": f"*u8{by}", "scale": "*u8:4" if problem.aligned else "*u8", "out": f"*bf16{by}"}
     types |= {"rows": "i32", "K": "i32"} | dict.fromkeys(("codes_batch", "codes_row", "scale_batch", "blocks"), "i64")
     constants = {
-        "FORM": problem.form,
+        "FORMAT": problem.encoding,
         "SCALE": problem.scale,
         "WIDTH": problem.width,
         "LAYOUT": problem.layout,
@@ -209,8 +209,8 @@ def widened(problem):
 
 def operand(problem, name: str) -> Widen:
     """How operand "a" or "b" is widened."""
-    form, layout = (problem.a, problem.a_layout) if name == "a" else (problem.b, problem.b_layout)
-    return Widen(form, problem.scale, problem.width, layout, problem.aligned, problem.whole)
+    encoding, layout = (problem.a, problem.a_layout) if name == "a" else (problem.b, problem.b_layout)
+    return Widen(encoding, problem.scale, problem.width, layout, problem.aligned, problem.whole)
 
 
 def kernels(problem, config):
@@ -261,7 +261,7 @@ def _widened(problem, config, K: int, codes, scale):
 def _launch(problem, config, grid, K: int, a, b, a_scale, b_scale, alphas, out):
     """out : [parts, batch, M, N]. alphas : the tensor of alpha, or nothing."""
     M, N = out.shape[2:]
-    codes = [x.view(torch_dtype(element(form, config.compute))) for x, form in ((a, problem.a), (b, problem.b))]
+    codes = [x.view(torch_dtype(element(encoding, config.compute))) for x, encoding in ((a, problem.a), (b, problem.b))]
     scales = [x for x in (a_scale, b_scale) if x is not None]
     strides = *a.stride()[:2], *b.stride()[:2], out.stride(1), out.stride(0), out.stride(2)
     if problem.scale == "fp32":

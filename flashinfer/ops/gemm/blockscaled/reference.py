@@ -25,14 +25,14 @@ def gemm(problem, a, b, a_scale, b_scale, alpha, out):
     out.copy_(product)
 
 
-def _wide(problem, codes, form, scale, layout, high):
+def _wide(problem, codes, encoding, scale, layout, high):
     """An operand [batch, rows, .] as float32 [batch, rows, K]."""
     if problem.scale == "fp32":
-        wide = operands.values(codes, form)
+        wide = operands.values(codes, encoding)
         return wide * operands.spread(scale, *wide.shape[1:], high, problem.width)
     flat = [None] * len(codes) if scale is None else scale
     pairs = zip(codes, flat, strict=True)
-    return torch.stack([operands.widen(c, form, f, problem.scale, layout, problem.width) for c, f in pairs])
+    return torch.stack([operands.widen(c, encoding, f, problem.scale, layout, problem.width) for c, f in pairs])
 
 
 def _unshuffled(product):

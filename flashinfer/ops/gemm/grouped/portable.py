@@ -161,7 +161,7 @@ def grouped_kernel(
 def build(problem, config):
     by = ":16" if problem.aligned else ""
     scale = "*fp32" if problem.scale == "fp32" else "*u8" + (":4" if problem.aligned else "")
-    types = {name: f"*{element(form, config.compute)}{by}" for name, form in (("a", problem.a), ("b", problem.b))}
+    types = {name: f"*{element(its, config.compute)}{by}" for name, its in (("a", problem.a), ("b", problem.b))}
     types |= {"a_scale": scale, "b_scale": scale, "alpha": "*fp32", "out": f"*{problem.out}{by}"}
     types |= {"groups": f"*{problem.index}", "weights": f"*{problem.weights}"}
     types |= dict.fromkeys(("M", "N", "K", "count", "weight_count", "row_tiles"), "i32")
@@ -217,7 +217,7 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights):
         # A group has whole tiles, and at most one more.
         row_tiles = M // config.block_m + min(count, M)
     grid = (row_tiles * triton.cdiv(N, config.block_n), 1, 1)
-    codes = [x.view(torch_dtype(element(form, config.compute))) for x, form in ((a, problem.a), (b, problem.b))]
+    codes = [x.view(torch_dtype(element(encoding, config.compute))) for x, encoding in ((a, problem.a), (b, problem.b))]
     tensors = [*codes, *(x for x in (a_scale, b_scale, alpha) if x is not None), out, groups]
     tensors += [] if weights is None else [weights]
     b_row, b_k = (0, b.stride(1)) if problem.columns_first else (b.stride(1), 0)

@@ -102,7 +102,7 @@ class Quantize:
 
     Attributes
     ----------
-    form : str
+    encoding : str
         "fp8_block", "mxfp8" or "nvfp4", as in Problem; or "fp8", with one factor.
     dtype : str
         Of the rows.
@@ -116,7 +116,7 @@ class Quantize:
         Rows can be read 16 bytes at a time.
     """
 
-    form: str
+    encoding: str
     dtype: str
     tile: int
     scaled: bool = False

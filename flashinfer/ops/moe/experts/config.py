@@ -115,9 +115,9 @@ def product(problem, target) -> Config:
     return Config(tile_n, tile_k, 8, swap, compute, capability, num_warps, num_stages)
 
 
-def is_full(form: str, pairs: int, experts: int) -> bool:
+def is_full(encoding: str, pairs: int, experts: int) -> bool:
     """Whether tiles of 128 rows are worth their padding."""
-    return pairs >= _FULL.get(form, 0) * experts
+    return pairs >= _FULL.get(encoding, 0) * experts
 
 
 def refuses_sm90(problem, target) -> str:

@@ -19,19 +19,19 @@ from flashinfer.ops._device.scales import block_amax, quantize_fp8, quantize_mxf
 @triton.jit
 def quantize_tile(
     x, its, codes, factors, row, live, start, n, x_row, codes_row, factors_row, factors_block,
-    FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
+    FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
     """Columns `start` to `start + COLUMNS` of rows as codes and scale factors. its : [ROWS, 1], their global scales."""
     column = start + tl.arange(0, COLUMNS)
     inside = live[:, None] & (column < n)[None, :]
     y = tl.load(x + row.to(tl.int64)[:, None] * x_row + column[None, :], inside, other=0).to(tl.float32)
-    if FORM == "fp8":
+    if FORMAT == "fp8":
         WIDTH: tl.constexpr = 1
         made = to_fp8(y * its, "fp8e4nv", CAPABILITY)
-    elif FORM == "fp8_block":
+    elif FORMAT == "fp8_block":
         WIDTH: tl.constexpr = 128
         made, factor = quantize_fp8(y, 128, "fp8e4nv", False, CAPABILITY)
-    elif FORM == "mxfp8":
+    elif FORMAT == "mxfp8":
         WIDTH: tl.constexpr = 32
         made, factor = quantize_mxfp8(y, CAPABILITY)
     else:
@@ -41,7 +41,7 @@ def quantize_tile(
     byte = start // PACK + tl.arange(0, COLUMNS // PACK)
     at = row.to(tl.int64)[:, None] * codes_row + byte[None, :]
     tl.store(codes + at, made, live[:, None] & (byte < n // PACK)[None, :])
-    if FORM != "fp8":
+    if FORMAT != "fp8":
         block = start // WIDTH + tl.arange(0, COLUMNS // WIDTH)
         at = row.to(tl.int64)[:, None] * factors_row + block.to(tl.int64)[None, :] * factors_block
         tl.store(factors + at, factor, live[:, None] & (block * WIDTH < n)[None, :])
@@ -63,7 +63,7 @@ def quantize_kernel(
     factors_row,
     factors_block,
     entries,
-    FORM: tl.constexpr,
+    FORMAT: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -96,18 +96,18 @@ def quantize_kernel(
         for first in range(0, n, COLUMNS):
             quantize_tile(
                 x, its, codes, factors, row, live, first, n, x_row, codes_row, factors_row, factors_block,
-                FORM, ROWS, COLUMNS, CAPABILITY,
+                FORMAT, ROWS, COLUMNS, CAPABILITY,
             )  # fmt: skip
     else:
         quantize_tile(
             x, its, codes, factors, row, live, start, n, x_row, codes_row, factors_row, factors_block,
-            FORM, ROWS, COLUMNS, CAPABILITY,
+            FORMAT, ROWS, COLUMNS, CAPABILITY,
         )  # fmt: skip
 
 
 def build(problem, config):
     types = {"x": f"*{problem.dtype}:16" if problem.aligned else f"*{problem.dtype}", "codes": "*u8"}
-    types["factors"] = "*fp32" if problem.form == "fp8_block" else "*u8" if problem.form != "fp8" else None
+    types["factors"] = "*fp32" if problem.encoding == "fp8_block" else "*u8" if problem.encoding != "fp8" else None
     types["row_scales"] = "*fp32" if problem.row_scale else None
     types["global_scale"] = "*fp32" if problem.scaled else None
     types |= dict.fromkeys(("tile_expert", "tile_end"), "*i32" if problem.tile else None)
@@ -115,7 +115,7 @@ def build(problem, config):
     types |= {"rows": "i32", "n": f"i32:{unit}" if unit > 1 else "i32", "x_row": f"i64:{unit}" if unit > 1 else "i64"}
     types |= dict.fromkeys(("codes_row", "factors_row", "factors_block"), "i64") | {"entries": "i32"}
     constants = {name: None for name, kind in types.items() if kind is None} | {
-        "FORM": problem.form,
+        "FORMAT": problem.encoding,
         "TILE": problem.tile,
         "ROWS": config.rows,
         "COLUMNS": config.columns,
@@ -132,7 +132,7 @@ def run(problem, config, x, global_scale, token_map, codes, factors, row_scales=
     """Rows of x, all or those of the map, as codes and scale factors; with a scale of each row, float32 [rows]."""
     tensors = [x, codes.view(torch.uint8)]
     if factors is not None:
-        tensors.append(factors if problem.form == "fp8_block" else factors.view(torch.uint8))
+        tensors.append(factors if problem.encoding == "fp8_block" else factors.view(torch.uint8))
     if problem.row_scale:
         tensors.append(row_scales)
     if problem.scaled:

@@ -26,30 +26,30 @@ def run(problem, config, rows, weights, finish, token_map, out):
 
 def decode_rows(problem, rows, source, k) -> torch.Tensor:
     """Rows as float32."""
-    form, codes = problem.rows, rows.codes[source]
-    if form not in WIDTH:
+    encoding, codes = problem.rows, rows.codes[source]
+    if encoding not in WIDTH:
         return codes.float()
-    blocks = -(-k // WIDTH[form])
+    blocks = -(-k // WIDTH[encoding])
     if problem.row_layout == "linear":
         factors = rows.scale[source][:, :blocks]
     else:
         factors = layouts.restore(rows.scale.flatten().view(torch.uint8), len(rows.codes), blocks, problem.row_layout)
         factors = factors[source]
-    return _decode(form, codes, factors, k)
+    return _decode(encoding, codes, factors, k)
 
 
 def decode_weights(problem, weights, expert: int, n: int, k: int) -> torch.Tensor:
     """An expert's weights as float32 [n, k], rows in the order of the bias: gated ones factor, gate, factor, gate."""
-    form, codes = problem.weights, weights.codes[expert]
+    encoding, codes = problem.weights, weights.codes[expert]
     stored, logical = weight_rows(problem, n, codes.device)
     if problem.block:
         codes = codes.transpose(0, 1).flatten(1)
     codes = codes[stored]
-    if form not in WIDTH:
+    if encoding not in WIDTH:
         return codes.float()
-    blocks = -(-k // WIDTH[form])
+    blocks = -(-k // WIDTH[encoding])
     factors = weights.scale[expert]
-    if form == "fp8_block":
+    if encoding == "fp8_block":
         factors = factors[logical // 128]
     elif problem.weight_layout == "linear":
         factors = factors[stored]
@@ -57,7 +57,7 @@ def decode_weights(problem, weights, expert: int, n: int, k: int) -> torch.Tenso
         factors = factors.unflatten(1, (n, -1)).transpose(0, 1).flatten(1)[stored]
     else:
         factors = layouts.restore(factors.flatten(), n, blocks, problem.weight_layout)[stored]
-    return _decode(form, codes, factors, k)
+    return _decode(encoding, codes, factors, k)
 
 
 def weight_rows(problem, n: int, device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,19 +74,19 @@ def weight_rows(problem, n: int, device) -> tuple[torch.Tensor, torch.Tensor]:
     return stored, row
 
 
-def _decode(form, codes, factors, k) -> torch.Tensor:
-    if form in ("fp8", "fp8_block", "mxfp8"):
+def _decode(encoding, codes, factors, k) -> torch.Tensor:
+    if encoding in ("fp8", "fp8_block", "mxfp8"):
         y = codes.view(torch.float8_e4m3fn).float()
-    elif form == "mxint4":
+    elif encoding == "mxint4":
         byte = codes.view(torch.uint8).int()
         y = torch.stack(((byte & 15 ^ 8) - 8, (byte >> 4 ^ 8) - 8), -1).flatten(-2).float()
     else:
         y = narrow.from_e2m1(codes.view(torch.uint8))
-    if form in ("mxfp8", "mxfp4"):
+    if encoding in ("mxfp8", "mxfp4"):
         factors = narrow.from_ue8m0(factors.view(torch.uint8))
-    elif form == "nvfp4":
+    elif encoding == "nvfp4":
         factors = factors.view(torch.float8_e4m3fn)
-    return y * factors.float().repeat_interleave(WIDTH[form], -1)[:, :k]
+    return y * factors.float().repeat_interleave(WIDTH[encoding], -1)[:, :k]
 
 
 def _finish(problem, finish, weights, y, pair, source, expert):

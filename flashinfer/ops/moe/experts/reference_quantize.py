@@ -22,18 +22,18 @@ def run(problem, config, x, global_scale, token_map, codes, factors, row_scales=
         its = its * y.abs().amax(1, keepdim=True)
         row_scales[live] = its[:, 0]
         its = torch.where(its == 0, 0, 1 / its)
-    if problem.form == "fp8":
+    if problem.encoding == "fp8":
         codes[live] = narrow.to_fp8(y * its, torch.float8_e4m3fn).view(codes.dtype)
         return
-    padded = torch.nn.functional.pad(y, (0, -y.shape[1] % WIDTH[problem.form]))
-    if problem.form == "fp8_block":
+    padded = torch.nn.functional.pad(y, (0, -y.shape[1] % WIDTH[problem.encoding]))
+    if problem.encoding == "fp8_block":
         made, factor = narrow.quantize_fp8(padded, 128, torch.float8_e4m3fn)
-    elif problem.form == "mxfp8":
+    elif problem.encoding == "mxfp8":
         made, factor = narrow.quantize_mxfp8(padded)
     else:
         made, factor = narrow.quantize_nvfp4(padded, its)
     codes.view(torch.uint8)[live] = made.view(torch.uint8)[:, : codes.shape[1]]
-    if problem.form == "fp8_block":
+    if problem.encoding == "fp8_block":
         factors[live] = factor
     else:
         factors.view(torch.uint8)[live] = factor.view(torch.uint8)
