@@ -1,0 +1,117 @@
+"""The accepted tokens of replay windows, folded into the states of all layers, in Triton.
+
+A program has ROWS values of one head's state, [ROWS, K] float32, in registers: each state is read once and written
+once, however many tokens were accepted. Grid: (sequences, heads x blocks of values, layers). All warps do the same.
+In: keys and values as they came, decays and beta of `Window`, slots and counts of `Accepted`. Out: states, in place.
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.recurrent._device.gates import unit_length
+from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
+from flashinfer.ops.recurrent.delta.config import power_of_two
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw
+
+
+@triton.jit
+def commit_kernel(
+    state,
+    window_v,
+    window_k,
+    window_gate,
+    window_beta,
+    slots,
+    lengths,
+    path,
+    track_slots,
+    track_steps,
+    state_by,
+    v_by,
+    k_by,
+    gate_by,
+    beta_by,
+    of,
+    NORMALIZE: tl.constexpr,
+    STATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):
+    n = tl.program_id(0)
+    head = tl.program_id(1) // of.blocks
+    row = tl.program_id(1) % of.blocks * ROWS + tl.arange(0, ROWS)
+    layer = tl.program_id(2).to(tl.int64)
+    column = tl.arange(0, KEYS)
+    in_rows = row < of.value_dim
+    in_columns = column < of.key_dim
+    inside = in_rows[:, None] & in_columns[None, :]
+    kh = head // of.k_group
+    slot = tl.load(slots + n).to(tl.int64)
+    length = tl.load(lengths + n).to(tl.int32)
+    if (slot > of.null) & (length > 0):
+        here = state_offsets(row, column, state_by.row, 1, "k") + head * state_by.head + layer * state_by.layer
+        s = load_state(state + here + slot * state_by.slot, inside, STATE, CAPABILITY)
+        track = tl.full([], -1, tl.int64)
+        step = tl.full([], -1, tl.int32)
+        if track_slots is not None:
+            track = tl.load(track_slots + n).to(tl.int64)
+            step = tl.load(track_steps + n).to(tl.int32)
+        values = window_v + layer * v_by.layer + slot * v_by.slot
+        keys = window_k + layer * k_by.layer + slot * k_by.slot
+        gates = window_gate + layer * gate_by.layer + slot * gate_by.slot + head * of.tokens
+        betas = window_beta + layer * beta_by.layer + slot * beta_by.slot + head * of.tokens
+        for i in range(length):
+            t = i
+            if path is not None:
+                t = tl.load(path + n * of.tokens + i).to(tl.int32)
+            key = tl.load(keys + (kh * of.tokens + t) * of.key_dim + column, in_columns, other=0).to(tl.float32)
+            value = tl.load(values + (head * of.tokens + t) * of.value_dim + row, in_rows, other=0).to(tl.float32)
+            if NORMALIZE:
+                key = unit_length(key)
+            s *= tl.exp(tl.load(gates + t))
+            correction = tl.load(betas + t) * (value - tl.sum(s * key[None, :], 1))
+            s += correction[:, None] * key[None, :]
+            if track_slots is not None:
+                to_track = inside & (i == step) & (track > of.null)
+                store_state(state + here + track * state_by.slot, s, to_track, STATE, CAPABILITY)
+        store_state(state + here + slot * state_by.slot, s, inside, STATE, CAPABILITY)
+
+
+_WINDOWS = ("v", "k", "gate", "beta")
+
+
+def _build(problem, config):
+    window = {"v": problem.dtype, "k": problem.dtype, "gate": "fp32", "beta": "fp32"}
+    kinds = {"state": problem.state_dtype} | {f"window_{name}": kind for name, kind in window.items()}
+    kinds |= {"slots": "i32", "lengths": "i32", "path": "i32" if problem.path else ""}
+    kinds |= dict.fromkeys(("track_slots", "track_steps"), "i32" if problem.track else "")
+    whole = {"state": problem.state_dtype, "window_v": problem.dtype, "window_k": problem.dtype}
+    types = pointers(kinds, whole)
+    places = {"state_by": ("layer", "slot", "head", "row")} | {f"{name}_by": ("layer", "slot") for name in _WINDOWS}
+    types |= place_types(places, {"state_by": problem.state_dtype, "v_by": problem.dtype, "k_by": problem.dtype})
+    types |= {f"of.{name}": "i32" for name in ("blocks", "tokens", "key_dim", "value_dim", "k_group", "null")}
+    constants = {name: None for name, kind in kinds.items() if not kind} | {
+        "NORMALIZE": problem.normalize,
+        "STATE": problem.state_dtype,
+        "ROWS": config.rows,
+        "KEYS": power_of_two(problem.key_dim),
+        "CAPABILITY": config.capability,
+    }
+    return Build(commit_kernel, types, constants, num_warps=config.num_warps)
+
+
+launch_commit = Launcher("delta_commit", _build)
+
+
+def commit(problem, config, state, window, accepted):
+    """Fold accepted tokens into the states [layers, slots, heads, V, K]."""
+    layers, _, heads, values, keys = state.shape
+    blocks = triton.cdiv(values, config.rows)
+    present = [state, *window, accepted.slots, accepted.lengths]
+    present += [x for x in (accepted.path, accepted.track_slots, accepted.track_steps) if x is not None]
+    places = [*state.stride()[:4], *(s for x in window for s in x.stride()[:2])]
+    sizes = blocks, window.v.shape[3], keys, values, heads // window.k.shape[2], accepted.null
+    grid = (accepted.slots.shape[0], heads * blocks, layers)
+    launch_commit(problem, config, grid, *map(raw, present), *places, *sizes)

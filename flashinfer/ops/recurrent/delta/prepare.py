@@ -1,0 +1,340 @@
+"""The triangular systems of chunks of 64 tokens, in Triton; docs/rooms/recurrent.md derives the form.
+
+All chunks of all sequences at once: a program makes (1 + L)^-1 diag(beta) and P of a chunk and head, and goes on to the
+next one. Grid: (programs). All warps do the same; L is in global scratch of the program's own, 16 KiB, which stays in
+L2. In: q, k [rows, tokens, heads, K], gate, beta. Out: the workspace of workspace.py.
+
+Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024; Kimi Team, Kimi Linear, 2025 (decays of channels by blocks).
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid
+from flashinfer.ops.recurrent._device.sequences import place_of, span_of
+from flashinfer.ops.recurrent.delta.workspace import INPUT, common, workspace
+from flashinfer.ops.recurrent.launching import place_types, pointers
+
+# A decay below exp(-64) is taken for exp(-64), so that sums of logarithms over a chunk keep their digits.
+LEAST = tl.constexpr(-64.0)
+BLOCK = tl.constexpr(16)
+
+
+@triton.jit
+def inverse_norms(x):
+    """1 / L2 norm of each row."""
+    wide = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+
+
+@triton.jit
+def logs_of(at_gate, by_gate, token, inside, wide, rate, shift, numbers, GATE: tl.constexpr, CHANNELS: tl.constexpr):
+    """Logarithms of decays, [tokens] or [tokens, K]; 0 outside."""
+    if CHANNELS:
+        column = tl.arange(0, wide.shape[1])[None, :]
+        log = tl.load(at_gate + token[:, None] * by_gate + column, wide, other=0).to(tl.float32)
+        inside_gate = wide
+    else:
+        log = tl.load(at_gate + token * by_gate, inside, other=1).to(tl.float32)
+        inside_gate = inside
+    if GATE == "linear":
+        log = tl.log(log)
+    else:
+        log = log_decay(log + shift, rate, numbers, GATE)
+    return tl.where(inside_gate, tl.maximum(log, LEAST), 0)
+
+
+@triton.jit
+def betas_of(at_beta, by_beta, token, inside, BETA: tl.constexpr):
+    beta = tl.where(inside, 1.0, 0.0)
+    if BETA != "" and BETA != "channels":
+        beta = tl.load(at_beta + token * by_beta, inside, other=0).to(tl.float32)
+        if BETA == "logit":
+            beta = tl.where(inside, sigmoid(beta), 0)
+    return beta
+
+
+@triton.jit
+def block_of_channels(
+    at_q, at_k, at_gate, by_q, by_k, by_gate, token, left, rate, shift, numbers, of,
+    GATE: tl.constexpr, NORMALIZE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """16 tokens: k and q in float32, running sums of the logarithms of the decay of each channel, and their total."""
+    column = tl.arange(0, KEYS)[None, :]
+    wide = (token < left)[:, None] & (column < of.key_dim)
+    k = tl.load(at_k + token[:, None] * by_k + column, wide, other=0).to(tl.float32)
+    q = tl.load(at_q + token[:, None] * by_q + column, wide, other=0).to(tl.float32)
+    if NORMALIZE:
+        k *= inverse_norms(k)[:, None]
+        q *= inverse_norms(q)[:, None]
+    log = logs_of(at_gate, by_gate, token, token < left, wide, rate, shift, numbers, GATE, True)
+    return k, q, tl.cumsum(log, 0), tl.sum(log, 0)
+
+
+@triton.jit
+def products_within(k, erase, q, c, BOUNDED: tl.constexpr, PRECISION: tl.constexpr, OPERAND: tl.constexpr):
+    """erase_i . k_j and q_i . k_j of a block, i no earlier than j, each channel with its decay from j to i."""
+    i = tl.arange(0, BLOCK)
+    if BOUNDED:
+        # From the middle of a block, decays of at least exp(-5) a token stay within exp(+-45).
+        middle = tl.sum(tl.where((i == BLOCK // 2)[:, None], c, 0), 0)[None, :]
+        right = tl.trans((k * tl.exp(middle - c)).to(OPERAND))
+        left = tl.exp(c - middle)
+        kk = tl.dot((erase * left).to(OPERAND), right, input_precision=PRECISION)
+        qk = tl.dot((q * left).to(OPERAND), right, input_precision=PRECISION)
+    else:
+        # The quotient of two decays has no bound on either side of a reference, so each is taken by itself.
+        kk = tl.zeros([BLOCK, BLOCK], tl.float32)
+        qk = tl.zeros([BLOCK, BLOCK], tl.float32)
+        for j in range(BLOCK):
+            mine = (i == j)[:, None]
+            key = tl.sum(tl.where(mine, k, 0), 0)[None, :]
+            key *= tl.exp(tl.where((i >= j)[:, None], c - tl.sum(tl.where(mine, c, 0), 0)[None, :], 0))
+            kk = tl.where((i == j)[None, :], tl.sum(erase * key, 1)[:, None], kk)
+            qk = tl.where((i == j)[None, :], tl.sum(q * key, 1)[:, None], qk)
+    return kk, qk
+
+
+@triton.jit
+def inverse(lower):
+    """(1 + L)^-1 of a strictly lower triangular L [16, 16], by forward substitution."""
+    i = tl.arange(0, BLOCK)
+    x = -lower
+    for row in range(2, BLOCK):
+        mine = (i == row)[:, None]
+        values = tl.sum(tl.where(mine, -lower, 0), 0)
+        values += tl.sum(values[:, None] * x, 0)
+        x = tl.where(mine, values[None, :], x)
+    return x + tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+
+
+@triton.jit
+def block_at(row, column, TOKENS: tl.constexpr):
+    """Offsets of block (row, column) of 16 x 16 in a square of TOKENS."""
+    i = tl.arange(0, BLOCK)
+    return (row * 16 + i)[:, None] * TOKENS + column * 16 + i[None, :]
+
+
+@triton.jit
+def invert(scratch, solved, at_beta, by_beta, left, BETA: tl.constexpr, TOKENS: tl.constexpr):
+    """(1 + L)^-1 diag(beta), by blocks of 16. L is in the lower half of `scratch`, which is overwritten.
+
+    X_ij = -X_ii (L_ij X_jj + ... + L_i,i-1 X_i-1,j) below the diagonal; X_ij is put at block (j, i).
+    """
+    t = tl.arange(0, BLOCK)
+    for i in range(TOKENS // BLOCK):
+        x = inverse(tl.load(scratch + block_at(i, i, TOKENS)))
+        beta = betas_of(at_beta, by_beta, i * 16 + t, i * 16 + t < left, BETA)
+        tl.debug_barrier()
+        tl.store(scratch + block_at(i, i, TOKENS), x)
+        tl.store(solved + block_at(i, i, TOKENS), (x * beta[None, :]).to(solved.dtype.element_ty))
+        for j in range(i):
+            sum = tl.zeros([BLOCK, BLOCK], tl.float32)
+            for m in range(j, i):
+                lower = tl.load(scratch + block_at(i, m, TOKENS))
+                sum = tl.dot(lower, tl.load(scratch + block_at(j, m, TOKENS)), sum, input_precision="ieee")
+            below = -tl.dot(x, sum, input_precision="ieee")
+            beta = betas_of(at_beta, by_beta, j * 16 + t, j * 16 + t < left, BETA)
+            tl.store(scratch + block_at(j, i, TOKENS), below)
+            tl.store(solved + block_at(i, j, TOKENS), (below * beta[None, :]).to(solved.dtype.element_ty))
+        tl.debug_barrier()
+
+
+@triton.jit
+def systems_of_channels(
+    at_q, at_k, at_gate, by_q, by_k, by_gate, at_beta, by_beta, left, rate, shift, numbers, of, scratch, scores, sums,
+    rows_k, rows_q, rows_last,
+    GATE: tl.constexpr, BOUNDED: tl.constexpr, BETA: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, KEYS: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """L and the scores of a chunk, block by block; and its rows of k and q with their decays."""
+    t = tl.arange(0, BLOCK)
+    column = tl.arange(0, KEYS)
+    below = t[:, None] > t[None, :]
+    upto = t[:, None] >= t[None, :]
+    total = tl.zeros([KEYS], tl.float32)
+    for i in range(TOKENS // BLOCK):
+        token = i * 16 + t
+        wide = (token < left)[:, None] & (column < of.key_dim)[None, :]
+        total += tl.sum(logs_of(at_gate, by_gate, token, token < left, wide, rate, shift, numbers, GATE, True), 0)
+    tl.store(sums + column, total)
+    before = tl.zeros([KEYS], tl.float32)
+    for i in range(TOKENS // BLOCK):
+        token = i * 16 + t
+        k, q, c, sum = block_of_channels(
+            at_q, at_k, at_gate, by_q, by_k, by_gate, token, left, rate, shift, numbers, of, GATE, NORMALIZE, KEYS
+        )
+        beta = betas_of(at_beta, by_beta, token, token < left, BETA)[:, None]
+        erase = k
+        if BETA == "channels":
+            wide = (token < left)[:, None] & (column < of.key_dim)[None, :]
+            erase *= tl.load(at_beta + token[:, None] * by_beta + column[None, :], wide, other=0).to(tl.float32)
+        kk, qk = products_within(k, erase, q, c, BOUNDED, PRECISION, OPERAND)
+        tl.store(scratch + block_at(i, i, TOKENS), tl.where(below, kk * beta, 0))
+        tl.store(scores + block_at(i, i, TOKENS), tl.where(upto, qk * numbers.scale, 0).to(OPERAND))
+        place = token[:, None] * KEYS + column[None, :]
+        since = tl.exp(before[None, :] + c)
+        tl.store(rows_k + place, (erase * since).to(OPERAND))
+        tl.store(rows_q + place, (q * (since * numbers.scale)).to(OPERAND))
+        tl.store(rows_last + place, (k * tl.exp((total - before)[None, :] - c)).to(OPERAND))
+        since = tl.exp(c)
+        erase = (erase * since).to(OPERAND)
+        q = (q * since).to(OPERAND)
+        gap = tl.zeros([KEYS], tl.float32)
+        for back in range(i):
+            j = i - 1 - back
+            kj, _, cj, earlier = block_of_channels(
+                at_q, at_k, at_gate, by_q, by_k, by_gate, j * 16 + t, left, rate, shift, numbers, of,
+                GATE, NORMALIZE, KEYS,
+            )  # fmt: skip
+            gap += earlier
+            kj = tl.trans((kj * tl.exp(gap[None, :] - cj)).to(OPERAND))
+            kk = tl.dot(erase, kj, input_precision=PRECISION) * beta
+            tl.store(scratch + block_at(i, j, TOKENS), kk)
+            qk = tl.dot(q, kj, input_precision=PRECISION) * numbers.scale
+            tl.store(scores + block_at(i, j, TOKENS), qk.to(OPERAND))
+        before += sum
+
+
+@triton.jit
+def systems_of_heads(
+    at_q, at_k, at_gate, by_q, by_k, by_gate, at_beta, by_beta, left, rate, shift, numbers, of, scratch, scores, sums,
+    GATE: tl.constexpr, BETA: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, KEYS: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """L and the scores of a chunk with one decay a head; and its sums of logarithms and inverse norms."""
+    token = tl.arange(0, TOKENS)
+    inside = token < left
+    column = tl.arange(0, KEYS)[None, :]
+    wide = inside[:, None] & (column < of.key_dim)
+    k = tl.load(at_k + token[:, None] * by_k + column, wide, other=0)
+    q = tl.load(at_q + token[:, None] * by_q + column, wide, other=0)
+    if GATE == "":
+        c = tl.zeros([TOKENS], tl.float32)
+    else:
+        c = tl.cumsum(logs_of(at_gate, by_gate, token, inside, wide, rate, shift, numbers, GATE, False), 0)
+    tl.store(sums + token, c)
+    upto = token[:, None] >= token[None, :]
+    decay = tl.exp(tl.where(upto, c[:, None] - c[None, :], 0))
+    kk = tl.dot(k.to(OPERAND), tl.trans(k.to(OPERAND)), input_precision=PRECISION) * decay
+    qk = tl.dot(q.to(OPERAND), tl.trans(k.to(OPERAND)), input_precision=PRECISION) * (decay * numbers.scale)
+    if NORMALIZE:
+        k_norms = inverse_norms(k)
+        q_norms = inverse_norms(q)
+        kk *= k_norms[:, None] * k_norms[None, :]
+        qk *= q_norms[:, None] * k_norms[None, :]
+        tl.store(sums + TOKENS + token, k_norms)
+        tl.store(sums + 2 * TOKENS + token, q_norms)
+    kk *= betas_of(at_beta, by_beta, token, inside, BETA)[:, None]
+    square = token[:, None] * TOKENS + token[None, :]
+    tl.store(scratch + square, tl.where(token[:, None] > token[None, :], kk, 0))
+    tl.store(scores + square, tl.where(upto, qk, 0).to(OPERAND))
+
+
+@triton.jit
+def prepare_kernel(
+    q,
+    k,
+    gate,
+    beta,
+    a_log,
+    bias,
+    offsets,
+    scratch,
+    solved,
+    scores,
+    sums,
+    rows_k,
+    rows_q,
+    rows_last,
+    q_by,
+    k_by,
+    gate_by,
+    beta_by,
+    of,
+    numbers,
+    GATE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BETA: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STRIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    scratch += tl.program_id(0).to(tl.int64) * (TOKENS * TOKENS)
+    for tile in range(tl.program_id(0), of.tiles, tl.num_programs(0)):
+        p = tile // of.heads
+        head = tile % of.heads
+        if offsets is None:
+            n = p // of.chunks
+            chunk = p % of.chunks
+        else:
+            n, chunk = place_of(p, offsets, of, STRIDE)
+        origin, first, length = span_of(offsets, n, of)
+        if (chunk >= 0) & (chunk * STRIDE < length):
+            first += chunk * STRIDE
+            left = tl.minimum(length - chunk * STRIDE, STRIDE)
+            rate = 0.0
+            if a_log is not None:
+                rate = tl.exp(tl.load(a_log + head // of.rate_group).to(tl.float32))
+            shift = 0.0
+            if bias is not None:
+                if CHANNELS:
+                    column = tl.arange(0, KEYS)
+                    at_bias = bias + head // of.bias_group * of.key_dim + column
+                    shift = tl.load(at_bias, column < of.key_dim, other=0).to(tl.float32)[None, :]
+                else:
+                    shift = tl.load(bias + head // of.bias_group).to(tl.float32)
+            at_k = k + origin * k_by.row + first * k_by.token + head // of.k_group * k_by.head
+            at_q = q + origin * q_by.row + first * q_by.token + head // of.q_group * q_by.head
+            at_gate = at_k
+            if gate is not None:
+                at_gate = gate + origin * gate_by.row + first * gate_by.token + head // of.gate_group * gate_by.head
+            at_beta = at_k
+            if beta is not None:
+                at_beta = beta + origin * beta_by.row + first * beta_by.token + head // of.beta_group * beta_by.head
+            place = tl.full([], 0, tl.int64) + tile
+            square = place * (TOKENS * TOKENS)
+            if CHANNELS:
+                rows = place * (TOKENS * KEYS)
+                systems_of_channels(
+                    at_q, at_k, at_gate, q_by.token, k_by.token, gate_by.token, at_beta, beta_by.token,
+                    left, rate, shift, numbers, of,
+                    scratch, scores + square, sums + place * KEYS, rows_k + rows, rows_q + rows, rows_last + rows,
+                    GATE, BOUNDED, BETA, NORMALIZE, PRECISION, TOKENS, KEYS, OPERAND,
+                )  # fmt: skip
+            else:
+                systems_of_heads(
+                    at_q, at_k, at_gate, q_by.token, k_by.token, gate_by.token, at_beta, beta_by.token,
+                    left, rate, shift, numbers, of,
+                    scratch, scores + square, sums + place * (3 * TOKENS),
+                    GATE, BETA, NORMALIZE, PRECISION, TOKENS, KEYS, OPERAND,
+                )  # fmt: skip
+            tl.debug_barrier()
+            invert(scratch, solved + square, at_beta, beta_by.token, left, BETA, TOKENS)
+
+
+def _build_prepare(problem, config):
+    constants, narrow = common(problem, config), config.operand
+    kinds = {"q": problem.dtype, "k": problem.dtype, "gate": problem.gate_dtype, "beta": problem.beta_dtype}
+    kinds |= {"a_log": "fp32" if problem.gate in ("softplus", "bounded") else "", "bias": problem.bias_dtype}
+    kinds |= {"offsets": problem.index if problem.packed else "", "scratch": "fp32", **workspace(problem, narrow)}
+    rows = {"q", "k"} | ({"gate"} if problem.channels and problem.gate else set())
+    whole = (rows if problem.aligned else set()) | {"scratch", *workspace(problem, narrow)}
+    types = pointers(kinds, whole)
+    units = {f"{name}_by": kinds[name] for name in rows} if problem.aligned else {}
+    types |= place_types(dict.fromkeys(("q_by", "k_by", "gate_by", "beta_by"), INPUT), units)
+    sizes = ("sequences", "tokens", "chunks", "heads", "key_dim", "tiles")
+    groups = ("q_group", "k_group", "gate_group", "beta_group", "rate_group", "bias_group")
+    types |= {f"of.{name}": "i32" for name in (*sizes, *groups)}
+    types |= {f"numbers.{name}": "fp32" for name in ("scale", "lower", "sharp", "threshold")}
+    constants |= {name: None for name, kind in kinds.items() if not kind}
+    constants |= {"GATE": problem.gate, "BOUNDED": problem.bounded, "BETA": problem.beta}
+    return Build(prepare_kernel, types, constants, num_warps=config.prepare_warps)
+
+
+launch_prepare = Launcher("delta_prepare", _build_prepare)

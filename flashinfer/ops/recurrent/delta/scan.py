@@ -1,0 +1,209 @@
+"""From chunk to chunk of 64 tokens, in Triton: outputs and states; docs/rooms/recurrent.md derives the form.
+
+A program follows one head of one sequence with ROWS values of the state, [K, ROWS] float32, in registers: five products
+a chunk. Grid: (blocks of values, heads, sequences), and one sequence more for packed tokens of none. All warps do the
+same. In: q, k [rows, tokens, heads, K], v, the workspace of workspace.py, states [slots, heads, V, K]. Out: outputs
+like v, final states, states on the way. Shared memory: operands of the products, two chunks of them on Hopper.
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.recurrent._device.sequences import span_of
+from flashinfer.ops.recurrent._device.states import load_state, store_state
+from flashinfer.ops.recurrent.delta.workspace import INPUT, STATE, common, workspace
+from flashinfer.ops.recurrent.launching import place_types, pointers
+
+
+@triton.jit
+def scan_kernel(
+    q,
+    k,
+    v,
+    w,
+    offsets,
+    read,
+    source,
+    state,
+    marks,
+    mark_starts,
+    mark_slots,
+    solved,
+    scores,
+    sums,
+    rows_k,
+    rows_q,
+    rows_last,
+    out,
+    q_by,
+    k_by,
+    v_by,
+    w_by,
+    out_by,
+    source_by,
+    state_by,
+    marks_by,
+    of,
+    numbers,
+    CHANNELS: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FIRST_MARK: tl.constexpr,
+    SOURCE: tl.constexpr,
+    STATE: tl.constexpr,
+    MARKS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):
+    n = tl.program_id(2)
+    head = tl.program_id(1)
+    value = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, KEYS)
+    i = tl.arange(0, TOKENS)
+    in_values = value < of.value_dim
+    in_columns = column < of.key_dim
+    # The state is [K, V] in registers, and [V, K] in memory.
+    inside = in_columns[:, None] & in_values[None, :]
+    sequence = tl.minimum(n, of.sequences - 1)
+    at_out = out + head * out_by.head
+    origin, first, length = span_of(offsets, sequence, of)
+    if offsets is None:
+        place = sequence * of.chunks
+    else:
+        place = first.to(tl.int32) // STRIDE + sequence
+        if n == of.sequences:
+            # One program more than sequences: tokens of no sequence have output 0.
+            begin = tl.load(offsets).to(tl.int32)
+            zero_rows(at_out, out_by, 0, begin, value, in_values, TOKENS)
+            zero_rows(at_out, out_by, (first + length).to(tl.int32), of.tokens, value, in_values, TOKENS)
+            length = 0
+    at_out += origin * out_by.row + first * out_by.token
+    slot = n.to(tl.int64)
+    if read is not None:
+        slot = tl.load(read + sequence).to(tl.int64)
+    live = (n < of.sequences) & (slot > of.null)
+
+    if live:
+        s = tl.zeros([KEYS, ROWS], tl.float32)
+        if source is not None:
+            home = slot * source_by.slot + head * source_by.head
+            home += value[None, :].to(tl.int64) * source_by.row + column[:, None].to(tl.int64) * source_by.column
+            s = load_state(source + home, inside, SOURCE, CAPABILITY)
+        mark = tl.full([], 0, tl.int64)
+        if marks is not None:
+            mark = tl.load(mark_starts + sequence).to(tl.int64)
+            at_marks = marks + head * marks_by.head
+            at_marks += value[None, :].to(tl.int64) * marks_by.row + column[:, None].to(tl.int64) * marks_by.column
+            if FIRST_MARK:
+                if length > 0:
+                    store_mark(at_marks, marks_by, mark_slots, mark, s, inside, MARKS, CAPABILITY)
+                    mark += 1
+        at_k = k + origin * k_by.row + first * k_by.token + head // of.k_group * k_by.head
+        at_q = q + origin * q_by.row + first * q_by.token + head // of.q_group * q_by.head
+        at_v = v + origin * v_by.row + first * v_by.token + head // of.v_group * v_by.head
+        for chunk in range(tl.cdiv(length, STRIDE)):
+            begin = chunk * STRIDE
+            token = begin + i.to(tl.int64)
+            inside_chunk = i < tl.minimum(length - begin, STRIDE)
+            tile = (place + chunk).to(tl.int64) * of.heads + head
+            block = i[:, None] * TOKENS + i[None, :]
+            lower = i[:, None] // 16 >= i[None, :] // 16
+            a = tl.load(solved + tile * (TOKENS * TOKENS) + block, lower, other=0)
+            p = tl.load(scores + tile * (TOKENS * TOKENS) + block, lower, other=0)
+            v_mask = inside_chunk[:, None] & in_values[None, :]
+            values = tl.load(at_v + token[:, None] * v_by.token + value[None, :], v_mask, other=0).to(tl.float32)
+            if w is not None:
+                at_w = w + origin * w_by.row + (first + token)[:, None] * w_by.token + head * w_by.head
+                values *= tl.load(at_w + value[None, :], v_mask, other=0).to(tl.float32)
+            narrow = s.to(OPERAND)
+            if CHANNELS:
+                rows = tile * (TOKENS * KEYS) + i[:, None] * KEYS + column[None, :]
+                keys = tl.load(rows_k + rows)
+                queries = tl.load(rows_q + rows)
+                lasts = tl.load(rows_last + rows)
+                decay = tl.exp(tl.load(sums + tile * KEYS + column))
+                values -= tl.dot(keys, narrow, input_precision=PRECISION)
+                o = tl.dot(queries, narrow, input_precision=PRECISION)
+                change = tl.dot(a, values.to(OPERAND), input_precision=PRECISION)
+                o = tl.dot(p, change.to(OPERAND), o, input_precision=PRECISION)
+                s = tl.dot(tl.trans(lasts), change.to(OPERAND), s * decay[:, None], input_precision=PRECISION)
+            else:
+                wide = inside_chunk[:, None] & in_columns[None, :]
+                keys = tl.load(at_k + token[:, None] * k_by.token + column[None, :], wide, other=0)
+                queries = tl.load(at_q + token[:, None] * q_by.token + column[None, :], wide, other=0)
+                keys = keys.to(OPERAND)
+                at_sums = sums + tile * (3 * TOKENS)
+                total = tl.load(at_sums + TOKENS - 1)
+                since = tl.load(at_sums + i)
+                k_factor = tl.exp(since)
+                q_factor = k_factor * numbers.scale
+                last_factor = tl.exp(total - since)
+                if NORMALIZE:
+                    k_norms = tl.load(at_sums + TOKENS + i)
+                    k_factor *= k_norms
+                    q_factor *= tl.load(at_sums + 2 * TOKENS + i)
+                    last_factor *= k_norms
+                values -= tl.dot(keys, narrow, input_precision=PRECISION) * k_factor[:, None]
+                o = tl.dot(queries.to(OPERAND), narrow, input_precision=PRECISION) * q_factor[:, None]
+                change = tl.dot(a, values.to(OPERAND), input_precision=PRECISION)
+                o = tl.dot(p, change.to(OPERAND), o, input_precision=PRECISION)
+                change *= last_factor[:, None]
+                s = tl.dot(tl.trans(keys), change.to(OPERAND), s * tl.exp(total), input_precision=PRECISION)
+            tl.store(at_out + token[:, None] * out_by.token + value[None, :], o.to(out.dtype.element_ty), v_mask)
+            if marks is not None:
+                done = begin + STRIDE
+                if (done % of.every == 0) & (done < length + (not FIRST_MARK)):
+                    store_mark(at_marks, marks_by, mark_slots, mark, s, inside, MARKS, CAPABILITY)
+                    mark += 1
+        if state is not None:
+            goal = slot * state_by.slot + head * state_by.head
+            goal += value[None, :].to(tl.int64) * state_by.row + column[:, None].to(tl.int64) * state_by.column
+            store_state(state + goal, s, inside, STATE, CAPABILITY)
+    else:
+        zero_rows(at_out, out_by, 0, length, value, in_values, TOKENS)
+
+
+@triton.jit
+def store_mark(at_marks, marks_by, mark_slots, mark, s, inside, MARKS: tl.constexpr, CAPABILITY: tl.constexpr):
+    place = mark
+    if mark_slots is not None:
+        place = tl.load(mark_slots + mark).to(tl.int64)
+    store_state(at_marks + place * marks_by.slot, s, inside & (place >= 0), MARKS, CAPABILITY)
+
+
+@triton.jit
+def zero_rows(at, by, first, end, value, in_values, TOKENS: tl.constexpr):
+    for begin in range(first, end, TOKENS):
+        token = begin + tl.arange(0, TOKENS)
+        inside = (token < end)[:, None] & in_values[None, :]
+        zeros = tl.zeros([TOKENS, value.shape[0]], at.dtype.element_ty)
+        tl.store(at + token[:, None].to(tl.int64) * by.token + value[None, :], zeros, inside)
+
+
+def _build_scan(problem, config):
+    constants, narrow = common(problem, config), config.operand
+    mark, table = problem.marks_dtype, problem.index
+    kinds = {"q": problem.dtype, "k": problem.dtype, "v": problem.dtype, "w": problem.write_dtype}
+    kinds |= {"offsets": table if problem.packed else ""}
+    kinds |= {"read": table if problem.read else "", "source": problem.source_dtype, "state": problem.state_dtype}
+    kinds |= {"marks": mark, "mark_starts": table if mark else "", "mark_slots": table if problem.mark_slots else ""}
+    kinds |= workspace(problem, narrow) | {"out": problem.out_dtype}
+    rows = {"q", "k", "v", "out"} if problem.aligned else set()
+    types = pointers(kinds, rows | set(workspace(problem, narrow)))
+    places = dict.fromkeys(("q_by", "k_by", "v_by", "w_by", "out_by"), INPUT)
+    places |= dict.fromkeys(("source_by", "state_by", "marks_by"), STATE)
+    types |= place_types(places, {f"{name}_by": kinds[name] for name in rows})
+    sizes = ("sequences", "tokens", "chunks", "heads", "key_dim", "value_dim", "null", "every")
+    types |= {f"of.{name}": "i32" for name in (*sizes, "q_group", "k_group", "v_group")} | {"numbers.scale": "fp32"}
+    constants |= {name: None for name, kind in kinds.items() if not kind}
+    constants |= {"FIRST_MARK": problem.first_mark, "SOURCE": problem.source_dtype, "STATE": problem.state_dtype}
+    constants |= {"MARKS": mark, "ROWS": config.rows, "CAPABILITY": config.capability}
+    return Build(scan_kernel, types, constants, num_warps=config.scan_warps, num_stages=config.stages)
+
+
+launch_scan = Launcher("delta_scan", _build_scan)

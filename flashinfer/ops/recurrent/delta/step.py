@@ -1,0 +1,311 @@
+"""The gated delta rule token by token, in Triton: decode, and verification of drafts in a chain.
+
+A program has ROWS values of one head's state, [ROWS, K] float32, in registers, and follows the sequence's tokens: the
+state is read once and written once, which bounds it. Grid: (sequences, heads, blocks of values), and one sequence more
+for packed tokens of none. All warps do the same. In: q, k [rows, tokens, heads, K], v, gate, beta, states [slots,
+heads, V, K], tables of slots. Out: outputs like v, states, what is kept of tokens. No shared memory but for sums.
+
+Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
+"""
+
+import triton
+import triton.language as tl
+
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
+from flashinfer.ops.recurrent._device.sequences import slot_of, span_of, zero_tokens
+from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
+from flashinfer.ops.recurrent.delta.config import power_of_two
+from flashinfer.ops.recurrent.delta.keep import keep_token
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strides, table_strides
+
+
+@triton.jit
+def step_kernel(
+    q,
+    k,
+    v,
+    gate,
+    beta,
+    a_log,
+    bias,
+    source,
+    state,
+    each,
+    out,
+    read,
+    write,
+    stop,
+    rows,
+    accepted,
+    offsets,
+    kept_v,
+    kept_k,
+    kept_gate,
+    kept_beta,
+    norm_gate,
+    norm_weight,
+    q_by,
+    k_by,
+    v_by,
+    gate_by,
+    beta_by,
+    out_by,
+    source_by,
+    state_by,
+    each_by,
+    read_by,
+    rows_by,
+    norm_by,
+    kept_by,
+    of,
+    numbers,
+    GATE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BETA: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    SINGLE: tl.constexpr,
+    EACH: tl.constexpr,
+    FINAL: tl.constexpr,
+    KEEP: tl.constexpr,
+    SOURCE: tl.constexpr,
+    STATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAPABILITY: tl.constexpr,
+):
+    n = tl.program_id(0)
+    head = tl.program_id(1)
+    block = tl.program_id(2)
+    row = block * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, KEYS)
+    in_rows = row < of.value_dim
+    in_columns = column < of.key_dim
+    inside = in_rows[:, None] & in_columns[None, :]
+    kh = head // of.k_group
+
+    sequence = tl.minimum(n, of.sequences - 1)
+    origin, first, length = span_of(offsets, sequence, of)
+    if SINGLE:
+        length = 1
+    if offsets is not None:
+        # One program more than sequences: tokens of no sequence have output 0.
+        if n == of.sequences:
+            before = tl.load(offsets).to(tl.int32)
+            zero_tokens(out, out_by, origin, 0, before, head, row, in_rows)
+            zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, in_rows)
+            length = 0
+    is_sequence = n < of.sequences
+
+    slot = slot_of(read, accepted, sequence, read_by, of)
+    live = is_sequence & (slot > of.null)
+
+    if live:
+        s = tl.zeros([ROWS, KEYS], tl.float32)
+        if source is not None:
+            home = slot * source_by.slot + head * source_by.head
+            home += state_offsets(row, column, source_by.row, source_by.column, LAYOUT)
+            s = load_state(source + home, inside, SOURCE, CAPABILITY)
+        rate = 0.0
+        if a_log is not None:
+            rate = tl.exp(tl.load(a_log + head // of.rate_group).to(tl.float32))
+        shift = 0.0
+        if bias is not None:
+            if CHANNELS:
+                shift = tl.load(bias + head // of.bias_group * of.key_dim + column, in_columns, other=0).to(tl.float32)
+            else:
+                shift = tl.load(bias + head // of.bias_group).to(tl.float32)
+        last = slot
+        if FINAL:
+            if write is not None:
+                last = tl.load(write + n).to(tl.int64)
+        goal = last * state_by.slot + head * state_by.head
+        goal += state_offsets(row, column, state_by.row, state_by.column, LAYOUT)
+        stored = length
+        if stop is not None:
+            stored = tl.load(stop + n).to(tl.int32)
+        for t in range(length):
+            token = first + t
+            at = origin * k_by.row + token * k_by.token + kh * k_by.head
+            raw_key = tl.load(k + at + column, in_columns, other=0)
+            key = raw_key.to(tl.float32)
+            at = origin * v_by.row + token * v_by.token + head // of.v_group * v_by.head
+            raw_value = tl.load(v + at + row, in_rows, other=0)
+            at = origin * q_by.row + token * q_by.token + head // of.q_group * q_by.head
+            query = tl.load(q + at + column, in_columns, other=0).to(tl.float32)
+            if NORMALIZE:
+                key = unit_length(key)
+                query = unit_length(query)
+            log = 0.0
+            raw_gate = 0.0
+            if gate is not None:
+                at = gate + origin * gate_by.row + token * gate_by.token + head // of.gate_group * gate_by.head
+                if CHANNELS:
+                    raw_gate = tl.load(at + column, in_columns, other=0)
+                else:
+                    raw_gate = tl.load(at)
+                if GATE == "linear":
+                    decay = raw_gate.to(tl.float32)
+                    if KEEP == "replay":
+                        log = tl.log(decay)
+                else:
+                    log = log_decay(raw_gate.to(tl.float32) + shift, rate, numbers, GATE)
+                    decay = tl.exp(log)
+                if CHANNELS:
+                    s *= decay[None, :]
+                else:
+                    s *= decay
+            rate_of_change = 1.0
+            if beta is not None:
+                at = origin * beta_by.row + token * beta_by.token + head // of.beta_group * beta_by.head
+                rate_of_change = tl.load(beta + at).to(tl.float32)
+                if BETA == "logit":
+                    rate_of_change = sigmoid(rate_of_change)
+            correction = rate_of_change * (raw_value.to(tl.float32) - tl.sum(s * key[None, :], 1))
+            s += correction[:, None] * key[None, :]
+            o = tl.sum(s * query[None, :], 1) * numbers.scale
+            if norm_gate is not None:
+                o *= tl.rsqrt(tl.sum(o * o, 0) / of.value_dim + numbers.eps)
+                o *= tl.load(norm_weight + row, in_rows, other=0).to(tl.float32)
+                at = origin * norm_by.row + token * norm_by.token + head * norm_by.head
+                o *= sigmoid(tl.load(norm_gate + at + row, in_rows, other=0).to(tl.float32))
+            at = origin * out_by.row + token * out_by.token + head * out_by.head
+            tl.store(out + at + row, o.to(out.dtype.element_ty), in_rows)
+            if EACH == "buffer":
+                at = n.to(tl.int64) * each_by.row + t * each_by.token + head * each_by.head
+                at += row[:, None].to(tl.int64) * of.key_dim + column[None, :]
+                store_state(each + at, s, inside & (t < stored), STATE, CAPABILITY)
+            if EACH == "pool":
+                to = tl.load(rows + n.to(tl.int64) * rows_by.sequence + t * rows_by.column).to(tl.int64)
+                at = to * state_by.slot + head * state_by.head
+                at += state_offsets(row, column, state_by.row, state_by.column, LAYOUT)
+                store_state(state + at, s, inside & (to > of.null) & (t < stored), STATE, CAPABILITY)
+            if FINAL and stop is not None:
+                store_state(state + goal, s, inside & (last > of.null) & (t + 1 == stored), STATE, CAPABILITY)
+            if KEEP != "":
+                keep_token(
+                    kept_v, kept_k, kept_gate, kept_beta, kept_by, slot, t, head, kh, block, row, column, in_rows,
+                    in_columns, raw_value, raw_key, raw_gate, log, rate_of_change, correction, of, KEEP,
+                )  # fmt: skip
+        if FINAL and stop is None:
+            store_state(state + goal, s, inside & (last > of.null), STATE, CAPABILITY)
+    else:
+        zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
+
+
+_PLACES = {
+    "q_by": ("row", "token", "head"),
+    "k_by": ("row", "token", "head"),
+    "v_by": ("row", "token", "head"),
+    "gate_by": ("row", "token", "head"),
+    "beta_by": ("row", "token", "head"),
+    "out_by": ("row", "token", "head"),
+    "source_by": ("slot", "head", "row", "column"),
+    "state_by": ("slot", "head", "row", "column"),
+    "each_by": ("row", "token", "head"),
+    "read_by": ("sequence", "column"),
+    "rows_by": ("sequence", "column"),
+    "norm_by": ("row", "token", "head"),
+    "kept_by": ("v", "k", "gate", "beta"),
+}
+_SIZES = (
+    ("sequences", "tokens", "key_dim", "value_dim", "columns", "kept", "null")
+    + ("q_group", "k_group", "v_group", "gate_group", "beta_group", "rate_group", "bias_group")
+)  # fmt: skip
+
+
+def _build(problem, config):
+    raw = problem.gate in ("softplus", "bounded")
+    wide = problem.gate_dtype if problem.channels else ""
+    kinds = {
+        "q": problem.dtype,
+        "k": problem.dtype,
+        "v": problem.dtype,
+        "gate": problem.gate_dtype,
+        "beta": problem.beta_dtype,
+        "a_log": "fp32" if raw else "",
+        "bias": problem.bias_dtype,
+        "source": problem.source_dtype,
+        "state": problem.state_dtype if problem.final or problem.each == "pool" else "",
+        "each": problem.state_dtype if problem.each == "buffer" else "",
+        "out": problem.out_dtype,
+        "read": problem.index if problem.read else "",
+        "write": problem.index if problem.write else "",
+        "stop": problem.index if problem.stop else "",
+        "rows": problem.index if problem.each == "pool" else "",
+        "accepted": problem.index if problem.accepted else "",
+        "offsets": problem.index if problem.packed else "",
+        "kept_v": ("fp32" if problem.keep == "corrections" else problem.kept_dtype) if problem.keep else "",
+        "kept_k": problem.kept_dtype if problem.keep else "",
+        "kept_gate": "fp32" if problem.keep == "replay" else "",
+        "kept_beta": "fp32" if problem.keep == "replay" else "",
+        "norm_gate": problem.dtype if problem.norm else "",
+        "norm_weight": "fp32" if problem.norm else "",
+    }
+    rows = {"q", "k", "v", "source", "state", "each", "out", "norm_gate"} | ({"gate"} if wide else set())
+    types = pointers(kinds, rows if problem.aligned else ())
+    types |= place_types(_PLACES, _units(kinds, rows) if problem.aligned else {}, _UNITS_OF[problem.layout])
+    types |= {f"of.{size}": "i32" for size in _SIZES}
+    types |= {f"numbers.{name}": "fp32" for name in ("scale", "eps", "lower", "sharp", "threshold")}
+    constants = {name: None for name, kind in kinds.items() if not kind} | {
+        "GATE": problem.gate,
+        "CHANNELS": problem.channels,
+        "BETA": problem.beta,
+        "NORMALIZE": problem.normalize,
+        "LAYOUT": problem.layout,
+        "SINGLE": problem.single,
+        "EACH": problem.each,
+        "FINAL": problem.final,
+        "KEEP": problem.keep,
+        "SOURCE": problem.source_dtype,
+        "STATE": problem.state_dtype,
+        "ROWS": config.rows,
+        "KEYS": power_of_two(problem.key_dim),
+        "CAPABILITY": config.capability,
+    }
+    return Build(step_kernel, types, constants, num_warps=config.num_warps)
+
+
+def _units(kinds: dict, names) -> dict:
+    short = {"norm_gate": "norm_by"}
+    return {short.get(name, f"{name}_by"): kinds[name] for name in names if kinds[name]}
+
+
+_UNITS_OF = {
+    "k": dict.fromkeys(("source_by", "state_by"), ("slot", "head", "row")),
+    "v": dict.fromkeys(("source_by", "state_by"), ("slot", "head", "column")),
+    "": dict.fromkeys(("source_by", "state_by"), ()),
+}
+
+
+launch_step = Launcher("delta_step", _build)
+
+
+def step(problem, config, tokens, gates, pool, out, scale, kept=None, norm=None):
+    """Every sequence's tokens one after another from its state; see operands.py for what is read and written."""
+    n, heads, (values, keys) = tokens.sequences, tokens.heads, (tokens.v.shape[3], tokens.k.shape[3])
+    group = [1 if x is None else heads // x.shape[2] for x in (tokens.q, tokens.k, tokens.v, tokens.gate, tokens.beta)]
+    group += [1 if x is None else heads // x.shape[0] for x in (gates.a_log, gates.bias)]
+    columns = 1 if pool.read is None or pool.read.dim() == 1 else pool.read.shape[1]
+    sizes = (n, tokens.k.shape[1], keys, values, columns, 0 if kept is None else kept.v.shape[2], pool.null, *group)
+    present = [x for x in (tokens.q, tokens.k, tokens.v, tokens.gate, tokens.beta) if x is not None]
+    present += [x for x in (gates.a_log, gates.bias, pool.source) if x is not None]
+    if problem.final or problem.each == "pool":
+        present.append(pool.state)
+    present += [
+        x for x in (pool.each, out, pool.read, pool.write, pool.stop, pool.rows, pool.accepted) if x is not None
+    ]
+    present += [
+        x for x in (tokens.offsets, *(kept or ()), *((norm.gate, norm.weight) if norm else ())) if x is not None
+    ]
+    places = [strides(x, (0, 1, 2)) for x in (tokens.q, tokens.k, tokens.v, tokens.gate, tokens.beta, out)]
+    places += [strides(x, (0, 1, 2, 3)) for x in (pool.source, pool.state)]
+    places += [strides(pool.each, (0, 1, 2))]
+    places += [table_strides(x) for x in (pool.read, pool.rows)]
+    places += [strides(None if norm is None else norm.gate, (0, 1, 2))]
+    places += [tuple(0 if x is None else x.stride(0) for x in (kept or (None,) * 4))]
+    numbers = scale, 0.0 if norm is None else norm.eps, gates.lower, gates.sharp, gates.threshold
+    grid = (n + problem.packed, heads, triton.cdiv(values, config.rows))
+    flat = [x for place in places for x in place]
+    launch_step(problem, config, grid, *map(raw, present), *flat, *sizes, *numbers)
