@@ -259,6 +259,55 @@ def test_partitions_take_turns_by_the_phases_of_barriers(seed):
     assert out.tolist() == [0, 1] * 4
 
 
+@gluon.jit
+def _give(word, bars, TELL: gl.constexpr, LISTEN: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    word.store(gl.full([32], 5, gl.int32, LAYOUT))
+    if TELL:
+        mbarrier.arrive(bars.index(0), count=1)
+    if LISTEN:
+        mbarrier.wait(bars.index(1), 0)
+    word.store(gl.full([32], 6, gl.int32, LAYOUT))
+
+
+@gluon.jit
+def _take(word, bars, out, TELL: gl.constexpr, LISTEN: gl.constexpr):
+    if TELL:
+        mbarrier.wait(bars.index(0), 0)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.store(out + gl.arange(0, 32, LAYOUT), word.load(LAYOUT))
+    if LISTEN:
+        mbarrier.arrive(bars.index(1), count=1)
+
+
+@gluon.jit
+def _hand_over(out, TELL: gl.constexpr, LISTEN: gl.constexpr):
+    word = gl.allocate_shared_memory(gl.int32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(bars.index(0), count=1)
+    mbarrier.init(bars.index(1), count=1)
+    T: gl.constexpr = gl.constexpr(TELL)
+    L: gl.constexpr = gl.constexpr(LISTEN)
+    gl.warp_specialize([(_give, (word, bars, T, L)), (_take, (word, bars, out, T, L))], [4], [64])
+
+
+def hand_over(seed, TELL=True, LISTEN=True):
+    out = torch.zeros(32, dtype=torch.int32)
+    launch(_hand_over, dict(out="*i32"), out, seed=seed, TELL=TELL, LISTEN=LISTEN)
+    return out.tolist()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_barriers_do_not_order_is_not_known_to_others(seed):
+    """Whoever happens to run first: what is read is all bits, or an error says that it was read."""
+    assert hand_over(seed) == [5] * 32
+    for missing in ("TELL", "LISTEN"):
+        try:
+            assert hand_over(seed, **{missing: False}) == [-1] * 32
+        except Hazard as error:
+            assert "nothing orders that behind partition" in str(error)
+
+
 def test_unknown_assembly_is_refused_by_its_text():
     @gluon.jit
     def kernel(out):

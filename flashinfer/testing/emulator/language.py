@@ -13,12 +13,13 @@ from triton.language.core import pointer_type
 
 from flashinfer._core import gluon_compat
 from flashinfer._core.gluon_compat import gl, mbarrier
-from flashinfer.testing.emulator import memory, products
+from flashinfer.testing.emulator import memory, products, shared
 from flashinfer.testing.emulator.assembly import inline_assembly
 from flashinfer.testing.emulator.errors import EmulationError, here
-from flashinfer.testing.emulator.memory import MOST_PARTITIONS, Allocation, Barrier, Shared
+from flashinfer.testing.emulator.barriers import MOST_PARTITIONS, Barrier, Clock
 from flashinfer.testing.emulator.schedule import Copy, Schedule, Task, wait_for_barrier
-from flashinfer.testing.emulator.values import Tensor, cast, pair, rounded, scalar, stored
+from flashinfer.testing.emulator.shared import Allocation, Shared
+from flashinfer.testing.emulator.values import Tensor, cast, encode, pair, rounded, scalar, stored
 
 
 def _elementwise(function):
@@ -261,10 +262,9 @@ class Language:
         block = self._task.block
         where = here()
         name = where.rpartition(": ")[2].partition("=")[0].strip() or "shared memory"
-        allocation = Allocation(f"{name} ({where.partition(' in ')[0]})", where)
+        allocation = Allocation(f"{name} ({where.partition(' in ')[0]})", self._schedule)
         block.allocations.append(allocation)
-        made = _Mine.new(allocation, element_ty, [int(n) for n in shape], layout)
-        made.language = self
+        made = Shared.new(allocation, element_ty, [int(n) for n in shape], layout)
         if value is not None:
             made.store(value)
         return made
@@ -279,40 +279,43 @@ class Language:
         for i, (function, args) in enumerate(functions_and_args):
             warps = int(worker_num_warps[i - 1]) if i else parent.num_warps
             name = f"partition {i} ({getattr(function, '__name__', 'a function')})"
-            task = Task(parent.block, i, warps, name, _body(function, args, results if i == 0 else None))
+            body = _body(function, args, results if i == 0 else None)
+            task = Task(parent.block, Clock(i, parent.clock.known), warps, name, body)
             workers.append(task)
             self._schedule.start(task)
         tasks = self._schedule.tasks
         yield from self._schedule.wait(
             lambda: not any(worker in tasks for worker in workers), lambda: "its partitions"
         )
+        for worker in workers:
+            parent.clock.learn(worker.clock.tell())
         return results[0] if results else None
 
     # Barriers.
 
     def init(self, barrier, count) -> None:
-        at = barrier.raw.__array_interface__["data"][0]
         name = f"{barrier.allocation.name} + {self._number(barrier)}"
-        barrier.allocation.barriers[at] = Barrier(name, int(count))
+        barrier.allocation.barriers[barrier.address] = Barrier(name, int(count))
 
     @staticmethod
     def _number(barrier) -> int:
         base = barrier.raw
         while base.base is not None:
             base = base.base
-        return (barrier.raw.__array_interface__["data"][0] - base.__array_interface__["data"][0]) // 8
+        return (barrier.address - base.__array_interface__["data"][0]) // 8
 
     def expect(self, barrier, bytes, pred=True):
         yield
         fault = self._fault("expect")
         if pred:
-            barrier.barrier().expect(int(bytes) + {"fewer": -16, "more": 16}.get(fault, 0))
+            size = int(bytes) + {"fewer": -16, "more": 16}.get(fault, 0)
+            barrier.barrier().expect(size, self._task.clock.tell())
 
     def arrive(self, barrier, *, count=1, pred=True):
         yield
         fault = self._fault("arrive")
         if pred and fault != "skip":
-            barrier.barrier().arrive(int(count) * (2 if fault == "twice" else 1))
+            barrier.barrier().arrive(int(count) * (2 if fault == "twice" else 1), self._task.clock.tell())
 
     def wait(self, barrier, phase, pred=True, deps=()):
         fault = self._fault("wait")
@@ -325,7 +328,7 @@ class Language:
 
     def fence_async_shared(self, cluster=False) -> None:
         if self._fault("fence") != "skip":
-            memory.fence(self._task.block.allocations, self._task.partition)
+            shared.fence(self._task.block.allocations, self._task.clock.partition)
 
     # Copies.
 
@@ -339,25 +342,23 @@ class Language:
             raise EmulationError(f"a box of {tensor_desc.block_shape} {tensor_desc.dtype} to {result}, at {here()}")
         if result.shape[-1] != tensor_desc.block_shape[-1]:
             raise EmulationError(f"rows of a box {tensor_desc.block_shape} to {result}, at {here()}")
-        result.begin_copy("copied to", True)
-        where = here()
+        result.begin_copy(True)
+        where, told = here(), self._task.clock.tell()
 
         def finish():
-            result.raw[...] = tensor_desc.read(coordinates).reshape(result.raw.shape)
-            result.state[...] = 0
-            bar.complete(tensor_desc.bytes)
+            result.land(tensor_desc.read(coordinates))
+            bar.complete(tensor_desc.bytes, told)
 
         self._schedule.send(Copy(self._task.block, f"the copy of {tensor_desc.name} to {result} ({where})", finish))
 
     def tma_store(self, tensor_desc, coord, src):
         yield
-        src.check_operand(self._task.partition, "stored by the copy engine")
-        src.readers[...] += 1
+        src.begin_reading("stored by the copy engine")
         coordinates, task = [int(c) for c in coord], self._task
 
         def finish():
             tensor_desc.write(coordinates, src.raw)
-            src.readers[...] -= 1
+            src.end_reading(task.clock)
 
         copy = Copy(task.block, f"the store of {src}", finish)
         task.stores.append(self._schedule.send(copy))
@@ -377,12 +378,11 @@ class Language:
             pointer = broadcast(pointer, mask)[0]
         # Bounds are looked at now; what is there, when the copy lands.
         memory.load(pointer, mask, 0)
-        smem.begin_copy("copied to", False)
+        smem.begin_copy(False)
 
         def finish():
             found = memory.load(pointer, mask, 0)
-            smem.raw[...] = memory.encode(found.a, found.dtype)
-            smem.mark_written(task.partition)
+            smem.land(encode(found.a, found.dtype), task.clock.partition)
 
         task.copies.append(self._schedule.send(Copy(task.block, f"the copy to {smem} ({here()})", finish)))
 
@@ -409,13 +409,14 @@ class Language:
             bar.announce(threads)
         # None may be waited for by group: then they are done here.
         earlier = tuple(copy for group in (*task.groups, task.copies) for copy in group if not copy.is_done)
-        self._schedule.send(Copy(task.block, f"an arrival at {bar}", lambda: bar.arrive(threads), earlier))
+        told = task.clock.tell()
+        self._schedule.send(Copy(task.block, f"an arrival at {bar}", lambda: bar.arrive(threads, told), earlier))
 
     # Products.
 
     def warpgroup_mma(self, a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):
         yield
-        product = products.start(self._task.partition, a, b, acc, bool(use_acc))
+        product = products.start(a, b, acc, bool(use_acc))
         self._task.products.append(product)
         if not is_async:
             yield from self.warpgroup_mma_wait(0, [product.result])
@@ -429,7 +430,7 @@ class Language:
         if self._fault("product wait") == "skip":
             count = 0
         for product in task.products[:count]:
-            product.finish()
+            product.finish(task.clock)
         task.products = task.products[count:]
         return deps[0] if len(deps) == 1 else tuple(deps)
 
@@ -447,29 +448,6 @@ class _Space:
         found = self._language.named(name)
         setattr(self, name, found)
         return found
-
-
-class _Mine(Shared):
-    """Shared memory whose stores are known to be of the partition that runs."""
-
-    language: Language
-
-    def _seen(self, key) -> Shared:
-        return self._with(super()._seen(key))
-
-    def _with(self, made: Shared) -> Shared:
-        made.__class__ = _Mine
-        made.language = self.language
-        return made
-
-    def permute(self, order) -> Shared:
-        return self._with(super().permute(order))
-
-    def reinterpret(self, dtype, shape, layout) -> Shared:
-        return self._with(super().reinterpret(dtype, shape, layout))
-
-    def store(self, value) -> None:
-        self.write(value, self.language._task.partition)
 
 
 def _body(function, args, results):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import triton.language as tl
 
+from flashinfer.testing.emulator.barriers import Clock
 from flashinfer.testing.emulator.errors import EmulationError, Hazard, here
-from flashinfer.testing.emulator.memory import Shared
+from flashinfer.testing.emulator.shared import Shared
 from flashinfer.testing.emulator.values import Tensor
 
 
@@ -35,14 +36,14 @@ class Product:
         self.where, self.is_done = here(), False
         for operand in (a, b):
             if isinstance(operand, Shared):
-                operand.readers[...] += 1
+                operand.begin_reading("multiplied")
         self.result = Sum(self, acc.dtype, acc.layout, shape)
 
-    def finish(self) -> None:
+    def finish(self, clock: Clock) -> None:
         a, b = (x.values() if isinstance(x, Shared) else x.a for x in (self.a, self.b))
         for operand in (self.a, self.b):
             if isinstance(operand, Shared):
-                operand.readers[...] -= 1
+                operand.end_reading(clock)
         found = np.matmul(a, b, dtype=np.float32)
         if self.use_acc:
             found = found + self.acc.a
@@ -51,14 +52,11 @@ class Product:
         self.a = self.b = self.acc = None
 
 
-def start(partition: int, a, b, acc, use_acc: bool) -> Product:
+def start(a, b, acc, use_acc: bool) -> Product:
     shape = [a.shape[0], b.shape[1]]
     if not isinstance(b, Shared) or a.dtype != b.dtype or a.shape[1] != b.shape[0] or acc.dtype != tl.float32:
         raise EmulationError(f"wgmma of {a.dtype}{a.shape}, {b.dtype}{b.shape} and {acc.dtype}, at {here()}")
     # Not acc.a: a product may be added to one that is on its way.
     if list(acc._a.shape) != shape:
         raise EmulationError(f"wgmma of {a.shape} and {b.shape} to {list(acc._a.shape)}, at {here()}")
-    for operand in (a, b):
-        if isinstance(operand, Shared):
-            operand.check_operand(partition, "multiplied")
     return Product(a, b, acc, use_acc, shape)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from flashinfer._core import compiler
+from flashinfer.testing.emulator.barriers import Clock
 from flashinfer.testing.emulator.errors import EmulationError
 from flashinfer.testing.emulator.language import Language
 from flashinfer.testing.emulator.memory import DTYPES, Memory, TensorMap
@@ -44,7 +45,7 @@ class Emulator:
         x, y, z = grid
         for k, j, i in product(range(z), range(y), range(x)):
             block = Block((i, j, k), grid, build.num_warps)
-            yield Task(block, 0, build.num_warps, build.kernel.__name__, _body(function, named))
+            yield Task(block, Clock(0), build.num_warps, build.kernel.__name__, _body(function, named))
 
 
 def _body(function, named):

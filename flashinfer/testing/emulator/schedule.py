@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable, Iterator
 from types import GeneratorType
 
+from flashinfer.testing.emulator.barriers import Barrier, Clock
 from flashinfer.testing.emulator.errors import Deadlock, EmulationError, of_generator, of_traceback
-from flashinfer.testing.emulator.memory import Allocation, Barrier
+from flashinfer.testing.emulator.shared import Allocation
 
 
 class Block:
@@ -36,8 +37,8 @@ class Copy:
 class Task:
     """The warps of a partition, or of a block before it parts."""
 
-    def __init__(self, block: Block, partition: int, num_warps: int, name: str, body):
-        self.block, self.partition, self.num_warps, self.name = block, partition, num_warps, name
+    def __init__(self, block: Block, clock: Clock, num_warps: int, name: str, body):
+        self.block, self.clock, self.num_warps, self.name = block, clock, num_warps, name
         self.body = body
         # Asynchronous copies by threads that no group has yet, and groups of them; products on their way.
         self.copies: list[Copy] = []
@@ -151,3 +152,4 @@ class _Late:
 
 def wait_for_barrier(schedule: Schedule, barrier: Barrier, parity: int) -> GeneratorType:
     yield from schedule.wait(lambda: barrier.is_over(parity), lambda: f"parity {parity} of {barrier}")
+    schedule.running.clock.learn(barrier.told)
