@@ -53,7 +53,7 @@ def test_kernels_wait_before_all_else(on_card):
     """By their machine code: no memory but parameters, no branch and no end before the wait (ACQBULK), which all do."""
     found = on_card(machine_code)
     assert {launcher for launcher, _ in found} == {
-        "norm", "act_and_mul", "rope", "quantize", "dequantize", "page", "concat_mla_k", "attend_sm80",
+        "norm", "act_and_mul", "rope", "rope_quantize", "quantize", "dequantize", "page", "concat_mla_k", "attend_sm80",
         "top_k_list", "top_k_emit_list", "modulated_layernorm", "pack_mla_kv_fp8", "quantize_groups", "mhc_pre",
         "mhc_post", "moe_hash_route",
     }  # fmt: skip

@@ -113,9 +113,9 @@ class Chain:
     aligned: bool = True
 
 
-def _variants() -> tuple[Variant, ...]:
+def _variants(module: str = "portable") -> tuple[Variant, ...]:
     return (
-        Variant("portable", "flashinfer.ops.sampling.portable", config=config.portable),
+        Variant("portable", f"flashinfer.ops.sampling.{module}", config=config.portable),
         Variant("reference", "flashinfer.ops.sampling.reference"),
     )
 
@@ -149,4 +149,4 @@ def _chains() -> Iterator[Chain]:
 softmax = Op("softmax", Softmax, _variants(), _softmaxes)
 draw = Op("sampling", Draw, _variants(), _draws)
 prefix = Op("prefix_sampling", Prefix, _variants(), _prefixes)
-chain = Op("chain_speculative_sampling", Chain, _variants(), _chains)
+chain = Op("chain_speculative_sampling", Chain, _variants("chain"), _chains)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flashinfer.ops import topk as room
-from flashinfer.ops.topk import short
+from flashinfer.ops.topk import short_emit as short
 from flashinfer.testing.compare import assert_bitwise
 from tests.ops.topk.test_topk import use_sizes
 
