@@ -74,6 +74,13 @@ class PlanOptions(NamedTuple):
             return self
         return PlanOptions(**{name: number(name, value) for name, value in self._asdict().items()})
 
+    def same(self, other: PlanOptions) -> bool:
+        """Whether all values are equal. A tensor of several elements equals nothing: `plain` refuses it by name."""
+        try:
+            return self == other
+        except RuntimeError:
+            return False
+
     def checked(self) -> PlanOptions:
         """The same with defaults and dtypes resolved; ValueError for what is out of its range, by name."""
         return _checked(*self)

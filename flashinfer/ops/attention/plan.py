@@ -98,7 +98,9 @@ class Plan:
             self._replays_of, self.replays = {}, {}
         rows = limits.batch * table.each_q if table.each_q else table.rows
         self.needs = rows, -1 if self.options.page_size else table.kv_entries
-        self._take_over(table, limits)
+        self.table, self.limits = table, limits
+        self.gaps = self.padded or table.first_row > 0
+        self.pages_at = 0 if table.kv_indices is None else table.kv_indices.data_ptr()
         for work in self._lists.values():
             work.fill(table)
         if not self._lists and limits.known:
@@ -113,14 +115,11 @@ class Plan:
 
     def refill(self, table: Table, limits: Limits, addresses: list[int]) -> None:
         """Describe a batch of as many requests and rows as the last, in tables of its encoding at `addresses`."""
-        self._take_over(table, limits)
-        for work in self._lists.values():
-            work.refill(*addresses)
-
-    def _take_over(self, table: Table, limits: Limits) -> None:
         self.table, self.limits = table, limits
         self.gaps = self.padded or table.first_row > 0
         self.pages_at = 0 if table.kv_indices is None else table.kv_indices.data_ptr()
+        for work in self._lists.values():
+            work.refill(*addresses)
 
     def bounded(self, limits: Limits, first: tuple[int, int]) -> Limits:
         """The bounds that a graph may have been captured with; the new ones must fit them.

@@ -66,7 +66,7 @@ class ReplaceableWrapper(AttentionWrapper):
             Query rows in all and of the longest request, if known; None for as many as before, if qo_indptr is that of
             before.
         """
-        if self._on_gpu and torch._C._cuda_getDevice() != self.device.index:
+        if self._on_gpu and torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self.device):
                 return self._replan(rows, longest_q)
         base, graph, shown = self._base, self._use_cuda_graph, self._shown

@@ -137,7 +137,9 @@ class PlanReplay:
             memmove(self._host.places[KV_INDICES], ids.data_ptr(), 4 * count)
         plan = self._plan
         table, limits = plan.table, plan.limits
-        known = self._host.check(self._page_size, count, (table.rows, table.kv_entries, table.first_row))
+        known = table.rows, table.kv_entries, table.first_row
+        if self._copies:
+            known = self._host.check(self._page_size, count, known)
         if self._tile is not None and not self._same_tile(known[0], limits.batch):
             return False
         if self._fixed is None:
@@ -145,7 +147,14 @@ class PlanReplay:
                 self._host.send(stream)
             if not alone:
                 table = replace(table)
-            self._move(table, tables, count)
+            # The table refers to the tensors of this plan.
+            if not self._most_ids:
+                table.kv_indices = ids
+            elif count != table.kv_indices.shape[0]:
+                table.kv_indices = self._host.parts[KV_INDICES][:count]
+            for i, name, place in self._moving:
+                setattr(table, name, tables[i])
+                self._addresses[place] = tables[i].data_ptr()
             if count is not None and count * self._page_size != limits.kv_tokens:
                 limits = limits._replace(kv_tokens=count * self._page_size)
         elif not alone or known[0] > limits.q_rows or (count is not None and count > self._most_ids_fixed):
@@ -153,7 +162,8 @@ class PlanReplay:
         else:
             self._send(tables, count, stream)
         same = known[0] == table.rows and (count is not None or known[1] == table.kv_entries)
-        table.rows, table.kv_entries, table.first_row = known
+        if self._copies:
+            table.rows, table.kv_entries, table.first_row = known
         if same:
             plan.refill(table, limits, self._addresses)
         else:
@@ -165,16 +175,6 @@ class PlanReplay:
         if self._tile == MOST_ROWS and 2 * rows * self._group > MOST_ROWS * requests:
             return True
         return tile_rows(self._host.longest_step(QO_INDPTR), self._group) == self._tile
-
-    def _move(self, table, tables: tuple, count: int | None) -> None:
-        """Let a table refer to the tensors of this plan."""
-        if not self._most_ids:
-            table.kv_indices = tables[KV_INDICES]
-        elif count != table.kv_indices.shape[0]:
-            table.kv_indices = self._host.parts[KV_INDICES][:count]
-        for i, name, place in self._moving:
-            setattr(table, name, tables[i])
-            self._addresses[place] = tables[i].data_ptr()
 
     def _send(self, tables: tuple, count: int | None, stream: int) -> None:
         """Copy tables into the buffers of CUDA-graph mode."""

@@ -10,8 +10,9 @@ import torch
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH, schedule_kernel
-from flashinfer.ops.attention.problem import Problem, Table
+from flashinfer.ops.attention.problem import Problem
 from flashinfer.ops.attention.split import Limits, SplitPolicy, capacity
+from flashinfer.ops.attention.tables import Table
 
 # The tensors that hold the lengths of a batch, in the order of Table.lengths().
 LENGTHS = ("q_indptr", "q_lens", "kv_indptr", "kv_lens")

@@ -61,7 +61,7 @@ class AttentionWrapper:
         self._float_workspace_buffer = float_workspace_buffer
         # Engines share and replace it; our work lists are small and live with the plan they belong to.
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._on_gpu = self.device.type == "cuda"
+        self._on_gpu, self._index = self.device.type == "cuda", self.device.index
         self._backend = backend
         self._variant = variant
         self._use_cuda_graph = buffers is not None
@@ -85,6 +85,8 @@ class AttentionWrapper:
         self._number = traced.number_of(self)
         self._alibi: dict[tuple, torch.Tensor] = {}
         self._stream: int | None = None
+        # What was looked up for the last plan in full: most ask for the same.
+        self._last_checked: tuple = None, None
         self._last_kernels: tuple = None, None
         self._capturing = False
 
@@ -128,16 +130,17 @@ class AttentionWrapper:
             About the longest query, where no table and no bound tells it: what the tile is chosen by.
         custom_mask, packed_custom_mask : Tensor, optional
         """
-        if self._on_gpu and torch._C._cuda_getDevice() != self.device.index:
+        if self._on_gpu and torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self.device):
                 return self._plan(options, tables, q_len=q_len, longest_q=longest_q, likely_q=likely_q,
                                   custom_mask=custom_mask, packed_custom_mask=packed_custom_mask)  # fmt: skip
         masked = custom_mask is not None or packed_custom_mask is not None
         how = q_len, longest_q, likely_q, self._backend, masked
-        if self._last is not None and how == self._asked[1] and _equal(options, self._asked[0]):
-            stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        last = self._last
+        if last is not None and how == self._asked[1] and options.same(self._asked[0]):
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
             if stream == self._stream and not torch.cuda.is_current_stream_capturing():
-                if self._last.repeat(tables, stream, len(self._plans) == 1):
+                if last.repeat(tables, stream, len(self._plans) == 1):
                     self._active = self._base
                     if not self._use_cuda_graph:
                         self._shown = self._base.table
@@ -194,8 +197,12 @@ class AttentionWrapper:
 
     def _checked(self, options: PlanOptions) -> PlanOptions:
         """Options of a plan with what the wrapper adds."""
-        interleaved = self._backend == "trtllm-gen" and options.kv_dtype in NVFP4_NAMES
-        return options.changed(variant=self._variant, mixed=self._mixed, interleaved=interleaved)
+        key = options, self._backend
+        if key != self._last_checked[0]:
+            interleaved = self._backend == "trtllm-gen" and options.kv_dtype in NVFP4_NAMES
+            changed = options.changed(variant=self._variant, mixed=self._mixed, interleaved=interleaved)
+            self._last_checked = key, changed
+        return self._last_checked[1]
 
     def _check_on_host(self, tables: tuple, host: HostTables, page_size: int, q_len: int) -> tuple[int, int, int]:
         """Check tables on the host, in their room: (rows, kv_entries, first_row) of Table."""
@@ -265,7 +272,7 @@ class AttentionWrapper:
         return Plan(kernels, self._partials, slopes, self._debug, self._use_cuda_graph, self._kv_layout)
 
     def _kernels_of(self, *key) -> Kernels:
-        """The kernels for (options, rows, custom, backend): most plans ask for those of the last."""
+        """The kernels for (options, rows, custom, backend)."""
         if key != self._last_kernels[0]:
             options, rows, custom, backend = key
             self._last_kernels = key, kernels_of(options, rows, custom, self.device, backend)
@@ -279,7 +286,7 @@ class AttentionWrapper:
         self._capturing = torch.cuda.is_current_stream_capturing()
         if self._capturing and any(counts):
             require(False, "plan", "tables on the host in a captured stream", f"tables on {self.device}")
-        return torch._C._cuda_getCurrentRawStream(self.device.index)
+        return torch._C._cuda_getCurrentRawStream(self._index)
 
     def _partials(self, count: int) -> torch.Tensor:
         """Scratch for partial results: the caller's workspace if it is large enough, else ours.
@@ -360,14 +367,6 @@ class AttentionWrapper:
         if plan.table is not base.table:
             plan.fill(base.table, base.limits)
         self._active = plan
-
-
-def _equal(options: PlanOptions, last: PlanOptions) -> bool:
-    try:
-        return options == last
-    except RuntimeError:
-        # A tensor of several elements is neither: a plan in full refuses it by name.
-        return False
 
 
 def device_of(float_workspace_buffer: torch.Tensor) -> torch.device:

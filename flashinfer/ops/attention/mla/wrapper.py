@@ -37,7 +37,7 @@ class LatentWrapper(ReplaceableWrapper):
 
     def _plan_blocks(self, asked: PlanOptions, block_tables, seq_lens, cum_seq_lens_q, longest_q: int) -> None:
         """Plan a batch of a rectangular block table on the device; it is read where it is, at every run."""
-        if self._on_gpu and torch._C._cuda_getDevice() != self.device.index:
+        if self._on_gpu and torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self.device):
                 return self._plan_blocks(asked, block_tables, seq_lens, cum_seq_lens_q, longest_q)
         table = latent_blocks(block_tables, seq_lens, cum_seq_lens_q, longest_q, self.device)
