@@ -10,10 +10,10 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
-from flashinfer._core.kv_layout import check_layout
 from flashinfer._forms.given import scale, whole, with_pages
 from flashinfer._forms.trtllm_decode import trtllm_batch_decode_with_kv_cache
 from flashinfer.mla.decode import xqa_mla
+from flashinfer.ops.kv_layout import check_layout
 
 __all__ = ["xqa", "xqa_mla"]
 

@@ -6,12 +6,12 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
-from flashinfer._core.kv_layout import LAYOUTS, check_layout
 from flashinfer._forms.given import flag, head_sinks, scale, whole, with_pages
 from flashinfer._forms.outputs import Output
 from flashinfer._forms.pages import as_one_type, gathered, pair_of
 from flashinfer.ops.attention.engine import attend_pages, factors_of, flat_integers, refuse, scales_of, value_dim
 from flashinfer.ops.attention.masks import draft_mask, shard_mask
+from flashinfer.ops.kv_layout import LAYOUTS, check_layout
 from flashinfer.utils import FP4Tensor
 
 

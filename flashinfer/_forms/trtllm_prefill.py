@@ -6,7 +6,6 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
-from flashinfer._core.kv_layout import check_layout
 from flashinfer._forms.given import flag, head_sinks, scale, whole, with_pages
 from flashinfer._forms.outputs import Output
 from flashinfer._forms.pages import as_one_type, gathered
@@ -15,6 +14,7 @@ from flashinfer.ops.attention.engine import (
     attend_pages, attend_rows, factors_of, flat_integers, refuse, scales_of, value_dim,
 )  # fmt: skip
 from flashinfer.ops.attention.tables import Table
+from flashinfer.ops.kv_layout import check_layout
 from flashinfer.utils import FP4Tensor
 
 _HALVES = (torch.bfloat16, torch.float16)

@@ -8,7 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device
-from flashinfer._core.kv_layout import check_layout, paged_views
+from flashinfer.ops.kv_layout import check_layout, paged_views
 from flashinfer.ops.narrow import from_e2m1
 from flashinfer.quantization import _rows
 

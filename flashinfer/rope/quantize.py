@@ -8,9 +8,9 @@ from flashinfer._core import env
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.kv_layout import check_layout, paged_views
-from flashinfer._core.page_table import check_page_table, check_vector
 from flashinfer.ops import rope as room
+from flashinfer.ops.kv_layout import check_layout, paged_views
+from flashinfer.ops.page_table import check_page_table, check_vector
 from flashinfer.rope._checks import check_cache, check_positions, check_within_cache
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -8,11 +8,11 @@ from functools import lru_cache, partial
 import torch
 
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
-from flashinfer._core.kv_layout import check_layout, paged_views
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention.direct import run_direct
 from flashinfer.ops.attention.options import NVFP4, PlanOptions
 from flashinfer.ops.attention.tables import Table, block_table
+from flashinfer.ops.kv_layout import check_layout, paged_views
 
 
 # What errors call the tables of block tables, in the order of `tables.NAMES`.

@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 
 from flashinfer._core.checks import is_aligned, require
-from flashinfer._core.kv_layout import as_matrix, ragged_views
 from flashinfer.ops.attention.config import factor_alignment
 from flashinfer.ops.attention.options import NVFP4, PlanOptions, is_finite
 from flashinfer.ops.attention.problem import Inputs, Scalars
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
 from flashinfer.ops.attention.variants import AttentionVariant
+from flashinfer.ops.kv_layout import as_matrix, ragged_views
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FACTORS = (torch.float8_e4m3fn, torch.uint8)

@@ -7,7 +7,6 @@ from functools import lru_cache, partial
 import torch
 
 from flashinfer._core import env
-from flashinfer._core.kv_layout import check_layout, ragged_views
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.kernels import kernels_of
 from flashinfer.ops.attention.masks import custom_mask_table
@@ -16,6 +15,7 @@ from flashinfer.ops.attention.options import NVFP4, PlanOptions, tile_rows
 from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.problem import alibi_slopes
 from flashinfer.ops.attention.tables import Table
+from flashinfer.ops.kv_layout import check_layout, ragged_views
 
 
 def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=None, custom_mask=None,

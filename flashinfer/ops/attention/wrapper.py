@@ -9,7 +9,6 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.backends import REPORTED_AS, variants_of
 from flashinfer._core.checks import require, require_tensor
-from flashinfer._core.kv_layout import check_layout, paged_views, ragged_views
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.host_tables import (
     HostTables, TableStore, fill_buffers, host_lengths, lengths_in_buffers,
@@ -24,6 +23,7 @@ from flashinfer.ops.attention.replay import PlanReplay
 from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.tables import KV_INDPTR, NAMES, QO_INDPTR, Table
 from flashinfer.ops.attention.variants import AttentionVariant
+from flashinfer.ops.kv_layout import check_layout, paged_views, ragged_views
 
 # Plans of other options, as the older forward() asks for, whose buffers are kept from plan to plan.
 _MOST_PLANS = 16

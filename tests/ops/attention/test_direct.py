@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from flashinfer._core.kv_layout import paged_views, ragged_views
 from flashinfer.ops.attention.direct import run_direct
 from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.tables import Table, block_table
+from flashinfer.ops.kv_layout import paged_views, ragged_views
 from flashinfer.testing import generate
 from tests.ops.attention.cases import backends, check
 from tests.ops.attention.oracle import Options

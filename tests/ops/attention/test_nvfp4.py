@@ -7,11 +7,11 @@ import torch
 
 import flashinfer
 from flashinfer._core.checks import UnsupportedConfig
-from flashinfer._core.kv_layout import paged_views
 from flashinfer.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from flashinfer.ops.attention.direct import run_direct
 from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.tables import block_table
+from flashinfer.ops.kv_layout import paged_views
 from flashinfer.page import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
 from flashinfer.prefill import trtllm_batch_context_with_kv_cache
 from flashinfer.quantization import nvfp4_kv_quantize, nvfp4_quantize_paged_kv_cache

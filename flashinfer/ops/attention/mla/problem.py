@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from flashinfer._core.checks import dtype_name
-from flashinfer._core.kv_layout import Matrix, as_matrix
 from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.tables import Table
+from flashinfer.ops.kv_layout import Matrix, as_matrix
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ import torch
 
 from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.implementation import Implementation
-from flashinfer._core.kv_layout import as_matrix
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention.config import SIZE
-from flashinfer.ops.attention.worklist import schedule_launch, schedules
 from flashinfer.ops.attention.portable import varied
 from flashinfer.ops.attention.prefill.config import Sm90Config
 from flashinfer.ops.attention.prefill.sm90_kernel import attend_sm90_kernel
 from flashinfer.ops.attention.problem import Inputs, Problem, folds
+from flashinfer.ops.attention.worklist import schedule_launch, schedules
+from flashinfer.ops.kv_layout import as_matrix
 
 
 def _parts(p: Problem) -> tuple[int, int]:

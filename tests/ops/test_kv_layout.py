@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashinfer._core.kv_layout import as_matrix, paged_views
+from flashinfer.ops.kv_layout import as_matrix, paged_views
 
 
 def _numbered(*shape):
