@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import scales
 from flashinfer.ops import activation as room
 from flashinfer.ops import layouts
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-@held
+@replayed
 def silu_and_mul(
     input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
 ) -> torch.Tensor:
@@ -57,7 +57,7 @@ def silu_and_mul(
     return _gated("silu", input, out, enable_pdl)
 
 
-@held
+@replayed
 def gelu_and_mul(
     input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
 ) -> torch.Tensor:
@@ -69,7 +69,7 @@ def gelu_and_mul(
     return _gated("gelu", input, out, enable_pdl)
 
 
-@held
+@replayed
 def gelu_tanh_and_mul(
     input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
 ) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import number
 from flashinfer.ops import topk as room
 
@@ -36,7 +36,7 @@ class TopKTieBreak(IntEnum):
 _TIE_BREAKS = tuple(TopKTieBreak)
 
 
-@held
+@replayed
 def top_k(
     input: torch.Tensor,
     k: int,
@@ -87,7 +87,7 @@ def top_k(
     return values, indices
 
 
-@held
+@replayed
 def top_k_page_table_transform(
     input: torch.Tensor,
     src_page_table: torch.Tensor,
@@ -169,7 +169,7 @@ def top_k_page_table_transform(
     return out
 
 
-@held
+@replayed
 def top_k_ragged_transform(
     input: torch.Tensor,
     offsets: torch.Tensor,

@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from flashinfer._core import compiler, driver, env, held, kernel_cache
+from flashinfer._core import compiler, driver, env, kernel_cache, replay
 from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.parameters import SCALARS, Block, HeldBlock, Layout
 from flashinfer._core.target import target_of
@@ -140,7 +140,7 @@ class Launcher:
         if bound is None:
             bound = self._bind(problem, config, index)
         bound(grid, *args)
-        recording = held.recording()
+        recording = replay.recording()
         # The interpreter copies from a GPU, and would be held with addresses of the host.
         if recording is not None and isinstance(bound, _Loaded):
             moving = {name: x for name, x in zip(bound.types, args) if bound.types[name].startswith(_ADDRESSES)}

@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-from flashinfer._core import held
+from flashinfer._core import replay
 
 _lock = threading.Lock()
 _latest: dict[tuple[int, int], torch.Tensor] = {}
@@ -40,7 +40,7 @@ def take(device: torch.device, nbytes: int, given: torch.Tensor | None = None) -
     RuntimeError
         A larger buffer is needed inside a CUDA-graph capture.
     """
-    held.refuse()
+    replay.refuse()
     if given is not None and given.numel() * given.element_size() >= nbytes:
         return given.view(-1).view(torch.uint8)[:nbytes]
     if device.type != "cuda":

@@ -6,13 +6,13 @@ import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer.ops.attention import merge as room
 
 V_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@held
+@replayed
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +53,7 @@ def merge_state(
     return out, lse
 
 
-@held
+@replayed
 def merge_state_in_place(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None = None
 ) -> None:
@@ -92,7 +92,7 @@ def merge_state_in_place(
     _merge_into(v, s, v_other, s_other, mask)
 
 
-@held
+@replayed
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over any number of parts of the keys into attention over all of them.
 

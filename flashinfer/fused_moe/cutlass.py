@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import as_dtype, require
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts
 from flashinfer.ops import layouts
 from flashinfer.tllm_enums import ActivationType
@@ -19,7 +19,7 @@ _NAMES = ("fc1_expert_weights", "fc2_expert_weights")
 SITU_SCALES = (4.0, 25.0)
 
 
-@held
+@replayed
 def cutlass_fused_moe(
     input: torch.Tensor,
     token_selected_experts: torch.Tensor,

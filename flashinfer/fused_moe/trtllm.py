@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts, routing
 from flashinfer.tllm_enums import ActivationType, WeightLayout
 
@@ -91,7 +91,7 @@ def activation(activation_type, alpha, beta, limit, count, device) -> tuple[expe
     return experts.Activation(act, *values, numbers=numbers), gated
 
 
-@held
+@replayed
 def trtllm_bf16_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -208,7 +208,7 @@ def trtllm_bf16_moe(
                  weight_layout, do_finalize, activation_type, shape, output)  # fmt: skip
 
 
-@held
+@replayed
 def trtllm_bf16_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     hidden_states: torch.Tensor,

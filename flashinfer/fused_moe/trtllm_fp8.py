@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts
 from flashinfer.fused_moe.trtllm import (
     activation,
@@ -28,7 +28,7 @@ __all__ = [
 _E4M3 = (torch.float8_e4m3fn,)
 
 
-@held
+@replayed
 def trtllm_fp8_block_scale_moe(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,
@@ -122,7 +122,7 @@ def trtllm_fp8_block_scale_moe(
                          weight_layout, act, intermediate_size, valid, output, do_finalize)  # fmt: skip
 
 
-@held
+@replayed
 def trtllm_fp8_block_scale_routed_moe(
     topk_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     routing_bias: torch.Tensor | None,

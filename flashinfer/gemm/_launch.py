@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, same_device
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer.gemm._operands import choice_of, form_of
 from flashinfer.ops.gemm import blockscaled as room
 from flashinfer.ops.gemm import grouped as groups_room
@@ -14,7 +14,7 @@ from flashinfer.ops.gemm.operands import PER_BYTE, bucket
 
 
 @custom_op("flashinfer::gemm_blockscaled", mutates_args=("out",))
-@held
+@replayed
 def gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -63,7 +63,7 @@ def _aligned(a, b, out, blocks: int, *factors) -> bool:
 
 
 @custom_op("flashinfer::gemm_grouped", mutates_args=("out",))
-@held
+@replayed
 def grouped(
     a: torch.Tensor,
     b: torch.Tensor,

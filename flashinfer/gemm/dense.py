@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import as_dtype, dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer._core.target import target_of
 from flashinfer.compat.queries import answering
 from flashinfer.ops.gemm import dense as room
@@ -28,7 +28,7 @@ _OUT_NAMES = ", ".join(map(str, _OUT))
 
 
 @answering("auto", "cudnn", "cublaslt", "cutlass", "tgv", "tinygemm")
-@held
+@replayed
 def mm_bf16(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -75,7 +75,7 @@ def mm_bf16(
     return out
 
 
-@held
+@replayed
 def bmm_bf16(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -114,7 +114,7 @@ def bmm_bf16(
     return out
 
 
-@held
+@replayed
 def bmm_fp8(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -159,7 +159,7 @@ def bmm_fp8(
     return out
 
 
-@held
+@replayed
 def mm_fp8(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -340,7 +340,7 @@ def _result(out, shape: tuple[int, ...], dtype, device, name: str = "out_dtype")
 
 
 @custom_op("flashinfer::dense_gemm", mutates_args=("out",))
-@held
+@replayed
 def _product(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import gemm
 from flashinfer.ops.gemm import blockscaled as room
@@ -15,7 +15,7 @@ from flashinfer.ops.gemm import blockscaled as room
 __all__ = ["fp8_blockscale_gemm_sm90", "gemm_fp8_nt_blockscaled", "gemm_fp8_nt_groupwise"]
 
 
-@held
+@replayed
 def gemm_fp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,

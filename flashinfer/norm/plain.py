@@ -7,12 +7,12 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer.norm._rows import check_rows, check_weights, launch
 from flashinfer.ops import norm as room
 
 
-@held
+@replayed
 def rmsnorm(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -57,7 +57,7 @@ def rmsnorm(
     return out
 
 
-@held
+@replayed
 def gemma_rmsnorm(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -99,7 +99,7 @@ def qk_rmsnorm_cute(
     (gemma_rmsnorm if weight_bias else rmsnorm)(input, weight, eps, output, enable_pdl)
 
 
-@held
+@replayed
 def fused_add_rmsnorm(
     input: torch.Tensor,
     residual: torch.Tensor,
@@ -138,7 +138,7 @@ def fused_add_rmsnorm(
     _fused_add_rmsnorm(input, residual, weight, eps, False, wants_pdl(enable_pdl))
 
 
-@held
+@replayed
 def gemma_fused_add_rmsnorm(
     input: torch.Tensor,
     residual: torch.Tensor,
@@ -154,7 +154,7 @@ def gemma_fused_add_rmsnorm(
     _fused_add_rmsnorm(input, residual, weight, eps, True, wants_pdl(enable_pdl))
 
 
-@held
+@replayed
 def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Layer normalisation: ``(input - mean(input)) / sqrt(var(input) + eps) * gemma + beta``, per row.
 

@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import scales
 from flashinfer.norm._rows import check_rows, check_weights, launch
 from flashinfer.ops import layouts
@@ -17,7 +17,7 @@ _FP8 = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 _FP4 = torch.float4_e2m1fn_x2
 
 
-@held
+@replayed
 def rmsnorm_quant(
     out: torch.Tensor,
     input: torch.Tensor,
@@ -65,7 +65,7 @@ def rmsnorm_quant(
     _to_fp8(out, input, None, weight, scale, eps, wants_pdl(enable_pdl))
 
 
-@held
+@replayed
 def fused_add_rmsnorm_quant(
     out: torch.Tensor,
     input: torch.Tensor,

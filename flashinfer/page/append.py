@@ -7,13 +7,13 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer.ops import page as room
 from flashinfer.ops.kv_layout import check_layout, paged_views
 from flashinfer.ops.page_table import check_page_table, check_vector
 
 
-@held
+@replayed
 def append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -76,7 +76,7 @@ def append_paged_kv_cache(
     )
 
 
-@held
+@replayed
 def append_paged_mla_kv_cache(
     append_ckv: torch.Tensor,
     append_kpe: torch.Tensor,

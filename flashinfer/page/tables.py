@@ -8,13 +8,13 @@ from flashinfer._core import env
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, indptr_values, require, same_device
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer.ops import page as room
 from flashinfer.ops.page_table import check_vector
 from flashinfer.page.append import as_int32
 
 
-@held
+@replayed
 def get_batch_indices_positions(
     append_indptr: torch.Tensor,
     seq_lens: torch.Tensor,

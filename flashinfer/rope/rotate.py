@@ -7,14 +7,14 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.checks import dtype_name, indptr_values, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer.ops import rope as room
 from flashinfer.ops.rope.frequencies import Frequencies
 from flashinfer.rope._checks import INDEX_DTYPES, check_cache, check_positions, check_rotary_dim, check_within_cache
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@held
+@replayed
 def apply_rope(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -73,7 +73,7 @@ def apply_rope(
     return _new(q, k, indptr, offsets, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
-@held
+@replayed
 def apply_rope_inplace(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -88,7 +88,7 @@ def apply_rope_inplace(
     _inplace(q, k, indptr, offsets, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
-@held
+@replayed
 def apply_rope_pos_ids(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -102,7 +102,7 @@ def apply_rope_pos_ids(
     return _new(q, k, pos_ids, None, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
-@held
+@replayed
 def apply_rope_pos_ids_inplace(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -116,7 +116,7 @@ def apply_rope_pos_ids_inplace(
     _inplace(q, k, pos_ids, None, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
-@held
+@replayed
 def apply_llama31_rope(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -153,7 +153,7 @@ def apply_llama31_rope(
     return _new(q, k, indptr, offsets, rotary_dim, interleave, frequencies)
 
 
-@held
+@replayed
 def apply_llama31_rope_inplace(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -172,7 +172,7 @@ def apply_llama31_rope_inplace(
     _inplace(q, k, indptr, offsets, rotary_dim, interleave, frequencies)
 
 
-@held
+@replayed
 def apply_llama31_rope_pos_ids(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -190,7 +190,7 @@ def apply_llama31_rope_pos_ids(
     return _new(q, k, pos_ids, None, rotary_dim, interleave, frequencies)
 
 
-@held
+@replayed
 def apply_llama31_rope_pos_ids_inplace(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -208,7 +208,7 @@ def apply_llama31_rope_pos_ids_inplace(
     _inplace(q, k, pos_ids, None, rotary_dim, interleave, frequencies)
 
 
-@held
+@replayed
 def apply_rope_with_cos_sin_cache(
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -255,7 +255,7 @@ def apply_rope_with_cos_sin_cache(
     return query_out, key_out
 
 
-@held
+@replayed
 def apply_rope_with_cos_sin_cache_inplace(
     positions: torch.Tensor,
     query: torch.Tensor,

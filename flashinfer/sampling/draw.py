@@ -6,12 +6,12 @@ import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer.ops import sampling as room
 from flashinfer.sampling.arguments import Call, form_of, given, kind_of, parameter, place_of, randomness_of, rows_of
 
 
-@held
+@replayed
 def sampling_from_probs(
     probs: torch.Tensor,
     indices: torch.Tensor | None = None,
@@ -69,7 +69,7 @@ def sampling_from_probs(
     return call.result(return_valid)
 
 
-@held
+@replayed
 def sampling_from_logits(
     logits: torch.Tensor,
     indices: torch.Tensor | None = None,
@@ -89,7 +89,7 @@ def sampling_from_logits(
     return call.result(False)
 
 
-@held
+@replayed
 def top_p_sampling_from_probs(
     probs: torch.Tensor,
     top_p: torch.Tensor | float,
@@ -115,7 +115,7 @@ def top_p_sampling_from_probs(
     return call.result(return_valid)
 
 
-@held
+@replayed
 def top_k_sampling_from_probs(
     probs: torch.Tensor,
     top_k: torch.Tensor | int,
@@ -142,7 +142,7 @@ def top_k_sampling_from_probs(
     return call.result(return_valid)
 
 
-@held
+@replayed
 def min_p_sampling_from_probs(
     probs: torch.Tensor,
     min_p: torch.Tensor | float,
@@ -171,7 +171,7 @@ def min_p_sampling_from_probs(
     return call.result(return_valid)
 
 
-@held
+@replayed
 def top_k_top_p_sampling_from_logits(
     logits: torch.Tensor,
     top_k: torch.Tensor | int,
@@ -195,7 +195,7 @@ def top_k_top_p_sampling_from_logits(
     return call.result(False)
 
 
-@held
+@replayed
 def top_k_top_p_sampling_from_probs(
     probs: torch.Tensor,
     top_k: torch.Tensor | int,

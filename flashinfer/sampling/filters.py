@@ -6,12 +6,12 @@ import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
-from flashinfer._core.held import held
+from flashinfer._core.replay import replayed
 from flashinfer.ops import sampling as room
 from flashinfer.sampling.arguments import check_rows, given, kind_of, parameter, rows_of, top_k_of, top_p_of
 
 
-@held
+@replayed
 def softmax(
     logits: torch.Tensor, temperature: torch.Tensor | float | None = None, enable_pdl: bool | None = None
 ) -> torch.Tensor:
@@ -44,7 +44,7 @@ def softmax(
     return out
 
 
-@held
+@replayed
 def top_p_renorm_probs(
     probs: torch.Tensor, top_p: torch.Tensor | float, is_deterministic: bool = False
 ) -> torch.Tensor:
@@ -77,7 +77,7 @@ def top_p_renorm_probs(
     return out
 
 
-@held
+@replayed
 def top_k_renorm_probs(
     probs: torch.Tensor, top_k: torch.Tensor | int, is_deterministic: bool = False
 ) -> torch.Tensor:
@@ -92,7 +92,7 @@ def top_k_renorm_probs(
     return out
 
 
-@held
+@replayed
 def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.Tensor:
     """Keep the `top_k` largest logits of each row and set the others to -inf.
 

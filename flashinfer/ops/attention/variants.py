@@ -193,7 +193,7 @@ def _check_value(argument: str, kind: str, value, device: torch.device) -> None:
 
 
 def identity_of(given: Mapping[str, Any] | None) -> tuple | None:
-    """What of a call's parameters a held launch depends on."""
+    """What of a call's parameters a replay depends on."""
     if not given:
         return None
     return tuple(

@@ -1,19 +1,20 @@
-"""Calls that are alike: the first two are checked, the launches of the second are kept, the others are those again.
+"""Launch replay: of calls that are alike the first two are checked, the launches of the second are kept, and
+later calls are those launches with new addresses.
 
 The rule. Calls of a function are alike if they are on one stream, their tensors have the same shapes, strides, dtypes,
 devices and alignment, the same of them begin at one address, and all other arguments are equal. Nothing else may decide
-what a held function does on a GPU: it looks at no values there, and its checks see no more than that. So what one call
-found (that it is allowed; kernels, grids, scalars; which pointer is which tensor) holds for all calls like it.
+what a replayed function does on a GPU: it looks at no values there, and its checks see no more than that. So what one
+call found (that it is allowed; kernels, grids, scalars; which pointer is which tensor) holds for all calls like it.
 
 What a second call does is watched; by then a first one has made what serves all, such as a table. It is kept if that
 was to launch kernels through `Launcher.__call__`, on its tensors and parts of them, on memory that it allocated, and on
-memory that stays for the stream, and nothing else: a call that converts, copies or computes with torch runs anew each
-time, and so does one that uses `workspace`, whose memory moves.
+memory that stays for the stream, and nothing else: a call that converts, copies or computes with torch runs in full
+each time, and so does one that uses `workspace`, whose memory moves.
 
-Python and allocation alone, with a driver that does nothing, on a Xeon of 2.5 GHz (Python 3.11), anew and held, in us:
-rmsnorm into `out` 39, 7; silu_and_mul into `out` 38, 6; apply_rope_pos_ids_inplace 56, 7; append_paged_kv_cache 88, 13;
-sampling_from_probs with a seed 58, 15; trtllm_fp8_block_scale_routed_moe 477, 30. A tensor takes about 0.8 of it. The
-call that is watched takes about 100 more than one made anew: shapes that come once do not pay it.
+Python and allocation alone, with a driver that does nothing, on a Xeon of 2.5 GHz (Python 3.11), us in full, then of a
+replay: rmsnorm into `out` 39, 7; silu_and_mul into `out` 38, 6; apply_rope_pos_ids_inplace 56, 7; append_paged_kv_cache
+88, 13; sampling_from_probs with a seed 58, 15; trtllm_fp8_block_scale_routed_moe 477, 30. A tensor takes about 0.8 of
+it. The call that is watched takes about 100 more than one in full: shapes that come once do not pay it.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from flashinfer._core.arguments import checked
 _MOST = 4096
 # Of scratch, in bytes: more than any kernel is promised.
 _ALIGN = 256
-# Of what a kept call allocates, in bytes, all at once: one that needs more runs anew, and frees what it is done with.
+# Of what a kept call allocates, in bytes, all at once: one that needs more runs in full, and frees as it goes.
 # To write and read as much takes an H100 170 us. A mixture of experts, of which 128 tokens may need 70 MiB, takes the
-# host 480 to 740 us anew.
+# host 480 to 740 us in full.
 _MOST_MADE = 256 << 20
 # Arguments that equal values describe, and the type beside the value: 1, 1.0 and True are equal.
 _VALUES = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
@@ -70,7 +71,7 @@ def refuse() -> None:
         _now.recording.refuse()
 
 
-def held(function: Callable) -> Callable:
+def replayed(function: Callable) -> Callable:
     """Keep the calls of a public function as above. Calls on the CPU, and traced ones, are not concerned.
 
     The function returns tensors that it was given or has allocated, a tuple or a list of them, or None.
@@ -82,12 +83,12 @@ def held(function: Callable) -> Callable:
         def record(tensors, addresses, args, named):
             with Recording() as recording:
                 result = capture.run(function, args, named, tensors[0].device)
-            calls[key] = recording.repeat(tensors, addresses, result) or anew
+            calls[key] = recording.repeat(tensors, addresses, result) or in_full
             return result
 
         return record
 
-    def anew(tensors, addresses, args, named):
+    def in_full(tensors, addresses, args, named):
         return capture.run(function, args, named, tensors[0].device)
 
     @wraps(function)

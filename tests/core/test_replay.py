@@ -75,7 +75,7 @@ def choices():
     return torch.zeros(8, 2, dtype=torch.int32)
 
 
-# For every held function: what makes its arguments, in new memory each time. The last may be those by name.
+# For every replayed function: what makes its arguments, in new memory each time. The last may be those by name.
 CASES = {
     "rmsnorm": lambda: (rows(), rows(1)[0]),
     "fused_add_rmsnorm": lambda: (rows(), rows(), rows(1)[0]),
@@ -141,7 +141,7 @@ ALIKE = {
 
 
 def function(name):
-    """The held function of that name. Where it is the body of an op, compiled graphs call it."""
+    """The replayed function of that name. Where it is the body of an op, compiled graphs call it."""
     bodies = {"_product": "dense", "gemm": "_launch", "grouped": "_launch"}
     if name in bodies:
         return getattr(import_module(f"flashinfer.gemm.{bodies[name]}"), name).__wrapped__
@@ -154,7 +154,7 @@ def function(name):
 
 def test_every_held_function_has_a_case():
     root = Path(flashinfer.__file__).parent
-    found = {name for path in root.rglob("*.py") for name in re.findall(r"@held\ndef (\w+)", path.read_text())}
+    found = {name for path in root.rglob("*.py") for name in re.findall(r"@replayed\ndef (\w+)", path.read_text())}
     assert found == set(CASES) | ALIKE
 
 
@@ -291,9 +291,9 @@ def arguments_that_are_one_tensor(card):
                 given = [int.from_bytes(value, "little") for value in launch[3] if len(value) == 8]
                 assert x.data_ptr() in given and out.data_ptr() in given
 
-    from flashinfer._core.held import held
+    from flashinfer._core.replay import replayed
 
-    @held
+    @replayed
     def by_identity(x, y, out):
         _scale(x, out, 2.0 if x is y or x.data_ptr() == y.data_ptr() else 3.0)
 
@@ -306,9 +306,9 @@ def arguments_that_are_one_tensor(card):
 
 def scalars_of_other_types(card):
     """1, 1.0, True and a tensor of one element are four calls, whatever came before."""
-    from flashinfer._core.held import held
+    from flashinfer._core.replay import replayed
 
-    @held
+    @replayed
     def by_type(x, out, by):
         _scale(x, out, {bool: 2.0, int: 3.0, float: 4.0}.get(type(by), 5.0))
 
@@ -318,7 +318,7 @@ def scalars_of_other_types(card):
         made = [_launched_as_anew(card, by_type, x, out, by)[0][0][3] for by in values]
         assert len({str(launch) for launch in made}) == 4
 
-    @held
+    @replayed
     def by_value(x, out, by):
         _scale(x, out, float(by))
 
@@ -332,11 +332,11 @@ def scalars_of_other_types(card):
 
 def calls_that_fail(card):
     """A failing call, the first of its kind or the one that is watched, leaves nothing of it."""
-    from flashinfer._core.held import held, recording
+    from flashinfer._core.replay import recording, replayed
 
     tables, plans = [], []
 
-    @held
+    @replayed
     def fails(x, out):
         if plans and plans.pop(0):
             _scale(x, out, 9.0)
@@ -425,7 +425,7 @@ def _scale(x, out, by):
 
 def calls_that_do_more(card):
     from flashinfer._core import workspace
-    from flashinfer._core.held import held
+    from flashinfer._core.replay import replayed
     from tests.core.card import ZERO
 
     def zeroes(x, out, by):
@@ -461,22 +461,22 @@ def calls_that_do_more(card):
             times.append(1)
             return function(*args)
 
-        call, args = held(counted), (torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64), 0.5)
+        call, args = replayed(counted), (torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64), 0.5)
         for i in range(5):
             call(*args)
             assert len(times) == i + 1, function.__name__
 
 
 def calls_within_calls(card):
-    from flashinfer._core.held import held
+    from flashinfer._core.replay import replayed
 
-    inner = held(_scale)
+    inner = replayed(_scale)
 
     def twice(x, out, by):
         inner(x, out, by)
         _scale(x, out, by + 1)
 
-    outer, args = held(twice), (torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64), 0.5)
+    outer, args = replayed(twice), (torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64), 0.5)
     for _ in range(3):
         inner(*args)
     launches = [card.made(lambda: outer(*args)) for _ in range(4)]
@@ -484,7 +484,7 @@ def calls_within_calls(card):
 
 
 def what_the_first_call_makes_for_all(card):
-    from flashinfer._core.held import held
+    from flashinfer._core.replay import replayed
 
     tables, times = [], []
 
@@ -496,7 +496,7 @@ def what_the_first_call_makes_for_all(card):
             tables.append(torch.ones(64))
         scale(Problem("bf16", weighted=True), Config(128), (2, 1, 1), x, tables[0], out, x.shape[0], by)
 
-    call = held(with_table)
+    call = replayed(with_table)
     x, out = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
     launches = [card.made(lambda: call(x, out, 0.5)) for _ in range(4)]
     assert len(times) == 2 and all(made == launches[0] for made in launches)
@@ -510,9 +510,9 @@ def what_the_first_call_makes_for_all(card):
 
 
 def parts_of_tensors(card):
-    from flashinfer._core.held import held
+    from flashinfer._core.replay import replayed
 
-    @held
+    @replayed
     def parts(x, out):
         _scale(x[8:], out[8:], 0.5)
         return out
@@ -523,7 +523,7 @@ def parts_of_tensors(card):
             _launched_as_anew(card, parts, x, out[0])
     assert _is_kept(parts, x, both[1])
 
-    @held
+    @replayed
     def halves(x, out):
         _scale(x[8:], out[8:], 0.5)
         return out.view(-1)
@@ -538,7 +538,7 @@ def parts_of_tensors(card):
 def captures_unknown_to_torch(card):
     """Scratch of such a capture outlives its call, however the call is made; in torch's own graphs the pool has it."""
     from flashinfer._core import capture
-    from flashinfer._core.held import held
+    from flashinfer._core.replay import replayed
 
     def with_scratch(x, out, by):
         y = torch.empty(64)
@@ -553,7 +553,7 @@ def captures_unknown_to_torch(card):
     number = 0
     for function, warm in ((with_scratch, 0), (with_scratch, 1), (with_scratch, 5), (alone, 3)):
         for known in (True, False):
-            call = held(function)
+            call = replayed(function)
             for _ in range(warm):
                 call(x, out, 0.5)
             number += 1
@@ -572,9 +572,9 @@ def captures_unknown_to_torch(card):
 
 
 def many_kinds_of_calls(card):
-    from flashinfer._core import held as module
+    from flashinfer._core import replay as module
 
-    call = module.held(_scale)
+    call = module.replayed(_scale)
     kept, module._MOST = module._MOST, 4
     x = torch.zeros(64, dtype=torch.bfloat16)
     for n in range(1, 12):
@@ -584,10 +584,10 @@ def many_kinds_of_calls(card):
 
 
 def other_arguments(card):
-    """Values that no equal one stands for are not held."""
-    from flashinfer._core.held import held
+    """Values that no equal one stands for are not replayed."""
+    from flashinfer._core.replay import replayed
 
-    @held
+    @replayed
     def with_more(x, out, more):
         _scale(x, out, 0.5)
 
