@@ -149,4 +149,4 @@ def _chains() -> Iterator[Chain]:
 softmax = Op("softmax", Softmax, _variants(), _softmaxes)
 draw = Op("sampling", Draw, _variants(), _draws)
 prefix = Op("prefix_sampling", Prefix, _variants(), _prefixes)
-chain = Op("chain_speculative_sampling", Chain, _variants("chain"), _chains)
+chain = Op("chain_speculative_sampling", Chain, _variants("speculative"), _chains)
