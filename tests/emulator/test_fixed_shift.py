@@ -1,4 +1,4 @@
-"""Weights with a fixed shift of Hopper's prefill kernel, in the emulator: sums that overflow, and attention sinks."""
+"""Weights with a fixed shift on Hopper, in the emulator: sums of values that overflow, and attention sinks."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ import torch
 from flashinfer.testing import generate
 from flashinfer.testing.emulator import emulate
 from tests.ops.attention.cases import check, run_paged, run_ragged
+from tests.ops.attention.mla import latents
+from tests.ops.attention.mla import test_leaps as mla
 from tests.ops.attention.oracle import Options
 from tests.ops.attention.test_leaps import rising
 
@@ -22,6 +24,18 @@ def test_large_values(leap):
         result = run_ragged(x, Options(causal=True), "sm90")
     assert result[0].isfinite().all()
     check(result, x, Options(causal=True))
+
+
+@pytest.mark.parametrize("leap", (30.0, 0.0))
+def test_large_latents(leap):
+    x = mla.rising("cpu", [2], [400], 16, leap)
+    x.q[..., : mla.CKV] = 0
+    for rows in (x.cache, *x.keys):
+        rows[..., : mla.CKV] *= 2.0**100
+    with emulate("90a", seed=1) as launched:
+        result = mla.attend(x, 16, backend="fa3")
+    assert "attend_latent_sm90_kernel" in launched and result[0].isfinite().all()
+    latents.check(result, x, mla.SCALE)
 
 
 def products(x):
