@@ -8,9 +8,17 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
-from flashinfer.gemm.grouped import Factors, _blocks, _check_indptr
+from flashinfer.gemm.grouped import Factors, _blocks, _check_indptr, _groupwise
+from flashinfer.ops import layouts
 
-__all__ = ["grouped_mm_bf16", "grouped_mm_fp4", "grouped_mm_fp8", "grouped_mm_mxfp8"]
+__all__ = [
+    "grouped_mm_bf16",
+    "grouped_mm_fp4",
+    "grouped_mm_fp8",
+    "grouped_mm_mxfp8",
+    "moe_gemm_fp8_nt_groupwise",
+    "moe_gemm_mxfp8_nt_groupwise",
+]
 
 
 @checked
@@ -184,3 +192,150 @@ def _unscaled(a, b, m_indptr, alpha, out, out_dtype, backend) -> torch.Tensor:
         backend=given.variant_of(backend, ("cudnn",)),
     )  # fmt: skip
     return out
+
+
+@checked
+def moe_gemm_fp8_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
+    scale_major_mode: str = "MN",
+    backend: str = "cute",
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    is_gated: bool = False,
+) -> torch.Tensor:
+    """``a[m_indptr[e] : m_indptr[e + 1]] @ b[e].T`` for each expert e, in e4m3 with float32 scales for blocks.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [M, K] float8_e4m3fn, rows contiguous: the rows of all experts.
+    b : torch.Tensor
+        [experts, N, K], the same.
+    a_scale : torch.Tensor
+        float32 [ceil(K / 128), (M + 3 * experts) // 4 * 4]. The scales of the rows of expert e begin in column
+        (m_indptr[e] + 3 * e) // 4 * 4: with 5, 0 and 7 rows in columns 0, 8 and 8. What lies between is not read.
+    b_scale : torch.Tensor
+        float32 [experts, ceil(K / 128), ceil(N / 128)], one for 128 x 128 of b.
+    m_indptr : torch.Tensor
+        [experts + 1] int32, on the device: from 0, not decreasing, up to M.
+    scale_granularity_mnk : tuple of int
+        Only (1, 128, 128).
+    scale_major_mode : str
+        Only "MN".
+    backend : str
+        "cute" or "auto": one result. Or a variant's name.
+    out : torch.Tensor, optional
+        [M, N] bfloat16, or [M, N / 2] with `is_gated`; rows contiguous.
+    out_dtype : torch.dtype, optional
+        Only bfloat16.
+    is_gated : bool
+        The first half of a product's columns, times SiLU of the second.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor. Rows from m_indptr[experts] on are not defined.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or device other than the above.
+    """
+    mnk = tuple(scale_granularity_mnk)
+    require(mnk == (1, 128, 128), "scale_granularity_mnk", mnk, "(1, 128, 128)")
+    _check_moe(a, b, m_indptr, scale_major_mode, out_dtype)
+    blocks = -(-a.shape[1] // 128)
+    wide = (len(a) + 3 * len(b)) // 4 * 4
+    require(a_scale.shape == (blocks, wide), "a_scale", tuple(a_scale.shape), f"[{blocks}, {wide}]")
+    scale = a_scale[:, _places(m_indptr, len(a), wide)].mT
+    backend = given.variant_of(backend, ("cute",))
+    # Scales of b are [experts, K blocks, N blocks]: the other order of what a product takes.
+    require(b_scale.dim() == 3, "b_scale", tuple(b_scale.shape), "[experts, K blocks, N blocks]")
+    made = None if is_gated else out
+    dtype = torch.float32 if is_gated else torch.bfloat16
+    made = _groupwise(a, b, scale, b_scale.mT, "offsets", m_indptr, made, dtype, mnk, "K", None, backend)
+    return _gated(made, out) if is_gated else made
+
+
+@checked
+def moe_gemm_mxfp8_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    scale_granularity_mnk: tuple[int, int, int] = (1, 1, 128),
+    scale_major_mode: str = "MN",
+    backend: str = "cute",
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    is_gated: bool = False,
+) -> torch.Tensor:
+    """`moe_gemm_fp8_nt_groupwise` with ue8m0 factors for 32 or 128 of each row of a and of b.
+
+    Parameters
+    ----------
+    a_scale : torch.Tensor
+        int32 [(M + 3 * experts) // 4 * 4, ceil(K / (4 * gk))], any strides: four factors of a row in a word, the first
+        in its lowest byte. Rows of expert e begin at (m_indptr[e] + 3 * e) // 4 * 4.
+    b_scale : torch.Tensor
+        int32 [experts, N, ceil(K / (4 * gk))], any strides: the same of each row of b.
+    scale_granularity_mnk : tuple of int
+        (1, 1, gk) with gk 32 or 128. K is a multiple of gk.
+    a, b, m_indptr, scale_major_mode, backend, out, out_dtype, is_gated
+        As in `moe_gemm_fp8_nt_groupwise`, as are result and errors.
+    """
+    mnk = tuple(scale_granularity_mnk)
+    require(mnk in ((1, 1, 32), (1, 1, 128)), "scale_granularity_mnk", mnk, "(1, 1, 32), (1, 1, 128)")
+    _check_moe(a, b, m_indptr, scale_major_mode, out_dtype)
+    (count, n, k), width = b.shape, mnk[2]
+    given.blocks_of("a", k, width)
+    words, high = -(-k // (4 * width)), (len(a) + 3 * count) // 4 * 4
+    for name, scale, shape in (("a_scale", a_scale, (high, words)), ("b_scale", b_scale, (count, n, words))):
+        require(scale.dtype == torch.int32, name, scale.dtype, "int32")
+        require(scale.shape == shape, name, tuple(scale.shape), f"{list(shape)}")
+    of_a = layouts.arrange(_factors(a_scale[_places(m_indptr, len(a), high)], k, width), "128x4")
+    of_b = layouts.arrange(_factors(b_scale, k, width), "128x4")
+    made, dtype = (None, torch.float32) if is_gated else (out, torch.bfloat16)
+    backend = given.variant_of(backend, ("cute",))
+    made = _blocks(a, b, of_a, of_b, m_indptr, None, made, dtype, Factors("ue8m0", 32), backend)
+    return _gated(made, out) if is_gated else made
+
+
+def _check_moe(a, b, m_indptr, major, out_dtype) -> None:
+    for name, x, dims in (("a", a, 2), ("b", b, 3)):
+        given.check_matrix(name, x, dims, (torch.float8_e4m3fn,))
+    given.same("b", b.shape[2], "a", a.shape[1], "K")
+    _check_indptr(m_indptr, b)
+    require(major == "MN", "scale_major_mode", major, "MN")
+    require(out_dtype in (None, torch.bfloat16), "out_dtype", out_dtype, "torch.bfloat16")
+
+
+def _places(m_indptr: torch.Tensor, rows: int, most: int) -> torch.Tensor:
+    """Where the scales of each row are: each expert's from a multiple of 4 on. Read on the device alone."""
+    if most == 0:
+        return torch.zeros(rows, dtype=torch.int64, device=m_indptr.device)
+    row = torch.arange(rows, dtype=torch.int64, device=m_indptr.device)
+    expert = torch.searchsorted(m_indptr[1:].contiguous(), row, right=True).clamp_(max=len(m_indptr) - 2)
+    begin = m_indptr.long()[expert]
+    # A row of no expert has any place that there is.
+    return ((begin + 3 * expert) // 4 * 4 + row - begin).clamp_(0, most - 1)
+
+
+def _factors(words: torch.Tensor, k: int, width: int) -> torch.Tensor:
+    """Bytes of int32 [.., words] as factors [.., K / 32]."""
+    factors = words.contiguous().view(torch.uint8)[..., : k // width]
+    return factors.repeat_interleave(width // 32, -1)
+
+
+def _gated(made: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """The first half of float32 columns times SiLU of the second, in bfloat16."""
+    require(made.shape[1] % 2 == 0, "b", f"N = {made.shape[1]}", "an even N with is_gated")
+    up, gate = made.chunk(2, 1)
+    out = given.result(out, tuple(up.shape), torch.bfloat16, made)
+    return out.copy_(torch.nn.functional.silu(gate) * up)

@@ -1,5 +1,6 @@
 """Matrix products: dense, with scaled and block-scaled operands, and in groups."""
 
+from .alpha_beta import gemm_alpha_beta
 from .blockscaled import bmm_mxfp8, mm_bf16_fp4, mm_fp4, mm_mxfp8, prepare_bf16_fp4_weights
 from .dense import (
     bmm_bf16,
@@ -20,6 +21,7 @@ from .grouped import (
 )
 from .groupwise import fp8_blockscale_gemm_sm90, gemm_fp8_nt_blockscaled, gemm_fp8_nt_groupwise
 from .masked import grouped_gemm_nt_masked
+from .ragged import group_gemm_fp8_nt_groupwise_contiguous, masked_bmm, ragged_block_scaled_bmm, ragged_bmm
 from .router import (
     mm_M1_16_K6144_N256,
     mm_M1_16_K7168_N128,
@@ -38,14 +40,17 @@ __all__ = [
     "bmm_fp8",
     "bmm_mxfp8",
     "fp8_blockscale_gemm_sm90",
+    "gemm_alpha_beta",
     "gemm_fp8_nt_blockscaled",
     "gemm_fp8_nt_groupwise",
     "group_deepgemm_fp8_nt_groupwise",
     "group_gemm_fp8_nt_groupwise",
+    "group_gemm_fp8_nt_groupwise_contiguous",
     "group_gemm_mxfp4_nt_groupwise",
     "group_gemm_mxfp8_mxfp4_nt_groupwise",
     "group_gemm_nvfp4_nt_groupwise",
     "grouped_gemm_nt_masked",
+    "masked_bmm",
     "mm_M1_16_K6144_N256",
     "mm_M1_16_K7168_N128",
     "mm_M1_16_K7168_N256",
@@ -60,6 +65,8 @@ __all__ = [
     "mm_fp8",
     "mm_mxfp8",
     "prepare_bf16_fp4_weights",
+    "ragged_block_scaled_bmm",
+    "ragged_bmm",
     "tgv_gemm_sm100",
     "tinygemm_bf16",
 ]
