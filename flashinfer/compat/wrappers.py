@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from flashinfer.compat.cached_module import CachedModule
+from flashinfer.ops.attention.replaced import ReplaceableWrapper
 
 
 class _TableName:
@@ -42,7 +43,7 @@ class _OptionName:
         wrapper._replace_option(self._name, value)
 
 
-class PlannedNames:
+class PlannedNames(ReplaceableWrapper):
     """Names on every wrapper.
 
     `_float_workspace_buffer`, `_int_workspace_buffer` and `_backend` are plain attributes of the wrapper: the first is

@@ -100,7 +100,7 @@ def cudnn_batch_decode_with_kv_cache(
     return output.finish(attend_pages(
         q, (k_cache, v_cache), "HND", block_tables, lens, dict(q_len=q_len), longest_q=q_len, causal=q_len > 1,
         window_left=window_left, o_dtype=output.dtype, sinks=head_sinks(sinks, q.shape[1]), **output.call,
-        **scales_of(scale_of("scale", scale, q.device), 1.0),
+        operands=("q", "k_cache", "v_cache"), **scales_of(scale_of("scale", scale, q.device), 1.0),
     ))  # fmt: skip
 
 

@@ -136,6 +136,7 @@ def cudnn_batch_prefill_with_kv_cache(
         lens = flat_integers(actual_seq_lens_kv, "actual_seq_lens_kv", q.device, batch)
         if lens is None:
             lens = torch.full((batch,), most_kv, dtype=torch.int32, device=q.device)
+        call |= dict(operands=("q", "k_cache", "v_cache"))
         result = attend_pages(q, (k_cache, v_cache), "HND", block_tables, lens, queries, **call)
     else:
         of_k = row(batch_offsets_k, "k").by(1 if tokens else k_cache.stride(0))

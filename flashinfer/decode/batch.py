@@ -13,7 +13,6 @@ from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.agree import check_agrees
 from flashinfer.ops.attention.operands import by_name, is_plain
 from flashinfer.ops.attention.options import plan_options
-from flashinfer.ops.attention.replaced import ReplaceableWrapper
 from flashinfer.ops.attention.tables import graph_buffers
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import device_of
@@ -34,7 +33,7 @@ _BUFFERS = dict(
 )  # fmt: skip
 
 
-class BatchDecodeWithPagedKVCacheWrapper(PagedNames, ReplaceableWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
     """Decode attention of a batch over a paged KV cache: plan() once per step, run() once per layer.
 
     Parameters

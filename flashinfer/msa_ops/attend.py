@@ -188,7 +188,7 @@ class _Call:
         result = attend_pages(
             self.q, self.pools, "HND", self.tables, self.lens, dict(q_len=1), longest_q=1, causal=False,
             o_dtype=self.dtype, out=rows, return_lse=lse, q_scale=self.scale * self.global_scales[0] * temperature,
-            v_scale=self.global_scales[1], **self.factors,
+            v_scale=self.global_scales[1], operands=("q", "k", "v"), **self.factors,
         )  # fmt: skip
         result, base2 = result if lse else (result, None)
         out = result.view(shape) if out is None else out

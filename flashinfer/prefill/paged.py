@@ -12,7 +12,6 @@ from flashinfer.ops.attention.agree import check_agrees
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
 from flashinfer.ops.attention.operands import by_name, is_plain
 from flashinfer.ops.attention.options import plan_options
-from flashinfer.ops.attention.replaced import ReplaceableWrapper
 from flashinfer.ops.attention.tables import MASK_BUFFERS, graph_buffers
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import device_of
@@ -24,7 +23,7 @@ _BUFFERS = dict(
 )  # fmt: skip
 
 
-class BatchPrefillWithPagedKVCacheWrapper(PagedNames, ReplaceableWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
     """Prefill and append attention of a batch over a paged KV cache: plan() once per step, run() once per layer.
 
     Parameters

@@ -14,7 +14,6 @@ from flashinfer.ops.attention.agree import check_agrees
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
 from flashinfer.ops.attention.operands import as_slots, by_name, is_plain, slot_factors, slot_views
 from flashinfer.ops.attention.options import NVFP4_NAMES, plan_options
-from flashinfer.ops.attention.replaced import ReplaceableWrapper
 from flashinfer.ops.attention.tables import MASK_BUFFERS, graph_buffers
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import device_of, ragged_pair
@@ -23,7 +22,7 @@ from flashinfer.ops.attention.wrapper import device_of, ragged_pair
 _BUFFERS = dict(qo_indptr="qo_indptr_buf", kv_indptr="kv_indptr_buf")
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames, ReplaceableWrapper):
+class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
     """Prefill attention of a batch whose keys and values are ragged rows, not pages.
 
     Parameters as of `BatchPrefillWithPagedKVCacheWrapper`, with `kv_indptr_buf` in the place of the page table.

@@ -17,6 +17,8 @@ from flashinfer.ops.kv_layout import check_layout, paged_views
 
 # What errors call the tables of block tables, in the order of `tables.NAMES`.
 _NAMES = "cum_seq_lens_q", "kv_indptr", "seq_lens", "block_tables"
+# And queries, keys and values.
+_OPERANDS = "query", "kv_cache[0]", "kv_cache[1]"
 
 
 def refuse(name: str, value, allowed: str) -> None:
@@ -157,7 +159,7 @@ def factors_of(kv_cache_sf, kv_block_scales, kv_layout: str, backend: str, devic
 def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.Tensor, seq_lens: torch.Tensor,
                  queries: dict, *, longest_q: int = 0, causal: bool = True, window_left: int = -1, o_dtype=None,
                  soft_cap: float | None = None, alibi: bool = False, masked=(None, None), backend: str = "auto",
-                 interleaved: bool = False, **call):  # fmt: skip
+                 interleaved: bool = False, operands=_OPERANDS, **call):  # fmt: skip
     """Attention of `q` over a paged cache that a rectangular block table describes.
 
     Parameters
@@ -173,6 +175,8 @@ def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.
         A mask of masks.py.
     interleaved : bool
         Of `PlanOptions`.
+    operands : tuple of str
+        What the caller calls queries, keys and values.
     call
         The other arguments of Plan.run.
     """
@@ -180,7 +184,8 @@ def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.
     require(block_tables.dim() == 2, "block_tables", tuple(block_tables.shape), "[batch, max_pages]")
     batch, pages = block_tables.shape
     tables = integers(block_tables, "block_tables", q.device, (batch, None))
-    table = block_table(tables, flat_integers(seq_lens, "seq_lens", q.device, batch), names=_NAMES, **queries)
+    table = block_table(tables, flat_integers(seq_lens, "seq_lens", q.device, batch), names=_NAMES, operands=operands,
+                        **queries)  # fmt: skip
     asked = PlanOptions(
         source="paged", num_qo_heads=q.shape[-2], num_kv_heads=kv_heads, head_dim_qk=dim, head_dim_vo=dim_vo,
         page_size=page_size, q_dtype=q.dtype, kv_dtype=kv_dtype, o_dtype=o_dtype or q.dtype, causal=causal,
@@ -204,6 +209,7 @@ def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Table,
     """The same over contiguous k and v [rows, kv_heads, head_dim]."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         require(x.dim() == 3, name, tuple(x.shape), "[tokens, heads, head_dim]")
+    table.operands = "query", "key", "value"
     asked = PlanOptions(
         source="ragged", num_qo_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim_qk=k.shape[2],
         head_dim_vo=v.shape[2], page_size=0, q_dtype=q.dtype, kv_dtype=k.dtype, o_dtype=o_dtype or q.dtype,

@@ -76,7 +76,7 @@ def multi_item(
     positions : int Tensor [batch * most]
         For each request, the position of each token after the prefix within its item; 0 is a delimiter.
     most : int
-        Positions held per request (they are padded with zeros).
+        Positions of each request, padded with zeros.
 
     Returns
     -------

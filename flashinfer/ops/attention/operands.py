@@ -30,9 +30,10 @@ def check(plan, q, k, v, out, lse, return_lse: bool, *, q_scale, k_scale, v_scal
         What does not fit the plan, by its name in the public API.
     """
     _check_heads(plan, q, k, v)
-    check_rows(plan, "q", q)
+    of_q, of_k, _ = plan.table.operands
+    check_rows(plan, of_q, q)
     keys, names = plan.needs[1], plan.table.names
-    require(keys <= k.shape[0], "k", f"{k.shape[0]} rows", f"at least {keys}, the last offset of {names[KV_INDPTR]}")
+    require(keys <= k.shape[0], of_k, f"{k.shape[0]} rows", f"at least {keys}, the last offset of {names[KV_INDPTR]}")
     if plan.looks:
         check_on_device(plan, q, k)
     scalars, qk_scale, out_scale = _scales(plan, window_left, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
@@ -58,14 +59,14 @@ def facts_of(x: Inputs) -> dict[str, bool]:
 
 def _check_heads(plan, q, k, v) -> None:
     """Shapes but for the number of rows, dtypes, devices and strides."""
-    o = plan.options
-    require(q.device == plan.device, "q", f"a tensor on {q.device}", f"{plan.device}, where the plan is")
+    o, (of_q, of_k, of_v) = plan.options, plan.table.operands
+    require(q.device == plan.device, of_q, f"a tensor on {q.device}", f"{plan.device}, where the plan is")
     expected = (o.num_qo_heads, o.head_dim_qk)
-    require(q.dim() == 3 and tuple(q.shape[1:]) == expected, "q", tuple(q.shape), f"[rows, {expected}], as planned")
-    require(q.dtype == o.q_dtype, "q", q.dtype, f"{o.q_dtype}, as planned (q_data_type)")
+    require(q.dim() == 3 and tuple(q.shape[1:]) == expected, of_q, tuple(q.shape), f"[rows, {expected}], as planned")
+    require(q.dtype == o.q_dtype, of_q, q.dtype, f"{o.q_dtype}, as planned (q_data_type)")
     packed = 2 if o.kv_dtype == NVFP4 else 1
-    for name, t, dim in (("k", k, o.head_dim_qk // packed), ("v", v, o.head_dim_vo // packed)):
-        require(t.device == plan.device, name, f"a tensor on {t.device}", f"{plan.device}, where q is")
+    for name, t, dim in ((of_k, k, o.head_dim_qk // packed), (of_v, v, o.head_dim_vo // packed)):
+        require(t.device == plan.device, name, f"a tensor on {t.device}", f"{plan.device}, where {of_q} is")
         require(t.dtype == o.kv_dtype, name, t.dtype, f"{o.kv_dtype}, as planned (kv_data_type)")
         got = tuple(t.shape[-2:])
         allowed = f"{(o.num_kv_heads, dim)}, as planned"
@@ -77,8 +78,8 @@ def _check_heads(plan, q, k, v) -> None:
         if o.page_size:
             paged = t.dim() == 4 and t.shape[1] == o.page_size
             require(paged, name, tuple(t.shape), f"pages of {o.page_size} tokens, as planned")
-    require(k.shape[:-2] == v.shape[:-2], "v", tuple(v.shape), f"as many rows as k: {tuple(k.shape)}")
-    require(q.stride(-1) == 1, "q", f"stride {q.stride(-1)} of head_dim", "1: call .contiguous()")
+    require(k.shape[:-2] == v.shape[:-2], of_v, tuple(v.shape), f"as many rows as {of_k}: {tuple(k.shape)}")
+    require(q.stride(-1) == 1, of_q, f"stride {q.stride(-1)} of head_dim", "1: call .contiguous()")
 
 
 def check_rows(plan, name: str, q: torch.Tensor) -> None:
@@ -94,16 +95,16 @@ def check_rows(plan, name: str, q: torch.Tensor) -> None:
 def check_on_device(plan, q: torch.Tensor, k: torch.Tensor) -> None:
     """What only the device knows of tables; waits for it, so on the CPU and in debug mode alone."""
     page_size, table = plan.options.page_size, plan.table
-    names = table.names
+    names, (of_q, of_k, _) = table.names, table.operands
     if not table.batch_size:
         return
     (q_begin, q_len), (kv_begin, kv_len) = table.q_spans(), table.kv_spans(page_size)
     rows = int((q_begin + q_len).max())
-    require(rows <= q.shape[0], names[QO_INDPTR], f"{rows} last", f"at most {q.shape[0]}, the rows of q")
+    require(rows <= q.shape[0], names[QO_INDPTR], f"{rows} last", f"at most {q.shape[0]}, the rows of {of_q}")
     pages = (kv_len + page_size - 1) // page_size if page_size else kv_len
     used = int((kv_begin + pages).max())
     if not page_size:
-        require(used <= k.shape[0], names[KV_INDPTR], f"{used} last", f"at most {k.shape[0]}, the rows of k")
+        require(used <= k.shape[0], names[KV_INDPTR], f"{used} last", f"at most {k.shape[0]}, the rows of {of_k}")
         return
     ids = table.kv_indices
     most = f"at most {len(ids)} in all" if not table.kv_stride else f"at most {table.kv_stride} each"

@@ -109,7 +109,7 @@ class ReplaceableWrapper(AttentionWrapper):
 
 
 def _check_lengths(table: Table, requests: int) -> None:
-    """Check what tables that an engine has put tell without their values."""
+    """Check the lengths of tables that an engine has put in place."""
     lengths = dict(qo_indptr=requests + 1, last_page_len=requests, kv_lens=requests, mask_indptr=requests + 1)
     for name, length in lengths.items():
         given = getattr(table, name)

@@ -92,7 +92,7 @@ class PlanReplay:
     def __init__(self, tables: tuple, host: HostTables, tile_q: int, plan, fixed: tuple | None):
         self._host, self._plan, self._fixed = host, plan, fixed
         self._group, self._page_size = plan.options.group, plan.options.page_size
-        # None where no values tell the tile, or a captured graph keeps it.
+        # None where the tile follows from no values, or a captured graph keeps it.
         from_values = host.counts[QO_INDPTR] and not plan.table.longest_q and fixed is None
         self._tile = tile_rows(tile_q, self._group) if from_values else None
         there = [i for i, t in enumerate(tables) if t is not None]

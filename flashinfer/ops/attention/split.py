@@ -14,9 +14,9 @@ class Limits(NamedTuple):
     batch : int
         Requests.
     q_rows : int
-        Query rows in all; -1 where only the call will tell.
+        Query rows in all; -1 where only the call will show.
     kv_tokens : int
-        Keys in all; -1 where only the call will tell.
+        Keys in all; -1 where only the call will show.
     longest_q : int
         Query rows of a request; 0 where only q_rows bounds them.
     """

@@ -20,7 +20,7 @@ QO_INDPTR, KV_INDPTR, LENGTHS, KV_INDICES = range(4)
 class Table:
     """The ragged description of a batch, int32 on the compute device, and what the host knows of it.
 
-    Queries of a request are told by `qo_indptr`, by `q_lens` (beginning where `qo_indptr` says, or `q_len` rows apart,
+    Queries of a request are given by `qo_indptr`, by `q_lens` (beginning where `qo_indptr` says, or `q_len` rows apart,
     or following one another), or by `q_len` where all are alike; its keys by `kv_indptr` (with `last_page_len` if
     paged), or by `kv_lens` (beginning where `kv_indptr` says, or `kv_stride` apart, or following one another).
 
@@ -56,8 +56,8 @@ class Table:
         before is of no request.
     first_row : int
         The first offset of qo_indptr; 0 where only the device knows.
-    names : tuple of str
-        What the caller calls the first four.
+    names, operands : tuple of str
+        What the caller calls the first four tables; and queries, keys and values.
     """
 
     qo_indptr: torch.Tensor | None = None
@@ -76,6 +76,7 @@ class Table:
     kv_entries: int = -1
     first_row: int = 0
     names: tuple[str, ...] = NAMES
+    operands: tuple[str, ...] = ("q", "k", "v")
 
     @property
     def each_q(self) -> int:
@@ -110,7 +111,7 @@ class Table:
         return q, "padded" if self.kv_stride else "packed" if self.kv_indptr is None else "lens"
 
     def lengths(self) -> tuple[torch.Tensor | None, ...]:
-        """Where queries begin, their number, where keys begin, their number; None for what no tensor holds."""
+        """Where queries begin, their number, where keys begin, their number; None for what no tensor has."""
         indptr = None if self.q_len else self.qo_indptr
         return indptr, self.q_lens, self.kv_indptr, self.last_page_len if self.kv_lens is None else self.kv_lens
 
@@ -124,8 +125,8 @@ class Table:
         if lens is None:
             if indptr is not None:
                 return indptr[:-1], indptr[1:] - indptr[:-1]
-            tells = self.kv_indptr if self.kv_lens is None else self.kv_lens
-            lens = torch.full((self.batch_size,), self.q_len, dtype=torch.int64, device=tells.device)
+            given = self.kv_indptr if self.kv_lens is None else self.kv_lens
+            lens = torch.full((self.batch_size,), self.q_len, dtype=torch.int64, device=given.device)
         if self.q_len:
             return torch.arange(self.batch_size, device=lens.device) * self.q_len, lens
         return _starts(lens) if indptr is None else indptr[: self.batch_size], lens
@@ -183,7 +184,7 @@ def block_table(tables: torch.Tensor, kv_lens: torch.Tensor, **queries) -> Table
     kv_lens : int32 Tensor [batch]
         Keys of each request.
     queries
-        qo_indptr, q_lens or q_len of Table, and names.
+        qo_indptr, q_lens or q_len of Table, and what the caller calls them.
     """
     batch, pages = tables.shape
     if batch > 1 and not tables.stride(0):
@@ -191,5 +192,5 @@ def block_table(tables: torch.Tensor, kv_lens: torch.Tensor, **queries) -> Table
         tables = tables.contiguous()
     stride = tables.stride(0) if batch > 1 else pages
     flat = tables.as_strided(((batch - 1) * stride + pages if batch and pages else 0,), (1,))
-    names = queries.pop("names", BLOCK_NAMES)
-    return Table(kv_indices=flat, kv_lens=kv_lens, kv_stride=max(stride, 1), names=names, **queries)
+    given = {"names": BLOCK_NAMES} | queries
+    return Table(kv_indices=flat, kv_lens=kv_lens, kv_stride=max(stride, 1), **given)

@@ -127,7 +127,7 @@ class AttentionWrapper:
         q_len, longest_q : int
             The query length of every request, and a bound on query lengths; 0 where it is unknown.
         likely_q : int
-            About the longest query, where no table and no bound tells it: what the tile is chosen by.
+            About the longest query, where no table and no bound has it: what the tile is chosen by.
         custom_mask, packed_custom_mask : Tensor, optional
         """
         if self._on_gpu and torch._C._cuda_getDevice() != self._index:

@@ -60,7 +60,7 @@ def attend(plan: Plan, q_nope, q_pe, ckv, kpe, factors: Factors, *, out=None, ls
             break
     else:
         x = _check(plan, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, sinks, first_ckv, params)
-        # What was copied may change in place, and is copied again for each call.
+        # What was copied may change in place: each call copies it.
         plan.first_call(x, _facts_of(x, base_e), key if x.sinks is sinks else None, given, new_out, new_lse, kept=read)
         return (x.out, x.lse) if return_lse else x.out
     if new_out:

@@ -170,3 +170,23 @@ def test_scales_of_each_latent(groups, graph, device):
     check(got, exact, SCALE, causal=True, pe_scale=0.5)
     with pytest.raises(ValueError, match="ckv_scale_arr"):
         wrapper.run(*x.parts(), ckv_scale_arr=scales[..., 0], kpe_scale=1.0)
+
+
+def test_rows_past_the_plan_are_refused(device):
+    """In CUDA-graph mode, where a smaller batch is padded, they are rows without keys."""
+    x = latents([1, 2], [7, 12], 4, device=device)
+    q_nope, q_pe, ckv, kpe = x.parts()
+    more = [torch.cat([t, t[:1]]) for t in (q_nope, q_pe)]
+    wrapper = BatchMLAPagedAttentionWrapper(workspace(device))
+    wrapper.plan(*x.tables, 4, 64, 16, 8, False, SCALE, HALF)
+    with pytest.raises(ValueError, match="q_nope: got 4 rows; allowed: 3, the last offset of qo_indptr"):
+        wrapper.run(*more, ckv, kpe)
+    with pytest.raises(ValueError, match="q_nope: got 2 rows; allowed: at least 3"):
+        wrapper.run(q_nope[:2], q_pe[:2], ckv, kpe)
+    tables = [torch.zeros(n, dtype=torch.int32, device=device) for n in (4, 4, 9, 3)]
+    padded = BatchMLAPagedAttentionWrapper(workspace(device), True, *tables)
+    padded.plan(*x.tables, 4, 64, 16, 8, False, SCALE, HALF)
+    for _ in range(3):
+        out, lse = padded.run(*more, ckv, kpe, return_lse=True)
+        check((out[:3], lse[:3]), x, SCALE)
+        assert not out[3:].any() and lse[3:].eq(-torch.inf).all()
