@@ -245,7 +245,7 @@ class BatchPODWithPagedKVCacheWrapper:
         qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p : int Tensor
             Of the prefill.
         qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d : int Tensor
-            Of the decode. On the host, qo_indptr_d tells how many queries its requests have: tiles are cut for them.
+            Of the decode. On the host, qo_indptr_d shows how many queries its requests have: tiles are cut for them.
         data_type : dtype or its name, optional
             Older form: both q's and kv's.
         """
@@ -261,14 +261,14 @@ class BatchPODWithPagedKVCacheWrapper:
             rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
         )  # fmt: skip
         self._planned_both = self._planned_parts = False
-        # Tables on a device do not tell the host where rows and pages of the decode would begin, or how many each
+        # Tables on a device do not show the host where rows and pages of the decode would begin, or how many each
         # request has; nor can the rows of a slice of a larger batch stand behind the prefill's.
         offsets = qo_indptr_p, kv_indptr_p, qo_indptr_d, kv_indptr_d
         self._joinable = all(t.device.type == "cpu" for t in offsets) and all(t.numel() for t in offsets)
         self._joinable = self._joinable and int(qo_indptr_d[0]) == 0
         self._rows = int(qo_indptr_p[-1]) if self._joinable else -1
         self._single = self._joinable and bool((qo_indptr_d[1:] - qo_indptr_d[:-1] <= 1).all())
-        # Whether the prefill is causal, has a mask, or a cache of its own, run() says; as a rule what it said last.
+        # Whether the prefill is causal, has a mask, or a cache of its own, run() says; as a rule it is as at the last.
         if self._apart or not self._joinable:
             self._plan_parts()
         else:

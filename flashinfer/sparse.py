@@ -67,7 +67,7 @@ class _BlockSparse:
 
 
 def _check_blocks(indptr: torch.Tensor, indices: torch.Tensor, columns: int) -> int:
-    """Check what maps on the host tell. Returns the first offset; 0 where only the device knows."""
+    """Check maps on the host. Returns the first offset; 0 where only the device knows."""
     if indptr.is_cuda or not indptr.numel():
         return 0
     offsets = indptr_values("indptr", indptr, indices.shape[0], "the length of indices", sliced=True)
@@ -86,7 +86,7 @@ def _refuse_positions(pos_encoding_mode: str) -> None:
 class BlockSparseAttentionWrapper(_BlockSparse):
     """Attention of M queries to N keys under a block-sparse mask in BSR form (as scipy.sparse.bsr_matrix).
 
-    A block row is a request of the batch core and its blocks are pages, so that only they are read. Any block sizes.
+    A block row is a request of a plan and its blocks are pages, so that only they are read. Any block sizes.
 
     Parameters
     ----------
@@ -306,7 +306,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
 class VariableBlockSparseAttentionWrapper(_BlockSparse):
     """Attention under a map of blocks for each KV head, the blocks of any sizes.
 
-    A (KV head, block row) is a request of the batch core, whose keys are pages of the greatest common divisor of the
+    A (KV head, block row) is a request of a plan, whose keys are pages of the greatest common divisor of the
     column sizes, so that only chosen blocks are read.
 
     Parameters

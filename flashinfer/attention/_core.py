@@ -69,7 +69,7 @@ class BatchAttention(AttentionWrapper):
         Parameters
         ----------
         qo_indptr : int Tensor [batch + 1]
-            Query rows of each request; on the host or the device. On the host, it tells the longest query.
+            Query rows of each request; on the host or the device. On the host, it shows the longest query.
         kv_indptr : int Tensor [batch + 1]
             Where each request's entries begin in `kv_indices`.
         kv_indices : int Tensor [pages used]
@@ -171,7 +171,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend
         As there.
     pos_encoding_mode, q_data_type, kv_data_type, window_left
-        What plan() has for these where it is not told.
+        What plan() has for these by default.
     head_dim_qk, head_dim_vo : int
         What plan() is given must be the same.
     use_fp16_qk_reduction : bool
@@ -210,7 +210,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     @like(BatchPrefillWithPagedKVCacheWrapper.plan)
     def plan(self, *args, **kwargs) -> None:
-        """`BatchPrefillWithPagedKVCacheWrapper.plan`, with the constructor's word where it is not told otherwise."""
+        """`BatchPrefillWithPagedKVCacheWrapper.plan`, with the constructor's values by default."""
         given = self._defaults | dict(zip(_PLAN, args)) | kwargs
         dims = given.get("head_dim_qk"), given["head_dim_vo"] or given.get("head_dim_qk")
         require(dims == self._head_dims, "head_dim_qk, head_dim_vo", dims, f"{self._head_dims}, the constructor's")

@@ -139,7 +139,7 @@ class MultiLevelCascadeAttentionWrapper:
         Raises
         ------
         UnsupportedConfig
-            Two levels or more with a position encoding, whose positions would start anew on each level: apply it to
+            Two levels or more with a position encoding, whose positions would start at 0 on each level: apply it to
             the keys before they are cached; or, with use_cuda_graph, with a window.
         ValueError
             A list that has not one tensor per level; levels that end at different rows; whatever

@@ -114,7 +114,7 @@ def _rows(indptr: torch.Tensor | None, batch: int) -> tuple[int | None, int]:
 
 
 def _check_keys(indptr: torch.Tensor, lens: torch.Tensor | None, batch: int, indices, page_size: int) -> None:
-    """Check what host tensors tell of keys."""
+    """Check lengths of keys in host tensors."""
     require(indptr.shape == (batch + 1,), "kv_indptr", tuple(indptr.shape), f"[{batch + 1}], batch_size + 1")
     if lens is not None:
         require(lens.shape == (batch,), "kv_lens", tuple(lens.shape), f"[{batch}], batch_size")

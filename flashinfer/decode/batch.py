@@ -149,7 +149,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         non_blocking : bool
             Copies to the device never wait here; False changes nothing else.
         block_tables, seq_lens : Tensor, optional
-            The same tables in the form of other libraries. `indptr`, `indices` and `last_page_len` say it all; what is
+            The same tables as other libraries have them. `indptr`, `indices` and `last_page_len` are enough; what is
             on the host has to agree with them.
         fixed_split_size : int, optional
             Cut every request's keys at multiples of this, so that a result does not depend on the rest of the batch.

@@ -153,7 +153,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             "packed" or "split"; run() takes both with each.
         kv_cache_layout : str, optional
             "NHD" or "HND": where a kv_cache of four axes has its axis of 1. By default, with "packed" and with "split"
-            its shape tells.
+            its shape shows it.
         lse_mode : str
             "none", "base2" or "basee": the base in which run() gives log-sum-exps, base 2 for "none".
         output_dtype : dtype, optional
@@ -297,7 +297,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             if not isinstance(query, torch.Tensor):
                 q_nope, q_pe = query
             else:
-                require(planned, "query", "a tensor", "None without a plan, which tells head_dim_ckv")
+                require(planned, "query", "a tensor", "None without a plan, which has head_dim_ckv")
                 shape = query.shape[:-1]
                 q_nope, q_pe = split(query.flatten(0, -3), plan.options, "query")
         if kv_cache is not None:
@@ -306,7 +306,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             if not isinstance(kv_cache, torch.Tensor):
                 ckv_cache, kpe_cache = kv_cache
             else:
-                require(planned, "kv_cache", "a tensor", "None without a plan, which tells head_dim_ckv")
+                require(planned, "kv_cache", "a tensor", "None without a plan, which has head_dim_ckv")
                 kv_cache = without_heads(kv_cache, self._kv_cache_layout)
                 ckv_cache, kpe_cache = split(kv_cache, plan.options, "kv_cache")
         if q_nope is None or ckv_cache is None:
@@ -446,7 +446,7 @@ def without_heads(kv_cache: torch.Tensor, kv_layout: str | None = None) -> torch
 
 
 def _unplanned(q_nope, q_pe, ckv_cache, out, variant: AttentionVariant | None) -> PlanOptions:
-    """Options that shapes tell."""
+    """Options that follow from shapes."""
     require(q_nope.dim() == 3, "q_nope", tuple(q_nope.shape), "[batch_size, num_heads, head_dim_ckv]")
     require(ckv_cache.dim() == 3, "ckv_cache", tuple(ckv_cache.shape), "[pages, page_size, head_dim_ckv]")
     kpe = 0 if q_pe is None else q_pe.shape[-1]

@@ -1,4 +1,4 @@
-"""Latent attention without a plan, in the forms of other libraries that engines call through upstream."""
+"""Latent attention without a plan, as other libraries have it that engines call through upstream."""
 
 from __future__ import annotations
 

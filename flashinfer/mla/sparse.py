@@ -1,4 +1,4 @@
-"""Sparse latent attention in the form of DeepSeek V4: a sliding window and chosen compressed tokens, in two caches."""
+"""Sparse latent attention as DeepSeek V4 has it: a sliding window and chosen compressed tokens, in two caches."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         Added to sparse_topk_lens, or extra_sparse_topk_lens.
     hca_swa_indices, hca_compressed_block_tables, hca_seq_lens, hca_sparse_indices_format,
     sparse_indices_are_storage_offsets, dsv4_inv_rope_cos_sin_cache, dsv4_output_scale : optional
-        Refused: tables in other forms, and a fused rotation and quantisation of the output.
+        Refused: other tables, and a fused rotation and quantisation of the output.
     kv_cache_format : str
         Of caches of bytes, which are refused; of others not read.
     backend : str
@@ -126,7 +126,7 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         dsv4_inv_rope_cos_sin_cache=dsv4_inv_rope_cos_sin_cache, dsv4_output_scale=dsv4_output_scale,
     )  # fmt: skip
     for name, value in refused.items():
-        refuse(name, value, "None: sparse_indices and sparse_topk_lens tell all keys")
+        refuse(name, value, "None: sparse_indices and sparse_topk_lens name all keys")
     require(kv_layout in ("HND", "NHD"), "kv_layout", repr(kv_layout), "'HND', 'NHD'")
     require(sparse_indices is not None, "sparse_indices", None, "a tensor")
     require(query.dim() in (3, 4), "query", tuple(query.shape), "batch and q_len, or tokens; heads; head_dim")

@@ -156,7 +156,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         max_item_len_ptr : int Tensor [batch_size], optional
             Longest item of each request; it follows from the positions and is not read.
         seq_lens, seq_lens_q, block_tables, max_sequence_kv : optional
-            The same tables in the form of other libraries. The indptrs say it all; what is on the host has to agree.
+            The same tables as other libraries have them. The indptrs are enough; what is on the host has to agree.
         max_token_per_sequence : int, optional
             The longest query, where the caller knows it: with qo_indptr on a GPU it lets the tile fit short queries.
         fixed_split_size : int, optional

@@ -1,4 +1,4 @@
-"""What the engine forms share: block tables and lengths on the device, fused scales, outputs in a type of their own."""
+"""What calls of engines share: block tables and lengths on the device, fused scales, outputs in types of their own."""
 
 from __future__ import annotations
 

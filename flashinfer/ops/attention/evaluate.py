@@ -1,7 +1,7 @@
 """A user's device function on whole tensors, in torch: what the CPU backend makes of the very same function.
 
 `@triton.jit` keeps the Python function that it was given. Here that function runs as it is written, its names bound
-anew: what it knows as `triton.language` is a table of torch operations, functions that it calls are rebound in turn,
+again: what it knows as `triton.language` is a table of torch operations, functions that it calls are rebound in turn,
 and its arguments are `Tile`s, which compute as Triton's tensors do: strongly typed, integers dividing towards zero. An
 operation that is not in the table is refused by name. Nothing is interpreted, and an error carries the user's own line.
 """
@@ -38,7 +38,7 @@ def evaluate(function, *args):
     """
     try:
         result = _bound(function.fn)(*(Tile(a) if isinstance(a, torch.Tensor) else a for a in args))
-    except Exception as error:  # whatever a user's function raises is told with the line that raised it
+    except Exception as error:  # whatever a user's function raises is reported with the line that raised it
         raise UnsupportedConfig(f"{_line_of(function.fn, error)}: {type(error).__name__}: {error}") from error
     if not isinstance(result, Tile):
         raise UnsupportedConfig(f"{_line_of(function.fn, None)}: got {result!r}; allowed: a tile, as logits are")
@@ -271,7 +271,7 @@ def _load(pointer, mask=None, other=0, **hints):
 
 
 def _nothing(*args, **kwargs):
-    """Of what tells the compiler something, or prints."""
+    """Of hints to the compiler, and prints."""
 
 
 _OPERATIONS = {

@@ -135,7 +135,7 @@ class Plan:
         for name, now, most, at_first in bounds:
             bound = f"at most {most} rows, what this CUDA-graph wrapper was first planned for"
             require(now <= most, name, f"{now} rows", bound)
-            require(now >= 0 or at_first < 0, name, "a tensor on the device", f"one on the host, which tells: {bound}")
+            require(now >= 0 or at_first < 0, name, "a tensor on the device", f"one on the host: {bound}")
         return old
 
     @property
