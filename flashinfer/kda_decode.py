@@ -6,12 +6,24 @@ import torch
 
 from flashinfer import kda
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
-from flashinfer._delta import INDICES, INPUTS, STATES, output_like, require_dtype, require_shape, run_step, variant_for
+from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer._delta import (
+    INDICES,
+    INPUTS,
+    STATES,
+    output_like,
+    require_dtype,
+    require_shape,
+    rows_of,
+    run_step,
+    variant_for,
+)
 from flashinfer._kda import check_inputs, gates_of
 from flashinfer.causal_conv1d import run_conv
+from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.conv import Call
-from flashinfer.ops.recurrent.delta.operands import Norm, Pool, Tokens
+from flashinfer.ops.recurrent.delta.operands import LayerStates, LayerTokens, Norm, Pool, Tokens
+from flashinfer.ops.recurrent.layouts import state_layout, whole_rows
 
 __all__ = ["fused_kda_decode", "packed_fused_kda_decode", "packed_kda_decode", "recurrent_kda"]
 
@@ -132,7 +144,7 @@ def fused_kda_decode(
     backend: str = "cute-dsl",
     state_indices_mode: str | None = None,
 ) -> torch.Tensor:
-    """One token of a whole layer of Kimi Linear's kind: convolution, recurrence, gated RMSNorm; two launches.
+    """One token of a whole layer of Kimi Linear's kind: convolution, recurrence, gated RMSNorm; one launch.
 
     Slot 0 is null: for an index of 0 or less nothing is read or written, and the output is 0.
 
@@ -267,19 +279,63 @@ def _layer(x, layer: tuple, raw: tuple, norm: Norm, tables: tuple, output, backe
     require_shape("norm_weight", norm.weight, dim)
     require(norm.eps >= 0, "norm_eps", norm.eps, "at least 0")
     out = output_like(output, (1, rows, heads, dim), x.dtype, x.device)
-    mixed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if offsets is None:
-        wide = [t[0][:, None] for t in (x[None], mixed[None], raw_gate, raw_beta, output_gate, out)]
-        pool = Pool(state, state, slots, null=0)
-    else:
-        wide = [x[None], mixed[None], raw_gate, raw_beta, output_gate, out]
-        pool = Pool(state, state, slots, accepted, rows=slots, null=0)
-    first = slots if offsets is None else slots[:, 0]
-    call = Call(wide[0], weight, None, conv_state, wide[1], first, accepted, None, offsets, 0)
+        one = LayerTokens(x, weight, rows_of(raw_gate[0]), raw_beta[0])
+        _one_token(one, LayerStates(conv_state, state, slots, 0), out, raw, norm._replace(gate=output_gate[0]), backend)
+        return out
+    mixed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    wide = [x[None], mixed[None], raw_gate, raw_beta, output_gate, out]
+    pool = Pool(state, state, slots, accepted, rows=slots, null=0)
+    call = Call(wide[0], weight, None, conv_state, wide[1], slots[:, 0], accepted, None, offsets, 0)
     run_conv(call, "silu", rolling=longest > 1, long=False, backend=backend)
     tokens = Tokens(*_split(wide[1], heads, dim), wide[2], wide[3], offsets)
     _step(tokens, pool, wide[5], raw, norm._replace(gate=wide[4]), backend)
     return out
+
+
+def _one_token(tokens: LayerTokens, states: LayerStates, out, raw: tuple, norm: Norm, backend: str) -> None:
+    """One token of each sequence, in one launch."""
+    x, weight, gate, beta = tokens
+    rows, heads, dim = gate.shape
+    A_log, dt_bias, lower_bound = raw
+    kind, gates = gates_of(True, A_log, dt_bias, lower_bound, (heads, heads), dim)
+    require(2 <= weight.shape[1] <= 4, "weight", f"width {weight.shape[1]}", "a width of 2 to 4")
+    given = {"x": x, "weight": weight, "conv_state": states.conv, "raw_gate": gate, "raw_beta": beta, "output": out}
+    for name, tensor in given.items():
+        require_dtype(name, tensor, INPUTS)
+    require_shape("state", states.state, None, heads, dim, dim)
+    require_dtype("state", states.state, STATES)
+    require_dtype("state_indices", states.slots, INDICES)
+    given |= {"state": states.state, "state_indices": states.slots, "A_log": gates.a_log, "dt_bias": gates.bias}
+    device = same_device(**given, output_gate=norm.gate, norm_weight=norm.weight)
+    gates = gates._replace(
+        a_log=gates.a_log.float().contiguous(), bias=None if gates.bias is None else gates.bias.contiguous()
+    )
+    norm = norm._replace(gate=rows_of(norm.gate), weight=norm.weight.float().contiguous())
+    layout = state_layout(states.state)
+    problem = room.Layer(
+        dim=dim,
+        width=weight.shape[1],
+        dtype=dtype_name(x.dtype),
+        out_dtype=dtype_name(out.dtype),
+        weight_dtype=dtype_name(weight.dtype),
+        conv_dtype=dtype_name(states.conv.dtype),
+        gate_dtype=dtype_name(gate.dtype),
+        beta_dtype=dtype_name(beta.dtype),
+        state_dtype=dtype_name(states.state.dtype),
+        bias_dtype="" if gates.bias is None else dtype_name(gates.bias.dtype),
+        gate=kind,
+        layout=layout,
+        index=dtype_name(states.slots.dtype),
+        aligned=bool(layout) and whole_rows(states.state),
+    )
+    direct = out.stride(-1) == 1 or dim == 1
+    result = out[0] if direct else torch.empty(rows, heads, dim, dtype=out.dtype, device=device)
+    if out.numel():
+        states = states._replace(slots=states.slots.contiguous())
+        room.delta_layer(problem, device, backend).run(tokens, gates, states, result, dim**-0.5, norm)
+        if not direct:
+            out[0] = result
 
 
 def _split(mixed: torch.Tensor, heads: int, dim: int) -> list:

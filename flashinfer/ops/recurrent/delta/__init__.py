@@ -119,6 +119,48 @@ class Commit:
     track: bool = False
 
 
+@dataclass(frozen=True)
+class Layer:
+    """One token of a whole layer: convolution with SiLU, raw gates, recurrence with normalized q and k, gated RMSNorm.
+
+    Attributes
+    ----------
+    dim : int
+        K and V, which are the same.
+    width : int
+        Of the convolution, 2 to 4.
+    dtype, out_dtype, weight_dtype, conv_dtype, gate_dtype, beta_dtype, bias_dtype, state_dtype : str
+        Of x and the norm's gate, of the result, of the convolution's weight and state, of the raw gates and their
+        bias ("" where there is none), and of the states.
+    gate : str
+        "softplus" or "bounded".
+    layout : str
+        Which dimension of the states is contiguous: "k", "v", or "" neither.
+    index : str
+        Type of slots.
+    aligned : bool
+        Rows of the states can be read 16 bytes at a time.
+    """
+
+    dim: int
+    width: int
+    dtype: str
+    out_dtype: str
+    weight_dtype: str
+    conv_dtype: str
+    gate_dtype: str
+    beta_dtype: str
+    state_dtype: str
+    bias_dtype: str = ""
+    gate: str = "bounded"
+    layout: str = "k"
+    index: str = "i32"
+    aligned: bool = True
+
+    # A decay for each key channel.
+    channels = True
+
+
 # Tokens of a chunk.
 CHUNK = 64
 
@@ -252,6 +294,26 @@ def _prefills() -> Iterator[Chunks]:
     yield Chunks(64, 64, "fp16", "fp16", **log, **fp32, marks_dtype="fp32", mark_slots=True, aligned=False)
 
 
+def _layers() -> Iterator[Layer]:
+    bf16 = ("bf16",) * 2
+    yield Layer(128, 4, *bf16, "fp32", *bf16, "bf16", "fp32", "fp32")
+    yield Layer(128, 4, *bf16, "fp32", *bf16, "bf16", "bf16", "bf16", gate="softplus", index="i64", layout="v")
+    yield Layer(64, 3, "fp32", "fp32", "fp32", "fp32", "fp32", "fp32", "fp32", layout="", aligned=False)
+    yield Layer(32, 2, "fp16", "fp16", "fp16", "fp16", "fp16", "fp16", "fp8e4nv", "fp16")
+
+
+def _layer_variants() -> tuple[Variant, ...]:
+    return (
+        Variant("portable", "flashinfer.ops.recurrent.delta.layer", _long_rows_of_layers, config.layer),
+        Variant("reference", "flashinfer.ops.recurrent.delta.reference_layer"),
+    )
+
+
+def _long_rows_of_layers(problem, target) -> str:
+    return "a state of more than 128 rows does not fit in registers" if problem.dim > 128 else ""
+
+
 delta_step = Op("delta_step", Step, _variants(config.step), _steps)
 delta_commit = Op("delta_commit", Commit, _variants(config.commit), _commits)
 delta_chunks = Op("delta_chunks", Chunks, _chunk_variants(), _prefills)
+delta_layer = Op("delta_layer", Layer, _layer_variants(), _layers)

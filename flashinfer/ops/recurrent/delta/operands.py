@@ -105,6 +105,32 @@ class Norm(NamedTuple):
     eps: float
 
 
+class LayerTokens(NamedTuple):
+    """One token of each sequence of a whole layer, any strides but for a last one of 1 of the gate.
+
+    x : [rows, 3 heads K], q, k and v of all heads before the convolution. weight : [3, width, heads K].
+    gate : [rows, heads, K], raw. beta : [rows, heads], raw.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    gate: torch.Tensor
+    beta: torch.Tensor
+
+
+class LayerStates(NamedTuple):
+    """What a layer keeps of each sequence, any strides.
+
+    conv : [slots, 3 heads K, width - 1], the last inputs. state : [slots, heads, K, K].
+    slots : [rows], contiguous; slots up to `null` are padding: nothing is read or written, and the output is 0.
+    """
+
+    conv: torch.Tensor
+    state: torch.Tensor
+    slots: torch.Tensor
+    null: int
+
+
 class Window(NamedTuple):
     """The replay windows of all layers: Kept's tensors of "replay", with layers in front."""
 
