@@ -73,7 +73,7 @@ def gelu_and_mul(
 def gelu_tanh_and_mul(
     input: torch.Tensor, out: torch.Tensor | None = None, enable_pdl: bool | None = None
 ) -> torch.Tensor:
-    """GELU gating in the tanh form: ``out = gelu(input[..., :hidden]) * input[..., hidden:]`` with
+    """GELU gating by tanh: ``out = gelu(input[..., :hidden]) * input[..., hidden:]`` with
     ``gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))``.
 
     Parameters, result, errors and source are those of `silu_and_mul`.

@@ -14,13 +14,12 @@ from .gated import (
     supports_rmsnorm_sigmoid_gate,
 )
 from .plain import fused_add_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, layernorm, qk_rmsnorm_cute, rmsnorm
-from .quantised import (
-    add_rmsnorm_fp4quant,
+from .fp4 import add_rmsnorm_fp4quant, rmsnorm_fp4quant
+from .fp8 import (
     fused_add_rmsnorm_fp8_block_quant,
     fused_add_rmsnorm_quant,
     fused_rmsnorm_silu,
     layernorm_quant,
-    rmsnorm_fp4quant,
     rmsnorm_quant,
 )
 from .video import fused_qk_rmsnorm_rope

@@ -10,9 +10,9 @@ from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
 from flashinfer.ops import layouts
 from flashinfer.ops import norm as room
+from flashinfer.ops.formats import FORMATS
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_WIDTH = {"nvfp4": 16, "mxfp8": 32}
 
 
 @checked
@@ -47,8 +47,8 @@ def fused_dit_gate_residual_layernorm_gamma_beta(
     require(gamma.shape == input.shape[-1:], "gamma", tuple(gamma.shape), f"[{input.shape[-1]}], a row of input")
     require(beta.shape == gamma.shape, "beta", tuple(beta.shape), f"{tuple(gamma.shape)}, as gamma")
     given = {"input": input, "residual": residual, "gate": gate, "gamma": gamma, "beta": beta, "gate_bias": gate_bias}
-    form = _form(use_nvfp4, use_mxfp8, global_scaling_factor)
-    return _modulate(given, "gamma", "beta", epsilon, form, (global_scaling_factor, input_global_scaling_factor),
+    format = _format(use_nvfp4, use_mxfp8, global_scaling_factor)
+    return _modulate(given, "gamma", "beta", epsilon, format, (global_scaling_factor, input_global_scaling_factor),
                      (residual_out, norm_out, sf_out))  # fmt: skip
 
 
@@ -128,8 +128,8 @@ def fused_dit_gate_residual_layernorm_scale_shift(
     """
     given = {"input": input, "residual": residual, "gate": gate, "scale": scale, "shift": shift}
     given |= {"gate_bias": gate_bias, "scale_bias": scale_bias, "shift_bias": shift_bias}
-    form = _form(use_nvfp4, use_mxfp8, global_scaling_factor)
-    return _modulate(given, "scale", "shift", epsilon, form, (global_scaling_factor, input_global_scaling_factor),
+    format = _format(use_nvfp4, use_mxfp8, global_scaling_factor)
+    return _modulate(given, "scale", "shift", epsilon, format, (global_scaling_factor, input_global_scaling_factor),
                      (residual_out, norm_out, sf_out))  # fmt: skip
 
 
@@ -160,26 +160,26 @@ def fused_dit_residual_layernorm_scale_shift(
     """
     given = {"input": input, "residual": residual, "scale": scale, "shift": shift}
     given |= {"scale_bias": scale_bias, "shift_bias": shift_bias}
-    form = _form(use_nvfp4, use_mxfp8, global_scaling_factor)
-    return _modulate(given, "scale", "shift", epsilon, form, (global_scaling_factor, input_global_scaling_factor),
+    format = _format(use_nvfp4, use_mxfp8, global_scaling_factor)
+    return _modulate(given, "scale", "shift", epsilon, format, (global_scaling_factor, input_global_scaling_factor),
                      (residual_out, norm_out, sf_out))  # fmt: skip
 
 
-def _form(use_nvfp4, use_mxfp8, global_scale) -> str:
+def _format(use_nvfp4, use_mxfp8, global_scale) -> str:
     require(not (use_nvfp4 and use_mxfp8), "use_mxfp8", use_mxfp8, "False, with use_nvfp4")
     needed = not use_nvfp4 or global_scale is not None
     require(needed, "global_scaling_factor", None, "a number, or a tensor of one element, with use_nvfp4")
     return "nvfp4" if use_nvfp4 else "mxfp8" if use_mxfp8 else ""
 
 
-def _modulate(given, factor, shift, epsilon, form, scaling, results) -> tuple[torch.Tensor, torch.Tensor]:
+def _modulate(given, factor, shift, epsilon, format, scaling, results) -> tuple[torch.Tensor, torch.Tensor]:
     """given : tensors by their names, of which `factor` and `shift` name two. results : what the caller gave."""
     x = given["input"]
     require(x.dim() == 3, "input", tuple(x.shape), "[batch, rows, hidden]")
     require(x.dtype in _DTYPES, "input", x.dtype, "bfloat16, float16, float32")
     batch, rows, hidden = x.shape
-    fits = hidden > 0 and (not form or hidden % _WIDTH[form] == 0)
-    require(fits, "input", tuple(x.shape), f"rows of a multiple of {_WIDTH.get(form, 1)}")
+    fits = hidden > 0 and (not format or hidden % FORMATS[format].width == 0)
+    require(fits, "input", tuple(x.shape), f"rows of a multiple of {FORMATS[format].width if format else 1}")
     residual = given.get("residual")
     if residual is not None:
         require(residual.shape == x.shape, "residual", tuple(residual.shape), f"{tuple(x.shape)}, as input")
@@ -191,19 +191,19 @@ def _modulate(given, factor, shift, epsilon, form, scaling, results) -> tuple[to
     names = ("global_scaling_factor", "input_global_scaling_factor")
     scaling = [None if s is None else scales(n, s, x.device) for n, s in zip(names, scaling)]
     shapes = {"residual_out": (x.shape, x.dtype), "norm_out": (x.shape, x.dtype)}
-    if form:
-        width = _WIDTH[form]
-        words = hidden // (8 if form == "nvfp4" else 4)
+    if format:
+        width = FORMATS[format].width
+        words = hidden // (8 if format == "nvfp4" else 4)
         high, wide = layouts.padded(rows, hidden // width, "128x4")
         shapes["norm_out"] = (batch, rows, words), torch.int32
         shapes["sf_out"] = (batch, high // 128, wide // 4, 32, 4, 4), torch.uint8
     else:
         require(results[2] is None, "sf_out", "a tensor", "None, without use_nvfp4 and use_mxfp8")
     stream, out, *factors = (_result(n, r, *shapes[n], x.device) for n, r in zip(shapes, results))
-    factors = factors[0] if form else None
+    factors = factors[0] if format else None
     of_tokens = [x, residual, of_rows["gate"], of_rows[factor], of_rows[shift]]
-    scaling = [scaling[0] if form == "nvfp4" else None, scaling[1]]
-    _run(of_tokens, list(biases.values()), scaling, stream, out, factors, epsilon, factor == "scale", form)
+    scaling = [scaling[0] if format == "nvfp4" else None, scaling[1]]
+    _run(of_tokens, list(biases.values()), scaling, stream, out, factors, epsilon, factor == "scale", format)
     return stream, out
 
 
@@ -251,7 +251,7 @@ def _run(
     factors: torch.Tensor | None,
     epsilon: float,
     one: bool,
-    form: str,
+    format: str,
 ) -> None:
     """of_tokens : input, residual, gate, factor, shift. biases : of the last three. scaling : of codes, of input."""
     x, residual, gate, factor, shift = of_tokens
@@ -266,7 +266,7 @@ def _run(
     batch, _, hidden = x.shape
     x, residual = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, residual))
     tensors = x, residual, gate, gate_bias, factor, factor_bias, shift, shift_bias
-    least = 4 * _WIDTH[form] if form else 1
+    least = 4 * FORMATS[format].width if format else 1
     problem = room.Modulated(
         dtype=dtype_name(x.dtype),
         factor_dtype=dtype_name(factor.dtype),
@@ -278,10 +278,10 @@ def _run(
         shift_bias=shift_bias is not None,
         input_scale=input_scale is not None,
         one=one,
-        form=form,
+        format=format,
         aligned=hidden % 16 == 0 and is_aligned(stream, out, *(t for t in tensors if t is not None)),
     )
-    codes = out.view(torch.uint8) if form else out
+    codes = out.view(torch.uint8) if format else out
     factors = None if factors is None else factors.view(batch, -1)
     given = room.Modulation(*tensors, input_scale, stream, codes, factors, global_scale)
     room.modulated_layernorm(problem, x.device).run(given, epsilon)

@@ -107,14 +107,14 @@ def silu_quantised(
     mask: torch.Tensor | None,
     codes: torch.Tensor,
     factors: torch.Tensor,
-    form: str,
+    format: str,
     layout: str,
     score: str,
     *,
     across: bool = False,
     pdl: bool = True,
 ) -> None:
-    """The SiLU-gated rows of a [batch, rows, 2 * hidden], rounded to its dtype, in codes and factors of `form`.
+    """The SiLU-gated rows of a [batch, rows, 2 * hidden], rounded to its dtype, in codes and factors of `format`.
 
     codes : bytes [batch, rows, .], or [batch, hidden, rows] with `across`. factors : bytes [batch, .], in the layout.
     """
@@ -125,13 +125,13 @@ def silu_quantised(
         factors.zero_()
         return
     # Padding of the factors counts: a row has four blocks at least.
-    least = 4 * FORMATS[form].width
+    least = 4 * FORMATS[format].width
     problem = room.Problem(
         kind="silu",
         dtype=dtype_name(a.dtype),
         block=64 if across else min(max(1 << (hidden - 1).bit_length(), least), 1024),
         aligned=hidden * a.element_size() % 16 == 0 and is_aligned(a),
-        form=form,
+        format=format,
         layout=layout,
         counted=mask is not None,
         across=across,

@@ -272,15 +272,15 @@ def _rope_quantize(
     k_rope_out: torch.Tensor,
     q_nope_out: torch.Tensor,
     k_nope_out: torch.Tensor,
-    form: str,
+    format: str,
     backend: str,
     pdl: bool,
 ) -> None:
-    """heads : q_rope, k_rope, q_nope, k_nope. numbers : two scales, and 1 where pairs are neighbours. form : of
+    """heads : q_rope, k_rope, q_nope, k_nope. numbers : two scales, and 1 where pairs are neighbours. format : of
     the results, which are bytes."""
     q_rope, k_rope, q_nope, k_nope = heads
     q, k = room.Heads(q_rope, q_nope, q_rope_out, q_nope_out), room.Heads(k_rope, k_nope, k_rope_out, k_nope_out)
-    _run(q, k, None, cos_sin_cache, pos_ids, numbers, None, form, pdl, backend)
+    _run(q, k, None, cos_sin_cache, pos_ids, numbers, None, format, pdl, backend)
 
 
 @custom_op(
@@ -299,18 +299,18 @@ def _rope_quantize_append(
     k_rope_cache: torch.Tensor,
     k_nope_cache: torch.Tensor,
     v_cache: torch.Tensor | None,
-    form: str,
+    format: str,
     *,
     pdl: bool,
 ) -> None:
-    """heads, numbers, form : as above. tables : those of the room's Pages."""
+    """heads, numbers, format : as above. tables : those of the room's Pages."""
     q_rope, k_rope, q_nope, k_nope = heads
     q, k = room.Heads(q_rope, q_nope, q_rope_out, q_nope_out), room.Heads(k_rope, k_nope, k_rope_cache, k_nope_cache)
     values = None if v is None else room.Heads(v, None, v_cache, None)
-    _run(q, k, values, cos_sin_cache, pos_ids, numbers, tables, form, pdl)
+    _run(q, k, values, cos_sin_cache, pos_ids, numbers, tables, format, pdl)
 
 
-def _run(q, k, v, cos_sin_cache, pos_ids, numbers, tables, form, pdl, backend="cuda") -> None:
+def _run(q, k, v, cos_sin_cache, pos_ids, numbers, tables, format, pdl, backend="cuda") -> None:
     _check_heads(q, k, v)
     rotary_dim = check_cache(cos_sin_cache, q.rope)
     require(rotary_dim == q.rope.shape[2], "cos_sin_cache", tuple(cos_sin_cache.shape), f"rows of {q.rope.shape[2]}")
@@ -328,7 +328,7 @@ def _run(q, k, v, cos_sin_cache, pos_ids, numbers, tables, form, pdl, backend="c
     *scales, interleave = numbers
     problem = room.Quantize(
         dtype=dtype_name(q.rope.dtype),
-        out_dtype=form,
+        out_dtype=format,
         rotary_dim=rotary_dim,
         q_rest=0 if q.rest is None else q.rest.shape[2],
         k_rest=0 if k.rest is None else k.rest.shape[2],

@@ -18,7 +18,7 @@ def pointer(dtype: str, aligned: bool) -> str:
 
 @triton.jit
 def multiple(x, UNIT: tl.constexpr):
-    """x, a multiple of UNIT, in a form in which the compiler sees that it is one; 16-byte accesses depend on it."""
+    """x, a multiple of UNIT, as the compiler sees that it is one; 16-byte accesses depend on it."""
     return x // UNIT * UNIT
 
 

@@ -28,10 +28,10 @@ class Problem:
         hidden rounded up to a power of two, at most 1024. hidden itself is a run-time argument.
     aligned : bool
         Both halves of a row, and the result's rows, can be read 16 bytes at a time.
-    form : str
+    format : str
         Of the result of a batch of matrices: "" rows in their dtype; "nvfp4" or "mxfp8".
     layout : str
-        Of a form's scale factors: "128x4", "8x4" or "linear".
+        Of a format's scale factors: "128x4", "8x4" or "linear".
     counted : bool
         Only the first rows of each matrix count, as many as a tensor says.
     across : bool
@@ -46,7 +46,7 @@ class Problem:
     dtype: str
     block: int = 1024
     aligned: bool = True
-    form: str = ""
+    format: str = ""
     layout: str = "128x4"
     counted: bool = False
     across: bool = False
@@ -55,7 +55,7 @@ class Problem:
 
 
 class Quantised(NamedTuple):
-    """What a form takes and gives beside x [batch, rows, 2 * hidden] and codes, bytes [batch, rows, .].
+    """What a format takes and gives beside x [batch, rows, 2 * hidden] and codes, bytes [batch, rows, .].
 
     factors : receives bytes [batch, padded rows x padded blocks]. global_scale : float32 [1] or [batch], of NVFP4.
     counts : int32 [batch].
@@ -72,12 +72,12 @@ def _catalog() -> Iterator[Problem]:
             yield Problem(kind, dtype)
     yield Problem("silu", "fp32", aligned=False)
     yield Problem("gelu_tanh", "bf16", block=64)
-    yield Problem("silu", "bf16", form="nvfp4", counted=True)
-    yield Problem("silu", "fp16", form="nvfp4", score="mse", aligned=False)
-    yield Problem("silu", "bf16", form="nvfp4", layout="8x4")
-    yield Problem("silu", "bf16", form="mxfp8")
-    yield Problem("silu", "bf16", form="mxfp8", layout="linear", counted=True)
-    yield Problem("silu", "bf16", block=64, form="mxfp8", across=True)
+    yield Problem("silu", "bf16", format="nvfp4", counted=True)
+    yield Problem("silu", "fp16", format="nvfp4", score="mse", aligned=False)
+    yield Problem("silu", "bf16", format="nvfp4", layout="8x4")
+    yield Problem("silu", "bf16", format="mxfp8")
+    yield Problem("silu", "bf16", format="mxfp8", layout="linear", counted=True)
+    yield Problem("silu", "bf16", block=64, format="mxfp8", across=True)
 
 
 act_and_mul = Op(

@@ -24,7 +24,7 @@ def portable(problem, target) -> Config:
     # 68.3 us, 8 x 14336 2.6; with 2048 results 68.6 and 3.0 (H100). NVFP4 has 2048, not measured; by the lesser error
     # it has two candidates in registers: 4 elements a thread do not spill on any chip, 8 do (by ptxas). A transpose has
     # a block of 32 rows a program, 2048 elements.
-    elements = 2048 if problem.form and not problem.score else 1024
-    capability = target.capability if problem.form else 0
+    elements = 2048 if problem.format and not problem.score else 1024
+    capability = target.capability if problem.format else 0
     num_warps = 8 if problem.score else 4
     return Config(max(1, elements // problem.block), num_warps, problem.pdl and target.pdl, capability)

@@ -93,7 +93,7 @@ def act_and_mul_kernel(
 
 @triton.jit
 def activation(x, KIND: tl.constexpr):
-    """SiLU, GELU, or GELU's tanh form (Hendrycks and Gimpel, https://arxiv.org/abs/1606.08415) of float32 x."""
+    """SiLU, GELU, or GELU by tanh (Hendrycks and Gimpel, https://arxiv.org/abs/1606.08415) of float32 x."""
     if KIND == "silu":
         return x / (1 + tl.exp(-x))
     elif KIND == "gelu":
@@ -113,14 +113,14 @@ def build(problem, config):
     quantised |= dict.fromkeys(("x_batch", "out_batch", "scale_batch", "factors_batch"), "i64")
     quantised |= dict.fromkeys(("blocks", "padded_rows"), "i32")
     absent = set() if problem.counted else {"counts"}
-    absent |= set() if problem.form == "nvfp4" else {"global_scale"}
-    if problem.form:
+    absent |= set() if problem.format == "nvfp4" else {"global_scale"}
+    if problem.format:
         types |= {name: kind for name, kind in quantised.items() if name not in absent} | {"out": "*u8"}
     # What only some formats have is no parameter of the others.
     constants = {name: None for name in quantised if name not in types} | {
         "KIND": problem.kind,
-        "FORMAT": problem.form,
-        "V": FORMATS[problem.form].width if problem.form else 1,
+        "FORMAT": problem.format,
+        "V": FORMATS[problem.format].width if problem.format else 1,
         "LAYOUT": problem.layout,
         "COUNTED": problem.counted,
         "ACROSS": problem.across,
@@ -138,7 +138,7 @@ launch = Launcher("act_and_mul", build)
 
 
 def run(problem, config, x, out, quantised=None):
-    """out = act(first half of x) * second half; x is [rows, 2 * hidden]. quantised : Quantised, for the forms."""
+    """out = act(first half of x) * second half; x is [rows, 2 * hidden]. quantised : Quantised, for the formats."""
     if quantised is not None:
         return _run_quantised(problem, config, x, out, quantised)
     rows, hidden = out.shape
@@ -149,7 +149,7 @@ def run(problem, config, x, out, quantised=None):
 
 def _run_quantised(problem, config, x, out, given):
     batch, rows, hidden = *x.shape[:2], x.shape[2] // 2
-    width = FORMATS[problem.form].width
+    width = FORMATS[problem.format].width
     high, wide = (hidden, rows) if problem.across else (rows, hidden)
     padded_rows, blocks = layouts.padded(high, wide // width, problem.layout)
     # Padding of the layout is written by the same programs, but for rows that do not count.

@@ -12,7 +12,7 @@ _ACT = {"silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": partial(f
 
 
 def run(problem, config, x, out, quantised=None):
-    """out = act(first half of x) * second half; x is [rows, 2 * hidden]. quantised : Quantised, for the forms."""
+    """out = act(first half of x) * second half; x is [rows, 2 * hidden]. quantised : Quantised, for the formats."""
     gate, up = x.chunk(2, dim=-1)
     if quantised is not None:
         y = (_ACT[problem.kind](gate.float()) * up).to(x.dtype).float()
@@ -21,7 +21,7 @@ def run(problem, config, x, out, quantised=None):
 
 
 def _quantise(problem, y, out, given):
-    if problem.form == "mxfp8":
+    if problem.format == "mxfp8":
         codes, found = narrow.quantize_mxfp8(y)
     else:
         codes, found = narrow.quantize_nvfp4(y, given.global_scale.view(-1, 1, 1), problem.score)

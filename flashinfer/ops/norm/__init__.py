@@ -33,13 +33,13 @@ class Problem:
     after : str
         What the normalised row goes through: "" nothing, "silu", or "sigmoid_gate", the sigmoid of a second tensor as a
         factor (in place of a weight).
-    form : str
+    format : str
         Of the result: "" rows in their dtype, "fp8e4nv" or "fp8e5" with one scale, "fp8_block" e4m3 with a scale for
         each 128 columns, "nvfp4" or "mxfp4".
     scale : str
         How the scale of the whole tensor comes: "" there is none, "tensor" of one element, "number".
     layout : str
-        Of an FP4 form's block scales: "linear", "128x4", or "both".
+        Of an FP4 format's block scales: "linear", "128x4", or "both".
     normed : bool
         Whether the result is written unquantised too.
     pdl : bool
@@ -53,7 +53,7 @@ class Problem:
     gemma: bool = False
     aligned: bool = True
     after: str = ""
-    form: str = ""
+    format: str = ""
     scale: str = ""
     layout: str = ""
     normed: bool = False
@@ -104,12 +104,12 @@ class Modulated:
     dtype, factor_dtype : str
         Of the rows and the gate; of factor and shift.
     block : int
-        The length of a row, rounded up to a power of two; for a form at least four block scales long.
+        The length of a row, rounded up to a power of two; for a format at least four block scales long.
     residual, gate, gate_bias, factor_bias, shift_bias, input_scale : bool
         Which of them there are.
     one : bool
         One is added to the factor.
-    form : str
+    format : str
         Of the result: "" rows, "nvfp4" or "mxfp8", with block scales in 128x4 tiles.
     aligned : bool
         Rows can be read 16 bytes at a time.
@@ -125,7 +125,7 @@ class Modulated:
     shift_bias: bool = False
     input_scale: bool = False
     one: bool = True
-    form: str = ""
+    format: str = ""
     aligned: bool = True
 
 
@@ -134,7 +134,7 @@ class Modulation(NamedTuple):
 
     x, residual, gate, factor, shift : [batch, rows, hidden], contiguous columns. Biases : float32 [hidden].
     input_scale, global_scale : float32 [1]. stream : receives the stream, [batch, rows, hidden], contiguous. out :
-    receives the rows, or codes of a form. factors : receives its block scales, bytes [batch, padded rows x blocks].
+    receives the rows, or codes of a format. factors : receives its block scales, bytes [batch, padded rows x blocks].
     """
 
     x: torch.Tensor
@@ -157,7 +157,7 @@ class Quantised(NamedTuple):
 
     scale : the scale of the whole tensor, float32 [1] or a number; None is 1. FP8 is divided by it, and NVFP4's block
         scales are multiplied by it.
-    block_scale : receives block scales; float32 [hidden / 128, pitch] of "fp8_block", bytes of an FP4 form in its
+    block_scale : receives block scales; float32 [hidden / 128, pitch] of "fp8_block", bytes of an FP4 format in its
         layout ("128x4" if "both").
     linear_scale : receives the linear ones of "both".
     normed : receives the result unquantised.
@@ -184,8 +184,8 @@ def _catalog(kind: str) -> Iterator[Problem]:
     if kind == "layernorm":
         for block in (1024, 4096, 8192, LONGEST):
             yield Problem(kind, "bf16", "fp32", block)
-        yield Problem(kind, "bf16", "fp32", 4096, form="fp8e4nv", scale="tensor")
-        yield Problem(kind, "bf16", "bf16", 1024, form="fp8e5", scale="number")
+        yield Problem(kind, "bf16", "fp32", 4096, format="fp8e4nv", scale="tensor")
+        yield Problem(kind, "bf16", "bf16", 1024, format="fp8e5", scale="number")
         return
     for dtype in ("bf16", "fp16"):
         for block in (128, 1024, 2048, 4096, 8192):
@@ -195,17 +195,17 @@ def _catalog(kind: str) -> Iterator[Problem]:
     yield Problem(kind, "bf16", "bf16", LONGEST)
     yield Problem(kind, "fp32", "fp32", 1024, aligned=False)
     for block in (4096, 8192):
-        yield Problem(kind, "bf16", "bf16", block, form="fp8e4nv", scale="tensor")
-        yield Problem(kind, "bf16", "bf16", block, form="nvfp4", scale="tensor", layout="128x4")
-    yield Problem(kind, "bf16", "bf16", 2048, form="mxfp4", layout="linear")
+        yield Problem(kind, "bf16", "bf16", block, format="fp8e4nv", scale="tensor")
+        yield Problem(kind, "bf16", "bf16", block, format="nvfp4", scale="tensor", layout="128x4")
+    yield Problem(kind, "bf16", "bf16", 2048, format="mxfp4", layout="linear")
     if kind == "rmsnorm":
         yield Problem(kind, "bf16", "bf16", 64, after="sigmoid_gate")
         yield Problem(kind, "bf16", "bf16", 1024, after="silu")
-        yield Problem(kind, "bf16", "bf16", 1024, after="silu", form="fp8e4nv")
-        yield Problem(kind, "bf16", "bf16", 4096, form="fp8e5", scale="number")
+        yield Problem(kind, "bf16", "bf16", 1024, after="silu", format="fp8e4nv")
+        yield Problem(kind, "bf16", "bf16", 4096, format="fp8e5", scale="number")
     else:
-        yield Problem(kind, "bf16", "bf16", 8192, form="fp8_block", normed=True)
-        yield Problem(kind, "bf16", "bf16", 2048, form="nvfp4", scale="tensor", layout="both", normed=True)
+        yield Problem(kind, "bf16", "bf16", 8192, format="fp8_block", normed=True)
+        yield Problem(kind, "bf16", "bf16", 2048, format="nvfp4", scale="tensor", layout="both", normed=True)
 
 
 def _gated() -> Iterator[Gated]:
@@ -219,8 +219,8 @@ def _modulated() -> Iterator[Modulated]:
     yield Modulated("bf16", "bf16", 4096, gate=True, gate_bias=True, factor_bias=True, shift_bias=True)
     yield Modulated("bf16", "fp32", 4096, gate=True, one=False)
     yield Modulated("bf16", "bf16", 4096, residual=False)
-    yield Modulated("bf16", "bf16", 4096, gate=True, input_scale=True, form="nvfp4")
-    yield Modulated("bf16", "fp32", 4096, one=False, form="mxfp8")
+    yield Modulated("bf16", "bf16", 4096, gate=True, input_scale=True, format="nvfp4")
+    yield Modulated("bf16", "fp32", 4096, one=False, format="mxfp8")
     yield Modulated("fp16", "fp16", 512, input_scale=True, aligned=False)
 
 

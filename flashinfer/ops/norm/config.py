@@ -43,7 +43,7 @@ def portable(problem, target) -> Config:
     # program of 32 warps, and the 64 and more of a LayerNorm's float32 weights are not (they spill, by ptxas).
     vectors = 2 if problem.kind == "layernorm" else 1
     weights = vectors * torch_dtype(problem.weight_dtype).itemsize * problem.block // (32 * num_warps)
-    capability = target.capability if problem.form else 0
+    capability = target.capability if problem.format else 0
     return Config(rows, num_warps, weights <= 64 and num_warps <= 16, problem.pdl and target.pdl, capability)
 
 
@@ -55,4 +55,4 @@ def gated(problem, target) -> Gated:
 def modulated(problem, target) -> Config:
     # As `gated`: three or four rows are on the way. Not measured.
     num_warps = min(max(problem.block // 512, 4), 32)
-    return Config(1, num_warps, False, target.pdl, target.capability if problem.form else 0)
+    return Config(1, num_warps, False, target.pdl, target.capability if problem.format else 0)

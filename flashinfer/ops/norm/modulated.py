@@ -90,17 +90,17 @@ def build(problem, config):
     wide = pointer(problem.factor_dtype, problem.aligned)
     types = {"x": rows, "residual": rows, "gate": rows, "gate_bias": fp32, "factor": wide, "factor_bias": fp32}
     types |= {"shift": wide, "shift_bias": fp32, "input_scale": "*fp32", "stream": rows}
-    types["out"] = pointer("u8", problem.aligned) if problem.form else rows
+    types["out"] = pointer("u8", problem.aligned) if problem.format else rows
     types |= {"factors": "*u8", "global_scale": "*fp32"}
     types |= {f"{name}_strides.{axis}": "i64" for name in _STRIDED for axis in ("batch", "row")}
     types |= {"rows": "i32", "hidden": "i32", "eps": "fp32", "blocks": "i32"}
     there = {name: getattr(problem, name) for name in _VECTORS[:6]}
-    there |= {"factors": problem.form != "", "global_scale": problem.form == "nvfp4"}
+    there |= {"factors": problem.format != "", "global_scale": problem.format == "nvfp4"}
     absent = [name for name in _VECTORS if not there[name]]
     constants = dict.fromkeys(absent) | {
         "ONE": problem.one,
-        "FORMAT": problem.form,
-        "V": FORMATS[problem.form].width if problem.form else 1,
+        "FORMAT": problem.format,
+        "V": FORMATS[problem.format].width if problem.format else 1,
         "UNIT": unit(problem.dtype, problem.aligned),
         "FACTOR_UNIT": unit(problem.factor_dtype, problem.aligned),
         "BLOCK": problem.block,
@@ -121,9 +121,9 @@ def run(problem, config, given, eps):
     """The stream and its modulated norm; given : Modulation."""
     batch, rows, hidden = given.x.shape
     out, blocks, programs = given.out, 0, rows
-    if problem.form:
+    if problem.format:
         out = out.view(torch.uint8)
-        programs, blocks = layouts.padded(rows, hidden // FORMATS[problem.form].width, "128x4")
+        programs, blocks = layouts.padded(rows, hidden // FORMATS[problem.format].width, "128x4")
     g = given
     tensors = g.x, g.residual, g.gate, g.gate_bias, g.factor, g.factor_bias, g.shift, g.shift_bias, g.input_scale
     tensors = [t for t in (*tensors, g.stream, out, g.factors, g.global_scale) if t is not None]

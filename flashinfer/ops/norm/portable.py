@@ -172,12 +172,12 @@ def build(problem, config):
 
 def _build_norm(problem, config):
     rows, weights = pointer(problem.dtype, problem.aligned), pointer(problem.weight_dtype, problem.aligned)
-    codes = pointer("u8", problem.aligned) if problem.form else rows
+    codes = pointer("u8", problem.aligned) if problem.format else rows
     types = {"x": rows, "residual": rows, "weight": weights, "bias": weights, "out": codes}
     # What only some formats have is no parameter of the others.
-    blocked = problem.form in ("fp8_block", "nvfp4", "mxfp4")
+    blocked = problem.format in ("fp8_block", "nvfp4", "mxfp4")
     kinds = {"scale": "fp32" if problem.scale == "number" else "*fp32" if problem.scale else None}
-    kinds["block_scale"] = ("*fp32" if problem.form == "fp8_block" else "*u8") if blocked else None
+    kinds["block_scale"] = ("*fp32" if problem.format == "fp8_block" else "*u8") if blocked else None
     kinds["linear_scale"] = "*u8" if problem.layout == "both" else None
     kinds["normed"] = rows if problem.normed else None
     kinds |= dict.fromkeys(("pitch", "rows"), "i32" if blocked else None)
@@ -192,8 +192,8 @@ def _build_norm(problem, config):
         "CENTRE": problem.kind == "layernorm",
         "GEMMA": problem.gemma,
         "AFTER": problem.after,
-        "FORMAT": problem.form,
-        "V": FORMATS[problem.form].width if problem.form else 1,
+        "FORMAT": problem.format,
+        "V": FORMATS[problem.format].width if problem.format else 1,
         "SCALE": problem.scale,
         "LAYOUT": problem.layout,
         "WEIGHTS_FIRST": config.weights_first,
@@ -240,7 +240,7 @@ def run(problem, config, *args):
 def norm(problem, config, x, residual, weight, bias, out, eps, quantised=None):
     """Normalise the rows of x (of x + residual, which then becomes the residual) into out.
 
-    With a sigmoid gate, `residual` is the gate, and only read. quantised : Quantised, where the problem has a form.
+    With a sigmoid gate, `residual` is the gate, and only read. quantised : Quantised, where the problem has a format.
     """
     inner = x.shape[1] if x.dim() == 3 else 1
     rows = x.shape[0] * inner
@@ -258,10 +258,10 @@ def norm(problem, config, x, residual, weight, bias, out, eps, quantised=None):
 def _quantised_arguments(problem, rows: int, hidden: int, given: Quantised) -> tuple[int, list]:
     """The rows to cover, padding of block scales included, and the arguments that only quantised results have."""
     padded, blocks, pitch = rows, [], []
-    if problem.form == "fp8_block":
+    if problem.format == "fp8_block":
         blocks, pitch = [given.block_scale], [given.block_scale.stride(0), rows]
     elif problem.layout:
-        count = hidden // FORMATS[problem.form].width
+        count = hidden // FORMATS[problem.format].width
         if problem.layout != "linear":
             padded, count = layouts.padded(rows, count, "128x4")
         tensors = (given.block_scale, given.linear_scale) if problem.layout == "both" else (given.block_scale,)

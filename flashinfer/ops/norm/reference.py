@@ -14,7 +14,7 @@ def run(problem, config, *args):
 def norm(problem, x, residual, weight, bias, out, eps, quantised=None):
     """Normalise the rows of x (of x + residual, which then becomes the residual) into out.
 
-    With a sigmoid gate, `residual` is the gate, and only read. quantised : Quantised, where the problem has a form.
+    With a sigmoid gate, `residual` is the gate, and only read. quantised : Quantised, where the problem has a format.
     """
     dtype, x = x.dtype, x.float()
     if problem.kind == "fused_add_rmsnorm":
@@ -45,12 +45,12 @@ def _quantise(problem, y, out, given) -> None:
     if problem.normed:
         given.normed.copy_(y)
     scale = 1.0 if given.scale is None else given.scale
-    if problem.form == "fp8_block":
+    if problem.format == "fp8_block":
         codes, scales = narrow.quantize_fp8(given.normed.float(), 128, out.dtype)
         out.copy_(codes)
         given.block_scale[:, : len(scales)] = scales.T
     elif problem.layout:
-        if problem.form == "nvfp4":
+        if problem.format == "nvfp4":
             codes, factors = narrow.quantize_nvfp4(y, torch.as_tensor(scale, dtype=torch.float32, device=y.device))
         else:
             codes, factors = narrow.quantize_mxfp4(y)
@@ -99,11 +99,11 @@ def modulated(problem, given, eps):
     factor = factor if given.factor_bias is None else factor + given.factor_bias
     shift = shift if given.shift_bias is None else shift + given.shift_bias
     y = y * factor + shift
-    if not problem.form:
+    if not problem.format:
         given.out.copy_(y)
         return
     y = y.to(given.stream.dtype).float()
-    nvfp4 = problem.form == "nvfp4"
+    nvfp4 = problem.format == "nvfp4"
     codes, factors = narrow.quantize_nvfp4(y, given.global_scale) if nvfp4 else narrow.quantize_mxfp8(y)
     given.out.copy_(codes.view(torch.uint8))
     given.factors.copy_(layouts.arrange(factors.view(torch.uint8), "128x4"))

@@ -294,9 +294,9 @@ def run(problem, config, *args):
 def _run_quantize(problem, config, x, global_scale, counts, codes, factors, row_scales):
     """x [batch, rows, n] to codes, bytes [batch, rows, .], and factors, bytes [batch, .], in their layout."""
     batch, rows, columns = x.shape
-    form, code_bytes = FORMATS[problem.kind], codes.shape[-1]
-    width = form.width
-    blocks = code_bytes // form.code_bytes(width)
+    format, code_bytes = FORMATS[problem.kind], codes.shape[-1]
+    width = format.width
+    blocks = code_bytes // format.code_bytes(width)
     padded_rows, blocks = layouts.padded(rows, blocks, problem.layout)
     column_tiles = triton.cdiv(blocks * width, problem.block)
     grid = (triton.cdiv(padded_rows, config.rows) * (1 if problem.row_scale else column_tiles), batch, 1)

@@ -14,7 +14,7 @@ class Frequencies:
     """The frequencies of RoPE (Su et al., RoFormer, https://arxiv.org/abs/2104.09864), scaled for longer contexts.
 
     Pair i of rotary_dim / 2 turns by theta ** (-2 i / rotary_dim) radians a position. All are divided by `scale`
-    (position interpolation, Chen et al., https://arxiv.org/abs/2306.15595); or, in Llama 3.1's form, those that turn
+    (position interpolation, Chen et al., https://arxiv.org/abs/2306.15595); or, as in Llama 3.1, those that turn
     fewer than low_freq_factor times within old_context_len, none of those that turn more than high_freq_factor times,
     and between the two a mixture that is linear in the number of turns.
 
@@ -23,7 +23,7 @@ class Frequencies:
     rotary_dim : int
     scale, theta : float
     low_freq_factor, high_freq_factor, old_context_len : float
-        Llama 3.1's form if old_context_len is not 0.
+        As in Llama 3.1 if old_context_len is not 0.
     """
 
     rotary_dim: int

@@ -79,7 +79,7 @@ def video(problem, rows, weights, outputs, space, axes, eps, scales):
     """Rows [tokens, n] of queries, keys and values to `outputs`, [tokens, heads, head_dim] each.
 
     weights : of the norms of queries and keys, or None. space : Space; videos follow one another. axes : Axes.
-    scales : of queries and keys, and of values, where the problem has another form.
+    scales : of queries and keys, and of values, where the problem has another formatat.
     """
     at = torch.arange(len(rows), device=rows.device)
     width, height = at % space.width, at // space.width % space.height

@@ -113,7 +113,7 @@ def run(problem, config, rows, weights, outputs, space, axes, eps, scales):
     """Rows [tokens, n] of queries, keys and values to `outputs`, [tokens, heads, head_dim] each, contiguous.
 
     weights : of the norms of queries and keys, or None. space : Space; videos follow one another. axes : Axes.
-    scales : of queries and keys, and of values, where the problem has another form.
+    scales : of queries and keys, and of values, where the problem has another formatat.
     """
     if problem.out:
         outputs = [out.view(torch.uint8) for out in outputs]

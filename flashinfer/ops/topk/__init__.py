@@ -15,7 +15,7 @@ class TopK:
 
     Attributes
     ----------
-    form : str
+    result : str
         "values" and their indices; "sorted", the same in the order (value descending, index ascending); "pages", the
         slots that a page table gives them; "ragged", indices behind an offset; or "columns", int32 indices. In all but
         "sorted" indices ascend.
@@ -34,7 +34,7 @@ class TopK:
         Of "columns": values are written as well, 0 past a short row.
     """
 
-    form: str
+    result: str
     dtype: str
     last: bool = False
     starts: bool = False
@@ -47,12 +47,12 @@ class TopK:
 
     @property
     def with_values(self) -> bool:
-        return self.valued or self.form in ("values", "sorted")
+        return self.valued or self.result in ("values", "sorted")
 
     @property
     def index(self) -> str:
         """The dtype of indices and slots."""
-        return "i64" if self.form in ("values", "sorted") else "i32"
+        return "i64" if self.result in ("values", "sorted") else "i32"
 
 
 _VARIANTS = (

@@ -183,7 +183,7 @@ def kernels(problem, config):
     yield from short.kernels(problem, config)
     yield from stages.stages_to_compile(stages_of(problem), config)
     yield launch_emit, problem, config
-    if problem.form == "sorted":
+    if problem.result == "sorted":
         yield launch_rank, problem, config
 
 
@@ -194,13 +194,13 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
     of "columns" are values (or None) and indices.
     """
     rows = len(x)
-    if problem.form == "pages":
+    if problem.result == "pages":
         table, row_to_batch, page_starts, page_size = places
         index, raw = outputs
         results = Results(None, index, raw, table, row_to_batch, page_starts, page_size=page_size)
-    elif problem.form == "ragged":
+    elif problem.result == "ragged":
         results = Results(None, *outputs, offsets=places[0])
-    elif problem.form == "sorted":
+    elif problem.result == "sorted":
         results = Results(*map(torch.empty_like, outputs))
     else:
         results = Results(*outputs)
@@ -212,7 +212,7 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
               found.state, found.listed, found.list_value, found.list_column, found.part_count,
               *results.arguments(x, k), found.programs, found.chunk, found.tiles,
               found.list_column.shape[1])  # fmt: skip
-    if problem.form == "sorted":
+    if problem.result == "sorted":
         blocks = triton.cdiv(k, _RANKED)
         start(launch_rank, problem, config, (rows * blocks, 1, 1), results.value, results.index, *outputs, k, blocks)
 

@@ -22,16 +22,16 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
     if problem.last:
         order = columns - 1 - order
     none = at[: order.shape[1]] >= length[:, None]
-    if problem.form != "sorted":
+    if problem.result != "sorted":
         order, none = order.masked_fill(none, columns).sort(dim=-1).values, none
     order = order.masked_fill(none, 0)
-    if problem.form in ("values", "sorted"):
+    if problem.result in ("values", "sorted"):
         out_value, out_index = outputs
         out_value.copy_(window.gather(1, order))
         out_index.copy_(order)
         return
     width = order.shape[1]
-    if problem.form == "columns":
+    if problem.result == "columns":
         out_value, out_index = outputs
         out_index.fill_(-1)
         out_index[:, :width] = order.masked_fill(none, -1)
@@ -41,7 +41,7 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
         return
     out, raw = outputs
     out.fill_(-1)
-    result = _slots(problem, order, starts, places) if problem.form == "pages" else order + places[0].long()[:, None]
+    result = _slots(problem, order, starts, places) if problem.result == "pages" else order + places[0].long()[:, None]
     out[:, :width] = result.masked_fill(none, -1).to(out.dtype)
     if raw is not None:
         raw.fill_(-1)

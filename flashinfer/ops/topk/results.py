@@ -38,12 +38,12 @@ class Results(NamedTuple):
 
 def add_results(p: Parameters, problem: TopK) -> Parameters:
     """Adds the parameters out, where, x_row, out_row, raw_row, pages, k and columns."""
-    paged = problem.form == "pages"
+    paged = problem.result == "pages"
     p.add(f"*{problem.dtype}", "out.value", present=problem.with_values).add(f"*{problem.index}", "out.index")
     p.add("*i32", "out.raw", present=problem.raw).add("*i32", "where.page_table", present=paged)
     p.add("*i32", "where.row_to_batch", present=problem.mapped)
     p.add("*i32", "where.page_starts", present=problem.page_starts)
-    p.add("*i32", "where.offsets", present=problem.form == "ragged")
+    p.add("*i32", "where.offsets", present=problem.result == "ragged")
     p.add("i64", "x_row", "out_row").add("i64", "raw_row", present=problem.raw).add("i64", "pages.row", present=paged)
     return p.add("i32", "pages.count", "pages.size", present=paged).add("i32", "k", "columns")
 

@@ -62,14 +62,14 @@ def test_against_float64(variant, device, dtype, shape):
           (x, residual, None, scale, shift, none, 1), scale=2.0)  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["nvfp4", "mxfp8"])
-def test_quantised(variant, device, form):
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_quantised(variant, device, format):
     """The bits of the format for the norm as it is written without; each batch entry has tiles of its own."""
     batch, rows, hidden = 2, 5, 96
     x, residual = (torch.randn(batch, rows, hidden, device=device).bfloat16() for _ in range(2))
     gate, scale, shift = sixths(batch, rows, hidden, torch.bfloat16, device)
     stream, norm = GATED(x, residual, gate, scale, shift)
-    nvfp4 = form == "nvfp4"
+    nvfp4 = format == "nvfp4"
     factor = torch.tensor([100.0], device=device) if nvfp4 else None
     sf = torch.full((batch, 1, 2 if nvfp4 else 1, 32, 4, 4), 77, dtype=torch.uint8, device=device)
     out = torch.empty(batch, rows, hidden // (8 if nvfp4 else 4), dtype=torch.int32, device=device)

@@ -302,13 +302,13 @@ def test_bad_input(name, changed, argument):
 
 
 def test_are_registered_ops():
-    from flashinfer.norm import quantised
+    from flashinfer.norm import _quantised, fp8
 
     x, w = torch.randn(3, 128), torch.randn(128)
     codes, scale = torch.empty(3, 64, dtype=U8), torch.empty(3, 8, dtype=U8)
     fp4 = (x, x.clone(), w, codes, torch.ones(1), scale, None, x.clone(), [1e-6, 1.0], "nvfp4", "linear", "")
-    torch.library.opcheck(quantised._quantised.op, fp4, {"pdl": True})
-    torch.library.opcheck(quantised._rmsnorm_silu.op, (x, w, torch.empty_like(x), 1e-6))
+    torch.library.opcheck(_quantised.quantised.op, fp4, {"pdl": True})
+    torch.library.opcheck(fp8._rmsnorm_silu.op, (x, w, torch.empty_like(x), 1e-6))
 
 
 def test_compiles_without_a_break():

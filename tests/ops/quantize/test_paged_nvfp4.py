@@ -20,8 +20,8 @@ def test_dequantised_pages(layout, index, device):
     tables = torch.tensor([[3, 8, -5], [10**6, -1, 7], [0, 3, 5]], dtype=index, device=device)
     lens = torch.tensor([6, 0, 11], dtype=index, device=device)
     out = [torch.full((3, most, heads, dim), 777.0, dtype=torch.bfloat16, device=device) for _ in "kv"]
-    for form in ("one", "pair"):
-        cache, sf = given if form == "one" else [tuple(t.unbind(1)) for t in given]
+    for format in ("one", "pair"):
+        cache, sf = given if format == "one" else [tuple(t.unbind(1)) for t in given]
         with torch.device("meta"):
             flashinfer.nvfp4_kv_dequantize_paged(
                 cache, sf, tables, lens, torch.tensor([0.37], device=device), 3.0, *out, kv_layout=layout
