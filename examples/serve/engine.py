@@ -8,7 +8,7 @@ import torch
 
 import flashinfer
 
-from .model import Config, Gemma3, PagedAttention
+from .model import Gemma3, PagedAttention
 
 
 @dataclass(eq=False)
@@ -47,15 +47,21 @@ class Engine:
     are done leave their pages behind, as a prefix cache, until the room is needed.
     """
 
-    def __init__(self, config: Config, weights: dict, num_pages, page_size, max_length, token_budget, eos_id, sample):
+    def __init__(self, config, weights: dict, num_pages, page_size, max_length, token_budget, eos_id, sample):
+        self._build(config, weights, num_pages, page_size, max_length)
+        # Prefixes are shared in multiples of so many tokens.
+        self.grain = page_size
+        self.longest = min(max_length, num_pages * page_size)
+        self.token_budget, self.eos_id, self.sample = token_budget, eos_id, sample
+        self.waiting, self.running, self.finished, self.steps, self.clock = [], [], [], [], 0
+
+    def _build(self, config, weights: dict, num_pages: int, page_size: int, max_length: int) -> None:
+        """Make the cache, the model and its attention."""
         layers, like = len(weights["layers"]), weights["token_embd"]
         sizes = layers, config.num_kv_heads, config.head_dim, page_size, num_pages
         self.cache = flashinfer.PagedKVCache(*sizes, device=like.device, data_type=like.dtype)
         self.model = Gemma3(config, weights, max_length)
         self.attention = PagedAttention(config, self.cache)
-        self.longest = min(max_length, num_pages * page_size)
-        self.token_budget, self.eos_id, self.sample = token_budget, eos_id, sample
-        self.waiting, self.running, self.finished, self.steps, self.clock = [], [], [], [], 0
 
     def serve(self, requests: list[Request], after_step=lambda: None) -> None:
         """Run until every request is done."""
@@ -76,8 +82,7 @@ class Engine:
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.running:
-            self.running.remove(request)
-            self.finished.append(request)
+            self._finish(request)
 
     def choose(self, logits: torch.Tensor, ready: list[Request]) -> list[int]:
         """The next token of each request in `ready`."""
@@ -86,7 +91,7 @@ class Engine:
     def reset(self) -> None:
         """Forget the requests that are done, and with them the prefix cache."""
         for request in self.finished:
-            self.cache.free(request.sequence)
+            self._forget(request)
         self.finished, self.steps, self.clock = [], [], 0
 
     @torch.inference_mode()
@@ -103,10 +108,18 @@ class Engine:
         for request, token in zip(ready, self.choose(logits, ready) if ready else ()):
             request.output.append(token)
             if token == self.eos_id or len(request.output) == request.max_new_tokens:
-                self.running.remove(request)
-                self.finished.append(request)
+                self._finish(request)
         pages = self.cache.num_used_pages, self.cache.num_shared_pages
         self.steps.append(Step(time.perf_counter() - start, prompt_tokens, len(ready), *pages))
+
+    def _finish(self, request: Request) -> None:
+        """A request runs no more; what it has computed is a prefix for others."""
+        self.running.remove(request)
+        self.finished.append(request)
+
+    def _forget(self, request: Request) -> None:
+        """Give back what a request has kept as a prefix for others."""
+        self.cache.free(request.sequence)
 
     def _admit(self) -> None:
         for request in [request for request in self.waiting if request.arrival <= self.clock]:
@@ -122,17 +135,22 @@ class Engine:
     def _longest_prefix(self, prompt: list[int]) -> tuple[Request | None, int, int]:
         """Who has most of a prompt, how many tokens of it, and how many a running request will have soon.
 
-        In whole pages, which are never written again, and short of the prompt's last token, whose logits are wanted.
+        Short of the prompt's last token, whose logits are wanted.
         """
-        donor, shared, soon, page_size = None, 0, 0, self.cache.page_size
+        donor, shared, soon = None, 0, 0
         for other in self.finished + self.running:
             common = common_prefix(prompt[:-1], other.prompt + other.output)
-            computed = min(common, other.sequence.length) // page_size * page_size
+            computed = self._shareable(other, common)
             if computed > shared:
                 donor, shared = other, computed
-            if other in self.running:
-                soon = max(soon, common // page_size * page_size)
+            ahead = common // self.grain * self.grain
+            if other in self.running and other.sequence.length < ahead:
+                soon = max(soon, ahead)
         return donor, shared, soon
+
+    def _shareable(self, donor: Request, common: int) -> int:
+        """How many of a donor's first `common` tokens can be shared: whole pages, which are never written again."""
+        return min(common, donor.sequence.length) // self.grain * self.grain
 
     def _make_room(self, request: Request, donor: Request | None, shared: int) -> bool:
         """Give the request its sequence if it can have pages for its longest text; drop prefixes to that end."""
@@ -145,7 +163,7 @@ class Engine:
             self.cache.end_forward(request.sequence)
         # The donor is dropped last, and only if no running request can make room by finishing.
         while self._lacks_pages(request) and self.finished and (self.finished[0] is not donor or not self.running):
-            self.cache.free(self.finished.pop(0).sequence)
+            self._forget(self.finished.pop(0))
         if self._lacks_pages(request):
             self.cache.free(request.sequence)
             return False
@@ -162,9 +180,13 @@ class Engine:
         batch, budget = [], self.token_budget
         for request in sorted(self.running, key=lambda request: request.pending > 1):
             if budget:
-                batch.append((request, min(request.pending, budget)))
+                batch.append((request, min(self._most(request), budget)))
                 budget -= batch[-1][1]
         return batch
+
+    def _most(self, request: Request) -> int:
+        """Most tokens that one step may compute of a request."""
+        return request.pending
 
     def _forward(self, batch: list[tuple[Request, int]], ready: list[Request]) -> torch.Tensor:
         """Logits of the last token of each request in `ready`; the batch's tokens enter their sequences."""

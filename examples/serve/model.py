@@ -17,7 +17,7 @@ class Config:
     num_qo_heads: int = 4
     num_kv_heads: int = 1
     head_dim: int = 256
-    window: int = 512
+    window: int | None = 512
     layers_per_full_layer: int = 6
     local_rope_theta: float = 10_000.0
     global_rope_theta: float = 1_000_000.0
@@ -32,14 +32,16 @@ class Config:
 class PagedAttention:
     """Appends keys and values to the cache's pages and attends over them.
 
-    A step makes two plans over one page table, one for the full layers and one for the windowed, and every layer runs
-    one of them. A step of single tokens takes the decode wrappers; any other, mixed or not, the prefill wrappers.
+    A step makes a plan for the full layers and one for the windowed, if any, and every layer runs one of them.
+    A step of single tokens takes the decode wrappers; any other, mixed or not, the prefill wrappers.
     """
 
-    def __init__(self, config: Config, cache: flashinfer.PagedKVCache, workspace_bytes: int = 128 << 20):
+    def __init__(self, config, cache: flashinfer.PagedKVCache, workspace_bytes: int = 128 << 20):
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=cache.device)
         self.config, self.cache = config, cache
-        self.window_left = {True: -1, False: config.window - 1}  # by Config.is_full
+        self.window_left = {True: -1}  # by Config.is_full
+        if config.window is not None:
+            self.window_left[False] = config.window - 1
         self.prefill = {full: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace) for full in self.window_left}
         self.decode = {full: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace) for full in self.window_left}
 
