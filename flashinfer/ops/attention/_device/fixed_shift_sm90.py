@@ -1,4 +1,4 @@
-"""Weights with a fixed shift on Hopper: whether they served, and words in shared memory that say so.
+"""Weights with a fixed shift on Hopper: whether they served.
 
 A fixed shift is not the maximum of its row. Weights are 2^(logit - shift), summed in float32 and multiplied in bf16,
 whose ranges are alike. Any shift gives the same result, as long as no sum leaves the middle of that range.
@@ -17,14 +17,3 @@ def any_out_of_range(total, row_ok):
     # In a layout where each warp has all rows: shared memory of a reduction across warps would be kept for all tiles.
     served = gl.convert_layout(served.to(gl.int32), gl.BlockedLayout([total.shape[0] // 32], [32], [4], [0]))
     return gl.min(served, 0) == 0
-
-
-@gluon.jit
-def one_word(number):
-    """A number as a tensor of one int32, which shared memory stores."""
-    return gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-
-
-@gluon.jit
-def read_word(place):
-    return gl.max(place.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)

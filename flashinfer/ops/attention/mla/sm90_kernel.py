@@ -31,8 +31,9 @@ from flashinfer._core.gluon_compat import (
     gluon,
     mbarrier,
 )
-from flashinfer.ops._device.registers_sm90 import anew as opaque
-from flashinfer.ops.attention._device.fixed_shift_sm90 import any_out_of_range, one_word
+from flashinfer.ops._device.sm90.publish import write_words
+from flashinfer.ops._device.sm90.registers import opaque
+from flashinfer.ops.attention._device.fixed_shift_sm90 import any_out_of_range
 from flashinfer.ops.attention._device.logits import LOG2E, with_sink
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_LEN,
@@ -229,7 +230,7 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
                 # Both warpgroups find the same.
                 if failed:
                     if WG == 0:
-                        shared.failed.index(failures).store(one_word(item))
+                        write_words(shared.failed.index(failures), (item,))
                 else:
                     _finish(WG, acc, top * factor, total, record, out_scale, tensors, scalars, settings)
                 failures += failed.to(gl.int32)
@@ -238,7 +239,7 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
         wave += 1
         if settings.FIXED and WG == 0:
             if wave == waves:
-                shared.failed.index(MOST_FAILED).store(one_word(failures))
+                write_words(shared.failed.index(MOST_FAILED), (failures,))
                 mbarrier.arrive(shared.reported, count=1)
         last += retries(wave, waves, shared, settings)
 

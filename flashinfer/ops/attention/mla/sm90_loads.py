@@ -13,7 +13,7 @@ from flashinfer._core.gluon_compat import (
     mbarrier,
     tma_load,
 )
-from flashinfer.ops._device.registers_sm90 import anew as opaque
+from flashinfer.ops._device.sm90.registers import opaque
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_BASE,
     ITEM_Q_LEN,

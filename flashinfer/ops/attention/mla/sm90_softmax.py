@@ -18,8 +18,7 @@ from flashinfer._core.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashinfer.ops._device.registers_sm90 import anew as opaque
-from flashinfer.ops._device.registers_sm90 import lane
+from flashinfer.ops._device.sm90.registers import lane, opaque
 from flashinfer.ops.attention.mla.sm90_settings import COPY, HALF, KEYS, PART, ROWS, Settings, Shared
 
 

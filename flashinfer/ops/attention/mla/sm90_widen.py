@@ -5,7 +5,7 @@ exactly, and store them where copies would put keys of the wider type. Consumers
 """
 
 from flashinfer._core.gluon_compat import block_barrier, gl, gluon, mbarrier, reinterpret
-from flashinfer.ops._device.registers_sm90 import anew as opaque
+from flashinfer.ops._device.sm90.registers import opaque
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_BASE,
     ITEM_Q_LEN,

@@ -1,7 +1,8 @@
 """Latent attention on Hopper: which work item a block has next, and which keys an item has."""
 
 from flashinfer._core.gluon_compat import gl, gluon, mbarrier
-from flashinfer.ops.attention._device.fixed_shift_sm90 import read_word
+from flashinfer.ops._device.sm90.publish import read_word
+from flashinfer.ops._device.sm90.walk import snake
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_BEGIN,
     ITEM_KV_END,
@@ -15,9 +16,7 @@ from flashinfer.ops.attention.mla.sm90_settings import KEYS, MOST_FAILED, ROWS, 
 @gluon.jit
 def item_of(wave, waves, shared: Shared, settings: Settings):
     """The wave-th work item of this block; every other wave is dealt out backwards. Retries follow the last wave."""
-    blocks = gl.num_programs(0)
-    at = gl.program_id(0)
-    item = wave * blocks + gl.where(wave % 2 == 0, at, blocks - 1 - at)
+    item = snake(wave)
     if settings.FIXED:
         if wave >= waves:
             item = read_word(shared.failed.index(wave - waves))

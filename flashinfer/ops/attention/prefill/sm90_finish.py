@@ -1,6 +1,7 @@
 """Hopper prefill: what follows the loop over keys. Sums become results, or one split's partial results."""
 
 from flashinfer._core.gluon_compat import block_barrier, gl, gluon
+from flashinfer.ops._device.sm90.registers import opaque
 from flashinfer.ops.attention._device.combine import combine_rows
 from flashinfer.ops.attention._device.fixed_shift_sm90 import any_out_of_range
 from flashinfer.ops.attention._device.logits import LOG2E, with_sink
@@ -15,7 +16,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_SLOT,
     ITEM_TILE_ROW,
 )
-from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Scalars, Settings, Tensors, opaque, opaque_sum
+from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Scalars, Settings, Tensors, opaque_sum
 from flashinfer.ops.attention.prefill.sm90_softmax import RowView, per_row
 
 

@@ -31,24 +31,30 @@ from flashinfer._core.gluon_compat import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashinfer.ops._device.sm90.registers import opaque, program
+from flashinfer.ops._device.sm90.ring import make_barriers
 from flashinfer.ops.attention._device.logits import LOG2E
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH
 from flashinfer.ops.attention.prefill.sm90_finish import finish, fixed_shift_failed, rows_of, view_of
 from flashinfer.ops.attention.prefill.sm90_loads import fetch_queries, gather, produce_keys, produce_values
-from flashinfer.ops.attention.prefill.sm90_queue import Queue, make_queue, read_next, report, seed_of, span
+from flashinfer.ops.attention.prefill.sm90_queue import (
+    TaskQueue,
+    make_task_queue,
+    read_next,
+    report,
+    seed_of,
+    span,
+)
 from flashinfer.ops.attention.prefill.sm90_settings import (
     ROWS,
     Ring,
     Scalars,
     Settings,
     Tensors,
-    block_id,
     make_ring,
-    opaque,
 )
 from flashinfer.ops.attention.prefill.sm90_softmax import SHIFT, attend, per_row, start_pv_fp8, wait_full
 from flashinfer.ops.attention.prefill.sm90_values import transpose_values
@@ -65,7 +71,7 @@ class Shared:
     turn: gl.shared_memory_descriptor
     k: Ring
     v: Ring
-    queue: Queue
+    queue: TaskQueue
 
 
 @gluon.jit
@@ -117,7 +123,7 @@ def _run_task(
         # All warps have read these queries: the next ones are copied beside the rest of this task.
         block_barrier()
         following, next_retry = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
-        before = (step - 1) % settings.STAGES
+        before = v.channel.stage(step - 1)
         if settings.FP8:
             wait_full(v, step - 1, settings)
             pv = warpgroup_mma_wait(0, [start_pv_fp8(p, v, before, acc)])
@@ -126,7 +132,7 @@ def _run_task(
             wait_full(v, step - 1, settings)
             pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [pv])
-        mbarrier.arrive(v.empty.index(before), count=1)
+        v.channel.release(step - 1)
         if settings.FP8:
             acc = (acc * per_row(keep, acc) + pv) * (1.0 / (1 << SHIFT))
             total *= 1.0 / (1 << SHIFT)
@@ -159,7 +165,7 @@ def _consume(WG, params, shared: Shared, tensors: Tensors, scalars: Scalars, set
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     tasks = gl.load(tensors.counts) * scalars.num_kv_heads
-    task = block_id()
+    task = program()
     fetch_queries(
         WG, shared.q, shared.rest, tensors.q, tensors.items, task, tasks, scalars.num_kv_heads, scalars.q_stride_n,
         scalars.q_stride_h, settings,
@@ -239,13 +245,11 @@ def attend_sm90_kernel(
     k = make_ring(k_tiles, k_rests, STAGES, WRITERS, 2)
     v = make_ring(v_tiles, v_tiles, STAGES, WRITERS, 1 if FP8 else 2)
     # Readers: the consumers, and the warps that copy or transpose values.
-    queue = make_queue(4 if FP8 else 2 if GATHER else 3, settings.FIXED)
+    queue = make_task_queue(4 if FP8 else 2 if GATHER else 3, settings.FIXED)
     # FP8 has no turns, nor barriers for them: the compiler gives barriers that nobody waits for the memory of tiles.
-    turn = k.full
+    turn = k.channel.full
     if not FP8:
-        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(turn.index(0), count=1)
-        mbarrier.init(turn.index(1), count=1)
+        turn = make_barriers(2, 1)
     tensors = Tensors(
         q, out, lse, partial_out, partial_lse, items, counts, arrivals, mask, mask_indptr, sinks, qk_scale, v_scale,
         alibi_slopes,

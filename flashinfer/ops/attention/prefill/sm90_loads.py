@@ -7,7 +7,8 @@
 
 import triton.language as tl
 
-from flashinfer._core.gluon_compat import cp_async, cp_async_arrive, cp_async_commit, gl, gluon, mbarrier, tma_load
+from flashinfer._core.gluon_compat import cp_async, cp_async_arrive, cp_async_commit, gl, gluon, tma_load
+from flashinfer.ops._device.sm90.registers import opaque, program
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_BASE,
     ITEM_KV_LEN,
@@ -16,8 +17,8 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
-from flashinfer.ops.attention.prefill.sm90_queue import Queue, publish_next, read_to_end, seed_of, span, start_of
-from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Ring, Settings, block_id, opaque, opaque_sum
+from flashinfer.ops.attention.prefill.sm90_queue import TaskQueue, publish_next, read_to_end, seed_of, span, start_of
+from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Ring, Settings, opaque_sum
 
 
 @gluon.jit
@@ -34,7 +35,7 @@ def _pages(kv_indices, kv_base, start, kv_len, PAGE_SIZE: gl.constexpr, BLOCK_N:
 
 @gluon.jit
 def _produce(
-    tiles_map, rest_map, ring: Ring, queue: Queue, items, counts, kv_indices, num_kv_heads, window_left, page_rows,
+    tiles_map, rest_map, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page_rows,
     head_rows, head_cols, TWO: gl.constexpr, PUBLISHES: gl.constexpr, settings: Settings,
 ):  # fmt: skip
     """One warp: copy the keys, or the values, of each task, block by block, last block first, as stages become empty.
@@ -45,9 +46,10 @@ def _produce(
     BLOCK_N: gl.constexpr = ring.tiles.shape[1]
     SPLIT_AT: gl.constexpr = ring.tiles.shape[2]
     COLUMNS: gl.constexpr = SPLIT_AT + (ring.rest.shape[2] if TWO else 0)
+    SIZE: gl.constexpr = ring.tiles.dtype.primitive_bitwidth // 8 * BLOCK_N * COLUMNS
     tasks = gl.load(counts) * num_kv_heads
     step = 0
-    task = block_id()
+    task = program()
     retry = 0
     waiting = -1
     wave = 0
@@ -63,10 +65,7 @@ def _produce(
             start = start_of(i, begin, blocks, seed, BLOCK_N, settings)
             # Loaded before the wait, which hides their latency.
             pages = _pages(kv_indices, kv_base, start, kv_len, settings.PAGE_SIZE, BLOCK_N)
-            stage = step % settings.STAGES
-            full = ring.full.index(stage)
-            mbarrier.wait(ring.empty.index(stage), ((step // settings.STAGES) & 1) ^ 1)
-            mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * BLOCK_N * COLUMNS)
+            stage, full = ring.channel.expect(step, SIZE)
             row = kv_head * head_rows
             col = kv_head * head_cols
             if settings.PAGE_SIZE == 0:
@@ -95,7 +94,7 @@ def _produce(
 
 @gluon.jit
 def produce_keys(
-    tiles_map, rest_map, ring: Ring, queue: Queue, items, counts, kv_indices, num_kv_heads, window_left, page_rows,
+    tiles_map, rest_map, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page_rows,
     head_rows, head_cols, settings: Settings,
 ):  # fmt: skip
     _produce(
@@ -106,7 +105,7 @@ def produce_keys(
 
 @gluon.jit
 def produce_values(
-    tiles_map, ring: Ring, queue: Queue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
+    tiles_map, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page_rows, head_rows,
     head_cols, settings: Settings,
 ):  # fmt: skip
     _produce(
@@ -169,29 +168,27 @@ def _gather_tile(to, source, found, start, kv_len, page, step, COLUMNS: gl.const
 @gluon.jit
 def _gather_keys(k: Ring, source, count, found, start, kv_len, page, step, settings: Settings):
     """Start copying the count-th block of keys once its stage is empty."""
-    stage = count % settings.STAGES
-    mbarrier.wait(k.empty.index(stage), ((count // settings.STAGES) & 1) ^ 1)
+    stage = k.channel.acquire(count)
     D: gl.constexpr = k.tiles.shape[2]
     _gather_tile(k.tiles.index(stage), source, found, start, kv_len, page, step, D, settings.PAGE_SIZE)
     if settings.TWO:
         REST: gl.constexpr = k.rest.shape[2]
         _gather_tile(k.rest.index(stage), source + D, found, start, kv_len, page, step, REST, settings.PAGE_SIZE)
-    cp_async_arrive(k.full.index(stage), increment_count=False)
+    cp_async_arrive(k.channel.full.index(stage), increment_count=False)
 
 
 @gluon.jit
 def _gather_values(v: Ring, source, count, found, start, kv_len, page, step, settings: Settings):
     """The same for values."""
-    stage = count % settings.STAGES
-    mbarrier.wait(v.empty.index(stage), ((count // settings.STAGES) & 1) ^ 1)
+    stage = v.channel.acquire(count)
     _gather_tile(v.tiles.index(stage), source, found, start, kv_len, page, step, settings.D_VO, settings.PAGE_SIZE)
-    cp_async_arrive(v.full.index(stage), increment_count=False)
+    cp_async_arrive(v.channel.full.index(stage), increment_count=False)
 
 
 @gluon.jit
 def gather(
-    k_source, v_source, k: Ring, v: Ring, queue: Queue, items, counts, kv_indices, num_kv_heads, window_left, k_page,
-    k_head, k_step, v_page, v_head, v_step, settings: Settings,
+    k_source, v_source, k: Ring, v: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left,
+    k_page, k_head, k_step, v_page, v_head, v_step, settings: Settings,
 ):  # fmt: skip
     """Four warps: copy the keys and values of each task row by row, and publish the next task."""
     BLOCK_N: gl.constexpr = k.tiles.shape[1]
@@ -199,7 +196,7 @@ def gather(
     PAGE_SIZE: gl.constexpr = settings.PAGE_SIZE
     tasks = gl.load(counts) * num_kv_heads
     step = 0
-    task = block_id()
+    task = program()
     retry = 0
     waiting = -1
     wave = 0

@@ -5,7 +5,9 @@ dealt out in advance, requests of one length would leave some blocks with the lo
 """
 
 from flashinfer._core.gluon_compat import aggregate, gl, gluon, mbarrier
-from flashinfer.ops.attention._device.fixed_shift_sm90 import one_word, read_word
+from flashinfer.ops._device.sm90.publish import Queue, Slots, make_queue, make_slots
+from flashinfer.ops._device.sm90.ring import make_barriers
+from flashinfer.ops._device.sm90.walk import draw
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_BEGIN,
     ITEM_KV_END,
@@ -14,7 +16,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TAKEN,
     ITEM_TILE_ROW,
 )
-from flashinfer.ops.attention.prefill.sm90_settings import Settings, block_count
+from flashinfer.ops.attention.prefill.sm90_settings import Settings
 
 # A word of the queue is a task's number; from this bit on, the warpgroups that are to retry it (1 the first, 2 the
 # second, 3 both). Tasks are fewer: each work item has a record in memory.
@@ -24,7 +26,7 @@ SEED_FROM = gl.constexpr(8)
 
 
 @aggregate
-class Queue:
+class TaskQueue:
     """The next task of the block, published in shared memory by one warp and read by all others; two slots.
 
     Word n is in slot n % 2. A word from the number of tasks on says that no task is left.
@@ -34,112 +36,85 @@ class Queue:
     word without a task is no end: another one follows once the last task is reported, a retry or the end.
     """
 
-    tasks: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    words: Queue
     # For each of two tasks and two warpgroups: the task if the warpgroup failed at it, else -1; and their barriers.
-    failed: gl.shared_memory_descriptor
+    failed: Slots
     reported: gl.shared_memory_descriptor
 
 
 @gluon.jit
-def make_queue(READERS: gl.constexpr, FIXED: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tasks = gl.allocate_shared_memory(gl.int32, [2, 1], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    failed = tasks
-    reported = full
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=READERS)
+def make_task_queue(READERS: gl.constexpr, FIXED: gl.constexpr):
+    words = make_queue(2, 1, READERS)
+    failed = words.slots
+    reported = words.channel.full
     if FIXED:
-        failed = gl.allocate_shared_memory(gl.int32, [4, 1], LAYOUT)
-        reported = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+        failed = make_slots(4, 1)
+        reported = make_barriers(4, 1)
         for i in gl.static_range(4):
-            failed.index(i).store(one_word(-1))
-            mbarrier.init(reported.index(i), count=1)
-    return Queue(tasks, full, empty, failed, reported)
+            failed.write(i, (-1,))
+    return TaskQueue(words, failed, reported)
 
 
 @gluon.jit
-def report(queue: Queue, WG, wave, task, failed):
+def report(queue: TaskQueue, WG, wave, task, failed):
     """A warpgroup reports whether it failed at the block's wave-th task."""
     slot = wave % 2 * 2 + WG
-    queue.failed.index(slot).store(one_word(gl.where(failed, task, -1)))
+    queue.failed.write(slot, (gl.where(failed, task, -1),))
     mbarrier.arrive(queue.reported.index(slot), count=1)
 
 
 @gluon.jit
-def _retry(queue: Queue, wave):
+def _retry(queue: TaskQueue, wave):
     """The word that retries the block's wave-th task, or -1 if both warpgroups served it. Waits for their reports."""
     # The phase before the first counts as over, as the task before the first (wave -1) does.
     slot = (wave + 2) % 2 * 2
     phase = ((wave + 2) // 2 & 1) ^ 1
     mbarrier.wait(queue.reported.index(slot), phase)
     mbarrier.wait(queue.reported.index(slot + 1), phase)
-    first = read_word(queue.failed.index(slot))
-    second = read_word(queue.failed.index(slot + 1))
+    first = queue.failed.read(slot)
+    second = queue.failed.read(slot + 1)
     word = -1
     if gl.maximum(first, second) >= 0:
         who = (first >= 0).to(gl.int32) + 2 * (second >= 0).to(gl.int32)
         word = gl.maximum(first, second) | who << RETRY_BIT
-        queue.failed.index(slot).store(one_word(-1))
-        queue.failed.index(slot + 1).store(one_word(-1))
+        queue.failed.write(slot, (-1,))
+        queue.failed.write(slot + 1, (-1,))
     return word
 
 
 @gluon.jit
-def _publish(queue: Queue, n, word):
-    slot = n % 2
-    mbarrier.wait(queue.empty.index(slot), ((n // 2) & 1) ^ 1)
-    queue.tasks.index(slot).store(one_word(word))
-    mbarrier.arrive(queue.full.index(slot), count=1)
-    return n + 1
-
-
-@gluon.jit
-def publish_next(queue: Queue, n, wave, waiting, items, tasks, settings: Settings):
+def publish_next(queue: TaskQueue, n, wave, waiting, items, tasks, settings: Settings):
     """Take the task after the block's wave-th and publish it as word n.
 
     Returns the task, who retries it (see read_next), the next n, and the task that waits while another is retried, or
-    -1: the caller passes it in as `waiting` next time.
-
-    Each block begins with the task of its number, then asks once for each task that it has had. So all blocks ask
-    `tasks` times together: the last one resets the counter.
-    """
+    -1: the caller passes it in as `waiting` next time.    """
     word = waiting
     if waiting < 0:
-        taken = gl.atomic_add(items + ITEM_TAKEN, 1, sem="relaxed")
-        if taken == tasks - 1:
-            gl.store(items + ITEM_TAKEN, 0)
-        word = block_count() + taken
+        word = draw(items + ITEM_TAKEN, tasks)
     waiting = -1
     if settings.FIXED:
         retried = _retry(queue, wave - 1)
         if (retried < 0) & (word >= tasks):
             # Consumers read that no task is left, and go on to the end and the report of this one.
-            n = _publish(queue, n, word)
+            queue.words.publish(n, (word,))
+            n += 1
             retried = _retry(queue, wave)
         if retried >= 0:
             waiting = word
             word = retried
-    n = _publish(queue, n, word)
-    return word & ((1 << RETRY_BIT) - 1), word >> RETRY_BIT, n, waiting
+    queue.words.publish(n, (word,))
+    return word & ((1 << RETRY_BIT) - 1), word >> RETRY_BIT, n + 1, waiting
 
 
 @gluon.jit
-def read_next(queue: Queue, n):
+def read_next(queue: TaskQueue, n):
     """The task of word n, and who retries it: 0 nobody, 1 the first warpgroup, 2 the second, 3 both."""
-    slot = n % 2
-    mbarrier.wait(queue.full.index(slot), (n // 2) & 1)
-    word = read_word(queue.tasks.index(slot))
-    mbarrier.arrive(queue.empty.index(slot), count=1)
+    word = queue.words.take(n)
     return word & ((1 << RETRY_BIT) - 1), word >> RETRY_BIT
 
 
 @gluon.jit
-def read_to_end(queue: Queue, n, tasks, settings: Settings):
+def read_to_end(queue: TaskQueue, n, tasks, settings: Settings):
     """read_next, past a word without a task that is not the end. Returns the next n, too."""
     task, retry = read_next(queue, n)
     n += 1

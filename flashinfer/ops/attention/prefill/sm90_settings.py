@@ -1,11 +1,11 @@
-"""Hopper prefill: what the kernel is compiled for, the records that its warps pass on, and opaque numbers.
+"""Hopper prefill: what the kernel is compiled for, and the records that its warps pass on.
 
-The compiler works out before the first task what is the same for all tasks, and keeps it: in registers that the loop
-over keys needs, so that they spill. A number behind an empty PTX instruction is opaque: the compiler cannot see that it
-is always the same, and computes what follows from it where it is used.
+Numbers are made opaque (ops/_device/sm90/registers.py) where the compiler would compute what follows from them before
+the first task and keep it in registers that the loop over keys needs.
 """
 
-from flashinfer._core.gluon_compat import aggregate, gl, gluon, mbarrier
+from flashinfer._core.gluon_compat import aggregate, gl, gluon
+from flashinfer.ops._device.sm90.ring import Channel, make_channel
 
 # Rows of a warpgroup's tile: what one wgmma takes.
 ROWS = gl.constexpr(64)
@@ -88,31 +88,19 @@ class Scalars:
 
 @aggregate
 class Ring:
-    """Stages of K or V tiles, with a full and an empty barrier each.
+    """Stages of K or V tiles, and their channel.
 
     A head_dim that is no power of two comes in two parts, `tiles` and `rest`; else they are the same.
     """
 
     tiles: gl.shared_memory_descriptor
     rest: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    channel: Channel
 
 
 @gluon.jit
 def make_ring(tiles, rest, STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=WRITERS)
-        mbarrier.init(empty.index(stage), count=READERS)
-    return Ring(tiles, rest, full, empty)
-
-
-@gluon.jit
-def opaque(number):
-    """int32 `number`, opaque: nothing that follows from it (its 64 bits, say) is computed once and kept."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+    return Ring(tiles, rest, make_channel(STAGES, WRITERS, READERS))
 
 
 @gluon.jit
@@ -127,15 +115,3 @@ def opaque_sum(first, index, STEP: gl.constexpr):
         "mov.b32 $0, $1;", "=r,r", [first + (index & (STEP - 1))], dtype=gl.int32, is_pure=True, pack=1
     )  # fmt: skip
     return offset + (index & -STEP)
-
-
-@gluon.jit
-def block_count():
-    """gl.num_programs(0), read where it is used."""
-    return gl.inline_asm_elementwise("mov.u32 $0, %nctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def block_id():
-    """gl.program_id(0), read where it is used."""
-    return gl.inline_asm_elementwise("mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -112,7 +112,7 @@ def _logits(s, view: RowView, params, kv_pos, MASKED: gl.constexpr, settings: Se
 @gluon.jit
 def _scores(WG, q, q_rest, k: Ring, step, zeros, settings: Settings):
     """Start S = Q K^T."""
-    stage = step % settings.STAGES
+    stage = k.channel.stage(step)
     at = WG
     if settings.D_VO_PAD == 256:
         # Plus an opaque 0: else 16 operand descriptors are computed before the loop, and kept.
@@ -158,7 +158,7 @@ def _wait_turn(WG, turn, step):
 
 @gluon.jit
 def wait_full(ring: Ring, step, settings: Settings):
-    mbarrier.wait(ring.full.index(step % settings.STAGES), (step // settings.STAGES) & 1)
+    ring.channel.wait(step)
     if settings.GATHER:
         # Orders what cp.async wrote before wgmma's reads.
         fence_async_shared()
@@ -177,8 +177,7 @@ def steps(
     shifted = top * factor
     for i in range(count):
         start -= zeros.shape[1]
-        stage = step % settings.STAGES
-        before = (step - 1) % settings.STAGES
+        before = v.channel.stage(step - 1)
         _wait_turn(WG, turn, step)
         s = _scores(WG, q, q_rest, k, step, zeros, settings)
         if not FIXED:
@@ -187,7 +186,7 @@ def steps(
         pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
         mbarrier.arrive(turn.index(1 - WG), count=1)
         s = warpgroup_mma_wait(1, [s])
-        mbarrier.arrive(k.empty.index(stage), count=1)
+        k.channel.release(step)
         s = _logits(s, view, params, opaque_sum(start, cols, 8), MASKED, settings)
         if FIXED:
             weights = gl.exp2(s * factor - shifted[:, None])
@@ -202,7 +201,7 @@ def steps(
             acc, weights, sums = warpgroup_mma_wait(0, [pv, weights, sums])
         else:
             acc, weights, sums, keep = warpgroup_mma_wait(0, [pv, weights, sums, keep])
-        mbarrier.arrive(v.empty.index(before), count=1)
+        v.channel.release(step - 1)
         # Converted here, so that they replace the last ones in their registers; a wait keeps pairs of them together.
         p = warpgroup_mma_wait(0, [_as_operand(weights, q)])
         step += 1
@@ -221,19 +220,18 @@ def steps_fp8(
     """
     for i in range(count):
         start -= zeros.shape[1]
-        stage = step % settings.STAGES
-        before = (step - 1) % settings.STAGES
+        before = v.channel.stage(step - 1)
         wait_full(v, step - 1, settings)
         pv = start_pv_fp8(p, v, before, acc)
         s = _scores(WG, q, q_rest, k, step, zeros, settings)
         pv = warpgroup_mma_wait(1, [pv])
-        mbarrier.arrive(v.empty.index(before), count=1)
+        v.channel.release(step - 1)
         acc = acc * per_row(keep, acc) + pv
         # Keeps the wait for the scores where it is, as in `steps`.
         if step < last:
             wait_full(k, step + 1, settings)
         s, acc = warpgroup_mma_wait(0, [s, acc])
-        mbarrier.arrive(k.empty.index(stage), count=1)
+        k.channel.release(step)
         s = _logits(s, view, params, opaque_sum(start, cols, 8), MASKED, settings)
         p, top, sums, keep = _softmax(s, top, sums, factor, settings)
         step += 1
@@ -272,7 +270,6 @@ def attend(
         sums = gl.zeros([ROWS, FOLD], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FOLD, 16]))
     start = begin + (blocks - 1) * BLOCK_N
     last = step + blocks - 1
-    stage = step % settings.STAGES
     wait_full(k, step, settings)
     if not settings.FP8:
         _wait_turn(WG, turn, step)
@@ -280,7 +277,7 @@ def attend(
     if not settings.FP8:
         mbarrier.arrive(turn.index(1 - WG), count=1)
     s = warpgroup_mma_wait(0, [s])
-    mbarrier.arrive(k.empty.index(stage), count=1)
+    k.channel.release(step)
     s = _logits(s, view, params, opaque_sum(start, cols, 8), True, settings)
     p, top, sums, keep = _softmax(s, top, sums, factor, settings)
     # FP8 values past the end were cleared when they were transposed.
@@ -288,7 +285,7 @@ def attend(
         p = _as_operand(p, q)
         if start + BLOCK_N > view.kv_len:
             wait_full(v, step, settings)
-            _clear_tail(v.tiles.index(stage), start, view.kv_len)
+            _clear_tail(v.tiles.index(v.channel.stage(step)), start, view.kv_len)
     step += 1
     if blocks > 1:
         wait_full(k, step, settings)

@@ -17,9 +17,10 @@ The transposed tile is not in order. Both permutations cost nothing, since the o
 import triton.language as tl
 
 from flashinfer._core.gluon_compat import block_barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret
+from flashinfer.ops._device.sm90.registers import opaque, program
 from flashinfer.ops.attention._device.schedule import ITEM_KV_LEN, ITEM_WIDTH
-from flashinfer.ops.attention.prefill.sm90_queue import Queue, read_next, span
-from flashinfer.ops.attention.prefill.sm90_settings import Ring, Settings, block_id, opaque, opaque_sum
+from flashinfer.ops.attention.prefill.sm90_queue import TaskQueue, read_next, span
+from flashinfer.ops.attention.prefill.sm90_settings import Ring, Settings, opaque_sum
 
 
 @gluon.constexpr_function
@@ -63,12 +64,14 @@ def _transpose_tile(values, transposed, start, kv_len, CLEAR: gl.constexpr, WARP
 
 
 @gluon.jit
-def transpose_values(raw: Ring, v: Ring, queue: Queue, items, counts, num_kv_heads, window_left, settings: Settings):
+def transpose_values(
+    raw: Ring, v: Ring, queue: TaskQueue, items, counts, num_kv_heads, window_left, settings: Settings
+):
     """A few warps: transpose each tile of values of `raw` [keys, columns] into a stage of `v` [columns, keys]."""
     BLOCK_N: gl.constexpr = raw.tiles.shape[1]
     tasks = gl.load(counts) * num_kv_heads
     step = 0
-    task = block_id()
+    task = program()
     wave = 0
     while task < tasks:
         record = items + task // num_kv_heads * ITEM_WIDTH
@@ -80,8 +83,8 @@ def transpose_values(raw: Ring, v: Ring, queue: Queue, items, counts, num_kv_hea
         while tl.condition(i < blocks, disable_licm=True):
             stage = opaque(step % settings.STAGES)
             phase = (step // settings.STAGES) & 1
-            mbarrier.wait(raw.full.index(stage), phase)
-            mbarrier.wait(v.empty.index(stage), phase ^ 1)
+            mbarrier.wait(raw.channel.full.index(stage), phase)
+            mbarrier.wait(v.channel.empty.index(stage), phase ^ 1)
             if start + BLOCK_N > kv_len:
                 _transpose_tile(raw.tiles.index(stage), v.tiles.index(stage), start, kv_len, True, settings.TURN_WARPS)
             else:
@@ -89,8 +92,8 @@ def transpose_values(raw: Ring, v: Ring, queue: Queue, items, counts, num_kv_hea
             # Orders the threads' stores before wgmma's reads.
             fence_async_shared()
             block_barrier()
-            mbarrier.arrive(raw.empty.index(stage), count=1)
-            mbarrier.arrive(v.full.index(stage), count=1)
+            mbarrier.arrive(raw.channel.empty.index(stage), count=1)
+            mbarrier.arrive(v.channel.full.index(stage), count=1)
             start -= BLOCK_N
             step += 1
             i += 1
