@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.language.core import pointer_type
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from flashinfer._core import gluon_compat
 from flashinfer._core.gluon_compat import gl, mbarrier
@@ -149,6 +151,8 @@ class Language:
     def __init__(self, schedule: Schedule, watch: Callable[[str, str], str | None] | None):
         self._schedule = schedule
         self._watch = watch
+        # What translates device functions, Triton's own among them.
+        self.translate: Callable = _itself
         self._names = self._plain() | {
             name: getattr(self, name)
             for name in (
@@ -169,7 +173,7 @@ class Language:
             MBarrierLayout=mbarrier.MBarrierLayout, init=self.init, expect=self.expect, arrive=self.arrive,
             wait=self.wait, invalidate=_nothing,
         )  # fmt: skip
-        self._of = {id(gl): space, id(tl): space, id(mbarrier): barriers, id(gluon): space}
+        self._of = {id(gl): space, id(tl): space, id(tl.math): space, id(mbarrier): barriers, id(gluon): space}
         for name, function in self._hopper.items():
             if hasattr(gluon_compat, name):
                 self._of[id(getattr(gluon_compat, name))] = function
@@ -188,8 +192,10 @@ class Language:
             found = getattr(module, name, None)
             if found is None:
                 continue
-            if isinstance(found, (tl.dtype, type)) or name in ("PropagateNan",):
+            if isinstance(found, (tl.dtype, type)):
                 return found
+            if isinstance(found, (JITFunction, InterpretedFunction)):
+                return self.translate(found)
         raise EmulationError(f"gl.{name} is not known to the emulator, at {here()}")
 
     @staticmethod
@@ -445,6 +451,8 @@ class _Space:
         self._language = language
 
     def __getattr__(self, name: str):
+        if name == "math":
+            return self
         found = self._language.named(name)
         setattr(self, name, found)
         return found

@@ -25,7 +25,8 @@ class Emulator:
         self._sms = sms
         self.launched: list[str] = []
         self._schedule = Schedule(seed)
-        self._translate = Translator(Language(self._schedule, watch))
+        language = Language(self._schedule, watch)
+        self._translate = language.translate = Translator(language)
 
     def __call__(self, build, grid: tuple[int, int, int], args: tuple) -> None:
         """`args` in the order of `Build.types`."""

@@ -83,6 +83,8 @@ class Schedule:
 
     def run(self, blocks: Iterator[Task], at_once: int) -> None:
         """Run the blocks' first tasks, and what they start; so many blocks at a time."""
+        # A launch that failed leaves some behind.
+        self.tasks, self.copies = [], []
         last, is_more = None, True
         while True:
             while is_more and len({id(task.block) for task in self.tasks}) < at_once:
