@@ -13,9 +13,9 @@ SEEDS = (0, 1)
 
 
 def check_decode(seed=1, options=Options(), dtype=BF16, kv_dtype=None, dim=64, heads=(8, 2), page_size=16,
-                 kv=(300, 1, 0, 70), arch="90a", kv_layout="NHD"):  # fmt: skip
+                 kv=(300, 1, 0, 70), arch="90a", kv_layout="NHD", watch=None):  # fmt: skip
     x = generate.ragged_batch([1] * len(kv), list(kv), *heads, dim, dtype=dtype, kv_dtype=kv_dtype)
-    with emulate(arch, seed=seed) as launched:
+    with emulate(arch, seed=seed, watch=watch) as launched:
         result = run_decode(x, options, "sm80", page_size=page_size, kv_layout=kv_layout)
     assert "attend_sm80_kernel" in launched
     check(result, x, options)

@@ -16,7 +16,7 @@ from tests.ops.attention.oracle import Options
 
 FAULTS = {
     "wait": ("skip", "phase"), "arrive": ("skip", "twice"), "expect": ("fewer", "more"), "fence": ("skip",),
-    "product wait": ("skip",), "copy wait": ("skip",),
+    "product wait": ("skip",), "copy wait": ("skip",), "block barrier": (),
 }  # fmt: skip
 
 
@@ -90,6 +90,24 @@ def test_a_missing_wait_of_decode_is_found():
         with emulate("90a", watch=lambda operation, place: "skip" if operation == "copy wait" else None):
             test_decode.run_decode(
                 generate.ragged_batch([1], [900], 8, 2, 64, dtype=torch.bfloat16), Options(), "sm80", page_size=16
+            )
+
+
+@pytest.mark.parametrize("kernel", ("prefill", "decode", "dense"))
+def test_sums_that_are_released_without_a_barrier_are_found(kernel):
+    """Of split keys, and of split K."""
+
+    def watch(operation, place):
+        return "skip" if operation == "block barrier" else None
+
+    with pytest.raises(EmulationError, match="no barrier of theirs between"):
+        if kernel == "dense":
+            test_gemm.check_dense(130, 136, 1032, 0, slices=3, watch=watch)
+        elif kernel == "decode":
+            test_decode.check_decode(0, kv=(3000,), watch=watch)
+        else:
+            test_prefill.check_ragged(
+                test_prefill.batch(qo=(40,), kv=(1100,)), Options(causal=True), 0, watch=watch
             )
 
 

@@ -17,7 +17,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp
 
 
 def check_dense(m, n, k, seed, dtype=torch.bfloat16, out=torch.bfloat16, columns=128, b_major="k", slices=1, batch=2,
-                bias=False):  # fmt: skip
+                bias=False, watch=None):  # fmt: skip
     rows = 16
     while rows < min(m, 256):
         rows *= 2
@@ -28,7 +28,7 @@ def check_dense(m, n, k, seed, dtype=torch.bfloat16, out=torch.bfloat16, columns
     problem = Problem(NAMES[dtype], NAMES[dtype], NAMES[out], "k", b_major, "n", rows, columns, split=slices > 1,
                       bias=NAMES[out] if bias else "")  # fmt: skip
     result = torch.empty(batch, m, n, dtype=out)
-    with emulate("90a", seed=seed):
+    with emulate("90a", seed=seed, watch=watch):
         choice = dense(problem, result.device)
         assert choice.variant.name == "sm90"
         choice.run(Inputs(a, b, result, bias=extra, slices=slices))

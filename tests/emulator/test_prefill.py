@@ -18,9 +18,8 @@ def batch(dim=64, dtype=torch.bfloat16, qo=LENGTHS[0], kv=LENGTHS[1], heads=(2, 
     return generate.ragged_batch(list(qo), list(kv), *heads, dim, dtype=dtype, **kwargs)
 
 
-def check_ragged(x, options, seed, **kwargs):
-    extras = kwargs.pop("extras", None)
-    with emulate("90a", seed=seed):
+def check_ragged(x, options, seed, extras=None, watch=None, **kwargs):
+    with emulate("90a", seed=seed, watch=watch):
         result = run_ragged(x, options, "sm90", **kwargs)
     check(result, x, options, extras)
 

@@ -37,7 +37,8 @@ def emulate(
     watch : callable (operation, place) -> str or None, optional
         Called before each operation that orders others, with its place in the source; what it returns goes wrong there,
         for tests that break a kernel. Of a "wait": "skip" or "phase", the other parity; of an "arrive": "skip" or
-        "twice"; of an "expect": "fewer" or "more" bytes; of "fence", "product wait" and "copy wait": "skip".
+        "twice"; of an "expect": "fewer" or "more" bytes; of "fence", "product wait", "copy wait" and "block barrier":
+        "skip".
 
     Yields
     ------

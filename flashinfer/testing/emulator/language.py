@@ -17,7 +17,7 @@ from flashinfer._core import gluon_compat
 from flashinfer._core.gluon_compat import gl, mbarrier
 from flashinfer.testing.emulator import memory, products, shared
 from flashinfer.testing.emulator.assembly import inline_assembly
-from flashinfer.testing.emulator.errors import EmulationError, here
+from flashinfer.testing.emulator.errors import EmulationError, Hazard, here
 from flashinfer.testing.emulator.barriers import MOST_PARTITIONS, Barrier, Clock
 from flashinfer.testing.emulator.schedule import Copy, Schedule, Task, wait_for_barrier
 from flashinfer.testing.emulator.shared import Allocation, Shared
@@ -157,7 +157,7 @@ class Language:
             name: getattr(self, name)
             for name in (
                 "program_id", "num_programs", "num_warps", "allocate_shared_memory", "warp_specialize", "atomic_add",
-                "inline_asm_elementwise", "associative_scan",
+                "store", "inline_asm_elementwise", "associative_scan",
             )
         }  # fmt: skip
         self._hopper = {
@@ -212,7 +212,8 @@ class Language:
             "sin": _elementwise(np.sin), "cos": _elementwise(np.cos),
             "extra": SimpleNamespace(cuda=SimpleNamespace(gdc_wait=_nothing, gdc_launch_dependents=_nothing)),
             "fma": lambda x, y, z: x * y + z, "full": full, "full_like": lambda x, value: full(x.shape, value, x.dtype),
-            "join": join, "load": _load, "store": _store, "max": _reduction(_max), "min": _reduction(_min),
+            "join": join, "load": _load, "max": _reduction(_max),
+            "min": _reduction(_min),
             "sum": _reduction(_sum, True), "max_contiguous": _itself, "multiple_of": _itself, "max_constancy": _itself,
             "assume": _nothing, "maximum": _extremum(np.fmax, np.maximum, np.maximum),
             "minimum": _extremum(np.fmin, np.minimum, np.minimum), "pointer_type": pointer_type,
@@ -260,8 +261,14 @@ class Language:
 
     # Memory.
 
+    def store(self, pointer, value, mask=None, **options) -> None:
+        self._task.has_stored = True
+        memory.store(pointer, value, mask)
+
     def atomic_add(self, pointer, val, mask=None, sem=None, scope=None):
         yield
+        if sem in ("release", "acq_rel") and self._task.has_stored:
+            raise Hazard(f"one thread releases what others stored, with no barrier of theirs between, at {here()}")
         return memory.add_atomically(pointer, val, mask)
 
     def allocate_shared_memory(self, element_ty, shape, layout, value=None) -> Shared:
@@ -331,6 +338,8 @@ class Language:
 
     def block_barrier(self):
         yield
+        if self._fault("block barrier") != "skip":
+            self._task.has_stored = False
 
     def fence_async_shared(self, cluster=False) -> None:
         if self._fault("fence") != "skip":
@@ -470,7 +479,3 @@ def _load(pointer, mask=None, other=None, **options) -> Tensor:
     if "boundary_check" in options:
         raise EmulationError("block pointers are not known to the emulator")
     return memory.load(pointer, mask, other)
-
-
-def _store(pointer, value, mask=None, **options) -> None:
-    memory.store(pointer, value, mask)

@@ -45,6 +45,8 @@ class Task:
         self.groups: list[list[Copy]] = []
         self.products: list = []
         self.stores: list[Copy] = []
+        # Since its last barrier, to global memory.
+        self.has_stored = False
         # Waits for a product that takes its time: others run first.
         self.is_slow = False
         self.waits_for: Callable[[], bool] | None = None
