@@ -179,7 +179,7 @@ class AttentionWrapper:
         limits = table.limits(options.page_size)
         captured = graph and old is not None
         rows = old.kernels.problem.rows if captured else tile_rows(tile_q or likely_q, options.group)
-        masked = mask != (None, None)
+        masked = any([given is not None for given in mask])
         kernels = self._kernels_of(options, rows, masked, self._backend)
         if captured:
             kernels, limits = self._captured(kernels, q_len, limits)

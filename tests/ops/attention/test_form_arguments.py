@@ -175,6 +175,18 @@ def test_pools_without_a_page_axis(layout, device):
         check(decode(x, cache, tables, lens(kv, device), kv_layout=layout), x, Options())
 
 
+def test_errors_name_operands_as_the_caller_does(device):
+    x = batch([1] * 6, device)
+    cache, tables, seq_lens = paged(x)
+    strided = torch.cat([cache, cache], -1)[..., ::2]
+    with pytest.raises(ValueError, match=r"^kv_cache\[0\]: got stride 2"):
+        trtllm_batch_decode_with_kv_cache(x.q, strided, SCRATCH, tables, seq_lens, 72, 0.125)
+    k, v = strided.unbind(1)
+    with pytest.raises(ValueError, match="^k_cache: got stride 2"):
+        cudnn_batch_decode_with_kv_cache(x.q, k, v, 0.125, SCRATCH, max_sequence_kv=72, actual_seq_lens_kv=seq_lens,
+                                         block_tables=tables)  # fmt: skip
+
+
 def test_numbers_in_tensors_of_one_element(device):
     x = batch([3] * 6, device)
     cache, tables, seq_lens = paged(x)
