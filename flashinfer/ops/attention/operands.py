@@ -11,7 +11,7 @@ import torch
 from flashinfer._core.checks import is_aligned, require
 from flashinfer.ops.attention.config import factor_alignment
 from flashinfer.ops.attention.options import NVFP4, PlanOptions, is_finite
-from flashinfer.ops.attention.problem import Inputs, Scalars
+from flashinfer.ops.attention.problem import Inputs
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
 from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.ops.kv_layout import as_matrix, ragged_views
@@ -36,7 +36,7 @@ def check(plan, q, k, v, out, lse, return_lse: bool, *, q_scale, k_scale, v_scal
     require(keys <= k.shape[0], of_k, f"{k.shape[0]} rows", f"at least {keys}, the last offset of {names[KV_INDPTR]}")
     if plan.looks:
         check_on_device(plan, q, k)
-    scalars, qk_scale, out_scale = _scales(plan, window_left, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    scalars, qk_scale, out_scale = _scales(plan, window_left, q_scale, k_scale, v_scale)
     of_sinks = check_sinks(plan, sinks)
     # One that is given is written, whether it is to be returned or not.
     wants_lse = return_lse or lse is not None
@@ -191,13 +191,13 @@ def _aligned_factors(*factors: torch.Tensor | None) -> bool:
     return True
 
 
-def _scales(plan, window_left: int | None, **scales) -> tuple[Scalars, torch.Tensor | None, torch.Tensor | None]:
+def _scales(plan, window_left: int | None, q_scale, k_scale, v_scale):
     """Scalars of the call, and factors of logits and outputs per query head where a scale is a tensor."""
     planned = plan.kernels.scalars
-    if window_left is None and all(scale is None for scale in scales.values()):
+    if window_left is None and q_scale is None and k_scale is None and v_scale is None:
         return planned, None, None
     numbers, vectors = {}, {}
-    for name, value in scales.items():
+    for name, value in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale)):
         if isinstance(value, torch.Tensor) and not (value.numel() == 1 and not value.is_cuda):
             vectors[name] = _per_head(plan, name, value)
             value = 1.0

@@ -200,8 +200,9 @@ class AttentionWrapper:
         key = options, self._backend
         if key != self._last_checked[0]:
             interleaved = self._backend == "trtllm-gen" and options.kv_dtype in NVFP4_NAMES
-            changed = options.changed(variant=self._variant, mixed=self._mixed, interleaved=interleaved)
-            self._last_checked = key, changed
+            if self._variant is not None or self._mixed or interleaved:
+                options = options._replace(variant=self._variant, mixed=self._mixed, interleaved=interleaved)
+            self._last_checked = key, options.checked()
         return self._last_checked[1]
 
     def _check_on_host(self, tables: tuple, host: HostTables, page_size: int, q_len: int) -> tuple[int, int, int]:
