@@ -90,7 +90,7 @@ def ssd_combined_fwd(
         int32 [sequences], or ours [sequences, checkpoints]: a state is wanted before this token, or after the last
         one; counted from the beginning of the row, of packed and other sequences. Negative: none.
     checkpoint_state_slots : torch.Tensor, optional
-        int32 of that shape: the row of `checkpoint_states` for it; negative: none.
+        int32 of that shape: the row of `checkpoint_states` for it; negative or past the last: none.
     checkpoint_states : torch.Tensor, optional
         [any, heads, dim, dstate] in the dtype of the states; contiguous. Receives them.
     out : torch.Tensor, optional
@@ -104,7 +104,7 @@ def ssd_combined_fwd(
         cu_seqlens[i + 1].
     state_indices : torch.Tensor, optional
         Ours: int32 or int64 [sequences], the slot of each sequence in `initial_states`. They differ, but for negative
-        ones, which are padding: nothing is read or written, and the result is 0.
+        ones and those past the last, which are padding: nothing is read or written, and the result is 0.
     state_dtype : torch.dtype, optional
         Ours: of the states that are returned, where neither `initial_states` nor `checkpoint_states` says it.
     chunk_size : int

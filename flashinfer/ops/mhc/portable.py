@@ -1,10 +1,11 @@
 """Hyper-connections in Triton.
 
-mhc_pre: a program has a token. It reads 24 logits, makes the mixes in registers (a 4 x 4 tile for Sinkhorn's
-iterations), then reads the four streams once, BLOCK columns at a time, and writes the layer's input. With prenorm it
-reads them twice, the second time from L2.
+mhc_pre, grid (tokens): a program has a token. It reads 24 logits, makes the mixes in registers (a 4 x 4 tile for
+Sinkhorn's iterations), then reads the four streams once, BLOCK columns at a time, and writes the layer's input. With
+prenorm it reads them twice, the second time from L2.
 
-mhc_post: a program has BLOCK columns of a token: it reads x and four streams and writes four streams.
+mhc_post, grid (blocks of columns, tokens): a program has BLOCK columns of a token: it reads x and four streams and
+writes four streams. All warps do the same; no shared memory but for sums.
 """
 
 import triton

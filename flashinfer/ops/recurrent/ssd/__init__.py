@@ -103,8 +103,8 @@ class Pool(NamedTuple):
     """States [slots, heads, dim, dstate] with contiguous rows.
 
     source : what sequences begin with; None is zero. state : receives what they end with; it may be the source.
-    read : [sequences], the slot in both; None is the sequence's number. A negative one is padding: no state is read or
-        written, and the result is 0.
+    read : [sequences], the slot in both; None is the sequence's number. A negative one, and one past the last, is
+        padding: no state is read or written, and the result is 0.
     """
 
     source: torch.Tensor | None

@@ -163,7 +163,7 @@ def passed_kernel(
     slot = n.to(tl.int64)
     if read is not None:
         slot = tl.load(read + n).to(tl.int64)
-    if slot >= 0:
+    if (slot >= 0) & (slot < of.slots):
         s = tl.zeros([ROWS, STATES], tl.float32)
         if source is not None:
             at = source + slot * source_by.slot + head * source_by.head
@@ -233,7 +233,8 @@ def marked_kernel(
     slot = n.to(tl.int64)
     if read is not None:
         slot = tl.load(read + n).to(tl.int64)
-    if (given >= 0) & (token >= 0) & (token <= length) & (goal >= 0) & (slot >= 0):
+    wanted = (given >= 0) & (token >= 0) & (token <= length) & (goal >= 0) & (goal < of.places)
+    if wanted & (slot >= 0) & (slot < of.slots):
         chunk = tl.maximum(token - 1, 0) // CHUNK
         s = tl.zeros([ROWS, STATES], tl.float32)
         # Without tokens a sequence has no place; its state in the pool is still the one that it began with.
@@ -317,7 +318,7 @@ def results_kernel(
         if read is not None:
             slot = tl.load(read + n).to(tl.int64)
         y = tl.zeros([TILE, ROWS], tl.float32)
-        if slot >= 0:
+        if (slot >= 0) & (slot < of.slots):
             rate, shift = rates(A, bias, head)
             at_x = x + origin * x_by.row + first * x_by.token + head * x_by.head
             at_dt = dt + origin * dt_by.row + first * dt_by.token + head * dt_by.head
@@ -372,7 +373,7 @@ def results_kernel(
 _TYPES = {"bf16": tl.bfloat16, "fp32": tl.float32}
 _INPUTS = dict.fromkeys(("x_by", "dt_by", "B_by", "C_by", "z_by", "out_by"), ("row", "token", "head"))
 _PLACES = _INPUTS | dict.fromkeys(("source_by", "state_by", "marks_by"), ("slot", "head", "row"))
-_SIZES = ("sequences", "tokens", "chunks", "heads", "repeat", "dim", "dstate", "marks")
+_SIZES = ("sequences", "tokens", "chunks", "heads", "repeat", "dim", "dstate", "slots", "marks", "places")
 
 
 def _build(kernel, problem, config, rows: int) -> Build:
@@ -444,7 +445,9 @@ def run(problem, config, tokens, layer, pool, out, marks=None):
     workspace = torch.empty(places, heads, dim, power_of_two(problem.dstate), dtype=torch.float32, device=x.device)
     logs = torch.empty(places, heads, dtype=torch.float32, device=x.device)
     wanted = 0 if marks is None else marks.tokens.shape[1]
-    sizes = n, length, chunks, heads, heads // tokens.B.shape[2], dim, problem.dstate, wanted
+    slots = n if pool.read is None else len(pool.source)
+    rest = slots, wanted, 0 if marks is None else len(marks.out)
+    sizes = n, length, chunks, heads, heads // tokens.B.shape[2], dim, problem.dstate, *rest
     by = {name: strides(getattr(tokens, name), (0, 1, 2)) for name in ("x", "dt", "B", "C", "z")}
     by |= {name: strides(t, (0, 1, 2)) for name, t in (("source", pool.source), ("state", pool.state), ("out", out))}
     numbers = layer.least, layer.most

@@ -17,7 +17,7 @@ def run(problem, config, tokens, layer, pool, out, marks=None) -> None:
         out.zero_()
     slots = range(len(bounds)) if pool.read is None else pool.read.tolist()
     for n, ((row, begin, end), slot) in enumerate(zip(bounds, slots)):
-        if slot < 0:
+        if not 0 <= slot < (len(bounds) if pool.read is None else len(pool.source)):
             out[row, begin:end] = 0
             continue
         shape = tokens.x.shape[2], problem.dim, problem.dstate
@@ -42,7 +42,7 @@ def _wanted(marks, n: int, begin: int) -> dict:
     """The places of the states that are wanted of sequence n, by their token, counted from its first."""
     wanted: dict[int, list] = {}
     for token, place in zip(marks.tokens[n].tolist(), marks.places[n].tolist()):
-        if token >= 0 and place >= 0:
+        if token >= 0 and 0 <= place < len(marks.out):
             wanted.setdefault(token - begin, []).append(place)
     return wanted
 

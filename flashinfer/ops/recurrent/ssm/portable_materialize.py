@@ -1,7 +1,8 @@
 """States after some of a ring's tokens in Triton. Grid: requests, heads by blocks of rows, layers.
 
 A program has ROWS rows of the state of one head of one request and one layer. Layers' tensors are found by addresses in
-tables, so that one launch serves all of them.
+tables, so that one launch serves all of them. All warps do the same; no shared memory. In and out: `Layers` and
+`Requests` of the door.
 """
 
 import triton

@@ -287,11 +287,11 @@ def test_bits_of_pieces(backend, device):
     state = case.states(1)
     whole = state.clone()
     out, _ = flashinfer.recurrent_kda(*case.inputs, initial_state=whole, backend=backend, **case.more)
-    pieces = []
+    parts = []
     for begin, end in ((0, 128), (128, 140)):
         inputs = [x[:, begin:end] for x in case.inputs]
-        pieces.append(flashinfer.recurrent_kda(*inputs, initial_state=state, backend=backend, **case.more)[0])
-    assert_bitwise(torch.cat(pieces, 1), out)
+        parts.append(flashinfer.recurrent_kda(*inputs, initial_state=state, backend=backend, **case.more)[0])
+    assert_bitwise(torch.cat(parts, 1), out)
     assert_bitwise(state, whole)
 
 

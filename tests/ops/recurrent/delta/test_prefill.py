@@ -149,14 +149,14 @@ def test_bits_depend_on_nothing_else(backend, device):
     out, final = prompt.run(states, backend)
     rows, state = prompt.span(1), states[1:2]
     alone = [x[rows] for x in (prompt.q, prompt.k, prompt.v, prompt.g, prompt.beta)]
-    pieces = []
+    parts = []
     for begin, end in ((0, 64), (64, 192), (192, 200)):
         offsets = torch.tensor([0, end - begin], device=device)
-        piece, state = flashinfer.chunk_gated_delta_rule(
+        part, state = flashinfer.chunk_gated_delta_rule(
             *(x[begin:end] for x in alone), prompt.scale, state, True, offsets, True, backend=backend
         )
-        pieces.append(piece)
-    assert_bitwise(torch.cat(pieces), out[rows])
+        parts.append(part)
+    assert_bitwise(torch.cat(parts), out[rows])
     assert_bitwise(state[0], final[1])
 
 

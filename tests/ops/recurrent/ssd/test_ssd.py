@@ -115,15 +115,15 @@ def test_bfloat16_and_plain_batches(backend, device):
 
 @backends
 def test_a_pool_in_place(backend, device):
-    prompt = Prompt([65, 3, 20], device)
+    prompt = Prompt([65, 3, 20, 2], device)
     pool = prompt.states(8)
     pool[[0, 2, 4, 6]] = float("nan")
-    before, slots = pool.clone(), torch.tensor([7, -1, 3], device=device)
+    before, slots = pool.clone(), torch.tensor([7, -1, 3, 8], device=device)
     out, given = prompt.run(pool, backend, state_indices=slots)
     assert given is pool
     for i in (0, 2):
         prompt.near(i, before[slots[i]], out, pool[slots[i]])
-    assert not out[0, 65:68].any()
+    assert not out[0, 65:68].any() and not out[0, 88:].any()
     for slot in (0, 1, 2, 4, 5, 6):
         assert_bitwise(pool[slot], before[slot], f"slot {slot}")
 
@@ -135,8 +135,8 @@ def test_states_on_the_way(backend, device):
     pool = prompt.states()
     before = pool.clone()
     marks = torch.full((9, 2, 16, 16), POISON, device=device)
-    tokens = torch.tensor([[0, 64, 130, 200], [200, 201, 263, 150], [263, -1, 264, 262]], dtype=torch.int32)
-    places = torch.tensor([[0, 1, 2, 3], [4, -1, 5, 8], [6, 8, 8, 8]], dtype=torch.int32)
+    tokens = torch.tensor([[0, 64, 130, 200], [200, 201, 263, 150], [263, -1, 264, 263]], dtype=torch.int32)
+    places = torch.tensor([[0, 1, 2, 3], [4, -1, 5, 8], [6, 8, 8, 9]], dtype=torch.int32)
     more = dict(checkpoint_token_indices=tokens.to(device), checkpoint_state_slots=places.to(device))
     slots = torch.arange(3, device=device)
     prompt.run(pool, backend, state_indices=slots, checkpoint_states=marks, **more)
