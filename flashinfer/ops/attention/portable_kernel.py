@@ -1,8 +1,15 @@
-"""Attention over one work item: a tile of query rows of one KV head against a range of keys.
+"""Attention on any architecture: out = softmax(mask(scale Q K^T)) V, and its LSE, over ragged or paged keys.
 
-The heads of a GQA group share their keys, so they share a tile: row r of a request is head r % GROUP of token
-r // GROUP. The softmax is online (Milakov and Gimelshein, 2018), in base 2, with float32 accumulation
-(FlashAttention-2, Dao, 2023).
+Grid: one program for each pair of a work item (a tile of query rows, a range of keys) and a KV head. The heads of a GQA
+group share their keys, so they share a tile: row r of a request is head r % GROUP of token r // GROUP.
+
+Inputs: q [tokens, heads, D_QK], k [.., kv_heads, D_QK] and v [.., kv_heads, D_VO] in pages or ragged, FP8 as bytes,
+nvfp4 with factors; work items of schedule.py.
+Outputs: out [tokens, heads, D_VO], lse [tokens, heads] float32 in base 2; for split items partial_out [slots, kv_heads,
+BLOCK_M, D_VO] and partial_lse [slots, kv_heads, BLOCK_M], float32, which the last split of a tile combines.
+
+Method: the softmax is online (Milakov and Gimelshein, 2018), in base 2, with float32 accumulation (FlashAttention-2,
+Dao, 2023).
 """
 
 import triton
@@ -165,7 +172,7 @@ def attend_kernel(
     logits are weights. `factors` is a named tuple of the factors of nvfp4 keys and values, with their strides.
     """
     item, kv_head = item_and_head(num_kv_heads, NEAR)
-    q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, pieces = read_item(items, item)
+    q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, splits = read_item(items, item)
     # After the record's loads, so that they do not wait for it.
     if item >= tl.load(counts):
         return
@@ -285,10 +292,10 @@ def attend_kernel(
                 partial_out + at[:, None] * D_VO + dv[None, :], acc, mask=row_ok[:, None] & (dv < D_VO)[None, :]
             )
             tl.store(partial_lse + at, s, mask=row_ok)
-            piece = tl.arange(0, PIECES)[:, None]
+            split = tl.arange(0, PIECES)[:, None]
             combine_if_last(
-                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces,
-                tl.arange(0, COMBINE_ROWS)[None, :], piece, dv[None, None, :], tile_row, q_row, q_len, kv_head,
+                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, splits,
+                tl.arange(0, COMBINE_ROWS)[None, :], split, dv[None, None, :], tile_row, q_row, q_len, kv_head,
                 num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE, SOFTMAX,
             )  # fmt: skip
             return

@@ -1,4 +1,4 @@
-"""Combine the partial results of a split tile: a softmax over their log-sum-exps."""
+"""Split-KV: the partial results of a tile are combined by a softmax over their log-sum-exps."""
 
 import triton
 import triton.language as tl
@@ -8,21 +8,21 @@ from flashinfer.ops.attention._device.logits import LOG2E
 
 @triton.jit
 def combine_rows(
-    partial_out, partial_lse, out, lse, sinks, first_slot, pieces, row, piece, d, tile_row, q_row, q_len, kv_head,
+    partial_out, partial_lse, out, lse, sinks, first_slot, splits, row, split, d, tile_row, q_row, q_len, kv_head,
     num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, BLOCK_M: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, SOFTMAX: tl.constexpr = True, LSE_UNIT: tl.constexpr = 1.0,
 ):  # fmt: skip
-    """Rows `row` ([1, rows]) of a tile, whose pieces lie in `pieces` slots from `first_slot` on.
+    """Rows `row` ([1, rows]) of a tile, whose splits lie in `splits` slots from `first_slot` on.
 
-    partial_out is float32 [slots, kv_heads, BLOCK_M, D_VO], normalised per piece; partial_lse is float32
-    [slots, kv_heads, BLOCK_M], base 2. Of a row that saw no key in a piece they are 0 and -inf. As many as `piece`
-    ([pieces at a time, 1]: 0, 1, ...) holds are read at a time, in the order of their keys, so that the sum does not
-    depend on which piece was done first. `d` ([1, 1, D_VO padded]) counts columns. The caller makes these, since Gluon
+    partial_out is float32 [slots, kv_heads, BLOCK_M, D_VO], normalised per split; partial_lse is float32
+    [slots, kv_heads, BLOCK_M], base 2. Of a row that saw no key in a split they are 0 and -inf. As many as `split`
+    ([splits at a time, 1]: 0, 1, ...) holds are read at a time, in the order of their keys, so that the sum does not
+    depend on which split was done first. `d` ([1, 1, D_VO padded]) counts columns. The caller makes these, since Gluon
     wants to know their layouts.
-    Without SOFTMAX the pieces are sums of weighted values, which are added; each has 0 for its log-sum-exp. That of the
+    Without SOFTMAX the splits are sums of weighted values, which are added; the LSE of each is 0. That of the
     result is written in base 2 times LSE_UNIT: ln 2 makes it base e.
     """
-    PIECES: tl.constexpr = piece.shape[0]
+    PIECES: tl.constexpr = split.shape[0]
     token = (tile_row + row) // GROUP
     head = kv_head * GROUP + (tile_row + row) % GROUP
     row_ok = token < q_len
@@ -35,10 +35,10 @@ def combine_rows(
     first_row = (first_slot.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M
     partial_lse += first_row
     partial_out += first_row * D_VO
-    for start in range(0, pieces, PIECES):
-        # From the tile's first slot; its pieces are fewer than 2^31 rows apart.
-        at = (start + piece) * (num_kv_heads * BLOCK_M) + row
-        ok = (start + piece < pieces) & row_ok
+    for start in range(0, splits, PIECES):
+        # From the tile's first slot; its splits are fewer than 2^31 rows apart.
+        at = (start + split) * (num_kv_heads * BLOCK_M) + row
+        ok = (start + split < splits) & row_ok
         # Written by other multiprocessors, in this very launch it may be: L1 is passed by.
         s = tl.load(partial_lse + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
         rows = partial_out + (at.to(tl.int64) * D_VO)[:, :, None]
@@ -63,23 +63,22 @@ def combine_rows(
 
 @triton.jit
 def combine_if_last(
-    arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces, row, piece, d, tile_row, q_row, q_len,
+    arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, splits, row, split, d, tile_row, q_row, q_len,
     kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, BLOCK_M: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, SOFTMAX: tl.constexpr = True, LSE_UNIT: tl.constexpr = 1.0,
 ):  # fmt: skip
-    """Count a piece of a tile as stored; whoever counts the last one combines the tile. Nobody waits.
+    """Count a split of a tile as stored; the program that counts the last one combines the tile. None waits.
 
     The count returns to zero, where the next launch, or replay of a graph, starts from.
     """
-    # The barrier puts the stores of all threads before the one that counts. That one releases them, and acquires what
-    # the other pieces released.
+    # The barrier orders the stores of all threads before the atomic, which releases them and acquires other splits'.
     tl.debug_barrier()
     arrived = arrivals + first_slot * num_kv_heads + kv_head
-    if tl.atomic_add(arrived, 1, sem="acq_rel") == pieces - 1:
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
         tl.store(arrived, 0)
         for first_row in range(0, tl.minimum(q_len * GROUP - tile_row, BLOCK_M), row.shape[1]):
             combine_rows(
-                partial_out, partial_lse, out, lse, sinks, first_slot, pieces, first_row + row, piece, d, tile_row,
+                partial_out, partial_lse, out, lse, sinks, first_slot, splits, first_row + row, split, d, tile_row,
                 q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE, SOFTMAX,
                 LSE_UNIT,
             )  # fmt: skip

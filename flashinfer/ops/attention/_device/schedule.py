@@ -1,4 +1,9 @@
-"""The work list, made on the device: no host sync, and a captured graph makes it anew for every batch it replays."""
+"""The work list, made on the device: no host sync, and a captured graph makes one for each batch that it replays.
+
+Grid: one program a request. Inputs: lengths or offsets of queries and keys, int32 [batch] or [batch + 1]. Outputs:
+items, int32 [work items, 16], one record for each tile of query rows and range of keys; counts [1], their number;
+arrivals, zeroed for the splits of each tile.
+"""
 
 import triton
 import triton.language as tl
@@ -14,9 +19,9 @@ ITEM_KV_BEGIN = tl.constexpr(5)
 ITEM_KV_END = tl.constexpr(6)
 ITEM_SLOT = tl.constexpr(7)  # where the partial result goes; -1 for a tile that is not split
 ITEM_REQUEST = tl.constexpr(8)
-ITEM_FIRST_SLOT = tl.constexpr(9)  # of a split tile: its pieces lie in ITEM_PIECES slots from here on
-ITEM_PIECES = tl.constexpr(10)
-# In the first record: how many pieces of work were asked for beside those that blocks begin with; 0 between launches.
+ITEM_FIRST_SLOT = tl.constexpr(9)  # of a split tile: its splits lie in ITEM_SPLITS slots from here on
+ITEM_SPLITS = tl.constexpr(10)
+# In the first record: how many tasks blocks took beside those that they begin with; 0 between launches.
 ITEM_TAKEN = tl.constexpr(11)
 
 
@@ -33,8 +38,8 @@ def item_and_head(num_kv_heads, NEAR: tl.constexpr):
 
 @triton.jit
 def read_item(items, item):
-    """What a program needs of a work item at once: q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot,
-    first_slot, pieces."""
+    """The fields of a work item, loaded together: q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot,
+    first_slot, splits."""
     record = items + item * ITEM_WIDTH
     q_len = tl.load(record + ITEM_Q_LEN)
     kv_len = tl.load(record + ITEM_KV_LEN)
@@ -45,8 +50,8 @@ def read_item(items, item):
     q_row = tl.load(record + ITEM_Q_ROW)
     slot = tl.load(record + ITEM_SLOT)
     first_slot = tl.load(record + ITEM_FIRST_SLOT)
-    pieces = tl.load(record + ITEM_PIECES)
-    return q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, pieces
+    splits = tl.load(record + ITEM_SPLITS)
+    return q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, splits
 
 
 @triton.jit
@@ -80,16 +85,16 @@ def _lengths(
 
 @triton.jit
 def _split(span, chunk, whole, grain, FIXED: tl.constexpr):
-    """Into how many pieces `span` keys are divided, and their length. Up to `whole` keys stay one piece.
+    """The number of splits of `span` keys, and their length. Up to `whole` keys are one split.
 
-    Rounding to the nearest count keeps pieces even: rounding up would leave slivers whose combination costs more than
-    they save. A fixed chunk is cut from the front, so that a piece does not depend on what else is in the batch.
+    Rounding to the nearest count keeps splits even: rounded up, the last ones would be too short to be worth their
+    combination. Fixed chunks are counted from the front, so that a split does not depend on what else is in the batch.
     """
     if FIXED:
-        pieces = tl.maximum((span + chunk - 1) // chunk, 1)
-        return pieces, chunk + span * 0
-    pieces = tl.where(span <= whole, 1, tl.maximum((span + chunk // 2) // chunk, 1))
-    length = ((span + pieces - 1) // pieces + grain - 1) // grain * grain
+        splits = tl.maximum((span + chunk - 1) // chunk, 1)
+        return splits, chunk + span * 0
+    splits = tl.where(span <= whole, 1, tl.maximum((span + chunk // 2) // chunk, 1))
+    length = ((span + splits - 1) // splits + grain - 1) // grain * grain
     length = tl.maximum(length, grain)
     return tl.maximum((span + length - 1) // length, 1), length
 
@@ -128,7 +133,7 @@ def schedule_kernel(
     """One program per request: writes its work items, and zeroes the counts of its split tiles.
 
     `share` is the number of work items per KV head that fills the chip: total work (tiles x keys) over it is the length
-    of a piece, but at least `least` keys, or `least_alone` where all work in such pieces leaves each of them a
+    of a split, but at least `least` keys, or `least_alone` where all work in such splits leaves each of them a
     multiprocessor of its own. 0 leaves every request whole. Every program reads all lengths, so that offsets need no
     second launch. Lengths lie as `Table.lengths` has them, and `Table.encoding` says which of them count.
     Requests of up to `whole` keys stay so where they are as much work as two thirds of `abreast` of the longest of
@@ -158,7 +163,7 @@ def schedule_kernel(
         fills = 3 * tl.sum(short_work, 0) >= 2 * abreast.to(tl.int64) * tl.max(longest, 0)
         whole = tl.where(fills, whole, 0)
         total = tl.sum(work, 0)
-        # Without splitting, a piece is as long as any request can be.
+        # Without splitting, a split is as long as any request can be.
         # In float32: a 64-bit division is a call. A millionth more than the quotient is not less than it.
         keys = total.to(tl.float32) * 1.000001
         quotient = tl.ceil(keys / tl.maximum(share, 1).to(tl.float32))
@@ -178,12 +183,12 @@ def schedule_kernel(
             j, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_stride, group, tile_rows, page_size, window_left, grain,
             Q, KV,
         )  # fmt: skip
-        pieces, length = _split(kv_len - first, chunk, whole, grain, FIXED)
+        splits, length = _split(kv_len - first, chunk, whole, grain, FIXED)
         before = j < i
         if MIXED:
-            all_items += tiles * pieces
-        item_at += tl.where(before, tiles * pieces, 0)
-        slot_at += tl.where(before & (pieces > 1), tiles * pieces, 0)
+            all_items += tiles * splits
+        item_at += tl.where(before, tiles * splits, 0)
+        slot_at += tl.where(before & (splits > 1), tiles * splits, 0)
         if Q == "packed":
             q_at += tl.where(before, q_len, 0)
         if KV == "packed":
@@ -195,7 +200,7 @@ def schedule_kernel(
         i, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_stride, group, tile_rows, page_size, window_left, grain,
         Q, KV,
     )  # fmt: skip
-    pieces, length = _split(kv_len - first, chunk, whole, grain, FIXED)
+    splits, length = _split(kv_len - first, chunk, whole, grain, FIXED)
     if Q == "uniform" or Q == "padded":
         q_row = i * q_stride
     elif Q == "packed":
@@ -210,12 +215,12 @@ def schedule_kernel(
         kv_base = tl.load(kv_indptr + i)
 
     number = tl.arange(0, LANES)
-    for start in range(0, tiles * pieces, LANES):
+    for start in range(0, tiles * splits, LANES):
         n = start + number
-        there = n < tiles * pieces
+        there = n < tiles * splits
         # Last tiles first: under a causal mask they are the longest, and long work should not start last.
-        tile_row = (tiles - 1 - n // pieces) * tile_rows
-        begin = first + n % pieces * length
+        tile_row = (tiles - 1 - n // splits) * tile_rows
+        begin = first + n % splits * length
         place = first_item + n
         if MIXED:
             count = tl.sum(all_items, 0)
@@ -228,16 +233,16 @@ def schedule_kernel(
         tl.store(record + ITEM_TILE_ROW, tile_row, mask=there)
         tl.store(record + ITEM_KV_BEGIN, begin, mask=there)
         tl.store(record + ITEM_KV_END, tl.minimum(begin + length, kv_len), mask=there)
-        tl.store(record + ITEM_SLOT, tl.where(pieces > 1, first_slot + n, -1), mask=there)
+        tl.store(record + ITEM_SLOT, tl.where(splits > 1, first_slot + n, -1), mask=there)
         tl.store(record + ITEM_REQUEST, i, mask=there)
-        tl.store(record + ITEM_FIRST_SLOT, first_slot + n // pieces * pieces, mask=there)
-        tl.store(record + ITEM_PIECES, pieces, mask=there)
+        tl.store(record + ITEM_FIRST_SLOT, first_slot + n // splits * splits, mask=there)
+        tl.store(record + ITEM_SPLITS, splits, mask=there)
         tl.store(record + ITEM_TAKEN, 0, mask=there)
-    if pieces > 1:
-        # How many pieces of (tile, KV head) are done, counted at the tile's first slot.
-        for start in range(0, tiles * pieces * kv_heads, LANES):
+    if splits > 1:
+        # How many splits of (tile, KV head) are done, counted at the tile's first slot.
+        for start in range(0, tiles * splits * kv_heads, LANES):
             n = start + number
-            tl.store(arrivals + first_slot * kv_heads + n, 0, mask=n < tiles * pieces * kv_heads)
+            tl.store(arrivals + first_slot * kv_heads + n, 0, mask=n < tiles * splits * kv_heads)
 
     if i == batch - 1:
-        tl.store(counts, first_item + tiles * pieces)
+        tl.store(counts, first_item + tiles * splits)

@@ -1,11 +1,19 @@
-"""Attention over few query rows, from Ampere on: a ring of key and value blocks in shared memory, filled by cp.async.
+"""Decode attention from Ampere on: out = softmax(mask(scale Q K^T)) V, and its LSE, for tiles of 16 to 64 query rows.
 
-Few rows mean that memory is the bound, so all that matters is that enough bytes are on their way at any time, from the
-first microsecond to the last. Page ids are therefore loaded a lap of the ring ahead, and the prologue fills the whole
-ring before it waits for anything.
+Grid: one program for each pair of a work item and a KV head (`item_and_head`). All warps copy and compute.
 
-Along keys the warps of a block are independent: each has keys of its own in every block of keys and its own running
-maximum, sum and accumulator, which are merged once, at the end. A tile is [WARPS_N, rows, keys of a warp].
+Shared memory: a ring of STAGES blocks of keys and values, filled by cp.async; after the loop, each warp's accumulator.
+
+Few rows are bound by memory, so enough bytes have to be in flight from the first microsecond to the last: page ids are
+loaded a lap of the ring ahead, and the prologue fills the ring before it waits for anything. Along keys the warps are
+independent: each has keys of its own in every block, and a maximum, sum and accumulator of its own, which are merged
+once, at the end. A tile is [WARPS_N, rows, keys of a warp].
+
+Inputs: q [tokens, heads, D_QK], k and v in pages or ragged, as elements or as bytes of FP8; work items of schedule.py.
+Outputs: out [tokens, heads, D_VO], lse [tokens, heads] float32 in base 2; for split items partial_out [slots, kv_heads,
+BLOCK_M, D_VO] and partial_lse [slots, kv_heads, BLOCK_M], float32, which the last split of a tile combines.
+
+Method: FlashAttention-2 (Dao, 2023), split over keys as in Flash-Decoding (Dao et al., 2023).
 """
 
 from flashinfer._core.gluon_compat import (
@@ -27,7 +35,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_BEGIN,
     ITEM_KV_END,
     ITEM_KV_LEN,
-    ITEM_PIECES,
+    ITEM_SPLITS,
     ITEM_Q_LEN,
     ITEM_Q_ROW,
     ITEM_REQUEST,
@@ -40,7 +48,11 @@ from flashinfer.ops.attention._device.schedule import (
 
 @gluon.constexpr_function
 def _ring(columns: int, bits: int):
-    """Layout of one slot: 16-byte units swizzled so that 8 rows of a matrix fragment lie in different banks."""
+    """Layout of one stage: 16-byte units swizzled so that 8 rows of a matrix fragment lie in different banks.
+
+    Example: rows of 64 columns of 16 bits are 8 units, which fill 32 banks; unit u of row r is stored at u ^ (r % 8),
+    so that unit 0 of rows 0 ... 7 is at 0 ... 7.
+    """
     vec = 128 // bits
     per_phase = max(1, 8 * vec // columns)
     return gl.SwizzledSharedLayout(vec, per_phase, max(1, min(8, columns // vec)), [2, 1, 0])
@@ -49,7 +61,7 @@ def _ring(columns: int, bits: int):
 @gluon.jit
 def _fill(smem, x, ids, first, row, d, end, kv_base, stride_page, stride_n, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
           ONE_PAGE: gl.constexpr):  # fmt: skip
-    """Start copying keys `first + row` of each warp into a slot of the ring. Those from `end` on become zeros."""
+    """Start copying keys `first + row` of each warp into a stage of the ring. Those from `end` on become zeros."""
     if ONE_PAGE:
         # What depends on the row is the same for every block.
         at = offsets_in(ids, first, kv_base, stride_page, stride_n, PAGE_SIZE)
@@ -72,7 +84,7 @@ def _finish(
     HEAD_SCALES: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, SOFTMAX: gl.constexpr,
     MERGE: gl.constexpr,
 ):  # fmt: skip
-    """Add up what the warps have of some rows of a tile, from row `first` on, and write it: acc [warps, rows, D_VO
+    """Merge the warps' results for some rows of a tile, from row `first` on, and store them: acc [warps, rows, D_VO
     padded], top and total [warps, rows]."""
     STORE: gl.constexpr = gl.SliceLayout(0, MERGE)
     ROWS: gl.constexpr = gl.SliceLayout(1, STORE)
@@ -99,7 +111,7 @@ def _finish(
             base, keep, total = with_sink(gl.where(total != 0, base, float("-inf")), total, sink)
             acc = acc * keep[:, None]
     if not SOFTMAX:
-        # The weights are what they are: no maximum was taken from their logits, and their sum divides nothing.
+        # Logits are weights: they had no maximum, and their sum divides nothing.
         base = gl.zeros([row.shape[0]], gl.float32, ROWS)
         total = base + 1.0
     # Not `> 0`: a NaN among the logits has to come out.
@@ -137,7 +149,7 @@ def attend_sm80_kernel(
     PIECES: gl.constexpr, COMBINE_ROWS: gl.constexpr,
     LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One program per (work item, KV head), as `item_and_head` deals them out.
+    """One program per (work item, KV head).
 
     LOGITS and MASK are functions of a user's variant, or None; `params` is a named tuple for them. Without SOFTMAX,
     logits are weights.
@@ -149,13 +161,13 @@ def attend_sm80_kernel(
     dtype: gl.constexpr = k.dtype.element_ty
     FP8: gl.constexpr = dtype == gl.uint8
     VEC: gl.constexpr = 128 // dtype.primitive_bitwidth
-    # Of FP8 values, 2 bytes are what transposed reads of shared memory move: two columns of a row.
+    # Transposed reads of shared memory move 2 bytes: of FP8 values, two columns of a row.
     PER_COLUMN: gl.constexpr = 2 if FP8 else 1
     COLUMNS: gl.constexpr = D_VO_PAD // PER_COLUMN
     TILE: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[WARPS_N, WARPS_M, 1], instr_shape=[1, 16, 8]
     )
-    # A lane reads 4 bytes of keys at once: of FP8, 4 elements along head_dim.
+    # A lane reads 4 bytes of keys at a time: of FP8, 4 elements along head_dim.
     QK_LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 4 if FP8 else 2)
     QK_RIGHT: gl.constexpr = gl.DotOperandLayout(1, TILE, 4 if FP8 else 2)
     PV_LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
@@ -179,12 +191,12 @@ def attend_sm80_kernel(
     kv_end = gl.load(record + ITEM_KV_END, volatile=True)
     slot = gl.load(record + ITEM_SLOT, volatile=True)
     first_slot = gl.load(record + ITEM_FIRST_SLOT, volatile=True)
-    pieces = gl.load(record + ITEM_PIECES, volatile=True)
-    # Volatile, so that the compiler does not put off the loads until it knows that there is an item.
+    splits = gl.load(record + ITEM_SPLITS, volatile=True)
+    # Volatile, so that the compiler does not move the loads behind this branch.
     if item >= gl.load(counts):
         return
 
-    # Keys this tile sees, from a boundary of what a warp takes on, and among them those that all of its rows see.
+    # Keys this tile sees, from a multiple of a warp's keys on, and among them those that all of its rows see.
     first_pos = tile_row // GROUP + kv_len - q_len
     last_pos = gl.minimum((tile_row + BLOCK_M - 1) // GROUP, q_len - 1) + kv_len - q_len
     begin = kv_begin
@@ -215,8 +227,7 @@ def attend_sm80_kernel(
     v_row = gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(2, V_COPY)))[None, :, None]
     v_d = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, V_COPY)))[None, None, :]
 
-    # One page id is enough for a warp whose keys are all in one page. Those of a whole ring are asked for before any is
-    # waited for.
+    # A warp whose keys are all in one page needs one page id. Those of a whole ring are loaded before the first wait.
     ONE_PAGE: gl.constexpr = PAGE_SIZE == 0 or PAGE_SIZE % STEP == 0
     k_ids = ()
     v_ids = ()
@@ -266,14 +277,14 @@ def attend_sm80_kernel(
     PER_ROW: gl.constexpr = gl.SliceLayout(2, TILE)
     top = gl.full([WARPS_N, BLOCK_M], float("-inf"), gl.float32, PER_ROW)
     total = gl.zeros([WARPS_N, BLOCK_M], gl.float32, PER_ROW)
-    # Of FP8 values, even and odd columns apart.
+    # FP8 values have an accumulator for even and one for odd columns.
     acc = gl.zeros([WARPS_N, BLOCK_M, COLUMNS], gl.float32, TILE)
     odd = acc
     full = 0
     free = STAGES - 1
     for start in range(begin, end, BLOCK_N):
         cp_async_wait(STAGES - 2)
-        # The slot before this one is free: since the barrier, every warp is done with it.
+        # The stage before this one is free: every warp has read it before the barrier.
         block_barrier()
         _fill(k_smem.index(free), k, k_next, k_first, k_row, k_d, end, kv_base, k_stride_page, k_stride_n, D_QK,
               PAGE_SIZE, ONE_PAGE)  # fmt: skip
@@ -305,7 +316,7 @@ def attend_sm80_kernel(
         kv_pos += BLOCK_N
         if SOFTMAX:
             new_top = gl.maximum(top, gl.max(s, 2))
-            # Rows that have seen no key yet have top = -inf, and inf - inf is NaN.
+            # Rows that have seen no key yet have top = -inf, and -inf - -inf is NaN.
             base = gl.where(new_top == float("-inf"), 0.0, new_top)
             p = gl.exp2(s - base[:, :, None])
             keep = gl.exp2(top - base)
@@ -327,8 +338,8 @@ def attend_sm80_kernel(
         full = gl.where(full == STAGES - 1, 0, full + 1)
     cp_async_wait(0)
 
-    # One result of the warps along keys. What each of them has lies in shared memory behind one barrier; of tiles of 16
-    # rows only the first 8, if there are no more: a decode step of a group of 8 heads has no more.
+    # Merge the warps along keys, through shared memory and one barrier; of a tile of 16 rows only the first 8, if there
+    # are no more, as in a decode step of a group of 8 heads.
     LANES: gl.constexpr = 32 if D_VO_PAD >= 128 else D_VO_PAD // 4
     MERGE: gl.constexpr = gl.BlockedLayout([WARPS_N, 1, 4], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
     HALVES: gl.constexpr = 2 if BLOCK_M == 16 else 1
@@ -366,7 +377,7 @@ def attend_sm80_kernel(
                 [1, 1, 4], [1, 32 // LANES, LANES], [WARPS // ABREAST, ABREAST, 1], [2, 1, 0]
             )
             combine_if_last(
-                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces,
+                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, splits,
                 gl.arange(0, COMBINE_ROWS, gl.SliceLayout(0, gl.SliceLayout(2, COMBINE)))[None, :],
                 gl.arange(0, PIECES, gl.SliceLayout(1, gl.SliceLayout(2, COMBINE)))[:, None],
                 gl.arange(0, D_VO_PAD, gl.SliceLayout(0, gl.SliceLayout(1, COMBINE)))[None, None, :],

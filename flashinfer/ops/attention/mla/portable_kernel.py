@@ -77,7 +77,7 @@ def attend_latent_kernel(
     logits are weights.
     """
     item = tl.program_id(0)
-    q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, pieces = read_item(items, item)
+    q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, splits = read_item(items, item)
     # After the record's loads, so that they do not wait for it.
     if item >= tl.load(counts):
         return
@@ -184,7 +184,7 @@ def attend_latent_kernel(
             tl.store(partial_out + at[:, None] * D + dv[None, :], acc, mask=row_ok[:, None] & (dv < D)[None, :])
             tl.store(partial_lse + at, s, mask=row_ok)
             combine_if_last(
-                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, pieces,
+                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, splits,
                 tl.arange(0, COMBINE_ROWS)[None, :], tl.arange(0, PIECES)[:, None], dv[None, None, :], tile_row, q_row,
                 q_len, 0, 1, o_stride_n, o_stride_h, HEADS, D, BLOCK_M, SINKS, LSE, SOFTMAX, LN2 if BASE_E else 1.0,
             )  # fmt: skip

@@ -20,13 +20,13 @@ def _combine_share(
     SINKS: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """Combine one of `shares` shares of a tile: ROWS rows of PIECES splits at a time, or a row in PARTS."""
-    q_row, q_len, tile_row, first_slot, pieces = record
+    q_row, q_len, tile_row, first_slot, splits = record
     rows = tl.minimum(q_len * HEADS - tile_row, BLOCK_M)
     for i in range(share, tl.cdiv(rows, ROWS) * PARTS, shares):
         # All parts of a row write the same LSE.
         d = i % PARTS * (D // PARTS) + tl.arange(0, D // PARTS)
         combine_rows(
-            partial_out, partial_lse, out, lse, sinks, first_slot, pieces,
+            partial_out, partial_lse, out, lse, sinks, first_slot, splits,
             (i // PARTS * ROWS + tl.arange(0, ROWS))[None, :], tl.arange(0, PIECES)[:, None], d[None, None, :],
             tile_row, q_row, q_len, 0, 1, o_stride_n, o_stride_h, HEADS, D, BLOCK_M, SINKS, LSE, True,
             LN2 if BASE_E else 1.0,
@@ -52,23 +52,23 @@ def combine_latent_kernel(
     # Programs of an item. With more items than programs, each walks over items.
     helpers = tl.maximum(tl.num_programs(0) // tl.maximum(count, 1), 1)
     for i in range(tl.program_id(0), count * helpers, tl.num_programs(0)):
-        q_row, q_len, _, _, tile_row, _, _, slot, first_slot, pieces = read_item(items, i % count)
+        q_row, q_len, _, _, tile_row, _, _, slot, first_slot, splits = read_item(items, i % count)
         if slot >= 0:
-            record = q_row, q_len, tile_row, first_slot, pieces
+            record = q_row, q_len, tile_row, first_slot, splits
             # Splits vary slower than helpers: with fewer shares than programs, every multiprocessor has some.
-            share = i // count * pieces + (slot - first_slot)
-            if pieces <= PIECES // ROWS:
+            share = i // count * splits + (slot - first_slot)
+            if splits <= PIECES // ROWS:
                 _combine_share(
-                    out, lse, partial_out, partial_lse, sinks, record, share, pieces * helpers, o_stride_n, o_stride_h,
+                    out, lse, partial_out, partial_lse, sinks, record, share, splits * helpers, o_stride_n, o_stride_h,
                     HEADS, D, BLOCK_M, ROWS, PIECES // ROWS, 1, SINKS, LSE, BASE_E,
                 )  # fmt: skip
-            elif pieces <= PIECES:
+            elif splits <= PIECES:
                 _combine_share(
-                    out, lse, partial_out, partial_lse, sinks, record, share, pieces * helpers, o_stride_n, o_stride_h,
+                    out, lse, partial_out, partial_lse, sinks, record, share, splits * helpers, o_stride_n, o_stride_h,
                     HEADS, D, BLOCK_M, 1, PIECES, 1, SINKS, LSE, BASE_E,
                 )  # fmt: skip
             else:
                 _combine_share(
-                    out, lse, partial_out, partial_lse, sinks, record, share, pieces * helpers, o_stride_n, o_stride_h,
+                    out, lse, partial_out, partial_lse, sinks, record, share, splits * helpers, o_stride_n, o_stride_h,
                     HEADS, D, BLOCK_M, 1, PIECES * PARTS, PARTS, SINKS, LSE, BASE_E,
                 )  # fmt: skip

@@ -9,7 +9,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
     ITEM_KV_END,
     ITEM_KV_LEN,
-    ITEM_PIECES,
+    ITEM_SPLITS,
     ITEM_Q_LEN,
     ITEM_Q_ROW,
     ITEM_REQUEST,
@@ -88,7 +88,7 @@ def _combine_if_last(
     LANES: gl.constexpr = min(32, D_PAD // 4)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 // LANES, LANES], [1, 4, 1], [2, 1, 0])
     first_slot = gl.load(record + ITEM_FIRST_SLOT)
-    splits = gl.load(record + ITEM_PIECES)
+    splits = gl.load(record + ITEM_SPLITS)
     # The barrier orders the stores of all threads before the atomic, which releases them and acquires other splits'.
     block_barrier()
     arrived = tensors.arrivals + (first_slot + WG) * num_kv_heads + kv_head
