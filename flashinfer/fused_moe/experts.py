@@ -38,7 +38,7 @@ _FEW = 128
 class Tokens(NamedTuple):
     """Rows [tokens, .], one for each token, their format, and their scale factors in a layout.
 
-    row_scale : float32 [tokens], a factor of each row; what stands between the products has scales of its rows, too.
+    row_scale : float32 [tokens], a factor of each row; NVFP4 between the products has scales of its rows, too.
     """
 
     codes: torch.Tensor
@@ -50,6 +50,8 @@ class Tokens(NamedTuple):
 
 class Weight(NamedTuple):
     """An expert's weights: stored, with their format, scale factors in a layout, bias, and the places of rows.
+
+    channels : float32 [experts, rows], a factor of each row, in their order.
 
     `paired`, `shuffle` and `block` are those of the room's Problem; `name` is the argument's.
     """
@@ -63,6 +65,7 @@ class Weight(NamedTuple):
     paired: int = 0
     shuffle: int = 0
     block: int = 0
+    channels: torch.Tensor | None = None
 
 
 class Numbers(NamedTuple):
@@ -207,19 +210,22 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
     token_map, unpacked = routing.token_map(routed.ids, routed.experts, routed.offset, tile, packed=packed)
     weights = unpacked if packed else routed.weights
     rows = token_map.row_pair.numel()
+    factor = row_scale
+    if routed.on_input:
+        factor = weights if row_scale is None else (weights * row_scale[:, None]).contiguous()
     limits = (("a", activation.alpha), ("b", activation.beta), ("l", activation.limit))
     problem1 = room.Problem(
         rows=tokens.encoding, weights=first.encoding, out="fp8" if between.encoding == "fp8" else dtype, tile=tile,
         gather=True, act=activation.act, paired=first.paired, shuffle=first.shuffle, block=first.block,
         row_layout=tokens.layout, weight_layout=first.layout,
         bias="" if first.bias is None else dtype_name(first.bias.dtype),
-        scale="" if between.scale is None else "tensor",
+        scale="" if between.scale is None else "tensor", channels=first.channels is not None,
         scale_out="" if between.scale_out is None else "ratio" if between.ratio else "tensor",
         shape="".join(name for name, t in limits if t is not None) or activation.by_number,
         weighted="pair" if routed.on_input else "row" if row_scale is not None else "",
     )  # fmt: skip
-    weights1 = room.Weights(first.codes, first.scale, first.bias)
-    weights2 = room.Weights(second.codes, second.scale, second.bias)
+    weights1 = room.Weights(first.codes, first.scale, first.bias, first.channels)
+    weights2 = room.Weights(second.codes, second.scale, second.bias, second.channels)
     n1, _ = room.extents(problem1, weights1)
     between_dtype = torch.float8_e4m3fn if between.encoding == "fp8" else torch_dtype(dtype)
     columns = n1 // 2 if activation.act in room.GATED else n1
@@ -227,17 +233,19 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
     problem1 = _fitted(problem1, x, weights1, pairs)
     finish = room.Finish(
         scale=between.scale, scale_out=between.scale_out, alpha=activation.alpha, beta=activation.beta,
-        limit=activation.limit, weight=weights if routed.on_input else row_scale, numbers=tuple(activation.numbers),
+        limit=activation.limit, weight=factor, numbers=tuple(activation.numbers),
     )  # fmt: skip
     given = room.Rows(x, tokens.scale, routed.ids.shape[1])
     room.product(problem1, device).run(given, weights1, finish, token_map, middle)
-    row_scale = None if row_scale is None else torch.empty(rows, dtype=torch.float32, device=device)
+    own = row_scale is not None and between.encoding == "nvfp4"
+    row_scale = torch.empty(rows, dtype=torch.float32, device=device) if own else None
     middle, factors = _quantized(middle, between.encoding, between.global_scale, token_map, tile, row_scale)
     problem2 = room.Problem(
         rows=between.encoding or dtype, weights=second.encoding, out=dtype, tile=tile, shuffle=second.shuffle,
         block=second.block, weight_layout=second.layout,
         bias="" if second.bias is None else dtype_name(second.bias.dtype),
-        scale="" if between.second is None else "tensor", weighted="" if row_scale is None else "row",
+        scale="" if between.second is None else "tensor", channels=second.channels is not None,
+        weighted="" if row_scale is None else "row",
     )  # fmt: skip
     out = torch.empty(rows, _columns(second), dtype=torch_dtype(dtype), device=device)
     problem2 = _fitted(problem2, middle, weights2, pairs)
@@ -346,6 +354,7 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
         **{weight.name: weight.codes for weight in (first, second)},
         **{f"{weight.name}_scale": weight.scale for weight in (first, second)},
         **{f"{weight.name}_bias": weight.bias for weight in (first, second)},
+        **{f"{weight.name}_channels": weight.channels for weight in (first, second)},
         gemm1_alpha=activation.alpha, gemm1_beta=activation.beta, gemm1_clamp_limit=activation.limit,
     )  # fmt: skip
     shapes = []

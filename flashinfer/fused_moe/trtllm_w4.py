@@ -12,7 +12,12 @@ from flashinfer.fused_moe.trtllm_fp8 import byte_factors
 from flashinfer.ops import layouts
 from flashinfer.tllm_enums import ActivationType, SfLayout
 
-__all__ = ["trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe", "trtllm_mxint4_block_scale_moe"]
+__all__ = [
+    "trtllm_fp4_block_scale_moe",
+    "trtllm_fp4_block_scale_routed_moe",
+    "trtllm_mxint4_block_scale_moe",
+    "trtllm_mxint4_block_scale_routed_moe",
+]
 
 _FP4 = (torch.uint8, torch.float4_e2m1fn_x2)
 
@@ -307,17 +312,64 @@ def trtllm_mxint4_block_scale_moe(
     """
     sizes = hidden_states.shape[-1], intermediate_size
     valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
-    require(hidden_states.dtype == torch.bfloat16, "hidden_states", hidden_states.dtype, "bfloat16")
     routed = routed_by_logits(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group,
         (local_expert_offset, local_num_experts), routed_scaling_factor, routing_method_type, norm_topk_prob,
         routing_replay_out,
     )  # fmt: skip
     shape = (gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
+    given = (gemm1_weights, gemm1_weights_scale), (gemm2_weights, gemm2_weights_scale)
+    return _mxint4(routed, hidden_states, given, shape, intermediate_size, valid, output, do_finalize)
+
+
+@checked
+def trtllm_mxint4_block_scale_routed_moe(
+    topk_ids: torch.Tensor,
+    hidden_states: torch.Tensor,
+    gemm1_weights: torch.Tensor,
+    gemm1_weights_scale: torch.Tensor,
+    gemm1_alpha: torch.Tensor | None,
+    gemm1_beta: torch.Tensor | None,
+    gemm1_clamp_limit: torch.Tensor | None,
+    gemm2_weights: torch.Tensor,
+    gemm2_weights_scale: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    n_group: int | None,
+    topk_group: int | None,
+    intermediate_size: int,
+    local_expert_offset: int,
+    local_num_experts: int,
+    routed_scaling_factor: float | None,
+    routing_method_type: int = 0,
+    do_finalize: bool = True,
+    enable_pdl: bool | None = None,
+    gemm1_lora_delta: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    tune_max_num_tokens: int = 8192,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+) -> list[torch.Tensor]:
+    """`trtllm_mxint4_block_scale_moe` of experts that are already chosen.
+
+    `topk_ids` and the parameters that say how experts were chosen are as in
+    `flashinfer.fused_moe.trtllm_bf16_routed_moe`, and so is `gemm1_lora_delta`: only None. Other parameters, results
+    and errors are those of `trtllm_mxint4_block_scale_moe`.
+    """
+    require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
+    sizes = hidden_states.shape[-1], intermediate_size
+    valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
+    routed = routed_by_ids(topk_ids, num_experts, top_k, (local_expert_offset, local_num_experts), None)
+    shape = (gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
+    given = (gemm1_weights, gemm1_weights_scale), (gemm2_weights, gemm2_weights_scale)
+    return _mxint4(routed, hidden_states, given, shape, intermediate_size, valid, output, do_finalize)
+
+
+def _mxint4(routed, hidden_states, given, shape, intermediate_size, valid, output, do_finalize) -> list[torch.Tensor]:
+    require(hidden_states.dtype == torch.bfloat16, "hidden_states", hidden_states.dtype, "bfloat16")
     act, _ = activation(ActivationType.Swiglu, *shape, routed.experts, hidden_states.device)
     weights = []
-    given = ((gemm1_weights, gemm1_weights_scale, True), (gemm2_weights, gemm2_weights_scale, False))
-    for name, (codes, scale, paired) in zip(("gemm1_weights", "gemm2_weights"), given):
+    for name, (codes, scale), paired in zip(("gemm1_weights", "gemm2_weights"), given, (True, False)):
         require(codes.dtype == torch.uint8, name, codes.dtype, "uint8")
         require(codes.dim() in (3, 4), name, tuple(codes.shape), "three dimensions, or four in blocks")
         block = 128 if codes.dim() == 4 else 0

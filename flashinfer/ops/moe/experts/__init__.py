@@ -59,6 +59,8 @@ class Problem:
         Factor of the product, before bias and activation: "" none, else a float32 "tensor" of one or of each expert.
     scale_out : str
         Factor of the result: "" none, "tensor", or "ratio", the tensor over `scale`'s.
+    channels : bool
+        A float32 factor of the product for each row of the weights, in their order, before bias and activation.
     shape : str
         Which of alpha, beta and limit the activation has: of "a", "b" and "l" float32 tensors [experts], or of "A", "B"
         and "L" numbers.
@@ -89,6 +91,7 @@ class Problem:
     bias: str = ""
     scale: str = ""
     scale_out: str = ""
+    channels: bool = False
     shape: str = ""
     weighted: str = ""
     aligned: bool = True
@@ -133,11 +136,12 @@ class Rows(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """codes : [experts, n, .] or in blocks. scale : [experts, ...]. bias : [experts, n]."""
+    """codes : [experts, n, .] or in blocks. scale : [experts, ...]. bias, channels : [experts, n]."""
 
     codes: torch.Tensor
     scale: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    channels: torch.Tensor | None = None
 
 
 class Finish(NamedTuple):

@@ -137,8 +137,8 @@ def refuses_sm90(problem, target) -> str:
         return "weights in groups, shuffled or in blocks: it copies boxes of rows"
     if p.act not in ("", "swiglu") or p.shape:
         return f"activation {p.act!r} with {p.shape!r}: it has swiglu"
-    if p.bias or p.weighted or p.scale_out == "ratio":
-        return "biases, factors of rows or ratios"
+    if p.bias or p.weighted or p.channels or p.scale_out == "ratio":
+        return "biases, factors of rows or of columns, or ratios"
     if not p.aligned:
         return "operands that cannot be copied in boxes"
     return "" if p.whole else "scale factors of a gate that begin within a tile"

@@ -54,7 +54,7 @@ def promoted(b, a, b_factor, a_factor, gate_factor, column, acc, SCALED: tl.cons
 
 
 @triton.jit
-def finished(acc, finish, bias, expert, row, live, column, n):
+def finished(acc, finish, weights, expert, row, live, column, n):
     """What stands behind a product [rows, columns]: factors, bias, activation. `row` : of finish.weight."""
     factor = 1.0
     if finish.scale is not None:
@@ -62,8 +62,11 @@ def finished(acc, finish, bias, expert, row, live, column, n):
         acc *= factor
     if finish.weight is not None:
         acc *= tl.load(finish.weight + row, live, other=0).to(tl.float32)[:, None]
-    if bias is not None:
-        acc += tl.load(bias + expert.to(tl.int64) * n + column).to(tl.float32)[None, :]
+    at = expert.to(tl.int64) * n + column
+    if weights.channels is not None:
+        acc *= tl.load(weights.channels + at)[None, :]
+    if weights.bias is not None:
+        acc += tl.load(weights.bias + at).to(tl.float32)[None, :]
     limit = tl.load(finish.limit + expert) if finish.limit is not None else finish.limit_number
     if finish.GATED:
         up, gate = tl.split(tl.reshape(acc, [acc.shape[0], acc.shape[1] // 2, 2]))
@@ -184,7 +187,7 @@ def product_kernel(
     if SWAP:
         acc = tl.trans(acc)
 
-    y = finished(acc, finish, weights.bias, expert, pair if finish.WEIGHTED == "pair" else source, live, stored, n)
+    y = finished(acc, finish, weights, expert, pair if finish.WEIGHTED == "pair" else source, live, stored, n)
     if GATED:
         result = strip * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
         width = n // 2
@@ -230,6 +233,7 @@ def build(p, c) -> Build:
         "weights.codes": _pointer(p.weights, c.compute, p.aligned),
         "weights.scale": _factor(p.weights),
         "weights.bias": f"*{p.bias}" if p.bias else None,
+        "weights.channels": "*fp32" if p.channels else None,
         **dict.fromkeys(("weights.expert", "weights.row", "weights.block"), w_stride),
         **dict.fromkeys(("weights.scale_expert", "weights.scale_row"), "i64"),
         **{f"places.{name}": "*i32" for name in ("tile_expert", "tile_end", "tiles", "row_pair")},
@@ -299,6 +303,7 @@ def run(p, c, rows: Rows, weights: Weights, finish: Finish, token_map, out) -> N
         "weights.codes": w,
         "weights.scale": _factors(weights.scale),
         "weights.bias": weights.bias,
+        "weights.channels": weights.channels,
         "weights.expert": w.stride(0),
         "weights.row": 0 if p.block else w.stride(1),
         "weights.block": w.stride(1) if p.block else 0,

@@ -97,6 +97,9 @@ def _finish(problem, finish, weights, y, pair, source, expert):
         y = y * value(finish.scale)
     if problem.weighted:
         y = y * finish.weight.flatten()[pair if problem.weighted == "pair" else source, None]
+    if problem.channels:
+        stored, _ = weight_rows(problem, y.shape[1], y.device)
+        y = y * weights.channels[expert][stored]
     if problem.bias:
         stored, _ = weight_rows(problem, y.shape[1], y.device)
         y = y + weights.bias[expert][stored].float()

@@ -331,6 +331,40 @@ def test_mxint4(way, device, block):
         logits, None, x, w1, s1, None, None, None, w2, s2, E, K, None, None, middle, 0, E, None, RoutingMethodType.TopK
     )
     check(out, xd, d1, d2, ids, s)
+    (again,) = fused_moe.trtllm_mxint4_block_scale_routed_moe(
+        packed(ids, s), x, w1, s1, None, None, None, w2, s2, E, K, None, None, middle, 0, E, None
+    )
+    check(again, xd, d1, d2, ids, s.to(BF16).float())
+
+
+@pytest.mark.parametrize("act, on_input", [("Swiglu", True), ("Relu2", False)])
+def test_fp8_per_channel(way, device, act, on_input):
+    """Scales of tokens and of the weights' rows, stored in the rows' order; scales of experts as per tensor."""
+    kind = ActivationType[act]
+    x, _, xd = random("fp8", tokens(device), H, device=device)
+    (w1, _, d1), (w2, _, d2) = weights("fp8", E, (1 + kind.is_gated) * M, H, device), weights("fp8", E, H, M, device)
+    of_x, of_1, of_2 = (torch.rand(*shape, device=device) + 0.5 for shape in ((len(x), 1), w1.shape[:2], w2.shape[:2]))
+    w1, s1 = (arranged(t, None, kind.is_gated)[0] for t in (w1, of_1[..., None]))
+    w2, s2 = (arranged(t, None, False)[0] for t in (w2, of_2[..., None]))
+    ids, s = chosen(device)
+    d, q, f = (torch.rand(E, device=device) * 0.2 + 0.2 for _ in range(3))
+    q = q * 50
+    rest = (E, K, None, None, M, 0, E, None, on_input)
+    out = fused_moe.trtllm_fp8_per_channel_scale_routed_moe(
+        packed(ids, s), None, x, of_x, w1, s1[..., 0], d * q if kind.is_gated else q, d, w2, s2[..., 0], f / q, *rest,
+        activation_type=kind.value,
+    )  # fmt: skip
+
+    def quantised(y, e):
+        return between("fp8", float(q[e]))(ACTS[act](y).double())
+
+    d1, d2, xd = d1 * of_1[..., None].double(), d2 * of_2[..., None].double(), xd * of_x.double()
+    given = dict(act=quantised, of_expert=True, d1=d, d2=f / q, on_input=on_input, spacing=2**-3)
+    check(out, xd, d1, d2, ids, s.to(BF16).float(), **given)
+    with pytest.raises(ValueError, match="gemm2_per_channel_weight_scale"):
+        fused_moe.trtllm_fp8_per_channel_scale_routed_moe(
+            packed(ids, s), None, x, of_x, w1, s1[..., 0], d, d, w2, s2[:, 1:, 0], f, *rest
+        )
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
