@@ -92,6 +92,12 @@ def blocked(
             right_factors = load_factors(
                 a_scale, a_row, a_ok, start // WIDTH, blocks_a, blocks_a, 1, A_LAYOUT, COUNT, 1, ALIGNED
             )  # fmt: skip
+        if not WHOLE:
+            # Padding of a layout may hold anything, NaN too, which times a code of 0 is NaN.
+            inside = (start // WIDTH + tl.arange(0, COUNT) < tl.cdiv(K, WIDTH))[None, :]
+            left_factors = tl.where(inside, left_factors, 0)
+            if a_scale is not None:
+                right_factors = tl.where(inside, right_factors, 0)
         left = load_codes(b, b_ok, start, K, B, BK, WHOLE, ALIGNED)
         right = load_codes(a, a_ok, start, K, A, BK, WHOLE, ALIGNED)
         if COMPUTE == "":

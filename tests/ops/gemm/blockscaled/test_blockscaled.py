@@ -100,6 +100,27 @@ def test_mm_fp4_of_a_shuffled_weight(variant, device):
     check(out, a.values, b.values)
 
 
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4", "mxfp4"])
+def test_padding_of_factors_is_not_read(variant, device, kind):
+    """Tiles of a layout are padded to four blocks; what lies there may be NaN."""
+    element, factor, width = {"mxfp8": ("e4m3", "ue8m0", 32), "nvfp4": ("e2m1", "ue4m3", 16)}.get(
+        kind, ("e2m1", "ue8m0", 32)
+    )
+    k = 5 * width + (0 if kind == "mxfp8" else width)
+    a, b = (scaled.operand((rows, k), element, factor, width, device) for rows in (5, 40))
+    tiles = []
+    for x, rows in ((a, 5), (b, 40)):
+        tile = x.arranged("128x4").view(torch.uint8).flatten().clone()
+        padding = torch.ones_like(tile, dtype=torch.bool)
+        padding[scaled.layouts.offsets(rows, k // width, "128x4", device).flatten()] = False
+        tiles.append(tile.masked_fill(padding, 0xFF))
+    if kind == "mxfp8":
+        out = flashinfer.mm_mxfp8(a.codes, b.codes.mT, *tiles)
+    else:
+        out = flashinfer.mm_fp4(a.codes, b.codes.mT, *tiles, block_size=width, use_nvfp4=kind == "nvfp4")
+    check(out, a.values, b.values)
+
+
 @sizes((1, 40, 128), (18, 40, 160), large=LARGE)
 @pytest.mark.parametrize("elements", [("e4m3", "e4m3"), ("e5m2", "e4m3")])
 def test_mm_mxfp8(variant, device, m, n, k, elements):
