@@ -11,6 +11,7 @@ import torch
 import flashinfer
 import flashinfer.gdn_decode
 from flashinfer import fused_moe, gemm, mhc, msa_ops
+from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import UnsupportedConfig
 from flashinfer._core.dispatch import Op
 from flashinfer._core.target import target_of
@@ -337,6 +338,7 @@ def by(variant):
     select, call = Op.select, Op.__call__
 
     def chosen(op, problem, device, backend="auto"):
+        variants_of(backend)
         try:
             return select(op, problem, target_of(device), variant)
         except UnsupportedConfig:

@@ -2,20 +2,19 @@
 
 import functools
 import inspect
-import pkgutil
+import json
 import random
 import sys
 import threading
 import zlib
 from contextlib import contextmanager
-from importlib import import_module
 from types import FunctionType
 
 import torch
 
-from flashinfer import api_logging
 from flashinfer.testing import fuzz, hostile
 from tests import rooms
+from tests.api.check_surface import SURFACE, resolve
 
 
 class _Depth(threading.local):
@@ -23,35 +22,40 @@ class _Depth(threading.local):
 
 
 _depth = _Depth()
-# Functions that take no tensors, write files, or whose arguments are another's business.
-_NOT_CALLED = {
-    "autotune", "replay", "replay_from_dump", "replay_sequence", "flashinfer_api", "bench_gpu_time", "checkpoint",
-    "destroy", "reset",
+# Whose arguments are another's business: groups and ranks, files, devices.
+_OTHERS = {
+    "aot", "artifacts", "autotuner", "autotune_cache", "cli", "collect_env", "comm", "green_ctx", "jit", "moe_ep",
+    "testing", "utils",
 }  # fmt: skip
-_MODULES_NOT_CALLED = ("autotuner", "comm", "moe_ep", "artifacts", "aot", "green_ctx", "utils", "tuning", "profiler")
+_ENDS = {"destroy", "reset", "end_forward"}
 
 
 def public():
-    """(function, owner) of every public function (owner None) and of every public method of a class."""
+    """(function, owner) of every public function (owner None) and of every method of public classes."""
     seen = set()
-    root = sys.modules["flashinfer"]
-    for found in pkgutil.walk_packages(root.__path__, "flashinfer."):
-        top = found.name.split(".")[1]
-        if top in api_logging._INNER or top in _MODULES_NOT_CALLED or found.name.endswith("__main__"):
+    for entry in json.loads(SURFACE.read_text())["entries"].values():
+        if entry["kind"] not in ("function", "class"):
             continue
-        for name, value in api_logging._public(import_module(found.name)):
-            if name in _NOT_CALLED or id(value) in seen or value.__module__.split(".")[1] in _MODULES_NOT_CALLED:
-                continue
-            seen.add(id(value))
-            if not inspect.isclass(value):
-                yield value, None
-                continue
-            for owner in value.__mro__[:-1]:
-                for attribute, method in list(vars(owner).items()):
-                    wanted = attribute == "__init__" or not attribute.startswith("_")
-                    if isinstance(method, FunctionType) and wanted and (owner, attribute) not in seen:
+        try:
+            found = resolve(entry["paths"][0], entry["kind"])
+        except (ImportError, AttributeError):
+            continue
+        home = getattr(found, "__module__", None) or ""
+        if found in seen or not home.startswith("flashinfer.") or home.split(".")[1] in _OTHERS:
+            continue
+        # What answers whether something is supported never refuses.
+        if found.__name__.startswith(("supports_", "resolve_")):
+            continue
+        seen.add(found)
+        if isinstance(found, FunctionType):
+            yield found, None
+        elif inspect.isclass(found):
+            for owner in found.__mro__[:-1]:
+                for name, method in list(vars(owner).items()):
+                    wanted = name == "__init__" or not name.startswith("_") and name not in _ENDS
+                    if isinstance(method, FunctionType) and wanted and (owner, name) not in seen:
                         if owner.__module__.startswith("flashinfer."):
-                            seen.add((owner, attribute))
+                            seen.add((owner, name))
                             yield method, owner
 
 
@@ -149,7 +153,7 @@ class Hostile:
                         return
                     why = hostile.differ(taken, expected)
                     if why:
-                        raise fuzz.Wrong(f"{shown}({name}: {change.what}): another result: {why}")
+                        raise fuzz.Wrong(f"{shown}({name}: {change.what}; {fuzz.described(arguments)}): another result: {why}")
         except fuzz.Wrong as fault:
             self.wrong.setdefault(key, f"[seed {self.seed} call {self.made}] {fault}")
         finally:
