@@ -173,8 +173,10 @@ def described(arguments: dict) -> str:
 
     def text(value):
         if isinstance(value, torch.Tensor):
-            small = value.numel() <= 8 and not value.dtype.is_floating_point and value.device.type != "meta"
-            return f"{str(value.dtype)[6:]}{list(value.shape)} {value.stride()}" + (f" {value.tolist()}" * small)
+            if value.layout is not torch.strided or value.device.type == "meta":
+                return f"{str(value.dtype)[6:]}{list(value.shape)} {value.layout} on {value.device}"
+            small = value.numel() <= 8 and not value.dtype.is_floating_point
+            return f"{str(value.dtype)[6:]}{list(value.shape)} {value.stride()} {value.tolist() if small else ''}".rstrip()
         if isinstance(value, (tuple, list)):
             return "(" + ", ".join(map(text, value)) + ")"
         return repr(value)

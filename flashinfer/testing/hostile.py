@@ -7,7 +7,6 @@ give the result of the valid call where the change means the same (offsets in in
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import random
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,15 @@ class Change:
     what: str
     value: Any
     expected: str = EITHER
+    is_made: bool = True
+
+    def made(self) -> Change:
+        """The change with its value, which some make when they are drawn."""
+        return self if self.is_made else Change(self.what, self.value(), self.expected)
+
+
+def _later(what: str, make: Callable, expected: str = EITHER) -> Change:
+    return Change(what, make, expected, is_made=False)
 
 
 def changes(value, required: bool) -> list[Change]:
@@ -102,27 +111,31 @@ def _of_sequence(value, required: bool) -> Iterator[Change]:
     for i, element in enumerate(value):
         for change in changes(element, True):
             expected = EITHER if change.expected == REFUSED else change.expected
-            yield Change(f"element {i}: {change.what}", kind((*value[:i], change.value, *value[i + 1 :])), expected)
+            yield _later(f"element {i}: {change.what}", partial(_with_element, value, i, change), expected)
+
+
+def _with_element(value: tuple | list, i: int, change: Change) -> tuple | list:
+    return type(value)((*value[:i], change.made().value, *value[i + 1 :]))
 
 
 def _of_tensor(x: torch.Tensor, required: bool) -> Iterator[Change]:
     yield Change("None", None, REFUSED if required else EITHER)
     yield Change("a string", "nothing", REFUSED)
     yield Change("a number", 1)
-    yield Change("on the meta device", x.to("meta"), REFUSED)
+    yield _later("on the meta device", lambda: x.to("meta"), REFUSED)
     for dtype in _DTYPES:
         if dtype != x.dtype:
             same = x.dtype in _INTEGERS and dtype in _INTEGERS
-            yield Change(f"{dtype}", x.to(dtype), SAME if same else EITHER)
+            yield _later(f"{dtype}", partial(x.to, dtype), SAME if same else EITHER)
     yield Change("one dimension more", x[None])
     yield Change("two dimensions more", x[None, None])
     if x.numel() <= 4096:
-        yield Change("a list", x.tolist(), REFUSED)
-        if x.dtype not in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu):
+        yield _later("a list", x.tolist, REFUSED)
+        if x.dtype.itemsize > 1 and x.dtype != torch.bfloat16 or not x.dtype.is_floating_point:
             yield Change("a NumPy array", x.detach().cpu().numpy(), REFUSED)
     if x.dtype.is_floating_point and x.dtype.itemsize > 1:
-        yield Change("requires gradients", x.detach().clone().requires_grad_(), SAME)
-        yield Change("a parameter", torch.nn.Parameter(x.detach().clone()), SAME)
+        yield _later("requires gradients", lambda: x.detach().clone().requires_grad_(), SAME)
+        yield _later("a parameter", lambda: torch.nn.Parameter(x.detach().clone()), SAME)
     if x.dim() and x.numel():
         yield from _of_shape(x)
     if x.numel() and (x.dtype in _INTEGERS or x.dtype.is_floating_point and x.dtype.itemsize > 1):
@@ -131,28 +144,23 @@ def _of_tensor(x: torch.Tensor, required: bool) -> Iterator[Change]:
 
 def _of_shape(x: torch.Tensor) -> Iterator[Change]:
     yield Change("one dimension less", x[0])
-    yield Change("a scalar", x.flatten()[0])
-    yield Change("flat", x.flatten())
+    yield _later("a scalar", lambda: x.flatten()[0])
+    yield _later("flat", x.flatten)
     for dim in {0, x.dim() - 1, x.dim() // 2}:
-        yield Change(f"one element less along {dim}", x.narrow(dim, 0, x.shape[dim] - 1).contiguous())
-        yield Change(f"empty along {dim}", x.narrow(dim, 0, 0).contiguous())
-        yield Change(f"twice as long along {dim}", torch.cat((x, x), dim) if _may_cat(x) else x.repeat(2))
-        gaps = torch.empty((*x.shape, 2), dtype=x.dtype, device=x.device)
-        if dim == x.dim() - 1:
-            gaps = gaps[..., 0]
-        else:
-            gaps = torch.empty((*x.shape[:dim], x.shape[dim] * 2, *x.shape[dim + 1 :]), dtype=x.dtype, device=x.device)
-            gaps = gaps[(slice(None),) * dim + (slice(None, None, 2),)]
-        gaps.copy_(x)
-        yield Change(f"gaps along {dim}", gaps, SAME)
+        yield _later(f"one element less along {dim}", lambda dim=dim: x.narrow(dim, 0, x.shape[dim] - 1).contiguous())
+        yield _later(f"empty along {dim}", lambda dim=dim: x.narrow(dim, 0, 0).contiguous())
+        yield _later(f"twice as long along {dim}", lambda dim=dim: torch.cat((x, x), dim))
+        yield _later(f"gaps along {dim}", lambda dim=dim: _with_gaps(x, dim), SAME)
     if x.dim() > 1:
         yield Change("transposed", x.transpose(0, -1))
-        yield Change("column-major", x.transpose(0, -1).contiguous().transpose(0, -1), SAME)
-    yield Change("one element for all", x.flatten()[:1].expand(x.shape) if _may_cat(x) else x)
+        yield _later("column-major", lambda: x.transpose(0, -1).contiguous().transpose(0, -1), SAME)
 
 
-def _may_cat(x: torch.Tensor) -> bool:
-    return x.dtype.itemsize > 1 or not x.dtype.is_floating_point
+def _with_gaps(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The same values, every other element along `dim` of a larger tensor."""
+    shape = (*x.shape[:dim], x.shape[dim] * 2, *x.shape[dim + 1 :])
+    gaps = torch.empty(shape, dtype=x.dtype, device=x.device)[(slice(None),) * dim + (slice(None, None, 2),)]
+    return gaps.copy_(x)
 
 
 def _of_values(x: torch.Tensor) -> Iterator[Change]:
@@ -161,15 +169,19 @@ def _of_values(x: torch.Tensor) -> Iterator[Change]:
     values = (-1, 1 << 20, 2**31 - 1, -(2**31), *wide) if integers else (math.nan, math.inf, -math.inf, 0.0, -1.0)
     for value in values:
         for place in {0, x.numel() // 2, x.numel() - 1}:
-            changed = x.detach().clone()
-            changed.view(-1)[place] = value
-            yield Change(f"{value} at {place}", changed)
-        yield Change(f"all {value}", torch.full_like(x, value))
+            yield _later(f"{value} at {place}", partial(_with_value, x, place, value))
+        yield _later(f"all {value}", partial(torch.full_like, x, value))
     if integers and x.dim():
-        yield Change("reversed", x.flip(0))
-        yield Change("one more each", x + 1)
+        yield _later("reversed", lambda: x.flip(0))
+        yield _later("one more each", lambda: x + 1)
         # A base that only 64 bits hold.
-        yield Change("beyond 2^31", x.long() + (1 << 31))
+        yield _later("beyond 2^31", lambda: x.long() + (1 << 31))
+
+
+def _with_value(x: torch.Tensor, place: int, value: float) -> torch.Tensor:
+    changed = x.detach().clone(memory_format=torch.contiguous_format)
+    changed.view(-1)[place] = value
+    return changed
 
 
 def drawn(arguments: dict[str, Any], signature: inspect.Signature, draw: random.Random) -> tuple[str, Change] | None:
@@ -179,7 +191,7 @@ def drawn(arguments: dict[str, Any], signature: inspect.Signature, draw: random.
     for name in names:
         found = changes(arguments[name], signature.parameters[name].default is not None)
         if found:
-            return name, draw.choice(found)
+            return name, draw.choice(found).made()
     return None
 
 
@@ -299,8 +311,3 @@ def differ(one, other) -> str:
         if not torch.allclose(x, y, rtol=1e-2, atol=1e-2, equal_nan=True):
             return f"tensor {i}: values differ"
     return ""
-
-
-def shallow(value):
-    """A copy of an object whose attributes may be replaced without touching the original's."""
-    return copy.copy(value)

@@ -1,5 +1,6 @@
 """Every public function and method of the package, called first with one wrong argument."""
 
+import copy
 import functools
 import inspect
 import json
@@ -163,7 +164,7 @@ class Hostile:
 def _bound(function, target):
     if target is None:
         return function
-    made = object.__new__(type(target)) if function.__name__ == "__init__" else hostile.shallow(target)
+    made = object.__new__(type(target)) if function.__name__ == "__init__" else copy.copy(target)
     return functools.partial(function, made)
 
 

@@ -1,0 +1,97 @@
+"""Every room's calls with one argument wrong, drawn from a seed: refused by name, or as good as the right call.
+
+    pytest tests/fuzz/test_hostile.py                      a few hundred
+    pytest tests/fuzz/test_hostile.py --fuzz 20000 --fuzz-seed 7
+    pytest tests/ops/norm --hostile 3                      three beside each public call of those tests
+"""
+
+import random
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer.testing import fuzz, hostile
+from tests import rooms
+from tests.fuzz.intercept import Hostile, intercepted
+
+CALLS_ON_CPU = 500
+
+
+@pytest.mark.parametrize("room", rooms.CALLS)
+def test_room(room, pytestconfig):
+    wanted = max(1, (pytestconfig.getoption("fuzz") or CALLS_ON_CPU) // len(rooms.CALLS))
+    calls = Hostile(pytestconfig.getoption("fuzz_seed"))
+    call = rooms.CALLS[room](torch.device("cpu"))
+    with rooms.by("reference"):
+        while calls.made < wanted:
+            with intercepted(calls.visit):
+                call()
+            calls.seed += 1
+    assert not calls.wrong, f"{len(calls.wrong)} of {calls.made}:\n" + "\n".join(calls.wrong.values())
+    print(f"{room}: {calls.made} calls, {calls.refused} refused")
+
+
+class TestTheJudge:
+    """It sees what it should."""
+
+    def attempt(self, function, change=hostile.Change("a change", 2), **arguments):
+        given = dict(x=1) | arguments
+        return hostile.attempt(function, given, "x", change, set(given), "function")
+
+    def test_a_refusal_by_name(self):
+        def refuses(x):
+            raise ValueError("x: got 2; allowed: 1")
+
+        assert self.attempt(refuses) is None and self.attempt(lambda x: x)[1] == 2
+
+    @pytest.mark.parametrize("error", [ValueError("too large"), TypeError("x"), IndexError("x"), KeyError("x")], ids=repr)
+    def test_errors_that_are_no_refusal(self, error):
+        def fails(x):
+            raise error
+
+        with pytest.raises(fuzz.Wrong):
+            self.attempt(fails)
+
+    def test_a_refusal_after_a_write(self):
+        def writes(x, out):
+            out.zero_()
+            raise ValueError("x: got 2; allowed: 1")
+
+        with pytest.raises(fuzz.Wrong, match="written already"):
+            self.attempt(writes, out=torch.ones(3))
+
+    def test_no_refusal_where_one_is_due(self):
+        with pytest.raises(fuzz.Wrong, match="without a word"):
+            self.attempt(lambda x: x, hostile.Change("a string", "2", hostile.REFUSED))
+
+    def test_a_call_that_does_not_end(self, monkeypatch):
+        monkeypatch.setattr(hostile, "LIMIT", 1)
+
+        def waits(x):
+            while True:
+                pass
+
+        with pytest.raises(fuzz.Wrong, match="not done after 1 s"):
+            self.attempt(waits)
+
+    def test_copies_share_what_was_shared_and_nothing_else(self):
+        x = torch.arange(12).view(3, 4)
+        a, b = hostile.copied((x, x[1:, ::2]))
+        assert a.stride() == (4, 1) and b.stride() == (4, 2) and torch.equal(b, x[1:, ::2])
+        b.zero_()
+        assert a[1, 0] == 0 and x[1, 0] == 4
+
+    def test_every_kind_of_argument_has_changes(self):
+        values = (torch.ones(2, 3), torch.ones(2, dtype=torch.int32), 1, 1.0, True, "a", None, (1, torch.ones(2)),
+                  torch.float16, flashinfer.SfLayout.layout_128x4)  # fmt: skip
+        for value in values:
+            assert len(hostile.changes(value, True)) > 2, value
+
+    def test_a_seed_draws_the_same(self):
+        import inspect
+
+        signature = inspect.signature(flashinfer.rmsnorm)
+        given = dict(input=torch.ones(2, 8), weight=torch.ones(8), eps=1e-6)
+        first, second = (hostile.drawn(given, signature, random.Random(5)) for _ in range(2))
+        assert first[0] == second[0] and first[1].what == second[1].what
