@@ -62,6 +62,9 @@ def checked(function: Callable) -> Callable:
     def call(*args, **named):
         if torch.compiler.is_compiling():
             return function(*args, **named)
+        if any(isinstance(x, np.generic) for x in (*args, *named.values())):
+            args = tuple(map(_plain, args))
+            named = {name: _plain(x) for name, x in named.items()}
         learns = False
         for (name, check), x in zip(in_order, args, strict=False):
             if check is not None:
@@ -133,6 +136,11 @@ def _split(text: str, mark: str) -> list[str]:
         else:
             parts[-1] += letter
     return parts
+
+
+def _plain(x):
+    """Python's number for NumPy's: bodies ask numbers for methods that only Python's have."""
+    return x.item() if isinstance(x, np.generic) else x
 
 
 def _shown(x) -> str:

@@ -93,7 +93,7 @@ def parsed(build, arch: str) -> Callable[[], tuple[bytes, dict]]:
                 target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
             )
         except CompilationError as error:
-            raise CompileError(_told(error, build)) from error
+            raise CompileError(_explained(error, build)) from error
 
     def compiled() -> tuple[bytes, dict]:
         find_temporary()
@@ -127,7 +127,7 @@ def _lines_as_asked() -> Iterator[None]:
             _compiling.pop()
 
 
-def _told(error: CompilationError, build) -> str:
+def _explained(error: CompilationError, build) -> str:
     """The error with file and line, those of the innermost function that is not Triton's own."""
     functions = {f.src: f for f in _reached_from((build.kernel, *build.constants.values())) if hasattr(f, "src")}
     place, reason = "", str(error)

@@ -152,7 +152,7 @@ class Launcher:
 
         `bound.hold(grid, args, moving)` gives a function that launches again and again: of the addresses of the
         arguments named in `moving`, in that order, with everything else as in `args`. What moves keeps its shape,
-        strides and dtype; 0 is the address of None. A moving tensor map is re-addressed, not made anew.
+        strides and dtype; 0 is the address of None. A moving tensor map is re-addressed, not made again.
 
         Under TRITON_INTERPRET=1 it runs in Triton's interpreter, and `device` may be the CPU.
         """

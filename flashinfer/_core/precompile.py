@@ -295,7 +295,7 @@ def _outcome(request: dict) -> dict:
         launchers = {launcher.name: launcher for launcher in implementation.launchers}
         problem, config = (_made(*request[part]) for part in ("problem", "config"))
         entry = launchers[request["launcher"]].entry(problem, config, request["arch"])
-    except Exception as error:  # any failure to compile is this job's outcome, told with its type
+    except Exception as error:  # any failure to compile is this job's outcome, with its type
         return {"error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - start}
     kept = {name: entry.kernel[name] for name in ("shared", "registers", "stack_bytes", "waits")}
     return {"cached": entry.cached, "seconds": entry.seconds, "path": str(entry.path or ""), **kept}

@@ -140,7 +140,7 @@ def _with_sizes(shapes, config, sizes) -> Shapes:
 
 
 def inputs_for(profile: Shapes, inputs: Sequence, config: TuningConfig) -> list:
-    """The inputs, with tensors of other shapes made anew."""
+    """The inputs, with tensors of other shapes allocated."""
     makers = dict(config.tensor_initializers or ())
     for spec in config.dynamic_tensor_specs:
         for i, make in zip(spec.input_idx, spec.tensor_initializers or (), strict=False):

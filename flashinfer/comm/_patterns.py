@@ -13,14 +13,14 @@ from flashinfer.ops.comm.allreduce_fusion import Results, Rows
 
 
 class Pattern(NamedTuple):
-    """norm : a residual and an RMSNorm follow. form : of quantised rows. normed : the norm is written.
+    """norm : a residual and an RMSNorm follow. number_format : of quantised rows. normed : the norm is written.
 
     source : of the rows, as the Problem has it.
     may_quantise : NVFP4 is written where quant_out is given.
     """
 
     norm: bool = True
-    form: str = ""
+    number_format: str = ""
     normed: bool = True
     source: str = ""
     may_quantise: bool = False
@@ -29,17 +29,17 @@ class Pattern(NamedTuple):
 PATTERNS = {
     P.kAllReduce: Pattern(norm=False, normed=False),
     P.kARResidualRMSNorm: Pattern(),
-    P.kARResidualRMSNormFP8Quant: Pattern(form="fp8", normed=False),
-    P.kARResidualRMSNormFP4Quant: Pattern(form="nvfp4", normed=False),
-    P.kARResidualRMSNormOutFP8Quant: Pattern(form="fp8"),
-    P.kARResidualRMSNormOutFP4Quant: Pattern(form="nvfp4"),
+    P.kARResidualRMSNormFP8Quant: Pattern(number_format="fp8", normed=False),
+    P.kARResidualRMSNormFP4Quant: Pattern(number_format="nvfp4", normed=False),
+    P.kARResidualRMSNormOutFP8Quant: Pattern(number_format="fp8"),
+    P.kARResidualRMSNormOutFP4Quant: Pattern(number_format="nvfp4"),
     P.kMoEReductionARResidualRMSNorm: Pattern(source="reduce", may_quantise=True),
     P.kMoEFinalizeARResidualRMSNorm: Pattern(source="finalize", may_quantise=True),
-    P.kARResidualRMSNormPerTokenGroupFP8PackedQuant: Pattern(form="fp8_group", normed=False),
-    P.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant: Pattern(form="fp8_group"),
-    P.kARResidualRMSNormDynamicFP8Quant: Pattern(form="fp8_row", normed=False),
-    P.kARResidualRMSNormOutDynamicFP8Quant: Pattern(form="fp8_row"),
-    P.kMoEFinalizeARResidualRMSNormFP8Quant: Pattern(form="fp8", source="finalize", normed=False),
+    P.kARResidualRMSNormPerTokenGroupFP8PackedQuant: Pattern(number_format="fp8_group", normed=False),
+    P.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant: Pattern(number_format="fp8_group"),
+    P.kARResidualRMSNormDynamicFP8Quant: Pattern(number_format="fp8_row", normed=False),
+    P.kARResidualRMSNormOutDynamicFP8Quant: Pattern(number_format="fp8_row"),
+    P.kMoEFinalizeARResidualRMSNormFP8Quant: Pattern(number_format="fp8", source="finalize", normed=False),
 }
 _LAYOUTS = {None: "128x4", 0: "128x4", 1: "8x4", 2: "linear"}
 _GROUP = 128
@@ -93,7 +93,7 @@ def check_results(
 ) -> tuple[Results, str, str]:
     """The results, allocated where they may be; their quantised form, and the layout of its scales."""
     total, residual, normed, codes, factors = outs
-    form = kind.form or ("nvfp4" if kind.may_quantise and codes is not None else "")
+    number_format = kind.number_format or ("nvfp4" if kind.may_quantise and codes is not None else "")
     if not kind.norm:
         for name, value in (("residual_out", residual), ("norm_out", normed)):
             require(value is None, name, "a tensor", "None, for the pattern has no norm")
@@ -106,34 +106,34 @@ def check_results(
         for name, tensor in (("output", total), ("residual_out", residual), ("norm_out", normed)):
             if tensor is not None:
                 _check(name, tensor, shape, input.dtype)
-    if form != "fp8_group":
+    if number_format != "fp8_group":
         require(group is None, "block_quant_group_size", group, "None, for the pattern has no groups")
-    if form != "nvfp4":
+    if number_format != "nvfp4":
         require(layout_code is None, "layout_code", layout_code, "None, for there are no FP4 scales")
-    if not form:
+    if not number_format:
         for name, value in (("quant_out", codes), ("scale_out", factors)):
             require(value is None, name, "a tensor", "None, for the pattern quantises nothing")
         return Results(total, residual, normed), "", ""
     layout = _LAYOUTS.get(layout_code, "")
     require(bool(layout), "layout_code", layout_code, "0 (128x4), 1 (8x4), 2 (linear)")
-    codes, factors = _quantised(form, layout, group, tokens, input.shape[1], codes, factors)
-    return Results(total, residual, normed, codes, factors), form, layout if form == "nvfp4" else ""
+    codes, factors = _quantised(number_format, layout, group, tokens, input.shape[1], codes, factors)
+    return Results(total, residual, normed, codes, factors), number_format, layout if number_format == "nvfp4" else ""
 
 
-def _quantised(form: str, layout: str, group, tokens: int, hidden: int, codes, factors):
-    per = {"nvfp4": 16, "fp8_group": _GROUP}.get(form, 1)
+def _quantised(number_format: str, layout: str, group, tokens: int, hidden: int, codes, factors):
+    per = {"nvfp4": 16, "fp8_group": _GROUP}.get(number_format, 1)
     require(hidden % per == 0, "input", f"rows of {hidden}", f"rows of a multiple of {per}")
     require(codes is not None, "quant_out", None, "a tensor, for the pattern writes it")
-    nbytes = tokens * hidden // (2 if form == "nvfp4" else 1)
+    nbytes = tokens * hidden // (2 if number_format == "nvfp4" else 1)
     fits = codes.nbytes == nbytes and codes.is_contiguous()
     require(fits, "quant_out", f"{codes.dtype} {tuple(codes.shape)}", f"{nbytes} bytes, contiguous")
-    if form == "fp8":
+    if number_format == "fp8":
         require(factors is None, "scale_out", "a tensor", "None, for scale_factor is the scale")
         return codes, None
     require(factors is not None, "scale_out", None, "a tensor, for the pattern writes it")
-    if form == "fp8_row":
+    if number_format == "fp8_row":
         _check("scale_out", factors, (tokens, 1), torch.float32)
-    elif form == "fp8_group":
+    elif number_format == "fp8_group":
         require(group in (None, _GROUP), "block_quant_group_size", group, f"{_GROUP}")
         shape = (tokens, -(-hidden // (4 * _GROUP)))
         fits = tuple(factors.shape) == shape and factors.dtype == torch.int32

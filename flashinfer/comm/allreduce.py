@@ -232,10 +232,10 @@ moe_reduction_token_input : int and torch.Tensor
     rows, tokens = given_rows(kind, input, moe)
     norm = _norm(kind, input, tokens, residual_in, rms_gamma, rms_eps, weight_bias, scale_factor)
     outs = (output, residual_out, norm_out, quant_out, scale_out)
-    results, form, layout = check_results(kind, input, tokens, outs, layout_code, block_quant_group_size)
-    require(form or scale_factor is None, "scale_factor", scale_factor, "None, for nothing is quantised")
+    results, fmt, layout = check_results(kind, input, tokens, outs, layout_code, block_quant_group_size)
+    require(fmt or scale_factor is None, "scale_factor", scale_factor, "None, for nothing is quantised")
     same_device(**_named(rows, norm, results))
-    _run(workspace, kind, input, tokens, rows, norm._replace(scale=scale_factor), results, (form, layout), use_oneshot)
+    _run(workspace, kind, input, tokens, rows, norm._replace(scale=scale_factor), results, (fmt, layout), use_oneshot)
     return results.sum if not kind.norm else results.normed if kind.normed else results.codes
 
 
@@ -277,7 +277,7 @@ def _norm(kind: Pattern, input, tokens, residual, weight, eps, bias, scale) -> N
     return Norm(residual, weight, float(eps), float(bias))
 
 
-def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, results: Results, form, use_oneshot):
+def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, results: Results, fmt, use_oneshot):
     if kind.norm:
         hidden, elements = input.shape[-1], tokens * input.shape[-1]
     else:
@@ -293,7 +293,7 @@ def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, r
     room = workspace._fits(nbytes, hidden * item, one_shot)
     hint = "; one shot needs force_oneshot_support for so many" if one_shot else ""
     require(room, "input", f"{nbytes} bytes", f"what the workspace was made for{hint}")
-    scale, (named, layout) = norm.scale, form
+    scale, (named, layout) = norm.scale, fmt
     given = [t for t in (rows.rows, rows.experts, rows.beside, norm.residual, norm.weight) if t is not None]
     written = [t for t in (results.sum, results.residual, results.normed, results.codes) if t is not None]
     problem = Problem(
@@ -307,7 +307,7 @@ def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, r
         scale_dtype=dtype_name(rows.scales.dtype) if kind.source == "finalize" and rows.scales is not None else "",
         beside=rows.beside is not None,
         weight_dtype=dtype_name(norm.weight.dtype) if kind.norm else "",
-        form=named,
+        number_format=named,
         layout=layout,
         scale="tensor" if isinstance(scale, torch.Tensor) else "" if scale in (None, 1) else "number",
         sum=results.sum is not None,

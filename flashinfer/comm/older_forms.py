@@ -192,15 +192,15 @@ def trtllm_allreduce_fusion(
         # What a pattern without a norm does not use is passed along by callers of this form.
         rows |= {"residual_in": None, "residual_out": None, "norm_out": None}
         rms_gamma = None
-    if not kind.form:
+    if not kind.number_format:
         quant_out = scale_out = None
     allreduce_fusion(
         workspace=ws, pattern=pattern_code, launch_with_pdl=launch_with_pdl,
         trigger_completion_at_end=trigger_completion_at_end, quant_out=quant_out,
-        scale_out=None if kind.form == "fp8" else scale_out, rms_gamma=rms_gamma,
-        rms_eps=1e-6 if rms_eps is None else rms_eps, scale_factor=scale_factor if kind.form else None,
-        layout_code=layout_code if kind.form == "nvfp4" else None, use_oneshot=use_oneshot, fp32_acc=fp32_acc,
-        block_quant_group_size=block_quant_group_size if kind.form == "fp8_group" else None,
+        scale_out=None if kind.number_format == "fp8" else scale_out, rms_gamma=rms_gamma,
+        rms_eps=1e-6 if rms_eps is None else rms_eps, scale_factor=scale_factor if kind.number_format else None,
+        layout_code=layout_code if kind.number_format == "nvfp4" else None, use_oneshot=use_oneshot, fp32_acc=fp32_acc,
+        block_quant_group_size=block_quant_group_size if kind.number_format == "fp8_group" else None,
         weight_bias=weight_bias or 0.0 if kind.norm else 0.0, **rows,
     )  # fmt: skip
 

@@ -129,12 +129,12 @@ def trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant(
         An argument other than the above, and as `allreduce_fusion` raises it.
     """
     _check(input, strategy)
-    form = {
+    patterns = {
         MNNVLQuantType.FP8: (P.kARResidualRMSNormFP8Quant, P.kARResidualRMSNormOutFP8Quant),
         MNNVLQuantType.NVFP4: (P.kARResidualRMSNormFP4Quant, P.kARResidualRMSNormOutFP4Quant),
         MNNVLQuantType.DYNAMIC_FP8: (P.kARResidualRMSNormDynamicFP8Quant, P.kARResidualRMSNormOutDynamicFP8Quant),
     }.get(quant_type)
-    require(form is not None, "quant_type", quant_type, "FP8, NVFP4 or DYNAMIC_FP8 of MNNVLQuantType")
+    require(patterns is not None, "quant_type", quant_type, "FP8, NVFP4 or DYNAMIC_FP8 of MNNVLQuantType")
     fp4, (tokens, hidden) = quant_type == MNNVLQuantType.NVFP4, input.shape
     require(not fp4 or layout_code in _LAYOUTS, "layout_code", layout_code, "SWIZZLED_128x4, LINEAR")
     if quant_out is None:
@@ -153,7 +153,7 @@ def trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant(
     elif isinstance(output_scale, torch.Tensor):
         output_scale = output_scale.to(device=input.device, dtype=torch.float32)
     allreduce_fusion(
-        input, workspace, form[output is not None], launch_with_pdl, residual_out=residual_out, norm_out=output,
+        input, workspace, patterns[output is not None], launch_with_pdl, residual_out=residual_out, norm_out=output,
         quant_out=quant_out, scale_out=scale_out, residual_in=residual_in, rms_gamma=gamma,
         rms_eps=_epsilon(input, epsilon), scale_factor=output_scale, layout_code=layout_code if fp4 else None,
         use_oneshot=strategy.one_shot(), weight_bias=weight_bias,

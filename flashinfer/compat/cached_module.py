@@ -56,7 +56,7 @@ class CachedModule:
         ValueError
             An argument that contradicts the wrapper, by name.
         """
-        given = dict(zip(_form(args), args, strict=False))
+        given = dict(zip(_parameters_of(args), args, strict=False))
         wrapper = self._wrapper
         base = wrapper._base
         self._check_sizes(given, base.options)
@@ -89,7 +89,7 @@ class CachedModule:
             require(now == was, "fixed_split_size", now, f"{was}, as planned")
 
 
-def _form(args: tuple) -> tuple[str, ...]:
+def _parameters_of(args: tuple) -> tuple[str, ...]:
     """The names of positional arguments."""
     count = len(args)
     if count == len(_LATENT):

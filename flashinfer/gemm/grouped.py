@@ -329,6 +329,7 @@ class SegmentGEMMWrapper:
         "auto", "sm80" or "sm90": upstream's kernels for one function; every chip runs it here.
     """
 
+    @checked
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto"):
         require(backend in ("auto", "sm80", "sm90"), "backend", repr(backend), "auto, sm80, sm90")
         self._float_workspace_buffer = float_workspace_buffer
@@ -339,6 +340,7 @@ class SegmentGEMMWrapper:
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
 
+    @checked
     def run(
         self,
         x: torch.Tensor,

@@ -101,13 +101,13 @@ class MoEEpCommParams:
         require(outside, "invalid_expert_id", self.invalid_expert_id, f"outside 0 to {self.num_experts - 1}")
         allowed = (torch.bfloat16, torch.float16, torch.float32)
         require(self.token_dtype in allowed, "dtype", self.dtype, "bfloat16, float16, float32")
-        form = self.dispatch_format
-        if form is not None:
-            known = isinstance(form, QuantFormat) and form.name in formats.FORMATS
-            require(known, "dispatch_format", form, "None, or a QuantFormat of " + ", ".join(formats.FORMATS))
-            width = formats.FORMATS[form.name].width
+        number_format = self.dispatch_format
+        if number_format is not None:
+            known = isinstance(number_format, QuantFormat) and number_format.name in formats.FORMATS
+            require(known, "dispatch_format", number_format, "None, or a QuantFormat of " + ", ".join(formats.FORMATS))
+            width = formats.FORMATS[number_format.name].width
             fits = self.hidden_size % width == 0
-            require(fits, "hidden_size", self.hidden_size, f"a multiple of {width}, for {form}")
+            require(fits, "hidden_size", self.hidden_size, f"a multiple of {width}, for {number_format}")
 
     @property
     def token_dtype(self) -> torch.dtype:

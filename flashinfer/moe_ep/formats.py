@@ -52,19 +52,19 @@ def is_quantised(name: str, x: torch.Tensor) -> bool:
 
 def check_codes(name: str, x: torch.Tensor, scale: torch.Tensor | None, hidden: int) -> None:
     """Rows that the caller has quantised, and their scales."""
-    form = FORMATS[name]
-    shape = (len(x), hidden * form.code_bits // 8 // x.element_size())
-    fits = tuple(x.shape) == shape and x.dtype in form.code_dtypes
-    named = ", ".join(str(dtype) for dtype in form.code_dtypes)
+    number_format = FORMATS[name]
+    shape = (len(x), hidden * number_format.code_bits // 8 // x.element_size())
+    fits = tuple(x.shape) == shape and x.dtype in number_format.code_dtypes
+    named = ", ".join(str(dtype) for dtype in number_format.code_dtypes)
     require(fits, "hidden_states", f"{x.dtype} {tuple(x.shape)}", f"{named} {shape}, of {name}")
-    if form.scale_dtype is None:
+    if number_format.scale_dtype is None:
         require(scale is None, "hidden_states_scale", "a tensor", f"None, for scales of {name} do not travel")
         return
-    shape = (len(x), hidden // form.width)
-    allowed = (torch.float32,) if form.scale_dtype == torch.float32 else _BYTES
+    shape = (len(x), hidden // number_format.width)
+    allowed = (torch.float32,) if number_format.scale_dtype == torch.float32 else _BYTES
     fits = scale is not None and tuple(scale.shape) == shape and scale.dtype in allowed
     got = None if scale is None else f"{scale.dtype} {tuple(scale.shape)}"
-    require(fits, "hidden_states_scale", got, f"{form.scale_dtype} {shape}, of {name}")
+    require(fits, "hidden_states_scale", got, f"{number_format.scale_dtype} {shape}, of {name}")
 
 
 def quantise(name: str, x: torch.Tensor, global_scale) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -77,17 +77,17 @@ def quantise(name: str, x: torch.Tensor, global_scale) -> tuple[torch.Tensor, to
         require(global_scale.numel() == 1, "global_scale", tuple(global_scale.shape), "one element")
     if name == "FP8PerTensor":
         return narrow.to_fp8(x.float() * (1 / global_scale), _FP8), None
-    form = FORMATS[name]
+    number_format = FORMATS[name]
     if len(x) == 0:
-        codes = x.new_empty((0, x.shape[1] * form.code_bits // 8), dtype=form.code_dtypes[0])
-        return codes, x.new_empty((0, x.shape[1] // form.width), dtype=form.scale_dtype)
+        codes = x.new_empty((0, x.shape[1] * number_format.code_bits // 8), dtype=number_format.code_dtypes[0])
+        return codes, x.new_empty((0, x.shape[1] // number_format.width), dtype=number_format.scale_dtype)
     if name == "DeepSeekFp8":
-        return narrow.quantize_fp8(x.float(), form.width, _FP8)
+        return narrow.quantize_fp8(x.float(), number_format.width, _FP8)
     # The quantisers take 16 bits; float32 rows are rounded first.
     x = x if x.dtype in (torch.bfloat16, torch.float16) else x.bfloat16()
     if name == "MXFP8":
         codes, scale = mxfp8_quantize(x, is_sf_swizzled_layout=False)
     else:
         ue8m0 = name == "MXFP4"
-        codes, scale = fp4_quantize(x, global_scale, form.width, ue8m0, is_sf_swizzled_layout=False)
+        codes, scale = fp4_quantize(x, global_scale, number_format.width, ue8m0, is_sf_swizzled_layout=False)
     return codes, scale.view(torch.uint8).reshape(len(x), -1)

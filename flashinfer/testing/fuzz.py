@@ -176,7 +176,8 @@ def described(arguments: dict) -> str:
             if value.layout is not torch.strided or value.device.type == "meta":
                 return f"{str(value.dtype)[6:]}{list(value.shape)} {value.layout} on {value.device}"
             small = value.numel() <= 8 and not value.dtype.is_floating_point
-            return f"{str(value.dtype)[6:]}{list(value.shape)} {value.stride()} {value.tolist() if small else ''}".rstrip()
+            values = f" {value.tolist()}" if small else ""
+            return f"{str(value.dtype)[6:]}{list(value.shape)} {value.stride()}{values}"
         if isinstance(value, (tuple, list)):
             return "(" + ", ".join(map(text, value)) + ")"
         return repr(value)

@@ -224,8 +224,10 @@ def tensors_in(value) -> list[torch.Tensor]:
     return tensors_in(list(value.values())) if isinstance(value, dict) else []
 
 
-def _bytes(x: torch.Tensor) -> bytes:
-    return bytes(x.detach().untyped_storage())
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, as it is now."""
+    storage = x.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, 0, (storage.nbytes(),), (1,)).clone()
 
 
 @contextmanager
@@ -276,7 +278,7 @@ def attempt(function: Callable, arguments: dict, name: str, change: Change, name
     except ValueError as error:
         if not names_an_argument(error, names):
             raise Wrong(f"{call}: an error that names no argument: {error}") from error
-        if any(_bytes(x) != was for x, was in zip(tensors, before, strict=True)):
+        if any(not torch.equal(_bytes(x), was) for x, was in zip(tensors, before, strict=True)):
             raise Wrong(f"{call}: refused when a tensor was written already: {error}") from error
         return None
     except Exception as error:

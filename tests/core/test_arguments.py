@@ -110,3 +110,11 @@ def test_it_costs_little():
     taken = [min(timeit.repeat(lambda f=f: f(X, **given), number=200, repeat=5)) / 200 for f in (function, plain)]
     assert taken[0] - taken[1] < 50e-6
     print(f"{(taken[0] - taken[1]) * 1e6:.1f} us")
+
+
+def test_numpys_numbers_become_pythons():
+    @checked
+    def kinds(count: int, scale: float = 1.0):
+        return type(count), type(scale)
+
+    assert kinds(np.int64(3), scale=np.float32(2)) == (int, float)

@@ -150,7 +150,7 @@ def test_dumped_calls_run_again(dumps):
     assert [row["state"] for row in document("replay", "--dir", one)] == ["equal"]
 
 
-def test_another_result_is_told(dumps, tmp_path):
+def test_another_result_is_reported(dumps, tmp_path):
     folder = tmp_path / "altered"
     for path in dumps.iterdir():
         if "rmsnorm_call0001" in path.name:

@@ -263,7 +263,7 @@ CODES |= {"i64": ("q", 8), "fp32": ("f", 4), "fp64": ("d", 8)}
 @pytest.mark.parametrize("arch", ["80", "90a", "120a"])
 def test_layout_is_what_the_assembler_made(arch, in_triton):
     """Offsets and sizes against the parameter list that ptxas writes into the cubin; values against their types."""
-    for entry, dump, offsets, form, types in in_triton(compiled, arch):
+    for entry, dump, offsets, packing, types in in_triton(compiled, arch):
         truth = {}
         for ordinal, offset, size in re.findall(
             r"EIATTR_KPARAM_INFO.*?Ordinal\s*:\s*(0x\w+)\s*Offset\s*:\s*(0x\w+)\s*Size\s*:\s*(0x\w+)", dump, re.DOTALL
@@ -275,7 +275,7 @@ def test_layout_is_what_the_assembler_made(arch, in_triton):
         ]
         codes = [CODES["*" if kind.startswith("*") else kind.split(":")[0]] for kind in types]
         values = [1.5 if code in "fd" else i % 2 if code == "?" else i + 3 for i, (code, _) in enumerate(codes)]
-        packed = struct.pack(form, *values)
+        packed = struct.pack(packing, *values)
         for value, (code, size), offset in zip(values, codes, offsets, strict=False):
             assert struct.unpack_from(f"<{code}", packed, offset)[0] == value
         after = offsets[len(types)] if len(offsets) > len(types) else len(packed)

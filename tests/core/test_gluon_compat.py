@@ -25,14 +25,14 @@ def compiled():
 
 
 def test_hopper_building_blocks_compile(in_triton):
-    entry, sass, form, offsets = in_triton(compiled)
+    entry, sass, packing, offsets = in_triton(compiled)
     for instruction in ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS"):
         assert re.search(rf"\b{instruction}", sass), instruction
     assert entry.kernel["threads"] >= 4 * 32 + 32
     assert entry.kernel["shared"] >= (64 * 128 + 64 * 128 + 64 * 64) * 2
     assert [wish["block_size"] for wish in entry.kernel["tensor_maps"]] == [[64, 64], [64, 64], [64, 64]]
     # three maps, each with two sizes and two strides
-    assert struct.calcsize(form) >= 3 * (128 + 2 * 4 + 2 * 8)
+    assert struct.calcsize(packing) >= 3 * (128 + 2 * 4 + 2 * 8)
     assert [offset % 64 for offset in offsets[:15:5]] == [0, 0, 0]
 
 

@@ -154,7 +154,8 @@ class Hostile:
                         return
                     why = hostile.differ(taken, expected)
                     if why:
-                        raise fuzz.Wrong(f"{shown}({name}: {change.what}; {fuzz.described(arguments)}): another result: {why}")
+                        given = fuzz.described(arguments)
+                        raise fuzz.Wrong(f"{shown}({name}: {change.what}; {given}): another result: {why}")
         except fuzz.Wrong as fault:
             self.wrong.setdefault(key, f"[seed {self.seed} call {self.made}] {fault}")
         finally:

@@ -170,7 +170,7 @@ def test_torch_is_a_peer_where_it_can_state_the_row(attention):
     t = workload.tensors(a, torch.device("cpu"))
     check = partial(workload.check, a, workload.truth(a, t))
     works = sdpa.works(a, t, check)
-    assert works.keys() == {f"{backend}/{form}" for backend in ("cudnn", "flash") for form in ("gqa", "expanded")}
+    assert works.keys() == {f"{backend}/{heads}" for backend in ("cudnn", "flash") for heads in ("gqa", "expanded")}
     measured = bench.checked_time(works["flash/expanded"], torch.device("cpu"))
     assert measured.get("us", 0) > 0, measured
     several = workload.Attention(**SMALL, requests=2, q_len=1, kv_len=32, page_size=16)

@@ -75,7 +75,7 @@ def test_a_driver_turns_the_order():
         (("Traceback\nModuleNotFoundError: No module named 'pip'\n",), "pip could not install .* named 'pip'"),
     ],
 )
-def test_failures_are_told_apart_in_one_line(answers, sentence):
+def test_each_failure_has_its_own_line(answers, sentence):
     machine = Fake(*answers)
     with pytest.raises(venv.Failed, match="^" + sentence) as failed:
         venv.install_torch(machine, CONSTRAINTS)

@@ -21,7 +21,7 @@ class Block:
 
 
 class Copy:
-    """Something on its way, which happens when the schedule says so, or when somebody waits for it."""
+    """Something on its way, which happens when the schedule says so, or when a warp waits for it."""
 
     def __init__(self, block: Block, what: str, finish: Callable[[], None], after: tuple[Copy, ...] = ()):
         self.block, self.what, self._finish, self._after, self.is_done = block, what, finish, after, False
@@ -59,7 +59,7 @@ class Task:
 class Schedule:
     """Runs a launch.
 
-    Seeds differ in whether copies land at once, late, or in between, and in whether somebody runs on until it has to
+    Seeds differ in whether copies land at once, late, or in between, and in whether one runs on until it has to
     wait or others come between. Every other product takes as long as others have something to do.
     """
 
@@ -145,7 +145,7 @@ class Schedule:
 
 
 class _Late:
-    """Said only where somebody asks."""
+    """Said only where it is asked for."""
 
     def __init__(self, what: Callable[[], str], task: Task):
         self._what, self._task = what, task

@@ -1,4 +1,4 @@
-"""Ranks as processes: every pattern of the all-reduce and every form of the all-to-all, through gloo."""
+"""Ranks as processes: every pattern of the all-reduce and every number_format of the all-to-all, through gloo."""
 
 import pytest
 

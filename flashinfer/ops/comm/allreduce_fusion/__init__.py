@@ -40,7 +40,7 @@ class Problem:
         Whether "finalize" has a row a token beside.
     weight_dtype : str
         Of the RMSNorm that follows, with a residual; "" where none does.
-    form : str
+    number_format : str
         Of a quantised result: "" none, "fp8" with one scale, "fp8_row" with a scale a row, "fp8_group" with ue8m0
         scales of 128 columns, "nvfp4".
     layout : str
@@ -62,7 +62,7 @@ class Problem:
     scale_dtype: str = ""
     beside: bool = False
     weight_dtype: str = ""
-    form: str = ""
+    number_format: str = ""
     layout: str = ""
     scale: str = ""
     sum: bool = True
@@ -124,12 +124,14 @@ def _catalog() -> Iterator[Problem]:
     yield Problem("peer", 2, "bf16", 4096)
     yield Problem("peer", 8, "bf16", 8192, two_shot=True, weight_dtype="bf16", normed=True, sum=False)
     norm = {"weight_dtype": "bf16", "sum": False}
-    yield Problem("peer", 4, "fp16", 4096, form="nvfp4", layout="128x4", scale="tensor", source="reduce", **norm)
+    nvfp4 = dict(number_format="nvfp4", layout="128x4", scale="tensor")
+    yield Problem("peer", 4, "fp16", 4096, source="reduce", **nvfp4, **norm)
     yield Problem(
-        "peer", 2, "bf16", 8192, form="fp8", scale="number", source="finalize", scale_dtype="bf16", beside=True, **norm
+        "peer", 2, "bf16", 8192, number_format="fp8", scale="number", source="finalize", scale_dtype="bf16",
+        beside=True, **norm,
     )
-    yield Problem("peer", 2, "fp32", 2048, form="fp8_row", normed=True, aligned=False, **norm)
-    yield Problem("peer", 2, "bf16", 4096, form="fp8_group", normed=True, **norm)
+    yield Problem("peer", 2, "fp32", 2048, number_format="fp8_row", normed=True, aligned=False, **norm)
+    yield Problem("peer", 2, "bf16", 4096, number_format="fp8_group", normed=True, **norm)
 
 
 allreduce_fusion = Op(

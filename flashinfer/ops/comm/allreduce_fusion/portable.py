@@ -51,7 +51,7 @@ def allreduce_kernel(
     WORLD: tl.constexpr,
     TWO_SHOT: tl.constexpr,
     SOURCE: tl.constexpr,
-    FORM: tl.constexpr,
+    NUMBER_FORMAT: tl.constexpr,
     LAYOUT: tl.constexpr,
     SCALE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -150,11 +150,11 @@ def allreduce_kernel(
                     y *= gain.to(tl.float32) + bias
                     if normed is not None:
                         tl.store(normed + place, y.to(dtype), inside)
-                    if FORM == "fp8_group":
+                    if NUMBER_FORMAT == "fp8_group":
                         y = y.to(dtype).to(tl.float32)
                     _quantise(
                         y, scale, codes, factors, factor_row, factor_word, row, hidden, column, inside,
-                        FORM, LAYOUT, SCALE, BLOCK, CAPABILITY,
+                        NUMBER_FORMAT, LAYOUT, SCALE, BLOCK, CAPABILITY,
                     )  # fmt: skip
             # A failed exchange leaves NaN, not what was there before.
             for i in range(tl.cdiv(tl.maximum(tokens - ready - channel, 0), channels)):
@@ -162,9 +162,9 @@ def allreduce_kernel(
                 inside = column < tl.minimum(hidden, multiple(elements - row.to(tl.int64) * hidden, UNIT))
                 _spoil(
                     total, residual_out, normed, codes, factors, factor_row, factor_word, row, hidden, column, inside,
-                    dtype, FORM, LAYOUT, BLOCK,
+                    dtype, NUMBER_FORMAT, LAYOUT, BLOCK,
                 )  # fmt: skip
-            if FORM == "nvfp4" and LAYOUT != "linear":
+            if NUMBER_FORMAT == "nvfp4" and LAYOUT != "linear":
                 block = tl.arange(0, BLOCK // 16)
                 for i in range(tl.cdiv(factor_rows - tokens, channels)):
                     row = tokens + channel + i * channels
@@ -231,17 +231,18 @@ def _sum(
 @triton.jit
 def _quantise(
     y, scale, codes, factors, factor_row, factor_word, row, hidden, column, inside,
-    FORM: tl.constexpr, LAYOUT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, CAPABILITY: tl.constexpr,
+    NUMBER_FORMAT: tl.constexpr, LAYOUT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    CAPABILITY: tl.constexpr,
 ):  # fmt: skip
     """Write a row quantised: codes, and its scales."""
     wide = row.to(tl.int64) * hidden
-    if FORM == "fp8":
+    if NUMBER_FORMAT == "fp8":
         tl.store(codes + wide + column, to_fp8(y * _inverse(scale, SCALE), "fp8e4nv", CAPABILITY), inside)
-    elif FORM == "fp8_row":
+    elif NUMBER_FORMAT == "fp8_row":
         code, factor = quantize_fp8(y[None, :], BLOCK, "fp8e4nv", False, CAPABILITY)
         tl.store((codes + wide + column)[None, :], code, inside[None, :])
         tl.store(factors + row + tl.zeros([1, 1], tl.int32), factor)
-    elif FORM == "fp8_group":
+    elif NUMBER_FORMAT == "fp8_group":
         # No smaller than 1e-10, so that a group of zeros has a scale that is no subnormal.
         amax = tl.maximum(block_amax(y[None, :], 128), 0x2EDBE6FF)
         factor = to_ue8m0(amax, 448)
@@ -251,7 +252,7 @@ def _quantise(
         at = (row.to(tl.int64) * factor_row + (group // 4).to(tl.int64) * factor_word) * 4 + group % 4
         # The last word's bytes past the row are 0.
         tl.store(factors + at, tl.where(group < hidden // 128, factor, 0), group < (hidden + 511) // 512 * 4)
-    elif FORM == "nvfp4":
+    elif NUMBER_FORMAT == "nvfp4":
         code, factor = quantize_nvfp4(y[None, :], _number(scale, SCALE), CAPABILITY)
         pair = tl.arange(0, BLOCK // 2)[None, :]
         tl.store(codes + row.to(tl.int64) * (hidden // 2) + pair, code, pair < hidden // 2)
@@ -263,7 +264,7 @@ def _quantise(
 @triton.jit
 def _spoil(
     total, residual_out, normed, codes, factors, factor_row, factor_word, row, hidden, column, inside,
-    dtype: tl.constexpr, FORM: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr,
+    dtype: tl.constexpr, NUMBER_FORMAT: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write NaN to a row of every result: bytes 0xFF in what is quantised, codes and scales."""
     wide = row.to(tl.int64) * hidden
@@ -274,18 +275,18 @@ def _spoil(
         tl.store(residual_out + wide + column, nan, inside)
     if normed is not None:
         tl.store(normed + wide + column, nan, inside)
-    if FORM == "nvfp4":
+    if NUMBER_FORMAT == "nvfp4":
         pair = tl.arange(0, BLOCK // 2)
         half = row.to(tl.int64) * (hidden // 2) + pair
         tl.store(codes + half, tl.full([BLOCK // 2], 0xFF, tl.uint8), pair < hidden // 2)
         block = tl.arange(0, BLOCK // 16)
         at = scale_offset(row + block * 0, block, factor_row, LAYOUT)
         tl.store(factors + at, tl.full([BLOCK // 16], 0xFF, tl.uint8), block < factor_row)
-    elif FORM != "":
+    elif NUMBER_FORMAT != "":
         tl.store(codes + wide + column, tl.full([BLOCK], 0xFF, tl.uint8), inside)
-        if FORM == "fp8_row":
+        if NUMBER_FORMAT == "fp8_row":
             tl.store(factors + row, float("nan"))
-        elif FORM == "fp8_group":
+        elif NUMBER_FORMAT == "fp8_group":
             group = tl.arange(0, BLOCK // 128)
             at = (row.to(tl.int64) * factor_row + (group // 4).to(tl.int64) * factor_word) * 4 + group % 4
             tl.store(factors + at, tl.full([BLOCK // 128], 0xFF, tl.uint8), group < (hidden + 511) // 512 * 4)
@@ -325,10 +326,10 @@ def build(problem: Problem, config) -> Build:
     types |= {"total": rows} if problem.sum else {}
     if problem.weight_dtype:
         types |= {"residual_out": rows} | ({"normed": rows} if problem.normed else {})
-    if problem.form:
+    if problem.number_format:
         types["codes"] = pointer("u8", problem.aligned)
-    if problem.form in ("nvfp4", "fp8_group", "fp8_row"):
-        types["factors"] = "*fp32" if problem.form == "fp8_row" else "*u8"
+    if problem.number_format in ("nvfp4", "fp8_group", "fp8_row"):
+        types["factors"] = "*fp32" if problem.number_format == "fp8_row" else "*u8"
         types |= {"factor_row": "i32", "factor_word": "i32", "factor_rows": "i32"}
     types |= {"tokens": "i32", "hidden": "i32", "elements": "i64", "eps": "fp32", "bias": "fp32"}
     types |= {"peers": "*i64", "state": "*i32", "lost": "*i32", "rank": "i32", "area": "i64:16", "limit": "i64"}
@@ -336,7 +337,7 @@ def build(problem: Problem, config) -> Build:
         "WORLD": problem.world,
         "TWO_SHOT": problem.two_shot,
         "SOURCE": problem.source,
-        "FORM": problem.form,
+        "NUMBER_FORMAT": problem.number_format,
         "LAYOUT": problem.layout,
         "SCALE": problem.scale,
         "UNIT": unit(problem.dtype, problem.aligned),
@@ -381,9 +382,9 @@ def run(problem, config, link, given: Rows, norm: Norm, out: Results, tokens: in
 
 def _factor_arguments(problem, factors: torch.Tensor, tokens: int, hidden: int) -> list:
     """The scales as the kernel writes them, what it needs to find one, and the rows that their layout has."""
-    if problem.form == "fp8_row":
+    if problem.number_format == "fp8_row":
         return [factors, 1, 0, tokens]
-    if problem.form == "fp8_group":
+    if problem.number_format == "fp8_group":
         row, word = factors.stride()
         # The bytes of words with any strides.
         extent = 1 + (factors.shape[0] - 1) * row + (factors.shape[1] - 1) * word

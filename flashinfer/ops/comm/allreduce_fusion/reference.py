@@ -21,7 +21,7 @@ def run(problem, config, link, given: Rows, norm: Norm, out: Results, tokens: in
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight.float() + norm.bias)
     if out.normed is not None:
         out.normed.copy_(y)
-    if problem.form:
+    if problem.number_format:
         _quantise(problem, y, norm.scale, out)
 
 
@@ -43,13 +43,13 @@ def _quantise(problem, y, scale, out: Results) -> None:
     scale = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=y.device)
     fp8 = torch.float8_e4m3fn
     codes = out.codes.view(torch.uint8)
-    if problem.form == "fp8":
+    if problem.number_format == "fp8":
         codes.copy_(narrow.to_fp8(y * (1 / scale), fp8).view(torch.uint8))
-    elif problem.form == "fp8_row":
+    elif problem.number_format == "fp8_row":
         narrowed, factors = narrow.quantize_fp8(y, y.shape[-1], fp8)
         codes.copy_(narrowed.view(torch.uint8))
         out.factors.copy_(factors)
-    elif problem.form == "fp8_group":
+    elif problem.number_format == "fp8_group":
         narrowed, factors = group_fp8(y.to(torch_dtype(problem.dtype)).float())
         codes.copy_(narrowed.view(torch.uint8))
         out.factors.copy_(factors)

@@ -61,27 +61,27 @@ def inputs(case, rank, world, shape, dtype, device="cpu", seed=0):
 def results(case, shape, dtype, device="cpu", layout=0):
     """What the call writes, poisoned, and the options that say how."""
     tokens, hidden = shape
-    pattern, form, _ = CASES[case]
+    pattern, number_format, _ = CASES[case]
     out = {"pattern": pattern}
     if case == "plain":
         return out
     out |= {"rms_eps": EPS, "weight_bias": BIAS}
     for name in ("output", "residual_out", "norm_out"):
         out[name] = torch.full(shape, torch.nan, dtype=dtype, device=device)
-    if form:
-        wide = hidden // 2 if form == "nvfp4" else hidden
+    if number_format:
+        wide = hidden // 2 if number_format == "nvfp4" else hidden
         out["quant_out"] = torch.full((tokens, wide), 0x55, dtype=torch.uint8, device=device)
-        if form != "nvfp4":
+        if number_format != "nvfp4":
             out["quant_out"] = out["quant_out"].view(FP8)
-    if form == "fp8":
+    if number_format == "fp8":
         out["scale_factor"] = torch.full((1,), 0.02, device=device)
-    elif form == "row":
+    elif number_format == "row":
         out["scale_out"] = torch.full((tokens, 1), torch.nan, device=device)
-    elif form == "group":
+    elif number_format == "group":
         # As DeepGEMM reads them: columns of rows padded to four.
         words = torch.full((-(-hidden // 512), -(-tokens // 4) * 4), 0x55555555, dtype=torch.int32, device=device)
         out |= {"scale_out": words.T[:tokens], "block_quant_group_size": 128}
-    elif form == "nvfp4":
+    elif number_format == "nvfp4":
         high, wide = layouts.padded(tokens, hidden // 16, LAYOUTS[layout])
         out["scale_out"] = torch.full((high, wide), 0x55, dtype=torch.uint8, device=device)
         out |= {"scale_factor": 40.0, "layout_code": layout}
@@ -115,7 +115,7 @@ def check(case, everyone, out, returned, two_shot=False):
     if case == "plain":
         assert_bitwise(returned.view(same.shape), same, "the sum")
         return
-    # Not every form of the call writes it.
+    # Not every number_format of the call writes it.
     if "output" in out:
         assert_close(out["output"], same, exact, "output")
     total = exact + given["residual_in"].double()
@@ -124,19 +124,19 @@ def check(case, everyone, out, returned, two_shot=False):
     norm = total * (total.square().mean(-1, keepdim=True) + EPS).rsqrt() * (given["rms_gamma"].double() + BIAS)
     same_norm = torch.nn.functional.rms_norm(same_total, same_total.shape[-1:], given["rms_gamma"] + BIAS, EPS)
     assert_close(out["norm_out"], same_norm, norm, "norm_out")
-    form = CASES[case][1]
-    written_norm = form == "" or case.endswith("out") or CASES[case][2] and form == "nvfp4"
+    number_format = CASES[case][1]
+    written_norm = number_format == "" or case.endswith("out") or CASES[case][2] and number_format == "nvfp4"
     assert returned is (out["norm_out"] if written_norm else out["quant_out"])
-    if form:
-        _check_codes(form, out, out["norm_out"].float())
+    if number_format:
+        _check_codes(number_format, out, out["norm_out"].float())
 
 
-def _check_codes(form, out, norm):
+def _check_codes(number_format, out, norm):
     """Codes decode to the norm as nearly as their format can; scales are what their format says."""
     tokens, hidden = norm.shape
     # The norm was rounded before it got here; the codes are of the unrounded one.
     slack = 2 * torch.finfo(out["norm_out"].dtype).eps * norm.abs()
-    if form == "nvfp4":
+    if number_format == "nvfp4":
         layout = LAYOUTS[out["layout_code"]]
         bytes_of = out["scale_out"].view(-1)
         factors = layouts.restore(bytes_of, tokens, hidden // 16, layout).contiguous()
@@ -148,10 +148,10 @@ def _check_codes(form, out, norm):
         assert ((factors - largest).abs() <= 0.07 * largest + 1e-4).all()
         return
     codes = out["quant_out"].float()
-    if form == "fp8":
+    if number_format == "fp8":
         scale = out["scale_factor"].float()
         norm = norm.clamp(-448 * scale, 448 * scale)
-    elif form == "row":
+    elif number_format == "row":
         scale = out["scale_out"]
         torch.testing.assert_close(scale, norm.abs().amax(-1, keepdim=True) / 448, rtol=0.01, atol=0)
     else:

@@ -63,7 +63,7 @@ def blocks(rank, world, device):
 
 
 def older(rank, world, device, group=None):
-    """The form with a preparation and a call a tensor; its gathered preparation says the same."""
+    """The number_format with a preparation and a call a tensor; its gathered preparation says the same."""
     mapping = comm.Mapping(world_size=world, rank=rank, tp_size=world, moe_ep_size=world)
     config = comm.MnnvlConfig(comm_backend=comm.TorchDistBackend(dist.group.WORLD) if world > 1 else None)
     ws = comm.MnnvlMoe.get_moe_workspaces(mapping, config)
