@@ -9,6 +9,7 @@ from flashinfer.testing.compare import assert_close
 from flashinfer.testing.emulator import emulate
 from tests.ops.gemm.blockscaled import test_hopper as blockscaled
 from tests.ops.gemm.grouped import test_hopper as grouped
+from tests.ops.tensor_cores import fp8_product
 
 SEEDS = (0, 1)
 CPU = torch.device("cpu")
@@ -101,3 +102,19 @@ def test_unscaled(lengths, form, seed):
     with emulate("90a", seed=seed) as launched:
         grouped.test_unscaled(CPU, lengths, 264, 320, form)
     assert set(launched) == {"unscaled_sm90_kernel"}
+
+
+@pytest.mark.matrix
+def test_short_sums_of_fp8_are_those_of_the_published_model():
+    a, b = (generate.randn(1, n, 256).to(torch.float8_e4m3fn) for n in (130, 72))
+    outs = []
+    for places in (None, 13):
+        out = torch.empty(1, 130, 72, dtype=torch.float32)
+        problem = Problem("fp8e4nv", "fp8e4nv", "fp32", "k", "k", "n", 256, 128)
+        with emulate("90a", fp8_places=places):
+            dense(problem, out.device).run(Inputs(a, b.mT, out))
+        outs.append(out[0])
+    truth = a[0].double() @ b[0].double().mT
+    torch.testing.assert_close(outs[0].double(), truth, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(outs[1].double(), fp8_product(a[0], b[0].mT), rtol=1e-6, atol=0)
+    assert (outs[1].double() - truth).abs().max() > 1e-3

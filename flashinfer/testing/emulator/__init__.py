@@ -21,8 +21,9 @@ __all__ = ["BarrierError", "Deadlock", "EmulationError", "Hazard", "OutOfBounds"
 
 @contextmanager
 def emulate(
-    arch: str = "90a", *, seed: int = 0, sms: int = 2, watch: Callable[[str, str], str | None] | None = None
-) -> Iterator[list[str]]:
+    arch: str = "90a", *, seed: int = 0, sms: int = 2, fp8_places: int | None = None,
+    watch: Callable[[str, str], str | None] | None = None,
+) -> Iterator[list[str]]:  # fmt: skip
     """Take every device for a chip of that architecture, and run its Gluon kernels here, on CPU tensors.
 
     Parameters
@@ -34,6 +35,8 @@ def emulate(
         between, and early.
     sms : int
         Multiprocessors that there are: so many blocks a persistent kernel has.
+    fp8_places : int, optional
+        Binary places that sums of FP8 products keep, 13 by what is published of Hopper. Without it, float32's.
     watch : callable (operation, place) -> str or None, optional
         Called before each operation that orders others, with its place in the source; what it returns goes wrong there,
         for tests that break a kernel. Of a "wait": "skip" or "phase", the other parity; of an "arrive": "skip" or
@@ -54,7 +57,7 @@ def emulate(
     """
     from flashinfer.testing.emulator.run import Emulator
 
-    emulator = Emulator(seed, sms, watch)
+    emulator = Emulator(seed, sms, watch, fp8_places)
     before, launch.emulator = launch.emulator, emulator
     try:
         with override(replace(named(arch), sms=sms)):

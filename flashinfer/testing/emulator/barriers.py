@@ -1,8 +1,8 @@
 """Barriers in shared memory, and what has happened for certain before what: a clock for each partition of warps.
 
-A partition's clock counts what it has told others. It knows of the others' what barriers have told it (vector clocks:
-Fidge, 1988; Mattern, 1989). What one partition writes another may read only if it knows of it by then, in whatever
-order they happened to run.
+A partition's clock counts its releases: arrivals, announcements and copies. It knows of the others' clocks what it
+acquired when it waited (vector clocks: Fidge, 1988; Mattern, 1989). What one partition writes another may read only if
+it knows of it by then, in whatever order they happened to run.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Clock:
         """Of what it does next."""
         return int(self.known[self.partition])
 
-    def tell(self) -> np.ndarray:
-        """What it has done so far, for others to learn."""
-        told = self.known.copy()
+    def release(self) -> np.ndarray:
+        """What it and those that it knows of have done so far, for others to acquire."""
+        released = self.known.copy()
         self.known[self.partition] += 1
-        return told
+        return released
 
-    def learn(self, told: np.ndarray) -> None:
-        np.maximum(self.known, told, out=self.known)
+    def acquire(self, released: np.ndarray) -> None:
+        np.maximum(self.known, released, out=self.known)
 
 
 class Barrier:
@@ -44,8 +44,8 @@ class Barrier:
         if not 0 < count < 1 << 20:
             raise BarrierError(f"{name}: a count of {count}, at {here()}")
         self.name, self.count, self.pending, self.bytes, self.phase = name, count, count, 0, 0
-        # What those who arrived have told in this phase, and in those that are over.
-        self._told, self.told = np.zeros(MOST_PARTITIONS, np.uint32), np.zeros(MOST_PARTITIONS, np.uint32)
+        # What was released by arrivals of this phase, and of those that are over.
+        self._arrived, self.released = np.zeros(MOST_PARTITIONS, np.uint32), np.zeros(MOST_PARTITIONS, np.uint32)
 
     def __str__(self) -> str:
         missing = f"{self.pending} of {self.count} arrivals and {self.bytes} bytes"
@@ -55,32 +55,32 @@ class Barrier:
         """More threads will arrive in this phase."""
         self.pending += count
 
-    def expect(self, size: int, told: np.ndarray) -> None:
+    def expect(self, size: int, released: np.ndarray) -> None:
         self.bytes += size
         if self.bytes >= 1 << 20:
             raise BarrierError(f"{self}: more bytes than a barrier counts, at {here()}")
-        self.arrive(1, told)
+        self.arrive(1, released)
 
-    def arrive(self, count: int, told: np.ndarray) -> None:
+    def arrive(self, count: int, released: np.ndarray) -> None:
         if count > self.pending:
             raise BarrierError(f"{self}: {count} more arrive, at {here()}")
         self.pending -= count
-        self._turn(told)
+        self._turn(released)
 
-    def complete(self, size: int, told: np.ndarray) -> None:
+    def complete(self, size: int, released: np.ndarray) -> None:
         """Bytes of a copy are there."""
         self.bytes -= size
         if self.bytes <= -(1 << 20):
             raise BarrierError(f"{self}: more bytes came than a barrier counts")
-        self._turn(told)
+        self._turn(released)
 
-    def _turn(self, told: np.ndarray) -> None:
-        np.maximum(self._told, told, out=self._told)
+    def _turn(self, released: np.ndarray) -> None:
+        np.maximum(self._arrived, released, out=self._arrived)
         if self.pending == 0 and self.bytes == 0:
             self.phase += 1
             self.pending = self.count
-            np.maximum(self.told, self._told, out=self.told)
-            self._told[:] = 0
+            np.maximum(self.released, self._arrived, out=self.released)
+            self._arrived[:] = 0
 
     def is_over(self, parity: int) -> bool:
         """Whether the phase of that parity is over; the one before the first counts as over."""

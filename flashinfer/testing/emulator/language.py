@@ -148,8 +148,11 @@ class Language:
     A function that others may run in between is a generator.
     """
 
-    def __init__(self, schedule: Schedule, watch: Callable[[str, str], str | None] | None):
+    def __init__(
+        self, schedule: Schedule, watch: Callable[[str, str], str | None] | None, fp8_places: int | None
+    ):
         self._schedule = schedule
+        self._fp8_places = fp8_places
         self._watch = watch
         # What translates device functions, Triton's own among them.
         self.translate: Callable = _itself
@@ -301,7 +304,7 @@ class Language:
             lambda: not any(worker in tasks for worker in workers), lambda: "its partitions"
         )
         for worker in workers:
-            parent.clock.learn(worker.clock.tell())
+            parent.clock.acquire(worker.clock.release())
         return results[0] if results else None
 
     # Barriers.
@@ -322,13 +325,13 @@ class Language:
         fault = self._fault("expect")
         if pred:
             size = int(bytes) + {"fewer": -16, "more": 16}.get(fault, 0)
-            barrier.barrier().expect(size, self._task.clock.tell())
+            barrier.barrier().expect(size, self._task.clock.release())
 
     def arrive(self, barrier, *, count=1, pred=True):
         yield
         fault = self._fault("arrive")
         if pred and fault != "skip":
-            barrier.barrier().arrive(int(count) * (2 if fault == "twice" else 1), self._task.clock.tell())
+            barrier.barrier().arrive(int(count) * (2 if fault == "twice" else 1), self._task.clock.release())
 
     def wait(self, barrier, phase, pred=True, deps=()):
         fault = self._fault("wait")
@@ -358,11 +361,11 @@ class Language:
         if result.shape[-1] != tensor_desc.block_shape[-1]:
             raise EmulationError(f"rows of a box {tensor_desc.block_shape} to {result}, at {here()}")
         result.begin_copy(True)
-        where, told = here(), self._task.clock.tell()
+        where, released = here(), self._task.clock.release()
 
         def finish():
             result.land(tensor_desc.read(coordinates))
-            bar.complete(tensor_desc.bytes, told)
+            bar.complete(tensor_desc.bytes, released)
 
         self._schedule.send(Copy(self._task.block, f"the copy of {tensor_desc.name} to {result} ({where})", finish))
 
@@ -424,14 +427,14 @@ class Language:
             bar.announce(threads)
         # None may be waited for by group: then they are done here.
         earlier = tuple(copy for group in (*task.groups, task.copies) for copy in group if not copy.is_done)
-        told = task.clock.tell()
-        self._schedule.send(Copy(task.block, f"an arrival at {bar}", lambda: bar.arrive(threads, told), earlier))
+        released = task.clock.release()
+        self._schedule.send(Copy(task.block, f"an arrival at {bar}", lambda: bar.arrive(threads, released), earlier))
 
     # Products.
 
     def warpgroup_mma(self, a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):
         yield
-        product = products.start(a, b, acc, bool(use_acc))
+        product = products.start(a, b, acc, bool(use_acc), self._fp8_places)
         self._task.products.append(product)
         if not is_async:
             yield from self.warpgroup_mma_wait(0, [product.result])

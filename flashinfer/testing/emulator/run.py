@@ -21,11 +21,11 @@ from flashinfer.testing.emulator.values import pointer, scalar
 class Emulator:
     """Runs launches, one after another."""
 
-    def __init__(self, seed: int, sms: int, watch: Callable[[str, str], str | None] | None):
+    def __init__(self, seed: int, sms: int, watch: Callable[[str, str], str | None] | None, fp8_places: int | None):
         self._sms = sms
         self.launched: list[str] = []
         self._schedule = Schedule(seed)
-        language = Language(self._schedule, watch)
+        language = Language(self._schedule, watch, fp8_places)
         self._translate = language.translate = Translator(language)
 
     def __call__(self, build, grid: tuple[int, int, int], args: tuple) -> None:

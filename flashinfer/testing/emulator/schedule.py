@@ -156,4 +156,4 @@ class _Late:
 
 def wait_for_barrier(schedule: Schedule, barrier: Barrier, parity: int) -> GeneratorType:
     yield from schedule.wait(lambda: barrier.is_over(parity), lambda: f"parity {parity} of {barrier}")
-    schedule.running.clock.learn(barrier.told)
+    schedule.running.clock.acquire(barrier.released)

@@ -111,7 +111,7 @@ class Shared(InSharedMemory):
     # By threads.
 
     def load(self, layout=None) -> Tensor:
-        """What was never written, or by somebody who has not told, reads as NaN; of integers as bits that are ones."""
+        """What was never written, or what no barrier orders before, reads as NaN; of integers as bits that are ones."""
         self._refuse_flight("read")
         raw, unknown = self.raw.copy(), self._unknown_writes()
         if unknown is not None:
@@ -215,7 +215,7 @@ class Shared(InSharedMemory):
             raise Hazard(f"{self} is {what} while a copy to it is on its way, at {here()}")
 
     def _unknown_writes(self) -> np.ndarray | None:
-        """The bytes whose writers have not told of it who runs; None if there are none."""
+        """The bytes whose writing no barrier orders before what runs; None if there are none."""
         wrote, known = self.marks[WROTE], self._clock.known
         first = int(wrote.flat[0])
         if bool((wrote == first).all()):
