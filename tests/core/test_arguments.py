@@ -45,12 +45,12 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("given", GOOD, ids=str)
+@pytest.mark.parametrize("given", GOOD)
 def test_taken(given):
     function(X, **given)
 
 
-@pytest.mark.parametrize("given", BAD, ids=str)
+@pytest.mark.parametrize("given", BAD)
 def test_refused(given):
     (name,) = given
     with pytest.raises(ValueError, match=f"^{name}: got .*; allowed: "):
