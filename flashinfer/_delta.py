@@ -59,6 +59,27 @@ def require_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dim: int) -
     return heads
 
 
+def require_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: str) -> int:
+    """The heads of the state. q, k and v have one dtype and the dimensions `dims`, the same up to their heads."""
+    count = dims.count(",") + 1
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require(x.dim() == count, name, f"shape {tuple(x.shape)}", f"[{dims}]")
+        require_dtype(name, x, INPUTS)
+        require(x.dtype == q.dtype, name, f"dtype {x.dtype}", f"{q.dtype}, that of q")
+    heads = require_heads(q, k, v, count - 2)
+    require_shape("k", k, *q.shape[:-2], None, q.shape[-1])
+    require_shape("v", v, *q.shape[:-2], None, None)
+    return heads
+
+
+def require_offsets(cu_seqlens: torch.Tensor | None) -> None:
+    """Offsets of packed sequences are there, and say where the first begins."""
+    require(cu_seqlens is not None, "cu_seqlens", None, "a tensor [sequences + 1]")
+    require_shape("cu_seqlens", cu_seqlens, None)
+    require_dtype("cu_seqlens", cu_seqlens, INDICES)
+    require(cu_seqlens.shape[0] > 0, "cu_seqlens", "shape (0,)", "[sequences + 1]")
+
+
 def require_tree(parents: torch.Tensor | None, sequences: int, tokens: int) -> None:
     """Parents of a tree's tokens are [sequences, tokens] integers, and the tree fits into registers."""
     if parents is not None:

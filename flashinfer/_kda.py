@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer._delta import INPUTS, default_scale, require_dtype, require_heads, require_shape
+from flashinfer._delta import INPUTS, default_scale, require_dtype, require_shape, require_tokens
 from flashinfer._delta_prefill import check_states, marks_of, run_chunks
 from flashinfer.ops.recurrent.delta.operands import Gates, Pool, Tokens
 
@@ -14,14 +14,9 @@ BACKENDS = ("cute-dsl", "cute-dsl-persistent", "tirx", "ptx", "cake", "small-bh"
 
 def check_inputs(q, k, v, g, beta) -> None:
     """Shapes and dtypes of the inputs, [rows, tokens, heads, ...]."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        require(x.dim() == 4, name, f"shape {tuple(x.shape)}", "[batch, T, heads, head_dim]")
-        require_dtype(name, x, INPUTS)
-        require(x.dtype == q.dtype, name, f"dtype {x.dtype}", f"{q.dtype}, that of q")
+    heads = require_tokens(q, k, v, "batch, T, heads, head_dim")
     rows, tokens, _, key_dim = q.shape
     require_shape("k", k, rows, tokens, q.shape[2], key_dim)
-    require_shape("v", v, rows, tokens, None, None)
-    heads = require_heads(q, k, v, 2)
     require_shape("g", g, rows, tokens, heads, key_dim)
     require_shape("beta", beta, rows, tokens, heads)
     require_dtype("g", g, INPUTS)

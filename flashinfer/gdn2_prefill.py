@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
 from flashinfer._delta import (
-    INDICES,
     INPUTS,
     output_like,
     require_dtype,
-    require_heads,
+    require_offsets,
     require_shape,
+    require_tokens,
     scale_or_unset,
     variant_for,
 )
@@ -69,18 +68,9 @@ def chunk_gated_delta_rule2(
     ValueError
         A shape, dtype, device or combination other than the above.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        require(x.dim() == 3, name, f"shape {tuple(x.shape)}", "[tokens, heads, head_dim]")
-        require_dtype(name, x, INPUTS)
-        require(x.dtype == q.dtype, name, f"dtype {x.dtype}", f"{q.dtype}, that of q")
-    require(cu_seqlens is not None, "cu_seqlens", None, "a tensor [sequences + 1]")
-    require_shape("cu_seqlens", cu_seqlens, None)
-    require_dtype("cu_seqlens", cu_seqlens, INDICES)
-    require(cu_seqlens.shape[0] > 0, "cu_seqlens", "shape (0,)", "[sequences + 1]")
+    heads = require_tokens(q, k, v, "tokens, heads, head_dim")
+    require_offsets(cu_seqlens)
     count, key_dim, value_dim = q.shape[0], q.shape[2], v.shape[2]
-    heads = require_heads(q, k, v, 1)
-    require_shape("k", k, count, None, key_dim)
-    require_shape("v", v, count, None, None)
     for name, x, dim in (("g", g, key_dim), ("beta", beta, key_dim), ("w", w, value_dim)):
         require_shape(name, x, count, heads, dim)
         require_dtype(name, x, INPUTS)

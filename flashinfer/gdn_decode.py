@@ -14,8 +14,8 @@ from flashinfer._delta import (
     default_scale,
     output_like,
     require_dtype,
-    require_heads,
     require_shape,
+    require_tokens,
     require_tree,
     run_step,
     variant_for,
@@ -294,14 +294,9 @@ def decode_tokens(
 ):
     """Check the arguments that all forms have, and run them."""
     A_log, a, dt_bias, b = gates
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        require(x.dim() == 4, name, f"shape {tuple(x.shape)}", "[batch, T, heads, head_dim]")
-        require_dtype(name, x, INPUTS)
-        require(x.dtype == q.dtype, name, f"dtype {x.dtype}", f"{q.dtype}, that of q")
+    heads = require_tokens(q, k, v, "batch, T, heads, head_dim")
     batch, tokens, _, key_dim = q.shape
-    heads, value_dim = require_heads(q, k, v, 2), v.shape[3]
-    require_shape("k", k, batch, tokens, None, key_dim)
-    require_shape("v", v, batch, tokens, None, None)
+    value_dim = v.shape[3]
     for name, x in (("a", a), ("b", b)):
         require_shape(name, x, batch, tokens, heads)
         require_dtype(name, x, INPUTS)

@@ -7,12 +7,12 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._delta import (
-    INDICES,
     INPUTS,
     output_like,
     require_dtype,
-    require_heads,
+    require_offsets,
     require_shape,
+    require_tokens,
     scale_or_unset,
     variant_for,
 )
@@ -122,22 +122,13 @@ def chunk_gated_delta_rule(
     >>> out.shape, state.shape
     (torch.Size([100, 2, 64]), torch.Size([2, 2, 64, 64]))
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        require(x.dim() == 3, name, f"shape {tuple(x.shape)}", "[tokens, heads, head_dim]")
-        require_dtype(name, x, INPUTS)
-        require(x.dtype == q.dtype, name, f"dtype {x.dtype}", f"{q.dtype}, that of q")
-    require(cu_seqlens is not None, "cu_seqlens", None, "a tensor [sequences + 1]")
-    require_shape("cu_seqlens", cu_seqlens, None)
-    require_dtype("cu_seqlens", cu_seqlens, INDICES)
-    require(cu_seqlens.shape[0] > 0, "cu_seqlens", "shape (0,)", "[sequences + 1]")
+    heads = require_tokens(q, k, v, "tokens, heads, head_dim")
+    require_offsets(cu_seqlens)
     require(use_cp in ("auto", True, False), "use_cp", repr(use_cp), '"auto", True or False')
     require(_cp_chunk_len is None or _cp_chunk_len > 0 and _cp_chunk_len % 64 == 0, "_cp_chunk_len", _cp_chunk_len,
             "None or a multiple of 64")  # fmt: skip
     count, key_dim, value_dim = q.shape[0], q.shape[2], v.shape[2]
     require(max_seqlen is None or 0 <= max_seqlen <= count, "max_seqlen", max_seqlen, f"None, or 0 to {count}")
-    heads = require_heads(q, k, v, 1)
-    require_shape("k", k, count, None, key_dim)
-    require_shape("v", v, count, None, None)
     for name, x in (("g", g), ("beta", beta)):
         require_shape(name, x, count, heads)
         require_dtype(name, x, INPUTS)

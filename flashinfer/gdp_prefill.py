@@ -6,7 +6,15 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
-from flashinfer._delta import INDICES, INPUTS, output_like, require_dtype, require_heads, require_shape, variant_for
+from flashinfer._delta import (
+    INPUTS,
+    output_like,
+    require_dtype,
+    require_heads,
+    require_offsets,
+    require_shape,
+    variant_for,
+)
 from flashinfer.gdn_prefill import chunk_gated_delta_rule
 
 __all__ = ["chunk_gated_delta_product"]
@@ -70,8 +78,7 @@ def chunk_gated_delta_product(
     require_shape("k", k, count * n, None, q.shape[2])
     require_shape("v", v, count * n, None, None)
     require_shape("g", g, count, heads)
-    require(cu_seqlens is not None, "cu_seqlens", None, "a tensor [sequences + 1]")
-    require_dtype("cu_seqlens", cu_seqlens, INDICES)
+    require_offsets(cu_seqlens)
     out = output_like(output, (count, heads, v.shape[2]), q.dtype, q.device)
     more = {"output_state": output_state, "backend": variant}
     if n > 1:
