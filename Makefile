@@ -2,7 +2,7 @@
 # make test     run the CPU test suite
 # make matrix   compile every kernel for every architecture on two Tritons
 # make wheel    build sdist and wheel of each version that engines pin, and try them in clean environments
-# make types    check types of the public modules and of the examples
+# make types    check types of the examples, the integrations and the code in documents
 # make docs     build the documentation site and open it in a headless browser; needs npm for the browser
 # All build .venv first; needs Python 3.10+ and nothing else. TORCH_INDEX=URL names one more index to find torch in.
 
@@ -31,6 +31,7 @@ wheel: $(VENV)/.test
 	@$(BIN)/python tools/wheel.py
 
 types: $(VENV)/.types
+	@$(BIN)/python tools/document_code.py
 	@$(BIN)/basedpyright --level error
 
 docs: $(VENV)/.docs

@@ -115,3 +115,8 @@ def test_imports_of_others_are_declared():
                 assert owners & declared, (
                     f"{path.relative_to(ROOT)} imports {top}, which pyproject.toml does not declare"
                 )
+
+
+def test_the_changelog_begins_with_the_version_that_is_built():
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == __version__
