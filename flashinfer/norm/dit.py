@@ -89,7 +89,7 @@ def fused_dit_gate_residual_layernorm_scale_shift(
     epsilon : float
         Added to the variance (the biased one, divided by hidden).
     use_nvfp4, use_mxfp8 : bool
-        Quantise the norm, as `nvfp4_quantize` or `mxfp8_quantize` says; at most one. hidden a multiple of 16 or 32.
+        Quantise the norm, as `nvfp4_quantize` or `mxfp8_quantize` do; at most one. hidden a multiple of 16 or 32.
     global_scaling_factor : torch.Tensor, optional
         One element (float32, float16 or bfloat16) or a number; NVFP4 needs it, as 448 * 6 / (largest magnitude). It
         multiplies block factors.

@@ -1,4 +1,4 @@
-"""Layouts of block scale factors, said once for the host; the device's `scale_offset` is tested against this.
+"""Layouts of block scale factors, for the host; the device's `scale_offset` is tested against this.
 
 Factors are [rows, blocks]. "linear" is row-major. "128x4" and "8x4" pad with zeros to whole tiles of that many rows
 and blocks, a tile's bytes together and tiles row by row. Inside an 8x4 tile rows follow each other. Inside a 128x4

@@ -140,7 +140,7 @@ def nvfp4_quantize(
     out_scale: torch.Tensor | None = None,
     nvfp4_4over6: NVFP44Over6Config | None = UNSET,
 ) -> tuple[torch.Tensor, ...]:
-    """Quantise rows to NVFP4, as `fp4_quantize` says.
+    """Quantise rows to NVFP4, as `fp4_quantize` does.
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ def mxfp4_quantize(
     enable_pdl: bool | None = None,
     sfLayout: SfLayout = SfLayout.layout_128x4,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise rows to MXFP4, as `fp4_quantize` says.
+    """Quantise rows to MXFP4, as `fp4_quantize` does.
 
     Parameters
     ----------

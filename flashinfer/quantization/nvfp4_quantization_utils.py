@@ -87,7 +87,7 @@ class NVFP44Over6Config:
 
 
 def current_nvfp4_4over6_config() -> NVFP44Over6Config | None:
-    """The recipe that the environment asks for; None where FLASHINFER_NVFP4_4OVER6 is not 1.
+    """The recipe of the environment; None where FLASHINFER_NVFP4_4OVER6 is not 1.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def resolve_nvfp4_4over6(setting: NVFP44Over6Config | None = UNSET) -> NVFP44Ove
     Parameters
     ----------
     setting : NVFP44Over6Config or None
-        A recipe, or None for none; left out, the environment decides, with a FutureWarning where it asks for one.
+        A recipe, or None for none; left out, the environment decides, with a FutureWarning where it names one.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def resolve_nvfp4_4over6(setting: NVFP44Over6Config | None = UNSET) -> NVFP44Ove
 
 
 def nvfp4_e4m3_max(nvfp4_4over6_config: NVFP44Over6Config | None = None) -> float:
-    """The largest block factor that a global scale aims at: 448, or the recipe's. The environment is not asked."""
+    """The largest block factor that a global scale aims at: 448, or the recipe's. The environment is not read."""
     return float(_E4M3_MAX if nvfp4_4over6_config is None else nvfp4_4over6_config.e4m3_max)
 
 
@@ -147,7 +147,7 @@ def make_nvfp4_global_scale(
     global_scale : float, optional
         The scale, where it is known; instead of e4m3_max x 6 / (largest magnitude), which takes a pass over the input.
     nvfp4_4over6_config : NVFP44Over6Config, optional
-        The recipe that `nvfp4_quantize` is given. The environment is not asked.
+        The recipe that `nvfp4_quantize` is given. The environment is not read.
 
     Returns
     -------

@@ -119,14 +119,14 @@ def check_rows(name, x):
 
 
 def place_of(tensor):
-    """Where a seed or an offset is, as a Problem says it."""
+    """Where a seed or an offset is, in the words of a Problem."""
     if tensor is None:
         return room.SCALAR
     return room.SHARED if len(tensor) == 1 else room.PER_ROW
 
 
 def kind_of(scalar, tensor):
-    """How a parameter is given, as a Problem says it."""
+    """How a parameter is given, in the words of a Problem."""
     if tensor is not None:
         return dtype_name(tensor.dtype)
     return "" if scalar is None else "scalar"

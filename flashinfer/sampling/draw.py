@@ -41,7 +41,7 @@ def sampling_from_probs(
     seed, offset : int or torch.Tensor, optional
         Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
         an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
-        both, each draws numbers of its own. A CUDA graph reads tensors anew at each replay.
+        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
     return_valid : bool
         Return `valid` as well.
 
@@ -57,7 +57,7 @@ def sampling_from_probs(
     ------
     ValueError
         A shape, dtype or device other than the above; NaN, if `check_nan`; a number that is impossible as a filter's
-        parameter, unless `return_valid` tells of it.
+        parameter, unless `return_valid` reports it.
 
     References
     ----------

@@ -53,7 +53,7 @@ def scan_kernel(
 ):  # fmt: skip
     """maxima int32 [rows, tiles, TILE // GROUP]: the largest key of GROUP neighbours; tile_top and tile_sum float32
     [rows, tiles]; counts int32 [rows, programs, BINS], of rows where k does not rule. A program takes `chunk` tiles;
-    what it says of them does not depend on how many that is."""
+    what it writes of them does not depend on how many that is."""
     row = tl.program_id(0) // programs
     part = tl.program_id(0) % programs
     x, length = window_of(x, x_row, window, row, columns, UNIT)

@@ -33,7 +33,7 @@ class Problem:
     layout : str
         Of a format's scale factors: "128x4", "8x4" or "linear".
     counted : bool
-        Only the first rows of each matrix count, as many as a tensor says.
+        Only the first rows of each matrix count, as many as a tensor has.
     across : bool
         "mxfp8" of the transpose [batch, hidden, rows], with blocks down the columns: whole blocks, and no padding.
     score : str

@@ -111,7 +111,8 @@ def build(problem, config):
     return Build(modulated_kernel, types, constants, num_warps=config.num_warps)
 
 
-# Bytes of stack a thread may use: a row of more than 16384 with a gate, factors and shifts of each row on the way.
+# Bytes of stack that a thread may use: a row of more than 16384 with a gate, factors and shifts of each row on the
+# way.
 STACK_BUDGET = 256
 
 launch = Launcher("modulated_layernorm", build)

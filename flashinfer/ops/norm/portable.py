@@ -226,8 +226,8 @@ def _build_gated(problem, config):
 
 _BUILD = {Problem: _build_norm, Gated: _build_gated}
 
-# Bytes of stack a thread may use: LayerNorm's float32 weights beside a row of more than 16384, 64 registers a thread.
-# So long a row's NVFP4 takes up to 24 of them, and a gated residual up to 128.
+# Bytes of stack that a thread may use: LayerNorm's float32 weights beside a row of more than 16384, 64 registers a
+# thread. So long a row's NVFP4 takes up to 24 of them, and a gated residual up to 128.
 STACK_BUDGET = 288
 
 launch = Launcher("norm", build)

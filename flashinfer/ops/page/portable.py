@@ -23,8 +23,8 @@ from flashinfer.ops._device.ragged import request_of
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
 from flashinfer.ops.page import Append, PageTable, Positions, SeqLens
 
-# Bytes of stack a thread may use: Triton 3.9 spills one value of unaligned bfloat16 rows on sm_100a and sm_103a, with
-# 72 registers taken of 255.
+# Bytes of stack that a thread may use: Triton 3.9 spills one value of unaligned bfloat16 rows on sm_100a and sm_103a,
+# with 72 registers taken of 255.
 STACK_BUDGET = 8
 
 

@@ -33,7 +33,7 @@ class Problem:
     inverse : bool
         The global scale is given as its inverse, the factor of dequantisation.
     counted : bool
-        Only the first rows of each batch entry count, as many as a tensor says.
+        Only the first rows of each batch entry count, as many as a tensor has.
     pdl : bool
         The launch may be dependent, where the chip has that.
     """

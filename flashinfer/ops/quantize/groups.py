@@ -61,7 +61,7 @@ def build(problem, config):
     return Build(groups_kernel, types, constants, num_warps=config.num_warps)
 
 
-# Bytes of stack a thread may use: what the call of an IEEE division saves (ptxas).
+# Bytes of stack that a thread may use: what the call of an IEEE division saves (ptxas).
 STACK_BUDGET = 16
 
 launch = Launcher("quantize_groups", build)

@@ -30,7 +30,7 @@ def rope_kernel(
     q_blocks = tl.cdiv(q_heads, HEADS)
     block = tl.program_id(0)
     first = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * TOKENS
-    # What waits for positions waits longest: they are asked for first, and the heads while they come. Loads stay before
+    # What waits for positions waits longest: they are read first, and the heads while they come. Loads stay before
     # a barrier; ptxas would put them behind what does not wait for them.
     at = first + tl.arange(0, TOKENS)
     begin(PDL)

@@ -33,7 +33,8 @@ def cos_sin(turn):
     """Cosine and sine, to a rounding or two of float32, of an angle in units of 2 ** -32 turns (int32).
 
     The angle is a number of quarter turns plus at most an eighth, for which the Taylor series of both converge fast.
-    The general functions of the compiler carry a reduction of large angles, with a stack, that is not needed here.
+    The general functions of the compiler carry a reduction of large angles, with arrays in local memory, that is not
+    needed here.
     """
     quarter = (turn + (1 << 29)) >> 30
     x = (turn - (quarter << 30)).to(tl.float32) * (6.283185307179586 / 4294967296)

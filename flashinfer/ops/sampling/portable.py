@@ -256,7 +256,7 @@ launch_race = Launcher("sampling_race", _build_race)
 launch_pick = Launcher("sampling_pick", _build_pick)
 launch_write = Launcher("sampling_write", _build_write)
 
-# Bytes of stack a thread may use: scalars that live through all of resolve's search, three at most (ptxas).
+# Bytes of stack that a thread may use: scalars that live through all of resolve's search, three at most (ptxas).
 STACK_BUDGET = 24
 
 

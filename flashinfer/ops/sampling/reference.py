@@ -135,10 +135,10 @@ def _race(problem, values, weights, kept, randomness, samples, valid):
         score, lowest = values[row, column] - variate.log(), -math.inf
     else:
         score, lowest = weights[row, column] / variate, 0.0
-    board = torch.full_like(weights, lowest)
-    board[row, column] = score
+    scores = torch.full_like(weights, lowest)
+    scores[row, column] = score
     alive = kept.any(-1)
-    samples.copy_(board.argmax(-1).where(alive, 0) if board.shape[1] else 0)
+    samples.copy_(scores.argmax(-1).where(alive, 0) if scores.shape[1] else 0)
     valid.copy_(alive)
 
 

@@ -65,7 +65,7 @@ def emit_kernel(
     programs, chunk, tiles, capacity,
     LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, NEAR_TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes the elements of a row's prefix in the order of their indices: `places` tells where each program begins, or
+    """Writes the elements of a row's prefix in the order of their indices: `places` has where each program begins, or
     where groups are listed, each counts what comes before its own.
 
     out.value and out.index [rows, k]; out.raw takes the indices where out.index takes slots. Past the prefix stands -1.
@@ -173,8 +173,8 @@ def _build_rank(problem, config):
 launch_emit = Launcher("top_k_emit", _build_emit)
 launch_rank = Launcher("top_k_rank", _build_rank)
 
-# Bytes of stack a thread may use: scalars that live through all of resolve's search, twelve words at most, on sm_120,
-# and six of a list's (ptxas).
+# Bytes of stack that a thread may use: scalars that live through all of resolve's search, twelve words at most, on
+# sm_120, and six of a list's (ptxas).
 STACK_BUDGET = 48
 
 

@@ -165,10 +165,10 @@ def find_key(
         left = (reach - above).to(tl.float32)
         below = (reach - target + 0.5) / left
         # 2.5 deviations to either side, and what curvature may make of it.
-        aside = 2.5 * tl.sqrt(below * (1 - below) / left) + 0.5 / left + 0.02
+        margin = 2.5 * tl.sqrt(below * (1 - below) / left) + 0.5 / left + 0.02
         wide = gap.to(tl.float32)
-        begin = tl.minimum((wide * tl.where(even, 0.0, tl.maximum(below - aside, 0.0))).to(tl.uint32), gap - 1)
-        width = tl.where(even, tl.minimum(across, gap).to(tl.float32), wide * tl.minimum(2 * aside, 1.0))
+        begin = tl.minimum((wide * tl.where(even, 0.0, tl.maximum(below - margin, 0.0))).to(tl.uint32), gap - 1)
+        width = tl.where(even, tl.minimum(across, gap).to(tl.float32), wide * tl.minimum(2 * margin, 1.0))
         across = gap
         even = even == 0
         # The least shift by which seven bins and a part of one cover it.

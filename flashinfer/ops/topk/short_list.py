@@ -28,8 +28,8 @@ def bound_of(x, k, length, WHOLE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: t
 
     Of k / length of the elements, each is above the bound to be; u = 1 - (1 - k / length)^m of groups of m have one
     above. So among the GROUPS largest of such groups the bound is the one that comes 4.5 deviations, and 4 for where
-    they are few, after u of them: one row in 10^5 has fewer than k above. m of about length / 2 k has u where it tells
-    most.
+    they are few, after u of them: one row in 10^5 has fewer than k above. m of about length / 2 k has u where it
+    decides most.
 
     And how many keys from there on the k-th is among, in all likelihood: as an uint32, bit by bit.
     """
@@ -39,7 +39,7 @@ def bound_of(x, k, length, WHOLE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: t
         size = tl.minimum(tl.maximum((length / (2.0 * k)).to(tl.int32), 1), MEMBERS)
         # Members of a group are spread over the row, by chance within a cell each: no period of the row hits all alike.
         # SIDE neighbours are of as many groups, a quarter of the sectors then. Where fewer members count, the last is
-        # read again: behind masks the compiler (ptxas) would wait for the first half before it asks for the second.
+        # read again: behind masks the compiler (ptxas) would wait for the first half before it reads the second.
         member = tl.minimum(tl.arange(0, MEMBERS), size - 1)[None, :]
         cell = (member * (GROUPS // SIDE) + (tl.arange(0, GROUPS) // SIDE)[:, None]).to(tl.uint32)
         WIDE: tl.constexpr = (1 << 32) // (GROUPS // SIDE * MEMBERS)
@@ -48,20 +48,20 @@ def bound_of(x, k, length, WHOLE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: t
         column = place.to(tl.int32) + (tl.arange(0, GROUPS) % SIDE)[:, None]
         largest = key_of(tl.max(tl.load(x + column).to(tl.float32), 1))
         share = 1 - tl.exp(size * tl.log(1 - k.to(tl.float32) / length))
-        aside = 4.5 * tl.sqrt(GROUPS * share * (1 - share)) + 4
+        margin = 4.5 * tl.sqrt(GROUPS * share * (1 - share)) + 4
         # Bins of equal width, the highest first. The bound is the least group of the bin that reaches what is wanted.
         high, low = tl.reduce((largest, largest), 0, highest_and_lowest)
         width = (high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)).to(tl.float32)
         shift = tl.maximum((width.to(tl.int32, bitcast=True) >> 23) - 127 - 7, 0).to(tl.uint32)
         bin = ((high - largest).to(tl.uint32, bitcast=True) >> shift).to(tl.int32)
         reached = tl.cumsum(tl.histogram(bin, 256), 0)
-        bins = tl.sum((reached < GROUPS * share + aside).to(tl.int32) * 65536 + (reached < GROUPS * share - aside), 0)
+        bins = tl.sum((reached < GROUPS * share + margin).to(tl.int32) * 65536 + (reached < GROUPS * share - margin), 0)
         last = bins >> 16
         if last < 256:
             bound = tl.min(tl.where(bin <= last, largest, _HIGHEST), 0)
             over = (high - bound).to(tl.uint32, bitcast=True) - ((bins & 65535).to(tl.uint32) << shift)
             # So few that the k-th may be above all that were seen.
-            over = tl.where(GROUPS * share < aside, tl.minimum(over, _HIGHEST) * 2, over)
+            over = tl.where(GROUPS * share < margin, tl.minimum(over, _HIGHEST) * 2, over)
             across = tl.maximum(over, 1).to(tl.int32, bitcast=True)
     return bound, across
 
