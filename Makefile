@@ -1,5 +1,6 @@
 # make demo     serve a real model on this machine
 # make test     run the CPU test suite
+# make mutants  small wrong changes to the source, each of which the tests have to notice; minutes
 # make matrix   compile every kernel for every architecture on two Tritons
 # make wheel    build sdist and wheel of each version that engines pin, and try them in clean environments
 # make types    check types of the examples, the integrations and the code in documents
@@ -16,13 +17,16 @@ BIN := $(VENV)/bin
 HIGHEST_TRITON := $(VENV)/triton-3.9
 PYTEST := OMP_NUM_THREADS=1 FLASHINFER_TEST_TRITON=$(CURDIR)/$(HIGHEST_TRITON) $(BIN)/python -m pytest
 
-.PHONY: demo test matrix wheel types docs clean
+.PHONY: demo test mutants matrix wheel types docs clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python -m examples.serve
 
 test: $(VENV)/.test
 	@$(PYTEST) --numprocesses 2 --dist worksteal
+
+mutants: $(VENV)/.test
+	@$(BIN)/python tests/mutants.py
 
 matrix: $(VENV)/.test
 	@$(PYTEST) -m matrix --capture no
