@@ -42,13 +42,13 @@ def choose(p, target: Target) -> Config:
         block_m = min(block_m, 16 if by_bits else 32)
         steps = ((16, 3), (16, 2))
     elif p.kv_dtype.startswith("fp8"):
-        # Both the bytes and what they widen to are live at once: with 64 rows 320 bytes of stack, most in the loop.
+        # Both the bytes and what they widen to are live at once: with 64 rows 320 bytes spill, most in the loop.
         block_m = min(block_m, 32)
     block_n, stages = next(
         (s for s in steps if _shared_bytes(p, target, block_m, *s) <= target.smem or target.is_cpu), steps[-1]
     )
     # One row of tensor-core tiles is little work for 8 warps; two blocks of 4 overlap their waits. Bit arithmetic wants
-    # the registers of 8: on 4 it takes 296 bytes of stack.
+    # the registers of 8: on 4, 296 bytes spill.
     num_warps = 4 if block_m == 16 and not by_bits else 8
     rows = min(block_m, 8)
     # A round of the combination takes 64 registers of each thread.
@@ -132,7 +132,7 @@ def choose_sm90(p, target: Target) -> Sm90Config:
         block_m=64,
         block_n=128,
         gather=not boxes,
-        # Three warpgroups have 504 together, the first what the others leave: so cut, none takes stack on Triton
+        # Three warpgroups have 504 together, the first what the others leave: so divided, none spills on Triton
         # 3.6 and 3.9. FP8 passes through the third's.
         registers=240 if boxes else 208 if widened else 216,
         copy_registers=32 if boxes else 96 if widened else 72,

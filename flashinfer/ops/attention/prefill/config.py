@@ -29,8 +29,8 @@ class Sm90Config(SplitKnobs):
         Of a thread of the warpgroups that compute, and of the warps that copy.
     programs_per_sm, least_split, least_alone, whole : int
         How keys are divided: `SplitKnobs`. Persistent blocks of a multiprocessor are programs_per_sm, too.
-    turn_warps : int
-        Warps that turn tiles of FP8 values, so that keys are contiguous; 0 for other types.
+    transpose_warps : int
+        Warps that transpose tiles of FP8 values, so that keys are contiguous; 0 for other types.
     transform : bool
         For an sm_scale that cannot be folded into the exponent (`problem.folds`); compiled at its first use.
     wide : bool
@@ -44,7 +44,7 @@ class Sm90Config(SplitKnobs):
     gather: bool
     registers: int
     copy_registers: int
-    turn_warps: int = 0
+    transpose_warps: int = 0
     transform: bool = False
     wide: bool = False
 
@@ -77,20 +77,20 @@ def _boxes(p: Problem) -> bool:
 def _registers(p: Problem, boxes: bool) -> tuple[int, int]:
     """Of a thread that computes, and of one that copies; three warpgroups have 512 together."""
     if p.q_dtype == "fp8e4nv":
-        # Turning values wants 40, and computing all that is left.
+        # Transposing values needs 40, and consumers take the rest.
         return 232, 40
     if boxes:
-        # Copying boxes needs few itself. But the assembler holds what threads that compute find before their first
-        # piece in registers there, too, or puts it on the stack: with 32, up to 24 bytes at head_dim 96. No slower with
-        # 56 (docs/rooms/attention-prefill.md). Head_dim 64 uses none with 32, and 16 bytes with 56 on Triton 3.9; 192
-        # none with 40, and 48 with 56.
+        # Copying boxes needs few itself. But what LLVM computes for consumers before the first task, ptxas keeps in
+        # registers of these warps, too, or spills: 24 bytes with 32 at head_dim 96. 56 are no slower
+        # (docs/rooms/attention-prefill.md). Head_dim 64 spills nothing with 32, and 16 bytes with 56 on Triton 3.9; 192
+        # nothing with 40, and 48 bytes with 56.
         return {64: (240, 32), 192: (232, 40)}.get(p.head_dim_qk, (224, 56))
-    # Warps that gather hold the page ids of a block and make its addresses: up to 88 registers. Consumers of 128
+    # Warps that gather keep the page ids of a block and compute its addresses: up to 88 registers. Consumers of 128
     # columns live on 208, those of 256 do not.
     if p.head_dim_vo == 256:
         return 224, 64
-    # In bf16, with a token a page at head_dim 128, they live on 200, too: with 208 and 88, what all warps hold (above)
-    # takes 56 bytes of stack on Triton 3.9. At head_dim 96, and with more tokens a page, 208 and 88 take less.
+    # In bf16, with a token a page at head_dim 128, 200 do, too: with 208 and 88, what all warps keep (above)
+    # spills 56 bytes on Triton 3.9. At head_dim 96, and with more tokens a page, 208 and 88 take less.
     return (200, 104) if (p.q_dtype, p.page_size, p.head_dim_qk) == ("bf16", 1, 128) else (208, 88)
 
 
@@ -117,7 +117,7 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         # A tile costs about four blocks of keys of its own.
         programs_per_sm=1,
         least_split=512,
-        turn_warps=2 if fp8 else 0,
+        transpose_warps=2 if fp8 else 0,
     )
 
 

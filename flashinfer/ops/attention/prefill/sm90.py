@@ -61,7 +61,7 @@ def build(p: Problem, c: Sm90Config) -> Build:
     constants = dict(
         GROUP=p.group, PAGE_SIZE=p.page_size, D=low, D_REST=rest, D_VO=p.head_dim_vo, D_VO_PAD=_vo_padded(p),
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, STAGED=c.staged,
-        REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, TURN_WARPS=c.turn_warps,
+        REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, TRANSPOSE_WARPS=c.transpose_warps,
         CAUSAL=p.mask == "causal", WINDOW=p.window, CUSTOM=p.mask == "custom", SOFT_CAP=p.soft_cap,
         ALIBI=p.pos_encoding == "ALIBI", SCALE_FIRST=c.transform, SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse,
         GATHER=c.gather, **functions,

@@ -203,7 +203,7 @@ def attend_sm90_kernel(
     window_left, params,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, D_VO: gl.constexpr,
     D_VO_PAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr,
-    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, TURN_WARPS: gl.constexpr,
+    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, TRANSPOSE_WARPS: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr,
     ALIBI: gl.constexpr, SCALE_FIRST: gl.constexpr, SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr,
     GATHER: gl.constexpr, LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr,
@@ -227,7 +227,7 @@ def attend_sm90_kernel(
         HEAD_SCALES=HEAD_SCALES, LSE=LSE, TRANSFORM=SOFT_CAP or ALIBI or HEAD_SCALES or SCALE_FIRST or VARIED,
         GATHER=GATHER, GROUP=GROUP, PAGE_SIZE=PAGE_SIZE, D_VO=D_VO, D_VO_PAD=D_VO_PAD, BLOCK_M=BLOCK_M, STAGES=STAGES,
         TWO=TWO, STAGED=STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth,
-        TURN_WARPS=TURN_WARPS, LOGITS=LOGITS, MASK=MASK,
+        TRANSPOSE_WARPS=TRANSPOSE_WARPS, LOGITS=LOGITS, MASK=MASK,
         VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED, SEEDED=SEEDED,
     )  # fmt: skip
     q_tiles = _tiles(DTYPE, 2, ROWS, D)
@@ -270,7 +270,7 @@ def attend_sm90_kernel(
                 (produce_keys, (k_map, k_rest_map, k) + work + (k_page, k_head, k_step, settings)),
                 (produce_values, (v_map, v) + work + (v_page, v_head, v_step, settings)),
             ],
-            [4, TURN_WARPS, 1, 1],
+            [4, TRANSPOSE_WARPS, 1, 1],
             [REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
         )
     else:

@@ -39,7 +39,7 @@ class Settings:
     # Whether queries, keys, weights and values are e4m3; the depth of a wgmma; the warps that transpose values.
     FP8: gl.constexpr
     MMA_K: gl.constexpr
-    TURN_WARPS: gl.constexpr
+    TRANSPOSE_WARPS: gl.constexpr
     # The functions of a user's variant, or None; whether there is a variant; whether a softmax follows its logits.
     LOGITS: gl.constexpr
     MASK: gl.constexpr

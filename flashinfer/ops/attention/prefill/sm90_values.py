@@ -85,10 +85,11 @@ def transpose_values(
             phase = (step // settings.STAGES) & 1
             mbarrier.wait(raw.channel.full.index(stage), phase)
             mbarrier.wait(v.channel.empty.index(stage), phase ^ 1)
+            tile, to = raw.tiles.index(stage), v.tiles.index(stage)
             if start + BLOCK_N > kv_len:
-                _transpose_tile(raw.tiles.index(stage), v.tiles.index(stage), start, kv_len, True, settings.TURN_WARPS)
+                _transpose_tile(tile, to, start, kv_len, True, settings.TRANSPOSE_WARPS)
             else:
-                _transpose_tile(raw.tiles.index(stage), v.tiles.index(stage), start, kv_len, False, settings.TURN_WARPS)
+                _transpose_tile(tile, to, start, kv_len, False, settings.TRANSPOSE_WARPS)
             # Orders the threads' stores before wgmma's reads.
             fence_async_shared()
             block_barrier()
