@@ -28,7 +28,7 @@ class Mutant(NamedTuple):
 
 _OPS, _TESTS = "flashinfer/ops", "tests/ops"
 _CHAIN = f"{_TESTS}/sampling/test_chain.py {_TESTS}/sampling/test_extremes.py"
-_ATTENTION = f"{_TESTS}/attention/test_attention.py -k reference"
+_ATTENTION = "tests/fuzz/test_fuzz.py -k 'test_reference and attend'"
 _REFERENCE = f"{_OPS}/attention/reference.py"
 MUTANTS = (
     Mutant("chain accepts a tenth more", f"{_OPS}/sampling/speculative.py",
