@@ -21,7 +21,14 @@ from .grouped import (
 )
 from .groupwise import fp8_blockscale_gemm_sm90, gemm_fp8_nt_blockscaled, gemm_fp8_nt_groupwise
 from .masked import grouped_gemm_nt_masked
-from .ragged import group_gemm_fp8_nt_groupwise_contiguous, masked_bmm, ragged_block_scaled_bmm, ragged_bmm
+from .ragged import (
+    group_gemm_fp8_nt_groupwise_contiguous,
+    masked_bmm,
+    masked_scaled_bmm,
+    ragged_block_scaled_bmm,
+    ragged_bmm,
+    ragged_scaled_bmm,
+)
 from .router import (
     mm_M1_16_K6144_N256,
     mm_M1_16_K7168_N128,
@@ -51,6 +58,7 @@ __all__ = [
     "group_gemm_nvfp4_nt_groupwise",
     "grouped_gemm_nt_masked",
     "masked_bmm",
+    "masked_scaled_bmm",
     "mm_M1_16_K6144_N256",
     "mm_M1_16_K7168_N128",
     "mm_M1_16_K7168_N256",
@@ -67,6 +75,7 @@ __all__ = [
     "prepare_bf16_fp4_weights",
     "ragged_block_scaled_bmm",
     "ragged_bmm",
+    "ragged_scaled_bmm",
     "tgv_gemm_sm100",
     "tinygemm_bf16",
 ]

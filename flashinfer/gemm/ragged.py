@@ -8,13 +8,27 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
-from flashinfer.gemm.grouped import _check_indptr, _groupwise
+from flashinfer.gemm.grouped import Factors, _blocks, _check_indptr, _groupwise
 from flashinfer.gemm.groupwise import granularity
 
-__all__ = ["group_gemm_fp8_nt_groupwise_contiguous", "masked_bmm", "ragged_block_scaled_bmm", "ragged_bmm"]
+__all__ = [
+    "group_gemm_fp8_nt_groupwise_contiguous",
+    "masked_bmm",
+    "masked_scaled_bmm",
+    "ragged_block_scaled_bmm",
+    "ragged_bmm",
+    "ragged_scaled_bmm",
+]
 
 _HALVES = (torch.bfloat16, torch.float16)
 _BACKENDS = ("cutile", "auto")
+# block_scale_type: how a and b are read, and their scale factors.
+_SCALED = {
+    "nvfp4": (given.fp4, given.fp4, Factors("ue4m3", 16)),
+    "mxfp4": (given.fp4, given.fp4, Factors("ue8m0", 32)),
+    "mxfp8": (given.fp8, given.fp8, Factors("ue8m0", 32)),
+    "mixed": (given.fp8, given.fp4, Factors("ue8m0", 32)),
+}
 
 
 @checked
@@ -181,6 +195,186 @@ def ragged_block_scaled_bmm(
     mnk = granularity((1, n // shape[1], k // shape[2]))
     backend = given.variant_of(backend, _BACKENDS)
     return _groupwise(a, b, a_scale, b_scale, "offsets", m_indptr, None, out_dtype, mnk, "K", max_m, backend)
+
+
+@checked
+def masked_scaled_bmm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    masked_m: torch.Tensor,
+    block_scale_type: str,
+    max_m_device: torch.Tensor | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = True,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "cutile",
+) -> torch.Tensor:
+    """``a[q, : masked_m[q]] @ b[q].T`` for each entry q of a batch, in FP8 or FP4 with scale factors for blocks.
+
+    Parameters
+    ----------
+    a, b : torch.Tensor
+        [Q, M, K] and [Q, N, K], rows contiguous: float8_e4m3fn or float8_e5m2, or [Q, ., K / 2] of uint8 with two e2m1
+        in a byte. K a multiple of 32; of 16 in "nvfp4".
+    a_scale, b_scale : torch.Tensor
+        Bytes of any 8-bit dtype and any shape, contiguous, upstream's being [Q, rows / 128, blocks / 4, 2, 256]: for
+        each entry the factors of its rows in 128x4 tiles.
+    masked_m : torch.Tensor
+        [Q] int32, on the device: how many rows of each entry count. It is read by the kernel alone.
+    block_scale_type : str
+        "nvfp4": e2m1, an e4m3 factor for 16 elements. "mxfp4": e2m1, a ue8m0 factor for 32. "mxfp8": FP8, the same.
+        "mixed": a as in "mxfp8", b as in "mxfp4"; a is not rounded to FP4.
+    max_m_device : torch.Tensor, optional
+        The largest of masked_m on the device, of one element; it has no effect.
+    transpose_a, transpose_b : bool
+        Only False, and only True.
+    out_dtype : torch.dtype, optional
+        bfloat16, float16 or float32; by default bfloat16.
+    backend : str
+        "cutile" or "auto": one result. Or a variant's name.
+
+    Returns
+    -------
+    torch.Tensor
+        [Q, M, N]. Summed in float32 and rounded once. Rows from masked_m[q] on are not written.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or device other than the above.
+
+    References
+    ----------
+    OCP Microscaling Formats (MX) Specification 1.0, 2023
+
+    Examples
+    --------
+    >>> a = torch.ones(2, 4, 64).to(torch.float8_e4m3fn)
+    >>> b = torch.ones(2, 8, 64).to(torch.float8_e4m3fn)
+    >>> one = torch.full((2, 1, 1, 2, 256), 127, dtype=torch.uint8)  # 2 ** 0
+    >>> counts = torch.tensor([4, 1], dtype=torch.int32)
+    >>> flashinfer.gemm.masked_scaled_bmm(a, b, one, one, counts, "mxfp8")[1, 0, 0].item()
+    64.0
+    """
+    a, b, factors = _scaled_operands(a, b, block_scale_type, transpose_a, transpose_b, 3)
+    _check_most(0, max_m_device)
+    (entries, m, _), n = a.shape, b.shape[1]
+    given.same("b", len(b), "a", entries, "entries")
+    require(masked_m.shape == (entries,), "masked_m", tuple(masked_m.shape), f"[{entries}], the entries of a")
+    require(masked_m.dtype == torch.int32, "masked_m", masked_m.dtype, "int32")
+    blocks = given.blocks_of("a", _elements(a), factors.width)
+    a_scale = given.factors("a_scale", a_scale, m, blocks, "128x4", entries)
+    b_scale = given.factors("b_scale", b_scale, n, blocks, "128x4", entries)
+    out = given.result(None, (entries, m, n), out_dtype, a)
+    grouped(
+        a, b, a_scale, b_scale, None, out, masked_m, None, "counts", factors.scale, width=factors.width,
+        expected=max(m, 1), backend=given.variant_of(backend, _BACKENDS),
+    )  # fmt: skip
+    return out
+
+
+@checked
+def ragged_scaled_bmm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    max_m: int,
+    block_scale_type: str,
+    transpose_a: bool = False,
+    transpose_b: bool = True,
+    static_persistent: bool = True,
+    swizzled_layout_a: bool = True,
+    a_global_scale: torch.Tensor | None = None,
+    b_global_scale: torch.Tensor | None = None,
+    backend: str = "cutile",
+) -> torch.Tensor:
+    """``a[m_indptr[q] : m_indptr[q + 1]] @ b[q].T / (a_global_scale * b_global_scale[q])`` for each entry q of a batch.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        [M, K], the rows of all entries, rows contiguous, in the format that `block_scale_type` names in
+        `masked_scaled_bmm`.
+    b : torch.Tensor
+        [Q, N, K], the same.
+    a_scale : torch.Tensor
+        Bytes of any 8-bit dtype and any shape, contiguous, upstream's being [M / 128, blocks / 4, 2, 256]: the factors
+        of all rows in 128x4 tiles; of more rows too.
+    b_scale : torch.Tensor
+        As in `masked_scaled_bmm`.
+    m_indptr : torch.Tensor
+        [Q + 1] int32, on the device: not decreasing, up to M. It is read by the kernel alone. Upstream wants multiples
+        of 128; any are taken.
+    max_m : int
+        At most the rows of an entry; it has no effect.
+    block_scale_type : str
+        "nvfp4", "mxfp4", "mxfp8" or "mixed", as in `masked_scaled_bmm`.
+    transpose_a, transpose_b : bool
+        Only False, and only True.
+    static_persistent : bool
+        How upstream schedules its kernel; it has no effect.
+    swizzled_layout_a : bool
+        Only True.
+    a_global_scale : torch.Tensor, optional
+        float32, one element: what the values of a were multiplied with before they were quantised.
+    b_global_scale : torch.Tensor, optional
+        float32 [Q]: the same, of each entry of b.
+    backend : str
+        "cutile" or "auto": one result. Or a variant's name.
+
+    Returns
+    -------
+    torch.Tensor
+        [M, N] float32. Rows of no entry are not written.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or device other than the above.
+
+    Examples
+    --------
+    >>> a = torch.ones(5, 64).to(torch.float8_e4m3fn)
+    >>> b = torch.full((2, 8, 32), 0x22, dtype=torch.uint8)  # two e2m1 of 1 in each byte
+    >>> one = torch.full((2, 1, 1, 2, 256), 127, dtype=torch.uint8)
+    >>> indptr = torch.tensor([0, 2, 5], dtype=torch.int32)
+    >>> flashinfer.gemm.ragged_scaled_bmm(a, b, one[0], one, indptr, 3, "mixed").shape
+    torch.Size([5, 8])
+    """
+    require(swizzled_layout_a, "swizzled_layout_a", swizzled_layout_a, "True")
+    _check_most(max_m, None)
+    _check_indptr(m_indptr, b)
+    a, b, factors = _scaled_operands(a, b, block_scale_type, transpose_a, transpose_b, 2)
+    alpha = None
+    for name, scale, count in (("a_global_scale", a_global_scale, 1), ("b_global_scale", b_global_scale, len(b))):
+        if scale is not None:
+            require(scale.dtype == torch.float32, name, scale.dtype, "float32")
+            require(scale.numel() == count, name, tuple(scale.shape), f"[{count}]")
+            require(scale.device == a.device, name, scale.device, f"{a.device}, where a is")
+            alpha = scale.reshape(-1) if alpha is None else alpha * scale.reshape(-1)
+    alpha = None if alpha is None else alpha.reciprocal()
+    backend = given.variant_of(backend, _BACKENDS)
+    return _blocks(a, b, a_scale, b_scale, m_indptr, alpha, None, torch.float32, factors, backend)
+
+
+def _scaled_operands(a, b, block_scale_type: str, transpose_a: bool, transpose_b: bool, dims: int):
+    """a, with `dims` dimensions, and b as bytes of their formats, and what their scale factors are."""
+    require(not transpose_a, "transpose_a", transpose_a, "False")
+    require(transpose_b, "transpose_b", transpose_b, "True")
+    require(block_scale_type in _SCALED, "block_scale_type", repr(block_scale_type), ", ".join(map(repr, _SCALED)))
+    read_a, read_b, factors = _SCALED[block_scale_type]
+    a, b = read_a("a", a, dims), read_b("b", b, 3)
+    given.same("b", _elements(b), "a", _elements(a), "K")
+    return a, b, factors
+
+
+def _elements(x: torch.Tensor) -> int:
+    """Elements of a row: bytes are two e2m1."""
+    return x.shape[-1] * (2 if x.dtype == torch.uint8 else 1)
 
 
 @checked

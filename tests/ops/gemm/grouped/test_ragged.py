@@ -53,6 +53,68 @@ def test_ragged_block_scaled_bmm(variant, device):
         assert_close(out[rows], scaled.same_dtype(a_values[rows], b_values[entry], torch.float32).to(BF16), truth)
 
 
+KINDS = {  # block_scale_type: the elements of a and of b, the format of a factor, and its elements
+    "nvfp4": ("e2m1", "e2m1", "ue4m3", 16),
+    "mxfp4": ("e2m1", "e2m1", "ue8m0", 32),
+    "mxfp8": ("e4m3", "e5m2", "ue8m0", 32),
+    "mixed": ("e4m3", "e2m1", "ue8m0", 32),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_scaled_bmm(variant, device, kind):
+    element_a, element_b, *factor = KINDS[kind]
+    a = scaled.operand((3, 21, 128), element_a, *factor, device)
+    b = scaled.operand((3, 40, 128), element_b, *factor, device)
+    counts = torch.tensor([5, 0, 21], dtype=torch.int32, device=device)
+    tiles = [x.arranged("128x4").view(3, 1, -1, 2, 256) for x in (a, b)]
+    out = gemm.masked_scaled_bmm(a.codes, b.codes, *tiles, counts, kind, out_dtype=torch.float32)
+    for entry, count in enumerate(counts.tolist()):
+        rows, weight = a.values[entry, :count], b.values[entry]
+        assert_close(out[entry, :count], scaled.same_dtype(rows, weight, torch.float32), rows @ weight.T)
+    assert gemm.masked_scaled_bmm(a.codes, b.codes, *tiles, counts, kind, counts.amax()).dtype == BF16
+
+
+@pytest.mark.parametrize("given_a, given_b", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ragged_scaled_bmm(variant, device, kind, given_a, given_b):
+    element_a, element_b, *factor = KINDS[kind]
+    a = scaled.operand((149, 128), element_a, *factor, device)
+    b = scaled.operand((3, 40, 128), element_b, *factor, device)
+    a_global = torch.tensor(0.5, device=device) if given_a else None
+    b_global = torch.tensor([2.0, 3.0, 0.25], device=device) if given_b else None
+    indptr = offsets(device, 128, 0, 21)
+    tiles = a.arranged("128x4").view(2, -1, 2, 256), b.arranged("128x4").view(3, 1, -1, 2, 256)
+    out = gemm.ragged_scaled_bmm(
+        a.codes, b.codes, *tiles, indptr, 128, kind, a_global_scale=a_global, b_global_scale=b_global
+    )
+    assert out.dtype == torch.float32
+    for entry, rows in ((0, slice(0, 128)), (2, slice(128, 149))):
+        divisor = (0.5 if given_a else 1) * (b_global[entry].double() if given_b else 1)
+        truth, same = a.values[rows] @ b.values[entry].T, scaled.same_dtype(a.values[rows], b.values[entry], out.dtype)
+        assert_close(out[rows], same / divisor, truth / divisor)
+
+
+def test_scaled_bmm_refusals():
+    a, b, one = (torch.ones(2, 4, 64).to(torch.float8_e4m3fn), torch.ones(2, 8, 64).to(torch.float8_e4m3fn),
+                 torch.full((2, 512), 127, dtype=torch.uint8))  # fmt: skip
+    counts, indptr = torch.tensor([4, 1], dtype=torch.int32), torch.tensor([0, 2, 4], dtype=torch.int32)
+    for wrong in (
+        {"transpose_a": True}, {"transpose_b": False}, {"block_scale_type": "fp4"}, {"masked_m": counts.long()},
+        {"a_scale": one[:1]}, {"b_scale": one.float()}, {"a": a.half()}, {"max_m_device": counts}, {"b": b[..., :32]},
+    ):  # fmt: skip
+        given = {"a": a, "b": b, "a_scale": one, "b_scale": one, "masked_m": counts, "block_scale_type": "mxfp8"}
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))}"):
+            gemm.masked_scaled_bmm(**given | wrong)
+    for wrong in (
+        {"swizzled_layout_a": False}, {"max_m": -1}, {"m_indptr": indptr[:2]}, {"a_global_scale": torch.ones(2)},
+        {"b_global_scale": torch.ones(1)}, {"b_global_scale": torch.ones(2).double()}, {"transpose_b": False},
+    ):  # fmt: skip
+        given = {"a": a[0], "b": b, "a_scale": one[0], "b_scale": one, "m_indptr": indptr, "max_m": 2}
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))}"):
+            gemm.ragged_scaled_bmm(**{"block_scale_type": "mxfp8"} | given | wrong)
+
+
 def test_contiguous(variant, device):
     a, a_scale, a_values = scaled.groupwise((131, 128), "e4m3", 1, 128, device)
     b, b_scale, b_values = scaled.groupwise((2, 128, 128), "e4m3", 128, 128, device)
