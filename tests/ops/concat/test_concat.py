@@ -50,7 +50,7 @@ def test_strides(variant, device, axis):
     [
         (dict(k=torch.ones(3, 2, 11)), "k"),
         (dict(k=torch.ones(3, 2, 12, dtype=torch.int64)), "k"),
-        (dict(k=torch.ones(3, 2, 12, device="meta")), "k_nope"),
+        (dict(k=torch.ones(3, 2, 12, device="meta")), "k"),
         (dict(k_nope=torch.ones(3, 8)), "k_nope"),
         (dict(k_nope=torch.ones(3, 2, 8, dtype=torch.float16)), "k_nope"),
         (dict(k_rope=torch.ones(3, 2, 4)), "k_rope"),
