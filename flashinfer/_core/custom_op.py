@@ -51,7 +51,8 @@ def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None
         namespace, _, short = name.partition("::")
         library = torch.library.Library(namespace, "FRAGMENT")
         library.define(short + schema)
-        library.impl(short, flat or function, "CompositeExplicitAutograd")
+        # Traced callers may record gradients, of parameters for one; nothing here has any.
+        library.impl(short, torch.no_grad()(flat or function), "CompositeExplicitAutograd")
         torch.library.register_fake(name, flat_fake or _returns_none, lib=library)
         op = getattr(getattr(torch.ops, namespace), short).default
         # It lives as long as the function: an op leaves with its library.

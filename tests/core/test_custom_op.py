@@ -91,3 +91,20 @@ def test_op_without_a_fake_is_refused():
         @custom_op("flashinfer_test::lonely")
         def lonely(x: torch.Tensor) -> torch.Tensor:
             return x.clone()
+
+
+@custom_op("flashinfer_test::scaled_into", mutates_args=("out",))
+def scaled_into(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mul(x, weight, out=out)
+
+
+def test_traced_call_takes_parameters_where_gradients_are_recorded():
+    x, weight = torch.randn(4), torch.nn.Parameter(torch.randn(4))
+
+    def call(x, weight):
+        out = torch.empty_like(x)
+        scaled_into(x, weight, out)
+        return out
+
+    got = torch.compile(call, fullgraph=True, backend="eager")(x, weight)
+    torch.testing.assert_close(got, x * weight.detach())

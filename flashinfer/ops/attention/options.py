@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 from numbers import Integral, Real
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from flashinfer._core.checks import as_dtype, dtype_name, number, require
@@ -112,7 +113,8 @@ plan_options = partial(PlanOptions.__new__, PlanOptions)
 # Typed: 24.0 is not the 24 of an earlier call.
 @lru_cache(maxsize=1024, typed=True)
 def _checked(*values) -> PlanOptions:
-    o = PlanOptions(*values)
+    # NumPy's numbers equal Python's, which kernels and later plans like this one need.
+    o = PlanOptions(*[value.item() if isinstance(value, np.generic) else value for value in values])
     q_dtype = as_dtype(o.q_dtype, torch.float16)
     kv_dtype = as_dtype(NVFP4 if o.kv_dtype == "nvfp4" else o.kv_dtype, q_dtype)
     o = o._replace(

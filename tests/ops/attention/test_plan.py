@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -302,3 +303,16 @@ def test_a_graph_wrapper_refuses_other_query_lengths(device):
         plan_decode(wrapper, x, paged, q_len_per_req=2)
     with pytest.raises(ValueError, match="causal"):
         plan_decode(wrapper, x, paged)
+
+
+def test_numbers_of_numpy_are_those_of_python(device):
+    x, paged = batch(device, (1, 1), (5, 9))
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device), "NHD")
+    tables = paged.indptr.cpu(), paged.indices, paged.last_page_len.cpu()
+    of_numpy = [np.int64(n) for n in (*HEADS, DIM, PAGE)]
+    results = []
+    # Equal to the numbers before, these do not get what was kept of them.
+    for numbers in (of_numpy, (*HEADS, DIM, PAGE)):
+        wrapper.plan(*tables, *numbers, q_data_type=x.q.dtype, sm_scale=np.float32(0.25), window_left=np.int32(-1))
+        results.append(wrapper.run(x.q, paged.kv_cache))
+    assert_bitwise(*results)
