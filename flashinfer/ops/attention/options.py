@@ -106,6 +106,9 @@ class PlanOptions(NamedTuple):
         return None if self.fixed_split_size == -1 else self.fixed_split_size
 
 
+# Kernels add a window to positions in int32, so wider ones are taken for this one: no request has more keys.
+WIDEST_WINDOW = 1 << 30
+
 # PlanOptions by keywords in half the time of a call of the class, which makes a dict of them: for plans.
 plan_options = partial(PlanOptions.__new__, PlanOptions)
 
@@ -125,6 +128,7 @@ def _checked(*values) -> PlanOptions:
     known = o.pos_encoding_mode in POS_ENCODINGS
     require(known, "pos_encoding_mode", repr(o.pos_encoding_mode), ", ".join(POS_ENCODINGS))
     require(o.window_left >= -1, "window_left", o.window_left, "-1 (no window) or the keys before a query")
+    o = o._replace(window_left=min(o.window_left, WIDEST_WINDOW))
     _check_dtypes(o)
     _check_numbers(o)
     owned = o.variant is not None and o.variant.owns_mask
