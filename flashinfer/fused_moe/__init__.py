@@ -1,6 +1,13 @@
 """Mixtures of experts: routing, and the experts' products with all that stands between them in one call."""
 
 from flashinfer.fused_moe.api import QuantFormat
+from flashinfer.fused_moe.bgmv_moe import (
+    bgmv_moe,
+    bgmv_moe_expand,
+    bgmv_moe_shrink,
+    fill_w_ptr,
+    prepare_bgmv_moe,
+)
 from flashinfer.fused_moe.cute_dsl import CuteDslMoEWrapper, cute_dsl_fused_moe_nvfp4
 from flashinfer.fused_moe.cutlass import cutlass_fused_moe
 from flashinfer.fused_moe.hash_topk import hash_topk
@@ -11,6 +18,7 @@ from flashinfer.fused_moe.layouts import (
     preprocess_moe_weights_for_sm90_mixed_gemm_humming,
     reorder_rows_for_gated_act_gemm,
 )
+from flashinfer.fused_moe.moe_lora_delta import bgmv_moe_gemm1_lora_delta, bgmv_moe_gemm2_lora_delta
 from flashinfer.fused_moe.routing import fused_topk_deepseek
 from flashinfer.fused_moe.trtllm import trtllm_bf16_moe, trtllm_bf16_routed_moe
 from flashinfer.fused_moe.trtllm_fp8 import (
@@ -41,13 +49,20 @@ __all__ = [
     "QuantFormat",
     "RoutingMethodType",
     "WeightLayout",
+    "bgmv_moe",
+    "bgmv_moe_expand",
+    "bgmv_moe_gemm1_lora_delta",
+    "bgmv_moe_gemm2_lora_delta",
+    "bgmv_moe_shrink",
     "convert_to_block_layout",
     "cute_dsl_fused_moe_nvfp4",
     "cutlass_fused_moe",
+    "fill_w_ptr",
     "fused_topk_deepseek",
     "hash_topk",
     "interleave_moe_scales_for_sm90_mixed_gemm",
     "interleave_moe_weights_for_sm90_mixed_gemm",
+    "prepare_bgmv_moe",
     "preprocess_moe_weights_for_sm90_mixed_gemm_humming",
     "reorder_rows_for_gated_act_gemm",
     "trtllm_bf16_moe",

@@ -20,6 +20,7 @@ _ROOMS = (
     "moe.hash_routing",
     "moe.experts",
     "moe.finalize",
+    "moe.lora",
     "attention.prefill",
     "attention.decode",
     "attention.merge",

@@ -1,0 +1,96 @@
+"""Products of routed rows with the low-rank matrices of their adapter and expert, found through tables of addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.moe.lora import config
+
+MOST_TOGETHER = 256
+
+
+@dataclass(frozen=True)
+class Problem:
+    """out[r, c] += sum over the pairs p of r of weight[p] * x[row of p] @ w(expert[p], adapter[token[p]])[c].
+
+    Every variant's `run(problem, config, x, matrices, pairs, out, offset)` is given x [., K] and out [rows, .] with
+    contiguous rows, Matrices and Pairs, and `offset`: int64 [1] on the device, where in a row of out the columns begin;
+    or None, 0. Columns outside out are left out.
+
+    Summed in float32, pairs in their order, and rounded once.
+
+    Attributes
+    ----------
+    dtype, out : str
+        Of x and the matrices, and of the result.
+    together : int
+        K, rounded up to a power of two, at least 16 and at most MOST_TOGETHER.
+    by_token : bool
+        Pair p reads row tokens[p] of x; else row p.
+    weighted : bool
+        Pairs have weights.
+    combined : bool
+        Pairs have `order` and `begin`.
+    placed : bool
+        `offset` is given.
+    adds : bool
+        The result is added to out; else stored, and the row of a pair that gives nothing stays as it is.
+    """
+
+    dtype: str
+    out: str
+    together: int
+    by_token: bool = False
+    weighted: bool = False
+    combined: bool = False
+    placed: bool = False
+    adds: bool = True
+
+
+class Matrices(NamedTuple):
+    """table int64 [experts]: where adapter 0's matrix [rows, K] of each expert is, contiguous, in the dtype of x.
+
+    That of adapter l is l * `stride` elements further.
+    """
+
+    table: torch.Tensor
+    stride: int
+    rows: int
+
+
+class Pairs(NamedTuple):
+    """tokens and experts int64 [pairs], adapters int64 [tokens], weights float32 [pairs] or None: 1.
+
+    A pair without such a token or expert, or with a negative adapter, gives nothing, and nothing else of it is read.
+
+    order, begin : int64 [pairs] and [rows + 1]: those of row r are order[begin[r] : begin[r + 1]]. Or None: row r has
+    pair r alone.
+    """
+
+    tokens: torch.Tensor
+    experts: torch.Tensor
+    adapters: torch.Tensor
+    weights: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    begin: torch.Tensor | None = None
+
+
+_VARIANTS = (
+    Variant("portable", "flashinfer.ops.moe.lora.portable", config=config.portable),
+    Variant("reference", "flashinfer.ops.moe.lora.reference"),
+)
+
+
+def _catalog() -> Iterator[Problem]:
+    yield Problem("bf16", "bf16", 256, by_token=True)
+    yield Problem("fp16", "fp16", 256)
+    yield Problem("bf16", "fp32", 16, weighted=True, combined=True, placed=True)
+    yield Problem("fp16", "fp32", 32, adds=False, placed=True)
+
+
+lora = Op("moe_lora", Problem, _VARIANTS, _catalog)
