@@ -114,9 +114,9 @@ def _shrink(y, x, w_ptr, strides, sorted_token_ids, expert_ids, lora_indices, pe
     _check_rows("x", x, (pairs if per_pair_input else tokens, None), _HALVES)
     _check_rows("y", y, (len(w_ptr), pairs, None), (x.dtype,))
     _check_pairs(y, x, w_ptr, sorted_token_ids, expert_ids, lora_indices)
+    routed = room.Pairs(sorted_token_ids.contiguous(), expert_ids.contiguous(), lora_indices.contiguous())
     for out, table, stride in zip(y, w_ptr, strides, strict=True):
-        _run(x, table, stride, y.shape[2], sorted_token_ids, expert_ids, lora_indices, None, None, None, out, None,
-             not per_pair_input, True)  # fmt: skip
+        _run(x, room.Matrices(table, stride, y.shape[2]), routed, out, None, not per_pair_input, True)
 
 
 @checked
@@ -186,14 +186,13 @@ def _expand(
     require(fits, "topk_weights", f"{topk_weights.dtype} {tuple(topk_weights.shape)}", f"float32 [{pairs}]")
     _check_pairs(y, x, w_ptr, sorted_token_ids, expert_ids, lora_indices)
     same_device(x=x, topk_weights=topk_weights, slice_start_loc=slice_start_loc)
-    weights = order = begin = None
+    routed = room.Pairs(sorted_token_ids.contiguous(), expert_ids.contiguous(), lora_indices.contiguous())
     if finalize:
-        weights = topk_weights.contiguous()
         ordered, order = torch.sort(sorted_token_ids, stable=True)
         begin = torch.searchsorted(ordered, torch.arange(tokens + 1, dtype=torch.int64, device=x.device))
+        routed = routed._replace(weights=topk_weights.contiguous(), order=order, begin=begin)
     for s, (columns, table, stride) in enumerate(zip(output_slices, w_ptr, strides, strict=True)):
-        _run(x[s], table, stride, columns, sorted_token_ids, expert_ids, lora_indices, weights, order, begin, y,
-             slice_start_loc[s : s + 1], False, finalize)  # fmt: skip
+        _run(x[s], room.Matrices(table, stride, columns), routed, y, slice_start_loc[s : s + 1], False, finalize)
 
 
 @checked
@@ -412,31 +411,23 @@ def _check_pairs(y, x, w_ptr, sorted_token_ids, expert_ids, lora_indices) -> Non
 @custom_op("flashinfer::moe_lora", mutates_args=("out",))
 def _run(
     x: torch.Tensor,
-    table: torch.Tensor,
-    stride: int,
-    columns: int,
-    tokens: torch.Tensor,
-    experts: torch.Tensor,
-    adapters: torch.Tensor,
-    weights: torch.Tensor | None,
-    order: torch.Tensor | None,
-    begin: torch.Tensor | None,
+    matrices: room.Matrices,
+    pairs: room.Pairs,
     out: torch.Tensor,
     offset: torch.Tensor | None,
     by_token: bool,
     adds: bool,
 ) -> None:
-    if out.numel() == 0 or len(tokens) == 0 or columns == 0:
+    if out.numel() == 0 or len(pairs.tokens) == 0 or matrices.rows == 0:
         return
     problem = room.Problem(
         dtype=dtype_name(x.dtype),
         out=dtype_name(out.dtype),
         together=min(max(16, 1 << (x.shape[1] - 1).bit_length()), room.MOST_TOGETHER),
         by_token=by_token,
-        weighted=weights is not None,
-        combined=order is not None,
+        weighted=pairs.weights is not None,
+        combined=pairs.order is not None,
         placed=offset is not None,
         adds=adds,
     )
-    pairs = room.Pairs(tokens.contiguous(), experts.contiguous(), adapters.contiguous(), weights, order, begin)
-    room.lora(problem, x.device).run(x, room.Matrices(table, stride, columns), pairs, out, offset)
+    room.lora(problem, x.device).run(x, matrices, pairs, out, offset)
