@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from flashinfer._core.arguments import checked
@@ -116,7 +118,7 @@ def _shrink(y, x, w_ptr, strides, sorted_token_ids, expert_ids, lora_indices, pe
     _check_pairs(y, x, w_ptr, sorted_token_ids, expert_ids, lora_indices)
     routed = room.Pairs(sorted_token_ids.contiguous(), expert_ids.contiguous(), lora_indices.contiguous())
     for out, table, stride in zip(y, w_ptr, strides, strict=True):
-        _run(x, room.Matrices(table, stride, y.shape[2]), routed, out, None, not per_pair_input, True)
+        _run(_Call(x, room.Matrices(table, stride, y.shape[2]), routed, None, not per_pair_input, True), out)
 
 
 @checked
@@ -192,7 +194,8 @@ def _expand(
         begin = torch.searchsorted(ordered, torch.arange(tokens + 1, dtype=torch.int64, device=x.device))
         routed = routed._replace(weights=topk_weights.contiguous(), order=order, begin=begin)
     for s, (columns, table, stride) in enumerate(zip(output_slices, w_ptr, strides, strict=True)):
-        _run(x[s], room.Matrices(table, stride, columns), routed, y, slice_start_loc[s : s + 1], False, finalize)
+        matrices = room.Matrices(table, stride, columns)
+        _run(_Call(x[s], matrices, routed, slice_start_loc[s : s + 1], False, finalize), y)
 
 
 @checked
@@ -408,26 +411,30 @@ def _check_pairs(y, x, w_ptr, sorted_token_ids, expert_ids, lora_indices) -> Non
                 lora_indices=lora_indices)  # fmt: skip
 
 
+class _Call(NamedTuple):
+    """Of a slice, as the room's Problem has it."""
+
+    x: torch.Tensor
+    matrices: room.Matrices
+    pairs: room.Pairs
+    offset: torch.Tensor | None
+    by_token: bool
+    adds: bool
+
+
 @custom_op("flashinfer::moe_lora", mutates_args=("out",))
-def _run(
-    x: torch.Tensor,
-    matrices: room.Matrices,
-    pairs: room.Pairs,
-    out: torch.Tensor,
-    offset: torch.Tensor | None,
-    by_token: bool,
-    adds: bool,
-) -> None:
-    if out.numel() == 0 or len(pairs.tokens) == 0 or matrices.rows == 0:
+def _run(call: _Call, out: torch.Tensor) -> None:
+    x, pairs = call.x, call.pairs
+    if out.numel() == 0 or len(pairs.tokens) == 0 or call.matrices.rows == 0:
         return
     problem = room.Problem(
         dtype=dtype_name(x.dtype),
         out=dtype_name(out.dtype),
         together=min(max(16, 1 << (x.shape[1] - 1).bit_length()), room.MOST_TOGETHER),
-        by_token=by_token,
+        by_token=call.by_token,
         weighted=pairs.weights is not None,
         combined=pairs.order is not None,
-        placed=offset is not None,
-        adds=adds,
+        placed=call.offset is not None,
+        adds=call.adds,
     )
-    room.lora(problem, x.device).run(x, matrices, pairs, out, offset)
+    room.lora(problem, x.device).run(x, call.matrices, pairs, out, call.offset)

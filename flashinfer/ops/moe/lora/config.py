@@ -14,5 +14,5 @@ class Config:
 
 
 def portable(problem, target) -> Config:
-    # 32 elements of a matrix for each of 128 threads: 64 bytes on the way. Not measured.
-    return Config(block=4096 // problem.together, num_warps=4)
+    # 16 elements of a matrix for each of 128 threads: 32 bytes on the way. Not measured.
+    return Config(block=2048 // problem.together, num_warps=4)
