@@ -8,7 +8,7 @@ import torch
 
 from flashinfer._core.checks import number, require, require_tensor
 from flashinfer.ops.attention.host_tables import host_lengths
-from flashinfer.ops.attention.options import WIDEST_WINDOW, PlanOptions
+from flashinfer.ops.attention.options import MOST_KEYS, PlanOptions
 from flashinfer.ops.attention.tables import KV_INDPTR, LENGTHS, Table
 from flashinfer.ops.attention.variants import AttentionVariant
 
@@ -246,7 +246,7 @@ def shard_mask(queries: dict, kv_lens: torch.Tensor, global_lens: torch.Tensor, 
         And the parameters of a call.
     """
     source = "uniform" if "q_len" in queries else "ragged"
-    window = min(window, WIDEST_WINDOW)
+    window = min(window, MOST_KEYS)
     given = dict(kv_lens=kv_lens, global_lens=global_lens, world=world, rank=rank, window_left=window, **queries)
     return _variant(f"shard_of_{source}", **_SHARD, **_QUERIES[source]), given
 

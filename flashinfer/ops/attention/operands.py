@@ -10,7 +10,7 @@ import torch
 
 from flashinfer._core.checks import is_aligned, require
 from flashinfer.ops.attention.config import factor_alignment
-from flashinfer.ops.attention.options import NVFP4, WIDEST_WINDOW, PlanOptions, is_finite
+from flashinfer.ops.attention.options import MOST_KEYS, NVFP4, PlanOptions, is_finite
 from flashinfer.ops.attention.problem import Inputs
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
 from flashinfer.ops.attention.variants import AttentionVariant
@@ -203,7 +203,7 @@ def _scales(plan, window_left: int | None, q_scale, k_scale, v_scale):
             value = 1.0
         numbers[name] = 1.0 if value is None else float(value)
         require(is_finite(numbers[name]), name, numbers[name], "a finite number")
-    window = planned.window_left if window_left is None else min(window_left, WIDEST_WINDOW)
+    window = planned.window_left if window_left is None else min(window_left, MOST_KEYS)
     # The schedule leaves out keys that no query sees in the planned window.
     ok = planned.window_left < 0 or 0 <= window <= planned.window_left
     require(ok and window >= -1, "window_left", window, f"at most the planned {planned.window_left}")

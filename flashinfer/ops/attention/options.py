@@ -106,8 +106,8 @@ class PlanOptions(NamedTuple):
         return None if self.fixed_split_size == -1 else self.fixed_split_size
 
 
-# Kernels add a window to positions in int32, so wider ones are taken for this one: no request has more keys.
-WIDEST_WINDOW = 1 << 30
+# No request has more keys. Wider windows and longer splits are taken for this, since kernels add both in int32.
+MOST_KEYS = 1 << 30
 
 # PlanOptions by keywords in half the time of a call of the class, which makes a dict of them: for plans.
 plan_options = partial(PlanOptions.__new__, PlanOptions)
@@ -128,9 +128,12 @@ def _checked(*values) -> PlanOptions:
     known = o.pos_encoding_mode in POS_ENCODINGS
     require(known, "pos_encoding_mode", repr(o.pos_encoding_mode), ", ".join(POS_ENCODINGS))
     require(o.window_left >= -1, "window_left", o.window_left, "-1 (no window) or the keys before a query")
-    o = o._replace(window_left=min(o.window_left, WIDEST_WINDOW))
     _check_dtypes(o)
     _check_numbers(o)
+    split = o.fixed_split_size
+    o = o._replace(
+        window_left=min(o.window_left, MOST_KEYS), fixed_split_size=None if split is None else min(split, MOST_KEYS)
+    )
     owned = o.variant is not None and o.variant.owns_mask
     require(not owned or o.window_left < 0, "window_left", o.window_left, "-1: the variant owns the mask")
     if o.kv_dtype == NVFP4:

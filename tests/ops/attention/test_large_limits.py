@@ -1,4 +1,4 @@
-"""Windows near the largest int32, as callers write for "no window", hide no key."""
+"""Windows and splits near the largest int32, as callers write for "no limit", change nothing."""
 
 import pytest
 import torch
@@ -9,14 +9,14 @@ from flashinfer.testing.emulator import emulate
 from tests.ops.attention.cases import check, run_paged, run_ragged
 from tests.ops.attention.oracle import Options
 
-WINDOWS = pytest.mark.parametrize("window", ((1 << 30) + 1, (1 << 31) - 1, 1 << 31, 1 << 40))
+LIMITS = pytest.mark.parametrize("window", ((1 << 30) + 1, (1 << 31) - 1, 1 << 31, 1 << 40))
 
 
 def batch(dtype=torch.bfloat16):
     return generate.ragged_batch([9, 3], [70, 40], 2, 1, 64, dtype=dtype)
 
 
-@WINDOWS
+@LIMITS
 @pytest.mark.parametrize("backend", ("reference", "portable"))
 def test_a_plan(window, backend):
     x = batch(torch.float16)
@@ -25,7 +25,7 @@ def test_a_plan(window, backend):
         check(result, x, Options(causal=True))
 
 
-@WINDOWS
+@LIMITS
 def test_hopper(window):
     x = generate.ragged_batch([130], [200], 2, 1, 64, dtype=torch.bfloat16)
     with emulate("90a"):
@@ -33,7 +33,7 @@ def test_hopper(window):
     check(result, x, Options(causal=True))
 
 
-@WINDOWS
+@LIMITS
 def test_one_request(window):
     x = batch()
     q, k, v = x.q[:9], x.k[:70], x.v[:70]
@@ -42,3 +42,11 @@ def test_one_request(window):
     with emulate("90a"):
         out = flashinfer.single_decode_with_kv_cache(q[0], k, v, window_left=window)
     assert torch.allclose(out.float(), flashinfer.single_decode_with_kv_cache(q[0], k, v).float(), atol=2e-2)
+
+
+@LIMITS
+@pytest.mark.parametrize("backend", ("reference", "portable"))
+def test_a_split(window, backend):
+    x = batch(torch.float16)
+    result = run_ragged(x, Options(causal=True), backend, plan=dict(fixed_split_size=window))
+    check(result, x, Options(causal=True))
