@@ -218,6 +218,9 @@ class TableStore:
                 here = not table.is_cuda or table.device == self._device
                 require(here, self._names[i], f"a tensor on {table.device}", f"the host, or {self._device}")
                 table = table.to(self._device, torch.int32)
+            elif table is not None and not table.is_cuda and i != KV_INDICES:
+                # As on a GPU, where plan() reads lengths and run() reads page ids: callers fill their tables again.
+                table = table.clone()
             brought.append(table if table is None or table.is_contiguous() else table.contiguous())
         return brought
 

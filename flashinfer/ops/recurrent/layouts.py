@@ -8,15 +8,16 @@ import torch
 def whole_rows(*tensors: torch.Tensor | None) -> bool:
     """Whether rows can be read 16 bytes at a time: bases, and strides of dimensions that have more than one element.
 
-    The dimension of stride 1, the last or the one before it, is the row.
+    The row is the last dimension, or the one before it where the last has several elements, a stride apart.
     """
     for x in tensors:
         if x is None or not x.numel():
             continue
         if x.data_ptr() % 16:
             return False
-        for size, stride in zip(x.shape, x.stride(), strict=True):
-            if size > 1 and stride != 1 and stride * x.element_size() % 16:
+        row = x.dim() - (1 if x.shape[-1] == 1 or x.stride(-1) == 1 else 2)
+        for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+            if size > 1 and stride * x.element_size() % 16 and not (dim == row and stride == 1):
                 return False
     return True
 

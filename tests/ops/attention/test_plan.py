@@ -316,3 +316,14 @@ def test_numbers_of_numpy_are_those_of_python(device):
         wrapper.plan(*tables, *numbers, q_data_type=x.q.dtype, sm_scale=np.float32(0.25), window_left=np.int32(-1))
         results.append(wrapper.run(x.q, paged.kv_cache))
     assert_bitwise(*results)
+
+
+def test_lengths_are_those_that_plan_saw(device):
+    x, paged = batch(device, (3, 2), (5, 9))
+    for backend in backends(device):
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", backend=backend)
+        qo, kv, last = (t.clone() for t in (x.qo_indptr.cpu(), paged.indptr.cpu(), paged.last_page_len.cpu()))
+        wrapper.plan(qo, kv, paged.indices, last, *HEADS, DIM, PAGE, causal=True, q_data_type=x.q.dtype)
+        for table in (qo, kv, last):
+            table.zero_()
+        check(wrapper.run(x.q, paged.kv_cache, return_lse=True), x, CAUSAL)

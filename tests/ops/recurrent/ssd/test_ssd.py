@@ -88,6 +88,15 @@ def test_lengths_and_groups(backend, device, heads, groups, dim, dstate, index):
 
 
 @backends
+@pytest.mark.parametrize("dim, dstate", [(16, 1), (1, 16)])
+def test_rows_of_one_element(backend, device, dim, dstate):
+    prompt = Prompt([70], device, heads=1, dim=dim, dstate=dstate)
+    states = prompt.states()
+    out, final = prompt.run(states, backend)
+    prompt.near(0, states[0], out, final[0])
+
+
+@backends
 def test_bfloat16_and_plain_batches(backend, device):
     """Rows that are sequences, strided, without what is optional; states come in bfloat16."""
     prompt = Prompt([70, 70], device, dtype=BF16)
