@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.ops import layouts
 
-__all__ = ["convert_sf_to_mma_layout"]
+__all__ = ["convert_sf_to_mma_layout", "is_cute_dsl_available"]
+
+
+def is_cute_dsl_available() -> bool:
+    """Whether Python finds NVIDIA's CuTe DSL, the modules cutlass and cutlass.cute; nothing here uses it.
+
+    Returns
+    -------
+    bool
+        The modules are there; they are not run, but for cutlass itself.
+
+    Examples
+    --------
+    >>> flashinfer.cute_dsl.is_cute_dsl_available() in (True, False)
+    True
+    """
+    try:
+        return find_spec("cutlass.cute") is not None
+    except ImportError:  # cutlass is not there, or not whole
+        return False
 
 
 @checked

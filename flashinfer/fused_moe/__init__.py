@@ -19,6 +19,13 @@ from flashinfer.fused_moe.layouts import (
     reorder_rows_for_gated_act_gemm,
 )
 from flashinfer.fused_moe.moe_lora_delta import bgmv_moe_gemm1_lora_delta, bgmv_moe_gemm2_lora_delta
+from flashinfer.fused_moe.monomoe import (
+    alloc_scratchpad,
+    get_scratchpad_size_bytes,
+    has_monomoe,
+    interleave_for_tma_wgmma_up,
+    mono_moe,
+)
 from flashinfer.fused_moe.routing import fused_topk_deepseek
 from flashinfer.fused_moe.trtllm import trtllm_bf16_moe, trtllm_bf16_routed_moe
 from flashinfer.fused_moe.trtllm_fp8 import (
@@ -49,6 +56,7 @@ __all__ = [
     "QuantFormat",
     "RoutingMethodType",
     "WeightLayout",
+    "alloc_scratchpad",
     "bgmv_moe",
     "bgmv_moe_expand",
     "bgmv_moe_gemm1_lora_delta",
@@ -59,9 +67,13 @@ __all__ = [
     "cutlass_fused_moe",
     "fill_w_ptr",
     "fused_topk_deepseek",
+    "get_scratchpad_size_bytes",
+    "has_monomoe",
     "hash_topk",
+    "interleave_for_tma_wgmma_up",
     "interleave_moe_scales_for_sm90_mixed_gemm",
     "interleave_moe_weights_for_sm90_mixed_gemm",
+    "mono_moe",
     "prepare_bgmv_moe",
     "preprocess_moe_weights_for_sm90_mixed_gemm_humming",
     "reorder_rows_for_gated_act_gemm",

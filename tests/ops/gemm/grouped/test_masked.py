@@ -1,5 +1,8 @@
 """The masked product under upstream's name, against a float64 product of what codes and factors stand for."""
 
+import importlib
+import sys
+
 import pytest
 import torch
 
@@ -112,3 +115,22 @@ def test_routers(device):
         assert_close(out, (a.float() @ weight.float().mT).to(dtype), truth)
         with pytest.raises(ValueError, match="mat_b"):
             getattr(gemm, name)(a, weight.mT[:, 1:], out)
+
+
+def test_cute_dsl_is_looked_for(tmp_path, monkeypatch):
+    from flashinfer.cute_dsl import is_cute_dsl_available, utils
+
+    assert is_cute_dsl_available is utils.is_cute_dsl_available
+    for name in ("cutlass", "cutlass.cute"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert is_cute_dsl_available() is False
+    (tmp_path / "cutlass").mkdir()
+    (tmp_path / "cutlass" / "__init__.py").write_text("")
+    importlib.invalidate_caches()
+    assert is_cute_dsl_available() is False
+    (tmp_path / "cutlass" / "cute.py").write_text("raise RuntimeError")
+    importlib.invalidate_caches()
+    assert is_cute_dsl_available() is True
+    sys.modules.pop("cutlass")
