@@ -1,5 +1,6 @@
 """Collectives between GPUs for tensor- and expert-parallel serving."""
 
+from flashinfer.comm import trtllm_mnnvl_ar as trtllm_mnnvl_ar
 from flashinfer.comm.allreduce import (
     AllReduceFusionWorkspace,
     MNNVLAllReduceFusionWorkspace,

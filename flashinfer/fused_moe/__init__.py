@@ -1,5 +1,6 @@
 """Mixtures of experts: routing, and the experts' products with all that stands between them in one call."""
 
+from flashinfer.fused_moe import core as core, fused_routing_dsv3 as fused_routing_dsv3
 from flashinfer.fused_moe.api import QuantFormat
 from flashinfer.fused_moe.bgmv_moe import (
     bgmv_moe,

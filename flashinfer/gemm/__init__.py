@@ -1,5 +1,6 @@
 """Matrix products: dense, with scaled and block-scaled operands, and in groups."""
 
+from . import gemm_base as gemm_base
 from .alpha_beta import gemm_alpha_beta
 from .blockscaled import bmm_mxfp8, mm_bf16_fp4, mm_fp4, mm_mxfp8, prepare_bf16_fp4_weights
 from .dense import (

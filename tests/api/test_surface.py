@@ -6,6 +6,8 @@
 import importlib
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,12 @@ def test_the_check_sees_what_it_should():
     assert any("b is 1 by default, upstream 2" in why for why in compare(ours, "(a, b=2, *, c)"))
     assert any("required by us alone: c" in why for why in compare(ours, "(a, b=1)"))
     assert any("at position 0" in why for why in compare(ours, "(b, a)"))
+
+
+def test_modules_that_upstream_imports_are_attributes():
+    """In a process of its own: imports elsewhere would set them."""
+    paths = "comm.trtllm_mnnvl_ar", "fused_moe.core", "fused_moe.fused_routing_dsv3", "gemm.gemm_base"
+    names = [f"flashinfer.{path}" for path in paths]
+    code = f"import flashinfer\nfor module in {', '.join(names)}: print(module.__name__)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout.split() == names, found.stderr
