@@ -21,7 +21,7 @@ import torch
 
 from flashinfer._core import call_dump, call_log, env
 
-__all__ = ["flashinfer_api", "replay"]
+__all__ = ["flashinfer_api", "replay", "replay_from_dump", "replay_sequence"]
 
 _LEVEL = env.api_level()
 _dumps: call_dump.Dumps | None = None
@@ -234,6 +234,98 @@ def replay(folder: str | Path, device: torch.device | str | None = None) -> list
     return [{"call": call.name, **_replayed(call, objects, device)} for call in calls]
 
 
+def replay_from_dump(
+    dump_dir: str | Path,
+    compare_outputs: bool = False,
+    device: torch.device | str = "cuda",
+    run: bool = False,
+    object_registry: dict[tuple, object] | None = None,
+) -> dict:
+    """The arguments of one dumped call, and, if asked, the call run again.
+
+    Parameters
+    ----------
+    dump_dir : path
+        The folder of one call, as this package writes it; upstream's dumps are not read.
+    compare_outputs : bool
+        Give what the call gave then; if it is run, compare.
+    device : torch.device
+        Where tensors of a GPU go.
+    run : bool
+        Run the call.
+    object_registry : dict, optional
+        Objects of dumped `__init__` calls by (process, object), read and added to.
+
+    Returns
+    -------
+    dict
+        "args", an empty list; "kwargs", the arguments by name; "metadata", what the dump says of the call. With `run`
+        "execution_result". With `compare_outputs` "expected_tensors" and "expected_metadata", None where no result was
+        dumped; with both "comparison_match", whether all are as near as the dtype resolves.
+
+    Raises
+    ------
+    ValueError
+        The folder holds no whole call of a public function of this package.
+    LookupError
+        The object of a method is not in `object_registry`.
+    """
+    record, given, expected = call_dump.read(Path(dump_dir))
+    enums, device = {kind.__name__: kind for kind in _enums()}, torch.device(device)
+    arguments = {key: call_dump.decoded(value, given, enums, device) for key, value in record["inputs"].items()}
+    found = {"args": [], "kwargs": arguments, "metadata": record}
+    if compare_outputs:
+        found |= {"expected_tensors": expected, "expected_metadata": record.get("outputs")}
+    if run:
+        objects = {} if object_registry is None else object_registry
+        key = (record.get("pid"), record.get("self_id"))
+        result = found["execution_result"] = _run(_found(record["place"]), key, objects, arguments)
+        if compare_outputs and expected is not None:
+            found["comparison_match"] = "different" not in _states(result, given, expected).values()
+    return found
+
+
+def replay_sequence(root_dir: str | Path, device: torch.device | str = "cuda") -> list[dict]:
+    """Run all dumped calls of a folder again, in their order, each as `replay_from_dump` does.
+
+    Parameters
+    ----------
+    root_dir : path
+        The folder that FLASHINFER_DUMP_DIR named.
+    device : torch.device
+        Where tensors of a GPU go.
+
+    Returns
+    -------
+    list of dict
+        Of each call the result of `replay_from_dump` with "dump_dir"; "error" and "dump_dir" where it failed.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is no such folder.
+    """
+    if not Path(root_dir).is_dir():
+        raise FileNotFoundError(f"{root_dir}: no folder of dumps")
+    objects: dict[tuple, object] = {}
+    results = []
+    for folder in sorted(path.parent for path in Path(root_dir).glob("*/metadata.jsonl")):
+        try:
+            result = replay_from_dump(folder, True, device, True, objects)
+        except Exception as error:  # what a call raises is its outcome
+            result = {"error": f"{type(error).__name__}: {error}"}
+        results.append(result | {"dump_dir": str(folder)})
+    return results
+
+
+def _states(result, given: dict, expected: dict) -> dict[str, str]:
+    """How near each dumped result is to what was found: `given` holds the arguments, written or not."""
+    found: dict[str, torch.Tensor] = {}
+    call_dump._encoded(result, "result", found)
+    found |= {f"written {key}": value for key, value in given.items()}
+    return {key: _compared(found.get(key), value) for key, value in expected.items()}
+
+
 def _replayed(call: Path, objects: dict, device: torch.device) -> dict:
     name = ""
     try:
@@ -253,10 +345,7 @@ def _replayed(call: Path, objects: dict, device: torch.device) -> dict:
                 "detail": detail}  # fmt: skip
     if expected is None:
         return {"function": name, "state": "ran", "detail": "no result was dumped to compare with"}
-    found: dict[str, torch.Tensor] = {}
-    call_dump._encoded(result, "result", found)
-    found |= {f"written {key}": value for key, value in given.items()}
-    states = {key: _compared(found.get(key), value) for key, value in expected.items()}
+    states = _states(result, given, expected)
     worst = max(states.values(), key=("equal", "close", "different").index, default="equal")
     return {"function": name, "state": worst, "detail": ", ".join(k for k, s in states.items() if s != "equal")}
 

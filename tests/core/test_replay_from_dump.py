@@ -1,0 +1,34 @@
+"""Dumped calls by the names of upstream's replay."""
+
+import pytest
+import torch
+
+from flashinfer import api_logging
+from flashinfer._core import call_dump
+
+
+def dumped(root, monkeypatch, result):
+    monkeypatch.setenv("FLASHINFER_DUMP_DIR", str(root))
+    given = {"input": torch.tensor([[0.5, -1.0, 2.0, 3.0]] * 4).half()}
+    dump = call_dump.Dumps().begin("silu_and_mul", "flashinfer.activation:silu_and_mul", given, None)
+    dump.end(result)
+    return dump.folder, given["input"]
+
+
+def test_replay(tmp_path, monkeypatch):
+    gate, up = torch.tensor([0.5, -1.0], dtype=torch.float64), torch.tensor([2.0, 3.0], dtype=torch.float64)
+    expected = (gate * gate.sigmoid() * up).half().expand(4, 2).contiguous()
+    folder, x = dumped(tmp_path, monkeypatch, expected)
+    found = api_logging.replay_from_dump(folder, device="cpu")
+    assert found["args"] == [] and torch.equal(found["kwargs"]["input"], x) and "execution_result" not in found
+    assert found["metadata"]["function_name"] == "silu_and_mul"
+    found = api_logging.replay_from_dump(folder, True, "cpu", True)
+    assert found["comparison_match"] is True
+    torch.testing.assert_close(found["execution_result"], expected)
+    dumped(tmp_path, monkeypatch, expected + 1)
+    results = api_logging.replay_sequence(tmp_path, "cpu")
+    assert [each["comparison_match"] for each in results] == [True, False]
+    (folder / "inputs.pt").unlink()
+    assert "NotKept" in api_logging.replay_sequence(tmp_path, "cpu")[0]["error"]
+    with pytest.raises(FileNotFoundError):
+        api_logging.replay_sequence(tmp_path / "none", "cpu")
