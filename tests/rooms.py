@@ -150,6 +150,15 @@ def routings(device):
     return call
 
 
+def adapters_of_experts(device):
+    x, a, b = (randn(*shape, device=device) for shape in ((3, 64), (2, 4, 8, 64), (2, 4, 40, 8)))
+    token, expert, adapter = (
+        torch.tensor(ids, dtype=torch.int64, device=device) for ids in ([0, 2, 1, 0], [3, 0, 1, 2], [1, 0, -1])
+    )
+    weights = randn(4, dtype=torch.float32, device=device)
+    return lambda: fused_moe.bgmv_moe(x, [a], [b], token, expert, adapter, weights, 4)
+
+
 def experts(device):
     (x, w1, w2), _ = bf16_layer(device)
     ids, weights = chosen(device)
@@ -312,6 +321,7 @@ CALLS = {
     "moe.routing": routings,
     "moe.experts": experts,
     "moe.finalize": experts,
+    "moe.lora": adapters_of_experts,
     "attention.prefill": prefills,
     "attention.decode": decodes,
     "attention.merge": merges,
