@@ -75,7 +75,7 @@ def measured(work, device: torch.device, timing, tune: bool) -> dict:
 
 
 def rows(request: dict, device: torch.device, timing, tell) -> list[list[tuple]]:
-    """(module, case) of each row, of each module; a module that does not load here is told with its rows."""
+    """(module, case) of each row, of each module; a module that does not load here is reported with its rows."""
     wanted = []
     for module, names in request["rows"]:
         try:

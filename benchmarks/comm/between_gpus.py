@@ -48,27 +48,27 @@ class Table:
 
     def __init__(self, rank: int, world: int, device: torch.device, file: Path):
         self.rank, self.world, self.device, self.file = rank, world, device, file
-        self.told = {"rows": {}}
+        self.report = {"rows": {}}
 
     def tell(self, **found) -> None:
-        self.told |= found
+        self.report |= found
         if self.rank == 0:
-            self.file.write_text(json.dumps(self.told))
+            self.file.write_text(json.dumps(self.report))
 
     def row(self, name: str, call, link: float = 0, calls: int = 20, **peers) -> None:
         """call, peers : callables, which every rank has alike. link : bytes that a rank sends."""
         row = {"ours": self.time(call, calls), "link": link}
         row["peers"] = {way.replace("__", "/"): self.time(peer, calls) for way, peer in peers.items()}
-        self.told["rows"][name] = row
+        self.report["rows"][name] = row
         self.tell()
         if self.rank == 0:
             print(name, row, file=sys.stderr, flush=True)
 
     def beyond(self, name: str, whole: str, part: str, link: float = 0) -> None:
         """A row of the time by which one row is longer than another."""
-        first, second = (self.told["rows"][row]["ours"] for row in (whole, part))
+        first, second = (self.report["rows"][row]["ours"] for row in (whole, part))
         apart = {"us": first["us"] - second["us"]} if "us" in first and "us" in second else {**second, **first}
-        self.told["rows"][name] = {"ours": apart, "link": link, "peers": {}}
+        self.report["rows"][name] = {"ours": apart, "link": link, "peers": {}}
         self.tell()
 
     def time(self, call, calls: int, graph: bool = True) -> dict:
@@ -265,16 +265,16 @@ def main(kind: str) -> dict:
     # Multicast addresses take resources of the whole machine; nothing here needs them.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    world, told = ranks(torch.device(kind)), {}
+    world, report = ranks(torch.device(kind)), {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             torch.multiprocessing.spawn(work, (world, kind, folder), nprocs=world, join=True)
         except Exception as error:
             # the rows before it are measured
-            told["error"] = f"{type(error).__name__}: {str(error).strip()[-300:]}"
+            report["error"] = f"{type(error).__name__}: {str(error).strip()[-300:]}"
         with contextlib.suppress(FileNotFoundError):
-            told |= json.loads((Path(folder) / "table").read_text())
-    return {"rows": {}, "error": "no such row"} | told
+            report |= json.loads((Path(folder) / "table").read_text())
+    return {"rows": {}, "error": "no such row"} | report
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ class _Sources:
         self._elsewhere = any(x.device != self._device for x, _ in made)
 
     def picker(self, tensors: list) -> Callable[[list[int]], tuple[int, ...]] | None:
-        """What gives the addresses of these tensors for the bases of a call; None if they cannot be told from those."""
+        """What gives the addresses of these tensors for the bases of a call; None if those do not determine them."""
         places = [self._place(x) for x in tensors]
         if None in places or self._elsewhere:
             return None

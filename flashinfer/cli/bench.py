@@ -57,10 +57,10 @@ class Room:
                 self.cases.append((module, replace(case, group=", ".join(filter(None, (inner, case.group))))))
             if chosen:
                 self.modules.append(names)
-        told = [case.name for _, case in self.cases]
-        if not told:
+        rows = [case.name for _, case in self.cases]
+        if not rows:
             raise ValueError(f"--match: got {match!r}; allowed: a part of the name of a case of {name}")
-        twice = {case for case in told if told.count(case) > 1}
+        twice = {case for case in rows if rows.count(case) > 1}
         if twice:
             raise ValueError(f"room: {name!r} has rows of the same name: {', '.join(sorted(twice))}")
 
@@ -134,8 +134,8 @@ def device_name(device) -> str:
 
 def tell_peer(name: str, ways: dict) -> None:
     for way, answer in ways.items():
-        told = f"built in {answer['built']:g} s" if "built" in answer else figures.took(answer)
-        click.echo(f"{name}, flashinfer{f'/{way}' if way else ''}: {told}", err=True)
+        note = f"built in {answer['built']:g} s" if "built" in answer else figures.took(answer)
+        click.echo(f"{name}, flashinfer{f'/{way}' if way else ''}: {note}", err=True)
 
 
 def build(chosen: list[Room], device, peer: str) -> dict:

@@ -58,13 +58,13 @@ def _percent(row: dict) -> str:
 
 
 def _reached(row: dict) -> str:
-    told = []
+    names = []
     for target in row["targets"]:
         reached = target["reached"]
         in_us = target["text"].startswith("<=")
         number = "no figure" if reached is None else time(reached) if in_us else f"{reached:.3g}"
-        told.append(f"{number}, {'met' if target['met'] else 'missed'}")
-    return "; ".join(told)
+        names.append(f"{number}, {'met' if target['met'] else 'missed'}")
+    return "; ".join(names)
 
 
 def _rival(row: dict, family: str) -> str:

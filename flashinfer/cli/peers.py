@@ -20,15 +20,15 @@ Rows = dict[Path, dict[str, str]]
 Answers = dict[Path, dict[str, dict[str, dict]]]
 
 
-def run(rows: Rows, device, peer: str, told: Callable, *, build=False, tune=False, limit=None) -> tuple[str, Answers]:
+def run(rows: Rows, device, peer: str, report: Callable, *, build=False, tune=False, limit=None) -> tuple[str, Answers]:
     """Run rows with the FlashInfer that is installed in the folders `peer`, joined as in PYTHONPATH.
 
     Parameters
     ----------
     rows : dict
         Benchmark module -> names of its cases, and the kind of each.
-    told : callable
-        `told(name, ways)` hears of each row once it is done.
+    report : callable
+        `report(name, ways)` hears of each row once it is done.
     build : bool
         Build what the rows need, and time nothing.
     tune : bool
@@ -54,7 +54,7 @@ def run(rows: Rows, device, peer: str, told: Callable, *, build=False, tune=Fals
     def keep(module: Path, name: str, ways: dict) -> None:
         del left[module][name]
         found[module][name] = ways
-        told(name, ways)
+        report(name, ways)
 
     while any(left.values()):
         begun, count = None, sum(map(len, left.values()))
@@ -122,7 +122,7 @@ def _answers(process: subprocess.Popen, limit: float | None) -> Iterator[dict]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """With the compilers that it runs: ninja ends them where it is told to end, but not where it is killed."""
+    """With the compilers that it runs: ninja ends them where it is asked to end, but not where it is killed."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         time.sleep(1)

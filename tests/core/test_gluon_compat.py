@@ -58,7 +58,7 @@ def test_type_of_a_tensor_map(in_triton):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_hopper_building_blocks_compute(dtype, device):
     if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("wgmma is Hopper's alone")
+        pytest.skip("needs a Hopper GPU, which has wgmma")
     from flashinfer._core.checks import torch_dtype
     from flashinfer._core.launch import TensorMap
     from tests.core.samples_gluon import Config, Problem, product

@@ -724,7 +724,7 @@ def test_launched_with_a_tensor_map(dtype, device):
     from flashinfer._core.launch import TensorMap
 
     if torch.cuda.get_device_capability(device) < (9, 0):
-        pytest.skip("the copy engine came with Hopper")
+        pytest.skip("needs a Hopper GPU or later, which has the copy engine")
     x = torch.randn(200, 96, device=device).to(torch_dtype(dtype))[3:, :80]
     out = torch.empty(197, 80, dtype=x.dtype, device=device)
     described(Problem(dtype), Config(32), (7, 3, 1), TensorMap(x, (32, 32)), out, 197, 80)
@@ -755,7 +755,7 @@ def test_held_tensor_map_is_readdressed(device):
     from flashinfer._core.launch import TensorMap
 
     if torch.cuda.get_device_capability(device) < (9, 0):
-        pytest.skip("the copy engine came with Hopper")
+        pytest.skip("needs a Hopper GPU or later, which has the copy engine")
     tensors = [torch.randn(197, 80, device=device).to(torch.bfloat16) for _ in range(3)]
     bound = described.prepare(Problem("bf16"), Config(32), device)
     out = torch.empty_like(tensors[0])

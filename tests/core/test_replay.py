@@ -1,4 +1,4 @@
-"""Held calls: a call like an earlier one launches what it would launch anew, and no other call is taken for one."""
+"""Launch replay: a call like an earlier one launches what a first call would, and no other call is taken for one."""
 
 import os
 import re
@@ -221,15 +221,15 @@ def repeats(card, name):
         _run(card, call, *first)
     args = make()
     assert not {x.data_ptr() for x in _tensors(args)} & {x.data_ptr() for x in _tensors(first)}
-    anew = _run(card, call.__wrapped__, *args)
-    assert anew[0] and _run(card, call, *args) == anew
+    fresh = _run(card, call.__wrapped__, *args)
+    assert fresh[0] and _run(card, call, *args) == fresh
     assert _is_kept(call, *args)
     assert "torch._dynamo" not in sys.modules
     # Engines load models with another default dtype: neither way allocates by it.
     for dtype in (torch.bfloat16, torch.float64):
         torch.set_default_dtype(dtype)
         try:
-            assert _run(card, call.__wrapped__, *args) == anew and _run(card, call, *args) == anew, dtype
+            assert _run(card, call.__wrapped__, *args) == fresh and _run(card, call, *args) == fresh, dtype
         finally:
             torch.set_default_dtype(torch.float32)
 
@@ -243,10 +243,10 @@ def test_repeats_what_it_would_launch_anew(name, on_card):
 
 
 def _launched_as_anew(card, call, *args):
-    anew = _run(card, call.__wrapped__, *args)
+    fresh = _run(card, call.__wrapped__, *args)
     for _ in range(3):
-        assert _run(card, call, *args) == anew
-    return anew
+        assert _run(card, call, *args) == fresh
+    return fresh
 
 
 def warm_calls_that_differ(card):
@@ -324,7 +324,7 @@ def scalars_of_other_types(card):
 
     for _ in range(3):
         for value in (1.0, 2.0, 3.0):
-            # What is read on the host decides, so such a call is made anew.
+            # What is read on the host decides, so such a call is not replayed.
             one = torch.full((1,), value)
             assert _launched_as_anew(card, by_value, x, out, one) == _run(card, by_value.__wrapped__, x, out, value)
             assert not _is_kept(by_value, x, out, one)

@@ -57,7 +57,7 @@ def begin(wrapper, kv, lens, qo=None):
 
 
 def decodes_by_the_module(card):
-    """One launch plans, one runs; neither is prepared anew."""
+    """One launch plans, one runs; neither is prepared twice."""
     fixed = buffers(paged=False)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         torch.empty(1 << 20, dtype=torch.uint8), "NHD", True, True, backend="fa2", **fixed

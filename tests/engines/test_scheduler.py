@@ -45,7 +45,7 @@ class Request:
 
 
 class SGLang:
-    """Pages of one token without an axis for them, tables on the device, wrappers told by begin_forward."""
+    """Pages of one token without an axis for them, tables on the device, wrappers planned by begin_forward."""
 
     page_size = 1
 

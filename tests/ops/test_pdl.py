@@ -127,7 +127,7 @@ def launched(card):
 
 
 def test_enable_pdl_reaches_the_launch(on_card):
-    """Calls that are made anew, and calls that are held."""
+    """Calls that are checked, and calls that are replayed."""
     assert on_card(launched) == [ALLOWED] * 8 + [{}] * 4
 
 

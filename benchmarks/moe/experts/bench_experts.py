@@ -61,10 +61,10 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 def _row(name: str, model: tuple, form: str, tokens: int, *targets: Target) -> Case:
-    told = f"{name} {form}, {tokens} tokens"
+    label = f"{name} {form}, {tokens} tokens"
     targets = (*targets, Target("peers", 1.1))
     make = partial(_work, tokens, *model, _FORMS[form], "fp8" if form.startswith("fp8") else "bf16")
-    return Case(told, make, name, targets, told in _HEADLINES, builds=form)
+    return Case(label, make, name, targets, label in _HEADLINES, builds=form)
 
 
 def _work(tokens, hidden, middle, experts, top_k, form, operands, device) -> Work:

@@ -242,6 +242,7 @@ class Ranks:
         self.store.set(self._key(turn, self.rank), value)
         if turn > 2:
             # Every rank has read the turn before last by now, for all have come to the last.
+            # A store of files keeps its keys: it has no way to delete one.
             with contextlib.suppress(NotImplementedError):
                 self.store.delete_key(self._key(turn - 2, self.rank))
         values = []

@@ -160,7 +160,7 @@ def test_ranks_of_context_parallelism_merge_to_the_whole(q_len, window, device):
 @pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2))
 def test_fp8_caches_and_outputs(dtype, device):
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        pytest.skip("converting to e4m3 needs compute capability 8.9")
+        pytest.skip("needs a GPU of compute capability 8.9, which converts to e4m3")
     x = batch([1] * 6, device, kv_dtype=dtype)
     cache, tables, seq_lens = paged(x)
     exact = 2 * oracle.batch(x, Options(), torch.float64)[0]

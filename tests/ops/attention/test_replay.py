@@ -89,13 +89,13 @@ def batches_that_come_again(card):
         launches = []
         times = holds(lambda step=step: launches.extend(card.made(lambda: step(kept))))
         assert times == (2 if turn < 3 else 0)
-        anew = card.made(lambda step=step: step(flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())))
-        assert [launch[:2] for launch in launches] == [launch[:2] for launch in anew]
+        fresh = card.made(lambda step=step: step(flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace())))
+        assert [launch[:2] for launch in launches] == [launch[:2] for launch in fresh]
         assert read(words(launches[0])[5], n + 1) == indptr.tolist() and words(launches[0])[0] in words(launches[1])
 
 
 def batches_that_only_the_device_knows(card):
-    """A plan whose rows no one has told must not go into the work list of a smaller one."""
+    """A plan whose rows only the device knows must not go into the work list of a smaller one."""
     kept = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend="portable")
 
     def grid(wrapper, rows):
@@ -106,8 +106,8 @@ def batches_that_only_the_device_knows(card):
         return attend[1]
 
     for rows in (32, 32, 1024, 16, 2048):
-        anew = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend="portable")
-        assert grid(kept, rows) == grid(anew, rows)
+        fresh = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(), backend="portable")
+        assert grid(kept, rows) == grid(fresh, rows)
 
 
 def graph_buffers_end_where_they_end(card):
@@ -252,8 +252,8 @@ def plans_like_the_last(card, form, where, graph):
         if graph:
             # Its first plan says how large a grid is.
             new.plan()
-        made, anew = (card.made(lambda x=x: (x.plan(**change), x.run())) for x in (kept, new))
-        assert [(name, grid) for name, grid, *_ in made] == [(name, grid) for name, grid, *_ in anew]
+        made, fresh = (card.made(lambda x=x: (x.plan(**change), x.run())) for x in (kept, new))
+        assert [(name, grid) for name, grid, *_ in made] == [(name, grid) for name, grid, *_ in fresh]
         given = dict(qo=(0, 4, 8), kv=(0, 3, 7), last=(5, 16), lens=(37, 64), ids=range(7)) | change
         _, _, _, qo_at, _, kv_at, lens_at, *_ = words(made[0])
         assert read(kv_at, 3) == list(given["kv"])
@@ -298,8 +298,8 @@ def plans_that_differ(card):
         for _ in range(3):
             kept.plan()
             kept.run()
-        made, anew = (card.made(lambda x=x: (x.plan(**change), x.run())) for x in (kept, new))
-        assert [launch[:2] for launch in made] == [launch[:2] for launch in anew]
+        made, fresh = (card.made(lambda x=x: (x.plan(**change), x.run())) for x in (kept, new))
+        assert [launch[:2] for launch in made] == [launch[:2] for launch in fresh]
     kept = Planner("decode", "host")
     for stream in (7, 7, 7, 8, 8, 8, 7):
         card.stream = stream

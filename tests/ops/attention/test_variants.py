@@ -482,9 +482,9 @@ def test_compiles_for_hopper(op, kernel, changes, in_triton, tmp_path):
 
 
 def test_a_function_that_does_not_compile_names_its_line(in_triton):
-    told = in_triton(compiling.compile_error, "wrong")
-    assert f"samples_variants.py:{line_of(samples.wrong, 'params.nowhere')}: in wrong: " in told
-    assert "return shifted * params.nowhere" in told and "nowhere" in told.splitlines()[-1]
+    message = in_triton(compiling.compile_error, "wrong")
+    assert f"samples_variants.py:{line_of(samples.wrong, 'params.nowhere')}: in wrong: " in message
+    assert "return shifted * params.nowhere" in message and "nowhere" in message.splitlines()[-1]
     assert "the mask function of a variant must return booleans" in in_triton(compiling.compile_error, "not boolean")
 
 

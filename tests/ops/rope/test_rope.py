@@ -382,7 +382,7 @@ def test_offsets_beyond_2_31(device):
 
 @pytest.mark.gpu
 def test_graph_and_stream(device):
-    """A captured graph and a side stream give the same bits as an eager call; the graph reads positions anew."""
+    """A captured graph and a side stream give the bits of an eager call; each replay of the graph reads positions."""
     q, k = heads((64, 32, 8, 128, 128), torch.bfloat16, device)
     pos = torch.arange(64, dtype=torch.int32, device=device)
     eager = flashinfer.apply_rope_pos_ids(q, k, pos)

@@ -245,7 +245,7 @@ def test_draws_from_equal_values_are_those_of_the_first(variant, device, columns
 
 
 def test_rows_that_cannot_be_drawn_from(variant, device):
-    """They are told by `valid`, and leave the other rows' tokens alone."""
+    """`valid` marks them, and leave the other rows' tokens alone."""
     good = rows_of_probs(1, 70, device)
     probs = good.repeat(6, 1)
     probs[1, 68], probs[2], probs[3, 3], probs[4] = torch.nan, 0, torch.inf, -probs[4]

@@ -51,7 +51,7 @@ def test_boxes_are_pages_that_are_powers_of_two(changes, gather):
 @pytest.fixture
 def hopper(device):
     if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("wgmma is Hopper's")
+        pytest.skip("needs a Hopper GPU, which has wgmma")
     return device
 
 

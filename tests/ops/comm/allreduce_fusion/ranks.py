@@ -140,7 +140,7 @@ def faults(rank, world, device, deadline):
     _settle(device)
     ws.deadline = deadline
     dist.barrier()
-    # Rank 1 enters when the others have given up. Through the process group it is told so; in memory it finds what they
+    # Rank 1 enters when the others have given up. Through the process group it reads so; in memory it finds what they
     # sent, and its next call waits in vain.
     if rank == 1:
         time.sleep(1.5 * deadline)
