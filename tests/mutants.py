@@ -51,7 +51,7 @@ MUTANTS = (
            "key.append(tuple(low) if any(low) else None)", "key.append(None)", "tests/core/test_replay.py -k differ"),
     Mutant("replay: the stream is left out of the key", "flashinfer/_core/replay.py",
            "key.append(torch._C._cuda_getCurrentRawStream(tensors[0].get_device()))", "key.append(0)",
-           "tests/core/test_replay.py -k differ"),
+           "tests/core/test_replay.py -k streams"),
     Mutant("cache: the owner of a link", "flashinfer/_core/trusted.py",
            "        if not any_owner and state.st_uid", "        if False and state.st_uid",
            "tests/core/test_kernel_cache.py -k link"),

@@ -280,6 +280,21 @@ def warm_calls_that_differ(card):
         op(x, weight, "1e-6", out)
 
 
+def streams_have_their_own_counts(card):
+    """Blocks that share a tile of a product count arrivals in memory of their stream: two streams may overlap."""
+    from flashinfer.ops.gemm import slices
+
+    a, b, out = halves(16, 8192), halves(256, 8192).mT, halves(16, 256)
+    for stream in (7, 8, 7, 8):
+        card.stream = stream
+        for _ in range(3):
+            (launch,) = card.made(lambda: flashinfer.mm_bf16(a, b, out=out))
+            given = {int.from_bytes(value, "little") for value in launch[3] if len(value) == 8}
+            counts = {key[1]: row.data_ptr() for key, row in slices._row_of.items()}
+            assert [at for at in counts.values() if at in given] == [counts[stream]]
+    assert len(counts) == 2 and _is_kept(flashinfer.mm_bf16, a, b, {"out": out})
+
+
 def arguments_that_are_one_tensor(card):
     """Whichever comes first, in place or not, the other is no call like it."""
     op, weight = flashinfer.rmsnorm, rows(1)[0]
@@ -601,7 +616,8 @@ def other_arguments(card):
 @pytest.mark.parametrize(
     "check",
     [
-        warm_calls_that_differ, arguments_that_are_one_tensor, scalars_of_other_types, calls_that_fail,
+        warm_calls_that_differ, streams_have_their_own_counts, arguments_that_are_one_tensor,
+        scalars_of_other_types, calls_that_fail,
         warm_calls_that_are_wrong, debug_mode_checks_again, another_target, calls_that_do_more,
         captures_unknown_to_torch, calls_within_calls, what_the_first_call_makes_for_all, parts_of_tensors,
         many_kinds_of_calls, other_arguments,
