@@ -1,13 +1,26 @@
-"""Small calls of every kind of kernel, for a memory checker to watch: each tensor is an allocation of its own.
+"""Small calls of every room, for a memory checker to watch: each tensor is an allocation of its own.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python small_cases.py [NAME ...]
+    TRITON_INTERPRET=1 python small_cases.py --device cpu [NAME ...]
+
+The calls of `tests/rooms.py` are among the cases, by their room's name: a new room is in it without more. Beside them
+stand calls with the lengths and dims that end within a tile.
 """
 
-import sys
+import argparse
+import contextlib
+from unittest import mock
 
 import torch
 
 import flashinfer
+from flashinfer import comm
+from flashinfer.comm import _exchange, _workspaces, allreduce
+from flashinfer.ops.comm.alltoall import space
+from tests import rooms
+from tests.ops.comm import simulate
+from tests.ops.comm.allreduce_fusion import cases as sums
+from tests.ops.comm.alltoall import cases as exchanges
 
 DEVICE = torch.device("cuda", 0)
 
@@ -95,6 +108,64 @@ def quantised():
     flashinfer.mxfp8_quantize(x)
 
 
+@contextlib.contextmanager
+def ranks(*patches):
+    """Two ranks in this process: their kernels run phase by phase, one after another, so that none waits for one."""
+    with contextlib.ExitStack() as stack:
+        for module, name, new in patches:
+            stack.enter_context(mock.patch.object(module, name, new))
+        yield [simulate.Ranks(rank, 2) for rank in range(2)]
+
+
+def connector():
+    """Links on the device of the run, whose waits end soon."""
+    found = []
+
+    def connect(ranks, area, device, behind=0, deadline=0):
+        if not found:
+            found.extend(simulate.links(2, area, behind, DEVICE))
+        return simulate.connector(found)(ranks, area, device)
+
+    return connect
+
+
+def all_reduces():
+    recorder = simulate.Recorder(allreduce.op)
+    with ranks((allreduce, "op", recorder), (_workspaces, "connect", connector())) as pair:
+        made = [allreduce.AllReduceFusionWorkspace(2, rank) for rank in range(2)]
+        for one, ws in zip(pair, made, strict=True):
+            ws._open(one, 8 * 256 * 4, 256 * 4, DEVICE, True)
+        for case, one_shot in (("plain", True), ("norm", False), ("fp4 out", True)):
+            for rank, ws in enumerate(made):
+                given = sums.inputs(case, rank, 2, (3, 256), torch.float16, DEVICE)
+                out = sums.results(case, (3, 256), torch.float16, DEVICE)
+                comm.allreduce_fusion(workspace=ws, **given, **out, use_oneshot=one_shot)
+            recorder.run()
+        for ws in made:
+            ws.check()
+
+
+def all_to_alls():
+    steps = {name: simulate.Recorder(getattr(_exchange.room, name)) for name in ("moe_dispatch", "moe_combine")}
+    patches = [(_exchange.room, name, recorder) for name, recorder in steps.items()]
+    with ranks(*patches, (space, "connect", connector())) as pair:
+        made = []
+        for rank, one in enumerate(pair):
+            with mock.patch("flashinfer.comm.trtllm_moe_alltoall.ranks_of_experts", lambda *_, one=one: one):
+                mapping = comm.Mapping(2, rank, tp_size=2, moe_ep_size=2)
+                made.append(
+                    comm.MoeAlltoAll(mapping, 8, exchanges.TOP_K, 2 * exchanges.PER, hidden_size=2 * exchanges.HIDDEN)
+                )
+        given = [exchanges.inputs(rank, 2, tokens, torch.float16, DEVICE) for rank, tokens in enumerate((5, 3))]
+        received = [a.dispatch(x[1], exchanges.payloads(*x), 8) for a, x in zip(made, given, strict=True)]
+        steps["moe_dispatch"].run()
+        for a, got in zip(made, received, strict=True):
+            a.combine(torch.nan_to_num(got[0].float()).half(), 8)
+        steps["moe_combine"].run()
+        for a in made:
+            a.check()
+
+
 CASES = {
     "ragged": lambda: ragged(causal=True),
     "ragged, window and cap": lambda: ragged(64, causal=True, window_left=40, logits_soft_cap=20.0),
@@ -108,13 +179,29 @@ CASES = {
     "latent, page size 1": lambda: latent(1),
     "merge": merge,
     "tokens": tokens,
-    "sampling": sampled,
+    "wide rows": sampled,
     "quantisation": quantised,
+    "comm.allreduce_fusion": all_reduces,
+    "comm.alltoall": all_to_alls,
 }
+CASES |= {room: lambda call=call: call(DEVICE)() for room, call in rooms.CALLS.items()}
+
+
+def main():
+    global DEVICE
+    parser = argparse.ArgumentParser(description="Make small calls of every room.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="cases; all of them without one")
+    parser.add_argument("--device", default="cuda:0", help="cpu is Triton's interpreter")
+    given = parser.parse_args()
+    DEVICE = torch.device(given.device)
+    on_gpu = DEVICE.type == "cuda"
+    for name in given.names or CASES:
+        with contextlib.nullcontext() if on_gpu else rooms.by("portable"):
+            CASES[name]()
+        if on_gpu:
+            torch.cuda.synchronize()
+        print(name, flush=True)
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or CASES:
-        CASES[name]()
-        torch.cuda.synchronize()
-        print(name, flush=True)
+    main()

@@ -1,4 +1,4 @@
-"""Small calls of every kind of kernel under compute-sanitizer."""
+"""Small calls of every room under compute-sanitizer; without a GPU, that each is a call that runs."""
 
 import os
 import shutil
@@ -7,18 +7,37 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-PROGRAM = Path(__file__).with_name("small_cases.py")
+from flashinfer.ops import _ROOMS
+from tests import rooms
+from tests.sanitizer import small_cases
+
+PROGRAM = Path(small_cases.__file__)
 SANITIZER = shutil.which("compute-sanitizer")
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer on the PATH")]
-
+OPS = PROGRAM.parents[2] / "flashinfer" / "ops"
 
 # What racecheck is shown. It does not follow the mbarriers by which copies and wgmma take turns at shared memory, and
-# calls each such pair in attend_sm90 a hazard.
-WITHOUT_MBARRIERS = ("decode, odd pages and dim", "merge", "tokens", "sampling", "quantisation")
+# calls each such pair in attend_sm90 a hazard; nor does it know of ranks that write each other's memory.
+BY_CHIP = {room for room in _ROOMS if any((OPS / room.replace(".", "/")).glob("sm*.py"))} | {"moe.finalize"}
+WITHOUT_MBARRIERS = ("decode, odd pages and dim", "merge", "tokens", "wide rows", "quantisation")
+WITHOUT_MBARRIERS += tuple(sorted(rooms.CALLS.keys() - BY_CHIP))
 
 
+def test_every_room_has_a_case():
+    assert set(_ROOMS) <= set(small_cases.CASES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU, which runs all of them")
+@pytest.mark.parametrize("case", ["comm.allreduce_fusion", "comm.alltoall", "decode, odd pages and dim", "merge"])
+def test_cases_beside_the_rooms_run(case, monkeypatch):
+    monkeypatch.setattr(small_cases, "DEVICE", torch.device("cpu"))
+    with rooms.by("portable"):
+        small_cases.CASES[case]()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer on the PATH")
 @pytest.mark.parametrize(
     ("tool", "options", "cases"),
     [("memcheck", ("--report-api-errors", "no"), ()), ("racecheck", (), WITHOUT_MBARRIERS)],
