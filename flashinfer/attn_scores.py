@@ -9,7 +9,7 @@ from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.target import target_of
 from flashinfer._forms.given import flag, whole
-from flashinfer.ops.attention.engine import integers
+from flashinfer.ops.attention.engine import check_pages, integers
 from flashinfer.ops.attention.kernels import expect_kernels
 from flashinfer.ops.attention.mqa_logits import Beside, Problem, mqa_logits
 from flashinfer.paged_mqa import _fp8_paged_mqa_logits
@@ -229,12 +229,13 @@ def _fp4_paged_mqa_logits(
     begin = kv_fused.storage_offset() + size * stored
     factors = kv_fused.as_strided((pages, size, groups), (strides[0], groups, 1), begin)
     tables = integers(block_tables, "block_tables", device, (batch, None))
+    check_pages({"block_tables": tables, "seq_lens": seq_lens}, size, pages, logits.shape[1])
     problem = Problem(
         heads, 2 * stored, size, max(tokens, 1), aligned=strides[0] % 16 == 0, form="mxfp4",
         out=dtype_name(logits.dtype), interleaved=interleaved,
     )  # fmt: skip
     choice = mqa_logits(problem, device)
-    choice.run(q, keys, factors, weights.contiguous(), seq_lens, tables, logits, logits.shape[1], Beside(q_sf))
+    choice.run(q, keys, factors, weights.reshape(-1, heads).contiguous(), seq_lens, tables, logits, logits.shape[1], Beside(q_sf))
 
 
 def _check_types(variant: str, output_dtype, **others) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer._core.arguments import checked
+from flashinfer._core.checks import check_indptr, check_values, dtype_name, require, same_device
 from flashinfer._delta import INDICES, INPUTS, require_dtype, require_shape, variant_for
 from flashinfer.ops.recurrent import conv as room
 from flashinfer.ops.recurrent.layouts import whole_rows
@@ -14,6 +15,7 @@ __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 _ACTIVATIONS = {None: False, False: False, True: True, "silu": True, "swish": True}
 
 
+@checked
 def causal_conv1d_update(
     x: torch.Tensor,
     conv_state: torch.Tensor,
@@ -92,6 +94,7 @@ def causal_conv1d_update(
     return out
 
 
+@checked
 def causal_conv1d_fn(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -176,6 +179,10 @@ def run_conv(call: room.Call, activation, *, rolling: bool, long: bool, backend:
         require(state.shape[2] >= width - 1, "conv_state", f"{state.shape[2]} columns", f"at least {width - 1}")
     device = same_device(x=x, weight=weight, bias=call.bias, conv_state=state, out=call.out, **tables,
                          has_initial_state=call.fresh)  # fmt: skip
+    if call.offsets is not None and call.offsets.device.type == "cpu":
+        check_indptr("query_start_loc", call.offsets.numpy(), x.shape[1], "the tokens of x", sliced=True)
+    if call.slots is not None and state is not None:
+        check_values("conv_state_indices", call.slots.clamp(min=call.null), call.null, len(state) - 1)
     if not n or not x.numel():
         call.out.zero_()
         return

@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.custom_op import custom_op
-from flashinfer.ops.attention.engine import integers, refuse
+from flashinfer.ops.attention.engine import check_pages, integers, refuse
 from flashinfer.ops.attention.mqa_logits import Problem, mqa_logits
 
 __all__ = ["fp8_paged_mqa_logits"]
@@ -87,16 +87,17 @@ def _fp8_paged_mqa_logits(
     device = q.device
     for name, t in (("kv_cache", kv_cache), ("weights", weights)):
         require(t.device == device, name, f"a tensor on {t.device}", f"{device}, where q is")
-    require(weights.dtype == torch.float32 and weights.numel() == batch * tokens * heads, "weights",
-            f"{weights.dtype} {tuple(weights.shape)}", f"float32 [{batch * tokens}, {heads}]")  # fmt: skip
+    fits = weights.dtype == torch.float32 and weights.numel() == batch * tokens * heads
+    require(fits, "weights", f"{weights.dtype} {tuple(weights.shape)}", f"float32 [{batch * tokens}, {heads}]")
     each = context_lens.dim() == 2 and context_lens.shape[1] > 1
     shape = (batch, tokens) if each else (batch, 1) if context_lens.dim() == 2 else (batch,)
     lens = integers(context_lens, "context_lens", device, shape)
     tables = integers(block_table, "block_table", device, (batch, None))
+    check_pages({"block_table": tables, "context_lens": lens}, *kv_cache.shape[1::-1], logits.shape[1])
     problem = Problem(heads, dim, kv_cache.shape[1], max(tokens, 1), each, clean_logits, keys.stride(0) % 16 == 0,
                       out=dtype_name(logits.dtype))  # fmt: skip
     choice = mqa_logits(problem, device)
-    choice.run(q, keys, scales, weights.contiguous(), lens.contiguous().view(-1), tables, logits, logits.shape[1])
+    choice.run(q, keys, scales, weights.reshape(-1, heads).contiguous(), lens.contiguous().view(-1), tables, logits, logits.shape[1])
 
 
 def _parts(kv_cache: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

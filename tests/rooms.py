@@ -18,6 +18,7 @@ from flashinfer._core.target import target_of
 from flashinfer.causal_conv1d import causal_conv1d_update
 from flashinfer.concat_ops import concat_mla_k
 from flashinfer.mamba import selective_state_update, ssd_combined_fwd
+from flashinfer.ops.attention import kernels
 from flashinfer.testing import generate
 from tests.ops.attention.mla.latents import latents
 from tests.ops.attention.mqa_logits.test_mqa_logits import Case, fp8_paged_mqa_logits
@@ -355,7 +356,10 @@ def by(variant):
             return select(op, problem, target_of(device), backend)
 
     Op.__call__ = chosen
+    # Attention keeps what it chose.
+    kernels._kernels_of.cache_clear()
     try:
         yield
     finally:
         Op.__call__ = call
+        kernels._kernels_of.cache_clear()

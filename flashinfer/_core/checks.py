@@ -34,6 +34,12 @@ def require(condition: bool, argument: str, value, allowed: str) -> None:
         raise ValueError(f"{argument}: got {value}; allowed: {allowed}")
 
 
+def renamed(error: ValueError, names: dict[str, str]) -> ValueError:
+    """The error of an argument that the caller has another name for: `names` from ours to the caller's."""
+    argument, mark, rest = str(error).partition(": ")
+    return type(error)(f"{names.get(argument, argument)}{mark}{rest}")
+
+
 def require_tensor(name: str, value, optional: bool = False) -> None:
     """Raise ValueError naming the argument if `value` is no tensor; None passes where it is optional."""
     if not isinstance(value, torch.Tensor) and not (optional and value is None):
@@ -70,14 +76,16 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def as_dtype(value: str | torch.dtype | None, default: torch.dtype | None = None) -> torch.dtype | None:
+def as_dtype(
+    value: str | torch.dtype | None, default: torch.dtype | None = None, argument: str = "dtype"
+) -> torch.dtype | None:
     """A dtype given as upstream allows it: a torch.dtype, its name ("float16", "torch.float16"), or None."""
     if value is None:
         return default
     if isinstance(value, torch.dtype):
         return value
     dtype = getattr(torch, str(value).removeprefix("torch."), None)
-    require(isinstance(dtype, torch.dtype), "dtype", repr(value), "a torch.dtype or the name of one")
+    require(isinstance(dtype, torch.dtype), argument, repr(value), "a torch.dtype or the name of one")
     return dtype
 
 
@@ -99,6 +107,13 @@ def same_device(**tensors: torch.Tensor | None) -> torch.device:
     if first is None:
         raise ValueError("no tensor was given")
     return first
+
+
+def check_values(name: str, table: torch.Tensor, least: int, most: int) -> None:
+    """Refuse a table on the host that has a value outside of least ... most; one on a GPU is not waited for."""
+    if table.device.type == "cpu" and table.numel():
+        low, high = (int(x) for x in table.aminmax())
+        require(least <= low and high <= most, name, f"{low} ... {high}", f"{least} ... {most}")
 
 
 def check_indptr(

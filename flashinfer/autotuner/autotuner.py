@@ -367,7 +367,7 @@ class AutoTuner:
             candidates += [(index, t) for t in map(store.as_tactic, tactics) if (index, t) != (0, -1)]
         expected = measure.copied(runners[0](list(inputs), tactic=-1, **kwargs))
         times = [self._time(custom_op, runners[i], t, inputs, kwargs, expected, device) for i, t in candidates]
-        times = agreed(times, device)
+        times = agreed(list(map(float, times)))
         best = min(range(len(times)), key=times.__getitem__)
         index, tactic = candidates[best]
         name, key = type(runners[index]).__name__, self._key(custom_op, runners, profile, inputs)

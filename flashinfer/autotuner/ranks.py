@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import torch
+from flashinfer.ops.comm.meeting import Ranks
 
-_group = None
+# Seconds that a rank waits for the others' times: they compile candidates at different speeds.
+DEADLINE = 600.0
+
+_group, _ranks = None, None
 
 
 def set_autotune_process_group(group) -> None:
     """Average times over the ranks of a `torch.distributed` group, so that all choose the same; None ends it.
 
-    The ranks have to tune the same operations in the same order, and to begin with equal choices.
+    The ranks have to tune the same operations in the same order, and to begin with equal choices. A rank that does not
+    come to an operation within 600 s is a TimeoutError on the others, which names it.
     """
-    global _group
-    _group = group
+    global _group, _ranks
+    if _ranks is not None:
+        _ranks.close()
+    _group, _ranks = group, None
 
 
 def get_autotune_process_group():
@@ -21,17 +27,17 @@ def get_autotune_process_group():
     return _group
 
 
-def agreed(times: list[float], device: torch.device) -> list[float]:
+def agreed(times: list[float]) -> list[float]:
     """The sums of all ranks' times; what failed on one has failed."""
+    global _ranks
     if _group is None:
         return times
-    from torch import distributed
-
-    on = device if distributed.get_backend(_group) == "nccl" else torch.device("cpu")
-    counts = torch.tensor([len(times), -len(times)], dtype=torch.int64, device=on)
-    distributed.all_reduce(counts, distributed.ReduceOp.MIN, group=_group)
-    if counts[0] != -counts[1]:
-        raise RuntimeError(f"ranks tune other candidates: from {int(counts[0])} to {-int(counts[1])} of them")
-    summed = torch.tensor(times, dtype=torch.float64, device=on)
-    distributed.all_reduce(summed, group=_group)
-    return summed.tolist()
+    if _ranks is None:
+        _ranks = Ranks(_group)
+        _ranks.meet("tuning", DEADLINE)
+    # Infinity, for what failed, is no literal.
+    everyone = [[float.fromhex(time) for time in row] for row in _ranks.gather([time.hex() for time in times])]
+    counts = [len(row) for row in everyone]
+    if min(counts) != max(counts):
+        raise RuntimeError(f"ranks tune other candidates: from {min(counts)} to {max(counts)} of them")
+    return [sum(row) for row in zip(*everyone, strict=True)]

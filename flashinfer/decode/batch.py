@@ -71,6 +71,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
 
     _names = "qo_indptr", "indptr", "last_page_len", "indices"
 
+    _renames = {"head_dim_qk": "head_dim", "head_dim_vo": "head_dim"}
+
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,

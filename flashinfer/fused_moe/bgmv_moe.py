@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer._core.checks import check_values, dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops.moe import lora as room
 
@@ -106,12 +106,14 @@ def bgmv_moe_shrink(
     ----------
     Chen et al., Punica: Multi-Tenant LoRA Serving, 2023, https://arxiv.org/abs/2310.18547
     """
+    require(w_ptr.dim() == 2, "w_ptr", tuple(w_ptr.shape), "[slices, experts]")
     strides = [lora_stride] * len(w_ptr)
     _shrink(y, x, w_ptr, strides, sorted_token_ids, expert_ids, lora_indices, per_pair_input)
 
 
 def _shrink(y, x, w_ptr, strides, sorted_token_ids, expert_ids, lora_indices, per_pair_input) -> None:
     """strides : of the adapters of each slice."""
+    _check_indices(sorted_token_ids=sorted_token_ids, expert_ids=expert_ids, lora_indices=lora_indices)
     tokens, pairs = len(lora_indices), len(sorted_token_ids)
     _check_rows("x", x, (pairs if per_pair_input else tokens, None), _HALVES)
     _check_rows("y", y, (len(w_ptr), pairs, None), (x.dtype,))
@@ -167,6 +169,7 @@ def bgmv_moe_expand(
     -----
     A token's pairs are summed in their order, in float32, so results repeat bit for bit.
     """
+    require(w_ptr.dim() == 2, "w_ptr", tuple(w_ptr.shape), "[slices, experts]")
     strides, weights = [lora_stride] * len(w_ptr), topk_weights
     _expand(y, x, w_ptr, strides, sorted_token_ids, expert_ids, weights, lora_indices, slice_start_loc, output_slices,
             finalize)  # fmt: skip
@@ -177,6 +180,7 @@ def _expand(
     finalize, /,
 ) -> None:  # fmt: skip
     """strides : of the adapters of each slice."""
+    _check_indices(sorted_token_ids=sorted_token_ids, expert_ids=expert_ids, lora_indices=lora_indices)
     tokens, pairs, slices = len(lora_indices), len(sorted_token_ids), len(w_ptr)
     _check_rows("x", x, (slices, pairs, None), _HALVES)
     _check_rows("y", y, (tokens if finalize else pairs, None), (torch.float32,))
@@ -254,6 +258,8 @@ def bgmv_moe(
     >>> flashinfer.fused_moe.bgmv_moe(x, [a], [b], token, expert, adapter, weight, 4)[:, 0].tolist()
     [384.0, 0.0]
     """
+    for bank in lora_b_weights:
+        _check_bank("lora_b_weights", bank, num_experts)
     plan = prepare_bgmv_moe(
         x, lora_a_weights, lora_b_weights, sorted_token_ids, expert_ids, lora_indices, topk_weights, num_experts,
         y_accum=_accumulator(x, lora_b_weights, output_dim),
@@ -276,6 +282,7 @@ class BGMVMoEPlan:
 
     backend_used = "portable"
 
+    @checked
     def __init__(self, given: tuple, banks: tuple, tables: tuple, shrink_out: torch.Tensor, y_accum: torch.Tensor):
         # The tables have no hold on the weights.
         self._given, self._banks, self._tables = given, banks, tables
@@ -342,16 +349,20 @@ def prepare_bgmv_moe(
         Its `run()` gives float32 [tokens, columns].
     """
     require(backend in ("cake", "auto"), "backend", repr(backend), "'cake', 'auto'")
+    require(num_experts >= 0, "num_experts", num_experts, "at least 0")
+    _check_indices(sorted_token_ids=sorted_token_ids, expert_ids=expert_ids, lora_indices=lora_indices)
     slices, pairs = len(lora_a_weights), len(sorted_token_ids)
     require(slices > 0, "lora_a_weights", "an empty list", "a tensor for each slice")
     require(len(lora_b_weights) == slices, "lora_b_weights", f"{len(lora_b_weights)} tensors", f"{slices}, one a slice")
     _check_rows("x", x, (len(lora_indices), None), _HALVES)
     tables = []
-    rank, adapters = lora_a_weights[0].shape[-2], len(lora_a_weights[0])
+    for name, banks in (("lora_a_weights", lora_a_weights), ("lora_b_weights", lora_b_weights)):
+        for bank in banks:
+            _check_bank(name, bank, num_experts)
+    rank, adapters = lora_a_weights[0].shape[2], len(lora_a_weights[0])
     for name, banks in (("lora_a_weights", lora_a_weights), ("lora_b_weights", lora_b_weights)):
         table = torch.empty(slices, num_experts, dtype=torch.int64, device=x.device)
         for bank in banks:
-            _check_bank(name, bank, num_experts)
             require(bank.dtype == x.dtype, name, bank.dtype, f"{x.dtype}, as x has")
             require(len(bank) == adapters, name, tuple(bank.shape), f"{adapters} adapters, as the first has")
             expected = (rank, x.shape[1]) if name == "lora_a_weights" else (bank.shape[2], rank)
@@ -367,9 +378,7 @@ def prepare_bgmv_moe(
     y_accum = _accumulator(x, lora_b_weights, None) if y_accum is None else y_accum
     _check_rows("y_accum", y_accum, (len(x), None), (torch.float32,))
     require(y_accum.shape[1] >= sum(columns), "y_accum", tuple(y_accum.shape), f"at least {sum(columns)} columns")
-    if x.device.type == "cpu" and lora_indices.numel():
-        most = int(lora_indices.max())
-        require(most < adapters, "lora_indices", most, f"less than {adapters}, the adapters")
+    check_values("lora_indices", lora_indices.clamp(min=-1), -1, adapters - 1)
     given = (x, sorted_token_ids, expert_ids, lora_indices, topk_weights)
     return BGMVMoEPlan(given, (lora_a_weights, lora_b_weights), (*tables, starts, columns), shrink_out, y_accum)
 
@@ -397,14 +406,15 @@ def _check_rows(name: str, x: torch.Tensor, shape: tuple, dtypes: tuple[torch.dt
     require(x.stride(-1) == 1 or x.shape[-1] <= 1, name, f"strides {x.stride()}", "contiguous rows")
 
 
-def _check_pairs(y, x, w_ptr, sorted_token_ids, expert_ids, lora_indices) -> None:
-    require(w_ptr.dim() == 2, "w_ptr", tuple(w_ptr.shape), "[slices, experts]")
-    require(w_ptr.stride(1) == 1 or w_ptr.shape[1] <= 1, "w_ptr", f"strides {w_ptr.stride()}", "contiguous rows")
-    names = ("w_ptr", "sorted_token_ids", "expert_ids", "lora_indices")
-    for name, tensor in zip(names, (w_ptr, sorted_token_ids, expert_ids, lora_indices), strict=True):
+def _check_indices(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
         require(tensor.dtype == torch.int64, name, tensor.dtype, "int64")
-        fits = name == "w_ptr" or tensor.dim() == 1
-        require(fits, name, tuple(tensor.shape), "one dimension")
+        require(tensor.dim() == 1, name, tuple(tensor.shape), "one dimension")
+
+
+def _check_pairs(y, x, w_ptr, sorted_token_ids, expert_ids, lora_indices) -> None:
+    require(w_ptr.stride(1) == 1 or w_ptr.shape[1] <= 1, "w_ptr", f"strides {w_ptr.stride()}", "contiguous rows")
+    require(w_ptr.dtype == torch.int64, "w_ptr", w_ptr.dtype, "int64")
     pairs = len(sorted_token_ids)
     require(len(expert_ids) == pairs, "expert_ids", tuple(expert_ids.shape), f"[{pairs}], as sorted_token_ids")
     same_device(x=x, y=y, w_ptr=w_ptr, sorted_token_ids=sorted_token_ids, expert_ids=expert_ids,

@@ -164,7 +164,8 @@ workspace_buffer
     require(backend in ("cutlass", "auto"), "backend", repr(backend), "'cutlass', 'auto'")
     require(0 <= tp_rank < tp_size, "tp_rank", tp_rank, f"0 to {tp_size - 1}, below tp_size")
     require(0 <= ep_rank < ep_size, "ep_rank", ep_rank, f"0 to {ep_size - 1}, below ep_size")
-    dtype = as_dtype(output_dtype)
+    require(input.dim() == 2, "input", tuple(input.shape), "[tokens, hidden]")
+    dtype = as_dtype(output_dtype, None, "output_dtype")
     require(dtype in _PLAIN, "output_dtype", dtype, "bfloat16, float16, float32")
     count, device = len(fc1_expert_weights), input.device
     ids, weights = token_selected_experts, token_final_scales
@@ -172,7 +173,7 @@ workspace_buffer
     weights = torch.ones(ids.shape, dtype=torch.float32, device=device) if weights is None else weights
     allowed = (torch.float32, torch.bfloat16, torch.float16)
     require(weights.dtype in allowed, "token_final_scales", weights.dtype, "float32, bfloat16, float16")
-    routed = experts.Routed(ids, weights, ep_rank * count, count)
+    routed = experts.Routed(ids, weights, ep_rank * count, count, names=("token_selected_experts", "token_final_scales"))
 
     shape = {"swiglu_alpha": swiglu_alpha, "swiglu_beta": swiglu_beta, "swiglu_limit": swiglu_limit}
     act, _ = experts.activation_of("activation_type", activation_type, **shape)
@@ -186,7 +187,7 @@ workspace_buffer
     biases = (fc1_expert_biases, fc2_expert_biases if tp_rank == 0 else None)
     first, second = _weights(encoding, given, scales, biases)
     between = _between(encoding, scales, count, device)
-    tokens = _tokens(encoding, input, input_sf, swizzled_input_sf, scales)
+    tokens = _tokens(encoding, input, input_sf, swizzled_input_sf, scales)._replace(name="input")
     out = experts.result("output", output, len(input), second.codes.shape[1], dtype, device)
     return experts.run(tokens, routed, first, activation, between, second, out)
 

@@ -36,7 +36,7 @@ _FEW = 128
 
 
 class Tokens(NamedTuple):
-    """Rows [tokens, .], one for each token, their format, and their scale factors in a layout.
+    """Rows [tokens, .], one for each token, their format, and their scale factors in a layout; the argument's name.
 
     row_scale : float32 [tokens], a factor of each row; NVFP4 between the products has scales of its rows, too.
     """
@@ -46,6 +46,7 @@ class Tokens(NamedTuple):
     scale: torch.Tensor | None = None
     layout: str = "linear"
     row_scale: torch.Tensor | None = None
+    name: str = "hidden_states"
 
 
 class Weight(NamedTuple):
@@ -107,13 +108,17 @@ class Between(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """ids [tokens, top_k], weights or None of packed ids; this rank's experts. on_input : weights scale the input."""
+    """ids [tokens, top_k], weights or None of packed ids; this rank's experts. on_input : weights scale the input.
+
+    names : the arguments of ids and of weights.
+    """
 
     ids: torch.Tensor
     weights: torch.Tensor | None
     offset: int
     experts: int
     on_input: bool = False
+    names: tuple[str, str] = ("topk_ids", "topk_weights")
 
 
 class Layer(NamedTuple):
@@ -344,13 +349,15 @@ def result(name: str, output, tokens: int, hidden: int, dtype, device) -> torch.
 
 def _check(tokens, routed, first, activation, between, second, out) -> None:
     x, ids = tokens.codes, routed.ids
-    require(x.dim() == 2, "hidden_states", tuple(x.shape), "[tokens, hidden]")
-    require(x.stride(1) == 1 or x.shape[1] == 1, "hidden_states", f"strides {x.stride()}", "contiguous rows")
-    require(ids.shape[:1] == x.shape[:1], "topk_ids", tuple(ids.shape), f"[{len(x)}, top_k], a row for each token")
+    rows, ids_name, weights_name = tokens.name, *routed.names
+    require(x.dim() == 2, rows, tuple(x.shape), "[tokens, hidden]")
+    require(x.stride(1) == 1 or x.shape[1] == 1, rows, f"strides {x.stride()}", "contiguous rows")
+    fits = ids.dim() == 2 and len(ids) == len(x)
+    require(fits, ids_name, tuple(ids.shape), f"[{len(x)}, top_k], a row for each token of {rows}")
     if routed.weights is not None:
-        require(routed.weights.shape == ids.shape, "topk_weights", tuple(routed.weights.shape), f"{tuple(ids.shape)}")
+        require(routed.weights.shape == ids.shape, weights_name, tuple(routed.weights.shape), f"{tuple(ids.shape)}")
     same_device(
-        hidden_states=x, hidden_states_scale=tokens.scale, topk_ids=ids, topk_weights=routed.weights, output=out,
+        **{rows: x, f"{rows}_scale": tokens.scale, ids_name: ids, weights_name: routed.weights, "output": out},
         **{weight.name: weight.codes for weight in (first, second)},
         **{f"{weight.name}_scale": weight.scale for weight in (first, second)},
         **{f"{weight.name}_bias": weight.bias for weight in (first, second)},

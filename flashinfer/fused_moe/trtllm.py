@@ -64,13 +64,13 @@ def check_valid(hidden, intermediate, valid_hidden_size, valid_intermediate_size
 
 def check_weights(name: str, codes, dtypes, bits: int, weight_layout) -> tuple[torch.Tensor, int]:
     """Weights and their block, in stored elements, 0 for rows; a block is 128 bytes of a row."""
-    layout = WeightLayout(int(weight_layout))
-    allowed = (WeightLayout.MajorK, WeightLayout.BlockMajorK)
-    require(layout in allowed, "weight_layout", layout.name, "MajorK, BlockMajorK")
+    layout, allowed = int(weight_layout), (WeightLayout.MajorK, WeightLayout.BlockMajorK)
+    require(layout in allowed, "weight_layout", repr(weight_layout), "MajorK, BlockMajorK")
     require(codes.dtype in (*dtypes, torch.uint8), name, codes.dtype, ", ".join(map(str, (*dtypes, torch.uint8))))
     if codes.dtype == torch.uint8 and bits > 8:
         require(codes.shape[-1] % 2 == 0, name, tuple(codes.shape), "bytes of bfloat16")
         codes = codes.view(torch.bfloat16)
+    require(codes.dim() in (3, 4), name, tuple(codes.shape), "[experts, rows, columns], or blocks of them")
     block = 0
     if layout == WeightLayout.BlockMajorK:
         block = 128 // codes.element_size()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer._core.checks import check_indptr, dtype_name, require, same_device
 from flashinfer.ops.recurrent import ssd as room
 from flashinfer.ops.recurrent.layouts import whole_rows
 
@@ -266,6 +266,8 @@ def _check_sequences(tables: dict, x, initial_states, num_seqs, update: bool) ->
         counts["initial_states"] = len(initial_states)
     known = {name: count for name, count in counts.items() if count is not None}
     require(bool(known), "num_seqs", None, "the count of sequences, which nothing else says")
+    if offsets is not None and offsets.device.type == "cpu":
+        check_indptr("cu_seqlens", offsets.numpy(), x.shape[1], "the tokens of x", sliced=True)
     n = next(iter(known.values()))
     for name, count in known.items():
         require(count == n and n >= 0, name, f"{count} sequences", f"{max(n, 0)}")

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer._forms.given import real
+from flashinfer._forms.given import flag, real, whole
 from flashinfer.compat.wrappers import LatentNames
 from flashinfer.ops.attention.direct import run_latent
 from flashinfer.ops.attention.mla.operands import Factors, attend
@@ -61,6 +61,9 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
     >>> wrapper.run(torch.randn(2, 16, 512).half(), torch.randn(2, 16, 64).half(), ckv, kpe).shape
     torch.Size([2, 16, 512])
     """
+
+    _renames = {"num_qo_heads": "num_heads", "head_dim_vo": "head_dim_ckv", "head_dim_qk": "head_dim_kpe",
+                "o_data_type": "output_dtype"}  # fmt: skip
 
     def __init__(
         self,
@@ -180,13 +183,13 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         for (name, known), value in zip(_ANNOUNCED, stated, strict=True):
             if value not in known:
                 require(False, name, repr(value), ", ".join(map(repr, known)))
-        if num_heads is None or head_dim_ckv is None or head_dim_kpe is None or page_size is None:
+        if not type(num_heads) is type(head_dim_ckv) is type(head_dim_kpe) is type(page_size) is int:
             sizes = dict(num_heads=num_heads, head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe, page_size=page_size)
-            require(False, next(name for name, size in sizes.items() if size is None), None, "a number")
+            num_heads, head_dim_ckv, head_dim_kpe, page_size = (whole(name, size) for name, size in sizes.items())
         asked = plan_options(
             source="latent", num_qo_heads=num_heads, num_kv_heads=1, head_dim_qk=head_dim_ckv + head_dim_kpe,
             head_dim_vo=head_dim_ckv, page_size=page_size, q_dtype=q_data_type, kv_dtype=kv_data_type,
-            o_dtype=output_dtype, causal=bool(causal), sm_scale=sm_scale,
+            o_dtype=output_dtype, causal=flag("causal", causal or False), sm_scale=sm_scale,
         )  # fmt: skip
         tables = (qo_indptr, kv_indptr, kv_len_arr, kv_indices)
         names = "qo_indptr", "kv_indptr", "kv_len_arr", "kv_indices"
@@ -316,7 +319,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             out = None if out is None else out.view(q_nope.shape)
             lse = None if lse is None else lse.view(q_nope.shape[:2])
         call = dict(
-            out=out, lse=lse, return_lse=return_lse or lse is not None, sinks=sinks, params=params,
+            out=out, lse=lse, return_lse=flag("return_lse", return_lse) or lse is not None, sinks=sinks, params=params,
             base_e=return_lse_base_on_e or self._lse_base_e,
         )  # fmt: skip
         asked = plan.options if planned else _unplanned(q_nope, q_pe, ckv_cache, out, self._variant)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import check_indptr, require
 from flashinfer._forms.given import flag
 from flashinfer.ops.attention.block_scores import BLOCK
-from flashinfer.ops.attention.engine import flat_integers, integers
+from flashinfer.ops.attention.engine import check_pages, flat_integers, integers
 
 
 @dataclass
@@ -56,10 +56,13 @@ def requests_of(q, k, q_indptr, cu_seqlens_k, page_table, seqused_k, causal, q_o
         page_table = integers(page_table, "page_table", device, (None, None))
         batch = page_table.shape[0]
         lens = flat_integers(seqused_k, "seqused_k", device, batch).long().clamp(0, page_table.shape[1] * BLOCK)
+        check_pages({"page_table": page_table, "seqused_k": lens}, BLOCK, k.shape[0], page_table.shape[1] * BLOCK)
     else:
         require(cu_seqlens_k is not None, "cu_seqlens_k", None, "a tensor, without page_table")
         batch = cu_seqlens_k.numel() - 1
         offsets = flat_integers(cu_seqlens_k, "cu_seqlens_k", device, batch + 1).long()
+        if offsets.device.type == "cpu":
+            check_indptr("cu_seqlens_k", offsets.numpy(), k.shape[0], "the rows of k", sliced=True)
         starts = offsets[:-1]
         lens = offsets[1:] - starts
         if seqused_k is not None:

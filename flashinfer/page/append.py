@@ -144,12 +144,12 @@ def _append_paged_kv_cache(
     tables |= {"kv_last_page_len": kv_last_page_len}
     same_device(append_key=append_key, append_value=append_value, k_cache=k_cache, v_cache=v_cache, **tables)
     _check_rows(append_key, append_value, k_cache, v_cache)
-    nnz, batch = append_key.shape[0], kv_indptr.shape[0] - 1
+    nnz = append_key.shape[0]
     check_vector("batch_indices", batch_indices, nnz)
     check_vector("positions", positions, nnz)
     check_vector("kv_indices", kv_indices)
     check_vector("kv_indptr", kv_indptr)
-    check_vector("kv_last_page_len", kv_last_page_len, batch)
+    check_vector("kv_last_page_len", kv_last_page_len, kv_indptr.shape[0] - 1)
     if append_key.numel() + append_value.numel() == 0:
         return
     if not append_key.is_cuda or env.DEBUG.is_on():

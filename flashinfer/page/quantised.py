@@ -224,6 +224,7 @@ def _append_quantised(
     else:
         nnz = rows
         require(value.shape[0] == nnz, value_name, tuple(value.shape), f"{nnz} tokens, as {key_name} has")
+        check_vector("kv_indptr", indices["kv_indptr"])
         lengths = {"batch_indices": nnz, "positions": nnz, "kv_last_page_len": len(indices["kv_indptr"]) - 1}
         for name, tensor in indices.items():
             check_vector(name, tensor, lengths.get(name))

@@ -276,6 +276,7 @@ def _llama31(rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_cont
 
 
 def _new(q, k, positions, offsets, rotary_dim, interleave, frequencies) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_heads("q", "k", q, k)
     q_rope, k_rope = torch.empty_like(q), torch.empty_like(k)
     rotary_dim = q.shape[-1] if rotary_dim is None else rotary_dim
     _rope(q, k, q_rope, k_rope, positions, offsets, rotary_dim, interleave, [float(f) for f in frequencies])
@@ -283,6 +284,7 @@ def _new(q, k, positions, offsets, rotary_dim, interleave, frequencies) -> tuple
 
 
 def _inplace(q, k, positions, offsets, rotary_dim, interleave, frequencies) -> None:
+    _check_heads("q", "k", q, k)
     rotary_dim = q.shape[-1] if rotary_dim is None else rotary_dim
     _rope_inplace(q, k, positions, offsets, rotary_dim, interleave, [float(f) for f in frequencies])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer._core.checks import check_values, dtype_name, require, same_device
 from flashinfer.ops import sampling as room
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,6 +24,7 @@ class Call:
             require(indices.dim() == 1, "indices", tuple(indices.shape), "[batch]")
             require(indices.dtype in INDICES, "indices", indices.dtype, "int32, int64")
             same_device(**{name: x}, indices=indices)
+            check_values("indices", indices, 0, len(x) - 1)
             self.batch = len(indices)
             indices = indices.contiguous()
         if check_nan:

@@ -58,7 +58,7 @@ def _later(what: str, make: Callable, expected: str = EITHER) -> Change:
 
 
 def changes(value, required: bool) -> list[Change]:
-    """What may stand in place of `value`. `required`: whether the parameter has no default of None."""
+    """What may stand in place of `value`. `required`: whether the parameter takes no None."""
     if isinstance(value, torch.Tensor):
         return list(_of_tensor(value, required))
     none = [Change("None", None, REFUSED if required else EITHER)]
@@ -189,7 +189,9 @@ def drawn(arguments: dict[str, Any], signature: inspect.Signature, draw: random.
     names = [name for name in arguments if name in signature.parameters]
     draw.shuffle(names)
     for name in names:
-        found = changes(arguments[name], signature.parameters[name].default is not None)
+        parameter = signature.parameters[name]
+        takes_none = parameter.default is None or "None" in inspect.formatannotation(parameter.annotation)
+        found = changes(arguments[name], not takes_none)
         if found:
             return name, draw.choice(found).made()
     return None

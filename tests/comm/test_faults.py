@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from flashinfer.ops.comm.collective import Collective
 from tests.ops.comm.faults import DEADLINE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,10 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 CASES = [
     f"{signal} {moment} {victim} 2"
     for signal in ("stop", "kill")
-    for moment in ("set-up", "before", "during", "between", "reset")
+    for moment in ("set-up", "before", "during", "between", "reset", "destroy", "tuning", "barrier", "split")
     for victim in (0, 1)
 ] + ["stop during 2 3", "kill before 1 3"]
-ON_GPU = [case for case in CASES if " during " not in case]
+# Of a workspace: the others have nothing to do with a GPU.
+ON_GPU = [case for case in CASES if case.split()[1] in ("set-up", "before", "between", "reset", "destroy")]
 
 
 def said_by(device, cases):
@@ -52,11 +57,44 @@ def check(case, said):
     of_case = [each for each in said if each["case"] == case]
     assert len(of_case) == int(world) - 1
     for each in of_case:
+        if moment == "destroy":
+            # Nobody is waited for.
+            assert each["error"] == "none" and each["seconds"] < DEADLINE, each
+            continue
         assert each["error"] == "TimeoutError", each
-        operation = {"set-up": "set-up", "reset": "reset"}.get(moment, "all-reduce")
+        calls = ("before", "during", "between")
+        operation = "all-reduce" if moment in calls else moment if moment in ("reset", "tuning") else "set-up"
         assert each["words"].startswith(f"{operation}: rank {each['rank']} "), each
         assert f"rank {victim}" in each["words"].partition(":")[2].partition(f"rank {each['rank']} ")[2], each
         # A reset waits for three deadlines; a lost collective asks who else gave up.
         assert each["seconds"] < (3 if moment == "reset" else 2) * DEADLINE + 3, each
-        if moment not in ("set-up", "reset"):
+        if moment in calls:
             assert each["out"] == "nan" and each["later"] == ["TimeoutError"] * 3, each
+
+
+class _Work:
+    """A collective of NCCL, which says how far it is and waits for nothing on the host."""
+
+    def __init__(self, done):
+        self.is_completed = lambda: done
+
+    def wait(self):
+        pass
+
+
+@pytest.mark.parametrize(("world", "named"), [(2, "rank 1"), (3, "one of the ranks 1, 2")])
+def test_nccl_is_waited_for_by_the_deadline(world, named):
+    """By its interface: the calls go to a stream, and `settle` looks at the last."""
+    link = Collective(SimpleNamespace(rank=0, size=1, group=None), torch.device("cpu"), deadline=0.05)
+    link.world = world
+    link._call("all-reduce", 4, lambda: _Work(True))
+    link.settle()
+    link._call("all-reduce", 4, lambda: _Work(False))
+    link.check()
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=f"all-reduce: rank 0 waited 0.05 s for {named} in exchange 2.* under way"):
+        link.settle()
+    assert time.monotonic() - start < 1
+    with pytest.raises(TimeoutError, match="exchange 2"):
+        link._call("all-reduce", 4, lambda: _Work(True))
+    link.settle()

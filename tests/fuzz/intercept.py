@@ -1,5 +1,6 @@
 """Every public function and method of the package, called first with one wrong argument."""
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -8,7 +9,6 @@ import random
 import sys
 import threading
 import zlib
-from contextlib import contextmanager
 from types import FunctionType
 
 import torch
@@ -26,26 +26,35 @@ _depth = _Depth()
 # Whose arguments are another's business: groups and ranks, files, devices.
 _OTHERS = {
     "aot", "artifacts", "autotuner", "autotune_cache", "cli", "collect_env", "comm", "green_ctx", "jit", "moe_ep",
-    "testing", "utils",
+    "testing", "utils", "ops", "integrations", "compat",
 }  # fmt: skip
 _ENDS = {"destroy", "reset", "end_forward"}
+# They read tables of addresses, which nothing can check.
+_BY_ADDRESS = {"bgmv_moe_expand", "bgmv_moe_shrink", "replayssm_materialize"}
+
+
+def objects():
+    """Upstream's public functions and classes, and what our loaded modules name in `__all__`."""
+    for entry in json.loads(SURFACE.read_text())["entries"].values():
+        if entry["kind"] in ("function", "class"):
+            with contextlib.suppress(ImportError, AttributeError):
+                yield resolve(entry["paths"][0], entry["kind"])
+    for name, module in list(sys.modules.items()):
+        if name.startswith("flashinfer.") and name.split(".")[1] not in _OTHERS:
+            yield from (vars(module).get(each) for each in vars(module).get("__all__", ()))
 
 
 def public():
     """(function, owner) of every public function (owner None) and of every method of public classes."""
     seen = set()
-    for entry in json.loads(SURFACE.read_text())["entries"].values():
-        if entry["kind"] not in ("function", "class"):
-            continue
-        try:
-            found = resolve(entry["paths"][0], entry["kind"])
-        except (ImportError, AttributeError):
+    for found in objects():
+        if not isinstance(found, (FunctionType, type)):
             continue
         home = getattr(found, "__module__", None) or ""
         if found in seen or not home.startswith("flashinfer.") or home.split(".")[1] in _OTHERS:
             continue
         # What answers whether something is supported never refuses.
-        if found.__name__.startswith(("supports_", "resolve_")):
+        if found.__name__.startswith(("supports_", "resolve_")) or found.__name__ in _BY_ADDRESS:
             continue
         seen.add(found)
         if isinstance(found, FunctionType):
@@ -53,27 +62,30 @@ def public():
         elif inspect.isclass(found):
             for owner in found.__mro__[:-1]:
                 for name, method in list(vars(owner).items()):
-                    wanted = name == "__init__" or not name.startswith("_") and name not in _ENDS
+                    # A base's constructor is called by that of the class.
+                    constructs = name == "__init__" and found.__init__ is method
+                    wanted = constructs or not name.startswith("_") and name not in _ENDS
                     if isinstance(method, FunctionType) and wanted and (owner, name) not in seen:
                         if owner.__module__.startswith("flashinfer."):
                             seen.add((owner, name))
                             yield method, owner
 
 
-@contextmanager
+@contextlib.contextmanager
 def intercepted(visit):
     """Inside the block, `visit(function, owner, args, named)` sees each outermost public call before it is made."""
 
     def wrapping(function, owner):
         @functools.wraps(function)
         def call(*args, **named):
-            if not _depth.inside and not torch.compiler.is_compiling():
-                _depth.inside = True
-                try:
-                    visit(function, owner, args, named)
-                finally:
-                    _depth.inside = False
-            return function(*args, **named)
+            if _depth.inside or torch.compiler.is_compiling():
+                return function(*args, **named)
+            _depth.inside = True
+            try:
+                visit(function, owner, args, named)
+                return function(*args, **named)
+            finally:
+                _depth.inside = False
 
         return call
 

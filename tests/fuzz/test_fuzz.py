@@ -1,7 +1,7 @@
 """Random calls of public functions, each from its own seed.
 
     pytest tests/fuzz                                   2,000 calls on the CPU, nine tenths of them by the reference
-    pytest tests/fuzz -m gpu --fuzz 100000              as many by a GPU's kernels
+    pytest tests/fuzz -m gpu --fuzz 100000 -n 16        as many by a GPU's kernels, in 16 processes
     pytest tests/fuzz --fuzz 1 --fuzz-seed N -k NAME    the call that a failure names
 """
 
@@ -15,21 +15,41 @@ import torch
 from flashinfer._core.checks import UnsupportedConfig
 from flashinfer.testing import fuzz
 from tests import rooms
-from tests.fuzz import attend, formats, pages, products, sampled, tokens
+from tests.fuzz import attend, experts, formats, pages, products, recurrent, sampled, selective, tokens
 
 FAMILIES = {
     f"{module.__name__.rpartition('.')[2]}.{family.__name__}": family
-    for module in (attend, formats, pages, products, sampled, tokens)
+    for module in (attend, experts, formats, pages, products, recurrent, sampled, selective, tokens)
     for family in module.FAMILIES
 }
 CALLS_ON_CPU = 2000
 # The families whose kernels take long in Triton's interpreter get few calls of it.
-SLOW = {"sampled.top_k": 0.2, "sampled.sample": 0.3, "sampled.renorm": 0.3, "sampled.mask_logits": 0.3}
+SLOW = {"selective.ragged_transform": 0.2, "selective.table_transform": 0.2, "sampled.top_k": 0.2, "sampled.sample": 0.3, "sampled.renorm": 0.3, "sampled.mask_logits": 0.3}
 SHOWN = 5
+
+
+# Calls of a test: processes of a long run share out a family's.
+MOST = 1000
 
 
 def many(config, share):
     return max(1, round((config.getoption("fuzz") or CALLS_ON_CPU) * share / len(FAMILIES)))
+
+
+def pytest_generate_tests(metafunc):
+    """A test for each family, and for each `MOST` calls of it."""
+    if "shard" in metafunc.fixturenames:
+        share = {"test_reference": 0.9, "test_kernels_in_the_interpreter": 0.1, "test_on_a_gpu": 1}
+        shards = -(-many(metafunc.config, share[metafunc.function.__name__]) // MOST)
+        cases = [(name, shard) for shard in range(shards) for name in FAMILIES]
+        ids = [name if shards == 1 else f"{name}-{shard}" for name, shard in cases]
+        metafunc.parametrize(("name", "shard"), cases, ids=ids)
+
+
+def part(config, share, shard):
+    """The seed of a shard's first call, and how many there are."""
+    begin = shard * MOST
+    return config.getoption("fuzz_seed") + begin, min(MOST, many(config, share) - begin)
 
 
 def calls(family, first, count, shape):
@@ -48,27 +68,25 @@ def calls(family, first, count, shape):
     assert not wrong, f"{len(wrong)} of {count} calls:\n" + "\n".join(wrong[:SHOWN])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_reference(name, pytestconfig):
+def test_reference(name, shard, pytestconfig):
     """Against float64."""
     shape = dict(device=torch.device("cpu"), backend="reference")
-    calls(FAMILIES[name], pytestconfig.getoption("fuzz_seed"), many(pytestconfig, 0.9), shape)
+    calls(FAMILIES[name], *part(pytestconfig, 0.9, shard), shape)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_kernels_in_the_interpreter(name, pytestconfig):
+def test_kernels_in_the_interpreter(name, shard, pytestconfig):
     # Triton 3.6's interpreter multiplies bfloat16 wrongly.
-    halves = (torch.float16,) if name.startswith(("attend", "products")) else fuzz.HALVES
+    halves = (torch.float16,) if name.startswith(("attend", "experts", "products", "recurrent", "selective")) else fuzz.HALVES
     shape = dict(device=torch.device("cpu"), backend="portable", largest=1 << 10, halves=halves)
     with rooms.by("portable"):
-        calls(FAMILIES[name], pytestconfig.getoption("fuzz_seed"), many(pytestconfig, 0.1 * SLOW.get(name, 1)), shape)
+        first, count = part(pytestconfig, 0.1, shard)
+        calls(FAMILIES[name], first, max(1, round(count * SLOW.get(name, 1))), shape)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", FAMILIES)
-def test_on_a_gpu(name, pytestconfig, device):
+def test_on_a_gpu(name, shard, pytestconfig, device):
     shape = dict(device=device, backend="auto", largest=1 << 20)
-    calls(FAMILIES[name], pytestconfig.getoption("fuzz_seed"), many(pytestconfig, 1), shape)
+    calls(FAMILIES[name], *part(pytestconfig, 1, shard), shape)
 
 
 class TestTheFuzzer:

@@ -16,14 +16,9 @@ from tests import rooms
 from tests.fuzz.intercept import Hostile, intercepted
 
 CALLS_ON_CPU = 500
-# Attention's wrappers, experts and the chunked state-space scan still take some such arguments.
-NOT_YET = {
-    "attention.prefill", "attention.decode", "attention.mla", "attention.mqa_logits", "attention.block_scores",
-    "moe.experts", "moe.finalize", "recurrent.ssd", "recurrent.conv",
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("room", sorted(rooms.CALLS.keys() - NOT_YET))
+@pytest.mark.parametrize("room", sorted(rooms.CALLS))
 def test_room(room, pytestconfig):
     wanted = max(1, (pytestconfig.getoption("fuzz") or CALLS_ON_CPU) // len(rooms.CALLS))
     calls = Hostile(pytestconfig.getoption("fuzz_seed"))

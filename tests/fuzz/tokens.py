@@ -1,10 +1,12 @@
-"""Random calls of the operations of one token: norms, activations, rotations."""
+"""Random calls of the operations of one token: norms, activations, rotations, concatenation, mixed streams."""
 
 import torch
 from torch.nn import functional as F
 
 import flashinfer
-from flashinfer.testing.compare import assert_close
+from flashinfer import mhc
+from flashinfer.concat_ops import concat_mla_k
+from flashinfer.testing.compare import assert_bitwise, assert_close
 from flashinfer.testing.fuzz import HEAD_DIMS, HIDDEN, Call, close
 from tests.ops.rope.test_rope import llama31_radians, radians, rotated, same_dtype
 
@@ -118,4 +120,28 @@ def rope(draw):
     return Call(getattr(flashinfer, name), arguments, check)
 
 
-FAMILIES = (rmsnorm, fused_add_rmsnorm, layernorm, activation, rope)
+def concat(draw):
+    tokens, heads = draw.pick(0, 1, 3, 9), draw.pick(1, 3, 16)
+    nope, shared = draw.pick((128, 64), (32, 16), (16, 8))
+    dtype = draw.float()
+    k_nope, k_rope = draw.tensor(tokens, heads, nope, dtype=dtype), draw.tensor(tokens, 1, shared, dtype=dtype)
+    k = torch.empty(tokens, heads, nope + shared, dtype=dtype, device=draw.device)
+    expected = torch.cat((k_nope, k_rope.expand(-1, heads, -1)), -1)
+    arguments = dict(k=k, k_nope=k_nope, k_rope=k_rope)
+    return Call(concat_mla_k, arguments, lambda result: assert_bitwise(k, expected))
+
+
+def mix_streams(draw):
+    tokens, hidden = draw.pick(0, 1, 3), draw.fitting((40, 64, 1100, 7168), 12)
+    x, residual = (draw.tensor(tokens, *n, dtype=torch.bfloat16, kinds=("normal",)) for n in ((hidden,), (4, hidden)))
+    post, comb = (draw.values(tokens, 4, n, dtype=torch.float32, kinds=("normal",)) for n in (1, 4))
+
+    def formula(t):
+        wide, streams, p, c = (each.to(t) for each in (x, residual, post, comb))
+        return wide[:, None] * p + sum(streams[:, i, None] * c[:, i, :, None] for i in range(4))
+
+    arguments = dict(x=x, residual=residual, post_layer_mix=post, comb_res_mix=comb)
+    return Call(mhc.mhc_post, arguments, lambda out: close(out, formula))
+
+
+FAMILIES = (rmsnorm, fused_add_rmsnorm, layernorm, activation, rope, concat, mix_streams)

@@ -309,7 +309,7 @@ def _layer(
     require(1 <= count <= num_experts, "num_local_experts", count, f"1 to {num_experts}, num_experts")
     fits = 0 <= offset <= num_experts - count
     require(fits, "local_expert_offset", offset, f"0 to {num_experts - count}: {count} of {num_experts} experts")
-    dtype = as_dtype(output_dtype)
+    dtype = as_dtype(output_dtype, None, "output_dtype")
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     require(dtype in dtypes, "output_dtype", dtype, "bfloat16, float16, float32")
     return _Layer(mode, top_k, count, offset, dtype, _activation(activation_type, swiglu, situ))

@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
+from flashinfer._core.checks import UnsupportedConfig, as_dtype, check_values, require
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention.direct import run_direct
 from flashinfer.ops.attention.options import NVFP4, PlanOptions
@@ -42,6 +42,28 @@ def integers(x: torch.Tensor, name: str, device: torch.device, shape: tuple[int 
         require(x.dtype in (torch.int32, torch.int64), name, x.dtype, "int32, uint32 or int64")
         x = x.to(device, torch.int32, non_blocking=True)
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def check_pages(tables: dict[str, torch.Tensor], page_size: int, pages: int, most: int) -> None:
+    """Refuse, on the host, a block table without the pages that lengths say, or with one that the cache has not got.
+
+    Parameters
+    ----------
+    tables : dict
+        By their names the table [batch, max_pages], then numbers of keys, as many for each request.
+    page_size, pages : int
+        Of the cache.
+    most : int
+        Keys of a request that are read.
+    """
+    (name, table), (lens_name, lens) = tables.items()
+    if table.device.type != "cpu" or not lens.numel():
+        return
+    longest = lens.long().view(len(table), -1).amax(1)
+    used = -(-longest.clamp(0, most) // page_size)
+    fits = int(used.max()) <= table.shape[1]
+    require(fits, lens_name, f"{int(longest.max())} keys", f"at most {table.shape[1] * page_size}, those of {name}")
+    check_values(name, table[torch.arange(table.shape[1], dtype=torch.int64) < used[:, None]], 0, pages - 1)
 
 
 def flat_integers(x: torch.Tensor | None, name: str, device: torch.device, count: int) -> torch.Tensor | None:

@@ -252,7 +252,8 @@ def host_lengths(tables: tuple, names: tuple[str, ...], page_size: int, q_len: i
     counts = []
     for table in tables:
         if table is None:
-            missing = len(counts) == KV_INDPTR or len(counts) == KV_INDICES and page_size
+            at = len(counts)
+            missing = at == KV_INDPTR or at == QO_INDPTR and not q_len or at == KV_INDICES and page_size
             require(not missing, names[len(counts)], None, _INTEGER_TABLE)
             counts.append(0)
             continue
@@ -260,7 +261,10 @@ def host_lengths(tables: tuple, names: tuple[str, ...], page_size: int, q_len: i
             of_tensor = isinstance(table, torch.Tensor)
             value = f"{table.dtype} {tuple(table.shape)}" if of_tensor else f"a {type(table).__name__}"
             require(False, names[len(counts)], value, _INTEGER_TABLE)
-        counts.append(0 if table.is_cuda else table.numel())
+        on_host = not table.is_cuda
+        if on_host and table.device.type != "cpu":
+            require(False, names[len(counts)], f"a tensor on {table.device}", "a tensor on the host or the device")
+        counts.append(table.numel() if on_host else 0)
     qo, kv, lens, _ = tables
     batch = kv.numel() - 1
     if batch < 0 or not q_len and qo.numel() != batch + 1:

@@ -118,8 +118,8 @@ plan_options = partial(PlanOptions.__new__, PlanOptions)
 def _checked(*values) -> PlanOptions:
     # NumPy's numbers equal Python's, which kernels and later plans like this one need.
     o = PlanOptions(*[value.item() if isinstance(value, np.generic) else value for value in values])
-    q_dtype = as_dtype(o.q_dtype, torch.float16)
-    kv_dtype = as_dtype(NVFP4 if o.kv_dtype == "nvfp4" else o.kv_dtype, q_dtype)
+    q_dtype = as_dtype(o.q_dtype, torch.float16, "q_data_type")
+    kv_dtype = as_dtype(NVFP4 if o.kv_dtype == "nvfp4" else o.kv_dtype, q_dtype, "kv_data_type")
     o = o._replace(
         head_dim_vo=o.head_dim_qk if o.head_dim_vo is None else o.head_dim_vo, q_dtype=q_dtype, kv_dtype=kv_dtype,
         o_dtype=default_o_dtype(q_dtype, o.o_dtype),
@@ -160,7 +160,7 @@ def _check_sizes(o: PlanOptions) -> None:
     require(o.group <= 128, "num_qo_heads", o.num_qo_heads, f"at most 128 x num_kv_heads = {o.num_kv_heads}")
     require(o.head_dim_qk > 0, "head_dim_qk", o.head_dim_qk, "at least 1")
     require(o.head_dim_vo > 0, "head_dim_vo", o.head_dim_vo, "at least 1")
-    require(o.source == "ragged" or o.page_size > 0, "page_size", o.page_size, "at least 1")
+    require(o.source == "ragged" or 0 < o.page_size <= MOST_KEYS, "page_size", o.page_size, "at least 1, up to 2^30")
 
 
 def _check_dtypes(o: PlanOptions) -> None:
@@ -204,7 +204,7 @@ def is_finite(value) -> bool:
 
 def default_o_dtype(q_dtype: torch.dtype, o_dtype: str | torch.dtype | None) -> torch.dtype:
     """Output type: as asked, else q's; bfloat16 for fp8 q, whose range an output has no scale for."""
-    given = as_dtype(o_dtype)
+    given = as_dtype(o_dtype, None, "o_data_type")
     if given is not None:
         return given
     return torch.bfloat16 if q_dtype in _FP8 else q_dtype

@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 import torch
 
 from flashinfer._core import env
+from flashinfer._core.checks import renamed
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.kernels import kernels_of
 from flashinfer.ops.attention.masks import custom_mask_table
@@ -16,6 +17,13 @@ from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.problem import alibi_slopes
 from flashinfer.ops.attention.tables import Table
 from flashinfer.ops.kv_layout import check_layout, ragged_views
+
+
+# Options that a call without a plan has from the shapes and dtypes of its operands.
+_FROM = {
+    "num_qo_heads": "q", "num_kv_heads": "k", "head_dim_qk": "q", "head_dim_vo": "v", "q_data_type": "q",
+    "kv_data_type": "k", "o_data_type": "o_dtype",
+}  # fmt: skip
 
 
 def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=None, custom_mask=None,
@@ -44,7 +52,11 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
         rows = tuple(t.unsqueeze(1) for t in rows)
     if kv_cache_sf is not None:
         call = call | slot_factors(kv_cache_sf, kv_layout)
-    asked, table = asked.plain().checked(), Table(*tables)
+    try:
+        asked = asked.plain().checked()
+    except ValueError as error:
+        raise renamed(error, _FROM) from None
+    table = Table(*tables)
     table.rows, table.kv_entries, table.uniform_q_len = q.shape[0], rows[0].shape[0], q.shape[0]
     custom_mask_table(table, asked.page_size, custom_mask, packed_custom_mask)
     kernels = kernels_of(asked, tile_rows(q.shape[0], asked.group), table.mask is not None, q.device, backend)

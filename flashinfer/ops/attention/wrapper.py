@@ -8,7 +8,7 @@ import torch
 
 from flashinfer._core import env
 from flashinfer._core.backends import REPORTED_AS, variants_of
-from flashinfer._core.checks import require, require_tensor
+from flashinfer._core.checks import renamed, require, require_tensor
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.host_tables import (
     HostTables, TableStore, fill_buffers, host_lengths, lengths_in_buffers,
@@ -42,6 +42,8 @@ class AttentionWrapper:
     _paged = True
     # What errors call the tables of a plan: the parameters of plan().
     _names = NAMES
+    # And what they call its options, where plan() has other names.
+    _renames: dict[str, str] = {}
     # Whether prefills come first in its batches and decodes last.
     _mixed = False
     # Whether the third of a plan's tables has numbers of keys, not of the tokens in last pages.
@@ -202,7 +204,10 @@ class AttentionWrapper:
             interleaved = self._backend == "trtllm-gen" and options.kv_dtype in NVFP4_NAMES
             if self._variant is not None or self._mixed or interleaved:
                 options = options._replace(variant=self._variant, mixed=self._mixed, interleaved=interleaved)
-            self._last_checked = key, options.checked()
+            try:
+                self._last_checked = key, options.checked()
+            except ValueError as error:
+                raise renamed(error, self._renames) from None
         return self._last_checked[1]
 
     def _check_on_host(self, tables: tuple, host: HostTables, page_size: int, q_len: int) -> tuple[int, int, int]:
@@ -372,10 +377,10 @@ class AttentionWrapper:
 
 def device_of(float_workspace_buffer: torch.Tensor) -> torch.device:
     """The device of a wrapper: its workspace's."""
-    fits = isinstance(float_workspace_buffer, torch.Tensor)
-    kind = type(float_workspace_buffer).__name__
-    require(fits, "float_workspace_buffer", None if float_workspace_buffer is None else f"a {kind}",
-            "a uint8 tensor on the compute device, of any size")  # fmt: skip
+    allowed, value = "a uint8 tensor on the compute device, of any size", float_workspace_buffer
+    shown = None if value is None else f"a {type(value).__name__}"
+    require(isinstance(value, torch.Tensor), "float_workspace_buffer", shown, allowed)
+    require(value.device.type in ("cpu", "cuda"), "float_workspace_buffer", f"a tensor on {value.device}", allowed)
     return float_workspace_buffer.device
 
 

@@ -3,7 +3,11 @@
 Before CPU ranks enter a collective they meet in the group's store: each leaves the number and the sizes of its call
 there, and looks for the others'. So a rank that does not come is named when the deadline is over, a rank that comes
 with other sizes before anything is sent, and the group stays usable. A rank that is lost inside a collective leaves the
-group unusable. On GPUs nothing is waited for on the host, and a hang ends with the process group's own timeout.
+group unusable.
+
+On GPUs a call through NCCL waits on its stream and not on the host, so it cannot end by itself: the set-up, which makes
+the communicator, and `settle` wait on the host, by the deadline. A kernel of NCCL that was given up stays on its stream
+until the process group's own timeout, and nothing can be written behind it.
 """
 
 from __future__ import annotations
@@ -45,6 +49,8 @@ class Collective:
         self.device, self.reason = device, reason
         self.deadline = deadline or symmetric.DEADLINE
         self._epoch, self._failure = 0, None
+        # What NCCL was given last, and its operation.
+        self._under_way = None, ""
         self._store = None
         # A group without NCCL carries tensors of GPUs through the host.
         many = device.type == "cuda" and self.world > 1
@@ -57,6 +63,8 @@ class Collective:
             self._key = f"flashinfer-comm/{ranks.session}/calls"
             ranks.in_store(lambda gone: self._mark("0|", gone), "set-up", ranks.deadline)
             ranks.barrier()
+        elif self.world > 1:
+            ranks.bounded(self._connect, "the other ranks, in NCCL")
 
     def check(self) -> None:
         """Raise what an earlier call raised, until `reset`."""
@@ -104,7 +112,37 @@ class Collective:
         self._failure = None
 
     def settle(self) -> None:
-        """Nothing is under way on the host."""
+        """Wait for what NCCL was given, by the deadline, and for nothing inside a graph capture.
+
+        Raises
+        ------
+        TimeoutError
+            It is not done. The process group cannot be used any more, and the outputs are undefined.
+        """
+        work, operation = self._under_way
+        if work is None or self._is_capturing():
+            return
+        clock = Clock(self.deadline)
+        while not work.is_completed():
+            if clock.is_over():
+                self._under_way = None, ""
+                others = ", ".join(str(rank) for rank in range(self.world) if rank != self.rank)
+                other = f"{'rank' if self.world == 2 else 'one of the ranks'} {others}"
+                why = "with another process group, for what NCCL was given is still under way"
+                self._failure = TimeoutError(f"{self._late(operation, other)} {why}")
+                raise self._failure
+            clock.pause()
+        self._under_way = None, ""
+
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _connect(self) -> None:
+        """The first collective of NCCL, which waits on the host for every rank."""
+        mine = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        everyone = torch.empty(self.world, dtype=torch.uint8, device=self.device)
+        _all_gather(everyone, mine, group=self.ranks.group)
+        torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -118,7 +156,9 @@ class Collective:
         self.check()
         self._epoch += 1
         if self._store is None:
-            collective().wait()
+            work = collective()
+            work.wait()
+            self._under_way = (None, "") if self._is_capturing() else (work, operation)
             return
         try:
             what = f"{operation} of {nbytes} bytes"

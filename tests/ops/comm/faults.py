@@ -3,7 +3,8 @@
     python -m tests.ops.comm.faults DEVICE CASE...     a line of JSON for each rank that survives
 
 A CASE is "signal moment victim world": the rank `victim` of `world` gets the signal, "stop" or "kill", at "set-up", or
-"before", "during", "between" calls, or at "reset". Rank 0 hosts the store. All cases run at once, for they only wait.
+"before", "during", "between" calls, or at "reset", "destroy", "tuning" (times of candidates), "barrier" or "split" (of a
+TorchDistBackend). Rank 0 hosts the store. All cases run at once, for they only wait.
 On a DEVICE "cuda:0" all ranks share it, cases run one by one, and nothing can stop "during" a call.
 """
 
@@ -50,9 +51,18 @@ def of_rank(device, rank, world, port, signal_name, moment, victim):
         comm.allreduce_fusion(x, warm, P.kAllReduce)
         warm.check()
         dist.barrier()
-    said = {"rank": rank, "moment": moment}
+    said = {"rank": rank, "moment": moment, "error": "none"}
     start = time.monotonic()
     try:
+        if moment in ("tuning", "barrier", "split"):
+            meet = meetings(moment, group)
+            meet()
+            dist.barrier()
+            here(moment)
+            start = time.monotonic()
+            meet()
+            said["seconds"] = time.monotonic() - start
+            return said
         here("set-up")
         comm.set_setup_deadline(DEADLINE if moment == "set-up" else 10)
         ws = make()
@@ -68,6 +78,13 @@ def of_rank(device, rank, world, port, signal_name, moment, victim):
                 here("reset")
             start = time.monotonic()
             ws.reset()
+        elif moment == "destroy":
+            comm.allreduce_fusion(x, ws, P.kAllReduce)
+            dist.barrier()
+            here("destroy")
+            start = time.monotonic()
+            ws.destroy()
+            said["seconds"] = time.monotonic() - start
         else:
             here("before")
             if rank == victim and moment == "during":
@@ -90,6 +107,20 @@ def of_rank(device, rank, world, port, signal_name, moment, victim):
         if "out" in said:
             said["later"] = _later(ws, x)
     return said
+
+
+def meetings(moment, group):
+    """What ranks meet for beside a workspace, by the deadline."""
+    from flashinfer import comm
+    from flashinfer.autotuner import ranks, set_autotune_process_group
+
+    comm.set_setup_deadline(DEADLINE)
+    if moment == "tuning":
+        ranks.DEADLINE = DEADLINE
+        set_autotune_process_group(group)
+        return lambda: ranks.agreed([1.0, float("inf")])
+    backend = comm.TorchDistBackend()
+    return backend.barrier if moment == "barrier" else lambda: backend.Split(0, 0)
 
 
 def _later(ws, x):

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from flashinfer._core.checks import is_aligned, require
+from flashinfer._core.checks import is_aligned, require, require_tensor
 from flashinfer.ops.attention import operands
 from flashinfer.ops.attention.mla.problem import Inputs, matrix_of
 from flashinfer.ops.attention.plan import Plan
@@ -45,7 +45,12 @@ def attend(plan: Plan, q_nope, q_pe, ckv, kpe, factors: Factors, *, out=None, ls
     As Plan.run: calls that are alike in all a kernel or a check depends on are checked once per plan. Returns out, or
     (out, lse).
     """
-    places = [0 if t is None else t.data_ptr() for t in (q_nope, q_pe, ckv, kpe, out)]
+    try:
+        places = [0 if t is None else t.data_ptr() for t in (q_nope, q_pe, ckv, kpe, out)]
+    except AttributeError:
+        for name, t in dict(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv, kpe_cache=kpe, out=out).items():
+            require_tensor(name, t, optional=True)
+        raise
     read = (sinks, factors.logits_on_device, factors.outputs_on_device, first_ckv)
     given = [t for t in (q_nope, q_pe, ckv, kpe, out, lse) if t is not None]
     more, new_out, new_lse = None, out is None, lse is None
