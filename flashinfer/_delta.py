@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer._core.checks import check_indptr, check_values, dtype_name, require, same_device
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.config import power_of_two
 from flashinfer.ops.recurrent.delta.operands import Gates, Kept, Norm, Pool, Tokens
@@ -110,6 +110,25 @@ def output_like(output: torch.Tensor | None, shape: tuple, dtype: torch.dtype, d
     return output
 
 
+# What errors call the tables of a pool.
+_TABLES = {
+    "read": "initial_state_indices", "accepted": "num_accepted_tokens", "write": "output_state_indices",
+    "stop": "accepted_steps", "rows": "ssm_state_indices", "offsets": "cu_seqlens",
+}  # fmt: skip
+
+
+def check_tables(pool: Pool, tokens: Tokens, slots_name: str = "") -> None:
+    """Values of tables on the host: slots and offsets that are there. A table on a GPU is not waited for."""
+    names = _TABLES | ({"read": slots_name} if slots_name else {})
+    if tokens.offsets is not None and tokens.offsets.device.type == "cpu":
+        check_indptr(names["offsets"], tokens.offsets.numpy(), tokens.k.shape[1], "the tokens", sliced=True)
+    for field, states in (("read", pool.source), ("write", pool.state), ("rows", pool.state)):
+        table = getattr(pool, field)
+        if table is not None and states is not None:
+            require_dtype(names[field], table, INDICES)
+            check_values(names[field], table.clamp(min=pool.null), pool.null, len(states) - 1)
+
+
 def _one_index_type(pool: Pool, tokens: Tokens):
     """All tables of slots, and the offsets, in one integer type."""
     tables = {name: getattr(pool, name) for name in ("read", "accepted", "write", "stop", "rows")} | {
@@ -117,7 +136,7 @@ def _one_index_type(pool: Pool, tokens: Tokens):
     }
     given = {name: x for name, x in tables.items() if x is not None}
     for name, x in given.items():
-        require_dtype(name, x, INDICES)
+        require_dtype(_TABLES[name], x, INDICES)
     dtype = torch.int64 if any(x.dtype == torch.int64 for x in given.values()) else torch.int32
     given = {name: x.to(dtype) for name, x in given.items()}
     # Tables of one entry a sequence are read one after another.
@@ -144,8 +163,11 @@ def run_step(
     kept: Kept | None = None,
     norm: Norm | None = None,
     parents: torch.Tensor | None = None,
+    slots_name: str = "",
 ) -> None:
-    """Run tokens one after another; the arguments are those of the room's operands, checked."""
+    """Run tokens one after another; the arguments are those of the room's operands, checked. slots_name : the caller's
+    argument for the slots that are read."""
+    check_tables(pool, tokens, slots_name)
     device = same_device(
         q=tokens.q,
         k=tokens.k,

@@ -7,7 +7,7 @@ import math
 import torch
 
 from flashinfer._core.checks import dtype_name, require, same_device
-from flashinfer._delta import INDICES, STATES, require_dtype, require_shape, rows_of
+from flashinfer._delta import INDICES, STATES, check_tables, require_dtype, require_shape, rows_of
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.operands import Gates, Marks, Pool, Tokens
 from flashinfer.ops.recurrent.layouts import whole_rows
@@ -24,6 +24,7 @@ def check_states(tokens: Tokens, pool: Pool, names: tuple[str, str, str]) -> Non
         require_dtype(name, x, STATES)
     require_shape(names[2], pool.read, n)
     require_dtype(names[2], pool.read, INDICES)
+    check_tables(pool, tokens, names[2])
 
 
 def marks_of(

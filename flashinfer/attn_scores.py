@@ -235,7 +235,8 @@ def _fp4_paged_mqa_logits(
         out=dtype_name(logits.dtype), interleaved=interleaved,
     )  # fmt: skip
     choice = mqa_logits(problem, device)
-    choice.run(q, keys, factors, weights.reshape(-1, heads).contiguous(), seq_lens, tables, logits, logits.shape[1], Beside(q_sf))
+    weights = weights.reshape(-1, heads).contiguous()
+    choice.run(q, keys, factors, weights, seq_lens, tables, logits, logits.shape[1], Beside(q_sf))
 
 
 def _check_types(variant: str, output_dtype, **others) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import check_indptr, check_values, dtype_name, require, same_device
 from flashinfer._delta import INDICES, INPUTS, require_dtype, require_shape, variant_for
 from flashinfer.ops.recurrent import conv as room
@@ -95,6 +95,7 @@ def causal_conv1d_update(
 
 
 @checked
+@named(conv_state="conv_states", conv_state_indices="cache_indices")
 def causal_conv1d_fn(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -276,6 +276,7 @@ def _run(given: dict, pool: Pool, final: bool, kept: Kept | None = None, parents
         keep="corrections" if kept else "",
         kept=kept,
         parents=parents,
+        slots_name="ssm_state_indices",
     )
 
 
@@ -353,6 +354,7 @@ class RecurrentKDAPrefillWrapper:
         self.device = torch.device(device)
         self._offsets = None
 
+    @checked
     def plan(self, cu_seqlens: torch.Tensor, *, non_blocking: bool = True) -> None:
         """Copy offsets [sequences + 1], int32 or int64, from the host or the device; not while a graph is captured.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashinfer import kda
-from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer._core.arguments import checked, named
+from flashinfer._core.checks import check_values, dtype_name, require, same_device
 from flashinfer._delta import (
     INDICES,
     INPUTS,
@@ -125,6 +125,7 @@ def packed_kda_decode(
 
 
 @checked
+@named(conv_state_indices="state_indices", query_start_loc="cu_seqlens")
 def fused_kda_decode(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -205,6 +206,7 @@ def fused_kda_decode(
 
 
 @checked
+@named(conv_state_indices="state_indices", query_start_loc="cu_seqlens")
 def packed_fused_kda_decode(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -279,6 +281,7 @@ def _layer(x, layer: tuple, raw: tuple, norm: Norm, tables: tuple, output, backe
     require_shape("norm_weight", norm.weight, dim)
     require(norm.eps >= 0, "norm_eps", norm.eps, "at least 0")
     out = output_like(output, (1, rows, heads, dim), x.dtype, x.device)
+    check_values("state_indices", slots.clamp(min=0), 0, len(state) - 1)
     if offsets is None:
         one = LayerTokens(x, weight, rows_of(raw_gate[0]), raw_beta[0])
         _one_token(one, LayerStates(conv_state, state, slots, 0), out, raw, norm._replace(gate=output_gate[0]), backend)
@@ -353,4 +356,4 @@ def _step(tokens: Tokens, pool: Pool, out, raw: tuple, norm: Norm | None = None,
     A_log, dt_bias, lower_bound = raw
     kind, gates = gates_of(True, A_log, dt_bias, lower_bound, (q.shape[2], v.shape[2]), q.shape[3])
     run_step(tokens, gates, pool, out, q.shape[3] ** -0.5, gate=kind, beta="logit", normalize=True,
-             final=pool.rows is None, backend=backend, norm=norm)  # fmt: skip
+             final=pool.rows is None, backend=backend, norm=norm, slots_name="state_indices")  # fmt: skip

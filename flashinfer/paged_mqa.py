@@ -97,7 +97,8 @@ def _fp8_paged_mqa_logits(
     problem = Problem(heads, dim, kv_cache.shape[1], max(tokens, 1), each, clean_logits, keys.stride(0) % 16 == 0,
                       out=dtype_name(logits.dtype))  # fmt: skip
     choice = mqa_logits(problem, device)
-    choice.run(q, keys, scales, weights.reshape(-1, heads).contiguous(), lens.contiguous().view(-1), tables, logits, logits.shape[1])
+    weights = weights.reshape(-1, heads).contiguous()
+    choice.run(q, keys, scales, weights, lens.contiguous().view(-1), tables, logits, logits.shape[1])
 
 
 def _parts(kv_cache: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from functools import wraps
 import numpy as np
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import renamed, require
 
 # What stands in an annotation -> whether a value is of that kind, and what an error calls the kind.
 _NUMBERS = (int, float, np.integer, np.floating)
@@ -23,6 +23,14 @@ def _is_one_element(x) -> bool:
     return isinstance(x, torch.Tensor) and x.numel() == 1 and _is_tensor(x)
 
 
+def _is_device(x) -> bool:
+    try:
+        return isinstance(x, (torch.device, str, int)) and bool(torch.device(x))
+    except RuntimeError:
+        # An unknown name, or a number where there is no accelerator.
+        return False
+
+
 _KINDS: dict[str, tuple[Callable, str]] = {
     "torch.Tensor": (_is_tensor, "a torch.Tensor with strides and memory"),
     "None": (lambda x: x is None, "None"),
@@ -32,7 +40,7 @@ _KINDS: dict[str, tuple[Callable, str]] = {
     "float": (lambda x: isinstance(x, _NUMBERS) or _is_one_element(x), "a number"),
     "str": (lambda x: isinstance(x, str), "a string"),
     "torch.dtype": (lambda x: isinstance(x, torch.dtype), "a torch.dtype"),
-    "torch.device": (lambda x: isinstance(x, (torch.device, str, int)), "a torch.device"),
+    "torch.device": (_is_device, "a torch.device"),
     "torch.Generator": (lambda x: isinstance(x, torch.Generator), "a torch.Generator"),
     "dict": (lambda x: isinstance(x, dict), "a dict"),
     "tuple": (lambda x: isinstance(x, (tuple, list)), "a tuple"),
@@ -81,6 +89,32 @@ def checked(function: Callable) -> Callable:
 
     call.checks_kinds = True
     return call
+
+
+def named(**names: str) -> Callable:
+    """Give a public function's errors its own names: `names` from those that what it shares with others says.
+
+    Example
+    -------
+    >>> @named(out_dtype="dtype")
+    ... def product(dtype):
+    ...     require(False, "out_dtype", dtype, "float32")
+    >>> product(3)
+    Traceback (most recent call last):
+    ValueError: dtype: got 3; allowed: float32
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @wraps(function)
+        def call(*args, **given):
+            try:
+                return function(*args, **given)
+            except ValueError as error:
+                raise renamed(error, names) from None
+
+        return call
+
+    return decorate
 
 
 def _check_of(parameter: inspect.Parameter) -> Callable | None:

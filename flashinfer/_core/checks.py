@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import torch
 
@@ -36,8 +38,9 @@ def require(condition: bool, argument: str, value, allowed: str) -> None:
 
 def renamed(error: ValueError, names: dict[str, str]) -> ValueError:
     """The error of an argument that the caller has another name for: `names` from ours to the caller's."""
-    argument, mark, rest = str(error).partition(": ")
-    return type(error)(f"{names.get(argument, argument)}{mark}{rest}")
+    text = str(error)
+    argument = re.match(r"\w*", text)[0]
+    return type(error)(names.get(argument, argument) + text[len(argument) :])
 
 
 def require_tensor(name: str, value, optional: bool = False) -> None:

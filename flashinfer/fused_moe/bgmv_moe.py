@@ -259,7 +259,7 @@ def bgmv_moe(
     [384.0, 0.0]
     """
     for bank in lora_b_weights:
-        _check_bank("lora_b_weights", bank, num_experts)
+        require(bank.dim() == 4, "lora_b_weights", tuple(bank.shape), "[adapters, experts, rows, columns]")
     plan = prepare_bgmv_moe(
         x, lora_a_weights, lora_b_weights, sorted_token_ids, expert_ids, lora_indices, topk_weights, num_experts,
         y_accum=_accumulator(x, lora_b_weights, output_dim),

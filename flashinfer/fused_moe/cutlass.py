@@ -173,7 +173,8 @@ workspace_buffer
     weights = torch.ones(ids.shape, dtype=torch.float32, device=device) if weights is None else weights
     allowed = (torch.float32, torch.bfloat16, torch.float16)
     require(weights.dtype in allowed, "token_final_scales", weights.dtype, "float32, bfloat16, float16")
-    routed = experts.Routed(ids, weights, ep_rank * count, count, names=("token_selected_experts", "token_final_scales"))
+    routed = experts.Routed(ids, weights, ep_rank * count, count, ids_name="token_selected_experts",
+                            weights_name="token_final_scales")  # fmt: skip
 
     shape = {"swiglu_alpha": swiglu_alpha, "swiglu_beta": swiglu_beta, "swiglu_limit": swiglu_limit}
     act, _ = experts.activation_of("activation_type", activation_type, **shape)

@@ -110,7 +110,7 @@ class Between(NamedTuple):
 class Routed(NamedTuple):
     """ids [tokens, top_k], weights or None of packed ids; this rank's experts. on_input : weights scale the input.
 
-    names : the arguments of ids and of weights.
+    ids_name, weights_name : the arguments.
     """
 
     ids: torch.Tensor
@@ -118,7 +118,8 @@ class Routed(NamedTuple):
     offset: int
     experts: int
     on_input: bool = False
-    names: tuple[str, str] = ("topk_ids", "topk_weights")
+    ids_name: str = "topk_ids"
+    weights_name: str = "topk_weights"
 
 
 class Layer(NamedTuple):
@@ -349,7 +350,7 @@ def result(name: str, output, tokens: int, hidden: int, dtype, device) -> torch.
 
 def _check(tokens, routed, first, activation, between, second, out) -> None:
     x, ids = tokens.codes, routed.ids
-    rows, ids_name, weights_name = tokens.name, *routed.names
+    rows, ids_name, weights_name = tokens.name, routed.ids_name, routed.weights_name
     require(x.dim() == 2, rows, tuple(x.shape), "[tokens, hidden]")
     require(x.stride(1) == 1 or x.shape[1] == 1, rows, f"strides {x.stride()}", "contiguous rows")
     fits = ids.dim() == 2 and len(ids) == len(x)

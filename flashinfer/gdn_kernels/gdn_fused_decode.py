@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._delta import require_shape, scale_or_unset
 from flashinfer.causal_conv1d import run_conv
@@ -17,6 +17,7 @@ __all__ = ["gdn_fused_decode_step", "gdn_fused_decode_step_supported"]
 
 
 @checked
+@named(conv_state_indices="state_indices", initial_state_indices="state_indices")
 def gdn_fused_decode_step(
     hidden_states: torch.Tensor,
     w_ba: torch.Tensor,

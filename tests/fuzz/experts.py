@@ -13,7 +13,7 @@ from tests.ops.moe.finalize import test_finalize as sums
 from tests.ops.moe.lora.test_lora import products, summed
 from tests.ops.moe.routing.test_routing import check as check_routing
 
-FORMS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+ENCODINGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def chosen(draw, tokens, experts, top_k):
@@ -30,9 +30,9 @@ def layer(draw):
     hidden, middle = draw.pick(16, 64, 70), draw.pick(16, 45, 64)
     ranks = draw.pick(1, 2)
     rank, mine = draw.integer(0, ranks - 1), experts // ranks
-    x, _, wide_x = layers.random(FORMS[dtype], tokens, hidden, device=draw.device)
-    w1, _, wide_1 = layers.weights(FORMS[dtype], mine, 2 * middle, hidden, draw.device)
-    w2, _, wide_2 = layers.weights(FORMS[dtype], mine, hidden, middle, draw.device)
+    x, _, wide_x = layers.random(ENCODINGS[dtype], tokens, hidden, device=draw.device)
+    w1, _, wide_1 = layers.weights(ENCODINGS[dtype], mine, 2 * middle, hidden, draw.device)
+    w2, _, wide_2 = layers.weights(ENCODINGS[dtype], mine, hidden, middle, draw.device)
     b1 = b2 = None
     if draw.chance(0.3):
         b1, b2 = (draw.values(mine, n, dtype=dtype, kinds=("normal",)) for n in (2 * middle, hidden))
@@ -60,7 +60,8 @@ def route(draw):
     def check(result):
         check_routing(logits, method, k, result=result)
 
-    return Call(fused_moe.routing.route, dict(routing_logits=logits, routing_bias=None, routing_method=method, top_k=k), check)
+    arguments = dict(routing_logits=logits, routing_bias=None, routing_method=method, top_k=k)
+    return Call(fused_moe.routing.route, arguments, check)
 
 
 def hashed(draw):

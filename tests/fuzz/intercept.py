@@ -54,7 +54,8 @@ def public():
         if found in seen or not home.startswith("flashinfer.") or home.split(".")[1] in _OTHERS:
             continue
         # What answers whether something is supported never refuses.
-        if found.__name__.startswith(("supports_", "resolve_")) or found.__name__ in _BY_ADDRESS:
+        name = found.__name__
+        if name.startswith(("supports_", "resolve_")) or name.endswith("_supported") or name in _BY_ADDRESS:
             continue
         seen.add(found)
         if isinstance(found, FunctionType):
@@ -120,7 +121,11 @@ class Hostile:
     def visit(self, function, owner, args, named):
         signature = inspect.signature(function)
         kinds = {parameter.kind for parameter in signature.parameters.values()}
-        if inspect.Parameter.VAR_POSITIONAL in kinds or any(map(_is_traced, (*args, *named.values()))):
+        given = (*args, *named.values())
+        if inspect.Parameter.VAR_POSITIONAL in kinds or any(map(_is_traced, given)):
+            return
+        # A test of defaults, or of tensors without memory.
+        if torch.get_default_device().type != "cpu" or any(map(_is_meta, given)):
             return
         try:
             bound = signature.bind(*args, **named).arguments
@@ -131,7 +136,7 @@ class Hostile:
         arguments |= arguments.pop(more, {}) if more else {}
         target = arguments.pop("self", None) if owner is not None else None
         shown = function.__name__ if owner is None else f"{type(target).__name__}.{function.__name__}"
-        names = set(signature.parameters)
+        names = set(signature.parameters) | set(arguments)
         for method in ("__init__", "plan", "run"):
             if target is not None and hasattr(type(target), method):
                 names |= set(inspect.signature(getattr(type(target), method)).parameters)
@@ -179,6 +184,10 @@ def _bound(function, target):
         return function
     made = object.__new__(type(target)) if function.__name__ == "__init__" else copy.copy(target)
     return functools.partial(function, made)
+
+
+def _is_meta(value):
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
 def _is_traced(value):

@@ -24,10 +24,11 @@ FAMILIES = {
 }
 CALLS_ON_CPU = 2000
 # The families whose kernels take long in Triton's interpreter get few calls of it.
-SLOW = {"selective.ragged_transform": 0.2, "selective.table_transform": 0.2, "sampled.top_k": 0.2, "sampled.sample": 0.3, "sampled.renorm": 0.3, "sampled.mask_logits": 0.3}
+SLOW = {
+    "sampled.top_k": 0.2, "sampled.sample": 0.3, "sampled.renorm": 0.3, "sampled.mask_logits": 0.3,
+    "selective.ragged_transform": 0.2, "selective.table_transform": 0.2,
+}  # fmt: skip
 SHOWN = 5
-
-
 # Calls of a test: processes of a long run share out a family's.
 MOST = 1000
 
@@ -76,7 +77,8 @@ def test_reference(name, shard, pytestconfig):
 
 def test_kernels_in_the_interpreter(name, shard, pytestconfig):
     # Triton 3.6's interpreter multiplies bfloat16 wrongly.
-    halves = (torch.float16,) if name.startswith(("attend", "experts", "products", "recurrent", "selective")) else fuzz.HALVES
+    multiplies = name.startswith(("attend", "experts", "products", "recurrent", "selective"))
+    halves = (torch.float16,) if multiplies else fuzz.HALVES
     shape = dict(device=torch.device("cpu"), backend="portable", largest=1 << 10, halves=halves)
     with rooms.by("portable"):
         first, count = part(pytestconfig, 0.1, shard)

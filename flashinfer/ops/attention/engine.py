@@ -63,7 +63,8 @@ def check_pages(tables: dict[str, torch.Tensor], page_size: int, pages: int, mos
     used = -(-longest.clamp(0, most) // page_size)
     fits = int(used.max()) <= table.shape[1]
     require(fits, lens_name, f"{int(longest.max())} keys", f"at most {table.shape[1] * page_size}, those of {name}")
-    check_values(name, table[torch.arange(table.shape[1], dtype=torch.int64) < used[:, None]], 0, pages - 1)
+    column = torch.arange(table.shape[1], dtype=torch.int64, device=table.device)
+    check_values(name, table[column < used[:, None]], 0, pages - 1)
 
 
 def flat_integers(x: torch.Tensor | None, name: str, device: torch.device, count: int) -> torch.Tensor | None:

@@ -3,8 +3,8 @@
     python -m tests.ops.comm.faults DEVICE CASE...     a line of JSON for each rank that survives
 
 A CASE is "signal moment victim world": the rank `victim` of `world` gets the signal, "stop" or "kill", at "set-up", or
-"before", "during", "between" calls, or at "reset", "destroy", "tuning" (times of candidates), "barrier" or "split" (of a
-TorchDistBackend). Rank 0 hosts the store. All cases run at once, for they only wait.
+"before", "during", "between" calls, or at "reset", "destroy", "tuning" (times of candidates), "barrier" or "split" (of
+a TorchDistBackend). Rank 0 hosts the store. All cases run at once, for they only wait.
 On a DEVICE "cuda:0" all ranks share it, cases run one by one, and nothing can stop "during" a call.
 """
 
