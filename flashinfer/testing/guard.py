@@ -73,14 +73,17 @@ def watch():
         # The compiler of torch knows factories by identity, too: from a call of it on, they are torch's own again.
         for owner, name in ((torch, "compile"), (torch.library, "opcheck")):
             stack.callback(_put, owner, name, getattr(owner, name))
-            setattr(owner, name, _after(stack.close, getattr(owner, name)))
+            setattr(owner, name, _after(stack, getattr(owner, name)))
         yield
     check()
 
 
-def _after(first, function):
+def _after(stack, function):
     def call(*args, **kwargs):
-        first()
+        stack.close()
+        # It may have looked them up while they were guarded, for something else than a compilation.
+        if rules := sys.modules.get("torch._dynamo.trace_rules"):
+            rules.clear_lru_cache()
         return function(*args, **kwargs)
 
     return call
