@@ -74,7 +74,11 @@ def _returns_none(*args, **kwargs) -> None:
     return None
 
 
-# What the values of a record become, by type: lists, and lines of one text, for a schema has no lists of texts.
+# Between texts that an op takes as one, for a schema has no lists of texts. Not a new line: torch's compiler writes an
+# op's arguments into comments of its code as they are, and what followed would be code.
+SEPARATOR = ";"
+
+# What the values of a record become, by type: lists, and parts of one text.
 _LISTS = {"tensors": list[torch.Tensor | None], "words": str, "numbers": list[int], "floats": list[float]}
 
 
@@ -96,7 +100,7 @@ def _flattened(function: Callable) -> tuple[_Record, Callable] | None:
 
 def _of_lists(record: _Record, function: Callable) -> Callable:
     def flat(tensors, words, numbers, floats, *args, **kwargs):
-        lists = {name: iter(values) for name, values in zip(_LISTS, (tensors, words.split("\n"), numbers, floats))}
+        lists = {name: iter(values) for name, values in zip(_LISTS, (tensors, words.split(SEPARATOR), numbers, floats))}
         return function(_put_together(record, lists), *args, **kwargs)
 
     return flat
@@ -121,7 +125,7 @@ def _record(kind: type) -> _Record:
 def _arguments_of(record: _Record, value) -> tuple:
     lists = {name: [] for name in _LISTS}
     _take_apart(record, value, lists)
-    return lists["tensors"], "\n".join(lists["words"]), lists["numbers"], lists["floats"]
+    return lists["tensors"], SEPARATOR.join(lists["words"]), lists["numbers"], lists["floats"]
 
 
 def _take_apart(record: _Record, value, lists: dict) -> None:

@@ -1,5 +1,7 @@
 """Custom ops: opaque and correct under torch.compile, absent from eager calls."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -83,6 +85,44 @@ def test_traced_functional_op_by_its_fake():
     (number, first, whole), targets = traced(program, x)
     assert number == 3 + 4 and torch.equal(first, x[:3]) and torch.equal(whole, x.int())
     assert sum("halves" in target for target in targets) == 1
+
+
+class Inside(NamedTuple):
+    third: str
+    scale: float
+
+
+class Words(NamedTuple):
+    x: torch.Tensor
+    first: str
+    second: str
+    inside: Inside
+
+
+@custom_op("flashinfer_test::count_words", mutates_args=("out",))
+def count_words(record: Words, out: torch.Tensor) -> None:
+    out.copy_(record.x * record.inside.scale + len(record.first) + 10 * len(record.second))
+    assert record.inside.third == "c:c|c"
+
+
+def test_texts_of_a_record_are_one_line():
+    """The compiler writes nodes of its graph into comments of the code that it makes."""
+    lines = []
+
+    def program(x):
+        out = torch.empty_like(x)
+        count_words(Words(x, "a a", "", Inside("c:c|c", 2.0)), out)
+        return out
+
+    def backend(graph, inputs):
+        lines.extend(node.format_node() for node in graph.graph.nodes)
+        return graph.forward
+
+    torch._dynamo.reset()
+    x = torch.arange(3.0)
+    assert torch.equal(torch.compile(program, backend=backend, fullgraph=True)(x), 2 * x + 3)
+    lines = [line for line in lines if line and "count_words" in line]
+    assert len(lines) == 1 and "\n" not in lines[0]
 
 
 def test_op_without_a_fake_is_refused():

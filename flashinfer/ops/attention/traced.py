@@ -7,6 +7,7 @@ the call: nothing else that it makes is kept for later calls.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 from itertools import count
@@ -14,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from flashinfer._core.custom_op import custom_op
+from flashinfer._core.custom_op import SEPARATOR, custom_op
 from flashinfer.ops.attention.options import default_o_dtype
 from flashinfer.ops.attention.variants import AttentionVariant, find
 
@@ -111,14 +112,14 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, others: dict):
         elif isinstance(value, int):
             ints[name] = value
         elif isinstance(value, AttentionVariant):
-            words.append(f"{name}=variant:{_key_of(value)}")
+            words.append(f"{name}=variant:{_key_of(id(value))}")
         elif isinstance(value, torch.dtype):
             words.append(f"{name}=dtype:{str(value).removeprefix('torch.')}")
         else:
             words.append(f"{name}=str:{value}")
     names = " ".join([*tensors, *floats, *ints])
     values = list(tensors.values()), list(floats.values()), list(ints.values())
-    found = attention_single(q, k, v, *values, names, "\n".join(words))
+    found = attention_single(q, k, v, *values, names, SEPARATOR.join(words))
     for place, result in zip((out, lse), found):
         if place is not None:
             place.copy_(result)
@@ -126,8 +127,9 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, others: dict):
     return (result, found[1] if lse is None else lse) if call.get("return_lse") else result
 
 
-def _key_of(variant: AttentionVariant) -> str:
-    return variant.key
+def _key_of(address: int) -> str:
+    """The key of the variant with this id(). Not every torch takes a dataclass for a constant, but an id it does."""
+    return ctypes.cast(address, ctypes.py_object).value.key
 
 
 # What torch.compiler.assume_constant_result sets; calling that would import torch's compiler, which takes seconds.
@@ -137,7 +139,7 @@ _key_of._dynamo_marked_constant = True
 def _arguments(tensors, floats, ints, names: str, words: str) -> tuple[str, str, dict, dict]:
     """(layout, backend, call, other arguments by name) of the op's arguments."""
     given = dict(zip(names.split(), (*tensors, *floats, *ints), strict=True))
-    for line in words.split("\n"):
+    for line in words.split(SEPARATOR):
         name, _, text = line.partition("=")
         kind, _, text = text.partition(":")
         given[name] = {

@@ -129,6 +129,29 @@ def test_single_requests_are_one_op(form, device):
             assert_bitwise(a, b)
 
 
+def test_arguments_of_an_op_are_one_line(device):
+    """The compiler writes nodes of its graph into comments of the code that it makes."""
+    q = torch.randn(5, HEADS, DIM, dtype=torch.float16, device=device)
+    k, v = (torch.randn(9, KV_HEADS, DIM, dtype=torch.float16, device=device) for _ in range(2))
+    variant = flashinfer.AttentionVariant(mask=same_document, params={"documents": "*i32", "longest": "i32"})
+    params = {"documents": torch.zeros(9, dtype=torch.int32, device=device), "longest": 9}
+    q_rows, cache = inputs(device)
+    wrapper = planned(device, [5, 17, 40])
+    lines = []
+
+    def step(q, k, v, q_rows, cache):
+        out = flashinfer.single_prefill_with_kv_cache(q, k, v, variant=variant, params=params, causal=False)
+        return out, wrapper.run(q_rows, cache, v_scale=2.0)
+
+    def look(module, inputs):
+        lines.extend(node.format_node() for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    torch.compile(step, fullgraph=True, backend=look)(q, k, v, q_rows, cache)
+    ops = [line for line in lines if "flashinfer.attention" in line]
+    assert len(ops) == 2 and not any("\n" in line for line in lines)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 5])
 def test_single_requests_in_graphs_of_the_compiler(rows, device):
