@@ -6,6 +6,7 @@ the result to the type of the output.
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -199,6 +200,33 @@ def test_sinks_of_any_size(sinks, device):
     for backend in backends(device):
         for plan in (None, dict(fixed_split_size=32)):
             check(run_decode(x, Options(), backend, plan=plan, run=dict(sinks=given)), x, Options(), truth_of)
+
+
+@pytest.mark.parametrize("lean", (2.0**-25, -(2.0**-25)), ids=("above", "below"))
+@pytest.mark.parametrize("sinks", SINKS)
+def test_sinks_of_any_size_in_fused_differences(sinks, lean, monkeypatch):
+    """A compiler fuses a product into the difference that it enters, which then sees it as it was before its rounding.
+
+    On a CPU nothing does, so every difference sees its first term half an ulp off.
+    """
+    from triton.runtime import interpreter
+
+    def fused(builder, first, second):
+        if first.data.dtype != np.float32:
+            return exact(builder, first, second)
+        with np.errstate(over="ignore", invalid="ignore"):
+            data = (first.data.astype(np.float64) * (1 + lean) - second.data).astype(np.float32)
+        return interpreter.TensorHandle(data, first.dtype.scalar)
+
+    exact = interpreter.InterpreterBuilder.create_fsub
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fsub", fused)
+    cpu = torch.device("cpu")
+    given = torch.tensor(sinks)
+    truth_of = torch.where(given == INF, 3e38, given)
+    x = batch(cpu, (7, 1, 2), (9, 3, 0))
+    for plan in (None, dict(fixed_split_size=4)):
+        result = run_paged(x, Options(causal=True), "portable", plan=plan, run=dict(sinks=given))
+        check(result, x, Options(causal=True), truth_of)
 
 
 def test_no_keys_beside_few(device):

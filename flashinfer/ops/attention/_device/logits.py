@@ -61,7 +61,9 @@ def with_sink(top, total, sink):
     # inf - inf is NaN, of either sign.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     keep = tl.exp2(top - base)
-    weight = tl.where(sink == float("inf"), 1.0, tl.exp2(sink - base))
+    # A compiler may fuse the product behind `sink` into this difference, which then is the product's rounding in the
+    # place of 0: any size, for a wide sink. inf - inf is NaN.
+    weight = tl.where(sink == base, 1.0, tl.exp2(sink - base))
     return new_top, keep, total * keep + weight
 
 
