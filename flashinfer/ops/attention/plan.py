@@ -265,13 +265,15 @@ class Plan:
     def fill_gaps(self, out: torch.Tensor, lse: torch.Tensor | None, new_out: bool, new_lse: bool) -> None:
         """Give the rows of no request what rows without keys have, in outputs that are new.
 
-        With `padded`, those past the last request are written in any output. In a captured stream that is all rows,
-        before the kernel writes its own: a later plan may have fewer. Of latent attention, whose outputs are large, a
-        captured run leaves those as they are.
+        With `padded`, those past the last request are written in any output. In a captured stream, and where only the
+        device knows the last request's end, that is all rows, before the kernel writes its own: a later plan may have
+        fewer. Of latent attention, whose outputs are large, a captured run leaves those as they are.
         """
         rows = self.needs[0]
-        if self.padded and not self.table.each_q and self.device.type == "cuda" and self.options.source != "latent":
-            rows = 0 if torch.cuda.is_current_stream_capturing() else rows
+        if self.padded and not self.table.each_q and self.device.type == "cuda":
+            captured = torch.cuda.is_current_stream_capturing()
+            if self.options.source != "latent" if captured else rows < 0:
+                rows = 0
         for x, is_new, blank in ((out, new_out, 0), (lse, new_lse, -math.inf)):
             if x is None:
                 continue

@@ -7,7 +7,7 @@ import torch
 
 import flashinfer
 from flashinfer._core import kernel_cache
-from flashinfer.testing import generate
+from flashinfer.testing import generate, guard
 from flashinfer.testing.compare import assert_bitwise
 from tests.ops.attention.cases import check, run_decode, workspace
 from tests.ops.attention.oracle import Extras, Options
@@ -130,7 +130,7 @@ def test_a_graph_wrapper_refuses_what_its_buffers_cannot_hold(device):
     buffers = decode_buffers(device, pages=20)
     wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *buffers)
     x, paged = decode_batch((16 * 21,), device)
-    with pytest.raises(ValueError, match="kv_indices"):
+    with pytest.raises(ValueError, match="^indices: got 21"):
         wrapper.plan(paged.indptr, paged.indices, paged.last_page_len, *HEADS, DIM, PAGE, q_data_type=torch.bfloat16)
     x, paged = decode_batch((1,) * 5, device)
     with pytest.raises(ValueError, match="batch_size"):
@@ -305,7 +305,9 @@ def test_on_a_side_stream(device):
     check(result, x, Options())
 
 
-def test_warm_runs_compile_nothing_and_allocate_their_output_only(device):
+def test_warm_runs_compile_nothing_and_allocate_their_output_only(device, monkeypatch):
+    # Around each output the guard has a buffer, and copies its margins where it ends: these would count, too.
+    monkeypatch.setattr(guard, "_CALLERS", ())
     x, paged = decode_batch((1023, 1, 0, 4097), device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     out = torch.empty_like(x.q)

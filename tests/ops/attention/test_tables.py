@@ -173,13 +173,14 @@ def test_offsets_of_a_slice_of_a_batch(x, where, device):
             assert (mine[: rows.start] == 7).all() and (mine[rows.stop :] == 7).all()
 
 
+@pytest.mark.parametrize("where", ["cpu", None], ids=["host", "device"])
 @pytest.mark.parametrize("o_dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
-def test_rows_past_the_plan_in_cuda_graph_mode(x, o_dtype, device):
+def test_rows_past_the_plan_in_cuda_graph_mode(x, o_dtype, where, device):
     """Tensors of a capture serve smaller batches, whose other rows are as those without keys."""
     paged, n = generate.paged(x, 4), len(Q_LENS)
     buffers = [torch.zeros(size, dtype=torch.int32, device=device) for size in (n + 1, n + 1, 64, n)]
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *buffers)
-    tables = x.qo_indptr, paged.indptr, paged.indices, paged.last_page_len
+    tables = [t.to(where or device) for t in (x.qo_indptr, paged.indptr, paged.indices, paged.last_page_len)]
     sizes = dict(q_data_type=x.q.dtype, o_data_type=o_dtype)
     wrapper.plan(*tables, *HEADS, DIM, 4, **sizes)
     expected = wrapper.run(x.q, paged.kv_cache, return_lse=True)
@@ -197,6 +198,8 @@ def test_ragged_offsets_of_a_slice(x, device):
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
     wrapper.plan(part.qo_indptr, x.kv_indptr[1:5], *HEADS, DIM, q_data_type=x.q.dtype)
     check(wrapper.run(part.q, x.k, x.v, return_lse=True), part, Options())
+    # Offsets on a GPU are not looked at: that would wait for it.
+    wrapper.plan(part.qo_indptr.cpu(), x.kv_indptr[1:5].cpu(), *HEADS, DIM, q_data_type=x.q.dtype)
     with pytest.raises(ValueError, match="kv_indptr"):
         wrapper.run(part.q, part.k, part.v)
 
