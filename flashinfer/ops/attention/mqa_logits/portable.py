@@ -103,9 +103,9 @@ def mqa_logits_kernel(
             place = slot
             if INTERLEAVED:
                 place = slot % (PAGE_SIZE // 4) * 4 + slot // (PAGE_SIZE // 4)
-            factor = scales + (at_scale + place * (D // 16))[:, None] + d[None, :] // 16
-            factor = from_ue8m0(tl.load(factor, mask=there[:, None] & (d < D)[None, :], other=127))
-            low, high = _halves(block, factor, WIDE)
+            block_factor = scales + (at_scale + place * (D // 16))[:, None] + d[None, :] // 16
+            block_factor = from_ue8m0(tl.load(block_factor, mask=there[:, None] & (d < D)[None, :], other=127))
+            low, high = _halves(block, block_factor, WIDE)
             products = tl.dot(low, query, input_precision="ieee")
             products = tl.dot(high, query_high, products, input_precision="ieee")
         elif FORM == "fp8":
