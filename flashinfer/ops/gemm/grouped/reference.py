@@ -45,7 +45,7 @@ def _left(problem, a, a_scale, entry, rows, group, groups):
     shift = (start + 127 * group) // 128 * 128 - start if problem.padded else 0
     blocks = wide.shape[1] // problem.width
     a_scale = a_scale[entry] if problem.kind == "counts" else a_scale
-    at = layouts.offsets(a_scale.numel() // layouts.padded(1, blocks, "128x4")[1], blocks, "128x4")
+    at = layouts.offsets(a_scale.numel() // layouts.padded(1, blocks, "128x4")[1], blocks, "128x4", rows.device)
     found = operands.factors(a_scale.view(-1)[at[rows + shift]], problem.scale)
     return (wide.unflatten(-1, (-1, problem.width)) * found[..., None]).flatten(-2)
 
