@@ -3,6 +3,24 @@
 import torch
 
 
+def truncated(x, bits):
+    """float64 towards zero, to so many bits of fraction."""
+    return (x.view(torch.int64) >> (52 - bits) << (52 - bits)).view(torch.float64)
+
+
+def half_product(a, b, total=0.0):
+    """total + a b [m, k] [k, n] of 16-bit floats, in float64, as tensor cores add.
+
+    They add 16 exact products at a time to a float32 accumulator, and truncate it (Fasi, Higham, Mikaitis and Pranesh,
+    Numerical behavior of NVIDIA tensor cores, 2021). Each of k / 16 steps takes half an ulp of the sum so far on
+    average, all towards zero: sums of 7168 normal products, up to 300, end 2.6e-3 to 3.4e-3 off, where float32's are
+    1.5e-4 off. Any kernel on them has this bias; one of K slices has less, for its sums are smaller.
+    """
+    for a16, b16 in zip(a.double().split(16, 1), b.double().split(16, 0)):
+        total = truncated(total + a16 @ b16, 23)
+    return total
+
+
 def _cut(x, largest):
     """x cut towards zero at 13 binary places below the leading one of `largest`."""
     grid = torch.exp2(largest.abs().clamp(min=2.0**-60).log2().floor() - 13)

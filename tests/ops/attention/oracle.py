@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tests.ops.tensor_cores import half_product, truncated
+
 
 @dataclass
 class Options:
@@ -56,34 +58,17 @@ def slope(head, heads):
 
 
 def scores(q, k, given, total=None):
-    """q @ k.T + total. In float32 of half-precision inputs on a GPU, as tensor cores add: see `_add_truncating`."""
+    """q @ k.T + total. In float32 of half-precision inputs on a GPU, as tensor cores add: see `half_product`."""
     if q.dtype != torch.float32 or given not in (torch.float16, torch.bfloat16) or not q.is_cuda:
         return q @ k.T if total is None else q @ k.T + total
-    total = torch.zeros((), dtype=torch.float64, device=q.device) if total is None else total.double()
-    for q16, k16 in zip(q.double().split(16, 1), k.double().split(16, 1)):
-        total = _add_truncating(total, q16 @ k16.T)
-    return total.float()
-
-
-def _add_truncating(total, products):
-    """The sum, rounded to float32 towards zero.
-
-    Tensor cores add a block of exact products to a float32 accumulator and truncate (Fasi, Higham, Mikaitis and
-    Pranesh, Numerical behavior of NVIDIA tensor cores, 2021). The bias is what any kernel on them has.
-    """
-    return _truncated(total + products, 23)
-
-
-def _truncated(x, bits):
-    """float64 towards zero, to so many bits of fraction."""
-    return (x.view(torch.int64) >> (52 - bits) << (52 - bits)).view(torch.float64)
+    return half_product(q, k.T, 0.0 if total is None else total.double()).float()
 
 
 def _tanh(x):
     """In float32 with the relative error that kernels may make (docs/rooms/attention.md), however small the result."""
     if x.dtype != torch.float32:
         return torch.tanh(x)
-    return _truncated(torch.tanh(x.double()), 21).float()
+    return truncated(torch.tanh(x.double()), 21).float()
 
 
 def weigh(s, dtype):

@@ -12,6 +12,7 @@ from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_close
 from tests.ops.gemm import scaled
 from tests.ops.norm.variants import variant  # the fixture
+from tests.ops.tensor_cores import half_product
 
 NAMES = {"e2m1": "float4_e2m1fn", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 FACTORS = {"ue8m0": "float8_e8m0fnu", "ue4m3": "float8_e4m3fn"}
@@ -112,7 +113,11 @@ def test_routers(device):
         out = torch.full((3, experts), NAN, dtype=dtype, device=device)
         assert getattr(gemm, name)(a, weight.mT, out) is None
         truth = a.double() @ weight.double().mT
-        assert_close(out, (a.float() @ weight.float().mT).to(dtype), truth)
+        product = half_product(a, weight.mT) if a.is_cuda else a.float() @ weight.float().mT
+        for wrong in (out * 0, out * (1.0001 if dtype == torch.float32 else 1.03)):
+            with pytest.raises(AssertionError):
+                assert_close(wrong, product.to(dtype), truth)
+        assert_close(out, product.to(dtype), truth)
         with pytest.raises(ValueError, match="mat_b"):
             getattr(gemm, name)(a, weight.mT[:, 1:], out)
 
