@@ -450,7 +450,11 @@ def test_more_tokens_take_larger_tiles(device, count):
     ids = torch.randint(0, 2, (count, 1), dtype=torch.int32, device=device)
     s = torch.rand(count, 1, device=device)
     call = partial(fused_moe.trtllm_fp8_block_scale_routed_moe, (ids, s), None, x, x_scale.T, w1, s1, w2, s2)
-    check(call(3, 1, None, None, 256, 0, 3, None), xd, d1, d2, ids, s, through=between("fp8_block"))
+    out = call(3, 1, None, None, 256, 0, 3, None)
+    # A bf16 rounding before e4m3 is another code now and then: the peer errs by 1.6 to 2.2 % of the norm, by the seed.
+    check(out, xd, d1, d2, ids, s, through=between("fp8_block"), spacing=2**-3)
+    with pytest.raises(AssertionError, match="error"):
+        check(out * 1.1, xd, d1, d2, ids, s, through=between("fp8_block"), spacing=2**-3)
 
 
 BAD = [
