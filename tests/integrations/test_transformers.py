@@ -1,5 +1,7 @@
 """`attn_implementation="flashinfer"` against transformers' eager attention: logits in float64, and greedy tokens."""
 
+import inspect
+
 import pytest
 import torch
 from transformers import (
@@ -15,6 +17,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     StaticCache,
+    __version__,
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
@@ -151,6 +154,10 @@ def test_greedy_tokens_of_padded_prompts(name, device):
 
 
 @MODELS
+@pytest.mark.skipif(
+    "page_size" not in inspect.signature(ContinuousBatchingConfig).parameters,
+    reason=f"transformers {__version__}: ContinuousBatchingConfig has page_size from 5.20 on",
+)
 def test_continuous_batching(name, device):
     """Prompts in chunks, beside requests that decode, over transformers' paged cache and its rings of windows."""
     model = model_of(CONFIGS[name], device=device)

@@ -121,3 +121,29 @@ def test_a_capture_is_left_alone(device):
     graph.replay()
     assert (out == 2).all()
     guard.check()
+
+
+def test_a_tensor_may_end_while_it_is_looked_at(monkeypatch):
+    """A collection may begin wherever something is allocated."""
+    out = [torch.empty(40)]
+    join = guard.np.concatenate
+
+    def concatenate(parts):
+        out.clear()
+        return join(parts)
+
+    monkeypatch.setattr(guard.np, "concatenate", concatenate)
+    guard.check()
+    assert not out
+
+
+@pytest.mark.gpu
+def test_margins_of_another_stream_are_waited_for(device):
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        out = torch.empty(40, device=device)
+        torch.cuda._sleep(1 << 28)
+    guard.check()
+    run_shifted(out, 1)
+    with pytest.raises(AssertionError, match="was written at byte 160 of 160"):
+        guard.check()

@@ -32,8 +32,11 @@ def in_poison(x):
 
 
 def first(x, k, last):
-    """Columns of the k largest in their order, NaN above all: by a stable sort, of the row or of the row turned."""
-    x = x.double()
+    """Columns of the k largest in their order, NaN above all: by a stable sort, of the row or of the row turned.
+
+    On the CPU: the sort of a GPU puts NaN with a sign bit, as torch makes of float32 in bfloat16, below all.
+    """
+    x = x.double().cpu()
     order = (x.flip(-1) if last else x).sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return (x.shape[-1] - 1 - order if last else order).sort(dim=-1).values
 

@@ -1,9 +1,8 @@
-"""Routed rows times low-rank matrices in torch: pair after pair, of matrices at addresses of the CPU."""
-
-import ctypes
+"""Routed rows times low-rank matrices in torch: pair after pair, of matrices at addresses."""
 
 import torch
 
+from flashinfer._core.addresses import tensor_at
 from flashinfer._core.implementation import Implementation
 
 
@@ -23,17 +22,13 @@ def run(problem, config, x, matrices, pairs, out, offset):
             if adapter < 0:
                 continue
             found = True
-            matrix = _matrix(int(table[expert]) + adapter * stride * x.element_size(), n, x.shape[1], x.dtype)
+            address = int(table[expert]) + adapter * stride * x.element_size()
+            matrix = tensor_at(address, x.dtype, (n, x.shape[1]), x.device)
             term = matrix.float() @ x[token if problem.by_token else pair].float()
             total += term if weights is None else term * weights[pair]
         if found and low < high:
             part, total = out[row, low:high], total[low - offset : high - offset]
             part.copy_(total + part.float() if problem.adds else total)
-
-
-def _matrix(address: int, n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-    memory = (ctypes.c_char * (n * k * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).view(n, k)
 
 
 IMPLEMENTATION = Implementation(run)

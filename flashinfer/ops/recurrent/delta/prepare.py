@@ -12,6 +12,7 @@ import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid
+from flashinfer.ops.recurrent._device.products import operand
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent.delta.workspace import INPUT, common, workspace
 from flashinfer.ops.recurrent.launching import place_types, pointers
@@ -79,10 +80,10 @@ def products_within(k, erase, q, c, BOUNDED: tl.constexpr, PRECISION: tl.constex
     if BOUNDED:
         # From the middle of a block, decays of at least exp(-5) a token stay within exp(+-45).
         middle = tl.sum(tl.where((i == BLOCK // 2)[:, None], c, 0), 0)[None, :]
-        right = tl.trans((k * tl.exp(middle - c)).to(OPERAND))
+        right = tl.trans(operand(k * tl.exp(middle - c), OPERAND, PRECISION))
         left = tl.exp(c - middle)
-        kk = tl.dot((erase * left).to(OPERAND), right, input_precision=PRECISION)
-        qk = tl.dot((q * left).to(OPERAND), right, input_precision=PRECISION)
+        kk = tl.dot(operand(erase * left, OPERAND, PRECISION), right, input_precision=PRECISION)
+        qk = tl.dot(operand(q * left, OPERAND, PRECISION), right, input_precision=PRECISION)
     else:
         # The quotient of two decays has no bound on either side of a reference, so each is taken by itself.
         kk = tl.zeros([BLOCK, BLOCK], tl.float32)
@@ -117,7 +118,10 @@ def block_at(row, column, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def invert(scratch, solved, at_beta, by_beta, left, BETA: tl.constexpr, TOKENS: tl.constexpr):
+def invert(
+    scratch, solved, at_beta, by_beta, left,
+    BETA: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
     """(1 + L)^-1 diag(beta), by blocks of 16. L is in the lower half of `scratch`, which is overwritten.
 
     X_ij = -X_ii (L_ij X_jj + ... + L_i,i-1 X_i-1,j) below the diagonal; X_ij is put at block (j, i).
@@ -128,7 +132,7 @@ def invert(scratch, solved, at_beta, by_beta, left, BETA: tl.constexpr, TOKENS: 
         beta = betas_of(at_beta, by_beta, i * 16 + t, i * 16 + t < left, BETA)
         tl.debug_barrier()
         tl.store(scratch + block_at(i, i, TOKENS), x)
-        tl.store(solved + block_at(i, i, TOKENS), (x * beta[None, :]).to(solved.dtype.element_ty))
+        tl.store(solved + block_at(i, i, TOKENS), operand(x * beta[None, :], OPERAND, PRECISION))
         for j in range(i):
             sum = tl.zeros([BLOCK, BLOCK], tl.float32)
             for m in range(j, i):
@@ -137,7 +141,7 @@ def invert(scratch, solved, at_beta, by_beta, left, BETA: tl.constexpr, TOKENS: 
             below = -tl.dot(x, sum, input_precision="ieee")
             beta = betas_of(at_beta, by_beta, j * 16 + t, j * 16 + t < left, BETA)
             tl.store(scratch + block_at(j, i, TOKENS), below)
-            tl.store(solved + block_at(i, j, TOKENS), (below * beta[None, :]).to(solved.dtype.element_ty))
+            tl.store(solved + block_at(i, j, TOKENS), operand(below * beta[None, :], OPERAND, PRECISION))
         tl.debug_barrier()
 
 
@@ -172,15 +176,15 @@ def systems_of_channels(
             erase *= tl.load(at_beta + token[:, None] * by_beta + column[None, :], wide, other=0).to(tl.float32)
         kk, qk = products_within(k, erase, q, c, BOUNDED, PRECISION, OPERAND)
         tl.store(scratch + block_at(i, i, TOKENS), tl.where(below, kk * beta, 0))
-        tl.store(scores + block_at(i, i, TOKENS), tl.where(upto, qk * numbers.scale, 0).to(OPERAND))
+        tl.store(scores + block_at(i, i, TOKENS), operand(tl.where(upto, qk * numbers.scale, 0), OPERAND, PRECISION))
         place = token[:, None] * KEYS + column[None, :]
         since = tl.exp(before[None, :] + c)
-        tl.store(rows_k + place, (erase * since).to(OPERAND))
-        tl.store(rows_q + place, (q * (since * numbers.scale)).to(OPERAND))
-        tl.store(rows_last + place, (k * tl.exp((total - before)[None, :] - c)).to(OPERAND))
+        tl.store(rows_k + place, operand(erase * since, OPERAND, PRECISION))
+        tl.store(rows_q + place, operand(q * (since * numbers.scale), OPERAND, PRECISION))
+        tl.store(rows_last + place, operand(k * tl.exp((total - before)[None, :] - c), OPERAND, PRECISION))
         since = tl.exp(c)
-        erase = (erase * since).to(OPERAND)
-        q = (q * since).to(OPERAND)
+        erase = operand(erase * since, OPERAND, PRECISION)
+        q = operand(q * since, OPERAND, PRECISION)
         gap = tl.zeros([KEYS], tl.float32)
         for back in range(i):
             j = i - 1 - back
@@ -189,11 +193,11 @@ def systems_of_channels(
                 GATE, NORMALIZE, KEYS,
             )  # fmt: skip
             gap += earlier
-            kj = tl.trans((kj * tl.exp(gap[None, :] - cj)).to(OPERAND))
+            kj = tl.trans(operand(kj * tl.exp(gap[None, :] - cj), OPERAND, PRECISION))
             kk = tl.dot(erase, kj, input_precision=PRECISION) * beta
             tl.store(scratch + block_at(i, j, TOKENS), kk)
             qk = tl.dot(q, kj, input_precision=PRECISION) * numbers.scale
-            tl.store(scores + block_at(i, j, TOKENS), qk.to(OPERAND))
+            tl.store(scores + block_at(i, j, TOKENS), operand(qk, OPERAND, PRECISION))
         before += sum
 
 
@@ -229,7 +233,7 @@ def systems_of_heads(
     kk *= betas_of(at_beta, by_beta, token, inside, BETA)[:, None]
     square = token[:, None] * TOKENS + token[None, :]
     tl.store(scratch + square, tl.where(token[:, None] > token[None, :], kk, 0))
-    tl.store(scores + square, tl.where(upto, qk, 0).to(OPERAND))
+    tl.store(scores + square, operand(tl.where(upto, qk, 0), OPERAND, PRECISION))
 
 
 @triton.jit
@@ -315,7 +319,7 @@ def prepare_kernel(
                     GATE, BETA, NORMALIZE, PRECISION, TOKENS, KEYS, OPERAND,
                 )  # fmt: skip
             tl.debug_barrier()
-            invert(scratch, solved + square, at_beta, beta_by.token, left, BETA, TOKENS)
+            invert(scratch, solved + square, at_beta, beta_by.token, left, BETA, PRECISION, TOKENS, OPERAND)
 
 
 def _build_prepare(problem, config):

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.recurrent._device.products import operand
 from flashinfer.ops.recurrent._device.sequences import span_of
 from flashinfer.ops.recurrent._device.states import load_state, store_state
 from flashinfer.ops.recurrent.delta.workspace import INPUT, STATE, common, workspace
@@ -120,7 +121,7 @@ def scan_kernel(
             if w is not None:
                 at_w = w + origin * w_by.row + (first + token)[:, None] * w_by.token + head * w_by.head
                 values *= tl.load(at_w + value[None, :], v_mask, other=0).to(tl.float32)
-            narrow = s.to(OPERAND)
+            narrow = operand(s, OPERAND, PRECISION)
             if CHANNELS:
                 rows = tile * (TOKENS * KEYS) + i[:, None] * KEYS + column[None, :]
                 keys = tl.load(rows_k + rows)
@@ -129,9 +130,10 @@ def scan_kernel(
                 decay = tl.exp(tl.load(sums + tile * KEYS + column))
                 values -= tl.dot(keys, narrow, input_precision=PRECISION)
                 o = tl.dot(queries, narrow, input_precision=PRECISION)
-                change = tl.dot(a, values.to(OPERAND), input_precision=PRECISION)
-                o = tl.dot(p, change.to(OPERAND), o, input_precision=PRECISION)
-                s = tl.dot(tl.trans(lasts), change.to(OPERAND), s * decay[:, None], input_precision=PRECISION)
+                change = tl.dot(a, operand(values, OPERAND, PRECISION), input_precision=PRECISION)
+                change = operand(change, OPERAND, PRECISION)
+                o = tl.dot(p, change, o, input_precision=PRECISION)
+                s = tl.dot(tl.trans(lasts), change, s * decay[:, None], input_precision=PRECISION)
             else:
                 wide = inside_chunk[:, None] & in_columns[None, :]
                 keys = tl.load(at_k + token[:, None] * k_by.token + column[None, :], wide, other=0)
@@ -150,10 +152,11 @@ def scan_kernel(
                     last_factor *= k_norms
                 values -= tl.dot(keys, narrow, input_precision=PRECISION) * k_factor[:, None]
                 o = tl.dot(queries.to(OPERAND), narrow, input_precision=PRECISION) * q_factor[:, None]
-                change = tl.dot(a, values.to(OPERAND), input_precision=PRECISION)
-                o = tl.dot(p, change.to(OPERAND), o, input_precision=PRECISION)
+                change = tl.dot(a, operand(values, OPERAND, PRECISION), input_precision=PRECISION)
+                o = tl.dot(p, operand(change, OPERAND, PRECISION), o, input_precision=PRECISION)
                 change *= last_factor[:, None]
-                s = tl.dot(tl.trans(keys), change.to(OPERAND), s * tl.exp(total), input_precision=PRECISION)
+                change = operand(change, OPERAND, PRECISION)
+                s = tl.dot(tl.trans(keys), change, s * tl.exp(total), input_precision=PRECISION)
             tl.store(at_out + token[:, None] * out_by.token + value[None, :], o.to(out.dtype.element_ty), v_mask)
             if marks is not None:
                 done = begin + STRIDE

@@ -23,6 +23,7 @@ import triton.language as tl
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
+from flashinfer.ops.recurrent._device.products import operand
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent.launching import place_types, pointers, strides
 from flashinfer.ops.recurrent.ssd.config import power_of_two
@@ -83,7 +84,7 @@ def added(
         log = tl.maximum(dt * rate, LEAST)
         weight = dt * tl.exp(after + (tl.cumsum(log, 0, reverse=True) - log))
         x = tl.load(at_x + token[:, None] * x_by + row[None, :], inside[:, None] & in_rows[None, :], other=0)
-        x = (x.to(tl.float32) * weight[:, None]).to(OPERAND)
+        x = operand(x.to(tl.float32) * weight[:, None], OPERAND, PRECISION)
         b = tl.load(at_B + token[:, None] * B_by + column[None, :], inside[:, None] & in_columns[None, :], other=0)
         s = tl.dot(tl.trans(x), b.to(OPERAND), s, input_precision=PRECISION)
         after += tl.sum(log, 0)
@@ -348,12 +349,12 @@ def results_kernel(
                 scores *= tl.where(seen, tl.exp(tl.where(seen, gap, 0)), 0) * sizes[None, :]
                 x_mask = there[:, None] & in_rows[None, :]
                 xs = tl.load(at_x + other[:, None] * x_by.token + row[None, :], x_mask, other=0)
-                y = tl.dot(scores.to(OPERAND), xs.to(OPERAND), y, input_precision=PRECISION)
+                y = tl.dot(operand(scores, OPERAND, PRECISION), xs.to(OPERAND), y, input_precision=PRECISION)
                 if back > 0:
                     until += tl.sum(log, 0)
             place = p.to(tl.int64) * of.heads + head
             at = states + place * of.dim * STATES + row[:, None] * STATES + column[None, :]
-            s = tl.load(at, in_rows[:, None] & in_columns[None, :], other=0).to(OPERAND)
+            s = operand(tl.load(at, in_rows[:, None] & in_columns[None, :], other=0), OPERAND, PRECISION)
             y += tl.dot(c, tl.trans(s), input_precision=PRECISION) * tl.exp(until)[:, None]
             mask = inside[:, None] & in_rows[None, :]
             if D is not None:

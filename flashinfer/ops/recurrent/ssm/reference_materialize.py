@@ -1,9 +1,8 @@
 """States after some of a ring's tokens in torch; layers' tensors are found by their addresses."""
 
-import ctypes
-
 import torch
 
+from flashinfer._core.addresses import tensor_at
 from flashinfer._core.checks import torch_dtype
 from flashinfer._core.implementation import Implementation
 from flashinfer.ops.recurrent.ssm import Pool
@@ -25,10 +24,10 @@ def run(problem, config, layers, requests, heads, groups, length):
 
 def _one(problem, at, requests, b, slots, sizes):
     (source, goal), (heads, groups, length) = slots, sizes
-    dim, dstate, dtype = problem.dim, problem.dstate, torch_dtype(problem.dtype)
+    dim, dstate, dtype, device = problem.dim, problem.dstate, torch_dtype(problem.dtype), requests.source.device
 
     def seen(name, dtype, slot, *shape):
-        return _at(at[name], dtype, slot * at[f"{name}_stride"], shape)
+        return tensor_at(at[name] + slot * at[f"{name}_stride"] * dtype.itemsize, dtype, shape, device)
 
     states = [seen("state", torch_dtype(problem.state_dtype), slot, 1, heads, dim, dstate) for slot in slots]
     scales = [seen("scale", torch.float32, slot, 1, heads, dim) if at["scale"] else None for slot in slots]
@@ -40,7 +39,8 @@ def _one(problem, at, requests, b, slots, sizes):
         return
     h = widened(states[0], scales[0], 0)
     x, B = seen("x", dtype, source, heads, length, dim), seen("B", dtype, source, groups, length, dstate)
-    dt, A = seen("dt", torch.float32, source, heads, length), _at(at["A"], torch_dtype(problem.a_dtype), 0, (heads,))
+    dt = seen("dt", torch.float32, source, heads, length)
+    A = tensor_at(at["A"], torch_dtype(problem.a_dtype), (heads,), device)
     for t in range(count):
         row = (int(requests.start[b]) + t) % length
         step = dt[:, row, None]
@@ -48,13 +48,6 @@ def _one(problem, at, requests, b, slots, sizes):
         h = h * torch.exp(step * A.float()[:, None])[..., None] + (step * x[:, row].float())[..., None] * wide
     pool = Pool(states[1], scales[1], None, None, None, None, None, None, -1, requests.seed)
     store(problem, pool, states[1], scales[1], 0, h, goal)
-
-
-def _at(address: int, dtype: torch.dtype, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor of a shape that is contiguous `offset` elements behind an address of this process's memory."""
-    count = torch.Size(shape).numel()
-    memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(address + offset * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 IMPLEMENTATION = Implementation(run)

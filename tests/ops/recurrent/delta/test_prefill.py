@@ -80,7 +80,7 @@ def test_lengths_and_groups(backend, device, heads, index):
 
 @backends
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rounding(backend, device, dtype):
+def test_rounding(backend, device, dtype, cut_operands):
     prompt = Prompt([150], dtype=dtype, device=device)
     states = prompt.states()
     out, _ = prompt.run(states, backend)
@@ -203,7 +203,7 @@ def test_defaults(backend, device):
     prompt = Prompt([5, 60], (1, 1, 1), device=device, k_by=0.1)
     q, k, v = torch.cat([prompt.q, prompt.k, prompt.v], 1).split(1, 1)
     out = flashinfer.chunk_gated_delta_rule(q, k, v, cu_seqlens=prompt.offsets, scale=0.0, backend=backend)
-    ones, zero = torch.ones(65, 1), torch.zeros(1, 32, 32)
+    ones, zero = torch.ones(65, 1, device=device), torch.zeros(1, 32, 32, device=device)
     for i in range(2):
         s = prompt.span(i)
         truth = recurrence(prompt.q[s], prompt.k[s], prompt.v[s], ones[s], ones[s], zero, 32**-0.5)[0]
