@@ -27,7 +27,7 @@ def cases(device: torch.device) -> Iterator[Case]:
         targets = tuple(Target(*target) for target in row.targets)
         yield Case(
             row.name, partial(make, row.what), row.group, targets, row.headline, partial(ways, row.what),
-            builds(row.what),
+            builds(row.what), "attention" if isinstance(row.what, workload.Attention) else "",
         )  # fmt: skip
 
 
@@ -38,6 +38,7 @@ def _attention(a: workload.Attention, device: torch.device) -> Work:
     return Work(
         run, run.inputs, bytes=workload.moved_bytes(a), flops=workload.flops(a), check=check,
         peers=sdpa.works(a, t, check), operands="fp8" if "float8" in a.q_dtype else "bf16",
+        given={"row": a, "tensors": t},
     )  # fmt: skip
 
 

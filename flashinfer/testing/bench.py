@@ -24,8 +24,7 @@ from statistics import median
 import torch
 
 _LAUNCH_CYCLES = 600_000  # about 0.3 ms, longer than any Python launch
-_ESTIMATE_ITERS = 5
-_REPEAT_MS = 50
+_ESTIMATE_ITERS, _REPEAT_MS = 5, 50
 # Longer calls hide their launches, up to a millisecond of them, and ten in a graph only take longer to measure.
 _GRAPH_BELOW_MS = 2.0
 
@@ -50,13 +49,15 @@ class Work:
         Bytes that a rank has to send to other GPUs; 0 where nothing is sent.
     peers : dict of str to callable or Work
         Other implementations: called with the same inputs, or with their own. "library/variant" names one of several
-        ways through a library; the fastest stands for it.
+        ways through a library; the fastest is its.
     plan : callable, optional
         The host-side preparation, timed apart.
     check : callable, optional
         Called once with the result of `run(*inputs)` before it is timed; raises AssertionError if it is wrong.
     clock : callable, optional
         `clock(run, inputs, device)` gives the row's microseconds; default `time_us`.
+    given : dict
+        The operands by name, for adapters of other libraries.
     """
 
     run: Callable
@@ -69,6 +70,7 @@ class Work:
     plan: Callable | None = None
     check: Callable | None = None
     clock: Callable | None = None
+    given: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Case:
     `group` names the part of the table that it belongs to; a `headline` is quoted in the README. FlashInfer's process
     measures what `make` gives, or `ways(device)`: a `Work` for each way through FlashInfer, by name. Rows of a module
     that have one `kind`, `builds` or the first word of `name`, need the same operators of FlashInfer: one builds them.
+    `problem` is what adapters (benchmarks/peers) know the row by; its operands are in `Work.given`.
     """
 
     name: str
@@ -109,6 +112,7 @@ class Case:
     headline: bool = False
     ways: Callable[[torch.device], dict[str, Work]] | None = None
     builds: str = ""
+    problem: str = ""
 
     @property
     def kind(self) -> str:
@@ -309,11 +313,16 @@ def measure(case: Case, device: torch.device) -> dict:
         row.pop("us", None)
         return row | failed(error)
     if "us" in row:
-        speeds = {"gb_s": work.bytes / 1e3, "link_gb_s": work.link / 1e3, "tflop_s": work.flops / 1e6}
-        row |= {key: amount / row["us"] for key, amount in speeds.items() if amount} | {"operands": work.operands}
+        row |= speeds(work, row["us"])
     for name, peer in work.peers.items():
         row["peers"][name] = checked_time(peer if isinstance(peer, Work) else Work(peer, work.inputs), device)
     return row
+
+
+def speeds(work: Work, us: float) -> dict:
+    """What a row of that time says of its bytes and operations."""
+    amounts = {"gb_s": work.bytes / 1e3, "link_gb_s": work.link / 1e3, "tflop_s": work.flops / 1e6}
+    return {key: amount / us for key, amount in amounts.items() if amount} | {"operands": work.operands}
 
 
 # what bounds a row -> its key in the row and in the ceilings
@@ -328,7 +337,7 @@ def settle(rows: list[dict], cases: list[Case], ceiling: dict[str, float]) -> No
     """Set measured rows against ceilings, peers and targets, in place.
 
     Adds `percent` and `bound` ("copy", "matmul" or "link", the nearest ceiling), `ratio` to every peer that has a time
-    (above 1 where ours is faster), and `targets`: `text`, `reached` and `met` of each.
+    (above 1 where ours is faster; of its own rounds where it has them), and `targets`: each's `text`, `reached`, `met`.
     """
     times = {row["name"]: row["us"] for row in rows if "us" in row}
     for row, case in zip(rows, cases):
@@ -342,7 +351,7 @@ def settle(rows: list[dict], cases: list[Case], ceiling: dict[str, float]) -> No
             row["percent"] = 100 * share[row["bound"]]
         for peer in row["peers"].values():
             if "us" in peer and "us" in row:
-                peer["ratio"] = peer["us"] / row["us"]
+                peer["ratio"] = peer["us"] / peer.get("ours", row)["us"]
         row["targets"] = [_against(target, row, share, times) for target in case.targets]
 
 

@@ -21,7 +21,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     if device.type != "cuda":
         yield _row(2, 130, 4, 1)
         yield _row(2, 130, 4, 2)
-        yield Case("MLA top 40, 4 queries, 4 heads", partial(_sparse, 4, 40, 4))
+        yield Case("MLA top 40, 4 queries, 4 heads", partial(_sparse, 4, 40, 4), problem="mla sparse")
         return
     for requests, keys, heads, tokens, targets in (
         (64, 4096, 128, 1, [_OPERATIONS]), (128, 8192, 128, 1, [_OPERATIONS]), (64, 4096, 128, 2, [_OPERATIONS]),
@@ -34,14 +34,14 @@ def cases(device: torch.device) -> Iterator[Case]:
         yield _row(128, 8192, heads, 1, torch.float8_e4m3fn)
     for queries, heads in ((64, 128), (2048, 128), (64, 16)):
         name = f"MLA top 2048, {queries} queries, {heads} heads"
-        yield Case(name, partial(_sparse, queries, 2048, heads), builds="sparse")
+        yield Case(name, partial(_sparse, queries, 2048, heads), builds="sparse", problem="mla sparse")
 
 
 def _row(requests: int, keys: int, heads: int, tokens: int, kv_dtype=torch.bfloat16, **row) -> Case:
     kind = "" if kv_dtype == torch.bfloat16 else ", FP8"
     name = f"MLA decode {requests}x{keys}, {heads} heads, {tokens} tokens{kind}"
     at = (requests, keys, heads, tokens, kv_dtype)
-    return Case(name, partial(_dense, *at), ways=partial(_ways, *at), builds=f"dense{kind}", **row)
+    return Case(name, partial(_dense, *at), ways=partial(_ways, *at), builds=f"dense{kind}", problem="mla", **row)
 
 
 class Runner:
@@ -102,7 +102,10 @@ def _dense(requests: int, keys: int, heads: int, tokens: int, kv_dtype, device) 
         flops=int(2 * pairs * (2 * CKV + KPE)),
         peers={"torch": partial(_by_torch, run.pages.view(requests, -1))} if plain else {},
         check=run.check,
-    )
+        given={
+            "sizes": run.sizes, "q_nope": q_nope, "q_pe": q_pe, "cache": cache, "pages": run.pages, "scale": SCALE,
+        },
+    )  # fmt: skip
 
 
 def _ways(*at) -> dict[str, Work]:
@@ -125,7 +128,7 @@ def _sparse(queries: int, top_k: int, heads: int, device) -> Work:
     chosen = torch.randint(tokens, (queries, 1, top_k), device=device, dtype=torch.int32)
     lens = torch.full((queries,), top_k, dtype=torch.int32, device=device)
     q = torch.randn(queries, 1, heads, CKV + KPE, device=device, dtype=torch.bfloat16)
-    out = torch.empty(queries, 1, heads, CKV, device=device, dtype=q.dtype)
+    out = torch.full((queries, 1, heads, CKV), torch.nan, device=device, dtype=q.dtype)
     workspace = torch.zeros(128 << 20 if q.is_cuda else 1, dtype=torch.uint8, device=device)
 
     def run(q, cache, chosen, lens, out):
@@ -134,9 +137,19 @@ def _sparse(queries: int, top_k: int, heads: int, device) -> Work:
             q, cache, workspace, *sizes, chosen, lens, top_k, top_k, out, SCALE
         )
 
+    def check(result):
+        for query in (0, queries - 1):
+            rows = cache.flatten(0, 1)[chosen[query, 0].long()].float()
+            expected = (q[query, 0].float() @ rows.T * SCALE).softmax(-1) @ rows[:, :CKV]
+            error = (result.view(queries, heads, CKV)[query].float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+            worst = error.nan_to_num(torch.inf).max().item()
+            assert worst <= _LIMIT, f"wrong result: error {worst:.3g} of a row's norm, allowed {_LIMIT}"
+
     return Work(
         run,
         inputs=(q, cache, chosen, lens, out),
         bytes=min(queries * top_k, tokens) * (CKV + KPE) * 2 + q.nbytes + out.nbytes,
         flops=2 * queries * top_k * heads * (2 * CKV + KPE),
+        check=check,
+        given={"q": q, "cache": cache, "chosen": chosen, "scale": SCALE},
     )

@@ -33,11 +33,13 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 def _row(make, m: int, n: int, k: int, **row) -> Case:
     name = {_fp8: "fp8 1x128, 128x128", _nvfp4: "nvfp4", _mxfp8: "mxfp8", _bf16_fp4: "bf16 x nvfp4"}[make]
-    # DeepGEMM's kernels in FlashInfer are built for each shape
-    return Case(f"{name} {m}x{n}x{k}", partial(make, m, n, k), builds=f"{name} {m}x{n}x{k}" * (make is _fp8), **row)
+    if make is _fp8:
+        # DeepGEMM's kernels in FlashInfer are built for each shape
+        row |= {"builds": f"{name} {m}x{n}x{k}", "problem": "fp8 blocks"}
+    return Case(f"{name} {m}x{n}x{k}", partial(make, m, n, k), **row)
 
 
-def _work(m, n, k, run, inputs, a, w, peers=(), operands="bf16") -> Work:
+def _work(m, n, k, run, inputs, a, w, peers=(), operands="bf16", given=()) -> Work:
     """`a`, `w` : functions, which give the operands in float32."""
     device = inputs[0].device
     wide = [torch.randn(s, dtype=torch.bfloat16, device=device) for s in ((m, k), (n, k))]
@@ -49,7 +51,7 @@ def _work(m, n, k, run, inputs, a, w, peers=(), operands="bf16") -> Work:
     def check(out):
         assert_product(out, a(), w())
 
-    return Work(run, inputs, moved, 2 * m * n * k, operands, peers=peers, check=check)
+    return Work(run, inputs, moved, 2 * m * n * k, operands, peers=peers, check=check, given=dict(given))
 
 
 def _fp8(m, n, k, device) -> Work:
@@ -62,7 +64,8 @@ def _fp8(m, n, k, device) -> Work:
         return torch._scaled_mm(a, w.T, of_a, of_w.T, out_dtype=out.dtype)
 
     wide = (lambda: decoded(a, scales[0])), (lambda: decoded(w, scales[1]))
-    return _work(m, n, k, gemm.fp8_blockscale_gemm_sm90, inputs, *wide, {"torch": by_torch}, "fp8")
+    given = zip(("a", "w", "of_a", "of_w", "out"), inputs)
+    return _work(m, n, k, gemm.fp8_blockscale_gemm_sm90, inputs, *wide, {"torch": by_torch}, "fp8", given)
 
 
 def _fp4(*shape, device):

@@ -30,7 +30,8 @@ def cases(device: torch.device) -> Iterator[Case]:
             groups, rows, n, k = shape
             targets = (Target("TFLOP/s", least),) if least else ()
             name = f"fp8 {form} {groups} of {rows}x{n}x{k}"
-            yield Case(name, partial(make, *shape), "DeepGEMM", targets, headline=bool(least), builds=form)
+            known = dict(builds=form, problem=f"fp8 blocks {form}")
+            yield Case(name, partial(make, *shape), "DeepGEMM", targets, headline=bool(least), **known)
 
 
 def _indptr(rows: int, experts: int, device):
@@ -143,6 +144,7 @@ def _contiguous(groups, rows, n, k, device) -> Work:
             "torch/scales of rows": _of_row_scales(a, b, rows * torch.arange(1, groups + 1, **of_index)),
         },
         check=lambda out: assert_product(out[last], decoded(a[last], scales[0][last]), decoded(b[-1], scales[1][-1])),
+        given={"a": a, "w": b, "of_a": scales[0], "of_w": scales[1], "index": index, "out": out},
     )
 
 
@@ -165,4 +167,7 @@ def _masked(groups, rows, n, k, device) -> Work:
         check=lambda out: assert_product(
             out[-1, :rows], decoded(a[-1, :rows], scales[0][-1, :rows]), decoded(b[-1], scales[1][-1])
         ),
-    )
+        given={
+            "a": a, "w": b, "of_a": scales[0], "of_w": scales[1], "held": held, "expected": rows, "out": out,
+        },
+    )  # fmt: skip

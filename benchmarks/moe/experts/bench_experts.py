@@ -1,7 +1,7 @@
-"""Mixtures of experts against the weights that they read and the operations that they do, and a torch loop."""
+"""Mixtures of experts against the weights that they read and the operations that they do."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -10,12 +10,12 @@ from torch.nn.functional import silu
 from flashinfer import fused_moe
 from flashinfer.testing.bench import Case, Target, Work
 
-# name -> hidden, intermediate of one rank, experts, top_k. gpt-oss's 2880 are padded to whole 128s, as engines do.
+# name -> hidden, intermediate of one rank, experts, top_k
 _MODELS = {
     "Mixtral 8x7B": (4096, 14336, 8, 2),
     "Qwen3-30B-A3B": (2048, 768, 128, 8),
     "DeepSeek-V3 TP8": (7168, 256, 256, 8),
-    "gpt-oss-120b": (2944, 2944, 128, 4),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
 }
 # Rows of a result that are checked, and the allowed error of its norm: with activations in bfloat16, or in e4m3.
 _SAMPLE, _NEAR, _NEAR_FP8 = 64, 0.01, 0.05
@@ -34,7 +34,10 @@ _HEADLINES = (
 
 @dataclass(frozen=True)
 class _Layer:
-    """A call, its arguments but ids and s, and what they stand for: x and weights in bfloat16."""
+    """A call, its arguments but ids and s, and what they stand for: x and weights in bfloat16.
+
+    `stored` has the weights as a checkpoint has them, for other libraries.
+    """
 
     run: Callable
     given: tuple
@@ -44,6 +47,7 @@ class _Layer:
     near: float
     gate: Callable
     biases: tuple = (None, None)
+    stored: dict = field(default_factory=dict)
 
 
 def cases(device: torch.device) -> Iterator[Case]:
@@ -64,7 +68,7 @@ def _row(name: str, model: tuple, form: str, tokens: int, *targets: Target) -> C
     label = f"{name} {form}, {tokens} tokens"
     targets = (*targets, Target("peers", 1.1))
     make = partial(_work, tokens, *model, _FORMS[form], "fp8" if form.startswith("fp8") else "bf16")
-    return Case(label, make, name, targets, label in _HEADLINES, builds=form)
+    return Case(label, make, name, targets, label in _HEADLINES, builds=form, problem=f"experts {form}")
 
 
 def _work(tokens, hidden, middle, experts, top_k, form, operands, device) -> Work:
@@ -72,25 +76,23 @@ def _work(tokens, hidden, middle, experts, top_k, form, operands, device) -> Wor
     chosen = torch.rand(tokens, experts, device=device).topk(top_k)
     ids, s = chosen.indices.int(), chosen.values / chosen.values.sum(1, keepdim=True)
     layer = form(x, hidden, middle, experts)
-    stored = sum(t.nbytes for t in layer.given if len(t) == experts) / experts
+    stored = sum(t.nbytes for t in layer.stored.values() if len(t) == experts) / experts
     inputs = (layer.given[0], ids, s, *layer.given[1:])
 
     def check(result):
         few = slice(0, _SAMPLE)
         truth = _loop(layer, layer.x[few].float(), s[few], layer.up, layer.down, _routes(ids[few]))
-        error = ((result[few].float() - truth).norm() / truth.norm()).nan_to_num(torch.inf).item()
+        error = ((result[few, :hidden].float() - truth).norm() / truth.norm()).nan_to_num(torch.inf).item()
         assert error <= layer.near, f"wrong result: error {error:.3g} of its norm, allowed {layer.near}"
 
-    # Where each expert's rows are is not the loop's to find out.
-    loop = partial(_loop, layer, routes=_routes(ids))
     return Work(
         run=layer.run,
         inputs=inputs,
         bytes=int(ids.unique().numel() * stored) + 2 * x.nbytes,
         flops=6 * tokens * top_k * hidden * middle,
         operands=operands,
-        peers={"torch loop, bf16": Work(loop, (layer.x, s, layer.up, layer.down))},
         check=check,
+        given={"x": x, "ids": ids, "s": s, **layer.stored},
     )
 
 
@@ -140,7 +142,7 @@ def _bf16(x, hidden, middle, experts) -> _Layer:
         return fused_moe.cutlass_fused_moe(x, ids, s, up, down, torch.bfloat16, None)[0]
 
     up, down = weights(2 * middle, hidden), weights(hidden, middle)
-    return _Layer(run, (x, up, down), x, up, down, _NEAR, _swiglu)
+    return _Layer(run, (x, up, down), x, up, down, _NEAR, _swiglu, stored={"up": up, "down": down})
 
 
 def _codes(experts, n, k, device):
@@ -162,7 +164,8 @@ def _fp8(x, hidden, middle, experts) -> _Layer:
 
     codes = x.to(torch.float8_e4m3fn)
     wide = (up.bfloat16() * of_up, down.bfloat16() * of_down)
-    return _Layer(run, (codes, up, down), codes.bfloat16(), *wide, _NEAR_FP8, _swiglu)
+    stored = {"up": up, "down": down}
+    return _Layer(run, (codes, up, down), codes.bfloat16(), *wide, _NEAR_FP8, _swiglu, stored=stored)
 
 
 def _fp8_blocks(x, hidden, middle, experts) -> _Layer:
@@ -181,7 +184,8 @@ def _fp8_blocks(x, hidden, middle, experts) -> _Layer:
             x, ids, s, up, down, torch.bfloat16, [of_up, of_down], use_deepseek_fp8_block_scale=True
         )[0]
 
-    return _Layer(run, (x, up, down, of_up, of_down), _rounded(x), *wide, _NEAR_FP8, _swiglu)
+    stored = {"up": up, "down": down, "of_up": of_up, "of_down": of_down}
+    return _Layer(run, (x, up, down, of_up, of_down), _rounded(x), *wide, _NEAR_FP8, _swiglu, stored=stored)
 
 
 def _rounded(x):
@@ -192,29 +196,47 @@ def _rounded(x):
 
 
 def _mxfp4(x, hidden, middle, experts) -> _Layer:
-    """gpt-oss's: weights of 4 bits with a power of two for each 32, activations in bfloat16, biases, a gate cut off."""
-    given, wide = [], []
+    """gpt-oss's: weights of 4 bits with a power of two for each 32, activations in bfloat16, biases, a gate cut off.
+
+    The call has both sizes padded with zeros to whole 128s, as engines do: 2880 to 2944.
+    """
+    stored, wide, given = [], [], []
     for n, k in ((2 * middle, hidden), (hidden, middle)):
         codes = torch.randint(256, (experts, n, k // 2), device=x.device, dtype=torch.uint8)
         # numbers of e2m1 are three times as large as normal ones
         byte = 126 + int(torch.tensor(_unit(k) / 2).log2())
         powers = torch.randint(byte, byte + 3, (experts, n, k // 32), device=x.device, dtype=torch.uint8)
         wide.append(_e2m1(codes, powers))
+        stored += [codes, powers]
+        halves = 2 if n == 2 * middle else 1
         given += [
-            fused_moe.interleave_moe_weights_for_sm90_mixed_gemm(codes, "fp4"),
-            fused_moe.interleave_moe_scales_for_sm90_mixed_gemm(powers),
+            fused_moe.interleave_moe_weights_for_sm90_mixed_gemm(_padded(codes, halves, 64), "fp4"),
+            fused_moe.interleave_moe_scales_for_sm90_mixed_gemm(_padded(powers, halves, 4)),
         ]
     up, of_up, down, of_down = given
     biases = tuple(torch.randn(experts, n, device=x.device).bfloat16() for n in (2 * middle, hidden))
+    added = [_padded(bias[..., None], halves, 1)[..., 0] for bias, halves in zip(biases, (2, 1))]
     shape = {"swiglu_alpha": _ALPHA, "swiglu_beta": _BETA, "swiglu_limit": _LIMIT}
     shape = {name: torch.full((experts,), value, device=x.device) for name, value in shape.items()}
 
     def run(x, ids, s, up, down, of_up, of_down):
         return fused_moe.cutlass_fused_moe(
-            x, ids, s, up, down, torch.bfloat16, [of_up, of_down], *biases, **shape, use_w4_group_scaling=True
+            x, ids, s, up, down, torch.bfloat16, [of_up, of_down], *added, **shape, use_w4_group_scaling=True
         )[0]
 
-    return _Layer(run, (x, up, down, of_up, of_down), x, *wide, _NEAR, _swiglu_oss, biases)
+    names = "up", "of_up", "down", "of_down", "up_bias", "down_bias"
+    stored = dict(zip(names, (*stored, *biases)))
+    padded = torch.nn.functional.pad(x, (0, -hidden % 128))
+    return _Layer(run, (padded, up, down, of_up, of_down), x, *wide, _NEAR, _swiglu_oss, biases, stored)
+
+
+def _padded(rows, halves, whole):
+    """[experts, halves x n, columns] with zeros up to whole 128s of n and `whole` columns."""
+    experts, n, columns = rows.shape
+    room = (0, -columns % whole, 0, -(n // halves) % 128)
+    return torch.nn.functional.pad(rows.view(experts * halves, n // halves, columns), room).view(
+        experts, -1, columns + room[1]
+    )
 
 
 def _e2m1(codes, powers):
