@@ -23,13 +23,9 @@ from flashinfer.ops.gemm.tiles import element, unit
 
 @triton.jit
 def gemm_kernel(
-    a, b, a_scale, b_scale, alpha, out,
-    M, N, K, a_batch, a_row, b_batch, b_row, out_batch, out_part, out_row,
-    a_scale_batch, a_scale_row, a_scale_block, b_scale_batch, b_scale_row, b_scale_block,
-    A: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, A_LAYOUT: tl.constexpr, B_LAYOUT: tl.constexpr, ALIGNED: tl.constexpr,
-    SHUFFLED: tl.constexpr, COMPUTE: tl.constexpr, UNIT_A: tl.constexpr, UNIT_B: tl.constexpr,
-    UNIT_OUT: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    a, b, out, alpha, M, N, K,
+    SCALE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+    COMPUTE: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
     """A program has a tile of [BM, BN] of the result, of one part of K."""
@@ -39,38 +35,43 @@ def gemm_kernel(
     row = row_tile * BM + tl.arange(0, BM)
     column = column_tile * BN + tl.arange(0, BN)
     row_ok = row < M
-    column_ok = column < multiple(N, UNIT_OUT)
+    column_ok = column < multiple(N, out.UNIT)
     span = tl.cdiv(tl.cdiv(K, BK), tl.num_programs(1)) * BK
     begin = part * span
     end = tl.minimum(begin + span, K)
-    a += batch * multiple(a_batch, UNIT_A) + row.to(tl.int64) * multiple(a_row, UNIT_A)
-    b += batch * multiple(b_batch, UNIT_B) + column.to(tl.int64) * multiple(b_row, UNIT_B)
-    if a_scale is not None:
-        a_scale += batch * a_scale_batch
-    if b_scale is not None:
-        b_scale += batch * b_scale_batch
+    at_a = a.codes + batch * multiple(a.batch, a.UNIT) + row.to(tl.int64) * multiple(a.row, a.UNIT)
+    at_b = b.codes + batch * multiple(b.batch, b.UNIT) + column.to(tl.int64) * multiple(b.row, b.UNIT)
+    a_scale = a.scale
+    if a.scale is not None:
+        a_scale += batch * a.scale_batch
+    b_scale = b.scale
+    if b.scale is not None:
+        b_scale += batch * b.scale_batch
     if SCALE == "":
-        sum = plain(a, row_ok, b, column_ok, 0, begin, end, K, A, B, "", False, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY)
+        sum = plain(
+            at_a, row_ok, at_b, column_ok, 0, begin, end, K, a.FORMAT, b.FORMAT, "", False, WHOLE, ALIGNED,
+            BM, BN, BK, CAPABILITY,
+        )  # fmt: skip
     elif SCALE == "fp32":
         UNIFORM: tl.constexpr = COLUMNS % BN == 0
-        a_scale += (row // ROWS).to(tl.int64) * a_scale_row
+        a_scale += (row // ROWS).to(tl.int64) * a.scale_row
         if UNIFORM:
-            b_scale += (column_tile * BN // COLUMNS).to(tl.int64) * b_scale_row
+            b_scale += (column_tile * BN // COLUMNS).to(tl.int64) * b.scale_row
         else:
-            b_scale += (column // COLUMNS).to(tl.int64) * b_scale_row
+            b_scale += (column // COLUMNS).to(tl.int64) * b.scale_row
         sum = promoted(
-            a, row_ok, a_scale, a_scale_block, b, column_ok, b_scale, b_scale_block, begin, end, K,
-            A, B, WIDTH, COMPUTE, UNIFORM, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
+            at_a, row_ok, a_scale, a.scale_block, at_b, column_ok, b_scale, b.scale_block, begin, end, K,
+            a.FORMAT, b.FORMAT, WIDTH, COMPUTE, UNIFORM, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
         )  # fmt: skip
     else:
         sum = blocked(
-            a, row_ok, row, a_scale, b, column_ok, column, b_scale, begin, end, K, a_scale_row, b_scale_row,
-            A, B, SCALE, WIDTH, A_LAYOUT, B_LAYOUT, ALIGNED, COMPUTE, WHOLE, BM, BN, BK, CAPABILITY,
+            at_a, row_ok, row, a_scale, at_b, column_ok, column, b_scale, begin, end, K, a.scale_row, b.scale_row,
+            a.FORMAT, b.FORMAT, SCALE, WIDTH, a.LAYOUT, b.LAYOUT, ALIGNED, COMPUTE, WHOLE, BM, BN, BK, CAPABILITY,
         )  # fmt: skip
     if alpha is not None:
         sum *= tl.load(alpha)
-    out += batch * multiple(out_batch, UNIT_OUT) + part * multiple(out_part, UNIT_OUT)
-    store_tile(out, sum, row, row_ok, column, column_ok, multiple(out_row, UNIT_OUT), SHUFFLED)
+    to = out.rows + batch * multiple(out.batch, out.UNIT) + part * multiple(out.part, out.UNIT)
+    store_tile(to, sum, row, row_ok, column, column_ok, multiple(out.row, out.UNIT), out.SHUFFLED)
 
 
 @triton.jit
@@ -118,28 +119,29 @@ def sum_kernel(
 
 
 def build(problem, config):
-    by = ":16" if problem.aligned else ""
-    scale = "*fp32" if problem.scale == "fp32" else "*u8" + (":4" if problem.aligned else "")
-    types = {"a": f"*{element(problem.a, config.compute)}{by}", "b": f"*{element(problem.b, config.compute)}{by}"}
-    types |= {"a_scale": scale, "b_scale": scale, "alpha": "*fp32", "out": f"*{problem.out}{by}"}
-    types |= dict.fromkeys(("M", "N", "K"), "i32")
-    types |= dict.fromkeys(("a_batch", "a_row", "b_batch", "b_row", "out_batch", "out_part", "out_row"), "i64")
-    types |= {f"{o}_scale_{s}": "i64" for o in "ab" for s in ("batch", "row", "block")}
-    constants = {
-        "A": problem.a,
-        "B": problem.b,
+    types = {
+        **_fields_of("a", problem.a, problem.a_layout, problem, config),
+        **_fields_of("b", problem.b, problem.b_layout, problem, config),
+        "out.rows": f"*{problem.out}{':16' if problem.aligned else ''}",
+        **dict.fromkeys(("out.batch", "out.part", "out.row"), "i64"),
+        "alpha": "*fp32" if problem.alpha else None,
+        **dict.fromkeys(("M", "N", "K"), "i32"),
+    }
+    constants = {name: None for name, kind in types.items() if kind is None} | {
+        "a.FORMAT": problem.a,
+        "a.LAYOUT": problem.a_layout,
+        "a.UNIT": unit(problem.a, problem.aligned),
+        "b.FORMAT": problem.b,
+        "b.LAYOUT": problem.b_layout,
+        "b.UNIT": unit(problem.b, problem.aligned),
+        "out.SHUFFLED": problem.shuffled,
+        "out.UNIT": unit(problem.out, problem.aligned),
         "SCALE": problem.scale,
         "WIDTH": problem.width,
         "ROWS": problem.rows,
         "COLUMNS": problem.columns,
-        "A_LAYOUT": problem.a_layout,
-        "B_LAYOUT": problem.b_layout,
         "ALIGNED": problem.aligned,
-        "SHUFFLED": problem.shuffled,
         "COMPUTE": COMPUTE[config.compute],
-        "UNIT_A": unit(problem.a, problem.aligned),
-        "UNIT_B": unit(problem.b, problem.aligned),
-        "UNIT_OUT": unit(problem.out, problem.aligned),
         "WHOLE": problem.whole,
         "GROUP": config.group,
         "BM": config.block_m,
@@ -147,12 +149,22 @@ def build(problem, config):
         "BK": config.block_k,
         "CAPABILITY": config.capability,
     }
-    absent = [] if problem.alpha else ["alpha"]
-    if problem.scale != "fp32":
-        absent += [f"{o}_scale" for o, layout in (("a", problem.a_layout), ("b", problem.b_layout)) if not layout]
-    constants |= dict.fromkeys(absent)
-    types = {name: kind for name, kind in types.items() if name not in absent}
+    types = {name: kind for name, kind in types.items() if kind is not None}
     return Build(gemm_kernel, types, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+def _fields_of(name: str, encoding: str, layout: str, problem, config) -> dict:
+    """The run-time fields of "a" or "b"."""
+    scale = None
+    if problem.scale == "fp32":
+        scale = "*fp32"
+    elif layout:
+        scale = "*u8:4" if problem.aligned else "*u8"
+    return {
+        f"{name}.codes": f"*{element(encoding, config.compute)}{':16' if problem.aligned else ''}",
+        f"{name}.scale": scale,
+        **{f"{name}.{step}": "i64" for step in ("batch", "row", "scale_batch", "scale_row", "scale_block")},
+    }
 
 
 def build_widen(problem, config):
@@ -237,11 +249,10 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out):
     if problem.tokens <= 128:
         parts = splits(tiles * batch, triton.cdiv(K, config.block_k), target_of(out.device).sms)
     if parts == 1:
-        alphas = () if alpha is None else (alpha,)
-        _launch(problem, config, (tiles, 1, batch), K, a, b, a_scale, b_scale, alphas, out[None])
+        _launch(problem, config, (tiles, 1, batch), K, a, b, a_scale, b_scale, alpha, out[None])
         return
     sums = torch.empty(parts, batch, M, N, dtype=torch.float32, device=out.device)
-    _launch(partial(problem), config, (tiles, parts, batch), K, a, b, a_scale, b_scale, (), sums)
+    _launch(partial(problem), config, (tiles, parts, batch), K, a, b, a_scale, b_scale, None, sums)
     tensors = [sums, *(() if alpha is None else (alpha,)), out]
     grid = (triton.cdiv(N, _SUM_BLOCK), batch * M, 1)
     launch_sum(problem, config, grid, *tensors, batch * M, N, M, parts, out.stride(0), out.stride(1))
@@ -258,21 +269,27 @@ def _widened(problem, config, K: int, codes, scale):
     return out
 
 
-def _launch(problem, config, grid, K: int, a, b, a_scale, b_scale, alphas, out):
-    """out : [parts, batch, M, N]. alphas : the tensor of alpha, or nothing."""
-    M, N = out.shape[2:]
-    codes = [x.view(torch_dtype(element(encoding, config.compute))) for x, encoding in ((a, problem.a), (b, problem.b))]
-    scales = [x for x in (a_scale, b_scale) if x is not None]
-    strides = *a.stride()[:2], *b.stride()[:2], out.stride(1), out.stride(0), out.stride(2)
+def _launch(problem, config, grid, K: int, a, b, a_scale, b_scale, alpha, out):
+    """out : [parts, batch, M, N]."""
+    arguments = (
+        *_values_of(problem, config, K, a, a_scale, problem.a, problem.a_layout),
+        *_values_of(problem, config, K, b, b_scale, problem.b, problem.b_layout),
+        out, out.stride(1), out.stride(0), out.stride(2), alpha, *out.shape[2:], K,
+    )  # fmt: skip
+    # What is None has no parameter.
+    launch(problem, config, grid, *(x for x in arguments if x is not None))
+
+
+def _values_of(problem, config, K: int, codes, scale, encoding: str, layout: str) -> tuple:
+    """The fields of `_fields_of`."""
     if problem.scale == "fp32":
-        steps = *a_scale.stride(), *b_scale.stride()
-    else:
+        steps = scale.stride()
+    elif layout:
         # Flat factors: where a batch entry begins, and how many a row has in the layout.
-        steps = ()
-        for flat, layout in ((a_scale, problem.a_layout), (b_scale, problem.b_layout)):
-            blocks = layouts.padded(1, K // problem.width, layout)[1] if layout else 0
-            steps += (flat.stride(0) if layout else 0, blocks, 0)
-    launch(problem, config, grid, *codes, *scales, *alphas, out, M, N, K, *strides, *steps)
+        steps = scale.stride(0), layouts.padded(1, K // problem.width, layout)[1], 0
+    else:
+        steps = 0, 0, 0
+    return codes.view(torch_dtype(element(encoding, config.compute))), scale, *codes.stride()[:2], *steps
 
 
 IMPLEMENTATION = Implementation(run, (launch, launch_sum, launch_widen), kernels=kernels, stack_budget=STACK_BUDGET)

@@ -55,66 +55,63 @@ def add_slices(acc, partial, arrived, slot, index, slices):
 
 @triton.jit
 def _products(
-    a, b, M, N, K, begin, end, first_row, first_column, a_row, a_k, b_k, b_column,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    A_ALONG: tl.constexpr, A_UNIT: tl.constexpr, B_ALONG: tl.constexpr, B_UNIT: tl.constexpr,
-    B_BLOCKS: tl.constexpr, A_FP8: tl.constexpr, B_FP8: tl.constexpr, CAPABILITY: tl.constexpr,
+    a, b, entry, M, N, K, begin, end, first_row, first_column,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile over blocks `begin` to `end` of K."""
+    """The sums of a tile of batch entry `entry` over blocks `begin` to `end` of K."""
     rows = first_row + tl.arange(0, BLOCK_M)
     columns = first_column + tl.arange(0, BLOCK_N)
     ks = tl.arange(0, BLOCK_K)
-    K = multiple(K, A_UNIT if A_ALONG == 1 else 1)
-    M = multiple(M, A_UNIT if A_ALONG == 0 else 1)
-    N = multiple(N, B_UNIT if B_ALONG == 1 else 1)
-    a += _offsets(rows, begin * BLOCK_K + ks, a_row, a_k, A_ALONG, A_UNIT)
-    a_step = BLOCK_K * (1 if A_ALONG == 1 else multiple(a_k, A_UNIT))
-    if B_BLOCKS:
+    K = multiple(K, a.UNIT if a.ALONG == 1 else 1)
+    M = multiple(M, a.UNIT if a.ALONG == 0 else 1)
+    N = multiple(N, b.UNIT if b.ALONG == 1 else 1)
+    at_a = a.rows + entry * multiple(a.entry, a.UNIT)
+    at_a += _offsets(rows, begin * BLOCK_K + ks, a.row, a.k, a.ALONG, a.UNIT)
+    a_step = BLOCK_K * (1 if a.ALONG == 1 else multiple(a.k, a.UNIT))
+    at_b = b.columns + entry * multiple(b.entry, b.UNIT)
+    if b.BLOCKS:
         # 32 stored rows are 4 times 8, which n counts column by column.
         stored = columns // 32 * 32 + columns % 4 * 8 + columns % 32 // 4
-        b += begin.to(tl.int64) * multiple(b_k, B_UNIT) + ks[:, None] + stored[None, :] * BLOCK_K
-        b_step = multiple(b_k, B_UNIT)
+        at_b += begin.to(tl.int64) * multiple(b.k, b.UNIT) + ks[:, None] + stored[None, :] * BLOCK_K
+        b_step = multiple(b.k, b.UNIT)
     else:
-        b += _offsets(begin * BLOCK_K + ks, columns, b_k, b_column, B_ALONG, B_UNIT)
-        b_step = BLOCK_K * (1 if B_ALONG == 0 else multiple(b_k, B_UNIT))
+        at_b += _offsets(begin * BLOCK_K + ks, columns, b.k, b.column, b.ALONG, b.UNIT)
+        b_step = BLOCK_K * (1 if b.ALONG == 0 else multiple(b.k, b.UNIT))
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for block in range(begin, end):
         left = K - block * BLOCK_K
-        x = tl.load(a, (rows < M)[:, None] & (ks < left)[None, :], other=0.0)
-        y = tl.load(b, (ks < left)[:, None] & (columns < N)[None, :], other=0.0)
-        acc = tl.dot(_operand(x, A_FP8, CAPABILITY), _operand(y, B_FP8, CAPABILITY), acc)
-        a += a_step
-        b += b_step
+        x = tl.load(at_a, (rows < M)[:, None] & (ks < left)[None, :], other=0.0)
+        y = tl.load(at_b, (ks < left)[:, None] & (columns < N)[None, :], other=0.0)
+        acc = tl.dot(_operand(x, a.FP8, CAPABILITY), _operand(y, b.FP8, CAPABILITY), acc)
+        at_a += a_step
+        at_b += b_step
     return acc
 
 
 @triton.jit
 def _write(
-    acc, out, bias, a_scale, b_scale, M, N, first_row, first_column, out_row, out_column,
-    OUT_UNIT: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
+    acc, out, entry, bias, a_scale, b_scale, M, N, first_row, first_column, SCALES: tl.constexpr, BIAS: tl.constexpr
 ):  # fmt: skip
-    """Scale a tile, add the bias, round and store."""
+    """Scale a tile of batch entry `entry`, add the bias, round and store."""
     if SCALES > 0:
         acc *= tl.load(a_scale)
     if SCALES > 1:
         acc *= tl.load(b_scale)
     rows = first_row + tl.arange(0, acc.shape[0])
     columns = first_column + tl.arange(0, acc.shape[1])
-    N = multiple(N, OUT_UNIT)
+    N = multiple(N, out.UNIT)
     if BIAS:
         acc += tl.load(bias + columns, columns < N, other=0).to(tl.float32)[None, :]
-    ALONG: tl.constexpr = 1 if OUT_UNIT > 1 else -1
-    out += _offsets(rows, columns, out_row, out_column, ALONG, OUT_UNIT)
-    tl.store(out, acc.to(out.dtype.element_ty), (rows < M)[:, None] & (columns < N)[None, :])
+    ALONG: tl.constexpr = 1 if out.UNIT > 1 else -1
+    to = out.rows + entry * multiple(out.entry, out.UNIT)
+    to += _offsets(rows, columns, out.row, out.column, ALONG, out.UNIT)
+    tl.store(to, acc.to(out.rows.dtype.element_ty), (rows < M)[:, None] & (columns < N)[None, :])
 
 
 @triton.jit
 def dense_kernel(
-    a, b, out, bias, a_scale, b_scale, partial, arrived, M, N, K, slices, a_entry, a_row, a_k, b_entry, b_k, b_column,
-    out_entry, out_row, out_column,
+    a, b, out, bias, a_scale, b_scale, partial, arrived, M, N, K, slices,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    A_ALONG: tl.constexpr, A_UNIT: tl.constexpr, B_ALONG: tl.constexpr, B_UNIT: tl.constexpr,
-    B_BLOCKS: tl.constexpr, OUT_UNIT: tl.constexpr, A_FP8: tl.constexpr, B_FP8: tl.constexpr,
     CAPABILITY: tl.constexpr, SPLIT: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles, slices, batch). With SPLIT, `partial` holds the sums of each slice, and `arrived` counts, all 0."""
@@ -132,20 +129,15 @@ def dense_kernel(
     begin = index * steps // slices
     end = (index + 1) * steps // slices
 
-    a += entry.to(tl.int64) * multiple(a_entry, A_UNIT)
-    b += entry.to(tl.int64) * multiple(b_entry, B_UNIT)
+    wide = entry.to(tl.int64)
     acc = _products(
-        a, b, M, N, K, begin, end, first_row, first_column, a_row, a_k, b_k, b_column, BLOCK_M, BLOCK_N, BLOCK_K,
-        A_ALONG, A_UNIT, B_ALONG, B_UNIT, B_BLOCKS, A_FP8, B_FP8, CAPABILITY,
+        a, b, wide, M, N, K, begin, end, first_row, first_column, BLOCK_M, BLOCK_N, BLOCK_K, CAPABILITY
     )  # fmt: skip
     last = True
     if SPLIT:
         last, acc = add_slices(acc, partial, arrived, entry * tiles_m * tiles_n + tile, index, slices)
     if last:
-        out += entry.to(tl.int64) * multiple(out_entry, OUT_UNIT)
-        _write(
-            acc, out, bias, a_scale, b_scale, M, N, first_row, first_column, out_row, out_column, OUT_UNIT, SCALES, BIAS
-        )  # fmt: skip
+        _write(acc, out, wide, bias, a_scale, b_scale, M, N, first_row, first_column, SCALES, BIAS)
 
 
 def _by_bytes(p, c) -> bool:
@@ -156,20 +148,38 @@ def _by_bytes(p, c) -> bool:
 def build(p, c) -> Build:
     by_bytes = _by_bytes(p, c)
     a, b = ("u8", "u8") if by_bytes else (p.a, p.b)
-    types = {"a": pointer(a, bool(p.a_major)), "b": pointer(b, bool(p.b_major))}
-    types |= {"out": pointer(p.out, bool(p.out_major)), "bias": f"*{p.bias or p.out}"}
-    types |= {"a_scale": "*fp32", "b_scale": "*fp32"}
-    types |= {"partial": "*fp32:16", "arrived": "*i32", "M": "i32", "N": "i32", "K": "i32", "slices": "i32"}
-    types |= dict.fromkeys(("a_entry", "a_row", "a_k", "b_entry", "b_k", "b_column"), "i64")
-    types |= dict.fromkeys(("out_entry", "out_row", "out_column"), "i64")
-    constants = dict(
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=c.block_k, GROUP=c.group,
-        A_ALONG={"m": 0, "k": 1, "": -1}[p.a_major], A_UNIT=unit(p.a, bool(p.a_major)),
-        B_ALONG={"k": 0, "n": 1, "": -1, "blocks": -1}[p.b_major], B_UNIT=unit(p.b, bool(p.b_major)),
-        B_BLOCKS=p.b_major == "blocks", OUT_UNIT=unit(p.out, bool(p.out_major)),
-        A_FP8=p.a if by_bytes else "", B_FP8=p.b if by_bytes else "", CAPABILITY=c.capability,
-        SPLIT=p.split, SCALES=p.scales, BIAS=bool(p.bias),
-    )  # fmt: skip
+    types = {
+        "a.rows": pointer(a, bool(p.a_major)),
+        **dict.fromkeys(("a.entry", "a.row", "a.k"), "i64"),
+        "b.columns": pointer(b, bool(p.b_major)),
+        **dict.fromkeys(("b.entry", "b.k", "b.column"), "i64"),
+        "out.rows": pointer(p.out, bool(p.out_major)),
+        **dict.fromkeys(("out.entry", "out.row", "out.column"), "i64"),
+        "bias": f"*{p.bias or p.out}",
+        "a_scale": "*fp32",
+        "b_scale": "*fp32",
+        "partial": "*fp32:16",
+        "arrived": "*i32",
+        **dict.fromkeys(("M", "N", "K", "slices"), "i32"),
+    }
+    constants = {
+        "a.ALONG": {"m": 0, "k": 1, "": -1}[p.a_major],
+        "a.UNIT": unit(p.a, bool(p.a_major)),
+        "a.FP8": p.a if by_bytes else "",
+        "b.ALONG": {"k": 0, "n": 1, "": -1, "blocks": -1}[p.b_major],
+        "b.UNIT": unit(p.b, bool(p.b_major)),
+        "b.FP8": p.b if by_bytes else "",
+        "b.BLOCKS": p.b_major == "blocks",
+        "out.UNIT": unit(p.out, bool(p.out_major)),
+        "BLOCK_M": c.block_m,
+        "BLOCK_N": c.block_n,
+        "BLOCK_K": c.block_k,
+        "GROUP": c.group,
+        "CAPABILITY": c.capability,
+        "SPLIT": p.split,
+        "SCALES": p.scales,
+        "BIAS": bool(p.bias),
+    }
     return Build(dense_kernel, types, constants, num_warps=c.num_warps, num_stages=c.stages)
 
 
@@ -185,8 +195,8 @@ def run(p, c, x) -> None:
     a, b = (t.view(torch.uint8) for t in (x.a, x.b)) if _by_bytes(p, c) else (x.a, x.b)
     b_strides = (0, b.stride(0), b.stride(1)) if p.b_major == "blocks" else b.stride()
     launch(
-        p, c, (tiles, x.slices, batch), a, b, x.out, x.bias, x.a_scale, x.b_scale, partial, arrived, m, n, a.shape[2],
-        x.slices, *a.stride(), *b_strides, *x.out.stride(),
+        p, c, (tiles, x.slices, batch), a, *a.stride(), b, *b_strides, x.out, *x.out.stride(), x.bias, x.a_scale,
+        x.b_scale, partial, arrived, m, n, a.shape[2], x.slices,
     )  # fmt: skip
 
 

@@ -49,62 +49,57 @@ def find_rows(groups, count, tile, KIND: tl.constexpr, BM: tl.constexpr, CHUNK: 
 
 @triton.jit
 def group_tile(
-    a, b, a_scale, b_scale, alpha, out, group, weight, row, row_ok, factor_row, column_tile,
-    N, K, a_row, b_weight, b_row, b_k, out_row, a_scale_row, a_scale_block, b_scale_weight, b_scale_row, b_scale_block,
-    A: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, COLUMNS_FIRST: tl.constexpr, ALPHA: tl.constexpr, COMPUTE: tl.constexpr,
-    UNIT_A: tl.constexpr, UNIT_B: tl.constexpr, UNIT_OUT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
+    a, b, out, alpha, entry, group, weight, row, row_ok, factor_row, column_tile, N, K,
+    SCALE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALPHA: tl.constexpr,
+    COMPUTE: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows `row` [BM] of one group, computed and written."""
+    """A tile of rows `row` [BM] of one group, of batch entry `entry` of a and out, computed and written."""
     column = column_tile * BN + tl.arange(0, BN)
-    column_ok = column < multiple(N, UNIT_OUT)
+    column_ok = column < multiple(N, out.UNIT)
     weight = weight.to(tl.int64)
-    at_a = a + row.to(tl.int64) * multiple(a_row, UNIT_A)
-    at_b = b + weight * multiple(b_weight, UNIT_B)
-    if COLUMNS_FIRST:
+    at_a = a.codes + entry * multiple(a.batch, a.UNIT) + row.to(tl.int64) * multiple(a.row, a.UNIT)
+    at_b = b.codes + weight * multiple(b.weight, b.UNIT)
+    if b.COLUMNS_FIRST:
         at_b += column
     else:
-        at_b += column.to(tl.int64) * multiple(b_row, UNIT_B)
+        at_b += column.to(tl.int64) * multiple(b.row, b.UNIT)
     if SCALE == "":
         sum = plain(
-            at_a, row_ok, at_b, column_ok, multiple(b_k, UNIT_B), 0, K, K,
-            A, B, COMPUTE, COLUMNS_FIRST, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
+            at_a, row_ok, at_b, column_ok, multiple(b.k, b.UNIT), 0, K, K,
+            a.FORMAT, b.FORMAT, COMPUTE, b.COLUMNS_FIRST, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
         )  # fmt: skip
     elif SCALE == "fp32":
         UNIFORM: tl.constexpr = COLUMNS % BN == 0
-        at_a_scale = a_scale + (row // ROWS).to(tl.int64) * a_scale_row
-        at_b_scale = b_scale + weight * b_scale_weight
+        at_a_scale = a.scale + entry * a.scale_batch + (row // ROWS).to(tl.int64) * a.scale_row
+        at_b_scale = b.scale + weight * b.scale_weight
         if UNIFORM:
-            at_b_scale += (column_tile * BN // COLUMNS).to(tl.int64) * b_scale_row
+            at_b_scale += (column_tile * BN // COLUMNS).to(tl.int64) * b.scale_row
         else:
-            at_b_scale += (column // COLUMNS).to(tl.int64) * b_scale_row
+            at_b_scale += (column // COLUMNS).to(tl.int64) * b.scale_row
         sum = promoted(
-            at_a, row_ok, at_a_scale, a_scale_block, at_b, column_ok, at_b_scale, b_scale_block, 0, K, K,
-            A, B, WIDTH, COMPUTE, UNIFORM, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
+            at_a, row_ok, at_a_scale, a.scale_block, at_b, column_ok, at_b_scale, b.scale_block, 0, K, K,
+            a.FORMAT, b.FORMAT, WIDTH, COMPUTE, UNIFORM, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
         )  # fmt: skip
     else:
         sum = blocked(
-            at_a, row_ok, factor_row, a_scale, at_b, column_ok, column, b_scale + weight * b_scale_weight, 0, K, K,
-            a_scale_row, b_scale_row, A, B, SCALE, WIDTH, "128x4", "128x4", ALIGNED, COMPUTE, WHOLE, BM, BN, BK,
-            CAPABILITY,
+            at_a, row_ok, factor_row, a.scale + entry * a.scale_batch, at_b, column_ok, column,
+            b.scale + weight * b.scale_weight, 0, K, K, a.scale_row, b.scale_row, a.FORMAT, b.FORMAT, SCALE, WIDTH,
+            "128x4", "128x4", ALIGNED, COMPUTE, WHOLE, BM, BN, BK, CAPABILITY,
         )  # fmt: skip
     if ALPHA == "one":
         sum *= tl.load(alpha)
     elif ALPHA == "groups":
         sum *= tl.load(alpha + group)
-    store_tile(out, sum, row, row_ok, column, column_ok, multiple(out_row, UNIT_OUT), False)
+    to = out.rows + entry * multiple(out.batch, out.UNIT)
+    store_tile(to, sum, row, row_ok, column, column_ok, multiple(out.row, out.UNIT), False)
 
 
 @triton.jit
 def grouped_kernel(
-    a, b, a_scale, b_scale, alpha, out, groups, weights,
-    M, N, K, count, weight_count, row_tiles, a_batch, a_row, b_weight, b_row, b_k, out_batch, out_row,
-    a_scale_batch, a_scale_row, a_scale_block, b_scale_weight, b_scale_row, b_scale_block,
-    KIND: tl.constexpr, PADDED: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, COLUMNS_FIRST: tl.constexpr, ALPHA: tl.constexpr, COMPUTE: tl.constexpr,
-    UNIT_A: tl.constexpr, UNIT_B: tl.constexpr, UNIT_OUT: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
+    a, b, out, alpha, groups, weights, M, N, K, count, weight_count, row_tiles,
+    KIND: tl.constexpr, PADDED: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, ALPHA: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
     """A program has a tile of [BM, BN] of one group, or of each group that a tile of rows has by "indices"."""
@@ -118,10 +113,8 @@ def grouped_kernel(
         group = tl.min(mine, 0)
         while group < count:
             group_tile(
-                a, b, a_scale, b_scale, alpha, out, group, group, row, mine == group, row, column_tile,
-                N, K, a_row, b_weight, b_row, b_k, out_row, a_scale_row, a_scale_block, b_scale_weight, b_scale_row,
-                b_scale_block, A, B, SCALE, WIDTH, ROWS, COLUMNS, COLUMNS_FIRST, ALPHA, COMPUTE, UNIT_A, UNIT_B,
-                UNIT_OUT, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
+                a, b, out, alpha, 0, group, group, row, mine == group, row, column_tile, N, K,
+                SCALE, WIDTH, ROWS, COLUMNS, ALPHA, COMPUTE, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
             )  # fmt: skip
             mine = tl.where(mine == group, count, mine)
             group = tl.min(mine, 0)
@@ -129,17 +122,14 @@ def grouped_kernel(
         if KIND == "counts":
             tiles = tl.cdiv(M, BM)
             group = tile // tiles
-            row = (tile % tiles) * BM + lane
             entry = group.to(tl.int64)
-            a += entry * multiple(a_batch, UNIT_A)
-            out += entry * multiple(out_batch, UNIT_OUT)
-            if a_scale is not None:
-                a_scale += entry * a_scale_batch
+            row = (tile % tiles) * BM + lane
             row_ok = row < tl.minimum(tl.load(groups + group).to(tl.int32), M)
             factor_row = row
             there = (tile % tiles) * BM < tl.load(groups + group)
         else:
             group, begin, first, end = find_rows(groups, count, tile, KIND, BM, 256)
+            entry = 0
             row = (first + lane).to(tl.int32)
             row_ok = (row >= 0) & (row < tl.minimum(end, M))
             factor_row = row
@@ -151,38 +141,45 @@ def grouped_kernel(
             weight = tl.load(weights + group, there, other=-1).to(tl.int32)
         if there & (weight >= 0) & (weight < weight_count):
             group_tile(
-                a, b, a_scale, b_scale, alpha, out, group, weight, row, row_ok, factor_row, column_tile,
-                N, K, a_row, b_weight, b_row, b_k, out_row, a_scale_row, a_scale_block, b_scale_weight, b_scale_row,
-                b_scale_block, A, B, SCALE, WIDTH, ROWS, COLUMNS, COLUMNS_FIRST, ALPHA, COMPUTE, UNIT_A, UNIT_B,
-                UNIT_OUT, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
+                a, b, out, alpha, entry, group, weight, row, row_ok, factor_row, column_tile, N, K,
+                SCALE, WIDTH, ROWS, COLUMNS, ALPHA, COMPUTE, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
             )  # fmt: skip
 
 
 def build(problem, config):
     by = ":16" if problem.aligned else ""
-    scale = "*fp32" if problem.scale == "fp32" else "*u8" + (":4" if problem.aligned else "")
-    types = {name: f"*{element(its, config.compute)}{by}" for name, its in (("a", problem.a), ("b", problem.b))}
-    types |= {"a_scale": scale, "b_scale": scale, "alpha": "*fp32", "out": f"*{problem.out}{by}"}
-    types |= {"groups": f"*{problem.index}", "weights": f"*{problem.weights}"}
-    types |= dict.fromkeys(("M", "N", "K", "count", "weight_count", "row_tiles"), "i32")
-    types |= dict.fromkeys(("a_batch", "a_row", "b_weight", "b_row", "b_k", "out_batch", "out_row"), "i64")
-    types |= {f"a_scale_{s}": "i64" for s in ("batch", "row", "block")}
-    types |= {f"b_scale_{s}": "i64" for s in ("weight", "row", "block")}
-    constants = {
+    scale = None
+    if problem.scale:
+        scale = "*fp32" if problem.scale == "fp32" else "*u8" + (":4" if problem.aligned else "")
+    types = {
+        "a.codes": f"*{element(problem.a, config.compute)}{by}",
+        "a.scale": scale,
+        **dict.fromkeys(("a.batch", "a.row", "a.scale_batch", "a.scale_row", "a.scale_block"), "i64"),
+        "b.codes": f"*{element(problem.b, config.compute)}{by}",
+        "b.scale": scale,
+        **dict.fromkeys(("b.weight", "b.row", "b.k", "b.scale_weight", "b.scale_row", "b.scale_block"), "i64"),
+        "out.rows": f"*{problem.out}{by}",
+        **dict.fromkeys(("out.batch", "out.row"), "i64"),
+        "alpha": "*fp32" if problem.alpha else None,
+        "groups": f"*{problem.index}",
+        "weights": f"*{problem.weights}" if problem.weights else None,
+        **dict.fromkeys(("M", "N", "K", "count", "weight_count", "row_tiles"), "i32"),
+    }
+    constants = {name: None for name, kind in types.items() if kind is None} | {
+        "a.FORMAT": problem.a,
+        "a.UNIT": unit(problem.a, problem.aligned),
+        "b.FORMAT": problem.b,
+        "b.UNIT": unit(problem.b, problem.aligned),
+        "b.COLUMNS_FIRST": problem.columns_first,
+        "out.UNIT": unit(problem.out, problem.aligned),
         "KIND": problem.kind,
         "PADDED": problem.padded,
-        "A": problem.a,
-        "B": problem.b,
         "SCALE": problem.scale,
         "WIDTH": problem.width,
         "ROWS": problem.rows,
         "COLUMNS": problem.columns,
-        "COLUMNS_FIRST": problem.columns_first,
         "ALPHA": problem.alpha,
         "COMPUTE": COMPUTE[config.compute],
-        "UNIT_A": unit(problem.a, problem.aligned),
-        "UNIT_B": unit(problem.b, problem.aligned),
-        "UNIT_OUT": unit(problem.out, problem.aligned),
         "WHOLE": problem.whole,
         "ALIGNED": problem.aligned,
         "GROUP": config.group,
@@ -191,10 +188,7 @@ def build(problem, config):
         "BK": config.block_k,
         "CAPABILITY": config.capability,
     }
-    present = {"a_scale": problem.scale, "b_scale": problem.scale, "alpha": problem.alpha, "weights": problem.weights}
-    absent = [name for name, there in present.items() if not there]
-    types = {name: kind for name, kind in types.items() if name not in absent}
-    constants |= dict.fromkeys(absent)
+    types = {name: kind for name, kind in types.items() if kind is not None}
     return Build(grouped_kernel, types, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
@@ -217,21 +211,25 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights):
         # A group has whole tiles, and at most one more.
         row_tiles = M // config.block_m + min(count, M)
     grid = (row_tiles * triton.cdiv(N, config.block_n), 1, 1)
-    codes = [x.view(torch_dtype(element(encoding, config.compute))) for x, encoding in ((a, problem.a), (b, problem.b))]
-    tensors = [*codes, *(x for x in (a_scale, b_scale, alpha) if x is not None), out, groups]
-    tensors += [] if weights is None else [weights]
+    a_codes, b_codes = (
+        x.view(torch_dtype(element(encoding, config.compute))) for x, encoding in ((a, problem.a), (b, problem.b))
+    )
     b_row, b_k = (0, b.stride(1)) if problem.columns_first else (b.stride(1), 0)
-    strides = a.stride(0) if batched else 0, a.stride(-2), b.stride(0), b_row, b_k
-    strides += out.stride(0) if batched else 0, out.stride(-2)
+    a_batch, out_batch = (a.stride(0), out.stride(0)) if batched else (0, 0)
+    a_scale_batch = a_scale.stride(0) if batched and problem.scale else 0
     if problem.scale == "fp32":
-        a_batch = a_scale.stride(0) if batched else 0
-        steps = a_batch, *a_scale.stride()[-2:], *b_scale.stride()
+        a_steps, b_steps = a_scale.stride()[-2:], b_scale.stride()
     else:
         # Flat factors: how many a row has in the layout.
         blocks = layouts.padded(1, K // problem.width, "128x4")[1] if problem.scale else 0
-        a_batch = a_scale.stride(0) if batched and problem.scale else 0
-        steps = a_batch, blocks, 0, b_scale.stride(0) if problem.scale else 0, blocks, 0
-    launch(problem, config, grid, *tensors, M, N, K, count, len(b), row_tiles, *strides, *steps)
+        a_steps, b_steps = (blocks, 0), (b_scale.stride(0) if problem.scale else 0, blocks, 0)
+    arguments = (
+        a_codes, a_scale, a_batch, a.stride(-2), a_scale_batch, *a_steps,
+        b_codes, b_scale, b.stride(0), b_row, b_k, *b_steps,
+        out, out_batch, out.stride(-2), alpha, groups, weights, M, N, K, count, len(b), row_tiles,
+    )  # fmt: skip
+    # What is None has no parameter.
+    launch(problem, config, grid, *(x for x in arguments if x is not None))
 
 
 IMPLEMENTATION = Implementation(run, (launch,), stack_budget=STACK_BUDGET)
