@@ -41,37 +41,14 @@ def place_kernel(
 
 @triton.jit
 def dispatch_kernel(
-    place,
-    counts,
-    payload0, payload1, payload2, payload3, payload4, payload5, payload6, payload7,
-    bytes0, bytes1, bytes2, bytes3, bytes4, bytes5, bytes6, bytes7,
-    to0, to1, to2, to3, to4, to5, to6, to7,
-    begin,
-    end,
-    counts_to,
-    stats,
-    stats_words,
-    stats_to,
-    tokens,
-    most,
-    sizes,
-    peers,
-    state,
-    lost,
-    rank,
-    area,
-    limit,
-    WORLD: tl.constexpr,
-    PAYLOADS: tl.constexpr,
-    UNITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    CAPABILITY: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
+    place, counts, payloads, nbytes, to, begin, end, counts_to, stats, stats_words, stats_to, tokens, most, sizes, peers,
+    state, lost, rank, area, limit,
+    WORLD: tl.constexpr, PAYLOADS: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    CAPABILITY: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Payload i of this rank's tokens goes to the peers' bytes from `to<i>` on: [source rank, most, bytes<i>].
+    """Payload i of this rank's tokens goes to the peers' bytes from `to[i]` on: [source rank, most, nbytes[i]].
 
+    payloads, nbytes, to : of each payload the address, the bytes of a row, and the place in a peer's memory.
     begin, end : what a dispatch writes of a peer's bytes: statistics, and behind them the payloads.
     stats : address of this rank's statistics, which become row `rank` of those at `stats_to` on every rank.
     """
@@ -84,25 +61,21 @@ def dispatch_kernel(
         sent = tl.where(failed, 0, tokens)
         for i in range(tl.cdiv(tl.maximum(sent - channel, 0), channels)):
             token = (channel + i * channels).to(tl.int64)
-            # A loop over arguments, for which there is no other form.
-            _send(payload0, bytes0, to0, place, token, most, peers, rank, 0, WORLD, PAYLOADS, UNITS, BLOCK)
-            _send(payload1, bytes1, to1, place, token, most, peers, rank, 1, WORLD, PAYLOADS, UNITS, BLOCK)
-            _send(payload2, bytes2, to2, place, token, most, peers, rank, 2, WORLD, PAYLOADS, UNITS, BLOCK)
-            _send(payload3, bytes3, to3, place, token, most, peers, rank, 3, WORLD, PAYLOADS, UNITS, BLOCK)
-            _send(payload4, bytes4, to4, place, token, most, peers, rank, 4, WORLD, PAYLOADS, UNITS, BLOCK)
-            _send(payload5, bytes5, to5, place, token, most, peers, rank, 5, WORLD, PAYLOADS, UNITS, BLOCK)
-            _send(payload6, bytes6, to6, place, token, most, peers, rank, 6, WORLD, PAYLOADS, UNITS, BLOCK)
-            _send(payload7, bytes7, to7, place, token, most, peers, rank, 7, WORLD, PAYLOADS, UNITS, BLOCK)
+            for index in tl.static_range(PAYLOADS):
+                _send(
+                    payloads[index], nbytes[index], to[index], place, token, most, peers, rank, index,
+                    WORLD, UNITS, BLOCK,
+                )  # fmt: skip
         if failed == 0:
             if channel == 0:
-                for to in tl.static_range(WORLD):
-                    at = pointer_at(tl.load(peers + to) + counts_to + rank * 4, tl.int32, 4)
-                    tl.store(at, tl.load(counts + to))
+                for target in tl.static_range(WORLD):
+                    at = pointer_at(tl.load(peers + target) + counts_to + rank * 4, tl.int32, 4)
+                    tl.store(at, tl.load(counts + target))
                 for start in range(0, stats_words, BLOCK):
                     word = start + tl.arange(0, BLOCK)
                     value = tl.load(pointer_at(stats, tl.int32, 4) + word, word < stats_words)
-                    for to in tl.static_range(WORLD):
-                        there = tl.load(peers + to) + stats_to + rank.to(tl.int64) * stats_words * 4
+                    for target in tl.static_range(WORLD):
+                        there = tl.load(peers + target) + stats_to + rank.to(tl.int64) * stats_words * 4
                         tl.store(pointer_at(there, tl.int32, 4) + word, value, word < stats_words)
             arrive(peers, rank, channel, epoch, sizes, WORLD, LANES, CAPABILITY)
     if LAST == 1:
@@ -125,25 +98,24 @@ def dispatch_kernel(
 @triton.jit
 def _send(
     payload, nbytes, to_bytes, place, token, most, peers, rank, INDEX: tl.constexpr, WORLD: tl.constexpr,
-    PAYLOADS: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A token's row of one payload, read once and stored on every rank that the token goes to."""
-    if INDEX < PAYLOADS:
-        UNIT: tl.constexpr = 1 << (UNITS // 8**INDEX % 8)
-        ITEM: tl.constexpr = 4 if UNIT > 4 else UNIT
-        dtype: tl.constexpr = tl.int32 if ITEM == 4 else (tl.int16 if ITEM == 2 else tl.int8)
-        words = multiple(nbytes // ITEM, UNIT // ITEM)
-        row = token * words * ITEM
-        source = pointer_at(payload + row, dtype, UNIT)
-        for start in range(0, words, BLOCK):
-            word = start + tl.arange(0, BLOCK)
-            value = tl.load(source + word, word < words, other=0)
-            for step in tl.static_range(WORLD):
-                to = (rank + step) % WORLD
-                at = tl.load(place + token * WORLD + to)
-                row = (rank.to(tl.int64) * most + tl.maximum(at, 0)) * words * ITEM
-                there = pointer_at(tl.load(peers + to) + to_bytes + row, dtype, UNIT)
-                tl.store(there + word, value, (word < words) & (at >= 0))
+    UNIT: tl.constexpr = 1 << (UNITS // 8**INDEX % 8)
+    ITEM: tl.constexpr = 4 if UNIT > 4 else UNIT
+    dtype: tl.constexpr = tl.int32 if ITEM == 4 else (tl.int16 if ITEM == 2 else tl.int8)
+    words = multiple(nbytes // ITEM, UNIT // ITEM)
+    row = token * words * ITEM
+    source = pointer_at(payload + row, dtype, UNIT)
+    for start in range(0, words, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        value = tl.load(source + word, word < words, other=0)
+        for step in tl.static_range(WORLD):
+            to = (rank + step) % WORLD
+            at = tl.load(place + token * WORLD + to)
+            row = (rank.to(tl.int64) * most + tl.maximum(at, 0)) * words * ITEM
+            there = pointer_at(tl.load(peers + to) + to_bytes + row, dtype, UNIT)
+            tl.store(there + word, value, (word < words) & (at >= 0))
 
 
 @triton.jit
@@ -346,8 +318,8 @@ def _exchanging(problem, config) -> dict:
 
 def _build_dispatch(problem: Dispatch, config) -> Build:
     many = range(MOST_PAYLOADS)
-    types = {"place": "*i32", "counts": "*i32"} | {f"payload{i}": "i64" for i in many}
-    types |= {f"bytes{i}": "i32" for i in many} | {f"to{i}": "i64" for i in many}
+    types = {"place": "*i32", "counts": "*i32"} | {f"payloads.at{i}": "i64" for i in many}
+    types |= {f"nbytes.of{i}": "i32" for i in many} | {f"to.at{i}": "i64" for i in many}
     types |= {"begin": "i64", "end": "i64", "counts_to": "i64", "stats": "i64", "stats_words": "i32", "stats_to": "i64"}
     types |= {"tokens": "i32", "most": "i32", "sizes": "i32"} | _LINK
     constants = {"PAYLOADS": len(problem.units), "UNITS": _units(problem.units)} | _exchanging(problem, config)

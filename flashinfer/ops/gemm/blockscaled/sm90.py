@@ -14,12 +14,23 @@ from flashinfer.ops.gemm.slices import slices_of, scratch
 def build(p, c) -> Build:
     a_box, b_box = boxes(c)
     step = "i64:4" if p.out == "fp32" else "i64:8"
-    types = dict(
-        a_map=tensordesc(p.a, a_box), b_map=tensordesc(p.b, b_box), out=f"*{p.out}:16", a_scale="*fp32",
-        b_scale="*fp32", alpha="*fp32", partial="*fp32:16", arrived="*i32", M="i32", N="i32:8", K="i32", batch="i32",
-        slices="i32", a_entry="i64", a_row="i64", a_k="i64", b_entry="i64", b_column="i64", b_k="i64", out_entry=step,
-        out_row=step,
-    )  # fmt: skip
+    types = {
+        "a_map": tensordesc(p.a, a_box),
+        "b_map": tensordesc(p.b, b_box),
+        "out.rows": f"*{p.out}:16",
+        "out.entry": step,
+        "out.row": step,
+        "a_scale.at": "*fp32",
+        **dict.fromkeys(("a_scale.entry", "a_scale.row", "a_scale.k"), "i64"),
+        "b_scale.at": "*fp32",
+        **dict.fromkeys(("b_scale.entry", "b_scale.column", "b_scale.k"), "i64"),
+        "alpha": "*fp32",
+        "partial": "*fp32:16",
+        "arrived": "*i32",
+        "M": "i32",
+        "N": "i32:8",
+        **dict.fromkeys(("K", "batch", "slices"), "i32"),
+    }
     constants = dict(
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, UNROLL=c.unroll, BOX=c.box, GROUP=c.group,
         REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, ROW_BLOCK=p.rows, ALPHA=p.alpha,
@@ -53,8 +64,8 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, slices: int = 0) -> None:
         partial, arrived = scratch(device, tiles * slices * c.block_m * c.block_n, 2 * tiles)
     a_box, b_box = boxes(c)
     blockscaled_sm90(
-        p, c, (min(sms, tiles * slices), 1, 1), TensorMap(a, a_box), TensorMap(b, b_box), out, a_scale, b_scale, alpha,
-        partial, arrived, m, n, a.shape[2], batch, slices, *a_scale.stride(), *b_scale.stride(), *out.stride()[:2],
+        p, c, (min(sms, tiles * slices), 1, 1), TensorMap(a, a_box), TensorMap(b, b_box), out, *out.stride()[:2],
+        a_scale, *a_scale.stride(), b_scale, *b_scale.stride(), alpha, partial, arrived, m, n, a.shape[2], batch, slices,
     )  # fmt: skip
 
 

@@ -24,11 +24,9 @@ from flashinfer.ops.gemm._device.slices_sm90 import Size, add_slices, produce, s
 
 
 @gluon.jit
-def _bring(sizes, strides, scales_of, ring: Ring, factors, tiles: Slots, size: Size, ROW_BLOCK: gl.constexpr):
+def _bring(sizes, a_scale, b_scale, ring: Ring, factors, tiles: Slots, size: Size, ROW_BLOCK: gl.constexpr):
     """One warp: the factors of each work, and, where warpgroups read it, which tile it is."""
     M, N, K, out_entry, out_row = sizes
-    a_entry, a_row, a_k, b_entry, b_column, b_k = strides
-    a_scale, b_scale = scales_of
     settings = ring.settings
     step = 0
     number = 0
@@ -40,9 +38,9 @@ def _bring(sizes, strides, scales_of, ring: Ring, factors, tiles: Slots, size: S
             tiles.write(number, (entry, row, tile_n, 0))
             number += 1
         rows = rows_of(row, settings)
-        a = a_scale + entry.to(gl.int64) * a_entry + (rows // ROW_BLOCK).to(gl.int64) * a_row
-        b = b_scale + entry.to(gl.int64) * b_entry + (column // 128).to(gl.int64) * b_column
-        scales = Scales(a, b, rows < M, column + 128 < N, a_k, b_k, b_column)
+        a = a_scale.at + entry.to(gl.int64) * a_scale.entry + (rows // ROW_BLOCK).to(gl.int64) * a_scale.row
+        b = b_scale.at + entry.to(gl.int64) * b_scale.entry + (column // 128).to(gl.int64) * b_scale.column
+        scales = Scales(a, b, rows < M, column + 128 < N, a_scale.k, b_scale.k, b_scale.column)
         step = bring_factors(ring, factors, scales, step, begin, end, gl.cdiv(K, settings.BLOCK_K))
 
 
@@ -108,8 +106,7 @@ def _consume_narrow(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, size:
 
 @gluon.jit
 def blockscaled_sm90_kernel(
-    a_map, b_map, out, a_scale, b_scale, alpha, partial, arrived, M, N, K, batch, slices, a_entry, a_row, a_k, b_entry,
-    b_column, b_k, out_entry, out_row,
+    a_map, b_map, out, a_scale, b_scale, alpha, partial, arrived, M, N, K, batch, slices,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, BOX: gl.constexpr,
     GROUP: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, ROW_BLOCK: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -120,7 +117,7 @@ def blockscaled_sm90_kernel(
     0; a slice is a multiple of UNROLL blocks.
     """
     DTYPE: gl.constexpr = a_map.dtype
-    OUT: gl.constexpr = out.dtype.element_ty
+    OUT: gl.constexpr = out.rows.dtype.element_ty
     A_PARTS: gl.constexpr = BLOCK_M // ROWS
     B_PARTS: gl.constexpr = 2 if BLOCK_N > 128 else 3 - A_PARTS
     settings = Settings(
@@ -133,17 +130,15 @@ def blockscaled_sm90_kernel(
     tiles = make_slots(STAGES + 2, 4)
     staging = make_staging(OUT, 64)
     size = size_of(M, N, K, batch, slices, settings)
-    tensors = (out, alpha, partial, arrived)
-    sizes = (M, N, K, out_entry, out_row)
-    strides = (a_entry, a_row, a_k, b_entry, b_column, b_k)
-    scales_of = (a_scale, b_scale)
+    tensors = (out.rows, alpha, partial, arrived)
+    sizes = (M, N, K, out.entry, out.row)
     RB: gl.constexpr = gl.constexpr(ROW_BLOCK)
     gl.warp_specialize(
         [
             (_consume, (gl.constexpr(0), tensors, sizes, ring, factors, tiles, size, staging)),
             (_consume, (gl.constexpr(1), tensors, sizes, ring, factors, tiles, size, staging)),
             (produce, (a_map, b_map, ring, size)),
-            (_bring, (sizes, strides, scales_of, ring, factors, tiles, size, RB)),
+            (_bring, (sizes, a_scale, b_scale, ring, factors, tiles, size, RB)),
         ],
         [4, 1, 1],
         [REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
