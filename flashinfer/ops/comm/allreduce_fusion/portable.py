@@ -20,55 +20,22 @@ from flashinfer.ops.comm.allreduce_fusion import Norm, Problem, Results, Rows, c
 
 @triton.jit
 def allreduce_kernel(
-    x,
-    experts,
-    scales,
-    index,
-    beside,
-    choices,
-    residual,
-    weight,
-    scale,
-    total,
-    residual_out,
-    normed,
-    codes,
-    factors,
-    factor_row,
-    factor_word,
-    factor_rows,
-    tokens,
-    hidden,
-    elements,
-    eps,
-    bias,
-    peers,
-    state,
-    lost,
-    rank,
-    area,
-    limit,
-    WORLD: tl.constexpr,
-    TWO_SHOT: tl.constexpr,
-    SOURCE: tl.constexpr,
-    NUMBER_FORMAT: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    SCALE: tl.constexpr,
-    UNIT: tl.constexpr,
-    ITEM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    CAPABILITY: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-):
+    given, norm, out, tokens, hidden, elements, peers, state, lost, rank, area, limit,
+    WORLD: tl.constexpr, TWO_SHOT: tl.constexpr, SOURCE: tl.constexpr, NUMBER_FORMAT: tl.constexpr,
+    LAYOUT: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr, CAPABILITY: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
     """Row i of a program's rows: one shot sends it to all; two shots to rank (program + i) % WORLD, which sends its sum
-    to all."""
+    to all.
+
+    given, norm, out : the fields of `Rows`, `Norm` and `Results`, None where there is none; `choices` are the experts
+    of "reduce", or those of a token; a row of factors is `factor_row` wide, and a word of four `factor_word` further.
+    """
     channel = tl.program_id(0)
     channels = tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     hidden = multiple(hidden, UNIT)
-    dtype: tl.constexpr = x.dtype.element_ty
+    dtype: tl.constexpr = given.rows.dtype.element_ty
     before = epoch_of(state, channel)
     failed = is_lost(state, LANES)
     sizes = (elements & 0x3FFFFFFF).to(tl.int32) + hidden
@@ -82,7 +49,7 @@ def allreduce_kernel(
         for i in range(tl.cdiv(tl.maximum(sent - channel, 0), channels)):
             row = channel + i * channels
             inside = column < tl.minimum(hidden, multiple(elements - row.to(tl.int64) * hidden, UNIT))
-            y = _own_row(x, experts, scales, index, beside, choices, row, tokens, hidden, column, inside, SOURCE)
+            y = _own_row(given, row, tokens, hidden, column, inside, SOURCE)
             if TWO_SHOT:
                 to = tl.load(peers + (channel + i) % WORLD) + slot_of(epoch, channel, rank, area, WORLD)
                 at = pointer_at(to + _wide(i // WORLD) * hidden * ITEM, dtype, UNIT * ITEM)
@@ -96,10 +63,10 @@ def allreduce_kernel(
         if failed == 0:
             arrive(peers, rank, channel, epoch, sizes, WORLD, LANES, CAPABILITY)
 
-    if weight is not None:
+    if norm.weight is not None:
         # Read while the peers' rows are on their way; so is, below, the next row's.
-        gain = tl.load(weight + column, column < hidden, other=0)
-        beside_sum = _row_of(residual, channel, sent, elements, hidden, column, UNIT)
+        gain = tl.load(norm.weight + column, column < hidden, other=0)
+        beside_sum = _row_of(norm.residual, channel, sent, elements, hidden, column, UNIT)
 
     if LAST > 0:
         if failed == 0:
@@ -140,37 +107,33 @@ def allreduce_kernel(
                 else:
                     y = _sum(own, epoch, channel, i, area, hidden, column, inside, dtype, WORLD, UNIT, ITEM, BLOCK)
                 place = row.to(tl.int64) * hidden + column
-                if total is not None:
-                    tl.store(total + place, y.to(dtype), inside)
-                if weight is not None:
+                if out.sum is not None:
+                    tl.store(out.sum + place, y.to(dtype), inside)
+                if norm.weight is not None:
                     y += beside_sum.to(tl.float32)
-                    beside_sum = _row_of(residual, row + channels, sent, elements, hidden, column, UNIT)
-                    tl.store(residual_out + place, y.to(dtype), inside)
-                    y *= tl.rsqrt(tl.sum(y * y, 0) / hidden + eps)
-                    y *= gain.to(tl.float32) + bias
-                    if normed is not None:
-                        tl.store(normed + place, y.to(dtype), inside)
+                    beside_sum = _row_of(norm.residual, row + channels, sent, elements, hidden, column, UNIT)
+                    tl.store(out.residual + place, y.to(dtype), inside)
+                    y *= tl.rsqrt(tl.sum(y * y, 0) / hidden + norm.eps)
+                    y *= gain.to(tl.float32) + norm.bias
+                    if out.normed is not None:
+                        tl.store(out.normed + place, y.to(dtype), inside)
                     if NUMBER_FORMAT == "fp8_group":
                         y = y.to(dtype).to(tl.float32)
                     _quantise(
-                        y, scale, codes, factors, factor_row, factor_word, row, hidden, column, inside,
-                        NUMBER_FORMAT, LAYOUT, SCALE, BLOCK, CAPABILITY,
+                        y, norm.scale, out, row, hidden, column, inside, NUMBER_FORMAT, LAYOUT, SCALE, BLOCK, CAPABILITY
                     )  # fmt: skip
             # A failed exchange leaves NaN, not what was there before.
             for i in range(tl.cdiv(tl.maximum(tokens - ready - channel, 0), channels)):
                 row = channel + i * channels
                 inside = column < tl.minimum(hidden, multiple(elements - row.to(tl.int64) * hidden, UNIT))
-                _spoil(
-                    total, residual_out, normed, codes, factors, factor_row, factor_word, row, hidden, column, inside,
-                    dtype, NUMBER_FORMAT, LAYOUT, BLOCK,
-                )  # fmt: skip
+                _spoil(out, row, hidden, column, inside, dtype, NUMBER_FORMAT, LAYOUT, BLOCK)
             if NUMBER_FORMAT == "nvfp4" and LAYOUT != "linear":
                 block = tl.arange(0, BLOCK // 16)
-                for i in range(tl.cdiv(factor_rows - tokens, channels)):
+                for i in range(tl.cdiv(out.factor_rows - tokens, channels)):
                     row = tokens + channel + i * channels
-                    at = scale_offset(row + block * 0, block, factor_row, LAYOUT)
-                    inside = (block < factor_row) & (row < factor_rows)
-                    tl.store(factors + at, tl.zeros([BLOCK // 16], tl.uint8), inside)
+                    at = scale_offset(row + block * 0, block, out.factor_row, LAYOUT)
+                    inside = (block < out.factor_row) & (row < out.factor_rows)
+                    tl.store(out.factors + at, tl.zeros([BLOCK // 16], tl.uint8), inside)
             keep_epoch(state, channel, tl.where(ready > 0, epoch, before))
 
 
@@ -189,28 +152,26 @@ def _row_of(tensor, row, rows, elements, hidden, column, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _own_row(
-    x, experts, scales, index, beside, choices, row, tokens, hidden, column, inside, SOURCE: tl.constexpr
-):  # fmt: skip
+def _own_row(given, row, tokens, hidden, column, inside, SOURCE: tl.constexpr):
     """What this rank adds to a row of the sum, float32."""
     row = row.to(tl.int64)
     if SOURCE == "finalize":
         y = tl.zeros(column.shape, tl.float32)
-        if beside is not None:
-            y += tl.load(beside + row * hidden + column, inside, other=0).to(tl.float32)
-        for choice in range(choices):
-            picked = tl.load(index + row * choices + choice).to(tl.int64)
-            value = tl.load(x + picked * hidden + column, inside & (picked >= 0), other=0).to(tl.float32)
-            if scales is not None:
-                value *= tl.load(scales + row * choices + choice).to(tl.float32)
+        if given.beside is not None:
+            y += tl.load(given.beside + row * hidden + column, inside, other=0).to(tl.float32)
+        for choice in range(given.choices):
+            picked = tl.load(given.index + row * given.choices + choice).to(tl.int64)
+            value = tl.load(given.rows + picked * hidden + column, inside & (picked >= 0), other=0).to(tl.float32)
+            if given.scales is not None:
+                value *= tl.load(given.scales + row * given.choices + choice).to(tl.float32)
             y += value
         return y
-    y = tl.load(x + row * hidden + column, inside, other=0).to(tl.float32)
+    y = tl.load(given.rows + row * hidden + column, inside, other=0).to(tl.float32)
     if SOURCE == "reduce":
-        for expert in range(choices):
+        for expert in range(given.choices):
             at = _wide(expert) * tokens + row
-            value = tl.load(experts + at * hidden + column, inside, other=0).to(tl.float32)
-            y += value * tl.load(scales + at)
+            value = tl.load(given.experts + at * hidden + column, inside, other=0).to(tl.float32)
+            y += value * tl.load(given.scales + at)
     return y
 
 
@@ -230,66 +191,65 @@ def _sum(
 
 @triton.jit
 def _quantise(
-    y, scale, codes, factors, factor_row, factor_word, row, hidden, column, inside,
-    NUMBER_FORMAT: tl.constexpr, LAYOUT: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
-    CAPABILITY: tl.constexpr,
+    y, scale, out, row, hidden, column, inside, NUMBER_FORMAT: tl.constexpr, LAYOUT: tl.constexpr,
+    SCALE: tl.constexpr, BLOCK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
     """Write a row quantised: codes, and its scales."""
     wide = row.to(tl.int64) * hidden
     if NUMBER_FORMAT == "fp8":
-        tl.store(codes + wide + column, to_fp8(y * _inverse(scale, SCALE), "fp8e4nv", CAPABILITY), inside)
+        tl.store(out.codes + wide + column, to_fp8(y * _inverse(scale, SCALE), "fp8e4nv", CAPABILITY), inside)
     elif NUMBER_FORMAT == "fp8_row":
         code, factor = quantize_fp8(y[None, :], BLOCK, "fp8e4nv", False, CAPABILITY)
-        tl.store((codes + wide + column)[None, :], code, inside[None, :])
-        tl.store(factors + row + tl.zeros([1, 1], tl.int32), factor)
+        tl.store((out.codes + wide + column)[None, :], code, inside[None, :])
+        tl.store(out.factors + row + tl.zeros([1, 1], tl.int32), factor)
     elif NUMBER_FORMAT == "fp8_group":
         # No smaller than 1e-10, so that a group of zeros has a scale that is no subnormal.
         amax = tl.maximum(block_amax(y[None, :], 128), 0x2EDBE6FF)
         factor = to_ue8m0(amax, 448)
         code = to_fp8(times_blocks(y[None, :], inverse_ue8m0(factor), 128), "fp8e4nv", CAPABILITY)
-        tl.store((codes + wide + column)[None, :], code, inside[None, :])
+        tl.store((out.codes + wide + column)[None, :], code, inside[None, :])
         group = tl.arange(0, BLOCK // 128)[None, :]
-        at = (row.to(tl.int64) * factor_row + (group // 4).to(tl.int64) * factor_word) * 4 + group % 4
+        at = (row.to(tl.int64) * out.factor_row + (group // 4).to(tl.int64) * out.factor_word) * 4 + group % 4
         # The last word's bytes past the row are 0.
-        tl.store(factors + at, tl.where(group < hidden // 128, factor, 0), group < (hidden + 511) // 512 * 4)
+        tl.store(out.factors + at, tl.where(group < hidden // 128, factor, 0), group < (hidden + 511) // 512 * 4)
     elif NUMBER_FORMAT == "nvfp4":
         code, factor = quantize_nvfp4(y[None, :], _number(scale, SCALE), CAPABILITY)
         pair = tl.arange(0, BLOCK // 2)[None, :]
-        tl.store(codes + row.to(tl.int64) * (hidden // 2) + pair, code, pair < hidden // 2)
+        tl.store(out.codes + row.to(tl.int64) * (hidden // 2) + pair, code, pair < hidden // 2)
         block = tl.arange(0, BLOCK // 16)[None, :]
-        at = scale_offset(row + block * 0, block, factor_row, LAYOUT)
-        tl.store(factors + at, factor, block < factor_row)
+        at = scale_offset(row + block * 0, block, out.factor_row, LAYOUT)
+        tl.store(out.factors + at, factor, block < out.factor_row)
 
 
 @triton.jit
 def _spoil(
-    total, residual_out, normed, codes, factors, factor_row, factor_word, row, hidden, column, inside,
-    dtype: tl.constexpr, NUMBER_FORMAT: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr,
+    out, row, hidden, column, inside, dtype: tl.constexpr, NUMBER_FORMAT: tl.constexpr, LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write NaN to a row of every result: bytes 0xFF in what is quantised, codes and scales."""
     wide = row.to(tl.int64) * hidden
     nan = tl.full([BLOCK], float("nan"), tl.float32).to(dtype)
-    if total is not None:
-        tl.store(total + wide + column, nan, inside)
-    if residual_out is not None:
-        tl.store(residual_out + wide + column, nan, inside)
-    if normed is not None:
-        tl.store(normed + wide + column, nan, inside)
+    if out.sum is not None:
+        tl.store(out.sum + wide + column, nan, inside)
+    if out.residual is not None:
+        tl.store(out.residual + wide + column, nan, inside)
+    if out.normed is not None:
+        tl.store(out.normed + wide + column, nan, inside)
     if NUMBER_FORMAT == "nvfp4":
         pair = tl.arange(0, BLOCK // 2)
         half = row.to(tl.int64) * (hidden // 2) + pair
-        tl.store(codes + half, tl.full([BLOCK // 2], 0xFF, tl.uint8), pair < hidden // 2)
+        tl.store(out.codes + half, tl.full([BLOCK // 2], 0xFF, tl.uint8), pair < hidden // 2)
         block = tl.arange(0, BLOCK // 16)
-        at = scale_offset(row + block * 0, block, factor_row, LAYOUT)
-        tl.store(factors + at, tl.full([BLOCK // 16], 0xFF, tl.uint8), block < factor_row)
+        at = scale_offset(row + block * 0, block, out.factor_row, LAYOUT)
+        tl.store(out.factors + at, tl.full([BLOCK // 16], 0xFF, tl.uint8), block < out.factor_row)
     elif NUMBER_FORMAT != "":
-        tl.store(codes + wide + column, tl.full([BLOCK], 0xFF, tl.uint8), inside)
+        tl.store(out.codes + wide + column, tl.full([BLOCK], 0xFF, tl.uint8), inside)
         if NUMBER_FORMAT == "fp8_row":
-            tl.store(factors + row, float("nan"))
+            tl.store(out.factors + row, float("nan"))
         elif NUMBER_FORMAT == "fp8_group":
             group = tl.arange(0, BLOCK // 128)
-            at = (row.to(tl.int64) * factor_row + (group // 4).to(tl.int64) * factor_word) * 4 + group % 4
-            tl.store(factors + at, tl.full([BLOCK // 128], 0xFF, tl.uint8), group < (hidden + 511) // 512 * 4)
+            at = (row.to(tl.int64) * out.factor_row + (group // 4).to(tl.int64) * out.factor_word) * 4 + group % 4
+            tl.store(out.factors + at, tl.full([BLOCK // 128], 0xFF, tl.uint8), group < (hidden + 511) // 512 * 4)
 
 
 @triton.jit
@@ -311,29 +271,31 @@ def _inverse(scale, SCALE: tl.constexpr):
 
 def build(problem: Problem, config) -> Build:
     rows = pointer(problem.dtype, problem.aligned)
-    types = {"x": rows}
-    if problem.source == "reduce":
-        types |= {"experts": rows, "scales": "*fp32", "choices": "i32"}
-    elif problem.source == "finalize":
-        types |= {"scales": f"*{problem.scale_dtype}"} if problem.scale_dtype else {}
-        types |= {"index": "*i32"}
-        types |= {"beside": rows} if problem.beside else {}
-        types |= {"choices": "i32"}
-    if problem.weight_dtype:
-        types |= {"residual": rows, "weight": pointer(problem.weight_dtype, problem.aligned)}
-    if problem.scale:
-        types["scale"] = "fp32" if problem.scale == "number" else "*fp32"
-    types |= {"total": rows} if problem.sum else {}
-    if problem.weight_dtype:
-        types |= {"residual_out": rows} | ({"normed": rows} if problem.normed else {})
-    if problem.number_format:
-        types["codes"] = pointer("u8", problem.aligned)
-    if problem.number_format in ("nvfp4", "fp8_group", "fp8_row"):
-        types["factors"] = "*fp32" if problem.number_format == "fp8_row" else "*u8"
-        types |= {"factor_row": "i32", "factor_word": "i32", "factor_rows": "i32"}
-    types |= {"tokens": "i32", "hidden": "i32", "elements": "i64", "eps": "fp32", "bias": "fp32"}
-    types |= {"peers": "*i64", "state": "*i32", "lost": "*i32", "rank": "i32", "area": "i64:16", "limit": "i64"}
-    constants = {name: None for name in allreduce_kernel.arg_names if name not in types} | {
+    picked, reduced, normed = problem.source == "finalize", problem.source == "reduce", bool(problem.weight_dtype)
+    scales = "*fp32" if reduced else f"*{problem.scale_dtype}" if picked and problem.scale_dtype else None
+    factors = {"fp8_row": "*fp32", "fp8_group": "*u8", "nvfp4": "*u8"}.get(problem.number_format)
+    types = {
+        "given.rows": rows,
+        "given.experts": rows if reduced else None,
+        "given.scales": scales,
+        "given.index": "*i32" if picked else None,
+        "given.beside": rows if picked and problem.beside else None,
+        "given.choices": "i32" if picked or reduced else None,
+        "norm.residual": rows if normed else None,
+        "norm.weight": pointer(problem.weight_dtype, problem.aligned) if normed else None,
+        "norm.scale": {"number": "fp32", "tensor": "*fp32"}.get(problem.scale),
+        "norm.eps": "fp32",
+        "norm.bias": "fp32",
+        "out.sum": rows if problem.sum else None,
+        "out.residual": rows if normed else None,
+        "out.normed": rows if normed and problem.normed else None,
+        "out.codes": pointer("u8", problem.aligned) if problem.number_format else None,
+        "out.factors": factors,
+        **dict.fromkeys(("out.factor_row", "out.factor_word", "out.factor_rows"), "i32" if factors else None),
+        **{"tokens": "i32", "hidden": "i32", "elements": "i64", "peers": "*i64", "state": "*i32", "lost": "*i32"},
+        **{"rank": "i32", "area": "i64:16", "limit": "i64"},
+    }
+    constants = {name: None for name, kind in types.items() if kind is None} | {
         "WORLD": problem.world,
         "TWO_SHOT": problem.two_shot,
         "SOURCE": problem.source,
@@ -348,6 +310,7 @@ def build(problem: Problem, config) -> Build:
         "FIRST": config.first,
         "LAST": config.last,
     }
+    types = {name: kind for name, kind in types.items() if kind is not None}
     return Build(allreduce_kernel, types, constants, num_warps=config.num_warps)
 
 
@@ -365,23 +328,21 @@ def kernels(problem, config):
 
 def run(problem, config, link, given: Rows, norm: Norm, out: Results, tokens: int, hidden: int, elements: int) -> None:
     """Add the rows of all ranks. tokens, hidden : of the rows as they travel; elements : of all of them."""
-    args = [given.rows]
-    if problem.source == "reduce":
-        args += [given.experts, given.scales, given.experts.shape[0]]
-    elif problem.source == "finalize":
-        args += [t for t in (given.scales, given.index, given.beside) if t is not None]
-        args.append(given.index.shape[1])
-    args += [t for t in (norm.residual, norm.weight, norm.scale if problem.scale else None) if t is not None]
-    codes = None if out.codes is None else out.codes.view(torch.uint8)
-    args += [t for t in (out.sum, out.residual, out.normed, codes) if t is not None]
-    if out.factors is not None:
-        args += _factor_arguments(problem, out.factors, tokens, hidden)
-    grid = (sizes.programs(tokens), 1, 1)
-    launch(problem, config, grid, *args, tokens, hidden, elements, norm.eps, norm.bias, *link.arguments)
+    choices = {"reduce": given.experts, "finalize": given.index}.get(problem.source)
+    arguments = (
+        *given, None if choices is None else choices.shape[0 if problem.source == "reduce" else 1],
+        norm.residual, norm.weight, norm.scale if problem.scale else None, norm.eps, norm.bias,
+        out.sum, out.residual, out.normed, None if out.codes is None else out.codes.view(torch.uint8),
+        *_factor_arguments(problem, out.factors, tokens, hidden), tokens, hidden, elements, *link.arguments,
+    )  # fmt: skip
+    # What is None has no parameter.
+    launch(problem, config, (sizes.programs(tokens), 1, 1), *(x for x in arguments if x is not None))
 
 
-def _factor_arguments(problem, factors: torch.Tensor, tokens: int, hidden: int) -> list:
+def _factor_arguments(problem, factors: torch.Tensor | None, tokens: int, hidden: int) -> list:
     """The scales as the kernel writes them, what it needs to find one, and the rows that their layout has."""
+    if factors is None:
+        return []
     if problem.number_format == "fp8_row":
         return [factors, 1, 0, tokens]
     if problem.number_format == "fp8_group":
