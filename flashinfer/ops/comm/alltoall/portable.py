@@ -41,8 +41,8 @@ def place_kernel(
 
 @triton.jit
 def dispatch_kernel(
-    place, counts, payloads, nbytes, to, begin, end, counts_to, stats, stats_words, stats_to, tokens, most, sizes, peers,
-    state, lost, rank, area, limit,
+    place, counts, payloads, nbytes, to, begin, end, counts_to, stats, stats_words, stats_to, tokens, most, sizes,
+    peers, state, lost, rank, area, limit,
     WORLD: tl.constexpr, PAYLOADS: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
     CAPABILITY: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip

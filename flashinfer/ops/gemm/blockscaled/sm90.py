@@ -65,7 +65,8 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, slices: int = 0) -> None:
     a_box, b_box = boxes(c)
     blockscaled_sm90(
         p, c, (min(sms, tiles * slices), 1, 1), TensorMap(a, a_box), TensorMap(b, b_box), out, *out.stride()[:2],
-        a_scale, *a_scale.stride(), b_scale, *b_scale.stride(), alpha, partial, arrived, m, n, a.shape[2], batch, slices,
+        a_scale, *a_scale.stride(), b_scale, *b_scale.stride(), alpha, partial, arrived, m, n, a.shape[2], batch,
+        slices,
     )  # fmt: skip
 
 
