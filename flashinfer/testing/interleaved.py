@@ -216,6 +216,9 @@ class Beside:
         ]
         for worker in workers:
             worker.start()
+        # which rows count is known once the libraries are there
+        while not all(x.takes or x.name in broken for x in self.libraries) and time.monotonic() < until:
+            time.sleep(0.1)
         self._warm_ours(rows, until)
         for worker in workers:
             worker.join()
@@ -305,7 +308,7 @@ class Beside:
 
     def _warm_ours(self, rows: list[Row], until: float) -> None:
         for _, case in rows:
-            if case.problem and time.monotonic() < until:
+            if self.takes(case) and time.monotonic() < until:
                 # what fails here fails again where it is measured, and is recorded there
                 with contextlib.suppress(Exception):
                     made(case, self.device)
