@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
@@ -97,6 +97,7 @@ def grouped_mm_fp8(
 
 
 @checked
+@named(a_scale="a_descale", b_scale="b_descale")
 def grouped_mm_mxfp8(
     a: torch.Tensor,
     b: torch.Tensor,

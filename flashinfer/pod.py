@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import check_indptr, require
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from flashinfer.ops.attention.variants import AttentionVariant
@@ -11,6 +12,18 @@ from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.prefill.single import single_prefill_with_kv_cache
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
+
+
+def _of_part(part: str, function, tables: bool = False):
+    """`function` with errors that name the arguments of one part, "p" or "d"."""
+    if tables:
+        names = dict(qo_indptr=f"qo_indptr_{part}", paged_kv_indptr=f"kv_indptr_{part}",
+                     paged_kv_indices=f"kv_indices_{part}", paged_kv_last_page_len=f"last_page_len_{part}",
+                     head_dim_qk="head_dim", head_dim_vo="head_dim")  # fmt: skip
+    else:
+        cache = f"paged_kv_cache_{part}"
+        names = dict(q=f"q_{part}", k=cache, v=cache, paged_kv_cache=cache, paged_kv_indices=cache)
+    return named(**names)(function)
 
 
 class PODWithPagedKVCacheWrapper:
@@ -83,6 +96,7 @@ class PODWithPagedKVCacheWrapper:
 
     begin_forward = plan
 
+    @named(custom_mask="custom_mask_p", causal="causal_p")
     def run(
         self,
         q_p: torch.Tensor,
@@ -163,7 +177,7 @@ class PODWithPagedKVCacheWrapper:
             window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p, return_lse=return_lse_p,
             k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        decode = self._decode.run(
+        decode = _of_part("d", self._decode.run)(
             q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse_d
         )
         return prefill, decode
@@ -214,6 +228,8 @@ class BatchPODWithPagedKVCacheWrapper:
         """Whether tables are kept in fixed buffers: they are not."""
         return False
 
+    @checked
+    @named(head_dim_qk="head_dim", head_dim_vo="head_dim")
     def plan(
         self,
         qo_indptr_p: torch.Tensor,
@@ -285,12 +301,14 @@ class BatchPODWithPagedKVCacheWrapper:
         self._planned_both = True
 
     def _plan_parts(self) -> None:
-        self._prefill.plan(*self._tables[0], *self._sizes, causal=self._causal, **self._options)
-        self._decode.plan(*self._tables[1], *self._sizes, **self._options)
+        _of_part("p", self._prefill.plan, True)(*self._tables[0], *self._sizes, causal=self._causal, **self._options)
+        _of_part("d", self._decode.plan, True)(*self._tables[1], *self._sizes, **self._options)
         self._planned_parts = True
 
     begin_forward = plan
 
+    @checked
+    @named(causal="causal_p", custom_mask="custom_mask_p")
     def run(
         self,
         q_p: torch.Tensor,
@@ -338,7 +356,8 @@ class BatchPODWithPagedKVCacheWrapper:
             if not self._planned_both:
                 self._plan_both()
             self._both._change_plan(causal=causal_p)
-            out = self._both.run(torch.cat([q_p, q_d]), paged_kv_cache_p, **call)
+            # Both parts are alike, and so is what is wrong with them.
+            out = _of_part("p", self._both.run)(torch.cat([q_p, q_d]), paged_kv_cache_p, **call)
             rows = (len(q_p), len(q_d))
             return tuple(zip(*(x.split(rows) for x in out))) if return_lse else out.split(rows)
         if not self._planned_parts:
@@ -347,7 +366,8 @@ class BatchPODWithPagedKVCacheWrapper:
             self._prefill.plan(*self._tables[0], *self._sizes, custom_mask=custom_mask_p,
                                packed_custom_mask=packed_custom_mask_p, **self._options)  # fmt: skip
         self._prefill._change_plan(causal=causal_p)
-        return self._prefill.run(q_p, paged_kv_cache_p, **call), self._decode.run(q_d, paged_kv_cache_d, **call)
+        prefill = _of_part("p", self._prefill.run)(q_p, paged_kv_cache_p, **call)
+        return prefill, _of_part("d", self._decode.run)(q_d, paged_kv_cache_d, **call)
 
     def end_forward(self) -> None:
         """Kept for callers of older versions; there is nothing to release."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import UnsupportedConfig, indptr_values, require
 from flashinfer.ops.attention.engine import integers, refuse
@@ -107,6 +108,8 @@ class BlockSparseAttentionWrapper(_BlockSparse):
     torch.Size([4, 2, 16])
     """
 
+    @checked
+    @named(head_dim_qk="head_dim", head_dim_vo="head_dim")
     def plan(
         self,
         indptr: torch.Tensor | None,
@@ -227,14 +230,15 @@ class BlockSparseAttentionWrapper(_BlockSparse):
 
     begin_forward = plan
 
+    @checked
     def run(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale_q: torch.Tensor | None = None,
-        scale_k: torch.Tensor | None = None,
-        scale_v: torch.Tensor | None = None,
+        scale_q: float | torch.Tensor | None = None,
+        scale_k: float | torch.Tensor | None = None,
+        scale_v: float | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
@@ -288,9 +292,9 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        scale_q: torch.Tensor | None = None,
-        scale_k: torch.Tensor | None = None,
-        scale_v: torch.Tensor | None = None,
+        scale_q: float | torch.Tensor | None = None,
+        scale_k: float | torch.Tensor | None = None,
+        scale_v: float | torch.Tensor | None = None,
         pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False,
         logits_soft_cap: float | None = None,
@@ -324,6 +328,8 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
     torch.Size([2, 5, 16])
     """
 
+    @checked
+    @named(head_dim_qk="head_dim", head_dim_vo="head_dim")
     def plan(
         self,
         block_mask_map: torch.Tensor,
@@ -394,6 +400,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
 
     begin_forward = plan
 
+    @checked
     def run(
         self,
         q: torch.Tensor,

@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant("deadline: a late rank is not named", f"{_OPS}/comm/meeting.py",
            "if clock.is_over() or gone.is_set():\n                    self.session",
            "if False:\n                    self.session",
-           "tests/comm/test_faults.py -k 'set-up'"),
+           "tests/comm/test_faults.py -k barrier"),
     Mutant("norm: eps outside of the root", f"{_OPS}/norm/reference.py",
            "torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)",
            "(torch.rsqrt(x.square().mean(-1, keepdim=True)) + eps)", f"{_TESTS}/norm/test_norm.py"),

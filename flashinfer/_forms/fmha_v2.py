@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import UnsupportedConfig, require
 from flashinfer._forms.given import flag, head_sinks, real, scale, whole, with_pages
 from flashinfer._forms.outputs import Output
@@ -20,6 +20,11 @@ _MASKS = ("causal", "sliding_window", "chunked", "padding")
 
 
 @checked
+@named(q_data_type="qkv", num_qo_heads="qkv", head_dim_qk="qkv", kv_data_type="qkv",
+       num_kv_heads="qkv", head_dim_vo="qkv", page_size="qkv", v_scale="bmm2_scale",
+       q_scale="bmm1_scale", kv_cache="qkv", qo_indptr="cum_seq_lens_q",
+       kv_indptr="cum_seq_lens_kv", logits_soft_cap="logits_soft_cap_scale", num_heads="qkv",
+       query="qkv")  # fmt: skip
 def trtllm_fmha_v2_prefill(
     qkv: torch.Tensor | tuple[torch.Tensor, ...],
     input_layout: str,
@@ -169,6 +174,8 @@ def _stats_of(lse: torch.Tensor) -> torch.Tensor:
 
 
 @checked
+@named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="key",
+       num_kv_heads="key", head_dim_vo="value", page_size="key", kv_cache="key")  # fmt: skip
 def fmha_v2_prefill_deepseek(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._forms.given import flag, head_sinks, scale, whole, with_pages
 from flashinfer._forms.outputs import Output
@@ -16,6 +16,9 @@ from flashinfer.utils import FP4Tensor
 
 
 @checked
+@named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
+       num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
+       q_scale="bmm1_scale", qo_indptr="cum_seq_lens_q", kv_indptr="seq_lens", num_heads="query")  # fmt: skip
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -259,6 +262,9 @@ def queries_of(query: torch.Tensor, batch: int, q_len: int | None, indptr: torch
 
 
 @checked
+@named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
+       num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
+       q_scale="bmm1_scale", kv_indptr="seq_lens", num_heads="query")  # fmt: skip
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

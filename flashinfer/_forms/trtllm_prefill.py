@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._forms.given import flag, head_sinks, scale, whole, with_pages
 from flashinfer._forms.outputs import Output
@@ -21,6 +21,10 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 @checked
+@named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
+       num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
+       q_scale="bmm1_scale", qo_indptr="cum_seq_lens_q", kv_indptr="cum_seq_lens_kv",
+       num_heads="query")  # fmt: skip
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -120,6 +124,10 @@ def trtllm_batch_context_with_kv_cache(
 
 
 @checked
+@named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="key",
+       num_kv_heads="key", head_dim_vo="value", page_size="key", v_scale="bmm2_scale",
+       q_scale="bmm1_scale", kv_cache="key", qo_indptr="cum_seq_lens_q",
+       kv_indptr="cum_seq_lens_kv", num_heads="query")  # fmt: skip
 def trtllm_ragged_attention_deepseek(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -41,6 +42,7 @@ class MultiLevelCascadeAttentionWrapper:
     The method is Cascade Inference (Ye et al., 2024; FlashInfer, arXiv:2501.01005, section 3.2).
     """
 
+    @checked
     def __init__(
         self,
         num_levels: int,
@@ -85,6 +87,9 @@ class MultiLevelCascadeAttentionWrapper:
         for level, int_workspace_buffer in zip(self._levels, int_workspace_buffers):
             level.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
+    @checked
+    @named(qo_indptr="qo_indptr_arr", paged_kv_indptr="paged_kv_indptr_arr", paged_kv_indices="paged_kv_indices_arr",
+           paged_kv_last_page_len="paged_kv_last_page_len", head_dim_qk="head_dim", head_dim_vo="head_dim")  # fmt: skip
     def plan(
         self,
         qo_indptr_arr: list[torch.Tensor],
@@ -191,6 +196,7 @@ class MultiLevelCascadeAttentionWrapper:
         for level in self._levels:
             level.prewarm_paged_kv_stride_variant(variant)
 
+    @checked
     def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Attention of the planned batch.
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import require
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
 from .merge import merge_state_in_place
+
+
+# What the wrappers behind these call their arguments.
+_TABLES = {
+    "indptr": "unique_kv_indptr", "indices": "unique_kv_indices", "last_page_len": "unique_kv_last_page_len",
+    "paged_kv_indptr": "unique_kv_indptr", "paged_kv_indices": "unique_kv_indices",
+    "paged_kv_last_page_len": "unique_kv_last_page_len", "head_dim_qk": "head_dim", "head_dim_vo": "head_dim",
+}  # fmt: skip
+_OPERANDS = {"k": "unique_kv_cache", "v": "unique_kv_cache", "paged_kv_cache": "unique_kv_cache"}
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
@@ -30,6 +40,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         """Replace the workspace buffers; takes effect at the next begin_forward."""
         self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
+    @named(**_TABLES)
     def begin_forward(
         self,
         unique_kv_indptr: torch.Tensor,
@@ -59,6 +70,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         table = (unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len)
         self._unique.plan(*table, num_qo_heads, num_kv_heads, head_dim, page_size, data_type=data_type)
 
+    @named(**_OPERANDS)
     def forward(
         self,
         q: torch.Tensor,
@@ -116,6 +128,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         """Replace the workspace buffers; takes effect at the next begin_forward."""
         self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
+    @named(**_TABLES)
     def begin_forward(
         self,
         qo_indptr: torch.Tensor,
@@ -144,6 +157,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         """As of `BatchPrefillWithPagedKVCacheWrapper`."""
         self._unique.prewarm_paged_kv_stride_variant(variant)
 
+    @named(**_OPERANDS)
     def forward(
         self,
         q: torch.Tensor,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import as_dtype, require
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
@@ -43,6 +44,7 @@ class BatchDecodeWithPagedKVCache(_OverCache):
         Of q; None is the cache's.
     """
 
+    @checked
     def __init__(
         self,
         kv_cache: PagedKVCache,
@@ -56,6 +58,8 @@ class BatchDecodeWithPagedKVCache(_OverCache):
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(self._workspace(), kv_cache.kv_layout)
         self._planned = None
 
+    @checked
+    @named(sequence="sequences", append_key="k", append_value="v")
     def decode(
         self, q: torch.Tensor, layer_idx: int = 0, sequences: Sequence | Iterable[Sequence] | None = None
     ) -> torch.Tensor:
@@ -101,6 +105,7 @@ class BatchPrefillWithRaggedKVCache(_OverCache):
     its pages are neither read nor written.
     """
 
+    @checked
     def __init__(
         self,
         kv_cache: PagedKVCache,
@@ -113,6 +118,8 @@ class BatchPrefillWithRaggedKVCache(_OverCache):
         super().__init__(kv_cache, num_heads, kv_heads, head_dim, sm_scale, dtype)
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(self._workspace(), kv_cache.kv_layout)
 
+    @checked
+    @named(sequence="sequences", append_key="k", append_value="v")
     def prefill(
         self,
         q: torch.Tensor,

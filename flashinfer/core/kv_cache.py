@@ -9,6 +9,7 @@ from numbers import Integral
 import numpy as np
 import torch
 
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import as_dtype, require
 from flashinfer.page import append_paged_kv_cache
 
@@ -132,6 +133,8 @@ class PagedKVCache:
 
     kv_layout = "NHD"
 
+    @checked
+    @named(dtype="data_type")
     def __init__(
         self,
         num_layers: int,
@@ -174,11 +177,13 @@ class PagedKVCache:
     def sequences(self) -> tuple[Sequence, ...]:
         return tuple(self._live.values())
 
+    @checked
     def layer(self, layer_idx: int) -> torch.Tensor:
         """One layer of `data`, as the wrappers take it: [max_num_pages, 2, page_size, num_kv_heads, head_dim]."""
         require(0 <= layer_idx < self.num_layers, "layer_idx", layer_idx, f"0 to {self.num_layers - 1}")
         return self.data[layer_idx]
 
+    @checked
     def pages_needed(self, length: int, sequence: Sequence | None = None) -> int:
         """Free pages that `begin_forward(length, sequence)` would take, a copy of a shared last page included."""
         if sequence is None:
@@ -250,6 +255,8 @@ class PagedKVCache:
         sequence.reserved, sequence._open = 0, False
         self._shrink(sequence)
 
+    @checked
+    @named(append_key="k", append_value="v", sequence="sequences")
     def append(
         self,
         k: torch.Tensor,
@@ -328,6 +335,7 @@ class PagedKVCache:
         sequence.length = sequence.reserved = 0
         self._shrink(sequence)
 
+    @named(sequence="sequences")
     def tables(self, sequences: Sequence | Iterable[Sequence] | None = None) -> Tables:
         """The page tables of some sequences, as one batch.
 

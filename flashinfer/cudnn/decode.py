@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core import env
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._forms.given import head_sinks, scale as scale_of, whole, with_pages
 from flashinfer._forms.outputs import Output
@@ -14,6 +14,9 @@ from flashinfer.ops.attention.engine import attend_pages, flat_integers, scales_
 
 
 @checked
+@named(q_data_type="q", num_qo_heads="q", head_dim_qk="q", kv_data_type="k_cache",
+       num_kv_heads="k_cache", head_dim_vo="v_cache", page_size="k_cache", kv_cache="k_cache",
+       qo_indptr="batch_offsets_q", kv_indptr="actual_seq_lens_kv", num_heads="q")  # fmt: skip
 def cudnn_batch_decode_with_kv_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

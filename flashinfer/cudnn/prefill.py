@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._forms.given import flag, whole
 from flashinfer._forms.pages import as_one_type
@@ -15,6 +15,9 @@ from flashinfer.ops.attention.tables import Table
 
 
 @checked
+@named(q_data_type="q", num_qo_heads="q", head_dim_qk="q", kv_data_type="k_cache",
+       num_kv_heads="k_cache", head_dim_vo="v_cache", page_size="k_cache", kv_cache="k_cache",
+       qo_indptr="batch_offsets_q", kv_indptr="actual_seq_lens_kv", num_heads="q")  # fmt: skip
 def cudnn_batch_prefill_with_kv_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

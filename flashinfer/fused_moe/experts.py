@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -138,7 +139,8 @@ class Layer(NamedTuple):
 def activation_of(argument: str, value, **given) -> tuple[str, bool]:
     """The room's name of an activation, and whether it is gated. given : tensors of SwiGLU and SiTU alone, by name."""
     known = [int(kind) for kind in _ACTS]
-    require(int(value) in known, argument, value, ", ".join(f"{kind.name} ({int(kind)})" for kind in _ACTS))
+    fits = isinstance(value, Integral) and int(value) in known
+    require(fits, argument, repr(value), ", ".join(f"{kind.name} ({int(kind)})" for kind in _ACTS))
     kind = ActivationType(int(value))
     act = _ACTS[kind]
     for name, tensor in given.items():

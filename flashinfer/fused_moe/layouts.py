@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer.utils import get_shuffle_matrix_a_row_indices, get_shuffle_matrix_sf_a_row_indices
 
@@ -61,6 +61,7 @@ def reorder_rows_for_gated_act_gemm(x: torch.Tensor) -> torch.Tensor:
 
 
 @checked
+@named(input_tensor="dst_w3_w1_weight")
 def get_w3_w1_permute_indices_with_cache(
     _cache_permute_indices: dict,
     dst_w3_w1_weight: torch.Tensor,
@@ -94,6 +95,7 @@ def get_w3_w1_permute_indices_with_cache(
 
 
 @checked
+@named(input_tensor="dst_w2_weight")
 def get_w2_permute_indices_with_cache(
     _cache_permute_indices: dict,
     dst_w2_weight: torch.Tensor,

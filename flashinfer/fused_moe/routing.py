@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops.moe import finalize as finalize_room
@@ -111,6 +111,8 @@ def fused_topk_deepseek(
     _route(scores, bias, topk_indices, topk_values, replay, numbers, scale, "sigmoid", "sigmoid_sum")
 
 
+@checked
+@named(routing_method_type="routing_method")
 def route(
     routing_logits: torch.Tensor,
     routing_bias: torch.Tensor | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 
 __all__ = ["get_hybrid_num_tokens_buckets"]
@@ -10,6 +11,7 @@ __all__ = ["get_hybrid_num_tokens_buckets"]
 _PHASES = ((256, 0), (2048, 256), (4096, 512))
 
 
+@checked
 def get_hybrid_num_tokens_buckets(max_num_tokens: int, min_num_tokens: int = 1) -> tuple[int, ...]:
     """Numbers of tokens that are dense where the tiles of experts change.
 

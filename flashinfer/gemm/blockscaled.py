@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
@@ -176,6 +176,7 @@ def mm_mxfp8(
 
 
 @checked
+@named(out_dtype="dtype")
 def bmm_mxfp8(
     A: torch.Tensor,
     B: torch.Tensor,

@@ -249,6 +249,7 @@ class CheckpointingSSURunner(TunableRunner):
         "cu_seqlens", "cb_scaled", "cumAdt_vec", "cb_old",
     )  # fmt: skip
 
+    @checked
     def __init__(
         self,
         module_base_args: tuple,

@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._forms.given import flag, head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, split, without_heads
@@ -35,6 +35,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
 
 @checked
+@named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
+       num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
+       q_scale="bmm1_scale", qo_indptr="cum_seq_lens_q", kv_indptr="seq_lens", num_heads="query")  # fmt: skip
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -260,6 +263,9 @@ def token_table(
 
 
 @checked
+@named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
+       num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
+       q_scale="bmm1_scale", kv_indptr="seq_lens", num_heads="query")  # fmt: skip
 def xqa_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -284,6 +290,9 @@ def xqa_batch_decode_with_kv_cache_mla(
 
 
 @checked
+@named(q_data_type="q", num_qo_heads="q", head_dim_qk="q", kv_data_type="k_cache",
+       num_kv_heads="k_cache", head_dim_vo="v_cache", kv_cache="k_cache", out="output",
+       kv_indptr="seq_lens", num_heads="q")  # fmt: skip
 def xqa_mla(
     q: torch.Tensor,
     k_cache: torch.Tensor,

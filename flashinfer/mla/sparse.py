@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._forms.given import head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, without_heads
@@ -17,6 +17,10 @@ _WINDOW = 128
 
 
 @checked
+@named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="swa_kv_cache",
+       num_kv_heads="swa_kv_cache", head_dim_vo="swa_kv_cache", page_size="swa_kv_cache",
+       v_scale="bmm2_scale", q_scale="bmm1_scale", kv_cache="swa_kv_cache",
+       qo_indptr="cum_seq_lens_q", kv_indptr="seq_lens", num_heads="query")  # fmt: skip
 def trtllm_batch_decode_sparse_mla_dsv4(
     query: torch.Tensor,
     swa_kv_cache: torch.Tensor,

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import as_dtype, require, require_tensor
 from flashinfer.ops.attention.options import default_o_dtype
 from flashinfer.ops.attention.variants import AttentionVariant
@@ -62,6 +63,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     torch.Size([5, 4, 128])
     """
 
+    @checked
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
@@ -89,6 +91,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
         )  # fmt: skip
 
+    @checked
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -212,6 +215,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         )  # fmt: skip
         return probe._active.scratch_bytes, 0
 
+    @checked
     def run(
         self,
         q: torch.Tensor,

@@ -169,7 +169,7 @@ def test_bad_calls_of_decode_are_refused_by_name():
             with pytest.raises(ValueError, match=f"^{name}: got .*; allowed: "):
                 call()
     x.cache.free(b)
-    with pytest.raises(ValueError, match="^sequence: got sequence 1 .*; allowed: a live sequence"):
+    with pytest.raises(ValueError, match="^sequences: got sequence 1 .*; allowed: a live sequence"):
         x.decoder.decode(q, 0, [a, b])
 
 

@@ -121,7 +121,7 @@ BAD = [
     (HUMMING, (W, S[..., :2]), "raw_scale"),
     (HUMMING, (W, S + 255), "raw_scale"),
     (HUMMING, (W, S, 15), "max_range"),
-    (core.get_w2_permute_indices_with_cache, ({}, torch.zeros(17, 2), 128), "input_tensor"),
+    (core.get_w2_permute_indices_with_cache, ({}, torch.zeros(17, 2), 128), "dst_w2_weight"),
 ]
 
 

@@ -31,6 +31,8 @@ _OTHERS = {
 _ENDS = {"destroy", "reset", "end_forward"}
 # They read tables of addresses, which nothing can check.
 _BY_ADDRESS = {"bgmv_moe_expand", "bgmv_moe_shrink", "replayssm_materialize"}
+# Steps of a mixture of experts, each of which takes what the one before it gave.
+_STEPS = {"finalize", "token_map"}
 
 
 def objects():
@@ -55,7 +57,7 @@ def public():
             continue
         # What answers whether something is supported never refuses.
         name = found.__name__
-        if name.startswith(("supports_", "resolve_")) or name.endswith("_supported") or name in _BY_ADDRESS:
+        if name.startswith(("supports_", "resolve_")) or name.endswith("_supported") or name in _BY_ADDRESS | _STEPS:
             continue
         seen.add(found)
         if isinstance(found, FunctionType):

@@ -216,6 +216,7 @@ swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
         A number, dtype or combination other than the above.
     """
 
+    @checked
     def __init__(
         self,
         num_experts: int,
@@ -229,7 +230,7 @@ swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
         tile_size: int = 128,
         sf_vec_size: int = 16,
         output_dtype: torch.dtype = torch.bfloat16,
-        device: str = "cuda",
+        device: str | torch.device = "cuda",
         enable_pdl: bool = True,
         activation_type: int = ActivationType.Swiglu.value,
         swiglu_alpha: float = DEFAULT_SWIGLU_ALPHA,

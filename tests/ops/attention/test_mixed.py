@@ -165,5 +165,5 @@ def test_batch_pod(caches, rows, tables, device):
                 in_one = of_p[0].untyped_storage().data_ptr() == of_d[0].untyped_storage().data_ptr()
                 assert in_one != alone
         if device.type == "cpu" or tables == "host":
-            with pytest.raises(ValueError, match="q: got 44 rows"):
+            with pytest.raises(ValueError, match="q_p: got 44 rows"):
                 wrapper.run(torch.cat([p.q, p.q]), cache_p, d.q, cache_d)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.target import target_of
+from flashinfer.ops import narrow
 from flashinfer.ops._device import formats, scales
 from flashinfer.testing.compare import assert_bitwise
 from tests.ops.quantize import truth
@@ -230,3 +231,13 @@ def test_scale_offset(device, layout):
     memory[out] = torch.arange(rows * blocks, device=device)
     plain = torch.arange(rows * blocks, device=device).view(rows, blocks)
     assert_bitwise(memory, truth.arranged(plain, layout))
+
+
+@pytest.mark.parametrize("name", OCP)
+def test_torch_saturates(name):
+    """What the references of rooms round with, at both ends of the range."""
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([1.0, 1.001, 1.1, 2.0, 1e6, torch.inf], dtype=torch.float32) * largest
+    x = torch.cat((x, -x, torch.tensor([torch.nan, 0.0, -0.0, 2.0**-10])))
+    assert_bitwise(narrow.to_fp8(x, dtype).view(torch.uint8), truth.encode(name, x.double()))
