@@ -7,6 +7,7 @@ import torch
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import check_indptr, require
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+from flashinfer.ops.attention.host_tables import host_lengths
 from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.prefill.single import single_prefill_with_kv_cache
@@ -279,6 +280,9 @@ class BatchPODWithPagedKVCacheWrapper:
         self._planned_both = self._planned_parts = False
         # Tables on a device do not show the host where rows and pages of the decode would begin, or how many each
         # request has; nor can the rows of a slice of a larger batch stand behind the prefill's.
+        for part, tables in zip("pd", self._tables, strict=True):
+            _of_part(part, host_lengths, True)((*tables[:2], tables[3], tables[2]), _TABLES, page_size, 0)
+            _of_part(part, _check_offsets, True)(*tables[:2])
         offsets = qo_indptr_p, kv_indptr_p, qo_indptr_d, kv_indptr_d
         self._joinable = all(t.device.type == "cpu" for t in offsets) and all(t.numel() for t in offsets)
         self._joinable = self._joinable and int(qo_indptr_d[0]) == 0
@@ -371,6 +375,16 @@ class BatchPODWithPagedKVCacheWrapper:
 
     def end_forward(self) -> None:
         """Kept for callers of older versions; there is nothing to release."""
+
+
+# What the wrappers of both parts call their tables.
+_TABLES = "qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "paged_kv_indices"
+
+
+def _check_offsets(*tables: torch.Tensor) -> None:
+    for name, indptr in zip(_TABLES, tables, strict=False):
+        if not indptr.is_cuda and indptr.numel():
+            check_indptr(name, indptr.numpy(), sliced=True)
 
 
 def _from_zero(indptr: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import inspect
 
 import torch
 
+from flashinfer._core.arguments import named
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
 from flashinfer._core.signatures import like, returning_lse
 from flashinfer.ops.attention.operands import is_plain
@@ -106,6 +107,7 @@ class BatchAttention(AttentionWrapper):
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Kept for callers of upstream: strides are arguments of our kernels, so no variant needs warming."""
 
+    @named(paged_kv_cache="kv_cache", k="kv_cache", v="kv_cache", kv_block_scales="kv_cache_sf")
     def run(
         self,
         q: torch.Tensor,

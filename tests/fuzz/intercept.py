@@ -30,7 +30,7 @@ _OTHERS = {
 }  # fmt: skip
 _ENDS = {"destroy", "reset", "end_forward"}
 # They read tables of addresses, which nothing can check.
-_BY_ADDRESS = {"bgmv_moe_expand", "bgmv_moe_shrink", "replayssm_materialize"}
+_BY_ADDRESS = {"replayssm_materialize"}
 # Steps of a mixture of experts, each of which takes what the one before it gave.
 _STEPS = {"finalize", "token_map"}
 
@@ -55,9 +55,9 @@ def public():
         home = getattr(found, "__module__", None) or ""
         if found in seen or not home.startswith("flashinfer.") or home.split(".")[1] in _OTHERS:
             continue
-        # What answers whether something is supported never refuses.
+        # What answers whether something is supported never refuses; the parts of an adapter go by address, too.
         name = found.__name__
-        if name.startswith(("supports_", "resolve_")) or name.endswith("_supported") or name in _BY_ADDRESS | _STEPS:
+        if name.startswith(("supports_", "resolve_", "bgmv_moe_")) or name.endswith("_supported") or name in _BY_ADDRESS | _STEPS:
             continue
         seen.add(found)
         if isinstance(found, FunctionType):
