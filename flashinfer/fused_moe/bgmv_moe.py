@@ -365,6 +365,7 @@ def prepare_bgmv_moe(
         for bank in banks:
             require(bank.dtype == x.dtype, name, bank.dtype, f"{x.dtype}, as x has")
             require(len(bank) == adapters, name, tuple(bank.shape), f"{adapters} adapters, as the first has")
+            require(bank.shape[2] > 0, name, tuple(bank.shape), "matrices with rows")
             expected = (rank, x.shape[1]) if name == "lora_a_weights" else (bank.shape[2], rank)
             require(bank.shape[2:] == expected, name, tuple(bank.shape), f"matrices {expected}")
             require(bank.device == x.device, name, bank.device, f"{x.device}, where x is")

@@ -165,12 +165,15 @@ workspace_buffer
     require(0 <= tp_rank < tp_size, "tp_rank", tp_rank, f"0 to {tp_size - 1}, below tp_size")
     require(0 <= ep_rank < ep_size, "ep_rank", ep_rank, f"0 to {ep_size - 1}, below ep_size")
     require(input.dim() == 2, "input", tuple(input.shape), "[tokens, hidden]")
+    for name, weight in (("fc1_expert_weights", fc1_expert_weights), ("fc2_expert_weights", fc2_expert_weights)):
+        require(weight.dim() == 3, name, tuple(weight.shape), "[experts, rows, columns]")
     dtype = as_dtype(output_dtype, None, "output_dtype")
     require(dtype in _PLAIN, "output_dtype", dtype, "bfloat16, float16, float32")
     count, device = len(fc1_expert_weights), input.device
     ids, weights = token_selected_experts, token_final_scales
     require(ids.dtype in (torch.int32, torch.int64), "token_selected_experts", ids.dtype, "int32, int64")
-    weights = torch.ones(ids.shape, dtype=torch.float32, device=device) if weights is None else weights
+    given = torch.ones(ids.shape, dtype=torch.float32, device=device) if weights is None else weights
+    weights = given if given.dim() != 2 or given.stride(1) == 1 else given.contiguous()
     allowed = (torch.float32, torch.bfloat16, torch.float16)
     require(weights.dtype in allowed, "token_final_scales", weights.dtype, "float32, bfloat16, float16")
     routed = experts.Routed(ids, weights, ep_rank * count, count, ids_name="token_selected_experts",

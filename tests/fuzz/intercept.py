@@ -57,7 +57,8 @@ def public():
             continue
         # What answers whether something is supported never refuses; the parts of an adapter go by address, too.
         name = found.__name__
-        if name.startswith(("supports_", "resolve_", "bgmv_moe_")) or name.endswith("_supported") or name in _BY_ADDRESS | _STEPS:
+        others = name in _BY_ADDRESS | _STEPS or name.startswith("bgmv_moe_")
+        if others or name.startswith(("supports_", "resolve_")) or name.endswith("_supported"):
             continue
         seen.add(found)
         if isinstance(found, FunctionType):
