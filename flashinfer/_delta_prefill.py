@@ -61,8 +61,12 @@ def run_chunks(
     backend: str = "auto",
     marks: Marks | None = None,
     write: torch.Tensor | None = None,
+    segment: int = 0,
 ) -> None:
-    """Run whole prompts; the arguments are those of the room's operands, shapes checked."""
+    """Run whole prompts; the arguments are those of the room's operands, shapes checked.
+
+    segment : tokens of the parts of sequences that go in parallel, whole chunks; 0: each sequence in one go.
+    """
     on_the_way = {} if marks is None else {"state_checkpoints": marks.out, "checkpoint_cu_starts": marks.starts,
                                            "checkpoint_state_indices": marks.slots}  # fmt: skip
     device = same_device(
@@ -120,8 +124,9 @@ def run_chunks(
         mark_slots=bool(marks and marks.slots is not None),
         stride=math.gcd(marks.every, room.CHUNK) if marks else room.CHUNK,
         write_dtype=name(write),
+        segments=segment > 0,
         aligned=whole_rows(q, k, v, tokens.gate if channels else None, result),
     )
-    room.delta_chunks(problem, device, backend).run(tokens, gates, pool, result, scale, marks, write)
+    room.delta_chunks(problem, device, backend).run(tokens, gates, pool, result, scale, marks, write, segment)
     if result is not out:
         out.copy_(result)

@@ -19,16 +19,16 @@ def span_of(offsets, n, of):
 
 
 @triton.jit
-def place_of(p, offsets, of, STRIDE: tl.constexpr):
-    """The sequence and chunk of place p of the workspace. Sequence i has places from offsets[i] / STRIDE + i on."""
+def place_of(p, offsets, of, stride):
+    """Sequence and part of place p, of `stride` tokens each. Sequence i has places from offsets[i] / stride + i on."""
     low = p * 0
     high = low + of.sequences - 1
     while low < high:
         middle = (low + high + 1) // 2
-        begins = tl.load(offsets + middle).to(tl.int32) // STRIDE + middle <= p
+        begins = tl.load(offsets + middle).to(tl.int32) // stride + middle <= p
         low = tl.where(begins, middle, low)
         high = tl.where(begins, high, middle - 1)
-    return low, p - tl.load(offsets + low).to(tl.int32) // STRIDE - low
+    return low, p - tl.load(offsets + low).to(tl.int32) // stride - low
 
 
 @triton.jit

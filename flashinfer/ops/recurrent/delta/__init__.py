@@ -188,6 +188,9 @@ class Chunks:
         A table names the rows of those.
     stride : int
         Tokens from one chunk to the next: 64, or less where states are wanted at other places.
+    segments : bool
+        Long sequences are divided into segments of some chunks each, which go in parallel. They are packed, with a
+        decay for each head or none, and no write gate.
     """
 
     key_dim: int
@@ -212,6 +215,7 @@ class Chunks:
     mark_slots: bool = False
     stride: int = CHUNK
     write_dtype: str = ""
+    segments: bool = False
     aligned: bool = True
 
 
@@ -282,6 +286,8 @@ def _prefills() -> Iterator[Chunks]:
     linear = {"gate": "linear", "gate_dtype": "fp32", "beta": "value", "beta_dtype": "fp32"}
     fp32 = {"source_dtype": "fp32", "state_dtype": "fp32"}
     yield Chunks(128, 128, "bf16", "bf16", **linear, **fp32, index="i64")
+    yield Chunks(128, 128, "bf16", "bf16", **linear, **fp32, normalize=True, segments=True)
+    yield Chunks(64, 128, "fp16", "fp16", **linear, **fp32, read=True, marks_dtype="fp32", segments=True)
     yield Chunks(128, 128, "bf16", "bf16", **linear, **fp32, read=True, marks_dtype="fp32", normalize=True)
     raw = {"gate": "bounded", "gate_dtype": "bf16", "bias_dtype": "fp32", "beta": "logit", "beta_dtype": "bf16"}
     kda = {**raw, "channels": True, "normalize": True}

@@ -1,4 +1,7 @@
-"""The gated delta rule by chunks of 64 tokens in Triton: two kernels, whose results depend on nothing in the batch."""
+"""The gated delta rule by chunks of 64 tokens in Triton: two kernels, whose results depend on nothing in the batch.
+
+Two more where long sequences go in segments, all at once.
+"""
 
 import torch
 import triton
@@ -9,13 +12,14 @@ from flashinfer.ops.recurrent.delta import CHUNK
 from flashinfer.ops.recurrent.delta.config import power_of_two
 from flashinfer.ops.recurrent.delta.prepare import launch_prepare
 from flashinfer.ops.recurrent.delta.scan import launch_scan
+from flashinfer.ops.recurrent.delta.segments import CHAIN_ROWS, launch_chain, launch_map
 from flashinfer.ops.recurrent.launching import raw, strides
 
 # Bytes of stack a thread may use: up to 16 on Hopper, more where products are mma of older chips.
 STACK_BUDGET = 320
 
 
-def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None):
+def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None, segment=0):
     """Every sequence from its state to its last token; see operands.py for what is read and written."""
     device, n, heads = out.device, tokens.sequences, tokens.heads
     rows, length, keys, values = tokens.k.shape[0], tokens.k.shape[1], tokens.k.shape[3], tokens.v.shape[3]
@@ -43,14 +47,46 @@ def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None
     grid = (programs, 1, 1)
     launch_prepare(problem, config, grid, *given, scratch, *workspace, *flat, *sizes, tiles, *grouped, *numbers)
 
+    blocks, parts, starts = triton.cdiv(values, config.rows), n + problem.packed, ()
+    if problem.segments:
+        parts = length // segment + n
+        starts = (_states_before(problem, config, tokens, pool, workspace, parts, segment),)
+        parts += 1
     tables = (None,) * 3 if marks is None else (marks.out, marks.starts, marks.slots)
     given = [*tokens[:3], write, tokens.offsets, pool.read, pool.source, pool.state, *tables]
     given = [x for x in given if x is not None]
     flat = [s for x in (*tokens[:3], write, out) for s in strides(x, (0, 1, 2))]
     flat += [s for x in (pool.source, pool.state, tables[0]) for s in strides(x, (0, 1, 2, 3))]
-    more = (values, pool.null, 1 if marks is None else marks.every, group["q"], group["k"], group["v"])
-    grid = (triton.cdiv(values, config.rows), heads, n + problem.packed)
-    launch_scan(problem, config, grid, *map(raw, given), *workspace, out, *flat, *sizes, *more, scale)
+    more = (values, pool.null, 1 if marks is None else marks.every, parts - 1, segment)
+    grouped = group["q"], group["k"], group["v"]
+    grid = (blocks, heads, parts)
+    workspace += starts
+    launch_scan(problem, config, grid, *map(raw, given), *workspace, out, *flat, *sizes, *more, *grouped, scale)
 
 
-IMPLEMENTATION = Implementation(run, (launch_prepare, launch_scan), compile_together=True, stack_budget=STACK_BUDGET)
+def _states_before(problem, config, tokens, pool, workspace, parts: int, segment: int) -> torch.Tensor:
+    """float32 [parts, heads, V, K], the states before segments; those after whole last ones are written to the pool."""
+    heads, keys, values = tokens.heads, tokens.k.shape[3], tokens.v.shape[3]
+    maps = torch.empty(parts, heads, keys + values, keys, dtype=torch.float32, device=tokens.k.device)
+    starts = torch.empty(parts, heads, values, keys, dtype=torch.float32, device=tokens.k.device)
+    grid = (triton.cdiv(keys, config.rows) + triton.cdiv(values, config.rows), heads, parts)
+    flat = [s for x in (tokens.k, tokens.v) for s in strides(x, (0, 1, 2))]
+    sizes = heads, keys, values, segment
+    groups = heads // tokens.k.shape[2], heads // tokens.v.shape[2]
+    length, n = tokens.k.shape[1], tokens.sequences
+    launch_map(problem, config, grid, tokens.k, tokens.v, tokens.offsets, workspace[0], workspace[2], maps, *flat, n,
+               length, *sizes, *groups)  # fmt: skip
+    given = [x for x in (tokens.offsets, pool.read, pool.source, pool.state) if x is not None]
+    flat = [s for x in (pool.source, pool.state) for s in strides(x, (0, 1, 2, 3))]
+    grid = (triton.cdiv(values, CHAIN_ROWS), heads, n)
+    launch_chain(problem, config, grid, *map(raw, given), maps, starts, *flat, length, *sizes, pool.null)
+    return starts
+
+
+def kernels(problem, config):
+    more = (launch_map, launch_chain) if problem.segments else ()
+    return ((launcher, problem, config) for launcher in (launch_prepare, *more, launch_scan))
+
+
+LAUNCHERS = (launch_prepare, launch_map, launch_chain, launch_scan)
+IMPLEMENTATION = Implementation(run, LAUNCHERS, kernels=kernels, compile_together=True, stack_budget=STACK_BUDGET)

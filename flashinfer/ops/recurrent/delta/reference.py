@@ -198,7 +198,7 @@ LEAST = -64.0
 BLOCK = 16
 
 
-def chunks(problem: Chunks, tokens, gates, pool, out, scale, marks=None, write=None) -> None:
+def chunks(problem: Chunks, tokens, gates, pool, out, scale, marks=None, write=None, segment=0) -> None:
     """The WY form, one sequence and one chunk of 64 padded tokens at a time: bits depend on nothing else."""
     heads = tokens.heads
     bounds = [(i, 0, tokens.k.shape[1]) for i in range(tokens.k.shape[0])]

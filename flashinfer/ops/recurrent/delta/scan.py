@@ -1,9 +1,10 @@
 """From chunk to chunk of 64 tokens, in Triton: outputs and states; docs/rooms/recurrent.md derives the form.
 
-A program follows one head of one sequence with ROWS values of the state, [K, ROWS] float32, in registers: five products
-a chunk. Grid: (blocks of values, heads, sequences), and one sequence more for packed tokens of none. All warps do the
-same. In: q, k [rows, tokens, heads, K], v, the workspace of workspace.py, states [slots, heads, V, K]. Out: outputs
-like v, final states, states on the way. Shared memory: operands of the products, two chunks of them on Hopper.
+A program follows one head of one sequence, or of one segment of it, with ROWS values of the state, [K, ROWS] float32,
+in registers: five products a chunk. Grid: (blocks of values, heads, sequences or segments), and one more for packed
+tokens of no sequence. All warps do the same. In: q, k [rows, tokens, heads, K], v, the workspace of workspace.py,
+states [slots, heads, V, K], and those before segments. Out: outputs like v, final states, states on the way. Shared
+memory: operands of the products, two chunks of them on Hopper.
 """
 
 import triton
@@ -11,7 +12,7 @@ import triton.language as tl
 
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.products import operand
-from flashinfer.ops.recurrent._device.sequences import span_of
+from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent._device.states import load_state, store_state
 from flashinfer.ops.recurrent.delta.workspace import INPUT, STATE, common, workspace
 from flashinfer.ops.recurrent.launching import place_types, pointers
@@ -36,6 +37,7 @@ def scan_kernel(
     rows_k,
     rows_q,
     rows_last,
+    starts,
     out,
     q_by,
     k_by,
@@ -62,6 +64,11 @@ def scan_kernel(
     CAPABILITY: tl.constexpr,
 ):
     n = tl.program_id(2)
+    segment = 0
+    if starts is not None:
+        n, segment = place_of(n, offsets, of, of.segment)
+        # The last program is for tokens of no sequence.
+        n = tl.where(tl.program_id(2) < of.segments, n, of.sequences)
     head = tl.program_id(1)
     value = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, KEYS)
@@ -88,10 +95,21 @@ def scan_kernel(
     if read is not None:
         slot = tl.load(read + sequence).to(tl.int64)
     live = (n < of.sequences) & (slot > of.null)
+    start = 0
+    stop = length
+    if starts is not None:
+        # Places before the first sequence, and behind the last segment of each, have nothing to do.
+        start = tl.maximum(segment * of.segment, 0)
+        stop = tl.where(segment < 0, 0, tl.minimum(length, start + of.segment))
+        live &= (segment == 0) | (start < stop)
 
     if live:
         s = tl.zeros([KEYS, ROWS], tl.float32)
-        if source is not None:
+        if starts is not None:
+            at_start = starts + (tl.program_id(2).to(tl.int64) * of.heads + head) * (of.value_dim * of.key_dim)
+            at_start += value[None, :] * of.key_dim + column[:, None]
+            s = tl.load(at_start, inside, other=0)
+        elif source is not None:
             home = slot * source_by.slot + head * source_by.head
             home += value[None, :].to(tl.int64) * source_by.row + column[:, None].to(tl.int64) * source_by.column
             s = load_state(source + home, inside, SOURCE, CAPABILITY)
@@ -100,14 +118,15 @@ def scan_kernel(
             mark = tl.load(mark_starts + sequence).to(tl.int64)
             at_marks = marks + head * marks_by.head
             at_marks += value[None, :].to(tl.int64) * marks_by.row + column[:, None].to(tl.int64) * marks_by.column
+            mark += start // of.every
             if FIRST_MARK:
-                if length > 0:
+                if (length > 0) & (segment == 0):
                     store_mark(at_marks, marks_by, mark_slots, mark, s, inside, MARKS, CAPABILITY)
-                    mark += 1
+                mark += 1
         at_k = k + origin * k_by.row + first * k_by.token + head // of.k_group * k_by.head
         at_q = q + origin * q_by.row + first * q_by.token + head // of.q_group * q_by.head
         at_v = v + origin * v_by.row + first * v_by.token + head // of.v_group * v_by.head
-        for chunk in range(tl.cdiv(length, STRIDE)):
+        for chunk in range(start // STRIDE, tl.cdiv(stop, STRIDE)):
             begin = chunk * STRIDE
             token = begin + i.to(tl.int64)
             inside_chunk = i < tl.minimum(length - begin, STRIDE)
@@ -140,23 +159,17 @@ def scan_kernel(
                 queries = tl.load(at_q + token[:, None] * q_by.token + column[None, :], wide, other=0)
                 keys = keys.to(OPERAND)
                 at_sums = sums + tile * (3 * TOKENS)
-                total = tl.load(at_sums + TOKENS - 1)
-                since = tl.load(at_sums + i)
-                k_factor = tl.exp(since)
-                q_factor = k_factor * numbers.scale
-                last_factor = tl.exp(total - since)
+                since, k_factor, last_factor, decay = factors_of(at_sums, NORMALIZE, TOKENS)
+                q_factor = since * numbers.scale
                 if NORMALIZE:
-                    k_norms = tl.load(at_sums + TOKENS + i)
-                    k_factor *= k_norms
                     q_factor *= tl.load(at_sums + 2 * TOKENS + i)
-                    last_factor *= k_norms
                 values -= tl.dot(keys, narrow, input_precision=PRECISION) * k_factor[:, None]
                 o = tl.dot(queries.to(OPERAND), narrow, input_precision=PRECISION) * q_factor[:, None]
                 change = tl.dot(a, operand(values, OPERAND, PRECISION), input_precision=PRECISION)
                 o = tl.dot(p, operand(change, OPERAND, PRECISION), o, input_precision=PRECISION)
                 change *= last_factor[:, None]
                 change = operand(change, OPERAND, PRECISION)
-                s = tl.dot(tl.trans(keys), change, s * tl.exp(total), input_precision=PRECISION)
+                s = tl.dot(tl.trans(keys), change, s * decay, input_precision=PRECISION)
             tl.store(at_out + token[:, None] * out_by.token + value[None, :], o.to(out.dtype.element_ty), v_mask)
             if marks is not None:
                 done = begin + STRIDE
@@ -164,11 +177,32 @@ def scan_kernel(
                     store_mark(at_marks, marks_by, mark_slots, mark, s, inside, MARKS, CAPABILITY)
                     mark += 1
         if state is not None:
+            last = inside
+            if starts is not None:
+                # What follows a whole segment is its chain's to write: with the bits that the next segment begins with.
+                last &= (stop == length) & (stop < start + of.segment)
             goal = slot * state_by.slot + head * state_by.head
             goal += value[None, :].to(tl.int64) * state_by.row + column[:, None].to(tl.int64) * state_by.column
-            store_state(state + goal, s, inside, STATE, CAPABILITY)
+            store_state(state + goal, s, last, STATE, CAPABILITY)
     else:
-        zero_rows(at_out, out_by, 0, length, value, in_values, TOKENS)
+        zero_rows(at_out, out_by, start, stop, value, in_values, TOKENS)
+
+
+@triton.jit
+def factors_of(at_sums, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr):
+    """Of a chunk with one decay a head, by token: the decay since its start; that with the norm of the key; the decay
+    up to its end, with that norm. And the decay of the whole chunk."""
+    i = tl.arange(0, TOKENS)
+    total = tl.load(at_sums + TOKENS - 1)
+    sums = tl.load(at_sums + i)
+    since = tl.exp(sums)
+    k_factor = since
+    last_factor = tl.exp(total - sums)
+    if NORMALIZE:
+        k_norms = tl.load(at_sums + TOKENS + i)
+        k_factor *= k_norms
+        last_factor *= k_norms
+    return since, k_factor, last_factor, tl.exp(total)
 
 
 @triton.jit
@@ -195,13 +229,13 @@ def _build_scan(problem, config):
     kinds |= {"offsets": table if problem.packed else ""}
     kinds |= {"read": table if problem.read else "", "source": problem.source_dtype, "state": problem.state_dtype}
     kinds |= {"marks": mark, "mark_starts": table if mark else "", "mark_slots": table if problem.mark_slots else ""}
-    kinds |= workspace(problem, narrow) | {"out": problem.out_dtype}
+    kinds |= workspace(problem, narrow) | {"starts": "fp32" if problem.segments else "", "out": problem.out_dtype}
     rows = {"q", "k", "v", "out"} if problem.aligned else set()
-    types = pointers(kinds, rows | set(workspace(problem, narrow)))
+    types = pointers(kinds, rows | {"starts"} | set(workspace(problem, narrow)))
     places = dict.fromkeys(("q_by", "k_by", "v_by", "w_by", "out_by"), INPUT)
     places |= dict.fromkeys(("source_by", "state_by", "marks_by"), STATE)
     types |= place_types(places, {f"{name}_by": kinds[name] for name in rows})
-    sizes = ("sequences", "tokens", "chunks", "heads", "key_dim", "value_dim", "null", "every")
+    sizes = ("sequences", "tokens", "chunks", "heads", "key_dim", "value_dim", "null", "every", "segments", "segment")
     types |= {f"of.{name}": "i32" for name in (*sizes, "q_group", "k_group", "v_group")} | {"numbers.scale": "fp32"}
     constants |= {name: None for name, kind in kinds.items() if not kind}
     constants |= {"FIRST_MARK": problem.first_mark, "SOURCE": problem.source_dtype, "STATE": problem.state_dtype}
