@@ -1,43 +1,9 @@
 """FP4 quantisation under upstream's older module name; `flashinfer.quantization` is the home of these functions."""
 
-from flashinfer.quantization.fp4_quantization import (
-    block_scale_interleave,
-    e2m1_and_ufp8sf_scale_to_float,
-    fp4_quantize,
-    mxfp4_dequantize,
-    mxfp4_dequantize_host,
-    mxfp4_quantize,
-    nvfp4_batched_quantize,
-    nvfp4_block_scale_interleave,
-    nvfp4_kv_dequantize,
-    nvfp4_kv_dequantize_paged,
-    nvfp4_kv_quantize,
-    nvfp4_quantize,
-    nvfp4_quantize_paged_kv_cache,
-    scaled_fp4_grouped_quantize,
-    shuffle_matrix_a,
-    shuffle_matrix_sf_a,
-)
+from flashinfer.quantization import fp4_quantization
+from flashinfer.quantization.fp4_quantization import *
 from flashinfer.quantization.gated import silu_and_mul_nvfp4_quantize
 from flashinfer.tllm_enums import SfLayout
 
-__all__ = [
-    "SfLayout",
-    "block_scale_interleave",
-    "e2m1_and_ufp8sf_scale_to_float",
-    "fp4_quantize",
-    "mxfp4_dequantize",
-    "mxfp4_dequantize_host",
-    "mxfp4_quantize",
-    "nvfp4_batched_quantize",
-    "nvfp4_block_scale_interleave",
-    "nvfp4_kv_dequantize",
-    "nvfp4_kv_dequantize_paged",
-    "nvfp4_kv_quantize",
-    "nvfp4_quantize",
-    "nvfp4_quantize_paged_kv_cache",
-    "scaled_fp4_grouped_quantize",
-    "shuffle_matrix_a",
-    "shuffle_matrix_sf_a",
-    "silu_and_mul_nvfp4_quantize",
-]
+__all__ = ["SfLayout", "silu_and_mul_nvfp4_quantize"]
+__all__ += fp4_quantization.__all__

@@ -194,30 +194,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
     begin_forward = plan
 
     def workspace_size(
-        self,
-        indptr: torch.Tensor,
-        indices: torch.Tensor,
-        last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: str | torch.dtype | None = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None,
-        data_type: str | torch.dtype | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        block_tables: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
-    ) -> tuple[int, int]:
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, num_qo_heads: int,
+        num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
+        logits_soft_cap: float | None = None, q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+        rope_theta: float | None = None, block_tables: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
+        fixed_split_size: int | None = None, disable_split_kv: bool = False, q_len_per_req: int = 1,
+    ) -> tuple[int, int]:  # fmt: skip
         """Bytes of (float, int) workspace that plan() with these arguments would use; both 0 on the CPU.
 
         The int workspace is always ours: its size is 0. Parameters as in `plan`.
@@ -347,19 +331,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
     def forward_return_lse(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        pos_encoding_mode: str = "NONE", q_scale: float | None = None, k_scale: float | None = None,
+        v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
+        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Older form of `run_return_lse`."""
         self._change_plan(
             pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,

@@ -124,29 +124,13 @@ def mm_mxfp8(
     b_descale : torch.Tensor
         uint8, ue8m0, of b.T. [K / 32, N], the transpose of row-major factors, or the bytes of 128x4 tiles in one
         dimension.
-    out : torch.Tensor, optional
-        [M, N] in `out_dtype`, rows contiguous.
-    out_dtype : torch.dtype
-        bfloat16, float16 or float32.
     use_8x4_sf_layout : bool
         The tiles of a are of 8 rows, not 128. Not for row-major factors.
     backend : str
         "cutlass", "cudnn", "cute-dsl", "cutedsl_low_latency", "b12x" or "auto": one result. "trtllm": the weight and
         its factors, which are in tiles then, whatever their shape, are shuffled as in `mm_fp4`. Or a variant's name.
-
-    Returns
-    -------
-    torch.Tensor
-        `out`, or a new tensor [M, N].
-
-    Raises
-    ------
-    ValueError
-        A shape, dtype, stride or device other than the above.
-
-    References
-    ----------
-    OCP Microscaling Formats (MX) Specification 1.0, 2023
+    out, out_dtype
+        As in `mm_fp4`, and so are result, errors and the formats' sources.
     """
     a, b = given.fp8("a", a), given.fp8("b", b, transposed=True)
     given.same("b", b.shape[1], "a", a.shape[1], "K")

@@ -118,26 +118,8 @@ def group_deepgemm_fp8_nt_groupwise(
         any strides.
     m_indices : torch.Tensor
         [M] int32. Rows of -1, or of no group, are not written.
-    scale_granularity_mnk : tuple of int
-        Rows of a, rows of b, and elements of K to a scale. The last is a power of two, 32 or more.
-    out : torch.Tensor, optional
-        [M, N], rows contiguous.
-    out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
-
-    Returns
-    -------
-    torch.Tensor
-        `out`, or a new tensor [M, N].
-
-    Raises
-    ------
-    ValueError
-        A shape, dtype, stride or device other than the above.
-
-    References
-    ----------
-    DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3, https://arxiv.org/abs/2412.19437
+    scale_granularity_mnk, out, out_dtype
+        As in `group_gemm_fp8_nt_groupwise`, and so are result, errors and source.
     """
     require(m_indices.shape == a.shape[:1], "m_indices", tuple(m_indices.shape), f"[{a.shape[0]}], the rows of a")
     require(m_indices.dtype == torch.int32, "m_indices", m_indices.dtype, "int32")
@@ -173,28 +155,12 @@ def batch_deepgemm_fp8_nt_groupwise(
         [groups] int32, on the device: how many rows of each group count. The others are not written.
     expected_m : int
         About how many those are; it chooses the tile, and has no effect on which rows are computed.
-    scale_granularity_mnk : tuple of int
-        Rows of a, rows of b, and elements of K to a scale. The last is a power of two, 32 or more.
     out : torch.Tensor, optional
         [groups, M, N], rows contiguous.
-    out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
+    scale_granularity_mnk, out_dtype
+        As in `group_gemm_fp8_nt_groupwise`, and so are result, errors and source.
     backend : str
         "deepgemm" or "auto": one result. Or a variant's name.
-
-    Returns
-    -------
-    torch.Tensor
-        `out`, or a new tensor [groups, M, N].
-
-    Raises
-    ------
-    ValueError
-        A shape, dtype, stride or device other than the above.
-
-    References
-    ----------
-    DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3, https://arxiv.org/abs/2412.19437
     """
     require(masked_m.shape == b.shape[:1], "masked_m", tuple(masked_m.shape), f"[{b.shape[0]}], the groups of b")
     require(masked_m.dtype == torch.int32, "masked_m", masked_m.dtype, "int32")
@@ -236,20 +202,8 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
         [groups + 1] int32, on the device: from 0, not decreasing, up to M. Groups may be empty and of any length.
     mma_sm, tile_m, tile_n, tile_k, swap_ab
         How upstream tiles its kernel; they have no effect on results, nor on the tiles here.
-    out : torch.Tensor, optional
-        [M, N], rows contiguous.
-    out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
-
-    Returns
-    -------
-    torch.Tensor
-        `out`, or a new tensor [M, N].
-
-    Raises
-    ------
-    ValueError
-        A shape, dtype, stride or device other than the above.
+    out, out_dtype
+        As in `group_gemm_fp8_nt_groupwise`, and so are result and errors.
 
     References
     ----------
@@ -290,26 +244,10 @@ def group_gemm_nvfp4_nt_groupwise(
         [groups, N, K / 2]; the same.
     a_scale, b_scale : torch.Tensor
         Factors in e4m3, uint8 or float8_e4m3fn, where `group_gemm_mxfp8_mxfp4_nt_groupwise` has them.
-    m_indptr : torch.Tensor
-        [groups + 1] int32, on the device: from 0, not decreasing, up to M. Groups may be empty and of any length.
     alpha : torch.Tensor, optional
         float32 [groups].
-    tile_m, tile_n, tile_k, swap_ab
-        How upstream tiles its kernel; they have no effect on results, nor on the tiles here.
-    out : torch.Tensor, optional
-        [M, N], rows contiguous.
-    out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
-
-    Returns
-    -------
-    torch.Tensor
-        `out`, or a new tensor [M, N].
-
-    Raises
-    ------
-    ValueError
-        A shape, dtype, stride or device other than the above.
+    m_indptr, tile_m, tile_n, tile_k, swap_ab, out, out_dtype
+        As in `group_gemm_mxfp8_mxfp4_nt_groupwise`, and so are result and errors.
     """
     a = given.fp4("a", a)
     _check_indptr(m_indptr, b)

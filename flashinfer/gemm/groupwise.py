@@ -132,24 +132,8 @@ def fp8_blockscale_gemm_sm90(
         float32 [M, ceil(K / 128)], any strides, of an FP8 input; None for bfloat16.
     weight_scale : torch.Tensor, optional
         float32 [N, ceil(K / 128)] or [ceil(N / 128), ceil(K / 128)], any strides, of an FP8 weight; None for bfloat16.
-    out : torch.Tensor, optional
-        [M, N], rows contiguous.
-    out_dtype : torch.dtype, optional
-        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
-
-    Returns
-    -------
-    torch.Tensor
-        `out`, or a new tensor [M, N].
-
-    Raises
-    ------
-    ValueError
-        A shape, dtype, stride or device other than the above.
-
-    References
-    ----------
-    DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3, https://arxiv.org/abs/2412.19437
+    out, out_dtype
+        As in `gemm_fp8_nt_groupwise`, and so are result, errors and source.
     """
     dtypes = torch.bfloat16, torch.float8_e4m3fn
     given.check_matrix("input", input, 2, dtypes)

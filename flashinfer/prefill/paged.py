@@ -193,42 +193,20 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
     begin_forward = plan
 
     def workspace_size(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        head_dim_vo: int | None = None,
-        custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: str | torch.dtype = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None,
-        prefix_len_ptr: torch.Tensor | None = None,
-        token_pos_in_items_ptr: torch.Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        seq_lens_q: torch.Tensor | None = None,
-        block_tables: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        uniform_q_len: int | None = None,
-    ) -> tuple[int, int]:
+        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
+        head_dim_vo: int | None = None, custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None, causal: bool = False, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
+        logits_soft_cap: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None, prefix_len_ptr: torch.Tensor | None = None,
+        token_pos_in_items_ptr: torch.Tensor | None = None, token_pos_in_items_len: int = 0,
+        max_item_len_ptr: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None, block_tables: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None, disable_split_kv: bool = False, uniform_q_len: int | None = None,
+    ) -> tuple[int, int]:  # fmt: skip
         """Bytes of (float, int) workspace that plan() with these arguments would use; both 0 on the CPU.
 
         The int workspace is always ours: its size is 0. Parameters as in `plan`. With qo_indptr on a GPU and no bound
@@ -350,20 +328,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
 
     def forward_return_lse(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], causal: bool = False,
+        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, k_scale: float | None = None,
+        v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
+        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Older form of `run_return_lse`."""
         self._change_plan(
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,

@@ -174,36 +174,18 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             require(value is None, name, value, "its default: bidirectional_ranges and run()'s windows are the mask")
 
     def workspace_size(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        head_dim_vo: int | None = None,
-        custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: str | torch.dtype | None = None,
-        kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None,
-        prefix_len_ptr: torch.Tensor | None = None,
-        token_pos_in_items_ptr: torch.Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-    ) -> tuple[int, int]:
+        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
+        head_dim_vo: int | None = None, custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None, causal: bool = False, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
+        logits_soft_cap: float | None = None, q_data_type: str | torch.dtype | None = None,
+        kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
+        prefix_len_ptr: torch.Tensor | None = None, token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0, max_item_len_ptr: torch.Tensor | None = None,
+        max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None, disable_split_kv: bool = False,
+    ) -> tuple[int, int]:  # fmt: skip
         """Bytes of (float, int) workspace that plan() with these arguments would use, as in the parent class."""
         probe = type(self)(self._float_workspace_buffer, self._kv_layout, **self._fixed)
         probe.plan(

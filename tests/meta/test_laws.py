@@ -2,6 +2,7 @@
 
 import ast
 import json
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,29 @@ def test_budgets(path):
 def test_nine_files_of_ten_have_at_most_400_lines():
     lengths = sorted(len(path.read_text().splitlines()) for path in sources("flashinfer"))
     assert lengths[len(lengths) * 9 // 10] <= 400
+
+
+def repeated(texts, window=12):
+    """The share of lines that stand in a run of `window` lines which occurs twice; blank lines and indents apart."""
+    places, count = defaultdict(list), 0
+    for i, text in enumerate(texts):
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        count += len(lines)
+        for at in range(len(lines) - window + 1):
+            places[tuple(lines[at : at + window])].append((i, at))
+    twice = {(i, at + k) for found in places.values() if len(found) > 1 for i, at in found for k in range(window)}
+    return len(twice) / count
+
+
+def test_little_is_written_twice():
+    assert repeated([path.read_text() for path in sources("flashinfer")]) < 0.015
+
+
+def test_what_is_written_twice_is_counted():
+    lines = [f"x = {i}" for i in range(24)]
+    assert repeated(["\n".join(lines)]) == 0
+    assert repeated(["\n".join(lines), "\n\n  ".join(lines[:12])]) == 24 / 36
+    assert repeated(["\n".join(lines), "\n".join(lines[:11])]) == 0
 
 
 @pytest.mark.parametrize("path", sources(*FOLDERS, "tests", "tools"), ids=relative)
