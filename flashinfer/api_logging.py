@@ -26,7 +26,7 @@ __all__ = ["flashinfer_api", "replay", "replay_from_dump", "replay_sequence"]
 _LEVEL = env.api_level()
 _dumps: call_dump.Dumps | None = None
 # Folders of the package that hold no public functions.
-_INNER = {"_core", "_forms", "api_logging", "cli", "collect_env", "compat", "integrations", "jit", "ops", "testing"}
+_INNER = {"_core", "_direct", "api_logging", "cli", "collect_env", "compat", "integrations", "jit", "ops", "testing"}
 
 
 class _Depth(threading.local):
@@ -182,7 +182,7 @@ def _public(module: ModuleType) -> Iterator[tuple[str, object]]:
     """Public functions and classes that a module defines, or gives on by `__all__`."""
     for name, value in list(vars(module).items()):
         ours = getattr(value, "__module__", None) or ""
-        if name.startswith("_") or not ours.startswith("flashinfer.") or ours.split(".")[1] in _INNER - {"_forms"}:
+        if name.startswith("_") or not ours.startswith("flashinfer.") or ours.split(".")[1] in _INNER - {"_direct"}:
             continue
         if isinstance(value, FunctionType) and (ours == module.__name__ or name in getattr(module, "__all__", ())):
             yield name, value

@@ -8,7 +8,7 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.target import target_of
-from flashinfer._forms.given import flag, whole
+from flashinfer._direct.given import flag, whole
 from flashinfer.ops.attention.engine import check_pages, integers
 from flashinfer.ops.attention.kernels import expect_kernels
 from flashinfer.ops.attention.mqa_logits import Beside, Problem, mqa_logits

@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device
 from flashinfer._core.custom_op import custom_op
-from flashinfer._forms.given import flag, whole
+from flashinfer._direct.given import flag, whole
 from flashinfer.ops.attention.engine import integers
 from flashinfer.ops.attention.mqa_logits import Beside, Problem, mqa_logits
 

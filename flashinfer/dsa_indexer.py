@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer._forms.given import real, whole
+from flashinfer._direct.given import real, whole
 from flashinfer.dense_mqa import score_rows
 from flashinfer.ops.attention.engine import flat_integers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer._forms.given import flag, real
+from flashinfer._direct.given import flag, real
 from flashinfer.mla.batch import factors_of
 from flashinfer.mla.decode import token_table
 from flashinfer.ops.attention.direct import run_latent

@@ -10,8 +10,8 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
-from flashinfer._forms.given import scale, whole, with_pages
-from flashinfer._forms.trtllm_decode import trtllm_batch_decode_with_kv_cache
+from flashinfer._direct.given import scale, whole, with_pages
+from flashinfer._direct.trtllm_decode import trtllm_batch_decode_with_kv_cache
 from flashinfer.mla.decode import xqa_mla
 from flashinfer.ops.kv_layout import check_layout
 

@@ -58,7 +58,7 @@ class Reply:
     def __init__(self, runner: Runner, choices: list[Choice]):
         self.runner, self.choices, self.events = runner, choices, asyncio.Queue()
 
-    async def pieces(self, http: Request) -> AsyncIterator[tuple[Choice, str, str | None]]:
+    async def deltas(self, http: Request) -> AsyncIterator[tuple[Choice, str, str | None]]:
         """New text of a choice, and "stop" or "length" where it ends. Ends early if the client goes away."""
         loop, pending = asyncio.get_running_loop(), set(self.choices)
         watch = asyncio.create_task(self._until_gone(http))
@@ -75,13 +75,13 @@ class Reply:
                     continue
                 if token is None:
                     raise Refused(500, "the engine has failed; its log says why")
-                piece, reason = choice.text.add(token), None
+                delta, reason = choice.text.add(token), None
                 if choice.text.stopped or last:
                     pending.remove(choice)
                     ended = choice.text.stopped or token == self.runner.engine.eos_id
-                    piece, reason = piece + choice.text.end(), "stop" if ended else "length"
+                    delta, reason = delta + choice.text.end(), "stop" if ended else "length"
                     self.runner.cancel(choice.request)
-                yield choice, piece, reason
+                yield choice, delta, reason
         finally:
             watch.cancel()
             for choice in pending:
@@ -159,8 +159,8 @@ class Shape:
 
     async def at_once(self, reply: Reply, http: Request) -> dict:
         texts, reasons = {}, {}
-        async for choice, piece, reason in reply.pieces(http):
-            texts[choice.index] = texts.get(choice.index, "") + piece
+        async for choice, delta, reason in reply.deltas(http):
+            texts[choice.index] = texts.get(choice.index, "") + delta
             reasons[choice.index] = reason
         choices = []
         for index, text in sorted(texts.items()):
@@ -177,9 +177,9 @@ class Shape:
             first = {"role": "assistant", "content": ""}
             yield event([self.choice(choice.index, first, None, "delta") for choice in reply.choices])
         try:
-            async for choice, piece, reason in reply.pieces(http):
-                if piece or reason:
-                    content = ({"content": piece} if piece else {}) if self.is_chat else piece
+            async for choice, delta, reason in reply.deltas(http):
+                if delta or reason:
+                    content = ({"content": delta} if delta else {}) if self.is_chat else delta
                     yield event([self.choice(choice.index, content, reason, "delta")])
         except Refused as error:
             yield f"data: {bytes(error.response.body).decode()}\n\n"

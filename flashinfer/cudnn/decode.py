@@ -7,9 +7,9 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
-from flashinfer._forms.given import head_sinks, scale as scale_of, whole, with_pages
-from flashinfer._forms.outputs import Output
-from flashinfer._forms.pages import as_one_type
+from flashinfer._direct.given import head_sinks, scale as scale_of, whole, with_pages
+from flashinfer._direct.outputs import Output
+from flashinfer._direct.pages import as_one_type
 from flashinfer.ops.attention.engine import attend_pages, flat_integers, scales_of
 
 

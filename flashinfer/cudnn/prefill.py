@@ -8,8 +8,8 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
-from flashinfer._forms.given import flag, whole
-from flashinfer._forms.pages import as_one_type
+from flashinfer._direct.given import flag, whole
+from flashinfer._direct.pages import as_one_type
 from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_integers, integers, output_of
 from flashinfer.ops.attention.tables import Table
 

@@ -1,6 +1,6 @@
 """Decode attention: one query token per request (or a few), keys and values in a KV cache."""
 
-from flashinfer._forms.trtllm_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from flashinfer._direct.trtllm_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from flashinfer.compat.cached_module import offsets as _get_range_buf  # by which name older SGLang takes it
 from flashinfer.cudnn.decode import cudnn_batch_decode_with_kv_cache
 from flashinfer.decode.batch import (

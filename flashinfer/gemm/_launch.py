@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.checks import dtype_name, is_aligned, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
-from flashinfer.gemm._operands import choice_of, form_of
+from flashinfer.gemm._operands import choice_of, encoding_of
 from flashinfer.ops.gemm import blockscaled as room
 from flashinfer.ops.gemm import grouped as groups_room
 from flashinfer.ops.gemm.operands import PER_BYTE, bucket
@@ -35,10 +35,10 @@ def gemm(
     same_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale, alpha=alpha, out=out)
     if out.numel() == 0:
         return
-    K = a.shape[2] * PER_BYTE[form_of(a)]
+    K = a.shape[2] * PER_BYTE[encoding_of(a)]
     problem = room.Problem(
-        a=form_of(a),
-        b=form_of(b),
+        a=encoding_of(a),
+        b=encoding_of(b),
         scale=scale,
         width=width,
         out=dtype_name(out.dtype),
@@ -88,11 +88,11 @@ def grouped(
     same_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale, alpha=alpha, out=out, groups=groups, weights=weights)
     if out.numel() == 0 or groups.numel() == 0 or len(b) == 0:
         return
-    K = a.shape[-1] * PER_BYTE[form_of(a)]
+    K = a.shape[-1] * PER_BYTE[encoding_of(a)]
     problem = groups_room.Problem(
         kind=kind,
-        a=form_of(a),
-        b=form_of(b),
+        a=encoding_of(a),
+        b=encoding_of(b),
         scale=scale,
         width=width,
         out=dtype_name(out.dtype),

@@ -101,7 +101,7 @@ def result(
     return out
 
 
-def form_of(x: torch.Tensor) -> str:
+def encoding_of(x: torch.Tensor) -> str:
     """The Problem's name of a format: bytes are two e2m1."""
     name = dtype_name(x.dtype)
     return "e2m1" if name == "u8" else name

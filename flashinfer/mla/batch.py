@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer._forms.given import flag, real, whole
+from flashinfer._direct.given import flag, real, whole
 from flashinfer.compat.wrappers import LatentNames
 from flashinfer.ops.attention.direct import run_latent
 from flashinfer.ops.attention.mla.operands import Factors, attend

@@ -9,7 +9,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
-from flashinfer._forms.given import flag, head_sinks, scale, whole
+from flashinfer._direct.given import flag, head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, split, without_heads
 from flashinfer.ops.attention.direct import ones_times, run_latent
 from flashinfer.ops.attention.engine import flat_integers, integers, refuse

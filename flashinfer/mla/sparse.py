@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
-from flashinfer._forms.given import head_sinks, scale, whole
+from flashinfer._direct.given import head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, without_heads
 from flashinfer.mla.decode import attend, token_table
 from flashinfer.ops.attention.engine import flat_integers, integers, refuse

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flashinfer._core.checks import check_indptr, require
-from flashinfer._forms.given import flag
+from flashinfer._direct.given import flag
 from flashinfer.ops.attention.block_scores import BLOCK
 from flashinfer.ops.attention.engine import check_pages, flat_integers, integers
 

@@ -8,7 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
-from flashinfer._forms.given import flag, real, whole
+from flashinfer._direct.given import flag, real, whole
 from flashinfer.msa_ops._requests import Requests, requests_of
 from flashinfer.ops import layouts
 from flashinfer.ops.attention.block_scores import BLOCK

@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
-from flashinfer._forms.given import flag, real, whole
+from flashinfer._direct.given import flag, real, whole
 from flashinfer.msa_ops._requests import requests_of
 from flashinfer.ops.attention.block_scores import BLOCK, Problem, block_scores
 from flashinfer.quantization import _rows

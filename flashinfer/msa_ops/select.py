@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
-from flashinfer._forms.given import whole
+from flashinfer._direct.given import whole
 
 
 @checked

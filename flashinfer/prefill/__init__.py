@@ -1,8 +1,8 @@
 """Prefill and append attention: many query tokens per request, keys and values in a KV cache or in ragged rows."""
 
-from flashinfer._forms.fmha_v2 import fmha_v2_prefill_deepseek, trtllm_fmha_v2_prefill
-from flashinfer._forms.sage import trtllm_sage_attention_quantize
-from flashinfer._forms.trtllm_prefill import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
+from flashinfer._direct.fmha_v2 import fmha_v2_prefill_deepseek, trtllm_fmha_v2_prefill
+from flashinfer._direct.sage import trtllm_sage_attention_quantize
+from flashinfer._direct.trtllm_prefill import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
 from flashinfer.cudnn.prefill import cudnn_batch_prefill_with_kv_cache
 from flashinfer.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.prefill.ragged import BatchPrefillWithRaggedKVCacheWrapper

@@ -107,7 +107,7 @@ def top_p_of(value, batch, device, may_be_impossible=False):
     return scalar, tensor
 
 
-def form_of(source, order):
+def ordered_source(source, order):
     """The source and the order of filters, in one word for an op's schema."""
     require(order in ("top_k_first", "joint"), "filter_apply_order", repr(order), "'top_k_first', 'joint'")
     return f"{source} {order}"

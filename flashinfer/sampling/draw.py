@@ -8,7 +8,7 @@ from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer.ops import sampling as room
-from flashinfer.sampling.arguments import Call, form_of, given, kind_of, parameter, place_of, randomness_of, rows_of
+from flashinfer.sampling.arguments import Call, ordered_source, given, kind_of, parameter, place_of, randomness_of, rows_of
 
 
 @replayed
@@ -190,8 +190,8 @@ def top_k_top_p_sampling_from_logits(
     `top_k_top_p_sampling_from_probs`; 0 stands for a row with NaN or +inf, or of -inf alone.
     """
     call = Call("logits", logits, indices, check_nan, generator, seed, offset)
-    form = form_of("logits", filter_apply_order)
-    _draw_prefix(logits, form, *call.k(top_k, False), *call.p(top_p, False), *call.operands)
+    ordered = ordered_source("logits", filter_apply_order)
+    _draw_prefix(logits, ordered, *call.k(top_k, False), *call.p(top_p, False), *call.operands)
     return call.result(False)
 
 
@@ -216,8 +216,8 @@ def top_k_top_p_sampling_from_probs(
     parameters, the result and errors are those of `top_k_sampling_from_probs` and `top_p_sampling_from_probs`.
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
-    form = form_of("probs", filter_apply_order)
-    _draw_prefix(probs, form, *call.k(top_k, return_valid), *call.p(top_p, return_valid), *call.operands)
+    ordered = ordered_source("probs", filter_apply_order)
+    _draw_prefix(probs, ordered, *call.k(top_k, return_valid), *call.p(top_p, return_valid), *call.operands)
     return call.result(return_valid)
 
 
@@ -248,16 +248,16 @@ def _draw(
 
 @custom_op("flashinfer::prefix_sampling", mutates_args=("samples", "valid"))
 def _draw_prefix(
-    x: torch.Tensor, form: str, top_k: int | None, top_ks: torch.Tensor | None, top_p: float | None,
+    x: torch.Tensor, ordered: str, top_k: int | None, top_ks: torch.Tensor | None, top_p: float | None,
     top_ps: torch.Tensor | None, numbers: list[int], seeds: torch.Tensor | None, offsets: torch.Tensor | None,
     indices: torch.Tensor | None, samples: torch.Tensor, valid: torch.Tensor,
 ) -> None:  # fmt: skip
-    """`form` is the source, and the order of the filters behind it; `numbers` as in `_draw`."""
+    """`ordered` is the source, and the order of the filters behind it; `numbers` as in `_draw`."""
     same_device(probs=x, top_k=top_ks, top_p=top_ps)
     if not len(samples):
         return
     x = rows_of(x)
-    source, _, order = form.partition(" ")
+    source, _, order = ordered.partition(" ")
     problem = room.Prefix(
         "draw",
         source,

@@ -235,14 +235,14 @@ def repeats(card, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_repeats_what_it_would_launch_anew(name, on_card):
+def test_repeats_what_it_would_launch(name, on_card):
     on_card(repeats, name)
 
 
 # -- what is not alike ------------------------------------------------------------------------------------------------
 
 
-def _launched_as_anew(card, call, *args):
+def _launched_alike(card, call, *args):
     fresh = _run(card, call.__wrapped__, *args)
     for _ in range(3):
         assert _run(card, call, *args) == fresh
@@ -252,7 +252,7 @@ def _launched_as_anew(card, call, *args):
 def warm_calls_that_differ(card):
     op = flashinfer.rmsnorm
     x, weight, out = rows(), rows(1)[0], rows()
-    warm = _launched_as_anew(card, op, x, weight, 1e-6, out)
+    warm = _launched_alike(card, op, x, weight, 1e-6, out)
     others = {
         "strides": (rows(4, 512)[:, :256], weight, 1e-6, out),
         "shape": (rows(5), weight, 1e-6, rows(5)),
@@ -264,18 +264,18 @@ def warm_calls_that_differ(card):
         "no eps": (x, weight, 0.0, out),
     }
     for what, args in others.items():
-        assert _launched_as_anew(card, op, *args) != warm, what
+        assert _launched_alike(card, op, *args) != warm, what
         assert _is_kept(op, *args) == (what != "no eps"), what
-    assert _launched_as_anew(card, op, x, weight, -0.0, out) != _run(card, op, x, weight, 0.0, out)
-    _launched_as_anew(card, op, x, weight)
+    assert _launched_alike(card, op, x, weight, -0.0, out) != _run(card, op, x, weight, 0.0, out)
+    _launched_alike(card, op, x, weight)
     # The alignment of one tensor is not that of another.
-    _launched_as_anew(card, op, rows(1, 1040)[0][1:1025].view(4, 256), weight, 1e-6, out)
-    assert _launched_as_anew(card, op, x, weight, {"out": out, "eps": 1e-6}) == warm
-    assert _launched_as_anew(card, op, x, weight, {"eps": 1e-6, "out": out}) == warm
+    _launched_alike(card, op, rows(1, 1040)[0][1:1025].view(4, 256), weight, 1e-6, out)
+    assert _launched_alike(card, op, x, weight, {"out": out, "eps": 1e-6}) == warm
+    assert _launched_alike(card, op, x, weight, {"eps": 1e-6, "out": out}) == warm
     card.stream = 8
-    assert _launched_as_anew(card, op, x, weight, 1e-6, out)[0][0][2] == 8
+    assert _launched_alike(card, op, x, weight, 1e-6, out)[0][0][2] == 8
     card.stream = 7
-    assert _launched_as_anew(card, op, x, weight, 1e-6, out) == warm
+    assert _launched_alike(card, op, x, weight, 1e-6, out) == warm
     with pytest.raises(ValueError, match="eps: got '1e-6'; allowed: a number"):
         op(x, weight, "1e-6", out)
 
@@ -314,9 +314,9 @@ def arguments_that_are_one_tensor(card):
 
     x, y, out = (torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64))
     for _ in range(3):
-        assert _launched_as_anew(card, by_identity, x, x, out) != _launched_as_anew(card, by_identity, x, y, out)
+        assert _launched_alike(card, by_identity, x, x, out) != _launched_alike(card, by_identity, x, y, out)
         # Views of one memory at one address are aliases, at another address they are not.
-        _launched_as_anew(card, by_identity, x.view(8, 8).view(64), x, out)
+        _launched_alike(card, by_identity, x.view(8, 8).view(64), x, out)
 
 
 def scalars_of_other_types(card):
@@ -330,7 +330,7 @@ def scalars_of_other_types(card):
     x, out = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
     values = (1, 1.0, True, torch.ones(1), torch.ones(()), torch.ones(1, dtype=torch.int32))
     for _ in range(3):
-        made = [_launched_as_anew(card, by_type, x, out, by)[0][0][3] for by in values]
+        made = [_launched_alike(card, by_type, x, out, by)[0][0][3] for by in values]
         assert len({str(launch) for launch in made}) == 4
 
     @replayed
@@ -341,7 +341,7 @@ def scalars_of_other_types(card):
         for value in (1.0, 2.0, 3.0):
             # What is read on the host decides, so such a call is not replayed.
             one = torch.full((1,), value)
-            assert _launched_as_anew(card, by_value, x, out, one) == _run(card, by_value.__wrapped__, x, out, value)
+            assert _launched_alike(card, by_value, x, out, one) == _run(card, by_value.__wrapped__, x, out, value)
             assert not _is_kept(by_value, x, out, one)
 
 
@@ -382,7 +382,7 @@ def warm_calls_that_are_wrong(card):
 
     op = flashinfer.rmsnorm
     x, weight, out = rows(), rows(1)[0], rows()
-    _launched_as_anew(card, op, x, weight, 1e-6, out)
+    _launched_alike(card, op, x, weight, 1e-6, out)
     wrong = {
         "out: got torch.float16": (x, weight, 1e-6, out.half()),
         r"out: got \(3, 256\)": (x, weight, 1e-6, out[:3]),
@@ -423,7 +423,7 @@ def another_target(card):
 
     op = flashinfer.rmsnorm
     args = rows(), rows(1)[0], 1e-6, rows()
-    _launched_as_anew(card, op, *args)
+    _launched_alike(card, op, *args)
     with target.override(replace(target.NAMED["90a"], sms=7)):
         assert not _is_kept(op, *args)
     assert _is_kept(op, *args)
@@ -535,7 +535,7 @@ def parts_of_tensors(card):
     x, both = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(2, 64)
     for _ in range(3):
         for out in both.clone(), both.clone():
-            _launched_as_anew(card, parts, x, out[0])
+            _launched_alike(card, parts, x, out[0])
     assert _is_kept(parts, x, both[1])
 
     @replayed
@@ -546,7 +546,7 @@ def parts_of_tensors(card):
     # What shares memory with another tensor, and is no whole one, may be part of either.
     whole = torch.zeros(128, dtype=torch.bfloat16)
     for _ in range(3):
-        _launched_as_anew(card, halves, whole[:64], whole[64:].view(torch.float32))
+        _launched_alike(card, halves, whole[:64], whole[64:].view(torch.float32))
     assert not _is_kept(halves, whole[:64], whole[64:].view(torch.float32))
 
 

@@ -96,11 +96,11 @@ def test_grouped(lengths, kind, seed):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("form", ["offsets", "fp32", "fp8", "lengths", "columns first"])
+@pytest.mark.parametrize("case", ["offsets", "fp32", "fp8", "lengths", "columns first"])
 @pytest.mark.parametrize("lengths", [[300, 100], [2, 260, 0, 400]], ids=str)
-def test_unscaled(lengths, form, seed):
+def test_unscaled(lengths, case, seed):
     with emulate("90a", seed=seed) as launched:
-        grouped.test_unscaled(CPU, lengths, 264, 320, form)
+        grouped.test_unscaled(CPU, lengths, 264, 320, case)
     assert set(launched) == {"unscaled_sm90_kernel"}
 
 

@@ -9,9 +9,9 @@ from tests.ops.moe.experts import test_hopper as experts
 CPU = torch.device("cpu")
 
 
-def check(seed, form, n, k, tokens):
+def check(seed, encoding, n, k, tokens):
     with emulate("90a", seed=seed) as launched:
-        experts.test_products(CPU, form, n, k, tokens)
+        experts.test_products(CPU, encoding, n, k, tokens)
     assert set(launched) == {"product_sm90_kernel"}
 
 
@@ -22,7 +22,7 @@ def test_products_quickly():
 @pytest.mark.matrix
 @pytest.mark.parametrize("tokens", (1, 150))
 @pytest.mark.parametrize("n, k", ((288, 208), (512, 256)))
-@pytest.mark.parametrize("form", experts.FORMS)
+@pytest.mark.parametrize("encoding", experts.ENCODINGS)
 @pytest.mark.parametrize("seed", (0, 1))
-def test_products(seed, form, n, k, tokens):
-    check(seed, form, n, k, tokens)
+def test_products(seed, encoding, n, k, tokens):
+    check(seed, encoding, n, k, tokens)

@@ -47,10 +47,10 @@ def replay(graph, result, plan, eager):
     return replayed
 
 
-@pytest.mark.parametrize("form", (16, 20, "decode", "fast_decode_plan"))
-def test_decode(form, device):
+@pytest.mark.parametrize("signature", (16, 20, "decode", "fast_decode_plan"))
+def test_decode(signature, device):
     pool = Pool(device, 3, slots=5000)
-    wrapper = decode_wrapper(pool, form != "decode", True, "fa2")
+    wrapper = decode_wrapper(pool, signature != "decode", True, "fa2")
     begin(wrapper, *pool.step([1, 1, 1], [700, 3, 17]))
     run = partial(wrapper.forward_return_lse, pool.q[:3], pool.pair, sm_scale=SCALE, logits_soft_cap=0.0)
     graph, result = capture(run)
@@ -58,13 +58,13 @@ def test_decode(form, device):
         x, paged = pool.step([1, 1, 1], kv_lens)
         pool.kv_indptr.copy_(paged.indptr)
         pool.indices[: len(paged.indices)] = paged.indices
-        if form == "fast_decode_plan":
+        if signature == "fast_decode_plan":
             plan = partial(begin, wrapper, x, paged, global_override_indptr_cpu=generate.indptr(kv_lens))
             wrapper.begin_forward = partial(flashinfer.fast_decode_plan, wrapper)
-        elif form == "decode":
+        elif signature == "decode":
             plan = partial(wrapper._cached_module.plan, *decode_arguments(wrapper, kv_lens))
         else:
-            plan = partial(wrapper._cached_module.plan, *prefill_arguments(wrapper, [1] * 3, kv_lens, form))
+            plan = partial(wrapper._cached_module.plan, *prefill_arguments(wrapper, [1] * 3, kv_lens, signature))
         check(replay(graph, result, plan, run), x, Options())
 
 

@@ -81,11 +81,11 @@ def test_decode(number, tensor_cores, graph, device):
             wrapper.begin_forward = partial(flashinfer.fast_decode_plan, wrapper)
 
 
-@pytest.mark.parametrize("form", (15, 16, 19, 20, "decode"))
+@pytest.mark.parametrize("signature", (15, 16, 19, 20, "decode"))
 @pytest.mark.parametrize("graph", (False, True), ids=("eager", "graph"))
-def test_decode_by_the_module(graph, form, device):
+def test_decode_by_the_module(graph, signature, device):
     pool = Pool(device, 2)
-    wrapper = decode_wrapper(pool, form != "decode", graph, backends(device)[0])
+    wrapper = decode_wrapper(pool, signature != "decode", graph, backends(device)[0])
     begin(wrapper, *pool.step([1, 1], [9, 30]))
     for kv_lens in ([10, 31], [50, 1]):
         x, paged = pool.step([1, 1], kv_lens)
@@ -95,10 +95,10 @@ def test_decode_by_the_module(graph, form, device):
         else:
             wrapper._paged_kv_indptr_buf, wrapper._paged_kv_indices_buf = paged.indptr, paged.indices
             wrapper._paged_kv_last_page_len_buf = paged.last_page_len
-        if form == "decode":
+        if signature == "decode":
             arguments = decode_arguments(wrapper, kv_lens)
         else:
-            arguments = prefill_arguments(wrapper, [1, 1], kv_lens, form)
+            arguments = prefill_arguments(wrapper, [1, 1], kv_lens, signature)
         wrapper._plan_info = wrapper._cached_module.plan(*arguments)
         # What the caller gave its own plan(), said again after it.
         wrapper._pos_encoding_mode, wrapper._window_left, wrapper._logits_soft_cap = "NONE", -1, 0.0

@@ -259,15 +259,15 @@ def test_a_text_holds_back_what_may_go_on():
     letters = Tokenizer(models.WordLevel({f"<0x{byte:02X}>": byte for byte in range(256)}))
     letters.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
 
-    def pieces(text, stops):
+    def parts(text, stops):
         growing = GrowingText(letters, [], stops)
         return [growing.add(byte) for byte in text.encode()] + [growing.end()], growing.stopped
 
-    assert pieces("aé€", []) == (["a", "", "é", "", "", "€", ""], False)
-    assert pieces("xENy", ["END"]) == (["x", "", "", "ENy", ""], False)
-    assert pieces("xEND", ["END", "D"]) == (["x", "", "", "", ""], True)
-    assert pieces("aab", ["ab"]) == (["", "a", "", ""], True)
-    assert pieces("xEN", ["END"]) == (["x", "", "", "EN"], False)
+    assert parts("aé€", []) == (["a", "", "é", "", "", "€", ""], False)
+    assert parts("xENy", ["END"]) == (["x", "", "", "ENy", ""], False)
+    assert parts("xEND", ["END", "D"]) == (["x", "", "", "", ""], True)
+    assert parts("aab", ["ab"]) == (["", "a", "", ""], True)
+    assert parts("xEN", ["END"]) == (["x", "", "", "EN"], False)
 
 
 @pytest.fixture(autouse=True)

@@ -51,10 +51,10 @@ def by_turns(w):
 
 def layer(device, mode="w4a4", gated=True, middle=M, q2=20.0):
     """What the calls take, by name, and the truth's operands, their halves up first."""
-    rows, form = MODES[mode]
+    rows, encoding = MODES[mode]
     x, x_sf, xd = random(rows, tokens(device), H, device=device)
-    w1, s1, v1 = weights(form, E, (1 + gated) * middle, H, device)
-    w2, s2, v2 = weights(form, E, H, middle, device)
+    w1, s1, v1 = weights(encoding, E, (1 + gated) * middle, H, device)
+    w2, s2, v2 = weights(encoding, E, H, middle, device)
     d1, d2 = torch.rand(E, device=device) + 0.5, (torch.rand(E, device=device) + 0.5) / q2
     if gated:
         w1, s1 = by_turns(w1), by_turns(s1)

@@ -68,8 +68,8 @@ def layers(rank, world, device):
     up, down = weights_of(world * PER, device)
     own = range(rank * PER, (rank + 1) * PER)
     for seed, (name, (global_scale, bound)) in enumerate(FORMATS.items()):
-        form = None if name is None else QuantFormat[name]
-        params = MoEEpCommParams(world * PER, TOP_K, MOST, HIDDEN, dispatch_format=form)
+        number_format = None if name is None else QuantFormat[name]
+        params = MoEEpCommParams(world * PER, TOP_K, MOST, HIDDEN, dispatch_format=number_format)
         config = NVLinkOneSidedConfig(eplb_stats_num_experts=2)
         # As vLLM makes it: with the CPU as the default device.
         with torch.device("cpu"):

@@ -42,8 +42,8 @@ def test_what_vllm_reads():
         "MXFP4": 68,
     }  # fmt: skip
     for name, nbytes in sizes.items():
-        form = None if name is None else QuantFormat[name]
-        assert MoEEpCommParams(4, 2, 8, 128, None, form).dispatch_bytes_per_token == nbytes
+        number_format = None if name is None else QuantFormat[name]
+        assert MoEEpCommParams(4, 2, 8, 128, None, number_format).dispatch_bytes_per_token == nbytes
     assert MoEEpCommParams(4, 2, 8, 100, torch.float32).dispatch_bytes_per_token == 400
     assert hasattr(MoEEpCommParams, "dispatch_format") and NVLinkOneSidedAlltoAll.is_platform_supported()
     assert available_communication_backends() == ["nvlink_one_sided"]

@@ -79,15 +79,15 @@ def append_and_check(x: Scene):
 
 @pytest.mark.parametrize(("page_size", "arranged"), in_turn([1, 5, 16, 128, 1024], ARRANGED))
 def test_layouts(variant, device, page_size, arranged):
-    kv_layout, form = arranged
+    kv_layout, arrangement = arranged
     x = make(device, page_size, appended=(3, 0, 17, 1, 1), lengths=(7, 4, 40, 1, 1025 if page_size == 1024 else 33))
     k, v = x.expected()
     caches = x.k_cache, x.v_cache
     if kv_layout == "HND":
         caches = tuple(c.transpose(1, 2).contiguous() for c in caches)
-    cache = caches if form == "pair" else torch.stack(caches, 1)
+    cache = caches if arrangement == "pair" else torch.stack(caches, 1)
     flashinfer.append_paged_kv_cache(x.key, x.value, x.batch_indices, x.positions, cache, *x.tables, kv_layout)
-    caches = cache if form == "pair" else (cache[:, 0], cache[:, 1])
+    caches = cache if arrangement == "pair" else (cache[:, 0], cache[:, 1])
     if kv_layout == "HND":
         caches = tuple(c.transpose(1, 2) for c in caches)
     assert_bitwise(caches[0], k, "keys")

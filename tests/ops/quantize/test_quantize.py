@@ -448,9 +448,9 @@ def test_segment_packbits(variant, device, bitorder, dtype):
     indptr = generate.indptr(lengths, device).to(dtype)
     x = torch.rand(sum(lengths), device=device) < 0.5
     packed, starts = flashinfer.segment_packbits(x, indptr, bitorder)
-    pieces = [np.packbits(part.cpu().numpy(), bitorder=bitorder) for part in x.split(lengths)]
-    assert_bitwise(packed, torch.from_numpy(np.concatenate(pieces)))
-    assert_bitwise(starts, generate.indptr([len(p) for p in pieces], device).to(dtype))
+    parts = [np.packbits(part.cpu().numpy(), bitorder=bitorder) for part in x.split(lengths)]
+    assert_bitwise(packed, torch.from_numpy(np.concatenate(parts)))
+    assert_bitwise(starts, generate.indptr([len(p) for p in parts], device).to(dtype))
     empty, starts = flashinfer.segment_packbits(x[:0], indptr[:1], bitorder)
     assert empty.shape == (0,) and starts.tolist() == [0]
 

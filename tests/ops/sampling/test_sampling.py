@@ -458,7 +458,7 @@ def test_large_vocabularies_on_a_gpu(device, monkeypatch, rows):
 
 
 @pytest.mark.gpu
-def test_graph_reads_seeds_and_filters_anew(device):
+def test_graph_reads_seeds_and_filters_again(device):
     probs = rows_of_probs(8, 5000, device)
     seed, offset = torch.tensor([3], device=device), torch.tensor([4], device=device)
     ks, ps = torch.full((8,), 50, device=device), torch.full((8,), 0.9, device=device)

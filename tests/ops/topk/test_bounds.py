@@ -101,8 +101,8 @@ def test_mixtures(device, monkeypatch, dtype):
     check(x.to(device), k, last)
 
 
-@pytest.mark.parametrize("form", ["pages", "ragged"])
-def test_transforms(device, monkeypatch, form):
+@pytest.mark.parametrize("kind", ["pages", "ragged"])
+def test_transforms(device, monkeypatch, kind):
     """Windows of 0, 1, k - 1, k, k + 1 and all columns."""
     if device.type == "cpu":
         use_sizes(monkeypatch, short_k=300)
@@ -113,8 +113,8 @@ def test_transforms(device, monkeypatch, form):
     offsets = torch.arange(rows, dtype=torch.int32, device=device) * 1000
     (out, o), (raw, r) = (between_canaries(rows, k, torch.int32, device) for _ in range(2))
     table = torch.arange(rows * columns, dtype=torch.int32, device=device).view(rows, columns)
-    pages = form == "pages"
-    problem = room.TopK(form, "fp32", lengths=True, raw=pages, aligned=False)
+    pages = kind == "pages"
+    problem = room.TopK(kind, "fp32", lengths=True, raw=pages, aligned=False)
     run = room.top_k(problem, device, "portable" if device.type == "cpu" else "auto").run
     run(x, k, None, lengths, (table, None, None, 1) if pages else (offsets,), (out, raw if pages else None))
     for i, length in enumerate(lengths.clamp(min=0).tolist()):

@@ -162,7 +162,7 @@ def test_a_group_of_one(device):
     assert a.dispatch(everyone[0][1], [everyone[0][0]], 8)[0].shape == (1, 8, cases.HIDDEN)
 
 
-def test_the_older_form_alone(device):
+def test_the_older_function_alone(device):
     ranks.older(0, 1, device)
 
 

@@ -205,9 +205,9 @@ def test_operands_widened_first(device, element, factor, width, k, layout):
     from flashinfer.ops.gemm.blockscaled import Widen, config, portable
 
     x = scaled.operand((2, 21, k), element, factor, width, device)
-    form = "e2m1" if element == "e2m1" else "fp8e4nv"
+    encoding = "e2m1" if element == "e2m1" else "fp8e4nv"
     aligned = layout != "linear" or k // width % 4 == 0
-    problem = Widen(form, factor, width, layout, aligned, whole=k % 128 == 0)
+    problem = Widen(encoding, factor, width, layout, aligned, whole=k % 128 == 0)
     how = config.portable(room.Problem("bf16", "e2m1", "ue4m3", 16, "bf16", 256), target_of(device))
     out = portable._widened(problem, how, k, x.codes, x.arranged(layout))
     assert_bitwise(out, x.values.to(BF16))
@@ -346,11 +346,11 @@ def test_tensor_cores_that_take_factors_are_given_them():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     for line in done.stdout.splitlines():
-        arch, form, *instructions = line.split()
+        arch, number_format, *instructions = line.split()
         assert instructions, line
         for instruction in instructions:
             if arch == "100a":
-                kind = {"nvfp4": "kind::mxf4nvf4", "mxfp4": "kind::mxf4", "mxfp8": "kind::mxf8f6f4"}[form]
+                kind = {"nvfp4": "kind::mxf4nvf4", "mxfp4": "kind::mxf4", "mxfp8": "kind::mxf8f6f4"}[number_format]
                 assert instruction.startswith("tcgen05.mma") and f"{kind}.block_scale" in instruction, line
             else:
                 assert instruction.startswith("mma.sync") and ".block_scale" in instruction, line

@@ -118,13 +118,13 @@ def test_group_gemm_nvfp4(variant, device, lengths, n, k):
 
 
 @shapes
-@pytest.mark.parametrize("form", ["mxfp8", "nvfp4", "mxfp4"])
-def test_grouped_mm_of_blocks(variant, device, lengths, n, k, form):
+@pytest.mark.parametrize("number_format", ["mxfp8", "nvfp4", "mxfp4"])
+def test_grouped_mm_of_blocks(variant, device, lengths, n, k, number_format):
     element, factor, width = {"mxfp8": ("e4m3", "ue8m0", 32), "nvfp4": ("e2m1", "ue4m3", 16),
-                              "mxfp4": ("e2m1", "ue8m0", 32)}[form]  # fmt: skip
+                              "mxfp4": ("e2m1", "ue8m0", 32)}[number_format]  # fmt: skip
     a, b = (scaled.operand(s, element, factor, width, device) for s in ((sum(lengths), k), (len(lengths), n, k)))
     args = a.codes, b.codes, a.arranged("128x4"), b.arranged("128x4"), generate.indptr(lengths, device)
-    if form == "mxfp8":
+    if number_format == "mxfp8":
         out, factors = grouped_mm.grouped_mm_mxfp8(*args), None
     else:
         alpha = torch.tensor([0.75], device=device)

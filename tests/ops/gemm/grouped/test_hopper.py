@@ -1,4 +1,4 @@
-"""The Hopper kernel of products in groups: when it is chosen, and what groups of any form and size give."""
+"""The Hopper kernel of products in groups: when it is chosen, and what groups of any kind and size give."""
 
 import pytest
 import torch
@@ -95,26 +95,26 @@ def test_groups(device, lengths, n, k, kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths, n, k", SIZES, ids=lambda x: str(x)[:24])
-@pytest.mark.parametrize("form", ["offsets", "fp32", "fp8", "lengths", "numbers", "columns first"])
-def test_unscaled(device, lengths, n, k, form):
+@pytest.mark.parametrize("case", ["offsets", "fp32", "fp8", "lengths", "numbers", "columns first"])
+def test_unscaled(device, lengths, n, k, case):
     """Without scales, by offsets and lengths, weights of either majorness and by number: as test_groups has it."""
     count, rows = len(lengths), sum(lengths) + 5
-    dtype = {"fp32": torch.float16, "fp8": torch.float8_e4m3fn}.get(form, torch.bfloat16)
+    dtype = {"fp32": torch.float16, "fp8": torch.float8_e4m3fn}.get(case, torch.bfloat16)
     a, b = (torch.randn(s, device=device).to(dtype) for s in ((rows, k), (count, n, k)))
     which = list(range(count))
-    kind = torch.float32 if form == "fp32" else torch.bfloat16
+    kind = torch.float32 if case == "fp32" else torch.bfloat16
     outs = [torch.full((rows, n), float("nan"), dtype=kind, device=device) for _ in range(2)]
     indptr = generate.indptr(lengths, device)
     alpha = torch.tensor([0.5], device=device)
     wrapper = gemm.SegmentGEMMWrapper(torch.empty(1, device=device))
     for out in outs:
-        if form in ("offsets", "fp32"):
+        if case in ("offsets", "fp32"):
             grouped_mm.grouped_mm_bf16(a, b, indptr, out=out, out_dtype=out.dtype)
-        elif form == "fp8":
+        elif case == "fp8":
             grouped_mm.grouped_mm_fp8(a, b, indptr, alpha, out=out)
-        elif form == "lengths":
+        elif case == "lengths":
             wrapper.run(a, b, count, True, out=out, seg_lens=torch.tensor(lengths, device=device))
-        elif form == "numbers":
+        elif case == "numbers":
             # The last weight for all but the first group, which has one that does not exist.
             which = [-1] + [count - 1] * (count - 1)
             numbers = torch.tensor(which, dtype=torch.int32, device=device)
@@ -128,8 +128,8 @@ def test_unscaled(device, lengths, n, k, form):
         if weight < 0:
             assert out[begin:end].isnan().all()
             continue
-        x, w = a[begin:end].double(), b[weight].double() * (0.5 if form == "fp8" else 1)
+        x, w = a[begin:end].double(), b[weight].double() * (0.5 if case == "fp8" else 1)
         # In 16 bits: tensor cores cut each addition, so the last places are not those of float32.
-        mine = out[begin:end].to(torch.float16 if form == "fp32" else out.dtype)
+        mine = out[begin:end].to(torch.float16 if case == "fp32" else out.dtype)
         assert_close(mine, scaled.same_dtype(x.float(), w.float(), mine.dtype), x @ w.mT)
     assert out[end:].isnan().all()

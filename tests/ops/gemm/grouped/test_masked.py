@@ -20,17 +20,17 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 NAN = float("nan")
 
 
-def call(a, b, out, counts, form, factor, width, c_dtype, seen=None, **more):
+def call(a, b, out, counts, encoding, factor, width, c_dtype, seen=None, **more):
     """lhs in the view of the tensor core's layout, rhs's factors flat, as vLLM has them."""
     rows, k = a.values.shape[1:]
     sfa = convert_sf_to_mma_layout(a.arranged("128x4"), rows, k, len(a.codes), width)
-    settings = dict(ab_dtype=NAMES[form], sf_dtype=FACTORS[factor], c_dtype=c_dtype, sf_vec_size=width)
+    settings = dict(ab_dtype=NAMES[encoding], sf_dtype=FACTORS[factor], c_dtype=c_dtype, sf_vec_size=width)
     moved = [x.codes.permute(1, 2, 0) for x in (a, b)]
     return grouped_gemm_nt_masked((moved[0], sfa), (moved[1], b.arranged("128x4")), out, counts, **settings, **more)
 
 
 @pytest.mark.parametrize(
-    "form, factor, width, c_dtype",
+    "encoding, factor, width, c_dtype",
     [
         ("e2m1", "ue4m3", 16, "bfloat16"),
         ("e2m1", "ue8m0", 32, "float16"),
@@ -39,16 +39,16 @@ def call(a, b, out, counts, form, factor, width, c_dtype, seen=None, **more):
     ],
 )
 @pytest.mark.parametrize("scaled_result", [False, True])
-def test_against_float64(variant, device, form, factor, width, c_dtype, scaled_result):
+def test_against_float64(variant, device, encoding, factor, width, c_dtype, scaled_result):
     experts, m, n, k = 3, 21, 40, 128
-    a = scaled.operand((experts, m, k), form, factor, width, device)
-    b = scaled.operand((experts, n, k), form, factor, width, device)
+    a = scaled.operand((experts, m, k), encoding, factor, width, device)
+    b = scaled.operand((experts, n, k), encoding, factor, width, device)
     counts = torch.tensor([5, 0, 21], dtype=torch.int32, device=device)
     alpha = torch.rand(1, 1, experts, device=device) + 0.5 if scaled_result else None
     more = dict(alpha=alpha, alpha_dtype="float32") if scaled_result else {}
     whole = torch.full((experts + 2, m, n), NAN, dtype=DTYPES[c_dtype], device=device)
     out = whole[1:-1].permute(1, 2, 0)
-    assert call(a, b, out, counts, form, factor, width, c_dtype, **more) is out
+    assert call(a, b, out, counts, encoding, factor, width, c_dtype, **more) is out
     for e, count in enumerate(counts.tolist()):
         factor_of = 1.0 if alpha is None else float(alpha.flatten()[e])
         truth = a.values[e, :count] @ b.values[e].mT * factor_of

@@ -17,59 +17,59 @@ def nibbles(codes):
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()
 
 
-def random(form, *shape, device="cpu"):
+def random(encoding, *shape, device="cpu"):
     """Codes of values of about 1, with their scale factors, and float64 values; rows are the last dimension."""
     count = shape[-1]
-    if form in ("bf16", "fp16", "fp32"):
-        codes = torch.randn(shape, device=device).to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(form))
+    if encoding in ("bf16", "fp16", "fp32"):
+        codes = torch.randn(shape, device=device).to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(encoding))
         return codes, None, codes.double()
-    if form in ("fp8", "fp8_block", "mxfp8"):
+    if encoding in ("fp8", "fp8_block", "mxfp8"):
         codes = torch.randn(shape, device=device).to(torch.float8_e4m3fn)
         value = codes.double()
     else:
         codes = torch.randint(256, (*shape[:-1], count // 2), dtype=torch.uint8, device=device)
         halves = nibbles(codes)
-        value = torch.where(halves > 7, halves - 16, halves).double() if form == "mxint4" else E2M1.to(device)[halves]
-    if form == "fp8":
+        value = torch.where(halves > 7, halves - 16, halves).double() if encoding == "mxint4" else E2M1.to(device)[halves]
+    if encoding == "fp8":
         return codes, None, value
-    blocks = (*shape[:-1], count // WIDTH.get(form, 128))
-    if form == "fp8_block":
+    blocks = (*shape[:-1], count // WIDTH.get(encoding, 128))
+    if encoding == "fp8_block":
         factors = torch.rand(blocks, device=device) + 0.5
         wide = factors.double()
-    elif form == "nvfp4":
+    elif encoding == "nvfp4":
         factors = (torch.rand(blocks, device=device) + 0.2).to(torch.float8_e4m3fn)
         wide, factors = factors.double(), factors.view(torch.uint8)
-    elif form == "mxint4":
+    elif encoding == "mxint4":
         factors = (torch.rand(blocks, device=device) * 0.1 + 0.1).to(torch.bfloat16)
         wide = factors.double()
     else:
         factors = torch.randint(124, 128, blocks, dtype=torch.uint8, device=device)
         wide = torch.exp2(factors.double() - 127)
-    return codes, factors, value * wide.repeat_interleave(WIDTH.get(form, 128), -1)
+    return codes, factors, value * wide.repeat_interleave(WIDTH.get(encoding, 128), -1)
 
 
-def weights(form, experts, n, k, device="cpu"):
+def weights(encoding, experts, n, k, device="cpu"):
     """As `random`, scaled so that a product of rows of about 1 is of about 1."""
-    if form == "fp8_block":
+    if encoding == "fp8_block":
         codes = (torch.randn(experts, n, k, device=device) * 40).to(torch.float8_e4m3fn)
         factors = (torch.rand(experts, -(-n // 128), -(-k // 128), device=device) + 0.5) / 40 / k**0.5
         wide = factors.double().repeat_interleave(128, 1)[:, :n].repeat_interleave(128, 2)[:, :, :k]
         return codes, factors, codes.double() * wide
-    if form == "fp8":
+    if encoding == "fp8":
         codes = (torch.randn(experts, n, k, device=device) * 4 / k**0.5).to(torch.float8_e4m3fn)
         return codes, None, codes.double()
-    codes, factors, value = random(form, experts, n, k, device=device)
+    codes, factors, value = random(encoding, experts, n, k, device=device)
     if factors is None:
         codes = (codes.float() / k**0.5).to(codes.dtype)
         return codes, None, codes.double()
-    if form == "nvfp4":
+    if encoding == "nvfp4":
         factors = (factors.view(torch.float8_e4m3fn).float() / 8).to(torch.float8_e4m3fn)
         value = E2M1.to(device)[nibbles(codes)] * factors.double().repeat_interleave(16, -1)
         factors = factors.view(torch.uint8)
-    elif form in ("mxfp8", "mxfp4"):
+    elif encoding in ("mxfp8", "mxfp4"):
         factors = factors - 4
         value = value / 16
-    elif form == "mxint4":
+    elif encoding == "mxint4":
         factors = factors / 16
         value = value / 16
     return codes, factors, value
@@ -122,20 +122,20 @@ ACTS = {
 }  # fmt: skip
 
 
-def between(form, scale=1.0, dtype=torch.bfloat16):
+def between(encoding, scale=1.0, dtype=torch.bfloat16):
     """What stands between the products, [n] in float64, through its format and back, times `scale` in it."""
 
     def through(h):
-        if form == "fp8":
+        if encoding == "fp8":
             return (h.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).double()
         h = h.to(dtype).float()[None]
-        if form == "fp8_block":
+        if encoding == "fp8_block":
             codes, factors = narrow.quantize_fp8(h, 128, torch.float8_e4m3fn)
             return (codes.double() * factors.double().repeat_interleave(128, 1))[0]
-        if form == "mxfp8":
+        if encoding == "mxfp8":
             codes, factors = narrow.quantize_mxfp8(h)
             return (codes.double() * torch.exp2(factors.double() - 127).repeat_interleave(32, 1))[0]
-        if form == "nvfp4":
+        if encoding == "nvfp4":
             codes, factors = narrow.quantize_nvfp4(h, torch.tensor(float(scale), device=h.device))
             return (E2M1.to(h.device)[nibbles(codes)] * factors.double().repeat_interleave(16, 1))[0]
         return h[0].double()

@@ -369,10 +369,10 @@ def test_fp8_per_channel(way, device, act, on_input):
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 def test_cutlass_plain(way, device, dtype):
-    form = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    encoding = {BF16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     # Odd lengths, rows that are not one after another, and another rank's experts.
-    x, _, xd = random(form, tokens(device), 70, device=device)
-    (w1, _, d1), (w2, _, d2) = weights(form, 2, 2 * 45, 70, device), weights(form, 2, 70, 45, device)
+    x, _, xd = random(encoding, tokens(device), 70, device=device)
+    (w1, _, d1), (w2, _, d2) = weights(encoding, 2, 2 * 45, 70, device), weights(encoding, 2, 70, 45, device)
     b1, b2 = torch.randn(2, 90, device=device, dtype=dtype), torch.randn(2, 70, device=device, dtype=dtype)
     ids, s = chosen(device)
     for rank in (0, 1):
@@ -386,10 +386,10 @@ def cutlass_case(name, device, dtype):
     """Input, its factors, weights, quant_scales, flags, and the truth's operands of `cutlass_fused_moe`."""
     rows = {"fp8": "fp8", "fp8_block": "bf16", "mxfp8": "mxfp8", "nvfp4": "nvfp4", "nvfp4 of bf16": "bf16",
             "mxfp4": "mxfp8", "mxfp4 fp8": "fp8", "mxfp4 w4": "bf16"}[name]  # fmt: skip
-    form = name.split()[0]
+    encoding = name.split()[0]
     H = M = 128 if name in ("fp8_block", "mxfp4 w4") else 64
     x, x_scale, xd = random(rows, tokens(device), H, device=device)
-    (w1, s1, v1), (w2, s2, v2) = weights(form, E, 2 * M, H, device), weights(form, E, H, M, device)
+    (w1, s1, v1), (w2, s2, v2) = weights(encoding, E, 2 * M, H, device), weights(encoding, E, H, M, device)
     d1, d2 = (torch.rand(E, device=device) + 0.5 for _ in range(2))
     q1, q2 = torch.full((1,), 3.0, device=device), torch.full((1,), 20.0, device=device)
     sf = None if x_scale is None else tiled(x_scale)
@@ -401,7 +401,7 @@ def cutlass_case(name, device, dtype):
     elif name == "fp8_block":
         flags, scales, middle, d1, d2 = {"use_deepseek_fp8_block_scale": True}, [s1, s2], "fp8_block", 1.0, 1.0
         xd = torch.stack([between("fp8_block")(row) for row in xd])
-    elif form == "nvfp4":
+    elif encoding == "nvfp4":
         scales, middle = [q1, tiled(s1), d1, q2, tiled(s2), d2], "nvfp4"
         if rows == "bf16":
             xd = torch.stack([between("nvfp4", 3.0)(row) for row in xd])

@@ -12,18 +12,18 @@ from flashinfer.ops.moe import experts as room
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.moe.experts.layers import random, weights
 
-FORMS = ["bf16", "fp16", "fp8", "fp8_block"]
+ENCODINGS = ["bf16", "fp16", "fp8", "fp8_block"]
 # Rows of gated weights, and elements: whole tiles, and ones whose ends lie within.
 SIZES = [(512, 512), (1024, 256), (288, 208)]
 
 
-def first(form):
-    scaled = dict(scale="tensor", scale_out="tensor", out="fp8") if form == "fp8" else dict(out="bf16")
-    return room.Problem(form, form, tile=128, gather=True, act="swiglu", **scaled)
+def first(encoding):
+    scaled = dict(scale="tensor", scale_out="tensor", out="fp8") if encoding == "fp8" else dict(out="bf16")
+    return room.Problem(encoding, encoding, tile=128, gather=True, act="swiglu", **scaled)
 
 
-def second(form):
-    return room.Problem(form, form, "bf16", 128, scale="tensor" if form == "fp8" else "")
+def second(encoding):
+    return room.Problem(encoding, encoding, "bf16", 128, scale="tensor" if encoding == "fp8" else "")
 
 
 @pytest.mark.parametrize(
@@ -46,28 +46,28 @@ def second(form):
     ids=str,
 )
 def test_choice(change):
-    for form in FORMS:
-        for problem in (first(form), second(form)):
+    for encoding in ENCODINGS:
+        for problem in (first(encoding), second(encoding)):
             assert room.product.select(problem, named("90a")).variant.name == "sm90"
             assert room.product.select(problem, named("100a")).variant.name == "portable"
-        choice = room.product.select(replace(first(form), **change), named("90a"))
+        choice = room.product.select(replace(first(encoding), **change), named("90a"))
         assert choice.variant.name == "portable"
         assert dict(choice.refused)["sm90"]
 
 
-@pytest.mark.parametrize("form, rows", [("bf16", 512), ("fp8", 192), ("fp8_block", 192)])
-def test_rows_that_it_is_worth(form, rows):
+@pytest.mark.parametrize("encoding, rows", [("bf16", 512), ("fp8", 192), ("fp8_block", 192)])
+def test_rows_that_it_is_worth(encoding, rows):
     """Experts have to have rows, and gated halves whole blocks of scales."""
-    codes = {"bf16": torch.bfloat16}.get(form, torch.float8_e4m3fn)
+    codes = {"bf16": torch.bfloat16}.get(encoding, torch.float8_e4m3fn)
 
     def chosen(pairs, n):
         given = room.Weights(torch.empty(2, n, 128, dtype=codes))
-        problem = experts._fitted(first(form), torch.empty(1, 128, dtype=codes), given, pairs)
+        problem = experts._fitted(first(encoding), torch.empty(1, 128, dtype=codes), given, pairs)
         return room.product.select(problem, named("90a")).variant.name
 
     assert chosen(2 * rows, 512) == "sm90"
     assert chosen(2 * rows - 1, 512) == "portable"
-    assert chosen(2 * rows, 384) == ("portable" if form == "fp8_block" else "sm90")
+    assert chosen(2 * rows, 384) == ("portable" if encoding == "fp8_block" else "sm90")
 
 
 def routed(device, tokens, experts, top_k):
@@ -93,22 +93,22 @@ def judge(out, token_map, truth_of):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("n, k", SIZES)
 @pytest.mark.parametrize("tokens", [1, 700])
-def test_products(device, form, n, k, tokens):
+def test_products(device, encoding, n, k, tokens):
     count, top_k = 5, 3
-    if form == "fp8_block" and k % 128:
+    if encoding == "fp8_block" and k % 128:
         n, k = 256, 384
     token_map = routed(device, tokens, count, top_k)
     rows = token_map.row_pair.numel()
-    w, factors, wide = weights(form, count, n, k, device)
-    scale = torch.rand(count, device=device) + 0.5 if form == "fp8" else None
+    w, factors, wide = weights(encoding, count, n, k, device)
+    scale = torch.rand(count, device=device) + 0.5 if encoding == "fp8" else None
 
-    x, x_factors, x_wide = random(form, tokens, k, device=device)
-    problem = first(form)
-    problem = problem if form != "fp16" else replace(problem, out="fp16")
-    dtype = {"fp16": torch.float16, "fp8": torch.float8_e4m3fn}.get(form, torch.bfloat16)
+    x, x_factors, x_wide = random(encoding, tokens, k, device=device)
+    problem = first(encoding)
+    problem = problem if encoding != "fp16" else replace(problem, out="fp16")
+    dtype = {"fp16": torch.float16, "fp8": torch.float8_e4m3fn}.get(encoding, torch.bfloat16)
     finish = room.Finish(scale, None if scale is None else scale / 4)
     made = []
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_products(device, form, n, k, tokens):
     def gated(expert, its):
         source = token_map.row_pair[its].long() // top_k
         results = []
-        for compute in (torch.float64, torch.float16 if form == "fp16" else torch.bfloat16):
+        for compute in (torch.float64, torch.float16 if encoding == "fp16" else torch.bfloat16):
             y = x_wide[source].to(compute) @ wide[expert].to(compute).T
             y = y if scale is None else y * scale[expert].to(compute)
             up, gate = y.chunk(2, 1)
@@ -132,9 +132,9 @@ def test_products(device, form, n, k, tokens):
 
     judge(out, token_map, gated)
 
-    x, x_factors, x_wide = random(form, rows, k, device=device)
+    x, x_factors, x_wide = random(encoding, rows, k, device=device)
     out = torch.full((rows, n), float("nan"), device=device, dtype=torch.bfloat16)
-    choice = room.product(second(form), torch.device(device))
+    choice = room.product(second(encoding), torch.device(device))
     assert choice.variant.name == "sm90"
     choice.run(room.Rows(x, x_factors), room.Weights(w, factors), room.Finish(scale), token_map, out)
 

@@ -6,10 +6,10 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
-from flashinfer._forms.given import flag, head_sinks, scale, whole, with_pages
-from flashinfer._forms.outputs import Output
-from flashinfer._forms.pages import as_one_type, gathered
-from flashinfer._forms.sage import widened
+from flashinfer._direct.given import flag, head_sinks, scale, whole, with_pages
+from flashinfer._direct.outputs import Output
+from flashinfer._direct.pages import as_one_type, gathered
+from flashinfer._direct.sage import widened
 from flashinfer.ops.attention.engine import (
     attend_pages, attend_rows, factors_of, flat_integers, refuse, scales_of, value_dim,
 )  # fmt: skip

@@ -6,9 +6,9 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
-from flashinfer._forms.given import flag, head_sinks, scale, whole, with_pages
-from flashinfer._forms.outputs import Output
-from flashinfer._forms.pages import as_one_type, gathered, pair_of
+from flashinfer._direct.given import flag, head_sinks, scale, whole, with_pages
+from flashinfer._direct.outputs import Output
+from flashinfer._direct.pages import as_one_type, gathered, pair_of
 from flashinfer.ops.attention.engine import attend_pages, factors_of, flat_integers, refuse, scales_of, value_dim
 from flashinfer.ops.attention.masks import draft_mask, shard_mask
 from flashinfer.ops.kv_layout import LAYOUTS, check_layout

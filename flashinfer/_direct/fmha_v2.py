@@ -8,9 +8,9 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import UnsupportedConfig, require
-from flashinfer._forms.given import flag, head_sinks, real, scale, whole, with_pages
-from flashinfer._forms.outputs import Output
-from flashinfer._forms.pages import as_one_type, gathered, in_blocks
+from flashinfer._direct.given import flag, head_sinks, real, scale, whole, with_pages
+from flashinfer._direct.outputs import Output
+from flashinfer._direct.pages import as_one_type, gathered, in_blocks
 from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_integers, scales_of, value_dim
 from flashinfer.ops.attention.masks import chunk_mask
 from flashinfer.ops.attention.tables import Table
