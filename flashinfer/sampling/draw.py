@@ -8,7 +8,9 @@ from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer.ops import sampling as room
-from flashinfer.sampling.arguments import Call, ordered_source, given, kind_of, parameter, place_of, randomness_of, rows_of
+from flashinfer.sampling.arguments import (
+    Call, given, kind_of, ordered_source, parameter, place_of, randomness_of, rows_of,
+)  # fmt: skip
 
 
 @replayed

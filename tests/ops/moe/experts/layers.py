@@ -29,7 +29,8 @@ def random(encoding, *shape, device="cpu"):
     else:
         codes = torch.randint(256, (*shape[:-1], count // 2), dtype=torch.uint8, device=device)
         halves = nibbles(codes)
-        value = torch.where(halves > 7, halves - 16, halves).double() if encoding == "mxint4" else E2M1.to(device)[halves]
+        signed = torch.where(halves > 7, halves - 16, halves).double()
+        value = signed if encoding == "mxint4" else E2M1.to(device)[halves]
     if encoding == "fp8":
         return codes, None, value
     blocks = (*shape[:-1], count // WIDTH.get(encoding, 128))
