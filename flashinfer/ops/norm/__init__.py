@@ -173,10 +173,10 @@ def _too_long(problem, target) -> str:
     return f"rows longer than {LONGEST} do not fit in registers" if problem.block > LONGEST else ""
 
 
-def _variants(portable_config, module="flashinfer.ops.norm.portable") -> tuple[Variant, ...]:
+def _variants(portable_config, portable: str = "portable", reference: str = "reference") -> tuple[Variant, ...]:
     return (
-        Variant("portable", module, _too_long, portable_config),
-        Variant("reference", "flashinfer.ops.norm.reference"),
+        Variant("portable", f"flashinfer.ops.norm.{portable}", _too_long, portable_config),
+        Variant("reference", f"flashinfer.ops.norm.{reference}"),
     )
 
 
@@ -227,7 +227,7 @@ def _modulated() -> Iterator[Modulated]:
 rmsnorm = Op("rmsnorm", Problem, _variants(config.portable), lambda: _catalog("rmsnorm"))
 fused_add_rmsnorm = Op("fused_add_rmsnorm", Problem, _variants(config.portable), lambda: _catalog("fused_add_rmsnorm"))
 layernorm = Op("layernorm", Problem, _variants(config.portable), lambda: _catalog("layernorm"))
-gated_residual = Op("gated_residual_rmsnorm", Gated, _variants(config.gated), _gated)
+gated_residual = Op("gated_residual_rmsnorm", Gated, _variants(config.gated, "gated", "reference_gated"), _gated)
 modulated_layernorm = Op(
-    "modulated_layernorm", Modulated, _variants(config.modulated, "flashinfer.ops.norm.modulated"), _modulated
+    "modulated_layernorm", Modulated, _variants(config.modulated, "modulated", "reference_modulated"), _modulated
 )

@@ -2,8 +2,8 @@
 
 norm_kernel: x [outer, inner, hidden] to out, with residual, weight [hidden] and bias [hidden]; a program has ROWS rows
 of up to BLOCK columns. Grid: (rows / ROWS), padding of tiled block scales included. `given` has what quantised results
-take and give: scale, block_scale and linear_scale in the layouts of `scale_offset`, normed. gated_kernel: one program a
-row of a float32 residual stream. No shared memory but what reductions take; every warp has a part of each row.
+take and give: scale, block_scale and linear_scale in the layouts of `scale_offset`, normed. No shared
+memory but what reductions take; every warp has a part of each row.
 
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
 """
@@ -20,7 +20,7 @@ from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
 from flashinfer.ops._device.scales import quantize_blocks, quantize_fp8, scale_offset
 from flashinfer.ops.formats import FORMATS
-from flashinfer.ops.norm import Gated, Problem, Quantised
+from flashinfer.ops.norm import Quantised
 
 
 @triton.jit
@@ -132,45 +132,7 @@ def factor_of(scale, SCALE: tl.constexpr, DIVIDES: tl.constexpr):
     return value
 
 
-@triton.jit
-def gated_kernel(
-    branch, residual, weight, alpha, beta, out, next_weight, next_out, branch_strides, residual_strides, out_strides,
-    next_strides, hidden, eps, center, next_eps, next_center,
-    WEIGHTED: tl.constexpr, ALPHA: tl.constexpr, NEXT: tl.constexpr, UNIT: tl.constexpr, UNIT_FP32: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    hidden = multiple(hidden, UNIT)
-    inside = column < hidden
-    begin(PDL)
-
-    at = row_offset(row, 1, branch_strides.row, 0, UNIT) + column_offset(column, branch_strides.column, UNIT)
-    y = tl.load(branch + at, inside, other=0).to(tl.float32)
-    at = row_offset(row, 1, residual_strides.row, 0, UNIT_FP32) + column_offset(column, residual_strides.column, UNIT)
-    stream = tl.load(residual + at, inside, other=0)
-    if WEIGHTED:
-        y *= tl.load(weight + column, inside, other=0).to(tl.float32) + center
-    y *= tl.rsqrt(tl.sum(y * y, 0) / hidden + eps)
-    if ALPHA:
-        stream *= tl.load(alpha + column, inside, other=0)
-    else:
-        stream *= alpha
-    y = stream + tl.load(beta + column, inside, other=0) * y
-    at = row_offset(row, 1, out_strides.row, 0, UNIT_FP32) + column_offset(column, out_strides.column, UNIT)
-    tl.store(out + at, y, inside)
-    if NEXT:
-        y *= tl.rsqrt(tl.sum(y * y, 0) / hidden + next_eps)
-        y *= tl.load(next_weight + column, inside, other=0).to(tl.float32) + next_center
-        at = row_offset(row, 1, next_strides.row, 0, UNIT) + column_offset(column, next_strides.column, UNIT)
-        tl.store(next_out + at, y.to(next_out.dtype.element_ty), inside)
-
-
 def build(problem, config):
-    return _BUILD[type(problem)](problem, config)
-
-
-def _build_norm(problem, config):
     rows, weights = pointer(problem.dtype, problem.aligned), pointer(problem.weight_dtype, problem.aligned)
     codes = pointer("u8", problem.aligned) if problem.format else rows
     types = {"x": rows, "residual": rows, "weight": weights, "bias": weights, "out": codes}
@@ -206,38 +168,14 @@ def _build_norm(problem, config):
     return Build(norm_kernel, types, constants, num_warps=config.num_warps)
 
 
-def _build_gated(problem, config):
-    rows, weights, fp32 = (pointer(t, problem.aligned) for t in (problem.dtype, problem.weight_dtype, "fp32"))
-    types = {"branch": rows, "residual": fp32, "weight": weights, "alpha": fp32 if problem.alpha else "fp32"}
-    types |= {"beta": fp32, "out": fp32, "next_weight": weights, "next_out": rows}
-    types |= {f"{t}_strides.{s}": "i64" for t in ("branch", "residual", "out", "next") for s in ("row", "column")}
-    types |= {"hidden": "i32"} | dict.fromkeys(("eps", "center", "next_eps", "next_center"), "fp32")
-    constants = {
-        "WEIGHTED": problem.weighted,
-        "ALPHA": problem.alpha,
-        "NEXT": problem.next,
-        "UNIT": unit(problem.dtype, problem.aligned),
-        "UNIT_FP32": unit("fp32", problem.aligned),
-        "BLOCK": problem.block,
-        "PDL": config.pdl,
-    }
-    return Build(gated_kernel, types, constants, num_warps=config.num_warps)
-
-
-_BUILD = {Problem: _build_norm, Gated: _build_gated}
-
 # Bytes of stack that a thread may use: LayerNorm's float32 weights beside a row of more than 16384, 64 registers a
-# thread. So long a row's NVFP4 takes up to 24 of them, and a gated residual up to 128.
+# thread. So long a row's NVFP4 takes up to 24 of them.
 STACK_BUDGET = 288
 
 launch = Launcher("norm", build)
 
 
-def run(problem, config, *args):
-    _RUN[type(problem)](problem, config, *args)
-
-
-def norm(problem, config, x, residual, weight, bias, out, eps, quantised=None):
+def run(problem, config, x, residual, weight, bias, out, eps, quantised=None):
     """Normalise the rows of x (of x + residual, which then becomes the residual) into out.
 
     With a sigmoid gate, `residual` is the gate, and only read. quantised : Quantised, where the problem has a format.
@@ -268,22 +206,6 @@ def _quantised_arguments(problem, rows: int, hidden: int, given: Quantised) -> t
         blocks, pitch = [x.view(torch.uint8) for x in tensors], [count, padded]
     scale, normed = [given.scale] if problem.scale else [], [given.normed] if problem.normed else []
     return padded, [*scale, *blocks, *normed, *pitch]
-
-
-def gated(problem, config, branch, residual, weight, alpha, beta, out, eps, center, following=(None, None, 0.0, 0.0)):
-    """out = alpha * residual + beta * rmsnorm(branch * (weight + center)).
-
-    following : weight, result, eps and center of the norm of `out` that comes next, where the problem has one.
-    """
-    next_weight, next_out, next_eps, next_center = following
-    next_strides = (0, 0) if next_out is None else next_out.stride()
-    tensors = branch, residual, weight, alpha, beta, out, next_weight, next_out
-    strides = branch.stride() + residual.stride() + out.stride() + next_strides
-    numbers = branch.shape[1], eps, center, next_eps, next_center
-    launch(problem, config, (branch.shape[0], 1, 1), *tensors, *strides, *numbers)
-
-
-_RUN = {Problem: norm, Gated: gated}
 
 
 def row_strides(x) -> tuple[int, int, int]:

@@ -134,8 +134,8 @@ quantize_blocks = Op(
     "gemm_quantize",
     Quantize,
     (
-        Variant("portable", "flashinfer.ops.gemm.blockscaled.quantize", config=config.quantize),
-        Variant("reference", "flashinfer.ops.gemm.blockscaled.reference"),
+        Variant("portable", "flashinfer.ops.gemm.blockscaled.portable_quantize", config=config.quantize),
+        Variant("reference", "flashinfer.ops.gemm.blockscaled.reference_quantize"),
     ),
     _quantize_catalog,
 )

@@ -73,10 +73,10 @@ class Map:
     few: bool
 
 
-def _variants(portable_config) -> tuple[Variant, ...]:
+def _variants(portable_config, which: str = "") -> tuple[Variant, ...]:
     return (
-        Variant("portable", "flashinfer.ops.moe.routing.portable", config=portable_config),
-        Variant("reference", "flashinfer.ops.moe.routing.reference"),
+        Variant("portable", f"flashinfer.ops.moe.routing.portable{which}", config=portable_config),
+        Variant("reference", f"flashinfer.ops.moe.routing.reference{which}"),
     )
 
 
@@ -94,4 +94,4 @@ def _maps() -> Iterator[Map]:
 
 
 route = Op("moe_route", Route, _variants(config.route), _routes)
-token_map = Op("moe_token_map", Map, _variants(config.token_map), _maps)
+token_map = Op("moe_token_map", Map, _variants(config.token_map, "_map"), _maps)
