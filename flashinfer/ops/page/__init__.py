@@ -83,9 +83,9 @@ class SeqLens:
     dtype: str
 
 
-def _variants(portable_config) -> tuple[Variant, ...]:
+def _variants(portable_config, which: str = "") -> tuple[Variant, ...]:
     return (
-        Variant("portable", "flashinfer.ops.page.portable", config=portable_config),
+        Variant("portable", f"flashinfer.ops.page.portable{which}", config=portable_config),
         Variant("reference", "flashinfer.ops.page.reference"),
     )
 
@@ -107,5 +107,5 @@ def _appends() -> Iterator[Append]:
 
 
 append = Op("append_paged_kv_cache", Append, _variants(config.append), _appends)
-positions = Op("get_batch_indices_positions", Positions, _variants(config.index), lambda: [Positions()])
-seq_lens = Op("get_seq_lens", SeqLens, _variants(config.index), lambda: [SeqLens("i32"), SeqLens("i64")])
+positions = Op("get_batch_indices_positions", Positions, _variants(config.index, "_positions"), lambda: [Positions()])
+seq_lens = Op("get_seq_lens", SeqLens, _variants(config.index, "_seq_lens"), lambda: [SeqLens("i32"), SeqLens("i64")])

@@ -1,4 +1,4 @@
-"""The paged KV cache in Triton: appending rows, and the index arithmetic of page tables.
+"""Appending rows to a paged KV cache in Triton.
 
 append_kernel writes the keys and the values of new tokens to their slots, as they are or quantised. A row is one head
 of one token; a program has ROWS of them, keys and values. Grid: (tokens * heads / ROWS). No shared memory.
@@ -7,8 +7,6 @@ of one token; a program has ROWS of them, keys and values. Grid: (tokens * heads
     k_cache, v_cache         [pages, page_size, heads, dim], any strides; dim / 2 bytes of "nvfp4"
     k_factors, v_factors     bytes [pages, page_size, heads, dim / 16], where a format has factors
     table                    of `slot_of`, or with SLOTS of `mapped_slot_of`
-
-positions_kernel and seq_lens_kernel have one element a thread.
 """
 
 import torch
@@ -19,9 +17,8 @@ from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.pages import append_rows, mapped_slot_of, slot_of
 from flashinfer.ops._device.pdl import begin
-from flashinfer.ops._device.ragged import request_of
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
-from flashinfer.ops.page import Append, PageTable, Positions, SeqLens
+from flashinfer.ops.page import PageTable
 
 # Bytes of stack that a thread may use: Triton 3.9 spills one value of unaligned bfloat16 rows on sm_100a and sm_103a,
 # with 72 registers taken of 255.
@@ -71,37 +68,7 @@ def load_rows(x, row, inside, heads, strides, dim, UNIT, BLOCK: tl.constexpr):
     return tl.load(x + at[:, None] + column_offset(column, strides.column, UNIT)[None, :], mask)
 
 
-@triton.jit
-def positions_kernel(
-    append_indptr, seq_lens, batch_indices, positions, tokens, batch, ROWS: tl.constexpr, PDL: tl.constexpr
-):
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    begin(PDL)
-    request = request_of(append_indptr, batch, token)
-    inside = (token >= tl.load(append_indptr)) & (token < tokens) & (request < batch)
-    length = tl.load(seq_lens + request, inside, other=0)
-    end = tl.load(append_indptr + request + 1, inside, other=0)
-    tl.store(batch_indices + token, tl.where(inside, request, -1), token < tokens)
-    tl.store(positions + token, tl.where(inside, token + length - end, 0), token < tokens)
-
-
-@triton.jit
-def seq_lens_kernel(
-    kv_indptr, kv_last_page_len, out, page_size, batch, ROWS: tl.constexpr, PDL: tl.constexpr
-):
-    request = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = request < batch
-    begin(PDL)
-    pages = tl.load(kv_indptr + request + 1, inside, other=0) - tl.load(kv_indptr + request, inside, other=0)
-    last = tl.load(kv_last_page_len + request, inside, other=0)
-    tl.store(out + request, tl.where(pages > 0, (pages - 1) * page_size + last, 0), inside)
-
-
 def build(problem, config):
-    return _BUILD[type(problem)](problem, config)
-
-
-def _build_append(problem, config):
     row = pointer(problem.dtype, problem.aligned)
     codes = pointer("u8", problem.aligned) if problem.key_format else row
     types = {"key": row, "value": row, "k_cache": codes, "v_cache": codes}
@@ -138,27 +105,10 @@ def _build_append(problem, config):
     return Build(append_kernel, types, constants, num_warps=config.num_warps)
 
 
-def _build_positions(problem, config):
-    types = dict.fromkeys(("append_indptr", "seq_lens", "batch_indices", "positions"), "*i32")
-    types |= {"tokens": "i32", "batch": "i32"}
-    return Build(positions_kernel, types, {"ROWS": config.rows, "PDL": config.pdl}, num_warps=config.num_warps)
-
-
-def _build_seq_lens(problem, config):
-    types = dict.fromkeys(("kv_indptr", "kv_last_page_len", "out"), f"*{problem.dtype}")
-    types |= {"page_size": "i32", "batch": "i32"}
-    return Build(seq_lens_kernel, types, {"ROWS": config.rows, "PDL": config.pdl}, num_warps=config.num_warps)
-
-
-_BUILD = {Append: _build_append, Positions: _build_positions, SeqLens: _build_seq_lens}
 launch = Launcher("page", build)
 
 
-def run(problem, config, *args):
-    _RUN[type(problem)](problem, config, *args)
-
-
-def append(problem, config, rows, caches, table, quantised=None):
+def run(problem, config, rows, caches, table, quantised=None):
     """Write rows (key, value) to the slots of caches (k, v); a token outside its request's pages goes nowhere.
 
     table : PageTable, or slots [tokens] where the problem has them. quantised : Quantised, where it has formats; caches
@@ -180,20 +130,5 @@ def append(problem, config, rows, caches, table, quantised=None):
     grid = (triton.cdiv(tokens * heads, config.rows), 1, 1)
     launch(problem, config, grid, *rows, *caches, *factors, *where, *strides, *sizes, *scales)
 
-
-def positions(problem, config, append_indptr, seq_lens, batch_indices, positions):
-    """A request's new tokens are its last ones; tokens past the last request are padding."""
-    grid = (triton.cdiv(len(positions), config.rows), 1, 1)
-    tensors = append_indptr, seq_lens, batch_indices, positions
-    launch(problem, config, grid, *tensors, len(positions), len(seq_lens))
-
-
-def seq_lens(problem, config, kv_indptr, kv_last_page_len, out, page_size):
-    """All pages of a request are full but the last."""
-    grid = (triton.cdiv(len(out), config.rows), 1, 1)
-    launch(problem, config, grid, kv_indptr, kv_last_page_len, out, page_size, len(out))
-
-
-_RUN = {Append: append, Positions: positions, SeqLens: seq_lens}
 
 IMPLEMENTATION = Implementation(run, (launch,), stack_budget=STACK_BUDGET)

@@ -138,9 +138,9 @@ class Groups:
     aligned: bool = True
 
 
-def _variants(chosen, module="flashinfer.ops.quantize.portable"):
+def _variants(chosen, module: str = "portable") -> tuple[Variant, ...]:
     return (
-        Variant("portable", module, config=chosen),
+        Variant("portable", f"flashinfer.ops.quantize.{module}", config=chosen),
         Variant("reference", "flashinfer.ops.quantize.reference"),
     )
 
@@ -171,12 +171,14 @@ def _groups_catalog() -> Iterator[Groups]:
 
 quantize = Op("quantize", Problem, _variants(config.quantize), _quantize_catalog)
 quantize_groups = Op(
-    "quantize_groups", Groups, _variants(config.quantize, "flashinfer.ops.quantize.groups"), _groups_catalog
+    "quantize_groups", Groups, _variants(config.quantize, "groups"), _groups_catalog
 )
-dequantize = Op("dequantize", Dequantize, _variants(config.dequantize), _dequantize_catalog)
+dequantize = Op("dequantize", Dequantize, _variants(config.dequantize, "portable_dequantize"), _dequantize_catalog)
 interleave = Op(
-    "interleave", Interleave, _variants(config.interleave), lambda: (Interleave(d, "128x4") for d in ("u8", "bf16"))
-)
+    "interleave", Interleave, _variants(config.interleave, "portable_interleave"),
+    lambda: (Interleave(d, "128x4") for d in ("u8", "bf16")),
+)  # fmt: skip
 packbits = Op(
-    "packbits", Packbits, _variants(config.packbits), lambda: (Packbits(True), Packbits(False, "i32", False))
-)
+    "packbits", Packbits, _variants(config.packbits, "portable_packbits"),
+    lambda: (Packbits(True), Packbits(False, "i32", False)),
+)  # fmt: skip

@@ -94,6 +94,7 @@ def _packbits(problem, x, indptr, packed_indptr, out):
         out[start : start + len(bits)] = (bits * weights).sum(-1).to(torch.uint8)
 
 
+# One module for five ops, whose statements are a few lines each.
 _RUN = {
     Problem: _quantize,
     Groups: _groups,

@@ -182,13 +182,19 @@ def _too_many(problem, target) -> str:
     return f"{problem.heads} heads of {problem.head_dim} do not fit in registers" if row > LARGEST_ROW else ""
 
 
-def _variants(portable_config, module: str = "portable", **options) -> tuple[Variant, ...]:
+def _variants(
+    portable_config, portable: str = "portable", reference: str = "reference", **options
+) -> tuple[Variant, ...]:
     return (
-        Variant("portable", f"flashinfer.ops.rope.{module}", config=portable_config, **options),
-        Variant("reference", "flashinfer.ops.rope.reference"),
+        Variant("portable", f"flashinfer.ops.rope.{portable}", config=portable_config, **options),
+        Variant("reference", f"flashinfer.ops.rope.{reference}"),
     )
 
 
 rope = Op("apply_rope", Problem, _variants(config.portable), _catalog)
-rope_quantize = Op("rope_quantize_fp8", Quantize, _variants(config.quantize, "quantize"), _quantized)
-video_rope = Op("qk_rmsnorm_rope", Video, _variants(config.video, "video", refuses=_too_many), _videos)
+rope_quantize = Op(
+    "rope_quantize_fp8", Quantize, _variants(config.quantize, "quantize", "reference_quantize"), _quantized
+)
+video_rope = Op(
+    "qk_rmsnorm_rope", Video, _variants(config.video, "video", "reference_video", refuses=_too_many), _videos
+)

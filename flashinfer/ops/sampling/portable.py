@@ -338,6 +338,7 @@ def _prefix(problem, config, x, k, p, randomness, indices, out, valid):
           x.stride(0), out.stride(0), columns, found.tiles)  # fmt: skip
 
 
+# One module for three ops: softmax and draw share the statistics of logits, softmax and prefix `store_tile`.
 _RUN = {Softmax: _softmax, Draw: _draw, Prefix: _prefix}
 
 IMPLEMENTATION = Implementation(

@@ -188,6 +188,7 @@ def philox(key, counter):
     return torch.broadcast_tensors(a, b, c, d)
 
 
+# One module for four ops: they share weights, random numbers and the race.
 _RUN = {Softmax: _softmax, Draw: _draw, Prefix: _prefix, Chain: _chain}
 
 IMPLEMENTATION = Implementation(run)

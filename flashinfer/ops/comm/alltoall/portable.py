@@ -451,6 +451,7 @@ def sanitize(ids, counts, most: int, invalid: int) -> None:
     launch(problem, None, (triton.cdiv(ids.numel(), problem.block), 1, 1), ids, counts, rows, most, choices, invalid)
 
 
+# One module for three ops: the second and the third are exchanges of the first's kind, with its flags and its loss.
 _RUN = {Dispatch: dispatch, Combine: combine, Blocks: blocks}
 
 IMPLEMENTATION = Implementation(run, (launch,), kernels=kernels, stack_budget=STACK_BUDGET)

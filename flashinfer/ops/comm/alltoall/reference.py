@@ -62,6 +62,7 @@ def blocks(problem: Blocks, link, given, outs) -> None:
         out.copy_(link.all_to_all(x.transpose(0, 1).contiguous(), "all-to-all").transpose(0, 1))
 
 
+# One module for three ops: combining is the way back of dispatching, and all are one call of the link.
 _RUN = {Dispatch: dispatch, Combine: combine, Blocks: blocks}
 
 IMPLEMENTATION = Implementation(run)
