@@ -8,7 +8,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.formats import from_e2m1, from_fp8, from_ue8m0
 from flashinfer.ops._device.pdl import begin
-from flashinfer.ops._device.rows import multiple
+from flashinfer.ops._device.rows import multiple, pointer
 from flashinfer.ops._device.scales import scale_offset, times_blocks
 
 
