@@ -1,4 +1,4 @@
-"""Rows in block-scaled formats in Triton: an element is read once, and its code written once with its block's factor."""
+"""Rows in block-scaled formats in Triton: an element is read once, and its code is written with its factor."""
 
 import torch
 import triton
