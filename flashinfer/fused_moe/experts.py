@@ -234,7 +234,7 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
     )  # fmt: skip
     weights1 = room.Weights(first.codes, first.scale, first.bias, first.channels)
     weights2 = room.Weights(second.codes, second.scale, second.bias, second.channels)
-    n1, _ = room.extents(problem1, weights1)
+    n1, _ = room.extents(weights1.codes, problem1.weights, problem1.block)
     between_dtype = torch.float8_e4m3fn if between.encoding == "fp8" else torch_dtype(dtype)
     columns = n1 // 2 if activation.act in room.GATED else n1
     middle = torch.empty(rows, columns, dtype=between_dtype, device=device)
@@ -264,7 +264,7 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
 
 def _fitted(problem: room.Problem, x, weights: room.Weights, pairs: int) -> room.Problem:
     """The problem with what depends on addresses, lengths and the number of rows."""
-    n, k = room.extents(problem, weights)
+    n, k = room.extents(weights.codes, problem.weights, problem.block)
     experts = min(pairs, len(weights.codes))
     few = experts * -(-n // 128) < _FEW
     aligned = is_aligned(x, weights.codes) and x.shape[1] * x.element_size() % 16 == 0
@@ -310,11 +310,6 @@ def _run_quantize(x, encoding, global_scale, token_map, tile, codes, factors, ro
     scaled = encoding == "nvfp4" and global_scale is not None
     problem = room.Quantize(encoding, dtype_name(x.dtype), tile, scaled, row_scale is not None, aligned)
     room.quantize(problem, x.device).run(x, global_scale, token_map, codes, factors, row_scale)
-
-
-def extents(codes, encoding: str, block: int = 0) -> tuple[int, int]:
-    """Rows of an expert's weights, and elements of each."""
-    return room.extents(room.Problem("", encoding, "", 16, block=block), room.Weights(codes))
 
 
 def expert_factors(name: str, scale, n: int, blocks: int, layout: str) -> torch.Tensor:
@@ -375,7 +370,7 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
         require(len(weight.codes) == routed.experts, weight.name, shape, f"{routed.experts} experts, this rank's")
         rows = weight.codes.stride(-1) == 1 and (not weight.block or weight.codes.stride(2) == weight.block)
         require(rows, weight.name, f"strides {weight.codes.stride()}", "contiguous rows")
-        shapes.append(extents(weight.codes, weight.encoding, weight.block))
+        shapes.append(room.extents(weight.codes, weight.encoding, weight.block))
         if weight.shuffle:
             fits = shapes[-1][0] % weight.shuffle == 0
             require(fits, weight.name, shape, f"a multiple of {weight.shuffle} rows, as they are shuffled")

@@ -16,6 +16,7 @@ from flashinfer.fused_moe.trtllm import (
     routed_by_ids,
     routed_by_logits,
 )
+from flashinfer.ops.moe.experts import extents
 from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, WeightLayout
 
 __all__ = [
@@ -192,7 +193,7 @@ def _block_scaled(
     names = ("gemm1_weights", "gemm2_weights")
     for name, (codes, scale, bias), paired in zip(names, given, (gated and shuffled and not deepseek, False)):
         codes, block = check_weights(name, codes, _E4M3, 8, layout)
-        n, k = experts.extents(codes, encoding, block)
+        n, k = extents(codes, encoding, block)
         if deepseek:
             shape = (len(codes), -(-n // 128), -(-k // 128))
             fits = scale.shape == shape and scale.stride(2) == 1

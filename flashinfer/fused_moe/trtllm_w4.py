@@ -10,6 +10,7 @@ from flashinfer.fused_moe import experts
 from flashinfer.fused_moe.trtllm import activation, check_valid, finished, routed_by_ids, routed_by_logits
 from flashinfer.fused_moe.trtllm_fp8 import byte_factors
 from flashinfer.ops import layouts
+from flashinfer.ops.moe.experts import extents
 from flashinfer.tllm_enums import ActivationType, SfLayout
 
 __all__ = [
@@ -375,7 +376,7 @@ def _mxint4(routed, hidden_states, given, shape, intermediate_size, valid, outpu
         block = 128 if codes.dim() == 4 else 0
         fits = not block or codes.shape[3] == block
         require(fits, name, tuple(codes.shape), "[experts, columns / 256, rows, 128]")
-        n, k = experts.extents(codes, "mxint4", block)
+        n, k = extents(codes, "mxint4", block)
         require(scale.dtype == torch.bfloat16, f"{name}_scale", scale.dtype, "bfloat16")
         high, wide = layouts.padded(n, k // 32, "128x4")
         fits = scale.numel() == len(codes) * high * wide and scale.is_contiguous()

@@ -63,7 +63,7 @@ def sm90(p, target) -> Sm90Config:
     )
 
 
-def widened(c: Sm90Config) -> Sm90Config:
+def enlarged(c: Sm90Config) -> Sm90Config:
     """The same with tiles of 256 columns, for much work: they read operands less often, and end less often."""
     # With scales, registers are left for one sum of the tensor cores beside the float32 ones, and for one block of K at
     # a time.
@@ -71,7 +71,7 @@ def widened(c: Sm90Config) -> Sm90Config:
     return c if c.unroll == 1 else replace(c, unroll=1, registers=224, copy_registers=56)
 
 
-def may_widen(p, c: Sm90Config) -> bool:
+def may_enlarge(p, c: Sm90Config) -> bool:
     """Whether the problem can have tiles of 256 columns."""
     # float32 results beside two sums take registers that such a tile does not have.
     return c.block_m == 128 and (p.out != "fp32" or not p.scale)

@@ -25,7 +25,7 @@ def portable(problem, target) -> tiles.Config:
 WIDEN_FIRST = 512
 
 
-def widened(problem, config: tiles.Config) -> tiles.Config:
+def after_widening(problem, config: tiles.Config) -> tiles.Config:
     """The tile of the product of operands that have been widened to bfloat16."""
     # A stage is 32 KiB: four of them, or two where only 99 KiB are there.
     stages = 4 if config.capability in (80, 90, 100, 103) else 2

@@ -16,8 +16,7 @@ from flashinfer.ops._device.widen import halves, load_factors, widen_blocks
 from flashinfer.ops.gemm import operands
 from flashinfer.ops.gemm._device.scaled import COMPUTE, blocked, load_codes, plain, promoted, store_tile, tile_of
 from flashinfer.ops.gemm.blockscaled import Widen
-from flashinfer.ops.gemm.blockscaled.config import WIDEN_FIRST, splits
-from flashinfer.ops.gemm.blockscaled.config import widened as config_of
+from flashinfer.ops.gemm.blockscaled.config import WIDEN_FIRST, after_widening, splits
 from flashinfer.ops.gemm.tiles import element, unit
 
 
@@ -231,7 +230,7 @@ def kernels(problem, config):
         yield launch, partial(problem), config
         yield launch_sum, problem, config
     elif config.compute == "bf16" and problem.aligned:
-        yield launch, widened(problem), config_of(widened(problem), config)
+        yield launch, widened(problem), after_widening(widened(problem), config)
         for name in "ab" if problem.a_layout else "b":
             yield launch_widen, operand(problem, name), config
 
@@ -243,7 +242,7 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out):
         a = _widened(operand(problem, "a"), config, K, a, a_scale) if problem.a_layout else a
         b = _widened(operand(problem, "b"), config, K, b, b_scale)
         problem, a_scale, b_scale = widened(problem), None, None
-        config = config_of(problem, config)
+        config = after_widening(problem, config)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
     parts = 1
     if problem.tokens <= 128:

@@ -7,7 +7,7 @@ from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm.blockscaled.sm90_kernel import blockscaled_sm90_kernel
-from flashinfer.ops.gemm.hopper import boxes, is_wide, may_widen, widened
+from flashinfer.ops.gemm.hopper import boxes, is_wide, may_enlarge, enlarged
 from flashinfer.ops.gemm.slices import slices_of, scratch
 
 
@@ -44,8 +44,8 @@ blockscaled_sm90 = Launcher("blockscaled_sm90", build)
 def kernels(p, c):
     """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
     yield blockscaled_sm90, p, c
-    if may_widen(p, c):
-        yield blockscaled_sm90, p, widened(c)
+    if may_enlarge(p, c):
+        yield blockscaled_sm90, p, enlarged(c)
 
 
 def run(p, c, a, b, a_scale, b_scale, alpha, out, slices: int = 0) -> None:
@@ -53,8 +53,8 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, slices: int = 0) -> None:
     batch, m, n = out.shape
     device, sms = out.device, target_of(out.device).sms
     rows = batch * -(-m // c.block_m)
-    if may_widen(p, c) and is_wide(rows, n, sms):
-        c, slices = widened(c), 1
+    if may_enlarge(p, c) and is_wide(rows, n, sms):
+        c, slices = enlarged(c), 1
     tiles = rows * -(-n // c.block_n)
     # Half of the multiprocessors read B as fast as all do, and sums of slices cost more than they bring.
     workers = sms if c.block_m == 128 else sms // 2

@@ -8,7 +8,7 @@ from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops.gemm.grouped.sm90_scaled import grouped_sm90_kernel
 from flashinfer.ops.gemm.grouped.sm90_unscaled import unscaled_sm90_kernel
-from flashinfer.ops.gemm.hopper import boxes, is_wide, may_widen, widened
+from flashinfer.ops.gemm.hopper import boxes, is_wide, may_enlarge, enlarged
 
 
 def build(p, c) -> Build:
@@ -50,8 +50,8 @@ def kernels(p, c):
     """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
     launcher = grouped_sm90 if p.scale else unscaled_sm90
     yield launcher, p, c
-    if may_widen(p, c):
-        yield launcher, p, widened(c)
+    if may_enlarge(p, c):
+        yield launcher, p, enlarged(c)
 
 
 def run(p, c, a, b, a_scale, b_scale, alpha, out, groups, weights) -> None:
@@ -61,8 +61,8 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, groups, weights) -> None:
     count = len(groups) - 1 if p.kind == "offsets" else len(b) if p.kind == "indices" else len(groups)
     # The lengths of groups are on the device: as many rows as there can be.
     sms, height = target_of(out.device).sms, m * count if p.kind == "counts" else m
-    if may_widen(p, c) and is_wide(-(-height // 128), n, sms):
-        c = widened(c)
+    if may_enlarge(p, c) and is_wide(-(-height // 128), n, sms):
+        c = enlarged(c)
     a_box, b_box = boxes(c, p.columns_first, bool(p.scale))
     maps = TensorMap(a, a_box), TensorMap(b, b_box)
     if not p.scale:

@@ -160,11 +160,11 @@ class Finish(NamedTuple):
     numbers: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
-def extents(problem: Problem, weights: Weights) -> tuple[int, int]:
-    """Rows of an expert's weights, and elements of each."""
-    shape = weights.codes.shape
-    n, stored = (shape[2], shape[1] * shape[3]) if problem.block else (shape[1], shape[2])
-    return n, stored * (2 if problem.weights in PACKED else 1)
+def extents(codes: torch.Tensor, encoding: str, block: int) -> tuple[int, int]:
+    """Rows of an expert's weights, and elements of each; `block` as in Problem."""
+    shape = codes.shape
+    n, stored = (shape[2], shape[1] * shape[3]) if block else (shape[1], shape[2])
+    return n, stored * (2 if encoding in PACKED else 1)
 
 
 def _product_catalog() -> Iterator[Problem]:

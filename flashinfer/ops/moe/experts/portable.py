@@ -287,7 +287,7 @@ launch = Launcher("moe_experts", build)
 
 def run(p, c, rows: Rows, weights: Weights, finish: Finish, token_map, out) -> None:
     """out[r] = finish(rows of r @ weights of r's expert) for the rows r of the map."""
-    n, k = extents(p, weights)
+    n, k = extents(weights.codes, p.weights, p.block)
     x, w = (_stored(t.codes, c.compute) for t in (rows, weights))
     x_strides = rows.scale.stride() if p.rows in WIDTH and p.row_layout == "linear" else (0, 0)
     w_strides = (0, 0)

@@ -10,7 +10,7 @@ from flashinfer.ops.moe.experts import GATED, WIDTH, extents
 
 def run(problem, config, rows, weights, finish, token_map, out):
     """out[r] = finish(rows of r @ weights of r's expert) for the rows r of the map."""
-    n, k = extents(problem, weights)
+    n, k = extents(weights.codes, problem.weights, problem.block)
     first, count = token_map.first.tolist(), token_map.count.tolist()
     for expert, (start, many) in enumerate(zip(first, count)):
         if not many:

@@ -255,7 +255,7 @@ def kernels(p, c):
 
 
 def run(p, c, rows: Rows, weights: Weights, finish: Finish, token_map, out) -> None:
-    n, k = extents(p, weights)
+    n, k = extents(weights.codes, p.weights, p.block)
     x = rows.codes
     if p.gather:
         x = _gathered(p, c, rows, token_map)
