@@ -62,7 +62,8 @@ class Format:
     """Codes in blocks.
 
     element : of ELEMENTS. factor : of ELEMENTS, "" where blocks have none. width : codes of a row that share a factor;
-    1 without factors. tiled : factors may lie in the tiles "128x4" and "8x4" of `layouts`, not only "linear".
+    1 without factors, 0 where a row has one. tiled : factors may lie in the tiles "128x4" and "8x4" of `layouts`, not
+    only "linear".
     global_scale : "divides" where factors are made for values times a scale of the whole tensor, so that a value is
     code * factor / scale; "" where there is none.
     """
@@ -77,7 +78,16 @@ class Format:
         return columns * ELEMENTS[self.element].bits // 8
 
     def factor_bytes(self, columns: int) -> int:
-        return columns // self.width * ELEMENTS[self.factor].bits // 8 if self.factor else 0
+        return self.blocks(columns) * ELEMENTS[self.factor].bits // 8 if self.factor else 0
+
+    def blocks(self, columns: int) -> int:
+        """Factors of a row of a format that has them."""
+        return columns // self.width if self.width else 1
+
+    @property
+    def per_byte(self) -> int:
+        """Codes in a byte, of elements of 8 or 4 bits."""
+        return ELEMENTS[self.element].per_byte
 
 
 FORMATS = {
@@ -93,3 +103,16 @@ FORMATS = {
     "nvfp4": Format("e2m1", "ue4m3", 16, tiled=True, global_scale="divides"),
     "mxint4": Format("i4", "bf16", 32),
 }
+
+# Of keys and values in caches with factors, by the names that `kv_data_type` has for them. A row is a head of a token.
+KV_FORMATS = {
+    "nvfp4": FORMATS["nvfp4"],
+    "fp8_per_token_head": Format("fp8e4nv", "fp32", 0),
+    "int8_per_token_head": Format("i8", "fp32", 0),
+    "int4_per_token_head": Format("i4", "fp32", 0),
+    "int4_group_64": Format("i4", "fp32", 64),
+}
+# What callers may say for them: the name, or the dtype of a cache where it means one of them.
+KV_NAMES = {name: name for name in KV_FORMATS}
+KV_NAMES |= dict.fromkeys((torch.uint8, "uint8", "torch.uint8"), "nvfp4")
+KV_NAMES |= dict.fromkeys((torch.int8, "int8", "torch.int8"), "int8_per_token_head")

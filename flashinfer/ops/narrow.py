@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer.ops.formats import ELEMENTS, Format
+
 # Half way between neighbouring magnitudes of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -35,6 +37,37 @@ def quantize_fp8(y: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[torch
     # A tensor, since by a number torch multiplies with its inverse on a GPU, which rounds twice.
     scale = (amax / torch.full_like(amax, torch.finfo(dtype).max)).clamp(min=2.0**-126)
     return to_fp8(blocks * (1 / scale)[..., None], dtype).flatten(-2), scale
+
+
+def quantize_ints(y: torch.Tensor, width: int, element: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [..., n] as bytes of "i8" or "i4", and float32 scales [..., n / width]; codes of a NaN's block are 0."""
+    largest = ELEMENTS[element].largest
+    blocks = y.unflatten(-1, (-1, width))
+    amax = blocks.abs().amax(-1)
+    scale = (amax / torch.full_like(amax, largest)).clamp(min=2.0**-126)
+    codes = (blocks * (1 / scale)[..., None]).round().clamp(-largest, largest).nan_to_num(0.0).to(torch.int8)
+    codes = codes.flatten(-2).view(torch.uint8)
+    return (codes[..., 0::2] & 15) | (codes[..., 1::2] << 4) if element == "i4" else codes, scale
+
+
+def quantize_rows(y: torch.Tensor, format: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [..., n] as bytes of codes and float32 factors of a format of caches; infinity is the largest float32."""
+    largest = torch.finfo(torch.float32).max
+    y, width = y.clamp(-largest, largest), format.width or y.shape[-1]
+    if format.element == "fp8e4nv":
+        codes, factors = quantize_fp8(y, width, torch.float8_e4m3fn)
+        return codes.view(torch.uint8), factors
+    return quantize_ints(y, width, format.element)
+
+
+def widened(codes: torch.Tensor, element: str) -> torch.Tensor:
+    """Bytes [..., n] of codes of "fp8e4nv", "i8", "e2m1" or "i4" to float32, [..., 2 n] where two lie in a byte."""
+    if element == "e2m1":
+        return from_e2m1(codes)
+    if element == "i4":
+        halves = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).view(torch.int8)
+        return ((halves ^ 8) - 8).float()
+    return codes.view(torch.int8 if element == "i8" else torch.float8_e4m3fn).float()
 
 
 def from_e2m1(codes: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Appending tokens to a paged KV cache in NVFP4 (OCP Microscaling Formats Specification 1.0, for e2m1)."""
+"""Appending tokens to a paged KV cache in the formats with factors: NVFP4, and FP8, INT8, INT4 with float32 factors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import page as room
+from flashinfer.ops.formats import ELEMENTS, KV_FORMATS, KV_NAMES
 from flashinfer.ops.kv_layout import check_layout, paged_views
 from flashinfer.ops.page_table import check_page_table, check_vector
 from flashinfer.page.append import as_int32, power_of_two
 from flashinfer.quantization.kv_cache import positive_scale
 
+# The names of `kv_data_type` whose factors are float32, and those of nvfp4, whose append has names of its own.
+ROW_FORMATS = {name: known for name, known in KV_FORMATS.items() if known.factor == "fp32"}
 _TABLE = ("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page_len")
 
 
@@ -54,6 +57,70 @@ def nvfp4_quantize_append_paged_kv_cache(
     """
     table = [batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len]
     _append_pair(append_key, append_value, table, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout)
+
+
+@checked
+def quantize_append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_data_type: str | torch.dtype,
+    kv_layout: str = "NHD",
+) -> None:
+    """Quantise the keys and values of new tokens and write them into a paged cache, in place, one launch.
+
+    Each block of a row, a head of a token, has a factor: its largest magnitude over that of the format's codes, at
+    least 2^-126. Codes are value / factor, to nearest, ties to even; a value is code * factor. Infinity is taken for
+    the largest float32. A NaN makes its block's factor NaN.
+
+    Parameters
+    ----------
+    append_key, append_value : torch.Tensor
+        [nnz, num_kv_heads, head_dim]; bfloat16 or float16, any strides. head_dim is a multiple of the block.
+    paged_kv_cache : torch.Tensor or (torch.Tensor, torch.Tensor)
+        As in `append_paged_kv_cache`, in the dtype of the codes or uint8; of INT4 with head_dim / 2 for head_dim.
+    kv_cache_sf : torch.Tensor or (torch.Tensor, torch.Tensor)
+        float32, the same with the factors of a row last. Any strides: factors may lie between rows of codes.
+    kv_data_type : str or torch.dtype
+        "fp8_per_token_head": e4m3, a factor a row, so kv_cache_sf ends in 1; "int8_per_token_head" (or int8): codes
+        -127 ... 127; "int4_per_token_head": codes -7 ... 7, two's complement, two a byte, the first in the low half;
+        "int4_group_64": a factor for each 64 of a row, so kv_cache_sf ends in head_dim / 64.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout
+        As in `append_paged_kv_cache`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device, stride or layout other than the above, by name.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> key = torch.tensor([0.5, -7.0, 3.0, 0.0], dtype=torch.float16).view(1, 1, 4)
+    >>> cache, sf = torch.zeros(1, 2, 2, 1, 2, dtype=torch.uint8), torch.zeros(1, 2, 2, 1, 1)
+    >>> table = torch.tensor([0]), torch.tensor([0, 1]), torch.tensor([1])
+    >>> flashinfer.page.quantize_append_paged_kv_cache(
+    ...     key, key, torch.tensor([0]), torch.tensor([0]), cache, sf, *table, "int4_per_token_head")
+    >>> cache[0, 0, 0, 0].tolist(), sf[0, 0, 0, 0].tolist()
+    ([144, 3], [1.0])
+    """
+    name = KV_NAMES.get(kv_data_type)
+    require(name in ROW_FORMATS, "kv_data_type", repr(kv_data_type), f"{', '.join(ROW_FORMATS)}; of nvfp4, its append")
+    check_layout(kv_layout)
+    caches, factors = paged_views(paged_kv_cache, kv_layout), paged_views(kv_cache_sf, kv_layout, "kv_cache_sf")
+    dtype = ELEMENTS[ROW_FORMATS[name].element].dtype
+    for cache in caches:
+        fits = cache.dtype in (dtype, torch.uint8)
+        require(fits, "paged_kv_cache", cache.dtype, f"{' or '.join(map(str, dict.fromkeys((dtype, torch.uint8))))}")
+    caches = [cache.view(torch.uint8) for cache in caches]
+    table = [batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len]
+    _append_quantised(append_key, append_value, table, *caches, *factors, [1.0, 1.0], [], name)
 
 
 @checked
@@ -182,8 +249,10 @@ def _append_quantised(
     v_factors: torch.Tensor | None,
     numbers: list[float],
     scales: list[torch.Tensor],
+    kv_format: str = "nvfp4",
 ) -> None:
-    """Keys in NVFP4, values too, or in FP8 where they have no factors, which is MLA. The scales are numbers or tensors.
+    """Keys in a format, values too, or in FP8 where they have no factors, which is MLA. The scales are numbers or
+    tensors.
 
     table : the tensors of a page table, or one slot mapping.
     """
@@ -200,22 +269,25 @@ def _append_quantised(
     same_device(**{key_name: key, v_name: v_cache, factors_name: v_factors})
     require(key.dim() == 3, key_name, tuple(key.shape), "[nnz, num_kv_heads, head_dim]")
     require(key.dtype in (torch.bfloat16, torch.float16), key_name, key.dtype, "bfloat16, float16")
-    require(key.shape[2] % 16 == 0, key_name, tuple(key.shape), "a head_dim that is a multiple of 16")
+    known = KV_FORMATS[kv_format]
+    block = known.width or known.per_byte
+    require(key.shape[2] % block == 0, key_name, tuple(key.shape), f"a head_dim that is a multiple of {block}")
     require(value.dtype == key.dtype, value_name, value.dtype, f"{key.dtype}, the dtype of {key_name}")
     rows, heads, dim = key.shape
     value_dim = value.shape[2] if value.dim() == 3 else 0
-    fits = value.dim() == 3 and value.shape[1] == heads and (v_factors is None or value_dim % 16 == 0)
-    require(fits, value_name, tuple(value.shape), f"[nnz, {heads}, dim], dim a multiple of 16 in NVFP4")
-    where = (*k_cache.shape[:2], heads)
-    widths = [(k_name, k_cache, dim // 2), (factors_name, k_factors, dim // 16)]
+    fits = value.dim() == 3 and value.shape[1] == heads and (v_factors is None or value_dim % block == 0)
+    require(fits, value_name, tuple(value.shape), f"[nnz, {heads}, dim], dim a multiple of {block} in {kv_format}")
+    where, kept = (*k_cache.shape[:2], heads), torch.float32 if known.factor == "fp32" else torch.uint8
+    widths = [(k_name, k_cache, known.code_bytes(dim), torch.uint8), (factors_name, k_factors, known.blocks(dim), kept)]
     if v_factors is None:
-        widths.append((v_name, v_cache, value_dim))
+        widths.append((v_name, v_cache, value_dim, torch.uint8))
     else:
-        widths += [(v_name, v_cache, value_dim // 2), (factors_name, v_factors, value_dim // 16)]
-    for name, cache, width in widths:
+        widths.append((v_name, v_cache, known.code_bytes(value_dim), torch.uint8))
+        widths.append((factors_name, v_factors, known.blocks(value_dim), kept))
+    for name, cache, width, dtype in widths:
         shape = (*where, width)
         require(cache.shape == shape, name, tuple(cache.shape), f"{shape}: pages, slots, heads, width")
-        require(cache.dtype == torch.uint8, name, cache.dtype, "uint8")
+        require(cache.dtype == dtype, name, cache.dtype, str(dtype))
     if mapped:
         check_vector("slot_mapping", table[0])
         nnz = table[0].shape[0]
@@ -237,8 +309,8 @@ def _append_quantised(
         key_block=max(power_of_two(dim), 16),
         value_block=max(power_of_two(value_dim), 16),
         aligned=dim % 32 == value_dim % 32 == 0 and is_aligned(key, value, k_cache, v_cache),
-        key_format="nvfp4",
-        value_format="fp8e4nv" if v_factors is None else "nvfp4",
+        key_format=kv_format,
+        value_format="fp8e4nv" if v_factors is None else kv_format,
         slots=dtype_name(table[0].dtype) if mapped else "",
         scale="tensor" if scales else "number",
     )

@@ -13,10 +13,11 @@ from flashinfer.compat.wrappers import RaggedNames
 from flashinfer.ops.attention.agree import check_agrees
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
 from flashinfer.ops.attention.operands import as_slots, by_name, is_plain, slot_factors, slot_views
-from flashinfer.ops.attention.options import NVFP4_NAMES, plan_options
+from flashinfer.ops.attention.options import plan_options
 from flashinfer.ops.attention.tables import MASK_BUFFERS, graph_buffers
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import device_of, ragged_pair
+from flashinfer.ops.formats import KV_NAMES
 
 
 _BUFFERS = dict(qo_indptr="qo_indptr_buf", kv_indptr="kv_indptr_buf")
@@ -121,8 +122,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         )  # fmt: skip
         tables = qo_indptr, kv_indptr, None, None
         self._views = partial(ragged_pair, kv_layout=self._kv_layout)
-        if kv_data_type in NVFP4_NAMES:
-            require(not self._use_cuda_graph, "kv_data_type", "nvfp4", "another with use_cuda_graph=True")
+        if kv_data_type in KV_NAMES:
+            named = KV_NAMES[kv_data_type]
+            require(not self._use_cuda_graph, "kv_data_type", named, "another with use_cuda_graph=True")
             asked, tables = as_slots(asked, tables)
             self._views = partial(slot_views, kv_layout=self._kv_layout)
         items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr

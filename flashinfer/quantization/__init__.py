@@ -31,6 +31,7 @@ from flashinfer.quantization.fp8_quantization import (
     per_token_group_quant_8bit,
 )
 from flashinfer.quantization.gated import silu_and_mul_nvfp4_quantize
+from flashinfer.quantization.kv_cache import kv_dequantize_paged
 from flashinfer.quantization.nvfp4_quantization_utils import (
     NVFP44Over6Config,
     NVFP44Over6ErrMode,
@@ -48,6 +49,7 @@ __all__ = [
     "block_scale_interleave",
     "e2m1_and_ufp8sf_scale_to_float",
     "fp4_quantize",
+    "kv_dequantize_paged",
     "make_nvfp4_global_scale",
     "mxfp4_dequantize",
     "mxfp4_dequantize_host",

@@ -1,4 +1,4 @@
-"""NVFP4 of keys and values."""
+"""NVFP4 of keys and values, and paged caches in every format with factors as floats."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device
+from flashinfer.ops.formats import ELEMENTS, KV_FORMATS, KV_NAMES, Format
 from flashinfer.ops.kv_layout import check_layout, paged_views
-from flashinfer.ops.narrow import from_e2m1
+from flashinfer.ops.narrow import widened
 from flashinfer.quantization import _rows
 
 __all__ = [
+    "kv_dequantize_paged",
     "nvfp4_kv_dequantize",
     "nvfp4_kv_dequantize_paged",
     "nvfp4_kv_quantize",
@@ -205,40 +207,103 @@ def nvfp4_kv_dequantize_paged(
     >>> k[0, :, 0, 0].tolist(), v[0, :, 0, 0].tolist()
     ([0.5, 0.5, 0.5, 0.0, 0.0], [2.0, 2.0, 2.0, 0.0, 0.0])
     """
+    scales = ("k_scale", k_scale), ("v_scale", v_scale)
+    _dequantise("nvfp4", paged_kv_cache, kv_cache_sf, block_tables, seq_lens, (output_k, output_v), kv_layout, scales)
+
+
+@checked
+def kv_dequantize_paged(
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output_k: torch.Tensor,
+    output_v: torch.Tensor,
+    kv_data_type: str | torch.dtype,
+    kv_layout: str = "NHD",
+) -> None:
+    """The keys and values of each request in a paged cache with factors, as floats side by side: code * factor.
+
+    Nothing waits for the device, and a CUDA graph can capture the call.
+
+    Parameters
+    ----------
+    paged_kv_cache, kv_cache_sf : torch.Tensor or (torch.Tensor, torch.Tensor)
+        Codes and factors, as `flashinfer.page.quantize_append_paged_kv_cache` writes them; of "nvfp4", as
+        `nvfp4_kv_dequantize_paged` takes them. Any strides.
+    block_tables, seq_lens, kv_layout
+        As in `nvfp4_kv_dequantize_paged`.
+    output_k, output_v : torch.Tensor
+        [batch, max_seq_len, num_kv_heads, head_dim], bfloat16 or float16, contiguous. Written up to a request's keys;
+        the rest stays as it is.
+    kv_data_type : str or torch.dtype
+        "nvfp4", "fp8_per_token_head", "int8_per_token_head" (or int8), "int4_per_token_head", "int4_group_64".
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or layout other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> codes, factors = torch.full((2, 4, 1, 16), -100, dtype=torch.int8), torch.full((2, 4, 1, 1), 0.25)
+    >>> k, v = torch.zeros(1, 3, 1, 16, dtype=torch.float16), torch.zeros(1, 3, 1, 16, dtype=torch.float16)
+    >>> table, lens = torch.tensor([[1, 0]]), torch.tensor([2])
+    >>> flashinfer.quantization.kv_dequantize_paged((codes, codes), (factors, factors), table, lens, k, v, torch.int8)
+    >>> k[0, :, 0, 0].tolist()
+    [-25.0, -25.0, 0.0]
+    """
+    name = KV_NAMES.get(kv_data_type)
+    require(name is not None, "kv_data_type", repr(kv_data_type), ", ".join(KV_FORMATS))
+    _dequantise(name, paged_kv_cache, kv_cache_sf, block_tables, seq_lens, (output_k, output_v), kv_layout)
+
+
+def _dequantise(name: str, cache, factors, block_tables, seq_lens, outputs, kv_layout: str, scales=()) -> None:
+    """Both of a cache in the format `name`; `scales` are the names and values of two scales of dequantisation."""
     check_layout(kv_layout)
-    codes, factors = paged_views(paged_kv_cache, kv_layout), paged_views(kv_cache_sf, kv_layout, "kv_cache_sf")
-    device = same_device(paged_kv_cache=codes[0], kv_cache_sf=factors[0], output_k=output_k, output_v=output_v)
+    codes, factors = paged_views(cache, kv_layout), paged_views(factors, kv_layout, "kv_cache_sf")
+    device = same_device(paged_kv_cache=codes[0], kv_cache_sf=factors[0], output_k=outputs[0], output_v=outputs[1])
     integers = (torch.int32, torch.int64)
-    for name, t, axes in (("block_tables", block_tables, 2), ("seq_lens", seq_lens, 1)):
-        require(t.dim() == axes, name, tuple(t.shape), "[batch, max_pages]" if axes == 2 else "[batch]")
-        require(t.dtype in integers, name, t.dtype, "int32, int64")
-        require(t.device == device, name, f"a tensor on {t.device}", str(device))
-    batch = block_tables.shape[0]
+    for table_name, t, axes in (("block_tables", block_tables, 2), ("seq_lens", seq_lens, 1)):
+        require(t.dim() == axes, table_name, tuple(t.shape), "[batch, max_pages]" if axes == 2 else "[batch]")
+        require(t.dtype in integers, table_name, t.dtype, "int32, int64")
+        require(t.device == device, table_name, f"a tensor on {t.device}", str(device))
+    batch, known = block_tables.shape[0], KV_FORMATS[name]
     require(seq_lens.shape[0] == batch, "seq_lens", tuple(seq_lens.shape), f"[{batch}], as block_tables")
-    for i, (name, out, given) in enumerate((("k_scale", output_k, k_scale), ("v_scale", output_v, v_scale))):
+    kept = (torch.uint8, torch.float8_e4m3fn) if name == "nvfp4" else (torch.float32,)
+    coded = tuple(dict.fromkeys((torch.uint8, ELEMENTS[known.element].dtype)))
+    for i, out in enumerate(outputs):
         pages, page_size, heads, packed = codes[i].shape
-        require(codes[i].dtype == torch.uint8, "paged_kv_cache", codes[i].dtype, "uint8")
-        shape = (pages, page_size, heads, packed // 8)
-        fits = tuple(factors[i].shape) == shape and packed % 8 == 0
-        require(fits, "kv_cache_sf", tuple(factors[i].shape), f"{shape}: pages, tokens, heads, head_dim / 16")
-        require(factors[i].dtype in (torch.uint8, torch.float8_e4m3fn), "kv_cache_sf", factors[i].dtype,
-                "uint8, float8_e4m3fn")  # fmt: skip
-        out_name, heads_dim = ("output_k", "output_v")[i], (heads, 2 * packed)
-        fits = out.dim() == 4 and out.shape[0] == batch and tuple(out.shape[2:]) == heads_dim and out.is_contiguous()
-        require(fits, out_name, tuple(out.shape), f"[{batch}, max_seq_len, {heads}, {2 * packed}], contiguous")
+        require(codes[i].dtype in coded, "paged_kv_cache", codes[i].dtype, ", ".join(map(str, coded)))
+        dim = packed * known.per_byte
+        shape = (pages, page_size, heads, known.blocks(dim))
+        fits = tuple(factors[i].shape) == shape and dim % (known.width or 1) == 0
+        require(fits, "kv_cache_sf", tuple(factors[i].shape), f"{shape}: pages, tokens, heads, blocks of head_dim")
+        require(factors[i].dtype in kept, "kv_cache_sf", factors[i].dtype, ", ".join(map(str, kept)))
+        out_name = ("output_k", "output_v")[i]
+        fits = out.dim() == 4 and out.shape[0] == batch and tuple(out.shape[2:]) == (heads, dim) and out.is_contiguous()
+        require(fits, out_name, tuple(out.shape), f"[{batch}, max_seq_len, {heads}, {dim}], contiguous")
         require(out.dtype in (torch.bfloat16, torch.float16), out_name, out.dtype, "bfloat16, float16")
-        _gather(codes[i], factors[i], block_tables, seq_lens, positive_scale(name, given, device), out)
+        scale = positive_scale(*scales[i], device) if scales else None
+        _gather(known, codes[i], factors[i], block_tables, seq_lens, scale, out)
 
 
-def _gather(codes, factors, tables, lens, scale: torch.Tensor, out: torch.Tensor) -> None:
+def _gather(known: Format, codes, factors, tables, lens, scale: torch.Tensor | None, out: torch.Tensor) -> None:
     """Write the rows of `codes` that `tables` names to `out`, dequantised."""
     pages, page_size = codes.shape[:2]
     count = min(out.shape[1], tables.shape[1] * page_size)
     if not pages or not count or not out.numel():
         return
     tables = tables[:, : -(-count // page_size)].long().clamp(0, pages - 1)
-    value = from_e2m1(codes[tables]).unflatten(-1, (-1, 16))
-    value = value * factors.view(torch.uint8)[tables].view(torch.float8_e4m3fn).float()[..., None] * scale
+    value = widened(codes.view(torch.uint8)[tables], known.element).unflatten(-1, (factors.shape[-1], -1))
+    if known.factor == "ue4m3":
+        factor = factors.view(torch.uint8)[tables].view(torch.float8_e4m3fn).float()
+    else:
+        factor = factors[tables]
+    value = value * factor[..., None]
+    if scale is not None:
+        value = value * scale
     value = value.flatten(-2).flatten(1, 2)[:, :count].to(out.dtype)
     there = torch.arange(count, dtype=torch.int64, device=out.device) < lens[:, None]
     mine = out[:, :count]

@@ -152,6 +152,27 @@ def from_int4(code):
 
 
 @triton.jit
+def half_of_i8(code):
+    """Bytes of int8 as float16; exact. A byte below the exponent of 1024 adds to it, and its sign bit counts 128."""
+    return ((code ^ 0x80).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+
+
+@triton.jit
+def half_of_i4(code):
+    """The low four bits, two's complement, as float16; exact, in the same way."""
+    return (((code & 15) ^ 8).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+
+
+@triton.jit
+def to_ints(x, LARGEST: tl.constexpr):
+    """float32 as integers of magnitude up to LARGEST, int32; to nearest, ties to even. NaN is 0."""
+    # Where one step of a float32 is 1, it is rounded so.
+    STEPS: tl.constexpr = 12582912.0
+    whole = (tl.minimum(tl.maximum(x, -LARGEST), LARGEST) + STEPS) - STEPS
+    return tl.where(x == x, whole, 0.0).to(tl.int32)
+
+
+@triton.jit
 def to_ue8m0(magnitude, PEAK: tl.constexpr):
     """Bytes of the least power of two that is no less than a / PEAK, for the bits of a float32 a >= 0, as int32.
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops._device.rows import column_offset, multiple
-from flashinfer.ops._device.scales import quantize_nvfp4
+from flashinfer.ops._device.scales import quantize_nvfp4, quantize_rows
 
 
 @triton.jit
@@ -55,11 +55,11 @@ def store_rows(x, at, kept, column_stride, dim, tile, UNIT, BLOCK: tl.constexpr)
 @triton.jit
 def append_rows(
     cache, factors, page, slot, head, kept, strides, factor_strides, dim, tile, scale,
-    FORMAT: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, CAPABILITY: tl.constexpr,
+    FORMAT: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's rows [ROWS, BLOCK] to their slots: as they are (FORMAT ""), or as codes, and factors of "nvfp4".
+    """Write a tile's rows [ROWS, BLOCK] to their slots: as they are (FORMAT ""), or as codes, and factors.
 
-    A value is code * scale, in "nvfp4" code * factor * scale.
+    A value is code * scale, in "nvfp4" code * factor * scale; with WIDTH of `quantize_rows` it is code * factor.
     """
     at = cache_offset(page, slot, head, strides, UNIT)
     if FORMAT == "":
@@ -68,6 +68,15 @@ def append_rows(
         column = tl.arange(0, BLOCK)
         dim = multiple(dim, UNIT)
         y = tl.where((column < dim)[None, :], tile.to(tl.float32), 0)
+        if WIDTH != 1:
+            codes, found = quantize_rows(y, FORMAT, WIDTH, CAPABILITY)
+            PACKED: tl.constexpr = 2 if FORMAT == "i4" else 1
+            FEW: tl.constexpr = UNIT // PACKED if UNIT > 1 else 1
+            store_rows(cache, at, kept, strides.column, dim // PACKED, codes, FEW, BLOCK // PACKED)
+            to = cache_offset(page, slot, head, factor_strides, 1)
+            blocks = dim // WIDTH if WIDTH else 1
+            store_rows(factors, to, kept, factor_strides.column, blocks, found, 1, found.shape[1])
+            return
         one = tl.full([], 1.0, tl.float32)
         inverse = tl.div_rn(one, one * scale)
         if FORMAT == "nvfp4":

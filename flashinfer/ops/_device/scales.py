@@ -15,6 +15,7 @@ from flashinfer.ops._device.formats import (
     reciprocal,
     to_e2m1,
     to_fp8,
+    to_ints,
     to_ue8m0,
 )
 
@@ -72,6 +73,29 @@ def quantize_fp8(y, V: tl.constexpr, DTYPE: tl.constexpr, POWER_OF_TWO: tl.const
         bits = scale.to(tl.int32, bitcast=True)
         scale = tl.where(scale < float("inf"), (bits + 0x7FFFFF) & 0x7F800000, bits).to(tl.float32, bitcast=True)
     return to_fp8(times_blocks(y, reciprocal(scale, CAPABILITY), V), DTYPE, CAPABILITY), scale
+
+
+@triton.jit
+def quantize_rows(y, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, CAPABILITY: tl.constexpr):
+    """Bytes of codes of "fp8e4nv", "i8" or "i4", and float32 factors, one for WIDTH columns, or a row with WIDTH 0.
+
+    The factor is amax / largest, as of `quantize_fp8`. Infinity is the largest float32.
+    """
+    MOST: tl.constexpr = 3.4028234663852886e38
+    y = tl.where(tl.abs(y) == float("inf"), tl.where(y > 0, MOST, -MOST), y)
+    V: tl.constexpr = y.shape[1] if WIDTH == 0 else WIDTH
+    if ELEMENT == "fp8e4nv":
+        return quantize_fp8(y, V, ELEMENT, False, CAPABILITY)
+    LARGEST: tl.constexpr = 127.0 if ELEMENT == "i8" else 7.0
+    amax = block_amax(y, V).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
+    # Not tl.maximum, which would lose a NaN.
+    scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
+    codes = to_ints(times_blocks(y, reciprocal(scale, CAPABILITY), V), LARGEST)
+    if ELEMENT == "i4":
+        low, high = tl.split(tl.reshape(codes, [y.shape[0], y.shape[1] // 2, 2]))
+        codes = (low & 15) | (high << 4)
+    return codes.to(tl.uint8), scale
 
 
 @triton.jit

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from flashinfer.ops.attention.problem import Problem
+from flashinfer.ops.formats import KV_FORMATS
 
 _BASE = Problem("paged", "bf16", "bf16", "bf16", 128, 128, 4, page_size=16)
 # (head_dim_qk, head_dim_vo, GQA group)
@@ -27,7 +28,10 @@ def decode_problems() -> Iterator[Problem]:
     yield replace(base, kv_dtype="fp8e4nv")
     yield replace(base, kv_dtype="fp8e5", head_scales=True, rows=32)
     yield replace(base, kv_dtype="fp8e4nv", o_dtype="fp8e4nv")
-    yield replace(base, kv_dtype="nvfp4")
+    for kv_dtype in KV_FORMATS:
+        yield replace(base, kv_dtype=kv_dtype)
+    yield replace(_sized(base, (256, 256, 4)), kv_dtype="int4_group_64")
+    yield replace(base, kv_dtype="int8_per_token_head", rows=64, window=True, soft_cap=True)
     yield replace(base, mask="causal", rows=32)
     yield replace(base, page_size=5, aligned=False, window=True)
     yield replace(base, q_dtype="fp32", kv_dtype="fp32", o_dtype="fp32", pos_encoding="ROPE_LLAMA")
@@ -45,6 +49,9 @@ def prefill_problems() -> Iterator[Problem]:
     for dims in _ODD:
         yield _sized(base, dims)
     yield replace(base, kv_dtype="fp8e4nv", lse=True)
+    for kv_dtype in KV_FORMATS:
+        yield replace(base, kv_dtype=kv_dtype, page_size=24)
+    yield replace(_sized(base, (64, 64, 8)), q_dtype="fp16", kv_dtype="int4_per_token_head", o_dtype="fp16")
     yield replace(base, page_size=1)
     yield replace(base, q_dtype="fp16", kv_dtype="fp16", o_dtype="fp16", page_size=1)
     yield replace(base, q_dtype="fp8e4nv", kv_dtype="fp8e4nv", head_scales=True)

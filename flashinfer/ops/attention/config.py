@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flashinfer._core.target import Target
 from flashinfer.ops.attention.problem import NARROW, Problem, wrong_dtype
 from flashinfer.ops.attention.split import SplitKnobs
+from flashinfer.ops.formats import KV_FORMATS
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,23 @@ class Config(SplitKnobs):
     pdl: bool = False
 
 
-# Bytes of what is stored; of nvfp4, two elements.
-SIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1, "nvfp4": 1}
+# Bytes of what is stored; of packed formats, two elements.
+SIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8e4nv": 1, "fp8e5": 1, **dict.fromkeys(KV_FORMATS, 1)}
 
 
 def factor_alignment(dim: int) -> int:
     """Bytes that rows of nvfp4 factors of `dim` elements are a multiple of, as far as a load can use it."""
     return min(16, dim // 16 & -(dim // 16))
+
+
+def _element(p: Problem) -> str:
+    """Of the codes of keys and values, or their dtype."""
+    return KV_FORMATS[p.kv_dtype].element if p.kv_dtype in KV_FORMATS else p.kv_dtype
+
+
+def _packed(p: Problem) -> bool:
+    """Whether keys and values are two in a byte."""
+    return p.kv_dtype in KV_FORMATS and KV_FORMATS[p.kv_dtype].per_byte == 2
 
 
 def _power(n: int) -> int:
@@ -62,7 +73,7 @@ def _shared_bytes(p: Problem, block_m: int, block_n: int, stages: int) -> int:
     """Shared memory the compiler will take: a ring of K and V blocks, the widened or rotated operands, Q, and P."""
     d_qk, d_vo = _padded(p.head_dim_qk), _padded(p.head_dim_vo)
     compute = 4 if p.q_dtype == "fp32" else 2
-    ring = stages * block_n * (d_qk + d_vo) * SIZE[p.kv_dtype] // (2 if p.kv_dtype == "nvfp4" else 1)
+    ring = stages * block_n * (d_qk + d_vo) * SIZE[p.kv_dtype] // (2 if _packed(p) else 1)
     widened = block_n * (d_qk + d_vo) * compute if p.kv_dtype != p.q_dtype or p.pos_encoding == "ROPE_LLAMA" else 0
     return ring + widened + block_m * d_qk * compute + block_m * block_n * compute
 
@@ -76,7 +87,9 @@ def choose(p: Problem, target: Target) -> Config:
     steps = ((128, 2), (64, 3), (64, 2), (32, 3), (32, 2), (16, 2), (16, 1))
     if p.rows > 16:
         steps = steps[1:]
-    by_bits = p.kv_dtype == "nvfp4" or not native_fp8 and "fp8e4nv" in (p.q_dtype, p.kv_dtype)
+    by_bits = _packed(p) or not native_fp8 and "fp8e4nv" in (p.q_dtype, _element(p))
+    # Factors of keys take registers, too: beside 128 rows int8 spilled 256 bytes on sm_80.
+    by_bits = by_bits or p.kv_dtype in KV_FORMATS and p.rows > 64
     if by_bits or not p.aligned or p.mask == "custom":
         # In registers: copies of a block in bit arithmetic; an address per element of narrow loads, or per mask byte.
         block_m = min(block_m, 64)
@@ -120,8 +133,12 @@ def refuses_everywhere(p: Problem, target: Target | None = None) -> str:
             return f"{name} {dim} is not in 8 ... 1024"
     if p.pos_encoding == "ROPE_LLAMA" and p.head_dim_qk % 2:
         return f"ROPE_LLAMA pairs elements, and head_dim_qk {p.head_dim_qk} is odd"
-    if p.kv_dtype == "nvfp4" and p.pos_encoding == "ROPE_LLAMA" and p.head_dim_qk % 32:
-        return f"ROPE_LLAMA of nvfp4 keys takes halves of whole blocks, and head_dim_qk {p.head_dim_qk} is odd times 16"
+    if _packed(p) and p.pos_encoding == "ROPE_LLAMA":
+        known = KV_FORMATS[p.kv_dtype]
+        unit = known.width or known.per_byte
+        if p.head_dim_qk % (2 * unit):
+            odd = f"head_dim_qk {p.head_dim_qk} is odd times {unit}"
+            return f"ROPE_LLAMA of {p.kv_dtype} keys takes halves of whole blocks, and {odd}"
     return ""
 
 

@@ -10,7 +10,7 @@ import torch
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, check_values, require
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention.direct import run_direct
-from flashinfer.ops.attention.options import NVFP4, PlanOptions
+from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.tables import Table, block_table
 from flashinfer.ops.kv_layout import check_layout, paged_views
 
@@ -150,14 +150,14 @@ def cache_shape(kv_cache, kv_layout: str) -> tuple[torch.dtype, int, int, int, i
         page_size = 1
     elif kv_layout == "HND":
         page_size, heads = heads, page_size
-    packed = 2 if k.dtype == NVFP4 else 1
+    packed = 2 if k.dtype == torch.uint8 else 1
     return k.dtype, page_size, heads, dim * packed, v.shape[-1] * packed
 
 
 def value_dim(kv_cache) -> int:
     """head_dim of V."""
     v = kv_cache[1] if isinstance(kv_cache, (tuple, list)) else kv_cache
-    return v.shape[-1] * (2 if v.dtype == NVFP4 else 1)
+    return v.shape[-1] * (2 if v.dtype == torch.uint8 else 1)
 
 
 def factors_of(kv_cache_sf, kv_block_scales, kv_layout: str, backend: str, device: torch.device) -> dict:

@@ -13,7 +13,7 @@ from flashinfer._core.target import Target, target_of
 from flashinfer.ops.attention.decode import decode
 from flashinfer.ops.attention.mla import mla
 from flashinfer.ops.attention.mla.problem import latent_problem
-from flashinfer.ops.attention.options import NVFP4, PlanOptions
+from flashinfer.ops.attention.options import PlanOptions, kv_name
 from flashinfer.ops.attention.prefill import prefill
 from flashinfer.ops.attention.problem import Problem, Scalars
 
@@ -141,7 +141,7 @@ def _problem(o: PlanOptions, rows: int, custom: bool) -> Problem:
     return Problem(
         source=o.source,
         q_dtype=dtype_name(o.q_dtype),
-        kv_dtype="nvfp4" if o.kv_dtype == NVFP4 else dtype_name(o.kv_dtype),
+        kv_dtype=kv_name(o.kv_dtype),
         o_dtype=dtype_name(o.o_dtype),
         head_dim_qk=o.head_dim_qk,
         head_dim_vo=o.head_dim_vo,

@@ -10,14 +10,16 @@ import torch
 
 from flashinfer._core.checks import is_aligned, require
 from flashinfer.ops.attention.config import factor_alignment
-from flashinfer.ops.attention.options import MOST_KEYS, NVFP4, PlanOptions, is_finite
+from flashinfer.ops.attention.options import MOST_KEYS, PlanOptions, is_finite
 from flashinfer.ops.attention.problem import Inputs
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
 from flashinfer.ops.attention.variants import AttentionVariant
+from flashinfer.ops.formats import ELEMENTS, KV_FORMATS
 from flashinfer.ops.kv_layout import as_matrix, ragged_views
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_FACTORS = (torch.float8_e4m3fn, torch.uint8)
+# What factors may be kept as, by their element.
+_FACTORS = {"ue4m3": (torch.float8_e4m3fn, torch.uint8), "fp32": (torch.float32,)}
 
 
 def check(plan, q, k, v, out, lse, return_lse: bool, *, q_scale, k_scale, v_scale, window_left, sinks, params,
@@ -42,6 +44,8 @@ def check(plan, q, k, v, out, lse, return_lse: bool, *, q_scale, k_scale, v_scal
     wants_lse = return_lse or lse is not None
     values = variant_values(plan, params, wants_lse, sinks, window_left)
     factors = _check_factors(plan, (k_factors, k), (v_factors, v))
+    if plan.options.kv_dtype in KV_FORMATS:
+        k, v = k.view(torch.uint8), v.view(torch.uint8)
     out, lse = outputs(plan, q, out, lse, wants_lse)
     return Inputs(
         q, k, v, out, lse, plan.table, None, scalars, of_sinks, qk_scale, out_scale, plan.slopes, values, *factors
@@ -64,10 +68,14 @@ def _check_heads(plan, q, k, v) -> None:
     expected = (o.num_qo_heads, o.head_dim_qk)
     require(q.dim() == 3 and tuple(q.shape[1:]) == expected, of_q, tuple(q.shape), f"[rows, {expected}], as planned")
     require(q.dtype == o.q_dtype, of_q, q.dtype, f"{o.q_dtype}, as planned (q_data_type)")
-    packed = 2 if o.kv_dtype == NVFP4 else 1
+    known = KV_FORMATS.get(o.kv_dtype)
+    # Codes are bytes to kernels, and may be to callers.
+    dtypes = (ELEMENTS[known.element].dtype, torch.uint8) if known else (o.kv_dtype,)
+    packed = known.per_byte if known else 1
     for name, t, dim in ((of_k, k, o.head_dim_qk // packed), (of_v, v, o.head_dim_vo // packed)):
         require(t.device == plan.device, name, f"a tensor on {t.device}", f"{plan.device}, where {of_q} is")
-        require(t.dtype == o.kv_dtype, name, t.dtype, f"{o.kv_dtype}, as planned (kv_data_type)")
+        dtype = o.kv_dtype if known is None else f"{' or '.join(map(str, dict.fromkeys(dtypes)))} of {o.kv_dtype}"
+        require(t.dtype in dtypes, name, t.dtype, f"{dtype}, as planned (kv_data_type)")
         got = tuple(t.shape[-2:])
         allowed = f"{(o.num_kv_heads, dim)}, as planned"
         if t.dim() == 4 and t.shape[1:3] == (o.num_kv_heads, o.page_size):
@@ -166,27 +174,32 @@ def variant_values(plan, params: dict | None, wants_lse: bool, sinks, window_lef
 
 
 def _check_factors(plan, *given: tuple) -> tuple[torch.Tensor | None, ...]:
-    """The e4m3 factors of nvfp4 keys and values, laid out as those; `given` are pairs (factors, keys or values)."""
-    if plan.options.kv_dtype != NVFP4:
+    """The factors of keys and values in a format that has them; `given` are pairs (factors, keys or values)."""
+    known = KV_FORMATS.get(plan.options.kv_dtype)
+    if known is None:
         has = any(factors is not None for factors, _ in given)
         require(not has, "kv_block_scales", "tensors", f"None, of {plan.options.kv_dtype} keys and values")
         return None, None
     for i, (factors, x) in enumerate(given):
         name = f"kv_block_scales[{i}]"
-        require(factors is not None, name, None, "e4m3 factors, of nvfp4 keys and values")
-        shape = *x.shape[:-1], x.shape[-1] // 8
+        kind = plan.options.kv_dtype
+        require(factors is not None, name, None, f"the factors of {kind} keys and values")
+        shape = *x.shape[:-1], known.blocks(x.shape[-1] * known.per_byte)
         require(tuple(factors.shape) == shape, name, tuple(factors.shape), f"{shape} (page, token, head, factor)")
-        require(factors.dtype in _FACTORS, name, factors.dtype, "float8_e4m3fn, uint8")
+        dtypes = _FACTORS[known.factor]
+        require(factors.dtype in dtypes, name, factors.dtype, f"{' or '.join(map(str, dtypes))} of {kind}")
         require(factors.device == plan.device, name, f"a tensor on {factors.device}", str(plan.device))
         dense = factors.stride(-1) == 1 or shape[-1] == 1
         require(dense, name, f"stride {factors.stride(-1)} of the last axis", "1")
-    return tuple(factors.view(torch.float8_e4m3fn) for factors, _ in given)
+    return tuple(factors.view(_FACTORS[known.factor][0]) for factors, _ in given)
 
 
 def _aligned_factors(*factors: torch.Tensor | None) -> bool:
     """Whether rows of nvfp4 factors start where loads of all their bytes may."""
     for t in factors:
-        if t is not None and any(n % factor_alignment(16 * t.shape[-1]) for n in (t.data_ptr(), *t.stride()[:-1])):
+        if t is None or t.dtype == torch.float32:
+            continue
+        if any(n % factor_alignment(16 * t.shape[-1]) for n in (t.data_ptr(), *t.stride()[:-1])):
             return False
     return True
 
@@ -280,9 +293,9 @@ def with_lse(attend: Callable, q: torch.Tensor, lse: torch.Tensor | None, return
 
 
 def as_slots(asked: PlanOptions, tables: tuple) -> tuple[PlanOptions, tuple]:
-    """Options, and tables in the order of `tables.NAMES`, of a ragged nvfp4 batch as those of a paged one.
+    """Options, and tables in the order of `tables.NAMES`, of a ragged batch with factors as those of a paged one.
 
-    Kernels read nvfp4 in pages, so a row is a page of one token. Waits for a kv_indptr on a device, since its last
+    Kernels read factors in pages, so a row is a page of one token. Waits for a kv_indptr on a device, since its last
     offset is the length of the page table.
     """
     qo_indptr, kv_indptr, *_ = tables
@@ -304,6 +317,6 @@ def slot_factors(kv_cache_sf, kv_layout: str) -> dict:
     require(pair, "kv_cache_sf", f"a {type(kv_cache_sf).__name__}", "a pair of tensors: the factors of k and of v")
     k_factors, v_factors = slot_views(kv_cache_sf, kv_layout)
     for factors in (k_factors, v_factors):
-        allowed = "float8_e4m3fn, uint8: factors of nvfp4 k and v"
-        require(factors.dtype in _FACTORS, "kv_cache_sf", factors.dtype, allowed)
+        allowed = "float8_e4m3fn, uint8: factors of nvfp4 k and v; float32 of other formats"
+        require(factors.dtype in sum(_FACTORS.values(), ()), "kv_cache_sf", factors.dtype, allowed)
     return dict(k_factors=k_factors, v_factors=v_factors)

@@ -13,11 +13,9 @@ import torch
 from flashinfer._core.checks import as_dtype, dtype_name, number, require
 from flashinfer.ops.attention.problem import FP8, LATENT_Q_DTYPES, NARROW, POS_ENCODINGS, Q_DTYPES, wrong_dtype
 from flashinfer.ops.attention.variants import AttentionVariant
+from flashinfer.ops.formats import KV_FORMATS, KV_NAMES
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# What nvfp4 is stored as, two e2m1 a byte, and what callers name it.
-NVFP4 = torch.uint8
-NVFP4_NAMES = (NVFP4, "nvfp4", "uint8")
 
 
 class PlanOptions(NamedTuple):
@@ -32,8 +30,8 @@ class PlanOptions(NamedTuple):
     source : str
         "paged", "ragged" or "latent". A ragged batch has page_size 0. A latent one is paged and has num_kv_heads 1,
         head_dim_vo = head_dim_ckv and head_dim_qk = head_dim_ckv + head_dim_kpe.
-    kv_dtype : dtype
-        uint8 is nvfp4.
+    kv_dtype : dtype or str
+        A dtype, or one of `formats.KV_NAMES`. Checked, of a format with factors, it is the format's name.
     interleaved : bool
         The factors of nvfp4 V lie in the page of each head as TensorRT-LLM's generated kernels read them: token
         4 i + t's factor f is where token 4 i + (4 f + t) div (head_dim / 16) would have factor (4 f + t) mod
@@ -119,7 +117,7 @@ def _checked(*values) -> PlanOptions:
     # NumPy's numbers equal Python's, which kernels and later plans like this one need.
     o = PlanOptions(*[value.item() if isinstance(value, np.generic) else value for value in values])
     q_dtype = as_dtype(o.q_dtype, torch.float16, "q_data_type")
-    kv_dtype = as_dtype(NVFP4 if o.kv_dtype == "nvfp4" else o.kv_dtype, q_dtype, "kv_data_type")
+    kv_dtype = _kv_dtype(o.kv_dtype, q_dtype)
     o = o._replace(
         head_dim_vo=o.head_dim_qk if o.head_dim_vo is None else o.head_dim_vo, q_dtype=q_dtype, kv_dtype=kv_dtype,
         o_dtype=default_o_dtype(q_dtype, o.o_dtype),
@@ -136,14 +134,28 @@ def _checked(*values) -> PlanOptions:
     )
     owned = o.variant is not None and o.variant.owns_mask
     require(not owned or o.window_left < 0, "window_left", o.window_left, "-1: the variant owns the mask")
-    if o.kv_dtype == NVFP4:
-        require(o.source == "paged", "kv_data_type", "nvfp4 (uint8)", "with paged keys and values")
+    if o.kv_dtype in KV_FORMATS:
+        require(o.source == "paged", "kv_data_type", o.kv_dtype, "with paged keys and values")
+        known = KV_FORMATS[o.kv_dtype]
+        unit = known.width or known.per_byte
         for name in ("head_dim_qk", "head_dim_vo"):
             dim = getattr(o, name)
-            require(dim % 16 == 0, name, dim, "a multiple of 16, the block of nvfp4")
+            require(dim % unit == 0, name, dim, f"a multiple of {unit}, the block of {o.kv_dtype}")
         fours = not o.interleaved or o.page_size % 4 == 0
         require(fours, "page_size", o.page_size, "a multiple of 4, with interleaved factors of V")
     return o
+
+
+def _kv_dtype(given, q_dtype: torch.dtype) -> torch.dtype | str:
+    """The dtype of keys and values, or the name of their format with factors."""
+    if given in KV_NAMES:
+        return KV_NAMES[given]
+    try:
+        dtype = as_dtype(given, q_dtype, "kv_data_type")
+        dtype_name(dtype)
+    except ValueError:
+        require(False, "kv_data_type", repr(given), f"that of q, {', '.join(map(str, (*_FP8, *KV_FORMATS)))}")
+    return dtype
 
 
 def _check_sizes(o: PlanOptions) -> None:
@@ -164,12 +176,16 @@ def _check_sizes(o: PlanOptions) -> None:
 
 
 def _check_dtypes(o: PlanOptions) -> None:
-    q_dtype, kv_dtype = dtype_name(o.q_dtype, "q_data_type"), dtype_name(o.kv_dtype, "kv_data_type")
-    kv_dtype = "nvfp4" if o.kv_dtype == NVFP4 else kv_dtype
+    q_dtype, kv_dtype = dtype_name(o.q_dtype, "q_data_type"), kv_name(o.kv_dtype)
     taken = (LATENT_Q_DTYPES, FP8) if o.source == "latent" else (Q_DTYPES, NARROW)
     wrong = wrong_dtype(q_dtype, kv_dtype, dtype_name(o.o_dtype, "o_data_type"), *taken)
     if wrong:
         require(False, *wrong)
+
+
+def kv_name(kv_dtype: torch.dtype | str) -> str:
+    """What Problems call a checked kv_dtype."""
+    return kv_dtype if kv_dtype in KV_FORMATS else dtype_name(kv_dtype, "kv_data_type")
 
 
 def _check_numbers(o: PlanOptions) -> None:

@@ -16,6 +16,7 @@ from flashinfer.ops.attention.config import SIZE, factor_alignment
 from flashinfer.ops.attention.worklist import schedule_launch, schedules
 from flashinfer.ops.attention.problem import NARROW, Inputs, Problem
 from flashinfer.ops.attention.variants import find
+from flashinfer.ops.formats import KV_FORMATS
 
 # Bytes of stack a thread may use: what the compiler spills where three copies of the loop meet 255 registers. Triton
 # 3.6 takes up to 80, 3.9 up to 96.
@@ -35,7 +36,7 @@ def _padded(head_dim: int) -> int:
 
 
 def _compute_dtype(p: Problem) -> str:
-    """The type of both dot operands: q's, or float16, which holds fp8 and nvfp4 exactly; chips convert FP8 to it."""
+    """The type of both dot operands: q's, or float16, which holds codes and nvfp4 exactly; chips convert FP8 to it."""
     if p.q_dtype.startswith("fp8"):
         return "fp16"
     # A rotated q is rounded to bfloat16 in any case.
@@ -64,11 +65,11 @@ def varied(p: Problem) -> tuple[dict, dict]:
 
 
 def _factor_types(p: Problem) -> dict:
-    """Of nvfp4 factors and their strides. With aligned rows, as wide loads as a row of factors has."""
-    types = {}
+    """Of factors and their strides. With aligned rows, as wide loads as a row of nvfp4 factors has."""
+    types, wide = {}, KV_FORMATS[p.kv_dtype].factor == "fp32"
     for name, dim in (("k", p.head_dim_qk), ("v", p.head_dim_vo)):
-        promise = f":{factor_alignment(dim)}" if p.aligned else ""
-        types[f"factors.{name}"] = f"*u8{promise}"
+        promise = f":{factor_alignment(dim)}" if p.aligned and not wide else ""
+        types[f"factors.{name}"] = "*fp32" if wide else f"*u8{promise}"
         types.update((f"factors.{name}_{stride}", f"i64{promise}") for stride in ("page", "n", "head"))
     return types
 
@@ -105,7 +106,8 @@ def parameters(p: Problem, c) -> tuple[dict, dict]:
     types.update(sm_scale="fp32", out_scale="fp32", soft_cap="fp32", window_left="i32", rope_scale="fp32",
                  rope_log2_theta="fp32")  # fmt: skip
     functions, params = varied(p)
-    if p.kv_dtype == "nvfp4":
+    known = KV_FORMATS.get(p.kv_dtype)
+    if known:
         types.update(_factor_types(p))
     else:
         functions["factors"] = None
@@ -113,8 +115,9 @@ def parameters(p: Problem, c) -> tuple[dict, dict]:
     constants = dict(
         GROUP=p.group, PAGE_SIZE=p.page_size, D_QK=p.head_dim_qk, D_VO=p.head_dim_vo, D_QK_PAD=_padded(p.head_dim_qk),
         D_VO_PAD=_padded(p.head_dim_vo), BLOCK_M=c.block_m, BLOCK_N=c.block_n, NEAR=near_heads(p),
-        Q_DTYPE=p.q_dtype, KV_DTYPE=p.kv_dtype,
-        INTERLEAVED=p.interleaved, NATIVE_FP8=c.native_fp8, COMPUTE=_TL[_compute_dtype(p)],
+        Q_DTYPE=p.q_dtype, KV_DTYPE=known.element if known else p.kv_dtype, WIDTH=known.width if known else 1,
+        FOLDED=known is not None and known.factor == "fp32", INTERLEAVED=p.interleaved, NATIVE_FP8=c.native_fp8,
+        COMPUTE=_TL[_compute_dtype(p)],
         CAUSAL=p.mask == "causal", WINDOW=p.window,
         CUSTOM=p.mask == "custom", SOFT_CAP=p.soft_cap, ALIBI=p.pos_encoding == "ALIBI",
         ROPE=p.pos_encoding == "ROPE_LLAMA", SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse, SPLIT=p.split,

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from flashinfer.ops.attention.tables import Table
+from flashinfer.ops.formats import KV_FORMATS
 
 MASKS = ("full", "causal", "custom")
 POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
 FP8 = ("fp8e4nv", "fp8e5")
 # What travels to kernels as bytes, and is widened in registers.
-NARROW = (*FP8, "nvfp4")
+NARROW = (*FP8, *KV_FORMATS)
 Q_DTYPES = ("bf16", "fp16", "fp32", *FP8)
 # Latent attention multiplies no float32, and reads no nvfp4.
 LATENT_Q_DTYPES = ("bf16", "fp16", *FP8)
@@ -31,8 +32,8 @@ class Problem:
     source : str
         Where keys and values are: "paged" or "ragged".
     q_dtype, kv_dtype, o_dtype : str
-        Triton's names: "bf16", "fp16", "fp32", "fp8e4nv", "fp8e5"; of keys and values also "nvfp4": e2m1, two a byte,
-        with an e4m3 factor for each 16 of a row.
+        Triton's names: "bf16", "fp16", "fp32", "fp8e4nv", "fp8e5"; of keys and values also the formats with factors of
+        `formats.KV_FORMATS`.
     head_dim_qk, head_dim_vo : int
         Elements of a query / key row, and of a value / output row.
     group : int
@@ -165,8 +166,8 @@ class Inputs:
     alibi_slopes : float32 Tensor [qo_heads], optional
     params : tuple
         What the functions of Problem.variant are given, in the order of the variant's parameters.
-    k_factors, v_factors : float8_e4m3fn Tensor [pages, page_size, kv_heads, head_dim / 16], optional
-        Of nvfp4 keys and values, whose own last axis is head_dim / 2.
+    k_factors, v_factors : Tensor [pages, page_size, kv_heads, blocks], optional
+        Of keys and values in a format with factors, which are bytes: float8_e4m3fn of nvfp4, else float32.
     """
 
     q: torch.Tensor

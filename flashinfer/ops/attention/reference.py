@@ -15,11 +15,11 @@ from flashinfer._core.implementation import Implementation
 from flashinfer.ops.attention.evaluate import vary
 from flashinfer.ops.attention.problem import Inputs, Problem
 from flashinfer.ops.attention.variants import AttentionVariant, find
+from flashinfer.ops.formats import KV_FORMATS
+from flashinfer.ops.narrow import widened
 
 # Logits computed at a time: 1M float32 are 4 MiB, about the L2 of two CPU cores.
 _LOGITS = 1 << 20
-# By code: sign, two bits of exponent, one of mantissa. (OCP Microscaling Formats Specification 1.0.)
-_E2M1 = [sign * x for sign in (1.0, -1.0) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 
 
 @dataclass
@@ -79,10 +79,11 @@ def _gather(problem: Problem, x: Inputs, b: _Bucket) -> tuple[torch.Tensor, torc
         pages = torch.where(b.kv_len > 0, pages, 0)
         offsets = positions % problem.page_size
         k, v = (_rows(t, pages, offsets) for t in (x.k, x.v))
-        if problem.kv_dtype == "nvfp4":
-            k = _dequantise(k, _rows(x.k_factors, pages, offsets))
+        if problem.kv_dtype in KV_FORMATS:
+            element = KV_FORMATS[problem.kv_dtype].element
+            k = _dequantise(element, k, _rows(x.k_factors, pages, offsets))
             v_factors = _interleaved if problem.interleaved else _rows
-            v = _dequantise(v, v_factors(x.v_factors, pages, offsets))
+            v = _dequantise(element, v, v_factors(x.v_factors, pages, offsets))
     else:
         rows = (base + positions).clamp(max=max(x.k.shape[0] - 1, 0))
         k, v = (_at(t, rows) for t in (x.k, x.v))
@@ -116,12 +117,10 @@ def _rows(t: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> torch.
     return _at(flat, pages * per_page + offsets)
 
 
-def _dequantise(codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Rows of nvfp4, two codes a byte, the first in the low half; a factor for each 16."""
-    codes = codes.long()
-    table = torch.tensor(_E2M1, dtype=torch.float32, device=codes.device)
-    values = table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2)]
-    return (values.unflatten(-1, (-1, 16)) * factors.float()[..., None]).flatten(-2)
+def _dequantise(element: str, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Rows of bytes of codes, each block of a row times its factor."""
+    values = widened(codes, element)
+    return (values.unflatten(-1, (factors.shape[-1], -1)) * factors.float()[..., None]).flatten(-2)
 
 
 def _interleaved(t: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

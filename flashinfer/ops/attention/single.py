@@ -12,7 +12,7 @@ from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.kernels import kernels_of
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.operands import as_slots, slot_factors
-from flashinfer.ops.attention.options import NVFP4, PlanOptions, tile_rows
+from flashinfer.ops.attention.options import PlanOptions, tile_rows
 from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.problem import alibi_slopes
 from flashinfer.ops.attention.tables import Table
@@ -39,14 +39,14 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=Non
         return traced.run_single(q, k, v, kv_layout, backend, call, named)
     check_layout(kv_layout)
     rows = ragged_views(k, v, kv_layout)
-    packed = 2 if k.dtype == NVFP4 else 1
+    packed = 2 if k.dtype == torch.uint8 else 1
     asked = PlanOptions(
         source="ragged", num_qo_heads=q.shape[1], num_kv_heads=rows[0].shape[1], head_dim_qk=q.shape[2],
         head_dim_vo=packed * rows[1].shape[2], page_size=0, q_dtype=q.dtype, kv_dtype=k.dtype, o_dtype=o_dtype,
         **others,
     )  # fmt: skip
     tables = _indptr(q.shape[0], q.device), _indptr(rows[0].shape[0], q.device), None, None
-    if k.dtype == NVFP4:
+    if k.dtype == torch.uint8:
         asked, tables = as_slots(asked, (None, _indptr(rows[0].shape[0], torch.device("cpu")), None, None))
         tables = _indptr(q.shape[0], q.device), *(t.to(q.device, non_blocking=True) for t in tables[1:])
         rows = tuple(t.unsqueeze(1) for t in rows)

@@ -16,13 +16,14 @@ from flashinfer.ops.attention.host_tables import (
 from flashinfer.ops.attention.kernels import Kernels, check_captured, kernels_of, means
 from flashinfer.ops.attention.masks import custom_mask_table
 from flashinfer.ops.attention.operands import with_lse
-from flashinfer.ops.attention.options import NVFP4_NAMES, PlanOptions, tile_rows
+from flashinfer.ops.attention.options import PlanOptions, tile_rows
 from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.problem import alibi_slopes
 from flashinfer.ops.attention.replay import PlanReplay
 from flashinfer.ops.attention.split import Limits
 from flashinfer.ops.attention.tables import KV_INDPTR, NAMES, QO_INDPTR, Table
 from flashinfer.ops.attention.variants import AttentionVariant
+from flashinfer.ops.formats import KV_NAMES
 from flashinfer.ops.kv_layout import check_layout, paged_views, ragged_views
 
 # Plans of other options, as the older forward() asks for, whose buffers are kept from plan to plan.
@@ -201,7 +202,7 @@ class AttentionWrapper:
         """Options of a plan with what the wrapper adds."""
         key = options, self._backend
         if key != self._last_checked[0]:
-            interleaved = self._backend == "trtllm-gen" and options.kv_dtype in NVFP4_NAMES
+            interleaved = self._backend == "trtllm-gen" and KV_NAMES.get(options.kv_dtype) == "nvfp4"
             if self._variant is not None or self._mixed or interleaved:
                 options = options._replace(variant=self._variant, mixed=self._mixed, interleaved=interleaved)
             try:
@@ -343,7 +344,7 @@ class AttentionWrapper:
         return self._active
 
     def _factors(self, kv_block_scales, kv_cache_sf=None) -> dict:
-        """Block scales of an nvfp4 cache, under either name, as Plan.run takes them."""
+        """Factors of a cache in a format that has them, under either name, as Plan.run takes them."""
         name = "kv_block_scales"
         if kv_cache_sf is not None:
             require(kv_block_scales is None, "kv_cache_sf", "kv_block_scales too", "one of the two")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from flashinfer._core.dispatch import Op, Variant
+from flashinfer.ops.formats import KV_FORMATS
 from flashinfer.ops.page import config
 
 
@@ -26,7 +27,8 @@ class Append:
     aligned : bool
         Rows can be read and written 16 bytes at a time.
     key_format, value_format : str
-        Of what is written: "" the rows as they are, "nvfp4" codes and factors, "fp8e4nv" codes.
+        Of what is written: "" the rows as they are, a name of `formats.KV_FORMATS` codes and factors, "fp8e4nv" codes.
+        Both are one, or neither's factors are float32.
     slots : str
         Dtype of a slot mapping, "i32" or "i64"; "" where a page table says where tokens go.
     scale : str
@@ -55,8 +57,8 @@ class PageTable(NamedTuple):
 class Quantised(NamedTuple):
     """What quantising takes and gives beside codes: scales of dequantisation, and caches of factors.
 
-    k_scale, v_scale : numbers, or float32 [1]. k_factors, v_factors : bytes [pages, page_size, heads, dim / 16]; None
-    where the format is not "nvfp4".
+    k_scale, v_scale : numbers, or float32 [1]. k_factors, v_factors : [pages, page_size, heads, blocks], bytes
+    or float32; None where the format has none. Formats with float32 factors have no scale.
     """
 
     k_scale: float | torch.Tensor
@@ -104,6 +106,10 @@ def _appends() -> Iterator[Append]:
     yield Append("bf16", 128, 128, key_format="nvfp4", value_format="nvfp4", slots="i64")
     yield Append("fp16", 64, 64, False, key_format="nvfp4", value_format="nvfp4", slots="i32", scale="tensor")
     yield Append("bf16", 512, 64, key_format="nvfp4", value_format="fp8e4nv")
+    for name, known in KV_FORMATS.items():
+        if known.factor == "fp32":
+            yield Append("bf16", 128, 128, key_format=name, value_format=name)
+    yield Append("fp16", 256, 256, False, key_format="int4_group_64", value_format="int4_group_64")
 
 
 append = Op("append_paged_kv_cache", Append, _variants(config.append), _appends)

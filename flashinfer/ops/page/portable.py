@@ -4,8 +4,8 @@ append_kernel writes the keys and the values of new tokens to their slots, as th
 of one token; a program has ROWS of them, keys and values. Grid: (tokens * heads / ROWS). No shared memory.
 
     key, value               [tokens, heads, dim], any strides
-    k_cache, v_cache         [pages, page_size, heads, dim], any strides; dim / 2 bytes of "nvfp4"
-    k_factors, v_factors     bytes [pages, page_size, heads, dim / 16], where a format has factors
+    k_cache, v_cache         [pages, page_size, heads, dim], any strides; bytes where a format has codes
+    k_factors, v_factors     [pages, page_size, heads, blocks], bytes or float32, where a format has factors
     table                    of `slot_of`, or with SLOTS of `mapped_slot_of`
 """
 
@@ -18,6 +18,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.pages import append_rows, mapped_slot_of, slot_of
 from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.rows import column_offset, multiple, pointer, row_offset, unit
+from flashinfer.ops.formats import KV_FORMATS
 from flashinfer.ops.page import PageTable
 
 # Bytes of stack that a thread may use: Triton 3.9 spills one value of unaligned bfloat16 rows on sm_100a and sm_103a,
@@ -29,9 +30,9 @@ STACK_BUDGET = 8
 def append_kernel(
     key, value, k_cache, v_cache, k_factors, v_factors, table, key_strides, value_strides, k_strides, v_strides,
     k_factor_strides, v_factor_strides, rows, heads, key_dim, value_dim, k_scale, v_scale,
-    KEY_FORMAT: tl.constexpr, VALUE_FORMAT: tl.constexpr, SLOTS: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr,
-    ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, CAPABILITY: tl.constexpr,
-    PDL: tl.constexpr,
+    KEY_FORMAT: tl.constexpr, VALUE_FORMAT: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    SCALE: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, CAPABILITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -51,11 +52,11 @@ def append_kernel(
         k_scale, v_scale = tl.load(k_scale), tl.load(v_scale)
     append_rows(
         k_cache, k_factors, page, slot, head, kept, k_strides, k_factor_strides, key_dim, k, k_scale,
-        KEY_FORMAT, UNIT, KEY_BLOCK, CAPABILITY,
+        KEY_FORMAT, WIDTH, UNIT, KEY_BLOCK, CAPABILITY,
     )  # fmt: skip
     append_rows(
         v_cache, v_factors, page, slot, head, kept, v_strides, v_factor_strides, value_dim, v, v_scale,
-        VALUE_FORMAT, UNIT, VALUE_BLOCK, CAPABILITY,
+        VALUE_FORMAT, WIDTH, UNIT, VALUE_BLOCK, CAPABILITY,
     )  # fmt: skip
 
 
@@ -72,8 +73,11 @@ def build(problem, config):
     row = pointer(problem.dtype, problem.aligned)
     codes = pointer("u8", problem.aligned) if problem.key_format else row
     types = {"key": row, "value": row, "k_cache": codes, "v_cache": codes}
-    factors = [x for x, known in (("k", problem.key_format), ("v", problem.value_format)) if known == "nvfp4"]
-    types |= {f"{x}_factors": "*u8" for x in factors}
+    factors = [x for x, name in (("k", problem.key_format), ("v", problem.value_format)) if name in KV_FORMATS]
+    # With float32 factors, both have them.
+    known = KV_FORMATS.get(problem.key_format)
+    wide = known is not None and known.factor == "fp32"
+    types |= {f"{x}_factors": "*fp32" if wide else "*u8" for x in factors}
     if problem.slots:
         types |= {"table.slots": f"*{problem.slots}"}
         types |= dict.fromkeys(("table.num_pages", "table.page_size"), "i32")
@@ -91,8 +95,9 @@ def build(problem, config):
     absent += tuple(f"{x}_factors" for x in ("k", "v") if x not in factors)
     absent += tuple(f"{x}_factor_strides" for x in ("k", "v") if x not in factors)
     constants = dict.fromkeys(absent) | {
-        "KEY_FORMAT": problem.key_format,
-        "VALUE_FORMAT": problem.value_format,
+        "KEY_FORMAT": known.element if wide else problem.key_format,
+        "VALUE_FORMAT": known.element if wide else problem.value_format,
+        "WIDTH": known.width if wide else 1,
         "SLOTS": problem.slots != "",
         "SCALE": problem.scale,
         "UNIT": unit(problem.dtype, problem.aligned),

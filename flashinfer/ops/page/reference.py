@@ -5,6 +5,7 @@ from torch.nn.functional import pad
 
 from flashinfer._core.implementation import Implementation
 from flashinfer.ops import narrow
+from flashinfer.ops.formats import KV_FORMATS
 from flashinfer.ops.page import Append, Positions, SeqLens
 
 
@@ -32,6 +33,10 @@ def append(problem, rows, caches, table, quantised=None):
         (problem.key_format, rows[0], quantised.k_scale, caches[0], quantised.k_factors),
         (problem.value_format, rows[1], quantised.v_scale, caches[1], quantised.v_factors),
     ):
+        known = KV_FORMATS.get(number_format)
+        if known and known.factor == "fp32":
+            cache[page, slot], factors[page, slot] = narrow.quantize_rows(x.float(), known)
+            continue
         inverse = 1 / torch.as_tensor(scale, dtype=torch.float32, device=x.device)
         if number_format == "nvfp4":
             codes, found = narrow.quantize_nvfp4(x.float(), inverse)

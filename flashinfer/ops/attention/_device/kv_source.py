@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from flashinfer.ops._device.formats import half_of_i4, half_of_i8
+
 
 @triton.jit
 def page_ids(positions, there, kv_base, kv_indices, PAGE_SIZE: tl.constexpr):
@@ -29,12 +31,14 @@ def row_offsets(positions, there, kv_base, kv_indices, stride_page, stride_n, PA
 
 @triton.jit
 def widen(x, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, to: tl.constexpr):
-    """Keys or values as the type they are multiplied in. FP8 comes as bytes, e4m3 ("fp8e4nv") or e5m2 ("fp8e5").
+    """Keys or values as the type they are multiplied in. Bytes are int8 ("i8"), e4m3 ("fp8e4nv") or e5m2 ("fp8e5").
 
-    Both are float16 with fewer bits. e5m2 is its upper byte. e4m3 shifted into place has an exponent bias 8 smaller,
-    which a factor of 256 restores, subnormals included; its one NaN pattern has to be named. (OCP 8-bit Floating Point
-    Specification 1.0.)
+    The last two are float16 with fewer bits. e5m2 is its upper byte. e4m3 shifted into place has an exponent bias 8
+    smaller, which a factor of 256 restores, subnormals included; its one NaN pattern has to be named. (OCP 8-bit
+    Floating Point Specification 1.0.)
     """
+    if DTYPE == "i8":
+        return half_of_i8(x).to(to)
     if DTYPE == "fp8e5":
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(to)
     if DTYPE == "fp8e4nv":
@@ -56,47 +60,93 @@ def _e2m1(code):
 
 
 @triton.jit
-def load_nvfp4(
-    codes, factors, at, at_factors, there, first,
-    DIM: tl.constexpr, PAD: tl.constexpr, ROW_MASK: tl.constexpr, NATIVE_FP8: tl.constexpr, to: tl.constexpr,
-):  # fmt: skip
-    """DIM elements from `first` of rows of nvfp4 at offsets `at`, as [rows, PAD]; factors at [rows, PAD // 16].
+def _codes(bits, ELEMENT: tl.constexpr):
+    """The low four bits of bytes as float16."""
+    return _e2m1(bits) if ELEMENT == "e2m1" else half_of_i4(bits)
 
-    An e2m1 has two significant bits and an e4m3 four, so that float16 and bfloat16 hold every product exactly.
+
+@triton.jit
+def load_packed(
+    codes, factors, at, at_factors, units, there, first,
+    DIM: tl.constexpr, PAD: tl.constexpr, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, ROW_MASK: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, to: tl.constexpr,
+):  # fmt: skip
+    """DIM elements from `first` of rows of codes, two a byte, at offsets `at`, over units of the rows, as [rows, PAD].
+
+    With WIDTH 0 a unit is a row's factor, and elements are codes. Else factors are at [rows, PAD // WIDTH], and
+    elements are code * factor / unit: of nvfp4, whose units are 1, exactly, for an e2m1 has two significant bits and an
+    e4m3 four, so that float16 and bfloat16 hold every product.
     """
     ROWS: tl.constexpr = at.shape[0]
     byte = tl.arange(0, PAD // 2)
-    block = tl.arange(0, PAD // 16)
     byte_ok = (byte < DIM // 2)[None, :]
-    block_ok = (block < DIM // 16)[None, :]
     if ROW_MASK:
         byte_ok = byte_ok & there[:, None]
-        block_ok = block_ok & there[:, None]
     pairs = tl.load(codes + at[:, None] + (first // 2 + byte)[None, :], mask=byte_ok, other=0)
-    factor = tl.load(factors + at_factors, mask=block_ok, other=0)
-    factor = widen(factor, "fp8e4nv", NATIVE_FP8, tl.float16)[:, :, None]
-    pairs = tl.reshape(pairs, [ROWS, PAD // 16, 8])
-    low, high = _e2m1(pairs) * factor, _e2m1(pairs >> 4) * factor
+    if WIDTH == 0:
+        low, high = _codes(pairs, ELEMENT), _codes(pairs >> 4, ELEMENT)
+    else:
+        block = tl.arange(0, PAD // WIDTH)
+        block_ok = (block < DIM // WIDTH)[None, :]
+        if ROW_MASK:
+            block_ok = block_ok & there[:, None]
+        factor = tl.load(factors + at_factors, mask=block_ok, other=0)
+        HALF: tl.constexpr = tl.float32 if to == tl.float32 else tl.float16
+        if ELEMENT == "e2m1":
+            factor = widen(factor, "fp8e4nv", NATIVE_FP8, tl.float16)[:, :, None]
+        else:
+            factor = (factor * (1.0 / units)[:, None]).to(HALF)[:, :, None]
+        pairs = tl.reshape(pairs, [ROWS, PAD // WIDTH, WIDTH // 2])
+        low, high = _codes(pairs, ELEMENT) * factor, _codes(pairs >> 4, ELEMENT) * factor
     return tl.reshape(tl.join(low, high), [ROWS, PAD]).to(to)
 
 
 @triton.jit
 def factors_at(
     positions, there, kv_base, kv_indices, first, stride_page, stride_n, DIM: tl.constexpr, PAD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Offsets [keys, PAD // 16] of the factors of nvfp4 elements from `first` of a request's keys at `positions`.
+    """Offsets [keys, PAD // WIDTH] of the factors of elements from `first` of a request's keys at `positions`.
 
     INTERLEAVED: of each four tokens of a page, factor by factor, as one row-major block.
     """
     pages = page_ids(positions, there, kv_base, kv_indices, PAGE_SIZE)
     token = (positions % PAGE_SIZE)[:, None]
-    block = first // 16 + tl.arange(0, PAD // 16)[None, :]
+    block = first // WIDTH + tl.arange(0, PAD // WIDTH)[None, :]
     if INTERLEAVED:
         place = block * 4 + token % 4
-        token = token // 4 * 4 + place // (DIM // 16)
-        block = place % (DIM // 16)
+        token = token // 4 * 4 + place // (DIM // WIDTH)
+        block = place % (DIM // WIDTH)
     return pages.to(tl.int64)[:, None] * stride_page + token.to(tl.int64) * stride_n + block
+
+
+@triton.jit
+def power_of_two(x):
+    """The power of two at or below a positive float32; at least 1e-30."""
+    return tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1e-30)
+
+
+@triton.jit
+def row_units(
+    factors, positions, there, kv_base, kv_indices, stride_page, stride_n, D: tl.constexpr, D_PAD: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW_MASK: tl.constexpr,
+):  # fmt: skip
+    """What rows of `load_packed` are multiples of, float32 [keys]: their factors, or of several, a power of two.
+
+    The largest factor is 2048 to 4096 of it, times 7 within float16; factors down to 2^-25 of it are normal there.
+    """
+    if WIDTH == 0:
+        at = row_offsets(positions, there, kv_base, kv_indices, stride_page, stride_n, PAGE_SIZE)
+        units = tl.load(factors + at, mask=there, other=0) if ROW_MASK else tl.load(factors + at)
+    else:
+        at = factors_at(
+            positions, there, kv_base, kv_indices, 0, stride_page, stride_n, D, D_PAD, WIDTH, PAGE_SIZE, False
+        )
+        ok = (tl.arange(0, D_PAD // WIDTH) < D // WIDTH)[None, :]
+        if ROW_MASK:
+            ok = ok & there[:, None]
+        units = power_of_two(tl.max(tl.load(factors + at, mask=ok, other=0), 1)) * (1.0 / 2048)
+    return units
 
 
 @triton.jit
@@ -107,6 +157,5 @@ def fit_half(x, AXIS: tl.constexpr):
     smaller ones lose is 2^-39 of it: less than float32 accumulation does.
     """
     most = tl.max(tl.abs(x.to(tl.float32)), AXIS, keep_dims=True)
-    power = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    power = tl.maximum(power, 1e-30)
+    power = power_of_two(most)
     return (x.to(tl.float32) * (16384.0 / power)).to(tl.float16), power * (1.0 / 16384.0)
