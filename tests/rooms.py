@@ -77,7 +77,11 @@ def pages(device):
         batch, positions = flashinfer.get_batch_indices_positions(indptr, lens, 9)
         new = cache.clone()
         flashinfer.append_paged_kv_cache(key, value, batch, positions, new, indices, kv_indptr, last)
-        return batch, positions, new, flashinfer.get_seq_lens(kv_indptr, last, 5)
+        codes, factors = torch.zeros_like(new, dtype=torch.int8), torch.zeros_like(new[..., :1], dtype=torch.float32)
+        flashinfer.page.quantize_append_paged_kv_cache(
+            key, value, batch, positions, codes, factors, indices, kv_indptr, last, "int8_per_token_head"
+        )
+        return batch, positions, new, codes, factors, flashinfer.get_seq_lens(kv_indptr, last, 5)
 
     return call
 

@@ -137,7 +137,7 @@ class BatchAttention(AttentionWrapper):
         profiler_buffer : optional
             Refused.
         kv_cache_sf : (Tensor, Tensor) or Tensor, optional
-            The factors of an nvfp4 cache, planned as kv_data_type uint8 or "nvfp4"; as kv_block_scales of
+            The factors of a cache in a format that has them, which kv_data_type names; as kv_block_scales of
             `BatchDecodeWithPagedKVCacheWrapper.run`.
         lse_base : str
             Base of the log-sum-exp: "log2" or "ln".

@@ -145,7 +145,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As in `single_decode_with_kv_cache`.
         q_data_type, kv_data_type, o_data_type : dtype or its name
-            kv defaults to q's, out to q's (bfloat16 for fp8 q); kv may be nvfp4, as uint8 or "nvfp4".
+            kv defaults to q's, out to q's (bfloat16 for fp8 q); kv may be a format with factors, of
+            `run`: "nvfp4" (or uint8), "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head",
+            "int4_group_64".
         data_type : dtype or its name, optional
             Older form: q's and kv's, where they are left at their defaults.
         non_blocking : bool
@@ -277,10 +279,17 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         skip_softmax_threshold_scale_factor : float, optional
             Upstream's permission to skip small probabilities; the result here is exact with and without it.
         kv_block_scales, kv_cache_sf : (Tensor, Tensor) or Tensor, optional
-            Two names of one argument.
-            Of an nvfp4 cache, planned as kv_data_type uint8 or "nvfp4": the cache is uint8 with head_dim / 2 last, two
-            e2m1 a byte, the first in the low half; these are its factors, float8_e4m3fn or uint8, laid out as the cache
-            with head_dim / 16 last. A value is code * factor, times k_scale or v_scale. The backend says how the
+            Two names of one argument: the factors of a cache that is planned so, laid out as the cache, with those of a
+            row last. A value is code * factor, times k_scale or v_scale.
+
+            "fp8_per_token_head", "int8_per_token_head": a cache of float8_e4m3fn or int8, or of its bytes; float32
+            factors, one a row (1 last). "int4_per_token_head": uint8 with head_dim / 2 last, two's complement, two a
+            byte, the first in the low half; float32 factors, one a row. "int4_group_64": a factor for each 64 of a row.
+            Factors may lie anywhere, also between rows of codes: only their last axis is dense.
+            `flashinfer.page.quantize_append_paged_kv_cache` writes them.
+
+            "nvfp4": uint8 with head_dim / 2 last, two e2m1 a byte, the first in the low half; factors float8_e4m3fn or
+            uint8 with head_dim / 16 last. The backend says how the
             factors of V lie: with "trtllm-gen" as `nvfp4_quantize_paged_kv_cache` writes them, four tokens interleaved;
             with any other row by row, as `nvfp4_quantize_append_paged_kv_cache_with_slot_mapping` does.
         params : dict, optional

@@ -112,7 +112,6 @@ KV_FORMATS = {
     "int4_per_token_head": Format("i4", "fp32", 0),
     "int4_group_64": Format("i4", "fp32", 64),
 }
-# What callers may say for them: the name, or the dtype of a cache where it means one of them.
+# What callers may say for them: the name, or uint8, as upstream has it for nvfp4.
 KV_NAMES = {name: name for name in KV_FORMATS}
 KV_NAMES |= dict.fromkeys((torch.uint8, "uint8", "torch.uint8"), "nvfp4")
-KV_NAMES |= dict.fromkeys((torch.int8, "int8", "torch.int8"), "int8_per_token_head")

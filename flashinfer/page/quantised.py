@@ -88,7 +88,7 @@ def quantize_append_paged_kv_cache(
     kv_cache_sf : torch.Tensor or (torch.Tensor, torch.Tensor)
         float32, the same with the factors of a row last. Any strides: factors may lie between rows of codes.
     kv_data_type : str or torch.dtype
-        "fp8_per_token_head": e4m3, a factor a row, so kv_cache_sf ends in 1; "int8_per_token_head" (or int8): codes
+        "fp8_per_token_head": e4m3, a factor a row, so kv_cache_sf ends in 1; "int8_per_token_head": codes
         -127 ... 127; "int4_per_token_head": codes -7 ... 7, two's complement, two a byte, the first in the low half;
         "int4_group_64": a factor for each 64 of a row, so kv_cache_sf ends in head_dim / 64.
     batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout

@@ -185,8 +185,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             Of the log-sum-exp, one that is given too: "log2" or "ln"; "NH" [rows, num_qo_heads] or "HN"
             [num_qo_heads, rows].
         kv_cache_sf : (Tensor, Tensor), optional
-            Of nvfp4 k and v, planned as kv_data_type uint8 or "nvfp4", which are uint8 with head_dim / 2 last: their
-            factors, float8_e4m3fn or uint8, laid out as k and v with head_dim / 16 last.
+            Of k and v in a format with factors, which kv_data_type names: the factors, laid out as k and v, as
+            kv_block_scales of `BatchDecodeWithPagedKVCacheWrapper.run`, row by row.
 
         Returns
         -------

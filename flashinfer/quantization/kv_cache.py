@@ -237,7 +237,7 @@ def kv_dequantize_paged(
         [batch, max_seq_len, num_kv_heads, head_dim], bfloat16 or float16, contiguous. Written up to a request's keys;
         the rest stays as it is.
     kv_data_type : str or torch.dtype
-        "nvfp4", "fp8_per_token_head", "int8_per_token_head" (or int8), "int4_per_token_head", "int4_group_64".
+        "nvfp4", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "int4_group_64".
 
     Raises
     ------
@@ -249,8 +249,8 @@ def kv_dequantize_paged(
     >>> import torch, flashinfer
     >>> codes, factors = torch.full((2, 4, 1, 16), -100, dtype=torch.int8), torch.full((2, 4, 1, 1), 0.25)
     >>> k, v = torch.zeros(1, 3, 1, 16, dtype=torch.float16), torch.zeros(1, 3, 1, 16, dtype=torch.float16)
-    >>> table, lens = torch.tensor([[1, 0]]), torch.tensor([2])
-    >>> flashinfer.quantization.kv_dequantize_paged((codes, codes), (factors, factors), table, lens, k, v, torch.int8)
+    >>> table, lens, name = torch.tensor([[1, 0]]), torch.tensor([2]), "int8_per_token_head"
+    >>> flashinfer.quantization.kv_dequantize_paged((codes, codes), (factors, factors), table, lens, k, v, name)
     >>> k[0, :, 0, 0].tolist()
     [-25.0, -25.0, 0.0]
     """

@@ -93,6 +93,16 @@ def tokens():
     flashinfer.append_paged_kv_cache(randn(9, 2, 128), randn(9, 2, 128), batch, positions, cache,
                                      torch.arange(6, device=DEVICE, dtype=torch.int32), ints(0, 3, 6).to(DEVICE),
                                      ints(2, 4).to(DEVICE))  # fmt: skip
+    for name, packed, blocks in (("int4_group_64", 2, 2), ("int8_per_token_head", 1, 1)):
+        codes = torch.zeros(6, 2, 5, 2, 128 // packed, dtype=torch.uint8, device=DEVICE)
+        factors = torch.zeros(6, 2, 5, 2, blocks, dtype=torch.float32, device=DEVICE)
+        flashinfer.page.quantize_append_paged_kv_cache(
+            randn(9, 2, 128), randn(9, 2, 128), batch, positions, codes, factors,
+            torch.arange(6, device=DEVICE, dtype=torch.int32), ints(0, 3, 6).to(DEVICE), ints(2, 4).to(DEVICE), name,
+        )  # fmt: skip
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE))
+        wrapper.plan(ints(0, 3, 6), ints(0, 1, 2, 3, 4, 5), ints(2, 4), 4, 2, 128, 5, kv_data_type=name)
+        wrapper.run(randn(2, 4, 128), codes, kv_cache_sf=factors)
 
 
 def sampled():

@@ -53,6 +53,12 @@ def store_rows(x, at, kept, column_stride, dim, tile, UNIT, BLOCK: tl.constexpr)
 
 
 @triton.jit
+def _inverse(scale):
+    one = tl.full([], 1.0, tl.float32)
+    return tl.div_rn(one, one * scale)
+
+
+@triton.jit
 def append_rows(
     cache, factors, page, slot, head, kept, strides, factor_strides, dim, tile, scale,
     FORMAT: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, CAPABILITY: tl.constexpr,
@@ -76,14 +82,11 @@ def append_rows(
             to = cache_offset(page, slot, head, factor_strides, 1)
             blocks = dim // WIDTH if WIDTH else 1
             store_rows(factors, to, kept, factor_strides.column, blocks, found, 1, found.shape[1])
-            return
-        one = tl.full([], 1.0, tl.float32)
-        inverse = tl.div_rn(one, one * scale)
-        if FORMAT == "nvfp4":
-            codes, found = quantize_nvfp4(y, inverse, CAPABILITY)
+        elif FORMAT == "nvfp4":
+            codes, found = quantize_nvfp4(y, _inverse(scale), CAPABILITY)
             store_rows(cache, at, kept, strides.column, dim // 2, codes, UNIT // 2 if UNIT > 1 else 1, BLOCK // 2)
             to = cache_offset(page, slot, head, factor_strides, 1)
             store_rows(factors, to, kept, factor_strides.column, dim // 16, found, 1, BLOCK // 16)
         else:
-            codes = to_fp8(y * inverse, FORMAT, CAPABILITY)
+            codes = to_fp8(y * _inverse(scale), FORMAT, CAPABILITY)
             store_rows(cache, at, kept, strides.column, dim, codes, UNIT, BLOCK)

@@ -85,17 +85,19 @@ def quantize_rows(y, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, CAPABILITY: tl.
     y = tl.where(tl.abs(y) == float("inf"), tl.where(y > 0, MOST, -MOST), y)
     V: tl.constexpr = y.shape[1] if WIDTH == 0 else WIDTH
     if ELEMENT == "fp8e4nv":
-        return quantize_fp8(y, V, ELEMENT, False, CAPABILITY)
-    LARGEST: tl.constexpr = 127.0 if ELEMENT == "i8" else 7.0
-    amax = block_amax(y, V).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
-    # Not tl.maximum, which would lose a NaN.
-    scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
-    codes = to_ints(times_blocks(y, reciprocal(scale, CAPABILITY), V), LARGEST)
-    if ELEMENT == "i4":
-        low, high = tl.split(tl.reshape(codes, [y.shape[0], y.shape[1] // 2, 2]))
-        codes = (low & 15) | (high << 4)
-    return codes.to(tl.uint8), scale
+        codes, scale = quantize_fp8(y, V, ELEMENT, False, CAPABILITY)
+    else:
+        LARGEST: tl.constexpr = 127.0 if ELEMENT == "i8" else 7.0
+        amax = block_amax(y, V).to(tl.float32, bitcast=True)
+        scale = tl.div_rn(amax, tl.full(amax.shape, LARGEST, tl.float32))
+        # Not tl.maximum, which would lose a NaN.
+        scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
+        codes = to_ints(times_blocks(y, reciprocal(scale, CAPABILITY), V), LARGEST)
+        if ELEMENT == "i4":
+            low, high = tl.split(tl.reshape(codes, [y.shape[0], y.shape[1] // 2, 2]))
+            codes = (low & 15) | (high << 4)
+        codes = codes.to(tl.uint8)
+    return codes, scale
 
 
 @triton.jit

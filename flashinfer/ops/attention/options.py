@@ -16,6 +16,7 @@ from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.ops.formats import KV_FORMATS, KV_NAMES
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_KV_ALLOWED = f"that of q, or {', '.join(map(str, (*_FP8, *KV_FORMATS)))}"
 
 
 class PlanOptions(NamedTuple):
@@ -148,14 +149,11 @@ def _checked(*values) -> PlanOptions:
 
 def _kv_dtype(given, q_dtype: torch.dtype) -> torch.dtype | str:
     """The dtype of keys and values, or the name of their format with factors."""
-    if given in KV_NAMES:
-        return KV_NAMES[given]
-    try:
-        dtype = as_dtype(given, q_dtype, "kv_data_type")
-        dtype_name(dtype)
-    except ValueError:
-        require(False, "kv_data_type", repr(given), f"that of q, {', '.join(map(str, (*_FP8, *KV_FORMATS)))}")
-    return dtype
+    if given is None or given in KV_NAMES:
+        return KV_NAMES.get(given, q_dtype)
+    known = isinstance(getattr(torch, str(given).removeprefix("torch."), None), torch.dtype)
+    require(known, "kv_data_type", repr(given), _KV_ALLOWED)
+    return as_dtype(given, q_dtype, "kv_data_type")
 
 
 def _check_sizes(o: PlanOptions) -> None:
@@ -185,7 +183,12 @@ def _check_dtypes(o: PlanOptions) -> None:
 
 def kv_name(kv_dtype: torch.dtype | str) -> str:
     """What Problems call a checked kv_dtype."""
-    return kv_dtype if kv_dtype in KV_FORMATS else dtype_name(kv_dtype, "kv_data_type")
+    if kv_dtype in KV_FORMATS:
+        return kv_dtype
+    try:
+        return dtype_name(kv_dtype, "kv_data_type")
+    except ValueError:
+        require(False, "kv_data_type", kv_dtype, _KV_ALLOWED)
 
 
 def _check_numbers(o: PlanOptions) -> None:

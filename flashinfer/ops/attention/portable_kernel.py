@@ -96,7 +96,7 @@ def _step(
     s = tl.zeros([q_lo.shape[0], BLOCK_N], tl.float32)
     k_units = s
     PACKED: tl.constexpr = KV_DTYPE == "e2m1" or KV_DTYPE == "i4"
-    # Of several factors a row, products are summed block by block, so that keys are not rounded; unless they are anyway.
+    # Of several factors a row, products are summed block by block, so that keys are not rounded. Rotated ones are.
     BLOCKS: tl.constexpr = FOLDED and WIDTH > 0 and not ROPE
     if FOLDED and not BLOCKS:
         k_units = row_units(

@@ -110,7 +110,7 @@ def _rows(t: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> torch.
     if page_stride % row_stride or not t.shape[0]:
         if not t.shape[0]:
             return t.new_zeros((*pages.shape, *t.shape[2:]))
-        return t.float()[pages, offsets]
+        return (t if t.dtype == torch.uint8 else t.float())[pages, offsets]
     # Where a page is a whole number of rows apart, one flat row number saves indexing twice.
     per_page = page_stride // row_stride
     flat = t.as_strided(((t.shape[0] - 1) * per_page + t.shape[1], *t.shape[2:]), (row_stride, *inner))
