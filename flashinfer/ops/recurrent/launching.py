@@ -29,6 +29,15 @@ def place_types(places: dict, units: dict, units_of: dict | None = None) -> dict
     return types
 
 
+def size_types(names, **known: int) -> dict:
+    """Types of the sizes `of.name`. What is known to be a multiple of 16 is promised to be.
+
+    A mask of columns below such a size is the same for 16 of them, so that loads and stores take 16 bytes at a time;
+    below another, each element has a mask and an access of its own.
+    """
+    return {f"of.{name}": "i32" if known.get(name, 1) % 16 else "i32:16" for name in names}
+
+
 def strides(x: torch.Tensor | None, dims: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of some dimensions; 0 of those with one element, and of a tensor that is not there."""
     if x is None:

@@ -12,7 +12,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import unit_length
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
 from flashinfer.ops.recurrent.delta.config import power_of_two
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types
 
 
 @triton.jit
@@ -91,7 +91,8 @@ def _build(problem, config):
     types = pointers(kinds, whole)
     places = {"state_by": ("layer", "slot", "head", "row")} | {f"{name}_by": ("layer", "slot") for name in _WINDOWS}
     types |= place_types(places, {"state_by": problem.state_dtype, "v_by": problem.dtype, "k_by": problem.dtype})
-    types |= {f"of.{name}": "i32" for name in ("blocks", "tokens", "key_dim", "value_dim", "k_group", "null")}
+    sizes = ("blocks", "tokens", "key_dim", "value_dim", "k_group", "null")
+    types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim)
     constants = {name: None for name, kind in kinds.items() if not kind} | {
         "NORMALIZE": problem.normalize,
         "STATE": problem.state_dtype,

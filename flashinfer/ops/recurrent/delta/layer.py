@@ -16,7 +16,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid, unit_length
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
 from flashinfer.ops.recurrent.delta.config import power_of_two
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def _build(problem, config):
     types = pointers(kinds, ("state",) if problem.aligned else ())
     whole = {"state_by": problem.state_dtype} if problem.aligned else {}
     types |= place_types(_PLACES, whole, {"state_by": _WHOLE[problem.layout]})
-    types |= {f"of.{name}": "i32" for name in ("heads", "dim", "null")}
+    types |= size_types(("heads", "dim", "null"), dim=problem.dim)
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "eps", "lower", "sharp", "threshold")}
     constants = {name: None for name, kind in kinds.items() if not kind}
     constants |= {"WIDTH": problem.width, "GATE": problem.gate, "LAYOUT": problem.layout, "STATE": problem.state_dtype}

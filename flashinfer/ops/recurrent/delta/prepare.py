@@ -15,7 +15,7 @@ from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid
 from flashinfer.ops.recurrent._device.products import operand
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent.delta.workspace import INPUT, common, workspace
-from flashinfer.ops.recurrent.launching import place_types, pointers
+from flashinfer.ops.recurrent.launching import place_types, pointers, size_types
 
 # A decay below exp(-64) is taken for exp(-64), so that sums of logarithms over a chunk keep their digits.
 LEAST = tl.constexpr(-64.0)
@@ -334,7 +334,7 @@ def _build_prepare(problem, config):
     types |= place_types(dict.fromkeys(("q_by", "k_by", "gate_by", "beta_by"), INPUT), units)
     sizes = ("sequences", "tokens", "chunks", "heads", "key_dim", "tiles")
     groups = ("q_group", "k_group", "gate_group", "beta_group", "rate_group", "bias_group")
-    types |= {f"of.{name}": "i32" for name in (*sizes, *groups)}
+    types |= size_types((*sizes, *groups), key_dim=problem.key_dim)
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "lower", "sharp", "threshold")}
     constants |= {name: None for name, kind in kinds.items() if not kind}
     constants |= {"GATE": problem.gate, "BOUNDED": problem.bounded, "BETA": problem.beta}

@@ -15,7 +15,7 @@ from flashinfer.ops.recurrent._device.products import operand
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent._device.states import load_state, store_state
 from flashinfer.ops.recurrent.delta.workspace import INPUT, STATE, common, workspace
-from flashinfer.ops.recurrent.launching import place_types, pointers
+from flashinfer.ops.recurrent.launching import place_types, pointers, size_types
 
 
 @triton.jit
@@ -236,7 +236,8 @@ def _build_scan(problem, config):
     places |= dict.fromkeys(("source_by", "state_by", "marks_by"), STATE)
     types |= place_types(places, {f"{name}_by": kinds[name] for name in rows})
     sizes = ("sequences", "tokens", "chunks", "heads", "key_dim", "value_dim", "null", "every", "segments", "segment")
-    types |= {f"of.{name}": "i32" for name in (*sizes, "q_group", "k_group", "v_group")} | {"numbers.scale": "fp32"}
+    sizes += ("q_group", "k_group", "v_group")
+    types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim) | {"numbers.scale": "fp32"}
     constants |= {name: None for name, kind in kinds.items() if not kind}
     constants |= {"FIRST_MARK": problem.first_mark, "SOURCE": problem.source_dtype, "STATE": problem.state_dtype}
     constants |= {"MARKS": mark, "ROWS": config.rows, "CAPABILITY": config.capability}

@@ -20,7 +20,7 @@ from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent._device.states import load_state, store_state
 from flashinfer.ops.recurrent.delta.scan import factors_of
 from flashinfer.ops.recurrent.delta.workspace import INPUT, STATE, common
-from flashinfer.ops.recurrent.launching import place_types, pointers
+from flashinfer.ops.recurrent.launching import place_types, pointers, size_types
 
 # Values of a program of the chain: few, so that 8 heads of 128 values are 64 programs, which follow it side by side.
 CHAIN_ROWS = 16
@@ -151,7 +151,7 @@ def _build_map(problem, config):
     types = pointers(kinds, rows | {"solved", "sums", "maps"})
     types |= place_types(dict.fromkeys(("k_by", "v_by"), INPUT), {f"{name}_by": kinds[name] for name in rows})
     sizes = ("sequences", "tokens", "heads", "key_dim", "value_dim", "segment", "k_group", "v_group")
-    types |= {f"of.{name}": "i32" for name in sizes}
+    types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim)
     constants = common(problem, config) | {"ROWS": config.rows}
     del constants["CHANNELS"]
     return Build(map_kernel, types, constants, num_warps=config.scan_warps, num_stages=config.stages)
@@ -162,7 +162,8 @@ def _build_chain(problem, config):
     kinds |= {"source": problem.source_dtype, "state": problem.state_dtype, "maps": "fp32", "starts": "fp32"}
     types = pointers(kinds, {"maps", "starts"})
     types |= place_types(dict.fromkeys(("source_by", "state_by"), STATE), {})
-    types |= {f"of.{name}": "i32" for name in ("tokens", "heads", "key_dim", "value_dim", "segment", "null")}
+    sizes = ("tokens", "heads", "key_dim", "value_dim", "segment", "null")
+    types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim)
     constants = {name: None for name, kind in kinds.items() if not kind}
     constants |= {"SOURCE": problem.source_dtype, "STATE": problem.state_dtype, "ROWS": CHAIN_ROWS, "BLOCK": 32}
     constants |= {"KEYS": common(problem, config)["KEYS"], "CAPABILITY": config.capability}

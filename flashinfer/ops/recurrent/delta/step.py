@@ -17,7 +17,7 @@ from flashinfer.ops.recurrent._device.sequences import slot_of, span_of, zero_to
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
 from flashinfer.ops.recurrent.delta.config import power_of_two
 from flashinfer.ops.recurrent.delta.keep import keep_token
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strides, table_strides
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides, table_strides
 
 
 @triton.jit
@@ -246,7 +246,7 @@ def _build(problem, config):
     rows = {"q", "k", "v", "source", "state", "each", "out", "norm_gate"} | ({"gate"} if wide else set())
     types = pointers(kinds, rows if problem.aligned else ())
     types |= place_types(_PLACES, _units(kinds, rows) if problem.aligned else {}, _UNITS_OF[problem.layout])
-    types |= {f"of.{size}": "i32" for size in _SIZES}
+    types |= size_types(_SIZES, key_dim=problem.key_dim, value_dim=problem.value_dim)
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "eps", "lower", "sharp", "threshold")}
     constants = {name: None for name, kind in kinds.items() if not kind} | {
         "GATE": problem.gate,

@@ -21,7 +21,7 @@ from flashinfer.ops.recurrent._device.sequences import slot_of, span_of, zero_to
 from flashinfer.ops.recurrent._device.states import load_state, state_offsets, store_state
 from flashinfer.ops.recurrent.delta.config import power_of_two
 from flashinfer.ops.recurrent.delta.keep import keep_token
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strides, table_strides
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides, table_strides
 
 # A decay below exp(-64) is taken for exp(-64), so that sums of logarithms along a path keep their digits.
 LEAST = tl.constexpr(-64.0)
@@ -218,7 +218,7 @@ def _build(problem, config):
     kinds |= {"kept_gate": replay, "kept_beta": replay}
     names = ("q", "k", "v", "source", "state", "each", "out") if problem.aligned else ()
     types = pointers(kinds, names) | place_types(_PLACES, {})
-    types |= {f"of.{name}": "i32" for name in _SIZES}
+    types |= size_types(_SIZES, key_dim=problem.key_dim, value_dim=problem.value_dim)
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "lower", "sharp", "threshold")}
     constants = {name: None for name, kind in kinds.items() if not kind}
     constants |= {"GATE": problem.gate, "CHANNELS": problem.channels, "BETA": problem.beta}

@@ -25,7 +25,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
 from flashinfer.ops.recurrent._device.products import operand
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
-from flashinfer.ops.recurrent.launching import place_types, pointers, strides
+from flashinfer.ops.recurrent.launching import place_types, pointers, size_types, strides
 from flashinfer.ops.recurrent.ssd.config import power_of_two
 
 # A decay below exp(-64) is taken for exp(-64), so that sums of logarithms over a chunk keep their digits.
@@ -404,7 +404,8 @@ def _build(kernel, problem, config, rows: int) -> Build:
     whole = {"x", "B", "C", "z", "source", "state", "marks", "out"} if problem.aligned else set()
     units = {f"{name}_by": kinds[name] for name in whole & kinds.keys() if kinds[name]}
     places = {name: _PLACES[name] for name in kernel.arg_names if name in _PLACES}
-    types = pointers(kinds, whole | {"states"}) | place_types(places, units) | {f"of.{size}": "i32" for size in _SIZES}
+    types = pointers(kinds, whole | {"states"}) | place_types(places, units)
+    types |= size_types(_SIZES, dim=problem.dim, dstate=problem.dstate)
     if "numbers" in kernel.arg_names:
         types |= {"numbers.least": "fp32", "numbers.most": "fp32"}
     constants = {

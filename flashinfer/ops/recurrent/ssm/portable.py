@@ -13,7 +13,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
 from flashinfer.ops.recurrent._device.sequences import span_of
 from flashinfer.ops.recurrent._device.states import load_state, store_state
-from flashinfer.ops.recurrent.launching import place_types, pointers, raw, strides
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides
 from flashinfer.ops.recurrent.ssm import LARGEST
 from flashinfer.ops.recurrent.ssm.config import power_of_two
 
@@ -227,7 +227,7 @@ def _build(problem, config):
     rows = {"state": "state_by", "B": "b_by", "C": "c_by"}
     whole = {place: kinds[name] for name, place in rows.items()} if problem.aligned else {}
     types = pointers(kinds, (*rows, "each") if problem.aligned else ()) | place_types(_PLACES, whole)
-    types |= {f"of.{size}": "i32" for size in _SIZES}
+    types |= size_types(_SIZES, dim=problem.dim, dstate=problem.dstate)
     constants = {name: None for name, kind in kinds.items() if not kind} | {
         "TIED": problem.tied,
         "SOFTPLUS": problem.softplus,
