@@ -28,7 +28,10 @@ _HEADLINES = (
     "Qwen3-30B-A3B bf16, 64 tokens",
     "DeepSeek-V3 TP8 fp8 blocks, 64 tokens",
     "DeepSeek-V3 TP8 fp8 blocks, 4096 tokens",
+    "gpt-oss-120b mxfp4, 8 tokens",
     "gpt-oss-120b mxfp4, 64 tokens",
+    "gpt-oss-120b mxfp4, 512 tokens",
+    "gpt-oss-120b mxfp4, 4096 tokens",
 )
 
 
