@@ -6,6 +6,7 @@ from flashinfer.page.quantised import (
     nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
     nvfp4_quantize_append_paged_mla_kv_cache,
     quantize_append_paged_kv_cache,
+    quantize_append_paged_kv_cache_with_slot_mapping,
 )
 from flashinfer.page.tables import get_batch_indices_positions, get_seq_lens
 
@@ -18,4 +19,5 @@ __all__ = [
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "nvfp4_quantize_append_paged_mla_kv_cache",
     "quantize_append_paged_kv_cache",
+    "quantize_append_paged_kv_cache_with_slot_mapping",
 ]

@@ -110,17 +110,48 @@ def quantize_append_paged_kv_cache(
     >>> cache[0, 0, 0, 0].tolist(), sf[0, 0, 0, 0].tolist()
     ([144, 3], [1.0])
     """
-    name = KV_NAMES.get(kv_data_type)
-    require(name in ROW_FORMATS, "kv_data_type", repr(kv_data_type), f"{', '.join(ROW_FORMATS)}; of nvfp4, its append")
-    check_layout(kv_layout)
-    caches, factors = paged_views(paged_kv_cache, kv_layout), paged_views(kv_cache_sf, kv_layout, "kv_cache_sf")
-    dtype = ELEMENTS[ROW_FORMATS[name].element].dtype
-    for cache in caches:
-        fits = cache.dtype in (dtype, torch.uint8)
-        require(fits, "paged_kv_cache", cache.dtype, f"{' or '.join(map(str, dict.fromkeys((dtype, torch.uint8))))}")
-    caches = [cache.view(torch.uint8) for cache in caches]
     table = [batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len]
-    _append_quantised(append_key, append_value, table, *caches, *factors, [1.0, 1.0], [], name)
+    _append_rows(append_key, append_value, table, paged_kv_cache, kv_cache_sf, kv_data_type, kv_layout)
+
+
+@checked
+def quantize_append_paged_kv_cache_with_slot_mapping(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_data_type: str | torch.dtype,
+    kv_layout: str = "NHD",
+) -> None:
+    """`quantize_append_paged_kv_cache` for engines that name slots.
+
+    Parameters
+    ----------
+    append_key, append_value : torch.Tensor
+        [at least nnz, num_kv_heads, head_dim]; bfloat16 or float16, any strides. Rows past nnz are not read.
+    slot_mapping : torch.Tensor
+        int32 or int64 [nnz]: row i goes to token slot % page_size of page slot // page_size. Slots that are negative or
+        past the last page are not written. Two rows with one slot leave either.
+    paged_kv_cache, kv_cache_sf, kv_data_type, kv_layout
+        As in `quantize_append_paged_kv_cache`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device, stride or layout other than the above, by name.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> key = torch.tensor([0.5, -127.0, 3.0, 0.0], dtype=torch.float16).view(1, 1, 4)
+    >>> cache, sf = torch.zeros(1, 2, 2, 1, 4, dtype=torch.int8), torch.zeros(1, 2, 2, 1, 1)
+    >>> flashinfer.page.quantize_append_paged_kv_cache_with_slot_mapping(
+    ...     key, key, torch.tensor([1]), cache, sf, "int8_per_token_head")
+    >>> cache[0, 0, :, 0].tolist(), sf[0, 0, :, 0, 0].tolist()
+    ([[0, 0, 0, 0], [0, -127, 3, 0]], [0.0, 1.0])
+    """
+    _append_rows(append_key, append_value, [slot_mapping], paged_kv_cache, kv_cache_sf, kv_data_type, kv_layout)
 
 
 @checked
@@ -213,6 +244,19 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
         A shape, dtype, device, stride or layout other than the above.
     """
     _append_pair(append_key, append_value, [slot_mapping], paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout)
+
+
+def _append_rows(key, value, table: list, paged_kv_cache, kv_cache_sf, kv_data_type, kv_layout: str) -> None:
+    name = KV_NAMES.get(kv_data_type)
+    require(name in ROW_FORMATS, "kv_data_type", repr(kv_data_type), f"{', '.join(ROW_FORMATS)}; of nvfp4, its append")
+    check_layout(kv_layout)
+    caches, factors = paged_views(paged_kv_cache, kv_layout), paged_views(kv_cache_sf, kv_layout, "kv_cache_sf")
+    dtype = ELEMENTS[ROW_FORMATS[name].element].dtype
+    for cache in caches:
+        fits = cache.dtype in (dtype, torch.uint8)
+        require(fits, "paged_kv_cache", cache.dtype, f"{' or '.join(map(str, dict.fromkeys((dtype, torch.uint8))))}")
+    caches = [cache.view(torch.uint8) for cache in caches]
+    _append_quantised(key, value, table, *caches, *factors, [1.0, 1.0], [], name)
 
 
 def _append_pair(key, value, table: list, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout: str) -> None:

@@ -109,6 +109,7 @@ def _appends() -> Iterator[Append]:
     for name, known in KV_FORMATS.items():
         if known.factor == "fp32":
             yield Append("bf16", 128, 128, key_format=name, value_format=name)
+    yield Append("bf16", 128, 128, key_format="int8_per_token_head", value_format="int8_per_token_head", slots="i64")
     yield Append("fp16", 256, 256, False, key_format="int4_group_64", value_format="int4_group_64")
 
 

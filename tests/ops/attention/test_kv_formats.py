@@ -157,6 +157,27 @@ def test_rotary_and_wide_queries(name, device):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_bfloat16_queries(name, device):
+    """Products are in float16, which the interpreter has right; queries are over a power of two of their row."""
+    x = batch(device, dim=128, dtype=torch.bfloat16)
+    x = replace(x, q=x.q * torch.exp2(torch.arange(-20, 10, 6, device=device)).to(x.q)[:, None, None])
+    x, paged, factors = quantised(x, name)
+    for backend in backends(device):
+        check(run_decode(x, paged, factors, backend, name), x, Options())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_batch_attention(name, device):
+    x, paged, factors = quantised(batch(device, qo=[3, 0, 17, 1, 2]), name)
+    wrapper = flashinfer.BatchAttention("NHD", device)
+    wrapper.plan(
+        x.qo_indptr, paged.indptr, paged.indices, x.kv_indptr.diff().int(), 6, 2, 64, 64, 16, causal=True,
+        q_data_type=HALF, kv_data_type=name,
+    )  # fmt: skip
+    check(wrapper.run(x.q, paged.kv_cache, kv_cache_sf=factors), x, Options(causal=True))
+
+
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("layout", ("NHD", "HND"))
 def test_ragged_rows(name, layout, device):
     x = batch(device, qo=[3, 1, 17, 1, 2])

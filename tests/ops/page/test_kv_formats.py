@@ -110,6 +110,22 @@ def test_numbers_that_are_none(variant, device, name):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("index", (torch.int32, torch.int64))
+def test_slots(variant, device, name, index):
+    """What a slot mapping writes is what a page table does; rows past it and slots that are none are left out."""
+    key, value = (generate.randn(7, 2, 128, device=device).half() for _ in "kv")
+    given, views = caches(name, 128, "HND", device)
+    other = tuple(x.clone() for x in given)
+    append(key[:5], value[:5], given, name, "HND", device)
+    slots = torch.tensor([-1 if at is None else 4 * at[0] + at[1] for at in SLOTS], dtype=index, device=device)
+    slots[2] = 24  # past the last page
+    key[5:] = float("nan")
+    page.quantize_append_paged_kv_cache_with_slot_mapping(key, value, slots, *other, name, "HND")
+    for one, two in zip(given, other):
+        assert_bitwise(one.view(torch.uint8), two.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("index", (torch.int32, torch.int64))
 @pytest.mark.parametrize("layout", ("NHD", "HND"))
 def test_dequantised_pages(device, name, index, layout):
     """One row of the table ends within a page, one is empty, one longer than the output; the rest keeps its bytes."""
