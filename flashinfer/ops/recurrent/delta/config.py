@@ -77,11 +77,12 @@ def chunks(problem, target) -> ChunkConfig:
     # thread of 4 warps, and a head of 128 values is 4 programs. Not measured.
     capability = capability_for(target, problem.source_dtype, problem.state_dtype, problem.marks_dtype)
     # Operands of float32 take twice the shared memory, and 16 values fit into the least that chips have.
-    rows = min(16, power_of_two(problem.value_dim))
-    if problem.dtype == "bf16":
-        # Rows of values are no longer than those of keys, nor shorter where these are short: a tile that is put where
-        # keys were has their layout (docs/rooms/recurrent.md, "Descriptors").
-        rows = min(32, power_of_two(problem.key_dim))
+    rows = min(32 if problem.dtype == "bf16" else 16, power_of_two(problem.value_dim))
+    if problem.dtype == "bf16" and target.capability == 90:
+        # Keys and queries that are not copied 16 bytes at a time are in no pipeline, and corrections lie where they
+        # were. Rows of 64 values have the layout of theirs (docs/rooms/recurrent.md, "Descriptors").
+        whole = problem.channels or problem.aligned and problem.key_dim % 16 == 0
+        rows = min(32 if whole else 64, power_of_two(problem.key_dim))
     # A pipeline of two chunks is 104 KiB in bf16; chips with less shared memory, and float32 operands, have one.
     stages = 2 if problem.dtype == "bf16" and target.smem > 200 * 1024 else 1
     # The interpreter multiplies bfloat16 wrongly.

@@ -164,13 +164,12 @@ def scan_kernel(
                 if NORMALIZE:
                     q_factor *= tl.load(at_sums + 2 * TOKENS + i)
                 values -= tl.dot(keys, narrow, input_precision=PRECISION) * k_factor[:, None]
+                o = tl.dot(queries.to(OPERAND), narrow, input_precision=PRECISION) * q_factor[:, None]
                 change = tl.dot(a, operand(values, OPERAND, PRECISION), input_precision=PRECISION)
-                o = tl.dot(p, operand(change, OPERAND, PRECISION), input_precision=PRECISION)
+                o = tl.dot(p, operand(change, OPERAND, PRECISION), o, input_precision=PRECISION)
                 change *= last_factor[:, None]
                 change = operand(change, OPERAND, PRECISION)
                 s = tl.dot(tl.trans(keys), change, s * decay, input_precision=PRECISION)
-                # Last, so that nothing is put where queries were: ptxas (docs/rooms/recurrent.md, "Descriptors").
-                o += tl.dot(queries.to(OPERAND), narrow, input_precision=PRECISION) * q_factor[:, None]
             tl.store(at_out + token[:, None] * out_by.token + value[None, :], o.to(out.dtype.element_ty), v_mask)
             if marks is not None:
                 done = begin + STRIDE

@@ -34,11 +34,11 @@ def problems():
 
     states = {"source_dtype": "fp32", "state_dtype": "fp32"}
     gates = {"gate": "linear", "gate_dtype": "fp32", "beta": "value", "beta_dtype": "fp32"}
-    for dims in ((16, 32), (32, 16), (64, 64), (128, 128)):
+    for dims in ((12, 32), (24, 16), (72, 64), (128, 128)):
         head = Chunks(*dims, "bf16", "bf16", **gates, **states, normalize=True, segments=True)
         yield head
         yield replace(head, segments=False, normalize=False, index="i64")
-        yield replace(head, segments=False, marks_dtype="fp32")
+        yield replace(head, segments=False, marks_dtype="fp32", aligned=False)
         yield replace(head, segments=False, normalize=False, channels=True, gate="log")
 
 
