@@ -34,6 +34,15 @@ def sequences(draw):
     return lengths if sum(lengths) else [*lengths, 1], draw.pick((0, 0), (3, 5))
 
 
+def state_error(draw, dtype):
+    """What the state after a prompt errs, of its largest value.
+
+    Kernels round what products multiply: 16-bit floats to their dtype, but float16 to tf32; a few roundings add up.
+    """
+    rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+    return prefill.NEAR if draw.backend == "reference" or dtype not in rounding else 4 * rounding[dtype]
+
+
 def gdn_step(draw):
     batch, (heads, value_heads) = draw.pick(1, 2, 3), draw.pick((1, 1), (1, 2), (2, 4), (3, 3))
     layer = delta.Layer(batch, 1, heads, value_heads, draw.pick(*DIMS), draw.pick(*DIMS), draw.half(), draw.device)
@@ -76,7 +85,7 @@ def gdn_prompt(draw):
             else:
                 same = prompt.truth(i, first[i], torch.float32)[0].to(out.dtype)
                 assert_close(out[prompt.span(i)], same, truth, f"sequence {i}")
-            prefill.assert_near(final[i], on_the_way[-1], f"state {i}")
+            prefill.assert_near(final[i], on_the_way[-1], f"state {i}", state_error(draw, out.dtype))
 
     return Call(flashinfer.chunk_gated_delta_rule, arguments, check)
 
@@ -145,7 +154,7 @@ def state_space_prompt(draw):
         out, final = result
         for i, n in enumerate(lengths):
             if n:
-                prompt.near(i, states[i], out, final[i])
+                prompt.near(i, states[i], out, final[i], state_error(draw, prompt.x.dtype))
             else:
                 assert_bitwise(final[i], states[i])
 

@@ -14,11 +14,11 @@ INF, POISON = float("inf"), 777.0
 NEAR = 1e-5
 
 
-def assert_near(out, same, truth, what="out"):
+def assert_near(out, same, truth, what="out", by=NEAR):
     if out.dtype != torch.float32:
         return assert_close(out, same.to(out.dtype), truth, what)
     error, size = (out.double() - truth).abs().max(), max(1.0, float(truth.abs().max()))
-    assert error <= NEAR * size, f"{what}: {float(error)} of {size}"
+    assert error <= by * size, f"{what}: {float(error)} of {size}"
 
 
 class Prompt:
@@ -62,11 +62,11 @@ class Prompt:
             states.append(h)
         return torch.stack(results), torch.stack(states)
 
-    def near(self, i, h, out, final):
+    def near(self, i, h, out, final, by=NEAR):
         (truth, states), (same, near) = (self.truth(i, h, dtype) for dtype in (torch.float64, torch.float32))
         assert_near(out[0, self.span(i).start : self.span(i).stop], same, truth, f"sequence {i}")
         if final is not None:
-            assert_near(final, near[-1], states[-1], f"state {i}")
+            assert_near(final, near[-1], states[-1], f"state {i}", by)
 
 
 @backends
