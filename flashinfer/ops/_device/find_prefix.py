@@ -110,6 +110,16 @@ def share(rows: int, columns: int, tile: int, device: torch.device) -> tuple[int
     return -(-tiles // chunk), chunk, tiles
 
 
+def share_near(stages: Stages, config, rows: int, columns: int, k: int | None, programs: int, sms: int) -> int:
+    """Programs of a row in gather, of `programs` at most: where k rules in all rows, as `prefix.k_rules` tells, they
+    have the listed groups to read, k and an eighth more, and fill the chip as many as are resident."""
+    if k is None or stages.starts or stages.lengths or stages.places or k > -(-columns // config.group) // 4:
+        return programs
+    read = -(-(k + k // 8) * config.group // near_tile_of(config)["NEAR_TILE"])
+    # Two of them are what the registers of a multiprocessor hold.
+    return min(programs, max(read, 2 * sms // max(rows, 1), 1))
+
+
 def find_prefix(stages: Stages, config, x, rows: int, filters: Filters, samples=None, valid=None) -> Found:
     """Launch the stages for the prefixes of `rows` rows of x [rows of the input, columns].
 
@@ -132,20 +142,22 @@ def find_prefix(stages: Stages, config, x, rows: int, filters: Filters, samples=
     state = scratch(rows, int(prefix.STATE), dtype=torch.int64)
     numbers = scratch(rows, int(prefix.NUMBERS), dtype=torch.float32)
     list_value, list_column = scratch(rows, capacity, dtype=torch.float32), scratch(rows, capacity)
-    part_count, part_column = scratch(rows, programs), scratch(rows, programs)
-    part_mass, part_score = scratch(rows, programs, dtype=torch.int64), scratch(rows, programs, dtype=torch.float32)
+    near_programs = share_near(stages, config, rows, columns, filters.k, programs, target_of(device).sms)
+    part_count, part_column = scratch(rows, near_programs), scratch(rows, near_programs)
+    part_mass = scratch(rows, near_programs, dtype=torch.int64)
+    part_score = scratch(rows, near_programs, dtype=torch.float32)
     f, drawn = filters, filters.randomness if stages.race else (None, None, None, None)
     window, x_row = (f.indices, f.starts, f.lengths), x.stride(0)
-    split, one = (rows * programs, 1, 1), (rows, 1, 1)
+    split, near_split, one = (rows * programs, 1, 1), (rows * near_programs, 1, 1), (rows, 1, 1)
     parts = part_count, part_mass, part_score, part_column
     start(launch_scan, scan_stage(stages), config, split, x, *window, f.k, f.ks, maxima, counts, tile_top, tile_sum,
           x_row, columns, programs, chunk, tiles)  # fmt: skip
     start(launch_bracket, bracket_stage(stages), config, one, maxima, near, counts, tile_top, tile_sum, f.starts,
           f.lengths, f.k, f.ks, f.p, f.ps, state, numbers, listed, columns, programs, tiles)  # fmt: skip
-    start(launch_gather, gather_stage(stages), config, split, x, *window, maxima, near, state, numbers, listed,
-          list_value, list_column, *parts, *drawn, x_row, columns, programs, chunk, tiles, capacity)  # fmt: skip
+    start(launch_gather, gather_stage(stages), config, near_split, x, *window, maxima, near, state, numbers, listed,
+          list_value, list_column, *parts, *drawn, x_row, columns, near_programs, chunk, tiles, capacity)  # fmt: skip
     start(launch_resolve, stages, config, one, x, *window, state, numbers, listed, list_value, list_column, *parts, f.k,
-          f.ks, f.p, f.ps, *drawn, samples, valid, x_row, columns, programs, chunk, capacity)  # fmt: skip
+          f.ks, f.p, f.ps, *drawn, samples, valid, x_row, columns, near_programs, chunk, capacity)  # fmt: skip
     return Found(maxima, near, state, numbers, listed, list_value, list_column, part_count, programs, chunk, tiles)
 
 
@@ -252,6 +264,7 @@ def build_bracket(s: Stages, config) -> Build:
         "TOP_K_FIRST": s.top_k_first,
         "BLOCK": config.group_tile,
         "WAYS": config.ways,
+        "PDL": config.early,
     }  # fmt: skip
     return Build(bracket_kernel, p.types, constants, num_warps=config.group_warps)
 
@@ -270,6 +283,7 @@ def build_gather(s: Stages, config) -> Build:
     p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles", "capacity")
     constants = p.constants | constants_of(s) | groups_of(config) | near_tile_of(config)
     constants |= {"TOP_K": bool(s.top_k), "MASS": s.mass, "RACE": s.race, "SEED": s.seed, "OFFSET": s.offset}
+    constants |= {"PDL": config.early}
     return Build(gather_kernel, p.types, constants, num_warps=config.num_warps)
 
 
@@ -291,6 +305,7 @@ def build_resolve(s: Stages, config) -> Build:
         "CHUNK": config.tile,
         "TILE": config.list_tile,
         "WAYS": config.ways,
+        "PDL": config.early,
     }  # fmt: skip
     # One program a row has registers to spare; left to itself ptxas keeps to 96 and spills. A thread has 255 at most, a
     # multiprocessor 65536.

@@ -7,6 +7,7 @@ one program a row, over maxima of groups or histograms. Shared memory: reduction
 import triton
 import triton.language as tl
 
+from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.prefix import (
     BINS,
     PROBS,
@@ -217,12 +218,14 @@ def bracket_kernel(
     maxima, near, counts, tile_top, tile_sum, window, filters, state, numbers, listed, columns,
     programs, tiles, DOMAIN: tl.constexpr, STATISTICS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
     TOP_K_FIRST: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """state int64 [rows, STATE]; numbers float32 [rows, NUMBERS]; listed int32 [rows], set to 0; near int32 as maxima,
     [rows, tiles * TILE // GROUP]. One program a row.
 
     A row with NaN, without weight, or with an impossible k or p has nothing inside.
     """
+    begin(PDL)
     row = tl.program_id(0)
     _, length = window_of(counts, 0, window, row, columns, 1)
     possible = length > 0

@@ -7,6 +7,7 @@ hold any; or with its share of the groups that bracket_kernel has listed. Shared
 import triton
 import triton.language as tl
 
+from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.philox import exponentials, source_of
 from flashinfer.ops._device.prefix import (
     PROBS,
@@ -37,7 +38,8 @@ def append(between, value, column, listed, list_value, list_column, capacity):
     """Puts a tile's elements behind those that a row's list has; what does not fit is counted alone."""
     count = tl.sum(between.to(tl.int32), 0)
     if count > 0:
-        place = tl.atomic_add(listed, count) + tl.cumsum(between.to(tl.int32), 0) - 1
+        # The order is left to chance, and what is listed is read by the next launch: nothing has to be seen before.
+        place = tl.atomic_add(listed, count, sem="relaxed") + tl.cumsum(between.to(tl.int32), 0) - 1
         fits = between & (place < capacity)
         tl.store(list_value + place, value, fits)
         tl.store(list_column + place, column, fits)
@@ -48,10 +50,12 @@ def gather_kernel(
     x, window, maxima, near, state, numbers, lists, parts, random, x_row, columns, programs, chunk, tiles, capacity,
     DOMAIN: tl.constexpr, TOP_K: tl.constexpr, MASS: tl.constexpr, RACE: tl.constexpr, SEED: tl.constexpr,
     OFFSET: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, NEAR_TILE: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """What is inside: parts.count int32, parts.mass int64 and the winner of its race, parts.score float32 and
     parts.column int32, all [rows, programs]. What may be: lists.value float32, lists.column int32 [rows, capacity], in
     any order, and how many they are, lists.count int32 [rows]."""
+    begin(PDL)
     row = tl.program_id(0) // programs
     part = tl.program_id(0) % programs
     x, length = window_of(x, x_row, window, row, columns, UNIT)

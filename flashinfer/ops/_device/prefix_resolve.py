@@ -7,6 +7,7 @@ step of the search; where the list overflowed, it reads the row itself. Shared m
 import triton
 import triton.language as tl
 
+from flashinfer.ops._device.pdl import begin
 from flashinfer.ops._device.philox import exponentials_at, source_of
 from flashinfer.ops._device.prefix import (
     BINS,
@@ -57,18 +58,23 @@ def find_pivot(
     The search cuts the keys in WAYS + 1 parts at a time: a step waits for one sum over the program, however many keys
     it is for. It ends where one element is left between its bounds; the key is then at most that element's, and above
     the next one's, which keeps the same.
+
+    The first step of a search by weights tries `least` as well: where all elements together do not measure `target`, as
+    where k keeps less than p would, it is the only one.
     """
-    enough = least.to(tl.int64)
+    enough = tl.maximum(least, LOWEST + 1).to(tl.int64)
     beyond = most.to(tl.int64) + 1
     # Elements from `enough` on and from `beyond` on. Where they differ by one, it is the last that is taken.
     many = count
     few = count * 0
     way = tl.arange(0, WAYS).to(tl.int64)
+    next_way = way if MASS else way + 1
     first_key = first[None, :]
     if MASS:
         first_mass = mass_of(first_key, top, unit, DOMAIN)
     while (beyond - enough > 1) & (many - few > 1):
-        edge = enough + (way + 1) * ((beyond - enough + WAYS) // (WAYS + 1))
+        edge = enough + next_way * ((beyond - enough + WAYS) // (WAYS + 1))
+        next_way = way + 1
         # In 32 bits. An edge past all keys is not below `beyond`, and nothing comes of it; LOWEST is below all edges.
         key_edge = tl.minimum(edge, BEYOND - 1).to(tl.int32)
         counts = reaching(first_key, key_edge)
@@ -210,10 +216,12 @@ def resolve_kernel(
     DOMAIN: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, TOP_K_FIRST: tl.constexpr, MASS: tl.constexpr,
     RACE: tl.constexpr, PLACES: tl.constexpr, LAST: tl.constexpr, SEED: tl.constexpr, OFFSET: tl.constexpr,
     UNIT: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, WAYS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The pivot of a row into state, and what the caller is after: the sum of the prefix (MASS), the token that wins
     the race over it (RACE), or in parts.count where the elements of each program come (PLACES; not where groups are
     listed). One program a row."""
+    begin(PDL)
     row = tl.program_id(0)
     x, length = window_of(x, x_row, window, row, columns, UNIT)
     # Where anything is listed, the first is a key; the last is one wherever anything is kept.

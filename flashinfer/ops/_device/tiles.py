@@ -22,6 +22,8 @@ class Config:
     search tries at once, a power of two. group : columns of a group, a power of two that divides the tile.
 
     group_tile, group_warps : groups that the program reads at once that brackets a row by them, and its warps.
+
+    early : kernels of few programs may be launched before those in front of them end.
     """
 
     tile: int
@@ -32,6 +34,7 @@ class Config:
     group: int
     group_tile: int
     group_warps: int
+    early: bool
 
 
 def portable(problem, target) -> Config:
@@ -42,4 +45,5 @@ def portable(problem, target) -> Config:
     # and top-p of 1 x 128256 take 48.9 us with 8 ways and tiles of 512, 56.6 with halving and tiles of 1024 (H100).
     # The 2004 groups of 128256 columns stay in registers, 8 a thread; more than 2048 are read again in each step. Their
     # bracket takes 6.2 us of 64 rows (H200).
-    return Config(TILE, num_warps, 512, 4, ways=8, group=GROUP, group_tile=2048, group_warps=8)
+    return Config(TILE, num_warps, 512, 4, ways=8, group=GROUP, group_tile=2048, group_warps=8,
+                  early=target.pdl)  # fmt: skip

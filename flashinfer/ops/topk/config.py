@@ -31,7 +31,7 @@ class Config(tiles.Config):
 
     own : programs that list find the bound. share : elements that a program of emit writes at once.
 
-    early : kernels of few programs may be launched before those in front of them end. pdl : this one is.
+    pdl : this kernel may be launched before those in front of it end.
     """
 
     short_k: int
@@ -41,7 +41,6 @@ class Config(tiles.Config):
     members: int
     short_list: int
     short_list_warps: int
-    early: bool
     own: bool = False
     share: int = 0
     pdl: bool = False
@@ -53,4 +52,4 @@ def portable(problem, target) -> Config:
     sizes = vars(tiles.portable(problem, target)) | dict(group=GROUP, group_tile=8192, group_warps=16)
     sizes |= dict(list_tile=4096, list_warps=8)
     return Config(**sizes, short_k=SHORT_K, short_tile=SHORT_TILE, short_warps=8, groups=GROUPS, members=MEMBERS,
-                  short_list=LIST_TILE, short_list_warps=8, early=target.pdl)  # fmt: skip
+                  short_list=LIST_TILE, short_list_warps=8)

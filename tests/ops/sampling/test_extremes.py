@@ -54,6 +54,17 @@ def test_draws_from_tiny_rows(variant, device, order):
         assert token in kept_columns(probs[row], 20, p, order)
 
 
+@pytest.mark.parametrize("columns", [130, 131])
+def test_draws_from_logits_far_below_zero(variant, device, columns):
+    """Below every bin's end: all elements are listed, from the lowest key on."""
+    logits = torch.randn(3, columns, device=device).sub_(1e5)
+    rows = torch.arange(24, device=device) % 3
+    tokens = sampling.top_k_top_p_sampling_from_logits(logits, columns, 0.3, indices=rows, seed=1, offset=2)
+    probs = logits.double().softmax(-1)
+    for row, token in zip(rows.tolist(), tokens.tolist()):
+        assert token in kept_columns(probs[row], p=0.3)
+
+
 def test_softmax_at_extreme_temperatures(variant, device):
     """A masked column stays at 0 however hot; a row of masked columns alone has no distribution."""
     logits = torch.randn(7, 130, device=device) * 5

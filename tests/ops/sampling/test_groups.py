@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flashinfer import sampling
+from flashinfer._core.target import target_of
 from flashinfer.ops import sampling as room
 from flashinfer.ops._device import find_prefix, prefix
 from flashinfer.ops._device import tiles as tile_sizes
@@ -86,7 +87,7 @@ def test_what_is_kept(device, columns, source, order):
     first = order == "top_k_first"
     stages = find_prefix.Stages(source, "fp32", False, "i64", "fp32", first, statistics=True, mass=True)
     filters = find_prefix.Filters(ks=ks, ps=ps)
-    found = find_prefix.find_prefix(stages, tile_sizes.portable(None, None), x, len(x), filters)
+    found = find_prefix.find_prefix(stages, tile_sizes.portable(None, target_of(x.device)), x, len(x), filters)
     pivots, ranks = (found.state[:, int(i)].tolist() for i in (prefix.PIVOT, prefix.RANK))
     sums = found.numbers[:, int(prefix.INSIDE)].tolist()
     for i, row in enumerate(weights):
@@ -112,18 +113,26 @@ def test_a_scalar_k(variant, device, columns):
 
 
 @pytest.mark.parametrize("programs", [1, 256])
-def test_how_many_programs_share_a_row(device, monkeypatch, columns, programs):
+@pytest.mark.parametrize("k", ["own", 0, 1])
+def test_how_many_programs_share_a_row(device, monkeypatch, columns, programs, k):
+    """A k for each row, one that rules in all of them, and the first that does not: where it rules fewer programs share
+    the groups that are listed, also where a row is flat and all are."""
+
     def share(rows, columns, tile, device):
         tiles = -(-columns // tile)
         chunk = -(-tiles // programs)
         return -(-tiles // chunk), chunk, tiles
 
     probs, ks = mixed_rows(columns, device)
-    x = torch.full((4, columns + 3), torch.nan, device=device)[:, 1:-2]  # rows that are not aligned
-    x[:], ks = probs[4:8], ks[4:8]
+    x = torch.full((8, columns + 3), torch.nan, device=device)[:, 1:-2]  # rows that are not aligned
+    x[:], ks = probs[:8], ks[:8] if k == "own" else limit(columns) + k
     seeds = dict(seed=9, offset=2)
     with backend("reference", monkeypatch):
-        expected = sampling.top_k_top_p_sampling_from_probs(x, ks, 0.9, **seeds)
+        expected = [sampling.top_k_top_p_sampling_from_probs(x, ks, p, **seeds) for p in (0.9, 1e-3)]
+        expected.append(sampling.top_k_top_p_sampling_from_probs(x, ks, 0.9, filter_apply_order="joint", **seeds))
     monkeypatch.setattr(find_prefix, "share", share)
     with backend("portable", monkeypatch):
-        assert_bitwise(sampling.top_k_top_p_sampling_from_probs(x, ks, 0.9, **seeds), expected)
+        found = [sampling.top_k_top_p_sampling_from_probs(x, ks, p, **seeds) for p in (0.9, 1e-3)]
+        found.append(sampling.top_k_top_p_sampling_from_probs(x, ks, 0.9, filter_apply_order="joint", **seeds))
+    for tokens, others in zip(found, expected):
+        assert_bitwise(tokens, others)
