@@ -46,8 +46,10 @@ def combine_rows(
         new_top = tl.maximum(top, tl.max(s, 0, keep_dims=True))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(s - base)
-        # A sink may be more than base 2 holds: inf - inf is NaN.
-        keep = tl.where(top == new_top, 1.0, tl.exp2(top - base))
+        keep = tl.exp2(top - base)
+        if SINKS:
+            # A sink may be more than base 2 holds: inf - inf is NaN. Without sinks `top` is finite or -inf.
+            keep = tl.where(top == new_top, 1.0, keep)
         acc = acc * keep[:, :, None] + tl.sum(x * weight[:, :, None], 0, keep_dims=True)
         total = total * keep + tl.sum(weight, 0, keep_dims=True)
         top = new_top

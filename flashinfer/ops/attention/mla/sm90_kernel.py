@@ -214,10 +214,6 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
                     acc, total, step = PLAIN_STEPS(
                         acc, top, total, step, plain, zeros, shared, factor, scale, scalars.pe_ratio, settings
                     )
-                    # 0 times what is not finite is NaN: sums of values that overflowed make the sum of weights NaN, for
-                    # both warpgroups, since each adds the other's to its own.
-                    overflow = gl.convert_layout(gl.sum(acc * 0.0, 1), S_ROWS)
-                    total += gl.where(plain > 0, overflow, 0.0)
                 shared.sums.index(WG).store(total)
                 _meet(shared, 1)
                 # Both from shared memory, so that both warpgroups have the same sum, bit by bit.

@@ -148,6 +148,16 @@ def _sums_of_threads(p):
 
 
 @gluon.jit
+def _overflows(acc, sums):
+    """What makes the sums `sums`, of [rows, 4], NaN in rows whose sums of values are not finite: 0s elsewhere.
+
+    0 times what is not finite is NaN. Each warpgroup adds the other's sums to its own, so that both see it.
+    """
+    x = gl.sum((acc * 0.0).reshape([ROWS, HALF // 8, 8]), 1).reshape([ROWS, 4, 2])
+    return gl.convert_layout(gl.sum(x, 2), sums.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def _by_threads(p, settings: Settings):
     """What a row's sum is made of later: sums by lane where keys are gathered and registers are few, else p itself.
 
@@ -299,6 +309,7 @@ def first_plain_steps(acc, top, sums, step, count, zeros, shared: Shared, factor
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(shared.left_empty.index(1), count=1)
         step += 1
+    parts += gl.where(count > 0, _overflows(acc, parts), 0.0)
     return acc, sums + gl.convert_layout(gl.sum(parts, 1), sums.type.layout), step
 
 
@@ -329,4 +340,5 @@ def second_plain_steps(acc, top, sums, step, count, zeros, shared: Shared, facto
         acc, operand = warpgroup_mma_wait(0, [acc, operand])
         mbarrier.arrive(shared.right_empty.index(1), count=1)
         step += 1
+    parts += gl.where(count > 0, _overflows(acc, parts), 0.0)
     return acc, sums + gl.convert_layout(gl.sum(parts, 1), sums.type.layout), step

@@ -3,7 +3,6 @@
 from flashinfer._core.gluon_compat import block_barrier, gl, gluon
 from flashinfer.ops._device.sm90.registers import opaque
 from flashinfer.ops.attention._device.combine import combine_rows
-from flashinfer.ops.attention._device.fixed_shift_sm90 import any_out_of_range
 from flashinfer.ops.attention._device.logits import LOG2E, with_sink
 from flashinfer.ops.attention._device.schedule import (
     ITEM_FIRST_SLOT,
@@ -54,16 +53,10 @@ def view_of(record, kv_head, rows, tensors: Tensors, scalars: Scalars, settings:
 
 
 @gluon.jit
-def fixed_shift_failed(WG, acc, total, record, settings: Settings):
-    """Whether the weights of some row are not in the middle of the range of float32, or its sums of values not finite.
-
-    A sum of weights near 2^48 takes values above 2^79 past float32, where the result may be finite. 0 times what is not
-    finite is NaN, so the sum of weights plus the row times 0 is NaN then, and unchanged otherwise.
-    """
-    S_ROWS: gl.constexpr = total.type.layout
-    total += gl.convert_layout(gl.sum(acc * 0.0, 1), S_ROWS)
-    token = (gl.load(record + ITEM_TILE_ROW) + rows_of(WG, S_ROWS)) // settings.GROUP
-    return any_out_of_range(total, token < gl.load(record + ITEM_Q_LEN))
+def rows_there(WG, record, LAYOUT: gl.constexpr, settings: Settings):
+    """Which rows of a warpgroup are query rows of the request."""
+    token = (gl.load(record + ITEM_TILE_ROW) + rows_of(WG, LAYOUT)) // settings.GROUP
+    return token < gl.load(record + ITEM_Q_LEN)
 
 
 @gluon.jit

@@ -36,9 +36,10 @@ from flashinfer._core.gluon_compat import (
 )
 from flashinfer.ops._device.sm90.registers import opaque, program
 from flashinfer.ops._device.sm90.ring import make_barriers
+from flashinfer.ops.attention._device.fixed_shift_sm90 import any_out_of_range
 from flashinfer.ops.attention._device.logits import LOG2E
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH
-from flashinfer.ops.attention.prefill.sm90_finish import finish, fixed_shift_failed, rows_of, view_of
+from flashinfer.ops.attention.prefill.sm90_finish import finish, rows_of, rows_there, view_of
 from flashinfer.ops.attention.prefill.sm90_loads import fetch_queries, gather, produce_keys, produce_values
 from flashinfer.ops.attention.prefill.sm90_queue import (
     TaskQueue,
@@ -56,7 +57,7 @@ from flashinfer.ops.attention.prefill.sm90_settings import (
     Tensors,
     make_ring,
 )
-from flashinfer.ops.attention.prefill.sm90_softmax import SHIFT, attend, per_row, start_pv_fp8, wait_full
+from flashinfer.ops.attention.prefill.sm90_softmax import SHIFT, attend, overflows, per_row, start_pv_fp8, wait_full
 from flashinfer.ops.attention.prefill.sm90_values import transpose_values
 
 
@@ -75,28 +76,36 @@ class Shared:
 
 
 @gluon.jit
-def _next_task(WG, n, tasks, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings):
-    """Read the task of word n and start copying its queries."""
-    task, retry = read_next(shared.queue, n)
+def _begin_task(WG, task, tasks, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings):
+    """Start copying the queries of a task, if there is one. Returns its work item and its KV head."""
+    item = task // scalars.num_kv_heads
+    kv_head = task % scalars.num_kv_heads
     fetch_queries(
-        WG, shared.q, shared.rest, tensors.q, tensors.items, task, tasks, scalars.num_kv_heads, scalars.q_stride_n,
+        WG, shared.q, shared.rest, tensors.q, tensors.items, item, kv_head, task < tasks, scalars.q_stride_n,
         scalars.q_stride_h, settings,
     )  # fmt: skip
-    return task, retry
+    return item, kv_head
+
+
+@gluon.jit
+def _next_task(WG, n, tasks, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings):
+    """Read the task of word n and begin it: the task, its work item, its KV head, and who retries it."""
+    task, retry = read_next(shared.queue, n)
+    item, kv_head = _begin_task(WG, task, tasks, shared, tensors, scalars, settings)
+    return task, item, kv_head, retry
 
 
 @gluon.jit
 def _run_task(
-    WG, wave, n, task, retry, tasks, step, cols, zeros, params, shared: Shared, tensors: Tensors, scalars: Scalars,
-    settings: Settings,
+    WG, wave, n, task, item, kv_head, retry, tasks, step, cols, zeros, params, shared: Shared, tensors: Tensors,
+    scalars: Scalars, settings: Settings,
 ):  # fmt: skip
-    """One task, whose queries are being copied. Returns the task of word n, who retries it, and the next `step`."""
+    """One task, whose queries are being copied. Returns what `_next_task` does of word n, and the next `step`."""
     num_kv_heads = scalars.num_kv_heads
     k, v = shared.k, shared.v
     S_ROWS: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, settings.D_VO_PAD, settings.MMA_K])
-    record = tensors.items + task // num_kv_heads * ITEM_WIDTH
-    kv_head = task % num_kv_heads
+    record = tensors.items + item * ITEM_WIDTH
     begin, blocks, plain_from, plain_to = span(record, scalars.window_left, zeros.shape[1], settings)
     if settings.FIXED:
         # A retry takes the maximum of each block.
@@ -119,10 +128,13 @@ def _run_task(
             WG, begin, blocks, plain_from, plain_to, seed, step, shared.q, shared.rest, k, v, shared.turn, zeros, cols,
             factor, view, params, settings,
         )  # fmt: skip
-        total = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
+        row_ok = total == 0
+        if settings.FIXED:
+            # Loaded before the last product, which hides the latency.
+            row_ok = rows_there(WG, record, S_ROWS, settings)
         # All warps have read these queries: the next ones are copied beside the rest of this task.
         block_barrier()
-        following, next_retry = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
+        following = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
         before = v.channel.stage(step - 1)
         if settings.FP8:
             wait_full(v, step - 1, settings)
@@ -133,14 +145,18 @@ def _run_task(
             pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [pv])
         v.channel.release(step - 1)
+        tried = gl.minimum(plain_to, blocks - 1) > plain_from
+        if settings.FIXED:
+            if tried:
+                sums += overflows(acc)
+        total = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
         if settings.FP8:
             acc = (acc * per_row(keep, acc) + pv) * (1.0 / (1 << SHIFT))
             total *= 1.0 / (1 << SHIFT)
         if settings.FIXED:
-            tried = gl.minimum(plain_to, blocks - 1) > plain_from
-            failed = tried & fixed_shift_failed(WG, acc, total, record, settings)
+            failed = tried & any_out_of_range(total, row_ok)
     else:
-        following, next_retry = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
+        following = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
     if settings.FIXED:
         report(shared.queue, WG, wave, task, failed)
     if settings.FP8:
@@ -154,7 +170,7 @@ def _run_task(
             finish(WG, acc, top * factor, total, record, kv_head, shared.out, tensors, scalars, settings)
     else:
         finish(WG, acc, top * factor, total, record, kv_head, shared.out, tensors, scalars, settings)
-    return following, next_retry, step
+    return following, step
 
 
 @gluon.jit
@@ -166,25 +182,24 @@ def _consume(WG, params, shared: Shared, tensors: Tensors, scalars: Scalars, set
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     tasks = gl.load(tensors.counts) * scalars.num_kv_heads
     task = program()
-    fetch_queries(
-        WG, shared.q, shared.rest, tensors.q, tensors.items, task, tasks, scalars.num_kv_heads, scalars.q_stride_n,
-        scalars.q_stride_h, settings,
-    )  # fmt: skip
+    item, kv_head = _begin_task(WG, task, tasks, shared, tensors, scalars, settings)
     step = 0
     retry = 0
     wave = 0
     n = 0
     # Without LICM: what is the same for all tasks is computed for each, since loops over keys need the registers.
     while tl.condition(task < tasks, disable_licm=True):
-        task, retry, step = _run_task(
-            WG, wave, n, task, retry, tasks, step, cols, zeros, params, shared, tensors, scalars, settings
-        )
+        following, step = _run_task(
+            WG, wave, n, task, item, kv_head, retry, tasks, step, cols, zeros, params, shared, tensors, scalars,
+            settings,
+        )  # fmt: skip
+        task, item, kv_head, retry = following
         wave += 1
         n += 1
         if settings.FIXED:
             if task >= tasks:
                 # Not the end yet: the last task may have to be retried.
-                task, retry = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
+                task, item, kv_head, retry = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
                 n += 1
 
 

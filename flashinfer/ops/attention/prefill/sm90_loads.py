@@ -257,12 +257,11 @@ def _fetch_part(WG, tile, q, record, kv_head, q_stride_n, q_stride_h, GROUP: gl.
 
 @gluon.jit
 def fetch_queries(
-    WG, tiles, rests, q, items, task, tasks, num_kv_heads, q_stride_n, q_stride_h, settings: Settings
+    WG, tiles, rests, q, items, item, kv_head, exists, q_stride_n, q_stride_h, settings: Settings
 ):  # fmt: skip
-    """Start copying a warpgroup's query rows of a task, if there is one. Rows past q_len become zeros."""
-    if task < tasks:
-        record = items + task // num_kv_heads * ITEM_WIDTH
-        kv_head = task % num_kv_heads
+    """Start copying a warpgroup's query rows of a work item, if it `exists`. Rows past q_len become zeros."""
+    if exists:
+        record = items + item * ITEM_WIDTH
         _fetch_part(WG, tiles.index(WG), q, record, kv_head, q_stride_n, q_stride_h, settings.GROUP)
         if settings.TWO:
             rest = q + tiles.shape[2]

@@ -64,6 +64,16 @@ def _fold(x, SUM: gl.constexpr):
 
 
 @gluon.jit
+def overflows(acc):
+    """What makes the partial sums of a row NaN where its sums of values are not finite, and leaves them else: 0s.
+
+    A sum of weights near 2^48 takes values above 2^79 past float32, where the result may be finite. 0 times what is not
+    finite is NaN.
+    """
+    return _fold(acc * 0.0, True)
+
+
+@gluon.jit
 def _softmax(s, top, sums, factor, settings: Settings):
     """One block of the online softmax in base 2: weights, maxima, sums, and the factor of what was summed before.
 
