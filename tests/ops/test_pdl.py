@@ -36,11 +36,10 @@ def machine_code(card):
 
     found = {}
     for job in catalog_jobs(all_ops(), ["90a"]):
-        if not getattr(job.config, "pdl", False):
-            continue
         launcher = next(x for x in import_module(job.module).IMPLEMENTATION.launchers if x.name == job.launcher)
-        kernel = launcher.build(job.problem, job.config).kernel.__name__
-        if (job.launcher, kernel) not in found:
+        build = launcher.build(job.problem, job.config)
+        kernel = build.kernel.__name__
+        if build.constants.get("PDL") and (job.launcher, kernel) not in found:
             entry = launcher.entry(job.problem, job.config, "90a")
             command = [knobs.nvidia.nvdisasm.path, "-c", str(entry.path.with_suffix(".cubin"))]
             text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -55,7 +54,8 @@ def test_kernels_wait_before_all_else(on_card):
     assert {launcher for launcher, _ in found} == {
         "norm", "act_and_mul", "rope", "rope_quantize", "quantize", "dequantize", "page", "concat_mla_k", "attend_sm80",
         "top_k_list", "top_k_emit_list", "modulated_layernorm", "pack_mla_kv_fp8", "quantize_groups", "mhc_pre",
-        "mhc_post", "moe_hash_route",
+        "mhc_post", "moe_hash_route", "norm_gated", "page_positions", "page_seq_lens", "prefix_bracket",
+        "prefix_gather", "prefix_resolve",
     }  # fmt: skip
     for kernel, (waits, instructions) in found.items():
         assert waits and "ACQBULK" in instructions, kernel
