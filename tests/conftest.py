@@ -15,7 +15,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; chosen by -m gpu or FLASHINFER_TEST_GPU=1")
     config.addinivalue_line("markers", "site: opens the built documentation in a browser; chosen by -m site")
-    config.addinivalue_line("markers", "matrix: compiles every kernel for every architecture; chosen by -m matrix")
+    config.addinivalue_line("markers", "matrix: compiles many kernels, or takes long; chosen by -m matrix")
     if os.environ.get("FLASHINFER_TEST_GPU") == "1" and config.option.markexpr.startswith("not gpu"):
         config.option.markexpr = "gpu"
     if not _is_gpu_suite(config):

@@ -96,6 +96,7 @@ def beside(folders, *words):
     return done.stdout, json.loads(file.read_text())
 
 
+@pytest.mark.matrix
 def test_each_library_has_its_time_or_the_name_of_its_error(folders):
     table, result = beside(folders, "--limit", "20", "--seconds", "200")
     rows = {row["name"]: row for row in result["cases"]}
@@ -128,6 +129,7 @@ def test_each_library_has_its_time_or_the_name_of_its_error(folders):
     assert "ratio above 1" in table and "not there" not in table and "slow" in table
 
 
+@pytest.mark.matrix
 def test_what_there_is_no_time_for_says_so(folders):
     start = time.monotonic()
     _, result = beside(folders, "--names", "good,hanging", "--seconds", "8", "--limit", "60")

@@ -48,6 +48,7 @@ def machine_code(card):
     return found
 
 
+@pytest.mark.matrix
 def test_kernels_wait_before_all_else(on_card):
     """By their machine code: no memory but parameters, no branch and no end before the wait (ACQBULK), which all do."""
     found = on_card(machine_code)

@@ -8,6 +8,8 @@ from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+
 # From the address of a tile, and the rest of a descriptor, which is a constant: its step within the tile below, and
 # from bit 32 on the distance of rows and (bits 62, 63) the swizzle. PTX ISA, "Matrix Descriptor Format".
 SUM = re.compile(r"(?:or\.b64|add\.s64)\s+%\w+, (%\w+), (-?\d{18,});")
@@ -57,6 +59,7 @@ def main():
             print(launcher.name, len(SUM.findall(ptx)) > 0, len(twofold(ptx)), problem, sep="; ")
 
 
+@pytest.mark.matrix
 def test_an_address_has_one_layout():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), environment.get("PYTHONPATH", "")])
