@@ -32,7 +32,7 @@ def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None
 
     wide = power_of_two(keys)
     workspace = [empty(CHUNK, CHUNK), empty(CHUNK, CHUNK)]
-    workspace.append(empty(wide if problem.channels else 3 * CHUNK, dtype=torch.float32))
+    workspace.append(empty(wide if problem.channels else 4 * CHUNK, dtype=torch.float32))
     workspace += [empty(CHUNK, wide) for _ in range(3 * problem.channels)]
     group = {name: 1 if x is None else heads // x.shape[2] for name, x in zip("qkvgb", tokens[:5], strict=True)}
     rate = [1 if x is None else heads // x.shape[0] for x in (gates.a_log, gates.bias)]
@@ -61,7 +61,7 @@ def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None
     grouped = group["q"], group["k"], group["v"]
     grid = (blocks, heads, parts)
     workspace += starts
-    launch_scan(problem, config, grid, *map(raw, given), *workspace, out, *flat, *sizes, *more, *grouped, scale)
+    launch_scan(problem, config, grid, *map(raw, given), *workspace, out, *flat, *sizes, *more, *grouped)
 
 
 def _states_before(problem, config, tokens, pool, workspace, parts: int, segment: int) -> torch.Tensor:

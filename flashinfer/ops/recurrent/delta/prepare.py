@@ -142,12 +142,13 @@ def invert(
             beta = betas_of(at_beta, by_beta, j * 16 + t, j * 16 + t < left, BETA)
             tl.store(scratch + block_at(j, i, TOKENS), below)
             tl.store(solved + block_at(i, j, TOKENS), operand(below * beta[None, :], OPERAND, PRECISION))
+            tl.store(solved + block_at(j, i, TOKENS), tl.zeros([BLOCK, BLOCK], OPERAND))
         tl.debug_barrier()
 
 
 @triton.jit
 def systems_of_channels(
-    at_q, at_k, at_gate, by_q, by_k, by_gate, at_beta, by_beta, left, rate, shift, numbers, of, scratch, scores, sums,
+    at_q, at_k, at_gate, by_q, by_k, by_gate, at_beta, by_beta, left, rate, shift, numbers, of, scratch, scores, decay,
     rows_k, rows_q, rows_last,
     GATE: tl.constexpr, BOUNDED: tl.constexpr, BETA: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, OPERAND: tl.constexpr,
@@ -162,7 +163,7 @@ def systems_of_channels(
         token = i * 16 + t
         wide = (token < left)[:, None] & (column < of.key_dim)[None, :]
         total += tl.sum(logs_of(at_gate, by_gate, token, token < left, wide, rate, shift, numbers, GATE, True), 0)
-    tl.store(sums + column, total)
+    tl.store(decay + column, tl.exp(total))
     before = tl.zeros([KEYS], tl.float32)
     for i in range(TOKENS // BLOCK):
         token = i * 16 + t
@@ -198,16 +199,17 @@ def systems_of_channels(
             tl.store(scratch + block_at(i, j, TOKENS), kk)
             qk = tl.dot(q, kj, input_precision=PRECISION) * numbers.scale
             tl.store(scores + block_at(i, j, TOKENS), operand(qk, OPERAND, PRECISION))
+            tl.store(scores + block_at(j, i, TOKENS), tl.zeros([BLOCK, BLOCK], OPERAND))
         before += sum
 
 
 @triton.jit
 def systems_of_heads(
-    at_q, at_k, at_gate, by_q, by_k, by_gate, at_beta, by_beta, left, rate, shift, numbers, of, scratch, scores, sums,
-    GATE: tl.constexpr, BETA: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
+    at_q, at_k, at_gate, by_q, by_k, by_gate, at_beta, by_beta, left, rate, shift, numbers, of, scratch, scores,
+    factors, GATE: tl.constexpr, BETA: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """L and the scores of a chunk with one decay a head; and its sums of logarithms and inverse norms."""
+    """L, the scores and the factors of a chunk with one decay a head."""
     token = tl.arange(0, TOKENS)
     inside = token < left
     column = tl.arange(0, KEYS)[None, :]
@@ -218,7 +220,10 @@ def systems_of_heads(
         c = tl.zeros([TOKENS], tl.float32)
     else:
         c = tl.cumsum(logs_of(at_gate, by_gate, token, inside, wide, rate, shift, numbers, GATE, False), 0)
-    tl.store(sums + token, c)
+    total = tl.sum(tl.where(token == TOKENS - 1, c, 0), 0)
+    k_factor = tl.exp(c)
+    q_factor = k_factor * numbers.scale
+    last_factor = tl.exp(total - c)
     upto = token[:, None] >= token[None, :]
     decay = tl.exp(tl.where(upto, c[:, None] - c[None, :], 0))
     kk = tl.dot(k.to(OPERAND), tl.trans(k.to(OPERAND)), input_precision=PRECISION) * decay
@@ -228,8 +233,13 @@ def systems_of_heads(
         q_norms = inverse_norms(q)
         kk *= k_norms[:, None] * k_norms[None, :]
         qk *= q_norms[:, None] * k_norms[None, :]
-        tl.store(sums + TOKENS + token, k_norms)
-        tl.store(sums + 2 * TOKENS + token, q_norms)
+        k_factor *= k_norms
+        q_factor *= q_norms
+        last_factor *= k_norms
+    tl.store(factors + token, k_factor)
+    tl.store(factors + TOKENS + token, q_factor)
+    tl.store(factors + 2 * TOKENS + token, last_factor)
+    tl.store(factors + 3 * TOKENS + token, tl.exp(total + tl.zeros_like(c)))
     kk *= betas_of(at_beta, by_beta, token, inside, BETA)[:, None]
     square = token[:, None] * TOKENS + token[None, :]
     tl.store(scratch + square, tl.where(token[:, None] > token[None, :], kk, 0))
@@ -248,7 +258,7 @@ def prepare_kernel(
     scratch,
     solved,
     scores,
-    sums,
+    factors,
     rows_k,
     rows_q,
     rows_last,
@@ -308,14 +318,14 @@ def prepare_kernel(
                 systems_of_channels(
                     at_q, at_k, at_gate, q_by.token, k_by.token, gate_by.token, at_beta, beta_by.token,
                     left, rate, shift, numbers, of,
-                    scratch, scores + square, sums + place * KEYS, rows_k + rows, rows_q + rows, rows_last + rows,
+                    scratch, scores + square, factors + place * KEYS, rows_k + rows, rows_q + rows, rows_last + rows,
                     GATE, BOUNDED, BETA, NORMALIZE, PRECISION, TOKENS, KEYS, OPERAND,
                 )  # fmt: skip
             else:
                 systems_of_heads(
                     at_q, at_k, at_gate, q_by.token, k_by.token, gate_by.token, at_beta, beta_by.token,
                     left, rate, shift, numbers, of,
-                    scratch, scores + square, sums + place * (3 * TOKENS),
+                    scratch, scores + square, factors + place * (4 * TOKENS),
                     GATE, BETA, NORMALIZE, PRECISION, TOKENS, KEYS, OPERAND,
                 )  # fmt: skip
             tl.debug_barrier()
@@ -338,6 +348,7 @@ def _build_prepare(problem, config):
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "lower", "sharp", "threshold")}
     constants |= {name: None for name, kind in kinds.items() if not kind}
     constants |= {"GATE": problem.gate, "BOUNDED": problem.bounded, "BETA": problem.beta}
+    constants |= {"NORMALIZE": problem.normalize}
     return Build(prepare_kernel, types, constants, num_warps=config.prepare_warps)
 
 

@@ -33,7 +33,7 @@ def scan_kernel(
     mark_slots,
     solved,
     scores,
-    sums,
+    factors,
     rows_k,
     rows_q,
     rows_last,
@@ -48,9 +48,7 @@ def scan_kernel(
     state_by,
     marks_by,
     of,
-    numbers,
     CHANNELS: tl.constexpr,
-    NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
     FIRST_MARK: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -132,9 +130,8 @@ def scan_kernel(
             inside_chunk = i < tl.minimum(length - begin, STRIDE)
             tile = (place + chunk).to(tl.int64) * of.heads + head
             block = i[:, None] * TOKENS + i[None, :]
-            lower = i[:, None] // 16 >= i[None, :] // 16
-            a = tl.load(solved + tile * (TOKENS * TOKENS) + block, lower, other=0)
-            p = tl.load(scores + tile * (TOKENS * TOKENS) + block, lower, other=0)
+            a = tl.load(solved + tile * (TOKENS * TOKENS) + block)
+            p = tl.load(scores + tile * (TOKENS * TOKENS) + block)
             v_mask = inside_chunk[:, None] & in_values[None, :]
             values = tl.load(at_v + token[:, None] * v_by.token + value[None, :], v_mask, other=0).to(tl.float32)
             if w is not None:
@@ -146,7 +143,7 @@ def scan_kernel(
                 keys = tl.load(rows_k + rows)
                 queries = tl.load(rows_q + rows)
                 lasts = tl.load(rows_last + rows)
-                decay = tl.exp(tl.load(sums + tile * KEYS + column))
+                decay = tl.load(factors + tile * KEYS + column)
                 values -= tl.dot(keys, narrow, input_precision=PRECISION)
                 o = tl.dot(queries, narrow, input_precision=PRECISION)
                 change = tl.dot(a, operand(values, OPERAND, PRECISION), input_precision=PRECISION)
@@ -158,11 +155,7 @@ def scan_kernel(
                 keys = tl.load(at_k + token[:, None] * k_by.token + column[None, :], wide, other=0)
                 queries = tl.load(at_q + token[:, None] * q_by.token + column[None, :], wide, other=0)
                 keys = keys.to(OPERAND)
-                at_sums = sums + tile * (3 * TOKENS)
-                since, k_factor, last_factor, decay = factors_of(at_sums, NORMALIZE, TOKENS)
-                q_factor = since * numbers.scale
-                if NORMALIZE:
-                    q_factor *= tl.load(at_sums + 2 * TOKENS + i)
+                k_factor, q_factor, last_factor, decay = load_factors(factors + tile * (4 * TOKENS), TOKENS)
                 values -= tl.dot(keys, narrow, input_precision=PRECISION) * k_factor[:, None]
                 o = tl.dot(queries.to(OPERAND), narrow, input_precision=PRECISION) * q_factor[:, None]
                 change = tl.dot(a, operand(values, OPERAND, PRECISION), input_precision=PRECISION)
@@ -189,20 +182,11 @@ def scan_kernel(
 
 
 @triton.jit
-def factors_of(at_sums, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr):
-    """Of a chunk with one decay a head, by token: the decay since its start; that with the norm of the key; the decay
-    up to its end, with that norm. And the decay of the whole chunk."""
+def load_factors(at, TOKENS: tl.constexpr):
+    """Of a chunk with one decay a head: what multiplies keys and queries before it, and keys after it, by token; and
+    the decay of the whole chunk."""
     i = tl.arange(0, TOKENS)
-    total = tl.load(at_sums + TOKENS - 1)
-    sums = tl.load(at_sums + i)
-    since = tl.exp(sums)
-    k_factor = since
-    last_factor = tl.exp(total - sums)
-    if NORMALIZE:
-        k_norms = tl.load(at_sums + TOKENS + i)
-        k_factor *= k_norms
-        last_factor *= k_norms
-    return since, k_factor, last_factor, tl.exp(total)
+    return tl.load(at + i), tl.load(at + TOKENS + i), tl.load(at + 2 * TOKENS + i), tl.load(at + 3 * TOKENS)
 
 
 @triton.jit
@@ -237,7 +221,7 @@ def _build_scan(problem, config):
     types |= place_types(places, {f"{name}_by": kinds[name] for name in rows})
     sizes = ("sequences", "tokens", "chunks", "heads", "key_dim", "value_dim", "null", "every", "segments", "segment")
     sizes += ("q_group", "k_group", "v_group")
-    types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim) | {"numbers.scale": "fp32"}
+    types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim)
     constants |= {name: None for name, kind in kinds.items() if not kind}
     constants |= {"FIRST_MARK": problem.first_mark, "SOURCE": problem.source_dtype, "STATE": problem.state_dtype}
     constants |= {"MARKS": mark, "ROWS": config.rows, "CAPABILITY": config.capability}

@@ -18,7 +18,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.products import operand
 from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent._device.states import load_state, store_state
-from flashinfer.ops.recurrent.delta.scan import factors_of
+from flashinfer.ops.recurrent.delta.scan import load_factors
 from flashinfer.ops.recurrent.delta.workspace import INPUT, STATE, common
 from flashinfer.ops.recurrent.launching import place_types, pointers, size_types
 
@@ -32,12 +32,11 @@ def map_kernel(
     v,
     offsets,
     solved,
-    sums,
+    factors,
     maps,
     k_by,
     v_by,
     of,
-    NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
     STRIDE: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -56,7 +55,6 @@ def map_kernel(
     in_columns = column < of.key_dim
     i = tl.arange(0, TOKENS)
     block = i[:, None] * TOKENS + i[None, :]
-    lower = i[:, None] // 16 >= i[None, :] // 16
     n, segment = place_of(place, offsets, of, of.segment)
     origin, first, length = span_of(offsets, n, of)
     chunks = first.to(tl.int32) // STRIDE + n
@@ -68,12 +66,12 @@ def map_kernel(
         for chunk in range(start // STRIDE, (start + of.segment) // STRIDE):
             token = chunk * STRIDE + i.to(tl.int64)
             tile = (chunks + chunk).to(tl.int64) * of.heads + head
-            a = tl.load(solved + tile * (TOKENS * TOKENS) + block, lower, other=0)
+            a = tl.load(solved + tile * (TOKENS * TOKENS) + block)
             given = (in_rows & (not is_identity))[None, :] & (i >= 0)[:, None]
             values = tl.load(at_v + token[:, None] * v_by.token + row[None, :], given, other=0).to(tl.float32)
             keys = tl.load(at_k + token[:, None] * k_by.token + column[None, :], in_columns[None, :], other=0)
             keys = keys.to(OPERAND)
-            since, k_factor, last_factor, decay = factors_of(sums + tile * (3 * TOKENS), NORMALIZE, TOKENS)
+            k_factor, _, last_factor, decay = load_factors(factors + tile * (4 * TOKENS), TOKENS)
             values -= tl.dot(keys, operand(s, OPERAND, PRECISION), input_precision=PRECISION) * k_factor[:, None]
             change = tl.dot(a, operand(values, OPERAND, PRECISION), input_precision=PRECISION) * last_factor[:, None]
             change = operand(change, OPERAND, PRECISION)
@@ -146,9 +144,9 @@ def chain_kernel(
 
 def _build_map(problem, config):
     kinds = {"k": problem.dtype, "v": problem.dtype, "offsets": problem.index}
-    kinds |= {"solved": config.operand, "sums": "fp32", "maps": "fp32"}
+    kinds |= {"solved": config.operand, "factors": "fp32", "maps": "fp32"}
     rows = {"k", "v"} if problem.aligned else set()
-    types = pointers(kinds, rows | {"solved", "sums", "maps"})
+    types = pointers(kinds, rows | {"solved", "factors", "maps"})
     types |= place_types(dict.fromkeys(("k_by", "v_by"), INPUT), {f"{name}_by": kinds[name] for name in rows})
     sizes = ("sequences", "tokens", "heads", "key_dim", "value_dim", "segment", "k_group", "v_group")
     types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim)
