@@ -1,8 +1,8 @@
 """Rows beside packed libraries, without the command line's packages: it needs torch, Triton and this repository.
 
 `python benchmarks/beside.py ROOM... --peers FOLDER` measures the rows of the rooms that a library of the folder takes,
-each in turn with ours, as `flashinfer bench ROOM --peers FOLDER` does beside all the rest. A result is written after
-every row, so that what is cut loses nothing that was measured.
+each in turn with ours, as `flashinfer bench ROOM --peers FOLDER` does beside all the rest. `--all` measures the other
+rows too. A result is written after every row, so that what is cut loses nothing that was measured.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def words() -> argparse.Namespace:
     parser.add_argument("room", nargs="+")
     parser.add_argument("--peers", type=Path, required=True, help="folder of packed libraries")
     parser.add_argument("--names", default="", help="only these of them, separated by commas")
+    parser.add_argument("--all", action="store_true", help="rows that no library takes, too")
     parser.add_argument("--match", default="", help="only rows whose name contains this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, required=True, help="folder of results")
@@ -55,7 +56,8 @@ def main() -> None:
         broken = beside.warm([row for room in chosen for row in room.cases if row[1].problem])
         ceiling = ceilings(device)
         for room in chosen:
-            room.cases = [(module, case) for module, case in room.cases if beside.takes(case)]
+            if not asked.all:
+                room.cases = [(module, case) for module, case in room.cases if beside.takes(case)]
             result = room.described([], ceiling, versions) | {"not_loaded": broken}
             write(result, asked.out)
             for at, (module, case) in enumerate(room.cases):

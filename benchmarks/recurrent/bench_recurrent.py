@@ -34,16 +34,17 @@ def cases(device: torch.device) -> Iterator[Case]:
             yield _row("GDN step", _gdn_step, 2, dtype, 1, 2)
             yield _row("SSU step", _ssu, 2, dtype, 4, 64, 32, 2)
         return
-    for sizes in ((1, 8192, 2, 8), (8, 2048, 16, 32), (1, 65536, 2, 8)):
+    for sizes in ((1, 8192, 2, 8), (1, 8192, 16, 64), (8, 2048, 16, 32), (1, 65536, 2, 8)):
         yield _row("GDN chunk", _gdn_chunk, *sizes, targets=(Target("fla", 2.0),))
-    for heads in (16, 32):
+    for heads in (16, 32, 96):
         targets = (Target("flashkda", 1.2), Target("fla", 2.0))
         yield _row("KDA chunk", _kda_chunk, 1, 8192, heads, heads, targets=targets)
     yield _row("SSD chunk", _ssd, 1, 8192, *_NEMOTRON, targets=(Target("vllm-ssm", 1.3),))
     for dtype in (torch.float32, torch.bfloat16):
-        for batch in (64, 256):
-            yield _row("GDN step", _gdn_step, batch, dtype, 16, 32, targets=(Target("copy", 0.92),))
-            yield _row("SSU step", _ssu, batch, dtype, *_NEMOTRON, targets=(Target("copy", 0.92),))
+        for batch in (1, 64, 256):
+            targets = (Target("us", 4) if batch == 1 else Target("copy", 0.92),)
+            yield _row("GDN step", _gdn_step, batch, dtype, 16, 32, targets=targets)
+            yield _row("SSU step", _ssu, batch, dtype, *_NEMOTRON, targets=targets)
 
 
 def _row(kind: str, make, *sizes, targets=()) -> Case:
