@@ -132,6 +132,12 @@ class Written(Exception):
 
 def ptx_of(job):
     """What Triton writes for a job, without its target's name."""
+    launcher = next(x for x in import_module(job.module).IMPLEMENTATION.launchers if x.name == job.launcher)
+    ptx = ptx_of_build(launcher.build(job.problem, job.config), job.arch)
+    return re.sub(r"^\.target .*$", "", ptx, flags=re.MULTILINE)
+
+
+def ptx_of_build(build, arch):
     from triton import knobs
 
     from flashinfer._core.compiler import compile_kernel
@@ -144,14 +150,13 @@ def ptx_of(job):
 
         stages["ptx"] = written
 
-    launcher = next(x for x in import_module(job.module).IMPLEMENTATION.launchers if x.name == job.launcher)
     with knobs.runtime.scope():
         knobs.runtime.add_stages_inspection_hook = end_there
         try:
-            compile_kernel(launcher.build(job.problem, job.config), job.arch)
+            compile_kernel(build, arch)
         except Written as written:
-            return re.sub(r"^\.target .*$", "", written.args[0], flags=re.MULTILINE)
-    raise AssertionError(f"{job} did not become PTX")
+            return written.args[0]
+    raise AssertionError(f"{build.kernel.__name__} did not become PTX for {arch}")
 
 
 def compare_alike(highest):

@@ -8,12 +8,12 @@ import triton.language as tl
 def span_of(offsets, n, of):
     """Row, first token and length of sequence n: a row of its own, or a part of the one row that offsets divide."""
     if offsets is None:
-        row = tl.full([], 0, tl.int64) + n
-        first = tl.full([], 0, tl.int64)
+        row = n.to(tl.int64)
+        first = row * 0
         length = of.tokens
     else:
-        row = tl.full([], 0, tl.int64)
         first = tl.load(offsets + n).to(tl.int64)
+        row = first * 0
         length = (tl.load(offsets + n + 1) - first).to(tl.int32)
     return row, first, length
 

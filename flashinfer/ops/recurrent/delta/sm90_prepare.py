@@ -1,0 +1,422 @@
+"""The triangular systems of chunks of 64 tokens on Hopper, one decay a head; docs/rooms/recurrent.md derives the form.
+
+A program has a chunk and GROUP heads that share a key head and a query head. It multiplies keys and queries once, by
+wgmma, and keeps both products in registers. HEADS heads at a time it makes L and P, inverts 1 + L by blocks, and stores
+(1 + L)^-1 diag(beta) and P. Grid: (chunks * heads / GROUP). All four warps do the same.
+
+The inverse, X: blocks of 16 on the diagonal by forward substitution, where a thread has a column; then
+X21 = -(X22 L21) X11 from 16 to 32 and from 32 to 64, by mma.
+
+Shared memory: keys and queries; then L, of which X takes the place (`Slots`), and P on its way to memory. Sums of
+logarithms, betas and norms.
+
+Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
+"""
+
+import math
+from dataclasses import dataclass
+
+from flashinfer._core.gluon_compat import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mma_v2,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.recurrent._device.gates import log_decay, sigmoid
+from flashinfer.ops.recurrent._device.sequences import place_of, span_of
+from flashinfer.ops.recurrent.delta.workspace import INPUT, workspace
+from flashinfer.ops.recurrent.launching import place_types, pointers, size_types
+
+WARPS = gl.constexpr(4)
+TOKENS = gl.constexpr(64)
+BLOCK = gl.constexpr(16)
+LOG2E = gl.constexpr(1.4426950408889634)
+# A decay below exp(-64) is taken for exp(-64), as the portable kernel does.
+LEAST = gl.constexpr(-64.0)
+# Above the diagonal a quotient of decays is no decay: it stays finite and multiplies a zero.
+MOST_EXPONENT = gl.constexpr(120.0)
+# A [64, 64] product of a warpgroup, and a column of its blocks of 16.
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+QUARTER = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
+# A value for each head and token: a warp has whole heads, so that sums along tokens stay within it.
+VALUES = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
+# Blocks as [block, column, row]: a thread has a column.
+COLUMNS = gl.constexpr(gl.BlockedLayout([1, 1, 16], [2, 16, 1], [4, 1, 1], [2, 1, 0]))
+# Rows on their way to memory, 16 bytes of bfloat16 a thread.
+OUT = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 16, 2], [4, 1, 1], [2, 1, 0]))
+OUT_SQUARE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+FLAT_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@aggregate
+class Slots:
+    """L of some heads, and X in its place: columns of blocks of 16, each [heads * 64, 16] float32."""
+
+    diagonal: gl.shared_memory_descriptor
+    # What joins two blocks to 32, in odd blocks of rows.
+    beside: gl.shared_memory_descriptor
+    # What joins two of 32, in the last two blocks of rows: its first 16 columns, and its last.
+    left: gl.shared_memory_descriptor
+    right: gl.shared_memory_descriptor
+
+
+@gluon.constexpr_function
+def _banks(rows: int):
+    """Rows of 16 float32 in shared memory: the even rows of 8, which a product reads together, lie in different banks.
+
+    Bit 4 of an element's place, one of two rows in 32 banks, is the exclusive or of the row's bits 0 and 1; bit 3, half
+    a row, that of the column's bit 3 and the row's bit 2.
+    """
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [3, 0], [4, 8]]
+    while len(bases) < 4 + rows.bit_length() - 1:
+        bases.append([2 * bases[-1][0], 0])
+    return gl.SharedLinearLayout(bases)
+
+
+@gluon.jit
+def _make_slots(HEADS: gl.constexpr):
+    SHAPE: gl.constexpr = [HEADS * TOKENS, BLOCK]
+    LAYOUT: gl.constexpr = _banks(HEADS * TOKENS)
+    diagonal = gl.allocate_shared_memory(gl.float32, SHAPE, LAYOUT)
+    beside = gl.allocate_shared_memory(gl.float32, SHAPE, LAYOUT)
+    left = gl.allocate_shared_memory(gl.float32, SHAPE, LAYOUT)
+    right = gl.allocate_shared_memory(gl.float32, SHAPE, LAYOUT)
+    return Slots(diagonal, beside, left, right)
+
+
+@gluon.jit
+def _add(x, y):
+    return x + y
+
+
+@gluon.jit
+def _rows(at, by_token, left, KEYS: gl.constexpr):
+    """A chunk's rows [64, KEYS], 0 outside."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // KEYS, KEYS // 8], [4, 1], [1, 0])
+    token = gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
+    return gl.load(at + token[:, None] * by_token + column[None, :], (token < left)[:, None], other=0.0)
+
+
+@gluon.jit
+def _inverse_norms(x):
+    wide = x.to(gl.float32)
+    return gl.rsqrt(gl.sum(wide * wide, 1) + 1e-6)
+
+
+@gluon.jit
+def _logs(at_gate, by_gate, a_log, bias, head, token, inside, of, numbers, GATE: gl.constexpr):
+    """Logarithms of decays to base 2 [heads, tokens]; 0 outside."""
+    at = at_gate + (head // of.gate_group)[:, None] * by_gate.head + token[None, :] * by_gate.token
+    log = gl.load(at, inside, other=1.0).to(gl.float32)
+    if GATE == "linear":
+        log = gl.log(log)
+    else:
+        rate = 0.0
+        if a_log is not None:
+            rate = gl.exp(gl.load(a_log + head // of.rate_group).to(gl.float32))[:, None]
+        if bias is not None:
+            log += gl.load(bias + head // of.bias_group).to(gl.float32)[:, None]
+        log = log_decay(log, rate, numbers, GATE)
+    return gl.where(inside, gl.maximum(log, LEAST), 0.0) * LOG2E
+
+
+@gluon.jit
+def _betas(at_beta, by_beta, head, token, inside, of, BETA: gl.constexpr):
+    """Betas [heads, tokens]; 0 outside."""
+    beta = gl.where(inside, 1.0, 0.0)
+    if BETA != "":
+        at = at_beta + (head // of.beta_group)[:, None] * by_beta.head + token[None, :] * by_beta.token
+        beta = gl.load(at, inside, other=0.0).to(gl.float32)
+        if BETA == "logit":
+            beta = gl.where(inside, sigmoid(beta), 0.0)
+    return beta
+
+
+@gluon.jit
+def _quarters(x):
+    """The four columns of blocks [64, 16] of a product [64, 64]; no register moves."""
+    x = x.reshape([TOKENS, 2, 2, BLOCK]).permute([0, 3, 1, 2])
+    even, odd = x.split()
+    a, c = even.split()
+    b, d = odd.split()
+    a = gl.convert_layout(a, QUARTER, assert_trivial=True)
+    b = gl.convert_layout(b, QUARTER, assert_trivial=True)
+    c = gl.convert_layout(c, QUARTER, assert_trivial=True)
+    d = gl.convert_layout(d, QUARTER, assert_trivial=True)
+    return a, b, c, d
+
+
+@gluon.jit
+def _parts(x):
+    """x as a sum of two bfloat16. Integers round the first: cvt to one bfloat16 has a quarter of their rate. Of a NaN
+    the second is one."""
+    bits = (x.to(gl.int32, bitcast=True) + 0x8000) & -0x10000
+    high = bits.to(gl.float32, bitcast=True)
+    return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
+
+
+@gluon.jit
+def _add_product(a_high, a_low, b, acc):
+    """acc + a b, a relative error of 2**-16 in each product."""
+    b_high, b_low = _parts(b)
+    acc = mma_v2(a_low, b_high, acc)
+    acc = mma_v2(a_high, b_low, acc)
+    return mma_v2(a_high, b_high, acc)
+
+
+@gluon.jit
+def _substitute(blocks):
+    """(1 + L)^-1 of blocks [blocks, 16, 16] of L, as [blocks, column, row]."""
+    BLOCKS: gl.constexpr = blocks.shape[0]
+    row = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS)))[None, None, :]
+    column = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS)))[None, :]
+    x = gl.zeros([BLOCKS, BLOCK, BLOCK], gl.float32, COLUMNS)
+    for i in gl.static_range(BLOCK):
+        lower = blocks.slice(i, 1, dim=1).load(COLUMNS)
+        # -0.0 added changes nothing, so what is above the diagonal costs no instruction.
+        known = gl.sum(gl.where(row < i, lower * x, -0.0), 2)
+        x = gl.where(row == i, (gl.where(column == i, 1.0, 0.0) - known)[:, :, None], x)
+    return x
+
+
+@gluon.jit
+def _join_16(slots: Slots, HEADS: gl.constexpr):
+    """Inverses of 32 from those of 16 in slot 0: what is below them, in slot 1."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    diagonal = slots.diagonal.reshape([HEADS * 2, 32, BLOCK])
+    below = slots.beside.reshape([HEADS * 2, 32, BLOCK]).slice(BLOCK, BLOCK, dim=1)
+    none = gl.zeros([HEADS * 2, BLOCK, BLOCK], gl.float32, MMA)
+    high, low = _parts(diagonal.slice(BLOCK, BLOCK, dim=1).load(A))
+    x = _add_product(high, low, below.load(B), none)
+    high, low = _parts(gl.convert_layout(x, A))
+    x = _add_product(high, low, diagonal.slice(0, BLOCK, dim=1).load(B), none)
+    below.store(-x)
+
+
+@gluon.jit
+def _join_32(slots: Slots, HEADS: gl.constexpr):
+    """The inverse of 64 from those of 32 in slots 0 and 1: what is below them, in slots 2 and 3."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [HEADS, 4 // HEADS, 1], [1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    diagonal = slots.diagonal.reshape([HEADS, TOKENS, BLOCK])
+    beside = slots.beside.reshape([HEADS, TOKENS, BLOCK])
+    left = slots.left.reshape([HEADS, TOKENS, BLOCK])
+    right = slots.right.reshape([HEADS, TOKENS, BLOCK])
+    none = gl.zeros([HEADS, 32, BLOCK], gl.float32, MMA)
+    # X22 by columns of blocks.
+    upper = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, A)))[None, :, None] < BLOCK
+    on = diagonal.slice(32, 32, dim=1).load(A)
+    a_high, a_low = _parts(gl.where(upper, on, beside.slice(32, 32, dim=1).load(A)))
+    b_high, b_low = _parts(gl.where(upper, 0.0, on))
+    x = _add_product(a_high, a_low, left.slice(32, BLOCK, dim=1).load(B), none)
+    x = _add_product(b_high, b_low, left.slice(48, BLOCK, dim=1).load(B), x)
+    y = _add_product(a_high, a_low, right.slice(32, BLOCK, dim=1).load(B), none)
+    y = _add_product(b_high, b_low, right.slice(48, BLOCK, dim=1).load(B), y)
+    # Times X11.
+    a_high, a_low = _parts(gl.convert_layout(x, A))
+    b_high, b_low = _parts(gl.convert_layout(y, A))
+    x = _add_product(a_high, a_low, diagonal.slice(0, BLOCK, dim=1).load(B), none)
+    x = _add_product(b_high, b_low, beside.slice(BLOCK, BLOCK, dim=1).load(B), x)
+    y = _add_product(b_high, b_low, diagonal.slice(BLOCK, BLOCK, dim=1).load(B), none)
+    left.slice(32, 32, dim=1).store(-x)
+    right.slice(32, 32, dim=1).store(-y)
+
+
+@gluon.jit
+def _store_slot(slot, betas, solved, HEADS: gl.constexpr, ROWS: gl.constexpr, FIRST: gl.constexpr):
+    """A slot's part of X diag(beta). Of each ROWS rows the last half has X in the columns from FIRST on, and the first
+    half is above the diagonal; with 16 rows all of it is X."""
+    COUNT: gl.constexpr = HEADS * TOKENS // ROWS
+    HALF: gl.constexpr = ROWS // 2 if ROWS > BLOCK else 0
+    x = slot.reshape([COUNT, ROWS, BLOCK]).load(OUT)
+    beta = betas.reshape([COUNT, ROWS]).slice(FIRST, BLOCK, dim=1).load(gl.SliceLayout(1, OUT))
+    part = gl.arange(0, COUNT, gl.SliceLayout(1, gl.SliceLayout(2, OUT)))[:, None, None]
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, OUT)))[None, :, None]
+    column = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, OUT)))[None, None, :]
+    x = gl.where(row >= HALF, x * beta[:, None, :], 0.0)
+    column += part % (TOKENS // ROWS) * ROWS + (row < HALF).to(gl.int32) * HALF + FIRST
+    gl.store(solved + (part * ROWS + row) * TOKENS + column, x.to(solved.dtype.element_ty))
+
+
+@gluon.jit
+def prepare_heads_kernel(
+    q,
+    k,
+    gate,
+    beta,
+    a_log,
+    bias,
+    offsets,
+    solved,
+    scores,
+    factors,
+    q_by,
+    k_by,
+    gate_by,
+    beta_by,
+    of,
+    numbers,
+    GATE: gl.constexpr,
+    BETA: gl.constexpr,
+    NORMALIZE: gl.constexpr,
+    STRIDE: gl.constexpr,
+    KEYS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
+):
+    groups = of.heads // GROUP
+    p = gl.program_id(0) // groups
+    first_head = gl.program_id(0) % groups * GROUP
+    if offsets is None:
+        n = p // of.chunks
+        chunk = p % of.chunks
+    else:
+        n, chunk = place_of(p, offsets, of, STRIDE)
+    origin, first, length = span_of(offsets, n, of)
+    if (chunk >= 0) & (chunk * STRIDE < length):
+        first += chunk * STRIDE
+        left = gl.minimum(length - chunk * STRIDE, STRIDE)
+        at_k = k + origin * k_by.row + first * k_by.token + first_head // of.k_group * k_by.head
+        at_q = q + origin * q_by.row + first * q_by.token + first_head // of.q_group * q_by.head
+        place = (p.to(gl.int64) * of.heads + first_head) * TOKENS
+
+        OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, KEYS], gl.bfloat16)
+        k_tile = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, KEYS], OPERAND)
+        q_tile = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, KEYS], OPERAND)
+        k_norms = gl.allocate_shared_memory(gl.float32, [TOKENS], FLAT)
+        q_norms = gl.allocate_shared_memory(gl.float32, [TOKENS], FLAT)
+        logs = gl.allocate_shared_memory(gl.float32, [GROUP // HEADS, HEADS * TOKENS], FLAT)
+        betas = gl.allocate_shared_memory(gl.float32, [GROUP // HEADS, HEADS * TOKENS], FLAT)
+
+        k_rows = _rows(at_k, k_by.token, left, KEYS)
+        q_rows = _rows(at_q, q_by.token, left, KEYS)
+        head = first_head + gl.arange(0, GROUP, gl.SliceLayout(1, VALUES))
+        token = gl.arange(0, TOKENS, gl.SliceLayout(0, VALUES))
+        inside = (token < left)[None, :] & (head >= 0)[:, None]
+        log = gl.zeros([GROUP, TOKENS], gl.float32, VALUES)
+        if GATE != "":
+            at_gate = gate + origin * gate_by.row + first * gate_by.token
+            log = _logs(at_gate, gate_by, a_log, bias, head, token, inside, of, numbers, GATE)
+            log = gl.associative_scan(log, 1, _add)
+        at_beta = beta
+        if BETA != "":
+            at_beta = beta + origin * beta_by.row + first * beta_by.token
+        reinterpret(logs, gl.float32, [GROUP, TOKENS], FLAT_2D).store(log)
+        strength = _betas(at_beta, beta_by, head, token, inside, of, BETA)
+        reinterpret(betas, gl.float32, [GROUP, TOKENS], FLAT_2D).store(strength)
+        k_tile.store(k_rows)
+        q_tile.store(q_rows)
+        if NORMALIZE:
+            k_norms.store(_inverse_norms(k_rows))
+            q_norms.store(_inverse_norms(q_rows))
+        fence_async_shared()
+        none = gl.zeros([TOKENS, TOKENS], gl.float32, SQUARE)
+        kk = warpgroup_mma(k_tile, k_tile.permute([1, 0]), none, use_acc=False, is_async=True)
+        qk = warpgroup_mma(q_tile, k_tile.permute([1, 0]), none, use_acc=False, is_async=True)
+
+        total = gl.sum(gl.where((token == TOKENS - 1)[None, :], log, 0.0), 1)[:, None]
+        k_factor = gl.exp2(log)
+        q_factor = k_factor * numbers.scale
+        last_factor = gl.exp2(total - log)
+        if NORMALIZE:
+            norms = k_norms.load(gl.SliceLayout(0, VALUES))[None, :]
+            k_factor *= norms
+            last_factor *= norms
+            q_factor *= q_norms.load(gl.SliceLayout(0, VALUES))[None, :]
+        at = factors + place * 4 + (head - first_head)[:, None] * (4 * TOKENS) + token[None, :]
+        gl.store(at, k_factor)
+        gl.store(at + TOKENS, q_factor)
+        gl.store(at + 2 * TOKENS, last_factor)
+        gl.store(at + 3 * TOKENS, gl.exp2(total + gl.zeros_like(log)))
+
+        kk, qk = warpgroup_mma_wait(0, [kk, qk])
+        i = gl.arange(0, TOKENS, gl.SliceLayout(1, SQUARE))[:, None]
+        j = gl.arange(0, TOKENS, gl.SliceLayout(0, SQUARE))[None, :]
+        if NORMALIZE:
+            columns = k_norms.load(gl.SliceLayout(0, SQUARE))[None, :]
+            kk *= k_norms.load(gl.SliceLayout(1, SQUARE))[:, None] * columns
+            qk *= q_norms.load(gl.SliceLayout(1, SQUARE))[:, None] * columns
+        kk = gl.where(i > j, kk, 0.0)
+        qk = gl.where(i >= j, qk * numbers.scale, 0.0)
+
+        lower = gl.allocate_shared_memory(gl.float32, [HEADS * TOKENS, BLOCK], FLAT_2D)
+        slots = _make_slots(HEADS)
+        SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, TOKENS], gl.bfloat16)
+        stage = gl.allocate_shared_memory(gl.bfloat16, [HEADS, TOKENS, TOKENS], SCORES)
+        block = gl.arange(0, TOKENS, gl.SliceLayout(1, QUARTER))[:, None] // BLOCK
+        out_row = gl.arange(0, TOKENS, gl.SliceLayout(1, OUT_SQUARE))[:, None]
+        out_place = out_row * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, OUT_SQUARE))[None, :]
+        for turn in range(GROUP // HEADS):
+            for h in gl.static_range(HEADS):
+                sums = logs.index(turn).slice(h * TOKENS, TOKENS)
+                exponent = sums.load(gl.SliceLayout(1, SQUARE))[:, None] - sums.load(gl.SliceLayout(0, SQUARE))[None, :]
+                decay = gl.exp2(gl.minimum(exponent, MOST_EXPONENT))
+                beta_i = betas.index(turn).slice(h * TOKENS, TOKENS).load(gl.SliceLayout(1, SQUARE))
+                a, b, c, d = _quarters(kk * decay * beta_i[:, None])
+                diagonal = gl.where(block == 0, a, gl.where(block == 1, b, gl.where(block == 2, c, d)))
+                lower.slice(h * TOKENS, TOKENS).store(diagonal)
+                slots.beside.slice(h * TOKENS, TOKENS).store(gl.where(block == 1, a, c))
+                slots.left.slice(h * TOKENS, TOKENS).store(a)
+                slots.right.slice(h * TOKENS, TOKENS).store(b)
+                stage.index(h).store((qk * decay).to(gl.bfloat16))
+            to = (place + turn * (HEADS * TOKENS)) * TOKENS
+            x = _substitute(lower.reshape([HEADS * 4, BLOCK, BLOCK]))
+            for h in gl.static_range(HEADS):
+                gl.store(scores + to + h * (TOKENS * TOKENS) + out_place, stage.index(h).load(OUT_SQUARE))
+            slots.diagonal.reshape([HEADS * 4, BLOCK, BLOCK]).permute([0, 2, 1]).store(x)
+            _join_16(slots, HEADS)
+            _join_32(slots, HEADS)
+            scales = betas.index(turn)
+            _store_slot(slots.diagonal, scales, solved + to, HEADS, 16, 0)
+            _store_slot(slots.beside, scales, solved + to, HEADS, 32, 0)
+            _store_slot(slots.left, scales, solved + to, HEADS, 64, 0)
+            _store_slot(slots.right, scales, solved + to, HEADS, 64, 16)
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """heads : of a program, which share a key head and a query head. registers : of a thread, at most."""
+
+    heads: int
+    registers: int = 168
+
+
+CONFIGS = tuple(HeadsConfig(heads) for heads in (1, 2, 4))
+
+
+def launch(problem, places: int, given, made, strides, sizes, groups, numbers) -> None:
+    """All chunks' systems, one decay a head, in the workspace `made`; the rest as `prepare_heads_kernel` takes it."""
+    heads = math.gcd(groups[0], groups[1], 4)
+    grid = (places * (sizes[3] // heads), 1, 1)
+    launch_prepare_heads(problem, HeadsConfig(heads), grid, *given, *made, *strides, *sizes, *groups, *numbers)
+
+
+def _build(problem, config):
+    kinds = {"q": problem.dtype, "k": problem.dtype, "gate": problem.gate_dtype, "beta": problem.beta_dtype}
+    kinds |= {"a_log": "fp32" if problem.gate in ("softplus", "bounded") else "", "bias": problem.bias_dtype}
+    kinds |= {"offsets": problem.index if problem.packed else ""}
+    made = {name: kind for name, kind in workspace(problem, "bf16").items() if kind}
+    types = pointers(kinds | made, {"q", "k", *made})
+    types |= place_types(dict.fromkeys(("q_by", "k_by", "gate_by", "beta_by"), INPUT), {"q_by": "bf16", "k_by": "bf16"})
+    sizes = ("sequences", "tokens", "chunks", "heads", "key_dim")
+    groups = ("q_group", "k_group", "gate_group", "beta_group", "rate_group", "bias_group")
+    types |= size_types((*sizes, *groups), key_dim=problem.key_dim)
+    types |= {f"numbers.{name}": "fp32" for name in ("scale", "lower", "sharp", "threshold")}
+    constants = {name: None for name, kind in kinds.items() if not kind}
+    constants |= {"GATE": problem.gate, "BETA": problem.beta, "NORMALIZE": problem.normalize}
+    constants |= {"STRIDE": problem.stride, "KEYS": problem.key_dim}
+    constants |= {"GROUP": config.heads, "HEADS": min(config.heads, 2)}
+    return Build(prepare_heads_kernel, types, constants, num_warps=4, maxnreg=config.registers)
+
+
+launch_prepare_heads = Launcher("delta_prepare_heads", _build)
