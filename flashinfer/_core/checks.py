@@ -8,6 +8,10 @@ import numpy as np
 import torch
 
 
+class CompileError(RuntimeError):
+    """A kernel, or a function that a user gave it, does not compile; the message has file, line and reason."""
+
+
 class UnsupportedConfig(ValueError):
     """No variant takes this problem; the message says why each refused."""
 

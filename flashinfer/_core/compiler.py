@@ -26,14 +26,14 @@ import triton.language as tl
 from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars, ir
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.compiler.errors import CompilationError
 from triton.runtime.jit import JITCallable, JITFunction
 
-from flashinfer._core import env
+from flashinfer._core import assembler, env
 from flashinfer._core.cache_folders import find_temporary
+from flashinfer._core.checks import CompileError
 from flashinfer._core.kernel_cache import fields_of
 
 # Raise when an entry's layout changes: older entries are then misses.
@@ -45,10 +45,6 @@ _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 _parsing = threading.RLock()
 _counting = threading.Lock()
 _compiling: list[ExitStack] = []
-
-
-class CompileError(RuntimeError):
-    """A kernel, or a function that a user gave it, does not compile; the message has file, line and reason."""
 
 
 def key_of(name: str, problem, config, build, arch: str) -> dict:
@@ -102,7 +98,10 @@ def parsed(build, arch: str) -> Callable[[], tuple[bytes, dict]]:
         module = first
         with _lines_as_asked():
             for stage in order[order.index(source.ext) :]:
-                module = made[stage] = stages[stage](module, metadata)
+                if stage == "cubin" and assembler.needs_newer(made["ptx"], capability):
+                    made[stage] = assembler.assemble(made["ptx"], options, arch)
+                else:
+                    module = made[stage] = stages[stage](module, metadata)
         return made["cubin"], _describe(arch, made["ptx"], made["cubin"], metadata)
 
     return compiled
@@ -323,8 +322,9 @@ def _environment(capability: int) -> dict[str, str]:
         for place in filter(None, os.environ.get(name, "").split(os.pathsep)):
             found[f"{name} {place}"] = hashlib.sha256(Path(place).read_bytes()).hexdigest()
     if os.environ.get("TRITON_PTXAS_PATH") or os.environ.get("TRITON_PTXAS_BLACKWELL_PATH"):
-        path = get_ptxas(capability).path
-        found["ptxas"] = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.strip()
+        commands = [[tool.path, "--version"] for tool in assembler.tools_of(capability)]
+        said = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for command in commands]
+        found["ptxas"] = "\n".join(said).strip()
     return {name: value for name, value in found.items() if name not in _NO_CODE}
 
 

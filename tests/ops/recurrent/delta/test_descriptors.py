@@ -1,34 +1,12 @@
 """What prefill's kernels for Hopper give the assembler: descriptors of shared memory that ptxas 12.8 sums rightly."""
 
 import os
-import re
 import subprocess
 import sys
-from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-
-# From the address of a tile, and the rest of a descriptor, which is a constant: its step within the tile below, and
-# from bit 32 on the distance of rows and (bits 62, 63) the swizzle. PTX ISA, "Matrix Descriptor Format".
-SUM = re.compile(r"(?:or\.b64|add\.s64)\s+%\w+, (%\w+), (-?\d{18,});")
-
-
-def twofold(ptx):
-    """Registers with the address of a tile, of which descriptors with different distances or swizzles are made."""
-    layouts = defaultdict(set)
-    for register, constant in SUM.findall(ptx):
-        layouts[register].add(int(constant) >> 32)
-    return [register for register, its in layouts.items() if len(its) > 1]
-
-
-def test_what_is_looked_for():
-    rows_of_128 = "or.b64 \t%rd3, %rd2, 4611686293305294848;\nadd.s64 \t%rd4, %rd2, 4611686293305294850;"
-    rows_of_64 = "or.b64 \t%rd5, %rd2, -9223371899415822336;"
-    assert twofold(rows_of_128) == []
-    assert twofold(f"{rows_of_128}\n{rows_of_64}") == ["%rd2"]
-    assert twofold(f"{rows_of_128}\n{rows_of_64.replace('%rd2', '%rd9')}") == []
 
 
 def problems():
@@ -45,6 +23,7 @@ def problems():
 
 
 def main():
+    from flashinfer._core.assembler import descriptor_sums, registers_of_two_layouts
     from flashinfer._core.target import named
     from flashinfer.ops.recurrent.delta import chunks, config
     from tests.meta.test_compile_matrix import ptx_of
@@ -56,7 +35,8 @@ def main():
                 module=chunks.__name__, launcher=launcher.name, problem=problem, config=chosen, arch="90a"
             )
             ptx = ptx_of(job)
-            print(launcher.name, len(SUM.findall(ptx)) > 0, len(twofold(ptx)), problem, sep="; ")
+            two = len(registers_of_two_layouts(ptx))
+            print(launcher.name, len(descriptor_sums(ptx)) > 0, two, problem, sep="; ")
 
 
 @pytest.mark.matrix

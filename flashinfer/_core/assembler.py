@@ -1,0 +1,89 @@
+"""PTX that ptxas before 12.9 assembles wrongly goes to a newer one. Triton 3.6 has 12.8 for Hopper, and 12.9 beside it.
+
+A product of Hopper (wgmma) reads shared memory by descriptors: an address in the low bits, and a layout, which is a
+constant (PTX ISA, "Matrix Descriptor Format"). Where descriptors of several layouts are made of one register, ptxas
+12.8.93 adds the steps within a tile to a register that nothing has written; 12.9.86 does not.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas
+
+from flashinfer._core.checks import CompileError
+
+# A register and a constant: the step within the tile below, and from bit 32 on the distance of rows and the swizzle.
+_SUM = re.compile(r"(?:or\.b64|add\.s64)\s+%\w+, (%\w+), (-?\d{18,});")
+_FIRST_RIGHT = 12, 9
+
+
+def descriptor_sums(ptx: str) -> dict[str, set[int]]:
+    """{register: layouts of the descriptors that are made of it}."""
+    layouts = defaultdict(set)
+    for register, constant in _SUM.findall(ptx):
+        layouts[register].add(int(constant) >> 32)
+    return layouts
+
+
+def registers_of_two_layouts(ptx: str) -> list[str]:
+    """Registers with the address of a tile, of which descriptors with different distances or swizzles are made."""
+    return [register for register, its in descriptor_sums(ptx).items() if len(its) > 1]
+
+
+def tools_of(capability: int) -> list[knobs.NvidiaTool]:
+    """The assemblers that may make a chip's code, Triton's own choice first."""
+    others = (knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell) if capability == 90 else ()
+    return list({tool.path: tool for tool in (get_ptxas(capability), *others) if tool is not None}.values())
+
+
+def needs_newer(ptx: str, capability: int) -> bool:
+    """Whether the assembler that Triton takes for a chip would make wrong code of this."""
+    if capability != 90 or "wgmma" not in ptx or not registers_of_two_layouts(ptx):
+        return False
+    return _version(get_ptxas(capability)) < _FIRST_RIGHT
+
+
+def assemble(ptx: str, options, arch: str) -> bytes:
+    """The cubin, by whichever of Triton's assemblers is new enough, with the options that Triton gives its own.
+
+    Parameters
+    ----------
+    options : CUDAOptions
+        Triton's, of the kernel. What knobs say of lines and optimization holds, too.
+
+    Raises
+    ------
+    CompileError
+        Neither is new enough; or it failed, with its words.
+    """
+    tools = tools_of(90)
+    tool = next((tool for tool in tools if _version(tool) >= _FIRST_RIGHT), None)
+    if tool is None:
+        found = ", ".join(f"{tool.path} ({tool.version})" for tool in tools)
+        raise CompileError(
+            f"descriptors of two layouts are made of {', '.join(registers_of_two_layouts(ptx))}, which ptxas before "
+            f"12.9 assembles wrongly; got {found}; allowed: a newer one, named in TRITON_PTXAS_BLACKWELL_PATH, or "
+            "tiles of one layout (docs/rooms/recurrent.md, Descriptors)"
+        )
+    slow, quiet = knobs.nvidia.disable_ptxas_opt, knobs.compilation.disable_line_info
+    flags = ["-g"] if slow and not quiet else ["-lineinfo"]
+    flags += ["-suppress-debug-info"] * quiet + ["--fmad=false"] * (not options.enable_fp_fusion)
+    flags += ["--opt-level", "0"] * slow + (options.ptx_options or "").split()
+    with tempfile.TemporaryDirectory() as folder:
+        text, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        text.write_text(ptx)
+        command = [tool.path, *flags, f"--gpu-name=sm_{arch}", str(text), "-o", str(cubin)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CompileError(f"{' '.join(command)} ended with status {done.returncode}\n{done.stderr}")
+        return cubin.read_bytes()
+
+
+def _version(tool) -> tuple[int, ...]:
+    return tuple(map(int, tool.version.split(".")))
