@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from flashinfer._core.checks import require
+
 _libraries: list[torch.library.Library] = []
 
 
@@ -78,6 +80,15 @@ def _returns_none(*args, **kwargs) -> None:
 # op's arguments into comments of its code as they are, and what followed would be code.
 SEPARATOR = ";"
 
+
+def joined(texts: Iterable[tuple[str, str]]) -> str:
+    """The texts of (argument, text) as one; ValueError names the argument whose text would be read as several."""
+    for argument, text in texts:
+        plain = SEPARATOR not in text and text.isprintable()
+        require(plain, argument, repr(text), f"a text of printable characters without {SEPARATOR!r}")
+    return SEPARATOR.join([text for _, text in texts])
+
+
 # What the values of a record become, by type: lists, and parts of one text.
 _LISTS = {"tensors": list[torch.Tensor | None], "words": str, "numbers": list[int], "floats": list[float]}
 
@@ -125,13 +136,14 @@ def _record(kind: type) -> _Record:
 def _arguments_of(record: _Record, value) -> tuple:
     lists = {name: [] for name in _LISTS}
     _take_apart(record, value, lists)
-    return lists["tensors"], SEPARATOR.join(lists["words"]), lists["numbers"], lists["floats"]
+    return lists["tensors"], joined(lists["words"]), lists["numbers"], lists["floats"]
 
 
 def _take_apart(record: _Record, value, lists: dict) -> None:
     for name, its in record.fields:
         if isinstance(its, str):
-            lists[its].append(getattr(value, name))
+            its_value = getattr(value, name)
+            lists[its].append((name, its_value) if its == "words" else its_value)
         else:
             _take_apart(its, getattr(value, name), lists)
 

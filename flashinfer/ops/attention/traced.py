@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from flashinfer._core.custom_op import SEPARATOR, custom_op
+from flashinfer._core.custom_op import SEPARATOR, custom_op, joined
 from flashinfer.ops.attention.options import default_o_dtype
 from flashinfer.ops.attention.variants import AttentionVariant, find
 
@@ -102,24 +102,26 @@ def run_single(q, k, v, kv_layout: str, backend: str, call: dict, others: dict):
         given |= {f"factors.{i}": x for i, x in enumerate(factors)}
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     floats = {name: value for name, value in given.items() if isinstance(value, float)}
-    words = [f"call.layout=str:{kv_layout}", f"call.backend=str:{backend}"]
+    words = [("kv_layout", f"call.layout=str:{kv_layout}"), ("backend", f"call.backend=str:{backend}")]
     ints = {}
     for name, value in given.items():
         if name in tensors or name in floats or value is None:
             continue
         if isinstance(value, bool):
-            words.append(f"{name}=bool:{int(value)}")
+            text = f"bool:{int(value)}"
         elif isinstance(value, int):
             ints[name] = value
+            continue
         elif isinstance(value, AttentionVariant):
-            words.append(f"{name}=variant:{_key_of(id(value))}")
+            text = f"variant:{_key_of(id(value))}"
         elif isinstance(value, torch.dtype):
-            words.append(f"{name}=dtype:{str(value).removeprefix('torch.')}")
+            text = f"dtype:{str(value).removeprefix('torch.')}"
         else:
-            words.append(f"{name}=str:{value}")
+            text = f"str:{value}"
+        words.append((name.partition(".")[2], f"{name}={text}"))
     names = " ".join([*tensors, *floats, *ints])
     values = list(tensors.values()), list(floats.values()), list(ints.values())
-    found = attention_single(q, k, v, *values, names, SEPARATOR.join(words))
+    found = attention_single(q, k, v, *values, names, joined(words))
     for place, result in zip((out, lse), found):
         if place is not None:
             place.copy_(result)

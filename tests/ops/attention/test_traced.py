@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer._core.custom_op import joined
 from flashinfer.ops.attention import single
 from flashinfer.ops.attention.traced import attention_run
 from flashinfer.testing.compare import assert_bitwise
@@ -169,3 +170,21 @@ def test_single_requests_in_graphs_of_the_compiler(rows, device):
         wanted = flashinfer.single_prefill_with_kv_cache(q * 2, k, v, causal=True) + 1
         torch.compiler.cudagraph_mark_step_begin()
         torch.testing.assert_close(step(q, k, v).view_as(wanted), wanted, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name, text", [("kv_layout", "NHD"), ("backend", "auto"), ("pos_encoding_mode", "NONE")])
+def test_a_text_that_would_be_read_as_several_is_refused(name, text, device):
+    q, k = torch.zeros(4, 2, 64, device=device), torch.zeros(8, 2, 64, device=device)
+    for more in (";other.causal=bool:1", "\n"):
+        given = {name: text + more}
+        step = torch.compile(partial(flashinfer.single_prefill_with_kv_cache, **given), backend="eager")
+        with pytest.raises(ValueError, match=f"^{name}: got .*{text}"):
+            step(q, k, k)
+
+
+def test_texts_of_a_record_are_told_apart():
+    texts = [("dtype", "bf16"), ("layout", "")]
+    assert joined(texts) == "bf16;"
+    for text in ("a;b", "a\nb", "a\x85b"):
+        with pytest.raises(ValueError, match="layout"):
+            joined([*texts, ("layout", text)])
