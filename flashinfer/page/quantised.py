@@ -220,12 +220,8 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
 
     Parameters
     ----------
-    append_key, append_value : torch.Tensor
-        [at least nnz, num_kv_heads, head_dim]; bfloat16 or float16, head_dim a multiple of 16, any strides.
-        Rows past nnz are not read.
-    slot_mapping : torch.Tensor
-        int32 or int64 [nnz]: row i goes to token slot % page_size of page slot // page_size. Slots that are negative or
-        past the last page are not written. Two rows with one slot leave either.
+    append_key, append_value, slot_mapping
+        As in `quantize_append_paged_kv_cache_with_slot_mapping`; head_dim is a multiple of 16.
     paged_kv_cache : torch.Tensor or (torch.Tensor, torch.Tensor)
         uint8: a pair of [num_pages, page_size, num_kv_heads, head_dim / 2] (NHD) or
         [num_pages, num_kv_heads, page_size, head_dim / 2] (HND), or one tensor with keys and values along a second

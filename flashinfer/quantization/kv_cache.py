@@ -231,11 +231,8 @@ def kv_dequantize_paged(
     paged_kv_cache, kv_cache_sf : torch.Tensor or (torch.Tensor, torch.Tensor)
         Codes and factors, as `flashinfer.page.quantize_append_paged_kv_cache` writes them; of "nvfp4", as
         `nvfp4_kv_dequantize_paged` takes them. Any strides.
-    block_tables, seq_lens, kv_layout
+    block_tables, seq_lens, output_k, output_v, kv_layout
         As in `nvfp4_kv_dequantize_paged`.
-    output_k, output_v : torch.Tensor
-        [batch, max_seq_len, num_kv_heads, head_dim], bfloat16 or float16, contiguous. Written up to a request's keys;
-        the rest stays as it is.
     kv_data_type : str or torch.dtype
         "nvfp4", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "int4_group_64".
 

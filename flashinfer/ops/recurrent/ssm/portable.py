@@ -62,6 +62,27 @@ def put_state(
 
 
 @triton.jit
+def zero_tokens(out, out_by, origin, first, end, head, row, in_rows):
+    for token in range(first, end):
+        at = origin * out_by.row + token * out_by.token + head * out_by.head + row * out_by.dim
+        tl.store(out + at, tl.zeros_like(row).to(out.dtype.element_ty), in_rows)
+
+
+@triton.jit
+def tokens_of(offsets, n, out, out_by, head, row, in_rows, of):
+    """(sequence, origin, first token, length) of program n. One past the last sequence has no tokens: it zeroes the
+    results of those in front of the first sequence and behind the last."""
+    sequence = tl.minimum(n, of.sequences - 1)
+    origin, first, length = span_of(offsets, sequence, of)
+    if offsets is not None:
+        if n == of.sequences:
+            zero_tokens(out, out_by, origin, 0, tl.load(offsets).to(tl.int32), head, row, in_rows)
+            zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, in_rows)
+            length = 0
+    return sequence, origin, first, length
+
+
+@triton.jit
 def update_kernel(
     x, dt, B, C, z, out, offsets, A, D, bias, state, scale, each, each_scale, read, write, buffers, accepted, seed,
     x_by, dt_by, b_by, c_by, z_by, out_by, a_by, d_by, bias_by, state_by, scale_by, read_by, write_by, of,
@@ -78,13 +99,7 @@ def update_kernel(
     inside = in_rows[:, None] & in_columns[None, :]
     group = head // of.repeat
 
-    sequence = tl.minimum(n, of.sequences - 1)
-    origin, first, length = span_of(offsets, sequence, of)
-    if offsets is not None:
-        if n == of.sequences:
-            zero_tokens(out, out_by, origin, 0, tl.load(offsets).to(tl.int32), head, row, in_rows)
-            zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, in_rows)
-            length = 0
+    sequence, origin, first, length = tokens_of(offsets, n, out, out_by, head, row, in_rows, of)
     is_sequence = n < of.sequences
     entry = sequence.to(tl.int64)
 
@@ -171,13 +186,6 @@ def update_kernel(
                 )  # fmt: skip
     else:
         zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
-
-
-@triton.jit
-def zero_tokens(out, out_by, origin, first, end, head, row, in_rows):
-    for token in range(first, end):
-        at = origin * out_by.row + token * out_by.token + head * out_by.head + row * out_by.dim
-        tl.store(out + at, tl.zeros_like(row).to(out.dtype.element_ty), in_rows)
 
 
 _TOKEN, _GROUP = ("row", "token", "head", "dim"), ("row", "token", "group")

@@ -16,12 +16,11 @@ import triton.language as tl
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops.recurrent._device.gates import log_one_plus, sigmoid
-from flashinfer.ops.recurrent._device.sequences import span_of
 from flashinfer.ops.recurrent._device.states import load_state
 from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides
 from flashinfer.ops.recurrent.ssm import LARGEST
 from flashinfer.ops.recurrent.ssm.config import power_of_two
-from flashinfer.ops.recurrent.ssm.portable import put_state, zero_tokens
+from flashinfer.ops.recurrent.ssm.portable import put_state, tokens_of, zero_tokens
 
 
 @triton.jit
@@ -41,13 +40,7 @@ def replay_kernel(
     inside = in_rows[:, None] & in_columns[None, :]
     group = head // of.repeat
 
-    sequence = tl.minimum(n, of.sequences - 1)
-    origin, first, length = span_of(offsets, sequence, of)
-    if offsets is not None:
-        if n == of.sequences:
-            zero_tokens(out, out_by, origin, 0, tl.load(offsets).to(tl.int32), head, row, in_rows)
-            zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, in_rows)
-            length = 0
+    sequence, origin, first, length = tokens_of(offsets, n, out, out_by, head, row, in_rows, of)
     slot = sequence.to(tl.int64)
     if read is not None:
         slot = tl.load(read + slot).to(tl.int64)
