@@ -80,7 +80,7 @@ def _banks(rows: int):
 
 
 @gluon.jit
-def _make_slots(HEADS: gl.constexpr):
+def make_slots(HEADS: gl.constexpr):
     SHAPE: gl.constexpr = [HEADS * TOKENS, BLOCK]
     LAYOUT: gl.constexpr = _banks(HEADS * TOKENS)
     diagonal = gl.allocate_shared_memory(gl.float32, SHAPE, LAYOUT)
@@ -91,7 +91,7 @@ def _make_slots(HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _add(x, y):
+def add(x, y):
     return x + y
 
 
@@ -128,7 +128,7 @@ def _logs(at_gate, by_gate, a_log, bias, head, token, inside, of, numbers, GATE:
 
 
 @gluon.jit
-def _betas(at_beta, by_beta, head, token, inside, of, BETA: gl.constexpr):
+def betas_of(at_beta, by_beta, head, token, inside, of, BETA: gl.constexpr):
     """Betas [heads, tokens]; 0 outside."""
     beta = gl.where(inside, 1.0, 0.0)
     if BETA != "":
@@ -154,6 +154,17 @@ def _quarters(x):
 
 
 @gluon.jit
+def store_lower(a, b, c, d, lower, slots: Slots, HEAD: gl.constexpr):
+    """L of a head by columns of blocks: its blocks on the diagonal, and what joins them."""
+    block = gl.arange(0, TOKENS, gl.SliceLayout(1, QUARTER))[:, None] // BLOCK
+    diagonal = gl.where(block == 0, a, gl.where(block == 1, b, gl.where(block == 2, c, d)))
+    lower.slice(HEAD * TOKENS, TOKENS).store(diagonal)
+    slots.beside.slice(HEAD * TOKENS, TOKENS).store(gl.where(block == 1, a, c))
+    slots.left.slice(HEAD * TOKENS, TOKENS).store(a)
+    slots.right.slice(HEAD * TOKENS, TOKENS).store(b)
+
+
+@gluon.jit
 def _parts(x):
     """x as a sum of two bfloat16. Integers round the first: cvt to one bfloat16 has a quarter of their rate. Of a NaN
     the second is one."""
@@ -172,7 +183,7 @@ def _add_product(a_high, a_low, b, acc):
 
 
 @gluon.jit
-def _substitute(blocks):
+def substitute(blocks):
     """(1 + L)^-1 of blocks [blocks, 16, 16] of L, as [blocks, column, row]."""
     BLOCKS: gl.constexpr = blocks.shape[0]
     row = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS)))[None, None, :]
@@ -187,7 +198,7 @@ def _substitute(blocks):
 
 
 @gluon.jit
-def _join_16(slots: Slots, HEADS: gl.constexpr):
+def join_16(slots: Slots, HEADS: gl.constexpr):
     """Inverses of 32 from those of 16 in slot 0: what is below them, in slot 1."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -203,7 +214,7 @@ def _join_16(slots: Slots, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _join_32(slots: Slots, HEADS: gl.constexpr):
+def join_32(slots: Slots, HEADS: gl.constexpr):
     """The inverse of 64 from those of 32 in slots 0 and 1: what is below them, in slots 2 and 3."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [HEADS, 4 // HEADS, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -246,6 +257,15 @@ def _store_slot(slot, betas, solved, HEADS: gl.constexpr, ROWS: gl.constexpr, FI
     x = gl.where(row >= HALF, x * beta[:, None, :], 0.0)
     column += part % (TOKENS // ROWS) * ROWS + (row < HALF).to(gl.int32) * HALF + FIRST
     gl.store(solved + (part * ROWS + row) * TOKENS + column, x.to(solved.dtype.element_ty))
+
+
+@gluon.jit
+def store_inverse(slots: Slots, betas, solved, HEADS: gl.constexpr):
+    """X diag(beta) of some heads; betas [heads * 64]."""
+    _store_slot(slots.diagonal, betas, solved, HEADS, 16, 0)
+    _store_slot(slots.beside, betas, solved, HEADS, 32, 0)
+    _store_slot(slots.left, betas, solved, HEADS, 64, 0)
+    _store_slot(slots.right, betas, solved, HEADS, 64, 16)
 
 
 @gluon.jit
@@ -307,12 +327,12 @@ def prepare_heads_kernel(
         if GATE != "":
             at_gate = gate + origin * gate_by.row + first * gate_by.token
             log = _logs(at_gate, gate_by, a_log, bias, head, token, inside, of, numbers, GATE)
-            log = gl.associative_scan(log, 1, _add)
+            log = gl.associative_scan(log, 1, add)
         at_beta = beta
         if BETA != "":
             at_beta = beta + origin * beta_by.row + first * beta_by.token
         reinterpret(logs, gl.float32, [GROUP, TOKENS], FLAT_2D).store(log)
-        strength = _betas(at_beta, beta_by, head, token, inside, of, BETA)
+        strength = betas_of(at_beta, beta_by, head, token, inside, of, BETA)
         reinterpret(betas, gl.float32, [GROUP, TOKENS], FLAT_2D).store(strength)
         k_tile.store(k_rows)
         q_tile.store(q_rows)
@@ -350,10 +370,9 @@ def prepare_heads_kernel(
         qk = gl.where(i >= j, qk * numbers.scale, 0.0)
 
         lower = gl.allocate_shared_memory(gl.float32, [HEADS * TOKENS, BLOCK], FLAT_2D)
-        slots = _make_slots(HEADS)
+        slots = make_slots(HEADS)
         SCORES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, TOKENS], gl.bfloat16)
         stage = gl.allocate_shared_memory(gl.bfloat16, [HEADS, TOKENS, TOKENS], SCORES)
-        block = gl.arange(0, TOKENS, gl.SliceLayout(1, QUARTER))[:, None] // BLOCK
         out_row = gl.arange(0, TOKENS, gl.SliceLayout(1, OUT_SQUARE))[:, None]
         out_place = out_row * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, OUT_SQUARE))[None, :]
         for turn in range(GROUP // HEADS):
@@ -363,24 +382,16 @@ def prepare_heads_kernel(
                 decay = gl.exp2(gl.minimum(exponent, MOST_EXPONENT))
                 beta_i = betas.index(turn).slice(h * TOKENS, TOKENS).load(gl.SliceLayout(1, SQUARE))
                 a, b, c, d = _quarters(kk * decay * beta_i[:, None])
-                diagonal = gl.where(block == 0, a, gl.where(block == 1, b, gl.where(block == 2, c, d)))
-                lower.slice(h * TOKENS, TOKENS).store(diagonal)
-                slots.beside.slice(h * TOKENS, TOKENS).store(gl.where(block == 1, a, c))
-                slots.left.slice(h * TOKENS, TOKENS).store(a)
-                slots.right.slice(h * TOKENS, TOKENS).store(b)
+                store_lower(a, b, c, d, lower, slots, h)
                 stage.index(h).store((qk * decay).to(gl.bfloat16))
             to = (place + turn * (HEADS * TOKENS)) * TOKENS
-            x = _substitute(lower.reshape([HEADS * 4, BLOCK, BLOCK]))
+            x = substitute(lower.reshape([HEADS * 4, BLOCK, BLOCK]))
             for h in gl.static_range(HEADS):
                 gl.store(scores + to + h * (TOKENS * TOKENS) + out_place, stage.index(h).load(OUT_SQUARE))
             slots.diagonal.reshape([HEADS * 4, BLOCK, BLOCK]).permute([0, 2, 1]).store(x)
-            _join_16(slots, HEADS)
-            _join_32(slots, HEADS)
-            scales = betas.index(turn)
-            _store_slot(slots.diagonal, scales, solved + to, HEADS, 16, 0)
-            _store_slot(slots.beside, scales, solved + to, HEADS, 32, 0)
-            _store_slot(slots.left, scales, solved + to, HEADS, 64, 0)
-            _store_slot(slots.right, scales, solved + to, HEADS, 64, 16)
+            join_16(slots, HEADS)
+            join_32(slots, HEADS)
+            store_inverse(slots, betas.index(turn), solved + to, HEADS)
 
 
 @dataclass(frozen=True)
@@ -398,25 +409,32 @@ def launch(problem, places: int, given, made, strides, sizes, groups, numbers) -
     """All chunks' systems, one decay a head, in the workspace `made`; the rest as `prepare_heads_kernel` takes it."""
     heads = math.gcd(groups[0], groups[1], 4)
     grid = (places * (sizes[3] // heads), 1, 1)
-    launch_prepare_heads(problem, HeadsConfig(heads), grid, *given, *made, *strides, *sizes, *groups, *numbers)
+    LAUNCHER(problem, HeadsConfig(heads), grid, *given, *made, *strides, *sizes, *groups, *numbers)
 
 
-def _build(problem, config):
+def types_of(problem) -> tuple[dict, dict]:
+    """Types of the arguments of a kernel that prepares, and its constants."""
     kinds = {"q": problem.dtype, "k": problem.dtype, "gate": problem.gate_dtype, "beta": problem.beta_dtype}
     kinds |= {"a_log": "fp32" if problem.gate in ("softplus", "bounded") else "", "bias": problem.bias_dtype}
     kinds |= {"offsets": problem.index if problem.packed else ""}
     made = {name: kind for name, kind in workspace(problem, "bf16").items() if kind}
-    types = pointers(kinds | made, {"q", "k", *made})
-    types |= place_types(dict.fromkeys(("q_by", "k_by", "gate_by", "beta_by"), INPUT), {"q_by": "bf16", "k_by": "bf16"})
+    rows = {"q", "k"} | ({"gate"} if problem.channels and problem.gate else set())
+    types = pointers(kinds | made, rows | made.keys())
+    units = {f"{name}_by": kinds[name] for name in rows}
+    types |= place_types(dict.fromkeys(("q_by", "k_by", "gate_by", "beta_by"), INPUT), units)
     sizes = ("sequences", "tokens", "chunks", "heads", "key_dim")
     groups = ("q_group", "k_group", "gate_group", "beta_group", "rate_group", "bias_group")
     types |= size_types((*sizes, *groups), key_dim=problem.key_dim)
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "lower", "sharp", "threshold")}
     constants = {name: None for name, kind in kinds.items() if not kind}
     constants |= {"GATE": problem.gate, "BETA": problem.beta, "NORMALIZE": problem.normalize}
-    constants |= {"STRIDE": problem.stride, "KEYS": problem.key_dim}
+    return types, constants | {"STRIDE": problem.stride, "KEYS": problem.key_dim}
+
+
+def _build(problem, config):
+    types, constants = types_of(problem)
     constants |= {"GROUP": config.heads, "HEADS": min(config.heads, 2)}
     return Build(prepare_heads_kernel, types, constants, num_warps=4, maxnreg=config.registers)
 
 
-launch_prepare_heads = Launcher("delta_prepare_heads", _build)
+LAUNCHER = Launcher("delta_prepare_heads", _build)

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from tests.ops.recurrent.delta.test_descriptors import SUM, twofold
-
 
 def problems():
     from flashinfer.ops.recurrent.delta import Chunks
@@ -19,17 +17,28 @@ def problems():
     yield Chunks(64, 64, "bf16", "bf16", gate="linear", gate_dtype="fp32", **states, index="i64")
 
 
+def channel_problems():
+    from flashinfer.ops.recurrent.delta import Chunks
+
+    kda = {"source_dtype": "fp32", "state_dtype": "fp32", "channels": True, "bounded": True}
+    raw = {"gate_dtype": "bf16", "bias_dtype": "fp32", "beta": "logit", "beta_dtype": "bf16", "normalize": True}
+    yield Chunks(128, 128, "bf16", "bf16", gate="bounded", **raw, **kda)
+    yield Chunks(64, 64, "bf16", "bf16", gate="log", gate_dtype="fp32", **kda, packed=False)
+
+
 def main():
+    from flashinfer._core.assembler import descriptor_sums, registers_of_two_layouts
     from flashinfer._core.compiler import compile_kernel
-    from flashinfer.ops.recurrent.delta import sm90_prepare
+    from flashinfer.ops.recurrent.delta import sm90_prepare, sm90_prepare_channels
     from tests.meta.test_compile_matrix import ptx_of_build
 
-    for problem in problems():
-        for config in sm90_prepare.CONFIGS:
-            build = sm90_prepare.launch_prepare_heads.build(problem, config)
-            ptx = ptx_of_build(build, "90a")
-            stack = compile_kernel(build, "90a")[1]["stack_bytes"]
-            print(len(SUM.findall(ptx)) > 0, len(twofold(ptx)), stack, config, sep="; ")
+    heads = [(sm90_prepare, problem, config) for problem in problems() for config in sm90_prepare.CONFIGS]
+    channels = [(sm90_prepare_channels, problem, sm90_prepare_channels.CONFIG) for problem in channel_problems()]
+    for module, problem, config in heads + channels:
+        build = module.LAUNCHER.build(problem, config)
+        ptx = ptx_of_build(build, "90a")
+        stack = compile_kernel(build, "90a")[1]["stack_bytes"]
+        print(len(descriptor_sums(ptx)) > 0, len(registers_of_two_layouts(ptx)), stack, config, sep="; ")
 
 
 @pytest.mark.matrix
@@ -40,4 +49,4 @@ def test_an_address_has_one_layout_and_nothing_spills():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kernels = [line.split("; ", 3) for line in done.stdout.splitlines()]
-    assert len(kernels) == 9 and all(line[:3] == ["True", "0", "0"] for line in kernels), done.stdout
+    assert len(kernels) == 11 and all(line[:3] == ["True", "0", "0"] for line in kernels), done.stdout

@@ -1,0 +1,234 @@
+"""The triangular systems of chunks of 64 tokens on Hopper, a decay a channel, of at least exp(-5) a token.
+
+docs/rooms/recurrent.md derives the form. A program has a chunk and a head, and each of its four warps a block of 16 of
+the tokens. Grid: (chunks * heads).
+
+Products of all tokens with the keys of block J, four times: the keys carry their decay to the end of block J, and the
+rows of later blocks theirs from there on. In block J itself that is a growth, of at most e^75. The places between are
+whole powers of two near the ends of blocks, so that keys and rows are rounded to bfloat16 once, and scaled four times
+without another error. No exponential of a token and channel is taken but e^{c} and e^{T - c}, with c the sum of
+logarithms in a block up to a token and T all of it. The inverse is that of sm90_prepare.py.
+
+Shared memory: keys; rows of keys and of queries; what the inverse has; each block's T.
+
+Kimi Team, Kimi Linear, 2025.
+"""
+
+from dataclasses import dataclass
+
+from flashinfer._core.gluon_compat import fence_async_shared, gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops.recurrent._device.gates import log_decay
+from flashinfer.ops.recurrent._device.sequences import place_of, span_of
+from flashinfer.ops.recurrent.delta.sm90_prepare import (
+    BLOCK,
+    FLAT_2D,
+    LEAST,
+    LOG2E,
+    QUARTER,
+    TOKENS,
+    VALUES,
+    add,
+    betas_of,
+    join_16,
+    join_32,
+    make_slots,
+    store_inverse,
+    store_lower,
+    substitute,
+    types_of,
+)
+
+@gluon.constexpr_function
+def _wide(keys: int):
+    """[block, token, channel]: a warp has a block, a thread some channels of all of its tokens."""
+    return gl.BlockedLayout([1, 16, keys // 32], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def _load(at, by_token, token, column, left):
+    """Rows [block, token, channel] in float32, 0 outside."""
+    return gl.load(at + token * by_token + column, token < left, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def _unit(x):
+    return x * gl.rsqrt(gl.sum(x * x, 2) + 1e-6)[:, :, None]
+
+
+@gluon.jit
+def _column(
+    J: gl.constexpr, erase, query, from_here, reference, b, keys, of_keys, of_queries, i, j, strength, to
+):
+    """L, its diagonal blocks whole, and P, which is stored, in the columns of block J: [64, 16] from all tokens.
+
+    erase, query : rows with their decay from `from_here` on, the exponent of a place by the start of their own block.
+    reference : the place by the end of block J that keys have their decay to.
+    """
+    more = gl.exp2(gl.where(b < J, 0.0, from_here - reference)).to(gl.bfloat16)[:, None, :]
+    of_keys.store((erase * more).reshape(of_keys.shape))
+    of_queries.store((query * more).reshape(of_queries.shape))
+    fence_async_shared()
+    those = keys.slice(J * BLOCK, BLOCK).permute([1, 0])
+    none = gl.zeros([TOKENS, BLOCK], gl.float32, QUARTER)
+    kk = warpgroup_mma(of_keys, those, none, use_acc=False, is_async=True)
+    qk = warpgroup_mma(of_queries, those, none, use_acc=False, is_async=True)
+    kk, qk = warpgroup_mma_wait(0, [kk, qk])
+    j += J * BLOCK
+    gl.store(to + J * BLOCK, gl.where(i >= j, qk, 0.0).to(gl.bfloat16))
+    return gl.where(i > j, kk * strength, 0.0)
+
+
+@gluon.jit
+def prepare_channels_kernel(
+    q,
+    k,
+    gate,
+    beta,
+    a_log,
+    bias,
+    offsets,
+    solved,
+    scores,
+    factors,
+    rows_k,
+    rows_q,
+    rows_last,
+    q_by,
+    k_by,
+    gate_by,
+    beta_by,
+    of,
+    numbers,
+    GATE: gl.constexpr,
+    BETA: gl.constexpr,
+    NORMALIZE: gl.constexpr,
+    STRIDE: gl.constexpr,
+    KEYS: gl.constexpr,
+):
+    WIDE: gl.constexpr = _wide(KEYS)
+    BLOCKS: gl.constexpr = gl.SliceLayout(1, WIDE)
+    p = gl.program_id(0) // of.heads
+    head = gl.program_id(0) % of.heads
+    if offsets is None:
+        n = p // of.chunks
+        chunk = p % of.chunks
+    else:
+        n, chunk = place_of(p, offsets, of, STRIDE)
+    origin, first, length = span_of(offsets, n, of)
+    if (chunk >= 0) & (chunk * STRIDE < length):
+        first += chunk * STRIDE
+        left = gl.minimum(length - chunk * STRIDE, STRIDE)
+        place = p.to(gl.int64) * of.heads + head
+        block = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, WIDE)))[:, None, None]
+        token = block * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, WIDE)))[None, :, None]
+        column = gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(1, WIDE)))[None, None, :]
+
+        at_gate = gate + origin * gate_by.row + first * gate_by.token + head // of.gate_group * gate_by.head
+        log = _load(at_gate, gate_by.token, token, column, left)
+        at_k = k + origin * k_by.row + first * k_by.token + head // of.k_group * k_by.head
+        key = _load(at_k, k_by.token, token, column, left)
+        at_q = q + origin * q_by.row + first * q_by.token + head // of.q_group * q_by.head
+        query = _load(at_q, q_by.token, token, column, left)
+        at_beta = beta
+        if BETA != "":
+            at_beta = beta + origin * beta_by.row + first * beta_by.token
+        betas = gl.allocate_shared_memory(gl.float32, [1, TOKENS], FLAT_2D)
+        heads = head + gl.arange(0, 1, gl.SliceLayout(1, VALUES))
+        at = gl.arange(0, TOKENS, gl.SliceLayout(0, VALUES))
+        inside = (at < left)[None, :] & (heads >= 0)[:, None]
+        KIND: gl.constexpr = "" if BETA == "channels" else BETA
+        betas.store(betas_of(at_beta, beta_by, heads, at, inside, of, KIND))
+
+        if NORMALIZE:
+            key = _unit(key)
+            query = _unit(query)
+        query *= numbers.scale
+        erase = key
+        if BETA == "channels":
+            at_beta += head // of.beta_group * beta_by.head
+            erase = key * _load(at_beta, beta_by.token, token, column, left)
+        rate = 0.0
+        if a_log is not None:
+            rate = gl.exp(gl.load(a_log + head // of.rate_group).to(gl.float32))
+        if bias is not None:
+            log += gl.load(bias + head // of.bias_group * KEYS + column).to(gl.float32)
+        if GATE == "linear":
+            log = gl.log(log)
+        else:
+            log = log_decay(log, rate, numbers, GATE)
+        log = gl.where(token < left, gl.maximum(log, LEAST) * LOG2E, 0.0)
+        sums = gl.associative_scan(log, 1, add)
+        whole = gl.sum(log, 1)
+
+        # What blocks decay by in all, and whole powers of two for the places where blocks begin and end.
+        shared = gl.allocate_shared_memory(gl.float32, [4, KEYS], FLAT_2D)
+        shared.store(whole)
+        b = gl.arange(0, 4, gl.SliceLayout(1, BLOCKS))[:, None]
+        t0 = shared.slice(0, 1).load(BLOCKS)
+        end_1 = t0 + shared.slice(1, 1).load(BLOCKS)
+        end_2 = end_1 + shared.slice(2, 1).load(BLOCKS)
+        total = end_2 + shared.slice(3, 1).load(BLOCKS)
+        begin = gl.where(b == 0, 0.0, gl.where(b == 1, t0, gl.where(b == 2, end_1, end_2)))
+        end = gl.where(b == 0, t0, gl.where(b == 1, end_1, gl.where(b == 2, end_2, total)))
+        from_here = gl.floor(begin)
+        to_here = gl.floor(end)
+
+        OPERAND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, KEYS], gl.bfloat16)
+        keys = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, KEYS], OPERAND)
+        to_end = key * gl.exp2((to_here - begin)[:, None, :] - sums)
+        keys.store(to_end.to(gl.bfloat16).reshape([TOKENS, KEYS]))
+        since = gl.exp2(sums + (begin - from_here)[:, None, :])
+        erase = (erase * since).to(gl.bfloat16)
+        query = (query * since).to(gl.bfloat16)
+
+        gl.store(factors + place * KEYS + gl.arange(0, KEYS, gl.SliceLayout(0, BLOCKS))[None, :], gl.exp2(total))
+        row = place * (TOKENS * KEYS) + token * KEYS + column
+        before = gl.exp2(from_here).to(gl.bfloat16)[:, None, :]
+        gl.store(rows_k + row, erase * before)
+        gl.store(rows_q + row, query * before)
+        gl.store(rows_last + row, (to_end * gl.exp2(total - to_here)[:, None, :]).to(gl.bfloat16))
+
+        of_keys = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, KEYS], OPERAND)
+        of_queries = gl.allocate_shared_memory(gl.bfloat16, [TOKENS, KEYS], OPERAND)
+        i = gl.arange(0, TOKENS, gl.SliceLayout(1, QUARTER))[:, None]
+        j = gl.arange(0, BLOCK, gl.SliceLayout(0, QUARTER))[None, :]
+        to = scores + place * (TOKENS * TOKENS) + i * TOKENS + j
+        strength = betas.reshape([TOKENS]).load(gl.SliceLayout(1, QUARTER))[:, None]
+        a = _column(0, erase, query, from_here, gl.floor(t0), b, keys, of_keys, of_queries, i, j, strength, to)
+        c = _column(1, erase, query, from_here, gl.floor(end_1), b, keys, of_keys, of_queries, i, j, strength, to)
+        d = _column(2, erase, query, from_here, gl.floor(end_2), b, keys, of_keys, of_queries, i, j, strength, to)
+        e = _column(3, erase, query, from_here, gl.floor(total), b, keys, of_keys, of_queries, i, j, strength, to)
+        slots = make_slots(1)
+        lower = gl.allocate_shared_memory(gl.float32, [TOKENS, BLOCK], FLAT_2D)
+        store_lower(a, c, d, e, lower, slots, 0)
+
+        x = substitute(lower.reshape([4, BLOCK, BLOCK]))
+        slots.diagonal.reshape([4, BLOCK, BLOCK]).permute([0, 2, 1]).store(x)
+        join_16(slots, 1)
+        join_32(slots, 1)
+        store_inverse(slots, betas.reshape([TOKENS]), solved + place * (TOKENS * TOKENS), 1)
+
+
+@dataclass(frozen=True)
+class ChannelsConfig:
+    """registers : of a thread, at most."""
+
+    registers: int = 255
+
+
+CONFIG = ChannelsConfig()
+
+
+def launch(problem, places: int, given, made, strides, sizes, groups, numbers) -> None:
+    """All chunks' systems, a decay a channel, in the workspace `made`; the rest as the kernel takes it."""
+    grid = (places * sizes[3], 1, 1)
+    LAUNCHER(problem, CONFIG, grid, *given, *made, *strides, *sizes, *groups, *numbers)
+
+
+def _build(problem, config):
+    types, constants = types_of(problem)
+    return Build(prepare_channels_kernel, types, constants, num_warps=4, maxnreg=config.registers)
+
+
+LAUNCHER = Launcher("delta_prepare_channels", _build)
