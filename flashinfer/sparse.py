@@ -109,7 +109,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
     """
 
     @checked
-    @named(head_dim_qk="head_dim", head_dim_vo="head_dim")
+    @named(head_dim_qk="head_dim", head_dim_vo="head_dim", packed_custom_mask="packed_mask", page_size="C")
     def plan(
         self,
         indptr: torch.Tensor | None,
@@ -329,7 +329,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
     """
 
     @checked
-    @named(head_dim_qk="head_dim", head_dim_vo="head_dim")
+    @named(head_dim_qk="head_dim", head_dim_vo="head_dim", page_size="block_col_sz")
     def plan(
         self,
         block_mask_map: torch.Tensor,
@@ -381,7 +381,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             What is refused above.
         """
         _refuse_positions(pos_encoding_mode)
-        divides = num_kv_heads > 0 and num_qo_heads % num_kv_heads == 0
+        divides = num_kv_heads > 0 and num_qo_heads > 0 and num_qo_heads % num_kv_heads == 0
         require(divides, "num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
         shape = tuple(block_mask_map.shape)
         require(len(shape) == 3 and shape[0] == num_kv_heads, "block_mask_map", shape,

@@ -25,6 +25,19 @@ def whole(name: str, value, least: int | None = None) -> int:
     return value
 
 
+def most_rows(name: str, value) -> int:
+    """The most rows of a request, which a table of int32 can say."""
+    value = whole(name, value, 0)
+    require(value < 1 << 31, name, value, "less than 2^31")
+    return value
+
+
+def check_caches(k: torch.Tensor, v: torch.Tensor, axes: tuple[int, ...], shape: str) -> None:
+    """Refuse k_cache and v_cache that have another number of axes."""
+    for name, cache in (("k_cache", k), ("v_cache", v)):
+        require(cache.dim() in axes, name, tuple(cache.shape), shape)
+
+
 def real(name: str, value) -> float:
     """A finite number, given as one or as a tensor of one element. A tensor on a GPU is waited for."""
     if isinstance(value, torch.Tensor):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import require
+from flashinfer._core.checks import check_values, require
 from flashinfer._direct.given import flag, head_sinks, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
 from flashinfer._direct.pages import as_one_type, gathered, pair_of
@@ -162,6 +162,7 @@ def trtllm_batch_decode_with_kv_cache(
         mode = repr(bf16q_fp8kv_transform_mode)
         require(False, "bf16q_fp8kv_transform_mode", mode, "None, 'k_only', 'separate_kv'")
     window_left = whole("window_left", window_left)
+    _check_rows(query)
     kv_cache = as_one_type(with_pages(kv_cache, kv_layout))
     device, by_head = query.device, flag("enable_block_sparse_attention", enable_block_sparse_attention)
     output = Output(query, (*query.shape[:2], value_dim(kv_cache)), out, out_dtype, o_sf_scale, o_sf_vec_size, lse,
@@ -246,14 +247,20 @@ def _by_head(query, kv_cache, kv_layout: str, tables, seq_lens, queries: dict, o
     return output.finish((rows, lse) if lse is not None else rows)
 
 
+def _check_rows(query: torch.Tensor) -> None:
+    if query.dim() != 3:
+        require(False, "query", tuple(query.shape), "[tokens, num_qo_heads, head_dim]")
+
+
 def queries_of(query: torch.Tensor, batch: int, q_len: int | None, indptr: torch.Tensor | None,
                longest: int | None) -> tuple[dict, int]:  # fmt: skip
     """What tells the queries of each request (see `Table`), and the most that a request has; 0 if that is unknown."""
-    if query.dim() != 3:
-        require(False, "query", tuple(query.shape), "[tokens, num_qo_heads, head_dim]")
+    _check_rows(query)
     if indptr is not None:
         longest = None if longest is None else whole("max_q_len", longest, 1)
-        return dict(qo_indptr=flat_integers(indptr, "cum_seq_lens_q", query.device, batch + 1)), longest or 0
+        found = flat_integers(indptr, "cum_seq_lens_q", query.device, batch + 1)
+        check_values("cum_seq_lens_q", indptr if indptr.dtype == torch.int64 else found, 0, query.shape[0])
+        return dict(qo_indptr=found), longest or 0
     tokens = query.shape[0]
     q_len = whole("q_len_per_req", q_len) if q_len is not None else tokens // batch if batch else 1
     if q_len < 1 or tokens != batch * q_len:

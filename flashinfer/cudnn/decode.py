@@ -7,7 +7,7 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
-from flashinfer._direct.given import head_sinks, scale as scale_of, whole, with_pages
+from flashinfer._direct.given import check_caches, head_sinks, most_rows, scale as scale_of, whole, with_pages
 from flashinfer._direct.outputs import Output
 from flashinfer._direct.pages import as_one_type
 from flashinfer.ops.attention.engine import attend_pages, flat_integers, scales_of
@@ -16,7 +16,8 @@ from flashinfer.ops.attention.engine import attend_pages, flat_integers, scales_
 @checked
 @named(q_data_type="q", num_qo_heads="q", head_dim_qk="q", kv_data_type="k_cache",
        num_kv_heads="k_cache", head_dim_vo="v_cache", page_size="k_cache", kv_cache="k_cache",
-       qo_indptr="batch_offsets_q", kv_indptr="actual_seq_lens_kv", num_heads="q")  # fmt: skip
+       qo_indptr="batch_offsets_q", kv_indptr="actual_seq_lens_kv", num_heads="q",
+       seq_lens="actual_seq_lens_kv")  # fmt: skip
 def cudnn_batch_decode_with_kv_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -86,6 +87,7 @@ def cudnn_batch_decode_with_kv_cache(
         An argument out of its range, by name.
     """
     require(q.dim() == 3, "q", tuple(q.shape), "[batch * q_len_per_req, num_qo_heads, head_dim]")
+    check_caches(k_cache, v_cache, (3, 4), "[pages, num_kv_heads, page_size, head_dim]")
     q_len, window_left = whole("q_len_per_req", q_len_per_req, 1), whole("window_left", window_left)
     batch, rest = divmod(q.shape[0], q_len)
     require(not rest, "q", f"{q.shape[0]} rows", f"a multiple of q_len_per_req = {q_len}")
@@ -95,7 +97,7 @@ def cudnn_batch_decode_with_kv_cache(
         block_tables = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
     lens = flat_integers(actual_seq_lens_kv, "actual_seq_lens_kv", q.device, batch)
     if lens is None:
-        lens = torch.full((batch,), whole("max_sequence_kv", max_sequence_kv, 0), dtype=torch.int32, device=q.device)
+        lens = torch.full((batch,), most_rows("max_sequence_kv", max_sequence_kv), dtype=torch.int32, device=q.device)
     output = Output(q, (*q.shape[:2], v_cache.shape[-1]), out, lse=lse, return_lse=return_lse)
     out_row = q.shape[1] * v_cache.shape[-1] if out is None else out.stride(0)
     _check_uniform("batch_offsets_q", batch_offsets_q, q_len, q.stride(0))

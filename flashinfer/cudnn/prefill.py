@@ -7,8 +7,8 @@ import math
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import require
-from flashinfer._direct.given import flag, whole
+from flashinfer._core.checks import check_values, require
+from flashinfer._direct.given import check_caches, flag, most_rows, scale as scale_of
 from flashinfer._direct.pages import as_one_type
 from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_integers, integers, output_of
 from flashinfer.ops.attention.tables import Table
@@ -17,7 +17,8 @@ from flashinfer.ops.attention.tables import Table
 @checked
 @named(q_data_type="q", num_qo_heads="q", head_dim_qk="q", kv_data_type="k_cache",
        num_kv_heads="k_cache", head_dim_vo="v_cache", page_size="k_cache", kv_cache="k_cache",
-       qo_indptr="batch_offsets_q", kv_indptr="actual_seq_lens_kv", num_heads="q")  # fmt: skip
+       qo_indptr="batch_offsets_q", kv_indptr="actual_seq_lens_kv", num_heads="q", seq_lens="actual_seq_lens_kv",
+       query="q", key="k_cache", value="v_cache")  # fmt: skip
 def cudnn_batch_prefill_with_kv_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -112,7 +113,12 @@ def cudnn_batch_prefill_with_kv_cache(
     require(batch_offsets_units in ("elements", "tokens"), "batch_offsets_units", repr(batch_offsets_units),
             "'elements' or 'tokens'")  # fmt: skip
     require(lse_base in ("log2", "ln"), "lse_base", repr(lse_base), "'log2' or 'ln'")
-    most_q, most_kv = whole("max_token_per_sequence", max_token_per_sequence), whole("max_sequence_kv", max_sequence_kv)
+    most_q = most_rows("max_token_per_sequence", max_token_per_sequence)
+    most_kv = most_rows("max_sequence_kv", max_sequence_kv)
+    if block_tables is None:
+        check_caches(k_cache, v_cache, (3,), "[kv_tokens, num_kv_heads, head_dim], without block_tables")
+    else:
+        check_caches(k_cache, v_cache, (3, 4), "[pages, num_kv_heads, page_size, head_dim], with block_tables")
     return_lse = flag("return_lse", return_lse) or lse is not None
     given_offsets = batch_offsets_q, batch_offsets_o, batch_offsets_k, batch_offsets_v
     batch = _batch_size(block_tables, actual_seq_lens_q, actual_seq_lens_kv, *given_offsets)
@@ -126,6 +132,9 @@ def cudnn_batch_prefill_with_kv_cache(
     of_q, of_o = row(batch_offsets_q, "q").by(1 if tokens else q.stride(0)), row(batch_offsets_o, "o").by(out_row)
     queries = _spans(of_q if of_q.starts is not None else of_o, q, actual_seq_lens_q, batch, most_q, "q")
     packed = batch_offsets_stats is not None or (lse is not None and lse.dim() == 2)
+    if lse is not None:
+        fits = lse.dtype == torch.float32 and (not packed or lse.dim() == 2 and lse.shape[1] == q.shape[1])
+        require(fits, "lse", f"{lse.dtype} {tuple(lse.shape)}", f"float32 [tokens, {q.shape[1]}], or three axes")
     moved = not of_o.same_as(of_q) or o_rows != q.shape[0]
     of_lse = row(batch_offsets_stats, "stats").by(1 if tokens else q.shape[1])
     lse_moved = packed and (not of_lse.same_as(of_q) or (lse is not None and lse.shape[0] != q.shape[0]))
@@ -133,7 +142,8 @@ def cudnn_batch_prefill_with_kv_cache(
     call = dict(
         longest_q=most_q, causal=flag("causal", causal), o_dtype=o_dtype, backend=backend or "auto",
         out=None if moved else out, return_lse=return_lse, lse=lse if packed and not lse_moved else None,
-        q_scale=scale if q_scale is None else scale * q_scale, k_scale=k_scale, v_scale=v_scale,
+        q_scale=scale if q_scale is None else scale * scale_of("q_scale", q_scale, q.device),
+        k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     if block_tables is not None:
         lens = flat_integers(actual_seq_lens_kv, "actual_seq_lens_kv", q.device, batch)
@@ -183,7 +193,8 @@ class Rows:
         if offsets is not None:
             fits = offsets.numel() in (batch, batch + 1)
             require(fits, name, tuple(offsets.shape), f"{batch + 1} elements, or {batch} beside lengths")
-            require(not offsets.is_floating_point(), name, offsets.dtype, "int32 or int64")
+            require(offsets.dtype in (torch.int32, torch.int64), name, offsets.dtype, "int32 or int64")
+            check_values(name, offsets, 0, torch.iinfo(offsets.dtype).max)
             self.starts = offsets.reshape(-1).to(device, torch.int64, non_blocking=True)
 
     def by(self, row: int) -> Rows:
@@ -219,7 +230,9 @@ def _batch_size(block_tables, lens_q, lens_kv, offsets_q, offsets_o, offsets_k, 
 
 def _spans(rows: Rows, x: torch.Tensor, lens, batch: int, most: int, name: str) -> dict:
     """Where the rows of each request are in `x`: qo_indptr, q_lens and q_len of a Table, whichever tell it."""
-    lens = flat_integers(lens, f"actual_seq_lens_{name if name == 'q' else 'kv'}", x.device, batch)
+    given, lens = lens, flat_integers(lens, f"actual_seq_lens_{name if name == 'q' else 'kv'}", x.device, batch)
+    if lens is not None and name == "q":
+        check_values("actual_seq_lens_q", given if given.dtype == torch.int64 else lens, 0, x.shape[0])
     if rows.starts is not None:
         fits = rows.starts.shape[0] == batch + 1 or lens is not None
         require(fits, rows.name, f"{rows.starts.shape[0]} elements", f"{batch + 1} elements")

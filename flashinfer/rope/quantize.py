@@ -90,7 +90,7 @@ def rope_quantize_fp8(
     """
     outs = {"q_rope_out": q_rope_out, "k_rope_out": k_rope_out, "q_nope_out": q_nope_out, "k_nope_out": k_nope_out}
     dtype = _fp8_dtype(quantize_dtype, outs.values())
-    require(k_rope.dim() in (2, 3), "k_rope", tuple(k_rope.shape), "[nnz, heads, rope_dim] or [nnz, rope_dim]")
+    _check_axes(q_rope, k_rope)
     q_nope = q_rope[..., :0] if q_nope is None else q_nope
     k_nope = k_rope[..., :0] if k_nope is None else k_nope
     results = []
@@ -204,29 +204,33 @@ def rope_quantize_fp8_append_paged_kv_cache(
     Language Model Serving with PagedAttention, 2023, https://arxiv.org/abs/2309.06180
     """
     check_layout(kv_layout)
-    dtype = _fp8_dtype(quantize_dtype, paged_kv_cache)
-    require(k_rope.dim() in (2, 3), "k_rope", tuple(k_rope.shape), "[nnz, heads, rope_dim] or [nnz, rope_dim]")
+    dtype = _fp8_dtype(quantize_dtype, (*paged_kv_cache, q_rope_out, q_nope_out))
+    _check_axes(q_rope, k_rope)
     mla = k_rope.dim() == 2
     allowed = "None where k_rope has two axes (MLA), else a tensor"
     require(mla == (v is None), "v", "None" if v is None else "a tensor", allowed)
     q_nope = q_rope[..., :0] if q_nope is None else q_nope
     k_nope = k_rope[..., :0] if k_nope is None else k_nope
+    keys = _heads("k_rope", k_rope, k_rope), _heads("k_nope", k_nope, k_rope)
     rope_dim, rest = k_rope.shape[-1], k_nope.shape[-1]
     if mla:
         for cache in paged_kv_cache:
             require(cache.dim() == 3, "paged_kv_cache", tuple(cache.shape), "[max_num_pages, page_size, width] for MLA")
-        k_nope_cache, k_rope_cache = (cache.unsqueeze(2) for cache in paged_kv_cache)
+        k_nope_cache, k_rope_cache = caches = [cache.unsqueeze(2) for cache in paged_kv_cache]
         widths, v_cache = (rest, rope_dim), None
     else:
-        k_cache, v_cache = paged_views(paged_kv_cache, kv_layout)
+        k_cache, v_cache = caches = paged_views(paged_kv_cache, kv_layout)
+        require(v.dim() == 3, "v", tuple(v.shape), "[nnz, num_kv_heads, value_dim]")
         k_rope_cache, k_nope_cache = k_cache[..., :rope_dim], k_cache[..., rope_dim:]
         widths = (rope_dim + rest, v.shape[-1])
     given = tuple(cache.shape[-1] for cache in paged_kv_cache)
     require(given == widths, "paged_kv_cache", f"widths {given}", f"{widths}")
-    size = k_rope_cache.shape[1]
+    pages, size = caches[0].shape[:2]
+    for cache in caches:
+        fits = cache.shape[:3] == (pages, size, keys[0].shape[1])
+        require(fits, "paged_kv_cache", tuple(cache.shape), f"{pages} pages of {size} tokens, heads of k_rope")
     require(page_size == size, "page_size", page_size, f"{size}, that of paged_kv_cache")
     results = [_result("q_rope_out", q_rope_out, q_rope, dtype), _result("q_nope_out", q_nope_out, q_nope, dtype)]
-    keys = _heads("k_rope", k_rope, k_rope), _heads("k_nope", k_nope, k_rope)
     numbers = [float(quant_scale_q), float(quant_scale_kv), float(not is_neox)]
     tables = [batch_indices, positions, kv_indices, kv_indptr]
     outs = _bytes((*results, k_rope_cache, k_nope_cache, v_cache))
@@ -234,6 +238,11 @@ def rope_quantize_fp8_append_paged_kv_cache(
     pdl = bool(enable_pdl)
     _rope_quantize_append(heads, v, cos_sin_cache, pos_ids, tables, numbers, *outs, dtype_name(dtype), pdl=pdl)
     return results[0], results[1]
+
+
+def _check_axes(q_rope: torch.Tensor, k_rope: torch.Tensor) -> None:
+    require(q_rope.dim() == 3, "q_rope", tuple(q_rope.shape), "[nnz, num_qo_heads, rope_dim]")
+    require(k_rope.dim() in (2, 3), "k_rope", tuple(k_rope.shape), "[nnz, heads, rope_dim] or [nnz, rope_dim]")
 
 
 def _fp8_dtype(wanted, given) -> torch.dtype:

@@ -122,7 +122,7 @@ def output_of(q: torch.Tensor, shape: tuple[int, ...], out, out_dtype, o_sf_scal
         raise UnsupportedConfig("out_dtype: got nvfp4; allowed: float16, bfloat16, float32, float8_e4m3fn, float8_e5m2")
     refuse("o_sf_scale", o_sf_scale, "None: outputs have no block scales")
     refuse("o_sf_vec_size", o_sf_vec_size, "None: outputs have no block scales")
-    dtype = as_dtype(out_dtype, q.dtype if out is None else out.dtype)
+    dtype = as_dtype(out_dtype, q.dtype if out is None else out.dtype, "out_dtype")
     if out is not None:
         require(out.dtype == dtype, "out", out.dtype, f"{dtype}, the out_dtype")
         # The caller's may have axes for batch and beam; its rows are a view, or refused.
@@ -157,6 +157,7 @@ def cache_shape(kv_cache, kv_layout: str) -> tuple[torch.dtype, int, int, int, i
 def value_dim(kv_cache) -> int:
     """head_dim of V."""
     v = kv_cache[1] if isinstance(kv_cache, (tuple, list)) else kv_cache
+    require(v.dim() > 2, "kv_cache", tuple(v.shape), "pages, (2,) and the axes of kv_layout")
     return v.shape[-1] * (2 if v.dtype == torch.uint8 else 1)
 
 

@@ -403,6 +403,27 @@ def refusals(x, cache, tables, seq_lens):
     yield "kv_layout", wrong(kv_layout="DHN")
     yield "backend", wrong(backend="no such")
     yield "sinks", wrong(sinks=[x.q, x.q])
+    yield "query", wrong(query=x.q[0])
+    yield "kv_cache", wrong(kv_cache=cache[0, 0, 0, 0, 0])
+    yield "out_dtype", wrong(out_dtype="nothing")
+    k, v = cache.unbind(1)
+    given = dict(max_sequence_kv=72, actual_seq_lens_kv=seq_lens, block_tables=tables)
+    cudnn = lambda k=k, v=v, **kwargs: lambda: cudnn_batch_decode_with_kv_cache(
+        x.q, k, v, 1.0, SCRATCH, **(given | kwargs)
+    )
+    yield "k_cache", cudnn(k=k[0, 0, 0])
+    yield "v_cache", cudnn(v=v[0, 0, 0])
+    yield "actual_seq_lens_kv", cudnn(block_tables=tables[:-1])
+    yield "max_sequence_kv", cudnn(actual_seq_lens_kv=None, max_sequence_kv=1 << 31)
+    more = given | dict(max_token_per_sequence=1, causal=True, return_lse=True)
+    prefill = lambda k=k, **kwargs: lambda: cudnn_batch_prefill_with_kv_cache(
+        x.q, k, v, 1.0, SCRATCH, **(more | kwargs)
+    )
+    yield "k_cache", prefill(k=k[0, 0, 0])
+    yield "k_cache", prefill(block_tables=None)
+    yield "max_token_per_sequence", prefill(max_token_per_sequence=-1)
+    yield "batch_offsets_q", prefill(batch_offsets_q=x.qo_indptr.to(torch.int8))
+    yield "lse", prefill(batch_offsets_stats=x.qo_indptr * 4, lse=torch.empty(3, device=x.q.device))
     ragged = lambda **kwargs: lambda: trtllm_ragged_attention_deepseek(
         x.q, x.k, x.v, SCRATCH, seq_lens, 1, 64, 1.0, 1.0, 1.0, 6, -1, x.qo_indptr, x.kv_indptr, False, True, False,
         **kwargs,
@@ -419,6 +440,27 @@ def refusals(x, cache, tables, seq_lens):
     yield "chunked_attention_size", fmha(mask_mode="chunked")
     yield "block_tables", fmha(block_tables=tables)
     yield "pos_encoding_mode", fmha(pos_encoding_mode="ROPE_LLAMA")
+
+
+def test_offsets_and_lengths_on_the_host_are_within_the_rows():
+    """On a GPU nothing looks at them: that would wait."""
+    x = batch([1] * 6, torch.device("cpu"))
+    cache, tables, seq_lens = paged(x)
+    k, v = cache.unbind(1)
+    given = dict(max_token_per_sequence=1, max_sequence_kv=72, actual_seq_lens_kv=seq_lens, causal=True)
+    for wrong in (-1, 1 << 40):
+        indptr = x.qo_indptr.long()
+        indptr[3] = wrong
+        with pytest.raises(ValueError, match="^cum_seq_lens_q:"):
+            trtllm_batch_decode_with_kv_cache(x.q, cache, SCRATCH, tables, seq_lens, 64, cum_seq_lens_q=indptr)
+        with pytest.raises(ValueError, match="^actual_seq_lens_q:"):
+            cudnn_batch_prefill_with_kv_cache(x.q, k, v, 1.0, SCRATCH, block_tables=tables, return_lse=False,
+                                              actual_seq_lens_q=indptr[:6], **given)  # fmt: skip
+    for name in "qokv":
+        offsets = {f"batch_offsets_{each}": x.qo_indptr.clone() for each in "qokv"}
+        offsets[f"batch_offsets_{name}"][0] = -1
+        with pytest.raises(ValueError, match=f"^batch_offsets_{name}:"):
+            cudnn_batch_prefill_with_kv_cache(x.q, x.k, x.v, 1.0, SCRATCH, return_lse=False, **given, **offsets)
 
 
 def test_what_is_refused_is_refused_by_name(device):

@@ -170,6 +170,7 @@ def test_bad_input(device):
         ("kv_block_lens", dict(kv_block_lens=some)), ("q2k_indices", dict(q2k_indices=some)),
         ("q2k_num", dict(q2k_num=some)), ("kv_splits", dict(kv_splits=2)), ("indices", dict(indices=some)),
         ("block_mask", dict(block_mask=torch.ones(3, 5), indptr=None, indices=None)),
+        ("packed_mask", dict(packed_mask=some)),
     ):  # fmt: skip
         with pytest.raises((ValueError, UnsupportedConfig), match=f"^{name}:"):
             wrapper.plan(**(good | change))
