@@ -8,6 +8,7 @@ from flashinfer._core.checks import as_dtype, require
 from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts
 from flashinfer.ops import layouts
+from flashinfer.ops.moe.experts import fragments
 from flashinfer.tllm_enums import ActivationType
 
 __all__ = ["cutlass_fused_moe"]
@@ -104,7 +105,9 @@ def cutlass_fused_moe(
         As above. Factors of weights are a byte for each 16 (NVFP4, e4m3) or 32 elements (ue8m0), rows padded to a
         multiple of 128 and factors to one of 4, in 128x4 tiles; any one-byte dtype, or the same memory as int32. With
         `use_w4_group_scaling` they are as
-        `flashinfer.fused_moe.interleave_moe_scales_for_sm90_mixed_gemm` makes them. q and d are float32.
+        `flashinfer.fused_moe.interleave_moe_scales_for_sm90_mixed_gemm` makes them, and the weights as
+        `flashinfer.fused_moe.interleave_moe_weights_for_sm90_mixed_gemm` does: nothing in a tensor tells which they
+        are, and others give wrong results. q and d are float32.
     fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
         [experts, rows of the weights]; float32, bfloat16 or float16. That of fc2 is added on `tp_rank` 0 only.
     input_sf : torch.Tensor, optional
@@ -275,7 +278,7 @@ def _weights(encoding, given, scales, biases) -> list[experts.Weight]:
             continue
         if codes.dtype in _BYTES:
             codes = codes.view(torch.uint8)
-        scale, layout = None, "linear"
+        scale, layout, arranged = None, "linear", False
         _, n, k = codes.shape
         k *= 2 if stored in experts.room.PACKED else 1
         if encoding == "fp8_block":
@@ -288,11 +291,13 @@ def _weights(encoding, given, scales, biases) -> list[experts.Weight]:
             scale = scales[factors].view(torch.uint8)
             fits = tuple(scale.shape) == wanted and scale.is_contiguous() and k % 128 == 0
             require(fits, f"quant_scales: {factors}", tuple(scale.shape), f"{wanted}, contiguous, of whole 128s")
+            arranged = fragments.fits(n, k)
+            require(codes.is_contiguous() or not arranged, name, f"strides {codes.stride()}", "contiguous")
         elif encoding != "fp8":
             layout = "128x4"
             blocks = k // experts.room.WIDTH[stored]
             scale = experts.expert_factors(f"quant_scales: {factors}", scales[factors], n, blocks, layout)
-        made.append(experts.Weight(name, codes, stored, scale, layout, bias))
+        made.append(experts.Weight(name, codes, stored, scale, layout, bias, fragments=arranged))
     return made
 
 

@@ -13,6 +13,7 @@ from flashinfer._core.custom_op import custom_op
 from flashinfer.fused_moe import routing
 from flashinfer.ops import layouts
 from flashinfer.ops.moe import experts as room
+from flashinfer.ops.moe.experts import fragments
 from flashinfer.ops.moe.token_map import TokenMap, most_tiles
 from flashinfer.tllm_enums import ActivationType
 
@@ -55,7 +56,7 @@ class Weight(NamedTuple):
 
     channels : float32 [experts, rows], a factor of each row, in their order.
 
-    `paired`, `shuffle` and `block` are those of the room's Problem; `name` is the argument's.
+    `paired`, `shuffle`, `block` and `fragments` are those of the room's Problem; `name` is the argument's.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Weight(NamedTuple):
     shuffle: int = 0
     block: int = 0
     channels: torch.Tensor | None = None
+    fragments: bool = False
 
 
 class Numbers(NamedTuple):
@@ -225,7 +227,7 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
     problem1 = room.Problem(
         rows=tokens.encoding, weights=first.encoding, out="fp8" if between.encoding == "fp8" else dtype, tile=tile,
         gather=True, act=activation.act, paired=first.paired, shuffle=first.shuffle, block=first.block,
-        row_layout=tokens.layout, weight_layout=first.layout,
+        row_layout=tokens.layout, weight_layout=first.layout, fragments=first.fragments,
         bias="" if first.bias is None else dtype_name(first.bias.dtype),
         scale="" if between.scale is None else "tensor", channels=first.channels is not None,
         scale_out="" if between.scale_out is None else "ratio" if between.ratio else "tensor",
@@ -250,7 +252,7 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
     middle, factors = _quantized(middle, between.encoding, between.global_scale, token_map, tile, row_scale)
     problem2 = room.Problem(
         rows=between.encoding or dtype, weights=second.encoding, out=dtype, tile=tile, shuffle=second.shuffle,
-        block=second.block, weight_layout=second.layout,
+        block=second.block, weight_layout=second.layout, fragments=second.fragments,
         bias="" if second.bias is None else dtype_name(second.bias.dtype),
         scale="" if between.second is None else "tensor", channels=second.channels is not None,
         weighted="" if row_scale is None else "row",
@@ -270,7 +272,9 @@ def _fitted(problem: room.Problem, x, weights: room.Weights, pairs: int) -> room
     aligned = is_aligned(x, weights.codes) and x.shape[1] * x.element_size() % 16 == 0
     stored = weights.codes.shape[-1] * weights.codes.element_size()
     aligned = aligned and stored % 16 == 0 and n % 32 == 0
-    whole = problem.act not in room.GATED or problem.rows != "fp8_block" or n % 256 == 0
+    # Halves of gated weights are whole blocks of factors, or whole tiles.
+    tile = 128 if problem.rows == "fp8_block" else fragments.SIDE if problem.fragments else 1
+    whole = problem.act not in room.GATED or n // 2 % tile == 0
     full = problem.tile < room.config.SM90_TILE or room.config.is_full(problem.rows, pairs, len(weights.codes))
     return replace(problem, aligned=aligned, experts="few" if few else "many", whole=whole, full=full)
 

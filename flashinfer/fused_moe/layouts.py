@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
+from flashinfer.ops.moe.experts import fragments
 from flashinfer.utils import get_shuffle_matrix_a_row_indices, get_shuffle_matrix_sf_a_row_indices
 
 __all__ = [
@@ -171,7 +172,8 @@ def convert_to_block_layout(input_tensor: torch.Tensor, blockK: int) -> torch.Te
 def interleave_moe_weights_for_sm90_mixed_gemm(weight: torch.Tensor, quant_type: str = "fp4") -> torch.Tensor:
     """Weights of 4 bits as `flashinfer.fused_moe.cutlass_fused_moe` with `use_w4_group_scaling` takes them.
 
-    Its kernels here read packed weights where they are: nothing is moved.
+    Codes of fp4, n and k multiples of 64, are put in the order in which threads of Hopper hold the first operand of a
+    product: `flashinfer/ops/moe/experts/fragments.py` has it. Every device reads that order. Others stay as they are.
 
     Parameters
     ----------
@@ -183,16 +185,29 @@ def interleave_moe_weights_for_sm90_mixed_gemm(weight: torch.Tensor, quant_type:
     Returns
     -------
     torch.Tensor
-        A copy of `weight`, contiguous.
+        New, like `weight`, contiguous.
 
     Raises
     ------
     ValueError
         A shape, dtype or type other than the above.
+
+    Examples
+    --------
+    >>> weight = torch.randint(256, (2, 128, 64), dtype=torch.uint8)
+    >>> flashinfer.fused_moe.interleave_moe_weights_for_sm90_mixed_gemm(weight).shape
+    torch.Size([2, 128, 64])
+
+    References
+    ----------
+    PTX ISA, wgmma.mma_async, register fragments of matrix A
     """
     require(weight.dim() == 3, "weight", tuple(weight.shape), "[experts, n, k / 2]")
     require(weight.dtype == torch.uint8, "weight", weight.dtype, "uint8")
     require(quant_type in ("fp4", "int4"), "quant_type", repr(quant_type), "'fp4', 'int4'")
+    _, n, half = weight.shape
+    if quant_type == "fp4" and fragments.fits(n, 2 * half):
+        return fragments.arrange(weight)
     return weight.clone(memory_format=torch.contiguous_format)
 
 

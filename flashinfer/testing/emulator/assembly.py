@@ -12,6 +12,9 @@ from flashinfer.testing.emulator.values import Lanes, Tensor, decode, encode, ro
 
 _WIDEN = re.compile(r"\.reg \.b16 lo, hi;.*cvt\.rn\.f16x2\.(e4m3|e5m2)x2")
 
+# One of the instructions that decode a word of eight e2m1 codes.
+_FRAGMENTS = "lop3.b32 $3, $3, 0x80C080C0, moved, 0xEA;"
+
 
 def inline_assembly(asm: str, args: list, dtype, pack: int, program: int, programs: int):
     """What `gl.inline_asm_elementwise` returns."""
@@ -26,6 +29,8 @@ def inline_assembly(asm: str, args: list, dtype, pack: int, program: int, progra
         return Lanes(np.arange(32, dtype=np.int32), tl.int32)
     if asm == "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;" and pack == 4:
         return _columns_of_pairs(args[0])
+    if _FRAGMENTS in asm and pack == 4:
+        return _fragments(*args)
     found = _WIDEN.search(asm)
     if found:
         return _widened(args[0], tl.float8e4nv if found[1] == "e4m3" else tl.float8e5, "bf16x2" in asm)
@@ -60,3 +65,31 @@ def _columns_of_pairs(x: Tensor) -> Tensor:
     for i, at in enumerate(four):
         out[at] = turned[:, i]
     return Tensor(out.reshape(*x.shape[:-1], -1).view(np.int16).reshape(x.shape), x.dtype, x.layout)
+
+
+def _fragments(codes: Tensor, near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight e2m1 codes of a word, two to an instruction, times factors: those of 32 columns, and of the next 32.
+
+    A word is four neighbours in a thread's registers: of wgmma's first operand two columns, and the same 8 rows on.
+    """
+    layout = codes.layout
+    if getattr(layout, "operand_index", None) != 0 or getattr(layout, "k_width", None) != 2:
+        raise EmulationError(f"words of fragments, whose layout is not known: {layout}, at {here()}")
+    rows, columns = codes.shape
+
+    def neighbours(x):
+        # rows / 16, row, columns / 2; 8 rows on, column
+        whole = np.ascontiguousarray(np.broadcast_to(x.a, (rows, columns)))
+        return whole.reshape(rows // 16, 2, 8, columns // 2, 2).transpose(0, 2, 3, 1, 4)
+
+    word = np.ascontiguousarray(neighbours(codes)).reshape(-1, 4).view(np.uint32).reshape(rows // 16, 8, columns // 2)
+    turned = word >> np.uint32(4) | word << np.uint32(28)
+    last = word << np.uint32(2) & np.uint32(0x80C080C0) | word >> np.uint32(6) & np.uint32(0x01000100)
+    pairs = [x & np.uint32(0x81C081C0) for x in (word, turned, word << np.uint32(6))] + [last]
+    found = []
+    for two, factors in ((pairs[:2], near), (pairs[2:], far)):
+        bits = np.ascontiguousarray(np.stack(two, -1)).view(np.uint16).reshape(rows // 16, 8, columns // 2, 2, 2)
+        factor = (neighbours(factors) & 0xFFFF).astype(np.uint16)
+        value = rounded(decode(bits, tl.bfloat16) * decode(factor, tl.bfloat16), tl.bfloat16)
+        found.append(Tensor(value.transpose(0, 3, 1, 2, 4).reshape(rows, columns), tl.bfloat16, layout))
+    return tuple(found)

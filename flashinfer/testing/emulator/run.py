@@ -37,7 +37,7 @@ class Emulator:
         }
         constants = {name: self._translate(value) for name, value in build.constants.items()}
         function = self._translate(build.kernel)
-        named = compiler.grouped(given) | constants
+        named = compiler.grouped(given | constants)
         with np.errstate(all="ignore"):
             # Two blocks to a multiprocessor: where there are more, the first ones end before the last ones begin.
             self._schedule.run(self._blocks(build, grid, function, named), 2 * self._sms)

@@ -59,6 +59,8 @@ class Problem:
         Factor of the product, before bias and activation: "" none, else a float32 "tensor" of one or of each expert.
     scale_out : str
         Factor of the result: "" none, "tensor", or "ratio", the tensor over `scale`'s.
+    fragments : bool
+        Weights lie as `fragments.arrange` has them, within the shape [experts, n, k].
     channels : bool
         A float32 factor of the product for each row of the weights, in their order, before bias and activation.
     shape : str
@@ -91,6 +93,7 @@ class Problem:
     bias: str = ""
     scale: str = ""
     scale_out: str = ""
+    fragments: bool = False
     channels: bool = False
     shape: str = ""
     weighted: str = ""
@@ -174,6 +177,11 @@ def _product_catalog() -> Iterator[Problem]:
     for tile in (16, 128):
         yield Problem("fp8_block", "fp8_block", "bf16", tile, gather=True, act="swiglu")
     yield Problem("bf16", "mxfp4", "bf16", 16, gather=True, act="swiglu", bias="bf16", shape="abl")
+    for tile in (16, 128):
+        yield Problem(
+            "bf16", "mxfp4", "bf16", tile, gather=True, act="swiglu", weight_layout="strips", bias="bf16",
+            fragments=True, shape="abl",
+        )  # fmt: skip
 
 
 def _quantize_catalog() -> Iterator[Quantize]:
@@ -188,6 +196,7 @@ product = Op(
     Problem,
     (
         Variant("sm90", f"{_ROOM}.sm90", config.refuses_sm90, config.sm90),
+        Variant("sm90_fragments", f"{_ROOM}.fragments_sm90", config.refuses_fragments, config.fragments),
         Variant("portable", f"{_ROOM}.portable", config=config.product),
         Variant("reference", f"{_ROOM}.reference"),
     ),

@@ -51,6 +51,27 @@ class Sm90Config:
 
 
 @dataclass(frozen=True)
+class Fragments:
+    """How the Hopper kernel of arranged MXFP4 weights is cut.
+
+    groups : warpgroups of a program, with 128 rows of weights each. stages : of 128 elements of K. programs : on a
+    multiprocessor. raster : tiles of rows that share a strip of weights in L2. registers, copy_registers : of a thread
+    of the second warpgroup, and of the warp that fills stages. maxnreg : of a thread when the kernel begins.
+    gather_rows, gather_words : of a program that puts rows in order, in words of 4 bytes.
+    """
+
+    groups: int
+    stages: int
+    programs: int
+    raster: int
+    registers: int
+    copy_registers: int
+    maxnreg: int | None
+    gather_rows: int = 4
+    gather_words: int = 1024
+
+
+@dataclass(frozen=True)
 class Quantize:
     """rows, columns : of a program. capability : of the chip, ten times."""
 
@@ -157,6 +178,35 @@ def sm90(problem, target) -> Sm90Config:
         gather_rows=4,
         gather_words=1024,
     )
+
+
+def refuses_fragments(problem, target) -> str:
+    """Why the Hopper kernel of arranged weights does not take the problem; '' if it does."""
+    p = problem
+    if not p.fragments:
+        return "weights that are not arranged as the operand of wgmma"
+    if target.capability != 90:
+        return f"wgmma is compute capability 9.0's, and this is {target.arch}"
+    if p.rows != "bf16" or p.out not in ("bf16", "fp16"):
+        return f"rows in {p.rows} and a result in {p.out}: it has bf16, and bf16 or fp16"
+    if p.weight_layout != "strips":
+        return f"scale factors in {p.weight_layout!r}: it has strips"
+    if p.act not in ("", "swiglu") or not set(p.shape) <= set("abl"):
+        return f"activation {p.act!r} with {p.shape!r}: it has swiglu with tensors"
+    if p.scale or p.scale_out or p.channels or p.weighted:
+        return "factors of the product or of rows"
+    if not p.aligned:
+        return "operands that cannot be copied in boxes"
+    return "" if p.whole else "halves of gated weights that are not whole tiles"
+
+
+def fragments(problem, target) -> Fragments:
+    # Few rows wait for memory: small programs, whose loads and decoding overlap. Many wait for the tensor cores, and a
+    # decoded weight meets all rows of the tile. Not measured yet.
+    if problem.tile <= 32:
+        return Fragments(groups=1, stages=4, programs=3, raster=8, registers=0, copy_registers=32, maxnreg=80)
+    stages = 5 if problem.tile == 64 else 3
+    return Fragments(groups=2, stages=stages, programs=1, raster=8, registers=216, copy_registers=32, maxnreg=None)
 
 
 def quantize(problem, target) -> Quantize:

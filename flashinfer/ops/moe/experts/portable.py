@@ -17,7 +17,9 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops.moe.experts import GATED, PACKED, WIDTH, Finish, Rows, Weights, extents
 from flashinfer.ops.moe.experts.portable_activations import gated, plain
-from flashinfer.ops.moe.experts.portable_operands import halves_of, load_factors, operand, packed_operand, weight_rows
+from flashinfer.ops.moe.experts.portable_operands import (
+    halves_of, load_arranged, load_factors, operand, packed_operand, weight_rows,
+)  # fmt: skip
 
 
 @triton.jit
@@ -123,7 +125,9 @@ def product_kernel(
     w_at = tl.arange(0, TILE_K // weights.PACK)
     x = rows.codes + (source.to(tl.int64)[:, None] * rows.row + x_at[None, :])
     w = weights.codes + wide_expert * weights.expert
-    if BLOCK:
+    if weights.FRAGMENTS:
+        arranged = w
+    elif BLOCK:
         w += stored.to(tl.int64)[:, None] * BLOCK + (w_at // BLOCK * weights.block + w_at % BLOCK)[None, :]
     else:
         w += stored.to(tl.int64)[:, None] * weights.row + w_at[None, :]
@@ -156,7 +160,10 @@ def product_kernel(
             w_start = w_first // BLOCK * weights.block + w_first % BLOCK
         else:
             w_start = w_first
-        b = tl.load(w + w_start, (w_first + w_at < k // weights.PACK)[None, :], other=0.0)
+        if weights.FRAGMENTS:
+            b = load_arranged(arranged, stored, w_first + w_at, k)
+        else:
+            b = tl.load(w + w_start, (w_first + w_at < k // weights.PACK)[None, :], other=0.0)
         x_now, w_now, gate_now = x_factors, w_factors, gate_factors
         ahead = at + TILE_K
         if SCALED:
@@ -255,6 +262,7 @@ def build(p, c) -> Build:
         "weights.PAIRED": p.paired,
         "weights.SHUFFLE": p.shuffle,
         "weights.BLOCK": p.block,
+        "weights.FRAGMENTS": p.fragments,
         "finish.GATED": p.act in GATED,
         "finish.ACT": p.act,
         "finish.SHAPE": p.shape.lower(),

@@ -34,6 +34,30 @@ def weight_rows(column, n, GATED: tl.constexpr, PAIRED: tl.constexpr, SHUFFLE: t
 
 
 @triton.jit
+def load_arranged(codes, row, column, k):
+    """Bytes of rows [rows] and of pairs of elements `column` [bytes] of weights that `fragments.py` has arranged."""
+    inside = row % 64
+    thread = inside // 16 * 32 + row % 8 * 4
+    row_at = (row // 64).to(tl.int64) * (k // 64) * 512 + thread * 4
+    column_at = column // 32 * 512 + column % 4 * 4 + column % 16 // 8 * 2 + column % 8 // 4
+    words = codes.to(tl.pointer_type(tl.uint32), bitcast=True)
+    word = tl.load(words + row_at[:, None] + column_at[None, :], (column < k // 2)[None, :], other=0)
+    # Of a word's four pairs of codes.
+    pair = (inside % 16 // 8)[:, None] + (column % 32 // 16 * 2)[None, :]
+    return arranged_code(word, pair, 0) | arranged_code(word, pair, 16) << 4
+
+
+@triton.jit
+def arranged_code(word, pair, lane):
+    """One code of a pair; `lane` is 0 or 16, its half of the word."""
+    at = tl.where(pair == 0, 6, tl.where(pair == 1, 10, tl.where(pair == 2, 0, 4)))
+    sign_at = tl.where(pair == 0, 15, tl.where(pair == 1, 19, tl.where(pair == 2, 9, 13)))
+    found = word >> (at + lane) & 7
+    found = tl.where(pair == 3, found & 3 | (word >> (14 + lane) & 1) << 2, found)
+    return (found | (word >> ((sign_at + lane) % 32) & 1) << 3).to(tl.uint8)
+
+
+@triton.jit
 def load_factors(scale, row, first, live, k, strides, WIDTH: tl.constexpr, TILE_K: tl.constexpr, LAYOUT: tl.constexpr):
     """The scale factors of rows' elements `first` to `first + TILE_K`, [rows, TILE_K / WIDTH].
 

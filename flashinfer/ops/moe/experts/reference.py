@@ -5,7 +5,7 @@ from torch.nn.functional import gelu, silu
 
 from flashinfer._core.implementation import Implementation
 from flashinfer.ops import layouts, narrow
-from flashinfer.ops.moe.experts import GATED, WIDTH, extents
+from flashinfer.ops.moe.experts import GATED, WIDTH, extents, fragments
 
 
 def run(problem, config, rows, weights, finish, token_map, out):
@@ -41,6 +41,8 @@ def decode_rows(problem, rows, source, k) -> torch.Tensor:
 def decode_weights(problem, weights, expert: int, n: int, k: int) -> torch.Tensor:
     """An expert's weights as float32 [n, k], rows in the order of the bias: gated ones factor, gate, factor, gate."""
     encoding, codes = problem.weights, weights.codes[expert]
+    if problem.fragments:
+        codes = fragments.restore(codes)
     stored, logical = weight_rows(problem, n, codes.device)
     if problem.block:
         codes = codes.transpose(0, 1).flatten(1)

@@ -258,7 +258,7 @@ def run(p, c, rows: Rows, weights: Weights, finish: Finish, token_map, out) -> N
     n, k = extents(weights.codes, p.weights, p.block)
     x = rows.codes
     if p.gather:
-        x = _gathered(p, c, rows, token_map)
+        x = gathered(p, c, rows, token_map)
     a_box, b_box = _boxes(c)
     tensors = [out, *((rows.scale, weights.scale) if p.rows == "fp8_block" else ())]
     tensors += [t for t in (finish.scale, finish.scale_out) if t is not None]
@@ -271,7 +271,7 @@ def run(p, c, rows: Rows, weights: Weights, finish: Finish, token_map, out) -> N
     )  # fmt: skip
 
 
-def _gathered(p, c, rows: Rows, token_map) -> torch.Tensor:
+def gathered(p, c, rows: Rows, token_map) -> torch.Tensor:
     """The rows of the map, each its token's."""
     x, count = rows.codes, token_map.row_pair.numel()
     to = torch.empty(count, x.shape[1], dtype=x.dtype, device=x.device)

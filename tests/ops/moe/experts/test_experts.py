@@ -412,6 +412,7 @@ def cutlass_case(name, device, dtype):
     elif name == "mxfp4 w4":
         scales, middle, d1, d2 = [layers.strips(s1), layers.strips(s2)], None, 1.0, 1.0
         flags = {"use_w4_group_scaling": True}
+        w1, w2 = map(fused_moe.interleave_moe_weights_for_sm90_mixed_gemm, (w1, w2))
     else:
         scales, flags = [tiled(s1), d1, tiled(s2), d2], {"use_mxfp8_act_scaling": True}
     through = between(middle, 20.0, dtype) if middle else None

@@ -70,12 +70,12 @@ def test_rows_that_it_is_worth(encoding, rows):
     assert chosen(2 * rows, 384) == ("portable" if encoding == "fp8_block" else "sm90")
 
 
-def routed(device, tokens, experts, top_k):
+def routed(device, tokens, experts, top_k, tile=128):
     """Choices: one expert has none, one nearly all; some are of other ranks."""
     ids = torch.randint(-1, experts + 2, (tokens, top_k), device=device)
     ids[ids == 1] = 2
     ids[: tokens * 3 // 4, 0] = 3
-    token_map, _ = routing.token_map(ids.int(), experts, 0, 128)
+    token_map, _ = routing.token_map(ids.int(), experts, 0, tile)
     return token_map
 
 

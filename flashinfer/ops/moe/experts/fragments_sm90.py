@@ -1,0 +1,330 @@
+"""The experts' products of bfloat16 rows and arranged MXFP4 weights on Hopper, in Gluon.
+
+Weights are the first operand of the product, from registers; rows the second, from shared memory. A warpgroup has two
+tiles of 64 rows of weights, of gated ones the factor's and the same of the gate, so that activation is its epilogue.
+Weights lie as `fragments.py` says: a thread reads its 16 bytes of each tile, decodes two codes at a time, and has them
+where wgmma takes them. One warp copies boxes of rows and of weights and their scale factors, stages ahead.
+"""
+
+import torch
+
+from flashinfer._core.gluon_compat import (
+    aggregate, block_barrier, cp_async, cp_async_arrive, gl, gluon, tensordesc, tma_load, warpgroup_mma,
+    warpgroup_mma_wait,
+)  # fmt: skip
+from flashinfer._core.implementation import Implementation
+from flashinfer._core.launch import Build, Launcher, TensorMap
+from flashinfer._core.target import target_of
+from flashinfer.ops._device.sm90.ring import Channel, make_channel
+from flashinfer.ops._device.sm90.walk import raster
+from flashinfer.ops.moe.experts import GATED, Finish, Rows, Weights, extents
+from flashinfer.ops.moe.experts.sm90 import gather, gathered
+
+# Rows, and elements, of a tile of weights; bytes of a row of the tensor map that copies it.
+_SIDE = gl.constexpr(64)
+_LINE = gl.constexpr(128)
+# Elements of K of a stage: two tiles.
+_STEP = gl.constexpr(128)
+
+# $4 is a word of eight codes. $5, $7 are the factors of both rows and the first 32 columns, $9, $11 of the others,
+# twice each. e2m1 in the sign, the two lowest exponent bits and the highest mantissa bit of a bfloat16 is 2^-126 of its
+# value. Factors have 2^62 of these 2^126, so that one product restores a code and scales it; sums have the rest, _REST.
+# bfloat16 holds all codes times factors from 2^-68 on; above 2^65 they are infinite.
+DECODE = gl.constexpr("""
+{
+.reg .b32 moved, none;
+mov.b32 none, 0x80008000;
+and.b32 $0, $4, 0x81C081C0;
+shf.r.wrap.b32 moved, $4, $4, 4;
+and.b32 $1, moved, 0x81C081C0;
+shl.b32 moved, $4, 6;
+and.b32 $2, moved, 0x81C081C0;
+shr.u32 moved, $4, 6;
+and.b32 moved, moved, 0x01000100;
+shl.b32 $3, $4, 2;
+lop3.b32 $3, $3, 0x80C080C0, moved, 0xEA;
+fma.rn.bf16x2 $0, $0, $5, none;
+fma.rn.bf16x2 $1, $1, $7, none;
+fma.rn.bf16x2 $2, $2, $9, none;
+fma.rn.bf16x2 $3, $3, $11, none;
+}
+""")
+_REST = gl.constexpr(float(1 << 64))
+
+
+@aggregate
+class Ring:
+    """Stages of rows [., N, 64], two each; tiles of weights [., 16, 128], two for each of two strips of a warpgroup;
+    factors [., 64 * GROUPS], two for each. Strips are those of the left tiles and of the right ones."""
+
+    rows: gl.shared_memory_descriptor
+    codes: gl.shared_memory_descriptor
+    factors: gl.shared_memory_descriptor
+    channel: Channel
+    GROUPS: gl.constexpr
+    GATED: gl.constexpr
+
+
+@gluon.jit
+def _strips(strip, strips, ring: Ring, PART: gl.constexpr):
+    """The first tile of 64 rows of weights that a program's strip has of its left, or right, ones."""
+    if ring.GATED:
+        return strip * ring.GROUPS + PART * (strips // 2)
+    else:
+        return strip * (2 * ring.GROUPS) + PART * ring.GROUPS
+
+
+@gluon.jit
+def _produce(x_map, w_map, scale, tile_expert, sizes, ring: Ring, RASTER: gl.constexpr):
+    """One warp: copies what each tile needs."""
+    tiles, tiles_n, n, steps = sizes
+    TILE: gl.constexpr = ring.rows.shape[1]
+    WIDE: gl.constexpr = ring.GROUPS * _SIDE
+    LAYOUT: gl.constexpr = gl.BlockedLayout([WIDE // 32], [32], [1], [0])
+    SIZE: gl.constexpr = TILE * _STEP * 2 + 2 * ring.GROUPS * _SIDE * _STEP // 2
+    strips = n // _SIDE
+    lines = steps * (_STEP * _SIDE // 2 // _LINE)
+    step = 0
+    for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
+        tile, strip = raster(work, tiles, tiles_n, RASTER)
+        expert = gl.load(tile_expert + tile)
+        row = tile * TILE
+        left = _strips(strip, strips, ring, 0)
+        right = _strips(strip, strips, ring, 1)
+        # Strips past the last bring what lies there, or zeros; nothing of them is kept.
+        left_line = (expert * strips + left) * lines
+        right_line = (expert * strips + right) * lines
+        within = gl.arange(0, WIDE, LAYOUT)
+        factors = scale + expert.to(gl.int64) * steps * n
+        for block in range(0, steps):
+            stage = ring.channel.acquire(step)
+            for part in gl.static_range(2):
+                at = _strips(strip, strips, ring, part) * _SIDE
+                of_block = factors + block.to(gl.int64) * n
+                cp_async(ring.factors.index(stage * 2 + part), of_block + at + within, mask=at + within < n)
+            # Each thread arrives when its copies have, beside the one arrival that a stage waits for: the last one.
+            cp_async_arrive(ring.channel.full.index(stage))
+            block_barrier()
+            _, full = ring.channel.expect(step, SIZE)
+            for part in gl.static_range(2):
+                tma_load(x_map, [row, block * _STEP + part * _SIDE], full, ring.rows.index(stage * 2 + part))
+            line = block * (_STEP * _SIDE // 2 // _LINE)
+            for group in gl.static_range(ring.GROUPS):
+                at = (stage * ring.GROUPS + group) * 2
+                tma_load(w_map, [left_line + group * lines + line, 0], full, ring.codes.index(at))
+                tma_load(w_map, [right_line + group * lines + line, 0], full, ring.codes.index(at + 1))
+            step += 1
+
+
+@gluon.jit
+def _words(codes, HALF: gl.constexpr, LAYOUT: gl.constexpr):
+    """Bytes of a tile as each thread has them, [64, 32] by the rows and columns of their first codes."""
+    own = codes.slice(HALF * 16, 16, dim=0).load(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+    # warp, row, thread, 16 columns, 8 columns, 8 rows, column
+    own = own.reshape([4, 8, 4, 2, 2, 2, 2]).permute([0, 5, 1, 3, 4, 2, 6]).reshape([64, 32])
+    return gl.convert_layout(own, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _factors(words, BLOCK: gl.constexpr):
+    """The factors of 32 elements of each row, times 2^62, as two bfloat16; `words` has those of 128."""
+    code = (words.to(gl.uint32, bitcast=True) >> (8 * BLOCK)) & 0xFF
+    return gl.minimum(code * 0x00800080 + 0x1F001F00, 0x7F807F80)
+
+
+@gluon.jit
+def _weights(codes, words, HALF: gl.constexpr, LAYOUT: gl.constexpr):
+    """64 elements of K of a tile of weights as the first operand."""
+    own = _words(codes, HALF, LAYOUT)
+    near = _factors(words, 2 * HALF)[:, None]
+    far = _factors(words, 2 * HALF + 1)[:, None]
+    near, own = gl.broadcast(near, own)
+    far, own = gl.broadcast(far, own)
+    near, far = gl.inline_asm_elementwise(
+        DECODE, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [own, near, far], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True,
+        pack=4,
+    )  # fmt: skip
+    wide = gl.join(near, far).permute([0, 2, 1]).reshape([64, 64])
+    return gl.convert_layout(wide, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _activated(up, gate, finish, expert):
+    """SwiGLU, with what it has of alpha, beta and limit."""
+    if finish.limit is not None:
+        limit = gl.load(finish.limit + expert)
+        up = gl.minimum(gl.maximum(up, -limit), limit)
+        gate = gl.minimum(gate, limit)
+    turned = gate
+    if finish.alpha is not None:
+        turned = gate * gl.load(finish.alpha + expert)
+    if finish.beta is not None:
+        up += gl.load(finish.beta + expert)
+    return gate / (1 + gl.exp(-turned)) * up
+
+
+@gluon.jit
+def _write(y, stage, out, row, end, column, width, out_row):
+    """A tile [64, rows], turned in shared memory so that rows of the result are written whole."""
+    TILE: gl.constexpr = y.shape[1]
+    stage.store(y.to(out.dtype.element_ty).permute([1, 0]))
+    turned = stage.load(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+    rows = row + gl.arange(0, TILE, gl.SliceLayout(1, turned.type.layout))
+    columns = column + gl.arange(0, _SIDE, gl.SliceLayout(0, turned.type.layout))
+    at = out + rows.to(gl.int64)[:, None] * out_row + columns[None, :]
+    gl.store(at, turned, mask=(rows < end)[:, None] & (columns < width)[None, :])
+
+
+@gluon.jit
+def _bias_of(finish, expert, row, n, LAYOUT: gl.constexpr):
+    rows = row + gl.arange(0, _SIDE, gl.SliceLayout(1, LAYOUT))
+    return gl.load(finish.bias + expert.to(gl.int64) * n + rows, mask=rows < n, other=0.0).to(gl.float32)[:, None]
+
+
+@gluon.jit
+def _consume(
+    WG: gl.constexpr, out, finish, tile_expert, tile_end, sizes, out_row, ring: Ring, staging, RASTER: gl.constexpr
+):  # fmt: skip
+    """One warpgroup: two tiles of weights of each strip."""
+    tiles, tiles_n, n, steps = sizes
+    TILE: gl.constexpr = ring.rows.shape[1]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    strips = n // _SIDE
+    stores = staging.index(WG)
+    step = 0
+    for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
+        left = gl.zeros([_SIDE, TILE], gl.float32, SUMS)
+        right = gl.zeros([_SIDE, TILE], gl.float32, SUMS)
+        for block in range(0, steps):
+            stage = ring.channel.wait(step)
+            codes = (stage * ring.GROUPS + WG) * 2
+            of_left = ring.factors.index(stage * 2).slice(WG * _SIDE, _SIDE).load(gl.SliceLayout(1, WEIGHTS))
+            of_right = ring.factors.index(stage * 2 + 1).slice(WG * _SIDE, _SIDE).load(gl.SliceLayout(1, WEIGHTS))
+            for half in gl.static_range(2):
+                rows = ring.rows.index(stage * 2 + half).permute([1, 0])
+                a = _weights(ring.codes.index(codes), of_left, half, WEIGHTS)
+                left = warpgroup_mma(a, rows, left, is_async=True)
+                if TILE >= 64:
+                    # Registers are left for the operands of two products: without, ptxas waits for each of them.
+                    left, right = warpgroup_mma_wait(1, [left, right])
+                b = _weights(ring.codes.index(codes + 1), of_right, half, WEIGHTS)
+                right = warpgroup_mma(b, rows, right, is_async=True)
+                if TILE >= 64:
+                    left, right = warpgroup_mma_wait(1, [left, right])
+            left, right = warpgroup_mma_wait(0, [left, right])
+            ring.channel.release(step)
+            step += 1
+        # Where the tile is, is asked for after its products: it would take registers through all of them.
+        tile, strip = raster(work, tiles, tiles_n, RASTER)
+        expert = gl.load(tile_expert + tile)
+        end = gl.load(tile_end + tile)
+        left_row = (_strips(strip, strips, ring, 0) + WG) * _SIDE
+        right_row = (_strips(strip, strips, ring, 1) + WG) * _SIDE
+        left *= _REST
+        right *= _REST
+        if finish.bias is not None:
+            left += _bias_of(finish, expert, left_row, n, SUMS)
+            right += _bias_of(finish, expert, right_row, n, SUMS)
+        if ring.GATED:
+            y = _activated(left, right, finish, expert)
+            _write(y, stores, out, tile * TILE, end, left_row, n // 2, out_row)
+        else:
+            _write(left, stores, out, tile * TILE, end, left_row, n, out_row)
+            _write(right, stores, out, tile * TILE, end, right_row, n, out_row)
+
+
+@gluon.jit
+def product_fragments_kernel(
+    x_map, w_map, scale, out, finish, tile_expert, tile_end, tiles, n, k, out_row,
+    TILE: gl.constexpr, GATED: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, RASTER: gl.constexpr,
+    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Persistent: any number of blocks. Maps are [row, k] of rows in the map's order, and lines of arranged weights."""
+    rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, TILE, _SIDE], x_map.layout)
+    codes = gl.allocate_shared_memory(gl.uint8, [STAGES * GROUPS * 2, 32, _LINE], w_map.layout)
+    factors = gl.allocate_shared_memory(
+        gl.int32, [STAGES * 2, GROUPS * _SIDE], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )  # fmt: skip
+    OUT: gl.constexpr = out.dtype.element_ty
+    staging = gl.allocate_shared_memory(
+        OUT, [GROUPS, TILE, _SIDE], gl.NVMMASharedLayout.get_default_for([TILE, _SIDE], OUT)
+    )  # fmt: skip
+    ring = Ring(rows, codes, factors, make_channel(STAGES, 1, GROUPS), GROUPS, GATED)
+    strips = n // _SIDE
+    PER: gl.constexpr = GROUPS if GATED else 2 * GROUPS
+    tiles_n = gl.cdiv(strips // 2 if GATED else strips, PER)
+    sizes = (gl.load(tiles), tiles_n, n, k // _STEP)
+    R: gl.constexpr = gl.constexpr(RASTER)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (gl.constexpr(0), out, finish, tile_expert, tile_end, sizes, out_row, ring, staging, R)),
+                (_consume, (gl.constexpr(1), out, finish, tile_expert, tile_end, sizes, out_row, ring, staging, R)),
+                (_produce, (x_map, w_map, scale, tile_expert, sizes, ring, R)),
+            ],
+            [4, 1],
+            [REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (gl.constexpr(0), out, finish, tile_expert, tile_end, sizes, out_row, ring, staging, R)),
+                (_produce, (x_map, w_map, scale, tile_expert, sizes, ring, R)),
+            ],
+            [1],
+            [COPY_REGISTERS],
+        )  # fmt: skip
+
+
+def _boxes(p):
+    """What one copy brings of rows, and of weights."""
+    return (p.tile, 64), (32, 128)
+
+
+def _build(p, c) -> Build:
+    x_box, w_box = _boxes(p)
+    types = {
+        "x_map": tensordesc("bf16", x_box),
+        "w_map": tensordesc("u8", w_box),
+        "scale": "*i32:16",
+        "out": f"*{p.out}:16",
+        "finish.bias": f"*{p.bias}" if p.bias else None,
+        **{f"finish.{name}": "*fp32" if name[0] in p.shape else None for name in ("alpha", "beta", "limit")},
+        **dict.fromkeys(("tile_expert", "tile_end", "tiles"), "*i32"),
+        "n": "i32:64",
+        "k": "i32:128",
+        "out_row": "i64:16",
+    }
+    constants = {name: None for name, kind in types.items() if kind is None} | dict(
+        TILE=p.tile, GATED=p.act in GATED, GROUPS=c.groups, STAGES=c.stages, RASTER=c.raster, REGISTERS=c.registers,
+        COPY_REGISTERS=c.copy_registers,
+    )  # fmt: skip
+    types = {name: kind for name, kind in types.items() if kind is not None}
+    return Build(product_fragments_kernel, types, constants, num_warps=4, maxnreg=c.maxnreg)
+
+
+product_fragments = Launcher("moe_product_fragments", _build)
+
+
+def kernels(p, c):
+    """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
+    yield product_fragments, p, c
+    if p.gather:
+        yield gather, p, c
+
+
+def run(p, c, rows: Rows, weights: Weights, finish: Finish, token_map, out) -> None:
+    n, k = extents(weights.codes, p.weights, 0)
+    x = gathered(p, c, rows, token_map) if p.gather else rows.codes
+    lines = weights.codes.view(torch.uint8).view(-1, 128)
+    x_box, w_box = _boxes(p)
+    vectors = [t for t in (weights.bias, finish.alpha, finish.beta, finish.limit) if t is not None]
+    places = (token_map.tile_expert, token_map.tile_end, token_map.tiles)
+    product_fragments(
+        p, c, (c.programs * target_of(out.device).sms, 1, 1), TensorMap(x, x_box), TensorMap(lines, w_box),
+        weights.scale.view(torch.int32), out, *vectors, *places, n, k, out.stride(0),
+    )  # fmt: skip
+
+
+IMPLEMENTATION = Implementation(run, (product_fragments, gather), kernels=kernels)
