@@ -31,6 +31,8 @@ def inline_assembly(asm: str, args: list, dtype, pack: int, program: int, progra
         return _columns_of_pairs(args[0])
     if _FRAGMENTS in asm and pack == 4:
         return _fragments(*args)
+    if asm == "cvt.rn.bf16x2.f32 $0, $2, $1;" and pack == 2:
+        return Tensor(rounded(args[0].a, tl.bfloat16), tl.bfloat16, args[0].layout)
     found = _WIDEN.search(asm)
     if found:
         return _widened(args[0], tl.float8e4nv if found[1] == "e4m3" else tl.float8e5, "bf16x2" in asm)

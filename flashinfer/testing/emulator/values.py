@@ -241,7 +241,7 @@ def cast(x, dtype: Dtype, bitcast: bool = False) -> Tensor:
         x = scalar(x)
     if x.dtype == dtype:
         return x
-    kind = type(x)
+    kind = Lanes if isinstance(x, Lanes) else Tensor
     if x.dtype.is_ptr() or dtype.is_ptr():
         if dtype.is_ptr() or dtype == tl.int64:
             return Tensor(np.int64(x.a) if np.ndim(x.a) == 0 else x.a, dtype, x.layout, x.memory)

@@ -263,6 +263,7 @@ def _commits() -> Iterator[Commit]:
 
 def _chunk_variants() -> tuple[Variant, ...]:
     return (
+        Variant("sm90", "flashinfer.ops.recurrent.delta.sm90", config.refuses_chunks_sm90, config.chunks_sm90),
         Variant("portable", "flashinfer.ops.recurrent.delta.chunks", _long_keys, config.chunks),
         Variant("reference", "flashinfer.ops.recurrent.delta.reference"),
     )

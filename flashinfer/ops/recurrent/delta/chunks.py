@@ -3,6 +3,8 @@
 Two more where long sequences go in segments, all at once.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 
@@ -19,10 +21,17 @@ from flashinfer.ops.recurrent.launching import raw, strides
 STACK_BUDGET = 320
 
 
-def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None, segment=0):
-    """Every sequence from its state to its last token; see operands.py for what is read and written."""
-    device, n, heads = out.device, tokens.sequences, tokens.heads
-    rows, length, keys, values = tokens.k.shape[0], tokens.k.shape[1], tokens.k.shape[3], tokens.v.shape[3]
+class Workspace(NamedTuple):
+    """What the first kernel made: tensors [places, heads, ..] of workspace.py, and chunks of each row of tokens."""
+
+    tensors: list[torch.Tensor]
+    chunks: int
+
+
+def prepare(problem, config, tokens, gates, device, scale) -> Workspace:
+    """The systems of all chunks."""
+    n, heads = tokens.sequences, tokens.heads
+    rows, length, keys = tokens.k.shape[0], tokens.k.shape[1], tokens.k.shape[3]
     chunks = triton.cdiv(length, problem.stride)
     places = rows * chunks if tokens.offsets is None else length // problem.stride + n
     narrow = torch_dtype(config.operand)
@@ -31,22 +40,29 @@ def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None
         return torch.empty(places, heads, *shape, dtype=dtype, device=device)
 
     wide = power_of_two(keys)
-    workspace = [empty(CHUNK, CHUNK), empty(CHUNK, CHUNK)]
-    workspace.append(empty(wide if problem.channels else 4 * CHUNK, dtype=torch.float32))
-    workspace += [empty(CHUNK, wide) for _ in range(3 * problem.channels)]
-    group = {name: 1 if x is None else heads // x.shape[2] for name, x in zip("qkvgb", tokens[:5], strict=True)}
-    rate = [1 if x is None else heads // x.shape[0] for x in (gates.a_log, gates.bias)]
-    sizes = (n, length, chunks, heads, keys)
+    tensors = [empty(CHUNK, CHUNK), empty(CHUNK, CHUNK)]
+    tensors.append(empty(wide if problem.channels else 4 * CHUNK, dtype=torch.float32))
+    tensors += [empty(CHUNK, wide) for _ in range(3 * problem.channels)]
     tiles = places * heads
     programs = min(tiles, config.programs)
     scratch = torch.empty(programs, CHUNK, CHUNK, dtype=torch.float32, device=device)
     given = [x for x in (*tokens[:2], *tokens[3:5], gates.a_log, gates.bias, tokens.offsets) if x is not None]
     flat = [s for x in (tokens.q, tokens.k, tokens.gate, tokens.beta) for s in strides(x, (0, 1, 2))]
-    grouped = (group["q"], group["k"], group["g"], group["b"], *rate)
+    groups = [1 if x is None else heads // x.shape[2] for x in (tokens.q, tokens.k, tokens.gate, tokens.beta)]
+    groups += [1 if x is None else heads // x.shape[0] for x in (gates.a_log, gates.bias)]
+    sizes = (n, length, chunks, heads, keys, tiles)
     numbers = scale, gates.lower, gates.sharp, gates.threshold
-    grid = (programs, 1, 1)
-    launch_prepare(problem, config, grid, *given, scratch, *workspace, *flat, *sizes, tiles, *grouped, *numbers)
+    launch_prepare(problem, config, (programs, 1, 1), *given, scratch, *tensors, *flat, *sizes, *groups, *numbers)
+    return Workspace(tensors, chunks)
 
+
+def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None, segment=0):
+    """Every sequence from its state to its last token; see operands.py for what is read and written."""
+    workspace, chunks = prepare(problem, config, tokens, gates, out.device, scale)
+    n, heads, length = tokens.sequences, tokens.heads, tokens.k.shape[1]
+    keys, values = tokens.k.shape[3], tokens.v.shape[3]
+    sizes = (n, length, chunks, heads, keys)
+    groups = [heads // x.shape[2] for x in tokens[:3]]
     blocks, parts, starts = triton.cdiv(values, config.rows), n + problem.packed, ()
     if problem.segments:
         parts = length // segment + n
@@ -58,10 +74,8 @@ def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None
     flat = [s for x in (*tokens[:3], write, out) for s in strides(x, (0, 1, 2))]
     flat += [s for x in (pool.source, pool.state, tables[0]) for s in strides(x, (0, 1, 2, 3))]
     more = (values, pool.null, 1 if marks is None else marks.every, parts - 1, segment)
-    grouped = group["q"], group["k"], group["v"]
     grid = (blocks, heads, parts)
-    workspace += starts
-    launch_scan(problem, config, grid, *map(raw, given), *workspace, out, *flat, *sizes, *more, *grouped)
+    launch_scan(problem, config, grid, *map(raw, given), *workspace, *starts, out, *flat, *sizes, *more, *groups)
 
 
 def _states_before(problem, config, tokens, pool, workspace, parts: int, segment: int) -> torch.Tensor:

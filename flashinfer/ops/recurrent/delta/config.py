@@ -92,3 +92,45 @@ def chunks(problem, target) -> ChunkConfig:
     return ChunkConfig(
         rows, operand, 8, 8 if problem.marks_dtype or problem.dtype == "fp32" else 4, stages, capability=capability
     )
+
+
+@dataclass(frozen=True)
+class Sm90ChunkConfig:
+    """stages : chunks in shared memory. copy_registers : of a thread of the warp that copies.
+
+    operand, prepare_warps, programs, capability : as of ChunkConfig.
+    """
+
+    stages: int
+    copy_registers: int
+    operand: str = "bf16"
+    prepare_warps: int = 8
+    programs: int = 1024
+    capability: int = 0
+
+
+def chunks_sm90(problem, target) -> Sm90ChunkConfig:
+    capability = capability_for(target, problem.source_dtype, problem.state_dtype, problem.marks_dtype)
+    # A chunk takes 57 KiB with one decay a head, and 73 KiB with decays of channels.
+    return Sm90ChunkConfig(3, 24, capability=capability)
+
+
+def refuses_chunks_sm90(problem, target) -> str:
+    """Why the Hopper kernel does not take the problem; "" if it does."""
+    if target.capability != 90:
+        return f"wgmma is compute capability 9.0's, and this is {target.arch}"
+    if (problem.dtype, problem.out_dtype) != ("bf16", "bf16"):
+        return f"{problem.dtype} to {problem.out_dtype}: it takes bf16, since a state may leave float16's range"
+    if problem.key_dim != 128:
+        return f"keys of {problem.key_dim}: it takes 128"
+    if problem.value_dim % 64:
+        return f"values of {problem.value_dim}: it takes multiples of 64"
+    if not problem.aligned:
+        return "rows that are not aligned to 16 bytes"
+    if problem.stride != 64:
+        return "states on the way at other places than multiples of 64 tokens"
+    if problem.write_dtype:
+        return "a write gate"
+    if problem.segments:
+        return "segments of sequences"
+    return ""

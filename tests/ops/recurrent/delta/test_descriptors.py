@@ -25,15 +25,19 @@ def problems():
 def main():
     from flashinfer._core.assembler import descriptor_sums, registers_of_two_layouts
     from flashinfer._core.target import named
-    from flashinfer.ops.recurrent.delta import chunks, config
+    from flashinfer.ops.recurrent.delta import chunks, config, sm90
     from tests.meta.test_compile_matrix import ptx_of
 
     for problem in problems():
-        chosen = config.chunks(problem, named("90a"))
-        for launcher in (chunks.launch_map,) * problem.segments + (chunks.launch_scan,):
+        target = named("90a")
+        kernels = [(chunks, x, config.chunks) for x in (chunks.launch_map,) * problem.segments + (chunks.launch_scan,)]
+        if not config.refuses_chunks_sm90(problem, target):
+            kernels.append((sm90, sm90.launch_scan_sm90, config.chunks_sm90))
+        for module, launcher, choose in kernels:
             job = SimpleNamespace(
-                module=chunks.__name__, launcher=launcher.name, problem=problem, config=chosen, arch="90a"
-            )
+                module=module.__name__, launcher=launcher.name, problem=problem, config=choose(problem, target),
+                arch="90a",
+            )  # fmt: skip
             ptx = ptx_of(job)
             two = len(registers_of_two_layouts(ptx))
             print(launcher.name, len(descriptor_sums(ptx)) > 0, two, problem, sep="; ")
@@ -47,5 +51,5 @@ def test_an_address_has_one_layout():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kernels = [line.split("; ", 3) for line in done.stdout.splitlines()]
-    assert len(kernels) == 20 and all(has == "True" for _, has, *_ in kernels), done.stdout
+    assert len(kernels) == 22 and all(has == "True" for _, has, *_ in kernels), done.stdout
     assert not [line for line in kernels if line[2] != "0"]

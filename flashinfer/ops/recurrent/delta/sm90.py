@@ -1,0 +1,74 @@
+"""Prefill by chunks on Hopper: what its kernels are compiled for, and how tensors reach them."""
+
+from __future__ import annotations
+
+from flashinfer._core.gluon_compat import tensordesc
+from flashinfer._core.implementation import Implementation
+from flashinfer._core.launch import Build, Launcher, TensorMap
+from flashinfer.ops.recurrent.delta import CHUNK
+from flashinfer.ops.recurrent.delta.chunks import prepare
+from flashinfer.ops.recurrent.delta.prepare import launch_prepare
+from flashinfer.ops.recurrent.delta.sm90_scan import scan_sm90_kernel
+from flashinfer.ops.recurrent.delta.workspace import STATE
+from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides
+
+
+def _boxes(problem) -> dict[str, tuple[int, ...]]:
+    """What one copy brings, for each tensor map: of rows of the workspace, or of tokens of a head."""
+    lead = (1,) if problem.channels else (1, 1)
+    boxes = dict(k_map=(*lead, CHUNK, problem.key_dim), q_map=(*lead, CHUNK, CHUNK))
+    boxes |= dict(last_map=boxes["k_map"], v_map=(1, 1, CHUNK, CHUNK))
+    return boxes | dict(a_map=(1, CHUNK, CHUNK), p_map=(1, CHUNK, CHUNK))
+
+
+def _build_scan(problem, config) -> Build:
+    maps = {name: tensordesc("bf16", box) for name, box in _boxes(problem).items()}
+    mark, table = problem.marks_dtype, problem.index
+    kinds = {"factors": "fp32", "offsets": table if problem.packed else "", "read": table if problem.read else ""}
+    kinds |= {"source": problem.source_dtype, "state": problem.state_dtype, "marks": mark}
+    kinds |= {"mark_starts": table if mark else "", "mark_slots": table if problem.mark_slots else ""}
+    kinds |= {"out": problem.out_dtype}
+    types = maps | pointers(kinds, {"factors", "out"})
+    places = {"out_by": ("row", "token", "head")} | dict.fromkeys(("source_by", "state_by", "marks_by"), STATE)
+    types |= place_types(places, {"out_by": problem.out_dtype})
+    types |= size_types(("sequences", "tokens", "chunks", "heads", "null", "every", "k_group", "q_group", "v_group"))
+    constants = {name: None for name, kind in kinds.items() if not kind}
+    constants |= {"CHANNELS": problem.channels, "FIRST_MARK": problem.first_mark, "SOURCE": problem.source_dtype}
+    constants |= {"STATE": problem.state_dtype, "MARKS": mark, "STAGES": config.stages}
+    constants |= {"CAPABILITY": config.capability, "COPY_REGISTERS": config.copy_registers}
+    return Build(scan_sm90_kernel, types, constants, num_warps=4)
+
+
+launch_scan_sm90 = Launcher("delta_scan_sm90", _build_scan)
+
+
+def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None, segment=0):
+    """Every sequence from its state to its last token; see operands.py for what is read and written."""
+    work = prepare(problem, config, tokens, gates, out.device, scale)
+    scan(problem, config, tokens, work, pool, out, marks)
+
+
+def scan(problem, config, tokens, work, pool, out, marks=None) -> None:
+    """The second kernel: what the first one made of `tokens` is in the workspace `work`."""
+    heads, values = tokens.heads, out.shape[3]
+    sizes = tokens.sequences, tokens.k.shape[1], work.chunks, heads
+    solved, scores, factors, *rows = work.tensors
+    q, k, v = (x.transpose(1, 2) for x in tokens[:3])
+    k_rows, q_rows, last_rows = (x.flatten(0, 1) for x in rows) if problem.channels else (k, q, k)
+    mapped = k_rows, q_rows, last_rows, v, solved.flatten(0, 1), scores.flatten(0, 1)
+    maps = [TensorMap(x, box) for x, box in zip(mapped, _boxes(problem).values(), strict=True)]
+    tables = (None,) * 3 if marks is None else (marks.out, marks.starts, marks.slots)
+    given = [factors, tokens.offsets, pool.read, pool.source, pool.state, *tables, out]
+    flat = [*strides(out, (0, 1, 2)), *(s for x in (pool.source, pool.state, tables[0]) for s in strides(x, range(4)))]
+    every = 1 if marks is None else marks.every
+    groups = [heads // x.shape[2] for x in (tokens.k, tokens.q, tokens.v)]
+    grid = (values // CHUNK, heads, tokens.sequences + problem.packed)
+    given = [raw(x) for x in given if x is not None]
+    launch_scan_sm90(problem, config, grid, *maps, *given, *flat, *sizes, pool.null, every, *groups)
+
+
+def kernels(problem, config):
+    return ((launch_prepare, problem, config), (launch_scan_sm90, problem, config))
+
+
+IMPLEMENTATION = Implementation(run, (launch_prepare, launch_scan_sm90), kernels=kernels, compile_together=True)

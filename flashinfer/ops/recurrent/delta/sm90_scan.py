@@ -1,0 +1,408 @@
+"""From chunk to chunk of 64 tokens on Hopper, in Gluon: outputs and states; docs/rooms/recurrent.md derives the form.
+
+A program follows 64 values of one head of one sequence. Its state, [64, 128] float32 in two halves of keys, is the
+accumulator of its own update, and stays in registers: values are the rows of every product, so that what one product
+gives is the next one's left operand with no memory in between. A chunk is, in the order of issue,
+
+    T = S K^T       O = S Q^T (first half of the keys)
+    C = (V^T - T k_factor) A^T       O += S Q^T (second half)
+    S = S decay + (C last_factor) K
+    O = O q_factor + C P^T
+
+Grid: (blocks of 64 values, heads, sequences), and one more for packed tokens of no sequence. Warps: a consumer
+warpgroup, and a producer warp that copies chunks by TMA, factors by cp.async. Shared memory: STAGES chunks of tiles of
+64 x 64 (K and Q two each, V, A, P; with decays of channels rows of the workspace for K and Q, and two more tiles), and
+a tile of outputs on their way.
+
+In: q, k [rows, heads, tokens, K] by their maps, v, the workspace of workspace.py, states [slots, heads, V, K]. Out:
+outputs like v, final states, states on the way.
+"""
+
+import triton.language as tl
+
+from flashinfer._core.gluon_compat import (
+    aggregate,
+    block_barrier,
+    cp_async,
+    cp_async_arrive,
+    fence_async_shared,
+    gl,
+    gluon,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashinfer.ops._device.sm90.mma import halves
+from flashinfer.ops._device.sm90.ring import Channel, make_barriers, make_channel
+from flashinfer.ops.recurrent._device.states import load_state, store_state
+
+# Tokens of a chunk, values of a program, and half of the keys: the sides of every tile.
+SIDE = gl.constexpr(64)
+KEYS = gl.constexpr(2 * SIDE)
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+STATE_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+# Whole rows of 64 values of 16 bits.
+WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@aggregate
+class Ring:
+    """Tiles k, last [stages, 64, K], q [2 stages, 64, 64] in halves of K, v, a, p [stages, 64, 64], factors [stages,
+    4 * 64 or K] float32, and their channel; `systems` is that of a and p, which are waited for later.
+
+    `last` is what updates the state: keys, or rows of keys with their decay to the chunk's end.
+    """
+
+    k: gl.shared_memory_descriptor
+    q: gl.shared_memory_descriptor
+    last: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    a: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    factors: gl.shared_memory_descriptor
+    channel: Channel
+    systems: Channel
+    CHANNELS: gl.constexpr
+
+    @gluon.jit
+    def factor(self, stage, PART: gl.constexpr):
+        """64 factors, a column of a tile each."""
+        return self.factors.index(stage).slice(PART * SIDE, SIDE).load(gl.SliceLayout(0, ACC))[None, :]
+
+
+@gluon.jit
+def _tiles(COUNT: gl.constexpr, COLUMNS: gl.constexpr, DTYPE: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIDE, COLUMNS], DTYPE)
+    return gl.allocate_shared_memory(DTYPE, [COUNT, SIDE, COLUMNS], LAYOUT)
+
+
+@gluon.jit
+def make_ring(STAGES: gl.constexpr, DTYPE: gl.constexpr, CHANNELS: gl.constexpr):
+    FACTORS: gl.constexpr = KEYS if CHANNELS else 4 * SIDE
+    k = _tiles(STAGES, KEYS, DTYPE)
+    q = _tiles(2 * STAGES, SIDE, DTYPE)
+    last = k
+    if CHANNELS:
+        last = _tiles(STAGES, KEYS, DTYPE)
+    v = _tiles(STAGES, SIDE, DTYPE)
+    a = _tiles(STAGES, SIDE, DTYPE)
+    p = _tiles(STAGES, SIDE, DTYPE)
+    factors = gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # The copies of tiles arrive once, those of factors with each lane.
+    channel = make_channel(STAGES, 33, 1)
+    systems = Channel(make_barriers(STAGES, 1), channel.empty)
+    return Ring(k, q, last, v, a, p, factors, channel, systems, CHANNELS)
+
+
+@gluon.jit
+def _bring(maps, factors, where, chunks, heads, ring: Ring):
+    """One warp: copies chunk by chunk what its products take."""
+    k_map, q_map, last_map, v_map, a_map, p_map = maps
+    row, first, k_head, q_head, v_head, v_column, tile = where
+    TILES: gl.constexpr = 7 if ring.CHANNELS else 5
+    FACTORS: gl.constexpr = ring.factors.shape[1]
+    VECTOR: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    factors += gl.arange(0, FACTORS, VECTOR)
+    for chunk in range(chunks):
+        token = first + chunk * SIDE
+        stage, full = ring.channel.expect(chunk, TILES * SIDE * SIDE * 2)
+        if ring.CHANNELS:
+            tma_load(k_map, [tile, 0, 0], full, ring.k.index(stage))
+            tma_load(last_map, [tile, 0, 0], full, ring.last.index(stage))
+        else:
+            tma_load(k_map, [row, k_head, token, 0], full, ring.k.index(stage))
+        for half in gl.static_range(2):
+            if ring.CHANNELS:
+                tma_load(q_map, [tile, 0, half * SIDE], full, ring.q.index(stage * 2 + half))
+            else:
+                tma_load(q_map, [row, q_head, token, half * SIDE], full, ring.q.index(stage * 2 + half))
+        tma_load(v_map, [row, v_head, token, v_column], full, ring.v.index(stage))
+        cp_async(ring.factors.index(stage), factors + tile.to(gl.int64) * FACTORS)
+        cp_async_arrive(full, increment_count=False)
+        stage, full = ring.systems.expect(chunk, 2 * SIDE * SIDE * 2)
+        tma_load(a_map, [tile, 0, 0], full, ring.a.index(stage))
+        tma_load(p_map, [tile, 0, 0], full, ring.p.index(stage))
+        tile += heads
+
+
+@gluon.jit
+def _clear_tail(tile, left):
+    """Zero the rows of a tile past the sequence's end: what lies there is another's, and 0 times NaN is NaN."""
+    row = gl.arange(0, SIDE, gl.SliceLayout(1, WIDE))
+    x = tile.load(WIDE)
+    tile.store(gl.where((row < left)[:, None], x, 0.0).to(x.dtype))
+
+
+@gluon.jit
+def _start(a, b, acc):
+    return warpgroup_mma(a, b, acc, is_async=True)
+
+
+@gluon.jit
+def _start_from_zero(a, b):
+    zeros = gl.zeros([SIDE, SIDE], gl.float32, ACC)
+    return warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _operand(x):
+    """A rounded accumulator as the left operand of a product; no value moves between threads."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=x.type.layout, k_width=2)
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _operands(s):
+    """A state as the left operand of products: all of its keys, and each half of them. They are the same registers."""
+    # Rounded where this stands: the compiler would do it behind the next wait, when the tensor cores idle.
+    s = gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [s], dtype=gl.bfloat16, is_pure=False, pack=2
+    )  # fmt: skip
+    left, right = halves(s)
+    return _operand(s), _operand(left), _operand(right)
+
+
+@gluon.jit
+def _store_outputs(o, staging, at_out, by, left):
+    """O^T [values, tokens] to rows of tokens, as far as there are any."""
+    staging.permute([1, 0]).store(o)
+    rows = staging.load(WIDE)
+    token = gl.arange(0, SIDE, gl.SliceLayout(1, WIDE))
+    value = gl.arange(0, SIDE, gl.SliceLayout(0, WIDE))
+    at = at_out + token[:, None].to(gl.int64) * by + value[None, :]
+    gl.store(at, rows, mask=(token < left)[:, None] & (value >= 0)[None, :])
+
+
+@gluon.jit
+def zero_rows(at, by, first, end):
+    token = gl.arange(0, SIDE, gl.SliceLayout(1, WIDE))
+    value = gl.arange(0, SIDE, gl.SliceLayout(0, WIDE))
+    zeros = gl.zeros([SIDE, SIDE], at.dtype.element_ty, WIDE)
+    for begin in range(first, end, SIDE):
+        inside = (begin + token < end)[:, None] & (value >= 0)[None, :]
+        gl.store(at + (begin + token)[:, None].to(gl.int64) * by + value[None, :], zeros, mask=inside)
+
+
+@gluon.jit
+def _place(at, by):
+    """Addresses of a program's part of a state, and a mask for them."""
+    value = gl.arange(0, SIDE, gl.SliceLayout(1, STATE_ACC)).to(gl.int64)
+    key = gl.arange(0, KEYS, gl.SliceLayout(0, STATE_ACC)).to(gl.int64)
+    return at + value[:, None] * by.row + key[None, :] * by.column, (value >= 0)[:, None] & (key >= 0)[None, :]
+
+
+@gluon.jit
+def _load(at, by, DTYPE: gl.constexpr, CAPABILITY: gl.constexpr):
+    places, inside = _place(at, by)
+    return load_state(places, inside, DTYPE, CAPABILITY)
+
+
+@gluon.jit
+def _store(at, by, s, pred, DTYPE: gl.constexpr, CAPABILITY: gl.constexpr):
+    places, inside = _place(at, by)
+    store_state(places, s, inside & pred, DTYPE, CAPABILITY)
+
+
+@gluon.jit
+def _decayed(s, ring: Ring, stage):
+    """A state with the decay of a whole chunk."""
+    if ring.CHANNELS:
+        return s * ring.factors.index(stage).load(gl.SliceLayout(0, STATE_ACC))[None, :]
+    left, right = halves(s)
+    decay = ring.factor(stage, 3)
+    return _whole(left * decay, right * decay)
+
+
+@gluon.jit
+def _whole(left, right):
+    """A state of its halves; no register moves."""
+    s = gl.join(left, right).permute([0, 2, 1]).reshape([SIDE, KEYS])
+    return gl.convert_layout(s, STATE_ACC, assert_trivial=True)
+
+
+@gluon.jit
+def _store_mark(
+    at, by, slots, mark, s, SLOTS: gl.constexpr, DTYPE: gl.constexpr, CAPABILITY: gl.constexpr
+):  # fmt: skip
+    place = mark
+    if SLOTS:
+        place = gl.load(slots + mark).to(gl.int64)
+    _store(at + place * by.slot, by, s, place >= 0, DTYPE, CAPABILITY)
+
+
+@gluon.jit
+def _take(chunk, length, fresh, ring: Ring):
+    """Waits for a chunk's tokens. Those of the last one that are another sequence's become zeros, if it is `fresh`."""
+    stage = ring.channel.wait(chunk)
+    tokens = length - chunk * SIDE
+    if fresh & (tokens < SIDE):
+        _clear_tail(ring.v.index(stage), tokens)
+        if not ring.CHANNELS:
+            _clear_tail(ring.k.index(stage), tokens)
+            # Products read keys; values, threads.
+            fence_async_shared()
+            block_barrier()
+    return stage
+
+
+@gluon.jit
+def _follow(
+    s, chunks, length, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging, ring: Ring,
+    FIRST_MARK: gl.constexpr, SLOTS: gl.constexpr, MARKS: gl.constexpr, CAPABILITY: gl.constexpr,
+):  # fmt: skip
+    """The consumer: all chunks of a sequence, whose state is `s` before them. Returns the one after them."""
+    DTYPE: gl.constexpr = ring.k.dtype
+    whole, left, right = _operands(s)
+    # Outputs of a chunk are stored while the next one's first product runs.
+    o = gl.zeros([SIDE, SIDE], gl.float32, ACC)
+    stored = 0
+    stage = 0
+    if chunks > 0:
+        stage = _take(0, length, True, ring)
+    # Without LICM: addresses of states on the way would be kept for all chunks.
+    chunk = 0
+    while tl.condition(chunk < chunks, disable_licm=True):
+        t = _start_from_zero(whole, ring.k.index(stage).permute([1, 0]))
+        o = warpgroup_mma_wait(1, [o])
+        _store_outputs(o.to(staging.dtype), staging, at_out, out_by.token, stored)
+        at_out += stored.to(gl.int64) * out_by.token
+        o = _start_from_zero(left, ring.q.index(stage * 2).permute([1, 0]))
+        # Every warp has read the values and factors of the chunk before: the barriers of the store are behind them.
+        ring.channel.release(chunk + ring.channel.full.shape[0] - 1, pred=chunk > 0)
+        x = ring.v.index(stage).permute([1, 0]).load(ACC).to(gl.float32)
+        # The wait for matrices, which are there by now, is a branch. ptxas does not move what follows the wait for T
+        # across it, and would otherwise wait for O, too, at an earlier place.
+        if ring.CHANNELS:
+            ring.systems.wait(chunk)
+            t = warpgroup_mma_wait(1, [t])
+            x -= t
+        else:
+            k_factor = ring.factor(stage, 0)
+            ring.systems.wait(chunk)
+            t = warpgroup_mma_wait(1, [t])
+            x -= t * k_factor
+        c = _start_from_zero(_operand(x.to(DTYPE)), ring.a.index(stage).permute([1, 0]))
+        # A product whose accumulator is under way would wait for all of them.
+        o, s = warpgroup_mma_wait(1, [o, s])
+        o = _start(right, ring.q.index(stage * 2 + 1).permute([1, 0]), o)
+        s = _decayed(s, ring, stage)
+        c = warpgroup_mma_wait(1, [c])
+        change = _operand(c.to(DTYPE))
+        update = change
+        if not ring.CHANNELS:
+            update = _operand((c * ring.factor(stage, 2)).to(DTYPE))
+        s = _start(update, ring.last.index(stage), s)
+        o = warpgroup_mma_wait(1, [o])
+        if not ring.CHANNELS:
+            o *= ring.factor(stage, 1)
+        o = _start(change, ring.p.index(stage).permute([1, 0]), o)
+        s = warpgroup_mma_wait(1, [s])
+        whole, left, right = _operands(s)
+        # A branch again, behind which ptxas does not put the rounding.
+        following = gl.minimum(chunk + 1, chunks - 1)
+        stage = _take(following, length, following > chunk, ring)
+        o = warpgroup_mma_wait(0, [o])
+        stored = gl.minimum(length - chunk * SIDE, SIDE)
+        if MARKS != "":
+            done = chunk * SIDE + SIDE
+            if (done % every == 0) & (done < length + (1 - FIRST_MARK)):
+                _store_mark(at_marks, marks_by, mark_slots, mark, s, SLOTS, MARKS, CAPABILITY)
+                mark += 1
+        chunk += 1
+    o = warpgroup_mma_wait(0, [o])
+    _store_outputs(o.to(staging.dtype), staging, at_out, out_by.token, stored)
+    return s
+
+
+@gluon.jit
+def _run(
+    at_source, at_state, source_by, state_by, chunks, length, at_out, out_by, at_marks, marks_by, mark_slots, mark,
+    every, live, staging, ring: Ring,
+    FIRST_MARK: gl.constexpr, SLOTS: gl.constexpr, SOURCE: gl.constexpr, STATE: gl.constexpr, MARKS: gl.constexpr,
+    CAPABILITY: gl.constexpr,
+):  # fmt: skip
+    if live:
+        s = gl.zeros([SIDE, KEYS], gl.float32, STATE_ACC)
+        if SOURCE != "":
+            s = _load(at_source, source_by, SOURCE, CAPABILITY)
+        if MARKS != "":
+            if FIRST_MARK:
+                if length > 0:
+                    _store_mark(at_marks, marks_by, mark_slots, mark, s, SLOTS, MARKS, CAPABILITY)
+                mark += 1
+        s = _follow(
+            s, chunks, length, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging, ring,
+            FIRST_MARK, SLOTS, MARKS, CAPABILITY,
+        )  # fmt: skip
+        if STATE != "":
+            _store(at_state, state_by, s, True, STATE, CAPABILITY)
+    else:
+        zero_rows(at_out, out_by.token, 0, length)
+
+
+@gluon.jit
+def scan_sm90_kernel(
+    k_map, q_map, last_map, v_map, a_map, p_map, factors, offsets, read, source, state, marks, mark_starts, mark_slots,
+    out, out_by, source_by, state_by, marks_by, of,
+    CHANNELS: gl.constexpr, FIRST_MARK: gl.constexpr, SOURCE: gl.constexpr, STATE: gl.constexpr, MARKS: gl.constexpr,
+    STAGES: gl.constexpr, CAPABILITY: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """With CHANNELS the first three maps are of the workspace's rows; else of k, q, and k."""
+    ring = make_ring(STAGES, v_map.dtype, CHANNELS)
+    staging = gl.allocate_shared_memory(
+        out.dtype.element_ty, [SIDE, SIDE], gl.NVMMASharedLayout.get_default_for([SIDE, SIDE], out.dtype.element_ty)
+    )
+    value = gl.program_id(0) * SIDE
+    head = gl.program_id(1)
+    n = gl.program_id(2)
+    sequence = gl.minimum(n, of.sequences - 1)
+    at_out = out + head * out_by.head + value
+    row = sequence
+    first = sequence * 0
+    length = first + of.tokens
+    place = sequence * of.chunks
+    if offsets is not None:
+        row = sequence * 0
+        first = gl.load(offsets + sequence).to(gl.int32)
+        length = gl.load(offsets + sequence + 1).to(gl.int32) - first
+        place = first // SIDE + sequence
+        if n == of.sequences:
+            # One program more than sequences: tokens of no sequence have output 0.
+            zero_rows(at_out, out_by.token, 0, gl.load(offsets).to(gl.int32))
+            zero_rows(at_out, out_by.token, first + length, of.tokens)
+            length = length * 0
+    at_out += row.to(gl.int64) * out_by.row + first.to(gl.int64) * out_by.token
+    slot = n.to(gl.int64)
+    if read is not None:
+        slot = gl.load(read + sequence).to(gl.int64)
+    live = (n < of.sequences) & (slot > of.null)
+    chunks = gl.where(live, (length + SIDE - 1) // SIDE, 0)
+    # What is not there stands for nothing that is followed: roles take no None.
+    at_source = out
+    if source is not None:
+        at_source = source + slot * source_by.slot + head * source_by.head + value * source_by.row
+    at_state = out
+    if state is not None:
+        at_state = state + slot * state_by.slot + head * state_by.head + value * state_by.row
+    at_marks = out
+    slots = out
+    mark = slot
+    if MARKS != "":
+        at_marks = marks + head * marks_by.head + value * marks_by.row
+        mark = gl.load(mark_starts + sequence).to(gl.int64)
+    SLOTS: gl.constexpr = mark_slots is not None
+    if SLOTS:
+        slots = mark_slots
+    maps = (k_map, q_map, last_map, v_map, a_map, p_map)
+    where = (row, first, head // of.k_group, head // of.q_group, head // of.v_group, value, place * of.heads + head)
+    gl.warp_specialize(
+        [
+            (_run, (
+                at_source, at_state, source_by, state_by, chunks, length, at_out, out_by, at_marks, marks_by, slots,
+                mark, of.every, live, staging, ring, FIRST_MARK, SLOTS, SOURCE, STATE, MARKS, CAPABILITY,
+            )),
+            (_bring, (maps, factors, where, chunks, of.heads, ring)),
+        ],
+        [1],
+        [COPY_REGISTERS],
+    )  # fmt: skip
