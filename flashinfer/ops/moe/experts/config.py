@@ -107,8 +107,8 @@ def product(problem, target) -> Config:
         # Bound by memory: whole lines of each row of the weights a step, and several programs on a multiprocessor,
         # whose loads overlap. H100: bfloat16 in steps of 64 elements is 6 % slower, in strips of 128 rows 0 to 1 %;
         # FP8 in strips of 64 rows 5 %, with a stage more 2 %.
-        # More rows of 4-bit integers, decoded, spill.
-        narrow = problem.experts == "few" or bits_w == 16 or problem.weights == "mxint4"
+        # More rows of 4-bit integers, or of arranged codes, decoded, spill.
+        narrow = problem.experts == "few" or bits_w == 16 or problem.weights == "mxint4" or problem.fragments
         tile_n = 64 if narrow else 128
         tile_k = 128
         num_warps = 4
