@@ -3,6 +3,7 @@
 Two more where long sequences go in segments, all at once.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,8 +29,8 @@ class Workspace(NamedTuple):
     chunks: int
 
 
-def prepare(problem, config, tokens, gates, device, scale) -> Workspace:
-    """The systems of all chunks."""
+def prepare(problem, config, tokens, gates, device, scale, launch=None) -> Workspace:
+    """The systems of all chunks, made by the portable kernel or by what `launch` launches in its place."""
     n, heads = tokens.sequences, tokens.heads
     rows, length, keys = tokens.k.shape[0], tokens.k.shape[1], tokens.k.shape[3]
     chunks = triton.cdiv(length, problem.stride)
@@ -43,17 +44,23 @@ def prepare(problem, config, tokens, gates, device, scale) -> Workspace:
     tensors = [empty(CHUNK, CHUNK), empty(CHUNK, CHUNK)]
     tensors.append(empty(wide if problem.channels else 4 * CHUNK, dtype=torch.float32))
     tensors += [empty(CHUNK, wide) for _ in range(3 * problem.channels)]
-    tiles = places * heads
-    programs = min(tiles, config.programs)
-    scratch = torch.empty(programs, CHUNK, CHUNK, dtype=torch.float32, device=device)
     given = [x for x in (*tokens[:2], *tokens[3:5], gates.a_log, gates.bias, tokens.offsets) if x is not None]
     flat = [s for x in (tokens.q, tokens.k, tokens.gate, tokens.beta) for s in strides(x, (0, 1, 2))]
     groups = [1 if x is None else heads // x.shape[2] for x in (tokens.q, tokens.k, tokens.gate, tokens.beta)]
     groups += [1 if x is None else heads // x.shape[0] for x in (gates.a_log, gates.bias)]
-    sizes = (n, length, chunks, heads, keys, tiles)
+    sizes = (n, length, chunks, heads, keys)
     numbers = scale, gates.lower, gates.sharp, gates.threshold
-    launch_prepare(problem, config, (programs, 1, 1), *given, scratch, *tensors, *flat, *sizes, *groups, *numbers)
+    launch = launch or partial(_launch_prepare, config)
+    launch(problem, places, given, tensors, flat, sizes, groups, numbers)
     return Workspace(tensors, chunks)
+
+
+def _launch_prepare(config, problem, places, given, made, flat, sizes, groups, numbers) -> None:
+    tiles = places * sizes[3]
+    programs = min(tiles, config.programs)
+    scratch = torch.empty(programs, CHUNK, CHUNK, dtype=torch.float32, device=made[0].device)
+    grid = (programs, 1, 1)
+    launch_prepare(problem, config, grid, *given, scratch, *made, *flat, *sizes, tiles, *groups, *numbers)
 
 
 def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None, segment=0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
-from flashinfer.ops.recurrent.delta import CHUNK
+from flashinfer.ops.recurrent.delta import CHUNK, sm90_prepare, sm90_prepare_channels
 from flashinfer.ops.recurrent.delta.chunks import prepare
 from flashinfer.ops.recurrent.delta.prepare import launch_prepare
 from flashinfer.ops.recurrent.delta.sm90_scan import scan_sm90_kernel
@@ -42,9 +42,17 @@ def _build_scan(problem, config) -> Build:
 launch_scan_sm90 = Launcher("delta_scan_sm90", _build_scan)
 
 
+def _preparing(problem):
+    """The module of the first kernel; None: the portable one, where decays of channels have no bound."""
+    if problem.channels:
+        return sm90_prepare_channels if problem.bounded and problem.gate else None
+    return sm90_prepare
+
+
 def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None, segment=0):
     """Every sequence from its state to its last token; see operands.py for what is read and written."""
-    work = prepare(problem, config, tokens, gates, out.device, scale)
+    preparing = _preparing(problem)
+    work = prepare(problem, config, tokens, gates, out.device, scale, preparing and preparing.launch)
     scan(problem, config, tokens, work, pool, out, marks)
 
 
@@ -68,7 +76,13 @@ def scan(problem, config, tokens, work, pool, out, marks=None) -> None:
 
 
 def kernels(problem, config):
-    return ((launch_prepare, problem, config), (launch_scan_sm90, problem, config))
+    preparing = _preparing(problem)
+    if preparing is None:
+        yield launch_prepare, problem, config
+    else:
+        yield from ((preparing.LAUNCHER, problem, its) for its in preparing.CONFIGS)
+    yield launch_scan_sm90, problem, config
 
 
-IMPLEMENTATION = Implementation(run, (launch_prepare, launch_scan_sm90), kernels=kernels, compile_together=True)
+LAUNCHERS = (launch_prepare, sm90_prepare.LAUNCHER, sm90_prepare_channels.LAUNCHER, launch_scan_sm90)
+IMPLEMENTATION = Implementation(run, LAUNCHERS, kernels=kernels, compile_together=True)

@@ -217,13 +217,13 @@ class ChannelsConfig:
     registers: int = 255
 
 
-CONFIG = ChannelsConfig()
+CONFIGS = (ChannelsConfig(),)
 
 
 def launch(problem, places: int, given, made, strides, sizes, groups, numbers) -> None:
     """All chunks' systems, a decay a channel, in the workspace `made`; the rest as the kernel takes it."""
     grid = (places * sizes[3], 1, 1)
-    LAUNCHER(problem, CONFIG, grid, *given, *made, *strides, *sizes, *groups, *numbers)
+    LAUNCHER(problem, CONFIGS[0], grid, *given, *made, *strides, *sizes, *groups, *numbers)
 
 
 def _build(problem, config):

@@ -33,7 +33,7 @@ def main():
     from tests.meta.test_compile_matrix import ptx_of_build
 
     heads = [(sm90_prepare, problem, config) for problem in problems() for config in sm90_prepare.CONFIGS]
-    channels = [(sm90_prepare_channels, problem, sm90_prepare_channels.CONFIG) for problem in channel_problems()]
+    channels = [(sm90_prepare_channels, problem, sm90_prepare_channels.CONFIGS[0]) for problem in channel_problems()]
     for module, problem, config in heads + channels:
         build = module.LAUNCHER.build(problem, config)
         ptx = ptx_of_build(build, "90a")
