@@ -51,7 +51,7 @@ def device(pytestconfig):
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter(pytestconfig):
-    """Two thirds of the time of Triton's interpreter come to nothing: they are left out.
+    """Two thirds of the time of Triton's interpreter come to nothing: they are left out. Reductions are made in pairs.
 
     It replaces all functions of the language again at each call of a device function, it works out overflows of
     integers for an assertion that only its debug mode makes, and it makes its table of types at each look into it.
@@ -90,6 +90,29 @@ def quick_interpreter(pytestconfig):
         return known[name]
 
     interpreter._get_np_dtype = found_once
+
+    interpreter.ReduceOps.generic_reduce = _reduce_in_pairs
+
+
+def _reduce_in_pairs(operation, input):
+    """A reduction with a function of the kernel's, neighbours in pairs and all rows at once.
+
+    The interpreter calls the function for each element; as it is associative, a tree gives what it stands for.
+    """
+    import numpy as np
+
+    arrays = [x.handle.data for x in input]
+    rank, axis = arrays[0].ndim, operation.axis
+    parts = [array.reshape(-1) if axis is None else np.moveaxis(array, axis, -1) for array in arrays]
+    while parts[0].shape[-1] > 1:
+        assert parts[0].shape[-1] % 2 == 0
+        halves = [(part[..., first::2], x.dtype) for first in (0, 1) for part, x in zip(parts, input)]
+        found = operation.combine_fn.fn(*(operation.to_tensor(*half) for half in halves))
+        parts = [x.handle.data for x in (found if isinstance(found, tuple) else (found,))]
+    parts = [part[..., 0] for part in parts]
+    if operation.keep_dims:
+        parts = [np.expand_dims(part, tuple(range(rank)) if axis is None else axis) for part in parts]
+    return [operation.to_tensor(part if part.ndim else part.item(), x.dtype) for part, x in zip(parts, input)]
 
 
 @pytest.fixture(scope="module")
