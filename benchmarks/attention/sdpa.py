@@ -26,7 +26,7 @@ def works(a: Attention, t: Tensors, check) -> dict[str, Work]:
         return {}
     k, v = rows_of_keys(a, t, 0) if a.page_size else t.keys
     group = a.qo_heads // a.kv_heads
-    forms = {"gqa": (k, v)} if group == 1 else {
+    operands = {"gqa": (k, v)} if group == 1 else {
         "gqa": (k, v),
         "expanded": tuple(x.repeat_interleave(group, dim=1) for x in (k, v)),
     }  # fmt: skip
@@ -35,8 +35,8 @@ def works(a: Attention, t: Tensors, check) -> dict[str, Work]:
         if backend == "cudnn" and a.causal and a.q_len != a.kv_len:
             # its causal mask starts at the first key; a chunk stands at the last
             continue
-        for form, keys in forms.items():
-            name = backend if group == 1 else f"{backend}/{form}"
+        for heads, keys in operands.items():
+            name = backend if group == 1 else f"{backend}/{heads}"
             run = partial(_attention, a, _BACKENDS[backend])
             found[name] = Work(run, (t.q, *keys), check=lambda out: check(out.transpose(1, 2).flatten(0, 1)))
     return found

@@ -61,14 +61,14 @@ def _row(name: str, group: str, targets=(), headline=False) -> Case:
     def make(device: torch.device) -> Work:
         table = measured(device.type)
         row = table["rows"].get(name, {"ours": {"error": table["error"]}, "link": 0, "peers": {}})
-        peers = {way: _told(answer) for way, answer in row["peers"].items()}
-        return _told(row["ours"], link=row["link"], peers=peers)
+        peers = {way: _given(answer) for way, answer in row["peers"].items()}
+        return _given(row["ours"], link=row["link"], peers=peers)
 
     # Ranks of FlashInfer are not started.
     return Case(name, make, group, targets, headline, ways=lambda device: {})
 
 
-def _told(answer: dict, **more) -> Work:
+def _given(answer: dict, **more) -> Work:
     def run():
         if "error" in answer:
             raise RuntimeError(answer["error"])

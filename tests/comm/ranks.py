@@ -17,9 +17,9 @@ def of_ranks(world, shape, device, seed=0, dtype=torch.bfloat16):
     return [x.to(device, dtype) for x in made]
 
 
-def forms(rank, world, device):
+def calls(rank, world, device):
     trtllm(rank, world, device)
-    mnnvl_forms(rank, world, device)
+    mnnvl_calls(rank, world, device)
     pcie(rank, world, device)
     ulysses(rank, world, device)
     lse_reduce(rank, world, device)
@@ -80,7 +80,7 @@ def _returned(pattern, out):
     return out["norm_out"] if PATTERNS[pattern].normed else out["quant_out"]
 
 
-def mnnvl_forms(rank, world, device):
+def mnnvl_calls(rank, world, device):
     mapping = comm.Mapping(world, rank, tp_size=world)
     ws, flags, count = mnnvl.get_allreduce_mnnvl_workspace(mapping, torch.bfloat16, None, 64 << 10)
     assert count == 32 << 10

@@ -11,17 +11,17 @@ from flashinfer.comm import allreduce, dcp_alltoall, pcie_ipc_tuning
 from flashinfer.ops.comm import symmetric
 from tests.ops.comm import processes, simulate
 
-FORMS = "tests.comm.ranks:forms"
+CALLS = "tests.comm.ranks:calls"
 
 
-def test_forms_over_processes(tmp_path):
-    processes.run(2, FORMS, tmp_path)
+def test_calls_over_processes(tmp_path):
+    processes.run(2, CALLS, tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 4])
-def test_forms_over_processes_that_share_a_gpu(tmp_path, world):
-    processes.run(world, FORMS, tmp_path, device="cuda:0")
+def test_calls_over_processes_that_share_a_gpu(tmp_path, world):
+    processes.run(world, CALLS, tmp_path, device="cuda:0")
 
 
 def shared(world, nbytes):

@@ -78,10 +78,8 @@ OLD_WORDS = re.compile(
 )  # fmt: skip
 # Files and folders that still have some, to be rewritten; what has none leaves the list.
 NOT_YET = (
-    "benchmarks/attention/", "benchmarks/comm/", "benchmarks/gemm/grouped/", "benchmarks/moe/experts/",
-    "flashinfer/attn_scores.py", "flashinfer/comm/__init__.py", "flashinfer/comm/ulysses.py",
-    "flashinfer/dense_mqa.py", "flashinfer/ops/attention/", "tests/comm/ranks.py", "tests/comm/test_forms.py",
-    "tests/ops/attention/", "tests/ops/recurrent/",
+    "benchmarks/moe/experts/", "flashinfer/attn_scores.py", "flashinfer/comm/__init__.py", "flashinfer/comm/ulysses.py",
+    "flashinfer/dense_mqa.py", "flashinfer/ops/attention/", "tests/ops/attention/",
 )  # fmt: skip
 
 

@@ -24,13 +24,13 @@ def cases(device: torch.device) -> Iterator[Case]:
             ways = partial(_segments, rows, *shape)
             yield Case(f"bf16 {name}, {rows} rows", partial(_bf16, rows, *shape), "experts", ways=ways)
             yield Case(f"fp8 {name}, {rows} rows", partial(_fp8, rows, *shape), "experts", builds="experts")
-    forms = {"contiguous": (_contiguous, _CONTIGUOUS), "masked": (_masked, _MASKED)}
-    for form, (make, shapes) in forms.items():
+    layouts = {"contiguous": (_contiguous, _CONTIGUOUS), "masked": (_masked, _MASKED)}
+    for layout, (make, shapes) in layouts.items():
         for shape, least in (shapes if on_gpu else {(2, 8, 128, 256): 0}).items():
             groups, rows, n, k = shape
             targets = (Target("TFLOP/s", least),) if least else ()
-            name = f"fp8 {form} {groups} of {rows}x{n}x{k}"
-            known = dict(builds=form, problem=f"fp8 blocks {form}")
+            name = f"fp8 {layout} {groups} of {rows}x{n}x{k}"
+            known = dict(builds=layout, problem=f"fp8 blocks {layout}")
             yield Case(name, partial(make, *shape), "DeepGEMM", targets, headline=bool(least), **known)
 
 

@@ -282,7 +282,7 @@ def test_checkpoints(backend, device, indexed):
 
 
 @backends
-def test_bits_of_pieces(backend, device):
+def test_bits_of_a_prompt_in_parts(backend, device):
     case = Case(1, 140, (1, 1), device=device)
     state = case.states(1)
     whole = state.clone()
