@@ -3,7 +3,7 @@
 # make mutants  small wrong changes to the source, each of which the tests have to notice; minutes
 # make matrix   compile every kernel for every architecture on two Tritons
 # make wheel    build sdist and wheel of each version that engines pin, and try them in clean environments
-# make types    check types of the examples, the integrations and the code in documents
+# make types    check types of the examples, the integrations, public modules and the code in documents
 # make docs     build the documentation site and open it in a headless browser; needs npm for the browser
 # All build .venv first; needs Python 3.10+ and nothing else. TORCH_INDEX=URL names one more index to find torch in.
 
