@@ -56,7 +56,7 @@ class Fragments:
 
     groups : warpgroups of a program, with 128 rows of weights each. stages : of 128 elements of K. programs : on a
     multiprocessor. raster : tiles of rows that share a strip of weights in L2. registers, copy_registers : of a thread
-    of the second warpgroup, and of the warp that fills stages. maxnreg : of a thread when the kernel begins.
+    of the second warpgroup, and of the warp that fills stages. maxnreg : of a thread when the kernel begins, 0 for ptxas's choice.
     gather_rows, gather_words : of a program that puts rows in order, in words of 4 bytes.
     """
 
@@ -66,7 +66,7 @@ class Fragments:
     raster: int
     registers: int
     copy_registers: int
-    maxnreg: int | None
+    maxnreg: int
     gather_rows: int = 4
     gather_words: int = 1024
 
@@ -206,7 +206,7 @@ def fragments(problem, target) -> Fragments:
     if problem.tile <= 32:
         return Fragments(groups=1, stages=4, programs=3, raster=8, registers=0, copy_registers=32, maxnreg=80)
     stages = 5 if problem.tile == 64 else 3
-    return Fragments(groups=2, stages=stages, programs=1, raster=8, registers=216, copy_registers=32, maxnreg=None)
+    return Fragments(groups=2, stages=stages, programs=1, raster=8, registers=216, copy_registers=32, maxnreg=0)
 
 
 def quantize(problem, target) -> Quantize:

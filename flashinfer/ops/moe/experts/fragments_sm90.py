@@ -301,7 +301,7 @@ def _build(p, c) -> Build:
         COPY_REGISTERS=c.copy_registers,
     )  # fmt: skip
     types = {name: kind for name, kind in types.items() if kind is not None}
-    return Build(product_fragments_kernel, types, constants, num_warps=4, maxnreg=c.maxnreg)
+    return Build(product_fragments_kernel, types, constants, num_warps=4, maxnreg=c.maxnreg or None)
 
 
 product_fragments = Launcher("moe_product_fragments", _build)
