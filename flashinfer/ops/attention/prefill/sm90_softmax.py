@@ -176,21 +176,17 @@ def wait_full(ring: Ring, step, settings: Settings):
 
 @gluon.jit
 def steps(
-    WG, count, seeding, begin, acc, p, keep, top, sums, step, start, last, q, q_rest, k: Ring, v: Ring, turn, zeros,
+    WG, count, acc, p, keep, top, sums, step, start, last, q, q_rest, k: Ring, v: Ring, turn, zeros,
     cols, factor, view: RowView, params, MASKED: gl.constexpr, FIXED: gl.constexpr, settings: Settings,
 ):  # fmt: skip
     """`count` blocks of keys below key `start`. For each: its scores, P V of the block before it, then its softmax.
 
     `step` counts the blocks of all tasks. `p` are the weights of the block before, and `keep` is the factor that `acc`
-    still lacks. `last` is the task's last step. With FIXED, the blocks use `top` as their shift, and `keep` is 1. With
-    MASKED, the `seeding`-th of them is the block at key `begin`, see sm90_queue.seed_of.
+    still lacks. `last` is the task's last step. With FIXED, the blocks use `top` as their shift, and `keep` is 1.
     """
     shifted = top * factor
     for i in range(count):
         start -= zeros.shape[1]
-        first = start
-        if MASKED and settings.SEEDED:
-            first = gl.where(i == seeding, begin, start)
         before = v.channel.stage(step - 1)
         _wait_turn(WG, turn, step)
         s = _scores(WG, q, q_rest, k, step, zeros, settings)
@@ -201,7 +197,7 @@ def steps(
         mbarrier.arrive(turn.index(1 - WG), count=1)
         s = warpgroup_mma_wait(1, [s])
         k.channel.release(step)
-        s = _logits(s, view, params, opaque_sum(first, cols, 8), MASKED, settings)
+        s = _logits(s, view, params, opaque_sum(start, cols, 8), MASKED, settings)
         if FIXED:
             weights = gl.exp2(s * factor - shifted[:, None])
             sums += _fold(weights, True)
@@ -224,7 +220,7 @@ def steps(
 
 @gluon.jit
 def steps_fp8(
-    WG, count, seeding, begin, acc, p, keep, top, sums, step, start, last, q, q_rest, k: Ring, v: Ring, turn, zeros,
+    WG, count, acc, p, keep, top, sums, step, start, last, q, q_rest, k: Ring, v: Ring, turn, zeros,
     cols, factor, view: RowView, params, MASKED: gl.constexpr, FIXED: gl.constexpr, settings: Settings,
 ):  # fmt: skip
     """The same in e4m3. P V of each block starts from zero, before the scores, and is added to `acc` while they run.
@@ -303,33 +299,30 @@ def attend(
     step += 1
     if blocks > 1:
         wait_full(k, step, settings)
-    plain = gl.minimum(plain_to, blocks - 1) - plain_from
-    masked = gl.maximum(blocks - 1 - plain_to, 0)
-    count = masked
-    if settings.SEEDED:
-        # Block 0 is one of those with a mask, which hides none of it: a loop of its own would be one more in every
-        # task's instructions.
-        seeded = (seed < blocks).to(gl.int32)
-        count += seeded
-        plain -= seeded
     acc, p, keep, top, sums, step, start = STEPS(
-        WG, count, masked, begin, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros, cols,
+        WG, blocks - 1 - plain_to, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros, cols,
         factor, view, params, True, False, settings,
     )  # fmt: skip
+    plain = gl.minimum(plain_to, blocks - 1) - plain_from
     if settings.SEEDED:
-        start += seeded * BLOCK_N
+        if seed < blocks:
+            acc, p, keep, top, sums, step, _ = STEPS(
+                WG, 1, acc, p, keep, top, sums, step, begin + BLOCK_N, last, q, q_rest, k, v, turn, zeros, cols, factor,
+                view, params, False, False, settings,
+            )  # fmt: skip
+            plain -= 1
     if settings.FIXED:
         acc = acc * per_row(keep, acc)
         keep = gl.full([ROWS], 1.0, gl.float32, keep.type.layout)
         # A row that has seen no key yet takes the shift 0: its sum decides in the end whether that served.
         top = gl.where((top == float("-inf")) & (plain > 0), 0.0, top)
     acc, p, keep, top, sums, step, start = STEPS(
-        WG, plain, -1, begin, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros, cols, factor,
-        view, params, False, settings.FIXED, settings,
+        WG, plain, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros, cols, factor, view,
+        params, False, settings.FIXED, settings,
     )  # fmt: skip
     if settings.WINDOW:
         acc, p, keep, top, sums, step, start = STEPS(
-            WG, (start - begin) // BLOCK_N, -1, begin, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v,
-            turn, zeros, cols, factor, view, params, True, False, settings,
+            WG, (start - begin) // BLOCK_N, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros,
+            cols, factor, view, params, True, False, settings,
         )  # fmt: skip
     return acc, p, keep, top, sums, step

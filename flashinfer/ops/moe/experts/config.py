@@ -56,7 +56,8 @@ class Fragments:
 
     groups : warpgroups of a program, with 128 rows of weights each. stages : of 128 elements of K. programs : on a
     multiprocessor. raster : tiles of rows that share a strip of weights in L2. registers, copy_registers : of a thread
-    of the second warpgroup, and of the warp that fills stages. maxnreg : of a thread when the kernel begins, 0 for ptxas's choice.
+    of the second warpgroup, and of the warp that fills stages. maxnreg : of a thread when the kernel begins, 0 for
+    ptxas's choice.
     gather_rows, gather_words : of a program that puts rows in order, in words of 4 bytes.
     """
 
@@ -201,12 +202,20 @@ def refuses_fragments(problem, target) -> str:
 
 
 def fragments(problem, target) -> Fragments:
-    # Few rows wait for memory: small programs, whose loads and decoding overlap. Many wait for the tensor cores, and a
-    # decoded weight meets all rows of the tile. Not measured yet.
+    # Both products of gpt-oss-120b, H200, us; of a program: warpgroups x programs on a multiprocessor.
+    #   tokens, tile   1x3   1x2   1x4   2x1   2x2
+    #        8,  16    135   145   139   146   157
+    #       64,  16    481   508   506   519   492
+    #      512,  32    614   648         652   637
+    #     4096,  64         2037        2088
+    #     4096, 128                     1868
+    # Few rows wait for memory: small programs, whose loads and decoding overlap. With many a decoded weight meets all
+    # rows of the tile.
     if problem.tile <= 32:
         return Fragments(groups=1, stages=4, programs=3, raster=8, registers=0, copy_registers=32, maxnreg=80)
-    stages = 5 if problem.tile == 64 else 3
-    return Fragments(groups=2, stages=stages, programs=1, raster=8, registers=216, copy_registers=32, maxnreg=0)
+    if problem.tile == 64:
+        return Fragments(groups=1, stages=3, programs=2, raster=8, registers=0, copy_registers=32, maxnreg=128)
+    return Fragments(groups=2, stages=3, programs=1, raster=8, registers=216, copy_registers=32, maxnreg=0)
 
 
 def quantize(problem, target) -> Quantize:
