@@ -13,6 +13,7 @@ from flashinfer.ops.recurrent.delta.operands import Marks, Pool, Tokens
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from flashinfer.testing.emulator import emulate
+from flashinfer.testing.emulator.memory import TensorMap
 from tests.emulator.test_faults import undetected
 from tests.ops.recurrent.oracle import recurrence
 
@@ -29,6 +30,7 @@ class Case:
 
     def __init__(self, lengths, heads=(1, 1, 2), values=64, channels=False, packed=True, decays=(0.6, 1), betas=(0, 1)):
         self.channels, self.packed, self.lengths = channels, packed, lengths
+        self.heads_first = False
         hq, hk, hv = heads
         self.heads, self.scale = max(heads), 0.1
         around = 7 if packed else 0
@@ -127,6 +129,8 @@ class Case:
         emulated already."""
         shape = (*self.q.shape[:2], self.heads, self.v.shape[3])
         canvas = torch.full((*shape[:3], shape[3] + 8), NAN, dtype=torch.bfloat16)
+        if self.heads_first:
+            canvas = canvas.transpose(1, 2).contiguous().transpose(1, 2)
         out = canvas[..., : shape[3]]
         problem, target = self.problem(**more), named("90a")
         assert config.refuses_chunks_sm90(problem, target) == ""
@@ -184,6 +188,25 @@ def test_bits_depend_on_nothing_else(channels):
         state = after
     assert_bitwise(torch.cat(parts), out[0, case.spans[1][1]].contiguous())
     assert_bitwise(state[0], final[1])
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_copies_of_outputs_stay_in_their_sequence(monkeypatch, channels):
+    """Whole chunks but the last of a sequence leave by the copy engine, whatever order heads and tokens have."""
+    copied, write = [], TensorMap.write
+
+    def spy(self, coordinates, values):
+        copied.append(tuple(coordinates))
+        write(self, coordinates, values)
+
+    monkeypatch.setattr(TensorMap, "write", spy)
+    case = Case([64, 9, 128, 65, 63, 0, 192, 130], (1, 1, 2), 128, channels)
+    case.heads_first = True
+    case.check(2)
+    expected = {(0, head, span.start + begin, value)
+                for i, (_, span) in enumerate(case.spans) if i != 1 for head in range(2) for value in (0, 64)
+                for begin in range(0, case.lengths[i] - CHUNK, CHUNK)}  # fmt: skip
+    assert len(copied) == len(expected) and set(copied) == expected
 
 
 @pytest.mark.parametrize("first", [False, True])

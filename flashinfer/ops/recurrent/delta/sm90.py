@@ -14,11 +14,12 @@ from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_
 
 
 def _boxes(problem) -> dict[str, tuple[int, ...]]:
-    """What one copy brings, for each tensor map: of rows of the workspace, or of tokens of a head."""
+    """What one copy moves, for each tensor map: of rows of the workspace, or of tokens of a head."""
     lead = (1,) if problem.channels else (1, 1)
     boxes = dict(k_map=(*lead, CHUNK, problem.key_dim), q_map=(*lead, CHUNK, CHUNK))
     boxes |= dict(last_map=boxes["k_map"], v_map=(1, 1, CHUNK, CHUNK))
-    return boxes | dict(a_map=(1, CHUNK, CHUNK), p_map=(1, CHUNK, CHUNK))
+    boxes |= dict(a_map=(1, CHUNK, CHUNK), p_map=(1, CHUNK, CHUNK))
+    return boxes | dict(out_map=(1, 1, CHUNK, CHUNK))
 
 
 def _build_scan(problem, config) -> Build:
@@ -63,7 +64,7 @@ def scan(problem, config, tokens, work, pool, out, marks=None) -> None:
     solved, scores, factors, *rows = work.tensors
     q, k, v = (x.transpose(1, 2) for x in tokens[:3])
     k_rows, q_rows, last_rows = (x.flatten(0, 1) for x in rows) if problem.channels else (k, q, k)
-    mapped = k_rows, q_rows, last_rows, v, solved.flatten(0, 1), scores.flatten(0, 1)
+    mapped = k_rows, q_rows, last_rows, v, solved.flatten(0, 1), scores.flatten(0, 1), out.transpose(1, 2)
     maps = [TensorMap(x, box) for x, box in zip(mapped, _boxes(problem).values(), strict=True)]
     tables = (None,) * 3 if marks is None else (marks.out, marks.starts, marks.slots)
     given = [factors, tokens.offsets, pool.read, pool.source, pool.state, *tables, out]

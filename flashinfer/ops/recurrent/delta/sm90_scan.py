@@ -29,6 +29,8 @@ from flashinfer._core.gluon_compat import (
     gl,
     gluon,
     tma_load,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -68,6 +70,13 @@ class Ring:
     def factor(self, stage, PART: gl.constexpr):
         """64 factors, a column of a tile each."""
         return self.factors.index(stage).slice(PART * SIDE, SIDE).load(gl.SliceLayout(0, ACC))[None, :]
+
+    @gluon.jit
+    def decay(self, stage):
+        """Of the state over a whole chunk: one number, or one for each column."""
+        FIRST: gl.constexpr = 0 if self.CHANNELS else 3 * SIDE
+        COUNT: gl.constexpr = KEYS if self.CHANNELS else 1
+        return self.factors.index(stage).slice(FIRST, COUNT).load(gl.SliceLayout(0, STATE_ACC))[None, :]
 
 
 @gluon.jit
@@ -164,7 +173,7 @@ def _operands(s):
 
 @gluon.jit
 def _store_outputs(o, staging, at_out, by, left):
-    """O^T [values, tokens] to rows of tokens, as far as there are any."""
+    """O^T [values, tokens] to rows of tokens, `left` of them."""
     staging.permute([1, 0]).store(o)
     rows = staging.load(WIDE)
     token = gl.arange(0, SIDE, gl.SliceLayout(1, WIDE))
@@ -204,23 +213,6 @@ def _store(at, by, s, pred, DTYPE: gl.constexpr, CAPABILITY: gl.constexpr):
 
 
 @gluon.jit
-def _decayed(s, ring: Ring, stage):
-    """A state with the decay of a whole chunk."""
-    if ring.CHANNELS:
-        return s * ring.factors.index(stage).load(gl.SliceLayout(0, STATE_ACC))[None, :]
-    left, right = halves(s)
-    decay = ring.factor(stage, 3)
-    return _whole(left * decay, right * decay)
-
-
-@gluon.jit
-def _whole(left, right):
-    """A state of its halves; no register moves."""
-    s = gl.join(left, right).permute([0, 2, 1]).reshape([SIDE, KEYS])
-    return gl.convert_layout(s, STATE_ACC, assert_trivial=True)
-
-
-@gluon.jit
 def _store_mark(
     at, by, slots, mark, s, SLOTS: gl.constexpr, DTYPE: gl.constexpr, CAPABILITY: gl.constexpr
 ):  # fmt: skip
@@ -241,21 +233,22 @@ def _take(chunk, length, fresh, ring: Ring):
             _clear_tail(ring.k.index(stage), tokens)
             # Products read keys; values, threads.
             fence_async_shared()
-            block_barrier()
+        # It stands here, or the compiler puts one in front of the values' load, for every chunk.
+        block_barrier()
     return stage
 
 
 @gluon.jit
 def _follow(
-    s, chunks, length, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging, ring: Ring,
+    s, chunks, length, out_map, out_at, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging, ring: Ring,
     FIRST_MARK: gl.constexpr, SLOTS: gl.constexpr, MARKS: gl.constexpr, CAPABILITY: gl.constexpr,
 ):  # fmt: skip
     """The consumer: all chunks of a sequence, whose state is `s` before them. Returns the one after them."""
     DTYPE: gl.constexpr = ring.k.dtype
+    row, head, first, value = out_at
     whole, left, right = _operands(s)
-    # Outputs of a chunk are stored while the next one's first product runs.
+    # Outputs of a chunk leave while the next one's first product runs.
     o = gl.zeros([SIDE, SIDE], gl.float32, ACC)
-    stored = 0
     stage = 0
     if chunks > 0:
         stage = _take(0, length, True, ring)
@@ -263,13 +256,19 @@ def _follow(
     chunk = 0
     while tl.condition(chunk < chunks, disable_licm=True):
         t = _start_from_zero(whole, ring.k.index(stage).permute([1, 0]))
-        o = warpgroup_mma_wait(1, [o])
-        _store_outputs(o.to(staging.dtype), staging, at_out, out_by.token, stored)
-        at_out += stored.to(gl.int64) * out_by.token
-        o = _start_from_zero(left, ring.q.index(stage * 2).permute([1, 0]))
-        # Every warp has read the values and factors of the chunk before: the barriers of the store are behind them.
-        ring.channel.release(chunk + ring.channel.full.shape[0] - 1, pred=chunk > 0)
         x = ring.v.index(stage).permute([1, 0]).load(ACC).to(gl.float32)
+        o = warpgroup_mma_wait(1, [o])
+        # Outputs of the chunk before. The store of those before them began a chunk ago: behind the barrier every warp
+        # knows that it has read them, and every warp has read the values and factors of the chunk before.
+        tma_store_wait(0)
+        block_barrier()
+        ring.channel.release(chunk + ring.channel.full.shape[0] - 1, pred=chunk > 0)
+        staging.permute([1, 0]).store(o.to(staging.dtype))
+        fence_async_shared()
+        o = _start_from_zero(left, ring.q.index(stage * 2).permute([1, 0]))
+        block_barrier()
+        if chunk > 0:
+            tma_store(out_map, [row, head, first + (chunk - 1) * SIDE, value], staging)
         # The wait for matrices, which are there by now, is a branch. ptxas does not move what follows the wait for T
         # across it, and would otherwise wait for O, too, at an earlier place.
         if ring.CHANNELS:
@@ -281,20 +280,25 @@ def _follow(
             ring.systems.wait(chunk)
             t = warpgroup_mma_wait(1, [t])
             x -= t * k_factor
+        if not ring.CHANNELS:
+            # These and the next factors are read a product ahead of their use.
+            last_factor = ring.factor(stage, 2)
         c = _start_from_zero(_operand(x.to(DTYPE)), ring.a.index(stage).permute([1, 0]))
         # A product whose accumulator is under way would wait for all of them.
         o, s = warpgroup_mma_wait(1, [o, s])
         o = _start(right, ring.q.index(stage * 2 + 1).permute([1, 0]), o)
-        s = _decayed(s, ring, stage)
+        s *= ring.decay(stage)
+        if not ring.CHANNELS:
+            q_factor = ring.factor(stage, 1)
         c = warpgroup_mma_wait(1, [c])
         change = _operand(c.to(DTYPE))
         update = change
         if not ring.CHANNELS:
-            update = _operand((c * ring.factor(stage, 2)).to(DTYPE))
+            update = _operand((c * last_factor).to(DTYPE))
         s = _start(update, ring.last.index(stage), s)
         o = warpgroup_mma_wait(1, [o])
         if not ring.CHANNELS:
-            o *= ring.factor(stage, 1)
+            o *= q_factor
         o = _start(change, ring.p.index(stage).permute([1, 0]), o)
         s = warpgroup_mma_wait(1, [s])
         whole, left, right = _operands(s)
@@ -302,22 +306,27 @@ def _follow(
         following = gl.minimum(chunk + 1, chunks - 1)
         stage = _take(following, length, following > chunk, ring)
         o = warpgroup_mma_wait(0, [o])
-        stored = gl.minimum(length - chunk * SIDE, SIDE)
         if MARKS != "":
             done = chunk * SIDE + SIDE
             if (done % every == 0) & (done < length + (1 - FIRST_MARK)):
                 _store_mark(at_marks, marks_by, mark_slots, mark, s, SLOTS, MARKS, CAPABILITY)
                 mark += 1
         chunk += 1
-    o = warpgroup_mma_wait(0, [o])
-    _store_outputs(o.to(staging.dtype), staging, at_out, out_by.token, stored)
+    # Of the last chunk there may be less than a copy moves.
+    if chunks > 0:
+        tma_store_wait(0)
+        block_barrier()
+        done = (chunks - 1) * SIDE
+        _store_outputs(
+            o.to(staging.dtype), staging, at_out + done.to(gl.int64) * out_by.token, out_by.token, length - done
+        )
     return s
 
 
 @gluon.jit
 def _run(
-    at_source, at_state, source_by, state_by, chunks, length, at_out, out_by, at_marks, marks_by, mark_slots, mark,
-    every, live, staging, ring: Ring,
+    at_source, at_state, source_by, state_by, chunks, length, out_map, out_at, at_out, out_by, at_marks, marks_by,
+    mark_slots, mark, every, live, staging, ring: Ring,
     FIRST_MARK: gl.constexpr, SLOTS: gl.constexpr, SOURCE: gl.constexpr, STATE: gl.constexpr, MARKS: gl.constexpr,
     CAPABILITY: gl.constexpr,
 ):  # fmt: skip
@@ -331,7 +340,7 @@ def _run(
                     _store_mark(at_marks, marks_by, mark_slots, mark, s, SLOTS, MARKS, CAPABILITY)
                 mark += 1
         s = _follow(
-            s, chunks, length, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging, ring,
+            s, chunks, length, out_map, out_at, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging, ring,
             FIRST_MARK, SLOTS, MARKS, CAPABILITY,
         )  # fmt: skip
         if STATE != "":
@@ -342,7 +351,7 @@ def _run(
 
 @gluon.jit
 def scan_sm90_kernel(
-    k_map, q_map, last_map, v_map, a_map, p_map, factors, offsets, read, source, state, marks, mark_starts, mark_slots,
+    k_map, q_map, last_map, v_map, a_map, p_map, out_map, factors, offsets, read, source, state, marks, mark_starts, mark_slots,
     out, out_by, source_by, state_by, marks_by, of,
     CHANNELS: gl.constexpr, FIRST_MARK: gl.constexpr, SOURCE: gl.constexpr, STATE: gl.constexpr, MARKS: gl.constexpr,
     STAGES: gl.constexpr, CAPABILITY: gl.constexpr, COPY_REGISTERS: gl.constexpr,
@@ -394,12 +403,13 @@ def scan_sm90_kernel(
     if SLOTS:
         slots = mark_slots
     maps = (k_map, q_map, last_map, v_map, a_map, p_map)
+    out_at = (row, head, first, value)
     where = (row, first, head // of.k_group, head // of.q_group, head // of.v_group, value, place * of.heads + head)
     gl.warp_specialize(
         [
             (_run, (
-                at_source, at_state, source_by, state_by, chunks, length, at_out, out_by, at_marks, marks_by, slots,
-                mark, of.every, live, staging, ring, FIRST_MARK, SLOTS, SOURCE, STATE, MARKS, CAPABILITY,
+                at_source, at_state, source_by, state_by, chunks, length, out_map, out_at, at_out, out_by, at_marks,
+                marks_by, slots, mark, of.every, live, staging, ring, FIRST_MARK, SLOTS, SOURCE, STATE, MARKS, CAPABILITY,
             )),
             (_bring, (maps, factors, where, chunks, of.heads, ring)),
         ],
