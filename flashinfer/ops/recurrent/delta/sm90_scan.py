@@ -15,7 +15,7 @@ warpgroup, and a producer warp that copies chunks by TMA, factors by cp.async. S
 a tile of outputs on their way.
 
 In: q, k [rows, heads, tokens, K] by their maps, v, the workspace of workspace.py, states [slots, heads, V, K]. Out:
-outputs like v, final states, states on the way.
+outputs like v (whole chunks by a map, the last one of a sequence by threads), final states, states on the way.
 """
 
 import triton.language as tl
@@ -240,8 +240,8 @@ def _take(chunk, length, fresh, ring: Ring):
 
 @gluon.jit
 def _follow(
-    s, chunks, length, out_map, out_at, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging, ring: Ring,
-    FIRST_MARK: gl.constexpr, SLOTS: gl.constexpr, MARKS: gl.constexpr, CAPABILITY: gl.constexpr,
+    s, chunks, length, out_map, out_at, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging,
+    ring: Ring, FIRST_MARK: gl.constexpr, SLOTS: gl.constexpr, MARKS: gl.constexpr, CAPABILITY: gl.constexpr,
 ):  # fmt: skip
     """The consumer: all chunks of a sequence, whose state is `s` before them. Returns the one after them."""
     DTYPE: gl.constexpr = ring.k.dtype
@@ -340,8 +340,8 @@ def _run(
                     _store_mark(at_marks, marks_by, mark_slots, mark, s, SLOTS, MARKS, CAPABILITY)
                 mark += 1
         s = _follow(
-            s, chunks, length, out_map, out_at, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging, ring,
-            FIRST_MARK, SLOTS, MARKS, CAPABILITY,
+            s, chunks, length, out_map, out_at, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging,
+            ring, FIRST_MARK, SLOTS, MARKS, CAPABILITY,
         )  # fmt: skip
         if STATE != "":
             _store(at_state, state_by, s, True, STATE, CAPABILITY)
@@ -351,8 +351,8 @@ def _run(
 
 @gluon.jit
 def scan_sm90_kernel(
-    k_map, q_map, last_map, v_map, a_map, p_map, out_map, factors, offsets, read, source, state, marks, mark_starts, mark_slots,
-    out, out_by, source_by, state_by, marks_by, of,
+    k_map, q_map, last_map, v_map, a_map, p_map, out_map, factors, offsets, read, source, state, marks, mark_starts,
+    mark_slots, out, out_by, source_by, state_by, marks_by, of,
     CHANNELS: gl.constexpr, FIRST_MARK: gl.constexpr, SOURCE: gl.constexpr, STATE: gl.constexpr, MARKS: gl.constexpr,
     STAGES: gl.constexpr, CAPABILITY: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -409,7 +409,8 @@ def scan_sm90_kernel(
         [
             (_run, (
                 at_source, at_state, source_by, state_by, chunks, length, out_map, out_at, at_out, out_by, at_marks,
-                marks_by, slots, mark, of.every, live, staging, ring, FIRST_MARK, SLOTS, SOURCE, STATE, MARKS, CAPABILITY,
+                marks_by, slots, mark, of.every, live, staging, ring, FIRST_MARK, SLOTS, SOURCE, STATE, MARKS,
+                CAPABILITY,
             )),
             (_bring, (maps, factors, where, chunks, of.heads, ring)),
         ],
