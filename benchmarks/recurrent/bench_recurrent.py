@@ -54,7 +54,9 @@ def _row(kind: str, make, *sizes, targets=()) -> Case:
     else:
         sequences, tokens, *heads = sizes
         label = f"{kind} {sequences}x{tokens}, {'/'.join(map(str, heads[:2]))}"
-    return Case(label, partial(make, *sizes), kind.split()[1], targets, problem=kind.lower(), builds=kind)
+    return Case(
+        label, partial(make, *sizes), kind.split()[1], targets, "chunk" in kind, problem=kind.lower(), builds=kind
+    )
 
 
 def _normal(*shape: int, device, dtype=torch.bfloat16) -> torch.Tensor:

@@ -31,8 +31,8 @@ _ALL_BYTES, _AT_A_TIME = 2048, 640
 _TL = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 
 
-def _padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+def _padded(head_dim: int, least: int = 16) -> int:
+    return max(least, triton.next_power_of_2(head_dim))
 
 
 def _compute_dtype(p: Problem) -> str:
@@ -112,15 +112,17 @@ def parameters(p: Problem, c) -> tuple[dict, dict]:
     else:
         functions["factors"] = None
     types.update(params)
+    rope = p.pos_encoding == "ROPE_LLAMA"
     constants = dict(
-        GROUP=p.group, PAGE_SIZE=p.page_size, D_QK=p.head_dim_qk, D_VO=p.head_dim_vo, D_QK_PAD=_padded(p.head_dim_qk),
-        D_VO_PAD=_padded(p.head_dim_vo), BLOCK_M=c.block_m, BLOCK_N=c.block_n, NEAR=near_heads(p),
+        # RoPE multiplies halves of a head, and a product sums 16 elements at least.
+        GROUP=p.group, PAGE_SIZE=p.page_size, D_QK=p.head_dim_qk, D_QK_PAD=_padded(p.head_dim_qk, 32 if rope else 16),
+        D_VO=p.head_dim_vo, D_VO_PAD=_padded(p.head_dim_vo), BLOCK_M=c.block_m, BLOCK_N=c.block_n, NEAR=near_heads(p),
         Q_DTYPE=p.q_dtype, KV_DTYPE=known.element if known else p.kv_dtype, WIDTH=known.width if known else 1,
         FOLDED=known is not None and known.factor == "fp32", INTERLEAVED=p.interleaved, NATIVE_FP8=c.native_fp8,
         COMPUTE=_TL[_compute_dtype(p)],
         CAUSAL=p.mask == "causal", WINDOW=p.window,
         CUSTOM=p.mask == "custom", SOFT_CAP=p.soft_cap, ALIBI=p.pos_encoding == "ALIBI",
-        ROPE=p.pos_encoding == "ROPE_LLAMA", SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse, SPLIT=p.split,
+        ROPE=rope, SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse, SPLIT=p.split,
         PIECES=c.combine_pieces, COMBINE_ROWS=c.combine_rows, **functions,
     )  # fmt: skip
     return types, constants

@@ -384,3 +384,36 @@ def test_pages_beyond_two_to_the_31_elements(device):
         torch.tensor([8, 4], dtype=torch.int32, device=device), page_size, "NHD",
     )  # fmt: skip
     check(run_decode(x, Options(), "portable", page_size=page_size, paged=paged), x, Options())
+
+
+def decode_with_rope(card, dim):
+    q, k = torch.empty(4, dim, dtype=torch.bfloat16), torch.empty(2, 15, dim, dtype=torch.bfloat16)
+    more = dict(kv_layout="HND", pos_encoding_mode="ROPE_LLAMA")
+    return len(card.made(lambda: flashinfer.single_decode_with_kv_cache(q, k, k, **more)))
+
+
+@pytest.mark.parametrize("dim", [8, 16, 24, 48])
+def test_rope_of_small_heads_compiles(dim, on_card):
+    """A product of Triton sums 16 elements at least, where the interpreter takes any number."""
+    assert on_card(decode_with_rope, dim) > 0
+
+
+@pytest.mark.parametrize("dim", [8, 16, 24])
+def test_rope_of_small_heads(dim, device):
+    q, k, v = (torch.randn(*shape, device=device) for shape in ((4, dim), (15, 2, dim), (15, 2, dim)))
+
+    def rotated(x, position):
+        angle = position[:, None] * 1e4 ** (-torch.arange(0, dim, 2, device=device).to(x.dtype) / dim)
+        low, high = x.chunk(2, -1)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+    def attend(dtype):
+        position = torch.arange(15, device=device).to(dtype)
+        last, keys = rotated(q[None].to(dtype), position[14:])[0], rotated(k.to(dtype), position)
+        logits = torch.einsum("hd,nhd->hn", last, keys.repeat_interleave(2, 1)) * dim**-0.5
+        return torch.einsum("hn,nhd->hd", logits.softmax(-1), v.to(dtype).repeat_interleave(2, 1))
+
+    for backend in backends(device):
+        out = flashinfer.single_prefill_with_kv_cache(q[None], k, v, pos_encoding_mode="ROPE_LLAMA", backend=backend)
+        assert_close(out[0], attend(torch.float32), attend(torch.float64))
