@@ -16,6 +16,9 @@ COLOURS = {
     "nccl": "#7a5230",
     "nccl and torch": "#a8866a",
     "torch bf16": "#d98880",
+    "triton-kernels": "#17a589",
+    "fla": "#c2185b",
+    "flashkda": "#5c6bc0",
 }
 _OTHER = "#7f8c8d"
 # What is no other library's kernel for the row: a ceiling, or Python that launches one product after another.
