@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 
 import numpy as np
 import torch
@@ -62,25 +62,28 @@ def checked(function: Callable) -> Callable:
     Traceback (most recent call last):
     ValueError: x: got a list; allowed: a torch.Tensor with strides and memory
     """
-    parameters = inspect.signature(function).parameters
-    known = {name: check for name, p in parameters.items() if (check := _check_of(p)) is not None}
-    in_order = [(name, known.get(name)) for name in parameters]
+
+    # At the first call: an import of the library would read some three thousand annotations.
+    @cache
+    def checks() -> dict[str, Callable | None]:
+        return {name: _check_of(p) for name, p in inspect.signature(function).parameters.items()}
 
     @wraps(function)
     def call(*args, **named):
         if torch.compiler.is_compiling():
             return function(*args, **named)
+        known = checks()
         if any(isinstance(x, np.generic) for x in (*args, *named.values())):
             args = tuple(map(_plain, args))
             named = {name: _plain(x) for name, x in named.items()}
         learns = False
-        for (name, check), x in zip(in_order, args, strict=False):
+        for (name, check), x in zip(known.items(), args, strict=False):
             if check is not None:
                 check(name, x)
             learns |= isinstance(x, torch.Tensor) and x.requires_grad
         for name, x in named.items():
-            if name in known:
-                known[name](name, x)
+            if (check := known.get(name)) is not None:
+                check(name, x)
             learns |= isinstance(x, torch.Tensor) and x.requires_grad
         if not learns:
             return function(*args, **named)

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import time
 import timeit
 
 import numpy as np
@@ -104,12 +105,13 @@ def _checks(function):
 
 
 def test_it_costs_little():
-    """Of a call with ten arguments, in microseconds on one core."""
+    """Of a call with ten arguments, in seconds of a core: other work on the machine only adds to it."""
     given = dict(out=X, scale=1.0, count=1, flag=True, name="a", dtype=torch.float16, pair=(X, X), several=[X])
-    plain = inspect.unwrap(function)
-    taken = [min(timeit.repeat(lambda f=f: f(X, **given), number=200, repeat=5)) / 200 for f in (function, plain)]
-    assert taken[0] - taken[1] < 50e-6
-    print(f"{(taken[0] - taken[1]) * 1e6:.1f} us")
+
+    def seconds(f):
+        return min(timeit.repeat(lambda: f(X, **given), timer=time.process_time, number=100, repeat=20)) / 100
+
+    assert seconds(function) - seconds(inspect.unwrap(function)) < 50e-6
 
 
 def test_numpys_numbers_become_pythons():

@@ -33,18 +33,18 @@ def test_every_public_name_is_imported_without_triton_or_a_cuda_context():
     assert done.stdout.strip() == "False False", done.stderr
 
 
-def test_import_takes_under_half_a_second_beyond_torch():
+def test_import_is_a_small_part_of_an_import_of_torch():
+    """Every public name, 0.5 s where torch takes 2. A share of it, for the seconds are those of an idle machine only."""
     code = (
-        "import time, torch; start = time.process_time(); import flashinfer\n"
+        "import time; start = time.process_time(); import torch; between = time.process_time(); import flashinfer\n"
         "for name in flashinfer.__all__: getattr(flashinfer, name)\n"
-        "print(time.process_time() - start)"
+        "print((time.process_time() - between) / (between - start))"
     )
-    # An installed package has its bytecode: the first run leaves it there. Other work on the machine only adds, so one
-    # run that is quick enough shows it.
-    seconds = []
-    while len(seconds) < 3 and min(seconds, default=1) >= 0.5:
-        seconds.append(float(python(code, PYTHONDONTWRITEBYTECODE="").stdout))
-    assert min(seconds) < 0.5, seconds
+    # An installed package has its bytecode: the first run leaves it there.
+    shares = []
+    while len(shares) < 5 and min(shares, default=1) >= 0.3:
+        shares.append(float(python(code, PYTHONDONTWRITEBYTECODE="").stdout))
+    assert min(shares) < 0.3, shares
 
 
 @pytest.mark.parametrize(
