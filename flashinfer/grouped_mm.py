@@ -88,7 +88,7 @@ def grouped_mm_fp8(
     b : torch.Tensor
         [experts, N, K]; the same.
     alpha : torch.Tensor, optional
-        float32, one element: a factor of the result.
+        One element (float32, float16 or bfloat16) on either device: a factor of the result.
     m_indptr, out, out_dtype, backend, tactic
         As in `grouped_mm_bf16`, as are result and errors.
     """
@@ -164,7 +164,7 @@ def grouped_mm_fp4(
     b_descale : torch.Tensor
         For each expert the factors of its weight, the same.
     alpha : torch.Tensor, optional
-        float32, one element: a factor of the result.
+        One element (float32, float16 or bfloat16) on either device: a factor of the result.
     block_size : int
         Elements to a factor: 16 or 32.
     m_indptr, out, out_dtype, backend, tactic

@@ -31,6 +31,12 @@ class TopKTieBreak(IntEnum):
     SMALL = 1
     LARGE = 2
 
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    def __format__(self, format_spec: str) -> str:
+        return format(str(self), format_spec)
+
 
 # Made here, because torch.compile cannot trace tuple() of an Enum (torch 2.11).
 _TIE_BREAKS = tuple(TopKTieBreak)
@@ -116,18 +122,18 @@ def top_k_page_table_transform(
     src_page_table : torch.Tensor
         int32 [requests, pages], contiguous columns.
     lengths : torch.Tensor
-        int32 [rows]: scores of each row, as far as the row goes. 0 and less: none.
+        int32 or int64 [rows]: scores of each row, as far as the row goes. 0 and less: none.
     k : int
         1 or more.
     row_to_batch : torch.Tensor, optional
-        int32 [rows]: the row of the page table; by default row i's is i.
+        int32 or int64 [rows]: the row of the page table; by default row i's is i.
     deterministic, tie_break, dsa_graph_safe
         As those of `top_k`.
     row_starts : torch.Tensor, optional
-        int32 [rows]: the column where a row's scores begin; by default 0.
+        int32 or int64 [rows]: the column where a row's scores begin; by default 0.
     page_table_row_starts : torch.Tensor, optional
-        int32 [rows]: `first`, the entry of the page table where a row's scores begin. By default `row_starts`, or 0;
-        `row_starts` with pages of more than one score need it, for they count scores.
+        int32 or int64 [rows]: `first`, the entry of the page table where a row's scores begin. By default
+        `row_starts`, or 0; `row_starts` with pages of more than one score need it, for they count scores.
     page_size : int
         Scores that an entry of the page table stands for.
     out, out_raw_indices : torch.Tensor, optional
@@ -182,7 +188,7 @@ def top_k_ragged_transform(
 ) -> torch.Tensor:
     """The `k` largest scores of each row, as rows of a ragged cache: column i of a row's scores becomes ``offset + i``.
 
-    `offsets` is int32 [rows]. Other parameters and errors are those of `top_k_page_table_transform`.
+    `offsets` is int32 or int64 [rows]. Other parameters and errors are those of `top_k_page_table_transform`.
 
     Returns
     -------
@@ -321,13 +327,20 @@ def _check_scores(x, name="input"):
 
 
 def _check_vectors(rows, vectors):
-    """The int32 [rows] arguments, contiguous."""
+    """The [rows] arguments as int32, contiguous."""
     for name, vector in vectors.items():
         if vector is None:
             continue
         require(vector.shape == (rows,), name, tuple(vector.shape), f"[{rows}]")
-        require(vector.dtype == torch.int32, name, vector.dtype, "int32")
-    return {name: None if vector is None else vector.contiguous() for name, vector in vectors.items()}
+        require(vector.dtype in (torch.int32, torch.int64), name, vector.dtype, "int32, int64")
+    return {name: None if vector is None else _narrow(vector).contiguous() for name, vector in vectors.items()}
+
+
+def _narrow(vector: torch.Tensor) -> torch.Tensor:
+    """As int32; what is beyond it is its end, and beyond any row."""
+    if vector.dtype == torch.int32:
+        return vector
+    return vector.clamp(-(1 << 31), (1 << 31) - 1).to(torch.int32)
 
 
 def _check_out(name, tensor, rows, k):

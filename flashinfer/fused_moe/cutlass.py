@@ -7,7 +7,7 @@ import torch
 from flashinfer._core.checks import as_dtype, require
 from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts
-from flashinfer.ops import layouts
+from flashinfer.ops import layouts, narrow
 from flashinfer.ops.moe.experts import fragments
 from flashinfer.tllm_enums import ActivationType
 
@@ -18,6 +18,10 @@ _BYTES = (torch.uint8, torch.int64, torch.float4_e2m1fn_x2)
 _NAMES = ("fc1_expert_weights", "fc2_expert_weights")
 # SiTU's tanh scales of the gate and of the factor where none are given, upstream's.
 SITU_SCALES = (4.0, 25.0)
+
+
+class NotOffered(ValueError, NotImplementedError):
+    """What upstream refuses by a NotImplementedError, and we by a ValueError as all else."""
 
 
 @replayed
@@ -79,11 +83,16 @@ def cutlass_fused_moe(
     MXFP4              float8_e4m3fn                   factors of fc1, d1 [experts], q2, factors of fc2,
                                                        d2 [experts]
     MXFP4, W4          bfloat16                        factors of fc1, factors of fc2
+    INT4, W4           bfloat16, float16               factors of fc1 and of fc2, a1, a2, two empty tensors,
+                                                       d1 [experts], d2 [experts]
+    MXFP4, Humming     bfloat16, float16               offsets of fc1, d1 [experts], one that is not read,
+                                                       offsets of fc2, d2 [experts]
     =================  ==============================  =====================================================
 
     A product's d multiplies it, before bias and activation. q2 multiplies what stands between the products before it is
     rounded to e4m3, or is NVFP4's global scale of it, as q1 is of an input that is not quantised yet: [1] or [experts],
-    q1 [1].
+    q1 [1]. a1 and a2, [hidden] or [experts, hidden] and [intermediate] or [experts, intermediate], are the same for
+    each column, before it is rounded to e4m3; empty is 1. Humming's rows are rounded to e4m3 over a scale of each row.
 
     Parameters
     ----------
@@ -96,7 +105,7 @@ def cutlass_fused_moe(
     fc1_expert_weights : torch.Tensor
         [experts, 2 * intermediate, hidden] of a gated activation, the up-projection's rows first and then the gate's;
         [experts, intermediate, hidden] of another. FP4 as uint8, two codes a byte with the first in the low half, or
-        the same memory as int64.
+        the same memory as int64; INT4, in two's complement, as uint8.
     fc2_expert_weights : torch.Tensor
         [experts, hidden, intermediate].
     output_dtype : torch.dtype
@@ -107,7 +116,10 @@ def cutlass_fused_moe(
         `use_w4_group_scaling` they are as
         `flashinfer.fused_moe.interleave_moe_scales_for_sm90_mixed_gemm` makes them, and the weights as
         `flashinfer.fused_moe.interleave_moe_weights_for_sm90_mixed_gemm` does: nothing in a tensor tells which they
-        are, and others give wrong results. q and d are float32.
+        are, and others give wrong results. Those of INT4 are bfloat16, one for 128 elements, as are a1 and a2: as
+        upstream has it, float16 tensors are their bytes. Weights and offsets of Humming's are as
+        `flashinfer.fused_moe.preprocess_moe_weights_for_sm90_mixed_gemm_humming` makes them, and d its residual times
+        64. q and d are float32.
     fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
         [experts, rows of the weights]; float32, bfloat16 or float16. That of fc2 is added on `tp_rank` 0 only.
     input_sf : torch.Tensor, optional
@@ -125,8 +137,10 @@ def cutlass_fused_moe(
         Receives the result; [tokens, hidden] of `output_dtype`.
     use_deepseek_fp8_block_scale, use_w4_group_scaling, use_mxfp8_act_scaling : bool
         Choose a row of the table where dtypes do not.
-    min_latency_mode, use_wfp4afp8_humming : bool
-        Only False.
+    use_wfp4afp8_humming : bool
+        The last row of the table, with `use_w4_group_scaling` or without.
+    min_latency_mode : bool
+        Only False; the error is a NotImplementedError, too, as it is upstream.
     activation_type : ActivationType
         Any. ClampedRelu2 is (l * tanh(max(y, 0) / l)) ** 2 with l = `clamped_relu2_limit`; Situ is
         a * tanh(gate / a) * sigmoid(gate) * b * tanh(up / b) with a = `situ_beta` and b = `situ_linear_beta`.
@@ -160,9 +174,9 @@ workspace_buffer
     Shazeer et al., Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer, 2017,
     https://arxiv.org/abs/1701.06538; OCP Microscaling Formats Specification 1.0
     """
-    for name, value, only in (("min_latency_mode", min_latency_mode, False), ("cluster_size", cluster_size, 1),
-                              ("use_wfp4afp8_humming", use_wfp4afp8_humming, False),
-                              ("cluster_rank", cluster_rank, 0)):  # fmt: skip
+    if min_latency_mode:
+        raise NotOffered("min_latency_mode: got True; allowed: False")
+    for name, value, only in (("cluster_size", cluster_size, 1), ("cluster_rank", cluster_rank, 0)):
         require(value == only, name, value, str(only))
     require(backend in ("cutlass", "auto"), "backend", repr(backend), "'cutlass', 'auto'")
     require(0 <= tp_rank < tp_size, "tp_rank", tp_rank, f"0 to {tp_size - 1}, below tp_size")
@@ -188,13 +202,17 @@ workspace_buffer
     situ = {"situ_beta": situ_beta, "situ_linear_beta": situ_linear_beta}
     activation = _activation(act, shape, situ, clamped_relu2_limit, count, device)
 
-    flags = (use_deepseek_fp8_block_scale, use_w4_group_scaling, use_mxfp8_act_scaling)
+    flags = (use_deepseek_fp8_block_scale, use_w4_group_scaling, use_mxfp8_act_scaling, use_wfp4afp8_humming)
     given = (fc1_expert_weights, fc2_expert_weights)
     encoding, scales = _encoding(input, given, quant_scales, flags)
     biases = (fc1_expert_biases, fc2_expert_biases if tp_rank == 0 else None)
     first, second = _weights(encoding, given, scales, biases)
-    between = _between(encoding, scales, count, device)
-    tokens = _tokens(encoding, input, input_sf, swizzled_input_sf, scales)._replace(name="input")
+    between = _between(encoding, scales, count, fc2_expert_weights)
+    if encoding == "int4":
+        tokens = _columns_scaled(input, input_sf, scales["a1"], routed)
+    else:
+        tokens = _tokens(encoding, input, input_sf, swizzled_input_sf, scales)
+    tokens = tokens._replace(name="input")
     out = experts.result("output", output, len(input), second.codes.shape[1], dtype, device)
     return experts.run(tokens, routed, first, activation, between, second, out)
 
@@ -239,15 +257,21 @@ _SCALES = {
     "mxfp4": ("fc1", "d1", "fc2", "d2"),
     "mxfp4_fp8": ("fc1", "d1", "q2", "fc2", "d2"),
     "mxfp4_w4": ("fc1", "fc2"),
+    "int4": ("fc1", "fc2", "a1", "a2", "zeros of fc1", "zeros of fc2", "d1", "d2"),
+    "humming": ("fc1", "d1", "q2", "fc2", "d2"),
 }
-_STORED = {"mxfp4_fp8": "mxfp4", "mxfp4_w4": "mxfp4"}
+_STORED = {"mxfp4_fp8": "mxfp4", "mxfp4_w4": "mxfp4", "humming": "mxfp4"}
+# An e2m1 code in the bits of an e4m3 one, as Humming multiplies it, is its value over so much.
+_HUMMING = 64.0
 
 
 def _encoding(x, given, quant_scales, flags) -> tuple[str, dict[str, torch.Tensor]]:
     """The row of the table, and its scales by name."""
-    deepseek, w4, mxfp8 = flags
+    deepseek, w4, mxfp8, humming = flags
+    w4 = w4 or humming
     dtype, scales = given[0].dtype, list(quant_scales or ())
-    require(sum(map(bool, flags)) <= 1, "use_w4_group_scaling", flags, "one of three: DeepSeek's, W4's, MXFP8's")
+    one = sum(map(bool, (deepseek, w4, mxfp8))) <= 1
+    require(one, "use_w4_group_scaling", flags, "one of three: DeepSeek's, W4's, MXFP8's")
     for name, weights in zip(_NAMES, given):
         require(weights.dim() == 3, name, tuple(weights.shape), "[experts, rows, columns]")
         require(weights.dtype == dtype, name, weights.dtype, f"{dtype}, as {_NAMES[0]}")
@@ -258,10 +282,14 @@ def _encoding(x, given, quant_scales, flags) -> tuple[str, dict[str, torch.Tenso
         encoding = "fp8_block" if deepseek else "mxfp8" if mxfp8 else "fp8"
     else:
         require(dtype in _BYTES, _NAMES[0], dtype, "bfloat16, float16, float32, float8_e4m3fn, uint8, int64")
-        encoding = "mxfp4_w4" if w4 else "mxfp4" if mxfp8 else "nvfp4" if len(scales) == 6 else "mxfp4_fp8"
+        if w4:
+            encoding = "humming" if humming else "int4" if len(scales) == 8 else "mxfp4_w4"
+        else:
+            encoding = "mxfp4" if mxfp8 else "nvfp4" if len(scales) == 6 else "mxfp4_fp8"
     fits = not deepseek or encoding == "fp8_block"
     require(fits, "use_deepseek_fp8_block_scale", True, "False, but with FP8 weights")
-    require(not w4 or encoding == "mxfp4_w4", "use_w4_group_scaling", True, "False, but with FP4 weights")
+    fits = not w4 or encoding in ("mxfp4_w4", "int4", "humming")
+    require(fits, "use_wfp4afp8_humming" if humming else "use_w4_group_scaling", True, "False, but with 4-bit weights")
     fits = not mxfp8 or encoding in ("mxfp8", "mxfp4")
     require(fits, "use_mxfp8_act_scaling", True, "False, but with FP8 or FP4 weights")
     names = _SCALES[encoding]
@@ -286,11 +314,15 @@ def _weights(encoding, given, scales, biases) -> list[experts.Weight]:
             wanted = (len(codes), -(-n // 128), -(-k // 128))
             fits = tuple(scale.shape) == wanted and scale.dtype == torch.float32 and scale.stride(2) == 1
             require(fits, f"quant_scales: {factors}", f"{scale.dtype} {tuple(scale.shape)}", f"float32 {wanted}")
-        elif encoding == "mxfp4_w4":
+        elif encoding == "int4":
+            layout, scale = "strips", _group_scales(f"quant_scales: {factors}", scales[factors], len(codes), n, k)
+        elif encoding in ("mxfp4_w4", "humming"):
             layout, wanted = "strips", (len(codes), k // 128, n * 4)
             scale = scales[factors].view(torch.uint8)
             fits = tuple(scale.shape) == wanted and scale.is_contiguous() and k % 128 == 0
             require(fits, f"quant_scales: {factors}", tuple(scale.shape), f"{wanted}, contiguous, of whole 128s")
+            # Offsets are exponents without a bias.
+            scale = scale + 127 if encoding == "humming" else scale
             arranged = fragments.fits(n, k)
             require(codes.is_contiguous() or not arranged, name, f"strides {codes.stride()}", "contiguous")
         elif encoding != "fp8":
@@ -301,13 +333,64 @@ def _weights(encoding, given, scales, biases) -> list[experts.Weight]:
     return made
 
 
-def _between(encoding, scales, count, device) -> experts.Between:
+def _group_scales(name: str, scale, experts_: int, n: int, k: int) -> torch.Tensor:
+    """Factors of 128 elements as [experts, k / 128, n]; those of 4 or 2 groups may stand together, a row's beside one
+    another."""
+    require(k % 128 == 0, name, f"rows of {k}", "a multiple of 128 elements")
+    scale, groups = _as_bf16(name, scale), k // 128
+    shape = tuple(scale.shape)
+    together = next((f for f in (1, 2, 4) if groups % f == 0 and shape == (experts_, groups // f, n * f)), 0)
+    fits = bool(together) and scale.is_contiguous()
+    require(fits, name, shape, f"{(experts_, groups, n)}, contiguous, or 4 or 2 groups together")
+    if together == 1:
+        return scale
+    return scale.unflatten(2, (n, together)).transpose(2, 3).reshape(experts_, groups, n)
+
+
+def _as_bf16(name: str, scale) -> torch.Tensor:
+    require(scale.dtype in (torch.bfloat16, torch.float16), name, scale.dtype, "bfloat16, or its bytes as float16")
+    return scale.view(torch.bfloat16)
+
+
+def _column_scales(name: str, scale, count: int, n: int, device) -> torch.Tensor:
+    """[1 or experts, n] in float32."""
+    require(scale.device == device, name, f"a tensor on {scale.device}", f"{device}, where the rows are")
+    if not scale.numel():
+        return torch.ones(1, n, dtype=torch.float32, device=device)
+    require(scale.numel() in (n, count * n), name, tuple(scale.shape), f"[{n}] or [{count}, {n}]")
+    return _as_bf16(name, scale).float().reshape(-1, n)
+
+
+def _columns_scaled(x, factors, scale, routed) -> experts.Tokens:
+    """The input in e4m3, times a scale for each column: of all experts, or of each, and then a row for each pair."""
+    require(x.dtype in (torch.bfloat16, torch.float16), "input", x.dtype, "bfloat16, float16")
+    require(factors is None, "input_sf", "a tensor", f"None with {x.dtype}")
+    scale = _column_scales("quant_scales: a1", scale, routed.experts, x.shape[1], x.device)
+    rows, each = x.float(), len(scale) > 1
+    if each:
+        expert = (routed.ids.long().flatten() - routed.offset).clamp(0, routed.experts - 1)
+        rows, scale = rows.repeat_interleave(routed.ids.shape[1], 0), scale[expert]
+    return experts.Tokens(narrow.to_fp8(rows * scale, torch.float8_e4m3fn), "fp8", of_pairs=each)
+
+
+def _between(encoding, scales, count, second_weights) -> experts.Between:
+    device = second_weights.device
+
     def vector(name, one=False):
         return experts.per_expert(f"quant_scales: {name}", scales.get(name), count, device, one)
 
-    first, second, q2 = vector("d1", one=True), vector("d2", one=True), vector("q2", one=True)
+    first, second = vector("d1", one=True), vector("d2", one=True)
     if encoding in ("plain", "mxfp4_w4"):
         return experts.Between()
+    if encoding == "int4":
+        for name in ("zeros of fc1", "zeros of fc2"):
+            require(not scales[name].numel(), f"quant_scales: {name}", tuple(scales[name].shape), "an empty tensor")
+        n = 2 * second_weights.shape[2]
+        columns = _column_scales("quant_scales: a2", scales["a2"], count, n, device)
+        return experts.Between("fp8_columns", scale=first, second=second, columns=columns)
+    if encoding == "humming":
+        return experts.Between("fp8_rows", scale=first / _HUMMING, second=second / _HUMMING)
+    q2 = vector("q2", one=True)
     if encoding in ("fp8", "mxfp4_fp8"):
         return experts.Between("fp8", scale=first, scale_out=q2, second=second)
     middle = "mxfp8" if encoding == "mxfp4" else encoding
@@ -319,6 +402,11 @@ def _tokens(encoding, x, factors, swizzled: bool, scales) -> experts.Tokens:
     others = {"plain": _PLAIN.get(x.dtype), "mxfp4": "mxfp8", "mxfp4_fp8": "fp8", "mxfp4_w4": "bf16"}
     rows = others.get(encoding, encoding)
     floats = (torch.bfloat16, torch.float16)
+    if encoding == "humming":
+        require(x.dtype in floats, "input", x.dtype, "bfloat16, float16")
+        require(factors is None, "input_sf", "a tensor", f"None with {x.dtype}")
+        codes, row_scale = experts.tokens_over_rows(x)
+        return experts.Tokens(codes, "fp8", row_scale=row_scale)
     if encoding in ("plain", "fp8", "mxfp4_fp8", "mxfp4_w4"):
         needed = {"plain": x.dtype, "mxfp4_w4": torch.bfloat16}.get(encoding, torch.float8_e4m3fn)
         require(x.dtype == needed, "input", x.dtype, str(needed))

@@ -11,7 +11,8 @@ import torch
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, torch_dtype
 from flashinfer._core.custom_op import custom_op
 from flashinfer.fused_moe import routing
-from flashinfer.ops import layouts
+from flashinfer.ops import layouts, narrow
+from flashinfer.ops.formats import ELEMENTS
 from flashinfer.ops.moe import experts as room
 from flashinfer.ops.moe.experts import fragments
 from flashinfer.ops.moe.token_map import TokenMap, most_tiles
@@ -33,6 +34,8 @@ _ACTS = {
 }
 # The limit of SwigluStep where none is given: Step-3.5's.
 STEP_LIMIT = 7.0
+# Formats between the products that are e4m3 without factors of blocks.
+_OF_FP8 = ("fp8", "fp8_rows", "fp8_columns")
 # Programs of 128 rows of weights below which tiles are cut in two: about as many as a chip has multiprocessors.
 _FEW = 128
 
@@ -41,6 +44,7 @@ class Tokens(NamedTuple):
     """Rows [tokens, .], one for each token, their format, and their scale factors in a layout; the argument's name.
 
     row_scale : float32 [tokens], a factor of each row; NVFP4 between the products has scales of its rows, too.
+    of_pairs : codes has a row for each pair of a token and its expert, in the order of the pairs.
     """
 
     codes: torch.Tensor
@@ -49,6 +53,7 @@ class Tokens(NamedTuple):
     layout: str = "linear"
     row_scale: torch.Tensor | None = None
     name: str = "hidden_states"
+    of_pairs: bool = False
 
 
 class Weight(NamedTuple):
@@ -100,6 +105,9 @@ class Between(NamedTuple):
     global_scale : where rows have scales of their own, times a row's largest magnitude its scale.
 
     scale, scale_out : of the first, as the room's Problem has them. second : of the second.
+
+    encoding : a format of the room's; or e4m3 without factors as "fp8", the first product's own result, as "fp8_rows",
+    each row over its largest magnitude, or as "fp8_columns", times `columns`, float32 [1 or experts, n].
     """
 
     encoding: str = ""
@@ -108,6 +116,7 @@ class Between(NamedTuple):
     scale_out: torch.Tensor | None = None
     ratio: bool = False
     second: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
 
 
 class Routed(NamedTuple):
@@ -245,13 +254,13 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
         scale=between.scale, scale_out=between.scale_out, alpha=activation.alpha, beta=activation.beta,
         limit=activation.limit, weight=factor, numbers=tuple(activation.numbers),
     )  # fmt: skip
-    given = room.Rows(x, tokens.scale, routed.ids.shape[1])
+    given = room.Rows(x, tokens.scale, 1 if tokens.of_pairs else routed.ids.shape[1])
     room.product(problem1, device).run(given, weights1, finish, token_map, middle)
-    own = row_scale is not None and between.encoding == "nvfp4"
+    own = between.encoding == "fp8_rows" or row_scale is not None and between.encoding == "nvfp4"
     row_scale = torch.empty(rows, dtype=torch.float32, device=device) if own else None
-    middle, factors = _quantized(middle, between.encoding, between.global_scale, token_map, tile, row_scale)
+    middle, factors = _quantized(middle, between, token_map, tile, row_scale)
     problem2 = room.Problem(
-        rows=between.encoding or dtype, weights=second.encoding, out=dtype, tile=tile, shuffle=second.shuffle,
+        rows="fp8" if between.encoding in _OF_FP8 else between.encoding or dtype, weights=second.encoding, out=dtype, tile=tile, shuffle=second.shuffle,
         block=second.block, weight_layout=second.layout, fragments=second.fragments,
         bias="" if second.bias is None else dtype_name(second.bias.dtype),
         scale="" if between.second is None else "tensor", channels=second.channels is not None,
@@ -293,12 +302,39 @@ def _quantize(
     _run_quantize(x, encoding, global_scale, None, 0, codes, factors)
 
 
-def _quantized(x, encoding: str, global_scale, token_map: TokenMap, tile: int, row_scale=None):
-    """Rows of the map in a format with scale factors; "", "bf16" and "fp8" are as they are."""
+def tokens_over_rows(x) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as e4m3 over scales of their own, float32 [rows]."""
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    row_scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    _quantize_over_rows(x, codes, row_scale)
+    return codes.view(torch.float8_e4m3fn), row_scale
+
+
+@custom_op("flashinfer::moe_quantize_over_rows", mutates_args=("codes", "row_scale"))
+def _quantize_over_rows(x: torch.Tensor, codes: torch.Tensor, row_scale: torch.Tensor) -> None:
+    if len(x):
+        _run_quantize(x, "fp8", _over_largest(x), None, 0, codes, None, row_scale)
+
+
+def _over_largest(x) -> torch.Tensor:
+    return torch.full((1,), 1 / ELEMENTS["fp8e4nv"].largest, dtype=torch.float32, device=x.device)
+
+
+def _quantized(x, between: Between, token_map: TokenMap, tile: int, row_scale=None):
+    """Rows of the map in the format between the products; "", "bf16" and "fp8" are as they are."""
+    encoding = between.encoding
+    if encoding == "fp8_columns":
+        row = torch.arange(len(x), device=x.device)
+        expert = token_map.tile_expert[row // tile].clamp(min=0) if len(between.columns) > 1 else row.new_zeros(1)
+        return narrow.to_fp8(x.float() * between.columns[expert], torch.float8_e4m3fn), None
+    if encoding == "fp8_rows":
+        codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+        _run_quantize(x, "fp8", _over_largest(x), token_map, tile, codes, None, row_scale)
+        return codes.view(torch.float8_e4m3fn), None
     if encoding not in ("fp8_block", "mxfp8", "nvfp4"):
         return x, None
     codes, factors = _for_codes(x, encoding)
-    _run_quantize(x, encoding, global_scale, token_map, tile, codes, factors, row_scale)
+    _run_quantize(x, encoding, between.global_scale, token_map, tile, codes, factors, row_scale)
     return codes if encoding == "nvfp4" else codes.view(torch.float8_e4m3fn), factors
 
 
@@ -311,7 +347,7 @@ def _for_codes(x, encoding: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _run_quantize(x, encoding, global_scale, token_map, tile, codes, factors, row_scale=None) -> None:
     aligned = is_aligned(x) and x.shape[1] * x.element_size() % 16 == 0
-    scaled = encoding == "nvfp4" and global_scale is not None
+    scaled = global_scale is not None
     problem = room.Quantize(encoding, dtype_name(x.dtype), tile, scaled, row_scale is not None, aligned)
     room.quantize(problem, x.device).run(x, global_scale, token_map, codes, factors, row_scale)
 
@@ -354,7 +390,7 @@ def _check(tokens, routed, first, activation, between, second, out) -> None:
     rows, ids_name, weights_name = tokens.name, routed.ids_name, routed.weights_name
     require(x.dim() == 2, rows, tuple(x.shape), "[tokens, hidden]")
     require(x.stride(1) == 1 or x.shape[1] == 1, rows, f"strides {x.stride()}", "contiguous rows")
-    fits = ids.dim() == 2 and len(ids) == len(x)
+    fits = ids.dim() == 2 and (ids.numel() if tokens.of_pairs else len(ids)) == len(x)
     require(fits, ids_name, tuple(ids.shape), f"[{len(x)}, top_k], a row for each token of {rows}")
     if routed.weights is not None:
         require(routed.weights.shape == ids.shape, weights_name, tuple(routed.weights.shape), f"{tuple(ids.shape)}")

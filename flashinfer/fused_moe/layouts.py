@@ -180,7 +180,7 @@ def interleave_moe_weights_for_sm90_mixed_gemm(weight: torch.Tensor, quant_type:
     weight : torch.Tensor
         uint8 [experts, n, k / 2]: two codes a byte, the first in the low half.
     quant_type : str
-        "fp4" or "int4".
+        "fp4", "fp4_fp8" or "int4".
 
     Returns
     -------
@@ -204,9 +204,10 @@ def interleave_moe_weights_for_sm90_mixed_gemm(weight: torch.Tensor, quant_type:
     """
     require(weight.dim() == 3, "weight", tuple(weight.shape), "[experts, n, k / 2]")
     require(weight.dtype == torch.uint8, "weight", weight.dtype, "uint8")
-    require(quant_type in ("fp4", "int4"), "quant_type", repr(quant_type), "'fp4', 'int4'")
+    known = quant_type in ("fp4", "fp4_fp8", "int4")
+    require(known, "quant_type", repr(quant_type), "'fp4', 'fp4_fp8', 'int4'")
     _, n, half = weight.shape
-    if quant_type == "fp4" and fragments.fits(n, 2 * half):
+    if quant_type != "int4" and fragments.fits(n, 2 * half):
         return fragments.arrange(weight)
     return weight.clone(memory_format=torch.contiguous_format)
 
@@ -219,15 +220,15 @@ def interleave_moe_scales_for_sm90_mixed_gemm(scales: torch.Tensor, group_size: 
     Parameters
     ----------
     scales : torch.Tensor
-        uint8 [experts, rows, k / group_size]; k a multiple of 128.
+        [experts, rows, k / group_size], k a multiple of 128; uint8 of MXFP4, bfloat16 of INT4, or its bytes as float16.
     group_size : int
         Elements to a factor: a divisor of 128.
 
     Returns
     -------
     torch.Tensor
-        uint8 [experts, k / 128, rows * 128 / group_size], contiguous: [e, b, r * f + i] is scales[e, r, b * f + i],
-        with f = 128 / group_size.
+        [experts, k / 128, rows * 128 / group_size] of that dtype, contiguous: [e, b, r * f + i] is
+        scales[e, r, b * f + i], with f = 128 / group_size.
 
     Raises
     ------
@@ -239,7 +240,8 @@ def interleave_moe_scales_for_sm90_mixed_gemm(scales: torch.Tensor, group_size: 
     shape = tuple(scales.shape)
     fits = len(shape) == 3 and shape[2] % factors == 0
     require(fits, "scales", shape, f"[experts, rows, a multiple of {factors}]")
-    require(scales.dtype == torch.uint8, "scales", scales.dtype, "uint8")
+    dtypes = (torch.uint8, torch.bfloat16, torch.float16)
+    require(scales.dtype in dtypes, "scales", scales.dtype, "uint8, bfloat16, float16")
     return scales.unflatten(2, (-1, factors)).transpose(1, 2).flatten(2).contiguous()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import dtype_name, require
+from flashinfer._core.scalars import scales as scales_of
 from flashinfer.ops import layouts
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -79,12 +80,11 @@ def factors(name: str, scale: torch.Tensor, rows: int, blocks: int, layout: str,
 
 
 def alpha_of(alpha: torch.Tensor | None, a: torch.Tensor, count: int = 1) -> torch.Tensor | None:
-    """The factor of the result, float32 [count]."""
+    """The factor of the result, float32 [count]; one element may be on the other device."""
     if alpha is None:
         return None
-    require(alpha.dtype == torch.float32, "alpha", alpha.dtype, "float32")
     require(alpha.numel() == count, "alpha", tuple(alpha.shape), f"{count} element{'s' if count > 1 else ''}")
-    return alpha.reshape(-1).contiguous()
+    return scales_of("alpha", alpha, a.device, count).contiguous()
 
 
 def result(

@@ -46,7 +46,7 @@ def mm_fp4(
     b_descale : torch.Tensor
         The factors of b.T in 128x4 tiles, as they are or transposed.
     alpha : torch.Tensor, optional
-        float32, one element: a factor of the result.
+        One element (float32, float16 or bfloat16) on either device: a factor of the result.
     out_dtype : torch.dtype
         bfloat16, float16 or float32.
     out : torch.Tensor, optional
@@ -231,7 +231,7 @@ def prepare_bf16_fp4_weights(
     b_descale : torch.Tensor
         Its factors in 128x4 tiles; uint8 or float8_e4m3fn, any shape.
     alpha : torch.Tensor, optional
-        float32, one element.
+        One element, as in `mm_fp4`.
     backend : str
         "cudnn" or "cute-dsl", or a variant's name: the weight is the same for all.
     block_size : int

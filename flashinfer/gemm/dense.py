@@ -8,6 +8,7 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.checks import as_dtype, dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
+from flashinfer._core.scalars import scales
 from flashinfer._core.target import target_of
 from flashinfer.compat.queries import answering
 from flashinfer.ops.gemm import dense as room
@@ -135,7 +136,7 @@ def bmm_fp8(
     B : torch.Tensor
         [batch, k, n]; float8_e4m3fn or float8_e5m2, any strides; column-major is fast.
     A_scale, B_scale : torch.Tensor
-        float32, one element: what a code of 1 stands for.
+        One element (float32, float16 or bfloat16) on either device: what a code of 1 stands for.
     dtype : torch.dtype
         Of the result: bfloat16, float16 or float32.
     out : torch.Tensor, optional
@@ -155,7 +156,7 @@ def bmm_fp8(
     """
     _check_operands("A", A, "B", B, 3, _FP8)
     out = _result(out, (*A.shape[:2], B.shape[2]), dtype, A.device, "dtype")
-    _product(A, B, out, None, _scale("A_scale", A_scale), _scale("B_scale", B_scale), _variant(backend))
+    _product(A, B, out, None, _scale("A_scale", A_scale, A.device), _scale("B_scale", B_scale, A.device), _variant(backend))
     return out
 
 
@@ -178,7 +179,7 @@ def mm_fp8(
         [k / 128, n, 128], contiguous, float8_e4m3fn; n a multiple of 32: a weight [n, k] as
         `prepare_low_latency_gemm_weights` arranges it.
     alpha : torch.Tensor, optional
-        float32, one element; None is 1.
+        One element (float32, float16 or bfloat16) on either device; None is 1.
     out_dtype : torch.dtype
         bfloat16, float16 or float32; of `out`, where that is given.
     out : torch.Tensor, optional
@@ -204,7 +205,8 @@ def mm_fp8(
     allowed = f"contiguous [k / 128, n, 128] for k {a.shape[1]}, n a multiple of 32"
     require(fits and b.is_contiguous(), "b", tuple(b.shape), allowed)
     out = _result(out, (a.shape[0], b.shape[1]), out_dtype, a.device)
-    _product(a, b, out, None, None if alpha is None else _scale("alpha", alpha), None, _variant(backend))
+    alpha = None if alpha is None else _scale("alpha", alpha, a.device)
+    _product(a, b, out, None, alpha, None, _variant(backend))
     return out
 
 
@@ -233,7 +235,7 @@ def tgv_gemm_sm100(
     out : torch.Tensor, optional
         [m, n], receives the result, any strides; bfloat16 or float16. By default of the dtype of `a`, bfloat16 for FP8.
     a_descale, b_descale : torch.Tensor, optional
-        float32, one element; both for FP8 and only for it.
+        One element (float32, float16 or bfloat16) on either device; both for FP8 and only for it.
 
     Returns
     -------
@@ -252,8 +254,10 @@ def tgv_gemm_sm100(
     dtype = torch.bfloat16 if narrow else a.dtype
     out = _result(out, (a.shape[0], b.shape[1]), dtype if out is None else out.dtype, a.device)
     _check_bias(bias, b.shape[1])
-    scales = (_scale("a_descale", a_descale), _scale("b_descale", b_descale)) if narrow else (None, None)
-    _product(a, b, out, bias, *scales, "auto")
+    descales = a_descale, b_descale
+    if narrow:
+        descales = _scale("a_descale", a_descale, a.device), _scale("b_descale", b_descale, a.device)
+    _product(a, b, out, bias, *descales, "auto")
     return out
 
 
@@ -323,10 +327,9 @@ def _check_bias(bias, n: int, dtypes=_OUT) -> None:
         require(bias.dtype in dtypes, "bias", bias.dtype, _OUT_NAMES if dtypes is _OUT else "bfloat16")
 
 
-def _scale(name: str, scale: torch.Tensor) -> torch.Tensor:
-    require(isinstance(scale, torch.Tensor) and scale.numel() == 1, name, scale, "a tensor of one element")
-    require(scale.dtype == torch.float32, name, scale.dtype, "float32")
-    return scale
+def _scale(name: str, scale: torch.Tensor, device: torch.device) -> torch.Tensor:
+    near = isinstance(scale, torch.Tensor) and scale.dtype == torch.float32 and scale.device == device
+    return scale if near and scale.numel() == 1 else scales(name, scale, device)
 
 
 def _result(out, shape: tuple[int, ...], dtype, device, name: str = "out_dtype") -> torch.Tensor:

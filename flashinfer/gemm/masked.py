@@ -140,7 +140,7 @@ def grouped_gemm_nt_masked(
     blocks = given.blocks_of("lhs", a.shape[2] * (2 if ab_dtype == "float4_e2m1fn" else 1), sf_vec_size)
     factors = [_factors(x, s[1], rows, blocks, experts) for x, s, rows in (("lhs", lhs, m), ("rhs", rhs, n))]
     if alpha is not None:
-        alpha = given.alpha_of(alpha, a, experts).to(a.device, non_blocking=True)
+        alpha = given.alpha_of(alpha.to(a.device, non_blocking=True), a, experts)
     grouped(
         a, b, *factors, alpha, _result(out, (experts, m, n), _RESULTS[c_dtype]), masked_m, None, "counts",
         _FACTORS[sf_dtype], width=sf_vec_size, expected=m,

@@ -16,13 +16,17 @@ def operands(state, x, dt, A, B, C, D, z, dt_bias, state_scale, out, cu_seqlens)
     """The result; and tokens, layer, pool and scales with all their dimensions."""
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     seen = result
-    if state.dim() == 3:
-        # One head, whose dimension is left out.
-        require(x.dim() == 2, "x", tuple(x.shape), "[batch, dim], as the state has no heads")
-        state, A, state_scale = state[:, None], A[None], None if state_scale is None else state_scale[:, None]
-        x, dt, z, seen = (None if t is None else t[:, None] for t in (x, dt, z, seen))
-        B, C = (t[:, None] if t.dim() == 2 else t for t in (B, C))
-        D, dt_bias = (None if t is None else t[None] for t in (D, dt_bias))
+    # One head, or one group, may be left out; a scale may keep the axis that it is for.
+    state = state[:, None] if state.dim() == 3 else state
+    A = A[None] if A.dim() == 2 else A
+    D, dt_bias = (t[None] if t is not None and t.dim() == 1 else t for t in (D, dt_bias))
+    if state_scale is not None and state_scale.dim() == 4 and state_scale.shape[3] == 1:
+        state_scale = state_scale[..., 0]
+    if state_scale is not None and state_scale.dim() == 2:
+        state_scale = state_scale[:, None]
+    if cu_seqlens is None:
+        given = (x, dt, z, seen, B, C)
+        x, dt, z, seen, B, C = (t[:, None] if t is not None and t.dim() == 2 else t for t in given)
     _check_state(state, state_scale)
     _, heads, dim, dstate = state.shape
     packed = cu_seqlens is not None

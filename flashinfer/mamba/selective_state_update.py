@@ -12,7 +12,8 @@ from flashinfer.ops.recurrent.layouts import whole_rows
 
 __all__ = ["selective_state_update"]
 
-_ALGORITHMS = ("auto", "simple", "vertical", "horizontal")
+# The last is an older name of "simple".
+_ALGORITHMS = ("auto", "simple", "vertical", "horizontal", "async_horizontal")
 
 
 @checked
@@ -55,13 +56,14 @@ def selective_state_update(
         float32, bfloat16 or float16; or int16, int8 or float8_e4m3fn with `state_scale`. Updated in place.
     x : torch.Tensor
         [batch, heads, dim] of one token, [batch, tokens, heads, dim], or [tokens, heads, dim] with `cu_seqlens`; and
-        [batch, dim] of one head. bfloat16, float16 or float32, any strides.
+        [batch, dim] of one token and one head. bfloat16, float16 or float32, any strides.
     dt : torch.Tensor
         Shape of x; any of these dtypes. A value for a head comes repeated, by a stride of 0.
     A : torch.Tensor
         [heads, dim, dstate] or [dim, dstate], float32 or another of these dtypes; a value for a head comes repeated.
     B, C : torch.Tensor
-        As x with [groups, dstate] in place of [heads, dim]; dtype of x. heads is a multiple of groups.
+        As x with [groups, dstate] in place of [heads, dim], and [batch, dstate] of one token and one group; dtype of x.
+        heads is a multiple of groups.
     D : torch.Tensor, optional
         [heads, dim] or [dim].
     z : torch.Tensor, optional
@@ -77,7 +79,7 @@ def selective_state_update(
         A sequence whose slot is this one is skipped, as is one with a negative slot or one past the last: no state is
         read or written, and its result is 0. vLLM's is 0, SGLang's -1.
     state_scale : torch.Tensor, optional
-        float32 [slots, heads, dim]: what the codes of a row of a state are multiplied with. Written with the codes: the
+        float32 [slots, heads, dim] or [slots, heads, dim, 1]: what the codes of a row of a state are multiplied with. Written with the codes: the
         row's largest magnitude over 32767, 127 or 448, and 1 for a row of zeros.
     out : torch.Tensor, optional
         Receives the result; shape and dtype of x.
@@ -98,7 +100,8 @@ def selective_state_update(
     cache_steps : int
         Tokens of a sequence at most; it has no effect on results.
     algorithm : str
-        "auto", "simple", "vertical" or "horizontal": upstream's kernels. It has no effect on results.
+        "auto", "simple", "vertical", "horizontal" or "async_horizontal": upstream's kernels. It has no effect on
+        results.
     dst_state_batch_indices : torch.Tensor, optional
         Shape of `state_batch_indices`: where states are written. None: where they were read. With
         `num_accepted_tokens` the state after token t goes to column t, of `state_batch_indices` if this is None.

@@ -102,6 +102,7 @@ FORMATS = {
     "mxfp4": Format("e2m1", "ue8m0", 32, tiled=True),
     "nvfp4": Format("e2m1", "ue4m3", 16, tiled=True, global_scale="divides"),
     "mxint4": Format("i4", "bf16", 32),
+    "int4": Format("i4", "bf16", 128),
 }
 
 # Of keys and values in caches with factors, by the names that `kv_data_type` has for them. A row is a head of a token.

@@ -31,6 +31,11 @@ def as_rows(name: str, x: torch.Tensor) -> torch.Tensor:
     return x.reshape(1, math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def is_column_major(x: torch.Tensor) -> bool:
+    """Whether not the rows of x [..., m, n] are contiguous but its columns."""
+    return x.dim() >= 2 and x.shape[-1] > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
+
+
 def scale_tensor(argument: str, scale, x: torch.Tensor, entries: int = 1) -> torch.Tensor:
     """A global scale, given as a tensor or a number, as float32 [1] or [entries], where x is."""
     return scales(argument, scale, x.device, entries)

@@ -67,7 +67,8 @@ def fp4_quantize(
     Parameters
     ----------
     input : torch.Tensor
-        [..., K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of `sf_vec_size`.
+        [..., K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of `sf_vec_size`. Where it
+        is the columns that are contiguous, [..., K, M], they are what is quantised, and results are transposed too.
     global_scale : torch.Tensor, optional
         One element (float32, float16, bfloat16) or a number; NVFP4 needs it, as 448 * 6 / (largest magnitude). MXFP4
         has no global scale and leaves it unread.
@@ -112,6 +113,12 @@ def fp4_quantize(
     require(sf_vec_size == width, "sf_vec_size", sf_vec_size, f"{width}, with sf_use_ue8m0={sf_use_ue8m0}")
     tiled = is_sf_swizzled_layout or not is_sf_8x4_layout
     require(tiled, "is_sf_8x4_layout", is_sf_8x4_layout, "False, without is_sf_swizzled_layout")
+    if _rows.is_column_major(input):
+        codes, factors = fp4_quantize(
+            input.mT, global_scale, sf_vec_size, sf_use_ue8m0, is_sf_swizzled_layout, is_sf_8x4_layout,
+            is_global_scale_inversed, enable_pdl, backend, nvfp4_4over6,
+        )  # fmt: skip
+        return codes.mT, factors.mT
     rows = _rows.as_rows("input", input)
     layout = ("8x4" if is_sf_8x4_layout else "128x4") if is_sf_swizzled_layout else "linear"
     scale = None
@@ -145,7 +152,8 @@ def nvfp4_quantize(
     Parameters
     ----------
     a : torch.Tensor
-        [M, K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of 16.
+        [..., K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous, or columns as in `fp4_quantize`. K a
+        multiple of 16.
     a_global_sf : torch.Tensor or float
         One element (float32, float16, bfloat16) or a number: 448 * 6 / (largest magnitude), which multiplies block
         factors. With `per_token_activation` 1 / (448 * 6), which times a row's
@@ -176,9 +184,9 @@ def nvfp4_quantize(
     Returns
     -------
     codes : torch.Tensor
-        uint8 [M, K / 2].
+        uint8 [..., K / 2].
     factors : torch.Tensor
-        uint8 [padded M, padded K / 16].
+        uint8 [padded M, padded K / 16], of M rows in all.
     row_scales : torch.Tensor
         With `per_token_activation`: float32 [M].
 
@@ -187,23 +195,30 @@ def nvfp4_quantize(
     ValueError
         A shape, dtype, device, stride or combination other than the above.
     """
-    require(a.dim() == 2, "a", tuple(a.shape), "[M, K]")
     require(sf_vec_size == 16, "sf_vec_size", sf_vec_size, "16")
     require(expanded_idx_to_permuted_idx is None, "expanded_idx_to_permuted_idx", "a tensor", "None")
     given = out_scale is None or per_token_activation
     require(given, "out_scale", "a scale", "None, without per_token_activation")
     layout = _rows.layout_name("sfLayout", sfLayout)
     require(not do_shuffle or layout == "128x4", "do_shuffle", do_shuffle, "False, but in the 128x4 layout")
+    if _rows.is_column_major(a):
+        codes, factors, *more = nvfp4_quantize(
+            a.mT, a_global_sf, sfLayout, do_shuffle, sf_vec_size, enable_pdl, backend, per_token_activation, None,
+            out_scale, nvfp4_4over6,
+        )  # fmt: skip
+        return codes.mT, factors.mT, *more
+    rows = _rows.as_rows("a", a)
     scale = _rows.scale_tensor("a_global_sf", a_global_sf, a)
     codes, factors, row_scales = _rows.quantize(
-        "a", a[None], "nvfp4", "linear" if do_shuffle else layout, scale, score=_score(nvfp4_4over6, "nvfp4"),
+        "a", rows, "nvfp4", "linear" if do_shuffle else layout, scale, score=_score(nvfp4_4over6, "nvfp4"),
         row_scale=per_token_activation, backend=backend, pdl=wants_pdl(enable_pdl),
     )  # fmt: skip
     codes = codes[0]
-    _, blocks = layouts.padded(1, a.shape[1] // 16, "linear" if do_shuffle else layout)
+    _, blocks = layouts.padded(1, a.shape[-1] // 16, "linear" if do_shuffle else layout)
     factors = _matrix(factors, blocks)
     if do_shuffle:
         codes, factors = shuffle_matrix_a(codes, 128), shuffle_matrix_sf_a(factors, 128).view(factors.shape)
+    codes = codes.view(*a.shape[:-1], a.shape[-1] // 2)
     if not per_token_activation:
         return codes, factors
     row_scales = row_scales[0]
@@ -224,7 +239,8 @@ def mxfp4_quantize(
     Parameters
     ----------
     a : torch.Tensor
-        [M, K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. K a multiple of 32.
+        [..., K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous, or columns as in `fp4_quantize`. K a
+        multiple of 32.
     backend : str
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     enable_pdl : bool, optional
@@ -237,20 +253,22 @@ def mxfp4_quantize(
     Returns
     -------
     codes : torch.Tensor
-        uint8 [M, K / 2].
+        uint8 [..., K / 2].
     factors : torch.Tensor
-        uint8 [padded M, padded K / 32], in ue8m0.
+        uint8 [padded M, padded K / 32], in ue8m0, of M rows in all.
 
     Raises
     ------
     ValueError
         A shape, dtype or stride other than the above.
     """
-    require(a.dim() == 2, "a", tuple(a.shape), "[M, K]")
-    layout = _rows.layout_name("sfLayout", sfLayout)
-    codes, factors, _ = _rows.quantize("a", a[None], "mxfp4", layout, backend=backend, pdl=wants_pdl(enable_pdl))
-    _, blocks = layouts.padded(1, a.shape[1] // 32, layout)
-    return codes[0], _matrix(factors, blocks)
+    if _rows.is_column_major(a):
+        codes, factors = mxfp4_quantize(a.mT, backend, enable_pdl, sfLayout)
+        return codes.mT, factors.mT
+    layout, rows = _rows.layout_name("sfLayout", sfLayout), _rows.as_rows("a", a)
+    codes, factors, _ = _rows.quantize("a", rows, "mxfp4", layout, backend=backend, pdl=wants_pdl(enable_pdl))
+    _, blocks = layouts.padded(1, a.shape[-1] // 32, layout)
+    return codes.view(*a.shape[:-1], a.shape[-1] // 2), _matrix(factors, blocks)
 
 
 @checked

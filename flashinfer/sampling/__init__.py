@@ -16,6 +16,10 @@ from flashinfer.sampling.draw import (
 from flashinfer.sampling.filters import softmax, top_k_mask_logits, top_k_renorm_probs, top_p_renorm_probs
 from flashinfer.sampling.speculative import chain_speculative_sampling
 
+# Upstream's older names.
+top_k_renorm_prob = top_k_renorm_probs
+top_p_renorm_prob = top_p_renorm_probs
+
 __all__ = [
     "chain_speculative_sampling",
     "min_p_sampling_from_probs",
@@ -23,10 +27,12 @@ __all__ = [
     "sampling_from_probs",
     "softmax",
     "top_k_mask_logits",
+    "top_k_renorm_prob",
     "top_k_renorm_probs",
     "top_k_sampling_from_probs",
     "top_k_top_p_sampling_from_logits",
     "top_k_top_p_sampling_from_probs",
+    "top_p_renorm_prob",
     "top_p_renorm_probs",
     "top_p_sampling_from_probs",
 ]

@@ -10,6 +10,8 @@ from flashinfer.ops import sampling as room
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INDICES = (torch.int32, torch.int64)
 _MOST = (1 << 31) - 1
+# Of a filter's parameter.
+_NUMBERS = (*DTYPES, torch.float64, *INDICES, torch.int16, torch.int8, torch.uint8)
 
 
 class Call:
@@ -19,7 +21,7 @@ class Call:
 
     def __init__(self, name, x, indices, check_nan, generator, seed, offset):
         check_rows(name, x)
-        self.batch = len(x)
+        self.batch = self.rows = len(x)
         if indices is not None:
             require(indices.dim() == 1, "indices", tuple(indices.shape), "[batch]")
             require(indices.dtype in INDICES, "indices", indices.dtype, "int32, int64")
@@ -27,6 +29,7 @@ class Call:
             check_values("indices", indices, 0, len(x) - 1)
             self.batch = len(indices)
             indices = indices.contiguous()
+        self.indices = indices
         if check_nan:
             require(not bool(x.isnan().any()), name, "NaN", "no NaN")
         self.samples = torch.empty(self.batch, dtype=torch.int32 if indices is None else indices.dtype, device=x.device)
@@ -35,10 +38,20 @@ class Call:
         self.operands = (*randomness, indices, self.samples, self.valid)
 
     def k(self, top_k, may_be_impossible):
-        return top_k_of(top_k, self.batch, self.samples.device, may_be_impossible)
+        return top_k_of(self.of_outputs("top_k", top_k), self.batch, self.samples.device, may_be_impossible)
 
     def p(self, top_p, may_be_impossible):
-        return top_p_of(top_p, self.batch, self.samples.device, may_be_impossible)
+        return top_p_of(self.of_outputs("top_p", top_p), self.batch, self.samples.device, may_be_impossible)
+
+    def of_outputs(self, name, value):
+        """A filter's parameter; one for each row that is drawn from, where rows and outputs differ in number, as one
+        for each output."""
+        if self.indices is None or not isinstance(value, torch.Tensor) or self.rows in (1, self.batch):
+            return value
+        if value.shape not in ((self.rows,), (self.rows, 1)):
+            return value
+        same_device(indices=self.indices, **{name: value})
+        return value.reshape(self.rows)[self.indices.long()]
 
     def result(self, return_valid):
         return (self.samples, self.valid) if return_valid else self.samples
@@ -84,7 +97,7 @@ def per_row(name, value, batch, device):
 def parameter(name, value, batch, dtype, device):
     """A filter's parameter as a number and None, or as None and a tensor [batch]."""
     if isinstance(value, torch.Tensor):
-        require(value.is_floating_point(), name, value.dtype, "a floating-point dtype")
+        require(value.dtype in _NUMBERS, name, value.dtype, "a floating-point or an integer dtype")
         value = per_row(name, value, batch, device)
     if isinstance(value, torch.Tensor):
         return None, value.to(dtype).contiguous()
@@ -93,10 +106,11 @@ def parameter(name, value, batch, dtype, device):
 
 def top_k_of(value, batch, device, may_be_impossible=False):
     if isinstance(value, torch.Tensor):
-        require(value.dtype in INDICES, "top_k", value.dtype, "int32, int64")
+        # Numbers of any dtype are integers here, as upstream has it.
+        require(value.dtype in _NUMBERS, "top_k", value.dtype, "int32, int64, or a dtype whose values are integers")
         value = per_row("top_k", value, batch, device)
     if isinstance(value, torch.Tensor):
-        return None, value.contiguous()
+        return None, (value if value.dtype in INDICES else value.to(torch.int32)).contiguous()
     require(may_be_impossible or value >= 1, "top_k", value, "1 or more")
     return max(min(int(value), _MOST), 0), None
 

@@ -105,8 +105,9 @@ def top_p_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from the fewest most probable ones whose probabilities sum to `top_p` (nucleus sampling).
 
-    `top_p` is a number or a tensor [batch], above 0; from 1 on everything is kept. Of equal probabilities those at
-    lower indices come first. Other parameters, the result and errors are those of `sampling_from_probs`.
+    `top_p` is a number or a tensor, above 0: one for each output, or, where they are not as many, one for each row of
+    `probs`. From 1 on everything is kept. Of equal probabilities those at lower indices come first. Other parameters,
+    the result and errors are those of `sampling_from_probs`.
 
     References
     ----------
@@ -131,9 +132,9 @@ def top_k_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from the `top_k` most probable ones.
 
-    `top_k` is a number or an int32 or int64 tensor [batch], 1 or more; from num_classes on everything is kept. Of equal
-    probabilities those at lower indices come first. Other parameters, the result and errors are those of
-    `sampling_from_probs`.
+    `top_k` is a number or a tensor, 1 or more: one for each output, or, where they are not as many, one for each row of
+    `probs`. From num_classes on everything is kept. Of equal probabilities those at lower indices come first. Other
+    parameters, the result and errors are those of `sampling_from_probs`.
 
     References
     ----------
@@ -158,7 +159,7 @@ def min_p_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from those whose probability is at least `min_p` times the row's largest.
 
-    `min_p` is a number or a tensor [batch], from 0 to 1. Other parameters, the result and errors are those of
+    `min_p` is a number or a tensor as in `top_p_sampling_from_probs`, from 0 to 1. Other parameters, the result and errors are those of
     `sampling_from_probs`.
 
     References
@@ -167,7 +168,7 @@ def min_p_sampling_from_probs(
     https://arxiv.org/abs/2407.01082
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
-    scalar, tensor = parameter("min_p", min_p, call.batch, torch.float32, probs.device)
+    scalar, tensor = parameter("min_p", call.of_outputs("min_p", min_p), call.batch, torch.float32, probs.device)
     require(return_valid or scalar is None or 0 <= scalar <= 1, "min_p", scalar, "0 to 1")
     _draw(probs, "probs", scalar, tensor, *call.operands)
     return call.result(return_valid)

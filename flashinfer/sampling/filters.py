@@ -83,8 +83,8 @@ def top_k_renorm_probs(
 ) -> torch.Tensor:
     """Keep the `top_k` largest probabilities of each row, divide them by their sum, and zero the others.
 
-    `top_k` is a number or an int32 or int64 tensor [batch], 1 or more. Exactly so many are kept; of equal ones those at
-    lower indices come first. Other parameters, the result and errors are those of `top_p_renorm_probs`.
+    `top_k` is a number or a tensor [batch], 1 or more. Exactly so many are kept; of equal ones those at lower indices
+    come first. Other parameters, the result and errors are those of `top_p_renorm_probs`.
     """
     check_rows("probs", probs)
     out = torch.empty_like(probs)
@@ -101,8 +101,8 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
     logits : torch.Tensor
         [batch, num_classes]; float32, bfloat16 or float16. NaN counts as the largest.
     top_k : torch.Tensor or int
-        1 or more; a number, or an int32 or int64 tensor [batch] with one for each row. Exactly so many are kept; of
-        equal ones those at lower indices come first. Rows with an impossible one are -inf.
+        1 or more; a number, or a tensor [batch] with one for each row. Exactly so many are kept; of equal ones those
+        at lower indices come first. Rows with an impossible one are -inf.
 
     Returns
     -------

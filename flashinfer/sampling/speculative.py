@@ -36,7 +36,7 @@ def chain_speculative_sampling(
     draft_token_ids : torch.Tensor
         int32 or int64 [batch, num_speculate_tokens]; what lies outside the vocabulary is refused.
     target_probs : torch.Tensor
-        [batch, num_speculate_tokens + 1, vocab_size]; dtype of `draft_probs`.
+        [batch, num_speculate_tokens + 1, vocab_size]; of these dtypes.
     maybe_output_accepted_token_num : torch.Tensor, optional
         int32 [batch]: how many tokens the target accepts, each looked at by itself, is added to it. It measures how
         well the models agree.
@@ -48,8 +48,8 @@ def chain_speculative_sampling(
     Returns
     -------
     output_token_ids : torch.Tensor
-        [batch, num_speculate_tokens + 1], dtype of `draft_token_ids`: the accepted tokens, the one drawn, then -1. The
-        one drawn is -1, too, where the target's row holds NaN or inf, or no probability above 0.
+        int32 [batch, num_speculate_tokens + 1]: the accepted tokens, the one drawn, then -1. The one drawn is -1, too,
+        where the target's row holds NaN or inf, or no probability above 0.
     output_accepted_token_num, output_emitted_draft_token_num : torch.Tensor
         The tensors given, or new ones counted from 0.
 
@@ -69,9 +69,11 @@ def chain_speculative_sampling(
     accepted = _counter("maybe_output_accepted_token_num", accepted, batch, device)
     emitted = _counter("maybe_output_emitted_draft_token_num", emitted, batch, device)
     randomness = take_randomness(device, batch, generator, seed, offset)
+    if target_probs.dtype != draft_probs.dtype:
+        draft_probs, target_probs = draft_probs.float(), target_probs.float()
     tokens = torch.empty((batch, count + 1), dtype=draft_token_ids.dtype, device=device)
     _chain(draft_probs, draft_token_ids, target_probs, *randomness, tokens, accepted, emitted)
-    return tokens, accepted, emitted
+    return tokens.to(torch.int32), accepted, emitted
 
 
 def _check(draft_probs, draft_token_ids, target_probs):
@@ -81,7 +83,7 @@ def _check(draft_probs, draft_token_ids, target_probs):
     require(0 < columns < 1 << 30, "draft_probs", tuple(draft_probs.shape), "1 to 2^30 tokens in the vocabulary")
     wanted = batch, count + 1, columns
     require(target_probs.shape == wanted, "target_probs", tuple(target_probs.shape), str(wanted))
-    require(target_probs.dtype == draft_probs.dtype, "target_probs", target_probs.dtype, str(draft_probs.dtype))
+    require(target_probs.dtype in DTYPES, "target_probs", target_probs.dtype, "float32, bfloat16, float16")
     require(draft_token_ids.shape == (batch, count), "draft_token_ids", tuple(draft_token_ids.shape), f"{batch, count}")
     require(draft_token_ids.dtype in INDICES, "draft_token_ids", draft_token_ids.dtype, "int32, int64")
     same_device(draft_probs=draft_probs, draft_token_ids=draft_token_ids, target_probs=target_probs)

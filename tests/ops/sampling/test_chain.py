@@ -29,6 +29,8 @@ def test_tokens_are_distributed_as_the_targets(device):
     for count, chance in ((accepted.double().mean(), overlap.sum()), ((emitted >= 1).double().mean(), overlap[0])):
         assert abs(count - chance) < 5 * DRAWS**-0.5  # five standard deviations or more
     steps = torch.arange(3, device=device)
+    assert tokens.dtype == torch.int32
+    ids = ids.int()
     assert_bitwise(tokens[:, :2].where(steps[:2] < emitted[:, None], -1), ids.where(steps[:2] < emitted[:, None], -1))
     assert ((tokens == -1) == (steps > emitted[:, None])).all() and (accepted >= emitted).all()
 
@@ -84,7 +86,7 @@ def test_bad_input():
         (lambda: chain(draft[0], ids, target), "draft_probs"),
         (lambda: chain(draft.int(), ids, target), "draft_probs"),
         (lambda: chain(draft, ids, target[:, :3]), "target_probs"),
-        (lambda: chain(draft, ids, target.half()), "target_probs"),
+        (lambda: chain(draft, ids, target.double()), "target_probs"),
         (lambda: chain(draft, ids[:1], target), "draft_token_ids"),
         (lambda: chain(draft, ids.float(), target), "draft_token_ids"),
         (lambda: chain(draft, ids, target, maybe_output_accepted_token_num=ids), "maybe_output_accepted_token_num"),
@@ -103,3 +105,12 @@ def test_is_a_registered_op():
     inputs = rows_of_probs(6, 8).view(2, 3, 8), torch.ones(2, 3, dtype=torch.int32), rows_of_probs(8, 8).view(2, 4, 8)
     torch.library.opcheck(speculative._chain.op, (*inputs, [1, 2], None, None, *results))
     assert flashinfer.chain_speculative_sampling is sampling.chain_speculative_sampling
+
+
+def test_models_of_different_dtypes(variant, device):
+    """Both are read as float32: tokens of a bfloat16 draft and a float32 target are those of both in float32."""
+    draft, target = rows_of_probs(4, 90, device).view(2, 2, 90), rows_of_probs(6, 90, device).view(2, 3, 90)
+    ids = torch.randint(90, (2, 2), device=device)
+    narrow = draft.bfloat16()
+    for ours, theirs in zip(chain(narrow, ids, target), chain(narrow.float(), ids, target), strict=True):
+        assert_bitwise(ours, theirs)

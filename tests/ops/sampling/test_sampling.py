@@ -312,6 +312,35 @@ def test_one_element_stands_for_all_rows(variant, device):
     assert_bitwise(sampling.top_p_renorm_probs(probs, ps[:, None]), sampling.top_p_renorm_probs(probs, ps))
 
 
+def test_parameters_of_other_dtypes(variant, device):
+    """Any dtype whose values are a k or a p, as upstream converts them."""
+    probs = rows_of_probs(3, 70, device)
+    ks, ps = torch.tensor([1, 4, 70], device=device), torch.tensor([1, 1, 1], device=device)
+    expected = sampling.top_k_renorm_probs(probs, ks)
+    for dtype in (torch.int16, torch.uint8, torch.float32, torch.float64):
+        assert_bitwise(sampling.top_k_renorm_probs(probs, ks.to(dtype)), expected)
+    assert_bitwise(sampling.top_p_renorm_probs(probs, ps), sampling.top_p_renorm_probs(probs, 1.0))
+
+
+def test_parameters_of_rows_that_are_drawn_from_several_times(variant, device):
+    """Where rows and outputs differ in number, one for each row stands for those of the outputs."""
+    probs, indices = rows_of_probs(3, 70, device), torch.tensor([2, 0, 2, 1, 0], device=device)
+    ks, ps = torch.tensor([1, 4, 9], device=device), torch.tensor([0.2, 0.9, 1e-6], device=device)
+    seeds = dict(indices=indices, seed=5, offset=7)
+    for function, given in (
+        (sampling.top_k_sampling_from_probs, (ks,)),
+        (sampling.top_p_sampling_from_probs, (ps,)),
+        (sampling.min_p_sampling_from_probs, (ps,)),
+        (sampling.top_k_top_p_sampling_from_probs, (ks, ps)),
+        (sampling.top_k_top_p_sampling_from_logits, (ks, ps)),
+    ):
+        expected = function(probs, *(x[indices] for x in given), **seeds)
+        assert_bitwise(function(probs, *given, **seeds), expected)
+        assert_bitwise(function(probs, *(x[:, None] for x in given), **seeds), expected)
+    only_one = sampling.top_k_sampling_from_probs(probs, torch.ones_like(ks), **seeds)
+    assert_bitwise(only_one, probs.argmax(1)[indices])
+
+
 def test_a_rows_own_seed_makes_it_independent_of_its_place(variant, device):
     probs = rows_of_probs(3, 100, device)
     seeds, offsets = torch.tensor([9, 8, 7], device=device), torch.tensor([0, 1, 2], device=device)
@@ -379,11 +408,11 @@ BAD = {
     "NaN": (dict(probs=torch.full((2, 8), torch.nan), check_nan=True), "probs"),
     "top_k of 0": (dict(top_k=0), "top_k"),
     "top_k of another length": (dict(top_k=torch.ones(3, dtype=torch.int32)), "top_k"),
-    "top_k of floats": (dict(top_k=torch.ones(2)), "top_k"),
+    "top_k of bools": (dict(top_k=torch.ones(2, dtype=torch.bool)), "top_k"),
     "top_p of 0": (dict(top_p=0.0), "top_p"),
     "top_p of NaN": (dict(top_p=float("nan")), "top_p"),
     "top_p of another length": (dict(top_p=torch.ones(3)), "top_p"),
-    "top_p of integers": (dict(top_p=torch.ones(2, dtype=torch.int32)), "top_p"),
+    "top_p of bools": (dict(top_p=torch.ones(2, dtype=torch.bool)), "top_p"),
     "top_p elsewhere": (dict(top_p=torch.ones(2, device="meta")), "top_p"),
     "an order": (dict(filter_apply_order="top_p_first"), "filter_apply_order"),
     "indices of floats": (dict(indices=torch.ones(2)), "indices"),

@@ -122,6 +122,26 @@ def test_ragged_transform(variant, device, tie_break):
     )
 
 
+def test_int64_vectors(variant, device):
+    """As int32; a length beyond it is beyond the row."""
+    x, starts, lengths = windows(device)
+    offsets = torch.arange(6, dtype=torch.int32, device=device) * 1000
+    wide = lengths.long()
+    wide[0] = 1 << 40
+    expected = top_k_ragged_transform(x, offsets, lengths, 20, row_starts=starts)
+    assert_bitwise(top_k_ragged_transform(x, offsets.long(), wide, 20, row_starts=starts.long()), expected)
+    table = torch.randperm(6 * 300).reshape(6, 300).to(torch.int32).to(device)
+    order = torch.tensor([3, 0, 0, 1, 2, 1], dtype=torch.int32, device=device)
+    expected = top_k_page_table_transform(x, table, lengths, 20, order, row_starts=starts)
+    given = wide, 20, order.long()
+    assert_bitwise(top_k_page_table_transform(x, table, *given, row_starts=starts.long()), expected)
+
+
+def test_tie_breaks_in_text():
+    assert [f"{kind}" for kind in TopKTieBreak] == [str(kind) for kind in TopKTieBreak] == ["none", "small", "large"]
+    assert f"{TopKTieBreak.LARGE:>6}" == " large" and int(TopKTieBreak.LARGE) == 2
+
+
 def test_page_table_transform(variant, device):
     x, starts, lengths = windows(device)
     k = 20
@@ -176,7 +196,7 @@ def test_bad_input():
         (lambda: top_k(x, 9), "k"),
         (lambda: top_k(x, 2, tie_break=7), "tie_break"),
         (lambda: top_k_ragged_transform(x, row[:1], row, 2), "offsets"),
-        (lambda: top_k_ragged_transform(x, row.long(), row, 2), "offsets"),
+        (lambda: top_k_ragged_transform(x, row.short(), row, 2), "offsets"),
         (lambda: top_k_ragged_transform(x, row, row.float(), 2), "lengths"),
         (lambda: top_k_ragged_transform(x, row, row, 0), "k"),
         (lambda: top_k_ragged_transform(x, row, row, 2, row_starts=row[:1]), "row_starts"),
@@ -185,7 +205,7 @@ def test_bad_input():
         (lambda: top_k_page_table_transform(x, table.t().contiguous().t(), row, 2), "src_page_table"),
         (lambda: top_k_page_table_transform(x, table, row, 2, page_size=0), "page_size"),
         (lambda: top_k_page_table_transform(x, table, row, 2, page_size=4, row_starts=row), "page_table_row_starts"),
-        (lambda: top_k_page_table_transform(x, table, row, 2, row_to_batch=row.long()), "row_to_batch"),
+        (lambda: top_k_page_table_transform(x, table, row, 2, row_to_batch=row.short()), "row_to_batch"),
         (lambda: top_k_page_table_transform(x, table, row, 2, page_table_row_starts=table), "page_table_row_starts"),
         (lambda: top_k_page_table_transform(x, table, row, 2, out=table), "out"),
         (lambda: top_k_page_table_transform(x, table, row, 8, out_raw_indices=table.long()), "out_raw_indices"),

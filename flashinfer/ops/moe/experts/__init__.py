@@ -31,8 +31,8 @@ class Problem:
         for 128 of a row), "mxfp8" (e4m3, ue8m0 for 32), "nvfp4" (e2m1, e4m3 for 16).
     weights : str
         Format of the weights: those of the rows, where "fp8_block" has a float32 factor for 128 x 128, and if gated
-        halves of a multiple of 64 rows; and "mxfp4" (e2m1, ue8m0 for 32) and "mxint4" (4-bit integers, bfloat16 for
-        32).
+        halves of a multiple of 64 rows; and "mxfp4" (e2m1, ue8m0 for 32), "mxint4" and "int4" (4-bit integers,
+        bfloat16 for 32 and for 128).
     out : str
         Of the result: "bf16", "fp16", "fp32", or "fp8", e4m3 of the result as it is.
     tile : int
@@ -117,7 +117,8 @@ class Quantize:
     scaled : bool
         NVFP4 has global scales, one or one an expert; fp8 has a factor.
     row_scale : bool
-        NVFP4 has a scale of each row: the global one times the row's largest magnitude, and divides by it. It is kept.
+        NVFP4 or fp8 has a scale of each row: the global one times the row's largest magnitude, and divides by it. It is
+        kept.
     aligned : bool
         Rows can be read 16 bytes at a time.
     """

@@ -109,9 +109,11 @@ def product(problem, target) -> Config:
         # whose loads overlap. H100: bfloat16 in steps of 64 elements is 6 % slower, in strips of 128 rows 0 to 1 %;
         # FP8 in strips of 64 rows 5 %, with a stage more 2 %.
         # More rows of 4-bit integers, or of arranged codes, decoded, spill.
-        narrow = problem.experts == "few" or bits_w == 16 or problem.weights == "mxint4" or problem.fragments
+        integers = problem.weights in ("mxint4", "int4")
+        narrow = problem.experts == "few" or bits_w == 16 or integers or problem.fragments
         tile_n = 64 if narrow else 128
-        tile_k = 128
+        # Arranged codes and rows that are decoded, too, spill in steps of 128.
+        tile_k = 64 if problem.fragments and bits_x < 16 else 128
         num_warps = 4
         budget = target.smem // (2 if bits_w == 16 else 4)
     else:
@@ -123,7 +125,8 @@ def product(problem, target) -> Config:
         tile_n = 64 if bits_w == 8 and compute == "fp16" else 128
         if wgmma and compute == "bf16" and not decoded:
             tile_n = 256
-        tile_k = 128 if compute == "fp8e4nv" else 64
+        # A step is no less than the elements of a scale factor.
+        tile_k = 128 if compute == "fp8e4nv" or problem.weights == "int4" else 64
         num_warps = 4 if wgmma and compute == "fp8e4nv" and problem.tile == 64 else 8
         budget = target.smem - (1 << 10)
     if compute == "fp32":

@@ -223,7 +223,7 @@ def _pointer(encoding: str, compute: str, aligned: bool) -> str:
 def _factor(encoding: str) -> str | None:
     if encoding not in WIDTH:
         return None
-    return "*fp32" if encoding == "fp8_block" else "*bf16" if encoding == "mxint4" else "*u8"
+    return "*fp32" if encoding == "fp8_block" else "*bf16" if encoding in ("mxint4", "int4") else "*u8"
 
 
 def build(p, c) -> Build:

@@ -79,7 +79,7 @@ def weight_rows(problem, n: int, device) -> tuple[torch.Tensor, torch.Tensor]:
 def _decode(encoding, codes, factors, k) -> torch.Tensor:
     if encoding in ("fp8", "fp8_block", "mxfp8"):
         y = codes.view(torch.float8_e4m3fn).float()
-    elif encoding == "mxint4":
+    elif encoding in ("mxint4", "int4"):
         byte = codes.view(torch.uint8).int()
         y = torch.stack(((byte & 15 ^ 8) - 8, (byte >> 4 ^ 8) - 8), -1).flatten(-2).float()
     else:

@@ -237,6 +237,14 @@ def test_specials(variant, device):
     assert wrong[1].all() and wrong[:, 2].all() and int(wrong.sum()) == 24 + 4 - 1
 
 
+def test_a_factor_of_any_float_on_either_device(variant, device):
+    a, b = fp4(4, 16, 64, device)
+    given = a.codes, b.codes.mT, a.arranged("128x4"), b.arranged("128x4")
+    expected = flashinfer.mm_fp4(*given, torch.tensor([0.25], device=device))
+    for alpha in (torch.tensor(0.25), torch.tensor([[0.25]], dtype=torch.float16), torch.tensor([0.25]).to(BF16)):
+        assert_bitwise(flashinfer.mm_fp4(*given, alpha), expected)
+
+
 @pytest.mark.parametrize("m, n", [(0, 16), (3, 0)])
 def test_nothing_to_do(variant, device, m, n):
     a, b = fp4(m, n, 64, device)

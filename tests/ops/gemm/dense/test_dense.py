@@ -103,6 +103,9 @@ def test_bmm_fp8(backend, device, a_dtype, b_dtype):
     scales = torch.tensor([0.5], device=device), torch.tensor(0.25, device=device)
     out = flashinfer.bmm_fp8(a, b, *scales, BF16, backend=backend)
     assert_close(out, peer(a, b, BF16, scale=0.125), truth(a, b, scale=0.125))
+    # One element is one scale, of any float and on either device.
+    others = torch.tensor([[0.5]]), torch.tensor(0.25, device=device, dtype=BF16)
+    assert_bitwise(flashinfer.bmm_fp8(a, b, *others, BF16, backend=backend), out)
 
 
 @kernels
@@ -176,7 +179,7 @@ def _ones(*shape, dtype=BF16):
         (lambda: gemm.bmm_bf16(_ones(2, 3, 4), _ones(3, 4, 4)), "B"),
         (lambda: gemm.bmm_fp8(_ones(2, 3, 4), _ones(2, 4, 4), _ones(1), _ones(1), BF16), "A"),
         (lambda: gemm.bmm_fp8(*_ones(2, 1, 4, 4).to(E4M3), _ones(2), _ones(1), BF16), "A_scale"),
-        (lambda: gemm.bmm_fp8(*_ones(2, 1, 4, 4).to(E4M3), _ones(1, dtype=FP32), _ones(1), BF16), "B_scale"),
+        (lambda: gemm.bmm_fp8(*_ones(2, 1, 4, 4).to(E4M3), _ones(1), _ones(1).double(), BF16), "B_scale"),
         (lambda: gemm.mm_fp8(_ones(2, 128).to(E4M3), _ones(1, 48, 128).to(E4M3)), "b"),
         (lambda: gemm.tgv_gemm_sm100(_ones(2, 8), _ones(8, 8), None, a_descale=_ones(1)), "a_descale"),
         (lambda: gemm.tgv_gemm_sm100(_ones(2, 8).to(E4M3), _ones(8, 8).to(E4M3), None), "a_descale"),

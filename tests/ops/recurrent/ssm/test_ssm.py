@@ -243,6 +243,39 @@ def test_long_decode_does_not_drift(device):
     assert (out[0] - truth[-1]).norm() / truth[-1].norm() < 1e-5
 
 
+@pytest.mark.parametrize("left_out", ["group", "head of all but the state", "head of the state alone"])
+def test_one_group_or_head_that_is_left_out(variant, device, left_out):
+    """Of B and C, of everything but the state, or of the state: upstream adds what is missing to each by itself."""
+    heads = HEADS if left_out == "group" else 1
+    given, state = inputs((2,), device, tied=False, heads=heads, groups=1), pool(2, device, heads=heads)
+    other = state.clone()
+    expected = selective_state_update(state, **given, dt_softplus=True, algorithm="async_horizontal")
+    if left_out == "group":
+        less, updated = given | {name: given[name][:, 0] for name in ("B", "C")}, other
+    elif left_out == "head of the state alone":
+        less, updated = given, other[:, 0]
+    else:
+        less, updated = {n: t[0] if n in ("A", "D", "dt_bias") else t[:, 0] for n, t in given.items()}, other
+    out = selective_state_update(updated, **less, dt_softplus=True)
+    assert out.shape == less["x"].shape
+    assert_bitwise(out.view(expected.shape), expected)
+    assert_bitwise(other, state)
+
+
+def test_scales_that_keep_their_axis(variant, device):
+    given = inputs((2,), device)
+    codes = torch.randint(-90, 90, (2, HEADS, DIM, DSTATE), device=device).to(torch.int8)
+    scale = torch.rand(2, HEADS, DIM, device=device) + 0.1
+    results = []
+    for its in (scale.clone(), scale.clone()[..., None]):
+        state = codes.clone()
+        out = selective_state_update(state, **given, dt_softplus=True, state_scale=its)
+        results.append((out, state, its.view(scale.shape)))
+    for ours, theirs in zip(*results, strict=True):
+        assert_bitwise(ours, theirs)
+    assert not torch.equal(results[0][2], scale)
+
+
 def test_nothing_to_do(variant, device):
     given = inputs((0,), device)
     assert selective_state_update(pool(2, device), **given).shape == (0, HEADS, DIM)

@@ -1,0 +1,166 @@
+"""4-bit weights under rows in e4m3, as Hopper's callers of `cutlass_fused_moe` send them: INT4 and Humming's MXFP4."""
+
+import pytest
+import torch
+
+from flashinfer import fused_moe
+from flashinfer._core.target import named
+from flashinfer.fused_moe import interleave_moe_scales_for_sm90_mixed_gemm as interleaved_scales
+from flashinfer.fused_moe import interleave_moe_weights_for_sm90_mixed_gemm as interleaved
+from flashinfer.ops.moe import experts as room
+from flashinfer.testing.compare import assert_bitwise
+from tests.ops.moe.experts.layers import mixture, nibbles, weights
+from tests.ops.moe.experts.test_experts import check, chosen, tokens, way  # `way` is the fixture
+
+E, H, M = 4, 256, 128
+HALF = torch.float16
+
+
+def e4m3(x):
+    return x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def int4(n, k, device):
+    """Codes, factors of 128 elements, and values in float64."""
+    codes = torch.randint(256, (E, n, k // 2), dtype=torch.uint8, device=device)
+    halves = nibbles(codes)
+    factors = ((torch.rand(E, n, k // 128, device=device) + 0.5) / 4 / k**0.5).to(torch.bfloat16)
+    value = torch.where(halves > 7, halves - 16, halves) * factors.double().repeat_interleave(128, 2)
+    return codes, factors, value
+
+
+def int4_layer(device, rows_of_scales=1, dtype=HALF):
+    (w1, s1, v1), (w2, s2, v2) = int4(2 * M, H, device), int4(H, M, device)
+    x = torch.randn(tokens(device), H, device=device).to(dtype)
+    a1 = (torch.rand(rows_of_scales, H, device=device) + 1).to(torch.bfloat16)
+    a2 = (torch.rand(rows_of_scales, M, device=device) * 8 + 8).to(torch.bfloat16)
+    d1, d2 = (torch.rand(E, device=device) + 0.5 for _ in range(2))
+    empty = torch.empty(0, dtype=dtype, device=device)
+    scales = [interleaved_scales(s1, 128), interleaved_scales(s2, 128), a1, a2[..., None], empty, empty, d1, d2]
+    given = [interleaved(w, "int4") for w in (w1, w2)]
+    return (x, given, scales), (v1, v2, s1, s2), (a1, a2, d1, d2)
+
+
+def call(x, ids, s, given, scales, dtype=HALF, **flags):
+    flags = {"use_w4_group_scaling": True, "use_packed_weights": True} | flags
+    return fused_moe.cutlass_fused_moe(x, ids, s, *given, dtype, scales, **flags)[0]
+
+
+def through(a2, dtype=HALF):
+    return lambda h: e4m3(h.to(dtype).float() * a2.float()).double()
+
+
+def test_int4(way, device):
+    (x, given, scales), (v1, v2, *_), (a1, a2, d1, d2) = int4_layer(device)
+    ids, s = chosen(device)
+    xd = e4m3(x.float() * a1.float()).double()
+    out = call(x, ids, s, given, scales)
+    truth = dict(d1=d1, d2=d2, through=through(a2[0]))
+    check(out, xd, v1, v2, ids, s, dtype=HALF, spacing=2**-3, **truth)
+    # float16 tensors are the bytes of bfloat16 ones, and columns of a1 may come as [hidden].
+    bytes_of = [scale.view(HALF) if scale.dtype == torch.bfloat16 else scale for scale in scales]
+    bytes_of[2] = bytes_of[2][0]
+    assert_bitwise(call(x, ids, s, given, bytes_of), out)
+    assert_bitwise(call(x, ids.long(), s, given, tuple(scales), use_packed_weights=False), out)
+    with pytest.raises(AssertionError, match="error"):
+        check(out, xd, v1, v2, ids, s, dtype=HALF, spacing=2**-3, **truth | {"d2": d2 * 1.1})
+
+
+def test_scales_of_each_expert(way, device):
+    """A token's row is then another one for each of its experts: the layer is a sum over them."""
+    (x, given, scales), (v1, v2, *_), (a1, a2, d1, d2) = int4_layer(device, E)
+    ids, s = chosen(device)
+    out = call(x, ids, s, given, scales)
+    total = torch.zeros(len(x), H, dtype=torch.float64, device=device)
+    for e in range(E):
+        only = torch.where(ids == e, ids, -1)
+        xd = e4m3(x.float() * a1[e].float()).double()
+        total += mixture(xd, v1, v2, only, s, d1=d1, d2=d2, through=through(a2[e]))
+    assert (out.double() - total).norm() < 2e-3 * total.norm()
+    same = scales[:2] + [scales[2][:1].expand(E, H).contiguous(), scales[3][:1].expand(E, M, 1).contiguous()]
+    one = scales[:2] + [scales[2][:1], scales[3][:1]]
+    assert_bitwise(call(x, ids, s, given, same + scales[4:]), call(x, ids, s, given, one + scales[4:]))
+
+
+def test_groups_together_and_no_column_scales(device):
+    """Two or four groups of a row beside each other, as SGLang puts them itself; empty column scales are 1."""
+    w1, s1, _ = int4(2 * 512, 512, device)
+    w2, s2, _ = int4(512, 512, device)
+    x = torch.randn(3, 512, device=device).to(torch.bfloat16)
+    ids, s = torch.tensor([[0, 1], [2, 3], [1, 1]], device=device), torch.rand(3, 2, device=device)
+    empty, ones = torch.empty(0, device=device), torch.ones(E, device=device)
+    tail = [empty, empty, empty, empty, ones, ones]
+    expected = call(x, ids, s, (w1, w2), [interleaved_scales(s1, 128), interleaved_scales(s2, 128), *tail], x.dtype)
+    for f in (2, 4):
+        beside = [t.unflatten(2, (-1, f)).transpose(1, 2).flatten(2).contiguous() for t in (s1, s2)]
+        assert_bitwise(call(x, ids, s, (w1, w2), [*beside, *tail], x.dtype), expected)
+    flat = [torch.ones(512, dtype=torch.bfloat16, device=device)] * 2
+    given = [interleaved_scales(s1, 128), interleaved_scales(s2, 128), *flat, *tail[2:]]
+    assert_bitwise(call(x, ids, s, (w1, w2), given, x.dtype), expected)
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+def test_humming(way, device, offsets):
+    """MXFP4 by its factorisation, rows in e4m3 over scales of their own; `offsets` : interleaved by the caller."""
+    (w1, s1, v1), (w2, s2, v2) = weights("mxfp4", E, 2 * M, H, device), weights("mxfp4", E, H, M, device)
+    sizes = torch.logspace(-2, 2, tokens(device), device=device)
+    x = (torch.randn(tokens(device), H, device=device) * sizes[:, None]).to(HALF)
+    x[-1] = 0
+    made = []
+    for w, scale in ((w1, s1), (w2, s2)):
+        codes, factors, residual = fused_moe.preprocess_moe_weights_for_sm90_mixed_gemm_humming(
+            w, scale, interleave=not offsets
+        )
+        if offsets:
+            codes, factors = interleaved(codes, "fp4_fp8"), interleaved_scales(factors)
+        made.append((codes, factors.view(torch.int32), residual * 64))
+    (c1, o1, r1), (c2, o2, r2) = made
+    ids, s = chosen(device)
+    out = call(x, ids, s, (c1, c2), [o1, r1, torch.ones((), device=device), o2, r2], use_packed_weights=False,
+               use_wfp4afp8_humming=True)  # fmt: skip
+
+    def over_rows(h):
+        scale = (h.to(HALF).float().abs().amax(-1, keepdim=True) / 448).clamp(min=1e-30)
+        return e4m3(h.to(HALF).float() / scale).double() * scale.double()
+
+    check(out, over_rows(x), v1, v2, ids, s, dtype=HALF, spacing=2**-3, through=over_rows)
+
+
+BAD = {
+    "an expert's zeros": ("quant_scales: zeros of fc2", lambda q: [*q[:5], torch.ones(2), *q[6:]]),
+    "seven tensors": ("quant_scales", lambda q: q[:7]),
+    "factors in float32": ("quant_scales: fc1", lambda q: [q[0].float(), *q[1:]]),
+    "factors of other rows": ("quant_scales: fc2", lambda q: [q[0], q[1][:, :, :4], *q[2:]]),
+    "columns of another count": ("quant_scales: a1", lambda q: [*q[:2], q[2][:, :9], *q[3:]]),
+    "another count of experts": ("quant_scales: d1", lambda q: [*q[:6], torch.ones(3), q[7]]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_scales(name):
+    argument, change = BAD[name]
+    (x, given, scales), *_ = int4_layer("cpu")
+    with pytest.raises(ValueError, match=f"^{argument}.*: got .*allowed: "):
+        call(x, *chosen("cpu"), given, change(scales))
+
+
+def test_rows_in_fp8_are_refused():
+    (x, given, scales), *_ = int4_layer("cpu")
+    with pytest.raises(ValueError, match="^input: got .*allowed: "):
+        call(x.to(torch.float8_e4m3fn), *chosen("cpu"), given, scales)
+    with pytest.raises(NotImplementedError, match="^min_latency_mode: got True"):
+        call(x, *chosen("cpu"), given, scales, min_latency_mode=True)
+
+
+@pytest.mark.parametrize("encoding, layout", [("int4", "strips"), ("mxfp4", "strips")])
+@pytest.mark.parametrize("tile", [16, 64, 128])
+def test_choice(encoding, layout, tile):
+    """A step of K is no less than the elements of a scale factor."""
+    problem = room.Problem(
+        "fp8", encoding, "bf16", tile, act="swiglu", weight_layout=layout, scale="tensor",
+        fragments=encoding == "mxfp4", weighted="row" if encoding == "mxfp4" else "",
+    )  # fmt: skip
+    for arch in ("80", "90a", "100a", "120a"):
+        choice = room.product.select(problem, named(arch))
+        assert choice.variant.name == "portable"
+        assert choice.config.tile_k % room.WIDTH[encoding] == 0
