@@ -260,8 +260,8 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
     row_scale = torch.empty(rows, dtype=torch.float32, device=device) if own else None
     middle, factors = _quantized(middle, between, token_map, tile, row_scale)
     problem2 = room.Problem(
-        rows="fp8" if between.encoding in _OF_FP8 else between.encoding or dtype, weights=second.encoding, out=dtype, tile=tile, shuffle=second.shuffle,
-        block=second.block, weight_layout=second.layout, fragments=second.fragments,
+        rows="fp8" if between.encoding in _OF_FP8 else between.encoding or dtype, weights=second.encoding, out=dtype,
+        tile=tile, shuffle=second.shuffle, block=second.block, weight_layout=second.layout, fragments=second.fragments,
         bias="" if second.bias is None else dtype_name(second.bias.dtype),
         scale="" if between.second is None else "tensor", channels=second.channels is not None,
         weighted="" if row_scale is None else "row",

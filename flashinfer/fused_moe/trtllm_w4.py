@@ -96,7 +96,9 @@ def trtllm_fp4_block_scale_moe(
     output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar : torch.Tensor, optional
         float32 [experts]. The first two come together; with a bias, a limit or beta both halves have the scale d.
     per_token_scale : torch.Tensor, optional
-        Only None.
+        float32 [tokens] or [tokens, 1], of NVFP4 rows: a factor of each, as `flashinfer.nvfp4_quantize` with
+        `per_token_activation` gives it. The rows between the products then have scales of their own, too: the largest
+        magnitude over 448 * 6.
     num_fused_shared_experts : int, optional
         As in `flashinfer.fused_moe.trtllm_fp8_block_scale_moe`.
     valid_hidden_size, valid_intermediate_size : int, optional
@@ -124,11 +126,11 @@ def trtllm_fp4_block_scale_moe(
         (local_expert_offset, local_num_experts), routed_scaling_factor, routing_method_type, norm_topk_prob,
         routing_replay_out, shared=num_fused_shared_experts,
     )  # fmt: skip
-    require(per_token_scale is None, "per_token_scale", "a tensor", "None")
     given = [(gemm1_weights, gemm1_weights_scale, gemm1_bias), (gemm2_weights, gemm2_weights_scale, gemm2_bias)]
     scales = (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar)
     act = activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit, routed.experts, hidden_states.device)
     tokens = _tokens(hidden_states, hidden_states_scale, hidden_states_scale_layout)
+    tokens = _of_row_scale(tokens, per_token_scale)
     valid = (valid_hidden_size, valid_intermediate_size)
     return _fp4(routed, tokens, given, act, scales, intermediate_size, valid, output, do_finalize)
 
@@ -188,12 +190,12 @@ def trtllm_fp4_block_scale_routed_moe(
     """
     require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
     require(not num_fused_shared_experts, "num_fused_shared_experts", num_fused_shared_experts, "None, 0")
-    require(per_token_scale is None, "per_token_scale", "a tensor", "None")
     routed = routed_by_ids(topk_ids, num_experts, top_k, (local_expert_offset, local_num_experts))
     given = [(gemm1_weights, gemm1_weights_scale, gemm1_bias), (gemm2_weights, gemm2_weights_scale, gemm2_bias)]
     scales = (output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar)
     act = activation(activation_type, gemm1_alpha, gemm1_beta, gemm1_clamp_limit, routed.experts, hidden_states.device)
     tokens = _tokens(hidden_states, hidden_states_scale, hidden_states_scale_layout)
+    tokens = _of_row_scale(tokens, per_token_scale)
     valid = (valid_hidden_size, valid_intermediate_size)
     return _fp4(routed, tokens, given, act, scales, intermediate_size, valid, output, do_finalize)
 
@@ -222,6 +224,18 @@ def _tokens(x, scale, layout) -> experts.Tokens:
     return experts.Tokens(x, encoding, scale.view(torch.uint8).view(-1), named)
 
 
+def _of_row_scale(tokens: experts.Tokens, scale: torch.Tensor | None) -> experts.Tokens:
+    if scale is None:
+        return tokens
+    count, name = len(tokens.codes), "per_token_scale"
+    require(tokens.encoding == "nvfp4", name, "a tensor", "None, but with rows in NVFP4")
+    require(scale.dtype == torch.float32, name, scale.dtype, "float32")
+    require(scale.numel() == count, name, tuple(scale.shape), f"({count},), one for each token")
+    near = scale.device == tokens.codes.device
+    require(near, name, f"a tensor on {scale.device}", f"{tokens.codes.device}, where hidden_states is")
+    return tokens._replace(row_scale=scale.reshape(-1).contiguous())
+
+
 def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_finalize, /) -> list[torch.Tensor]:
     act, gated = act
     device, count = tokens.codes.device, routed.experts
@@ -246,8 +260,10 @@ def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_fin
     )
     both = (scale is None) == (scale_out is None)
     require(both, "output1_scale_gate_scalar", "one of two", "a tensor with output1_scale_scalar, None without")
-    encoding = "" if tokens.encoding == "bf16" else tokens.encoding
-    between = experts.Between(encoding, scale=scale, scale_out=scale_out, ratio=gated, second=second)
+    encoding, base = "" if tokens.encoding == "bf16" else tokens.encoding, None
+    if tokens.row_scale is not None:
+        base = torch.full((1,), 1 / (448 * 6), dtype=torch.float32, device=device)
+    between = experts.Between(encoding, base, scale=scale, scale_out=scale_out, ratio=gated, second=second)
     done = finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, hidden=valid)
     return [done] if do_finalize else done
 

@@ -156,7 +156,8 @@ def bmm_fp8(
     """
     _check_operands("A", A, "B", B, 3, _FP8)
     out = _result(out, (*A.shape[:2], B.shape[2]), dtype, A.device, "dtype")
-    _product(A, B, out, None, _scale("A_scale", A_scale, A.device), _scale("B_scale", B_scale, A.device), _variant(backend))
+    factors = _scale("A_scale", A_scale, A.device), _scale("B_scale", B_scale, A.device)
+    _product(A, B, out, None, *factors, _variant(backend))
     return out
 
 

@@ -79,8 +79,8 @@ def selective_state_update(
         A sequence whose slot is this one is skipped, as is one with a negative slot or one past the last: no state is
         read or written, and its result is 0. vLLM's is 0, SGLang's -1.
     state_scale : torch.Tensor, optional
-        float32 [slots, heads, dim] or [slots, heads, dim, 1]: what the codes of a row of a state are multiplied with. Written with the codes: the
-        row's largest magnitude over 32767, 127 or 448, and 1 for a row of zeros.
+        float32 [slots, heads, dim] or [slots, heads, dim, 1]: what the codes of a row of a state are multiplied with.
+        Written with the codes: the row's largest magnitude over 32767, 127 or 448, and 1 for a row of zeros.
     out : torch.Tensor, optional
         Receives the result; shape and dtype of x.
     disable_state_update : bool

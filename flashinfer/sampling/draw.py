@@ -159,8 +159,8 @@ def min_p_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from those whose probability is at least `min_p` times the row's largest.
 
-    `min_p` is a number or a tensor as in `top_p_sampling_from_probs`, from 0 to 1. Other parameters, the result and errors are those of
-    `sampling_from_probs`.
+    `min_p` is a number or a tensor as in `top_p_sampling_from_probs`, from 0 to 1. Other parameters, the result and
+    errors are those of `sampling_from_probs`.
 
     References
     ----------

@@ -1,15 +1,17 @@
-"""4-bit weights under rows in e4m3, as Hopper's callers of `cutlass_fused_moe` send them: INT4 and Humming's MXFP4."""
+"""4-bit weights under rows with scales of columns or of their own: INT4 and Humming's MXFP4 of `cutlass_fused_moe`, as
+Hopper's callers send them, and NVFP4 by TensorRT-LLM's names."""
 
 import pytest
 import torch
 
+import flashinfer
 from flashinfer import fused_moe
 from flashinfer._core.target import named
 from flashinfer.fused_moe import interleave_moe_scales_for_sm90_mixed_gemm as interleaved_scales
 from flashinfer.fused_moe import interleave_moe_weights_for_sm90_mixed_gemm as interleaved
 from flashinfer.ops.moe import experts as room
 from flashinfer.testing.compare import assert_bitwise
-from tests.ops.moe.experts.layers import mixture, nibbles, weights
+from tests.ops.moe.experts.layers import E2M1, arranged, between, mixture, nibbles, random, swiglu, weights
 from tests.ops.moe.experts.test_experts import check, chosen, tokens, way  # `way` is the fixture
 
 E, H, M = 4, 256, 128
@@ -124,6 +126,58 @@ def test_humming(way, device, offsets):
         return e4m3(h.to(HALF).float() / scale).double() * scale.double()
 
     check(out, over_rows(x), v1, v2, ids, s, dtype=HALF, spacing=2**-3, through=over_rows)
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_nvfp4_with_scales_of_tokens(way, device, routed):
+    """Tokens of very different size; a scale of each before the products, and of each row between them."""
+    H = M = 128
+    count, base = tokens(device), 1 / (448 * 6)
+    x = torch.randn(count, H, device=device).to(HALF) * 4.0 ** (torch.arange(count, device=device) % 4 - 2)[:, None]
+    x = x.to(HALF)
+    x[1] = 0
+    layout = flashinfer.SfLayout.layout_linear
+    codes, x_scale, p = flashinfer.nvfp4_quantize(x, base, layout, per_token_activation=True)
+    xd = E2M1.to(device)[nibbles(codes)] * x_scale.view(torch.float8_e4m3fn).double().repeat_interleave(16, 1)
+    (w1, s1, v1), (w2, s2, v2) = weights("nvfp4", E, 2 * M, H, device), weights("nvfp4", E, H, M, device)
+    (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
+    d, q, f = torch.full((E,), 0.5, device=device), torch.full((E,), 2.0, device=device), torch.rand(E, device=device)
+    given = (codes, x_scale, w1, s1, None, None, None, None, w2, s2, None, d * q, d, f, E, 2, None, None, M, 0, E, None)
+    if routed:
+        ids, s = chosen(device)
+        out = fused_moe.trtllm_fp4_block_scale_routed_moe((ids, s), None, *given, per_token_scale=p)[0]
+    else:
+        logits = torch.randn(count, E, device=device)
+        ids, s = fused_moe.routing.route(logits, None, 1, 2)
+        out = fused_moe.trtllm_fp4_block_scale_moe(
+            logits, None, *given, routing_method_type=1, per_token_scale=p[:, None]
+        )[0]
+
+    def over_rows(y, e):
+        h = (swiglu(y).double() * float(q[e])).to(torch.bfloat16).double()
+        scale = float(h.abs().max().float() * base)
+        return between("nvfp4", 1 / scale)(h) * scale if scale else h
+
+    xd = xd * p.double()[:, None]
+    check(out, xd, v1, v2, ids, s, act=over_rows, of_expert=True, d1=d, d2=f, spacing=0.5)
+    assert not out[1].any()
+    with pytest.raises(AssertionError, match="error"):
+        check(out, xd * 1.2, v1, v2, ids, s, act=over_rows, of_expert=True, d1=d, d2=f, spacing=0.5)
+
+
+@pytest.mark.parametrize(
+    "change", [dict(dtype=HALF), dict(count=3), dict(rows="bf16")], ids=["a dtype", "a count", "rows without"]
+)
+def test_scales_of_tokens_that_are_refused(change):
+    given = dict(dtype=torch.float32, count=4, rows="nvfp4") | change
+    codes, x_scale, _ = random(given["rows"], 4, 128)
+    (w1, s1, _), (w2, s2, _) = weights("nvfp4", E, 256, 128), weights("nvfp4", E, 128, 128)
+    (w1, s1), (w2, s2) = arranged(w1, s1, True), arranged(w2, s2, False)
+    with pytest.raises(ValueError, match="^per_token_scale: got .*allowed: "):
+        fused_moe.trtllm_fp4_block_scale_routed_moe(
+            chosen("cpu"), None, codes, x_scale, w1, s1, None, None, None, None, w2, s2, None, None, None, None, E, 2,
+            None, None, 128, 0, E, None, per_token_scale=torch.ones(given["count"], dtype=given["dtype"]),
+        )  # fmt: skip
 
 
 BAD = {
