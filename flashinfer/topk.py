@@ -14,7 +14,15 @@ from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import number
 from flashinfer.ops import topk as room
 
-__all__ = ["TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_transform", "top_k_varlen"]
+__all__ = [
+    "TopKTieBreak",
+    "can_implement_filtered_topk",
+    "top_k",
+    "top_k_page_table_transform",
+    "top_k_ragged_transform",
+    "top_k_varlen",
+    "topk",
+]
 
 # Upstream's implementations of `top_k_varlen`; ours answers to each name.
 _VARLEN_BACKENDS = ("auto", "radix", "gvr", "gvr_2", "radix_cutlass", "radix_filter")
@@ -203,6 +211,15 @@ def top_k_ragged_transform(
     out = torch.empty((len(input), k), dtype=torch.int32, device=input.device)
     _top_k_ragged(input, k, _is_last(tie_break), *vectors.values(), out)
     return out
+
+
+# Upstream's alias.
+topk = top_k
+
+
+def can_implement_filtered_topk() -> bool:
+    """Whether the chip has the shared memory that one of upstream's kernels wants: True, for ours run on every chip."""
+    return True
 
 
 @checked

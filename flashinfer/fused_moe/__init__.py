@@ -10,7 +10,7 @@ from flashinfer.fused_moe.bgmv_moe import (
     prepare_bgmv_moe,
 )
 from flashinfer.fused_moe.cute_dsl import CuteDslMoEWrapper, cute_dsl_fused_moe_nvfp4
-from flashinfer.fused_moe.cutlass import cutlass_fused_moe
+from flashinfer.fused_moe.cutlass import cutlass_fused_moe, cutlass_fused_moe_workspace_size
 from flashinfer.fused_moe.hash_topk import hash_topk
 from flashinfer.fused_moe.layouts import (
     convert_to_block_layout,
@@ -66,6 +66,7 @@ __all__ = [
     "convert_to_block_layout",
     "cute_dsl_fused_moe_nvfp4",
     "cutlass_fused_moe",
+    "cutlass_fused_moe_workspace_size",
     "fill_w_ptr",
     "fused_topk_deepseek",
     "get_scratchpad_size_bytes",

@@ -1,11 +1,14 @@
 """The path by which callers of upstream reach the names of `flashinfer.fused_moe`."""
 
-from flashinfer.fused_moe.cutlass import cutlass_fused_moe
+from flashinfer.fused_moe.cutlass import cutlass_fused_moe, cutlass_fused_moe_workspace_size
 from flashinfer.fused_moe.layouts import (
     convert_to_block_layout,
     get_reorder_rows_for_gated_act_gemm_row_indices,
     get_w2_permute_indices_with_cache,
     get_w3_w1_permute_indices_with_cache,
+    interleave_moe_scales_for_sm90_mixed_gemm,
+    interleave_moe_weights_for_sm90_mixed_gemm,
+    preprocess_moe_weights_for_sm90_mixed_gemm_humming,
     reorder_rows_for_gated_act_gemm,
 )
 from flashinfer.fused_moe.trtllm import trtllm_bf16_moe, trtllm_bf16_routed_moe
@@ -29,8 +32,12 @@ __all__ = [
     "WeightLayout",
     "convert_to_block_layout",
     "cutlass_fused_moe",
+    "cutlass_fused_moe_workspace_size",
     "get_reorder_rows_for_gated_act_gemm_row_indices",
     "get_w2_permute_indices_with_cache",
+    "interleave_moe_scales_for_sm90_mixed_gemm",
+    "interleave_moe_weights_for_sm90_mixed_gemm",
+    "preprocess_moe_weights_for_sm90_mixed_gemm_humming",
     "reorder_rows_for_gated_act_gemm",
     "trtllm_bf16_moe",
     "trtllm_bf16_routed_moe",

@@ -137,6 +137,12 @@ def test_int64_vectors(variant, device):
     assert_bitwise(top_k_page_table_transform(x, table, *given, row_starts=starts.long()), expected)
 
 
+def test_upstreams_other_names():
+    from flashinfer import topk
+
+    assert topk.topk is topk.top_k and topk.can_implement_filtered_topk()
+
+
 def test_tie_breaks_in_text():
     assert [f"{kind}" for kind in TopKTieBreak] == [str(kind) for kind in TopKTieBreak] == ["none", "small", "large"]
     assert f"{TopKTieBreak.LARGE:>6}" == " large" and int(TopKTieBreak.LARGE) == 2

@@ -180,6 +180,21 @@ def test_scales_of_tokens_that_are_refused(change):
         )  # fmt: skip
 
 
+def test_workspace(device):
+    """Of the size that is asked for, or none: nothing is read or written there."""
+    sizes = dict(max_num_tokens=4, hidden_size=H, intermediate_size=M, num_experts_total=E, top_k=2)
+    size = fused_moe.cutlass_fused_moe_workspace_size(**sizes, x_dtype=HALF, weight_dtype=torch.uint8, device=device)
+    workspace = torch.full((size,), 7, dtype=torch.uint8, device=device)
+    (x, given, scales), *_ = int4_layer(device)
+    ids, s = chosen(device)
+    out = call(x, ids, s, given, scales, workspace_buffer=workspace, profile_ids=[0, 0])
+    assert_bitwise(out, call(x, ids, s, given, scales))
+    assert (workspace == 7).all()
+    for name in sizes:
+        with pytest.raises(ValueError, match=f"^{name}: got 0; allowed: 1 or more"):
+            fused_moe.cutlass_fused_moe_workspace_size(**sizes | {name: 0}, x_dtype=HALF, weight_dtype=HALF)
+
+
 BAD = {
     "an expert's zeros": ("quant_scales: zeros of fc2", lambda q: [*q[:5], torch.ones(2), *q[6:]]),
     "seven tensors": ("quant_scales", lambda q: q[:7]),
