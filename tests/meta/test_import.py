@@ -34,7 +34,7 @@ def test_every_public_name_is_imported_without_triton_or_a_cuda_context():
 
 
 def test_import_is_a_small_part_of_an_import_of_torch():
-    """Every public name, 0.5 s where torch takes 2. A share of it, for the seconds are those of an idle machine only."""
+    """Every public name, 0.5 s where torch takes 2. A share of it, for the seconds are those of an idle machine."""
     code = (
         "import time; start = time.process_time(); import torch; between = time.process_time(); import flashinfer\n"
         "for name in flashinfer.__all__: getattr(flashinfer, name)\n"
