@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
+from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
 from flashinfer.gemm.grouped import Factors, _blocks, _check_indptr, _groupwise
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 
+@answering("cudnn")
 @checked
 def grouped_mm_bf16(
     a: torch.Tensor,
@@ -67,6 +69,7 @@ def grouped_mm_bf16(
     return _unscaled(a, b, m_indptr, None, out, out_dtype, backend)
 
 
+@answering("cudnn")
 @checked
 def grouped_mm_fp8(
     a: torch.Tensor,
@@ -96,6 +99,7 @@ def grouped_mm_fp8(
     return _unscaled(a, b, m_indptr, given.alpha_of(alpha, a), out, out_dtype, backend)
 
 
+@answering("cudnn")
 @checked
 @named(a_scale="a_descale", b_scale="b_descale")
 def grouped_mm_mxfp8(
@@ -136,6 +140,7 @@ def grouped_mm_mxfp8(
     return _blocks(a, b, a_descale, b_descale, m_indptr, None, out, out_dtype, factors, backend)
 
 
+@answering("cudnn")
 @checked
 def grouped_mm_fp4(
     a: torch.Tensor,
@@ -195,6 +200,7 @@ def _unscaled(a, b, m_indptr, alpha, out, out_dtype, backend) -> torch.Tensor:
     return out
 
 
+@answering("cute")
 @checked
 def moe_gemm_fp8_nt_groupwise(
     a: torch.Tensor,
@@ -263,6 +269,7 @@ def moe_gemm_fp8_nt_groupwise(
     return _gated(made, out) if is_gated else made
 
 
+@answering("cute")
 @checked
 def moe_gemm_mxfp8_nt_groupwise(
     a: torch.Tensor,

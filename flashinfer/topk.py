@@ -12,6 +12,7 @@ from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import number
+from flashinfer.compat.queries import answering
 from flashinfer.ops import topk as room
 
 __all__ = [
@@ -222,6 +223,7 @@ def can_implement_filtered_topk() -> bool:
     return True
 
 
+@answering("auto", "radix", "gvr", "gvr_2", "radix_cutlass", "radix_filter")
 @checked
 def top_k_varlen(
     logits: torch.Tensor,

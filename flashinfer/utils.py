@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import BackendSupportedError, require
 from flashinfer._core.target import target_of
 
 __all__ = [
+    "BackendSupportedError",
     "FP4Tensor",
     "device_support_pdl",
     "get_compute_capability",
@@ -16,6 +17,11 @@ __all__ = [
     "get_shuffle_matrix_sf_a_row_indices",
     "get_trtllm_gen_multi_ctas_kv_counter_bytes",
     "is_sm100a_supported",
+    "is_sm100f_supported",
+    "is_sm110a_supported",
+    "is_sm120a_supported",
+    "is_sm121a_supported",
+    "is_sm90a_supported",
     "next_positive_power_of_2",
 ]
 
@@ -160,10 +166,39 @@ def device_support_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and target_of(device).capability >= 90
 
 
+def _capability(device: torch.device) -> int:
+    device = torch.device(device)
+    return target_of(device).capability if device.type == "cuda" else 0
+
+
+def is_sm90a_supported(device: torch.device) -> bool:
+    """Whether a device is a CUDA device of compute capability 9.x."""
+    return _capability(device) // 10 == 9
+
+
 def is_sm100a_supported(device: torch.device) -> bool:
     """Whether a device is a CUDA device of compute capability 10.x."""
-    device = torch.device(device)
-    return device.type == "cuda" and target_of(device).capability // 10 == 10
+    return _capability(device) // 10 == 10
+
+
+def is_sm100f_supported(device: torch.device) -> bool:
+    """Whether a device is a CUDA device of compute capability 10.x."""
+    return is_sm100a_supported(device)
+
+
+def is_sm110a_supported(device: torch.device) -> bool:
+    """Whether a device is a CUDA device of compute capability 11.x."""
+    return _capability(device) // 10 == 11
+
+
+def is_sm120a_supported(device: torch.device) -> bool:
+    """Whether a device is a CUDA device of compute capability 12.0."""
+    return _capability(device) == 120
+
+
+def is_sm121a_supported(device: torch.device) -> bool:
+    """Whether a device is a CUDA device of compute capability 12.1."""
+    return _capability(device) == 121
 
 
 def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: int, sm_count: int) -> int:

@@ -8,6 +8,8 @@ where it refuses, it is an error. `explain()` and the log say what ran.
 
 from __future__ import annotations
 
+from flashinfer._core.checks import require
+
 ANY = None
 
 VARIANTS_OF = {
@@ -42,6 +44,6 @@ REPORTED_AS = {
 
 def variants_of(backend: str) -> tuple[str, ...] | None:
     """Names of the variants that `backend` admits; None where it admits all. ValueError for an unknown name."""
-    if not isinstance(backend, str) or backend not in VARIANTS_OF:
-        raise ValueError(f"backend: got {backend!r}; allowed: {', '.join(VARIANTS_OF)}")
+    known = isinstance(backend, str) and backend in VARIANTS_OF
+    require(known, "backend", repr(backend), ", ".join(VARIANTS_OF))
     return VARIANTS_OF[backend]

@@ -16,6 +16,10 @@ class UnsupportedConfig(ValueError):
     """No variant takes this problem; the message says why each refused."""
 
 
+class BackendSupportedError(ValueError):
+    """A backend that does not serve a call, by the name that upstream has for the error."""
+
+
 _NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -37,7 +41,8 @@ DTYPE_NAMES = tuple(_DTYPES)
 def require(condition: bool, argument: str, value, allowed: str) -> None:
     """Raise ValueError naming `argument`, its `value` and what is `allowed`, unless `condition` holds."""
     if not condition:
-        raise ValueError(f"{argument}: got {value}; allowed: {allowed}")
+        kind = BackendSupportedError if argument == "backend" else ValueError
+        raise kind(f"{argument}: got {value}; allowed: {allowed}")
 
 
 def renamed(error: ValueError, names: dict[str, str]) -> ValueError:

@@ -7,6 +7,7 @@ import torch
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer.compat.queries import answering
 from flashinfer.ops.moe import finalize as finalize_room
 from flashinfer.ops.moe import routing as room
 from flashinfer.ops.moe.token_map import TokenMap, empty_map
@@ -36,6 +37,7 @@ _BIASED = (_M.DeepSeekV3, _M.MiniMax2)
 _WITH_AN_UNREAD_BIAS = (_M.Llama4,)
 
 
+@answering()
 @checked
 def fused_topk_deepseek(
     scores: torch.Tensor,

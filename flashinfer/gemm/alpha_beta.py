@@ -6,12 +6,14 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device
+from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm.dense import _product
 
 _OPERANDS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 
 
+@answering("cutile")
 @checked
 def gemm_alpha_beta(
     a: torch.Tensor,

@@ -14,6 +14,7 @@ from flashinfer.ops.gemm import blockscaled as room
 __all__ = ["bmm_mxfp8", "mm_bf16_fp4", "mm_fp4", "mm_mxfp8", "prepare_bf16_fp4_weights"]
 
 
+@answering("auto", "cudnn", "cutlass", "trtllm", denied=("cute-dsl", "cutedsl_low_latency", "b12x"))
 @checked
 def mm_fp4(
     a: torch.Tensor,
@@ -98,8 +99,8 @@ def mm_fp4(
     return out
 
 
+@answering("auto", "cutlass", "cudnn", "trtllm", denied=("cute-dsl", "cutedsl_low_latency", "b12x"))
 @checked
-@answering("auto", "cutlass", "cudnn", "trtllm")
 def mm_mxfp8(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -159,6 +160,7 @@ def mm_mxfp8(
     return out
 
 
+@answering("auto", "cudnn", "cutlass")
 @checked
 @named(out_dtype="dtype")
 def bmm_mxfp8(
@@ -213,6 +215,7 @@ def bmm_mxfp8(
     return out
 
 
+@answering("cudnn", "cute-dsl")
 @checked
 def prepare_bf16_fp4_weights(
     b: torch.Tensor,
@@ -255,6 +258,7 @@ def prepare_bf16_fp4_weights(
     return b, b_descale[0], given.alpha_of(alpha, b)
 
 
+@answering("cudnn", "cute-dsl")
 @checked
 def mm_bf16_fp4(
     a: torch.Tensor,

@@ -28,7 +28,7 @@ _BACKENDS = ", ".join(_THEIRS + _OURS)
 _OUT_NAMES = ", ".join(map(str, _OUT))
 
 
-@answering("auto", "cudnn", "cublaslt", "cutlass", "tgv", "tinygemm")
+@answering("auto", "cudnn", "cublaslt", "cutlass", "tgv", "tinygemm", denied=("cute-dsl", "cutile"))
 @replayed
 def mm_bf16(
     a: torch.Tensor,
@@ -76,6 +76,7 @@ def mm_bf16(
     return out
 
 
+@answering("auto", "cudnn", "cutlass", "cutile")
 @replayed
 def bmm_bf16(
     A: torch.Tensor,
@@ -115,6 +116,7 @@ def bmm_bf16(
     return out
 
 
+@answering("auto", "cublas", "cudnn", "cutlass")
 @replayed
 def bmm_fp8(
     A: torch.Tensor,
@@ -161,6 +163,7 @@ def bmm_fp8(
     return out
 
 
+@answering("trtllm_low_latency", "cutedsl_low_latency")
 @replayed
 def mm_fp8(
     a: torch.Tensor,
@@ -211,6 +214,7 @@ def mm_fp8(
     return out
 
 
+@answering()
 @checked
 def tgv_gemm_sm100(
     a: torch.Tensor,
@@ -262,6 +266,7 @@ def tgv_gemm_sm100(
     return out
 
 
+@answering()
 @checked
 def tinygemm_bf16(
     input: torch.Tensor,

@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
+from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
 from flashinfer.gemm.groupwise import granularity
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 
+@answering("auto", "trtllm", "cutlass")
 @checked
 def group_gemm_fp8_nt_groupwise(
     a: torch.Tensor,
@@ -92,6 +94,7 @@ def group_gemm_fp8_nt_groupwise(
     return _groupwise(a, b, a_scale, b_scale, "offsets", m_indptr, out, out_dtype, mnk, scale_major_mode, None, backend)
 
 
+@answering()
 @checked
 def group_deepgemm_fp8_nt_groupwise(
     a: torch.Tensor,
@@ -127,6 +130,7 @@ def group_deepgemm_fp8_nt_groupwise(
     return _groupwise(a, b, a_scale, b_scale, "indices", m_indices, out, out_dtype, mnk, "K", None, "auto")
 
 
+@answering("deepgemm")
 @checked
 def batch_deepgemm_fp8_nt_groupwise(
     a: torch.Tensor,
@@ -170,6 +174,7 @@ def batch_deepgemm_fp8_nt_groupwise(
     return _groupwise(a, b, a_scale, b_scale, "counts", masked_m, out, out_dtype, mnk, "K", expected_m, backend)
 
 
+@answering()
 @checked
 def group_gemm_mxfp8_mxfp4_nt_groupwise(
     a: torch.Tensor,
@@ -219,6 +224,7 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
 group_gemm_mxfp4_nt_groupwise = group_gemm_mxfp8_mxfp4_nt_groupwise
 
 
+@answering()
 @checked
 def group_gemm_nvfp4_nt_groupwise(
     a: torch.Tensor,

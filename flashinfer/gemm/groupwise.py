@@ -8,6 +8,7 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
+from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import gemm
 from flashinfer.ops.gemm import blockscaled as room
@@ -15,6 +16,7 @@ from flashinfer.ops.gemm import blockscaled as room
 __all__ = ["fp8_blockscale_gemm_sm90", "gemm_fp8_nt_blockscaled", "gemm_fp8_nt_groupwise"]
 
 
+@answering("cutlass", "trtllm")
 @replayed
 def gemm_fp8_nt_groupwise(
     a: torch.Tensor,
@@ -87,6 +89,7 @@ def gemm_fp8_nt_groupwise(
     return out
 
 
+@answering()
 @checked
 def gemm_fp8_nt_blockscaled(
     a: torch.Tensor,
@@ -107,6 +110,7 @@ def gemm_fp8_nt_blockscaled(
     )
 
 
+@answering()
 @checked
 def fp8_blockscale_gemm_sm90(
     input: torch.Tensor,

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
+from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
 from flashinfer.ops import layouts
@@ -23,6 +24,7 @@ _RESULTS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": tor
 _TILING = ("mma_tiler_mn", "cluster_shape_mn", "sm_count")
 
 
+@answering()
 @checked
 def grouped_gemm_nt_masked(
     lhs: tuple[torch.Tensor, torch.Tensor],

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
+from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
 from flashinfer.gemm.grouped import Factors, _blocks, _check_indptr, _groupwise
@@ -31,6 +32,7 @@ _SCALED = {
 }
 
 
+@answering("cutile")
 @checked
 def masked_bmm(
     a: torch.Tensor,
@@ -87,6 +89,7 @@ def masked_bmm(
     return _unscaled(a, b, out, masked_m, "counts", not transpose_b, a.shape[1], backend)
 
 
+@answering("cutile")
 @checked
 def ragged_bmm(
     a: torch.Tensor,
@@ -142,6 +145,7 @@ def ragged_bmm(
     return _unscaled(a, b, out, m_indptr, "offsets", not transpose_b, max_m, backend)
 
 
+@answering("cutile")
 @checked
 def ragged_block_scaled_bmm(
     a: torch.Tensor,
@@ -197,6 +201,7 @@ def ragged_block_scaled_bmm(
     return _groupwise(a, b, a_scale, b_scale, "offsets", m_indptr, None, out_dtype, mnk, "K", max_m, backend)
 
 
+@answering("cutile")
 @checked
 def masked_scaled_bmm(
     a: torch.Tensor,
@@ -275,6 +280,7 @@ def masked_scaled_bmm(
     return out
 
 
+@answering("cutile")
 @checked
 def ragged_scaled_bmm(
     a: torch.Tensor,
@@ -377,6 +383,7 @@ def _elements(x: torch.Tensor) -> int:
     return x.shape[-1] * (2 if x.dtype == torch.uint8 else 1)
 
 
+@answering()
 @checked
 def group_gemm_fp8_nt_groupwise_contiguous(
     a: torch.Tensor,

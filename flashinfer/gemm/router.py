@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
+from flashinfer.compat.queries import answering
 from flashinfer.gemm.dense import linear
 
 _DOC = """Router scores of {n} experts for few tokens: ``out = mat_a @ mat_b``, in {dtype}.
@@ -47,7 +48,7 @@ def _router(k: int, n: int, dtype: torch.dtype, name: str):
 
     run.__name__ = run.__qualname__ = name
     run.__doc__ = _DOC.format(k=k, n=n, dtype=str(dtype).removeprefix("torch."), name=name)
-    return run
+    return answering()(run)
 
 
 mm_M1_16_K6144_N256 = _router(6144, 256, torch.float32, "mm_M1_16_K6144_N256")

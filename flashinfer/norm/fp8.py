@@ -9,6 +9,7 @@ from flashinfer._core.checks import require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import scales
+from flashinfer.compat.queries import answering
 from flashinfer.norm._quantised import quantised
 from flashinfer.norm._rows import check_rows, check_weights, launch
 from flashinfer.norm.fp4 import FP4, to_fp4
@@ -127,6 +128,7 @@ def layernorm_quant(
     _layernorm_quantised(input, gemma, beta, out, tensor, eps, number, format)
 
 
+@answering()
 @checked
 def fused_add_rmsnorm_fp8_block_quant(
     out: torch.Tensor,
@@ -188,6 +190,7 @@ def fused_add_rmsnorm_fp8_block_quant(
     )  # fmt: skip
 
 
+@answering()
 @checked
 def fused_rmsnorm_silu(
     input: torch.Tensor,

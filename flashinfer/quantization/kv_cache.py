@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device
+from flashinfer.compat.queries import answering
 from flashinfer.ops.formats import ELEMENTS, KV_FORMATS, KV_NAMES, Format
 from flashinfer.ops.kv_layout import check_layout, paged_views
 from flashinfer.ops.narrow import widened
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 
+@answering()
 @checked
 def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise rows of keys or values to NVFP4 with row-major factors.
@@ -52,6 +54,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[
     return codes[0], factors.view(input.shape[0], input.shape[1] // 16)
 
 
+@answering()
 @checked
 def nvfp4_kv_dequantize(
     fp4_data: torch.Tensor,

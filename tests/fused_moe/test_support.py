@@ -23,6 +23,18 @@ def test_devices(arch, capability, pdl, sm100):
             assert utils.device_support_pdl(device) is pdl and utils.is_sm100a_supported(device) is sm100
 
 
+@pytest.mark.parametrize(
+    ("arch", "named_by"),
+    [("80", ""), ("89", ""), ("90a", "90a"), ("100a", "100a 100f"), ("103a", "100a 100f"),
+     ("120a", "120a"), (None, "")],
+)  # fmt: skip
+def test_names_of_chips(arch, named_by):
+    device = "cpu" if arch is None else "cuda:0"
+    with override(named(arch or "90a")):
+        for name in ("90a", "100a", "100f", "110a", "120a", "121a"):
+            assert getattr(utils, f"is_sm{name}_supported")(torch.device(device)) is (name in named_by.split())
+
+
 def test_a_cpu_is_no_cuda_device():
     assert not utils.device_support_pdl("cpu") and not utils.is_sm100a_supported(torch.device("cpu"))
     for function in (utils.get_compute_capability, utils.get_device_sm_count):

@@ -9,6 +9,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import as_dtype, require, same_device
+from flashinfer.compat.queries import answering
 from flashinfer.fused_moe import experts
 from flashinfer.ops import layouts
 from flashinfer.tllm_enums import (
@@ -48,6 +49,7 @@ class _Layer(NamedTuple):
     device: torch.device | None = None
 
 
+@answering()
 @checked
 def cute_dsl_fused_moe_nvfp4(
     x: torch.Tensor,
