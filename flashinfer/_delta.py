@@ -1,4 +1,4 @@
-"""What the public forms of the delta rule share: checks of their arguments, and the problem that they are."""
+"""What the public functions of the delta rule share: checks of their arguments, and their Problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the forms of Kimi delta attention share: their gates, checks, and the two ways to run them."""
+"""What the functions of Kimi delta attention share: their gates, checks, and the two ways to run them."""
 
 from __future__ import annotations
 

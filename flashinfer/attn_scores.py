@@ -1,4 +1,4 @@
-"""Scores of an indexer that chooses keys for sparse attention, over paged caches, in upstream's form."""
+"""Scores of an indexer that chooses keys for sparse attention, over paged caches, in upstream's layouts."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def _fp4_paged_mqa_logits(
     fits = kv_fused.dtype == torch.uint8 and len(shape) == 4 and shape[2:] == (1, stored + groups)
     fits = fits and strides[3] == 1 and (shape[1] == 1 or strides[1] == stored + groups)
     require(fits, "kv_fused", f"{kv_fused.dtype} {shape}, strides {strides}",
-            f"uint8 [num_blocks, block_size, 1, {stored} + {groups}], a block in one piece")  # fmt: skip
+            f"uint8 [num_blocks, block_size, 1, {stored} + {groups}], a block without gaps")  # fmt: skip
     starts = strides[0] % 4 == 0 and kv_fused.data_ptr() % 16 == 0
     require(starts, "kv_fused", f"blocks {strides[0]} bytes apart", "blocks that start on 4 bytes, the first on 16")
     for name, t in (("q_sf", q_sf), ("kv_fused", kv_fused), ("weights", weights)):
@@ -231,7 +231,7 @@ def _fp4_paged_mqa_logits(
     tables = integers(block_tables, "block_tables", device, (batch, None))
     check_pages({"block_tables": tables, "seq_lens": seq_lens}, size, pages, logits.shape[1])
     problem = Problem(
-        heads, 2 * stored, size, max(tokens, 1), aligned=strides[0] % 16 == 0, form="mxfp4",
+        heads, 2 * stored, size, max(tokens, 1), aligned=strides[0] % 16 == 0, qk_format="mxfp4",
         out=dtype_name(logits.dtype), interleaved=interleaved,
     )  # fmt: skip
     choice = mqa_logits(problem, device)
@@ -305,8 +305,8 @@ def precompile_paged_mqa_logits(
             require(dtype in _OUTPUTS[variant], "output_dtypes", dtype, str(_OUTPUTS[variant]))
             for size in (32, 64, 128):
                 for tokens in range(1, 5):
-                    form = "mxfp4" if variant == "fp4" else "fp8"
-                    problem = Problem(64, 128, size, tokens, form=form, out=dtype_name(dtype))
+                    qk_format = "mxfp4" if variant == "fp4" else "fp8"
+                    problem = Problem(64, 128, size, tokens, qk_format=qk_format, out=dtype_name(dtype))
                     expect_kernels(mqa_logits(problem, device), device)
 
 

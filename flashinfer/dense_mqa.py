@@ -1,4 +1,4 @@
-"""Scores of an indexer that chooses keys for sparse attention, over keys side by side: its form for prefill."""
+"""Scores of an indexer that chooses keys for sparse attention, over keys side by side, as prefill has them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fp8_mqa_logits(
     clean_logits : bool
         Changes nothing: every element is written.
     max_seqlen_k : int
-        0; other forms of the result are refused.
+        0; a result of another layout is refused.
     sm_count : int, optional
         A hint that changes no result.
 
@@ -93,7 +93,7 @@ def score_rows(
     Queries see keys `begins` up to `ends`. q and keys are e4m3 under `scales`, or bf16 or fp16 without.
     """
     queries, heads, dim = q.shape
-    device, form = q.device, {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(q.dtype, "fp8")
+    device, qk_format = q.device, {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(q.dtype, "fp8")
     same_device(q=q, k=keys, weights=weights, scales=scales)
     require(keys.dtype == q.dtype, "k", keys.dtype, f"{q.dtype}, as q")
     require(dim % 16 == 0 and dim <= 256, "q", f"head_dim {dim}", "a multiple of 16 up to 256")
@@ -103,8 +103,8 @@ def score_rows(
     unit = 16 // q.element_size()
     q = q if _starts_on_16(q, unit) else q.contiguous()
     keys = keys if _starts_on_16(keys, unit) else keys.contiguous()
-    problem = Problem(heads, dim, 0, 1, each=True, clean=True, form=form)
-    rows = keys.view(torch.uint8) if form == "fp8" else keys
+    problem = Problem(heads, dim, 0, 1, each=True, clean=True, qk_format=qk_format)
+    rows = keys.view(torch.uint8) if qk_format == "fp8" else keys
     mqa_logits(problem, device).run(
         q[:, None], rows, scales, weights.contiguous(), ke, None, logits, logits.shape[1], Beside(None, ks, origin)
     )

@@ -292,7 +292,7 @@ def gated_delta_rule_mtp(
 def decode_tokens(
     q, k, v, gates, pool, scale, output, normalize, final, backend, *, kept=None, parents=None, soft=(1.0, 20.0)
 ):
-    """Check the arguments that all forms have, and run them."""
+    """Check the arguments that all functions here share, and run."""
     A_log, a, dt_bias, b = gates
     heads = require_tokens(q, k, v, "batch, T, heads, head_dim")
     batch, tokens, _, key_dim = q.shape

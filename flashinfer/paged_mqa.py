@@ -104,7 +104,7 @@ def _fp8_paged_mqa_logits(
 def _parts(kv_cache: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys, as bytes [pages, page_size, dim], and scales [pages, page_size] of a cache."""
     shape = tuple(kv_cache.shape)
-    allowed = f"uint8 [pages, page_size, 1, {dim} + 4], a page in one piece"
+    allowed = f"uint8 [pages, page_size, 1, {dim} + 4], a page without gaps"
     fits = kv_cache.dtype == torch.uint8 and len(shape) == 4 and shape[2:] == (1, dim + 4)
     fits = fits and kv_cache.stride(3) == 1 and (shape[1] == 1 or kv_cache.stride(1) == dim + 4)
     require(fits, "kv_cache", f"{kv_cache.dtype} {shape}, strides {kv_cache.stride()}", allowed)

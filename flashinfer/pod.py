@@ -264,7 +264,7 @@ class BatchPODWithPagedKVCacheWrapper:
         qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d : int Tensor
             Of the decode. On the host, qo_indptr_d shows how many queries its requests have: tiles are cut for them.
         data_type : dtype or its name, optional
-            Older form: both q's and kv's.
+            Older name for both: q's and kv's.
         """
         if data_type is not None:
             q_data_type = kv_data_type = data_type

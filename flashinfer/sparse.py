@@ -302,7 +302,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> torch.Tensor:
-        """Older form of `run`, in which these options replace the planned ones."""
+        """Older name of `run`, in which these options replace the planned ones."""
         self._change(pos_encoding_mode, logits_soft_cap, sm_scale)
         return self.run(q, k, v, scale_q, scale_k, scale_v)
 
@@ -458,7 +458,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> torch.Tensor:
-        """Older form of `run`, in which these options replace the planned ones."""
+        """Older name of `run`, in which these options replace the planned ones."""
         self._change(pos_encoding_mode, logits_soft_cap, sm_scale)
         return self.run(q, k, v)
 

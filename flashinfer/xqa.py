@@ -1,4 +1,4 @@
-"""Decode in the form of TensorRT-LLM's XQA kernel: its axes for batch and beam, its scales, an output to write."""
+"""Decode with the signature of TensorRT-LLM's XQA: its axes for batch and beam, its scales, an output to write."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def compile_kernel(build, arch: str) -> tuple[bytes, dict]:
 
 
 def parsed(build, arch: str) -> Callable[[], tuple[bytes, dict]]:
-    """The kernel in Triton's first form. What is returned compiles the rest, once, on any thread: it parses nothing."""
+    """The kernel in Triton's IR. What is returned compiles the rest, once, on any thread: it parses nothing."""
     capability = capability_of(arch)
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)

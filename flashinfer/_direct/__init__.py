@@ -1,1 +1,1 @@
-"""Attention in the forms of other libraries that engines call through upstream: TensorRT-LLM's, of all variants."""
+"""Attention as engines call it through upstream, with signatures of other libraries: TensorRT-LLM's variants."""

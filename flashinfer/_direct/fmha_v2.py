@@ -1,4 +1,4 @@
-"""Prefill in the form of TensorRT-LLM's FMHA v2: one argument for q, k and v, and names for layouts and masks."""
+"""Prefill with the signature of TensorRT-LLM's FMHA v2: q, k and v in one argument, names for layouts and masks."""
 
 from __future__ import annotations
 

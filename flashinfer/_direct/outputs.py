@@ -1,4 +1,4 @@
-"""Outputs of the engine forms: the caller's tensors, in shapes of the caller's, nvfp4, and log-sum-exps."""
+"""Outputs of the engines' functions: the caller's tensors, in shapes of the caller's, nvfp4, and log-sum-exps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Output:
         return dict(out=self.rows, lse=self.lse, return_lse=self._returns or self.lse is not None)
 
     def finish(self, result):
-        """What the form returns of what Plan.run returned: the caller's own tensors, where it gave some."""
+        """What the function returns of what Plan.run returned: the caller's own tensors, where it gave some."""
         out, lse = result if isinstance(result, tuple) else (result, None)
         if self._fp4 is not None:
             out = self._fp4.write(out)

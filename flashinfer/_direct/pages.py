@@ -12,7 +12,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def pair_of(kv_cache, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V, each [pages, ...] in the axes of `kv_layout`, of a cache in any form."""
+    """K and V, each [pages, ...] in the axes of `kv_layout`, of a cache in any layout."""
     k, v = engine_views(kv_cache, kv_layout)
     return (k.transpose(1, 2), v.transpose(1, 2)) if kv_layout == "HND" else (k, v)
 

@@ -175,7 +175,7 @@ def trtllm_ragged_attention_deepseek(
     bmm1_scale, bmm2_scale : float or float32 Tensor [1]
         Factors of q . k and of the output.
     o_sf_scale : float
-        Of nvfp4 outputs, which this form has none of; of others it says nothing.
+        Of nvfp4 outputs, which this function has none of; of others it says nothing.
     batch_size : int
         Requests.
     window_left : int

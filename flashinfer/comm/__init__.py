@@ -25,7 +25,7 @@ from flashinfer.comm.mnnvl import (
     is_mnnvl_fabric_supported,
     is_multicast_supported,
 )
-from flashinfer.comm.older_forms import (
+from flashinfer.comm.older_calls import (
     compute_fp4_swizzled_layout_sf_size,
     trtllm_allreduce_fusion,
     trtllm_create_ipc_workspace_for_all_reduce_fusion,

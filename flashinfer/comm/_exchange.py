@@ -1,4 +1,4 @@
-"""What the forms of the MoE all-to-all share: checks, Problems, and the spaces behind workspace tensors."""
+"""What the interfaces of the MoE all-to-all share: checks, Problems, and the spaces behind workspace tensors."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def given_rows(kind: Pattern, input: torch.Tensor, moe: tuple) -> tuple[Rows, in
 def check_results(
     kind: Pattern, input: torch.Tensor, tokens: int, outs: tuple, layout_code: int | None, group: int | None
 ) -> tuple[Results, str, str]:
-    """The results, allocated where they may be; their quantised form, and the layout of its scales."""
+    """The results, allocated where they may be; their quantised counterpart, and the layout of its scales."""
     total, residual, normed, codes, factors = outs
     number_format = kind.number_format or ("nvfp4" if kind.may_quantise and codes is not None else "")
     if not kind.norm:

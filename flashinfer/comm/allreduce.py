@@ -314,7 +314,7 @@ def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, r
         normed=results.normed is not None,
         aligned=hidden * item % 16 == 0 and nbytes % 16 == 0 and is_aligned(*(t.view(-1) for t in given + written)),
     )
-    # The transport decides, and not the device: where peers are out of reach, the torch form is the one there is.
+    # The transport decides, and not the device: where peers are out of reach, the torch implementation is the only one.
     backend = "portable" if problem.transport == "peer" else "reference"
     choice = op(problem, input.device, backend)
     with spoiled(*results):

@@ -1,4 +1,4 @@
-"""The older form of the MoE all-to-all: prepared once, then one call for each tensor, then a combine."""
+"""The older interface of the MoE all-to-all: prepared once, then one call for each tensor, then a combine."""
 
 from __future__ import annotations
 

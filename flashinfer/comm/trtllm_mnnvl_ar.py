@@ -173,7 +173,7 @@ def trtllm_mnnvl_all_reduce(
     launch_with_pdl: bool,
     out: torch.Tensor | None = None,
 ) -> None:
-    """`trtllm_mnnvl_allreduce` in an older form: the workspace is that of `buffer_flags_mnnvl`.
+    """`trtllm_mnnvl_allreduce` with an older signature: the workspace is that of `buffer_flags_mnnvl`.
 
     The pointers and buffer_M are the workspace's own and are not needed. wait_for_results must be True and `out` given:
     a sum is not left for a later call.
@@ -200,7 +200,7 @@ def trtllm_mnnvl_fused_allreduce_rmsnorm(
     residual: torch.Tensor,
     launch_with_pdl: bool,
 ) -> None:
-    """`trtllm_mnnvl_fused_allreduce_add_rmsnorm` in an older form, as `trtllm_mnnvl_all_reduce` is one.
+    """`trtllm_mnnvl_fused_allreduce_add_rmsnorm` with an older signature, as `trtllm_mnnvl_all_reduce`.
 
     prenorm_output receives sum + residual, normed_output the norm.
     """

@@ -429,7 +429,7 @@ def init_ulysses_a2a(
         Whether all GPUs are linked. Kernels are the same either way.
     """
     from flashinfer.comm.cuda_ipc import tensor_at
-    from flashinfer.comm.older_forms import vllm_meta_size
+    from flashinfer.comm.older_calls import vllm_meta_size
 
     count = len(signal_ipc_ptrs)
     require(count == world_size, "signal_ipc_ptrs", f"{count} addresses", f"{world_size}, one a rank")

@@ -1,4 +1,4 @@
-"""Attention and gated delta rules in the form of upstream's cuDNN bindings."""
+"""Attention and gated delta rules with the signatures of upstream's cuDNN bindings."""
 
 from flashinfer.cudnn.decode import cudnn_batch_decode_with_kv_cache
 from flashinfer.cudnn.linear_attention import (

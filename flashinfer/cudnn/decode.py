@@ -1,4 +1,4 @@
-"""Decode in the form of upstream's cuDNN binding."""
+"""Decode with the signature of upstream's cuDNN binding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill in the form of upstream's cuDNN binding."""
+"""Prefill with the signature of upstream's cuDNN binding."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
             `run`: "nvfp4" (or uint8), "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head",
             "int4_group_64".
         data_type : dtype or its name, optional
-            Older form: q's and kv's, where they are left at their defaults.
+            Older name for both: q's and kv's, where they are left at their defaults.
         non_blocking : bool
             Copies to the device never wait here; False changes nothing else.
         block_tables, seq_lens : Tensor, optional
@@ -332,7 +332,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> torch.Tensor:
-        """Older form of `run`, in which these options replace the planned ones."""
+        """Older name of `run`, in which these options replace the planned ones."""
         self._change_plan(
             pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
@@ -345,7 +345,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Older form of `run_return_lse`."""
+        """Older name of `run_return_lse`."""
         self._change_plan(
             pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,

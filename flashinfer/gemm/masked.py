@@ -173,7 +173,7 @@ def _factors(name: str, scale: torch.Tensor, rows: int, blocks: int, experts: in
 
 
 def _result(out: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """out as [experts, m, n]. Where both forms have one shape, strides tell them apart."""
+    """out as [experts, m, n]. Where both layouts have one shape, strides tell them apart."""
     experts, m, n = shape
     require(out.dtype == dtype, "out", out.dtype, f"{dtype}, the c_dtype")
     moved = out.permute(2, 0, 1) if tuple(out.shape) == (m, n, experts) else out

@@ -320,7 +320,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> torch.Tensor:
-        """Older form of `run`, in which these options replace the planned ones."""
+        """Older name of `run`, in which these options replace the planned ones."""
         self._change_plan(
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
@@ -333,7 +333,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Older form of `run_return_lse`."""
+        """Older name of `run_return_lse`."""
         self._change_plan(
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,

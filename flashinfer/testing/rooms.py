@@ -1,4 +1,4 @@
-"""The benchmarks of a checkout, by room, and the form of their results. It needs neither click nor rich."""
+"""The benchmarks of a checkout, by room, and the format of their results. It needs neither click nor rich."""
 
 from __future__ import annotations
 

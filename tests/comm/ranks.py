@@ -1,4 +1,4 @@
-"""What each rank of the tests of upstream's other forms does."""
+"""What each rank of the tests of upstream's other functions does."""
 
 import torch
 import torch.distributed as dist

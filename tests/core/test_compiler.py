@@ -331,7 +331,7 @@ def test_cubin_names_no_source_file_unless_asked_to(in_triton):
 
 
 def test_parameters_of_a_ptx_text():
-    """The forms that the PTX ISA gives a kernel parameter."""
+    """The syntaxes that the PTX ISA gives a kernel parameter."""
     from flashinfer._core.compiler import parameters_of
 
     text = """.version 8.7

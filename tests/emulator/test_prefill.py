@@ -77,7 +77,7 @@ def test_custom_masks(seed):
 @pytest.mark.matrix
 @pytest.mark.parametrize("seed", SEEDS)
 def test_split_keys(seed):
-    """Few rows beside many keys: the pieces of a tile are merged by who comes last."""
+    """Few rows beside many keys: the splits of a tile are merged by the last to end."""
     x = batch(qo=(40, 3), kv=(1100, 900))
     check_ragged(x, Options(causal=True), seed)
 

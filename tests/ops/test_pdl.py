@@ -243,7 +243,7 @@ def test_order_goes_through_a_launch_between(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("requests, keys", [(1, 4096), (16, 1000)])
 def test_a_chain_of_decodes(device, requests, keys):
-    """Each reads what the one before it wrote, pieces of a request that others combine too; against calls that wait."""
+    """Each reads what the one before it wrote, splits of a request that others combine too; against calls that wait."""
     draw = torch.Generator(device).manual_seed(requests)
     pages = -(-keys // 16)
     cache = torch.randn(requests * pages, 2, 16, 8, 128, device=device, generator=draw).to(BF16)

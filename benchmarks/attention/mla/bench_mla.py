@@ -122,7 +122,7 @@ def _by_torch(tables, q_nope, q_pe, cache, out):
 
 
 def _sparse(queries: int, top_k: int, heads: int, device) -> Work:
-    """By the form that takes indices of tokens."""
+    """By the function that takes indices of tokens."""
     tokens = max(65536, 2 * top_k)
     cache = torch.randn(tokens // PAGE, PAGE, CKV + KPE, device=device, dtype=torch.bfloat16)
     chosen = torch.randint(tokens, (queries, 1, top_k), device=device, dtype=torch.int32)

@@ -56,29 +56,30 @@ class _Layer:
 def cases(device: torch.device) -> Iterator[Case]:
     """1 to 4096 tokens of four models on a GPU; a few of small ones on a CPU."""
     if device.type != "cuda":
-        for form in _FORMS:
-            yield _row("small", (256, 128, 4, 2), form, 3)
+        for number_format in _FORMATS:
+            yield _row("small", (256, 128, 4, 2), number_format, 3)
         return
     for name, model in _MODELS.items():
-        forms = {"gpt-oss-120b": ("mxfp4",), "Mixtral 8x7B": ("bf16", "fp8")}.get(name, ("bf16", "fp8 blocks"))
-        for form in forms:
+        formats = {"gpt-oss-120b": ("mxfp4",), "Mixtral 8x7B": ("bf16", "fp8")}.get(name, ("bf16", "fp8 blocks"))
+        for number_format in formats:
             for tokens in (1, 8, 64, 512, 4096):
-                yield _row(name, model, form, tokens)
+                yield _row(name, model, number_format, tokens)
     yield _row("DeepSeek-V3 TP8", _MODELS["DeepSeek-V3 TP8"], "fp8 blocks", 128, Target("us", 700))
 
 
-def _row(name: str, model: tuple, form: str, tokens: int, *targets: Target) -> Case:
-    label = f"{name} {form}, {tokens} tokens"
+def _row(name: str, model: tuple, number_format: str, tokens: int, *targets: Target) -> Case:
+    label = f"{name} {number_format}, {tokens} tokens"
     targets = (*targets, Target("peers", 1.1))
-    make = partial(_work, tokens, *model, _FORMS[form], "fp8" if form.startswith("fp8") else "bf16")
-    return Case(label, make, name, targets, label in _HEADLINES, builds=form, problem=f"experts {form}")
+    make = partial(_work, tokens, *model, _FORMATS[number_format], "fp8" if number_format.startswith("fp8") else "bf16")
+    problem = f"experts {number_format}"
+    return Case(label, make, name, targets, label in _HEADLINES, builds=number_format, problem=problem)
 
 
-def _work(tokens, hidden, middle, experts, top_k, form, operands, device) -> Work:
+def _work(tokens, hidden, middle, experts, top_k, make_layer, operands, device) -> Work:
     x = torch.randn(tokens, hidden, device=device).bfloat16()
     chosen = torch.rand(tokens, experts, device=device).topk(top_k)
     ids, s = chosen.indices.int(), chosen.values / chosen.values.sum(1, keepdim=True)
-    layer = form(x, hidden, middle, experts)
+    layer = make_layer(x, hidden, middle, experts)
     stored = sum(t.nbytes for t in layer.stored.values() if len(t) == experts) / experts
     inputs = (layer.given[0], ids, s, *layer.given[1:])
 
@@ -252,4 +253,4 @@ def _e2m1(codes, powers):
     return wide
 
 
-_FORMS = {"bf16": _bf16, "fp8": _fp8, "fp8 blocks": _fp8_blocks, "mxfp4": _mxfp4}
+_FORMATS = {"bf16": _bf16, "fp8": _fp8, "fp8 blocks": _fp8_blocks, "mxfp4": _mxfp4}

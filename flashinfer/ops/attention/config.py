@@ -24,7 +24,7 @@ class Config(SplitKnobs):
         Compiler options.
     native_fp8 : bool
         Whether the chip converts FP8 itself; else it is done in bit arithmetic.
-    combine_pieces, combine_rows : int
+    combine_splits, combine_rows : int
         Partial results read at a time, and rows per program, when split tiles are combined.
     programs_per_sm, least_split, least_alone, whole : int
         How keys are divided: `SplitKnobs`.
@@ -37,7 +37,7 @@ class Config(SplitKnobs):
     num_warps: int
     num_stages: int
     native_fp8: bool
-    combine_pieces: int
+    combine_splits: int
     combine_rows: int
     pdl: bool = False
 
@@ -106,16 +106,16 @@ def choose(p: Problem, target: Target) -> Config:
     block_n, stages = next(
         (s for s in steps if _shared_bytes(p, block_m, *s) <= target.smem or target.is_cpu), steps[-1]
     )
-    # A round of the combination takes 64 registers of each thread; rows of a single token first, then pieces.
+    # A round of the combination takes 64 registers of each thread; rows of a single token first, then splits.
     rows = min(block_m, _power(min(p.group, 8)))
-    pieces = max(1, min(16, 64 * 32 * num_warps // (rows * _padded(p.head_dim_vo))))
+    splits = max(1, min(16, 64 * 32 * num_warps // (rows * _padded(p.head_dim_vo))))
     return Config(
         block_m=block_m,
         block_n=block_n,
         num_warps=num_warps,
         num_stages=stages,
         native_fp8=native_fp8,
-        combine_pieces=pieces,
+        combine_splits=splits,
         combine_rows=rows,
         programs_per_sm=4 if block_m <= 32 else 2,
         least_split=block_n,

@@ -123,7 +123,7 @@ def parameters(p: Problem, c) -> tuple[dict, dict]:
         CAUSAL=p.mask == "causal", WINDOW=p.window,
         CUSTOM=p.mask == "custom", SOFT_CAP=p.soft_cap, ALIBI=p.pos_encoding == "ALIBI",
         ROPE=rope, SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse, SPLIT=p.split,
-        PIECES=c.combine_pieces, COMBINE_ROWS=c.combine_rows, **functions,
+        COMBINE_SPLITS=c.combine_splits, COMBINE_ROWS=c.combine_rows, **functions,
     )  # fmt: skip
     return types, constants
 

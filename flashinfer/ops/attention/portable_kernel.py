@@ -212,7 +212,8 @@ def attend_kernel(
     INTERLEAVED: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     ROPE: tl.constexpr, SINKS: tl.constexpr, HEAD_SCALES: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
-    PIECES: tl.constexpr, COMBINE_ROWS: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
+    COMBINE_SPLITS: tl.constexpr, COMBINE_ROWS: tl.constexpr,
+    LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """One program per (work item, KV head), as `item_and_head` deals them out.
 
@@ -355,7 +356,7 @@ def attend_kernel(
                 partial_out + at[:, None] * D_VO + dv[None, :], acc, mask=row_ok[:, None] & (dv < D_VO)[None, :]
             )
             tl.store(partial_lse + at, s, mask=row_ok)
-            split = tl.arange(0, PIECES)[:, None]
+            split = tl.arange(0, COMBINE_SPLITS)[:, None]
             combine_if_last(
                 arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, splits,
                 tl.arange(0, COMBINE_ROWS)[None, :], split, dv[None, None, :], tile_row, q_row, q_len, kv_head,

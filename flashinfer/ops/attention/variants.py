@@ -207,7 +207,7 @@ def chosen(
     variant: AttentionVariant | None, jit_args=None, jit_kwargs: Mapping[str, Any] | None = None,
     variant_owns_mask: bool = False,
 ) -> AttentionVariant | None:  # fmt: skip
-    """The variant that a wrapper's arguments name: ours, or upstream's form with an AttentionVariant in it.
+    """The variant that a wrapper's arguments name: ours, or upstream's `jit_args` with an AttentionVariant in them.
 
     Parameters
     ----------

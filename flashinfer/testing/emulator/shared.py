@@ -21,7 +21,7 @@ SHIFT = 24
 
 
 class Allocation:
-    """A piece of shared memory. `schedule` knows who runs."""
+    """A range of shared memory. `schedule` knows who runs."""
 
     def __init__(self, name: str, schedule):
         self.name, self.schedule = name, schedule

@@ -127,11 +127,11 @@ def test_sinks_and_their_effect_on_rows_without_keys(device):
         )
 
 
-@pytest.mark.parametrize("form", ("float", "one", "per KV head", "per query head"))
-def test_scales(form, device):
+@pytest.mark.parametrize("given_as", ("float", "one", "per KV head", "per query head"))
+def test_scales(given_as, device):
     x = batch(device, dtype=HALF)
     number = dict(q_scale=0.5, k_scale=1.7, v_scale=3.0)
-    count = {"float": 0, "one": 1, "per KV head": 2, "per query head": 4}[form]
+    count = {"float": 0, "one": 1, "per KV head": 2, "per query head": 4}[given_as]
     given = {n: v if not count else torch.full((count,), v, device=device) for n, v in number.items()}
     for backend in backends(device):
         check(run_paged(x, OPTIONS["causal"], backend, run=given), x, OPTIONS["causal"], Extras(**number))

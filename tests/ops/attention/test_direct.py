@@ -1,4 +1,4 @@
-"""Batches that only the device knows, run without a plan: block tables and lengths in every form."""
+"""Batches that only the device knows, run without a plan: block tables and lengths in every encoding."""
 
 import pytest
 import torch
@@ -40,15 +40,15 @@ def run(x, table, kv, views, backend, *, page_size=0, longest_q=0, o: Options, *
     )
 
 
-@pytest.mark.parametrize(("q_form", "layout"), (("indptr", "NHD"), ("packed", "HND"), ("uniform", "NHD")))
-def test_block_tables(q_form, layout, device):
+@pytest.mark.parametrize(("encoding", "layout"), (("indptr", "NHD"), ("packed", "HND"), ("uniform", "NHD")))
+def test_block_tables(encoding, layout, device):
     kv = [5, 0, 40, 33, 64, 1]
-    qo = [2] * 6 if q_form == "uniform" else [3, 0, 17, 1, 2, 0]
+    qo = [2] * 6 if encoding == "uniform" else [3, 0, 17, 1, 2, 0]
     x = generate.ragged_batch(qo, kv, 4, 2, 64, dtype=HALF, device=device)
     paged = generate.paged(x, 8, layout)
     queries = {
         "indptr": dict(qo_indptr=x.qo_indptr), "packed": dict(q_lens=lens(qo, device)), "uniform": dict(q_len=2),
-    }[q_form]  # fmt: skip
+    }[encoding]  # fmt: skip
     table = block_table(blocks(paged, kv, 9, gap=3), lens(kv, device), **queries)
     views = lambda cache: paged_views(cache, layout)
     for o in (Options(causal=True), Options(causal=True, window_left=7)):
@@ -56,16 +56,16 @@ def test_block_tables(q_form, layout, device):
             check(run(x, table, paged.kv_cache, views, backend, page_size=8, longest_q=17, o=o), x, o)
 
 
-@pytest.mark.parametrize("form", ("paged", "ragged", "packed"))
-def test_lengths_beside_offsets(form, device):
+@pytest.mark.parametrize("source", ("paged", "ragged", "packed"))
+def test_lengths_beside_offsets(source, device):
     """A request of kv_lens keys, of the more that its entries hold."""
     qo, kv, room = [3, 1, 0, 9], [5, 0, 16, 33], [8, 8, 16, 40]
     x = generate.ragged_batch(qo, kv, 4, 2, 32, dtype=HALF, device=device)
-    page_size = 8 if form == "paged" else 0
+    page_size = 8 if source == "paged" else 0
     for backend in backends(device):
-        if form == "packed":
+        if source == "packed":
             table, cache = Table(x.qo_indptr, kv_lens=lens(kv, device)), (x.k, x.v)
-        elif form == "ragged":
+        elif source == "ragged":
             cache = tuple(torch.full((sum(room), 2, 32), float("nan"), dtype=HALF, device=device) for _ in "kv")
             at = 0
             for n, most, first in zip(kv, room, x.kv_indptr.tolist()):

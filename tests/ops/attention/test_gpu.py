@@ -89,7 +89,7 @@ def test_a_captured_prefill_serves_every_later_batch(device):
 
 @pytest.mark.parametrize("split", (dict(disable_split_kv=True), dict(fixed_split_size=256)))
 def test_prefill_work_is_taken_once_in_every_run(split, device):
-    """With more pieces than blocks begin with, and fewer: what a run leaves behind serves the next one."""
+    """With more splits than blocks begin with, and fewer: what a run leaves behind serves the next one."""
     for lens in ((1000, 0, 1, 700, 129), (40, 3)):
         x = generate.ragged_batch(list(lens), list(lens), 32, 8, DIM, dtype=torch.bfloat16, device=device)
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device, 1 << 26))

@@ -67,7 +67,7 @@ def test_pages_and_head_dims(page_size, dim, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", (dict(fixed_split_size=512), dict(disable_split_kv=True), {}))
 def test_split(split, device):
-    """Pieces in which keys stand out, and pieces in which none do, make up one row; twice the same, bit by bit."""
+    """Splits in which keys stand out, and splits in which none do, make up one row; twice the same, bit by bit."""
     x = rising(device, (129, 40), (5000, 2000), 80.0, at=(0, 1400, 1900), heads=(8, 1))
     first, second = (run_paged(x, Options(causal=True), "auto", plan=split) for _ in range(2))
     check(first, x, Options(causal=True))
@@ -76,8 +76,8 @@ def test_split(split, device):
 
 
 @pytest.mark.gpu
-def test_many_pieces_in_a_row(device):
-    """Blocks of threads take piece after piece, every one of which has to be made again, or every third."""
+def test_many_work_items_in_a_row(device):
+    """Blocks of threads take work item after work item, every one of which has to be made again, or every third."""
     for rows in (None, slice(0, None, 3 * 128)):
         x = rising(device, (4000, 5000), (4000, 5000), 70.0, heads=(32, 4), rows=rows)
         wanted = run_ragged(x, Options(causal=True), "portable")

@@ -8,7 +8,7 @@ from flashinfer._core.checks import UnsupportedConfig
 from flashinfer.testing import generate
 from tests.ops.attention.cases import check, workspace
 from tests.ops.attention.oracle import Extras, Options
-from tests.ops.attention.test_engine_forms import close
+from tests.ops.attention.test_engines import close
 
 HALF = torch.float16
 QO, KV = [1, 33, 1, 0, 5, 1, 2], [40, 33, 1, 7, 12, 0, 65]

@@ -155,7 +155,7 @@ def test_interleaved_factors(dim, layout, device):
         check(result, x, Options(), extras)
 
 
-def test_engine_forms(device):
+def test_engine_functions(device):
     x, paged, factors, extras = whole(batch(device), 8, "HND")
     extras.masks = []
     table, count = blocks(paged, KV, 9), lens(KV, device)
@@ -253,13 +253,13 @@ def test_bad_input(device):
     with pytest.raises(ValueError, match="^kv_block_scales: got tensors"):
         wrapper.run(x.q, half.kv_cache, kv_block_scales=factors)
     table, count = blocks(paged, KV, 9), lens(KV, device)
-    form = lambda **call: trtllm_batch_decode_with_kv_cache(
+    run = lambda **call: trtllm_batch_decode_with_kv_cache(
         x.q, paged.kv_cache, workspace(device, 16), table, count, 64, kv_layout="NHD", **call
     )
     with pytest.raises(ValueError, match=r"^kv_block_scales\[0\]: got None"):
-        form()
+        run()
     with pytest.raises(ValueError, match="^kv_cache_sf: got"):
-        form(kv_cache_sf=factors, kv_block_scales=factors)
+        run(kv_cache_sf=factors, kv_block_scales=factors)
     for backend in ("sm80", "sm90"):
         with pytest.raises(UnsupportedConfig, match="reference|nvfp4|Gluon|wgmma"):
-            form(kv_cache_sf=factors, backend=backend)
+            run(kv_cache_sf=factors, backend=backend)

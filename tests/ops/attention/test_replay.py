@@ -165,27 +165,27 @@ def read(at, count):
 class Planner:
     """A wrapper's plan() and run() as functions of the values of tables of two requests."""
 
-    def __init__(self, form, where, graph=False):
-        self.form, self.put = form, on_host if where != "device" else table
+    def __init__(self, kind, where, graph=False):
+        self.kind, self.put = kind, on_host if where != "device" else table
         self.put_ids = on_host if where == "host and ids" else table
         self.options = dict(q_data_type=torch.bfloat16)
         buffers = dict(
             qo_indptr_buf=table(0, 0, 0), paged_kv_indptr_buf=table(0, 0, 0), paged_kv_indices_buf=table(*[0] * 40),
             paged_kv_last_page_len_buf=table(1, 1),
         )  # fmt: skip
-        if form == "decode":
+        if kind == "decode":
             names = ("indptr", "indices", "last_page_len")
             given = {f"paged_kv_{x}_buffer": buffers[f"paged_kv_{x}_buf"] for x in names}
             self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace(), use_cuda_graph=graph, **given if graph else {}
             )
-        elif form == "prefill":
+        elif kind == "prefill":
             self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 workspace(), use_cuda_graph=graph, **buffers if graph else {}
             )
-        elif form == "ragged":
+        elif kind == "ragged":
             self.wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace())
-        elif form == "mixed":
+        elif kind == "mixed":
             self.wrapper = flashinfer.BatchAttention(device="cuda")
         else:
             fixed = dict(zip(("qo_indptr", "kv_indptr", "kv_indices"), buffers.values()), kv_len_arr=table(0, 0))
@@ -198,23 +198,23 @@ class Planner:
     def plan_tables(self, qo, kv=(0, 3, 7), last=(5, 16), lens=(37, 64), ids=range(7), **options):
         qo, kv, last, lens, ids = *map(lambda x: self.put(*x), (qo, kv, last, lens)), self.put_ids(*ids)
         given, paged = self.options | options, (*HEADS, DIM, PAGE)
-        if self.form == "decode":
+        if self.kind == "decode":
             return self.wrapper.plan(kv, ids, last, *paged, **given)
-        if self.form == "prefill":
+        if self.kind == "prefill":
             return self.wrapper.plan(qo, kv, ids, last, *paged, **given)
-        if self.form == "ragged":
+        if self.kind == "ragged":
             return self.wrapper.plan(qo, kv, *HEADS, DIM, **given)
-        if self.form == "mixed":
+        if self.kind == "mixed":
             return self.wrapper.plan(qo, kv, ids, lens, *HEADS, DIM, DIM, PAGE, **given)
         return self.wrapper.plan(qo, kv, ids, lens, 4, 64, 16, PAGE, False, 0.1, **given)
 
     def run(self, rows=None, **outputs):
         rows = rows or self.rows
-        if self.form == "latent":
+        if self.kind == "latent":
             q = halves(rows, 4, 64), halves(rows, 4, 16)
             return self.wrapper.run(*q, halves(200, PAGE, 64), halves(200, PAGE, 16), **outputs)
-        q = halves(2 if self.form == "decode" else rows, HEADS[0], DIM)
-        keys = (halves(112, HEADS[1], DIM),) * 2 if self.form == "ragged" else (CACHE,)
+        q = halves(2 if self.kind == "decode" else rows, HEADS[0], DIM)
+        keys = (halves(112, HEADS[1], DIM),) * 2 if self.kind == "ragged" else (CACHE,)
         return self.wrapper.run(q, *keys, **outputs)
 
 
@@ -222,12 +222,12 @@ def plans_expect_what_runs(card):
     from flashinfer._core.launch import Launcher
     from flashinfer.ops.attention import kernels
 
-    for form in ("decode", "prefill", "ragged", "mixed", "latent"):
+    for kind in ("decode", "prefill", "ragged", "mixed", "latent"):
         kernels._kernels_of.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             expected = []
             patch.setattr(Launcher, "expect", lambda *key: expected.append(key))
-            planner = Planner(form, "host")
+            planner = Planner(kind, "host")
             planner.plan()
         assert expected and all(device == planner.wrapper.device for *_, device in expected)
         names = [launch[0].split()[0] for launch in card.made(planner.run)]
@@ -236,19 +236,19 @@ def plans_expect_what_runs(card):
         assert all((*key, 0) in launcher._bound for launcher, *key, _ in expected)
 
 
-FORMS = [(form, where, False) for form in ("decode", "prefill", "ragged", "mixed", "latent")
+CASES = [(kind, where, False) for kind in ("decode", "prefill", "ragged", "mixed", "latent")
          for where in ("host", "host and ids", "device")]  # fmt: skip
-FORMS += [(form, where, True) for form in ("decode", "prefill", "latent") for where in ("host", "host and ids")]
+CASES += [(kind, where, True) for kind in ("decode", "prefill", "latent") for where in ("host", "host and ids")]
 VALUES = [dict(), dict(), dict(), dict(kv=(0, 1, 7), last=(1, 2), lens=(16, 90)), dict(ids=range(9, 30)),
           dict(ids=range(8)), dict(qo=(0, 3, 8)), dict(qo=(0, 3, 7)), dict(qo=(0, 3, 7), kv=(0, 7, 7), lens=(100, 0)),
           dict()]  # fmt: skip
 
 
-def plans_like_the_last(card, form, where, graph):
+def plans_like_the_last(card, kind, where, graph):
     """What a plan launches reads the values that it was given, and what a new wrapper would launch is launched."""
-    kept = Planner(form, where, graph)
+    kept = Planner(kind, where, graph)
     for change in VALUES:
-        new = Planner(form, where, graph)
+        new = Planner(kind, where, graph)
         if graph:
             # Its first plan says how large a grid is.
             new.plan()
@@ -257,27 +257,27 @@ def plans_like_the_last(card, form, where, graph):
         given = dict(qo=(0, 4, 8), kv=(0, 3, 7), last=(5, 16), lens=(37, 64), ids=range(7)) | change
         _, _, _, qo_at, _, kv_at, lens_at, *_ = words(made[0])
         assert read(kv_at, 3) == list(given["kv"])
-        if form != "decode":
+        if kind != "decode":
             assert read(qo_at, 3) == list(given["qo"])
-        if form != "ragged":
-            assert read(lens_at, 2) == list(given["lens" if form in ("mixed", "latent") else "last"])
-            name = "_kv_indices_buf" if form == "latent" else "_paged_kv_indices_buf"
-            shown = getattr(kept.wrapper, name) if form != "mixed" else kept.wrapper._shown.kv_indices
+        if kind != "ragged":
+            assert read(lens_at, 2) == list(given["lens" if kind in ("mixed", "latent") else "last"])
+            name = "_kv_indices_buf" if kind == "latent" else "_paged_kv_indices_buf"
+            shown = getattr(kept.wrapper, name) if kind != "mixed" else kept.wrapper._shown.kv_indices
             assert shown[: len(given["ids"])].tolist() == list(given["ids"]) and shown.data_ptr() in words(made[1])
 
 
-def plans_that_are_refused(card, form, where, graph):
+def plans_that_are_refused(card, kind, where, graph):
     """By name, after plans that were right; and they leave nothing behind."""
     wrong = {"indptr: got a decrease": dict(kv=(0, 7, 3)), "indptr: got -1 first": dict(kv=(-1, 3, 7))}
-    if form != "decode":
+    if kind != "decode":
         wrong["qo_indptr: got a decrease"] = dict(qo=(0, 9, 8))
-    if form in ("mixed", "latent"):
+    if kind in ("mixed", "latent"):
         wrong |= {"kv_len_arr: got 49 of request 0": dict(lens=(49, 64)), "kv_len_arr: got -1": dict(lens=(5, -1))}
-    elif form != "ragged":
+    elif kind != "ragged":
         wrong |= {"last_page_len: got 5 ... 17": dict(last=(5, 17)), "last_page_len: got -1": dict(last=(-1, 5))}
-    if form != "ragged":
+    if kind != "ragged":
         wrong["indptr: got 9 last; allowed: at most 7"] = dict(kv=(0, 3, 9))
-    kept = Planner(form, where, graph)
+    kept = Planner(kind, where, graph)
     for _ in range(3):
         kept.plan()
     for _ in range(2):
@@ -290,9 +290,9 @@ def plans_that_are_refused(card, form, where, graph):
         kept.plan()
 
 
-def rows_past_the_plan(card, form, where):
+def rows_past_the_plan(card, kind, where):
     """Of no request in CUDA-graph mode: before the kernel writes its rows, those have what rows without keys have."""
-    kept = Planner(form, where, True)
+    kept = Planner(kind, where, True)
     kept.plan()
     for qo, last in ((0, 4, 8), 8), ((0, 3, 5), 5), ((0, 3, 5), 5), ((0, 3, 5), 5):
         kept.plan(qo=qo)
@@ -329,17 +329,17 @@ def plans_that_differ(card):
     assert read(words(made[0])[5], 3) == [0, 3, 7]
 
 
-@pytest.mark.parametrize("form, where, graph", FORMS)
-def test_plans_like_the_last(form, where, graph, on_card):
-    on_card(plans_like_the_last, form, where, graph)
+@pytest.mark.parametrize("kind, where, graph", CASES)
+def test_plans_like_the_last(kind, where, graph, on_card):
+    on_card(plans_like_the_last, kind, where, graph)
     if where != "device":
-        on_card(plans_that_are_refused, form, where, graph)
+        on_card(plans_that_are_refused, kind, where, graph)
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-@pytest.mark.parametrize("form", ["prefill", "latent"])
-def test_rows_past_the_plan(form, where, on_card):
-    on_card(rows_past_the_plan, form, where)
+@pytest.mark.parametrize("kind", ["prefill", "latent"])
+def test_rows_past_the_plan(kind, where, on_card):
+    on_card(rows_past_the_plan, kind, where)
 
 
 @pytest.mark.parametrize("where", ["host", "device"])

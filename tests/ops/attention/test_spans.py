@@ -64,7 +64,7 @@ def test_against_the_mask(page_size, layout, windows, device):
         check(wrapper.run_return_lse(x.q, paged.kv_cache, ranges, *windows), x, Options(), extras)
 
 
-def test_pieces_of_long_requests(device):
+def test_splits_of_long_requests(device):
     x = generate.ragged_batch([9, 2], [300, 120], 4, 2, 64, dtype=torch.float16, device=device)
     ranges = torch.tensor([[150, 299]] * 5 + [[-1, -1]] * 4 + [[0, 119], [200, 210]], dtype=torch.int32, device=device)
     extras = Extras(masks((9, 2), (300, 120), ranges, 20, 0))

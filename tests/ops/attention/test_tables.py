@@ -35,7 +35,7 @@ def prefill(x, paged, cache, rows=None, backend="auto", tables=None, **plan):
 
 
 def pools(paged):
-    """The cache of one-token pages in every form without a page axis, as one tensor and as pairs; strided, too."""
+    """The cache of one-token pages in every layout without a page axis, as one tensor and as pairs; strided, too."""
     k, v = (t.flatten(1, 2) for t in paged.caches)
     one = torch.stack((k, v), 1)
     return [(k, v), [k, v], one, (generate.strided(k, 0), generate.strided(v, 1)), generate.strided(one, 0)]
@@ -108,8 +108,8 @@ def test_pod_and_cascade_of_pools_without_a_page_axis(x, device):
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_appending_to_pools_without_a_page_axis(x, kv_layout, device):
     paged = generate.paged(x, 1, kv_layout)
-    for form in range(5):
-        pool = pools(paged)[form]
+    for kind in range(5):
+        pool = pools(paged)[kind]
         for t in pool if isinstance(pool, (tuple, list)) else (pool,):
             t.zero_()
         seq_lens = x.kv_indptr.diff()

@@ -99,17 +99,17 @@ def test_the_op_is_what_it_says(device):
     torch.library.opcheck(attention_run.op, (wrapper._number, q, [cache], out, lse, [], [2.0], [], "v_scale"))
 
 
-@pytest.mark.parametrize("form", ["plain", "options", "variant", "empty"])
-def test_single_requests_are_one_op(form, device):
+@pytest.mark.parametrize("call", ["plain", "options", "variant", "empty"])
+def test_single_requests_are_one_op(call, device):
     """In one graph, with what each argument means; the op keeps nothing that it allocates."""
-    rows = 0 if form == "empty" else 5
+    rows = 0 if call == "empty" else 5
     q = torch.randn(rows, HEADS, DIM, dtype=torch.float16, device=device)
     k, v = (torch.randn(9, KV_HEADS, DIM, dtype=torch.float16, device=device) for _ in range(2))
     more = {}
-    if form == "options":
+    if call == "options":
         more = dict(causal=True, return_lse=True, logits_soft_cap=8.0, window_left=3, sm_scale=0.3)
         more |= dict(o_dtype=torch.float32)
-    if form == "variant":
+    if call == "variant":
         documents = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1], dtype=torch.int32, device=device)
         kinds = {"documents": "*i32", "longest": "i32"}
         more = dict(variant=flashinfer.AttentionVariant(mask=same_document, params=kinds))
@@ -121,7 +121,7 @@ def test_single_requests_are_one_op(form, device):
     def decode(q, k, v):
         return flashinfer.single_decode_with_kv_cache(q[0] + 0, k, v, return_lse=True)
 
-    for function in (prefill,) if form != "plain" else (prefill, decode):
+    for function in (prefill,) if call != "plain" else (prefill, decode):
         kept = single._kept_indptr.cache_info().currsize
         found = compiled(function)(q, k, v)
         assert single._kept_indptr.cache_info().currsize == kept
@@ -182,7 +182,7 @@ def test_a_text_that_would_be_read_as_several_is_refused(name, text, device):
             step(q, k, k)
 
 
-def test_texts_of_a_record_are_told_apart():
+def test_texts_of_a_record_differ():
     texts = [("dtype", "bf16"), ("layout", "")]
     assert joined(texts) == "bf16;"
     for text in ("a;b", "a\nb", "a\x85b"):

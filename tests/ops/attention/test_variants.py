@@ -172,7 +172,7 @@ def test_decode(name, device):
             workspace(device), backend=backend, jit_args=case.variant
         )
         wrapper.plan(pages.indptr, pages.indices, pages.last_page_len, 4, 2, 32, 8, q_data_type=x.q.dtype, **plan)
-        # upstream's form: tensors and scalars in the variant's order
+        # upstream's arguments: tensors and scalars in the variant's order
         run = wrapper.run_return_lse if case.variant.use_softmax else wrapper.run
         check(x, case, run(x.q, pages.kv_cache, *case.given(device).values()))
 
@@ -200,7 +200,7 @@ def jit_free(x, case, given, causal):
     return flashinfer.single_prefill_with_kv_cache(x.q, x.k, x.v, causal=causal, variant=case.variant, params=given)
 
 
-def test_a_window_of_the_module_form(device):
+def test_a_window_of_the_jit_module(device):
     x, case = batch(device, (6,), (21,)), CASES["alibi"]
     given = case.given(device)
     module = flashinfer.prefill.single_prefill_with_kv_cache_with_jit_module
@@ -322,7 +322,7 @@ def test_what_cannot_go_with_a_variant(device):
         plain.run(x.q, pages.kv_cache, 1.0)
 
 
-# -- upstream's form ---------------------------------------------------------------------------------------------------
+# -- upstream's class --------------------------------------------------------------------------------------------------
 
 
 def upstream_list(tensors, scalars, declaration):

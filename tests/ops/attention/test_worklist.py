@@ -21,11 +21,11 @@ from flashinfer.ops.attention.split import Limits, SplitPolicy
 from flashinfer.ops.attention.tables import Table
 from flashinfer.testing import generate
 
-CONFIG = Config(block_m=16, block_n=16, num_warps=4, num_stages=2, native_fp8=False, combine_pieces=16, combine_rows=1,
+CONFIG = Config(block_m=16, block_n=16, num_warps=4, num_stages=2, native_fp8=False, combine_splits=16, combine_rows=1,
                 programs_per_sm=2)  # fmt: skip
 
 
-def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=None, form=("indptr", "indptr"),
+def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=None, encoding=("indptr", "indptr"),
              mixed=False):  # fmt: skip
     problem = Problem("paged" if page_size else "ragged", "fp16", "fp16", "fp16", 64, 64, group, page_size=page_size,
                       split=how != SplitPolicy())  # fmt: skip
@@ -35,7 +35,7 @@ def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=No
         table.kv_indptr = generate.indptr(pages, device)
         last = [n - (p - 1) * page_size if p else 0 for n, p in zip(kv_lens, pages)]
         table.last_page_len = torch.tensor(last, dtype=torch.int32, device=device)
-    encode(table, form, q_lens, kv_lens, device)
+    encode(table, encoding, q_lens, kv_lens, device)
     assert table.batch_size == len(q_lens)
     limits = Limits(len(q_lens), sum(q_lens), sum(kv_lens), max(q_lens))
     scratch = lambda count: torch.empty(count, dtype=torch.uint8, device=device)
@@ -47,28 +47,28 @@ def schedule(q_lens, kv_lens, device, *, group=2, page_size=0, window=-1, how=No
     return made
 
 
-def encode(table, form, q_lens, kv_lens, device):
-    """Put lengths of queries and keys where `form` says."""
+def encode(table, encoding, q_lens, kv_lens, device):
+    """Put lengths of queries and keys where `encoding` says."""
     as_tensor = lambda lens: torch.tensor(lens, dtype=torch.int32, device=device)
-    if form[0] in ("lens", "packed", "padded"):
+    if encoding[0] in ("lens", "packed", "padded"):
         table.q_lens = as_tensor(q_lens)
-    if form[0] in ("uniform", "padded"):
-        table.q_len = q_lens[0] if form[0] == "uniform" else 50
-    if form[0] != "lens" and form[0] != "indptr":
+    if encoding[0] in ("uniform", "padded"):
+        table.q_len = q_lens[0] if encoding[0] == "uniform" else 50
+    if encoding[0] != "lens" and encoding[0] != "indptr":
         table.qo_indptr = None
-    if form[1] in ("lens", "padded", "packed"):
+    if encoding[1] in ("lens", "padded", "packed"):
         table.kv_lens, table.last_page_len = as_tensor(kv_lens), None
-    if form[1] == "padded":
+    if encoding[1] == "padded":
         table.kv_stride = 1000
-    if form[1] in ("padded", "packed"):
+    if encoding[1] in ("padded", "packed"):
         table.kv_indptr = None
-    assert table.encoding[0] == form[0] and (form[1] == "indptr" or table.encoding[1] == form[1])
+    assert table.encoding[0] == encoding[0] and (encoding[1] == "indptr" or table.encoding[1] == encoding[1])
 
 
-def bases(kv_lens, page_size, form):
-    if form == "padded":
+def bases(kv_lens, page_size, encoding):
+    if encoding == "padded":
         return [1000 * i for i in range(len(kv_lens))]
-    entries = [-(-n // page_size) for n in kv_lens] if page_size and form != "packed" else kv_lens
+    entries = [-(-n // page_size) for n in kv_lens] if page_size and encoding != "packed" else kv_lens
     return [sum(entries[:i]) for i in range(len(entries))]
 
 
@@ -87,22 +87,22 @@ def check(q_lens, kv_lens, made, group, window, q_starts=None):
         seen.setdefault((request, tile_row), []).append((begin, end, slot, first_slot, count))
         if slot >= 0:
             slots.append(slot)
-    # Every tile of every request is there once, and its pieces follow one another over all keys it may see.
+    # Every tile of every request is there once, and its splits follow one another over all keys it may see.
     tiles = {(i, r) for i, n in enumerate(q_lens) for r in range(0, n * group, CONFIG.block_m)}
     assert set(seen) == tiles
-    for (request, _), pieces in seen.items():
-        pieces.sort()
+    for (request, _), splits in seen.items():
+        splits.sort()
         first = max(kv_lens[request] - q_lens[request] - window, 0) if window >= 0 else 0
-        assert pieces[0][0] <= first or kv_lens[request] == 0
-        assert pieces[-1][1] == kv_lens[request]
-        assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:]))
-        assert all(p[4] == len(pieces) for p in pieces)
-        if len(pieces) > 1:
-            # A split tile's pieces have neighbouring slots, and start from a count of none.
-            assert [p[2] - p[3] for p in pieces] == list(range(len(pieces)))
-            assert made.arrivals[pieces[0][3]] == 0
+        assert splits[0][0] <= first or kv_lens[request] == 0
+        assert splits[-1][1] == kv_lens[request]
+        assert all(a[1] == b[0] for a, b in zip(splits, splits[1:]))
+        assert all(p[4] == len(splits) for p in splits)
+        if len(splits) > 1:
+            # A split tile's splits have neighbouring slots, and start from a count of none.
+            assert [p[2] - p[3] for p in splits] == list(range(len(splits)))
+            assert made.arrivals[splits[0][3]] == 0
         else:
-            assert pieces[0][2] == -1
+            assert splits[0][2] == -1
     assert len(set(slots)) == len(slots) and all(slot < made.max_slots for slot in slots)
 
 
@@ -112,11 +112,11 @@ lens = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 900)), min_size=1, 
 @pytest.mark.parametrize("page_size", (0, 5))
 @pytest.mark.parametrize("kv", ("lens", "padded", "packed"))
 @pytest.mark.parametrize("q", ("indptr", "lens", "uniform", "packed", "padded"))
-def test_what_tells_lengths(q, kv, page_size, device, monkeypatch):
-    """Lengths that lie in other tensors give the same work list, over spans that begin where the form says."""
+def test_encodings_of_lengths(q, kv, page_size, device, monkeypatch):
+    """Lengths that lie in other tensors give the same work list, over spans that begin where the encoding says."""
     monkeypatch.setattr(worklist, "ScheduleConfig", partial(worklist.ScheduleConfig, block=4, lanes=4))
     q_lens, kv_lens = [7] * 9 if q == "uniform" else [3, 0, 17, 1, 40, 2, 0, 1, 5], [5, 700, 0, 40, 1, 0, 64, 65, 33]
-    made = schedule(q_lens, kv_lens, device, page_size=page_size, how=SplitPolicy(share=20), form=(q, kv))
+    made = schedule(q_lens, kv_lens, device, page_size=page_size, how=SplitPolicy(share=20), encoding=(q, kv))
     check(q_lens, kv_lens, made, 2, -1, [50 * i for i in range(9)] if q == "padded" else None)
     found = {r[8]: r[2] for r in made.items.view(-1, 16)[: int(made.counts)].tolist()}
     expected = bases(kv_lens, page_size, kv)
@@ -159,8 +159,8 @@ def test_batches_around_a_block(batch, device, monkeypatch):
     check(q_lens, kv_lens, schedule(q_lens, kv_lens, device, how=SplitPolicy(share=33)), 2, -1)
 
 
-def test_pieces_are_even(device):
-    """A long request among short ones is cut so that no piece is longer than its share of the work, and a half."""
+def test_splits_are_even(device):
+    """A long request among short ones is cut so that no split is longer than its share of the work, and a half."""
     kv_lens = [4000, 10, 10, 10]
     made = schedule([1] * 4, kv_lens, device, how=SplitPolicy(share=10))
     items = int(made.counts[0])
@@ -176,27 +176,27 @@ def stay_whole(kv_lens, whole, abreast):
     return set(short) if busy >= Fraction(2 * abreast, 3) else set()
 
 
-@pytest.mark.parametrize("form", (("indptr", "indptr"), ("uniform", "padded"), ("lens", "packed")))
+@pytest.mark.parametrize("encoding", (("indptr", "indptr"), ("uniform", "padded"), ("lens", "packed")))
 @pytest.mark.parametrize("kv_lens, any_whole", (
     ([100] * 4, True), ([100] * 3, False), ([100] * 3 + [99], False), ([90] * 5, True), ([101] * 4, False),
     ([100] * 4 + [900], True), ([100] * 3 + [900], False), ([100] + [1] * 40, False), ([60, 100, 0, 100, 90, 50], True),
     ([0] * 5, False), ([900], False),
 ))  # fmt: skip
-def test_short_requests_that_fill_the_chip_stay_whole(kv_lens, any_whole, form, device, monkeypatch):
+def test_short_requests_that_fill_the_chip_stay_whole(kv_lens, any_whole, encoding, device, monkeypatch):
     monkeypatch.setattr(worklist, "ScheduleConfig", partial(worklist.ScheduleConfig, block=4, lanes=4))
     how = SplitPolicy(share=60, whole=100, abreast=6)
-    made = schedule([1] * len(kv_lens), kv_lens, device, how=how, form=form)
+    made = schedule([1] * len(kv_lens), kv_lens, device, how=how, encoding=encoding)
     check([1] * len(kv_lens), kv_lens, made, 2, -1)
     expected = stay_whole(kv_lens, 100, 6)
     assert bool(expected) == any_whole
-    pieces = {r[8]: r[10] for r in made.items.view(-1, 16)[: int(made.counts)].tolist()}
+    splits = {r[8]: r[10] for r in made.items.view(-1, 16)[: int(made.counts)].tolist()}
     for request, keys in enumerate(kv_lens):
-        # What does not stay whole is cut, into pieces of 16 keys here, if it has more than one and a half of them.
-        assert (pieces[request] == 1) == (keys in expected or keys < 24)
+        # What does not stay whole is cut, into splits of 16 keys here, if it has more than one and a half of them.
+        assert (splits[request] == 1) == (keys in expected or keys < 24)
 
 
 def test_whole_requests_leave_fixed_and_whole_batches_alone(device):
-    """Pieces of a fixed length do not depend on the batch, and without splitting there is nothing to decide."""
+    """Splits of a fixed length do not depend on the batch, and without splitting there is nothing to decide."""
     for how in (SplitPolicy(fixed=33), SplitPolicy()):
         plain = schedule([1] * 9, [100] * 9, device, how=how)
         made = schedule([1] * 9, [100] * 9, device, how=replace(how, whole=100, abreast=6))
@@ -220,10 +220,10 @@ def test_decode_leaves_two_thirds_of_the_multiprocessors_busy(sms, kv_heads, bat
 
 
 @pytest.mark.parametrize("kv_lens, longest", (
-    # Six programs fill the chip once and twelve are its share; pieces of 64 keys, or of 32 where each is alone.
+    # Six programs fill the chip once and twelve are its share; splits of 64 keys, or of 32 where each is alone.
     ([160], 32), ([192], 32), ([96, 96], 32), ([240], 48), ([384], 64), ([700], 64), ([1200], 112), ([3000, 5], 256),
 ))  # fmt: skip
-def test_pieces_are_short_where_each_is_alone_on_a_multiprocessor(kv_lens, longest, device):
+def test_splits_are_short_where_each_is_alone_on_a_multiprocessor(kv_lens, longest, device):
     how = SplitPolicy(share=12, abreast=6, least_split=64, least_alone=32)
     made = schedule([1] * len(kv_lens), kv_lens, device, how=how)
     check([1] * len(kv_lens), kv_lens, made, 2, -1)

@@ -1,1 +1,1 @@
-"""Device pieces that more than one attention kernel uses."""
+"""Device code that more than one attention kernel uses."""

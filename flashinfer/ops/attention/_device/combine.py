@@ -22,7 +22,7 @@ def combine_rows(
     Without SOFTMAX the splits are sums of weighted values, which are added; the LSE of each is 0. That of the
     result is written in base 2 times LSE_UNIT: ln 2 makes it base e.
     """
-    PIECES: tl.constexpr = split.shape[0]
+    AT_A_TIME: tl.constexpr = split.shape[0]
     token = (tile_row + row) // GROUP
     head = kv_head * GROUP + (tile_row + row) % GROUP
     row_ok = token < q_len
@@ -35,7 +35,7 @@ def combine_rows(
     first_row = (first_slot.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M
     partial_lse += first_row
     partial_out += first_row * D_VO
-    for start in range(0, splits, PIECES):
+    for start in range(0, splits, AT_A_TIME):
         # From the tile's first slot; its splits are fewer than 2^31 rows apart.
         at = (start + split) * (num_kv_heads * BLOCK_M) + row
         ok = (start + split < splits) & row_ok

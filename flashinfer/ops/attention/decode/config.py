@@ -57,14 +57,14 @@ def choose(p: Problem, target: Target) -> Config:
     num_warps = warps_m * warps_n
     # A round of the combination takes 128 registers of each thread.
     rows = min(p.rows, 8, _power(p.group))
-    pieces = _power(max(1, min(16, 128 * 32 * num_warps // (rows * _padded(p.head_dim_vo)))))
+    splits = _power(max(1, min(16, 128 * 32 * num_warps // (rows * _padded(p.head_dim_vo)))))
     return Config(
         block_m=p.rows,
         block_n=block_n,
         num_warps=num_warps,
         num_stages=stages,
         native_fp8=target.capability >= 89,
-        combine_pieces=pieces,
+        combine_splits=splits,
         combine_rows=rows,
         programs_per_sm=4 if narrow else 2,
         # Halving a split of 256 keys saves less than the combination of twice as many splits costs: 1 x 4096 takes

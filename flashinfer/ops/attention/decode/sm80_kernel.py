@@ -146,7 +146,7 @@ def attend_sm80_kernel(
     NEAR: gl.constexpr, KV_DTYPE: gl.constexpr, NATIVE_FP8: gl.constexpr, COMPUTE: gl.constexpr,
     CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr, ALIBI: gl.constexpr,
     SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
-    PIECES: gl.constexpr, COMBINE_ROWS: gl.constexpr,
+    COMBINE_SPLITS: gl.constexpr, COMBINE_ROWS: gl.constexpr,
     LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """One program per (work item, KV head).
@@ -379,7 +379,7 @@ def attend_sm80_kernel(
             combine_if_last(
                 arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, splits,
                 gl.arange(0, COMBINE_ROWS, gl.SliceLayout(0, gl.SliceLayout(2, COMBINE)))[None, :],
-                gl.arange(0, PIECES, gl.SliceLayout(1, gl.SliceLayout(2, COMBINE)))[:, None],
+                gl.arange(0, COMBINE_SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, COMBINE)))[:, None],
                 gl.arange(0, D_VO_PAD, gl.SliceLayout(0, gl.SliceLayout(1, COMBINE)))[None, None, :],
                 tile_row, q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE,
                 SOFTMAX,

@@ -197,7 +197,7 @@ launch_stack = Launcher("merge_stack", build_stack)
 
 
 def kernels(problem, config):
-    """What precompiling builds for a problem: the kernel of its form."""
+    """What precompiling builds for a problem: that of a pair or of a stack."""
     yield launch_pair if isinstance(problem, PairProblem) else launch_stack, problem, config
 
 

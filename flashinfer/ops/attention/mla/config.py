@@ -52,14 +52,14 @@ def choose(p, target: Target) -> Config:
     num_warps = 4 if block_m == 16 and not by_bits else 8
     rows = min(block_m, 8)
     # A round of the combination takes 64 registers of each thread.
-    pieces = max(1, min(16, 64 * 32 * num_warps // (rows * padded(p.head_dim_ckv))))
+    splits = max(1, min(16, 64 * 32 * num_warps // (rows * padded(p.head_dim_ckv))))
     return Config(
         block_m=block_m,
         block_n=block_n,
         num_warps=num_warps,
         num_stages=stages,
         native_fp8=target.capability >= 89,
-        combine_pieces=pieces,
+        combine_splits=splits,
         combine_rows=rows,
         # A split's partial result is block_m x 512 float32, as much as so many keys in bf16.
         programs_per_sm=2 if block_m == 16 else 1,
@@ -103,7 +103,7 @@ class Sm90Config(SplitKnobs):
         Of a thread of the warpgroups that compute, and of the warps that copy.
     programs_per_sm, least_split, least_alone, whole : int
         How keys are divided: `SplitKnobs`. Persistent blocks of a multiprocessor are programs_per_sm, too.
-    combine_pieces, combine_rows, combine_parts, combine_programs : int
+    combine_splits, combine_rows, combine_parts, combine_programs : int
         Of the combination: partial results of a row that are read at a time, rows where there are so many times fewer,
         parts of a row where there are more, and programs on a multiprocessor.
     transform : bool
@@ -116,7 +116,7 @@ class Sm90Config(SplitKnobs):
     gather: bool
     registers: int
     copy_registers: int
-    combine_pieces: int
+    combine_splits: int
     combine_rows: int
     combine_parts: int
     combine_programs: int
@@ -140,7 +140,7 @@ def choose_sm90(p, target: Target) -> Sm90Config:
         programs_per_sm=1,
         least_split=256,
         # 64 registers of each of 64 threads, and as many programs as have room beside each other.
-        combine_pieces=8,
+        combine_splits=8,
         combine_rows=4,
         combine_parts=4,
         combine_programs=8,

@@ -57,7 +57,7 @@ def build(p: Problem, c) -> Build:
         D=p.head_dim_ckv, D_PE=p.head_dim_kpe, D_PAD=padded(p.head_dim_ckv), PE_PAD=padded(max(p.head_dim_kpe, 1)),
         BLOCK_M=c.block_m, BLOCK_N=c.block_n, Q_DTYPE=p.q_dtype, KV_DTYPE=p.kv_dtype, NATIVE_FP8=c.native_fp8,
         COMPUTE=_TL[_compute_dtype(p)], CAUSAL=p.mask == "causal", SINKS=p.sinks, DEVICE_SCALES=p.scales, LSE=p.lse,
-        BASE_E=p.base_e, SPLIT=p.split, PIECES=c.combine_pieces,
+        BASE_E=p.base_e, SPLIT=p.split, COMBINE_SPLITS=c.combine_splits,
         COMBINE_ROWS=c.combine_rows, ROW_UNIT=16 // SIZE[p.kv_dtype] if p.aligned else 1,
         **functions,
     )  # fmt: skip
@@ -70,8 +70,8 @@ attend_latent = Launcher("attend_latent", build)
 def kernels(p: Problem, c):
     """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
     yield attend_latent, p, c
-    for form in (("uniform", "padded"),) if p.sparse else (("indptr", "lens"), ("uniform", "padded")):
-        yield schedule_launch, ScheduleProblem(*form, False), ScheduleConfig()
+    for encoding in (("uniform", "padded"),) if p.sparse else (("indptr", "lens"), ("uniform", "padded")):
+        yield schedule_launch, ScheduleProblem(*encoding, False), ScheduleConfig()
 
 
 class Bound:

@@ -64,9 +64,9 @@ def attend_latent_kernel(
     FIRST_PAGE: tl.constexpr, D: tl.constexpr, D_PE: tl.constexpr, D_PAD: tl.constexpr, PE_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_DTYPE: tl.constexpr, KV_DTYPE: tl.constexpr,
     NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr,
-    DEVICE_SCALES: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr,
-    COMBINE_ROWS: tl.constexpr, ROW_UNIT: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr,
-    SOFTMAX: tl.constexpr,
+    DEVICE_SCALES: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr, SPLIT: tl.constexpr,
+    COMBINE_SPLITS: tl.constexpr, COMBINE_ROWS: tl.constexpr, ROW_UNIT: tl.constexpr,
+    LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """One program per work item.
 
@@ -185,8 +185,9 @@ def attend_latent_kernel(
             tl.store(partial_lse + at, s, mask=row_ok)
             combine_if_last(
                 arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, splits,
-                tl.arange(0, COMBINE_ROWS)[None, :], tl.arange(0, PIECES)[:, None], dv[None, None, :], tile_row, q_row,
-                q_len, 0, 1, o_stride_n, o_stride_h, HEADS, D, BLOCK_M, SINKS, LSE, SOFTMAX, LN2 if BASE_E else 1.0,
+                tl.arange(0, COMBINE_ROWS)[None, :], tl.arange(0, COMBINE_SPLITS)[:, None], dv[None, None, :], tile_row,
+                q_row, q_len, 0, 1, o_stride_n, o_stride_h, HEADS, D, BLOCK_M, SINKS, LSE, SOFTMAX,
+                LN2 if BASE_E else 1.0,
             )  # fmt: skip
             return
     o_at = n * o_stride_n + head * o_stride_h

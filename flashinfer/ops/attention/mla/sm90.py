@@ -62,7 +62,7 @@ def build_combine(p: Problem, c: Sm90Config) -> Build:
         counts="*i32", sinks="*fp32", o_stride_n="i64:8", o_stride_h="i64:8",
     )  # fmt: skip
     constants = dict(
-        HEADS=p.num_heads, D=p.head_dim_ckv, BLOCK_M=c.block_m, PIECES=c.combine_pieces,
+        HEADS=p.num_heads, D=p.head_dim_ckv, BLOCK_M=c.block_m, SPLITS=c.combine_splits,
         ROWS=c.combine_rows, PARTS=c.combine_parts, SINKS=p.sinks, LSE=p.lse, BASE_E=p.base_e,
     )  # fmt: skip
     # With more registers fewer programs have room on a multiprocessor than `combine_programs`.
@@ -78,8 +78,8 @@ def kernels(p: Problem, c: Sm90Config):
     yield attend_latent_sm90, p, c
     if p.split:
         yield combine_latent, p, c
-    for form in (("uniform", "padded"),) if p.sparse else (("indptr", "lens"), ("uniform", "padded")):
-        yield schedule_launch, ScheduleProblem(*form, False), ScheduleConfig()
+    for encoding in (("uniform", "padded"),) if p.sparse else (("indptr", "lens"), ("uniform", "padded")):
+        yield schedule_launch, ScheduleProblem(*encoding, False), ScheduleConfig()
 
 
 class Bound:

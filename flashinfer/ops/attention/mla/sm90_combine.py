@@ -16,10 +16,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _combine_share(
     out, lse, partial_out, partial_lse, sinks, record, share, shares, o_stride_n, o_stride_h, HEADS: tl.constexpr,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
-    """Combine one of `shares` shares of a tile: ROWS rows of PIECES splits at a time, or a row in PARTS."""
+    """Combine one of `shares` shares of a tile: ROWS rows of SPLITS splits at a time, or a row in PARTS."""
     q_row, q_len, tile_row, first_slot, splits = record
     rows = tl.minimum(q_len * HEADS - tile_row, BLOCK_M)
     for i in range(share, tl.cdiv(rows, ROWS) * PARTS, shares):
@@ -27,7 +27,7 @@ def _combine_share(
         d = i % PARTS * (D // PARTS) + tl.arange(0, D // PARTS)
         combine_rows(
             partial_out, partial_lse, out, lse, sinks, first_slot, splits,
-            (i // PARTS * ROWS + tl.arange(0, ROWS))[None, :], tl.arange(0, PIECES)[:, None], d[None, None, :],
+            (i // PARTS * ROWS + tl.arange(0, ROWS))[None, :], tl.arange(0, SPLITS)[:, None], d[None, None, :],
             tile_row, q_row, q_len, 0, 1, o_stride_n, o_stride_h, HEADS, D, BLOCK_M, SINKS, LSE, True,
             LN2 if BASE_E else 1.0,
         )  # fmt: skip
@@ -36,14 +36,14 @@ def _combine_share(
 @triton.jit
 def combine_latent_kernel(
     out, lse, partial_out, partial_lse, items, counts, sinks, o_stride_n, o_stride_h,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """Combine all split tiles. Persistent: any number of programs. D is a power of two.
 
     Each work item has as many programs, and those of a tile's splits share its rows: so no program searches the list,
-    and a tile of more splits has more programs. Read at a time: ROWS rows of PIECES / ROWS splits, a row of PIECES
-    splits, or one of PARTS parts of a row of PIECES * PARTS splits.
+    and a tile of more splits has more programs. Read at a time: ROWS rows of SPLITS / ROWS splits, a row of SPLITS
+    splits, or one of PARTS parts of a row of SPLITS * PARTS splits.
 
     It is a launch of its own since a tile of 64 rows and 512 columns would take one block longer than all blocks and
     the launch together.
@@ -57,18 +57,18 @@ def combine_latent_kernel(
             record = q_row, q_len, tile_row, first_slot, splits
             # Splits vary slower than helpers: with fewer shares than programs, every multiprocessor has some.
             share = i // count * splits + (slot - first_slot)
-            if splits <= PIECES // ROWS:
+            if splits <= SPLITS // ROWS:
                 _combine_share(
                     out, lse, partial_out, partial_lse, sinks, record, share, splits * helpers, o_stride_n, o_stride_h,
-                    HEADS, D, BLOCK_M, ROWS, PIECES // ROWS, 1, SINKS, LSE, BASE_E,
+                    HEADS, D, BLOCK_M, ROWS, SPLITS // ROWS, 1, SINKS, LSE, BASE_E,
                 )  # fmt: skip
-            elif splits <= PIECES:
+            elif splits <= SPLITS:
                 _combine_share(
                     out, lse, partial_out, partial_lse, sinks, record, share, splits * helpers, o_stride_n, o_stride_h,
-                    HEADS, D, BLOCK_M, 1, PIECES, 1, SINKS, LSE, BASE_E,
+                    HEADS, D, BLOCK_M, 1, SPLITS, 1, SINKS, LSE, BASE_E,
                 )  # fmt: skip
             else:
                 _combine_share(
                     out, lse, partial_out, partial_lse, sinks, record, share, splits * helpers, o_stride_n, o_stride_h,
-                    HEADS, D, BLOCK_M, 1, PIECES * PARTS, PARTS, SINKS, LSE, BASE_E,
+                    HEADS, D, BLOCK_M, 1, SPLITS * PARTS, PARTS, SINKS, LSE, BASE_E,
                 )  # fmt: skip

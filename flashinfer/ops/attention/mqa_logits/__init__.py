@@ -11,7 +11,7 @@ import torch
 from flashinfer._core.dispatch import Op, Variant
 from flashinfer.ops.attention.mqa_logits import config
 
-FORMS = ("fp8", "mxfp4", "bf16", "fp16")
+FORMATS = ("fp8", "mxfp4", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Problem:
         Whether what a query does not see is written too, as -inf.
     aligned : bool
         Whether pages start on 16 bytes; else on 4.
-    form : str
+    qk_format : str
         Of queries and keys. "fp8": e4m3, keys under a float32 scale each; a page holds its keys, then their scales.
         "mxfp4": e2m1 under a ue8m0 factor of 32 elements, in queries too; a page holds its keys, then their factors.
         "bf16", "fp16": without scales.
@@ -51,7 +51,7 @@ class Problem:
     each: bool = False
     clean: bool = False
     aligned: bool = True
-    form: str = "fp8"
+    qk_format: str = "fp8"
     out: str = "fp32"
     interleaved: bool = False
 
@@ -78,11 +78,11 @@ def _catalog() -> Iterator[Problem]:
     yield Problem(64)
     yield Problem(32, page_size=1, tokens=2, each=True, clean=True, aligned=False)
     yield Problem(21, head_dim=48, page_size=5, tokens=4, clean=True, out="fp16")
-    yield Problem(64, tokens=2, form="mxfp4", out="bf16")
+    yield Problem(64, tokens=2, qk_format="mxfp4", out="bf16")
     # A tile of queries and one of keys have unlike shapes.
-    yield Problem(3, head_dim=96, page_size=8, form="mxfp4", interleaved=True)
+    yield Problem(3, head_dim=96, page_size=8, qk_format="mxfp4", interleaved=True)
     yield Problem(64, page_size=0, each=True, clean=True)
-    yield Problem(32, page_size=0, each=True, clean=True, form="bf16")
+    yield Problem(32, page_size=0, each=True, clean=True, qk_format="bf16")
 
 
 mqa_logits = Op(

@@ -40,7 +40,7 @@ def refuses(p, target: Target) -> str:
     """Why the kernel does not take the problem; '' if it does."""
     if p.head_dim > 256 or p.head_dim % 16:
         return f"head_dim {p.head_dim} is no multiple of 16 up to 256"
-    if p.form == "mxfp4" and p.head_dim % 32:
+    if p.qk_format == "mxfp4" and p.head_dim % 32:
         return f"head_dim {p.head_dim} is no multiple of 32, the block of mxfp4"
     if p.num_heads > 128:
         return f"num_heads {p.num_heads} is more than 128"

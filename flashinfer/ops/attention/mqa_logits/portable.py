@@ -47,7 +47,7 @@ def mqa_logits_kernel(
     q_stride_h, keys_stride_page, scales_stride_page, tables_stride, logits_stride,
     HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr,
-    EACH: tl.constexpr, CLEAN: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK_N: tl.constexpr, FORM: tl.constexpr,
+    EACH: tl.constexpr, CLEAN: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
     INTERLEAVED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program per (query, share of its keys): every n-th block of keys, so that shares of a query are even.
@@ -74,11 +74,11 @@ def mqa_logits_kernel(
     head_ok = head < HEADS
     query = q + request * q_stride_b + token * q_stride_t + head[None, :] * q_stride_h + d[:, None]
     query = tl.load(query, mask=head_ok[None, :] & (d < D)[:, None], other=0)
-    if FORM == "mxfp4":
+    if FORMAT == "mxfp4":
         factor = q_scales + (row * HEADS + head)[None, :] * (D // 16) + d[:, None] // 16
         factor = from_ue8m0(tl.load(factor, mask=head_ok[None, :] & (d < D)[:, None], other=127))
         query, query_high = _halves(query, factor, WIDE)
-    elif FORM == "fp8":
+    elif FORMAT == "fp8":
         query = widen(query, "fp8e4nv", NATIVE_FP8, tl.float16)
     weight = tl.load(weights + row * HEADS + head, mask=head_ok, other=0.0)
     logits += row * logits_stride
@@ -99,7 +99,7 @@ def mqa_logits_kernel(
             at = position.to(tl.int64) * keys_stride_page
             at_scale = tl.zeros([BLOCK_N], tl.int64)
         block = tl.load(keys + at[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0)
-        if FORM == "mxfp4":
+        if FORMAT == "mxfp4":
             place = slot
             if INTERLEAVED:
                 place = slot % (PAGE_SIZE // 4) * 4 + slot // (PAGE_SIZE // 4)
@@ -108,10 +108,10 @@ def mqa_logits_kernel(
             low, high = _halves(block, block_factor, WIDE)
             products = tl.dot(low, query, input_precision="ieee")
             products = tl.dot(high, query_high, products, input_precision="ieee")
-        elif FORM == "fp8":
+        elif FORMAT == "fp8":
             scale = tl.load(scales + at_scale + slot, mask=there, other=0.0)
             products = tl.dot(widen(block, "fp8e4nv", NATIVE_FP8, tl.float16), query)
-        elif FORM == "bf16" and WIDE == "fp32":
+        elif FORMAT == "bf16" and WIDE == "fp32":
             products = tl.dot(block.to(tl.float32), query.to(tl.float32), input_precision="ieee")
         else:
             products = tl.dot(block, query)
@@ -120,7 +120,7 @@ def mqa_logits_kernel(
         # Not a maximum with 0, which may drop a NaN.
         products = tl.where(products < 0, 0.0, products)
         value = tl.sum(products * weight[None, :], 1)
-        if FORM == "fp8":
+        if FORMAT == "fp8":
             value *= scale
         if CLEAN:
             value = tl.where(there & (position < seen), value, float("-inf"))
@@ -129,12 +129,12 @@ def mqa_logits_kernel(
 
 
 def build(p, c) -> Build:
-    narrow = p.form in ("fp8", "mxfp4")
+    narrow = p.qk_format in ("fp8", "mxfp4")
     # Rows start on 16 bytes: so many elements apart.
-    element, apart = ("*u8:16", "i64:16") if narrow else (f"*{p.form}:16", "i64:8")
-    stored = p.head_dim // (2 if p.form == "mxfp4" else 1)
+    element, apart = ("*u8:16", "i64:16") if narrow else (f"*{p.qk_format}:16", "i64:8")
+    stored = p.head_dim // (2 if p.qk_format == "mxfp4" else 1)
     types = dict(
-        q=element, keys=element, scales="*u8" if p.form == "mxfp4" else "*fp32", weights="*fp32", lens="*i32",
+        q=element, keys=element, scales="*u8" if p.qk_format == "mxfp4" else "*fp32", weights="*fp32", lens="*i32",
         tables="*i32", logits=f"*{p.out}", q_scales="*u8", begins="*i32", context="i32", origin="i32",
         q_stride_b=apart, q_stride_t=apart, q_stride_h=apart,
         keys_stride_page=apart if p.aligned else "i64:4", scales_stride_page="i64", tables_stride="i64",
@@ -143,7 +143,7 @@ def build(p, c) -> Build:
     constants = dict(
         HEADS=p.num_heads, HEADS_PAD=max(16, triton.next_power_of_2(p.num_heads)), D=stored,
         D_PAD=triton.next_power_of_2(stored), PAGE_SIZE=p.page_size, TOKENS=p.tokens, EACH=p.each, CLEAN=p.clean,
-        NATIVE_FP8=c.native_fp8, BLOCK_N=c.block_n, FORM=p.form, INTERLEAVED=p.interleaved, WIDE=c.wide,
+        NATIVE_FP8=c.native_fp8, BLOCK_N=c.block_n, FORMAT=p.qk_format, INTERLEAVED=p.interleaved, WIDE=c.wide,
     )  # fmt: skip
     return Build(mqa_logits_kernel, types, constants, num_warps=c.num_warps, num_stages=c.num_stages)
 

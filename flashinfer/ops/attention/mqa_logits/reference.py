@@ -42,7 +42,7 @@ def run(problem, config, q, keys, scales, weights, lens, tables, logits, context
         position = torch.arange(count, dtype=torch.int64, device=device)
         if count:
             at = tables[i].long()[position // page], position % page
-            if problem.form == "mxfp4":
+            if problem.qk_format == "mxfp4":
                 k, scale = _wide(problem, keys[at], scales[at[0], _place(problem, at[1])]), 1.0
             else:
                 k, scale = _wide(problem, keys[at], None), scales[at]
@@ -77,9 +77,9 @@ def _place(problem, slot):
 
 
 def _wide(problem, x: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
-    if problem.form == "mxfp4":
+    if problem.qk_format == "mxfp4":
         return (from_e2m1(x).unflatten(-1, (-1, 32)) * from_ue8m0(factors)[..., None]).flatten(-2)
-    return (x.view(torch.float8_e4m3fn) if problem.form == "fp8" else x).float()
+    return (x.view(torch.float8_e4m3fn) if problem.qk_format == "fp8" else x).float()
 
 
 IMPLEMENTATION = Implementation(run)

@@ -192,11 +192,11 @@ def check(result, x, chosen, causal, dtype=None, **others):
 
 
 @pytest.mark.parametrize("types", TYPES)
-@pytest.mark.parametrize("form", ("rows", "pages", "one"))
+@pytest.mark.parametrize("layout", ("rows", "pages", "one"))
 @pytest.mark.parametrize("causal", (False, True))
-def test_attention(types, form, causal, device):
-    x = Case(**TYPES[types], device=device, layout=form)
-    paged = form != "rows"
+def test_attention(types, layout, causal, device):
+    x = Case(**TYPES[types], device=device, layout=layout)
+    paged = layout != "rows"
     k, v = x.pages if paged else (x.k, x.v)
     chosen = chosen_of(x, 2, device)
     given = dict(causal=causal, **x.arguments(paged))
@@ -226,14 +226,14 @@ def test_decode(seqlen_q, paged, device):
     check(got, x, chosen, True, scale=0.3)
 
 
-@pytest.mark.parametrize("form", ("rows", "pages", "planar"))
-def test_attention_over_nvfp4(form, device):
+@pytest.mark.parametrize("layout", ("rows", "pages", "planar"))
+def test_attention_over_nvfp4(layout, device):
     """The truth is made of codes times factors, read by the formats' tables."""
     x = Case(dim=32, device=device)
-    paged = form != "rows"
+    paged = layout != "rows"
     one, given = torch.tensor([8.0], device=device), []
     pools = [t.nan_to_num() for t in x.pages] if paged else [x.k, x.v]
-    if form == "planar":
+    if layout == "planar":
         codes, factors, *_ = flashinfer.nvfp4_quantize_paged_kv_cache(*pools, "HND", one, one)
         given = list(zip(codes, factors))
         linear = [given[0][1].view(torch.uint8), torch.empty_like(given[1][1].view(torch.uint8))]

@@ -1,4 +1,4 @@
-"""What decode adds to attention: its variants, pieces combined in the launch that makes them, FP8 keys and values."""
+"""What decode adds to attention: its variants, splits combined in the launch that makes them, FP8 keys and values."""
 
 from dataclasses import replace
 
@@ -49,10 +49,10 @@ def test_an_older_name_takes_the_ring_kernel_and_an_explicit_one_does_not_fall_b
         decode(replace(BASE, head_dim_qk=256, head_dim_vo=256), device, "sm80")
 
 
-# On a CPU the pieces are of few keys: the interpreter runs one program after the other.
+# On a CPU the splits are of few keys: the interpreter runs one program after the other.
 @pytest.mark.parametrize("heads", ((4, 4), (8, 2), (16, 1)))
 @pytest.mark.parametrize("fixed", (None, 48))
-def test_pieces_are_combined(heads, fixed, device):
+def test_splits_are_combined(heads, fixed, device):
     kv = (5003, 17, 0, 1100) if device.type == "cuda" else (200, 17, 0, 90)
     x = generate.ragged_batch([1] * 4, list(kv), *heads, 64, dtype=torch.float16, device=device)
     plan = dict(fixed_split_size=fixed) if fixed else None
@@ -74,7 +74,7 @@ def test_few_query_tokens_over_many_keys(q_len, heads, page_size, device):
 
 @pytest.mark.gpu
 def test_the_order_of_arrival_does_not_show(device):
-    """Many pieces, whichever is done last: every run gives the same bits, and leaves the counts as it found them."""
+    """Many splits, whichever is done last: every run gives the same bits, and leaves the counts as it found them."""
     x = generate.ragged_batch([1] * 3, [30011, 9000, 70], 32, 8, 128, dtype=torch.bfloat16, device=device)
     paged = generate.paged(x, 16)
     for backend in backends(device):

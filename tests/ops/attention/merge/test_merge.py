@@ -278,7 +278,7 @@ def test_bad_pairs_are_refused_by_name(name):
         ("s", dict(s=torch.ones(1, 2).expand(3, 2))),
     ],
 )
-def test_bad_arguments_of_the_in_place_form(argument, change):
+def test_bad_arguments_of_the_in_place_function(argument, change):
     arguments = dict(v=torch.ones(3, 2, 16), s=torch.ones(3, 2), v_other=torch.ones(3, 2, 16), s_other=torch.ones(3, 2))
     with pytest.raises(ValueError, match=f"^{argument}: got .*; allowed: "):
         merge_state_in_place(**arguments | change)

@@ -8,7 +8,7 @@ from flashinfer.mla import BatchMLAPagedAttentionWrapper, trtllm_batch_decode_wi
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.attention.cases import workspace
 from tests.ops.attention.mla.latents import LOG2E, Latents, check, expected, latents
-from tests.ops.attention.mla.test_forms import SCALE, call
+from tests.ops.attention.mla.test_unplanned import SCALE, call
 
 FP8, HALF = torch.float8_e4m3fn, torch.float16
 
@@ -83,11 +83,11 @@ def test_tables_of_keys_and_of_values(device):
     check((out[:, 0], lse), x, SCALE)
 
 
-@pytest.mark.parametrize("form", ("uniform", "ragged"))
-def test_ranks_of_context_parallelism_merge_to_the_whole(form, device):
+@pytest.mark.parametrize("lengths", ("uniform", "ragged"))
+def test_ranks_of_context_parallelism_merge_to_the_whole(lengths, device):
     """Several queries: each sees the keys of all ranks up to its own, the last of the request."""
     world, kv = 3, [9, 4, 30]
-    qo = [2, 2, 2] if form == "uniform" else [2, 1, 3]
+    qo = [2, 2, 2] if lengths == "uniform" else [2, 1, 3]
     x = latents(qo, kv, 4, device=device)
     outs, lses = [], []
     for rank in range(world):
@@ -99,7 +99,7 @@ def test_ranks_of_context_parallelism_merge_to_the_whole(form, device):
         for row, n in zip(table, counts):
             row[:n] = torch.arange(at, at + n, device=device)
             at += n
-        given = dict(query=x.q, cum_seq_lens_q=x.qo_indptr, max_q_len=3) if form == "ragged" else {}
+        given = dict(query=x.q, cum_seq_lens_q=x.qo_indptr, max_q_len=3) if lengths == "ragged" else {}
         out, lse = trtllm_batch_decode_with_kv_cache_mla(**call(x, **given) | dict(
             kv_cache=pages, block_tables=table, seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
             enable_dcp=True, cp_world=world, cp_rank=rank, return_lse=True,

@@ -11,7 +11,7 @@ from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise
 from tests.ops.attention.cases import workspace
 from tests.ops.attention.mla.latents import check, latents
-from tests.ops.attention.mla.test_forms import call, sparse
+from tests.ops.attention.mla.test_unplanned import call, sparse
 
 BF16, E4 = torch.bfloat16, torch.float8_e4m3fn
 CKV, SCALE = 512, 0.06

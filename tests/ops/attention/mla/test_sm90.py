@@ -14,7 +14,7 @@ from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.attention.cases import workspace
 from tests.ops.attention.mla.latents import LOG2E, check, latents
-from tests.ops.attention.mla.test_forms import call, chosen, sparse
+from tests.ops.attention.mla.test_unplanned import call, chosen, sparse
 
 BF, HALF, E4, E5 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 SCALE = 0.06
@@ -161,13 +161,13 @@ def test_keys_named_one_by_one(page, heads, count, top_k, kv_dtype, hopper):
 
 
 @pytest.mark.parametrize(("at_a_time", "programs"), ((4, 50), (8, 50), (4, 800)))
-def test_combining_the_pieces_of_split_tiles(at_a_time, programs, device):
-    """Split tiles between others, dealt out to few programs and to many, by rows, and by parts of them; pieces without
+def test_combining_split_tiles(at_a_time, programs, device):
+    """Split tiles between others, dealt out to few programs and to many, by rows, and by parts of them; splits without
     a key."""
     heads, dim, slots = 3, 32, 90
     p = replace(PROBLEM, q_dtype="fp16", o_dtype="fp16", num_heads=heads, head_dim_ckv=dim, sinks=True, lse=True,
                 base_e=True)  # fmt: skip
-    c = replace(choose_sm90(p, named("90a")), block_m=16, combine_pieces=at_a_time, combine_rows=2,
+    c = replace(choose_sm90(p, named("90a")), block_m=16, combine_splits=at_a_time, combine_rows=2,
                 combine_parts=2)  # fmt: skip
     partial_out = torch.randn(slots, 16, dim, device=device)
     partial_lse = torch.randn(slots, 16, device=device)
@@ -180,20 +180,20 @@ def test_combining_the_pieces_of_split_tiles(at_a_time, programs, device):
     truth, truth_lse = out.double(), lse.double()
     at = slot = token = 0
     for tile in range(300):
-        pieces = 1 if tile % 13 else 2 + tile % 4
+        splits = 1 if tile % 13 else 2 + tile % 4
         # A record as the schedule writes it; of its positions, the combination reads none.
-        for n in range(pieces):
-            row = torch.tensor([token, 1, 0, 0, 0, 0, 0, slot + n if pieces > 1 else -1, 0, slot, pieces])
+        for n in range(splits):
+            row = torch.tensor([token, 1, 0, 0, 0, 0, 0, slot + n if splits > 1 else -1, 0, slot, splits])
             items[at, :11] = row
             at += 1
-        if pieces > 1:
-            parts = partial_lse[slot : slot + pieces, :heads].double()
+        if splits > 1:
+            parts = partial_lse[slot : slot + splits, :heads].double()
             every = torch.cat((parts, sinks.double()[None] * LOG2E)) / LOG2E
             truth_lse[token] = torch.logsumexp(every, 0)
             weights = torch.exp(parts / LOG2E - truth_lse[token]).nan_to_num(0.0)
-            values = partial_out[slot : slot + pieces, :heads].double().nan_to_num(0.0)
+            values = partial_out[slot : slot + splits, :heads].double().nan_to_num(0.0)
             truth[token] = (weights[..., None] * values).sum(0)
-            slot += pieces
+            slot += splits
         token += 1
     counts = torch.tensor([at], dtype=torch.int32, device=device)
     combine_latent(p, c, (programs, 1, 1), out, lse, partial_out, partial_lse, items, counts, sinks, *out.stride()[:2])

@@ -149,13 +149,13 @@ def test_two_caches(kv_dtype, device):
         check_out(out, sparse(tokens[:, :128], window, q, 64), sinks)
 
 
-@pytest.mark.parametrize("form", ("uniform", "ragged"))
-def test_lengths_bound_the_window(form, device):
+@pytest.mark.parametrize("lengths", ("uniform", "ragged"))
+def test_lengths_bound_the_window(lengths, device):
     """Columns of the window past a query's own key are anything."""
     q = generate.randn(6, 3, 64, dtype=HALF, device=device)
     window, compressed = (generate.randn(n, 4, 64, dtype=HALF, device=device) for n in (50, 20))
     tokens = torch.cat((torch.randint(200, (6, 128)), torch.randint(80, (6, 9))), 1).int().to(device)
-    if form == "uniform":
+    if lengths == "uniform":
         given, ends = dict(query=q.view(3, 2, 3, 64)), [4, 5, 129, 130, 0, 1]
         lens, queries = [5, 130, 1], {}
     else:
@@ -242,7 +242,7 @@ def test_bad_input_is_refused_by_name(argument):
         trtllm_batch_decode_with_kv_cache_mla(**call(x) | BAD[argument](x))
 
 
-def test_dsv4_refuses_other_forms():
+def test_dsv4_refuses_other_arguments():
     q, cache = torch.zeros(2, 4, 64, dtype=HALF), torch.zeros(3, 8, 64, dtype=HALF)
     run = partial(trtllm_batch_decode_sparse_mla_dsv4, q, cache, workspace("cpu"))
     tokens = torch.zeros(2, 130, dtype=torch.int32)

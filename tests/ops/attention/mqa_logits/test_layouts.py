@@ -1,4 +1,4 @@
-"""An indexer's scores in upstream's paged forms and over keys side by side, against their definition in float64."""
+"""An indexer's scores in upstream's paged layouts and over keys side by side, against their definition in float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Arguments of the engine forms that few callers send, against attention in float64 written from its definition."""
+"""Arguments of the engine functions that few callers send, against attention in float64 written from its definition."""
 
 import math
 
@@ -18,7 +18,7 @@ from flashinfer.xqa import xqa
 from tests.ops.attention.cases import check
 from tests.ops.attention.oracle import Extras, Options
 from tests.ops.attention.test_direct import lens
-from tests.ops.attention.test_engine_forms import HALF, KV, SCRATCH, batch, close, decode, paged
+from tests.ops.attention.test_engines import HALF, KV, SCRATCH, batch, close, decode, paged
 from tests.ops.quantize import truth as formats
 
 E4M3 = torch.float8_e4m3fn

@@ -1,4 +1,4 @@
-"""Upstream's other forms: ranks as processes, handles over buffers in one process, launches, bad input."""
+"""Upstream's other functions: ranks as processes, handles over buffers in one process, launches, bad input."""
 
 import ctypes
 import re

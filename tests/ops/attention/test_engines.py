@@ -1,4 +1,4 @@
-"""The forms in which engines call attention without a plan, against attention written from its definition."""
+"""The functions by which engines call attention without a plan, against attention written from its definition."""
 
 import math
 from dataclasses import replace
@@ -69,14 +69,14 @@ def test_decode_of_several_queries(device):
               Options(causal=True, window_left=6))  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ("float", "tensor", "log2"))
-def test_scales_and_sinks(form, device):
+@pytest.mark.parametrize("given_as", ("float", "tensor", "log2"))
+def test_scales_and_sinks(given_as, device):
     x = batch([1] * 6, device)
     cache, tables, seq_lens = paged(x)
     sinks = torch.tensor([0.3, -2.0, 5.0, -float("inf")], device=device)
-    as_given = (lambda s: torch.tensor([s], device=device)) if form != "float" else float
+    as_given = (lambda s: torch.tensor([s], device=device)) if given_as != "float" else float
     given = dict(bmm1_scale=as_given(0.25), bmm2_scale=as_given(3.0))
-    if form == "log2":
+    if given_as == "log2":
         given |= dict(bmm1_scale=7.0, bmm1_scale_log2=torch.tensor([0.25 * math.log2(math.e)], device=device))
     extras = Extras(sinks=sinks, v_scale=1.5)
     for backend in names(device):
@@ -98,9 +98,9 @@ def test_one_cache_for_keys_and_values_and_other_strides(device):
 
 
 @pytest.mark.parametrize("kind", ("bool", torch.uint16, torch.uint8))
-@pytest.mark.parametrize("form", ("uniform", "ragged"))
-def test_masks_of_draft_tokens(kind, form, device):
-    qo = [4] * 6 if form == "uniform" else [4, 1, 0, 3, 2, 4]
+@pytest.mark.parametrize("given_as", ("uniform", "ragged"))
+def test_masks_of_draft_tokens(kind, given_as, device):
+    qo = [4] * 6 if given_as == "uniform" else [4, 1, 0, 3, 2, 4]
     kv = [5, 4, 40, 33, 64, 7]
     x = batch(qo, device, kv)
     tree = torch.rand(sum(qo), 4) < 0.5
@@ -118,8 +118,8 @@ def test_masks_of_draft_tokens(kind, form, device):
         mask = torch.zeros(sum(qo), 2, dtype=kind)
         mask[:, 0] = words.to(kind)
         mask = mask.to(device)
-    given = dict(q_len_per_req=4) if form == "uniform" else dict(cum_seq_lens_q=x.qo_indptr, max_q_len=4)
-    mask = mask.view(6, 4, -1) if form == "uniform" else mask
+    given = dict(q_len_per_req=4) if given_as == "uniform" else dict(cum_seq_lens_q=x.qo_indptr, max_q_len=4)
+    mask = mask.view(6, 4, -1) if given_as == "uniform" else mask
     for backend in names(device, kind == torch.uint16):
         for window in (-1, 6):
             got = decode(x, *paged(x, kv), mask=mask, window_left=window, backend=backend, **given)

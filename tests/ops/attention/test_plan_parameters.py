@@ -25,16 +25,16 @@ def test_base_and_layout_of_the_lse(name, base, device):
     flag = {} if name == "mixed" else dict(return_lse=True)
     out, lse = entry(**flag)
     for layout in ("NH", "HN") if "prefill" in name else ("NH",):
-        form = dict(lse_base=base) | (dict(lse_layout=layout) if "prefill" in name else {})
+        options = dict(lse_base=base) | (dict(lse_layout=layout) if "prefill" in name else {})
         expected = (lse if layout == "NH" else lse.t()) * factor
         given = torch.full_like(expected, 7.0, memory_format=torch.contiguous_format)
-        for found_out, found in (entry(**flag, **form), entry(lse=given, **flag, **form)):
+        for found_out, found in (entry(**flag, **options), entry(lse=given, **flag, **options)):
             assert_bitwise(found_out, out)
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
             assert found.is_contiguous()
         torch.testing.assert_close(given, expected, rtol=1e-6, atol=1e-6)
         if name != "mixed":
-            assert_bitwise(entry(lse=given.fill_(7.0), **form), out)
+            assert_bitwise(entry(lse=given.fill_(7.0), **options), out)
             torch.testing.assert_close(given, expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="^lse_base: got 'e'"):
         entry(lse_base="e")
@@ -153,7 +153,7 @@ def test_multi_item_scoring(options, device):
             ragged.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, **items | {name: wrong})
 
 
-def test_what_is_told_twice_has_to_agree():
+def test_what_is_given_twice_has_to_agree():
     x = generate.ragged_batch([3, 1], [9, 4], *HEADS, DIM, dtype=torch.float16)
     paged = generate.paged(x, PAGE)
     tables = paged.indptr, paged.indices, paged.last_page_len

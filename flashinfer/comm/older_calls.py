@@ -65,7 +65,7 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
         int64; then as said above.
     """
     dtype = torch.float32 if use_fp32_lamport else torch.float16
-    # The MoE forms always send in one shot.
+    # The MoE functions always send in one shot.
     ws = TRTLLMAllReduceFusionWorkspace(
         tp_size, tp_rank, max_token_num, hidden_dim, dtype, comm_backend, group, one_shot=True
     )
@@ -189,7 +189,7 @@ def trtllm_allreduce_fusion(
     rows = {name: None if x is None else x.view(shape) for name, x in rows.items()}
     if not kind.norm:
         require(allreduce_out is not None, "allreduce_out", None, "a tensor, for the pattern writes it")
-        # What a pattern without a norm does not use is passed along by callers of this form.
+        # What a pattern without a norm does not use is passed along by callers of this function.
         rows |= {"residual_in": None, "residual_out": None, "norm_out": None}
         rms_gamma = None
     if not kind.number_format:
