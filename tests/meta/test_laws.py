@@ -214,6 +214,31 @@ def test_budgets(path):
     assert not [fault for fault in faults if not fault.endswith("of a device function")]
 
 
+# What the first docstring of a file with kernels states, beside what they compute.
+HEADER = ("Grid:", "Warps:", "Shared memory:", "Inputs:", "Outputs:", "Method:")
+
+
+def missing_in_header(text):
+    """Of a file that has a kernel, a device function named so, what its docstring does not state."""
+    tree = ast.parse(text)
+    if not any(is_device(node) and name.endswith("_kernel") for name, node in functions(tree)):
+        return []
+    stated = " ".join((ast.get_docstring(tree) or "").split())
+    return [label for label in HEADER if label not in stated]
+
+
+@pytest.mark.parametrize("path", sources("flashinfer"), ids=relative)
+def test_files_of_kernels_begin_with_what_they_are(path):
+    assert missing_in_header(path.read_text()) == []
+
+
+def test_a_header_is_read_as_it_is_written():
+    kernel = "@triton.jit\ndef add_kernel(x): ...\n"
+    assert missing_in_header('"""Adds. Grid: one. Warps: one."""\n' + kernel) == list(HEADER[2:])
+    assert missing_in_header(f'"""{" none. ".join(HEADER)}"""\n' + kernel) == []
+    assert missing_in_header(kernel) == list(HEADER) and missing_in_header("@triton.jit\ndef add(x): ...\n") == []
+
+
 def test_nine_files_of_ten_have_at_most_400_lines():
     lengths = sorted(len(path.read_text().splitlines()) for path in sources("flashinfer"))
     assert lengths[len(lengths) * 9 // 10] <= 400

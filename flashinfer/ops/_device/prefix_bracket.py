@@ -1,7 +1,13 @@
 """The first two stages of `prefix`: what each program's part of a row holds, and between which keys the prefix ends.
 
-scan_kernel: `programs` programs a row, each with `chunk` tiles of TILE columns; it reads the row once. bracket_kernel:
-one program a row, over maxima of groups or histograms. Shared memory: reductions, scans and histograms.
+Grid: scan_kernel `programs` programs a row, each with `chunk` tiles of TILE columns, and it reads the row once;
+bracket_kernel one program a row, over maxima of groups or histograms.
+Warps: all share a tile. Shared memory: reductions, scans and histograms.
+Inputs: x [rows, columns], a window of each row, and the filters: k and p of all rows or of each.
+Outputs: of scan_kernel maxima int32 [rows, tiles, TILE / GROUP], counts int32 [rows, programs, BINS], tile_top and
+tile_sum float32 [rows, tiles]; of bracket_kernel state int64 [rows, STATE], numbers float32 [rows, NUMBERS], near int32
+as maxima, listed int32 [rows].
+Method: `flashinfer/ops/_device/prefix.py`.
 """
 
 import triton

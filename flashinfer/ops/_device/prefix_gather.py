@@ -1,7 +1,12 @@
 """The third stage of `prefix`: sums up what is surely inside the prefix, and lists what may be.
 
-gather_kernel: `programs` programs a row, each with `chunk` tiles of TILE columns, of which it reads the groups that may
-hold any; or with its share of the groups that bracket_kernel has listed. Shared memory: reductions and scans.
+Grid: `programs` programs a row, each with `chunk` tiles of TILE columns, of which it reads the groups that may hold
+any; or with its share of the groups that bracket_kernel has listed.
+Warps: all share a tile. Shared memory: reductions and scans.
+Inputs: x [rows, columns], a window of each row, maxima, near, state and numbers of the stages before.
+Outputs: parts [rows, programs], a count, a mass and a winner each; lists.value float32 and lists.column int32 [rows,
+capacity], lists.count int32 [rows].
+Method: `flashinfer/ops/_device/prefix.py`.
 """
 
 import triton

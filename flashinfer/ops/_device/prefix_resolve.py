@@ -1,7 +1,12 @@
 """The last stage of `prefix`: searches the list for the pivot, then sums up or draws from the prefix.
 
-resolve_kernel: one program a row. It keeps the first TILE elements of the list in registers and reads the rest in each
-step of the search; where the list overflowed, it reads the row itself. Shared memory: reductions.
+Grid: one program a row. It keeps the first TILE elements of the list in registers and reads the rest in each step of
+the search; where the list overflowed, it reads the row itself.
+Warps: all share a tile. Shared memory: reductions.
+Inputs: x [rows, columns], a window of each row, and state, numbers, lists and parts of the stages before.
+Outputs: the pivot in state int64 [rows, STATE]; the sum of the prefix in numbers float32 [rows, NUMBERS], or samples
+and valid [rows], or in parts.count where the elements of each program come.
+Method: `flashinfer/ops/_device/prefix.py`.
 """
 
 import triton

@@ -1,4 +1,11 @@
-"""Gated activations in Triton: each element is read once and written once."""
+"""Gated activations in Triton, act(first half of x) * second half: each element is read once and written once.
+
+Grid: (tiles of rows x tiles of columns, batch); programs that follow one another have neighbouring columns.
+Warps: all share a tile of [ROWS, BLOCK]. Shared memory: the reductions of quantised results.
+Inputs: x [rows, 2 hidden]; of quantised results x [batch, rows, 2 hidden], global_scale [1] or [batch], counts [batch].
+Outputs: out [rows, hidden]; or codes [batch, rows, .] and their factors [batch, .], in LAYOUT.
+Method: Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.05202.
+"""
 
 import triton
 import triton.language as tl

@@ -2,6 +2,7 @@
 
 Grid: one program for each pair of a work item (a tile of query rows, a range of keys) and a KV head. The heads of a GQA
 group share their keys, so they share a tile: row r of a request is head r % GROUP of token r // GROUP.
+Warps: all share the tile. Shared memory: blocks of keys and values, in the pipeline of Triton's loop.
 
 Inputs: q [tokens, heads, D_QK], k [.., kv_heads, D_QK] and v [.., kv_heads, D_VO] in pages or ragged, FP8 as bytes,
 formats with factors as bytes; work items of schedule.py.

@@ -1,4 +1,12 @@
-"""The concatenation in Triton: what is shared by heads is read once per token and head, from L1 but for the first."""
+"""The concatenation in Triton: what is shared by heads is read once per token and head, from L1 but for the first.
+
+Grid: tokens * heads / ROWS. Warps: all share the rows. Shared memory: none.
+Inputs: of concat_kernel k_nope [tokens, heads, nope_dim] and k_rope [tokens, 1, rope_dim]; of pack_kernel kv [tokens,
+heads, nope_dim + value_dim] and k_rope.
+Outputs: of concat_kernel k [tokens, heads, nope_dim + rope_dim]; of pack_kernel key as k, and value [tokens, heads,
+value_dim], e4m3 bytes.
+Method: the keys of MLA before projections are absorbed (DeepSeek-V2, 2024).
+"""
 
 import torch
 import triton

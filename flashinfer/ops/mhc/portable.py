@@ -1,11 +1,13 @@
-"""Hyper-connections in Triton.
+"""Hyper-connections in Triton: four streams mixed into a layer's input, and its output mixed back into them.
 
-mhc_pre, grid (tokens): a program has a token. It reads 24 logits, makes the mixes in registers (a 4 x 4 tile for
-Sinkhorn's iterations), then reads the four streams once, BLOCK columns at a time, and writes the layer's input. With
-prenorm it reads them twice, the second time from L2.
-
-mhc_post, grid (blocks of columns, tokens): a program has BLOCK columns of a token: it reads x and four streams and
-writes four streams. All warps do the same; no shared memory but for sums.
+Grid: pre_kernel (tokens); post_kernel (blocks of columns, tokens). A program of pre_kernel reads 24 logits, makes the
+mixes in registers (a 4 x 4 tile for Sinkhorn's iterations), then reads the four streams once, BLOCK columns at a time,
+and writes the layer's input. With prenorm it reads them twice, the second time from L2. A program of post_kernel has
+BLOCK columns of a token: it reads x and four streams and writes four streams.
+Warps: all do the same. Shared memory: sums.
+Inputs: dot_mix float32 [splits, tokens, 24], sqrsum [splits, tokens], residual [tokens, 4, hidden]; x [tokens, hidden].
+Outputs: post [tokens, 4], comb [tokens, 16], layer_input [tokens, hidden]; out [tokens, 4, hidden].
+Method: Xie et al., mHC: Manifold-Constrained Hyper-Connections, 2025, https://arxiv.org/abs/2512.24880.
 """
 
 import triton

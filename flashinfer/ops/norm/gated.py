@@ -1,10 +1,9 @@
 """A gated residual in Triton: alpha * residual + beta * rmsnorm(branch * weight), and the norm that comes next.
 
-gated_kernel: branch [rows, hidden] and a float32 residual to out and next_out, as large, with weight, alpha and beta
-[hidden]. Grid: a program a row, which stays in registers. No shared memory but what reductions take; every warp has a
-part of each row.
-
-Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
+Grid: one program a row, which stays in registers. Warps: each has a part of the row. Shared memory: reductions.
+Inputs: branch [rows, hidden], a float32 residual, weight, alpha and beta [hidden].
+Outputs: out and next_out [rows, hidden].
+Method: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
 """
 
 import triton

@@ -1,7 +1,10 @@
 """LayerNorm of a gated residual stream, modulated by factors and shifts of each row, in Triton: one program a row.
 
-Grid: (rows, padding of tiled block scales included; batch). All warps share the row, which stays in registers; shared
-memory is what reductions take. Inputs and outputs: `Modulation` in `flashinfer/ops/norm/__init__.py`.
+Grid: (rows, padding of tiled block scales included; batch). Warps: all share the row, which stays in registers.
+Shared memory: reductions.
+Inputs: x [batch, rows, hidden] and the other operands of `Modulation` in `flashinfer/ops/norm/__init__.py`. Outputs:
+its results, rows [batch, rows, hidden] or codes and factors.
+Method: Peebles and Xie, Scalable Diffusion Models with Transformers, 2022, https://arxiv.org/abs/2212.09748.
 """
 
 import torch

@@ -1,11 +1,11 @@
 """RMSNorm and LayerNorm in Triton: a row stays in registers, so every input is read once.
 
-norm_kernel: x [outer, inner, hidden] to out, with residual, weight [hidden] and bias [hidden]; a program has ROWS rows
-of up to BLOCK columns. Grid: (rows / ROWS), padding of tiled block scales included. `given` has what quantised results
-take and give: scale, block_scale and linear_scale in the layouts of `scale_offset`, normed. No shared
-memory but what reductions take; every warp has a part of each row.
-
-Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
+Grid: (rows / ROWS), padding of tiled block scales included. Warps: each has a part of every row. Shared memory:
+reductions.
+Inputs: x [outer, inner, hidden], residual like x, weight [hidden], bias [hidden]; `given` has what quantised results
+take: scale [1]. Outputs: out like x, or codes; block_scale and linear_scale in the layouts of
+`scale_offset`, normed like x.
+Method: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467.
 """
 
 import torch

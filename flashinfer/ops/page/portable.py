@@ -1,12 +1,13 @@
-"""Appending rows to a paged KV cache in Triton.
+"""Rows appended to a paged KV cache in Triton: keys and values of new tokens to their slots, as they are or quantised.
 
-append_kernel writes the keys and the values of new tokens to their slots, as they are or quantised. A row is one head
-of one token; a program has ROWS of them, keys and values. Grid: (tokens * heads / ROWS). No shared memory.
+Grid: (tokens * heads / ROWS). A row is one head of one token; a program has ROWS of them, keys and values.
+Warps: all share the rows. Shared memory: none.
 
-    key, value               [tokens, heads, dim], any strides
-    k_cache, v_cache         [pages, page_size, heads, dim], any strides; bytes where a format has codes
-    k_factors, v_factors     [pages, page_size, heads, blocks], bytes or float32, where a format has factors
-    table                    of `slot_of`, or with SLOTS of `mapped_slot_of`
+Inputs: key, value       [tokens, heads, dim], any strides
+    table                of `slot_of`, or with SLOTS of `mapped_slot_of`
+Outputs: k_cache, v_cache [pages, page_size, heads, dim], any strides; bytes where a format has codes
+    k_factors, v_factors [pages, page_size, heads, blocks], bytes or float32, where a format has factors
+Method: Kwon et al., PagedAttention, 2023, https://arxiv.org/abs/2309.06180.
 """
 
 import torch

@@ -1,4 +1,9 @@
-"""Lengths of requests from their page tables in Triton: one request a thread."""
+"""Lengths of requests from their page tables in Triton: one request a thread.
+
+Grid: batch / ROWS. Warps: each has requests of its own. Shared memory: none.
+Inputs: kv_indptr int32 [batch + 1], kv_last_page_len int32 [batch]. Outputs: out int32 [batch].
+Method: (pages - 1) * page_size + last page length; 0 without pages.
+"""
 
 import triton
 import triton.language as tl

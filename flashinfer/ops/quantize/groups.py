@@ -1,4 +1,9 @@
-"""Groups of a row to eight bits, each with a float32 scale, in Triton: a program takes several groups."""
+"""Groups of a row to eight bits, each with a float32 scale, in Triton: a program takes several groups.
+
+Grid: rows * groups of a row / ROWS. Warps: all share the groups. Shared memory: the reductions of their magnitudes.
+Inputs: x [rows, n], contiguous. Outputs: codes [rows, n], int8 or e4m3; scales float32 [rows, n / size].
+Method: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3.2, https://arxiv.org/abs/2412.19437.
+"""
 
 import triton
 import triton.language as tl

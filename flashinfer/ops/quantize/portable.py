@@ -1,4 +1,12 @@
-"""Rows in block-scaled formats in Triton: an element is read once, and its code is written with its factor."""
+"""Rows in block-scaled formats in Triton: an element is read once, and its code is written with its factor.
+
+Grid: (tiles of rows x tiles of columns, batch); with a scale of each row (tiles of rows, batch), and it reads them
+twice. Padding of the factors' layout is in the grid.
+Warps: all share a tile of [ROWS, BLOCK]. Shared memory: the reductions of a scale of each row.
+Inputs: x [batch, rows, n], global_scale [1] or [batch], counts [batch] or none.
+Outputs: codes [batch, rows, .], factors [batch, .] in LAYOUT, row_scales float32 where a row has one.
+Method: OCP Microscaling Formats (MX) Specification 1.0, 2023; NVFP4 as in `flashinfer/ops/_device/scales.py`.
+"""
 
 import torch
 import triton

@@ -1,4 +1,10 @@
-"""Codes times their factors, in Triton: each element is read once and written once."""
+"""Codes times their factors, in Triton: each element is read once and written once.
+
+Grid: tiles of rows x tiles of columns. Warps: all share a tile of [ROWS, BLOCK]. Shared memory: none but what changes
+of layout take.
+Inputs: codes [rows, .], factors in LAYOUT, global_scale [1] or none. Outputs: out [rows, n].
+Method: OCP Microscaling Formats (MX) Specification 1.0, 2023.
+"""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,9 @@
-"""Factors in the order of tiles, in Triton: each is read once and written once, and padding is 0."""
+"""Factors in the order of tiles, in Triton: each is read once and written once, and padding is 0.
+
+Grid: (tiles of rows x tiles of columns, batch). Warps: all share a tile. Shared memory: none.
+Inputs: factors [batch, rows, blocks], bytes. Outputs: out [batch, .], the order of LAYOUT.
+Method: `scale_offset` in `flashinfer/ops/_device/scales.py` states the order.
+"""
 
 import triton
 import triton.language as tl

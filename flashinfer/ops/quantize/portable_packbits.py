@@ -1,4 +1,9 @@
-"""Elements that are not 0 as bits of bytes, in Triton: a thread makes a byte of eight elements."""
+"""Elements that are not 0 as bits of bytes, in Triton: a thread makes a byte of eight elements.
+
+Grid: bytes / BLOCK. Warps: each has bytes of its own. Shared memory: none.
+Inputs: x [n], bytes; indptr and packed_indptr [segments + 1] or none. Outputs: out, bytes.
+Method: a byte is the sum of its eight shifted bits.
+"""
 
 import triton
 import triton.language as tl

@@ -1,8 +1,9 @@
 """RoPE in Triton: queries and keys in one launch, cosines and sines computed once for several heads.
 
-rope_kernel: q, k [tokens, heads, HEAD_DIM] to q_out, k_out, any strides. Grid: (blocks of HEADS heads, tiles of TOKENS
-tokens over two axes), one warp a program. No shared memory but what changes of layout take. Angles are exact fractions
-of turns (`flashinfer/ops/rope/frequencies.py`). Source: Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864.
+Grid: (blocks of HEADS heads, tiles of TOKENS tokens over two axes). Warps: one a program. Shared memory: none but what
+changes of layout take. Angles are exact fractions of turns (`flashinfer/ops/rope/frequencies.py`).
+Inputs: q, k [tokens, heads, HEAD_DIM], any strides. Outputs: q_out, k_out, as large.
+Method: Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864.
 """
 
 import torch

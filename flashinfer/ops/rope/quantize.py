@@ -1,8 +1,10 @@
 """Rotated heads to FP8 in Triton, in tensors or, keys and values, in pages.
 
-quantize_kernel: a program has ROWS heads of tokens, rotated part and rest. Grid: first the blocks of queries, then of
-keys, then of values. Inputs and outputs: `Heads` and `Pages` in `flashinfer/ops/rope/__init__.py`. No shared memory but
-what changes of layout take.
+Grid: first the blocks of queries, then of keys, then of values. A program has ROWS heads of tokens, rotated part and
+rest. Warps: all share the rows. Shared memory: none but what changes of layout take.
+Inputs: the tensors of `Heads` in `flashinfer/ops/rope/__init__.py`, [tokens, heads, dim]. Outputs: those that `Heads`
+names, as large, or the caches of `Pages`.
+Method: Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864.
 """
 
 import triton

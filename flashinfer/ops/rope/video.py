@@ -1,7 +1,10 @@
 """Heads of a video's patches in Triton: queries and keys normalised over all heads and rotated, values copied.
 
-video_kernel: one program for the queries, the keys or the values of a patch. Grid: (patches, 3). Inputs and outputs:
-`run`. Shared memory: the reductions of the norm.
+Grid: (patches, 3): one program for the queries, the keys or the values of a patch.
+Warps: all share the row. Shared memory: the reductions of the norm.
+Inputs: rows [patches, .] of queries, keys and values side by side, weights of the norms. Outputs: each [patches, heads,
+head_dim].
+Method: Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864, over three axes.
 """
 
 import torch
@@ -113,7 +116,7 @@ def run(problem, config, rows, weights, outputs, space, axes, eps, scales):
     """Rows [tokens, n] of queries, keys and values to `outputs`, [tokens, heads, head_dim] each, contiguous.
 
     weights : of the norms of queries and keys, or None. space : Space; videos follow one another. axes : Axes.
-    scales : of queries and keys, and of values, where the problem has another formatat.
+    scales : of queries and keys, and of values, where the problem has another format.
     """
     if problem.out:
         outputs = [out.view(torch.uint8) for out in outputs]

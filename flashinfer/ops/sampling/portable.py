@@ -1,4 +1,11 @@
-"""Sampling in Triton. A row is shared by many programs; what they find is put together by a launch that follows."""
+"""Sampling in Triton. A row is shared by many programs; what they find is put together by a launch that follows.
+
+Grid: statistics_kernel, softmax_kernel and write_kernel one program for a tile of a row; race_kernel `programs`
+programs a row, each with `chunk` tiles; pick_kernel one a row. Warps: all share a tile. Shared memory: reductions.
+Inputs: x [rows, columns], probabilities or logits, a window of each row, temperatures, min_p, a seed and an offset.
+Outputs: tile_top, tile_sum float32 [rows, tiles]; probabilities or scores [rows, columns]; samples and valid [rows].
+Method: an exponential race with variates of Philox 4x32-10 (Salmon et al., 2011); docs/rooms/sampling.md.
+"""
 
 from functools import cache
 

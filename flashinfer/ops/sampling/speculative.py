@@ -1,10 +1,11 @@
 """Chain speculative sampling in Triton: which draft tokens the target accepts, and the token after them.
 
-verify_kernel: one program a request. last_race_kernel: `programs` programs a request, each with `chunk` tiles of TILE
-columns of the target's and the draft's distribution at the first refused token. last_pick_kernel: one program a
-request, over what the programs of the race found. Shared memory: reductions.
-
-Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023,
+Grid: verify_kernel one program a request; last_race_kernel `programs` programs a request, each with `chunk` tiles of
+TILE columns of the target's and the draft's distribution at the first refused token; last_pick_kernel one a request,
+over what the programs of the race found. Warps: all share a tile. Shared memory: reductions.
+Inputs: draft [batch, count, columns], ids [batch, count], target [batch, count + 1, columns].
+Outputs: tokens [batch, count + 1], accepted and emitted [batch].
+Method: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023,
 https://arxiv.org/abs/2211.17192.
 """
 

@@ -1,5 +1,12 @@
 """Top-k in Triton: for a small k by `short`; else the pivot of each row from `prefix`, and a pass that writes what is
-above it."""
+above it.
+
+Grid: emit_kernel `programs` programs a row; rank_kernel one for BLOCK elements of a row's k, which it puts in order.
+Warps: all share a tile. Shared memory: reductions and scans.
+Inputs: x [rows, columns], a window of each row, what the stages of `flashinfer/ops/_device/prefix.py` found; page
+tables or offsets where indices become slots. Outputs: values and indices [rows, k], or slots and raw indices.
+Method: `flashinfer/ops/_device/prefix.py`; docs/rooms/topk.md.
+"""
 
 from functools import cache
 

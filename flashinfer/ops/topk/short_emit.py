@@ -1,7 +1,11 @@
 """Top-k of a small k, second half: the k-th largest of a row's list, and the k that are written.
 
-emit_kernel: (rows, parts); each program searches the whole list, which is short and stays in registers, and writes its
-share. Where a list does not hold the k first, it reads the row itself. Shared memory: reductions, scans and gathers.
+Grid: (rows, parts). Each program searches the whole list, which is short and stays in registers, and writes its share.
+Where a list does not hold the k first, it reads the row itself.
+Warps: all share the list. Shared memory: reductions, scans and gathers.
+Inputs: x [rows, columns], a window of each row, bounds and lists of short_list.py. Outputs: out.value and out.index
+[rows, k], in the order of columns; out.raw the indices where out.index takes slots.
+Method: docs/rooms/topk.md.
 """
 
 import triton

@@ -1,7 +1,11 @@
 """Top-k of a small k, first half: a sample of a row bounds its k largest, and a pass lists what is above the bound.
 
-bound_kernel: one program a row. list_kernel: (rows, programs), each with `chunk` tiles of TILE columns; it finds the
-bound itself where programs are few. Shared memory: reductions, scans and a histogram.
+Grid: bound_kernel one program a row; list_kernel (rows, programs), each with `chunk` tiles of TILE columns; it finds
+the bound itself where programs are few.
+Warps: all share a tile. Shared memory: reductions, scans and a histogram.
+Inputs: x [rows, columns], a window of each row. Outputs: bounds int64 [rows]; counts and ties int32 [rows, programs];
+list_value and list_column [rows, programs, capacity].
+Method: docs/rooms/topk.md.
 """
 
 import triton

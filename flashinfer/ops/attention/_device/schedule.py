@@ -1,8 +1,11 @@
 """The work list, made on the device: no host sync, and a captured graph makes one for each batch that it replays.
 
-Grid: one program a request. Inputs: lengths or offsets of queries and keys, int32 [batch] or [batch + 1]. Outputs:
-items, int32 [work items, 16], one record for each tile of query rows and range of keys; counts [1], their number;
-arrivals, zeroed for the splits of each tile.
+Grid: one program a request. Warps: all share blocks of requests, whose lengths each program reads and sums for itself.
+Shared memory: reductions and scans.
+Inputs: lengths or offsets of queries and keys, int32 [batch] or [batch + 1].
+Outputs: items, int32 [work items, 16], one record for each tile of query rows and range of keys; counts [1], their
+number; arrivals, zeroed for the splits of each tile.
+Method: split-KV as in Flash-Decoding (Dao et al., 2023); `flashinfer/ops/attention/split.py` has the policy.
 """
 
 import triton

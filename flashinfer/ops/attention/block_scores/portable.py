@@ -1,8 +1,11 @@
-"""Block scores on any architecture (MiniMax-M3, 2026): the largest product of a query with any key of a block.
+"""Block scores on any architecture: the largest product of a query with any key of a block.
 
 Grid: (query, share of its blocks of 128 keys); a program takes every n-th block.
+Warps: all share a block. Shared memory: operands of the products.
 Inputs: q [tokens, heads, dim], k [pages, kv_heads, 128, dim] or [keys, kv_heads, dim], seen and base [tokens], tables
-[batch, pages]; output: scores [heads or 1, blocks, tokens]. `run` of reference.py has the dtypes.
+[batch, pages]; `run` of reference.py has the dtypes.
+Outputs: scores [heads or 1, blocks, tokens].
+Method: the block selection of MiniMax-M3, 2026.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Decode attention from Ampere on: out = softmax(mask(scale Q K^T)) V, and its LSE, for tiles of 16 to 64 query rows.
 
-Grid: one program for each pair of a work item and a KV head (`item_and_head`). All warps copy and compute.
+Grid: one program for each pair of a work item and a KV head (`item_and_head`).
+
+Warps: all copy and compute. Along keys they are independent: each has keys of its own in every block, and a maximum,
+sum and accumulator of its own, which are merged once, at the end. A tile is [WARPS_N, rows, keys of a warp].
 
 Shared memory: a ring of STAGES blocks of keys and values, filled by cp.async; after the loop, each warp's accumulator.
 
 Few rows are bound by memory, so enough bytes have to be in flight from the first microsecond to the last: page ids are
-loaded a lap of the ring ahead, and the prologue fills the ring before it waits for anything. Along keys the warps are
-independent: each has keys of its own in every block, and a maximum, sum and accumulator of its own, which are merged
-once, at the end. A tile is [WARPS_N, rows, keys of a warp].
+loaded a lap of the ring ahead, and the prologue fills the ring before it waits for anything.
 
 Inputs: q [tokens, heads, D_QK], k and v in pages or ragged, as elements or as bytes of FP8; work items of schedule.py.
 Outputs: out [tokens, heads, D_VO], lse [tokens, heads] float32 in base 2; for split items partial_out [slots, kv_heads,

@@ -1,4 +1,12 @@
-"""Merging of attention states in Triton, for every GPU."""
+"""Attention states merged in Triton: v = sum of 2^(s_i - s) v_i with s = log2 of the sum of 2^s_i.
+
+Grid: rows / ROWS; a row is a head of a token. merge_pair_kernel merges two states, merge_stack_kernel STATES at a time.
+Warps: all share the rows, COLUMNS of them at a time. Shared memory: reductions over states.
+Inputs: v_a, v_b [tokens, heads, head_dim] and s_a, s_b float32 [tokens, heads], mask [tokens] or none; or v [tokens,
+states, heads, head_dim] and s float32 [tokens, states, heads]. Any strides.
+Outputs: out [tokens, heads, head_dim], lse float32 [tokens, heads].
+Method: Ye et al., FlashInfer, 2025, https://arxiv.org/abs/2501.01005, section 2.2.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,16 @@
-"""Latent attention over one work item: a tile of query rows against a range of keys that are their own values.
+"""Latent attention on any architecture: out = softmax(mask(scale Q K^T)) C, and its LSE, keys being their own values.
 
-MLA with absorbed projections (DeepSeek-V2, 2024): a key is a latent row and a positional row, its value is the latent
-row again, and all heads share them. So a block of latent rows is read once and multiplied twice, and the heads of a
-token are rows of one tile: row r of a request is head r % HEADS of token r // HEADS. The softmax is online, in base 2,
-with float32 accumulation, as in attend.py.
+A key is a latent row and a positional row, its value is the latent row again, and all heads share them. So a block of
+latent rows is read once and multiplied twice, and the heads of a token are rows of one tile: row r of a request is
+head r % HEADS of token r // HEADS.
+
+Grid: one program for each work item, a tile of query rows and a range of keys.
+Warps: all share the tile. Shared memory: blocks of keys, in the pipeline of Triton's loop, and operands of products.
+Inputs: q_nope [tokens, heads, D], q_pe [tokens, heads, D_PE], ckv and kpe in pages; work items of schedule.py.
+Outputs: out [tokens, heads, D], lse [tokens, heads] float32, in base 2 or e; for split items partial_out [slots,
+BLOCK_M, D] and partial_lse [slots, BLOCK_M], float32, which the last split of a tile combines.
+Method: MLA with absorbed projections (DeepSeek-V2, 2024); the online softmax of
+`flashinfer/ops/attention/portable_kernel.py`.
 """
 
 import triton

@@ -1,7 +1,10 @@
 """Latent attention on Hopper: the splits of each tile, merged in a launch of its own.
 
-Grid: any number of programs; 8 a multiprocessor. Inputs: partial_out [slots, 64, 512] and partial_lse [slots, 64],
-float32, and the work items that wrote them. Outputs: out [tokens, heads, 512], lse [tokens, heads].
+Grid: any number of programs; 8 a multiprocessor. Warps: both share some rows or a part of a row, and splits of them.
+Shared memory: reductions over splits.
+Inputs: partial_out [slots, 64, 512] and partial_lse [slots, 64], float32, and the work items that wrote them.
+Outputs: out [tokens, heads, 512], lse [tokens, heads].
+Method: split-KV as in Flash-Decoding (Dao et al., 2023).
 """
 
 import triton

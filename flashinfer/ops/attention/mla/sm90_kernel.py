@@ -7,10 +7,10 @@ request is head r % HEADS of token r // HEADS.
 Grid: as many blocks of threads as multiprocessors, or fewer. A block is persistent: it walks over work items, 64 query
 rows each (sm90_work.py).
 
-Warps of a block, 4 a warpgroup: two consumer warpgroups (sm90_softmax.py); a producer warp for each block of a pair,
-TMA (sm90_loads.produce); or four warps that gather rows (sm90_loads.gather), widened from FP8 (sm90_widen.widen).
+Warps: two consumer warpgroups, 4 warps each (sm90_softmax.py); a producer warp for each block of a pair, TMA
+(sm90_loads.produce); or four warps that gather rows (sm90_loads.gather), widened from FP8 (sm90_widen.widen).
 
-Shared memory, in two-byte elements: 64 query rows of 576 columns, 72 KiB; two blocks of 64 keys, 144 KiB; weights take
+Shared memory: in two-byte elements, 64 query rows of 576 columns, 72 KiB; two blocks of 64 keys, 144 KiB; weights take
 the place of the positional keys of their own block; maxima, factors and sums of rows.
 
 Inputs: q_nope [tokens, heads, 512], q_pe [tokens, heads, 64], ckv and kpe in pages, and work items of schedule.py.

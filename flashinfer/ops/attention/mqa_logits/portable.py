@@ -1,9 +1,12 @@
-"""Scores of an indexer on any architecture (DeepSeek-V3.2, 2025): one key for all heads, no softmax, no values.
+"""Scores of an indexer on any architecture: one key for all heads, no softmax, no values.
 
 Computes: logits[q, k] = scale_k * sum over heads h of weights[q, h] * relu(q_h . k).
 Grid: (query, share of its keys); a program takes every n-th block of BLOCK_N keys, so shares of a query are even.
+Warps: all share a block. Shared memory: operands of the products.
 Inputs: q [batch, tokens, heads, dim], keys [pages, page_size, dim] or [keys, dim], scales, weights [query, heads],
-lens, tables [batch, pages]; output: logits [query, context]. `run` of reference.py has the dtypes.
+lens, tables [batch, pages]; `run` of reference.py has the dtypes.
+Outputs: logits [query, context].
+Method: the lightning indexer of DeepSeek-V3.2, 2025.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Grid: as many blocks as multiprocessors, or fewer. A block is persistent: it takes tasks, pairs of a work item (128
 query rows, a range of keys) and a KV head, until none is left (sm90_queue.py).
 
-Warps of a block, 4 a warpgroup:
+Warps: 4 a warpgroup;
 
 - two consumer warpgroups of 64 query rows each: products, softmax, results (sm90_softmax.py, sm90_finish.py);
 - a producer warp for K, which also publishes the next task, and one for V (sm90_loads.produce_keys, produce_values):

@@ -1,4 +1,10 @@
-"""Whether ranks reach each other's memory: each writes to each, flags, and reads what arrived and what it wrote."""
+"""Whether ranks reach each other's memory: each writes to each, flags, and reads what arrived and what it wrote.
+
+Grid: one program. Warps: one. Shared memory: none.
+Inputs: peers int64 [WORLD], the addresses of the ranks' buffers; state and lost of exchange.py.
+Outputs: seen int32 [WORLD], 1 for each rank that was reached both ways.
+Method: `flashinfer/ops/comm/_device/exchange.py`.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,12 @@
-"""The all-reduce in Triton: rows go into the peers' slots, and are summed where they arrive, in rank order."""
+"""The all-reduce in Triton: rows go into the peers' slots, and are summed where they arrive, in rank order.
+
+Grid: one program a channel, which has every n-th row (`flashinfer/ops/comm/_device/exchange.py`).
+Warps: all share a row. Shared memory: the reductions of norms and of quantised results.
+Inputs: given, rows [tokens, hidden] of this rank, or experts' rows with scales and a table; norm, residual [tokens,
+hidden] and weight [hidden]; peers int64 [WORLD], the addresses of the ranks' buffers.
+Outputs: of `Results` those that are asked for: sum, residual and normed [tokens, hidden], codes and their factors.
+Method: one shot or two over peer memory; docs/rooms/comm.md derives where they meet.
+"""
 
 import torch
 import triton

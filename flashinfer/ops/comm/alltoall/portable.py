@@ -1,4 +1,14 @@
-"""The all-to-all in Triton: rows are stored where the peers read them, and flags say that they are there."""
+"""The all-to-all in Triton: rows are stored where the peers read them, and flags say that they are there.
+
+Grid: dispatch_kernel, combine_kernel and blocks_kernel one program a channel, which has every n-th token or row
+(`flashinfer/ops/comm/_device/exchange.py`); place_kernel one a rank; stage_kernel one a row; sanitize_kernel one for
+BLOCK ids. Warps: all share a row. Shared memory: place_kernel's scans.
+Inputs: experts [tokens, choices]; payloads, up to 8 tensors of tokens; rows [source rank, most, hidden]; peers int64
+[WORLD], the addresses of the ranks' buffers.
+Outputs: place [tokens, WORLD] and counts [WORLD]; payloads [source rank, most, .] in the peers' buffers; out [tokens,
+hidden], the sums of a token's rows.
+Method: stores to peer memory, then flags; docs/rooms/comm.md.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,13 @@
-"""Products of block-scaled operands in Triton, for every chip."""
+"""Products of block-scaled operands in Triton, for every chip: out = alpha A B^T, with a factor for each block of K.
+
+Grid: gemm_kernel (tiles of [BM, BN], parts of K, batch); widen_kernel (blocks of K, tiles of rows, batch);
+sum_kernel (blocks of columns, rows), which adds the parts of K.
+Warps: all share a tile. Shared memory: operands of the products, in the pipeline of Triton's loop.
+Inputs: a [batch, m, k] and b [batch, n, k] as codes or 16 bits, their factors in the layouts of
+`flashinfer/ops/layouts.py` or float32 for blocks of ROWS or COLUMNS by WIDTH, alpha [1].
+Outputs: out [batch, m, n]; of widen_kernel bfloat16 [batch, rows, k]; parts float32 [parts, batch, m, n].
+Method: OCP Microscaling Formats (MX) Specification 1.0, 2023; docs/rooms/gemm-blockscaled.md.
+"""
 
 from dataclasses import replace
 

@@ -4,8 +4,8 @@ Grid: any number of persistent blocks, over tiles of the result and K slices. Wa
 producer warp for tiles, one for scales. Shared memory: the ring of tiles, their factors, slots that say which tile is
 summed, and a 16-bit tile on its way out. How blocks are summed is in `flashinfer/ops/_device/sm90/scales.py`.
 
-a [batch, m, k], b [batch, n, k], out [batch, m, n]; a_scale [batch, m or m / 128, k / 128], b_scale
-[batch, n / 128, k / 128]. Method: DeepGEMM's promotion of each 128 of K to float32.
+Inputs: a [batch, m, k], b [batch, n, k], a_scale [batch, m or m / 128, k / 128], b_scale [batch, n / 128, k / 128].
+Outputs: out [batch, m, n]. Method: DeepGEMM's promotion of each 128 of K to float32 (DeepSeek, 2025).
 """
 
 from flashinfer._core.gluon_compat import gl, gluon

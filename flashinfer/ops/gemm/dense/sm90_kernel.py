@@ -6,8 +6,8 @@ share the tile's B and have 64 rows of A each, or share its A and have half of B
 store a tile, the next one's first stages come. Shared memory: the ring of STAGES tiles of A and B, and a 16-bit tile
 on its way out.
 
-a [batch, m, k]; b [batch, n, k] or [batch, k, n], by its map; out [batch, m, n]. Method: CUTLASS's persistent
-warp-specialised products, with split K by atomic counters.
+Inputs: a [batch, m, k]; b [batch, n, k] or [batch, k, n], by its map; bias [n]. Outputs: out [batch, m, n].
+Method: CUTLASS's persistent warp-specialised products, with split K by atomic counters.
 """
 
 from flashinfer._core.gluon_compat import gl, gluon

@@ -1,4 +1,12 @@
-"""Products in groups in Triton, for every chip. Which rows a tile has is found on the device."""
+"""Products in groups in Triton, for every chip: out[r] = alpha a[r] b[weight of r's group]^T.
+
+Grid: tiles of rows x tiles of columns; which rows a tile has is found on the device.
+Warps: all share a tile. Shared memory: operands of the products, in the pipeline of Triton's loop.
+Inputs: a [rows, k] or [groups, m, k], b [weights, n, k] or [weights, k, n], groups as offsets, counts or the group of
+each row, factors as of `flashinfer/ops/gemm/blockscaled/portable.py`.
+Outputs: out [rows, n] or [groups, m, n].
+Method: docs/rooms/gemm-grouped.md.
+"""
 
 import triton
 import triton.language as tl

@@ -6,8 +6,9 @@ they are sorted and groups are tiles. The producer and the warp of scales each f
 the latter publishes them beside the first stage of a product, so that the warpgroups search for nothing, and keep
 nothing of a tile through their loop over K. Shared memory: the ring, factors, published products, an outgoing tile.
 
-a [entry, m, k] (one entry unless KIND is "counts"), b [weights, n, k], out [entry, m, n]; scales of 128 x 128, those
-of a for each row or 128. Sums are those of `flashinfer/ops/_device/sm90/scales.py`; method: DeepGEMM.
+Inputs: a [entry, m, k] (one entry unless KIND is "counts"), b [weights, n, k]; scales of 128 x 128, those of a for each
+row or 128. Outputs: out [entry, m, n].
+Method: DeepGEMM (DeepSeek, 2025), with the sums of `flashinfer/ops/_device/sm90/scales.py`.
 """
 
 from flashinfer._core.gluon_compat import gl, gluon

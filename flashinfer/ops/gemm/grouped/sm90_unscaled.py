@@ -5,7 +5,8 @@ groups begin and end; it publishes each product in a slot, which the warpgroups 
 is found while the products before are computed, and nothing of it is kept through a loop over K. Tiles are walked
 as in `sm90_scaled`. Shared memory: the ring, published products, a tile on its way out.
 
-a [entry, m, k] (one entry unless KIND is "counts"), b [weight, n, k] or [weight, k, n], out [entry, m, n].
+Inputs: a [entry, m, k] (one entry unless KIND is "counts"), b [weight, n, k] or [weight, k, n].
+Outputs: out [entry, m, n]. Method: that of `sm90_scaled.py`, without its scales.
 """
 
 from flashinfer._core.gluon_compat import gl, gluon

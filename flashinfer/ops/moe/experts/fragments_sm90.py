@@ -3,7 +3,14 @@
 Weights are the first operand of the product, from registers; rows the second, from shared memory. A warpgroup has two
 tiles of 64 rows of weights, of gated ones the factor's and the same of the gate, so that activation is its epilogue.
 Weights lie as `fragments.py` says: a thread reads its 16 bytes of each tile, decodes two codes at a time, and has them
-where wgmma takes them. One warp copies boxes of rows and of weights and their scale factors, stages ahead.
+where wgmma takes them.
+
+Grid: any number of persistent blocks, over tiles of TILE rows of one expert and strips of its weights.
+Warps: GROUPS consumer warpgroups, one producer warp that copies boxes of rows and of weights and their scale factors,
+STAGES ahead. Shared memory: the ring of rows, codes and factors, and a tile of results on its way out.
+Inputs: rows [row of the token map, k] by their map, weights as lines of 128 bytes by theirs, their factors, and tiles
+of the token map. Outputs: out [row of the token map, n, or n / 2 if GATED].
+Method: OCP Microscaling Formats, 2023; docs/rooms/moe-experts.md derives the arrangement.
 """
 
 import torch

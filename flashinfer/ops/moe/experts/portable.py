@@ -1,11 +1,12 @@
 """The experts' products in Triton: one kernel for every format, its loads and its epilogue chosen at compile time.
 
-product_kernel: out[r] = finish(rows of r @ weights of r's expert), r in the order of the token map. rows.codes
-[tokens, k], weights.codes [experts, n, k] or [experts, k / block, n, block], out [map's rows, n or n / 2]. Grid: tiles
-of TILE.M rows times strips of TILE.N rows of weights; tiles of rows go in groups that share strips in L2. Programs past
-the map's tiles end at once. Warps: all share a tile; copies run TILE's stages ahead, through shared memory. Scale
-factors are read one step of K ahead. The method is that of Triton's grouped products, with the token map of
-`flashinfer/ops/moe/token_map.py`; how 4-bit weights are decoded is in `portable_operands.py`.
+Computes: out[r] = finish(rows of r @ weights of r's expert), r in the order of the token map.
+Grid: tiles of TILE.M rows times strips of TILE.N rows of weights; tiles of rows go in groups that share strips in L2.
+Programs past the map's tiles end at once.
+Warps: all share a tile. Shared memory: copies run TILE's stages ahead; scale factors are read one step of K ahead.
+Inputs: rows.codes [tokens, k], weights.codes [experts, n, k] or [experts, k / block, n, block], their scale factors,
+and the token map of `flashinfer/ops/moe/token_map.py`. Outputs: out [map's rows, n or n / 2].
+Method: Triton's grouped products; how 4-bit weights are decoded is in `portable_operands.py`.
 """
 
 import torch

@@ -1,9 +1,10 @@
 """Rows as codes and scale factors in Triton: those between the experts' products, or a call's own.
 
-quantize_kernel: x [rows, n] to codes [rows, n or n / 2] and factors [rows, blocks]. Grid: (rows / ROWS, columns /
-COLUMNS); with a scale of each row a program has all columns, and reads them twice. With a token map, rows of padding
-are passed over. No shared memory but what reductions take; every warp has a part of each row. Formats are those of
-`flashinfer/ops/_device/scales.py`.
+Grid: (rows / ROWS, columns / COLUMNS); with a scale of each row a program has all columns, and reads them twice. With
+a token map, rows of padding are passed over.
+Warps: each has a part of every row. Shared memory: reductions.
+Inputs: x [rows, n]. Outputs: codes [rows, n or n / 2], factors [rows, blocks].
+Method: the formats of `flashinfer/ops/_device/scales.py`.
 """
 
 import torch

@@ -1,8 +1,15 @@
 """The experts' products on Hopper, in Gluon: tiles of 128 rows of one expert, persistent, operands by the copy engine.
 
-The copy engine brings boxes, so rows of the first product are put in the map's order before it. A tile has 256 columns
-of weights: of gated ones 128 of the factor and the same 128 of the gate, in one warpgroup's registers, so that
-activation is the epilogue.
+The copy engine brings boxes, so gather_kernel puts rows of the first product in the map's order before it. A tile has
+256 columns of weights: of gated ones 128 of the factor and the same 128 of the gate, in one warpgroup's registers, so
+that activation is the epilogue.
+
+Grid: product_sm90_kernel any number of blocks, which walk over the token map's tiles; gather_kernel (rows / ROWS,
+blocks of words). Warps: two consumer warpgroups of 64 rows, one producer warp, and one for scale factors of blocks.
+Shared memory: the ring of STAGES tiles, factors, and a 16-bit tile on its way out.
+Inputs: rows [row of the token map, k] and weights [expert, n, k] by their maps, scale factors, and tiles of the token
+map. Outputs: out [row of the token map, n, or n / 2 if GATED].
+Method: that of `flashinfer/ops/gemm/dense/sm90_kernel.py`, over a token map.
 """
 
 from __future__ import annotations

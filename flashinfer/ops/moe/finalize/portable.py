@@ -1,4 +1,9 @@
-"""Finalize in Triton: a program sums some columns of one token's rows."""
+"""Finalize in Triton: a token's rows are summed, each times its weight.
+
+Grid: tokens x blocks of columns. Warps: all share the columns. Shared memory: none.
+Inputs: y [rows, hidden], pair_row int32 [tokens, top_k], -1 for none, weights [tokens, top_k] or none.
+Outputs: out [tokens, hidden]. Method: float32 sums in the order of the choices.
+"""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,10 @@
-"""Routing by token id in Triton: a row of the table, a gather of logits, and a sum over a token's experts."""
+"""Routing by token id in Triton: a row of the table, a gather of logits, and a sum over a token's experts.
+
+Grid: tokens / ROWS. Warps: all share the tokens. Shared memory: the sums.
+Inputs: logits [tokens, experts], token ids [tokens], table [vocabulary, top_k], any strides of logits.
+Outputs: ids and weights [tokens, top_k + shared].
+Method: DeepSeek-V4's first layers; the weights are in `flashinfer/ops/moe/hash_routing/__init__.py`.
+"""
 
 import triton
 import triton.language as tl

@@ -2,8 +2,10 @@
 
 Grid: (rows of out x blocks of columns). Each program walks over its row's pairs in order; of each it reads the token,
 the expert, the adapter and the address of the matrix [N, K], then BLOCK rows of that and the row of x, TOGETHER
-elements of K at a time. No shared memory but that of the sum over K. x [., K], out [rows, N].
-Source of the method: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023, https://arxiv.org/abs/2310.18547
+elements of K at a time.
+Warps: all share the columns. Shared memory: the sum over K.
+Inputs: x [., K], tables of pairs, addresses of matrices [N, K]. Outputs: out [rows, N].
+Method: Chen et al., Punica: Multi-Tenant LoRA Serving, 2023, https://arxiv.org/abs/2310.18547.
 """
 
 import triton

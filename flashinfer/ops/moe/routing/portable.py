@@ -1,4 +1,10 @@
-"""Routing in Triton: a token's choices by repeated maxima in registers."""
+"""Routing in Triton: a token's choices by repeated maxima in registers.
+
+Grid: tokens / ROWS. Warps: all share the tokens. Shared memory: maxima and sums.
+Inputs: logits [tokens, experts], bias [experts] or none.
+Outputs: ids and weights [tokens, top_k + shared], replay [tokens, top_k] or none.
+Method: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437, for groups and bias.
+"""
 
 import triton
 import triton.language as tl

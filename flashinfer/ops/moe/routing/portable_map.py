@@ -1,4 +1,11 @@
-"""The map of tokens by expert in Triton: by counting, without a sort."""
+"""The map of tokens by expert in Triton: by counting, without a sort.
+
+Grid: few_kernel one program an expert, the whole map in one launch; count_kernel and place_kernel, for many pairs, one
+for `steps` blocks of pairs. Warps: all share a block. Shared memory: histograms, scans and gathers.
+Inputs: ids [tokens, top_k], or packed with weights; of place_kernel counts int32 [programs, EXPERTS].
+Outputs: the fields of `TokenMap` in `flashinfer/ops/moe/token_map.py`, and float32 weights of packed ids.
+Method: counting sort, in the order of the pairs.
+"""
 
 import torch
 import triton

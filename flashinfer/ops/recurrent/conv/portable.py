@@ -1,12 +1,14 @@
 """The causal convolution in Triton: a few tokens one after another with the window in registers, many side by side.
 
-    few_kernel    grid (sequences, blocks of channels): tokens in turn, and the state; one sequence more for packed
-                  tokens of none
-    many_kernel   grid (tiles of tokens, blocks of channels, rows): outputs only
-    state_kernel  grid (sequences, blocks of channels): the state, once many_kernel has read it
-
-In: x [rows, tokens, channels], weight [parts, width, channels / parts], state [slots, channels, length], tables of
-`Call`. Out: outputs like x, states in place. All warps do the same; no shared memory.
+Grid: by kernel,
+    few_kernel    (sequences, blocks of channels): tokens in turn, and the state; one sequence more for packed tokens
+                  of none
+    many_kernel   (tiles of tokens, blocks of channels, rows): outputs only
+    state_kernel  (sequences, blocks of channels): the state, once many_kernel has read it
+Warps: all do the same. Shared memory: none.
+Inputs: x [rows, tokens, channels], weight [parts, width, channels / parts], state [slots, channels, length], tables of
+`Call`. Outputs: like x; states in place.
+Method: the short convolution of Gu and Dao, Mamba, 2023, https://arxiv.org/abs/2312.00752.
 """
 
 import triton

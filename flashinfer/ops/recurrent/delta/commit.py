@@ -1,8 +1,11 @@
 """The accepted tokens of replay windows, folded into the states of all layers, in Triton.
 
-A program has ROWS values of one head's state, [ROWS, K] float32, in registers: each state is read once and written
-once, however many tokens were accepted. Grid: (sequences, heads x blocks of values, layers). All warps do the same.
-In: keys and values as they came, decays and beta of `Window`, slots and counts of `Accepted`. Out: states, in place.
+Grid: (sequences, heads x blocks of values, layers). A program has ROWS values of one head's state, [ROWS, K] float32,
+in registers: each state is read once and written once, however many tokens were accepted.
+Warps: all do the same. Shared memory: sums.
+Inputs: keys and values as they came, decays and beta of `Window`, slots and counts of `Accepted`. Outputs: states
+[slots, heads, V, K], in place.
+Method: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
 """
 
 import triton

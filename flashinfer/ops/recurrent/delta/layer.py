@@ -1,11 +1,12 @@
 """One token of a whole layer of Kimi Linear's kind, in Triton: convolution, gates, recurrence, gated RMSNorm.
 
-A program has one head of one sequence: its channels of q, k and v, and its state [K, K] float32 in registers, which is
-read once and written once. Grid: (sequences, heads). All warps do the same. In: x [rows, 3 heads K], weight [3, width,
-heads K], raw gates [rows, heads, K], raw beta [rows, heads], norm gate [rows, heads, K]. In and out: the convolution's
-state [slots, 3 heads K, width - 1] and the states [slots, heads, K, K]. Out: [rows, heads, K].
-
-Kimi Team, Kimi Linear, 2025, https://arxiv.org/abs/2510.26692
+Grid: (sequences, heads). A program has one head of one sequence: its channels of q, k and v, and its state [K, K]
+float32 in registers, which is read once and written once.
+Warps: all do the same. Shared memory: sums.
+Inputs: x [rows, 3 heads K], weight [3, width, heads K], raw gates [rows, heads, K], raw beta [rows, heads], norm gate
+[rows, heads, K]. Outputs: [rows, heads, K]; in place the convolution's state [slots, 3 heads K, width - 1] and the
+states [slots, heads, K, K].
+Method: Kimi Team, Kimi Linear, 2025, https://arxiv.org/abs/2510.26692.
 """
 
 import triton

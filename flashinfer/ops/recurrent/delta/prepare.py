@@ -1,10 +1,12 @@
-"""The triangular systems of chunks of 64 tokens, in Triton; docs/rooms/recurrent.md derives the form.
+"""The triangular systems of chunks of 64 tokens, in Triton; docs/rooms/recurrent.md derives them.
 
-All chunks of all sequences at once: a program makes (1 + L)^-1 diag(beta) and P of a chunk and head, and goes on to the
-next one. Grid: (programs). All warps do the same; L is in global scratch of the program's own, 16 KiB, which stays in
-L2. In: q, k [rows, tokens, heads, K], gate, beta. Out: the workspace of workspace.py.
-
-Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024; Kimi Team, Kimi Linear, 2025 (decays of channels by blocks).
+Grid: (programs). All chunks of all sequences at once: a program makes (1 + L)^-1 diag(beta) and P of a chunk and head,
+and goes on to the next one.
+Warps: all do the same. Shared memory: operands of the products; L is in global scratch of the program's own, 16 KiB,
+which stays in L2.
+Inputs: q, k [rows, tokens, heads, K], gate, beta. Outputs: the workspace of workspace.py.
+Method: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024; Kimi Team, Kimi Linear, 2025 (decays of channels by
+blocks).
 """
 
 import triton

@@ -1,10 +1,12 @@
-"""From chunk to chunk of 64 tokens, in Triton: outputs and states; docs/rooms/recurrent.md derives the form.
+"""From chunk to chunk of 64 tokens, in Triton: outputs and states; docs/rooms/recurrent.md derives them.
 
-A program follows one head of one sequence, or of one segment of it, with ROWS values of the state, [K, ROWS] float32,
-in registers: five products a chunk. Grid: (blocks of values, heads, sequences or segments), and one more for packed
-tokens of no sequence. All warps do the same. In: q, k [rows, tokens, heads, K], v, the workspace of workspace.py,
-states [slots, heads, V, K], and those before segments. Out: outputs like v, final states, states on the way. Shared
-memory: operands of the products, two chunks of them on Hopper.
+Grid: (blocks of values, heads, sequences or segments), and one more for packed tokens of no sequence. A program follows
+one head of one sequence, or of one segment of it, with ROWS values of the state, [K, ROWS] float32, in registers: five
+products a chunk.
+Warps: all do the same. Shared memory: operands of the products, two chunks of them on Hopper.
+Inputs: q, k [rows, tokens, heads, K], v, the workspace of workspace.py, states [slots, heads, V, K], and those before
+segments. Outputs: like v, final states, states on the way.
+Method: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024; Kimi Team, Kimi Linear, 2025.
 """
 
 import triton

@@ -2,13 +2,15 @@
 
 What a segment of whole chunks does to a state [V, K] is an affine map, S -> S M + N. `map_kernel` makes the maps of all
 segments at once: rows of M are what becomes of rows of the identity without values, and rows of N of rows of zeros with
-them. Grid: (blocks of rows of M, then of N, heads, segments). `chain_kernel` follows a sequence from segment to
-segment, a product each. Grid: (blocks of values, heads, sequences). All warps do the same. In: k [rows, tokens, heads,
-K], v, the workspace of workspace.py, states [slots, heads, V, K]. Out: maps [segments, heads, K + V, K] and the states
-before segments [segments, heads, V, K] in float32, and final states of sequences of whole segments. Shared memory:
-operands of the products, two chunks of them on Hopper.
+them. `chain_kernel` follows a sequence from segment to segment, a product each.
 
-Martin and Cundy, Parallelizing Linear Recurrent Neural Nets Over Sequence Length, 2018 (maps of parts that compose).
+Grid: map_kernel (blocks of rows of M, then of N, heads, segments); chain_kernel (blocks of values, heads, sequences).
+Warps: all do the same. Shared memory: operands of the products, two chunks of them on Hopper.
+Inputs: k [rows, tokens, heads, K], v, the workspace of workspace.py, states [slots, heads, V, K]. Outputs: maps
+[segments, heads, K + V, K] and the states before segments [segments, heads, V, K] in float32, and final states of
+sequences of whole segments.
+Method: Martin and Cundy, Parallelizing Linear Recurrent Neural Nets Over Sequence Length, 2018 (maps of parts that
+compose).
 """
 
 import triton

@@ -1,16 +1,16 @@
-"""The triangular systems of chunks of 64 tokens on Hopper, one decay a head; docs/rooms/recurrent.md derives the form.
+"""The triangular systems of chunks of 64 tokens on Hopper, one decay a head; docs/rooms/recurrent.md derives them.
 
-A program has a chunk and GROUP heads that share a key head and a query head. It multiplies keys and queries once, by
-wgmma, and keeps both products in registers. HEADS heads at a time it makes L and P, inverts 1 + L by blocks, and stores
-(1 + L)^-1 diag(beta) and P. Grid: (chunks * heads / GROUP). All four warps do the same.
+Grid: (chunks * heads / GROUP). A program has a chunk and GROUP heads that share a key head and a query head. It
+multiplies keys and queries once, by wgmma, and keeps both products in registers. HEADS heads at a time it makes L and
+P, inverts 1 + L by blocks, and stores (1 + L)^-1 diag(beta) and P.
 
 The inverse, X: blocks of 16 on the diagonal by forward substitution, where a thread has a column; then
 X21 = -(X22 L21) X11 from 16 to 32 and from 32 to 64, by mma.
 
-Shared memory: keys and queries; then L, of which X takes the place (`Slots`), and P on its way to memory. Sums of
-logarithms, betas and norms.
-
-Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
+Warps: all four do the same. Shared memory: keys and queries; then L, of which X takes the place (`Slots`), and P on its
+way to memory; sums of logarithms, betas and norms.
+Inputs: q, k [rows, tokens, heads, K], gate and beta [rows, tokens, heads]. Outputs: the workspace of workspace.py.
+Method: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
 """
 
 import math

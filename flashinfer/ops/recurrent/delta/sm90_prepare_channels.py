@@ -1,17 +1,16 @@
 """The triangular systems of chunks of 64 tokens on Hopper, a decay a channel, of at least exp(-5) a token.
 
-docs/rooms/recurrent.md derives the form. A program has a chunk and a head, and each of its four warps a block of 16 of
-the tokens. Grid: (chunks * heads).
-
 Products of all tokens with the keys of block J, four times: the keys carry their decay to the end of block J, and the
 rows of later blocks theirs from there on. In block J itself that is a growth, of at most e^75. The places between are
 whole powers of two near the ends of blocks, so that keys and rows are rounded to bfloat16 once, and scaled four times
 without another error. No exponential of a token and channel is taken but e^{c} and e^{T - c}, with c the sum of
-logarithms in a block up to a token and T all of it. The inverse is that of sm90_prepare.py.
+logarithms in a block up to a token and T all of it. The inverse is that of sm90_prepare.py. docs/rooms/recurrent.md
+derives all of it.
 
+Grid: (chunks * heads). A program has a chunk and a head. Warps: each of the four has a block of 16 of the tokens.
 Shared memory: keys; rows of keys and of queries; what the inverse has; each block's T.
-
-Kimi Team, Kimi Linear, 2025.
+Inputs: q, k and gate [rows, tokens, heads, K], beta [rows, tokens, heads]. Outputs: the workspace of workspace.py.
+Method: Kimi Team, Kimi Linear, 2025.
 """
 
 from dataclasses import dataclass

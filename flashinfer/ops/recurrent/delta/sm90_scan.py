@@ -1,4 +1,4 @@
-"""From chunk to chunk of 64 tokens on Hopper, in Gluon: outputs and states; docs/rooms/recurrent.md derives the form.
+"""From chunk to chunk of 64 tokens on Hopper, in Gluon: outputs and states; docs/rooms/recurrent.md derives them.
 
 A program follows 64 values of one head of one sequence. Its state, [64, 128] float32 in two halves of keys, is the
 accumulator of its own update, and stays in registers: values are the rows of every product, so that what one product
@@ -14,8 +14,9 @@ warpgroup, and a producer warp that copies chunks by TMA, factors by cp.async. S
 64 x 64 (K and Q two each, V, A, P; with decays of channels rows of the workspace for K and Q, and two more tiles), and
 a tile of outputs on their way.
 
-In: q, k [rows, heads, tokens, K] by their maps, v, the workspace of workspace.py, states [slots, heads, V, K]. Out:
-outputs like v (whole chunks by a map, the last one of a sequence by threads), final states, states on the way.
+Inputs: q, k [rows, heads, tokens, K] by their maps, v, the workspace of workspace.py, states [slots, heads, V, K].
+Outputs: like v (whole chunks by a map, the last one of a sequence by threads), final states, states on the way.
+Method: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024; Kimi Team, Kimi Linear, 2025.
 """
 
 import triton.language as tl

@@ -1,11 +1,12 @@
 """The gated delta rule token by token, in Triton: decode, and verification of drafts in a chain.
 
-A program has ROWS values of one head's state, [ROWS, K] float32, in registers, and follows the sequence's tokens: the
-state is read once and written once, which bounds it. Grid: (sequences, heads, blocks of values), and one sequence more
-for packed tokens of none. All warps do the same. In: q, k [rows, tokens, heads, K], v, gate, beta, states [slots,
-heads, V, K], tables of slots. Out: outputs like v, states, what is kept of tokens. No shared memory but for sums.
-
-Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
+Grid: (sequences, heads, blocks of values), and one sequence more for packed tokens of none. A program has ROWS values
+of one head's state, [ROWS, K] float32, in registers, and follows the sequence's tokens: the state is read once and
+written once, which bounds it.
+Warps: all do the same. Shared memory: sums.
+Inputs: q, k [rows, tokens, heads, K], v, gate, beta, states [slots, heads, V, K], tables of slots. Outputs: like v,
+states, what is kept of tokens.
+Method: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
 """
 
 import triton

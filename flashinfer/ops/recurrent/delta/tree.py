@@ -6,10 +6,11 @@ So corrections stay in registers, and a token reads those of its ancestors:
     u_i = S_0 (decay of the path to i) k_i + sum over ancestors j of c_j (k_j decayed from j to i . k_i)
     c_i = beta_i (v_i - u_i)
 
-Grid: (sequences, heads, blocks of values), and one sequence more for packed tokens of none. All warps do the same, with
-16 values of the state [ROWS, K] and keys, sums of logarithms and a mask of ancestors [TOKENS, ..] in registers; shared
-memory for sums. In: as of step.py, and parents [sequences, TOKENS]. Out: outputs like v, states, what is kept of
-tokens.
+Grid: (sequences, heads, blocks of values), and one sequence more for packed tokens of none. Warps: all do the same,
+with 16 values of the state [ROWS, K] and keys, sums of logarithms and a mask of ancestors [TOKENS, ..] in registers.
+Shared memory: sums.
+Inputs: as of step.py, and parents [sequences, TOKENS]. Outputs: like v, states, what is kept of tokens.
+Method: the rule of step.py, along each path of the tree.
 """
 
 import triton

@@ -1,19 +1,19 @@
-"""Prefill of Mamba2's layers by state-space duality, in Triton; docs/rooms/ssd.md derives the form.
+"""Prefill of Mamba2's layers by state-space duality, in Triton; docs/rooms/ssd.md derives it.
 
 Four kernels over chunks of CHUNK tokens, which begin at multiples of CHUNK of their own sequence. Places are the chunks
 of all sequences, one after another.
 
-    added_kernel   grid (places, heads, blocks of dim)             what a chunk adds to a state of zero, and its decay
-    passed_kernel  grid (sequences, heads, blocks of dim)          from chunk to chunk; `states` then has what is before
-                                                                   each chunk, and the pool what is after the last one
-    marked_kernel  grid (sequences * marks, heads, blocks of dim)  states on the way, where some are wanted
-    results_kernel grid (places * tiles, heads, blocks of dim)     y of a tile of TILE tokens
-
-In: x, z [rows, tokens, heads, dim], dt [rows, tokens, heads], B, C [rows, tokens, groups, dstate], A, bias [heads], D
-[heads] or [heads, dim], offsets [sequences + 1], pools [slots, heads, dim, dstate]. Out: y like x, states. Workspace:
-states, float32 [places, heads, dim, STATES], and logs, float32 [places, heads]. All warps of a program do the same.
-
-Dao and Gu, Transformers are SSMs, 2024, https://arxiv.org/abs/2405.21060
+Grid: by kernel,
+    added_kernel   (places, heads, blocks of dim)             what a chunk adds to a state of zero, and its decay
+    passed_kernel  (sequences, heads, blocks of dim)          from chunk to chunk; `states` then has what is before each
+                                                              chunk, and the pool what is after the last one
+    marked_kernel  (sequences * marks, heads, blocks of dim)  states on the way, where some are wanted
+    results_kernel (places * tiles, heads, blocks of dim)     y of a tile of TILE tokens
+Warps: all do the same. Shared memory: operands of the products, sums and scans.
+Inputs: x, z [rows, tokens, heads, dim], dt [rows, tokens, heads], B, C [rows, tokens, groups, dstate], A, bias [heads],
+D [heads] or [heads, dim], offsets [sequences + 1], pools [slots, heads, dim, dstate]. Outputs: y like x, states.
+Between them: states, float32 [places, heads, dim, STATES], and logs, float32 [places, heads].
+Method: Dao and Gu, Transformers are SSMs, 2024, https://arxiv.org/abs/2405.21060.
 """
 
 import torch

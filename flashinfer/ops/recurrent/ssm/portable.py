@@ -1,8 +1,12 @@
-"""The state-space recurrence in Triton.
+"""The state-space recurrence in Triton, token by token.
 
-A program has ROWS rows of the state of one head of one sequence in registers, [ROWS, dstate] in float32, and follows
-the sequence's tokens. Grid: sequences (and one more that zeroes the tokens of none), heads, blocks of rows. The state
+Grid: sequences (and one more that zeroes the tokens of none), heads, blocks of rows. A program has ROWS rows of the
+state of one head of one sequence in registers, [ROWS, dstate] in float32, and follows the sequence's tokens. The state
 is read once and written once; decode is bound by these bytes.
+Warps: all do the same. Shared memory: sums.
+Inputs: x, z [rows, tokens, heads, dim], dt [rows, tokens, heads], B, C [rows, tokens, groups, dstate], A, D, bias
+[heads] or [heads, dim], states [slots, heads, dim, dstate]. Outputs: like x; states in place, or after each token.
+Method: Dao and Gu, Transformers are SSMs, 2024, https://arxiv.org/abs/2405.21060.
 """
 
 import triton

@@ -1,8 +1,10 @@
-"""States after some of a ring's tokens in Triton. Grid: requests, heads by blocks of rows, layers.
+"""States after some of a ring's tokens, in Triton.
 
-A program has ROWS rows of the state of one head of one request and one layer. Layers' tensors are found by addresses in
-tables, so that one launch serves all of them. All warps do the same; no shared memory. In and out: `Layers` and
-`Requests` of the door.
+Grid: (requests, heads by blocks of rows, layers). A program has ROWS rows of the state of one head of one request and
+one layer. Layers' tensors are found by addresses in tables, so that one launch serves all of them.
+Warps: all do the same. Shared memory: none.
+Inputs: `Layers` and `Requests` of the door. Outputs: states, in place.
+Method: the recurrence of `flashinfer/ops/recurrent/ssm/portable.py`, without its outputs.
 """
 
 import triton

@@ -1,13 +1,14 @@
-"""Replay from a checkpoint in Triton.
+"""Replay from a checkpoint in Triton: the recurrence over the ring's tokens, then over the new ones.
 
 A program has ROWS rows of the state of one head of one sequence in registers. It follows the ring's tokens, writes the
 state if the ring is too full to wait, then follows the new tokens, and writes them behind the old ones: x by each
 program its rows, B by the first head of its group, dt by the first block. A checkpoint is read at each call and written
 at few of them.
 
-Grid: (sequences, heads, blocks of rows), and one sequence more for packed tokens of none. All warps do the same; shared
-memory for sums only. In: tokens, ring and states as `Tokens`, `Ring` and `Pool` of the door have them. Out: results
-like x, ring rows, states.
+Grid: (sequences, heads, blocks of rows), and one sequence more for packed tokens of none.
+Warps: all do the same. Shared memory: sums.
+Inputs: tokens, ring and states as `Tokens`, `Ring` and `Pool` of the door have them. Outputs: like x; ring, states.
+Method: the recurrence of `flashinfer/ops/recurrent/ssm/portable.py`.
 """
 
 import triton
