@@ -1,7 +1,7 @@
 """A report of the environment for issues: `python -m flashinfer.collect_env`, or `flashinfer collect-env`.
 
-Only the standard library is imported at the top, and each section is asked for apart, so that what is broken becomes a
-line of the report.
+Only the standard library is imported at the top, and each section is collected on its own: a section that fails
+reports its error, and the others are unaffected.
 """
 
 from __future__ import annotations

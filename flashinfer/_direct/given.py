@@ -26,7 +26,7 @@ def whole(name: str, value, least: int | None = None) -> int:
 
 
 def most_rows(name: str, value) -> int:
-    """The most rows of a request, which a table of int32 can say."""
+    """An upper bound of the rows of any request; lengths are int32."""
     value = whole(name, value, 0)
     require(value < 1 << 31, name, value, "less than 2^31")
     return value

@@ -1,4 +1,4 @@
-"""Attention on any architecture: one kernel for decode and prefill."""
+"""The launch of `portable_kernel.py`, one kernel for decode and prefill on any architecture: parameters and grid."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from flashinfer.ops.formats import KV_FORMATS
 # 3.6 takes up to 80, 3.9 up to 96.
 STACK_BUDGET = 96
 
-# Of a token, side by side in memory, what programs that run at a time read at least.
+# Least bytes of a token's neighbouring heads that programs with neighbouring numbers read (`near_heads`).
 _NEAR_BYTES = 1024
-# Where all heads of a token are no more bytes than the first, and programs no more than the second, all heads go side
-# by side: programs that share a prefix run at a time in any order.
+# A token's heads all go side by side where they are at most so many bytes and the programs at most so many: then all
+# programs run at a time, and requests that share a prefix read it together in any order.
 _ALL_BYTES, _AT_A_TIME = 2048, 640
 
 _TL = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
@@ -75,7 +75,7 @@ def _factor_types(p: Problem) -> dict:
 
 
 def near_heads(p: Problem) -> int:
-    """KV heads that programs take side by side, of a token whose heads are neighbours in memory.
+    """How many of a token's KV heads, neighbours in memory, programs with neighbouring numbers take.
 
     With all heads of a token, requests that share a prefix read it 2.7 times as slowly, since few of them are at a
     place at a time (256 requests, 32 heads, an H100); with one, rows of 128 bytes are read 1.4 times as slowly.

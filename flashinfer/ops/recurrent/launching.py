@@ -30,10 +30,10 @@ def place_types(places: dict, units: dict, units_of: dict | None = None) -> dict
 
 
 def size_types(names, **known: int) -> dict:
-    """Types of the sizes `of.name`. What is known to be a multiple of 16 is promised to be.
+    """Types of the sizes `of.name`. One known to be a multiple of 16 is declared as such.
 
-    A mask of columns below such a size is the same for 16 of them, so that loads and stores take 16 bytes at a time;
-    below another, each element has a mask and an access of its own.
+    A mask of columns below a declared size is the same for 16 columns, so loads and stores take 16 bytes at a time;
+    below any other size, each element has a mask and an access of its own.
     """
     return {f"of.{name}": "i32" if known.get(name, 1) % 16 else "i32:16" for name in names}
 

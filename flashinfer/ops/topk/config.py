@@ -1,4 +1,4 @@
-"""Tiles and warps of the top-k kernels: those of all rooms that read long rows, and those of `short`."""
+"""Tiles and warps of the top-k kernels: those that sampling shares (`tiles.py`), and those of a small k (`short.py`)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from flashinfer.ops._device import tiles
 
-# Groups of 8, so that 4096 of 131072 are a quarter of them. With groups of 4 bracket takes 27 us, with 8 it takes 16
-# (H200).
+# Columns of a group. With groups of 8, k = 4096 of 131072 columns is a quarter of the groups: bracket takes 16 us, and
+# 27 us with groups of 4 (H200).
 GROUP = 8
-# The largest k for `short`, whose list then fits into its registers.
+# The largest k for `short.py`: its list then fits into registers.
 SHORT_K = 2048
 # Elements that a program lists at once, 8 a thread.
 SHORT_TILE = 2048
-# Elements of a list that stay in registers, 16 a thread. 2048 of 4 x 65536 have 3190, give or take 265, by 256 groups
-# of 16; 3900, give or take 430, by 128. With one of more than 4096 they took 45 us, not 20.0; with 16 warps 20.6 (H100,
-# when keys were compared one by one).
+# Elements of a list that stay in registers, 16 a thread. For k = 2048 of 4 x 65536 the list has 3190 +- 265 elements
+# with a sample of 256 groups of 16 columns, and 3900 +- 430 with 128 groups. A list of more than 4096 took 45 us
+# instead of 20.0, with 16 warps 20.6 (H100, keys compared one by one).
 LIST_TILE = 4096
 GROUPS = 256
 MEMBERS = 16

@@ -1,5 +1,7 @@
 """The triangular systems of chunks of 64 tokens, in Triton; docs/rooms/recurrent.md derives them.
 
+With D the decay from token j to token i, L_ij = beta_i D k_i . k_j for i > j, and P_ij = scale D q_i . k_j for i >= j.
+
 Grid: (programs). All chunks of all sequences at once: a program makes (1 + L)^-1 diag(beta) and P of a chunk and head,
 and goes on to the next one.
 Warps: all do the same. Shared memory: operands of the products; L is in global scratch of the program's own, 16 KiB,

@@ -23,9 +23,9 @@ def power_of_two(n: int) -> int:
 
 
 def update(problem, target) -> Config:
-    # The state takes 32 registers a thread of 4 warps, and 16 KiB in float32 are in flight; 8 where each element has an
-    # address of its own, or Philox's words, and 4 where A has values of its own beside those. Not measured. With 32 of
-    # those, ptxas spills up to 552 bytes.
+    # Elements of the state in a program of 4 warps. 4096 are 32 registers a thread, and 16 KiB of loads in flight.
+    # Unaligned rows need an address for each element, and stochastic rounding Philox's words: 1024. An A for each
+    # element besides: 512. With 4096 there, ptxas spills up to 552 bytes; times were not measured.
     aligned, tied = getattr(problem, "aligned", True), getattr(problem, "tied", True)
     elements = 4096 if aligned and not problem.rounds else 1024 if aligned or tied else 512
     # Converting 32 values to FP8 spills 16 bytes on Triton 3.9.
