@@ -1,4 +1,4 @@
-"""Tiles and warps of the top-k kernels: those that sampling shares (`tiles.py`), and those of a small k (`short.py`)."""
+"""Tiles and warps of the top-k kernels: what sampling shares (`tiles.py`), and sizes of a small k (`short.py`)."""
 
 from __future__ import annotations
 
