@@ -136,6 +136,30 @@ def _finish(
 
 
 @gluon.jit
+def _keys_of_tile(
+    kv_begin, kv_end, kv_len, q_len, tile_row, window_left, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
+    STEP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """The keys that a tile sees, from a multiple of a warp's keys on, and among them those that all of its rows see."""
+    first_pos = tile_row // GROUP + kv_len - q_len
+    last_pos = gl.minimum((tile_row + BLOCK_M - 1) // GROUP, q_len - 1) + kv_len - q_len
+    begin = kv_begin
+    end = kv_end
+    plain_begin = kv_begin
+    plain_end = kv_end
+    if WINDOW:
+        begin = gl.maximum(begin, first_pos - window_left)
+        plain_begin = gl.maximum(plain_begin, last_pos - window_left)
+    if CAUSAL:
+        end = gl.minimum(end, last_pos + 1)
+        plain_end = gl.minimum(plain_end, first_pos + 1)
+    if MASKED:
+        plain_end = begin
+    begin = begin // STEP * STEP
+    return begin, end, plain_begin, plain_end
+
+
+@gluon.jit
 def attend_sm80_kernel(
     q, k, v, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask, mask_indptr,
     sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads,
@@ -197,22 +221,10 @@ def attend_sm80_kernel(
     if item >= gl.load(counts):
         return
 
-    # Keys this tile sees, from a multiple of a warp's keys on, and among them those that all of its rows see.
-    first_pos = tile_row // GROUP + kv_len - q_len
-    last_pos = gl.minimum((tile_row + BLOCK_M - 1) // GROUP, q_len - 1) + kv_len - q_len
-    begin = kv_begin
-    end = kv_end
-    plain_begin = kv_begin
-    plain_end = kv_end
-    if WINDOW:
-        begin = gl.maximum(begin, first_pos - window_left)
-        plain_begin = gl.maximum(plain_begin, last_pos - window_left)
-    if CAUSAL:
-        end = gl.minimum(end, last_pos + 1)
-        plain_end = gl.minimum(plain_end, first_pos + 1)
-    if CUSTOM or MASK is not None:
-        plain_end = begin
-    begin = begin // STEP * STEP
+    begin, end, plain_begin, plain_end = _keys_of_tile(
+        kv_begin, kv_end, kv_len, q_len, tile_row, window_left, GROUP, BLOCK_M, STEP, CAUSAL, WINDOW,
+        CUSTOM or MASK is not None,
+    )  # fmt: skip
 
     if FP8:
         v = v.to(gl.pointer_type(gl.int16), bitcast=True)
