@@ -46,12 +46,11 @@ def _halves(codes, factor, WIDE: tl.constexpr):
 
 @triton.jit
 def mqa_logits_kernel(
-    q, keys, scales, weights, lens, tables, logits, q_scales, begins, context, origin, q_stride_b, q_stride_t,
-    q_stride_h, keys_stride_page, scales_stride_page, tables_stride, logits_stride,
-    HEADS: tl.constexpr,
-    HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr, TOKENS: tl.constexpr,
-    EACH: tl.constexpr, CLEAN: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, WIDE: tl.constexpr,
+    q, keys, scales, weights, lens, tables, logits, q_scales, begins, context, origin, q_stride, keys_stride_page,
+    scales_stride_page, tables_stride, logits_stride,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr, EACH: tl.constexpr, CLEAN: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORMAT: tl.constexpr, INTERLEAVED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One program per (query, share of its keys): every n-th block of keys, so that shares of a query are even.
 
@@ -75,7 +74,7 @@ def mqa_logits_kernel(
     head = tl.arange(0, HEADS_PAD)
     d = tl.arange(0, D_PAD)
     head_ok = head < HEADS
-    query = q + request * q_stride_b + token * q_stride_t + head[None, :] * q_stride_h + d[:, None]
+    query = q + request * q_stride.batch + token * q_stride.token + head[None, :] * q_stride.head + d[:, None]
     query = tl.load(query, mask=head_ok[None, :] & (d < D)[:, None], other=0)
     if FORMAT == "mxfp4":
         factor = q_scales + (row * HEADS + head)[None, :] * (D // 16) + d[:, None] // 16
@@ -139,7 +138,7 @@ def build(p, c) -> Build:
     types = dict(
         q=element, keys=element, scales="*u8" if p.qk_format == "mxfp4" else "*fp32", weights="*fp32", lens="*i32",
         tables="*i32", logits=f"*{p.out}", q_scales="*u8", begins="*i32", context="i32", origin="i32",
-        q_stride_b=apart, q_stride_t=apart, q_stride_h=apart,
+        **{f"q_stride.{axis}": apart for axis in ("batch", "token", "head")},
         keys_stride_page=apart if p.aligned else "i64:4", scales_stride_page="i64", tables_stride="i64",
         logits_stride="i64",
     )  # fmt: skip
