@@ -19,8 +19,8 @@ from flashinfer.ops.attention.host_tables import HostTables
 from flashinfer.ops.attention.options import MOST_ROWS, tile_rows
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
 
-# Launches kept per plan. Layers share one; scales, windows and sinks of their own make one for each, shapes one of
-# those that are tried one after the other.
+# Launches kept per plan: keys, and launches of one key. Layers share a launch, unless each has its own scales, window
+# or sinks: these are part of the key. Shapes are not, and a key's launches are tried one after another.
 _MOST_REPLAYS, _MOST_ALIKE = 256, 16
 # Where the tables of lengths stand in Table.lengths().
 _PLACES = {QO_INDPTR: 0, KV_INDPTR: 2, LENGTHS: 3}
@@ -113,7 +113,7 @@ class PlanReplay:
 
     @staticmethod
     def may_follow(tables: tuple, host: HostTables, plan) -> bool:
-        """Whether what is kept of a plan may do for the next: no table was converted, and buffers hang on no values."""
+        """Whether the next plan may reuse this one: no table was converted, and no choice depends on a table's values."""
         plain = all(t is None or (t.dtype == torch.int32 and t.is_contiguous()) for t in tables)
         lengths = [0 if t is None or t.is_cuda else t.shape[0] for t in tables[:KV_INDICES]]
         # In CUDA-graph mode, tables as long as their buffers.
@@ -171,7 +171,7 @@ class PlanReplay:
         return True
 
     def _same_tile(self, rows: int, requests: int) -> bool:
-        # The longest query is at least the average: most often that says enough.
+        # The longest query is no shorter than the average, which usually decides.
         if self._tile == MOST_ROWS and 2 * rows * self._group > MOST_ROWS * requests:
             return True
         return tile_rows(self._host.longest_step(QO_INDPTR), self._group) == self._tile

@@ -28,7 +28,7 @@ def device_attribute(name: str, index: int) -> bool:
     torch.cuda.init()
     device = asked("cuDeviceGet", *cuda.cuDeviceGet(index))
     status, value = cuda.cuDeviceGetAttribute(getattr(cuda.CUdevice_attribute, name), device)
-    # A driver that does not know the attribute has not got the thing.
+    # A driver that does not know the attribute lacks the feature.
     return not status and bool(value)
 
 

@@ -2,7 +2,7 @@
 
 Grid: (tiles of the result, K slices, batch). Warps: all share a tile. Shared memory: operands of the products, in the
 pipeline of Triton's loop.
-Inputs: a [batch, m, k], b [batch, k, n] in any strides, bias [n], a_scale and b_scale of tensors, rows or columns.
+Inputs: a [batch, m, k], b [batch, k, n] in any strides, bias [n], a_scale and b_scale float32 [1].
 Outputs: out [batch, m, n]; of K slices partial float32 [tiles, slices, BLOCK_M, BLOCK_N], which the last one adds.
 Method: split K by atomic counters (`flashinfer/ops/gemm/slices.py`).
 """
