@@ -87,7 +87,8 @@ def publish_next(queue: TaskQueue, n, wave, waiting, items, tasks, settings: Set
     """Take the task after the block's wave-th and publish it as word n.
 
     Returns the task, who retries it (see read_next), the next n, and the task that waits while another is retried, or
-    -1: the caller passes it in as `waiting` next time.    """
+    -1: the caller passes it in as `waiting` next time.
+    """
     word = waiting
     if waiting < 0:
         word = draw(items + ITEM_TAKEN, tasks)
