@@ -113,7 +113,7 @@ class PlanReplay:
 
     @staticmethod
     def may_follow(tables: tuple, host: HostTables, plan) -> bool:
-        """Whether the next plan may reuse this one: no table was converted, and no choice depends on a table's values."""
+        """Whether the next plan may reuse this one: no table was converted, no choice depends on values of tables."""
         plain = all(t is None or (t.dtype == torch.int32 and t.is_contiguous()) for t in tables)
         lengths = [0 if t is None or t.is_cuda else t.shape[0] for t in tables[:KV_INDICES]]
         # In CUDA-graph mode, tables as long as their buffers.
