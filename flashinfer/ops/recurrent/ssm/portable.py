@@ -88,10 +88,9 @@ def tokens_of(offsets, n, out, out_by, head, row, in_rows, of):
 
 @triton.jit
 def update_kernel(
-    x, dt, B, C, z, out, offsets, A, D, bias, state, scale, each, each_scale, read, write, buffers, accepted, seed,
-    x_by, dt_by, b_by, c_by, z_by, out_by, a_by, d_by, bias_by, state_by, scale_by, read_by, write_by, of,
-    TIED: tl.constexpr, SOFTPLUS: tl.constexpr, EACH: tl.constexpr, FINAL: tl.constexpr, STATE: tl.constexpr,
-    EACH_STATE: tl.constexpr, LARGEST: tl.constexpr, EACH_LARGEST: tl.constexpr, ROUNDS: tl.constexpr,
+    given, layer, pool, x_by, dt_by, b_by, c_by, z_by, out_by, a_by, d_by, bias_by, state_by, scale_by, read_by,
+    write_by, of,
+    TIED: tl.constexpr, SOFTPLUS: tl.constexpr, EACH: tl.constexpr, FINAL: tl.constexpr, ROUNDS: tl.constexpr,
     DIM: tl.constexpr, DSTATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
@@ -103,25 +102,25 @@ def update_kernel(
     inside = in_rows[:, None] & in_columns[None, :]
     group = head // of.repeat
 
-    sequence, origin, first, length = tokens_of(offsets, n, out, out_by, head, row, in_rows, of)
+    sequence, origin, first, length = tokens_of(given.offsets, n, given.out, out_by, head, row, in_rows, of)
     is_sequence = n < of.sequences
     entry = sequence.to(tl.int64)
 
     slot = entry
-    if read is not None:
+    if pool.read is not None:
         start = tl.full([], 0, tl.int64)
-        if accepted is not None:
-            start = tl.load(accepted + entry).to(tl.int64) - 1
+        if pool.accepted is not None:
+            start = tl.load(pool.accepted + entry).to(tl.int64) - 1
             start = tl.minimum(tl.maximum(start, 0), of.read_columns - 1)
-        slot = tl.load(read + entry * read_by.sequence + start * read_by.column).to(tl.int64)
+        slot = tl.load(pool.read + entry * read_by.sequence + start * read_by.column).to(tl.int64)
     if is_sequence & (slot != of.pad) & (slot >= 0) & (slot < of.slots):
         element = (head * DIM + row[:, None]) * DSTATE + column[None, :]
         tile = row[:, None].to(tl.int64) * state_by.row + column[None, :]
-        s = load_state(state + slot * state_by.slot + head * state_by.head + tile, inside, STATE, CAPABILITY)
-        if scale is not None:
+        s = load_state(pool.state + slot * state_by.slot + head * state_by.head + tile, inside, pool.STATE, CAPABILITY)
+        if pool.scale is not None:
             home = slot * scale_by.slot + head * scale_by.head + row * scale_by.row
-            s *= tl.load(scale + home, in_rows, other=0)[:, None]
-        rates = A + head * a_by.head
+            s *= tl.load(pool.scale + home, in_rows, other=0)[:, None]
+        rates = layer.A + head * a_by.head
         if TIED:
             rate = tl.load(rates).to(tl.float32)
         else:
@@ -130,66 +129,66 @@ def update_kernel(
         for t in range(length):
             token = first + t
             at = origin * x_by.row + token * x_by.token + head * x_by.head + row * x_by.dim
-            value = tl.load(x + at, in_rows, other=0).to(tl.float32)
-            at = dt + origin * dt_by.row + token * dt_by.token + head * dt_by.head
+            value = tl.load(given.x + at, in_rows, other=0).to(tl.float32)
+            at = given.dt + origin * dt_by.row + token * dt_by.token + head * dt_by.head
             if TIED:
                 step = tl.load(at).to(tl.float32)
-                if bias is not None:
-                    step += tl.load(bias + head * bias_by.head).to(tl.float32)
+                if layer.bias is not None:
+                    step += tl.load(layer.bias + head * bias_by.head).to(tl.float32)
             else:
                 step = tl.load(at + row * dt_by.dim, in_rows, other=0).to(tl.float32)
-                if bias is not None:
-                    at = bias + head * bias_by.head + row * bias_by.dim
+                if layer.bias is not None:
+                    at = layer.bias + head * bias_by.head + row * bias_by.dim
                     step += tl.load(at, in_rows, other=0).to(tl.float32)
             if SOFTPLUS:
                 step = tl.maximum(step, 0) + log_one_plus(tl.exp(-tl.abs(step)))
             at = origin * b_by.row + token * b_by.token + group * b_by.group + column
-            wide_b = tl.load(B + at, in_columns, other=0).to(tl.float32)
+            wide_b = tl.load(given.B + at, in_columns, other=0).to(tl.float32)
             at = origin * c_by.row + token * c_by.token + group * c_by.group + column
-            wide_c = tl.load(C + at, in_columns, other=0).to(tl.float32)
+            wide_c = tl.load(given.C + at, in_columns, other=0).to(tl.float32)
             if TIED:
                 s = s * tl.exp(step * rate)
             else:
                 s = s * tl.exp(step[:, None] * rate)
             s += (step * value)[:, None] * wide_b[None, :]
             y = tl.sum(s * wide_c[None, :], 1)
-            if D is not None:
-                at = D + head * d_by.head + row * d_by.dim
+            if layer.D is not None:
+                at = layer.D + head * d_by.head + row * d_by.dim
                 y += tl.load(at, in_rows, other=0).to(tl.float32) * value
-            if z is not None:
+            if given.z is not None:
                 at = origin * z_by.row + token * z_by.token + head * z_by.head + row * z_by.dim
-                gate = tl.load(z + at, in_rows, other=0).to(tl.float32)
+                gate = tl.load(given.z + at, in_rows, other=0).to(tl.float32)
                 y *= gate * sigmoid(gate)
             at = origin * out_by.row + token * out_by.token + head * out_by.head + row * out_by.dim
-            tl.store(out + at, y.to(out.dtype.element_ty), in_rows)
+            tl.store(given.out + at, y.to(given.out.dtype.element_ty), in_rows)
             if EACH == "buffer":
                 buffer = entry
-                if buffers is not None:
-                    buffer = tl.load(buffers + entry).to(tl.int64)
+                if pool.buffers is not None:
+                    buffer = tl.load(pool.buffers + entry).to(tl.int64)
                 there = (buffer >= 0) & (buffer < of.buffers)
                 place = ((buffer * of.steps + t) * of.heads + head) * DIM + row
                 at = place[:, None] * DSTATE + column[None, :]
                 put_state(
-                    each, each_scale, at, place, s, inside & there, in_rows & there, seed, element,
-                    buffer * of.steps + t, t, EACH_STATE, EACH_LARGEST, ROUNDS, CAPABILITY,
+                    pool.each, pool.each_scale, at, place, s, inside & there, in_rows & there, pool.seed, element,
+                    buffer * of.steps + t, t, pool.EACH_STATE, pool.EACH_LARGEST, ROUNDS, CAPABILITY,
                 )  # fmt: skip
             if EACH == "pool" or FINAL:
                 goal = slot
                 step_column = tl.minimum(t, of.write_columns - 1) if EACH == "pool" else 0
-                if write is not None:
-                    goal = tl.load(write + entry * write_by.sequence + step_column * write_by.column).to(tl.int64)
-                elif read is not None:
-                    goal = tl.load(read + entry * read_by.sequence + step_column * read_by.column).to(tl.int64)
+                if pool.write is not None:
+                    goal = tl.load(pool.write + entry * write_by.sequence + step_column * write_by.column).to(tl.int64)
+                elif pool.read is not None:
+                    goal = tl.load(pool.read + entry * read_by.sequence + step_column * read_by.column).to(tl.int64)
                 there = (goal != of.pad) & (goal >= 0) & (goal < of.slots)
                 there &= (EACH == "pool") | (t + 1 == length)
                 at = goal * state_by.slot + head * state_by.head + tile
                 scale_at = goal * scale_by.slot + head * scale_by.head + row * scale_by.row
                 put_state(
-                    state, scale, at, scale_at, s, inside & there, in_rows & there, seed, element, goal, t,
-                    STATE, LARGEST, ROUNDS, CAPABILITY,
+                    pool.state, pool.scale, at, scale_at, s, inside & there, in_rows & there, pool.seed, element, goal,
+                    t, pool.STATE, pool.LARGEST, ROUNDS, CAPABILITY,
                 )  # fmt: skip
     else:
-        zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
+        zero_tokens(given.out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
 
 
 _TOKEN, _GROUP = ("row", "token", "head", "dim"), ("row", "token", "group")
@@ -216,39 +215,39 @@ _SIZES = (
 def _build(problem, config):
     scaled, each_scaled = problem.state_dtype in LARGEST, problem.each_dtype in LARGEST
     kinds = {
-        "x": problem.dtype,
-        "dt": problem.dt_dtype,
-        "B": problem.dtype,
-        "C": problem.dtype,
-        "z": problem.dtype if problem.gated else "",
-        "out": problem.dtype,
-        "offsets": problem.index if problem.packed else "",
-        "A": problem.a_dtype,
-        "D": problem.d_dtype,
-        "bias": problem.bias_dtype,
-        "state": problem.state_dtype,
-        "scale": "fp32" if scaled else "",
-        "each": problem.each_dtype if problem.each == "buffer" else "",
-        "each_scale": "fp32" if problem.each == "buffer" and each_scaled else "",
-        "read": problem.index if problem.read else "",
-        "write": problem.index if problem.write else "",
-        "buffers": problem.index if problem.rows else "",
-        "accepted": problem.index if problem.accepted else "",
-        "seed": "i64" if problem.rounds else "",
+        "given.x": problem.dtype,
+        "given.dt": problem.dt_dtype,
+        "given.B": problem.dtype,
+        "given.C": problem.dtype,
+        "given.z": problem.dtype if problem.gated else "",
+        "given.out": problem.dtype,
+        "given.offsets": problem.index if problem.packed else "",
+        "layer.A": problem.a_dtype,
+        "layer.D": problem.d_dtype,
+        "layer.bias": problem.bias_dtype,
+        "pool.state": problem.state_dtype,
+        "pool.scale": "fp32" if scaled else "",
+        "pool.each": problem.each_dtype if problem.each == "buffer" else "",
+        "pool.each_scale": "fp32" if problem.each == "buffer" and each_scaled else "",
+        "pool.read": problem.index if problem.read else "",
+        "pool.write": problem.index if problem.write else "",
+        "pool.buffers": problem.index if problem.rows else "",
+        "pool.accepted": problem.index if problem.accepted else "",
+        "pool.seed": "i64" if problem.rounds else "",
     }
-    rows = {"state": "state_by", "B": "b_by", "C": "c_by"}
+    rows = {"pool.state": "state_by", "given.B": "b_by", "given.C": "c_by"}
     whole = {place: kinds[name] for name, place in rows.items()} if problem.aligned else {}
-    types = pointers(kinds, (*rows, "each") if problem.aligned else ()) | place_types(_PLACES, whole)
+    types = pointers(kinds, (*rows, "pool.each") if problem.aligned else ()) | place_types(_PLACES, whole)
     types |= size_types(_SIZES, dim=problem.dim, dstate=problem.dstate)
     constants = {name: None for name, kind in kinds.items() if not kind} | {
         "TIED": problem.tied,
         "SOFTPLUS": problem.softplus,
         "EACH": problem.each,
         "FINAL": problem.final,
-        "STATE": problem.state_dtype,
-        "EACH_STATE": problem.each_dtype,
-        "LARGEST": LARGEST.get(problem.state_dtype, 0),
-        "EACH_LARGEST": LARGEST.get(problem.each_dtype, 0),
+        "pool.STATE": problem.state_dtype,
+        "pool.EACH_STATE": problem.each_dtype,
+        "pool.LARGEST": LARGEST.get(problem.state_dtype, 0),
+        "pool.EACH_LARGEST": LARGEST.get(problem.each_dtype, 0),
         "ROUNDS": problem.rounds,
         "DIM": problem.dim,
         "DSTATE": problem.dstate,

@@ -28,16 +28,15 @@ def at_address(tables, layer, ELEMENT: tl.constexpr):
 
 @triton.jit
 def materialize_kernel(
-    state_at, state_stride, x_at, x_stride, b_at, b_stride, dt_at, dt_stride, a_at, scale_at, scale_stride,
-    source, goal, start, count, active, seed, batch, heads, repeat, length, pad, blocks,
+    layers, source, goal, start, count, active, seed, of,
     SCALED: tl.constexpr, STATE: tl.constexpr, STORED: tl.constexpr, ELEMENT: tl.constexpr, RATE: tl.constexpr,
     LARGEST: tl.constexpr, ROUNDS: tl.constexpr, DIM: tl.constexpr, DSTATE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
-    head = tl.program_id(1) // blocks
+    head = tl.program_id(1) // of.blocks
     layer = tl.program_id(2)
-    row = tl.program_id(1) % blocks * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(1) % of.blocks * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     in_rows = row < DIM
     in_columns = column < DSTATE
@@ -47,11 +46,11 @@ def materialize_kernel(
     for i in range(place + 1):
         stops += (tl.load(active + i) < 0).to(tl.int32)
     request = tl.maximum(tl.load(active + place), 0)
-    old = tl.load(source + layer * batch + request).to(tl.int64)
-    new = tl.load(goal + layer * batch + request).to(tl.int64)
-    if (stops == 0) & (old != pad) & (new != pad) & (old >= 0) & (new >= 0):
-        states = at_address(state_at, layer, STORED)
-        stride = tl.load(state_stride + layer)
+    old = tl.load(source + layer * of.batch + request).to(tl.int64)
+    new = tl.load(goal + layer * of.batch + request).to(tl.int64)
+    if (stops == 0) & (old != of.pad) & (new != of.pad) & (old >= 0) & (new >= 0):
+        states = at_address(layers.state_at, layer, STORED)
+        stride = tl.load(layers.state_stride + layer)
         tile = (head * DIM + row[:, None]) * DSTATE + column[None, :]
         s = load_state(states + old * stride + tile, inside, STATE, CAPABILITY)
         rows = head * DIM + row
@@ -59,8 +58,8 @@ def materialize_kernel(
         scale_home = rows.to(tl.int64)
         scale = tl.full([ROWS], 1, tl.float32)
         if SCALED:
-            scales = at_address(scale_at, layer, tl.float32)
-            scale_step = tl.load(scale_stride + layer)
+            scales = at_address(layers.scale_at, layer, tl.float32)
+            scale_step = tl.load(layers.scale_stride + layer)
             scale = tl.load(scales + old * scale_step + rows, in_rows, other=0)
             scale_home += new * scale_step
         tokens = tl.load(count + request)
@@ -71,14 +70,16 @@ def materialize_kernel(
                 tl.store(scales + scale_home, scale, in_rows)
         else:
             s *= scale[:, None]
-            rate = tl.load(at_address(a_at, layer, RATE) + head).to(tl.float32)
-            ring_x = at_address(x_at, layer, ELEMENT) + old * tl.load(x_stride + layer) + head * length * DIM
-            ring_b = at_address(b_at, layer, ELEMENT) + old * tl.load(b_stride + layer)
-            ring_b += head // repeat * length * DSTATE
-            ring_dt = at_address(dt_at, layer, tl.float32) + old * tl.load(dt_stride + layer) + head * length
+            rate = tl.load(at_address(layers.a_at, layer, RATE) + head).to(tl.float32)
+            ring_x = at_address(layers.x_at, layer, ELEMENT) + old * tl.load(layers.x_stride + layer)
+            ring_x += head * of.length * DIM
+            ring_b = at_address(layers.b_at, layer, ELEMENT) + old * tl.load(layers.b_stride + layer)
+            ring_b += head // of.repeat * of.length * DSTATE
+            ring_dt = at_address(layers.dt_at, layer, tl.float32) + old * tl.load(layers.dt_stride + layer)
+            ring_dt += head * of.length
             oldest = tl.load(start + request)
             for t in range(tokens):
-                at = (oldest + t) % length
+                at = (oldest + t) % of.length
                 x = tl.load(ring_x + at * DIM + row, in_rows, other=0).to(tl.float32)
                 b = tl.load(ring_b + at * DSTATE + column, in_columns, other=0).to(tl.float32)
                 dt = tl.load(ring_dt + at)
@@ -98,9 +99,9 @@ _SIZES = ("batch", "heads", "repeat", "length", "pad", "blocks")
 
 
 def _build(problem, config):
-    types = dict.fromkeys(_TABLES, "*i64") | dict.fromkeys(_REQUESTS, "*i32")
+    types = {f"layers.{name}": "*i64" for name in _TABLES} | dict.fromkeys(_REQUESTS, "*i32")
     types |= {"seed": "*i64"} if problem.rounds else {}
-    types |= dict.fromkeys(_SIZES, "i32")
+    types |= {f"of.{name}": "i32" for name in _SIZES}
     constants = {
         "SCALED": problem.state_dtype in LARGEST,
         "STATE": problem.state_dtype,

@@ -26,8 +26,8 @@ from flashinfer.ops.recurrent.ssm.portable import put_state, tokens_of, zero_tok
 
 @triton.jit
 def replay_kernel(
-    x, dt, B, C, z, out, offsets, A, D, bias, state, scale, ring_x, ring_b, ring_dt, ring_start, ring_count, read, seed,
-    x_by, dt_by, b_by, c_by, z_by, out_by, a_by, d_by, bias_by, state_by, scale_by, rx_by, rb_by, rdt_by, of,
+    given, layer, pool, ring, read, seed, x_by, dt_by, b_by, c_by, z_by, out_by, a_by, d_by, bias_by, state_by,
+    scale_by, rx_by, rb_by, rdt_by, of,
     SOFTPLUS: tl.constexpr, STATE: tl.constexpr, LARGEST: tl.constexpr, ROUNDS: tl.constexpr,
     DIM: tl.constexpr, DSTATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
@@ -41,63 +41,63 @@ def replay_kernel(
     inside = in_rows[:, None] & in_columns[None, :]
     group = head // of.repeat
 
-    sequence, origin, first, length = tokens_of(offsets, n, out, out_by, head, row, in_rows, of)
+    sequence, origin, first, length = tokens_of(given.offsets, n, given.out, out_by, head, row, in_rows, of)
     slot = sequence.to(tl.int64)
     if read is not None:
         slot = tl.load(read + slot).to(tl.int64)
     if (n < of.sequences) & (slot != of.pad) & (slot >= 0) & (slot < of.slots):
         home = slot * state_by.slot + head * state_by.head + row[:, None].to(tl.int64) * state_by.row + column[None, :]
         scale_home = slot * scale_by.slot + head * scale_by.head + row * scale_by.row
-        s = load_state(state + home, inside, STATE, CAPABILITY)
-        if scale is not None:
-            s *= tl.load(scale + scale_home, in_rows, other=0)[:, None]
-        rate = tl.load(A + head * a_by.head).to(tl.float32)
-        oldest = tl.load(ring_start + slot).to(tl.int32)
-        count = tl.load(ring_count + slot).to(tl.int32)
-        ring_x += slot * rx_by.slot + head * rx_by.head
-        ring_b += slot * rb_by.slot + group * rb_by.group
-        ring_dt += slot * rdt_by.slot + head * rdt_by.head
+        s = load_state(pool.state + home, inside, STATE, CAPABILITY)
+        if pool.scale is not None:
+            s *= tl.load(pool.scale + scale_home, in_rows, other=0)[:, None]
+        rate = tl.load(layer.A + head * a_by.head).to(tl.float32)
+        oldest = tl.load(ring.start + slot).to(tl.int32)
+        count = tl.load(ring.count + slot).to(tl.int32)
+        at_x = ring.x + (slot * rx_by.slot + head * rx_by.head)
+        at_b = ring.b + (slot * rb_by.slot + group * rb_by.group)
+        at_dt = ring.dt + (slot * rdt_by.slot + head * rdt_by.head)
         for t in range(count):
             at = ((oldest + t) % of.length).to(tl.int64)
-            old_x = tl.load(ring_x + at * rx_by.token + row, in_rows, other=0).to(tl.float32)
-            old_b = tl.load(ring_b + at * rb_by.token + column, in_columns, other=0).to(tl.float32)
-            old_dt = tl.load(ring_dt + at * rdt_by.token)
+            old_x = tl.load(at_x + at * rx_by.token + row, in_rows, other=0).to(tl.float32)
+            old_b = tl.load(at_b + at * rb_by.token + column, in_columns, other=0).to(tl.float32)
+            old_dt = tl.load(at_dt + at * rdt_by.token)
             s = s * tl.exp(old_dt * rate) + (old_dt * old_x)[:, None] * old_b[None, :]
         full = count + 2 * of.most > of.length
         element = (head * DIM + row[:, None]) * DSTATE + column[None, :]
         put_state(
-            state, scale, home, scale_home, s, inside & full, in_rows & full, seed, element, slot, 0,
+            pool.state, pool.scale, home, scale_home, s, inside & full, in_rows & full, seed, element, slot, 0,
             STATE, LARGEST, ROUNDS, CAPABILITY,
         )  # fmt: skip
         for t in range(length):
             token = first + t
             to = ((oldest + count + t) % of.length).to(tl.int64)
             place_x = origin * x_by.row + token * x_by.token + head * x_by.head + row * x_by.dim
-            raw_x = tl.load(x + place_x, in_rows, other=0)
+            raw_x = tl.load(given.x + place_x, in_rows, other=0)
             place_b = origin * b_by.row + token * b_by.token + group * b_by.group + column
-            raw_b = tl.load(B + place_b, in_columns, other=0)
+            raw_b = tl.load(given.B + place_b, in_columns, other=0)
             value = raw_x.to(tl.float32)
-            step = tl.load(dt + origin * dt_by.row + token * dt_by.token + head * dt_by.head).to(tl.float32)
-            if bias is not None:
-                step += tl.load(bias + head * bias_by.head).to(tl.float32)
+            step = tl.load(given.dt + origin * dt_by.row + token * dt_by.token + head * dt_by.head).to(tl.float32)
+            if layer.bias is not None:
+                step += tl.load(layer.bias + head * bias_by.head).to(tl.float32)
             if SOFTPLUS:
                 step = tl.maximum(step, 0) + log_one_plus(tl.exp(-tl.abs(step)))
             s = s * tl.exp(step * rate) + (step * value)[:, None] * raw_b.to(tl.float32)[None, :]
             place = origin * c_by.row + token * c_by.token + group * c_by.group + column
-            y = tl.sum(s * tl.load(C + place, in_columns, other=0).to(tl.float32)[None, :], 1)
-            if D is not None:
-                y += tl.load(D + head * d_by.head + row * d_by.dim, in_rows, other=0).to(tl.float32) * value
-            if z is not None:
+            y = tl.sum(s * tl.load(given.C + place, in_columns, other=0).to(tl.float32)[None, :], 1)
+            if layer.D is not None:
+                y += tl.load(layer.D + head * d_by.head + row * d_by.dim, in_rows, other=0).to(tl.float32) * value
+            if given.z is not None:
                 place_z = origin * z_by.row + token * z_by.token + head * z_by.head + row * z_by.dim
-                gate = tl.load(z + place_z, in_rows, other=0).to(tl.float32)
+                gate = tl.load(given.z + place_z, in_rows, other=0).to(tl.float32)
                 y *= gate * sigmoid(gate)
             place_out = origin * out_by.row + token * out_by.token + head * out_by.head + row * out_by.dim
-            tl.store(out + place_out, y.to(out.dtype.element_ty), in_rows)
-            tl.store(ring_x + to * rx_by.token + row, raw_x, in_rows)
-            tl.store(ring_b + to * rb_by.token + column, raw_b, in_columns & (block == 0) & (head % of.repeat == 0))
-            tl.store(ring_dt + to * rdt_by.token, step, block == 0)
+            tl.store(given.out + place_out, y.to(given.out.dtype.element_ty), in_rows)
+            tl.store(at_x + to * rx_by.token + row, raw_x, in_rows)
+            tl.store(at_b + to * rb_by.token + column, raw_b, in_columns & (block == 0) & (head % of.repeat == 0))
+            tl.store(at_dt + to * rdt_by.token, step, block == 0)
     else:
-        zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
+        zero_tokens(given.out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
 
 
 _TOKEN, _GROUP = ("row", "token", "head", "dim"), ("row", "token", "group")
@@ -122,27 +122,27 @@ _SIZES = ("sequences", "tokens", "repeat", "slots", "pad", "length", "most")
 
 def _build(problem, config):
     kinds = {
-        "x": problem.dtype,
-        "dt": problem.dt_dtype,
-        "B": problem.dtype,
-        "C": problem.dtype,
-        "z": problem.dtype if problem.gated else "",
-        "out": problem.dtype,
-        "offsets": problem.index if problem.packed else "",
-        "A": problem.a_dtype,
-        "D": problem.d_dtype,
-        "bias": problem.bias_dtype,
-        "state": problem.state_dtype,
-        "scale": "fp32" if problem.state_dtype in LARGEST else "",
-        "ring_x": problem.dtype,
-        "ring_b": problem.dtype,
-        "ring_dt": "fp32",
-        "ring_start": "i32",
-        "ring_count": "i32",
+        "given.x": problem.dtype,
+        "given.dt": problem.dt_dtype,
+        "given.B": problem.dtype,
+        "given.C": problem.dtype,
+        "given.z": problem.dtype if problem.gated else "",
+        "given.out": problem.dtype,
+        "given.offsets": problem.index if problem.packed else "",
+        "layer.A": problem.a_dtype,
+        "layer.D": problem.d_dtype,
+        "layer.bias": problem.bias_dtype,
+        "pool.state": problem.state_dtype,
+        "pool.scale": "fp32" if problem.state_dtype in LARGEST else "",
+        "ring.x": problem.dtype,
+        "ring.b": problem.dtype,
+        "ring.dt": "fp32",
+        "ring.start": "i32",
+        "ring.count": "i32",
         "read": problem.index if problem.read else "",
         "seed": "i64" if problem.rounds else "",
     }
-    rows = {"state": "state_by", "B": "b_by", "C": "c_by", "ring_b": "rb_by"}
+    rows = {"pool.state": "state_by", "given.B": "b_by", "given.C": "c_by", "ring.b": "rb_by"}
     whole = {place: kinds[name] for name, place in rows.items()} if problem.aligned else {}
     types = pointers(kinds, rows if problem.aligned else ()) | place_types(_PLACES, whole)
     types |= size_types(_SIZES, dim=problem.dim, dstate=problem.dstate)
