@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.target import target_of
@@ -56,6 +56,7 @@ def min_block_table_width(seq_len: int, block_size: int) -> int:
 
 
 @checked
+@named(block_table="block_tables", kv_cache="kv_fused", context_lens="seq_lens", max_context_len="max_seq_len")
 def fp8_paged_mqa_logits(
     q: torch.Tensor,
     kv_fused: torch.Tensor,
@@ -271,6 +272,7 @@ def _output(q, max_seq_len, dtype, out, block_tables, kv_fused) -> tuple[torch.T
     return logits, logits[:, : block_tables.shape[1] * kv_fused.shape[1]]
 
 
+@checked
 def precompile_paged_mqa_logits(
     device: torch.device | str | None = None,
     variants: tuple[str, ...] = _VARIANTS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._direct.given import real, whole
 from flashinfer.dense_mqa import score_rows
@@ -18,6 +19,7 @@ _MOST_K = 4096
 _LEAST, _NONE = -(1 << 31) + 1, -(1 << 63)
 
 
+@checked
 def dsa_indexer_topk(
     q: torch.Tensor,
     k: torch.Tensor,

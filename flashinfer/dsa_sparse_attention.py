@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
+
 import torch
 
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._direct.given import flag, real
 from flashinfer.mla.batch import factors_of
@@ -14,7 +19,30 @@ from flashinfer.ops.attention.options import latent_options
 
 __all__ = ["dsa_sparse_attention", "dsa_sparse_attention_varlen"]
 
+# What latent attention calls these arguments.
+_NAMES = {
+    "q_nope": "q_latent", "q_pe": "q_rope", "ckv_cache": "kv_latent", "kpe_cache": "k_rope", "num_heads": "q_latent",
+    "q_data_type": "q_latent", "kv_data_type": "kv_latent", "head_dim_ckv": "q_latent", "head_dim_kpe": "q_rope",
+}  # fmt: skip
 
+
+def _without_gradients(function: Callable) -> Callable:
+    """Refuse tensors whose gradients the caller wants recorded."""
+    parameters = inspect.signature(function).parameters
+
+    @wraps(function)
+    def call(*args, **given):
+        for name, x in (*zip(parameters, args), *given.items()):
+            wanted = isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()
+            require(not wanted, name, "a tensor that requires a gradient", "one that does not: there is no backward pass")
+        return function(*args, **given)
+
+    return call
+
+
+@_without_gradients
+@checked
+@named(**_NAMES)
 def dsa_sparse_attention(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
@@ -81,9 +109,6 @@ def dsa_sparse_attention(
     """
     for name, t in (("dkv_acc", dkv_acc), ("dkv_dst_map", dkv_dst_map)):
         refuse(name, t, "None: there is no backward pass")
-    for name, t in (("q_latent", q_latent), ("q_rope", q_rope), ("kv_latent", kv_latent), ("k_rope", k_rope)):
-        recorded = torch.is_grad_enabled() and t.requires_grad
-        require(not recorded, name, "a tensor that requires a gradient", "one that does not: there is no backward pass")
     for name, t in (("q_latent", q_latent), ("q_rope", q_rope)):
         require(t.dim() == 3, name, tuple(t.shape), "[queries, num_heads, dim]")
     for name, t, q in (("kv_latent", kv_latent, q_latent), ("k_rope", k_rope, q_rope)):
@@ -102,6 +127,9 @@ def dsa_sparse_attention(
     )  # fmt: skip
 
 
+@_without_gradients
+@checked
+@named(**_NAMES)
 def dsa_sparse_attention_varlen(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,

@@ -14,6 +14,8 @@ __all__ = ["mhc_post", "mhc_pre_big_fuse", "mhc_pre_big_fuse_with_prenorm"]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Blocks of a grid's second dimension.
 _MOST_TOKENS = 65535
+# Of normalisations: a kernel of more would take milliseconds.
+_MOST_REPEATS = 1000
 
 
 @checked
@@ -120,7 +122,7 @@ def mhc_pre_big_fuse(
     mhc_post_mult_value : float
         A factor of post.
     sinkhorn_repeat : int
-        1 or more.
+        1 to 1000.
     num_splits : int
         1, 2, 4, 8 or 16.
     block_size : int
@@ -223,7 +225,7 @@ def _run_pre(dot_mix, sqrsum, residual, scale, base, numbers, splits):
     names = ("k", "rms_eps", "mhc_pre_eps", "mhc_sinkhorn_eps")
     for name, value in zip(names[1:], numbers[1:4], strict=True):
         require(value > 0, name, value, "above 0")
-    require(numbers[5] >= 1, "sinkhorn_repeat", numbers[5], "1 or more")
+    require(1 <= numbers[5] <= _MOST_REPEATS, "sinkhorn_repeat", numbers[5], f"1 ... {_MOST_REPEATS}")
     device = same_device(dot_mix=dot_mix, sqrsum=sqrsum, residual=residual, mhc_scale=scale, mhc_base=base)
     outer, hidden = residual.shape[:-2], residual.shape[-1]
     post = torch.empty(*outer, 4, 1, dtype=torch.float32, device=device)

@@ -7,8 +7,8 @@ from enum import IntEnum
 
 import torch
 
-from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.arguments import checked, named
+from flashinfer._core.checks import check_values, dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import number
@@ -103,6 +103,7 @@ def top_k(
 
 
 @replayed
+@named(raw="out_raw_indices")
 def top_k_page_table_transform(
     input: torch.Tensor,
     src_page_table: torch.Tensor,
@@ -174,6 +175,8 @@ def top_k_page_table_transform(
         require(len(src_page_table) >= rows, "src_page_table", len(src_page_table), f"{rows} rows, or row_to_batch")
     vectors = {"lengths": lengths, "row_to_batch": row_to_batch, "row_starts": row_starts}
     vectors = _check_vectors(rows, vectors | {"page_table_row_starts": page_table_row_starts})
+    if row_to_batch is not None:
+        check_values("row_to_batch", row_to_batch, 0, len(src_page_table) - 1)
     for name, tensor in (("out", out), ("out_raw_indices", out_raw_indices)):
         if tensor is not None:
             _check_out(name, tensor, rows, k)

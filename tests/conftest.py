@@ -9,7 +9,7 @@ import pytest
 def pytest_addoption(parser):
     parser.addoption("--fuzz", type=int, default=0, metavar="N", help="random calls of tests/fuzz, in all")
     parser.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="the seed of the first call")
-    parser.addoption("--hostile", type=int, default=0, metavar="N", help="wrong calls beside each public call")
+    parser.addoption("--hostile", default="0", metavar="N", help="wrong calls beside each public call, or all of them")
 
 
 def pytest_configure(config):
@@ -29,7 +29,13 @@ def _is_gpu_suite(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """A test that takes its device from the suite belongs to both; one marked gpu to the GPU suite alone."""
+    """A test that takes its device from the suite belongs to both; one marked gpu to the GPU suite alone.
+
+    With --hostile all, one case of each test is left, by the reference.
+    """
+    if config.getoption("hostile") == "all":
+        cases = {(item.module, item.originalname): item for item in reversed(items) if "portable" not in item.name}
+        items[:] = [item for item in items if cases.get((item.module, item.originalname)) is item]
     if not _is_gpu_suite(config):
         return
     chosen = {item: getattr(item, "callspec", None) and item.callspec.params.get("device") for item in items}
@@ -143,15 +149,17 @@ def guarded_memory():
 @pytest.fixture(scope="session", autouse=True)
 def hostile_calls(pytestconfig):
     """With --hostile, each public call of a test is made first with one argument wrong; what was wrong ends the run."""
-    if not pytestconfig.getoption("hostile"):
+    wanted = pytestconfig.getoption("hostile")
+    if wanted == "0":
         yield
         return
     from tests.fuzz.intercept import Hostile, intercepted
 
-    calls = Hostile(pytestconfig.getoption("fuzz_seed"), pytestconfig.getoption("hostile"))
+    calls = Hostile(pytestconfig.getoption("fuzz_seed"), 0 if wanted == "all" else int(wanted))
     with intercepted(calls.visit):
         yield
     print(f"\n{calls.made} hostile calls, {calls.refused} refused, {len(calls.wrong)} kinds wrong")
+    print(*(f"  {name} {count}" for name, count in sorted(calls.made_of.items())), sep="\n")
     assert not calls.wrong, "\n".join(calls.wrong.values())
 
 

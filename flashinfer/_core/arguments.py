@@ -80,11 +80,11 @@ def checked(function: Callable) -> Callable:
         for (name, check), x in zip(known.items(), args, strict=False):
             if check is not None:
                 check(name, x)
-            learns |= isinstance(x, torch.Tensor) and x.requires_grad
+            learns |= _learns(x)
         for name, x in named.items():
             if (check := known.get(name)) is not None:
                 check(name, x)
-            learns |= isinstance(x, torch.Tensor) and x.requires_grad
+            learns |= _learns(x)
         if not learns:
             return function(*args, **named)
         with torch.no_grad():
@@ -92,6 +92,13 @@ def checked(function: Callable) -> Callable:
 
     call.checks_kinds = True
     return call
+
+
+def _learns(x) -> bool:
+    """Whether torch would record what is done with a value: a tensor, or one of a pair."""
+    if isinstance(x, torch.Tensor):
+        return x.requires_grad
+    return isinstance(x, (tuple, list)) and any(isinstance(y, torch.Tensor) and y.requires_grad for y in x)
 
 
 def named(**names: str) -> Callable:

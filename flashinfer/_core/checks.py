@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -119,6 +120,25 @@ def same_device(**tensors: torch.Tensor | None) -> torch.device:
     if first is None:
         raise ValueError("no tensor was given")
     return first
+
+
+def check_apart(outputs: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+    """Refuse outputs of which two elements are one, by strides of 0, and two outputs that begin at one address.
+
+    Example
+    -------
+    >>> check_apart([("out", torch.empty(1, 8).expand(4, 8))])
+    Traceback (most recent call last):
+    ValueError: out: got strides (0, 1) of shape (4, 8); allowed: an element of memory for each of the tensor
+    """
+    begins: dict[int, str] = {}
+    for name, x in outputs:
+        if isinstance(x, torch.Tensor) and x.numel():
+            if torch._debug_has_internal_overlap(x) == 1:
+                shown = f"strides {x.stride()} of shape {tuple(x.shape)}"
+                require(False, name, shown, "an element of memory for each of the tensor")
+            first = begins.setdefault(x.data_ptr(), name)
+            require(first == name, name, f"the memory of {first}", "memory of its own")
 
 
 def check_values(name: str, table: torch.Tensor, least: int, most: int) -> None:

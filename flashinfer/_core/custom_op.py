@@ -6,17 +6,19 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import check_apart, require
 
 _libraries: list[torch.library.Library] = []
 
 
-def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None = None) -> Callable:
+def custom_op(name: str, mutates_args: tuple[str, ...] = (), fake: Callable | None = None) -> Callable:
     """Register the decorated function as the torch custom op `name`; traced calls use the op, eager calls skip it.
+
+    Eager calls refuse outputs of which two elements are one.
 
     The function's annotations give the op's schema (Tensor, int, float, bool, str, their Optional and list forms). Its
     first parameter may be a named tuple of these and of such tuples, which the op then takes as lists of each type.
@@ -27,7 +29,7 @@ def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None
     ----------
     name : str
         "namespace::op", unique in the process.
-    mutates_args : iterable of str
+    mutates_args : tuple of str
         Every tensor argument that the function writes.
     fake : callable, optional
         Same signature; returns tensors of the result's shape and dtype without computing. Required when the function
@@ -49,7 +51,7 @@ def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None
             flat_fake = fake and _of_lists(record, fake)
             arguments = functools.partial(_arguments_of, record)
         # Not torch.library.custom_op, which adds a backward and takes 3 ms of import each; this takes 1.
-        schema = torch.library.infer_schema(flat or function, mutates_args=tuple(mutates_args))
+        schema = torch.library.infer_schema(flat or function, mutates_args=mutates_args)
         namespace, _, short = name.partition("::")
         library = torch.library.Library(namespace, "FRAGMENT")
         library.define(short + schema)
@@ -60,10 +62,14 @@ def custom_op(name: str, mutates_args: Iterable[str] = (), fake: Callable | None
         # It lives as long as the function: an op leaves with its library.
         _libraries.append(library)
 
+        places = {each: place for place, each in enumerate(inspect.signature(function).parameters)}
+        outputs = [(each, places[each]) for each in mutates_args]
+
         @functools.wraps(function)
         def call(*args, **kwargs):
             if torch.compiler.is_compiling():
                 return op(*(args if arguments is None else (*arguments(args[0]), *args[1:])), **kwargs)
+            check_apart((each, args[at] if at < len(args) else kwargs.get(each)) for each, at in outputs)
             return function(*args, **kwargs)
 
         call.op = op

@@ -197,6 +197,7 @@ class MultiLevelCascadeAttentionWrapper:
             level.prewarm_paged_kv_stride_variant(variant)
 
     @checked
+    @named(k="paged_kv_cache", v="paged_kv_cache", paged_kv_indices="paged_kv_cache")
     def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Attention of the planned batch.
 
@@ -233,6 +234,8 @@ class MultiLevelCascadeAttentionWrapper:
 
     def _check_rows(self, qo_indptr_arr) -> None:
         """Of tables on the host: looking at others would wait for the device."""
+        for indptr in qo_indptr_arr:
+            require(indptr.dim() == 1, "qo_indptr_arr", tuple(indptr.shape), "[batch + 1] for each level")
         for name, at in (("ending", -1), ("beginning", 0)):
             ends = [int(indptr[at]) for indptr in qo_indptr_arr if indptr.numel() and not indptr.is_cuda]
             alike = all(end == ends[0] for end in ends)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import named
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
@@ -18,7 +18,10 @@ _TABLES = {
     "paged_kv_indptr": "unique_kv_indptr", "paged_kv_indices": "unique_kv_indices",
     "paged_kv_last_page_len": "unique_kv_last_page_len", "head_dim_qk": "head_dim", "head_dim_vo": "head_dim",
 }  # fmt: skip
-_OPERANDS = {"k": "unique_kv_cache", "v": "unique_kv_cache", "paged_kv_cache": "unique_kv_cache"}
+_OPERANDS = {
+    "k": "unique_kv_cache", "v": "unique_kv_cache", "paged_kv_cache": "unique_kv_cache", "indices": "unique_kv_cache",
+    "paged_kv_indices": "unique_kv_cache", "q_data_type": "q", "kv_data_type": "unique_kv_cache",
+}  # fmt: skip
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
@@ -40,7 +43,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         """Replace the workspace buffers; takes effect at the next begin_forward."""
         self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
-    @named(**_TABLES)
+    @checked
+    @named(**_TABLES, q_data_type="data_type", kv_data_type="data_type")
     def begin_forward(
         self,
         unique_kv_indptr: torch.Tensor,
@@ -70,6 +74,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         table = (unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len)
         self._unique.plan(*table, num_qo_heads, num_kv_heads, head_dim, page_size, data_type=data_type)
 
+    @checked
     @named(**_OPERANDS)
     def forward(
         self,
@@ -129,6 +134,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     @named(**_TABLES)
+    @checked
     def begin_forward(
         self,
         qo_indptr: torch.Tensor,
@@ -157,6 +163,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         """As of `BatchPrefillWithPagedKVCacheWrapper`."""
         self._unique.prewarm_paged_kv_stride_variant(variant)
 
+    @checked
     @named(**_OPERANDS)
     def forward(
         self,

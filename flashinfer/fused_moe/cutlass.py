@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import as_dtype, require
 from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts
@@ -26,6 +26,7 @@ class NotOffered(ValueError, NotImplementedError):
 
 
 @replayed
+@named(fc1_expert_weights_bias="fc1_expert_biases", fc2_expert_weights_bias="fc2_expert_biases")
 def cutlass_fused_moe(
     input: torch.Tensor,
     token_selected_experts: torch.Tensor,

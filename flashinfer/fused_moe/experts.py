@@ -237,7 +237,7 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
         rows=tokens.encoding, weights=first.encoding, out="fp8" if between.encoding == "fp8" else dtype, tile=tile,
         gather=True, act=activation.act, paired=first.paired, shuffle=first.shuffle, block=first.block,
         row_layout=tokens.layout, weight_layout=first.layout, fragments=first.fragments,
-        bias="" if first.bias is None else dtype_name(first.bias.dtype),
+        bias="" if first.bias is None else dtype_name(first.bias.dtype, f"{first.name}_bias"),
         scale="" if between.scale is None else "tensor", channels=first.channels is not None,
         scale_out="" if between.scale_out is None else "ratio" if between.ratio else "tensor",
         shape="".join(name for name, t in limits if t is not None) or activation.by_number,
@@ -262,7 +262,7 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
     problem2 = room.Problem(
         rows="fp8" if between.encoding in _OF_FP8 else between.encoding or dtype, weights=second.encoding, out=dtype,
         tile=tile, shuffle=second.shuffle, block=second.block, weight_layout=second.layout, fragments=second.fragments,
-        bias="" if second.bias is None else dtype_name(second.bias.dtype),
+        bias="" if second.bias is None else dtype_name(second.bias.dtype, f"{second.name}_bias"),
         scale="" if between.second is None else "tensor", channels=second.channels is not None,
         weighted="" if row_scale is None else "row",
     )  # fmt: skip

@@ -39,6 +39,7 @@ _WITH_AN_UNREAD_BIAS = (_M.Llama4,)
 
 @answering()
 @checked
+@named(weights="topk_values", ids="topk_indices", replay="routing_replay_out")
 def fused_topk_deepseek(
     scores: torch.Tensor,
     bias: torch.Tensor,

@@ -10,6 +10,7 @@ from flashinfer.fused_moe import experts
 from flashinfer.fused_moe.trtllm import activation, check_valid, finished, routed_by_ids, routed_by_logits
 from flashinfer.fused_moe.trtllm_fp8 import byte_factors
 from flashinfer.ops import layouts
+from flashinfer.ops.formats import FACTOR_DTYPES
 from flashinfer.ops.moe.experts import extents
 from flashinfer.tllm_enums import ActivationType, SfLayout
 
@@ -219,7 +220,7 @@ def _tokens(x, scale, layout) -> experts.Tokens:
         return experts.Tokens(x, encoding, byte_factors(name, scale, len(x), blocks))
     require(isinstance(scale, torch.Tensor), name, scale, "a tensor of bytes")
     high, wide = layouts.padded(len(x), blocks, named)
-    fits = scale.element_size() == 1 and scale.numel() == high * wide and scale.is_contiguous()
+    fits = scale.dtype in FACTOR_DTYPES and scale.numel() == high * wide and scale.is_contiguous()
     require(fits, name, f"{scale.dtype} {tuple(scale.shape)}", f"{high} x {wide} bytes, {named}")
     return experts.Tokens(x, encoding, scale.view(torch.uint8).view(-1), named)
 
@@ -247,7 +248,7 @@ def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_fin
         require(codes.dim() == 3, name, tuple(codes.shape), "[experts, rows, columns / 2]")
         _, n, half = codes.shape
         named = f"{name}_scale"
-        require(scale.element_size() == 1, named, scale.dtype, "uint8, float8_e4m3fn")
+        require(scale.dtype in FACTOR_DTYPES, named, scale.dtype, "uint8, float8_e4m3fn, float8_e8m0fnu")
         sizes = {name: layouts.padded(n, 2 * half // width, "128x4") for name, width in (("nvfp4", 16), ("mxfp4", 32))}
         require(half > 32, name, tuple(codes.shape), "more than 64 columns: with fewer, factors do not tell the format")
         per = scale.numel() // max(len(codes), 1)
@@ -327,7 +328,8 @@ def trtllm_mxint4_block_scale_moe(
     -----
     An integer times its scale is rounded to bfloat16 before it is multiplied.
     """
-    sizes = hidden_states.shape[-1], intermediate_size
+    require(hidden_states.dim() == 2, "hidden_states", tuple(hidden_states.shape), "[tokens, hidden]")
+    sizes = hidden_states.shape[1], intermediate_size
     valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
     routed = routed_by_logits(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group,
@@ -374,7 +376,8 @@ def trtllm_mxint4_block_scale_routed_moe(
     and errors are those of `trtllm_mxint4_block_scale_moe`.
     """
     require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
-    sizes = hidden_states.shape[-1], intermediate_size
+    require(hidden_states.dim() == 2, "hidden_states", tuple(hidden_states.shape), "[tokens, hidden]")
+    sizes = hidden_states.shape[1], intermediate_size
     valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
     routed = routed_by_ids(topk_ids, num_experts, top_k, (local_expert_offset, local_num_experts), None)
     shape = (gemm1_alpha, gemm1_beta, gemm1_clamp_limit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, same_device
+from flashinfer._core.checks import check_values, dtype_name, indptr_values, is_aligned, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer.gemm._operands import choice_of, encoding_of
@@ -86,6 +86,7 @@ def grouped(
 ) -> None:
     """As the Problem of `flashinfer/ops/gemm/grouped/__init__.py` has it. expected : rows of a group, about."""
     same_device(a=a, b=b, a_scale=a_scale, b_scale=b_scale, alpha=alpha, out=out, groups=groups, weights=weights)
+    _check_groups(groups, kind, a.shape[-2])
     if out.numel() == 0 or groups.numel() == 0 or len(b) == 0:
         return
     K = a.shape[-1] * PER_BYTE[encoding_of(a)]
@@ -110,6 +111,14 @@ def grouped(
     groups, weights = groups.contiguous(), None if weights is None else weights.contiguous()
     choice = choice_of(groups_room.grouped, problem, a.device, backend)
     choice.run(a, b, a_scale, b_scale, alpha, out, groups, weights)
+
+
+def _check_groups(groups: torch.Tensor, kind: str, rows: int) -> None:
+    """Refuse offsets and counts on the host that reach beyond the rows of a. An index of no group leaves out a row."""
+    if groups.device.type == "cpu" and kind == "offsets":
+        indptr_values("m_indptr", groups, rows, "the rows of a", sliced=True)
+    elif kind == "counts":
+        check_values("masked_m", groups, 0, rows)
 
 
 def _rows_aligned(a, b, out) -> bool:

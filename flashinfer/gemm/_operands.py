@@ -7,6 +7,7 @@ import torch
 from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.scalars import scales as scales_of
 from flashinfer.ops import layouts
+from flashinfer.ops.formats import FACTOR_DTYPES
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,14 +67,14 @@ def scales(name: str, scale: torch.Tensor, rows: int, columns: int, major: str =
 def factors(name: str, scale: torch.Tensor, rows: int, blocks: int, layout: str, entries: int = 1) -> torch.Tensor:
     """Factors of `entries` matrices in a layout, as uint8 [entries, .].
 
-    They are given with any shape, or transposed: what counts are the bytes.
+    They are given with any shape, where what counts are the bytes, or as the transpose of [.., rows, blocks].
     """
-    require(scale.element_size() == 1, name, scale.dtype, "uint8 or an 8-bit float")
+    require(scale.dtype in FACTOR_DTYPES, name, scale.dtype, "uint8, float8_e4m3fn, float8_e8m0fnu")
     high, wide = layouts.padded(rows, blocks, layout)
     each = "" if entries == 1 else f" for each of {entries} matrices"
     allowed = f"{high} x {wide} factors{each}: {rows} rows of {blocks}, in the {layout} layout"
     require(scale.numel() == entries * high * wide, name, tuple(scale.shape), allowed)
-    if scale.dim() >= 2 and not scale.is_contiguous():
+    if scale.shape[-2:] == (wide, high) and not scale.is_contiguous():
         scale = scale.mT
     require(scale.is_contiguous(), name, f"strides {scale.stride()}", "contiguous, or the transpose of what is")
     return scale.view(torch.uint8).view(entries, high * wide)

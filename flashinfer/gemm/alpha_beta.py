@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require, same_device
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
@@ -15,6 +15,7 @@ _OPERANDS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 
 @answering("cutile")
 @checked
+@named(out="c")
 def gemm_alpha_beta(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -295,8 +295,9 @@ def tinygemm_bf16(
     ValueError
         A shape, dtype or device other than the above.
     """
+    require(weight.dim() == 2, "weight", tuple(weight.shape), "[N, K]")
     _check_bias(bias, weight.shape[0], (torch.bfloat16,))
-    linear("input", input, "weight", weight.mT if weight.dim() == 2 else weight, out, torch.bfloat16, bias)
+    linear("input", input, "weight", weight.mT, out, torch.bfloat16, bias)
 
 
 def linear(a_name, a, b_name, b, out, dtype, bias) -> None:

@@ -13,6 +13,7 @@ from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
 from flashinfer.gemm.groupwise import granularity
 from flashinfer.ops import layouts
+from flashinfer.ops.formats import FACTOR_DTYPES
 
 __all__ = [
     "SegmentGEMMWrapper",
@@ -124,7 +125,7 @@ def group_deepgemm_fp8_nt_groupwise(
     scale_granularity_mnk, out, out_dtype
         As in `group_gemm_fp8_nt_groupwise`, and so are result, errors and source.
     """
-    require(m_indices.shape == a.shape[:1], "m_indices", tuple(m_indices.shape), f"[{a.shape[0]}], the rows of a")
+    require(m_indices.shape == a.shape[:1], "m_indices", tuple(m_indices.shape), f"{list(a.shape[:1])}, the rows of a")
     require(m_indices.dtype == torch.int32, "m_indices", m_indices.dtype, "int32")
     mnk = granularity(scale_granularity_mnk)
     return _groupwise(a, b, a_scale, b_scale, "indices", m_indices, out, out_dtype, mnk, "K", None, "auto")
@@ -166,7 +167,7 @@ def batch_deepgemm_fp8_nt_groupwise(
     backend : str
         "deepgemm" or "auto": one result. Or a variant's name.
     """
-    require(masked_m.shape == b.shape[:1], "masked_m", tuple(masked_m.shape), f"[{b.shape[0]}], the groups of b")
+    require(masked_m.shape == b.shape[:1], "masked_m", tuple(masked_m.shape), f"{list(b.shape[:1])}, the groups of b")
     require(masked_m.dtype == torch.int32, "masked_m", masked_m.dtype, "int32")
     require(expected_m > 0, "expected_m", expected_m, "a positive number")
     backend = given.variant_of(backend, ("deepgemm",))
@@ -434,7 +435,7 @@ def _blocks(a, b, a_scale, b_scale, m_indptr, alpha, out, out_dtype, factors, ba
 
 def _factors_of_rows(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
     """The factors of a in 128x4 tiles, at least those of `rows` rows, flat."""
-    require(scale.element_size() == 1, "a_scale", scale.dtype, "uint8 or an 8-bit float")
+    require(scale.dtype in FACTOR_DTYPES, "a_scale", scale.dtype, "uint8, float8_e4m3fn, float8_e8m0fnu")
     wide = layouts.padded(1, blocks, "128x4")[1]
     fits = scale.numel() >= rows * wide and scale.numel() % (128 * wide) == 0
     require(fits, "a_scale", tuple(scale.shape), f"{rows} x {wide} factors or more, in whole tiles of 128 rows")

@@ -10,6 +10,7 @@ from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
 from flashinfer.ops import layouts
+from flashinfer.ops.formats import FACTOR_DTYPES
 
 __all__ = ["grouped_gemm_nt_masked"]
 
@@ -163,8 +164,8 @@ def _codes(name: str, x: torch.Tensor, encoding: str) -> torch.Tensor:
 def _factors(name: str, scale: torch.Tensor, rows: int, blocks: int, experts: int) -> torch.Tensor:
     """Factors of each expert in 128x4 tiles, uint8 [experts, bytes]."""
     high, wide = layouts.padded(rows, blocks, "128x4")
-    require(scale.element_size() == 1, name, f"factors of {scale.dtype}", "uint8 or an 8-bit float")
-    if scale.dim() == 6 and not scale.is_contiguous():
+    require(scale.dtype in FACTOR_DTYPES, name, f"factors of {scale.dtype}", "uint8, float8_e4m3fn, float8_e8m0fnu")
+    if scale.dim() == 6:
         scale = scale.permute(5, 2, 4, 0, 1, 3)
     allowed = f"{high} x {wide} for each of {experts} experts, contiguous or in convert_sf_to_mma_layout's view"
     fits = scale.numel() == experts * high * wide and scale.is_contiguous()

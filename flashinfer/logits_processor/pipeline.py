@@ -57,7 +57,10 @@ class LogitsPipe:
         custom_fusion_rules: list[FusionRule] | None = None,
         custom_validity_checks: list[Callable[[list[Op]], None]] | None = None,
     ):
-        require(len(processors) > 0, "processors", processors, "one processor or more")
+        named = isinstance(processors, (list, tuple)) and all(isinstance(x, LogitsProcessor) for x in processors)
+        require(named and processors, "processors", processors, "a list of one LogitsProcessor or more")
+        require(isinstance(compile, bool), "compile", repr(compile), "True or False")
+        _check_rules(custom_fusion_rules)
         self.processors = list(processors)
         self.custom_fusion_rules = list(custom_fusion_rules or ())
         self.custom_validity_checks = list(custom_validity_checks or ())
@@ -78,6 +81,7 @@ class LogitsPipe:
         custom_validity_checks: list[Callable[[list[Op]], None]] | None = None,
     ) -> None:
         """Check the steps and fuse them, by rules and checks beside those that the pipeline has."""
+        _check_rules(custom_fusion_rules)
         for check in (*VALIDITY_CHECKS, *self.custom_validity_checks, *(custom_validity_checks or ())):
             check(self.ops)
         rules = [*(custom_fusion_rules or ()), *self.custom_fusion_rules, *DEFAULT_RULES]
@@ -98,6 +102,11 @@ class LogitsPipe:
         if self.compiled_ops is not None:
             shown += f", compiled_ops=[{' -> '.join(map(repr, self.compiled_ops))}]"
         return f"LogitsPipe({shown})"
+
+
+def _check_rules(rules) -> None:
+    fits = rules is None or isinstance(rules, (list, tuple)) and all(isinstance(x, FusionRule) for x in rules)
+    require(fits, "custom_fusion_rules", rules, "None, or a list of FusionRule")
 
 
 def _initial_type(first: LogitsProcessor, given: TensorType | None) -> TensorType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.logits_processor import operators as ops
 from flashinfer.logits_processor.operators import Op
@@ -70,6 +71,7 @@ class Softmax(LogitsProcessor):
 
     STEPS = {TensorType.LOGITS: ops.SoftmaxOp}
 
+    @checked
     def __init__(self, enable_pdl: bool | None = None, **params: Any):
         super().__init__(enable_pdl=enable_pdl, **params)
 
@@ -84,6 +86,7 @@ class TopK(LogitsProcessor):
     STEPS = {TensorType.LOGITS: ops.LogitsTopKOp, TensorType.PROBS: ops.ProbsTopKOp}
     OWN = ("joint_topk_topp",)
 
+    @checked
     def __init__(self, joint_topk_topp: bool = False, **params: Any):
         super().__init__(joint_topk_topp=joint_topk_topp, **params)
 
@@ -106,5 +109,6 @@ class Sample(LogitsProcessor):
 
     STEPS = {TensorType.LOGITS: ops.LogitsSampleOp, TensorType.PROBS: ops.ProbsSampleOp}
 
+    @checked
     def __init__(self, deterministic: bool = True, **params: Any):
         super().__init__(deterministic=deterministic, **params)

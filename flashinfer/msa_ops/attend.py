@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._direct.given import flag, real, whole
 from flashinfer.msa_ops._requests import Requests, requests_of
@@ -19,6 +19,7 @@ _FAR = 1 << 30
 
 
 @checked
+@named(q_data_type="q", kv_data_type="k", head_dim_qk="k", head_dim_vo="v")
 def msa_sparse_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import dtype_name, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._direct.given import flag, real, whole
@@ -129,6 +129,7 @@ def _starts_on_16(t: torch.Tensor) -> bool:
 
 
 @checked
+@named(q="q_fp4", k="k_fp4")
 def msa_proxy_score_fp4(
     q_fp4: torch.Tensor,
     k_fp4: torch.Tensor,
@@ -187,6 +188,7 @@ def msa_proxy_score_fp4(
 def widened(name: str, codes: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """nvfp4 codes [..., dim / 2] with factors in the 128x4 layout as bf16 [..., dim], which holds the products."""
     require(codes.dtype == torch.uint8, name, codes.dtype, "uint8: two e2m1 a byte")
+    require(codes.dim() > 0 and codes.shape[-1] > 0, name, tuple(codes.shape), "[..., dim / 2]")
     names = name, name.replace("_fp4", "_scale")
     rows = codes.reshape(-1, codes.shape[-1])
     flat = factors.contiguous().view(torch.uint8).view(-1)

@@ -44,7 +44,7 @@ def fused_dit_gate_residual_layernorm_gamma_beta(
     input, residual, gate, gate_bias, epsilon, use_nvfp4, use_mxfp8, global_scaling_factor
         As in `fused_dit_gate_residual_layernorm_scale_shift`, as are other parameters, results and errors.
     """
-    require(gamma.shape == input.shape[-1:], "gamma", tuple(gamma.shape), f"[{input.shape[-1]}], a row of input")
+    require(gamma.shape == input.shape[2:], "gamma", tuple(gamma.shape), f"{tuple(input.shape[2:])}, a row of input")
     require(beta.shape == gamma.shape, "beta", tuple(beta.shape), f"{tuple(gamma.shape)}, as gamma")
     given = {"input": input, "residual": residual, "gate": gate, "gamma": gamma, "beta": beta, "gate_bias": gate_bias}
     format = _format(use_nvfp4, use_mxfp8, global_scaling_factor)
@@ -224,8 +224,9 @@ def _of_rows(name, x, input, is_gate):
     require(alike, name, x.dtype, f"{input.dtype}, the dtype of input")
     if x.shape == (batch * rows, hidden):
         x = x.unflatten(0, (batch, rows))
-    fits = x.shape in ((batch, rows, hidden), (batch, 1, hidden)) or (x.dim() == 1 and not is_gate)
+    fits = x.shape in ((batch, rows, hidden), (batch, 1, hidden)) or (x.shape == (hidden,) and not is_gate)
     allowed = f"[{batch}, {rows}, {hidden}], [{batch * rows}, {hidden}], [{batch}, 1, {hidden}]"
+    allowed += "" if is_gate else f", [{hidden}]"
     require(fits, name, tuple(x.shape), allowed)
     x = x if x.stride(-1) == 1 or hidden == 1 else x.contiguous()
     return x.expand(batch, rows, hidden)

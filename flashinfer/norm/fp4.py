@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require, wants_pdl
 from flashinfer._core.scalars import scales
 from flashinfer.norm._quantised import padded, quantised
@@ -13,6 +13,7 @@ FP4 = torch.float4_e2m1fn_x2
 
 
 @checked
+@named(out="y_fp4")
 def rmsnorm_fp4quant(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -88,6 +89,7 @@ def rmsnorm_fp4quant(
 
 
 @checked
+@named(out="y_fp4", normed="y_out", linear_scale="block_scale_unswizzled")
 def add_rmsnorm_fp4quant(
     input: torch.Tensor,
     residual: torch.Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
@@ -130,6 +130,7 @@ def layernorm_quant(
 
 @answering()
 @checked
+@named(normed="normed_out")
 def fused_add_rmsnorm_fp8_block_quant(
     out: torch.Tensor,
     block_scale: torch.Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require, same_device, wants_pdl
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
@@ -75,6 +75,7 @@ def gemma_rmsnorm(
 
 
 @checked
+@named(out="output")
 def qk_rmsnorm_cute(
     input: torch.Tensor,
     weight: torch.Tensor,

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+# Of tensors of factors of a byte. Engines hold bytes of ue8m0 as e4m3, too.
+FACTOR_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 @dataclass(frozen=True)
 class Element:

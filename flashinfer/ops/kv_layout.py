@@ -101,7 +101,7 @@ def as_matrix(t: torch.Tensor, paged: bool) -> Matrix | None:
     if tokens == 1:
         # Any pitch will do, and a stride of an axis of 1 may be anything.
         pitch = max(heads * dim, page_stride[0] if paged else 0)
-    if pitch < dim:
+    if pitch < max(dim, 1):
         return None
     page_rows = head_rows = head_cols = 0
     if heads > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from flashinfer._core.arguments import named
 from flashinfer._core import env
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
@@ -14,6 +15,7 @@ from flashinfer.ops.page_table import check_page_table, check_vector
 
 
 @replayed
+@named(k_cache="paged_kv_cache", v_cache="paged_kv_cache")
 def append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -77,6 +79,7 @@ def append_paged_kv_cache(
 
 
 @replayed
+@named(k_cache="ckv_cache", v_cache="kpe_cache")
 def append_paged_mla_kv_cache(
     append_ckv: torch.Tensor,
     append_kpe: torch.Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core import env
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import page as room
@@ -21,6 +21,7 @@ _TABLE = ("batch_indices", "positions", "kv_indices", "kv_indptr", "kv_last_page
 
 
 @checked
+@named(k_cache="paged_kv_cache", v_cache="paged_kv_cache", k_factors="kv_cache_sf", v_factors="kv_cache_sf")
 def nvfp4_quantize_append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -60,6 +61,7 @@ def nvfp4_quantize_append_paged_kv_cache(
 
 
 @checked
+@named(k_cache="paged_kv_cache", v_cache="paged_kv_cache", k_factors="kv_cache_sf", v_factors="kv_cache_sf")
 def quantize_append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -115,6 +117,7 @@ def quantize_append_paged_kv_cache(
 
 
 @checked
+@named(k_cache="paged_kv_cache", v_cache="paged_kv_cache", k_factors="kv_cache_sf", v_factors="kv_cache_sf")
 def quantize_append_paged_kv_cache_with_slot_mapping(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -155,6 +158,7 @@ def quantize_append_paged_kv_cache_with_slot_mapping(
 
 
 @checked
+@named(k_cache="ckv_cache", v_cache="kpe_cache", k_factors="ckv_sf_cache")
 def nvfp4_quantize_append_paged_mla_kv_cache(
     append_ckv: torch.Tensor,
     append_kpe: torch.Tensor,
@@ -206,6 +210,7 @@ def nvfp4_quantize_append_paged_mla_kv_cache(
 
 
 @checked
+@named(k_cache="paged_kv_cache", v_cache="paged_kv_cache", k_factors="kv_cache_sf", v_factors="kv_cache_sf")
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     append_key: torch.Tensor,
     append_value: torch.Tensor,

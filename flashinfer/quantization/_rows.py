@@ -11,7 +11,7 @@ from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
 from flashinfer.ops import layouts
 from flashinfer.ops import quantize as room
-from flashinfer.ops.formats import FORMATS
+from flashinfer.ops.formats import FACTOR_DTYPES, FORMATS
 from flashinfer.tllm_enums import SfLayout
 
 _ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
@@ -149,8 +149,9 @@ def dequantize(
 ) -> torch.Tensor:
     """Codes [rows, .] and factors, the arguments `names` of the caller, to [rows, n]."""
     require(codes.dim() == 2, names[0], tuple(codes.shape), "two dimensions")
-    require(codes.element_size() == 1, names[0], codes.dtype, "uint8" if element == "e2m1" else "float8_e4m3fn, uint8")
-    require(factors.element_size() == 1, names[1], factors.dtype, "uint8 or an 8-bit float")
+    narrow = torch.float4_e2m1fn_x2 if element == "e2m1" else torch.float8_e4m3fn
+    require(codes.dtype in (torch.uint8, narrow), names[0], codes.dtype, f"uint8, {narrow}")
+    require(factors.dtype in FACTOR_DTYPES, names[1], factors.dtype, "uint8, float8_e4m3fn, float8_e8m0fnu")
     rows, columns = codes.shape[0], codes.shape[1] * (2 if element == "e2m1" else 1)
     require(columns % width == 0, names[0], tuple(codes.shape), f"rows of a multiple of {width} values")
     high, wide = layouts.padded(rows, columns // width, layout)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.arguments import checked, named
+from flashinfer._core.checks import check_apart, require
 from flashinfer.quantization.fp4_quantization import mxfp4_quantize, nvfp4_quantize
 from flashinfer.quantization.fp8_quantization import mxfp8_quantize
 from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config
@@ -20,6 +20,7 @@ __all__ = [
 
 
 @checked
+@named(a="input", a_global_sf="global_scale")
 def nvfp4_quantize_cute_dsl(
     input: torch.Tensor,
     global_scale: float | torch.Tensor,
@@ -55,6 +56,7 @@ def nvfp4_quantize_cute_dsl(
     require(fits, "out", tuple(given.shape), f"uint8 {list(codes.shape)} first")
     fits = rest.numel() >= factors.numel() and rest.dtype == torch.uint8 and rest.is_contiguous()
     require(fits, "out", tuple(rest.shape), f"uint8, contiguous, {factors.numel()} elements or more second")
+    check_apart([("out[0]", given), ("out[1]", rest)])
     into = rest.view(-1)[: factors.numel()].view(factors.shape)
     given.copy_(codes)
     into.copy_(factors)
@@ -62,6 +64,7 @@ def nvfp4_quantize_cute_dsl(
 
 
 @checked
+@named(a="input", a_global_sf="global_scale_inv")
 def nvfp4_quantize_per_token_cute_dsl(
     input: torch.Tensor,
     global_scale_inv: torch.Tensor | float,
@@ -81,6 +84,7 @@ def nvfp4_quantize_per_token_cute_dsl(
 
 
 @checked
+@named(a="input")
 def mxfp4_quantize_cute_dsl(
     input: torch.Tensor, sf_layout: int = 0, enable_pdl: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import math
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require, same_device
+from flashinfer._core.checks import check_apart, check_values, require, same_device
 from flashinfer.compat.queries import answering
 from flashinfer.ops.formats import ELEMENTS, KV_FORMATS, KV_NAMES, Format
 from flashinfer.ops.kv_layout import check_layout, paged_views
@@ -273,6 +273,8 @@ def _dequantise(name: str, cache, factors, block_tables, seq_lens, outputs, kv_l
     require(seq_lens.shape[0] == batch, "seq_lens", tuple(seq_lens.shape), f"[{batch}], as block_tables")
     kept = (torch.uint8, torch.float8_e4m3fn) if name == "nvfp4" else (torch.float32,)
     coded = tuple(dict.fromkeys((torch.uint8, ELEMENTS[known.element].dtype)))
+    scale_of = [positive_scale(*scales[i], device) if scales else None for i in range(2)]
+    check_apart(zip(("output_k", "output_v"), outputs, strict=True))
     for i, out in enumerate(outputs):
         pages, page_size, heads, packed = codes[i].shape
         require(codes[i].dtype in coded, "paged_kv_cache", codes[i].dtype, ", ".join(map(str, coded)))
@@ -285,8 +287,12 @@ def _dequantise(name: str, cache, factors, block_tables, seq_lens, outputs, kv_l
         fits = out.dim() == 4 and out.shape[0] == batch and tuple(out.shape[2:]) == (heads, dim) and out.is_contiguous()
         require(fits, out_name, tuple(out.shape), f"[{batch}, max_seq_len, {heads}, {dim}], contiguous")
         require(out.dtype in (torch.bfloat16, torch.float16), out_name, out.dtype, "bfloat16, float16")
-        scale = positive_scale(*scales[i], device) if scales else None
-        _gather(known, codes[i], factors[i], block_tables, seq_lens, scale, out)
+    check_values("seq_lens", seq_lens, 0, (1 << 31) - 1)
+    if device.type == "cpu":
+        columns = torch.arange(block_tables.shape[1], device=device) * page_size
+        check_values("block_tables", block_tables[columns < seq_lens[:, None]], 0, pages - 1)
+    for i, out in enumerate(outputs):
+        _gather(known, codes[i], factors[i], block_tables, seq_lens, scale_of[i], out)
 
 
 def _gather(known: Format, codes, factors, tables, lens, scale: torch.Tensor | None, out: torch.Tensor) -> None:

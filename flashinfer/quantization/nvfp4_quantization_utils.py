@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from enum import IntEnum
@@ -141,11 +142,11 @@ def make_nvfp4_global_scale(
     Parameters
     ----------
     input_tensor : torch.Tensor
-        What is to be quantised.
+        What is to be quantised; bfloat16, float16 or float32.
     per_token_activation : bool
         Each row is to have a scale of its own: the result is then 1 / (e4m3_max x 6), whatever the input.
     global_scale : float, optional
-        The scale, where it is known; instead of e4m3_max x 6 / (largest magnitude), which takes a pass over the input.
+        The scale, where it is known, above 0; instead of e4m3_max x 6 / (largest magnitude), which takes a pass over the input.
     nvfp4_4over6_config : NVFP44Over6Config, optional
         The recipe that `nvfp4_quantize` is given. The environment is not read.
 
@@ -157,15 +158,19 @@ def make_nvfp4_global_scale(
     Raises
     ------
     ValueError
-        A `global_scale` with `per_token_activation`, which leaves no use for it.
+        A `global_scale` with `per_token_activation`, which leaves no use for it; a dtype or number other than the above.
     """
+    floats = (torch.bfloat16, torch.float16, torch.float32)
+    require(input_tensor.dtype in floats, "input_tensor", input_tensor.dtype, ", ".join(map(str, floats)))
     peak = nvfp4_e4m3_max(nvfp4_4over6_config) * _E2M1_MAX
     device = input_tensor.device
     if per_token_activation:
         require(global_scale is None, "global_scale", global_scale, "None, with per_token_activation")
         return torch.full((1,), 1 / peak, dtype=torch.float32, device=device)
     if global_scale is not None:
-        return torch.full((1,), float(global_scale), dtype=torch.float32, device=device)
+        scale = float(global_scale)
+        require(0 < scale < math.inf, "global_scale", scale, "a finite number above 0")
+        return torch.full((1,), scale, dtype=torch.float32, device=device)
     if input_tensor.numel() == 0:
         return torch.full((1,), peak, dtype=torch.float32, device=device)
     amax = input_tensor.abs().amax().float().view(1)

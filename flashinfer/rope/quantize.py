@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core import env
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import rope as room
@@ -135,6 +135,7 @@ def mla_rope_quantize_fp8(
 
 
 @checked
+@named(k_rope_cache="paged_kv_cache", k_nope_cache="paged_kv_cache", v_cache="paged_kv_cache")
 def rope_quantize_fp8_append_paged_kv_cache(
     q_rope: torch.Tensor,
     k_rope: torch.Tensor,

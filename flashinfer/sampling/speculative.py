@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import sampling as room
@@ -12,6 +12,7 @@ from flashinfer.sampling.arguments import DTYPES, INDICES, place_of, randomness_
 
 
 @checked
+@named(accepted="maybe_output_accepted_token_num", emitted="maybe_output_emitted_draft_token_num")
 def chain_speculative_sampling(
     draft_probs: torch.Tensor,
     draft_token_ids: torch.Tensor,

@@ -1,14 +1,18 @@
 """Every public function and method of the package, called first with one wrong argument."""
 
+import collections
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import json
 import random
 import sys
 import threading
+import time
 import zlib
+from collections.abc import Callable
 from types import FunctionType
 
 import torch
@@ -57,7 +61,8 @@ def public():
             continue
         # What answers whether something is supported never refuses; the parts of an adapter go by address, too.
         name = found.__name__
-        others = name in _BY_ADDRESS | _STEPS or name.startswith("bgmv_moe_")
+        # A record keeps what it is given.
+        others = dataclasses.is_dataclass(found) or name in _BY_ADDRESS | _STEPS or name.startswith("bgmv_moe_")
         if others or name.startswith(("supports_", "resolve_")) or name.endswith("_supported"):
             continue
         seen.add(found)
@@ -113,73 +118,170 @@ def intercepted(visit):
             setattr(owner, name, value)
 
 
-class Hostile:
-    """Makes `count` hostile calls of each call that it sees; what was wrong is in `wrong`, by what was changed."""
+@dataclasses.dataclass
+class _Made:
+    """The arguments after a call, its result, and the names of the arguments that it writes."""
 
-    def __init__(self, seed: int, count: int = 1, share: float = 1.0):
-        self.seed, self.count, self.share = seed, count, share
+    given: dict
+    result: object
+    written: set[str]
+
+
+def _versions(value) -> list[int]:
+    return [x._version for x in hostile.tensors_in(value)]
+
+
+@dataclasses.dataclass
+class _Call:
+    """One call of a public function: `shown` is its name in messages, `names` what an error may name."""
+
+    function: Callable
+    target: object
+    arguments: dict
+    signature: inspect.Signature
+    shown: str
+    names: set[str]
+
+    def make(self, arguments):
+        """With the random numbers of all calls that are compared: a `_Made`."""
+        torch.manual_seed(1)
+        given = hostile.copied(arguments)
+        versions = {name: _versions(value) for name, value in given.items()}
+        result = _bound(self.function, self.target)(**given)
+        return _Made(given, result, {name for name in given if _versions(given[name]) != versions[name]})
+
+
+def _call_of(function, owner, args, named) -> _Call | None:
+    signature = inspect.signature(function)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    given = (*args, *named.values())
+    if inspect.Parameter.VAR_POSITIONAL in kinds or any(map(_is_traced, given)):
+        return None
+    # A test of defaults, or of tensors without memory.
+    if torch.get_default_device().type != "cpu" or any(map(_is_meta, given)):
+        return None
+    try:
+        arguments = dict(signature.bind(*args, **named).arguments)
+    except TypeError:
+        return None
+    more = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    arguments |= arguments.pop(more, {}) if more else {}
+    target = arguments.pop("self", None) if owner is not None else None
+    shown = function.__name__ if owner is None else f"{type(target).__name__}.{function.__name__}"
+    names = set(signature.parameters) | set(arguments)
+    for method in ("__init__", "plan", "run"):
+        if target is not None and hasattr(type(target), method):
+            names |= set(inspect.signature(getattr(type(target), method)).parameters)
+    return _Call(function, target, arguments, signature, shown, names)
+
+
+class Hostile:
+    """Makes hostile calls of each call that it sees; what was wrong is in `wrong`, by what was changed.
+
+    With `count`, as many changes of each call, drawn from the seed. Without, every change of every argument, of the
+    first calls of a function that differ in what they are given; large ones and slow ones apart.
+    """
+
+    KINDS, ELEMENTS, SECONDS = 2, 1 << 15, 0.05
+
+    def __init__(self, seed: int = 0, count: int = 0):
+        self.seed, self.count = seed, count
         self.made, self.refused = 0, 0
         self.wrong: dict[tuple, str] = {}
+        self.taken: list[str] = []
+        self.calls_of: dict[str, set] = collections.defaultdict(set)
+        self.made_of: collections.Counter = collections.Counter()
 
     def visit(self, function, owner, args, named):
-        signature = inspect.signature(function)
-        kinds = {parameter.kind for parameter in signature.parameters.values()}
-        given = (*args, *named.values())
-        if inspect.Parameter.VAR_POSITIONAL in kinds or any(map(_is_traced, given)):
+        call = _call_of(function, owner, args, named)
+        if call is None:
             return
-        # A test of defaults, or of tensors without memory.
-        if torch.get_default_device().type != "cpu" or any(map(_is_meta, given)):
-            return
-        try:
-            bound = signature.bind(*args, **named).arguments
-        except TypeError:
-            return
-        more = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
-        arguments = dict(bound)
-        arguments |= arguments.pop(more, {}) if more else {}
-        target = arguments.pop("self", None) if owner is not None else None
-        shown = function.__name__ if owner is None else f"{type(target).__name__}.{function.__name__}"
-        names = set(signature.parameters) | set(arguments)
-        for method in ("__init__", "plan", "run"):
-            if target is not None and hasattr(type(target), method):
-                names |= set(inspect.signature(getattr(type(target), method)).parameters)
-        for _ in range(self.count):
-            draw = random.Random(zlib.crc32(shown.encode()) + 1000003 * self.seed + self.made)
-            self.made += 1
-            if draw.random() > self.share:
-                continue
-            self._one(function, target, arguments, signature, draw, names, shown)
-
-    def _one(self, function, target, arguments, signature, draw, names, shown):
-        found = hostile.drawn(arguments, signature, draw)
-        if found is None:
-            return
-        name, change = found
-        key = (shown, name, change.what)
         state = torch.get_rng_state()
         # Under the reference: a kernel reads what a table names.
         try:
             with rooms.by("reference"):
-                torch.manual_seed(1)
-                taken = hostile.attempt(_bound(function, target), arguments, name, change, names, shown)
-                if taken is None:
-                    self.refused += 1
-                elif change.expected == hostile.SAME:
-                    torch.manual_seed(1)
-                    base = hostile.copied(arguments)
-                    try:
-                        expected = base, _bound(function, target)(**base)
-                    except ValueError:
-                        # The test's own call is one to refuse.
-                        return
-                    why = hostile.differ(taken, expected)
-                    if why:
-                        given = fuzz.described(arguments)
-                        raise fuzz.Wrong(f"{shown}({name}: {change.what}; {given}): another result: {why}")
-        except fuzz.Wrong as fault:
-            self.wrong.setdefault(key, f"[seed {self.seed} call {self.made}] {fault}")
+                self._each(call) if self.count else self._whole(call)
         finally:
             torch.set_rng_state(state)
+
+    def _each(self, call):
+        for _ in range(self.count):
+            draw = random.Random(zlib.crc32(call.shown.encode()) + 1000003 * self.seed + self.made)
+            found = hostile.drawn(call.arguments, call.signature, draw)
+            if found is None:
+                self.made += 1
+                continue
+            base = functools.cache(lambda: _tried(call, call.arguments))
+            self._one(call, *found, base)
+
+    def _whole(self, call):
+        kind = frozenset(name for name, value in call.arguments.items() if value is not None)
+        seen = self.calls_of[call.shown]
+        size = sum(x.numel() for x in hostile.tensors_in(call.arguments))
+        if kind in seen or len(seen) >= self.KINDS or size > self.ELEMENTS:
+            return
+        begin = time.perf_counter()
+        base = _tried(call, call.arguments)
+        if base is None or time.perf_counter() - begin > self.SECONDS:
+            return
+        seen.add(kind)
+        for name, change in hostile.of_call(call.arguments, call.signature):
+            self._one(call, name, change.made(), lambda: base)
+
+    def _one(self, call, name, change, base):
+        self.made += 1
+        self.made_of[call.shown] += 1
+        written = base().written if base() is not None else None
+        torch.manual_seed(1)
+        try:
+            function = _bound(call.function, call.target)
+            taken = hostile.attempt(function, call.arguments, name, change, call.names, call.shown, written)
+            if taken is None:
+                self.refused += 1
+                return
+            if change.expected == hostile.EITHER:
+                self.taken.append(f"{call.shown} {name}: {change.what}")
+                return
+            # The dtype of an output is a request: codes of another format, or bytes that hold them.
+            if name in (written or ()) and _is_narrow(call.arguments[name]) and _is_narrow(change.value):
+                return
+            # The test's own call may be one to refuse.
+            expected = base() if change.expected == hostile.SAME else _tried(call, call.arguments | {name: change.like})
+            if expected is None:
+                if change.expected == hostile.SAME:
+                    return
+                why = "taken, where the same values are refused"
+            else:
+                # What was one tensor in two places is so no longer.
+                parts = set() if _shares(name, call.arguments) else written
+                taken_parts, expected_parts = (
+                    (result, [given[each] for each in sorted(parts)])
+                    for given, result in (taken, (expected.given, expected.result))
+                )
+                why = hostile.differ(taken_parts, expected_parts)
+            if why:
+                given = fuzz.described(call.arguments)
+                raise fuzz.Wrong(f"{call.shown}({name}: {change.what}; {given}): another result: {why}")
+        except fuzz.Wrong as fault:
+            key = call.shown, name, change.what
+            self.wrong.setdefault(key, f"[seed {self.seed} call {self.made}] {fault}")
+
+
+def _tried(call, arguments) -> _Made | None:
+    """The call; None where it is refused."""
+    try:
+        return call.make(arguments)
+    except Exception:
+        return None
+
+
+def _shares(name, arguments):
+    """Whether an argument has memory of another one."""
+
+    def memory(*values):
+        return {x.untyped_storage().data_ptr() for x in hostile.tensors_in(list(values))}
+
+    return bool(memory(arguments[name]) & memory(*(value for other, value in arguments.items() if other != name)))
 
 
 def _bound(function, target):
@@ -187,6 +289,10 @@ def _bound(function, target):
         return function
     made = object.__new__(type(target)) if function.__name__ == "__init__" else copy.copy(target)
     return functools.partial(function, made)
+
+
+def _is_narrow(value):
+    return isinstance(value, torch.Tensor) and value.dtype.itemsize == 1
 
 
 def _is_meta(value):

@@ -3,6 +3,7 @@
     pytest tests/fuzz/test_hostile.py                      a few hundred
     pytest tests/fuzz/test_hostile.py --fuzz 20000 --fuzz-seed 7
     pytest tests/ops/norm --hostile 3                      three beside each public call of those tests
+    pytest tests/ops/norm --hostile all                    every change of every argument, once a function
 """
 
 import random
@@ -21,7 +22,7 @@ CALLS_ON_CPU = 500
 @pytest.mark.parametrize("room", sorted(rooms.CALLS))
 def test_room(room, pytestconfig):
     wanted = max(1, (pytestconfig.getoption("fuzz") or CALLS_ON_CPU) // len(rooms.CALLS))
-    calls = Hostile(pytestconfig.getoption("fuzz_seed"))
+    calls = Hostile(pytestconfig.getoption("fuzz_seed"), 1)
     call = rooms.CALLS[room](torch.device("cpu"))
     with rooms.by("reference"):
         while calls.made < wanted:

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import as_dtype, require, same_device
 from flashinfer.compat.queries import answering
 from flashinfer.fused_moe import experts
 from flashinfer.ops import layouts
+from flashinfer.ops.formats import FACTOR_DTYPES
 from flashinfer.tllm_enums import (
     DEFAULT_SWIGLU_ALPHA,
     DEFAULT_SWIGLU_BETA,
@@ -51,6 +52,7 @@ class _Layer(NamedTuple):
 
 @answering()
 @checked
+@named(weights="token_final_scales")
 def cute_dsl_fused_moe_nvfp4(
     x: torch.Tensor,
     x_sf: torch.Tensor | None,
@@ -258,6 +260,8 @@ swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
         self.num_local_experts, self.local_expert_offset = self._layer.experts, local_expert_offset
         self.output_dtype, self.device, self.quant_mode = self._layer.dtype, device, self._layer.mode
 
+    @checked
+    @named(weights="token_final_scales")
     def run(
         self,
         x: torch.Tensor,
@@ -271,7 +275,7 @@ swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
         w2_weight: torch.Tensor,
         w2_weight_sf: torch.Tensor,
         w2_alpha: torch.Tensor,
-        tactic: tuple | None = None,
+        tactic: tuple[int, ...] | None = None,
         *,
         per_token_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -399,7 +403,7 @@ def _tokens(mode: str, x, x_sf, per_token_scale) -> experts.Tokens:
     require(hidden % width == 0, "x", tuple(x.shape), f"rows of a multiple of {width} elements")
     tokens, blocks = len(x), hidden // width
     require(isinstance(x_sf, torch.Tensor), "x_sf", x_sf, f"a tensor with {mode}")
-    fits = x_sf.element_size() == 1 and x_sf.numel() == tokens * blocks and x_sf.is_contiguous()
+    fits = x_sf.dtype in FACTOR_DTYPES and x_sf.numel() == tokens * blocks and x_sf.is_contiguous()
     require(fits, "x_sf", f"{x_sf.dtype} {tuple(x_sf.shape)}", f"bytes, [{tokens}, {blocks}], contiguous")
     factors = x_sf.view(torch.uint8).view(tokens, blocks)
     if per_token_scale is not None:
@@ -426,7 +430,7 @@ def _weight(name: str, codes, sf, encoding: str, count: int, group: int) -> expe
         seen, tiles = tuple(sf.shape), (32, 4, high // 128, 4, wide // 4, count)
         require(seen == tiles, f"{name}_sf", seen, f"{tiles}, as convert_sf_to_mma_layout gives them")
         sf = sf.permute(5, 2, 4, 0, 1, 3)
-    fits = sf.element_size() == 1 and sf.numel() == count * high * wide and sf.is_contiguous()
+    fits = sf.dtype in FACTOR_DTYPES and sf.numel() == count * high * wide and sf.is_contiguous()
     require(fits, f"{name}_sf", f"{sf.dtype} {tuple(sf.shape)}", f"{count} x {high} x {wide} bytes, one after another")
     sf = sf.view(torch.uint8).view(count, high * wide)
     return experts.Weight(name, codes.view(torch.uint8), encoding, sf, "128x4", paired=group)
