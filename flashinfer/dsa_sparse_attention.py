@@ -34,7 +34,8 @@ def _without_gradients(function: Callable) -> Callable:
     def call(*args, **given):
         for name, x in (*zip(parameters, args), *given.items()):
             wanted = isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()
-            require(not wanted, name, "a tensor that requires a gradient", "one that does not: there is no backward pass")
+            allowed = "one that does not: there is no backward pass"
+            require(not wanted, name, "a tensor that requires a gradient", allowed)
         return function(*args, **given)
 
     return call

@@ -146,7 +146,8 @@ def make_nvfp4_global_scale(
     per_token_activation : bool
         Each row is to have a scale of its own: the result is then 1 / (e4m3_max x 6), whatever the input.
     global_scale : float, optional
-        The scale, where it is known, above 0; instead of e4m3_max x 6 / (largest magnitude), which takes a pass over the input.
+        The scale, where it is known, above 0; instead of e4m3_max x 6 / (largest magnitude), which takes a pass over
+        the input.
     nvfp4_4over6_config : NVFP44Over6Config, optional
         The recipe that `nvfp4_quantize` is given. The environment is not read.
 
@@ -158,7 +159,7 @@ def make_nvfp4_global_scale(
     Raises
     ------
     ValueError
-        A `global_scale` with `per_token_activation`, which leaves no use for it; a dtype or number other than the above.
+        A `global_scale` with `per_token_activation`, which leaves no use for it; another dtype or number.
     """
     floats = (torch.bfloat16, torch.float16, torch.float32)
     require(input_tensor.dtype in floats, "input_tensor", input_tensor.dtype, ", ".join(map(str, floats)))

@@ -237,7 +237,8 @@ def of_call(arguments: dict[str, Any], signature: inspect.Signature) -> Iterator
 def _of_others(name: str, x, arguments: dict[str, Any]) -> Iterator[Change]:
     if isinstance(x, torch.Tensor) and x.numel():
         for other, y in arguments.items():
-            if other != name and isinstance(y, torch.Tensor) and y is not x and (x.shape, x.dtype) == (y.shape, y.dtype):
+            alike = isinstance(y, torch.Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype)
+            if alike and y is not x and other != name:
                 yield Change(f"the same tensor as {other}", y, LIKE, torch.clone(y))
 
 
