@@ -306,6 +306,16 @@ def _limited(seconds: int):
         signal.signal(signal.SIGALRM, before)
 
 
+class _Said:
+    """Text that is put together when it is needed."""
+
+    def __init__(self, make: Callable[[], str]):
+        self._make = make
+
+    def __format__(self, spec: str) -> str:
+        return self._make()
+
+
 def attempt(
     function: Callable, arguments: dict, name: str, change: Change, names: set[str], shown: str, written=None
 ) -> Any:
@@ -329,7 +339,7 @@ def attempt(
         refusal where one is due, or an argument that is written and should only be read.
     """
     given = copied(arguments | {name: change.value})
-    call = f"{shown}({name}: {change.what}; {described(given)})"
+    call = _Said(lambda: f"{shown}({name}: {change.what}; {described(given)})")
     tensors = tensors_in(given)
     before = [_bytes(x) for x in tensors]
     try:

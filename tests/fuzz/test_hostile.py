@@ -6,7 +6,11 @@
     pytest tests/ops/norm --hostile all                    every change of every argument, once a function
 """
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +21,13 @@ from tests import rooms
 from tests.fuzz.intercept import Hostile, intercepted
 
 CALLS_ON_CPU = 500
+TESTS = Path(__file__).parents[1]
+# Whose public functions refuse, or answer rightly, every change of every argument.
+EVERY = (
+    "ops/activation", "ops/attention/block_scores", "ops/attention/mqa_logits", "ops/concat", "ops/gemm", "ops/mhc",
+    "ops/moe", "ops/norm", "ops/page", "ops/quantize", "ops/recurrent", "ops/rope", "ops/sampling", "ops/topk",
+    "cascade", "fused_moe", "logits_processor",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("room", sorted(rooms.CALLS))
@@ -33,6 +44,16 @@ def test_room(room, pytestconfig):
             assert calls.made > before, "the room calls no public function"
     assert not calls.wrong, f"{len(calls.wrong)} of {calls.made}:\n" + "\n".join(calls.wrong.values())
     print(f"{room}: {calls.made} calls, {calls.refused} refused")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("folder", EVERY)
+def test_every_change_of_every_argument(folder):
+    """Beside the public calls of a folder's tests, one case of each."""
+    command = (sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:xdist", "--hostile", "all", TESTS / folder)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    print(*done.stdout.splitlines()[-60:], sep="\n")
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 class TestTheJudge:
@@ -77,6 +98,47 @@ class TestTheJudge:
 
         with pytest.raises(fuzz.Wrong, match="not done after 1 s"):
             self.attempt(waits)
+
+    def test_a_write_to_what_is_read(self):
+        def writes(x, y):
+            y.add_(1)
+
+        change = hostile.Change("a change", 2)
+        with pytest.raises(fuzz.Wrong, match="only read was written"):
+            hostile.attempt(writes, dict(x=1, y=torch.ones(3)), "x", change, {"x", "y"}, "function", set())
+
+    def judged(self, function, **arguments):
+        calls = Hostile()
+        calls.visit(function, None, (), arguments)
+        return {what for _, _, what in calls.wrong}
+
+    def test_codes_of_another_format(self):
+        def reads_bytes(x: torch.Tensor):
+            if not isinstance(x, torch.Tensor) or x.device.type != "cpu" or x.itemsize != 1 or x.dim() != 2:
+                raise ValueError("x: got another; allowed: a tensor of bytes")
+            return x.view(torch.uint8).float()
+
+        x = torch.arange(6, dtype=torch.uint8).view(2, 3)
+        assert self.judged(reads_bytes, x=x) == {"torch.bool"}
+
+    def test_a_view_that_is_not_one(self):
+        def takes_strides_for_rows(x: torch.Tensor):
+            if not isinstance(x, torch.Tensor) or x.device.type != "cpu" or x.dtype != torch.float32 or x.dim() != 2:
+                raise ValueError("x: got another; allowed: a float32 matrix")
+            return x.as_strided(x.shape, (x.shape[1], 1)).clone()
+
+        wrong = self.judged(takes_strides_for_rows, x=torch.randn(4, 6))
+        assert {"gaps along 0", "gaps along 1", "column-major"} <= wrong
+
+    def test_one_tensor_for_two(self):
+        def adds(out: torch.Tensor, x: torch.Tensor):
+            for name, t in (("out", out), ("x", x)):
+                if not isinstance(t, torch.Tensor) or t.device.type != "cpu" or t.shape != (3,) or t.dtype != x.dtype:
+                    raise ValueError(f"{name}: got another; allowed: [3]")
+            out.zero_()
+            out += x
+
+        assert "the same tensor as x" in self.judged(adds, out=torch.zeros(3), x=torch.ones(3))
 
     def test_copies_share_what_was_shared_and_nothing_else(self):
         x = torch.arange(12).view(3, 4)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from flashinfer._core.checks import is_aligned, require
+from flashinfer._core.checks import check_apart, is_aligned, require
 from flashinfer.ops.attention.config import factor_alignment
 from flashinfer.ops.attention.options import MOST_KEYS, PlanOptions, is_finite
 from flashinfer.ops.attention.problem import Inputs
@@ -147,6 +147,7 @@ def _given(plan, name: str, t: torch.Tensor, shape: tuple, dtype: torch.dtype) -
     require(t.dtype == dtype, name, t.dtype, str(dtype))
     require(t.device == plan.device, name, f"a tensor on {t.device}", str(plan.device))
     require(t.stride(-1) == 1, name, f"stride {t.stride(-1)} of the last axis", "1")
+    check_apart([(name, t)])
     return t
 
 
