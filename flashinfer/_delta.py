@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashinfer._core.checks import check_indptr, check_values, dtype_name, require, same_device
+from flashinfer._core.checks import check_apart, check_indptr, check_values, dtype_name, require, same_device
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.config import power_of_two
 from flashinfer.ops.recurrent.delta.operands import Gates, Kept, Norm, Pool, Tokens
@@ -120,6 +120,9 @@ _TABLES = {
 def check_tables(pool: Pool, tokens: Tokens, slots_name: str = "") -> None:
     """Values of tables on the host: slots and offsets that are there. A table on a GPU is not waited for."""
     names = _TABLES | ({"read": slots_name} if slots_name else {})
+    # Of one pool, what is read and what is written may be one tensor.
+    for name, states in (("state", pool.state), ("intermediate_states_buffer", pool.each)):
+        check_apart([(name, states)])
     if tokens.offsets is not None and tokens.offsets.device.type == "cpu":
         check_indptr(names["offsets"], tokens.offsets.numpy(), tokens.k.shape[1], "the tokens", sliced=True)
     for field, states in (("read", pool.source), ("write", pool.state), ("rows", pool.state)):
@@ -168,6 +171,7 @@ def run_step(
     """Run tokens one after another; the arguments are those of the room's operands, checked. slots_name : the caller's
     argument for the slots that are read."""
     check_tables(pool, tokens, slots_name)
+    check_apart([("output", out)])
     device = same_device(
         q=tokens.q,
         k=tokens.k,

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer._core.checks import check_apart, dtype_name, require, same_device
 from flashinfer._delta import INDICES, STATES, check_tables, require_dtype, require_shape, rows_of
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.operands import Gates, Marks, Pool, Tokens
@@ -67,6 +67,7 @@ def run_chunks(
 
     segment : tokens of the parts of sequences that go in parallel, whole chunks; 0: each sequence in one go.
     """
+    check_apart([("output", out), ("state_checkpoints", None if marks is None else marks.out)])
     on_the_way = {} if marks is None else {"state_checkpoints": marks.out, "checkpoint_cu_starts": marks.starts,
                                            "checkpoint_state_indices": marks.slots}  # fmt: skip
     device = same_device(

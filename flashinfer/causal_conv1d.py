@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import check_indptr, check_values, dtype_name, require, same_device
+from flashinfer._core.checks import check_apart, check_indptr, check_values, dtype_name, require, same_device
 from flashinfer._delta import INDICES, INPUTS, require_dtype, require_shape, variant_for
 from flashinfer.ops.recurrent import conv as room
 from flashinfer.ops.recurrent.layouts import whole_rows
@@ -180,6 +180,7 @@ def run_conv(call: room.Call, activation, *, rolling: bool, long: bool, backend:
         require(state.shape[2] >= width - 1, "conv_state", f"{state.shape[2]} columns", f"at least {width - 1}")
     device = same_device(x=x, weight=weight, bias=call.bias, conv_state=state, out=call.out, **tables,
                          has_initial_state=call.fresh)  # fmt: skip
+    check_apart([("conv_state", state), ("out", call.out)])
     if call.offsets is not None and call.offsets.device.type == "cpu":
         check_indptr("query_start_loc", call.offsets.numpy(), x.shape[1], "the tokens of x", sliced=True)
     if call.slots is not None and state is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import require
-from flashinfer._delta import require_shape, scale_or_unset
+from flashinfer._core.checks import check_apart, check_values, require
+from flashinfer._delta import INPUTS, STATES, require_dtype, require_shape, scale_or_unset
 from flashinfer.causal_conv1d import run_conv
 from flashinfer.gdn_decode import decode_tokens
 from flashinfer.gemm import mm_bf16
@@ -17,7 +17,10 @@ __all__ = ["gdn_fused_decode_step", "gdn_fused_decode_step_supported"]
 
 
 @checked
-@named(conv_state_indices="state_indices", initial_state_indices="state_indices")
+@named(
+    conv_state_indices="state_indices", initial_state_indices="state_indices", initial_state="ssm_state",
+    state="ssm_state", x="mixed_qkv", weight="conv_weight", bias="conv_bias", a="hidden_states", b="w_ba", output="out",
+)
 def gdn_fused_decode_step(
     hidden_states: torch.Tensor,
     w_ba: torch.Tensor,
@@ -88,6 +91,12 @@ def gdn_fused_decode_step(
     require_shape("conv_weight", conv_weight, channels, None)
     require_shape("conv_state", conv_state, None, channels, conv_weight.shape[1] - 1)
     require_shape("state_indices", state_indices, batch)
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        require_shape(name, x, heads)
+        require_dtype(name, x, INPUTS)
+    require_dtype("ssm_state", ssm_state, STATES)
+    check_values("state_indices", state_indices.clamp(min=-1), -1, min(len(ssm_state), len(conv_state)) - 1)
+    check_apart([("conv_state", conv_state), ("ssm_state", ssm_state)])
     ba = mm_bf16(hidden_states, w_ba, out_dtype=hidden_states.dtype, backend="auto")
     mixed = torch.empty(mixed_qkv.shape, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
     call = Call(mixed_qkv[:, None], conv_weight.T[None], conv_bias, conv_state, mixed[:, None], state_indices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import check_indptr, require
 from flashinfer.ops.recurrent import ssm as room
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,6 +91,8 @@ def check_tables(tables: dict, tokens: room.Tokens) -> torch.dtype:
         table = tables["state_batch_indices"]
         fits = table is not None and table.dim() == 2
         require(fits, "state_batch_indices", None if table is None else tuple(table.shape), f"[{n}, columns]")
+    if tokens.offsets is not None and tokens.offsets.device.type == "cpu":
+        check_indptr("cu_seqlens", tokens.offsets.numpy(), tokens.x.shape[1], "the tokens", sliced=True)
     return torch.int64 if torch.int64 in found else torch.int32
 
 

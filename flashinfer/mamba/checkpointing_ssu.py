@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer._core.checks import check_apart, check_values, dtype_name, require, same_device
 from flashinfer.autotuner import TunableRunner, TuningConfig
 from flashinfer.mamba._operands import check_seed, check_tables, is_tied, operands
 from flashinfer.ops.recurrent import ssm as room
@@ -18,6 +18,7 @@ _ALGORITHMS = ("auto", "monolith", "two-kernel")
 _MOST = 16
 
 
+@checked
 def allocate_checkpointing_ssu_scratch(
     batch_size: int,
     num_heads: int,
@@ -170,6 +171,8 @@ def checkpointing_ssu(
     _, tokens, layer, state, state_scale = operands(
         state, lead(x), lead(dt), A, lead(B), lead(C), D, lead(z), dt_bias, state_scale, lead(out), cu_seqlens
     )
+    apart = out.data_ptr() != x.data_ptr() or not x.numel()
+    require(apart, "out", "the memory of x", "memory of its own")
     require(is_tied(tokens.dt, layer), "dt, A, dt_bias", "strides", "one value for a head, repeated by strides of 0")
     most = x.shape[1] if max_seqlen is None else max_seqlen
     ring = room.Ring(x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, most)
@@ -225,6 +228,9 @@ def _check_ring(ring: room.Ring, tokens: room.Tokens, state: torch.Tensor) -> No
         require(tensor.dtype == wanted, name, tensor.dtype, str(wanted))
         rows = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
         require(rows or name == "dt_cache", name, f"strides {tensor.stride()}", "a last stride of 1")
+    check_apart([("state", state), *((name, tensor) for name, (tensor, *_) in shapes.items())])
+    check_values("ring_start", ring.start, 0, ring.length - 1)
+    check_values("prev_num_accepted_tokens", ring.count, 0, ring.length - ring.most)
 
 
 class CheckpointingSSURunner(TunableRunner):

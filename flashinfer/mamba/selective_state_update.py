@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, require, same_device
+from flashinfer._core.checks import check_apart, dtype_name, require, same_device
 from flashinfer.mamba._operands import check_each, check_seed, check_tables, is_tied, operands
 from flashinfer.ops.recurrent import ssm as room
 from flashinfer.ops.recurrent.layouts import whole_rows
@@ -154,6 +154,7 @@ def selective_state_update(
     if each is not None:
         check_each(each, each_scale, tokens, state)
     check_seed(rand_seed, philox_rounds)
+    check_apart([("state", state), ("intermediate_states_buffer", each), ("out", result)])
     same_device(
         state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state_scale=state_scale, out=out,
         intermediate_states_buffer=each, intermediate_state_scales=each_scale, cu_seqlens=cu_seqlens,

@@ -188,6 +188,8 @@ def _with_gaps(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _laid_as(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    if 0 in x.stride():
+        return values.contiguous()
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(values)
 
 

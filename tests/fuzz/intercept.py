@@ -35,6 +35,8 @@ _OTHERS = {
 _ENDS = {"destroy", "reset", "end_forward"}
 # They read tables of addresses, which nothing can check.
 _BY_ADDRESS = {"replayssm_materialize"}
+# What they keep of a call is counted.
+_KEEPS = {"KDAPrefillPlanCache"}
 # Steps of a mixture of experts, each of which takes what the one before it gave.
 _STEPS = {"finalize", "token_map"}
 
@@ -155,7 +157,7 @@ def _call_of(function, owner, args, named) -> _Call | None:
     signature = inspect.signature(function)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     given = (*args, *named.values())
-    if inspect.Parameter.VAR_POSITIONAL in kinds or any(map(_is_traced, given)):
+    if inspect.Parameter.VAR_POSITIONAL in kinds or any(_is_traced(x) or type(x).__name__ in _KEEPS for x in given):
         return None
     # A test of defaults, or of tensors without memory.
     if torch.get_default_device().type != "cpu" or any(map(_is_meta, given)):
