@@ -161,6 +161,8 @@ def causal_conv1d_fn(
 
 def run_conv(call: room.Call, activation, *, rolling: bool, long: bool, backend: str) -> None:
     """Check the tensors of a convolution, and run it."""
+    if call.offsets is not None:
+        require(call.offsets.dim() == 1, "query_start_loc", f"shape {tuple(call.offsets.shape)}", "[sequences + 1]")
     x, weight, state, n = call.x, call.weight, call.state, call.sequences
     require(activation in _ACTIVATIONS, "activation", repr(activation), ", ".join(map(repr, _ACTIVATIONS)))
     width, channels = weight.shape[1], x.shape[2]

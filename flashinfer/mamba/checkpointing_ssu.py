@@ -171,8 +171,10 @@ def checkpointing_ssu(
     _, tokens, layer, state, state_scale = operands(
         state, lead(x), lead(dt), A, lead(B), lead(C), D, lead(z), dt_bias, state_scale, lead(out), cu_seqlens
     )
-    apart = out.data_ptr() != x.data_ptr() or not x.numel()
-    require(apart, "out", "the memory of x", "memory of its own")
+    check_apart([("out", out)])
+    for name, read in (("x", x), ("dt", dt), ("B", B), ("C", C), ("z", z)):
+        apart = read is None or out.data_ptr() != read.data_ptr() or not out.numel()
+        require(apart, "out", f"the memory of {name}", "memory of its own")
     require(is_tied(tokens.dt, layer), "dt, A, dt_bias", "strides", "one value for a head, repeated by strides of 0")
     most = x.shape[1] if max_seqlen is None else max_seqlen
     ring = room.Ring(x_cache, B_cache, dt_cache, ring_start, prev_num_accepted_tokens, most)

@@ -170,7 +170,7 @@ def _of_shape(x: torch.Tensor) -> Iterator[Change]:
         yield _later(f"twice as long along {dim}", lambda dim=dim: torch.cat((x, x), dim))
         yield _later(f"one element more along {dim}", lambda dim=dim: torch.cat((x, x.narrow(dim, 0, 1)), dim))
         yield _later(f"gaps along {dim}", lambda dim=dim: _with_gaps(x, dim), SAME)
-        if x.shape[dim] > 1:
+        if x.shape[dim] > 1 and 0 not in x.stride():
             one = x.narrow(dim, 0, 1)
             yield _later(f"stride 0 along {dim}", lambda one=one: one.expand(x.shape), LIKE, partial(_laid_as, x))
     if 0 not in x.stride():
@@ -241,7 +241,7 @@ def _of_others(name: str, x, arguments: dict[str, Any]) -> Iterator[Change]:
         for other, y in arguments.items():
             alike = isinstance(y, torch.Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype)
             if alike and y is not x and other != name:
-                yield Change(f"the same tensor as {other}", y, LIKE, torch.clone(y))
+                yield Change(f"the same tensor as {other}", y, LIKE, copied(y))
 
 
 def drawn(arguments: dict[str, Any], signature: inspect.Signature, draw: random.Random) -> tuple[str, Change] | None:

@@ -37,6 +37,8 @@ _ENDS = {"destroy", "reset", "end_forward"}
 _BY_ADDRESS = {"replayssm_materialize"}
 # What they keep of a call is counted.
 _KEEPS = {"KDAPrefillPlanCache"}
+# A tuner gives it arguments by position, which it names as the function does that it runs.
+_TUNED = {"CheckpointingSSURunner", "TunableRunner"}
 # Steps of a mixture of experts, each of which takes what the one before it gave.
 _STEPS = {"finalize", "token_map"}
 
@@ -64,7 +66,7 @@ def public():
         # What answers whether something is supported never refuses; the parts of an adapter go by address, too.
         name = found.__name__
         # A record keeps what it is given.
-        others = dataclasses.is_dataclass(found) or name in _BY_ADDRESS | _STEPS or name.startswith("bgmv_moe_")
+        others = dataclasses.is_dataclass(found) or name in _BY_ADDRESS | _STEPS | _TUNED or name.startswith("bgmv_moe_")
         if others or name.startswith(("supports_", "resolve_")) or name.endswith("_supported"):
             continue
         seen.add(found)
