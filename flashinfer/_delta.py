@@ -117,11 +117,11 @@ _TABLES = {
 }  # fmt: skip
 
 
-def check_tables(pool: Pool, tokens: Tokens, slots_name: str = "") -> None:
+def check_tables(pool: Pool, tokens: Tokens, slots_name: str = "", state_name: str = "state") -> None:
     """Values of tables on the host: slots and offsets that are there. A table on a GPU is not waited for."""
     names = _TABLES | ({"read": slots_name} if slots_name else {})
     # Of one pool, what is read and what is written may be one tensor.
-    for name, states in (("state", pool.state), ("intermediate_states_buffer", pool.each)):
+    for name, states in ((state_name, pool.state), ("intermediate_states_buffer", pool.each)):
         check_apart([(name, states)])
     if tokens.offsets is not None and tokens.offsets.device.type == "cpu":
         check_indptr(names["offsets"], tokens.offsets.numpy(), tokens.k.shape[1], "the tokens", sliced=True)

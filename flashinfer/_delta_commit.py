@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import check_values, dtype_name, require, same_device
+from flashinfer._core.checks import check_apart, check_values, dtype_name, require, same_device
 from flashinfer._delta import INDICES, INPUTS, STATES, require_dtype, require_shape, variant_for
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.operands import Accepted, Window
@@ -103,6 +103,9 @@ def gated_delta_rule_replayssm_commit(
     batch = state_indices.shape[0] if state_indices.dim() else 0
     for name, x in tables.items():
         require_shape(name, x, batch)
+        require_dtype(name, x, INDICES)
+    check_values("accept_lens", accept_lens, 0, tokens)
+    check_apart([("checkpoint_state", checkpoint_state)])
     for name in ("state_indices", "track_state_indices"):
         if tables[name] is not None:
             check_values(name, tables[name].clamp(min=null_block_id), null_block_id, slots - 1)

@@ -24,7 +24,7 @@ def check_states(tokens: Tokens, pool: Pool, names: tuple[str, str, str]) -> Non
         require_dtype(name, x, STATES)
     require_shape(names[2], pool.read, n)
     require_dtype(names[2], pool.read, INDICES)
-    check_tables(pool, tokens, names[2])
+    check_tables(pool, tokens, names[2], names[1])
 
 
 def marks_of(

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._delta import (
     INPUTS,
@@ -179,6 +179,7 @@ def gated_delta_rule_decode(
 
 
 @checked
+@named(state="initial_state")
 def gated_delta_rule_mtp(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -6,7 +6,7 @@ import torch
 
 from flashinfer import kda
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import check_values, dtype_name, require, same_device
+from flashinfer._core.checks import check_apart, check_values, dtype_name, require, same_device
 from flashinfer._delta import (
     INDICES,
     INPUTS,
@@ -31,6 +31,7 @@ _MODES = (None, "positive_unique", "unique_or_null", "repeated_positive")
 
 
 @checked
+@named(state="initial_state")
 def recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -69,6 +70,7 @@ def recurrent_kda(
 
 
 @checked
+@named(q="mixed_qkv", k="mixed_qkv", v="mixed_qkv", g="raw_gate", beta="raw_beta")
 def packed_kda_decode(
     mixed_qkv: torch.Tensor,
     raw_gate: torch.Tensor,
@@ -196,7 +198,8 @@ def fused_kda_decode(
         A shape, dtype or device other than the above.
     """
     require(state_indices_mode in _MODES, "state_indices_mode", repr(state_indices_mode), ", ".join(map(repr, _MODES)))
-    require_shape("state_indices", state_indices, x.shape[0])
+    require(x.dim() == 2, "x", f"shape {tuple(x.shape)}", "[rows, channels]")
+    require_shape("state_indices", state_indices, len(x))
     tables = state_indices, None, None
     layer = weight, conv_state, raw_gate, raw_beta, state, output_gate
     variant = variant_for(backend, "cute-dsl", "cake")
@@ -206,7 +209,7 @@ def fused_kda_decode(
 
 
 @checked
-@named(conv_state_indices="state_indices", query_start_loc="cu_seqlens")
+@named(conv_state_indices="state_indices", cu_seqlens="query_start_loc", g="raw_gate", beta="raw_beta")
 def packed_fused_kda_decode(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -247,6 +250,7 @@ def packed_fused_kda_decode(
     t1_state_indices : torch.Tensor, optional
         [rows], T = 1: the slot of each row; then query_start_loc is not read.
     """
+    require(x.dim() == 2, "x", f"shape {tuple(x.shape)}", "[rows, channels]")
     require_shape("state_indices", state_indices, None, None)
     n, longest = state_indices.shape
     require_shape("query_start_loc", query_start_loc, n + 1)
@@ -281,6 +285,19 @@ def _layer(x, layer: tuple, raw: tuple, norm: Norm, tables: tuple, output, backe
     require_shape("norm_weight", norm.weight, dim)
     require(norm.eps >= 0, "norm_eps", norm.eps, "at least 0")
     out = output_like(output, (1, rows, heads, dim), x.dtype, x.device)
+    require(2 <= weight.shape[1] <= 4, "weight", f"width {weight.shape[1]}", "a width of 2 to 4")
+    given = {"x": x, "weight": weight, "conv_state": conv_state, "raw_gate": raw_gate, "raw_beta": raw_beta}
+    for name, tensor in given.items():
+        require_dtype(name, tensor, INPUTS)
+    require_dtype("output", out, INPUTS)
+    require_shape("state", state, None, heads, dim, dim)
+    require_dtype("state", state, STATES)
+    require_dtype("state_indices", slots, INDICES)
+    gates_of(True, *raw, (heads, heads), dim)
+    # All of it before the convolution writes its state.
+    check_apart([("conv_state", conv_state), ("state", state), ("output", out)])
+    apart = out.data_ptr() != raw_gate.data_ptr() or not out.numel()
+    require(apart, "output", "the memory of raw_gate", "memory of its own")
     check_values("state_indices", slots.clamp(min=0), 0, len(state) - 1)
     if offsets is None:
         one = LayerTokens(x, weight, rows_of(raw_gate[0]), raw_beta[0])
@@ -302,13 +319,7 @@ def _one_token(tokens: LayerTokens, states: LayerStates, out, raw: tuple, norm: 
     rows, heads, dim = gate.shape
     A_log, dt_bias, lower_bound = raw
     kind, gates = gates_of(True, A_log, dt_bias, lower_bound, (heads, heads), dim)
-    require(2 <= weight.shape[1] <= 4, "weight", f"width {weight.shape[1]}", "a width of 2 to 4")
     given = {"x": x, "weight": weight, "conv_state": states.conv, "raw_gate": gate, "raw_beta": beta, "output": out}
-    for name, tensor in given.items():
-        require_dtype(name, tensor, INPUTS)
-    require_shape("state", states.state, None, heads, dim, dim)
-    require_dtype("state", states.state, STATES)
-    require_dtype("state_indices", states.slots, INDICES)
     given |= {"state": states.state, "state_indices": states.slots, "A_log": gates.a_log, "dt_bias": gates.bias}
     device = same_device(**given, output_gate=norm.gate, norm_weight=norm.weight)
     gates = gates._replace(

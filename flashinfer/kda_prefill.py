@@ -108,7 +108,12 @@ def prepare_bf16_kda_prefill(
         "state_checkpoints": state_checkpoints,
         "checkpoint_cu_starts": checkpoint_cu_starts,
     }
-    lengths = None if sequence_lengths is None else tuple(int(n) for n in sequence_lengths)
+    require(q.dim() in (3, 4), "q", tuple(q.shape), "[batch, T, heads, K], or [tokens, heads, K]")
+    offsets = cu_seqlens is None or cu_seqlens.dim() == 1
+    require(offsets, "cu_seqlens", None if cu_seqlens is None else tuple(cu_seqlens.shape), "[sequences + 1]")
+    lengths = None if sequence_lengths is None else tuple(sequence_lengths)
+    whole = lengths is None or all(isinstance(n, (int, np.integer)) for n in lengths)
+    require(whole, "sequence_lengths", lengths, "integers")
     scalars = {
         "scale": scale,
         "lower_bound": lower_bound,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._delta import require_dtype, require_shape
 from flashinfer.gdn_decode import decode_tokens
@@ -14,6 +14,7 @@ __all__ = ["gated_delta_rule_bf16state_cooprow_mtp", "gated_delta_rule_mtp"]
 
 
 @checked
+@named(state="initial_state")
 def gated_delta_rule_mtp(
     A_log: torch.Tensor,
     a: torch.Tensor,
