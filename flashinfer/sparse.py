@@ -6,10 +6,10 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.backends import variants_of
-from flashinfer._core.checks import UnsupportedConfig, check_apart, indptr_values, require
+from flashinfer._core.checks import UnsupportedConfig, indptr_values, require
 from flashinfer.ops.attention.engine import integers, refuse
 from flashinfer.ops.attention.masks import as_bool
-from flashinfer.ops.attention.operands import is_plain, with_lse
+from flashinfer.ops.attention.operands import check_given, is_plain, with_lse
 from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.wrapper import device_of
@@ -279,7 +279,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         call = dict(zip(("q_scale", "k_scale", "v_scale"), given), return_lse=return_lse, params=self._params)
         if self._per_head:
             call["return_lse"] = return_lse or lse is not None
-            _check_given(lse, "lse", q.shape[:2], torch.float32)
+            check_given("lse", lse, q.shape[:2], torch.float32)
             of_heads = [x.transpose(0, 1) for x in (q, k, v)]
             result = _run_per_head(plan, *of_heads, self._blocks.page_size, self._kv_heads, call)
             out = _filled(out, "out", result[0].transpose(0, 1))
@@ -442,7 +442,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             fits = x.dim() == 3 and x.shape[1] == n
             require(fits, name, tuple(x.shape), f"[num_kv_heads, {n}, head_dim], as planned")
         call = dict(return_lse=return_lse or lse is not None, params=self._params)
-        _check_given(lse, "lse", q.shape[:2], torch.float32)
+        check_given("lse", lse, q.shape[:2], torch.float32)
         result, result_lse = _run_per_head(plan, q, k, v, self._blocks.page_size, self._kv_heads, call, out)
         out = result if out is None or result is out else _filled(out, "out", result)
         lse = _filled(lse, "lse", result_lse) if call["return_lse"] else None
@@ -490,15 +490,8 @@ def _filled(given: torch.Tensor | None, name: str, result: torch.Tensor) -> torc
     """The result, in the tensor that is given for it."""
     if given is None:
         return result.contiguous()
-    _check_given(given, name, result.shape, result.dtype)
+    check_given(name, given, result.shape, result.dtype)
     return given.copy_(result)
-
-
-def _check_given(given: torch.Tensor | None, name: str, shape: tuple, dtype: torch.dtype) -> None:
-    if given is not None:
-        require(given.shape == shape, name, tuple(given.shape), str(tuple(shape)))
-        require(given.dtype == dtype, name, given.dtype, str(dtype))
-        check_apart([(name, given)])
 
 
 def _as_they_are(kv):

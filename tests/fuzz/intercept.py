@@ -66,7 +66,8 @@ def public():
         # What answers whether something is supported never refuses; the parts of an adapter go by address, too.
         name = found.__name__
         # A record keeps what it is given.
-        others = dataclasses.is_dataclass(found) or name in _BY_ADDRESS | _STEPS | _TUNED or name.startswith("bgmv_moe_")
+        others = dataclasses.is_dataclass(found) or name in _BY_ADDRESS | _STEPS | _TUNED
+        others |= name.startswith("bgmv_moe_")
         if others or name.startswith(("supports_", "resolve_")) or name.endswith("_supported"):
             continue
         seen.add(found)

@@ -142,12 +142,18 @@ def outputs(plan, q: torch.Tensor, out, lse, wants_lse: bool) -> tuple[torch.Ten
     return out, lse
 
 
+def check_given(name: str, t: torch.Tensor | None, shape: tuple, dtype: torch.dtype) -> None:
+    """Check an output that a caller may give."""
+    if t is not None:
+        require(tuple(t.shape) == tuple(shape), name, tuple(t.shape), str(tuple(shape)))
+        require(t.dtype == dtype, name, t.dtype, str(dtype))
+        check_apart([(name, t)])
+
+
 def _given(plan, name: str, t: torch.Tensor, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
-    require(tuple(t.shape) == shape, name, tuple(t.shape), str(shape))
-    require(t.dtype == dtype, name, t.dtype, str(dtype))
+    check_given(name, t, shape, dtype)
     require(t.device == plan.device, name, f"a tensor on {t.device}", str(plan.device))
     require(t.stride(-1) == 1, name, f"stride {t.stride(-1)} of the last axis", "1")
-    check_apart([(name, t)])
     return t
 
 
