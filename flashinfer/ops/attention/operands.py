@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from flashinfer._core.checks import check_apart, is_aligned, require
+from flashinfer._core.checks import check_apart, is_aligned, require, require_tensor
 from flashinfer.ops.attention.config import factor_alignment
 from flashinfer.ops.attention.options import MOST_KEYS, PlanOptions, is_finite
 from flashinfer.ops.attention.problem import Inputs
@@ -144,6 +144,7 @@ def outputs(plan, q: torch.Tensor, out, lse, wants_lse: bool) -> tuple[torch.Ten
 
 def check_given(name: str, t: torch.Tensor | None, shape: tuple, dtype: torch.dtype) -> None:
     """Check an output that a caller may give."""
+    require_tensor(name, t, optional=True)
     if t is not None:
         require(tuple(t.shape) == tuple(shape), name, tuple(t.shape), str(tuple(shape)))
         require(t.dtype == dtype, name, t.dtype, str(dtype))
