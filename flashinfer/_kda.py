@@ -16,6 +16,7 @@ def check_inputs(q, k, v, g, beta) -> None:
     """Shapes and dtypes of the inputs, [rows, tokens, heads, ...]."""
     heads = require_tokens(q, k, v, "batch, T, heads, head_dim")
     rows, tokens, _, key_dim = q.shape
+    require(v.shape[2] == heads, "v", f"{v.shape[2]} heads", f"{heads}, or a multiple of those of q")
     require_shape("k", k, rows, tokens, q.shape[2], key_dim)
     require_shape("g", g, rows, tokens, heads, key_dim)
     require_shape("beta", beta, rows, tokens, heads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked
+from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer._delta import (
     INDICES,
@@ -25,6 +25,7 @@ __all__ = ["RecurrentKDAPrefillWrapper", "recurrent_kda"]
 
 
 @checked
+@named(state="initial_state")
 def recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,

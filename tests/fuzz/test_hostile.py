@@ -23,7 +23,7 @@ from tests.fuzz.intercept import Hostile, intercepted
 CALLS_ON_CPU = 500
 TESTS = Path(__file__).parents[1]
 # Whose public functions refuse, or answer rightly, every change of every argument.
-EVERY = ("ops/gemm/grouped", "ops/norm")
+EVERY = ("logits_processor", "ops/attention/block_scores", "ops/gemm", "ops/mhc", "ops/norm", "ops/topk")
 
 
 @pytest.mark.parametrize("room", sorted(rooms.CALLS))
