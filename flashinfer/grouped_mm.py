@@ -22,8 +22,8 @@ __all__ = [
 ]
 
 
-@answering("cudnn")
 @checked
+@answering("cudnn")
 def grouped_mm_bf16(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -69,8 +69,8 @@ def grouped_mm_bf16(
     return _unscaled(a, b, m_indptr, None, out, out_dtype, backend)
 
 
-@answering("cudnn")
 @checked
+@answering("cudnn")
 def grouped_mm_fp8(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -99,9 +99,9 @@ def grouped_mm_fp8(
     return _unscaled(a, b, m_indptr, given.alpha_of(alpha, a), out, out_dtype, backend)
 
 
-@answering("cudnn")
 @checked
 @named(a_scale="a_descale", b_scale="b_descale")
+@answering("cudnn")
 def grouped_mm_mxfp8(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -140,8 +140,8 @@ def grouped_mm_mxfp8(
     return _blocks(a, b, a_descale, b_descale, m_indptr, None, out, out_dtype, factors, backend)
 
 
-@answering("cudnn")
 @checked
+@answering("cudnn")
 def grouped_mm_fp4(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -200,8 +200,8 @@ def _unscaled(a, b, m_indptr, alpha, out, out_dtype, backend) -> torch.Tensor:
     return out
 
 
-@answering("cute")
 @checked
+@answering("cute")
 def moe_gemm_fp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -269,8 +269,8 @@ def moe_gemm_fp8_nt_groupwise(
     return _gated(made, out) if is_gated else made
 
 
-@answering("cute")
 @checked
+@answering("cute")
 def moe_gemm_mxfp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -226,8 +226,8 @@ def can_implement_filtered_topk() -> bool:
     return True
 
 
-@answering("auto", "radix", "gvr", "gvr_2", "radix_cutlass", "radix_filter")
 @checked
+@answering("auto", "radix", "gvr", "gvr_2", "radix_cutlass", "radix_filter")
 def top_k_varlen(
     logits: torch.Tensor,
     seq_lens: torch.Tensor,

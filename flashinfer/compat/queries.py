@@ -14,7 +14,8 @@ def answering(*backends: str, denied: tuple[str, ...] = ()) -> Callable[[Callabl
     """Decorator: the function answers as upstream's do, and takes `skip_check`, which skips nothing.
 
     `backends` and `denied` are upstream's names of its implementations, which all give the same result here. Engines go
-    on from a denied one to modules of that kernel, which are not here; a call may name it all the same.
+    on from a denied one to modules of that kernel, which are not here; a call may name it all the same. It stands below
+    `replayed`, which hands the attributes on.
 
     is_backend_supported(backend, cc=None) : whether the name is among `backends`, on that compute capability.
     is_compute_capability_supported(cc) : 80 and above.

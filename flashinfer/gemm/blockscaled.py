@@ -14,8 +14,8 @@ from flashinfer.ops.gemm import blockscaled as room
 __all__ = ["bmm_mxfp8", "mm_bf16_fp4", "mm_fp4", "mm_mxfp8", "prepare_bf16_fp4_weights"]
 
 
-@answering("auto", "cudnn", "cutlass", "trtllm", denied=("cute-dsl", "cutedsl_low_latency", "b12x"))
 @checked
+@answering("auto", "cudnn", "cutlass", "trtllm", denied=("cute-dsl", "cutedsl_low_latency", "b12x"))
 def mm_fp4(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -99,8 +99,8 @@ def mm_fp4(
     return out
 
 
-@answering("auto", "cutlass", "cudnn", "trtllm", denied=("cute-dsl", "cutedsl_low_latency", "b12x"))
 @checked
+@answering("auto", "cutlass", "cudnn", "trtllm", denied=("cute-dsl", "cutedsl_low_latency", "b12x"))
 def mm_mxfp8(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -160,9 +160,9 @@ def mm_mxfp8(
     return out
 
 
-@answering("auto", "cudnn", "cutlass")
 @checked
 @named(out_dtype="dtype")
+@answering("auto", "cudnn", "cutlass")
 def bmm_mxfp8(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -215,8 +215,8 @@ def bmm_mxfp8(
     return out
 
 
-@answering("cudnn", "cute-dsl")
 @checked
+@answering("cudnn", "cute-dsl")
 def prepare_bf16_fp4_weights(
     b: torch.Tensor,
     b_descale: torch.Tensor,
@@ -258,8 +258,8 @@ def prepare_bf16_fp4_weights(
     return b, b_descale[0], given.alpha_of(alpha, b)
 
 
-@answering("cudnn", "cute-dsl")
 @checked
+@answering("cudnn", "cute-dsl")
 def mm_bf16_fp4(
     a: torch.Tensor,
     b: torch.Tensor,

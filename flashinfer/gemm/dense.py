@@ -28,8 +28,8 @@ _BACKENDS = ", ".join(_THEIRS + _OURS)
 _OUT_NAMES = ", ".join(map(str, _OUT))
 
 
-@answering("auto", "cudnn", "cublaslt", "cutlass", "tgv", "tinygemm", denied=("cute-dsl", "cutile"))
 @replayed
+@answering("auto", "cudnn", "cublaslt", "cutlass", "tgv", "tinygemm", denied=("cute-dsl", "cutile"))
 def mm_bf16(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -76,8 +76,8 @@ def mm_bf16(
     return out
 
 
-@answering("auto", "cudnn", "cutlass", "cutile")
 @replayed
+@answering("auto", "cudnn", "cutlass", "cutile")
 def bmm_bf16(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -116,8 +116,8 @@ def bmm_bf16(
     return out
 
 
-@answering("auto", "cublas", "cudnn", "cutlass")
 @replayed
+@answering("auto", "cublas", "cudnn", "cutlass")
 def bmm_fp8(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -163,8 +163,8 @@ def bmm_fp8(
     return out
 
 
-@answering("trtllm_low_latency", "cutedsl_low_latency")
 @replayed
+@answering("trtllm_low_latency", "cutedsl_low_latency")
 def mm_fp8(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -214,8 +214,8 @@ def mm_fp8(
     return out
 
 
-@answering()
 @checked
+@answering()
 def tgv_gemm_sm100(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -266,8 +266,8 @@ def tgv_gemm_sm100(
     return out
 
 
-@answering()
 @checked
+@answering()
 def tinygemm_bf16(
     input: torch.Tensor,
     weight: torch.Tensor,

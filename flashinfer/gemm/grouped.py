@@ -26,8 +26,8 @@ __all__ = [
 ]
 
 
-@answering("auto", "trtllm", "cutlass")
 @checked
+@answering("auto", "trtllm", "cutlass")
 def group_gemm_fp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -95,8 +95,8 @@ def group_gemm_fp8_nt_groupwise(
     return _groupwise(a, b, a_scale, b_scale, "offsets", m_indptr, out, out_dtype, mnk, scale_major_mode, None, backend)
 
 
-@answering()
 @checked
+@answering()
 def group_deepgemm_fp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -131,8 +131,8 @@ def group_deepgemm_fp8_nt_groupwise(
     return _groupwise(a, b, a_scale, b_scale, "indices", m_indices, out, out_dtype, mnk, "K", None, "auto")
 
 
-@answering("deepgemm")
 @checked
+@answering("deepgemm")
 def batch_deepgemm_fp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -175,8 +175,8 @@ def batch_deepgemm_fp8_nt_groupwise(
     return _groupwise(a, b, a_scale, b_scale, "counts", masked_m, out, out_dtype, mnk, "K", expected_m, backend)
 
 
-@answering()
 @checked
+@answering()
 def group_gemm_mxfp8_mxfp4_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -225,8 +225,8 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
 group_gemm_mxfp4_nt_groupwise = group_gemm_mxfp8_mxfp4_nt_groupwise
 
 
-@answering()
 @checked
+@answering()
 def group_gemm_nvfp4_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -16,8 +16,8 @@ from flashinfer.ops.gemm import blockscaled as room
 __all__ = ["fp8_blockscale_gemm_sm90", "gemm_fp8_nt_blockscaled", "gemm_fp8_nt_groupwise"]
 
 
-@answering("cutlass", "trtllm")
 @replayed
+@answering("cutlass", "trtllm")
 def gemm_fp8_nt_groupwise(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -89,8 +89,8 @@ def gemm_fp8_nt_groupwise(
     return out
 
 
-@answering()
 @checked
+@answering()
 def gemm_fp8_nt_blockscaled(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -110,8 +110,8 @@ def gemm_fp8_nt_blockscaled(
     )
 
 
-@answering()
 @checked
+@answering()
 def fp8_blockscale_gemm_sm90(
     input: torch.Tensor,
     weight: torch.Tensor,

@@ -25,8 +25,8 @@ _RESULTS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": tor
 _TILING = ("mma_tiler_mn", "cluster_shape_mn", "sm_count")
 
 
-@answering()
 @checked
+@answering()
 def grouped_gemm_nt_masked(
     lhs: tuple[torch.Tensor, torch.Tensor],
     rhs: tuple[torch.Tensor, torch.Tensor],

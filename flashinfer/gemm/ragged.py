@@ -32,8 +32,8 @@ _SCALED = {
 }
 
 
-@answering("cutile")
 @checked
+@answering("cutile")
 def masked_bmm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -89,8 +89,8 @@ def masked_bmm(
     return _unscaled(a, b, out, masked_m, "counts", not transpose_b, a.shape[1], backend)
 
 
-@answering("cutile")
 @checked
+@answering("cutile")
 def ragged_bmm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -145,8 +145,8 @@ def ragged_bmm(
     return _unscaled(a, b, out, m_indptr, "offsets", not transpose_b, max_m, backend)
 
 
-@answering("cutile")
 @checked
+@answering("cutile")
 def ragged_block_scaled_bmm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -201,8 +201,8 @@ def ragged_block_scaled_bmm(
     return _groupwise(a, b, a_scale, b_scale, "offsets", m_indptr, None, out_dtype, mnk, "K", max_m, backend)
 
 
-@answering("cutile")
 @checked
+@answering("cutile")
 def masked_scaled_bmm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -280,8 +280,8 @@ def masked_scaled_bmm(
     return out
 
 
-@answering("cutile")
 @checked
+@answering("cutile")
 def ragged_scaled_bmm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -383,8 +383,8 @@ def _elements(x: torch.Tensor) -> int:
     return x.shape[-1] * (2 if x.dtype == torch.uint8 else 1)
 
 
-@answering()
 @checked
+@answering()
 def group_gemm_fp8_nt_groupwise_contiguous(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -23,8 +23,8 @@ __all__ = [
 ]
 
 
-@answering()
 @checked
+@answering()
 def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise rows of keys or values to NVFP4 with row-major factors.
 
@@ -54,8 +54,8 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[
     return codes[0], factors.view(input.shape[0], input.shape[1] // 16)
 
 
-@answering()
 @checked
+@answering()
 def nvfp4_kv_dequantize(
     fp4_data: torch.Tensor,
     block_scales: torch.Tensor,
