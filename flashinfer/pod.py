@@ -9,6 +9,7 @@ from flashinfer._core.checks import check_indptr, require
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from flashinfer.ops.attention.host_tables import host_lengths
 from flashinfer.ops.attention.variants import AttentionVariant
+from flashinfer.ops.attention.wrapper import MadeOfWrappers
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.prefill.single import single_prefill_with_kv_cache
 
@@ -27,7 +28,7 @@ def _of_part(part: str, function, tables: bool = False):
     return named(**names)(function)
 
 
-class PODWithPagedKVCacheWrapper:
+class PODWithPagedKVCacheWrapper(MadeOfWrappers):
     """One request's prefill over contiguous keys, and a batch's decode over pages.
 
     They are two launches in the order of the stream, since their keys lie in different tensors; `BatchAttention` has
@@ -198,7 +199,7 @@ class _MixedPrefillWrapper(BatchPrefillWithPagedKVCacheWrapper):
     _mixed = True
 
 
-class BatchPODWithPagedKVCacheWrapper:
+class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
     """A batch's prefill and another's decode, each over pages.
 
     Where both read one cache they are one launch, whose work list holds the tiles of both: blocks of threads that

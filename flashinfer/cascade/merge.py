@@ -23,7 +23,7 @@ def merge_state(
     v_a, v_b : torch.Tensor
         Attention outputs, shape [seq_len, num_heads, head_dim]; float16, bfloat16 or float32, both alike.
     s_a, s_b : torch.Tensor
-        Their log-sum-exps, base 2, float32, shape [seq_len, num_heads].
+        Their log-sum-exps, base 2, shape [seq_len, num_heads]; float32, or another floating type, which is converted.
 
     Returns
     -------
@@ -44,6 +44,7 @@ def merge_state(
 
     The formula is in Ye et al., FlashInfer, arXiv:2501.01005, section 2.2.
     """
+    s_a, s_b = _as_float32(s_a), _as_float32(s_b)
     _check_state("v_a", v_a, "s_a", s_a)
     _check_state("v_b", v_b, "s_b", s_b)
     _check_alike("v_b", v_b, v_a)
@@ -65,9 +66,10 @@ def merge_state_in_place(
         Attention outputs, shape [seq_len, num_heads, head_dim]; float16, bfloat16 or float32, both alike. v is
         overwritten with the merged output.
     s, s_other : torch.Tensor
-        Their log-sum-exps, base 2, float32, shape [seq_len, num_heads]. s is overwritten.
+        Their log-sum-exps, base 2, shape [seq_len, num_heads]. s is float32 and is overwritten; s_other may be of
+        another floating type, which is converted.
     mask : torch.Tensor, optional
-        bool, shape [seq_len]: tokens where it is false keep their v and s. Read on the device, so that a captured
+        bool or uint8, shape [seq_len]: tokens where it is false, or 0, keep their v and s. Read on the device, so that a captured
         CUDA graph obeys its value at replay. None merges every token.
 
     Raises
@@ -79,6 +81,7 @@ def merge_state_in_place(
     -----
     Empty states, NaN and +inf are treated as by `merge_state`.
     """
+    s_other = _as_float32(s_other)
     _check_state("v", v, "s", s)
     _check_state("v_other", v_other, "s_other", s_other)
     _check_alike("v_other", v_other, v)
@@ -86,9 +89,11 @@ def merge_state_in_place(
         if any(stride == 0 and n > 1 for n, stride in zip(x.shape, x.stride())):
             require(False, name, f"strides {x.stride()}", "elements with memory of their own, as it is written")
     if mask is not None:
-        require(mask.dtype == torch.bool, "mask", mask.dtype, "torch.bool")
+        require(mask.dtype in (torch.bool, torch.uint8), "mask", mask.dtype, "torch.bool, torch.uint8")
         require(mask.shape == v.shape[:1], "mask", f"shape {tuple(mask.shape)}", f"({v.shape[0]},), one per token of v")
     same_device(v=v, s=s, v_other=v_other, s_other=s_other, mask=mask)
+    if mask is not None and mask.dtype == torch.uint8:
+        mask = mask.bool()
     _merge_into(v, s, v_other, s_other, mask)
 
 
@@ -102,7 +107,8 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
         Attention outputs, shape [seq_len, num_states, num_heads, head_dim]; float16, bfloat16 or float32. Any strides:
         outputs written one after another as [num_states, seq_len, ...] can be given transposed.
     s : torch.Tensor
-        Their log-sum-exps, base 2, float32, shape [seq_len, num_states, num_heads].
+        Their log-sum-exps, base 2, shape [seq_len, num_states, num_heads]; float32, or another floating type, which is
+        converted.
 
     Returns
     -------
@@ -120,6 +126,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     -----
     Empty states, NaN and +inf are treated as by `merge_state`; num_states = 0 gives v = 0, s = -inf.
     """
+    s = _as_float32(s)
     _check_state("v", v, "s", s, "[seq_len, num_states, num_heads, head_dim]")
     same_device(v=v, s=s)
     seq_len, _, num_heads, head_dim = v.shape
@@ -127,6 +134,11 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     lse = torch.empty(seq_len, num_heads, dtype=torch.float32, device=v.device)
     _merge_stack(v, s, out, lse)
     return out, lse
+
+
+def _as_float32(s):
+    """Log-sum-exps as kernels read them. What is of no floating type is left to the checks."""
+    return s.float() if s.dtype in (torch.float16, torch.bfloat16, torch.float64) else s
 
 
 def _check_state(v_name, v, s_name, s, dims="[seq_len, num_heads, head_dim]"):

@@ -6,12 +6,13 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
+from flashinfer.ops.attention.wrapper import MadeOfWrappers
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 from .merge import V_DTYPES, merge_states
 
 
-class MultiLevelCascadeAttentionWrapper:
+class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
     """Attention over a paged KV cache whose requests share prefixes, on any number of levels.
 
     The keys of a request are those of its nodes from level 0, the widest shared, to the last level, its own. Each level

@@ -7,6 +7,7 @@ import torch
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+from flashinfer.ops.attention.wrapper import MadeOfWrappers
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
 from .merge import merge_state_in_place
@@ -24,7 +25,7 @@ _OPERANDS = {
 }  # fmt: skip
 
 
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
     """Decode attention of requests that share one prefix: its keys contiguous, each request's own keys paged.
 
     Parameters
@@ -113,7 +114,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         """Kept for callers of older versions; there is nothing to release."""
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
     """Prefill and append attention of requests that share one prefix: its keys contiguous, each one's own paged.
 
     Parameters

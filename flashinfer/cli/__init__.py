@@ -58,7 +58,14 @@ class _Commands(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
 
-@click.command(cls=_Commands, help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    cls=_Commands, help=__doc__, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, prog_name="flashinfer")
-def main():
-    pass
+@click.option("--download-cubin", is_flag=True, help="Upstream's; nothing to download.")
+@click.pass_context
+def main(context, download_cubin):
+    if download_cubin and context.invoked_subcommand is None:
+        context.invoke(_Commands.get_command(context.command, context, "download-cubin"), options=(), as_json=False)
+    elif context.invoked_subcommand is None:
+        click.echo(context.get_help())

@@ -34,7 +34,7 @@ def get_batch_indices_positions(
         ``append_indptr[i + 1]``. Requests may append nothing. Offsets may be a slice of a larger batch's, from any
         first one: entries of the result before it are padding, too.
     seq_lens : torch.Tensor
-        [batch_size], int32 or int64: tokens of each request after the append.
+        [batch_size], int32 or int64: tokens of each request after the append. It may be on the host.
     nnz : int
         Entries of the result. Those from ``append_indptr[-1]`` on are padding: batch index -1 and position 0, which
         `append_paged_kv_cache` skips. A captured CUDA graph takes nnz for its largest batch.
@@ -69,6 +69,8 @@ def get_batch_indices_positions(
         require(tensor.dtype == torch.int32, name, tensor.dtype, "int32")
         require(tensor.is_contiguous(), name, f"stride {tensor.stride()}", "contiguous")
         made.append(tensor)
+    if seq_lens.device.type == "cpu" and append_indptr.is_cuda:
+        seq_lens = seq_lens.to(append_indptr.device, non_blocking=True)
     _batch_indices_positions(append_indptr, seq_lens, *made)
     return made[0], made[1]
 
@@ -82,7 +84,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     kv_indptr : torch.Tensor
         [batch_size + 1], int32 or int64: pages ``kv_indptr[i]`` to ``kv_indptr[i + 1]`` are those of request i.
     kv_last_page_len : torch.Tensor
-        [batch_size], dtype of kv_indptr: tokens in the last page. A request without pages has length 0, whatever
+        [batch_size], int32 or int64: tokens in the last page. A request without pages has length 0, whatever
         stands here.
     page_size : int
         Tokens of a page.
@@ -90,7 +92,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     Returns
     -------
     torch.Tensor
-        [batch_size], in the dtype of kv_indptr.
+        [batch_size], int64 if either table is.
 
     Raises
     ------
@@ -98,6 +100,10 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
         A shape, dtype or device other than the above.
     """
     require(page_size > 0, "page_size", page_size, "1 or more")
+    if kv_indptr.dtype != kv_last_page_len.dtype:
+        check_vector("kv_indptr", kv_indptr)
+        check_vector("kv_last_page_len", kv_last_page_len)
+        kv_indptr, kv_last_page_len = kv_indptr.long(), kv_last_page_len.long()
     out = torch.empty_like(kv_last_page_len, memory_format=torch.contiguous_format)
     _seq_lens(kv_indptr, kv_last_page_len, out, page_size)
     return out

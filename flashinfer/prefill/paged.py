@@ -182,13 +182,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         items = prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
         if any_items(*items):
             custom_mask = multi_item_mask(asked, tables, self._names, *items[:3])
-        check_agrees(tables, self._names, page_size, seq_lens=seq_lens, seq_lens_q=seq_lens_q,
-                     block_tables=block_tables, max_q=max_token_per_sequence, max_kv=max_sequence_kv,
-                     uniform_q_len=uniform_q_len)  # fmt: skip
-        self._plan(
-            asked, tables, longest_q=uniform_q_len or max_token_per_sequence or 0, custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask,
+        longest_q = check_agrees(
+            tables, self._names, page_size, seq_lens=seq_lens, seq_lens_q=seq_lens_q, block_tables=block_tables,
+            max_q=max_token_per_sequence, max_kv=max_sequence_kv, uniform_q_len=uniform_q_len,
         )  # fmt: skip
+        self._plan(
+            asked, tables, longest_q=longest_q, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask
+        )
 
     begin_forward = plan
 

@@ -27,10 +27,15 @@ def test_commands_with_nothing_to_do_say_so(name, words):
     assert document(name, *words)["done"] is False
 
 
-def test_as_vllm_calls_it():
-    command = [sys.executable, "-m", "flashinfer", "download-kernels"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0 and "nothing to download" in done.stdout
+@pytest.mark.parametrize("words", ["download-kernels", "download-cubin", "--download-cubin"])
+def test_as_engines_call_it(words):
+    """vLLM's command, and what SGLang's images and scripts run."""
+    done = subprocess.run([sys.executable, "-m", "flashinfer", words], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("nothing to download") and done.stdout.count("\n") == 1
+
+
+def test_no_command_is_the_help():
+    assert "list-modules" in invoke().stdout
 
 
 def test_modules_their_state_and_their_removal(monkeypatch):

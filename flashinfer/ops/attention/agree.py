@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 
 from flashinfer._core.checks import number, require
@@ -11,16 +13,20 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def check_agrees(tables: tuple, names: tuple, page_size: int, *, seq_lens=None, seq_lens_q=None, block_tables=None,
-                 max_q=None, max_kv=None, uniform_q_len=None) -> None:  # fmt: skip
+                 max_q=None, max_kv=None, uniform_q_len=None) -> int:  # fmt: skip
     """Raise ValueError where one of these contradicts `tables`, in the order of `tables.NAMES`, which `names` names.
+
+    Returns the bound on query lengths that they give; 0 for none.
 
     Only what is on the host is compared: looking at the rest would wait for the device. What is wrong with the tables
     themselves is left to the plan.
     """
+    max_q, max_kv = _bound("max_token_per_sequence", max_q), _bound("max_sequence_kv", max_kv)
+    uniform_q_len = _bound("uniform_q_len", uniform_q_len)
     given = dict(seq_lens=seq_lens, seq_lens_q=seq_lens_q, block_tables=block_tables, max_token_per_sequence=max_q,
                  max_sequence_kv=max_kv, uniform_q_len=uniform_q_len)  # fmt: skip
     if not any(value is not None for value in given.values()):
-        return
+        return 0
     q_lens = _steps(tables[QO_INDPTR])
     pages, last = _steps(tables[KV_INDPTR]), tables[LENGTHS]
     kv_lens = pages
@@ -32,13 +38,23 @@ def check_agrees(tables: tuple, names: tuple, page_size: int, *, seq_lens=None, 
         _check_lens(name, stated, lens, of)
     for name, bound, lens in (("max_token_per_sequence", max_q, q_lens), ("max_sequence_kv", max_kv, kv_lens)):
         if bound is not None and lens is not None and lens.numel():
-            longest, bound = int(lens.max()), number(name, bound)
+            longest = int(lens.max())
             require(longest <= bound, name, bound, f"at least {longest}, the longest of the tables")
     if uniform_q_len is not None and q_lens is not None:
         uniform = bool((q_lens == uniform_q_len).all())
         require(uniform, "uniform_q_len", uniform_q_len, f"the query length of every request by {names[QO_INDPTR]}")
     if block_tables is not None and pages is not None:
         _check_blocks(block_tables, tables, pages, names)
+    return uniform_q_len or max_q or 0
+
+
+def _bound(name: str, value) -> int | None:
+    """An integer of any kind as Python's."""
+    if value is None or type(value) is int:
+        return value
+    value = number(name, value)
+    require(isinstance(value, Integral), name, repr(value), "an integer")
+    return int(value)
 
 
 def _on_host(table) -> bool:

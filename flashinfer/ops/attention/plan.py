@@ -255,7 +255,8 @@ class Plan:
         if not x.out.shape[0] or not self.table.batch_size:
             return
         if x.schedule is None:
-            kernel(x)
+            with torch.no_grad():
+                kernel(x)
             return
         launch = kernel.hold(x)
         if key is not None and not self.debug:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -68,13 +70,18 @@ class AttentionWrapper:
         self._backend = backend
         self._variant = variant
         self._use_cuda_graph = buffers is not None
+        # The tables in use; in CUDA-graph mode the fixed buffers.
+        self._shown = Table() if buffers is None else buffers
+        self._debug = env.DEBUG.is_on()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Be a wrapper without a plan."""
         # The plan from tables; what run() takes, which is None while a change by an engine waits to be taken up; and
         # those whose buffers may serve again: in CUDA-graph mode, all that a graph may have been captured over.
         self._base: Plan | None = None
         self._active: Plan | None = None
         self._plans: dict[Kernels, Plan] = {}
-        # The tables in use; in CUDA-graph mode the fixed buffers.
-        self._shown = Table() if buffers is None else buffers
         self._store = TableStore(self.device, self._names, self._in_tokens, self._use_cuda_graph)
         # What the last plan from tables asked for, and what it left for one that is like it.
         self._asked: tuple = None, None, None
@@ -84,7 +91,6 @@ class AttentionWrapper:
         # Rows and KV entries of the first plan; -1 where only the device knew.
         self._first = -1, -1
         self._scratch: torch.Tensor | None = None
-        self._debug = env.DEBUG.is_on()
         self._number = traced.number_of(self)
         self._alibi: dict[tuple, torch.Tensor] = {}
         self._stream: int | None = None
@@ -92,6 +98,18 @@ class AttentionWrapper:
         self._last_checked: tuple = None, None
         self._last_kernels: tuple = None, None
         self._capturing = False
+
+    def __getstate__(self) -> dict:
+        """What a copy has: all but the plan. Of two wrappers with one plan, each would fill the other's work lists."""
+        bare = object.__new__(type(self))
+        bare.__dict__.update(self.__dict__)
+        bare._forget()
+        bare._shown = replace(self._shown) if self._use_cuda_graph else Table()
+        return bare.__dict__
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._forget()
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -327,7 +345,7 @@ class AttentionWrapper:
                 q, kv, self._views, out, lse, return_lse, q_scale, k_scale, v_scale, window_left, **others
             )
         except (AttributeError, TypeError):
-            for name, value in dict(q=q, out=out, lse=lse).items():
+            for name, value in dict(q=q, out=out, lse=lse, sinks=others.get("sinks")).items():
                 require_tensor(name, value, optional=name != "q")
             self._views(kv)
             raise
@@ -388,3 +406,18 @@ def device_of(float_workspace_buffer: torch.Tensor) -> torch.device:
 def ragged_pair(kv: tuple[torch.Tensor, torch.Tensor], kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """`ragged_views` of a pair."""
     return ragged_views(*kv, kv_layout)
+
+
+class MadeOfWrappers:
+    """A class whose attributes are wrappers, or lists of them: a copy has copies of those."""
+
+    def __copy__(self):
+        new = object.__new__(type(self))
+        new.__dict__.update({name: _copied(value) for name, value in self.__dict__.items()})
+        return new
+
+
+def _copied(value):
+    if isinstance(value, list):
+        return [_copied(x) for x in value]
+    return copy(value) if isinstance(value, AttentionWrapper) else value

@@ -318,6 +318,35 @@ def test_numbers_of_numpy_are_those_of_python(device):
     assert_bitwise(*results)
 
 
+@pytest.mark.parametrize("integer", (int, np.int64, torch.tensor), ids=lambda kind: kind.__name__)
+def test_bounds_are_integers_of_any_kind(integer, device):
+    x, paged = batch(device, (3, 2), (5, 9))
+    for backend in backends(device):
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", backend=backend)
+        plan_prefill(wrapper, x, paged, max_token_per_sequence=integer(3), max_sequence_kv=integer(9))
+        check(wrapper.run(x.q, paged.kv_cache, return_lse=True), x, CAUSAL)
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend)
+        wrapper.plan(x.qo_indptr, x.kv_indptr, *HEADS, DIM, causal=True, max_token_per_sequence=integer(7))
+        check(wrapper.run(x.q, x.k, x.v, return_lse=True), x, CAUSAL)
+    with pytest.raises(ValueError, match="^max_token_per_sequence: got 2.5"):
+        plan_prefill(wrapper_of(device), x, paged, max_token_per_sequence=2.5)
+
+
+def wrapper_of(device):
+    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD")
+
+
+def test_nothing_is_recorded_for_gradients(device):
+    x, paged = batch(device, (3, 2), (5, 9))
+    for backend in backends(device):
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", backend=backend)
+        plan_prefill(wrapper, x, paged)
+        q = x.q.clone().requires_grad_()
+        assert not wrapper.run(q, paged.kv_cache).requires_grad
+        out = torch.empty_like(x.q)
+        assert wrapper.run(q, paged.kv_cache, out=out) is out and not out.requires_grad
+
+
 def test_lengths_are_those_that_plan_saw(device):
     x, paged = batch(device, (3, 2), (5, 9))
     for backend in backends(device):

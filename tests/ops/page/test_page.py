@@ -322,6 +322,8 @@ def test_batch_indices_positions(variant, device, name, dtype):
     assert_bitwise(batch_indices, expected[:, 0])
     assert_bitwise(positions, expected[:, 1])
 
+    for result, column in zip(flashinfer.get_batch_indices_positions(given[0], given[1].cpu(), nnz), expected.T):
+        assert_bitwise(result, column.contiguous())
     buffers = [torch.full((nnz,), 77, dtype=torch.int32, device=device) for _ in range(2)]
     result = flashinfer.get_batch_indices_positions(*given, nnz, *buffers)
     assert result[0] is buffers[0] and result[1] is buffers[1]
@@ -362,6 +364,8 @@ def test_seq_lens(variant, device, page_size, dtype):
     out = flashinfer.get_seq_lens(*table, page_size)
     assert_bitwise(out, torch.tensor(lengths, dtype=dtype, device=device))
     assert flashinfer.get_seq_lens(table[0][:1], table[1][:0], page_size).shape == (0,)
+    out = flashinfer.get_seq_lens(table[0].int(), table[1].long(), page_size)
+    assert_bitwise(out, torch.tensor(lengths, dtype=torch.int64, device=device))
 
 
 @pytest.mark.parametrize(
@@ -369,7 +373,7 @@ def test_seq_lens(variant, device, page_size, dtype):
     [
         (dict(kv_indptr=torch.tensor([0, 1])), "kv_last_page_len"),
         (dict(kv_indptr=torch.tensor([0.0, 1.0, 2.0])), "kv_indptr"),
-        (dict(kv_last_page_len=torch.tensor([1, 1], dtype=torch.int32)), "kv_last_page_len"),
+        (dict(kv_last_page_len=torch.tensor([1, 1], dtype=torch.int16)), "kv_last_page_len"),
         (dict(page_size=0), "page_size"),
     ],
 )

@@ -125,6 +125,20 @@ def test_merge_in_place(dtype, masked, variant, device):
     assert_bitwise(own_s[~chosen], s[~chosen, 0])
 
 
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float64), ids=str)
+def test_log_sum_exps_of_other_types(dtype, variant, device):
+    v, s = states(9, 2, 5, 40, torch.float16, device)
+    given = s.to(dtype)
+    rounded = given.float()
+    check(merge_state(*pair_of(v, given)), v, rounded)
+    check(merge_states(v, given), v, rounded)
+    own, own_s, mask = v[:, 0].clone(), rounded[:, 0].clone(), torch.arange(9, dtype=torch.uint8, device=device) % 3
+    merge_state_in_place(own, own_s, v[:, 1], given[:, 1], mask)
+    chosen = mask > 0
+    check((own[chosen], own_s[chosen]), v[chosen], rounded[chosen])
+    assert_bitwise(own[~chosen], v[~chosen, 0])
+
+
 def test_an_empty_state_is_the_identity(variant, device):
     v, s = randn(6, 3, 48, dtype=torch.bfloat16, device=device), 9 * randn(6, 3, device=device)
     nothing, empty = torch.full_like(v, NAN), torch.full_like(s, -INF)
@@ -250,7 +264,7 @@ BAD_PAIRS = {
     "dtype": ("v_a", dict(v_a=torch.ones(3, 2, 16, dtype=torch.float64))),
     "integers": ("v_b", dict(v_b=torch.ones(3, 2, 16, dtype=torch.int32))),
     "shape of s_a": ("s_a", dict(s_a=torch.ones(3, 1))),
-    "dtype of s_b": ("s_b", dict(s_b=torch.ones(3, 2, dtype=torch.float16))),
+    "dtype of s_b": ("s_b", dict(s_b=torch.ones(3, 2, dtype=torch.int32))),
     "other shape": ("v_b", dict(v_b=torch.ones(4, 2, 16), s_b=torch.ones(4, 2))),
     "other dtype": ("v_b", dict(v_b=torch.ones(3, 2, 16, dtype=torch.float16))),
     "other device": ("s_b", dict(s_b=torch.ones(3, 2, device="meta"))),
@@ -276,6 +290,7 @@ def test_bad_pairs_are_refused_by_name(name):
         ("mask", dict(mask=torch.ones(3, dtype=torch.bool, device="meta"))),
         ("v", dict(v=torch.ones(3, 1, 16).expand(3, 2, 16))),
         ("s", dict(s=torch.ones(1, 2).expand(3, 2))),
+        ("s", dict(s=torch.ones(3, 2, dtype=torch.float64))),
     ],
 )
 def test_bad_arguments_of_the_in_place_function(argument, change):
@@ -290,7 +305,7 @@ def test_bad_arguments_of_the_in_place_function(argument, change):
         ("v", torch.ones(3, 2, 16), torch.ones(3, 2)),
         ("v", torch.ones(3, 4, 2, 16, dtype=torch.int8), torch.ones(3, 4, 2)),
         ("s", torch.ones(3, 4, 2, 16), torch.ones(4, 3, 2)),
-        ("s", torch.ones(3, 4, 2, 16), torch.ones(3, 4, 2).double()),
+        ("s", torch.ones(3, 4, 2, 16), torch.ones(3, 4, 2, dtype=torch.int32)),
         ("s", torch.ones(3, 4, 2, 16), torch.ones(3, 4, 2, device="meta")),
     ],
 )
