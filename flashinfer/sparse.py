@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked, named
+from flashinfer._core.arguments import checked, named, untraced
 from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import UnsupportedConfig, indptr_values, require
 from flashinfer.ops.attention.engine import integers, refuse
@@ -230,7 +230,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
 
     begin_forward = plan
 
-    @checked
+    @untraced
     def run(
         self,
         q: torch.Tensor,
@@ -401,7 +401,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
 
     begin_forward = plan
 
-    @checked
+    @untraced
     def run(
         self,
         q: torch.Tensor,

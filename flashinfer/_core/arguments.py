@@ -48,10 +48,38 @@ _KINDS: dict[str, tuple[Callable, str]] = {
 }
 
 
-def checked(function: Callable) -> Callable:
+# Functions that torch's compiler does not look into, by their numbers.
+_untraced: list[Callable] = []
+
+
+def _untraced_at(number: int) -> int:
+    """Have torch's compiler break its graph at calls of a function. Called while it traces: it is imported by then."""
+    function = _untraced[number]
+    if not hasattr(function, "_torchdynamo_disable"):
+        _untraced[number] = torch._dynamo.disable(function)
+    return number
+
+
+# What torch.compiler.assume_constant_result sets; calling that would import torch's compiler, which takes seconds.
+_untraced_at._dynamo_marked_constant = True
+
+
+def untraced(function: Callable) -> Callable:
+    """`checked`; and torch's compiler calls the function between two graphs, as it is, and does not trace what it does.
+
+    For functions whose inner parts are no ops: to trace their planning takes torch half a minute.
+    """
+    number = len(_untraced)
+    call = checked(function, lambda *args, **named: _untraced[_untraced_at(number)](*args, **named))
+    _untraced.append(call)
+    return call
+
+
+def checked(function: Callable, traced: Callable | None = None) -> Callable:
     """Refuse arguments of another kind than the annotations of a public function say, by a ValueError that names them.
 
-    A tensor on the meta device or without strides is no tensor here. Nothing is recorded for gradients.
+    A tensor on the meta device or without strides is no tensor here. Nothing is recorded for gradients. `traced` is
+    called in the place of the function under torch.compile.
 
     Example
     -------
@@ -68,10 +96,12 @@ def checked(function: Callable) -> Callable:
     def checks() -> dict[str, Callable | None]:
         return {name: _check_of(p) for name, p in inspect.signature(function).parameters.items()}
 
+    traced = traced or function
+
     @wraps(function)
     def call(*args, **named):
         if torch.compiler.is_compiling():
-            return function(*args, **named)
+            return traced(*args, **named)
         known = checks()
         if any(isinstance(x, np.generic) for x in (*args, *named.values())):
             args = tuple(map(_plain, args))

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashinfer._core.arguments import checked, named
+from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import UnsupportedConfig, require
 from flashinfer._direct.given import flag, head_sinks, real, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
@@ -19,7 +19,7 @@ _LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD",
 _MASKS = ("causal", "sliding_window", "chunked", "padding")
 
 
-@checked
+@untraced
 @named(q_data_type="qkv", num_qo_heads="qkv", head_dim_qk="qkv", kv_data_type="qkv",
        num_kv_heads="qkv", head_dim_vo="qkv", page_size="qkv", v_scale="bmm2_scale",
        q_scale="bmm1_scale", kv_cache="qkv", qo_indptr="cum_seq_lens_q",
@@ -173,7 +173,7 @@ def _stats_of(lse: torch.Tensor) -> torch.Tensor:
     return torch.stack((shift, (shift != -math.inf).float()), -1)
 
 
-@checked
+@untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="key",
        num_kv_heads="key", head_dim_vo="value", page_size="key", kv_cache="key")  # fmt: skip
 def fmha_v2_prefill_deepseek(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked, named
+from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import check_values, require
 from flashinfer._direct.given import flag, head_sinks, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
@@ -15,7 +15,7 @@ from flashinfer.ops.kv_layout import LAYOUTS, check_layout
 from flashinfer.utils import FP4Tensor
 
 
-@checked
+@untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
        q_scale="bmm1_scale", qo_indptr="cum_seq_lens_q", kv_indptr="seq_lens", num_heads="query")  # fmt: skip
@@ -268,7 +268,7 @@ def queries_of(query: torch.Tensor, batch: int, q_len: int | None, indptr: torch
     return dict(q_len=q_len), q_len
 
 
-@checked
+@untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
        q_scale="bmm1_scale", kv_indptr="seq_lens", num_heads="query")  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked, named
+from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import require
 from flashinfer._direct.given import flag, head_sinks, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
@@ -20,7 +20,7 @@ from flashinfer.utils import FP4Tensor
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-@checked
+@untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
        q_scale="bmm1_scale", qo_indptr="cum_seq_lens_q", kv_indptr="cum_seq_lens_kv",
@@ -123,7 +123,7 @@ def trtllm_batch_context_with_kv_cache(
     ))  # fmt: skip
 
 
-@checked
+@untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="key",
        num_kv_heads="key", head_dim_vo="value", page_size="key", v_scale="bmm2_scale",
        q_scale="bmm1_scale", kv_cache="key", qo_indptr="cum_seq_lens_q",

@@ -69,8 +69,8 @@ def merge_state_in_place(
         Their log-sum-exps, base 2, shape [seq_len, num_heads]. s is float32 and is overwritten; s_other may be of
         another floating type, which is converted.
     mask : torch.Tensor, optional
-        bool or uint8, shape [seq_len]: tokens where it is false, or 0, keep their v and s. Read on the device, so that a captured
-        CUDA graph obeys its value at replay. None merges every token.
+        bool or uint8, shape [seq_len]: tokens where it is false, or 0, keep their v and s. Read on the device, so that
+        a captured CUDA graph obeys its value at replay. None merges every token.
 
     Raises
     ------

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashinfer._core.arguments import checked, named
+from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import check_values, require
 from flashinfer._direct.given import check_caches, flag, most_rows, scale as scale_of
 from flashinfer._direct.pages import as_one_type
@@ -14,7 +14,7 @@ from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_inte
 from flashinfer.ops.attention.tables import Table
 
 
-@checked
+@untraced
 @named(q_data_type="q", num_qo_heads="q", head_dim_qk="q", kv_data_type="k_cache",
        num_kv_heads="k_cache", head_dim_vo="v_cache", page_size="k_cache", kv_cache="k_cache",
        qo_indptr="batch_offsets_q", kv_indptr="actual_seq_lens_kv", num_heads="q", seq_lens="actual_seq_lens_kv",

@@ -10,10 +10,11 @@ import torch
 from flashinfer._core.checks import require
 from flashinfer._direct.given import flag, real, whole
 from flashinfer.compat.wrappers import LatentNames
+from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.direct import run_latent
 from flashinfer.ops.attention.mla.operands import Factors, attend
 from flashinfer.ops.attention.mla.wrapper import LatentWrapper, latent_blocks
-from flashinfer.ops.attention.options import PlanOptions, latent_options, plan_options
+from flashinfer.ops.attention.options import PlanOptions, default_o_dtype, latent_options, plan_options
 from flashinfer.ops.attention.tables import Table
 from flashinfer.ops.attention.variants import AttentionVariant
 
@@ -289,6 +290,13 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         """
         if profiler_buffer is not None:
             require(False, "profiler_buffer", "a tensor", "None: there is no profiler")
+        if torch.compiler.is_compiling():
+            return self._traced(out, lse, return_lse, dict(
+                q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache, kv_len=kv_len,
+                page_table=page_table, return_lse_base_on_e=return_lse_base_on_e, o_scale=o_scale, query=query,
+                kv_cache=kv_cache, ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale, sinks=sinks,
+                bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, params=params,
+            ))  # fmt: skip
         plan = None if self._base is None else self._planned()
         planned = plan is not None
         if not planned:
@@ -341,6 +349,18 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
                 given=self._float_workspace_buffer, backend=self._backend, **call,
             )  # fmt: skip
         return _returned(result, given, shape, return_lse)
+
+    def _traced(self, out, lse, return_lse: bool, given: dict):
+        """run() as a trace sees it."""
+        query, latent = given["query"], given["q_nope"]
+        if isinstance(query, (tuple, list)):
+            query, latent = None, query[0]
+        options = None if self._base is None else self._planned().options
+        rows = latent if query is None else query
+        require(rows is not None, "q_nope", None, "a tensor")
+        shape = *rows.shape[:-1], latent.shape[-1] if query is None else options.head_dim_vo
+        dtype = default_o_dtype(rows.dtype, None) if options is None else options.o_dtype
+        return traced.run(self, "run", out, lse, return_lse, shape, dtype, given)
 
     def _call_table(self, page_table, kv_len):
         """The table of a call with lengths and pages of its own."""

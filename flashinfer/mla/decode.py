@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 import torch
 
-from flashinfer._core.arguments import checked, named
+from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import require
 from flashinfer._direct.given import flag, head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, split, without_heads
@@ -34,7 +34,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@checked
+@untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
        q_scale="bmm1_scale", qo_indptr="cum_seq_lens_q", kv_indptr="seq_lens", num_heads="query")  # fmt: skip
@@ -262,7 +262,7 @@ def token_table(
     return block_table(tokens, lens, q_len=1)
 
 
-@checked
+@untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
        q_scale="bmm1_scale", kv_indptr="seq_lens", num_heads="query")  # fmt: skip
@@ -289,7 +289,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     )  # fmt: skip
 
 
-@checked
+@untraced
 @named(q_data_type="q", num_qo_heads="q", head_dim_qk="q", kv_data_type="k_cache",
        num_kv_heads="k_cache", head_dim_vo="v_cache", kv_cache="k_cache", out="output",
        kv_indptr="seq_lens", num_heads="q")  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.arguments import checked, named
+from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import require
 from flashinfer._direct.given import head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, without_heads
@@ -16,7 +16,7 @@ from flashinfer.ops.attention.options import latent_options
 _WINDOW = 128
 
 
-@checked
+@untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="swa_kv_cache",
        num_kv_heads="swa_kv_cache", head_dim_vo="swa_kv_cache", page_size="swa_kv_cache",
        v_scale="bmm2_scale", q_scale="bmm1_scale", kv_cache="swa_kv_cache",

@@ -33,51 +33,35 @@ def number_of(wrapper) -> int:
 @custom_op("flashinfer::attention_run", mutates_args=("out", "lse"))
 def attention_run(
     wrapper: int,
-    q: torch.Tensor,
-    kv: Sequence[torch.Tensor],
+    method: str,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     tensors: Sequence[torch.Tensor],
     floats: Sequence[float],
     ints: Sequence[int],
     names: str,
+    words: str,
 ) -> None:
-    """`Plan.run` of a wrapper's plan.
+    """A method of a wrapper that attends, with its other arguments as `_packed` has them.
 
-    `names` are those of its other arguments, of the tensors, floats and ints in this order; "params.x" is the entry x
-    of `params`.
+    "changes" are options that the older forward() replaces first.
     """
     owner = _wrappers[wrapper]
-    given, params = {}, {}
-    for name, value in zip(names.split(), (*tensors, *floats, *ints), strict=True):
-        group, _, field = name.partition(".")
-        if field:
-            params[field] = value
-        else:
-            given[group] = value
-    owner._planned().run(
-        q, kv[0] if len(kv) == 1 else tuple(kv), owner._views, out=out, lse=lse, return_lse=lse is not None,
-        params=params or None, **given,
-    )  # fmt: skip
+    given = _unpacked(tensors, floats, ints, names, words)
+    changes = given.pop("changes", None)
+    if changes:
+        owner._change_plan(**changes)
+    getattr(owner, method)(out=out, lse=lse, return_lse=lse is not None, **given)
 
 
-def run(wrapper, q, kv, out, lse, return_lse, *, params=None, **others):
-    """`Plan.run` of the wrapper's plan, as a trace sees it."""
-    options = wrapper._planned().options
+def run(wrapper, method: str, out, lse, return_lse, shape, dtype: torch.dtype, given: dict):
+    """A method of a wrapper, as a trace sees it. `shape` and `dtype` are those of its output."""
+    device = wrapper.device
     if out is None:
-        shape = q.shape[0], options.num_qo_heads, options.head_dim_vo
-        out = torch.empty(shape, dtype=options.o_dtype, device=q.device)
+        out = torch.empty(shape, dtype=dtype, device=device)
     if return_lse and lse is None:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    given = {name: value for name, value in others.items() if value is not None}
-    given.update((f"params.{name}", value) for name, value in (params or {}).items())
-    kinds = [{}, {}, {}]
-    for name, value in given.items():
-        kinds[0 if isinstance(value, torch.Tensor) else 1 if isinstance(value, float) else 2][name] = value
-    tensors, floats, ints = (list(kind.values()) for kind in kinds)
-    names = " ".join(name for kind in kinds for name in kind)
-    kv = [kv] if isinstance(kv, torch.Tensor) else list(kv)
-    attention_run(wrapper._number, q, kv, out, lse, tensors, floats, ints, names)
+        lse = torch.empty(shape[:-1], dtype=torch.float32, device=device)
+    attention_run(wrapper._number, method, out, lse, *_packed(given))
     return (out, lse) if return_lse else out
 
 
@@ -93,40 +77,57 @@ inside = _Inside()
 def run_single(q, k, v, kv_layout: str, backend: str, call: dict, others: dict):
     """`single.run_single` as a trace sees it; `others` are its arguments by name."""
     out, lse = call.get("out"), call.get("lse")
-    given = {f"call.{name}": value for name, value in call.items() if name not in ("out", "lse", "params")}
-    given |= {f"params.{name}": value for name, value in (call.get("params") or {}).items()}
-    given |= {f"other.{name}": value for name, value in others.items()}
-    factors = others.get("kv_cache_sf")
-    if isinstance(factors, (tuple, list)):
-        del given["other.kv_cache_sf"]
-        given |= {f"factors.{i}": x for i, x in enumerate(factors)}
-    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    floats = {name: value for name, value in given.items() if isinstance(value, float)}
-    words = [("kv_layout", f"call.layout=str:{kv_layout}"), ("backend", f"call.backend=str:{backend}")]
-    ints = {}
-    for name, value in given.items():
-        if name in tensors or name in floats or value is None:
-            continue
-        if isinstance(value, bool):
-            text = f"bool:{int(value)}"
-        elif isinstance(value, int):
-            ints[name] = value
-            continue
-        elif isinstance(value, AttentionVariant):
-            text = f"variant:{_key_of(id(value))}"
-        elif isinstance(value, torch.dtype):
-            text = f"dtype:{str(value).removeprefix('torch.')}"
-        else:
-            text = f"str:{value}"
-        words.append((name.partition(".")[2], f"{name}={text}"))
-    names = " ".join([*tensors, *floats, *ints])
-    values = list(tensors.values()), list(floats.values()), list(ints.values())
-    found = attention_single(q, k, v, *values, names, joined(words))
+    call = {name: value for name, value in call.items() if name not in ("out", "lse")}
+    given = dict(kv_layout=kv_layout, backend=backend, call=call, other=others)
+    found = attention_single(q, k, v, *_packed(given))
     for place, result in zip((out, lse), found):
         if place is not None:
             place.copy_(result)
     result = found[0] if out is None else out
     return (result, found[1] if lse is None else lse) if call.get("return_lse") else result
+
+
+def _named(given: dict, prefix: str = "") -> dict:
+    """Entries of nested dicts and tuples by their names with dots between: "kv.0" is the first of a pair.
+
+    Arguments that are None are left out; within a dict or a tuple, None is a value.
+    """
+    found = {}
+    for name, value in given.items():
+        if isinstance(value, (dict, tuple, list)):
+            inner = value if isinstance(value, dict) else {str(i): x for i, x in enumerate(value)}
+            found.update(_named(inner, f"{prefix}{name}."))
+        elif value is not None or prefix:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _packed(given: dict) -> tuple[list, list, list, str, str]:
+    """Arguments as an op takes them: tensors, floats, ints, the names of these in this order, and the rest as text."""
+    tensors, floats, ints, words = {}, {}, {}, []
+    for name, value in _named(given).items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+        elif isinstance(value, float):
+            floats[name] = value
+        elif isinstance(value, int) and not isinstance(value, bool):
+            ints[name] = value
+        else:
+            words.append((name.rpartition(".")[2], f"{name}={_text(value)}"))
+    names = " ".join([*tensors, *floats, *ints])
+    return list(tensors.values()), list(floats.values()), list(ints.values()), names, joined(words)
+
+
+def _text(value) -> str:
+    if value is None:
+        return "none:"
+    if isinstance(value, bool):
+        return f"bool:{int(value)}"
+    if isinstance(value, AttentionVariant):
+        return f"variant:{_key_of(id(value))}"
+    if isinstance(value, torch.dtype):
+        return f"dtype:{str(value).removeprefix('torch.')}"
+    return f"str:{value}"
 
 
 def _key_of(address: int) -> str:
@@ -138,37 +139,43 @@ def _key_of(address: int) -> str:
 _key_of._dynamo_marked_constant = True
 
 
-def _arguments(tensors, floats, ints, names: str, words: str) -> tuple[str, str, dict, dict]:
-    """(layout, backend, call, other arguments by name) of the op's arguments."""
+_READ = {
+    "none": lambda text: None, "bool": lambda text: text == "1", "variant": find,
+    "dtype": lambda text: getattr(torch, text), "str": str,
+}  # fmt: skip
+
+
+def _unpacked(tensors, floats, ints, names: str, words: str) -> dict:
+    """What `_packed` was given, but for arguments that were None."""
     given = dict(zip(names.split(), (*tensors, *floats, *ints), strict=True))
-    for line in words.split(SEPARATOR):
+    for line in words.split(SEPARATOR) if words else ():
         name, _, text = line.partition("=")
         kind, _, text = text.partition(":")
-        given[name] = {
-            "bool": lambda text: text == "1",
-            "variant": find,
-            "dtype": lambda text: getattr(torch, text),
-            "str": str,
-        }[kind](text)
-    groups: dict[str, dict] = {"call": {}, "params": {}, "other": {}, "factors": {}}
+        given[name] = _READ[kind](text)
+    nested: dict = {}
     for name, value in given.items():
-        group, _, field = name.partition(".")
-        groups[group][field] = value
-    call, other = groups["call"], groups["other"]
-    if groups["params"]:
-        call["params"] = groups["params"]
-    if groups["factors"]:
-        other["kv_cache_sf"] = tuple(groups["factors"].values())
-    return call.pop("layout"), call.pop("backend"), call, other
+        *groups, last = name.split(".")
+        place = nested
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = value
+    return {name: _as_given(value) for name, value in nested.items()}
+
+
+def _as_given(value):
+    if not isinstance(value, dict):
+        return value
+    value = {name: _as_given(x) for name, x in value.items()}
+    return tuple(value.values()) if all(map(str.isdigit, value)) else value
 
 
 def _like_single(q, k, v, tensors, floats, ints, names, words):
-    layout, _, call, other = _arguments(tensors, floats, ints, names, words)
+    given = _unpacked(tensors, floats, ints, names, words)
     packed = 2 if v.dtype == torch.uint8 else 1
-    dtype = default_o_dtype(q.dtype, other.get("o_dtype"))
+    dtype = default_o_dtype(q.dtype, given["other"].get("o_dtype"))
     out = torch.empty((*q.shape[:2], packed * v.shape[2]), dtype=dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    return [out, lse] if call.get("return_lse") else [out]
+    return [out, lse] if given["call"].get("return_lse") else [out]
 
 
 @custom_op("flashinfer::attention_single", fake=_like_single)
@@ -185,10 +192,10 @@ def attention_single(
     """`single.run_single` with its arguments as an op takes them: see above."""
     from flashinfer.ops.attention import single
 
-    layout, backend, call, other = _arguments(tensors, floats, ints, names, words)
+    given = _unpacked(tensors, floats, ints, names, words)
     before, inside.op = inside.op, True
     try:
-        result = single.run_single(q, k, v, layout, backend, call, **other)
+        result = single.run_single(q, k, v, given["kv_layout"], given["backend"], given["call"], **given["other"])
     finally:
         inside.op = before
     return list(result) if isinstance(result, tuple) else [result]

@@ -98,6 +98,8 @@ class AttentionWrapper:
         self._last_checked: tuple = None, None
         self._last_kernels: tuple = None, None
         self._capturing = False
+        # Options of a traced forward().
+        self._changes: dict | None = None
 
     def __getstate__(self) -> dict:
         """What a copy has: all but the plan. Of two wrappers with one plan, each would fill the other's work lists."""
@@ -338,8 +340,12 @@ class AttentionWrapper:
              window_left=None, **others):  # fmt: skip
         """Attention of the planned batch; see Plan.run."""
         if torch.compiler.is_compiling():
-            return traced.run(self, q, kv, out, lse, return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-                              window_left=window_left, **others)  # fmt: skip
+            options, changes = self._planned().options, self._changes
+            given = dict(q=q, kv=kv, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, window_left=window_left,
+                         changes=changes, **others)  # fmt: skip
+            self._changes = None
+            shape = q.shape[0], options.num_qo_heads, options.head_dim_vo
+            return traced.run(self, "_run", out, lse, return_lse, shape, options.o_dtype, given)
         try:
             return (self._active or self._planned()).run(
                 q, kv, self._views, out, lse, return_lse, q_scale, k_scale, v_scale, window_left, **others
@@ -374,6 +380,10 @@ class AttentionWrapper:
 
     def _change_plan(self, **changes) -> None:
         """What the older forward() takes over from plan(): the same tables under other options."""
+        if torch.compiler.is_compiling():
+            # For the run that follows, which is one op of the trace.
+            self._changes = changes
+            return
         current = self._planned()
         masked = current.table.mask is not None
         if means(current.kernels, changes, masked):

@@ -7,10 +7,12 @@ import torch
 
 import flashinfer
 from flashinfer._core.custom_op import joined
+from flashinfer.mla import BatchMLAPagedAttentionWrapper
 from flashinfer.ops.attention import single
 from flashinfer.ops.attention.traced import attention_run
 from flashinfer.testing.compare import assert_bitwise
 from tests.ops.attention.cases import workspace
+from tests.ops.attention.mla.latents import latents
 from tests.ops.attention.samples_variants import same_document
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 8
@@ -96,7 +98,83 @@ def test_the_op_is_what_it_says(device):
     q, cache = inputs(device)
     wrapper = planned(device, [5, 17, 40])
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
-    torch.library.opcheck(attention_run.op, (wrapper._number, q, [cache], out, lse, [], [2.0], [], "v_scale"))
+    given = [q, cache], [2.0], [], "q kv v_scale", ""
+    torch.library.opcheck(attention_run.op, (wrapper._number, "_run", out, lse, *given))
+
+
+@pytest.mark.parametrize("cls", (flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+                                 flashinfer.BatchPrefillWithPagedKVCacheWrapper))  # fmt: skip
+def test_options_of_the_older_forward(cls, device):
+    """They replace those of the plan in the op, as they do outside of a trace."""
+    q, cache = inputs(device)
+    wrapper, other = (cls(workspace(device)) for _ in range(2))
+    tables = [torch.arange(4, dtype=torch.int32) * n for n in (1, 2)]
+    indices, last = torch.randperm(6, dtype=torch.int32), torch.tensor([3, 8, 1], dtype=torch.int32)
+    decode = cls is flashinfer.BatchDecodeWithPagedKVCacheWrapper
+    for w in (wrapper, other):
+        w.plan(*tables[decode:], indices, last, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float16)
+    changes = dict(sm_scale=0.3, logits_soft_cap=2.0, window_left=4) | ({} if decode else dict(causal=True))
+    step = compiled(lambda q, cache: wrapper.forward(q * 2, cache, k_scale=0.5, **changes))
+    for _ in range(2):
+        found = step(q, cache)
+        assert_bitwise(found, other.forward(q * 2, cache, k_scale=0.5, **changes))
+    plain = dict(sm_scale=0.1) | ({} if decode else dict(causal=False))
+    assert not torch.equal(found, other.forward(q * 2, cache, **plain))
+    both = compiled(lambda q, cache: wrapper.forward_return_lse(q * 2, cache, **plain))
+    for a, b in zip(both(q, cache), other.forward_return_lse(q * 2, cache, **plain), strict=True):
+        assert_bitwise(a, b)
+
+
+@pytest.mark.parametrize("form", ("parts", "joined", "scales", "given"))
+def test_latent_attention(form, device):
+    first, second = latents([1, 2], [9, 20], 4, device=device), latents([1, 2], [30, 4], 4, device=device)
+    wrapper = BatchMLAPagedAttentionWrapper(workspace(device))
+
+    def run(x, out, lse):
+        q_nope, q_pe, ckv, kpe = x
+        if form == "joined":
+            return wrapper.run(query=(q_nope, q_pe), kv_cache=(ckv, kpe), return_lse=True, return_lse_base_on_e=True)
+        if form == "scales":
+            return wrapper.run(q_nope, q_pe, ckv, kpe, return_lse=True, bmm1_scale=scale, bmm2_scale=2.0)
+        if form == "given":
+            return wrapper.run(q_nope, q_pe, ckv, kpe, out, lse, True)
+        return wrapper.run(q_nope, q_pe, ckv, kpe), lse
+
+    scale = torch.full((1,), 0.25, device=device)
+    step = compiled(run)
+    for x in (first, second):
+        wrapper.plan(*x.tables, 4, 64, 16, 8, False, 0.1, x.q.dtype, x.cache.dtype)
+        made = [[torch.zeros(3, 4, 64, device=device).half(), torch.zeros(3, 4, device=device)] for _ in range(2)]
+        found, wanted = step(x.parts(), *made[0]), run(x.parts(), *made[1])
+        for a, b in zip(found, wanted, strict=True):
+            assert_bitwise(a, b)
+        if form == "given":
+            assert_bitwise(made[0][0], wanted[0])
+
+
+def test_forms_without_a_plan_are_called_between_two_graphs(device):
+    """What they do is not traced: their planning would take the compiler half a minute, and nothing of it is an op."""
+    q = torch.randn(2, HEADS, DIM, dtype=torch.float16, device=device)
+    cache = torch.randn(8, 2, KV_HEADS, PAGE, DIM, dtype=torch.float16, device=device)
+    table = torch.randperm(8, dtype=torch.int32, device=device).view(2, 4)
+    graphs = []
+
+    def step(q, lens):
+        out = flashinfer.decode.trtllm_batch_decode_with_kv_cache(
+            q * 2, cache, workspace(device), table, lens, 32, bmm1_scale=0.125, bmm2_scale=1.0
+        )
+        return out + 1
+
+    def look(module, inputs):
+        graphs.append([str(node.target) for node in module.graph.nodes if node.op == "call_function"])
+        return module.forward
+
+    torch._dynamo.reset()
+    traced = torch.compile(step, backend=look)
+    for lens in ([5, 17], [32, 1]):
+        lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        assert_bitwise(traced(q, lens), step(q, lens))
+    assert len(graphs) == 2 and all(len(ops) <= 2 for ops in graphs)
 
 
 @pytest.mark.parametrize("call", ["plain", "options", "variant", "empty"])
