@@ -1,5 +1,7 @@
 """Latent attention through BatchMLAPagedAttentionWrapper, by the reference and by the kernel."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -160,6 +162,29 @@ def test_tables_from_either_side(device):
         wrapper = BatchMLAPagedAttentionWrapper(workspace(device))
         wrapper.plan(*tables, 4, x.ckv, 16, 8, True, SCALE, HALF)
         check(wrapper.run(*x.parts(), return_lse=True), x, SCALE, causal=True)
+
+
+@pytest.mark.parametrize("graph", (False, True), ids=("eager", "graph"))
+@pytest.mark.parametrize("where", ("host", "device"))
+def test_offsets_of_a_slice(where, graph, device):
+    """Those of two of four requests, beside all page ids and all rows of q."""
+    x = latents([2, 1, 3, 1], [9, 70, 12, 5], 4, device=device)
+    qo, kv, indices, lens = x.tables
+    tables = [t.cpu() if where == "host" else t for t in (qo[1:4], kv[1:4], indices, lens[1:3])]
+    part = replace(x, q=x.q[2:6], keys=x.keys[1:3], qo_indptr=qo[1:4] - qo[1])
+    for backend in backends(device):
+        wrapper = graph_wrapper(device, batch=2)[0] if graph else BatchMLAPagedAttentionWrapper(workspace(device))
+        wrapper._backend = backend
+        wrapper.plan(*tables, 4, x.ckv, 16, 8, True, SCALE, HALF)
+        out, lse = wrapper.run(*x.parts(), return_lse=True)
+        check((out[2:6], lse[2:6]), part, SCALE, causal=True)
+    for name, wrong in (("qo_indptr", [-1, 1, 2]), ("kv_indptr", [4, 2, 3])):
+        bad = dict(zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), (t.cpu() for t in tables)))
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            BatchMLAPagedAttentionWrapper(workspace(device)).plan(
+                **bad | {name: torch.tensor(wrong)}, num_heads=4, head_dim_ckv=x.ckv, head_dim_kpe=16, page_size=8,
+                causal=True, sm_scale=SCALE, q_data_type=HALF, kv_data_type=HALF,
+            )  # fmt: skip
 
 
 def graph_wrapper(device, batch=4, pages=60):
