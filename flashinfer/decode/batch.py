@@ -10,7 +10,7 @@ from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import PagedNames
-from flashinfer.ops.attention.agree import check_agrees
+from flashinfer.ops.attention.agree import as_count, check_agrees
 from flashinfer.ops.attention.operands import by_name, is_plain
 from flashinfer.ops.attention.options import plan_options
 from flashinfer.ops.attention.tables import graph_buffers
@@ -172,8 +172,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         ValueError
             An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
         """
-        if q_len_per_req < 1:
-            require(False, "q_len_per_req", q_len_per_req, "at least 1")
+        if type(q_len_per_req) is not int or q_len_per_req < 1:
+            q_len_per_req = as_count("q_len_per_req", q_len_per_req)
+            require(q_len_per_req >= 1, "q_len_per_req", q_len_per_req, "at least 1")
         causal = q_len_per_req > 1
         if window_right or is_causal is not None:
             causal = _is_causal(window_right, is_causal, q_len_per_req)

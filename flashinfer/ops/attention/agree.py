@@ -6,7 +6,7 @@ from numbers import Integral
 
 import torch
 
-from flashinfer._core.checks import number, require
+from flashinfer._core.checks import number, require, require_tensor
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -48,13 +48,15 @@ def check_agrees(tables: tuple, names: tuple, page_size: int, *, seq_lens=None, 
     return uniform_q_len or max_q or 0
 
 
-def _bound(name: str, value) -> int | None:
-    """An integer of any kind as Python's."""
-    if value is None or type(value) is int:
-        return value
+def as_count(name: str, value) -> int:
+    """An integer of any kind, one in a tensor too, as Python's."""
     value = number(name, value)
     require(isinstance(value, Integral), name, repr(value), "an integer")
     return int(value)
+
+
+def _bound(name: str, value) -> int | None:
+    return value if value is None or type(value) is int else as_count(name, value)
 
 
 def _on_host(table) -> bool:
@@ -66,7 +68,8 @@ def _steps(indptr) -> torch.Tensor | None:
 
 
 def _check_lens(name: str, stated, lens: torch.Tensor | None, of: str) -> None:
-    if stated is None or lens is None or not isinstance(stated, torch.Tensor):
+    require_tensor(name, stated, optional=True)
+    if stated is None or lens is None:
         return
     require(stated.numel() == lens.numel(), name, tuple(stated.shape), f"{lens.numel()} elements, as {of} has requests")
     if stated.device.type != "cpu":

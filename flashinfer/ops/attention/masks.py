@@ -123,6 +123,7 @@ def custom_mask_table(table: Table, page_size: int, custom_mask, packed_custom_m
 
 
 def _take_packed(table: Table, packed: torch.Tensor, bits: torch.Tensor) -> None:
+    require_tensor("packed_custom_mask", packed)
     packed = packed.to(bits.device, non_blocking=True)
     require(packed.dtype == torch.uint8, "packed_custom_mask", packed.dtype, "uint8")
     table.mask, table.mask_indptr = packed.contiguous(), packed_indptr(bits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from numbers import Integral, Real
 
 import torch
 
@@ -222,8 +223,10 @@ def _scales(plan, window_left: int | None, q_scale, k_scale, v_scale):
         if isinstance(value, torch.Tensor) and not (value.numel() == 1 and not value.is_cuda):
             vectors[name] = _per_head(plan, name, value)
             value = 1.0
+        check_number(name, value)
         numbers[name] = 1.0 if value is None else float(value)
         require(is_finite(numbers[name]), name, numbers[name], "a finite number")
+    check_window(window_left)
     window = planned.window_left if window_left is None else min(window_left, MOST_KEYS)
     # The schedule leaves out keys that no query sees in the planned window.
     ok = planned.window_left < 0 or 0 <= window <= planned.window_left
@@ -239,6 +242,17 @@ def _scales(plan, window_left: int | None, q_scale, k_scale, v_scale):
     one = torch.ones(plan.options.num_qo_heads, dtype=torch.float32, device=plan.device)
     qk = vectors.get("q_scale", one) * vectors.get("k_scale", one)
     return scalars, qk.contiguous(), vectors.get("v_scale", one).contiguous()
+
+
+def check_number(name: str, value) -> None:
+    """Refuse what is no number, tensor or None."""
+    fits = value is None or isinstance(value, (Real, torch.Tensor))
+    require(fits, name, repr(value), "None, a number, or a tensor")
+
+
+def check_window(window_left) -> None:
+    """Refuse a window of a call that is no integer."""
+    require(window_left is None or isinstance(window_left, Integral), "window_left", repr(window_left), "an integer")
 
 
 def _per_head(plan, name: str, value: torch.Tensor) -> torch.Tensor:

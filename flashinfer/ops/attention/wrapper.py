@@ -17,7 +17,7 @@ from flashinfer.ops.attention.host_tables import (
 )  # fmt: skip
 from flashinfer.ops.attention.kernels import Kernels, check_captured, kernels_of, means
 from flashinfer.ops.attention.masks import custom_mask_table
-from flashinfer.ops.attention.operands import with_lse
+from flashinfer.ops.attention.operands import check_number, check_window, with_lse
 from flashinfer.ops.attention.options import PlanOptions, tile_rows
 from flashinfer.ops.attention.plan import Plan
 from flashinfer.ops.attention.problem import alibi_slopes
@@ -353,6 +353,9 @@ class AttentionWrapper:
         except (AttributeError, TypeError):
             for name, value in dict(q=q, out=out, lse=lse, sinks=others.get("sinks")).items():
                 require_tensor(name, value, optional=name != "q")
+            for name, value in dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale).items():
+                check_number(name, value)
+            check_window(window_left)
             self._views(kv)
             raise
 

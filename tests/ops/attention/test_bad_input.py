@@ -30,6 +30,35 @@ def plan_arguments(x, paged, **changes):
     return arguments | changes
 
 
+@pytest.mark.parametrize("value", ("a", [1], object()), ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("name", ("q_scale", "k_scale", "v_scale", "window_left", "sinks", "out", "lse"))
+def test_arguments_of_a_run_that_are_of_another_kind(name, value, x, paged, device):
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(**plan_arguments(x, paged))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^{name}: got "):
+            wrapper.run(x.q, paged.kv_cache, **{name: value})
+        wrapper.run(x.q, paged.kv_cache)
+    with pytest.raises(ValueError, match="^window_left: got 2.5"):
+        wrapper.run(x.q, paged.kv_cache, window_left=2.5)
+
+
+@pytest.mark.parametrize("name", ("seq_lens", "seq_lens_q", "packed_custom_mask", "max_token_per_sequence"))
+def test_arguments_of_a_plan_that_are_of_another_kind(name, x, paged, device):
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    with pytest.raises(ValueError, match=f"^{name}: got "):
+        wrapper.plan(**{key: t.cpu() if isinstance(t, torch.Tensor) else t for key, t in
+                        plan_arguments(x, paged, **{name: [3, 2]}).items()})  # fmt: skip
+
+
+@pytest.mark.parametrize("value", (None, "a", 1.5, 0, torch.tensor([1, 1])), ids=str)
+def test_queries_per_request_that_are_no_number_of_them(value, x, paged, device):
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    with pytest.raises(ValueError, match="^q_len_per_req: got "):
+        wrapper.plan(paged.indptr, paged.indices, paged.last_page_len, 4, 2, 64, 4, q_len_per_req=value)
+    wrapper.plan(paged.indptr, paged.indices, paged.last_page_len, 4, 2, 64, 4, q_len_per_req=torch.tensor(1))
+
+
 @pytest.mark.parametrize(
     "argument, change",
     [
