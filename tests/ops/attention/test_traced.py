@@ -125,18 +125,18 @@ def test_options_of_the_older_forward(cls, device):
         assert_bitwise(a, b)
 
 
-@pytest.mark.parametrize("form", ("parts", "joined", "scales", "given"))
-def test_latent_attention(form, device):
+@pytest.mark.parametrize("given_as", ("parts", "joined", "scales", "given"))
+def test_latent_attention(given_as, device):
     first, second = latents([1, 2], [9, 20], 4, device=device), latents([1, 2], [30, 4], 4, device=device)
     wrapper = BatchMLAPagedAttentionWrapper(workspace(device))
 
     def run(x, out, lse):
         q_nope, q_pe, ckv, kpe = x
-        if form == "joined":
+        if given_as == "joined":
             return wrapper.run(query=(q_nope, q_pe), kv_cache=(ckv, kpe), return_lse=True, return_lse_base_on_e=True)
-        if form == "scales":
+        if given_as == "scales":
             return wrapper.run(q_nope, q_pe, ckv, kpe, return_lse=True, bmm1_scale=scale, bmm2_scale=2.0)
-        if form == "given":
+        if given_as == "given":
             return wrapper.run(q_nope, q_pe, ckv, kpe, out, lse, True)
         return wrapper.run(q_nope, q_pe, ckv, kpe), lse
 
@@ -148,11 +148,11 @@ def test_latent_attention(form, device):
         found, wanted = step(x.parts(), *made[0]), run(x.parts(), *made[1])
         for a, b in zip(found, wanted, strict=True):
             assert_bitwise(a, b)
-        if form == "given":
+        if given_as == "given":
             assert_bitwise(made[0][0], wanted[0])
 
 
-def test_forms_without_a_plan_are_called_between_two_graphs(device):
+def test_functions_without_a_plan_are_called_between_two_graphs(device):
     """What they do is not traced: their planning would take the compiler half a minute, and nothing of it is an op."""
     q = torch.randn(2, HEADS, DIM, dtype=torch.float16, device=device)
     cache = torch.randn(8, 2, KV_HEADS, PAGE, DIM, dtype=torch.float16, device=device)
