@@ -57,68 +57,10 @@ def device(pytestconfig):
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter(pytestconfig):
-    """Two thirds of the time of Triton's interpreter come to nothing: they are left out. Reductions are made in pairs.
+    if not _is_gpu_suite(pytestconfig):
+        from tests import interpreter
 
-    It replaces all functions of the language again at each call of a device function, it works out overflows of
-    integers for an assertion that only its debug mode makes, and it makes its table of types at each look into it.
-    """
-    if _is_gpu_suite(pytestconfig):
-        return
-    from dataclasses import replace
-
-    from triton.runtime import interpreter
-
-    builder, replace_language, replaced = interpreter.interpreter_builder, interpreter._patch_lang, set()
-    assert not builder.options.debug
-    builder.options = replace(builder.options, sanitize_overflow=False)
-
-    def once_a_launch(function):
-        found = function.__globals__.values()
-        modules = frozenset(id(m) for m in found if m is interpreter.tl or m is interpreter.tl.core)
-        if modules in replaced:
-            return interpreter._LangPatchScope()
-        scope, is_kernel = replace_language(function), not replaced
-        replaced.add(modules)
-        if is_kernel:
-            restore = scope.restore
-            scope.restore = lambda: (replaced.clear(), restore())
-        return scope
-
-    interpreter._patch_lang = once_a_launch
-
-    find, known = interpreter._get_np_dtype, {}
-
-    def found_once(dtype):
-        # A block has its elements' type.
-        name = dtype.scalar.name
-        if name not in known:
-            known[name] = find(dtype)
-        return known[name]
-
-    interpreter._get_np_dtype = found_once
-
-    interpreter.ReduceOps.generic_reduce = _reduce_in_pairs
-
-
-def _reduce_in_pairs(operation, input):
-    """A reduction with a function of the kernel's, neighbours in pairs and all rows at once.
-
-    The interpreter calls the function for each element; as it is associative, a tree gives what it stands for.
-    """
-    import numpy as np
-
-    arrays = [x.handle.data for x in input]
-    rank, axis = arrays[0].ndim, operation.axis
-    parts = [array.reshape(-1) if axis is None else np.moveaxis(array, axis, -1) for array in arrays]
-    while parts[0].shape[-1] > 1:
-        assert parts[0].shape[-1] % 2 == 0
-        halves = [(part[..., first::2], x.dtype) for first in (0, 1) for part, x in zip(parts, input)]
-        found = operation.combine_fn.fn(*(operation.to_tensor(*half) for half in halves))
-        parts = [x.handle.data for x in (found if isinstance(found, tuple) else (found,))]
-    parts = [part[..., 0] for part in parts]
-    if operation.keep_dims:
-        parts = [np.expand_dims(part, tuple(range(rank)) if axis is None else axis) for part in parts]
-    return [operation.to_tensor(part if part.ndim else part.item(), x.dtype) for part, x in zip(parts, input)]
+        interpreter.make_quick()
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +73,11 @@ def on_card():
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def seed(pytestconfig):
     import torch
 
-    torch.manual_seed(0)
+    # torch.manual_seed notes the stack it was called from for every device that is not there yet.
+    (torch.manual_seed if _is_gpu_suite(pytestconfig) else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(autouse=True)
