@@ -1,7 +1,7 @@
-"""Triton's interpreter without the four fifths of its time that come to nothing; values are the same.
+"""Triton's interpreter without most of the work that comes to nothing; values are the same.
 
-Each operation of a kernel makes a tensor, its type, the tuple of its shape, and names for all three. Here a shape and its
-tuple are made once, and names when they are asked for.
+Each operation of a kernel makes a tensor, its type, the tuple of its shape, and names for all three. Here a shape and
+its tuple are made once, and names when they are asked for.
 """
 
 from dataclasses import replace
