@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import torch
 
-from flashinfer._core.checks import check_apart, check_indptr, check_values, dtype_name, require, same_device
+from flashinfer._core.checks import check_apart, check_indptr, check_values, dtype_name, present, require, same_device
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.config import power_of_two
 from flashinfer.ops.recurrent.delta.operands import Gates, Kept, Norm, Pool, Tokens
@@ -19,6 +20,8 @@ INDICES = (torch.int32, torch.int64)
 _OURS = ("portable", "reference", "sm90")
 
 MOST_TREE_TOKENS = 64
+
+_Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
 
 
 def variant_for(backend: str | None, *upstream: str) -> str:
@@ -72,12 +75,13 @@ def require_tokens(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: str)
     return heads
 
 
-def require_offsets(cu_seqlens: torch.Tensor | None) -> None:
-    """Offsets of packed sequences are there, and say where the first begins."""
-    require(cu_seqlens is not None, "cu_seqlens", None, "a tensor [sequences + 1]")
+def require_offsets(cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """Offsets of packed sequences, which are there, and say where the first begins."""
+    cu_seqlens = present("cu_seqlens", cu_seqlens, "a tensor [sequences + 1]")
     require_shape("cu_seqlens", cu_seqlens, None)
     require_dtype("cu_seqlens", cu_seqlens, INDICES)
     require(cu_seqlens.shape[0] > 0, "cu_seqlens", "shape (0,)", "[sequences + 1]")
+    return cu_seqlens
 
 
 def require_tree(parents: torch.Tensor | None, sequences: int, tokens: int) -> None:
@@ -88,7 +92,7 @@ def require_tree(parents: torch.Tensor | None, sequences: int, tokens: int) -> N
         require_dtype("parents", parents, INDICES)
 
 
-def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
+def rows_of(x: _Given) -> _Given:
     """x with a last stride of 1: itself, or a copy."""
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -194,7 +198,7 @@ def run_step(
         **({} if kept is None else {"cache of values": kept.v, "cache of keys": kept.k}),
     )
     channels = tokens.gate is not None and tokens.gate.dim() == 4
-    q, k, v = (rows_of(x) for x in (tokens.q, tokens.k, tokens.v))
+    q, k, v = rows_of(tokens.q), rows_of(tokens.k), rows_of(tokens.v)
     tokens = tokens._replace(q=q, k=k, v=v, gate=rows_of(tokens.gate) if channels else tokens.gate)
     if gates.a_log is not None:
         gates = gates._replace(a_log=gates.a_log.float().contiguous())

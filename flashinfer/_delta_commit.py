@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import check_apart, check_values, dtype_name, require, same_device
+from flashinfer._core.checks import check_apart, check_values, dtype_name, present, require, same_device
 from flashinfer._delta import INDICES, INPUTS, STATES, require_dtype, require_shape, variant_for
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.operands import Accepted, Window
@@ -131,8 +131,8 @@ def gated_delta_rule_replayssm_commit(
     )
     if checkpoint_state.numel() and batch:
         accepted = Accepted(
-            narrow["state_indices"],
-            narrow["accept_lens"],
+            present("state_indices", narrow["state_indices"]),
+            present("accept_lens", narrow["accept_lens"]),
             path,
             narrow["track_state_indices"],
             narrow["track_steps"],

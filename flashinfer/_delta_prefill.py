@@ -79,7 +79,7 @@ def run_chunks(
         out.zero_()
         return
     channels = tokens.gate is not None and tokens.gate.dim() == 4
-    q, k, v = (rows_of(x) for x in tokens[:3])
+    q, k, v = rows_of(tokens.q), rows_of(tokens.k), rows_of(tokens.v)
     tokens = tokens._replace(q=q, k=k, v=v, gate=rows_of(tokens.gate) if channels else tokens.gate)
     if beta == "channels":
         tokens, write = tokens._replace(beta=rows_of(tokens.beta)), rows_of(write)

@@ -12,7 +12,7 @@ from flashinfer._core.scalars import scales
 from flashinfer.ops import activation as room
 from flashinfer.ops import layouts
 from flashinfer.quantization.gated import silu_quantised
-from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, resolve_nvfp4_4over6
+from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, Unset, resolve_nvfp4_4over6
 
 __all__ = [
     "gelu_and_mul",
@@ -86,7 +86,7 @@ def silu_and_mul_scaled_nvfp4_experts_quantize(
     a: torch.Tensor,
     mask: torch.Tensor,
     a_global_sf: torch.Tensor,
-    nvfp4_4over6: NVFP44Over6Config | None = UNSET,
+    nvfp4_4over6: NVFP44Over6Config | Unset | None = UNSET,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """SiLU gating of the first rows of each expert's matrix, quantised to NVFP4, for grouped GEMMs with a mask.
 

@@ -16,6 +16,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
 
@@ -84,7 +85,7 @@ def _logged(function: Callable, owner: type | None = None) -> Callable:
         finally:
             _depth.inside, call_log.choices.now = False, None
 
-    call.is_logged = True
+    setattr(call, "is_logged", True)
     return call
 
 
@@ -108,7 +109,7 @@ def _call(function, signature, is_method, owner, args, named):
             _tried(name, partial(dump.fail, failure))
         raise
     if shown >= 3:
-        chosen = call_log.choices.now
+        chosen = call_log.choices.now or []
         _tried(name, lambda: call_log.logger().debug("%s", call_log.after(name, result, chosen, shown)))
     if dump is not None:
         _tried(name, lambda: dump.end(result))
@@ -178,7 +179,7 @@ def _modules() -> Iterator[ModuleType]:
                 env.logger.warning("calls of %s are not logged: %s", found.name, error)
 
 
-def _public(module: ModuleType) -> Iterator[tuple[str, object]]:
+def _public(module: ModuleType) -> Iterator[tuple[str, Any]]:
     """Public functions and classes that a module defines, or gives on by `__all__`."""
     for name, value in list(vars(module).items()):
         ours = getattr(value, "__module__", None) or ""

@@ -170,12 +170,13 @@ def run_conv(call: room.Call, activation, *, rolling: bool, long: bool, backend:
     require(weight.shape[0] * weight.shape[2] == channels, "weight", f"{weight.shape[0] * weight.shape[2]} channels",
             f"{channels}, those of x")  # fmt: skip
     require_shape("bias", call.bias, channels)
-    for name, t in (("x", x), ("weight", weight), ("bias", call.bias), ("conv_state", state), ("out", call.out)):
-        require_dtype(name, t, INPUTS)
+    inputs = {"x": x, "weight": weight, "bias": call.bias, "conv_state": state, "out": call.out}
+    for argument, t in inputs.items():
+        require_dtype(argument, t, INPUTS)
     tables = {"query_start_loc": call.offsets, "conv_state_indices": call.slots, "num_accepted_tokens": call.accepted}
-    for name, t in tables.items():
-        require_shape(name, t, n + (name == "query_start_loc"))
-        require_dtype(name, t, INDICES)
+    for argument, t in tables.items():
+        require_shape(argument, t, n + (argument == "query_start_loc"))
+        require_dtype(argument, t, INDICES)
     require_shape("has_initial_state", call.fresh, n)
     if state is not None:
         require_shape("conv_state", state, n if call.slots is None else None, channels, None)

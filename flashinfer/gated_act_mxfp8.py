@@ -72,5 +72,5 @@ def silu_and_mul_mxfp8_quantize(
     if colwise:
         silu_quantised(rows, None, None, column.view(1, k, m), column_scales[None], "mxfp8", "128x4", "", across=True)
         column = column.view(k, m).T
-    factors = (t.view(torch.float8_e8m0fnu) for t in (row_scales, column_scales))
-    return row.view(torch.float8_e4m3fn), column.view(torch.float8_e4m3fn), *factors
+    row, column = row.view(torch.float8_e4m3fn), column.view(torch.float8_e4m3fn)
+    return row, column, row_scales.view(torch.float8_e8m0fnu), column_scales.view(torch.float8_e8m0fnu)

@@ -77,7 +77,7 @@ def chunk_gated_delta_rule2(
     one = torch.ones(1, dtype=q.dtype, device=q.device)
     g = torch.zeros(1, dtype=q.dtype, device=q.device).expand(count, heads, key_dim) if g is None else g
     beta = one.expand(count, heads, key_dim) if beta is None else beta
-    tokens = Tokens(*(x[None] for x in (q, k, v, g, beta)), cu_seqlens)
+    tokens = Tokens(q[None], k[None], v[None], g[None], beta[None], cu_seqlens)
     if output_state is None and output_final_state:
         shape = tokens.sequences, heads, value_dim, key_dim
         output_state = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -96,4 +96,4 @@ def chunk_gated_delta_rule2(
         backend=variant_for(backend, "cudnn"),
         write=None if w is None else w[None],
     )
-    return (out, output_state) if output_final_state else out
+    return out if output_state is None or not output_final_state else (out, output_state)

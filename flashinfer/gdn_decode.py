@@ -7,7 +7,7 @@ import warnings
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import require
+from flashinfer._core.checks import present, require
 from flashinfer._delta import (
     INPUTS,
     STATES,
@@ -121,7 +121,7 @@ def gated_delta_rule_decode_pretranspose(
     """
     tokens = q.shape[1] if q.dim() == 4 else 0
     pooled = initial_state is not None
-    require(pooled or state is not None, "state", None, "a tensor where initial_state is None")
+    states = present("state", initial_state if pooled else state, "a tensor where initial_state is None")
     require(not (pooled and state is not None), "state", "a tensor", "None where initial_state is given")
     require(
         pooled == (initial_state_indices is not None),
@@ -134,7 +134,6 @@ def gated_delta_rule_decode_pretranspose(
         tokens > 1 or intermediate_states_buffer is None, "intermediate_states_buffer", "a tensor", "None for T = 1"
     )
     require(tokens > 1 or not disable_state_update, "disable_state_update", True, "False for T = 1")
-    states = initial_state if pooled else state
     pool = Pool(states, states, initial_state_indices, write=output_state_indices, each=intermediate_states_buffer)
     final = not disable_state_update and intermediate_states_buffer is None
     backend = variant_for(backend, *_UPSTREAM)
@@ -277,7 +276,10 @@ def gated_delta_rule_mtp(
         require(not disable_state_update, "disable_state_update", True, "False with ssm_state_indices")
         require(q.dim() == 4 and q.shape[1] > 1, "ssm_state_indices", "a tensor", "None for T = 1")
     pool = Pool(initial_state, initial_state, initial_state_indices, write=output_state_indices, each=each, rows=rows)
-    kept = Kept(*windows.values()) if cache_replayssm else None
+    kept = None
+    if cache_replayssm:
+        v_window, k_window = present("replayssm_rawv", replayssm_rawv), present("replayssm_rawk", replayssm_rawk)
+        kept = Kept(v_window, k_window, replayssm_g, replayssm_beta)
     if parents is not None:
         require(q.dim() == 4, "q", f"shape {tuple(q.shape)}", "[batch, T, heads, head_dim]")
         require(output_state_indices is None, "output_state_indices", "a tensor", "None with parents")
@@ -359,7 +361,8 @@ def _check_windows(kept: Kept, slots, heads, key_heads, tokens, value_dim, key_d
     for name, x in (("replayssm_g", kept.gate), ("replayssm_beta", kept.beta)):
         require_dtype(name, x, (torch.float32,))
     for name, x in zip(("rawv", "rawk", "g", "beta"), kept):
-        require(slots == 0 or x[0].is_contiguous(), f"replayssm_{name}", f"strides {x.stride()}", "contiguous slots")
+        if x is not None and slots:
+            require(x[0].is_contiguous(), f"replayssm_{name}", f"strides {x.stride()}", "contiguous slots")
 
 
 def ugpu_state_pool(pool_size: int, num_v_heads: int, head_size: int = 128, device=None) -> torch.Tensor:

@@ -139,7 +139,7 @@ def chunk_gated_delta_rule(
     for name, x in (("g", g), ("beta", beta)):
         require_shape(name, x, count, heads)
         require_dtype(name, x, INPUTS)
-    tokens = Tokens(*(None if x is None else x[None] for x in (q, k, v, g, beta)), cu_seqlens)
+    tokens = Tokens(q[None], k[None], v[None], *(None if x is None else x[None] for x in (g, beta)), offsets=cu_seqlens)
     n = tokens.sequences
     if output_state is None and output_final_state:
         require(state_indices is None, "output_state", None, "the pool, where there are state_indices")
@@ -152,4 +152,4 @@ def chunk_gated_delta_rule(
     run_chunks(tokens, Gates(), pool, out[None], scale_or_unset(scale, key_dim), gate="linear", beta="value",
                normalize=use_qk_l2norm_in_kernel, backend=variant_for(backend, "flashinfer", "cake_gdn", "cudnn"),
                marks=marks, segment=(_cp_chunk_len or SEGMENT) if use_cp is True else 0)  # fmt: skip
-    return (out, output_state) if output_final_state else out
+    return out if output_state is None or not output_final_state else (out, output_state)

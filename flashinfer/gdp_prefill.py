@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashinfer._core.arguments import checked
@@ -78,9 +80,9 @@ def chunk_gated_delta_product(
     require_shape("k", k, count * n, None, q.shape[2])
     require_shape("v", v, count * n, None, None)
     require_shape("g", g, count, heads)
-    require_offsets(cu_seqlens)
+    cu_seqlens = require_offsets(cu_seqlens)
     out = output_like(output, (count, heads, v.shape[2]), q.dtype, q.device)
-    more = {"output_state": output_state, "backend": variant}
+    more: dict[str, Any] = {"output_state": output_state, "backend": variant}
     if n > 1:
         # Corrections are tokens of their own: the first one decays, the last one is read.
         wide = torch.zeros(count, n, *q.shape[1:], dtype=q.dtype, device=q.device)
@@ -93,6 +95,6 @@ def chunk_gated_delta_product(
     result = chunk_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens * n, use_qk_l2norm_in_kernel, **more
     )
-    all_rows, state = result if output_final_state else (result, None)
+    all_rows, state = result if isinstance(result, tuple) else (result, None)
     out.copy_(all_rows.unflatten(0, (count, n))[:, -1] if count else all_rows)
-    return (out, state) if output_final_state else out
+    return out if state is None else (out, state)

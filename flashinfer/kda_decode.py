@@ -6,7 +6,7 @@ import torch
 
 from flashinfer import kda
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import check_apart, check_values, dtype_name, require, same_device
+from flashinfer._core.checks import check_apart, check_values, dtype_name, present, require, same_device
 from flashinfer._delta import (
     INDICES,
     INPUTS,
@@ -120,7 +120,8 @@ def packed_kda_decode(
     require_shape("raw_gate", raw_gate, batch, heads * dim)
     require_shape("raw_beta", raw_beta, batch, heads)
     require_shape("state_indices", state_indices, batch)
-    tokens = Tokens(*_split(mixed_qkv[:, None], heads, dim), raw_gate.view(batch, 1, heads, dim), raw_beta[:, None])
+    q, k, v = _split(mixed_qkv[:, None], heads, dim)
+    tokens = Tokens(q, k, v, raw_gate.view(batch, 1, heads, dim), raw_beta[:, None])
     out = output_like(output, (batch, 1, heads, dim), mixed_qkv.dtype, mixed_qkv.device)
     _step(tokens, Pool(state, state, state_indices), out, (A_log, dt_bias, -5.0))
     return out
@@ -308,7 +309,8 @@ def _layer(x, layer: tuple, raw: tuple, norm: Norm, tables: tuple, output, backe
     pool = Pool(state, state, slots, accepted, rows=slots, null=0)
     call = Call(wide[0], weight, None, conv_state, wide[1], slots[:, 0], accepted, None, offsets, 0)
     run_conv(call, "silu", rolling=longest > 1, long=False, backend=backend)
-    tokens = Tokens(*_split(wide[1], heads, dim), wide[2], wide[3], offsets)
+    q, k, v = _split(wide[1], heads, dim)
+    tokens = Tokens(q, k, v, wide[2], wide[3], offsets)
     _step(tokens, pool, wide[5], raw, norm._replace(gate=wide[4]), backend)
     return out
 
@@ -323,7 +325,8 @@ def _one_token(tokens: LayerTokens, states: LayerStates, out, raw: tuple, norm: 
     given |= {"state": states.state, "state_indices": states.slots, "A_log": gates.a_log, "dt_bias": gates.bias}
     device = same_device(**given, output_gate=norm.gate, norm_weight=norm.weight)
     gates = gates._replace(
-        a_log=gates.a_log.float().contiguous(), bias=None if gates.bias is None else gates.bias.contiguous()
+        a_log=present("A_log", gates.a_log).float().contiguous(),
+        bias=None if gates.bias is None else gates.bias.contiguous(),
     )
     norm = norm._replace(gate=rows_of(norm.gate), weight=norm.weight.float().contiguous())
     layout = state_layout(states.state)
@@ -365,6 +368,6 @@ def _step(tokens: Tokens, pool: Pool, out, raw: tuple, norm: Norm | None = None,
     require_dtype("state_indices", pool.read, INDICES)
     require_dtype("output", out, INPUTS)
     A_log, dt_bias, lower_bound = raw
-    kind, gates = gates_of(True, A_log, dt_bias, lower_bound, (q.shape[2], v.shape[2]), q.shape[3])
-    run_step(tokens, gates, pool, out, q.shape[3] ** -0.5, gate=kind, beta="logit", normalize=True,
+    kind, gates = gates_of(True, A_log, dt_bias, lower_bound, (k.shape[2], v.shape[2]), k.shape[3])
+    run_step(tokens, gates, pool, out, k.shape[3] ** -0.5, gate=kind, beta="logit", normalize=True,
              final=pool.rows is None, backend=backend, norm=norm, slots_name="state_indices")  # fmt: skip

@@ -93,7 +93,7 @@ def _fp8_paged_mqa_logits(
     shape = (batch, tokens) if each else (batch, 1) if context_lens.dim() == 2 else (batch,)
     lens = integers(context_lens, "context_lens", device, shape)
     tables = integers(block_table, "block_table", device, (batch, None))
-    check_pages({"block_table": tables, "context_lens": lens}, *kv_cache.shape[1::-1], logits.shape[1])
+    check_pages({"block_table": tables, "context_lens": lens}, kv_cache.shape[1], kv_cache.shape[0], logits.shape[1])
     problem = Problem(heads, dim, kv_cache.shape[1], max(tokens, 1), each, clean_logits, keys.stride(0) % 16 == 0,
                       out=dtype_name(logits.dtype))  # fmt: skip
     choice = mqa_logits(problem, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashinfer._core.arguments import checked, named
@@ -14,6 +16,9 @@ from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from flashinfer.prefill.single import single_prefill_with_kv_cache
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
+
+# qo_indptr, kv_indptr, kv_indices and last_page_len of one part.
+_Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _of_part(part: str, function, tables: bool = False):
@@ -87,7 +92,7 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
         non_blocking: bool = True,
     ) -> None:
         """Describe the decode; parameters as of `BatchDecodeWithPagedKVCacheWrapper.plan`."""
-        self._options = dict(
+        self._options: dict[str, Any] = dict(
             pos_encoding_mode=pos_encoding_mode, window_left=window_left, sm_scale=sm_scale, rope_scale=rope_scale,
             rope_theta=rope_theta,
         )  # fmt: skip
@@ -223,7 +228,7 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
         self._causal = self._apart = False
         # Which wrappers hold the tables of the last plan().
         self._planned_both = self._planned_parts = False
-        self._tables = None
+        self._tables: tuple[_Tables, ...] = ()
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -274,7 +279,7 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
             (qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d),
         )
         self._sizes = num_qo_heads, num_kv_heads, head_dim, page_size
-        self._options = dict(
+        self._options: dict[str, Any] = dict(
             pos_encoding_mode=pos_encoding_mode, window_left=window_left, sm_scale=sm_scale, rope_scale=rope_scale,
             rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
         )  # fmt: skip
@@ -349,7 +354,7 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
         prefill, decode : Tensor or (Tensor, Tensor)
             Shaped as q_p and as q_d; with return_lse each with its base-2 log-sum-exp.
         """
-        if self._tables is None:
+        if not self._tables:
             raise ValueError("BatchPODWithPagedKVCacheWrapper.run: got no plan; allowed: after plan()")
         self._causal = causal_p
         masked = custom_mask_p is not None or packed_custom_mask_p is not None

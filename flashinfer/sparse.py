@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashinfer._core.arguments import checked, named, untraced
 from flashinfer._core.backends import variants_of
-from flashinfer._core.checks import UnsupportedConfig, indptr_values, require
+from flashinfer._core.checks import UnsupportedConfig, as_dtype, indptr_values, present, require
 from flashinfer.ops.attention.engine import integers, refuse
 from flashinfer.ops.attention.masks import as_bool
 from flashinfer.ops.attention.operands import check_given, is_plain, with_lse
 from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.plan import Plan
-from flashinfer.ops.attention.wrapper import device_of
 from flashinfer.ops.attention.sparse import (
     Blocks, as_pages, as_rows, block_mask_bits, causal_variant, check_sizes, per_head_blocks, per_head_lse, plan_blocks,
     uniform_blocks,
 )  # fmt: skip
+from flashinfer.ops.attention.wrapper import device_of
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
+_SCALES = "q_scale", "k_scale", "v_scale"
 
 
 class _BlockSparse:
@@ -193,7 +196,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             refuse(name, value, "None: maps are indptr and indices, or block_mask")
         require(R > 0 and M % R == 0, "R", R, f"a divisor of M = {M}")
         require(C > 0 and N % C == 0, "C", C, f"a divisor of N = {N}")
-        common = dict(
+        common: dict[str, Any] = dict(
             source="paged", head_dim_qk=head_dim, head_dim_vo=head_dim, q_dtype=q_data_type, kv_dtype=kv_data_type,
             o_dtype=o_data_type, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
         )  # fmt: skip
@@ -206,17 +209,17 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             shape = (num_kv_heads,) * self._per_head + (M // R, N // C)
             require(tuple(block_mask.shape) == shape, "block_mask", tuple(block_mask.shape), str(shape))
             block_mask = as_bool("block_mask", block_mask).to("cpu")
-        if self._per_head:
-            of_blocks = ((num_kv_heads, M // R), R), ((num_kv_heads, N // C), C)
-            sizes = (torch.full(shape, each, dtype=torch.int64, device="cpu") for shape, each in of_blocks)
-            blocks = per_head_blocks(block_mask, *sizes, num_qo_heads // num_kv_heads, self.device)
+        if block_mask is not None and self._per_head:
+            rows = torch.full((num_kv_heads, M // R), R, dtype=torch.int64, device="cpu")
+            columns = torch.full((num_kv_heads, N // C), C, dtype=torch.int64, device="cpu")
+            blocks = per_head_blocks(block_mask, rows, columns, num_qo_heads // num_kv_heads, self.device)
             group = num_qo_heads // num_kv_heads
             asked = PlanOptions(num_qo_heads=group, num_kv_heads=1, page_size=blocks.page_size, **common).checked()
             return self._plan(asked, blocks, causal)
         if block_mask is not None:
             indices = block_mask.nonzero()[:, 1]
             indptr = torch.nn.functional.pad(block_mask.sum(1).cumsum(0), (1, 0))
-        require(indptr is not None and indices is not None, "indptr, indices", None, "tensors, or block_mask")
+        indptr, indices = (present("indptr, indices", x, "tensors, or block_mask") for x in (indptr, indices))
         given = indptr, indices
         indptr = integers(indptr, "indptr", self.device, (M // R + 1,)).contiguous()
         indices = integers(indices, "indices", self.device, (None,)).contiguous()
@@ -276,15 +279,15 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             fits = x.dim() == 3 and x.shape[0] == n
             require(fits, name, tuple(x.shape), f"[{n}, num_kv_heads, head_dim], as planned")
         given = (planned if now is None else now for planned, now in zip(self._scales, (scale_q, scale_k, scale_v)))
-        call = dict(zip(("q_scale", "k_scale", "v_scale"), given), return_lse=return_lse, params=self._params)
+        call: dict[str, Any] = dict(zip(_SCALES, given), return_lse=return_lse, params=self._params)
         if self._per_head:
             call["return_lse"] = return_lse or lse is not None
             check_given("lse", lse, q.shape[:2], torch.float32)
             of_heads = [x.transpose(0, 1) for x in (q, k, v)]
             result = _run_per_head(plan, *of_heads, self._blocks.page_size, self._kv_heads, call)
             out = _filled(out, "out", result[0].transpose(0, 1))
-            lse = _filled(lse, "lse", result[1].transpose(0, 1)) if call["return_lse"] else None
-            return (out, lse) if return_lse else out
+            lse = None if result[1] is None else _filled(lse, "lse", result[1].transpose(0, 1))
+            return out if lse is None or not return_lse else (out, lse)
         pages = k.unflatten(0, (-1, self._blocks.page_size)), v.unflatten(0, (-1, self._blocks.page_size))
         return plan.run(q, pages, _as_they_are, out=out, lse=lse, **call)
 
@@ -387,7 +390,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         shape = tuple(block_mask_map.shape)
         require(len(shape) == 3 and shape[0] == num_kv_heads, "block_mask_map", shape,
                 f"[{num_kv_heads}, block_rows, block_columns]")  # fmt: skip
-        rows = check_sizes("block_row_sz", block_row_sz, shape[:2])
+        rows = check_sizes("block_row_sz", block_row_sz, (shape[0], shape[1]))
         columns = check_sizes("block_col_sz", block_col_sz, (shape[0], shape[2]))
         group = num_qo_heads // num_kv_heads
         blocks = per_head_blocks(as_bool("block_mask_map", block_mask_map).to("cpu"), rows, columns, group, self.device)
@@ -445,8 +448,8 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         check_given("lse", lse, q.shape[:2], torch.float32)
         result, result_lse = _run_per_head(plan, q, k, v, self._blocks.page_size, self._kv_heads, call, out)
         out = result if out is None or result is out else _filled(out, "out", result)
-        lse = _filled(lse, "lse", result_lse) if call["return_lse"] else None
-        return (out, lse) if return_lse else out
+        lse = None if result_lse is None else _filled(lse, "lse", result_lse)
+        return out if lse is None or not return_lse else (out, lse)
 
     def forward(
         self,
@@ -478,9 +481,9 @@ def _run_per_head(plan: Plan, q, k, v, page_size: int, kv_heads: int, call: dict
         require(x.shape[0] == kv_heads, name, f"{x.shape[0]} heads", f"{kv_heads}, as planned")
     shape = (heads, rows, v.shape[2])
     if out is None or tuple(out.shape) != shape or as_rows(out, kv_heads) is None:
-        out = torch.empty(shape, dtype=plan.options.o_dtype, device=q.device)
+        out = torch.empty(shape, dtype=as_dtype(plan.options.o_dtype), device=q.device)
     view = as_rows(q, kv_heads)
-    view = as_rows(q.contiguous(), kv_heads) if view is None else view
+    view = present("q", as_rows(q.contiguous(), kv_heads) if view is None else view)
     pages = as_pages(k, page_size), as_pages(v, page_size)
     result = plan.run(view, pages, _as_they_are, out=as_rows(out, kv_heads), **call)
     return out, per_head_lse(result[1], kv_heads, rows) if call["return_lse"] else None

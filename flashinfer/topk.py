@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -183,7 +184,9 @@ def top_k_page_table_transform(
     same_device(input=input, src_page_table=src_page_table, out=out, out_raw_indices=out_raw_indices, **vectors)
     if out is None:
         out = torch.empty((rows, k), dtype=torch.int32, device=input.device)
-    _top_k_pages(input, k, _is_last(tie_break), src_page_table, page_size, *vectors.values(), out, out_raw_indices)
+    lengths, row_to_batch, row_starts, page_table_row_starts = vectors.values()
+    _top_k_pages(input, k, _is_last(tie_break), src_page_table, page_size, lengths, row_to_batch, row_starts,
+                 page_table_row_starts, out, out_raw_indices)  # fmt: skip
     return out
 
 
@@ -213,7 +216,8 @@ def top_k_ragged_transform(
     vectors = _check_vectors(len(input), {"offsets": offsets, "lengths": lengths, "row_starts": row_starts})
     same_device(input=input, **vectors)
     out = torch.empty((len(input), k), dtype=torch.int32, device=input.device)
-    _top_k_ragged(input, k, _is_last(tie_break), *vectors.values(), out)
+    offsets, lengths, row_starts = vectors.values()
+    _top_k_ragged(input, k, _is_last(tie_break), offsets, lengths, row_starts, out)
     return out
 
 
@@ -348,7 +352,7 @@ def _check_scores(x, name="input"):
     require(0 < x.shape[1] < 1 << 30, name, tuple(x.shape), "1 to 2^30 columns")
 
 
-def _check_vectors(rows, vectors):
+def _check_vectors(rows, vectors) -> dict[str, Any]:
     """The [rows] arguments as int32, contiguous."""
     for name, vector in vectors.items():
         if vector is None:

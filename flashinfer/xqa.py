@@ -109,11 +109,11 @@ def xqa(
     require(output.shape == q.shape, "output", tuple(output.shape), str(tuple(q.shape)))
     require(axes != 4 or q_seq_len == 1, "q_seq_len", q_seq_len, "1 without an axis for it in q")
     rows = (-1, *q.shape[-2:])
-    q_scale, kv_scale, rcp_out_scale = (scale(name, x, q.device) for name, x in (
-        ("q_scale", q_scale), ("kv_scale", kv_scale), ("rcp_out_scale", rcp_out_scale)))  # fmt: skip
+    q_scale, kv_scale = scale("q_scale", q_scale, q.device), scale("kv_scale", kv_scale, q.device)
+    of_out = scale("rcp_out_scale", rcp_out_scale, q.device)
     trtllm_batch_decode_with_kv_cache(
         q.view(rows), (k_cache, v_cache), workspace_buffer, page_table, seq_lens, 0,
-        q_scale * kv_scale * q.shape[-1] ** -0.5, kv_scale * rcp_out_scale, sliding_win_size - 1, output.view(rows),
+        q_scale * kv_scale * q.shape[-1] ** -0.5, kv_scale * of_out, sliding_win_size - 1, output.view(rows),
         sinks=sinks, kv_layout=kv_layout, q_len_per_req=q_seq_len, mask=mask,
         max_q_len=None if q_cu_seq_lens is None else q_seq_len, cum_seq_lens_q=q_cu_seq_lens, backend="xqa",
         kv_cache_sf=None if k_sf_cache is None else (k_sf_cache, v_sf_cache),

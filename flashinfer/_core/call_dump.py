@@ -12,7 +12,7 @@ import json
 import os
 import threading
 from datetime import datetime
-from enum import Enum
+from enum import Enum, EnumMeta
 from pathlib import Path
 
 import torch
@@ -201,7 +201,7 @@ def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def decoded(value, tensors: dict[str, torch.Tensor], enums: dict[str, type], device: torch.device):
+def decoded(value, tensors: dict[str, torch.Tensor], enums: dict[str, EnumMeta], device: torch.device):
     """The value that `_encoded` wrote; equal names are one tensor.
 
     Parameters

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+_T = TypeVar("_T")
 
 
 class CompileError(RuntimeError):
@@ -46,6 +49,13 @@ def require(condition: bool, argument: str, value, allowed: str) -> None:
         raise kind(f"{argument}: got {value}; allowed: {allowed}")
 
 
+def present(argument: str, value: _T | None, allowed: str = "a tensor") -> _T:
+    """The value of an argument that has to be given; ValueError naming it for None."""
+    if value is None:
+        raise ValueError(f"{argument}: got None; allowed: {allowed}")
+    return value
+
+
 def renamed(error: ValueError, names: dict[str, str]) -> ValueError:
     """The error of an argument that the caller has another name for: `names` from ours to the caller's."""
     text = str(error)
@@ -60,7 +70,7 @@ def require_tensor(name: str, value, optional: bool = False) -> None:
         require(False, name, given, "a torch.Tensor, or None" if optional else "a torch.Tensor")
 
 
-def number(name: str, value):
+def number(name: str, value) -> Any:
     """A number, or that of a tensor of one element on any device; anything else as it is.
 
     Raises

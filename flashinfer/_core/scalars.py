@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashinfer._core.checks import require
@@ -9,7 +11,7 @@ from flashinfer._core.checks import require
 _SCALES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def number(name: str, value) -> float | int:
+def number(name: str, value) -> Any:
     """A Python number, or the element of a tensor of one, which waits for its device."""
     if not isinstance(value, torch.Tensor):
         return value

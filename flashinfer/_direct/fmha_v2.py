@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from flashinfer._core.arguments import named, untraced
-from flashinfer._core.checks import UnsupportedConfig, require
+from flashinfer._core.checks import UnsupportedConfig, present, require
 from flashinfer._direct.given import flag, head_sinks, real, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
 from flashinfer._direct.pages import as_one_type, gathered, in_blocks
@@ -122,7 +123,6 @@ def trtllm_fmha_v2_prefill(
     alibi = pos_encoding_mode is not None and pos_encoding_mode.upper() == "ALIBI"
     paged, batch = input_layout.startswith("Q_PAGED_KV"), whole("batch_size", batch_size, 0)
     require(paged or block_tables is None, "block_tables", "a tensor", f"None with {input_layout}")
-    require(not paged or block_tables is not None, "block_tables", None, f"a tensor with {input_layout}")
     query, kv = _operands(qkv, input_layout)
     device = query.device
     indptr = flat_integers(cum_seq_lens_q, "cum_seq_lens_q", device, batch + 1)
@@ -130,14 +130,14 @@ def trtllm_fmha_v2_prefill(
     saves = flag("save_softmax_stats", save_softmax_stats)
     output = Output(query, (*query.shape[:2], value_dim(kv)), out, out_dtype, return_lse=saves)
     cap = None if logits_soft_cap_scale is None else real("logits_soft_cap_scale", logits_soft_cap_scale)
-    options = dict(
+    options: dict[str, Any] = dict(
         longest_q=whole("max_q_len", max_q_len), causal=mask != "padding", window_left=window, o_dtype=output.dtype,
         soft_cap=cap or None, alibi=alibi, sinks=head_sinks(sinks, query.shape[1]), **output.call,
         masked=chunk_mask(chunk) if chunked else (None, None),
         **scales_of(scale("bmm1_scale", bmm1_scale, device), scale("bmm2_scale", bmm2_scale, device)),
     )  # fmt: skip
     if paged:
-        layout = input_layout[-3:]
+        layout, block_tables = input_layout[-3:], present("block_tables", block_tables, f"a tensor with {input_layout}")
         if block_tables.dim() == 3:
             require(not isinstance(kv, torch.Tensor), "block_tables", tuple(block_tables.shape),
                     "[batch, pages], of a cache in one tensor")  # fmt: skip
@@ -145,9 +145,10 @@ def trtllm_fmha_v2_prefill(
         result = attend_pages(query, kv, layout, block_tables, lens, dict(qo_indptr=indptr), **options)
     else:
         kv_indptr = flat_integers(cum_seq_lens_kv, "cum_seq_lens_kv", device, batch + 1)
-        result = attend_rows(query, *kv, Table(indptr, kv_indptr, kv_lens=lens), **options)
+        k, v = kv
+        result = attend_rows(query, k, v, Table(indptr, kv_indptr, kv_lens=lens), **options)
     result = output.finish(result)
-    return (result[0], _stats_of(result[1])) if saves else result
+    return (result[0], _stats_of(result[1])) if isinstance(result, tuple) else result
 
 
 def _operands(qkv, input_layout: str):
@@ -259,7 +260,7 @@ def fmha_v2_prefill_deepseek(
             q, k, v, table, longest_q=seq_len, o_dtype=out.dtype, out=out.flatten(0, 1), return_lse=saves,
             **scales_of(bmm1, bmm2),
         )  # fmt: skip
-        if saves:
+        if lse is not None:
             stats = _stats_of(result[1])
             lse.copy_((stats if lse.shape[-1] == 2 and lse.dim() == 4 else stats[..., 0]).view(lse.shape))
-    return (out, lse) if return_lse else out
+    return out if lse is None or not return_lse else (out, lse)

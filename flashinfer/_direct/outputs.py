@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -44,18 +45,21 @@ class Output:
             self.lse = lse if lse.shape == shape[:2] else lse.view(shape[:2])
 
     @property
-    def call(self) -> dict:
+    def call(self) -> dict[str, Any]:
         """out, lse and return_lse, as Plan.run takes them."""
         return dict(out=self.rows, lse=self.lse, return_lse=self._returns or self.lse is not None)
 
-    def finish(self, result):
-        """What the function returns of what Plan.run returned: the caller's own tensors, where it gave some."""
-        out, lse = result if isinstance(result, tuple) else (result, None)
+    def finish(self, result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> Any:
+        """What the function returns of what Plan.run returned: the caller's own tensors, where it gave some.
+
+        A tensor or an FP4Tensor, and with return_lse a pair of it and the log-sum-exp.
+        """
+        out, lse = result if isinstance(result, tuple) else (result, self._lse)
         if self._fp4 is not None:
             out = self._fp4.write(out)
         elif self._out is not None:
             out = self._out
-        if not self._returns:
+        if not self._returns or lse is None:
             return out
         return out, lse if self._lse is None else self._lse
 

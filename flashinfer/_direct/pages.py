@@ -33,7 +33,9 @@ def as_one_type(kv_cache):
     return k, v.to(k.dtype)
 
 
-def gathered(kv_cache, kv_layout: str, tables: torch.Tensor, factors: dict):
+def gathered(
+    kv_cache, kv_layout: str, tables: torch.Tensor, factors: dict
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, dict]:
     """A cache and a table [batch, pages] of it, where K and V have tables [batch, 2, pages] of their own.
 
     The pages that the tables name are copied side by side. Entries past a request's keys may name anything.
@@ -49,7 +51,7 @@ def gathered(kv_cache, kv_layout: str, tables: torch.Tensor, factors: dict):
     batch, _, width = tables.shape
     tables = integers(tables, "block_tables", k.device, (batch, 2, width))
     one = torch.arange(batch * width, dtype=torch.int32, device=k.device).view(batch, width)
-    pair = tuple(_pages(t, tables[:, i]) for i, t in enumerate((k, v)))
+    pair = _pages(k, tables[:, 0]), _pages(v, tables[:, 1])
     factors = dict(factors)
     for i, name in enumerate(("k_factors", "v_factors")):
         if factors.get(name) is not None:

@@ -123,12 +123,12 @@ def trtllm_sage_attention_quantize(
     require(key.shape == value.shape, "value", tuple(value.shape), f"{tuple(key.shape)}, as key")
     known = qk_quant_dtype in (torch.int8, torch.float8_e4m3fn)
     require(known, "qk_quant_dtype", qk_quant_dtype, "int8, float8_e4m3fn")
-    device, indptrs = query.device, [cum_seq_lens_q, cum_seq_lens_kv]
+    device = query.device
     if cum_seq_lens_q is None:
         counts = query.shape[0], key.shape[0]
         indptrs = [torch.arange(2, dtype=torch.int32, device=device) * count for count in counts]
-    elif cum_seq_lens_kv is None:
-        indptrs[1] = cum_seq_lens_q
+    else:
+        indptrs = [cum_seq_lens_q, cum_seq_lens_q if cum_seq_lens_kv is None else cum_seq_lens_kv]
     k_mean, rows = None, key.float()
     if smooth_k:
         k_mean = rows.mean(0)

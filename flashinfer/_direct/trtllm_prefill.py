@@ -227,7 +227,7 @@ def trtllm_ragged_attention_deepseek(
     narrow = query.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
     default = torch.bfloat16 if narrow and out is None else None
     if any(sfs is not None for sfs in sage_attn_sfs):
-        dtype = out.dtype if out is not None and out.dtype in _HALVES else torch.bfloat16
+        dtype = out.dtype if isinstance(out, torch.Tensor) and out.dtype in _HALVES else torch.bfloat16
         indptrs = table.qo_indptr, table.kv_indptr
         query, key, value = widened(query, key, value, sage_attn_sfs, num_elts_per_sage_attn_blk, indptrs, dtype)
     else:

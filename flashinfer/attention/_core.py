@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 
@@ -156,9 +157,9 @@ class BatchAttention(AttentionWrapper):
             self._change_plan(logits_soft_cap=cap)
         call = q, kv_cache, out, lse, True, None, k_scale, v_scale
         factors = self._factors(None, kv_cache_sf)
-        if is_plain(lse_base):
-            return self._run(*call, **factors)
-        return self._run_with_lse(lse_base, "NH", *call, **factors)
+        plain = is_plain(lse_base)
+        result = self._run(*call, **factors) if plain else self._run_with_lse(lse_base, "NH", *call, **factors)
+        return result[0], result[1]
 
 
 _PLAN = tuple(inspect.signature(BatchPrefillWithPagedKVCacheWrapper.plan).parameters)[1:]
@@ -205,7 +206,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend,
         )  # fmt: skip
         self._head_dims = head_dim_qk, head_dim_vo
-        self._defaults = dict(
+        self._defaults: dict[str, Any] = dict(
             pos_encoding_mode=pos_encoding_mode, q_data_type=as_dtype(q_data_type),
             kv_data_type=as_dtype(kv_data_type), window_left=window_left, head_dim_vo=head_dim_vo,
         )  # fmt: skip

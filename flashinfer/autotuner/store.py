@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -122,16 +123,16 @@ class Folder:
         # None: there is no folder to write to, and choices last as long as the process.
         self.folder = None if base is None else base / "v2" / name
         self._manifest = content
-        self._known: dict[str, list | None] = {}
+        self._known: dict[str, tuple[str, Any] | None] = {}
 
-    def _path(self, key: str) -> Path:
-        return self.folder / "entries" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    def _path(self, folder: Path, key: str) -> Path:
+        return folder / "entries" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
     def find(self, key: str):
         """(runner's class name, tactic), or None."""
         if key not in self._known:
-            content = None if self.folder is None else read(self._path(key))
-            whole = content is not None and content.get("key") == key
+            content = {} if self.folder is None else read(self._path(self.folder, key)) or {}
+            whole = content.get("key") == key
             self._known[key] = as_choice([content.get("runner"), content.get("tactic")]) if whole else None
         return self._known[key]
 
@@ -142,7 +143,7 @@ class Folder:
         try:
             if not (self.folder / "manifest.json").exists():
                 replace(self.folder / "manifest.json", self._manifest)
-            replace(self._path(key), {"key": key, "runner": runner, "tactic": tactic})
+            replace(self._path(self.folder, key), {"key": key, "runner": runner, "tactic": tactic})
         except (OSError, trusted.Distrusted) as error:
             logger.warning("a tuned choice could not be kept in %s: %s", self.folder, error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
+from flashinfer._core.checks import UnsupportedConfig, as_dtype, present, require
 from flashinfer.ops.attention.wrapper import MadeOfWrappers
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -68,7 +68,7 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
         if use_cuda_graph:
             for name, per_level in buffers.items():
                 self._require_levels(f"{name}_arr", per_level)
-                for level, buffer in zip(levels, per_level):
+                for level, buffer in zip(levels, per_level or []):
                     level[name] = buffer
         self._levels = [
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, **level)
@@ -156,8 +156,9 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
         for name, per_level in zip(names, tables):
             self._require_levels(name, per_level)
         self._check_rows(qo_indptr_arr)
-        self._q_dtype = as_dtype(q_data_type)
-        require(self._q_dtype in V_DTYPES, "q_data_type", self._q_dtype, ", ".join(map(str, V_DTYPES)))
+        allowed = ", ".join(map(str, V_DTYPES))
+        self._q_dtype = present("q_data_type", as_dtype(q_data_type), allowed)
+        require(self._q_dtype in V_DTYPES, "q_data_type", self._q_dtype, allowed)
         masks = [None] * self._num_levels
         if self._num_levels > 1:
             if pos_encoding_mode != "NONE":
@@ -174,8 +175,7 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
         for i, (level, mask) in enumerate(zip(self._levels, masks)):
             last = i == self._num_levels - 1
             level.plan(
-                *(per_level[i] for per_level in tables),
-                *(num_qo_heads, num_kv_heads, head_dim, page_size),
+                tables[0][i], tables[1][i], tables[2][i], tables[3][i], num_qo_heads, num_kv_heads, head_dim, page_size,
                 custom_mask=mask,
                 causal=causal and last,
                 pos_encoding_mode=pos_encoding_mode,

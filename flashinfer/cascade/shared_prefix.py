@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashinfer._core.arguments import checked, named
@@ -11,7 +13,6 @@ from flashinfer.ops.attention.wrapper import MadeOfWrappers
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
 from .merge import merge_state_in_place
-
 
 # What the wrappers behind these call their arguments.
 _TABLES = {
@@ -128,7 +129,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD"):
         self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._kv_layout = kv_layout
-        self._batch = self._planned = None
+        # Tables and sizes of the batch, and the options that it was planned with.
+        self._batch: tuple[Any, ...] = ()
+        self._planned: dict[str, Any] | None = None
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         """Replace the workspace buffers; takes effect at the next begin_forward."""
@@ -205,9 +208,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
             Before `begin_forward`; whatever `BatchPrefillWithPagedKVCacheWrapper.plan` refuses; tensors other than
             planned, or shared ones of another shape.
         """
-        require(self._batch is not None, "forward", "no batch", "after begin_forward")
+        require(bool(self._batch), "forward", "no batch", "after begin_forward")
         cache = unique_kv_cache[0] if isinstance(unique_kv_cache, (tuple, list)) else unique_kv_cache
-        options = dict(
+        options: dict[str, Any] = dict(
             use_fp16_qk_reduction=use_fp16_qk_reduction, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta
         )
         plan = dict(options, causal=causal, q_data_type=q.dtype, kv_data_type=cache.dtype)

@@ -27,7 +27,8 @@ def only(name: str, value, allowed) -> None:
 
 def space_of(workspace: torch.Tensor, ep_rank: int, ep_size: int) -> Space:
     space = _SPACES.get(workspace.data_ptr())
-    require(space is not None, "workspace", "a tensor of another origin", "one that MoeAlltoAll.get_workspace gave")
+    if space is None:
+        raise ValueError("workspace: got a tensor of another origin; allowed: one that MoeAlltoAll.get_workspace gave")
     require(ep_size == space.ranks.size, "ep_size", ep_size, f"{space.ranks.size}, the ranks of the workspace")
     require(ep_rank == space.ranks.rank, "ep_rank", ep_rank, f"{space.ranks.rank}, the rank of the workspace")
     space.link.check()
@@ -177,7 +178,7 @@ def allocate(ranks: Ranks, nbytes: int, most: int, stats_experts: int = 0) -> di
     space.stats_experts = stats_experts
     whole = space.view(space.counts_at, (ALIGNMENT + nbytes,), torch.uint8)
     workspace = whole[None].expand(ranks.size, -1)
-    workspace.space = space
+    setattr(workspace, "space", space)
     _SPACES[workspace.data_ptr()] = space
     return {
         "workspace": workspace, "metainfo": metainfo(space, most), "max_num_tokens": most,

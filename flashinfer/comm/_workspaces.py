@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import present, require
 from flashinfer.comm.comm_backend import CommBackend
 from flashinfer.comm.mapping import Mapping
 from flashinfer.ops.comm.allreduce_fusion import config
@@ -86,12 +86,12 @@ class AllReduceFusionWorkspace:
 
     @property
     def uc_ptr_local(self) -> int:
-        shared = isinstance(self.link, Link) and self.link.memory.own is not None
-        return self.link.memory.own.data_ptr() if shared else 0
+        own = self.link.memory.own if isinstance(self.link, Link) else None
+        return 0 if own is None else own.data_ptr()
 
     @property
     def uc_ptrs_dev(self) -> int:
-        return self.link.peers.data_ptr() if self.uc_ptr_local else 0
+        return self.link.peers.data_ptr() if isinstance(self.link, Link) and self.uc_ptr_local else 0
 
     @property
     def mc_ptr(self) -> int:
@@ -168,7 +168,9 @@ class AllReduceFusionWorkspace:
         require(bool(self._gone), "workspace", "one in use", "one that checkpoint_prepare has given up")
         require(self._gone != "destroyed", "workspace", "one that is destroyed", "one that is given up")
         old = self.link
-        ranks = old.ranks if comm_backend is None else ranks_of(None, comm_backend, self.world_size, self.rank)
+        ranks = old.ranks if comm_backend is None else None
+        if ranks is None:
+            ranks = ranks_of(None, comm_backend, self.world_size, self.rank)
         self.link, self.capability = connect(ranks, self._area, old.device, deadline=old.deadline)
         self._gone = ""
 
@@ -215,8 +217,8 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
 
     def __init__(
         self,
-        tp_size: int,
-        tp_rank: int,
+        tp_size: int | None,
+        tp_rank: int | None,
         max_token_num: int,
         hidden_dim: int,
         dtype: torch.dtype = torch.float16,
@@ -268,8 +270,9 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         one_shot: bool = False,
     ):
         if buffer_size_in_bytes is None:
-            row = _sizes(max_num_tokens, hidden_dim, dtype)
-            nbytes = max_num_tokens * row
+            tokens = present("max_token_num", max_num_tokens, "an int of at least 1")
+            row = _sizes(tokens, hidden_dim, dtype)
+            nbytes = tokens * row
         else:
             whole = isinstance(buffer_size_in_bytes, int) and buffer_size_in_bytes > 0
             require(whole, "buffer_size_in_bytes", buffer_size_in_bytes, "an int of at least 1")
@@ -280,7 +283,7 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         self.buffer_size_bytes = nbytes
         # By this tensor older calls name the workspace.
         self.buffer_flags = torch.zeros(9, dtype=torch.uint32, device=self.link.device)
-        self.buffer_flags.workspace = self
+        setattr(self.buffer_flags, "workspace", self)
         self.metadata["use_fp32_lamport"] = dtype == torch.float32
 
     def is_buffer_size_sufficient(

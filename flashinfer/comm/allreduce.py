@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, present, require, same_device
 from flashinfer.comm._patterns import PATTERNS, Pattern, check_results, given_rows
 from flashinfer.comm._workspaces import (
     DTYPES as _DTYPES,
@@ -104,8 +104,11 @@ apply_rms_norm, output_dtype, dynamic_fp8, write_norm_output, config
         return MNNVLAllReduceFusionWorkspace(
             mapping, max_token_num, hidden_dim, dtype, None, comm_backend, group=group, one_shot=force_oneshot_support
         )
+    sizes = {"max_token_num": max_token_num, "hidden_dim": hidden_dim}
+    tokens, hidden = (present(name, value, "an int of at least 1") for name, value in sizes.items())
+    dtype = present("dtype", dtype, "bfloat16, float16, float32")
     return TRTLLMAllReduceFusionWorkspace(
-        world_size, rank, max_token_num, hidden_dim, dtype, comm_backend, group, one_shot=force_oneshot_support
+        world_size, rank, tokens, hidden, dtype, comm_backend, group, one_shot=force_oneshot_support
     )
 
 
@@ -233,10 +236,10 @@ moe_reduction_token_input : int and torch.Tensor
     norm = _norm(kind, input, tokens, residual_in, rms_gamma, rms_eps, weight_bias, scale_factor)
     outs = (output, residual_out, norm_out, quant_out, scale_out)
     results, fmt, layout = check_results(kind, input, tokens, outs, layout_code, block_quant_group_size)
-    require(fmt or scale_factor is None, "scale_factor", scale_factor, "None, for nothing is quantised")
+    require(bool(fmt) or scale_factor is None, "scale_factor", scale_factor, "None, for nothing is quantised")
     same_device(**_named(rows, norm, results))
     _run(workspace, kind, input, tokens, rows, norm._replace(scale=scale_factor), results, (fmt, layout), use_oneshot)
-    return results.sum if not kind.norm else results.normed if kind.normed else results.codes
+    return present("output", results.sum if not kind.norm else results.normed if kind.normed else results.codes)
 
 
 def _named(rows: Rows, norm: Norm, results: Results) -> dict:
@@ -306,7 +309,7 @@ def _run(workspace, kind: Pattern, input, tokens: int, rows: Rows, norm: Norm, r
         source=kind.source,
         scale_dtype=dtype_name(rows.scales.dtype) if kind.source == "finalize" and rows.scales is not None else "",
         beside=rows.beside is not None,
-        weight_dtype=dtype_name(norm.weight.dtype) if kind.norm else "",
+        weight_dtype=dtype_name(norm.weight.dtype) if kind.norm and norm.weight is not None else "",
         number_format=named,
         layout=layout,
         scale="tensor" if isinstance(scale, torch.Tensor) else "" if scale in (None, 1) else "number",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import present, require
 from flashinfer.ops.comm.meeting import Ranks
 
 
@@ -60,7 +60,7 @@ class TorchDistBackend(CommBackend):
     def __init__(self, group: dist.ProcessGroup | None = None):
         if not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
-        self._group = dist.group.WORLD if group is None else group
+        self._group: dist.ProcessGroup = present("group", dist.group.WORLD if group is None else group, "a group")
         self._ranks = Ranks(self._group)
 
     def Get_rank(self) -> int:

@@ -130,9 +130,10 @@ def create_shared_buffer(size_in_bytes: int, group: torch.distributed.ProcessGro
 def free_shared_buffer(pointers: list[int], group: torch.distributed.ProcessGroup | None = None) -> None:
     """Free what `create_shared_buffer` gave, once every rank is here. A collective call; `group` is that of before."""
     found = _SHARED.pop(tuple(pointers), None)
-    require(found is not None, "pointers", pointers, "what create_shared_buffer gave and nothing has freed")
+    if found is None:
+        raise ValueError(f"pointers: got {pointers}; allowed: what create_shared_buffer gave and nothing has freed")
     memory, ranks = found
-    if memory.own.is_cuda:
+    if memory.own is not None and memory.own.is_cuda:
         torch.cuda.synchronize(memory.own.device)
     if ranks.size > 1:
         ranks.meet("free_shared_buffer")

@@ -61,7 +61,7 @@ def adopt(link) -> torch.Tensor:
     """A workspace tensor that stands for a link, int64 [ranks, words]."""
     own = link.memory.own if isinstance(link, Link) else torch.zeros(8, dtype=torch.uint8, device=link.device)
     workspace = own.view(torch.int64)[None].expand(link.world, -1)
-    workspace.link = link
+    setattr(workspace, "link", link)
     _LINKS[workspace.data_ptr()] = link
     return workspace
 
@@ -94,7 +94,8 @@ def decode_cp_a2a_init_workspace(workspace: torch.Tensor, cp_rank: int, cp_size:
 def _link_of(workspace: torch.Tensor, cp_rank: int, cp_size: int):
     link = _LINKS.get(workspace.data_ptr())
     named = "one of decode_cp_a2a_allocate_mnnvl_workspace"
-    require(link is not None, "workspace", "a tensor of another origin", named)
+    if link is None:
+        raise ValueError(f"workspace: got a tensor of another origin; allowed: {named}")
     require(cp_size == link.world, "cp_size", cp_size, f"{link.world}, as allocated")
     require(cp_rank == link.rank, "cp_rank", cp_rank, f"{link.rank}, as allocated")
     link.check()
@@ -150,8 +151,10 @@ def decode_cp_a2a_alltoall(
         require(fits, name, tuple(tensor.shape), f"[..., {cp_size}, n], contiguous")
     same = partial_o.shape[:-1] == softmax_stats.shape[:-1]
     require(same, "softmax_stats", tuple(softmax_stats.shape), f"{tuple(partial_o.shape[:-1])} and a last dimension")
-    out = (torch.empty_like(partial_o), torch.empty_like(softmax_stats)) if out is None else tuple(out)
+    if out is None:
+        out = torch.empty_like(partial_o), torch.empty_like(softmax_stats)
     require(len(out) == 2, "out", f"{len(out)} tensors", "two")
+    out = out[0], out[1]
     for (name, tensor), result in zip(named.items(), out, strict=True):
         fits = result.shape == tensor.shape and result.dtype == tensor.dtype and result.is_contiguous()
         require(fits and result.data_ptr() != tensor.data_ptr() or not tensor.numel(), "out",

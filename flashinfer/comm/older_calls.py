@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from typing import Any
 
 import torch
 
@@ -73,7 +74,7 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     handles = _Handles([list(addresses) for _ in range(3)])
     handles.workspace = ws
     pointers = torch.tensor(addresses * 3, dtype=torch.int64, device=ws.link.device)
-    pointers.workspace = ws
+    setattr(pointers, "workspace", ws)
     _WORKSPACES[pointers.data_ptr()] = ws
     if not create_metadata:
         return handles, pointers
@@ -88,7 +89,8 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
 def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(workspace: list, group=None) -> None:
     """Free what `trtllm_create_ipc_workspace_for_all_reduce_fusion` set up: its first result. `group` is not needed."""
     named = "the list of trtllm_create_ipc_workspace_for_all_reduce_fusion"
-    require(isinstance(workspace, _Handles), "workspace", type(workspace).__name__, named)
+    if not isinstance(workspace, _Handles):
+        raise ValueError(f"workspace: got {type(workspace).__name__}; allowed: {named}")
     workspace.workspace.destroy()
 
 
@@ -182,7 +184,7 @@ def trtllm_allreduce_fusion(
     kind = PATTERNS[pattern_code]
     shape = (token_num, hidden_dim)
     require(allreduce_in.numel() == token_num * hidden_dim, "allreduce_in", tuple(allreduce_in.shape), f"{shape}")
-    rows = {
+    rows: dict[str, Any] = {
         "input": allreduce_in, "output": allreduce_out, "residual_in": residual_in, "residual_out": residual_out,
         "norm_out": norm_out,
     }  # fmt: skip
@@ -304,7 +306,8 @@ def _as(x: torch.Tensor | None, shape: tuple[int, int]) -> torch.Tensor | None:
 def _workspace_of(pointers: torch.Tensor, world_size: int, world_rank: int) -> AllReduceFusionWorkspace:
     ws = _WORKSPACES.get(pointers.data_ptr())
     named = "a tensor of trtllm_create_ipc_workspace_for_all_reduce_fusion"
-    require(ws is not None, "workspace_ptrs", "a tensor of another origin", named)
+    if ws is None:
+        raise ValueError(f"workspace_ptrs: got a tensor of another origin; allowed: {named}")
     require(world_size == ws.world_size, "world_size", world_size, f"{ws.world_size}, of the workspace")
     require(world_rank == ws.rank, "world_rank", world_rank, f"{ws.rank}, of the workspace")
     return ws

@@ -225,7 +225,8 @@ class PcieIpcAllReduceWorkspace:
             As `flashinfer.comm.allreduce_fusion` raises it.
         """
         own = self.launch_config(inp)
-        require(own is not None, "inp", f"{inp.dtype} {tuple(inp.shape)}", "what supports() takes")
+        if own is None:
+            raise ValueError(f"inp: got {inp.dtype} {tuple(inp.shape)}; allowed: what supports() takes")
         require(not enable_pdl, "enable_pdl", True, "False")
         one_shot = None
         if config is not None:

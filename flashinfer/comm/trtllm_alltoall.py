@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ class MoEAlltoallInfo:
     recv_rank_local_indices: torch.Tensor
     backward_recv_rank_local_indices: torch.Tensor
     local_token_allocation_count: int
-    experts: torch.Tensor | None = None
+    experts: Any = None
     expert_count: int = 0
     most: int = 0
 
@@ -105,7 +106,7 @@ class MnnvlMoe:
             ranks = ranks_of_experts(backend, mapping.moe_ep_rank, mapping.moe_ep_size)
             MnnvlMoe._workspaces[key] = _Workspace(ranks)
         tensor = torch.zeros(mapping.moe_ep_size, 1, dtype=torch.uint64, device="cpu")
-        tensor.moe = MnnvlMoe._workspaces[key]
+        setattr(tensor, "moe", MnnvlMoe._workspaces[key])
         return tensor
 
     @staticmethod
@@ -210,7 +211,8 @@ class MnnvlMoe:
         most = max_token_count_per_rank
         shape = tuple(gathered_expert_ids.shape)
         for name, tensor in (("gathered_target_rank_ids", gathered_target_rank_ids), ("scales", gathered_scales)):
-            require(tensor is None or tuple(tensor.shape) == shape, name, tensor is None or tuple(tensor.shape), shape)
+            if tensor is not None:
+                require(tuple(tensor.shape) == shape, name, tuple(tensor.shape), str(shape))
         require(len(shape) == 2 and shape[1] == top_k, "gathered_expert_ids", shape, f"[rows, {top_k}]")
         device = gathered_expert_ids.device
         ends = torch.arange(1, ep_size + 1, device=device) * most
@@ -300,7 +302,8 @@ class MnnvlMoe:
 
 def _workspace_of(workspace: torch.Tensor, ep_rank: int, ep_size: int) -> _Workspace:
     moe = getattr(workspace, "moe", None)
-    require(moe is not None, "workspace", "a tensor of another origin", "one of MnnvlMoe.get_moe_workspaces")
+    if moe is None:
+        raise ValueError("workspace: got a tensor of another origin; allowed: one of MnnvlMoe.get_moe_workspaces")
     require(ep_size == moe.ranks.size, "ep_size", ep_size, f"{moe.ranks.size}, the ranks of the workspace")
     require(ep_rank == moe.ranks.rank, "ep_rank", ep_rank, f"{moe.ranks.rank}, the rank of the workspace")
     return moe

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer.comm._workspaces import MNNVLAllReduceFusionWorkspace, MNNVLAllreduceFusionStrategy
+from flashinfer.comm._workspaces import MNNVLAllreduceFusionStrategy, MNNVLAllReduceFusionWorkspace
 from flashinfer.comm.allreduce import allreduce_fusion
 from flashinfer.comm.comm_backend import CommBackend, TorchDistBackend
 from flashinfer.comm.mapping import Mapping
@@ -134,7 +134,8 @@ def trtllm_mnnvl_fused_allreduce_add_rmsnorm_quant(
         MNNVLQuantType.NVFP4: (P.kARResidualRMSNormFP4Quant, P.kARResidualRMSNormOutFP4Quant),
         MNNVLQuantType.DYNAMIC_FP8: (P.kARResidualRMSNormDynamicFP8Quant, P.kARResidualRMSNormOutDynamicFP8Quant),
     }.get(quant_type)
-    require(patterns is not None, "quant_type", quant_type, "FP8, NVFP4 or DYNAMIC_FP8 of MNNVLQuantType")
+    if patterns is None:
+        raise ValueError(f"quant_type: got {quant_type}; allowed: FP8, NVFP4 or DYNAMIC_FP8 of MNNVLQuantType")
     fp4, (tokens, hidden) = quant_type == MNNVLQuantType.NVFP4, input.shape
     require(not fp4 or layout_code in _LAYOUTS, "layout_code", layout_code, "SWIZZLED_128x4, LINEAR")
     if quant_out is None:
@@ -221,7 +222,8 @@ def _epsilon(input: torch.Tensor, epsilon: float | None) -> float:
 
 def _workspace_of(flags: torch.Tensor, ranks: int, rank: int) -> MNNVLAllReduceFusionWorkspace:
     ws = getattr(flags, "workspace", None)
-    require(ws is not None, "buffer_flags_mnnvl", "a tensor of another origin", "buffer_flags of a workspace")
+    if ws is None:
+        raise ValueError("buffer_flags_mnnvl: got a tensor of another origin; allowed: buffer_flags of a workspace")
     require(ranks == ws.world_size, "nranks", ranks, f"{ws.world_size}, of the workspace")
     require(rank == ws.rank, "rank", rank, f"{ws.rank}, of the workspace")
     return ws

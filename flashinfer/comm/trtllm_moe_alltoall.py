@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import present, require
 from flashinfer.comm._exchange import (
     allocate,
     check_mapping,
@@ -122,7 +122,7 @@ class MoeAlltoAll:
         self.max_num_tokens, self.top_k, self.num_experts = max_num_tokens, top_k, num_experts
         require(num_experts % self.ep_size == 0, "num_experts", num_experts, f"a multiple of {self.ep_size}")
         if workspace_size_per_rank is None:
-            require(hidden_size is not None, "hidden_size", None, "a number, without workspace_size_per_rank")
+            hidden_size = present("hidden_size", hidden_size, "a number, without workspace_size_per_rank")
             workspace_size_per_rank = self.get_moe_workspace_size_per_rank(
                 self.ep_size, top_k, max_num_tokens, hidden_size, 0, eplb_stats_num_experts
             )
@@ -235,7 +235,7 @@ class MoeAlltoAll:
         )  # fmt: skip
         self._has_stats = eplb_local_stats is not None
         self._open_dispatch = len(token_selected_experts), most, at
-        if invalid_token_expert_id is not None:
+        if invalid_token_expert_id is not None and expert_id_payload_index is not None:
             sanitize_in(self._space, received[expert_id_payload_index], invalid_token_expert_id)
         return received
 

@@ -128,7 +128,7 @@ def _check_keys(indptr: torch.Tensor, lens: torch.Tensor | None, batch: int, ind
     if lens is None or lens.is_cuda or not batch:
         return
     # A ragged batch has a row of keys for each entry.
-    room, lens = (begins[1:] - begins[:-1]).astype("int64") * max(page_size, 1), lens.numpy()
-    fits = bool(((lens >= 0) & (lens <= room)).all())
+    room, keys = (begins[1:] - begins[:-1]).astype("int64") * max(page_size, 1), lens.numpy()
+    fits = bool(((keys >= 0) & (keys <= room)).all())
     most = f"0 ... what its entries of kv_indptr hold, {room.max()} at most"
-    require(fits, "kv_lens", f"{lens.min()} ... {lens.max()}", most)
+    require(fits, "kv_lens", f"{keys.min()} ... {keys.max()}", most)

@@ -90,7 +90,8 @@ class PagedNames(_MaskedNames):
     @property
     def _fixed_batch_size(self) -> int:
         """Requests that the buffers of CUDA-graph mode hold; 0 without."""
-        return self._shown.kv_indptr.shape[0] - 1 if self._use_cuda_graph else 0
+        indptr = self._shown.kv_indptr if self._use_cuda_graph else None
+        return 0 if indptr is None else indptr.shape[0] - 1
 
 
 class RaggedNames(_MaskedNames):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -92,7 +93,7 @@ class BatchDecodeWithPagedKVCache(_OverCache):
         if tables is not self._planned:
             sizes = (self.num_heads, self.kv_heads, self.head_dim, self.kv_cache.page_size)
             table = (tables.kv_indptr, tables.kv_indices, tables.last_page_len)
-            types = dict(q_data_type=self.dtype, kv_data_type=self.kv_cache.data_type)
+            types: dict[str, Any] = dict(q_data_type=self.dtype, kv_data_type=self.kv_cache.data_type)
             self._wrapper.plan(*table, *sizes, **types, sm_scale=self.sm_scale)
             self._planned = tables
         return self._wrapper.run(q.squeeze(1), layer).unsqueeze(1)
@@ -154,6 +155,6 @@ class BatchPrefillWithRaggedKVCache(_OverCache):
         """
         kv_indptr = qo_indptr if kv_indptr is None else kv_indptr
         sizes = (self.num_heads, self.kv_heads, self.head_dim)
-        types = dict(q_data_type=self.dtype, kv_data_type=k.dtype)
+        types: dict[str, Any] = dict(q_data_type=self.dtype, kv_data_type=k.dtype)
         self._wrapper.plan(qo_indptr, kv_indptr, *sizes, causal=causal, **types, sm_scale=self.sm_scale)
         return self._wrapper.run(q, k, v)

@@ -439,7 +439,7 @@ class PagedKVCache:
 
 
 def _count(name: str, value, most: int | None = None, of: str = "") -> int:
-    if not isinstance(value, (int, Integral)) or value < 0 or (most is not None and value > most):
+    if not isinstance(value, Integral) or int(value) < 0 or (most is not None and int(value) > most):
         allowed = "an int of 0 or more" if most is None else f"an int from 0 to {most}, {of}"
         require(False, name, value, allowed)
     return int(value)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import check_values, require
-from flashinfer._direct.given import check_caches, flag, most_rows, scale as scale_of
+from flashinfer._direct.given import check_caches, flag, most_rows
+from flashinfer._direct.given import scale as scale_of
 from flashinfer._direct.pages import as_one_type
 from flashinfer.ops.attention.engine import attend_pages, attend_rows, flat_integers, integers, output_of
 from flashinfer.ops.attention.tables import Table
@@ -139,7 +141,7 @@ def cudnn_batch_prefill_with_kv_cache(
     of_lse = row(batch_offsets_stats, "stats").by(1 if tokens else q.shape[1])
     lse_moved = packed and (not of_lse.same_as(of_q) or (lse is not None and lse.shape[0] != q.shape[0]))
     require(not lse_moved or of_lse.starts is not None, "lse", "other rows than q", "the rows of q")
-    call = dict(
+    call: dict[str, Any] = dict(
         longest_q=most_q, causal=flag("causal", causal), o_dtype=o_dtype, backend=backend or "auto",
         out=None if moved else out, return_lse=return_lse, lse=lse if packed and not lse_moved else None,
         q_scale=scale if q_scale is None else scale * scale_of("q_scale", q_scale, q.device),
@@ -155,26 +157,26 @@ def cudnn_batch_prefill_with_kv_cache(
         of_k = row(batch_offsets_k, "k").by(1 if tokens else k_cache.stride(0))
         of_v = row(batch_offsets_v, "v").by(1 if tokens else v_cache.stride(0))
         keys = _spans(of_k if of_k.starts is not None else of_v, k_cache, actual_seq_lens_kv, batch, most_kv, "k")
-        if not of_v.same_as(of_k):
+        if of_k.starts is not None and of_v.starts is not None and not of_v.same_as(of_k):
             v_cache = _beside(v_cache, of_v.starts, of_k.starts[:batch], k_cache.shape[0])
         table = Table(
             **queries, kv_indptr=keys.get("qo_indptr"), kv_lens=keys.get("q_lens"), kv_stride=keys.get("q_len", 0)
         )
         result = attend_rows(q, k_cache, v_cache, table, **call)
-    rows, row_lse = result if return_lse else (result, None)
+    rows, row_lse = result if isinstance(result, tuple) else (result, None)
     # Of the keys, only that there are as many requests.
     spans = Table(**queries, kv_lens=torch.zeros(batch, dtype=torch.int32, device=q.device))
-    if moved:
+    if moved and of_o.starts is not None:
         out = torch.empty(rows.shape, dtype=o_dtype, device=q.device) if out is None else out
         rows = _placed(rows, out, of_o.starts[:batch], spans)
     rows = rows if given is None else given
-    if not return_lse:
+    if row_lse is None:
         return rows, None
     if lse_base == "ln":
         row_lse.mul_(math.log(2.0))
     if not packed:
         return rows, _padded(row_lse, spans, most_q, lse)
-    if lse_moved:
+    if lse_moved and of_lse.starts is not None:
         row_lse = _placed(row_lse, torch.empty_like(row_lse) if lse is None else lse, of_lse.starts[:batch], spans)
     return rows, row_lse
 
@@ -207,7 +209,7 @@ class Rows:
     def same_as(self, other: Rows) -> bool:
         """Whether both say the same rows, or one of them says nothing. Offsets on a GPU are not looked at."""
         a, b = self._given, other._given
-        if a is None or b is None:
+        if a is None or b is None or self.starts is None or other.starts is None:
             return True
         if self.starts.device.type == "cpu":
             count = min(len(self.starts), len(other.starts))
@@ -225,7 +227,7 @@ def _batch_size(block_tables, lens_q, lens_kv, offsets_q, offsets_o, offsets_k, 
     for offsets in (offsets_q, offsets_o, offsets_k, offsets_v):
         if offsets is not None:
             return offsets.numel() - 1
-    require(False, "actual_seq_lens_q", None, "a tensor, or batch_offsets_q, or block_tables")
+    raise ValueError("actual_seq_lens_q: got None; allowed: a tensor, or batch_offsets_q, or block_tables")
 
 
 def _spans(rows: Rows, x: torch.Tensor, lens, batch: int, most: int, name: str) -> dict:

@@ -217,7 +217,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
             window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale,
             rope_theta, True, block_tables, seq_lens, fixed_split_size, disable_split_kv, q_len_per_req,
         )  # fmt: skip
-        return probe._active.scratch_bytes, 0
+        return probe._planned().scratch_bytes, 0
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Kept for callers of upstream: strides are arguments of our kernels, so no variant needs warming."""
@@ -229,6 +229,11 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
     def run(
         self, q, paged_kv_cache, *args, return_lse: Literal[True], **options
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @overload
+    def run(
+        self, q, paged_kv_cache, *args, return_lse: bool, **options
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def run(
         self,

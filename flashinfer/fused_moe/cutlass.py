@@ -347,7 +347,7 @@ def _encoding(x, given, quant_scales, flags) -> tuple[str, dict[str, torch.Tenso
     return encoding, dict(zip(names, scales))
 
 
-def _weights(encoding, given, scales, biases) -> list[experts.Weight]:
+def _weights(encoding: str, given, scales, biases) -> list[experts.Weight]:
     stored = _STORED.get(encoding, encoding)
     made = []
     for name, codes, bias, factors in zip(_NAMES, given, biases, ("fc1", "fc2")):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device, torch_dtype
+from flashinfer._core.checks import dtype_name, is_aligned, present, require, same_device, torch_dtype
 from flashinfer._core.custom_op import custom_op
 from flashinfer.fused_moe import routing
 from flashinfer.ops import layouts, narrow
@@ -227,7 +227,7 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
     pairs, tile = routed.ids.numel(), _tile(layer)
     packed = routed.weights is None
     token_map, unpacked = routing.token_map(routed.ids, routed.experts, routed.offset, tile, packed=packed)
-    weights = unpacked if packed else routed.weights
+    weights = present("weights", unpacked if routed.weights is None else routed.weights)
     rows = token_map.row_pair.numel()
     factor = row_scale
     if routed.on_input:
@@ -250,9 +250,10 @@ def _rows(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, TokenMap]:
     columns = n1 // 2 if activation.act in room.GATED else n1
     middle = torch.empty(rows, columns, dtype=between_dtype, device=device)
     problem1 = _fitted(problem1, x, weights1, pairs)
+    numbers = activation.numbers
     finish = room.Finish(
         scale=between.scale, scale_out=between.scale_out, alpha=activation.alpha, beta=activation.beta,
-        limit=activation.limit, weight=factor, numbers=tuple(activation.numbers),
+        limit=activation.limit, weight=factor, numbers=(numbers.alpha, numbers.beta, numbers.limit),
     )  # fmt: skip
     given = room.Rows(x, tokens.scale, 1 if tokens.of_pairs else routed.ids.shape[1])
     room.product(problem1, device).run(given, weights1, finish, token_map, middle)

@@ -69,7 +69,7 @@ def hash_topk(
     require(router_logits.dtype in _LOGITS, "router_logits", router_logits.dtype, "float32, bfloat16, float16")
     tokens, experts = router_logits.shape
     require(tuple(input_ids.shape) == (tokens,), "input_ids", tuple(input_ids.shape), f"[{tokens}]")
-    fits = tid2eid.dim() == 2 and 1 <= tid2eid.shape[1] <= 32 and len(tid2eid) and experts
+    fits = tid2eid.dim() == 2 and 1 <= tid2eid.shape[1] <= 32 and len(tid2eid) > 0 and experts > 0
     require(fits, "tid2eid", tuple(tid2eid.shape), "[vocabulary, 1 to 32]")
     for name, table in (("input_ids", input_ids), ("tid2eid", tid2eid)):
         require(table.dtype in _INDEX, name, table.dtype, "int32, int64")

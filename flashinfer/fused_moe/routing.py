@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, present, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.compat.queries import answering
 from flashinfer.ops.moe import finalize as finalize_room
@@ -191,7 +191,10 @@ def route(
     method = RoutingMethodType(routing_method)
     rank, weight, unnormed = _METHODS[method]
     experts, shared = routing_logits.shape[1], num_fused_shared_experts
-    require(norm_topk_prob or unnormed is not None, "norm_topk_prob", norm_topk_prob, f"True with {method.name}")
+    if not norm_topk_prob:
+        if unnormed is None:
+            raise ValueError(f"norm_topk_prob: got {norm_topk_prob}; allowed: True with {method.name}")
+        weight = unnormed
     if routing_bias is not None:
         allowed = (*_BIASED, *_WITH_AN_UNREAD_BIAS)
         require(method in allowed, "routing_bias", "a tensor", f"None with {method.name}")
@@ -210,7 +213,6 @@ def route(
     weights = torch.empty(tokens, top_k + shared, dtype=torch.float32, device=device)
     scale = 1.0 if routed_scaling_factor is None else float(routed_scaling_factor)
     numbers = [groups, kept, top_k, shared]
-    weight = weight if norm_topk_prob else unnormed
     _route(routing_logits, routing_bias, ids, weights, replay, numbers, scale, rank, weight)
     return ids, weights
 
@@ -254,7 +256,8 @@ def token_map(
     ids = "packed" if packed else dtype_name(topk_ids.dtype)
     bins = max(_power_of_two(local_num_experts), 32)
     problem = room.Map(ids, bins, few=topk_ids.numel() <= room.config.FEW)
-    out = empty_map(*topk_ids.shape, local_num_experts, tile, topk_ids.device)
+    tokens, top_k = topk_ids.shape
+    out = empty_map(tokens, top_k, local_num_experts, tile, topk_ids.device)
     weights = torch.empty(topk_ids.shape, dtype=torch.float32, device=topk_ids.device) if packed else None
     room.token_map(problem, topk_ids.device).run(topk_ids, local_expert_offset, tile, out, weights)
     return out, weights
@@ -366,7 +369,8 @@ def _check_groups(n_group, topk_group, experts) -> tuple[int, int]:
         return 1, 1
     fits = 1 < groups <= experts // 2 and experts % groups == 0
     require(fits, "n_group", n_group, f"a divisor of {experts} experts, with two or more in each group")
-    require(topk_group is not None and 1 <= topk_group <= groups, "topk_group", topk_group, f"1 to {groups}")
+    topk_group = present("topk_group", topk_group, f"1 to {groups}")
+    require(1 <= topk_group <= groups, "topk_group", topk_group, f"1 to {groups}")
     return groups, topk_group
 
 

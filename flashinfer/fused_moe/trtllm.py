@@ -264,7 +264,8 @@ def trtllm_bf16_routed_moe(
 def _bf16(routed, x, w1, w2, intermediate, shuffled, layout, do_finalize, activation_type, shape, output, /):
     require(x.dtype == torch.bfloat16, "hidden_states", x.dtype, "bfloat16")
     require(x.dim() == 2, "hidden_states", tuple(x.shape), "[tokens, hidden]")
-    act, gated = activation(activation_type, *shape, routed.experts, x.device)
+    alpha, beta, limit = shape
+    act, gated = activation(activation_type, alpha, beta, limit, routed.experts, x.device)
     weights = []
     for name, codes, paired in (("gemm1_weights", w1, gated and shuffled), ("gemm2_weights", w2, False)):
         codes, block = check_weights(name, codes, (torch.bfloat16,), 16, layout)

@@ -200,11 +200,11 @@ def _block_scaled(
             fits = scale.shape == shape and scale.stride(2) == 1
             require(fits, f"{name}_scale", tuple(scale.shape), f"{shape}, contiguous rows")
             require(scale.dtype == torch.float32, f"{name}_scale", scale.dtype, "float32")
-            places = {"shuffle": 16 if shuffled else 0}
+            shuffle, placed = 16 if shuffled else 0, "linear"
         else:
-            places = {"shuffle": 32 if shuffled else 0, "layout": "128x4" if shuffled else "linear"}
-            scale = experts.expert_factors(f"{name}_scale", scale, n, -(-k // 32), places["layout"])
-        weights.append(experts.Weight(name, codes, encoding, scale, bias=bias, paired=paired, block=block, **places))
+            shuffle, placed = (32, "128x4") if shuffled else (0, "linear")
+            scale = experts.expert_factors(f"{name}_scale", scale, n, -(-k // 32), placed)
+        weights.append(experts.Weight(name, codes, encoding, scale, placed, bias, paired, shuffle, block))
     between = experts.Between(encoding)
     return finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, hidden=valid)
 

@@ -241,7 +241,7 @@ def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_fin
     act, gated = act
     device, count = tokens.codes.device, routed.experts
     hidden = tokens.codes.shape[1] * (2 if tokens.encoding == "nvfp4" else 1)
-    valid = check_valid(hidden, intermediate, *valid, do_finalize)
+    valid = check_valid(hidden, intermediate, valid[0], valid[1], do_finalize)
     weights = []
     for name, (codes, scale, bias), paired in zip(("gemm1_weights", "gemm2_weights"), given, (gated, False)):
         require(codes.dtype in _FP4, name, codes.dtype, "uint8")
@@ -266,7 +266,7 @@ def _fp4(routed, tokens, given, act, scales, intermediate, valid, output, do_fin
         base = torch.full((1,), 1 / (448 * 6), dtype=torch.float32, device=device)
     between = experts.Between(encoding, base, scale=scale, scale_out=scale_out, ratio=gated, second=second)
     done = finished(tokens, routed, weights, act, between, intermediate, output, do_finalize, hidden=valid)
-    return [done] if do_finalize else done
+    return done if isinstance(done, list) else [done]
 
 
 @checked
@@ -387,7 +387,8 @@ def trtllm_mxint4_block_scale_routed_moe(
 
 def _mxint4(routed, hidden_states, given, shape, intermediate_size, valid, output, do_finalize) -> list[torch.Tensor]:
     require(hidden_states.dtype == torch.bfloat16, "hidden_states", hidden_states.dtype, "bfloat16")
-    act, _ = activation(ActivationType.Swiglu, *shape, routed.experts, hidden_states.device)
+    alpha, beta, limit = shape
+    act, _ = activation(ActivationType.Swiglu, alpha, beta, limit, routed.experts, hidden_states.device)
     weights = []
     for name, (codes, scale), paired in zip(("gemm1_weights", "gemm2_weights"), given, (True, False)):
         require(codes.dtype == torch.uint8, name, codes.dtype, "uint8")
@@ -405,4 +406,4 @@ def _mxint4(routed, hidden_states, given, shape, intermediate_size, valid, outpu
     tokens = experts.Tokens(hidden_states, "bf16")
     between = experts.Between()
     done = finished(tokens, routed, weights, act, between, intermediate_size, output, do_finalize, hidden=valid)
-    return [done] if do_finalize else done
+    return done if isinstance(done, list) else [done]

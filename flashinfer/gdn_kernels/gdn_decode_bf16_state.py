@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import require
+from flashinfer._core.checks import present, require
 from flashinfer._delta import require_dtype, require_shape
 from flashinfer.gdn_decode import decode_tokens
 from flashinfer.ops.recurrent.delta.operands import Pool
@@ -97,8 +97,8 @@ def gated_delta_rule_mtp(
         "initial_state_source": initial_state_source,
         "initial_state_indices": initial_state_indices,
     }
-    for name, x in given.items():
-        require(x is not None, name, None, "a tensor")
+    given = {name: present(name, x) for name, x in given.items()}
+    q = given["q"]
     batch, tokens = q.shape[:2]
     rows, each = ssm_state_indices, intermediate_states_buffer
     require(0 <= recovery_steps <= tokens, "recovery_steps", recovery_steps, f"0 to {tokens}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
 from flashinfer._core.checks import dtype_name, require
@@ -11,6 +13,8 @@ from flashinfer.ops.formats import FACTOR_DTYPES
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT = (torch.bfloat16, torch.float16, torch.float32)
+_Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
+
 _FP4 = (torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.uint8))
 
 
@@ -80,10 +84,10 @@ def factors(name: str, scale: torch.Tensor, rows: int, blocks: int, layout: str,
     return scale.view(torch.uint8).view(entries, high * wide)
 
 
-def alpha_of(alpha: torch.Tensor | None, a: torch.Tensor, count: int = 1) -> torch.Tensor | None:
+def alpha_of(alpha: _Given, a: torch.Tensor, count: int = 1) -> _Given:
     """The factor of the result, float32 [count]; one element may be on the other device."""
     if alpha is None:
-        return None
+        return alpha
     require(alpha.numel() == count, "alpha", tuple(alpha.shape), f"{count} element{'s' if count > 1 else ''}")
     return scales_of("alpha", alpha, a.device, count).contiguous()
 

@@ -259,10 +259,9 @@ def tgv_gemm_sm100(
     dtype = torch.bfloat16 if narrow else a.dtype
     out = _result(out, (a.shape[0], b.shape[1]), dtype if out is None else out.dtype, a.device)
     _check_bias(bias, b.shape[1])
-    descales = a_descale, b_descale
-    if narrow:
-        descales = _scale("a_descale", a_descale, a.device), _scale("b_descale", b_descale, a.device)
-    _product(a, b, out, bias, *descales, "auto")
+    given = ("a_descale", a_descale), ("b_descale", b_descale)
+    a_scale, b_scale = (None if scale is None else _scale(name, scale, a.device) for name, scale in given)
+    _product(a, b, out, bias, a_scale, b_scale, "auto")
     return out
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import present, require
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
@@ -338,10 +338,10 @@ class SegmentGEMMWrapper:
         given.check_matrix("weights", weights, 3, (x.dtype,))
         n, k = weights.shape[1:] if weight_column_major else weights.shape[:0:-1]
         given.same("weights", k, "x", x.shape[1], "d_in")
-        require(seg_lens is not None or seg_indptr is not None, "seg_lens", None, "a tensor, or seg_indptr")
-        kind, name, groups = "lengths", "seg_lens", seg_lens
         if seg_indptr is not None:
             kind, name, groups = "offsets", "seg_indptr", seg_indptr
+        else:
+            kind, name, groups = "lengths", "seg_lens", present("seg_lens", seg_lens, "a tensor, or seg_indptr")
         _check_index(name, groups, batch_size + (kind == "offsets"))
         _check_segments(name, groups, kind, x.shape[0])
         groups = groups.to(x.device, non_blocking=True)
@@ -350,9 +350,9 @@ class SegmentGEMMWrapper:
         else:
             _check_index("weight_indices", weight_indices, batch_size)
             if weight_indices.device.type == "cpu" and batch_size:
-                low, high = weight_indices.aminmax()
+                low, high = (int(x) for x in weight_indices.aminmax())
                 fits = low >= 0 and high < len(weights)
-                require(fits, "weight_indices", f"{int(low)} to {int(high)}", f"0 to {len(weights) - 1}")
+                require(fits, "weight_indices", f"{low} to {high}", f"0 to {len(weights) - 1}")
             weight_indices = weight_indices.to(x.device, non_blocking=True)
         if out is None:
             out = torch.zeros(x.shape[0], n, dtype=x.dtype, device=x.device)
@@ -376,12 +376,13 @@ def _check_segments(name: str, x: torch.Tensor, kind: str, rows: int) -> None:
     if x.device.type != "cpu" or not x.numel():
         return
     if kind == "lengths":
-        require(x.min() >= 0, name, int(x.min()), "lengths of 0 or more")
-        require(x.sum() <= rows, name, f"a sum of {int(x.sum())}", f"at most {rows}, the rows of x")
+        least, total = int(x.min()), int(x.sum())
+        require(least >= 0, name, least, "lengths of 0 or more")
+        require(total <= rows, name, f"a sum of {total}", f"at most {rows}, the rows of x")
         return
-    require(x[0] >= 0, name, f"first offset {int(x[0])}", "0 or more")
+    require(int(x[0]) >= 0, name, f"first offset {int(x[0])}", "0 or more")
     require(bool((x.diff() >= 0).all()), name, x.tolist(), "offsets that do not decrease")
-    require(x[-1] <= rows, name, f"last offset {int(x[-1])}", f"at most {rows}, the rows of x")
+    require(int(x[-1]) <= rows, name, f"last offset {int(x[-1])}", f"at most {rows}, the rows of x")
 
 
 def _check_indptr(m_indptr: torch.Tensor, b: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, present, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer.compat.queries import answering
@@ -80,8 +80,8 @@ def gemm_fp8_nt_groupwise(
         require(scale_major_mode is None, "scale_major_mode", scale_major_mode, "None for backend 'trtllm'")
         a_major, b_major = _major_of(a_scale, a_rows, blocks, "MN"), _major_of(b_scale, b_rows, blocks, "K")
     else:
-        require(scale_major_mode in ("MN", "K"), "scale_major_mode", scale_major_mode, "'MN', 'K'")
-        a_major = b_major = scale_major_mode
+        a_major = b_major = present("scale_major_mode", scale_major_mode, "'MN', 'K'")
+        require(a_major in ("MN", "K"), "scale_major_mode", scale_major_mode, "'MN', 'K'")
     a_scale = given.scales("a_scale", a_scale, a_rows, blocks, a_major)
     b_scale = given.scales("b_scale", b_scale, b_rows, blocks, b_major)
     out = given.result(out, (a.shape[0], b.shape[0]), out_dtype, a)
@@ -169,7 +169,7 @@ def granularity(mnk: tuple[int, int, int]) -> tuple[int, int, int]:
     name, allowed = "scale_granularity_mnk", "three positive numbers, the last a power of two, 32 or more"
     require(len(mnk) == 3 and all(isinstance(n, int) and n > 0 for n in mnk), name, mnk, allowed)
     require(mnk[2] >= 32 and mnk[2] & (mnk[2] - 1) == 0, name, mnk, allowed)
-    return tuple(mnk)
+    return mnk[0], mnk[1], mnk[2]
 
 
 def _major_of(scale: torch.Tensor, rows: int, blocks: int, memory: str) -> str:

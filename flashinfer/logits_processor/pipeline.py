@@ -138,8 +138,9 @@ def _legalized(processors: list[LogitsProcessor], kind: TensorType) -> list[Op]:
 
 def _check_parameters(steps: list[Op], given: dict) -> None:
     """Nothing is given that no step takes. A step of a user's may take anything."""
-    if all(isinstance(step, ParameterizedOp) for step in steps):
+    ours = [step for step in steps if isinstance(step, ParameterizedOp)]
+    if len(ours) == len(steps):
         # Results are deterministic in any case.
-        known = {name for step in steps for name in (*step.NEEDS, *step.TAKES)} | {"is_deterministic"}
+        known = {name for step in ours for name in (*step.NEEDS, *step.TAKES)} | {"is_deterministic"}
         for name, value in given.items():
             require(name in known, name, value, f"the runtime parameters {', '.join(sorted(known))}")

@@ -53,9 +53,9 @@ class LogitsProcessor:
 
 def _check_names(kind: type[LogitsProcessor], params: dict) -> None:
     """Nothing is fixed that no step takes. A step of a user's may take anything."""
-    steps = kind.STEPS.values()
-    if steps and all(issubclass(step, ops.ParameterizedOp) for step in steps):
-        known = {*kind.OWN, *(name for step in steps for name in (*step.NEEDS, *step.TAKES))}
+    ours = [step for step in kind.STEPS.values() if issubclass(step, ops.ParameterizedOp)]
+    if ours and len(ours) == len(kind.STEPS):
+        known = {*kind.OWN, *(name for step in ours for name in (*step.NEEDS, *step.TAKES))}
         for name, value in params.items():
             require(name in known, name, value, f"the parameters {', '.join(sorted(known))} of {kind.__name__}")
 

@@ -25,8 +25,8 @@ def operands(state, x, dt, A, B, C, D, z, dt_bias, state_scale, out, cu_seqlens)
     if state_scale is not None and state_scale.dim() == 2:
         state_scale = state_scale[:, None]
     if cu_seqlens is None:
-        given = (x, dt, z, seen, B, C)
-        x, dt, z, seen, B, C = (t[:, None] if t is not None and t.dim() == 2 else t for t in given)
+        x, dt, seen, B, C = (t[:, None] if t.dim() == 2 else t for t in (x, dt, seen, B, C))
+        z = z[:, None] if z is not None and z.dim() == 2 else z
     _check_state(state, state_scale)
     _, heads, dim, dstate = state.shape
     packed = cu_seqlens is not None
@@ -49,10 +49,10 @@ def operands(state, x, dt, A, B, C, D, z, dt_bias, state_scale, out, cu_seqlens)
     if packed:
         require(cu_seqlens.dim() == 1 and len(cu_seqlens) >= 1, "cu_seqlens", tuple(cu_seqlens.shape), "[batch + 1]")
         require(cu_seqlens.dtype in _INDEX, "cu_seqlens", cu_seqlens.dtype, "int32, int64")
-    given = (x, dt, B, C, z, seen)
     axis = 0 if packed else 1
-    moved = [t if t is None or t.dim() == 4 else t.unsqueeze(axis) for t in given]
-    return result, room.Tokens(*moved, cu_seqlens), room.Layer(A, D, dt_bias), state, state_scale
+    x, dt, B, C, seen = (t if t.dim() == 4 else t.unsqueeze(axis) for t in (x, dt, B, C, seen))
+    z = z if z is None or z.dim() == 4 else z.unsqueeze(axis)
+    return result, room.Tokens(x, dt, B, C, z, seen, cu_seqlens), room.Layer(A, D, dt_bias), state, state_scale
 
 
 def _like(name: str, value: torch.Tensor | None, shape, dtypes) -> None:

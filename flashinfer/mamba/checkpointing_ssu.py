@@ -162,7 +162,8 @@ def checkpointing_ssu(
     scratch = {"cb_scaled": cb_scaled, "cumAdt_vec": cumAdt_vec, "cb_old": cb_old}
     given = [name for name, tensor in scratch.items() if tensor is not None]
     require(len(given) in (0, 3), "cb_scaled, cumAdt_vec, cb_old", given or None, "all three or none")
-    require(algorithm != "two-kernel" or given, "algorithm", repr(algorithm), "'auto', 'monolith' without scratch")
+    allowed = "'auto', 'monolith' without scratch"
+    require(algorithm != "two-kernel" or bool(given), "algorithm", repr(algorithm), allowed)
     packed = cu_seqlens is not None
     fits = x.dim() == 4 and (not packed or len(x) == 1)
     require(fits, "x", tuple(x.shape), "[batch, T, heads, dim], or [1, tokens, heads, dim] with cu_seqlens")

@@ -125,7 +125,7 @@ torch.Tensor
         dim, dstate, dtype_name(input_dtype), dtype_name(matrixA_dtype), dtype_name(state_dtype), philox_rounds
     )
     tables = [table.contiguous() for table in (src_slots, dst_slots, *per_request.values())]
-    requests = room.Requests(*tables, pad_slot_id, rand_seed)
+    requests = room.Requests(*tables, pad=pad_slot_id, seed=rand_seed)
     layers = room.Layers(*(table.contiguous() for table in layers))
     groups = num_heads // heads_per_group
     room.materialize(problem, state_ptrs.device).run(layers, requests, num_heads, groups, ring_buffer_len)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import check_indptr, dtype_name, require, same_device
+from flashinfer._core.checks import check_indptr, dtype_name, present, require, same_device
 from flashinfer.ops.recurrent import ssd as room
 from flashinfer.ops.recurrent.layouts import whole_rows
 
 __all__ = ["ssd_combined_fwd"]
+
+_Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _INDEX = (torch.int32, torch.int64)
@@ -164,11 +168,9 @@ def ssd_combined_fwd(
     offsets = cu_seqlens if seq_idx is None else _offsets(tables, n, chunk_size, update_seq_chunk_cumsum)
     final = None
     if state_indices is not None:
-        require(
-            dstate == 1 or initial_states.stride(3) == 1, "initial_states", f"strides {initial_states.stride()}",
-            "contiguous rows with state_indices",
-        )  # fmt: skip
-        final = initial_states
+        final = present("initial_states", initial_states, "a tensor, with state_indices")
+        require(dstate == 1 or final.stride(3) == 1, "initial_states", f"strides {final.stride()}",
+                "contiguous rows with state_indices")  # fmt: skip
     elif return_final_states:
         final = torch.empty(n, heads, dim, dstate, dtype=dtype, device=x.device)
     source = _rows(initial_states)
@@ -198,7 +200,8 @@ def ssd_combined_fwd(
         aligned=whole_rows(tokens.x, *tokens[2:5], target, source, final, marked),
     )
     if n and heads and dim:
-        layer = room.Layer(*(None if t is None else t.contiguous() for t in (A, D, dt_bias)), least, most)
+        D, dt_bias = (None if t is None else t.contiguous() for t in (D, dt_bias))
+        layer = room.Layer(A.contiguous(), D, dt_bias, least, most)
         op = room.prefill(problem, x.device, backend if backend in ("portable", "reference") else "auto")
         op.run(tokens, layer, room.Pool(source, final, read), target, marks)
     else:
@@ -214,7 +217,7 @@ def _like(name: str, value: torch.Tensor | None, shape, dtypes) -> None:
         require(value.dtype in dtypes, name, value.dtype, ", ".join(map(str, dtypes)))
 
 
-def _rows(t: torch.Tensor | None) -> torch.Tensor | None:
+def _rows(t: _Given) -> _Given:
     """t with a last stride of 1: itself, or a copy."""
     return t if t is None or t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import present, require
 from flashinfer._direct.given import flag, real, whole
 from flashinfer.compat.wrappers import LatentNames
 from flashinfer.ops.attention import traced
@@ -184,9 +185,8 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         for (name, known), value in zip(_ANNOUNCED, stated, strict=True):
             if value not in known:
                 require(False, name, repr(value), ", ".join(map(repr, known)))
-        if not type(num_heads) is type(head_dim_ckv) is type(head_dim_kpe) is type(page_size) is int:
-            sizes = dict(num_heads=num_heads, head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe, page_size=page_size)
-            num_heads, head_dim_ckv, head_dim_kpe, page_size = (whole(name, size) for name, size in sizes.items())
+        num_heads, page_size = whole("num_heads", num_heads), whole("page_size", page_size)
+        head_dim_ckv, head_dim_kpe = whole("head_dim_ckv", head_dim_ckv), whole("head_dim_kpe", head_dim_kpe)
         asked = plan_options(
             source="latent", num_qo_heads=num_heads, num_kv_heads=1, head_dim_qk=head_dim_ckv + head_dim_kpe,
             head_dim_vo=head_dim_ckv, page_size=page_size, q_dtype=q_data_type, kv_dtype=kv_data_type,
@@ -298,8 +298,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
                 bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, params=params,
             ))  # fmt: skip
         plan = None if self._base is None else self._planned()
-        planned = plan is not None
-        if not planned:
+        if plan is None:
             given = page_table is not None and kv_len is not None
             require(given, "run", "no plan", "after plan(), or with page_table and kv_len")
         shape = None
@@ -307,8 +306,9 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             require(q_nope is None and q_pe is None, "query", "a tensor", "None with q_nope and q_pe")
             if not isinstance(query, torch.Tensor):
                 q_nope, q_pe = query
+            elif plan is None:
+                raise ValueError("query: got a tensor; allowed: None without a plan, which has head_dim_ckv")
             else:
-                require(planned, "query", "a tensor", "None without a plan, which has head_dim_ckv")
                 shape = query.shape[:-1]
                 q_nope, q_pe = split(query.flatten(0, -3), plan.options, "query")
         if kv_cache is not None:
@@ -316,30 +316,30 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             require(alone, "kv_cache", "a tensor", "None with ckv_cache and kpe_cache")
             if not isinstance(kv_cache, torch.Tensor):
                 ckv_cache, kpe_cache = kv_cache
+            elif plan is None:
+                raise ValueError("kv_cache: got a tensor; allowed: None without a plan, which has head_dim_ckv")
             else:
-                require(planned, "kv_cache", "a tensor", "None without a plan, which has head_dim_ckv")
                 kv_cache = without_heads(kv_cache, self._kv_cache_layout)
                 ckv_cache, kpe_cache = split(kv_cache, plan.options, "kv_cache")
-        if q_nope is None or ckv_cache is None:
-            require(False, "q_nope" if q_nope is None else "ckv_cache", None, "a tensor")
+        q_nope, ckv_cache = present("q_nope", q_nope), present("ckv_cache", ckv_cache)
         given = (out, lse)
         if shape is not None:
             out = None if out is None else out.view(q_nope.shape)
             lse = None if lse is None else lse.view(q_nope.shape[:2])
-        call = dict(
+        call: dict[str, Any] = dict(
             out=out, lse=lse, return_lse=flag("return_lse", return_lse) or lse is not None, sinks=sinks, params=params,
             base_e=return_lse_base_on_e or self._lse_base_e,
         )  # fmt: skip
-        asked = plan.options if planned else _unplanned(q_nope, q_pe, ckv_cache, out, self._variant)
+        asked = plan.options if plan is not None else _unplanned(q_nope, q_pe, ckv_cache, out, self._variant)
         factors = _factors(asked.sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale)
         of_call = page_table is not None or kv_len is not None
-        other_dtype = out is not None and out.dtype != asked.o_dtype
-        if not of_call and ckv_scale_arr is None and not other_dtype:
+        dtype = asked.o_dtype if out is None else out.dtype
+        if plan is not None and not of_call and ckv_scale_arr is None and dtype == asked.o_dtype:
             result = attend(plan, q_nope, q_pe, ckv_cache, kpe_cache, factors, **call)
         else:
-            table = self._call_table(page_table, kv_len) if of_call else plan.table
-            if other_dtype:
-                asked = asked.changed(o_dtype=out.dtype)
+            table = self._call_table(page_table, kv_len) if of_call or plan is None else plan.table
+            if dtype != asked.o_dtype:
+                asked = asked.changed(o_dtype=dtype)
             if ckv_scale_arr is not None:
                 asked, table, q_nope, q_pe, ckv_cache, kpe_cache = widened(
                     asked, table, (q_nope, q_pe), (ckv_cache, kpe_cache), ckv_scale_arr
@@ -382,27 +382,27 @@ def _checked_factors(sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_s
     require(o_scale is None or o_scale > 0, "o_scale", o_scale, "None, or a positive number")
     ckv_scale = None if ckv_scale is None else real("ckv_scale", ckv_scale)
     kpe_scale = None if kpe_scale is None else real("kpe_scale", kpe_scale)
-    require(sm_scale is not None or bmm1_scale is not None, "sm_scale", None, "a number, or bmm1_scale at run()")
+    logits = present("sm_scale", sm_scale if bmm1_scale is None else bmm1_scale, "a number, or bmm1_scale at run()")
     latent = 1.0 if ckv_scale is None else float(ckv_scale)
     position = 1.0 if kpe_scale is None else float(kpe_scale)
     require(latent > 0, "ckv_scale", ckv_scale, "a positive number")
     return factors_of(
-        sm_scale if bmm1_scale is None else bmm1_scale, 1.0 if bmm2_scale is None else bmm2_scale, latent, position,
-        1.0 if o_scale is None else o_scale,
+        logits, 1.0 if bmm2_scale is None else bmm2_scale, latent, position, 1.0 if o_scale is None else o_scale,
     )  # fmt: skip
 
 
 _known_factors = lru_cache(maxsize=1024)(_checked_factors)
 
 
-def _returned(result, given: tuple, shape: tuple | None, return_lse: bool):
+def _returned(
+    result: torch.Tensor | tuple[torch.Tensor, torch.Tensor], given: tuple, shape: tuple | None, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The caller's own tensors, where it gave some, else those of `result` in the axes of its query."""
-    result = result if isinstance(result, tuple) else (result, None)
+    out, lse = result if isinstance(result, tuple) else (result, None)
     if shape is not None and len(shape) != 2:
-        out, lse = result
-        result = out.view(*shape, out.shape[2]), None if lse is None else lse.view(shape)
-    out, lse = (mine if mine is not None else theirs for mine, theirs in zip(given, result, strict=True))
-    return (out, lse) if return_lse else out
+        out, lse = out.view(*shape, out.shape[2]), None if lse is None else lse.view(shape)
+    out, lse = out if given[0] is None else given[0], lse if given[1] is None else given[1]
+    return out if lse is None or not return_lse else (out, lse)
 
 
 def widened(asked: PlanOptions, table: Table, queries: tuple, caches: tuple, scales: torch.Tensor):
@@ -427,7 +427,7 @@ def widened(asked: PlanOptions, table: Table, queries: tuple, caches: tuple, sca
     require(fits, name, tuple(scales.shape), f"{(*ckv.shape[:-1], max(ckv.shape[-1] // 128, 1))}")
     require(scales.dtype == torch.float32, name, scales.dtype, "float32")
     require(scales.device == ckv.device, name, f"a tensor on {scales.device}", str(ckv.device))
-    pages = table.kv_indices.long().clamp(0, max(ckv.shape[0] - 1, 0))
+    pages = present("page_table", table.kv_indices).long().clamp(0, max(ckv.shape[0] - 1, 0))
     dtype = torch.float16 if asked.q_dtype == torch.float16 else torch.bfloat16
     latent = _chosen(ckv, pages).float().unflatten(-1, (groups, -1)) * scales[pages][..., None]
     wide = [latent.flatten(-2).to(dtype), *[None if t is None else _chosen(t, pages).to(dtype) for t in caches[1:]]]
@@ -442,13 +442,14 @@ def _chosen(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     return cache[pages]
 
 
-def factors_of(bmm1_scale, bmm2_scale, latent: float = 1.0, position: float = 1.0, o_scale: float = 1.0) -> Factors:
+def factors_of(
+    bmm1_scale: float | torch.Tensor, bmm2_scale: float | torch.Tensor, latent: float = 1.0, position: float = 1.0,
+    o_scale: float = 1.0,
+) -> Factors:  # fmt: skip
     """Factors of logits and outputs, each a number or one float32 on the device, and scales of caches and output."""
-    first, second = isinstance(bmm1_scale, torch.Tensor), isinstance(bmm2_scale, torch.Tensor)
-    return Factors(
-        latent * (1.0 if first else float(bmm1_scale)), latent * (1.0 if second else float(bmm2_scale)) / o_scale,
-        position / latent, bmm1_scale if first else None, bmm2_scale if second else None,
-    )  # fmt: skip
+    first, on_device = (1.0, bmm1_scale) if isinstance(bmm1_scale, torch.Tensor) else (float(bmm1_scale), None)
+    second, then = (1.0, bmm2_scale) if isinstance(bmm2_scale, torch.Tensor) else (float(bmm2_scale), None)
+    return Factors(latent * first, latent * second / o_scale, position / latent, on_device, then)
 
 
 def split(joined: torch.Tensor, options: PlanOptions, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -461,7 +462,7 @@ def split(joined: torch.Tensor, options: PlanOptions, name: str) -> tuple[torch.
 def without_heads(kv_cache: torch.Tensor, kv_layout: str | None = None) -> torch.Tensor:
     """A cache [pages, page_size, dim], which may have a further axis of 1 before (HND) or after (NHD) page_size."""
     if kv_cache.dim() == 4:
-        axis = {"HND": 1, "NHD": 2}.get(kv_layout, 1 if kv_cache.shape[1] == 1 else 2)
+        axis = {"HND": 1, "NHD": 2}.get(kv_layout or "", 1 if kv_cache.shape[1] == 1 else 2)
         require(kv_cache.shape[axis] == 1, "kv_cache", tuple(kv_cache.shape), f"1 in axis {axis}, one KV head")
         return kv_cache.squeeze(axis)
     require(kv_cache.dim() == 3, "kv_cache", tuple(kv_cache.shape), "[pages, page_size, dim], or an axis of 1 more")

@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 
 from flashinfer._core.arguments import named, untraced
-from flashinfer._core.checks import require
+from flashinfer._core.checks import present, require
 from flashinfer._direct.given import flag, head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, split, without_heads
 from flashinfer.ops.attention.direct import ones_times, run_latent
@@ -182,9 +182,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         min(query.shape[-2], _MOST_HEADS), kv_lora_rank, qk_rope_head_dim, kv_cache.shape[1], query.dtype,
         kv_cache.dtype, None if out is None else out.dtype, causal=causal, sparse=top_k > 0, variant=masked[0],
     )  # fmt: skip
-    scales = (scale(name, x, device) for name, x in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)))
+    factors = factors_of(scale("bmm1_scale", bmm1_scale, device), scale("bmm2_scale", bmm2_scale, device))
     return attend(
-        query, rows, kv_cache, asked, table, factors_of(*scales), longest_q=longest, given=workspace_buffer,
+        query, rows, kv_cache, asked, table, factors, longest_q=longest, given=workspace_buffer,
         backend=backend, out=out, lse=lse, return_lse=flag("return_lse", return_lse),
         base_e=return_lse_base == "basee", sinks=head_sinks(sinks, query.shape[-2]), params=masked[1],
     )  # fmt: skip
@@ -193,13 +193,16 @@ def trtllm_batch_decode_with_kv_cache_mla(
 def _shard_of(table: Table, total, world: int, rank: int):
     """The mask of a rank of context parallelism, whose requests have several queries, the last of `total` keys."""
     require(rank < world, "cp_rank", rank, f"0 ... {world - 1}, below cp_world")
-    require(total is not None, "causal_seqlens_kv_global", None, "a tensor, with several queries and cp_world")
-    total = flat_integers(total, "causal_seqlens_kv_global", table.kv_lens.device, table.batch_size)
+    total = present("causal_seqlens_kv_global", total, "a tensor, with several queries and cp_world")
+    lens = present("seq_lens", table.kv_lens)
+    total = flat_integers(total, "causal_seqlens_kv_global", lens.device, table.batch_size)
     queries = dict(q_len=table.q_len) if table.q_len else dict(qo_indptr=table.qo_indptr)
-    return shard_mask(queries, table.kv_lens, total, world, rank, -1)
+    return shard_mask(queries, lens, total, world, rank, -1)
 
 
-def attend(query, rows, kv_cache, asked, table, factors, *, out, lse, return_lse, sinks, **call):
+def attend(
+    query, rows, kv_cache, asked, table, factors, *, out, lse, return_lse, sinks, **call
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`run_latent` of query, whose rows are `rows`, over a cache of latents and positions side by side.
 
     More heads than a problem takes are those of several. Returns the caller's own tensors, where it gave some.
@@ -216,7 +219,8 @@ def attend(query, rows, kv_cache, asked, table, factors, *, out, lse, return_lse
         result = _in_parts(asked, table, rows, ckv, kpe, factors, flat, flat_lse, sinks, call)
     result, result_lse = result if isinstance(result, tuple) else (result, None)
     out = result.view(shape) if mine is None else mine
-    return (out, result_lse if lse is None else lse) if return_lse else out
+    lse = result_lse if lse is None else lse
+    return out if lse is None or not return_lse else (out, lse)
 
 
 def _rows_of(name: str, given: torch.Tensor, shape) -> torch.Tensor:

@@ -154,13 +154,14 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         query.shape[-2], query.shape[-1], 0, cache.shape[1], query.dtype, cache.dtype,
         None if out is None else out.dtype, sparse=True, first=first, first_page=window.shape[1] if first else 0,
     )  # fmt: skip
-    scales = (scale(name, x, rows.device) for name, x in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)))
+    factors = factors_of(scale("bmm1_scale", bmm1_scale, rows.device), scale("bmm2_scale", bmm2_scale, rows.device))
     table = token_table(sparse_indices, width, sparse_topk_lens, rows, "sparse_indices", "sparse_topk_lens")
-    return attend(
-        query, rows, cache, asked, table, factors_of(*scales), longest_q=1, given=workspace_buffer,
+    result = attend(
+        query, rows, cache, asked, table, factors, longest_q=1, given=workspace_buffer,
         backend="auto" if backend == "sparse" else backend, out=out, lse=None, return_lse=False,
         sinks=head_sinks(sinks, query.shape[-2]), first_ckv=window if first else None,
     )  # fmt: skip
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _named(rows, q_len: int, tokens, extra, lens: tuple, offset: int, seq_lens, indptr):

@@ -364,4 +364,4 @@ def create_communication(
     require(not unknown, "options", ", ".join(unknown), "config, with a backend's name")
     if not isinstance(backend, str):
         options = {"config": backend}
-    return _BACKENDS[name](bootstrap, params, **options)
+    return _BACKENDS[str(name)](bootstrap, params, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +11,9 @@ from flashinfer._core.checks import require
 from flashinfer.comm.comm_backend import CommBackend
 from flashinfer.fused_moe import QuantFormat
 from flashinfer.moe_ep import formats
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class BootstrapConfig:
     device: int | None = field(default=None, kw_only=True)
     nccl_comm: int | None = None
     process_group: torch.distributed.ProcessGroup | None = field(default=None, compare=False, hash=False)
-    tcp_store: torch.distributed.TCPStore | None = None
+    tcp_store: TCPStore | None = None
 
     def __post_init__(self):
         require(self.world_size > 0, "world_size", self.world_size, "at least 1")

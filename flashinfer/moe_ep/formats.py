@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import present, require
 from flashinfer.ops import narrow
 from flashinfer.quantization import fp4_quantize, mxfp8_quantize
 
@@ -71,12 +71,12 @@ def quantise(name: str, x: torch.Tensor, global_scale) -> tuple[torch.Tensor, to
     """Rows [tokens, hidden] as codes and scales of a format."""
     needs = name in ("NVFP4", "FP8PerTensor")
     require(needs or global_scale is None, "global_scale", global_scale, f"None, for {name} has none")
-    require(not needs or global_scale is not None, "global_scale", None, f"a number or a float32 tensor, for {name}")
     if needs:
-        global_scale = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device).reshape(-1)
+        given = present("global_scale", global_scale, f"a number or a float32 tensor, for {name}")
+        global_scale = torch.as_tensor(given, dtype=torch.float32, device=x.device).reshape(-1)
         require(global_scale.numel() == 1, "global_scale", tuple(global_scale.shape), "one element")
-    if name == "FP8PerTensor":
-        return narrow.to_fp8(x.float() * (1 / global_scale), _FP8), None
+        if name == "FP8PerTensor":
+            return narrow.to_fp8(x.float() * (1 / global_scale), _FP8), None
     number_format = FORMATS[name]
     if len(x) == 0:
         codes = x.new_empty((0, x.shape[1] * number_format.code_bits // 8), dtype=number_format.code_dtypes[0])

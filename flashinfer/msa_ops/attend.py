@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import require
+from flashinfer._core.checks import present, require
 from flashinfer._direct.given import flag, real, whole
 from flashinfer.msa_ops._requests import Requests, requests_of
 from flashinfer.ops import layouts
@@ -174,8 +175,7 @@ class _Call:
         names = "k_global_scale", "v_global_scale"
         given = [1.0 if x is None else real(name, x) for name, x in zip(names, global_scales, strict=True)]
         self.global_scales = given
-        pools, tables, factors = _pages(k, v, factors, batch)
-        self.pools, self.factors = pools, factors
+        self.pools, tables, self.factors = _pages(k, v, factors, batch)
         self.tables, self.lens = _chosen(indices, batch, tables, kv_heads)
         self.dtype = torch.bfloat16 if q.dtype == _FP8 else q.dtype
 
@@ -191,9 +191,9 @@ class _Call:
             o_dtype=self.dtype, out=rows, return_lse=lse, q_scale=self.scale * self.global_scales[0] * temperature,
             v_scale=self.global_scales[1], operands=("q", "k", "v"), **self.factors,
         )  # fmt: skip
-        result, base2 = result if lse else (result, None)
-        out = result.view(shape) if out is None else out
-        return (out, base2.view(self.heads).mul_(math.log(2.0))) if lse else out
+        rows, base2 = result if isinstance(result, tuple) else (result, None)
+        out = rows.view(shape) if out is None else out
+        return out if base2 is None else (out, base2.view(self.heads).mul_(math.log(2.0)))
 
 
 def _chosen(indices: torch.Tensor, batch: Requests, tables, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,20 +224,19 @@ def _pages(k, v, factors: tuple, batch: Requests):
     for name, given in zip(("k_scale", "v_scale"), factors, strict=True):
         require((given is not None) == nvfp4, name, "none" if given is None else "a tensor",
                 "e4m3 factors of nvfp4, and none of other keys and values")  # fmt: skip
-    laid_out = {}
+    laid_out: dict[str, Any] = {}
+    as_bytes = []
     if nvfp4:
         interleaved = factors[0].dim() == 4
         rows = [f if interleaved else _restored(name, f, x) for name, f, x in
                 (("k_scale", factors[0], k), ("v_scale", factors[1], v))]  # fmt: skip
         laid_out = dict(interleaved=interleaved and batch.starts is None)
-        factors = [f.view(torch.uint8) for f in rows]
-    else:
-        factors = []
+        as_bytes = [f.view(torch.uint8) for f in rows]
     if batch.starts is None:
-        tensors, ratio = _by_head((k, v, *factors))
+        tensors, ratio = _by_head((k, v, *as_bytes))
         tables = lambda blocks, head: _page_ids(batch, blocks) * ratio + head
     else:
-        tensors, first, count = _paged((k, v, *factors), batch)
+        tensors, first, count = _paged((k, v, *as_bytes), batch)
         tables = lambda blocks, head: first[batch.request][:, None, None] + blocks + head * count
     if nvfp4:
         laid_out |= dict(zip(("k_factors", "v_factors"), (t.transpose(1, 2) for t in tensors[2:]), strict=True))
@@ -245,9 +244,10 @@ def _pages(k, v, factors: tuple, batch: Requests):
 
 
 def _page_ids(batch: Requests, blocks: torch.Tensor) -> torch.Tensor:
-    if not batch.batch or not batch.page_table.shape[1]:
+    table = batch.page_table
+    if table is None or not batch.batch or not table.shape[1]:
         return blocks * 0
-    return batch.page_table[batch.request[:, None, None], blocks].long()
+    return table[batch.request[:, None, None], blocks].long()
 
 
 def _by_head(tensors: tuple) -> tuple[list[torch.Tensor], int]:
@@ -257,7 +257,7 @@ def _by_head(tensors: tuple) -> tuple[list[torch.Tensor], int]:
     heads = tensors[0].shape[1]
     ratio = ratios.pop() if even and ratios else heads
     if not even or ratio < heads:
-        tensors, ratio = [t.contiguous() for t in tensors], heads
+        tensors, ratio = tuple(t.contiguous() for t in tensors), heads
     pages = tensors[0].shape[0]
     count = (pages - 1) * ratio + heads if pages else 0
     return [
@@ -277,7 +277,7 @@ def _paged(tensors: tuple, batch: Requests):
     slot = torch.arange(BLOCK, dtype=torch.int64, device=device)
     copies = []
     if batch.batch and keys:
-        at = (batch.starts[request] + (page - first[request]) * BLOCK)[:, None] + slot
+        at = (present("cu_seqlens_k", batch.starts)[request] + (page - first[request]) * BLOCK)[:, None] + slot
         at = at.clamp_(0, keys - 1).flatten()
     for t in tensors:
         if not batch.batch or not keys:

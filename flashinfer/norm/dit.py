@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
+from flashinfer._core.checks import dtype_name, is_aligned, present, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
 from flashinfer.ops import layouts
@@ -186,8 +186,8 @@ def _modulate(given, factor, shift, epsilon, format, scaling, results) -> tuple[
         require(residual.dtype == x.dtype, "residual", residual.dtype, f"{x.dtype}, the dtype of input")
     biases = {n: _bias(n, given.get(n), hidden) for n in ("gate_bias", f"{factor}_bias", f"{shift}_bias")}
     of_rows = {name: _of_rows(name, given.get(name), x, name == "gate") for name in ("gate", factor, shift)}
-    same = of_rows[factor].dtype == of_rows[shift].dtype
-    require(same, shift, of_rows[shift].dtype, f"{of_rows[factor].dtype}, the dtype of {factor}")
+    dtypes = present(factor, of_rows[factor]).dtype, present(shift, of_rows[shift]).dtype
+    require(dtypes[0] == dtypes[1], shift, dtypes[1], f"{dtypes[0]}, the dtype of {factor}")
     names = ("global_scaling_factor", "input_global_scaling_factor")
     scaling = [None if s is None else scales(n, s, x.device) for n, s in zip(names, scaling)]
     shapes = {"residual_out": (x.shape, x.dtype), "norm_out": (x.shape, x.dtype)}
@@ -256,6 +256,7 @@ def _run(
 ) -> None:
     """of_tokens : input, residual, gate, factor, shift. biases : of the last three. scaling : of codes, of input."""
     x, residual, gate, factor, shift = of_tokens
+    x, factor, shift = present("input", x), present("scale", factor), present("shift", shift)
     gate_bias, factor_bias, shift_bias = biases
     global_scale, input_scale = scaling
     same_device(input=x, residual=residual, gate=gate, gate_bias=gate_bias, scale=factor, scale_bias=factor_bias,
@@ -265,7 +266,8 @@ def _run(
             factors.zero_()
         return
     batch, _, hidden = x.shape
-    x, residual = (t if t is None or t.stride(-1) == 1 else t.contiguous() for t in (x, residual))
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    residual = residual if residual is None or residual.stride(-1) == 1 else residual.contiguous()
     tensors = x, residual, gate, gate_bias, factor, factor_bias, shift, shift_bias
     least = 4 * FORMATS[format].width if format else 1
     problem = room.Modulated(

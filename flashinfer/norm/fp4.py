@@ -136,7 +136,8 @@ def add_rmsnorm_fp4quant(
         input, residual, weight, y_fp4, block_scale, global_scale, eps, block_size, scale_format, layout,
         linear_scale=block_scale_unswizzled, normed=y_out, pdl=wants_pdl(enable_pdl),
     )  # fmt: skip
-    return results if layout == "both" else results[:2]
+    codes, factors, linear = results
+    return (codes, factors) if linear is None else (codes, factors, linear)
 
 
 def to_fp4(
@@ -169,6 +170,8 @@ def to_fp4(
         fits = tensor is None or tensor.dtype in (allowed, torch.uint8)
         require(fits, name, tensor is not None and tensor.dtype, f"{allowed}, uint8")
     # In bytes, for torch.compile has hardly an operation for the narrow dtypes.
-    out, *factors = (t if t is None else t.view(torch.uint8) for t in (codes, block_scale, linear_scale))
-    quantised(input, residual, weight, out, global_scale, *factors, normed, [eps, 1.0], format, layout, after, pdl=pdl)
+    out, factors = codes.view(torch.uint8), block_scale.view(torch.uint8)
+    linear = None if linear_scale is None else linear_scale.view(torch.uint8)
+    quantised(input, residual, weight, out, global_scale, factors, linear, normed, [eps, 1.0], format, layout, after,
+              pdl=pdl)  # fmt: skip
     return codes, block_scale, linear_scale

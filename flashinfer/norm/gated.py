@@ -274,8 +274,9 @@ def _gated_residual(
     same_device(branch=branch, out=out, next_out=next_out)
     if branch.numel() == 0:
         return
-    vectors = [t if t is None else t.contiguous() for t in (weight, alpha, beta, next_weight)]
-    given = [t for t in (branch, residual, *vectors, out, next_out) if t is not None]
+    beta = beta.contiguous()
+    weight, alpha, next_weight = (t if t is None else t.contiguous() for t in (weight, alpha, next_weight))
+    given = [t for t in (branch, residual, weight, alpha, beta, next_weight, out, next_out) if t is not None]
     some_weight = next((w for w in (weight, next_weight) if w is not None), branch)
     problem = room.Gated(
         dtype=dtype_name(branch.dtype),
@@ -287,7 +288,6 @@ def _gated_residual(
         pdl=pdl,
         aligned=branch.shape[1] * branch.element_size() % 16 == 0 and is_aligned(*given),
     )
-    weight, alpha, beta, next_weight = vectors
     gate = alpha_number if alpha is None else alpha
     following = (next_weight, next_out, *numbers[2:])
     room.gated_residual(problem, branch.device).run(

@@ -119,8 +119,9 @@ def fused_qk_rmsnorm_rope(
         _check_weights(q_weight, k_weight, heads, head_dim)
     same_device(qkv=qkv, q_weight=weights[0], k_weight=weights[1], q_out=q_out, k_out=k_out, v_out=v_out)
     sizes = [ppf, pph, ppw, *channels]
-    _video(qkv, *weights, *outputs, sizes, [eps, base, output_quant_scale, v_quant_scale], interleave)
-    return tuple(outputs)
+    q, k, v = outputs
+    _video(qkv, weights[0], weights[1], q, k, v, sizes, [eps, base, output_quant_scale, v_quant_scale], interleave)
+    return q, k, v
 
 
 def _check_sizes(patches, channels, heads, head_dim) -> None:

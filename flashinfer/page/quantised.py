@@ -248,7 +248,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
 
 
 def _append_rows(key, value, table: list, paged_kv_cache, kv_cache_sf, kv_data_type, kv_layout: str) -> None:
-    name = KV_NAMES.get(kv_data_type)
+    name = KV_NAMES.get(kv_data_type, "")
     require(name in ROW_FORMATS, "kv_data_type", repr(kv_data_type), f"{', '.join(ROW_FORMATS)}; of nvfp4, its append")
     check_layout(kv_layout)
     caches, factors = paged_views(paged_kv_cache, kv_layout), paged_views(kv_cache_sf, kv_layout, "kv_cache_sf")
@@ -256,15 +256,16 @@ def _append_rows(key, value, table: list, paged_kv_cache, kv_cache_sf, kv_data_t
     for cache in caches:
         fits = cache.dtype in (dtype, torch.uint8)
         require(fits, "paged_kv_cache", cache.dtype, f"{' or '.join(map(str, dict.fromkeys((dtype, torch.uint8))))}")
-    caches = [cache.view(torch.uint8) for cache in caches]
-    _append_quantised(key, value, table, *caches, *factors, [1.0, 1.0], [], name)
+    k_cache, v_cache = (cache.view(torch.uint8) for cache in caches)
+    _append_quantised(key, value, table, k_cache, v_cache, factors[0], factors[1], [1.0, 1.0], [], name)
 
 
 def _append_pair(key, value, table: list, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout: str) -> None:
     check_layout(kv_layout)
-    caches, factors = paged_views(paged_kv_cache, kv_layout), paged_views(kv_cache_sf, kv_layout, "kv_cache_sf")
-    factors = [_bytes("kv_cache_sf", x) for x in factors]
-    _append_quantised(key, value, table, *caches, *factors, *_scales(key.device, k_scale=k_scale, v_scale=v_scale))
+    k_cache, v_cache = paged_views(paged_kv_cache, kv_layout)
+    k_factors, v_factors = (_bytes("kv_cache_sf", x) for x in paged_views(kv_cache_sf, kv_layout, "kv_cache_sf"))
+    numbers, scales = _scales(key.device, k_scale=k_scale, v_scale=v_scale)
+    _append_quantised(key, value, table, k_cache, v_cache, k_factors, v_factors, numbers, scales)
 
 
 def _scales(device: torch.device, **scales: float | torch.Tensor) -> tuple[list[float], list[torch.Tensor]]:
@@ -308,7 +309,7 @@ def _append_quantised(
         key_name, value_name = "append_key", "append_value"
         k_name, v_name, factors_name = "paged_kv_cache", "paged_kv_cache", "kv_cache_sf"
     mapped = len(table) == 1
-    indices = dict(zip(("slot_mapping",) if mapped else _TABLE, table))
+    indices: dict[str, torch.Tensor] = dict(zip(("slot_mapping",) if mapped else _TABLE, table))
     same_device(**{key_name: key, value_name: value}, **indices)
     same_device(**{key_name: key, k_name: k_cache, factors_name: k_factors})
     same_device(**{key_name: key, v_name: v_cache, factors_name: v_factors})
@@ -360,5 +361,6 @@ def _append_quantised(
         scale="tensor" if scales else "number",
     )
     where = table[0].contiguous() if mapped else room.PageTable(*(as_int32(x) for x in table[:4]))
-    quantised = room.Quantised(*(scales or numbers), k_factors, v_factors)
+    k_scale, v_scale = scales or numbers
+    quantised = room.Quantised(k_scale, v_scale, k_factors, v_factors)
     room.append(problem, key.device).run((key, value), (k_cache, v_cache), where, quantised)

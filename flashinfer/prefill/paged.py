@@ -16,7 +16,6 @@ from flashinfer.ops.attention.tables import MASK_BUFFERS, graph_buffers
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import device_of
 
-
 _BUFFERS = dict(
     qo_indptr="qo_indptr_buf", kv_indptr="paged_kv_indptr_buf", kv_indices="paged_kv_indices_buf",
     last_page_len="paged_kv_last_page_len_buf",
@@ -221,7 +220,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
             max_item_len_ptr, seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv,
             fixed_split_size, disable_split_kv, uniform_q_len,
         )  # fmt: skip
-        return probe._active.scratch_bytes, 0
+        return probe._planned().scratch_bytes, 0
 
     def _probe(self) -> BatchPrefillWithPagedKVCacheWrapper:
         """A wrapper as this one, to plan and throw away."""
@@ -238,6 +237,11 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
     def run(
         self, q, paged_kv_cache, *args, return_lse: Literal[True], **options
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @overload
+    def run(
+        self, q, paged_kv_cache, *args, return_lse: bool, **options
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def run(
         self,

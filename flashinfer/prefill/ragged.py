@@ -19,7 +19,6 @@ from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import device_of, ragged_pair
 from flashinfer.ops.formats import KV_NAMES
 
-
 _BUFFERS = dict(qo_indptr="qo_indptr_buf", kv_indptr="kv_indptr_buf")
 
 
@@ -111,7 +110,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         """
         for name, given, same in (("v_indptr", v_indptr, kv_indptr), ("o_indptr", o_indptr, qo_indptr)):
             is_same = given is None or given is same or given.data_ptr() == same.data_ptr()
-            is_same = is_same or torch.equal(given.to(same.device, same.dtype), same)
+            if given is not None and not is_same:
+                is_same = torch.equal(given.to(same.device, same.dtype), same)
             require(is_same, name, "other offsets", "None, or the same offsets as of k (v_indptr) and q (o_indptr)")
         asked = plan_options(
             source="ragged", num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import as_dtype, require, require_tensor
+from flashinfer._core.arguments import checked
+from flashinfer._core.checks import as_dtype, present, require, require_tensor
 from flashinfer.ops.attention.options import default_o_dtype
 from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
@@ -85,8 +86,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf,
             paged_kv_indices_buf, paged_kv_last_page_len_buf, variant=_variant(),
         )  # fmt: skip
-        q_dtype = as_dtype(q_data_type)
-        self._fixed = dict(
+        q_dtype = present("q_data_type", as_dtype(q_data_type), "a torch.dtype or the name of one")
+        self._fixed: dict[str, Any] = dict(
             q_data_type=q_dtype, kv_data_type=as_dtype(kv_data_type), o_data_type=default_o_dtype(q_dtype, o_data_type),
             head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
         )  # fmt: skip
@@ -195,7 +196,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, max_token_per_sequence,
             max_sequence_kv, fixed_split_size, disable_split_kv,
         )  # fmt: skip
-        return probe._active.scratch_bytes, 0
+        return probe._planned().scratch_bytes, 0
 
     @checked
     def run(

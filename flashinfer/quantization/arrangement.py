@@ -40,7 +40,7 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
     allowed = unswizzled_sf.dtype in (torch.uint8, torch.bfloat16)
     require(allowed, "unswizzled_sf", unswizzled_sf.dtype, "uint8, bfloat16")
     factors = unswizzled_sf if len(shape) == 3 else unswizzled_sf[None]
-    high, wide = layouts.padded(*factors.shape[1:], "128x4")
+    high, wide = layouts.padded(factors.shape[1], factors.shape[2], "128x4")
     count = factors.shape[0] * high * wide
     if out is None:
         out = factors.new_empty(count)

@@ -8,7 +8,7 @@ from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import check_apart, require
 from flashinfer.quantization.fp4_quantization import mxfp4_quantize, nvfp4_quantize
 from flashinfer.quantization.fp8_quantization import mxfp8_quantize
-from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config
+from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, Unset
 from flashinfer.tllm_enums import SfLayout
 
 __all__ = [
@@ -26,7 +26,7 @@ def nvfp4_quantize_cute_dsl(
     global_scale: float | torch.Tensor,
     sf_layout: int = 0,
     enable_pdl: bool | None = None,
-    nvfp4_4over6: NVFP44Over6Config | None = UNSET,
+    nvfp4_4over6: NVFP44Over6Config | Unset | None = UNSET,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`nvfp4_quantize` by a number for the layout.
@@ -71,7 +71,7 @@ def nvfp4_quantize_per_token_cute_dsl(
     sf_layout: int = 0,
     enable_pdl: bool | None = None,
     out_scale: torch.Tensor | None = None,
-    nvfp4_4over6: NVFP44Over6Config | None = UNSET,
+    nvfp4_4over6: NVFP44Over6Config | Unset | None = UNSET,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`nvfp4_quantize` with a scale for each row: codes, factors, and float32 scales [M].
 

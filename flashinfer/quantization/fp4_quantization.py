@@ -21,7 +21,7 @@ from flashinfer.quantization.kv_cache import (
     nvfp4_kv_quantize,
     nvfp4_quantize_paged_kv_cache,
 )
-from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, resolve_nvfp4_4over6
+from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, Unset, resolve_nvfp4_4over6
 from flashinfer.tllm_enums import SfLayout
 
 __all__ = [
@@ -55,7 +55,7 @@ def fp4_quantize(
     is_global_scale_inversed: bool = False,
     enable_pdl: bool | None = None,
     backend: str = "cuda",
-    nvfp4_4over6: NVFP44Over6Config | None = UNSET,
+    nvfp4_4over6: NVFP44Over6Config | Unset | None = UNSET,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise rows to FP4: NVFP4 (a factor in e4m3 for 16 elements) or MXFP4 (one in ue8m0 for 32).
 
@@ -145,7 +145,7 @@ def nvfp4_quantize(
     per_token_activation: bool = False,
     expanded_idx_to_permuted_idx: torch.Tensor | None = None,
     out_scale: torch.Tensor | None = None,
-    nvfp4_4over6: NVFP44Over6Config | None = UNSET,
+    nvfp4_4over6: NVFP44Over6Config | Unset | None = UNSET,
 ) -> tuple[torch.Tensor, ...]:
     """Quantise rows to NVFP4, as `fp4_quantize` does.
 
@@ -219,7 +219,7 @@ def nvfp4_quantize(
     if do_shuffle:
         codes, factors = shuffle_matrix_a(codes, 128), shuffle_matrix_sf_a(factors, 128).view(factors.shape)
     codes = codes.view(*a.shape[:-1], a.shape[-1] // 2)
-    if not per_token_activation:
+    if row_scales is None:
         return codes, factors
     row_scales = row_scales[0]
     if out_scale is not None:
@@ -276,7 +276,7 @@ def nvfp4_batched_quantize(
     a: torch.Tensor,
     a_global_sf: torch.Tensor,
     sf_vec_size: int = 16,
-    nvfp4_4over6: NVFP44Over6Config | None = UNSET,
+    nvfp4_4over6: NVFP44Over6Config | Unset | None = UNSET,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise a batch of matrices to NVFP4, each with factors in 128x4 tiles of its own.
 
@@ -315,7 +315,7 @@ def scaled_fp4_grouped_quantize(
     a: torch.Tensor,
     mask: torch.Tensor,
     a_global_sf: torch.Tensor,
-    nvfp4_4over6: NVFP44Over6Config | None = UNSET,
+    nvfp4_4over6: NVFP44Over6Config | Unset | None = UNSET,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the first rows of each matrix of a batch to NVFP4, for grouped GEMMs with a mask.
 

@@ -13,7 +13,7 @@ from flashinfer._core.scalars import scales
 from flashinfer.ops import activation as room
 from flashinfer.ops import layouts
 from flashinfer.ops.formats import FORMATS
-from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, resolve_nvfp4_4over6
+from flashinfer.quantization.nvfp4_quantization_utils import UNSET, NVFP44Over6Config, Unset, resolve_nvfp4_4over6
 
 
 @checked
@@ -24,7 +24,7 @@ def silu_and_mul_nvfp4_quantize(
     is_sf_swizzled_layout: bool = True,
     is_sf_8x4_layout: bool = False,
     enable_pdl: bool | None = None,
-    nvfp4_4over6: NVFP44Over6Config | None = UNSET,
+    nvfp4_4over6: NVFP44Over6Config | Unset | None = UNSET,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """SiLU gating, quantised to NVFP4: ``fp4_quantize(silu_and_mul(input), global_scale)`` in one launch.
 

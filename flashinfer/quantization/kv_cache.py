@@ -141,7 +141,7 @@ def nvfp4_quantize_paged_kv_cache(
     by_head = v_factors if tokens == 2 else v_factors.transpose(1, 2)
     by_head = by_head.unflatten(2, (-1, 4)).transpose(3, 4).reshape(by_head.shape)
     v_factors = by_head if tokens == 2 else by_head.transpose(1, 2).contiguous()
-    factors = tuple(f.view(torch.float8_e4m3fn) for f in (k_factors, v_factors))
+    factors = k_factors.view(torch.float8_e4m3fn), v_factors.view(torch.float8_e4m3fn)
     return (k_codes, v_codes), factors, k_scale, v_scale
 
 
@@ -254,8 +254,8 @@ def kv_dequantize_paged(
     >>> k[0, :, 0, 0].tolist()
     [-25.0, -25.0, 0.0]
     """
-    name = KV_NAMES.get(kv_data_type)
-    require(name is not None, "kv_data_type", repr(kv_data_type), ", ".join(KV_FORMATS))
+    name = KV_NAMES.get(kv_data_type, "")
+    require(name in KV_FORMATS, "kv_data_type", repr(kv_data_type), ", ".join(KV_FORMATS))
     _dequantise(name, paged_kv_cache, kv_cache_sf, block_tables, seq_lens, (output_k, output_v), kv_layout)
 
 

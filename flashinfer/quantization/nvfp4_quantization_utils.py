@@ -26,14 +26,14 @@ _E2M1_MAX = 6.0
 _E4M3_MAX = 448
 
 
-class _Unset:
+class Unset:
     """The default of `nvfp4_4over6`: the environment decides."""
 
     def __repr__(self) -> str:
         return "<unset: FLASHINFER_NVFP4_4OVER6 decides>"
 
 
-UNSET = _Unset()
+UNSET = Unset()
 
 class NVFP44Over6ErrMode(IntEnum):
     """The error that chooses between a block's two candidates: of magnitudes, or of squares."""
@@ -84,7 +84,7 @@ class NVFP44Over6Config:
     @property
     def err_mode_name(self) -> str:
         """ "MAE" or "MSE"."""
-        return self.err_mode.name
+        return NVFP44Over6ErrMode(self.err_mode).name
 
 
 def current_nvfp4_4over6_config() -> NVFP44Over6Config | None:
@@ -102,7 +102,7 @@ def current_nvfp4_4over6_config() -> NVFP44Over6Config | None:
     return NVFP44Over6Config(largest, env.NVFP4_4OVER6_ERR_MODE.get(), fast)
 
 
-def resolve_nvfp4_4over6(setting: NVFP44Over6Config | None = UNSET) -> NVFP44Over6Config | None:
+def resolve_nvfp4_4over6(setting: NVFP44Over6Config | Unset | None = UNSET) -> NVFP44Over6Config | None:
     """What an argument `nvfp4_4over6` means.
 
     Parameters

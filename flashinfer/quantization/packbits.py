@@ -77,8 +77,8 @@ def segment_packbits(
     out = torch.empty(starts[-1], dtype=torch.uint8, device=x.device)
     if out.numel():
         index = dtype_name(indptr.dtype)
-        where = (t.to(x.device).contiguous() for t in (indptr, new_indptr))
-        _run(x, *where, out, bitorder, index)
+        begins, ends = (t.to(x.device).contiguous() for t in (indptr, new_indptr))
+        _run(x, begins, ends, out, bitorder, index)
     return out, new_indptr
 
 

@@ -99,7 +99,9 @@ def rope_quantize_fp8(
     inputs = [q_rope, _heads("k_rope", k_rope, k_rope), q_nope, _heads("k_nope", k_nope, k_rope)]
     outs = results[0], _heads("k_rope_out", results[1], k_rope), results[2], _heads("k_nope_out", results[3], k_rope)
     numbers = [float(quant_scale_q), float(quant_scale_kv), float(not is_neox)]
-    _rope_quantize(inputs, cos_sin_cache, pos_ids, numbers, *_bytes(outs), dtype_name(dtype), backend, bool(enable_pdl))
+    q_out, k_out, q_rest, k_rest = _bytes(outs)
+    _rope_quantize(inputs, cos_sin_cache, pos_ids, numbers, q_out, k_out, q_rest, k_rest, dtype_name(dtype), backend,
+                   bool(enable_pdl))  # fmt: skip
     return tuple(results)
 
 
@@ -214,7 +216,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
     k_nope = k_rope[..., :0] if k_nope is None else k_nope
     keys = _heads("k_rope", k_rope, k_rope), _heads("k_nope", k_nope, k_rope)
     rope_dim, rest = k_rope.shape[-1], k_nope.shape[-1]
-    if mla:
+    if v is None:
         for cache in paged_kv_cache:
             require(cache.dim() == 3, "paged_kv_cache", tuple(cache.shape), "[max_num_pages, page_size, width] for MLA")
         k_nope_cache, k_rope_cache = caches = [cache.unsqueeze(2) for cache in paged_kv_cache]
@@ -234,10 +236,11 @@ def rope_quantize_fp8_append_paged_kv_cache(
     results = [_result("q_rope_out", q_rope_out, q_rope, dtype), _result("q_nope_out", q_nope_out, q_nope, dtype)]
     numbers = [float(quant_scale_q), float(quant_scale_kv), float(not is_neox)]
     tables = [batch_indices, positions, kv_indices, kv_indptr]
-    outs = _bytes((*results, k_rope_cache, k_nope_cache, v_cache))
+    q_out, q_rest, k_to, k_rest_to, v_to = _bytes((*results, k_rope_cache, k_nope_cache, v_cache))
     heads = [q_rope, keys[0], q_nope, keys[1]]
     pdl = bool(enable_pdl)
-    _rope_quantize_append(heads, v, cos_sin_cache, pos_ids, tables, numbers, *outs, dtype_name(dtype), pdl=pdl)
+    _rope_quantize_append(heads, v, cos_sin_cache, pos_ids, tables, numbers, q_out, q_rest, k_to, k_rest_to, v_to,
+                          dtype_name(dtype), pdl=pdl)  # fmt: skip
     return results[0], results[1]
 
 
@@ -261,7 +264,7 @@ def _result(name, out, x, dtype) -> torch.Tensor:
     return out
 
 
-def _bytes(tensors) -> list[torch.Tensor | None]:
+def _bytes(tensors) -> list:
     """Codes are written as bytes: not every architecture has each float8, and torch.compile few operations of them."""
     return [x if x is None else x.view(torch.uint8) for x in tensors]
 
@@ -316,7 +319,7 @@ def _rope_quantize_append(
     """heads, numbers, format : as above. tables : those of the room's Pages."""
     q_rope, k_rope, q_nope, k_nope = heads
     q, k = room.Heads(q_rope, q_nope, q_rope_out, q_nope_out), room.Heads(k_rope, k_nope, k_rope_cache, k_nope_cache)
-    values = None if v is None else room.Heads(v, None, v_cache, None)
+    values = None if v is None or v_cache is None else room.Heads(v, None, v_cache, None)
     _run(q, k, values, cos_sin_cache, pos_ids, numbers, tables, format, pdl)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flashinfer._core.checks import check_values, dtype_name, require, same_device
@@ -34,8 +36,8 @@ class Call:
             require(not bool(x.isnan().any()), name, "NaN", "no NaN")
         self.samples = torch.empty(self.batch, dtype=torch.int32 if indices is None else indices.dtype, device=x.device)
         self.valid = torch.empty(self.batch, dtype=torch.bool, device=x.device)
-        randomness = take_randomness(x.device, self.batch, generator, seed, offset)
-        self.operands = (*randomness, indices, self.samples, self.valid)
+        numbers, seeds, offsets = take_randomness(x.device, self.batch, generator, seed, offset)
+        self.operands = numbers, seeds, offsets, indices, self.samples, self.valid
 
     def k(self, top_k, may_be_impossible):
         return top_k_of(self.of_outputs("top_k", top_k), self.batch, self.samples.device, may_be_impossible)
@@ -53,7 +55,7 @@ class Call:
         same_device(indices=self.indices, **{name: value})
         return value.reshape(self.rows)[self.indices.long()]
 
-    def result(self, return_valid):
+    def result(self, return_valid) -> Any:
         return (self.samples, self.valid) if return_valid else self.samples
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import as_dtype, require, same_device
+from flashinfer._core.checks import as_dtype, present, require, same_device
 from flashinfer.compat.queries import answering
 from flashinfer.fused_moe import experts
 from flashinfer.ops import layouts
@@ -316,9 +316,9 @@ def _layer(
     require(1 <= count <= num_experts, "num_local_experts", count, f"1 to {num_experts}, num_experts")
     fits = 0 <= offset <= num_experts - count
     require(fits, "local_expert_offset", offset, f"0 to {num_experts - count}: {count} of {num_experts} experts")
-    dtype = as_dtype(output_dtype, None, "output_dtype")
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    require(dtype in dtypes, "output_dtype", dtype, "bfloat16, float16, float32")
+    dtypes = "bfloat16, float16, float32"
+    dtype = present("output_dtype", as_dtype(output_dtype, None, "output_dtype"), dtypes)
+    require(dtype in (torch.bfloat16, torch.float16, torch.float32), "output_dtype", dtype, dtypes)
     return _Layer(mode, top_k, count, offset, dtype, _activation(activation_type, swiglu, situ))
 
 

@@ -63,7 +63,8 @@ def run_direct(asked: PlanOptions, table: Table, q: torch.Tensor, kv, views, *, 
 
 
 def run_latent(asked: PlanOptions, table: Table, q_nope, q_pe, ckv, kpe, factors: Factors, *, longest_q: int = 1,
-               given: torch.Tensor | None = None, backend: str = "auto", **call):  # fmt: skip
+               given: torch.Tensor | None = None, backend: str = "auto", **call
+               ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same for latent attention.
 
     Parameters

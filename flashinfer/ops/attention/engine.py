@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache, partial
+from typing import Any, overload
 
 import torch
 
@@ -13,7 +14,6 @@ from flashinfer.ops.attention.direct import run_direct
 from flashinfer.ops.attention.options import PlanOptions
 from flashinfer.ops.attention.tables import Table, block_table
 from flashinfer.ops.kv_layout import check_layout, paged_views
-
 
 # What errors call the tables of block tables, in the order of `tables.NAMES`.
 _NAMES = "cum_seq_lens_q", "kv_indptr", "seq_lens", "block_tables"
@@ -67,6 +67,18 @@ def check_pages(tables: dict[str, torch.Tensor], page_size: int, pages: int, mos
     check_values(name, table[column < used[:, None]], 0, pages - 1)
 
 
+@overload
+def flat_integers(x: torch.Tensor, name: str, device: torch.device, count: int) -> torch.Tensor: ...
+
+
+@overload
+def flat_integers(x: None, name: str, device: torch.device, count: int) -> None: ...
+
+
+@overload
+def flat_integers(x: torch.Tensor | None, name: str, device: torch.device, count: int) -> torch.Tensor | None: ...
+
+
 def flat_integers(x: torch.Tensor | None, name: str, device: torch.device, count: int) -> torch.Tensor | None:
     """Lengths or offsets of any shape with `count` elements, such as [batch, 1, 1, 1], as int32 [count]."""
     if x is None:
@@ -75,7 +87,7 @@ def flat_integers(x: torch.Tensor | None, name: str, device: torch.device, count
     return integers(x.reshape(-1), name, device, (count,))
 
 
-def scales_of(bmm1_scale, bmm2_scale, *, o_scale=None, bmm1_scale_log2=None) -> dict:
+def scales_of(bmm1_scale, bmm2_scale, *, o_scale=None, bmm1_scale_log2=None) -> dict[str, Any]:
     """Factors of logits and of outputs, as Plan.run takes them, of the scales that are fused for two products.
 
     Parameters
@@ -161,7 +173,7 @@ def value_dim(kv_cache) -> int:
     return v.shape[-1] * (2 if v.dtype == torch.uint8 else 1)
 
 
-def factors_of(kv_cache_sf, kv_block_scales, kv_layout: str, backend: str, device: torch.device) -> dict:
+def factors_of(kv_cache_sf, kv_block_scales, kv_layout: str, backend: str, device: torch.device) -> dict[str, Any]:
     """Block scales of an nvfp4 cache, as `attend_pages` takes them, of either name that they have upstream.
 
     V's are interleaved for the generated kernels of TensorRT-LLM: what upstream's "auto" is, except on compute
@@ -183,7 +195,8 @@ def factors_of(kv_cache_sf, kv_block_scales, kv_layout: str, backend: str, devic
 def attend_pages(q: torch.Tensor, kv_cache, kv_layout: str, block_tables: torch.Tensor, seq_lens: torch.Tensor,
                  queries: dict, *, longest_q: int = 0, causal: bool = True, window_left: int = -1, o_dtype=None,
                  soft_cap: float | None = None, alibi: bool = False, masked=(None, None), backend: str = "auto",
-                 interleaved: bool = False, operands=_OPERANDS, **call):  # fmt: skip
+                 interleaved: bool = False, operands=_OPERANDS, **call
+                 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of `q` over a paged cache that a rectangular block table describes.
 
     Parameters
@@ -229,7 +242,8 @@ def _views(kv_layout: str):
 
 def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Table, *, longest_q: int = 0,
                 causal: bool = True, window_left: int = -1, o_dtype=None, soft_cap: float | None = None,
-                alibi: bool = False, masked=(None, None), backend: str = "auto", **call):  # fmt: skip
+                alibi: bool = False, masked=(None, None), backend: str = "auto", **call
+                ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The same over contiguous k and v [rows, kv_heads, head_dim]."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         require(x.dim() == 3, name, tuple(x.shape), "[tokens, heads, head_dim]")

@@ -293,7 +293,7 @@ def is_plain(lse_base: str, lse_layout: str = "NH") -> bool:
 
 
 def with_lse(attend: Callable, q: torch.Tensor, lse: torch.Tensor | None, return_lse: bool, lse_base: str,
-             lse_layout: str = "NH"):  # fmt: skip
+             lse_layout: str = "NH") -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The result of `attend(lse, return_lse)` for q [rows, heads, dim], its log-sum-exp in another base or layout.
 
     `lse` is the caller's, in that layout, and is written where it is given.

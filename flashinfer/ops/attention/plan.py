@@ -65,7 +65,7 @@ class Plan:
         self.slopes, self.debug, self.padded, self.kv_layout = slopes, debug, padded, kv_layout
         # On a CPU, looking at tables waits for nothing.
         self.looks = debug or kernels.device.type == "cpu"
-        self.table: Table | None = None
+        self.table = Table()
         self.limits: Limits | None = None
         self.needs = -1, -1
         self.pages_at = self.scratch_bytes = 0
@@ -175,7 +175,8 @@ class Plan:
         return self._scratch(count)
 
     def run(self, q: torch.Tensor, kv, views, out=None, lse=None, return_lse=False, q_scale=None, k_scale=None,
-            v_scale=None, window_left=None, *, sinks=None, params=None, k_factors=None, v_factors=None):  # fmt: skip
+            v_scale=None, window_left=None, *, sinks=None, params=None, k_factors=None, v_factors=None
+            ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Attention of `q`. Returns out, or (out, lse) with return_lse; those given are written and returned.
 
         `kv` is the cache as the caller has it, one tensor or a pair, and `views(kv)` gives k and v as `Inputs` takes

@@ -18,7 +18,6 @@ from flashinfer.ops.attention.problem import alibi_slopes
 from flashinfer.ops.attention.tables import Table
 from flashinfer.ops.kv_layout import check_layout, ragged_views
 
-
 # Options that a call without a plan has from the shapes and dtypes of its operands.
 _FROM = {
     "num_qo_heads": "q", "num_kv_heads": "k", "head_dim_qk": "q", "head_dim_vo": "v", "q_data_type": "q",
@@ -27,7 +26,8 @@ _FROM = {
 
 
 def run_single(q, k, v, kv_layout: str, backend: str, call: dict, *, o_dtype=None, custom_mask=None,
-               packed_custom_mask=None, kv_cache_sf=None, **others):  # fmt: skip
+               packed_custom_mask=None, kv_cache_sf=None, **others
+               ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of one request: q [rows, heads, dim], k and v as `kv_layout` says.
 
     `call` are the arguments of Plan.run, `others` fields of PlanOptions; kv_cache_sf are the factors of nvfp4 k and v.

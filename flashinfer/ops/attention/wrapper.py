@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -337,7 +338,7 @@ class AttentionWrapper:
         return self._alibi[key]
 
     def _run(self, q: torch.Tensor, kv, out, lse, return_lse, q_scale=None, k_scale=None, v_scale=None,
-             window_left=None, **others):  # fmt: skip
+             window_left=None, **others) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Attention of the planned batch; see Plan.run."""
         if torch.compiler.is_compiling():
             options, changes = self._planned().options, self._changes
@@ -360,7 +361,7 @@ class AttentionWrapper:
             raise
 
     def _run_with_lse(self, lse_base: str, lse_layout: str, q: torch.Tensor, kv, out, lse, return_lse, *scales,
-                      **others):  # fmt: skip
+                      **others) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """`_run` with the log-sum-exp in another base or layout."""
         attend = lambda lse, return_lse: self._run(q, kv, out, lse, return_lse, *scales, **others)
         return with_lse(attend, q, lse, return_lse, lse_base, lse_layout)
@@ -370,7 +371,7 @@ class AttentionWrapper:
             raise ValueError(f"{type(self).__name__}.run: got no plan; allowed: after plan()")
         return self._active
 
-    def _factors(self, kv_block_scales, kv_cache_sf=None) -> dict:
+    def _factors(self, kv_block_scales, kv_cache_sf=None) -> dict[str, Any]:
         """Factors of a cache in a format that has them, under either name, as Plan.run takes them."""
         name = "kv_block_scales"
         if kv_cache_sf is not None:

@@ -8,6 +8,7 @@ _device/exchange.py` says how kernels go about it.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 
@@ -48,7 +49,8 @@ class PeerMemory:
     """
 
     def __init__(self, own: torch.Tensor, addresses: list[int], means: str, release=None):
-        self.own, self.addresses, self.means = own, addresses, means
+        self.own: Any = own
+        self.addresses, self.means = addresses, means
         self._release = release
 
     def close(self) -> None:
@@ -188,7 +190,9 @@ class Link:
 
     transport = "peer"
 
-    def __init__(self, ranks: Ranks, memory: PeerMemory, area: int, rank: int | None = None, deadline: float = 0):
+    def __init__(
+        self, ranks: Ranks | None, memory: PeerMemory, area: int, rank: int | None = None, deadline: float = 0
+    ):
         self.ranks, self.memory, self.area = ranks, memory, area
         self.rank, self.world = ranks.rank if rank is None else rank, len(memory.addresses)
         self.deadline = deadline or DEADLINE

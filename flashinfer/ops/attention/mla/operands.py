@@ -39,7 +39,7 @@ class Factors:
 
 
 def attend(plan: Plan, q_nope, q_pe, ckv, kpe, factors: Factors, *, out=None, lse=None, return_lse=False, base_e=False,
-           sinks=None, first_ckv=None, params=None):  # fmt: skip
+           sinks=None, first_ckv=None, params=None) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of q_nope [rows, heads, head_dim_ckv] and q_pe over pages ckv and kpe [pages, page_size, dim].
 
     As Plan.run: calls that are alike in all a kernel or a check depends on are checked once per plan. Returns out, or

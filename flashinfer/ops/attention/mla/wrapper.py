@@ -25,7 +25,7 @@ class LatentWrapper(ReplaceableWrapper):
     _names = _TABLES
 
     def __init__(
-        self, float_workspace_buffer: torch.Tensor, backend: str, fixed: tuple[torch.Tensor, ...] | None,
+        self, float_workspace_buffer: torch.Tensor, backend: str, fixed: tuple[torch.Tensor | None, ...] | None,
         variant: AttentionVariant | None = None,
     ):  # fmt: skip
         """`fixed` are the buffers of CUDA-graph mode: qo_indptr, kv_indptr, kv_len_arr, kv_indices."""

@@ -54,7 +54,7 @@ class Space:
             self.counts_at = 0
         require(ranks.size <= MOST_RANKS, "ranks", ranks.size, f"at most {MOST_RANKS}")
         self.first, self.stats_experts = self.counts_at + ALIGNMENT, 0
-        self.counts = self.view(self.counts_at, (ranks.size,), torch.int32)
+        self.counts: torch.Tensor = self.view(self.counts_at, (ranks.size,), torch.int32)
         self.place = torch.full((most, ranks.size), -1, dtype=torch.int32, device=device)
         self.sent = torch.zeros(ranks.size, dtype=torch.int32, device=device)
 
