@@ -57,6 +57,7 @@ def flashinfer_api(func: Callable | None = None, *, trace=None) -> Callable:
 
     Examples
     --------
+    >>> from flashinfer.api_logging import flashinfer_api
     >>> @flashinfer_api
     ... def double(x):
     ...     return 2 * x

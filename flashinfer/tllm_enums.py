@@ -95,6 +95,7 @@ def is_gated_activation(activation_type: int | ActivationType) -> bool:
 
     Examples
     --------
+    >>> from flashinfer.tllm_enums import ActivationType, is_gated_activation
     >>> is_gated_activation(ActivationType.Swiglu), is_gated_activation(1)
     (True, False)
     """

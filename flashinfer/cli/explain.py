@@ -48,12 +48,11 @@ def documented(op) -> dict[str, str]:
 
 def values_of(op, name: str) -> list[str]:
     """The values that a field of words may have; [] where any may be: those that its text and the catalog name."""
-    words = re.findall(r'"([^"]*)"', documented(op).get(name, ""))
-    if not words:
-        return []
-    words += [getattr(problem, name) for problem in op.catalog()]
+    words = set(re.findall(r'"([^"]*)"', documented(op).get(name, "")))
+    known = {getattr(problem, name) for problem in op.catalog()}
     # A text names the dtypes that matter; another one is refused by the variants, which say why.
-    return sorted({*words, *(DTYPE_NAMES if set(words) & set(DTYPE_NAMES) else ())})
+    is_dtype = bool(words & set(DTYPE_NAMES)) or not words and bool(known & set(DTYPE_NAMES))
+    return sorted(words | known | set(DTYPE_NAMES if is_dtype else ())) if words or is_dtype else []
 
 
 def _check(op, name: str, value, like) -> None:

@@ -43,7 +43,7 @@ def near(given: str, allowed: list[str]) -> str:
     """The names that are allowed, after the ones that `given` may have been meant for."""
     guesses = difflib.get_close_matches(given, allowed, n=3)
     listed = ", ".join(sorted(allowed))
-    return f"{listed} (did you mean {' or '.join(guesses)}?)" if guesses else listed
+    return f"(did you mean {' or '.join(guesses)}?) {listed}" if guesses else listed
 
 
 def print_json(document) -> None:

@@ -71,6 +71,7 @@ def decode_cp_a2a_workspace_size(cp_size: int) -> int:
 
     Examples
     --------
+    >>> from flashinfer.comm import decode_cp_a2a_workspace_size
     >>> decode_cp_a2a_workspace_size(2)
     33587200
     """

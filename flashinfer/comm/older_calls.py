@@ -120,6 +120,7 @@ def compute_fp4_swizzled_layout_sf_size(total_row: int, total_column: int) -> in
 
     Examples
     --------
+    >>> from flashinfer.comm import compute_fp4_swizzled_layout_sf_size
     >>> compute_fp4_swizzled_layout_sf_size(1, 16)
     2048
     """

@@ -58,6 +58,7 @@ def get_pcie_ipc_launch_config(
 
     Examples
     --------
+    >>> from flashinfer.comm import get_pcie_ipc_launch_config
     >>> get_pcie_ipc_launch_config(2, 8192, 2)
     PcieIpcLaunchConfig(blocks=8, threads=128, variant=<PcieIpcVariant.UNSTAGED: 0>)
     """

@@ -251,6 +251,7 @@ def bgmv_moe(
 
     Examples
     --------
+    >>> import torch, flashinfer
     >>> x = torch.ones(2, 64, dtype=torch.bfloat16)
     >>> a = torch.ones(1, 4, 8, 64, dtype=torch.bfloat16)  # one adapter, 4 experts, rank 8
     >>> b = torch.ones(1, 4, 32, 8, dtype=torch.bfloat16)

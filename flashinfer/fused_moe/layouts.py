@@ -194,6 +194,7 @@ def interleave_moe_weights_for_sm90_mixed_gemm(weight: torch.Tensor, quant_type:
 
     Examples
     --------
+    >>> import torch, flashinfer
     >>> weight = torch.randint(256, (2, 128, 64), dtype=torch.uint8)
     >>> flashinfer.fused_moe.interleave_moe_weights_for_sm90_mixed_gemm(weight).shape
     torch.Size([2, 128, 64])

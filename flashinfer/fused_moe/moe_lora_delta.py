@@ -72,6 +72,7 @@ def bgmv_moe_gemm1_lora_delta(
 
     Examples
     --------
+    >>> import torch
     >>> from flashinfer.fused_moe import bgmv_moe_gemm1_lora_delta, fill_w_ptr
     >>> a, b = torch.ones(1, 4, 8, 64).bfloat16(), torch.ones(1, 4, 2 * 16, 8).bfloat16()  # A for both, and B of both
     >>> of_a, of_b = torch.empty(1, 4, dtype=torch.int64), torch.empty(1, 4, dtype=torch.int64)

@@ -89,9 +89,10 @@ def interleave_for_tma_wgmma_up(w_fp8: torch.Tensor) -> torch.Tensor:
 
     Examples
     --------
+    >>> import torch, flashinfer
     >>> w = torch.arange(128)[None, :, None].expand(1, 128, 16).to(torch.float8_e4m3fn)
     >>> flashinfer.fused_moe.interleave_for_tma_wgmma_up(w)[0, :16, 0].int().tolist()
-    [0, 1, 2, 3, 4, 5, 6, 7, 64, 64, 64, 64, 68, 68, 72, 72]
+    [0, 1, 2, 3, 4, 5, 6, 7, 64, 64, 64, 64, 64, 72, 72, 72]
     """
     fits = w_fp8.dim() == 3 and w_fp8.shape[1] % 128 == 0
     require(fits, "w_fp8", tuple(w_fp8.shape), "[experts, 2 * intermediate, hidden], intermediate a multiple of 64")
@@ -169,6 +170,7 @@ def mono_moe(
 
     Examples
     --------
+    >>> import torch, flashinfer
     >>> up, down = torch.ones(4, 256, 128).to(torch.float8_e4m3fn), torch.ones(4, 128, 128).to(torch.float8_e4m3fn)
     >>> scales = torch.full((4, 2, 1), 0.01), torch.full((4, 1, 1), 0.01)
     >>> x, logits = torch.ones(2, 128, dtype=torch.bfloat16), torch.randn(2, 4, dtype=torch.bfloat16)

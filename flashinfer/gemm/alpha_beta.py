@@ -58,6 +58,7 @@ def gemm_alpha_beta(
 
     Examples
     --------
+    >>> import torch, flashinfer
     >>> a, b, c = torch.randn(4, 64), torch.randn(32, 64), torch.ones(4, 32)
     >>> flashinfer.gemm.gemm_alpha_beta(a, b, c, beta=0.5) is c
     True

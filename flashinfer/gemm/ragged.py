@@ -73,6 +73,7 @@ def masked_bmm(
 
     Examples
     --------
+    >>> import torch, flashinfer
     >>> a, b = torch.randn(2, 4, 64, dtype=torch.bfloat16), torch.randn(2, 64, 32, dtype=torch.bfloat16)
     >>> flashinfer.gemm.masked_bmm(a, b, torch.tensor([4, 1], dtype=torch.int32)).shape
     torch.Size([2, 4, 32])
@@ -256,6 +257,7 @@ def masked_scaled_bmm(
 
     Examples
     --------
+    >>> import torch, flashinfer
     >>> a = torch.ones(2, 4, 64).to(torch.float8_e4m3fn)
     >>> b = torch.ones(2, 8, 64).to(torch.float8_e4m3fn)
     >>> one = torch.full((2, 1, 1, 2, 256), 127, dtype=torch.uint8)  # 2 ** 0
@@ -344,6 +346,7 @@ def ragged_scaled_bmm(
 
     Examples
     --------
+    >>> import torch, flashinfer
     >>> a = torch.ones(5, 64).to(torch.float8_e4m3fn)
     >>> b = torch.full((2, 8, 32), 0x22, dtype=torch.uint8)  # two e2m1 of 1 in each byte
     >>> one = torch.full((2, 1, 1, 2, 256), 127, dtype=torch.uint8)

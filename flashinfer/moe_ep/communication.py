@@ -109,6 +109,8 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
 
     Examples
     --------
+    >>> import torch
+    >>> from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams, create_communication
     >>> params = MoEEpCommParams(num_experts=4, top_k=1, max_tokens_per_rank=8, hidden_size=64)
     >>> ep = create_communication(BootstrapConfig(1, 0), params, "nvlink_one_sided")
     >>> got = ep.dispatch(torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[3], [0]]))

@@ -82,6 +82,8 @@ class MoEEpCommParams:
 
     Examples
     --------
+    >>> from flashinfer.fused_moe import QuantFormat
+    >>> from flashinfer.moe_ep import MoEEpCommParams
     >>> params = MoEEpCommParams(8, 2, 16, 256, dispatch_format=QuantFormat.DeepSeekFp8)
     >>> params.dispatch_bytes_per_token
     264

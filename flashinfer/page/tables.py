@@ -55,6 +55,8 @@ def get_batch_indices_positions(
 
     Examples
     --------
+    >>> import torch
+    >>> from flashinfer.page import get_batch_indices_positions
     >>> append_indptr = torch.tensor([0, 1, 3, 6], dtype=torch.int32)
     >>> seq_lens = torch.tensor([5, 5, 5], dtype=torch.int32)
     >>> get_batch_indices_positions(append_indptr, seq_lens, 6)

@@ -108,6 +108,8 @@ def set_seed(random_seed) -> None:
 
     Examples
     --------
+    >>> import torch
+    >>> from flashinfer.testing import set_seed
     >>> set_seed(3)
     >>> first = torch.rand(2)
     >>> set_seed(3)
@@ -157,6 +159,7 @@ def attention_flops(batch_size, qo_seqlen, kv_seqlen, head_dim_qk, head_dim_vo, 
 
     Examples
     --------
+    >>> from flashinfer.testing import attention_flops
     >>> attention_flops(1, 2, 4, 64, 64, 1, causal=False)
     2048
     >>> attention_flops(1, 2, 4, 64, 64, 1, causal=True)
@@ -239,6 +242,7 @@ def attention_tb_per_sec(
 
     Examples
     --------
+    >>> from flashinfer.testing import attention_tb_per_sec
     >>> attention_tb_per_sec(1, 1, 1024, 128, 128, 32, 8, time=1e-3)
     4.21...
     """

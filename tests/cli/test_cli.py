@@ -117,6 +117,8 @@ class TestExplain:
             (["decode", "q_dtype=bfloat16"], ["q_dtype", "'bfloat16'", "bf16"]),
             (["decode", "source=heap"], ["source", "'heap'", "paged, ragged"]),
             (["decode", "group=-4"], ["group", "-4"]),
+            (["rmsnorm", "dtype=fp99"], ["dtype", "'fp99'", "allowed: bf16"]),
+            (["rmsnrom"], ["op", "allowed: (did you mean rmsnorm?) act_and_mul"]),
             (["rmsnorm", "blok=1"], ["'blok=1'", "block"]),
             (["rmsnorm", "block"], ["'block'"]),
             (["rmsnorm", "block=x"], ["block", "'x'", "int"]),

@@ -21,7 +21,7 @@ class Problem:
     Attributes
     ----------
     kind : str
-        One of KINDS.
+        "silu", "gelu" or "gelu_tanh".
     dtype : str
         Of the input and the result.
     block : int

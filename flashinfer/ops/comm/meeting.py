@@ -51,6 +51,7 @@ def set_setup_deadline(seconds: float = SETUP_DEADLINE) -> float:
 
     Examples
     --------
+    >>> import flashinfer
     >>> before = flashinfer.comm.set_setup_deadline(120)
     >>> flashinfer.comm.set_setup_deadline(before)
     120
