@@ -53,6 +53,12 @@ def silu_and_mul(
     References
     ----------
     Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.05202
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.silu_and_mul(torch.tensor([[0.0, 100.0, 5.0, 2.0]]))
+    tensor([[  0., 200.]])
     """
     return _gated("silu", input, out, enable_pdl)
 
@@ -65,6 +71,12 @@ def gelu_and_mul(
     ``gelu(x) = x / 2 * (1 + erf(x / sqrt(2)))``.
 
     Parameters, result, errors and source are those of `silu_and_mul`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.gelu_and_mul(torch.tensor([[0.0, 100.0, 5.0, 2.0]]))
+    tensor([[  0., 200.]])
     """
     return _gated("gelu", input, out, enable_pdl)
 
@@ -77,6 +89,12 @@ def gelu_tanh_and_mul(
     ``gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))``.
 
     Parameters, result, errors and source are those of `silu_and_mul`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.gelu_tanh_and_mul(torch.tensor([[0.0, 100.0, 5.0, 2.0]]))
+    tensor([[  0., 200.]])
     """
     return _gated("gelu_tanh", input, out, enable_pdl)
 
@@ -126,6 +144,14 @@ def silu_and_mul_scaled_nvfp4_experts_quantize(
     ----------
     Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.05202; OCP Microscaling Formats
     Specification 1.0, for e2m1
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, counts = torch.randn(2, 4, 128).bfloat16(), torch.tensor([3, 4]).int()
+    >>> codes, factors = flashinfer.silu_and_mul_scaled_nvfp4_experts_quantize(x, counts, torch.ones(2))
+    >>> codes.shape
+    torch.Size([4, 32, 2])
     """
     require(a.dim() == 3, "a", tuple(a.shape), "[B, M, 2 * K]")
     batch, rows, twice = a.shape

@@ -349,6 +349,12 @@ def compute_paged_mqa_logits_schedule(
     ------
     ValueError
         An argument out of its range, by name.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.compute_paged_mqa_logits_schedule(torch.tensor([20, 5]).int()) is not None
+    True
     """
     require(seq_lens.dim() == 1, "seq_lens", tuple(seq_lens.shape), "[batch]")
     whole("next_n", next_n, 1)

@@ -71,7 +71,13 @@ def autotune_v2(
 
 def autotune_v2_reload() -> None:
     """Forget the choices of this process, so that they are read from the attached folder: after tuning and a barrier,
-    all ranks have the same."""
+    all ranks have the same.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> flashinfer.autotune_v2_reload()
+    """
     tuner = AutoTuner.get()
     if tuner.folder is not None:
         tuner.profiling_cache.clear()

@@ -67,6 +67,13 @@ def chunk_gated_delta_rule2(
     ------
     ValueError
         A shape, dtype, device or combination other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = torch.randn(3, 5, 2, 64).bfloat16().unbind(0)
+    >>> flashinfer.chunk_gated_delta_rule2(q, k, v, cu_seqlens=torch.tensor([0, 2, 5])).shape
+    torch.Size([5, 2, 64])
     """
     heads = require_tokens(q, k, v, "tokens, heads, head_dim")
     require_offsets(cu_seqlens)

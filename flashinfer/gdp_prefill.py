@@ -70,6 +70,13 @@ def chunk_gated_delta_product(
     References
     ----------
     Siems et al., DeltaProduct, 2025, https://arxiv.org/abs/2502.10297
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = torch.randn(3, 2, 64).bfloat16(), torch.randn(6, 2, 64).bfloat16(), torch.randn(6, 2, 64).bfloat16()
+    >>> flashinfer.chunk_gated_delta_product(q, k, v, num_householder=2, cu_seqlens=torch.tensor([0, 3])).shape
+    torch.Size([3, 2, 64])
     """
     n, variant = num_householder, variant_for(backend, "cudnn")
     require(n >= 1, "num_householder", n, "at least 1")

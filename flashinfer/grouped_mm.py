@@ -63,6 +63,13 @@ def grouped_mm_bf16(
     ------
     ValueError
         A shape, dtype, stride or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b, m_indptr = torch.ones(3, 64).bfloat16(), torch.ones(2, 32, 64).bfloat16(), torch.tensor([0, 1, 3]).int()
+    >>> flashinfer.grouped_mm_bf16(a, b, m_indptr)[:, 0]
+    tensor([64., 64., 64.], dtype=torch.bfloat16)
     """
     given.check_matrix("a", a, 2, (torch.bfloat16, torch.float16))
     given.check_matrix("b", b, 3, (a.dtype,))
@@ -94,6 +101,13 @@ def grouped_mm_fp8(
         One element (float32, float16 or bfloat16) on either device: a factor of the result.
     m_indptr, out, out_dtype, backend, tactic
         As in `grouped_mm_bf16`, as are result and errors.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(3, 64).to(torch.float8_e4m3fn), torch.ones(2, 32, 64).to(torch.float8_e4m3fn)
+    >>> flashinfer.grouped_mm_fp8(a, b, torch.tensor([0, 1, 3]).int(), torch.ones(1)).shape
+    torch.Size([3, 32])
     """
     a, b = given.fp8("a", a), given.fp8("b", b, 3)
     return _unscaled(a, b, m_indptr, given.alpha_of(alpha, a), out, out_dtype, backend)

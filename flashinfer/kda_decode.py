@@ -112,6 +112,14 @@ def packed_kda_decode(
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> mixed, gate, beta = (torch.randn(2, width).bfloat16() for width in (3 * 2 * 64, 2 * 64, 2))
+    >>> state, slots = torch.zeros(4, 2, 64, 64), torch.tensor([3, 0]).int()
+    >>> flashinfer.packed_kda_decode(mixed, gate, beta, torch.zeros(2), torch.zeros(128), state, slots).shape
+    torch.Size([2, 1, 2, 64])
     """
     require_shape("state", state, None, None, None, None)
     heads, dim = state.shape[1], state.shape[3]

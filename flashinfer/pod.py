@@ -44,6 +44,17 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
     float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indptr_buffer, paged_kv_indices_buffer,
     paged_kv_last_page_len_buffer, jit_args
         As of `BatchDecodeWithPagedKVCacheWrapper`, for the decode.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.PODWithPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
+    >>> indptr, pages, last = torch.tensor([0, 2]).int(), torch.tensor([3, 1]).int(), torch.tensor([4]).int()
+    >>> wrapper.plan(indptr, pages, last, 8, 2, 64, 16, q_data_type="float32")
+    >>> q, k, v = torch.randn(5, 8, 64), torch.randn(5, 2, 64), torch.randn(5, 2, 64)
+    >>> prefill, decode = wrapper.run(q, k, v, torch.randn(1, 8, 64), torch.randn(4, 2, 16, 2, 64), causal_p=True)
+    >>> prefill.shape, decode.shape
+    (torch.Size([5, 8, 64]), torch.Size([1, 8, 64]))
     """
 
     def __init__(
@@ -218,6 +229,18 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
         Scratch on the compute device, for partial results; any size. Both parts use it, one after the other.
     kv_layout : str
         "NHD" or "HND".
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
+    >>> prefill = [torch.tensor(x).int() for x in ([0, 5], [0, 1], [2], [5])]  # queries, pages of requests, pages, last
+    >>> decode = [torch.tensor(x).int() for x in ([0, 1], [0, 2], [3, 1], [4])]
+    >>> wrapper.plan(*prefill, *decode, 8, 2, 64, 16, q_data_type="float32")
+    >>> cache = torch.randn(4, 2, 16, 2, 64)
+    >>> p, d = wrapper.run(torch.randn(5, 8, 64), cache, torch.randn(1, 8, 64), cache, causal_p=True)
+    >>> p.shape, d.shape
+    (torch.Size([5, 8, 64]), torch.Size([1, 8, 64]))
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD"):

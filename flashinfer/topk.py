@@ -93,6 +93,13 @@ def top_k(
     References
     ----------
     Radix selection: Alabi et al., Fast k-selection algorithms for graphics processing units, 2012.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> values, indices = flashinfer.top_k(torch.tensor([[1.0, 3.0, 2.0]]), 2, sorted=True)
+    >>> values, indices
+    (tensor([[3., 2.]]), tensor([[1, 2]]))
     """
     _check_scores(input)
     k = number("k", k)
@@ -161,6 +168,13 @@ def top_k_page_table_transform(
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> scores, pages = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[10, 11, 12]]).int()
+    >>> flashinfer.top_k_page_table_transform(scores, pages, torch.tensor([3]).int(), 2)
+    tensor([[11, 12]], dtype=torch.int32)
     """
     _check_scores(input)
     rows, k, page_size = len(input), number("k", k), number("page_size", page_size)
@@ -209,6 +223,13 @@ def top_k_ragged_transform(
     -------
     torch.Tensor
         int32 [rows, k]: in the order of their columns, then -1.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> scores, offsets = torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([100]).int()
+    >>> flashinfer.top_k_ragged_transform(scores, offsets, torch.tensor([3]).int(), 2)
+    tensor([[101, 102]], dtype=torch.int32)
     """
     _check_scores(input)
     k = number("k", k)

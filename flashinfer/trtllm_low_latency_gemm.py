@@ -35,6 +35,12 @@ def prepare_low_latency_gemm_weights(w: torch.Tensor, permutation_indices_cache:
     ------
     ValueError
         A shape or dtype other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.prepare_low_latency_gemm_weights(torch.ones(128, 128).to(torch.float8_e4m3fn), {}).shape
+    torch.Size([1, 128, 128])
     """
     shape = tuple(w.shape)
     fits = len(shape) == 2 and shape[0] % 32 == 0 and shape[1] % _BLOCK == 0

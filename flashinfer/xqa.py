@@ -91,6 +91,16 @@ def xqa(
         An argument out of its range, by name.
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = torch.randn(2, 1, 8, 64).half(), torch.randn(4, 16, 2, 64).half(), torch.randn(4, 16, 2, 64).half()
+    >>> pages, lens = torch.tensor([[3, 1], [0, 0]]).int(), torch.tensor([[20], [5]]).int()
+    >>> out, scratch = torch.empty_like(q), torch.empty(0, dtype=torch.uint8)
+    >>> flashinfer.xqa(q, k, v, pages, lens, out, scratch, scratch, 2, 16)
+    >>> bool(out.isfinite().all())
+    True
     """
     for name, given, other in (("k_sf_cache", k_sf_cache, v_sf_cache), ("v_sf_cache", v_sf_cache, k_sf_cache)):
         require(given is not None or other is None, name, None, "a tensor: K and V are nvfp4 both, or neither")

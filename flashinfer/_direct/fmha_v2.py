@@ -108,6 +108,15 @@ def trtllm_fmha_v2_prefill(
         An argument out of its range, by name.
     UnsupportedConfig
         A problem that no variant takes.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> qkv, indptr, lens = torch.randn(5, 3, 2, 64).half(), torch.tensor([0, 3, 5]).int(), torch.tensor([3, 2]).int()
+    >>> sizes = 3, 3, 0.125, 1.0, 2  # longest q and kv, scales of both products, requests
+    >>> scratch = torch.empty(0, dtype=torch.uint8)
+    >>> flashinfer.trtllm_fmha_v2_prefill(qkv, "PACKED_QKV", scratch, lens, *sizes, indptr, indptr).shape
+    torch.Size([5, 2, 64])
     """
     require(input_layout in _LAYOUTS, "input_layout", repr(input_layout), ", ".join(_LAYOUTS))
     mask = mask_mode.lower() if isinstance(mask_mode, str) else mask_mode

@@ -179,6 +179,18 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         What plan() is given must be the same.
     use_fp16_qk_reduction : bool
         Upstream's permission to sum q . k in float16; sums here are float32 with and without it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> workspace = torch.empty(0, dtype=torch.uint8)
+    >>> wrapper = flashinfer.BatchAttentionWithAttentionSinkWrapper(workspace, head_dim_qk=64, head_dim_vo=64)
+    >>> qo_indptr, indptr = torch.tensor([0, 3, 5]).int(), torch.tensor([0, 2, 3]).int()
+    >>> pages, last = torch.tensor([4, 0, 2]).int(), torch.tensor([4, 5]).int()
+    >>> wrapper.plan(qo_indptr, indptr, pages, last, 8, 2, 64, 16, causal=True)
+    >>> q, cache = torch.randn(5, 8, 64).bfloat16(), torch.randn(5, 2, 16, 2, 64).bfloat16()
+    >>> wrapper.run(q, cache, torch.zeros(8)).shape
+    torch.Size([5, 8, 64])
     """
 
     def __init__(

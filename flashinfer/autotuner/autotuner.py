@@ -475,6 +475,12 @@ def autotune(
     ------
     ValueError
         A size, or number of replays, below 1.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> with flashinfer.autotune(True):
+    ...     pass  # calls in here measure the variants that may run them
     """
     mode = mode_of(tune_mode, tuning_buckets, round_up, skip_ops, cuda_graph_profile_replays)
     with tuning(mode) as tuner:

@@ -43,6 +43,14 @@ def merge_state(
     v = 0, s = -inf. Where an s is NaN or +inf, which no attention yields, v and s come out NaN.
 
     The formula is in Ye et al., FlashInfer, arXiv:2501.01005, section 2.2.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> v, s = torch.ones(1, 1, 2), torch.zeros(1, 1)
+    >>> merged, lse = flashinfer.merge_state(v, s, 3 * v, s)
+    >>> merged, lse
+    (tensor([[[2., 2.]]]), tensor([[1.]]))
     """
     s_a, s_b = _as_float32(s_a), _as_float32(s_b)
     _check_state("v_a", v_a, "s_a", s_a)
@@ -80,6 +88,14 @@ def merge_state_in_place(
     Notes
     -----
     Empty states, NaN and +inf are treated as by `merge_state`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> v, s = torch.ones(1, 1, 2), torch.zeros(1, 1)
+    >>> flashinfer.merge_state_in_place(v, s, 3 * v, s.clone())
+    >>> v, s
+    (tensor([[[2., 2.]]]), tensor([[1.]]))
     """
     s_other = _as_float32(s_other)
     _check_state("v", v, "s", s)
@@ -125,6 +141,13 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     Notes
     -----
     Empty states, NaN and +inf are treated as by `merge_state`; num_states = 0 gives v = 0, s = -inf.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> v, s = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1), torch.zeros(1, 2, 1)
+    >>> flashinfer.merge_states(v, s)
+    (tensor([[[2.]]]), tensor([[1.]]))
     """
     s = _as_float32(s)
     _check_state("v", v, "s", s, "[seq_len, num_states, num_heads, head_dim]")

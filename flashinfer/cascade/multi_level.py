@@ -41,6 +41,17 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
     Notes
     -----
     The method is Cascade Inference (Ye et al., 2024; FlashInfer, arXiv:2501.01005, section 3.2).
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, torch.empty(0, dtype=torch.uint8))
+    >>> def table(*values): return torch.tensor(values, dtype=torch.int32)
+    >>> shared, own = table(0, 2), table(0, 1, 2)  # two queries: pages that both see, and one page of each
+    >>> wrapper.plan([table(0, 2), table(0, 1, 2)], [shared, own], [table(0, 1), table(2, 3)],
+    ...     [table(16), table(4, 7)], 8, 2, 64, 16, q_data_type="float32")
+    >>> wrapper.run(torch.randn(2, 8, 64), torch.randn(4, 2, 16, 2, 64)).shape
+    torch.Size([2, 8, 64])
     """
 
     @checked

@@ -35,6 +35,16 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
         uint8 scratch on the compute device.
     kv_layout : str
         "NHD" or "HND", of the shared keys and of the pages.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
+    >>> indptr, pages, last = torch.tensor([0, 1, 2]).int(), torch.tensor([3, 1]).int(), torch.tensor([4, 7]).int()
+    >>> wrapper.begin_forward(indptr, pages, last, 8, 2, 64, 16, "float32")
+    >>> k, v, cache = torch.randn(20, 2, 64), torch.randn(20, 2, 64), torch.randn(4, 2, 16, 2, 64)
+    >>> wrapper.forward(torch.randn(2, 8, 64), k, v, cache).shape
+    torch.Size([2, 8, 64])
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD"):
@@ -124,6 +134,17 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
         uint8 scratch on the compute device.
     kv_layout : str
         "NHD" or "HND", of the shared keys and of the pages.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
+    >>> qo_indptr, indptr = torch.tensor([0, 2, 5]).int(), torch.tensor([0, 1, 2]).int()
+    >>> pages, last = torch.tensor([3, 1]).int(), torch.tensor([4, 7]).int()
+    >>> wrapper.begin_forward(qo_indptr, indptr, pages, last, 8, 2, 64, 16)
+    >>> k, v, cache = torch.randn(20, 2, 64), torch.randn(20, 2, 64), torch.randn(4, 2, 16, 2, 64)
+    >>> wrapper.forward(torch.randn(5, 8, 64), k, v, cache, causal=True).shape
+    torch.Size([5, 8, 64])
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD"):

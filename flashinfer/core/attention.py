@@ -43,6 +43,16 @@ class BatchDecodeWithPagedKVCache(_OverCache):
         Factor of the logits; None is 1 / sqrt(head_dim).
     dtype : torch.dtype or str, optional
         Of q; None is the cache's.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> cache = flashinfer.PagedKVCache(1, 2, 64, page_size=16, max_num_pages=8, device="cpu", data_type="float32")
+    >>> sequence = cache.begin_forward(20)
+    >>> cache.append(torch.randn(20, 2, 64), torch.randn(20, 2, 64))
+    >>> decode = flashinfer.BatchDecodeWithPagedKVCache(cache, 8, 2, 64, dtype=torch.float32)
+    >>> decode.decode(torch.randn(1, 1, 8, 64)).shape
+    torch.Size([1, 1, 8, 64])
     """
 
     @checked
@@ -104,6 +114,14 @@ class BatchPrefillWithRaggedKVCache(_OverCache):
 
     Parameters are those of `BatchDecodeWithPagedKVCache`. The cache gives the device, the KV heads and the head size;
     its pages are neither read nor written.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> cache = flashinfer.PagedKVCache(1, 2, 64, page_size=16, max_num_pages=8, device="cpu", data_type="float32")
+    >>> prefill, indptr = flashinfer.BatchPrefillWithRaggedKVCache(cache, 8, 2, 64), torch.tensor([0, 3, 5]).int()
+    >>> prefill.prefill(torch.randn(5, 8, 64), torch.randn(5, 2, 64), torch.randn(5, 2, 64), indptr).shape
+    torch.Size([5, 8, 64])
     """
 
     @checked

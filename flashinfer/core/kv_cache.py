@@ -129,6 +129,16 @@ class PagedKVCache:
     ------
     ValueError
         A size below 1.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> cache = flashinfer.PagedKVCache(1, 2, 64, page_size=16, max_num_pages=8, device="cpu", data_type="float32")
+    >>> sequence = cache.begin_forward(20)
+    >>> cache.append(torch.randn(20, 2, 64), torch.randn(20, 2, 64))
+    >>> cache.end_forward(sequence)
+    >>> cache.num_free_pages, cache.tables().seq_lens
+    (6, tensor([20], dtype=torch.int32))
     """
 
     kv_layout = "NHD"

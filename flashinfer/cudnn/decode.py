@@ -85,6 +85,15 @@ def cudnn_batch_decode_with_kv_cache(
     ------
     ValueError
         An argument out of its range, by name.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = (torch.randn(shape).half() for shape in ((2, 8, 64), (4, 2, 16, 64), (4, 2, 16, 64)))
+    >>> scratch, lens, pages = torch.empty(0, dtype=torch.uint8), torch.tensor([20, 5]), torch.tensor([[3, 1], [0, 0]])
+    >>> flashinfer.cudnn_batch_decode_with_kv_cache(q, k, v, 0.125, scratch, max_sequence_kv=32,
+    ...     actual_seq_lens_kv=lens.int(), block_tables=pages.int()).shape
+    torch.Size([2, 8, 64])
     """
     require(q.dim() == 3, "q", tuple(q.shape), "[batch * q_len_per_req, num_qo_heads, head_dim]")
     check_caches(k_cache, v_cache, (3, 4), "[pages, num_kv_heads, page_size, head_dim]")

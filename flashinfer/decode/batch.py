@@ -360,7 +360,19 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """`BatchDecodeWithPagedKVCacheWrapper` in CUDA-graph mode; parameters as there."""
+    """`BatchDecodeWithPagedKVCacheWrapper` in CUDA-graph mode; parameters as there.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> buffers = (torch.empty(n, dtype=torch.int32) for n in (3, 64, 2))  # 2 requests, up to 64 pages
+    >>> workspace = torch.empty(0, dtype=torch.uint8)
+    >>> wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *buffers)
+    >>> indptr, pages, last = torch.tensor([0, 2, 3]).int(), torch.tensor([3, 1, 0]).int(), torch.tensor([4, 9]).int()
+    >>> wrapper.plan(indptr, pages, last, 8, 2, 64, 16, q_data_type="float32")
+    >>> wrapper.run(torch.randn(2, 8, 64), torch.randn(4, 2, 16, 2, 64)).shape
+    torch.Size([2, 8, 64])
+    """
 
     def __init__(
         self,
@@ -406,6 +418,15 @@ def fast_decode_plan(
     Upstream's is faster than its plan() because it copies less; plan() here copies no more than this. With
     `global_override_indptr_cpu`, that host tensor is `indptr`. The output type is that of an earlier plan. Other
     parameters as in plan().
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
+    >>> indptr, pages, last = torch.tensor([0, 2]).int(), torch.tensor([3, 1]).int(), torch.tensor([4]).int()
+    >>> flashinfer.fast_decode_plan(wrapper, indptr, pages, last, 8, 2, 64, 16, q_data_type="float32")
+    >>> wrapper.run(torch.randn(1, 8, 64), torch.randn(4, 2, 16, 2, 64)).shape
+    torch.Size([1, 8, 64])
     """
     # Engines put this in the place of the wrapper's own plan().
     BatchDecodeWithPagedKVCacheWrapper.plan(

@@ -71,6 +71,13 @@ def single_decode_with_kv_cache(
     ------
     ValueError
         An argument out of its range, by name.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = torch.randn(8, 64), torch.randn(20, 2, 64), torch.randn(20, 2, 64)
+    >>> flashinfer.single_decode_with_kv_cache(q, k, v).shape
+    torch.Size([8, 64])
     """
     require(k.dtype != torch.uint8, "k", k.dtype, "q's dtype, or fp8: nvfp4 needs factors, which a batch takes")
     require(q.dim() == 2, "q", tuple(q.shape), "2 axes: num_qo_heads, head_dim")

@@ -175,6 +175,14 @@ workspace_buffer
     ----------
     Shazeer et al., Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer, 2017,
     https://arxiv.org/abs/1701.06538; OCP Microscaling Formats Specification 1.0
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, w1, w2 = torch.randn(2, 64).bfloat16(), torch.randn(4, 128, 64).bfloat16(), torch.randn(4, 64, 64).bfloat16()
+    >>> experts, weights = torch.tensor([[0, 3], [1, 2]]).int(), torch.full((2, 2), 0.5)
+    >>> flashinfer.cutlass_fused_moe(x, experts, weights, w1, w2, torch.bfloat16, [])[0].shape
+    torch.Size([2, 64])
     """
     if min_latency_mode:
         raise NotOffered("min_latency_mode: got True; allowed: False")

@@ -57,6 +57,12 @@ def reorder_rows_for_gated_act_gemm(x: torch.Tensor) -> torch.Tensor:
     -------
     torch.Tensor
         A new tensor like x, in the order of `get_reorder_rows_for_gated_act_gemm_row_indices`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.reorder_rows_for_gated_act_gemm(torch.arange(8)[:, None])[:, 0]
+    tensor([0, 4, 1, 5, 2, 6, 3, 7])
     """
     return x[get_reorder_rows_for_gated_act_gemm_row_indices(x).to(x.device)]
 

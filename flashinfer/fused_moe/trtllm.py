@@ -197,6 +197,16 @@ def trtllm_bf16_moe(
     ----------
     Shazeer et al., Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer, 2017,
     https://arxiv.org/abs/1701.06538
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, w1, w2 = (torch.randn(shape).bfloat16() for shape in ((2, 128), (4, 256, 128), (4, 128, 128)))
+    >>> logits, routing = torch.randn(2, 4).bfloat16(), flashinfer.RoutingMethodType.Renormalize
+    >>> out = flashinfer.trtllm_bf16_moe(logits, None, x, w1, w2, 4, 2, None, None, 128, 0, 4, None, routing,
+    ...     use_shuffled_weight=False, weight_layout=flashinfer.fused_moe.WeightLayout.MajorK)
+    >>> out.shape
+    torch.Size([2, 128])
     """
     local = (local_expert_offset, local_num_experts)
     routed = routed_by_logits(

@@ -79,6 +79,13 @@ def mm_fp4(
     ----------
     OCP Microscaling Formats (MX) Specification 1.0, 2023; NVIDIA, Pretraining LLMs with NVFP4, 2025,
     https://arxiv.org/abs/2509.25149
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> codes, scale = flashinfer.nvfp4_quantize(torch.full((128, 64), 6.0).bfloat16(), torch.ones(1))
+    >>> flashinfer.mm_fp4(codes, codes.T, scale, scale.T, torch.ones(1))[0, 0]  # 64 x 36
+    tensor(2304., dtype=torch.bfloat16)
     """
     width = 16 if use_nvfp4 else 32
     require(block_size == width, "block_size", block_size, f"{width} with use_nvfp4={use_nvfp4}")
@@ -132,6 +139,14 @@ def mm_mxfp8(
         its factors, which are in tiles then, whatever their shape, are shuffled as in `mm_fp4`. Or a variant's name.
     out, out_dtype
         As in `mm_fp4`, and so are result, errors and the formats' sources.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x = torch.ones(128, 128).bfloat16()
+    >>> a, a_scale = flashinfer.mxfp8_quantize(x, is_sf_swizzled_layout=True)
+    >>> flashinfer.mm_mxfp8(a, a.T, a_scale, a_scale)[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     a, b = given.fp8("a", a), given.fp8("b", b, transposed=True)
     given.same("b", b.shape[1], "a", a.shape[1], "K")
@@ -202,6 +217,14 @@ def bmm_mxfp8(
     References
     ----------
     OCP Microscaling Formats (MX) Specification 1.0, 2023
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x = torch.ones(2, 128, 128).bfloat16()
+    >>> codes, scale = flashinfer.mxfp8_quantize(x, is_sf_swizzled_layout=True)
+    >>> flashinfer.bmm_mxfp8(codes, codes.mT, scale, scale, torch.bfloat16).shape
+    torch.Size([2, 128, 128])
     """
     A, B = given.fp8("A", A, 3), given.fp8("B", B, 3, transposed=True)
     given.same("B", B.shape[0], "A", A.shape[0], "batch")
@@ -249,6 +272,14 @@ def prepare_bf16_fp4_weights(
     ------
     ValueError
         A shape, dtype or stride other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> codes, factors = flashinfer.nvfp4_quantize(torch.full((128, 64), 6.0).bfloat16(), torch.ones(1))
+    >>> b, b_descale, alpha = flashinfer.prepare_bf16_fp4_weights(codes, factors, torch.ones(1), backend="auto")
+    >>> b.shape
+    torch.Size([128, 32])
     """
     require(block_size == 16, "block_size", block_size, "16")
     _check_backend(backend)
@@ -300,6 +331,14 @@ def mm_bf16_fp4(
     ------
     ValueError
         A shape, dtype, stride or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> codes, factors = flashinfer.nvfp4_quantize(torch.full((128, 64), 6.0).bfloat16(), torch.ones(1))
+    >>> weights = flashinfer.prepare_bf16_fp4_weights(codes, factors, torch.ones(1), backend="auto")
+    >>> flashinfer.mm_bf16_fp4(torch.ones(2, 64).bfloat16(), *weights, backend="auto")[0, 0]
+    tensor(384., dtype=torch.bfloat16)
     """
     given.check_matrix("a", a, 2, (torch.bfloat16,))
     b, b_descale, alpha = prepare_bf16_fp4_weights(b, b_descale, alpha, backend=backend, block_size=block_size)

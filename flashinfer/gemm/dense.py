@@ -68,6 +68,13 @@ def mm_bf16(
     ------
     ValueError
         A shape, dtype, device or backend other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(2, 64).bfloat16(), torch.ones(32, 64).bfloat16().T
+    >>> flashinfer.mm_bf16(a, b)[0, 0]
+    tensor(64., dtype=torch.bfloat16)
     """
     _check_operands("a", a, "b", b, 2, _HALVES)
     out = _result(out, (a.shape[0], b.shape[1]), out_dtype, a.device)
@@ -109,6 +116,13 @@ def bmm_bf16(
     ------
     ValueError
         A shape, dtype, device or backend other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(2, 3, 64).bfloat16(), torch.ones(2, 32, 64).bfloat16().mT
+    >>> flashinfer.bmm_bf16(a, b).shape
+    torch.Size([2, 3, 32])
     """
     _check_operands("A", A, "B", B, 3, _HALVES)
     out = _result(out, (*A.shape[:2], B.shape[2]), out_dtype, A.device)
@@ -155,6 +169,13 @@ def bmm_fp8(
     ------
     ValueError
         A shape, dtype, device or backend other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(2, 3, 64).to(torch.float8_e4m3fn), torch.ones(2, 32, 64).to(torch.float8_e4m3fn).mT
+    >>> flashinfer.bmm_fp8(a, b, torch.tensor(2.0), torch.tensor(0.5), torch.bfloat16)[0, 0, 0]
+    tensor(64., dtype=torch.bfloat16)
     """
     _check_operands("A", A, "B", B, 3, _FP8)
     out = _result(out, (*A.shape[:2], B.shape[2]), dtype, A.device, "dtype")
@@ -200,6 +221,13 @@ def mm_fp8(
     ------
     ValueError
         A shape, dtype, device or backend other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(2, 128).to(torch.float8_e4m3fn), torch.ones(128, 128).to(torch.float8_e4m3fn)
+    >>> flashinfer.mm_fp8(a, flashinfer.prepare_low_latency_gemm_weights(b, {}), torch.tensor(0.5))[0, 0]
+    tensor(64., dtype=torch.bfloat16)
     """
     require(a.dim() == 2, "a", tuple(a.shape), "[m, k]")
     require(a.dtype == torch.float8_e4m3fn, "a", a.dtype, "float8_e4m3fn")
@@ -251,6 +279,13 @@ def tgv_gemm_sm100(
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(2, 64).bfloat16(), torch.ones(32, 64).bfloat16().T
+    >>> flashinfer.tgv_gemm_sm100(a, b, torch.ones(32).bfloat16())[0, 0]
+    tensor(65., dtype=torch.bfloat16)
     """
     _check_operands("a", a, "b", b, 2, (*_HALVES, torch.float8_e4m3fn))
     narrow = a.dtype not in _HALVES

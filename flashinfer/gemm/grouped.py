@@ -272,6 +272,14 @@ class SegmentGEMMWrapper:
         Upstream's scratch memory; this implementation needs none, and leaves it alone.
     backend : str
         "auto", "sm80" or "sm90": upstream's kernels for one function; every chip runs it here.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.SegmentGEMMWrapper(torch.empty(0, dtype=torch.int8))
+    >>> x, weights = torch.ones(3, 64).half(), torch.ones(2, 32, 64).half()
+    >>> wrapper.run(x, weights, 2, True, seg_indptr=torch.tensor([0, 1, 3]))[:, 0]
+    tensor([64., 64., 64.], dtype=torch.float16)
     """
 
     @checked

@@ -342,6 +342,16 @@ def xqa_mla(
         An argument out of its range, by name.
     UnsupportedConfig
         A problem that no variant takes.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, cache = torch.randn(2, 1, 16, 576).half(), torch.randn(4, 32, 576).half()
+    >>> pages, lens = torch.tensor([[3, 1], [0, 0]]).int(), torch.tensor([[40], [5]]).int()
+    >>> out, scratch = torch.empty(2, 1, 16, 512).half(), torch.empty(0, dtype=torch.uint8)
+    >>> flashinfer.xqa_mla(q, cache, cache, pages, lens, out, scratch, scratch, 32)
+    >>> bool(out.isfinite().all())
+    True
     """
     require(page_size >= 1, "page_size", page_size, "at least 1")
     require(q.dim() == 4 and q.shape[1] == 1, "q", tuple(q.shape), "[batch, 1, num_heads, head_dim]")

@@ -43,6 +43,15 @@ def fused_dit_gate_residual_layernorm_gamma_beta(
         [hidden]; float32, or the dtype of `input`, alike.
     input, residual, gate, gate_bias, epsilon, use_nvfp4, use_mxfp8, global_scaling_factor
         As in `fused_dit_gate_residual_layernorm_scale_shift`, as are other parameters, results and errors.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, residual, gate = (torch.randn(1, 3, 64).bfloat16() for _ in range(3))
+    >>> gamma, beta = torch.ones(64).bfloat16(), torch.zeros(64).bfloat16()
+    >>> stream, normed = flashinfer.fused_dit_gate_residual_layernorm_gamma_beta(x, residual, gate, gamma, beta)[:2]
+    >>> stream.shape, normed.shape
+    (torch.Size([1, 3, 64]), torch.Size([1, 3, 64]))
     """
     require(gamma.shape == input.shape[2:], "gamma", tuple(gamma.shape), f"{tuple(input.shape[2:])}, a row of input")
     require(beta.shape == gamma.shape, "beta", tuple(beta.shape), f"{tuple(gamma.shape)}, as gamma")
@@ -157,6 +166,14 @@ def fused_dit_residual_layernorm_scale_shift(
     scale_bias) + shift + shift_bias``.
 
     Parameters, results and errors are those of `fused_dit_gate_residual_layernorm_scale_shift`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, scale, shift = (torch.randn(1, n, 64).bfloat16() for n in (3, 1, 1))
+    >>> stream, normed = flashinfer.fused_dit_residual_layernorm_scale_shift(x, scale, shift)[:2]
+    >>> normed.shape
+    torch.Size([1, 3, 64])
     """
     given = {"input": input, "residual": residual, "scale": scale, "shift": shift}
     given |= {"scale_bias": scale_bias, "shift_bias": shift_bias}

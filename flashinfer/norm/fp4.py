@@ -80,6 +80,13 @@ def rmsnorm_fp4quant(
     ----------
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467; OCP Microscaling
     Formats Specification 1.0; NVIDIA, PTX ISA, block scaling of mma (NVFP4 and the tiles of scale factors)
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> codes, factors = flashinfer.rmsnorm_fp4quant(torch.randn(2, 64).bfloat16(), torch.ones(64).bfloat16())
+    >>> codes.shape, factors.shape
+    (torch.Size([2, 32]), torch.Size([2, 4]))
     """
     layout = "128x4" if is_sf_swizzled_layout else "linear"
     return to_fp4(
@@ -128,6 +135,14 @@ def add_rmsnorm_fp4quant(
     -------
     (torch.Tensor, torch.Tensor) or (torch.Tensor, torch.Tensor, torch.Tensor)
         Codes, block scales, and with `output_both_sf_layouts` the linear block scales.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, residual, weight = torch.randn(2, 64).bfloat16(), torch.randn(2, 64).bfloat16(), torch.ones(64).bfloat16()
+    >>> codes, factors = flashinfer.add_rmsnorm_fp4quant(x, residual, weight)
+    >>> codes.shape, factors.shape
+    (torch.Size([2, 32]), torch.Size([2, 4]))
     """
     layout = "both" if output_both_sf_layouts else "128x4" if is_sf_swizzled_layout else "linear"
     both = layout == "both" or block_scale_unswizzled is None

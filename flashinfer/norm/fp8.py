@@ -62,6 +62,14 @@ def rmsnorm_quant(
     ----------
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467; OCP 8-bit Floating
     Point Specification 1.0
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> out = torch.empty(1, 4, dtype=torch.float8_e4m3fn)
+    >>> flashinfer.rmsnorm_quant(out, torch.full((1, 4), 3.0), torch.ones(4), torch.tensor([0.5]), eps=0.0)
+    >>> out.float()
+    tensor([[2., 2., 2., 2.]])
     """
     _to_fp8(out, input, None, weight, scale, eps, wants_pdl(enable_pdl))
 
@@ -85,6 +93,15 @@ def fused_add_rmsnorm_quant(
     residual : torch.Tensor
         Shape and dtype of `input`, any strides. Overwritten with the sum. The norm is that of the float32 sum, before
         it is rounded to the dtype of `residual`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> out, residual = torch.empty(1, 4, dtype=torch.float8_e4m3fn), torch.full((1, 4), 3.0)
+    >>> x, scale = torch.ones(1, 4), torch.tensor([0.5])
+    >>> flashinfer.fused_add_rmsnorm_quant(out, x, residual, torch.ones(4), scale, eps=0.0)
+    >>> out.float(), residual
+    (tensor([[2., 2., 2., 2.]]), tensor([[4., 4., 4., 4.]]))
     """
     _to_fp8(out, input, residual, weight, scale, eps, wants_pdl(enable_pdl))
 
@@ -176,6 +193,15 @@ def fused_add_rmsnorm_fp8_block_quant(
     References
     ----------
     DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3.2, https://arxiv.org/abs/2412.19437
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, residual, weight = torch.ones(2, 128).bfloat16(), torch.ones(2, 128).bfloat16(), torch.ones(128).bfloat16()
+    >>> out, scale, normed = torch.empty(2, 128, dtype=torch.float8_e4m3fn), torch.zeros(1, 4), torch.empty_like(x)
+    >>> flashinfer.fused_add_rmsnorm_fp8_block_quant(out, scale, normed, x, residual, weight)
+    >>> (out.float() * scale.T[:2])[:, 0], residual[:, 0]
+    (tensor([1., 1.]), tensor([2., 2.], dtype=torch.bfloat16))
     """
     require(input.dim() == 2, "input", tuple(input.shape), "[rows, hidden]")
     rows, hidden = input.shape
@@ -234,6 +260,12 @@ def fused_rmsnorm_silu(
     ----------
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467; Elfwing et al.,
     Sigmoid-Weighted Linear Units, 2017, https://arxiv.org/abs/1702.03118
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.fused_rmsnorm_silu(torch.ones(1, 64).bfloat16(), torch.ones(64).bfloat16(), 0.0)[0, :2]
+    tensor([0.7305, 0.7305], dtype=torch.bfloat16)
     """
     if out is not None and out.dtype == FP4:
         return to_fp4(input, None, weight, out, block_scale, None, eps, 16, None, "linear", after="silu")[:2]

@@ -44,6 +44,14 @@ def rmsnorm_sigmoid_gate(
     ----------
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467; for the gate, Qiu
     et al., Gated Attention for Large Language Models, 2025, https://arxiv.org/abs/2505.06708
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, gate = torch.full((1, 128), 3.0).bfloat16(), torch.zeros(1, 128).bfloat16()
+    >>> flashinfer.rmsnorm_sigmoid_gate(x, gate, 0.0)
+    >>> x[0, :2]
+    tensor([0.5000, 0.5000], dtype=torch.bfloat16)
     """
     _rmsnorm_sigmoid_gate(input, gate, eps, wants_pdl(enable_pdl))
 
@@ -53,6 +61,12 @@ def supports_rmsnorm_sigmoid_gate(
 ) -> bool:
     """Whether `rmsnorm_sigmoid_gate` takes rows of this dtype and length; `device` makes no difference, but that a CPU
     has no longest row.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.supports_rmsnorm_sigmoid_gate(torch.bfloat16, 128)
+    True
     """
     longest = head_dim if device is not None and torch.device(device).type == "cpu" else room.LONGEST
     return dtype in ROW_DTYPES and 0 < head_dim <= longest
@@ -110,6 +124,14 @@ def gated_residual_rmsnorm(
     References
     ----------
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> branch, residual = torch.full((1, 64), 3.0).bfloat16(), torch.ones(1, 64)
+    >>> weight, alpha, beta = torch.ones(64).bfloat16(), torch.full((64,), 2.0), torch.ones(64)
+    >>> flashinfer.gated_residual_rmsnorm(branch, residual, weight, alpha, beta, eps=0.0)[0, :2]
+    tensor([3., 3.])
     """
     out = torch.empty_like(residual) if out is None else out
     numbers = [eps, gain_center, 0.0, 0.0]
@@ -179,6 +201,14 @@ def gated_residual_next_rmsnorm(
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> branch, residual, weight = torch.full((1, 64), 3.0).bfloat16(), torch.ones(1, 64), torch.ones(64).bfloat16()
+    >>> stream, ffn_input = flashinfer.gated_residual_next_rmsnorm(branch, residual, weight, 2.0, torch.ones(64))
+    >>> stream.shape, ffn_input.dtype
+    (torch.Size([1, 64]), torch.bfloat16)
     """
     residual_out = torch.empty_like(residual) if residual_out is None else residual_out
     ffn_input = torch.empty_like(branch) if ffn_input is None else ffn_input
@@ -198,7 +228,16 @@ def supports_gated_residual_rmsnorm(
     alpha: torch.Tensor,
     beta: torch.Tensor,
 ) -> bool:
-    """Whether `gated_residual_rmsnorm` takes these tensors; where False, it would raise."""
+    """Whether `gated_residual_rmsnorm` takes these tensors; where False, it would raise.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> branch, residual = torch.ones(1, 64).bfloat16(), torch.ones(1, 64)
+    >>> weight, alpha, beta = torch.ones(64).bfloat16(), torch.ones(64), torch.ones(64)
+    >>> flashinfer.supports_gated_residual_rmsnorm(branch, residual, weight, alpha, beta)
+    True
+    """
     return _accepted(branch, residual, weight, alpha, beta, None)
 
 
@@ -211,7 +250,15 @@ def supports_gated_residual_next_rmsnorm(
     *,
     post_weight: torch.Tensor | None = None,
 ) -> bool:
-    """Whether `gated_residual_next_rmsnorm` takes these tensors; where False, it would raise."""
+    """Whether `gated_residual_next_rmsnorm` takes these tensors; where False, it would raise.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> branch, residual, weight = torch.ones(1, 64).bfloat16(), torch.ones(1, 64), torch.ones(64).bfloat16()
+    >>> flashinfer.supports_gated_residual_next_rmsnorm(branch, residual, weight, 2.0, torch.ones(64))
+    True
+    """
     gate = alpha if isinstance(alpha, torch.Tensor) else None
     return _accepted(branch, residual, post_weight, gate, beta, next_weight)
 

@@ -51,6 +51,12 @@ def rmsnorm(
     References
     ----------
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.rmsnorm(torch.full((1, 4), 3.0), torch.full((4,), 2.0), eps=0.0)
+    tensor([[2., 2., 2., 2.]])
     """
     out = torch.empty_like(input) if out is None else out
     _rmsnorm(input, weight, out, eps, False, wants_pdl(enable_pdl))
@@ -68,6 +74,12 @@ def gemma_rmsnorm(
     """RMSNorm whose weight is stored minus one: ``out = input / sqrt(mean(input ** 2) + eps) * (weight + 1)``, per row.
 
     Parameters, result, errors and source are those of `rmsnorm`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.gemma_rmsnorm(torch.full((1, 4), 3.0), torch.ones(4), eps=0.0)
+    tensor([[2., 2., 2., 2.]])
     """
     out = torch.empty_like(input) if out is None else out
     _rmsnorm(input, weight, out, eps, True, wants_pdl(enable_pdl))
@@ -135,6 +147,14 @@ def fused_add_rmsnorm(
     References
     ----------
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, residual = torch.ones(1, 4), torch.full((1, 4), 3.0)
+    >>> flashinfer.fused_add_rmsnorm(x, residual, torch.ones(4), eps=0.0)
+    >>> x, residual
+    (tensor([[1., 1., 1., 1.]]), tensor([[4., 4., 4., 4.]]))
     """
     _fused_add_rmsnorm(input, residual, weight, eps, False, wants_pdl(enable_pdl))
 
@@ -151,6 +171,14 @@ def gemma_fused_add_rmsnorm(
     ``input = gemma_rmsnorm(residual)``, per row.
 
     Parameters, errors and source are those of `fused_add_rmsnorm`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, residual = torch.ones(1, 4), torch.full((1, 4), 3.0)
+    >>> flashinfer.gemma_fused_add_rmsnorm(x, residual, torch.zeros(4), eps=0.0)
+    >>> x, residual
+    (tensor([[1., 1., 1., 1.]]), tensor([[4., 4., 4., 4.]]))
     """
     _fused_add_rmsnorm(input, residual, weight, eps, True, wants_pdl(enable_pdl))
 
@@ -184,6 +212,12 @@ def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps:
     References
     ----------
     Ba, Kiros and Hinton, Layer Normalization, 2016, https://arxiv.org/abs/1607.06450
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.layernorm(torch.tensor([[1.0, 3.0]]).bfloat16(), torch.ones(2), torch.zeros(2), eps=0.0)
+    tensor([[-1.,  1.]], dtype=torch.bfloat16)
     """
     out = torch.empty_like(input)
     _layernorm(input, gemma, beta, out, eps)

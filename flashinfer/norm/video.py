@@ -98,6 +98,15 @@ def fused_qk_rmsnorm_rope(
     Zhang and Sennrich, Root Mean Square Layer Normalization, 2019, https://arxiv.org/abs/1910.07467; Su et al.,
     RoFormer, https://arxiv.org/abs/2104.09864; the axes: Wan, Open and Advanced Large-Scale Video Generative Models,
     2025, https://arxiv.org/abs/2503.20314
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> qkv, weight = torch.randn(1, 8, 3 * 128).bfloat16(), torch.ones(128).bfloat16()
+    >>> q, k, v = flashinfer.fused_qk_rmsnorm_rope(qkv, weight, weight, ppf=2, pph=2, ppw=2, num_frame_channels=32,
+    ...     num_height_channels=48, num_width_channels=48, num_heads_q=1, num_heads_k=1, num_heads_v=1, head_dim=128)
+    >>> q.shape
+    torch.Size([1, 8, 1, 128])
     """
     for name, value in (("factor", factor), ("attention_factor", attention_factor)):
         if value != 1.0:

@@ -70,6 +70,19 @@ def append_paged_kv_cache(
     ----------
     Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023,
     https://arxiv.org/abs/2309.06180
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> k, v, cache = torch.ones(3, 1, 64), torch.ones(3, 1, 64), torch.zeros(4, 2, 2, 1, 64)
+    >>> indptr, pages, last = torch.tensor([0, 2]).int(), torch.tensor([3, 1]).int(), torch.tensor([1]).int()
+    >>> request, position = torch.zeros(3, dtype=torch.int32), torch.arange(3).int()
+    >>> flashinfer.append_paged_kv_cache(k, v, request, position, cache, pages, indptr, last)
+    >>> cache[:, 0, :, 0, 0]
+    tensor([[0., 0.],
+            [1., 0.],
+            [0., 0.],
+            [1., 1.]])
     """
     check_layout(kv_layout)
     k_cache, v_cache = paged_views(paged_kv_cache, kv_layout)
@@ -109,6 +122,20 @@ def append_paged_mla_kv_cache(
     References
     ----------
     DeepSeek-AI, DeepSeek-V2, 2024, section 2.1, https://arxiv.org/abs/2405.04434
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> ckv, kpe = torch.ones(3, 512).half(), torch.ones(3, 64).half()
+    >>> ckv_cache, kpe_cache = torch.zeros(4, 2, 512).half(), torch.zeros(4, 2, 64).half()
+    >>> indptr, pages, last = torch.tensor([0, 2]).int(), torch.tensor([3, 1]).int(), torch.tensor([1]).int()
+    >>> request, position = torch.zeros(3, dtype=torch.int32), torch.arange(3).int()
+    >>> flashinfer.append_paged_mla_kv_cache(ckv, kpe, request, position, ckv_cache, kpe_cache, pages, indptr, last)
+    >>> ckv_cache[:, :, 0]
+    tensor([[0., 0.],
+            [1., 0.],
+            [0., 0.],
+            [1., 1.]], dtype=torch.float16)
     """
     for name, rows, cache in (("ckv", append_ckv, ckv_cache), ("kpe", append_kpe, kpe_cache)):
         paged = cache.dim() == 3 and cache.shape[:2] == ckv_cache.shape[:2]

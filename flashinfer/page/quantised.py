@@ -55,6 +55,17 @@ def nvfp4_quantize_append_paged_kv_cache(
     ----------
     Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023,
     https://arxiv.org/abs/2309.06180; OCP Microscaling Formats Specification 1.0, for e2m1
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> k, v, request = torch.randn(3, 2, 64).bfloat16(), torch.randn(3, 2, 64).bfloat16(), torch.zeros(3).int()
+    >>> cache, factors = (torch.zeros(4, 2, 16, 2, width, dtype=torch.uint8) for width in (32, 4))
+    >>> position, pages, indptr, last = (torch.tensor(x).int() for x in ([0, 1, 2], [2], [0, 1], [3]))
+    >>> table = request, position, cache, factors, pages, indptr, last
+    >>> flashinfer.nvfp4_quantize_append_paged_kv_cache(k, v, *table, k_scale=1.0, v_scale=1.0)
+    >>> (cache[:, 0].flatten(2).sum(-1) > 0).nonzero().tolist()
+    [[2, 0], [2, 1], [2, 2]]
     """
     table = [batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len]
     _append_pair(append_key, append_value, table, paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout)
@@ -243,6 +254,16 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     ------
     ValueError
         A shape, dtype, device, stride or layout other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> k, v, slots = torch.randn(3, 2, 64).bfloat16(), torch.randn(3, 2, 64).bfloat16(), torch.tensor([0, 5, 17])
+    >>> cache = torch.zeros(4, 2, 16, 2, 32, dtype=torch.uint8)
+    >>> factors = torch.zeros(4, 2, 16, 2, 4, dtype=torch.uint8)
+    >>> flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(k, v, slots, cache, factors, 1.0, 1.0)
+    >>> (cache[:, 0].flatten(2).sum(-1) > 0).nonzero().tolist()
+    [[0, 0], [0, 5], [1, 1]]
     """
     _append_pair(append_key, append_value, [slot_mapping], paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout)
 

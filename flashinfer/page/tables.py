@@ -100,6 +100,12 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.get_seq_lens(torch.tensor([0, 2, 3]).int(), torch.tensor([4, 5]).int(), 16)
+    tensor([20,  5], dtype=torch.int32)
     """
     require(page_size > 0, "page_size", page_size, "1 or more")
     if kv_indptr.dtype != kv_last_page_len.dtype:

@@ -48,6 +48,16 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         refused. Options that follow from plan() are read over. Whether the variant's mask stands for causal too.
     variant : AttentionVariant, optional
         Functions that change logits or hide keys (docs/variants.md).
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
+    >>> qo_indptr, indptr = torch.tensor([0, 3, 5]).int(), torch.tensor([0, 2, 3]).int()
+    >>> pages, last = torch.tensor([4, 0, 2]).int(), torch.tensor([4, 5]).int()
+    >>> wrapper.plan(qo_indptr, indptr, pages, last, 8, 2, 64, 16, causal=True, q_data_type="float32")
+    >>> wrapper.run(torch.randn(5, 8, 64), torch.randn(5, 2, 16, 2, 64)).shape
+    torch.Size([5, 8, 64])
     """
 
     _names = "qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "paged_kv_indices"

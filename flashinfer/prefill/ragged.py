@@ -26,6 +26,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
     """Prefill attention of a batch whose keys and values are ragged rows, not pages.
 
     Parameters as of `BatchPrefillWithPagedKVCacheWrapper`, with `kv_indptr_buf` in the place of the page table.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
+    >>> indptr = torch.tensor([0, 3, 5]).int()
+    >>> wrapper.plan(indptr, indptr, 8, 2, 64, causal=True, q_data_type="float32")
+    >>> wrapper.run(torch.randn(5, 8, 64), torch.randn(5, 2, 64), torch.randn(5, 2, 64)).shape
+    torch.Size([5, 8, 64])
     """
 
     _paged = False

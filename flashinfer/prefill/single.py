@@ -101,6 +101,14 @@ def single_prefill_with_kv_cache(
         An argument out of its range, by name.
     UnsupportedConfig
         No variant takes the problem, or the named backend's does not; it says why.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = torch.randn(5, 8, 64), torch.randn(20, 2, 64), torch.randn(20, 2, 64)
+    >>> out, lse = flashinfer.single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    (torch.Size([5, 8, 64]), torch.Size([5, 8]))
     """
     require(q.dim() == 3, "q", tuple(q.shape), "3 axes: q_len, num_qo_heads, head_dim")
     if custom_mask is not None and packed_custom_mask is None:

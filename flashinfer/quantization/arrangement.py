@@ -34,6 +34,12 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.block_scale_interleave(torch.zeros(128, 4, dtype=torch.uint8)).shape
+    torch.Size([512])
     """
     shape = tuple(unswizzled_sf.shape)
     require(len(shape) in (2, 3), "unswizzled_sf", shape, "[rows, factors] or [experts, rows, factors]")
@@ -68,6 +74,12 @@ def shuffle_matrix_a(input_tensor: torch.Tensor, epilogue_tile_m: int) -> torch.
     -------
     torch.Tensor
         A new tensor like `input_tensor`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.shuffle_matrix_a(torch.arange(128)[:, None].expand(128, 64).to(torch.uint8), 128)[:4, 0]
+    tensor([ 0,  4,  8, 12], dtype=torch.uint8)
     """
     order = get_shuffle_matrix_a_row_indices(input_tensor, epilogue_tile_m)
     return input_tensor[order.to(input_tensor.device)]
@@ -93,6 +105,12 @@ def shuffle_matrix_sf_a(
     -------
     torch.Tensor
         uint8 of one dimension, as `block_scale_interleave` gives it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.shuffle_matrix_sf_a(torch.zeros(128, 4, dtype=torch.uint8), 128).shape
+    torch.Size([512])
     """
     order = get_shuffle_matrix_sf_a_row_indices(input_tensor, epilogue_tile_m, num_elts_per_sf)
     return block_scale_interleave(input_tensor[order.to(input_tensor.device)])

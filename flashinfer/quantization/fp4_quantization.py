@@ -107,6 +107,14 @@ def fp4_quantize(
     References
     ----------
     OCP Microscaling Formats (MX) Specification 1.0, 2023.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x = torch.randn(4, 64).bfloat16()
+    >>> codes, factors = flashinfer.fp4_quantize(x, (448 * 6) / x.abs().amax().float().view(1))
+    >>> codes.shape, factors.shape
+    (torch.Size([4, 32]), torch.Size([128, 4]))
     """
     recipe = "mxfp4" if sf_use_ue8m0 else "nvfp4"
     width = FORMATS[recipe].width
@@ -194,6 +202,14 @@ def nvfp4_quantize(
     ------
     ValueError
         A shape, dtype, device, stride or combination other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x = torch.randn(4, 64).bfloat16()
+    >>> codes, factors = flashinfer.nvfp4_quantize(x, (448 * 6) / x.abs().amax().float().view(1))
+    >>> codes.shape, factors.shape
+    (torch.Size([4, 32]), torch.Size([128, 4]))
     """
     require(sf_vec_size == 16, "sf_vec_size", sf_vec_size, "16")
     require(expanded_idx_to_permuted_idx is None, "expanded_idx_to_permuted_idx", "a tensor", "None")
@@ -261,6 +277,13 @@ def mxfp4_quantize(
     ------
     ValueError
         A shape, dtype or stride other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> codes, factors = flashinfer.mxfp4_quantize(torch.randn(4, 64).bfloat16())
+    >>> codes.shape, factors.shape
+    (torch.Size([4, 32]), torch.Size([128, 4]))
     """
     if _rows.is_column_major(a):
         codes, factors = mxfp4_quantize(a.mT, backend, enable_pdl, sfLayout)
@@ -430,6 +453,13 @@ def mxfp4_dequantize(
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> codes, factors = flashinfer.mxfp4_quantize(torch.full((4, 64), 3.0).bfloat16())
+    >>> flashinfer.mxfp4_dequantize(codes, factors)[0, :2]
+    tensor([3., 3.])
     """
     layout = _rows.layout_name("sfLayout", sfLayout)
     return _rows.float_of_fp4(("a_fp4", "a_sf"), a_fp4, a_sf, None, "ue8m0", 32, layout)
@@ -457,6 +487,13 @@ def mxfp4_dequantize_host(weight: torch.Tensor, scale: torch.Tensor, group_size:
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> codes, factors = torch.full((1, 16), 0x22, dtype=torch.uint8), torch.full((1, 1), 128, dtype=torch.uint8)
+    >>> flashinfer.mxfp4_dequantize_host(codes, factors)[0, :2]  # 1 x 2 ** (128 - 127)
+    tensor([2., 2.])
     """
     require(group_size in (16, 32, 64, 128), "group_size", group_size, "16, 32, 64, 128")
     return _rows.float_of_fp4(("weight", "scale"), weight, scale, None, "ue8m0", group_size, "linear")

@@ -64,6 +64,13 @@ def mxfp8_quantize(
     ----------
     OCP Microscaling Formats (MX) Specification 1.0, 2023; rounding the factor up is Mishra et al., Recipes for
     Pre-training LLMs with MXFP8, 2025, https://arxiv.org/abs/2506.08027
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> codes, factors = flashinfer.mxfp8_quantize(torch.randn(4, 64).bfloat16(), is_sf_swizzled_layout=False)
+    >>> codes.shape, factors.shape
+    (torch.Size([4, 64]), torch.Size([8]))
     """
     rows = _rows.as_rows("input", input)
     require(alignment > 0 and alignment % 32 == 0, "alignment", alignment, "a multiple of 32")
@@ -103,6 +110,14 @@ def mxfp8_grouped_quantize(
     ------
     ValueError
         A shape, dtype, device or stride other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, counts = torch.randn(2, 128, 128).bfloat16(), torch.tensor([3, 128]).int()
+    >>> codes, factors = flashinfer.mxfp8_grouped_quantize(x, counts)
+    >>> codes.shape, factors.shape
+    (torch.Size([128, 128, 2]), torch.Size([32, 4, 1, 4, 1, 2]))
     """
     require(a.dim() == 3, "a", tuple(a.shape), "[B, M, K]")
     batch, rows, columns = a.shape
@@ -147,6 +162,13 @@ def mxfp8_dequantize_host(
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> codes, factors = flashinfer.mxfp8_quantize(torch.full((4, 64), 3.0).bfloat16())
+    >>> flashinfer.mxfp8_dequantize_host(codes.view(torch.uint8), factors.view(torch.uint8))[0, :2]
+    tensor([3., 3.])
     """
     layout = _layout(is_sf_swizzled_layout, sf_swizzle_layout)
     return _rows.dequantize(("input", "scale_tensor"), input, scale_tensor, None, "e4m3", "ue8m0", 32, layout)

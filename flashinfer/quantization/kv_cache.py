@@ -46,6 +46,13 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[
     ------
     ValueError
         A shape, dtype, device or stride other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> codes, factors = flashinfer.nvfp4_kv_quantize(torch.randn(4, 64).bfloat16(), torch.ones(1))
+    >>> codes.shape, factors.shape
+    (torch.Size([4, 32]), torch.Size([4, 4]))
     """
     require(input.dim() == 2, "input", tuple(input.shape), "[M, K]")
     require(input.dtype in (torch.bfloat16, torch.float16), "input", input.dtype, "bfloat16, float16")
@@ -84,6 +91,13 @@ def nvfp4_kv_dequantize(
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> codes, factors = flashinfer.nvfp4_kv_quantize(torch.full((1, 64), 3.0).bfloat16(), torch.ones(1))
+    >>> flashinfer.nvfp4_kv_dequantize(codes, factors, torch.ones(1))[0, :2]
+    tensor([3., 3.], dtype=torch.bfloat16)
     """
     allowed = output_dtype in (torch.bfloat16, torch.float16)
     require(allowed, "output_dtype", output_dtype, "bfloat16, float16")
@@ -128,6 +142,14 @@ def nvfp4_quantize_paged_kv_cache(
     ------
     ValueError
         A shape, dtype, device or layout other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> k, v = torch.randn(2, 2, 16, 64).bfloat16(), torch.randn(2, 2, 16, 64).bfloat16()
+    >>> (k_codes, v_codes), (k_factors, v_factors), k_scale, v_scale = flashinfer.nvfp4_quantize_paged_kv_cache(k, v)
+    >>> k_codes.shape, k_factors.shape
+    (torch.Size([2, 2, 16, 32]), torch.Size([2, 2, 16, 4]))
     """
     require(kv_layout in ("HND", "NHD"), "kv_layout", repr(kv_layout), "'HND', 'NHD'")
     require(k_cache.dim() == 4, "k_cache", tuple(k_cache.shape), "four dimensions")

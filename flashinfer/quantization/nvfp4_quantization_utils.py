@@ -65,6 +65,12 @@ class NVFP44Over6Config:
     ----------
     Cook et al., Four Over Six: More Accurate NVFP4 Quantization with Adaptive Block Scaling, 2025,
     https://arxiv.org/abs/2512.02010
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> flashinfer.NVFP44Over6Config(256, "MSE").err_mode_name
+    'MSE'
     """
 
     e4m3_max: int = _E4M3_MAX
@@ -114,6 +120,12 @@ def resolve_nvfp4_4over6(setting: NVFP44Over6Config | Unset | None = UNSET) -> N
     ------
     ValueError
         Anything else.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> print(flashinfer.resolve_nvfp4_4over6(None))
+    None
     """
     if setting is None or isinstance(setting, NVFP44Over6Config):
         return setting
@@ -160,6 +172,12 @@ def make_nvfp4_global_scale(
     ------
     ValueError
         A `global_scale` with `per_token_activation`, which leaves no use for it; another dtype or number.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.make_nvfp4_global_scale(torch.full((1, 16), 6.0).bfloat16(), False)
+    tensor([448.])
     """
     floats = (torch.bfloat16, torch.float16, torch.float32)
     require(input_tensor.dtype in floats, "input_tensor", input_tensor.dtype, ", ".join(map(str, floats)))

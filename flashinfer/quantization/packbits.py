@@ -32,6 +32,12 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     ------
     ValueError
         A shape, dtype or bit order other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.packbits(torch.tensor([True, False, True]), bitorder="little")
+    tensor([5], dtype=torch.uint8)
     """
     _check(x, bitorder)
     return _packbits(x, bitorder)
@@ -64,6 +70,13 @@ def segment_packbits(
     ------
     ValueError
         A shape, dtype, device or bit order other than the above, or offsets that decrease or do not end at n.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> bits, indptr = torch.tensor([True, True, False, True]), torch.tensor([0, 3, 4])
+    >>> flashinfer.segment_packbits(bits, indptr, bitorder="little")
+    (tensor([3, 1], dtype=torch.uint8), tensor([0, 1, 2]))
     """
     _check(x, bitorder)
     require(indptr.dim() == 1 and len(indptr) > 0, "indptr", tuple(indptr.shape), "[batch + 1]")

@@ -69,6 +69,15 @@ def apply_rope(
     ----------
     Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864; for rope_scale, Chen et al., Extending Context Window
     of Large Language Models via Positional Interpolation, 2023, https://arxiv.org/abs/2306.15595
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k = torch.ones(3, 1, 4), torch.ones(3, 1, 4)
+    >>> indptr, offsets = torch.tensor([0, 3]).int(), torch.tensor([0]).int()
+    >>> q_out, k_out = flashinfer.apply_rope(q, k, indptr, offsets)
+    >>> q_out[:2, 0, 0]
+    tensor([ 1.0000, -0.3012])
     """
     return _new(q, k, indptr, offsets, rotary_dim, interleave, [rope_scale, rope_theta])
 
@@ -84,7 +93,16 @@ def apply_rope_inplace(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> None:
-    """`apply_rope`, the result written over q and k."""
+    """`apply_rope`, the result written over q and k.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k = torch.ones(3, 1, 4), torch.ones(3, 1, 4)
+    >>> flashinfer.apply_rope_inplace(q, k, torch.tensor([0, 3]).int(), torch.tensor([0]).int())
+    >>> q[:2, 0, 0]
+    tensor([ 1.0000, -0.3012])
+    """
     _inplace(q, k, indptr, offsets, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
@@ -98,7 +116,16 @@ def apply_rope_pos_ids(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rope` with the position of each token given: pos_ids [nnz], int32 or int64, any values."""
+    """`apply_rope` with the position of each token given: pos_ids [nnz], int32 or int64, any values.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k = torch.ones(3, 1, 4), torch.ones(3, 1, 4)
+    >>> q_out, k_out = flashinfer.apply_rope_pos_ids(q, k, torch.tensor([0, 0, 1]).int())
+    >>> q_out[:, 0, 0]
+    tensor([ 1.0000,  1.0000, -0.3012])
+    """
     return _new(q, k, pos_ids, None, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
@@ -112,7 +139,16 @@ def apply_rope_pos_ids_inplace(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> None:
-    """`apply_rope_pos_ids`, the result written over q and k."""
+    """`apply_rope_pos_ids`, the result written over q and k.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k = torch.ones(3, 1, 4), torch.ones(3, 1, 4)
+    >>> flashinfer.apply_rope_pos_ids_inplace(q, k, torch.tensor([0, 0, 1]).int())
+    >>> q[:, 0, 0]
+    tensor([ 1.0000,  1.0000, -0.3012])
+    """
     _inplace(q, k, pos_ids, None, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
@@ -148,6 +184,15 @@ def apply_llama31_rope(
     ----------
     Grattafiori et al., The Llama 3 Herd of Models, 2024, https://arxiv.org/abs/2407.21783, with the `rope_scaling` of
     type "llama3" in the configuration of the published models.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k = torch.ones(3, 1, 64), torch.ones(3, 1, 64)
+    >>> indptr, offsets = torch.tensor([0, 3]).int(), torch.tensor([0]).int()
+    >>> q_out, k_out = flashinfer.apply_llama31_rope(q, k, indptr, offsets)
+    >>> q_out[:2, 0, 0]
+    tensor([ 1.0000, -0.3012])
     """
     frequencies = _llama31(rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
     return _new(q, k, indptr, offsets, rotary_dim, interleave, frequencies)
@@ -167,7 +212,17 @@ def apply_llama31_rope_inplace(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> None:
-    """`apply_llama31_rope`, the result written over q and k."""
+    """`apply_llama31_rope`, the result written over q and k.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k = torch.ones(3, 1, 64), torch.ones(3, 1, 64)
+    >>> indptr, offsets = torch.tensor([0, 3]).int(), torch.tensor([0]).int()
+    >>> flashinfer.apply_llama31_rope_inplace(q, k, indptr, offsets)
+    >>> q[:2, 0, 0]
+    tensor([ 1.0000, -0.3012])
+    """
     frequencies = _llama31(rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
     _inplace(q, k, indptr, offsets, rotary_dim, interleave, frequencies)
 
@@ -185,7 +240,16 @@ def apply_llama31_rope_pos_ids(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_llama31_rope` with the position of each token given: pos_ids [nnz], int32 or int64, any values."""
+    """`apply_llama31_rope` with the position of each token given: pos_ids [nnz], int32 or int64, any values.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k = torch.ones(3, 1, 64), torch.ones(3, 1, 64)
+    >>> q_out, k_out = flashinfer.apply_llama31_rope_pos_ids(q, k, torch.tensor([0, 0, 1]).int())
+    >>> q_out[:, 0, 0]
+    tensor([ 1.0000,  1.0000, -0.3012])
+    """
     frequencies = _llama31(rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
     return _new(q, k, pos_ids, None, rotary_dim, interleave, frequencies)
 
@@ -203,7 +267,16 @@ def apply_llama31_rope_pos_ids_inplace(
     high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> None:
-    """`apply_llama31_rope_pos_ids`, the result written over q and k."""
+    """`apply_llama31_rope_pos_ids`, the result written over q and k.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k = torch.ones(3, 1, 64), torch.ones(3, 1, 64)
+    >>> flashinfer.apply_llama31_rope_pos_ids_inplace(q, k, torch.tensor([0, 0, 1]).int())
+    >>> q[:, 0, 0]
+    tensor([ 1.0000,  1.0000, -0.3012])
+    """
     frequencies = _llama31(rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
     _inplace(q, k, pos_ids, None, rotary_dim, interleave, frequencies)
 

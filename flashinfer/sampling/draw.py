@@ -65,6 +65,12 @@ def sampling_from_probs(
     ----------
     An exponential race: the token with the largest probability / variate wins; the variates are Philox 4x32-10's of
     seed, offset and column (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011).
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.sampling_from_probs(torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]))
+    tensor([1, 2], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
     _draw(probs, "probs", None, None, *call.operands)
@@ -85,6 +91,12 @@ def sampling_from_logits(
 
     `logits` is [rows, num_classes], float32, bfloat16 or float16. Other parameters, the result and errors are those of
     `sampling_from_probs`; 0 stands for a row with NaN or +inf, or of -inf alone.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.sampling_from_logits(torch.tensor([[0.0, 1000.0, 0.0]]))
+    tensor([1], dtype=torch.int32)
     """
     call = Call("logits", logits, indices, check_nan, generator, seed, offset)
     _draw(logits, "logits", None, None, *call.operands)
@@ -112,6 +124,12 @@ def top_p_sampling_from_probs(
     References
     ----------
     Holtzman et al., The Curious Case of Neural Text Degeneration, 2019, https://arxiv.org/abs/1904.09751
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.top_p_sampling_from_probs(torch.tensor([[0.1, 0.7, 0.2]]), 0.5)
+    tensor([1], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
     _draw_prefix(probs, "probs", *call.no_k, *call.p(top_p, return_valid), *call.operands)
@@ -139,6 +157,12 @@ def top_k_sampling_from_probs(
     References
     ----------
     Fan, Lewis and Dauphin, Hierarchical Neural Story Generation, 2018, https://arxiv.org/abs/1805.04833
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.top_k_sampling_from_probs(torch.tensor([[0.1, 0.7, 0.2]]), 1)
+    tensor([1], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
     _draw_prefix(probs, "probs", *call.k(top_k, return_valid), *call.no_p, *call.operands)
@@ -166,6 +190,12 @@ def min_p_sampling_from_probs(
     ----------
     Nguyen et al., Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs, 2024,
     https://arxiv.org/abs/2407.01082
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.min_p_sampling_from_probs(torch.tensor([[0.1, 0.7, 0.2]]), 0.5)
+    tensor([1], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
     scalar, tensor = parameter("min_p", call.of_outputs("min_p", min_p), call.batch, torch.float32, probs.device)
@@ -191,6 +221,12 @@ def top_k_top_p_sampling_from_logits(
 
     `logits` is [rows, num_classes], float32, bfloat16 or float16. Other parameters, the result and errors are those of
     `top_k_top_p_sampling_from_probs`; 0 stands for a row with NaN or +inf, or of -inf alone.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.top_k_top_p_sampling_from_logits(torch.tensor([[1.0, 3.0, 2.0]]), 1, 0.9)
+    tensor([1], dtype=torch.int32)
     """
     call = Call("logits", logits, indices, check_nan, generator, seed, offset)
     ordered = ordered_source("logits", filter_apply_order)
@@ -217,6 +253,12 @@ def top_k_top_p_sampling_from_probs(
     `filter_apply_order` is "top_k_first": top-p is applied to the `top_k` most probable tokens, their probabilities
     divided by their sum; or "joint": a token has to pass both filters, each applied to the row as it is. Other
     parameters, the result and errors are those of `top_k_sampling_from_probs` and `top_p_sampling_from_probs`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.top_k_top_p_sampling_from_probs(torch.tensor([[0.1, 0.7, 0.2]]), 2, 0.5)
+    tensor([1], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
     ordered = ordered_source("probs", filter_apply_order)

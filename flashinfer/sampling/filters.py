@@ -35,6 +35,12 @@ def softmax(
     ------
     ValueError
         A shape, dtype or device other than the above, or a number that is no temperature.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.softmax(torch.tensor([[0.0, 0.0]]), temperature=0.5)
+    tensor([[0.5000, 0.5000]])
     """
     check_rows("logits", logits)
     scalar, tensor = parameter("temperature", temperature, len(logits), torch.float32, logits.device)
@@ -70,6 +76,12 @@ def top_p_renorm_probs(
     ------
     ValueError
         A shape, dtype or device other than the above, or a number that is impossible as `top_p`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.top_p_renorm_probs(torch.tensor([[0.25, 0.5, 0.25]]), 0.4)
+    tensor([[0., 1., 0.]])
     """
     check_rows("probs", probs)
     out = torch.empty_like(probs)
@@ -85,6 +97,12 @@ def top_k_renorm_probs(
 
     `top_k` is a number or a tensor [batch], 1 or more. Exactly so many are kept; of equal ones those at lower indices
     come first. Other parameters, the result and errors are those of `top_p_renorm_probs`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.top_k_renorm_probs(torch.tensor([[0.125, 0.5, 0.375, 0.0]]), 1)
+    tensor([[0., 1., 0., 0.]])
     """
     check_rows("probs", probs)
     out = torch.empty_like(probs)
@@ -113,6 +131,12 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
     ------
     ValueError
         A shape, dtype or device other than the above, or a number that is impossible as `top_k`.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.top_k_mask_logits(torch.tensor([[1.0, 3.0, 2.0]]), 2)
+    tensor([[-inf, 3., 2.]])
     """
     check_rows("logits", logits)
     out = torch.empty_like(logits)

@@ -63,6 +63,14 @@ def chain_speculative_sampling(
     ----------
     Chen et al., Accelerating Large Language Model Decoding with Speculative Sampling, 2023,
     https://arxiv.org/abs/2302.01318
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> draft, target = torch.tensor([[[0.0, 1.0]]]), torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
+    >>> tokens, accepted, emitted = flashinfer.chain_speculative_sampling(draft, torch.tensor([[1]]).int(), target)
+    >>> tokens, accepted, emitted
+    (tensor([[1, 0]], dtype=torch.int32), tensor([1], dtype=torch.int32), tensor([1], dtype=torch.int32))
     """
     batch, count = _check(draft_probs, draft_token_ids, target_probs)
     device = draft_probs.device
