@@ -70,7 +70,26 @@ def gelu_and_mul(
     """GELU gating: ``out = gelu(input[..., :hidden]) * input[..., hidden:]`` with
     ``gelu(x) = x / 2 * (1 + erf(x / sqrt(2)))``.
 
-    Parameters, result, errors and source are those of `silu_and_mul`.
+    Parameters
+    ----------
+    input : torch.Tensor
+        [..., 2 * hidden]; bfloat16, float16 or float32, any strides, any hidden.
+    out : torch.Tensor, optional
+        Receives the result; [..., hidden] in the dtype of `input`, any strides. It may not overlap `input`.
+    enable_pdl : bool, optional
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor of its shape. Computed in float32 and rounded once.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
 
     Examples
     --------
@@ -88,7 +107,26 @@ def gelu_tanh_and_mul(
     """GELU gating by tanh: ``out = gelu(input[..., :hidden]) * input[..., hidden:]`` with
     ``gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))``.
 
-    Parameters, result, errors and source are those of `silu_and_mul`.
+    Parameters
+    ----------
+    input : torch.Tensor
+        [..., 2 * hidden]; bfloat16, float16 or float32, any strides, any hidden.
+    out : torch.Tensor, optional
+        Receives the result; [..., hidden] in the dtype of `input`, any strides. It may not overlap `input`.
+    enable_pdl : bool, optional
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor of its shape. Computed in float32 and rounded once.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
 
     Examples
     --------

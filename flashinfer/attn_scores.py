@@ -33,6 +33,16 @@ _OUTPUTS = {"fp8": (torch.float32, torch.float16), "fp4": (torch.bfloat16, torch
 def padded_seq_len(max_seq_len: int) -> int:
     """Columns of the `out` of the two functions below for sequences of up to max_seq_len keys: a multiple of 256.
 
+    Parameters
+    ----------
+    max_seq_len : int
+        Keys of the longest sequence.
+
+    Returns
+    -------
+    int
+        Columns, a multiple of 256.
+
     Examples
     --------
     >>> import flashinfer
@@ -45,6 +55,18 @@ def padded_seq_len(max_seq_len: int) -> int:
 
 def min_block_table_width(seq_len: int, block_size: int) -> int:
     """Columns of a block table for sequences of up to seq_len keys: ceil(seq_len / block_size).
+
+    Parameters
+    ----------
+    seq_len : int
+        Keys of the longest sequence.
+    block_size : int
+        Keys of a page.
+
+    Returns
+    -------
+    int
+        Columns.
 
     Examples
     --------

@@ -59,8 +59,20 @@ def rmsnorm_sigmoid_gate(
 def supports_rmsnorm_sigmoid_gate(
     dtype: torch.dtype, head_dim: int, device: torch.device | str | None = None
 ) -> bool:
-    """Whether `rmsnorm_sigmoid_gate` takes rows of this dtype and length; `device` makes no difference, but that a CPU
-    has no longest row.
+    """Whether `rmsnorm_sigmoid_gate` takes rows of this dtype and length.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Of the rows.
+    head_dim : int
+        Their length, in elements.
+    device : torch.device or str, optional
+        No difference, but that a CPU has no longest row.
+
+    Returns
+    -------
+    bool
 
     Examples
     --------
@@ -230,6 +242,21 @@ def supports_gated_residual_rmsnorm(
 ) -> bool:
     """Whether `gated_residual_rmsnorm` takes these tensors; where False, it would raise.
 
+    Parameters
+    ----------
+    branch : torch.Tensor
+        [rows, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on a GPU.
+    residual : torch.Tensor
+        [rows, hidden], float32, any strides.
+    weight : torch.Tensor or None
+        [hidden]; bfloat16, float16 or float32. None: the branch is normalised as it is, and `gain_center` is not used.
+    alpha, beta : torch.Tensor
+        [hidden], float32: the gates of the stream and of the branch.
+
+    Returns
+    -------
+    bool
+
     Examples
     --------
     >>> import torch, flashinfer
@@ -251,6 +278,26 @@ def supports_gated_residual_next_rmsnorm(
     post_weight: torch.Tensor | None = None,
 ) -> bool:
     """Whether `gated_residual_next_rmsnorm` takes these tensors; where False, it would raise.
+
+    Parameters
+    ----------
+    branch : torch.Tensor
+        [rows, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on a GPU.
+    residual : torch.Tensor
+        [rows, hidden], float32, any strides.
+    next_weight : torch.Tensor
+        [hidden]; bfloat16, float16 or float32.
+    alpha : torch.Tensor or float
+        The gate of the stream: [hidden], float32, or a number.
+    beta : torch.Tensor
+        The gate of the branch: [hidden], float32.
+    post_weight : torch.Tensor, optional
+        [hidden], in the dtype of `next_weight`. Without it the branch is normalised as it is, and `post_gain_center` is
+        not used.
+
+    Returns
+    -------
+    bool
 
     Examples
     --------

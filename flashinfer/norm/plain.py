@@ -73,7 +73,31 @@ def gemma_rmsnorm(
 ) -> torch.Tensor:
     """RMSNorm whose weight is stored minus one: ``out = input / sqrt(mean(input ** 2) + eps) * (weight + 1)``, per row.
 
-    Parameters, result, errors and source are those of `rmsnorm`.
+    Parameters
+    ----------
+    input : torch.Tensor
+        [rows, hidden], or [batch, heads, hidden] as QK-norm has it; bfloat16, float16 or float32, any strides. hidden
+        up to 32768 on a GPU.
+    weight : torch.Tensor
+        [hidden]; bfloat16, float16 or float32.
+    eps : float
+        Added to the mean square.
+    out : torch.Tensor, optional
+        Receives the result; shape and dtype of `input`, any strides. It may be `input` itself.
+    enable_pdl : bool, optional
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`, or a new tensor like `input`. Computed in float32 and rounded once.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
 
     Examples
     --------
@@ -170,7 +194,27 @@ def gemma_fused_add_rmsnorm(
     """Add and normalise in place, the weight stored minus one: ``residual += input``, then
     ``input = gemma_rmsnorm(residual)``, per row.
 
-    Parameters, errors and source are those of `fused_add_rmsnorm`.
+    Parameters
+    ----------
+    input : torch.Tensor
+        [rows, hidden] or [batch, heads, hidden]; bfloat16, float16 or float32, any strides. Overwritten with the
+        normalised sum. hidden up to 32768 on a GPU.
+    residual : torch.Tensor
+        Shape and dtype of `input`, any strides. Overwritten with the sum. The norm is that of the float32 sum, before
+        it is rounded to the dtype of `residual`.
+    weight : torch.Tensor
+        [hidden]; bfloat16, float16 or float32.
+    eps : float
+        Added to the mean square.
+    enable_pdl : bool, optional
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above.
 
     Examples
     --------

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
-from flashinfer._core.custom_op import custom_op
+from flashinfer._core.checks import require
 from flashinfer._core.replay import replayed
-from flashinfer.ops import sampling as room
-from flashinfer.sampling.arguments import (
-    Call, given, kind_of, ordered_source, parameter, place_of, randomness_of, rows_of,
-)  # fmt: skip
+from flashinfer.sampling._launches import draw, draw_prefix
+from flashinfer.sampling.arguments import Call, ordered_source, parameter
 
 
 @replayed
@@ -73,7 +70,7 @@ def sampling_from_probs(
     tensor([1, 2], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
-    _draw(probs, "probs", None, None, *call.operands)
+    draw(probs, "probs", None, None, *call.operands)
     return call.result(return_valid)
 
 
@@ -89,8 +86,28 @@ def sampling_from_logits(
 ) -> torch.Tensor:
     """Draw a token from the softmax of each row of logits, without computing it.
 
-    `logits` is [rows, num_classes], float32, bfloat16 or float16. Other parameters, the result and errors are those of
-    `sampling_from_probs`; 0 stands for a row with NaN or +inf, or of -inf alone.
+    Parameters
+    ----------
+    logits : torch.Tensor
+        [rows, num_classes]; float32, bfloat16 or float16. A row with NaN or +inf, or of -inf alone, gives 0.
+    indices : torch.Tensor, optional
+        int32 or int64 [batch]: the row of `logits` that each output is drawn from. By default output i is drawn from
+        row i.
+    deterministic : bool
+        Results depend on nothing but the arguments in either case.
+    generator : torch.Generator, optional
+        Where seed and offset come from if they are not given; by default the device's own. It advances.
+    check_nan : bool
+        Raise ValueError if `logits` holds NaN. Waits for the device.
+    seed, offset : int or torch.Tensor, optional
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
+        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
+        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
+
+    Returns
+    -------
+    torch.Tensor
+        [batch]; dtype of `indices`, or int32.
 
     Examples
     --------
@@ -99,7 +116,7 @@ def sampling_from_logits(
     tensor([1], dtype=torch.int32)
     """
     call = Call("logits", logits, indices, check_nan, generator, seed, offset)
-    _draw(logits, "logits", None, None, *call.operands)
+    draw(logits, "logits", None, None, *call.operands)
     return call.result(False)
 
 
@@ -117,9 +134,45 @@ def top_p_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from the fewest most probable ones whose probabilities sum to `top_p` (nucleus sampling).
 
-    `top_p` is a number or a tensor, above 0: one for each output, or, where they are not as many, one for each row of
-    `probs`. From 1 on everything is kept. Of equal probabilities those at lower indices come first. Other parameters,
-    the result and errors are those of `sampling_from_probs`.
+    Of equal probabilities those at lower indices come first.
+
+    Parameters
+    ----------
+    probs : torch.Tensor
+        [rows, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0). Rows should sum to 1;
+        tokens are drawn in proportion in any case.
+    top_p : torch.Tensor or float
+        A number, or a tensor with one for each output or, where they are not as many, for each row;
+        above 0. From 1 on everything is kept.
+    indices : torch.Tensor, optional
+        int32 or int64 [batch]: the row of `probs` that each output is drawn from. By default output i is drawn from
+        row i.
+    deterministic : bool
+        Results depend on nothing but the arguments in either case.
+    generator : torch.Generator, optional
+        Where seed and offset come from if they are not given; by default the device's own. It advances.
+    check_nan : bool
+        Raise ValueError if `probs` holds NaN. Waits for the device.
+    seed, offset : int or torch.Tensor, optional
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
+        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
+        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
+    return_valid : bool
+        Return `valid` as well.
+
+    Returns
+    -------
+    samples : torch.Tensor
+        [batch]; dtype of `indices`, or int32. 0 where there is nothing to draw.
+    valid : torch.Tensor
+        bool [batch], only with `return_valid`: False where a row holds NaN or inf, or no probability above 0, or where
+        a filter's parameter is impossible. Other rows are not affected.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above; NaN, if `check_nan`; a number that is impossible as a filter's
+        parameter, unless `return_valid` reports it.
 
     References
     ----------
@@ -132,7 +185,7 @@ def top_p_sampling_from_probs(
     tensor([1], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
-    _draw_prefix(probs, "probs", *call.no_k, *call.p(top_p, return_valid), *call.operands)
+    draw_prefix(probs, "probs", *call.no_k, *call.p(top_p, return_valid), *call.operands)
     return call.result(return_valid)
 
 
@@ -150,9 +203,45 @@ def top_k_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from the `top_k` most probable ones.
 
-    `top_k` is a number or a tensor, 1 or more: one for each output, or, where they are not as many, one for each row of
-    `probs`. From num_classes on everything is kept. Of equal probabilities those at lower indices come first. Other
-    parameters, the result and errors are those of `sampling_from_probs`.
+    Of equal probabilities those at lower indices come first.
+
+    Parameters
+    ----------
+    probs : torch.Tensor
+        [rows, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0). Rows should sum to 1;
+        tokens are drawn in proportion in any case.
+    top_k : torch.Tensor or int
+        A number, or a tensor with one for each output or, where they are not as many, for each row; 1 or
+        more. From num_classes on everything is kept.
+    indices : torch.Tensor, optional
+        int32 or int64 [batch]: the row of `probs` that each output is drawn from. By default output i is drawn from
+        row i.
+    deterministic : bool
+        Results depend on nothing but the arguments in either case.
+    generator : torch.Generator, optional
+        Where seed and offset come from if they are not given; by default the device's own. It advances.
+    check_nan : bool
+        Raise ValueError if `probs` holds NaN. Waits for the device.
+    seed, offset : int or torch.Tensor, optional
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
+        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
+        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
+    return_valid : bool
+        Return `valid` as well.
+
+    Returns
+    -------
+    samples : torch.Tensor
+        [batch]; dtype of `indices`, or int32. 0 where there is nothing to draw.
+    valid : torch.Tensor
+        bool [batch], only with `return_valid`: False where a row holds NaN or inf, or no probability above 0, or where
+        a filter's parameter is impossible. Other rows are not affected.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above; NaN, if `check_nan`; a number that is impossible as a filter's
+        parameter, unless `return_valid` reports it.
 
     References
     ----------
@@ -165,7 +254,7 @@ def top_k_sampling_from_probs(
     tensor([1], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
-    _draw_prefix(probs, "probs", *call.k(top_k, return_valid), *call.no_p, *call.operands)
+    draw_prefix(probs, "probs", *call.k(top_k, return_valid), *call.no_p, *call.operands)
     return call.result(return_valid)
 
 
@@ -183,8 +272,43 @@ def min_p_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from those whose probability is at least `min_p` times the row's largest.
 
-    `min_p` is a number or a tensor as in `top_p_sampling_from_probs`, from 0 to 1. Other parameters, the result and
-    errors are those of `sampling_from_probs`.
+    Parameters
+    ----------
+    probs : torch.Tensor
+        [rows, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0). Rows should sum to 1;
+        tokens are drawn in proportion in any case.
+    min_p : torch.Tensor or float
+        A number, or a tensor with one for each output or, where they are not as many, for each row;
+        from 0 to 1.
+    indices : torch.Tensor, optional
+        int32 or int64 [batch]: the row of `probs` that each output is drawn from. By default output i is drawn from
+        row i.
+    deterministic : bool
+        Results depend on nothing but the arguments in either case.
+    generator : torch.Generator, optional
+        Where seed and offset come from if they are not given; by default the device's own. It advances.
+    check_nan : bool
+        Raise ValueError if `probs` holds NaN. Waits for the device.
+    seed, offset : int or torch.Tensor, optional
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
+        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
+        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
+    return_valid : bool
+        Return `valid` as well.
+
+    Returns
+    -------
+    samples : torch.Tensor
+        [batch]; dtype of `indices`, or int32. 0 where there is nothing to draw.
+    valid : torch.Tensor
+        bool [batch], only with `return_valid`: False where a row holds NaN or inf, or no probability above 0, or where
+        a filter's parameter is impossible. Other rows are not affected.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above; NaN, if `check_nan`; a number that is impossible as a filter's
+        parameter, unless `return_valid` reports it.
 
     References
     ----------
@@ -200,7 +324,7 @@ def min_p_sampling_from_probs(
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
     scalar, tensor = parameter("min_p", call.of_outputs("min_p", min_p), call.batch, torch.float32, probs.device)
     require(return_valid or scalar is None or 0 <= scalar <= 1, "min_p", scalar, "0 to 1")
-    _draw(probs, "probs", scalar, tensor, *call.operands)
+    draw(probs, "probs", scalar, tensor, *call.operands)
     return call.result(return_valid)
 
 
@@ -219,8 +343,37 @@ def top_k_top_p_sampling_from_logits(
 ) -> torch.Tensor:
     """Draw a token from the softmax of each row of logits, filtered by top-k and top-p.
 
-    `logits` is [rows, num_classes], float32, bfloat16 or float16. Other parameters, the result and errors are those of
-    `top_k_top_p_sampling_from_probs`; 0 stands for a row with NaN or +inf, or of -inf alone.
+    Parameters
+    ----------
+    logits : torch.Tensor
+        [rows, num_classes]; float32, bfloat16 or float16. A row with NaN or +inf, or of -inf alone, gives 0.
+    top_k : torch.Tensor or int
+        A number, or a tensor with one for each output or, where they are not as many, for each row; 1 or
+        more. From num_classes on everything is kept.
+    top_p : torch.Tensor or float
+        A number, or a tensor with one for each output or, where they are not as many, for each row;
+        above 0. From 1 on everything is kept.
+    indices : torch.Tensor, optional
+        int32 or int64 [batch]: the row of `logits` that each output is drawn from. By default output i is drawn from
+        row i.
+    filter_apply_order : str
+        "top_k_first": top-p is applied to the `top_k` most probable tokens, their probabilities divided by their sum;
+        or "joint": a token has to pass both filters, each applied to the row as it is.
+    deterministic : bool
+        Results depend on nothing but the arguments in either case.
+    generator : torch.Generator, optional
+        Where seed and offset come from if they are not given; by default the device's own. It advances.
+    check_nan : bool
+        Raise ValueError if `logits` holds NaN. Waits for the device.
+    seed, offset : int or torch.Tensor, optional
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
+        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
+        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
+
+    Returns
+    -------
+    torch.Tensor
+        [batch]; dtype of `indices`, or int32.
 
     Examples
     --------
@@ -230,7 +383,7 @@ def top_k_top_p_sampling_from_logits(
     """
     call = Call("logits", logits, indices, check_nan, generator, seed, offset)
     ordered = ordered_source("logits", filter_apply_order)
-    _draw_prefix(logits, ordered, *call.k(top_k, False), *call.p(top_p, False), *call.operands)
+    draw_prefix(logits, ordered, *call.k(top_k, False), *call.p(top_p, False), *call.operands)
     return call.result(False)
 
 
@@ -250,9 +403,49 @@ def top_k_top_p_sampling_from_probs(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Draw a token from each row of probabilities, filtered by top-k and top-p.
 
-    `filter_apply_order` is "top_k_first": top-p is applied to the `top_k` most probable tokens, their probabilities
-    divided by their sum; or "joint": a token has to pass both filters, each applied to the row as it is. Other
-    parameters, the result and errors are those of `top_k_sampling_from_probs` and `top_p_sampling_from_probs`.
+    Parameters
+    ----------
+    probs : torch.Tensor
+        [rows, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0). Rows should sum to 1;
+        tokens are drawn in proportion in any case.
+    top_k : torch.Tensor or int
+        A number, or a tensor with one for each output or, where they are not as many, for each row; 1 or
+        more. From num_classes on everything is kept.
+    top_p : torch.Tensor or float
+        A number, or a tensor with one for each output or, where they are not as many, for each row;
+        above 0. From 1 on everything is kept.
+    indices : torch.Tensor, optional
+        int32 or int64 [batch]: the row of `probs` that each output is drawn from. By default output i is drawn from
+        row i.
+    filter_apply_order : str
+        "top_k_first": top-p is applied to the `top_k` most probable tokens, their probabilities divided by their sum;
+        or "joint": a token has to pass both filters, each applied to the row as it is.
+    deterministic : bool
+        Results depend on nothing but the arguments in either case.
+    generator : torch.Generator, optional
+        Where seed and offset come from if they are not given; by default the device's own. It advances.
+    check_nan : bool
+        Raise ValueError if `probs` holds NaN. Waits for the device.
+    seed, offset : int or torch.Tensor, optional
+        Both or neither. A tensor is int64 with one element, or with one for each output. An output that has a seed or
+        an offset of its own depends on them and on its row's values, and not on its place in the batch. Where all share
+        both, each draws numbers of its own. A CUDA graph reads tensors at each replay.
+    return_valid : bool
+        Return `valid` as well.
+
+    Returns
+    -------
+    samples : torch.Tensor
+        [batch]; dtype of `indices`, or int32. 0 where there is nothing to draw.
+    valid : torch.Tensor
+        bool [batch], only with `return_valid`: False where a row holds NaN or inf, or no probability above 0, or where
+        a filter's parameter is impossible. Other rows are not affected.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above; NaN, if `check_nan`; a number that is impossible as a filter's
+        parameter, unless `return_valid` reports it.
 
     Examples
     --------
@@ -262,59 +455,5 @@ def top_k_top_p_sampling_from_probs(
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
     ordered = ordered_source("probs", filter_apply_order)
-    _draw_prefix(probs, ordered, *call.k(top_k, return_valid), *call.p(top_p, return_valid), *call.operands)
+    draw_prefix(probs, ordered, *call.k(top_k, return_valid), *call.p(top_p, return_valid), *call.operands)
     return call.result(return_valid)
-
-
-@custom_op("flashinfer::sampling", mutates_args=("samples", "valid"))
-def _draw(
-    x: torch.Tensor, source: str, min_p: float | None, min_ps: torch.Tensor | None, numbers: list[int],
-    seeds: torch.Tensor | None, offsets: torch.Tensor | None, indices: torch.Tensor | None, samples: torch.Tensor,
-    valid: torch.Tensor,
-) -> None:  # fmt: skip
-    """`numbers` are seed and offset, where they are not in tensors."""
-    same_device(probs=x, min_p=min_ps)
-    if not len(samples):
-        return
-    x = rows_of(x)
-    problem = room.Draw(
-        source,
-        dtype_name(x.dtype),
-        kind_of(min_p, min_ps),
-        place_of(seeds),
-        place_of(offsets),
-        "" if indices is None else dtype_name(indices.dtype),
-        dtype_name(samples.dtype),
-        is_aligned(x),
-    )
-    drawn = randomness_of(numbers, seeds, offsets)
-    room.draw(problem, x.device).run(x, given(min_p, min_ps), drawn, indices, samples, valid)
-
-
-@custom_op("flashinfer::prefix_sampling", mutates_args=("samples", "valid"))
-def _draw_prefix(
-    x: torch.Tensor, ordered: str, top_k: int | None, top_ks: torch.Tensor | None, top_p: float | None,
-    top_ps: torch.Tensor | None, numbers: list[int], seeds: torch.Tensor | None, offsets: torch.Tensor | None,
-    indices: torch.Tensor | None, samples: torch.Tensor, valid: torch.Tensor,
-) -> None:  # fmt: skip
-    """`ordered` is the source, and the order of the filters behind it; `numbers` as in `_draw`."""
-    same_device(probs=x, top_k=top_ks, top_p=top_ps)
-    if not len(samples):
-        return
-    x = rows_of(x)
-    source, _, order = ordered.partition(" ")
-    problem = room.Prefix(
-        "draw",
-        source,
-        dtype_name(x.dtype),
-        kind_of(top_k, top_ks),
-        kind_of(top_p, top_ps),
-        order == "top_k_first",
-        place_of(seeds),
-        place_of(offsets),
-        "" if indices is None else dtype_name(indices.dtype),
-        dtype_name(samples.dtype),
-        is_aligned(x),
-    )
-    k, p, drawn = given(top_k, top_ks), given(top_p, top_ps), randomness_of(numbers, seeds, offsets)
-    room.prefix(problem, x.device).run(x, k, p, drawn, indices, samples, valid)

@@ -95,8 +95,27 @@ def top_k_renorm_probs(
 ) -> torch.Tensor:
     """Keep the `top_k` largest probabilities of each row, divide them by their sum, and zero the others.
 
-    `top_k` is a number or a tensor [batch], 1 or more. Exactly so many are kept; of equal ones those at lower indices
-    come first. Other parameters, the result and errors are those of `top_p_renorm_probs`.
+    Exactly so many are kept; of equal ones those at lower indices come first.
+
+    Parameters
+    ----------
+    probs : torch.Tensor
+        [batch, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0).
+    top_k : torch.Tensor or int
+        A number or a tensor [batch], 1 or more.
+    is_deterministic : bool
+        Results depend on nothing but the arguments in either case.
+
+    Returns
+    -------
+    torch.Tensor
+        [batch, num_classes]; dtype of `probs`. Rows with NaN or inf are NaN; rows without a probability above 0, or
+        with an impossible `top_k`, are 0.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above, or a number that is impossible as `top_k`.
 
     Examples
     --------

@@ -451,14 +451,14 @@ def test_bad_input_of_the_others():
 
 def test_are_registered_ops():
     """torch.compile sees ops that write what they say they write, and no break between them."""
-    from flashinfer.sampling import draw, filters
+    from flashinfer.sampling import _launches, filters
 
     probs, ks = rows_of_probs(3, 20), torch.tensor([2, 3, 4])
     drawn = [0, 5], torch.tensor([1]), None, None, torch.empty(3, dtype=torch.int32), torch.empty(3, dtype=torch.bool)
     torch.library.opcheck(filters._softmax.op, (probs, 0.5, None, torch.empty_like(probs)))
     torch.library.opcheck(filters._write_prefix.op, (probs, False, None, ks, None, None, torch.empty_like(probs)))
-    torch.library.opcheck(draw._draw.op, (probs, "probs", None, torch.ones(3), *drawn))
-    torch.library.opcheck(draw._draw_prefix.op, (probs, "probs joint", None, ks, 0.5, None, *drawn))
+    torch.library.opcheck(_launches.draw.op, (probs, "probs", None, torch.ones(3), *drawn))
+    torch.library.opcheck(_launches.draw_prefix.op, (probs, "probs joint", None, ks, 0.5, None, *drawn))
 
     def sample(logits, seed, offset):
         probs = sampling.softmax(logits, 0.8)
