@@ -40,10 +40,12 @@ def answering(*backends: str, denied: tuple[str, ...] = ()) -> Callable[[Callabl
             require(bool(names), "backend", repr(backend), f"none, as {function.__name__} has no choice of them")
             return backend in backends and (cc is None or cc >= _LEAST)
 
-        call.is_backend_supported = is_backend_supported
-        call.is_compute_capability_supported = lambda cc: cc >= _LEAST
-        call.has_backend = lambda backend: backend in names
-        call.has_backend_choices = lambda: bool(names)
+        call.__dict__.update(
+            is_backend_supported=is_backend_supported,
+            is_compute_capability_supported=lambda cc: cc >= _LEAST,
+            has_backend=lambda backend: backend in names,
+            has_backend_choices=lambda: bool(names),
+        )
         return call
 
     return decorate

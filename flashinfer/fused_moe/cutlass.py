@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import as_dtype, require
+from flashinfer._core.checks import as_dtype, present, require
 from flashinfer._core.replay import replayed
 from flashinfer.fused_moe import experts
 from flashinfer.ops import layouts, narrow
@@ -447,7 +447,8 @@ def _between(encoding, scales, count, second_weights) -> experts.Between:
         columns = _column_scales("quant_scales: a2", scales["a2"], count, n, device)
         return experts.Between("fp8_columns", scale=first, second=second, columns=columns)
     if encoding == "humming":
-        return experts.Between("fp8_rows", scale=first / _HUMMING, second=second / _HUMMING)
+        both = (present(f"quant_scales: {name}", x) / _HUMMING for name, x in (("d1", first), ("d2", second)))
+        return experts.Between("fp8_rows", scale=next(both), second=next(both))
     q2 = vector("q2", one=True)
     if encoding in ("fp8", "mxfp4_fp8"):
         return experts.Between("fp8", scale=first, scale_out=q2, second=second)

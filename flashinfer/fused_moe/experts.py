@@ -326,8 +326,9 @@ def _quantized(x, between: Between, token_map: TokenMap, tile: int, row_scale=No
     encoding = between.encoding
     if encoding == "fp8_columns":
         row = torch.arange(len(x), device=x.device)
-        expert = token_map.tile_expert[row // tile].clamp(min=0) if len(between.columns) > 1 else row.new_zeros(1)
-        return narrow.to_fp8(x.float() * between.columns[expert], torch.float8_e4m3fn), None
+        columns = present("quant_scales: a2", between.columns)
+        expert = token_map.tile_expert[row // tile].clamp(min=0) if len(columns) > 1 else row.new_zeros(1)
+        return narrow.to_fp8(x.float() * columns[expert], torch.float8_e4m3fn), None
     if encoding == "fp8_rows":
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
         _run_quantize(x, "fp8", _over_largest(x), token_map, tile, codes, None, row_scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -13,8 +13,6 @@ from flashinfer.ops.formats import FACTOR_DTYPES
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT = (torch.bfloat16, torch.float16, torch.float32)
-_Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
-
 _FP4 = (torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.uint8))
 
 
@@ -84,10 +82,10 @@ def factors(name: str, scale: torch.Tensor, rows: int, blocks: int, layout: str,
     return scale.view(torch.uint8).view(entries, high * wide)
 
 
-def alpha_of(alpha: _Given, a: torch.Tensor, count: int = 1) -> _Given:
+def alpha_of(alpha: torch.Tensor | None, a: torch.Tensor, count: int = 1) -> Any:
     """The factor of the result, float32 [count]; one element may be on the other device."""
     if alpha is None:
-        return alpha
+        return None
     require(alpha.numel() == count, "alpha", tuple(alpha.shape), f"{count} element{'s' if count > 1 else ''}")
     return scales_of("alpha", alpha, a.device, count).contiguous()
 

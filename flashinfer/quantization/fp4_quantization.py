@@ -107,14 +107,6 @@ def fp4_quantize(
     References
     ----------
     OCP Microscaling Formats (MX) Specification 1.0, 2023.
-
-    Examples
-    --------
-    >>> import torch, flashinfer
-    >>> x = torch.randn(4, 64).bfloat16()
-    >>> codes, factors = flashinfer.fp4_quantize(x, (448 * 6) / x.abs().amax().float().view(1))
-    >>> codes.shape, factors.shape
-    (torch.Size([4, 32]), torch.Size([128, 4]))
     """
     recipe = "mxfp4" if sf_use_ue8m0 else "nvfp4"
     width = FORMATS[recipe].width
@@ -277,13 +269,6 @@ def mxfp4_quantize(
     ------
     ValueError
         A shape, dtype or stride other than the above.
-
-    Examples
-    --------
-    >>> import torch, flashinfer
-    >>> codes, factors = flashinfer.mxfp4_quantize(torch.randn(4, 64).bfloat16())
-    >>> codes.shape, factors.shape
-    (torch.Size([4, 32]), torch.Size([128, 4]))
     """
     if _rows.is_column_major(a):
         codes, factors = mxfp4_quantize(a.mT, backend, enable_pdl, sfLayout)
