@@ -26,10 +26,10 @@ API = {
     ),
     "recurrent": (
         "Recurrent layers",
-        ("gdn_prefill", "gdn_decode", "gdn2_prefill", "gdp_prefill", "kda", "kda_decode", "causal_conv1d", "mamba",
-         "mhc"),
+        ("gdn_prefill", "gdn_decode", "gdn_kernels", "gdn2_prefill", "gdp_prefill", "kda", "kda_prefill", "kda_decode",
+         "causal_conv1d", "mamba", "mhc"),
     ),
-    "cache": ("KV caches", ("core", "page")),
+    "cache": ("KV caches", ("core", "page", "mla_kv_pack")),
     "tokens": ("Norms, rotation, activations", ("norm", "rope", "activation", "concat_ops", "diffusion_ops")),
     "sampling": ("Sampling and top-k", ("sampling", "topk", "logits_processor")),
     "quantization": ("Quantisation", ("quantization", "fp8_quantization", "fp4_quantization", "gated_act_mxfp8")),
