@@ -101,6 +101,8 @@ def compare(console, args, path, tokenizer, requests, figures) -> bool:
 
 def main(arguments=None) -> int:
     args, console = parse(arguments), Console()
+    if not console.is_terminal:
+        console.print("Loading Gemma 3 270M, and a first request: minutes on a busy CPU")
     with console.status("Loading Gemma 3 270M"):
         path = weights.gguf_file()
         tokenizer = weights.load_tokenizer(path)

@@ -30,7 +30,16 @@ def serve_in_view(console: Console, engine: Engine, requests: list[Request], tok
             progress.update(whole, completed=sum(len(request.output) for request in requests))
             progress.refresh()
 
-        engine.serve(requests, after_step if console.is_terminal else lambda: None)
+        def in_lines():
+            nonlocal shown
+            made, most = (sum(lengths) for lengths in zip(*((len(r.output), r.max_new_tokens) for r in requests)))
+            if made * 8 // most > shown:
+                shown = made * 8 // most
+                console.print(f"{made} of {most} tokens")
+
+        # In a pipe, a line at each eighth.
+        shown = 0
+        engine.serve(requests, after_step if console.is_terminal else in_lines)
     for number, request in enumerate(requests):
         prompt = f"{number} ({len(request.prompt)} prompt tokens, {request.shared} of them shared): "
         console.print(Text.assemble((prompt, "bold"), text_of(request)))

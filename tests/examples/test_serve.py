@@ -244,3 +244,28 @@ def test_top_p_samples_the_smallest_set_that_holds_p():
     assert top_p(logits[:3], 1e-6, torch.Generator()).tolist() == [1, 1, 1]
     ran = {choice.op for choice in flashinfer.explain()}
     assert {"softmax", "prefix_sampling"} <= ran  # what the demo's report lists
+
+
+def test_progress_is_seen_in_a_pipe():
+    import io
+
+    from rich.console import Console
+
+    from examples.serve.report import serve_in_view
+
+    class Steps:
+        def serve(self, requests, after_step):
+            for token in range(8):
+                for request in requests:
+                    request.output.append(token)
+                after_step()
+
+    class Words:
+        def decode(self, output, skip_special_tokens):
+            return "word " * len(output)
+
+    piped = io.StringIO()
+    serve_in_view(Console(file=piped), Steps(), [Request([1], 8), Request([1], 8)], Words())
+    assert [line for line in piped.getvalue().splitlines() if "of 16 tokens" in line] == [
+        f"{made} of 16 tokens" for made in range(2, 17, 2)
+    ]
