@@ -302,7 +302,8 @@ def _layer(x, layer: tuple, raw: tuple, norm: Norm, tables: tuple, output, backe
     require_shape("state", state, None, heads, dim, dim)
     require_dtype("state", state, STATES)
     require_dtype("state_indices", slots, INDICES)
-    gates_of(True, *raw, (heads, heads), dim)
+    A_log, dt_bias, lower_bound = raw
+    gates_of(True, A_log, dt_bias, lower_bound, (heads, heads), dim)
     # All of it before the convolution writes its state.
     check_apart([("conv_state", conv_state), ("state", state), ("output", out)])
     apart = out.data_ptr() != raw_gate.data_ptr() or not out.numel()

@@ -283,8 +283,8 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         if self._per_head:
             call["return_lse"] = return_lse or lse is not None
             check_given("lse", lse, q.shape[:2], torch.float32)
-            of_heads = [x.transpose(0, 1) for x in (q, k, v)]
-            result = _run_per_head(plan, *of_heads, self._blocks.page_size, self._kv_heads, call)
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            result = _run_per_head(plan, q, k, v, self._blocks.page_size, self._kv_heads, call)
             out = _filled(out, "out", result[0].transpose(0, 1))
             lse = None if result[1] is None else _filled(lse, "lse", result[1].transpose(0, 1))
             return out if lse is None or not return_lse else (out, lse)

@@ -58,7 +58,7 @@ class LogitsPipe:
         custom_validity_checks: list[Callable[[list[Op]], None]] | None = None,
     ):
         named = isinstance(processors, (list, tuple)) and all(isinstance(x, LogitsProcessor) for x in processors)
-        require(named and processors, "processors", processors, "a list of one LogitsProcessor or more")
+        require(named and len(processors) > 0, "processors", processors, "a list of one LogitsProcessor or more")
         require(isinstance(compile, bool), "compile", repr(compile), "True or False")
         _check_rules(custom_fusion_rules)
         self.processors = list(processors)

@@ -355,11 +355,14 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         query, latent = given["query"], given["q_nope"]
         if isinstance(query, (tuple, list)):
             query, latent = None, query[0]
-        options = None if self._base is None else self._planned().options
-        rows = latent if query is None else query
-        require(rows is not None, "q_nope", None, "a tensor")
-        shape = *rows.shape[:-1], latent.shape[-1] if query is None else options.head_dim_vo
-        dtype = default_o_dtype(rows.dtype, None) if options is None else options.o_dtype
+        rows = present("q_nope", latent if query is None else query)
+        if self._base is None:
+            dim, dtype = present("q_nope", latent).shape[-1], default_o_dtype(rows.dtype, None)
+        else:
+            options = self._planned().options
+            dim = latent.shape[-1] if query is None else options.head_dim_vo
+            dtype = default_o_dtype(rows.dtype, options.o_dtype)
+        shape = *rows.shape[:-1], dim
         return traced.run(self, "run", out, lse, return_lse, shape, dtype, given)
 
     def _call_table(self, page_table, kv_len):

@@ -295,7 +295,7 @@ def _dequantise(name: str, cache, factors, block_tables, seq_lens, outputs, kv_l
     require(seq_lens.shape[0] == batch, "seq_lens", tuple(seq_lens.shape), f"[{batch}], as block_tables")
     kept = (torch.uint8, torch.float8_e4m3fn) if name == "nvfp4" else (torch.float32,)
     coded = tuple(dict.fromkeys((torch.uint8, ELEMENTS[known.element].dtype)))
-    scale_of = [positive_scale(*scales[i], device) if scales else None for i in range(2)]
+    scale_of = [positive_scale(scales[i][0], scales[i][1], device) if scales else None for i in range(2)]
     check_apart(zip(("output_k", "output_v"), outputs, strict=True))
     for i, out in enumerate(outputs):
         pages, page_size, heads, packed = codes[i].shape
