@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flashinfer._core.arguments import checked, named, untraced
@@ -196,7 +194,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             refuse(name, value, "None: maps are indptr and indices, or block_mask")
         require(R > 0 and M % R == 0, "R", R, f"a divisor of M = {M}")
         require(C > 0 and N % C == 0, "C", C, f"a divisor of N = {N}")
-        common: dict[str, Any] = dict(
+        common: dict = dict(
             source="paged", head_dim_qk=head_dim, head_dim_vo=head_dim, q_dtype=q_data_type, kv_dtype=kv_data_type,
             o_dtype=o_data_type, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap,
         )  # fmt: skip
@@ -212,8 +210,8 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         if block_mask is not None and self._per_head:
             rows = torch.full((num_kv_heads, M // R), R, dtype=torch.int64, device="cpu")
             columns = torch.full((num_kv_heads, N // C), C, dtype=torch.int64, device="cpu")
-            blocks = per_head_blocks(block_mask, rows, columns, num_qo_heads // num_kv_heads, self.device)
             group = num_qo_heads // num_kv_heads
+            blocks = per_head_blocks(block_mask, rows, columns, group, self.device)
             asked = PlanOptions(num_qo_heads=group, num_kv_heads=1, page_size=blocks.page_size, **common).checked()
             return self._plan(asked, blocks, causal)
         if block_mask is not None:
@@ -279,7 +277,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             fits = x.dim() == 3 and x.shape[0] == n
             require(fits, name, tuple(x.shape), f"[{n}, num_kv_heads, head_dim], as planned")
         given = (planned if now is None else now for planned, now in zip(self._scales, (scale_q, scale_k, scale_v)))
-        call: dict[str, Any] = dict(zip(_SCALES, given), return_lse=return_lse, params=self._params)
+        call: dict = dict(zip(_SCALES, given), return_lse=return_lse, params=self._params)
         if self._per_head:
             call["return_lse"] = return_lse or lse is not None
             check_given("lse", lse, q.shape[:2], torch.float32)
