@@ -275,7 +275,7 @@ def test_little_is_written_twice():
 
 
 def test_an_interface_is_docstrings_and_parameters():
-    text = '"""A module."""\nx = "a"\ndef f(\n    x, y=3,\n    z=4,\n):\n    """Of f,\n    in two."""\n    return """z"""'
+    text = '"""M."""\nx = "a"\ndef f(\n    x, y=3,\n    z=4,\n):\n    """Of f,\n    in two."""\n    return """z"""'
     kept = ["", 'x = "a"', "def f(", "", "", "):", "", "", '    return """z"""']
     assert without_interfaces(text).split("\n") == kept
 
