@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
-from flashinfer._delta import require_shape
+from flashinfer._core.checks import check_apart, require
+from flashinfer._delta import STATES, require_dtype, require_shape
+from flashinfer._kda import check_inputs
 from flashinfer.gdn2_prefill import chunk_gated_delta_rule2
 from flashinfer.gdn_prefill import chunk_gated_delta_rule
 from flashinfer.gdp_prefill import chunk_gated_delta_product
@@ -126,17 +127,24 @@ def cudnn_recurrent_kda(
     output_state : receives the final states, and `initial_state` stays as it is; without one that is written in place.
     batch_invariant : bits of a sequence do not depend on the batch; they never do.
     """
+    state = initial_state
     if output_state is not None:
+        check_inputs(q, k, v, g, beta)
+        check_apart([("output", output), ("output_state", output_state)])
+        require_shape("cu_seqlens", cu_seqlens, None)
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         require_shape("output_state", output_state, sequences, v.shape[2], v.shape[3], k.shape[3])
+        require_dtype("output_state", output_state, STATES)
+        require(output_state.device == q.device, "output_state", output_state.device, f"{q.device}, as q")
         alike = initial_state is None or initial_state.shape == output_state.shape
         require(alike, "initial_state", "another shape", f"{tuple(output_state.shape)}, that of output_state")
-        if initial_state is None:
-            output_state.zero_()
-        elif initial_state is not output_state:
-            output_state.copy_(initial_state)
-        initial_state = output_state
-    return recurrent_kda(
-        q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        # What is wrong with other arguments is found before output_state is written.
+        state = torch.zeros_like(output_state) if initial_state is None else initial_state.to(output_state, copy=True)
+    out, final = recurrent_kda(
+        q, k, v, g, beta, A_log, dt_bias, scale, state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, lower_bound, cu_seqlens, output=output, beta_is_logit=beta_is_logit,
     )  # fmt: skip
+    if output_state is None or state is None:
+        return out, final
+    output_state.copy_(state)
+    return out, output_state if output_final_state else None

@@ -341,6 +341,20 @@ def test_errors_name_the_argument(change, message):
         flashinfer.recurrent_kda(*case.inputs, **change)
 
 
+@pytest.mark.parametrize("wrong", ["beta", "cu_seqlens", "lower_bound", "initial_state", "output"])
+def test_an_output_state_is_not_written_by_a_refused_call(wrong):
+    from flashinfer import cudnn
+
+    case = Case(1, 70, (2, 2))
+    given = dict(zip(("q", "k", "v", "g", "beta"), case.inputs), output_state=torch.full_like(case.states(1), 7.0))
+    given |= dict(initial_state=case.states(1), **case.more)
+    values = dict(beta=given["beta"][:, :3], cu_seqlens=torch.tensor([0.0, 70.0]), lower_bound=1.0)
+    values |= dict(initial_state=case.states(2), output=torch.empty(1, 1, 2, 2))
+    with pytest.raises(ValueError, match=f"^{wrong}: "):
+        cudnn.cudnn_recurrent_kda(**given | {wrong: values[wrong]})
+    assert (given["output_state"] == 7).all()
+
+
 def test_by_the_names_of_bindings(device):
     """An output state leaves the initial one as it is."""
     from flashinfer import cudnn
