@@ -158,7 +158,6 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
         """Replace the workspace buffers; takes effect at the next begin_forward."""
         self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
-    @named(**_TABLES)
     @checked
     def begin_forward(
         self,

@@ -340,6 +340,9 @@ def test_bad_calls_with_one_shared_prefix():
     for wrapper in (decode, prefill):
         with pytest.raises(ValueError, match="; allowed: after "):
             wrapper.forward(tree.q, k, v, tree.paged.kv_cache)
+    for i, name in enumerate(("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")):
+        with pytest.raises(ValueError, match=f"^{name}: got a list; allowed: "):
+            prefill.begin_forward(*table[:i], table[i].tolist(), *table[i + 1 :], *tree.sizes())
     decode.begin_forward(*table[1:], *tree.sizes(), data_type="float16")
     prefill.begin_forward(*table, *tree.sizes())
     for wrapper in (decode, prefill):
