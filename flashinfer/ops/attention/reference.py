@@ -107,7 +107,7 @@ def _at(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def _rows(t: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Rows (page, offset) of a paged tensor [pages, page_size, heads, dim]."""
     page_stride, row_stride, *inner = t.stride()
-    if page_stride % row_stride or not t.shape[0]:
+    if not row_stride or page_stride % row_stride or not t.shape[0]:
         if not t.shape[0]:
             return t.new_zeros((*pages.shape, *t.shape[2:]))
         return (t if t.dtype == torch.uint8 else t.float())[pages, offsets]
