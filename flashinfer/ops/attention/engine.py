@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import torch
 
-from flashinfer._core.checks import UnsupportedConfig, as_dtype, check_values, require
+from flashinfer._core.checks import UnsupportedConfig, as_dtype, check_values, dtype_name, require
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention.direct import run_direct
 from flashinfer.ops.attention.options import PlanOptions
@@ -135,11 +135,16 @@ def output_of(q: torch.Tensor, shape: tuple[int, ...], out, out_dtype, o_sf_scal
     refuse("o_sf_scale", o_sf_scale, "None: outputs have no block scales")
     refuse("o_sf_vec_size", o_sf_vec_size, "None: outputs have no block scales")
     dtype = as_dtype(out_dtype, q.dtype if out is None else out.dtype, "out_dtype")
+    if out is not None or out_dtype is not None:
+        dtype_name(dtype, "out_dtype" if out is None else "out")
     if out is not None:
         require(out.dtype == dtype, "out", out.dtype, f"{dtype}, the out_dtype")
         # The caller's may have axes for batch and beam; its rows are a view, or refused.
         require(out.numel() == math.prod(shape), "out", tuple(out.shape), str(shape))
-        out = out if out.shape == shape else out.view(shape)
+        if out.shape != shape:
+            rows = out.reshape(shape)
+            require(rows.data_ptr() == out.data_ptr(), "out", f"strides {out.stride()}", f"{shape}, or a view of it")
+            out = rows
     return out, dtype
 
 

@@ -209,6 +209,8 @@ def draft_mask(mask: torch.Tensor, queries: dict, kv_lens: torch.Tensor, tokens:
         And the parameters of a call.
     """
     require(mask.device == kv_lens.device, "mask", f"a tensor on {mask.device}", str(kv_lens.device))
+    fits = mask.dim() in (2, 3) and mask.shape[-1] > 0
+    require(fits, "mask", tuple(mask.shape), "[batch, q_len, width] or [tokens, width]")
     if mask.dtype == torch.bool:
         width = mask.shape[-1]
         bits = torch.nn.functional.pad(mask.reshape(-1, width), (0, -width % 8)).view(-1, (width + 7) // 8, 8)
