@@ -9,7 +9,7 @@ import types
 import torch
 
 from flashinfer._core.arguments import named, untraced
-from flashinfer._core.checks import require
+from flashinfer._core.checks import check_apart, require
 from flashinfer._direct.given import scale, whole, with_pages
 from flashinfer._direct.trtllm_decode import trtllm_batch_decode_with_kv_cache
 from flashinfer.mla.decode import xqa_mla
@@ -20,7 +20,9 @@ __all__ = ["xqa", "xqa_mla"]
 
 @untraced
 @named(query="q", kv_cache="k_cache", block_tables="page_table", out="output", kv_block_scales="k_sf_cache",
-       kv_cache_sf="k_sf_cache", o_data_type="output", q_data_type="q", kv_data_type="k_cache")  # fmt: skip
+       kv_cache_sf="k_sf_cache", o_data_type="output", q_data_type="q", kv_data_type="k_cache",
+       bmm1_scale="q_scale", bmm2_scale="kv_scale", window_left="sliding_win_size", q_len_per_req="q_seq_len",
+       max_q_len="q_seq_len", cum_seq_lens_q="q_cu_seq_lens")  # fmt: skip
 def xqa(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -113,21 +115,25 @@ def xqa(
     expected = (page_size, num_kv_heads)
     require(got == expected, "k_cache", f"{got} tokens and heads a page", f"{expected}, page_size and num_kv_heads")
     axes = 3 if q_cu_seq_lens is not None else 4 if q.dim() == 4 else 5
-    beam = axes == 3 or q.shape[1] == 1
     allowed = "[batch, 1, (q_seq_len,) num_q_heads, head_dim], or [tokens, num_q_heads, head_dim] with q_cu_seq_lens"
-    require(q.dim() == axes and beam and (axes < 5 or q.shape[2] == q_seq_len), "q", tuple(q.shape), allowed)
+    fits = q.dim() == axes and (axes == 3 or q.shape[1] == 1) and (axes < 5 or q.shape[2] == q_seq_len)
+    require(fits, "q", tuple(q.shape), allowed)
     require(output.shape == q.shape, "output", tuple(output.shape), str(tuple(q.shape)))
     require(axes != 4 or q_seq_len == 1, "q_seq_len", q_seq_len, "1 without an axis for it in q")
-    rows = (-1, *q.shape[-2:])
+    check_apart([("output", output)])
+    # Where the strides of requests and of their queries do not make one, rows are a copy.
+    rows, results = q.reshape(-1, *q.shape[-2:]), output.reshape(-1, *q.shape[-2:])
     q_scale, kv_scale = scale("q_scale", q_scale, q.device), scale("kv_scale", kv_scale, q.device)
     of_out = scale("rcp_out_scale", rcp_out_scale, q.device)
     trtllm_batch_decode_with_kv_cache(
-        q.view(rows), (k_cache, v_cache), workspace_buffer, page_table, seq_lens, 0,
-        q_scale * kv_scale * q.shape[-1] ** -0.5, kv_scale * of_out, sliding_win_size - 1, output.view(rows),
+        rows, (k_cache, v_cache), workspace_buffer, page_table, seq_lens, 0,
+        q_scale * kv_scale * q.shape[-1] ** -0.5, kv_scale * of_out, sliding_win_size - 1, results,
         sinks=sinks, kv_layout=kv_layout, q_len_per_req=q_seq_len, mask=mask,
         max_q_len=None if q_cu_seq_lens is None else q_seq_len, cum_seq_lens_q=q_cu_seq_lens, backend="xqa",
         kv_cache_sf=None if k_sf_cache is None else (k_sf_cache, v_sf_cache),
     )  # fmt: skip
+    if results.data_ptr() != output.data_ptr():
+        output.copy_(results.view(output.shape))
 
 
 class _Callable(types.ModuleType):

@@ -67,9 +67,12 @@ def scale(name: str, value, device: torch.device):
         return real(name, value)
     require(value.numel() == 1, name, tuple(value.shape), "a number, or a tensor of one element")
     require(value.is_floating_point(), name, value.dtype, "a floating-point tensor of one element")
-    if value.device != device:
-        require(value.device.type == "cpu", name, f"a tensor on {value.device}", f"{device}, or the CPU")
-        return real(name, value)
+    require(value.device == device or value.device.type == "cpu", name, f"a tensor on {value.device}",
+            f"{device}, or the CPU")  # fmt: skip
+    if value.device.type == "cpu":
+        number = real(name, value)
+        if device.type != "cpu":
+            return number
     return value.reshape(1).float()
 
 

@@ -271,7 +271,8 @@ def queries_of(query: torch.Tensor, batch: int, q_len: int | None, indptr: torch
 @untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="kv_cache",
        num_kv_heads="kv_cache", head_dim_vo="kv_cache", page_size="kv_cache", v_scale="bmm2_scale",
-       q_scale="bmm1_scale", kv_indptr="seq_lens", num_heads="query")  # fmt: skip
+       q_scale="bmm1_scale", kv_indptr="seq_lens", num_heads="query", max_q_len="q_len_per_req",
+       cum_seq_lens_q="q_cu_seq_lens", kv_block_scales="kv_cache_sf")  # fmt: skip
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

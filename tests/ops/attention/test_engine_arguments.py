@@ -316,6 +316,72 @@ def test_xqa_as_engines_call_it(device):
     close(out.view(6, 4, 64), x, Options(), extras)
 
 
+def test_xqa_of_requests_that_lie_apart(device):
+    """Queries and output of a request have a stride that is no multiple of theirs; what lies between stays."""
+    x = batch([3] * 6, device)
+    cache, tables, seq_lens = paged(x, layout="NHD")
+    q, out = (torch.full((6, 2, 3, 4, 64), 777.0, dtype=HALF, device=device) for _ in range(2))
+    q[:, :1] = x.q.view(6, 1, 3, 4, 64)
+    xqa(q[:, :1], *cache.unbind(1), tables, seq_lens, out[:, :1], SCRATCH, SCRATCH, 2, 8, q_seq_len=3)
+    close(out[:, 0].reshape(18, 4, 64), x, Options(causal=True))
+    assert (out[:, 1] == 777).all()
+
+
+def test_xqa_of_pages_that_hold_one_token_many_times(device):
+    x = batch([1] * 6, device)
+    cache, tables, seq_lens = paged(x, layout="NHD")
+    k, v = (t[:, :1].expand(t.shape) for t in cache.unbind(1))
+    call = SCRATCH, tables, seq_lens, 72, 0.125
+    repeated, plain = (xqa_batch_decode_with_kv_cache(x.q, kv, *call) for kv in ((k, v), (k.clone(), v.clone())))
+    assert_bitwise(repeated, plain)
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    (
+        ("q", dict(q=torch.ones((), dtype=HALF))),
+        ("q_scale", dict(q_scale=torch.tensor([math.nan]))),
+        ("kv_scale", dict(kv_scale=torch.tensor([math.inf]))),
+        ("output", dict(output=torch.ones(1, 1, 1, 64, dtype=HALF).expand(6, 1, 4, 64))),
+        ("output", dict(output=torch.ones(6, 1, 4, 64, dtype=torch.complex64))),
+        ("q_cu_seq_lens", dict(q=torch.ones(6, 4, 64, dtype=HALF), output=torch.ones(6, 4, 64, dtype=HALF),
+                               q_cu_seq_lens=torch.arange(6))),
+        ("q_cu_seq_lens", dict(q=torch.ones(6, 4, 64, dtype=HALF), output=torch.ones(6, 4, 64, dtype=HALF),
+                               q_cu_seq_lens=torch.arange(7) - 1)),
+        ("mask", dict(mask=torch.tensor(True))),
+        ("mask", dict(mask=torch.ones(6, 1, 0, dtype=torch.bool))),
+    ),
+)  # fmt: skip
+def test_xqa_refuses_by_its_own_names(name, change):
+    x = batch([1] * 6, "cpu")
+    cache, tables, seq_lens = paged(x, layout="NHD")
+    k, v = cache.unbind(1)
+    q = x.q.view(6, 1, 4, 64)
+    call = dict(q=q, k_cache=k, v_cache=v, page_table=tables, seq_lens=seq_lens, output=torch.zeros_like(q),
+                workspace_buffer=SCRATCH, semaphores=SCRATCH, num_kv_heads=2, page_size=8)  # fmt: skip
+    with pytest.raises(ValueError, match=f"^{name}: got "):
+        xqa(**(call | change))
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    (
+        ("q_cu_seq_lens", dict(q_cu_seq_lens=torch.arange(6))),
+        ("q_len_per_req", dict(q_cu_seq_lens=torch.arange(7), q_len_per_req=0)),
+        (r"kv_cache_sf\[1\]", dict(kv_cache_sf=(torch.ones(54, 8, 2, 4, dtype=torch.uint8),) * 2)),
+        ("out", dict(out=torch.ones(6, 64, 4, dtype=HALF).mT.transpose(0, 1))),
+    ),
+)
+def test_decode_by_xqa_refuses_by_its_own_names(name, change):
+    x = batch([1] * 6, "cpu")
+    cache, tables, seq_lens = paged(x, layout="NHD")
+    k, v = cache.unbind(1)
+    if "kv_cache_sf" in change:
+        k, v = (torch.ones(54, 8, 2, width, dtype=torch.uint8) for width in (32, 64))
+    with pytest.raises(ValueError, match=f"^{name}: got "):
+        xqa_batch_decode_with_kv_cache(x.q, (k, v), SCRATCH, tables, seq_lens, 72, **change)
+
+
 @pytest.mark.parametrize("kind", (torch.int8, E4M3))
 def test_sage_quantised_operands(kind, device):
     """What attends is code times scale: the truth is made of exactly those products."""
