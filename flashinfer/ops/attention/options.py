@@ -69,10 +69,12 @@ class PlanOptions(NamedTuple):
     first_page: int = 0
 
     def plain(self) -> PlanOptions:
-        """Numbers in place of tensors of one element. Waits for those on a device."""
+        """Numbers in place of tensors of one element, but for dtypes. Waits for tensors on a device."""
         if torch.Tensor not in map(type, self):
             return self
-        return PlanOptions(**{name: number(name, value) for name, value in self._asdict().items()})
+        return PlanOptions(
+            **{name: x if name.endswith("_dtype") else number(name, x) for name, x in self._asdict().items()}
+        )
 
     def same(self, other: PlanOptions) -> bool:
         """Whether all values are equal. A tensor of several elements equals nothing: `plain` refuses it by name."""
@@ -154,6 +156,13 @@ def _kv_dtype(given, q_dtype: torch.dtype) -> torch.dtype | str:
     known = isinstance(getattr(torch, str(given).removeprefix("torch."), None), torch.dtype)
     require(known, "kv_data_type", repr(given), _KV_ALLOWED)
     return as_dtype(given, q_dtype, "kv_data_type")
+
+
+def check_accumulation(use_fp16_qk_reduction) -> None:
+    """Refuse what is no flag: products of q and k are summed in float32 either way."""
+    name, given = "use_fp16_qk_reduction", use_fp16_qk_reduction
+    if given is not False and given is not None:
+        require(number(name, given) in (0, 1), name, repr(given), "True or False")
 
 
 def _check_sizes(o: PlanOptions) -> None:

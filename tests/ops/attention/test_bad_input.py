@@ -77,6 +77,11 @@ def test_queries_per_request_that_are_no_number_of_them(value, x, paged, device)
         ("sm_scale", dict(sm_scale=1e39)),
         ("fixed_split_size", dict(fixed_split_size=0)),
         ("dtype", dict(q_data_type="float17")),
+        ("^q_data_type", dict(q_data_type=torch.ones(3))),
+        ("^kv_data_type", dict(kv_data_type=torch.ones(3))),
+        ("^o_data_type", dict(o_data_type=torch.ones(3))),
+        ("^use_fp16_qk_reduction", dict(use_fp16_qk_reduction="no")),
+        ("^use_fp16_qk_reduction", dict(use_fp16_qk_reduction=torch.ones(2))),
         ("token_pos_in_items_ptr", dict(prefix_len_ptr=torch.tensor([1, 1]))),
     ],
 )
