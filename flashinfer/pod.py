@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import check_indptr, require
+from flashinfer._core.checks import check_indptr, renamed, require
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from flashinfer.ops.attention.host_tables import host_lengths
 from flashinfer.ops.attention.variants import AttentionVariant
@@ -21,16 +21,19 @@ __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 _Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _of_part(part: str, function, tables: bool = False):
-    """`function` with errors that name the arguments of one part, "p" or "d"."""
+def _part_names(part: str, tables: bool = False) -> dict[str, str]:
+    """What the arguments of one part, "p" or "d", are called here, by their names in the wrapper of the part."""
     if tables:
-        names = dict(qo_indptr=f"qo_indptr_{part}", paged_kv_indptr=f"kv_indptr_{part}",
-                     paged_kv_indices=f"kv_indices_{part}", paged_kv_last_page_len=f"last_page_len_{part}",
-                     head_dim_qk="head_dim", head_dim_vo="head_dim")  # fmt: skip
-    else:
-        cache = f"paged_kv_cache_{part}"
-        names = dict(q=f"q_{part}", k=cache, v=cache, paged_kv_cache=cache, paged_kv_indices=cache)
-    return named(**names)(function)
+        return dict(qo_indptr=f"qo_indptr_{part}", paged_kv_indptr=f"kv_indptr_{part}",
+                    paged_kv_indices=f"kv_indices_{part}", paged_kv_last_page_len=f"last_page_len_{part}",
+                    head_dim_qk="head_dim", head_dim_vo="head_dim")  # fmt: skip
+    cache = f"paged_kv_cache_{part}"
+    return dict(q=f"q_{part}", k=cache, v=cache, paged_kv_cache=cache, paged_kv_indices=cache)
+
+
+def _of_part(part: str, function, tables: bool = False):
+    """`function` with errors that name the arguments of one part."""
+    return named(**_part_names(part, tables))(function)
 
 
 class PODWithPagedKVCacheWrapper(MadeOfWrappers):
@@ -329,8 +332,13 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
         parts = [(_from_zero(kv), pages[int(kv[0]) : int(kv[-1])], last) for _, kv, pages, last in self._tables]
         kv_indptr = _joined(*(part[0] for part in parts))
         indices, last_page_len = (torch.cat([p, d.to(p.device)]) for p, d in zip(parts[0][1:], parts[1][1:]))
-        self._both.plan(qo_indptr, kv_indptr, indices, last_page_len, *self._sizes, causal=self._causal,
-                        **self._options)  # fmt: skip
+        try:
+            self._both.plan(qo_indptr, kv_indptr, indices, last_page_len, *self._sizes, causal=self._causal,
+                            **self._options)  # fmt: skip
+        except ValueError as error:
+            # What is wrong in a table of both is wrong in that of one part, or is their sum.
+            self._plan_parts()
+            raise renamed(error, _part_names("p", True)) from None
         self._planned_both = True
 
     def _plan_parts(self) -> None:

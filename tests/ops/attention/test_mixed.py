@@ -167,3 +167,22 @@ def test_batch_pod(caches, rows, tables, device):
         if device.type == "cpu" or tables == "host":
             with pytest.raises(ValueError, match="q_p: got 44 rows"):
                 wrapper.run(torch.cat([p.q, p.q]), cache_p, d.q, cache_d)
+
+
+@pytest.mark.parametrize("part", "pd")
+@pytest.mark.parametrize(
+    "name, wrong",
+    (("qo_indptr", [0, 2**31 - 1, 2**31 - 1]), ("kv_indptr", [0, 1, 4]), ("kv_indptr", [0, 1, 1 << 20]),
+     ("last_page_len", [9, 1]), ("last_page_len", [1, -1]), ("kv_indices", [0, 1, 1 << 31])),
+)  # fmt: skip
+def test_batch_pod_names_the_table_of_a_part(part, name, wrong):
+    """Also where both parts are planned as one batch."""
+    names = "qo_indptr", "kv_indptr", "kv_indices", "last_page_len"
+    values = [0, 1, 2], [0, 1, 3], [0, 1, 2], [8, 8]
+    tables = {f"{each}_{of}": torch.tensor(x) for of in "pd" for each, x in zip(names, values)}
+    wrapper = flashinfer.BatchPODWithPagedKVCacheWrapper(workspace("cpu"))
+    sizes = dict(num_qo_heads=4, num_kv_heads=2, head_dim=64, page_size=8)
+    wrapper.plan(**tables, **sizes)
+    of_rows = "_[pd]" if name == "qo_indptr" else f"_{part}"
+    with pytest.raises(ValueError, match=f"^{name}{of_rows}:"):
+        wrapper.plan(**tables | {f"{name}_{part}": torch.tensor(wrong)}, **sizes)
