@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashinfer._core.arguments import named, untraced
-from flashinfer._core.checks import UnsupportedConfig, present, require
+from flashinfer._core.checks import UnsupportedConfig, present, require, require_tensor
 from flashinfer._direct.given import flag, head_sinks, real, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
 from flashinfer._direct.pages import as_one_type, gathered, in_blocks
@@ -25,7 +25,7 @@ _MASKS = ("causal", "sliding_window", "chunked", "padding")
        num_kv_heads="qkv", head_dim_vo="qkv", page_size="qkv", v_scale="bmm2_scale",
        q_scale="bmm1_scale", kv_cache="qkv", qo_indptr="cum_seq_lens_q",
        kv_indptr="cum_seq_lens_kv", logits_soft_cap="logits_soft_cap_scale", num_heads="qkv",
-       query="qkv")  # fmt: skip
+       query="qkv", key="qkv", value="qkv")  # fmt: skip
 def trtllm_fmha_v2_prefill(
     qkv: torch.Tensor | tuple[torch.Tensor, ...],
     input_layout: str,
@@ -162,16 +162,26 @@ def trtllm_fmha_v2_prefill(
 
 def _operands(qkv, input_layout: str):
     """The queries, and the cache or the rows (k, v)."""
-    if input_layout == "PACKED_QKV":
+    packed, paged = input_layout == "PACKED_QKV", input_layout.startswith("Q_PAGED_KV")
+    if packed:
+        require_tensor("qkv", qkv)
+        require(qkv.dim() == 4 and qkv.shape[1] == 3, "qkv", tuple(qkv.shape), "[tokens, 3, heads, head_dim]")
         query, *kv = qkv.unbind(1)
         return query, tuple(kv)
+    counts = (3,) if input_layout == "SEPARATE_Q_K_V" else (2, 3) if paged else (2,)
+    fits = not isinstance(qkv, torch.Tensor) and len(qkv) in counts
+    require(fits, "qkv", "a tensor" if isinstance(qkv, torch.Tensor) else f"{len(qkv)} elements",
+            f"a tuple of {' or '.join(map(str, counts))} with {input_layout}")  # fmt: skip
     query, *kv = qkv
+    require(query.dim() == 3, "qkv[0]", tuple(query.shape), "[tokens, heads, head_dim]")
     if input_layout == "CONTIGUOUS_Q_KV":
+        fits = kv[0].dim() == 4 and kv[0].shape[1] == 2
+        require(fits, "qkv[1]", tuple(kv[0].shape), "[kv_tokens, 2, num_kv_heads, head_dim]")
         return query, tuple(kv[0].unbind(1))
-    if input_layout == "SEPARATE_Q_K_V":
-        return query, as_one_type(tuple(kv))
-    kv = kv[0] if len(kv) == 1 else tuple(kv)
-    return query, as_one_type(with_pages(tuple(kv) if isinstance(kv, list) else kv, input_layout[-3:]))
+    if paged:
+        kv = kv[0] if len(kv) == 1 else tuple(kv)
+        return query, as_one_type(with_pages(tuple(kv) if isinstance(kv, list) else kv, input_layout[-3:]))
+    return query, as_one_type(tuple(kv))
 
 
 def _stats_of(lse: torch.Tensor) -> torch.Tensor:

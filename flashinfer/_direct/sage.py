@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, require_tensor
+from flashinfer._direct.given import whole
 from flashinfer.ops.narrow import to_fp8
 
 _TYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -27,20 +28,25 @@ def widened(query, key, value, scales: tuple, sizes: tuple, indptrs: tuple, dtyp
     """
     require(len(scales) == 4 and len(sizes) == 4, "sage_attn_sfs", f"{len(scales)} and {len(sizes)} entries", "four")
     require(scales[2] is None, "sage_attn_sfs", "a scale of p", "None: probabilities are not quantised")
+    both = scales[0] is not None and scales[1] is not None
+    require(not both or query.dtype == key.dtype, "key", key.dtype, f"{query.dtype}, as query")
     indptrs, rows = (indptrs[0], indptrs[1], None, indptrs[1]), []
     for i, x in ((0, query), (1, key), (3, value)):
         if scales[i] is None:
             rows.append(x.to(dtype))
             continue
-        name = f"sage_attn_sfs[{i}]"
-        require(x.dtype in _TYPES, name, f"a scale of {x.dtype}", "one of int8 or float8")
-        if i == 3 and not sizes[i]:
+        name, size = f"sage_attn_sfs[{i}]", whole(f"num_elts_per_sage_attn_blk[{i}]", sizes[i])
+        require_tensor(name, scales[i])
+        require(scales[i].device == x.device, name, f"a tensor on {scales[i].device}", str(x.device))
+        types = _TYPES[1:] if i == 3 else _TYPES
+        require(x.dtype in types, name, f"a scale of {x.dtype}", f"one of {', '.join(map(str, types))}")
+        if i == 3 and not size:
             fits = scales[i].numel() == x.shape[1] * x.shape[2]
             require(fits, name, tuple(scales[i].shape), f"{tuple(x.shape[1:])}: heads, head_dim")
             factors = scales[i].reshape(x.shape[1:]).float()
         else:
-            require(sizes[i] >= 1, f"num_elts_per_sage_attn_blk[{i}]", sizes[i], "at least 1, with a scale")
-            factors = _of_blocks(name, x, scales[i], sizes[i], indptrs[i])
+            require(size >= 1, f"num_elts_per_sage_attn_blk[{i}]", size, "at least 1, with a scale")
+            factors = _of_blocks(name, x, scales[i], size, indptrs[i])
         rows.append((x.float() * factors).to(dtype))
     return rows
 

@@ -126,7 +126,7 @@ def trtllm_batch_context_with_kv_cache(
 @untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="key",
        num_kv_heads="key", head_dim_vo="value", page_size="key", v_scale="bmm2_scale",
-       q_scale="bmm1_scale", kv_cache="key", qo_indptr="cum_seq_lens_q",
+       q_scale="bmm1_scale", kv_cache="key", sinks="attention_sinks", qo_indptr="cum_seq_lens_q",
        kv_indptr="cum_seq_lens_kv", num_heads="query")  # fmt: skip
 def trtllm_ragged_attention_deepseek(
     query: torch.Tensor,
@@ -181,7 +181,8 @@ def trtllm_ragged_attention_deepseek(
     window_left : int
         A query sees itself and this many keys before it; -1 for all.
     cum_seq_lens_q, cum_seq_lens_kv : int32 Tensor [batch + 1]
-        First query, and first row of key and value, of each request.
+        First query, and first row of key and value, of each request. The second may be None: keys of requests then
+        follow one another.
     is_causal : bool
         A query sees keys at its position and before; its request's last query stands at the last key.
     return_lse : bool
@@ -218,6 +219,8 @@ def trtllm_ragged_attention_deepseek(
         What is refused above, or a problem that no variant takes.
     """
     refuse("uses_spcompress", uses_spcompress, "None or False")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        require(x.dim() == 3, name, tuple(x.shape), "[tokens, heads, head_dim]")
     device, batch = query.device, whole("batch_size", batch_size, 0)
     table = Table(
         flat_integers(cum_seq_lens_q, "cum_seq_lens_q", device, batch + 1),
@@ -228,7 +231,11 @@ def trtllm_ragged_attention_deepseek(
     default = torch.bfloat16 if narrow and out is None else None
     if any(sfs is not None for sfs in sage_attn_sfs):
         dtype = out.dtype if isinstance(out, torch.Tensor) and out.dtype in _HALVES else torch.bfloat16
-        indptrs = table.qo_indptr, table.kv_indptr
+        kv_indptr = table.kv_indptr
+        if kv_indptr is None:
+            # Keys of requests follow one another.
+            kv_indptr = torch.nn.functional.pad(table.kv_lens.cumsum(0), (1, 0))
+        indptrs = table.qo_indptr, kv_indptr
         query, key, value = widened(query, key, value, sage_attn_sfs, num_elts_per_sage_attn_blk, indptrs, dtype)
     else:
         sizes = [n for n in num_elts_per_sage_attn_blk if n]

@@ -108,6 +108,8 @@ def check_on_device(plan, q: torch.Tensor, k: torch.Tensor) -> None:
     if not table.batch_size:
         return
     (q_begin, q_len), (kv_begin, kv_len) = table.q_spans(), table.kv_spans(page_size)
+    for i, begin in ((QO_INDPTR, q_begin), (KV_INDPTR, kv_begin)):
+        require(int(begin.min()) >= 0, names[i], f"{int(begin.min())}", "0 or more")
     rows = int((q_begin + q_len).max())
     require(rows <= q.shape[0], names[QO_INDPTR], f"{rows} last", f"at most {q.shape[0]}, the rows of {of_q}")
     pages = (kv_len + page_size - 1) // page_size if page_size else kv_len

@@ -1,5 +1,6 @@
 """The functions by which engines call attention without a plan, against attention written from its definition."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -428,15 +429,31 @@ def refusals(x, cache, tables, seq_lens):
     yield "max_token_per_sequence", prefill(max_token_per_sequence=-1)
     yield "batch_offsets_q", prefill(batch_offsets_q=x.qo_indptr.to(torch.int8))
     yield "lse", prefill(batch_offsets_stats=x.qo_indptr * 4, lse=torch.empty(3, device=x.q.device))
-    ragged = lambda **kwargs: lambda: trtllm_ragged_attention_deepseek(
-        x.q, x.k, x.v, SCRATCH, seq_lens, 1, 64, 1.0, 1.0, 1.0, 6, -1, x.qo_indptr, x.kv_indptr, False, True, False,
-        **kwargs,
-    )  # fmt: skip
-    yield "sage_attn_sfs", ragged(sage_attn_sfs=(None, x.q, None, None))
-    yield "uses_spcompress", ragged(uses_spcompress=True)
-    fmha = lambda layout="SEPARATE_Q_K_V", **kwargs: lambda: trtllm_fmha_v2_prefill(
-        (x.q, x.k, x.v), layout, SCRATCH, seq_lens, 1, 64, 1.0, 1.0, 6, x.qo_indptr, x.kv_indptr, **kwargs
+    ragged = lambda q=x.q, k=x.k, v=x.v, **kwargs: lambda: trtllm_ragged_attention_deepseek(
+        q, k, v, SCRATCH, seq_lens, 1, 64, 1.0, 1.0, 1.0, 6, -1, x.qo_indptr, x.kv_indptr, False, True, False, **kwargs
     )
+    yield "query", ragged(q=x.q.flatten())
+    yield "key", ragged(k=x.k[0])
+    yield "value", ragged(v=x.v.flatten())
+    yield "sage_attn_sfs", ragged(sage_attn_sfs=(None, x.q, None, None))
+    codes, scales = [t.to(torch.int8) for t in (x.q, x.k, x.v)], [torch.ones(h, 999, device=x.q.device) for h in (4, 2)]
+    sage = lambda k=codes[1], v=x.v, of_k=scales[1], of_v=None, sizes=(1, 16, 0, 0): ragged(
+        codes[0], k, v, sage_attn_sfs=(scales[0], of_k, None, of_v), num_elts_per_sage_attn_blk=sizes
+    )
+    yield from (("sage_attn_sfs", sage(of_k=wrong)) for wrong in (2, [[1.0]], scales[1].to("meta")))
+    yield "sage_attn_sfs", sage(of_v=torch.ones(2, 64, device=x.q.device), v=codes[2])
+    yield from (("num_elts_per_sage_attn_blk", sage(sizes=wrong)) for wrong in (("1", 16, 0, 0), (1, 16.5, 0, 0)))
+    yield "key", sage(k=x.k.to(torch.float8_e4m3fn))
+    yield "uses_spcompress", ragged(uses_spcompress=True)
+    fmha = lambda layout="SEPARATE_Q_K_V", qkv=(x.q, x.k, x.v), **kwargs: lambda: trtllm_fmha_v2_prefill(
+        qkv, layout, SCRATCH, seq_lens, 1, 64, 1.0, 1.0, 6, x.qo_indptr, x.kv_indptr, **kwargs
+    )
+    split = (), (x.q, x.k), x.q, (x.q.flatten(), x.k, x.v), (x.q, x.k[None], x.v), (x.q, x.k, x.v[:-1])
+    yield from (("qkv", fmha(qkv=wrong)) for wrong in split)
+    yield "qkv", fmha("PACKED_QKV", x.q)
+    yield "qkv", fmha("PACKED_QKV", (x.q, x.k, x.v))
+    yield "qkv", fmha("CONTIGUOUS_Q_KV", (x.q, x.k))
+    yield "qkv", fmha("Q_PAGED_KV_NHD", (x.q,), block_tables=tables)
     yield "input_layout", fmha("QKV")
     yield "mask_mode", fmha(mask_mode="custom")
     yield "window_left", fmha(mask_mode="sliding_window")
@@ -460,6 +477,14 @@ def test_offsets_and_lengths_on_the_host_are_within_the_rows():
         with pytest.raises(ValueError, match="^actual_seq_lens_q:"):
             cudnn_batch_prefill_with_kv_cache(x.q, k, v, 1.0, SCRATCH, block_tables=tables, return_lse=False,
                                               actual_seq_lens_q=indptr[:6], **given)  # fmt: skip
+    for wrong, name in itertools.product((-1, -(1 << 31)), ("cum_seq_lens_q", "cum_seq_lens_kv")):
+        indptrs = dict(cum_seq_lens_q=x.qo_indptr.clone(), cum_seq_lens_kv=x.kv_indptr.clone())
+        indptrs[name][0] = wrong
+        with pytest.raises(ValueError, match=f"^{name}:"):
+            trtllm_ragged_attention_deepseek(x.q, x.k, x.v, SCRATCH, seq_lens, 1, 64, 1.0, 1.0, 1.0, 6, -1,
+                                             enable_pdl=False, is_causal=True, return_lse=False, **indptrs)  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}:"):
+            trtllm_fmha_v2_prefill((x.q, x.k, x.v), "SEPARATE_Q_K_V", SCRATCH, seq_lens, 1, 64, 1.0, 1.0, 6, **indptrs)
     for name in "qokv":
         offsets = {f"batch_offsets_{each}": x.qo_indptr.clone() for each in "qokv"}
         offsets[f"batch_offsets_{name}"][0] = -1
