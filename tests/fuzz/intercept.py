@@ -17,6 +17,7 @@ from types import FunctionType
 
 import torch
 
+from flashinfer.ops.attention.wrapper import AttentionWrapper, MadeOfWrappers
 from flashinfer.testing import fuzz, hostile
 from tests import rooms
 from tests.api.check_surface import SURFACE, resolve
@@ -37,6 +38,7 @@ _ENDS = {"destroy", "reset", "end_forward"}
 _BY_ADDRESS = {"replayssm_materialize"}
 # What they keep of a call is counted.
 _KEEPS = {"KDAPrefillPlanCache"}
+_WRAPPERS = AttentionWrapper, MadeOfWrappers
 # A tuner gives it arguments by position, which it names as the function does that it runs.
 _TUNED = {"CheckpointingSSURunner", "TunableRunner"}
 # Steps of a mixture of experts, each of which takes what the one before it gave.
@@ -292,8 +294,20 @@ def _shares(name, arguments):
 def _bound(function, target):
     if target is None:
         return function
-    made = object.__new__(type(target)) if function.__name__ == "__init__" else copy.copy(target)
+    made = object.__new__(type(target)) if function.__name__ == "__init__" else _twin(target)
     return functools.partial(function, made)
+
+
+def _twin(target):
+    """An object of its own with the same attributes. What copy() makes of a wrapper has no plan, and runs nothing."""
+    if isinstance(target, list):
+        return [_twin(x) if isinstance(x, _WRAPPERS) else x for x in target]
+    if not isinstance(target, _WRAPPERS):
+        return copy.copy(target)
+    made = object.__new__(type(target))
+    for name, value in vars(target).items():
+        vars(made)[name] = _twin(value) if isinstance(value, (list, *_WRAPPERS)) else value
+    return made
 
 
 def _is_narrow(value):
