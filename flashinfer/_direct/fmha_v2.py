@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashinfer._core.arguments import named, untraced
-from flashinfer._core.checks import UnsupportedConfig, present, require, require_tensor
+from flashinfer._core.checks import UnsupportedConfig, dtype_name, present, require, require_tensor
 from flashinfer._direct.given import flag, head_sinks, real, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
 from flashinfer._direct.pages import as_one_type, gathered, in_blocks
@@ -195,7 +195,8 @@ def _stats_of(lse: torch.Tensor) -> torch.Tensor:
 
 @untraced
 @named(q_data_type="query", num_qo_heads="query", head_dim_qk="query", kv_data_type="key",
-       num_kv_heads="key", head_dim_vo="value", page_size="key", kv_cache="key")  # fmt: skip
+       num_kv_heads="key", head_dim_vo="value", page_size="key", kv_cache="key", q_scale="scale_bmm1",
+       v_scale="scale_bmm2")  # fmt: skip
 def fmha_v2_prefill_deepseek(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -266,6 +267,7 @@ def fmha_v2_prefill_deepseek(
     ))  # fmt: skip
     q, k, v = (x.flatten(0, 1) for x in (query, key, value))
     require(out.is_contiguous(), "out", f"strides {out.stride()}", "contiguous")
+    dtype_name(out.dtype, "out")
     saves, rows = flag("return_lse", return_lse) or lse is not None, (query.shape[0], seq_len, num_heads)
     if lse is not None:
         fits = tuple(lse.shape) in (rows, (*rows, 1), (*rows, 2)) and lse.dtype == torch.float32

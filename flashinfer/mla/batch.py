@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashinfer._core.checks import present, require
+from flashinfer._core.checks import dtype_name, present, require, require_tensor
 from flashinfer._direct.given import flag, real, whole
 from flashinfer.compat.wrappers import LatentNames
 from flashinfer.ops.attention import traced
@@ -185,6 +185,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         for (name, known), value in zip(_ANNOUNCED, stated, strict=True):
             if value not in known:
                 require(False, name, repr(value), ", ".join(map(repr, known)))
+        flag("use_sinks", use_sinks), flag("skip_softmax", skip_softmax)
         num_heads, page_size = whole("num_heads", num_heads), whole("page_size", page_size)
         head_dim_ckv, head_dim_kpe = whole("head_dim_ckv", head_dim_ckv), whole("head_dim_kpe", head_dim_kpe)
         asked = plan_options(
@@ -305,17 +306,18 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         if query is not None:
             require(q_nope is None and q_pe is None, "query", "a tensor", "None with q_nope and q_pe")
             if not isinstance(query, torch.Tensor):
-                q_nope, q_pe = query
+                q_nope, q_pe = _pair("query", query)
             elif plan is None:
                 raise ValueError("query: got a tensor; allowed: None without a plan, which has head_dim_ckv")
             else:
+                require(query.dim() > 2, "query", tuple(query.shape), "[rows, num_heads, dim], or [batch_size, q_len, ...]")
                 shape = query.shape[:-1]
                 q_nope, q_pe = split(query.flatten(0, -3), plan.options, "query")
         if kv_cache is not None:
             alone = ckv_cache is None and kpe_cache is None
             require(alone, "kv_cache", "a tensor", "None with ckv_cache and kpe_cache")
             if not isinstance(kv_cache, torch.Tensor):
-                ckv_cache, kpe_cache = kv_cache
+                ckv_cache, kpe_cache = _pair("kv_cache", kv_cache)
             elif plan is None:
                 raise ValueError("kv_cache: got a tensor; allowed: None without a plan, which has head_dim_ckv")
             else:
@@ -324,8 +326,11 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         q_nope, ckv_cache = present("q_nope", q_nope), present("ckv_cache", ckv_cache)
         given = (out, lse)
         if shape is not None:
-            out = None if out is None else out.view(q_nope.shape)
-            lse = None if lse is None else lse.view(q_nope.shape[:2])
+            out, lse = _as_rows("out", out, q_nope.shape), _as_rows("lse", lse, q_nope.shape[:2])
+        for name, t in (("q_nope", q_nope), ("q_pe", q_pe), ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache),
+                        ("out", out), ("lse", lse)):  # fmt: skip
+            if t is not None:
+                require_tensor(name, t)
         call: dict[str, Any] = dict(
             out=out, lse=lse, return_lse=flag("return_lse", return_lse) or lse is not None, sinks=sinks, params=params,
             base_e=return_lse_base_on_e or self._lse_base_e,
@@ -337,8 +342,10 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         if plan is not None and not of_call and ckv_scale_arr is None and dtype == asked.o_dtype:
             result = attend(plan, q_nope, q_pe, ckv_cache, kpe_cache, factors, **call)
         else:
+            require(q_nope.dim() == 3, "q_nope", tuple(q_nope.shape), "[rows, num_heads, head_dim_ckv]")
             table = self._call_table(page_table, kv_len) if of_call or plan is None else plan.table
             if dtype != asked.o_dtype:
+                dtype_name(dtype, "out")
                 asked = asked.changed(o_dtype=dtype)
             if ckv_scale_arr is not None:
                 asked, table, q_nope, q_pe, ckv_cache, kpe_cache = widened(
@@ -374,6 +381,25 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         return latent_blocks(page_table, kv_len, indptr, planned.q_len if planned else 1, self.device)
 
 
+def _pair(name: str, given) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The latent and the positional part that a caller gives in the place of one tensor."""
+    fits = isinstance(given, (tuple, list)) and len(given) == 2
+    require(fits, name, f"a {type(given).__name__}", "a tensor, or a pair of tensors")
+    for i, t in enumerate(given):
+        require_tensor(f"{name}[{i}]", t, optional=i == 1)
+    return given[0], given[1]
+
+
+def _as_rows(name: str, given: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+    """The rows of an output in the axes of its query."""
+    require_tensor(name, given, optional=True)
+    try:
+        return None if given is None else given.view(shape)
+    except RuntimeError:
+        shown = f"{tuple(given.shape)} of strides {given.stride()}"
+        raise ValueError(f"{name}: got {shown}; allowed: {tuple(shape)}, or query's axes, as a view of it") from None
+
+
 def _factors(sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale) -> Factors:
     """What logits and outputs are multiplied by. Of numbers it is looked up: layers share them."""
     scales = sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale
@@ -382,6 +408,7 @@ def _factors(sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale) ->
 
 
 def _checked_factors(sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale) -> Factors:
+    o_scale = None if o_scale is None else real("o_scale", o_scale)
     require(o_scale is None or o_scale > 0, "o_scale", o_scale, "None, or a positive number")
     ckv_scale = None if ckv_scale is None else real("ckv_scale", ckv_scale)
     kpe_scale = None if kpe_scale is None else real("kpe_scale", kpe_scale)

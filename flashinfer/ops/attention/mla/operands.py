@@ -94,21 +94,22 @@ def _check(plan: Plan, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, si
     operands.check_rows(plan, "q_nope", q_nope)
     of_pe = o.head_dim_kpe > 0
     for name, t, dim in (("q_nope", q_nope, o.head_dim_vo), ("q_pe", q_pe, o.head_dim_kpe)):
-        if _is_there(name, t, dim):
+        if _is_there(plan, name, t, dim):
             expected = (q_nope.shape[0], o.num_qo_heads, dim)
             require(tuple(t.shape) == expected, name, tuple(t.shape), f"{expected}, as planned")
-            _check_one(plan, name, t, o.q_dtype, "q_data_type")
+            _check_one(name, t, o.q_dtype, "q_data_type")
     for name, t, dim in (("ckv_cache", ckv, o.head_dim_vo), ("kpe_cache", kpe, o.head_dim_kpe)):
-        if _is_there(name, t, dim):
+        if _is_there(plan, name, t, dim):
             require(t.dim() == 3 and tuple(t.shape[1:]) == (o.page_size, dim), name, tuple(t.shape),
                     f"[pages, {o.page_size}, {dim}], as planned")  # fmt: skip
             require(t.shape[0] == ckv.shape[0], name, f"{t.shape[0]} pages", f"{ckv.shape[0]}, as ckv_cache")
-            _check_one(plan, name, t, o.kv_dtype, "kv_data_type")
+            _check_one(name, t, o.kv_dtype, "kv_data_type")
     if o.first:
         shape = tuple(first_ckv.shape)
         fits = len(shape) == 3 and shape[1:] == (o.first_page, o.head_dim_vo)
         require(fits, "swa_kv_cache", shape, f"[pages, {o.first_page}, {o.head_dim_vo}]")
-        _check_one(plan, "swa_kv_cache", first_ckv, o.kv_dtype, "kv_data_type")
+        _is_there(plan, "swa_kv_cache", first_ckv, o.head_dim_vo)
+        _check_one("swa_kv_cache", first_ckv, o.kv_dtype, "kv_data_type")
     if plan.looks and not o.sparse:
         operands.check_on_device(plan, q_nope, ckv)
     out, lse = operands.outputs(plan, q_nope, out, lse, return_lse)
@@ -120,16 +121,17 @@ def _check(plan: Plan, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, si
     )  # fmt: skip
 
 
-def _is_there(name: str, t: torch.Tensor | None, dim: int) -> bool:
+def _is_there(plan: Plan, name: str, t: torch.Tensor | None, dim: int) -> bool:
     """Whether a tensor of rows of `dim` elements is given; None, or one of no columns, for 0."""
-    if t is None or not (dim or t.shape[-1]):
+    if t is not None:
+        require(t.device == plan.device, name, f"a tensor on {t.device}", f"{plan.device}, where the plan is")
+    if t is None or not (dim or t.dim() != 3 or t.shape[-1]):
         require(not dim, name, "none", f"a tensor, since head_dim_kpe is {dim}")
         return False
     return True
 
 
-def _check_one(plan: Plan, name: str, t: torch.Tensor, dtype: torch.dtype, planned: str) -> None:
-    require(t.device == plan.device, name, f"a tensor on {t.device}", f"{plan.device}, where the plan is")
+def _check_one(name: str, t: torch.Tensor, dtype: torch.dtype, planned: str) -> None:
     require(t.dtype == dtype, name, t.dtype, f"{dtype}, as planned ({planned})")
     require(t.stride(-1) == 1 or t.shape[-1] == 1, name, f"stride {t.stride(-1)} of the last axis", "1")
 

@@ -193,3 +193,36 @@ def test_rows_past_the_plan_are_refused(device):
             out, lse = padded.run(*more, ckv, kpe, return_lse=True)
             check((out[:3], lse[:3]), x, SCALE)
             assert not out[3:].any() and lse[3:].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    (
+        ("out", lambda t: 3), ("out", lambda t: t.tolist()), ("out", lambda t: t[:1]), ("out", lambda t: t.mT),
+        ("out", lambda t: t[..., :1].expand(t.shape)), ("out", lambda t: t.to(torch.complex64)),
+        ("lse", lambda t: "none"), ("lse", lambda t: t.flatten()[0]), ("lse", lambda t: t[..., :3]),
+        ("query", lambda t: 3), ("query", lambda t: (t,)), ("query", lambda t: t.flatten()),
+        ("query", lambda t: (t.tolist(), t)), ("kv_cache", lambda t: "none"), ("kv_cache", lambda t: t.tolist()),
+        ("o_scale", lambda t: "1"), ("o_scale", lambda t: torch.ones(2)),
+    ),
+)  # fmt: skip
+def test_what_is_refused_in_one_tensor(name, change, device):
+    x = latents([1, 1], [7, 12], 4, device=device)
+    wrapper = BatchMLAPagedAttentionWrapper(workspace(device))
+    wrapper.plan(*x.tables, 4, 64, 16, 8, False, SCALE, HALF)
+    out = torch.full((2, 1, 4, 64), 777.0, dtype=HALF, device=device)
+    given = dict(query=x.q.view(2, 1, 4, 80), kv_cache=x.cache, out=out, o_scale=None,
+                 lse=torch.full((2, 1, 4), 777.0, device=device))  # fmt: skip
+    with pytest.raises(ValueError, match=rf"^{name}[\[:]"):
+        wrapper.run(**given | {name: change(given[name])})
+    assert (out == 777).all()
+
+
+def test_an_operand_without_columns_is_on_the_device(device):
+    x = latents([1, 1], [7, 12], 4, device=device)
+    wrapper = BatchMLAPagedAttentionWrapper(workspace(device))
+    wrapper.plan(*x.tables, 4, 80, 0, 8, False, SCALE, HALF)
+    wrapper.run(x.q, x.q[..., :0], x.cache, x.cache[..., :0])
+    for name, wrong in (("q_pe", x.q), ("kpe_cache", x.cache)):
+        with pytest.raises(ValueError, match=f"^{name}:"):
+            wrapper.run(x.q, ckv_cache=x.cache, **{name: wrong[..., :0].to("meta")})
