@@ -7,7 +7,7 @@ from numbers import Integral, Real
 
 import torch
 
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, require_tensor
 from flashinfer.ops.attention.engine import sinks_of
 
 
@@ -93,3 +93,22 @@ def with_pages(kv_cache, kv_layout: str):
     if len(kv_cache) == 2 and kv_cache[0].dim() == kv_cache[1].dim() == 3:
         return kv_cache[0].unsqueeze(axis), kv_cache[1].unsqueeze(axis)
     return kv_cache
+
+
+def pair(name: str, given) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The latent and the positional part that a caller gives in the place of one tensor."""
+    fits = isinstance(given, (tuple, list)) and len(given) == 2
+    require(fits, name, f"a {type(given).__name__}", "a tensor, or a pair of tensors")
+    for i, t in enumerate(given):
+        require_tensor(f"{name}[{i}]", t, optional=i == 1)
+    return given[0], given[1]
+
+
+def as_rows(name: str, given: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+    """The rows of an output in the axes of its query."""
+    require_tensor(name, given, optional=True)
+    try:
+        return None if given is None else given.view(shape)
+    except RuntimeError:
+        shown = f"{tuple(given.shape)} of strides {given.stride()}"
+        raise ValueError(f"{name}: got {shown}; allowed: {tuple(shape)}, or query's axes, as a view of it") from None

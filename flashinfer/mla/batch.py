@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashinfer._core.checks import dtype_name, present, require, require_tensor
-from flashinfer._direct.given import flag, real, whole
+from flashinfer._direct.given import as_rows, flag, pair, real, whole
 from flashinfer.compat.wrappers import LatentNames
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.direct import run_latent
@@ -306,18 +306,18 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         if query is not None:
             require(q_nope is None and q_pe is None, "query", "a tensor", "None with q_nope and q_pe")
             if not isinstance(query, torch.Tensor):
-                q_nope, q_pe = _pair("query", query)
+                q_nope, q_pe = pair("query", query)
             elif plan is None:
                 raise ValueError("query: got a tensor; allowed: None without a plan, which has head_dim_ckv")
             else:
-                require(query.dim() > 2, "query", tuple(query.shape), "[rows, num_heads, dim], or [batch_size, q_len, ...]")
+                require(query.dim() > 2, "query", tuple(query.shape), "[rows, num_heads, dim], or one axis more")
                 shape = query.shape[:-1]
                 q_nope, q_pe = split(query.flatten(0, -3), plan.options, "query")
         if kv_cache is not None:
             alone = ckv_cache is None and kpe_cache is None
             require(alone, "kv_cache", "a tensor", "None with ckv_cache and kpe_cache")
             if not isinstance(kv_cache, torch.Tensor):
-                ckv_cache, kpe_cache = _pair("kv_cache", kv_cache)
+                ckv_cache, kpe_cache = pair("kv_cache", kv_cache)
             elif plan is None:
                 raise ValueError("kv_cache: got a tensor; allowed: None without a plan, which has head_dim_ckv")
             else:
@@ -326,7 +326,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         q_nope, ckv_cache = present("q_nope", q_nope), present("ckv_cache", ckv_cache)
         given = (out, lse)
         if shape is not None:
-            out, lse = _as_rows("out", out, q_nope.shape), _as_rows("lse", lse, q_nope.shape[:2])
+            out, lse = as_rows("out", out, q_nope.shape), as_rows("lse", lse, q_nope.shape[:2])
         for name, t in (("q_nope", q_nope), ("q_pe", q_pe), ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache),
                         ("out", out), ("lse", lse)):  # fmt: skip
             if t is not None:
@@ -379,25 +379,6 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         planned = None if self._base is None else self._base.table
         indptr = None if planned is None or planned.q_len else planned.qo_indptr
         return latent_blocks(page_table, kv_len, indptr, planned.q_len if planned else 1, self.device)
-
-
-def _pair(name: str, given) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The latent and the positional part that a caller gives in the place of one tensor."""
-    fits = isinstance(given, (tuple, list)) and len(given) == 2
-    require(fits, name, f"a {type(given).__name__}", "a tensor, or a pair of tensors")
-    for i, t in enumerate(given):
-        require_tensor(f"{name}[{i}]", t, optional=i == 1)
-    return given[0], given[1]
-
-
-def _as_rows(name: str, given: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-    """The rows of an output in the axes of its query."""
-    require_tensor(name, given, optional=True)
-    try:
-        return None if given is None else given.view(shape)
-    except RuntimeError:
-        shown = f"{tuple(given.shape)} of strides {given.stride()}"
-        raise ValueError(f"{name}: got {shown}; allowed: {tuple(shape)}, or query's axes, as a view of it") from None
 
 
 def _factors(sm_scale, ckv_scale, kpe_scale, bmm1_scale, bmm2_scale, o_scale) -> Factors:
