@@ -106,9 +106,11 @@ def pair(name: str, given) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def as_rows(name: str, given: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
     """The rows of an output in the axes of its query."""
-    require_tensor(name, given, optional=True)
+    if given is None:
+        return None
+    require_tensor(name, given)
     try:
-        return None if given is None else given.view(shape)
+        return given.view(shape)
     except RuntimeError:
         shown = f"{tuple(given.shape)} of strides {given.stride()}"
         raise ValueError(f"{name}: got {shown}; allowed: {tuple(shape)}, or query's axes, as a view of it") from None

@@ -222,10 +222,10 @@ def trtllm_ragged_attention_deepseek(
     for name, x in (("query", query), ("key", key), ("value", value)):
         require(x.dim() == 3, name, tuple(x.shape), "[tokens, heads, head_dim]")
     device, batch = query.device, whole("batch_size", batch_size, 0)
+    kv_lens = flat_integers(seq_lens, "seq_lens", device, batch)
     table = Table(
         flat_integers(cum_seq_lens_q, "cum_seq_lens_q", device, batch + 1),
-        flat_integers(cum_seq_lens_kv, "cum_seq_lens_kv", device, batch + 1),
-        kv_lens=flat_integers(seq_lens, "seq_lens", device, batch),
+        flat_integers(cum_seq_lens_kv, "cum_seq_lens_kv", device, batch + 1), kv_lens=kv_lens,
     )  # fmt: skip
     narrow = query.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
     default = torch.bfloat16 if narrow and out is None else None
@@ -234,7 +234,7 @@ def trtllm_ragged_attention_deepseek(
         kv_indptr = table.kv_indptr
         if kv_indptr is None:
             # Keys of requests follow one another.
-            kv_indptr = torch.nn.functional.pad(table.kv_lens.cumsum(0), (1, 0))
+            kv_indptr = torch.nn.functional.pad(kv_lens.cumsum(0), (1, 0))
         indptrs = table.qo_indptr, kv_indptr
         query, key, value = widened(query, key, value, sage_attn_sfs, num_elts_per_sage_attn_blk, indptrs, dtype)
     else:

@@ -345,7 +345,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
             require(q_nope.dim() == 3, "q_nope", tuple(q_nope.shape), "[rows, num_heads, head_dim_ckv]")
             table = self._call_table(page_table, kv_len) if of_call or plan is None else plan.table
             if dtype != asked.o_dtype:
-                dtype_name(dtype, "out")
+                dtype_name(present("out", out).dtype, "out")
                 asked = asked.changed(o_dtype=dtype)
             if ckv_scale_arr is not None:
                 asked, table, q_nope, q_pe, ckv_cache, kpe_cache = widened(
