@@ -294,19 +294,19 @@ def _shares(name, arguments):
 def _bound(function, target):
     if target is None:
         return function
-    made = object.__new__(type(target)) if function.__name__ == "__init__" else _twin(target)
+    made = object.__new__(type(target)) if function.__name__ == "__init__" else _again(target)
     return functools.partial(function, made)
 
 
-def _twin(target):
+def _again(target):
     """An object of its own with the same attributes. What copy() makes of a wrapper has no plan, and runs nothing."""
     if isinstance(target, list):
-        return [_twin(x) if isinstance(x, _WRAPPERS) else x for x in target]
+        return [_again(x) if isinstance(x, _WRAPPERS) else x for x in target]
     if not isinstance(target, _WRAPPERS):
         return copy.copy(target)
     made = object.__new__(type(target))
     for name, value in vars(target).items():
-        vars(made)[name] = _twin(value) if isinstance(value, (list, *_WRAPPERS)) else value
+        vars(made)[name] = _again(value) if isinstance(value, (list, *_WRAPPERS)) else value
     return made
 
 
