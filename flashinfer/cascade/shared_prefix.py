@@ -245,6 +245,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
         """Kept for callers of older versions; there is nothing to release."""
 
 
+@named(k="k_shared", v="v_shared")
 def _shared_part(q, k_shared, v_shared, kv_layout, **options) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of all rows to the shared keys, and its log-sum-exp."""
+    fits = v_shared.dim() == 3 and v_shared.shape[-1] == q.shape[-1]
+    require(fits, "v_shared", tuple(v_shared.shape), f"3 axes, the last of {q.shape[-1]} elements, as q")
     return single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=kv_layout, return_lse=True, **options)

@@ -349,3 +349,7 @@ def test_bad_calls_with_one_shared_prefix():
         for bad in ((k[:, :, :16], v), (k[0], v), (k, v[:3]), (k.float(), v.float().half())):
             with pytest.raises(ValueError, match="got .*; allowed: "):
                 wrapper.forward(tree.q, *bad, tree.paged.kv_cache)
+        with pytest.raises(ValueError, match="^v_shared: got "):
+            wrapper.forward(tree.q, k, v[..., 1:], tree.paged.kv_cache)
+        with pytest.raises(ValueError, match="^k_shared: got "):
+            wrapper.forward(tree.q, k[0], v, tree.paged.kv_cache)
