@@ -1,4 +1,4 @@
-"""Launching the four stages of `prefix`: what they are compiled for, their scratch memory, and how rows are shared."""
+"""Launches the four stages of `prefix`: compile keys, scratch memory, and how many programs share a row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DOMAINS = {"scores": prefix.SCORES, "probs": prefix.PROBS, "logits": prefix.LOG
 
 @dataclass(frozen=True)
 class Stages:
-    """What the stages do; each is compiled for the part of it that it depends on.
+    """The compile key of the stages. Each stage is compiled for the fields that it depends on.
 
     Attributes
     ----------
@@ -31,14 +31,14 @@ class Stages:
     top_k, top_p : str
         Dtype of the filter's tensor, "scalar", or "" where it is not applied.
     top_k_first : bool
-        p is a share of the k first, not of the whole.
+        p is a share of the sum of the first k elements, not of the whole row.
     statistics, mass, race, places : bool
-        Rows that are no distribution are refused; the prefix is summed; a token is drawn from it; its elements are
-        given places in an output.
+        statistics: the row's largest value and sum are computed, and a row that is no distribution has an empty prefix.
+        mass: the prefix is summed. race: a token is drawn from it. places: positions in an output are computed.
     last : bool
         Of equal elements the last come first.
     seed, offset : int
-        Where they are, as `philox` counts.
+        SCALAR, SHARED or PER_ROW of `philox`.
     indices : str
         Dtype of the tensor that maps rows of the output to rows of the input, or "".
     starts, lengths : bool
@@ -68,10 +68,8 @@ class Stages:
 
 @dataclass(frozen=True)
 class Filters:
-    """The arguments of one call; None where there is none, and of a scalar and a tensor at most one.
-
-    A tensor has an element for each row of the output.
-    """
+    """The filters of one call. k or ks, p or ps: a scalar, or a tensor with an element for each row of the output. An
+    absent argument is None."""
 
     k: int | None = None
     ks: torch.Tensor | None = None
@@ -85,10 +83,10 @@ class Filters:
 
 @dataclass(frozen=True)
 class Found:
-    """Where the prefixes end, for the kernel that goes on: tensors as `prefix` describes them."""
+    """What the stages computed, for the kernel that writes the output: tensors as `prefix` describes them."""
 
     maxima: torch.Tensor
-    near: torch.Tensor | None
+    candidates: torch.Tensor | None
     state: torch.Tensor
     numbers: torch.Tensor
     listed: torch.Tensor
@@ -101,22 +99,22 @@ class Found:
 
 
 def share(rows: int, columns: int, tile: int, device: torch.device) -> tuple[int, int, int]:
-    """Programs of a row, tiles of a program, and tiles of a row: enough programs to fill the chip, however few rows."""
+    """Programs of a row, tiles of a program, and tiles of a row: as many programs as fill the chip."""
     tiles = -(-columns // tile)
-    # Eight programs of 256 threads are what a multiprocessor holds: top-k and top-p of 64 x 128256 take 135 us with
-    # them, 143 with four, 151 with two (H100). The stages add up to BINS programs of a row in one go.
+    # A multiprocessor holds eight programs of 256 threads: top-k and top-p of 64 x 128256 take 135 us with eight,
+    # 143 with four, 151 with two (H100). The stages reduce at most BINS programs of a row in one step.
     wanted = min(max(8 * target_of(device).sms // max(rows, 1), 1), int(prefix.BINS))
     chunk = -(-tiles // wanted)
     return -(-tiles // chunk), chunk, tiles
 
 
-def share_near(stages: Stages, config, rows: int, columns: int, k: int | None, programs: int, sms: int) -> int:
-    """Programs of a row in gather, of `programs` at most: where k rules in all rows, as `prefix.k_rules` tells, they
-    have the listed groups to read, k and an eighth more, and fill the chip as many as are resident."""
+def share_candidates(stages: Stages, config, rows: int, columns: int, k: int | None, programs: int, sms: int) -> int:
+    """Programs of a row in gather, at most `programs`. Where group maxima bound k in all rows (`groups_bound_k`), the
+    programs read about k + k / 8 candidate groups; there are as many as read a tile each, or as are resident."""
     if k is None or stages.starts or stages.lengths or stages.places or k > -(-columns // config.group) // 4:
         return programs
-    read = -(-(k + k // 8) * config.group // near_tile_of(config)["NEAR_TILE"])
-    # Two of them are what the registers of a multiprocessor hold.
+    read = -(-(k + k // 8) * config.group // candidate_tile_of(config)["CANDIDATE_TILE"])
+    # The registers of a multiprocessor hold two programs.
     return min(programs, max(read, 2 * sms // max(rows, 1), 1))
 
 
@@ -127,42 +125,45 @@ def find_prefix(stages: Stages, config, x, rows: int, filters: Filters, samples=
     """
     columns, device = x.shape[1], x.device
     programs, chunk, tiles = share(rows, columns, config.tile, device)
-    # Elements that may hold the prefix's end are few unless a row is flat: then an eighth of it, by the width of bins;
-    # or rises steadily: then up to 9/32, by the groups that reach their key. Where they are more, by ties or by a row
-    # flatter than bins, they are read from the row itself.
+    # Few elements are listed in most rows. In a flat row they are an eighth, the width of a bin; in a row that rises
+    # steadily up to 9/32, the share of groups that reach the key. Where a list overflows, by ties or by values closer
+    # than a bin, resolve reads the row itself.
     capacity = max(columns // 32 * 9, min(columns, 4096))
 
     def scratch(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device=device)
 
     maxima = scratch(rows, tiles, config.tile // config.group)
-    near = torch.empty_like(maxima) if stages.top_k else None
+    candidates = torch.empty_like(maxima) if stages.top_k else None
     counts, listed = scratch(rows, programs, int(prefix.BINS)), scratch(rows)
     tile_top, tile_sum = (scratch(rows, tiles, dtype=torch.float32) for _ in range(2))
     state = scratch(rows, int(prefix.STATE), dtype=torch.int64)
     numbers = scratch(rows, int(prefix.NUMBERS), dtype=torch.float32)
     list_value, list_column = scratch(rows, capacity, dtype=torch.float32), scratch(rows, capacity)
-    near_programs = share_near(stages, config, rows, columns, filters.k, programs, target_of(device).sms)
-    part_count, part_column = scratch(rows, near_programs), scratch(rows, near_programs)
-    part_mass = scratch(rows, near_programs, dtype=torch.int64)
-    part_score = scratch(rows, near_programs, dtype=torch.float32)
-    f, drawn = filters, filters.randomness if stages.race else (None, None, None, None)
+    gather_programs = share_candidates(stages, config, rows, columns, filters.k, programs, target_of(device).sms)
+    part_count, part_column = scratch(rows, gather_programs), scratch(rows, gather_programs)
+    part_mass = scratch(rows, gather_programs, dtype=torch.int64)
+    part_score = scratch(rows, gather_programs, dtype=torch.float32)
+    f, randomness = filters, filters.randomness if stages.race else (None, None, None, None)
     window, x_row = (f.indices, f.starts, f.lengths), x.stride(0)
-    split, near_split, one = (rows * programs, 1, 1), (rows * near_programs, 1, 1), (rows, 1, 1)
+    grid, gather_grid, row_grid = (rows * programs, 1, 1), (rows * gather_programs, 1, 1), (rows, 1, 1)
     parts = part_count, part_mass, part_score, part_column
-    start(launch_scan, scan_stage(stages), config, split, x, *window, f.k, f.ks, maxima, counts, tile_top, tile_sum,
-          x_row, columns, programs, chunk, tiles)  # fmt: skip
-    start(launch_bracket, bracket_stage(stages), config, one, maxima, near, counts, tile_top, tile_sum, f.starts,
-          f.lengths, f.k, f.ks, f.p, f.ps, state, numbers, listed, columns, programs, tiles)  # fmt: skip
-    start(launch_gather, gather_stage(stages), config, near_split, x, *window, maxima, near, state, numbers, listed,
-          list_value, list_column, *parts, *drawn, x_row, columns, near_programs, chunk, tiles, capacity)  # fmt: skip
-    start(launch_resolve, stages, config, one, x, *window, state, numbers, listed, list_value, list_column, *parts, f.k,
-          f.ks, f.p, f.ps, *drawn, samples, valid, x_row, columns, near_programs, chunk, capacity)  # fmt: skip
-    return Found(maxima, near, state, numbers, listed, list_value, list_column, part_count, programs, chunk, tiles)
+    start(launch_scan, scan_stage(stages), config, grid, x, *window, f.k, f.ks, maxima, counts, tile_top,
+          tile_sum, x_row, columns, programs, chunk, tiles)  # fmt: skip
+    start(launch_bracket, bracket_stage(stages), config, row_grid, maxima, candidates, counts, tile_top, tile_sum,
+          f.starts, f.lengths, f.k, f.ks, f.p, f.ps, state, numbers, listed, columns, programs, tiles)  # fmt: skip
+    start(launch_gather, gather_stage(stages), config, gather_grid, x, *window, maxima, candidates, state, numbers,
+          listed, list_value, list_column, *parts, *randomness, x_row, columns, gather_programs, chunk, tiles,
+          capacity)  # fmt: skip
+    start(launch_resolve, stages, config, row_grid, x, *window, state, numbers, listed, list_value, list_column,
+          *parts, f.k, f.ks, f.p, f.ps, *randomness, samples, valid, x_row, columns, gather_programs, chunk,
+          capacity)  # fmt: skip
+    listing = candidates, state, numbers, listed, list_value, list_column
+    return Found(maxima, *listing, part_count, programs, chunk, tiles)
 
 
 def start(launcher: Launcher, problem, config, grid, *args) -> None:
-    """Launch with the arguments that are there: a kernel has no parameter for one that is None."""
+    """Launch without the arguments that are None: the kernel is compiled without a parameter for them."""
     launcher(problem, config, grid, *(arg for arg in args if arg is not None))
 
 
@@ -180,7 +181,7 @@ def bracket_stage(s: Stages) -> Stages:
 
 @cache
 def gather_stage(s: Stages) -> Stages:
-    # Whatever dtype k has.
+    # Gather does not read k: its dtype is not part of the key.
     top_k = "scalar" if s.top_k else ""
     return replace(s, top_k=top_k, top_p="", top_k_first=False, statistics=False, places=False, last=False, out="i32")
 
@@ -194,7 +195,8 @@ def stages_to_compile(s: Stages, config):
 
 
 class Parameters:
-    """Collects the run-time parameters of a kernel in its order, and None for those that a call does not have."""
+    """The run-time parameters of a kernel in its order (`types`), and None for those that a call lacks
+    (`constants`)."""
 
     def __init__(self):
         self.types: dict[str, str] = {}
@@ -233,9 +235,10 @@ def groups_of(config) -> dict:
     return {"TILE": config.tile, "GROUP": config.group}
 
 
-def near_tile_of(config) -> dict:
-    """Elements of listed groups that a program reads at once: of few groups more programs take a part."""
-    return {"NEAR_TILE": max(config.tile // 2, config.group)}
+def candidate_tile_of(config) -> dict:
+    """Elements of candidate groups that a program reads at once: half a tile, so that few groups occupy more
+    programs."""
+    return {"CANDIDATE_TILE": max(config.tile // 2, config.group)}
 
 
 def rows_pointer(s) -> str:
@@ -252,7 +255,7 @@ def build_scan(s: Stages, config) -> Build:
 
 
 def build_bracket(s: Stages, config) -> Build:
-    p = Parameters().add("*i32", "maxima").add("*i32", "near", present=bool(s.top_k)).add("*i32", "counts")
+    p = Parameters().add("*i32", "maxima").add("*i32", "candidates", present=bool(s.top_k)).add("*i32", "counts")
     p.add("*fp32", "tile_top", "tile_sum")
     p.window("", s.starts, s.lengths).filters(s)
     p.add("*i64", "state").add("*fp32", "numbers").add("*i32", "listed").add("i32", "columns", "programs", "tiles")
@@ -270,7 +273,7 @@ def build_bracket(s: Stages, config) -> Build:
 
 
 def _between(p: Parameters) -> Parameters:
-    """What the stages leave for one another: states of rows, their lists, and the parts of programs."""
+    """The parameters of scratch memory: row states, row lists, and the partial results of programs."""
     p.add("*i64", "state").add("*fp32", "numbers").add("*i32", "lists.count").add("*fp32", "lists.value")
     p.add("*i32", "lists.column", "parts.count").add("*i64", "parts.mass").add("*fp32", "parts.score")
     return p.add("*i32", "parts.column")
@@ -278,10 +281,10 @@ def _between(p: Parameters) -> Parameters:
 
 def build_gather(s: Stages, config) -> Build:
     p = Parameters().add(rows_pointer(s), "x").window(s.indices, s.starts, s.lengths).add("*i32", "maxima")
-    _between(p.add("*i32", "near", present=bool(s.top_k)))
+    _between(p.add("*i32", "candidates", present=bool(s.top_k)))
     p.randomness(s.seed, s.offset, s.race)
     p.add("i64", "x_row").add("i32", "columns", "programs", "chunk", "tiles", "capacity")
-    constants = p.constants | constants_of(s) | groups_of(config) | near_tile_of(config)
+    constants = p.constants | constants_of(s) | groups_of(config) | candidate_tile_of(config)
     constants |= {"TOP_K": bool(s.top_k), "MASS": s.mass, "RACE": s.race, "SEED": s.seed, "OFFSET": s.offset}
     constants |= {"PDL": config.early}
     return Build(gather_kernel, p.types, constants, num_warps=config.num_warps)
@@ -307,7 +310,7 @@ def build_resolve(s: Stages, config) -> Build:
         "WAYS": config.ways,
         "PDL": config.early,
     }  # fmt: skip
-    # One program a row has registers to spare; left to itself ptxas keeps to 96 and spills. A thread has 255 at most, a
+    # With one program a row registers are plentiful, but ptxas would keep to 96 and spill. A thread has at most 255, a
     # multiprocessor 65536.
     registers = min(255, 65536 // (32 * config.list_warps))
     return Build(resolve_kernel, p.types, constants, num_warps=config.list_warps, maxnreg=registers)

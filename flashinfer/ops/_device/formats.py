@@ -1,12 +1,12 @@
-"""Narrow floating-point formats: float32 to e4m3, e5m2, e2m1 and ue8m0, and back, with the same bits on every chip.
+"""Narrow number formats: float32 to e4m3, e5m2, e2m1 and ue8m0, and back, with the same bits on every chip.
 
-Rounding is to nearest, ties to even. What is too large becomes the largest finite value; infinity is too large. NaN is
-0x7F in e4m3 and e5m2, 0xFF in ue8m0, and +6 in e2m1, which has none: so the chips' own instructions have it (PTX ISA,
-cvt with .satfinite). A scale factor in ue4m3 is an e4m3 without sign. (OCP 8-bit Floating Point Specification 1.0; OCP
-Microscaling Formats Specification 1.0.)
+Rounding is to nearest, ties to even. A value that is too large, infinity included, becomes the largest finite one. NaN
+is 0x7F in e4m3 and e5m2, 0xFF in ue8m0, and +6 in e2m1, which has no NaN: these are the results of the chips' own
+instructions (PTX ISA, cvt with .satfinite). A scale factor in ue4m3 is an e4m3 without sign. (OCP 8-bit Floating Point
+Specification 1.0; OCP Microscaling Formats Specification 1.0.)
 
-CAPABILITY is the compute capability times ten, as Target has it. It is 0 in Triton's interpreter, and decides whether
-an instruction or integer arithmetic converts. Both give the same bits.
+CAPABILITY is the compute capability times ten, as in Target, and 0 in Triton's interpreter. It decides whether an
+instruction or integer arithmetic converts; both give the same bits.
 """
 
 import triton
@@ -17,14 +17,20 @@ import triton.language as tl
 def _encode(
     x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexpr, LARGEST: tl.constexpr, NAN: tl.constexpr
 ):  # fmt: skip
-    """float32 as int32 codes of a format with MANTISSA bits of mantissa and the sign in bit SIGN."""
+    """float32 as int32 codes of a format with MANTISSA bits of mantissa and the sign in bit SIGN.
+
+    For e4m3 (MANTISSA 3, BIAS 7), 1.0 has the bits 0x3F800000: shifted right by 20 they are 1016, less (127 - 7) << 3
+    = 960 the code is 56 = 0x38.
+    """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # A normal number keeps its top bits; just under half of the last of them is added, and the rest if it is odd.
+    # A normal number drops its low bits. Adding just under half of the last bit kept, plus one if that bit is odd,
+    # rounds to nearest even.
     DROPPED: tl.constexpr = 23 - MANTISSA
     rounding = ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)
     normal = ((magnitude + rounding) >> DROPPED) - ((127 - BIAS) << MANTISSA)
-    # A subnormal counts steps. In float32, the last bit of STEP is one of them, so that the sum is rounded to steps.
+    # A subnormal's code is its multiple of the format's smallest value. That value is the last mantissa bit of STEP, so
+    # the float32 sum magnitude + STEP rounds to a multiple of it.
     EXPONENT: tl.constexpr = 24 - BIAS - MANTISSA
     STEP: tl.constexpr = 1.0 * (1 << EXPONENT)
     steps = (magnitude.to(tl.float32, bitcast=True) + STEP).to(tl.int32, bitcast=True) - ((127 + EXPONENT) << 23)
@@ -36,7 +42,7 @@ def _encode(
 def to_fp8(x, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
     """float32 as bytes of e4m3 ("fp8e4nv") or e5m2 ("fp8e5")."""
     tl.static_assert(DTYPE == "fp8e4nv" or DTYPE == "fp8e5", "fp8e4nv or fp8e5")
-    # Compute capability 8.9 has the instructions, but Triton goes through float16 there, and so rounds twice.
+    # Compute capability 8.9 has the instructions, but Triton converts through float16 there, which rounds twice.
     if DTYPE == "fp8e4nv":
         if CAPABILITY >= 90:
             return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -50,8 +56,8 @@ def to_fp8(x, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
 def from_fp8(code, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
     """Bytes of e4m3 ("fp8e4nv") or e5m2 ("fp8e5") as float32; exact.
 
-    Both are float16 with fewer bits. e5m2 is its upper byte. e4m3 shifted into place has an exponent bias 8 smaller,
-    which a factor of 256 restores, subnormals included; its one NaN has to be named.
+    e5m2 is the upper byte of a float16. e4m3 with its bits in the places of a float16's is the value over 256, since
+    the exponent biases are 7 and 15; this holds for subnormals too. Its NaN is handled apart.
     """
     tl.static_assert(DTYPE == "fp8e4nv" or DTYPE == "fp8e5", "fp8e4nv or fp8e5")
     if DTYPE == "fp8e4nv":
@@ -64,11 +70,11 @@ def from_fp8(code, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
 
 
 def _codes_of_four_pairs() -> str:
-    """PTX: the e2m1 of $1 ... $4 in the low halves of the bytes of $0, of $5 ... $8 in the high ones.
+    """PTX that converts eight float32: $1 ... $4 to the low halves of the four bytes of $0, $5 ... $8 to the high ones.
 
-    Each code is in the bits of a float32, above 0x4B400000, as `_e2m1_code` finds it, but from half a magnitude. The
-    eight are put together by multiplications with 16, for the unit of comparisons and logic is the one that bounds a
-    conversion; 0x3F400000 is what 32 bits keep of the eight 0x4B400000.
+    Each code is found as in `_e2m1_code`, from half the magnitude: it is what the bits of a float32 exceed 0x4B400000
+    by. The eight are joined as sum = sum * 16 + code, by multiplications, because the unit for comparisons and logic
+    bounds the conversion. 0x3F400000 is the sum, modulo 2^32, that the eight 0x4B400000 make; it is subtracted.
     """
     lines = [".reg .f32 m, low, middle, high, h<8>;", ".reg .s32 code, next, sum;", ".reg .b32 even, odd, more;"]
     for n in (7, 3, 6, 2, 5, 1, 4, 0):
@@ -78,7 +84,7 @@ def _codes_of_four_pairs() -> str:
         lines += ["fma.rn.f32 middle, m, 0f40000000, 0f4B400002;", "mov.b32 next, middle;", "min.s32 code, code, next;"]
         lines += ["add.rn.f32 high, m, 0f4B400004;", "mov.b32 next, high;", "min.s32 code, code, next;"]
         lines.append("mov.b32 sum, code;" if n == 7 else "mad.lo.s32 sum, sum, 16, code;")
-    # Signs: prmt's selectors from 8 on make a byte of the uppermost bit.
+    # Signs: prmt with a selector of 8 or more fills a byte with the sign of the selected byte.
     for name, n in (("even", 0), ("odd", 4)):
         lines += [f"prmt.b32 {name}, h{n}, h{n + 1}, 0x00FB;", f"prmt.b32 more, h{n + 2}, h{n + 3}, 0x00FB;"]
         lines.append(f"prmt.b32 {name}, {name}, more, 0x5410;")
@@ -108,10 +114,10 @@ def to_e2m1(x, CAPABILITY: tl.constexpr):
 
 @triton.jit
 def _e2m1_code(x):
-    """float32 as int32 codes of e2m1, by half the instructions of `_encode`.
+    """float32 as int32 codes of e2m1, with half the instructions of `_encode`.
 
-    A magnitude m has code 2 m up to 2, m + 2 from there to 4, m / 2 + 4 to 6: the least of the three at each place.
-    Each is rounded to an integer, ties to even, in the last bits of a float32 where one step is 1.
+    A magnitude m has code 2 m up to 2, m + 2 from 2 to 4, and m / 2 + 4 from 4 to 6; for every m it is the least of
+    the three. Adding 1.5 * 2^23 (STEPS), where float32 values are 1 apart, rounds each to an integer, ties to even.
     """
     STEPS: tl.constexpr = 12582912.0
     magnitude = tl.abs(x)
@@ -131,7 +137,8 @@ def reciprocal(x, CAPABILITY: tl.constexpr):
 
 @triton.jit
 def _e2m1_value(code):
-    """The low four bits as float32. As float16's upper bits they are an e2m1 with an exponent bias 14 larger."""
+    """The e2m1 in the low four bits, as float32. Its bits in the upper bits of a float16 are the value over 2^14, since
+    the exponent biases are 1 and 15."""
     bits = code.to(tl.uint16)
     return (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
@@ -145,28 +152,29 @@ def from_e2m1(code):
 
 @triton.jit
 def from_int4(code):
-    """Bytes of two's complement halves [rows, n] as float32 [rows, 2 n], low halves in even columns; exact."""
+    """Bytes of two int4 each [rows, n] as float32 [rows, 2 n], low halves in even columns; exact."""
     wide = code.to(tl.int32)
     pairs = tl.join(((wide & 15) ^ 8) - 8, ((wide >> 4) ^ 8) - 8)
     return tl.reshape(pairs, [code.shape[0], code.shape[1] * 2]).to(tl.float32)
 
 
 @triton.jit
-def half_of_i8(code):
-    """Bytes of int8 as float16; exact. A byte below the exponent of 1024 adds to it, and its sign bit counts 128."""
+def i8_to_fp16(code):
+    """Bytes of int8 as float16; exact. With the sign bit flipped a byte is x + 128; as the low mantissa bits of 1024 it
+    is 1024 + 128 + x, of which 1152 is subtracted."""
     return ((code ^ 0x80).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
 
 
 @triton.jit
-def half_of_i4(code):
-    """The low four bits, two's complement, as float16; exact, in the same way."""
+def i4_to_fp16(code):
+    """The int4 in the low four bits as float16; exact, as in half_of_i8."""
     return (((code & 15) ^ 8).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
 
 
 @triton.jit
 def to_ints(x, LARGEST: tl.constexpr):
     """float32 as integers of magnitude up to LARGEST, int32; to nearest, ties to even. NaN is 0."""
-    # Where one step of a float32 is 1, it is rounded so.
+    # Above 2^23 float32 values are 1 apart, so the addition rounds to an integer.
     STEPS: tl.constexpr = 12582912.0
     whole = (tl.minimum(tl.maximum(x, -LARGEST), LARGEST) + STEPS) - STEPS
     return tl.where(x == x, whole, 0.0).to(tl.int32)
@@ -174,10 +182,11 @@ def to_ints(x, LARGEST: tl.constexpr):
 
 @triton.jit
 def to_ue8m0(magnitude, PEAK: tl.constexpr):
-    """Bytes of the least power of two that is no less than a / PEAK, for the bits of a float32 a >= 0, as int32.
+    """The least power of two that is at least a / PEAK, as bytes of ue8m0. `magnitude` is the bits of a float32 a >= 0.
 
-    PEAK is the largest value of the elements that the factor is for: 448 of e4m3, 6 of e2m1. The quotient is not
-    computed: at equal exponents, a is above PEAK if its mantissa is, and only then is the next power of two due.
+    PEAK is the largest value of the elements that share the factor: 448 for e4m3, 6 for e2m1. No quotient is computed.
+    With a = m * 2^e and PEAK = n * 2^f (1 <= m, n < 2), the result is 2^(e - f), or twice that where m > n. For PEAK
+    6 = 1.5 * 2^2: a = 12 = 1.5 * 2^3 gives 2, a = 13 gives 4.
     """
     tl.static_assert(PEAK == 448 or PEAK == 6, "448 or 6")
     MANTISSA: tl.constexpr = 0x600000 if PEAK == 448 else 0x400000

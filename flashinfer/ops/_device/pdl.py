@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel that is in place when those before it end."""
+"""Programmatic dependent launch: a kernel starts while those before it on the stream run, and waits for them itself."""
 
 import triton
 import triton.language as tl
@@ -6,11 +6,12 @@ import triton.language as tl
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Wait for the kernels before this one, then have the next one launched. It stands before all loads and stores.
+    """Wait for the kernels before this one, then allow the launch of the next. Call it before all loads and stores.
 
-    A kernel that begins so is launched while those before it run (`begins_waiting` in flashinfer/_core/compiler.py says
-    which do, and why that is safe). It lets the next one come only after it has waited itself: what that one reads
-    before it waits, by rules that are not ours, is then no younger than without us.
+    A kernel that begins with this call may be launched while earlier kernels run (`begins_waiting` in
+    flashinfer/_core/compiler.py recognizes such kernels, and says why that is safe). The next kernel may be another
+    library's and may read memory before it waits. It is therefore allowed only after this kernel has waited: all
+    kernels before this one have ended then, as they would have without dependent launch.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

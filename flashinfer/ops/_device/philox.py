@@ -7,7 +7,8 @@ with `stream` the row where rows share one seed and offset, and 0 where a row ha
 import triton
 import triton.language as tl
 
-# Where a seed or an offset is: a scalar argument, one element for all rows, or an element for each row.
+# How a seed or an offset is passed: as a scalar, as a tensor of one element, or as a tensor with an element for each
+# row.
 SCALAR = tl.constexpr(0)
 SHARED = tl.constexpr(1)
 PER_ROW = tl.constexpr(2)
@@ -17,7 +18,7 @@ PER_ROW = tl.constexpr(2)
 def source_of(random, row, SEED: tl.constexpr, OFFSET: tl.constexpr):
     """The seed, the offset (both 64 bits) and the stream (32 bits) of a row.
 
-    random : numbers seed and offset, or pointers seeds and offsets in their place.
+    random : scalars seed and offset, or pointers seeds and offsets in their place.
     """
     if SEED == SCALAR:
         seed = random.seed
@@ -33,7 +34,7 @@ def source_of(random, row, SEED: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def words(seed, offset, stream, group):
-    """Four blocks of 32 random bits, for columns 4 * group ... 4 * group + 3."""
+    """Four words of 32 random bits, for the columns 4 * group ... 4 * group + 3."""
     group = group.to(tl.uint32)
     zero = group * 0
     low = zero + (offset & 0xFFFFFFFF).to(tl.uint32)
@@ -43,14 +44,14 @@ def words(seed, offset, stream, group):
 
 @triton.jit
 def extra_uniforms(seed, offset, stream, number):
-    """Variates above 0 and below 1 that no column has: their counters lie past those of all columns."""
+    """Uniform variates that no column uses: their counters are above those of all columns."""
     a, b, c, d = words(seed, offset, stream, number + (1 << 30))
     return uniform(a)
 
 
 @triton.jit
 def uniform(word):
-    """Random bits as a float32 above 0 and below 1, fine near 0 (multiples of 2^-33)."""
+    """Random bits as a uniform float32 above 0 and below 1. Values near 0 are spaced by 2^-32, the first is 2^-33."""
     u = word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     return tl.minimum(u, 0.99999994)
 
@@ -59,7 +60,8 @@ def uniform(word):
 def exponential(word):
     """Random bits as an exponential variate, -log(1 - u).
 
-    Small ones decide races of many columns, so where 1 - u would round them a series takes over, exact to 1e-8.
+    The smallest variates decide an exponential race over many columns. Where 1 - u would lose their bits, a series is
+    used, with a relative error below 1e-8.
     """
     u = uniform(word)
     series = u * (1 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * (0.2 + u * 0.16666667)))))
@@ -68,7 +70,7 @@ def exponential(word):
 
 @triton.jit
 def exponentials(seed, offset, stream, first_column, TILE: tl.constexpr):
-    """Variates of columns first_column ... first_column + TILE - 1; first_column and TILE are multiples of 4."""
+    """Exponential variates of TILE columns from first_column on; both are multiples of 4."""
     group = first_column // 4 + tl.arange(0, TILE // 4)
     a, b, c, d = words(seed, offset, stream, group)
     word = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [TILE])
@@ -77,7 +79,7 @@ def exponentials(seed, offset, stream, first_column, TILE: tl.constexpr):
 
 @triton.jit
 def exponentials_at(seed, offset, stream, column):
-    """Variates of any columns."""
+    """Exponential variates of any columns; the same as `exponentials` gives."""
     a, b, c, d = words(seed, offset, stream, column // 4)
     place = column % 4
     word = tl.where(place < 2, tl.where(place == 0, a, b), tl.where(place == 2, c, d))

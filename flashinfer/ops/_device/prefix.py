@@ -1,22 +1,28 @@
 """The first elements of a row in the order (value descending, index ascending), found without sorting.
 
-Top-k, top-p and their combinations all keep a prefix of that order. It is given by its pivot: the key and the index
-of its last element. Four launches find it, however a row's programs share it; they read the row once and some of it
-again:
+Top-k, top-p and their combinations all keep a prefix of that order. The prefix is described by its pivot: the key and
+the index of its last element. Four launches find it; they read the row once and some of it again:
 
-    scan     largest value of each group of neighbours; largest value and sum of each tile; where k does not rule,
-             a histogram of the values' leading bits
-    bracket  which keys are surely inside the prefix, which surely outside, and which may hold its end
-    gather   sums up what is inside, and lists what is in between; reads only groups that hold any of it, which
-             bracket has listed where k rules
+    scan     the largest value of each group of GROUP neighbours; largest value and sum of each tile; where group maxima
+             do not bound k (see below), a histogram of the values' leading bits
+    bracket  two keys, high and low: elements at or above high are in the prefix, elements below low are not
+    gather   sums the elements at or above high, and lists those between low and high; it reads only groups whose
+             maximum reaches low
     resolve  searches the list for the pivot
 
-A k that is small against the number of groups rules by itself: if T is the k-th largest of the groups' maxima, at least
-k elements are T or more, so all of the k first are, ties included, and only groups whose maximum is T or more hold one.
-Of G groups that agree in nothing but chance, -G log(1 - k / G) elements are T or more: little above k.
+Group maxima bound k where k is small against the number of groups. If T is the k-th largest group maximum, at least k
+elements are T or more. So the first k elements are all T or more, ties included, and only groups whose maximum is T or
+more hold one of them: these are the row's candidate groups. For values in random order, G groups have about
+-G log(1 - k / G) elements at or above T, which is little more than k.
 
-What is added over programs is integers, and of variates the largest is taken, so results depend on no order.
-Probabilities are added as multiples of 2^-40 of (a power of two at or above) the row's largest.
+An example with groups of two and k = 2: the row 5 1 | 7 6 | 2 0 | 3 4 has the maxima 5, 7, 2, 4. T is 5, the candidate
+groups are the first two, and their elements at or above T are 5, 7 and 6. The search in that list ends at pivot 6.
+
+A sample from the prefix is drawn by an exponential race: each element's weight is divided by an exponential variate of
+its own, and the largest quotient wins.
+
+Sums over programs are of integers, and of race scores the largest is taken, so results do not depend on the order of
+programs. Weights are added in fixed point, as multiples of 2^-40 of a power of two at or above the row's largest.
 """
 
 import triton
@@ -25,30 +31,32 @@ import triton.language as tl
 from flashinfer.ops._device.rows import multiple
 
 BINS = tl.constexpr(256)
-# What the values are: any numbers; probabilities (what is negative counts as 0); or logits, whose exponential counts.
+# DOMAIN, what the values are: numbers without weights; probabilities, which are their own weights (a negative one
+# counts as 0); or logits, whose weight is their exponential.
 SCORES = tl.constexpr(0)
 PROBS = tl.constexpr(1)
 LOGITS = tl.constexpr(2)
-# Integers that bracket leaves for a row. Keys at HIGH or above are inside, keys below LOW are outside. NEAR groups
-# reach LOW and are listed; -1 where k does not rule, and none is.
+# Words of a row in `state`, int64 [rows, STATE]. From bracket: keys at HIGH or above are in the prefix, keys below LOW
+# are not; NEAR is the number of candidate groups, which are listed, or -1 where group maxima do not bound k.
 HIGH = tl.constexpr(0)
 LOW = tl.constexpr(1)
-# Integers that resolve leaves: elements above key PIVOT are inside, and those at it up to rank RANK; KEPT of them.
+# From resolve: elements above key PIVOT are in the prefix, and those at PIVOT up to rank RANK; they are KEPT in number.
 PIVOT = tl.constexpr(2)
 RANK = tl.constexpr(3)
 KEPT = tl.constexpr(4)
-NEAR = tl.constexpr(5)
+CANDIDATES = tl.constexpr(5)
 STATE = tl.constexpr(6)
-# Numbers of a row: its largest value (NaN where the row holds NaN or inf), its sum, and the sum of the prefix.
+# Words of a row in `numbers`, float32 [rows, NUMBERS]: the largest value (NaN where the row holds NaN or inf), the sum
+# of weights, and the prefix's sum.
 TOP = tl.constexpr(0)
 SUM = tl.constexpr(1)
 INSIDE = tl.constexpr(2)
 NUMBERS = tl.constexpr(3)
 
-# No value has this key.
+# Below the keys of all values, and above them (an int64).
 LOWEST = tl.constexpr(-(1 << 31))
 BEYOND = tl.constexpr(1 << 31)
-# The key of inf; those of NaN are above. Group maxima count NaN as inf.
+# The key of inf; that of NaN is above. Group maxima count NaN as inf.
 INFINITE = tl.constexpr(0x7F800000)
 
 
@@ -68,8 +76,11 @@ def value_of(key):
 
 @triton.jit
 def bin_of(key, DOMAIN: tl.constexpr):
-    """The bin of a key. Probabilities: 8 bins for each power of two from 2^-31 to 2. Others: 4 for each from 2^-16 to
-    2^16, of either sign. What is beyond is in the outermost bin, what is too small in the one next to zero."""
+    """The bin of a key. Probabilities have 8 bins for each power of two from 2^-31 to 2; other values 4 for each from
+    2^-16 to 2^16, for either sign. Larger magnitudes are in the outermost bin, smaller ones in the bin next to zero.
+
+    A probability of 0.5 has the key 0x3F000000, whose upper 12 bits are 1008: its bin is 1008 - 768 = 240.
+    """
     if DOMAIN == PROBS:
         return tl.minimum(tl.maximum((key >> 20) - 768, 0), 255)
     upper = tl.minimum(tl.maximum((key >> 21) - 444, 0), 127)
@@ -79,7 +90,7 @@ def bin_of(key, DOMAIN: tl.constexpr):
 
 @triton.jit
 def first_key(bin, DOMAIN: tl.constexpr):
-    """The smallest key of a bin, as int64; of bin 256, what no key reaches."""
+    """The smallest key of a bin, as int64; for bin 256, BEYOND."""
     bin = bin.to(tl.int64)
     if DOMAIN == PROBS:
         key = tl.where(bin == 0, 0, (bin + 768) << 20)
@@ -91,13 +102,14 @@ def first_key(bin, DOMAIN: tl.constexpr):
 
 @triton.jit
 def weight_of(value, top, DOMAIN: tl.constexpr):
-    """What a value adds to the sums: itself, or for logits its exponential relative to the row's largest."""
+    """What a value adds to the sums: itself, or for logits exp(value - top), `top` the row's largest."""
     return tl.exp(value - top) if DOMAIN == LOGITS else value
 
 
 @triton.jit
-def unit_of(top, DOMAIN: tl.constexpr):
-    """How many units one is, over lift_of(top): a power of two. The row's largest weight has at most 2^41 units."""
+def fixed_point_scale(top, DOMAIN: tl.constexpr):
+    """The power of two that turns a weight, times lift_of(top), into fixed point: the row's largest weight becomes at
+    most 2^41."""
     if DOMAIN == LOGITS:
         return top * 0 + 1099511627776.0
     exponent = (top.to(tl.int32, bitcast=True) >> 23) & 255
@@ -105,21 +117,24 @@ def unit_of(top, DOMAIN: tl.constexpr):
 
 
 @triton.jit
-def lift_of(top, DOMAIN: tl.constexpr):
-    """2^64 for rows so small that one float32 does not hold their unit, below 2^-63, else 1."""
+def small_row_scale(top, DOMAIN: tl.constexpr):
+    """A second factor of the fixed-point scale: 2^64 where the row's largest is below 2^-63, since one float32 does not
+    hold the whole scale there; else 1."""
     return tl.where(top < 1.0842021724855044e-19, 18446744073709551616.0, 1.0) if DOMAIN == PROBS else 1.0
 
 
 @triton.jit
-def in_units(weight, top, unit, DOMAIN: tl.constexpr):
-    return (weight * lift_of(top, DOMAIN) * unit).to(tl.int64)
+def to_fixed_point(weight, top, scale, DOMAIN: tl.constexpr):
+    """A float32 weight as an int64 in fixed point."""
+    return (weight * small_row_scale(top, DOMAIN) * scale).to(tl.int64)
 
 
 @triton.jit
 def window_of(x, x_row, window, row, columns, UNIT: tl.constexpr):
-    """Where a row begins and how many columns it has: all, or those from its start on, as many as its length.
+    """Pointer to a row's first column, and its number of columns.
 
-    window : pointers indices (the row of x for each row), starts and lengths; None for what there is not.
+    window : pointers indices (the row of x that a row reads), starts (its first column) and lengths; each may be None.
+    Without starts a row begins at column 0, without lengths it ends with x's columns.
     """
     source = row.to(tl.int64)
     if window.indices is not None:
@@ -136,6 +151,7 @@ def window_of(x, x_row, window, row, columns, UNIT: tl.constexpr):
 
 @triton.jit
 def load_values(x, column, inside, DOMAIN: tl.constexpr):
+    """Values as float32, 0 where not `inside`; of probabilities negative ones are 0."""
     value = tl.load(x + column, inside, other=0).to(tl.float32)
     if DOMAIN == PROBS:
         value = tl.where(value < 0, 0.0, value)
@@ -146,7 +162,7 @@ def load_values(x, column, inside, DOMAIN: tl.constexpr):
 def load_tile(x, first, length, DOMAIN: tl.constexpr, TILE: tl.constexpr):
     """The values of columns from `first` on, 0 past the row's end."""
     column = first + tl.arange(0, TILE)
-    # Without a mask aligned rows are read 16 bytes at a time, and all reads are under way before the first is used.
+    # Loads without a mask take 16 bytes of an aligned row each, and all are in flight before the first is used.
     if first + TILE <= length:
         value = tl.load(x + column).to(tl.float32)
     else:
@@ -157,8 +173,8 @@ def load_tile(x, first, length, DOMAIN: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_ranked(x, tile, length, TILE: tl.constexpr):
-    """The values of a tile of which the largest is wanted: inf for NaN, -inf past the row's end."""
+def load_for_max(x, tile, length, TILE: tl.constexpr):
+    """The values of a tile for a maximum: inf for NaN, -inf past the row's end."""
     column = tile * TILE + tl.arange(0, TILE)
     if tile * TILE + TILE <= length:
         value = tl.load(x + column).to(tl.float32)
@@ -169,7 +185,7 @@ def load_ranked(x, tile, length, TILE: tl.constexpr):
 
 @triton.jit
 def row_statistics(tile_top, tile_sum, row, tiles, DOMAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest of a row (NaN, if a tile's is) and the sum of its weights, from those of its tiles."""
+    """The largest value of a row (NaN if that of a tile is) and the sum of its weights, from those of its tiles."""
     at = row.to(tl.int64) * tiles
     top = tl.full([], float("-inf"), tl.float32)
     bad = tl.full([], 0, tl.int32)
@@ -190,28 +206,28 @@ def row_statistics(tile_top, tile_sum, row, tiles, DOMAIN: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def k_rules(k, length, GROUP: tl.constexpr):
-    """Whether k is at most a quarter of a row's groups, so that their maxima tell what the k first may be."""
+def groups_bound_k(k, length, GROUP: tl.constexpr):
+    """Whether the row's group maxima bound k: it is at most a quarter of the number of groups."""
     return k <= tl.cdiv(length, GROUP) // 4
 
 
 @triton.jit
 def may_reach(maxima, row, tile, tiles, key, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Which elements of a tile are in a group that has one at `key` or above."""
+    """Which elements of a tile are in a group whose maximum is `key` or above."""
     maxima += (row.to(tl.int64) * tiles + tile) * (TILE // GROUP)
     largest = tl.load(maxima + tl.arange(0, TILE) // GROUP, tile < tiles, other=LOWEST)
     return largest >= tl.minimum(key, INFINITE).to(tl.int32)
 
 
 @triton.jit
-def reaching(key, edge):
-    """How many of [1, N] keys reach each edge."""
+def count_reaching(key, edge):
+    """How many of the keys [1, N] are at or above each edge."""
     return tl.sum((key >= edge[:, None]).to(tl.int32), 1)
 
 
 @triton.jit
-def parameter(scalar, values, row):
-    """A row's own value, or the one that all rows share."""
+def row_parameter(scalar, values, row):
+    """The row's element of `values`, or `scalar`, which all rows share, where `values` is None."""
     if values is not None:
         value = tl.load(values + row)
     else:
@@ -220,33 +236,34 @@ def parameter(scalar, values, row):
 
 
 @triton.jit
-def better(score, place, best, best_place):
-    """The larger of two scores with its place; of equal ones the first."""
+def larger_score(score, place, best, best_place):
+    """The larger of two scores, with its position; of equal scores `best`."""
     larger = score > best
     return tl.where(larger, score, best), tl.where(larger, place, best_place)
 
 
 @triton.jit
 def race_score(value, variate, DOMAIN: tl.constexpr):
-    """The element with the largest of these is drawn with a probability in proportion to its weight."""
+    """The score in an exponential race: the element with the largest one is a sample in proportion to the weights."""
     return value - tl.log(variate) if DOMAIN == LOGITS else value / variate
 
 
 @triton.jit
-def near_share(count, part, programs, WHOLE: tl.constexpr):
-    """Which of a row's listed groups a program takes: as many as fill tiles of WHOLE groups; none if count is -1."""
+def candidate_share(count, part, programs, WHOLE: tl.constexpr):
+    """The range (first, end) of a row's `count` candidate groups that program `part` reads, in whole tiles of WHOLE
+    groups; an empty range if count is -1."""
     share = tl.cdiv(tl.maximum(count, 0), programs * WHOLE) * WHOLE
     return part * share, tl.minimum(part * share + share, count)
 
 
 @triton.jit
-def load_near(x, near, start, end, length, UNIT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Values and columns of a tile of listed groups, and which of them there are."""
+def load_candidates(x, candidates, start, end, length, UNIT: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Values and columns of a tile of candidate groups, and which of its elements exist."""
     slot = start + tl.arange(0, TILE) // GROUP
     ok = slot < end
-    column = tl.load(near + slot, ok, other=0) * GROUP + tl.arange(0, TILE) % GROUP
-    # The mask is one for UNIT neighbours; what the row's end cuts is read apart. ptxas is still given single reads: the
-    # columns come from memory, and the compiler does not see that they are neighbours.
+    column = tl.load(candidates + slot, ok, other=0) * GROUP + tl.arange(0, TILE) % GROUP
+    # UNIT neighbours share a mask; those that the row's end cuts have a load of their own. The loads stay scalar in
+    # PTX: the columns come from memory, so the compiler cannot see that they are neighbours.
     whole = column // UNIT * UNIT + UNIT <= length
     value = tl.load(x + column, ok & whole, other=0)
     if UNIT > 1:
@@ -256,8 +273,8 @@ def load_near(x, near, start, end, length, UNIT: tl.constexpr, TILE: tl.constexp
 
 @triton.jit
 def listed_keys(start, count, from_list, x, list_value, list_column, least, most, DOMAIN, TILE: tl.constexpr):
-    """Keys and columns of the list's elements; or, where it overflowed, of the row's from `least` to `most`. LOWEST
-    for what is not there."""
+    """Keys and columns of TILE elements of the list; where the list overflowed, of the row's elements with keys from
+    `least` to `most`. Lanes without an element have the key LOWEST."""
     at = start + tl.arange(0, TILE)
     ok = at < count
     column = tl.load(list_column + at, ok & from_list, other=0)
@@ -270,14 +287,15 @@ def listed_keys(start, count, from_list, x, list_value, list_column, least, most
 
 @triton.jit
 def is_kept(key, column, pivot, rank, columns, LAST: tl.constexpr):
-    """Whether elements are in the prefix that ends with this key and rank; the last of equal ones first, if LAST."""
-    mine = columns - 1 - column if LAST else column
-    return (key > pivot) | ((key == pivot) & (mine <= rank))
+    """Whether elements are in the prefix that ends at this pivot and rank. The rank of an element is its column, with
+    LAST its distance from the last column: of equal elements the last come first then."""
+    order = columns - 1 - column if LAST else column
+    return (key > pivot) | ((key == pivot) & (order <= rank))
 
 
 @triton.jit
 def row_winner(part_score, part_column, row, programs, DOMAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """The best score of a row's programs and its column, -1 if there is none; the first of equal ones."""
+    """The best race score of a row's programs, and its column, -1 if there is none; of equal scores the first."""
     best = tl.full([], float("-inf") if DOMAIN == LOGITS else 0.0, tl.float32)
     winner = tl.full([], -1, tl.int32)
     for start in range(0, programs, BLOCK):
@@ -288,5 +306,5 @@ def row_winner(part_score, part_column, row, programs, DOMAIN: tl.constexpr, BLO
         column = tl.load(part_column + at, ok, other=-1)
         score, place = tl.max(score, 0, return_indices=True)
         column = tl.max(tl.where(part == start + place, column, -1), 0)
-        best, winner = better(score, column, best, winner)
+        best, winner = larger_score(score, column, best, winner)
     return best, winner

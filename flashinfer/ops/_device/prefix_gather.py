@@ -1,9 +1,9 @@
-"""The third stage of `prefix`: sums up what is surely inside the prefix, and lists what may be.
+"""The third stage of `prefix`: sums the elements at or above the key `high`, and lists those between `low` and `high`.
 
-Grid: `programs` programs a row, each with `chunk` tiles of TILE columns, of which it reads the groups that may hold
-any; or with its share of the groups that bracket_kernel has listed.
+Grid: `programs` programs a row, each with `chunk` tiles of TILE columns, of which it reads the groups whose maximum
+reaches `low`; or with its share of the candidate groups that bracket_kernel has listed.
 Warps: all share a tile. Shared memory: reductions and scans.
-Inputs: x [rows, columns], a window of each row, maxima, near, state and numbers of the stages before.
+Inputs: x [rows, columns], a window of each row, maxima, candidates, state and numbers of the stages before.
 Outputs: parts [rows, programs], a count, a mass and a winner each; lists.value float32 and lists.column int32 [rows,
 capacity], lists.count int32 [rows].
 Method: `flashinfer/ops/_device/prefix.py`.
@@ -19,31 +19,31 @@ from flashinfer.ops._device.prefix import (
     LOGITS,
     HIGH,
     LOW,
-    NEAR,
+    CANDIDATES,
     STATE,
     TOP,
     NUMBERS,
     BEYOND,
     key_of,
     weight_of,
-    unit_of,
-    in_units,
+    fixed_point_scale,
+    to_fixed_point,
     window_of,
     load_values,
     may_reach,
-    better,
+    larger_score,
     race_score,
-    near_share,
-    load_near,
+    candidate_share,
+    load_candidates,
 )
 
 
 @triton.jit
 def append(between, value, column, listed, list_value, list_column, capacity):
-    """Puts a tile's elements behind those that a row's list has; what does not fit is counted alone."""
+    """Appends a tile's elements to a row's list. Elements past its capacity are counted but not stored."""
     count = tl.sum(between.to(tl.int32), 0)
     if count > 0:
-        # The order is left to chance, and what is listed is read by the next launch: nothing has to be seen before.
+        # The list has no order, and only the next launch reads it: relaxed memory order is enough.
         place = tl.atomic_add(listed, count, sem="relaxed") + tl.cumsum(between.to(tl.int32), 0) - 1
         fits = between & (place < capacity)
         tl.store(list_value + place, value, fits)
@@ -52,26 +52,26 @@ def append(between, value, column, listed, list_value, list_column, capacity):
 
 @triton.jit
 def gather_kernel(
-    x, window, maxima, near, state, numbers, lists, parts, random, x_row, columns, programs, chunk, tiles, capacity,
-    DOMAIN: tl.constexpr, TOP_K: tl.constexpr, MASS: tl.constexpr, RACE: tl.constexpr, SEED: tl.constexpr,
-    OFFSET: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, NEAR_TILE: tl.constexpr, GROUP: tl.constexpr,
+    x, window, maxima, candidates, state, numbers, lists, parts, random, x_row, columns, programs, chunk, tiles,
+    capacity, DOMAIN: tl.constexpr, TOP_K: tl.constexpr, MASS: tl.constexpr, RACE: tl.constexpr, SEED: tl.constexpr,
+    OFFSET: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, CANDIDATE_TILE: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """What is inside: parts.count int32, parts.mass int64 and the winner of its race, parts.score float32 and
-    parts.column int32, all [rows, programs]. What may be: lists.value float32, lists.column int32 [rows, capacity], in
-    any order, and how many they are, lists.count int32 [rows]."""
+    """Of the elements at or above `high`: their number parts.count int32, their weight parts.mass int64, and the winner
+    of their race, parts.score float32 and parts.column int32, all [rows, programs]. The elements between `low` and
+    `high`: lists.value float32 and lists.column int32 [rows, capacity], in any order; lists.count int32 [rows]."""
     begin(PDL)
     row = tl.program_id(0) // programs
     part = tl.program_id(0) % programs
     x, length = window_of(x, x_row, window, row, columns, UNIT)
     high = tl.load(state + row.to(tl.int64) * STATE + HIGH)
     low = tl.load(state + row.to(tl.int64) * STATE + LOW)
-    # Comparisons in 32 bits take half the registers of those in 64.
+    # 32-bit comparisons take half the registers of 64-bit ones.
     some_inside, some_kept = high < BEYOND, low < BEYOND
     high_key, low_key = tl.minimum(high, BEYOND - 1).to(tl.int32), tl.minimum(low, BEYOND - 1).to(tl.int32)
     if MASS:
         top = tl.load(numbers + row * NUMBERS + TOP)
-        unit = unit_of(top, DOMAIN)
+        scale = fixed_point_scale(top, DOMAIN)
     if RACE:
         seed, offset, stream = source_of(random, row, SEED, OFFSET)
         best = tl.full([], float("-inf") if DOMAIN == LOGITS else 0.0, tl.float32)
@@ -83,12 +83,12 @@ def gather_kernel(
     list_value = lists.value + row.to(tl.int64) * capacity
     list_column = lists.column + row.to(tl.int64) * capacity
     if TOP_K:
-        # Where k rules nothing is inside.
-        count = tl.load(state + row.to(tl.int64) * STATE + NEAR).to(tl.int32)
-        near += row.to(tl.int64) * tiles * (TILE // GROUP)
-        start, end = near_share(count, part, programs, NEAR_TILE // GROUP)
-        for slot in range(start, end, NEAR_TILE // GROUP):
-            value, column, ok = load_near(x, near, slot, end, length, UNIT, NEAR_TILE, GROUP)
+        # Where group maxima bound k, bracket sets `high` above all keys: every element is listed, none summed.
+        count = tl.load(state + row.to(tl.int64) * STATE + CANDIDATES).to(tl.int32)
+        candidates += row.to(tl.int64) * tiles * (TILE // GROUP)
+        start, end = candidate_share(count, part, programs, CANDIDATE_TILE // GROUP)
+        for slot in range(start, end, CANDIDATE_TILE // GROUP):
+            value, column, ok = load_candidates(x, candidates, slot, end, length, UNIT, CANDIDATE_TILE, GROUP)
             value = value.to(tl.float32)
             if DOMAIN == PROBS:
                 value = tl.where(value < 0, 0.0, value)
@@ -109,12 +109,12 @@ def gather_kernel(
             inside_count += found
             if found > 0:
                 if MASS:
-                    weight = in_units(weight_of(value, top, DOMAIN), top, unit, DOMAIN)
+                    weight = to_fixed_point(weight_of(value, top, DOMAIN), top, scale, DOMAIN)
                     mass += tl.sum(tl.where(inside, weight, 0), 0)
                 if RACE:
                     score = race_score(value, exponentials(seed, offset, stream, first, TILE), DOMAIN)
                     score, place = tl.max(tl.where(inside, score, best), 0, return_indices=True)
-                    best, winner = better(score, first + place, best, winner)
+                    best, winner = larger_score(score, first + place, best, winner)
             append(between, value, column, listed, list_value, list_column, capacity)
     tl.store(parts.count + tl.program_id(0), inside_count)
     if MASS:

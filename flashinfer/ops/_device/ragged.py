@@ -6,19 +6,20 @@ import triton.language as tl
 
 @triton.jit
 def request_of(indptr, batch, token):
-    """For each of a block of tokens, how many of the requests end at or before it: its request's index.
+    """The request of each of a block of tokens: the number of requests that end at or before it.
 
-    Request i is the tokens from indptr[i] to indptr[i + 1]. A token past the last request gives `batch`.
+    Request i has the tokens indptr[i] to indptr[i + 1] - 1. With indptr 0 3 3 5, token 3 is of request 2. A token past
+    the last request gives `batch`.
     """
     low = tl.zeros_like(token)
     high = low + batch
-    # A search among 0 ... batch ends after as many halvings as batch has bits.
+    # A binary search over 0 ... batch takes as many steps as batch has bits.
     span = batch
     while span > 0:
         middle = (low + high) // 2
-        open = low < high
-        ended = open & (tl.load(indptr + middle + 1, open, other=0) <= token)
+        searching = low < high
+        ended = searching & (tl.load(indptr + middle + 1, searching, other=0) <= token)
         low = tl.where(ended, middle + 1, low)
-        high = tl.where(open & (ended == 0), middle, high)
+        high = tl.where(searching & (ended == 0), middle, high)
         span = span // 2
     return low

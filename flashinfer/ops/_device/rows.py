@@ -1,4 +1,4 @@
-"""Where the rows of a strided tensor are, and what the compiler may know about them."""
+"""Offsets of rows and columns of a strided tensor, with the alignment that the compiler may assume."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ from flashinfer._core.checks import torch_dtype
 
 
 def unit(dtype: str, aligned: bool) -> int:
-    """The UNIT below: elements in 16 bytes where the tensors are `aligned`, else 1."""
+    """UNIT of the functions below: the elements of `dtype` in 16 bytes where the tensors are `aligned`, else 1."""
     return 16 // torch_dtype(dtype).itemsize if aligned else 1
 
 
@@ -18,15 +18,15 @@ def pointer(dtype: str, aligned: bool) -> str:
 
 @triton.jit
 def multiple(x, UNIT: tl.constexpr):
-    """x, a multiple of UNIT, as the compiler sees that it is one; 16-byte accesses depend on it."""
+    """x, which is a multiple of UNIT, in a way that shows the compiler so; 16-byte accesses depend on it."""
     return x // UNIT * UNIT
 
 
 @triton.jit
 def row_offset(row, inner, outer_stride, inner_stride, UNIT: tl.constexpr):
     """Offset in elements, 64 bits, of row `row` of a tensor [outer, inner, columns]; UNIT divides both strides."""
-    # Loads wait for a division for a tenth of a microsecond, and most tensors have no inner rows. What a branch gives
-    # is not seen to be a multiple.
+    # The division delays the loads by 0.1 us, and most tensors have no inner rows. The compiler does not see that the
+    # result of a branch is a multiple of UNIT, so `multiple` is applied after it.
     if inner == 1:
         offset = row.to(tl.int64) * outer_stride
     else:

@@ -1,8 +1,8 @@
-"""Scale factors: where the layouts put them, and rows quantised with one factor per block.
+"""Scale factors: their offsets in each layout, and the quantization of rows with one factor per block.
 
-The quantising leaves take rows `y`, float32 [ROWS, BLOCK] in registers with zeros past the row's end, ROWS and BLOCK
-powers of two, and give codes, as bytes, with the scale factor of each block of V columns. A NaN makes its block's
-factor NaN, and so nothing else.
+The functions that quantize take rows `y`, float32 [ROWS, BLOCK] in registers with zeros past the row's end, ROWS and
+BLOCK powers of two. They return codes, as bytes, and the scale factor of each block of V columns. A NaN makes the
+factor of its block NaN; other blocks are not affected.
 """
 
 import triton
@@ -25,8 +25,11 @@ def scale_offset(row, block, blocks, LAYOUT: tl.constexpr):
     """Offset, 64 bits, of the scale factor of (row, block) in a layout: "linear", "128x4" or "8x4".
 
     `blocks` is the number of factors in a row of the layout; the tiled layouts pad it to a multiple of 4, and rows to
-    one of 128 or 8. A tile of "128x4" is four groups of 32 rows, and takes 512 bytes: row r of group g has its four
-    factors at 16 r + 4 g. A tile of "8x4" is eight rows of four. Tiles of the same rows follow each other.
+    a multiple of 128 or 8. A tile of "128x4" takes 512 bytes and has four groups of 32 rows: row r of group g has its
+    four factors at 16 r + 4 g. A tile of "8x4" is eight rows of four. Tiles of the same rows follow each other.
+
+    With blocks = 8 in "128x4", the factor of row 37 and block 6 is in tile 6 // 4 = 1, group 1, row 5 of the group, at
+    512 + 16 * 5 + 4 * 1 + 2 = 598.
     """
     tl.static_assert(LAYOUT == "linear" or LAYOUT == "128x4" or LAYOUT == "8x4", "linear, 128x4 or 8x4")
     row = row.to(tl.int64)
@@ -40,19 +43,21 @@ def scale_offset(row, block, blocks, LAYOUT: tl.constexpr):
 
 @triton.jit
 def _larger(a, b):
+    """The larger value; NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def block_amax(y, V: tl.constexpr):
-    """The bits, int32 [ROWS, BLOCK // V], of the largest magnitude in each block of V columns, NaN above infinity."""
+    """The largest magnitude in each block of V columns, as the bits of a float32, int32 [ROWS, BLOCK // V]. NaN counts
+    as larger than infinity."""
     largest = tl.reduce(tl.reshape(tl.abs(y), [y.shape[0], y.shape[1] // V, V]), 2, _larger)
     return largest.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def times_blocks(y, factor, V: tl.constexpr):
-    """y [ROWS, BLOCK] times factor [ROWS, BLOCK // V], which stands for V columns each."""
+    """y [ROWS, BLOCK] times factor [ROWS, BLOCK // V], one for V columns."""
     blocks = tl.reshape(y, [y.shape[0], y.shape[1] // V, V]) * factor[:, :, None]
     return tl.reshape(blocks, [y.shape[0], y.shape[1]])
 
@@ -61,8 +66,8 @@ def times_blocks(y, factor, V: tl.constexpr):
 def quantize_fp8(y, V: tl.constexpr, DTYPE: tl.constexpr, POWER_OF_TWO: tl.constexpr, CAPABILITY: tl.constexpr):
     """Codes [ROWS, BLOCK] of e4m3 or e5m2, and float32 scales [ROWS, BLOCK // V]; y is code * scale.
 
-    V = BLOCK makes it one scale a row. scale = amax / largest, at least 2^-126, whose inverse is finite still;
-    POWER_OF_TWO rounds it up to one.
+    V = BLOCK gives one scale a row. scale = amax / largest, at least 2^-126, so that its inverse is finite.
+    POWER_OF_TWO rounds it up to a power of two.
     """
     LARGEST: tl.constexpr = 448.0 if DTYPE == "fp8e4nv" else 57344.0
     amax = block_amax(y, V).to(tl.float32, bitcast=True)
@@ -77,9 +82,10 @@ def quantize_fp8(y, V: tl.constexpr, DTYPE: tl.constexpr, POWER_OF_TWO: tl.const
 
 @triton.jit
 def quantize_rows(y, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, CAPABILITY: tl.constexpr):
-    """Bytes of codes of "fp8e4nv", "i8" or "i4", and float32 factors, one for WIDTH columns, or a row with WIDTH 0.
+    """Bytes of codes of "fp8e4nv", "i8" or "i4", and float32 factors: one for WIDTH columns, or one a row if WIDTH is
+    0.
 
-    The factor is amax / largest, as of `quantize_fp8`. Infinity is the largest float32.
+    The factor is amax / largest, as in `quantize_fp8`. Infinity counts as the largest float32.
     """
     MOST: tl.constexpr = 3.4028234663852886e38
     y = tl.where(tl.abs(y) == float("inf"), tl.where(y > 0, MOST, -MOST), y)
@@ -105,11 +111,11 @@ def quantize_nvfp4(y, global_scale, CAPABILITY: tl.constexpr, SCORE: tl.constexp
     """NVFP4: e2m1 codes [ROWS, BLOCK // 2], and ue4m3 bytes [ROWS, BLOCK // 16]; y is code * factor / global_scale.
 
     factor = e4m3(global_scale * (amax * (1 / 6))), code = e2m1(y * (1 / (factor * (1 / global_scale)))), each
-    operation one float32 rounding. A factor of zero makes zeros of its block. global_scale is a number or [ROWS, 1].
+    operation with one float32 rounding. A factor of zero gives codes of zero. global_scale is a scalar or [ROWS, 1].
 
-    With a SCORE, "mae" or "mse", the same with amax / 4 is tried too, and taken for the blocks where the sum of errors,
-    or of their squares, is less: between 4 and 6, e2m1 has no value. (Cook et al., Four Over Six, 2025,
-    https://arxiv.org/abs/2512.02010)
+    With a SCORE each block is also quantized with amax / 4 in place of amax / 6, and the better of the two is taken:
+    the one with the smaller sum of absolute errors ("mae") or of squared errors ("mse"). e2m1 has no value between 4
+    and 6, so amax / 4 can have smaller errors. (Cook et al., Four Over Six, 2025, https://arxiv.org/abs/2512.02010)
     """
     codes, factor = _nvfp4(y, global_scale, 6, CAPABILITY)
     if SCORE != "":
@@ -136,7 +142,7 @@ def _nvfp4(y, global_scale, PEAK: tl.constexpr, CAPABILITY: tl.constexpr):
 
 @triton.jit
 def _product(a, b, CAPABILITY: tl.constexpr):
-    """a * b, rounded; an addition that follows may not make a fused one of it, which rounds but once."""
+    """a * b, rounded. The compiler cannot fuse it with an addition that follows."""
     if CAPABILITY == 0:
         return a * b
     a, b = tl.broadcast(a, b)
@@ -145,7 +151,8 @@ def _product(a, b, CAPABILITY: tl.constexpr):
 
 @triton.jit
 def _nvfp4_error(y, codes, factor, global_scale, SCORE: tl.constexpr, CAPABILITY: tl.constexpr):
-    """Per block, the sum of |y - decoded| or of its square; neighbours first, so that every rounding is defined."""
+    """Per block, the sum of |y - decoded| or of its square. It is a tree sum with neighbours first: a fixed order gives
+    the same rounding everywhere."""
     tl.static_assert(SCORE == "mae" or SCORE == "mse", "mae or mse")
     scale = from_fp8(factor, "fp8e4nv", CAPABILITY) * reciprocal(global_scale, CAPABILITY)
     SHAPE: tl.constexpr = [y.shape[0], y.shape[1] // 16, 16]
@@ -161,7 +168,7 @@ def _nvfp4_error(y, codes, factor, global_scale, SCORE: tl.constexpr, CAPABILITY
 
 @triton.jit
 def quantize_blocks(y, scale, FORMAT: tl.constexpr, CAPABILITY: tl.constexpr, SCORE: tl.constexpr = tl.constexpr("")):
-    """Codes and factors, bytes, of "nvfp4", "mxfp4" or "mxfp8"; `scale` and SCORE are NVFP4's."""
+    """Codes and factors, as bytes, in "nvfp4", "mxfp4" or "mxfp8". `scale` and SCORE are used by NVFP4 alone."""
     tl.static_assert(FORMAT == "nvfp4" or FORMAT == "mxfp4" or FORMAT == "mxfp8", "nvfp4, mxfp4 or mxfp8")
     if FORMAT == "nvfp4":
         codes, factors = quantize_nvfp4(y, scale, CAPABILITY, SCORE)
@@ -174,13 +181,13 @@ def quantize_blocks(y, scale, FORMAT: tl.constexpr, CAPABILITY: tl.constexpr, SC
 
 @triton.jit
 def quantize_mxfp4(y, CAPABILITY: tl.constexpr):
-    """MXFP4: e2m1 codes [ROWS, BLOCK // 2], and ue8m0 bytes [ROWS, BLOCK // 32], least factors with amax within 6."""
+    """MXFP4: e2m1 codes [ROWS, BLOCK // 2], and ue8m0 bytes [ROWS, BLOCK // 32], the least with amax / factor <= 6."""
     factor = to_ue8m0(block_amax(y, 32), 6)
     return to_e2m1(times_blocks(y, inverse_ue8m0(factor), 32), CAPABILITY), factor
 
 
 @triton.jit
 def quantize_mxfp8(y, CAPABILITY: tl.constexpr):
-    """MXFP8: e4m3 codes [ROWS, BLOCK], and ue8m0 bytes [ROWS, BLOCK // 32], least factors with amax within 448."""
+    """MXFP8: e4m3 codes [ROWS, BLOCK], and ue8m0 bytes [ROWS, BLOCK // 32], the least with amax / factor <= 448."""
     factor = to_ue8m0(block_amax(y, 32), 448)
     return to_fp8(times_blocks(y, inverse_ue8m0(factor), 32), "fp8e4nv", CAPABILITY), factor

@@ -1,16 +1,16 @@
-"""Tiles and warps of kernels that read long rows, shared by several programs, as `prefix` does."""
+"""Tile sizes and warp counts of `prefix`, whose kernels share long rows among programs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Elements that a program reads at once: 8 KiB of float32, of which a multiprocessor has four or more in flight. Rows
-# are summed tile by tile, so this number decides their last bits. 1024 makes top-k with top-p of 64 x 128256 6 % faster
-# and plain draws 8 % slower, 4096 neither faster (H100).
+# Elements that a program reads at once: 8 KiB of float32; a multiprocessor has four or more such tiles in flight. Rows
+# are summed tile by tile, so a sum's last bits depend on this number. 1024 makes top-k with top-p of 64 x 128256 6 %
+# faster and plain sampling 8 % slower; 4096 makes neither faster (H100).
 TILE = 2048
-# Neighbours whose largest value is kept: 256 bytes of float32, two lines to read again. A k rules as far as a quarter
-# of the groups goes, 501 of 128256 columns. Reading the maxima in each step, a program brackets a row of
-# 128256 columns in 6.6 us with 64 and in 9.6 with 32 (H200).
+# Neighbours whose largest value is stored: 256 bytes of float32, two cache lines to read again. Group maxima bound a k
+# up to a quarter of the groups, which is 501 for 128256 columns. The bracket stage of such a row takes 6.6 us with
+# groups of 64 and 9.6 us with 32 (H200).
 GROUP = 64
 
 
@@ -38,12 +38,11 @@ class Config:
 
 
 def portable(problem, target) -> Config:
-    # 8 elements a thread: with 16 the kernel that sums and draws takes up to 220 registers, and two programs fill a
-    # multiprocessor.
+    # 8 elements a thread. With 16 the gather kernel takes up to 220 registers, and a multiprocessor holds two programs.
     num_warps = max(TILE // 256, 1)
-    # A list is seldom longer than a hundred. A step waits for a sum over the warps, however many keys it tries: top-k
-    # and top-p of 1 x 128256 take 48.9 us with 8 ways and tiles of 512, 56.6 with halving and tiles of 1024 (H100).
-    # The 2004 groups of 128256 columns stay in registers, 8 a thread; more than 2048 are read again in each step. Their
-    # bracket takes 6.2 us of 64 rows (H200).
+    # A list seldom has more than a hundred elements. A search step waits for one sum over the warps, whatever number of
+    # keys it tests: top-k and top-p of 1 x 128256 take 48.9 us with 8 ways and tiles of 512, 56.6 with a binary search
+    # and tiles of 1024 (H100). The 2004 group maxima of 128256 columns stay in registers, 8 a thread; maxima past 2048
+    # are read again in each step. The bracket stage takes 6.2 us for 64 such rows (H200).
     return Config(TILE, num_warps, 512, 4, ways=8, group=GROUP, group_tile=2048, group_warps=8,
                   early=target.pdl)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Operands of products: factors are loaded, and codes widened to what the tensor cores take, times their factors.
+"""Dequantizes operands of matrix products: loads factors, widens codes to a tensor core's dtype, multiplies the two.
 
 `flashinfer/ops/formats.py` has the elements and factors that are named here.
 """
@@ -17,12 +17,13 @@ def load_factors(
 ):  # fmt: skip
     """Factors [ROWS, COUNT] of rows `row` [ROWS], from block `first` on; 0 where a row is not `ok` and from `count` on.
 
-    Of "linear", rows are `pitch` apart and blocks `step`. Of "strips", STRIP blocks of all rows lie side by side, row
-    after row, and the next STRIP blocks `pitch` further: block 5 of row 7, with a STRIP of 4, at pitch + 7 * 4 + 1. Of
-    the tiled layouts `pitch` is the number of blocks in a row of the layout, as in `scale_offset`.
+    LAYOUT "linear": rows are `pitch` apart and blocks `step`. "strips": STRIP blocks of each row lie side by side, row
+    after row, and the next STRIP blocks begin `pitch` further; with a STRIP of 4, block 5 of row 7 is at pitch + 7 * 4
+    + 1. The tiled layouts "128x4" and "8x4": `pitch` is the number of blocks in a row of the layout, as in
+    `scale_offset`.
 
-    With WORDS, of bytes that lie side by side in fours, four are read at a time: `first`, `count`, `pitch` and the base
-    divide by 4.
+    WORDS reads four bytes at a time, where four blocks lie side by side: `first`, `count`, `pitch` and the address
+    `base` are multiples of 4.
     """
     if WORDS:
         word = first + 4 * tl.arange(0, COUNT // 4)
@@ -45,7 +46,7 @@ def load_factors(
 
 @triton.jit
 def widen(codes, ELEMENT: tl.constexpr, COMPUTE: tl.constexpr, CAPABILITY: tl.constexpr):
-    """Codes of an element as COMPUTE, which holds them exactly."""
+    """Codes of a number format ELEMENT as the dtype COMPUTE, which represents them exactly."""
     if ELEMENT == "e2m1":
         wide = from_e2m1(codes)
     elif ELEMENT == "i4":
@@ -59,7 +60,7 @@ def widen(codes, ELEMENT: tl.constexpr, COMPUTE: tl.constexpr, CAPABILITY: tl.co
 
 @triton.jit
 def wide_factors(factors, FACTOR: tl.constexpr, CAPABILITY: tl.constexpr):
-    """Factors as float32; of "ue8m0" and "ue4m3" they are bytes."""
+    """Factors as float32. Factors in "ue8m0" and "ue4m3" come as bytes."""
     if FACTOR == "ue8m0":
         wide = from_ue8m0(factors)
     elif FACTOR == "ue4m3":
@@ -74,22 +75,25 @@ def widen_blocks(
     codes, factors, ELEMENT: tl.constexpr, FACTOR: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
     CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """Codes [ROWS, .] times the factors [ROWS, blocks] of their blocks of WIDTH, as COMPUTE.
+    """Codes [ROWS, .] times the factors [ROWS, blocks] of their blocks of WIDTH columns, as the dtype COMPUTE.
 
-    The product of e2m1 and ue4m3 has 6 significant bits and that of anything and a power of two its own: both are exact
-    in bfloat16, within its range.
+    Two products are exact in bfloat16, within its range: e2m1 times ue4m3 has 6 significant bits, and a code times a
+    power of two has the code's.
     """
     wide = widen(codes, ELEMENT, tl.float32, CAPABILITY)
     return times_blocks(wide, wide_factors(factors, FACTOR, CAPABILITY), WIDTH).to(COMPUTE)
 
 
-# FP4 is read from memory at 30 values a clock and multiprocessor on an H100, so few instructions are left for each: as
-# float32, values and factors take three times as many as two bfloat16 at a time do.
+# PTX for four bytes of e2m1 codes ($4) and their four float32 factors ($5 ... $8): $0 and $1 become the low codes of
+# the four bytes, $2 and $3 the high ones, each times its factor, two bfloat16 in a register.
 #
-# An e2m1 in the sign, the two lowest exponent bits and the highest mantissa bit of a bfloat16 has an exponent bias 126
-# larger; 0x7E80 is 2^126. It is restored before the factor comes, for both together may be out of range. The values of
-# neighbouring bytes are the halves of a register, as their factors are: $5 ... $8 are float32. fma with -0 is a product
-# that compute capability 8.0 has too.
+# An H100 reads FP4 from memory at 30 values a clock and multiprocessor, which leaves few instructions for each. Two
+# bfloat16 at a time take a third of the instructions of float32.
+#
+# The three bits of a magnitude go to the two lowest exponent bits and the highest mantissa bit of a bfloat16. This
+# bfloat16 is the value over 2^126: 1.5, e2m1 code 0b011, becomes 0x00C0, which is 1.5 * 2^-126. The first fma
+# multiplies by 2^126 (0x7E80), the second by the factor; one product of both could overflow. fma with -0 is a
+# multiplication that compute capability 8.0 has too.
 _E2M1_TIMES = tl.constexpr("""
 {
 .reg .b32 pair, code, factor, none, power;
@@ -127,9 +131,10 @@ fma.rn.bf16x2 $3, $3, factor, none;
 
 @triton.jit
 def e2m1_times(codes, factor, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
-    """e2m1 bytes [rows, n] times float32 factors [rows, n], one a byte: the low halves and the high halves as DTYPE.
+    """e2m1 bytes [rows, n] times float32 factors [rows, n], one a byte: the codes in the low halves of the bytes, and
+    those in the high halves, each [rows, n] of DTYPE.
 
-    Exact where DTYPE holds the products; bfloat16 holds those with factors in ue4m3 and, within its range, ue8m0.
+    Exact where DTYPE represents the products: bfloat16 does with factors in ue4m3 and, within its range, in ue8m0.
     """
     if CAPABILITY >= 80 and DTYPE == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
@@ -148,7 +153,7 @@ def e2m1_times(codes, factor, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
 def halves(
     codes, factors, FACTOR: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr, CAPABILITY: tl.constexpr
 ):  # fmt: skip
-    """`widen_blocks` of e2m1, the even columns and the odd ones apart, [ROWS, BYTES] each."""
+    """`widen_blocks` of e2m1 as two tensors: the even columns and the odd columns, [ROWS, BYTES] each."""
     wide = wide_factors(factors, FACTOR, CAPABILITY)
     SHAPE: tl.constexpr = [codes.shape[0], codes.shape[1] // (WIDTH // 2), WIDTH // 2]
     wide = tl.reshape(tl.broadcast_to(wide[:, :, None], SHAPE), codes.shape)

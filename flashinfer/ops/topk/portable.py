@@ -20,7 +20,7 @@ from flashinfer.ops._device import find_prefix as stages
 from flashinfer.ops._device.find_prefix import Filters, Parameters, Stages, start
 from flashinfer.ops._device.prefix import (
     KEPT,
-    NEAR,
+    CANDIDATES,
     PIVOT,
     RANK,
     SCORES,
@@ -28,9 +28,9 @@ from flashinfer.ops._device.prefix import (
     is_kept,
     key_of,
     listed_keys,
-    load_near,
+    load_candidates,
     may_reach,
-    near_share,
+    candidate_share,
     window_of,
 )
 from flashinfer.ops.topk import TopK, short
@@ -68,9 +68,9 @@ def kept_before(
 
 @triton.jit
 def emit_kernel(
-    x, window, maxima, near, state, lists, places, out, where, x_row, out_row, raw_row, pages, k, columns,
+    x, window, maxima, candidates, state, lists, places, out, where, x_row, out_row, raw_row, pages, k, columns,
     programs, chunk, tiles, capacity,
-    LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, NEAR_TILE: tl.constexpr, GROUP: tl.constexpr,
+    LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, CANDIDATE_TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Writes the elements of a row's prefix in the order of their indices: `places` has where each program begins, or
     where groups are listed, each counts what comes before its own.
@@ -82,27 +82,27 @@ def emit_kernel(
     x, length = window_of(x, x_row, window, row, columns, UNIT)
     at = state + row.to(tl.int64) * STATE
     pivot, rank, kept = tl.load(at + PIVOT), tl.load(at + RANK), tl.load(at + KEPT).to(tl.int32)
-    near_groups = tl.load(at + NEAR).to(tl.int32)
-    near += row.to(tl.int64) * tiles * (TILE // GROUP)
+    candidate_groups = tl.load(at + CANDIDATES).to(tl.int32)
+    candidates += row.to(tl.int64) * tiles * (TILE // GROUP)
     out_value, out_index, raw = out.value, out.index + row.to(tl.int64) * out_row, out.raw
     if out_value is not None:
         out_value += row.to(tl.int64) * k
     if raw is not None:
         raw += row.to(tl.int64) * raw_row
     shift, batch = moved_by(row, where, window.starts)
-    first, end = near_share(near_groups, part, programs, NEAR_TILE // GROUP)
+    first, end = candidate_share(candidate_groups, part, programs, CANDIDATE_TILE // GROUP)
     if first < end:
         place = kept_before(
-            tl.load(near + first) * GROUP, lists, row, capacity, x, length, pivot, rank, columns, LAST, TILE
+            tl.load(candidates + first) * GROUP, lists, row, capacity, x, length, pivot, rank, columns, LAST, TILE
         )
-        for slot in range(first, end, NEAR_TILE // GROUP):
-            value, column, ok = load_near(x, near, slot, end, length, UNIT, NEAR_TILE, GROUP)
+        for slot in range(first, end, CANDIDATE_TILE // GROUP):
+            value, column, ok = load_candidates(x, candidates, slot, end, length, UNIT, CANDIDATE_TILE, GROUP)
             key = key_of(value.to(tl.float32)).to(tl.int64)
             mine = ok & is_kept(key, column, pivot, rank, columns, LAST)
             place += write_found(
                 value, column, mine, place, out_value, out_index, raw, k, shift, where, batch, pages
             )
-    if near_groups < 0:
+    if candidate_groups < 0:
         place = tl.load(places + tl.program_id(0))
         for i in range(chunk):
             tile = part * chunk + i
@@ -158,11 +158,11 @@ def stages_of(problem: TopK) -> Stages:
 def _build_emit(problem, config):
     s = stages_of(problem)
     p = Parameters().add(stages.rows_pointer(s), "x").window("", s.starts, s.lengths)
-    p.add("*i32", "maxima", "near").add("*i64", "state")
+    p.add("*i32", "maxima", "candidates").add("*i64", "state")
     p.add("*i32", "lists.count").add("*fp32", "lists.value").add("*i32", "lists.column", "places")
     add_results(p, problem).add("i32", "programs", "chunk", "tiles", "capacity")
     unit = stages.constants_of(s)["UNIT"]
-    constants = p.constants | stages.groups_of(config) | stages.near_tile_of(config)
+    constants = p.constants | stages.groups_of(config) | stages.candidate_tile_of(config)
     constants |= {"LAST": problem.last, "UNIT": unit}
     return Build(emit_kernel, p.types, constants, num_warps=config.num_warps)
 
@@ -215,8 +215,8 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
         short.run(problem, config, x, k, (starts, lengths), results)
     else:
         found = stages.find_prefix(stages_of(problem), config, x, rows, Filters(k=k, starts=starts, lengths=lengths))
-        start(launch_emit, problem, config, (rows * found.programs, 1, 1), x, starts, lengths, found.maxima, found.near,
-              found.state, found.listed, found.list_value, found.list_column, found.part_count,
+        start(launch_emit, problem, config, (rows * found.programs, 1, 1), x, starts, lengths, found.maxima,
+              found.candidates, found.state, found.listed, found.list_value, found.list_column, found.part_count,
               *results.arguments(x, k), found.programs, found.chunk, found.tiles,
               found.list_column.shape[1])  # fmt: skip
     if problem.result == "sorted":

@@ -1,7 +1,8 @@
-"""Sums of products on Hopper: a ring of operand tiles that come by TMA, and the loop of wgmma over it.
+"""The main loop of a Hopper GEMM: a ring of operand tiles in shared memory, filled by TMA and read by wgmma.
 
-Two warpgroups multiply. They share the tile's B and have 64 rows of A each, or share its A and have half of B's columns
-each (few rows). One warp copies tiles of A and B, block of K by block, as stages of the ring come free.
+Two consumer warpgroups multiply. They have 64 rows of A each and share the tile of B; or, for few rows, they share the
+tile of A and have half of B's columns each. One producer warp copies tiles of A and B, one block of K after another, as
+stages of the ring become free.
 """
 
 from flashinfer._core.gluon_compat import (
@@ -14,7 +15,7 @@ from flashinfer._core.gluon_compat import (
 )
 from flashinfer.ops._device.sm90.ring import Channel, make_channel
 
-# Rows of a warpgroup's tile: what one wgmma takes.
+# Rows of a warpgroup's tile: M of one wgmma.
 ROWS = gl.constexpr(64)
 
 
@@ -25,19 +26,19 @@ class Settings:
     BLOCK_N: gl.constexpr
     BLOCK_K: gl.constexpr
     STAGES: gl.constexpr
-    # Tiles of A, and of B, that the two warpgroups have: one that they share, or one each.
+    # Tiles of A, and of B, in a stage: 1 that the two warpgroups share, or 2, one for each.
     A_PARTS: gl.constexpr
     B_PARTS: gl.constexpr
-    # Rows of A that one copy brings; wgmma reads 64, and of the others nothing is kept.
+    # Rows of A that one TMA copy loads. wgmma reads 64; the results of rows past BOX are discarded.
     BOX: gl.constexpr
-    # Tiles of a column that are walked before the next column's, for the L2 cache.
+    # Tiles of a column that are computed before the next column's, for the L2 cache (`raster` in walk.py).
     GROUP: gl.constexpr
-    # What is contiguous in memory: "k", "n", or "blocks" of both.
+    # The contiguous axis of B in memory: "k", "n", or "blocks" of both.
     B_MAJOR: gl.constexpr
     SPLIT: gl.constexpr
     SCALES: gl.constexpr
     BIAS: gl.constexpr
-    # Blocks of K that a consumer takes together, and that K slices are counted in.
+    # Blocks of K in one step of a consumer's loop; K slices are whole steps.
     UNROLL: gl.constexpr
 
     @gluon.constexpr_function
@@ -90,7 +91,7 @@ def make_ring(DTYPE: gl.constexpr, settings: Settings, WRITERS: gl.constexpr = 1
 
 @gluon.jit
 def copy_blocks(a_map, b_map, ring: Ring, step, a_entry, row, b_entry, column, begin, end):
-    """One warp: copies the tiles of A from `row` on, and of B from `column` on, of K's blocks from `begin` to `end`."""
+    """Producer warp: copies the tiles of A from `row` on and of B from `column` on, for steps of K `begin` to `end`."""
     settings = ring.settings
     BYTES: gl.constexpr = ring.a.dtype.primitive_bitwidth // 8
     PART_N: gl.constexpr = settings.BLOCK_N // settings.B_PARTS
@@ -126,7 +127,7 @@ def sum_products(WG: gl.constexpr, ring: Ring, acc, step, begin, end):
             b = b.permute([1, 0])
         ring.channel.wait(step)
         acc = warpgroup_mma(a, b, acc, is_async=True)
-        # The block before is done with: its stage is free while this one is multiplied.
+        # The previous product is complete, so its stage is free while this one is computed.
         acc = warpgroup_mma_wait(1, [acc])
         ring.channel.release(step + ring.settings.STAGES - 1, pred=block > begin)
         step += 1
@@ -137,7 +138,7 @@ def sum_products(WG: gl.constexpr, ring: Ring, acc, step, begin, end):
 
 @gluon.jit
 def halves(acc):
-    """The left and the right columns of a warpgroup's tile; no register moves."""
+    """The left and the right half of a warpgroup's columns. No register is moved: each thread has both."""
     HALF: gl.constexpr = acc.shape[1] // 2
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     left, right = acc.reshape([ROWS, 2, HALF]).permute([0, 2, 1]).split()

@@ -1,6 +1,7 @@
-"""Records of a few int32 words that one warp publishes in shared memory, and the warps of other roles read.
+"""Records of a few int32 words that one warp writes to shared memory and warps of other roles read.
 
-A record says what is computed next: nothing of it is kept in registers through a loop over K or keys.
+A record describes a work item. Warps read its words where they use them, so the words take no registers during a loop
+over K or over keys.
 """
 
 from flashinfer._core.gluon_compat import aggregate, gl, gluon
@@ -9,7 +10,7 @@ from flashinfer.ops._device.sm90.ring import Channel, make_channel
 
 @gluon.jit
 def write_words(place, values):
-    """Stores a tuple of int32 in shared memory [len(values)], a power of two."""
+    """Stores a tuple of int32 `values` in shared memory [len(values)], a power of two."""
     COUNT: gl.constexpr = place.shape[0]
     LAYOUT: gl.constexpr = gl.BlockedLayout([COUNT], [32], [gl.num_warps()], [0])
     index = gl.arange(0, COUNT, LAYOUT)
@@ -29,7 +30,7 @@ def read_word(place, I: gl.constexpr = 0):
 
 @aggregate
 class Slots:
-    """Record n is in slot n % SLOTS of `words`, int32 [SLOTS, WORDS]. Who orders writes and reads is the caller's."""
+    """Record n is in slot n % SLOTS of `words`, int32 [SLOTS, WORDS]. The caller orders writes and reads."""
 
     words: gl.shared_memory_descriptor
 
@@ -48,7 +49,7 @@ class Slots:
 
 @aggregate
 class Queue:
-    """Slots with a channel: a record is published once all readers have released the one before it in its slot."""
+    """Slots with a channel: a record is written once all readers have released the slot's previous record."""
 
     slots: Slots
     channel: Channel
@@ -61,7 +62,7 @@ class Queue:
 
     @gluon.jit
     def take(self, number):
-        """A reader of records of one word: waits for it, and releases its slot."""
+        """Reader of records of one word: waits for record `number`, reads it, releases its slot."""
         self.channel.wait(number)
         word = self.slots.read(number)
         self.channel.release(number)

@@ -1,4 +1,4 @@
-"""A channel between the warps that fill stages of shared memory and the warps that read them.
+"""A pair of mbarriers for each stage of a ring, between the warps that fill stages and the warps that read them.
 
 Both sides count their steps from 0. Step n uses stage n % STAGES, and an mbarrier completes once in STAGES steps, so
 its phase is (n // STAGES) & 1. With three stages:
@@ -7,7 +7,8 @@ its phase is (n // STAGES) & 1. With three stages:
     stage    0  1  2  0  1  2  0
     phase    0  0  0  1  1  1  0
 
-A writer waits for the phase before its own, which for the first STAGES steps counts as complete: stages begin free.
+A writer waits for the phase before its own. For the first STAGES steps an mbarrier counts that phase as complete, so
+all stages are free at first.
 """
 
 from flashinfer._core.gluon_compat import aggregate, gl, gluon, mbarrier
@@ -41,7 +42,7 @@ class Channel:
 
     @gluon.jit
     def expect(self, step, size):
-        """Writer: acquire, for copies of `size` bytes in all: (stage, the barrier that they signal)."""
+        """Writer: acquire for TMA copies of `size` bytes in all: (stage, the mbarrier that they signal)."""
         full = self.full.index(self.stage(step))
         stage = self.acquire(step)
         mbarrier.expect(full, size)
@@ -49,7 +50,7 @@ class Channel:
 
     @gluon.jit
     def commit(self, step, pred=True):
-        """Writer: one arrival of those that make the stage full."""
+        """Writer: one of the arrivals that make the stage full."""
         mbarrier.arrive(self.full.index(self.stage(step)), count=1, pred=pred)
 
     @gluon.jit
@@ -61,13 +62,13 @@ class Channel:
 
     @gluon.jit
     def release(self, step, pred=True):
-        """Reader: one arrival of those that free the stage."""
+        """Reader: one of the arrivals that free the stage."""
         mbarrier.arrive(self.empty.index(self.stage(step)), count=1, pred=pred)
 
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT mbarriers, each of which completes a phase with so many arrivals."""
+    """COUNT mbarriers, each of which completes a phase after ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -76,7 +77,8 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def make_channel(STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
-    """A channel whose stages are full after WRITERS arrivals, and free after READERS. Before roles part."""
+    """A channel whose stages are full after WRITERS arrivals, and free after READERS. All warps of the block call it,
+    before warp specialization."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):

@@ -1,12 +1,16 @@
-"""Sums of FP8 products with a scale for each 128 of K of a row of A, and of 128 rows of B.
+"""FP8 products with block scales: one scale for a row of A and 128 of K, one for 128 rows of B and 128 of K.
 
-The tensor cores sum 128 of K, with the few bits that they keep; a float32 sum takes that up with its factor. Factors, a
-scale of A times one of B, are brought by a warp of their own, beside the stage of the ring that they belong to: the
-warpgroups that multiply wait for no memory and hold no addresses. To tiles of 64 rows, which wait for memory, the warp
-copies the scales themselves, as deep as the ring, and the warpgroups multiply them. A warpgroup that has 128 columns or
-fewer has two sums of the tensor cores: while one is scaled and added, they fill the other. UNROLL blocks of K make a
-step of the loop, at whose end both are empty: an accumulator that is in flight across the loop's back edge makes ptxas
-wait for every product.
+The tensor cores sum one block of 128 of K, with their reduced accumulator precision. A float32 accumulator in registers
+then adds that sum times its factor, which is a scale of A times a scale of B.
+
+A warp of its own loads factors into shared memory, into the stage of the ring that they belong to, so that the consumer
+warpgroups wait for no global load and keep no addresses. For tiles of more than 64 rows this warp multiplies the two
+scales. Tiles of 64 rows are bound by memory latency: there the warp only copies both scales with cp.async, as many
+blocks ahead as the ring has stages, and the warpgroups multiply them.
+
+A warpgroup with 128 columns or fewer has two tensor core accumulators: one is filled while the other is scaled and
+added. One loop step has UNROLL blocks of K and ends with both accumulators complete, because ptxas waits after every
+wgmma if an accumulator is in flight across the loop's back edge.
 """
 
 from flashinfer._core.gluon_compat import (
@@ -24,7 +28,12 @@ from flashinfer.ops._device.sm90.mma import ROWS, Ring, Settings
 
 @aggregate
 class Scales:
-    """What scales are for one tile: addresses of the first block's, for each row of A and for 128 columns of B."""
+    """The scales of one tile.
+
+    a : pointers to the first block's scale of each row of A; b : of the tile's first 128 columns of B. row_ok, right_ok
+    : which rows exist, and whether the columns from 128 on do. a_k, b_k : strides from one block of K to the next.
+    b_column : stride to the next 128 columns.
+    """
 
     a: gl.tensor
     b: gl.tensor
@@ -37,7 +46,8 @@ class Scales:
 
 @gluon.jit
 def make_factors(settings: Settings):
-    """Of each stage, for each row: its factor for each 128 columns; of tiles of 64 rows its scale, and the columns'."""
+    """Shared memory of the ring's stages. A stage has a factor of each row for each 128 columns; for tiles of 64 rows,
+    the scale of each row of A, then the scale of B."""
     EACH: gl.constexpr = 2 if settings.A_PARTS == 1 else settings.BLOCK_N // 128
     return gl.allocate_shared_memory(
         gl.float32, [settings.STAGES * EACH, settings.A_PARTS * ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -46,49 +56,52 @@ def make_factors(settings: Settings):
 
 @gluon.jit
 def rows_of(row, settings: Settings):
-    """The rows of a tile, as the warp that brings factors has them."""
+    """The rows of a tile in the layout of the warp that loads factors."""
     return row + gl.arange(0, settings.A_PARTS * ROWS, gl.BlockedLayout([1], [32], [1], [0]))
 
 
 @gluon.jit
 def _scales_of(first, blocks, scales: Scales, COUNT: gl.constexpr, WIDE: gl.constexpr):
-    """Of COUNT blocks of K: a scale for each row, for the left 128 columns and for the right; past the end zeros."""
+    """For each of COUNT blocks of K from `first` on: the scales of the rows, of the left 128 columns, and with WIDE of
+    the right 128 columns. Zeros past the last block."""
     found = ()
     for i in gl.static_range(COUNT):
         block = first + i
-        there = block < blocks
-        a = gl.load(scales.a + block * scales.a_k, mask=scales.row_ok & there, other=0.0)
-        left = gl.load(scales.b + block * scales.b_k, mask=there, other=0.0)
+        ok = block < blocks
+        a = gl.load(scales.a + block * scales.a_k, mask=scales.row_ok & ok, other=0.0)
+        left = gl.load(scales.b + block * scales.b_k, mask=ok, other=0.0)
         right = left
         if WIDE:
-            right = gl.load(scales.b + scales.b_column + block * scales.b_k, mask=there & scales.right_ok, other=0.0)
+            right = gl.load(scales.b + scales.b_column + block * scales.b_k, mask=ok & scales.right_ok, other=0.0)
         found += ((a, left, right),)
     return found
 
 
 @gluon.jit
-def bring_factors(ring: Ring, factors, scales: Scales, step, begin, end, blocks):
-    """One warp: what sums of each block of K are multiplied with, beside its stage of the ring; past the end zeros."""
+def load_factors(ring: Ring, factors, scales: Scales, step, begin, end, blocks):
+    """Scale warp: loads the factors of steps of K `begin` to `end` into the ring's stages; zeros past the last
+    block."""
     begin *= ring.settings.UNROLL
     end *= ring.settings.UNROLL
     if ring.settings.A_PARTS == 1:
         step = _copy_scales(ring, factors, scales, step, begin, end, blocks)
     else:
-        step = _bring_products(ring, factors, scales, step, begin, end, blocks)
+        step = _load_products(ring, factors, scales, step, begin, end, blocks)
     return step
 
 
 @gluon.jit
 def _copy_scales(ring: Ring, factors, scales: Scales, step, begin, end, blocks):
-    """Scales, copied as stages come free and waited for by nobody before their stage is used: those of as many blocks
-    are on their way as there are stages."""
+    """Copies scales of A and B as stages become free. Only the readers of a stage wait for its copies, so the copies of
+    all stages can be in flight."""
     for block in range(begin, end):
-        there = scales.row_ok & (block < blocks)
+        ok = scales.row_ok & (block < blocks)
         stage = ring.channel.acquire(step)
-        cp_async(factors.index(stage * 2), scales.a + block * scales.a_k, mask=there)
-        of_columns = scales.b + block * scales.b_k + gl.zeros_like(there).to(gl.int32)
-        cp_async(factors.index(stage * 2 + 1), of_columns, mask=there)
-        # Each thread arrives when its copies have, beside the one arrival that a stage waits for: this one is the last.
+        cp_async(factors.index(stage * 2), scales.a + block * scales.a_k, mask=ok)
+        b_scales = scales.b + block * scales.b_k + gl.zeros_like(ok).to(gl.int32)
+        cp_async(factors.index(stage * 2 + 1), b_scales, mask=ok)
+        # cp_async_arrive keeps the phase incomplete until each thread's copies have arrived. It leaves the number of
+        # expected arrivals as it is: the stage expects one, the commit below.
         cp_async_arrive(ring.channel.full.index(stage))
         block_barrier()
         ring.channel.commit(step)
@@ -97,18 +110,18 @@ def _copy_scales(ring: Ring, factors, scales: Scales, step, begin, end, blocks):
 
 
 @gluon.jit
-def _bring_products(ring: Ring, factors, scales: Scales, step, begin, end, blocks):
-    """Factors, multiplied here: it would take the time of warpgroups that are bound by what they execute."""
+def _load_products(ring: Ring, factors, scales: Scales, step, begin, end, blocks):
+    """Multiplies the two scales and stores the factors: the consumer warpgroups have no issue slots to spare for it."""
     PARTS: gl.constexpr = ring.settings.BLOCK_N // 128
-    # Blocks at once: their way from memory is longer than the products of one block of 128 columns take.
+    # Blocks loaded at once. The latency of a load is longer than the products of one block of 128 columns.
     COUNT: gl.constexpr = min(ring.settings.UNROLL, 2)
     found = _scales_of(begin, blocks, scales, COUNT, PARTS == 2)
     for first in range(begin, end, COUNT):
-        # The next ones are on their way while free stages are waited for.
-        now = found
+        # The next scales are loaded while this warp waits for free stages.
+        current = found
         found = _scales_of(first + COUNT, blocks, scales, COUNT, PARTS == 2)
         for i in gl.static_range(COUNT):
-            a, left, right = now[i]
+            a, left, right = current[i]
             stage = ring.channel.acquire(step)
             factors.index(stage * PARTS).store(a * left)
             if PARTS == 2:
@@ -119,8 +132,8 @@ def _bring_products(ring: Ring, factors, scales: Scales, step, begin, end, block
 
 
 @gluon.jit
-def _start(A_PART: gl.constexpr, B_PART: gl.constexpr, ring: Ring, zeros, step):
-    """Start the products of one block of K."""
+def _issue_product(A_PART: gl.constexpr, B_PART: gl.constexpr, ring: Ring, zeros, step):
+    """Wait for the operands of one block of K, and issue its wgmma."""
     stage = ring.channel.stage(step)
     a = ring.of_a(A_PART, stage)
     b = ring.of_b(B_PART, stage)
@@ -130,58 +143,59 @@ def _start(A_PART: gl.constexpr, B_PART: gl.constexpr, ring: Ring, zeros, step):
 
 @gluon.jit
 def _factors_of(WG: gl.constexpr, PART: gl.constexpr, ring: Ring, factors, step, LAYOUT: gl.constexpr):
-    """[ROWS, 1]: of one block of K, whose stage is full, and of 128 columns."""
+    """The factors [ROWS, 1] of one block of K and of the PART-th 128 columns. The block's stage is full."""
     A_PARTS: gl.constexpr = ring.settings.A_PARTS
     first = ring.channel.stage(step) * (2 if A_PARTS == 1 else ring.settings.BLOCK_N // 128)
-    its = factors.index(first + PART).slice(ring.settings.row_of(WG), ROWS).load(gl.SliceLayout(1, LAYOUT))
+    factor = factors.index(first + PART).slice(ring.settings.row_of(WG), ROWS).load(gl.SliceLayout(1, LAYOUT))
     if A_PARTS == 1:
-        its *= factors.index(first + 1).load(gl.SliceLayout(1, LAYOUT))
-    return its[:, None]
+        factor *= factors.index(first + 1).load(gl.SliceLayout(1, LAYOUT))
+    return factor[:, None]
 
 
 @gluon.jit
 def sum_blocks(WG: gl.constexpr, ring: Ring, factors, acc, zeros, step, begin, end):
-    """acc + the scaled products of blocks of K: while one is scaled and added, the tensor cores sum the next."""
+    """acc + the scaled products of steps of K `begin` to `end`. One block is scaled and added while the tensor cores
+    compute the next."""
     LAYOUT: gl.constexpr = acc.type.layout
     UNROLL: gl.constexpr = ring.settings.UNROLL
     for group in range(begin, end):
-        part = _start(WG, WG, ring, zeros, step)
+        part = _issue_product(WG, WG, ring, zeros, step)
         factor = _factors_of(WG, 0, ring, factors, step, LAYOUT)
         for i in gl.static_range(UNROLL):
             before = part
-            now = factor
+            current = factor
             if i + 1 < UNROLL:
-                # Nothing is waited for that is not there: it keeps the compiler from adding the block before last after
-                # this one is started, which would take registers for a third.
+                # At most one product is in flight here, so this wait returns at once. It keeps the compiler from moving
+                # the previous addition behind the next wgmma, which would need registers for a third accumulator.
                 acc = warpgroup_mma_wait(1, [acc])
-                part = _start(WG, WG, ring, zeros, step + i + 1)
+                part = _issue_product(WG, WG, ring, zeros, step + i + 1)
                 factor = _factors_of(WG, 0, ring, factors, step + i + 1, LAYOUT)
                 done = warpgroup_mma_wait(1, [before])
             else:
                 done = warpgroup_mma_wait(0, [before])
             ring.channel.release(step + i)
-            acc += done * now
+            acc += done * current
         step += UNROLL
     return acc, step
 
 
 @gluon.jit
 def sum_wide_blocks(WG: gl.constexpr, ring: Ring, factors, left, right, zeros, step, begin, end):
-    """sum_blocks of 256 columns: registers are left for one sum of the tensor cores, which the other warpgroup uses
-    while this one scales and adds."""
+    """sum_blocks for 256 columns. Registers suffice for one tensor core accumulator; the tensor cores work for the
+    other warpgroup while this one scales and adds."""
     LAYOUT: gl.constexpr = left.type.layout
     for group in range(begin, end):
         for i in gl.static_range(ring.settings.UNROLL):
-            part = _start(WG, 0, ring, zeros, step + i)
-            of_left = _factors_of(WG, 0, ring, factors, step + i, LAYOUT)
-            of_right = _factors_of(WG, 1, ring, factors, step + i, LAYOUT)
+            part = _issue_product(WG, 0, ring, zeros, step + i)
+            left_factor = _factors_of(WG, 0, ring, factors, step + i, LAYOUT)
+            right_factor = _factors_of(WG, 1, ring, factors, step + i, LAYOUT)
             done, left, right = warpgroup_mma_wait(0, [part, left, right])
-            left += done * of_left
+            left += done * left_factor
             left = warpgroup_mma_wait(0, [left])
-            part = _start(WG, 1, ring, zeros, step + i)
+            part = _issue_product(WG, 1, ring, zeros, step + i)
             done, left, right = warpgroup_mma_wait(0, [part, left, right])
             ring.channel.release(step + i)
-            right += done * of_right
+            right += done * right_factor
             right = warpgroup_mma_wait(0, [right])
         step += ring.settings.UNROLL
     return left, right, step

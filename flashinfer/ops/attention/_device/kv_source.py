@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flashinfer.ops._device.formats import half_of_i4, half_of_i8
+from flashinfer.ops._device.formats import i4_to_fp16, i8_to_fp16
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def widen(x, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, to: tl.constexpr):
     Floating Point Specification 1.0.)
     """
     if DTYPE == "i8":
-        return half_of_i8(x).to(to)
+        return i8_to_fp16(x).to(to)
     if DTYPE == "fp8e5":
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(to)
     if DTYPE == "fp8e4nv":
@@ -62,7 +62,7 @@ def _e2m1(code):
 @triton.jit
 def _codes(bits, ELEMENT: tl.constexpr):
     """The low four bits of bytes as float16."""
-    return _e2m1(bits) if ELEMENT == "e2m1" else half_of_i4(bits)
+    return _e2m1(bits) if ELEMENT == "e2m1" else i4_to_fp16(bits)
 
 
 @triton.jit

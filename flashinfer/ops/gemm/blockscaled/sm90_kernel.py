@@ -13,7 +13,7 @@ from flashinfer.ops._device.sm90.mma import ROWS, Ring, Settings, make_ring
 from flashinfer.ops._device.sm90.publish import Slots, make_slots
 from flashinfer.ops._device.sm90.scales import (
     Scales,
-    bring_factors,
+    load_factors,
     make_factors,
     rows_of,
     sum_blocks,
@@ -41,7 +41,7 @@ def _bring(sizes, a_scale, b_scale, ring: Ring, factors, tiles: Slots, size: Siz
         a = a_scale.at + entry.to(gl.int64) * a_scale.entry + (rows // ROW_BLOCK).to(gl.int64) * a_scale.row
         b = b_scale.at + entry.to(gl.int64) * b_scale.entry + (column // 128).to(gl.int64) * b_scale.column
         scales = Scales(a, b, rows < M, column + 128 < N, a_scale.k, b_scale.k, b_scale.column)
-        step = bring_factors(ring, factors, scales, step, begin, end, gl.cdiv(K, settings.BLOCK_K))
+        step = load_factors(ring, factors, scales, step, begin, end, gl.cdiv(K, settings.BLOCK_K))
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ from flashinfer.ops._device.sm90.publish import make_slots
 from flashinfer.ops._device.sm90.registers import opaque
 from flashinfer.ops._device.sm90.scales import (
     Scales,
-    bring_factors,
+    load_factors,
     make_factors,
     rows_of,
     sum_blocks,
@@ -98,7 +98,7 @@ def _bring(
                 a += group.to(gl.int64) * a_entry
             b = b_scale + group.to(gl.int64) * b_entry + (column // 128).to(gl.int64) * b_column
             scales = Scales(a, b, rows < last, column + 128 < N, a_k, b_k, b_column)
-            step = bring_factors(ring, factors, scales, step, 0, steps, gl.cdiv(opaque(K), settings.BLOCK_K))
+            step = load_factors(ring, factors, scales, step, 0, steps, gl.cdiv(opaque(K), settings.BLOCK_K))
             group = after
 
 

@@ -23,7 +23,7 @@ from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
 from flashinfer.ops._device.sm90.mma import ROWS, Ring, Settings, halves, make_ring, sum_products
-from flashinfer.ops._device.sm90.scales import Scales, bring_factors, make_factors, rows_of, sum_wide_blocks
+from flashinfer.ops._device.sm90.scales import Scales, load_factors, make_factors, rows_of, sum_wide_blocks
 from flashinfer.ops._device.sm90.store import make_staging, write_tile
 from flashinfer.ops._device.sm90.walk import raster
 from flashinfer.ops.moe.experts import GATED, Finish, Rows, Weights, extents
@@ -104,7 +104,7 @@ def _bring(
         ahead = w_row * (n // 256) if GATED else w_row
         right_ok = (column + 128 < n) | GATED
         scales = Scales(a, b, live, right_ok, x_block, w_block, ahead)
-        step = bring_factors(ring, factors, scales, step, 0, steps, steps)
+        step = load_factors(ring, factors, scales, step, 0, steps, steps)
 
 
 @gluon.jit
