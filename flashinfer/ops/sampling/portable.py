@@ -28,14 +28,14 @@ from flashinfer.ops._device.prefix import (
     RANK,
     STATE,
     TOP,
-    better,
+    larger_score,
     is_kept,
     key_of,
-    load_ranked,
+    load_for_max,
     load_tile,
     load_values,
     may_reach,
-    parameter,
+    row_parameter,
     race_score,
     row_statistics,
     row_winner,
@@ -51,7 +51,7 @@ def inverse_temperature(temperature, temperatures, row):
     if temperature is None and temperatures is None:
         scale = 1.0
     else:
-        t = parameter(temperature, temperatures, row)
+        t = row_parameter(temperature, temperatures, row)
         least = tl.full([], 1, tl.int32).to(tl.float32, bitcast=True)
         scale = tl.minimum(tl.maximum(1.0 / t, least), 3.4028234663852886e38)
         scale = tl.where(t > 0, scale, float("nan"))
@@ -68,7 +68,7 @@ def statistics_kernel(
     row = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     x, length = window_of(x, x_row, window, row, columns, UNIT)
-    value = load_ranked(x, tile, length, TILE)
+    value = load_for_max(x, tile, length, TILE)
     top = tl.max(value, 0)
     if SUM:
         scale = inverse_temperature(temperature, temperatures, row)
@@ -132,7 +132,7 @@ def race_kernel(
     refused = tl.full([], 0, tl.int32)
     if tile_top is not None:
         top, _ = row_statistics(tile_top, tile_top, row, tiles, PROBS, BLOCK)
-        share = parameter(min_p, min_ps, row)
+        share = row_parameter(min_p, min_ps, row)
         least = share * top
         refused = tl.where((share >= 0) & (share <= 1), 0, 1)
     for i in range(chunk):
@@ -142,7 +142,7 @@ def race_kernel(
         bad |= ((value != value) | (value == float("inf"))).to(tl.int32)
         score = race_score(value, exponentials(seed, offset, stream, first, TILE), DOMAIN)
         score = tl.where((column < length) & (value >= least), score, best)
-        best, winner = better(score, column, best, winner)
+        best, winner = larger_score(score, column, best, winner)
     top_score = tl.max(best, 0)
     # Of equal scores the first; a place that none has won has no column.
     first = tl.min(tl.where((best == top_score) & (winner >= 0), winner, 0x7FFFFFFF), 0)

@@ -18,7 +18,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device import find_prefix as stages
 from flashinfer.ops._device.find_prefix import Parameters, start
 from flashinfer.ops._device.philox import exponentials, extra_uniforms, source_of
-from flashinfer.ops._device.prefix import BINS, PROBS, better, load_values, row_winner
+from flashinfer.ops._device.prefix import BINS, PROBS, larger_score, load_values, row_winner
 from flashinfer.ops._device.rows import multiple, pointer, unit
 
 
@@ -97,9 +97,9 @@ def last_race_kernel(
         bad |= tl.max((inside & ((q != q) | (q == float("inf")))).to(tl.int32), 0)
         variate = exponentials(seed, offset, stream, first, TILE)
         score, place = tl.max(tl.where(inside & (q > p), (q - p) / variate, 0.0), 0, return_indices=True)
-        best, winner = better(score, first + place, best, winner)
+        best, winner = larger_score(score, first + place, best, winner)
         score, place = tl.max(tl.where(inside, q / variate, 0.0), 0, return_indices=True)
-        target_best, target_winner = better(score, first + place, target_best, target_winner)
+        target_best, target_winner = larger_score(score, first + place, target_best, target_winner)
     behind = tl.num_programs(0)
     tl.store(part_score + tl.program_id(0), tl.where(bad > 0, float("nan"), best))
     tl.store(part_column + tl.program_id(0), winner)
