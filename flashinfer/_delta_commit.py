@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import check_apart, check_values, dtype_name, present, require, same_device
+from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import INDICES, INPUTS, STATES, require_dtype, require_shape, variant_for
 from flashinfer.ops.recurrent import delta as room
 from flashinfer.ops.recurrent.delta.operands import Accepted, Window
@@ -25,7 +28,7 @@ def gated_delta_rule_replayssm_commit(
     track_steps: torch.Tensor | None = None,
     use_qk_l2norm: bool = True,
     null_block_id: int = -1,
-    backend: str = "auto",
+    backend: OwnBackend | Literal["simt", "tcgen05"] = "auto",
     accept_path: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Fold the accepted tokens of the replay windows into the states of all layers, in place.

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import check_apart, check_indptr, check_values, dtype_name, require, same_device
+from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import INDICES, INPUTS, require_dtype, require_shape, variant_for
 from flashinfer.ops.recurrent import conv as room
 from flashinfer.ops.recurrent.layouts import whole_rows
@@ -27,7 +28,7 @@ def causal_conv1d_update(
     query_start_loc: torch.Tensor | None = None,
     pad_slot_id: int = -1,
     out: torch.Tensor | None = None,
-    backend: str = "auto",
+    backend: OwnBackend = "auto",
 ) -> torch.Tensor:
     """The next tokens of each sequence through a causal convolution of each channel, in place on its state.
 
@@ -107,7 +108,7 @@ def causal_conv1d_fn(
     activation: str | bool | None = "silu",
     pad_slot_id: int = -1,
     out: torch.Tensor | None = None,
-    backend: str = "auto",
+    backend: OwnBackend = "auto",
 ) -> torch.Tensor:
     """Whole prompts through a causal convolution of each channel.
 

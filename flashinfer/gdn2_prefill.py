@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from flashinfer._core.arguments import checked
+from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
     INPUTS,
     output_like,
@@ -37,7 +40,7 @@ def chunk_gated_delta_rule2(
     output: torch.Tensor | None = None,
     output_state: torch.Tensor | None = None,
     *,
-    backend: str = "auto",
+    backend: OwnBackend | Literal["cudnn"] = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Packed sequences through a delta rule with gates of each channel, in chunks of 64 tokens.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import Literal
 
 import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import present, require
+from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
     INPUTS,
     STATES,
@@ -52,7 +54,7 @@ def gated_delta_rule_decode_pretranspose(
     output_state_indices: torch.Tensor | None = None,
     intermediate_states_buffer: torch.Tensor | None = None,
     disable_state_update: bool = False,
-    backend: str = "auto",
+    backend: OwnBackend | Literal["flashinfer", "cake_gdn", "rubin"] = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The next tokens of each sequence through a gated delta rule whose states are stored K last.
 
@@ -136,8 +138,8 @@ def gated_delta_rule_decode_pretranspose(
     require(tokens > 1 or not disable_state_update, "disable_state_update", True, "False for T = 1")
     pool = Pool(states, states, initial_state_indices, write=output_state_indices, each=intermediate_states_buffer)
     final = not disable_state_update and intermediate_states_buffer is None
-    backend = variant_for(backend, *_UPSTREAM)
-    out = decode_tokens(q, k, v, (A_log, a, dt_bias, b), pool, scale, output, use_qk_l2norm, final, backend)
+    variant = variant_for(backend, *_UPSTREAM)
+    out = decode_tokens(q, k, v, (A_log, a, dt_bias, b), pool, scale, output, use_qk_l2norm, final, variant)
     return out, states
 
 
@@ -154,7 +156,7 @@ def gated_delta_rule_decode(
     scale: float | None = None,
     output: torch.Tensor | None = None,
     use_qk_l2norm: bool = True,
-    backend: str = "auto",
+    backend: OwnBackend | Literal["flashinfer", "cake_gdn", "rubin"] = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The next token of each sequence through a gated delta rule whose states are stored V last: [batch, heads, K, V].
 
@@ -173,8 +175,8 @@ def gated_delta_rule_decode(
     require(q.dim() != 4 or q.shape[1] == 1, "q", f"{q.shape[1] if q.dim() > 1 else 0} tokens", "1 token a sequence")
     require(state.dim() == 4, "state", f"shape {tuple(state.shape)}", "[batch, heads, K, V]")
     pool = Pool(state.transpose(-1, -2), state.transpose(-1, -2))
-    backend = variant_for(backend, *_UPSTREAM)
-    return decode_tokens(q, k, v, (A_log, a, dt_bias, b), pool, scale, output, use_qk_l2norm, True, backend), state
+    variant = variant_for(backend, *_UPSTREAM)
+    return decode_tokens(q, k, v, (A_log, a, dt_bias, b), pool, scale, output, use_qk_l2norm, True, variant), state
 
 
 @checked
@@ -203,7 +205,7 @@ def gated_delta_rule_mtp(
     replayssm_beta: torch.Tensor | None = None,
     *,
     parents: torch.Tensor | None = None,
-    backend: str = "auto",
+    backend: OwnBackend = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Several drafted tokens of each sequence at once, for verification, from a pool of states stored K last.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
+from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
     INPUTS,
     output_like,
@@ -45,7 +48,7 @@ def chunk_gated_delta_rule(
     use_cp: bool | str = "auto",
     state_indices: torch.Tensor | None = None,
     _cp_chunk_len: int | None = None,
-    backend: str = "auto",
+    backend: OwnBackend | Literal["flashinfer", "cake_gdn", "cudnn"] = "auto",
     max_seqlen: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Packed sequences through a gated delta rule, in chunks of 64 tokens.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
+from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
     INPUTS,
     output_like,
@@ -38,7 +39,7 @@ def chunk_gated_delta_product(
     output: torch.Tensor | None = None,
     output_state: torch.Tensor | None = None,
     *,
-    backend: str = "auto",
+    backend: OwnBackend | Literal["cudnn"] = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Packed sequences through a delta rule of n corrections for each token, in chunks of 64 corrections.
 

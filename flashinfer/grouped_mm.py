@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
+from flashinfer._core.literals import ScaleMajorMode
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
@@ -223,7 +224,7 @@ def moe_gemm_fp8_nt_groupwise(
     b_scale: torch.Tensor,
     m_indptr: torch.Tensor,
     scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
-    scale_major_mode: str = "MN",
+    scale_major_mode: ScaleMajorMode = "MN",
     backend: str = "cute",
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -292,7 +293,7 @@ def moe_gemm_mxfp8_nt_groupwise(
     b_scale: torch.Tensor,
     m_indptr: torch.Tensor,
     scale_granularity_mnk: tuple[int, int, int] = (1, 1, 128),
-    scale_major_mode: str = "MN",
+    scale_major_mode: ScaleMajorMode = "MN",
     backend: str = "cute",
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,

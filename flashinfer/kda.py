@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
+from flashinfer._core.literals import OwnBackend
 from flashinfer._delta import (
     INDICES,
     STATES,
@@ -59,7 +62,8 @@ def recurrent_kda(
     correction_cache: torch.Tensor | None = None,
     kg_cache: torch.Tensor | None = None,
     parents: torch.Tensor | None = None,
-    backend: str = "auto",
+    backend: OwnBackend
+    | Literal["cute-dsl", "cute-dsl-persistent", "tirx", "ptx", "cake", "small-bh", "cudnn"] = "auto",
 ) -> tuple:
     """Decode, verification of drafts, or prefill of Kimi delta attention, in place on its states.
 

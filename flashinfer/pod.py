@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import check_indptr, renamed, require
+from flashinfer._core.literals import KvLayout, PosEncodingMode
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from flashinfer.ops.attention.host_tables import host_lengths
 from flashinfer.ops.attention.variants import AttentionVariant
@@ -63,7 +64,7 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
+        kv_layout: KvLayout = "NHD",
         use_cuda_graph: bool = False,
         paged_kv_indptr_buffer: torch.Tensor | None = None,
         paged_kv_indices_buffer: torch.Tensor | None = None,
@@ -95,7 +96,7 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         window_left: int = -1,
         q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,
@@ -128,8 +129,8 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
         custom_mask_p: torch.Tensor | None = None,
         packed_custom_mask_p: torch.Tensor | None = None,
         causal_p: bool = False,
-        kv_layout_p: str = "NHD",
-        pos_encoding_mode_p: str = "NONE",
+        kv_layout_p: KvLayout = "NHD",
+        pos_encoding_mode_p: PosEncodingMode = "NONE",
         sm_scale_p: float | None = None,
         window_left_p: int = -1,
         rope_scale_p: float | None = None,
@@ -138,8 +139,8 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
         custom_mask_d: torch.Tensor | None = None,
         packed_custom_mask_d: torch.Tensor | None = None,
         causal_d: bool = False,
-        kv_layout_d: str = "NHD",
-        pos_encoding_mode_d: str = "NONE",
+        kv_layout_d: KvLayout = "NHD",
+        pos_encoding_mode_d: PosEncodingMode = "NONE",
         sm_scale_d: float | None = None,
         window_left_d: int = -1,
         rope_scale_d: float | None = None,
@@ -246,7 +247,7 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
     (torch.Size([5, 8, 64]), torch.Size([1, 8, 64]))
     """
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD"):
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: KvLayout = "NHD"):
         self._both = _MixedPrefillWrapper(float_workspace_buffer, kv_layout)
         self._prefill, self._decode = (
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout) for _ in range(2)
@@ -277,7 +278,7 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         window_left: int = -1,
         q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None,

@@ -7,6 +7,7 @@ import torch
 from flashinfer._core.arguments import checked, named, untraced
 from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, indptr_values, present, require
+from flashinfer._core.literals import Backend, LseBase, PosEncodingMode
 from flashinfer.ops.attention.engine import integers, refuse
 from flashinfer.ops.attention.masks import as_bool
 from flashinfer.ops.attention.operands import check_given, is_plain, with_lse
@@ -25,7 +26,7 @@ _SCALES = "q_scale", "k_scale", "v_scale"
 class _BlockSparse:
     """What both wrappers share: workspace, the plan, and options that the older forward() replaces."""
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto"):
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: Backend = "auto"):
         variants_of(backend)
         self._float_workspace_buffer = float_workspace_buffer
         self.device = device_of(float_workspace_buffer)
@@ -125,7 +126,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         mask: torch.Tensor | None = None,
         packed_mask: torch.Tensor | None = None,
         causal: bool = False,
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,
@@ -244,7 +245,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
         enable_pdl: bool | None = None,
-        lse_base: str = "log2",
+        lse_base: LseBase = "log2",
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention under the planned mask.
 
@@ -297,7 +298,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         scale_q: float | torch.Tensor | None = None,
         scale_k: float | torch.Tensor | None = None,
         scale_v: float | torch.Tensor | None = None,
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,
@@ -341,7 +342,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         num_kv_heads: int,
         head_dim: int,
         causal: bool = False,
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,
@@ -412,7 +413,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
         enable_pdl: bool | None = None,
-        lse_base: str = "log2",
+        lse_base: LseBase = "log2",
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention under the planned maps.
 
@@ -454,7 +455,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,

@@ -10,6 +10,7 @@ import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import check_apart, require
+from flashinfer._core.literals import KvLayout
 from flashinfer._direct.given import scale, whole, with_pages
 from flashinfer._direct.trtllm_decode import trtllm_batch_decode_with_kv_cache
 from flashinfer.mla.decode import xqa_mla
@@ -38,7 +39,7 @@ def xqa(
     q_scale: float | torch.Tensor = 1.0,
     kv_scale: float | torch.Tensor = 1.0,
     sliding_win_size: int = 0,
-    kv_layout: str = "NHD",
+    kv_layout: KvLayout = "NHD",
     sm_count: int | None = None,
     enable_pdl: bool | None = None,
     rcp_out_scale: float = 1.0,

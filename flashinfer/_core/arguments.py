@@ -9,6 +9,7 @@ from functools import cache, wraps
 import numpy as np
 import torch
 
+from flashinfer._core import literals
 from flashinfer._core.checks import renamed, require
 
 # What stands in an annotation -> whether a value is of that kind, and what an error calls the kind.
@@ -46,6 +47,7 @@ _KINDS: dict[str, tuple[Callable, str]] = {
     "tuple": (lambda x: isinstance(x, (tuple, list)), "a tuple"),
     "list": (lambda x: isinstance(x, (tuple, list)), "a list"),
 }
+_KINDS |= dict.fromkeys((name for name in vars(literals) if name[0].isupper()), _KINDS["str"])
 
 
 # Functions that torch's compiler does not look into, by their numbers.
@@ -182,6 +184,8 @@ def _union(text: str) -> list[tuple[Callable, str]] | None:
 
 def _kind(text: str) -> tuple[Callable, str] | None:
     name, _, inner = text.partition("[")
+    if name == "Literal":
+        return _KINDS["str"]
     if not inner or name not in ("tuple", "list"):
         return _KINDS.get(text)
     parts = [part.strip() for part in _split(inner[:-1], ",")]

@@ -9,10 +9,11 @@ where it refuses, it is an error. `explain()` and the log say what ran.
 from __future__ import annotations
 
 from flashinfer._core.checks import require
+from flashinfer._core.literals import Backend
 
 ANY = None
 
-VARIANTS_OF = {
+VARIANTS_OF: dict[Backend, tuple[str, ...] | None] = {
     "auto": ANY,
     "fa2": ANY,
     "fa3": ANY,

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import check_values, require
+from flashinfer._core.literals import Backend, KvLayout
 from flashinfer._direct.given import flag, head_sinks, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
 from flashinfer._direct.pages import as_one_type, gathered, pair_of
@@ -34,9 +35,9 @@ def trtllm_batch_decode_with_kv_cache(
     o_sf_scale: float | None = None,
     o_sf_vec_size: int | None = None,
     sinks: torch.Tensor | list[torch.Tensor] | None = None,
-    kv_layout: str = "HND",
+    kv_layout: KvLayout = "HND",
     enable_pdl: bool | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     q_len_per_req: int | None = 1,
     o_scale: float | None = 1.0,
     mask: torch.Tensor | None = None,
@@ -285,7 +286,7 @@ def xqa_batch_decode_with_kv_cache(
     window_left: int = -1,
     out: torch.Tensor | FP4Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    kv_layout: str = "NHD",
+    kv_layout: KvLayout = "NHD",
     enable_pdl: bool | None = None,
     q_len_per_req: int | None = 1,
     o_scale: float | None = 1.0,

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import require
+from flashinfer._core.literals import Backend, KvLayout
 from flashinfer._direct.given import flag, head_sinks, scale, whole, with_pages
 from flashinfer._direct.outputs import Output
 from flashinfer._direct.pages import as_one_type, gathered
@@ -43,7 +44,7 @@ def trtllm_batch_context_with_kv_cache(
     out_dtype: torch.dtype | str | None = None,
     o_sf_scale: float | None = None,
     o_sf_vec_size: int | None = None,
-    kv_layout: str = "HND",
+    kv_layout: KvLayout = "HND",
     enable_pdl: bool | None = None,
     sinks: torch.Tensor | list[torch.Tensor] | None = None,
     kv_cache_sf=None,
@@ -55,7 +56,7 @@ def trtllm_batch_context_with_kv_cache(
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
-    backend: str = "trtllm-gen",
+    backend: Backend = "trtllm-gen",
     *,
     kv_block_scales=None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +153,7 @@ def trtllm_ragged_attention_deepseek(
     lse: torch.Tensor | None = None,
     sage_attn_sfs: tuple = (None, None, None, None),
     num_elts_per_sage_attn_blk: tuple = (0, 0, 0, 0),
-    backend: str = "trtllm-gen",
+    backend: Backend = "trtllm-gen",
     q_seq_lens_cpu: torch.Tensor | None = None,
     kv_seq_lens_cpu: torch.Tensor | None = None,
     use_fp16_softmax: bool | None = None,

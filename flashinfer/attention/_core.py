@@ -9,6 +9,7 @@ import torch
 
 from flashinfer._core.arguments import named
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, require
+from flashinfer._core.literals import Backend, KvLayout, LseBase, PosEncodingMode
 from flashinfer._core.signatures import like, returning_lse
 from flashinfer.ops.attention.operands import is_plain
 from flashinfer.ops.attention.options import plan_options
@@ -45,7 +46,7 @@ class BatchAttention(AttentionWrapper):
     _mixed = _in_tokens = _returns_lse = True
     _names = "qo_indptr", "kv_indptr", "kv_len_arr", "kv_indices"
 
-    def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda"):
+    def __init__(self, kv_layout: KvLayout = "NHD", device: str | torch.device = "cuda"):
         super().__init__(torch.empty(0, dtype=torch.uint8, device=device), kv_layout, "auto", None)
 
     def plan(
@@ -120,7 +121,7 @@ class BatchAttention(AttentionWrapper):
         logits_soft_cap: float = 0.0,
         profiler_buffer: torch.Tensor | None = None,
         kv_cache_sf=None,
-        lse_base: str = "log2",
+        lse_base: LseBase = "log2",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch.
 
@@ -196,7 +197,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
+        kv_layout: KvLayout = "NHD",
         use_cuda_graph: bool = False,
         qo_indptr_buf: torch.Tensor | None = None,
         paged_kv_indptr_buf: torch.Tensor | None = None,
@@ -204,8 +205,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         paged_kv_last_page_len_buf: torch.Tensor | None = None,
         custom_mask_buf: torch.Tensor | None = None,
         mask_indptr_buf: torch.Tensor | None = None,
-        backend: str = "auto",
-        pos_encoding_mode: str = "NONE",
+        backend: Backend = "auto",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False,
         q_data_type: torch.dtype = torch.bfloat16,
         kv_data_type: torch.dtype = torch.bfloat16,

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import UnsupportedConfig, as_dtype, present, require
+from flashinfer._core.literals import KvLayout, PosEncodingMode
 from flashinfer.ops.attention.wrapper import MadeOfWrappers
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
@@ -59,7 +60,7 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
         self,
         num_levels: int,
         float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
+        kv_layout: KvLayout = "NHD",
         use_cuda_graph: bool = False,
         qo_indptr_buf_arr: list[torch.Tensor] | None = None,
         paged_kv_indptr_buf_arr: list[torch.Tensor] | None = None,
@@ -113,7 +114,7 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
         head_dim: int,
         page_size: int,
         causal: bool = False,
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False,
         sm_scale: float | None = None,
         window_left: int = -1,

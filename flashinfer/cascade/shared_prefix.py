@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require
+from flashinfer._core.literals import KvLayout
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from flashinfer.ops.attention.wrapper import MadeOfWrappers
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
@@ -47,7 +48,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
     torch.Size([2, 8, 64])
     """
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD"):
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: KvLayout = "NHD"):
         self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._kv_layout = kv_layout
 
@@ -147,7 +148,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
     torch.Size([5, 8, 64])
     """
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD"):
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: KvLayout = "NHD"):
         self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._kv_layout = kv_layout
         # Tables and sizes of the batch, and the options that it was planned with.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from flashinfer._core.checks import dtype_name, is_aligned, present, require, same_device
@@ -25,7 +27,7 @@ _BACKENDS = ("auto", "trtllm", "mnnvl")
 
 
 def create_allreduce_fusion_workspace(
-    backend: str = "auto",
+    backend: Literal["auto", "trtllm", "mnnvl"] = "auto",
     world_size: int | None = None,
     rank: int | None = None,
     max_token_num: int | None = None,

@@ -11,6 +11,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import as_dtype, require
+from flashinfer._core.literals import KvLayout
 from flashinfer.page import append_paged_kv_cache
 
 
@@ -141,7 +142,7 @@ class PagedKVCache:
     (6, tensor([20], dtype=torch.int32))
     """
 
-    kv_layout = "NHD"
+    kv_layout: KvLayout = "NHD"
 
     @checked
     @named(dtype="data_type")

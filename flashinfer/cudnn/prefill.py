@@ -9,6 +9,7 @@ import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import check_values, require
+from flashinfer._core.literals import Backend, LseBase
 from flashinfer._direct.given import check_caches, flag, most_rows
 from flashinfer._direct.given import scale as scale_of
 from flashinfer._direct.pages import as_one_type
@@ -47,9 +48,9 @@ def cudnn_batch_prefill_with_kv_cache(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     is_cuda_graph_compatible: bool = False,
-    backend: str | None = None,
+    backend: Backend | None = None,
     o_data_type: torch.dtype | None = None,
-    lse_base: str = "log2",
+    lse_base: LseBase = "log2",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Prefill or append attention over a paged cache or contiguous keys; every variant of ours answers to the name.
 

@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
+from flashinfer._core.literals import Backend, KvLayout, LseBase, PosEncodingMode
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.agree import as_count, check_agrees
@@ -76,13 +77,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
+        kv_layout: KvLayout = "NHD",
         use_cuda_graph: bool = False,
         use_tensor_cores: bool = False,
         paged_kv_indptr_buffer: torch.Tensor | None = None,
         paged_kv_indices_buffer: torch.Tensor | None = None,
         paged_kv_last_page_len_buffer: torch.Tensor | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
         jit_args=None,
         variant: AttentionVariant | None = None,
     ):
@@ -109,9 +110,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         num_kv_heads: int,
         head_dim: int,
         page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
+        pos_encoding_mode: PosEncodingMode = "NONE",
+        window_left: int = -1, logits_soft_cap: float | None = None,
         q_data_type: str | torch.dtype | None = "float16",
         kv_data_type: str | torch.dtype | None = None,
         o_data_type: str | torch.dtype | None = None,
@@ -198,8 +198,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
 
     def workspace_size(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, num_qo_heads: int,
-        num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
-        logits_soft_cap: float | None = None, q_data_type: str | torch.dtype | None = "float16",
+        num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: PosEncodingMode = "NONE",
+        window_left: int = -1, logits_soft_cap: float | None = None, q_data_type: str | torch.dtype | None = "float16",
         kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
         data_type: str | torch.dtype | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None, block_tables: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None,
@@ -254,7 +254,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         kv_cache_sf=None,
         kv_block_scales=None,
         params: dict | None = None,
-        lse_base: str = "log2",
+        lse_base: LseBase = "log2",
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of the planned batch.
 
@@ -328,7 +328,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         self,
         q: torch.Tensor,
         paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         q_scale: float | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
@@ -347,7 +347,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
 
     def forward_return_lse(
         self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        pos_encoding_mode: str = "NONE", q_scale: float | None = None, k_scale: float | None = None,
+        pos_encoding_mode: PosEncodingMode = "NONE", q_scale: float | None = None, k_scale: float | None = None,
         v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -380,7 +380,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         indptr_buffer: torch.Tensor,
         indices_buffer: torch.Tensor,
         last_page_len_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
+        kv_layout: KvLayout = "NHD",
         use_tensor_cores: bool = False,
     ):
         super().__init__(
@@ -398,7 +398,7 @@ def fast_decode_plan(
     num_kv_heads: int,
     head_dim: int,
     page_size: int,
-    pos_encoding_mode: str = "NONE",
+    pos_encoding_mode: PosEncodingMode = "NONE",
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     q_data_type: str | torch.dtype | None = None,

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
+from flashinfer._core.literals import KvLayout, PosEncodingMode
 from flashinfer.ops.attention.single import run_single
 from flashinfer.ops.attention.variants import AttentionVariant, as_module
 
@@ -15,8 +16,8 @@ def single_decode_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
+    kv_layout: KvLayout = "NHD",
+    pos_encoding_mode: PosEncodingMode = "NONE",
     use_tensor_cores: bool = False,
     q_scale: float | torch.Tensor | None = None,
     k_scale: float | torch.Tensor | None = None,
@@ -97,7 +98,7 @@ def single_decode_with_kv_cache_with_jit_module(
     k: torch.Tensor,
     v: torch.Tensor,
     *args,
-    kv_layout: str = "NHD",
+    kv_layout: KvLayout = "NHD",
     window_left: int = -1,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import require, same_device
+from flashinfer._core.literals import Backend
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm.dense import _product
@@ -25,7 +26,7 @@ def gemm_alpha_beta(
     alpha: float = 1.0,
     beta: float = 0.0,
     num_sms: int | None = None,
-    backend: str = "cutile",
+    backend: Backend = "cutile",
 ) -> torch.Tensor:
     """``c = alpha * (a @ b) + beta * c``, in place.
 
@@ -73,12 +74,12 @@ def gemm_alpha_beta(
     a, b = a.mT if trans_a else a, b.mT if trans_b else b
     given.same("b", b.shape[0], "a", a.shape[1], "K")
     require(c.shape == (a.shape[0], b.shape[1]), "c", tuple(c.shape), f"[{a.shape[0]}, {b.shape[1]}]")
-    backend = given.variant_of(backend, ("cutile",))
+    variant = given.variant_of(backend, ("cutile",))
     if alpha == 1 and beta == 0:
-        _product(a, b, c, None, None, None, backend)
+        _product(a, b, c, None, None, None, variant)
         return c
     made = torch.empty(c.shape, dtype=torch.float32, device=c.device)
-    _product(a, b, made, None, None, None, backend)
+    _product(a, b, made, None, None, None, variant)
     made *= alpha
     # Not added where beta is 0: c may hold anything.
     if beta != 0:

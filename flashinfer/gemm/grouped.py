@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import present, require
+from flashinfer._core.literals import ScaleMajorMode
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
@@ -35,7 +36,7 @@ def group_gemm_fp8_nt_groupwise(
     b_scale: torch.Tensor,
     m_indptr: torch.Tensor,
     scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
-    scale_major_mode: str = "MN",
+    scale_major_mode: ScaleMajorMode = "MN",
     mma_sm: int = 1,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, is_aligned, present, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.literals import Backend, ScaleMajorMode
 from flashinfer._core.replay import replayed
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
@@ -23,12 +26,12 @@ def gemm_fp8_nt_groupwise(
     b: torch.Tensor,
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
-    scale_major_mode: str | None = None,
+    scale_major_mode: ScaleMajorMode | None = None,
     mma_sm: int = 1,
     scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    backend: str = "cutlass",
+    backend: Backend | Literal["trtllm"] = "cutlass",
 ) -> torch.Tensor:
     """``a @ b.T`` of FP8 matrices with a float32 scale for each block: of a, rows and elements of K; of b, the same.
 
@@ -96,7 +99,7 @@ def gemm_fp8_nt_blockscaled(
     b: torch.Tensor,
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
-    scale_major_mode: str | None = "MN",
+    scale_major_mode: ScaleMajorMode | None = "MN",
     mma_sm: int = 1,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,

@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
+from flashinfer._core.literals import Backend
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm._launch import grouped
@@ -41,7 +42,7 @@ def masked_bmm(
     transpose_a: bool = False,
     transpose_b: bool = False,
     out: torch.Tensor | None = None,
-    backend: str = "cutile",
+    backend: Backend = "cutile",
 ) -> torch.Tensor:
     """``a[q, : masked_m[q]] @ b[q]`` for each entry q of a batch.
 
@@ -101,7 +102,7 @@ def ragged_bmm(
     transpose_a: bool = False,
     transpose_b: bool = True,
     out_dtype: torch.dtype | None = None,
-    backend: str = "cutile",
+    backend: Backend = "cutile",
 ) -> torch.Tensor:
     """``a[m_indptr[q] : m_indptr[q + 1]] @ b[q].T`` for each entry q of a batch.
 
@@ -160,7 +161,7 @@ def ragged_block_scaled_bmm(
     transpose_b: bool = True,
     out_dtype: torch.dtype | None = None,
     segment_alignment: int = 128,
-    backend: str = "cutile",
+    backend: Backend = "cutile",
 ) -> torch.Tensor:
     """`ragged_bmm` in FP8 with float32 scales for blocks.
 
@@ -198,8 +199,8 @@ def ragged_block_scaled_bmm(
     fits = len(shape) == 3 and all(shape) and n % shape[1] == 0 and k % shape[2] == 0
     require(fits, "b_scale", shape, f"[{len(b)}, N / gn, K / gk] for N = {n} and K = {k}")
     mnk = granularity((1, n // shape[1], k // shape[2]))
-    backend = given.variant_of(backend, _BACKENDS)
-    return _groupwise(a, b, a_scale, b_scale, "offsets", m_indptr, None, out_dtype, mnk, "K", max_m, backend)
+    variant = given.variant_of(backend, _BACKENDS)
+    return _groupwise(a, b, a_scale, b_scale, "offsets", m_indptr, None, out_dtype, mnk, "K", max_m, variant)
 
 
 @checked
@@ -215,7 +216,7 @@ def masked_scaled_bmm(
     transpose_a: bool = False,
     transpose_b: bool = True,
     out_dtype: torch.dtype | None = None,
-    backend: str = "cutile",
+    backend: Backend = "cutile",
 ) -> torch.Tensor:
     """``a[q, : masked_m[q]] @ b[q].T`` for each entry q of a batch, in FP8 or FP4 with scale factors for blocks.
 
@@ -298,7 +299,7 @@ def ragged_scaled_bmm(
     swizzled_layout_a: bool = True,
     a_global_scale: torch.Tensor | None = None,
     b_global_scale: torch.Tensor | None = None,
-    backend: str = "cutile",
+    backend: Backend = "cutile",
 ) -> torch.Tensor:
     """``a[m_indptr[q] : m_indptr[q + 1]] @ b[q].T / (a_global_scale * b_global_scale[q])`` for each entry q of a batch.
 
@@ -366,8 +367,8 @@ def ragged_scaled_bmm(
             require(scale.device == a.device, name, scale.device, f"{a.device}, where a is")
             alpha = scale.reshape(-1) if alpha is None else alpha * scale.reshape(-1)
     alpha = None if alpha is None else alpha.reciprocal()
-    backend = given.variant_of(backend, _BACKENDS)
-    return _blocks(a, b, a_scale, b_scale, m_indptr, alpha, None, torch.float32, factors, backend)
+    variant = given.variant_of(backend, _BACKENDS)
+    return _blocks(a, b, a_scale, b_scale, m_indptr, alpha, None, torch.float32, factors, variant)
 
 
 def _scaled_operands(a, b, block_scale_type: str, transpose_a: bool, transpose_b: bool, dims: int):

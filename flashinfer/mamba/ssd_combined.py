@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -49,7 +49,7 @@ def ssd_combined_fwd(
     state_indices: torch.Tensor | None = None,
     state_dtype: torch.dtype | None = None,
     chunk_size: int = 128,
-    backend: str = "auto",
+    backend: Literal["auto", "cake", "cute", "portable", "reference"] = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """All tokens of prompts: ``h = h * exp(dt * A) + (dt * x) B^T``, ``y = h C + D * x``; with z, ``y *= silu(z)``.
 

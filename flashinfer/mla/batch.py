@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flashinfer._core.checks import dtype_name, present, require, require_tensor
+from flashinfer._core.literals import Backend
 from flashinfer._direct.given import as_rows, flag, pair, real, whole
 from flashinfer.compat.wrappers import LatentNames
 from flashinfer.ops.attention import traced
@@ -75,7 +76,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         kv_indptr: torch.Tensor | None = None,
         kv_indices: torch.Tensor | None = None,
         kv_len_arr: torch.Tensor | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
         *,
         variant: AttentionVariant | None = None,
     ):

@@ -9,6 +9,7 @@ import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import present, require
+from flashinfer._core.literals import Backend
 from flashinfer._direct.given import flag, head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, split, without_heads
 from flashinfer.ops.attention.direct import ones_times, run_latent
@@ -55,7 +56,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     sinks: torch.Tensor | list[torch.Tensor] | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
     enable_pdl: bool | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     is_var_seq: bool = True,
     uses_shared_paged_kv_idx: bool = True,
     lse: torch.Tensor | None = None,

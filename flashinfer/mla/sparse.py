@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from flashinfer._core.arguments import named, untraced
 from flashinfer._core.checks import require
+from flashinfer._core.literals import Backend, KvLayout
 from flashinfer._direct.given import head_sinks, scale, whole
 from flashinfer.mla.batch import factors_of, without_heads
 from flashinfer.mla.decode import attend, token_table
@@ -33,14 +36,14 @@ def trtllm_batch_decode_sparse_mla_dsv4(
     bmm1_scale: float | torch.Tensor = 1.0,
     bmm2_scale: float | torch.Tensor = 1.0,
     sinks: torch.Tensor | None = None,
-    kv_layout: str = "HND",
+    kv_layout: KvLayout = "HND",
     cum_seq_lens_q: torch.Tensor | None = None,
     max_q_len: int | None = None,
     enable_pdl: bool | None = None,
     swa_topk_lens: torch.Tensor | None = None,
     extra_sparse_indices: torch.Tensor | None = None,
     extra_sparse_topk_lens: torch.Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend | Literal["sparse"] = "auto",
     hca_swa_indices: torch.Tensor | None = None,
     hca_compressed_block_tables: torch.Tensor | None = None,
     hca_seq_lens: torch.Tensor | None = None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
 from flashinfer._core.checks import require, require_tensor
+from flashinfer._core.literals import KvLayout
 
-LAYOUTS = ("NHD", "HND")
+LAYOUTS = get_args(KvLayout)
 
 
 def check_layout(kv_layout: str) -> None:

@@ -8,6 +8,7 @@ from flashinfer._core.arguments import named
 from flashinfer._core import env
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.literals import KvLayout
 from flashinfer._core.replay import replayed
 from flashinfer.ops import page as room
 from flashinfer.ops.kv_layout import check_layout, paged_views
@@ -25,7 +26,7 @@ def append_paged_kv_cache(
     kv_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
     kv_last_page_len: torch.Tensor,
-    kv_layout: str = "NHD",
+    kv_layout: KvLayout = "NHD",
 ) -> None:
     """Write the keys and values of new tokens into a paged cache, in place.
 

@@ -8,6 +8,7 @@ from flashinfer._core import env
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.literals import KvLayout
 from flashinfer.ops import page as room
 from flashinfer.ops.formats import ELEMENTS, KV_FORMATS, KV_NAMES
 from flashinfer.ops.kv_layout import check_layout, paged_views
@@ -34,7 +35,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     kv_last_page_len: torch.Tensor,
     k_scale: float,
     v_scale: float,
-    kv_layout: str = "NHD",
+    kv_layout: KvLayout = "NHD",
 ) -> None:
     """Quantise the keys and values of new tokens to NVFP4 and write them into a paged cache, in place, one launch.
 
@@ -84,7 +85,7 @@ def quantize_append_paged_kv_cache(
     kv_indptr: torch.Tensor,
     kv_last_page_len: torch.Tensor,
     kv_data_type: str | torch.dtype,
-    kv_layout: str = "NHD",
+    kv_layout: KvLayout = "NHD",
 ) -> None:
     """Quantise the keys and values of new tokens and write them into a paged cache, in place, one launch.
 
@@ -136,7 +137,7 @@ def quantize_append_paged_kv_cache_with_slot_mapping(
     paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     kv_data_type: str | torch.dtype,
-    kv_layout: str = "NHD",
+    kv_layout: KvLayout = "NHD",
 ) -> None:
     """`quantize_append_paged_kv_cache` for engines that name slots.
 
@@ -230,7 +231,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     k_scale: float | torch.Tensor,
     v_scale: float | torch.Tensor,
-    kv_layout: str = "NHD",
+    kv_layout: KvLayout = "NHD",
 ) -> None:
     """Quantise new keys and values to NVFP4, and write them into slots of a paged cache, in one launch.
 

@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 import torch
 
+from flashinfer._core.literals import Backend, KvLayout, LseBase, LseLayout, PosEncodingMode
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.agree import check_agrees
@@ -65,7 +66,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
+        kv_layout: KvLayout = "NHD",
         use_cuda_graph: bool = False,
         qo_indptr_buf: torch.Tensor | None = None,
         paged_kv_indptr_buf: torch.Tensor | None = None,
@@ -73,7 +74,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         paged_kv_last_page_len_buf: torch.Tensor | None = None,
         custom_mask_buf: torch.Tensor | None = None,
         mask_indptr_buf: torch.Tensor | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
         jit_args=None,
         jit_kwargs=None,
         variant_owns_mask: bool = False,
@@ -104,7 +105,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         custom_mask: torch.Tensor | None = None,
         packed_custom_mask: torch.Tensor | None = None,
         causal: bool = False,
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False,
         sm_scale: float | None = None,
         window_left: int = -1,
@@ -206,7 +207,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
         paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
         head_dim_vo: int | None = None, custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None, causal: bool = False, pos_encoding_mode: str = "NONE",
+        packed_custom_mask: torch.Tensor | None = None, causal: bool = False,
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
         logits_soft_cap: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
         q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
@@ -265,8 +267,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
-        lse_base: str = "log2",
-        lse_layout: str = "NH",
+        lse_base: LseBase = "log2",
+        lse_layout: LseLayout = "NH",
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: torch.Tensor | None = None,
@@ -325,7 +327,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         q: torch.Tensor,
         paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         causal: bool = False,
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False,
         k_scale: float | None = None,
         v_scale: float | None = None,
@@ -344,7 +346,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
 
     def forward_return_lse(
         self, q: torch.Tensor, paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], causal: bool = False,
-        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, k_scale: float | None = None,
+        pos_encoding_mode: PosEncodingMode = "NONE", use_fp16_qk_reduction: bool = False, k_scale: float | None = None,
         v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Literal, overload
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer._core.literals import Backend, KvLayout, LseBase, LseLayout, PosEncodingMode
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import RaggedNames
 from flashinfer.ops.attention.agree import check_agrees
@@ -42,13 +43,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
+        kv_layout: KvLayout = "NHD",
         use_cuda_graph: bool = False,
         qo_indptr_buf: torch.Tensor | None = None,
         kv_indptr_buf: torch.Tensor | None = None,
         custom_mask_buf: torch.Tensor | None = None,
         mask_indptr_buf: torch.Tensor | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
         jit_args=None,
         jit_kwargs=None,
         variant_owns_mask: bool = False,
@@ -75,7 +76,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         custom_mask: torch.Tensor | None = None,
         packed_custom_mask: torch.Tensor | None = None,
         causal: bool = False,
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
@@ -169,8 +170,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
-        lse_base: str = "log2",
-        lse_layout: str = "NH",
+        lse_base: LseBase = "log2",
+        lse_layout: LseLayout = "NH",
         enable_pdl: bool | None = None,
         kv_cache_sf=None,
         params: dict | None = None,
@@ -226,7 +227,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         k: torch.Tensor,
         v: torch.Tensor,
         causal: bool = False,
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
@@ -242,7 +243,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         return self.run(q, k, v)
 
     def forward_return_lse(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, pos_encoding_mode: str = "NONE",
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False,
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: float | None = None,
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
+from flashinfer._core.literals import Backend, KvLayout, PosEncodingMode
 from flashinfer.ops.attention.single import run_single
 from flashinfer.ops.attention.variants import AttentionVariant, as_module
 
@@ -24,15 +25,15 @@ def single_prefill_with_kv_cache(
     custom_mask: torch.Tensor | None = None,
     packed_custom_mask: torch.Tensor | None = None,
     causal: bool = False,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
+    kv_layout: KvLayout = "NHD",
+    pos_encoding_mode: PosEncodingMode = "NONE",
     use_fp16_qk_reduction: bool = False,
     sm_scale: float | None = None,
     window_left: int = -1,
     logits_soft_cap: float | None = None,
     rope_scale: float | None = None,
     rope_theta: float | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
     return_lse: bool = False,
     kv_cache_sf=None,
     k_scale: float | torch.Tensor | None = None,
@@ -140,7 +141,7 @@ def single_prefill_with_kv_cache_with_jit_module(
     k: torch.Tensor,
     v: torch.Tensor,
     *args,
-    kv_layout: str = "NHD",
+    kv_layout: KvLayout = "NHD",
     mask_mode: int = 0,
     window_left: int = -1,
     return_lse: bool = False,

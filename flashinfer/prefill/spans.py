@@ -9,6 +9,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import as_dtype, present, require, require_tensor
+from flashinfer._core.literals import KvLayout, PosEncodingMode
 from flashinfer.ops.attention.options import default_o_dtype
 from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.prefill.paged import BatchPrefillWithPagedKVCacheWrapper
@@ -68,13 +69,13 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
     def __init__(
         self,
         float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
+        kv_layout: KvLayout = "NHD",
         use_cuda_graph: bool = False,
         qo_indptr_buf: torch.Tensor | None = None,
         paged_kv_indptr_buf: torch.Tensor | None = None,
         paged_kv_indices_buf: torch.Tensor | None = None,
         paged_kv_last_page_len_buf: torch.Tensor | None = None,
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         q_data_type: str | torch.dtype = torch.bfloat16,
         kv_data_type: str | torch.dtype = torch.bfloat16,
         o_data_type: str | torch.dtype | None = None,
@@ -107,7 +108,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         custom_mask: torch.Tensor | None = None,
         packed_custom_mask: torch.Tensor | None = None,
         causal: bool = False,
-        pos_encoding_mode: str = "NONE",
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False,
         sm_scale: float | None = None,
         window_left: int = -1,
@@ -178,7 +179,8 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
         paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
         head_dim_vo: int | None = None, custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None, causal: bool = False, pos_encoding_mode: str = "NONE",
+        packed_custom_mask: torch.Tensor | None = None, causal: bool = False,
+        pos_encoding_mode: PosEncodingMode = "NONE",
         use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
         logits_soft_cap: float | None = None, q_data_type: str | torch.dtype | None = None,
         kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,

@@ -8,6 +8,7 @@ import torch
 
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import check_apart, check_values, require, same_device
+from flashinfer._core.literals import KvLayout
 from flashinfer.compat.queries import answering
 from flashinfer.ops.formats import ELEMENTS, KV_FORMATS, KV_NAMES, Format
 from flashinfer.ops.kv_layout import check_layout, paged_views
@@ -110,7 +111,7 @@ def nvfp4_kv_dequantize(
 def nvfp4_quantize_paged_kv_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    kv_layout: str = "HND",
+    kv_layout: KvLayout = "HND",
     k_global_sf: torch.Tensor | None = None,
     v_global_sf: torch.Tensor | None = None,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor], float, float]:
@@ -191,7 +192,7 @@ def nvfp4_kv_dequantize_paged(
     v_scale: float | torch.Tensor,
     output_k: torch.Tensor,
     output_v: torch.Tensor,
-    kv_layout: str = "NHD",
+    kv_layout: KvLayout = "NHD",
 ) -> None:
     """The keys and values of each request in a paged NVFP4 cache, as floats side by side: code * factor * scale.
 
@@ -245,7 +246,7 @@ def kv_dequantize_paged(
     output_k: torch.Tensor,
     output_v: torch.Tensor,
     kv_data_type: str | torch.dtype,
-    kv_layout: str = "NHD",
+    kv_layout: KvLayout = "NHD",
 ) -> None:
     """The keys and values of each request in a paged cache with factors, as floats side by side: code * factor.
 

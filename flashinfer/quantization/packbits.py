@@ -7,13 +7,14 @@ import torch
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import dtype_name, indptr_values, require
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.literals import BitOrder
 from flashinfer.ops import quantize as room
 
 __all__ = ["packbits", "segment_packbits"]
 
 
 @checked
-def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
+def packbits(x: torch.Tensor, bitorder: BitOrder = "big") -> torch.Tensor:
     """Pack the elements of an array into bits, as numpy.packbits does.
 
     Parameters
@@ -45,7 +46,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 
 @checked
 def segment_packbits(
-    x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big"
+    x: torch.Tensor, indptr: torch.Tensor, bitorder: BitOrder = "big"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack the elements of each segment into bits, each segment from a byte of its own on.
 

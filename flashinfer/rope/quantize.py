@@ -8,6 +8,7 @@ from flashinfer._core import env
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
+from flashinfer._core.literals import KvLayout
 from flashinfer.ops import rope as room
 from flashinfer.ops.kv_layout import check_layout, paged_views
 from flashinfer.ops.page_table import check_page_table, check_vector
@@ -156,7 +157,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
     quant_scale_q: float = 1.0,
     quant_scale_kv: float = 1.0,
     page_size: int = 16,
-    kv_layout: str = "NHD",
+    kv_layout: KvLayout = "NHD",
     q_rope_out: torch.Tensor | None = None,
     q_nope_out: torch.Tensor | None = None,
     enable_pdl: bool = False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.checks import require
+from flashinfer._core.literals import FilterApplyOrder
 from flashinfer._core.replay import replayed
 from flashinfer.sampling._launches import draw, draw_prefix
 from flashinfer.sampling.arguments import Call, ordered_source, parameter
@@ -334,7 +335,7 @@ def top_k_top_p_sampling_from_logits(
     top_k: torch.Tensor | int,
     top_p: torch.Tensor | float,
     indices: torch.Tensor | None = None,
-    filter_apply_order: str = "top_k_first",
+    filter_apply_order: FilterApplyOrder = "top_k_first",
     deterministic: bool = True,
     generator: torch.Generator | None = None,
     check_nan: bool = False,
@@ -393,7 +394,7 @@ def top_k_top_p_sampling_from_probs(
     top_k: torch.Tensor | int,
     top_p: torch.Tensor | float,
     indices: torch.Tensor | None = None,
-    filter_apply_order: str = "top_k_first",
+    filter_apply_order: FilterApplyOrder = "top_k_first",
     deterministic: bool = True,
     generator: torch.Generator | None = None,
     check_nan: bool = False,

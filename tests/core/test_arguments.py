@@ -4,6 +4,7 @@ import inspect
 import json
 import time
 import timeit
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 import flashinfer
 from flashinfer._core.arguments import checked
+from flashinfer._core.backends import VARIANTS_OF
+from flashinfer._core.literals import Backend
 from tests.api.check_surface import SURFACE, resolve
 
 
@@ -120,3 +123,18 @@ def test_numpys_numbers_become_pythons():
         return type(count), type(scale)
 
     assert kinds(np.int64(3), scale=np.float32(2)) == (int, float)
+
+
+def test_words_are_strings_and_their_types_say_what_is_allowed():
+    """Types of words are for editors: a rule that reads one says what it allows, and it allows what its type says."""
+
+    @checked
+    def words(kv_layout: "KvLayout" = "NHD", backend: "Literal['own'] | Backend | None" = None):
+        return kv_layout, backend
+
+    assert words("other", "any") == ("other", "any")
+    with pytest.raises(ValueError, match="^kv_layout: got 3; allowed: a string"):
+        words(3)
+    with pytest.raises(ValueError, match="^backend: got 3; allowed: a string"):
+        words(backend=3)
+    assert set(get_args(Backend)) == set(VARIANTS_OF)

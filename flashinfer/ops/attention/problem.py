@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
+from flashinfer._core.literals import PosEncodingMode
 from flashinfer.ops.attention.tables import Table
 from flashinfer.ops.formats import KV_FORMATS
 
 MASKS = ("full", "causal", "custom")
-POS_ENCODINGS = ("NONE", "ROPE_LLAMA", "ALIBI")
+POS_ENCODINGS = get_args(PosEncodingMode)
 FP8 = ("fp8e4nv", "fp8e5")
 # What travels to kernels as bytes, and is widened in registers.
 NARROW = (*FP8, *KV_FORMATS)

@@ -12,6 +12,7 @@ import torch
 from flashinfer._core import env
 from flashinfer._core.backends import REPORTED_AS, variants_of
 from flashinfer._core.checks import renamed, require, require_tensor
+from flashinfer._core.literals import Backend, KvLayout
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.host_tables import (
     HostTables, TableStore, fill_buffers, host_lengths, lengths_in_buffers,
@@ -56,7 +57,7 @@ class AttentionWrapper:
     _returns_lse = False
 
     def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str, backend: str, buffers: Table | None,
+        self, float_workspace_buffer: torch.Tensor, kv_layout: KvLayout, backend: Backend, buffers: Table | None,
         variant: AttentionVariant | None = None,
     ):  # fmt: skip
         check_layout(kv_layout)
