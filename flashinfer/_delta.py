@@ -92,6 +92,13 @@ def require_tree(parents: torch.Tensor | None, sequences: int, tokens: int) -> N
         require_dtype("parents", parents, INDICES)
 
 
+def check_longest(name: str, offsets: torch.Tensor | None, most: int) -> None:
+    """Refuse offsets on the host of a sequence with more than `most` tokens; those on a GPU are not waited for."""
+    if offsets is not None and offsets.device.type == "cpu" and offsets.numel() > 1:
+        longest = int(offsets.diff().max())
+        require(longest <= most, name, f"a sequence of {longest} tokens", f"{most} at most, a slot for each")
+
+
 def rows_of(x: _Given) -> _Given:
     """x with a last stride of 1: itself, or a copy."""
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -134,6 +141,8 @@ def check_tables(pool: Pool, tokens: Tokens, slots_name: str = "", state_name: s
         if table is not None and states is not None:
             require_dtype(names[field], table, INDICES)
             check_values(names[field], table.clamp(min=pool.null), pool.null, len(states) - 1)
+    if pool.rows is not None:
+        check_longest(names["offsets"], tokens.offsets, pool.rows.shape[1])
 
 
 def _one_index_type(pool: Pool, tokens: Tokens):

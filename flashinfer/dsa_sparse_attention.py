@@ -171,6 +171,7 @@ def dsa_sparse_attention_varlen(
     -------
     As of `dsa_sparse_attention`; 0 and -inf for rows of no document.
     """
+    require(q_latent.dim() == 3, "q_latent", tuple(q_latent.shape), "[queries, num_heads, dim]")
     device, documents = q_latent.device, cu_seqlens_q.numel() - 1
     of_q = flat_integers(cu_seqlens_q, "cu_seqlens_q", device, documents + 1).long()
     of_k = flat_integers(cu_seqlens_k, "cu_seqlens_k", device, documents + 1).long()

@@ -263,7 +263,7 @@ def _run(given: dict, pool: Pool, final: bool, kept: Kept | None = None, parents
         alone = pool.read is None and pool.write is None and pool.rows is None
         require_shape(name, x, n if alone else None, *shape)
         require_dtype(name, x, STATES)
-    columns = () if pool.read is None or pool.read.dim() == 1 else (pool.read.shape[1],)
+    columns = () if pool.read is None or pool.read.dim() < 2 else (pool.read.shape[1],)
     require_shape("ssm_state_indices", pool.read, n, *columns)
     require_shape("ssm_state_indices", pool.write, n)
     require_shape("num_accepted_tokens", pool.accepted, n)

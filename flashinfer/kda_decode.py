@@ -11,6 +11,7 @@ from flashinfer._delta import (
     INDICES,
     INPUTS,
     STATES,
+    check_longest,
     output_like,
     require_dtype,
     require_shape,
@@ -309,6 +310,7 @@ def _layer(x, layer: tuple, raw: tuple, norm: Norm, tables: tuple, output, backe
     apart = out.data_ptr() != raw_gate.data_ptr() or not out.numel()
     require(apart, "output", "the memory of raw_gate", "memory of its own")
     check_values("state_indices", slots.clamp(min=0), 0, len(state) - 1)
+    check_longest("query_start_loc", offsets, longest)
     if offsets is None:
         one = LayerTokens(x, weight, rows_of(raw_gate[0]), raw_beta[0])
         _one_token(one, LayerStates(conv_state, state, slots, 0), out, raw, norm._replace(gate=output_gate[0]), backend)

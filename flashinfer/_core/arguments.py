@@ -178,7 +178,9 @@ def _check_of(parameter: inspect.Parameter) -> Callable | None:
 
 
 def _union(text: str) -> list[tuple[Callable, str]] | None:
-    kinds = [_kind(part.strip()) for part in _split(text, "|")]
+    parts = [part.strip() for part in _split(text, "|")]
+    # A device's name is a string that torch knows as one.
+    kinds = [_kind(part) for part in parts if part != "str" or "torch.device" not in parts]
     return None if None in kinds else kinds
 
 

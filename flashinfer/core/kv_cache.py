@@ -366,6 +366,8 @@ class PagedKVCache:
         if sequences is None:
             batch = self.sequences
         else:
+            some = isinstance(sequences, (Sequence, Iterable)) and not isinstance(sequences, torch.Tensor)
+            require(some, "sequences", repr(sequences), "a Sequence, or an iterable of Sequence")
             batch = (sequences,) if isinstance(sequences, Sequence) else tuple(sequences)
         tables = self._tables.get(batch)
         if tables is None:

@@ -74,8 +74,8 @@ def interleave_for_tma_wgmma_up(w_fp8: torch.Tensor) -> torch.Tensor:
     Parameters
     ----------
     w_fp8 : torch.Tensor
-        [experts, 2 * intermediate, hidden] of 8-bit elements: the gate's rows, then the up-projection's. `intermediate`
-        a multiple of 64.
+        [experts, 2 * intermediate, hidden], float8_e4m3fn or its bytes in uint8 or int8: the gate's rows, then
+        the up-projection's. `intermediate` a multiple of 64.
 
     Returns
     -------
@@ -96,7 +96,8 @@ def interleave_for_tma_wgmma_up(w_fp8: torch.Tensor) -> torch.Tensor:
     """
     fits = w_fp8.dim() == 3 and w_fp8.shape[1] % 128 == 0
     require(fits, "w_fp8", tuple(w_fp8.shape), "[experts, 2 * intermediate, hidden], intermediate a multiple of 64")
-    require(w_fp8.element_size() == 1, "w_fp8", w_fp8.dtype, "an 8-bit dtype")
+    codes = (torch.float8_e4m3fn, torch.uint8, torch.int8)
+    require(w_fp8.dtype in codes, "w_fp8", w_fp8.dtype, ", ".join(map(str, codes)))
     halves = w_fp8.view(torch.uint8).unflatten(1, (2, -1, 8))
     return halves.transpose(1, 2).reshape(w_fp8.shape).view(w_fp8.dtype)
 

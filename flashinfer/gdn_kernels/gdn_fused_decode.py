@@ -6,7 +6,7 @@ import torch
 
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import check_apart, check_values, require
-from flashinfer._delta import INPUTS, STATES, require_dtype, require_shape, scale_or_unset
+from flashinfer._delta import INDICES, INPUTS, STATES, require_dtype, require_shape, scale_or_unset
 from flashinfer.causal_conv1d import run_conv
 from flashinfer.gdn_decode import decode_tokens
 from flashinfer.gemm import mm_bf16
@@ -82,6 +82,7 @@ def gdn_fused_decode_step(
     require_shape("ssm_state", ssm_state, None, None, None, None)
     require_shape("mixed_qkv", mixed_qkv, None, None)
     heads, value_dim, key_dim = ssm_state.shape[1:]
+    require(heads * value_dim * key_dim > 0, "ssm_state", f"shape {tuple(ssm_state.shape)}", "states with elements")
     batch, channels = mixed_qkv.shape
     keys = channels - heads * value_dim
     require(keys > 0 and keys % (2 * key_dim) == 0, "mixed_qkv", f"{channels} channels",
@@ -91,6 +92,7 @@ def gdn_fused_decode_step(
     require_shape("conv_weight", conv_weight, channels, None)
     require_shape("conv_state", conv_state, None, channels, conv_weight.shape[1] - 1)
     require_shape("state_indices", state_indices, batch)
+    require_dtype("state_indices", state_indices, INDICES)
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         require_shape(name, x, heads)
         require_dtype(name, x, INPUTS)

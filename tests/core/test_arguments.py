@@ -29,6 +29,7 @@ def function(
     pair: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     several: list[torch.Tensor] | None = None,
     other: "Unknown" = None,
+    place: torch.device | str | None = None,
     **more,
 ):
     return x.requires_grad and torch.is_grad_enabled()
@@ -40,12 +41,14 @@ GOOD = [
     dict(count=torch.tensor(3)), dict(flag=None), dict(flag=1), dict(flag=np.bool_(True)), dict(dtype=torch.float16),
     dict(dtype="float16"), dict(pair=X), dict(pair=(X, X)), dict(pair=[X, X]), dict(several=[X]), dict(several=()),
     dict(other=object()), dict(anything=object()), dict(out=torch.nn.Parameter(X)),
+    dict(place="cpu"), dict(place=torch.device("cpu")),
 ]  # fmt: skip
 BAD = [
     dict(out=[1.0]), dict(out=np.ones(2)), dict(out=1), dict(out=X.to("meta")), dict(out=X.to_sparse()),
     dict(scale="1.0"), dict(scale=None), dict(count=1.0), dict(count=1.5), dict(count="1"), dict(count=X),
     dict(flag="False"), dict(flag=2), dict(flag=1.0), dict(flag=torch.tensor(True)), dict(name=None), dict(name=b""),
     dict(dtype=5), dict(pair=(X,)), dict(pair=(X, None)), dict(pair=(X, X, X)), dict(several=X), dict(several=[None]),
+    dict(place="nowhere"), dict(place=""), dict(place=1.0),
 ]  # fmt: skip
 
 

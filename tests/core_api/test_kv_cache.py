@@ -349,6 +349,7 @@ def refusals(cache, other):
         "another cache's": ("sequence", lambda: cache.free(other.sequences[0])),
         "no sequence": ("sequence", lambda: cache.free(0)),
         "twice in a batch": ("sequences", lambda: cache.tables([closed, closed])),
+        "a number for a batch": ("sequences", lambda: cache.tables(1)),
         "append beyond reserved": ("k", lambda: cache.append(torch.zeros(3, HEADS, DIM), k, 0, opened)),
         "append of too few": ("v", lambda: cache.append(k, k[:1], 0, opened)),
         "append without reservation": ("k", lambda: cache.append(k, k, 0, closed)),

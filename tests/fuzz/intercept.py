@@ -17,6 +17,7 @@ from types import FunctionType
 
 import torch
 
+from flashinfer.core.kv_cache import PagedKVCache
 from flashinfer.ops.attention.wrapper import AttentionWrapper, MadeOfWrappers
 from flashinfer.testing import fuzz, hostile
 from tests import rooms
@@ -43,6 +44,10 @@ _WRAPPERS = AttentionWrapper, MadeOfWrappers
 _TUNED = {"CheckpointingSSURunner", "TunableRunner"}
 # Steps of a mixture of experts, each of which takes what the one before it gave.
 _STEPS = {"finalize", "token_map"}
+# What a function writes where it is not given an output.
+_IN_PLACE = {("cudnn_recurrent_kda", "output_state"): "initial_state"}
+# Strides of an argument that say what is asked: of which axis the blocks are.
+_BY_STRIDES = {("fp4_quantize", "input")}
 
 
 def objects():
@@ -239,6 +244,10 @@ class Hostile:
         self.made += 1
         self.made_of[call.shown] += 1
         written = base().written if base() is not None else None
+        if written is not None and change.value is None and (call.shown, name) in _IN_PLACE:
+            written = written | {_IN_PLACE[call.shown, name]}
+        if change.expected == hostile.SAME and (call.shown, name) in _BY_STRIDES and _is_moved(call, name, change):
+            change = dataclasses.replace(change, expected=hostile.EITHER)
         torch.default_generator.manual_seed(1)
         try:
             function = _bound(call.function, call.target)
@@ -294,8 +303,17 @@ def _shares(name, arguments):
 def _bound(function, target):
     if target is None:
         return function
+    if isinstance(target, PagedKVCache) and function.__name__ != "__init__":
+        return functools.partial(_on_a_copy, function, target)
     made = object.__new__(type(target)) if function.__name__ == "__init__" else _again(target)
     return functools.partial(function, made)
+
+
+def _on_a_copy(function, target, **given):
+    """The method of an object that its methods change, with what the arguments have of it."""
+    kept = {id(x): x for x in hostile.tensors_in(given)}
+    target, given = copy.deepcopy((target, given), kept)
+    return function(target, **given)
 
 
 def _again(target):
@@ -308,6 +326,15 @@ def _again(target):
     for name, value in vars(target).items():
         vars(made)[name] = _again(value) if isinstance(value, (list, *_WRAPPERS)) else value
     return made
+
+
+def _is_moved(call, name, change):
+    """Whether a change is of the order of strides."""
+    return _order(call.arguments[name]) != _order(change.value)
+
+
+def _order(x):
+    return sorted(range(x.dim()), key=x.stride)
 
 
 def _is_narrow(value):

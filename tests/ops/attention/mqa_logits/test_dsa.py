@@ -110,6 +110,9 @@ def test_attention_over_named_keys(causal, device):
                      truth(q, keys, named, 48, scale, torch.float64)[1], "lse")  # fmt: skip
     with pytest.raises(ValueError, match="kv_latent: .*gradient"):
         dsa_sparse_attention(operands[0], operands[1], operands[2].clone().requires_grad_(), operands[3], ids)
+    with pytest.raises(ValueError, match="^q_latent: got "):
+        of_documents = generate.indptr(qo, device), generate.indptr(kv, device)
+        dsa_sparse_attention_varlen(operands[0][0, 0, 0], *operands[1:], ids, *of_documents)
 
 
 BAD = {

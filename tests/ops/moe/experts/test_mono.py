@@ -53,8 +53,9 @@ def test_interleave():
             row, half = 128 * block + 16 * stripe, 64 * block + 8 * stripe
             assert torch.equal(out[:, row : row + 8].float(), w[:, half : half + 8].float())
             assert torch.equal(out[:, row + 8 : row + 16].float(), w[:, 128 + half : 128 + half + 8].float())
-    with pytest.raises(ValueError, match="^w_fp8"):
-        fused_moe.interleave_for_tma_wgmma_up(w[:, :100])
+    for wrong in (w[:, :100], w.to(torch.float8_e5m2), w.bool()):
+        with pytest.raises(ValueError, match="^w_fp8"):
+            fused_moe.interleave_for_tma_wgmma_up(wrong)
 
 
 def test_scratch_and_refusals():

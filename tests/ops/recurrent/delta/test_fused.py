@@ -196,3 +196,33 @@ def test_fused_gdn(device, layout):
         assert_bitwise(conv[slot].contiguous(), conv_before[slot].contiguous())
     # Upstream's question is whether there is one kernel for all of it; callers then drop their own.
     assert flashinfer.gdn_fused_decode_step_supported(4) is False
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(ssm_state=torch.zeros(5, 2, 32, 0)),
+        dict(state_indices=torch.tensor([1.0, 2.0]).to(torch.float8_e5m2)),
+        dict(state_indices=torch.tensor([1, 2], dtype=torch.complex64)),
+    ],
+    ids=str,
+)
+def test_fused_gdn_refuses(wrong):
+    given = dict(hidden_states=torch.zeros(2, 8), w_ba=torch.zeros(8, 4), mixed_qkv=torch.zeros(2, 4 * DIM))
+    given |= dict(conv_weight=torch.zeros(4 * DIM, 4), conv_bias=torch.zeros(4 * DIM))
+    given |= dict(conv_state=torch.zeros(5, 4 * DIM, 3), A_log=torch.zeros(2), dt_bias=torch.zeros(2), scale=1.0)
+    given |= dict(ssm_state=torch.zeros(5, 2, DIM, DIM), state_indices=torch.tensor([1, 2]))
+    given = {name: x.bfloat16() if name in ("hidden_states", "w_ba", "mixed_qkv") else x for name, x in given.items()}
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))}: got "):
+        flashinfer.gdn_fused_decode_step(**given | wrong)
+
+
+def test_a_sequence_longer_than_its_slots_is_refused():
+    """Before the convolution writes its state."""
+    layer = Kimi(5, 1, 5)
+    slots, ones = torch.tensor([[1], [2], [0], [4]]), torch.ones(4, dtype=torch.int32)
+    conv, offsets = layer.conv.clone(), torch.tensor([0, 1, 1, 2, 4], dtype=torch.int32)
+    given = layer.arguments(slots, conv, layer.state)
+    with pytest.raises(ValueError, match="^query_start_loc: got a sequence of 2 tokens"):
+        flashinfer.packed_fused_kda_decode(*given, query_start_loc=offsets, num_accepted_tokens=ones)
+    assert_bitwise(conv, layer.conv)

@@ -333,6 +333,7 @@ def test_wrapper_and_prepared_calls(device):
         ({"disable_state_update": True}, "initial_state_source"),
         ({"initial_state": torch.zeros(2, 2, 32, 32)}, "initial_state"),
         ({"checkpoint_every_n_tokens": 40}, "checkpoint_every_n_tokens"),
+        ({"initial_state": torch.zeros(2, 2, 32, 32), "ssm_state_indices": torch.tensor(1)}, "ssm_state_indices"),
     ],
 )
 def test_errors_name_the_argument(change, message):
