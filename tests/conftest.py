@@ -63,12 +63,15 @@ def quick_interpreter(pytestconfig):
         interpreter.make_quick()
 
 
-@pytest.fixture(scope="module")
-def on_card():
+@pytest.fixture(scope="session")
+def on_card(tmp_path_factory, pytestconfig):
     """Calls a function of the test's module in a process with a card that is not there; it gets the card."""
     from tests.core.card_process import card_process
 
-    with card_process() as call:
+    # One cache of kernels for all workers of a run, whose folders lie side by side.
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if hasattr(pytestconfig, "workerinput") else base
+    with card_process(base / "card") as call:
         yield call
 
 

@@ -4,26 +4,23 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from tempfile import TemporaryDirectory
 
 
 @contextmanager
-def card_process(machine_code=False):
+def card_process(base, machine_code=False):
     """Gives what calls a function of a test's module in such a process; the function gets the card.
 
     Nothing runs the kernels there, so they are PTX that nobody optimised, which takes seven tenths of the time, unless
-    `machine_code` is asked for. They are in a cache of the process's own.
+    `machine_code` is asked for. Their cache is in `base`.
     """
     spawn = multiprocessing.get_context("spawn")
-    with TemporaryDirectory() as base:
-        given = (base, machine_code)
-        with ProcessPoolExecutor(1, mp_context=spawn, initializer=_insert, initargs=given) as process:
-            yield lambda function, *args: process.submit(_with_card, function, *args).result()
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_insert, initargs=(base, machine_code)) as process:
+        yield lambda function, *args: process.submit(_with_card, function, *args).result()
 
 
 def _insert(base, machine_code):
     os.environ.pop("TRITON_INTERPRET", None)
-    os.environ["FLASHINFER_WORKSPACE_BASE"] = base
+    os.environ["FLASHINFER_WORKSPACE_BASE"] = str(base)
     global CARD
     from tests.core import card
 

@@ -20,8 +20,8 @@ ALLOWED = {6: 1}  # programmatic stream serialization, in cuda.h
 
 
 @pytest.fixture(scope="module")
-def on_card():
-    with card_process(machine_code=True) as call:
+def on_card(tmp_path_factory):
+    with card_process(tmp_path_factory.mktemp("card"), machine_code=True) as call:
         yield call
 
 
