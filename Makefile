@@ -1,7 +1,7 @@
 # make demo     serve a real model on this machine
 # make test     run the CPU test suite
 # make mutants  small wrong changes to the source, each of which the tests have to notice; minutes
-# make matrix   compile every kernel for every architecture on two Tritons
+# make matrix   compile every kernel for every architecture on two Tritons, and run the tests that take long
 # make wheel    build sdist and wheel of each version that engines pin, and try them in clean environments
 # make types    check types of the examples, the integrations, public modules and the code in documents
 # make docs     build the documentation site and open it in a headless browser; needs npm for the browser
@@ -29,7 +29,9 @@ mutants: $(VENV)/.test
 	@$(BIN)/python tests/mutants.py
 
 matrix: $(VENV)/.test
-	@$(PYTEST) -m matrix --capture no
+	@$(PYTEST) -m matrix --capture no tests/meta/test_compile_matrix.py
+	@$(PYTEST) -m "matrix and not gpu" --numprocesses 2 --dist worksteal --ignore tests/meta/test_compile_matrix.py
+	@$(PYTEST) --fuzz 2000 --numprocesses 2 --dist worksteal tests/fuzz/test_fuzz.py
 
 wheel: $(VENV)/.test
 	@$(BIN)/python tools/wheel.py

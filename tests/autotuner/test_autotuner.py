@@ -490,6 +490,7 @@ with autotune():
 """
 
 
+@pytest.mark.matrix
 def test_ranks_agree(tmp_path):
     """On the sum of their times, in which neither rank's own best need win; and on their candidates."""
     arguments = [str(tmp_path / "rendezvous"), str(Path(__file__).parent)]

@@ -117,6 +117,7 @@ def kept(tmp_path, room):
     return json.loads(file.read_text())
 
 
+@pytest.mark.matrix
 def test_rooms_of_a_folder_are_one_result_beside_the_peer(bench, tmp_path):
     norms, alone = bench("norms", "alone", "--peer", str(tmp_path / "peer"), "--peer-limit", "3")
     assert kept(tmp_path, "norms") == norms and kept(tmp_path, "alone") == alone
@@ -182,6 +183,7 @@ def test_what_is_no_room_row_or_peer_is_refused(bench, tmp_path):
     assert bench("norms", status=2)["error"] == "room: 'norms' has rows of the same name: right"
 
 
+@pytest.mark.matrix
 def test_attention_in_this_package_twice(tmp_path):
     words = ["--device", "cpu", "--out", str(tmp_path), "--json", "--match", "paged decode", "--peer", str(ROOT)]
     done = CliRunner().invoke(main, ["bench", "attention", *words])

@@ -133,6 +133,7 @@ class TestExplain:
         assert "Traceback" not in invoke("explain", *words, status=2).output
 
 
+@pytest.mark.matrix
 def test_precompile_then_the_cache_commands(tmp_path):
     out = tmp_path / "kernels"
     words = ("precompile", "--arch", "80,90a", "--op", "get_seq_lens", "--out", out, "--workers", 1)

@@ -137,6 +137,7 @@ def test_what_there_is_no_time_for_says_so(folders):
     assert "error" in result["cases"][-1]["peers"]["hanging"]
 
 
+@pytest.mark.matrix
 def test_the_command_adds_libraries_to_its_result(folders):
     for name in set(LIBRARIES) - {"good", "wrong"}:
         (folders / "rooms" / "peers" / f"{name.replace('-', '_')}.py").unlink(missing_ok=True)

@@ -86,6 +86,7 @@ def test_unknown_architecture():
         list(catalog_jobs(OPS, ["75"]))
 
 
+@pytest.mark.matrix
 def test_kernels_go_out_and_are_found_again(tmp_path, base, monkeypatch, in_triton):
     out = tmp_path / "out"
     jobs = list(catalog_jobs(OPS, ["80", "90a"]))
@@ -116,6 +117,7 @@ def from_frozen(variables, jobs):
             del os.environ[name]
 
 
+@pytest.mark.matrix
 def test_what_a_cache_holds_is_compiled_for_another_architecture(tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     met = Problem("bf16", weighted=True, offset=9)
@@ -136,6 +138,7 @@ def test_stored_config_is_kept_where_no_variant_chooses_one(tmp_path, monkeypatc
     ]
 
 
+@pytest.mark.matrix
 def test_failure_costs_one_job(tmp_path):
     good = next(catalog_jobs(OPS, ["90a"]))
     unsupported = replace(good, problem=Problem("nonsense"))

@@ -40,6 +40,7 @@ def test_fragments_quickly(n, k, tile):
     check_fragments(1, n, k, tile, 40)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tile", (16, 128))
 def test_factors_of_fragments(tile):
     with emulate("90a", seed=2):

@@ -4,9 +4,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from examples.expert_parallel import layer as example
 
 
+@pytest.mark.matrix
 def test_two_ranks():
     environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "RANK")}
     environment["OMP_NUM_THREADS"] = "1"

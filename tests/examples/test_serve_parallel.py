@@ -8,6 +8,7 @@ from tests.examples.test_serve import CONFIG, random_weights
 from tests.ops.comm import processes
 
 
+@pytest.mark.matrix
 def test_two_ranks_and_one_have_the_same_tokens(tmp_path):
     said = processes.run(2, "tests.examples.split_ranks:serve", tmp_path)
     assert said[0] == said[1] and said[0]

@@ -1,6 +1,7 @@
 """Random calls of public functions, each from its own seed.
 
-    pytest tests/fuzz                                   2,000 calls on the CPU, nine tenths of them by the reference
+    pytest tests/fuzz                                   500 calls on the CPU, nine tenths of them by the reference
+    pytest tests/fuzz --fuzz 2000                       the same, more of them, as `make matrix` does
     pytest tests/fuzz -m gpu --fuzz 100000 -n 16        as many by a GPU's kernels, in 16 processes
     pytest tests/fuzz --fuzz 1 --fuzz-seed N -k NAME    the call that a failure names
 """
@@ -22,7 +23,7 @@ FAMILIES = {
     for module in (attend, experts, formats, pages, products, recurrent, sampled, selective, tokens)
     for family in module.FAMILIES
 }
-CALLS_ON_CPU = 2000
+CALLS_ON_CPU = 500
 # The families whose kernels take long in Triton's interpreter get few calls of it.
 SLOW = {
     "sampled.top_k": 0.2, "sampled.sample": 0.3, "sampled.renorm": 0.3, "sampled.mask_logits": 0.3,

@@ -26,6 +26,7 @@ TESTS = Path(__file__).parents[1]
 EVERY = ("logits_processor", "ops/attention/block_scores", "ops/gemm", "ops/mhc", "ops/norm", "ops/topk")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("room", sorted(rooms.CALLS))
 def test_room(room, pytestconfig):
     wanted = max(1, (pytestconfig.getoption("fuzz") or CALLS_ON_CPU) // len(rooms.CALLS))

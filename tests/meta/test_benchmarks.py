@@ -24,6 +24,7 @@ ROOMS = rooms(ROOT / "benchmarks")
 GPU_PEERS = ("fp8 1x128, 128x128 4x128x256: torch", "torch/one by one", "torch/scales of rows", "cudnn")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("room", ROOMS)
 def test_rows_compute_and_are_right(room):
     device = torch.device("cpu")

@@ -85,7 +85,10 @@ def test_every_room_has_a_call():
     assert set(_ROOMS) - set(rooms.CALLS) == rooms.RANKS
 
 
-@pytest.mark.parametrize("variant", ["reference", "portable", pytest.param("auto", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "variant",
+    ["reference", pytest.param("portable", marks=pytest.mark.matrix), pytest.param("auto", marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize("room", rooms.CALLS)
 def test_defaults_change_no_result(room, variant, device):
     torch.manual_seed(1)

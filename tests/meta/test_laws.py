@@ -49,9 +49,19 @@ PACKAGES = {dotted(path) for path in sources("flashinfer") if path.name == "__in
 MODULES = NAMES | PACKAGES
 
 
+def statements(tree):
+    """All statements of a tree, and the branches that hold them; no expression, of which there are many more."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for part in ("body", "orelse", "handlers", "finalbody", "cases"):
+            waiting += getattr(node, part, ())
+
+
 def imports(tree, module, is_package):
     """Dotted names of all modules that a tree imports, relative imports made absolute, wherever they stand."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -124,21 +134,22 @@ def faults_of_imports(module, is_package, tree):
     return faults
 
 
-@pytest.mark.parametrize("path", sources("flashinfer"), ids=relative)
-def test_law_of_imports(path):
-    assert not faults_of_imports(dotted(path), path.name == "__init__.py", parsed(path.read_text()))
+def test_law_of_imports():
+    faults = {
+        relative(path): faults_of_imports(dotted(path), path.name == "__init__.py", parsed(path.read_text()))
+        for path in sources("flashinfer")
+    }
+    assert not {path: found for path, found in faults.items() if found}
 
 
 def host_of_room(path):
     return path.name in ("__init__.py", "reference.py", "config.py", "problem.py") and "_device" not in path.parts
 
 
-@pytest.mark.parametrize("path", [p for p in sources("flashinfer/ops") if host_of_room(p)], ids=relative)
-def test_doors_configs_and_references_import_no_gpu_code(path):
-    found = {
-        name.split(".")[0] for name in imports(parsed(path.read_text()), dotted(path), path.name == "__init__.py")
-    }
-    assert not found & {"triton", "cuda"}
+def test_doors_configs_and_references_import_no_gpu_code():
+    for path in filter(host_of_room, sources("flashinfer/ops")):
+        names = imports(parsed(path.read_text()), dotted(path), path.name == "__init__.py")
+        assert not {name.split(".")[0] for name in names} & {"triton", "cuda"}, relative(path)
 
 
 def test_every_room_has_its_files():
@@ -213,13 +224,13 @@ def faults_of_budgets(text, public):
     return faults
 
 
-@pytest.mark.parametrize("path", sources(*FOLDERS), ids=relative)
-def test_budgets(path):
-    public = PACKAGE in path.parents and layer(dotted(path)) in ("public", "testing")
-    faults = faults_of_budgets(path.read_text(), public)
-    wide = {fault.split(":")[0] for fault in faults if fault.endswith("of a device function")}
-    assert wide <= STILL_WIDE
-    assert not [fault for fault in faults if not fault.endswith("of a device function")]
+def test_budgets():
+    for path in sources(*FOLDERS):
+        public = PACKAGE in path.parents and layer(dotted(path)) in ("public", "testing")
+        faults = faults_of_budgets(path.read_text(), public)
+        wide = {fault.split(":")[0] for fault in faults if fault.endswith("of a device function")}
+        assert wide <= STILL_WIDE, relative(path)
+        assert not [fault for fault in faults if not fault.endswith("of a device function")], relative(path)
 
 
 # What the first docstring of a file with kernels states, beside what they compute.
@@ -235,9 +246,9 @@ def missing_in_header(text):
     return [label for label in HEADER if label not in stated]
 
 
-@pytest.mark.parametrize("path", sources("flashinfer"), ids=relative)
-def test_files_of_kernels_begin_with_what_they_are(path):
-    assert missing_in_header(path.read_text()) == []
+def test_files_of_kernels_begin_with_what_they_are():
+    missing = {relative(path): missing_in_header(path.read_text()) for path in sources("flashinfer")}
+    assert not {path: headers for path, headers in missing.items() if headers}
 
 
 def test_a_header_is_read_as_it_is_written():

@@ -20,6 +20,7 @@ from tests.ops.comm import processes
 LAYERS = "tests.moe_ep.ranks:layers"
 
 
+@pytest.mark.matrix
 def test_layers_over_processes(tmp_path):
     processes.run(3, LAYERS, tmp_path)
 

@@ -144,6 +144,7 @@ def decoded(card):
     return card.attributes[before:]
 
 
+@pytest.mark.matrix
 def test_decodes_are_dependent(on_card):
     """The work list is not: it does not begin by waiting."""
     assert on_card(decoded) == [{}, ALLOWED, ALLOWED]

@@ -25,7 +25,7 @@ from flashinfer._core.checks import require
 # Seconds that a rank waits for the others to come to a set-up. Ranks load models at different speeds.
 SETUP_DEADLINE = 30.0
 # Seconds that a stopped store gets beyond a deadline, so that a late rank is named rather than the store.
-_GRACE = 0.25
+_GRACE = 1.0
 _STORE = "the store of the process group, which rank 0 hosts unless a launcher does"
 
 _setup_deadline = SETUP_DEADLINE

@@ -268,6 +268,7 @@ def planned_on_a_card(card, name):
     return wrapper._active.kernels.latest.variant.name
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ("int8_per_token_head", "int4_group_64"))
 def test_plans_on_a_card(name, on_card):
     assert on_card(planned_on_a_card, name) == "portable"

@@ -455,6 +455,7 @@ def test_functions_of_one_name_and_two_meanings():
         hash(AttentionVariant(samples.shifted_by(1), samples.shifted_by(2)))
 
 
+@pytest.mark.matrix
 def test_processes_share_an_entry_and_functions_do_not(in_triton, tmp_path):
     """Each call compiles in a new process, which finds the functions by the problem alone."""
     alibi, cap = CASES["alibi"].variant, CASES["soft cap"].variant
@@ -467,6 +468,7 @@ def test_processes_share_an_entry_and_functions_do_not(in_triton, tmp_path):
     assert alibi.key != cap.key
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("op", "kernel", "changes"),
     [("prefill", "sm90", {"rows": 128, "mask": "causal"}), ("decode", "sm80", {"rows": 16})],

@@ -22,6 +22,7 @@ def accesses(card, launcher):
     return sum(size for size in sizes if size == 16), sum(size for size in sizes if size < 16)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "launcher", ["delta_step", "delta_commit", "delta_scan", "delta_prepare", "ssd_added", "ssd_results"]
 )

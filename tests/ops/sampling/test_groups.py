@@ -112,6 +112,7 @@ def test_a_scalar_k(variant, device, columns):
             assert_bitwise(out, row.where(kept, -torch.inf))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("programs", [1, 256])
 @pytest.mark.parametrize("k", ["own", 0, 1])
 def test_how_many_programs_share_a_row(device, monkeypatch, columns, programs, k):

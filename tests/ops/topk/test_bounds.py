@@ -155,6 +155,7 @@ def keys_of(x):
     return torch.where(x < 0, -1 - bits, bits).where(~x.isnan(), (1 << 31) - 1)
 
 
+@pytest.mark.matrix
 def test_search_of_any_range_of_keys(device):
     """Against sorting: gaps of 1 to 2^32 - 1 keys at either end and in the middle, every kind of rank and of guess."""
     rows, count = 24, 100

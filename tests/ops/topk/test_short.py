@@ -24,6 +24,7 @@ def sampled(length):
     return (column[:, None] // 4 * 4 + torch.arange(4)).flatten()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("last", [False, True])
 def test_a_sample_that_misleads(variant, device, last):
     """A bound that fewer than k are above, one that more are above than a list holds, and one with many equal to it."""

@@ -178,6 +178,7 @@ def test_faults_on_gpus(tmp_path, world):
     assert "rank 0 waited 2 s for rank 1" in said[0][0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("world", [2, 3])
 def test_many_calls(tmp_path, world):
     processes.run(world, f"{RANKS}:many_calls", tmp_path, 60)

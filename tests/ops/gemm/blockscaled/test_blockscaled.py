@@ -346,6 +346,7 @@ for arch in ("100a", "120a"):
 """
 
 
+@pytest.mark.matrix
 def test_tensor_cores_that_take_factors_are_given_them():
     """PTX ISA: tcgen05.mma of kind mxf8f6f4, mxf4 and mxf4nvf4; mma.sync with .block_scale."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

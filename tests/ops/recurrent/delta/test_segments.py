@@ -53,6 +53,7 @@ def test_a_pool_in_place_with_checkpoints(backend, device):
         assert_bitwise(pool[slot], before[slot], f"slot {slot}")
 
 
+@pytest.mark.matrix
 @backends
 @pytest.mark.parametrize(("decay", "beta"), [(1e-30, 1.0), (0.0, 1.0), (1.0, 1.0), (1.0, 0.0)])
 def test_extremes(backend, device, decay, beta):
@@ -68,6 +69,7 @@ def test_extremes(backend, device, decay, beta):
     assert_near(final[0], on_the_way[-1], by=2e-4)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_bits_do_not_depend_on_the_batch_or_on_cuts(device, dtype):
     """A sequence by itself, in a batch, and cut where segments begin."""
