@@ -64,8 +64,10 @@ def renamed(error: ValueError, names: dict[str, str]) -> ValueError:
 
 
 def require_tensor(name: str, value, optional: bool = False) -> None:
-    """Raise ValueError naming the argument if `value` is no tensor; None passes where it is optional."""
-    if not isinstance(value, torch.Tensor) and not (optional and value is None):
+    """Raise ValueError naming the argument if `value` is no tensor with memory; None passes where it is optional."""
+    if isinstance(value, torch.Tensor):
+        require(value.device.type != "meta", name, "a tensor on meta", "a torch.Tensor with memory")
+    elif not (optional and value is None):
         given = None if value is None else f"a {type(value).__module__}.{type(value).__name__}"
         require(False, name, given, "a torch.Tensor, or None" if optional else "a torch.Tensor")
 

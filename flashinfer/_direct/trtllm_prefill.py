@@ -108,6 +108,7 @@ def trtllm_batch_context_with_kv_cache(
     check_layout(kv_layout)
     require(query.dim() == 3, "query", tuple(query.shape), "[tokens, num_qo_heads, head_dim]")
     batch, device = whole("batch_size", batch_size, 0), query.device
+    require(block_tables.dim() > 1, "block_tables", tuple(block_tables.shape), "[batch, max_pages]")
     require(block_tables.shape[0] == batch, "batch_size", batch, f"{block_tables.shape[0]}, as block_tables")
     kv_cache = as_one_type(with_pages(kv_cache, kv_layout))
     output = Output(query, (*query.shape[:2], value_dim(kv_cache)), out, out_dtype, o_sf_scale, o_sf_vec_size, lse,

@@ -58,13 +58,13 @@ class BatchAttention(AttentionWrapper):
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim_qk: int,
-        head_dim_vo: int,
+        head_dim_vo: int | None,
         page_size: int,
         causal: bool = False,
         sm_scale: float | None = None,
         logits_soft_cap: float | None = None,
         q_data_type: torch.dtype = torch.bfloat16,
-        kv_data_type: torch.dtype = torch.bfloat16,
+        kv_data_type: str | torch.dtype | None = torch.bfloat16,
         use_profiler: bool = False,
     ) -> None:
         """Describe a batch; every later run() uses it.
@@ -80,7 +80,8 @@ class BatchAttention(AttentionWrapper):
         kv_len_arr : int Tensor [batch]
             Keys of each request, in the first of its pages.
         num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size : int
-            num_qo_heads is a multiple of num_kv_heads; any page_size from 1 up.
+            num_qo_heads is a multiple of num_kv_heads; any page_size from 1 up. Without
+            head_dim_vo it is head_dim_qk.
         causal : bool
             A query sees keys at its position and before; its request's last query stands at the last key.
         sm_scale : float, optional
@@ -88,6 +89,7 @@ class BatchAttention(AttentionWrapper):
         logits_soft_cap : float, optional
             Logits become cap * tanh(logits / cap).
         q_data_type, kv_data_type : dtype or its name
+            Without kv_data_type it is q_data_type.
         use_profiler : bool
             Refused.
 

@@ -158,6 +158,8 @@ def cudnn_batch_prefill_with_kv_cache(
         of_k = row(batch_offsets_k, "k").by(1 if tokens else k_cache.stride(0))
         of_v = row(batch_offsets_v, "v").by(1 if tokens else v_cache.stride(0))
         keys = _spans(of_k if of_k.starts is not None else of_v, k_cache, actual_seq_lens_kv, batch, most_kv, "k")
+        if "q_len" in keys and keys["q_lens"] is None:
+            keys["q_lens"] = torch.full((batch,), most_kv, dtype=torch.int32, device=q.device)
         if of_k.starts is not None and of_v.starts is not None and not of_v.same_as(of_k):
             v_cache = _beside(v_cache, of_v.starts, of_k.starts[:batch], k_cache.shape[0])
         table = Table(
@@ -241,7 +243,7 @@ def _spans(rows: Rows, x: torch.Tensor, lens, batch: int, most: int, name: str) 
         require(fits, rows.name, f"{rows.starts.shape[0]} elements", f"{batch + 1} elements")
         return dict(qo_indptr=integers(rows.starts, rows.name, x.device, (None,)), q_lens=lens)
     padded = x.shape[0] == batch * most
-    require(padded or lens is not None, f"actual_seq_lens_{name}", None,
+    require(padded or lens is not None, f"actual_seq_lens_{'q' if name == 'q' else 'kv'}", None,
             f"a tensor, or batch_offsets_{name}, or {batch} x {most} rows")  # fmt: skip
     return dict(q_lens=lens, q_len=most if padded else 0)
 

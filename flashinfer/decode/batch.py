@@ -7,13 +7,13 @@ from typing import Literal, overload
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import as_dtype, require
 from flashinfer._core.literals import Backend, KvLayout, LseBase, PosEncodingMode
 from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.agree import as_count, check_agrees
 from flashinfer.ops.attention.operands import by_name, is_plain
-from flashinfer.ops.attention.options import plan_options
+from flashinfer.ops.attention.options import check_flag, plan_options
 from flashinfer.ops.attention.tables import graph_buffers
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import device_of
@@ -175,10 +175,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         if type(q_len_per_req) is not int or q_len_per_req < 1:
             q_len_per_req = as_count("q_len_per_req", q_len_per_req)
             require(q_len_per_req >= 1, "q_len_per_req", q_len_per_req, "at least 1")
+        check_flag("non_blocking", non_blocking)
         causal = q_len_per_req > 1
         if window_right or is_causal is not None:
             causal = _is_causal(window_right, is_causal, q_len_per_req)
         if data_type is not None:
+            data_type = as_dtype(data_type, argument="data_type")
             # The default of q_data_type is no word on it; a dtype is.
             q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
             kv_data_type = data_type if kv_data_type is None else kv_data_type

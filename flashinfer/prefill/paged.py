@@ -12,7 +12,7 @@ from flashinfer.compat.wrappers import PagedNames
 from flashinfer.ops.attention.agree import check_agrees
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
 from flashinfer.ops.attention.operands import by_name, is_plain
-from flashinfer.ops.attention.options import check_accumulation, plan_options
+from flashinfer.ops.attention.options import check_flag, plan_options
 from flashinfer.ops.attention.tables import MASK_BUFFERS, graph_buffers
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import device_of
@@ -181,7 +181,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         ValueError
             An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
         """
-        check_accumulation(use_fp16_qk_reduction)
+        check_flag("use_fp16_qk_reduction", use_fp16_qk_reduction)
+        check_flag("non_blocking", non_blocking)
         asked = plan_options(
             source="paged", num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk,
             head_dim_vo=head_dim_vo, page_size=page_size, q_dtype=q_data_type, kv_dtype=kv_data_type,

@@ -14,7 +14,7 @@ from flashinfer.compat.wrappers import RaggedNames
 from flashinfer.ops.attention.agree import check_agrees
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
 from flashinfer.ops.attention.operands import as_slots, by_name, is_plain, slot_factors, slot_views
-from flashinfer.ops.attention.options import check_accumulation, plan_options
+from flashinfer.ops.attention.options import check_flag, plan_options
 from flashinfer.ops.attention.tables import MASK_BUFFERS, graph_buffers
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
 from flashinfer.ops.attention.wrapper import device_of, ragged_pair
@@ -39,6 +39,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
     """
 
     _paged = False
+    _operands = "q", "k", "v"
 
     def __init__(
         self,
@@ -123,7 +124,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             if given is not None and not is_same:
                 is_same = torch.equal(given.to(same.device, same.dtype), same)
             require(is_same, name, "other offsets", "None, or the same offsets as of k (v_indptr) and q (o_indptr)")
-        check_accumulation(use_fp16_qk_reduction)
+        check_flag("use_fp16_qk_reduction", use_fp16_qk_reduction)
+        check_flag("non_blocking", non_blocking)
         asked = plan_options(
             source="ragged", num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_qk=head_dim_qk,
             head_dim_vo=head_dim_vo, page_size=0, q_dtype=q_data_type, kv_dtype=kv_data_type, o_dtype=o_data_type,

@@ -113,6 +113,7 @@ def single_prefill_with_kv_cache(
     """
     require(q.dim() == 3, "q", tuple(q.shape), "3 axes: q_len, num_qo_heads, head_dim")
     if custom_mask is not None and packed_custom_mask is None:
+        require(k.dim() == 3, "k", tuple(k.shape), "3 axes: kv_len, num_kv_heads, head_dim")
         rows = k.shape[0 if kv_layout == "NHD" else 1]
         shape = (q.shape[0], rows)
         require(custom_mask.shape in (shape, (shape[0] * rows,)), "custom_mask", tuple(custom_mask.shape), f"{shape}")

@@ -165,16 +165,19 @@ class _Call:
 
 def _call_of(function, owner, args, named) -> _Call | None:
     signature = inspect.signature(function)
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
     given = (*args, *named.values())
-    if inspect.Parameter.VAR_POSITIONAL in kinds or any(_is_traced(x) or type(x).__name__ in _KEEPS for x in given):
+    if any(_is_traced(x) or type(x).__name__ in _KEEPS for x in given):
         return None
     # A test of defaults, or of tensors without memory.
     if torch.get_default_device().type != "cpu" or any(map(_is_meta, given)):
         return None
     try:
-        arguments = dict(signature.bind(*args, **named).arguments)
+        bound = signature.bind(*args, **named)
     except TypeError:
+        return None
+    # What else is given by position has no name.
+    arguments = dict(bound.arguments)
+    if any(arguments.pop(name, ()) for name, p in signature.parameters.items() if p.kind is p.VAR_POSITIONAL):
         return None
     more = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
     arguments |= arguments.pop(more, {}) if more else {}
@@ -318,13 +321,15 @@ def _on_a_copy(function, target, **given):
 
 def _again(target):
     """An object of its own with the same attributes. What copy() makes of a wrapper has no plan, and runs nothing."""
+    if isinstance(target, dict):
+        return dict(target)
     if isinstance(target, list):
         return [_again(x) if isinstance(x, _WRAPPERS) else x for x in target]
     if not isinstance(target, _WRAPPERS):
         return copy.copy(target)
     made = object.__new__(type(target))
     for name, value in vars(target).items():
-        vars(made)[name] = _again(value) if isinstance(value, (list, *_WRAPPERS)) else value
+        vars(made)[name] = _again(value) if isinstance(value, (list, dict, *_WRAPPERS)) else value
     return made
 
 

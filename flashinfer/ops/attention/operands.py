@@ -9,9 +9,9 @@ from numbers import Integral, Real
 
 import torch
 
-from flashinfer._core.checks import check_apart, is_aligned, require, require_tensor
+from flashinfer._core.checks import check_apart, indptr_values, is_aligned, require, require_tensor
 from flashinfer.ops.attention.config import factor_alignment
-from flashinfer.ops.attention.options import MOST_KEYS, PlanOptions, is_finite
+from flashinfer.ops.attention.options import MOST_KEYS, PlanOptions, check_flag, is_finite
 from flashinfer.ops.attention.problem import Inputs
 from flashinfer.ops.attention.tables import KV_INDICES, KV_INDPTR, LENGTHS, QO_INDPTR
 from flashinfer.ops.attention.variants import AttentionVariant
@@ -41,6 +41,7 @@ def check(plan, q, k, v, out, lse, return_lse: bool, *, q_scale, k_scale, v_scal
         check_on_device(plan, q, k)
     scalars, qk_scale, out_scale = _scales(plan, window_left, q_scale, k_scale, v_scale)
     of_sinks = check_sinks(plan, sinks)
+    check_flag("return_lse", return_lse)
     # One that is given is written, whether it is to be returned or not.
     wants_lse = return_lse or lse is not None
     values = variant_values(plan, params, wants_lse, sinks, window_left)
@@ -323,7 +324,10 @@ def as_slots(asked: PlanOptions, tables: tuple) -> tuple[PlanOptions, tuple]:
     offset is the length of the page table.
     """
     qo_indptr, kv_indptr, *_ = tables
-    count = int(kv_indptr[-1]) if kv_indptr.numel() else 0
+    require_tensor("kv_indptr", kv_indptr)
+    fits = kv_indptr.dim() == 1 and kv_indptr.dtype in (torch.int32, torch.int64)
+    require(fits, "kv_indptr", f"{kv_indptr.dtype} {tuple(kv_indptr.shape)}", "int32 or int64 [batch + 1]")
+    count = indptr_values("kv_indptr", kv_indptr, sliced=True)[-1]
     last = torch.ones(max(kv_indptr.numel() - 1, 0), dtype=torch.int32, device=kv_indptr.device)
     slots = torch.arange(count, dtype=torch.int32, device=kv_indptr.device)
     return asked._replace(source="paged", page_size=1), (qo_indptr, kv_indptr, last, slots)

@@ -158,10 +158,9 @@ def _kv_dtype(given, q_dtype: torch.dtype) -> torch.dtype | str:
     return as_dtype(given, q_dtype, "kv_data_type")
 
 
-def check_accumulation(use_fp16_qk_reduction) -> None:
-    """Refuse what is no flag: products of q and k are summed in float32 either way."""
-    name, given = "use_fp16_qk_reduction", use_fp16_qk_reduction
-    if given is not False and given is not None:
+def check_flag(name: str, given) -> None:
+    """Refuse what is no flag, of a parameter that changes nothing."""
+    if given is not False and given is not True and given is not None:
         require(number(name, given) in (0, 1), name, repr(given), "True or False")
 
 
@@ -171,8 +170,10 @@ def _check_sizes(o: PlanOptions) -> None:
         require(o.head_dim_kpe >= 0, "head_dim_kpe", o.head_dim_kpe, "at least 0")
     for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo", "page_size", "window_left"):
         value = getattr(o, name)
-        require(isinstance(value, Integral) and not isinstance(value, bool), name, repr(value), "an int")
+        fits = isinstance(value, Integral) and not isinstance(value, bool)
+        require(fits and (value < 1 << 31 or name == "window_left"), name, repr(value), "an int of 32 bits")
     require(o.causal in (True, False), "causal", repr(o.causal), "True or False")
+    require(o.disable_split_kv in (True, False, None), "disable_split_kv", repr(o.disable_split_kv), "True or False")
     require(o.num_kv_heads > 0, "num_kv_heads", o.num_kv_heads, "at least 1")
     divides = o.num_qo_heads > 0 and o.num_qo_heads % o.num_kv_heads == 0
     require(divides, "num_qo_heads", o.num_qo_heads, f"a multiple of num_kv_heads = {o.num_kv_heads}")

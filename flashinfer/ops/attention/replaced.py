@@ -73,7 +73,8 @@ class ReplaceableWrapper(AttentionWrapper):
         stream = self._look_at_stream(())
         stride = base.table.kv_stride
         require(not stride, "plan", f"tables of one stride, {stride}", "pages of kv_indptr and kv_indices")
-        table = Table(**{name: self._as_table(name, getattr(shown, name)) for name in _TABLES}, names=base.table.names)
+        tables = {name: self._as_table(name, getattr(shown, name)) for name in _TABLES}
+        table = Table(**tables, names=base.table.names, operands=base.table.operands)
         table.longest_q, table.uniform_q_len, table.first_row = longest_q, base.table.each_q, base.table.first_row
         if graph and base.table.mask is None:
             table.mask = table.mask_indptr = None

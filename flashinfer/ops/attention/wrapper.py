@@ -11,7 +11,7 @@ import torch
 
 from flashinfer._core import env
 from flashinfer._core.backends import REPORTED_AS, variants_of
-from flashinfer._core.checks import renamed, require, require_tensor
+from flashinfer._core.checks import number, renamed, require, require_tensor
 from flashinfer._core.literals import Backend, KvLayout
 from flashinfer.ops.attention import traced
 from flashinfer.ops.attention.host_tables import (
@@ -47,6 +47,8 @@ class AttentionWrapper:
     _paged = True
     # What errors call the tables of a plan: the parameters of plan().
     _names = NAMES
+    # The parameters of run() for queries, keys and values.
+    _operands = "q", "paged_kv_cache[0]", "paged_kv_cache[1]"
     # And what they call its options, where plan() has other names.
     _renames: dict[str, str] = {}
     # Whether prefills come first in its batches and decodes last.
@@ -193,7 +195,8 @@ class AttentionWrapper:
         host = self._store.room(lengths if graph else counts, stream)
         rows, entries, first_row = self._check_on_host(tables, host, options.page_size, q_len)
         tile_q = q_len or self._tile_q(host, longest_q)
-        table = Table(*(fixed if graph else self._store.bring(tables, host, stream)), names=self._names)
+        given = fixed if graph else self._store.bring(tables, host, stream)
+        table = Table(*given, names=self._names, operands=self._operands)
         table.rows, table.kv_entries, table.first_row = rows, entries, first_row
         table.longest_q, table.uniform_q_len = longest_q, q_len
         if self._in_tokens:
@@ -389,6 +392,7 @@ class AttentionWrapper:
             # For the run that follows, which is one op of the trace.
             self._changes = changes
             return
+        changes = {name: number(name, value) for name, value in changes.items()}
         current = self._planned()
         masked = current.table.mask is not None
         if means(current.kernels, changes, masked):

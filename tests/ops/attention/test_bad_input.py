@@ -82,6 +82,10 @@ def test_queries_per_request_that_are_no_number_of_them(value, x, paged, device)
         ("^o_data_type", dict(o_data_type=torch.ones(3))),
         ("^use_fp16_qk_reduction", dict(use_fp16_qk_reduction="no")),
         ("^use_fp16_qk_reduction", dict(use_fp16_qk_reduction=torch.ones(2))),
+        ("^non_blocking", dict(non_blocking="False")),
+        ("^disable_split_kv", dict(disable_split_kv="False")),
+        ("^head_dim_qk", dict(head_dim_qk=1 << 31)),
+        ("^seq_lens", dict(seq_lens=torch.empty(2, dtype=torch.int32, device="meta"))),
         ("token_pos_in_items_ptr", dict(prefix_len_ptr=torch.tensor([1, 1]))),
     ],
 )
@@ -140,13 +144,13 @@ def test_run_names_the_argument(x, paged, device):
         ("q", (x.q.float(), kv), {}),
         ("q", (x.q[..., :32], kv), {}),
         ("q", (x.q[0], kv), {}),
-        ("k", (x.q, kv.float()), {}),
-        ("k", (x.q, kv[..., :32]), {}),
-        ("k", (x.q, kv[:, :, :3]), {}),
+        (r"^paged_kv_cache\[0\]: ", (x.q, kv.float()), {}),
+        (r"^paged_kv_cache\[0\]: ", (x.q, kv[..., :32]), {}),
+        (r"^paged_kv_cache\[0\]: ", (x.q, kv[:, :, :3]), {}),
         ("paged_kv_cache", (x.q, kv[:, :1]), {}),
         ("paged_kv_cache", (x.q, (kv, kv, kv)), {}),
         ("paged_kv_cache", (x.q, (kv, kv)), {}),
-        ("v", (x.q, (kv[:, 0], kv[:-1, 1])), {}),
+        (r"^paged_kv_cache\[1\]: ", (x.q, (kv[:, 0], kv[:-1, 1])), {}),
         ("out", (x.q, kv), dict(out=torch.empty(5, 4, 32, dtype=x.q.dtype, device=device))),
         ("out", (x.q, kv), dict(out=torch.empty(5, 4, 64, device=device))),
         ("lse", (x.q, kv), dict(lse=torch.empty(5, 3, device=device), return_lse=True)),
@@ -155,6 +159,7 @@ def test_run_names_the_argument(x, paged, device):
         ("args", (x.q, kv, 1.0), {}),
         ("kv_block_scales", (x.q, kv), dict(kv_block_scales=(x.q, x.q))),
         ("window_left", (x.q, kv), dict(window_left=-2)),
+        ("^return_lse: got 'False'", (x.q, kv), dict(return_lse="False")),
     ]
     for argument, args, kwargs in cases:
         with pytest.raises(ValueError, match=argument.replace("args", r"\*args")):
@@ -188,6 +193,24 @@ def test_single_names_the_argument(x, device):
         flashinfer.single_decode_with_kv_cache(q, k, v)
     with pytest.raises(ValueError, match="v: got"):
         single(q, k, v[:-1])
+    with pytest.raises(ValueError, match="^k: got"):
+        single(q, k[0, 0, 0], v, custom_mask=torch.ones(3, 9, dtype=torch.bool, device=device))
+
+
+def test_the_older_forward_names_the_argument(x, paged, device):
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(**plan_arguments(x, paged))
+    with pytest.raises(ValueError, match="^sm_scale: got a tensor"):
+        wrapper.forward(x.q, paged.kv_cache, sm_scale=torch.ones(2))
+    with pytest.raises(ValueError, match=r"^paged_kv_cache\[0\]: got "):
+        wrapper.forward(x.q, paged.kv_cache[..., :32])
+
+
+@pytest.mark.parametrize("value", (None, "a", torch.tensor(3), torch.tensor([[0, 5]]), torch.tensor([0, -1])), ids=str)
+def test_offsets_of_rows_with_factors(value, x, device):
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    with pytest.raises(ValueError, match="^kv_indptr: got "):
+        wrapper.plan(x.qo_indptr, value, 4, 2, 64, kv_data_type="nvfp4")
 
 
 UPSTREAMS = "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl", "cute-dsl-prims", "cutile", "fmha_v2", "xqa"

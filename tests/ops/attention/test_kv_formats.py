@@ -240,7 +240,7 @@ def test_bad_input(name, device):
     ):
         with pytest.raises(ValueError, match=message.replace("kv_block_scales", "(kv_block_scales|kv_cache_sf)")):
             run_decode(x, paged, bad, "auto", name)
-    with pytest.raises(ValueError, match="^k: got torch.float16; allowed: .* of " + name):
+    with pytest.raises(ValueError, match=r"^(paged_kv_cache\[0\]|k): got torch.float16; allowed: .* of " + name):
         run_decode(x, replace(paged, kv_cache=paged.kv_cache.view(torch.uint8).half()), factors, "auto", name)
     for backend in ("sm80", "sm90"):
         with pytest.raises(UnsupportedConfig, match="reference|kv dtype|wgmma|Gluon|k and v"):

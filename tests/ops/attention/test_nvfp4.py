@@ -239,7 +239,7 @@ def test_bad_input(device):
     ):
         with pytest.raises(ValueError, match=message):
             decode(bad)
-    with pytest.raises(ValueError, match="^k: got torch.uint8"):
+    with pytest.raises(ValueError, match=r"^paged_kv_cache\[0\]: got torch.uint8"):
         decode(factors, dict(kv_data_type=HALF))
     with pytest.raises(ValueError, match="^head_dim_qk: got 72"):
         PlanOptions("paged", 2, 2, 72, 64, 8, HALF, "nvfp4").checked()

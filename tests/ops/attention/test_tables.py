@@ -71,7 +71,7 @@ def test_decode_of_pools_without_a_page_axis(device):
 
 def test_pools_without_a_page_axis_need_pages_of_one_token(x, device):
     paged = generate.paged(x, 2)
-    with pytest.raises(ValueError, match="k: got .* pages of 2 tokens"):
+    with pytest.raises(ValueError, match=r"^paged_kv_cache\[0\]: got .* pages of 2 tokens"):
         prefill(x, paged, paged.kv_cache[:, :, 0])
     with pytest.raises(ValueError, match="paged_kv_cache"):
         prefill(x, paged, paged.kv_cache[0, 0, 0])
