@@ -96,7 +96,10 @@ def test_decode(name, page_size, layout, device):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shape", ((64, 64, 1), (128, 64, 3), (256, 256, 2), (192, 128, 8)))
+@pytest.mark.parametrize(
+    "shape",
+    ((64, 64, 1), (128, 64, 3), *(pytest.param(s, marks=pytest.mark.matrix) for s in ((256, 256, 2), (192, 128, 8)))),
+)
 def test_prefill(name, shape, device):
     dim, dim_vo, group = shape
     o = Options(causal=True, window_left=12 if dim == 128 else -1, logits_soft_cap=9.0 if dim == 256 else None)

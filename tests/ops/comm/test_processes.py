@@ -5,7 +5,7 @@ import pytest
 from tests.ops.comm import processes
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_everything(tmp_path, world):
     said = processes.run(world, "tests.ops.comm.ranks:everything", tmp_path)
     assert said == [["collective (gloo): tensors are on the CPU", "collective"]] * world
