@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
 import numpy as np
 import torch
@@ -41,6 +42,10 @@ class HostTables:
         Their addresses.
     parts : tuple of int32 Tensor
         Where each goes on the device.
+    send : callable (stream)
+        Copies all to the device, in the order of the stream. The copy is from pageable memory, which the driver has
+        read when it returns, without waiting for the device: the host side is free for the next plan at once. (CUDA
+        driver API, "API synchronization behavior".)
     """
 
     def __init__(self, counts: tuple[int, ...], device: torch.device, names: tuple[str, ...] = NAMES,
@@ -48,10 +53,10 @@ class HostTables:
         self.counts, self.names, self._in_tokens = counts, names, in_tokens
         total = sum(counts)
         self._host = torch.empty(total, dtype=torch.int32, device="cpu")
-        flat, self._from = self._host.numpy(), self._host.data_ptr()
+        flat, begin = self._host.numpy(), self._host.data_ptr()
         ends = np.cumsum(counts).tolist()
         self.values = [flat[end - n : end] for n, end in zip(counts, ends, strict=True)]
-        self.places = [self._from + 4 * (end - n) for n, end in zip(counts, ends, strict=True)]
+        self.places = [begin + 4 * (end - n) for n, end in zip(counts, ends, strict=True)]
         # The same as Python's integers, a quarter of the time of an array's element.
         self._integers = [memoryview(x) for x in self.values]
         # A verdict per element, in bytes: to search them costs a tenth of reducing an array.
@@ -62,12 +67,14 @@ class HostTables:
         self._unsigned = [x.view(np.uint32) for x in self.values]
         self._steps = [(x[1:], x[:-1], flags[1:]) for x, flags in zip(self._unsigned, self._flags, strict=True)]
         self._differences = [np.empty_like(x[1:]) for x in self._unsigned[:LENGTHS]]
-        self._number, self._numbers = 0, np.zeros(counts[LENGTHS], np.uint32)
-        self._bytes = 4 * total
+        # Limits of lengths, an array each: a number becomes an array in longer than it takes to compare.
+        self._page_size, self._page_sizes = 0, np.zeros(counts[LENGTHS], np.uint32)
+        self._most_keys = np.full(counts[LENGTHS], (1 << 31) - 1, np.uint32)
         self.parts: tuple[torch.Tensor, ...] = ()
         if device.type == "cuda" and total:
             there = torch.empty(total, dtype=torch.int32, device=device)
-            self.parts, self._to = there.split(counts), there.data_ptr()
+            self.parts = there.split(counts)
+            self.send = partial(driver.copy_to_device, there.data_ptr(), begin, 4 * total)
 
     def take(self, i: int, table: torch.Tensor) -> None:
         """Copy a host table in. Where it is shorter than its room, lengths are 0; of others, the last is repeated."""
@@ -84,58 +91,57 @@ class HostTables:
 
     def check(self, page_size: int, page_ids: int | None, known: tuple[int, int, int]) -> tuple[int, int, int]:
         """Check the values, `page_ids` being the length of kv_indices. Returns (rows, kv_entries, first_row) of Table;
-        of tables that are not here, what is `known`."""
-        qo, kv, lens, _ = self.counts
-        rows, entries, first = known
-        if qo:
-            rows = self.check_indptr(QO_INDPTR)
-            first = self._integers[QO_INDPTR][0]
-        if kv:
-            what = "" if page_ids is None else f"the length of {self.names[KV_INDICES]}"
-            entries = self.check_indptr(KV_INDPTR, page_ids, what)
-        if lens and self._in_tokens:
-            self.check_kv_lens(page_size, page_ids)
-        elif lens:
-            self.check_last_page_len(page_size)
-        return rows, entries, first
+        of tables that are not here, what is `known`.
 
-    def check_indptr(self, i: int, most: int | None = None, what: str = "") -> int:
-        """Check offsets: not negative and not decreasing, up to `most`, which is `what`. Returns the last.
-
-        The first may be any: offsets of some requests of a larger batch still count its rows, or its page ids.
+        Offsets are not negative and do not decrease; those of keys end within the page ids. The first may be any:
+        offsets of some requests of a larger batch still count its rows, or its page ids. A last page has 0 ...
+        page_size tokens. Numbers of keys are 0 or more, and fit the pages that kv_indptr gives each request, if it is
+        here.
         """
-        integers = self._integers[i]
-        np.less(*self._steps[i])
-        last = integers[-1]
-        if integers[0] < 0 or last < 0 or 1 in self._verdicts[i] or (most is not None and last > most):
-            check_indptr(self.names[i], self.values[i], most, what, sliced=True)
-        return last
+        qo, kv, lens, _ = self.counts
+        rows, entries, first_row = known
+        if qo:
+            integers = self._integers[QO_INDPTR]
+            first_row, rows = integers[0], integers[-1]
+            np.less(*self._steps[QO_INDPTR])
+            if first_row < 0 or rows < 0 or 1 in self._verdicts[QO_INDPTR]:
+                check_indptr(self.names[QO_INDPTR], self.values[QO_INDPTR], sliced=True)
+        if kv:
+            integers = self._integers[KV_INDPTR]
+            first, entries = integers[0], integers[-1]
+            np.less(*self._steps[KV_INDPTR])
+            if first < 0 or entries < 0 or 1 in self._verdicts[KV_INDPTR] or not (
+                page_ids is None or entries <= page_ids
+            ):
+                of_ids = f"the length of {self.names[KV_INDICES]}"
+                check_indptr(self.names[KV_INDPTR], self.values[KV_INDPTR], page_ids, of_ids, sliced=True)
+        if lens:
+            if page_size != self._page_size:
+                self._page_size = page_size
+                self._page_sizes.fill(page_size)
+            most = self._key_limits(page_size, page_ids) if self._in_tokens else self._page_sizes
+            np.greater(self._unsigned[LENGTHS], most, self._flags[LENGTHS])
+            if 1 in self._verdicts[LENGTHS]:
+                self._refuse_lengths(page_size)
+        return rows, entries, first_row
 
-    def check_last_page_len(self, page_size: int) -> None:
-        """Check that all are 0 ... page_size."""
-        np.greater(self._unsigned[LENGTHS], self._all(page_size), self._flags[LENGTHS])
-        if 1 in self._verdicts[LENGTHS]:
-            values = self.values[LENGTHS]
-            allowed = f"0 ... {page_size}, the page size"
-            require(False, self.names[LENGTHS], f"{values.min()} ... {values.max()}", allowed)
-
-    def check_kv_lens(self, page_size: int, page_ids: int) -> None:
-        """Check that numbers of keys are 0 or more, and fit the pages that kv_indptr gives each request, if it is
-        here and was checked."""
+    def _key_limits(self, page_size: int, page_ids: int) -> np.ndarray:
+        """The most keys of each request, by its pages."""
         if not self.counts[KV_INDPTR]:
-            room = self._all((1 << 31) - 1)
-        elif page_ids * page_size < 1 << 31:
-            room = self._difference(KV_INDPTR)
-            np.multiply(room, self._all(page_size), room)
-        else:
-            room = self._difference(KV_INDPTR).astype(np.int64) * page_size
-        np.greater(self._unsigned[LENGTHS], room, self._flags[LENGTHS])
+            return self._most_keys
+        pages = self._difference(KV_INDPTR)
+        if page_ids * page_size < 1 << 31:
+            return np.multiply(pages, self._page_sizes, pages)
+        return pages.astype(np.int64) * page_size
+
+    def _refuse_lengths(self, page_size: int) -> None:
+        name, values = self.names[LENGTHS], self.values[LENGTHS]
+        if not self._in_tokens:
+            require(False, name, f"{values.min()} ... {values.max()}", f"0 ... {page_size}, the page size")
         at = self._verdicts[LENGTHS].find(1)
-        if at >= 0:
-            length = self.values[LENGTHS][at]
-            require(length >= 0, self.names[LENGTHS], length, "no negative length")
-            require(False, self.names[LENGTHS], f"{length} of request {at}",
-                    f"what its entries of {self.names[KV_INDICES]} hold, pages of {page_size}")  # fmt: skip
+        require(values[at] >= 0, name, values[at], "no negative length")
+        require(False, name, f"{values[at]} of request {at}",
+                f"what its entries of {self.names[KV_INDICES]} hold, pages of {page_size}")  # fmt: skip
 
     def longest_step(self, i: int) -> int:
         """The most from one checked offset to the next, at least 1."""
@@ -148,21 +154,6 @@ class HostTables:
     def _difference(self, i: int) -> np.ndarray:
         ends, begins, _ = self._steps[i]
         return np.subtract(ends, begins, self._differences[i])
-
-    def _all(self, number: int) -> np.ndarray:
-        """An array of a number for each request: a number becomes an array in longer than it takes to compare."""
-        if number != self._number:
-            self._number = number
-            self._numbers.fill(number)
-        return self._numbers
-
-    def send(self, stream: int) -> None:
-        """Copy all to the device, in the order of the stream.
-
-        The copy is from pageable memory, which the driver has read when it returns, without waiting for the device: the
-        host side is free for the next plan at once. (CUDA driver API, "API synchronization behavior".)
-        """
-        driver.copy_to_device(self._to, self._from, self._bytes, stream)
 
     def send_into(self, i: int, buffer: torch.Tensor, count: int, stream: int) -> None:
         """Copy the first elements of a table to the begin of a device buffer."""

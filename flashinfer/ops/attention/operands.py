@@ -24,52 +24,50 @@ _FACTORS = {"ue4m3": (torch.float8_e4m3fn, torch.uint8), "fp32": (torch.float32,
 
 
 def check(plan, q, k, v, out, lse, return_lse: bool, *, q_scale, k_scale, v_scale, window_left, sinks, params,
-          k_factors, v_factors) -> Inputs:  # fmt: skip
-    """The checked inputs of a call of `plan` (plan.Plan), with new outputs where none were given.
+          k_factors, v_factors) -> tuple[Inputs, dict[str, bool]]:  # fmt: skip
+    """The checked inputs of a call of `plan` (plan.Plan), with new outputs where none were given; and what a kernel is
+    compiled for that only a call knows.
 
     Raises
     ------
     ValueError
         What does not fit the plan, by its name in the public API.
     """
-    _check_heads(plan, q, k, v)
-    of_q, of_k, _ = plan.table.operands
-    check_rows(plan, of_q, q)
-    keys, names = plan.needs[1], plan.table.names
-    require(keys <= k.shape[0], of_k, f"{k.shape[0]} rows", f"at least {keys}, the last offset of {names[KV_INDPTR]}")
+    o, (of_q, _, _) = plan.options, plan.table.operands
+    require(q.device == plan.device, of_q, f"a tensor on {q.device}", f"{plan.device}, where the plan is")
+    expected = (o.num_qo_heads, o.head_dim_qk)
+    require(q.dim() == 3 and tuple(q.shape[1:]) == expected, of_q, tuple(q.shape), f"[rows, {expected}], as planned")
+    require(q.dtype == o.q_dtype, of_q, q.dtype, f"{o.q_dtype}, as planned (q_data_type)")
+    _check_keys(plan, k, v)
+    require(q.stride(-1) == 1, of_q, f"stride {q.stride(-1)} of head_dim", "1: call .contiguous()")
+    rows = q.shape[0]
+    check_rows(plan, of_q, rows)
     if plan.looks:
-        check_on_device(plan, q, k)
+        check_on_device(plan, rows, k.shape[0])
     scalars, qk_scale, out_scale = _scales(plan, window_left, q_scale, k_scale, v_scale)
     of_sinks = check_sinks(plan, sinks)
     check_flag("return_lse", return_lse)
     # One that is given is written, whether it is to be returned or not.
     wants_lse = return_lse or lse is not None
     values = variant_values(plan, params, wants_lse, sinks, window_left)
-    factors = _check_factors(plan, (k_factors, k), (v_factors, v))
-    if plan.options.kv_dtype in KV_FORMATS:
+    k_factors, v_factors = _check_factors(plan, (k_factors, k), (v_factors, v))
+    if o.kv_dtype in KV_FORMATS:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
-    out, lse = outputs(plan, q, out, lse, wants_lse)
-    return Inputs(
-        q, k, v, out, lse, plan.table, None, scalars, of_sinks, qk_scale, out_scale, plan.slopes, values, *factors
-    )
-
-
-def facts_of(x: Inputs) -> dict[str, bool]:
-    """What a kernel is compiled for that only a call knows."""
-    aligned = is_aligned(x.q, x.k, x.v, x.out) and _aligned_factors(x.k_factors, x.v_factors)
-    return dict(
-        lse=x.lse is not None, sinks=x.sinks is not None, head_scales=x.qk_scale is not None, aligned=aligned,
-        matrix=all(as_matrix(t, t.dim() == 4) for t in (x.k, x.v)), window=x.scalars.window_left >= 0,
+    out, lse = outputs(plan, rows, out, lse, wants_lse)
+    facts = dict(
+        lse=wants_lse, sinks=sinks is not None, head_scales=qk_scale is not None,
+        aligned=is_aligned(q, k, v, out) and _aligned_factors(k_factors, v_factors),
+        matrix=all([as_matrix(t, t.dim() == 4) for t in (k, v)]), window=scalars.window_left >= 0,
     )  # fmt: skip
+    return Inputs(
+        q, k, v, out, lse, plan.table, None, scalars, of_sinks, qk_scale, out_scale, plan.slopes, values, k_factors,
+        v_factors,
+    ), facts  # fmt: skip
 
 
-def _check_heads(plan, q, k, v) -> None:
-    """Shapes but for the number of rows, dtypes, devices and strides."""
+def _check_keys(plan, k, v) -> None:
+    """Shapes, dtypes, devices and strides of keys and values."""
     o, (of_q, of_k, of_v) = plan.options, plan.table.operands
-    require(q.device == plan.device, of_q, f"a tensor on {q.device}", f"{plan.device}, where the plan is")
-    expected = (o.num_qo_heads, o.head_dim_qk)
-    require(q.dim() == 3 and tuple(q.shape[1:]) == expected, of_q, tuple(q.shape), f"[rows, {expected}], as planned")
-    require(q.dtype == o.q_dtype, of_q, q.dtype, f"{o.q_dtype}, as planned (q_data_type)")
     known = KV_FORMATS.get(o.kv_dtype)
     # Codes are bytes to kernels, and may be to callers.
     dtypes = (ELEMENTS[known.element].dtype, torch.uint8) if known else (o.kv_dtype,)
@@ -89,21 +87,25 @@ def _check_heads(plan, q, k, v) -> None:
             paged = t.dim() == 4 and t.shape[1] == o.page_size
             require(paged, name, tuple(t.shape), f"pages of {o.page_size} tokens, as planned")
     require(k.shape[:-2] == v.shape[:-2], of_v, tuple(v.shape), f"as many rows as {of_k}: {tuple(k.shape)}")
-    require(q.stride(-1) == 1, of_q, f"stride {q.stride(-1)} of head_dim", "1: call .contiguous()")
+    least, of_last = plan.needs[1], plan.table.names[KV_INDPTR]
+    require(least <= k.shape[0], of_k, f"{k.shape[0]} rows", f"at least {least}, the last offset of {of_last}")
 
 
-def check_rows(plan, name: str, q: torch.Tensor) -> None:
-    """That q has the rows of the plan, and no others."""
-    rows, table = plan.needs[0], plan.table
+def check_rows(plan, name: str, rows: int) -> None:
+    """That queries have the rows of the plan, and no others; `name` is what the caller calls them."""
+    planned, table = plan.needs[0], plan.table
     allowed = "as planned" if table.each_q else f"the last offset of {table.names[QO_INDPTR]}"
-    require(rows <= q.shape[0], name, f"{q.shape[0]} rows", f"at least {rows}, {allowed}")
-    # Beside a first offset that is not 0, q is that of a larger batch.
-    whole = rows < 0 or rows == q.shape[0] or plan.padded or table.first_row > 0
-    require(whole, name, f"{q.shape[0]} rows", f"{rows}, {allowed}: further rows are of no request")
+    require(planned <= rows, name, f"{rows} rows", f"at least {planned}, {allowed}")
+    # Beside a first offset that is not 0, they are those of a larger batch.
+    whole = planned < 0 or planned == rows or plan.padded or table.first_row > 0
+    require(whole, name, f"{rows} rows", f"{planned}, {allowed}: further rows are of no request")
 
 
-def check_on_device(plan, q: torch.Tensor, k: torch.Tensor) -> None:
-    """What only the device knows of tables; waits for it, so on the CPU and in debug mode alone."""
+def check_on_device(plan, q_rows: int, k_rows: int) -> None:
+    """What only the device knows of tables; waits for it, so on the CPU and in debug mode alone.
+
+    `q_rows` and `k_rows` are the lengths of q, and of k or the cache, along their first axis.
+    """
     page_size, table = plan.options.page_size, plan.table
     names, (of_q, of_k, _) = table.names, table.operands
     if not table.batch_size:
@@ -112,11 +114,11 @@ def check_on_device(plan, q: torch.Tensor, k: torch.Tensor) -> None:
     for i, begin in ((QO_INDPTR, q_begin), (KV_INDPTR, kv_begin)):
         require(int(begin.min()) >= 0, names[i], f"{int(begin.min())}", "0 or more")
     rows = int((q_begin + q_len).max())
-    require(rows <= q.shape[0], names[QO_INDPTR], f"{rows} last", f"at most {q.shape[0]}, the rows of {of_q}")
+    require(rows <= q_rows, names[QO_INDPTR], f"{rows} last", f"at most {q_rows}, the rows of {of_q}")
     pages = (kv_len + page_size - 1) // page_size if page_size else kv_len
     used = int((kv_begin + pages).max())
     if not page_size:
-        require(used <= k.shape[0], names[KV_INDPTR], f"{used} last", f"at most {k.shape[0]}, the rows of {of_k}")
+        require(used <= k_rows, names[KV_INDPTR], f"{used} last", f"at most {k_rows}, the rows of {of_k}")
         return
     ids = table.kv_indices
     most = f"at most {len(ids)} in all" if not table.kv_stride else f"at most {table.kv_stride} each"
@@ -125,23 +127,24 @@ def check_on_device(plan, q: torch.Tensor, k: torch.Tensor) -> None:
     ends = pages.cumsum(0)
     within = torch.arange(int(pages.sum()), dtype=torch.int64, device=ids.device)
     entries = ids[within + (kv_begin - ends + pages).repeat_interleave(pages)]
-    wrong = ((entries < 0) | (entries >= k.shape[0])).nonzero()
+    wrong = ((entries < 0) | (entries >= k_rows)).nonzero()
     if len(wrong):
         at = int(wrong[0])
         request = int(torch.searchsorted(ends, at, right=True))
         require(False, names[KV_INDICES], f"page {int(entries[at])} of request {request}",
-                f"0 ... {k.shape[0] - 1}, the pages of the cache")  # fmt: skip
+                f"0 ... {k_rows - 1}, the pages of the cache")  # fmt: skip
 
 
-def outputs(plan, q: torch.Tensor, out, lse, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The outputs of q's rows: those given, checked, or new ones."""
-    shape = *q.shape[:2], plan.options.head_dim_vo
-    out = plan.new_out(q) if out is None else _given(plan, "out", out, shape, plan.options.o_dtype)
+def outputs(plan, rows: int, out, lse, wants_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The outputs of so many rows: those given, checked, or new ones."""
+    o = plan.options
+    of_out, of_lse = (rows, o.num_qo_heads, o.head_dim_vo), (rows, o.num_qo_heads)
+    out = plan.new_out(rows) if out is None else _given(plan, "out", out, of_out, o.o_dtype)
     if not wants_lse:
         return out, None
     if lse is None:
-        return out, plan.new_lse(q)
-    lse = _given(plan, "lse", lse, tuple(q.shape[:2]), torch.float32)
+        return out, plan.new_lse(rows)
+    lse = _given(plan, "lse", lse, of_lse, torch.float32)
     require(lse.is_contiguous(), "lse", f"strides {lse.stride()}", "contiguous")
     return out, lse
 

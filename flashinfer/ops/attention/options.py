@@ -76,13 +76,6 @@ class PlanOptions(NamedTuple):
             **{name: x if name.endswith("_dtype") else number(name, x) for name, x in self._asdict().items()}
         )
 
-    def same(self, other: PlanOptions) -> bool:
-        """Whether all values are equal. A tensor of several elements equals nothing: `plain` refuses it by name."""
-        try:
-            return self == other
-        except RuntimeError:
-            return False
-
     def checked(self) -> PlanOptions:
         """The same with defaults and dtypes resolved; ValueError for what is out of its range, by name."""
         return _checked(*self)

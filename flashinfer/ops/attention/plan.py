@@ -201,7 +201,7 @@ class Plan:
             if replay.like(*given):
                 break
         else:
-            x = operands.check(
+            x, facts = operands.check(
                 self, q, *views(kv), out, lse, return_lse, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
                 window_left=window_left, sinks=sinks, params=params, k_factors=k_factors, v_factors=v_factors,
             )  # fmt: skip
@@ -209,21 +209,22 @@ class Plan:
             stays = x.sinks is sinks and not any(isinstance(t, torch.Tensor) for t in (q_scale, k_scale, v_scale))
             like_q = x.out.shape == q.shape and x.out.dtype == q.dtype and q.is_contiguous()
             offset = x.v.data_ptr() - x.k.data_ptr() if in_one else 0
-            self.first_call(x, operands.facts_of(x), key if stays else None, given, new_out, new_lse,
-                            v_offset=offset, like_q=like_q)  # fmt: skip
+            self.first_call(
+                x, facts, key if stays else None, given, new_out, new_lse, v_offset=offset, like_q=like_q
+            )
             return (x.out, x.lse) if return_lse else x.out
         if new_out:
-            out = torch.empty_like(q) if replay.like_q else self.new_out(q)
+            out = torch.empty_like(q) if replay.like_q else self.new_out(q.shape[0])
             out_at = out.data_ptr()
         if self.gaps:
             if new_lse and return_lse:
-                lse = self.new_lse(q)
+                lse = self.new_lse(q.shape[0])
             self.fill_gaps(out, lse, new_out, new_lse)
         if lse is None:
             if not return_lse:
                 replay.launch(q_at, k_at, v_at + replay.v_offset, out_at, 0, self.pages_at)
                 return out
-            lse = self.new_lse(q)
+            lse = self.new_lse(q.shape[0])
         replay.launch(q_at, k_at, v_at + replay.v_offset, out_at, lse.data_ptr(), self.pages_at)
         return (out, lse) if return_lse else out
 
@@ -285,12 +286,12 @@ class Plan:
             if is_new and self.table.first_row:
                 x[: self.table.first_row] = blank
 
-    def new_out(self, q: torch.Tensor) -> torch.Tensor:
-        shape = q.shape[0], self.options.num_qo_heads, self.options.head_dim_vo
+    def new_out(self, rows: int) -> torch.Tensor:
+        shape = rows, self.options.num_qo_heads, self.options.head_dim_vo
         return torch.empty(shape, dtype=self.options.o_dtype, device=self.device)
 
-    def new_lse(self, q: torch.Tensor) -> torch.Tensor:
-        return torch.empty(q.shape[:2], dtype=torch.float32, device=self.device)
+    def new_lse(self, rows: int) -> torch.Tensor:
+        return torch.empty((rows, self.options.num_qo_heads), dtype=torch.float32, device=self.device)
 
 
 def _same_masks(a: Table, b: Table) -> bool:

@@ -158,7 +158,7 @@ class Bound:
     def __init__(self, launcher: Launcher, p: Problem, c, device: torch.device):
         self._paged = bool(p.page_size)
         self._grid = partial(grid, p)
-        self._raw = _raw if "fp8" in p.q_dtype + p.kv_dtype else _as_it_is
+        self._has_fp8 = "fp8" in p.q_dtype + p.kv_dtype
         self._parameters = tuple(launcher.build(p, c).types)
         self._params = tuple(varied(p)[1])
         self._kernel = launcher.prepare(p, c, device)
@@ -168,12 +168,14 @@ class Bound:
 
         Those keep their shapes, strides and dtypes; everything else is as in `x`.
         """
-        schedule, table, scalars, q, k, v, out, raw = x.schedule, x.table, x.scalars, x.q, x.k, x.v, x.out, self._raw
+        schedule, table, scalars, q, k, v, out = x.schedule, x.table, x.scalars, x.q, x.k, x.v, x.out
+        if self._has_fp8:
+            q, k, v = _raw(q), _raw(k), _raw(v)
         kv_heads = k.shape[-2]
         k_page, k_row, k_head = k.stride()[:3] if self._paged else (0, *k.stride()[:2])
         v_page, v_row, v_head = v.stride()[:3] if self._paged else (0, *v.stride()[:2])
         arguments = dict(
-            q=raw(q), k=raw(k), v=raw(v), out=out, lse=x.lse, partial_out=schedule.partial_out,
+            q=q, k=k, v=v, out=out, lse=x.lse, partial_out=schedule.partial_out,
             partial_lse=schedule.partial_lse, items=schedule.items, counts=schedule.counts,
             arrivals=schedule.arrivals, kv_indices=table.kv_indices, mask=table.mask, mask_indptr=table.mask_indptr,
             sinks=x.sinks, qk_scale=x.qk_scale, v_scale=x.v_scale, alibi_slopes=x.alibi_slopes, num_kv_heads=kv_heads,
@@ -200,10 +202,6 @@ def bind(p: Problem, c, device: torch.device) -> Bound:
 
 def run(p: Problem, c, x: Inputs) -> None:
     bind(p, c, x.q.device).hold(x)(*x.addresses())
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 IMPLEMENTATION = Implementation(run, (attend, schedule_launch), kernels=kernels, bind=bind, stack_budget=STACK_BUDGET)

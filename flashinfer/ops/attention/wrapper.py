@@ -164,7 +164,12 @@ class AttentionWrapper:
         masked = custom_mask is not None or packed_custom_mask is not None
         how = q_len, longest_q, likely_q, self._backend, masked
         last = self._last
-        if last is not None and how == self._asked[1] and options.same(self._asked[0]):
+        try:
+            alike = last is not None and how == self._asked[1] and options == self._asked[0]
+        except RuntimeError:
+            # A tensor of several elements, which equals nothing: `plain` refuses it by name.
+            alike = False
+        if alike:
             stream = torch._C._cuda_getCurrentRawStream(self._index)
             if stream == self._stream and not torch.cuda.is_current_stream_capturing():
                 if last.repeat(tables, stream, len(self._plans) == 1):

@@ -65,13 +65,14 @@ def attend(plan: Plan, q_nope, q_pe, ckv, kpe, factors: Factors, *, out=None, ls
             break
     else:
         x = _check(plan, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, sinks, first_ckv, params)
+        facts = _facts_of(x, base_e)
         # What was copied may change in place: each call copies it.
-        plan.first_call(x, _facts_of(x, base_e), key if x.sinks is sinks else None, given, new_out, new_lse, kept=read)
+        plan.first_call(x, facts, key if x.sinks is sinks else None, given, new_out, new_lse, kept=read)
         return (x.out, x.lse) if return_lse else x.out
     if new_out:
-        out = plan.new_out(q_nope)
+        out = plan.new_out(q_nope.shape[0])
     if new_lse and return_lse:
-        lse = plan.new_lse(q_nope)
+        lse = plan.new_lse(q_nope.shape[0])
     if plan.gaps:
         plan.fill_gaps(out, lse if return_lse else None, new_out, new_lse)
     replay.launch(*places[:4], out.data_ptr(), lse.data_ptr() if return_lse else 0, plan.pages_at)
@@ -91,7 +92,7 @@ def _facts_of(x: Inputs, base_e: bool) -> dict[str, bool]:
 def _check(plan: Plan, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, sinks, first_ckv, params) -> Inputs:
     o = plan.options
     require(q_nope.dim() == 3, "q_nope", tuple(q_nope.shape), "[rows, num_heads, head_dim_ckv]")
-    operands.check_rows(plan, "q_nope", q_nope)
+    operands.check_rows(plan, "q_nope", q_nope.shape[0])
     of_pe = o.head_dim_kpe > 0
     for name, t, dim in (("q_nope", q_nope, o.head_dim_vo), ("q_pe", q_pe, o.head_dim_kpe)):
         if _is_there(plan, name, t, dim):
@@ -111,8 +112,8 @@ def _check(plan: Plan, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, si
         _is_there(plan, "swa_kv_cache", first_ckv, o.head_dim_vo)
         _check_one("swa_kv_cache", first_ckv, o.kv_dtype, "kv_data_type")
     if plan.looks and not o.sparse:
-        operands.check_on_device(plan, q_nope, ckv)
-    out, lse = operands.outputs(plan, q_nope, out, lse, return_lse)
+        operands.check_on_device(plan, q_nope.shape[0], ckv.shape[0])
+    out, lse = operands.outputs(plan, q_nope.shape[0], out, lse, return_lse)
     qk_scale, v_scale = _device_factors(plan, factors)
     return Inputs(
         q_nope, q_pe if of_pe else None, ckv, kpe if of_pe else None, out, lse, plan.table, None, factors.logits,
