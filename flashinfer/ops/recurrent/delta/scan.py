@@ -22,51 +22,14 @@ from flashinfer.ops.recurrent.launching import place_types, pointers, size_types
 
 @triton.jit
 def scan_kernel(
-    q,
-    k,
-    v,
-    w,
-    offsets,
-    read,
-    source,
-    state,
-    marks,
-    mark_starts,
-    mark_slots,
-    solved,
-    scores,
-    factors,
-    rows_k,
-    rows_q,
-    rows_last,
-    starts,
-    out,
-    q_by,
-    k_by,
-    v_by,
-    w_by,
-    out_by,
-    source_by,
-    state_by,
-    marks_by,
-    of,
-    CHANNELS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    FIRST_MARK: tl.constexpr,
-    SOURCE: tl.constexpr,
-    STATE: tl.constexpr,
-    MARKS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OPERAND: tl.constexpr,
-    CAPABILITY: tl.constexpr,
-):
+    tokens, pool, marks, chunks, starts, out, q_by, k_by, v_by, w_by, out_by, source_by, state_by, marks_by, of,
+    CHANNELS: tl.constexpr, PRECISION: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, OPERAND: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(2)
     segment = 0
     if starts is not None:
-        n, segment = place_of(n, offsets, of, of.segment)
+        n, segment = place_of(n, tokens.offsets, of, of.segment)
         # The last program is for tokens of no sequence.
         n = tl.where(tl.program_id(2) < of.segments, n, of.sequences)
     head = tl.program_id(1)
@@ -79,21 +42,21 @@ def scan_kernel(
     inside = in_columns[:, None] & in_values[None, :]
     sequence = tl.minimum(n, of.sequences - 1)
     at_out = out + head * out_by.head
-    origin, first, length = span_of(offsets, sequence, of)
-    if offsets is None:
+    origin, first, length = span_of(tokens.offsets, sequence, of)
+    if tokens.offsets is None:
         place = sequence * of.chunks
     else:
         place = first.to(tl.int32) // STRIDE + sequence
         if n == of.sequences:
             # One program more than sequences: tokens of no sequence have output 0.
-            begin = tl.load(offsets).to(tl.int32)
+            begin = tl.load(tokens.offsets).to(tl.int32)
             zero_rows(at_out, out_by, 0, begin, value, in_values, TOKENS)
             zero_rows(at_out, out_by, (first + length).to(tl.int32), of.tokens, value, in_values, TOKENS)
             length = 0
     at_out += origin * out_by.row + first * out_by.token
     slot = n.to(tl.int64)
-    if read is not None:
-        slot = tl.load(read + sequence).to(tl.int64)
+    if pool.read is not None:
+        slot = tl.load(pool.read + sequence).to(tl.int64)
     live = (n < of.sequences) & (slot > of.null)
     start = 0
     stop = length
@@ -109,43 +72,43 @@ def scan_kernel(
             at_start = starts + (tl.program_id(2).to(tl.int64) * of.heads + head) * (of.value_dim * of.key_dim)
             at_start += value[None, :] * of.key_dim + column[:, None]
             s = tl.load(at_start, inside, other=0)
-        elif source is not None:
+        elif pool.source is not None:
             home = slot * source_by.slot + head * source_by.head
             home += value[None, :].to(tl.int64) * source_by.row + column[:, None].to(tl.int64) * source_by.column
-            s = load_state(source + home, inside, SOURCE, CAPABILITY)
+            s = load_state(pool.source + home, inside, pool.SOURCE, CAPABILITY)
         mark = tl.full([], 0, tl.int64)
-        if marks is not None:
-            mark = tl.load(mark_starts + sequence).to(tl.int64)
-            at_marks = marks + head * marks_by.head
+        if marks.states is not None:
+            mark = tl.load(marks.starts + sequence).to(tl.int64)
+            at_marks = marks.states + head * marks_by.head
             at_marks += value[None, :].to(tl.int64) * marks_by.row + column[:, None].to(tl.int64) * marks_by.column
             mark += start // of.every
-            if FIRST_MARK:
+            if marks.FIRST:
                 if (length > 0) & (segment == 0):
-                    store_mark(at_marks, marks_by, mark_slots, mark, s, inside, MARKS, CAPABILITY)
+                    store_mark(at_marks, marks_by, marks.slots, mark, s, inside, marks.KIND, CAPABILITY)
                 mark += 1
-        at_k = k + origin * k_by.row + first * k_by.token + head // of.k_group * k_by.head
-        at_q = q + origin * q_by.row + first * q_by.token + head // of.q_group * q_by.head
-        at_v = v + origin * v_by.row + first * v_by.token + head // of.v_group * v_by.head
+        at_k = tokens.k + origin * k_by.row + first * k_by.token + head // of.k_group * k_by.head
+        at_q = tokens.q + origin * q_by.row + first * q_by.token + head // of.q_group * q_by.head
+        at_v = tokens.v + origin * v_by.row + first * v_by.token + head // of.v_group * v_by.head
         for chunk in range(start // STRIDE, tl.cdiv(stop, STRIDE)):
             begin = chunk * STRIDE
             token = begin + i.to(tl.int64)
             inside_chunk = i < tl.minimum(length - begin, STRIDE)
             tile = (place + chunk).to(tl.int64) * of.heads + head
             block = i[:, None] * TOKENS + i[None, :]
-            a = tl.load(solved + tile * (TOKENS * TOKENS) + block)
-            p = tl.load(scores + tile * (TOKENS * TOKENS) + block)
+            a = tl.load(chunks.solved + tile * (TOKENS * TOKENS) + block)
+            p = tl.load(chunks.scores + tile * (TOKENS * TOKENS) + block)
             v_mask = inside_chunk[:, None] & in_values[None, :]
             values = tl.load(at_v + token[:, None] * v_by.token + value[None, :], v_mask, other=0).to(tl.float32)
-            if w is not None:
-                at_w = w + origin * w_by.row + (first + token)[:, None] * w_by.token + head * w_by.head
+            if tokens.w is not None:
+                at_w = tokens.w + origin * w_by.row + (first + token)[:, None] * w_by.token + head * w_by.head
                 values *= tl.load(at_w + value[None, :], v_mask, other=0).to(tl.float32)
             narrow = operand(s, OPERAND, PRECISION)
             if CHANNELS:
                 rows = tile * (TOKENS * KEYS) + i[:, None] * KEYS + column[None, :]
-                keys = tl.load(rows_k + rows)
-                queries = tl.load(rows_q + rows)
-                lasts = tl.load(rows_last + rows)
-                decay = tl.load(factors + tile * KEYS + column)
+                keys = tl.load(chunks.rows_k + rows)
+                queries = tl.load(chunks.rows_q + rows)
+                lasts = tl.load(chunks.rows_last + rows)
+                decay = tl.load(chunks.factors + tile * KEYS + column)
                 values -= tl.dot(keys, narrow, input_precision=PRECISION)
                 o = tl.dot(queries, narrow, input_precision=PRECISION)
                 change = tl.dot(a, operand(values, OPERAND, PRECISION), input_precision=PRECISION)
@@ -157,7 +120,7 @@ def scan_kernel(
                 keys = tl.load(at_k + token[:, None] * k_by.token + column[None, :], wide, other=0)
                 queries = tl.load(at_q + token[:, None] * q_by.token + column[None, :], wide, other=0)
                 keys = keys.to(OPERAND)
-                k_factor, q_factor, last_factor, decay = load_factors(factors + tile * (4 * TOKENS), TOKENS)
+                k_factor, q_factor, last_factor, decay = load_factors(chunks.factors + tile * (4 * TOKENS), TOKENS)
                 values -= tl.dot(keys, narrow, input_precision=PRECISION) * k_factor[:, None]
                 o = tl.dot(queries.to(OPERAND), narrow, input_precision=PRECISION) * q_factor[:, None]
                 change = tl.dot(a, operand(values, OPERAND, PRECISION), input_precision=PRECISION)
@@ -166,19 +129,19 @@ def scan_kernel(
                 change = operand(change, OPERAND, PRECISION)
                 s = tl.dot(tl.trans(keys), change, s * decay, input_precision=PRECISION)
             tl.store(at_out + token[:, None] * out_by.token + value[None, :], o.to(out.dtype.element_ty), v_mask)
-            if marks is not None:
+            if marks.states is not None:
                 done = begin + STRIDE
-                if (done % of.every == 0) & (done < length + (not FIRST_MARK)):
-                    store_mark(at_marks, marks_by, mark_slots, mark, s, inside, MARKS, CAPABILITY)
+                if (done % of.every == 0) & (done < length + (not marks.FIRST)):
+                    store_mark(at_marks, marks_by, marks.slots, mark, s, inside, marks.KIND, CAPABILITY)
                     mark += 1
-        if state is not None:
+        if pool.state is not None:
             last = inside
             if starts is not None:
                 # What follows a whole segment is its chain's to write: with the bits that the next segment begins with.
                 last &= (stop == length) & (stop < start + of.segment)
             goal = slot * state_by.slot + head * state_by.head
             goal += value[None, :].to(tl.int64) * state_by.row + column[:, None].to(tl.int64) * state_by.column
-            store_state(state + goal, s, last, STATE, CAPABILITY)
+            store_state(pool.state + goal, s, last, pool.STATE, CAPABILITY)
     else:
         zero_rows(at_out, out_by, start, stop, value, in_values, TOKENS)
 
@@ -211,22 +174,25 @@ def zero_rows(at, by, first, end, value, in_values, TOKENS: tl.constexpr):
 def _build_scan(problem, config):
     constants, narrow = common(problem, config), config.operand
     mark, table = problem.marks_dtype, problem.index
-    kinds = {"q": problem.dtype, "k": problem.dtype, "v": problem.dtype, "w": problem.write_dtype}
-    kinds |= {"offsets": table if problem.packed else ""}
-    kinds |= {"read": table if problem.read else "", "source": problem.source_dtype, "state": problem.state_dtype}
-    kinds |= {"marks": mark, "mark_starts": table if mark else "", "mark_slots": table if problem.mark_slots else ""}
-    kinds |= workspace(problem, narrow) | {"starts": "fp32" if problem.segments else "", "out": problem.out_dtype}
-    rows = {"q", "k", "v", "out"} if problem.aligned else set()
-    types = pointers(kinds, rows | {"starts"} | set(workspace(problem, narrow)))
+    kinds = {"tokens.q": problem.dtype, "tokens.k": problem.dtype, "tokens.v": problem.dtype}
+    kinds |= {"tokens.w": problem.write_dtype, "tokens.offsets": table if problem.packed else ""}
+    kinds |= {"pool.read": table if problem.read else "", "pool.source": problem.source_dtype}
+    kinds |= {"pool.state": problem.state_dtype, "marks.states": mark, "marks.starts": table if mark else ""}
+    kinds |= {"marks.slots": table if problem.mark_slots else ""}
+    between = {f"chunks.{name}": kind for name, kind in workspace(problem, narrow).items()}
+    kinds |= between | {"starts": "fp32" if problem.segments else "", "out": problem.out_dtype}
+    rows = {"q_by": "tokens.q", "k_by": "tokens.k", "v_by": "tokens.v", "out_by": "out"} if problem.aligned else {}
+    types = pointers(kinds, {*rows.values(), "starts", *between})
     places = dict.fromkeys(("q_by", "k_by", "v_by", "w_by", "out_by"), INPUT)
     places |= dict.fromkeys(("source_by", "state_by", "marks_by"), STATE)
-    types |= place_types(places, {f"{name}_by": kinds[name] for name in rows})
+    types |= place_types(places, {place: kinds[name] for place, name in rows.items()})
     sizes = ("sequences", "tokens", "chunks", "heads", "key_dim", "value_dim", "null", "every", "segments", "segment")
     sizes += ("q_group", "k_group", "v_group")
     types |= size_types(sizes, key_dim=problem.key_dim, value_dim=problem.value_dim)
     constants |= {name: None for name, kind in kinds.items() if not kind}
-    constants |= {"FIRST_MARK": problem.first_mark, "SOURCE": problem.source_dtype, "STATE": problem.state_dtype}
-    constants |= {"MARKS": mark, "ROWS": config.rows, "CAPABILITY": config.capability}
+    constants |= {"pool.SOURCE": problem.source_dtype, "pool.STATE": problem.state_dtype}
+    constants |= {"marks.KIND": mark, "marks.FIRST": problem.first_mark}
+    constants |= {"ROWS": config.rows, "CAPABILITY": config.capability}
     return Build(scan_kernel, types, constants, num_warps=config.scan_warps, num_stages=config.stages)
 
 

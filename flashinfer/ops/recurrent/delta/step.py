@@ -23,59 +23,11 @@ from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_
 
 @triton.jit
 def step_kernel(
-    q,
-    k,
-    v,
-    gate,
-    beta,
-    a_log,
-    bias,
-    source,
-    state,
-    each,
-    out,
-    read,
-    write,
-    stop,
-    rows,
-    accepted,
-    offsets,
-    kept_v,
-    kept_k,
-    kept_gate,
-    kept_beta,
-    norm_gate,
-    norm_weight,
-    q_by,
-    k_by,
-    v_by,
-    gate_by,
-    beta_by,
-    out_by,
-    source_by,
-    state_by,
-    each_by,
-    read_by,
-    rows_by,
-    norm_by,
-    kept_by,
-    of,
-    numbers,
-    GATE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BETA: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    SINGLE: tl.constexpr,
-    EACH: tl.constexpr,
-    FINAL: tl.constexpr,
-    KEEP: tl.constexpr,
-    SOURCE: tl.constexpr,
-    STATE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    CAPABILITY: tl.constexpr,
-):
+    tokens, gates, pool, out, slots, offsets, kept, norm,
+    q_by, k_by, v_by, gate_by, beta_by, out_by, source_by, state_by, each_by, read_by, rows_by, norm_by, kept_by,
+    of, numbers,
+    NORMALIZE: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0)
     head = tl.program_id(1)
     block = tl.program_id(2)
@@ -99,98 +51,99 @@ def step_kernel(
             length = 0
     is_sequence = n < of.sequences
 
-    slot = slot_of(read, accepted, sequence, read_by, of)
+    slot = slot_of(slots.read, slots.accepted, sequence, read_by, of)
     live = is_sequence & (slot > of.null)
 
     if live:
         s = tl.zeros([ROWS, KEYS], tl.float32)
-        if source is not None:
+        if pool.source is not None:
             home = slot * source_by.slot + head * source_by.head
-            home += state_offsets(row, column, source_by.row, source_by.column, LAYOUT)
-            s = load_state(source + home, inside, SOURCE, CAPABILITY)
+            home += state_offsets(row, column, source_by.row, source_by.column, pool.LAYOUT)
+            s = load_state(pool.source + home, inside, pool.SOURCE, CAPABILITY)
         rate = 0.0
-        if a_log is not None:
-            rate = tl.exp(tl.load(a_log + head // of.rate_group).to(tl.float32))
+        if gates.a_log is not None:
+            rate = tl.exp(tl.load(gates.a_log + head // of.rate_group).to(tl.float32))
         shift = 0.0
-        if bias is not None:
-            if CHANNELS:
-                shift = tl.load(bias + head // of.bias_group * of.key_dim + column, in_columns, other=0).to(tl.float32)
+        if gates.bias is not None:
+            if gates.CHANNELS:
+                shifts = gates.bias + head // of.bias_group * of.key_dim
+                shift = tl.load(shifts + column, in_columns, other=0).to(tl.float32)
             else:
-                shift = tl.load(bias + head // of.bias_group).to(tl.float32)
+                shift = tl.load(gates.bias + head // of.bias_group).to(tl.float32)
         last = slot
-        if FINAL:
-            if write is not None:
-                last = tl.load(write + n).to(tl.int64)
+        if pool.FINAL:
+            if slots.write is not None:
+                last = tl.load(slots.write + n).to(tl.int64)
         goal = last * state_by.slot + head * state_by.head
-        goal += state_offsets(row, column, state_by.row, state_by.column, LAYOUT)
+        goal += state_offsets(row, column, state_by.row, state_by.column, pool.LAYOUT)
         stored = length
-        if stop is not None:
-            stored = tl.load(stop + n).to(tl.int32)
+        if slots.stop is not None:
+            stored = tl.load(slots.stop + n).to(tl.int32)
         for t in range(length):
             token = first + t
             at = origin * k_by.row + token * k_by.token + kh * k_by.head
-            raw_key = tl.load(k + at + column, in_columns, other=0)
+            raw_key = tl.load(tokens.k + at + column, in_columns, other=0)
             key = raw_key.to(tl.float32)
             at = origin * v_by.row + token * v_by.token + head // of.v_group * v_by.head
-            raw_value = tl.load(v + at + row, in_rows, other=0)
+            raw_value = tl.load(tokens.v + at + row, in_rows, other=0)
             at = origin * q_by.row + token * q_by.token + head // of.q_group * q_by.head
-            query = tl.load(q + at + column, in_columns, other=0).to(tl.float32)
+            query = tl.load(tokens.q + at + column, in_columns, other=0).to(tl.float32)
             if NORMALIZE:
                 key = unit_length(key)
                 query = unit_length(query)
             log = 0.0
             raw_gate = 0.0
-            if gate is not None:
-                at = gate + origin * gate_by.row + token * gate_by.token + head // of.gate_group * gate_by.head
-                if CHANNELS:
+            if tokens.gate is not None:
+                at = tokens.gate + origin * gate_by.row + token * gate_by.token + head // of.gate_group * gate_by.head
+                if gates.CHANNELS:
                     raw_gate = tl.load(at + column, in_columns, other=0)
                 else:
                     raw_gate = tl.load(at)
-                if GATE == "linear":
+                if gates.KIND == "linear":
                     decay = raw_gate.to(tl.float32)
-                    if KEEP == "replay":
+                    if kept.KIND == "replay":
                         log = tl.log(decay)
                 else:
-                    log = log_decay(raw_gate.to(tl.float32) + shift, rate, numbers, GATE)
+                    log = log_decay(raw_gate.to(tl.float32) + shift, rate, numbers, gates.KIND)
                     decay = tl.exp(log)
-                if CHANNELS:
+                if gates.CHANNELS:
                     s *= decay[None, :]
                 else:
                     s *= decay
             rate_of_change = 1.0
-            if beta is not None:
+            if tokens.beta is not None:
                 at = origin * beta_by.row + token * beta_by.token + head // of.beta_group * beta_by.head
-                rate_of_change = tl.load(beta + at).to(tl.float32)
-                if BETA == "logit":
+                rate_of_change = tl.load(tokens.beta + at).to(tl.float32)
+                if gates.BETA == "logit":
                     rate_of_change = sigmoid(rate_of_change)
             correction = rate_of_change * (raw_value.to(tl.float32) - tl.sum(s * key[None, :], 1))
             s += correction[:, None] * key[None, :]
             o = tl.sum(s * query[None, :], 1) * numbers.scale
-            if norm_gate is not None:
+            if norm.gate is not None:
                 o *= tl.rsqrt(tl.sum(o * o, 0) / of.value_dim + numbers.eps)
-                o *= tl.load(norm_weight + row, in_rows, other=0).to(tl.float32)
+                o *= tl.load(norm.weight + row, in_rows, other=0).to(tl.float32)
                 at = origin * norm_by.row + token * norm_by.token + head * norm_by.head
-                o *= sigmoid(tl.load(norm_gate + at + row, in_rows, other=0).to(tl.float32))
+                o *= sigmoid(tl.load(norm.gate + at + row, in_rows, other=0).to(tl.float32))
             at = origin * out_by.row + token * out_by.token + head * out_by.head
             tl.store(out + at + row, o.to(out.dtype.element_ty), in_rows)
-            if EACH == "buffer":
+            if pool.EACH == "buffer":
                 at = n.to(tl.int64) * each_by.row + t * each_by.token + head * each_by.head
                 at += row[:, None].to(tl.int64) * of.key_dim + column[None, :]
-                store_state(each + at, s, inside & (t < stored), STATE, CAPABILITY)
-            if EACH == "pool":
-                to = tl.load(rows + n.to(tl.int64) * rows_by.sequence + t * rows_by.column).to(tl.int64)
+                store_state(pool.each + at, s, inside & (t < stored), pool.STATE, CAPABILITY)
+            if pool.EACH == "pool":
+                to = tl.load(slots.rows + n.to(tl.int64) * rows_by.sequence + t * rows_by.column).to(tl.int64)
                 at = to * state_by.slot + head * state_by.head
-                at += state_offsets(row, column, state_by.row, state_by.column, LAYOUT)
-                store_state(state + at, s, inside & (to > of.null) & (t < stored), STATE, CAPABILITY)
-            if FINAL and stop is not None:
-                store_state(state + goal, s, inside & (last > of.null) & (t + 1 == stored), STATE, CAPABILITY)
-            if KEEP != "":
+                at += state_offsets(row, column, state_by.row, state_by.column, pool.LAYOUT)
+                store_state(pool.state + at, s, inside & (to > of.null) & (t < stored), pool.STATE, CAPABILITY)
+            if pool.FINAL and slots.stop is not None:
+                store_state(pool.state + goal, s, inside & (last > of.null) & (t + 1 == stored), pool.STATE, CAPABILITY)
+            if kept.KIND != "":
                 keep_token(
-                    kept_v, kept_k, kept_gate, kept_beta, kept_by, slot, t, head, kh, block, row, column, in_rows,
-                    in_columns, raw_value, raw_key, raw_gate, log, rate_of_change, correction, of, KEEP,
+                    kept, kept_by, slot, t, head, kh, block, row, column, in_rows, in_columns, raw_value, raw_key,
+                    raw_gate, log, rate_of_change, correction, of,
                 )  # fmt: skip
-        if FINAL and stop is None:
-            store_state(state + goal, s, inside & (last > of.null), STATE, CAPABILITY)
+        if pool.FINAL and slots.stop is None:
+            store_state(pool.state + goal, s, inside & (last > of.null), pool.STATE, CAPABILITY)
     else:
         zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
 
@@ -210,6 +163,9 @@ _PLACES = {
     "norm_by": ("row", "token", "head"),
     "kept_by": ("v", "k", "gate", "beta"),
 }
+# Tensors whose rows are aligned with Problem.aligned, by their strides.
+_ROWS = {"q_by": "tokens.q", "k_by": "tokens.k", "v_by": "tokens.v", "out_by": "out", "norm_by": "norm.gate"}
+_ROWS |= {"source_by": "pool.source", "state_by": "pool.state", "each_by": "pool.each"}
 _SIZES = (
     ("sequences", "tokens", "key_dim", "value_dim", "columns", "kept", "null")
     + ("q_group", "k_group", "v_group", "gate_group", "beta_group", "rate_group", "bias_group")
@@ -218,59 +174,54 @@ _SIZES = (
 
 def _build(problem, config):
     raw = problem.gate in ("softplus", "bounded")
-    wide = problem.gate_dtype if problem.channels else ""
     kinds = {
-        "q": problem.dtype,
-        "k": problem.dtype,
-        "v": problem.dtype,
-        "gate": problem.gate_dtype,
-        "beta": problem.beta_dtype,
-        "a_log": "fp32" if raw else "",
-        "bias": problem.bias_dtype,
-        "source": problem.source_dtype,
-        "state": problem.state_dtype if problem.final or problem.each == "pool" else "",
-        "each": problem.state_dtype if problem.each == "buffer" else "",
+        "tokens.q": problem.dtype,
+        "tokens.k": problem.dtype,
+        "tokens.v": problem.dtype,
+        "tokens.gate": problem.gate_dtype,
+        "tokens.beta": problem.beta_dtype,
+        "gates.a_log": "fp32" if raw else "",
+        "gates.bias": problem.bias_dtype,
+        "pool.source": problem.source_dtype,
+        "pool.state": problem.state_dtype if problem.final or problem.each == "pool" else "",
+        "pool.each": problem.state_dtype if problem.each == "buffer" else "",
         "out": problem.out_dtype,
-        "read": problem.index if problem.read else "",
-        "write": problem.index if problem.write else "",
-        "stop": problem.index if problem.stop else "",
-        "rows": problem.index if problem.each == "pool" else "",
-        "accepted": problem.index if problem.accepted else "",
+        "slots.read": problem.index if problem.read else "",
+        "slots.write": problem.index if problem.write else "",
+        "slots.stop": problem.index if problem.stop else "",
+        "slots.rows": problem.index if problem.each == "pool" else "",
+        "slots.accepted": problem.index if problem.accepted else "",
         "offsets": problem.index if problem.packed else "",
-        "kept_v": ("fp32" if problem.keep == "corrections" else problem.kept_dtype) if problem.keep else "",
-        "kept_k": problem.kept_dtype if problem.keep else "",
-        "kept_gate": "fp32" if problem.keep == "replay" else "",
-        "kept_beta": "fp32" if problem.keep == "replay" else "",
-        "norm_gate": problem.dtype if problem.norm else "",
-        "norm_weight": "fp32" if problem.norm else "",
+        "kept.v": ("fp32" if problem.keep == "corrections" else problem.kept_dtype) if problem.keep else "",
+        "kept.k": problem.kept_dtype if problem.keep else "",
+        "kept.gate": "fp32" if problem.keep == "replay" else "",
+        "kept.beta": "fp32" if problem.keep == "replay" else "",
+        "norm.gate": problem.dtype if problem.norm else "",
+        "norm.weight": "fp32" if problem.norm else "",
     }
-    rows = {"q", "k", "v", "source", "state", "each", "out", "norm_gate"} | ({"gate"} if wide else set())
-    types = pointers(kinds, rows if problem.aligned else ())
-    types |= place_types(_PLACES, _units(kinds, rows) if problem.aligned else {}, _UNITS_OF[problem.layout])
+    rows = (_ROWS | ({"gate_by": "tokens.gate"} if problem.channels else {})) if problem.aligned else {}
+    types = pointers(kinds, rows.values())
+    units = {place: kinds[name] for place, name in rows.items() if kinds[name]}
+    types |= place_types(_PLACES, units, _UNITS_OF[problem.layout])
     types |= size_types(_SIZES, key_dim=problem.key_dim, value_dim=problem.value_dim)
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "eps", "lower", "sharp", "threshold")}
     constants = {name: None for name, kind in kinds.items() if not kind} | {
-        "GATE": problem.gate,
-        "CHANNELS": problem.channels,
-        "BETA": problem.beta,
+        "gates.KIND": problem.gate,
+        "gates.CHANNELS": problem.channels,
+        "gates.BETA": problem.beta,
         "NORMALIZE": problem.normalize,
-        "LAYOUT": problem.layout,
+        "pool.LAYOUT": problem.layout,
         "SINGLE": problem.single,
-        "EACH": problem.each,
-        "FINAL": problem.final,
-        "KEEP": problem.keep,
-        "SOURCE": problem.source_dtype,
-        "STATE": problem.state_dtype,
+        "pool.EACH": problem.each,
+        "pool.FINAL": problem.final,
+        "kept.KIND": problem.keep,
+        "pool.SOURCE": problem.source_dtype,
+        "pool.STATE": problem.state_dtype,
         "ROWS": config.rows,
         "KEYS": power_of_two(problem.key_dim),
         "CAPABILITY": config.capability,
     }
     return Build(step_kernel, types, constants, num_warps=config.num_warps)
-
-
-def _units(kinds: dict, names) -> dict:
-    short = {"norm_gate": "norm_by"}
-    return {short.get(name, f"{name}_by"): kinds[name] for name in names if kinds[name]}
 
 
 _UNITS_OF = {

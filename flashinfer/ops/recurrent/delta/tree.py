@@ -36,54 +36,10 @@ def row_of(tile, i, index):
 
 @triton.jit
 def tree_kernel(
-    q,
-    k,
-    v,
-    gate,
-    beta,
-    a_log,
-    bias,
-    source,
-    state,
-    each,
-    out,
-    read,
-    rows,
-    accepted,
-    offsets,
-    parents,
-    kept_v,
-    kept_k,
-    kept_gate,
-    kept_beta,
-    q_by,
-    k_by,
-    v_by,
-    gate_by,
-    beta_by,
-    out_by,
-    source_by,
-    state_by,
-    each_by,
-    read_by,
-    rows_by,
-    kept_by,
-    of,
-    numbers,
-    GATE: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BETA: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    EACH: tl.constexpr,
-    KEEP: tl.constexpr,
-    SOURCE: tl.constexpr,
-    STATE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CAPABILITY: tl.constexpr,
-):
+    tokens, gates, pool, out, slots, offsets, parents, kept,
+    q_by, k_by, v_by, gate_by, beta_by, out_by, source_by, state_by, each_by, read_by, rows_by, kept_by, of, numbers,
+    NORMALIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0)
     head = tl.program_id(1)
     block = tl.program_id(2)
@@ -102,22 +58,23 @@ def tree_kernel(
             zero_tokens(out, out_by, origin, 0, tl.load(offsets).to(tl.int32), head, row, in_rows)
             zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, in_rows)
             length = 0
-    slot = slot_of(read, accepted, sequence, read_by, of)
+    slot = slot_of(slots.read, slots.accepted, sequence, read_by, of)
     if (n < of.sequences) & (slot > of.null):
         s = tl.zeros([ROWS, KEYS], tl.float32)
-        if source is not None:
+        if pool.source is not None:
             home = slot * source_by.slot + head * source_by.head
-            home += state_offsets(row, column, source_by.row, source_by.column, LAYOUT)
-            s = load_state(source + home, inside, SOURCE, CAPABILITY)
+            home += state_offsets(row, column, source_by.row, source_by.column, pool.LAYOUT)
+            s = load_state(pool.source + home, inside, pool.SOURCE, CAPABILITY)
         rate = 0.0
-        if a_log is not None:
-            rate = tl.exp(tl.load(a_log + head // of.rate_group).to(tl.float32))
+        if gates.a_log is not None:
+            rate = tl.exp(tl.load(gates.a_log + head // of.rate_group).to(tl.float32))
         shift = 0.0
-        if bias is not None:
-            if CHANNELS:
-                shift = tl.load(bias + head // of.bias_group * of.key_dim + column, in_columns, other=0).to(tl.float32)
+        if gates.bias is not None:
+            if gates.CHANNELS:
+                shifts = gates.bias + head // of.bias_group * of.key_dim
+                shift = tl.load(shifts + column, in_columns, other=0).to(tl.float32)
             else:
-                shift = tl.load(bias + head // of.bias_group).to(tl.float32)
+                shift = tl.load(gates.bias + head // of.bias_group).to(tl.float32)
         keys = tl.zeros([TOKENS, KEYS], tl.float32)
         changes = tl.zeros([TOKENS, ROWS], tl.float32)
         paths = tl.zeros([TOKENS, TOKENS], tl.int32)
@@ -127,32 +84,32 @@ def tree_kernel(
             parent = tl.load(parents + sequence * of.most + t)
             token = first + t
             at = origin * k_by.row + token * k_by.token + kh * k_by.head
-            raw_key = tl.load(k + at + column, in_columns, other=0)
+            raw_key = tl.load(tokens.k + at + column, in_columns, other=0)
             key = raw_key.to(tl.float32)
             at = origin * q_by.row + token * q_by.token + head // of.q_group * q_by.head
-            query = tl.load(q + at + column, in_columns, other=0).to(tl.float32)
+            query = tl.load(tokens.q + at + column, in_columns, other=0).to(tl.float32)
             at = origin * v_by.row + token * v_by.token + head // of.v_group * v_by.head
-            raw_value = tl.load(v + at + row, in_rows, other=0)
+            raw_value = tl.load(tokens.v + at + row, in_rows, other=0)
             if NORMALIZE:
                 key = unit_length(key)
                 query = unit_length(query)
             log = tl.zeros([KEYS], tl.float32)
             raw_gate = 0.0
-            if gate is not None:
+            if tokens.gate is not None:
                 at = origin * gate_by.row + token * gate_by.token + head // of.gate_group * gate_by.head
-                if CHANNELS:
-                    raw_gate = tl.load(gate + at + column, in_columns, other=0).to(tl.float32)
+                if gates.CHANNELS:
+                    raw_gate = tl.load(tokens.gate + at + column, in_columns, other=0).to(tl.float32)
                 else:
-                    raw_gate = tl.load(gate + at).to(tl.float32)
-                if GATE == "linear":
+                    raw_gate = tl.load(tokens.gate + at).to(tl.float32)
+                if gates.KIND == "linear":
                     log += tl.maximum(tl.log(raw_gate), LEAST)
                 else:
-                    log += tl.maximum(log_decay(raw_gate + shift, rate, numbers, GATE), LEAST)
+                    log += tl.maximum(log_decay(raw_gate + shift, rate, numbers, gates.KIND), LEAST)
             share = 1.0
-            if beta is not None:
+            if tokens.beta is not None:
                 at = origin * beta_by.row + token * beta_by.token + head // of.beta_group * beta_by.head
-                share = tl.load(beta + at).to(tl.float32)
-                if BETA == "logit":
+                share = tl.load(tokens.beta + at).to(tl.float32)
+                if gates.BETA == "logit":
                     share = sigmoid(share)
             above = row_of(paths, i, parent)
             total = row_of(sums, i, parent) + log
@@ -173,23 +130,23 @@ def tree_kernel(
             o += tl.sum(changes * tl.sum(decayed * query[None, :], 1)[:, None], 0)
             at = origin * out_by.row + token * out_by.token + head * out_by.head
             tl.store(out + at + row, (o * numbers.scale).to(out.dtype.element_ty), in_rows)
-            if EACH != "":
+            if pool.EACH != "":
                 now = tl.dot(tl.trans(changes), decayed, from_root, input_precision="ieee")
-                if EACH == "buffer":
+                if pool.EACH == "buffer":
                     at = sequence * each_by.row + t * each_by.token + head * each_by.head
                     goal = at + row[:, None].to(tl.int64) * of.key_dim + column[None, :]
-                    store_state(each + goal, now, inside, STATE, CAPABILITY)
+                    store_state(pool.each + goal, now, inside, pool.STATE, CAPABILITY)
                 else:
-                    to = tl.load(rows + sequence * rows_by.sequence + t * rows_by.column).to(tl.int64)
+                    to = tl.load(slots.rows + sequence * rows_by.sequence + t * rows_by.column).to(tl.int64)
                     at = to * state_by.slot + head * state_by.head
-                    goal = at + state_offsets(row, column, state_by.row, state_by.column, LAYOUT)
-                    store_state(state + goal, now, inside & (to > of.null), STATE, CAPABILITY)
-            if KEEP != "":
+                    goal = at + state_offsets(row, column, state_by.row, state_by.column, pool.LAYOUT)
+                    store_state(pool.state + goal, now, inside & (to > of.null), pool.STATE, CAPABILITY)
+            if kept.KIND != "":
                 # One decay a head is the same in all columns.
                 head_log = tl.max(tl.where(column == 0, log, LEAST), 0)
                 keep_token(
-                    kept_v, kept_k, kept_gate, kept_beta, kept_by, slot, t, head, kh, block, row, column, in_rows,
-                    in_columns, raw_value, raw_key, raw_gate, head_log, share, change, of, KEEP,
+                    kept, kept_by, slot, t, head, kh, block, row, column, in_rows, in_columns, raw_value, raw_key,
+                    raw_gate, head_log, share, change, of,
                 )  # fmt: skip
         first += of.most
         length -= of.most
@@ -207,25 +164,29 @@ _SIZES += ("q_group", "k_group", "v_group", "gate_group", "beta_group", "rate_gr
 
 def _build(problem, config):
     written = problem.state_dtype
-    kinds = {"q": problem.dtype, "k": problem.dtype, "v": problem.dtype, "gate": problem.gate_dtype}
-    kinds |= {"beta": problem.beta_dtype, "a_log": "fp32" if problem.gate in ("softplus", "bounded") else ""}
-    kinds |= {"bias": problem.bias_dtype, "source": problem.source_dtype}
-    kinds |= {"state": written if problem.each == "pool" else "", "each": written if problem.each == "buffer" else ""}
-    kinds |= {"out": problem.out_dtype, "read": problem.index if problem.read else ""}
-    kinds |= {"rows": problem.index if problem.each == "pool" else ""}
-    kinds |= {"accepted": problem.index if problem.accepted else "", "offsets": problem.index if problem.packed else ""}
+    kinds = {"tokens.q": problem.dtype, "tokens.k": problem.dtype, "tokens.v": problem.dtype}
+    kinds |= {"tokens.gate": problem.gate_dtype, "tokens.beta": problem.beta_dtype}
+    kinds |= {"gates.a_log": "fp32" if problem.gate in ("softplus", "bounded") else ""}
+    kinds |= {"gates.bias": problem.bias_dtype}
+    kinds |= {"pool.source": problem.source_dtype, "pool.state": written if problem.each == "pool" else ""}
+    kinds |= {"pool.each": written if problem.each == "buffer" else "", "out": problem.out_dtype}
+    kinds |= {"slots.read": problem.index if problem.read else ""}
+    kinds |= {"slots.rows": problem.index if problem.each == "pool" else ""}
+    kinds |= {"slots.accepted": problem.index if problem.accepted else ""}
+    kinds |= {"offsets": problem.index if problem.packed else "", "parents": "i32"}
     kept, replay = problem.kept_dtype, "fp32" if problem.keep == "replay" else ""
-    kinds |= {"parents": "i32", "kept_v": "fp32" if problem.keep == "corrections" else kept, "kept_k": kept}
-    kinds |= {"kept_gate": replay, "kept_beta": replay}
-    names = ("q", "k", "v", "source", "state", "each", "out") if problem.aligned else ()
-    types = pointers(kinds, names) | place_types(_PLACES, {})
+    kinds |= {"kept.v": "fp32" if problem.keep == "corrections" else kept, "kept.k": kept}
+    kinds |= {"kept.gate": replay, "kept.beta": replay}
+    rows = ("tokens.q", "tokens.k", "tokens.v", "pool.source", "pool.state", "pool.each", "out")
+    types = pointers(kinds, rows if problem.aligned else ()) | place_types(_PLACES, {})
     types |= size_types(_SIZES, key_dim=problem.key_dim, value_dim=problem.value_dim)
     types |= {f"numbers.{name}": "fp32" for name in ("scale", "lower", "sharp", "threshold")}
     constants = {name: None for name, kind in kinds.items() if not kind}
-    constants |= {"GATE": problem.gate, "CHANNELS": problem.channels, "BETA": problem.beta}
-    constants |= {"NORMALIZE": problem.normalize, "LAYOUT": problem.layout, "EACH": problem.each, "KEEP": problem.keep}
-    constants |= {"SOURCE": problem.source_dtype, "STATE": written, "ROWS": config.rows, "TOKENS": problem.tokens}
-    constants |= {"KEYS": power_of_two(problem.key_dim), "CAPABILITY": config.capability}
+    constants |= {"gates.KIND": problem.gate, "gates.CHANNELS": problem.channels, "gates.BETA": problem.beta}
+    constants |= {"pool.LAYOUT": problem.layout, "pool.EACH": problem.each, "pool.SOURCE": problem.source_dtype}
+    constants |= {"pool.STATE": written, "kept.KIND": problem.keep, "NORMALIZE": problem.normalize}
+    constants |= {"ROWS": config.rows, "KEYS": power_of_two(problem.key_dim), "TOKENS": problem.tokens}
+    constants |= {"CAPABILITY": config.capability}
     return Build(tree_kernel, types, constants, num_warps=config.num_warps)
 
 
