@@ -39,6 +39,7 @@ from flashinfer.fused_moe.trtllm_fp8_channels import (
     trtllm_fp8_per_channel_scale_moe,
     trtllm_fp8_per_channel_scale_routed_moe,
 )
+from flashinfer.fused_moe.trtllm_gen_routing import TrtllmGenRoutingResult, trtllm_gen_routing
 from flashinfer.fused_moe.trtllm_w4 import (
     trtllm_fp4_block_scale_moe,
     trtllm_fp4_block_scale_routed_moe,
@@ -56,6 +57,7 @@ __all__ = [
     "NVFP44Over6ErrMode",
     "QuantFormat",
     "RoutingMethodType",
+    "TrtllmGenRoutingResult",
     "WeightLayout",
     "alloc_scratchpad",
     "bgmv_moe",
@@ -89,6 +91,7 @@ __all__ = [
     "trtllm_fp8_per_channel_scale_routed_moe",
     "trtllm_fp8_per_tensor_scale_moe",
     "trtllm_fp8_per_tensor_scale_routed_moe",
+    "trtllm_gen_routing",
     "trtllm_mxint4_block_scale_moe",
     "trtllm_mxint4_block_scale_routed_moe",
 ]
