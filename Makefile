@@ -10,6 +10,8 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 export TORCH_INDEX
+# Tests start a hundred processes: what the first compiles to byte code, the others load.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin
