@@ -40,6 +40,7 @@ from .router import (
     mm_M1_16_K7168_N896,
     mm_M1_16_K7168_N896_bf16,
 )
+from .svdquant import mm_nvfp4_svdquant, nvfp4_quantize_smooth, svdquant_linear
 
 __all__ = [
     "SegmentGEMMWrapper",
@@ -73,10 +74,13 @@ __all__ = [
     "mm_fp4",
     "mm_fp8",
     "mm_mxfp8",
+    "mm_nvfp4_svdquant",
+    "nvfp4_quantize_smooth",
     "prepare_bf16_fp4_weights",
     "ragged_block_scaled_bmm",
     "ragged_bmm",
     "ragged_scaled_bmm",
+    "svdquant_linear",
     "tgv_gemm_sm100",
     "tinygemm_bf16",
 ]
