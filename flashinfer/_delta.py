@@ -184,28 +184,17 @@ def run_step(
     """Run tokens one after another; the arguments are those of the room's operands, checked. slots_name : the caller's
     argument for the slots that are read."""
     check_tables(pool, tokens, slots_name)
-    check_apart([("output", out)])
-    device = same_device(
-        q=tokens.q,
-        k=tokens.k,
-        v=tokens.v,
-        gate=tokens.gate,
-        beta=tokens.beta,
-        A_log=gates.a_log,
-        dt_bias=gates.bias,
-        state=pool.source,
-        output_state=pool.state,
-        indices=pool.read,
-        output_state_indices=pool.write,
-        accepted_steps=pool.stop,
-        num_accepted_tokens=pool.accepted,
-        output=out,
-        ssm_state_indices=pool.rows,
-        intermediate_states_buffer=pool.each,
-        cu_seqlens=tokens.offsets,
-        parents=parents,
-        **({} if kept is None else {"cache of values": kept.v, "cache of keys": kept.k}),
-    )
+    read = dict(
+        q=tokens.q, k=tokens.k, v=tokens.v, gate=tokens.gate, beta=tokens.beta, A_log=gates.a_log, dt_bias=gates.bias,
+        state=pool.source, indices=pool.read, output_state_indices=pool.write, accepted_steps=pool.stop,
+        num_accepted_tokens=pool.accepted, ssm_state_indices=pool.rows, cu_seqlens=tokens.offsets, parents=parents,
+    )  # fmt: skip
+    of_state = "state" if pool.state is pool.source else "output_state"
+    written = {of_state: pool.state, "output": out, "intermediate_states_buffer": pool.each}
+    if kept is not None:
+        written |= {"cache of values": kept.v, "cache of keys": kept.k}
+    check_apart(written.items(), read.items())
+    device = same_device(**read | written)
     channels = tokens.gate is not None and tokens.gate.dim() == 4
     q, k, v = rows_of(tokens.q), rows_of(tokens.k), rows_of(tokens.v)
     tokens = tokens._replace(q=q, k=k, v=v, gate=rows_of(tokens.gate) if channels else tokens.gate)

@@ -108,7 +108,7 @@ def gated_delta_rule_replayssm_commit(
         require_shape(name, x, batch)
         require_dtype(name, x, INDICES)
     check_values("accept_lens", accept_lens, 0, tokens)
-    check_apart([("checkpoint_state", checkpoint_state)])
+    check_apart([("checkpoint_state", checkpoint_state)], (tables | windows).items())
     for name in ("state_indices", "track_state_indices"):
         if tables[name] is not None:
             check_values(name, tables[name].clamp(min=null_block_id), null_block_id, slots - 1)

@@ -67,14 +67,15 @@ def run_chunks(
 
     segment : tokens of the parts of sequences that go in parallel, whole chunks; 0: each sequence in one go.
     """
-    check_apart([("output", out), ("state_checkpoints", None if marks is None else marks.out)])
-    on_the_way = {} if marks is None else {"state_checkpoints": marks.out, "checkpoint_cu_starts": marks.starts,
-                                           "checkpoint_state_indices": marks.slots}  # fmt: skip
-    device = same_device(
-        q=tokens.q, k=tokens.k, v=tokens.v, g=tokens.gate, beta=tokens.beta, A_log=gates.a_log, dt_bias=gates.bias,
-        initial_state=pool.source, output_state=pool.state, state_indices=pool.read, output=out,
-        cu_seqlens=tokens.offsets, **on_the_way,
-    )  # fmt: skip
+    read = dict(q=tokens.q, k=tokens.k, v=tokens.v, g=tokens.gate, beta=tokens.beta, A_log=gates.a_log,
+                dt_bias=gates.bias, initial_state=pool.source, state_indices=pool.read,
+                cu_seqlens=tokens.offsets)  # fmt: skip
+    written = {"output": out, "initial_state" if pool.state is pool.source else "output_state": pool.state}
+    if marks is not None:
+        read |= dict(checkpoint_cu_starts=marks.starts, checkpoint_state_indices=marks.slots)
+        written |= dict(state_checkpoints=marks.out)
+    check_apart(written.items(), read.items())
+    device = same_device(**read | written)
     if not tokens.sequences:
         out.zero_()
         return

@@ -182,9 +182,9 @@ def run_conv(call: room.Call, activation, *, rolling: bool, long: bool, backend:
     if state is not None:
         require_shape("conv_state", state, n if call.slots is None else None, channels, None)
         require(state.shape[2] >= width - 1, "conv_state", f"{state.shape[2]} columns", f"at least {width - 1}")
-    device = same_device(x=x, weight=weight, bias=call.bias, conv_state=state, out=call.out, **tables,
-                         has_initial_state=call.fresh)  # fmt: skip
-    check_apart([("conv_state", state), ("out", call.out)])
+    read = dict(x=x, weight=weight, bias=call.bias, has_initial_state=call.fresh, **tables)
+    device = same_device(**read, conv_state=state, out=call.out)
+    check_apart([("conv_state", state), ("out", call.out)], read.items())
     if call.offsets is not None and call.offsets.device.type == "cpu":
         check_indptr("query_start_loc", call.offsets.numpy(), x.shape[1], "the tokens of x", sliced=True)
     if call.slots is not None and state is not None:

@@ -303,10 +303,14 @@ def _layer(x, layer: tuple, raw: tuple, norm: Norm, tables: tuple, output, backe
     require_shape("state", state, None, heads, dim, dim)
     require_dtype("state", state, STATES)
     require_dtype("state_indices", slots, INDICES)
+    require_dtype("query_start_loc", offsets, INDICES)
+    require_dtype("num_accepted_tokens", accepted, INDICES)
     A_log, dt_bias, lower_bound = raw
     gates_of(True, A_log, dt_bias, lower_bound, (heads, heads), dim)
     # All of it before the convolution writes its state.
-    check_apart([("conv_state", conv_state), ("state", state), ("output", out)])
+    given |= dict(output_gate=output_gate, norm_weight=norm.weight, A_log=A_log, dt_bias=dt_bias)
+    given |= dict(state_indices=slots, query_start_loc=offsets, num_accepted_tokens=accepted)
+    check_apart([("conv_state", given.pop("conv_state")), ("state", state), ("output", out)], given.items())
     apart = out.data_ptr() != raw_gate.data_ptr() or not out.numel()
     require(apart, "output", "the memory of raw_gate", "memory of its own")
     check_values("state_indices", slots.clamp(min=0), 0, len(state) - 1)

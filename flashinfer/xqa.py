@@ -121,7 +121,8 @@ def xqa(
     require(fits, "q", tuple(q.shape), allowed)
     require(output.shape == q.shape, "output", tuple(output.shape), str(tuple(q.shape)))
     require(axes != 4 or q_seq_len == 1, "q_seq_len", q_seq_len, "1 without an axis for it in q")
-    check_apart([("output", output)])
+    read = dict(q=q, k_cache=k_cache, v_cache=v_cache, k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
+    check_apart([("output", output)], read.items())
     # Where the strides of requests and of their queries do not make one, rows are a copy.
     rows, results = q.reshape(-1, *q.shape[-2:]), output.reshape(-1, *q.shape[-2:])
     q_scale, kv_scale = scale("q_scale", q_scale, q.device), scale("kv_scale", kv_scale, q.device)

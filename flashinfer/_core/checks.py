@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -134,23 +136,87 @@ def same_device(**tensors: torch.Tensor | None) -> torch.device:
     return first
 
 
-def check_apart(outputs: Iterable[tuple[str, torch.Tensor | None]]) -> None:
-    """Refuse outputs of which two elements are one, by strides of 0, and two outputs that begin at one address.
+def check_apart(
+    outputs: Iterable[tuple[str, torch.Tensor | None]], inputs: Iterable[tuple[str, torch.Tensor | None]] = ()
+) -> None:
+    """Refuse outputs that share memory: with themselves by strides of 0, with one another, or in part with an input.
+
+    An output that has all elements of an input in their places is in place, and is left to the caller.
 
     Example
     -------
     >>> check_apart([("out", torch.empty(1, 8).expand(4, 8))])
     Traceback (most recent call last):
     ValueError: out: got strides (0, 1) of shape (4, 8); allowed: an element of memory for each of the tensor
+    >>> x = torch.empty(5, 8)
+    >>> check_apart([("out", x[1:])], [("input", x[:-1])])
+    Traceback (most recent call last):
+    ValueError: out: got some of the memory of input; allowed: all of it in its place, or memory of its own
     """
-    begins: dict[int, str] = {}
+    written: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, x in outputs:
-        if isinstance(x, torch.Tensor) and x.numel():
-            if torch._debug_has_internal_overlap(x) == 1:
+        if isinstance(x, torch.Tensor):
+            if not x.is_contiguous() and torch._debug_has_internal_overlap(x) == 1:
                 shown = f"strides {x.stride()} of shape {tuple(x.shape)}"
                 require(False, name, shown, "an element of memory for each of the tensor")
-            first = begins.setdefault(x.data_ptr(), name)
-            require(first == name, name, f"the memory of {first}", "memory of its own")
+            beside = written.setdefault(x.untyped_storage()._cdata, [])
+            for first, y in beside:
+                require(not overlap(x, y), name, f"the memory of {first}", "memory of its own")
+            beside.append((name, x))
+    for name, x in inputs:
+        if isinstance(x, torch.Tensor):
+            for output, y in written.get(x.untyped_storage()._cdata, ()):
+                if x is not y and not (x.data_ptr() == y.data_ptr() and x.nbytes == y.nbytes):
+                    require(not overlap(x, y), output, f"some of the memory of {name}",
+                            "all of it in its place, or memory of its own")  # fmt: skip
+
+
+def share_storage(x: torch.Tensor, others: Iterable[torch.Tensor | None]) -> bool:
+    """Whether a tensor lies in the storage of another one, so that their memory may meet."""
+    storage = x.untyped_storage()._cdata
+    return any(t is not None and t.untyped_storage()._cdata == storage for t in others)
+
+
+def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors have a byte of memory in common.
+
+    Example
+    -------
+    >>> x = torch.empty(4, 2, 8)
+    >>> overlap(x[:, 0], x[:, 1]), overlap(x[:2], x[1:])
+    (False, True)
+    """
+    distance = x.data_ptr() - y.data_ptr()
+    return _meet(distance, x.element_size(), y.element_size(), x.shape, x.stride(), y.shape, y.stride())
+
+
+@lru_cache(maxsize=1024)
+def _meet(distance: int, size: int, size_y: int, shape: tuple, stride: tuple, shape_y: tuple, stride_y: tuple) -> bool:
+    """Whether bytes of two tensors meet that begin `distance` apart."""
+    if 0 in shape or 0 in shape_y:
+        return False
+    steps = [(step * size, n - 1) for step, n in zip(stride, shape, strict=True)]
+    steps += [(-step * size_y, n - 1) for step, n in zip(stride_y, shape_y, strict=True)]
+    steps = sorted(((step, n) for step, n in steps if step and n), key=lambda each: -abs(each[0]))
+    low, high = [0], [0]
+    for step, n in reversed(steps):
+        low.append(low[-1] + min(step * n, 0))
+        high.append(high[-1] + max(step * n, 0))
+
+    def reaches(least: int, most: int, at: int) -> bool:
+        """Whether steps from `at` on sum to something within least ... most."""
+        if most < low[len(steps) - at] or least > high[len(steps) - at]:
+            return False
+        if at == len(steps):
+            return True
+        step, n = steps[at]
+        left = len(steps) - at - 1
+        # Counts of this step that leave what the others can reach.
+        ends = (least - high[left]) / step, (most - low[left]) / step
+        first, last = max(math.ceil(min(ends)), 0), min(math.floor(max(ends)), n)
+        return any(reaches(least - i * step, most - i * step, at + 1) for i in range(first, last + 1))
+
+    return reaches(1 - size - distance, size_y - 1 - distance, 0)
 
 
 def check_values(name: str, table: torch.Tensor, least: int, most: int) -> None:

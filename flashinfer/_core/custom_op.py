@@ -18,7 +18,7 @@ _libraries: list[torch.library.Library] = []
 def custom_op(name: str, mutates_args: tuple[str, ...] = (), fake: Callable | None = None) -> Callable:
     """Register the decorated function as the torch custom op `name`; traced calls use the op, eager calls skip it.
 
-    Eager calls refuse outputs of which two elements are one.
+    Eager calls refuse outputs that share memory, with themselves, one another, or in part with an input.
 
     The function's annotations give the op's schema (Tensor, int, float, bool, str, their Optional and list forms). Its
     first parameter may be a named tuple of these and of such tuples, which the op then takes as lists of each type.
@@ -64,12 +64,16 @@ def custom_op(name: str, mutates_args: tuple[str, ...] = (), fake: Callable | No
 
         places = {each: place for place, each in enumerate(inspect.signature(function).parameters)}
         outputs = [(each, places[each]) for each in mutates_args]
+        inputs = [(each, at) for each, at in places.items() if each not in mutates_args]
 
         @functools.wraps(function)
         def call(*args, **kwargs):
             if torch.compiler.is_compiling():
                 return op(*(args if arguments is None else (*arguments(args[0]), *args[1:])), **kwargs)
-            check_apart((each, args[at] if at < len(args) else kwargs.get(each)) for each, at in outputs)
+            read = [(each, args[at] if at < len(args) else kwargs.get(each)) for each, at in inputs]
+            if flat is not None and args:
+                read += _tensors_of(args[0])
+            check_apart([(each, args[at] if at < len(args) else kwargs.get(each)) for each, at in outputs], read)
             return function(*args, **kwargs)
 
         call.op = op
@@ -137,6 +141,17 @@ def _record(kind: type) -> _Record:
         its = next((part for part in typing.get_args(hint) if part is not types.NoneType), hint)
         fields.append((name, _record(its) if hasattr(its, "_fields") else names[its]))
     return _Record(kind, tuple(fields))
+
+
+def _tensors_of(value) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a named tuple, and of those in it, with their names."""
+    found = []
+    for name, each in zip(value._fields, value):
+        if isinstance(each, torch.Tensor):
+            found.append((name, each))
+        elif hasattr(each, "_fields"):
+            found += _tensors_of(each)
+    return found
 
 
 def _arguments_of(record: _Record, value) -> tuple:

@@ -130,7 +130,8 @@ def cudnn_recurrent_kda(
     state = initial_state
     if output_state is not None:
         check_inputs(q, k, v, g, beta)
-        check_apart([("output", output), ("output_state", output_state)])
+        read = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state)
+        check_apart([("output", output), ("output_state", output_state)], read.items())
         require_shape("cu_seqlens", cu_seqlens, None)
         sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         require_shape("output_state", output_state, sequences, v.shape[2], v.shape[3], k.shape[3])

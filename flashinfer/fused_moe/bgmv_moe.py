@@ -51,7 +51,7 @@ def fill_w_ptr(w_ptr: torch.Tensor, weights: torch.Tensor, num_experts: int, sli
     """
     fits = w_ptr.dim() == 2 and w_ptr.dtype == torch.int64
     require(fits, "w_ptr", f"{w_ptr.dtype} {tuple(w_ptr.shape)}", "int64 [slices, experts]")
-    check_apart([("w_ptr", w_ptr)])
+    check_apart([("w_ptr", w_ptr)], [("weights", weights)])
     require(0 <= slice_id < len(w_ptr), "slice_id", slice_id, f"0 to {len(w_ptr) - 1}")
     _check_bank("weights", weights, num_experts)
     columns = w_ptr.shape[1]

@@ -98,7 +98,9 @@ def gdn_fused_decode_step(
         require_dtype(name, x, INPUTS)
     require_dtype("ssm_state", ssm_state, STATES)
     check_values("state_indices", state_indices.clamp(min=-1), -1, min(len(ssm_state), len(conv_state)) - 1)
-    check_apart([("conv_state", conv_state), ("ssm_state", ssm_state)])
+    read = dict(hidden_states=hidden_states, w_ba=w_ba, mixed_qkv=mixed_qkv, conv_weight=conv_weight,
+                conv_bias=conv_bias, A_log=A_log, dt_bias=dt_bias, state_indices=state_indices)  # fmt: skip
+    check_apart([("conv_state", conv_state), ("ssm_state", ssm_state), ("out", out)], read.items())
     ba = mm_bf16(hidden_states, w_ba, out_dtype=hidden_states.dtype, backend="auto")
     mixed = torch.empty(mixed_qkv.shape, dtype=mixed_qkv.dtype, device=mixed_qkv.device)
     call = Call(mixed_qkv[:, None], conv_weight.T[None], conv_bias, conv_state, mixed[:, None], state_indices)

@@ -172,8 +172,8 @@ def checkpointing_ssu(
     _, tokens, layer, state, state_scale = operands(
         state, lead(x), lead(dt), A, lead(B), lead(C), D, lead(z), dt_bias, state_scale, lead(out), cu_seqlens
     )
-    check_apart([("out", out)])
-    for name, read in (("x", x), ("dt", dt), ("B", B), ("C", C), ("z", z)):
+    inputs = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    for name, read in inputs.items():
         apart = read is None or out.data_ptr() != read.data_ptr() or not out.numel()
         require(apart, "out", f"the memory of {name}", "memory of its own")
     require(is_tied(tokens.dt, layer), "dt, A, dt_bias", "strides", "one value for a head, repeated by strides of 0")
@@ -182,6 +182,9 @@ def checkpointing_ssu(
     _check_ring(ring, tokens, state)
     index = check_tables({"state_batch_indices": state_batch_indices}, tokens)
     check_seed(rand_seed, philox_rounds)
+    written = dict(out=out, state=state, state_scale=state_scale, x_cache=x_cache, B_cache=B_cache, dt_cache=dt_cache)
+    inputs |= dict(ring_start=ring_start, prev_num_accepted_tokens=prev_num_accepted_tokens)
+    check_apart(written.items(), inputs.items())
     same_device(
         state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state_scale=state_scale, out=out,
         cu_seqlens=cu_seqlens, rand_seed=rand_seed, state_batch_indices=state_batch_indices, x_cache=x_cache,
@@ -231,7 +234,6 @@ def _check_ring(ring: room.Ring, tokens: room.Tokens, state: torch.Tensor) -> No
         require(tensor.dtype == wanted, name, tensor.dtype, str(wanted))
         rows = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
         require(rows or name == "dt_cache", name, f"strides {tensor.stride()}", "a last stride of 1")
-    check_apart([("state", state), *((name, tensor) for name, (tensor, *_) in shapes.items())])
     check_values("ring_start", ring.start, 0, ring.length - 1)
     check_values("prev_num_accepted_tokens", ring.count, 0, ring.length - ring.most)
 

@@ -154,12 +154,11 @@ def selective_state_update(
     if each is not None:
         check_each(each, each_scale, tokens, state)
     check_seed(rand_seed, philox_rounds)
-    check_apart([("state", state), ("intermediate_states_buffer", each), ("out", result)])
-    same_device(
-        state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state_scale=state_scale, out=out,
-        intermediate_states_buffer=each, intermediate_state_scales=each_scale, cu_seqlens=cu_seqlens,
-        rand_seed=rand_seed, **tables,
-    )  # fmt: skip
+    written = dict(state=state, state_scale=state_scale, intermediate_states_buffer=each,
+                   intermediate_state_scales=each_scale, out=result)  # fmt: skip
+    read = dict(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, cu_seqlens=cu_seqlens, rand_seed=rand_seed)
+    check_apart(written.items(), (read | tables).items())
+    same_device(**written, **read, **tables)
     if not (tokens.sequences and result.numel()):
         return result.zero_()
     speculative = num_accepted_tokens is not None

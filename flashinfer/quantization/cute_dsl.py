@@ -56,7 +56,7 @@ def nvfp4_quantize_cute_dsl(
     require(fits, "out", tuple(given.shape), f"uint8 {list(codes.shape)} first")
     fits = rest.numel() >= factors.numel() and rest.dtype == torch.uint8 and rest.is_contiguous()
     require(fits, "out", tuple(rest.shape), f"uint8, contiguous, {factors.numel()} elements or more second")
-    check_apart([("out[0]", given), ("out[1]", rest)])
+    check_apart([("out[0]", given), ("out[1]", rest)], [("input", input)])
     into = rest.view(-1)[: factors.numel()].view(factors.shape)
     given.copy_(codes)
     into.copy_(factors)

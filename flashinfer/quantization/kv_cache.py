@@ -297,7 +297,8 @@ def _dequantise(name: str, cache, factors, block_tables, seq_lens, outputs, kv_l
     kept = (torch.uint8, torch.float8_e4m3fn) if name == "nvfp4" else (torch.float32,)
     coded = tuple(dict.fromkeys((torch.uint8, ELEMENTS[known.element].dtype)))
     scale_of = [positive_scale(scales[i][0], scales[i][1], device) if scales else None for i in range(2)]
-    check_apart(zip(("output_k", "output_v"), outputs, strict=True))
+    read = [("paged_kv_cache", t) for t in codes] + [("kv_cache_sf", t) for t in factors]
+    check_apart(zip(("output_k", "output_v"), outputs, strict=True), read)
     for i, out in enumerate(outputs):
         pages, page_size, heads, packed = codes[i].shape
         require(codes[i].dtype in coded, "paged_kv_cache", codes[i].dtype, ", ".join(map(str, coded)))

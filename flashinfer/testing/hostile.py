@@ -15,7 +15,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,8 @@ from flashinfer.testing.fuzz import Wrong, described, names_an_argument
 
 # What a change is expected to come to.
 REFUSED, SAME, LIKE, EITHER = "refused", "same", "like", "either"
+# Refused where one of the tensors that share memory is written; else nothing is asked.
+SHARED = "shared"
 # Seconds that a call may take: sizes of 2^40 must not be walked.
 LIMIT = 20
 # Bytes that it may take: a size of 2^40 may be what the caller wants, but not here.
@@ -46,7 +48,8 @@ _DTYPES = (
 class Change:
     """`value` in place of an argument; `what` says how it differs, `expected` what it has to come to.
 
-    For LIKE the result, if any, is that of a call with `like` in the place of `value`.
+    For LIKE the result, if any, is that of a call with `like` in the place of `value`. `beside` are arguments that
+    change with it: those that have memory in common with `value`.
     """
 
     what: str
@@ -54,6 +57,7 @@ class Change:
     expected: str = EITHER
     like: Any = None
     is_made: bool = True
+    beside: dict[str, Any] = field(default_factory=dict)
 
     def made(self) -> Change:
         """The change with its value, which some make when they are drawn."""
@@ -242,6 +246,18 @@ def _of_others(name: str, x, arguments: dict[str, Any]) -> Iterator[Change]:
             alike = isinstance(y, torch.Tensor) and (x.shape, x.dtype) == (y.shape, y.dtype)
             if alike and y is not x and other != name:
                 yield Change(f"the same tensor as {other}", y, LIKE, copied(y))
+            several = isinstance(y, torch.Tensor) and y.numel() and max(x.numel(), y.numel()) > 1
+            if several and y is not x and x.dtype == y.dtype and 0 not in (*x.stride(), *y.stride()):
+                first, second = _sharing(x, y)
+                yield Change(f"an element of {other}", first, SHARED, beside={other: second})
+
+
+def _sharing(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensors as `x` and `y`, whose first and last element are one."""
+    extents = [1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) for t in (x, y)]
+    whole = torch.zeros(sum(extents) - 1, dtype=x.dtype, device=x.device)
+    first = whole.as_strided(x.shape, x.stride(), extents[1] - 1).copy_(x.detach())
+    return first, whole.as_strided(y.shape, y.stride()).copy_(y.detach())
 
 
 def drawn(arguments: dict[str, Any], signature: inspect.Signature, draw: random.Random) -> tuple[str, Change] | None:
@@ -340,7 +356,7 @@ def attempt(
         Another error than a ValueError that names an argument, a refusal that comes after something was written, no
         refusal where one is due, or an argument that is written and should only be read.
     """
-    given = copied(arguments | {name: change.value})
+    given = copied(arguments | {name: change.value} | change.beside)
     call = _Said(lambda: f"{shown}({name}: {change.what}; {described(given)})")
     tensors = tensors_in(given)
     before = [_bytes(x) for x in tensors]

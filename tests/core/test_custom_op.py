@@ -105,6 +105,17 @@ def count_words(record: Words, out: torch.Tensor) -> None:
     assert record.inside.third == "c:c|c"
 
 
+def test_an_output_that_shares_memory_in_part_is_refused():
+    whole = torch.zeros(7)
+    add_scaled(whole[1:], torch.ones(6), None)
+    with pytest.raises(ValueError, match="^out: got some of the memory of x"):
+        add_scaled(whole[1:], whole[:-1], None)
+    with pytest.raises(ValueError, match="^out: got some of the memory of y"):
+        add_scaled(whole[1:], torch.ones(6), y=whole[:-1])
+    with pytest.raises(ValueError, match="^out: got some of the memory of x"):
+        count_words(Words(whole[:-1], "", "", Inside("c:c|c", 2.0)), whole[1:])
+
+
 def test_texts_of_a_record_are_one_line():
     """The compiler writes nodes of its graph into comments of the code that it makes."""
     lines = []

@@ -251,6 +251,10 @@ class Hostile:
             written = written | {_IN_PLACE[call.shown, name]}
         if change.expected == hostile.SAME and (call.shown, name) in _BY_STRIDES and _is_moved(call, name, change):
             change = dataclasses.replace(change, expected=hostile.EITHER)
+        if change.expected == hostile.SHARED:
+            if not (written or set()) & {name, *change.beside}:
+                return
+            change = dataclasses.replace(change, expected=hostile.REFUSED)
         torch.default_generator.manual_seed(1)
         try:
             function = _bound(call.function, call.target)
@@ -305,7 +309,8 @@ def _shares(name, arguments):
 
 def _bound(function, target):
     if target is None:
-        return function
+        # Wrappers may be arguments, too.
+        return lambda **given: function(**{k: _again(v) if isinstance(v, _WRAPPERS) else v for k, v in given.items()})
     if isinstance(target, PagedKVCache) and function.__name__ != "__init__":
         return functools.partial(_on_a_copy, function, target)
     made = object.__new__(type(target)) if function.__name__ == "__init__" else _again(target)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer._core.checks import check_apart
 from flashinfer.testing import fuzz, hostile
 from tests import rooms
 from tests.fuzz.intercept import Hostile, intercepted
@@ -136,6 +137,20 @@ class TestTheJudge:
             out += x
 
         assert "the same tensor as x" in self.judged(adds, out=torch.zeros(3), x=torch.ones(3))
+
+    @pytest.mark.parametrize("checks", [True, False])
+    def test_two_that_share_an_element(self, checks):
+        """In place is taken; an output that has a part of an input, or the other way round, is not."""
+
+        def doubles(out: torch.Tensor, x: torch.Tensor):
+            for name, t in (("out", out), ("x", x)):
+                if not isinstance(t, torch.Tensor) or t.device.type != "cpu" or t.shape != (3,) or t.dtype != x.dtype:
+                    raise ValueError(f"{name}: got another; allowed: [3]")
+            checks and check_apart([("out", out)], [("x", x)])
+            out.copy_(x.clone() * 2)
+
+        shared = {"an element of x", "an element of out"}
+        assert self.judged(doubles, out=torch.zeros(3), x=torch.ones(3)) & shared == (set() if checks else shared)
 
     def test_copies_share_what_was_shared_and_nothing_else(self):
         x = torch.arange(12).view(3, 4)

@@ -33,7 +33,7 @@ def check(plan, q, k, v, out, lse, return_lse: bool, *, q_scale, k_scale, v_scal
     ValueError
         What does not fit the plan, by its name in the public API.
     """
-    o, (of_q, _, _) = plan.options, plan.table.operands
+    o, (of_q, of_k, of_v) = plan.options, plan.table.operands
     require(q.device == plan.device, of_q, f"a tensor on {q.device}", f"{plan.device}, where the plan is")
     expected = (o.num_qo_heads, o.head_dim_qk)
     require(q.dim() == 3 and tuple(q.shape[1:]) == expected, of_q, tuple(q.shape), f"[rows, {expected}], as planned")
@@ -54,6 +54,8 @@ def check(plan, q, k, v, out, lse, return_lse: bool, *, q_scale, k_scale, v_scal
     if o.kv_dtype in KV_FORMATS:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
     out, lse = outputs(plan, rows, out, lse, wants_lse)
+    read = (of_q, q), (of_k, k), (of_v, v), ("kv_block_scales", k_factors), ("kv_block_scales", v_factors)
+    check_apart([("out", out), ("lse", lse)], [*read, ("sinks", sinks)])
     facts = dict(
         lse=wants_lse, sinks=sinks is not None, head_scales=qk_scale is not None,
         aligned=is_aligned(q, k, v, out) and _aligned_factors(k_factors, v_factors),

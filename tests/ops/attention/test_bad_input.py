@@ -197,6 +197,20 @@ def test_single_names_the_argument(x, device):
         single(q, k[0, 0, 0], v, custom_mask=torch.ones(3, 9, dtype=torch.bool, device=device))
 
 
+def test_an_output_that_shares_memory_in_part(x, paged, device):
+    """Refused in a call that is like an earlier one, too; in place it is taken."""
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(**plan_arguments(x, paged))
+    whole = torch.cat((x.q, x.q[:1]))
+    q, out = whole[:-1], torch.empty_like(x.q)
+    expected = wrapper.run(x.q, paged.kv_cache)
+    for _ in range(3):
+        assert_bitwise(wrapper.run(q, paged.kv_cache, out=out), expected)
+        with pytest.raises(ValueError, match="^out: got some of the memory of q; allowed: all of it in its place"):
+            wrapper.run(q, paged.kv_cache, out=whole[1:])
+    assert_bitwise(wrapper.run(q, paged.kv_cache, out=q), expected)
+
+
 def test_the_older_forward_names_the_argument(x, paged, device):
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
     wrapper.plan(**plan_arguments(x, paged))

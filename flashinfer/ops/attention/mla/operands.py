@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from flashinfer._core.checks import is_aligned, require, require_tensor
+from flashinfer._core.checks import check_apart, is_aligned, require, require_tensor, share_storage
 from flashinfer.ops.attention import operands
 from flashinfer.ops.attention.mla.problem import Inputs, matrix_of
 from flashinfer.ops.attention.plan import Plan
@@ -51,6 +51,8 @@ def attend(plan: Plan, q_nope, q_pe, ckv, kpe, factors: Factors, *, out=None, ls
         for name, t in dict(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv, kpe_cache=kpe, out=out).items():
             require_tensor(name, t, optional=True)
         raise
+    # Where out may meet what is read, each call is checked.
+    apart = out is None or not share_storage(out, (q_nope, q_pe, ckv, kpe))
     read = (sinks, factors.logits_on_device, factors.outputs_on_device, first_ckv)
     given = [t for t in (q_nope, q_pe, ckv, kpe, out, lse) if t is not None]
     more, new_out, new_lse = None, out is None, lse is None
@@ -60,14 +62,15 @@ def attend(plan: Plan, q_nope, q_pe, ckv, kpe, factors: Factors, *, out=None, ls
         q_pe is None, kpe is None, new_out, new_lse, _all_on_16(places), return_lse, base_e, factors.logits,
         factors.outputs, factors.pe_ratio, more,
     )  # fmt: skip
-    for replay in plan.replays.get(key, ()):
+    for replay in plan.replays.get(key, ()) if apart else ():
         if replay.like(*given):
             break
     else:
         x = _check(plan, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, sinks, first_ckv, params)
         facts = _facts_of(x, base_e)
         # What was copied may change in place: each call copies it.
-        plan.first_call(x, facts, key if x.sinks is sinks else None, given, new_out, new_lse, kept=read)
+        stays = apart and x.sinks is sinks
+        plan.first_call(x, facts, key if stays else None, given, new_out, new_lse, kept=read)
         return (x.out, x.lse) if return_lse else x.out
     if new_out:
         out = plan.new_out(q_nope.shape[0])
@@ -114,6 +117,8 @@ def _check(plan: Plan, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, si
     if plan.looks and not o.sparse:
         operands.check_on_device(plan, q_nope.shape[0], ckv.shape[0])
     out, lse = operands.outputs(plan, q_nope.shape[0], out, lse, return_lse)
+    read = dict(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv, kpe_cache=kpe, sinks=sinks, swa_kv_cache=first_ckv)
+    check_apart([("out", out), ("lse", lse)], read.items())
     qk_scale, v_scale = _device_factors(plan, factors)
     return Inputs(
         q_nope, q_pe if of_pe else None, ckv, kpe if of_pe else None, out, lse, plan.table, None, factors.logits,

@@ -225,4 +225,7 @@ def test_a_sequence_longer_than_its_slots_is_refused():
     given = layer.arguments(slots, conv, layer.state)
     with pytest.raises(ValueError, match="^query_start_loc: got a sequence of 2 tokens"):
         flashinfer.packed_fused_kda_decode(*given, query_start_loc=offsets, num_accepted_tokens=ones)
+    for dtype in (torch.float8_e5m2, torch.complex64):
+        with pytest.raises(ValueError, match="^query_start_loc: got dtype"):
+            flashinfer.packed_fused_kda_decode(*given, query_start_loc=offsets.to(dtype), num_accepted_tokens=ones)
     assert_bitwise(conv, layer.conv)
