@@ -55,7 +55,7 @@ _ROOT_NAMES = {
         "fast_decode_plan",
         "single_decode_with_kv_cache",
     ),
-    "gated_act_mxfp8": ("silu_and_mul_mxfp8_quantize",),
+    "gated_act_mxfp8": ("silu_and_mul_mxfp8_quantize", "silu_and_mul_mxfp8_quantize_backward"),
     "gdn2_prefill": ("chunk_gated_delta_rule2",),
     "gdn_decode": (),
     "gdn_kernels": ("gdn_fused_decode_step", "gdn_fused_decode_step_supported"),

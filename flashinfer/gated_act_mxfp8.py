@@ -1,14 +1,15 @@
-"""SiLU gating, quantised to MXFP8 along rows, down columns, or both."""
+"""SiLU gating and its gradient, quantised to MXFP8 along rows, down columns, or both."""
 
 from __future__ import annotations
 
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require
+from flashinfer._core.checks import require, same_device
+from flashinfer.quantization.fp8_quantization import mxfp8_quantize
 from flashinfer.quantization.gated import gated_rows, silu_quantised
 
-__all__ = ["silu_and_mul_mxfp8_quantize"]
+__all__ = ["silu_and_mul_mxfp8_quantize", "silu_and_mul_mxfp8_quantize_backward"]
 
 
 @checked
@@ -72,5 +73,72 @@ def silu_and_mul_mxfp8_quantize(
     if colwise:
         silu_quantised(rows, None, None, column.view(1, k, m), column_scales[None], "mxfp8", "128x4", "", across=True)
         column = column.view(k, m).T
+    row, column = row.view(torch.float8_e4m3fn), column.view(torch.float8_e4m3fn)
+    return row, column, row_scales.view(torch.float8_e8m0fnu), column_scales.view(torch.float8_e8m0fnu)
+
+
+@checked
+def silu_and_mul_mxfp8_quantize_backward(
+    gated_input: torch.Tensor, grad_output: torch.Tensor, *, rowwise: bool = True, colwise: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradient of SiLU gating, quantised to MXFP8 along rows, down columns, or both.
+
+    With g the gates, u the factors, s = sigmoid(g) and d the gradient of the result, the gradient is
+    ``[d u s (1 + g (1 - s)) | d g s]``, in float32; it is rounded to the dtype of the input, then quantised as
+    `silu_and_mul_mxfp8_quantize` does. Computed by torch, step by step: not one launch.
+
+    Parameters
+    ----------
+    gated_input : torch.Tensor
+        [M, 2 * K]: gates, then factors; bfloat16 or float16, any strides. M and K multiples of 128.
+    grad_output : torch.Tensor
+        [M, K], dtype of `gated_input`, any strides.
+    rowwise, colwise : bool
+        As in `silu_and_mul_mxfp8_quantize`.
+
+    Returns
+    -------
+    row_output, col_output, row_scales, col_scales : torch.Tensor
+        As in `silu_and_mul_mxfp8_quantize`, with 2 * K columns for K.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype or device other than the above, or neither of the two.
+
+    References
+    ----------
+    Shazeer, GLU Variants Improve Transformer, 2020, https://arxiv.org/abs/2002.05202; OCP Microscaling Formats (MX)
+    Specification 1.0, 2023
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, grad = torch.ones(128, 256).bfloat16(), torch.ones(128, 128).bfloat16()
+    >>> values, _, scales, _ = flashinfer.silu_and_mul_mxfp8_quantize_backward(x, grad)
+    >>> values.shape, scales.shape
+    (torch.Size([128, 256]), torch.Size([128, 8]))
+    """
+    require(gated_input.dim() == 2, "gated_input", tuple(gated_input.shape), "[M, 2 * K]")
+    require(rowwise or colwise, "rowwise", rowwise, "True, without colwise")
+    (m, width), dtype = gated_input.shape, gated_input.dtype
+    require(dtype in (torch.bfloat16, torch.float16), "gated_input", dtype, "bfloat16, float16")
+    whole = m > 0 and m % 128 == 0 and width > 0 and width % 256 == 0
+    require(whole, "gated_input", tuple(gated_input.shape), "[M, 2 * K] with M and K multiples of 128")
+    fits = grad_output.shape == (m, width // 2) and grad_output.dtype == dtype
+    require(fits, "grad_output", f"{grad_output.dtype} {tuple(grad_output.shape)}", f"{dtype} {(m, width // 2)}")
+    same_device(gated_input=gated_input, grad_output=grad_output)
+    gate, up = gated_input.float().chunk(2, 1)
+    sigmoid, grad = gate.sigmoid(), grad_output.float()
+    of_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    gradient = torch.cat((of_gate, grad * gate * sigmoid), 1).to(dtype)
+    nothing = gradient.new_empty(0, dtype=torch.uint8)
+    row, row_scales, column, column_scales = (nothing,) * 4
+    if rowwise:
+        row, row_scales = mxfp8_quantize(gradient)
+        row_scales = row_scales.view(m, width // 32)
+    if colwise:
+        column, column_scales = mxfp8_quantize(gradient.T.contiguous())
+        column = column.T
     row, column = row.view(torch.float8_e4m3fn), column.view(torch.float8_e4m3fn)
     return row, column, row_scales.view(torch.float8_e8m0fnu), column_scales.view(torch.float8_e8m0fnu)

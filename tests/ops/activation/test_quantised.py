@@ -98,3 +98,30 @@ def test_rows_of_three_axes(variant, device, kind):
     assert_bitwise(out, expected)
     assert_bitwise(function(generate.strided(x, 1, 5)), expected)
     assert function(x[:, :0]).shape == (2, 0, 32)
+
+
+def test_backward(device):
+    shape = 128, 256
+    x = (torch.randn(shape, dtype=torch.float64) * 2).to(torch.bfloat16)
+    grad = torch.randn(128, 256, dtype=torch.float64)[:, ::2].to(torch.bfloat16)
+    gate, up = x.double().chunk(2, 1)
+    silu, step = torch.nn.functional.silu, 1e-5
+    slope = (silu(gate + step) - silu(gate - step)) / (2 * step)
+    expected = torch.cat((grad.double() * up * slope, grad.double() * silu(gate)), 1)
+    given = x.to(device), grad.to(device)
+    row, column, row_scales, column_scales = flashinfer.silu_and_mul_mxfp8_quantize_backward(*given, colwise=True)
+    for codes, factors, true in ((row, row_scales, expected), (column.T, column_scales, expected.T)):
+        rows, columns = true.shape
+        tiles = factors.view(torch.uint8).cpu().view(rows // 128, columns // 128, 32, 4, 4)
+        powers = 2.0 ** (tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns // 32).double() - 127)
+        values = codes.cpu().double() * powers.repeat_interleave(32, 1)
+        # Half a step of e4m3 and of bfloat16, and half of e4m3's smallest step.
+        most = true.abs().unflatten(1, (-1, 32)).amax(2).repeat_interleave(32, 1)
+        assert bool(((values - true).abs() <= true.abs() * (1 / 16 + 1 / 128) + most * 2.0**-16).all())
+    empty = flashinfer.silu_and_mul_mxfp8_quantize_backward(*given)
+    assert_bitwise(empty[0], row)
+    assert empty[1].numel() == empty[3].numel() == 0
+    with pytest.raises(ValueError, match="grad_output: got"):
+        flashinfer.silu_and_mul_mxfp8_quantize_backward(given[0], given[0])
+    with pytest.raises(ValueError, match="rowwise: got False"):
+        flashinfer.silu_and_mul_mxfp8_quantize_backward(*given, rowwise=False)
