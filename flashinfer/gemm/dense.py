@@ -12,7 +12,7 @@ from flashinfer._core.scalars import scales
 from flashinfer._core.target import target_of
 from flashinfer.compat.queries import answering
 from flashinfer.ops.gemm import dense as room
-from flashinfer.ops.gemm.dense.config import cut
+from flashinfer.ops.gemm.dense.config import choose_split
 from flashinfer.ops.gemm.operands import bucket
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -416,7 +416,7 @@ def _plan(a, b, out, bias, scales: int, in_blocks: bool, device: torch.device, b
     batch, m, k = a.shape
     # A copy of a weight in blocks has 32 of its rows.
     least = 64 if in_blocks else 32
-    columns, slices = cut(batch, m, out.shape[2], k * a.element_size(), target_of(device).sms, least)
+    columns, slices = choose_split(batch, m, out.shape[2], k * a.element_size(), target_of(device).sms, least)
     problem = room.Problem(
         a=dtype_name(a.dtype),
         b=dtype_name(b.dtype),

@@ -1,4 +1,4 @@
-"""Tiles of the Hopper kernels of FP8 with float32 block scales and of products in groups; which problems they take."""
+"""Configs of two Hopper kernels, block-scaled FP8 and grouped GEMM, and which problems they take."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from flashinfer.ops.gemm.slices import FEW_ROWS
 
 @dataclass(frozen=True)
 class Sm90Config:
-    """How the kernel is cut.
+    """Tile, pipeline and registers of the kernel.
 
     Attributes
     ----------
     block_m, block_n, block_k : int
-        Of a tile: 64 x 128, 128 x 128 or 128 x 256, 128 bytes of K at a time.
+        The tile: 64 x 128, 128 x 128 or 128 x 256, and 128 bytes of K.
     stages : int
-        Blocks of K in shared memory.
+        Blocks of K in the shared memory ring.
     unroll : int
-        Blocks of K of one step of the loop; 1 without scales.
+        Blocks of K in one step of the loop; 1 without scales.
     box : int
-        Rows of A of one copy.
+        Rows of A that one TMA copy loads.
     group : int
-        Tiles along M that are walked before the next column of tiles, so that operands stay in the L2 cache.
+        Tiles along M that are computed before the next column of tiles, so that operands stay in the L2 cache.
     registers, copy_registers : int
-        Of a thread of the warpgroups that multiply, and of the warps that fill stages.
+        Registers of a thread: in the consumer warpgroups, and in the producer warps.
     """
 
     block_m: int
@@ -40,7 +40,7 @@ class Sm90Config:
 
 
 def sm90_grouped(p, target) -> Sm90Config:
-    # A group may have more rows than they have on average: whole tiles are copied.
+    # `tokens` is an average, and a group may have more rows: the box is a whole tile of 64.
     c = replace(sm90(p, target), box=64, block_k=128 // torch_dtype(p.a).itemsize)
     return c if p.scale else replace(c, unroll=1, registers=232, copy_registers=40)
 
@@ -51,42 +51,44 @@ def sm90(p, target) -> Sm90Config:
         block_m=64 if few else 128,
         block_n=128,
         block_k=128,
-        # What fits 227 KiB beside staged results: 24 or 32 KiB a stage.
+        # A stage takes 24 or 32 KiB; as many as 227 KiB hold beside the output staging buffer.
         stages=8 if few else 6,
-        # On one H100 5 % faster than 2, at 4096 x 7168 x 16384; with 8, ptxas spills.
+        # 5 % faster than 2 on an H100 at 4096 x 7168 x 16384. With 8 ptxas spills.
         unroll=4,
         box=min(p.tokens, 64),
         group=16,
-        # What none of the roles goes beyond, on either Triton.
+        # No role needs more, by ptxas, on the lowest and on the highest Triton.
         registers=216,
         copy_registers=72,
     )
 
 
 def enlarged(c: Sm90Config) -> Sm90Config:
-    """The same with tiles of 256 columns, for much work: they read operands less often, and end less often."""
-    # With scales, registers are left for one sum of the tensor cores beside the float32 ones, and for one block of K at
-    # a time.
+    """The config with tiles of 256 columns, for large problems: operands are read less often, and there are fewer
+    epilogues."""
+    # With scales, registers hold one tensor core accumulator beside the float32 accumulators. UNROLL is 1, since the
+    # loop has no second accumulator to alternate with.
     c = replace(c, block_n=256, stages=4)
     return c if c.unroll == 1 else replace(c, unroll=1, registers=224, copy_registers=56)
 
 
 def may_enlarge(p, c: Sm90Config) -> bool:
     """Whether the problem can have tiles of 256 columns."""
-    # float32 results beside two sums take registers that such a tile does not have.
+    # A float32 epilogue with scales needs more registers than such a tile leaves.
     return c.block_m == 128 and (p.out != "fp32" or not p.scale)
 
 
 def is_wide(rows: int, n: int, sms: int) -> bool:
-    """Whether a result of so many rows of tiles, and n columns, has tiles of 256 columns."""
-    # Such a tile takes 1.8 times as long as one of 128 columns, and each multiprocessor takes whole tiles.
+    """Whether tiles of 256 columns are faster for a result of `rows` rows of tiles and n columns."""
+    # A tile of 256 columns takes 1.8 times as long as one of 128. The waves of both are compared.
     wide, narrow = (-(-rows * -(-n // width) // sms) for width in (256, 128))
     return 1.8 * wide <= narrow
 
 
 def boxes(c: Sm90Config, columns_first: bool = False, scaled: bool = True) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What one copy brings of A, and of B."""
-    # Each warpgroup has its own columns where rows are few, and where it sums 256 columns in two parts.
+    """The TMA boxes of A and of B."""
+    # B comes in two boxes where the warpgroups have columns of their own (few rows), and where 256 columns are summed
+    # in two halves.
     columns = c.block_n // (2 if c.block_m == 64 or (scaled and c.block_n > 128) else 1)
     return (1, c.box, c.block_k), (1, c.block_k, columns) if columns_first else (1, columns, c.block_k)
 
@@ -111,7 +113,8 @@ def refuses_grouped(p, target) -> str:
     if p.alpha == "groups":
         return "alpha by group"
     if p.tokens <= FEW_ROWS and not p.a.startswith("fp8"):
-        # DeepSeek-V3 TP8 on one H100: with 64 rows to a group 804 to 818 us, portable tiles 738; with 4 rows the same.
+        # DeepSeek-V3 TP8 on an H100, 64 rows to a group: 804 to 818 us here, 738 with portable tiles. With 4 rows both
+        # take the same.
         return "16 bits with few rows to a group: portable tiles are as fast or faster"
     return "" if p.aligned else "operands that cannot be copied in boxes"
 

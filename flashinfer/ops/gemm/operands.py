@@ -1,4 +1,4 @@
-"""What the products with scaled operands have in common, on the host: formats, and operands widened to float32."""
+"""Host code shared by the GEMMs with scaled operands: formats, and operands dequantized to float32 in torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from flashinfer.ops import layouts, narrow
 from flashinfer.ops.formats import ELEMENTS
 
-# elements in a byte or, for wider ones, in an element of the tensor
+# codes in one element of the operand's tensor: 2 for e2m1 in uint8, else 1
 PER_BYTE = {name: known.per_byte for name, known in ELEMENTS.items()}
 FP8 = ("fp8e4nv", "fp8e5")
 
 
 def bucket(rows: int) -> int:
-    """Rows rounded up to 16, 32, 64 or 128, and 256 for more: what a kernel's tile is chosen by."""
+    """`rows` rounded up to 16, 32, 64 or 128; 256 for more. Configs depend on it, not on the number of rows."""
     for most in (16, 32, 64, 128):
         if rows <= most:
             return most
@@ -31,7 +31,7 @@ def factors(bytes: torch.Tensor, scale: str) -> torch.Tensor:
 
 
 def widen(codes: torch.Tensor, encoding: str, flat: torch.Tensor | None, scale: str, layout: str, width: int):
-    """Codes [rows, n] times their factors, the bytes of a layout, as float32 [rows, elements]."""
+    """Codes [rows, n] times their factors `flat`, bytes in a layout, as float32 [rows, elements]."""
     wide = values(codes, encoding)
     if flat is None:
         return wide
@@ -41,5 +41,6 @@ def widen(codes: torch.Tensor, encoding: str, flat: torch.Tensor | None, scale: 
 
 
 def spread(scale: torch.Tensor, rows: int, columns: int, high: int, wide: int) -> torch.Tensor:
-    """Scales [.., row blocks, column blocks], each for `high` rows and `wide` columns, as [.., rows, columns]."""
+    """Scales [.., row blocks, column blocks], each of a block of `high` rows and `wide` columns, repeated to
+    [.., rows, columns]."""
     return scale.repeat_interleave(high, -2)[..., :rows, :].repeat_interleave(wide, -1)[..., :columns]

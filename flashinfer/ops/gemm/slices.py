@@ -1,8 +1,8 @@
-"""K slices of a product: how many, their sums, and counts of those that are done.
+"""Split K: the number of K slices, the scratch memory of their sums, and the counters of finished slices.
 
-Counts are zeros before a kernel and after it. Kernels of one stream run in order, so they share a row of them; a stream
-that is captured finds its row made, since all rows of a device are made at once, outside of any capture. As with
-workspaces, graphs captured on one stream must not be replayed at the same time.
+Counters are zero before and after each kernel. Kernels of one stream run in order, so a stream has one row of counters
+for all of them. The rows for all streams of a device are allocated together, outside of graph capture, so a captured
+stream finds its row. As with workspaces, graphs captured on one stream must not be replayed at the same time.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from functools import lru_cache
 
 import torch
 
-# Up to so many rows a product is bound by reading B.
+# Up to this many rows of A, a GEMM is bound by reading B.
 FEW_ROWS = 64
 
+# Rows of counters of a device, and counters in a row: 2 MiB. Other streams, and larger grids, allocate their own.
 _STREAMS, _TILES = 64, 8192
 _lock = threading.Lock()
 _rows: dict[int, torch.Tensor] = {}
@@ -23,9 +24,9 @@ _row_of: dict[tuple[int, int], torch.Tensor] = {}
 
 @lru_cache(maxsize=4096)
 def slices_of(tiles: int, steps: int, sms: int, end: float, least: int = 1, most: int = 16) -> int:
-    """Into how many slices of at least `least` steps K is cut, for the last multiprocessor to end soonest.
+    """The number of K slices, each of at least `least` steps, with the shortest time of the whole grid.
 
-    end : steps that a slice takes beside its own: to store sums, and to add those of others.
+    end : the cost of a slice's epilogue in steps: storing its sums, and adding those of the others.
     """
 
     def time(slices: int) -> float:
@@ -36,14 +37,15 @@ def slices_of(tiles: int, steps: int, sms: int, end: float, least: int = 1, most
 
 
 def scratch(device: torch.device, floats: int, tiles: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [floats] with undefined contents, and int32 zeros, `tiles` or more, which a kernel leaves as zeros."""
+    """float32 [floats] for partial sums, undefined, and `tiles` or more int32 counters: zeros, which the kernel has to
+    leave as zeros."""
     partial = torch.empty(floats, dtype=torch.float32, device=device)
     counts = _counts(device) if device.type == "cuda" and tiles <= _TILES else None
     return partial, torch.zeros(tiles, dtype=torch.int32, device=device) if counts is None else counts
 
 
 def _counts(device: torch.device) -> torch.Tensor | None:
-    """The current stream's row; None where there is none, and none can be made."""
+    """The current stream's row of counters; None during capture if no rows exist yet, and past _STREAMS streams."""
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     row = _row_of.get(key)
     if row is not None:
@@ -54,7 +56,7 @@ def _counts(device: torch.device) -> torch.Tensor | None:
             if torch.cuda.is_current_stream_capturing():
                 return None
             rows = _rows[device.index] = torch.zeros(_STREAMS, _TILES, dtype=torch.int32, device=device)
-            # Once in a process: another stream may be the next to use them.
+            # Another stream may use its row before this stream has written the zeros. Once a device.
             torch.cuda.synchronize(device)
         taken = sum(index == device.index for index, _ in _row_of)
         return _row_of.setdefault(key, rows[taken]) if taken < _STREAMS else None

@@ -1,7 +1,7 @@
-"""A tile of a product of scaled operands: codes and scales are read, multiplied, and summed in float32.
+"""One tile of a GEMM with scaled operands, out = a b^T: three main loops in Triton, with float32 accumulators.
 
-The weights come first: a tile is [BN, BM], rows of the weight by tokens, because the first operand of a tensor core has
-64 or 128 rows whatever the number of tokens, and the second as few as 16.
+Tiles are transposed, [BN, BM]: rows of the weight b by tokens of a. The first operand of a tensor core instruction has
+64 or 128 rows, which weights fill; the second may have as few as 16, which few tokens fill.
 """
 
 import triton
@@ -10,13 +10,17 @@ import triton.language as tl
 from flashinfer.ops._device.rows import multiple
 from flashinfer.ops._device.widen import halves, load_factors, widen, widen_blocks
 
-# what codes are widened to
+# Triton dtypes of Config.compute
 COMPUTE = {"": "", "bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}
 
 
 @triton.jit
 def tile_of(index, row_tiles, column_tiles, GROUP: tl.constexpr):
-    """The (row, column) of tile `index`: down the rows of GROUP columns at a time: caches hold what they share."""
+    """The (row, column) of tile `index`. GROUP columns of tiles are computed row by row, so that operands stay in the
+    L2 cache.
+
+    With 3 rows, 4 columns and GROUP 2, the rows have the tiles 0 1 6 7, 2 3 8 9 and 4 5 10 11.
+    """
     first = index // (GROUP * row_tiles) * GROUP
     width = tl.minimum(column_tiles - first, GROUP)
     inside = index % (GROUP * row_tiles)
@@ -27,28 +31,32 @@ def tile_of(index, row_tiles, column_tiles, GROUP: tl.constexpr):
 def load_codes(
     at, ok, start, K, FORMAT: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Codes of BK elements from `start` on, of rows at `at` [ROWS]; 0 past K. ALIGNED rows have whole 16 bytes."""
+    """Codes of elements `start` to start + BK of rows at the addresses `at` [ROWS]; 0 past K.
+
+    ALIGNED rows begin at multiples of 16 bytes and have whole 16 bytes. WHOLE: K is a multiple of BK.
+    """
     PER: tl.constexpr = 2 if FORMAT == "e2m1" else 1
     UNIT: tl.constexpr = 1 if not ALIGNED else (8 if FORMAT == "bf16" or FORMAT == "fp16" else 16)
     column = start // PER + tl.arange(0, BK // PER)
-    there = ok[:, None]
+    mask = ok[:, None]
     if not WHOLE:
-        there = there & (column < multiple(K // PER, UNIT))[None, :]
-    return tl.load(at[:, None] + column[None, :], there, other=0.0)
+        mask = mask & (column < multiple(K // PER, UNIT))[None, :]
+    return tl.load(at[:, None] + column[None, :], mask, other=0.0)
 
 
 @triton.jit
-def promoted(
+def promoted_product(
     a, a_ok, a_scale, a_step, b, b_ok, b_scale, b_step, begin, end, K,
     A: tl.constexpr, B: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr, UNIFORM: tl.constexpr,
     WHOLE: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BN, BM]: sum over K blocks of b_scale * a_scale * (b codes @ a codes.T), begin and end multiples of BK.
+    """float32 [BN, BM]: the sum over K blocks of b_scale * a_scale * (b codes @ a codes.T) ("promotion": each block's
+    product is scaled and added in float32). begin and end are multiples of BK.
 
-    a, a_scale [BM] and b, b_scale [BN] are the addresses of rows, and of their scales of the first block; each next is
-    a step further. With UNIFORM, b_scale is one address for all rows. COMPUTE is "" where the codes are multiplied as
-    they are.
+    a [BM] and b [BN] are addresses of rows; a_scale [BM] and b_scale [BN] of their scales of block 0, with a_step and
+    b_step to the next block's. With UNIFORM, b_scale is one address for all rows. COMPUTE is "" where tl.dot takes the
+    codes.
     """
     sum = tl.zeros([BN, BM], tl.float32)
     for start in range(begin, end, BK):
@@ -68,17 +76,18 @@ def promoted(
 
 
 @triton.jit
-def blocked(
+def blocked_product(
     a, a_ok, a_row, a_scale, b, b_ok, b_row, b_scale, begin, end, K, blocks_a, blocks_b,
     A: tl.constexpr, B: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, A_LAYOUT: tl.constexpr,
     B_LAYOUT: tl.constexpr, ALIGNED: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BN, BM]: b @ a.T over the elements from begin to end, multiples of BK, with factors of WIDTH elements.
+    """float32 [BN, BM]: b @ a.T over the elements from begin to end, multiples of BK, with one factor for WIDTH
+    elements.
 
-    a [BM] and b [BN] are the addresses of rows; a_row and b_row the rows of their factors, which lie in a layout from
-    a_scale and b_scale on with `blocks` to a row. An operand without factors has a_scale None. COMPUTE is "" where the
-    tensor cores take factors, and else what both operands are widened to.
+    a [BM] and b [BN] are addresses of rows; a_row and b_row the row numbers of their factors. Factors are at a_scale
+    and b_scale in A_LAYOUT and B_LAYOUT, with blocks_a and blocks_b to a row; a_scale is None where a has none. COMPUTE
+    is "" where tl.dot_scaled takes codes and factors, else the dtype that both operands are widened to.
     """
     sum = tl.zeros([BN, BM], tl.float32)
     COUNT: tl.constexpr = BK // WIDTH
@@ -93,7 +102,7 @@ def blocked(
                 a_scale, a_row, a_ok, start // WIDTH, blocks_a, blocks_a, 1, A_LAYOUT, COUNT, 1, ALIGNED
             )  # fmt: skip
         if not WHOLE:
-            # Padding of a layout may hold anything, NaN too, which times a code of 0 is NaN.
+            # The padding of a layout may hold NaN, which a code of 0 does not cancel.
             inside = (start // WIDTH + tl.arange(0, COUNT) < tl.cdiv(K, WIDTH))[None, :]
             left_factors = tl.where(inside, left_factors, 0)
             if a_scale is not None:
@@ -106,7 +115,8 @@ def blocked(
                 right_factors = right_factors.to(tl.float8e4nv, bitcast=True)
             sum = tl.dot_scaled(left, left_factors, B_NAME, tl.trans(right), right_factors, A_NAME, sum)
         elif B == "e2m1":
-            # The two of a byte stay apart, for sums have no order: the low halves meet the even columns of a.
+            # A sum over K may take columns in any order. The low codes of the bytes are multiplied with a's even
+            # columns, the high codes with the odd ones, so the codes of a byte need no interleaving.
             left, left_odd = halves(left, left_factors, SCALE, WIDTH, COMPUTE, CAPABILITY)
             if A == "e2m1":
                 right, right_odd = halves(right, right_factors, SCALE, WIDTH, COMPUTE, CAPABILITY)
@@ -126,15 +136,15 @@ def blocked(
 
 
 @triton.jit
-def plain(
+def unscaled_product(
     a, a_ok, b, b_ok, b_step, begin, end, K,
     A: tl.constexpr, B: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
     ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BN, BM]: b @ a.T over the elements from begin to end, multiples of BK, with no scales.
+    """float32 [BN, BM]: b @ a.T over the elements from begin to end, multiples of BK, without scales.
 
-    a [BM] and b [BN] are the addresses of rows; with COLUMNS b's are of its first elements, and the next of each are
-    b_step further. COMPUTE is "" where the codes are multiplied as they are.
+    a [BM] and b [BN] are addresses of rows. With COLUMNS b is stored [K, N]: its row's next element is b_step further.
+    COMPUTE is "" where tl.dot takes the codes.
     """
     sum = tl.zeros([BN, BM], tl.float32)
     for start in range(begin, end, BK):
@@ -154,7 +164,8 @@ def plain(
 
 @triton.jit
 def unshuffled(column):
-    """Where the rows of a weight that was shuffled in blocks of 32 come from (get_shuffle_matrix_a_row_indices)."""
+    """The original row of each stored row of a weight that was shuffled in blocks of 32
+    (get_shuffle_matrix_a_row_indices): stored row 8 i + j is row 4 j + i."""
     inside = column % 32
     return column - inside + inside % 8 * 4 + inside // 8
 
@@ -163,7 +174,7 @@ def unshuffled(column):
 def store_tile(
     out, sum, row, row_ok, column, column_ok, row_stride, SHUFFLED: tl.constexpr
 ):  # fmt: skip
-    """A tile [BN, BM] to out, whose rows are those of the tokens, at `row_stride` (64 bits)."""
+    """Store a tile [BN, BM] to out [tokens, columns], transposed. `row_stride` is int64."""
     if SHUFFLED:
         column = unshuffled(column)
     at = out + row.to(tl.int64)[:, None] * row_stride + column[None, :]

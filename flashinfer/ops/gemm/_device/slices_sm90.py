@@ -1,7 +1,8 @@
-"""The work of a persistent product on Hopper: tiles of the result, and K slices of each where K is split.
+"""Work items of a persistent Hopper GEMM: the tiles of the result, and K slices of each tile where K is split.
 
-Used by `dense` and `blockscaled`. A work is one K slice of one tile of one batch entry; a tile's slices follow each
-other. Whoever stores the last one's sums adds them all, in their order, and writes the tile.
+Used by `dense` and `blockscaled`. A work item is one K slice of one tile of one batch entry; the slices of a tile have
+consecutive numbers. The warpgroup that stores the last slice's sums adds those of all slices in order, and writes the
+tile.
 """
 
 from flashinfer._core.gluon_compat import aggregate, block_barrier, gl, gluon
@@ -11,17 +12,21 @@ from flashinfer.ops._device.sm90.walk import raster
 
 @aggregate
 class Size:
-    """Of the whole product: steps of K, tiles along M and N, K slices of a tile, and works in all."""
+    """The problem in tiles: steps of K, tiles along M and N, K slices of a tile, and the number of work items."""
 
     steps: gl.tensor
     tiles_m: gl.tensor
     tiles_n: gl.tensor
     slices: gl.tensor
-    works: gl.tensor
+    items: gl.tensor
 
     @gluon.jit
     def place(self, work, GROUP: gl.constexpr):
-        """Batch entry, tile along M, along N, and slice of one work; the tile's number; the slice's steps of K."""
+        """Of work item `work`: batch entry, tile along M, tile along N, slice; the tile's number over all entries; the
+        slice's first and last step of K.
+
+        With 3 tiles of 2 slices and 10 steps, item 5 is slice 1 of tile 2, steps 5 to 10.
+        """
         index = work % self.slices
         tile = work // self.slices
         tiles = self.tiles_m * self.tiles_n
@@ -41,10 +46,10 @@ def size_of(M, N, K, batch, slices, settings: Settings):
 
 @gluon.jit
 def produce(a_map, b_map, ring: Ring, size: Size):
-    """One warp: copies the tiles of A and B of each work, block of K by block, as stages come free."""
+    """Producer warp: copies the tiles of A and B of each work item, one block of K after another."""
     settings = ring.settings
     step = 0
-    for work in range(gl.program_id(0), size.works, gl.num_programs(0)):
+    for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
         entry, tile_m, tile_n, index, tile, begin, end = size.place(work, settings.GROUP)
         row = tile_m * (settings.A_PARTS * ROWS)
         column = tile_n * settings.BLOCK_N
@@ -53,23 +58,24 @@ def produce(a_map, b_map, ring: Ring, size: Size):
 
 @gluon.jit
 def add_slices(acc, partial, arrived, slot, index, slices, height):
-    """Store a K slice's sums; whoever stores the last of a tile's gets (True, the sum of all in their order).
+    """Store a K slice's sums. The caller that stores the last of a tile's slices gets (True, the sum of all slices in
+    order), the others (False, acc).
 
-    `slot` is the tile's place in `partial`, [slots, slices, rows, columns], and in `arrived`, which is 0 before and
-    after. Only `height` rows of it count.
+    `slot` is the tile's index in `partial` [slots, slices, rows, columns] and in `arrived` [slots], the counters, which
+    are 0 before and after. Only the first `height` rows are stored.
     """
     M: gl.constexpr = acc.shape[0]
     N: gl.constexpr = acc.shape[1]
     LAYOUT: gl.constexpr = acc.type.layout
-    # As many at once as 128 registers of a thread hold: each wait is a trip to the L2 cache.
+    # Slices loaded at once: as many as take 128 registers a thread. Each group of loads costs one L2 latency.
     AT_ONCE: gl.constexpr = min(16384 // (M * N), 8)
     rows = gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
-    cols = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
-    there = (rows < height)[:, None]
-    at = partial + slot.to(gl.int64) * slices * (M * N) + rows[:, None] * N + cols[None, :]
-    gl.store(at + index * (M * N), acc, mask=there)
-    # The barrier puts the stores of all threads before the one that counts. That one releases them, and acquires what
-    # the other slices released.
+    columns = gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
+    stored = (rows < height)[:, None]
+    at = partial + slot.to(gl.int64) * slices * (M * N) + rows[:, None] * N + columns[None, :]
+    gl.store(at + index * (M * N), acc, mask=stored)
+    # The barrier orders the stores of all threads before the atomic of one thread. The atomic releases them, and
+    # acquires what the atomics of the other slices released.
     block_barrier()
     last = gl.atomic_add(arrived + slot, 1, sem="acq_rel") == slices - 1
     if last:
@@ -78,7 +84,7 @@ def add_slices(acc, partial, arrived, slot, index, slices, height):
         for first in range(0, slices, AT_ONCE):
             found = ()
             for i in gl.static_range(AT_ONCE):
-                found += (gl.load(at + (first + i) * (M * N), mask=there & (first + i < slices), other=0.0),)
+                found += (gl.load(at + (first + i) * (M * N), mask=stored & (first + i < slices), other=0.0),)
             for i in gl.static_range(AT_ONCE):
                 acc += found[i]
     return last, acc

@@ -1,7 +1,7 @@
-"""Matrix products of operands with a scale for each block: out = alpha * a @ b.T.
+"""Block-scaled GEMM: out = alpha * a @ b.T.
 
-FP8 with float32 scales for rows and blocks (1 x 128, 128 x 128), and the formats of 16 or 32 elements to a factor:
-NVFP4, MXFP4 and MXFP8, also of one operand only.
+FP8 with float32 scales of blocks (1 x 128, 128 x 128), and the formats with one factor for 16 or 32 elements: NVFP4,
+MXFP4 and MXFP8, for both operands or for one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from flashinfer.ops.gemm.blockscaled import config
 
 @dataclass(frozen=True)
 class Problem:
-    """out [batch, M, N] = alpha * a [batch, M, K] @ b [batch, N, K].T, of the dequantised operands.
+    """out [batch, M, N] = alpha * a [batch, M, K] @ b [batch, N, K].T with dequantized operands.
 
-    What every variant's `run(problem, config, a, b, a_scale, b_scale, alpha, out)` is given:
+    Arguments of every variant's `run(problem, config, a, b, a_scale, b_scale, alpha, out)`:
 
     - a [batch, M, .] and b [batch, N, .]: rows contiguous, the other strides any; e2m1 is uint8, two elements a byte.
     - a_scale, b_scale: float32 [batch, ceil(M / rows), ceil(K / width)] and [batch, ceil(N / columns),
@@ -28,19 +28,19 @@ class Problem:
     Attributes
     ----------
     a, b : str
-        The formats: "fp8e4nv", "fp8e5", "e2m1", or for `a` "bf16" too.
+        Number formats: "fp8e4nv", "fp8e5" or "e2m1"; `a` may be "bf16".
     scale : str
-        Of the scales: "fp32", or factors in "ue8m0" or "ue4m3".
+        Format of the scales: "fp32", or factors in "ue8m0" or "ue4m3".
     width : int
-        Elements of K to a scale.
+        Elements of K that share a scale.
     out : str
         Dtype of the result: "bf16", "fp16" or "fp32".
     tokens : int
         M rounded up to 16, 32, 64 or 128; 256 for more.
     rows, columns : int
-        Rows of a, and of b, to a scale of "fp32"; 1 for factors.
+        Rows of a, and of b, that share a scale of "fp32"; 1 for factors.
     a_layout, b_layout : str
-        Where the factors lie: "linear", "128x4" or "8x4"; "" for "fp32", and for an operand without factors.
+        Layout of the factors: "linear", "128x4" or "8x4"; "" for "fp32", and for an operand without factors.
     alpha : bool
         Whether there is an alpha.
     shuffled : bool
@@ -70,12 +70,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Widen:
-    """Codes times their factors, as bfloat16.
+    """Dequantize an operand to bfloat16: codes times their factors.
 
     Attributes
     ----------
     encoding, scale, width, layout, aligned, whole
-        Of an operand, as Problem has them.
+        The operand's fields of Problem.
     """
 
     encoding: str

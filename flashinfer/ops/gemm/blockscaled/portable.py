@@ -1,11 +1,11 @@
-"""Products of block-scaled operands in Triton, for every chip: out = alpha A B^T, with a factor for each block of K.
+"""Block-scaled GEMM in Triton, for every chip: out = alpha A B^T, with a factor for each block of K.
 
-Grid: gemm_kernel (tiles of [BM, BN], parts of K, batch); widen_kernel (blocks of K, tiles of rows, batch);
-sum_kernel (blocks of columns, rows), which adds the parts of K.
-Warps: all share a tile. Shared memory: operands of the products, in the pipeline of Triton's loop.
+Grid: gemm_kernel (tiles of [BM, BN], K slices, batch); widen_kernel (blocks of K, tiles of rows, batch);
+sum_kernel (blocks of columns, rows), which adds the K slices.
+Warps: all share a tile. Shared memory: operand tiles of Triton's software pipeline.
 Inputs: a [batch, m, k] and b [batch, n, k] as codes or 16 bits, their factors in the layouts of
 `flashinfer/ops/layouts.py` or float32 for blocks of ROWS or COLUMNS by WIDTH, alpha [1].
-Outputs: out [batch, m, n]; of widen_kernel bfloat16 [batch, rows, k]; parts float32 [parts, batch, m, n].
+Outputs: out [batch, m, n]; of widen_kernel bfloat16 [batch, rows, k]; with K slices float32 [slices, batch, m, n].
 Method: OCP Microscaling Formats (MX) Specification 1.0, 2023; docs/rooms/gemm-blockscaled.md.
 """
 
@@ -23,7 +23,15 @@ from flashinfer.ops import layouts
 from flashinfer.ops._device.rows import multiple
 from flashinfer.ops._device.widen import halves, load_factors, widen_blocks
 from flashinfer.ops.gemm import operands
-from flashinfer.ops.gemm._device.scaled import COMPUTE, blocked, load_codes, plain, promoted, store_tile, tile_of
+from flashinfer.ops.gemm._device.scaled import (
+    COMPUTE,
+    blocked_product,
+    load_codes,
+    promoted_product,
+    store_tile,
+    tile_of,
+    unscaled_product,
+)
 from flashinfer.ops.gemm.blockscaled import Widen
 from flashinfer.ops.gemm.blockscaled.config import WIDEN_FIRST, after_widening, splits
 from flashinfer.ops.gemm.tiles import element, unit
@@ -36,16 +44,16 @@ def gemm_kernel(
     COMPUTE: tl.constexpr, WHOLE: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """A program has a tile of [BM, BN] of the result, of one part of K."""
+    """A program computes a tile [BM, BN] of the result for one K slice."""
     row_tile, column_tile = tile_of(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP)
-    part = tl.program_id(1)
+    slice_index = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     row = row_tile * BM + tl.arange(0, BM)
     column = column_tile * BN + tl.arange(0, BN)
     row_ok = row < M
     column_ok = column < multiple(N, out.UNIT)
     span = tl.cdiv(tl.cdiv(K, BK), tl.num_programs(1)) * BK
-    begin = part * span
+    begin = slice_index * span
     end = tl.minimum(begin + span, K)
     at_a = a.codes + batch * multiple(a.batch, a.UNIT) + row.to(tl.int64) * multiple(a.row, a.UNIT)
     at_b = b.codes + batch * multiple(b.batch, b.UNIT) + column.to(tl.int64) * multiple(b.row, b.UNIT)
@@ -56,7 +64,7 @@ def gemm_kernel(
     if b.scale is not None:
         b_scale += batch * b.scale_batch
     if SCALE == "":
-        sum = plain(
+        sum = unscaled_product(
             at_a, row_ok, at_b, column_ok, 0, begin, end, K, a.FORMAT, b.FORMAT, "", False, WHOLE, ALIGNED,
             BM, BN, BK, CAPABILITY,
         )  # fmt: skip
@@ -67,18 +75,18 @@ def gemm_kernel(
             b_scale += (column_tile * BN // COLUMNS).to(tl.int64) * b.scale_row
         else:
             b_scale += (column // COLUMNS).to(tl.int64) * b.scale_row
-        sum = promoted(
+        sum = promoted_product(
             at_a, row_ok, a_scale, a.scale_block, at_b, column_ok, b_scale, b.scale_block, begin, end, K,
             a.FORMAT, b.FORMAT, WIDTH, COMPUTE, UNIFORM, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
         )  # fmt: skip
     else:
-        sum = blocked(
+        sum = blocked_product(
             at_a, row_ok, row, a_scale, at_b, column_ok, column, b_scale, begin, end, K, a.scale_row, b.scale_row,
             a.FORMAT, b.FORMAT, SCALE, WIDTH, a.LAYOUT, b.LAYOUT, ALIGNED, COMPUTE, WHOLE, BM, BN, BK, CAPABILITY,
         )  # fmt: skip
     if alpha is not None:
         sum *= tl.load(alpha)
-    to = out.rows + batch * multiple(out.batch, out.UNIT) + part * multiple(out.part, out.UNIT)
+    to = out.rows + batch * multiple(out.batch, out.UNIT) + slice_index * multiple(out.slice_index, out.UNIT)
     store_tile(to, sum, row, row_ok, column, column_ok, multiple(out.row, out.UNIT), out.SHUFFLED)
 
 
@@ -110,20 +118,20 @@ def widen_kernel(
 
 @triton.jit
 def sum_kernel(
-    parts, alpha, out, rows, N, M, count, out_batch, out_row, UNIT: tl.constexpr, BLOCK: tl.constexpr
+    slices, alpha, out, rows, N, M, count, out_batch, out_row, UNIT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The sum of `count` parts [count, rows, N], in their order, times alpha; rows are M to a batch entry."""
+    """The sum of `count` K slices [count, rows, N] in order, times alpha. A batch entry has M rows."""
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     N = multiple(N, UNIT)
-    there = column < N
+    mask = column < N
     sum = tl.zeros([BLOCK], tl.float32)
-    for part in range(count):
-        sum += tl.load(parts + (part * rows + row) * N + column, there, other=0)
+    for slice_index in range(count):
+        sum += tl.load(slices + (slice_index * rows + row) * N + column, mask, other=0)
     if alpha is not None:
         sum *= tl.load(alpha)
     out += row // M * multiple(out_batch, UNIT) + row % M * multiple(out_row, UNIT)
-    tl.store(out + column, sum.to(out.dtype.element_ty), there)
+    tl.store(out + column, sum.to(out.dtype.element_ty), mask)
 
 
 def build(problem, config):
@@ -162,7 +170,7 @@ def build(problem, config):
 
 
 def _fields_of(name: str, encoding: str, layout: str, problem, config) -> dict:
-    """The run-time fields of "a" or "b"."""
+    """The run-time parameters of operand "a" or "b"."""
     scale = None
     if problem.scale == "fp32":
         scale = "*fp32"
@@ -194,12 +202,12 @@ def build_widen(problem, config):
     return Build(widen_kernel, types, constants, num_warps=4)
 
 
-# 4 float32 a thread: 16-byte reads. The parts are in the L2 cache.
+# Columns of a program: 4 float32 for each of 128 threads, which are 16-byte loads. The slices are in the L2 cache.
 _SUM_BLOCK = 512
 
 def build_sum(problem, config):
     by = ":16" if problem.aligned else ""
-    types = {"parts": f"*fp32{by}", "alpha": "*fp32", "out": f"*{problem.out}{by}"}
+    types = {"slices": f"*fp32{by}", "alpha": "*fp32", "out": f"*{problem.out}{by}"}
     types |= {"rows": "i64", "N": "i32", "M": "i32", "count": "i32", "out_batch": "i64", "out_row": "i64"}
     constants = {"UNIT": 8 if problem.aligned else 1, "BLOCK": _SUM_BLOCK}
     if not problem.alpha:
@@ -208,8 +216,8 @@ def build_sum(problem, config):
     return Build(sum_kernel, types, constants, num_warps=4)
 
 
-# Bytes of stack a thread may use. With 8 warps and mma.sync, ptxas caps registers at 128 for two programs a
-# multiprocessor, and spills up to 24 bytes.
+# Bytes of stack a thread may use. With 8 warps and mma.sync, ptxas keeps to 128 registers, so that a multiprocessor
+# holds two programs, and spills up to 24 bytes.
 STACK_BUDGET = 40
 
 launch = Launcher("gemm_blockscaled", build)
@@ -218,22 +226,23 @@ launch_widen = Launcher("gemm_blockscaled_widen", build_widen)
 
 
 def partial(problem):
-    """The problem of a part of K: it is left in float32, for `sum_kernel` to go on."""
+    """The problem of one K slice: a float32 result, which `sum_kernel` reads."""
     return replace(problem, out="fp32", alpha=False)
 
 
 def widened(problem):
-    """The problem of operands that have been widened."""
+    """The problem after both operands have been widened to bfloat16."""
     return replace(problem, a="bf16", b="bf16", scale="", width=1, a_layout="", b_layout="")
 
 
 def operand(problem, name: str) -> Widen:
-    """How operand "a" or "b" is widened."""
+    """The problem of widening operand "a" or "b"."""
     encoding, layout = (problem.a, problem.a_layout) if name == "a" else (problem.b, problem.b_layout)
     return Widen(encoding, problem.scale, problem.width, layout, problem.aligned, problem.whole)
 
 
 def kernels(problem, config):
+    """(launcher, problem, config) of each kernel that may run for a problem, for compiling ahead."""
     yield launch, problem, config
     if problem.tokens <= 128:
         yield launch, partial(problem), config
@@ -253,17 +262,17 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out):
         problem, a_scale, b_scale = widened(problem), None, None
         config = after_widening(problem, config)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
-    parts = 1
+    slices = 1
     if problem.tokens <= 128:
-        parts = splits(tiles * batch, triton.cdiv(K, config.block_k), target_of(out.device).sms)
-    if parts == 1:
+        slices = splits(tiles * batch, triton.cdiv(K, config.block_k), target_of(out.device).sms)
+    if slices == 1:
         _launch(problem, config, (tiles, 1, batch), K, a, b, a_scale, b_scale, alpha, out[None])
         return
-    sums = torch.empty(parts, batch, M, N, dtype=torch.float32, device=out.device)
-    _launch(partial(problem), config, (tiles, parts, batch), K, a, b, a_scale, b_scale, None, sums)
+    sums = torch.empty(slices, batch, M, N, dtype=torch.float32, device=out.device)
+    _launch(partial(problem), config, (tiles, slices, batch), K, a, b, a_scale, b_scale, None, sums)
     tensors = [sums, *(() if alpha is None else (alpha,)), out]
     grid = (triton.cdiv(N, _SUM_BLOCK), batch * M, 1)
-    launch_sum(problem, config, grid, *tensors, batch * M, N, M, parts, out.stride(0), out.stride(1))
+    launch_sum(problem, config, grid, *tensors, batch * M, N, M, slices, out.stride(0), out.stride(1))
 
 
 def _widened(problem, config, K: int, codes, scale):
@@ -278,22 +287,22 @@ def _widened(problem, config, K: int, codes, scale):
 
 
 def _launch(problem, config, grid, K: int, a, b, a_scale, b_scale, alpha, out):
-    """out : [parts, batch, M, N]."""
+    """Launch gemm_kernel; out is [K slices, batch, M, N]."""
     arguments = (
         *_values_of(problem, config, K, a, a_scale, problem.a, problem.a_layout),
         *_values_of(problem, config, K, b, b_scale, problem.b, problem.b_layout),
         out, out.stride(1), out.stride(0), out.stride(2), alpha, *out.shape[2:], K,
     )  # fmt: skip
-    # What is None has no parameter.
+    # The kernel is compiled without the parameters that are None.
     launch(problem, config, grid, *(x for x in arguments if x is not None))
 
 
 def _values_of(problem, config, K: int, codes, scale, encoding: str, layout: str) -> tuple:
-    """The fields of `_fields_of`."""
+    """The arguments of the parameters that `_fields_of` lists."""
     if problem.scale == "fp32":
         steps = scale.stride()
     elif layout:
-        # Flat factors: where a batch entry begins, and how many a row has in the layout.
+        # Factors are flat: the stride of a batch entry, and the number in a row of the layout.
         steps = scale.stride(0), layouts.padded(1, K // problem.width, layout)[1], 0
     else:
         steps = 0, 0, 0

@@ -1,4 +1,4 @@
-"""Rows to e4m3 with float32 block scales, in Triton: what a product with FP8 takes, made from 16-bit rows.
+"""Quantizes 16-bit rows to e4m3 with float32 block scales, the operands of a block-scaled GEMM, in Triton.
 
 Grid: (blocks of 128 columns, blocks of ROWS rows). Warps: all share a block. Shared memory: the reduction of its
 largest magnitude.
@@ -21,20 +21,20 @@ def quantize_kernel(
     x, codes, scale, rows, columns, x_row, blocks,
     ROWS: tl.constexpr, UNIT: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """A program has one block of [ROWS, 128]."""
+    """A program quantizes one block [ROWS, 128]."""
     block_row = tl.program_id(1)
     block = tl.program_id(0)
     row = block_row * ROWS + tl.arange(0, ROWS)[:, None]
     column = block * 128 + tl.arange(0, 128)[None, :]
-    there = (row < rows) & (column < columns)
+    mask = (row < rows) & (column < columns)
     at = row.to(tl.int64) * multiple(x_row, UNIT) + column
-    y = tl.load(x + at, there, other=0).to(tl.float32)
-    # One row as long as the block: all of it shares a scale.
+    y = tl.load(x + at, mask, other=0).to(tl.float32)
+    # quantize_fp8 has scales for parts of a row, so the block is passed as one row with one scale.
     code, factor = quantize_fp8(tl.reshape(y, [1, ROWS * 128]), ROWS * 128, "fp8e4nv", False, CAPABILITY)
     at = row.to(tl.int64) * multiple(columns, UNIT) + column
-    tl.store(codes + at, tl.reshape(code, [ROWS, 128]), there)
-    place = block_row.to(tl.int64) * blocks + block + tl.zeros([1, 1], tl.int64)
-    tl.store(scale + place, factor)
+    tl.store(codes + at, tl.reshape(code, [ROWS, 128]), mask)
+    scale_offset = block_row.to(tl.int64) * blocks + block + tl.zeros([1, 1], tl.int64)
+    tl.store(scale + scale_offset, factor)
 
 
 def build(problem, config):
@@ -44,7 +44,7 @@ def build(problem, config):
     return Build(quantize_kernel, types, constants, num_warps=config.num_warps)
 
 
-# Bytes of stack a thread may use: a block of 128 rows that are read element by element, in 16 warps.
+# Bytes of stack a thread may use. A block of 128 rows that is loaded element by element by 16 warps takes them.
 STACK_BUDGET = 32
 
 launch = Launcher("gemm_quantize", build)

@@ -1,4 +1,4 @@
-"""FP8 products with float32 block scales on Hopper, in Gluon: what is compiled, and how tensors reach it."""
+"""Block-scaled FP8 GEMM on Hopper: builds and launches the kernel of `sm90_kernel.py`."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ blockscaled_sm90 = Launcher("blockscaled_sm90", build)
 
 
 def kernels(p, c):
-    """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
+    """(launcher, problem, config) of each kernel that may run for a problem, for compiling ahead."""
     yield blockscaled_sm90, p, c
     if may_enlarge(p, c):
         yield blockscaled_sm90, p, enlarged(c)
 
 
 def run(p, c, a, b, a_scale, b_scale, alpha, out, slices: int = 0) -> None:
-    """slices : of K; 0 for as many as keep all multiprocessors at work."""
+    """slices : the number of K slices; 0 for the number that `slices_of` estimates as fastest."""
     batch, m, n = out.shape
     device, sms = out.device, target_of(out.device).sms
     rows = batch * -(-m // c.block_m)
     if may_enlarge(p, c) and is_wide(rows, n, sms):
         c, slices = enlarged(c), 1
     tiles = rows * -(-n // c.block_n)
-    # Half of the multiprocessors read B as fast as all do, and sums of slices cost more than they bring.
+    # For few rows, half of the multiprocessors read B as fast as all do: more slices would cost more than they gain.
     workers = sms if c.block_m == 128 else sms // 2
     slices = slices or slices_of(tiles, -(-a.shape[2] // (128 * c.unroll)), workers, end=24.0 / c.unroll)
     partial = arrived = None

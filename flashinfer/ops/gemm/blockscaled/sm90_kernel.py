@@ -1,8 +1,8 @@
-"""out = alpha * A B^T of FP8 on Hopper, with a scale for each 128 of K of a row of A, and of 128 rows of B.
+"""Block-scaled FP8 GEMM on Hopper, out = alpha * A B^T: scales of 128 of K for a row of A, and for 128 rows of B.
 
 Grid: any number of persistent blocks, over tiles of the result and K slices. Warps: two consumer warpgroups, one
-producer warp for tiles, one for scales. Shared memory: the ring of tiles, their factors, slots that say which tile is
-summed, and a 16-bit tile on its way out. How blocks are summed is in `flashinfer/ops/_device/sm90/scales.py`.
+producer warp for tiles, one for scales. Shared memory: the ring of tiles, their factors, records of the tiles, and a
+staging buffer for 16-bit output. The main loop is in `flashinfer/ops/_device/sm90/scales.py`.
 
 Inputs: a [batch, m, k], b [batch, n, k], a_scale [batch, m or m / 128, k / 128], b_scale [batch, n / 128, k / 128].
 Outputs: out [batch, m, n]. Method: DeepGEMM's promotion of each 128 of K to float32 (DeepSeek, 2025).
@@ -24,13 +24,14 @@ from flashinfer.ops.gemm._device.slices_sm90 import Size, add_slices, produce, s
 
 
 @gluon.jit
-def _bring(sizes, a_scale, b_scale, ring: Ring, factors, tiles: Slots, size: Size, ROW_BLOCK: gl.constexpr):
-    """One warp: the factors of each work, and, where warpgroups read it, which tile it is."""
+def _load_scales(sizes, a_scale, b_scale, ring: Ring, factors, tiles: Slots, size: Size, ROW_BLOCK: gl.constexpr):
+    """Scale warp: loads the factors of each work item. For tiles of 256 columns it also writes a record of the tile,
+    which the warpgroups read in their epilogue."""
     M, N, K, out_entry, out_row = sizes
     settings = ring.settings
     step = 0
     number = 0
-    for work in range(gl.program_id(0), size.works, gl.num_programs(0)):
+    for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
         entry, tile_m, tile_n, index, tile, begin, end = size.place(work, settings.GROUP)
         row = tile_m * (settings.A_PARTS * ROWS)
         column = tile_n * settings.BLOCK_N
@@ -46,14 +47,15 @@ def _bring(sizes, a_scale, b_scale, ring: Ring, factors, tiles: Slots, size: Siz
 
 @gluon.jit
 def _consume_wide(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, tiles: Slots, size: Size, staging):
-    """One warpgroup: its half of each tile of 256 columns, of all of K; where a tile is, it reads at the end."""
+    """Consumer warpgroup WG, tiles of 256 columns without K slices: computes and writes its half of each tile. It reads
+    the tile's record after the loop over K, so that the tile's coordinates take no registers in it."""
     out, alpha, partial, arrived = tensors
     M, N, K, out_entry, out_row = sizes
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     zeros = gl.zeros([ROWS, 128], gl.float32, LAYOUT)
     step = 0
     number = 0
-    for work in range(gl.program_id(0), size.works, gl.num_programs(0)):
+    for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
         left = gl.zeros([ROWS, 128], gl.float32, LAYOUT)
         right = gl.zeros([ROWS, 128], gl.float32, LAYOUT)
         left, right, step = sum_wide_blocks(WG, ring, factors, left, right, zeros, step, 0, size.steps)
@@ -70,7 +72,7 @@ def _consume_wide(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, tiles: 
 
 @gluon.jit
 def _consume(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, tiles: Slots, size: Size, staging):
-    """One warpgroup: its half of each tile. `tensors` and `sizes` are the kernel's arguments."""
+    """Consumer warpgroup WG: its half of each tile. `tensors` and `sizes` are kernel arguments."""
     if ring.settings.BLOCK_N > 128:
         _consume_wide(WG, tensors, sizes, ring, factors, tiles, size, staging)
     else:
@@ -79,7 +81,7 @@ def _consume(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, tiles: Slots
 
 @gluon.jit
 def _consume_narrow(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, size: Size, staging):
-    """One warpgroup: its half of each tile, or of a K slice of it."""
+    """Consumer warpgroup WG, tiles of up to 128 columns: computes its half of each tile or K slice, and writes it."""
     out, alpha, partial, arrived = tensors
     M, N, K, out_entry, out_row = sizes
     settings = ring.settings
@@ -87,7 +89,7 @@ def _consume_narrow(WG: gl.constexpr, tensors, sizes, ring: Ring, factors, size:
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     zeros = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
     step = 0
-    for work in range(gl.program_id(0), size.works, gl.num_programs(0)):
+    for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
         entry, tile_m, tile_n, index, tile, begin, end = size.place(work, settings.GROUP)
         acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
         acc, step = sum_blocks(WG, ring, factors, acc, zeros, step, begin, end)
@@ -111,10 +113,10 @@ def blockscaled_sm90_kernel(
     GROUP: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, ROW_BLOCK: gl.constexpr,
     ALPHA: gl.constexpr,
 ):  # fmt: skip
-    """Maps are [batch, m, k] of A and [batch, n, k] of B. Tiles of 256 columns have one K slice.
+    """a_map is of [batch, m, k], b_map of [batch, n, k]. Tiles of 256 columns have one K slice.
 
-    Where slices > 1, `partial` holds 2 * tiles * slices sums of a warpgroup's tile, and `arrived` 2 * tiles counts, all
-    0; a slice is a multiple of UNROLL blocks.
+    With slices > 1, `partial` has room for 2 * tiles * slices warpgroup tiles, and `arrived` 2 * tiles counters, all 0.
+    A slice has a multiple of UNROLL blocks of K.
     """
     DTYPE: gl.constexpr = a_map.dtype
     OUT: gl.constexpr = out.rows.dtype.element_ty
@@ -126,19 +128,20 @@ def blockscaled_sm90_kernel(
     )  # fmt: skip
     ring = make_ring(DTYPE, settings, 2)
     factors = make_factors(settings)
-    # A record is read one product after its copies, which are STAGES ahead.
+    # Records need no mbarrier: the scale warp is at most STAGES stages ahead of the consumers, and a tile has at least
+    # one stage, so with STAGES + 2 slots a record is overwritten only after it was read.
     tiles = make_slots(STAGES + 2, 4)
     staging = make_staging(OUT, 64)
     size = size_of(M, N, K, batch, slices, settings)
     tensors = (out.rows, alpha, partial, arrived)
     sizes = (M, N, K, out.entry, out.row)
-    RB: gl.constexpr = gl.constexpr(ROW_BLOCK)
+    ROW_BLOCK_ARG: gl.constexpr = gl.constexpr(ROW_BLOCK)
     gl.warp_specialize(
         [
             (_consume, (gl.constexpr(0), tensors, sizes, ring, factors, tiles, size, staging)),
             (_consume, (gl.constexpr(1), tensors, sizes, ring, factors, tiles, size, staging)),
             (produce, (a_map, b_map, ring, size)),
-            (_bring, (sizes, a_scale, b_scale, ring, factors, tiles, size, RB)),
+            (_load_scales, (sizes, a_scale, b_scale, ring, factors, tiles, size, ROW_BLOCK_ARG)),
         ],
         [4, 1, 1],
         [REGISTERS, COPY_REGISTERS, COPY_REGISTERS],

@@ -1,4 +1,4 @@
-"""Dense matrix products with float32 accumulation, a bias, and one scale for a whole operand."""
+"""Dense GEMM with float32 accumulation, a bias, and one scale for a whole operand."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ class Problem:
     a, b, out : str
         Dtypes of the operands and of the result.
     a_major, b_major, out_major : str
-        The dimension that is contiguous, where memory can be read (of the result, written) 16 bytes at a time along it:
-        "m", "n" or "k"; "" for any strides. "blocks" of B: [k / 128, n, 128] with rows in the order of
-        `shuffle_matrix_a`.
+        The contiguous dimension, "m", "n" or "k", if 16-byte accesses along it are aligned; "" for other strides.
+        b_major may be "blocks": B is [k / 128, n, 128] with rows in the order of `shuffle_matrix_a`.
     rows : int
-        M, rounded up to a power of two; 16 to 256, which stands for all above.
+        M rounded up to 16, 32, 64 or 128; 256 for more.
     columns : int
-        Of the widest tile that keeps all multiprocessors at work: 32, 64, 128 or 256.
+        Columns of a tile: 32, 64, 128 or 256, by `config.choose_split`.
     split : bool
-        Whether K is cut into slices for that.
+        Whether K is split into slices.
     scales : int
-        Factors of the result, 0 to 2: float32 tensors of one element.
+        Number of scales of the result, 0 to 2: float32 tensors of one element.
     bias : str
-        Dtype of what is added to each row; "" for nothing.
+        Dtype of the bias, which is added to each row; "" for none.
     """
 
     a: str
@@ -50,9 +49,10 @@ class Problem:
 
 
 class Inputs(NamedTuple):
-    """a : [batch, m, k]; b : [batch, k, n], of "blocks" [k / 128, n, 128]; out : [batch, m, n]; any strides.
+    """a : [batch, m, k]; b : [batch, k, n], or [k / 128, n, 128] with b_major "blocks"; out : [batch, m, n]; any
+    strides.
 
-    bias : [n] or None; a_scale, b_scale : float32 tensors of one element, or None; slices : of K, where it is split.
+    bias : [n] or None; a_scale, b_scale : float32 tensors of one element, or None; slices : the number of K slices.
     """
 
     a: torch.Tensor

@@ -1,4 +1,4 @@
-"""Tiles of the dense products, and how many K slices a tile has."""
+"""Configs of the dense GEMM, and the number of K slices."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from flashinfer.ops.gemm.slices import FEW_ROWS
 
 @dataclass(frozen=True)
 class Sm90Config:
-    """How the Hopper kernel is cut.
+    """Tile, pipeline and registers of the Hopper kernel.
 
     Attributes
     ----------
     block_m, block_n, block_k : int
-        Of a tile; block_m is 64 or 128.
+        The tile; block_m is 64 or 128.
     stages : int
-        Blocks of K in shared memory.
+        Blocks of K in the shared memory ring.
     box : int
-        Rows of A of one copy.
+        Rows of A that one TMA copy loads.
     group : int
-        Tiles along M that are walked before the next column of tiles, so that operands stay in the L2 cache.
+        Tiles along M that are computed before the next column of tiles, so that operands stay in the L2 cache.
     registers, copy_registers : int
-        Of a thread of the warpgroups that multiply, and of the warp that copies.
+        Registers of a thread: in the consumer warpgroups, and in the producer warp.
     """
 
     block_m: int
@@ -40,18 +40,18 @@ class Sm90Config:
 
 @dataclass(frozen=True)
 class Config:
-    """How the portable kernel is cut.
+    """Tile and compiler options of the portable kernel.
 
     Attributes
     ----------
     block_m, block_n, block_k : int
-        Of a tile.
+        The tile.
     stages, num_warps : int
         Compiler options.
     group : int
-        Tiles along M that are walked before the next column of tiles, so that operands stay in the L2 cache.
+        Tiles along M that are computed before the next column of tiles, so that operands stay in the L2 cache.
     capability : int
-        Of the chip, ten times, where FP8 is read: it decides which instructions take it. Else 0.
+        The compute capability times ten where an operand is FP8, which some chips have to widen. Else 0.
     """
 
     block_m: int
@@ -64,17 +64,17 @@ class Config:
 
 
 def rows_of(p) -> int:
-    """Rows of a tile: all that there are, where they are few."""
+    """Rows of a tile: the problem's rows up to FEW_ROWS, else 128."""
     return p.rows if p.rows <= FEW_ROWS else 128
 
 
 @lru_cache(maxsize=4096)
-def cut(batch: int, m: int, n: int, k_bytes: int, sms: int, least: int = 32) -> tuple[int, int]:
-    """Columns of a tile, `least` or more, and the number of K slices, for the work to end soonest.
+def choose_split(batch: int, m: int, n: int, k_bytes: int, sms: int, least: int = 32) -> tuple[int, int]:
+    """Columns of a tile, `least` or more, and the number of K slices with the shortest estimated time.
 
-    The times are estimates in microseconds, with what one H100 was measured to take: 0.3 for a step of 128 bytes of K
-    of a tile of 128 x 128; for sums of slices to be stored, counted and read again 4 where rows are few, else 6 and a
-    30th for each tile of 128 x 128 of them.
+    The estimate is in microseconds, from measurements on an H100. A step of 128 bytes of K takes a tile of 128 x 128
+    0.3. Splitting K (store the sums, count, read them again) takes 4 where rows are few, else 6 and 0.033 for each
+    128 x 128 of partial sums.
     """
     rows = bucket(m)
     steps = -(-k_bytes // 128)
@@ -83,11 +83,13 @@ def cut(batch: int, m: int, n: int, k_bytes: int, sms: int, least: int = 32) -> 
         if columns < least:
             continue
         tiles = batch * -(-m // min(rows, 128)) * -(-n // columns)
-        # A slice has four steps at least: what fills the pipeline. Large tiles are for much work.
+        # A slice has at least four steps, which fill the pipeline. Tiles of 256 columns are for large problems, which
+        # need no split.
         for slices in range(1, 2 if columns == 256 else min(max(steps // 4, 1), 16) + 1):
             waves = -(-tiles * slices // sms)
             if rows <= FEW_ROWS:
-                # Bytes: of B from memory for the chip, of both operands for the multiprocessor with most work.
+                # Bounds by bytes: B from memory for the whole chip at 3 TB/s, and both operands into the busiest
+                # multiprocessor at 50 GB/s.
                 moved = tiles * columns * k_bytes / 3e6
                 time = max(moved, waves * steps / slices * 128 * (columns + rows / 2) / 5e4)
             else:
@@ -107,10 +109,10 @@ def sm90(p, target) -> Sm90Config:
         block_m=rows,
         block_n=p.columns,
         block_k=block_k,
-        # What 227 KiB hold beside staged results, 32 KiB at most.
+        # As many as 227 KiB hold beside the output staging buffer of at most 32 KiB.
         stages=min((194 << 10) // ((rows + p.columns) * 128), 16),
         box=min(p.rows, 64),
-        # 16 tiles of 128 rows beside as many columns as there are blocks for: nearly a square of the result at a time.
+        # 132 blocks compute 16 tiles of 128 rows by about 8 of 256 columns at a time: nearly a square of the result.
         group=16,
         registers=240,
         copy_registers=32,
@@ -140,19 +142,19 @@ def refuses_sm90(p, target) -> str:
 def portable(p, target) -> Config:
     block_m, block_n = rows_of(p), p.columns
     block_k = 128 // torch_dtype(p.a).itemsize
-    # What mma.sync sums is in registers, where 128 x 256 leave none for operands.
+    # mma.sync accumulates in registers, where 128 x 256 leaves too few for operands.
     if block_n == 256 and target.capability not in (90, 100, 103):
         block_n = 128
-    # FP8 that is widened on the way takes registers too.
+    # FP8 that is widened to float16 takes registers too.
     if block_k == 128 and (target.capability < 89 or p.a != p.b):
         if p.b_major == "blocks":
             block_m, block_n = min(block_m, 64), 64
         else:
             block_k = 64
     if not (p.a_major and p.b_major):
-        # Each element has an address of its own.
+        # Unaligned loads keep one address in registers for each element.
         block_m, block_n, block_k = min(block_m, 64), min(block_n, 64), block_k // 2
-    # Nothing here is measured: as many stages as fit, for B comes from memory.
+    # Not measured: as many stages as fit, because B comes from memory.
     stage = (block_m + block_n) * block_k * torch_dtype(p.a).itemsize
     stages = min(max((target.smem - 1024) // stage, 2), 5 if block_m <= FEW_ROWS else 4)
     num_warps = 8 if block_m * block_n >= 128 * 128 else 4

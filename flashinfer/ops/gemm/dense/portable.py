@@ -1,9 +1,10 @@
-"""Dense products in Triton, out = A B * scales + bias: a program makes one tile of the result, or one K slice of it.
+"""Dense GEMM in Triton, out = A B * scales + bias: a program computes one tile of the result, or one K slice of it.
 
-Grid: (tiles of the result, K slices, batch). Warps: all share a tile. Shared memory: operands of the products, in the
-pipeline of Triton's loop.
+Grid: (tiles of the result, K slices, batch). Warps: all share a tile. Shared memory: operand tiles of Triton's software
+pipeline.
 Inputs: a [batch, m, k], b [batch, k, n] in any strides, bias [n], a_scale and b_scale float32 [1].
-Outputs: out [batch, m, n]; of K slices partial float32 [tiles, slices, BLOCK_M, BLOCK_N], which the last one adds.
+Outputs: out [batch, m, n]; with K slices partial float32 [tiles, slices, BLOCK_M, BLOCK_N], added by the last slice's
+program.
 Method: split K by atomic counters (`flashinfer/ops/gemm/slices.py`).
 """
 
@@ -20,7 +21,8 @@ from flashinfer.ops.gemm.slices import scratch
 
 @triton.jit
 def _offsets(outer, inner, outer_stride, inner_stride, ALONG: tl.constexpr, UNIT: tl.constexpr):
-    """Of elements (outer, inner), 64 bits. ALONG is the index whose stride is 1, or -1; UNIT divides the other's."""
+    """int64 offsets of elements (outer, inner). ALONG names the index with stride 1: 0 outer, 1 inner, -1 neither. UNIT
+    divides the other stride."""
     if ALONG == 0:
         return outer.to(tl.int64)[:, None] + inner.to(tl.int64)[None, :] * multiple(inner_stride, UNIT)
     elif ALONG == 1:
@@ -30,7 +32,7 @@ def _offsets(outer, inner, outer_stride, inner_stride, ALONG: tl.constexpr, UNIT
 
 @triton.jit
 def _operand(x, FP8: tl.constexpr, CAPABILITY: tl.constexpr):
-    """What the tensor cores take: FP8 as it is, or, where FP8 names the format of bytes, as float16, exactly."""
+    """An operand of tl.dot: x unchanged, or, where FP8 names the format of the bytes x, as float16, which is exact."""
     if FP8 != "":
         x = from_fp8(x, FP8, CAPABILITY).to(tl.float16)
     return x
@@ -38,18 +40,19 @@ def _operand(x, FP8: tl.constexpr, CAPABILITY: tl.constexpr):
 
 @triton.jit
 def add_slices(acc, partial, arrived, slot, index, slices):
-    """Store a K slice's sums; whoever stores the last of a tile's gets (True, the sum of all in their order).
+    """Store a K slice's sums. The program that stores the last of a tile's slices gets (True, the sum of all slices in
+    order), the others (False, acc).
 
-    `slot` is the tile's place in `partial`, [slots, slices, rows, columns], and in `arrived`, which is 0 before and
-    after.
+    `slot` is the tile's index in `partial` [slots, slices, rows, columns] and in `arrived` [slots], the counters, which
+    are 0 before and after.
     """
     M: tl.constexpr = acc.shape[0]
     N: tl.constexpr = acc.shape[1]
     at = partial + slot.to(tl.int64) * slices * (M * N)
     at += tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
     tl.store(at + index * (M * N), acc)
-    # The barrier puts the stores of all threads before the one that counts. That one releases them, and acquires what
-    # the other slices released.
+    # The barrier orders the stores of all threads before the atomic of one thread. The atomic releases them, and
+    # acquires what the atomics of the other slices released.
     tl.debug_barrier()
     last = tl.atomic_add(arrived + slot, 1, sem="acq_rel") == slices - 1
     if last:
@@ -77,7 +80,7 @@ def _products(
     a_step = BLOCK_K * (1 if a.ALONG == 1 else multiple(a.k, a.UNIT))
     at_b = b.columns + entry * multiple(b.entry, b.UNIT)
     if b.BLOCKS:
-        # 32 stored rows are 4 times 8, which n counts column by column.
+        # shuffle_matrix_a: row 4 j + i of each 32 rows is stored as row 8 i + j.
         stored = columns // 32 * 32 + columns % 4 * 8 + columns % 32 // 4
         at_b += begin.to(tl.int64) * multiple(b.k, b.UNIT) + ks[:, None] + stored[None, :] * BLOCK_K
         b_step = multiple(b.k, b.UNIT)
@@ -121,7 +124,7 @@ def dense_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     CAPABILITY: tl.constexpr, SPLIT: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles, slices, batch). With SPLIT, `partial` holds the sums of each slice, and `arrived` counts, all 0."""
+    """Grid: (tiles, slices, batch). With SPLIT, `partial` has room for each slice's sums; `arrived` has counters, 0."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0)
@@ -148,7 +151,8 @@ def dense_kernel(
 
 
 def _by_bytes(p, c) -> bool:
-    """Whether FP8 is read as bytes, and multiplied as float16: where chips or Triton have no product of the two."""
+    """Whether FP8 is read as bytes and multiplied as float16: before compute capability 8.9, and for two different
+    formats, which tl.dot does not take."""
     return p.a.startswith("fp8") and (c.capability < 89 or p.a != p.b)
 
 

@@ -1,4 +1,4 @@
-"""Dense products in torch: float32 products and sums, one rounding at the end."""
+"""Dense GEMM in torch: float32 products and sums, one rounding at the end."""
 
 import torch
 
@@ -14,7 +14,7 @@ def run(problem, config, x):
 
 
 def _in_order(blocks):
-    """[k / 128, n, 128] as [1, k, n]; 32 stored rows are 4 times 8, which n counts column by column."""
+    """A shuffled B [k / 128, n, 128] as [1, k, n]: within 32 rows, stored row 8 i + j is row 4 j + i of the weight."""
     stored = blocks.view(torch.uint8).unflatten(1, (-1, 4, 8))
     return stored.transpose(2, 3).permute(0, 4, 1, 2, 3).reshape(1, -1, blocks.shape[1]).view(blocks.dtype)
 

@@ -1,4 +1,4 @@
-"""Dense products on Hopper, in Gluon: what the kernel is compiled for, and how tensors reach it."""
+"""Dense GEMM on Hopper: builds and launches the kernel of `sm90_kernel.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashinfer.ops.gemm.slices import scratch
 
 
 def _boxes(p, c) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What one copy brings of A, and of B."""
+    """The TMA boxes of A and of B."""
     columns = c.block_n if c.block_m > 64 else c.block_n // 2
     b = {"k": (1, columns, c.block_k), "n": (1, c.block_k, columns), "blocks": (1, columns // 32, 8, 4, c.block_k)}
     return (1, c.box, c.block_k), b[p.b_major]
@@ -52,7 +52,7 @@ def run(p, c, x) -> None:
 
 
 def _by_box(p, b):
-    """B as its map has it; shuffled rows in the order of n."""
+    """The view of B that its tensor map describes; the view of a shuffled B has rows in the order of n."""
     if p.b_major == "blocks":
         return b.unflatten(1, (-1, 4, 8)).transpose(2, 3)
     return b.mT if p.b_major == "k" else b

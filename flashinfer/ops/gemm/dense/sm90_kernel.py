@@ -1,10 +1,10 @@
 """out = A B * scales + bias on Hopper, for 16-bit and FP8 operands that TMA can copy.
 
-Grid: any number of blocks, which are persistent: they walk over tiles of the result, and over K slices where K is
-split. Warps: two consumer warpgroups multiply with wgmma, one producer warp copies tiles of A and B; the warpgroups
-share the tile's B and have 64 rows of A each, or share its A and have half of B's columns each (few rows). While they
-store a tile, the next one's first stages come. Shared memory: the ring of STAGES tiles of A and B, and a 16-bit tile
-on its way out.
+Grid: any number of persistent blocks, which loop over tiles of the result, and over K slices where K is split.
+Warps: two consumer warpgroups multiply with wgmma, one producer warp copies tiles of A and B. The warpgroups share the
+tile's B and have 64 rows of A each, or, for few rows, share its A and have half of B's columns each. While they store a
+tile, the producer loads the first stages of the next. Shared memory: the ring of STAGES tiles of A and B, and a staging
+buffer for 16-bit output.
 
 Inputs: a [batch, m, k]; b [batch, n, k] or [batch, k, n], by its map; bias [n]. Outputs: out [batch, m, n].
 Method: CUTLASS's persistent warp-specialised products, with split K by atomic counters.
@@ -18,7 +18,7 @@ from flashinfer.ops.gemm._device.slices_sm90 import Size, add_slices, produce, s
 
 @gluon.jit
 def _consume(WG: gl.constexpr, tensors, sizes, ring: Ring, size: Size, staging):
-    """One warpgroup: its half of each tile. `tensors` and `sizes` are the kernel's arguments."""
+    """Consumer warpgroup WG: computes and writes its half of each tile. `tensors` and `sizes` are kernel arguments."""
     out, bias, a_scale, b_scale, partial, arrived = tensors
     M, N, out_entry, out_row = sizes
     settings = ring.settings
@@ -26,11 +26,11 @@ def _consume(WG: gl.constexpr, tensors, sizes, ring: Ring, size: Size, staging):
     DEPTH: gl.constexpr = 256 // ring.a.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, DEPTH])
     step = 0
-    for work in range(gl.program_id(0), size.works, gl.num_programs(0)):
+    for work in range(gl.program_id(0), size.items, gl.num_programs(0)):
         entry, tile_m, tile_n, index, tile, begin, end = size.place(work, settings.GROUP)
         acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
         acc, step = sum_products(WG, ring, acc, step, begin, end)
-        # Before the store, not before the products: it would take a register through all of them.
+        # Loaded here and not before the loop over K, through which it would take a register.
         factor = 1.0
         if settings.SCALES > 0:
             factor *= gl.load(a_scale)
@@ -54,10 +54,11 @@ def dense_sm90_kernel(
     GROUP: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
     B_MAJOR: gl.constexpr, SPLIT: gl.constexpr, SCALES: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Maps are [batch, m, k] of A and [batch, n, k], or [batch, k, n], of B.
+    """a_map is of [batch, m, k], b_map of [batch, n, k] or [batch, k, n].
 
-    "blocks" of B are [k / 128, n / 32, 8, 4, 128] in the order of n, from rows stored as 4 times 8 (shuffle_matrix_a).
-    With SPLIT, `partial` holds 2 * tiles * slices sums of a warpgroup's tile, and `arrived` 2 * tiles counts, all 0.
+    With B_MAJOR "blocks" b_map is of [k / 128, n / 32, 8, 4, 128]. `shuffle_matrix_a` stores row 4 j + i of each 32
+    rows as row 8 i + j; the map has j before i, so a box comes in the order of n. With SPLIT, `partial` has room for
+    2 * tiles * slices warpgroup tiles, and `arrived` 2 * tiles counters, all 0.
     """
     DTYPE: gl.constexpr = a_map.dtype
     OUT: gl.constexpr = out.dtype.element_ty

@@ -1,4 +1,4 @@
-"""Matrix products in groups: the rows of each group times that group's weight, with any scales or none."""
+"""Grouped GEMM: the rows of each group times that group's weight, with scales or without."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from flashinfer.ops.gemm.grouped import config
 
 @dataclass(frozen=True)
 class Problem:
-    """out[r] = alpha * a[r] @ b[w].T, of the dequantised operands, for each row r of a group with the weight w.
+    """out[r] = alpha * a[r] @ b[w].T with dequantized operands, for each row r of a group with the weight w.
 
-    What every variant's `run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights)` is given:
+    Arguments of every variant's `run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights)`:
 
     - a [M, .], or [groups, M, .] if `kind` is "counts"; b [weights, N, .], or [weights, K, N] if `columns_first`.
       out [M, N] or [groups, M, N]. Rows contiguous, the other strides any; e2m1 is uint8, two elements a byte.
-    - groups: by `kind`. weights: which weight each group has, or None: its own number.
-    - a_scale, b_scale: of "fp32" float32 with any strides, [.., ceil(M / rows), ceil(K / width)], with the first
-      dimension that a has, and [weights, ceil(N / columns), ceil(K / width)]; factors are uint8, flat in 128x4 tiles,
-      those of a all together, or [groups, .] if `kind` is "counts", of b [weights, .]; None where there are none.
+    - groups: its meaning is `kind`'s. weights: the number of each group's weight, or None for the group's own number.
+    - a_scale, b_scale: None without scales. With "fp32" float32 with any strides, [.., ceil(M / rows), ceil(K /
+    width)],
+      batched as a is, and [weights, ceil(N / columns), ceil(K / width)]. Else uint8 factors, flat in 128x4 tiles: a's
+      together, or [groups, .] if `kind` is "counts"; b's [weights, .].
     - alpha: float32 [1] or [groups], or None.
 
     Rows in no group, and those of a weight that does not exist, are not written.
@@ -29,30 +30,32 @@ class Problem:
     Attributes
     ----------
     kind : str
-        "offsets": group g is the rows from groups[g] to groups[g + 1]. "lengths": its length is groups[g], one group
-        after another. "counts": the first groups[g] rows of entry g. "indices": row r is in group groups[r].
+        "offsets": group g has rows groups[g] to groups[g + 1] - 1. "lengths": group g has groups[g] rows, after those
+        of group g - 1. "counts": group g has the first groups[g] rows of batch entry g. "indices": row r is in group
+        groups[r].
     index : str
         Dtype of `groups`: "i32" or "i64".
     a, b : str
-        The formats: "bf16", "fp16", "fp8e4nv", "fp8e5" or "e2m1".
+        Number formats: "bf16", "fp16", "fp8e4nv", "fp8e5" or "e2m1".
     scale : str
-        Of the scales: "" none, "fp32", or factors in "ue8m0" or "ue4m3".
+        Format of the scales: "" for none, "fp32", or factors in "ue8m0" or "ue4m3".
     width : int
-        Elements of K to a scale.
+        Elements of K that share a scale.
     out : str
         Dtype of the result: "bf16", "fp16" or "fp32".
     tokens : int
-        Rows of a group, about, rounded up to 16, 32, 64 or 128; 256 for more.
+        Average rows of a group, rounded up to 16, 32, 64 or 128; 256 for more.
     rows, columns : int
-        Rows of a, and of b, to a scale of "fp32".
+        Rows of a, and of b, that share a scale of "fp32".
     alpha : str
-        "" none, "one", or "groups" one for each.
+        "" for none, "one", or "groups": one for each group.
     weights : str
         Dtype of `weights`, "" where there are none.
     padded : bool
-        The factors of each group's rows begin with a tile: those of group g at row (groups[g] + 127 g) // 128 * 128.
+        The factors of each group's rows begin a new 128x4 tile: those of group g are at row
+        (groups[g] + 127 g) // 128 * 128.
     columns_first : bool
-        The columns of b come first: b[w] is [K, N].
+        b[w] is [K, N].
     aligned : bool
         Rows of a and b can be read, and those of out written, 16 bytes at a time, factors 4 at a time; their lengths
         are multiples of that too, and N of 8.

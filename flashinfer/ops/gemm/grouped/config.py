@@ -1,4 +1,4 @@
-"""Tiles of products in groups."""
+"""The portable kernel's config of the grouped GEMM."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from flashinfer.ops.gemm import tiles
 
 
 def compute(problem, target) -> str:
-    """What the codes are widened to: "" for nothing."""
+    """The dtype that codes are widened to; "" where the tensor cores take them."""
     if problem.scale:
         return tiles.compute(problem.scale, (problem.a, problem.b), target)
     if problem.a in ("bf16", "fp16"):

@@ -1,7 +1,7 @@
-"""Products in groups in Triton, for every chip: out[r] = alpha a[r] b[weight of r's group]^T.
+"""Grouped GEMM in Triton, for every chip: out[r] = alpha a[r] b[weight of r's group]^T.
 
-Grid: tiles of rows x tiles of columns; which rows a tile has is found on the device.
-Warps: all share a tile. Shared memory: operands of the products, in the pipeline of Triton's loop.
+Grid: tiles of rows x tiles of columns; each program finds the rows and the group of its tile on the device.
+Warps: all share a tile. Shared memory: operand tiles of Triton's software pipeline.
 Inputs: a [rows, k] or [groups, m, k], b [weights, n, k] or [weights, k, n], groups as offsets, counts or the group of
 each row, factors as of `flashinfer/ops/gemm/blockscaled/portable.py`.
 Outputs: out [rows, n] or [groups, m, n].
@@ -17,7 +17,14 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops import layouts
 from flashinfer.ops._device.rows import multiple
 from flashinfer.ops.gemm import operands
-from flashinfer.ops.gemm._device.scaled import COMPUTE, blocked, plain, promoted, store_tile, tile_of
+from flashinfer.ops.gemm._device.scaled import (
+    COMPUTE,
+    blocked_product,
+    promoted_product,
+    store_tile,
+    tile_of,
+    unscaled_product,
+)
 from flashinfer.ops.gemm.tiles import element, unit
 
 
@@ -25,7 +32,8 @@ from flashinfer.ops.gemm.tiles import element, unit
 def find_rows(groups, count, tile, KIND: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr):
     """(group, its first row, row of the tile, end of the group) of tile `tile`; group -1 past the last tile.
 
-    Tiles of [BM] rows are counted from group to group; none crosses into the next.
+    Tiles have BM rows and are numbered group after group; a group's last tile ends with the group. With BM 64 and
+    offsets 0, 100, 130 tile 1 is (group 0, 0, 64, 100) and tile 2 is (group 1, 100, 100, 130).
     """
     group = tl.full([], -1, tl.int32)
     begin = tl.full([], 0, tl.int64)
@@ -46,11 +54,11 @@ def find_rows(groups, count, tile, KIND: tl.constexpr, BM: tl.constexpr, CHUNK: 
             ends = tl.load(groups + g + 1, ok, other=0).to(tl.int64)
         tiles = tl.maximum(ends - starts + BM - 1, 0) // BM
         after = tiles_before + tl.cumsum(tiles, 0)
-        mine = ok & (after - tiles <= tile) & (tile < after)
-        group += tl.sum(tl.where(mine, g + 1, 0), 0)
-        begin += tl.sum(tl.where(mine, starts, 0), 0)
-        row += tl.sum(tl.where(mine, starts + (tile - after + tiles) * BM, 0), 0)
-        end += tl.sum(tl.where(mine, ends, 0), 0)
+        group_of_row = ok & (after - tiles <= tile) & (tile < after)
+        group += tl.sum(tl.where(group_of_row, g + 1, 0), 0)
+        begin += tl.sum(tl.where(group_of_row, starts, 0), 0)
+        row += tl.sum(tl.where(group_of_row, starts + (tile - after + tiles) * BM, 0), 0)
+        end += tl.sum(tl.where(group_of_row, ends, 0), 0)
         tiles_before += tl.sum(tiles, 0)
     return group, begin, row, end
 
@@ -62,7 +70,7 @@ def group_tile(
     COMPUTE: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows `row` [BM] of one group, of batch entry `entry` of a and out, computed and written."""
+    """Compute and write the tile of rows `row` [BM] of one group, in batch entry `entry` of a and out."""
     column = column_tile * BN + tl.arange(0, BN)
     column_ok = column < multiple(N, out.UNIT)
     weight = weight.to(tl.int64)
@@ -73,7 +81,7 @@ def group_tile(
     else:
         at_b += column.to(tl.int64) * multiple(b.row, b.UNIT)
     if SCALE == "":
-        sum = plain(
+        sum = unscaled_product(
             at_a, row_ok, at_b, column_ok, multiple(b.k, b.UNIT), 0, K, K,
             a.FORMAT, b.FORMAT, COMPUTE, b.COLUMNS_FIRST, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
         )  # fmt: skip
@@ -85,12 +93,12 @@ def group_tile(
             at_b_scale += (column_tile * BN // COLUMNS).to(tl.int64) * b.scale_row
         else:
             at_b_scale += (column // COLUMNS).to(tl.int64) * b.scale_row
-        sum = promoted(
+        sum = promoted_product(
             at_a, row_ok, at_a_scale, a.scale_block, at_b, column_ok, at_b_scale, b.scale_block, 0, K, K,
             a.FORMAT, b.FORMAT, WIDTH, COMPUTE, UNIFORM, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
         )  # fmt: skip
     else:
-        sum = blocked(
+        sum = blocked_product(
             at_a, row_ok, factor_row, a.scale + entry * a.scale_batch, at_b, column_ok, column,
             b.scale + weight * b.scale_weight, 0, K, K, a.scale_row, b.scale_row, a.FORMAT, b.FORMAT, SCALE, WIDTH,
             "128x4", "128x4", ALIGNED, COMPUTE, WHOLE, BM, BN, BK, CAPABILITY,
@@ -110,22 +118,22 @@ def grouped_kernel(
     COLUMNS: tl.constexpr, ALPHA: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """A program has a tile of [BM, BN] of one group, or of each group that a tile of rows has by "indices"."""
+    """A program computes a tile [BM, BN] of one group; with KIND "indices" one for each group among the tile's rows."""
     tile, column_tile = tile_of(tl.program_id(0), row_tiles, tl.cdiv(N, BN), GROUP)
     lane = tl.arange(0, BM)
     if KIND == "indices":
         row = tile * BM + lane
-        mine = tl.load(groups + row, row < M, other=-1)
-        # What is in no group, or done, counts as the group past the last.
-        mine = tl.where((mine >= 0) & (mine < count), mine, count).to(tl.int32)
-        group = tl.min(mine, 0)
+        group_of_row = tl.load(groups + row, row < M, other=-1)
+        # Rows in no group, and rows already computed, get the group `count`.
+        group_of_row = tl.where((group_of_row >= 0) & (group_of_row < count), group_of_row, count).to(tl.int32)
+        group = tl.min(group_of_row, 0)
         while group < count:
             group_tile(
-                a, b, out, alpha, 0, group, group, row, mine == group, row, column_tile, N, K,
+                a, b, out, alpha, 0, group, group, row, group_of_row == group, row, column_tile, N, K,
                 SCALE, WIDTH, ROWS, COLUMNS, ALPHA, COMPUTE, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
             )  # fmt: skip
-            mine = tl.where(mine == group, count, mine)
-            group = tl.min(mine, 0)
+            group_of_row = tl.where(group_of_row == group, count, group_of_row)
+            group = tl.min(group_of_row, 0)
     else:
         if KIND == "counts":
             tiles = tl.cdiv(M, BM)
@@ -134,7 +142,7 @@ def grouped_kernel(
             row = (tile % tiles) * BM + lane
             row_ok = row < tl.minimum(tl.load(groups + group).to(tl.int32), M)
             factor_row = row
-            there = (tile % tiles) * BM < tl.load(groups + group)
+            exists = (tile % tiles) * BM < tl.load(groups + group)
         else:
             group, begin, first, end = find_rows(groups, count, tile, KIND, BM, 256)
             entry = 0
@@ -143,11 +151,11 @@ def grouped_kernel(
             factor_row = row
             if PADDED:
                 factor_row += ((begin + 127 * group) // 128 * 128 - begin).to(tl.int32)
-            there = group >= 0
+            exists = group >= 0
         weight = group
         if weights is not None:
-            weight = tl.load(weights + group, there, other=-1).to(tl.int32)
-        if there & (weight >= 0) & (weight < weight_count):
+            weight = tl.load(weights + group, exists, other=-1).to(tl.int32)
+        if exists & (weight >= 0) & (weight < weight_count):
             group_tile(
                 a, b, out, alpha, entry, group, weight, row, row_ok, factor_row, column_tile, N, K,
                 SCALE, WIDTH, ROWS, COLUMNS, ALPHA, COMPUTE, WHOLE, ALIGNED, BM, BN, BK, CAPABILITY,
@@ -200,8 +208,8 @@ def build(problem, config):
     return Build(grouped_kernel, types, constants, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
-# Bytes of stack a thread may use. With 8 warps and mma.sync, ptxas caps registers at 128 for two programs a
-# multiprocessor, and spills up to 32 bytes; operands read element by element take 40.
+# Bytes of stack a thread may use. With 8 warps and mma.sync, ptxas keeps to 128 registers, so that a multiprocessor
+# holds two programs, and spills up to 32 bytes; with operands loaded element by element 40.
 STACK_BUDGET = 40
 
 launch = Launcher("gemm_grouped", build)
@@ -216,7 +224,7 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights):
     if batched:
         row_tiles *= count
     elif problem.kind != "indices":
-        # A group has whole tiles, and at most one more.
+        # Each group has whole tiles, and at most one partial tile.
         row_tiles = M // config.block_m + min(count, M)
     grid = (row_tiles * triton.cdiv(N, config.block_n), 1, 1)
     a_codes, b_codes = (
@@ -228,7 +236,7 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights):
     if problem.scale == "fp32":
         a_steps, b_steps = a_scale.stride()[-2:], b_scale.stride()
     else:
-        # Flat factors: how many a row has in the layout.
+        # Factors are flat: the number in a row of the layout.
         blocks = layouts.padded(1, K // problem.width, "128x4")[1] if problem.scale else 0
         a_steps, b_steps = (blocks, 0), (b_scale.stride(0) if problem.scale else 0, blocks, 0)
     arguments = (
@@ -236,7 +244,7 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights):
         b_codes, b_scale, b.stride(0), b_row, b_k, *b_steps,
         out, out_batch, out.stride(-2), alpha, groups, weights, M, N, K, count, len(b), row_tiles,
     )  # fmt: skip
-    # What is None has no parameter.
+    # The kernel is compiled without the parameters that are None.
     launch(problem, config, grid, *(x for x in arguments if x is not None))
 
 

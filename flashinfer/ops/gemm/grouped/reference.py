@@ -1,4 +1,4 @@
-"""Products in groups in torch: a loop over the groups, each a float32 product of operands dequantised exactly."""
+"""Grouped GEMM in torch: a loop over the groups, each a float32 product of exactly dequantized operands."""
 
 import torch
 
@@ -8,7 +8,7 @@ from flashinfer.ops.gemm import operands
 
 
 def run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights):
-    """As `flashinfer/ops/gemm/grouped/__init__.py` states it."""
+    """`Problem` in `flashinfer/ops/gemm/grouped/__init__.py` describes the arguments."""
     for group, (entry, rows) in enumerate(_groups(problem, a, b, groups)):
         weight = group if weights is None else int(weights[group])
         if not 0 <= weight < len(b) or not len(rows):
@@ -21,7 +21,7 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out, groups, weights):
 
 
 def _groups(problem, a, b, groups):
-    """(entry of a batch, rows) of each group."""
+    """(batch entry, rows) of each group."""
     found = groups.tolist()
     if problem.kind == "counts":
         return [(g, torch.arange(min(max(n, 0), a.shape[1]), device=a.device)) for g, n in enumerate(found)]
@@ -34,7 +34,7 @@ def _groups(problem, a, b, groups):
 
 
 def _left(problem, a, a_scale, entry, rows, group, groups):
-    """Rows of a, as float32 [rows, K]."""
+    """The rows of a of one group, dequantized, float32 [rows, K]."""
     wide = operands.values(a, problem.a)[rows]
     if problem.scale == "fp32":
         scale = a_scale[entry] if problem.kind == "counts" else a_scale
@@ -51,7 +51,7 @@ def _left(problem, a, a_scale, entry, rows, group, groups):
 
 
 def _right(problem, b, b_scale, weight):
-    """A weight, as float32 [N, K]."""
+    """One weight, dequantized, float32 [N, K]."""
     codes = b[weight].T if problem.columns_first else b[weight]
     if problem.scale == "fp32":
         wide = operands.values(codes, problem.b)

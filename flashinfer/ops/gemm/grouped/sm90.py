@@ -1,4 +1,4 @@
-"""Products in groups on Hopper, in Gluon: what is compiled, and how tensors reach it."""
+"""Grouped GEMM on Hopper: builds and launches the kernels of `sm90_scaled.py` and `sm90_unscaled.py`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ unscaled_sm90 = Launcher("grouped_unscaled_sm90", build_unscaled)
 
 
 def kernels(p, c):
-    """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
+    """(launcher, problem, config) of each kernel that may run for a problem, for compiling ahead."""
     launcher = grouped_sm90 if p.scale else unscaled_sm90
     yield launcher, p, c
     if may_enlarge(p, c):
@@ -59,7 +59,7 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, groups, weights) -> None:
     if p.kind != "counts":
         a, out = a[None], out[None]
     count = len(groups) - 1 if p.kind == "offsets" else len(b) if p.kind == "indices" else len(groups)
-    # The lengths of groups are on the device: as many rows as there can be.
+    # The groups' lengths are on the device, so the choice of the tile assumes the largest number of rows.
     sms, height = target_of(out.device).sms, m * count if p.kind == "counts" else m
     if may_enlarge(p, c) and is_wide(-(-height // 128), n, sms):
         c = enlarged(c)
@@ -72,7 +72,7 @@ def run(p, c, a, b, a_scale, b_scale, alpha, out, groups, weights) -> None:
         return
     if p.kind != "counts":
         a_scale = a_scale[None]
-    # A group of offsets that has no weight is none.
+    # Offsets may describe more groups than there are weights: those past the last weight are skipped.
     grouped_sm90(
         p, c, (sms, 1, 1), *maps, out, a_scale, b_scale, groups, m, n, a.shape[2], min(count, len(b)),
         *a_scale.stride(), *b_scale.stride(), *out.stride()[:2],

@@ -1,10 +1,10 @@
-"""Products in groups on Hopper, of FP8 with block scales: out[r] = a[r] b[group of r]^T.
+"""Grouped GEMM on Hopper, FP8 with block scales: out[r] = a[r] b[group of r]^T.
 
-Grid: any number of persistent blocks. Warps: two consumer warpgroups, a producer warp for tiles, one for scales. A tile
-has rows of one group, or, where each row names its group, is computed for each group that is among its rows: once where
-they are sorted and groups are tiles. The producer and the warp of scales each find the groups, ahead of the products;
-the latter publishes them beside the first stage of a product, so that the warpgroups search for nothing, and keep
-nothing of a tile through their loop over K. Shared memory: the ring, factors, published products, an outgoing tile.
+Grid: any number of persistent blocks. Warps: two consumer warpgroups, one producer warp for tiles, one for scales. A
+tile has rows of one group. With KIND "indices" a tile may have rows of several groups, and is computed once for each.
+The producer warps find the groups ahead of the products, each for itself. The scale warp publishes a record of each
+product with the product's first stage, so the consumers search for nothing and keep no record in registers through
+their loop over K. Shared memory: the ring, factors, published products, a staging buffer for output.
 
 Inputs: a [entry, m, k] (one entry unless KIND is "counts"), b [weights, n, k]; scales of 128 x 128, those of a for each
 row or 128. Outputs: out [entry, m, n].
@@ -39,7 +39,7 @@ from flashinfer.ops.gemm.grouped.sm90_groups import (
 
 @gluon.jit
 def _produce(a_map, b_map, groups, sizes, ring: Ring, KIND: gl.constexpr):
-    """One warp: copies what each product of each tile needs."""
+    """Producer warp: copies the operands of each product of each tile."""
     M, N, steps, count, tiles = sizes
     settings = ring.settings
     BLOCK_M: gl.constexpr = settings.A_PARTS * ROWS
@@ -57,20 +57,20 @@ def _produce(a_map, b_map, groups, sizes, ring: Ring, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _skip(ring: Ring, step, none):
-    """Of a tile that has no products, a stage with nothing in it."""
-    if none:
+def _skip(ring: Ring, step, is_empty):
+    """Publish an empty stage for a tile without products; returns the next step."""
+    if is_empty:
         ring.channel.acquire(step)
         ring.channel.commit(step)
-    return step + none.to(gl.int32)
+    return step + is_empty.to(gl.int32)
 
 
 @gluon.jit
-def _bring(
+def _load_scales(
     sizes, strides, a_scale, b_scale, groups, K, ring: Ring, factors, products: Products, KIND: gl.constexpr,
     ROW_BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """One warp: what each product of each tile is, and its factors."""
+    """Scale warp: publishes each product of each tile, and loads its factors."""
     M, N, steps, count, tiles = sizes
     a_entry, a_row, a_k, b_entry, b_column, b_k = strides
     settings = ring.settings
@@ -106,7 +106,7 @@ def _bring(
 def _consume(
     WG: gl.constexpr, out, sizes, out_steps, ring: Ring, factors, products: Products, staging, KIND: gl.constexpr
 ):  # fmt: skip
-    """One warpgroup: its half of each product."""
+    """Consumer warpgroup WG: computes and writes its half of each product."""
     M, N, steps, count, tiles = sizes
     out_entry, out_row = out_steps
     settings = ring.settings
@@ -122,10 +122,10 @@ def _consume(
         if KIND == "indices":
             ring.channel.wait(step)
             kind = products.kind(number)
-            none = kind == NONE
-            ring.channel.release(step, pred=none)
-            step += none.to(gl.int32)
-            number += none.to(gl.int32)
+            is_empty = kind == NONE
+            ring.channel.release(step, pred=is_empty)
+            step += is_empty.to(gl.int32)
+            number += is_empty.to(gl.int32)
         while kind != NONE:
             acc = gl.zeros([ROWS, WIDTH], gl.float32, LAYOUT)
             if WIDE:
@@ -134,18 +134,18 @@ def _consume(
             else:
                 acc, step = sum_blocks(WG, ring, factors, acc, zeros, step, 0, steps)
             group, row, last, tile_n = products.read(number)
-            of_rows = products.rows_of(WG, number, KIND, settings)
+            row_groups = products.row_groups_of(WG, number, KIND, settings)
             row += settings.row_of(WG)
             column = tile_n * settings.BLOCK_N
             to = out
             if KIND == "counts":
                 to += group.to(gl.int64) * out_entry
             if WIDE:
-                write_group(acc, 1.0, stage, to, of_rows, group, row, last, column, N, out_row, KIND)
-                write_group(right, 1.0, stage, to, of_rows, group, row, last, column + 128, N, out_row, KIND)
+                write_group(acc, 1.0, stage, to, row_groups, group, row, last, column, N, out_row, KIND)
+                write_group(right, 1.0, stage, to, row_groups, group, row, last, column + 128, N, out_row, KIND)
             else:
                 column += settings.column_of(WG)
-                write_group(acc, 1.0, stage, to, of_rows, group, row, last, column, N, out_row, KIND)
+                write_group(acc, 1.0, stage, to, row_groups, group, row, last, column, N, out_row, KIND)
             kind = NONE
             if KIND == "indices":
                 kind = gl.where(products.kind(number) == MORE, MORE, NONE)
@@ -159,7 +159,7 @@ def grouped_sm90_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, GROUP: gl.constexpr,
     REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, KIND: gl.constexpr, ROW_BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """Maps are [entry, m, k] of A and [weight, n, k] of B; `count` groups, by KIND as the room's Problem has it."""
+    """a_map is of [entry, m, k], b_map of [weight, n, k]. `count` groups; KIND is the kind of the room's Problem."""
     DTYPE: gl.constexpr = a_map.dtype
     OUT: gl.constexpr = out.dtype.element_ty
     A_PARTS: gl.constexpr = BLOCK_M // ROWS
@@ -168,24 +168,27 @@ def grouped_sm90_kernel(
         BLOCK_N=BLOCK_N, BLOCK_K=128, STAGES=STAGES, A_PARTS=A_PARTS, B_PARTS=B_PARTS, BOX=ROWS, GROUP=GROUP,
         B_MAJOR="k", SPLIT=False, SCALES=0, BIAS=False, UNROLL=UNROLL,
     )  # fmt: skip
-    HOW: gl.constexpr = gl.constexpr(KIND)
+    KIND_ARG: gl.constexpr = gl.constexpr(KIND)
     ring = make_ring(DTYPE, settings, 2)
     factors = make_factors(settings)
-    # So many that what is read of a product is not written over: its copies are STAGES ahead, a product one at least.
-    products = make_products(make_slots(STAGES + 2, 4), HOW, settings)
+    # Records need no mbarrier: the scale warp is at most STAGES stages ahead of the consumers, and a product has at
+    # least one stage, so with STAGES + 2 slots a record is overwritten only after it was read.
+    products = make_products(make_slots(STAGES + 2, 4), KIND_ARG, settings)
     staging = make_staging(OUT, 64)
     tiles = count_tiles(groups, count, M, KIND, BLOCK_M, 1, 4)
-    # Opaque, so that roles do not compute them: that would be hoisted before all of them, and takes a register of each.
+    # Opaque values are computed once, here. Otherwise the compiler would repeat their computation in each role, ahead
+    # of its loop, where it takes registers.
     sizes = (M, N, opaque(gl.cdiv(K, 128 * UNROLL)), count, opaque(tiles))
     strides = (a_entry, a_row, a_k, b_entry, b_column, b_k)
     out_steps = (out_entry, out_row)
-    RB: gl.constexpr = gl.constexpr(ROW_BLOCK)
+    ROW_BLOCK_ARG: gl.constexpr = gl.constexpr(ROW_BLOCK)
     gl.warp_specialize(
         [
-            (_consume, (gl.constexpr(0), out, sizes, out_steps, ring, factors, products, staging, HOW)),
-            (_consume, (gl.constexpr(1), out, sizes, out_steps, ring, factors, products, staging, HOW)),
-            (_produce, (a_map, b_map, groups, sizes, ring, HOW)),
-            (_bring, (sizes, strides, a_scale, b_scale, groups, K, ring, factors, products, HOW, RB)),
+            (_consume, (gl.constexpr(0), out, sizes, out_steps, ring, factors, products, staging, KIND_ARG)),
+            (_consume, (gl.constexpr(1), out, sizes, out_steps, ring, factors, products, staging, KIND_ARG)),
+            (_produce, (a_map, b_map, groups, sizes, ring, KIND_ARG)),
+            (_load_scales, (sizes, strides, a_scale, b_scale, groups, K, ring, factors, products, KIND_ARG,
+            ROW_BLOCK_ARG)),
         ],
         [4, 1, 1],
         [REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
