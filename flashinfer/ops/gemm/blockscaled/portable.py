@@ -139,7 +139,7 @@ def build(problem, config):
         **_fields_of("a", problem.a, problem.a_layout, problem, config),
         **_fields_of("b", problem.b, problem.b_layout, problem, config),
         "out.rows": f"*{problem.out}{':16' if problem.aligned else ''}",
-        **dict.fromkeys(("out.batch", "out.part", "out.row"), "i64"),
+        **dict.fromkeys(("out.batch", "out.slice_index", "out.row"), "i64"),
         "alpha": "*fp32" if problem.alpha else None,
         **dict.fromkeys(("M", "N", "K"), "i32"),
     }
