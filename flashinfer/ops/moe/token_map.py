@@ -1,4 +1,4 @@
-"""The map between tokens and the rows that experts compute, which routing makes and experts and finalize read."""
+"""The map between tokens and the rows that experts compute: written by routing, read by experts and finalize."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import torch
 
 
 class TokenMap(NamedTuple):
-    """Rows grouped by expert without a sort, each expert's padded to whole tiles.
+    """Rows grouped by expert, each expert's padded to whole tiles.
 
-    A pair is a token and one of its choices: pair token * top_k + choice. Pairs whose expert is not one of this rank's,
-    [offset, offset + experts), have no row; a negative id is such. Experts below are counted from offset.
+    A pair is a token and one of its choices, with the number token * top_k + choice. A rank has the experts
+    [offset, offset + experts), counted from offset below. Pairs of other experts, and of negative ids, have no row.
 
-    Rows are numbered expert by expert; an expert's pairs are in ascending order, so equal ids give equal maps. Expert e
-    has rows first[e] .. first[e] + count[e] - 1, then padding up to first[e + 1]. first[e] is a multiple of `tile`, and
-    tile t is rows t * tile .. (t + 1) * tile - 1 of one expert. An expert without a pair has no tile. Everything is
-    int32, contiguous, on the device; what lies past the last tile is not written.
+    Rows are numbered expert by expert, and an expert's pairs are in ascending order, so equal ids give equal maps.
+    Expert e has rows first[e] .. first[e] + count[e] - 1, then padding up to first[e + 1]. first[e] is a multiple of
+    `tile`, and tile t is rows t * tile .. (t + 1) * tile - 1 of one expert. An expert without a pair has no tile. All
+    tensors are int32, contiguous, on the device; entries past the last tile are not written.
+
+    An example with tile 4, two experts, and top-1 ids 1, 0, 1 of three tokens: first is 0 4 8, count 1 2, tiles 2,
+    tile_expert 0 1, tile_end 1 6, row_pair 1 -1 -1 -1 0 2 -1 -1, and pair_row 4 0 5.
 
     Attributes
     ----------
@@ -40,13 +43,13 @@ class TokenMap(NamedTuple):
 
 
 def most_tiles(pairs: int, experts: int, tile: int) -> int:
-    """The number of tiles that no choice of experts exceeds: grids and buffers have this size."""
+    """The largest number of tiles that any choice of experts gives: the size of grids and buffers."""
     used = min(pairs, experts)
     return (pairs + used * (tile - 1)) // tile
 
 
 def empty_map(tokens: int, top_k: int, experts: int, tile: int, device: torch.device) -> TokenMap:
-    """A TokenMap to be written."""
+    """A TokenMap with undefined contents."""
     most = most_tiles(tokens * top_k, experts, tile)
     shapes = ((experts + 1,), (experts,), (1,), (most,), (most,), (most * tile,), (tokens, top_k))
     return TokenMap(*(torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes))

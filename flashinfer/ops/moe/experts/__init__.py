@@ -1,4 +1,4 @@
-"""The experts' matrix products: rows grouped by expert times that expert's weights, in every format of either."""
+"""The experts' GEMM: rows grouped by expert times that expert's weights, in every format of either."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashinfer._core.dispatch import Op, Variant
 from flashinfer.ops.formats import ELEMENTS, FORMATS
 from flashinfer.ops.moe.experts import config
 
-# Elements of a row that share a scale factor, by format; formats that are not here have none.
+# Elements of a row that share a scale factor, for the formats with factors.
 WIDTH = {name: known.width for name, known in FORMATS.items() if known.factor}
 # Formats with two elements to a byte, the first in the low half.
 PACKED = tuple(name for name, known in FORMATS.items() if ELEMENTS[known.element].per_byte == 2)
@@ -22,7 +22,7 @@ PLAIN = ("", "silu", "gelu", "relu", "relu2", "clamped_relu2")
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows of one expert after another, each times the weights of its expert: act(x @ w.T), y in rows of the map.
+    """y = act(x @ w.T) for each row x of the token map, with w the weights of the row's expert.
 
     Attributes
     ----------
@@ -30,52 +30,51 @@ class Problem:
         Format of the rows: "bf16", "fp16", "fp32"; "fp8" (e4m3 without factors), "fp8_block" (e4m3, a float32 factor
         for 128 of a row), "mxfp8" (e4m3, ue8m0 for 32), "nvfp4" (e2m1, e4m3 for 16).
     weights : str
-        Format of the weights: those of the rows, where "fp8_block" has a float32 factor for 128 x 128, and if gated
-        halves of a multiple of 64 rows; and "mxfp4" (e2m1, ue8m0 for 32), "mxint4" and "int4" (4-bit integers,
-        bfloat16 for 32 and for 128).
+        Format of the weights: a format of the rows, where "fp8_block" has a float32 factor for 128 x 128 and halves of
+        gated weights have a multiple of 64 rows; or "mxfp4" (e2m1, ue8m0 for 32), "mxint4" or "int4" (4-bit integers,
+        bfloat16 for 32 or for 128).
     out : str
-        Of the result: "bf16", "fp16", "fp32", or "fp8", e4m3 of the result as it is.
+        Format of the result: "bf16", "fp16", "fp32", or "fp8", which is e4m3 without a factor.
     tile : int
         Rows of a tile of the token map.
     experts : str
-        "few" where the tiles of the rows alone cannot occupy a chip, else "many".
+        "few" where the tiles of rows are too few to occupy a chip, else "many".
     gather : bool
-        Rows belong to tokens, and a row of the map reads its token's; else they lie as in the map.
+        x is [tokens, k], and a row of the map reads its token's row; else x has the rows of the map.
     act : str
-        One of GATED, whose weights have rows of two halves, the factor's first and then the gate's; or one of PLAIN.
-        "situ_gate" is "situ" whose factor is taken as it is.
+        One of GATED, whose weights have two halves of rows, first the factor's and then the gate's; or one of PLAIN.
+        "situ_gate" is "situ" without the bound on the factor.
     paired : int
-        Rows of gated weights alternate instead, in groups of so many: factors, gates, factors, gates; 0 where not.
+        Rows of gated weights alternate in groups of this many: factors, gates, factors, gates. 0 for two halves.
     shuffle : int
-        Rows of the weights are permuted within blocks of so many, 16 or 32, as `shuffle_matrix_a` does; 0 where not.
+        Rows of the weights are permuted by `shuffle_matrix_a` within blocks of 16 or 32; 0 for no permutation.
     block : int
-        Weights are [experts, k / block, n, block], in stored elements; 0 where they are [experts, n, k].
+        Weights are [experts, k / block, n, block], in stored elements; 0 for [experts, n, k].
     row_layout, weight_layout : str
-        Of byte-wide scale factors: "linear", "128x4" or "8x4"; of weights' also "strips", the factors of 128 elements
-        of all rows one after another, [k / 128, n, 128 / width].
+        Layout of one-byte scale factors: "linear", "128x4" or "8x4". Weights may also have "strips",
+        [k / 128, n, 128 / width]: for each 128 elements of K the factors of all rows.
     bias : str
-        Dtype of a bias for each row of the weights, in their order; "" without.
+        Dtype of a bias for each row of the weights, in their order; "" for none.
     scale : str
-        Factor of the product, before bias and activation: "" none, else a float32 "tensor" of one or of each expert.
+        Factor of the product, before bias and activation: "" for none, or a float32 "tensor" of one element or of one
+        for each expert.
     scale_out : str
-        Factor of the result: "" none, "tensor", or "ratio", the tensor over `scale`'s.
+        Factor of the result: "" for none, "tensor", or "ratio", the tensor over `scale`'s.
     fragments : bool
-        Weights lie as `fragments.arrange` has them, within the shape [experts, n, k].
+        Weights are in the order of `fragments.arrange`, with the shape [experts, n, k].
     channels : bool
         A float32 factor of the product for each row of the weights, in their order, before bias and activation.
     shape : str
-        Which of alpha, beta and limit the activation has: of "a", "b" and "l" float32 tensors [experts], or of "A", "B"
-        and "L" numbers.
+        Which of alpha, beta and limit the activation has: "a", "b", "l" for float32 tensors [experts], "A", "B", "L"
+        for scalars.
     weighted : str
-        A factor of the product before bias and activation: "" none, "pair" of its pair, "row" of the row that is read.
+        Factor of the product before bias and activation: "" for none, "pair" for each pair, "row" for each row of x.
     aligned : bool
-        Rows and weights can be read 16 bytes at a time, and the result be written so: an expert's weights have a
-        multiple of 32 rows.
+        16-byte loads of rows and weights and stores of the result are aligned; n is a multiple of 32.
     whole : bool
         Halves of gated weights in "fp8_block" have a multiple of 128 rows.
     full : bool
-        Experts have so many rows, on average, that tiles of 128 are worth their padding, by `config.is_full`; True of
-        smaller tiles.
+        `config.is_full`: experts have enough rows on average for tiles of 128. True for smaller tiles.
     """
 
     rows: str
@@ -104,7 +103,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Quantize:
-    """Rows to a format with scale factors, those of a token map or all.
+    """Quantize rows to a format with scale factors: all rows, or those of a token map.
 
     Attributes
     ----------
@@ -113,12 +112,12 @@ class Quantize:
     dtype : str
         Of the rows.
     tile : int
-        Rows of a tile of the token map; 0 where there is none, and all rows are quantised.
+        Rows of a tile of the token map; 0 without a map: all rows are quantized.
     scaled : bool
-        NVFP4 has global scales, one or one an expert; fp8 has a factor.
+        A global scale is given, one or one for each expert (NVFP4), or a factor (fp8).
     row_scale : bool
-        NVFP4 or fp8 has a scale of each row: the global one times the row's largest magnitude, and divides by it. It is
-        kept.
+        NVFP4 or fp8 divides each row by a scale of its own, the global scale times the row's largest magnitude, and
+        stores that scale.
     aligned : bool
         Rows can be read 16 bytes at a time.
     """
@@ -149,10 +148,10 @@ class Weights(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """What stands behind a product; float32. scale, scale_out : [1] or [experts]. alpha, beta, limit : [experts].
+    """Arguments of the epilogue, float32. scale, scale_out : [1] or [experts]. alpha, beta, limit : [experts].
 
-    weight : [pairs] or [rows]. numbers : alpha, beta and limit where there is no tensor; the first two are those of
-    "situ", the last is that of "swiglu_step" and of "clamped_relu2".
+    weight : [pairs] or [rows]. numbers : alpha, beta and limit where they are scalars. "situ" uses the first two,
+    "swiglu_step" and "clamped_relu2" the last.
     """
 
     scale: torch.Tensor | None = None
@@ -187,7 +186,7 @@ def _product_catalog() -> Iterator[Problem]:
 
 def _quantize_catalog() -> Iterator[Quantize]:
     yield Quantize("fp8_block", "bf16", 16)
-    # With scales of rows, whose kernel holds the other's.
+    # With row scales: that kernel contains the code of the one without.
     yield Quantize("nvfp4", "bf16", 16, scaled=True, row_scale=True)
 
 

@@ -1,9 +1,10 @@
-"""The experts' products in Triton: one kernel for every format, its loads and its epilogue chosen at compile time.
+"""The experts' GEMM in Triton: one kernel for every format; loads and epilogue are chosen at compile time.
 
 Computes: out[r] = finish(rows of r @ weights of r's expert), r in the order of the token map.
-Grid: tiles of TILE.M rows times strips of TILE.N rows of weights; tiles of rows go in groups that share strips in L2.
-Programs past the map's tiles end at once.
-Warps: all share a tile. Shared memory: copies run TILE's stages ahead; scale factors are read one step of K ahead.
+Grid: tiles of TILE.M rows times strips of TILE.N rows of weights; groups of TILE.GROUP tiles use a strip while it is in
+L2. Programs past the map's last tile end at once.
+Warps: all share a tile. Shared memory: operand tiles of Triton's software pipeline; scale factors are loaded one step
+of K ahead.
 Inputs: rows.codes [tokens, k], weights.codes [experts, n, k] or [experts, k / block, n, block], their scale factors,
 and the token map of `flashinfer/ops/moe/token_map.py`. Outputs: out [map's rows, n or n / 2].
 Method: Triton's grouped products; how 4-bit weights are decoded is in `portable_operands.py`.
@@ -19,19 +20,19 @@ from flashinfer.ops._device.formats import to_fp8
 from flashinfer.ops.moe.experts import GATED, PACKED, WIDTH, Finish, Rows, Weights, extents
 from flashinfer.ops.moe.experts.portable_activations import gated, plain
 from flashinfer.ops.moe.experts.portable_operands import (
-    halves_of, load_arranged, load_factors, operand, packed_operand, weight_rows,
+    even_odd_operands, load_arranged, load_factors, operand, packed_operand, weight_rows,
 )  # fmt: skip
 
 
 @triton.jit
 def entry(vector, expert, entries):
-    """An element a vector has for each expert, or its only one."""
+    """The expert's element of a vector, or the only element of a vector that has one."""
     return tl.load(vector + tl.where(entries == 1, 0, expert))
 
 
 @triton.jit
-def times(b, a, acc, SWAP: tl.constexpr):
-    """acc + a @ b.T, or its transpose where the weights are the first operand."""
+def add_product(b, a, acc, SWAP: tl.constexpr):
+    """acc + a @ b.T; with SWAP the weights b are the first operand, and acc is transposed."""
     if SWAP:
         return tl.dot(b, tl.trans(a), acc, input_precision="ieee")
     else:
@@ -39,11 +40,13 @@ def times(b, a, acc, SWAP: tl.constexpr):
 
 
 @triton.jit
-def promoted(b, a, b_factor, a_factor, gate_factor, column, acc, SCALED: tl.constexpr, GATE: tl.constexpr,
+def promoted_product(b, a, b_factor, a_factor, gate_factor, column, acc, SCALED: tl.constexpr, GATE: tl.constexpr,
              SWAP: tl.constexpr):  # fmt: skip
-    """acc + a @ b.T of e4m3, with one factor for each row, and for the columns or, with a GATE, for each half.
+    """acc + factors * (a @ b.T) of e4m3: a_factor for each row, b_factor for all columns, or with GATE b_factor for
+    even and gate_factor for odd columns.
 
-    Sums of e4m3 products keep few bits inside Hopper's tensor cores; each step's go to float32.
+    Hopper's tensor cores accumulate e4m3 products with about 14 bits, so each step's sum is added to a float32
+    accumulator.
     """
     if SWAP:
         part = tl.trans(tl.dot(b, tl.trans(a)))
@@ -57,14 +60,14 @@ def promoted(b, a, b_factor, a_factor, gate_factor, column, acc, SCALED: tl.cons
 
 
 @triton.jit
-def finished(acc, finish, weights, expert, row, live, column, n):
-    """What stands behind a product [rows, columns]: factors, bias, activation. `row` : of finish.weight."""
+def epilogue(acc, finish, weights, expert, row, row_ok, column, n):
+    """The epilogue of a product [rows, columns]: factors, bias, activation. `row` indexes finish.weight."""
     factor = 1.0
     if finish.scale is not None:
         factor = entry(finish.scale, expert, finish.scale_entries)
         acc *= factor
     if finish.weight is not None:
-        acc *= tl.load(finish.weight + row, live, other=0).to(tl.float32)[:, None]
+        acc *= tl.load(finish.weight + row, row_ok, other=0).to(tl.float32)[:, None]
     at = expert.to(tl.int64) * n + column
     if weights.channels is not None:
         acc *= tl.load(weights.channels + at)[None, :]
@@ -91,6 +94,7 @@ def product_kernel(
     rows, weights, places, finish, out, out_row, n, k, top_k,
     GATHER: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
+    """One tile of out. rows, weights and finish are the records of the room, `places` are the token map's tensors."""
     TILE_M: tl.constexpr = TILE.M
     TILE_N: tl.constexpr = TILE.N
     TILE_K: tl.constexpr = TILE.K
@@ -113,12 +117,12 @@ def product_kernel(
 
     expert = tl.load(places.tile_expert + tile)
     row = tile * TILE_M + tl.arange(0, TILE_M)
-    live = row < tl.load(places.tile_end + tile)
-    pair = tl.load(places.row_pair + row, live, other=0)
+    row_ok = row < tl.load(places.tile_end + tile)
+    pair = tl.load(places.row_pair + row, row_ok, other=0)
     source = pair // top_k if GATHER else row
     column = strip * TILE_N + tl.arange(0, TILE_N)
-    used = column < n
-    # Columns past the last take the last one's weights: they are read, and their sums are not stored.
+    col_ok = column < n
+    # Columns past the last load the last column's weights; their results are not stored.
     stored = weight_rows(tl.minimum(column, n - 1), n, GATED, weights.PAIRED, weights.SHUFFLE)
     wide_expert = expert.to(tl.int64)
 
@@ -139,23 +143,23 @@ def product_kernel(
     x_factors, w_factors, gate_factors = 0, 0, 0
     if weights.WIDTH:
         w_scale += wide_expert * weights.scale_expert
-    # Scale factors are asked for a step ahead: they are too small for the copies that run ahead of the products.
+    # Scale factors are loaded one step ahead: cp.async copies at least 4 bytes, so Triton does not pipeline them.
     if SCALED:
         x_scale += source.to(tl.int64) * rows.scale_row
         gate_scale = w_scale + (n // 2 + strip_row) // 128 * weights.scale_row
         w_scale += strip_row // 128 * weights.scale_row
-        x_factors = tl.load(x_scale, live, other=0)
+        x_factors = tl.load(x_scale, row_ok, other=0)
         w_factors = tl.load(w_scale)
         if GATED:
             gate_factors = tl.load(gate_scale)
     if X_BLOCKS:
-        x_factors = load_factors(x_scale, source, 0, live, k, x_strides, rows.WIDTH, TILE_K, rows.LAYOUT)
+        x_factors = load_factors(x_scale, source, 0, row_ok, k, x_strides, rows.WIDTH, TILE_K, rows.LAYOUT)
     if W_BLOCKS:
-        w_factors = load_factors(w_scale, stored, 0, used, k, w_strides, weights.WIDTH, TILE_K, weights.LAYOUT)
+        w_factors = load_factors(w_scale, stored, 0, col_ok, k, w_strides, weights.WIDTH, TILE_K, weights.LAYOUT)
     acc = tl.zeros([TILE_N, TILE_M] if SWAP else [TILE_M, TILE_N], tl.float32)
     for at in range(0, k, TILE_K):
         x_first = at // rows.PACK
-        a = tl.load(x + x_first, live[:, None] & (x_first + x_at < k // rows.PACK)[None, :], other=0.0)
+        a = tl.load(x + x_first, row_ok[:, None] & (x_first + x_at < k // rows.PACK)[None, :], other=0.0)
         w_first = at // weights.PACK
         if BLOCK:
             w_start = w_first // BLOCK * weights.block + w_first % BLOCK
@@ -165,37 +169,37 @@ def product_kernel(
             b = load_arranged(arranged, stored, w_first + w_at, k)
         else:
             b = tl.load(w + w_start, (w_first + w_at < k // weights.PACK)[None, :], other=0.0)
-        x_now, w_now, gate_now = x_factors, w_factors, gate_factors
+        x_current, w_current, gate_current = x_factors, w_factors, gate_factors
         ahead = at + TILE_K
         if SCALED:
-            # One factor for a row, and for 128 rows of the weights, for each 128 elements. A tile's rows of the weights
-            # are of one block of 128, or of two if they are of both halves.
+            # For each 128 elements of K one factor for a row, and one for 128 rows of the weights. A tile's rows of the
+            # weights lie in one block of 128, or in two where they are of the factor and of the gate.
             block = ahead // 128
             more = ahead < k
-            x_factors = tl.load(x_scale + block.to(tl.int64) * rows.scale_block, live & more, other=0)
+            x_factors = tl.load(x_scale + block.to(tl.int64) * rows.scale_block, row_ok & more, other=0)
             w_factors = tl.load(w_scale + block, more, other=0)
             if GATED:
                 gate_factors = tl.load(gate_scale + block, more, other=0)
         if X_BLOCKS:
-            x_factors = load_factors(x_scale, source, ahead, live, k, x_strides, rows.WIDTH, TILE_K, rows.LAYOUT)
+            x_factors = load_factors(x_scale, source, ahead, row_ok, k, x_strides, rows.WIDTH, TILE_K, rows.LAYOUT)
         if W_BLOCKS:
-            w_factors = load_factors(w_scale, stored, ahead, used, k, w_strides, weights.WIDTH, TILE_K, weights.LAYOUT)
+            w_factors = load_factors(w_scale, stored, ahead, col_ok, k, w_strides, weights.WIDTH, TILE_K, weights.LAYOUT)
         if weights.PACK == 2:
-            a, a_odd = halves_of(a, x_now, rows.FORMAT, rows.WIDTH, rows.PACK, DTYPE, CAPABILITY)
-            b, b_odd = packed_operand(b, w_now, weights.FORMAT, weights.WIDTH, DTYPE, CAPABILITY)
-            acc = times(b, a, acc, SWAP)
-            acc = times(b_odd, a_odd, acc, SWAP)
+            a, a_odd = even_odd_operands(a, x_current, rows.FORMAT, rows.WIDTH, rows.PACK, DTYPE, CAPABILITY)
+            b, b_odd = packed_operand(b, w_current, weights.FORMAT, weights.WIDTH, DTYPE, CAPABILITY)
+            acc = add_product(b, a, acc, SWAP)
+            acc = add_product(b_odd, a_odd, acc, SWAP)
         else:
-            a = operand(a, x_now, rows.FORMAT, FP8, DTYPE, CAPABILITY)
-            b = operand(b, w_now, weights.FORMAT, FP8, DTYPE, CAPABILITY)
+            a = operand(a, x_current, rows.FORMAT, FP8, DTYPE, CAPABILITY)
+            b = operand(b, w_current, weights.FORMAT, FP8, DTYPE, CAPABILITY)
             if SCALED or FP8:
-                acc = promoted(b, a, w_now, x_now, gate_now, column, acc, SCALED, GATED, SWAP)
+                acc = promoted_product(b, a, w_current, x_current, gate_current, column, acc, SCALED, GATED, SWAP)
             else:
-                acc = times(b, a, acc, SWAP)
+                acc = add_product(b, a, acc, SWAP)
     if SWAP:
         acc = tl.trans(acc)
 
-    y = finished(acc, finish, weights, expert, pair if finish.WEIGHTED == "pair" else source, live, stored, n)
+    y = epilogue(acc, finish, weights, expert, pair if finish.WEIGHTED == "pair" else source, row_ok, stored, n)
     if GATED:
         result = strip * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
         width = n // 2
@@ -205,14 +209,14 @@ def product_kernel(
     if out.dtype.element_ty == tl.uint8:
         y = to_fp8(y, "fp8e4nv", CAPABILITY)
     out += row.to(tl.int64)[:, None] * out_row + result[None, :]
-    tl.store(out, y.to(out.dtype.element_ty), live[:, None] & (result < width)[None, :])
+    tl.store(out, y.to(out.dtype.element_ty), row_ok[:, None] & (result < width)[None, :])
 
 
 _TL = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32, "fp8e4nv": tl.float8e4nv}
 
 
 def _unit(encoding: str, aligned: bool) -> int:
-    """Stored elements in 16 bytes, where strides and lengths are multiples of them."""
+    """Stored elements in 16 bytes if strides and lengths are multiples of them, else 1."""
     return 16 // {"bf16": 2, "fp16": 2, "fp32": 4}.get(encoding, 1) if aligned else 1
 
 
@@ -230,9 +234,9 @@ def _factor(encoding: str) -> str | None:
 def build(p, c) -> Build:
     units = [_unit(encoding, p.aligned) for encoding in (p.rows, p.weights)]
     x_stride, w_stride = (f"i64:{unit}" if unit > 1 else "i64" for unit in units)
-    # Elements of a row: a packed byte holds two.
+    # k counts elements, and a packed byte holds two.
     packs = [2 if encoding in PACKED else 1 for encoding in (p.rows, p.weights)]
-    most = max(unit * pack for unit, pack in zip(units, packs))
+    largest = max(unit * pack for unit, pack in zip(units, packs))
     types = {
         "rows.codes": _pointer(p.rows, c.compute, p.aligned),
         "rows.scale": _factor(p.rows),
@@ -254,7 +258,7 @@ def build(p, c) -> Build:
         "out": "*u8" if p.out == "fp8" else f"*{p.out}:16",
         "out_row": "i64:16" if p.aligned else "i64",
         "n": "i32:32" if p.aligned else "i32",
-        "k": f"i32:{most}" if most > 1 else "i32",
+        "k": f"i32:{largest}" if largest > 1 else "i32",
         "top_k": "i32",
     }
     constants = {name: None for name, kind in types.items() if kind is None} | {
@@ -284,12 +288,12 @@ def build(p, c) -> Build:
 
 
 def _format(operand: str, encoding: str, layout: str) -> dict:
-    made = {"FORMAT": encoding, "WIDTH": WIDTH.get(encoding, 0), "PACK": 2 if encoding in PACKED else 1}
-    return {f"{operand}.{name}": value for name, value in (made | {"LAYOUT": layout}).items()}
+    fields = {"FORMAT": encoding, "WIDTH": WIDTH.get(encoding, 0), "PACK": 2 if encoding in PACKED else 1}
+    return {f"{operand}.{name}": value for name, value in (fields | {"LAYOUT": layout}).items()}
 
 
-# Bytes of stack a thread may use, of bfloat16 rows with MXFP4 weights by Triton 3.9: one value on sm_120a, and three on
-# sm_90a where the weights are arranged as fragments and a tile has 16 rows.
+# Bytes of stack a thread may use. With bfloat16 rows and MXFP4 weights Triton 3.9 spills one value on sm_120a, and
+# three on sm_90a for arranged weights and tiles of 16 rows.
 STACK_BUDGET = 24
 
 launch = Launcher("moe_experts", build)
@@ -303,7 +307,7 @@ def run(p, c, rows: Rows, weights: Weights, finish: Finish, token_map, out) -> N
     w_strides = (0, 0)
     if p.weights in WIDTH:
         w_strides = weights.scale.stride()[:2] if p.weight_layout != "128x4" else (weights.scale.stride(0), 0)
-    # In the order of `build`'s types; what is None has no parameter.
+    # In the order of `build`'s types. The kernel is compiled without the parameters that are None.
     arguments = {
         "rows.codes": x,
         "rows.scale": _factors(rows.scale),
@@ -345,14 +349,14 @@ def run(p, c, rows: Rows, weights: Weights, finish: Finish, token_map, out) -> N
 
 
 def _stored(codes, compute: str):
-    """Codes of a byte as the kernel reads them."""
+    """One-byte codes in the dtype in which the kernel reads them."""
     if codes.element_size() > 1:
         return codes
     return codes.view(torch.float8_e4m3fn if compute == "fp8e4nv" else torch.uint8)
 
 
 def _factors(scale):
-    """Scale factors as the kernel reads them: bytes, or what is wider."""
+    """One-byte scale factors as uint8; wider ones unchanged."""
     return scale if scale is None or scale.element_size() > 1 else scale.view(torch.uint8)
 
 

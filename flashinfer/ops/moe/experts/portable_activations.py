@@ -1,7 +1,7 @@
-"""What an expert computes with its first product, in Triton: activations, of one value or of a factor and a gate.
+"""The experts' activations in Triton: of one value, or of a factor and a gate.
 
-All are float32 in registers. ACT and SHAPE are those of the room's Problem. Sources: Shazeer, GLU Variants Improve
-Transformer, 2020, https://arxiv.org/abs/2002.05202, and the models that the activations are named for.
+Values are float32 in registers. ACT and SHAPE are fields of the room's Problem. Sources: Shazeer, GLU Variants Improve
+Transformer, 2020, https://arxiv.org/abs/2002.05202, and the models that the activations are named after.
 """
 
 import triton
@@ -15,9 +15,10 @@ def sigmoid(x):
 
 @triton.jit
 def bounded(x, bound):
-    """bound * tanh(x / bound), without the cancellation that 2 * sigmoid - 1 has where x / bound is small.
+    """bound * tanh(x / bound), with full relative accuracy for small x / bound.
 
-    tanh(t) = t * (1 - t^2 / 3 + 2 t^4 / 15) up to 0.03 (the next term is below 4e-11), else by the exponential.
+    tanh(t) = 2 * sigmoid(2 t) - 1 cancels where t is small. Up to 0.03 it is t * (1 - t^2 / 3 + 2 t^4 / 15); the next
+    term is below 4e-11.
     """
     t = x / bound
     square = t * t
@@ -32,7 +33,7 @@ def gelu_tanh(x):
 
 @triton.jit
 def gated(factor, gate, alpha, beta, limit, ACT: tl.constexpr, SHAPE: tl.constexpr):
-    """act(gate) times the factor."""
+    """act(gate) * factor, with alpha, beta and limit where SHAPE has "a", "b" or "l"."""
     a: tl.constexpr = SHAPE == "a" or SHAPE == "ab" or SHAPE == "al" or SHAPE == "abl"
     b: tl.constexpr = SHAPE == "b" or SHAPE == "ab" or SHAPE == "bl" or SHAPE == "abl"
     c: tl.constexpr = SHAPE == "l" or SHAPE == "al" or SHAPE == "bl" or SHAPE == "abl"
@@ -61,7 +62,7 @@ def gated(factor, gate, alpha, beta, limit, ACT: tl.constexpr, SHAPE: tl.constex
 
 @triton.jit
 def plain(y, limit, ACT: tl.constexpr):
-    """act(y)."""
+    """act(y); `limit` is used by "clamped_relu2" alone."""
     if ACT == "silu":
         return y * sigmoid(y)
     elif ACT == "gelu":

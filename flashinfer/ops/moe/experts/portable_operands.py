@@ -1,7 +1,8 @@
-"""Operands of the experts' products in Triton: where rows of weights are, their scale factors, and codes decoded.
+"""Operands of the experts' GEMM in Triton: row numbers of weights, scale factors, and decoded codes.
 
-Two values of 4 bits share a byte, the first in its low half. They are decoded two to an instruction and stay apart:
-the low halves of a row meet the even columns of the other operand, the high halves the odd ones. Sums have no order.
+Two 4-bit values share a byte, the first in its low half. One instruction decodes two, and they are not interleaved:
+the low halves of a row are multiplied with the even columns of the other operand, the high halves with the odd ones. A
+sum over K may take columns in any order.
 
     row of a weight     w0 w1 w2 w3 ...   bytes  w1|w0  w3|w2 ...   decoded  [w0 w2 ...] and [w1 w3 ...]
     row of a token      x0 x1 x2 x3 ...                             split    [x0 x2 ...] and [x1 x3 ...]
@@ -17,10 +18,12 @@ from flashinfer.ops._device.widen import e2m1_times
 
 @triton.jit
 def weight_rows(column, n, GATED: tl.constexpr, PAIRED: tl.constexpr, SHUFFLE: tl.constexpr):
-    """Where rows of the weights are, for columns of the product.
+    """The row of the weights for each column of the product.
 
-    Columns of gated weights alternate, factor and gate, so that both of a result are in one tile. Rows alternate in
-    groups of PAIRED, or are halves.
+    Columns of a gated product alternate, factor and gate, so that both inputs of a result are in one tile. In memory
+    the rows of factors and gates alternate in groups of PAIRED, or, if PAIRED is 0, are the two halves. With n = 8 and
+    PAIRED 0 the columns 0 1 2 3 are rows 0 4 1 5; with PAIRED 2 they are rows 0 2 1 3. SHUFFLE is the block of
+    `shuffle_matrix_a`.
     """
     row = column
     if GATED and PAIRED == 0:
@@ -35,21 +38,22 @@ def weight_rows(column, n, GATED: tl.constexpr, PAIRED: tl.constexpr, SHUFFLE: t
 
 @triton.jit
 def load_arranged(codes, row, column, k):
-    """Bytes of rows [rows] and of pairs of elements `column` [bytes] of weights that `fragments.py` has arranged."""
+    """Bytes of rows `row` [ROWS] and pairs of elements `column` [BYTES] of arranged weights: two codes each, in the
+    order before `fragments.arrange`."""
     inside = row % 64
     thread = inside // 16 * 32 + row % 8 * 4
     row_at = (row // 64).to(tl.int64) * (k // 64) * 512 + thread * 4
     column_at = column // 32 * 512 + column % 4 * 4 + column % 16 // 8 * 2 + column % 8 // 4
     words = codes.to(tl.pointer_type(tl.uint32), bitcast=True)
     word = tl.load(words + row_at[:, None] + column_at[None, :], (column < k // 2)[None, :], other=0)
-    # Of a word's four pairs of codes.
+    # The index j of the codes in the two halves of the word.
     pair = (inside % 16 // 8)[:, None] + (column % 32 // 16 * 2)[None, :]
     return arranged_code(word, pair, 0) | arranged_code(word, pair, 16) << 4
 
 
 @triton.jit
 def arranged_code(word, pair, lane):
-    """One code of a pair; `lane` is 0 or 16, its half of the word."""
+    """Code `pair` of one half of a word (`fragments.WHERE`); `lane` is 0 for the low half, 16 for the high half."""
     at = tl.where(pair == 0, 6, tl.where(pair == 1, 10, tl.where(pair == 2, 0, 4)))
     sign_at = tl.where(pair == 0, 15, tl.where(pair == 1, 19, tl.where(pair == 2, 9, 13)))
     found = word >> (at + lane) & 7
@@ -59,9 +63,10 @@ def arranged_code(word, pair, lane):
 
 @triton.jit
 def load_factors(scale, row, first, live, k, strides, WIDTH: tl.constexpr, TILE_K: tl.constexpr, LAYOUT: tl.constexpr):
-    """The scale factors of rows' elements `first` to `first + TILE_K`, [rows, TILE_K / WIDTH].
+    """The scale factors of elements `first` to `first + TILE_K` of rows, [rows, TILE_K / WIDTH].
 
-    strides : of a row and of a block in "linear"; of 128 elements of all rows, and none, in "strips".
+    strides : in "linear" the strides of a row and of a block; in "strips" the stride from 128 elements of all rows to
+    the next 128, and nothing.
     """
     block = first // WIDTH + tl.arange(0, TILE_K // WIDTH)
     inside = live[:, None] & (block * WIDTH < k)[None, :]
@@ -80,7 +85,7 @@ def load_factors(scale, row, first, live, k, strides, WIDTH: tl.constexpr, TILE_
 def operand(
     codes, factors, FORMAT: tl.constexpr, FP8: tl.constexpr, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr
 ):  # fmt: skip
-    """A tile of whole values as an operand of the product, its scale factors inside. FP8: the product takes e4m3."""
+    """A tile of unpacked codes as an operand of tl.dot, times its scale factors. With FP8 tl.dot takes the codes."""
     if FP8:
         return codes
     elif FORMAT == "fp8" or FORMAT == "fp8_block":
@@ -95,7 +100,7 @@ def operand(
 def packed_operand(
     codes, factors, FORMAT: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr
 ):  # fmt: skip
-    """A tile of bytes [rows, n] of two values each: the low ones and the high ones as operands [rows, n]."""
+    """A tile of bytes [rows, n] with two codes each, as two operands [rows, n]: the low codes and the high codes."""
     if FORMAT == "nvfp4":
         factors = from_fp8(factors, "fp8e4nv", CAPABILITY)
     elif FORMAT == "mxfp4":
@@ -111,11 +116,11 @@ def packed_operand(
 
 
 @triton.jit
-def halves_of(
+def even_odd_operands(
     codes, factors, FORMAT: tl.constexpr, WIDTH: tl.constexpr, PACK: tl.constexpr, DTYPE: tl.constexpr,
     CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """The even and the odd columns of a tile, packed or not, as operands."""
+    """The even and the odd columns of a tile, packed or not, as two operands."""
     if PACK == 2:
         return packed_operand(codes, factors, FORMAT, WIDTH, DTYPE, CAPABILITY)
     else:
@@ -123,9 +128,11 @@ def halves_of(
         return tl.split(tl.reshape(wide, [codes.shape[0], codes.shape[1] // 2, 2]))
 
 
-# A code c of two's complement is (c ^ 8) - 8. With c ^ 8 in the last bits of 0x4300, a bfloat16 is 128 + (c ^ 8), and
-# less 136 (0xC308 is -136) it is the code, exactly. The values of neighbouring bytes are the halves of a register, as
-# their factors are: $5 ... $8 are float32.
+# PTX for four bytes of int4 codes ($4) and their four float32 factors ($5 ... $8): $0 and $1 become the low codes of
+# the four bytes, $2 and $3 the high ones, each times its factor, two bfloat16 in a register.
+#
+# A two's complement code c is (c ^ 8) - 8. With c ^ 8 as its lowest bits, the bfloat16 0x4300 is 128 + (c ^ 8); adding
+# 0xC308, which is -136, gives the code exactly.
 _INT4_TIMES = tl.constexpr("""
 {
 .reg .b32 pair, code, factor, none, one, offset;
@@ -156,7 +163,7 @@ fma.rn.bf16x2 $3, $3, factor, none;
 
 @triton.jit
 def int4_times(codes, factor, DTYPE: tl.constexpr, CAPABILITY: tl.constexpr):
-    """`e2m1_times` of integers in two's complement. bfloat16 rounds the products once, of factors that it holds."""
+    """`e2m1_times` for int4. In bfloat16 the product is rounded once if the factor is a bfloat16."""
     if CAPABILITY >= 80 and DTYPE == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
             _INT4_TIMES, "=&r,=&r,=&r,=&r,r,r,r,r,r", [codes, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,

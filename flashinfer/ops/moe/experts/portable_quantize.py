@@ -1,8 +1,8 @@
-"""Rows as codes and scale factors in Triton: those between the experts' products, or a call's own.
+"""Quantizes rows to codes and scale factors in Triton: the inputs of the experts' two GEMMs.
 
-Grid: (rows / ROWS, columns / COLUMNS); with a scale of each row a program has all columns, and reads them twice. With
-a token map, rows of padding are passed over.
-Warps: each has a part of every row. Shared memory: reductions.
+Grid: (rows / ROWS, columns / COLUMNS); with row scales a program has all columns, and reads them twice. With a token
+map, rows of padding are skipped.
+Warps: all share the rows. Shared memory: reductions.
 Inputs: x [rows, n]. Outputs: codes [rows, n or n / 2], factors [rows, blocks].
 Method: the formats of `flashinfer/ops/_device/scales.py`.
 """
@@ -19,33 +19,33 @@ from flashinfer.ops._device.scales import block_amax, quantize_fp8, quantize_mxf
 
 @triton.jit
 def quantize_tile(
-    x, its, codes, factors, row, live, start, n, x_row, codes_row, factors_row, factors_block,
+    x, row_scale, codes, factors, row, row_ok, start, n, x_row, codes_row, factors_row, factors_block,
     FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """Columns `start` to `start + COLUMNS` of rows as codes and scale factors. its : [ROWS, 1], their global scales."""
+    """Quantize columns `start` to `start + COLUMNS` of rows. row_scale : [ROWS, 1], the global scale of each row."""
     column = start + tl.arange(0, COLUMNS)
-    inside = live[:, None] & (column < n)[None, :]
+    inside = row_ok[:, None] & (column < n)[None, :]
     y = tl.load(x + row.to(tl.int64)[:, None] * x_row + column[None, :], inside, other=0).to(tl.float32)
     if FORMAT == "fp8":
         WIDTH: tl.constexpr = 1
-        made = to_fp8(y * its, "fp8e4nv", CAPABILITY)
+        converted = to_fp8(y * row_scale, "fp8e4nv", CAPABILITY)
     elif FORMAT == "fp8_block":
         WIDTH: tl.constexpr = 128
-        made, factor = quantize_fp8(y, 128, "fp8e4nv", False, CAPABILITY)
+        converted, factor = quantize_fp8(y, 128, "fp8e4nv", False, CAPABILITY)
     elif FORMAT == "mxfp8":
         WIDTH: tl.constexpr = 32
-        made, factor = quantize_mxfp8(y, CAPABILITY)
+        converted, factor = quantize_mxfp8(y, CAPABILITY)
     else:
         WIDTH: tl.constexpr = 16
-        made, factor = quantize_nvfp4(y, its, CAPABILITY)
-    PACK: tl.constexpr = COLUMNS // made.shape[1]
+        converted, factor = quantize_nvfp4(y, row_scale, CAPABILITY)
+    PACK: tl.constexpr = COLUMNS // converted.shape[1]
     byte = start // PACK + tl.arange(0, COLUMNS // PACK)
     at = row.to(tl.int64)[:, None] * codes_row + byte[None, :]
-    tl.store(codes + at, made, live[:, None] & (byte < n // PACK)[None, :])
+    tl.store(codes + at, converted, row_ok[:, None] & (byte < n // PACK)[None, :])
     if FORMAT != "fp8":
         block = start // WIDTH + tl.arange(0, COLUMNS // WIDTH)
         at = row.to(tl.int64)[:, None] * factors_row + block.to(tl.int64)[None, :] * factors_block
-        tl.store(factors + at, factor, live[:, None] & (block * WIDTH < n)[None, :])
+        tl.store(factors + at, factor, row_ok[:, None] & (block * WIDTH < n)[None, :])
 
 
 @triton.jit
@@ -70,38 +70,38 @@ def quantize_kernel(
     COLUMNS: tl.constexpr,
     CAPABILITY: tl.constexpr,
 ):
-    """A program has columns of its rows; with a scale of each row all columns, which it reads twice."""
+    """A program quantizes COLUMNS columns of ROWS rows; with row scales all columns, which it reads twice."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start = tl.program_id(1) * COLUMNS
-    live = row < rows
+    row_ok = row < rows
     expert = tl.zeros_like(row)
     if TILE:
-        expert = tl.load(tile_expert + row // TILE, live, other=-1)
-        live = live & (expert >= 0)
-        live = live & (row < tl.load(tile_end + row // TILE, live, other=0))
-        expert = tl.where(live, expert, 0)
+        expert = tl.load(tile_expert + row // TILE, row_ok, other=-1)
+        row_ok = row_ok & (expert >= 0)
+        row_ok = row_ok & (row < tl.load(tile_end + row // TILE, row_ok, other=0))
+        expert = tl.where(row_ok, expert, 0)
     if global_scale is not None:
-        its = tl.load(global_scale + tl.where(entries == 1, 0, expert))[:, None]
+        row_scale = tl.load(global_scale + tl.where(entries == 1, 0, expert))[:, None]
     else:
-        its = tl.full([ROWS, 1], 1.0, tl.float32)
+        row_scale = tl.full([ROWS, 1], 1.0, tl.float32)
     if row_scales is not None:
-        most = tl.zeros([ROWS, 1], tl.int32)
+        amax = tl.zeros([ROWS, 1], tl.int32)
         for first in range(0, n, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
-            inside = live[:, None] & (column < n)[None, :]
+            inside = row_ok[:, None] & (column < n)[None, :]
             y = tl.load(x + row.to(tl.int64)[:, None] * x_row + column[None, :], inside, other=0).to(tl.float32)
-            most = tl.maximum(most, tl.max(block_amax(y, 16), 1, keep_dims=True))
-        its *= most.to(tl.float32, bitcast=True)
-        tl.store(row_scales + row[:, None], its, live[:, None])
-        its = tl.where(its == 0, 0.0, tl.div_rn(tl.full([ROWS, 1], 1.0, tl.float32), its))
+            amax = tl.maximum(amax, tl.max(block_amax(y, 16), 1, keep_dims=True))
+        row_scale *= amax.to(tl.float32, bitcast=True)
+        tl.store(row_scales + row[:, None], row_scale, row_ok[:, None])
+        row_scale = tl.where(row_scale == 0, 0.0, tl.div_rn(tl.full([ROWS, 1], 1.0, tl.float32), row_scale))
         for first in range(0, n, COLUMNS):
             quantize_tile(
-                x, its, codes, factors, row, live, first, n, x_row, codes_row, factors_row, factors_block,
+                x, row_scale, codes, factors, row, row_ok, first, n, x_row, codes_row, factors_row, factors_block,
                 FORMAT, ROWS, COLUMNS, CAPABILITY,
             )  # fmt: skip
     else:
         quantize_tile(
-            x, its, codes, factors, row, live, start, n, x_row, codes_row, factors_row, factors_block,
+            x, row_scale, codes, factors, row, row_ok, start, n, x_row, codes_row, factors_row, factors_block,
             FORMAT, ROWS, COLUMNS, CAPABILITY,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The experts' products in torch: an expert at a time, its weights decoded whole, float32 sums."""
+"""The experts' GEMM in torch: one expert at a time, with weights dequantized to float32."""
 
 import torch
 from torch.nn.functional import gelu, silu
@@ -12,12 +12,12 @@ def run(problem, config, rows, weights, finish, token_map, out):
     """out[r] = finish(rows of r @ weights of r's expert) for the rows r of the map."""
     n, k = extents(weights.codes, problem.weights, problem.block)
     first, count = token_map.first.tolist(), token_map.count.tolist()
-    for expert, (start, many) in enumerate(zip(first, count)):
-        if not many:
+    for expert, (start, rows_of_expert) in enumerate(zip(first, count)):
+        if not rows_of_expert:
             continue
-        row = slice(start, start + many)
+        row = slice(start, start + rows_of_expert)
         pair = token_map.row_pair[row].long()
-        source = pair // rows.top_k if problem.gather else torch.arange(start, start + many, device=pair.device)
+        source = pair // rows.top_k if problem.gather else torch.arange(start, row.stop, device=pair.device)
         x = decode_rows(problem, rows, source, k)
         y = x @ decode_weights(problem, weights, expert, n, k).T
         y = _finish(problem, finish, weights, y, pair, source, expert)
@@ -63,7 +63,7 @@ def decode_weights(problem, weights, expert: int, n: int, k: int) -> torch.Tenso
 
 
 def weight_rows(problem, n: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where rows of the weights are, for columns of the product: stored, and before `shuffle_matrix_a`."""
+    """The row of the weights for each column of the product: as stored, and before `shuffle_matrix_a`."""
     column = torch.arange(n, device=device)
     row = column
     if problem.act in GATED:

@@ -1,4 +1,4 @@
-"""Rows as codes and scale factors in torch: those of a token map, or all."""
+"""Quantizes rows to codes and scale factors in torch: all rows, or those of a token map."""
 
 import torch
 
@@ -15,24 +15,24 @@ def run(problem, config, x, global_scale, token_map, codes, factors, row_scales=
         live = torch.nonzero(token_map.row_pair[: int(token_map.first[-1])] >= 0)[:, 0]
         expert = token_map.tile_expert[live // problem.tile].long()
     y = x[live].float()
-    its = torch.ones(len(y), 1, dtype=torch.float32, device=x.device)
+    row_scale = torch.ones(len(y), 1, dtype=torch.float32, device=x.device)
     if problem.scaled:
-        its = global_scale.flatten()[expert if global_scale.numel() > 1 else 0].float().reshape(-1, 1)
+        row_scale = global_scale.flatten()[expert if global_scale.numel() > 1 else 0].float().reshape(-1, 1)
     if problem.row_scale:
-        its = its * y.abs().amax(1, keepdim=True)
-        row_scales[live] = its[:, 0]
-        its = torch.where(its == 0, 0, 1 / its)
+        row_scale = row_scale * y.abs().amax(1, keepdim=True)
+        row_scales[live] = row_scale[:, 0]
+        row_scale = torch.where(row_scale == 0, 0, 1 / row_scale)
     if problem.encoding == "fp8":
-        codes[live] = narrow.to_fp8(y * its, torch.float8_e4m3fn).view(codes.dtype)
+        codes[live] = narrow.to_fp8(y * row_scale, torch.float8_e4m3fn).view(codes.dtype)
         return
     padded = torch.nn.functional.pad(y, (0, -y.shape[1] % WIDTH[problem.encoding]))
     if problem.encoding == "fp8_block":
-        made, factor = narrow.quantize_fp8(padded, 128, torch.float8_e4m3fn)
+        converted, factor = narrow.quantize_fp8(padded, 128, torch.float8_e4m3fn)
     elif problem.encoding == "mxfp8":
-        made, factor = narrow.quantize_mxfp8(padded)
+        converted, factor = narrow.quantize_mxfp8(padded)
     else:
-        made, factor = narrow.quantize_nvfp4(padded, its)
-    codes.view(torch.uint8)[live] = made.view(torch.uint8)[:, : codes.shape[1]]
+        converted, factor = narrow.quantize_nvfp4(padded, row_scale)
+    codes.view(torch.uint8)[live] = converted.view(torch.uint8)[:, : codes.shape[1]]
     if problem.encoding == "fp8_block":
         factors[live] = factor
     else:

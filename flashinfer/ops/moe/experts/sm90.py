@@ -1,12 +1,12 @@
-"""The experts' products on Hopper, in Gluon: tiles of 128 rows of one expert, persistent, operands by the copy engine.
+"""The experts' GEMM on Hopper, in Gluon: persistent, tiles of 128 rows of one expert, operands loaded by TMA.
 
-The copy engine brings boxes, so gather_kernel puts rows of the first product in the map's order before it. A tile has
-256 columns of weights: of gated ones 128 of the factor and the same 128 of the gate, in one warpgroup's registers, so
-that activation is the epilogue.
+TMA copies boxes of consecutive rows, so before the first GEMM gather_kernel copies rows into the order of the token
+map. A tile has 256 columns of weights. Of gated weights these are 128 columns of the factor and the same 128 of the
+gate, in one warpgroup's registers, so the activation is in the epilogue.
 
-Grid: product_sm90_kernel any number of blocks, which walk over the token map's tiles; gather_kernel (rows / ROWS,
-blocks of words). Warps: two consumer warpgroups of 64 rows, one producer warp, and one for scale factors of blocks.
-Shared memory: the ring of STAGES tiles, factors, and a 16-bit tile on its way out.
+Grid: product_sm90_kernel any number of persistent blocks, which loop over the token map's tiles; gather_kernel
+(rows / ROWS, blocks of words). Warps: two consumer warpgroups of 64 rows, one producer warp, and one scale warp for
+block scales. Shared memory: the ring of STAGES tiles, factors, and a staging buffer for 16-bit output.
 Inputs: rows [row of the token map, k] and weights [expert, n, k] by their maps, scale factors, and tiles of the token
 map. Outputs: out [row of the token map, n, or n / 2 if GATED].
 Method: that of `flashinfer/ops/gemm/dense/sm90_kernel.py`, over a token map.
@@ -28,16 +28,16 @@ from flashinfer.ops._device.sm90.store import make_staging, write_tile
 from flashinfer.ops._device.sm90.walk import raster
 from flashinfer.ops.moe.experts import GATED, Finish, Rows, Weights, extents
 
-# Columns of weights that one copy brings, and of a gated result in a tile.
+# Columns of weights in one TMA box, and columns of a gated result in a tile.
 _HALF = gl.constexpr(128)
 
 
 @triton.jit
 def gather_kernel(
-    x, to, tile_expert, tile_end, row_pair, words, top_k, x_row,
+    x, gathered_rows, tile_expert, tile_end, row_pair, words, top_k, x_row,
     TILE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of tokens, as words of 4 bytes, in the order of the map. Padding is not written."""
+    """Copy rows of tokens, as words of 4 bytes, into the order of the token map. Padding is not written."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.program_id(0) * ROWS // TILE
     if tl.load(tile_expert + tile) < 0:
@@ -47,21 +47,21 @@ def gather_kernel(
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     inside = live[:, None] & (word < words)[None, :]
     found = tl.load(x + source.to(tl.int64)[:, None] * x_row + word[None, :], inside)
-    tl.store(to + row.to(tl.int64)[:, None] * words + word[None, :], found, inside)
+    tl.store(gathered_rows + row.to(tl.int64)[:, None] * words + word[None, :], found, inside)
 
 
 @gluon.jit
 def _produce(a_map, b_map, tile_expert, sizes, ring: Ring, GATED: gl.constexpr):
-    """One warp: copies what each tile needs."""
+    """Producer warp: copies the operands of each tile."""
     tiles, tiles_n, n, steps = sizes
     settings = ring.settings
     BYTES: gl.constexpr = ring.a.dtype.primitive_bitwidth // 8
-    SHARE: gl.constexpr = _HALF if GATED else settings.BLOCK_N
+    TILE_COLUMNS: gl.constexpr = _HALF if GATED else settings.BLOCK_N
     step = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
         tile, tile_n = raster(work, tiles, tiles_n, settings.GROUP)
         expert = gl.load(tile_expert + tile)
-        left = tile_n * SHARE
+        left = tile_n * TILE_COLUMNS
         right = left + (n // 2 if GATED else _HALF)
         row = tile * (2 * ROWS)
         for block in range(0, steps):
@@ -80,20 +80,20 @@ def _produce(a_map, b_map, tile_expert, sizes, ring: Ring, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _bring(
+def _load_scales(
     x_scale, w_scale, token_map, sizes, strides, top_k, ring: Ring, factors, GATED: gl.constexpr, GATHER: gl.constexpr,
 ):  # fmt: skip
-    """One warp: the factors of each block of K of each tile."""
+    """Scale warp: loads the factors of each block of K of each tile."""
     tiles, tiles_n, n, steps = sizes
     tile_expert, tile_end, row_pair = token_map
     x_row, x_block, w_expert, w_row, w_block = strides
     settings = ring.settings
-    SHARE: gl.constexpr = _HALF if GATED else settings.BLOCK_N
+    TILE_COLUMNS: gl.constexpr = _HALF if GATED else settings.BLOCK_N
     step = 0
     for work in range(gl.program_id(0), tiles * tiles_n, gl.num_programs(0)):
         tile, tile_n = raster(work, tiles, tiles_n, settings.GROUP)
         expert = gl.load(tile_expert + tile)
-        column = tile_n * SHARE
+        column = tile_n * TILE_COLUMNS
         rows = rows_of(tile * (2 * ROWS), settings)
         live = rows < gl.load(tile_end + tile)
         source = rows
@@ -101,15 +101,15 @@ def _bring(
             source = gl.load(row_pair + rows, mask=live, other=0) // top_k
         a = x_scale + source.to(gl.int64) * x_row
         b = w_scale + expert.to(gl.int64) * w_expert + (column // 128).to(gl.int64) * w_row
-        ahead = w_row * (n // 256) if GATED else w_row
+        half_stride = w_row * (n // 256) if GATED else w_row
         right_ok = (column + 128 < n) | GATED
-        scales = Scales(a, b, live, right_ok, x_block, w_block, ahead)
+        scales = Scales(a, b, live, right_ok, x_block, w_block, half_stride)
         step = load_factors(ring, factors, scales, step, 0, steps, steps)
 
 
 @gluon.jit
 def _gated(factor, gate, scale):
-    """SwiGLU."""
+    """SwiGLU of factor * scale and gate * scale."""
     gate *= scale
     return factor * scale * (gate / (1 + gl.exp(-gate)))
 
@@ -118,7 +118,7 @@ def _gated(factor, gate, scale):
 def _consume(
     WG: gl.constexpr, tensors, token_map, sizes, numbers, ring: Ring, factors, staging, GATED: gl.constexpr
 ):  # fmt: skip
-    """One warpgroup: 64 rows of each tile."""
+    """Consumer warpgroup WG: multiplies and writes 64 rows of each tile."""
     out, scale, scale_out = tensors
     tiles, tiles_n, n, steps = sizes
     tile_expert, tile_end, row_pair = token_map
@@ -140,7 +140,7 @@ def _consume(
             acc = gl.zeros([ROWS, 2 * _HALF], gl.float32, LAYOUT)
             acc, step = sum_products(WG, ring, acc, step, 0, steps)
             left, right = halves(acc)
-        # Where the tile is, is asked for after its products: it would take registers through all of them.
+        # The tile's coordinates are computed again here: they would take registers during the loop over K.
         tile, tile_n = raster(work, tiles, tiles_n, settings.GROUP)
         end = gl.load(tile_end + tile)
         row = tile * (2 * ROWS) + WG * ROWS
@@ -169,7 +169,7 @@ def product_sm90_kernel(
     GATED: gl.constexpr, GATHER: gl.constexpr, SCALED: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Persistent: any number of blocks. Maps are [row, k] of rows in the map's order, and [expert, n, k] of weights."""
+    """a_map is of [row, k], rows in the order of the token map; b_map of [expert, n, k]."""
     DTYPE: gl.constexpr = a_map.dtype
     OUT: gl.constexpr = out.dtype.element_ty
     FP8: gl.constexpr = DTYPE.primitive_bitwidth == 8
@@ -180,13 +180,13 @@ def product_sm90_kernel(
     ring = make_ring(DTYPE, settings, 2 if SCALED else 1)
     factors = make_factors(settings)
     if FP8 and not SCALED:
-        # Without factors, sums of 128 products go to float32 as they are.
+        # FP8 without block scales is promoted with factors of 1.
         ones = gl.full([2 * ROWS], 1.0, gl.float32, gl.BlockedLayout([1], [32], [4], [0]))
         for i in gl.static_range(2 * STAGES):
             factors.index(i).store(ones)
     staging = make_staging(OUT, 64)
-    G: gl.constexpr = gl.constexpr(GATED)
-    H: gl.constexpr = gl.constexpr(GATHER)
+    GATED_ARG: gl.constexpr = gl.constexpr(GATED)
+    GATHER_ARG: gl.constexpr = gl.constexpr(GATHER)
     tiles_n = gl.cdiv(n // 2, _HALF) if GATED else gl.cdiv(n, 2 * _HALF)
     sizes = (gl.load(tiles), tiles_n, n, gl.cdiv(k, BLOCK_K))
     tensors = (out, scale, scale_out)
@@ -196,10 +196,11 @@ def product_sm90_kernel(
         strides = (x_scale_row, x_scale_block, w_scale_expert, w_scale_row, w_scale_block)
         gl.warp_specialize(
             [
-                (_consume, (gl.constexpr(0), tensors, token_map, sizes, numbers, ring, factors, staging, G)),
-                (_consume, (gl.constexpr(1), tensors, token_map, sizes, numbers, ring, factors, staging, G)),
-                (_produce, (a_map, b_map, tile_expert, sizes, ring, G)),
-                (_bring, (x_scale, w_scale, token_map, sizes, strides, top_k, ring, factors, G, H)),
+                (_consume, (gl.constexpr(0), tensors, token_map, sizes, numbers, ring, factors, staging, GATED_ARG)),
+                (_consume, (gl.constexpr(1), tensors, token_map, sizes, numbers, ring, factors, staging, GATED_ARG)),
+                (_produce, (a_map, b_map, tile_expert, sizes, ring, GATED_ARG)),
+                (_load_scales, (x_scale, w_scale, token_map, sizes, strides, top_k, ring, factors, GATED_ARG,
+                GATHER_ARG)),
             ],
             [4, 1, 1],
             [REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
@@ -207,9 +208,9 @@ def product_sm90_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (gl.constexpr(0), tensors, token_map, sizes, numbers, ring, factors, staging, G)),
-                (_consume, (gl.constexpr(1), tensors, token_map, sizes, numbers, ring, factors, staging, G)),
-                (_produce, (a_map, b_map, tile_expert, sizes, ring, G)),
+                (_consume, (gl.constexpr(0), tensors, token_map, sizes, numbers, ring, factors, staging, GATED_ARG)),
+                (_consume, (gl.constexpr(1), tensors, token_map, sizes, numbers, ring, factors, staging, GATED_ARG)),
+                (_produce, (a_map, b_map, tile_expert, sizes, ring, GATED_ARG)),
             ],
             [4, 1],
             [REGISTERS, COPY_REGISTERS],
@@ -220,7 +221,7 @@ _DTYPES = {"fp8": "fp8e4nv", "fp8_block": "fp8e4nv"}
 
 
 def _boxes(c):
-    """What one copy brings of rows, and of weights."""
+    """The TMA boxes of rows and of weights."""
     return (64, c.block_k), (1, 128, c.block_k)
 
 
@@ -245,7 +246,7 @@ def _build(p, c) -> Build:
 
 
 def _build_gather(p, c) -> Build:
-    types = dict(x="*i32:16", to="*i32:16", **dict.fromkeys(("tile_expert", "tile_end", "row_pair"), "*i32"),
+    types = dict(x="*i32:16", gathered_rows="*i32:16", **dict.fromkeys(("tile_expert", "tile_end", "row_pair"), "*i32"),
                  words="i32:4", top_k="i32", x_row="i64:4")  # fmt: skip
     return Build(gather_kernel, types, dict(TILE=p.tile, ROWS=c.gather_rows, WORDS=c.gather_words), num_warps=8)
 
@@ -255,7 +256,7 @@ gather = Launcher("moe_gather", _build_gather)
 
 
 def kernels(p, c):
-    """What runs for a problem: (launcher, problem, config) of each kernel, for compiling ahead."""
+    """(launcher, problem, config) of each kernel that may run for a problem, for compiling ahead."""
     yield product_sm90, p, c
     if p.gather:
         yield gather, p, c
@@ -279,16 +280,16 @@ def run(p, c, rows: Rows, weights: Weights, finish: Finish, token_map, out) -> N
 
 
 def gathered(p, c, rows: Rows, token_map) -> torch.Tensor:
-    """The rows of the map, each its token's."""
+    """The tokens' rows in the order of the token map, [rows of the map, k]."""
     x, count = rows.codes, token_map.row_pair.numel()
-    to = torch.empty(count, x.shape[1], dtype=x.dtype, device=x.device)
+    gathered_rows = torch.empty(count, x.shape[1], dtype=x.dtype, device=x.device)
     source = x.view(torch.int32)
     words = source.shape[1]
     gather(
-        p, c, (count // c.gather_rows, triton.cdiv(words, c.gather_words), 1), source, to.view(torch.int32),
+        p, c, (count // c.gather_rows, triton.cdiv(words, c.gather_words), 1), source, gathered_rows.view(torch.int32),
         token_map.tile_expert, token_map.tile_end, token_map.row_pair, words, rows.top_k, source.stride(0),
     )  # fmt: skip
-    return to
+    return gathered_rows
 
 
 IMPLEMENTATION = Implementation(run, (product_sm90, gather), kernels=kernels)

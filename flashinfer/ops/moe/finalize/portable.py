@@ -1,4 +1,4 @@
-"""Finalize in Triton: a token's rows are summed, each times its weight.
+"""Finalize in Triton: the weighted sum of a token's rows.
 
 Grid: tokens x blocks of columns. Warps: all share the columns. Shared memory: none.
 Inputs: y [rows, hidden], pair_row int32 [tokens, top_k], -1 for none, weights [tokens, top_k] or none.
@@ -26,11 +26,11 @@ def finalize_kernel(
         for i in tl.static_range(TOGETHER):
             choice = start + i
             row = tl.load(pair_row + token * pair_row_row + choice, choice < top_k, other=-1)
-            there = row >= 0
+            row_ok = row >= 0
             at = tl.maximum(row, 0).to(tl.int64) * multiple(y_row, Y_UNIT)
-            term = tl.load(y + at + column, inside & there, other=0).to(tl.float32)
+            term = tl.load(y + at + column, inside & row_ok, other=0).to(tl.float32)
             if weights is not None:
-                term *= tl.load(weights + token * weights_row + choice, there, other=0).to(tl.float32)
+                term *= tl.load(weights + token * weights_row + choice, row_ok, other=0).to(tl.float32)
             total += term
     tl.store(out + token * multiple(out_row, OUT_UNIT) + column, total.to(out.dtype.element_ty), inside)
 

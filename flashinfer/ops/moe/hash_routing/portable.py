@@ -1,4 +1,4 @@
-"""Routing by token id in Triton: a row of the table, a gather of logits, and a sum over a token's experts.
+"""Routing by token id in Triton: a table gives a token's experts; their logits give the weights.
 
 Grid: tokens / ROWS. Warps: all share the tokens. Shared memory: the sums.
 Inputs: logits [tokens, experts], token ids [tokens], table [vocabulary, top_k], any strides of logits.
@@ -36,19 +36,19 @@ def hash_kernel(
     token = tl.load(tokens + row, in_rows, other=-1).to(tl.int64)
     known = (token >= 0) & (token < vocabulary)
     expert = tl.load(table + token[:, None] * top_k + slot, known[:, None] & routed, other=-1).to(tl.int64)
-    there = (expert >= 0) & (expert < experts)
+    valid = (expert >= 0) & (expert < experts)
     at = row[:, None] * logits_row + expert * logits_column
-    score = tl.sqrt_rn(softplus(tl.load(logits + at, there, other=0).to(tl.float32)))
-    score = tl.where(there, score, 0)
+    score = tl.sqrt_rn(softplus(tl.load(logits + at, valid, other=0).to(tl.float32)))
+    score = tl.where(valid, score, 0)
     total = tl.sum(score, 1)[:, None]
-    # A token whose scores are all 0 divides 0 by 0, as the formula does; one without experts has none to divide.
-    weight = tl.where(there, score / total, 0)
-    id = tl.where(there, expert, -1)
+    # A token whose scores are all 0 gets 0 / 0 = NaN, as the formula gives. A token without experts gets weights of 0.
+    weight = tl.where(valid, score / total, 0)
+    id = tl.where(valid, expert, -1)
     id = tl.where(routed, id, experts + slot - top_k)
     weight = tl.where(routed, weight, shared_weight)
-    place = row[:, None] * slots + slot
-    tl.store(ids + place, id.to(tl.int32), in_rows[:, None] & (slot < slots))
-    tl.store(weights + place, weight, in_rows[:, None] & (slot < slots))
+    offset = row[:, None] * slots + slot
+    tl.store(ids + offset, id.to(tl.int32), in_rows[:, None] & (slot < slots))
+    tl.store(weights + offset, weight, in_rows[:, None] & (slot < slots))
 
 
 def build(problem, config):
@@ -63,7 +63,7 @@ launch = Launcher("moe_hash_route", build)
 
 
 def run(problem, config, logits, tokens, table, shared_weight, ids, weights):
-    """As the reference has it; table, ids and weights are contiguous."""
+    """Arguments as in the reference; table, ids and weights are contiguous."""
     count, experts = logits.shape
     grid = (triton.cdiv(count, config.rows), 1, 1)
     sizes = count, len(table), experts, table.shape[1], ids.shape[1]

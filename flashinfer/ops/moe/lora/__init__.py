@@ -1,4 +1,4 @@
-"""Products of routed rows with the low-rank matrices of their adapter and expert, found through tables of addresses."""
+"""LoRA for routed rows: products with the low-rank matrices of adapter and expert, found by tables of addresses."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ MOST_TOGETHER = 256
 class Problem:
     """out[r, c] += sum over the pairs p of r of weight[p] * x[row of p] @ w(expert[p], adapter[token[p]])[c].
 
-    Every variant's `run(problem, config, x, matrices, pairs, out, offset)` is given x [., K] and out [rows, .] with
-    contiguous rows, Matrices and Pairs, and `offset`: int64 [1] on the device, where in a row of out the columns begin;
-    or None, 0. Columns outside out are left out.
+    Arguments of every variant's `run(problem, config, x, matrices, pairs, out, offset)`: x [., K] and out [rows, .]
+    with contiguous rows, Matrices and Pairs, and `offset`, int64 [1] on the device, the first column of out that is
+    written; None stands for 0. Columns outside out are not written.
 
-    Summed in float32, pairs in their order, and rounded once.
+    Sums are float32, over the pairs in order, and rounded once.
 
     Attributes
     ----------
     dtype, out : str
         Of x and the matrices, and of the result.
     together : int
-        K, rounded up to a power of two, at least 16 and at most MOST_TOGETHER.
+        Elements of K in one step: K rounded up to a power of two, from 16 to MOST_TOGETHER.
     by_token : bool
         Pair p reads row tokens[p] of x; else row p.
     weighted : bool
         Pairs have weights.
     combined : bool
-        Pairs have `order` and `begin`.
+        A row of out sums the pairs that `order` and `begin` list.
     placed : bool
         `offset` is given.
     adds : bool
-        The result is added to out; else stored, and the row of a pair that gives nothing stays as it is.
+        The result is added to out; else stored. The row of a pair that gives nothing is not written.
     """
 
     dtype: str
@@ -53,9 +53,9 @@ class Problem:
 
 
 class Matrices(NamedTuple):
-    """table int64 [experts]: where adapter 0's matrix [rows, K] of each expert is, contiguous, in the dtype of x.
+    """table int64 [experts]: the address of adapter 0's matrix [rows, K] of each expert, contiguous, in the dtype of x.
 
-    That of adapter l is l * `stride` elements further.
+    The matrix of adapter l begins l * `stride` elements after it.
     """
 
     table: torch.Tensor
@@ -66,7 +66,8 @@ class Matrices(NamedTuple):
 class Pairs(NamedTuple):
     """tokens and experts int64 [pairs], adapters int64 [tokens], weights float32 [pairs] or None: 1.
 
-    A pair without such a token or expert, or with a negative adapter, gives nothing, and nothing else of it is read.
+    A pair whose token or expert does not exist, or whose adapter is negative, gives nothing; nothing else of it is
+    read.
 
     order, begin : int64 [pairs] and [rows + 1]: those of row r are order[begin[r] : begin[r + 1]]. Or None: row r has
     pair r alone.

@@ -1,7 +1,7 @@
-"""Routed rows times low-rank matrices, in Triton: a program sums some columns of one row.
+"""LoRA for routed rows in Triton: a program computes BLOCK columns of one row.
 
-Grid: (rows of out x blocks of columns). Each program walks over its row's pairs in order; of each it reads the token,
-the expert, the adapter and the address of the matrix [N, K], then BLOCK rows of that and the row of x, TOGETHER
+Grid: (rows of out x blocks of columns). Each program loops over its row's pairs in order. For each it loads the token,
+the expert, the adapter and the address of the matrix [N, K], then BLOCK rows of the matrix and the row of x, TOGETHER
 elements of K at a time.
 Warps: all share the columns. Shared memory: the sum over K.
 Inputs: x [., K], tables of pairs, addresses of matrices [N, K]. Outputs: out [rows, N].
@@ -29,34 +29,34 @@ def lora_kernel(
     else:
         first, last = tl.load(begin + row), tl.load(begin + row + 1)
     total = tl.zeros([BLOCK], tl.float32)
-    found = row < 0
+    any_valid = row < 0
     for i in range(first, last):
         if order is None:
             pair = row
         else:
             pair = tl.load(order + i)
         token, expert = tl.load(tokens + pair), tl.load(experts + pair)
-        there = (token >= 0) & (token < all_tokens) & (expert >= 0) & (expert < all_experts)
-        adapter = tl.load(adapters + token, there, other=-1)
-        there = there & (adapter >= 0)
-        matrix = tl.load(table + expert, there, other=0).to(tl.pointer_type(x.dtype.element_ty))
+        valid = (token >= 0) & (token < all_tokens) & (expert >= 0) & (expert < all_experts)
+        adapter = tl.load(adapters + token, valid, other=-1)
+        valid = valid & (adapter >= 0)
+        matrix = tl.load(table + expert, valid, other=0).to(tl.pointer_type(x.dtype.element_ty))
         matrix = matrix + adapter * stride + column.to(tl.int64)[:, None] * K
         source = token if BY_TOKEN else pair
         sums = tl.zeros([BLOCK, TOGETHER], tl.float32)
         for start in range(0, K, TOGETHER):
             k = start + tl.arange(0, TOGETHER)
-            value = tl.load(x + source * x_row + k, there & (k < K), other=0).to(tl.float32)
-            w = tl.load(matrix + k[None, :], there & inside[:, None] & (k < K)[None, :], other=0)
+            value = tl.load(x + source * x_row + k, valid & (k < K), other=0).to(tl.float32)
+            w = tl.load(matrix + k[None, :], valid & inside[:, None] & (k < K)[None, :], other=0)
             sums += w.to(tl.float32) * value[None, :]
         term = tl.sum(sums, 1)
         if weights is not None:
-            term *= tl.load(weights + pair, there, other=0)
+            term *= tl.load(weights + pair, valid, other=0)
         total += term
-        found = found | there
+        any_valid = any_valid | valid
     at = column.to(tl.int64)
     if offset is not None:
         at += tl.load(offset)
-    inside = inside & found & (at >= 0) & (at < width)
+    inside = inside & any_valid & (at >= 0) & (at < width)
     at = out + row * out_row + at
     if ADDS:
         total += tl.load(at, inside, other=0).to(tl.float32)
@@ -87,7 +87,7 @@ launch = Launcher("moe_lora", build)
 
 
 def run(problem, config, x, matrices, pairs, out, offset):
-    """As the Problem says."""
+    """`Problem` in `flashinfer/ops/moe/lora/__init__.py` describes the arguments."""
     table, stride, n = matrices
     rows, width = out.shape
     blocks = triton.cdiv(n, config.block)

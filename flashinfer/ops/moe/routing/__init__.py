@@ -1,8 +1,8 @@
 """Routing: each token's experts with their weights, and the map that groups the tokens by expert.
 
-`route` chooses; `token_map` makes of the choices a `flashinfer.ops.moe.token_map.TokenMap`, whose layout is stated
-there. Both take a token's choices in the order in which they were chosen: best first, of equal ones the lower index
-first, NaN before all numbers. Experts of one token differ.
+`route` chooses experts; `token_map` turns the choices into a `flashinfer.ops.moe.token_map.TokenMap`. A token's choices
+are in the order of their scores: best first, of equal scores the lower index first, NaN before all numbers. The experts
+of one token differ.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class Route:
     dtype : str
         Of the logits.
     rank : str
-        What is ranked: "logit", or "sigmoid" of it, to which a bias is added.
+        The score by which experts are chosen: "logit", or "sigmoid" of the logit plus a bias.
     weight : str
-        What a chosen expert's weight is, before the scaling factor: its "logit"; the "sigmoid" of it; "sigmoid_sum",
-        the sigmoid over the sum of those chosen (and 1e-20); "softmax" over all experts; or "softmax_kept", over those
-        chosen. The bias has no part in it.
+        The weight of a chosen expert, before the scaling factor: its "logit"; its "sigmoid"; "sigmoid_sum", the sigmoid
+        over the sum of the chosen experts' sigmoids (plus 1e-20); "softmax" over all experts; or "softmax_kept", over
+        the chosen experts. The bias is not part of the weight.
     bias : str
         Dtype of the bias, or "".
     groups, size : int
-        Groups of experts, and experts of a group, both rounded up to a power of two. 1 group is none. Of several the
-        best are kept, by the sum of the two highest ranked of each; what is in the others is not chosen.
+        Groups of experts, and experts of a group, both rounded up to a power of two. With several groups experts are
+        chosen from the best groups only, by the sum of each group's two best scores.
     slots : int
         Choices of a token, shared experts included, rounded up to a power of two.
     ids, weights : str
         Dtypes of the result.
     replay : bool
-        The ids are written as int16, too.
+        The ids are also written as int16.
     """
 
     dtype: str

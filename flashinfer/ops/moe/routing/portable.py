@@ -1,4 +1,4 @@
-"""Routing in Triton: a token's choices by repeated maxima in registers.
+"""Routing in Triton: a token's experts are chosen by repeated argmax in registers.
 
 Grid: tokens / ROWS. Warps: all share the tokens. Shared memory: maxima and sums.
 Inputs: logits [tokens, experts], bias [experts] or none.
@@ -13,7 +13,7 @@ from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.prefix import key_of, value_of
 
-# Below the key of every score, and above every place.
+# Below the keys of all scores, and above all positions.
 _LOWEST = tl.constexpr(-(1 << 31))
 _NOWHERE = tl.constexpr(1 << 30)
 
@@ -25,7 +25,7 @@ def sigmoid(x):
 
 @triton.jit
 def first_best(key, place, AXIS: tl.constexpr):
-    """The largest keys along an axis, and the first places that hold them; the axis is kept. Two reductions of int32,
+    """The largest key along an axis, and the first position that has it; the axis is kept. Both are int32 reductions,
     for which warps have an instruction."""
     best = tl.max(key, AXIS, keep_dims=True)
     return best, tl.min(tl.where(key == best, place, _NOWHERE), AXIS, keep_dims=True)
@@ -33,11 +33,11 @@ def first_best(key, place, AXIS: tl.constexpr):
 
 @triton.jit
 def keep_groups(key, groups, kept_groups, ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """The keys, lowest outside the groups whose two best scores have the highest sums."""
+    """The keys, with _LOWEST outside the `kept_groups` groups whose two best scores have the highest sums."""
     cube = tl.reshape(key, [ROWS, GROUPS, SIZE])
     member = tl.arange(0, SIZE)[None, None, :]
-    best, of = first_best(cube, member, 2)
-    second = tl.max(tl.where(member == of, _LOWEST, cube), 2, keep_dims=True)
+    best, best_member = first_best(cube, member, 2)
+    second = tl.max(tl.where(member == best_member, _LOWEST, cube), 2, keep_dims=True)
     score = tl.reshape(value_of(best) + value_of(second), [ROWS, GROUPS])
     group = tl.arange(0, GROUPS)[None, :]
     left = tl.where(group < groups, key_of(score), _LOWEST)
@@ -89,8 +89,8 @@ def route_kernel(
         expert = found // SIZE * size + found % SIZE
 
     chosen = slot < top_k
-    here = (row < tokens) & chosen
-    y = tl.load(logits + expert.to(tl.int64) * logits_column, here, other=0).to(tl.float32)
+    chosen_ok = (row < tokens) & chosen
+    y = tl.load(logits + expert.to(tl.int64) * logits_column, chosen_ok, other=0).to(tl.float32)
     if WEIGHT == "softmax":
         top = tl.max(x, 1)[:, None]
         weight = tl.exp(y - top) / tl.sum(tl.exp(x - top), 1)[:, None]
@@ -106,7 +106,7 @@ def route_kernel(
             weight /= tl.sum(tl.where(chosen, weight, 0), 1)[:, None] + 1e-20
     weight = tl.where(chosen, weight * scale, 1)
     if replay is not None:
-        tl.store(replay + row.to(tl.int64) * replay_row + slot, expert.to(tl.int16), here)
+        tl.store(replay + row.to(tl.int64) * replay_row + slot, expert.to(tl.int16), chosen_ok)
     expert = tl.where(chosen, expert, experts + slot - top_k)
     written = (row < tokens) & (slot < top_k + shared)
     tl.store(ids + row.to(tl.int64) * ids_row + slot, expert.to(ids.dtype.element_ty), written)

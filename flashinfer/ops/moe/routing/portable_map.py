@@ -1,7 +1,7 @@
-"""The map of tokens by expert in Triton: by counting, without a sort.
+"""The token map in Triton, by counting sort.
 
-Grid: few_kernel one program an expert, the whole map in one launch; count_kernel and place_kernel, for many pairs, one
-for `steps` blocks of pairs. Warps: all share a block. Shared memory: histograms, scans and gathers.
+Grid: few_kernel, the whole map in one launch, one program for each expert; count_kernel and place_kernel, for many
+pairs, one program for `steps` blocks of pairs. Warps: all share a block. Shared memory: histograms, scans and gathers.
 Inputs: ids [tokens, top_k], or packed with weights; of place_kernel counts int32 [programs, EXPERTS].
 Outputs: the fields of `TokenMap` in `flashinfer/ops/moe/token_map.py`, and float32 weights of packed ids.
 Method: counting sort, in the order of the pairs.
@@ -17,7 +17,8 @@ from flashinfer._core.launch import Build, Launcher
 
 @triton.jit
 def local_experts(ids, pair, pairs, experts, offset, PACKED: tl.constexpr):
-    """The ids of pairs, and their experts counted from `offset`: -1 for one of another rank, and past the last pair."""
+    """The ids of pairs, and their experts counted from `offset`; -1 for experts of other ranks and past the last
+    pair."""
     id = tl.load(ids + pair, pair < pairs, other=-1)
     expert = id
     if PACKED:
@@ -32,8 +33,8 @@ def few_kernel(
     ids, first, count, tiles, tile_expert, tile_end, row_pair, pair_row, weights, pairs, experts, offset, tile, most,
     PACKED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The whole map in one launch: a program counts all pairs, gives rows to those of its expert in their order, and
-    writes the expert's padding and tiles."""
+    """The whole map in one launch. A program counts all pairs, assigns rows to its expert's pairs in order, and writes
+    the expert's padding and tiles."""
     expert = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     each = tl.arange(0, EXPERTS)
@@ -64,7 +65,7 @@ def few_kernel(
         tl.store(pair_row + pair, place, match)
         if PACKED:
             tl.store(weights + pair, packed_weight(id), match)
-        # Pairs without a row are of no expert: the programs share them.
+        # Pairs without a row have no expert: the programs take turns in writing their -1.
         lost = (pair < pairs) & (local < 0) & (start // BLOCK % experts == expert)
         tl.store(pair_row + pair, none, lost)
 
@@ -89,7 +90,7 @@ def count_kernel(
     ids, counts, pairs, experts, offset, steps,
     PACKED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many pairs of the program's `steps` blocks each expert has: a row of counts [programs, EXPERTS]."""
+    """Counts each expert's pairs in the program's `steps` blocks: one row of counts [programs, EXPERTS]."""
     each = tl.arange(0, EXPERTS)
     found = tl.zeros([EXPERTS], tl.int32)
     for step in range(steps):
@@ -106,7 +107,8 @@ def place_kernel(
     PACKED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, COUNTS: tl.constexpr, TILES: tl.constexpr,
     PADDING: tl.constexpr,
 ):  # fmt: skip
-    """Gives rows to the pairs of the program's `steps` blocks, and writes its share of the tiles with their padding."""
+    """Assigns rows to the pairs of the program's `steps` blocks, and writes its share of the tiles and their
+    padding."""
     mine = tl.program_id(0)
     each = tl.arange(0, EXPERTS)
     total = tl.zeros([EXPERTS], tl.int32)
@@ -126,7 +128,7 @@ def place_kernel(
         tl.store(count + each, total, each < experts)
         tl.store(tiles, used)
 
-    # Of each expert, the row that its next pair gets.
+    # For each expert the row of its next pair.
     free = begin + before
     index = tl.arange(0, BLOCK)
     for step in range(steps):
@@ -143,7 +145,7 @@ def place_kernel(
     end = begin + total
     for start in range(mine * TILES, most, programs * TILES):
         t = start + tl.arange(0, TILES)
-        # The expert of a tile: as many as end at or before it.
+        # The expert of a tile is the number of experts that end at or before it.
         expert = tl.sum((following[None, :] <= (t * tile)[:, None]).to(tl.int32), 1)
         stop = tl.gather(end, tl.minimum(expert, EXPERTS - 1), 0)
         tl.store(tile_expert + t, tl.where(t < used, expert, -1), t < most)
@@ -182,7 +184,7 @@ def _build_count(problem, config):
 
 
 def _build_place(problem, config):
-    # Rows of counts read at once: 16 numbers a thread.
+    # COUNTS rows of counts are loaded at once: 16 counts a thread.
     share = {"COUNTS": max(512 * config.num_warps // problem.experts, 1), "TILES": 16, "PADDING": 32}
     numbers = ("tile", "most", "programs", "steps")
     return _build_map(problem, config, place_kernel, ("counts",), _OUTPUTS, numbers, **share)

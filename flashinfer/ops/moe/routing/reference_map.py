@@ -1,4 +1,4 @@
-"""The map of tokens by expert in torch: a stable sort."""
+"""The token map in torch, by a stable sort."""
 
 import torch
 
