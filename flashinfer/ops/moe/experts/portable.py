@@ -183,7 +183,9 @@ def product_kernel(
         if X_BLOCKS:
             x_factors = load_factors(x_scale, source, ahead, row_ok, k, x_strides, rows.WIDTH, TILE_K, rows.LAYOUT)
         if W_BLOCKS:
-            w_factors = load_factors(w_scale, stored, ahead, col_ok, k, w_strides, weights.WIDTH, TILE_K, weights.LAYOUT)
+            w_factors = load_factors(
+                w_scale, stored, ahead, col_ok, k, w_strides, weights.WIDTH, TILE_K, weights.LAYOUT
+            )  # fmt: skip
         if weights.PACK == 2:
             a, a_odd = even_odd_operands(a, x_current, rows.FORMAT, rows.WIDTH, rows.PACK, DTYPE, CAPABILITY)
             b, b_odd = packed_operand(b, w_current, weights.FORMAT, weights.WIDTH, DTYPE, CAPABILITY)
