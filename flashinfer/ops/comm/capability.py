@@ -1,4 +1,4 @@
-"""How the ranks of a group can exchange: through each other's memory where a probe shows that it works, else not."""
+"""Chooses the transport of a group's ranks: peer memory where a probe shows that it works, else the process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashinfer.ops.comm.collective import Collective
 from flashinfer.ops.comm.meeting import Ranks
 from flashinfer.ops.comm.symmetric import Link
 
-# Seconds for a word to go between two ranks.
+# Seconds that the probe waits for a word from a peer.
 PROBE_DEADLINE = 2.0
 
 _refused = ""
@@ -21,18 +21,18 @@ _refused = ""
 
 @dataclass(frozen=True)
 class Capability:
-    """What works between the ranks of a group.
+    """The transport between the ranks of a group.
 
     Attributes
     ----------
     transport : str
-        "peer" where every rank writes, flags and reads back in every other's memory; else "collective".
+        "peer" if every rank can write, signal and read in every other's memory; else "collective".
     means : str
-        How memory is shared ("symmetric memory", "CUDA IPC"), or what carries tensors instead ("gloo", "NCCL").
+        How memory is shared ("symmetric memory", "CUDA IPC"), or the process group's backend ("gloo", "NCCL").
     reason : str
-        Why it is not peer memory; '' where it is.
+        Why the transport is not peer memory; '' if it is.
     pairs : tuple of tuple of bool
-        For each rank and each other one, whether a word went both ways between them; () where none was sent.
+        For each pair of ranks, whether the probe's words arrived in both directions; () without a probe.
     """
 
     transport: str
@@ -43,7 +43,7 @@ class Capability:
 
 @contextlib.contextmanager
 def without_peer_access(reason: str = "refused by an override"):
-    """Inside the block, ranks are taken not to reach each other's memory: everything goes through the process group."""
+    """A context in which `connect` uses the process group, as if ranks had no access to each other's memory."""
     global _refused
     before, _refused = _refused, reason
     try:
@@ -55,18 +55,18 @@ def without_peer_access(reason: str = "refused by an override"):
 def connect(
     ranks: Ranks, area: int, device: torch.device, behind: int = 0, deadline: float = 0
 ) -> tuple[Link | Collective, Capability]:
-    """What `ranks` exchange through, and why. A collective call; the choice is the same on every rank.
+    """The transport of `ranks`, and why it was chosen. A collective call; the choice is the same on every rank.
 
     Parameters
     ----------
     ranks : Ranks
     area : int
-        Bytes that one rank sends to one channel at a time.
+        The most bytes that one rank sends to one channel in one exchange.
     device : torch.device
     behind : int
         Bytes of peer memory behind the slots.
     deadline : float
-        Seconds that a wait may take; 0 for the default.
+        The longest wait in seconds; 0 for the default.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def connect(
 
 
 def probe(group=None, device: torch.device | None = None, backend=None) -> Capability:
-    """Find what works between the ranks of `group`, within 2 s for the words that are sent. A collective call.
+    """Find the transport between the ranks of `group`; the probe itself waits up to 2 s. A collective call.
 
     Parameters
     ----------
@@ -114,13 +114,13 @@ def probe(group=None, device: torch.device | None = None, backend=None) -> Capab
 
 
 def _probe(link: Link) -> tuple[tuple, str]:
-    """The pairs between which a word went both ways, and what is wrong with the first that it did not."""
+    """`Capability.pairs`, and an error message for the first pair that failed, or ''."""
     if link.world == 1:
         return ((True,),), ""
     from flashinfer.ops.comm._device import probe
 
     problem = probe.Problem(link.world, target_of(link.device).capability)
-    # Compiled before the clock starts.
+    # Compile first, so that compilation does not count towards the deadline.
     probe.launch.prepare(problem, None, link.device)
     link.ranks.barrier()
     seen = torch.zeros(link.world, dtype=torch.int32, device=link.device)

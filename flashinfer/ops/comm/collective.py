@@ -1,13 +1,12 @@
-"""Exchanges through the process group, where ranks do not reach each other's memory: gloo on CPUs, NCCL on GPUs.
+"""Exchanges through the process group, for ranks without access to each other's memory: gloo on CPUs, NCCL on GPUs.
 
-Before CPU ranks enter a collective they meet in the group's store: each leaves the number and the sizes of its call
-there, and looks for the others'. So a rank that does not come is named when the deadline is over, a rank that comes
-with other sizes before anything is sent, and the group stays usable. A rank that is lost inside a collective leaves the
-group unusable.
+Before a collective, CPU ranks rendezvous in the group's store: each stores the number and the sizes of its call, and
+waits for those of the others. An error therefore names a rank that is late at the deadline, or one with other sizes,
+before anything is sent, and the group stays usable. A rank that is lost inside a collective leaves the group unusable.
 
-On GPUs a call through NCCL waits on its stream and not on the host, so it cannot end by itself: the set-up, which makes
-the communicator, and `settle` wait on the host, by the deadline. A kernel of NCCL that was given up stays on its stream
-until the process group's own timeout, and nothing can be written behind it.
+On GPUs a call through NCCL blocks its stream and not the host, so it has no deadline of its own. The set-up, which
+makes the communicator, and `settle` wait on the host until the deadline. An NCCL kernel that was abandoned stays on its
+stream until the process group's own timeout, and work behind it does not run.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from flashinfer.ops.comm import symmetric
 from flashinfer.ops.comm.meeting import Clock, Ranks
 
 _GAVE_UP = "gave up"
-# The name that torch 2.13 has for it, and the older one.
+# torch 2.13 renames the function.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Collective:
-    """What the collective variants of one user exchange through: calls in the same order on every rank.
+    """The transport of the collective variants. Every rank makes the same calls in the same order.
 
     Attributes
     ----------
@@ -35,9 +34,9 @@ class Collective:
     deadline : float
         Seconds that ranks on CPUs wait for each other.
     reason : str
-        Why ranks do not exchange through memory.
+        Why ranks do not exchange through peer memory.
     reported : bool
-        Whether a failure has been raised since the last reset; always, for a call that fails raises.
+        Whether every failure since the last reset has been raised. Always true: a call that fails raises.
     """
 
     transport = "collective"
@@ -49,10 +48,10 @@ class Collective:
         self.device, self.reason = device, reason
         self.deadline = deadline or symmetric.DEADLINE
         self._epoch, self._failure = 0, None
-        # What NCCL was given last, and its operation.
-        self._under_way = None, ""
+        # The last NCCL work that was submitted, and its operation.
+        self._pending = None, ""
         self._store = None
-        # A group without NCCL carries tensors of GPUs through the host.
+        # A group without NCCL copies GPU tensors through the host.
         many = device.type == "cuda" and self.world > 1
         self.staged = many and "nccl" not in str(dist.get_backend_config(ranks.group))
         if self.world > 1 and (device.type != "cuda" or self.staged):
@@ -67,7 +66,7 @@ class Collective:
             ranks.bounded(self._connect, "the other ranks, in NCCL")
 
     def check(self) -> None:
-        """Raise what an earlier call raised, until `reset`."""
+        """Raise the failure of an earlier call again, until `reset`."""
         if self._failure is not None:
             raise type(self._failure)(f"{self._failure}")
 
@@ -82,7 +81,8 @@ class Collective:
         return received.to(x.device).view(x.dtype).view(self.world, *x.shape)
 
     def all_to_all(self, x: torch.Tensor, operation: str) -> torch.Tensor:
-        """x [world, ...] with what each rank is to have; the same shape, with what each rank sent here."""
+        """x [world, ...] has this rank's data for each rank; the result, of that shape, each rank's data for this
+        one."""
         if self.world == 1:
             return x
         send = self._outgoing(x)
@@ -92,7 +92,7 @@ class Collective:
         return received.to(x.device).view(x.dtype).view(x.shape)
 
     def sum(self, x: torch.Tensor, two_shot: bool) -> torch.Tensor:
-        """The sum over ranks of x [n], float32, added in rank order; of two shots, rounded to the dtype of x once."""
+        """The float32 sum over ranks of x [n], added in rank order; with `two_shot` rounded to the dtype of x."""
         if not two_shot:
             return _in_order(self.all_gather(x, "all-reduce"))
         each = -(-x.numel() // self.world)
@@ -102,7 +102,7 @@ class Collective:
 
     def reset(self) -> None:
         """Forget a failure, on every rank: a collective call."""
-        # The last rank to give up has waited for one deadline more than the first.
+        # The last rank to time out may do so one deadline after the first.
         self.ranks.meet("reset", symmetric.RESET * self.deadline)
         self._epoch = max(self.ranks.gather(self._epoch))
         if self._store is not None:
@@ -112,43 +112,43 @@ class Collective:
         self._failure = None
 
     def settle(self) -> None:
-        """Wait for what NCCL was given, by the deadline, and for nothing inside a graph capture.
+        """Wait for pending NCCL work until the deadline. Inside a graph capture it returns at once.
 
         Raises
         ------
         TimeoutError
-            It is not done. The process group cannot be used any more, and the outputs are undefined.
+            The work is not complete. The process group cannot be used any more, and the outputs are undefined.
         """
-        work, operation = self._under_way
+        work, operation = self._pending
         if work is None or self._is_capturing():
             return
         clock = Clock(self.deadline)
         while not work.is_completed():
             if clock.is_over():
-                self._under_way = None, ""
+                self._pending = None, ""
                 others = ", ".join(str(rank) for rank in range(self.world) if rank != self.rank)
                 other = f"{'rank' if self.world == 2 else 'one of the ranks'} {others}"
                 why = "with another process group, for what NCCL was given is still under way"
                 self._failure = TimeoutError(f"{self._late(operation, other)} {why}")
                 raise self._failure
             clock.pause()
-        self._under_way = None, ""
+        self._pending = None, ""
 
     def _is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _connect(self) -> None:
-        """The first collective of NCCL, which waits on the host for every rank."""
+        """The first NCCL collective, which makes the communicator and blocks the host until all ranks have come."""
         mine = torch.zeros(1, dtype=torch.uint8, device=self.device)
         everyone = torch.empty(self.world, dtype=torch.uint8, device=self.device)
         _all_gather(everyone, mine, group=self.ranks.group)
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: a Collective owns no memory."""
 
     def _outgoing(self, x: torch.Tensor) -> torch.Tensor:
-        # Bytes, for gloo knows few of the dtypes.
+        # As bytes, because gloo supports few dtypes.
         flat = x.contiguous().view(-1).view(torch.uint8)
         return flat.cpu() if self.staged else flat
 
@@ -158,7 +158,7 @@ class Collective:
         if self._store is None:
             work = collective()
             work.wait()
-            self._under_way = (None, "") if self._is_capturing() else (work, operation)
+            self._pending = (None, "") if self._is_capturing() else (work, operation)
             return
         try:
             what = f"{operation} of {nbytes} bytes"
@@ -169,7 +169,7 @@ class Collective:
             raise
 
     def _meet(self, operation: str, what: str, gone) -> None:
-        """Leave word of this call, and wait for every rank's."""
+        """Store the number and sizes of this call, and wait for those of all ranks."""
         self._mark(f"{self._epoch}|{what}", gone)
         clock = Clock(self.deadline)
         for other in range(self.world):
@@ -200,7 +200,7 @@ class Collective:
             ) from error
 
     def _absent(self, gone) -> list[int]:
-        """The ranks that do not say, within the deadline, that they gave this exchange up too."""
+        """The ranks that do not report within the deadline that they abandoned this exchange too."""
         self._mark(f"{self._epoch}|{_GAVE_UP}", gone)
         clock = Clock(self.deadline)
         while True:
@@ -225,6 +225,7 @@ class Collective:
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:
+    """The float32 sum of parts [world, ...] in rank order."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()

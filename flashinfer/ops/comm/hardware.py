@@ -1,4 +1,4 @@
-"""What the driver, and its library NVML, say about GPUs and their links."""
+"""Queries of the CUDA driver and of NVML about GPUs and their links."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MOST_LINKS = 18
 
 
 def asked(doing: str, status, *values):
-    """The value of a driver call; RuntimeError with `doing` where its status is not 0."""
+    """The value of the driver call named `doing`; RuntimeError if its status is not 0."""
     if status:
         driver.fail(status, doing)
     return values[0] if values else None
 
 
 def device_attribute(name: str, index: int) -> bool:
-    """Whether the driver says that the GPU of that index has what a CUdevice_attribute names; False without a GPU."""
+    """Whether the GPU `index` has the feature that a CUdevice_attribute names; False without a GPU."""
     if not torch.cuda.is_available():
         return False
     require(0 <= index < torch.cuda.device_count(), "device_idx", index, f"0 to {torch.cuda.device_count() - 1}")
@@ -47,14 +47,14 @@ def allocation_prop(index: int):
 
 
 def allocation_granularity(index: int) -> int:
-    """Bytes that such memory comes in multiples of."""
+    """The granularity in bytes of allocations with `allocation_prop`."""
     prop, cuda = allocation_prop(index), driver.bindings()
     flag = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
     return int(asked("cuMemGetAllocationGranularity", *cuda.cuMemGetAllocationGranularity(prop, flag)))
 
 
 def nvlinks(uuid: str) -> list[bool]:
-    """Of each NVLink of a GPU, whether it is up; [] where it has none, or NVML is not there."""
+    """For each NVLink of a GPU, whether it is up; [] if it has none, or without NVML."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -68,7 +68,7 @@ def nvlinks(uuid: str) -> list[bool]:
             return []
         links = []
         for link in range(_MOST_LINKS):
-            # A status other than 0: there is no link of this number.
+            # A status other than 0 means that there is no link with this number.
             if not nvml.nvmlDeviceGetNvLinkState(handle, ctypes.c_uint(link), ctypes.byref(state)):
                 links.append(bool(state.value))
         return links

@@ -1,8 +1,8 @@
-"""How processes meet while memory is set up and reset: values of every rank, by a deadline.
+"""Rendezvous of processes with a deadline, for the set-up and the reset of memory.
 
-Values go through the store of the process group, because a wait there can end: `torch.distributed`'s own object
-collectives and barriers last as long as the group's timeout. Ranks first agree on a session, a set of random names with
-one of each rank, so that what an earlier and failed meeting left in the store is never taken for an answer.
+Values go through the store of the process group, where a wait can have a deadline; the object collectives and barriers
+of `torch.distributed` have the group's timeout. Ranks first agree on a session, which is a random name from each rank.
+Keys contain the session, so entries of an earlier, failed rendezvous are never read.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.distributed import distributed_c10d
 
 from flashinfer._core.checks import require
 
-# Seconds that a rank waits for the others to come to a set-up. Ranks load models at different speeds.
+# Seconds that a rank waits for the others in a set-up. Ranks load models at different speeds.
 SETUP_DEADLINE = 30.0
-# Seconds that a stopped store gets beyond a deadline, so that a late rank is named rather than the store.
+# Seconds by which the wait for the store exceeds a deadline, so that an error names the late rank and not the store.
 _GRACE = 1.0
 _STORE = "the store of the process group, which rank 0 hosts unless a launcher does"
 
@@ -63,15 +63,15 @@ def set_setup_deadline(seconds: float = SETUP_DEADLINE) -> float:
 
 
 class Worker:
-    """A thread that makes calls which may block for ever; its caller stops waiting at a deadline."""
+    """A thread for calls that may block forever; the caller stops waiting at a deadline."""
 
     def __init__(self):
         self._calls: queue.SimpleQueue | None = None
 
     def call(self, function: Callable, seconds: float, late: Callable[[], str]):
-        """What `function` returns or raises. TimeoutError with the words of `late` after `seconds`.
+        """Return or raise what `function` does; after `seconds` raise TimeoutError with the message `late()`.
 
-        The function gets a `threading.Event` that is set when nobody waits for it any more.
+        The function gets a `threading.Event`, which is set once the caller has stopped waiting.
         """
         if self._calls is None:
             self._calls = queue.SimpleQueue()
@@ -81,7 +81,7 @@ class Worker:
         self._calls.put((function, device, answer, done, abandoned))
         if not done.wait(seconds):
             abandoned.set()
-            # The thread is stuck; the next call gets another.
+            # The thread is blocked; the next call starts another.
             self._calls = None
             raise TimeoutError(late())
         value, error = answer
@@ -104,10 +104,10 @@ def _serve(calls: queue.SimpleQueue) -> None:
         function, device, answer, done, abandoned = call
         try:
             if device is not None:
-                # The current device belongs to a thread.
+                # The current device is per thread.
                 torch.cuda.set_device(device)
             answer += [function(abandoned), None]
-        except BaseException as error:  # whatever it is belongs to the caller
+        except BaseException as error:  # the caller raises it
             answer += [None, error]
         done.set()
         if abandoned.is_set():
@@ -116,7 +116,7 @@ def _serve(calls: queue.SimpleQueue) -> None:
 
 
 def store_of(group):
-    """The store of a process group, or None where torch has not got one."""
+    """The store of a process group, or None if it has none."""
     try:
         return distributed_c10d._get_process_group_store(group)
     except (KeyError, RuntimeError, ValueError):
@@ -124,20 +124,20 @@ def store_of(group):
 
 
 def late(operation: str, rank: int, seconds: float, other: str, where: str = "") -> str:
-    """The words of a TimeoutError."""
+    """The message of a TimeoutError."""
     return f"{operation}: rank {rank} waited {seconds:g} s for {other}{where}. Every rank has to make the same call"
 
 
 class Ranks:
-    """The processes that exchange, as setting up needs them: a process group, or an object with CommBackend's methods.
+    """The processes of a set-up: those of a process group, or of an object with CommBackend's methods.
 
     Attributes
     ----------
     rank, size : int
     group : ProcessGroup or None
-        None where only the methods of a backend are known.
+        None where only a backend object is given.
     session : str
-        The same on every rank, and of one meeting; '' before the first.
+        The name of the current rendezvous, the same on every rank; '' before the first.
     """
 
     def __init__(self, group=None, backend=None):
@@ -156,11 +156,12 @@ class Ranks:
 
     @property
     def deadline(self) -> float:
-        """Seconds that a wait of the current meeting may take."""
+        """The longest wait, in seconds, in the current rendezvous."""
         return self._deadline or _setup_deadline
 
     def meet(self, operation: str, deadline: float = 0) -> None:
-        """Begin a meeting of all ranks: what follows belongs to it, and each wait may take `deadline` seconds.
+        """Begin a rendezvous of all ranks. Later calls of this object belong to it; each waits up to `deadline`
+        seconds.
 
         Raises
         ------
@@ -173,7 +174,7 @@ class Ranks:
             self.session = self.in_store(self._agree, operation, self.deadline)
 
     def gather(self, value) -> list:
-        """`value` of every rank, a literal of Python's, in rank order. TimeoutError as `meet` raises it."""
+        """The `value` of every rank, a Python literal, in rank order. Raises TimeoutError as `meet` does."""
         if self.size == 1:
             return [value]
         if self.store is None:
@@ -188,7 +189,7 @@ class Ranks:
             self.gather(None)
 
     def bounded(self, function: Callable, other: str):
-        """What `function()` returns, a call of others' that waits for `other`: TimeoutError at the deadline."""
+        """Return `function()`, a call into another library that waits for `other`; TimeoutError at the deadline."""
         seconds = self.deadline
         words = late(self._operation, self.rank, seconds, other)
         return self._worker.call(lambda _: function(), seconds, lambda: words)
@@ -204,21 +205,22 @@ class Ranks:
         return values
 
     def in_store(self, function: Callable, operation: str, seconds: float):
-        """What `function` returns, which asks the store: TimeoutError if that does not answer, or is lost.
+        """Return `function(gone)`, which uses the store; TimeoutError if the store does not answer or is lost.
 
-        `function` ends by itself when a rank is late; its argument says by `is_set` that nobody waits any more.
+        `function` itself raises when a rank is late. `gone` is set once the caller has stopped waiting.
         """
         try:
             return self._worker.call(
                 function, seconds + _GRACE, lambda: late(operation, self.rank, seconds, _STORE)
             )
         except RuntimeError as error:
-            # A store whose host has ended refuses calls at once.
+            # A store whose host process has ended refuses calls.
             words = str(error).partition("\n")[0]
             raise TimeoutError(f"{operation}: rank {self.rank} has lost {_STORE}: {words}") from error
 
     def _agree(self, gone: threading.Event) -> str:
-        """Ranks leave a random name each, and the names they have seen, until all have seen the same."""
+        """Agree on a session: each rank stores a random name and the names it has seen, until all have seen the
+        same."""
         mine, said, clock = uuid.uuid4().hex, None, Clock(self.deadline)
         keys = [f"flashinfer-comm/{rank}" for rank in range(self.size)]
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -232,7 +234,7 @@ class Ranks:
             if None not in seen and all(entries[rank][1] == seen for rank in others):
                 return hashlib.sha256("".join(seen).encode()).hexdigest()[:32]
             if clock.is_over() or gone.is_set():
-                # Who has not seen this rank is not here; if all have, one of them waits for another.
+                # A rank that has not seen this one is absent. If all have, one of them still waits for another.
                 absent = [r for r in others if entries[r] is None or mine not in entries[r][1]]
                 absent = absent or [r for r in others if entries[r][1] != seen]
                 raise TimeoutError(late(self._operation, self.rank, self.deadline, f"rank {absent[0]}"))
@@ -242,8 +244,8 @@ class Ranks:
         clock, turn = Clock(self.deadline), self._turn
         self.store.set(self._key(turn, self.rank), value)
         if turn > 2:
-            # Every rank has read the turn before last by now, for all have come to the last.
-            # A store of files keeps its keys: it has no way to delete one.
+            # All ranks have come to the last turn, so all have read the one before it: its key can go.
+            # A file store cannot delete keys.
             with contextlib.suppress(NotImplementedError):
                 self.store.delete_key(self._key(turn - 2, self.rank))
         values = []
@@ -262,7 +264,7 @@ class Ranks:
 
 
 class Clock:
-    """A deadline, and pauses between looks at a store that grow to 5 ms."""
+    """A deadline, and pauses between polls that double up to 5 ms."""
 
     def __init__(self, seconds: float):
         self._end, self._pause = time.monotonic() + seconds, 1e-4

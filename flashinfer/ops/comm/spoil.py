@@ -1,5 +1,5 @@
-"""What a failed exchange leaves in its outputs: bytes 0xFF, which are NaN in every floating format and in ue8m0, and -1
-in integers. Kernels write the same."""
+"""Fills the outputs of a failed exchange with bytes 0xFF: NaN in every floating-point format and in ue8m0, -1 in
+integers. Kernels write the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spoil(*tensors: torch.Tensor | None) -> None:
 
 @contextlib.contextmanager
 def spoiled(*outputs: torch.Tensor | None):
-    """Inside the block an exchange writes `outputs`; if it fails they are spoiled, and the error goes on."""
+    """A context in which an exchange writes `outputs`: if it raises, they are filled with NaN or -1."""
     try:
         yield
     except Exception:

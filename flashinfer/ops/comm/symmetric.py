@@ -1,8 +1,12 @@
-"""Memory that every rank of a group can write, and what an exchange through it needs: flags, epochs and deadlines.
+"""Memory that every rank of a group can write, and the state of exchanges through it: flags, epochs and deadlines.
 
-A buffer is the same on every rank. It begins with flags, a line for each channel with a flag from each rank; then come
-two slots, each with an area for every channel and source; what is behind them is its user's. `flashinfer/ops/comm/
-_device/exchange.py` says how kernels go about it.
+All ranks have buffers of the same layout. A buffer begins with flags: one line for each channel, which has a flag from
+each rank. Two slots follow, each with an area for every channel and source rank. The rest belongs to the user. The
+protocol is that of `flashinfer/ops/comm/_device/exchange.py`.
+
+An example with 2 ranks and areas of 64 bytes: flags take 256 * 128 = 32768 bytes. The area of channel 3 from rank 1 in
+slot 1 begins at 32768 + ((1 * 128 + 3) * 2 + 1) * 64 = 49600. The user's bytes begin at 32768 + 2 * 128 * 2 * 64 =
+65536.
 """
 
 from __future__ import annotations
@@ -16,36 +20,36 @@ from flashinfer._core import driver
 from flashinfer.ops.comm.hardware import asked
 from flashinfer.ops.comm.meeting import Ranks
 
-# Bytes between the flags of two channels: a line of L2, and 16 ranks with 8 bytes each.
+# Bytes of a channel's flags: a cache line, with 8 bytes for each of 16 ranks.
 LINE = 128
 MOST_RANKS = LINE // 8
-# Most programs of a kernel. Those that are not resident at once come when earlier ones are done: a program waits for
-# those of its number only, and ranks start them in order.
+# The most programs of a kernel. Not all have to be resident: a program waits only for those of its own number, and
+# ranks start programs in the same order.
 CHANNELS = 256
-# Of these, the ones that have slots: a program for each multiprocessor of an H100 or H200, as a power of two.
+# Channels that have slots: about one for each multiprocessor of an H100 or H200, as a power of two.
 SLOTTED = 128
-# Most threads of a program; the state has a word for each behind the channels' epochs.
+# The most threads of a program. `state` has one failure mark for each, behind the channels' epochs.
 MOST_LANES = 1024
 
 # Seconds that a wait may take.
 DEADLINE = 10.0
-# Deadlines that a rank waits for the others in a reset.
+# The deadline of a reset, in deadlines of a wait.
 RESET = 3
 
 OPERATIONS = ("all-reduce", "dispatch", "combine", "all-to-all", "probe")
 
 
 class PeerMemory:
-    """`nbytes` on every rank, zero at first, and where each rank's are in this process.
+    """`nbytes` of memory on every rank, initially zero, mapped into this process.
 
     Attributes
     ----------
     own : Tensor
-        This rank's, uint8 [nbytes].
+        This rank's memory, uint8 [nbytes].
     addresses : list of int
-        Of every rank's, as this rank's kernels reach them.
+        The address of every rank's memory in this process.
     means : str
-        "symmetric memory", "CUDA IPC", or "one process".
+        How it is shared: "symmetric memory", "CUDA IPC", or "one process".
     """
 
     def __init__(self, own: torch.Tensor, addresses: list[int], means: str, release=None):
@@ -54,7 +58,7 @@ class PeerMemory:
         self._release = release
 
     def close(self) -> None:
-        """Give the memory back; the peers must have stopped using it."""
+        """Free the memory. Peers must not use it any more."""
         release, self._release, self.own = self._release, None, None
         if release is not None:
             release()
@@ -68,12 +72,12 @@ def in_one_process(world: int, nbytes: int, device: torch.device) -> list[PeerMe
 
 
 def allocate(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
-    """Memory of every rank's GPU that all ranks reach. A collective call.
+    """Allocate memory on every rank's GPU that all ranks can access. A collective call.
 
     Raises
     ------
     RuntimeError
-        On every rank alike, where one cannot: its words are in the message.
+        On all ranks, if it fails on one; the message has that rank's error.
     TimeoutError
         A rank did not come.
     """
@@ -83,7 +87,7 @@ def allocate(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
     whole = str(torch.cuda.get_device_properties(index).uuid)
     devices = ranks.gather(whole)
     tries = [_by_ipc]
-    # Symmetric memory is between devices; processes that share one go by IPC.
+    # Symmetric memory needs distinct devices; processes that share a device use CUDA IPC.
     if ranks.group is not None and len(set(devices)) == ranks.size:
         tries.insert(0, _by_symmetric_memory)
     words = []
@@ -93,7 +97,7 @@ def allocate(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
             memory = attempt(ranks, nbytes, torch.device("cuda", index))
         except TimeoutError:
             raise
-        except Exception as refusal:  # whatever fails here fails for all ranks alike, with its words
+        except Exception as refusal:  # raised below on all ranks
             error = f"rank {ranks.rank}: {type(refusal).__name__}: {refusal}"
         errors = [e for e in ranks.gather(error) if e]
         if not errors:
@@ -113,7 +117,7 @@ def _by_symmetric_memory(ranks: Ranks, nbytes: int, device: torch.device) -> Pee
     own.zero_()
     handle = ranks.bounded(lambda: symmetric.rendezvous(own, ranks.group), "the other ranks")
     bases = [int(address) for address in handle.buffer_ptrs]
-    # A tensor may begin behind the base of its allocation, and does so alike on every rank.
+    # A tensor may begin at an offset into its allocation; the offset is the same on all ranks.
     offset = own.data_ptr() - bases[ranks.rank]
     keep = [handle]
     return PeerMemory(own, [base + offset for base in bases], "symmetric memory", keep.clear)
@@ -131,7 +135,7 @@ def _by_ipc(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
             own.zero_()
             handle = bytes(asked("cuIpcGetMemHandle", *cuda.cuIpcGetMemHandle(base)).reserved)
         except RuntimeError as refusal:
-            # The other ranks wait for this one's handle.
+            # Not raised here: the other ranks wait for this rank's handle.
             error = str(refusal)
         handles, errors = zip(*ranks.gather((handle, error)), strict=True)
         if any(errors):
@@ -148,7 +152,7 @@ def _by_ipc(ranks: Ranks, nbytes: int, device: torch.device) -> PeerMemory:
 
 
 def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Device memory that torch did not allocate, uint8 [nbytes]."""
+    """A uint8 tensor [nbytes] over device memory that torch did not allocate."""
     return torch.as_tensor(_Bytes(address, nbytes), device=device)
 
 
@@ -162,28 +166,29 @@ class _Bytes:
 
 
 class Link:
-    """What the kernels of one user exchange through: calls of one stream, in the same order on every rank.
+    """The transport of exchanging kernels: peer memory with flags. Calls are on one stream, in the same order on every
+    rank.
 
     Parameters
     ----------
     ranks : Ranks
     memory : PeerMemory
-        With room for `header(world, area)` bytes at least.
+        At least `header(world, area)` bytes.
     area : int
-        Bytes that one source sends to one channel in one exchange; a multiple of 16.
+        The most bytes that one source sends to one channel in one exchange; a multiple of 16.
     rank : int, optional
-        Of this link, where `memory` is one process's; else that of `ranks`.
+        This link's rank if `memory` is that of one process; by default the rank of `ranks`.
 
     Attributes
     ----------
     peers : Tensor
         int64 [world] on the device: the addresses.
     state : Tensor
-        int32 on the device: the epoch of each channel, then what says that a wait has failed.
+        int32 on the device: the epoch of each channel, then the failure marks.
     lost : Tensor
-        int32 [4] in host memory that kernels write: what `wait` returned plus one, the operation, the epoch.
+        int32 [4] in pinned host memory, written by kernels: the result of `wait` plus one, the operation, the epoch.
     deadline : float
-        Seconds that a wait may take; may be set at any time, and is captured with a graph.
+        The longest wait in seconds. It may be set at any time; a captured graph keeps its value.
     reported : bool
         Whether `check` has raised since the last reset.
     """
@@ -205,15 +210,15 @@ class Link:
 
     @property
     def arguments(self) -> tuple:
-        """What every exchanging kernel takes: peers, state, lost, rank, area, limit in nanoseconds."""
-        # A kernel reaches pinned host memory by its address; to the launcher a host tensor is a mistake.
+        """Arguments of every exchanging kernel: peers, state, lost, rank, area, limit in nanoseconds."""
+        # As an address: the launcher refuses host tensors, but kernels can write pinned host memory.
         lost = self.lost.data_ptr() if self.device.type == "cuda" else self.lost
         return self.peers, self.state, lost, self.rank, self.area, int(self.deadline * 1e9)
 
     def check(self) -> None:
-        """Raise what a kernel recorded: TimeoutError for a rank that did not come, ValueError for one with other sizes.
+        """Raise a recorded failure: TimeoutError for a rank that did not arrive, ValueError for one with other sizes.
 
-        It does not wait for kernels that are still running; `settle` does.
+        It does not wait for running kernels; `settle` does.
         """
         code, operation, epoch, _ = self._words.tolist()
         if not code:
@@ -233,7 +238,7 @@ class Link:
     def reset(self) -> None:
         """Forget a failure, on every rank: a collective call, which also waits for the device."""
         self._synchronize()
-        # The last rank to give up has waited for one deadline more than the first.
+        # The last rank to time out may do so one deadline after the first.
         self.ranks.meet("reset", RESET * self.deadline)
         self.ranks.barrier()
         self.memory.own[: LINE * CHANNELS].zero_()
@@ -244,13 +249,13 @@ class Link:
         self.reported = False
 
     def close(self) -> None:
-        """Give the memory back once this rank's kernels are done with it."""
+        """Free the memory once this rank's kernels have ended."""
         if self.memory.own is not None:
             self._synchronize()
         self.memory.close()
 
     def settle(self) -> None:
-        """Wait for this rank's kernels, which end by the deadline, and nothing inside a graph capture."""
+        """Wait for this rank's kernels, which end by the deadline. Inside a graph capture it returns at once."""
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize(self.device)
 
@@ -260,5 +265,5 @@ class Link:
 
 
 def header(world: int, area: int) -> int:
-    """Bytes of the flags and the two slots, whose areas have `area` bytes."""
+    """Bytes of the flags and the two slots with areas of `area` bytes."""
     return LINE * CHANNELS + 2 * SLOTTED * world * area

@@ -1,4 +1,4 @@
-"""Whether ranks reach each other's memory: each writes to each, flags, and reads what arrived and what it wrote.
+"""Tests whether ranks reach each other's memory: each writes a word to each, signals, and reads both directions back.
 
 Grid: one program. Warps: one. Shared memory: none.
 Inputs: peers int64 [WORLD], the addresses of the ranks' buffers; state and lost of exchange.py.
@@ -17,7 +17,7 @@ from flashinfer.ops.comm._device.exchange import arrive, epoch_of, give_up, keep
 
 @dataclass(frozen=True)
 class Problem:
-    """world : ranks. capability : of the chip, ten times."""
+    """world : ranks. capability : the compute capability times ten."""
 
     world: int
     capability: int
@@ -27,7 +27,7 @@ class Problem:
 def probe_kernel(
     seen, peers, state, lost, rank, area, limit, WORLD: tl.constexpr, LANES: tl.constexpr, CAPABILITY: tl.constexpr
 ):  # fmt: skip
-    """seen [WORLD] becomes 1 for each rank whose word arrived here, and has this rank's where this rank wrote it."""
+    """seen [WORLD] becomes 1 for each rank whose word is in this rank's memory and which has this rank's word."""
     channel = tl.program_id(0)
     epoch = epoch_of(state, channel) + 1
     own = tl.load(peers + rank)
@@ -39,15 +39,16 @@ def probe_kernel(
     if late >= 0:
         give_up(state, lost, late, 4, epoch, LANES)
     for other in tl.static_range(WORLD):
-        here = pointer_at(own + slot_of(epoch, channel, other, area, WORLD), tl.int32, 4)
-        there = pointer_at(tl.load(peers + other) + slot_of(epoch, channel, rank, area, WORLD), tl.int32, 4)
-        good = (tl.load(here) == _word(other, rank)) & (tl.load(there) == _word(rank, other))
+        received = pointer_at(own + slot_of(epoch, channel, other, area, WORLD), tl.int32, 4)
+        written = pointer_at(tl.load(peers + other) + slot_of(epoch, channel, rank, area, WORLD), tl.int32, 4)
+        good = (tl.load(received) == _word(other, rank)) & (tl.load(written) == _word(rank, other))
         tl.store(seen + other, good.to(tl.int32))
     keep_epoch(state, channel, epoch)
 
 
 @triton.jit
 def _word(source, to):
+    """The word that rank `source` writes to rank `to`."""
     return 0x5A000000 + source * 256 + to
 
 

@@ -1,4 +1,5 @@
-"""All-reduce of rows over ranks, and what models do with the sum: residual, RMSNorm, quantised results; MoE inputs."""
+"""All-reduce of rows over ranks, fused with what surrounds it in a model: MoE reduction before; residual, RMSNorm and
+quantization after."""
 
 from __future__ import annotations
 
@@ -16,37 +17,38 @@ LONGEST = 16384
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows that every rank has, summed over ranks in rank order.
+    """The sum over ranks of rows that every rank has, in rank order.
 
     Attributes
     ----------
     transport : str
-        How ranks reach each other: "peer" memory, or "collective" calls of the process group.
+        "peer" for peer memory, "collective" for the process group.
     world : int
         Ranks.
     dtype : str
-        Of the rows, and of what travels.
+        Dtype of the rows, and of the rows that are sent.
     block : int
         The length of a row, rounded up to a power of two. The length itself is a run-time argument.
     two_shot : bool
-        Each row is summed by one rank, which sends the sum to all; else every rank sends its rows to all.
+        Each row is summed by one rank, which sends the sum to all (two-shot); else every rank sends its rows to all
+        (one-shot).
     source : str
-        Of this rank's rows: "" they are given; "reduce" experts' rows [expert, token] with a scale each, and a row a
-        token beside; "finalize" rows picked by a table [token, choice], with scales where `scaled`, and where `beside`
-        a row a token.
+        How this rank's rows are made. "": they are given. "reduce": the sum of experts' rows [expert, token] times a
+        scale each, plus a row for each token. "finalize": the sum of rows picked by a table [token, choice], times
+        scales if there is a `scale_dtype`, plus a row for each token if `beside`.
     scale_dtype : str
-        Of the scales of "finalize"; "" where it has none.
+        Dtype of the scales of "finalize"; "" for none.
     beside : bool
-        Whether "finalize" has a row a token beside.
+        Whether "finalize" adds a row for each token.
     weight_dtype : str
-        Of the RMSNorm that follows, with a residual; "" where none does.
+        Dtype of the weight of the RMSNorm that follows, with a residual; "" for no norm.
     number_format : str
-        Of a quantised result: "" none, "fp8" with one scale, "fp8_row" with a scale a row, "fp8_group" with ue8m0
-        scales of 128 columns, "nvfp4".
+        Format of a quantized result: "" for none, "fp8" with one scale, "fp8_row" with a scale a row, "fp8_group" with
+        ue8m0 scales of 128 columns, "nvfp4".
     layout : str
-        Of an NVFP4 result's block scales: "linear", "128x4" or "8x4".
+        Layout of an NVFP4 result's block scales: "linear", "128x4" or "8x4".
     scale : str
-        How the scale of the whole tensor comes: "" there is none, "tensor" of one element, "number".
+        The scale of the whole tensor: "" for none, "tensor" of one element, "number" for a scalar.
     sum, normed : bool
         Whether the sum, and the normalised rows, are written.
     aligned : bool
@@ -71,13 +73,13 @@ class Problem:
 
 
 class Rows(NamedTuple):
-    """This rank's rows.
+    """This rank's rows. Fields are None where the problem's `source` does not use them.
 
-    rows : [tokens, hidden]; of "finalize", [permuted rows, hidden].
-    experts : of "reduce", [experts, tokens, hidden].
-    scales : float32 [experts, tokens] of "reduce"; [tokens, choices] of "finalize", any dtype, or None.
-    index : int32 [tokens, choices] of "finalize": which row, -1 for none.
-    beside : rows [tokens, hidden] of "finalize", or None.
+    rows : [tokens, hidden]; with "finalize" [permuted rows, hidden].
+    experts : with "reduce" [experts, tokens, hidden].
+    scales : with "reduce" float32 [experts, tokens]; with "finalize" [tokens, choices] of any dtype, or None.
+    index : with "finalize" int32 [tokens, choices]: the row of each choice, -1 for none.
+    beside : with "finalize" [tokens, hidden], or None.
     """
 
     rows: torch.Tensor
@@ -88,9 +90,9 @@ class Rows(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """residual [tokens, hidden] and weight [hidden] are read; the RMSNorm of sum + residual has weight + bias.
+    """The RMSNorm of sum + residual, times weight + bias. residual : [tokens, hidden]. weight : [hidden].
 
-    scale : of the whole quantised result, float32 [1] or a number.
+    scale : the scale of the quantized result, float32 [1] or a scalar.
     """
 
     residual: torch.Tensor | None = None
@@ -101,10 +103,10 @@ class Norm(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What is written, all [tokens, hidden] but `codes` of NVFP4 (half as wide, bytes) and `factors`.
+    """The outputs: [tokens, hidden], except `codes` of NVFP4 (bytes, half as wide) and `factors`.
 
-    factors : float32 [tokens, 1] of "fp8_row"; bytes in its layout of "nvfp4"; int32 [tokens, hidden / 512], any
-        strides, of "fp8_group", the scales of four groups in a word.
+    factors : float32 [tokens, 1] with "fp8_row"; bytes in the layout with "nvfp4"; int32 [tokens, hidden / 512] of any
+        strides with "fp8_group", the scales of four groups in a word.
     """
 
     sum: torch.Tensor | None = None

@@ -1,11 +1,11 @@
-"""The all-reduce in Triton: rows go into the peers' slots, and are summed where they arrive, in rank order.
+"""The all-reduce in Triton: each rank stores rows in the peers' slots, and sums what it receives in rank order.
 
-Grid: one program a channel, which has every n-th row (`flashinfer/ops/comm/_device/exchange.py`).
+Grid: one program a channel; program c of n has rows c, c + n, ... (`flashinfer/ops/comm/_device/exchange.py`).
 Warps: all share a row. Shared memory: the reductions of norms and of quantised results.
 Inputs: given, rows [tokens, hidden] of this rank, or experts' rows with scales and a table; norm, residual [tokens,
 hidden] and weight [hidden]; peers int64 [WORLD], the addresses of the ranks' buffers.
 Outputs: of `Results` those that are asked for: sum, residual and normed [tokens, hidden], codes and their factors.
-Method: one shot or two over peer memory; docs/rooms/comm.md derives where they meet.
+Method: one-shot or two-shot all-reduce over peer memory; docs/rooms/comm.md derives the threshold.
 """
 
 import torch
@@ -33,11 +33,11 @@ def allreduce_kernel(
     LAYOUT: tl.constexpr, SCALE: tl.constexpr, UNIT: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, CAPABILITY: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Row i of a program's rows: one shot sends it to all; two shots to rank (program + i) % WORLD, which sends its sum
-    to all.
+    """One-shot sends row i of a program's rows to all ranks. Two-shot sends it to rank (program + i) % WORLD, which
+    sends the sum to all.
 
-    given, norm, out : the fields of `Rows`, `Norm` and `Results`, None where there is none; `choices` are the experts
-    of "reduce", or those of a token; a row of factors is `factor_row` wide, and a word of four `factor_word` further.
+    given, norm, out : the fields of `Rows`, `Norm` and `Results`; absent ones are None. given.choices is the number of
+    experts ("reduce") or of a token's choices ("finalize"). out.factor_row and out.factor_word are strides of factors.
     """
     channel = tl.program_id(0)
     channels = tl.num_programs(0)
@@ -47,10 +47,10 @@ def allreduce_kernel(
     before = epoch_of(state, channel)
     failed = is_lost(state, LANES)
     sizes = (elements & 0x3FFFFFFF).to(tl.int32) + hidden
-    # Nothing is sent after a failure: a peer that is late still could take it for what it waits for.
+    # Nothing is sent after a failure: a late peer could take it for the exchange that it waits for.
     sent = tl.where(failed, 0, tokens)
     own = tl.load(peers + rank)
-    late = -1
+    failed_rank = -1
     epoch = before + 1
 
     if FIRST == 0:
@@ -60,28 +60,28 @@ def allreduce_kernel(
             y = _own_row(given, row, tokens, hidden, column, inside, SOURCE)
             if TWO_SHOT:
                 to = tl.load(peers + (channel + i) % WORLD) + slot_of(epoch, channel, rank, area, WORLD)
-                at = pointer_at(to + _wide(i // WORLD) * hidden * ITEM, dtype, UNIT * ITEM)
+                at = pointer_at(to + _int64(i // WORLD) * hidden * ITEM, dtype, UNIT * ITEM)
                 tl.store(at + column, y.to(dtype), inside)
             else:
-                offset = slot_of(epoch, channel, rank, area, WORLD) + _wide(i) * hidden * ITEM
+                offset = slot_of(epoch, channel, rank, area, WORLD) + _int64(i) * hidden * ITEM
                 for step in tl.static_range(WORLD):
-                    # Every rank begins with another, so that no link gets all of them at once.
+                    # Ranks begin with different peers, so that no link gets all traffic at once.
                     at = pointer_at(tl.load(peers + (rank + step) % WORLD) + offset, dtype, UNIT * ITEM)
                     tl.store(at + column, y.to(dtype), inside)
         if failed == 0:
             arrive(peers, rank, channel, epoch, sizes, WORLD, LANES, CAPABILITY)
 
     if norm.weight is not None:
-        # Read while the peers' rows are on their way; so is, below, the next row's.
+        # Loaded while the peers' rows are in flight; the next row's residual is loaded ahead in the same way.
         gain = tl.load(norm.weight + column, column < hidden, other=0)
-        beside_sum = _row_of(norm.residual, channel, sent, elements, hidden, column, UNIT)
+        residual_row = _row_of(norm.residual, channel, sent, elements, hidden, column, UNIT)
 
     if LAST > 0:
         if failed == 0:
-            late = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
-            if late >= 0:
-                give_up(state, lost, late, 0, epoch, LANES)
-        ready = tl.where(failed | (late >= 0), 0, tokens)
+            failed_rank = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
+            if failed_rank >= 0:
+                give_up(state, lost, failed_rank, 0, epoch, LANES)
+        ready = tl.where(failed | (failed_rank >= 0), 0, tokens)
 
         if TWO_SHOT:
             if FIRST <= 1:
@@ -90,7 +90,7 @@ def allreduce_kernel(
                     row = mine + i * channels * WORLD
                     inside = column < tl.minimum(hidden, multiple(elements - row.to(tl.int64) * hidden, UNIT))
                     y = _sum(own, epoch, channel, i, area, hidden, column, inside, dtype, WORLD, UNIT, ITEM, BLOCK)
-                    offset = slot_of(epoch + 1, channel, rank, area, WORLD) + _wide(i) * hidden * ITEM
+                    offset = slot_of(epoch + 1, channel, rank, area, WORLD) + _int64(i) * hidden * ITEM
                     for step in tl.static_range(WORLD):
                         at = pointer_at(tl.load(peers + (rank + step) % WORLD) + offset, dtype, UNIT * ITEM)
                         tl.store(at + column, y.to(dtype), inside)
@@ -99,10 +99,10 @@ def allreduce_kernel(
                 if FIRST <= 1:
                     arrive(peers, rank, channel, epoch, sizes, WORLD, LANES, CAPABILITY)
                 if LAST > 1:
-                    late = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
-                    if late >= 0:
-                        give_up(state, lost, late, 0, epoch, LANES)
-            ready = tl.where(late >= 0, 0, ready)
+                    failed_rank = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
+                    if failed_rank >= 0:
+                        give_up(state, lost, failed_rank, 0, epoch, LANES)
+            ready = tl.where(failed_rank >= 0, 0, ready)
 
         if LAST > 1 or not TWO_SHOT:
             for i in range(tl.cdiv(tl.maximum(ready - channel, 0), channels)):
@@ -110,7 +110,7 @@ def allreduce_kernel(
                 inside = column < tl.minimum(hidden, multiple(elements - row.to(tl.int64) * hidden, UNIT))
                 if TWO_SHOT:
                     offset = slot_of(epoch, channel, (channel + i) % WORLD, area, WORLD)
-                    at = pointer_at(own + offset + _wide(i // WORLD) * hidden * ITEM, dtype, UNIT * ITEM)
+                    at = pointer_at(own + offset + _int64(i // WORLD) * hidden * ITEM, dtype, UNIT * ITEM)
                     y = tl.load(at + column, inside, other=0).to(tl.float32)
                 else:
                     y = _sum(own, epoch, channel, i, area, hidden, column, inside, dtype, WORLD, UNIT, ITEM, BLOCK)
@@ -118,8 +118,8 @@ def allreduce_kernel(
                 if out.sum is not None:
                     tl.store(out.sum + place, y.to(dtype), inside)
                 if norm.weight is not None:
-                    y += beside_sum.to(tl.float32)
-                    beside_sum = _row_of(norm.residual, row + channels, sent, elements, hidden, column, UNIT)
+                    y += residual_row.to(tl.float32)
+                    residual_row = _row_of(norm.residual, row + channels, sent, elements, hidden, column, UNIT)
                     tl.store(out.residual + place, y.to(dtype), inside)
                     y *= tl.rsqrt(tl.sum(y * y, 0) / hidden + norm.eps)
                     y *= gain.to(tl.float32) + norm.bias
@@ -127,7 +127,7 @@ def allreduce_kernel(
                         tl.store(out.normed + place, y.to(dtype), inside)
                     if NUMBER_FORMAT == "fp8_group":
                         y = y.to(dtype).to(tl.float32)
-                    _quantise(
+                    _quantize(
                         y, norm.scale, out, row, hidden, column, inside, NUMBER_FORMAT, LAYOUT, SCALE, BLOCK, CAPABILITY
                     )  # fmt: skip
             # A failed exchange leaves NaN, not what was there before.
@@ -146,14 +146,14 @@ def allreduce_kernel(
 
 
 @triton.jit
-def _wide(i):
+def _int64(i):
     """i as 64 bits; in the interpreter a loop counts in Python's integers."""
     return tl.zeros([], tl.int64) + i
 
 
 @triton.jit
 def _row_of(tensor, row, rows, elements, hidden, column, UNIT: tl.constexpr):
-    """A row of [rows, hidden], `elements` in all; 0 where there is none."""
+    """Row `row` of a tensor [rows, hidden] that ends after `elements` elements; 0 past its end."""
     start = row.to(tl.int64) * hidden
     inside = column < tl.minimum(hidden, multiple(elements - start, UNIT))
     return tl.load(tensor + start + column, inside & (row < rows), other=0)
@@ -161,7 +161,7 @@ def _row_of(tensor, row, rows, elements, hidden, column, UNIT: tl.constexpr):
 
 @triton.jit
 def _own_row(given, row, tokens, hidden, column, inside, SOURCE: tl.constexpr):
-    """What this rank adds to a row of the sum, float32."""
+    """This rank's contribution to a row of the sum, float32."""
     row = row.to(tl.int64)
     if SOURCE == "finalize":
         y = tl.zeros(column.shape, tl.float32)
@@ -177,7 +177,7 @@ def _own_row(given, row, tokens, hidden, column, inside, SOURCE: tl.constexpr):
     y = tl.load(given.rows + row * hidden + column, inside, other=0).to(tl.float32)
     if SOURCE == "reduce":
         for expert in range(given.choices):
-            at = _wide(expert) * tokens + row
+            at = _int64(expert) * tokens + row
             value = tl.load(given.experts + at * hidden + column, inside, other=0).to(tl.float32)
             y += value * tl.load(given.scales + at)
     return y
@@ -188,21 +188,21 @@ def _sum(
     own, epoch, channel, i, area, hidden, column, inside, dtype: tl.constexpr, WORLD: tl.constexpr,
     UNIT: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row i of what has arrived, float32, summed in rank order: the same bits on every rank."""
+    """The float32 sum of row i over all ranks' areas, in rank order: the same bits on every rank."""
     y = tl.zeros([BLOCK], tl.float32)
     for source in tl.static_range(WORLD):
-        offset = slot_of(epoch, channel, source, area, WORLD) + _wide(i) * hidden * ITEM
+        offset = slot_of(epoch, channel, source, area, WORLD) + _int64(i) * hidden * ITEM
         at = pointer_at(own + offset, dtype, UNIT * ITEM)
         y += tl.load(at + column, inside, other=0).to(tl.float32)
     return y
 
 
 @triton.jit
-def _quantise(
+def _quantize(
     y, scale, out, row, hidden, column, inside, NUMBER_FORMAT: tl.constexpr, LAYOUT: tl.constexpr,
     SCALE: tl.constexpr, BLOCK: tl.constexpr, CAPABILITY: tl.constexpr,
 ):  # fmt: skip
-    """Write a row quantised: codes, and its scales."""
+    """Write a row quantized: codes and scales."""
     wide = row.to(tl.int64) * hidden
     if NUMBER_FORMAT == "fp8":
         tl.store(out.codes + wide + column, to_fp8(y * _inverse(scale, SCALE), "fp8e4nv", CAPABILITY), inside)
@@ -211,7 +211,7 @@ def _quantise(
         tl.store((out.codes + wide + column)[None, :], code, inside[None, :])
         tl.store(out.factors + row + tl.zeros([1, 1], tl.int32), factor)
     elif NUMBER_FORMAT == "fp8_group":
-        # No smaller than 1e-10, so that a group of zeros has a scale that is no subnormal.
+        # At least 1e-10 (bits 0x2EDBE6FF), so that the scale of a group of zeros is not subnormal.
         amax = tl.maximum(block_amax(y[None, :], 128), 0x2EDBE6FF)
         factor = to_ue8m0(amax, 448)
         code = to_fp8(times_blocks(y[None, :], inverse_ue8m0(factor), 128), "fp8e4nv", CAPABILITY)
@@ -234,7 +234,7 @@ def _spoil(
     out, row, hidden, column, inside, dtype: tl.constexpr, NUMBER_FORMAT: tl.constexpr, LAYOUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write NaN to a row of every result: bytes 0xFF in what is quantised, codes and scales."""
+    """Write NaN to a row of every output; to quantized codes and scales bytes of 0xFF."""
     wide = row.to(tl.int64) * hidden
     nan = tl.full([BLOCK], float("nan"), tl.float32).to(dtype)
     if out.sum is not None:
@@ -262,7 +262,7 @@ def _spoil(
 
 @triton.jit
 def _number(scale, SCALE: tl.constexpr):
-    """The scale: at the address of a "tensor", a "number", or "" for 1."""
+    """The scale as float32: a loaded "tensor", a "number", or 1."""
     one = tl.full([], 1.0, tl.float32)
     if SCALE == "tensor":
         return tl.load(scale)
@@ -322,14 +322,15 @@ def build(problem: Problem, config) -> Build:
     return Build(allreduce_kernel, types, constants, num_warps=config.num_warps)
 
 
-# Bytes of stack a thread may use: ptxas keeps an address or two there across a wait, 8 bytes seen on sm_80.
+# Bytes of stack a thread may use. ptxas spills addresses that are live across a wait, 8 bytes on sm_80.
 STACK_BUDGET = 32
 
 launch = Launcher("allreduce_fusion", build)
 
 
 def kernels(problem, config):
-    """The launches of a Problem, for compiling ahead: the probe that comes before a workspace, too."""
+    """(launcher, problem, config) of each kernel that may run for a problem, for compiling ahead; also the probe of a
+    workspace's set-up."""
     yield launch, problem, config
     yield probe.launch, probe.Problem(problem.world, config.capability), None
 
@@ -343,19 +344,19 @@ def run(problem, config, link, given: Rows, norm: Norm, out: Results, tokens: in
         out.sum, out.residual, out.normed, None if out.codes is None else out.codes.view(torch.uint8),
         *_factor_arguments(problem, out.factors, tokens, hidden), tokens, hidden, elements, *link.arguments,
     )  # fmt: skip
-    # What is None has no parameter.
+    # The kernel is compiled without the parameters that are None.
     launch(problem, config, (sizes.programs(tokens), 1, 1), *(x for x in arguments if x is not None))
 
 
 def _factor_arguments(problem, factors: torch.Tensor | None, tokens: int, hidden: int) -> list:
-    """The scales as the kernel writes them, what it needs to find one, and the rows that their layout has."""
+    """The kernel's arguments for factors: the tensor, two strides, and the padded number of rows."""
     if factors is None:
         return []
     if problem.number_format == "fp8_row":
         return [factors, 1, 0, tokens]
     if problem.number_format == "fp8_group":
         row, word = factors.stride()
-        # The bytes of words with any strides.
+        # A flat view of bytes, for words with any strides.
         extent = 1 + (factors.shape[0] - 1) * row + (factors.shape[1] - 1) * word
         return [factors.as_strided((extent,), (1,)).view(torch.uint8), row, word, tokens]
     rows, blocks = layouts.padded(tokens, hidden // 16, problem.layout)

@@ -22,11 +22,11 @@ def run(problem, config, link, given: Rows, norm: Norm, out: Results, tokens: in
     if out.normed is not None:
         out.normed.copy_(y)
     if problem.number_format:
-        _quantise(problem, y, norm.scale, out)
+        _quantize(problem, y, norm.scale, out)
 
 
 def own_rows(problem, given: Rows) -> torch.Tensor:
-    """What this rank adds, float32 or as it is given."""
+    """This rank's contribution: given rows unchanged, else float32."""
     if problem.source == "reduce":
         weighted = (given.experts.float() * given.scales[..., None]).sum(0)
         return given.rows.float() + weighted
@@ -39,7 +39,7 @@ def own_rows(problem, given: Rows) -> torch.Tensor:
     return given.rows
 
 
-def _quantise(problem, y, scale, out: Results) -> None:
+def _quantize(problem, y, scale, out: Results) -> None:
     scale = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=y.device)
     fp8 = torch.float8_e4m3fn
     codes = out.codes.view(torch.uint8)

@@ -13,20 +13,20 @@ MOST_PAYLOADS = 8
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Each token goes to every rank that has an expert of it, once, with all that belongs to it.
+    """Send each token, with all its payloads, once to every rank that has one of its experts.
 
     Attributes
     ----------
     transport : str
-        How ranks reach each other: "peer" memory, or "collective" calls of the process group.
+        "peer" for peer memory, "collective" for the process group.
     world : int
         Ranks.
     choices : int
         Experts of a token, rounded up to a power of two.
     units : str
-        For each payload a digit: the power of two of the bytes that divide its rows and addresses, 0 to 4.
+        A digit for each payload: log2 of the alignment in bytes of its rows and addresses, 0 to 4.
     block : int
-        4-byte words of a payload's row that go at a time, a power of two.
+        4-byte words of a payload's row that a program copies at once, a power of two.
     """
 
     transport: str
@@ -38,20 +38,20 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Combine:
-    """Each token gets the sum of its rows on the ranks that it was sent to, in float32 and rank order.
+    """Sum each token's rows over the ranks that it was sent to, in float32 and in rank order.
 
     Attributes
     ----------
     transport, world
         As in Dispatch.
     dtype, out_dtype : str
-        Of the rows, and of the sums.
+        Dtypes of the rows and of the sums.
     block : int
-        Elements of a row at a time, a power of two.
+        Elements of a row that a program adds at once, a power of two.
     staged : bool
-        The rows are not where peers read them, and are copied there.
+        The rows are copied to peer memory first; else they are there.
     aligned : bool
-        Rows can be read 16 bytes at a time.
+        16-byte accesses of rows are aligned.
     """
 
     transport: str
@@ -65,16 +65,16 @@ class Combine:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Row [batch, rank] of every rank goes to that rank; two tensors in one exchange.
+    """Plain all-to-all: row [batch, r] of every rank goes to rank r; two tensors in one exchange.
 
     Attributes
     ----------
     transport, world
         As in Dispatch.
     units : str
-        Of the two tensors, as in Dispatch.
+        Alignments of the two tensors, as in Dispatch.
     block : int
-        4-byte words of a row at a time, a power of two.
+        4-byte words of a row that a program copies at once, a power of two.
     """
 
     transport: str

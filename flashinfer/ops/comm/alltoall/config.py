@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from flashinfer.ops.comm.symmetric import CHANNELS
 
-# Words of a row that a program moves at a time: four 16-byte accesses in each of 256 threads. Not measured.
+# Words of a row that a program copies at once: four 16-byte accesses in each of 256 threads. Not measured.
 BLOCK = 4096
-# Tokens that the program of a rank places at a time: a call's, if they are so few, or the most that registers hold.
+# Tokens that a place_kernel program handles at once: 128 if the call has no more, else 1024, which registers hold.
 PLACED = 128, 1024
-# Bytes of an area of the all-to-all of blocks; what is larger goes in rounds. Not measured.
+# Bytes of an area of the plain all-to-all. Larger rows are exchanged in rounds. Not measured.
 ROUND = 64 << 10
 
 
 @dataclass(frozen=True)
 class Config:
-    """num_warps : warps per program. capability : of the chip, ten times; 0 in the interpreter.
+    """num_warps : warps of a program. capability : the compute capability times ten; 0 in the interpreter.
 
-    first, last : the phases of a launch: 0 sends, 1 receives. Both on a GPU; in the interpreter, where ranks run one
-        after another, each is a launch.
+    first, last : the first and the last phase of a launch: 0 sends, 1 receives. A GPU launch has both. In the
+        interpreter ranks run one after another, so each phase is a launch.
     """
 
     num_warps: int
@@ -34,10 +34,11 @@ def portable(problem, target) -> Config:
 
 
 def programs(rows: int, most: int = CHANNELS) -> int:
-    """Programs of a call for up to `rows` rows. The same on every rank, whatever it has: they exchange one with one."""
+    """Programs of a call with up to `rows` rows, a number that is the same on all ranks: program n of a rank exchanges
+    with program n of the others."""
     return max(min(rows, most), 1)
 
 
 def block(words: int) -> int:
-    """Words at a time of rows of `words`."""
+    """The block of rows of `words` words."""
     return min(max(1 << (words - 1).bit_length(), 64), BLOCK)

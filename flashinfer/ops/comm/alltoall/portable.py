@@ -1,6 +1,6 @@
-"""The all-to-all in Triton: rows are stored where the peers read them, and flags say that they are there.
+"""The all-to-all in Triton: dispatch stores rows in peer memory, combine loads them from there; flags synchronize.
 
-Grid: dispatch_kernel, combine_kernel and blocks_kernel one program a channel, which has every n-th token or row
+Grid: dispatch_kernel, combine_kernel and blocks_kernel one program a channel; program c of n has tokens c, c + n, ...
 (`flashinfer/ops/comm/_device/exchange.py`); place_kernel one a rank; stage_kernel one a row; sanitize_kernel one for
 BLOCK ids. Warps: all share a row. Shared memory: place_kernel's scans.
 Inputs: experts [tokens, choices]; payloads, up to 8 tensors of tokens; rows [source rank, most, hidden]; peers int64
@@ -25,8 +25,8 @@ from flashinfer.ops.comm._device.exchange import (
 from flashinfer.ops.comm.alltoall import MOST_PAYLOADS, Blocks, Combine, Dispatch, config as sizes
 from flashinfer.ops.comm.symmetric import SLOTTED
 
-# Bytes of stack a thread may use: addresses that outlive a wait, of which ptxas keeps up to 80 bytes there (sm_80,
-# blocks) rather than take more registers.
+# Bytes of stack a thread may use. ptxas spills addresses that are live across a wait, up to 80 bytes (blocks_kernel,
+# sm_80).
 STACK_BUDGET = 96
 
 
@@ -34,7 +34,7 @@ STACK_BUDGET = 96
 def place_kernel(
     experts, place, counts, tokens, choices, per, WORLD: tl.constexpr, CHOICES: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """place [tokens, WORLD]: which row on a rank a token becomes, -1 where it does not go; counts [WORLD] of rows."""
+    """place [tokens, WORLD]: the row of each token on each rank, -1 where it is not sent; counts [WORLD]: rows sent."""
     to = tl.program_id(0)
     choice = tl.arange(0, CHOICES)[None, :]
     count = 0
@@ -56,17 +56,17 @@ def dispatch_kernel(
     WORLD: tl.constexpr, PAYLOADS: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
     CAPABILITY: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Payload i of this rank's tokens goes to the peers' bytes from `to[i]` on: [source rank, most, nbytes[i]].
+    """Store payload i of this rank's tokens in the peers' buffers at offset `to[i]`, [source rank, most, nbytes[i]].
 
-    payloads, nbytes, to : of each payload the address, the bytes of a row, and the place in a peer's memory.
-    begin, end : what a dispatch writes of a peer's bytes: statistics, and behind them the payloads.
-    stats : address of this rank's statistics, which become row `rank` of those at `stats_to` on every rank.
+    payloads, nbytes, to : for each payload the address, the bytes of a row, and the offset in a peer's buffer.
+    begin, end : the range of a buffer that a dispatch writes: statistics, then payloads.
+    stats : address of this rank's statistics, which become row `rank` of the statistics at `stats_to` on every rank.
     """
     channel = tl.program_id(0)
     channels = tl.num_programs(0)
     epoch = epoch_of(state, channel) + 1
     failed = is_lost(state, LANES)
-    late = -1
+    failed_rank = -1
     if FIRST == 0:
         sent = tl.where(failed, 0, tokens)
         for i in range(tl.cdiv(tl.maximum(sent - channel, 0), channels)):
@@ -90,11 +90,11 @@ def dispatch_kernel(
             arrive(peers, rank, channel, epoch, sizes, WORLD, LANES, CAPABILITY)
     if LAST == 1:
         if failed == 0:
-            late = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
-            if late >= 0:
-                give_up(state, lost, late, 1, epoch, LANES)
-        if failed | (late >= 0):
-            # What came, and what did not, lies anywhere: all of it becomes NaN, ids -1, and no row counts.
+            failed_rank = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
+            if failed_rank >= 0:
+                give_up(state, lost, failed_rank, 1, epoch, LANES)
+        if failed | (failed_rank >= 0):
+            # The received data is incomplete: all of it becomes NaN or -1, and the counts 0.
             own = tl.load(peers + rank)
             words = tl.cdiv(end - begin, 4)
             for at in range(0, words, BLOCK):
@@ -102,7 +102,7 @@ def dispatch_kernel(
                 tl.store(pointer_at(own + begin, tl.int32, 4) + word, tl.full([BLOCK], -1, tl.int32), word < words)
             for source in tl.static_range(WORLD):
                 tl.store(pointer_at(own + counts_to + source * 4, tl.int32, 4), 0)
-        keep_epoch(state, channel, tl.where(failed | (late >= 0), epoch - 1, epoch))
+        keep_epoch(state, channel, tl.where(failed | (failed_rank >= 0), epoch - 1, epoch))
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def _send(
     payload, nbytes, to_bytes, place, token, most, peers, rank, INDEX: tl.constexpr, WORLD: tl.constexpr,
     UNITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A token's row of one payload, read once and stored on every rank that the token goes to."""
+    """Load a token's row of one payload once, and store it on every rank that the token goes to."""
     UNIT: tl.constexpr = 1 << (UNITS // 8**INDEX % 8)
     ITEM: tl.constexpr = 4 if UNIT > 4 else UNIT
     dtype: tl.constexpr = tl.int32 if ITEM == 4 else (tl.int16 if ITEM == 2 else tl.int8)
@@ -130,7 +130,7 @@ def _send(
 
 @triton.jit
 def stage_kernel(rows, own, counts, most, hidden, UNIT: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy the rows [source rank, most, hidden] that there are to where peers read them."""
+    """Copy the rows [source rank, most, hidden] that exist to peer memory."""
     row = tl.program_id(0)
     hidden = multiple(hidden, UNIT)
     if row % most < tl.load(counts + row // most):
@@ -165,22 +165,22 @@ def combine_kernel(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """Tell the peers that this rank's rows are there, and add the peers' rows of this rank's tokens."""
+    """Signal to the peers that this rank's rows are ready, and add the peers' rows of this rank's tokens."""
     channel = tl.program_id(0)
     channels = tl.num_programs(0)
     hidden = multiple(hidden, UNIT)
     epoch = epoch_of(state, channel) + 1
     failed = is_lost(state, LANES)
-    late = -1
+    failed_rank = -1
     if FIRST == 0:
         if failed == 0:
             arrive(peers, rank, channel, epoch, sizes, WORLD, LANES, CAPABILITY)
     if LAST == 1:
         if failed == 0:
-            late = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
-            if late >= 0:
-                give_up(state, lost, late, 2, epoch, LANES)
-        ready = tl.where(failed | (late >= 0), 0, tokens)
+            failed_rank = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
+            if failed_rank >= 0:
+                give_up(state, lost, failed_rank, 2, epoch, LANES)
+        ready = tl.where(failed | (failed_rank >= 0), 0, tokens)
         for i in range(tl.cdiv(tl.maximum(ready - channel, 0), channels)):
             token = (channel + i * channels).to(tl.int64)
             for start in range(0, hidden, BLOCK):
@@ -192,19 +192,19 @@ def combine_kernel(
                     rows = pointer_at(tl.load(peers + source) + rows_at + row, DTYPE, UNIT * ITEM)
                     y += tl.load(rows + column, (column < hidden) & (at >= 0), other=0).to(tl.float32)
                 tl.store(out + token * hidden + column, y.to(out.dtype.element_ty), column < hidden)
-        # A failed exchange leaves NaN, not what was there before.
+        # After a failed exchange the output is NaN.
         for i in range(tl.cdiv(tl.maximum(tokens - ready - channel, 0), channels)):
             token = (channel + i * channels).to(tl.int64)
             for start in range(0, hidden, BLOCK):
                 column = start + tl.arange(0, BLOCK)
                 nan = tl.full([BLOCK], float("nan"), tl.float32).to(out.dtype.element_ty)
                 tl.store(out + token * hidden + column, nan, column < hidden)
-        keep_epoch(state, channel, tl.where(failed | (late >= 0), epoch - 1, epoch))
+        keep_epoch(state, channel, tl.where(failed | (failed_rank >= 0), epoch - 1, epoch))
 
 
 @triton.jit
 def sanitize_kernel(ids, counts, rows, most, choices, invalid, BLOCK: tl.constexpr):
-    """Expert ids [source rank, most, choices] of rows that are none become `invalid`."""
+    """Set expert ids [source rank, most, choices] of unused rows to `invalid`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = at // choices
     inside = row < rows
@@ -218,42 +218,42 @@ def blocks_kernel(
     WORLD: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, CAPABILITY: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Row [i, r] of two tensors goes to rank r, where it is row [i, this rank]; `each` rows of a program in a round."""
+    """Send row [i, r] of two tensors to rank r, where it is row [i, this rank]. A program sends `each` rows a round."""
     channel = tl.program_id(0)
     channels = tl.num_programs(0)
     before = epoch_of(state, channel)
     going = is_lost(state, LANES) == 0
     sizes = rows * 31 + bytes0 + bytes1
     done = 0
-    for turn in range(rounds):
-        epoch = before + 1 + turn
+    for round_index in range(rounds):
+        epoch = before + 1 + round_index
         if FIRST == 0:
             if going:
                 for i in range(each):
-                    row = channel + (turn * each + i) * channels
+                    row = channel + (round_index * each + i) * channels
                     for step in tl.static_range(WORLD):
                         to = (rank + step) % WORLD
-                        slot = slot_of(epoch, channel, rank, area, WORLD) + _wide(i) * (bytes0 + bytes1)
+                        slot = slot_of(epoch, channel, rank, area, WORLD) + _int64(i) * (bytes0 + bytes1)
                         there = tl.load(peers + to) + slot
-                        from0 = given0 + (_wide(row) * WORLD + to) * bytes0
-                        from1 = given1 + (_wide(row) * WORLD + to) * bytes1
+                        from0 = given0 + (_int64(row) * WORLD + to) * bytes0
+                        from1 = given1 + (_int64(row) * WORLD + to) * bytes1
                         _copy(from0, there, bytes0, row < rows, 0, UNITS, BLOCK)
                         _copy(from1, there + bytes0, bytes1, row < rows, 1, UNITS, BLOCK)
                 arrive(peers, rank, channel, epoch, sizes, WORLD, LANES, CAPABILITY)
         if LAST == 1:
             if going:
-                late = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
-                if late >= 0:
-                    give_up(state, lost, late, 3, epoch, LANES)
-                going = late < 0
+                failed_rank = wait(peers, rank, channel, epoch, sizes, limit, WORLD, LANES, CAPABILITY)
+                if failed_rank >= 0:
+                    give_up(state, lost, failed_rank, 3, epoch, LANES)
+                going = failed_rank < 0
             if going:
                 own = tl.load(peers + rank)
                 for i in range(each):
-                    row = channel + (turn * each + i) * channels
+                    row = channel + (round_index * each + i) * channels
                     for source in tl.static_range(WORLD):
-                        here = own + slot_of(epoch, channel, source, area, WORLD) + _wide(i) * (bytes0 + bytes1)
-                        to0 = out0 + (_wide(row) * WORLD + source) * bytes0
-                        to1 = out1 + (_wide(row) * WORLD + source) * bytes1
+                        here = own + slot_of(epoch, channel, source, area, WORLD) + _int64(i) * (bytes0 + bytes1)
+                        to0 = out0 + (_int64(row) * WORLD + source) * bytes0
+                        to1 = out1 + (_int64(row) * WORLD + source) * bytes1
                         _copy(here, to0, bytes0, row < rows, 0, UNITS, BLOCK)
                         _copy(here + bytes0, to1, bytes1, row < rows, 1, UNITS, BLOCK)
                 done += 1
@@ -261,8 +261,8 @@ def blocks_kernel(
         for i in range((rounds - done) * each):
             row = channel + (done * each + i) * channels
             for source in tl.static_range(WORLD):
-                to0 = out0 + (_wide(row) * WORLD + source) * bytes0
-                to1 = out1 + (_wide(row) * WORLD + source) * bytes1
+                to0 = out0 + (_int64(row) * WORLD + source) * bytes0
+                to1 = out1 + (_int64(row) * WORLD + source) * bytes1
                 _spoil(to0, bytes0, row < rows, 0, UNITS, BLOCK)
                 _spoil(to1, bytes1, row < rows, 1, UNITS, BLOCK)
         keep_epoch(state, channel, before + done)
@@ -270,7 +270,7 @@ def blocks_kernel(
 
 @triton.jit
 def _copy(source, to, nbytes, on, INDEX: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr):
-    """nbytes from one address to another, if `on`."""
+    """Copy nbytes from one address to another, if `on`."""
     UNIT: tl.constexpr = 1 << (UNITS // 8**INDEX % 8)
     ITEM: tl.constexpr = 4 if UNIT > 4 else UNIT
     dtype: tl.constexpr = tl.int32 if ITEM == 4 else (tl.int16 if ITEM == 2 else tl.int8)
@@ -283,7 +283,7 @@ def _copy(source, to, nbytes, on, INDEX: tl.constexpr, UNITS: tl.constexpr, BLOC
 
 @triton.jit
 def _spoil(to, nbytes, on, INDEX: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.constexpr):
-    """nbytes 0xFF at an address, if `on`."""
+    """Store nbytes of 0xFF at an address, if `on`."""
     UNIT: tl.constexpr = 1 << (UNITS // 8**INDEX % 8)
     ITEM: tl.constexpr = 4 if UNIT > 4 else UNIT
     dtype: tl.constexpr = tl.int32 if ITEM == 4 else (tl.int16 if ITEM == 2 else tl.int8)
@@ -294,7 +294,7 @@ def _spoil(to, nbytes, on, INDEX: tl.constexpr, UNITS: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _wide(i):
+def _int64(i):
     """i as 64 bits; in the interpreter a loop counts in Python's integers."""
     return tl.zeros([], tl.int64) + i
 
@@ -304,7 +304,8 @@ _LINK = {"peers": "*i64", "state": "*i32", "lost": "*i32", "rank": "i32", "area"
 
 @dataclass(frozen=True)
 class Small:
-    """The kernels beside an exchange: what they need of its Problem. dtype, aligned : of "stage"."""
+    """The problem of the kernels around an exchange: `kind` is "place", "stage" or "sanitize". dtype and aligned are
+    used by "stage" alone."""
 
     kind: str
     world: int = 1
@@ -315,7 +316,7 @@ class Small:
 
 
 def _units(digits: str) -> int:
-    """The digits of a Problem's units as one number, the first payload lowest."""
+    """A Problem's units as one octal number, the first payload's digit lowest."""
     return sum(int(digit) * 8**i for i, digit in enumerate(digits))
 
 
@@ -384,7 +385,7 @@ launch = Launcher("comm_alltoall", build)
 
 
 def kernels(problem, config):
-    """The launches of a Problem, for compiling ahead."""
+    """(launcher, problem, config) of each kernel that may run for a problem, for compiling ahead."""
     yield launch, problem, config
     if isinstance(problem, Dispatch):
         for few in (True, False):
@@ -407,7 +408,7 @@ def run(problem, config, *args):
 
 
 def dispatch(problem: Dispatch, config, space, experts, payloads, places, most: int, per: int, stats=None) -> None:
-    """Send the payloads of tokens to the ranks of their experts: [source rank, most, ...] from byte `places[i]` on.
+    """Send the payloads of tokens to the ranks of their experts: [source rank, most, ...] at byte offset `places[i]`.
 
     per : experts of a rank. stats : int32 [n] of this rank and int32 [ranks, n] of the space for every rank's, or None.
     """
@@ -422,7 +423,7 @@ def dispatch(problem: Dispatch, config, space, experts, payloads, places, most: 
     pad = [0] * (MOST_PAYLOADS - len(payloads))
     rows = [payload.shape[1:].numel() * payload.element_size() for payload in payloads]
     args = [space.place, space.sent, *(p.data_ptr() for p in payloads), *pad, *rows, *pad, *places, *pad]
-    # Of the same call on every rank, whatever tokens it has.
+    # The checksum must agree on all ranks, so it does not contain the number of tokens.
     check = (most * 31 + sum(places)) & 0x7FFFFFFF
     mine, everyone = (None, None) if stats is None else stats
     begin = places[0] if stats is None else space.offset(everyone)
@@ -455,13 +456,13 @@ def blocks(problem: Blocks, config, link, given, outs) -> None:
 
 
 def sanitize(ids, counts, most: int, invalid: int) -> None:
-    """Expert ids [source rank, most, choices] of rows that are none become `invalid`."""
+    """Set expert ids [source rank, most, choices] of unused rows to `invalid`."""
     problem = Small("sanitize")
     rows, choices = ids.shape[0] * ids.shape[1], ids.shape[2]
     launch(problem, None, (triton.cdiv(ids.numel(), problem.block), 1, 1), ids, counts, rows, most, choices, invalid)
 
 
-# One module for three ops: the second and the third are exchanges of the first's kind, with its flags and its loss.
+# One module for three ops, which share the helpers of an exchange.
 _RUN = {Dispatch: dispatch, Combine: combine, Blocks: blocks}
 
 IMPLEMENTATION = Implementation(run, (launch,), kernels=kernels, stack_budget=STACK_BUDGET)

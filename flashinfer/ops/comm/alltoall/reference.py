@@ -11,7 +11,7 @@ def run(problem, config, *args):
 
 
 def dispatch(problem: Dispatch, space, experts, payloads, places, most: int, per: int, stats=None) -> None:
-    """Send the payloads of tokens to the ranks of their experts: [source rank, most, ...] from byte `places[i]` on.
+    """Send the payloads of tokens to the ranks of their experts: [source rank, most, ...] at byte offset `places[i]`.
 
     stats : int32 [n] of this rank and int32 [ranks, n] of the space for every rank's, or None.
     """
@@ -21,14 +21,15 @@ def dispatch(problem: Dispatch, space, experts, payloads, places, most: int, per
     space.sent.copy_((place >= 0).sum(0))
     rows = [payload.reshape(tokens, -1).view(torch.uint8) if tokens else payload for payload in payloads]
     widths = [payload.shape[1:].numel() * payload.element_size() for payload in payloads]
-    together = torch.cat(rows, 1) if tokens else torch.empty(0, sum(widths), dtype=torch.uint8, device=experts.device)
+    nothing = torch.empty(0, sum(widths), dtype=torch.uint8, device=experts.device)
+    all_payloads = torch.cat(rows, 1) if tokens else nothing
     send = torch.zeros(world, most, sum(widths), dtype=torch.uint8, device=experts.device)
-    # Where a token does not go it is written to a row beyond, which is not sent.
-    beyond = torch.zeros(world, most + 1, sum(widths), dtype=torch.uint8, device=experts.device)
+    # On ranks to which a token is not sent it is written to an extra row, which is cut off.
+    with_extra_row = torch.zeros(world, most + 1, sum(widths), dtype=torch.uint8, device=experts.device)
     index = torch.where(place >= 0, place, most).long()
     for rank in range(world):
-        beyond[rank, index[:, rank]] = together
-    send.copy_(beyond[:, :most])
+        with_extra_row[rank, index[:, rank]] = all_payloads
+    send.copy_(with_extra_row[:, :most])
     received = space.link.all_to_all(send, "dispatch")
     space.counts.copy_(space.link.all_to_all(space.sent[:, None].clone(), "dispatch")[:, 0])
     if stats is not None:
@@ -39,7 +40,7 @@ def dispatch(problem: Dispatch, space, experts, payloads, places, most: int, per
 
 
 def placed(experts: torch.Tensor, world: int, per: int) -> torch.Tensor:
-    """int32 [tokens, world]: which row on a rank a token becomes, -1 where it does not go."""
+    """int32 [tokens, world]: the row of each token on each rank, -1 where it is not sent."""
     ranks = torch.arange(world, device=experts.device)
     hit = ((experts[:, :, None] >= ranks * per) & (experts[:, :, None] < (ranks + 1) * per)).any(1)
     return torch.where(hit, hit.cumsum(0) - 1, -1).int()
@@ -62,7 +63,7 @@ def blocks(problem: Blocks, link, given, outs) -> None:
         out.copy_(link.all_to_all(x.transpose(0, 1).contiguous(), "all-to-all").transpose(0, 1))
 
 
-# One module for three ops: combining is the way back of dispatching, and all are one call of the link.
+# One module for three ops, which all are calls of the link's all_to_all.
 _RUN = {Dispatch: dispatch, Combine: combine, Blocks: blocks}
 
 IMPLEMENTATION = Implementation(run)

@@ -1,4 +1,4 @@
-"""The memory of one user of the all-to-all: what arrives, what peers fetch, and where each token went."""
+"""The workspace of the MoE all-to-all: received payloads, rows for combine, and the destination of each token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashinfer.ops.comm.capability import connect
 from flashinfer.ops.comm.meeting import Ranks
 from flashinfer.ops.comm.symmetric import MOST_RANKS, Link, header
 
-# Every part of a space begins at a multiple of so many bytes: a line of L2.
+# Each region of a space begins at a multiple of this number of bytes, a cache line.
 ALIGNMENT = 128
 
 
@@ -18,28 +18,28 @@ def aligned(nbytes: int) -> int:
 
 
 class Space:
-    """`nbytes` on every rank, to exchange the tokens of up to `most` a rank.
+    """`nbytes` of memory on every rank, for the exchange of up to `most` tokens of each rank.
 
-    Between two dispatches there is one combine. That is what keeps a rank from writing where another still reads: who
-    dispatches has combined, so every peer had the rows for it; and who has received a dispatch knows that every peer
-    has combined. So nothing is kept twice.
+    Dispatch and combine alternate, which makes one buffer enough. A rank that dispatches has combined before, so all
+    peers had provided their rows, and had read the previous dispatch. A rank that has received a dispatch knows that
+    all peers have combined, so it may overwrite its rows for combine.
 
     Attributes
     ----------
     link : Link or Collective
     capability : Capability
     counts : Tensor
-        int32 [world]: rows that arrived from each rank.
+        int32 [world]: the number of rows received from each rank.
     counts_at : int
-        Where that is in the buffer of every rank.
+        The byte offset of `counts` in every rank's buffer.
     first : int
-        Where the bytes of the user begin.
+        The byte offset of the payloads.
     place : Tensor
-        int32 [most, world]: the row on each rank that a token of the last dispatch became; -1 where it did not go.
+        int32 [most, world]: for each token of the last dispatch its row on each rank; -1 where it was not sent.
     sent : Tensor
-        int32 [world]: rows that went to each rank.
+        int32 [world]: the number of rows sent to each rank.
     stats_experts : int
-        Experts whose statistics lie at the beginning of the user's bytes, int32 [world, n].
+        n of the statistics int32 [world, n] that precede the payloads; 0 for none.
     """
 
     AREA = 16
@@ -64,13 +64,13 @@ class Space:
         return self._buffer[at:end].view(dtype).view(torch.Size(shape))
 
     def offset(self, view: torch.Tensor) -> int:
-        """Where the bytes of a view of this space begin."""
+        """The byte offset of a view of this space."""
         return view.data_ptr() - self._buffer.data_ptr()
 
     def arrange(self, rows: list[int], most: int, first: int = 0) -> tuple[list[int], int]:
-        """Where payloads of so many bytes a row begin, [world, most, row] each, and where the rows to combine do.
+        """The byte offset of each payload [world, most, bytes of a row], and the offset behind the last one.
 
-        first : bytes to leave before them. ValueError if they do not fit.
+        rows : bytes of a row of each payload. first : bytes to skip before the payloads. ValueError if they do not fit.
         """
         places, at = [], self.first + first
         for row in rows:
