@@ -1,4 +1,4 @@
-"""Types and values of the arguments that kernels of recurrences share: pointers, and strides by name."""
+"""Types and values of arguments that the recurrent kernels share: pointers, strides by name, and sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flashinfer.ops._device.rows import pointer, unit
 
 
 def pointers(kinds: dict, aligned=()) -> dict:
-    """Types of pointers to elements of `kinds`, in order, without those of "" kinds; fp8 is bytes."""
+    """Pointer types for {name: dtype} `kinds`, in order; entries with the dtype "" are left out; fp8 is bytes."""
     return {name: pointer(as_bytes(kind), name in aligned) for name, kind in kinds.items() if kind}
 
 
@@ -17,9 +17,9 @@ def as_bytes(kind: str) -> str:
 
 
 def place_types(places: dict, units: dict, units_of: dict | None = None) -> dict:
-    """Types of strides, "group.field". Those of a group in `units` are multiples of 16 bytes of that dtype.
+    """Types of strides, named "group.field". Strides of a group in `units` are multiples of 16 bytes of its dtype.
 
-    units_of : {group: fields that are such multiples}, where not all of a group's are.
+    units_of : {group: the fields that are such multiples}, for groups where not all are.
     """
     types = {}
     for group, fields in places.items():
@@ -30,16 +30,16 @@ def place_types(places: dict, units: dict, units_of: dict | None = None) -> dict
 
 
 def size_types(names, **known: int) -> dict:
-    """Types of the sizes `of.name`. One known to be a multiple of 16 is declared as such.
+    """Types of the sizes `of.name`. A size that is a multiple of 16 is declared so.
 
-    A mask of columns below a declared size is the same for 16 columns, so loads and stores take 16 bytes at a time;
-    below any other size, each element has a mask and an access of its own.
+    A mask `column < size` is then the same for 16 neighbouring columns, so loads and stores are vectorized. For other
+    sizes each element has a mask and an access of its own.
     """
     return {f"of.{name}": "i32" if known.get(name, 1) % 16 else "i32:16" for name in names}
 
 
 def strides(x: torch.Tensor | None, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of some dimensions; 0 of those with one element, and of a tensor that is not there."""
+    """Strides of some dimensions; 0 for dimensions of one element, and for None."""
     if x is None:
         return (0,) * len(dims)
     return tuple(x.stride(d) if x.shape[d] > 1 else 0 for d in dims)
@@ -53,5 +53,5 @@ def table_strides(x: torch.Tensor | None) -> tuple[int, int]:
 
 
 def raw(x: torch.Tensor | None) -> torch.Tensor | None:
-    """x as kernels take it: fp8 as bytes."""
+    """x, with fp8 viewed as bytes."""
     return x.view(torch.uint8) if x is not None and x.element_size() == 1 and x.is_floating_point() else x

@@ -1,4 +1,4 @@
-"""How tensors lie in memory, as far as a problem has to say it."""
+"""Memory layouts of tensors, as fields of Problems."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 
 def whole_rows(*tensors: torch.Tensor | None) -> bool:
-    """Whether rows can be read 16 bytes at a time: bases, and strides of dimensions that have more than one element.
+    """Whether 16-byte accesses of rows are aligned: base addresses, and strides of dimensions of more than one element.
 
-    The row is the last dimension, or the one before it where the last has several elements, a stride apart.
+    The row is the last dimension, or the one before it if the last is not contiguous.
     """
     for x in tensors:
         if x is None or not x.numel():
@@ -23,7 +23,7 @@ def whole_rows(*tensors: torch.Tensor | None) -> bool:
 
 
 def state_layout(*states: torch.Tensor | None) -> str:
-    """Which dimension of states [.., V, K] is contiguous in all of them: "k", "v", or "" where none is."""
+    """The dimension of states [.., V, K] that is contiguous in all of them: "k", "v", or "" for neither."""
     given = [x for x in states if x is not None]
     if all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in given):
         return "k"

@@ -12,43 +12,44 @@ def combine_rows(
     num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, BLOCK_M: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, SOFTMAX: tl.constexpr = True, LSE_UNIT: tl.constexpr = 1.0,
 ):  # fmt: skip
-    """Rows `row` ([1, rows]) of a tile, whose splits lie in `splits` slots from `first_slot` on.
+    """Combine rows `row` ([1, rows]) of a tile, whose partial results are in `splits` slots from `first_slot` on.
 
-    partial_out is float32 [slots, kv_heads, BLOCK_M, D_VO], normalised per split; partial_lse is float32
-    [slots, kv_heads, BLOCK_M], base 2. Of a row that saw no key in a split they are 0 and -inf. As many as `split`
-    ([splits at a time, 1]: 0, 1, ...) holds are read at a time, in the order of their keys, so that the sum does not
-    depend on which split was done first. `d` ([1, 1, D_VO padded]) counts columns. The caller makes these, since Gluon
-    wants to know their layouts.
-    Without SOFTMAX the splits are sums of weighted values, which are added; the LSE of each is 0. That of the
-    result is written in base 2 times LSE_UNIT: ln 2 makes it base e.
+    partial_out is float32 [slots, kv_heads, BLOCK_M, D_VO], normalized per split; partial_lse is float32
+    [slots, kv_heads, BLOCK_M], base 2. For a row that saw no key in a split they are 0 and -inf. Splits are added in
+    the order of their keys, so the result does not depend on the order in which they finished. `split` ([n, 1]: 0, 1,
+    ...) sets how many are loaded at once; `d` ([1, 1, D_VO padded]) counts columns. The caller passes these aranges,
+    because Gluon needs their layouts.
+
+    Without SOFTMAX the partial results are sums of weighted values, which are added; their LSE is 0. The result's LSE
+    is in base 2 times LSE_UNIT; ln 2 gives base e.
     """
     AT_A_TIME: tl.constexpr = split.shape[0]
     token = (tile_row + row) // GROUP
     head = kv_head * GROUP + (tile_row + row) % GROUP
     row_ok = token < q_len
-    there = row_ok[:, :, None] & (d < D_VO)
+    mask = row_ok[:, :, None] & (d < D_VO)
     top = tl.where(row_ok, float("-inf"), float("-inf"))
     if SINKS:
         top = tl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
     total = tl.where(top == float("-inf"), 0.0, 1.0)
-    acc = tl.where(there, 0.0, 0.0)
+    acc = tl.where(mask, 0.0, 0.0)
     first_row = (first_slot.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M
     partial_lse += first_row
     partial_out += first_row * D_VO
     for start in range(0, splits, AT_A_TIME):
-        # From the tile's first slot; its splits are fewer than 2^31 rows apart.
+        # 32-bit offsets from the tile's first slot: its slots have fewer than 2^31 rows.
         at = (start + split) * (num_kv_heads * BLOCK_M) + row
         ok = (start + split < splits) & row_ok
-        # Written by other multiprocessors, in this very launch it may be: L1 is passed by.
+        # Other multiprocessors may have written this in the same launch: .cg bypasses L1.
         s = tl.load(partial_lse + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
         rows = partial_out + (at.to(tl.int64) * D_VO)[:, :, None]
-        x = tl.load(rows + d, mask=ok[:, :, None] & there, other=0, cache_modifier=".cg")
+        x = tl.load(rows + d, mask=ok[:, :, None] & mask, other=0, cache_modifier=".cg")
         new_top = tl.maximum(top, tl.max(s, 0, keep_dims=True))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(s - base)
         keep = tl.exp2(top - base)
         if SINKS:
-            # A sink may be more than base 2 holds: inf - inf is NaN. Without sinks `top` is finite or -inf.
+            # A sink times LOG2E may be inf, and inf - inf is NaN. Without sinks `top` is finite or -inf.
             keep = tl.where(top == new_top, 1.0, keep)
         acc = acc * keep[:, :, None] + tl.sum(x * weight[:, :, None], 0, keep_dims=True)
         total = total * keep + tl.sum(weight, 0, keep_dims=True)
@@ -57,7 +58,7 @@ def combine_rows(
     safe = tl.where(seen, total, 1.0) if SOFTMAX else tl.where(row_ok, 1.0, 1.0)
     n = (q_row + token).to(tl.int64)
     result = (acc / safe[:, :, None]).to(out.dtype.element_ty)
-    tl.store(out + (n * o_stride_n + head * o_stride_h)[:, :, None] + d, result, mask=there)
+    tl.store(out + (n * o_stride_n + head * o_stride_h)[:, :, None] + d, result, mask=mask)
     if LSE:
         value = tl.where(seen, top + tl.log2(safe), float("-inf"))
         tl.store(lse + n * (num_kv_heads * GROUP) + head, value * LSE_UNIT, mask=row_ok)
@@ -69,9 +70,9 @@ def combine_if_last(
     kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP: tl.constexpr, D_VO: tl.constexpr, BLOCK_M: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, SOFTMAX: tl.constexpr = True, LSE_UNIT: tl.constexpr = 1.0,
 ):  # fmt: skip
-    """Count a split of a tile as stored; the program that counts the last one combines the tile. None waits.
+    """Count a split of a tile as stored. The program that counts the last split combines the tile; no program waits.
 
-    The count returns to zero, where the next launch, or replay of a graph, starts from.
+    It resets the counter to zero for the next launch or replay.
     """
     # The barrier orders the stores of all threads before the atomic, which releases them and acquires other splits'.
     tl.debug_barrier()

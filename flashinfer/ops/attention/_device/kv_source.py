@@ -1,4 +1,4 @@
-"""Where keys and values are: rows of a ragged tensor, or rows of pages found through a table."""
+"""Loads of keys and values: rows of a ragged tensor, or rows of pages found through a page table."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from flashinfer.ops._device.formats import i4_to_fp16, i8_to_fp16
 
 @triton.jit
 def page_ids(positions, there, kv_base, kv_indices, PAGE_SIZE: tl.constexpr):
-    """Entries of the page table for a request's keys at `positions`; nothing of use for a ragged source."""
+    """Page numbers of a request's keys at `positions`. For a ragged source the result is not used."""
     if PAGE_SIZE == 0:
         return positions
     return tl.load(kv_indices + kv_base + positions // PAGE_SIZE, mask=there, other=0)
@@ -24,18 +24,18 @@ def offsets_in(pages, positions, kv_base, stride_page, stride_n, PAGE_SIZE: tl.c
 
 @triton.jit
 def row_offsets(positions, there, kv_base, kv_indices, stride_page, stride_n, PAGE_SIZE: tl.constexpr):
-    """Both in one."""
+    """`offsets_in` for the `page_ids` of a request's keys at `positions`."""
     pages = page_ids(positions, there, kv_base, kv_indices, PAGE_SIZE)
     return offsets_in(pages, positions, kv_base, stride_page, stride_n, PAGE_SIZE)
 
 
 @triton.jit
 def widen(x, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, to: tl.constexpr):
-    """Keys or values as the type they are multiplied in. Bytes are int8 ("i8"), e4m3 ("fp8e4nv") or e5m2 ("fp8e5").
+    """Keys or values as the dtype `to` of the products. Bytes are int8 ("i8"), e4m3 ("fp8e4nv") or e5m2 ("fp8e5").
 
-    The last two are float16 with fewer bits. e5m2 is its upper byte. e4m3 shifted into place has an exponent bias 8
-    smaller, which a factor of 256 restores, subnormals included; its one NaN pattern has to be named. (OCP 8-bit
-    Floating Point Specification 1.0.)
+    e5m2 is the upper byte of a float16. e4m3 with its bits in the places of a float16's is the value over 256, since
+    the exponent biases are 7 and 15; this holds for subnormals too. Its NaN is handled apart. (OCP 8-bit Floating Point
+    Specification 1.0.)
     """
     if DTYPE == "i8":
         return i8_to_fp16(x).to(to)
@@ -54,14 +54,15 @@ def widen(x, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, to: tl.constexpr):
 
 @triton.jit
 def _e2m1(code):
-    """The low four bits as float16. As its upper bits they are an e2m1 with an exponent bias 14 larger."""
+    """The e2m1 in the low four bits, as float16. Its bits in the upper bits of a float16 are the value over 2^14, since
+    the exponent biases are 1 and 15."""
     bits = code.to(tl.uint16)
     return (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True) * 16384.0
 
 
 @triton.jit
 def _codes(bits, ELEMENT: tl.constexpr):
-    """The low four bits of bytes as float16."""
+    """The ELEMENT ("e2m1" or int4) in the low four bits of bytes, as float16."""
     return _e2m1(bits) if ELEMENT == "e2m1" else i4_to_fp16(bits)
 
 
@@ -71,11 +72,12 @@ def load_packed(
     DIM: tl.constexpr, PAD: tl.constexpr, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, ROW_MASK: tl.constexpr,
     NATIVE_FP8: tl.constexpr, to: tl.constexpr,
 ):  # fmt: skip
-    """DIM elements from `first` of rows of codes, two a byte, at offsets `at`, over units of the rows, as [rows, PAD].
+    """Load rows of 4-bit codes, two a byte, at offsets `at`: DIM elements from `first` on, divided by a unit of the row
+    (`row_units`), as [rows, PAD].
 
-    With WIDTH 0 a unit is a row's factor, and elements are codes. Else factors are at [rows, PAD // WIDTH], and
-    elements are code * factor / unit: of nvfp4, whose units are 1, exactly, for an e2m1 has two significant bits and an
-    e4m3 four, so that float16 and bfloat16 hold every product.
+    With WIDTH 0 the unit is the row's factor, so the elements are the codes. Else factors are at offsets `at_factors`
+    [rows, PAD // WIDTH], and elements are code * factor / unit. In nvfp4 units are 1 and the products exact: e2m1 has
+    two significant bits and e4m3 four, which float16 and bfloat16 represent.
     """
     ROWS: tl.constexpr = at.shape[0]
     byte = tl.arange(0, PAD // 2)
@@ -108,7 +110,9 @@ def factors_at(
 ):  # fmt: skip
     """Offsets [keys, PAD // WIDTH] of the factors of elements from `first` of a request's keys at `positions`.
 
-    INTERLEAVED: of each four tokens of a page, factor by factor, as one row-major block.
+    INTERLEAVED: the factors of each four tokens of a page are stored transposed: first factor 0 of the four tokens,
+    then factor 1, in one contiguous block. With 8 factors a token, factor 3 of token 6 is at 3 * 4 + 6 % 4 = 14 of its
+    block, which is row 4 + 14 // 8 = 5, column 6.
     """
     pages = page_ids(positions, there, kv_base, kv_indices, PAGE_SIZE)
     token = (positions % PAGE_SIZE)[:, None]
@@ -131,9 +135,11 @@ def row_units(
     factors, positions, there, kv_base, kv_indices, stride_page, stride_n, D: tl.constexpr, D_PAD: tl.constexpr,
     WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, ROW_MASK: tl.constexpr,
 ):  # fmt: skip
-    """What rows of `load_packed` are multiples of, float32 [keys]: their factors, or of several, a power of two.
+    """The units by which `load_packed` divides rows, float32 [keys]: the row's factor, or with several factors in a row
+    a power of two.
 
-    The largest factor is 2048 to 4096 of it, times 7 within float16; factors down to 2^-25 of it are normal there.
+    That power makes the largest factor 2048 to 4096, so that 7 times it is in float16's range. Factors down to 2^-25 of
+    the largest are normal float16 numbers.
     """
     if WIDTH == 0:
         at = row_offsets(positions, there, kv_base, kv_indices, stride_page, stride_n, PAGE_SIZE)
@@ -151,11 +157,12 @@ def row_units(
 
 @triton.jit
 def fit_half(x, AXIS: tl.constexpr):
-    """bfloat16 rows as float16 times a power of two each, and these powers; for products with FP8, which float16 holds.
+    """bfloat16 rows as float16 rows and a power of two for each row. Products with FP8 need it, since FP8 is widened to
+    float16.
 
-    The largest element of a row comes to lie in [2^14, 2^15). Elements down to 2^-28 of it are kept exactly, and what
-    smaller ones lose is 2^-39 of it: less than float32 accumulation does.
+    The largest element of a row is scaled into [2^14, 2^15). Elements down to 2^-28 of it are exact; smaller ones have
+    an error of 2^-39 of it, which is less than that of float32 accumulation.
     """
-    most = tl.max(tl.abs(x.to(tl.float32)), AXIS, keep_dims=True)
-    power = power_of_two(most)
+    largest = tl.max(tl.abs(x.to(tl.float32)), AXIS, keep_dims=True)
+    power = power_of_two(largest)
     return (x.to(tl.float32) * (16384.0 / power)).to(tl.float16), power * (1.0 / 16384.0)

@@ -1,4 +1,4 @@
-"""What happens to logits between q . k and the softmax: scale, soft cap, position bias, mask."""
+"""Logits between q . k and the softmax: scale, soft cap, ALiBi, mask, a variant's functions; and rotary embedding."""
 
 import triton
 import triton.language as tl
@@ -8,12 +8,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _tanh(x):
-    """With a relative error below 2^-20.5 for every float32, however small: x times a quotient of two polynomials in
-    x^2, each 1 at 0. NaN stays NaN.
+    """tanh with a relative error below 2^-20.5 for every float32: x times a quotient of two polynomials in x^2, each 1
+    at 0. NaN stays NaN.
 
-    2 / (1 + exp(-2 x)) - 1 loses what is small: a cap of 1e5 would cost a logit up to 0.015. The coefficients are a
-    least squares fit of the relative error on [0, 8.64], its maxima weighted until they are alike: 2^-26. At 8.7 the
-    quotient rounds to 1. docs/rooms/attention.md has the parts of the error.
+    2 / (1 + exp(-2 x)) - 1 cancels for small x: with a cap of 1e5 a logit would be wrong by up to 0.015. The
+    coefficients are a weighted least squares fit on [0, 8.64] whose relative error has equal maxima of 2^-26. At 8.7
+    the quotient rounds to 1. docs/rooms/attention.md derives the error.
     """
     x = tl.minimum(tl.maximum(x, -8.7, propagate_nan=tl.PropagateNan.ALL), 8.7, propagate_nan=tl.PropagateNan.ALL)
     x2 = x * x
@@ -23,7 +23,8 @@ def _tanh(x):
     below = 1.0 + x2 * (
         0.4673762917518616 + x2 * (2.5982271879911423e-2 + x2 * (3.3312058076262474e-4 + x2 * 8.040840953071893e-7))
     )
-    # `below` is 1 to 353. A division would take six instructions more, for divisors that are huge or tiny.
+    # `below` is between 1 and 353, so rsqrt squared is accurate. A division takes six more instructions, for huge and
+    # tiny divisors.
     root = tl.rsqrt(below)
     return x * above * (root * root)
 
@@ -32,8 +33,8 @@ def _tanh(x):
 def scaled_at(
     s, scale, soft_cap, slopes, distance, UNIT: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr
 ):
-    """Raw products to logits in base e, times UNIT: LOG2E has them in base 2. The others have a shape that broadcasts
-    to theirs; `distance` is the position of the key less that of the query."""
+    """Logits of raw products `s`, in base e times UNIT (LOG2E gives base 2). Other arguments broadcast to `s`;
+    `distance` is the key's position less the query's."""
     if SOFT_CAP:
         s = (soft_cap * UNIT) * _tanh(s * (scale / soft_cap))
     else:
@@ -45,24 +46,24 @@ def scaled_at(
 
 @triton.jit
 def transform(s, scale, soft_cap, slopes, q_pos, kv_pos, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr):
-    """Raw products of a tile of rows and columns to logits in base 2: scale, slopes and q_pos per row, kv_pos per
-    column."""
+    """Logits in base 2 of a tile of raw products: scale, slopes and q_pos per row, kv_pos per column."""
     distance = kv_pos[None, :] - q_pos[:, None]
     return scaled_at(s, scale[:, None], soft_cap, slopes[:, None], distance, LOG2E, SOFT_CAP, ALIBI)
 
 
 @triton.jit
 def with_sink(top, total, sink):
-    """The maximum of each row, the factor of what was summed before, and the sum, with the logit `sink` among them.
+    """Add the logit `sink` to a row's softmax: returns the new maximum, the factor for earlier sums, and the new sum.
 
-    In base 2. `top` is -inf, and `total` 0, for a row that has seen no key. A sink of inf has all the weight.
+    In base 2. For a row that has seen no key `top` is -inf and `total` 0. A sink of inf takes all the weight.
     """
     new_top = tl.maximum(top, sink)
     # inf - inf is NaN, of either sign.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     keep = tl.exp2(top - base)
-    # A compiler may fuse the product behind `sink` into this difference, which then is the product's rounding in the
-    # place of 0: any size, for a wide sink. inf - inf is NaN.
+    # The compiler may fuse the multiplication that made `sink` into the difference. Where it should be 0 it then is the
+    # product's rounding error, which can be of any size for a large sink. Also, inf - inf is NaN. So equality is
+    # tested.
     weight = tl.where(sink == base, 1.0, tl.exp2(sink - base))
     return new_top, keep, total * keep + weight
 
@@ -72,7 +73,7 @@ def visible_at(
     q_index, q_pos, kv_pos, kv_end, kv_len, mask, row_ok, window_left,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr,
 ):  # fmt: skip
-    """Which (row, key) pairs take part. `mask` points at the request's first byte of packed bits."""
+    """Which (row, key) pairs are visible. `mask` points at the request's first byte of packed mask bits."""
     ok = kv_pos < kv_end
     if CAUSAL:
         ok = ok & (kv_pos <= q_pos)
@@ -90,7 +91,7 @@ def visible(
     q_index, q_pos, kv_pos, kv_end, kv_len, mask, row_ok, window_left,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr,
 ):  # fmt: skip
-    """The same for a tile of rows and columns: q_index, q_pos and row_ok per row, kv_pos per column."""
+    """visible_at for a tile of rows and columns: q_index, q_pos and row_ok per row, kv_pos per column."""
     return visible_at(
         q_index[:, None], q_pos[:, None], kv_pos[None, :], kv_end, kv_len, mask, row_ok[:, None], window_left,
         CAUSAL, WINDOW, CUSTOM,
@@ -102,11 +103,11 @@ def vary_at(
     s, scale, soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Raw products to what a user's variant makes of their logits, and which of them its mask lets take part.
+    """A user's variant: transformed logits of raw products, and which of them its mask makes visible.
 
-    Logits in base 2 if a softmax follows, else weights as they are. `MASK` and `LOGITS` may be None; without a mask
-    the second result is True. Positions that no query or key has are the request's last, so that what a function loads
-    by them is there.
+    Logits are in base 2 if a softmax follows, else weights. `MASK` and `LOGITS` may be None; without a mask the second
+    result is True. Positions past the request's end are clamped to its last, so that a function's loads by position are
+    in bounds.
     """
     s = scaled_at(s, scale, soft_cap, slopes, kv_pos - q_pos, 1.0, SOFT_CAP, ALIBI)
     q_pos = tl.minimum(q_pos, kv_len - 1)
@@ -128,7 +129,7 @@ def vary(
     s, scale, soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """The same for a tile of rows and columns: scale, slopes, q_pos and head per row, kv_pos per column."""
+    """vary_at for a tile of rows and columns: scale, slopes, q_pos and head per row, kv_pos per column."""
     return vary_at(
         s, scale[:, None], soft_cap, slopes[:, None], batch, q_pos[:, None], kv_pos[None, :], kv_len, head[:, None],
         params, SOFT_CAP, ALIBI, LOGITS, MASK, SOFTMAX,
@@ -137,10 +138,11 @@ def vary(
 
 @triton.jit
 def _cos_sin(angle):
-    """Cosine and sine of angles that are not negative, float32.
+    """Cosine and sine of non-negative angles, float32.
 
-    The angle is reduced to [-pi/4, pi/4] by multiples of pi/2 in three parts (Cody and Waite, 1980), then both are
-    polynomials (Cephes, Moshier, 1989). libdevice's have a slow path for huge arguments, most of a kernel's code.
+    The angle is reduced to [-pi/4, pi/4] by multiples of pi/2 in three parts (Cody and Waite, 1980); both functions are
+    then polynomials (Cephes, Moshier, 1989). libdevice's functions have a slow path for huge arguments, which would be
+    most of a kernel's code.
     """
     quarter = tl.floor(angle * 0.6366197723675814 + 0.5)
     x = angle - quarter * 1.5703125

@@ -1,6 +1,7 @@
-"""Masks of our own that are functions of a variant: drafts, shards, chunks, spans, block-sparse columns.
+"""This library's masks that are functions of a variant: draft trees, context shards, chunks, spans, block-sparse
+columns.
 
-Each takes (logits, batch, q_pos, kv_pos, head, params), as `flashinfer.AttentionVariant` says, and returns whether a
+Each takes (logits, batch, q_pos, kv_pos, head, params), as in `flashinfer.AttentionVariant`, and returns whether a
 query sees a key, [queries, keys]. `params` is the variant's named tuple.
 """
 
@@ -10,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def draft_of_uniform(logits, batch, q_pos, kv_pos, head, params):
-    """A query sees all keys before its request's draft, and of the draft those whose bit is set in its row."""
+    """A query sees all keys before its request's draft tokens, and those draft tokens whose bit is set in its row."""
     first = tl.load(params.kv_lens + batch) - params.q_len
     column = tl.maximum(kv_pos - first, 0)
     row = batch * params.q_len + q_pos - first
@@ -20,7 +21,7 @@ def draft_of_uniform(logits, batch, q_pos, kv_pos, head, params):
 
 @triton.jit
 def draft_of_ragged(logits, batch, q_pos, kv_pos, head, params):
-    """The same for requests of different numbers of queries."""
+    """draft_of_uniform for requests with different numbers of queries."""
     begin = tl.load(params.qo_indptr + batch)
     first = tl.load(params.kv_lens + batch) - (tl.load(params.qo_indptr + batch + 1) - begin)
     column = tl.maximum(kv_pos - first, 0)
@@ -31,6 +32,7 @@ def draft_of_ragged(logits, batch, q_pos, kv_pos, head, params):
 
 @triton.jit
 def _in_shard(q_index, q_len, batch, kv_pos, params):
+    """The mask of shard_of_uniform for query q_index of q_len."""
     position = tl.load(params.global_lens + batch) - q_len + q_index
     key = kv_pos * params.world + params.rank
     return (key <= position) & ((params.window_left < 0) | (key + params.window_left >= position))
@@ -38,14 +40,15 @@ def _in_shard(q_index, q_len, batch, kv_pos, params):
 
 @triton.jit
 def shard_of_uniform(logits, batch, q_pos, kv_pos, head, params):
-    """Causal, and perhaps within a window, where key c of this rank stands at c * world + rank of the request."""
+    """Causal, with a window if window_left >= 0, where key c of this rank has position c * world + rank of the
+    request."""
     q_index = q_pos - tl.load(params.kv_lens + batch) + params.q_len
     return _in_shard(q_index, params.q_len, batch, kv_pos, params)
 
 
 @triton.jit
 def shard_of_ragged(logits, batch, q_pos, kv_pos, head, params):
-    """The same for requests of different numbers of queries."""
+    """shard_of_uniform for requests with different numbers of queries."""
     q_len = tl.load(params.qo_indptr + batch + 1) - tl.load(params.qo_indptr + batch)
     q_index = q_pos - tl.load(params.kv_lens + batch) + q_len
     return _in_shard(q_index, q_len, batch, kv_pos, params)
@@ -59,15 +62,15 @@ def same_chunk(logits, batch, q_pos, kv_pos, head, params):
 
 @triton.jit
 def causal_or_in_span(logits, batch, q_pos, kv_pos, head, params):
-    """A query sees the keys up to its own, and those of its span, each within a window of its own.
+    """A query sees the keys up to its own, within the causal window, and those of its span, within the range window.
 
-    The tables of the plan tell which row of q a query is, so that a captured launch follows later plans.
+    The query's row in q is computed from the plan's tables, so that a captured launch follows later plans.
     """
     first = tl.load(params.kv_indptr + batch)
     pages = tl.load(params.kv_indptr + batch + 1) - first
     kv_len = tl.maximum((pages - 1) * params.page_size + tl.load(params.last_page_len + batch), 0)
     end = tl.load(params.qo_indptr + batch + 1)
-    # Positions of no query, which kernels ask for, too, read a row of the request, or of the one before it.
+    # Kernels also evaluate positions without a query. These are clamped to a row of this request or the one before it.
     row = tl.maximum(tl.minimum(end - kv_len + q_pos, end - 1), 0)
     begin = tl.load(params.ranges + 2 * row)
     last = tl.load(params.ranges + 2 * row + 1)
@@ -79,7 +82,7 @@ def causal_or_in_span(logits, batch, q_pos, kv_pos, head, params):
 
 @triton.jit
 def causal_blocks(logits, batch, q_pos, kv_pos, head, params):
-    """A query sees keys at its position and before: positions in the matrix, not among the keys that are gathered."""
+    """Causal by positions in the block-sparse matrix, not by positions among the gathered keys."""
     begin = tl.load(params.kv_indptr + batch)
     keys = (tl.load(params.kv_indptr + batch + 1) - begin) * params.page_size
     page = tl.load(params.kv_indices + begin + kv_pos // params.page_size, mask=kv_pos < keys, other=0)

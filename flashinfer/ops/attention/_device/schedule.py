@@ -1,6 +1,6 @@
-"""The work list, made on the device: no host sync, and a captured graph makes one for each batch that it replays.
+"""Builds the work list on the device: no host sync, and a replayed graph builds the list of its current batch.
 
-Grid: one program a request. Warps: all share blocks of requests, whose lengths each program reads and sums for itself.
+Grid: one program a request. Warps: all share blocks of requests; each program reads and sums all lengths itself.
 Shared memory: reductions and scans.
 Inputs: lengths or offsets of queries and keys, int32 [batch] or [batch + 1].
 Outputs: items, int32 [work items, 16], one record for each tile of query rows and range of keys; counts [1], their
@@ -20,20 +20,21 @@ ITEM_KV_LEN = tl.constexpr(3)
 ITEM_TILE_ROW = tl.constexpr(4)  # first row of the tile, counted in (token, head of the group) pairs
 ITEM_KV_BEGIN = tl.constexpr(5)
 ITEM_KV_END = tl.constexpr(6)
-ITEM_SLOT = tl.constexpr(7)  # where the partial result goes; -1 for a tile that is not split
+ITEM_SLOT = tl.constexpr(7)  # slot of the partial result; -1 for a tile that is not split
 ITEM_REQUEST = tl.constexpr(8)
-ITEM_FIRST_SLOT = tl.constexpr(9)  # of a split tile: its splits lie in ITEM_SPLITS slots from here on
+ITEM_FIRST_SLOT = tl.constexpr(9)  # a split tile's partial results are in ITEM_SPLITS slots from this one on
 ITEM_SPLITS = tl.constexpr(10)
-# In the first record: how many tasks blocks took beside those that they begin with; 0 between launches.
+# In the first record only: the counter of tasks that blocks took after their first one; 0 between launches.
 ITEM_TAKEN = tl.constexpr(11)
 
 
 @triton.jit
 def item_and_head(num_kv_heads, NEAR: tl.constexpr):
-    """The work item and the KV head of a program, in a grid as `flashinfer.ops.attention.portable.grid` makes it.
+    """The work item and the KV head of a program, in the grid of `flashinfer.ops.attention.portable.grid`.
 
-    NEAR heads vary fastest, since what they have of a token lies side by side in a page, then items: of requests that
-    share a prefix, whoever reads a key first leaves it in L2 for the others.
+    NEAR heads vary fastest, because the rows of neighbouring heads of a token are adjacent in a page. Items vary next:
+    requests that share a prefix then read its keys at about the same time, from L2. With 4 heads, NEAR 2 and items 0,
+    1, programs (0, 0), (1, 0), (2, 0), (3, 0) have item 0 heads 0, 1 and item 1 heads 0, 1.
     """
     near = tl.where(tl.num_programs(1) > 1, NEAR, num_kv_heads)
     return tl.program_id(0) // near, tl.program_id(1) * near + tl.program_id(0) % near
@@ -64,22 +65,22 @@ def _lengths(
 ):  # fmt: skip
     """Query length, key length, query tiles and first visible key of requests `j`; zeros past the batch.
 
-    `Q` and `KV` are as Table.encoding has them.
+    `Q` and `KV` are the fields of Table.encoding.
     """
-    there = j < batch
+    in_batch = j < batch
     if Q == "uniform":
-        q_len = tl.where(there, q_len, 0)
+        q_len = tl.where(in_batch, q_len, 0)
     elif Q == "indptr":
-        q_len = tl.load(q_indptr + j + 1, mask=there, other=0) - tl.load(q_indptr + j, mask=there, other=0)
+        q_len = tl.load(q_indptr + j + 1, mask=in_batch, other=0) - tl.load(q_indptr + j, mask=in_batch, other=0)
     else:
-        q_len = tl.maximum(tl.load(q_lens + j, mask=there, other=0), 0)
+        q_len = tl.maximum(tl.load(q_lens + j, mask=in_batch, other=0), 0)
     if KV == "indptr" or KV == "pages":
-        kv_len = tl.load(kv_indptr + j + 1, mask=there, other=0) - tl.load(kv_indptr + j, mask=there, other=0)
+        kv_len = tl.load(kv_indptr + j + 1, mask=in_batch, other=0) - tl.load(kv_indptr + j, mask=in_batch, other=0)
         if KV == "pages":
-            last = tl.load(kv_lens + j, mask=there, other=0)
+            last = tl.load(kv_lens + j, mask=in_batch, other=0)
             kv_len = tl.where(kv_len > 0, (kv_len - 1) * page_size + last, 0)
     else:
-        kv_len = tl.maximum(tl.load(kv_lens + j, mask=there, other=0), 0)
+        kv_len = tl.maximum(tl.load(kv_lens + j, mask=in_batch, other=0), 0)
     tiles = (q_len * group + tile_rows - 1) // tile_rows
     first = tl.where(window_left >= 0, tl.maximum(kv_len - q_len - window_left, 0), 0)
     first = tl.minimum(first, kv_len) // grain * grain
@@ -90,8 +91,9 @@ def _lengths(
 def _split(span, chunk, whole, grain, FIXED: tl.constexpr):
     """The number of splits of `span` keys, and their length. Up to `whole` keys are one split.
 
-    Rounding to the nearest count keeps splits even: rounded up, the last ones would be too short to be worth their
-    combination. Fixed chunks are counted from the front, so that a split does not depend on what else is in the batch.
+    The count is rounded to the nearest: rounded up, the last split could be too short to be worth its combination.
+    FIXED chunks are counted from the first key, so that splits do not depend on the rest of the batch. With chunk 512
+    and grain 64, 700 keys are one split, and 1000 keys two splits of 512 and 488.
     """
     if FIXED:
         splits = tl.maximum((span + chunk - 1) // chunk, 1)
@@ -135,15 +137,18 @@ def schedule_kernel(
 ):
     """One program per request: writes its work items, and zeroes the counts of its split tiles.
 
-    `share` is the number of work items per KV head that fills the chip: total work (tiles x keys) over it is the length
-    of a split, but at least `least` keys, or `least_alone` where all work in such splits leaves each of them a
-    multiprocessor of its own. 0 leaves every request whole. Every program reads all lengths, so that offsets need no
-    second launch. Lengths lie as `Table.lengths` has them, and `Table.encoding` says which of them count.
-    Requests of up to `whole` keys stay so where they are as much work as two thirds of `abreast` of the longest of
-    them, `abreast` being the items per KV head that give each multiprocessor one: that many keep memory busy, and
-    nothing is to be combined. It is work that counts, for many requests of a few keys keep nothing busy.
-    With MIXED, items of the first and of the last requests take turns: blocks of threads that multiply run beside
-    blocks that wait for memory where prefills stand before decodes.
+    `share` is the number of work items per KV head that fills the chip; 0 splits no request. The length of a split is
+    the total work (tiles x keys) over `share`. It is at least `least` keys; or at least `least_alone`, if splits of the
+    total work over `abreast` are shorter than `least`. `abreast` is the number of items per KV head that gives each
+    multiprocessor one. Every program reads all lengths, so that offsets need no second launch. Table.lengths and
+    Table.encoding describe the lengths' tensors.
+
+    Requests of up to `whole` keys are not split if together they have at least two thirds of the work of `abreast`
+    requests of the longest one's length. They keep memory busy then, and nothing has to be combined. The condition is
+    on work, because many short requests alone do not keep memory busy.
+
+    With MIXED, items of the first and of the last requests alternate. In a batch with prefills first and decodes last,
+    compute-bound and memory-bound blocks then run side by side.
     """
     i = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
@@ -158,16 +163,16 @@ def schedule_kernel(
                 start + lanes, batch, q_indptr, q_lens, kv_indptr, kv_lens, q_stride, group, tile_rows, page_size,
                 window_left, grain, Q, KV,
             )  # fmt: skip
-            its = tiles.to(tl.int64) * (kv_len - first)
+            tile_work = tiles.to(tl.int64) * (kv_len - first)
             short = kv_len - first <= whole
-            work += its
-            short_work += tl.where(short, its, 0)
+            work += tile_work
+            short_work += tl.where(short, tile_work, 0)
             longest = tl.maximum(longest, tl.where(short & (tiles > 0), kv_len - first, 0))
         fills = 3 * tl.sum(short_work, 0) >= 2 * abreast.to(tl.int64) * tl.max(longest, 0)
         whole = tl.where(fills, whole, 0)
         total = tl.sum(work, 0)
-        # Without splitting, a split is as long as any request can be.
-        # In float32: a 64-bit division is a call. A millionth more than the quotient is not less than it.
+        # The quotient is computed in float32, because a 64-bit division is a function call. The factor 1.000001 makes
+        # it no less than the exact quotient. Without splitting (share 0), a split is as long as any request can be.
         keys = total.to(tl.float32) * 1.000001
         quotient = tl.ceil(keys / tl.maximum(share, 1).to(tl.float32))
         chunk = tl.where(share > 0, tl.minimum(quotient, 1073741824.0), 1073741824.0).to(tl.int32)
@@ -220,29 +225,29 @@ def schedule_kernel(
     number = tl.arange(0, LANES)
     for start in range(0, tiles * splits, LANES):
         n = start + number
-        there = n < tiles * splits
-        # Last tiles first: under a causal mask they are the longest, and long work should not start last.
+        in_batch = n < tiles * splits
+        # Last tiles first: under a causal mask they are the longest, and the longest items should start first.
         tile_row = (tiles - 1 - n // splits) * tile_rows
         begin = first + n % splits * length
-        place = first_item + n
+        index = first_item + n
         if MIXED:
             count = tl.sum(all_items, 0)
-            place = tl.where(place < (count + 1) // 2, 2 * place, 2 * (count - 1 - place) + 1)
-        record = items + place * ITEM_WIDTH
-        tl.store(record + ITEM_Q_ROW, q_row, mask=there)
-        tl.store(record + ITEM_Q_LEN, q_len, mask=there)
-        tl.store(record + ITEM_KV_BASE, kv_base, mask=there)
-        tl.store(record + ITEM_KV_LEN, kv_len, mask=there)
-        tl.store(record + ITEM_TILE_ROW, tile_row, mask=there)
-        tl.store(record + ITEM_KV_BEGIN, begin, mask=there)
-        tl.store(record + ITEM_KV_END, tl.minimum(begin + length, kv_len), mask=there)
-        tl.store(record + ITEM_SLOT, tl.where(splits > 1, first_slot + n, -1), mask=there)
-        tl.store(record + ITEM_REQUEST, i, mask=there)
-        tl.store(record + ITEM_FIRST_SLOT, first_slot + n // splits * splits, mask=there)
-        tl.store(record + ITEM_SPLITS, splits, mask=there)
-        tl.store(record + ITEM_TAKEN, 0, mask=there)
+            index = tl.where(index < (count + 1) // 2, 2 * index, 2 * (count - 1 - index) + 1)
+        record = items + index * ITEM_WIDTH
+        tl.store(record + ITEM_Q_ROW, q_row, mask=in_batch)
+        tl.store(record + ITEM_Q_LEN, q_len, mask=in_batch)
+        tl.store(record + ITEM_KV_BASE, kv_base, mask=in_batch)
+        tl.store(record + ITEM_KV_LEN, kv_len, mask=in_batch)
+        tl.store(record + ITEM_TILE_ROW, tile_row, mask=in_batch)
+        tl.store(record + ITEM_KV_BEGIN, begin, mask=in_batch)
+        tl.store(record + ITEM_KV_END, tl.minimum(begin + length, kv_len), mask=in_batch)
+        tl.store(record + ITEM_SLOT, tl.where(splits > 1, first_slot + n, -1), mask=in_batch)
+        tl.store(record + ITEM_REQUEST, i, mask=in_batch)
+        tl.store(record + ITEM_FIRST_SLOT, first_slot + n // splits * splits, mask=in_batch)
+        tl.store(record + ITEM_SPLITS, splits, mask=in_batch)
+        tl.store(record + ITEM_TAKEN, 0, mask=in_batch)
     if splits > 1:
-        # How many splits of (tile, KV head) are done, counted at the tile's first slot.
+        # Counters of finished splits for each (tile, KV head), at the tile's first slot.
         for start in range(0, tiles * splits * kv_heads, LANES):
             n = start + number
             tl.store(arrivals + first_slot * kv_heads + n, 0, mask=n < tiles * splits * kv_heads)

@@ -47,15 +47,15 @@ def choose(p: Problem, target: Target) -> Config:
     """Measured on one H200 with head_dim 128; see docs/rooms/attention-decode.md."""
     narrow = p.kv_dtype != p.q_dtype
     warps_m = p.rows // 16
-    # Along keys: for one row tile 4 warps of 16 keys; with more row tiles, or FP8, whose conversion takes registers and
-    # time, 2 warps and more blocks on a multiprocessor.
+    # Warps along keys: 4 warps of 16 keys for tiles of 16 rows. With more rows, and with FP8, whose conversion takes
+    # registers and time, 2 warps and more resident programs.
     warps_n = 4 if warps_m == 1 and not narrow else 2
     block_n = 32 if narrow else 64
     slot_bytes = block_n * (_padded(p.head_dim_qk) + _padded(p.head_dim_vo)) * SIZE[p.kv_dtype]
-    # Two blocks on a multiprocessor, four of FP8: what one waits for, the others hide.
+    # Two resident programs, four with FP8, hide each other's latency.
     stages = max(2, min(6, target.smem // (4 if narrow else 2) // slot_bytes))
     num_warps = warps_m * warps_n
-    # A round of the combination takes 128 registers of each thread.
+    # One round of the combination takes 128 registers of each thread.
     rows = min(p.rows, 8, _power(p.group))
     splits = _power(max(1, min(16, 128 * 32 * num_warps // (rows * _padded(p.head_dim_vo)))))
     return Config(
@@ -67,12 +67,13 @@ def choose(p: Problem, target: Target) -> Config:
         combine_splits=splits,
         combine_rows=rows,
         programs_per_sm=4 if narrow else 2,
-        # Halving a split of 256 keys saves less than the combination of twice as many splits costs: 1 x 4096 takes
-        # 12.3 us with it and 13.1 with 128; but 1 x 2048 with 2 KV heads, where multiprocessors are left over, 7.6 and
-        # 7.2 (an H100; with 64 keys 8.45).
+        # Splits below 256 keys cost more in combination than they save: 1 x 4096 takes 12.3 us with 256 and 13.1 with
+        # 128. Where multiprocessors are idle, 128 is better: 1 x 2048 with 2 KV heads takes 7.6 us with 256, 7.2 with
+        # 128 and 8.45 with 64 (H100).
         least_split=256,
         least_alone=128,
-        # 16 x 1024 in 28.4 us, not 29.6, and 12 x 1024 in 23.8, not 25.95 (an H100). FP8 was not tried.
+        # Without splitting, 16 x 1024 takes 28.4 us instead of 29.6, and 12 x 1024 23.8 instead of 25.95 (H100). FP8
+        # was not measured.
         whole=1024 if warps_n == 4 else 0,
         pdl=target.capability >= 90,
     )

@@ -2,13 +2,13 @@
 
 Grid: one program for each pair of a work item and a KV head (`item_and_head`).
 
-Warps: all copy and compute. Along keys they are independent: each has keys of its own in every block, and a maximum,
-sum and accumulator of its own, which are merged once, at the end. A tile is [WARPS_N, rows, keys of a warp].
+Warps: all copy and compute. Warps along keys are independent: each has its own keys in every block, with its own
+maximum, sum and accumulator, which are merged once, at the end. A tile is [WARPS_N, rows, keys of a warp].
 
 Shared memory: a ring of STAGES blocks of keys and values, filled by cp.async; after the loop, each warp's accumulator.
 
-Few rows are bound by memory, so enough bytes have to be in flight from the first microsecond to the last: page ids are
-loaded a lap of the ring ahead, and the prologue fills the ring before it waits for anything.
+The kernel is bound by memory, so enough bytes have to be in flight all the time. Page ids are loaded STAGES blocks
+ahead, and the prologue fills the ring before the first wait.
 
 Inputs: q [tokens, heads, D_QK], k and v in pages or ragged, as elements or as bytes of FP8; work items of schedule.py.
 Outputs: out [tokens, heads, D_VO], lse [tokens, heads] float32 in base 2; for split items partial_out [slots, kv_heads,
@@ -49,7 +49,7 @@ from flashinfer.ops.attention._device.schedule import (
 
 @gluon.constexpr_function
 def _ring(columns: int, bits: int):
-    """Layout of one stage: 16-byte units swizzled so that 8 rows of a matrix fragment lie in different banks.
+    """Layout of one stage: 16-byte units swizzled so that 8 rows of a matrix fragment are in different banks.
 
     Example: rows of 64 columns of 16 bits are 8 units, which fill 32 banks; unit u of row r is stored at u ^ (r % 8),
     so that unit 0 of rows 0 ... 7 is at 0 ... 7.
@@ -62,9 +62,9 @@ def _ring(columns: int, bits: int):
 @gluon.jit
 def _fill(smem, x, ids, first, row, d, end, kv_base, stride_page, stride_n, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
           ONE_PAGE: gl.constexpr):  # fmt: skip
-    """Start copying keys `first + row` of each warp into a stage of the ring. Those from `end` on become zeros."""
+    """Start copying keys `first + row` of each warp into a stage of the ring. Keys from `end` on become zeros."""
     if ONE_PAGE:
-        # What depends on the row is the same for every block.
+        # The part of the address that depends on the row is loop-invariant.
         at = offsets_in(ids, first, kv_base, stride_page, stride_n, PAGE_SIZE)
         source = (x + row.to(gl.int64) * stride_n + d) + at
     else:
@@ -74,6 +74,7 @@ def _fill(smem, x, ids, first, row, d, end, kv_base, stride_page, stride_n, D: g
 
 @gluon.jit
 def _ids(kv_indices, kv_base, first, row, end, PAGE_SIZE: gl.constexpr, ONE_PAGE: gl.constexpr):
+    """Page ids of keys `first + row`; with ONE_PAGE one for each warp."""
     at = first if ONE_PAGE else first + row
     return page_ids(at, at < end, kv_base, kv_indices, PAGE_SIZE)
 
@@ -108,19 +109,19 @@ def _finish(
         # The combination adds the sink of a split tile, once.
         if slot < 0:
             sink = gl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
-            # Not `> 0`: a NaN among the logits has to come out.
+            # Not `> 0`: NaN logits have to give NaN results.
             base, keep, total = with_sink(gl.where(total != 0, base, float("-inf")), total, sink)
             acc = acc * keep[:, None]
     if not SOFTMAX:
-        # Logits are weights: they had no maximum, and their sum divides nothing.
+        # Logits are weights: there is no maximum, and results are not divided by their sum.
         base = gl.zeros([row.shape[0]], gl.float32, ROWS)
         total = base + 1.0
-    # Not `> 0`: a NaN among the logits has to come out.
+    # Not `> 0`: NaN logits have to give NaN results.
     seen = total != 0
     inverse = gl.where(seen, out_scale / gl.where(seen, total, 1.0), 0.0)
     if HEAD_SCALES:
         inverse *= gl.load(v_scale + head, mask=row_ok, other=0.0)
-    # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
+    # A row that saw no key is 0, even if its accumulator is NaN.
     acc = gl.where(seen[:, None], acc * inverse[:, None], 0.0)
     state = gl.where(seen, base + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
     if SPLIT and slot >= 0:
@@ -140,7 +141,7 @@ def _keys_of_tile(
     kv_begin, kv_end, kv_len, q_len, tile_row, window_left, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     STEP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """The keys that a tile sees, from a multiple of a warp's keys on, and among them those that all of its rows see."""
+    """The range of keys that a tile sees, begun at a multiple of STEP, and the range that all of its rows see."""
     first_pos = tile_row // GROUP + kv_len - q_len
     last_pos = gl.minimum((tile_row + BLOCK_M - 1) // GROUP, q_len - 1) + kv_len - q_len
     begin = kv_begin
@@ -186,13 +187,13 @@ def attend_sm80_kernel(
     dtype: gl.constexpr = k.dtype.element_ty
     FP8: gl.constexpr = dtype == gl.uint8
     VEC: gl.constexpr = 128 // dtype.primitive_bitwidth
-    # Transposed reads of shared memory move 2 bytes: of FP8 values, two columns of a row.
+    # Transposing reads of shared memory move 2 bytes, which are two columns of FP8 values.
     PER_COLUMN: gl.constexpr = 2 if FP8 else 1
     COLUMNS: gl.constexpr = D_VO_PAD // PER_COLUMN
     TILE: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[WARPS_N, WARPS_M, 1], instr_shape=[1, 16, 8]
     )
-    # A lane reads 4 bytes of keys at a time: of FP8, 4 elements along head_dim.
+    # A lane reads 4 bytes of keys at a time, which are 4 FP8 elements along head_dim.
     QK_LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 4 if FP8 else 2)
     QK_RIGHT: gl.constexpr = gl.DotOperandLayout(1, TILE, 4 if FP8 else 2)
     PV_LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
@@ -217,7 +218,7 @@ def attend_sm80_kernel(
     slot = gl.load(record + ITEM_SLOT, volatile=True)
     first_slot = gl.load(record + ITEM_FIRST_SLOT, volatile=True)
     splits = gl.load(record + ITEM_SPLITS, volatile=True)
-    # Volatile, so that the compiler does not move the loads behind this branch.
+    # The loads above are volatile, so that the compiler does not move them behind this branch.
     if item >= gl.load(counts):
         return
 
@@ -240,7 +241,8 @@ def attend_sm80_kernel(
     v_row = gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(2, V_COPY)))[None, :, None]
     v_d = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, V_COPY)))[None, None, :]
 
-    # A warp whose keys are all in one page needs one page id. Those of a whole ring are loaded before the first wait.
+    # A warp whose keys are all in one page needs one page id. Page ids of STAGES blocks are loaded before the first
+    # wait.
     ONE_PAGE: gl.constexpr = PAGE_SIZE == 0 or PAGE_SIZE % STEP == 0
     k_ids = ()
     v_ids = ()
@@ -290,14 +292,14 @@ def attend_sm80_kernel(
     PER_ROW: gl.constexpr = gl.SliceLayout(2, TILE)
     top = gl.full([WARPS_N, BLOCK_M], float("-inf"), gl.float32, PER_ROW)
     total = gl.zeros([WARPS_N, BLOCK_M], gl.float32, PER_ROW)
-    # FP8 values have an accumulator for even and one for odd columns.
+    # With FP8 values, `acc` has the even columns and `odd` the odd ones.
     acc = gl.zeros([WARPS_N, BLOCK_M, COLUMNS], gl.float32, TILE)
     odd = acc
     full = 0
     free = STAGES - 1
     for start in range(begin, end, BLOCK_N):
         cp_async_wait(STAGES - 2)
-        # The stage before this one is free: every warp has read it before the barrier.
+        # After the barrier the previous stage is free: all warps have read it.
         block_barrier()
         _fill(k_smem.index(free), k, k_next, k_first, k_row, k_d, end, kv_base, k_stride_page, k_stride_n, D_QK,
               PAGE_SIZE, ONE_PAGE)  # fmt: skip
@@ -329,7 +331,7 @@ def attend_sm80_kernel(
         kv_pos += BLOCK_N
         if SOFTMAX:
             new_top = gl.maximum(top, gl.max(s, 2))
-            # Rows that have seen no key yet have top = -inf, and -inf - -inf is NaN.
+            # A row that has seen no key has top = -inf, and -inf - -inf is NaN.
             base = gl.where(new_top == float("-inf"), 0.0, new_top)
             p = gl.exp2(s - base[:, :, None])
             keep = gl.exp2(top - base)
@@ -351,8 +353,8 @@ def attend_sm80_kernel(
         full = gl.where(full == STAGES - 1, 0, full + 1)
     cp_async_wait(0)
 
-    # Merge the warps along keys, through shared memory and one barrier; of a tile of 16 rows only the first 8, if there
-    # are no more, as in a decode step of a group of 8 heads.
+    # Merge the warps along keys through shared memory, with one barrier. Tiles of 16 rows are merged in two halves; the
+    # second is skipped if it has no rows, as in a decode step with 8 heads in a group.
     LANES: gl.constexpr = 32 if D_VO_PAD >= 128 else D_VO_PAD // 4
     MERGE: gl.constexpr = gl.BlockedLayout([WARPS_N, 1, 4], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
     HALVES: gl.constexpr = 2 if BLOCK_M == 16 else 1
@@ -362,21 +364,21 @@ def attend_sm80_kernel(
     parts = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE, D_VO_PAD], UNITS)
     tops = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE], ONES)
     totals = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE], ONES)
-    rows_there = gl.minimum(q_len * GROUP - tile_row, BLOCK_M)
+    row_count = gl.minimum(q_len * GROUP - tile_row, BLOCK_M)
     if FP8:
         acc = gl.join(acc, odd).reshape([WARPS_N, BLOCK_M, D_VO_PAD])
     if HALVES == 2:
         acc, lower_acc = acc.reshape([WARPS_N, 2, 8, D_VO_PAD]).permute([0, 2, 3, 1]).split()
         top, lower_top = top.reshape([WARPS_N, 2, 8]).permute([0, 2, 1]).split()
         total, lower_total = total.reshape([WARPS_N, 2, 8]).permute([0, 2, 1]).split()
-        if rows_there > 8:
+        if row_count > 8:
             parts.index(1).store(lower_acc)
             tops.index(1).store(lower_top)
             totals.index(1).store(lower_total)
     parts.index(0).store(acc)
     tops.index(0).store(top)
     totals.index(0).store(total)
-    for half in range(gl.cdiv(rows_there, AT_ONCE)):
+    for half in range(gl.cdiv(row_count, AT_ONCE)):
         _finish(
             parts.index(half).load(MERGE), tops.index(half).load(gl.SliceLayout(2, MERGE)),
             totals.index(half).load(gl.SliceLayout(2, MERGE)), half * AT_ONCE, out, lse, partial_out, partial_lse,

@@ -1,4 +1,4 @@
-"""Tiles of the Hopper prefill kernel."""
+"""Configs of the Hopper prefill kernel, and which problems it takes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from flashinfer.ops.attention.split import SplitKnobs
 
 @dataclass(frozen=True)
 class Sm90Config(SplitKnobs):
-    """How the kernel is cut.
+    """Tile, pipeline and registers of the kernel.
 
     Attributes
     ----------
     block_m : int
         Query rows of a tile, GQA heads included: 64 for each of two warpgroups.
     block_n : int
-        Keys per step.
+        Keys of a block, which is one step of the loop.
     stages : int
         Blocks of K, and of V, in shared memory.
     staged : bool
-        Whether outputs go through shared memory, so that whole rows are written at once.
+        Whether outputs pass through shared memory, so that whole rows are written.
     gather : bool
-        Whether keys and values come row by row through cp.async, and not in boxes: for pages that make none.
+        Whether keys and values are copied row by row with cp.async, for pages that are no TMA box.
     registers, copy_registers : int
-        Of a thread of the warpgroups that compute, and of the warps that copy.
+        Registers of a thread: in the consumer warpgroups, and in the producer warps.
     programs_per_sm, least_split, least_alone, whole : int
-        How keys are divided: `SplitKnobs`. Persistent blocks of a multiprocessor are programs_per_sm, too.
+        The policy of split-KV, see `SplitKnobs`; programs_per_sm is also the number of resident thread blocks.
     transpose_warps : int
-        Warps that transpose tiles of FP8 values, so that keys are contiguous; 0 for other types.
+        Warps that transpose tiles of FP8 values, so that keys are contiguous; 0 for other dtypes.
     transform : bool
         For an sm_scale that cannot be folded into the exponent (`problem.folds`); compiled at its first use.
     wide : bool
@@ -49,9 +49,9 @@ class Sm90Config(SplitKnobs):
     wide: bool = False
 
 
-# (head_dim_qk, head_dim_vo) -> keys per step, stages, staged: what fits 227 KiB. Measured at 16384 keys, bf16, on an
-# H200: head_dim 128 with 64 keys per step loses 13 to 18 %, and a third stage gains nothing. At 256 the accumulators
-# leave registers for 64 keys only.
+# (head_dim_qk, head_dim_vo) -> block_n, stages, staged: what 227 KiB hold. On an H200 with 16384 keys in bf16,
+# head_dim 128 is 13 to 18 % slower with 64 keys a block, and a third stage gains nothing. At head_dim 256 the
+# accumulators leave registers for 64 keys only.
 _TILES = {
     (64, 64): (128, 4, True),
     (96, 96): (128, 2, True),
@@ -59,9 +59,9 @@ _TILES = {
     (192, 128): (128, 2, False),
     (256, 256): (64, 2, False),
 }
-# The same for e4m3, where values lie in shared memory twice. At 256 registers have no room for the second accumulator,
-# and sums that stay in the first one lose 0.7 % over 16384 keys (docs/rooms/attention-prefill.md). Nothing is staged: a
-# thread has four neighbouring columns, and what four threads store fills a sector.
+# The same for e4m3, whose values are in shared memory twice. head_dim 256 is missing: registers do not hold the second
+# accumulator, and without it the sums over 16384 keys are wrong by 0.7 % (docs/rooms/attention-prefill.md). Outputs are
+# not staged: a thread has four neighbouring columns, and the stores of four threads fill a sector.
 _FP8_TILES = {
     (64, 64): (128, 4, False),
     (128, 128): (128, 3, False),
@@ -69,28 +69,28 @@ _FP8_TILES = {
 
 
 def _boxes(p: Problem) -> bool:
-    """Whether the copy engine takes the tiles: a box is a page or a part of one, and a power of two of rows that fill
+    """Whether TMA can copy the tiles. A box is a page or a part of one; its rows are a power of two, and a multiple of
     the 8 rows of a swizzle pattern."""
     return p.matrix and (not p.page_size or (p.page_size >= 16 and not p.page_size & (p.page_size - 1)))
 
 
 def _registers(p: Problem, boxes: bool) -> tuple[int, int]:
-    """Of a thread that computes, and of one that copies; three warpgroups have 512 together."""
+    """Registers of a thread in consumer and in producer warps. The three warpgroups have 512 in total."""
     if p.q_dtype == "fp8e4nv":
-        # Transposing values needs 40, and consumers take the rest.
+        # The warps that transpose values need 40; consumers get the rest.
         return 232, 40
     if boxes:
-        # Copying boxes needs few itself. But what LLVM computes for consumers before the first task, ptxas keeps in
-        # registers of these warps, too, or spills: 24 bytes with 32 at head_dim 96. 56 are no slower
-        # (docs/rooms/attention-prefill.md). Head_dim 64 spills nothing with 32, and 16 bytes with 56 on Triton 3.9; 192
-        # nothing with 40, and 48 bytes with 56.
+        # TMA copies need few registers. But values that LLVM computes for consumers before the first task take
+        # registers in these warps too, or spill: 24 bytes with 32 registers at head_dim 96. 56 are no slower
+        # (docs/rooms/attention-prefill.md). head_dim 64 spills nothing with 32, and 16 bytes with 56 on Triton 3.9;
+        # head_dim 192 spills nothing with 40, and 48 bytes with 56.
         return {64: (240, 32), 192: (232, 40)}.get(p.head_dim_qk, (224, 56))
-    # Warps that gather keep the page ids of a block and compute its addresses: up to 88 registers. Consumers of 128
-    # columns live on 208, those of 256 do not.
+    # Warps that gather keep a block's page ids and compute its addresses, with up to 88 registers. 208 are enough for
+    # consumers of 128 columns, not for those of 256.
     if p.head_dim_vo == 256:
         return 224, 64
-    # In bf16, with a token a page at head_dim 128, 200 do, too: with 208 and 88, what all warps keep (above)
-    # spills 56 bytes on Triton 3.9. At head_dim 96, and with more tokens a page, 208 and 88 take less.
+    # In bf16 with a token a page at head_dim 128, 200 are enough too; with 208 and 88 the values that all warps keep
+    # (see above) spill 56 bytes on Triton 3.9. At head_dim 96, and with more tokens a page, 208 and 88 spill less.
     return (200, 104) if (p.q_dtype, p.page_size, p.head_dim_qk) == ("bf16", 1, 128) else (208, 88)
 
 
@@ -98,11 +98,11 @@ def choose(p: Problem, target: Target) -> Sm90Config:
     fp8 = p.q_dtype == "fp8e4nv"
     block_n, stages, staged = (_FP8_TILES if fp8 else _TILES)[p.head_dim_qk, p.head_dim_vo]
     if p.window or p.soft_cap or p.pos_encoding == "ALIBI" or p.mask == "custom" or p.variant:
-        # What they compute on a tile of 128 keys does not fit the registers beside it.
+        # The computations on logits do not fit the registers beside a tile of 128 keys.
         narrow = 32 if p.head_dim_qk == 256 else 64
         block_n, stages = narrow, stages * block_n // narrow
         if p.window and p.head_dim_qk == 64 and not fp8:
-            # A window of 128 keys, 4 x 8192 queries of 64/8 heads on an H100: 586 us, against 720 with 64 keys a step.
+            # A window of 128 keys, 4 x 8192 queries of 64/8 heads on an H100: 586 us; 720 with 64 keys a block.
             block_n, stages = 32, 8
     boxes = _boxes(p)
     registers, copy_registers = _registers(p, boxes)
@@ -114,7 +114,7 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         gather=not boxes,
         registers=registers,
         copy_registers=copy_registers,
-        # A tile costs about four blocks of keys of its own.
+        # The fixed cost of a work item is about that of four blocks of keys.
         programs_per_sm=1,
         least_split=512,
         transpose_warps=2 if fp8 else 0,

@@ -1,4 +1,4 @@
-"""Hopper prefill: what follows the loop over keys. Sums become results, or one split's partial results."""
+"""Hopper prefill: the epilogue. Accumulators become results, or the partial results of one split."""
 
 from flashinfer._core.gluon_compat import block_barrier, gl, gluon
 from flashinfer.ops._device.sm90.registers import opaque
@@ -21,13 +21,13 @@ from flashinfer.ops.attention.prefill.sm90_softmax import RowView, per_row
 
 @gluon.jit
 def rows_of(WG, LAYOUT: gl.constexpr):
-    """The rows of a warpgroup in a tile."""
+    """The rows of warpgroup WG in a tile."""
     return opaque_sum(opaque(WG * ROWS), gl.arange(0, ROWS, LAYOUT), 8)
 
 
 @gluon.jit
 def view_of(record, kv_head, rows, tensors: Tensors, scalars: Scalars, settings: Settings):
-    """What `rows` of a tile need for logits and masks of one task."""
+    """The RowView of `rows` of a task's tile."""
     q_len = gl.load(record + ITEM_Q_LEN)
     kv_len = gl.load(record + ITEM_KV_LEN)
     packed = gl.load(record + ITEM_TILE_ROW) + rows
@@ -53,15 +53,15 @@ def view_of(record, kv_head, rows, tensors: Tensors, scalars: Scalars, settings:
 
 
 @gluon.jit
-def rows_there(WG, record, LAYOUT: gl.constexpr, settings: Settings):
-    """Which rows of a warpgroup are query rows of the request."""
+def rows_exist(WG, record, LAYOUT: gl.constexpr, settings: Settings):
+    """Which rows of warpgroup WG are query rows of the request."""
     token = (gl.load(record + ITEM_TILE_ROW) + rows_of(WG, LAYOUT)) // settings.GROUP
     return token < gl.load(record + ITEM_Q_LEN)
 
 
 @gluon.jit
 def _in_order(acc, settings: Settings):
-    """The accumulator with its columns in the order of V: of each 16, sm90_values.py put the even ones first."""
+    """The accumulator with its columns in V's order. In FP8 sm90_values.py puts the even ones of each 16 first."""
     if settings.FP8:
         acc = acc.reshape([ROWS, settings.D_VO_PAD // 16, 2, 8]).permute([0, 1, 3, 2])
         acc = acc.reshape([ROWS, settings.D_VO_PAD])
@@ -72,9 +72,9 @@ def _in_order(acc, settings: Settings):
 def _combine_if_last(
     WG, record, tile_row, q_row, q_len, kv_head, num_kv_heads, tensors: Tensors, scalars: Scalars, settings: Settings
 ):
-    """Count this warpgroup's rows of a split as stored; the last split's warpgroup combines these rows of all splits.
+    """Count this warpgroup's rows of a split as stored. The warpgroup that counts the last split combines these rows.
 
-    Each warpgroup counts at a slot of its own, first_slot + WG: a split tile has two slots or more.
+    Each warpgroup has its own counter, at slot first_slot + WG; a split tile has at least two slots.
     """
     STEP: gl.constexpr = 8
     D_PAD: gl.constexpr = settings.D_VO_PAD
@@ -112,7 +112,7 @@ def finish(
     out = tensors.out
     D_PAD: gl.constexpr = settings.D_VO_PAD
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_PAD, D_PAD // 8], [4, 1], [1, 0])
-    # Loaded here, and not kept: the loop over keys needs the registers.
+    # Loaded here instead of kept: the loop over keys needs the registers.
     S_ROWS: gl.constexpr = top.type.layout
     rows = rows_of(WG, S_ROWS)
     view = view_of(record, kv_head, rows, tensors, scalars, settings)
@@ -121,7 +121,7 @@ def finish(
     tile_row = gl.load(record + ITEM_TILE_ROW)
     slot = gl.load(record + ITEM_SLOT)
     if not settings.SOFTMAX:
-        # Logits are weights: they had no maximum, and their sum divides nothing.
+        # Logits are weights: there is no maximum, and results are not divided by their sum.
         top = gl.full([ROWS], 0.0, gl.float32, rows.type.layout)
         total = top + 1.0
     if settings.SINKS:
@@ -130,12 +130,12 @@ def finish(
             sink = gl.load(tensors.sinks + view.head, mask=view.row_ok, other=float("-inf")) * LOG2E
             top, keep, total = with_sink(top, total, sink)
             acc = acc * per_row(keep, acc)
-    # Not `> 0`: a NaN among the logits has to come out.
+    # Not `> 0`: NaN logits have to give NaN results.
     seen = total != 0
     inverse = gl.where(seen, scalars.out_scale / gl.where(seen, total, 1.0), 0.0)
     if settings.HEAD_SCALES:
         inverse *= gl.load(tensors.v_scale + view.head, mask=view.row_ok, other=0.0)
-    # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
+    # A row that saw no key is 0, even if its accumulator is NaN.
     acc = _in_order(gl.where(per_row(seen, acc), acc * per_row(inverse, acc), 0.0), settings)
     OWN: gl.constexpr = acc.type.layout
     STORE: gl.constexpr = WHOLE_ROWS if settings.STAGED else OWN
@@ -146,13 +146,13 @@ def finish(
         o_rows = gl.arange(0, ROWS, gl.SliceLayout(1, OWN))
         o_cols = gl.arange(0, D_PAD, gl.SliceLayout(0, OWN))
         in_tile = ((tile_row + WG * ROWS + o_rows) // settings.GROUP < q_len)[:, None]
-        # Offsets from the first element of a split's tile are below 2^31.
+        # Offsets within a split's tile fit 32 bits.
         to = opaque_sum((opaque(0) + o_rows * settings.D_VO)[:, None], o_cols[None, :], 16 if settings.FP8 else 8)
-        place = tensors.partial_out + row * settings.D_VO + to
-        # A thread's neighbouring columns are one store, which the compiler does not see behind the opaque sum.
+        pointers = tensors.partial_out + row * settings.D_VO + to
+        # The opaque sum hides from the compiler that a thread's neighbouring columns are contiguous.
         NEIGHBOURS: gl.constexpr = 4 if settings.FP8 else 2
-        place = gl.max_contiguous(gl.multiple_of(place, [1, 4 * NEIGHBOURS]), [1, NEIGHBOURS])
-        gl.store(place, acc, mask=in_tile & (o_cols < settings.D_VO)[None, :])
+        pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 4 * NEIGHBOURS]), [1, NEIGHBOURS])
+        gl.store(pointers, acc, mask=in_tile & (o_cols < settings.D_VO)[None, :])
         gl.store(tensors.partial_lse + row + rows - WG * ROWS, state, mask=view.row_ok)
         _combine_if_last(
             WG, record, tile_row, q_row, q_len, kv_head, num_kv_heads, tensors, scalars, settings
@@ -160,7 +160,7 @@ def finish(
     else:
         result = acc.to(out.dtype.element_ty)
         if settings.STAGED:
-            # Through shared memory, so that whole rows are stored at once.
+            # Through shared memory, so that whole rows are written.
             o_tiles.index(WG).store(result)
             result = o_tiles.index(WG).load(STORE)
         ROW_STEP: gl.constexpr = min(1024 // D_PAD, ROWS) if settings.STAGED else 8

@@ -1,13 +1,13 @@
 """Prefill attention on Hopper: out = softmax(mask(scale Q K^T)) V, and its LSE, over ragged or paged keys.
 
-Grid: as many blocks as multiprocessors, or fewer. A block is persistent: it takes tasks, pairs of a work item (128
-query rows, a range of keys) and a KV head, until none is left (sm90_queue.py).
+Grid: as many persistent thread blocks as multiprocessors, or fewer. A thread block takes tasks until none is left
+(sm90_queue.py); a task is a pair of a work item (128 query rows, a range of keys) and a KV head.
 
 Warps: 4 a warpgroup;
 
 - two consumer warpgroups of 64 query rows each: products, softmax, results (sm90_softmax.py, sm90_finish.py);
-- a producer warp for K, which also publishes the next task, and one for V (sm90_loads.produce_keys, produce_values):
-  TMA; or four warps that gather both row by row (sm90_loads.gather);
+- a producer warp for K, which also publishes the next task, and one for V, by TMA (sm90_loads.produce_keys,
+  produce_values); or four warps that copy both row by row (sm90_loads.gather);
 - in FP8, two more that transpose values (sm90_values.py).
 
 Shared memory: the 128 query rows, rings of STAGES tiles of K and of V (in FP8, of transposed V too), and, if STAGED,
@@ -39,7 +39,7 @@ from flashinfer.ops._device.sm90.ring import make_barriers
 from flashinfer.ops.attention._device.fixed_shift_sm90 import any_out_of_range
 from flashinfer.ops.attention._device.logits import LOG2E
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH
-from flashinfer.ops.attention.prefill.sm90_finish import finish, rows_of, rows_there, view_of
+from flashinfer.ops.attention.prefill.sm90_finish import finish, rows_of, rows_exist, view_of
 from flashinfer.ops.attention.prefill.sm90_loads import fetch_queries, gather, produce_keys, produce_values
 from flashinfer.ops.attention.prefill.sm90_queue import (
     TaskQueue,
@@ -63,12 +63,12 @@ from flashinfer.ops.attention.prefill.sm90_values import transpose_values
 
 @aggregate
 class Shared:
-    """What consumers have in shared memory. `rest` is the second part of the queries, see Ring."""
+    """The consumers' shared memory. `rest` is the second part of the queries, see Ring."""
 
     q: gl.shared_memory_descriptor
     rest: gl.shared_memory_descriptor
     out: gl.shared_memory_descriptor
-    # One barrier for each consumer warpgroup: its turn to start products.
+    # One mbarrier for each consumer warpgroup: its turn to issue products.
     turn: gl.shared_memory_descriptor
     k: Ring
     v: Ring
@@ -77,7 +77,7 @@ class Shared:
 
 @gluon.jit
 def _begin_task(WG, task, tasks, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings):
-    """Start copying the queries of a task, if there is one. Returns its work item and its KV head."""
+    """Start copying the queries of a task, if `task` exists. Returns its work item and its KV head."""
     item = task // scalars.num_kv_heads
     kv_head = task % scalars.num_kv_heads
     fetch_queries(
@@ -89,7 +89,7 @@ def _begin_task(WG, task, tasks, shared: Shared, tensors: Tensors, scalars: Scal
 
 @gluon.jit
 def _next_task(WG, n, tasks, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings):
-    """Read the task of word n and begin it: the task, its work item, its KV head, and who retries it."""
+    """Read the task of word n and begin it: the task, its work item, its KV head, and its retry flags."""
     task, retry = read_next(shared.queue, n)
     item, kv_head = _begin_task(WG, task, tasks, shared, tensors, scalars, settings)
     return task, item, kv_head, retry
@@ -100,7 +100,7 @@ def _run_task(
     WG, wave, n, task, item, kv_head, retry, tasks, step, cols, zeros, params, shared: Shared, tensors: Tensors,
     scalars: Scalars, settings: Settings,
 ):  # fmt: skip
-    """One task, whose queries are being copied. Returns what `_next_task` does of word n, and the next `step`."""
+    """Process one task, whose queries are being copied. Returns `_next_task` of word n, and the next `step`."""
     num_kv_heads = scalars.num_kv_heads
     k, v = shared.k, shared.v
     S_ROWS: gl.constexpr = gl.SliceLayout(1, zeros.type.layout)
@@ -108,7 +108,7 @@ def _run_task(
     record = tensors.items + item * ITEM_WIDTH
     begin, blocks, plain_from, plain_to = span(record, scalars.window_left, zeros.shape[1], settings)
     if settings.FIXED:
-        # A retry takes the maximum of each block.
+        # A retry uses the maximum of each block: no block counts as one without a mask.
         plain_from = gl.where(retry > 0, 0, plain_from)
         plain_to = gl.where(retry > 0, 0, plain_to)
     seed = seed_of(blocks, plain_to, retry, settings)
@@ -117,7 +117,7 @@ def _run_task(
     factor = 1.0 if settings.TRANSFORM else scalars.sm_scale * LOG2E
 
     cp_async_wait(0)
-    # Orders what threads wrote, cp.async included, before wgmma's reads.
+    # Orders the threads' writes, including cp.async, before wgmma's reads.
     fence_async_shared()
     block_barrier()
     acc = gl.zeros([ROWS, settings.D_VO_PAD], gl.float32, O_LAYOUT)
@@ -131,8 +131,8 @@ def _run_task(
         row_ok = total == 0
         if settings.FIXED:
             # Loaded before the last product, which hides the latency.
-            row_ok = rows_there(WG, record, S_ROWS, settings)
-        # All warps have read these queries: the next ones are copied beside the rest of this task.
+            row_ok = rows_exist(WG, record, S_ROWS, settings)
+        # All warps have read these queries: the next task's queries are copied during the rest of this task.
         block_barrier()
         following = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
         before = v.channel.stage(step - 1)
@@ -145,22 +145,22 @@ def _run_task(
             pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
             acc = warpgroup_mma_wait(0, [pv])
         v.channel.release(step - 1)
-        tried = gl.minimum(plain_to, blocks - 1) > plain_from
+        used_fixed_shift = gl.minimum(plain_to, blocks - 1) > plain_from
         if settings.FIXED:
-            if tried:
+            if used_fixed_shift:
                 sums += overflows(acc)
         total = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
         if settings.FP8:
             acc = (acc * per_row(keep, acc) + pv) * (1.0 / (1 << SHIFT))
             total *= 1.0 / (1 << SHIFT)
         if settings.FIXED:
-            failed = tried & any_out_of_range(total, row_ok)
+            failed = used_fixed_shift & any_out_of_range(total, row_ok)
     else:
         following = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
     if settings.FIXED:
         report(shared.queue, WG, wave, task, failed)
     if settings.FP8:
-        # Computed twice, and not kept: the loop over keys has no registers left.
+        # Computed again instead of kept: the loop over keys has no registers left.
         task = opaque(task)
         record = tensors.items + task // num_kv_heads * ITEM_WIDTH
         kv_head = task % num_kv_heads
@@ -175,7 +175,7 @@ def _run_task(
 
 @gluon.jit
 def _consume(WG, params, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings):
-    """One consumer warpgroup: rows WG * 64 ... of each tile."""
+    """Consumer warpgroup WG: 64 rows of each tile, from row WG * 64 on."""
     BLOCK_N: gl.constexpr = shared.k.tiles.shape[1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, settings.MMA_K])
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
@@ -187,7 +187,8 @@ def _consume(WG, params, shared: Shared, tensors: Tensors, scalars: Scalars, set
     retry = 0
     wave = 0
     n = 0
-    # Without LICM: what is the same for all tasks is computed for each, since loops over keys need the registers.
+    # Without loop-invariant code motion: values that all tasks share are recomputed for each, because the loop over
+    # keys needs the registers.
     while tl.condition(task < tasks, disable_licm=True):
         following, step = _run_task(
             WG, wave, n, task, item, kv_head, retry, tasks, step, cols, zeros, params, shared, tensors, scalars,
@@ -198,7 +199,7 @@ def _consume(WG, params, shared: Shared, tensors: Tensors, scalars: Scalars, set
         n += 1
         if settings.FIXED:
             if task >= tasks:
-                # Not the end yet: the last task may have to be retried.
+                # Not the end yet: a retry of the last task may follow.
                 task, item, kv_head, retry = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
                 n += 1
 
@@ -235,7 +236,7 @@ def attend_sm90_kernel(
     TWO: gl.constexpr = D_REST > 0
     FP8: gl.constexpr = DTYPE.primitive_bitwidth == 8
     FIXED: gl.constexpr = DTYPE == gl.bfloat16 and SOFTMAX and not CUSTOM and MASK is None
-    # At head_dim 64 the loop without a mask would have 343 instructions instead of 332.
+    # Not at head_dim 64, where the loop without a mask would grow from 332 to 343 instructions.
     SEEDED: gl.constexpr = FIXED and not WINDOW and D_VO > 64
     settings = Settings(
         CAUSAL=CAUSAL, WINDOW=WINDOW, CUSTOM=CUSTOM, SOFT_CAP=SOFT_CAP, ALIBI=ALIBI, SINKS=SINKS,
@@ -253,15 +254,16 @@ def attend_sm90_kernel(
     if TWO:
         q_rests = _tiles(DTYPE, 2, ROWS, D_REST)
         k_rests = _tiles(DTYPE, STAGES, BLOCK_N, D_REST)
-    # Apart from the queries' tiles, into which the next ones are copied meanwhile.
+    # Not shared with the queries' tiles: the next task's queries are copied there while outputs are staged.
     o_tiles = _tiles(out.dtype.element_ty, 2, ROWS if STAGED else 8, D_VO_PAD)
-    # Every thread that gathers arrives; TMA counts bytes instead.
+    # With GATHER each of 128 threads arrives at a stage's mbarrier; with TMA one thread does, and bytes are counted.
     WRITERS: gl.constexpr = 128 if GATHER else 1
     k = make_ring(k_tiles, k_rests, STAGES, WRITERS, 2)
     v = make_ring(v_tiles, v_tiles, STAGES, WRITERS, 1 if FP8 else 2)
     # Readers: the consumers, and the warps that copy or transpose values.
     queue = make_task_queue(4 if FP8 else 2 if GATHER else 3, settings.FIXED)
-    # FP8 has no turns, nor barriers for them: the compiler gives barriers that nobody waits for the memory of tiles.
+    # In FP8 warpgroups do not take turns, so there are no mbarriers for it. The compiler would let unused mbarriers
+    # share memory with tiles.
     turn = k.channel.full
     if not FP8:
         turn = make_barriers(2, 1)

@@ -1,7 +1,7 @@
-"""Hopper prefill: how queries, keys and values reach shared memory.
+"""Hopper prefill: copies of queries, keys and values to shared memory.
 
 - `produce_keys`, `produce_values`, one warp each: TMA copies, a box for each page of a tile.
-- `gather`, four warps: cp.async row by row, where pages make no box (below 16 tokens, or no power of two).
+- `gather`, four warps: cp.async row by row, for page sizes that are no TMA box (below 16 tokens, or no power of two).
 - `fetch_queries`, by each consumer warpgroup: cp.async of its own 64 query rows of the next task.
 """
 
@@ -23,7 +23,8 @@ from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Ring, Settings,
 
 @gluon.jit
 def _pages(kv_indices, kv_base, start, kv_len, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The page ids of one block of keys; none for ragged keys. Past the end, the last key's: what is read is masked."""
+    """The page ids of one block of keys; none for ragged keys. Past the end it is the last key's page, whose data is
+    masked."""
     pages = ()
     if PAGE_SIZE > 0:
         BOXES: gl.constexpr = (BLOCK_N + PAGE_SIZE - 1) // PAGE_SIZE
@@ -38,10 +39,10 @@ def _produce(
     tiles_map, rest_map, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page_rows,
     head_rows, head_cols, TWO: gl.constexpr, PUBLISHES: gl.constexpr, settings: Settings,
 ):  # fmt: skip
-    """One warp: copy the keys, or the values, of each task, block by block, last block first, as stages become empty.
+    """Producer warp: copy the keys, or the values, of each task, one block after another, last block first.
 
-    The warp that PUBLISHES takes the next task once all copies of this one are issued: its counter answers before a
-    stage is empty.
+    The warp that PUBLISHES takes the next task after it has issued all copies of this one. The atomic's latency is
+    hidden, because no stage is empty yet.
     """
     BLOCK_N: gl.constexpr = ring.tiles.shape[1]
     SPLIT_AT: gl.constexpr = ring.tiles.shape[2]
@@ -63,7 +64,7 @@ def _produce(
         seed = seed_of(blocks, plain_to, retry, settings)
         for i in range(blocks):
             start = start_of(i, begin, blocks, seed, BLOCK_N, settings)
-            # Loaded before the wait, which hides their latency.
+            # Loaded before the wait for an empty stage, which hides the latency.
             pages = _pages(kv_indices, kv_base, start, kv_len, settings.PAGE_SIZE, BLOCK_N)
             stage, full = ring.channel.expect(step, SIZE)
             row = kv_head * head_rows
@@ -115,10 +116,9 @@ def produce_values(
 
 
 @gluon.jit
-def _found(start, kv_base, kv_len, kv_indices, COUNT: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """The pages of COUNT keys, or their rows in a ragged tensor. Past the end, the last key's.
-
-    In the layout of tiles of D columns, see _gather_tile.
+def _key_rows(start, kv_base, kv_len, kv_indices, COUNT: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """The pages of COUNT keys, or their rows in a ragged tensor; past the end those of the last key. The layout is that
+    of tiles of D columns, see _gather_tile.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     position = gl.minimum(opaque_sum(start, gl.arange(0, COUNT, gl.SliceLayout(1, LAYOUT)), 1024 // D), kv_len - 1)
@@ -128,36 +128,37 @@ def _found(start, kv_base, kv_len, kv_indices, COUNT: gl.constexpr, D: gl.conste
 
 
 @gluon.jit
-def _times(number, step):
-    """Their product in 64 bits; neither is negative. Unsigned, ptxas multiplies and adds in one instruction."""
+def _wide_product(number, step):
+    """number * step in 64 bits; neither is negative. As unsigned values, ptxas multiplies and adds in one
+    instruction."""
     if step.dtype.primitive_bitwidth == 32:
         step = step.to(gl.uint32)
     return number.to(gl.uint32).to(gl.int64) * step.to(gl.int64)
 
 
 @gluon.jit
-def _gather_tile(to, source, found, start, kv_len, page, step, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Start copying the rows of one tile; `found` is their _found.
+def _gather_tile(to, source, key_rows, start, kv_len, page, step, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr):
+    """Start copying the rows of one tile; `key_rows` is the result of _found.
 
-    The tile is one copy: the compiler takes slices of a tile for one buffer, and puts a barrier between them. Steps are
-    bytes, so that an address is one instruction.
+    The tile is one copy, because the compiler inserts a barrier between copies to slices of one buffer. Steps are in
+    bytes, so that an address takes one instruction.
     """
     D: gl.constexpr = to.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    found = gl.convert_layout(found, gl.SliceLayout(1, LAYOUT))
+    key_rows = gl.convert_layout(key_rows, gl.SliceLayout(1, LAYOUT))
     if PAGE_SIZE == 0:
-        at = _times(found, step)
+        at = _wide_product(key_rows, step)
     else:
-        at = _times(found, page)
+        at = _wide_product(key_rows, page)
         if PAGE_SIZE > 1:
-            # Opaque, so that keys and values compute it each: kept, it spills.
+            # Opaque, so that the copies of keys and of values compute it each; kept, it would spill.
             number = opaque_sum(opaque(start), gl.arange(0, to.shape[0], gl.SliceLayout(1, LAYOUT)), 1024 // D)
             position = gl.minimum(number, kv_len - 1)
-            at += _times(position % PAGE_SIZE, step)
+            at += _wide_product(position % PAGE_SIZE, step)
     columns = (source + d[None, :]).to(gl.pointer_type(gl.int8))
     pointers = (columns + at[:, None]).to(gl.pointer_type(to.dtype))
-    # A cast of pointers loses what was known of them: 16 aligned bytes each.
+    # The pointer cast drops the alignment information: each thread reads 16 aligned bytes.
     pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 8])
     if COLUMNS < D:
         cp_async(to, pointers, mask=(d < COLUMNS)[None, :])
@@ -166,22 +167,22 @@ def _gather_tile(to, source, found, start, kv_len, page, step, COLUMNS: gl.const
 
 
 @gluon.jit
-def _gather_keys(k: Ring, source, count, found, start, kv_len, page, step, settings: Settings):
+def _gather_keys(k: Ring, source, count, key_rows, start, kv_len, page, step, settings: Settings):
     """Start copying the count-th block of keys once its stage is empty."""
     stage = k.channel.acquire(count)
     D: gl.constexpr = k.tiles.shape[2]
-    _gather_tile(k.tiles.index(stage), source, found, start, kv_len, page, step, D, settings.PAGE_SIZE)
+    _gather_tile(k.tiles.index(stage), source, key_rows, start, kv_len, page, step, D, settings.PAGE_SIZE)
     if settings.TWO:
         REST: gl.constexpr = k.rest.shape[2]
-        _gather_tile(k.rest.index(stage), source + D, found, start, kv_len, page, step, REST, settings.PAGE_SIZE)
+        _gather_tile(k.rest.index(stage), source + D, key_rows, start, kv_len, page, step, REST, settings.PAGE_SIZE)
     cp_async_arrive(k.channel.full.index(stage), increment_count=False)
 
 
 @gluon.jit
-def _gather_values(v: Ring, source, count, found, start, kv_len, page, step, settings: Settings):
-    """The same for values."""
+def _gather_values(v: Ring, source, count, key_rows, start, kv_len, page, step, settings: Settings):
+    """Start copying the count-th block of values once its stage is empty."""
     stage = v.channel.acquire(count)
-    _gather_tile(v.tiles.index(stage), source, found, start, kv_len, page, step, settings.D_VO, settings.PAGE_SIZE)
+    _gather_tile(v.tiles.index(stage), source, key_rows, start, kv_len, page, step, settings.D_VO, settings.PAGE_SIZE)
     cp_async_arrive(v.channel.full.index(stage), increment_count=False)
 
 
@@ -212,20 +213,20 @@ def gather(
         if blocks > 0:
             keys = k_source + kv_head * k_head
             values = v_source + kv_head * v_head
-            found = _found(start, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
-            _gather_keys(k, keys, step, found, start, kv_len, k_page, k_step, settings)
-            # Keys are a block ahead of values, since their stage is empty half a step earlier. Page ids are loaded
-            # twice: kept, they take registers of the consumers (Triton 3.9).
+            key_rows = _key_rows(start, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
+            _gather_keys(k, keys, step, key_rows, start, kv_len, k_page, k_step, settings)
+            # Keys are one block ahead of values, because their stage becomes empty half a step earlier. Page ids are
+            # loaded twice: kept, they would take registers from the consumers (Triton 3.9).
             for i in range(1, blocks):
                 before = start
                 start = start_of(i, begin, blocks, seed, BLOCK_N, settings)
-                found = _found(start, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
-                _gather_keys(k, keys, step + 1, found, start, kv_len, k_page, k_step, settings)
-                found = _found(before, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
-                _gather_values(v, values, step, found, before, kv_len, v_page, v_step, settings)
+                key_rows = _key_rows(start, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
+                _gather_keys(k, keys, step + 1, key_rows, start, kv_len, k_page, k_step, settings)
+                key_rows = _key_rows(before, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
+                _gather_values(v, values, step, key_rows, before, kv_len, v_page, v_step, settings)
                 step += 1
-            found = _found(start, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
-            _gather_values(v, values, step, found, start, kv_len, v_page, v_step, settings)
+            key_rows = _key_rows(start, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
+            _gather_values(v, values, step, key_rows, start, kv_len, v_page, v_step, settings)
             step += 1
         task, retry, n, waiting = publish_next(queue, n, wave, waiting, items, tasks, settings)
         wave += 1
@@ -233,17 +234,18 @@ def gather(
 
 @gluon.jit
 def _fetch_part(WG, tile, q, record, kv_head, q_stride_n, q_stride_h, GROUP: gl.constexpr):
+    """fetch_queries for the columns of one part of head_dim."""
     D: gl.constexpr = tile.shape[1]
     VEC: gl.constexpr = 128 // tile.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, VEC], [32 * VEC // D, D // VEC], [4, 1], [1, 0])
-    # Slice by slice, each behind a branch: the addresses of all rows together would spill.
+    # In slices, each in a branch: the addresses of all rows together would spill.
     STEP: gl.constexpr = min(128 * VEC // D, ROWS)
     SLICE: gl.constexpr = min(4 * STEP, ROWS)
     first = gl.load(record + ITEM_TILE_ROW) + WG * ROWS
     q_row = gl.load(record + ITEM_Q_ROW)
     q_len = gl.load(record + ITEM_Q_LEN)
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    # Computed once, in front of the branches: else the thread's part of it would be kept for all tasks.
+    # Computed once, before the branches: otherwise the thread's part of it would be kept in a register for all tasks.
     number = opaque_sum(first, gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT)), STEP)
     for i in gl.static_range(ROWS // SLICE):
         if first + i * SLICE < q_len * GROUP:
@@ -251,8 +253,8 @@ def _fetch_part(WG, tile, q, record, kv_head, q_stride_n, q_stride_h, GROUP: gl.
             token = packed // GROUP
             at = (q_row + token).to(gl.int64) * q_stride_n
             at += (kv_head * GROUP + packed % GROUP) * q_stride_h
-            there = (token < q_len)[:, None]
-            cp_async(tile.slice(i * SLICE, SLICE, dim=0), q + at[:, None] + d[None, :], mask=there)
+            mask = (token < q_len)[:, None]
+            cp_async(tile.slice(i * SLICE, SLICE, dim=0), q + at[:, None] + d[None, :], mask=mask)
 
 
 @gluon.jit

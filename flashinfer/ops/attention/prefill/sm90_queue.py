@@ -1,7 +1,7 @@
-"""Hopper prefill: which task a block has next, and which keys a task has.
+"""Hopper prefill: the queue of tasks, and the order of a task's key blocks.
 
-A task is a pair of a work item and a KV head. Blocks take tasks from a counter in global memory as they become free:
-dealt out in advance, requests of one length would leave some blocks with the longest tiles of each.
+A task is a pair of a work item and a KV head. Thread blocks take tasks from a counter in global memory as they become
+free. With a static assignment, equal requests would give some thread blocks the longest tile of each.
 """
 
 from flashinfer._core.gluon_compat import aggregate, gl, gluon, mbarrier
@@ -18,26 +18,27 @@ from flashinfer.ops.attention._device.schedule import (
 )
 from flashinfer.ops.attention.prefill.sm90_settings import Settings
 
-# A word of the queue is a task's number; from this bit on, the warpgroups that are to retry it (1 the first, 2 the
-# second, 3 both). Tasks are fewer: each work item has a record in memory.
+# A word of the queue is a task's number plus, from this bit on, which warpgroups retry it (1 the first, 2 the second,
+# 3 both). Tasks are fewer than 2^29: each work item has a 64-byte record in memory.
 RETRY_BIT = gl.constexpr(29)
-# Blocks without a mask from which on block 0 is moved in front of them, see seed_of.
+# The least number of blocks without a mask for which block 0 is moved in front of them, see seed_of.
 SEED_FROM = gl.constexpr(8)
 
 
 @aggregate
 class TaskQueue:
-    """The next task of the block, published in shared memory by one warp and read by all others; two slots.
+    """The next task of a thread block, written to shared memory by one warp and read by all others. Word n is in slot
+    n % 2. A word of the number of tasks or more means that no task is left.
 
-    Word n is in slot n % 2. A word from the number of tasks on says that no task is left.
+    With settings.FIXED each consumer warpgroup reports at the end of a task whether its fixed shift failed. A failed
+    task is published again as a retry, usually after the following task, which has begun by then. Therefore the first
+    word without a task is not the end: after the report of the last task another word follows, a retry or the end.
 
-    With settings.FIXED, each consumer warpgroup reports at the end of a task whether it failed, and a task that failed
-    is published once more, as a retry: as a rule after the task that follows it, which has begun by then. So the first
-    word without a task is no end: another one follows once the last task is reported, a retry or the end.
+    An example in which task 7 is the block's last and task 5 fails: the words are 5, 7, retry of 5, none, none.
     """
 
     words: Queue
-    # For each of two tasks and two warpgroups: the task if the warpgroup failed at it, else -1; and their barriers.
+    # For the last two tasks and each warpgroup: the task if it failed, else -1; and the mbarriers of these reports.
     failed: Slots
     reported: gl.shared_memory_descriptor
 
@@ -57,7 +58,7 @@ def make_task_queue(READERS: gl.constexpr, FIXED: gl.constexpr):
 
 @gluon.jit
 def report(queue: TaskQueue, WG, wave, task, failed):
-    """A warpgroup reports whether it failed at the block's wave-th task."""
+    """Warpgroup WG reports whether the block's wave-th task failed."""
     slot = wave % 2 * 2 + WG
     queue.failed.write(slot, (gl.where(failed, task, -1),))
     mbarrier.arrive(queue.reported.index(slot), count=1)
@@ -65,8 +66,8 @@ def report(queue: TaskQueue, WG, wave, task, failed):
 
 @gluon.jit
 def _retry(queue: TaskQueue, wave):
-    """The word that retries the block's wave-th task, or -1 if both warpgroups served it. Waits for their reports."""
-    # The phase before the first counts as over, as the task before the first (wave -1) does.
+    """Wait for both reports of the block's wave-th task: the word that retries it, or -1 if no warpgroup failed."""
+    # The phase before an mbarrier's first counts as complete, which serves the wave -1 before the first task.
     slot = (wave + 2) % 2 * 2
     phase = ((wave + 2) // 2 & 1) ^ 1
     mbarrier.wait(queue.reported.index(slot), phase)
@@ -75,8 +76,8 @@ def _retry(queue: TaskQueue, wave):
     second = queue.failed.read(slot + 1)
     word = -1
     if gl.maximum(first, second) >= 0:
-        who = (first >= 0).to(gl.int32) + 2 * (second >= 0).to(gl.int32)
-        word = gl.maximum(first, second) | who << RETRY_BIT
+        flags = (first >= 0).to(gl.int32) + 2 * (second >= 0).to(gl.int32)
+        word = gl.maximum(first, second) | flags << RETRY_BIT
         queue.failed.write(slot, (-1,))
         queue.failed.write(slot + 1, (-1,))
     return word
@@ -86,8 +87,8 @@ def _retry(queue: TaskQueue, wave):
 def publish_next(queue: TaskQueue, n, wave, waiting, items, tasks, settings: Settings):
     """Take the task after the block's wave-th and publish it as word n.
 
-    Returns the task, who retries it (see read_next), the next n, and the task that waits while another is retried, or
-    -1: the caller passes it in as `waiting` next time.
+    Returns the task, its retry flags (see read_next), the next n, and a task that was taken but is published after a
+    retry, or -1; the caller passes it as `waiting` to the next call.
     """
     word = waiting
     if waiting < 0:
@@ -96,7 +97,7 @@ def publish_next(queue: TaskQueue, n, wave, waiting, items, tasks, settings: Set
     if settings.FIXED:
         retried = _retry(queue, wave - 1)
         if (retried < 0) & (word >= tasks):
-            # Consumers read that no task is left, and go on to the end and the report of this one.
+            # Consumers need a word to finish the current task, after which they report it.
             queue.words.publish(n, (word,))
             n += 1
             retried = _retry(queue, wave)
@@ -109,14 +110,14 @@ def publish_next(queue: TaskQueue, n, wave, waiting, items, tasks, settings: Set
 
 @gluon.jit
 def read_next(queue: TaskQueue, n):
-    """The task of word n, and who retries it: 0 nobody, 1 the first warpgroup, 2 the second, 3 both."""
+    """The task of word n, and its retry flags: 0 none, 1 the first warpgroup retries, 2 the second, 3 both."""
     word = queue.words.take(n)
     return word & ((1 << RETRY_BIT) - 1), word >> RETRY_BIT
 
 
 @gluon.jit
 def read_to_end(queue: TaskQueue, n, tasks, settings: Settings):
-    """read_next, past a word without a task that is not the end. Returns the next n, too."""
+    """read_next, which skips the word without a task that is not the end. Also returns the next n."""
     task, retry = read_next(queue, n)
     n += 1
     if settings.FIXED:
@@ -128,7 +129,8 @@ def read_to_end(queue: TaskQueue, n, tasks, settings: Settings):
 
 @gluon.jit
 def span(record, window_left, BLOCK_N: gl.constexpr, settings: Settings):
-    """A work item's first key and number of key blocks; blocks [plain_from, plain_to) need no mask in any row."""
+    """A work item's first key and its number of key blocks; blocks plain_from to plain_to - 1 need no mask in any
+    row."""
     q_len = gl.load(record + ITEM_Q_LEN)
     kv_len = gl.load(record + ITEM_KV_LEN)
     tile_row = gl.load(record + ITEM_TILE_ROW)
@@ -155,11 +157,11 @@ def span(record, window_left, BLOCK_N: gl.constexpr, settings: Settings):
 
 @gluon.jit
 def seed_of(blocks, plain_to, retry, settings: Settings):
-    """Where in the walk over a task's blocks block 0 comes; `blocks` if in its own place, at the end.
+    """The step at which a task's block 0 is processed; `blocks` if it stays at the end.
 
-    The walk goes from the last block to the first. With a fixed shift, block 0 follows the blocks with a mask, so that
-    the shift is no less than the logits of the first keys: attention sinks, which outweigh all others, are there. It
-    costs the maximum of one block more; SEED_FROM blocks without a mask are worth it.
+    Blocks are processed from the last to the first. With a fixed shift, block 0 comes right after the blocks with a
+    mask: the first keys may be attention sinks, whose logits exceed all others, so the shift should include them. This
+    costs one more block with a maximum, which pays from SEED_FROM blocks without a mask on.
     """
     seed = blocks
     if settings.SEEDED:
@@ -170,8 +172,8 @@ def seed_of(blocks, plain_to, retry, settings: Settings):
 
 @gluon.jit
 def start_of(i, begin, blocks, seed, BLOCK_N: gl.constexpr, settings: Settings):
-    """The first key of the i-th block of the walk. Example: blocks 0 ... 9 of which 8 and 9 have a mask, seed 2: the
-    walk is 9, 8, 0, 7, 6, 5, 4, 3, 2, 1."""
+    """The first key of the i-th processed block. Example: with blocks 0 to 9, of which 8 and 9 have a mask, and seed 2,
+    the order is 9, 8, 0, 7, 6, 5, 4, 3, 2, 1."""
     number = blocks - 1 - i
     if settings.SEEDED:
         number = gl.where(i == seed, 0, number + (i > seed).to(gl.int32))

@@ -1,19 +1,19 @@
-"""Hopper prefill: what the kernel is compiled for, and the records that its warps pass on.
+"""Hopper prefill: the kernel's compile-time settings, and records that its functions pass on.
 
-Numbers are made opaque (ops/_device/sm90/registers.py) where the compiler would compute what follows from them before
-the first task and keep it in registers that the loop over keys needs.
+Some values are made opaque (ops/_device/sm90/registers.py): otherwise the compiler computes derived values before the
+first task and keeps them in registers that the loop over keys needs.
 """
 
 from flashinfer._core.gluon_compat import aggregate, gl, gluon
 from flashinfer.ops._device.sm90.ring import Channel, make_channel
 
-# Rows of a warpgroup's tile: what one wgmma takes.
+# Rows of a warpgroup's tile: M of one wgmma.
 ROWS = gl.constexpr(64)
 
 
 @aggregate
 class Settings:
-    """Constants that the kernel is compiled for."""
+    """The kernel's compile-time settings."""
 
     CAUSAL: gl.constexpr
     WINDOW: gl.constexpr
@@ -23,9 +23,9 @@ class Settings:
     SINKS: gl.constexpr
     HEAD_SCALES: gl.constexpr
     LSE: gl.constexpr
-    # Whether logits are more than products times a positive scale, which is folded into the exponent.
+    # Whether logits need more than a positive scale. A positive scale alone is folded into the exponent.
     TRANSFORM: gl.constexpr
-    # Whether tiles are gathered row by row, and not copied in boxes.
+    # Whether keys and values are copied row by row with cp.async instead of by TMA.
     GATHER: gl.constexpr
     GROUP: gl.constexpr
     PAGE_SIZE: gl.constexpr
@@ -33,10 +33,10 @@ class Settings:
     D_VO_PAD: gl.constexpr
     BLOCK_M: gl.constexpr
     STAGES: gl.constexpr
-    # Whether keys have two parts, see Ring; whether outputs are staged in shared memory.
+    # Whether head_dim has two parts, see Ring; whether outputs are staged in shared memory.
     TWO: gl.constexpr
     STAGED: gl.constexpr
-    # Whether queries, keys, weights and values are e4m3; the depth of a wgmma; the warps that transpose values.
+    # Whether queries, keys, weights and values are e4m3; K of one wgmma; the number of warps that transpose values.
     FP8: gl.constexpr
     MMA_K: gl.constexpr
     TRANSPOSE_WARPS: gl.constexpr
@@ -45,9 +45,9 @@ class Settings:
     MASK: gl.constexpr
     VARIED: gl.constexpr
     SOFTMAX: gl.constexpr
-    # Whether weights of blocks without a mask have a fixed shift, see sm90_softmax.steps.
+    # Whether blocks without a mask use a fixed shift, see sm90_softmax.steps.
     FIXED: gl.constexpr
-    # Whether the first block of keys may come in front of those without a mask, see sm90_queue.seed_of.
+    # Whether the first block of keys may be processed before the other blocks without a mask, see sm90_queue.seed_of.
     SEEDED: gl.constexpr
 
 
@@ -90,7 +90,7 @@ class Scalars:
 class Ring:
     """Stages of K or V tiles, and their channel.
 
-    A head_dim that is no power of two comes in two parts, `tiles` and `rest`; else they are the same.
+    A head_dim that is no power of two has two parts, `tiles` and `rest`: 192 is 128 and 64. Else both are the same.
     """
 
     tiles: gl.shared_memory_descriptor
@@ -105,11 +105,12 @@ def make_ring(tiles, rest, STAGES: gl.constexpr, WRITERS: gl.constexpr, READERS:
 
 @gluon.jit
 def opaque_sum(first, index, STEP: gl.constexpr):
-    """first + index, opaque. `index` is an arange; a thread's elements differ by 1, or by STEP or more.
+    """first + index, opaque. `index` is an arange whose elements in a thread differ by less than STEP or by multiples
+    of STEP.
 
-    The thread's offset, which is below STEP, is added to `first` behind the opaque move, and the rest are constants:
-    else the compiler keeps one sum of offset and constant for each element. Example: STEP 8, and a thread with columns
-    2, 3, 10, 11: it keeps first + 2 and first + 3, and adds 0 and 8 where it uses them.
+    The part of `index` below STEP is added before the opaque move, the multiples of STEP after it. So a thread keeps
+    few registers and uses constant offsets; otherwise the compiler keeps one register for each element. Example: with
+    STEP 8 and columns 2, 3, 10, 11 a thread keeps first + 2 and first + 3, and adds 0 and 8 where it uses them.
     """
     offset = gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [first + (index & (STEP - 1))], dtype=gl.int32, is_pure=True, pack=1

@@ -1,16 +1,17 @@
 """Hopper prefill: scores, softmax and P V of one consumer warpgroup over the key blocks of a task.
 
-A step starts S = Q K^T of one block together with O += P V of the block before it, so that the softmax of one warpgroup
-runs beside the products of the other one; the two take turns at starting them (FlashAttention-3, Shah et al., 2024).
-Blocks go from the last to the first: those that need a mask come first, and the rest run in a loop without one.
+A step issues S = Q K^T of one block together with O += P V of the block before it. The softmax of one warpgroup then
+overlaps the products of the other; the two take turns in issuing them (FlashAttention-3, Shah et al., 2024). Blocks are
+processed from the last to the first: those that need a mask come first, the rest run in a loop without one.
 
 There are three loops:
 
 - with the maximum of each block (`steps`, fp16, and blocks with a mask), the online softmax in base 2;
 - with a fixed shift (`steps`, bf16, blocks without a mask): weights are 2^(logit - maximum), where the maximum is that
-  of the blocks with a mask. bf16 has the range of float32, so nothing is rescaled. Should the sum of a row leave
-  2^-48 ... 2^48, or be NaN, the warpgroup reports it, and the task is retried with the maximum of each block;
-- in e4m3 (`steps_fp8`), whose wgmma rounds what it sums: P V of each block is a sum of its own, added in float32.
+  of the blocks before, with a mask. bf16 has the range of float32, so nothing is rescaled. If the sum of a row leaves
+  2^-48 to 2^48, or is NaN, the warpgroup reports it, and the task is retried with the maximum of each block;
+- in e4m3 (`steps_fp8`), whose wgmma accumulates with few bits: P V of each block has its own sum, which is added in
+  float32.
 """
 
 from flashinfer._core.gluon_compat import (
@@ -25,19 +26,19 @@ from flashinfer._core.gluon_compat import (
 from flashinfer.ops.attention._device.logits import transform, vary, visible
 from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Ring, Settings, opaque_sum
 
-# Partial sums of a row: one for each of 16 columns, see _fold.
+# A row has 16 partial sums, of every 16th column each, see _fold.
 FOLD = gl.constexpr(16)
-# In FP8, where registers are few: one partial sum for each of the four lanes that have columns of a row.
+# In FP8, to save registers: one partial sum for each of the four lanes that share a row.
 SUMS = gl.constexpr(
     gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
 )
-# Weights in e4m3 are multiplied by 2^SHIFT: from 2^8 to the smallest, 2^-9, they have 17 octaves.
+# Weights in e4m3 are multiplied by 2^SHIFT. From 2^8 down to e4m3's smallest value 2^-9 they cover 17 powers of two.
 SHIFT = gl.constexpr(8)
 
 
 @aggregate
 class RowView:
-    """What the 64 rows of a warpgroup need for logits and masks of one task; per row, but for the scalars."""
+    """Inputs of logits and masks for the 64 rows of a warpgroup and one task: tensors per row, and scalars."""
 
     scale: gl.tensor
     slopes: gl.tensor
@@ -65,24 +66,24 @@ def _fold(x, SUM: gl.constexpr):
 
 @gluon.jit
 def overflows(acc):
-    """What makes the partial sums of a row NaN where its sums of values are not finite, and leaves them else: 0s.
+    """Zeros to be added to a row's partial sums, or NaN if the row's accumulator is not finite.
 
-    A sum of weights near 2^48 takes values above 2^79 past float32, where the result may be finite. 0 times what is not
-    finite is NaN.
+    With a sum of weights near 2^48, values above 2^79 overflow float32 in the accumulator although the result may be
+    finite. NaN in the sums makes the task be retried. 0 times a non-finite number is NaN.
     """
     return _fold(acc * 0.0, True)
 
 
 @gluon.jit
 def _softmax(s, top, sums, factor, settings: Settings):
-    """One block of the online softmax in base 2: weights, maxima, sums, and the factor of what was summed before.
+    """One block of the online softmax in base 2: weights, maxima, sums, and the factor for earlier sums.
 
-    Without a softmax, the weights are `s`, and nothing is scaled.
+    Without SOFTMAX the weights are `s`, and the factor is 1.
     """
     if not settings.SOFTMAX:
         return s, top, sums, gl.full([s.shape[0]], 1.0, gl.float32, top.type.layout)
     new_top = gl.maximum(top, gl.convert_layout(gl.max(_fold(s, False), 1), top.type.layout))
-    # Where all logits so far are -inf, top is -inf, and -inf - -inf would be NaN.
+    # A row whose logits are all -inf so far has top = -inf, and -inf - -inf would be NaN.
     base = gl.where(new_top == float("-inf"), 0.0, new_top)
     shifted = base * factor
     if settings.FP8:
@@ -99,6 +100,7 @@ def _softmax(s, top, sums, factor, settings: Settings):
 
 @gluon.jit
 def _logits(s, view: RowView, params, kv_pos, MASKED: gl.constexpr, settings: Settings):
+    """Logits of raw products; with MASKED those of invisible keys become -inf (without SOFTMAX 0)."""
     if settings.VARIED:
         s, takes_part = vary(
             s, view.scale, view.soft_cap, view.slopes, view.request, view.position, kv_pos, view.kv_len, view.head,
@@ -121,11 +123,12 @@ def _logits(s, view: RowView, params, kv_pos, MASKED: gl.constexpr, settings: Se
 
 @gluon.jit
 def _scores(WG, q, q_rest, k: Ring, step, zeros, settings: Settings):
-    """Start S = Q K^T."""
+    """Issue S = Q K^T of one block."""
     stage = k.channel.stage(step)
     at = WG
     if settings.D_VO_PAD == 256:
-        # Plus an opaque 0: else 16 operand descriptors are computed before the loop, and kept.
+        # step >> 30 is 0, which the compiler does not know. Otherwise it computes 16 operand descriptors before the
+        # loop and keeps them in registers.
         at += step >> 30
     s = warpgroup_mma(q.index(at), k.tiles.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
     if settings.TWO:
@@ -142,12 +145,13 @@ def _as_operand(weights, q):
 
 @gluon.jit
 def start_pv_fp8(p, v: Ring, stage, acc):
-    """Start P V of one block in e4m3, from zero; its shape is that of `acc`."""
+    """Issue P V of one block in e4m3, from zero, in the shape of `acc`."""
     values = v.tiles.index(stage)
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=p.type.layout, k_width=4)
     O_LAYOUT: gl.constexpr = acc.type.layout
-    # Lane c of four has columns 8 j + 2 c + b of each 16, and the operand wants 4 c ... 4 c + 3. Column 8 j + 2 c + b
-    # is renamed 4 c + 2 j + b, so nothing moves: V has its keys in this order (sm90_values.py has an example).
+    # Lane c of four has columns 8 j + 2 c + b of each 16, and the operand needs columns 4 c to 4 c + 3 there. Column
+    # 8 j + 2 c + b is renumbered 4 c + 2 j + b, so no data moves; V has its keys in this order (example in
+    # sm90_values.py).
     p = p.reshape([ROWS, p.shape[1] // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, p.shape[1]])
     p = gl.convert_layout(p.to(values.dtype), LAYOUT, assert_trivial=True)
     zeros = gl.zeros([ROWS, acc.shape[1]], gl.float32, O_LAYOUT)
@@ -162,15 +166,17 @@ def per_row(x, like):
 
 @gluon.jit
 def _wait_turn(WG, turn, step):
-    # The first warpgroup's first turn is free: its barrier's phase before the first counts as over.
+    """Wait for warpgroup WG's turn to issue the products of `step`."""
+    # The first warpgroup does not wait at first: the phase before an mbarrier's first counts as complete.
     mbarrier.wait(turn.index(WG), (step & 1) ^ 1 ^ WG)
 
 
 @gluon.jit
 def wait_full(ring: Ring, step, settings: Settings):
+    """Wait until the stage of `step` can be read by wgmma."""
     ring.channel.wait(step)
     if settings.GATHER:
-        # Orders what cp.async wrote before wgmma's reads.
+        # Orders cp.async's writes before wgmma's reads.
         fence_async_shared()
 
 
@@ -179,10 +185,10 @@ def steps(
     WG, count, acc, p, keep, top, sums, step, start, last, q, q_rest, k: Ring, v: Ring, turn, zeros,
     cols, factor, view: RowView, params, MASKED: gl.constexpr, FIXED: gl.constexpr, settings: Settings,
 ):  # fmt: skip
-    """`count` blocks of keys below key `start`. For each: its scores, P V of the block before it, then its softmax.
+    """Process `count` blocks of keys below key `start`: for each its scores, P V of the block before it, its softmax.
 
-    `step` counts the blocks of all tasks. `p` are the weights of the block before, and `keep` is the factor that `acc`
-    still lacks. `last` is the task's last step. With FIXED, the blocks use `top` as their shift, and `keep` is 1.
+    `step` counts the blocks of all tasks; `last` is the task's last step. `p` are the weights of the block before, and
+    `keep` is the factor by which `acc` has to be scaled first. With FIXED the shift is `top`, and `keep` is 1.
     """
     shifted = top * factor
     for i in range(count):
@@ -203,8 +209,8 @@ def steps(
             sums += _fold(weights, True)
         else:
             weights, top, sums, keep = _softmax(s, top, sums, factor, settings)
-        # The wait for the next keys is a branch, which ptxas does not move instructions across: else it moves the wait
-        # for P V up, in front of the softmax that is to run beside it.
+        # The wait for the next keys is a branch, across which ptxas does not move instructions. It would otherwise move
+        # the wait for P V in front of the softmax, which is to overlap it.
         if step < last:
             wait_full(k, step + 1, settings)
         if FIXED:
@@ -212,7 +218,8 @@ def steps(
         else:
             acc, weights, sums, keep = warpgroup_mma_wait(0, [pv, weights, sums, keep])
         v.channel.release(step - 1)
-        # Converted here, so that they replace the last ones in their registers; a wait keeps pairs of them together.
+        # Converted after the wait, so that the weights reuse the registers of the last ones. The wait on them keeps
+        # each pair of 16-bit weights in one register.
         p = warpgroup_mma_wait(0, [_as_operand(weights, q)])
         step += 1
     return acc, p, keep, top, sums, step, start
@@ -223,10 +230,11 @@ def steps_fp8(
     WG, count, acc, p, keep, top, sums, step, start, last, q, q_rest, k: Ring, v: Ring, turn, zeros,
     cols, factor, view: RowView, params, MASKED: gl.constexpr, FIXED: gl.constexpr, settings: Settings,
 ):  # fmt: skip
-    """The same in e4m3. P V of each block starts from zero, before the scores, and is added to `acc` while they run.
+    """`steps` in e4m3. P V of each block starts from zero, is issued before the scores, and is added to `acc` while
+    they run, so that it takes no registers during the softmax.
 
-    So no registers hold it beside the softmax. `p` is float32, since a loop would carry each byte in a register.
-    Warpgroups take no turns.
+    `p` is float32 between steps, because a loop would carry each e4m3 byte in a register of its own. Warpgroups do not
+    take turns.
     """
     for i in range(count):
         start -= zeros.shape[1]
@@ -237,7 +245,7 @@ def steps_fp8(
         pv = warpgroup_mma_wait(1, [pv])
         v.channel.release(step - 1)
         acc = acc * per_row(keep, acc) + pv
-        # Keeps the wait for the scores where it is, as in `steps`.
+        # Keeps ptxas from moving the wait for the scores, as in `steps`.
         if step < last:
             wait_full(k, step + 1, settings)
         s, acc = warpgroup_mma_wait(0, [s, acc])
@@ -250,9 +258,9 @@ def steps_fp8(
 
 @gluon.jit
 def _clear_tail(v, start, kv_len):
-    """Zero the rows of a V tile past the request's keys: their weight is 0, but 0 times NaN is NaN."""
+    """Zero the rows of a V tile past the request's keys: their weight is 0, and 0 times NaN is NaN."""
     SLICE: gl.constexpr = 16
-    # Eight threads have the 64 columns of a swizzle pattern: further columns are at constant offsets from them.
+    # Eight threads have the 64 columns of one swizzle pattern; further columns are at constant offsets.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
     for i in gl.static_range(v.shape[0] // SLICE):
@@ -268,7 +276,7 @@ def attend(
     WG, begin, blocks, plain_from, plain_to, seed, step, q, q_rest, k: Ring, v: Ring, turn, zeros, cols, factor,
     view: RowView, params, settings: Settings,
 ):  # fmt: skip
-    """All blocks of a task, but for P V of the last weights: what `steps` returns."""
+    """Process all blocks of a task, except P V of the last one. Returns the state of `steps`."""
     BLOCK_N: gl.constexpr = zeros.shape[1]
     STEPS: gl.constexpr = steps_fp8 if settings.FP8 else steps
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, settings.D_VO_PAD, settings.MMA_K])
@@ -290,7 +298,7 @@ def attend(
     k.channel.release(step)
     s = _logits(s, view, params, opaque_sum(start, cols, 8), True, settings)
     p, top, sums, keep = _softmax(s, top, sums, factor, settings)
-    # FP8 values past the end were cleared when they were transposed.
+    # In FP8 values past the end are zeroed when they are transposed.
     if not settings.FP8:
         p = _as_operand(p, q)
         if start + BLOCK_N > view.kv_len:
@@ -314,7 +322,7 @@ def attend(
     if settings.FIXED:
         acc = acc * per_row(keep, acc)
         keep = gl.full([ROWS], 1.0, gl.float32, keep.type.layout)
-        # A row that has seen no key yet takes the shift 0: its sum decides in the end whether that served.
+        # A row that has seen no key yet gets the shift 0; the check of its sum decides whether that was adequate.
         top = gl.where((top == float("-inf")) & (plain > 0), 0.0, top)
     acc, p, keep, top, sums, step, start = STEPS(
         WG, plain, acc, p, keep, top, sums, step, start, last, q, q_rest, k, v, turn, zeros, cols, factor, view,

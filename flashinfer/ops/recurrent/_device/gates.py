@@ -1,4 +1,4 @@
-"""Decays from raw gates, and the other small functions of a recurrent layer's inputs."""
+"""Decays from raw gates, and other functions of a recurrent layer's inputs."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ def log_one_plus(x):
 
 @triton.jit
 def log_decay(x, rate, numbers, GATE: tl.constexpr):
-    """The logarithm of the decay of a gate in float32, its bias added; "log" gates are that already."""
+    """The logarithm of the decay for a float32 gate x with its bias added. A "log" gate is that logarithm."""
     if GATE == "softplus":
         x *= numbers.sharp
         soft = tl.maximum(x, 0) + log_one_plus(tl.exp(-tl.abs(x)))
@@ -31,5 +31,5 @@ def log_decay(x, rate, numbers, GATE: tl.constexpr):
 
 @triton.jit
 def unit_length(x):
-    """A vector divided by its L2 norm, as engines define it."""
+    """A vector over its L2 norm, x * rsqrt(sum(x^2) + 1e-6)."""
     return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)

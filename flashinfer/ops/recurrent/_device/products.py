@@ -1,4 +1,4 @@
-"""What the products of a recurrence multiply."""
+"""Operands of tl.dot in recurrent kernels."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def operand(x, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """float32 x as a product takes it, rounded to nearest.
+    """float32 x as an operand of tl.dot, rounded to nearest.
 
-    Tensor cores cut the last 13 bits of a tf32 operand off: an error twice as large as that of rounding, and of one
-    sign, so that it adds up along a sum.
+    Tensor cores truncate the last 13 bits of a tf32 operand. The truncation error is up to twice a rounding error, and
+    of one sign, so it accumulates in a sum.
     """
     if OPERAND == tl.float32 and PRECISION == "tf32":
         bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000

@@ -1,4 +1,4 @@
-"""Where the tokens of a sequence lie, in rows or packed, and which slot its state is in."""
+"""The tokens of a sequence, in rows or packed, and the slot of its state."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def span_of(offsets, n, of):
-    """Row, first token and length of sequence n: a row of its own, or a part of the one row that offsets divide."""
+    """Row, first token and length of sequence n. Without offsets it is row n; with offsets all are in row 0."""
     if offsets is None:
         row = n.to(tl.int64)
         first = row * 0
@@ -20,7 +20,12 @@ def span_of(offsets, n, of):
 
 @triton.jit
 def place_of(p, offsets, of, stride):
-    """Sequence and part of place p, of `stride` tokens each. Sequence i has places from offsets[i] / stride + i on."""
+    """Sequence and part of place p. A part has `stride` tokens; sequence i has the places from offsets[i] // stride + i
+    on, which leaves room for a partial last part of each sequence.
+
+    With stride 64 and offsets 0, 100, 230 sequence 0 has places 0 and 1, and sequence 1 places 2 to 4 (100 // 64 + 1 =
+    2). A place may be unused: for offsets 0, 64, 128 they are 0, 2, and place 1 is an empty part of sequence 0.
+    """
     low = p * 0
     high = low + of.sequences - 1
     while low < high:
@@ -33,7 +38,8 @@ def place_of(p, offsets, of, stride):
 
 @triton.jit
 def slot_of(read, accepted, n, read_by, of):
-    """The slot that sequence n begins with: its number, or its entry in a table, whose column `accepted` names."""
+    """The slot of sequence n's initial state: n, or the table's entry. With `accepted` the column is accepted[n] -
+    1."""
     slot = tl.full([], 0, tl.int64) + n
     if read is not None:
         entry = slot * read_by.sequence
@@ -46,6 +52,7 @@ def slot_of(read, accepted, n, read_by, of):
 
 @triton.jit
 def zero_tokens(out, out_by, origin, first, end, head, row, in_rows):
+    """Store zeros in the outputs of tokens first to end - 1."""
     for token in range(first, end):
         at = origin * out_by.row + token * out_by.token + head * out_by.head
         tl.store(out + at + row, tl.zeros_like(row).to(out.dtype.element_ty), in_rows)

@@ -1,4 +1,4 @@
-"""Reading and writing states of any layout and dtype, float32 in registers."""
+"""Loads and stores of states of any layout and dtype; float32 in registers."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from flashinfer.ops._device.formats import from_fp8, to_fp8
 
 @triton.jit
 def state_offsets(row, column, row_stride, column_stride, LAYOUT: tl.constexpr):
-    """Offsets of a tile of a state [V, K]. LAYOUT names the contiguous dimension: "k", "v", or "" neither."""
+    """Offsets of a tile of a state [V, K]. LAYOUT is the contiguous dimension: "k", "v", or "" for neither."""
     if LAYOUT == "k":
         return row[:, None].to(tl.int64) * row_stride + column[None, :]
     elif LAYOUT == "v":

@@ -14,7 +14,7 @@ from flashinfer.ops.recurrent.delta import config
 
 @dataclass(frozen=True)
 class Step:
-    """Token by token from a state: decode, and verification of drafts in a chain or in a tree.
+    """Token by token from a state: decode, and verification of draft tokens in a chain or in a tree.
 
     Attributes
     ----------
@@ -23,22 +23,22 @@ class Step:
     dtype, out_dtype : str
         Of q, k and v, and of the result.
     gate : str
-        What the gate is: "" there is none, "log" the logarithm of the decay, "linear" the decay; or raw, for
-        "softplus" or "bounded", the formulas of Kimi's and Qwen's layers.
+        Meaning of the gate: "" for no decay, "log" for the logarithm of the decay, "linear" for the decay; "softplus"
+        or "bounded" for a raw gate with the formula of Qwen's or Kimi's layers.
     channels : bool
         A decay for each key channel, else one for each head.
     gate_dtype, bias_dtype : str
-        Of the gate and its bias; "" where there is none.
+        Dtypes of the gate and its bias; "" for none.
     beta : str
-        "" it is 1, "value", or "logit", of which the sigmoid is taken.
+        Meaning of beta: "" for 1, "value", or "logit", of which the sigmoid is taken.
     beta_dtype : str
-        Of beta.
+        Dtype of beta.
     source_dtype, state_dtype : str
-        Of the states that are read and written; "" where none is.
+        Dtypes of the states that are read and written; "" for none.
     layout : str
-        Which dimension of the states is contiguous: "k", "v", or "" neither.
+        The contiguous dimension of the states: "k", "v", or "" for neither.
     index : str
-        Type of slots and offsets.
+        Dtype of slots and offsets.
     packed : bool
         Sequences are packed by offsets, else each row is one.
     single : bool
@@ -46,20 +46,19 @@ class Step:
     normalize : bool
         q and k are divided by their L2 norms first.
     each : str
-        Where states after each token go: "" nowhere, "buffer", or "pool" rows.
+        Where the states after each token are stored: "" nowhere, "buffer" a tensor, "pool" slots of the pool.
     final : bool
         The state after the last token is written.
     keep : str
-        What is kept of the tokens: "", "replay" or "corrections".
+        What is stored of the tokens for a later commit: "" nothing, "replay" or "corrections" (operands.Kept).
     kept_dtype : str
-        Of the keys that are kept.
+        Dtype of the stored keys.
     norm : bool
         A gated RMSNorm follows.
     tokens : int
-        Of a tree, rounded up to a power of two: tokens have parents among those before them. 0: each follows the one
-        before it.
+        Tokens of a tree, rounded up to a power of two; each token's parent is among those before it. 0 for a chain.
     read, accepted, write, stop : bool
-        Which of the tables of slots, and of tokens to take, there are.
+        Which of these tables of operands.Pool are given.
     aligned : bool
         Rows can be read 16 bytes at a time.
     """
@@ -96,18 +95,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Commit:
-    """Folds the accepted tokens of replay windows into the states of all layers.
+    """Apply the accepted tokens of replay windows to the states of all layers.
 
     Attributes
     ----------
     key_dim, value_dim : int
         K and V.
     dtype, state_dtype : str
-        Of the keys and values in the windows, and of the states.
+        Dtypes of the windows' keys and values, and of the states.
     normalize : bool
         Keys are divided by their L2 norm first.
     path, track : bool
-        Whether the accepted tokens are named one by one, and whether a state on the way is written, too.
+        Whether a table lists the accepted tokens, and whether the state after one of them is also written.
     """
 
     key_dim: int
@@ -128,10 +127,10 @@ class Layer:
     dim : int
         K and V, which are the same.
     width : int
-        Of the convolution, 2 to 4.
+        Width of the convolution, 2 to 4.
     dtype, out_dtype, weight_dtype, conv_dtype, gate_dtype, beta_dtype, bias_dtype, state_dtype : str
-        Of x and the norm's gate, of the result, of the convolution's weight and state, of the raw gates and their
-        bias ("" where there is none), and of the states.
+        Dtypes of x and the norm's gate, of the result, of the convolution's weight and state, of the raw gates and
+        their bias ("" for none), and of the states.
     gate : str
         "softplus" or "bounded".
     layout : str
@@ -173,24 +172,24 @@ class Chunks:
     ----------
     key_dim, value_dim, dtype, out_dtype, gate, channels, gate_dtype, bias_dtype, beta_dtype, source_dtype,
     state_dtype, index, packed, normalize, read, aligned
-        As of Step; q and k are rounded to their dtype again once they are normalized.
+        As in Step; normalized q and k are rounded to their dtype.
     beta : str
-        Also "channels": the erase gate of each key channel, and the correction is w v - S (beta k).
+        As in Step, or "channels": an erase gate for each key channel, with the correction w v - S (beta k).
     write_dtype : str
-        Of w, the write gate of each value; "" where there is none.
+        Dtype of w, the write gate of each value; "" for none.
     bounded : bool
-        No decay is below exp(-5) a token, so that those of 16 tokens stay within the range of the operands.
+        Decays are at least exp(-5) a token, so that decays over 16 tokens are in the range of the operands.
     marks_dtype : str
-        Of the states on the way; "" where none is wanted.
+        Dtype of the checkpoints (operands.Marks), states at multiples of some tokens; "" for none.
     first_mark : bool
-        The first of those is the initial state.
+        The first checkpoint is the initial state.
     mark_slots : bool
-        A table names the rows of those.
+        A table gives the checkpoints' rows.
     stride : int
-        Tokens from one chunk to the next: 64, or less where states are wanted at other places.
+        Tokens of a chunk: 64, or less if checkpoints are needed at other multiples.
     segments : bool
-        Long sequences are divided into segments of some chunks each, which go in parallel. They are packed, with a
-        decay for each head or none, and no write gate.
+        Long sequences are split into segments of some chunks, which are processed in parallel. Only for packed
+        sequences with at most one decay a head and no write gate.
     """
 
     key_dim: int

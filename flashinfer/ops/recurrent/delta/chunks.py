@@ -1,6 +1,6 @@
-"""The gated delta rule by chunks of 64 tokens in Triton: two kernels, whose results depend on nothing in the batch.
+"""The gated delta rule by chunks of 64 tokens in Triton: two kernels. A sequence's result does not depend on the batch.
 
-Two more where long sequences go in segments, all at once.
+Two more kernels split long sequences into segments that run in parallel.
 """
 
 from functools import partial
@@ -18,19 +18,19 @@ from flashinfer.ops.recurrent.delta.scan import launch_scan
 from flashinfer.ops.recurrent.delta.segments import CHAIN_ROWS, launch_chain, launch_map
 from flashinfer.ops.recurrent.launching import raw, strides
 
-# Bytes of stack a thread may use: up to 16 on Hopper, more where products are mma of older chips.
+# Bytes of stack a thread may use: up to 16 on Hopper, more with mma.sync.
 STACK_BUDGET = 320
 
 
 class Workspace(NamedTuple):
-    """What the first kernel made: tensors [places, heads, ..] of workspace.py, and chunks of each row of tokens."""
+    """The first kernel's output: the tensors [places, heads, ..] of workspace.py, and the chunks of a row of tokens."""
 
     tensors: list[torch.Tensor]
     chunks: int
 
 
 def prepare(problem, config, tokens, gates, device, scale, launch=None) -> Workspace:
-    """The systems of all chunks, made by the portable kernel or by what `launch` launches in its place."""
+    """Compute the triangular systems of all chunks, with the portable kernel or with `launch` in its place."""
     n, heads = tokens.sequences, tokens.heads
     rows, length, keys = tokens.k.shape[0], tokens.k.shape[1], tokens.k.shape[3]
     chunks = triton.cdiv(length, problem.stride)
@@ -64,7 +64,7 @@ def _launch_prepare(config, problem, places, given, made, flat, sizes, groups, n
 
 
 def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None, segment=0):
-    """Every sequence from its state to its last token; see operands.py for what is read and written."""
+    """Process every sequence from its initial state to its last token; operands.py describes the records."""
     workspace, chunks = prepare(problem, config, tokens, gates, out.device, scale)
     n, heads, length = tokens.sequences, tokens.heads, tokens.k.shape[1]
     keys, values = tokens.k.shape[3], tokens.v.shape[3]
@@ -86,7 +86,8 @@ def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None
 
 
 def _states_before(problem, config, tokens, pool, workspace, parts: int, segment: int) -> torch.Tensor:
-    """float32 [parts, heads, V, K], the states before segments; those after whole last ones are written to the pool."""
+    """The states before segments, float32 [parts, heads, V, K]. Final states of sequences that end with a whole segment
+    are written to the pool."""
     heads, keys, values = tokens.heads, tokens.k.shape[3], tokens.v.shape[3]
     maps = torch.empty(parts, heads, keys + values, keys, dtype=torch.float32, device=tokens.k.device)
     starts = torch.empty(parts, heads, values, keys, dtype=torch.float32, device=tokens.k.device)

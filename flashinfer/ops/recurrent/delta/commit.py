@@ -1,9 +1,9 @@
-"""The accepted tokens of replay windows, folded into the states of all layers, in Triton.
+"""Applies the accepted tokens of replay windows to the states of all layers, in Triton.
 
 Grid: (sequences, heads x blocks of values, layers). A program has ROWS values of one head's state, [ROWS, K] float32,
 in registers: each state is read once and written once, however many tokens were accepted.
-Warps: all do the same. Shared memory: sums.
-Inputs: keys and values as they came, decays and beta of `Window`, slots and counts of `Accepted`. Outputs: states
+Warps: all share a program's state. Shared memory: sums.
+Inputs: raw keys and values, decays and beta of `Window`, slots and counts of `Accepted`. Outputs: states
 [slots, heads, V, K], in place.
 Method: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
 """
@@ -110,7 +110,7 @@ launch_commit = Launcher("delta_commit", _build)
 
 
 def commit(problem, config, state, window, accepted):
-    """Fold accepted tokens into the states [layers, slots, heads, V, K]."""
+    """Apply accepted tokens to the states [layers, slots, heads, V, K]."""
     layers, _, heads, values, keys = state.shape
     blocks = triton.cdiv(values, config.rows)
     present = [state, *window, accepted.slots, accepted.lengths]

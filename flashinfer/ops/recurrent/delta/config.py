@@ -1,4 +1,4 @@
-"""Tiles and warps of the delta rule's kernels."""
+"""Configs of the delta rule's kernels."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """rows : rows of the state (values) that a program has. num_warps : warps per program.
+    """rows : rows of the state (values) of a program. num_warps : warps of a program.
 
-    capability : of the chip, ten times; it decides which instructions make and read fp8. 0 where no state is fp8.
+    capability : the compute capability times ten, which decides how fp8 is converted; 0 where no state is fp8.
     """
 
     rows: int
@@ -30,20 +30,20 @@ def step(problem, target) -> Config:
     key, value = power_of_two(problem.key_dim), power_of_two(problem.value_dim)
     capability = capability_for(target, problem.source_dtype, problem.state_dtype)
     if problem.tokens:
-        # Keys and sums of all tokens are in every program, beside 16 rows of the state. By ptxas, trees of 64 tokens
-        # spill up to 384 bytes a thread with 16 warps (sm_120a, at most 56 elsewhere), and 560 with 8.
+        # A program has keys and sums of all tokens beside 16 rows of the state. Trees of 64 tokens spill up to 384
+        # bytes a thread with 16 warps (sm_120a; at most 56 elsewhere), and 560 with 8.
         return Config(16, 16 if problem.tokens * key > 4096 else 8, capability)
     if problem.norm:
-        # The norm is over all values of a head, so one program has its whole state: 64 registers a thread of it.
+        # The norm is over all values of a head, so one program has the whole state, which takes 64 registers a thread.
         return Config(value, max(4, key * value // 2048), capability)
     # The state takes 32 registers a thread of 4 warps, and 16 KiB in float32 are in flight. Not measured.
     return Config(max(8, min(value, 4096 // key)), 4, capability)
 
 
 def layer(problem, target) -> Config:
-    # The norm is over all values of a head, so one program has its whole state: 64 registers a thread of it.
-    # Where no dimension is contiguous each element has an address. With four times the warps ptxas spills nothing at
-    # K 64, in place of 3 KiB; K 128 still spills 2 KiB.
+    # The norm is over all values of a head, so one program has the whole state, which takes 64 registers a thread.
+    # Where no dimension is contiguous each element has its own address. With four times the warps K 64 spills nothing
+    # instead of 3 KiB; K 128 still spills 2 KiB.
     key = power_of_two(problem.dim)
     warps = key * key // 2048 if problem.layout else key * key // 512
     return Config(key, min(max(4, warps), 16), capability_for(target, problem.state_dtype))
@@ -56,11 +56,11 @@ def commit(problem, target) -> Config:
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """rows : rows of the state (values) of a program that follows a sequence. stages : of its pipeline of chunks.
+    """rows : rows of the state (values) of a scan program. stages : chunks in its pipeline.
 
-    operand : what products multiply, "bf16" or "fp32" (as tf32 for fp16, whose range a state may leave).
-    prepare_warps, scan_warps : warps per program of the two kernels. capability : as of Config.
-    programs : most programs of the first kernel; each has 16 KiB of scratch, so that all of it stays in L2.
+    operand : dtype of the products' operands, "bf16", or "fp32" as tf32 for fp16, whose range a state may exceed.
+    prepare_warps, scan_warps : warps of a program of the two kernels. capability : as in Config.
+    programs : the most programs of the first kernel; each has 16 KiB of scratch, which in total stays in L2.
     """
 
     rows: int
@@ -73,22 +73,22 @@ class ChunkConfig:
 
 
 def chunks(problem, target) -> ChunkConfig:
-    # Results must not depend on the batch, so nothing here does. 32 values of a state of 128 keys are 32 registers a
-    # thread of 4 warps, and a head of 128 values is 4 programs. Not measured.
+    # Results must not depend on the batch, so the config does not. 32 values of a state of 128 keys take 32 registers a
+    # thread with 4 warps, and a head of 128 values gives 4 programs. Not measured.
     capability = capability_for(target, problem.source_dtype, problem.state_dtype, problem.marks_dtype)
-    # Operands of float32 take twice the shared memory, and 16 values fit into the least that chips have.
+    # float32 operands take twice the shared memory: 16 values fit the chip with the least.
     rows = min(32 if problem.dtype == "bf16" else 16, power_of_two(problem.value_dim))
     if problem.dtype == "bf16" and target.capability == 90:
-        # Keys and queries that are not copied 16 bytes at a time are in no pipeline, and corrections lie where they
-        # were. Rows of 64 values have the layout of theirs (docs/rooms/recurrent.md, "Descriptors").
+        # Keys and queries without aligned 16-byte copies are not pipelined, and the corrections reuse their shared
+        # memory. 64 rows give both the same layout (docs/rooms/recurrent.md, "Descriptors").
         whole = problem.channels or problem.aligned and problem.key_dim % 16 == 0
         rows = min(32 if whole else 64, power_of_two(problem.key_dim))
     # A pipeline of two chunks is 104 KiB in bf16; chips with less shared memory, and float32 operands, have one.
     stages = 2 if problem.dtype == "bf16" and target.smem > 200 * 1024 else 1
-    # The interpreter multiplies bfloat16 wrongly.
+    # Triton's interpreter multiplies bfloat16 incorrectly.
     operand = "bf16" if problem.dtype == "bf16" and not target.is_cpu else "fp32"
-    # By ptxas: 8 warps prepare with at most 16 bytes of stack on Hopper, 4 with up to 1200; 4 follow a sequence with
-    # none, but for states on the way.
+    # By ptxas on Hopper: the first kernel spills at most 16 bytes with 8 warps, up to 1200 with 4. The scan spills none
+    # with 4 warps, except with checkpoints.
     return ChunkConfig(
         rows, operand, 8, 8 if problem.marks_dtype or problem.dtype == "fp32" else 4, stages, capability=capability
     )
@@ -96,9 +96,9 @@ def chunks(problem, target) -> ChunkConfig:
 
 @dataclass(frozen=True)
 class Sm90ChunkConfig:
-    """stages : chunks in shared memory. copy_registers : of a thread of the warp that copies.
+    """stages : chunks in shared memory. copy_registers : registers of a thread of the producer warp.
 
-    operand, prepare_warps, programs, capability : as of ChunkConfig.
+    operand, prepare_warps, programs, capability : as in ChunkConfig.
     """
 
     stages: int

@@ -37,7 +37,7 @@ def window(x, x_by, conv, conv_by, row, slot, channel, inside, WIDTH: tl.constex
 
 @triton.jit
 def convolved(weight, weight_by, part, channel, inside, now, h1, h2, h3, WIDTH: tl.constexpr):
-    """SiLU of the convolution of a window; `channel` is that of its part."""
+    """SiLU of the convolution of a window of inputs. `channel` is counted within part 0 (q), 1 (k) or 2 (v)."""
     at = weight + part * weight_by.part + channel.to(tl.int64) * weight_by.channel
     y = tl.load(at + (WIDTH - 1) * weight_by.tap, inside, other=0).to(tl.float32) * now.to(tl.float32)
     y += tl.load(at + (WIDTH - 2) * weight_by.tap, inside, other=0).to(tl.float32) * h1.to(tl.float32)
@@ -50,7 +50,7 @@ def convolved(weight, weight_by, part, channel, inside, now, h1, h2, h3, WIDTH: 
 
 @triton.jit
 def shift(conv, conv_by, slot, channel, inside, now, h1, h2, WIDTH: tl.constexpr):
-    """The window without its oldest input, into the convolution's state."""
+    """Store the window without its oldest input as the convolution's state."""
     at = conv + slot * conv_by.slot + channel.to(tl.int64) * conv_by.channel
     tl.store(at + (WIDTH - 2) * conv_by.token, now.to(conv.dtype.element_ty), inside)
     if WIDTH > 2:
@@ -102,7 +102,7 @@ def layer_kernel(
         q0, q1, q2, q3 = window(x, x_by, conv, conv_by, n, slot, here, inside, WIDTH)
         k0, k1, k2, k3 = window(x, x_by, conv, conv_by, n, slot, here + all, inside, WIDTH)
         v0, v1, v2, v3 = window(x, x_by, conv, conv_by, n, slot, here + 2 * all, inside, WIDTH)
-        # Several warps read the same channels, and one of them writes: all have read when any does.
+        # Several warps read the same channels and one writes them: all reads come before the write.
         tl.debug_barrier()
         shift(conv, conv_by, slot, here, inside, q0, q1, q2, WIDTH)
         shift(conv, conv_by, slot, here + all, inside, k0, k1, k2, WIDTH)
@@ -159,7 +159,7 @@ launch_layer = Launcher("delta_layer", _build)
 
 
 def run(problem, config, tokens, gates, states, out, scale, norm):
-    """Every sequence's token; `LayerTokens` and `LayerStates` of operands.py say what is read and written."""
+    """Process one token of every sequence; `LayerTokens` and `LayerStates` of operands.py describe the tensors."""
     heads, dim = out.shape[1:]
     given = [tokens.x, tokens.weight, states.conv, tokens.gate, tokens.beta, gates.a_log, gates.bias, states.state]
     given += [states.slots, norm.gate, norm.weight, out]

@@ -1,4 +1,4 @@
-"""What a gated delta rule reads and writes, as typed records."""
+"""The tensors that the gated delta rule reads and writes, as typed records."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 import torch
 
-# Slots up to this one are padding where no null slot is named.
+# The null slot by default: slots up to the null slot are padding.
 NO_NULL = -1
 
 
 class Tokens(NamedTuple):
-    """Inputs of the tokens, any strides but for a last one of 1.
+    """Inputs of the tokens. The last stride is 1, the others are arbitrary.
 
-    q, k : [rows, tokens, heads, K]; q is None where no output is asked for.
+    q, k : [rows, tokens, heads, K]; q is None if no output is needed.
     v : [rows, tokens, heads, V].
-    gate : [rows, tokens, heads] or [rows, tokens, heads, K]; None is no decay.
-    beta : [rows, tokens, heads]; None is 1.
-    offsets : [sequences + 1]. Sequence i is the tokens offsets[i] to offsets[i + 1] of the only row; without offsets
-        each row is a sequence.
+    gate : [rows, tokens, heads] or [rows, tokens, heads, K]; None for no decay.
+    beta : [rows, tokens, heads]; None for 1.
+    offsets : [sequences + 1]. Sequence i has tokens offsets[i] to offsets[i + 1] - 1 of the only row. None: each row is
+        a sequence.
     """
 
     q: torch.Tensor | None
@@ -34,15 +34,15 @@ class Tokens(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Heads of the state: the most that any input has."""
+        """Heads of the state: the largest number of heads of q, k and v."""
         return max(x.shape[2] for x in (self.q, self.k, self.v) if x is not None)
 
 
 class Gates(NamedTuple):
-    """Parameters that make decays of raw gates.
+    """Parameters of raw gates, from which decays are computed.
 
     a_log : float32 [heads], the logarithm of a rate.
-    bias : [heads] or [heads, K], added to the raw gate; None is 0.
+    bias : [heads] or [heads, K], added to the raw gate; None for 0.
     lower : the bound of a bounded gate.
     sharp, threshold : softplus(x) is log(1 + exp(sharp x)) / sharp, and x where sharp x is above the threshold.
     """
@@ -55,18 +55,18 @@ class Gates(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """States, in the order [slot, head, V, K] of their dimensions whatever their strides.
+    """States [slot, head, V, K], of any strides.
 
-    source : read from; None is zero.
-    state : written to; it may be the source.
-    read : [sequences] or [sequences, columns], the slot that a sequence begins with; None is its number.
-    accepted : [sequences]; column accepted - 1 of `read`, at least the first and at most the last. None: the first.
-    write : [sequences], the slot of the state after the last token; None is the one that was read.
-    stop : [sequences], after how many tokens the state is the one that is written; None: after all. Nor do states after
-        later tokens go anywhere.
+    source : states that are read; None for zeros.
+    state : states that are written; may be the source.
+    read : [sequences] or [sequences, columns], the slot of a sequence's initial state; None: the sequence's number.
+    accepted : [sequences]; the column of `read` is accepted - 1, clamped. None: the first column.
+    write : [sequences], the slot of the final state; None: the slot that was read.
+    stop : [sequences], the number of tokens after which the final state is taken; no state after later tokens is
+        stored. None: all tokens.
     null : slots up to this one are padding: nothing is read or written, and the output is 0.
-    each : [sequences, tokens, heads, V, K], receives the state after every token.
-    rows : [sequences, tokens], slots of `state` that receive the state after every token.
+    each : [sequences, tokens, heads, V, K], the state after every token.
+    rows : [sequences, tokens], slots of `state` for the state after every token.
     """
 
     source: torch.Tensor | None = None
@@ -81,11 +81,11 @@ class Pool(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a verification keeps of each token, by the slot that was read, to commit it later.
+    """What a verification stores of each token for a later commit, at the slot of its initial state.
 
-    Of "replay": v [slots, heads, T, V] and k [slots, key heads, T, K] as they came, the logarithm of the decay and beta
-    [slots, heads, T] in float32. Of "corrections": v the corrections beta (v - u), float32 [slots, heads, T, V], and k
-    [slots, heads, T, 2 K], the key and the gate as they came. Each slot is contiguous.
+    With keep = "replay": raw v [slots, heads, T, V] and k [slots, key heads, T, K], and the logarithm of the decay and
+    beta, float32 [slots, heads, T]. With "corrections": in v the corrections beta (v - u), float32 [slots, heads, T,
+    V], and in k [slots, heads, T, 2 K] the raw key and gate. Each slot is contiguous.
     """
 
     v: torch.Tensor
@@ -106,7 +106,7 @@ class Norm(NamedTuple):
 
 
 class LayerTokens(NamedTuple):
-    """One token of each sequence of a whole layer, any strides but for a last one of 1 of the gate.
+    """One token of each sequence for a whole layer. The gate's last stride is 1, other strides are arbitrary.
 
     x : [rows, 3 heads K], q, k and v of all heads before the convolution. weight : [3, width, heads K].
     gate : [rows, heads, K], raw. beta : [rows, heads], raw.
@@ -119,7 +119,7 @@ class LayerTokens(NamedTuple):
 
 
 class LayerStates(NamedTuple):
-    """What a layer keeps of each sequence, any strides.
+    """The state of a layer for each sequence, of any strides.
 
     conv : [slots, 3 heads K, width - 1], the last inputs. state : [slots, heads, K, K].
     slots : [rows], contiguous; slots up to `null` are padding: nothing is read or written, and the output is 0.
@@ -141,12 +141,13 @@ class Window(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """Which tokens of the windows are folded into which states, [sequences] each.
+    """The tokens of the windows that are applied to the states, [sequences] each.
 
-    slots : of the states and windows; up to `null` nothing is done.
-    lengths : tokens that are folded.
-    path : [sequences, T], which token of the window is the i-th; None: the first ones in order.
-    track_slots, track_steps : the state after that token also goes to that slot; None: it does not.
+    slots : slots of the states and windows; slots up to `null` are skipped.
+    lengths : the number of accepted tokens.
+    path : [sequences, T], the window's tokens in order; None: the first ones.
+    track_slots, track_steps : the state after accepted token track_steps is also stored in track_slots; None: it is
+    not.
     """
 
     slots: torch.Tensor
@@ -158,10 +159,12 @@ class Accepted(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """States on the way: every `every` tokens of each sequence, to consecutive places from starts[sequence] on.
+    """Checkpoints: the states after every `every` tokens of each sequence, at consecutive places from starts[sequence]
+    on.
 
     out : [places or slots, heads, V, K]. starts : [sequences + 1].
-    first : whether the first one is the initial state (then there are ceil(length / every), else floor).
+    first : whether the first checkpoint is the initial state (then there are ceil(length / every), else floor). A
+        sequence of 130 tokens with every = 64 has states after 64 and 128 tokens, or with `first` after 0, 64 and 128.
     slots : [places], the row of `out` for each place; None: the place itself.
     """
 

@@ -1,4 +1,5 @@
-"""The gated delta rule token by token in Triton: a chain of tokens, a tree of them, and the commit of what was kept."""
+"""The gated delta rule token by token in Triton: a chain of tokens, a tree of tokens, and the commit of a
+verification."""
 
 from flashinfer._core.implementation import Implementation
 from flashinfer.ops.recurrent.delta import Commit
@@ -18,7 +19,7 @@ def kernels(problem, config):
 
 
 def run(problem, config, *args):
-    """`Step` or `Commit`, with the arguments of its function; operands.py says what is read and written."""
+    """Run `Step` or `Commit`; operands.py describes the records."""
     if isinstance(problem, Commit):
         commit(problem, config, *args)
         return

@@ -2,10 +2,10 @@
 
 With D the decay from token j to token i, L_ij = beta_i D k_i . k_j for i > j, and P_ij = scale D q_i . k_j for i >= j.
 
-Grid: (programs). All chunks of all sequences at once: a program makes (1 + L)^-1 diag(beta) and P of a chunk and head,
-and goes on to the next one.
-Warps: all do the same. Shared memory: operands of the products; L is in global scratch of the program's own, 16 KiB,
-which stays in L2.
+Grid: (programs). All chunks of all sequences are independent: a program computes (1 + L)^-1 diag(beta) and P of one
+chunk and head after another.
+Warps: all share a program's tile. Shared memory: operands of the products; L is in the program's global scratch of
+16 KiB, which stays in L2.
 Inputs: q, k [rows, tokens, heads, K], gate, beta. Outputs: the workspace of workspace.py.
 Method: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024; Kimi Team, Kimi Linear, 2025 (decays of channels by
 blocks).
@@ -21,7 +21,7 @@ from flashinfer.ops.recurrent._device.sequences import place_of, span_of
 from flashinfer.ops.recurrent.delta.workspace import INPUT, common, workspace
 from flashinfer.ops.recurrent.launching import place_types, pointers, size_types
 
-# A decay below exp(-64) is taken for exp(-64), so that sums of logarithms over a chunk keep their digits.
+# A decay below exp(-64) is replaced by exp(-64), so that sums of logarithms over a chunk keep their precision.
 LEAST = tl.constexpr(-64.0)
 BLOCK = tl.constexpr(16)
 
@@ -82,14 +82,14 @@ def products_within(k, erase, q, c, BOUNDED: tl.constexpr, PRECISION: tl.constex
     """erase_i . k_j and q_i . k_j of a block, i no earlier than j, each channel with its decay from j to i."""
     i = tl.arange(0, BLOCK)
     if BOUNDED:
-        # From the middle of a block, decays of at least exp(-5) a token stay within exp(+-45).
+        # Relative to the middle of a block, decays of at least exp(-5) a token are within exp(+-45).
         middle = tl.sum(tl.where((i == BLOCK // 2)[:, None], c, 0), 0)[None, :]
         right = tl.trans(operand(k * tl.exp(middle - c), OPERAND, PRECISION))
         left = tl.exp(c - middle)
         kk = tl.dot(operand(erase * left, OPERAND, PRECISION), right, input_precision=PRECISION)
         qk = tl.dot(operand(q * left, OPERAND, PRECISION), right, input_precision=PRECISION)
     else:
-        # The quotient of two decays has no bound on either side of a reference, so each is taken by itself.
+        # Without a bound, factors relative to a common reference may overflow: the decay from j is computed for each j.
         kk = tl.zeros([BLOCK, BLOCK], tl.float32)
         qk = tl.zeros([BLOCK, BLOCK], tl.float32)
         for j in range(BLOCK):
@@ -128,7 +128,7 @@ def invert(
 ):  # fmt: skip
     """(1 + L)^-1 diag(beta), by blocks of 16. L is in the lower half of `scratch`, which is overwritten.
 
-    X_ij = -X_ii (L_ij X_jj + ... + L_i,i-1 X_i-1,j) below the diagonal; X_ij is put at block (j, i).
+    X_ij = -X_ii (L_ij X_jj + ... + L_i,i-1 X_i-1,j) below the diagonal; X_ij is stored in block (j, i) of `scratch`.
     """
     t = tl.arange(0, BLOCK)
     for i in range(TOKENS // BLOCK):
@@ -157,7 +157,7 @@ def systems_of_channels(
     GATE: tl.constexpr, BOUNDED: tl.constexpr, BETA: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """L and the scores of a chunk, block by block; and its rows of k and q with their decays."""
+    """L and the scores P of a chunk with a decay for each channel, by blocks; and its decayed rows of k and q."""
     t = tl.arange(0, BLOCK)
     column = tl.arange(0, KEYS)
     below = t[:, None] > t[None, :]
@@ -213,7 +213,7 @@ def systems_of_heads(
     factors, GATE: tl.constexpr, BETA: tl.constexpr, NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """L, the scores and the factors of a chunk with one decay a head."""
+    """L, the scores P and the factors of a chunk with one decay a head."""
     token = tl.arange(0, TOKENS)
     inside = token < left
     column = tl.arange(0, KEYS)[None, :]

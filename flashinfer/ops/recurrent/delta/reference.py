@@ -1,4 +1,4 @@
-"""The gated delta rule in torch, float32: token by token where drafts are verified, by chunks in prefill."""
+"""The gated delta rule in torch, float32: token by token for decode and verification, by chunks for prefill."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def log_decay(problem, gate: torch.Tensor, gates) -> torch.Tensor:
 
 
 def spread(x: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
-    """x with each of its heads repeated, so that there are `heads`."""
+    """x with each head repeated to give `heads` heads."""
     return x if x.shape[dim] == heads else x.repeat_interleave(heads // x.shape[dim], dim)
 
 
 def stored(state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 states as they are stored; fp8 as everywhere in this library."""
+    """float32 states rounded to the dtype in which they are stored."""
     return to_fp8(state, dtype) if dtype.itemsize == 1 else state.to(dtype)
 
 
 def gathered(tokens):
-    """A function that gives any input of the tokens as [sequences, longest, ...], and lengths."""
+    """(function, lengths, place): the function pads an input to [sequences, longest, ...]; place is its token index."""
     if tokens.offsets is None:
         lengths = torch.full((tokens.k.shape[0],), tokens.k.shape[1], device=tokens.k.device, dtype=torch.int64)
         return (lambda x: x), lengths, None

@@ -1,11 +1,11 @@
-"""From chunk to chunk of 64 tokens, in Triton: outputs and states; docs/rooms/recurrent.md derives them.
+"""The scan over chunks of 64 tokens, in Triton: outputs and states; docs/rooms/recurrent.md derives them.
 
-Grid: (blocks of values, heads, sequences or segments), and one more for packed tokens of no sequence. A program follows
-one head of one sequence, or of one segment of it, with ROWS values of the state, [K, ROWS] float32, in registers: five
-products a chunk.
-Warps: all do the same. Shared memory: operands of the products, two chunks of them on Hopper.
+Grid: (blocks of values, heads, sequences or segments), with one more for packed tokens outside of all sequences. A
+program processes one head of one sequence, or of one segment, with ROWS values of the state, [K, ROWS] float32, in
+registers: five products a chunk.
+Warps: all share a program's tile. Shared memory: operands of the products, two chunks of them on Hopper.
 Inputs: q, k [rows, tokens, heads, K], v, the workspace of workspace.py, states [slots, heads, V, K], and those before
-segments. Outputs: like v, final states, states on the way.
+segments. Outputs: like v, final states, checkpoints (marks): states at multiples of some tokens.
 Method: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024; Kimi Team, Kimi Linear, 2025.
 """
 
@@ -30,7 +30,7 @@ def scan_kernel(
     segment = 0
     if starts is not None:
         n, segment = place_of(n, tokens.offsets, of, of.segment)
-        # The last program is for tokens of no sequence.
+        # The last program is for tokens outside of all sequences.
         n = tl.where(tl.program_id(2) < of.segments, n, of.sequences)
     head = tl.program_id(1)
     value = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -48,7 +48,7 @@ def scan_kernel(
     else:
         place = first.to(tl.int32) // STRIDE + sequence
         if n == of.sequences:
-            # One program more than sequences: tokens of no sequence have output 0.
+            # The extra program: tokens outside of all sequences have output 0.
             begin = tl.load(tokens.offsets).to(tl.int32)
             zero_rows(at_out, out_by, 0, begin, value, in_values, TOKENS)
             zero_rows(at_out, out_by, (first + length).to(tl.int32), of.tokens, value, in_values, TOKENS)
@@ -61,7 +61,7 @@ def scan_kernel(
     start = 0
     stop = length
     if starts is not None:
-        # Places before the first sequence, and behind the last segment of each, have nothing to do.
+        # Places before the first sequence, and behind the last segment of a sequence, are empty.
         start = tl.maximum(segment * of.segment, 0)
         stop = tl.where(segment < 0, 0, tl.minimum(length, start + of.segment))
         live &= (segment == 0) | (start < stop)
@@ -137,7 +137,8 @@ def scan_kernel(
         if pool.state is not None:
             last = inside
             if starts is not None:
-                # What follows a whole segment is its chain's to write: with the bits that the next segment begins with.
+                # The state after a whole segment is written by chain_kernel, so that it has the same bits as the state
+                # before the next segment.
                 last &= (stop == length) & (stop < start + of.segment)
             goal = slot * state_by.slot + head * state_by.head
             goal += value[None, :].to(tl.int64) * state_by.row + column[:, None].to(tl.int64) * state_by.column
@@ -148,8 +149,8 @@ def scan_kernel(
 
 @triton.jit
 def load_factors(at, TOKENS: tl.constexpr):
-    """Of a chunk with one decay a head: what multiplies keys and queries before it, and keys after it, by token; and
-    the decay of the whole chunk."""
+    """The factors of a chunk with one decay a head, by token: k_factor, q_factor and last_factor (decays from the
+    chunk's start for keys and queries, to its end for keys); and the decay of the whole chunk."""
     i = tl.arange(0, TOKENS)
     return tl.load(at + i), tl.load(at + TOKENS + i), tl.load(at + 2 * TOKENS + i), tl.load(at + 3 * TOKENS)
 

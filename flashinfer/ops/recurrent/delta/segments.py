@@ -1,16 +1,16 @@
-"""Long sequences in parallel along their length: states before segments, in Triton; docs/rooms/recurrent.md derives it.
+"""The states before each segment of long sequences, in Triton, for a scan in parallel along the sequence.
 
-What a segment of whole chunks does to a state [V, K] is an affine map, S -> S M + N. `map_kernel` makes the maps of all
-segments at once: rows of M are what becomes of rows of the identity without values, and rows of N of rows of zeros with
-them. `chain_kernel` follows a sequence from segment to segment, a product each.
+A segment of whole chunks transforms a state [V, K] by an affine map, S -> S M + N. `map_kernel` computes the maps of
+all segments in parallel: M is the transformed identity matrix with values of zero, N the transformed zero state.
+`chain_kernel` applies them in order, with one product for each segment. docs/rooms/recurrent.md derives it.
 
 Grid: map_kernel (blocks of rows of M, then of N, heads, segments); chain_kernel (blocks of values, heads, sequences).
-Warps: all do the same. Shared memory: operands of the products, two chunks of them on Hopper.
+Warps: all share a program's tile. Shared memory: operands of the products, two chunks of them on Hopper.
 Inputs: k [rows, tokens, heads, K], v, the workspace of workspace.py, states [slots, heads, V, K]. Outputs: maps
 [segments, heads, K + V, K] and the states before segments [segments, heads, V, K] in float32, and final states of
 sequences of whole segments.
-Method: Martin and Cundy, Parallelizing Linear Recurrent Neural Nets Over Sequence Length, 2018 (maps of parts that
-compose).
+Method: Martin and Cundy, Parallelizing Linear Recurrent Neural Nets Over Sequence Length, 2018 (composition of affine
+maps).
 """
 
 import triton
@@ -24,7 +24,7 @@ from flashinfer.ops.recurrent.delta.scan import load_factors
 from flashinfer.ops.recurrent.delta.workspace import INPUT, STATE, common
 from flashinfer.ops.recurrent.launching import place_types, pointers, size_types
 
-# Values of a program of the chain: few, so that 8 heads of 128 values are 64 programs, which follow it side by side.
+# Values of a chain_kernel program: few, so that 8 heads of 128 values give 64 programs.
 CHAIN_ROWS = 16
 
 
@@ -123,7 +123,7 @@ def chain_kernel(
         square = value[:, None] * of.key_dim + column[None, :]
         for _segment in range(length // of.segment):
             tl.store(starts + here * of.value_dim + square, s, inside)
-            # Columns of the state come back from the cache: registers are not indexed by a loop.
+            # The product reads columns of the state in a loop. Registers cannot be indexed, so they are loaded again.
             tl.debug_barrier()
             m = maps + here * (of.key_dim + of.value_dim)
             s = tl.load(m + of.key_dim * of.key_dim + square, inside, other=0)

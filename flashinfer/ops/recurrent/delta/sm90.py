@@ -1,4 +1,4 @@
-"""Prefill by chunks on Hopper: what its kernels are compiled for, and how tensors reach them."""
+"""Prefill by chunks on Hopper: builds and launches its kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_
 
 
 def _boxes(problem) -> dict[str, tuple[int, ...]]:
-    """What one copy moves, for each tensor map: of rows of the workspace, or of tokens of a head."""
+    """The TMA box of each tensor map: of rows of the workspace, or of tokens of a head."""
     lead = (1,) if problem.channels else (1, 1)
     boxes = dict(k_map=(*lead, CHUNK, problem.key_dim), q_map=(*lead, CHUNK, CHUNK))
     boxes |= dict(last_map=boxes["k_map"], v_map=(1, 1, CHUNK, CHUNK))
@@ -44,21 +44,21 @@ launch_scan_sm90 = Launcher("delta_scan_sm90", _build_scan)
 
 
 def _preparing(problem):
-    """The module of the first kernel; None: the portable one, where decays of channels have no bound."""
+    """The module of the first kernel; None for the portable one, if channels have decays without a lower bound."""
     if problem.channels:
         return sm90_prepare_channels if problem.bounded and problem.gate else None
     return sm90_prepare
 
 
 def run(problem, config, tokens, gates, pool, out, scale, marks=None, write=None, segment=0):
-    """Every sequence from its state to its last token; see operands.py for what is read and written."""
+    """Process every sequence from its initial state to its last token; operands.py describes the records."""
     preparing = _preparing(problem)
     work = prepare(problem, config, tokens, gates, out.device, scale, preparing and preparing.launch)
     scan(problem, config, tokens, work, pool, out, marks)
 
 
 def scan(problem, config, tokens, work, pool, out, marks=None) -> None:
-    """The second kernel: what the first one made of `tokens` is in the workspace `work`."""
+    """Launch the second kernel; `work` is the first kernel's workspace."""
     heads, values = tokens.heads, out.shape[3]
     sizes = tokens.sequences, tokens.k.shape[1], work.chunks, heads
     solved, scores, factors, *rows = work.tensors
@@ -85,8 +85,8 @@ def kernels(problem, config):
     yield launch_scan_sm90, problem, config
 
 
-# Bytes of stack a thread may use, by Triton 3.9 alone: 40 of the scan with checkpoints, whose addresses wait there
-# through a chunk's products, and 32 of the first kernel with decays of channels. Triton 3.6 uses none.
+# Bytes of stack a thread may use. With Triton 3.9 the scan with checkpoints spills 40 bytes of addresses, and the first
+# kernel with a decay for each channel 32. Triton 3.6 spills none.
 STACK_BUDGET = 40
 LAUNCHERS = (launch_prepare, sm90_prepare.LAUNCHER, sm90_prepare_channels.LAUNCHER, launch_scan_sm90)
 IMPLEMENTATION = Implementation(run, LAUNCHERS, kernels=kernels, compile_together=True, stack_budget=STACK_BUDGET)

@@ -1,14 +1,14 @@
 """The triangular systems of chunks of 64 tokens on Hopper, one decay a head; docs/rooms/recurrent.md derives them.
 
-Grid: (chunks * heads / GROUP). A program has a chunk and GROUP heads that share a key head and a query head. It
-multiplies keys and queries once, by wgmma, and keeps both products in registers. HEADS heads at a time it makes L and
-P, inverts 1 + L by blocks, and stores (1 + L)^-1 diag(beta) and P.
+Grid: (chunks * heads / GROUP). A program has one chunk and GROUP heads that share a key head and a query head. It
+computes the products of keys and queries once, by wgmma, and keeps both in registers. For HEADS heads at a time it
+computes L and P, inverts 1 + L by blocks, and stores (1 + L)^-1 diag(beta) and P.
 
-The inverse, X: blocks of 16 on the diagonal by forward substitution, where a thread has a column; then
-X21 = -(X22 L21) X11 from 16 to 32 and from 32 to 64, by mma.
+The inverse X: the diagonal blocks of 16 are inverted by forward substitution, one column a thread. Two inverted blocks
+join to one of twice the size by X21 = -(X22 L21) X11, from 16 to 32 and from 32 to 64, by mma.
 
-Warps: all four do the same. Shared memory: keys and queries; then L, of which X takes the place (`Slots`), and P on its
-way to memory; sums of logarithms, betas and norms.
+Warps: all four share a program's work. Shared memory: keys and queries; L, which X overwrites (`Slots`); a staging
+buffer for P; sums of logarithms, betas and norms.
 Inputs: q, k [rows, tokens, heads, K], gate and beta [rows, tokens, heads]. Outputs: the workspace of workspace.py.
 Method: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
 """
@@ -36,18 +36,18 @@ WARPS = gl.constexpr(4)
 TOKENS = gl.constexpr(64)
 BLOCK = gl.constexpr(16)
 LOG2E = gl.constexpr(1.4426950408889634)
-# A decay below exp(-64) is taken for exp(-64), as the portable kernel does.
+# A decay below exp(-64) is replaced by exp(-64), as in the portable kernel.
 LEAST = gl.constexpr(-64.0)
-# Above the diagonal a quotient of decays is no decay: it stays finite and multiplies a zero.
+# Above the diagonal a quotient of decays may overflow. It is clamped to 2^120, since it is multiplied by zero.
 MOST_EXPONENT = gl.constexpr(120.0)
 # A [64, 64] product of a warpgroup, and a column of its blocks of 16.
 SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 QUARTER = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
-# A value for each head and token: a warp has whole heads, so that sums along tokens stay within it.
+# One value for each head and token. A warp has whole heads, so that scans along tokens stay within the warp.
 VALUES = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 # Blocks as [block, column, row]: a thread has a column.
 COLUMNS = gl.constexpr(gl.BlockedLayout([1, 1, 16], [2, 16, 1], [4, 1, 1], [2, 1, 0]))
-# Rows on their way to memory, 16 bytes of bfloat16 a thread.
+# Rows for global stores, 16 bytes of bfloat16 a thread.
 OUT = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 16, 2], [4, 1, 1], [2, 1, 0]))
 OUT_SQUARE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -56,22 +56,31 @@ FLAT_2D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 @aggregate
 class Slots:
-    """L of some heads, and X in its place: columns of blocks of 16, each [heads * 64, 16] float32."""
+    """L of some heads, which X overwrites: the blocks of 16 x 16 on and below the diagonal, in four slots of
+    [heads * 64, 16] float32. The blocks (row, column) of a head, from the top of each slot:
+
+        diagonal  (0, 0)  (1, 1)  (2, 2)  (3, 3)
+        beside      -     (1, 0)    -     (3, 2)
+        left        -       -     (2, 0)  (3, 0)
+        right       -       -     (2, 1)  (3, 1)
+    """
 
     diagonal: gl.shared_memory_descriptor
-    # What joins two blocks to 32, in odd blocks of rows.
+    # Joins two inverses of 16 to one of 32.
     beside: gl.shared_memory_descriptor
-    # What joins two of 32, in the last two blocks of rows: its first 16 columns, and its last.
+    # Join two inverses of 32: the first 16 columns, and the last.
     left: gl.shared_memory_descriptor
     right: gl.shared_memory_descriptor
 
 
 @gluon.constexpr_function
 def _banks(rows: int):
-    """Rows of 16 float32 in shared memory: the even rows of 8, which a product reads together, lie in different banks.
+    """A shared memory layout for rows of 16 float32 without bank conflicts. mma operands read the even rows of 8
+    together, so these have to be in different banks; two rows fill the 32 banks.
 
-    Bit 4 of an element's place, one of two rows in 32 banks, is the exclusive or of the row's bits 0 and 1; bit 3, half
-    a row, that of the column's bit 3 and the row's bit 2.
+    Bit 4 of an element's address, which selects the half of the banks, is the exclusive or of row bits 0 and 1. Bit 3,
+    which selects half a row, is the exclusive or of column bit 3 and row bit 2. Rows 0, 2, 4, 6 at column 0 are in
+    banks 0, 16, 8, 24.
     """
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [3, 0], [4, 8]]
     while len(bases) < 4 + rows.bit_length() - 1:
@@ -97,7 +106,7 @@ def add(x, y):
 
 @gluon.jit
 def _rows(at, by_token, left, KEYS: gl.constexpr):
-    """A chunk's rows [64, KEYS], 0 outside."""
+    """The rows [64, KEYS] of a chunk, 0 past its `left` tokens."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // KEYS, KEYS // 8], [4, 1], [1, 0])
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
@@ -141,7 +150,7 @@ def betas_of(at_beta, by_beta, head, token, inside, of, BETA: gl.constexpr):
 
 @gluon.jit
 def _quarters(x):
-    """The four columns of blocks [64, 16] of a product [64, 64]; no register moves."""
+    """The four columns of blocks [64, 16] of a product [64, 64]. Each thread has its part of them: no data moves."""
     x = x.reshape([TOKENS, 2, 2, BLOCK]).permute([0, 3, 1, 2])
     even, odd = x.split()
     a, c = even.split()
@@ -155,7 +164,7 @@ def _quarters(x):
 
 @gluon.jit
 def store_lower(a, b, c, d, lower, slots: Slots, HEAD: gl.constexpr):
-    """L of a head by columns of blocks: its blocks on the diagonal, and what joins them."""
+    """Store L of a head, given as four columns of blocks: diagonal blocks in `lower`, the others in `slots`."""
     block = gl.arange(0, TOKENS, gl.SliceLayout(1, QUARTER))[:, None] // BLOCK
     diagonal = gl.where(block == 0, a, gl.where(block == 1, b, gl.where(block == 2, c, d)))
     lower.slice(HEAD * TOKENS, TOKENS).store(diagonal)
@@ -166,8 +175,8 @@ def store_lower(a, b, c, d, lower, slots: Slots, HEAD: gl.constexpr):
 
 @gluon.jit
 def _parts(x):
-    """x as a sum of two bfloat16. Integers round the first: cvt to one bfloat16 has a quarter of their rate. Of a NaN
-    the second is one."""
+    """x as a sum of two bfloat16. The first is rounded by integer operations, which have four times the rate of a cvt
+    to one bfloat16. For NaN the second is NaN."""
     bits = (x.to(gl.int32, bitcast=True) + 0x8000) & -0x10000
     high = bits.to(gl.float32, bitcast=True)
     return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
@@ -175,7 +184,7 @@ def _parts(x):
 
 @gluon.jit
 def _add_product(a_high, a_low, b, acc):
-    """acc + a b, a relative error of 2**-16 in each product."""
+    """acc + a b by three mma of bfloat16 parts; the relative error of each product is 2**-16."""
     b_high, b_low = _parts(b)
     acc = mma_v2(a_low, b_high, acc)
     acc = mma_v2(a_high, b_low, acc)
@@ -191,7 +200,7 @@ def substitute(blocks):
     x = gl.zeros([BLOCKS, BLOCK, BLOCK], gl.float32, COLUMNS)
     for i in gl.static_range(BLOCK):
         lower = blocks.slice(i, 1, dim=1).load(COLUMNS)
-        # -0.0 added changes nothing, so what is above the diagonal costs no instruction.
+        # Adding -0.0 is the identity, so the compiler drops the terms above the diagonal.
         known = gl.sum(gl.where(row < i, lower * x, -0.0), 2)
         x = gl.where(row == i, (gl.where(column == i, 1.0, 0.0) - known)[:, :, None], x)
     return x
@@ -199,7 +208,7 @@ def substitute(blocks):
 
 @gluon.jit
 def join_16(slots: Slots, HEADS: gl.constexpr):
-    """Inverses of 32 from those of 16 in slot 0: what is below them, in slot 1."""
+    """Join inverses of 16 in `diagonal` to inverses of 32: computes the blocks of `beside`."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -215,7 +224,8 @@ def join_16(slots: Slots, HEADS: gl.constexpr):
 
 @gluon.jit
 def join_32(slots: Slots, HEADS: gl.constexpr):
-    """The inverse of 64 from those of 32 in slots 0 and 1: what is below them, in slots 2 and 3."""
+    """Join inverses of 32 in `diagonal` and `beside` to the inverse of 64: computes the blocks of `left` and
+    `right`."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [HEADS, 4 // HEADS, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -245,8 +255,11 @@ def join_32(slots: Slots, HEADS: gl.constexpr):
 
 @gluon.jit
 def _store_slot(slot, betas, solved, HEADS: gl.constexpr, ROWS: gl.constexpr, FIRST: gl.constexpr):
-    """A slot's part of X diag(beta). Of each ROWS rows the last half has X in the columns from FIRST on, and the first
-    half is above the diagonal; with 16 rows all of it is X."""
+    """Store a slot's blocks of X diag(beta), and zeros above the diagonal.
+
+    In each ROWS rows of a slot, the last half are blocks of X with columns from FIRST on. The first half are stored as
+    the zeros of the mirrored blocks above the diagonal. With 16 rows all are blocks of X.
+    """
     COUNT: gl.constexpr = HEADS * TOKENS // ROWS
     HALF: gl.constexpr = ROWS // 2 if ROWS > BLOCK else 0
     x = slot.reshape([COUNT, ROWS, BLOCK]).load(OUT)
@@ -396,7 +409,7 @@ def prepare_heads_kernel(
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """heads : of a program, which share a key head and a query head. registers : of a thread, at most."""
+    """heads : heads of a program, which share a key head and a query head. registers : maximum registers a thread."""
 
     heads: int
     registers: int = 168
@@ -406,14 +419,15 @@ CONFIGS = tuple(HeadsConfig(heads) for heads in (1, 2, 4))
 
 
 def launch(problem, places: int, given, made, strides, sizes, groups, numbers) -> None:
-    """All chunks' systems, one decay a head, in the workspace `made`; the rest as `prepare_heads_kernel` takes it."""
+    """Compute all chunks' systems, one decay a head, into the workspace `made`; arguments as in
+    prepare_heads_kernel."""
     heads = math.gcd(groups[0], groups[1], 4)
     grid = (places * (sizes[3] // heads), 1, 1)
     LAUNCHER(problem, HeadsConfig(heads), grid, *given, *made, *strides, *sizes, *groups, *numbers)
 
 
 def types_of(problem) -> tuple[dict, dict]:
-    """Types of the arguments of a kernel that prepares, and its constants."""
+    """Argument types and constants of the first kernel."""
     kinds = {"q": problem.dtype, "k": problem.dtype, "gate": problem.gate_dtype, "beta": problem.beta_dtype}
     kinds |= {"a_log": "fp32" if problem.gate in ("softplus", "bounded") else "", "bias": problem.bias_dtype}
     kinds |= {"offsets": problem.index if problem.packed else ""}

@@ -1,14 +1,15 @@
 """The triangular systems of chunks of 64 tokens on Hopper, a decay a channel, of at least exp(-5) a token.
 
-Products of all tokens with the keys of block J, four times: the keys carry their decay to the end of block J, and the
-rows of later blocks theirs from there on. In block J itself that is a growth, of at most e^75. The places between are
-whole powers of two near the ends of blocks, so that keys and rows are rounded to bfloat16 once, and scaled four times
-without another error. No exponential of a token and channel is taken but e^{c} and e^{T - c}, with c the sum of
-logarithms in a block up to a token and T all of it. The inverse is that of sm90_prepare.py. docs/rooms/recurrent.md
-derives all of it.
+For each block J of 16 tokens, all tokens are multiplied with the keys of block J. The keys are decayed to the end of
+block J, and the rows of later blocks from there on. In block J itself the rows' factor is a growth of at most e^75.
+
+The reference points are the ends of blocks, rounded to whole powers of two. So keys and rows are rounded to bfloat16
+once, and the four scalings by powers of two are exact. The only exponentials for each token and channel are e^{c} and
+e^{T - c}, with c the running sum of logarithms in a block and T the block's total. The inverse is that of
+sm90_prepare.py. docs/rooms/recurrent.md derives it.
 
 Grid: (chunks * heads). A program has a chunk and a head. Warps: each of the four has a block of 16 of the tokens.
-Shared memory: keys; rows of keys and of queries; what the inverse has; each block's T.
+Shared memory: keys; rows of keys and of queries; the inverse's slots; each block's T.
 Inputs: q, k and gate [rows, tokens, heads, K], beta [rows, tokens, heads]. Outputs: the workspace of workspace.py.
 Method: Kimi Team, Kimi Linear, 2025.
 """
@@ -59,19 +60,19 @@ def _unit(x):
 def _column(
     J: gl.constexpr, erase, query, from_here, reference, b, keys, of_keys, of_queries, i, j, strength, to
 ):
-    """L, its diagonal blocks whole, and P, which is stored, in the columns of block J: [64, 16] from all tokens.
+    """The columns of block J, [64, 16]: returns those of L, with whole diagonal blocks, and stores those of P.
 
-    erase, query : rows with their decay from `from_here` on, the exponent of a place by the start of their own block.
-    reference : the place by the end of block J that keys have their decay to.
+    erase, query : rows decayed from `from_here` on, the base-2 exponent of a reference point near the start of their
+    own block. reference : the exponent of the reference point near the end of block J, to which the keys are decayed.
     """
     more = gl.exp2(gl.where(b < J, 0.0, from_here - reference)).to(gl.bfloat16)[:, None, :]
     of_keys.store((erase * more).reshape(of_keys.shape))
     of_queries.store((query * more).reshape(of_queries.shape))
     fence_async_shared()
-    those = keys.slice(J * BLOCK, BLOCK).permute([1, 0])
-    none = gl.zeros([TOKENS, BLOCK], gl.float32, QUARTER)
-    kk = warpgroup_mma(of_keys, those, none, use_acc=False, is_async=True)
-    qk = warpgroup_mma(of_queries, those, none, use_acc=False, is_async=True)
+    block_keys = keys.slice(J * BLOCK, BLOCK).permute([1, 0])
+    zeros = gl.zeros([TOKENS, BLOCK], gl.float32, QUARTER)
+    kk = warpgroup_mma(of_keys, block_keys, zeros, use_acc=False, is_async=True)
+    qk = warpgroup_mma(of_queries, block_keys, zeros, use_acc=False, is_async=True)
     kk, qk = warpgroup_mma_wait(0, [kk, qk])
     j += J * BLOCK
     gl.store(to + J * BLOCK, gl.where(i >= j, qk, 0.0).to(gl.bfloat16))
@@ -160,7 +161,7 @@ def prepare_channels_kernel(
         sums = gl.associative_scan(log, 1, add)
         whole = gl.sum(log, 1)
 
-        # What blocks decay by in all, and whole powers of two for the places where blocks begin and end.
+        # The total decay of each block, and reference points: the starts and ends of blocks as whole exponents.
         shared = gl.allocate_shared_memory(gl.float32, [4, KEYS], FLAT_2D)
         shared.store(whole)
         b = gl.arange(0, 4, gl.SliceLayout(1, BLOCKS))[:, None]
@@ -211,7 +212,7 @@ def prepare_channels_kernel(
 
 @dataclass(frozen=True)
 class ChannelsConfig:
-    """registers : of a thread, at most."""
+    """registers : maximum registers a thread."""
 
     registers: int = 255
 
@@ -220,7 +221,7 @@ CONFIGS = (ChannelsConfig(),)
 
 
 def launch(problem, places: int, given, made, strides, sizes, groups, numbers) -> None:
-    """All chunks' systems, a decay a channel, in the workspace `made`; the rest as the kernel takes it."""
+    """Compute all chunks' systems, a decay a channel, into the workspace `made`; arguments as in the kernel."""
     grid = (places * sizes[3], 1, 1)
     LAUNCHER(problem, CONFIGS[0], grid, *given, *made, *strides, *sizes, *groups, *numbers)
 

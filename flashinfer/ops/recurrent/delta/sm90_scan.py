@@ -1,21 +1,22 @@
-"""From chunk to chunk of 64 tokens on Hopper, in Gluon: outputs and states; docs/rooms/recurrent.md derives them.
+"""The scan over chunks of 64 tokens on Hopper, in Gluon: outputs and states; docs/rooms/recurrent.md derives them.
 
-A program follows 64 values of one head of one sequence. Its state, [64, 128] float32 in two halves of keys, is the
-accumulator of its own update, and stays in registers: values are the rows of every product, so that what one product
-gives is the next one's left operand with no memory in between. A chunk is, in the order of issue,
+A program processes 64 values of one head of one sequence. Its state, [64, 128] float32 in two halves of keys, is the
+accumulator of its own update, and stays in registers. Values are the rows of every product, so the result of a product
+is the next one's left operand in registers. The products of a chunk, in the order of issue:
 
     T = S K^T       O = S Q^T (first half of the keys)
     C = (V^T - T k_factor) A^T       O += S Q^T (second half)
     S = S decay + (C last_factor) K
     O = O q_factor + C P^T
 
-Grid: (blocks of 64 values, heads, sequences), and one more for packed tokens of no sequence. Warps: a consumer
-warpgroup, and a producer warp that copies chunks by TMA, factors by cp.async. Shared memory: STAGES chunks of tiles of
-64 x 64 (K and Q two each, V, A, P; with decays of channels rows of the workspace for K and Q, and two more tiles), and
-a tile of outputs on their way.
+Grid: (blocks of 64 values, heads, sequences), with one more sequence for packed tokens outside of all sequences. Warps:
+a consumer warpgroup, and a producer warp that copies chunks by TMA and factors by cp.async. Shared memory: STAGES
+chunks of tiles of 64 x 64 (K and Q two each, V, A, P; with a decay for each channel, K and Q are rows of the workspace,
+and there are two more tiles), and a staging buffer for outputs.
 
 Inputs: q, k [rows, heads, tokens, K] by their maps, v, the workspace of workspace.py, states [slots, heads, V, K].
-Outputs: like v (whole chunks by a map, the last one of a sequence by threads), final states, states on the way.
+Outputs: like v (whole chunks by TMA, the last one of a sequence by threads), final states, checkpoints (marks): states
+at multiples of some tokens.
 Method: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024; Kimi Team, Kimi Linear, 2025.
 """
 
@@ -44,16 +45,17 @@ SIDE = gl.constexpr(64)
 KEYS = gl.constexpr(2 * SIDE)
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 STATE_ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-# Whole rows of 64 values of 16 bits.
+# Rows of 64 16-bit values, 16 bytes a thread.
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @aggregate
 class Ring:
-    """Tiles k, last [stages, 64, K], q [2 stages, 64, 64] in halves of K, v, a, p [stages, 64, 64], factors [stages,
-    4 * 64 or K] float32, and their channel; `systems` is that of a and p, which are waited for later.
+    """The ring: tiles k, last [stages, 64, K], q [2 stages, 64, 64] in halves of K, v, a, p [stages, 64, 64], and
+    factors [stages, 4 * 64 or K] float32.
 
-    `last` is what updates the state: keys, or rows of keys with their decay to the chunk's end.
+    `channel` is for all but a and p. `systems` is the channel of a and p, which the consumer needs later. `last` is the
+    operand of the state's update: keys, or with CHANNELS keys times their decay to the chunk's end.
     """
 
     k: gl.shared_memory_descriptor
@@ -74,7 +76,7 @@ class Ring:
 
     @gluon.jit
     def decay(self, stage):
-        """Of the state over a whole chunk: one number, or one for each column."""
+        """The state's decay over a whole chunk: one number, or with CHANNELS one for each column."""
         FIRST: gl.constexpr = 0 if self.CHANNELS else 3 * SIDE
         COUNT: gl.constexpr = KEYS if self.CHANNELS else 1
         return self.factors.index(stage).slice(FIRST, COUNT).load(gl.SliceLayout(0, STATE_ACC))[None, :]
@@ -98,15 +100,15 @@ def make_ring(STAGES: gl.constexpr, DTYPE: gl.constexpr, CHANNELS: gl.constexpr)
     a = _tiles(STAGES, SIDE, DTYPE)
     p = _tiles(STAGES, SIDE, DTYPE)
     factors = gl.allocate_shared_memory(gl.float32, [STAGES, FACTORS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # The copies of tiles arrive once, those of factors with each lane.
+    # 33 arrivals: one for the TMA copies, and one of each lane for the factors.
     channel = make_channel(STAGES, 33, 1)
     systems = Channel(make_barriers(STAGES, 1), channel.empty)
     return Ring(k, q, last, v, a, p, factors, channel, systems, CHANNELS)
 
 
 @gluon.jit
-def _bring(maps, factors, where, chunks, heads, ring: Ring):
-    """One warp: copies chunk by chunk what its products take."""
+def _produce(maps, factors, where, chunks, heads, ring: Ring):
+    """Producer warp: copies the operands of one chunk after another."""
     k_map, q_map, last_map, v_map, a_map, p_map = maps
     row, first, k_head, q_head, v_head, v_column, tile = where
     TILES: gl.constexpr = 7 if ring.CHANNELS else 5
@@ -137,34 +139,36 @@ def _bring(maps, factors, where, chunks, heads, ring: Ring):
 
 @gluon.jit
 def _clear_tail(tile, left):
-    """Zero the rows of a tile past the sequence's end: what lies there is another's, and 0 times NaN is NaN."""
+    """Zero the rows of a tile past the sequence's end. They hold another sequence's tokens, and a NaN there would
+    spread even when multiplied by 0."""
     row = gl.arange(0, SIDE, gl.SliceLayout(1, WIDE))
     x = tile.load(WIDE)
     tile.store(gl.where((row < left)[:, None], x, 0.0).to(x.dtype))
 
 
 @gluon.jit
-def _start(a, b, acc):
+def _issue(a, b, acc):
     return warpgroup_mma(a, b, acc, is_async=True)
 
 
 @gluon.jit
-def _start_from_zero(a, b):
+def _issue_from_zero(a, b):
     zeros = gl.zeros([SIDE, SIDE], gl.float32, ACC)
     return warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _operand(x):
-    """A rounded accumulator as the left operand of a product; no value moves between threads."""
+    """A rounded accumulator in the layout of a product's left operand; no value moves between threads."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=x.type.layout, k_width=2)
     return gl.convert_layout(x, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _operands(s):
-    """A state as the left operand of products: all of its keys, and each half of them. They are the same registers."""
-    # Rounded where this stands: the compiler would do it behind the next wait, when the tensor cores idle.
+    """A state in bfloat16 as left operands: all keys, the left half, the right half. They share registers."""
+    # Inline assembly keeps the rounding here. The compiler would move it behind the next wait, where the tensor cores
+    # would idle.
     s = gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [s], dtype=gl.bfloat16, is_pure=False, pack=2
     )  # fmt: skip
@@ -174,7 +178,7 @@ def _operands(s):
 
 @gluon.jit
 def _store_outputs(o, staging, at_out, by, left):
-    """O^T [values, tokens] to rows of tokens, `left` of them."""
+    """Store O^T [values, tokens] as rows of tokens; only the first `left` tokens."""
     staging.permute([1, 0]).store(o)
     rows = staging.load(WIDE)
     token = gl.arange(0, SIDE, gl.SliceLayout(1, WIDE))
@@ -194,22 +198,22 @@ def zero_rows(at, by, first, end):
 
 
 @gluon.jit
-def _place(at, by):
-    """Addresses of a program's part of a state, and a mask for them."""
+def _state_addresses(at, by):
+    """Addresses of a program's part of a state, and their mask, which is all true but keeps the accesses predicated."""
     value = gl.arange(0, SIDE, gl.SliceLayout(1, STATE_ACC)).to(gl.int64)
     key = gl.arange(0, KEYS, gl.SliceLayout(0, STATE_ACC)).to(gl.int64)
     return at + value[:, None] * by.row + key[None, :] * by.column, (value >= 0)[:, None] & (key >= 0)[None, :]
 
 
 @gluon.jit
-def _load(at, by, DTYPE: gl.constexpr, CAPABILITY: gl.constexpr):
-    places, inside = _place(at, by)
+def _load_state(at, by, DTYPE: gl.constexpr, CAPABILITY: gl.constexpr):
+    places, inside = _state_addresses(at, by)
     return load_state(places, inside, DTYPE, CAPABILITY)
 
 
 @gluon.jit
-def _store(at, by, s, pred, DTYPE: gl.constexpr, CAPABILITY: gl.constexpr):
-    places, inside = _place(at, by)
+def _store_state(at, by, s, pred, DTYPE: gl.constexpr, CAPABILITY: gl.constexpr):
+    places, inside = _state_addresses(at, by)
     store_state(places, s, inside & pred, DTYPE, CAPABILITY)
 
 
@@ -220,58 +224,59 @@ def _store_mark(
     place = mark
     if SLOTS:
         place = gl.load(slots + mark).to(gl.int64)
-    _store(at + place * by.slot, by, s, place >= 0, DTYPE, CAPABILITY)
+    _store_state(at + place * by.slot, by, s, place >= 0, DTYPE, CAPABILITY)
 
 
 @gluon.jit
-def _take(chunk, length, fresh, ring: Ring):
-    """Waits for a chunk's tokens. Those of the last one that are another sequence's become zeros, if it is `fresh`."""
+def _wait_for_chunk(chunk, length, fresh, ring: Ring):
+    """Wait for a chunk's tiles. If the chunk is `fresh`, seen for the first time, tokens past the sequence's end are
+    zeroed."""
     stage = ring.channel.wait(chunk)
     tokens = length - chunk * SIDE
     if fresh & (tokens < SIDE):
         _clear_tail(ring.v.index(stage), tokens)
         if not ring.CHANNELS:
             _clear_tail(ring.k.index(stage), tokens)
-            # Products read keys; values, threads.
+            # wgmma reads the keys through the async proxy; the values are read by threads.
             fence_async_shared()
-        # It stands here, or the compiler puts one in front of the values' load, for every chunk.
+        # Explicit, because the compiler would otherwise insert a barrier before the load of values, in every chunk.
         block_barrier()
     return stage
 
 
 @gluon.jit
-def _follow(
+def _consume(
     s, chunks, length, out_map, out_at, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging,
     ring: Ring, FIRST_MARK: gl.constexpr, SLOTS: gl.constexpr, MARKS: gl.constexpr, CAPABILITY: gl.constexpr,
 ):  # fmt: skip
-    """The consumer: all chunks of a sequence, whose state is `s` before them. Returns the one after them."""
+    """Consumer: processes all chunks of a sequence from the state `s`. Returns the state after them."""
     DTYPE: gl.constexpr = ring.k.dtype
     row, head, first, value = out_at
     whole, left, right = _operands(s)
-    # Outputs of a chunk leave while the next one's first product runs.
+    # The outputs of a chunk are stored during the next chunk's first product.
     o = gl.zeros([SIDE, SIDE], gl.float32, ACC)
     stage = 0
     if chunks > 0:
-        stage = _take(0, length, True, ring)
-    # Without LICM: addresses of states on the way would be kept for all chunks.
+        stage = _wait_for_chunk(0, length, True, ring)
+    # Without loop-invariant code motion, which would keep the addresses of checkpoints in registers.
     chunk = 0
     while tl.condition(chunk < chunks, disable_licm=True):
-        t = _start_from_zero(whole, ring.k.index(stage).permute([1, 0]))
+        t = _issue_from_zero(whole, ring.k.index(stage).permute([1, 0]))
         x = ring.v.index(stage).permute([1, 0]).load(ACC).to(gl.float32)
         o = warpgroup_mma_wait(1, [o])
-        # Outputs of the chunk before. The store of those before them began a chunk ago: behind the barrier every warp
-        # knows that it has read them, and every warp has read the values and factors of the chunk before.
+        # The previous chunk's outputs are complete. The store before them, issued one chunk ago, has to have read the
+        # staging buffer. After the barrier all warps know that, and have read the previous chunk's values and factors.
         tma_store_wait(0)
         block_barrier()
         ring.channel.release(chunk + ring.channel.full.shape[0] - 1, pred=chunk > 0)
         staging.permute([1, 0]).store(o.to(staging.dtype))
         fence_async_shared()
-        o = _start_from_zero(left, ring.q.index(stage * 2).permute([1, 0]))
+        o = _issue_from_zero(left, ring.q.index(stage * 2).permute([1, 0]))
         block_barrier()
         if chunk > 0:
             tma_store(out_map, [row, head, first + (chunk - 1) * SIDE, value], staging)
-        # The wait for matrices, which are there by now, is a branch. ptxas does not move what follows the wait for T
-        # across it, and would otherwise wait for O, too, at an earlier place.
+        # The mbarrier wait for A and P, which have arrived by now, is a branch. ptxas does not move code across it. It
+        # would otherwise move code that follows the wait for T, and wait for O at that earlier place too.
         if ring.CHANNELS:
             ring.systems.wait(chunk)
             t = warpgroup_mma_wait(1, [t])
@@ -282,12 +287,12 @@ def _follow(
             t = warpgroup_mma_wait(1, [t])
             x -= t * k_factor
         if not ring.CHANNELS:
-            # These and the next factors are read a product ahead of their use.
+            # Factors are loaded one product ahead of their use.
             last_factor = ring.factor(stage, 2)
-        c = _start_from_zero(_operand(x.to(DTYPE)), ring.a.index(stage).permute([1, 0]))
-        # A product whose accumulator is under way would wait for all of them.
+        c = _issue_from_zero(_operand(x.to(DTYPE)), ring.a.index(stage).permute([1, 0]))
+        # Issuing a product on an accumulator that is still in flight would make ptxas wait for all products.
         o, s = warpgroup_mma_wait(1, [o, s])
-        o = _start(right, ring.q.index(stage * 2 + 1).permute([1, 0]), o)
+        o = _issue(right, ring.q.index(stage * 2 + 1).permute([1, 0]), o)
         s *= ring.decay(stage)
         if not ring.CHANNELS:
             q_factor = ring.factor(stage, 1)
@@ -296,16 +301,16 @@ def _follow(
         update = change
         if not ring.CHANNELS:
             update = _operand((c * last_factor).to(DTYPE))
-        s = _start(update, ring.last.index(stage), s)
+        s = _issue(update, ring.last.index(stage), s)
         o = warpgroup_mma_wait(1, [o])
         if not ring.CHANNELS:
             o *= q_factor
-        o = _start(change, ring.p.index(stage).permute([1, 0]), o)
+        o = _issue(change, ring.p.index(stage).permute([1, 0]), o)
         s = warpgroup_mma_wait(1, [s])
         whole, left, right = _operands(s)
-        # A branch again, behind which ptxas does not put the rounding.
+        # The wait in _take is a branch again: ptxas does not move the rounding behind it.
         following = gl.minimum(chunk + 1, chunks - 1)
-        stage = _take(following, length, following > chunk, ring)
+        stage = _wait_for_chunk(following, length, following > chunk, ring)
         o = warpgroup_mma_wait(0, [o])
         if MARKS != "":
             done = chunk * SIDE + SIDE
@@ -313,7 +318,7 @@ def _follow(
                 _store_mark(at_marks, marks_by, mark_slots, mark, s, SLOTS, MARKS, CAPABILITY)
                 mark += 1
         chunk += 1
-    # Of the last chunk there may be less than a copy moves.
+    # The last chunk may be shorter than a TMA box.
     if chunks > 0:
         tma_store_wait(0)
         block_barrier()
@@ -334,18 +339,18 @@ def _run(
     if live:
         s = gl.zeros([SIDE, KEYS], gl.float32, STATE_ACC)
         if SOURCE != "":
-            s = _load(at_source, source_by, SOURCE, CAPABILITY)
+            s = _load_state(at_source, source_by, SOURCE, CAPABILITY)
         if MARKS != "":
             if FIRST_MARK:
                 if length > 0:
                     _store_mark(at_marks, marks_by, mark_slots, mark, s, SLOTS, MARKS, CAPABILITY)
                 mark += 1
-        s = _follow(
+        s = _consume(
             s, chunks, length, out_map, out_at, at_out, out_by, at_marks, marks_by, mark_slots, mark, every, staging,
             ring, FIRST_MARK, SLOTS, MARKS, CAPABILITY,
         )  # fmt: skip
         if STATE != "":
-            _store(at_state, state_by, s, True, STATE, CAPABILITY)
+            _store_state(at_state, state_by, s, True, STATE, CAPABILITY)
     else:
         zero_rows(at_out, out_by.token, 0, length)
 
@@ -357,7 +362,7 @@ def scan_sm90_kernel(
     CHANNELS: gl.constexpr, FIRST_MARK: gl.constexpr, SOURCE: gl.constexpr, STATE: gl.constexpr, MARKS: gl.constexpr,
     STAGES: gl.constexpr, CAPABILITY: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """With CHANNELS the first three maps are of the workspace's rows; else of k, q, and k."""
+    """With CHANNELS the first three maps are of the workspace's rows; else of k, q and k."""
     ring = make_ring(STAGES, v_map.dtype, CHANNELS)
     staging = gl.allocate_shared_memory(
         out.dtype.element_ty, [SIDE, SIDE], gl.NVMMASharedLayout.get_default_for([SIDE, SIDE], out.dtype.element_ty)
@@ -377,7 +382,7 @@ def scan_sm90_kernel(
         length = gl.load(offsets + sequence + 1).to(gl.int32) - first
         place = first // SIDE + sequence
         if n == of.sequences:
-            # One program more than sequences: tokens of no sequence have output 0.
+            # The extra program: tokens outside of all sequences have output 0.
             zero_rows(at_out, out_by.token, 0, gl.load(offsets).to(gl.int32))
             zero_rows(at_out, out_by.token, first + length, of.tokens)
             length = length * 0
@@ -387,7 +392,7 @@ def scan_sm90_kernel(
         slot = gl.load(read + sequence).to(gl.int64)
     live = (n < of.sequences) & (slot > of.null)
     chunks = gl.where(live, (length + SIDE - 1) // SIDE, 0)
-    # What is not there stands for nothing that is followed: roles take no None.
+    # Roles of warp_specialize take no None, so absent tensors are replaced by `out`, which is not accessed for them.
     at_source = out
     if source is not None:
         at_source = source + slot * source_by.slot + head * source_by.head + value * source_by.row
@@ -413,7 +418,7 @@ def scan_sm90_kernel(
                 marks_by, slots, mark, of.every, live, staging, ring, FIRST_MARK, SLOTS, SOURCE, STATE, MARKS,
                 CAPABILITY,
             )),
-            (_bring, (maps, factors, where, chunks, of.heads, ring)),
+            (_produce, (maps, factors, where, chunks, of.heads, ring)),
         ],
         [1],
         [COPY_REGISTERS],

@@ -1,11 +1,11 @@
-"""The gated delta rule token by token, in Triton: decode, and verification of drafts in a chain.
+"""The gated delta rule token by token, in Triton: decode, and verification of draft tokens in a chain.
 
-Grid: (sequences, heads, blocks of values), and one sequence more for packed tokens of none. A program has ROWS values
-of one head's state, [ROWS, K] float32, in registers, and follows the sequence's tokens: the state is read once and
-written once, which bounds it.
-Warps: all do the same. Shared memory: sums.
+Grid: (sequences, heads, blocks of values), with one more sequence for packed tokens outside of all sequences. A program
+has ROWS values of one head's state, [ROWS, K] float32, in registers, and processes the sequence's tokens in order. The
+state is read once and written once; this traffic bounds the kernel.
+Warps: all share a program's state. Shared memory: sums.
 Inputs: q, k [rows, tokens, heads, K], v, gate, beta, states [slots, heads, V, K], tables of slots. Outputs: like v,
-states, what is kept of tokens.
+states, and `Kept`.
 Method: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
 """
 
@@ -43,7 +43,7 @@ def step_kernel(
     if SINGLE:
         length = 1
     if offsets is not None:
-        # One program more than sequences: tokens of no sequence have output 0.
+        # The extra program: tokens outside of all sequences have output 0.
         if n == of.sequences:
             before = tl.load(offsets).to(tl.int32)
             zero_tokens(out, out_by, origin, 0, before, head, row, in_rows)

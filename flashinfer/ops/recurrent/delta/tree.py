@@ -1,16 +1,16 @@
-"""Verification of drafts in a tree, in Triton: one read of a state serves all branches.
+"""Verification of draft tokens in a tree, in Triton: the state is read once for all branches.
 
-The state of a node is that of the root, decayed, and one product of a key and a correction for each token on its path.
-So corrections stay in registers, and a token reads those of its ancestors:
+The state of a node is the root's state, decayed, plus one outer product of correction and key for each token on its
+path. Corrections stay in registers, and a token reads those of its ancestors:
 
     u_i = S_0 (decay of the path to i) k_i + sum over ancestors j of c_j (k_j decayed from j to i . k_i)
     c_i = beta_i (v_i - u_i)
 
-Grid: (sequences, heads, blocks of values), and one sequence more for packed tokens of none. Warps: all do the same,
-with 16 values of the state [ROWS, K] and keys, sums of logarithms and a mask of ancestors [TOKENS, ..] in registers.
-Shared memory: sums.
-Inputs: as of step.py, and parents [sequences, TOKENS]. Outputs: like v, states, what is kept of tokens.
-Method: the rule of step.py, along each path of the tree.
+Grid: (sequences, heads, blocks of values), with one more sequence for packed tokens outside of all sequences. Warps:
+all share a program's tiles; in registers are 16 values of the state [ROWS, K], and keys, sums of logarithms and a mask
+of ancestors [TOKENS, ..]. Shared memory: sums.
+Inputs: as in step.py, and parents [sequences, TOKENS]. Outputs: like v, states, and `Kept`.
+Method: the recurrence of step.py, along each path of the tree.
 """
 
 import triton
@@ -24,13 +24,13 @@ from flashinfer.ops.recurrent.delta.config import power_of_two
 from flashinfer.ops.recurrent.delta.keep import keep_token
 from flashinfer.ops.recurrent.launching import place_types, pointers, raw, size_types, strides, table_strides
 
-# A decay below exp(-64) is taken for exp(-64), so that sums of logarithms along a path keep their digits.
+# A decay below exp(-64) is replaced by exp(-64), so that sums of logarithms along a path keep their precision.
 LEAST = tl.constexpr(-64.0)
 
 
 @triton.jit
 def row_of(tile, i, index):
-    """Row `index` of a tile; zeros where there is none."""
+    """Row `index` of a tile; zeros for an index outside, as that of a root's parent."""
     return tl.sum(tl.where((i == index)[:, None], tile, 0), 0)
 
 
@@ -53,7 +53,7 @@ def tree_kernel(
     sequence = tl.minimum(n, of.sequences - 1).to(tl.int64)
     origin, first, length = span_of(offsets, sequence, of)
     if offsets is not None:
-        # One program more than sequences: tokens of no sequence have output 0.
+        # The extra program: tokens outside of all sequences have output 0.
         if n == of.sequences:
             zero_tokens(out, out_by, origin, 0, tl.load(offsets).to(tl.int32), head, row, in_rows)
             zero_tokens(out, out_by, origin, (first + length).to(tl.int32), of.tokens, head, row, in_rows)
@@ -78,7 +78,7 @@ def tree_kernel(
         keys = tl.zeros([TOKENS, KEYS], tl.float32)
         changes = tl.zeros([TOKENS, ROWS], tl.float32)
         paths = tl.zeros([TOKENS, TOKENS], tl.int32)
-        # Sums of logarithms along the path; of one decay a head, they are the same in all columns.
+        # Sums of logarithms along the path. With one decay a head all columns are equal.
         sums = tl.zeros([TOKENS, KEYS], tl.float32)
         for t in range(tl.minimum(length, of.most)):
             parent = tl.load(parents + sequence * of.most + t)
@@ -142,7 +142,7 @@ def tree_kernel(
                     goal = at + state_offsets(row, column, state_by.row, state_by.column, pool.LAYOUT)
                     store_state(pool.state + goal, now, inside & (to > of.null), pool.STATE, CAPABILITY)
             if kept.KIND != "":
-                # One decay a head is the same in all columns.
+                # With one decay a head all columns are equal: column 0 is taken.
                 head_log = tl.max(tl.where(column == 0, log, LEAST), 0)
                 keep_token(
                     kept, kept_by, slot, t, head, kh, block, row, column, in_rows, in_columns, raw_value, raw_key,
@@ -150,7 +150,7 @@ def tree_kernel(
                 )  # fmt: skip
         first += of.most
         length -= of.most
-    # Padding, and tokens that have no parents.
+    # Zeros for padding, and for tokens past the table of parents.
     zero_tokens(out, out_by, origin, first.to(tl.int32), first.to(tl.int32) + length, head, row, in_rows)
 
 
@@ -194,7 +194,7 @@ launch_tree = Launcher("delta_tree", _build)
 
 
 def tree(problem, config, tokens, gates, pool, out, scale, kept, parents):
-    """Every sequence's tree of tokens from its state, which stays as it is."""
+    """Process every sequence's tree of tokens from its state, which is not changed."""
     n, heads, (values, keys) = tokens.sequences, tokens.heads, (tokens.v.shape[3], tokens.k.shape[3])
     group = [1 if x is None else heads // x.shape[2] for x in tokens[:5]]
     group += [1 if x is None else heads // x.shape[0] for x in (gates.a_log, gates.bias)]
