@@ -1,4 +1,4 @@
-"""Tiles of the latent-attention kernels. What was not measured says what it is from."""
+"""Configs of the latent attention kernels, and which problems they take."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flashinfer.ops.attention.split import SplitKnobs
 
 
 def padded(n: int) -> int:
-    """The power of two, at least 16, that a tile has for n columns."""
+    """Columns of a tile for n columns: the next power of two, at least 16."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def _shared_bytes(p, target: Target, block_m: int, block_n: int, stages: int) -> int:
-    """Shared memory the compiler will take: the ring of keys, what FP8 is widened to, Q, and P."""
+    """Estimated shared memory: the ring of keys, widened FP8 keys, Q, and P."""
     columns = padded(p.head_dim_ckv) + (padded(p.head_dim_kpe) if p.head_dim_kpe else 0)
-    # Tensor cores that read shared memory while the program runs on need one buffer more.
+    # Asynchronous tensor cores that read shared memory need one more buffer.
     buffers = stages if _reads_shared(target) else stages - 1
     ring = buffers * block_n * columns * SIZE[p.kv_dtype]
     widened = block_n * columns * 2 if p.kv_dtype.startswith("fp8") else 0
@@ -26,32 +26,32 @@ def _shared_bytes(p, target: Target, block_m: int, block_n: int, stages: int) ->
 
 
 def _reads_shared(target: Target) -> bool:
-    """Whether the tensor cores take operands from shared memory (wgmma, tcgen05), which then need no registers."""
+    """Whether the tensor cores read operands from shared memory (wgmma, tcgen05) instead of registers."""
     return 90 <= target.capability < 120
 
 
 def choose(p, target: Target) -> Config:
-    """The largest tile that registers hold, and the deepest ring behind it that shared memory holds."""
-    # A thread has block_m x head_dim_ckv / threads registers of the accumulator: at 64 x 512 on 8 warps 128 of 255, and
-    # as many again where the queries have to be in registers too.
+    """The largest tile that registers hold, and the deepest ring that shared memory holds beside it."""
+    # The accumulator takes block_m x head_dim_ckv / threads registers: 128 of 255 for 64 x 512 with 8 warps. Queries
+    # take as many where they have to be in registers.
     block_m = min(p.rows, 64 if _reads_shared(target) else 32)
     by_bits = target.capability < 89 and "fp8e4nv" in (p.q_dtype, p.kv_dtype)
     steps = ((32, 3), (16, 4), (16, 3), (32, 2), (16, 2))
     if not p.aligned or by_bits:
-        # In registers: an address per element of narrow loads; copies of a block in bit arithmetic.
+        # Unaligned loads keep an address for each element, and bit arithmetic copies of a block, in registers.
         block_m = min(block_m, 16 if by_bits else 32)
         steps = ((16, 3), (16, 2))
     elif p.kv_dtype.startswith("fp8"):
-        # Both the bytes and what they widen to are live at once: with 64 rows 320 bytes spill, most in the loop.
+        # Bytes and widened keys are live at the same time: 64 rows spill 320 bytes, most of them in the loop.
         block_m = min(block_m, 32)
     block_n, stages = next(
         (s for s in steps if _shared_bytes(p, target, block_m, *s) <= target.smem or target.is_cpu), steps[-1]
     )
-    # One row of tensor-core tiles is little work for 8 warps; two blocks of 4 overlap their waits. Bit arithmetic wants
-    # the registers of 8: on 4, 296 bytes spill.
+    # 16 rows are one tensor core tile, too little work for 8 warps; two programs of 4 warps overlap their waits. Bit
+    # arithmetic needs the registers of 8 warps: with 4 it spills 296 bytes.
     num_warps = 4 if block_m == 16 and not by_bits else 8
     rows = min(block_m, 8)
-    # A round of the combination takes 64 registers of each thread.
+    # One round of the combination takes 64 registers of each thread.
     splits = max(1, min(16, 64 * 32 * num_warps // (rows * padded(p.head_dim_ckv))))
     return Config(
         block_m=block_m,
@@ -61,14 +61,15 @@ def choose(p, target: Target) -> Config:
         native_fp8=target.capability >= 89,
         combine_splits=splits,
         combine_rows=rows,
-        # A split's partial result is block_m x 512 float32, as much as so many keys in bf16.
+        # A split's partial result of block_m x 512 float32 has as many bytes as 2 * block_m keys in bf16.
         programs_per_sm=2 if block_m == 16 else 1,
         least_split=max(64, 2 * block_m),
     )
 
 
 def refuses_everywhere(p, target: Target | None = None) -> str:
-    """Why no variant takes the problem on any target; '' if one does. So the CPU is no more liberal than chips are."""
+    """Why no variant takes the problem on any target; '' if one does. It also applies to the CPU, so that the CPU takes
+    the same problems as GPUs."""
     wrong = wrong_dtype(p.q_dtype, p.kv_dtype, p.o_dtype, LATENT_Q_DTYPES, FP8)
     if wrong:
         return "%s %s; it takes %s" % wrong
@@ -91,24 +92,24 @@ def refuses(p, target: Target) -> str:
 
 @dataclass(frozen=True)
 class Sm90Config(SplitKnobs):
-    """How the Hopper kernel is cut.
+    """Tile, registers and split-KV policy of the Hopper kernel.
 
     Attributes
     ----------
     block_m, block_n : int
-        Query rows of a tile, and keys of a step: a block for each of two warpgroups.
+        Query rows of a tile, and keys of a step: one block of 64 for each of two warpgroups.
     gather : bool
-        Whether keys come row by row, and not in boxes: for tokens by name, pages that make none, and FP8.
+        Whether keys are copied row by row instead of by TMA: for sparse tokens, pages that are no TMA box, and FP8.
     registers, copy_registers : int
-        Of a thread of the warpgroups that compute, and of the warps that copy.
+        Registers of a thread: in the consumer warpgroups, and in the producer warps.
     programs_per_sm, least_split, least_alone, whole : int
-        How keys are divided: `SplitKnobs`. Persistent blocks of a multiprocessor are programs_per_sm, too.
+        The policy of split-KV, see `SplitKnobs`; programs_per_sm is also the number of resident thread blocks.
     combine_splits, combine_rows, combine_parts, combine_programs : int
-        Of the combination: partial results of a row that are read at a time, rows where there are so many times fewer,
-        parts of a row where there are more, and programs on a multiprocessor.
+        The combination: partial results of a row that are loaded at a time; rows at a time if a row has at most
+        combine_splits / combine_rows of them; parts of a row if it has more; programs on a multiprocessor.
     transform : bool
-        For factors that cannot be folded into the exponent: of positional products alone, read from the device, or not
-        positive. Where a call says so, it is compiled at its first use.
+        For factors that cannot be folded into the exponent: those of positional products alone, read from the device,
+        or not positive. If only a call needs it, it is compiled at its first use.
     """
 
     block_m: int
@@ -124,7 +125,8 @@ class Sm90Config(SplitKnobs):
 
 
 def choose_sm90(p, target: Target) -> Sm90Config:
-    # A box is a page or a part of one, and a power of two of rows that fill the 8 rows of a swizzle pattern.
+    # A TMA box is a page or a part of one; its rows are a power of two, and a multiple of the 8 rows of a swizzle
+    # pattern.
     boxes = p.matrix and not p.sparse and p.page_size >= 16 and not p.page_size & (p.page_size - 1)
     widened = p.kv_dtype.startswith("fp8")
     boxes = boxes and not widened
@@ -132,14 +134,14 @@ def choose_sm90(p, target: Target) -> Sm90Config:
         block_m=64,
         block_n=128,
         gather=not boxes,
-        # Three warpgroups have 504 together, the first what the others leave: so divided, none spills on Triton
-        # 3.6 and 3.9. FP8 passes through the third's.
+        # The three warpgroups have 504 in total; the first gets what the others leave. With these numbers none spills
+        # on Triton 3.6 and 3.9. The third warpgroup needs more where it widens FP8 in registers.
         registers=240 if boxes else 208 if widened else 216,
         copy_registers=32 if boxes else 96 if widened else 72,
-        # A split's partial result is 64 x 512 float32, as much as 114 keys; two steps fill the pipeline.
+        # A split's partial result, 64 x 512 float32, has as many bytes as 114 keys; two steps of 128 fill the pipeline.
         programs_per_sm=1,
         least_split=256,
-        # 64 registers of each of 64 threads, and as many programs as have room beside each other.
+        # 64 registers of each of 64 threads, and as many programs as are resident.
         combine_splits=8,
         combine_rows=4,
         combine_parts=4,

@@ -1,11 +1,11 @@
 """Latent attention on any architecture: out = softmax(mask(scale Q K^T)) C, and its LSE, keys being their own values.
 
 A key is a latent row and a positional row, its value is the latent row again, and all heads share them. So a block of
-latent rows is read once and multiplied twice, and the heads of a token are rows of one tile: row r of a request is
-head r % HEADS of token r // HEADS.
+latent rows is loaded once and multiplied twice. The heads of a token are rows of one tile: row r of a request is head
+r % HEADS of token r // HEADS.
 
 Grid: one program for each work item, a tile of query rows and a range of keys.
-Warps: all share the tile. Shared memory: blocks of keys, in the pipeline of Triton's loop, and operands of products.
+Warps: all share the tile. Shared memory: blocks of keys in Triton's software pipeline, and operands of products.
 Inputs: q_nope [tokens, heads, D], q_pe [tokens, heads, D_PE], ckv and kpe in pages; work items of schedule.py.
 Outputs: out [tokens, heads, D], lse [tokens, heads] float32, in base 2 or e; for split items partial_out [slots,
 BLOCK_M, D] and partial_lse [slots, BLOCK_M], float32, which the last split of a tile combines.
@@ -28,7 +28,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 def _entries(
     start, end, kv_base, kv_indices, PAGE_SIZE: tl.constexpr, SPARSE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Entries of a request's table for the keys from `start` on; past the end, ones that nothing is read by."""
+    """Entries of a request's table for the keys from `start` on; entries past the end are not used."""
     kv_pos = start + tl.arange(0, BLOCK_N)
     at = kv_pos if SPARSE else kv_pos // PAGE_SIZE
     return tl.load(kv_indices + (kv_base.to(tl.int64) + at), mask=kv_pos < end, other=0)
@@ -36,7 +36,7 @@ def _entries(
 
 @triton.jit
 def _offsets(entries, kv_pos, there, stride_page, stride_n, PAGE_SIZE: tl.constexpr, SPARSE: tl.constexpr):
-    """Offsets of keys whose entries are tokens (SPARSE), or pages."""
+    """Offsets of keys from their table entries, which are tokens (SPARSE) or pages."""
     if SPARSE:
         tokens = tl.where(there, entries, 0)
         return (tokens // PAGE_SIZE).to(tl.int64) * stride_page + (tokens % PAGE_SIZE).to(tl.int64) * stride_n
@@ -45,6 +45,7 @@ def _offsets(entries, kv_pos, there, stride_page, stride_n, PAGE_SIZE: tl.conste
 
 @triton.jit
 def _rows(x, offsets, there, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Rows [keys, D_PAD] of x at `offsets`, zeros where not `there` and past column D."""
     d = tl.arange(0, D_PAD)
     ok = there[:, None]
     if D < D_PAD:
@@ -54,7 +55,7 @@ def _rows(x, offsets, there, D: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def _operand(rows, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr):
-    """Query rows in the type that they are multiplied in, and the power of two that each of them lost by it."""
+    """Query rows in the dtype of the products, and the power of two by which each row was divided."""
     if DTYPE == "bf16" and COMPUTE == tl.float16:
         half, unit = fit_half(rows, 1)
         return half, tl.sum(unit, 1)

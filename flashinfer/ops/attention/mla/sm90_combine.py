@@ -1,6 +1,6 @@
-"""Latent attention on Hopper: the splits of each tile, merged in a launch of its own.
+"""Latent attention on Hopper: combines the splits of each tile, in a launch of its own.
 
-Grid: any number of programs; 8 a multiprocessor. Warps: both share some rows or a part of a row, and splits of them.
+Grid: any number of programs; 8 on a multiprocessor. Warps: both share some rows, or a part of a row, of all splits.
 Shared memory: reductions over splits.
 Inputs: partial_out [slots, 64, 512] and partial_lse [slots, 64], float32, and the work items that wrote them.
 Outputs: out [tokens, heads, 512], lse [tokens, heads].
@@ -22,7 +22,7 @@ def _combine_share(
     D: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
-    """Combine one of `shares` shares of a tile: ROWS rows of SPLITS splits at a time, or a row in PARTS."""
+    """Combine share `share` of `shares` of a tile: ROWS rows with SPLITS splits at a time, or a row in PARTS parts."""
     q_row, q_len, tile_row, first_slot, splits = record
     rows = tl.minimum(q_len * HEADS - tile_row, BLOCK_M)
     for i in range(share, tl.cdiv(rows, ROWS) * PARTS, shares):
@@ -42,23 +42,24 @@ def combine_latent_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
-    """Combine all split tiles. Persistent: any number of programs. D is a power of two.
+    """Combine all split tiles. Any number of persistent programs. D is a power of two.
 
-    Each work item has as many programs, and those of a tile's splits share its rows: so no program searches the list,
-    and a tile of more splits has more programs. Read at a time: ROWS rows of SPLITS / ROWS splits, a row of SPLITS
-    splits, or one of PARTS parts of a row of SPLITS * PARTS splits.
+    All work items have the same number of programs, and the programs of a tile's splits share its rows. So no program
+    searches the work list, and a tile with more splits has more programs. At a time a program loads ROWS rows of
+    SPLITS / ROWS splits, one row of SPLITS splits, or one of PARTS parts of a row of SPLITS * PARTS splits.
 
-    It is a launch of its own since a tile of 64 rows and 512 columns would take one block longer than all blocks and
-    the launch together.
+    It is a launch of its own, because one thread block would take longer for a tile of 64 rows and 512 columns than all
+    thread blocks and the launch together.
     """
     count = tl.load(counts)
-    # Programs of an item. With more items than programs, each walks over items.
+    # Programs of an item. With more items than programs, a program loops over items.
     helpers = tl.maximum(tl.num_programs(0) // tl.maximum(count, 1), 1)
     for i in range(tl.program_id(0), count * helpers, tl.num_programs(0)):
         q_row, q_len, _, _, tile_row, _, _, slot, first_slot, splits = read_item(items, i % count)
         if slot >= 0:
             record = q_row, q_len, tile_row, first_slot, splits
-            # Splits vary slower than helpers: with fewer shares than programs, every multiprocessor has some.
+            # Consecutive programs have different items, so that all multiprocessors have work even if a tile has fewer
+            # shares than programs.
             share = i // count * splits + (slot - first_slot)
             if splits <= SPLITS // ROWS:
                 _combine_share(

@@ -1,17 +1,17 @@
 """Latent attention (MLA, absorbed projections) on Hopper: out = softmax(mask(scale Q K^T)) C, and its LSE.
 
-A key is a latent row of 512 columns and a positional row of 64 or none; its value is the latent row again, so a block
-of latents lies once in shared memory, as keys and as values. The heads of a token are rows of one tile: row r of a
-request is head r % HEADS of token r // HEADS.
+A key is a latent row of 512 columns and a positional row of 64 columns or none; its value is the latent row again. So a
+block of latent rows is in shared memory once, as keys and as values. The heads of a token are rows of one tile: row r
+of a request is head r % HEADS of token r // HEADS.
 
-Grid: as many blocks of threads as multiprocessors, or fewer. A block is persistent: it walks over work items, 64 query
-rows each (sm90_work.py).
+Grid: as many persistent thread blocks as multiprocessors, or fewer. Each loops over work items of 64 query rows
+(sm90_work.py).
 
-Warps: two consumer warpgroups, 4 warps each (sm90_softmax.py); a producer warp for each block of a pair, TMA
-(sm90_loads.produce); or four warps that gather rows (sm90_loads.gather), widened from FP8 (sm90_widen.widen).
+Warps: two consumer warpgroups of 4 warps (sm90_softmax.py), and producers: one warp for each block of a pair, by TMA
+(sm90_loads.produce); or four warps that copy row by row (sm90_loads.gather), or widen FP8 (sm90_widen.widen).
 
-Shared memory: in two-byte elements, 64 query rows of 576 columns, 72 KiB; two blocks of 64 keys, 144 KiB; weights take
-the place of the positional keys of their own block; maxima, factors and sums of rows.
+Shared memory, in two-byte elements: 64 query rows of 576 columns, 72 KiB; two blocks of 64 keys, 144 KiB. The softmax
+weights of a block overwrite its positional keys. Also maxima, factors and sums of rows.
 
 Inputs: q_nope [tokens, heads, 512], q_pe [tokens, heads, 64], ckv and kpe in pages, and work items of schedule.py.
 Outputs: out [tokens, heads, 512], lse [tokens, heads] float32, in base 2 or e; for split items partial_out [slots, 64,
@@ -69,8 +69,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _meet(shared: Shared, phase):
-    """Both warpgroups wait for each other; what either wrote before, threads and wgmma read after."""
+def _barrier(shared: Shared, phase):
+    """A barrier of both warpgroups, after which threads and wgmma can read what either wrote before."""
     fence_async_shared()
     block_barrier()
     mbarrier.arrive(shared.met, count=1)
@@ -79,14 +79,14 @@ def _meet(shared: Shared, phase):
 
 @gluon.jit
 def _rows(LAYOUT: gl.constexpr):
-    """The rows of a tile, opaque: a thread's are 8 apart."""
+    """The rows of a tile, opaque. A thread's two rows are 8 apart, so it keeps one register."""
     index = gl.arange(0, ROWS, LAYOUT)
     return opaque(index & -9) + (index & 8)
 
 
 @gluon.jit
 def _failed(total, record, settings: Settings):
-    """Whether the weights of some row are not in the middle of the range of float32."""
+    """Whether the fixed shift failed: for some row of the request the sum of weights is out of range."""
     S_ROWS: gl.constexpr = total.type.layout
     token = (gl.load(record + ITEM_TILE_ROW) + _rows(S_ROWS)) // settings.HEADS
     return any_out_of_range(total, token < gl.load(record + ITEM_Q_LEN))
@@ -107,7 +107,7 @@ def _finish(
     q_len = gl.load(record + ITEM_Q_LEN)
     tile_row = gl.load(record + ITEM_TILE_ROW)
     slot = gl.load(record + ITEM_SLOT)
-    # Computed here, and not kept: the loop over keys needs the registers.
+    # Computed here instead of kept: the loop over keys needs the registers.
     rows = _rows(S_ROWS)
     packed = tile_row + rows
     token = packed // settings.HEADS
@@ -119,10 +119,10 @@ def _finish(
             sink = gl.load(tensors.sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
             top, keep, total = with_sink(top, total, sink)
             acc = acc * per_row(keep, acc)
-    # Not `> 0`: a NaN among the logits has to come out.
+    # Not `> 0`: NaN logits have to give NaN results.
     seen = total != 0
     inverse = gl.where(seen, out_scale / gl.where(seen, total, 1.0), 0.0)
-    # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
+    # A row that saw no key is 0, even if its accumulator is NaN.
     acc = gl.where(per_row(seen, acc), acc * per_row(inverse, acc), 0.0)
     state = gl.where(seen, top + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
 
@@ -146,7 +146,7 @@ def _finish(
 
 @gluon.jit
 def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalars, settings: Settings):
-    """One consumer warpgroup: WG is its block of a pair, and its half of the output columns."""
+    """Consumer warpgroup WG: computes the scores of block WG of each pair, and half WG of the output's columns."""
     STEPS: gl.constexpr = first_steps if WG == 0 else second_steps
     PLAIN_STEPS: gl.constexpr = first_plain_steps if WG == 0 else second_plain_steps
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -165,7 +165,8 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
     step = 0
     wave = 0
     failures = 0
-    # Without LICM: what is the same for all items is computed for each, since loops over keys need the registers.
+    # Without loop-invariant code motion: values that all items share are recomputed for each, because the loops over
+    # keys need the registers.
     while tl.condition(wave < last, disable_licm=True):
         item = item_of(wave, waves, shared, settings)
         if item < count:
@@ -173,7 +174,7 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
             begin, end, pairs, plain_end = span(record, settings)
             plain = 0
             if settings.FIXED:
-                # The last pair has a maximum in any case: it is the shift of the others.
+                # The last pair always uses its maximum, which is the shift of the other pairs.
                 if (wave < waves) & (failures < MOST_FAILED):
                     plain = gl.maximum(gl.minimum((plain_end - begin) // (2 * KEYS), pairs - 1), 0)
             packed = gl.load(record + ITEM_TILE_ROW) + _rows(S_ROWS)
@@ -183,7 +184,7 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
             total = gl.zeros([ROWS], gl.float32, S_ROWS)
             failed = pairs < 0
             if pairs > 0:
-                # The other warpgroup has read the last tile's queries: its last weights were waited for.
+                # The other warpgroup has read the previous tile's queries: this one has waited for its last weights.
                 if WG == 0:
                     fetch(
                         shared.q_left.index(0), tensors.q_nope, record, scalars.q_nope_stride_n,
@@ -202,28 +203,29 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
                     )  # fmt: skip
                 cp_async_commit()
                 cp_async_wait(0)
-                _meet(shared, 0)
+                _barrier(shared, 0)
                 start = begin + (pairs - 1) * 2 * KEYS
                 acc, top, total, step = STEPS(
                     acc, top, total, step, pairs - plain, start, end, plain_end, position, zeros, shared, factor, scale,
                     scalars.pe_ratio, settings,
                 )  # fmt: skip
                 if settings.FIXED:
-                    # A row that has seen no key yet takes the shift 0: its sum decides in the end whether that served.
+                    # A row that has seen no key yet gets the shift 0; the check of its sum decides whether that was
+                    # adequate.
                     top = gl.where((top == float("-inf")) & (plain > 0), 0.0, top)
                     acc, total, step = PLAIN_STEPS(
                         acc, top, total, step, plain, zeros, shared, factor, scale, scalars.pe_ratio, settings
                     )
                 shared.sums.index(WG).store(total)
-                _meet(shared, 1)
-                # Both from shared memory, so that both warpgroups have the same sum, bit by bit.
+                _barrier(shared, 1)
+                # Both sums from shared memory, so that both warpgroups have the same bits.
                 total = shared.sums.index(0).load(total.type.layout) + shared.sums.index(1).load(total.type.layout)
-                # Computed twice, and not kept: the loop over keys needs the registers.
+                # Computed again instead of kept: the loop over keys needs the registers.
                 record = tensors.items + opaque(item) * ITEM_WIDTH
                 if settings.FIXED:
                     failed = (plain > 0) & _failed(total, record, settings)
             if settings.FIXED:
-                # Both warpgroups find the same.
+                # Both warpgroups find the same value.
                 if failed:
                     if WG == 0:
                         write_words(shared.failed.index(failures), (item,))
@@ -289,7 +291,8 @@ def attend_latent_sm90_kernel(
         failed=gl.allocate_shared_memory(gl.int32, [MOST_FAILED + 1, 1], A_ROW),
         reported=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
     )
-    # Every thread that gathers arrives; TMA counts bytes, and `widen` arrives once for its warps.
+    # Arrivals that fill a part: with `gather` each of 128 threads arrives; with TMA one thread does, and bytes are
+    # counted; `widen` arrives once for its four warps.
     WRITERS: gl.constexpr = 128 if GATHER and KV_FP8 == "" else 1
     for part in gl.static_range(4):
         mbarrier.init(shared.left_full.index(part), count=WRITERS)
@@ -299,7 +302,7 @@ def attend_latent_sm90_kernel(
         mbarrier.init(shared.right_empty.index(block), count=1)
         mbarrier.init(shared.ready.index(block), count=1)
         if GATHER:
-            # The compiler gives a barrier without a use the memory of another buffer.
+            # Only with GATHER: the compiler lets an unused mbarrier share memory with another buffer.
             mbarrier.init(shared.bias_full.index(block), count=1)
     mbarrier.init(shared.met, count=2)
     if settings.FIXED:

@@ -1,7 +1,8 @@
-"""Latent attention on Hopper: how queries and keys reach shared memory.
+"""Latent attention on Hopper: copies of queries and keys to shared memory.
 
 - `produce`, one warp for each block of a pair: TMA copies, a box for each page.
-- `gather`, four warps: cp.async row by row, for sparse tokens and pages that make no box. FP8 keys: sm90_widen.py.
+- `gather`, four warps: cp.async row by row, for sparse tokens and page sizes that are no TMA box. FP8 keys:
+  sm90_widen.py.
 - `fetch`, by the consumers: the query rows of a tile, each warpgroup its half of the columns.
 """
 
@@ -28,7 +29,7 @@ from flashinfer.ops.attention.mla.sm90_work import item_of, retries, span
 
 @gluon.jit
 def _pages(table, start, end, PAGE_SIZE: gl.constexpr):
-    """The page ids of one block of keys. Past the end, the page of the last key: what is read there is masked."""
+    """The page ids of one block of keys. Past the end it is the last key's page, whose data is masked."""
     pages = ()
     BOXES: gl.constexpr = (KEYS + PAGE_SIZE - 1) // PAGE_SIZE
     for box in gl.static_range(BOXES):
@@ -39,7 +40,7 @@ def _pages(table, start, end, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def _copy(source, to, full, pages, start, page_rows, col, PAGE_SIZE: gl.constexpr):
-    """Start copying columns `col` ... of a block of keys: a box for each page."""
+    """Start copying the columns from `col` on of a block of keys, a box for each page."""
     if PAGE_SIZE >= KEYS:
         tma_load(source, [pages[0] * page_rows + start % PAGE_SIZE, col], full, to)
     else:
@@ -52,7 +53,7 @@ def _copy_half(
     BLOCK: gl.constexpr, LEFT: gl.constexpr, ckv_map, kpe_map, shared: Shared, pages, start, end, ckv_page, kpe_page,
     phase, settings: Settings,
 ):  # fmt: skip
-    """Start copying a half of a block once it is released; one half has the positional rows in front of it."""
+    """Start copying a half of a block once it is released. One of the halves is preceded by the positional rows."""
     mbarrier.wait((shared.left_empty if LEFT else shared.right_empty).index(BLOCK), phase)
     to = (shared.left if LEFT else shared.right).index(BLOCK)
     for part in gl.static_range(2):
@@ -74,7 +75,7 @@ def produce(
     BLOCK: gl.constexpr, ckv_map, kpe_map, shared: Shared, items, counts, kv_indices, ckv_page, kpe_page,
     settings: Settings,
 ):  # fmt: skip
-    """One warp: copy the first or the second block of each pair of each work item, as halves are released."""
+    """Producer warp: copies block BLOCK of each pair of each work item, as halves are released."""
     count = gl.load(counts)
     phase = 1
     waves = gl.cdiv(count, gl.num_programs(0))
@@ -88,7 +89,7 @@ def produce(
             table = kv_indices + gl.load(record + ITEM_KV_BASE).to(gl.int64)
             start = begin + (pairs * 2 - 2 + BLOCK) * KEYS
             for i in range(pairs):
-                # Loaded before the wait, which hides their latency.
+                # Loaded before the wait for a release, which hides the latency.
                 pages = _pages(table, start, end, settings.PAGE_SIZE)
                 # In the order of their release.
                 for part in gl.static_range(2):
@@ -104,7 +105,7 @@ def produce(
 
 @gluon.jit
 def _entries(table, start, end, settings: Settings):
-    """Table entries of a block of keys, a tuple of slices as _gather_tile takes them; -1 past the end."""
+    """Table entries of a block of keys, as the tuple of slices of 16 keys that _gather_tile takes; -1 past the end."""
     SLICE: gl.constexpr = 16
     entries = ()
     for i in gl.static_range(KEYS // SLICE):
@@ -116,7 +117,7 @@ def _entries(table, start, end, settings: Settings):
 
 @gluon.jit
 def _gather_tile(to, source, entries, start, page, step, settings: Settings):
-    """Start copying the rows of one tile; zeros where there is no key."""
+    """Start copying the rows of one tile; rows without a key become zeros."""
     SLICE: gl.constexpr = 16
     d = gl.arange(0, to.shape[1], gl.SliceLayout(0, COPY))
     for i in gl.static_range(KEYS // SLICE):
@@ -125,7 +126,7 @@ def _gather_tile(to, source, entries, start, page, step, settings: Settings):
         if settings.SPARSE:
             row = entry
             entry = entry // settings.PAGE_SIZE
-        # Where there is no key, nothing is read.
+        # The mask is false for rows without a key, whose offsets are meaningless.
         at = entry.to(gl.int64) * page + (row % settings.PAGE_SIZE).to(gl.int64) * step
         cp_async(to.slice(i * SLICE, SLICE, dim=0), source + at[:, None] + d[None, :], mask=(entries[i] >= 0)[:, None])
 
@@ -150,7 +151,7 @@ def _gather_half(
 def gather(
     ckv, kpe, shared: Shared, items, counts, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step, settings: Settings
 ):
-    """Four warps: copy keys that make no box row by row with cp.async: pages of a few tokens, sparse tokens."""
+    """Four producer warps: copy keys row by row with cp.async, for sparse tokens and pages that are no TMA box."""
     count = gl.load(counts)
     phase = 1
     waves = gl.cdiv(count, gl.num_programs(0))
@@ -165,7 +166,7 @@ def gather(
             start = begin + (pairs - 1) * 2 * KEYS
             for i in range(pairs):
                 for block in gl.static_range(2):
-                    # Loaded before the wait, which hides their latency.
+                    # Loaded before the wait for a release, which hides the latency.
                     entries = _entries(table, start, end, settings)
                     if settings.SPARSE:
                         publish_bias(block, shared, table, start, end, phase)
@@ -183,7 +184,7 @@ def gather(
 
 @gluon.jit
 def fetch(tile, q, record, stride_n, stride_h, settings: Settings):
-    """Start copying columns of a tile's query rows; zeros past the last one. FP8 is widened through registers."""
+    """Start copying columns of a tile's query rows; zeros past the last row. FP8 is widened in registers."""
     if settings.Q_FP8 != "":
         fetch_fp8(tile, q, record, stride_n, stride_h, settings)
         return

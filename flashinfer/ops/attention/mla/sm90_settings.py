@@ -1,33 +1,33 @@
-"""Latent attention on Hopper: sizes of tiles, what the kernel is compiled for, and what its warps share."""
+"""Latent attention on Hopper: tile sizes, compile-time settings, and shared memory."""
 
 from flashinfer._core.gluon_compat import aggregate, gl
 
-# Query rows of a tile, and keys of a block: what one wgmma takes, and 64 columns, below which reading the queries from
-# shared memory for each product takes longer than the product.
+# Query rows of a tile: M of one wgmma. Keys of a block: with fewer than 64, reading the queries from shared memory
+# takes longer than the product.
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(64)
-# Columns of a latent row that a warpgroup has of the output.
+# Columns of the output of one warpgroup, half of a latent row.
 HALF = gl.constexpr(256)
-# Columns that are waited for at a time: products start when the first ones are there.
+# Columns with an mbarrier of their own: products start when the first part of a half has arrived.
 PART = gl.constexpr(128)
 # Columns of a positional row.
 REST = gl.constexpr(64)
-# Work items that a block of threads retries, at most. Past them it tries no fixed shift any more.
+# The most work items that a thread block retries. After that many failures it no longer uses a fixed shift.
 MOST_FAILED = gl.constexpr(64)
-# Four warps copy 16 rows of 64 columns at a time: eight lanes a row, whose 128 bytes fill all banks. A thread has the
-# same few rows of any tile.
+# Four warps copy 16 rows of 64 columns at a time, eight lanes a row, whose 128 bytes fill all banks. Each thread has
+# the same rows in every tile.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @aggregate
 class Settings:
-    """Constants that the kernel is compiled for."""
+    """The kernel's compile-time settings."""
 
     HEADS: gl.constexpr
     PAGE_SIZE: gl.constexpr
-    # Whether entries of the table are tokens, as in portable_kernel.py.
+    # Whether entries of the table are tokens instead of pages.
     SPARSE: gl.constexpr
-    # Whether keys are gathered row by row, and not copied in boxes.
+    # Whether keys are copied row by row instead of by TMA.
     GATHER: gl.constexpr
     # Whether keys have a positional row.
     POSITIONAL: gl.constexpr
@@ -37,9 +37,9 @@ class Settings:
     CAUSAL: gl.constexpr
     SINKS: gl.constexpr
     DEVICE_SCALES: gl.constexpr
-    # Whether logits are more than products times a positive scale, which is folded into the exponent.
+    # Whether logits need more than a positive scale. A positive scale alone is folded into the exponent.
     TRANSFORM: gl.constexpr
-    # Whether weights of blocks without a mask have a fixed shift: in bf16, which has the range of float32.
+    # Whether blocks without a mask use a fixed shift: in bf16, which has the range of float32.
     FIXED: gl.constexpr
     LSE: gl.constexpr
     BASE_E: gl.constexpr
@@ -47,10 +47,12 @@ class Settings:
 
 @aggregate
 class Shared:
-    """Shared memory: queries, and two blocks of keys, each a left and a right half of latent rows and positional rows.
+    """Shared memory: queries, and a pair of blocks of keys. A block has a left and a right half of its latent rows, and
+    positional rows.
 
-    A half of a block is released as a whole, and filled in two parts (barriers 2 * block + part). Positional rows are
-    filled with the half whose release also frees them: the right one of the first block, the left one of the second.
+    A half is released as a whole (one mbarrier for each block) and filled in two parts (mbarrier 2 * block + part).
+    Positional rows are filled together with the half whose release also frees them: the right half of block 0, the left
+    half of block 1.
     """
 
     q_left: gl.shared_memory_descriptor
@@ -63,8 +65,8 @@ class Shared:
     left_empty: gl.shared_memory_descriptor
     right_full: gl.shared_memory_descriptor
     right_empty: gl.shared_memory_descriptor
-    # What a warpgroup publishes for the other: its weights (`ready`, in the place of its positional keys), the maximum
-    # and the factor of each row, and its sums; and the barrier at which both meet.
+    # Data of one warpgroup for the other: its weights, which overwrite its positional keys (`ready`), the maximum and
+    # the factor of each row, and its sums; `met` is a barrier of both.
     ready: gl.shared_memory_descriptor
     met: gl.shared_memory_descriptor
     tops: gl.shared_memory_descriptor
@@ -73,7 +75,7 @@ class Shared:
     # Sparse keys: 0, or -inf where the table names no key, and its barrier.
     bias: gl.shared_memory_descriptor
     bias_full: gl.shared_memory_descriptor
-    # Work items at which a fixed shift failed, their count behind them, and the barrier after the last one.
+    # The work items whose fixed shift failed, then their count; `reported` is the mbarrier after the last one.
     failed: gl.shared_memory_descriptor
     reported: gl.shared_memory_descriptor
 

@@ -1,7 +1,7 @@
-"""Latent attention on Hopper over FP8 caches: keys are widened to bf16 or fp16 on their way to shared memory.
+"""Latent attention on Hopper with FP8 caches: keys are widened to bf16 or fp16 before they are stored in shared memory.
 
-Shared memory is full, so FP8 is not staged: four warps load words of four elements into registers, convert them
-exactly, and store them where copies would put keys of the wider type. Consumers are the same for both.
+Shared memory has no room to stage FP8. Four warps load words of four elements into registers, convert them exactly, and
+store them where copies would store keys of the wider dtype. The consumers are the same.
 """
 
 from flashinfer._core.gluon_compat import block_barrier, gl, gluon, mbarrier, reinterpret
@@ -32,8 +32,8 @@ def _widening(FORMAT, BF16):
 
 @gluon.jit
 def load_words(source, at, there, FIRST: gl.constexpr, WORDS: gl.constexpr):
-    """Words FIRST ... FIRST + WORDS of the rows at offsets `at`; zeros where there is none."""
-    # Four lanes a row, eight rows: the widened 16 bytes of eight lanes lie in different banks.
+    """Words FIRST to FIRST + WORDS - 1 of the rows at offsets `at`; zeros for rows that are not `there`."""
+    # Four lanes a row, eight rows: the widened 16 bytes of eight lanes are in different banks.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     d = FIRST + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     return gl.load(source + at[:, None] + d[None, :], mask=there[:, None], other=0)
@@ -41,7 +41,7 @@ def load_words(source, at, there, FIRST: gl.constexpr, WORDS: gl.constexpr):
 
 @gluon.jit
 def store_widened(tile, FIRST: gl.constexpr, words, FORMAT: gl.constexpr):
-    """Store FP8 elements as a tile's columns from FIRST on, in the tile's type."""
+    """Store FP8 elements as a tile's columns from FIRST on, in the tile's dtype."""
     ROWS_IN: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1] // 2
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_IN, COLUMNS], gl.int32)
@@ -56,10 +56,11 @@ def store_widened(tile, FIRST: gl.constexpr, words, FORMAT: gl.constexpr):
 
 @gluon.jit
 def publish_bias(BLOCK: gl.constexpr, shared: Shared, table, start, end, phase):
-    """Publish which keys of a sparse block exist."""
+    """Store the bias of a sparse block, 0 for keys that exist and -inf for others, and signal the consumers."""
     position = start + gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [4], [0]))
     entry = gl.load(table + position, mask=position < end, other=-1)
-    # The half that is released first was read by the block's own warpgroup, after it had read the last bias.
+    # The block's own warpgroup reads the bias before it releases its first half, so after that release the bias is
+    # free.
     mbarrier.wait((shared.left_empty if BLOCK == 0 else shared.right_empty).index(BLOCK), phase)
     shared.bias.index(BLOCK).store(gl.where(entry >= 0, 0.0, float("-inf")))
     block_barrier()
@@ -68,7 +69,7 @@ def publish_bias(BLOCK: gl.constexpr, shared: Shared, table, start, end, phase):
 
 @gluon.jit
 def _rows_of(table, start, begin, end, settings: Settings):
-    """Table entries of a block of keys, row by row; -1 where there is no key."""
+    """Table entries of a block of keys, one for each row; -1 for rows without a key."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     position = start + opaque(gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT)))
     at = position if settings.SPARSE else position // settings.PAGE_SIZE
@@ -87,26 +88,28 @@ def _offsets(entries, start, page, step, settings: Settings):
 
 @gluon.constexpr_function
 def _is_left(BLOCK, PART_AT):
-    """Whether the PART_AT-th part of a block to be released is in its left half."""
+    """Whether part PART_AT of a block, in the order of their release, is in the left half."""
     return (PART_AT < 2) == (BLOCK == 0)
 
 
 @gluon.jit
 def _load_part(BLOCK: gl.constexpr, AT: gl.constexpr, ckv, at, there):
+    """Load the FP8 words of part AT of a block, in the order of their release."""
     FIRST: gl.constexpr = ((0 if _is_left(BLOCK, AT) else HALF) + AT % 2 * PART) // 4
     return load_words(ckv, at, there, FIRST, PART // 4)
 
 
 @gluon.jit
 def _widen_part(BLOCK: gl.constexpr, AT: gl.constexpr, shared: Shared, words, rest, phase, settings: Settings):
-    """Store a part once its half is released, the positional rows before the third part."""
+    """Store part AT once its half is released; before part 2 the positional rows."""
     LEFT: gl.constexpr = _is_left(BLOCK, AT)
     if AT % 2 == 0:
         mbarrier.wait((shared.left_empty if LEFT else shared.right_empty).index(BLOCK), phase)
     if settings.POSITIONAL and AT == 2:
         store_widened(shared.rest.index(BLOCK), 0, rest, settings.KV_FP8)
     store_widened((shared.left if LEFT else shared.right).index(BLOCK), AT % 2 * PART, words, settings.KV_FP8)
-    # Consumers make the fence that orders these stores before wgmma's reads: here it would wait for loads in flight.
+    # The consumers execute the fence that orders these stores before wgmma's reads. Here it would wait for the loads in
+    # flight.
     block_barrier()
     mbarrier.arrive((shared.left_full if LEFT else shared.right_full).index(2 * BLOCK + AT % 2), count=1)
 
@@ -115,11 +118,12 @@ def _widen_part(BLOCK: gl.constexpr, AT: gl.constexpr, shared: Shared, words, re
 def widen(
     ckv, kpe, shared: Shared, items, counts, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step, settings: Settings
 ):
-    """Four warps: load FP8 keys, convert them in registers, store them; part by part, the next ones in flight.
+    """Four producer warps: load FP8 keys, convert them in registers, and store them, one part after another, with the
+    loads of the next parts in flight.
 
-    Each thread has two rows of a block. Caches are words of four elements, and steps are words.
+    Each thread has two rows of a block. Caches are read as words of four elements, and steps are in words.
     """
-    # Parts in flight.
+    # Parts whose loads are in flight.
     AHEAD: gl.constexpr = 2
     count = gl.load(counts)
     phase = 1
@@ -136,9 +140,9 @@ def widen(
             entries = _rows_of(table, start, begin, end, settings)
             after = _rows_of(table, start + KEYS, begin, end, settings)
             at = _offsets(entries, start, ckv_page, ckv_step, settings)
-            flight = ()
+            in_flight = ()
             for part in gl.static_range(AHEAD):
-                flight += (_load_part(0, part, ckv, at, entries >= 0),)
+                in_flight += (_load_part(0, part, ckv, at, entries >= 0),)
             for i in range(pairs):
                 for block in gl.static_range(2):
                     following = start + (KEYS if block == 0 else -3 * KEYS)
@@ -151,14 +155,14 @@ def widen(
                     later = _rows_of(table, following + (-3 * KEYS if block == 0 else KEYS), begin, end, settings)
                     for part in gl.static_range(4):
                         if settings.POSITIONAL and part == 2:
-                            _widen_part(block, part, shared, flight[0], rest, phase, settings)
+                            _widen_part(block, part, shared, in_flight[0], rest, phase, settings)
                         else:
-                            _widen_part(block, part, shared, flight[0], flight[0], phase, settings)
+                            _widen_part(block, part, shared, in_flight[0], in_flight[0], phase, settings)
                         if part + AHEAD < 4:
                             words = _load_part(block, part + AHEAD, ckv, at, entries >= 0)
                         else:
                             words = _load_part(1 - block, part + AHEAD - 4, ckv, next_at, after >= 0)
-                        flight = flight[1:] + (words,)
+                        in_flight = in_flight[1:] + (words,)
                     at = next_at
                     entries = after
                     after = later
@@ -170,7 +174,7 @@ def widen(
 
 @gluon.jit
 def fetch_fp8(tile, q, record, stride_n, stride_h, settings: Settings):
-    """Store FP8 query rows, words of four elements, widened; zeros past the last one."""
+    """Store FP8 query rows, read as words of four elements, widened; zeros past the last row."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     packed = gl.load(record + ITEM_TILE_ROW) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     token = packed // settings.HEADS

@@ -1,4 +1,4 @@
-"""Latent attention on Hopper: which work item a block has next, and which keys an item has."""
+"""Latent attention on Hopper: the order of a thread block's work items, and the keys of an item."""
 
 from flashinfer._core.gluon_compat import gl, gluon, mbarrier
 from flashinfer.ops._device.sm90.publish import read_word
@@ -15,7 +15,7 @@ from flashinfer.ops.attention.mla.sm90_settings import KEYS, MOST_FAILED, ROWS, 
 
 @gluon.jit
 def item_of(wave, waves, shared: Shared, settings: Settings):
-    """The wave-th work item of this block; every other wave is dealt out backwards. Retries follow the last wave."""
+    """The thread block's work item in wave `wave`, in the order of `snake`. Retries follow the last wave."""
     item = snake(wave)
     if settings.FIXED:
         if wave >= waves:
@@ -25,7 +25,7 @@ def item_of(wave, waves, shared: Shared, settings: Settings):
 
 @gluon.jit
 def retries(wave, waves, shared: Shared, settings: Settings):
-    """How many work items this block retries: known once all waves are done, 0 before and after."""
+    """The number of work items to retry, once, when all waves are done; 0 in all other waves."""
     more = 0
     if settings.FIXED:
         if wave == waves:
@@ -36,7 +36,7 @@ def retries(wave, waves, shared: Shared, settings: Settings):
 
 @gluon.jit
 def span(record, settings: Settings):
-    """A work item's first key, end, and pairs of key blocks; every row of the tile sees the keys before `plain_end`."""
+    """A work item's first key, end of keys, pairs of key blocks, and plain_end: all rows see the keys before it."""
     q_len = gl.load(record + ITEM_Q_LEN)
     before = gl.load(record + ITEM_KV_LEN) - q_len
     tile_row = gl.load(record + ITEM_TILE_ROW)
