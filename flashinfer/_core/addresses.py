@@ -1,4 +1,4 @@
-"""Memory that is known by its address alone."""
+"""Tensors over memory that is given by its address."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def tensor_at(address: int, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The contiguous tensor of a shape at an address of this process, or of a GPU. Nothing is copied.
+    """A contiguous tensor of a shape at an address of host memory or of a GPU, without a copy.
 
-    The memory is the caller's, and has to outlive the tensor.
+    The caller owns the memory, which has to outlive the tensor.
     """
     count = torch.Size(shape).numel() * dtype.itemsize
     if not count:
@@ -23,7 +23,7 @@ def tensor_at(address: int, dtype: torch.dtype, shape: tuple[int, ...], device: 
 
 
 class _OnGpu:
-    """Bytes of a GPU as the CUDA array interface (version 3) states them."""
+    """GPU memory with the CUDA array interface (version 3)."""
 
     def __init__(self, address: int, count: int):
         self.__cuda_array_interface__ = {

@@ -1,4 +1,4 @@
-"""Whether tensors are like others in all but memory: one call into torch, where their attributes take a dozen."""
+"""Tests whether tensors equal others in everything but memory, with one call into torch instead of a dozen."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch._C._dynamo.guards import TensorGuards
 
 
 def like(*examples: torch.Tensor, free: Sequence[int] = ()) -> Callable[..., bool]:
-    """A function of as many objects: whether they are tensors of the class, dtype, device, shape and strides of these.
+    """A function that tells whether its arguments are tensors of the class, dtype, device, shape and strides of the
+    examples.
 
-    It may say no to tensors that are: with another requires_grad, or made in another mode of torch. Where two examples
-    are one tensor, so are those that are like them, and where they are two, those are.
+    It may return False for such tensors, if requires_grad or torch's mode at their creation differ. Arguments have to
+    be the same tensor exactly where the examples are.
 
     Parameters
     ----------
     *examples : Tensor
     free : sequence of int
-        Which of them stand for any length of their first axis.
+        Indices of examples whose first axis may have any length.
     """
     firsts = [next(i for i, y in enumerate(examples) if y is x) for x in examples]
     different = [i for i, first in enumerate(firsts) if i == first]

@@ -12,7 +12,7 @@ import torch
 from flashinfer._core import literals
 from flashinfer._core.checks import renamed, require
 
-# What stands in an annotation -> whether a value is of that kind, and what an error calls the kind.
+# {annotation: (test of a value, the kind's name in errors)}.
 _NUMBERS = (int, float, np.integer, np.floating)
 
 

@@ -1,8 +1,9 @@
-"""PTX that ptxas before 12.9 assembles wrongly goes to a newer one. Triton 3.6 has 12.8 for Hopper, and 12.9 beside it.
+"""Works around a bug of ptxas 12.8: affected PTX is assembled by ptxas 12.9. Triton 3.6 ships 12.8 for Hopper, and 12.9
+for Blackwell.
 
-A product of Hopper (wgmma) reads shared memory by descriptors: an address in the low bits, and a layout, which is a
-constant (PTX ISA, "Matrix Descriptor Format"). Where descriptors of several layouts are made of one register, ptxas
-12.8.93 adds the steps within a tile to a register that nothing has written; 12.9.86 does not.
+wgmma reads shared memory by descriptors: an address in the low bits, and a layout, which is a constant (PTX ISA,
+"Matrix Descriptor Format"). If descriptors of several layouts are computed from one register, ptxas 12.8.93 adds the
+offsets within a tile to an uninitialized register; 12.9.86 does not.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from flashinfer._core.checks import CompileError
 
-# A register and a constant: the step within the tile below, and from bit 32 on the distance of rows and the swizzle.
+# The sum of a register and a constant: the offset within the tile in the low bits; row stride and swizzle from bit 32
+# on.
 _SUM = re.compile(r"(?:or\.b64|add\.s64)\s+%\w+, (%\w+), (-?\d{18,});")
 _FIRST_RIGHT = 12, 9
 
 
 def descriptor_sums(ptx: str) -> dict[str, set[int]]:
-    """{register: layouts of the descriptors that are made of it}."""
+    """{register: layouts of the descriptors that are computed from it}."""
     layouts = defaultdict(set)
     for register, constant in _SUM.findall(ptx):
         layouts[register].add(int(constant) >> 32)
@@ -32,35 +34,35 @@ def descriptor_sums(ptx: str) -> dict[str, set[int]]:
 
 
 def registers_of_two_layouts(ptx: str) -> list[str]:
-    """Registers with the address of a tile, of which descriptors with different distances or swizzles are made."""
+    """Registers from which descriptors with different row strides or swizzles are computed."""
     return [register for register, its in descriptor_sums(ptx).items() if len(its) > 1]
 
 
 def tools_of(capability: int) -> list[knobs.NvidiaTool]:
-    """The assemblers that may make a chip's code, Triton's own choice first."""
+    """The assemblers that may be used for a chip, Triton's own choice first."""
     others = (knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell) if capability == 90 else ()
     return list({tool.path: tool for tool in (get_ptxas(capability), *others) if tool is not None}.values())
 
 
 def needs_newer(ptx: str, capability: int) -> bool:
-    """Whether the assembler that Triton takes for a chip would make wrong code of this."""
+    """Whether the assembler that Triton uses for a chip would generate wrong code from this PTX."""
     if capability != 90 or "wgmma" not in ptx or not registers_of_two_layouts(ptx):
         return False
     return _version(get_ptxas(capability)) < _FIRST_RIGHT
 
 
 def assemble(ptx: str, options, arch: str) -> bytes:
-    """The cubin, by whichever of Triton's assemblers is new enough, with the options that Triton gives its own.
+    """Assemble a cubin with the first of Triton's assemblers that is new enough, with Triton's options.
 
     Parameters
     ----------
     options : CUDAOptions
-        Triton's, of the kernel. What knobs say of lines and optimization holds, too.
+        Triton's options of the kernel. The knobs for source lines and optimization are respected too.
 
     Raises
     ------
     CompileError
-        Neither is new enough; or it failed, with its words.
+        No assembler is new enough, or it failed; the message has its output.
     """
     tools = tools_of(90)
     tool = next((tool for tool in tools if _version(tool) >= _FIRST_RIGHT), None)

@@ -34,7 +34,7 @@ VARIANTS_OF: dict[Backend, tuple[str, ...] | None] = {
     "sm90": ("sm90",),
 }
 
-# What a wrapper reports as its backend: engines compare it with upstream's strings.
+# The backend that a wrapper reports; engines compare it with upstream's strings.
 REPORTED_AS = {
     "reference": "fa2",
     "portable": "fa2",

@@ -1,7 +1,8 @@
-"""Which folders compiled kernels are read from and written to: the cache, precompiled folders, a private one.
+"""The folders from which compiled kernels are read and to which they are written: the cache, precompiled folders, and a
+private one.
 
-A cache that cannot be written, or that other users could have written, is replaced by a temporary folder of this
-process's own; where there is none either, kernels are kept in memory alone.
+A cache that cannot be written, or that other users could have written, is replaced by a private temporary folder of
+this process. Without one, kernels are kept in memory only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def root_of(base: Path) -> Path:
 
 @dataclass(frozen=True)
 class Place:
-    """A folder: what a user named, and the steps below it that are judged."""
+    """A folder: the base that a user named, and the parts below it, which are checked (`trusted`)."""
 
     base: Path
     parts: tuple[str, ...]
@@ -69,7 +70,7 @@ def places_to_read(key: dict) -> Iterator[Place]:
 
 
 def fault_of(place: Place) -> str:
-    """Why a folder is not believed; '' if it is, or is not there."""
+    """Why a folder is not trusted; '' if it is, or does not exist."""
     try:
         with place.opened():
             return ""
@@ -82,13 +83,13 @@ def fault_of(place: Place) -> str:
 
 
 def writable_root() -> Path | None:
-    """The folder that new entries go to: the cache, or a private temporary one; None where neither can be made."""
+    """The folder of new entries: the cache, or a private temporary one; None if neither can be made."""
     place = writable(None)
     return None if place is None else place.path
 
 
 def writable(key: dict | None) -> Place | None:
-    """The folder of a key in the cache, made; in a private one where the cache cannot be written or believed."""
+    """Make the folder of a key in the cache, or in a private folder if the cache cannot be written or trusted."""
     below = () if key is None else below_of(key)
     base = env.workspace_base()
     place = in_cache(base, below)
@@ -117,9 +118,9 @@ _private_lock = threading.Lock()
 
 
 def _private_now(base: Path, below: tuple[str, ...]) -> Place | None:
-    """`below` in this process's private folder in place of `base`; None if that is gone, or not this process's alone.
+    """`below` in this process's private folder that replaces `base`; None if it is gone, or is a parent process's.
 
-    A fork has its parent's folder by name, and the parent removes it.
+    A forked process knows its parent's folder, but the parent removes that.
     """
     folder, owner = _private.get(base, (None, 0))
     if folder is None or owner != os.getpid() or not folder.is_dir():
@@ -147,9 +148,9 @@ def _private_root(base: Path, why: str, below: tuple[str, ...]) -> Place | None:
 
 
 def find_temporary() -> None:
-    """Where no folder for temporary files can be written, as in a container that is read-only: memory, if there is any.
+    """Use memory for temporary files if no temporary folder can be written, as in a read-only container.
 
-    Triton hands its assembler files, too.
+    Triton also passes files to its assembler.
     """
     try:
         tempfile.gettempdir()
@@ -163,14 +164,14 @@ def _remove_private(folder: Path, owner: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# A child that is forked while another thread makes a folder has a lock of its own.
+# A child that is forked while another thread holds the lock gets a new one.
 os.register_at_fork(after_in_child=lambda: globals().update(_private_lock=threading.Lock()))
 
 _said: set = set()
 
 
 def warn_once(text: str, about=None) -> None:
-    """Log a warning that has not been given; `about` stands for texts that differ in details alone."""
+    """Log a warning once; warnings with the same `about` count as one."""
     if (about or text) not in _said:
         _said.add(about or text)
         logger.warning("%s", text)

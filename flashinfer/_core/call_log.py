@@ -1,4 +1,4 @@
-"""What a call of a public function was given and gave back, as lines of text: FLASHINFER_LOGLEVEL 1, 3, 5 and 10.
+"""Logs the arguments and results of calls of public functions as text: FLASHINFER_LOGLEVEL 1, 3, 5 and 10.
 
 Lines about arguments are written and flushed before the call, so that they are there if it ends the process.
 """

@@ -1,9 +1,10 @@
-"""CUDA graph capture, whoever begins it.
+"""Memory allocated during CUDA graph capture, also in captures that torch does not know of.
 
-torch.cuda.graph tells torch's allocator of a capture: memory that a call takes in it, even memory that the call frees,
-stays in the graph's pool for as long as the graph. cudaStreamBeginCapture on a stream of the caller's tells it nothing:
-what a call frees is given out again while the graph still writes it at each replay. So what this package allocates in
-such a capture is kept, for the life of the process: nobody says when the graph ends. Its results are the caller's.
+torch.cuda.graph informs torch's allocator: memory that a call allocates in the capture, and even frees, stays in the
+graph's pool as long as the graph. After cudaStreamBeginCapture on a caller's stream the allocator is not informed:
+memory that a call frees is reused while each replay of the graph still writes it. Therefore memory that this package
+allocates in such a capture is kept for the life of the process, because the end of the graph is unknown. The caller
+owns results.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashinfer._core import driver
 
 _lock = threading.Lock()
-# By the driver's number of a capture, which no other one gets.
+# {the driver's id of a capture: whether torch's allocator does not know it}. The ids are unique.
 _known: dict[int, bool] = {}
 _kept: list[torch.Tensor] = []
 
 
 def is_unknown(device: torch.device) -> bool:
-    """Whether the current stream of a GPU is being captured, and torch's allocator does not know it."""
+    """Whether the current stream is being captured without torch's allocator knowing it."""
     if not torch.cuda.is_current_stream_capturing():
         return False
     stream = torch._C._cuda_getCurrentRawStream(device.index if device.index is not None else 0)
@@ -38,12 +39,12 @@ def is_unknown(device: torch.device) -> bool:
 
 
 def _in_a_pool(device: torch.device) -> bool:
-    """Whether what torch allocates now is part of a graph's pool. A look through its segments: once for each graph."""
+    """Whether torch allocates in a graph's pool now, by a search of its segments; called once for each graph."""
     at = torch.empty(1, dtype=torch.uint8, device=device).data_ptr()
     try:
         segments = torch.cuda.memory_snapshot()
     except RuntimeError:
-        # Another allocator is in the place of torch's, and does as it does.
+        # Another allocator has replaced torch's; it has its own policy for captures.
         return True
     for segment in segments:
         if segment["address"] <= at < segment["address"] + segment["total_size"]:
@@ -52,29 +53,29 @@ def _in_a_pool(device: torch.device) -> bool:
 
 
 def keep(tensor: torch.Tensor) -> None:
-    """Keep what was allocated in such a capture."""
+    """Keep a tensor that was allocated in such a capture."""
     with _lock:
         _kept.append(tensor)
 
 
 class Keeping(TorchDispatchMode):
-    """Inside, what this thread allocates on a GPU is kept."""
+    """A context that keeps the GPU memory that this thread allocates."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # For True, torch imports dynamo, which takes seconds.
+        # If this were True torch would import dynamo, which takes seconds.
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        # What is no view and is not written in place is new.
+        # A result that is no view and is not written in place is newly allocated.
         if isinstance(result, torch.Tensor) and result.is_cuda and not (func.is_view or func._schema.is_mutable):
             keep(result)
         return result
 
 
 def run(function: Callable, args: tuple, named: dict, device: torch.device):
-    """The call, with what it allocates kept if its stream is captured and torch's allocator does not know it."""
+    """Call the function; keep what it allocates if `is_unknown`."""
     if is_unknown(device):
         with Keeping():
             return function(*args, **named)

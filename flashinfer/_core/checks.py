@@ -1,4 +1,4 @@
-"""Bad input ends here: a ValueError that names the argument, its value and what is allowed."""
+"""Checks of arguments: they raise ValueError with the argument's name, its value and what is allowed."""
 
 from __future__ import annotations
 

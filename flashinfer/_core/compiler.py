@@ -1,7 +1,7 @@
-"""A Build and an architecture -> a cubin and what a launch must know of it. Needs Triton, but neither GPU nor driver.
+"""Compiles a Build for an architecture to a cubin and the data of a launch. Needs Triton, but no GPU and no driver.
 
-Triton's stages run here one after another in memory: `triton.compile` would pass the same stages through a file cache
-that belongs to the whole process.
+Triton's stages run one after another in memory. `triton.compile` would run the same stages through Triton's own file
+cache.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ FORMAT = 2
 
 _LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
-# Python's ast counts its depth for all threads together, and raises SystemError where two build trees at once.
+# Python's ast keeps one recursion depth for all threads, and raises SystemError if two threads build trees at once.
 _parsing = threading.RLock()
 _counting = threading.Lock()
 _compiling: list[ExitStack] = []
 
 
 def key_of(name: str, problem, config, build, arch: str) -> dict:
-    """Everything that decides which code comes out, as plain data that JSON keeps unchanged."""
+    """The compile key: everything that determines the generated code, as plain data that JSON keeps unchanged."""
     return {
         "format": FORMAT,
         "name": name,
@@ -66,12 +66,12 @@ def key_of(name: str, problem, config, build, arch: str) -> dict:
 
 
 def compile_kernel(build, arch: str) -> tuple[bytes, dict]:
-    """The cubin, and what a launch must know: symbol, threads, shared bytes, parameters, tensor maps, resources."""
+    """The cubin, and the data of a launch: symbol, threads, shared bytes, parameters, tensor maps, resources."""
     return parsed(build, arch)()
 
 
 def parsed(build, arch: str) -> Callable[[], tuple[bytes, dict]]:
-    """The kernel in Triton's IR. What is returned compiles the rest, once, on any thread: it parses nothing."""
+    """Parse the kernel to Triton's IR. The returned function compiles the IR, once, on any thread, without parsing."""
     capability = capability_of(arch)
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
@@ -109,8 +109,8 @@ def parsed(build, arch: str) -> Callable[[], tuple[bytes, dict]]:
 
 @contextmanager
 def _lines_as_asked() -> Iterator[None]:
-    """Triton's knob for source lines, which is the process's: set for the first of those that compile, and put back
-    after the last."""
+    """Set Triton's knob for source lines as this package's setting says. The knob is global to the process: the first
+    concurrent compilation sets it, and the last one restores it."""
     with _counting:
         scope = ExitStack() if not _compiling else _compiling[0]
         if not _compiling:
@@ -127,7 +127,7 @@ def _lines_as_asked() -> Iterator[None]:
 
 
 def _explained(error: CompilationError, build) -> str:
-    """The error with file and line, those of the innermost function that is not Triton's own."""
+    """The error's message with file and line of the innermost function that is not Triton's own."""
     functions = {f.src: f for f in _reached_from((build.kernel, *build.constants.values())) if hasattr(f, "src")}
     place, reason = "", str(error)
     while error is not None:
@@ -163,7 +163,8 @@ def _reached_from(values) -> list:
 
 
 def check_names(*functions) -> None:
-    """Raise TypeError where two functions that one kernel would call share a name: the compiler keeps one of a name."""
+    """Raise TypeError if two functions that one kernel calls have the same name: the compiler keeps one for each
+    name."""
     named: dict[str, Any] = {}
     for function in _reached_from(functions):
         name = f"{function.fn.__module__}.{function.fn.__qualname__}"
@@ -179,17 +180,17 @@ def capability_of(arch: str) -> int:
 
 def is_device_function(value) -> bool:
     """Whether `value` was made by `@triton.jit`: the function itself, or what stands for it under the interpreter."""
-    # By name, for the interpreter's module is loaded by those who interpret alone.
+    # By the class's name, so that the interpreter's module need not be imported.
     return isinstance(value, JITCallable) or type(value).__name__ == "InterpretedFunction"
 
 
 def fingerprint(kernel, by_source: bool = False) -> str:
-    """Hash of a kernel's source and all it reaches: functions it calls, constants of its module, parameter defaults.
+    """Hash of a kernel's source and all that it uses: functions it calls, constants of its module, parameter defaults.
 
-    Triton's own `cache_key` follows calls and module-level constexprs, but neither a constant read as an attribute of
-    a module nor one used as a parameter's default, so those are added here. It depends on nothing but the source:
-    not on paths, on the Python version or on the order of any dict. With `by_source` it does not depend on where in its
-    file the source stands, either, and is the same under the interpreter, whose functions have no `cache_key`.
+    Triton's own `cache_key` covers calls and module-level constexprs, but no constants read as attributes of a module
+    and no parameter defaults; those are added here. The hash depends on the source only, not on paths, on the Python
+    version or on the order of a dict. With `by_source` it does not depend on line numbers either, and is the same under
+    the interpreter, whose functions have no `cache_key`.
     """
     reached: dict[str, str] = {}
     with _parsing:
@@ -207,7 +208,8 @@ def _reach(function, reached: dict[str, str], key_of: Callable) -> None:
 
 
 def _used_by(function) -> dict:
-    """What a function's names stand for, defaults of its parameters included; "m.n" for n of a module m."""
+    """{name: value} of a function's globals, closure variables and parameter defaults; "m.n" for attribute n of module
+    m."""
     scope = function.fn.__globals__ | inspect.getclosurevars(function.fn).nonlocals
     values = {p.name: p.default for p in inspect.signature(function.fn).parameters.values() if p.default is not p.empty}
     read, attributes = set(), set()
@@ -222,7 +224,8 @@ def _used_by(function) -> dict:
 
 
 def _globals_of(code: CodeType) -> set[str]:
-    """The names that a code reads as globals; `dis` takes ten times as long, and every first call looks."""
+    """The names that a code object reads as globals. `dis` takes ten times as long, and this runs in every first
+    call."""
     names, high = set(), 0
     for operation, argument in zip(code.co_code[::2], code.co_code[1::2]):
         argument |= high
@@ -238,7 +241,7 @@ def _cache_key_of(function) -> str:
 
 
 def _source_of(function) -> str:
-    # As it was when the function was made, where Triton keeps that.
+    # Triton's copy of the source at the time of the function's definition, if it has one.
     kept = getattr(function, "raw_src", None)
     text = "".join(kept) if kept else inspect.getsource(getattr(function, "fn", function))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -288,13 +291,13 @@ def _options(build) -> dict:
         "num_warps": build.num_warps,
         "num_stages": build.num_stages,
         "maxnreg": build.maxnreg,
-        # Triton 3.10 turns the default round; stated, a kernel means the same under every version.
+        # Triton 3.10 changes the default. An explicit value gives the same arithmetic under all versions.
         "enable_fp_fusion": True,
     }
 
 
-# Triton's settings that leave the code as it is, by their variables: folders, dumps, tools that read alone. Source
-# lines are in the options, the assembler and libdevice below.
+# Environment variables of Triton that do not change the code: folders, dumps, inspection tools. Source lines are part
+# of the options; the assembler and libdevice are handled below.
 _NO_CODE = frozenset(
     {
         "NVPTX_ENABLE_DUMP", "TRITON_ALWAYS_COMPILE", "TRITON_CUOBJDUMP_PATH", "TRITON_DISABLE_LINE_INFO",
@@ -303,7 +306,8 @@ _NO_CODE = frozenset(
         "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_PTXAS_PATH", "TRITON_STORE_BINARY_ONLY",
     }
 )  # fmt: skip
-# What its C++ reads by itself, and its Python outside the knobs; its own list, which differs by version, is asked too.
+# Variables that Triton's C++ reads, and its Python outside of the knobs. Triton's own list, which differs by version,
+# is used too.
 _UNLISTED = (
     "ALLOW_LHS_TMEM_LAYOUT_CONVERSION", "DISABLE_LLVM_OPT", "DISABLE_MMA_V3", "DISABLE_MMA_V5", "PTXAS_OPTIONS",
     "TRITON_DEBUG", "TRITON_DEFAULT_PTXAS_OPTIONS", "TRITON_ENABLE_EXPERIMENTAL_CONSAN", "TRITON_INSTRUMENTATION_MODE",
@@ -313,7 +317,7 @@ _CONTENTS = ("LLVM_PASS_PLUGIN_PATH", "TRITON_LIBDEVICE_PATH", "TRITON_PASS_PLUG
 
 
 def _environment(capability: int) -> dict[str, str]:
-    """What beside source and options changes the code: Triton's variables and knobs, and tools in place of its own."""
+    """Settings beside source and options that change the code: Triton's variables and knobs, and replaced tools."""
     found = {name: str(value) for name, value in get_cache_invalidating_env_vars().items()}
     found |= {name: os.environ[name] for name in _UNLISTED if os.environ.get(name)}
     for group in (knobs.compilation, knobs.language, knobs.nvidia, knobs.runtime):
@@ -345,13 +349,13 @@ def _settings(group) -> dict[str, str]:
 
 
 def promise_of(kind: str) -> tuple[str, int]:
-    """A parameter's bare type, and what its address or value is promised to be divisible by: "i64:8" is (i64, 8)."""
+    """A parameter's bare type, and the divisor of its address or value: "i64:8" gives ("i64", 8), "i64" ("i64", 1)."""
     match = re.fullmatch(r"(.*):(\d+)", kind)
     return (match[1], int(match[2])) if match else (kind, 1)
 
 
 def grouped(values: dict) -> dict:
-    """What stands under "p.x", "p.y", ... as a named tuple (x, y, ...) under "p"; the rest as it is, in its order."""
+    """Group entries "p.x", "p.y", ... to a named tuple (x, y, ...) under "p"; other entries are unchanged, in order."""
     groups: dict = {}
     for name, value in values.items():
         group, _, field = name.partition(".")
@@ -417,7 +421,7 @@ def parameters_of(ptx: str) -> list[list]:
     return found
 
 
-# What works on registers and parameters alone (PTX ISA).
+# PTX instructions that use registers and parameters only (PTX ISA).
 _ARITHMETIC = re.compile(
     r"(mov|ld\.param|cvt|cvta|add|addc|sub|mul|mad|fma|div|rem|neg|abs|min|max|and|or|xor|not|cnot|shl|shr|shf|bfe|bfi|"
     r"prmt|lop3|setp|set|selp|slct|popc|clz|ex2|lg2|rcp|sqrt|rsqrt|tanh)\."
@@ -427,9 +431,9 @@ _ARITHMETIC = re.compile(
 def begins_waiting(ptx: str) -> bool:
     """Whether all threads of a kernel wait for the kernels before it (griddepcontrol.wait) before anything else.
 
-    Such a kernel may be launched before those end: before it waits there is only arithmetic on its own parameters, so
-    it reads nothing that they may yet write, and writes nothing that they may yet read. No thread of it ends without
-    having waited, so who waits for its end waits for theirs.
+    Such a kernel may be launched before those end. Before the wait it only computes on its own parameters, so it reads
+    no memory that they may still write, and writes none that they may still read. No thread ends without waiting, so a
+    kernel that waits for this one's end also waits for theirs.
     """
     body = ptx[ptx.index("{", ptx.index(".entry")) + 1 :]
     for line in re.sub(r"//.*", "", body).splitlines():
@@ -445,7 +449,7 @@ def begins_waiting(ptx: str) -> bool:
 def _resources(cubin: bytes) -> dict[str, int]:
     """Registers and stack bytes of a thread. The stack holds spills, and the arrays of some libdevice slow paths."""
     tool = knobs.nvidia.cuobjdump.path
-    # Through a pipe the tool cannot seek, so it gets a file: in memory, for there may be no folder to write to.
+    # The tool needs a seekable file. It is in memory, because there may be no writable folder.
     handle = os.memfd_create("cubin")
     try:
         os.write(handle, cubin)

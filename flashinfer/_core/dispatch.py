@@ -1,4 +1,4 @@
-"""Which variant runs a problem, with which config, and why the others were refused."""
+"""Dispatch: chooses the variant and the config that run a problem, and records why other variants were refused."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Variant:
     name : str
         "reference", "portable", or the chip it is written for ("sm90").
     module : str
-        Where its `IMPLEMENTATION` is; imported at first use.
+        The module of its `IMPLEMENTATION`; imported at first use.
     refuses : callable (problem, target) -> str
-        Why it cannot take the problem on that target; '' where it can.
+        Why it cannot take the problem on that target; '' if it can.
     config : callable (problem, target) -> frozen dataclass
         Tiles, warps, stages. Imports no GPU code.
     """
@@ -77,7 +77,7 @@ class Choice:
         return self._run[0](self.problem, self.config, *args)
 
     def bind(self, device: torch.device) -> Callable:
-        """`run` with everything looked up that does not depend on its arguments: see Implementation."""
+        """`run` with all lookups done that do not depend on its arguments: see Implementation."""
         return self.variant.load().bind(self.problem, self.config, device)
 
     def as_dict(self) -> dict:
@@ -102,8 +102,8 @@ def _expect(kernels: Iterable, args: tuple) -> None:
 class Op:
     """An operation: a Problem type and the ordered variants that run it, best first.
 
-    Calling it with (problem, device, backend) gives the Choice, cached. `reference` is the CPU backend: on CUDA tensors
-    it runs only when asked for by name, so that a missing kernel is an error and never a slow surprise.
+    A call with (problem, device, backend) returns the Choice, cached. `reference` is the CPU backend. On CUDA tensors
+    it runs only if the caller names it, so that a missing kernel is an error instead of a slow fallback.
     """
 
     def __init__(self, name: str, problem_type: type, variants: Iterable[Variant], catalog: Callable[[], Iterable]):
@@ -126,7 +126,7 @@ class Op:
         """The first variant that `backend` admits and that takes the problem; UnsupportedConfig if there is none."""
         admitted = variants_of(backend)
         refused = []
-        # The interpreter is a test bench: it runs where a kernel is asked for by name, and is never chosen.
+        # The interpreter is for tests: it runs a kernel that the caller names, and is never chosen by default.
         on_cpu_by_default = target.is_cpu and (admitted is None or "reference" in admitted)
         for variant in self.variants:
             why = ""

@@ -1,4 +1,4 @@
-"""The CUDA driver API: load a cubin, find its kernel, describe a tensor to the copy engine."""
+"""The CUDA driver API: load a cubin, find its kernel, encode tensor maps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flashinfer._core.checks import dtype_name, require
 
 @cache
 def bindings():
-    """cuda-bindings' driver module, imported at first use: a machine without a GPU need not have it."""
+    """The driver module of cuda-bindings, imported at first use, because machines without a GPU need not have it."""
     from cuda.bindings import driver
 
     return driver
 
 
 def fail(status, doing: str) -> None:
-    """Raise RuntimeError with what was being done and the driver's words for `status`."""
+    """Raise RuntimeError with the failed operation and the driver's text for `status`."""
     driver = bindings()
     name, text = (ask(status)[1] for ask in (driver.cuGetErrorName, driver.cuGetErrorString))
     raise RuntimeError(f"{doing}: {name.decode()} ({text.decode()})")
@@ -34,7 +34,7 @@ def _ask(doing: str, status, *values):
 
 
 def use_context(index: int) -> None:
-    """Give a thread that has none the device's primary context: torch does so only when it first works there itself."""
+    """Set the device's primary context in a thread that has none: torch does so only at its own first use."""
     driver = bindings()
     if not int(_ask("current context", *driver.cuCtxGetCurrent())):
         device = _ask("device", *driver.cuDeviceGet(index))
@@ -46,13 +46,13 @@ def load(name: str, cubin: bytes, kernel: dict):
     """The CUfunction of a cubin's kernel, loaded in the current context."""
     driver = bindings()
     doing = f"{name}: loading {kernel['symbol']}"
-    # A first call may stand inside a graph capture, and loading is no part of the graph.
+    # A first call may be inside a graph capture; loading is not part of the graph.
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     mode = _ask(doing, *driver.cuThreadExchangeStreamCaptureMode(relaxed))
     try:
         module = _ask(doing, *driver.cuModuleLoadData(cubin))
         function = _ask(doing, *driver.cuModuleGetFunction(module, kernel["symbol"].encode()))
-        # Above 48 KiB a kernel has to ask (CUDA C++ Programming Guide, "Shared Memory" of each architecture).
+        # More than 48 KiB needs an opt-in (CUDA C++ Programming Guide, "Shared Memory" of each architecture).
         if kernel["shared"] > 48 << 10:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _ask(doing, *driver.cuFuncSetAttribute(function, attribute, kernel["shared"]))
@@ -62,7 +62,7 @@ def load(name: str, cubin: bytes, kernel: dict):
 
 
 _CONFIG, _GRID = struct.Struct("<7I4xQQI4x"), struct.Struct("<3I")
-# Words of 8 bytes of a CUlaunchConfig: the stream, and how many attributes there are.
+# Offsets in 8-byte words in a CUlaunchConfig: the stream, and the number of attributes.
 _STREAM, _COUNT = 4, 6
 
 

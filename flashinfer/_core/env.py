@@ -16,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: its name, what its absence means, and what it does."""
+    """One environment variable: its name, its default, and its effect."""
 
     name: str
     default: str
@@ -26,7 +26,7 @@ class Variable:
         return os.environ.get(self.name) or self.default
 
     def is_on(self) -> bool:
-        """Of a switch. ValueError for anything but 0 and 1."""
+        """Whether a switch is on. ValueError for anything but 0 and 1."""
         value = self.get()
         if value not in ("0", "1"):
             raise ValueError(f"{self.name}: got {value!r}; allowed: 0, 1")

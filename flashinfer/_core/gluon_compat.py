@@ -1,4 +1,4 @@
-"""Gluon's names, the same under every supported Triton. Kernels import them from here, device code included.
+"""Gluon's names, the same under every supported Triton. Kernels and device code import them from here.
 
 Between 3.6 and 3.9 Gluon renamed its TMA copies (`async_copy_global_to_shared` became `async_load`) and its block
 barrier (`thread_barrier` became `barrier`). A name bound here to a Gluon builtin is resolved by Gluon's code generator
@@ -49,13 +49,13 @@ cp_async = async_copy.async_load if hasattr(async_copy, "async_load") else async
 # (barrier, increment_count): each thread arrives once its copies so far are done.
 cp_async_arrive = async_copy.mbarrier_arrive
 cp_async_commit = async_copy.commit_group
-# (pendings): at most so many committed groups are on their way.
+# (pendings): wait until at most this number of committed groups are in flight.
 cp_async_wait = async_copy.wait_group
 # (descriptor, coordinates, barrier, shared memory, pred=True): signals the barrier when the bytes are there.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 # (descriptor, coordinates, shared memory)
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-# (pendings): at most so many stores still read shared memory.
+# (pendings): wait until at most this number of stores still read shared memory.
 tma_store_wait = tma.store_wait
 # (shared memory, dtype, shape, layout): the same bytes seen as another tile.
 _Shared = gl.shared_memory_descriptor
@@ -76,9 +76,9 @@ _DTYPES = {
 
 
 def aggregate(cls):
-    """Triton's aggregate, a record of device values; it is made from its fields, in their order or by name.
+    """Triton's aggregate, a record of device values, which is constructed from its fields in order or by name.
 
-    A field annotated with `gl.constexpr` takes any constant. Triton 3.6 wants an `__init__` in each class.
+    A field annotated with `gl.constexpr` takes any constant. Triton 3.6 requires an `__init__` in each class.
     """
     if "__init__" not in vars(cls):
         fields = dict(cls.__annotations__)
@@ -90,7 +90,7 @@ def aggregate(cls):
                 setattr(self, name, gl.constexpr(value) if fields[name] is gl.constexpr else value)
 
         __init__.__triton_builtin__ = True
-        # What compile keys take for its source.
+        # The source text of this function in compile keys.
         __init__.raw_src = list(fields)
         cls.__init__ = __init__
     return _aggregate(cls)

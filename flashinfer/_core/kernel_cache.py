@@ -1,12 +1,12 @@
 """The disk cache of compiled kernels: `<base>/.cache/flashinfer/<version>/<arch>/cached_ops/<launcher>/`.
 
-An entry is a JSON file, for people and for `lookup`, beside a cubin; a hash of the key names both. Entries never
-change: the cubin is put in place first, then the JSON, each by a rename. A reader believes an entry only if its JSON
-parses, matches its own checksum and holds the very key that was asked for, and the cubin has the hash that the JSON
-states; anything else is a miss. Nothing in the cache is unpickled or executed on the host.
+An entry is a JSON file and a cubin, both named by a hash of the key. Entries never change: the cubin is written first,
+then the JSON, each by a rename. A reader accepts an entry only if its JSON parses, matches its own checksum and has the
+requested key, and if the cubin has the hash that the JSON states; otherwise it is a miss. Nothing in the cache is
+unpickled or executed on the host.
 
-Processes that miss the same key wait for one of them to compile it; the lock is the kernel's (flock), so it ends with
-its holder, however that dies.
+Processes that miss the same key wait for one of them to compile it. The lock is the operating system's (flock), so it
+is released when its holder dies.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = [
     "root_of", "verify", "writable_root",
 ]  # fmt: skip
 
-# Bytes of an entry's two files at most. The largest cubin of this library has less than 1 MiB.
+# The most bytes of an entry's two files. The largest cubin of this library has less than 1 MiB.
 _MOST_RECORD, _MOST_CUBIN = 1 << 20, 64 << 20
-# How long a process waits for another one that compiles the same kernel, which takes seconds.
+# How long a process waits for another one that compiles the same kernel. Compiling takes seconds.
 _LOCK_SECONDS = 120.0
-# What a launch reads of an entry (`compiler.compile_kernel`).
+# The fields of an entry that a launch reads (`compiler.compile_kernel`), and their types.
 _KERNEL = {
     "symbol": str, "threads": int, "shared": int, "waits": bool, "parameters": list, "tensor_maps": list,
     "global_scratch": int, "profile_scratch": int, "registers": int, "stack_bytes": int,
@@ -57,13 +57,13 @@ class Entry:
     key : dict
     cubin : bytes
     kernel : dict
-        What a launch must know, as `compiler.compile_kernel` gives it.
+        The data of a launch, from `compiler.compile_kernel`.
     path : Path or None
-        Of its JSON; None where no folder could keep it.
+        The path of its JSON; None if it could not be stored.
     cached : bool
-        It came from a cache.
+        Whether it came from a cache.
     seconds : float
-        Of compiling; 0 if it came from a cache.
+        The time of compiling; 0 if it came from a cache.
     """
 
     key: dict
@@ -87,12 +87,12 @@ def fields_of(record) -> dict | None:
 
 
 def digest_of(key: dict) -> str:
-    """The name of a key's files."""
+    """The base name of a key's files."""
     return _sha256(_canonical(key))[:32]
 
 
 def obtain(key: dict, compile_it: Callable[[], tuple[bytes, dict]]) -> Entry:
-    """The entry of `key`, from a cache or compiled by `compile_it` and kept.
+    """The entry of `key`, from a cache, or compiled by `compile_it` and stored.
 
     Raises
     ------
@@ -142,7 +142,7 @@ _frozen_by_call = False
 
 
 def freeze(on: bool = True) -> None:
-    """From here on a kernel that is in no cache is an error, as with FLASHINFER_FROZEN=1; `freeze(False)` ends it."""
+    """Make a kernel that is in no cache an error from now on, as with FLASHINFER_FROZEN=1; `freeze(False)` ends it."""
     global _frozen_by_call
     _frozen_by_call = on
 
@@ -191,7 +191,7 @@ def _read_record(at: int, name: str, any_owner: bool) -> dict:
 
 
 def _is_whole(kernel) -> bool:
-    """Whether all that a launch reads is there, and of its kind."""
+    """Whether all fields that a launch reads are present and have the right types."""
     if not isinstance(kernel, dict) or any(type(kernel.get(name)) is not kind for name, kind in _KERNEL.items()):
         return False
     numbers = [value for value in kernel.values() if type(value) is int]
@@ -227,10 +227,10 @@ def _write(place: Place, digest: str, key: dict, cubin: bytes, kernel: dict) -> 
 
 @contextmanager
 def _locked(place: Place | None, digest: str) -> Iterator[None]:
-    """Alone, among threads and processes, in compiling this key.
+    """Hold the lock for compiling this key, among threads and processes.
 
-    Not alone where there is no folder or the file system has no locks, nor beside a holder that outlives the deadline:
-    it may have been stopped, and what is compiled twice is the same.
+    Without a folder, without locks in the file system, or after the deadline, the block runs without the lock: the
+    holder may be suspended, and compiling a kernel twice gives the same result.
     """
     with ExitStack() as stack:
         if place is not None:
@@ -240,7 +240,7 @@ def _locked(place: Place | None, digest: str) -> Iterator[None]:
                 handle = os.open(digest, flags, 0o644, dir_fd=at)
                 stack.callback(os.close, handle)
                 if _flock(handle):
-                    # Closing is not enough: a child forked meanwhile has the descriptor too.
+                    # Closing is not enough, because a child forked in between has the descriptor too.
                     stack.callback(fcntl.flock, handle, fcntl.LOCK_UN)
                 else:
                     warn_once(
@@ -253,7 +253,7 @@ def _locked(place: Place | None, digest: str) -> Iterator[None]:
 
 
 def _flock(handle: int) -> bool:
-    """Whether the lock could be had before the deadline."""
+    """Take the lock before the deadline; whether it succeeded."""
     end, pause = time.monotonic() + _LOCK_SECONDS, 0.001
     while True:
         try:
@@ -279,16 +279,16 @@ def _sha256(content: bytes | str) -> str:
 
 # Steps from .cache/flashinfer to a folder of entries: version, architecture, "cached_ops", launcher.
 _STEPS = 4
-# An entry's files, and what a writer that was killed leaves.
+# An entry's files, and temporary files of a writer that was killed.
 _OURS = re.compile(r"[0-9a-f]{32}\.(json|cubin)|\.[\w.-]+\.tmp")
 
 
 def entries(base: Path | None = None) -> list[dict]:
-    """Every entry of every version under `base` (default: the cache), as plain data, with what is wrong with it.
+    """Every entry of every version under `base` (default: the cache), as plain data, with its fault.
 
-    Each is {"version", "arch", "op", "digest", "path", "bytes", "fault", "key", "kernel"}; `fault` is '' for a whole
-    entry, and `key` and `kernel` are empty where the JSON cannot be believed. Entries of a folder that is named may be
-    another user's, as precompiled ones are.
+    Each is {"version", "arch", "op", "digest", "path", "bytes", "fault", "key", "kernel"}. `fault` is '' for a valid
+    entry; `key` and `kernel` are empty if the JSON is not trusted. Entries under a given `base` may belong to another
+    user, as precompiled ones do.
     """
     found = []
     for folder in _walk(base):
@@ -322,7 +322,8 @@ def entries(base: Path | None = None) -> list[dict]:
 
 
 def verify(base: Path | None = None) -> list[dict]:
-    """The entries that `lookup` would not believe, and cubins without an entry: [{"path", "fault"}]; [] if whole."""
+    """The entries that `lookup` would reject, and cubins without an entry: [{"path", "fault"}]; [] if there are
+    none."""
     faults = [{"path": e["path"], "fault": e["fault"]} for e in entries(base) if e["fault"]]
     for folder in _walk(base):
         for name in folder.names:
@@ -350,7 +351,7 @@ def clear(base: Path | None = None, arch: str | None = None, op: str | None = No
 
 @dataclass(frozen=True)
 class _Open:
-    """A folder of entries, open by `at`."""
+    """A folder of entries; `at` is its descriptor."""
 
     at: int
     path: Path
@@ -376,7 +377,7 @@ class _Open:
 
 
 def _walk(base: Path | None, ours: bool = False) -> Iterator[_Open]:
-    """Every folder of entries under `base`, version by version; what is a link, or is not believed, is passed over."""
+    """Every folder of entries under `base`, version by version; links and folders that are not trusted are skipped."""
     root = Place(Path(env.workspace_base() if base is None else base) / ".cache", ("flashinfer",))
     any_owner = base is not None and not ours
 

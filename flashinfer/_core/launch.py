@@ -1,7 +1,7 @@
-"""Problem + config -> compiled kernel -> launch. After the first call of a kind: one dict lookup, one pack, one launch.
+"""Problem + config -> compiled kernel -> launch. After a kernel's first launch: one dict lookup, one pack, one launch.
 
-A launch that is held ahead is cheaper still: its parameter block stays, and only the addresses that move are written.
-A cubin is loaded and launched through the driver API; Triton is asked only where no cache holds the cubin.
+A prepared launch (`hold`) is cheaper: it keeps its parameter block, and only addresses are written. Cubins are loaded
+and launched through the driver API. Triton is used only if no cache has the cubin.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from flashinfer._core.parameters import SCALARS, Block, HeldBlock, Layout
 from flashinfer._core.target import target_of
 
 _TYPE = re.compile(rf"(\*\w+|{'|'.join(SCALARS)})(:[1-9]\d*)?|tensordesc<.*>")
-# What the types of arguments begin with that are addresses, or have one: what moves between launches.
+# Prefixes of the types of arguments that contain an address, which may change between launches.
 _ADDRESSES = ("*", "tensordesc")
 
 
 @dataclass(frozen=True, eq=False)
 class Build:
-    """What the compiler needs to know about one kernel.
+    """The compiler's input for one kernel.
 
     Attributes
     ----------
     kernel : JITFunction
         The `@triton.jit` (or `@gluon.jit`) function.
     types : dict of str to str
-        Every run-time parameter, in the kernel's order: "*bf16" a pointer, "*bf16:16" one that is 16-byte aligned,
-        "i32", "i64:8" (divisible by 8), "fp32", or "tensordesc<...>" for a tensor map (see TensorMap). "p.x", "p.y" one
-        after another are the fields x and y of one parameter p, a named tuple; arguments of a launch are flat.
+        Every run-time parameter, in the kernel's order: "*bf16" for a pointer, "*bf16:16" for a 16-byte aligned one,
+        "i32", "i64:8" (divisible by 8), "fp32", or "tensordesc<...>" for a tensor map (see TensorMap). Consecutive
+        names "p.x", "p.y" are the fields x and y of one parameter p, a named tuple; the arguments of a launch are flat.
     constants : dict of str to object
-        Every constexpr parameter; "p.x" a constexpr field of the named tuple p, behind its fields in `types`.
+        Every constexpr parameter. "p.x" is a constexpr field of the named tuple p, after its fields in `types`.
     num_warps, num_stages : int
         Compiler options.
     maxnreg : int, optional
-        Most registers that a thread may use.
+        The most registers that a thread may use.
     most_early : int
-        Programs of a dependent launch, at most, of a kernel that begins by waiting. Up to 512 of small kernels gained
-        0.5 to 0.6 us of 2 to 4 that a launch takes in a graph of the like (H100); more of those were not timed.
+        The most programs for which a kernel that begins by waiting is launched dependently. Small kernels with up to
+        512 programs gained 0.5 to 0.6 us of the 2 to 4 us of a launch in a graph of such kernels (H100). Larger grids
+        were not measured.
 
     Raises
     ------
@@ -84,14 +85,14 @@ class Build:
 
 @dataclass(frozen=True, eq=False)
 class TensorMap:
-    """An argument for a "tensordesc<...>" parameter: a tensor that the copy engine reads or writes block by block.
+    """An argument for a "tensordesc<...>" parameter: a tensor that TMA reads or writes in boxes.
 
     Attributes
     ----------
     tensor : Tensor
         Rank 2 to 5, last stride 1; base and other strides multiples of 16 bytes. Reads outside its shape give zeros.
     block : tuple of int
-        Elements of one copy along each dimension: the block of the parameter's type.
+        The box: elements of one copy along each dimension, as in the parameter's type.
     """
 
     tensor: torch.Tensor
@@ -133,7 +134,7 @@ class Launcher:
         FrozenError
             The kernel is in no cache and frozen mode is on.
         RuntimeError
-            The driver refused; the message has its words, the kernel and the grid.
+            The driver returned an error; the message has its text, the kernel and the grid.
         """
         index = _first_tensor(args).get_device()
         bound = self._bound.get((problem, config, index))
@@ -141,18 +142,18 @@ class Launcher:
             bound = self._bind(problem, config, index)
         bound(grid, *args)
         recording = replay.recording()
-        # The interpreter copies from a GPU, and would be held with addresses of the host.
+        # Not in the interpreter, which copies tensors from a GPU: the addresses would be those of the host.
         if recording is not None and isinstance(bound, _Loaded):
             moving = {name: x for name, x in zip(bound.types, args) if bound.types[name].startswith(_ADDRESSES)}
             bases = [x.tensor if isinstance(x, TensorMap) else x for x in moving.values()]
             recording.add(partial(bound.hold, grid, args, tuple(moving)), bases)
 
     def prepare(self, problem, config, device: torch.device) -> _Loaded | _Interpreted:
-        """The kernel compiled and loaded on `device`: `bound(grid, *args)` launches it with no lookup.
+        """The kernel compiled and loaded on `device`: `bound(grid, *args)` launches it without a lookup.
 
-        `bound.hold(grid, args, moving)` gives a function that launches again and again: of the addresses of the
-        arguments named in `moving`, in that order, with everything else as in `args`. What moves keeps its shape,
-        strides and dtype; 0 is the address of None. A moving tensor map is re-addressed, not made again.
+        `bound.hold(grid, args, moving)` returns a function that launches the kernel with `args`, but with new addresses
+        for the arguments named in `moving`, which it takes in that order. These keep their shapes, strides and dtypes;
+        the address of None is 0. A tensor map gets a new address and is not encoded again.
 
         Under TRITON_INTERPRET=1 it runs in Triton's interpreter, and `device` may be the CPU.
         """
@@ -160,10 +161,10 @@ class Launcher:
         return self._bound.get((problem, config, index)) or self._bind(problem, config, index)
 
     def expect(self, problem, config, device: torch.device) -> None:
-        """Start compiling a kernel beside what is needed before it. Who needs it waits for it, and has its errors.
+        """Start compiling a kernel in the background. The call that needs it waits for it, and raises its errors.
 
-        It is parsed on this thread, and the rest of it compiled on one of its own: Python cannot parse on two at once,
-        and what a caller's other code parses is not ours to lock.
+        It is parsed on this thread, and compiled on a thread of its own: Python cannot build ASTs on two threads at
+        once, and the caller's other code may also parse.
         """
         key = problem, config, _index_of(device)
         build = self.build(problem, config)
@@ -219,7 +220,7 @@ def _index_of(device: torch.device) -> int:
 
 
 def _beside(function: Callable, *args) -> Future | None:
-    """What `function` will return, from a thread of its own; None where no thread starts."""
+    """A future of `function(*args)` on a thread of its own; None if no thread can be started."""
     done: Future = Future()
 
     def work() -> None:
@@ -245,7 +246,7 @@ def _first_tensor(args: tuple) -> torch.Tensor:
 
 
 def check_arguments(name: str, build: Build, args: tuple, device: torch.device) -> None:
-    """Raise ValueError where an argument breaks what its type promises: dtype, device, alignment, divisibility."""
+    """Raise ValueError if an argument does not match its type's dtype, device, alignment or divisibility."""
     require(len(args) == len(build.types), f"{name}: arguments", len(args), str(len(build.types)))
     for (parameter, kind), x in zip(build.types.items(), args, strict=True):
         argument = f"{name}: {parameter}"
@@ -279,12 +280,12 @@ emulator: Callable | None = None
 
 
 class _Interpreted:
-    """Runs a kernel in Triton's interpreter, whose state belongs to the process: one kernel at a time."""
+    """Runs a kernel in Triton's interpreter, whose state is global: one kernel at a time."""
 
     def __init__(self, name: str, build: Build):
         self._name = name
         self._build = build
-        # The interpreter makes tensors of the numbers in a tuple, but not of a constexpr.
+        # The interpreter turns numbers in a tuple into tensors, but leaves constexprs as they are.
         self._constants = {
             name: tl.constexpr(value) if "." in name and value is not None else value
             for name, value in build.constants.items()
@@ -311,7 +312,7 @@ class _Interpreted:
 
 
 class _Emulated(_Interpreted):
-    """Runs a Gluon kernel in the emulator, as long as there is one."""
+    """Runs a Gluon kernel in the emulator, while `emulator` is set."""
 
     def __call__(self, grid: tuple[int, int, int], *args) -> None:
         require(emulator is not None, self._name, "CPU tensors", "CUDA tensors")
@@ -321,7 +322,7 @@ class _Emulated(_Interpreted):
 
 
 def _at_address(held, address: int):
-    """What `held` describes, at another address of host memory."""
+    """A tensor or tensor map like `held`, at another address of host memory."""
     if isinstance(held, TensorMap):
         return TensorMap(_at_address(held.tensor, address), held.block)
     if not isinstance(held, torch.Tensor) or not held.numel():
@@ -384,7 +385,7 @@ class _Loaded:
             self._fail(status, grid)
 
     def hold(self, grid: tuple[int, int, int], args: tuple, moving: tuple[str, ...]) -> Callable:
-        """A launch kept ready, as `Launcher.prepare` says."""
+        """A prepared launch, see `Launcher.prepare`."""
         places = _places(self._name, self._build, moving)
         if 0 in grid:
             return _launch_nothing
@@ -400,7 +401,7 @@ class _Loaded:
             named = [(f"{self._name}: {name}", place) for name, place in zip(moving, places, strict=True)]
             block = HeldBlock(self._layout, index, self._config, (*grid, self._is_early(grid)), image, named)
 
-        # Closures, because local names are what Python finds fastest.
+        # Closures, because local names have the fastest lookup in Python.
         def send(addresses: tuple[int, ...]) -> None:
             config, put_stream, slots, move = block.held
             move(*addresses)
@@ -415,7 +416,7 @@ class _Loaded:
             with torch.cuda.device(index):
                 send(addresses)
 
-        # What moves belongs to the caller; the memory of what stays has to outlive the launches.
+        # Keeps alive the arguments whose addresses do not change; the caller owns the others.
         launch.kept = [arg for i, arg in enumerate(args) if i not in places]
         return self._checked(launch, named) if self._debug else launch
 
@@ -424,7 +425,7 @@ class _Loaded:
         return self._waits and grid[0] * grid[1] * grid[2] <= self._build.most_early
 
     def _values(self, args: tuple) -> list:
-        """What the parameter block holds for `args`, flat."""
+        """The values of the parameter block for `args`, flat."""
         if len(args) != len(self._build.types):
             raise TypeError(f"{self._name}: takes {len(self._build.types)} arguments, got {len(args)}")
         if self._debug:
@@ -457,7 +458,7 @@ def _launch_nothing(*addresses: int) -> None:
 
 
 def _places(name: str, build: Build, moving: tuple[str, ...]) -> tuple[int, ...]:
-    """Where the moving parameters stand among the arguments; ValueError for one that is no pointer or tensor map."""
+    """Indices of the moving parameters among the arguments; ValueError for one that is no pointer or tensor map."""
     names = list(build.types)
     for parameter in moving:
         kind = build.types.get(parameter, "no parameter")
@@ -481,7 +482,7 @@ def _with_maps(name: str, build: Build, maps: dict, values: list) -> list:
 
 
 def _blame(name: str, build: Build, args: tuple) -> None:
-    """Raise the error that names the argument which does not fit its type."""
+    """Raise an error that names the argument that does not fit its type."""
     for (parameter, kind), x in zip(build.types.items(), args, strict=True):
         argument = f"{name}: {parameter}"
         if kind.startswith("*"):

@@ -1,4 +1,4 @@
-"""The parameter block of a kernel: where each argument stands in it, and the memory that the driver reads."""
+"""The parameter block of a kernel: the offset of each argument, and the memory that the driver reads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAP = re.compile(r"tensordesc<(\w+)\[([\d, ]+)\]")
 
 
 class Layout:
-    """Where each argument of a compiled kernel stands in its parameter block, checked against the kernel's own list.
+    """The offset of each argument in a compiled kernel's parameter block, checked against the kernel's own list.
 
     A pointer or scalar is one parameter. A tensor map is the 128 bytes that the copy engine reads, then its sizes
     (i32) and its strides (i64). The parameters after the last argument are scratch pointers, which stay null.
@@ -83,7 +83,7 @@ class Layout:
 
 
 class Block(threading.local):
-    """One thread's parameter block: the driver reads it without the GIL, so threads do not share one.
+    """One parameter block for each thread, because the driver reads it without the GIL.
 
     Attributes
     ----------
@@ -102,7 +102,7 @@ class Block(threading.local):
 
 
 class HeldBlock(Block):
-    """A block that stays filled: each thread copies `image` when it first launches.
+    """A parameter block that keeps its contents; each thread copies `image` at its first launch.
 
     Attributes
     ----------
@@ -142,7 +142,7 @@ class HeldBlock(Block):
 
 
 def _runs(places: list[int]) -> list[tuple[int, int]]:
-    """Where words of 8 bytes that follow one another begin, and how many they are."""
+    """(start, count) of each run of consecutive 8-byte words."""
     runs: list[tuple[int, int]] = []
     for at in places:
         if runs and at == runs[-1][0] + 8 * runs[-1][1]:
@@ -153,7 +153,7 @@ def _runs(places: list[int]) -> list[tuple[int, int]]:
 
 
 def _both(first: Callable, second: Callable, count: int) -> Callable[..., None]:
-    """What gives the first `count` arguments to one, the others to the other."""
+    """A function that passes its first `count` arguments to one function and the others to another."""
 
     def move(*addresses: int) -> None:
         first(*addresses[:count])

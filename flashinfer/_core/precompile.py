@@ -42,7 +42,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Record:
-    """What came of a job.
+    """The outcome of a job.
 
     Attributes
     ----------

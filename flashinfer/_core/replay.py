@@ -1,20 +1,21 @@
-"""Launch replay: of calls that are alike the first two are checked, the launches of the second are kept, and
-later calls are those launches with new addresses.
+"""Launch replay: the first two calls with a signature run in full, the second is recorded, and later calls repeat its
+launches with new addresses.
 
-The rule. Calls of a function are alike if they are on one stream, their tensors have the same shapes, strides, dtypes,
-devices and alignment, the same of them begin at one address, and all other arguments are equal. Nothing else may decide
-what a replayed function does on a GPU: it looks at no values there, and its checks see no more than that. So what one
-call found (that it is allowed; kernels, grids, scalars; which pointer is which tensor) holds for all calls like it.
+Two calls of a function have the same signature if they are on one stream, their tensors have the same shapes, strides,
+dtypes, devices and alignment, the same tensors begin at equal addresses, and all other arguments are equal. A replayed
+function must not depend on anything else: it reads no values of GPU tensors, and its checks use no more than the
+signature. So the result of its checks, its kernels, grids and scalars, and the origin of each pointer are the same for
+all calls with the signature.
 
-What a second call does is watched; by then a first one has made what serves all, such as a table. It is kept if that
-was to launch kernels through `Launcher.__call__`, on its tensors and parts of them, on memory that it allocated, and on
-memory that stays for the stream, and nothing else: a call that converts, copies or computes with torch runs in full
-each time, and so does one that uses `workspace`, whose memory moves.
+The second call is recorded; the first one has built shared state, such as a table. The recording is kept if the call
+only launched kernels through `Launcher.__call__`, on its tensors and parts of them, on memory that it allocated, and on
+memory that persists for the stream. A call that converts, copies or computes with torch runs in full each time. So does
+a call that uses `workspace`, whose memory may move.
 
-Python and allocation alone, with a driver that does nothing, on a Xeon of 2.5 GHz (Python 3.11), us in full, then of a
-replay: rmsnorm into `out` 39, 7; silu_and_mul into `out` 38, 6; apply_rope_pos_ids_inplace 56, 7; append_paged_kv_cache
-88, 13; sampling_from_probs with a seed 58, 15; trtllm_fp8_block_scale_routed_moe 477, 30. A tensor takes about 0.8 of
-it. The call that is watched takes about 100 more than one in full: shapes that come once do not pay it.
+Host time of a full call and of a replay in us, Python and allocation only, with a driver that does nothing, on a Xeon
+of 2.5 GHz (Python 3.11): rmsnorm into `out` 39, 7; silu_and_mul into `out` 38, 6; apply_rope_pos_ids_inplace 56, 7;
+append_paged_kv_cache 88, 13; sampling_from_probs with a seed 58, 15; trtllm_fp8_block_scale_routed_moe 477, 30. Each
+tensor takes about 0.8 us. Recording takes about 100 us more than a full call; shapes that come once are not recorded.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashinfer._core import capture, env, target
 from flashinfer._core.arguments import checked
 
-# Calls kept of one function. Shapes of prompts seldom come again: when there are too many, all go.
+# The most recordings of one function. Prompt shapes seldom repeat: when there are too many, all are dropped.
 _MOST = 4096
-# Of scratch, in bytes: more than any kernel is promised.
+# The alignment of scratch in bytes, which is more than any kernel requires.
 _ALIGN = 256
-# Of what a kept call allocates, in bytes, all at once: one that needs more runs in full, and frees as it goes.
-# To write and read as much takes an H100 170 us. A mixture of experts, of which 128 tokens may need 70 MiB, takes the
-# host 480 to 740 us in full.
+# The most bytes that a replay allocates at once. A call that needs more runs in full, and frees memory on the way. An
+# H100 writes and reads 256 MiB in 170 us; a mixture of experts, which may need 70 MiB for 128 tokens, takes the host
+# 480 to 740 us in full.
 _MOST_MADE = 256 << 20
-# Arguments that equal values describe, and the type beside the value: 1, 1.0 and True are equal.
+# Types of arguments that are compared by type and value, since 1, 1.0 and True are equal.
 _VALUES = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
 _aten = torch.ops.aten
 _ALLOCATES = {
     _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }  # fmt: skip
-# Made again in every call: seeds.
+# Ops that draw seeds, which are repeated in every call.
 _DRAWS = {
     _aten.randint.default, _aten.randint.generator, _aten.randint.low, _aten.randint.low_generator,
 }  # fmt: skip
@@ -61,20 +62,20 @@ _now = _Now()
 
 
 def recording() -> Recording | None:
-    """What watches the call that this thread is in, if any does."""
+    """The Recording of this thread's call, or None."""
     return _now.recording
 
 
 def refuse() -> None:
-    """The call that this thread is in does what cannot be kept."""
+    """Mark this thread's call as one that cannot be replayed."""
     if _now.recording is not None:
         _now.recording.refuse()
 
 
 def replayed(function: Callable) -> Callable:
-    """Keep the calls of a public function as above. Calls on the CPU, and traced ones, are not concerned.
+    """Replay the calls of a public function, except calls on the CPU and traced ones.
 
-    The function returns tensors that it was given or has allocated, a tuple or a list of them, or None.
+    The function has to return tensors that it was given or has allocated, a tuple or a list of them, or None.
     """
     calls: dict[tuple, Callable] = {}
     function = checked(function)
@@ -96,10 +97,10 @@ def replayed(function: Callable) -> Callable:
         if torch.compiler.is_compiling() or _now.recording is not None:
             return function(*args, **named)
         key, tensors = [_debug(), target.overridden(), *named], []
-        if not _tell((*args, *named.values()) if named else args, key, tensors) or not tensors:
+        if not _append_signature((*args, *named.values()) if named else args, key, tensors) or not tensors:
             return capture.run(function, args, named, tensors[0].device) if tensors else function(*args, **named)
         addresses = [x.data_ptr() for x in tensors]
-        # No kernel is promised a base divisible by more than 16.
+        # No kernel requires a base address divisible by more than 16.
         low = [at % 16 for at in addresses]
         key.append(tuple(low) if any(low) else None)
         if len(set(addresses)) < len(addresses):
@@ -112,7 +113,7 @@ def replayed(function: Callable) -> Callable:
         if len(calls) >= _MOST:
             calls.clear()
         result = capture.run(function, args, named, tensors[0].device)
-        # Of a call that failed nothing is known: the next one like it is a first one again.
+        # Reached only if the call did not raise: after a failed call the next one counts as the first again.
         calls[key] = second(key)
         return result
 
@@ -120,13 +121,14 @@ def replayed(function: Callable) -> Callable:
     return call
 
 
-def _tell(values: tuple, key: list, tensors: list) -> bool:
-    """Write down what values are. False for calls that are not kept: on the CPU, or with a value of another kind."""
+def _append_signature(values: tuple, key: list, tensors: list) -> bool:
+    """Append values to the signature `key`, and tensors to `tensors`. False if the call cannot be replayed: for CPU
+    tensors, and for values of other types."""
     for x in values:
         kind = type(x)
         if kind in _VALUES:
             if kind is float and x == 0:
-                # It equals -0.0.
+                # 0.0 equals -0.0.
                 return False
             key += kind, x
         elif isinstance(x, torch.Tensor):
@@ -136,7 +138,7 @@ def _tell(values: tuple, key: list, tensors: list) -> bool:
             tensors.append(x)
         elif kind is tuple or kind is list:
             key += kind, len(x)
-            if not _tell(x, key, tensors):
+            if not _append_signature(x, key, tensors):
                 return False
         elif isinstance(x, (Enum, torch.Generator)):
             key.append(x)
@@ -146,7 +148,7 @@ def _tell(values: tuple, key: list, tensors: list) -> bool:
 
 
 def _is(x: torch.Tensor, y) -> bool:
-    """Whether `y` is `x`, or the same of it: torch may give out an alias of what it has allocated."""
+    """Whether `y` is `x` or an alias of all of it, which torch may return for what it has allocated."""
     if x is y or not isinstance(y, torch.Tensor):
         return x is y
     facts = ((t.untyped_storage().data_ptr(), t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (x, y))
@@ -154,12 +156,12 @@ def _is(x: torch.Tensor, y) -> bool:
 
 
 class Recording(TorchDispatchMode):
-    """Watches one call in this thread."""
+    """Records one call in this thread."""
 
     def __init__(self):
         super().__init__()
         self._launches: list[tuple[Callable, list]] = []
-        # What was allocated, and how it is made if it is more than memory.
+        # Allocated tensors, and for seeds the function that draws them.
         self._made: list[tuple[torch.Tensor, Callable | None]] = []
         self._bytes = 0
         self._alone = not env.DEBUG.is_on()
@@ -174,7 +176,7 @@ class Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # For True, torch imports dynamo, which takes seconds. It traces no call that comes here.
+        # If this were True torch would import dynamo, which takes seconds. Traced calls do not come here.
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -191,16 +193,17 @@ class Recording(TorchDispatchMode):
         self._made.clear()
 
     def add(self, hold: Callable[[], Callable], bases: list) -> None:
-        """A launch: `hold()` gives one that takes the addresses of `bases`, its tensors (or None, or addresses)."""
+        """Add a launch: `hold()` returns a function of the addresses of `bases`, its tensors (or None, or
+        addresses)."""
         self._launches.append((hold, bases))
 
     def repeat(self, tensors: list[torch.Tensor], addresses: list[int], result) -> Callable | None:
-        """The call as a function of (tensors, addresses, ...) of another like it; None if it is not kept.
+        """A function that repeats the call for (tensors, addresses, ...) of another one; None if it cannot be replayed.
 
         Parameters
         ----------
         tensors, addresses, result
-            Of the call.
+            Those of the recorded call.
         """
         if not self._alone or not self._launches:
             return None
@@ -216,17 +219,17 @@ class Recording(TorchDispatchMode):
 
 
 class _Sources:
-    """What the addresses of a call's launches are made of.
+    """The origin of each address in a call's launches: a base and an offset.
 
-    There are bases: those of its tensors, of what it made (results and seeds), of its scratch, and of what stays; and
-    there is an offset to one of them.
+    Bases are, in this order: the call's tensors, tensors that it allocates (results and seeds), its scratch memory, and
+    memory that persists.
     """
 
     def __init__(self, tensors: list[torch.Tensor], addresses: list[int], made: list[tuple], results: tuple):
         self._addresses, self._device = addresses, tensors[0].device
         self._of_tensor: dict[int, int | None] = {}
         for i, x in enumerate(tensors):
-            # Where tensors share memory, an address within it may be of any.
+            # If tensors share memory, the origin of an address in it is ambiguous: None.
             at = x.untyped_storage().data_ptr()
             self._of_tensor[at] = None if at in self._of_tensor else i
         self._objects = list(tensors)
@@ -250,7 +253,7 @@ class _Sources:
         self._elsewhere = any(x.device != self._device for x, _ in made)
 
     def picker(self, tensors: list) -> Callable[[list[int]], tuple[int, ...]] | None:
-        """What gives the addresses of these tensors for the bases of a call; None if those do not determine them."""
+        """A function from a call's bases to the addresses of `tensors`; None if the bases do not determine them."""
         places = [self._place(x) for x in tensors]
         if None in places or self._elsewhere:
             return None
@@ -279,7 +282,7 @@ class _Sources:
         return self._fixed + list(self._stays).index(at), 0
 
     def object(self, x) -> int | None:
-        """Which of the tensors given and made `x` is."""
+        """The index of `x` among the call's and the allocated tensors; None if it is none of them."""
         return next((i for i, y in enumerate(self._objects) if _is(y, x)), None)
 
     def repeat(self, launches: list[tuple[Callable, Callable]], returned: list[int], several) -> Callable:
@@ -302,6 +305,6 @@ class _Sources:
                 return several([tensors[i] for i in returned])
             return tensors[returned[0]] if returned else None
 
-        # What stays lives as long as this.
+        # Keeps persistent memory alive as long as this function.
         repeat.kept = list(self._stays.values())
         return repeat

@@ -1,4 +1,4 @@
-"""Numbers that a caller may give as a number or as a tensor of one element, on either device."""
+"""Scalars that a caller may pass as a number or as a tensor of one element on any device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def number(name: str, value) -> Any:
 def scales(name: str, value, device: torch.device, entries: int = 1) -> torch.Tensor:
     """One scale, or one for each of `entries`, as float32 [1] or [entries] on `device`.
 
-    A float32 tensor that is there already is not copied. One element is taken from any device; as many as `entries`
-    have to be where the rows are.
+    A float32 tensor on `device` is not copied. A tensor of one element may be on any device; one of `entries` elements
+    has to be on `device`.
     """
     allowed = "a number, or a tensor of one element" + ("" if entries == 1 else f" or of {entries}")
     if not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Which chip a kernel is chosen and compiled for. The only file that asks which GPU this is."""
+"""The chip for which a kernel is chosen and compiled. Only this file queries the GPU's type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Target:
-    """A chip, as far as a choice of kernel depends on it.
+    """The properties of a chip on which the choice of a kernel depends.
 
     A Config may depend on `arch` and `smem` only: it is part of the compile key, and entries compiled for a named
     target must serve every chip of that architecture. `sms` and `l2` size grids and work lists.
@@ -67,7 +67,7 @@ NAMED = {
     )
 }
 GPU_ARCHS = tuple(arch for arch in NAMED if arch != "cpu")
-# Those that kernels have been run on, by the GPU tests; for the others they are compiled.
+# Chips on which the GPU tests have run; for the others kernels are only compiled.
 RUN_ARCHS = ("90a",)
 
 _by_index: dict[int, Target] = {}
@@ -95,7 +95,7 @@ def target_of(device: torch.device) -> Target:
 
 
 def overridden() -> Target | None:
-    """What every device is taken for; None outside of `override`."""
+    """The target that replaces every device's; None outside of `override`."""
     return _override
 
 
@@ -110,7 +110,8 @@ def _ask(index: int) -> Target:
 
 @contextmanager
 def override(target: Target):
-    """Inside the block, every device is taken for `target` (choices only: nothing is launched for another chip)."""
+    """A context in which dispatch uses `target` for every device. Choices only: nothing is launched for another
+    chip."""
     global _override
     before, _override = _override, target
     try:

@@ -1,7 +1,7 @@
-"""Folders and files that no other user can have written: each is judged by its own descriptor, after it is open.
+"""Opens folders and files that no other user can have written; ownership and mode are checked on the open descriptor.
 
-What lies in a folder is opened relative to the folder's descriptor. So a folder or file that is swapped for another one
-between a look and a use is not used, and a link is followed only where it is the first step below the base.
+Entries of a folder are opened relative to its descriptor. So a folder or file that is replaced between check and use is
+not used. A symbolic link is followed only as the first step below the base.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Distrusted(Exception):
-    """Why a folder or file is not believed."""
+    """A folder or file is not trusted; the message says why."""
 
 
 @contextmanager
@@ -30,19 +30,19 @@ def opened(base: Path, *parts: str, make: bool = False, any_owner: bool = False)
     Parameters
     ----------
     base : Path
-        The folder that a user named; it is not judged.
+        The folder that a user named; it is not checked.
     *parts : str
         Names below it. Each has to belong to this process's user and to be writable by nobody else. The first may be
-        a link, of this user's own.
+        a symbolic link that this user owns.
     make : bool
-        Make what is missing, writable by its owner alone whatever the umask.
+        Make missing folders, writable by their owner only, whatever the umask is.
     any_owner : bool
-        Believe other users' folders too, if only their owners can write them.
+        Also trust other users' folders, if only their owners can write them.
 
     Raises
     ------
     Distrusted
-        A folder is not to be believed.
+        A folder is not trusted.
     OSError
         One is missing, or cannot be opened or made.
     """
@@ -98,13 +98,13 @@ def _of_another(state: os.stat_result) -> str:
 
 
 def read(name: str | os.PathLike, most: int, at: int | None = None, any_owner: bool = False) -> bytes:
-    """The bytes of a regular file of this user's that nobody else can write.
+    """The bytes of a regular file that this user owns and nobody else can write.
 
     Parameters
     ----------
     name : str or path
     most : int
-        Bytes that are read at most; a larger file, however sparse, is not believed.
+        The most bytes that are read; a larger file is not trusted, even if it is sparse.
     at : int, optional
         The folder's descriptor; links are then not followed.
     any_owner : bool
@@ -132,7 +132,7 @@ def read(name: str | os.PathLike, most: int, at: int | None = None, any_owner: b
 
 
 def replace(at: int, name: str, content: bytes) -> None:
-    """Write a file in the folder of a descriptor and put it in place by a rename: readers see the old or the new."""
+    """Write a file in the folder of a descriptor by a rename, so that readers see the old or the new content."""
     temporary = f".{secrets.token_hex(8)}.tmp"
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644, dir_fd=at)
     try:
@@ -147,7 +147,7 @@ def replace(at: int, name: str, content: bytes) -> None:
 
 
 def probe(at: int) -> None:
-    """OSError where no file can be written into the folder of a descriptor."""
+    """Raise OSError if no file can be written into the folder of a descriptor."""
     name = f".{secrets.token_hex(8)}.tmp"
     os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at))
     os.unlink(name, dir_fd=at)

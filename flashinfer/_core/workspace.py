@@ -1,10 +1,10 @@
 """Scratch memory of the GPU, one buffer per device and stream.
 
-The rule. Work on one stream runs in order, so all that is launched there may share one buffer; work on two streams may
-overlap, so they never do. A buffer grows to the largest request, outside CUDA-graph capture only: a graph keeps the
-address it was captured with, so a buffer that a capture took is kept for the life of the process, however much its
-successor grows. Graphs captured on one stream share its buffer and must not be replayed at the same time; who wants
-that passes workspaces of his own.
+Work on one stream runs in order, so all launches of a stream share one buffer. Work on two streams may overlap, so they
+have different buffers. A buffer grows to the largest request, but not during CUDA graph capture. A graph keeps the
+address with which it was captured, so a buffer that was used in a capture is kept for the life of the process, even
+after it was replaced by a larger one. Graphs captured on one stream share its buffer and must not be replayed at the
+same time, unless the caller passes its own workspaces.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def take(device: torch.device, nbytes: int, given: torch.Tensor | None = None) -
     Returns
     -------
     Tensor
-        uint8 [nbytes]; contents undefined, base aligned as the tensor it comes from (ours: 256 bytes or more).
+        uint8 [nbytes] with undefined contents. The alignment is that of `given`, or at least 256 bytes.
 
     Raises
     ------

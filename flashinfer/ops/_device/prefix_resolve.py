@@ -297,8 +297,10 @@ def resolve_kernel(
     tl.store(at + RANK, rank)
     tl.store(at + KEPT, kept)
     if MASS:
-        prefix_sum = mass.to(tl.float64) / scale / small_row_scale(top, DOMAIN)
-        tl.store(numbers + row * NUMBERS + INSIDE, prefix_sum.to(tl.float32))
+        tl.store(
+            numbers + row * NUMBERS + INSIDE,
+            (mass.to(tl.float64) / scale / small_row_scale(top, DOMAIN)).to(tl.float32),
+        )
     if PLACES:
         part = tl.arange(0, BINS)
         mine = parts.count + row.to(tl.int64) * programs + part
