@@ -10,7 +10,7 @@ Grid: as many persistent thread blocks as multiprocessors, or fewer. Each loops 
 Warps: two consumer warpgroups of 4 warps (sm90_softmax.py), and producers: one warp for each block of a pair, by TMA
 (sm90_loads.produce); or four warps that copy row by row (sm90_loads.gather), or widen FP8 (sm90_widen.widen).
 
-Shared memory, in two-byte elements: 64 query rows of 576 columns, 72 KiB; two blocks of 64 keys, 144 KiB. The softmax
+Shared memory: 64 query rows of 576 two-byte elements, 72 KiB; two blocks of 64 keys, 144 KiB. The softmax
 weights of a block overwrite its positional keys. Also maxima, factors and sums of rows.
 
 Inputs: q_nope [tokens, heads, 512], q_pe [tokens, heads, 64], ckv and kpe in pages, and work items of schedule.py.
