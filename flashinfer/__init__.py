@@ -130,6 +130,7 @@ _ROOT_NAMES = {
     "fp8_quantization": (),
     "fused_moe": (
         "CuteDslMoEWrapper",
+        "cute_dsl_fused_moe",
         "cute_dsl_fused_moe_nvfp4",
         "cutlass_fused_moe",
         "reorder_rows_for_gated_act_gemm",

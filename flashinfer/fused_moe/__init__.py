@@ -9,7 +9,7 @@ from flashinfer.fused_moe.bgmv_moe import (
     fill_w_ptr,
     prepare_bgmv_moe,
 )
-from flashinfer.fused_moe.cute_dsl import CuteDslMoEWrapper, cute_dsl_fused_moe_nvfp4
+from flashinfer.fused_moe.cute_dsl import CuteDslMoEWrapper, cute_dsl_fused_moe, cute_dsl_fused_moe_nvfp4
 from flashinfer.fused_moe.cutlass import cutlass_fused_moe, cutlass_fused_moe_workspace_size
 from flashinfer.fused_moe.hash_topk import hash_topk
 from flashinfer.fused_moe.layouts import (
@@ -66,6 +66,7 @@ __all__ = [
     "bgmv_moe_gemm2_lora_delta",
     "bgmv_moe_shrink",
     "convert_to_block_layout",
+    "cute_dsl_fused_moe",
     "cute_dsl_fused_moe_nvfp4",
     "cutlass_fused_moe",
     "cutlass_fused_moe_workspace_size",

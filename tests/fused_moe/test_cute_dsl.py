@@ -10,7 +10,7 @@ from flashinfer._core.dispatch import Op
 from flashinfer._core.target import target_of
 from flashinfer.cute_dsl.utils import convert_sf_to_mma_layout
 from flashinfer.fused_moe import ActivationType
-from flashinfer.fused_moe.cute_dsl.fused_moe import CuteDslMoEWrapper, cute_dsl_fused_moe_nvfp4
+from flashinfer.fused_moe.cute_dsl.fused_moe import CuteDslMoEWrapper, cute_dsl_fused_moe
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from flashinfer.testing.generate import Guarded
 
@@ -76,7 +76,7 @@ def check(out, truth, dtype=FP16, **given):
 
 
 def run(call, **options):
-    return cute_dsl_fused_moe_nvfp4(**call, num_experts=E, top_k=K, **{"output_dtype": FP16} | options)
+    return cute_dsl_fused_moe(**call, num_experts=E, top_k=K, **{"output_dtype": FP16} | options)
 
 
 @pytest.mark.parametrize("mode", ["w4a4", "w4a8", "w4a16"])
@@ -172,7 +172,9 @@ def test_tactics(way, device):
     call, truth, given = layer(device, "w4a16")
     moe = CuteDslMoEWrapper(E, K, H, M, output_dtype=FP16, device=device, quant_mode="w4a16")
     assert moe.get_valid_tactics() == [(16,), (32,), (64,), (128,)]
-    check(moe.run(**call, tactic=(32,)), truth, **given)
+    out = moe.run(**call, tactic=(32,))
+    check(out, truth, **given)
+    assert_bitwise(run(call, quant_mode="w4a16", tactic=(32,)), out)
 
 
 def test_ranks_of_experts_and_no_tokens(device):
@@ -241,7 +243,7 @@ OPTIONS = [
     {"swiglu_alpha": 2.0, "situ_beta": 1.0}, {"swiglu_beta": 2.0, "activation_type": 9},
     {"situ_beta": 1.0, "activation_type": 9}, {"quant_mode": "w8a8"}, {"per_token_scale": ONE},
     {"per_token_scale": torch.ones(3).double()}, {"localized_weights": [ONE]}, {"localized_streams": [None]},
-    {"localized_sm_count": 4}, {"localized_memset_stream": ONE},
+    {"localized_sm_count": 4}, {"localized_memset_stream": ONE}, {"tactic": (256,)},
 ]  # fmt: skip
 NAMED = {"num_experts": "w1_weight", "top_k": "token_selected_experts"}
 
@@ -251,7 +253,7 @@ def test_bad_options(options):
     call, _, _ = layer("cpu")
     name = next(iter(options))
     with pytest.raises(ValueError, match=f"^{NAMED.get(name, name)}: got .*allowed: "):
-        cute_dsl_fused_moe_nvfp4(**call, **{"num_experts": E, "top_k": K, "output_dtype": FP16} | options)
+        cute_dsl_fused_moe(**call, **{"num_experts": E, "top_k": K, "output_dtype": FP16} | options)
 
 
 @pytest.mark.parametrize("mode, name", [("w4a8", "fc2_input_scale"), ("w4a16", "x_sf"), ("w4a8", "per_token_scale")])

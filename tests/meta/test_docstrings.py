@@ -16,9 +16,10 @@ OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 NO_EXAMPLE = {
     "AttentionVariant", "CuteDslMoEWrapper", "KDAPrefillPlanCache", "MeasurementPolicy",
     "RecurrentKDAPrefillWorkspace", "apply_rope_with_cos_sin_cache", "apply_rope_with_cos_sin_cache_inplace",
-    "autotune_v2", "cute_dsl_fused_moe_nvfp4", "e2m1_and_ufp8sf_scale_to_float", "explain", "fp4_paged_mqa_logits",
-    "fp4_quantize", "fused_kda_decode", "gdn_fused_decode_step", "gdn_fused_decode_step_supported", "grouped_mm_fp4",
-    "grouped_mm_mxfp8", "kda_prefill_supports_fp32_checkpoints", "mxfp4_quantize", "next_positive_power_of_2",
+    "autotune_v2", "cute_dsl_fused_moe", "cute_dsl_fused_moe_nvfp4", "e2m1_and_ufp8sf_scale_to_float", "explain",
+    "fp4_paged_mqa_logits", "fp4_quantize", "fused_kda_decode", "gdn_fused_decode_step",
+    "gdn_fused_decode_step_supported", "grouped_mm_fp4", "grouped_mm_mxfp8",
+    "kda_prefill_supports_fp32_checkpoints", "mxfp4_quantize", "next_positive_power_of_2",
     "nvfp4_batched_quantize", "nvfp4_quantize_append_paged_mla_kv_cache", "packed_fused_kda_decode",
     "precompile_paged_mqa_logits", "prepare_bf16_kda_prefill", "prepare_tf32_kda_prefill",
     "scaled_fp4_grouped_quantize", "trtllm_bf16_routed_moe", "trtllm_fp4_block_scale_moe",

@@ -1,4 +1,4 @@
-"""`CuteDslMoEWrapper` and `cute_dsl_fused_moe_nvfp4`: experts with weights of four bits, already chosen."""
+"""`CuteDslMoEWrapper` and `cute_dsl_fused_moe`: experts with weights of four bits, already chosen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flashinfer.tllm_enums import (
     ActivationType,
 )
 
-__all__ = ["CuteDslMoEWrapper", "cute_dsl_fused_moe_nvfp4"]
+__all__ = ["CuteDslMoEWrapper", "cute_dsl_fused_moe", "cute_dsl_fused_moe_nvfp4"]
 
 # Formats of the rows, of the weights, and between the products.
 _MODES = {"w4a4": ("nvfp4", "nvfp4", "nvfp4"), "w4a8": ("mxfp8", "mxfp4", "mxfp8"), "w4a16": ("bf16", "nvfp4", "")}
@@ -53,7 +53,7 @@ class _Layer(NamedTuple):
 @answering()
 @checked
 @named(weights="token_final_scales")
-def cute_dsl_fused_moe_nvfp4(
+def cute_dsl_fused_moe(
     x: torch.Tensor,
     x_sf: torch.Tensor | None,
     token_selected_experts: torch.Tensor,
@@ -83,6 +83,7 @@ def cute_dsl_fused_moe_nvfp4(
     *,
     quant_mode: str = "w4a4",
     per_token_scale: torch.Tensor | None = None,
+    tactic: tuple[int, ...] | None = None,
     localized_weights=None,
     localized_streams=None,
     localized_sm_count=None,
@@ -155,6 +156,9 @@ def cute_dsl_fused_moe_nvfp4(
         A row of the table; "nvfp4" is w4a4.
     per_token_scale : torch.Tensor, optional
         p, float32 [tokens], with w4a4 only; 1 without.
+    tactic : tuple, optional
+        One of `CuteDslMoEWrapper.get_valid_tactics`, the rows of a tile; None chooses by the number of tokens. Results
+        differ by roundings of sums.
     localized_weights, localized_streams, localized_sm_count, localized_memset_stream
         Only None: no chip here has domains of memory.
     use_fused_finalize, aux_stream, enable_pdl, localized_allow_nonlocalized, autotune_use_cuda_graph
@@ -192,18 +196,22 @@ def cute_dsl_fused_moe_nvfp4(
     first, second = (w1_weight, w1_weight_sf, w1_alpha), (w2_weight, w2_weight_sf, w2_alpha)
     return _run(
         layer, (x, x_sf, per_token_scale), token_selected_experts, token_final_scales, first, fc2_input_scale, second,
-        moe_output,
+        moe_output, _tile(tactic),
     )  # fmt: skip
 
 
+# Upstream's older name.
+cute_dsl_fused_moe_nvfp4 = cute_dsl_fused_moe
+
+
 class CuteDslMoEWrapper:
-    """`cute_dsl_fused_moe_nvfp4` for a layer: what does not change from call to call is given, and checked, once.
+    """`cute_dsl_fused_moe` for a layer: what does not change from call to call is given, and checked, once.
 
     Parameters
     ----------
     num_experts, top_k, num_local_experts, local_expert_offset, output_dtype, activation_type, swiglu_alpha, \
 swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
-        As in `cute_dsl_fused_moe_nvfp4`.
+        As in `cute_dsl_fused_moe`.
     hidden_size, intermediate_size : int
         Of the weights that `run` is given.
     sf_vec_size : int
@@ -279,7 +287,7 @@ swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
         *,
         per_token_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the layer: tensors, result and errors are those of `cute_dsl_fused_moe_nvfp4`.
+        """Run the layer: tensors, result and errors are those of `cute_dsl_fused_moe`.
 
         Parameters
         ----------
@@ -291,17 +299,22 @@ swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
         torch.Tensor
             New, [tokens, hidden_size] of `output_dtype`.
         """
-        tactics = self.get_valid_tactics()
-        require(tactic is None or tactic in tactics, "tactic", tactic, ", ".join(map(str, (None, *tactics))))
         first, second = (w1_weight, w1_weight_sf, w1_alpha), (w2_weight, w2_weight_sf, w2_alpha)
         return _run(
             self._layer, (x, x_sf, per_token_scale), token_selected_experts, token_final_scales, first,
-            fc2_input_scale, second, None, 0 if tactic is None else tactic[0],
+            fc2_input_scale, second, None, _tile(tactic),
         )  # fmt: skip
 
     def get_valid_tactics(self) -> list[tuple[int]]:
         """What `run` takes as a tactic: the rows of a tile."""
         return [(tile,) for tile in _TILES]
+
+
+def _tile(tactic) -> int:
+    """Rows of a tile; 0 where the number of tokens decides."""
+    allowed = (None, *((tile,) for tile in _TILES))
+    require(tactic in allowed, "tactic", tactic, ", ".join(map(str, allowed)))
+    return 0 if tactic is None else tactic[0]
 
 
 def _layer(
