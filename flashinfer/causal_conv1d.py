@@ -189,6 +189,7 @@ def run_conv(call: room.Call, activation, *, rolling: bool, long: bool, backend:
         check_indptr("query_start_loc", call.offsets.numpy(), x.shape[1], "the tokens of x", sliced=True)
     if call.slots is not None and state is not None:
         check_values("conv_state_indices", call.slots.clamp(min=call.null), call.null, len(state) - 1)
+    backend = variant_for(backend)
     if not n or not x.numel():
         call.out.zero_()
         return
@@ -208,4 +209,4 @@ def run_conv(call: room.Call, activation, *, rolling: bool, long: bool, backend:
         rolling, dtype_name(index), "offsets" in given, "slots" in given, "accepted" in given, "fresh" in given, dense,
         x.stride(2) == 1 and call.out.stride(2) == 1 and x.dtype == call.out.dtype and whole_rows(x, call.out),
     )  # fmt: skip
-    room.causal_conv1d(problem, device, variant_for(backend)).run(call)
+    room.causal_conv1d(problem, device, backend).run(call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
+from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import concat as room
@@ -54,6 +55,9 @@ def _concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, b
     for name, part in (("k_nope", k_nope), ("k_rope", k_rope)):
         require(part.dtype == k.dtype, name, part.dtype, f"{k.dtype}, the dtype of k")
     same_device(k=k, k_nope=k_nope, k_rope=k_rope)
+    named = {} if backend in ("default", "auto") else {"backend": backend}
+    if named:
+        variants_of(backend)
     if k.numel() == 0:
         return
     size = k.element_size()
@@ -63,5 +67,4 @@ def _concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, b
         rope_block=1 << max(k_rope.shape[2] - 1, 0).bit_length(),
         aligned=nope * size % 16 == k_rope.shape[2] * size % 16 == 0 and is_aligned(k, k_nope, k_rope),
     )
-    named = {} if backend in ("default", "auto") else {"backend": backend}
     room.concat_mla_k(problem, k.device, **named).run(k, k_nope, k_rope)

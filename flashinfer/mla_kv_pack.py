@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
+from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import concat as room
@@ -93,6 +94,9 @@ def _pack(kv: torch.Tensor, rope: torch.Tensor, key: torch.Tensor, value: torch.
     require(kv.dtype in _DTYPES, "kv_nope", kv.dtype, "bfloat16, float16, float32")
     require(rope.dtype == kv.dtype, "k_pe", rope.dtype, f"{kv.dtype}, the dtype of kv_nope")
     same_device(kv_nope=kv, k_pe=rope, key=key, value=value)
+    pinned = () if backend in _BACKENDS else (backend,)
+    if pinned:
+        variants_of(backend)
     if key.numel() == 0:
         return
     kv, rope = (x if x.stride(-1) == 1 else x.contiguous() for x in (kv, rope))
@@ -104,5 +108,4 @@ def _pack(kv: torch.Tensor, rope: torch.Tensor, key: torch.Tensor, value: torch.
         *(1 << max(n - 1, 0).bit_length() for n in widths),
         aligned=all(n % 16 == 0 for n in widths) and is_aligned(kv, rope, key, value),
     )
-    pinned = () if backend in _BACKENDS else (backend,)
     room.pack_mla_kv(problem, kv.device, *pinned).run(kv, rope, key, value)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import dtype_name, require
 from flashinfer._core.scalars import scales as scales_of
 from flashinfer.ops import layouts
@@ -18,7 +19,11 @@ _FP4 = (torch.uint8, getattr(torch, "float4_e2m1fn_x2", torch.uint8))
 
 def variant_of(backend: str, upstream: tuple[str, ...]) -> str:
     """The variants that `backend` admits: upstream's names of its own implementations promise a result, so all do."""
-    return "auto" if backend in upstream else backend
+    if backend in upstream:
+        return "auto"
+    # Here, for a product without rows asks no op.
+    variants_of(backend)
+    return backend
 
 
 def choice_of(op, problem, device: torch.device, backend: str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import require, same_device
+from flashinfer._core.checks import check_apart, require, same_device
 from flashinfer.compat.queries import answering
 from flashinfer.gemm import _operands as given
 from flashinfer.gemm.blockscaled import mm_fp4
@@ -150,9 +150,11 @@ def mm_nvfp4_svdquant(
     require(l1.dtype == d.dtype, "l1", l1.dtype, f"{d.dtype}, the dtype of d")
     if bias is not None:
         _check_columns("bias", bias, n, (*_HALVES, torch.float32))
-    same_device(a=a, b=b, a_sf=a_sf, b_sf=b_sf, d=d, l1=l1, bias=bias, out=out)
+    read = {"a": a, "b": b, "a_sf": a_sf, "b_sf": b_sf, "alpha": alpha, "d": d, "l1": l1, "bias": bias}
+    same_device(**read | {"alpha": None, "out": out})
+    require(out is None or out.dtype in _HALVES, "out", None if out is None else out.dtype, "bfloat16, float16")
+    check_apart([("out", out)], read.items())
     out = given.result(out, (m, n), d.dtype if out is None else out.dtype, a)
-    require(out.dtype in _HALVES, "out", out.dtype, "bfloat16, float16")
     variant = given.variant_of(backend, _UPSTREAM)
     a_sf, b_sf = _tiles("a_sf", a_sf, m, blocks), _tiles("b_sf", b_sf, n, blocks)
     alpha = given.alpha_of(alpha, a)

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.scalars import scales
@@ -92,6 +93,7 @@ def _quantize(
     pdl: bool,
 ) -> None:
     same_device(input=x, global_scale=global_scale, mask=counts)
+    _check_backend(backend)
     if factors.numel() == 0:
         return
     longest = padded_length(codes, factors, kind)
@@ -123,6 +125,7 @@ def quantize_groups(
     backend: str,
 ) -> None:
     """Rows [rows, n] to codes, bytes of their shape, and float32 factors [rows, n / size]."""
+    _check_backend(backend)
     if x.numel() == 0:
         return
     aligned = size * x.element_size() % 16 == 0 and size % 16 == 0 and is_aligned(x, codes)
@@ -196,6 +199,12 @@ def interleave(factors: torch.Tensor, out: torch.Tensor) -> None:
     if out.numel():
         problem = room.Interleave(dtype_name(factors.dtype), "128x4")
         choice_of(room.interleave, problem, factors.device).run(factors, out)
+
+
+def _check_backend(backend: str) -> None:
+    """Refuse what is no backend, where there may be nothing to choose one for."""
+    if backend not in _UPSTREAM_BACKENDS:
+        variants_of(backend)
 
 
 def choice_of(op, problem, device: torch.device, backend: str = "auto"):

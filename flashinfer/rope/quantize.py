@@ -6,6 +6,7 @@ import torch
 
 from flashinfer._core import env
 from flashinfer._core.arguments import checked, named
+from flashinfer._core.backends import variants_of
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.literals import KvLayout
@@ -332,6 +333,9 @@ def _run(q, k, v, cos_sin_cache, pos_ids, numbers, tables, format, pdl, backend=
     if tables is not None:
         tables = _check_tables(tables, k.rope_out, len(q.rope))
     check_within_cache("pos_ids", pos_ids, cos_sin_cache)
+    named = {} if backend in ("auto", "cuda") else {"backend": backend}
+    if named:
+        variants_of(backend)
     if len(q.rope) == 0 or q.rope.shape[1] + k.rope.shape[1] == 0:
         return
     # A part without columns is no part.
@@ -354,7 +358,6 @@ def _run(q, k, v, cos_sin_cache, pos_ids, numbers, tables, format, pdl, backend=
         aligned=all(width % 16 == 0 for width in widths) and is_aligned(cache, *given),
     )
     pages = () if tables is None else (room.Pages(*tables),)
-    named = {} if backend in ("auto", "cuda") else {"backend": backend}
     op = room.rope_quantize(problem, q.rope.device, **named)
     op.run(q, k, v, pos_ids.contiguous(), cache, *scales, *pages)
 

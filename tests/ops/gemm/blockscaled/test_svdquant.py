@@ -63,3 +63,8 @@ def test_refused():
         mm_nvfp4_svdquant(codes, codes, factors, factors, scale, d, l1)
     with pytest.raises(ValueError, match="a_sf: got"):
         mm_nvfp4_svdquant(codes, codes, factors[:256], factors, scale, d, d)
+    with pytest.raises(ValueError, match="out: got torch.int8"):
+        mm_nvfp4_svdquant(codes, codes, factors, factors, scale, d, d, out=torch.zeros(2, 2).to(torch.int8))
+    out = torch.zeros(2, 2).half()
+    with pytest.raises(ValueError, match="out: got some of the memory of bias"):
+        mm_nvfp4_svdquant(codes, codes, factors, factors, scale, d, d, out[1], out)
