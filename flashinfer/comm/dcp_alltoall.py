@@ -6,6 +6,7 @@ import weakref
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require, same_device
 from flashinfer.comm._workspaces import own_device
 from flashinfer.comm.comm_backend import TorchDistBackend
@@ -66,6 +67,7 @@ def adopt(link) -> torch.Tensor:
     return workspace
 
 
+@checked
 def decode_cp_a2a_workspace_size(cp_size: int) -> int:
     """Bytes of a workspace on each rank.
 

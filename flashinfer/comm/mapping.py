@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 
 
@@ -33,6 +34,7 @@ class Mapping:
         Sizes that do not multiply to `world_size`, or a rank outside it.
     """
 
+    @checked
     def __init__(
         self,
         world_size: int = 1,
@@ -51,6 +53,11 @@ class Mapping:
         auto_parallel: bool = False,
         enable_attention_dp: bool = False,
     ):
+        sizes = dict(cp_size=cp_size, tp_size=tp_size, pp_size=pp_size, gpus_per_node=gpus_per_node)
+        unset = dict(moe_cluster_size=moe_cluster_size, moe_tp_size=moe_tp_size, moe_ep_size=moe_ep_size,
+                     attn_tp_size=attn_tp_size, attn_cp_size=attn_cp_size)  # fmt: skip
+        for name, size in (sizes | unset).items():
+            require(size > 0 or size == -1 and name in unset, name, size, "1 or more")
         moe_cluster_size = 1 if moe_cluster_size == -1 else moe_cluster_size
         if moe_tp_size == -1:
             moe_tp_size = tp_size // (max(moe_ep_size, 1) * moe_cluster_size)
@@ -153,9 +160,11 @@ class Mapping:
     def local_rank(self) -> int:
         return self.get_local_rank(self.rank)
 
+    @checked
     def get_node_rank(self, rank: int) -> int:
         return rank // self.gpus_per_node
 
+    @checked
     def get_local_rank(self, rank: int) -> int:
         return rank % self.gpus_per_node
 
@@ -196,12 +205,14 @@ class Mapping:
     def next_pp_rank(self) -> int:
         return (self.rank + self.tp_size * self.cp_size) % self.world_size
 
+    @checked
     def pp_layers(self, num_layers: int) -> list[int]:
         """The layers of this rank's stage; the first stages have one more where they do not divide."""
         each, more = divmod(num_layers, self.pp_size)
         first = self.pp_rank * each + min(self.pp_rank, more)
         return list(range(first, first + each + (self.pp_rank < more)))
 
+    @checked
     def ep_experts(self, num_experts: int) -> list[int]:
         """The experts of this rank."""
         require(num_experts % self.moe_ep_size == 0, "num_experts", num_experts, f"a multiple of {self.moe_ep_size}")

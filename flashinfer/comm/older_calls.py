@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.comm._patterns import PATTERNS
 from flashinfer.comm._workspaces import AllReduceFusionWorkspace, TRTLLMAllReduceFusionWorkspace
@@ -115,6 +116,7 @@ def trtllm_lamport_initialize_all(
         trtllm_lamport_initialize(address, size, dtype)
 
 
+@checked
 def compute_fp4_swizzled_layout_sf_size(total_row: int, total_column: int) -> int:
     """Bytes of NVFP4 scales [total_row, total_column] in the layout of 128 x 4 tiles.
 

@@ -7,6 +7,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from flashinfer._core import env
+from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.ops.comm.allreduce_fusion import config
 from flashinfer.ops.comm.symmetric import SLOTTED
@@ -33,6 +34,7 @@ class PcieIpcLaunchConfig:
     variant: PcieIpcVariant
 
 
+@checked
 def get_pcie_ipc_launch_config(
     world_size: int, numel: int, elem_size: int, max_blocks: int = MOST_BLOCKS
 ) -> PcieIpcLaunchConfig | None:
@@ -71,6 +73,7 @@ def get_pcie_ipc_launch_config(
     return PcieIpcLaunchConfig(min(programs, max_blocks), _THREADS, variant)
 
 
+@checked
 def get_pcie_ipc_all_gather_launch_config(
     world_size: int,
     shard_numel: int,
@@ -85,6 +88,7 @@ def get_pcie_ipc_all_gather_launch_config(
     return _of_blocks(world_size, shard_numel, max_blocks, element_size)
 
 
+@checked
 def get_pcie_ipc_reduce_scatter_launch_config(
     world_size: int,
     shard_numel: int,

@@ -87,6 +87,7 @@ def decide_ulysses_backend(
         "nvlink" is asked for and cannot be.
     """
     require(requested in ULYSSES_BACKENDS, "requested", repr(requested), ", ".join(map(repr, ULYSSES_BACKENDS)))
+    require(isinstance(topologies, (list, tuple)), "topologies", repr(topologies), "a list of UlyssesRankTopology")
     if requested == "nccl":
         return UlyssesBackendDecision("nccl", "requested")
     reason = _obstacle(topologies, supported_world_sizes)

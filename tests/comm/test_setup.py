@@ -40,11 +40,32 @@ def test_every_rank_has_one_place_and_groups_partition_ranks():
         ({"world_size": 4, "tp_size": 4, "moe_ep_size": 3, "moe_tp_size": 1}, "moe_tp_size \\* moe_ep_size"),
         ({"world_size": 2, "tp_size": 2, "attn_tp_size": 2, "attn_cp_size": 2}, "attn_tp_size \\* attn_cp_size: got 4"),
         ({"rank": 1}, "rank: got 1; allowed: 0 to 0"),
+        ({"tp_size": 0}, "^tp_size: got 0; allowed: 1 or more"),
+        ({"moe_ep_size": 0}, "^moe_ep_size: got 0"),
+        ({"cp_size": "2"}, "^cp_size: got '2'; allowed: an integer"),
+        ({"gpus_per_node": None}, "^gpus_per_node: got None"),
     ],
 )
 def test_sizes_that_do_not_fit(options, message):
     with pytest.raises(ValueError, match=message):
         comm.Mapping(**options)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "name"),
+    [
+        (comm.Mapping(2, tp_size=2).pp_layers, (2.0,), "num_layers"),
+        (comm.Mapping(2, tp_size=2).get_node_rank, (None,), "rank"),
+        (comm.get_pcie_ipc_launch_config, (2, "8192", 2), "numel"),
+        (comm.get_pcie_ipc_all_gather_launch_config, (float("nan"), 8), "world_size"),
+        (comm.decode_cp_a2a_workspace_size, ("2",), "cp_size"),
+        (comm.compute_fp4_swizzled_layout_sf_size, (None, 16), "total_row"),
+        (comm.decide_ulysses_backend, ("auto", "nothing"), "topologies"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_name(function, arguments, name):
+    with pytest.raises(ValueError, match=f"^{name}: got "):
+        function(*arguments)
 
 
 def test_a_rank_may_be_set_within_the_world():

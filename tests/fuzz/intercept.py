@@ -34,6 +34,12 @@ _OTHERS = {
     "aot", "artifacts", "autotuner", "autotune_cache", "cli", "collect_env", "comm", "green_ctx", "jit", "moe_ep",
     "testing", "utils", "ops", "integrations", "compat",
 }  # fmt: skip
+# Of those, what one process asks of numbers and tensors alone.
+_ALONE = {
+    "Mapping", "compute_fp4_swizzled_layout_sf_size", "decide_ulysses_backend", "decode_cp_a2a_workspace_size",
+    "get_pcie_ipc_all_gather_launch_config", "get_pcie_ipc_launch_config",
+    "get_pcie_ipc_reduce_scatter_launch_config",
+}  # fmt: skip
 _ENDS = {"destroy", "reset", "end_forward"}
 # They read tables of addresses, which nothing can check.
 _BY_ADDRESS = {"replayssm_materialize"}
@@ -68,7 +74,9 @@ def public():
         if not isinstance(found, (FunctionType, type)):
             continue
         home = getattr(found, "__module__", None) or ""
-        if found in seen or not home.startswith("flashinfer.") or home.split(".")[1] in _OTHERS:
+        if found in seen or not home.startswith("flashinfer."):
+            continue
+        if home.split(".")[1] in _OTHERS and found.__name__ not in _ALONE:
             continue
         # What answers whether something is supported never refuses; the parts of an adapter go by address, too.
         name = found.__name__
