@@ -132,6 +132,7 @@ def gated_delta_rule_replayssm_commit(
         path is not None,
         track_steps is not None,
     )
+    variant = variant_for(backend, "simt", "tcgen05")
     if checkpoint_state.numel() and batch:
         accepted = Accepted(
             present("state_indices", narrow["state_indices"]),
@@ -141,6 +142,6 @@ def gated_delta_rule_replayssm_commit(
             narrow["track_steps"],
             null_block_id,
         )
-        choice = room.delta_commit(problem, device, variant_for(backend, "simt", "tcgen05"))
+        choice = room.delta_commit(problem, device, variant)
         choice.run(checkpoint_state, Window(*windows.values()), accepted)
     return checkpoint_state

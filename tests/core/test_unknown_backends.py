@@ -7,6 +7,7 @@ import flashinfer
 from flashinfer import gemm
 from flashinfer.causal_conv1d import causal_conv1d_update
 from flashinfer.concat_ops import concat_mla_k
+from flashinfer.gdn_decode import gated_delta_rule_replayssm_commit
 from flashinfer.quantization import per_token_group_quant_8bit
 
 FP8, BYTES, NOBODY = torch.float8_e4m3fn, torch.uint8, {"backend": "nothing"}
@@ -41,6 +42,10 @@ CALLS = {
     ),
     "causal_conv1d_update": lambda: causal_conv1d_update(
         zeros(0, 4), zeros(1, 4, 3), zeros(4, 4), conv_state_indices=ints(), **NOBODY
+    ),
+    "gated_delta_rule_replayssm_commit": lambda: gated_delta_rule_replayssm_commit(
+        torch.zeros(1, 2, 2, 8, 8), zeros(1, 2, 2, 3, 8), zeros(1, 2, 2, 3, 8), torch.zeros(1, 2, 2, 3),
+        torch.zeros(1, 2, 2, 3), ints(), ints(), **NOBODY,
     ),
 }  # fmt: skip
 
