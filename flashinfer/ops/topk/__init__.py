@@ -1,4 +1,4 @@
-"""The k largest values of each row, with their indices or what a page table or an offset makes of these."""
+"""The k largest values of each row, with their indices, or slots of a page table, or indices plus an offset."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flashinfer.ops.topk import config
 
 @dataclass(frozen=True)
 class TopK:
-    """Which values are taken, and what is written of them.
+    """Which values are selected, and which results are written.
 
     Attributes
     ----------
     result : str
-        "values" and their indices; "sorted", the same in the order (value descending, index ascending); "pages", the
-        slots that a page table gives them; "ragged", indices behind an offset; or "columns", int32 indices. In all but
-        "sorted" indices ascend.
+        "values" and their indices; "sorted", the same in the order (value descending, index ascending); "pages", slots
+        of a page table; "ragged", indices plus an offset; or "columns", int32 indices. In all but "sorted" indices
+        ascend.
     dtype : str
         Of the values.
     last : bool

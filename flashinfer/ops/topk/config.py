@@ -1,4 +1,5 @@
-"""Tiles and warps of the top-k kernels: what sampling shares (`tiles.py`), and sizes of a small k (`short.py`)."""
+"""Tiles and warps of the top-k kernels: those shared with sampling (`tiles.py`), and those of a small k
+(`short.py`)."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from dataclasses import dataclass
 
 from flashinfer.ops._device import tiles
 
-# Columns of a group. With groups of 8, k = 4096 of 131072 columns is a quarter of the groups: bracket takes 16 us, and
-# 27 us with groups of 4 (H200).
+# Columns of a group. With groups of 8, k = 4096 of 131072 columns is a quarter of the number of groups: bracket takes
+# 16 us, with groups of 4 27 us (H200).
 GROUP = 8
 # The largest k for `short.py`: its list then fits into registers.
 SHORT_K = 2048
@@ -29,9 +30,9 @@ class Config(tiles.Config):
 
     short_list, short_list_warps : as list_tile and list_warps for the program that searches the list.
 
-    own : programs that list find the bound. share : elements that a program of emit writes at once.
+    finds_bound : each list program computes the bound. share : elements that an emit program writes at once.
 
-    pdl : this kernel may be launched before those in front of it end.
+    pdl : this kernel may be launched before the kernels in front of it end.
     """
 
     short_k: int
@@ -41,7 +42,7 @@ class Config(tiles.Config):
     members: int
     short_list: int
     short_list_warps: int
-    own: bool = False
+    finds_bound: bool = False
     share: int = 0
     pdl: bool = False
 

@@ -1,9 +1,9 @@
-"""Top-k in Triton: for a small k by `short`; else the pivot of each row from `prefix`, and a pass that writes what is
+"""Top-k in Triton: a small k by `short`; else the pivot of each row by `prefix`, and a pass that writes the elements
 above it.
 
-Grid: emit_kernel `programs` programs a row; rank_kernel one for BLOCK elements of a row's k, which it puts in order.
+Grid: emit_kernel `programs` programs a row; rank_kernel one for BLOCK elements of a row's k, which it sorts.
 Warps: all share a tile. Shared memory: reductions and scans.
-Inputs: x [rows, columns], a window of each row, what the stages of `flashinfer/ops/_device/prefix.py` found; page
+Inputs: x [rows, columns], a window of each row, results of the stages of `flashinfer/ops/_device/prefix.py`; page
 tables or offsets where indices become slots. Outputs: values and indices [rows, k], or slots and raw indices.
 Method: `flashinfer/ops/_device/prefix.py`; docs/rooms/topk.md.
 """
@@ -34,15 +34,15 @@ from flashinfer.ops._device.prefix import (
     window_of,
 )
 from flashinfer.ops.topk import TopK, short
-from flashinfer.ops.topk.results import Results, add_results, moved_by, write_none, write_taken
+from flashinfer.ops.topk.results import Results, add_results, column_offset, write_none, write_taken
 
 
 @triton.jit
-def write_found(value, column, mine, place, out_value, out_index, raw, k, shift, where, batch, pages):
-    """Writes a tile's elements that are `mine` from `place` on; how many there are."""
-    found = mine.to(tl.int32)
+def write_selected(value, column, taken, place, out_value, out_index, raw, k, shift, where, batch, pages):
+    """Writes the elements of a tile with `taken` from index `place` on; returns their number."""
+    found = taken.to(tl.int32)
     to = place + tl.cumsum(found, 0) - 1
-    write_taken(value, column, mine, to, k, out_value, out_index, raw, shift, where, batch, pages)
+    write_taken(value, column, taken, to, k, out_value, out_index, raw, shift, where, batch, pages)
     return tl.sum(found, 0)
 
 
@@ -50,7 +50,7 @@ def write_found(value, column, mine, place, out_value, out_index, raw, k, shift,
 def kept_before(
     end, lists, row, capacity, x, length, pivot, rank, columns, LAST: tl.constexpr, TILE: tl.constexpr
 ):
-    """How many elements of the prefix come before column `end`, of the list or, where it overflowed, of the row."""
+    """The number of elements of the prefix before column `end`, in the list or, if that overflowed, in the row."""
     count = tl.load(lists.count + row)
     from_list = count <= capacity
     count = tl.where(from_list, count, tl.minimum(end, length))
@@ -61,8 +61,8 @@ def kept_before(
         key, column = listed_keys(
             start, count, from_list, x, list_value, list_column, -(1 << 31), (1 << 31) - 1, SCORES, TILE
         )  # fmt: skip
-        there = (key > -(1 << 31)) & (column < end)
-        before += tl.sum((there & is_kept(key, column, pivot, rank, columns, LAST)).to(tl.int32), 0)
+        exists = (key > -(1 << 31)) & (column < end)
+        before += tl.sum((exists & is_kept(key, column, pivot, rank, columns, LAST)).to(tl.int32), 0)
     return before
 
 
@@ -72,10 +72,11 @@ def emit_kernel(
     programs, chunk, tiles, capacity,
     LAST: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, CANDIDATE_TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes the elements of a row's prefix in the order of their indices: `places` has where each program begins, or
-    where groups are listed, each counts what comes before its own.
+    """Writes the elements of a row's prefix in the order of their indices.
 
-    out.value and out.index [rows, k]; out.raw takes the indices where out.index takes slots. Past the prefix stands -1.
+    `places` has the index of each program's first result; where candidate groups are listed, each program counts the
+    results before its own groups. out.value and out.index [rows, k]; out.raw gets the indices where out.index gets
+    slots. -1 after the prefix.
     """
     row = tl.program_id(0) // programs
     part = tl.program_id(0) % programs
@@ -89,7 +90,7 @@ def emit_kernel(
         out_value += row.to(tl.int64) * k
     if raw is not None:
         raw += row.to(tl.int64) * raw_row
-    shift, batch = moved_by(row, where, window.starts)
+    shift, batch = column_offset(row, where, window.starts)
     first, end = candidate_share(candidate_groups, part, programs, CANDIDATE_TILE // GROUP)
     if first < end:
         place = kept_before(
@@ -98,9 +99,9 @@ def emit_kernel(
         for slot in range(first, end, CANDIDATE_TILE // GROUP):
             value, column, ok = load_candidates(x, candidates, slot, end, length, UNIT, CANDIDATE_TILE, GROUP)
             key = key_of(value.to(tl.float32)).to(tl.int64)
-            mine = ok & is_kept(key, column, pivot, rank, columns, LAST)
-            place += write_found(
-                value, column, mine, place, out_value, out_index, raw, k, shift, where, batch, pages
+            taken = ok & is_kept(key, column, pivot, rank, columns, LAST)
+            place += write_selected(
+                value, column, taken, place, out_value, out_index, raw, k, shift, where, batch, pages
             )
     if candidate_groups < 0:
         place = tl.load(places + tl.program_id(0))
@@ -112,9 +113,9 @@ def emit_kernel(
                 inside = (column < length) & reach
                 value = tl.load(x + column, inside, other=0)
                 key = key_of(value.to(tl.float32)).to(tl.int64)
-                mine = inside & is_kept(key, column, pivot, rank, columns, LAST)
-                place += write_found(
-                    value, column, mine, place, out_value, out_index, raw, k, shift, where, batch, pages
+                taken = inside & is_kept(key, column, pivot, rank, columns, LAST)
+                place += write_selected(
+                    value, column, taken, place, out_value, out_index, raw, k, shift, where, batch, pages
                 )
     if part == 0:
         write_none(out_value, out_index, raw, kept, k, TILE)
@@ -122,23 +123,26 @@ def emit_kernel(
 
 @triton.jit
 def rank_kernel(value, index, out_value, out_index, k, blocks, LAST: tl.constexpr, BLOCK: tl.constexpr):
-    """Puts the k elements of a row in order: a program counts for BLOCK of them how many come before each."""
+    """Sorts the k elements of a row: a program counts for BLOCK of them how many precede each, which is its index.
+
+    For example, of 3 9 4 none precede 9, one precedes 4 and two precede 3.
+    """
     row = tl.program_id(0) // blocks
     at = row.to(tl.int64) * k
-    mine = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    my_value = tl.load(value + at + mine, mine < k, other=0)
-    my_index = tl.load(index + at + mine, mine < k, other=0)
+    taken = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    my_value = tl.load(value + at + taken, taken < k, other=0)
+    my_index = tl.load(index + at + taken, taken < k, other=0)
     my_key = key_of(my_value.to(tl.float32))
     before = tl.zeros([BLOCK], tl.int32)
     for first in range(0, k, BLOCK):
         other = first + tl.arange(0, BLOCK)
         key = key_of(tl.load(value + at + other, other < k, other=0).to(tl.float32))
-        # They are in the order of their indices.
-        earlier = other[None, :] > mine[:, None] if LAST else other[None, :] < mine[:, None]
+        # The elements are in the order of their indices, which decides between equal values.
+        earlier = other[None, :] > taken[:, None] if LAST else other[None, :] < taken[:, None]
         ahead = (key[None, :] > my_key[:, None]) | ((key[None, :] == my_key[:, None]) & earlier)
         before += tl.sum((ahead & (other < k)[None, :]).to(tl.int32), 1)
-    tl.store(out_value + at + before, my_value, mine < k)
-    tl.store(out_index + at + before, my_index, mine < k)
+    tl.store(out_value + at + before, my_value, taken < k)
+    tl.store(out_index + at + before, my_index, taken < k)
 
 
 @cache
@@ -167,7 +171,7 @@ def _build_emit(problem, config):
     return Build(emit_kernel, p.types, constants, num_warps=config.num_warps)
 
 
-# Elements that a program of the rank kernel puts in order at once; it compares its square. Not measured.
+# Elements that a program of the rank kernel ranks at once; it compares 64 x 64 pairs at a time. Not measured.
 _RANKED = 64
 
 
@@ -180,8 +184,8 @@ def _build_rank(problem, config):
 launch_emit = Launcher("top_k_emit", _build_emit)
 launch_rank = Launcher("top_k_rank", _build_rank)
 
-# Bytes of stack that a thread may use: scalars that live through all of resolve's search, twelve words at most, on
-# sm_120, and six of a list's (ptxas).
+# Bytes of stack that a thread may use: scalars that live during all of resolve's search, twelve words at most, on
+# sm_120, and six words of the list kernel (ptxas).
 STACK_BUDGET = 48
 
 

@@ -1,4 +1,4 @@
-"""Where the elements that are taken go: values, indices, slots of a page table."""
+"""Outputs of the selected elements: values, indices, slots of a page table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashinfer.ops.topk import TopK
 
 
 class Results(NamedTuple):
-    """What a call writes, and what decides where columns go; None for what its problem does not have.
+    """Outputs of a call, and the tables that map columns to slots; None for those that its problem does not have.
 
     value : [rows, k] of x's dtype. index : [rows, k], indices or slots. raw : int32 [rows, k], indices beside slots.
     page_table : int32 [batch, pages], of pages of page_size. row_to_batch, page_starts, offsets : int32 [rows].
@@ -29,7 +29,7 @@ class Results(NamedTuple):
     page_size: int | None = None
 
     def arguments(self, x: torch.Tensor, k: int) -> tuple:
-        """The arguments for what `add_results` adds."""
+        """The arguments for the parameters of `add_results`."""
         raw_row = None if self.raw is None else self.raw.stride(0)
         table = self.page_table
         pages = (None, None) if table is None else (table.stride(0), table.shape[1])
@@ -49,10 +49,10 @@ def add_results(p: Parameters, problem: TopK) -> Parameters:
 
 
 @triton.jit
-def moved_by(row, where, starts):
-    """What a row's columns are moved by (with a page table: entries), and the batch entry whose pages they lie in.
+def column_offset(row, where, starts):
+    """The offset that is added to a row's columns (with a page table, to its entries), and the row of the page table.
 
-    where : pointers page_table, row_to_batch, page_starts and offsets; None for what there is not.
+    where : pointers page_table, row_to_batch, page_starts and offsets, or None.
     """
     shift = 0
     batch = row
@@ -69,8 +69,11 @@ def moved_by(row, where, starts):
 
 
 @triton.jit
-def slot_of(column, first, ok, where, batch, pages):
-    """Where entries from `first` on of a row of the page table put columns; -1 where it ends or has no page."""
+def page_slots(column, first, ok, where, batch, pages):
+    """Slots of columns, by the entries from `first` on of a row of the page table; -1 past its end and without a page.
+
+    For example, with pages of 4, first 0 and entries 7, 2, column 5 is row 1 of page 2: slot 2 * 4 + 1 = 9.
+    """
     page = first + column // pages.size
     ok &= (page >= 0) & (page < pages.count)
     entry = tl.load(where.page_table + batch.to(tl.int64) * pages.row + page, ok, other=-1)
@@ -78,23 +81,23 @@ def slot_of(column, first, ok, where, batch, pages):
 
 
 @triton.jit
-def write_taken(value, column, mine, to, k, out_value, out_index, raw, shift, where, batch, pages):
-    """Writes elements that are `mine` at `to`, and none outside the row's k places, whatever the search found."""
-    mine &= (to >= 0) & (to < k)
+def write_taken(value, column, taken, to, k, out_value, out_index, raw, shift, where, batch, pages):
+    """Writes the elements with `taken` at index `to`, never outside of the row's k, whatever the search finds."""
+    taken &= (to >= 0) & (to < k)
     if where.page_table is not None:
-        index = slot_of(column, shift, mine, where, batch, pages)
+        index = page_slots(column, shift, taken, where, batch, pages)
     else:
         index = column + shift
-    tl.store(out_index + to, index.to(out_index.dtype.element_ty), mine)
+    tl.store(out_index + to, index.to(out_index.dtype.element_ty), taken)
     if out_value is not None:
-        tl.store(out_value + to, value, mine)
+        tl.store(out_value + to, value, taken)
     if raw is not None:
-        tl.store(raw + to, column, mine)
+        tl.store(raw + to, column, taken)
 
 
 @triton.jit
 def write_none(out_value, out_index, raw, first, k, BLOCK: tl.constexpr):
-    """Writes -1, and values of 0, from place `first` to the last."""
+    """Writes -1, and values of 0, from index `first` to the last."""
     for start in range(first, k, BLOCK):
         to = start + tl.arange(0, BLOCK)
         none = tl.full([BLOCK], -1, tl.int32)

@@ -1,11 +1,12 @@
-"""Small k: a sample of a row bounds its k largest, a pass lists what is above the bound, a search ends the list.
+"""Small k: a sample of a row bounds its k-th largest, a pass lists the elements above it, a search finds the k-th.
 
-    bound  one program a row, where programs are many; of few, each finds the same bound itself, which saves a launch
-    list   what each program's part of a row has above the bound
-    emit   finds the k-th largest of the list and writes the k; each program searches the whole list, which is short,
-           and writes its share
+    bound  one program a row. With few list programs there is no such launch: each of them computes the same bound
+    list   each program lists the elements above the bound in its part of a row
+    emit   finds the k-th largest of the list and writes the k largest; each program searches the whole list, which is
+           short, and writes its share
 
-Only speed depends on the sample: where a list does not hold the k first, emit reads the row itself.
+For example 2048 of 65536: the sample gives a bound that some 3200 elements exceed, and emit searches these. Only speed
+depends on the sample: if a list does not hold the k largest, emit reads the row itself.
 """
 
 from dataclasses import replace
@@ -24,13 +25,14 @@ from flashinfer.ops.topk.short_emit import PARTS, emit_kernel
 from flashinfer.ops.topk.short_list import bound_kernel, list_kernel
 
 
-def _begin(problem) -> Parameters:
-    """The row's values and window, and its bound."""
+def _row_parameters(problem) -> Parameters:
+    """Parameters of a row's values, window and bound."""
     p = Parameters().add(pointer(problem.dtype, problem.aligned), "x")
     return p.window("", problem.starts, problem.lengths).add("*i64", "bounds")
 
 
-def _listed(p: Parameters, problem) -> Parameters:
+def _add_list(p: Parameters, problem) -> Parameters:
+    """Adds the parameters of a list."""
     p.add("*i32", "counts", "ties")
     return p.add(pointer(problem.dtype, True), "list_value").add(pointer("i32", True), "list_column")
 
@@ -41,21 +43,22 @@ def _sample(problem, config) -> dict:
 
 
 def _build_bound(problem, config):
-    p = _begin(problem).add("i64", "x_row").add("i32", "k", "columns")
+    p = _row_parameters(problem).add("i64", "x_row").add("i32", "k", "columns")
     return Build(bound_kernel, p.types, p.constants | _sample(problem, config), num_warps=config.short_warps)
 
 
 def _build_list(problem, config):
-    p = _listed(_begin(problem), problem).add("i64", "x_row")
+    p = _add_list(_row_parameters(problem), problem).add("i64", "x_row")
     p.add("i32", "k", "columns", "programs", "chunk", "capacity")
-    constants = _sample(problem, config) | {"OWN": config.own, "TILE": config.short_tile, "PDL": config.pdl}
-    # Three programs on a multiprocessor; that which looks for the bound takes more.
-    registers = None if config.own else 80
+    constants = _sample(problem, config) | {"FINDS_BOUND": config.finds_bound, "TILE": config.short_tile}
+    constants["PDL"] = config.pdl
+    # 80 registers allow three programs on a multiprocessor; a program that computes the bound needs more.
+    registers = None if config.finds_bound else 80
     return Build(list_kernel, p.types, p.constants | constants, num_warps=config.short_warps, maxnreg=registers)
 
 
 def _build_emit(problem, config):
-    p = add_results(_listed(_begin(problem), problem), problem).add("i32", "programs", "parts", "capacity")
+    p = add_results(_add_list(_row_parameters(problem), problem), problem).add("i32", "programs", "parts", "capacity")
     constants = {"LAST": problem.last, "UNIT": unit(problem.dtype, problem.aligned)}
     constants |= {"TILE": config.short_list, "SHARE": config.share, "PDL": config.pdl}
     return Build(emit_kernel, p.types, p.constants | constants, num_warps=config.short_list_warps)
@@ -69,60 +72,61 @@ LAUNCHERS = (launch_bound, launch_list, launch_emit)
 
 def kernels(problem, config):
     """(launcher, problem, config) of each kernel."""
-    for own in (False, True):
-        yield launch_list, _listing(problem), _owning(config, own)
-    yield launch_bound, _listing(problem), _owning(config, False)
+    for finds_bound in (False, True):
+        yield launch_list, _list_problem(problem), _list_config(config, finds_bound)
+    yield launch_bound, _list_problem(problem), _list_config(config, False)
     for parts in (1, int(PARTS)):
-        yield launch_emit, problem, _sharing(config, parts)
+        yield launch_emit, problem, _emit_config(config, parts)
 
 
 @cache
-def _listing(problem):
-    """What a list depends on: not what is written of it."""
+def _list_problem(problem):
+    """The part of the problem that a list depends on: form and order of results are left out."""
     p = problem
     return TopK("values", p.dtype, starts=p.starts, lengths=p.lengths, aligned=p.aligned)
 
 
 @cache
-def _owning(config, own: bool):
-    """The list's, where each program finds the bound itself, or does not."""
-    # Where programs are many, those of the next kernel would take their room: 64 x 65536 took 36.3 us, not 34.0 (H100).
-    return replace(config, own=own, pdl=config.early and own)
+def _list_config(config, finds_bound: bool):
+    """The config of the list kernel, which computes the bound itself or not."""
+    # With many programs, those of a dependent launch would take their place: 64 x 65536 took 36.3 us, not 34.0 (H100).
+    return replace(config, finds_bound=finds_bound, pdl=config.early and finds_bound)
 
 
 @cache
-def _sharing(config, parts: int):
-    """Emit's: of a share that is a small part of the list one element a thread, else four."""
-    few = config.short_list_warps * 32 if parts >= 8 else config.short_list // 4
-    return replace(config, share=few, pdl=config.early)
+def _emit_config(config, parts: int):
+    """The config of the emit kernel: one element a thread at a time if a share is a small part of the list, else
+    four."""
+    elements = config.short_list_warps * 32 if parts >= 8 else config.short_list // 4
+    return replace(config, share=elements, pdl=config.early)
 
 
 def share(rows: int, columns: int, config, device: torch.device) -> tuple[int, int, int]:
-    """Programs that list a row, tiles of each, and programs that emit it."""
+    """The number of list programs a row, of tiles of each, and of emit programs a row."""
     tiles, sms = triton.cdiv(columns, config.short_tile), target_of(device).sms
     chunk = triton.cdiv(tiles, min(max(8 * sms // rows, 1), int(PARTS)))
-    # Every program of emit searches the whole list: enough of them to fill the chip once, and no more.
+    # Every emit program searches the whole list, so there are as many as fill the chip once, and no more.
     return triton.cdiv(tiles, chunk), chunk, min(max(sms // rows, 1), int(PARTS))
 
 
 def run(problem, config, x, k, window, results: Results):
-    """Launch it. `window` are starts and lengths."""
+    """Launch the two or three kernels. `window` are starts and lengths."""
     rows, columns = x.shape
     programs, chunk, parts = share(rows, columns, config, x.device)
-    # A list longer than emit has registers for takes it several times as long.
+    # Emit keeps a list in registers; a longer one takes several times as long.
     capacity = min(chunk * config.short_tile, 2 * config.short_list)
-    own = rows * programs <= 2 * target_of(x.device).sms
+    finds_bound = rows * programs <= 2 * target_of(x.device).sms
 
     def scratch(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     bounds, counts, ties = scratch(rows, dtype=torch.int64), scratch(rows, programs), scratch(rows, programs)
     list_value, list_column = scratch(rows, programs, capacity, dtype=x.dtype), scratch(rows, programs, capacity)
-    given, listed, x_row = (x, *window, bounds), (counts, ties, list_value, list_column), x.stride(0)
-    listing = _listing(problem)
-    if not own:
-        start(launch_bound, listing, _owning(config, False), (rows, 1, 1), *given, x_row, k, columns)
-    start(launch_list, listing, _owning(config, own), (rows, programs, 1), *given, *listed, x_row, k, columns,
-          programs, chunk, capacity)  # fmt: skip
-    start(launch_emit, problem, _sharing(config, parts), (rows, parts, 1), *given, *listed, *results.arguments(x, k),
-          programs, parts, capacity)  # fmt: skip
+    row_arguments, list_arguments, x_row = (x, *window, bounds), (counts, ties, list_value, list_column), x.stride(0)
+    list_problem = _list_problem(problem)
+    if not finds_bound:
+        start(launch_bound, list_problem, _list_config(config, False), (rows, 1, 1), *row_arguments, x_row, k, columns)
+    start(launch_list, list_problem, _list_config(config, finds_bound), (rows, programs, 1), *row_arguments,
+          *list_arguments, x_row, k, columns, programs, chunk, capacity)  # fmt: skip
+    start(launch_emit, problem, _emit_config(config, parts), (rows, parts, 1), *row_arguments, *list_arguments,
+          *results.arguments(x, k), programs, parts, capacity)  # fmt: skip

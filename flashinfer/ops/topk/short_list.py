@@ -1,7 +1,7 @@
-"""Top-k of a small k, first half: a sample of a row bounds its k largest, and a pass lists what is above the bound.
+"""Top-k of a small k, first half: a sample of a row bounds its k-th largest, and a pass lists the elements above it.
 
-Grid: bound_kernel one program a row; list_kernel (rows, programs), each with `chunk` tiles of TILE columns; it finds
-the bound itself where programs are few.
+Grid: bound_kernel one program a row; list_kernel (rows, programs), each with `chunk` tiles of TILE columns; with few
+programs each computes the bound itself.
 Warps: all share a tile. Shared memory: reductions, scans and a histogram.
 Inputs: x [rows, columns], a window of each row. Outputs: bounds int64 [rows]; counts and ties int32 [rows, programs];
 list_value and list_column [rows, programs, capacity].
@@ -17,44 +17,48 @@ from flashinfer.ops._device.prefix import key_of, window_of
 # No value has this key; that of NaN is the largest.
 _LOWEST = tl.constexpr(-(1 << 31))
 _HIGHEST = tl.constexpr((1 << 31) - 1)
-# Neighbours that are sampled together.
+# Neighbouring elements that are sampled together.
 SIDE = tl.constexpr(4)
 
 
 @triton.jit
-def highest_and_lowest(a, b, c, d):
+def max_and_min(a, b, c, d):
     return tl.maximum(a, c), tl.minimum(b, d)
 
 
 @triton.jit
 def bound_of(x, k, length, WHOLE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr):
-    """A key that k of the row's elements are above, in all likelihood, and few more; _LOWEST for a row up to WHOLE.
+    """A key that at least k elements of the row very likely exceed, and few more; _LOWEST for a row of up to WHOLE.
 
-    Of k / length of the elements, each is above the bound to be; u = 1 - (1 - k / length)^m of groups of m have one
-    above. So among the GROUPS largest of such groups the bound is the one that comes 4.5 deviations, and 4 for where
-    they are few, after u of them: one row in 10^5 has fewer than k above. m of about length / 2 k has u where it
-    decides most.
+    Also the number of keys after it in which the k-th largest very likely is: an uint32 in the bits of an int32.
 
-    And how many keys from there on the k-th is among, in all likelihood: as an uint32, bit by bit.
+    A share k / length of the elements is to be above the bound, so a share u = 1 - (1 - k / length)^m of groups of m
+    elements has an element above it. Of the maxima of GROUPS such groups, in descending order, the bound is the one at
+    index u GROUPS, plus 4.5 standard deviations, plus 4 for small u GROUPS: one row in 10^5 has fewer than k
+    above. m is about length / 2 k, where u is most precise.
+
+    For example, k = 2048 of 65536 gives m = 16 and u = 1 - (31/32)^16 = 0.40: 102 of 256 maxima are expected above, the
+    standard deviation is 7.8, so the bound is about the 141st largest maximum.
     """
     bound = tl.full([], _LOWEST, tl.int32)
-    across = tl.full([], -1, tl.int32)
+    likely_range = tl.full([], -1, tl.int32)
     if (length > WHOLE) & (k < length):
         size = tl.minimum(tl.maximum((length / (2.0 * k)).to(tl.int32), 1), MEMBERS)
-        # Members of a group are spread over the row, by chance within a cell each: no period of the row hits all alike.
-        # SIDE neighbours are of as many groups, a quarter of the sectors then. Where fewer members count, the last is
-        # read again: behind masks the compiler (ptxas) would wait for the first half before it reads the second.
+        # Members of a group are in different cells of the row, at a pseudo-random place of each: a row with a period
+        # is sampled at all phases. SIDE neighbours belong to different groups, which takes a quarter of the sectors.
+        # With fewer members the last one is read again: with masks, ptxas would wait for the first half of the loads
+        # before it starts the second.
         member = tl.minimum(tl.arange(0, MEMBERS), size - 1)[None, :]
         cell = (member * (GROUPS // SIDE) + (tl.arange(0, GROUPS) // SIDE)[:, None]).to(tl.uint32)
         WIDE: tl.constexpr = (1 << 32) // (GROUPS // SIDE * MEMBERS)
-        chance = (cell * 2654435769) & (WIDE - 1)
-        place = tl.umulhi(cell * WIDE + chance, (length - SIDE + 1).to(tl.uint32)) // SIDE * SIDE
+        random_offset = (cell * 2654435769) & (WIDE - 1)
+        place = tl.umulhi(cell * WIDE + random_offset, (length - SIDE + 1).to(tl.uint32)) // SIDE * SIDE
         column = place.to(tl.int32) + (tl.arange(0, GROUPS) % SIDE)[:, None]
         largest = key_of(tl.max(tl.load(x + column).to(tl.float32), 1))
         share = 1 - tl.exp(size * tl.log(1 - k.to(tl.float32) / length))
         margin = 4.5 * tl.sqrt(GROUPS * share * (1 - share)) + 4
-        # Bins of equal width, the highest first. The bound is the least group of the bin that reaches what is wanted.
-        high, low = tl.reduce((largest, largest), 0, highest_and_lowest)
+        # Bins of equal width, the highest first. The bound is the least maximum in the bin that reaches the index.
+        high, low = tl.reduce((largest, largest), 0, max_and_min)
         width = (high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)).to(tl.float32)
         shift = tl.maximum((width.to(tl.int32, bitcast=True) >> 23) - 127 - 7, 0).to(tl.uint32)
         bin = ((high - largest).to(tl.uint32, bitcast=True) >> shift).to(tl.int32)
@@ -63,15 +67,15 @@ def bound_of(x, k, length, WHOLE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: t
         last = bins >> 16
         if last < 256:
             bound = tl.min(tl.where(bin <= last, largest, _HIGHEST), 0)
-            over = (high - bound).to(tl.uint32, bitcast=True) - ((bins & 65535).to(tl.uint32) << shift)
-            # So few that the k-th may be above all that were seen.
-            over = tl.where(GROUPS * share < margin, tl.minimum(over, _HIGHEST) * 2, over)
-            across = tl.maximum(over, 1).to(tl.int32, bitcast=True)
-    return bound, across
+            range_above = (high - bound).to(tl.uint32, bitcast=True) - ((bins & 65535).to(tl.uint32) << shift)
+            # With so few, the k-th may be above all sampled elements.
+            range_above = tl.where(GROUPS * share < margin, tl.minimum(range_above, _HIGHEST) * 2, range_above)
+            likely_range = tl.maximum(range_above, 1).to(tl.int32, bitcast=True)
+    return bound, likely_range
 
 
 @triton.jit
-def joined(high, low):
+def pack_halves(high, low):
     return high.to(tl.int64) << 32 | low.to(tl.uint32, bitcast=True).to(tl.int64)
 
 
@@ -80,16 +84,16 @@ def bound_kernel(
     x, window, bounds, x_row, k, columns, UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):  # fmt: skip
-    """bounds int64 [rows]: what bound_of gives, the first in the high half. One program a row."""
+    """bounds int64 [rows]: the results of bound_of, the first in the high 32 bits. One program a row."""
     row = tl.program_id(0)
     x, length = window_of(x, x_row, window, row, columns, UNIT)
-    bound, across = bound_of(x, k, length, WHOLE, GROUPS, MEMBERS)
-    tl.store(bounds + row, joined(bound, across))
+    bound, likely_range = bound_of(x, k, length, WHOLE, GROUPS, MEMBERS)
+    tl.store(bounds + row, pack_halves(bound, likely_range))
 
 
 @triton.jit
 def load_part(x, first, end, TILE: tl.constexpr):
-    """A tile of columns from `first` on, as far as `end`."""
+    """A tile of values from column `first` on, 0 from `end` on."""
     column = first + tl.arange(0, TILE)
     # Without a mask aligned rows are read 16 bytes at a time.
     if first + TILE <= end:
@@ -101,7 +105,10 @@ def load_part(x, first, end, TILE: tl.constexpr):
 
 @triton.jit
 def neighbours(x, UNIT: tl.constexpr):
-    """x as UNIT tensors: every UNIT-th element from the first on, from the second on, and so on."""
+    """x as UNIT tensors, tensor i with the elements i, i + UNIT, i + 2 UNIT ...
+
+    For example, 0 1 2 3 4 5 6 7 with UNIT 4 gives 0 4, 1 5, 2 6 and 3 7.
+    """
     if UNIT == 1:
         return (x,)
     elif UNIT == 2:
@@ -124,23 +131,23 @@ def listed_key(value, column, end):
 @triton.jit
 def list_kernel(
     x, window, bounds, counts, ties, list_value, list_column, x_row, k, columns, programs, chunk, capacity,
-    OWN: tl.constexpr, UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
+    FINDS_BOUND: tl.constexpr, UNIT: tl.constexpr, WHOLE: tl.constexpr, GROUPS: tl.constexpr, MEMBERS: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """bounds int64 [rows], found here if OWN; counts and ties int32 [rows, programs], of elements above the bound and
-    at it; list_value, of x's dtype, and list_column int32 [rows, programs, capacity], those above it in the order of
-    their columns."""
+    """bounds int64 [rows], computed here if FINDS_BOUND; counts and ties int32 [rows, programs], the number of elements
+    above and equal to the bound; list_value, of x's dtype, and list_column int32 [rows, programs, capacity], the
+    elements above it in the order of their columns."""
     wait(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     program = row * programs + part
     x, length = window_of(x, x_row, window, row, columns, UNIT)
     first = part * chunk * TILE
     end = tl.minimum(first + chunk * TILE, length)
-    # On its way while the bound is looked for.
+    # This load overlaps the computation of the bound.
     value = load_part(x, first, end, TILE)
-    if OWN:
-        bound, across = bound_of(x, k, length, WHOLE, GROUPS, MEMBERS)
-        tl.store(bounds + row, joined(bound, across), part == 0)
+    if FINDS_BOUND:
+        bound, likely_range = bound_of(x, k, length, WHOLE, GROUPS, MEMBERS)
+        tl.store(bounds + row, pack_halves(bound, likely_range), part == 0)
     else:
         bound = (tl.load(bounds + row) >> 32).to(tl.int32)
     list_value += program.to(tl.int64) * capacity
@@ -148,10 +155,10 @@ def list_kernel(
     count = tl.full([], 0, tl.int32)
     equal = tl.full([], 0, tl.int32)
     for i in range(chunk):
-        # What a thread has read at once is taken apart, and counted together: then nothing moves between threads.
+        # Each tensor has one of the elements that a thread has read at once, so no data moves between threads.
         values = neighbours(value, UNIT)
         column = first + tl.arange(0, TILE // UNIT) * UNIT
-        # Counts of those above in the low half, of those equal in the high half.
+        # Elements above are counted in the low 16 bits, equal ones in the high 16 bits.
         both = tl.zeros([TILE // UNIT], tl.int32)
         for j in tl.static_range(UNIT):
             key = listed_key(values[j], column + j, end)
