@@ -223,6 +223,7 @@ def svdquant_linear(
     >>> flashinfer.svdquant_linear(x, codes, factors, one, smooth, l2t, l1, 448 * 6 * one)[0, 0]  # 64 x 6 x 2688 + 64
     tensor(1032192., dtype=torch.bfloat16)
     """
+    require(x.dim() == 2, "x", tuple(x.shape), "[m, k]")
     require(l2t_smoothed.dim() == 2, "l2t_smoothed", tuple(l2t_smoothed.shape), f"[{x.shape[-1]}, rank]")
     require(l2t_smoothed.dtype == x.dtype, "l2t_smoothed", l2t_smoothed.dtype, f"{x.dtype}, the dtype of x")
     fits = l2t_smoothed.shape[0] == x.shape[-1]

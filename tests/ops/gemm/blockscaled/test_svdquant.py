@@ -58,6 +58,8 @@ def test_refused():
     with pytest.raises(ValueError, match="pre_quant_scale: got"):
         nvfp4_quantize_smooth(x, smooth[:16], scale)
     codes, factors = nvfp4_quantize_smooth(x, smooth, scale)
+    with pytest.raises(ValueError, match="^x: got"):
+        svdquant_linear(x[0, 0], codes, factors, scale, smooth, x.T, x, scale)
     d, l1 = torch.zeros(2, 4).half(), torch.zeros(2, 3).half()
     with pytest.raises(ValueError, match="l1: got"):
         mm_nvfp4_svdquant(codes, codes, factors, factors, scale, d, l1)
