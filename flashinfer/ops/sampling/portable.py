@@ -1,4 +1,4 @@
-"""Sampling in Triton. A row is shared by many programs; what they find is put together by a launch that follows.
+"""Sampling in Triton. Many programs share a row; a later launch combines their results.
 
 Grid: statistics_kernel, softmax_kernel and write_kernel one program for a tile of a row; race_kernel `programs`
 programs a row, each with `chunk` tiles; pick_kernel one a row. Warps: all share a tile. Shared memory: reductions.
@@ -47,7 +47,8 @@ from flashinfer.ops.sampling import Draw, Prefix, Softmax
 
 @triton.jit
 def inverse_temperature(temperature, temperatures, row):
-    """1 where there is no temperature, NaN where it is not positive; not 0 and not inf, whose products may be NaN."""
+    """1 / temperature; 1 without a temperature, NaN if it is not positive. Never 0 or inf, whose products may be
+    NaN."""
     if temperature is None and temperatures is None:
         scale = 1.0
     else:
@@ -63,8 +64,9 @@ def statistics_kernel(
     x, window, tile_top, tile_sum, temperature, temperatures, x_row, columns, tiles,
     SUM: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """tile_top and tile_sum float32 [rows, tiles]: the largest of each tile, NaN if it holds NaN or inf, and the sum of
-    its exponentials. One program a tile. A temperature scales what stands below the largest, so that that is exact."""
+    """tile_top and tile_sum float32 [rows, tiles]: the largest value of each tile, NaN if it holds NaN or inf, and the
+    sum of its exponentials. One program a tile. A temperature scales differences from the largest, which stays
+    exact."""
     row = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     x, length = window_of(x, x_row, window, row, columns, UNIT)
@@ -80,7 +82,7 @@ def statistics_kernel(
 
 @triton.jit
 def store_tile(out, first, columns, value, TILE: tl.constexpr):
-    """Writes a tile of a row; 16 bytes at a time where it is aligned and whole."""
+    """Writes a tile of a row; 16 bytes at a time if it is aligned and entirely inside of the row."""
     column = first + tl.arange(0, TILE)
     if first + TILE <= columns:
         tl.store(out + column, value)
@@ -93,7 +95,7 @@ def softmax_kernel(
     x, tile_top, tile_sum, temperature, temperatures, out, x_row, out_row, columns, tiles,
     UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a row, divided by the sum that all tiles of the row have; each program adds that up for itself."""
+    """The softmax of a tile. Each program adds up the sums of all tiles of its row."""
     row = tl.program_id(0) // tiles
     scale = inverse_temperature(temperature, temperatures, row)
     at = row.to(tl.int64) * tiles
@@ -106,7 +108,7 @@ def softmax_kernel(
         total += tl.sum(sums * tl.where(tops == float("-inf"), 0.0, tl.exp((tops - top) * scale)), 0)
     first = tl.program_id(0) % tiles * TILE
     value = load_tile(x + row.to(tl.int64) * multiple(x_row, UNIT), first, columns, LOGITS, TILE)
-    # Without a finite logit there is no distribution: 0 / 0.
+    # A row without a finite logit has no distribution: 0 / 0 is NaN.
     share = tl.math.div_rn(tl.exp((value - tl.where(top == float("-inf"), 0.0, top)) * scale), total)
     store_tile(out + row.to(tl.int64) * multiple(out_row, OUT_UNIT), first, columns, share, TILE)
 
@@ -117,13 +119,14 @@ def race_kernel(
     chunk, tiles, DOMAIN: tl.constexpr, SEED: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """part_score float32, part_column int32 [rows, programs]: who wins among a program's columns; a score of NaN where
-    there is none to win. With tile_top only columns that reach a share of the row's largest take part."""
+    """part_score float32, part_column int32 [rows, programs]: the largest score among a program's columns and its
+    column; a score of NaN in an invalid row. With tile_top only columns of at least min_p times the row's largest take
+    part."""
     row = tl.program_id(0) // programs
     part = tl.program_id(0) % programs
     x, length = window_of(x, x_row, window, row, columns, UNIT)
     seed, offset, stream = source_of(random, row, SEED, OFFSET)
-    # Each place of a tile keeps its own best; what the program has is found once, after the last tile.
+    # Each lane of a tile keeps its largest score; the reduction over lanes runs once, after the last tile.
     lowest = float("-inf") if DOMAIN == LOGITS else 0.0
     best = tl.full([TILE], lowest, tl.float32)
     winner = tl.full([TILE], -1, tl.int32)
@@ -144,7 +147,7 @@ def race_kernel(
         score = tl.where((column < length) & (value >= least), score, best)
         best, winner = larger_score(score, column, best, winner)
     top_score = tl.max(best, 0)
-    # Of equal scores the first; a place that none has won has no column.
+    # Of equal scores the first column; a lane without any score has column -1.
     first = tl.min(tl.where((best == top_score) & (winner >= 0), winner, 0x7FFFFFFF), 0)
     refused |= tl.max(bad, 0)
     tl.store(part_score + tl.program_id(0), tl.where(refused > 0, float("nan"), top_score))
@@ -153,7 +156,7 @@ def race_kernel(
 
 @triton.jit
 def pick_kernel(part_score, part_column, samples, valid, programs, DOMAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """The winner of a row; token 0 and not valid where a program found NaN, or none to win."""
+    """The column with the largest score of a row; token 0 and not valid if a score is NaN, or if there is no column."""
     row = tl.program_id(0)
     best, winner = row_winner(part_score, part_column, row, programs, DOMAIN, BLOCK)
     bad = tl.full([], 0, tl.int32)
@@ -263,7 +266,7 @@ launch_race = Launcher("sampling_race", _build_race)
 launch_pick = Launcher("sampling_pick", _build_pick)
 launch_write = Launcher("sampling_write", _build_write)
 
-# Bytes of stack that a thread may use: scalars that live through all of resolve's search, three at most (ptxas).
+# Bytes of stack that a thread may use: scalars that live during all of resolve's search, three at most (ptxas).
 STACK_BUDGET = 24
 
 
@@ -304,7 +307,7 @@ def run(problem, config, *args):
 
 
 def _split(values):
-    """A scalar and a tensor, of which one is None."""
+    """(None, values) for a tensor of values, (values, None) for a scalar."""
     return (None, values) if isinstance(values, torch.Tensor) else (values, None)
 
 

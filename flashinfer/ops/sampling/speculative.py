@@ -1,8 +1,8 @@
 """Chain speculative sampling in Triton: which draft tokens the target accepts, and the token after them.
 
 Grid: verify_kernel one program a request; last_race_kernel `programs` programs a request, each with `chunk` tiles of
-TILE columns of the target's and the draft's distribution at the first refused token; last_pick_kernel one a request,
-over what the programs of the race found. Warps: all share a tile. Shared memory: reductions.
+TILE columns of the target's and the draft's distribution at the first rejected token; last_pick_kernel one a request,
+over the results of the race's programs. Warps: all share a tile. Shared memory: reductions.
 Inputs: draft [batch, count, columns], ids [batch, count], target [batch, count + 1, columns].
 Outputs: tokens [batch, count + 1], accepted and emitted [batch].
 Method: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023,
@@ -23,11 +23,14 @@ from flashinfer.ops._device.rows import multiple, pointer, unit
 
 
 @triton.jit
-def agrees(
+def accepts(
     draft, ids, target, row, position, count, seed, offset, stream, draft_batch, draft_token, target_batch,
     target_token, ids_batch, columns,
 ):  # fmt: skip
-    """The draft's tokens at some positions, and whether the target accepts each: u * draft < target."""
+    """The draft's tokens at some positions, and whether the target accepts each: u * draft < target.
+
+    For example, with draft 0.5, target 0.2 and u = 0.3 the token is accepted, since 0.15 < 0.2.
+    """
     ok = position < count
     row, step = row.to(tl.int64), position.to(tl.int64)
     token = tl.load(ids + row * ids_batch + step, ok, other=-1)
@@ -44,15 +47,15 @@ def verify_kernel(
     target_token, ids_batch, count, columns, SEED: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a request: how many tokens agree up to the first that does not, and in all; tokens [batch, count + 1]
-    but for the last."""
+    """One program a request: the number of tokens accepted before the first rejected one, and the number that pass the
+    test in total; tokens [batch, count + 1] except the last."""
     row = tl.program_id(0)
     seed, offset, stream = source_of(random, row, SEED, OFFSET)
     stop = count
     agreed = tl.full([], 0, tl.int32)
     for first in range(0, count, BLOCK):
         position = first + tl.arange(0, BLOCK)
-        token, ok = agrees(
+        token, ok = accepts(
             draft, ids, target, row, position, count, seed, offset, stream, draft_batch, draft_token, target_batch,
             target_token, ids_batch, columns,
         )  # fmt: skip
@@ -73,9 +76,9 @@ def last_race_kernel(
     target_token, count, columns, programs, chunk, SEED: tl.constexpr, OFFSET: tl.constexpr,
     UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Races for the token after the accepted ones, over what the target has beyond the draft (over the target, if all
-    were accepted), in part_score and part_column [rows, programs]; over the target alone in the same number behind
-    them. A score is NaN where the target is no distribution."""
+    """Races for the token after the accepted ones, over max(target - draft, 0) (over the target, if all are accepted),
+    in part_score and part_column [0, rows, programs]; races over the target alone in [1, rows, programs]. A score is
+    NaN if the target is not a distribution."""
     row = tl.program_id(0) // programs
     part = tl.program_id(0) % programs
     seed, offset, stream = source_of(random, row, SEED, OFFSET)
@@ -100,33 +103,33 @@ def last_race_kernel(
         best, winner = larger_score(score, first + place, best, winner)
         score, place = tl.max(tl.where(inside, q / variate, 0.0), 0, return_indices=True)
         target_best, target_winner = larger_score(score, first + place, target_best, target_winner)
-    behind = tl.num_programs(0)
+    target_race = tl.num_programs(0)
     tl.store(part_score + tl.program_id(0), tl.where(bad > 0, float("nan"), best))
     tl.store(part_column + tl.program_id(0), winner)
-    tl.store(part_score + behind + tl.program_id(0), target_best)
-    tl.store(part_column + behind + tl.program_id(0), target_winner)
+    tl.store(part_score + target_race + tl.program_id(0), target_best)
+    tl.store(part_column + target_race + tl.program_id(0), target_winner)
 
 
 @triton.jit
 def last_pick_kernel(part_score, part_column, stops, tokens, count, programs, BLOCK: tl.constexpr):
-    """The winner goes behind the accepted tokens. Where rounding left the target nothing beyond the draft, the target's
-    own winner does; -1 where the target is no distribution."""
+    """Appends the winner to the accepted tokens. If rounding makes max(target - draft, 0) zero everywhere, that is the
+    winner of the target alone; -1 if the target is not a distribution."""
     row = tl.program_id(0)
     best, winner = row_winner(part_score, part_column, row, programs, PROBS, BLOCK)
-    behind = tl.num_programs(0).to(tl.int64) * programs
-    _, stand_in = row_winner(part_score + behind, part_column + behind, row, programs, PROBS, BLOCK)
+    target_race = tl.num_programs(0).to(tl.int64) * programs
+    _, target_winner = row_winner(part_score + target_race, part_column + target_race, row, programs, PROBS, BLOCK)
     bad = tl.full([], 0, tl.int32)
     for first in range(0, programs, BLOCK):
         part = first + tl.arange(0, BLOCK)
         score = tl.load(part_score + row.to(tl.int64) * programs + part, part < programs, other=0)
         bad |= tl.max((score != score).to(tl.int32), 0)
-    token = tl.where(bad > 0, -1, tl.where(winner >= 0, winner, stand_in))
+    token = tl.where(bad > 0, -1, tl.where(winner >= 0, winner, target_winner))
     at = row.to(tl.int64) * (count + 1) + tl.load(stops + row)
     tl.store(tokens + at, token.to(tokens.dtype.element_ty))
 
 
 _DISTRIBUTION_STRIDES = ("draft_batch", "draft_token", "target_batch", "target_token")
-# Draft tokens that are verified at once; more are rare.
+# Draft tokens that are verified at a time; more are rare.
 _VERIFIED = 32
 
 
