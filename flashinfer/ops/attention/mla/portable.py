@@ -39,28 +39,26 @@ def build(p: Problem, c) -> Build:
 
     q, kv = (_pointer(dtype, p.aligned) for dtype in (p.q_dtype, p.kv_dtype))
     out = f"*{p.o_dtype}:16" if p.aligned else f"*{p.o_dtype}"
-    types = dict(
-        q_nope=q, q_pe=q, ckv=kv, kpe=kv, out=out, lse="*fp32", partial_out="*fp32:16", partial_lse="*fp32:16",
-        items="*i32:16", counts="*i32", arrivals="*i32", kv_indices="*i32", first_ckv=kv, sinks="*fp32",
-        qk_scale="*fp32", v_scale="*fp32",
-    )  # fmt: skip
-    types.update((f"{tensor}_stride_{axis}", stride(p.q_dtype)) for tensor in ("q_nope", "q_pe") for axis in "nh")
-    types.update(
-        (f"{tensor}_stride_{axis}", stride(p.kv_dtype)) for tensor in ("ckv", "kpe", "first") for axis in ("page", "n")
-    )
-    types.update(o_stride_n=stride(p.o_dtype), o_stride_h=stride(p.o_dtype), sm_scale="fp32", out_scale="fp32",
-                 pe_ratio="fp32")  # fmt: skip
+    types = {"q_nope": q, "q_pe": q, "ckv": kv, "kpe": kv, "out": out, "lse": "*fp32"}
+    types |= {"partial.out": "*fp32:16", "partial.lse": "*fp32:16", "work.items": "*i32:16", "work.counts": "*i32"}
+    types |= {"work.arrivals": "*i32", "pages.indices": "*i32", "first_ckv": kv}
+    types |= dict.fromkeys(("call.sinks", "call.qk_scale", "call.v_scale"), "*fp32")
+    types |= dict.fromkeys(("q_nope_by.token", "q_nope_by.head", "q_pe_by.token", "q_pe_by.head"), stride(p.q_dtype))
+    types |= {f"{x}_by.{axis}": stride(p.kv_dtype) for x in ("ckv", "kpe", "first") for axis in ("page", "token")}
+    types |= dict.fromkeys(("out_by.token", "out_by.head"), stride(p.o_dtype))
+    types |= dict.fromkeys(("scalars.sm_scale", "scalars.out_scale", "scalars.pe_ratio"), "fp32")
     functions, params = varied(p)
     types.update(params)
-    constants = dict(
-        HEADS=p.num_heads, PAGE_SIZE=p.page_size, SPARSE=p.sparse, FIRST=p.first, FIRST_PAGE=max(p.first_page, 1),
-        D=p.head_dim_ckv, D_PE=p.head_dim_kpe, D_PAD=padded(p.head_dim_ckv), PE_PAD=padded(max(p.head_dim_kpe, 1)),
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n, Q_DTYPE=p.q_dtype, KV_DTYPE=p.kv_dtype, NATIVE_FP8=c.native_fp8,
-        COMPUTE=_TL[_compute_dtype(p)], CAUSAL=p.mask == "causal", SINKS=p.sinks, DEVICE_SCALES=p.scales, LSE=p.lse,
-        BASE_E=p.base_e, SPLIT=p.split, COMBINE_SPLITS=c.combine_splits,
-        COMBINE_ROWS=c.combine_rows, ROW_UNIT=16 // SIZE[p.kv_dtype] if p.aligned else 1,
-        **functions,
-    )  # fmt: skip
+    constants = {
+        "partial.SPLIT": p.split, "partial.SPLITS": c.combine_splits, "partial.ROWS": c.combine_rows,
+        "pages.SIZE": p.page_size, "pages.SPARSE": p.sparse, "pages.FIRST": p.first,
+        "pages.FIRST_SIZE": max(p.first_page, 1), "call.SINKS": p.sinks, "call.SCALES": p.scales, "call.LSE": p.lse,
+        "call.BASE_E": p.base_e, "dims.D": p.head_dim_ckv, "dims.PE": p.head_dim_kpe,
+        "dims.D_PAD": padded(p.head_dim_ckv), "dims.PE_PAD": padded(max(p.head_dim_kpe, 1)), "kinds.Q": p.q_dtype,
+        "kinds.KV": p.kv_dtype, "kinds.NATIVE_FP8": c.native_fp8, "kinds.COMPUTE": _TL[_compute_dtype(p)],
+        "HEADS": p.num_heads, "BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "CAUSAL": p.mask == "causal",
+        "ROW_UNIT": 16 // SIZE[p.kv_dtype] if p.aligned else 1, **functions,
+    }  # fmt: skip
     return Build(attend_latent_kernel, types, constants, num_warps=c.num_warps, num_stages=c.num_stages)
 
 
@@ -88,20 +86,21 @@ class Bound:
         Those keep their shapes, strides and dtypes; everything else is as in `x`.
         """
         schedule = x.schedule
-        arguments = dict(
-            q_nope=_raw(x.q_nope), q_pe=_raw(x.q_pe), ckv=_raw(x.ckv), kpe=_raw(x.kpe), out=x.out, lse=x.lse,
-            partial_out=schedule.partial_out, partial_lse=schedule.partial_lse, items=schedule.items,
-            counts=schedule.counts, arrivals=schedule.arrivals, kv_indices=x.table.kv_indices,
-            first_ckv=_raw(x.first_ckv), sinks=x.sinks, qk_scale=x.qk_scale, v_scale=x.v_scale,
-            o_stride_n=x.out.stride(0), o_stride_h=x.out.stride(1), sm_scale=x.sm_scale, out_scale=x.out_scale,
-            pe_ratio=x.pe_ratio, **dict(zip(self._params, x.params, strict=True)),
-        )  # fmt: skip
-        for name, tensor in (("q_nope", x.q_nope), ("q_pe", x.q_pe)):
-            arguments[f"{name}_stride_n"], arguments[f"{name}_stride_h"] = _outer_strides(tensor)
-        for name, tensor in (("ckv", x.ckv), ("kpe", x.kpe), ("first", x.first_ckv)):
-            arguments[f"{name}_stride_page"], arguments[f"{name}_stride_n"] = _outer_strides(tensor)
+        arguments = {
+            "q_nope": _raw(x.q_nope), "q_pe": _raw(x.q_pe), "ckv": _raw(x.ckv), "kpe": _raw(x.kpe), "out": x.out,
+            "lse": x.lse, "partial.out": schedule.partial_out, "partial.lse": schedule.partial_lse,
+            "work.items": schedule.items, "work.counts": schedule.counts, "work.arrivals": schedule.arrivals,
+            "pages.indices": x.table.kv_indices, "first_ckv": _raw(x.first_ckv), "call.sinks": x.sinks,
+            "call.qk_scale": x.qk_scale, "call.v_scale": x.v_scale, "out_by.token": x.out.stride(0),
+            "out_by.head": x.out.stride(1), "scalars.sm_scale": x.sm_scale, "scalars.out_scale": x.out_scale,
+            "scalars.pe_ratio": x.pe_ratio, **dict(zip(self._params, x.params, strict=True)),
+        }  # fmt: skip
+        for name, tensor in (("q_nope_by", x.q_nope), ("q_pe_by", x.q_pe)):
+            arguments[f"{name}.token"], arguments[f"{name}.head"] = _outer_strides(tensor)
+        for name, tensor in (("ckv_by", x.ckv), ("kpe_by", x.kpe), ("first_by", x.first_ckv)):
+            arguments[f"{name}.page"], arguments[f"{name}.token"] = _outer_strides(tensor)
         values = tuple(arguments[name] for name in self._parameters)
-        moving = ("q_nope", "q_pe", "ckv", "kpe", "out", "lse", "kv_indices")
+        moving = ("q_nope", "q_pe", "ckv", "kpe", "out", "lse", "pages.indices")
         return self._kernel.hold((schedule.max_items, 1, 1), values, moving)
 
 

@@ -64,30 +64,23 @@ def _operand(rows, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.co
 
 @triton.jit
 def attend_latent_kernel(
-    q_nope, q_pe, ckv, kpe, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, first_ckv, sinks,
-    qk_scale, v_scale, q_nope_stride_n, q_nope_stride_h, q_pe_stride_n, q_pe_stride_h, ckv_stride_page, ckv_stride_n,
-    kpe_stride_page, kpe_stride_n, first_stride_page, first_stride_n, o_stride_n, o_stride_h, sm_scale, out_scale,
-    pe_ratio, params,
-    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, SPARSE: tl.constexpr, FIRST: tl.constexpr,
-    FIRST_PAGE: tl.constexpr, D: tl.constexpr, D_PE: tl.constexpr, D_PAD: tl.constexpr, PE_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, Q_DTYPE: tl.constexpr, KV_DTYPE: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr, SINKS: tl.constexpr,
-    DEVICE_SCALES: tl.constexpr, LSE: tl.constexpr, BASE_E: tl.constexpr, SPLIT: tl.constexpr,
-    COMBINE_SPLITS: tl.constexpr, COMBINE_ROWS: tl.constexpr, ROW_UNIT: tl.constexpr,
+    q_nope, q_pe, ckv, kpe, out, lse, partial, work, pages, first_ckv, call,
+    q_nope_by, q_pe_by, ckv_by, kpe_by, first_by, out_by, scalars, params, dims, kinds,
+    HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, ROW_UNIT: tl.constexpr,
     LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """One program per work item.
 
-    SPARSE: kv_indices names tokens, in the order of their positions; -1 for none. The first FIRST of them are tokens of
-    `first_ckv`, in pages of FIRST_PAGE, the others of `ckv`.
+    With pages.SPARSE, page ids name tokens, in the order of their positions; -1 for none. The first pages.FIRST of them
+    are tokens of `first_ckv`, in pages of FIRST_SIZE, the others of `ckv`.
 
     LOGITS and MASK are functions of a user's variant, or None; `params` is a named tuple for them. Without SOFTMAX,
     logits are weights.
     """
     item = tl.program_id(0)
-    q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, splits = read_item(items, item)
+    q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, splits = read_item(work.items, item)
     # After the record's loads, so that they do not wait for it.
-    if item >= tl.load(counts):
+    if item >= tl.load(work.counts):
         return
 
     packed = tile_row + tl.arange(0, BLOCK_M)
@@ -96,52 +89,53 @@ def attend_latent_kernel(
     head = packed % HEADS
     q_pos = token + kv_len - q_len
     n = (q_row + token).to(tl.int64)
-    latent = _rows(q_nope, n * q_nope_stride_n + head * q_nope_stride_h, row_ok, D, D_PAD)
-    latent, unit = _operand(latent, Q_DTYPE, NATIVE_FP8, COMPUTE)
+    latent = _rows(q_nope, n * q_nope_by.token + head * q_nope_by.head, row_ok, dims.D, dims.D_PAD)
+    latent, unit = _operand(latent, kinds.Q, kinds.NATIVE_FP8, kinds.COMPUTE)
     VARIED: tl.constexpr = LOGITS is not None or MASK is not None
     # A variant's functions take logits in base e.
-    scale = unit * (sm_scale if VARIED else sm_scale * LOG2E)
+    scale = unit * (scalars.sm_scale if VARIED else scalars.sm_scale * LOG2E)
     request = slot
     if VARIED:
-        request = tl.load(items + item * ITEM_WIDTH + ITEM_REQUEST)
-    if D_PE > 0:
-        position = _rows(q_pe, n * q_pe_stride_n + head * q_pe_stride_h, row_ok, D_PE, PE_PAD)
-        position, pe_unit = _operand(position, Q_DTYPE, NATIVE_FP8, COMPUTE)
+        request = tl.load(work.items + item * ITEM_WIDTH + ITEM_REQUEST)
+    if dims.PE > 0:
+        position = _rows(q_pe, n * q_pe_by.token + head * q_pe_by.head, row_ok, dims.PE, dims.PE_PAD)
+        position, pe_unit = _operand(position, kinds.Q, kinds.NATIVE_FP8, kinds.COMPUTE)
         # What the positional products are multiplied by before the latent ones, whose scale they get, are added.
-        ratio = pe_unit / unit * pe_ratio
-    if DEVICE_SCALES:
-        scale *= tl.load(qk_scale)
-        out_scale *= tl.load(v_scale)
+        ratio = pe_unit / unit * scalars.pe_ratio
+    out_scale = scalars.out_scale
+    if call.SCALES:
+        scale *= tl.load(call.qk_scale)
+        out_scale *= tl.load(call.v_scale)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
+    acc = tl.zeros([BLOCK_M, dims.D_PAD], tl.float32)
     end = kv_end
     if CAUSAL:
         end = tl.minimum(end, tl.minimum((tile_row + BLOCK_M - 1) // HEADS, q_len - 1) + kv_len - q_len + 1)
-    if FIRST > 0:
+    if pages.FIRST > 0:
         # Both caches are read by one load, so the first one's rows are counted from where the other begins.
         first_cache = (first_ckv.to(tl.int64) - ckv.to(tl.int64)) // (ckv.dtype.element_ty.primitive_bitwidth // 8)
     # Entries of the table are loaded a block ahead: a load behind a load would not be copied asynchronously in time.
-    entries = _entries(kv_begin, end, kv_base, kv_indices, PAGE_SIZE, SPARSE, BLOCK_N)
+    entries = _entries(kv_begin, end, kv_base, pages.indices, pages.SIZE, pages.SPARSE, BLOCK_N)
     for start in range(kv_begin, end, BLOCK_N):
         kv_pos = start + tl.arange(0, BLOCK_N)
         there = kv_pos < end
-        if SPARSE:
+        if pages.SPARSE:
             there = there & (entries >= 0)
-        at = _offsets(entries, kv_pos, there, ckv_stride_page, ckv_stride_n, PAGE_SIZE, SPARSE)
-        if FIRST > 0:
-            first_at = _offsets(entries, kv_pos, there, first_stride_page, first_stride_n, FIRST_PAGE, SPARSE)
-            at = tl.multiple_of(tl.where(kv_pos < FIRST, first_at + first_cache, at), ROW_UNIT)
-        keys = _rows(ckv, at, there, D, D_PAD)
-        pe_at = _offsets(entries, kv_pos, there, kpe_stride_page, kpe_stride_n, PAGE_SIZE, SPARSE)
-        if D_PE > 0:
-            pe_keys = _rows(kpe, pe_at, there, D_PE, PE_PAD)
-        entries = _entries(start + BLOCK_N, end, kv_base, kv_indices, PAGE_SIZE, SPARSE, BLOCK_N)
-        keys = widen(keys, KV_DTYPE, NATIVE_FP8, COMPUTE)
+        at = _offsets(entries, kv_pos, there, ckv_by.page, ckv_by.token, pages.SIZE, pages.SPARSE)
+        if pages.FIRST > 0:
+            first_at = _offsets(entries, kv_pos, there, first_by.page, first_by.token, pages.FIRST_SIZE, pages.SPARSE)
+            at = tl.multiple_of(tl.where(kv_pos < pages.FIRST, first_at + first_cache, at), ROW_UNIT)
+        keys = _rows(ckv, at, there, dims.D, dims.D_PAD)
+        pe_at = _offsets(entries, kv_pos, there, kpe_by.page, kpe_by.token, pages.SIZE, pages.SPARSE)
+        if dims.PE > 0:
+            pe_keys = _rows(kpe, pe_at, there, dims.PE, dims.PE_PAD)
+        entries = _entries(start + BLOCK_N, end, kv_base, pages.indices, pages.SIZE, pages.SPARSE, BLOCK_N)
+        keys = widen(keys, kinds.KV, kinds.NATIVE_FP8, kinds.COMPUTE)
         s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        if D_PE > 0:
-            pe_keys = widen(pe_keys, KV_DTYPE, NATIVE_FP8, COMPUTE)
+        if dims.PE > 0:
+            pe_keys = widen(pe_keys, kinds.KV, kinds.NATIVE_FP8, kinds.COMPUTE)
             s = tl.dot(position, tl.trans(pe_keys), s) * ratio[:, None]
         s = tl.dot(latent, tl.trans(keys), s)
         ok = there[None, :]
@@ -167,12 +161,12 @@ def attend_latent_kernel(
             top = new_top
         else:
             p = tl.where(ok, s, 0.0)
-        acc = tl.dot(p.to(COMPUTE), keys, acc)
+        acc = tl.dot(p.to(kinds.COMPUTE), keys, acc)
 
-    if SINKS:
+    if call.SINKS:
         # The combination adds the sink of a split tile, once.
         if slot < 0:
-            sink = tl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
+            sink = tl.load(call.sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
             top, keep, total = with_sink(top, total, sink)
             acc = acc * keep[:, None]
     if not SOFTMAX:
@@ -185,20 +179,22 @@ def attend_latent_kernel(
     # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
     acc = tl.where(seen[:, None], acc * inverse[:, None], 0.0)
     s = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-    dv = tl.arange(0, D_PAD)
-    if SPLIT:
+    dv = tl.arange(0, dims.D_PAD)
+    if partial.SPLIT:
         if slot >= 0:
             at = slot.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            tl.store(partial_out + at[:, None] * D + dv[None, :], acc, mask=row_ok[:, None] & (dv < D)[None, :])
-            tl.store(partial_lse + at, s, mask=row_ok)
+            in_out = row_ok[:, None] & (dv < dims.D)[None, :]
+            tl.store(partial.out + at[:, None] * dims.D + dv[None, :], acc, mask=in_out)
+            tl.store(partial.lse + at, s, mask=row_ok)
             combine_if_last(
-                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, splits,
-                tl.arange(0, COMBINE_ROWS)[None, :], tl.arange(0, COMBINE_SPLITS)[:, None], dv[None, None, :], tile_row,
-                q_row, q_len, 0, 1, o_stride_n, o_stride_h, HEADS, D, BLOCK_M, SINKS, LSE, SOFTMAX,
-                LN2 if BASE_E else 1.0,
+                work.arrivals, partial.out, partial.lse, out, lse, call.sinks, first_slot, splits,
+                tl.arange(0, partial.ROWS)[None, :], tl.arange(0, partial.SPLITS)[:, None], dv[None, None, :], tile_row,
+                q_row, q_len, 0, 1, out_by.token, out_by.head, HEADS, dims.D, BLOCK_M, call.SINKS, call.LSE, SOFTMAX,
+                LN2 if call.BASE_E else 1.0,
             )  # fmt: skip
             return
-    o_at = n * o_stride_n + head * o_stride_h
-    tl.store(out + o_at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=row_ok[:, None] & (dv < D)[None, :])
-    if LSE:
-        tl.store(lse + n * HEADS + head, s * LN2 if BASE_E else s, mask=row_ok)
+    o_at = n * out_by.token + head * out_by.head
+    in_out = row_ok[:, None] & (dv < dims.D)[None, :]
+    tl.store(out + o_at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=in_out)
+    if call.LSE:
+        tl.store(lse + n * HEADS + head, s * LN2 if call.BASE_E else s, mask=row_ok)
