@@ -94,17 +94,16 @@ def grid(p: Problem, items: int, kv_heads: int) -> tuple[int, int, int]:
 
 def parameters(p: Problem, c) -> tuple[dict, dict]:
     """Types and constants of `attend_kernel`, of which kernels for one chip have most."""
-    types = dict(
-        q=_pointer(p.q_dtype, p.aligned), k=_pointer(p.kv_dtype, p.aligned), v=_pointer(p.kv_dtype, p.aligned),
-        out=f"*{p.o_dtype}:16" if p.aligned else f"*{p.o_dtype}", lse="*fp32", partial_out="*fp32:16",
-        partial_lse="*fp32:16", items="*i32:16", counts="*i32", arrivals="*i32", kv_indices="*i32", mask="*u8",
-        mask_indptr="*i32", sinks="*fp32", qk_scale="*fp32", v_scale="*fp32", alibi_slopes="*fp32", num_kv_heads="i32",
-    )  # fmt: skip
-    for tensor, dtype, names in (("q", p.q_dtype, "nh"), ("k", p.kv_dtype, ("page", "n", "h")),
-                                 ("v", p.kv_dtype, ("page", "n", "h")), ("o", p.o_dtype, "nh")):  # fmt: skip
-        types.update((f"{tensor}_stride_{name}", _stride(dtype, p.aligned)) for name in names)
-    types.update(sm_scale="fp32", out_scale="fp32", soft_cap="fp32", window_left="i32", rope_scale="fp32",
-                 rope_log2_theta="fp32")  # fmt: skip
+    types = {"q": _pointer(p.q_dtype, p.aligned)} | dict.fromkeys("kv", _pointer(p.kv_dtype, p.aligned))
+    types |= {"out": f"*{p.o_dtype}:16" if p.aligned else f"*{p.o_dtype}", "lse": "*fp32", "partial.out": "*fp32:16"}
+    types |= {"partial.lse": "*fp32:16", "work.items": "*i32:16", "work.counts": "*i32", "work.arrivals": "*i32"}
+    types |= {"kv_indices": "*i32", "mask.bits": "*u8", "mask.indptr": "*i32"}
+    types |= {f"heads.{name}": "*fp32" for name in ("sinks", "qk_scale", "v_scale", "slopes")} | {"num_kv_heads": "i32"}
+    for tensor, dtype, axes in (("q", p.q_dtype, ()), ("k", p.kv_dtype, ("page",)), ("v", p.kv_dtype, ("page",)),
+                                ("out", p.o_dtype, ())):  # fmt: skip
+        types |= {f"{tensor}_by.{axis}": _stride(dtype, p.aligned) for axis in (*axes, "token", "head")}
+    types |= dict.fromkeys(("scalars.sm_scale", "scalars.out_scale", "scalars.soft_cap"), "fp32")
+    types |= {"scalars.window_left": "i32", "rope.scale": "fp32", "rope.log2_theta": "fp32"}
     functions, params = varied(p)
     known = KV_FORMATS.get(p.kv_dtype)
     if known:
@@ -113,18 +112,19 @@ def parameters(p: Problem, c) -> tuple[dict, dict]:
         functions["factors"] = None
     types.update(params)
     rope = p.pos_encoding == "ROPE_LLAMA"
-    constants = dict(
+    constants = {
+        "partial.SPLIT": p.split, "partial.SPLITS": c.combine_splits, "partial.ROWS": c.combine_rows,
+        "mask.CAUSAL": p.mask == "causal", "mask.WINDOW": p.window, "mask.CUSTOM": p.mask == "custom",
+        "heads.SINKS": p.sinks, "heads.SCALES": p.head_scales, "heads.ALIBI": p.pos_encoding == "ALIBI",
+        "scalars.SOFT_CAP": p.soft_cap, "rope.ON": rope, "dims.PAGE_SIZE": p.page_size, "dims.D_QK": p.head_dim_qk,
         # RoPE multiplies halves of a head, and a product sums 16 elements at least.
-        GROUP=p.group, PAGE_SIZE=p.page_size, D_QK=p.head_dim_qk, D_QK_PAD=_padded(p.head_dim_qk, 32 if rope else 16),
-        D_VO=p.head_dim_vo, D_VO_PAD=_padded(p.head_dim_vo), BLOCK_M=c.block_m, BLOCK_N=c.block_n, NEAR=near_heads(p),
-        Q_DTYPE=p.q_dtype, KV_DTYPE=known.element if known else p.kv_dtype, WIDTH=known.width if known else 1,
-        FOLDED=known is not None and known.factor == "fp32", INTERLEAVED=p.interleaved, NATIVE_FP8=c.native_fp8,
-        COMPUTE=_TL[_compute_dtype(p)],
-        CAUSAL=p.mask == "causal", WINDOW=p.window,
-        CUSTOM=p.mask == "custom", SOFT_CAP=p.soft_cap, ALIBI=p.pos_encoding == "ALIBI",
-        ROPE=rope, SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse, SPLIT=p.split,
-        COMBINE_SPLITS=c.combine_splits, COMBINE_ROWS=c.combine_rows, **functions,
-    )  # fmt: skip
+        "dims.D_QK_PAD": _padded(p.head_dim_qk, 32 if rope else 16), "dims.D_VO": p.head_dim_vo,
+        "dims.D_VO_PAD": _padded(p.head_dim_vo), "kinds.Q": p.q_dtype,
+        "kinds.KV": known.element if known else p.kv_dtype, "kinds.WIDTH": known.width if known else 1,
+        "kinds.FOLDED": known is not None and known.factor == "fp32", "kinds.INTERLEAVED": p.interleaved,
+        "kinds.NATIVE_FP8": c.native_fp8, "kinds.COMPUTE": _TL[_compute_dtype(p)], "GROUP": p.group,
+        "BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "NEAR": near_heads(p), "LSE": p.lse, **functions,
+    }  # fmt: skip
     return types, constants
 
 
@@ -174,17 +174,19 @@ class Bound:
         kv_heads = k.shape[-2]
         k_page, k_row, k_head = k.stride()[:3] if self._paged else (0, *k.stride()[:2])
         v_page, v_row, v_head = v.stride()[:3] if self._paged else (0, *v.stride()[:2])
-        arguments = dict(
-            q=q, k=k, v=v, out=out, lse=x.lse, partial_out=schedule.partial_out,
-            partial_lse=schedule.partial_lse, items=schedule.items, counts=schedule.counts,
-            arrivals=schedule.arrivals, kv_indices=table.kv_indices, mask=table.mask, mask_indptr=table.mask_indptr,
-            sinks=x.sinks, qk_scale=x.qk_scale, v_scale=x.v_scale, alibi_slopes=x.alibi_slopes, num_kv_heads=kv_heads,
-            q_stride_n=q.stride(0), q_stride_h=q.stride(1), k_stride_page=k_page, k_stride_n=k_row, k_stride_h=k_head,
-            v_stride_page=v_page, v_stride_n=v_row, v_stride_h=v_head, o_stride_n=out.stride(0),
-            o_stride_h=out.stride(1), sm_scale=scalars.sm_scale, out_scale=scalars.out_scale,
-            soft_cap=scalars.soft_cap, window_left=scalars.window_left, rope_scale=scalars.rope_scale,
-            rope_log2_theta=math.log2(scalars.rope_theta),
-        )  # fmt: skip
+        arguments = {
+            "q": q, "k": k, "v": v, "out": out, "lse": x.lse, "partial.out": schedule.partial_out,
+            "partial.lse": schedule.partial_lse, "work.items": schedule.items, "work.counts": schedule.counts,
+            "work.arrivals": schedule.arrivals, "kv_indices": table.kv_indices, "mask.bits": table.mask,
+            "mask.indptr": table.mask_indptr, "heads.sinks": x.sinks, "heads.qk_scale": x.qk_scale,
+            "heads.v_scale": x.v_scale, "heads.slopes": x.alibi_slopes, "num_kv_heads": kv_heads,
+            "q_by.token": q.stride(0), "q_by.head": q.stride(1), "k_by.page": k_page, "k_by.token": k_row,
+            "k_by.head": k_head, "v_by.page": v_page, "v_by.token": v_row, "v_by.head": v_head,
+            "out_by.token": out.stride(0), "out_by.head": out.stride(1), "scalars.sm_scale": scalars.sm_scale,
+            "scalars.out_scale": scalars.out_scale, "scalars.soft_cap": scalars.soft_cap,
+            "scalars.window_left": scalars.window_left, "rope.scale": scalars.rope_scale,
+            "rope.log2_theta": math.log2(scalars.rope_theta),
+        }  # fmt: skip
         for name, factors in (("k", x.k_factors), ("v", x.v_factors)):
             if factors is not None:
                 strides = zip(("page", "n", "head"), factors.stride())

@@ -75,86 +75,90 @@ def _load_keys(
 
 @triton.jit
 def _step(
-    acc, top, total, unit, q_lo, q_hi, k, v, start, kv_end,
-    kv_base, kv_len, kv_indices, k_stride_page, k_stride_n, v_stride_page, v_stride_n,
-    scale, soft_cap, slopes, q_index, q_pos, row_ok, mask, window_left, rope_scale, rope_log2_theta,
-    batch, head, kv_head, factors, params,
-    PAGE_SIZE: tl.constexpr, D_QK: tl.constexpr, D_VO: tl.constexpr, D_QK_PAD: tl.constexpr, D_VO_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, KV_DTYPE: tl.constexpr, WIDTH: tl.constexpr, FOLDED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, CUSTOM: tl.constexpr, SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr, ROPE: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
+    state, q, k, v, start, keys_of, rows, bits, batch, kv_head, k_by, v_by, mask, scalars, rope, factors, params, dims,
+    kinds,
+    BLOCK_N: tl.constexpr, ALIBI: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """One block of keys. With MASKED, range, diagonal, window, custom mask and a variant's mask are looked at.
 
-    With FOLDED, keys and values are multiplied over the units of their rows, by which logits and weights are multiplied
-    then: one element for a row. `unit` is the largest power of two among those of values, which `acc` is over.
+    With kinds.FOLDED, keys and values are multiplied over the units of their rows, by which logits and weights are
+    multiplied then: one element for a row. `unit` is the largest power of two among those of values, which `acc` is
+    over.
+
+    state : (acc, top, total, unit). q : (q_lo, q_hi). keys_of : (kv_end, kv_base, kv_len, kv_indices).
+    rows : (token, q_pos, row_ok, head, scale, slopes) of query rows. bits : of the custom mask.
     """
+    acc, top, total, unit = state
+    q_lo, q_hi = q
+    kv_end, kv_base, kv_len, kv_indices = keys_of
+    token, q_pos, row_ok, head, scale, slopes = rows
     kv_pos = start + tl.arange(0, BLOCK_N)
     there = kv_pos < kv_end
-    at = row_offsets(kv_pos, there, kv_base, kv_indices, k_stride_page, k_stride_n, PAGE_SIZE)
+    at = row_offsets(kv_pos, there, kv_base, kv_indices, k_by.page, k_by.token, dims.PAGE_SIZE)
     s = tl.zeros([q_lo.shape[0], BLOCK_N], tl.float32)
     k_units = s
-    PACKED: tl.constexpr = KV_DTYPE == "e2m1" or KV_DTYPE == "i4"
+    PACKED: tl.constexpr = kinds.KV == "e2m1" or kinds.KV == "i4"
     # Of several factors a row, products are summed block by block, so that keys are not rounded. Rotated ones are.
-    BLOCKS: tl.constexpr = FOLDED and WIDTH > 0 and not ROPE
-    if FOLDED and not BLOCKS:
+    BLOCKS: tl.constexpr = kinds.FOLDED and kinds.WIDTH > 0 and not rope.ON
+    if kinds.FOLDED and not BLOCKS:
         k_units = row_units(
             factors.k + kv_head.to(tl.int64) * factors.k_head, kv_pos, there, kv_base, kv_indices, factors.k_page,
-            factors.k_n, D_QK, D_QK_PAD, WIDTH, PAGE_SIZE, MASKED,
+            factors.k_n, dims.D_QK, dims.D_QK_PAD, kinds.WIDTH, dims.PAGE_SIZE, MASKED,
         )  # fmt: skip
-    if ROPE:
-        HALF: tl.constexpr = D_QK // 2
-        HALF_PAD: tl.constexpr = D_QK_PAD // 2
+    if rope.ON:
+        HALF: tl.constexpr = dims.D_QK // 2
+        HALF_PAD: tl.constexpr = dims.D_QK_PAD // 2
         k_lo = _load_keys(
-            k, at, factors, kv_head, k_units, kv_pos, there, kv_base, kv_indices, 0, D_QK, HALF, HALF_PAD, PAGE_SIZE,
-            KV_DTYPE, WIDTH, MASKED, NATIVE_FP8, COMPUTE,
+            k, at, factors, kv_head, k_units, kv_pos, there, kv_base, kv_indices, 0, dims.D_QK, HALF, HALF_PAD,
+            dims.PAGE_SIZE, kinds.KV, kinds.WIDTH, MASKED, kinds.NATIVE_FP8, kinds.COMPUTE,
         )  # fmt: skip
         k_hi = _load_keys(
-            k, at, factors, kv_head, k_units, kv_pos, there, kv_base, kv_indices, HALF, D_QK, HALF, HALF_PAD, PAGE_SIZE,
-            KV_DTYPE, WIDTH, MASKED, NATIVE_FP8, COMPUTE,
+            k, at, factors, kv_head, k_units, kv_pos, there, kv_base, kv_indices, HALF, dims.D_QK, HALF, HALF_PAD,
+            dims.PAGE_SIZE, kinds.KV, kinds.WIDTH, MASKED, kinds.NATIVE_FP8, kinds.COMPUTE,
         )  # fmt: skip
-        k_lo, k_hi = rotate(k_lo, k_hi, kv_pos, rope_scale, rope_log2_theta, HALF, HALF_PAD)
-        s = _dot(q_lo, tl.trans(k_lo.to(COMPUTE)), s)
-        s = _dot(q_hi, tl.trans(k_hi.to(COMPUTE)), s)
+        k_lo, k_hi = rotate(k_lo, k_hi, kv_pos, rope.scale, rope.log2_theta, HALF, HALF_PAD)
+        s = _dot(q_lo, tl.trans(k_lo.to(kinds.COMPUTE)), s)
+        s = _dot(q_hi, tl.trans(k_hi.to(kinds.COMPUTE)), s)
     elif BLOCKS:
-        for block in tl.static_range(D_QK // WIDTH):
+        for block in tl.static_range(dims.D_QK // kinds.WIDTH):
             k_units = row_units(
                 factors.k + kv_head.to(tl.int64) * factors.k_head + block, kv_pos, there, kv_base, kv_indices,
-                factors.k_page, factors.k_n, D_QK, D_QK_PAD, 0, PAGE_SIZE, MASKED,
+                factors.k_page, factors.k_n, dims.D_QK, dims.D_QK_PAD, 0, dims.PAGE_SIZE, MASKED,
             )  # fmt: skip
             keys = load_packed(
-                k, k, at, at, k_units, there, block * WIDTH, WIDTH, WIDTH, KV_DTYPE, 0, MASKED, NATIVE_FP8, COMPUTE
-            )
+                k, k, at, at, k_units, there, block * kinds.WIDTH, kinds.WIDTH, kinds.WIDTH, kinds.KV, 0, MASKED,
+                kinds.NATIVE_FP8, kinds.COMPUTE,
+            )  # fmt: skip
             s += _dot(q_hi[block], tl.trans(keys), tl.zeros_like(s)) * k_units[None, :]
     elif PACKED:
         keys = _load_keys(
-            k, at, factors, kv_head, k_units, kv_pos, there, kv_base, kv_indices, 0, D_QK, D_QK, D_QK_PAD, PAGE_SIZE,
-            KV_DTYPE, WIDTH, MASKED, NATIVE_FP8, COMPUTE,
+            k, at, factors, kv_head, k_units, kv_pos, there, kv_base, kv_indices, 0, dims.D_QK, dims.D_QK,
+            dims.D_QK_PAD, dims.PAGE_SIZE, kinds.KV, kinds.WIDTH, MASKED, kinds.NATIVE_FP8, kinds.COMPUTE,
         )  # fmt: skip
         s = _dot(q_lo, tl.trans(keys), s)
     else:
-        d = tl.arange(0, D_QK_PAD)
-        k_ok = (d < D_QK)[:, None]
+        d = tl.arange(0, dims.D_QK_PAD)
+        k_ok = (d < dims.D_QK)[:, None]
         if MASKED:
             k_ok = k_ok & there[None, :]
         keys = tl.load(k + at[None, :] + d[:, None], mask=k_ok, other=0)
-        s = _dot(q_lo, widen(keys, KV_DTYPE, NATIVE_FP8, COMPUTE), s)
-    if FOLDED and not BLOCKS:
+        s = _dot(q_lo, widen(keys, kinds.KV, kinds.NATIVE_FP8, kinds.COMPUTE), s)
+    if kinds.FOLDED and not BLOCKS:
         s *= k_units[None, :]
     VARIED: tl.constexpr = LOGITS is not None or MASK is not None or not SOFTMAX
     if VARIED:
         s, takes_part = vary(
-            s, scale, soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params, SOFT_CAP, ALIBI, LOGITS, MASK,
-            SOFTMAX,
+            s, scale, scalars.soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params, scalars.SOFT_CAP, ALIBI,
+            LOGITS, MASK, SOFTMAX,
         )  # fmt: skip
     else:
-        s = transform(s, scale, soft_cap, slopes, q_pos, kv_pos, SOFT_CAP, ALIBI)
+        s = transform(s, scale, scalars.soft_cap, slopes, q_pos, kv_pos, scalars.SOFT_CAP, ALIBI)
     if MASKED:
         ok = visible(
-            q_index, q_pos, kv_pos, kv_end, kv_len, mask, row_ok, window_left, CAUSAL, WINDOW, CUSTOM
-        )
+            token, q_pos, kv_pos, kv_end, kv_len, bits, row_ok, scalars.window_left, mask.CAUSAL, mask.WINDOW,
+            mask.CUSTOM,
+        )  # fmt: skip
         if MASK is not None:
             ok = ok & takes_part
         s = tl.where(ok, s, float("-inf") if SOFTMAX else 0.0)
@@ -170,62 +174,53 @@ def _step(
         p = s
         keep = tl.full([q_lo.shape[0]], 1.0, tl.float32)
     v_units = k_units
-    if FOLDED:
+    if kinds.FOLDED:
         v_units = row_units(
             factors.v + kv_head.to(tl.int64) * factors.v_head, kv_pos, there, kv_base, kv_indices, factors.v_page,
-            factors.v_n, D_VO, D_VO_PAD, WIDTH, PAGE_SIZE, MASKED,
+            factors.v_n, dims.D_VO, dims.D_VO_PAD, kinds.WIDTH, dims.PAGE_SIZE, MASKED,
         )  # fmt: skip
         new_unit = tl.maximum(unit, power_of_two(tl.max(v_units, 0)))
         keep *= unit / new_unit
         # Softmax weights are at most 1: so they and what is 2^-29 of it are normal in float16.
         p *= (v_units * ((16384.0 if SOFTMAX else 1.0) / new_unit))[None, :]
         unit = new_unit
-    if SOFTMAX or FOLDED:
+    if SOFTMAX or kinds.FOLDED:
         acc = acc * keep[:, None]
-    at_v = row_offsets(kv_pos, there, kv_base, kv_indices, v_stride_page, v_stride_n, PAGE_SIZE)
+    at_v = row_offsets(kv_pos, there, kv_base, kv_indices, v_by.page, v_by.token, dims.PAGE_SIZE)
     if PACKED:
         values = _load_rows(
             v, at_v, factors.v + kv_head.to(tl.int64) * factors.v_head, factors.v_page, factors.v_n, v_units, kv_pos,
-            there, kv_base, kv_indices, 0, D_VO, D_VO, D_VO_PAD, PAGE_SIZE, KV_DTYPE, WIDTH, INTERLEAVED, MASKED,
-            NATIVE_FP8, COMPUTE,
+            there, kv_base, kv_indices, 0, dims.D_VO, dims.D_VO, dims.D_VO_PAD, dims.PAGE_SIZE, kinds.KV, kinds.WIDTH,
+            kinds.INTERLEAVED, MASKED, kinds.NATIVE_FP8, kinds.COMPUTE,
         )  # fmt: skip
     else:
-        dv = tl.arange(0, D_VO_PAD)
-        v_ok = (dv < D_VO)[None, :]
+        dv = tl.arange(0, dims.D_VO_PAD)
+        v_ok = (dv < dims.D_VO)[None, :]
         if MASKED:
             v_ok = v_ok & there[:, None]
         values = tl.load(v + at_v[:, None] + dv[None, :], mask=v_ok, other=0)
-        values = widen(values, KV_DTYPE, NATIVE_FP8, COMPUTE)
-    acc = _dot(p.to(COMPUTE), values, acc)
+        values = widen(values, kinds.KV, kinds.NATIVE_FP8, kinds.COMPUTE)
+    acc = _dot(p.to(kinds.COMPUTE), values, acc)
     return acc, new_top, total, unit
 
 
 @triton.jit
 def attend_kernel(
-    q, k, v, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask, mask_indptr,
-    sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads,
-    q_stride_n, q_stride_h, k_stride_page, k_stride_n, k_stride_h, v_stride_page, v_stride_n, v_stride_h,
-    o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left, rope_scale, rope_log2_theta, factors, params,
-    GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    D_QK: tl.constexpr, D_VO: tl.constexpr, D_QK_PAD: tl.constexpr, D_VO_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEAR: tl.constexpr,
-    Q_DTYPE: tl.constexpr, KV_DTYPE: tl.constexpr, WIDTH: tl.constexpr, FOLDED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CUSTOM: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    ROPE: tl.constexpr, SINKS: tl.constexpr, HEAD_SCALES: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
-    COMBINE_SPLITS: tl.constexpr, COMBINE_ROWS: tl.constexpr,
+    q, k, v, out, lse, partial, work, kv_indices, mask, heads, num_kv_heads, q_by, k_by, v_by, out_by, scalars, rope,
+    factors, params, dims, kinds,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEAR: tl.constexpr, LSE: tl.constexpr,
     LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """One program per (work item, KV head), as `item_and_head` deals them out.
 
     LOGITS and MASK are functions of a user's variant, or None; `params` is a named tuple for them. Without SOFTMAX,
-    logits are weights. `factors` is a named tuple of the factors of keys and values, with their strides; WIDTH
-    codes share one, 0 where a row has one, 1 without. FOLDED is of `_step`.
+    logits are weights. `factors` is a named tuple of the factors of keys and values, with their strides; kinds.WIDTH
+    codes share one, 0 where a row has one, 1 without. kinds.FOLDED is of `_step`.
     """
     item, kv_head = item_and_head(num_kv_heads, NEAR)
-    q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, splits = read_item(items, item)
+    q_row, q_len, kv_base, kv_len, tile_row, kv_begin, kv_end, slot, first_slot, splits = read_item(work.items, item)
     # After the record's loads, so that they do not wait for it.
-    if item >= tl.load(counts):
+    if item >= tl.load(work.counts):
         return
 
     packed = tile_row + tl.arange(0, BLOCK_M)
@@ -235,51 +230,53 @@ def attend_kernel(
     q_pos = token + kv_len - q_len
     n = (q_row + token).to(tl.int64)
 
-    q_at = n * q_stride_n + head * q_stride_h
-    scale = tl.full([BLOCK_M], 1.0, tl.float32) * sm_scale
-    if ROPE:
-        HALF: tl.constexpr = D_QK // 2
-        HALF_PAD: tl.constexpr = D_QK_PAD // 2
-        q_lo = widen(_load_key_half(q, q_at, row_ok, 0, HALF, HALF_PAD, True), Q_DTYPE, NATIVE_FP8, COMPUTE)
-        q_hi = widen(_load_key_half(q, q_at, row_ok, HALF, HALF, HALF_PAD, True), Q_DTYPE, NATIVE_FP8, COMPUTE)
-        q_lo, q_hi = rotate(q_lo, q_hi, q_pos, rope_scale, rope_log2_theta, HALF, HALF_PAD)
-        q_lo, q_hi = q_lo.to(COMPUTE), q_hi.to(COMPUTE)
+    q_at = n * q_by.token + head * q_by.head
+    scale = tl.full([BLOCK_M], 1.0, tl.float32) * scalars.sm_scale
+    if rope.ON:
+        HALF: tl.constexpr = dims.D_QK // 2
+        HALF_PAD: tl.constexpr = dims.D_QK_PAD // 2
+        q_lo = widen(_load_key_half(q, q_at, row_ok, 0, HALF, HALF_PAD, True), kinds.Q, kinds.NATIVE_FP8, kinds.COMPUTE)
+        q_hi = _load_key_half(q, q_at, row_ok, HALF, HALF, HALF_PAD, True)
+        q_hi = widen(q_hi, kinds.Q, kinds.NATIVE_FP8, kinds.COMPUTE)
+        q_lo, q_hi = rotate(q_lo, q_hi, q_pos, rope.scale, rope.log2_theta, HALF, HALF_PAD)
+        q_lo, q_hi = q_lo.to(kinds.COMPUTE), q_hi.to(kinds.COMPUTE)
     else:
-        d = tl.arange(0, D_QK_PAD)
-        rows = tl.load(q + q_at[:, None] + d[None, :], mask=row_ok[:, None] & (d < D_QK)[None, :], other=0)
-        if Q_DTYPE == "bf16" and COMPUTE == tl.float16:
+        d = tl.arange(0, dims.D_QK_PAD)
+        rows = tl.load(q + q_at[:, None] + d[None, :], mask=row_ok[:, None] & (d < dims.D_QK)[None, :], other=0)
+        if kinds.Q == "bf16" and kinds.COMPUTE == tl.float16:
             q_lo, q_unit = fit_half(rows, 1)
             scale *= tl.sum(q_unit, 1)
         else:
-            q_lo = widen(rows, Q_DTYPE, NATIVE_FP8, COMPUTE)
+            q_lo = widen(rows, kinds.Q, kinds.NATIVE_FP8, kinds.COMPUTE)
         q_hi = q_lo
-        if FOLDED and WIDTH > 0:
+        if kinds.FOLDED and kinds.WIDTH > 0:
             # Blocks of columns, for those of keys that have a factor each.
             q_hi = ()
-            for block in tl.static_range(D_QK // WIDTH):
-                columns = block * WIDTH + tl.arange(0, WIDTH)
+            for block in tl.static_range(dims.D_QK // kinds.WIDTH):
+                columns = block * kinds.WIDTH + tl.arange(0, kinds.WIDTH)
                 part = tl.load(q + q_at[:, None] + columns[None, :], mask=row_ok[:, None], other=0)
-                if Q_DTYPE == "bf16" and COMPUTE == tl.float16:
+                if kinds.Q == "bf16" and kinds.COMPUTE == tl.float16:
                     part = (part.to(tl.float32) * (1.0 / q_unit)).to(tl.float16)
                 else:
-                    part = widen(part, Q_DTYPE, NATIVE_FP8, COMPUTE)
+                    part = widen(part, kinds.Q, kinds.NATIVE_FP8, kinds.COMPUTE)
                 q_hi = q_hi + (part,)
-    if HEAD_SCALES:
-        scale *= tl.load(qk_scale + head, mask=row_ok, other=0.0)
+    if heads.SCALES:
+        scale *= tl.load(heads.qk_scale + head, mask=row_ok, other=0.0)
     slopes = scale
-    if ALIBI:
-        slopes = tl.load(alibi_slopes + head, mask=row_ok, other=0.0)
+    if heads.ALIBI:
+        slopes = tl.load(heads.slopes + head, mask=row_ok, other=0.0)
     batch = slot
     if LOGITS is not None or MASK is not None:
-        batch = tl.load(items + item * ITEM_WIDTH + ITEM_REQUEST)
-    if CUSTOM:
-        mask += tl.load(mask_indptr + tl.load(items + item * ITEM_WIDTH + ITEM_REQUEST)).to(tl.int64)
+        batch = tl.load(work.items + item * ITEM_WIDTH + ITEM_REQUEST)
+    bits = mask.bits
+    if mask.CUSTOM:
+        bits += tl.load(mask.indptr + tl.load(work.items + item * ITEM_WIDTH + ITEM_REQUEST)).to(tl.int64)
 
-    k += kv_head.to(tl.int64) * k_stride_h
-    v += kv_head.to(tl.int64) * v_stride_h
+    k += kv_head.to(tl.int64) * k_by.head
+    v += kv_head.to(tl.int64) * v_by.head
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D_VO_PAD], tl.float32)
+    acc = tl.zeros([BLOCK_M, dims.D_VO_PAD], tl.float32)
     unit = tl.full([], 1e-30, tl.float32)
 
     # Keys this tile sees, and among them the blocks that need no mask: those all of its rows see.
@@ -289,50 +286,43 @@ def attend_kernel(
     end = kv_end
     plain_begin = kv_begin
     plain_end = kv_end
-    if WINDOW:
-        begin += tl.maximum(first_pos - window_left - kv_begin, 0) // BLOCK_N * BLOCK_N
-        plain_begin = begin + (tl.maximum(last_pos - window_left - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    if CAUSAL:
+    if mask.WINDOW:
+        begin += tl.maximum(first_pos - scalars.window_left - kv_begin, 0) // BLOCK_N * BLOCK_N
+        plain_begin = begin + (tl.maximum(last_pos - scalars.window_left - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    if mask.CAUSAL:
         end = tl.minimum(end, last_pos + 1)
         plain_end = tl.minimum(plain_end, first_pos + 1)
-    if CUSTOM or MASK is not None:
+    if mask.CUSTOM or MASK is not None:
         plain_end = begin
     plain_begin = tl.minimum(tl.maximum(plain_begin, begin), begin + tl.maximum(end - begin, 0))
-    if not WINDOW:
+    if not mask.WINDOW:
         plain_begin = begin
     plain_end = plain_begin + tl.maximum(plain_end - plain_begin, 0) // BLOCK_N * BLOCK_N
 
-    if WINDOW:
+    keys = kv_end, kv_base, kv_len, kv_indices
+    rows = token, q_pos, row_ok, head, scale, slopes
+    if mask.WINDOW:
         for start in range(begin, plain_begin, BLOCK_N):
             acc, top, total, unit = _step(
-                acc, top, total, unit, q_lo, q_hi, k, v, start, kv_end, kv_base, kv_len, kv_indices,
-                k_stride_page, k_stride_n, v_stride_page, v_stride_n, scale, soft_cap, slopes, token, q_pos, row_ok,
-                mask, window_left, rope_scale, rope_log2_theta, batch, head, kv_head, factors, params, PAGE_SIZE, D_QK,
-                D_VO, D_QK_PAD, D_VO_PAD, BLOCK_N, KV_DTYPE, WIDTH, FOLDED, INTERLEAVED, NATIVE_FP8, COMPUTE, CAUSAL,
-                WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, LOGITS, MASK, SOFTMAX, True,
+                (acc, top, total, unit), (q_lo, q_hi), k, v, start, keys, rows, bits, batch, kv_head, k_by, v_by, mask,
+                scalars, rope, factors, params, dims, kinds, BLOCK_N, heads.ALIBI, LOGITS, MASK, SOFTMAX, True,
             )  # fmt: skip
-    if not CUSTOM and MASK is None:
+    if not mask.CUSTOM and MASK is None:
         for start in range(plain_begin, plain_end, BLOCK_N):
             acc, top, total, unit = _step(
-                acc, top, total, unit, q_lo, q_hi, k, v, start, kv_end, kv_base, kv_len, kv_indices,
-                k_stride_page, k_stride_n, v_stride_page, v_stride_n, scale, soft_cap, slopes, token, q_pos, row_ok,
-                mask, window_left, rope_scale, rope_log2_theta, batch, head, kv_head, factors, params, PAGE_SIZE, D_QK,
-                D_VO, D_QK_PAD, D_VO_PAD, BLOCK_N, KV_DTYPE, WIDTH, FOLDED, INTERLEAVED, NATIVE_FP8, COMPUTE, CAUSAL,
-                WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, LOGITS, MASK, SOFTMAX, False,
+                (acc, top, total, unit), (q_lo, q_hi), k, v, start, keys, rows, bits, batch, kv_head, k_by, v_by, mask,
+                scalars, rope, factors, params, dims, kinds, BLOCK_N, heads.ALIBI, LOGITS, MASK, SOFTMAX, False,
             )  # fmt: skip
     for start in range(plain_end, end, BLOCK_N):
         acc, top, total, unit = _step(
-            acc, top, total, unit, q_lo, q_hi, k, v, start, kv_end, kv_base, kv_len, kv_indices,
-            k_stride_page, k_stride_n, v_stride_page, v_stride_n, scale, soft_cap, slopes, token, q_pos, row_ok,
-            mask, window_left, rope_scale, rope_log2_theta, batch, head, kv_head, factors, params, PAGE_SIZE, D_QK,
-            D_VO, D_QK_PAD, D_VO_PAD, BLOCK_N, KV_DTYPE, WIDTH, FOLDED, INTERLEAVED, NATIVE_FP8, COMPUTE, CAUSAL,
-            WINDOW, CUSTOM, SOFT_CAP, ALIBI, ROPE, LOGITS, MASK, SOFTMAX, True,
+            (acc, top, total, unit), (q_lo, q_hi), k, v, start, keys, rows, bits, batch, kv_head, k_by, v_by, mask,
+            scalars, rope, factors, params, dims, kinds, BLOCK_N, heads.ALIBI, LOGITS, MASK, SOFTMAX, True,
         )  # fmt: skip
 
-    if SINKS:
+    if heads.SINKS:
         # The combination adds the sink of a split tile, once.
         if slot < 0:
-            sink = tl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
+            sink = tl.load(heads.sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
             top, keep, total = with_sink(top, total, sink)
             acc = acc * keep[:, None]
     if not SOFTMAX:
@@ -341,32 +331,30 @@ def attend_kernel(
         total = top + 1.0
     # Not `> 0`: a NaN among the logits has to come out.
     seen = total != 0
-    inverse = tl.where(seen, out_scale / tl.where(seen, total, 1.0), 0.0)
-    if HEAD_SCALES:
-        inverse *= tl.load(v_scale + head, mask=row_ok, other=0.0)
-    if FOLDED:
+    inverse = tl.where(seen, scalars.out_scale / tl.where(seen, total, 1.0), 0.0)
+    if heads.SCALES:
+        inverse *= tl.load(heads.v_scale + head, mask=row_ok, other=0.0)
+    if kinds.FOLDED:
         inverse *= unit * (1.0 / 16384 if SOFTMAX else 1.0)
     # 0 * NaN is NaN: a row that saw no key must not show what the accumulator picked up.
     acc = tl.where(seen[:, None], acc * inverse[:, None], 0.0)
     s = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-    dv = tl.arange(0, D_VO_PAD)
-    if SPLIT:
+    dv = tl.arange(0, dims.D_VO_PAD)
+    if partial.SPLIT:
         if slot >= 0:
             at = (slot.to(tl.int64) * num_kv_heads + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
-            tl.store(
-                partial_out + at[:, None] * D_VO + dv[None, :], acc, mask=row_ok[:, None] & (dv < D_VO)[None, :]
-            )
-            tl.store(partial_lse + at, s, mask=row_ok)
-            split = tl.arange(0, COMBINE_SPLITS)[:, None]
+            in_out = row_ok[:, None] & (dv < dims.D_VO)[None, :]
+            tl.store(partial.out + at[:, None] * dims.D_VO + dv[None, :], acc, mask=in_out)
+            tl.store(partial.lse + at, s, mask=row_ok)
+            split = tl.arange(0, partial.SPLITS)[:, None]
             combine_if_last(
-                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, splits,
-                tl.arange(0, COMBINE_ROWS)[None, :], split, dv[None, None, :], tile_row, q_row, q_len, kv_head,
-                num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE, SOFTMAX,
+                work.arrivals, partial.out, partial.lse, out, lse, heads.sinks, first_slot, splits,
+                tl.arange(0, partial.ROWS)[None, :], split, dv[None, None, :], tile_row, q_row, q_len, kv_head,
+                num_kv_heads, out_by.token, out_by.head, GROUP, dims.D_VO, BLOCK_M, heads.SINKS, LSE, SOFTMAX,
             )  # fmt: skip
             return
-    o_at = n * o_stride_n + head * o_stride_h
-    tl.store(
-        out + o_at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=row_ok[:, None] & (dv < D_VO)[None, :]
-    )
+    o_at = n * out_by.token + head * out_by.head
+    in_out = row_ok[:, None] & (dv < dims.D_VO)[None, :]
+    tl.store(out + o_at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=in_out)
     if LSE:
         tl.store(lse + n * (num_kv_heads * GROUP) + head, s, mask=row_ok)

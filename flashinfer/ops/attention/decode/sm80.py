@@ -22,7 +22,7 @@ def build(p: Problem, c) -> Build:
     """What the portable kernel takes, less what the kernel has no parameter for."""
     types, constants = parameters(p, c)
     names = attend_sm80_kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
+    constants = {name: value for name, value in constants.items() if name.partition(".")[0] in names}
     constants.update(WARPS_N=c.num_warps // (c.block_m // 16), STAGES=c.num_stages, PDL=c.pdl)
     types = {name: kind for name, kind in types.items() if name.partition(".")[0] in names}
     return Build(attend_sm80_kernel, types, constants, num_warps=c.num_warps, most_early=_MOST_EARLY)

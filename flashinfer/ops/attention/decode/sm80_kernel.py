@@ -162,18 +162,11 @@ def _keys_of_tile(
 
 @gluon.jit
 def attend_sm80_kernel(
-    q, k, v, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask, mask_indptr,
-    sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads,
-    q_stride_n, q_stride_h, k_stride_page, k_stride_n, k_stride_h, v_stride_page, v_stride_n, v_stride_h,
-    o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left, params,
-    GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    D_QK: gl.constexpr, D_VO: gl.constexpr, D_QK_PAD: gl.constexpr, D_VO_PAD: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr,
-    NEAR: gl.constexpr, KV_DTYPE: gl.constexpr, NATIVE_FP8: gl.constexpr, COMPUTE: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr, ALIBI: gl.constexpr,
-    SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr,
-    COMBINE_SPLITS: gl.constexpr, COMBINE_ROWS: gl.constexpr,
-    LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr, PDL: gl.constexpr,
+    q, k, v, out, lse, partial, work, kv_indices, mask, heads, num_kv_heads, q_by, k_by, v_by, out_by, scalars, params,
+    dims, kinds,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr,
+    NEAR: gl.constexpr, LSE: gl.constexpr, LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """One program per (work item, KV head).
 
@@ -189,7 +182,7 @@ def attend_sm80_kernel(
     VEC: gl.constexpr = 128 // dtype.primitive_bitwidth
     # Transposing reads of shared memory move 2 bytes, which are two columns of FP8 values.
     PER_COLUMN: gl.constexpr = 2 if FP8 else 1
-    COLUMNS: gl.constexpr = D_VO_PAD // PER_COLUMN
+    COLUMNS: gl.constexpr = dims.D_VO_PAD // PER_COLUMN
     TILE: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[WARPS_N, WARPS_M, 1], instr_shape=[1, 16, 8]
     )
@@ -198,16 +191,16 @@ def attend_sm80_kernel(
     QK_RIGHT: gl.constexpr = gl.DotOperandLayout(1, TILE, 4 if FP8 else 2)
     PV_LEFT: gl.constexpr = gl.DotOperandLayout(0, TILE, 2)
     PV_RIGHT: gl.constexpr = gl.DotOperandLayout(1, TILE, 2)
-    K_RING: gl.constexpr = _ring(D_QK_PAD, dtype.primitive_bitwidth)
+    K_RING: gl.constexpr = _ring(dims.D_QK_PAD, dtype.primitive_bitwidth)
     V_RING: gl.constexpr = _ring(COLUMNS, 16)
-    K_LANES: gl.constexpr = D_QK_PAD // VEC
+    K_LANES: gl.constexpr = dims.D_QK_PAD // VEC
     V_LANES: gl.constexpr = COLUMNS // 8
     K_COPY: gl.constexpr = gl.BlockedLayout([1, 1, VEC], [1, 32 // K_LANES, K_LANES], [WARPS_N, WARPS_M, 1], [2, 1, 0])
     V_COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // V_LANES, V_LANES], [WARPS_N, WARPS_M, 1], [2, 1, 0])
 
     begin_dependent(PDL)
     item, kv_head = item_and_head(num_kv_heads, NEAR)
-    record = items + item * ITEM_WIDTH
+    record = work.items + item * ITEM_WIDTH
     q_row = gl.load(record + ITEM_Q_ROW, volatile=True)
     q_len = gl.load(record + ITEM_Q_LEN, volatile=True)
     kv_base = gl.load(record + ITEM_KV_BASE, volatile=True)
@@ -219,47 +212,48 @@ def attend_sm80_kernel(
     first_slot = gl.load(record + ITEM_FIRST_SLOT, volatile=True)
     splits = gl.load(record + ITEM_SPLITS, volatile=True)
     # The loads above are volatile, so that the compiler does not move them behind this branch.
-    if item >= gl.load(counts):
+    if item >= gl.load(work.counts):
         return
 
     begin, end, plain_begin, plain_end = _keys_of_tile(
-        kv_begin, kv_end, kv_len, q_len, tile_row, window_left, GROUP, BLOCK_M, STEP, CAUSAL, WINDOW,
-        CUSTOM or MASK is not None,
+        kv_begin, kv_end, kv_len, q_len, tile_row, scalars.window_left, GROUP, BLOCK_M, STEP, mask.CAUSAL, mask.WINDOW,
+        mask.CUSTOM or MASK is not None,
     )  # fmt: skip
 
+    v_page, v_token, v_head = v_by.page, v_by.token, v_by.head
     if FP8:
         v = v.to(gl.pointer_type(gl.int16), bitcast=True)
-        v_stride_page, v_stride_n, v_stride_h = v_stride_page // 2, v_stride_n // 2, v_stride_h // 2
-    k += kv_head.to(gl.int64) * k_stride_h
-    v += kv_head.to(gl.int64) * v_stride_h
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, WARPS_N, STEP, D_QK_PAD], K_RING)
+        v_page, v_token, v_head = v_page // 2, v_token // 2, v_head // 2
+    k += kv_head.to(gl.int64) * k_by.head
+    v += kv_head.to(gl.int64) * v_head
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, WARPS_N, STEP, dims.D_QK_PAD], K_RING)
     v_smem = gl.allocate_shared_memory(v.dtype.element_ty, [STAGES, WARPS_N, STEP, COLUMNS], V_RING)
     k_first = gl.arange(0, WARPS_N, gl.SliceLayout(1, gl.SliceLayout(2, K_COPY)))[:, None, None] * STEP + begin
     k_row = gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(2, K_COPY)))[None, :, None]
-    k_d = gl.arange(0, D_QK_PAD, gl.SliceLayout(0, gl.SliceLayout(1, K_COPY)))[None, None, :]
+    k_d = gl.arange(0, dims.D_QK_PAD, gl.SliceLayout(0, gl.SliceLayout(1, K_COPY)))[None, None, :]
     v_first = gl.arange(0, WARPS_N, gl.SliceLayout(1, gl.SliceLayout(2, V_COPY)))[:, None, None] * STEP + begin
     v_row = gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(2, V_COPY)))[None, :, None]
     v_d = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, V_COPY)))[None, None, :]
 
     # A warp whose keys are all in one page needs one page id. Page ids of STAGES blocks are loaded before the first
     # wait.
-    ONE_PAGE: gl.constexpr = PAGE_SIZE == 0 or PAGE_SIZE % STEP == 0
+    ONE_PAGE: gl.constexpr = dims.PAGE_SIZE == 0 or dims.PAGE_SIZE % STEP == 0
     k_ids = ()
     v_ids = ()
     for stage in gl.static_range(STAGES):
-        k_ids += (_ids(kv_indices, kv_base, k_first + stage * BLOCK_N, k_row, end, PAGE_SIZE, ONE_PAGE),)
-        v_ids += (_ids(kv_indices, kv_base, v_first + stage * BLOCK_N, v_row, end, PAGE_SIZE, ONE_PAGE),)
+        k_ids += (_ids(kv_indices, kv_base, k_first + stage * BLOCK_N, k_row, end, dims.PAGE_SIZE, ONE_PAGE),)
+        v_ids += (_ids(kv_indices, kv_base, v_first + stage * BLOCK_N, v_row, end, dims.PAGE_SIZE, ONE_PAGE),)
 
     row = gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, QK_LEFT)))[None, :, None] + tile_row
-    d = gl.arange(0, D_QK_PAD, gl.SliceLayout(0, gl.SliceLayout(1, QK_LEFT)))[None, None, :]
-    q_at = (q_row + row // GROUP).to(gl.int64) * q_stride_n + (kv_head * GROUP + row % GROUP) * q_stride_h
-    q_tile = gl.load(q + q_at + d, mask=(row // GROUP < q_len) & (d < D_QK), other=0)
+    d = gl.arange(0, dims.D_QK_PAD, gl.SliceLayout(0, gl.SliceLayout(1, QK_LEFT)))[None, None, :]
+    q_at = (q_row + row // GROUP).to(gl.int64) * q_by.token + (kv_head * GROUP + row % GROUP) * q_by.head
+    q_tile = gl.load(q + q_at + d, mask=(row // GROUP < q_len) & (d < dims.D_QK), other=0)
 
     for stage in gl.static_range(STAGES - 1):
-        _fill(k_smem.index(stage), k, k_ids[stage], k_first, k_row, k_d, end, kv_base, k_stride_page, k_stride_n, D_QK,
-              PAGE_SIZE, ONE_PAGE)  # fmt: skip
-        _fill(v_smem.index(stage), v, v_ids[stage], v_first, v_row, v_d, end, kv_base, v_stride_page, v_stride_n,
-              D_VO // PER_COLUMN, PAGE_SIZE, ONE_PAGE)  # fmt: skip
+        _fill(k_smem.index(stage), k, k_ids[stage], k_first, k_row, k_d, end, kv_base, k_by.page, k_by.token, dims.D_QK,
+              dims.PAGE_SIZE, ONE_PAGE)  # fmt: skip
+        _fill(v_smem.index(stage), v, v_ids[stage], v_first, v_row, v_d, end, kv_base, v_page, v_token,
+              dims.D_VO // PER_COLUMN, dims.PAGE_SIZE, ONE_PAGE)  # fmt: skip
         cp_async_commit()
         k_first += BLOCK_N
         v_first += BLOCK_N
@@ -273,21 +267,22 @@ def attend_sm80_kernel(
     q_pos = token + kv_len - q_len
     kv_pos = gl.arange(0, WARPS_N, gl.SliceLayout(1, gl.SliceLayout(2, TILE)))[:, None, None] * STEP
     kv_pos += gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(1, TILE)))[None, None, :] + begin
-    scale = sm_scale
-    if q.dtype.element_ty == gl.bfloat16 and COMPUTE == gl.float16:
+    scale = scalars.sm_scale
+    if q.dtype.element_ty == gl.bfloat16 and kinds.COMPUTE == gl.float16:
         q_tile, unit = fit_half(q_tile, 2)
         scale *= gl.convert_layout(unit, TILE)
-    if HEAD_SCALES:
-        scale *= gl.load(qk_scale + head, mask=row_ok, other=0.0)
-    q_tile, _ = gl.broadcast(q_tile, gl.zeros([WARPS_N, BLOCK_M, D_QK_PAD], COMPUTE, QK_LEFT))
+    if heads.SCALES:
+        scale *= gl.load(heads.qk_scale + head, mask=row_ok, other=0.0)
+    q_tile, _ = gl.broadcast(q_tile, gl.zeros([WARPS_N, BLOCK_M, dims.D_QK_PAD], kinds.COMPUTE, QK_LEFT))
     slopes = scale
-    if ALIBI:
-        slopes = gl.load(alibi_slopes + head, mask=row_ok, other=0.0)
+    if heads.ALIBI:
+        slopes = gl.load(heads.slopes + head, mask=row_ok, other=0.0)
     batch = slot
     if VARIED:
         batch = gl.load(record + ITEM_REQUEST)
-    if CUSTOM:
-        mask += gl.load(mask_indptr + gl.load(record + ITEM_REQUEST)).to(gl.int64)
+    bits = mask.bits
+    if mask.CUSTOM:
+        bits += gl.load(mask.indptr + gl.load(record + ITEM_REQUEST)).to(gl.int64)
 
     PER_ROW: gl.constexpr = gl.SliceLayout(2, TILE)
     top = gl.full([WARPS_N, BLOCK_M], float("-inf"), gl.float32, PER_ROW)
@@ -301,29 +296,30 @@ def attend_sm80_kernel(
         cp_async_wait(STAGES - 2)
         # After the barrier the previous stage is free: all warps have read it.
         block_barrier()
-        _fill(k_smem.index(free), k, k_next, k_first, k_row, k_d, end, kv_base, k_stride_page, k_stride_n, D_QK,
-              PAGE_SIZE, ONE_PAGE)  # fmt: skip
-        _fill(v_smem.index(free), v, v_next, v_first, v_row, v_d, end, kv_base, v_stride_page, v_stride_n,
-              D_VO // PER_COLUMN, PAGE_SIZE, ONE_PAGE)  # fmt: skip
+        _fill(k_smem.index(free), k, k_next, k_first, k_row, k_d, end, kv_base, k_by.page, k_by.token, dims.D_QK,
+              dims.PAGE_SIZE, ONE_PAGE)  # fmt: skip
+        _fill(v_smem.index(free), v, v_next, v_first, v_row, v_d, end, kv_base, v_page, v_token,
+              dims.D_VO // PER_COLUMN, dims.PAGE_SIZE, ONE_PAGE)  # fmt: skip
         cp_async_commit()
         k_first += BLOCK_N
         v_first += BLOCK_N
-        k_next = _ids(kv_indices, kv_base, k_first, k_row, end, PAGE_SIZE, ONE_PAGE)
-        v_next = _ids(kv_indices, kv_base, v_first, v_row, end, PAGE_SIZE, ONE_PAGE)
+        k_next = _ids(kv_indices, kv_base, k_first, k_row, end, dims.PAGE_SIZE, ONE_PAGE)
+        v_next = _ids(kv_indices, kv_base, v_first, v_row, end, dims.PAGE_SIZE, ONE_PAGE)
 
         keys = k_smem.index(full).permute([0, 2, 1]).load(QK_RIGHT)
-        keys = widen(keys, KV_DTYPE, NATIVE_FP8, COMPUTE)
+        keys = widen(keys, kinds.KV, kinds.NATIVE_FP8, kinds.COMPUTE)
         s = mma_v2(q_tile, keys, gl.zeros([WARPS_N, BLOCK_M, STEP], gl.float32, TILE))
         if VARIED:
             s, takes_part = vary_at(
-                s, scale, soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params, SOFT_CAP, ALIBI, LOGITS, MASK,
-                SOFTMAX,
+                s, scale, scalars.soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params, scalars.SOFT_CAP,
+                heads.ALIBI, LOGITS, MASK, SOFTMAX,
             )  # fmt: skip
         else:
-            s = scaled_at(s, scale, soft_cap, slopes, kv_pos - q_pos, LOG2E, SOFT_CAP, ALIBI)
+            s = scaled_at(s, scale, scalars.soft_cap, slopes, kv_pos - q_pos, LOG2E, scalars.SOFT_CAP, heads.ALIBI)
         if (start < plain_begin) | (start + BLOCK_N > plain_end):
             ok = visible_at(
-                token, q_pos, kv_pos, kv_end, kv_len, mask, row_ok, window_left, CAUSAL, WINDOW, CUSTOM
+                token, q_pos, kv_pos, kv_end, kv_len, bits, row_ok, scalars.window_left, mask.CAUSAL, mask.WINDOW,
+                mask.CUSTOM,
             ) & (kv_pos >= kv_begin)  # fmt: skip
             if MASK is not None:
                 ok = ok & takes_part
@@ -341,12 +337,12 @@ def attend_sm80_kernel(
         else:
             p = s
             keep = total + 1.0
-        p = gl.convert_layout(p.to(COMPUTE), PV_LEFT)
+        p = gl.convert_layout(p.to(kinds.COMPUTE), PV_LEFT)
         values = v_smem.index(full).load(PV_RIGHT)
         if FP8:
-            acc = mma_v2(p, widen(values.to(gl.uint8), KV_DTYPE, NATIVE_FP8, COMPUTE), acc)
+            acc = mma_v2(p, widen(values.to(gl.uint8), kinds.KV, kinds.NATIVE_FP8, kinds.COMPUTE), acc)
             values = (values >> 8).to(gl.uint8)
-            odd = mma_v2(p, widen(values, KV_DTYPE, NATIVE_FP8, COMPUTE), odd * keep[:, :, None])
+            odd = mma_v2(p, widen(values, kinds.KV, kinds.NATIVE_FP8, kinds.COMPUTE), odd * keep[:, :, None])
         else:
             acc = mma_v2(p, values, acc)
         free = full
@@ -355,20 +351,20 @@ def attend_sm80_kernel(
 
     # Merge the warps along keys through shared memory, with one barrier. Tiles of 16 rows are merged in two halves; the
     # second is skipped if it has no rows, as in a decode step with 8 heads in a group.
-    LANES: gl.constexpr = 32 if D_VO_PAD >= 128 else D_VO_PAD // 4
+    LANES: gl.constexpr = 32 if dims.D_VO_PAD >= 128 else dims.D_VO_PAD // 4
     MERGE: gl.constexpr = gl.BlockedLayout([WARPS_N, 1, 4], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
     HALVES: gl.constexpr = 2 if BLOCK_M == 16 else 1
     AT_ONCE: gl.constexpr = BLOCK_M // HALVES
     UNITS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
     ONES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    parts = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE, D_VO_PAD], UNITS)
+    parts = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE, dims.D_VO_PAD], UNITS)
     tops = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE], ONES)
     totals = gl.allocate_shared_memory(gl.float32, [HALVES, WARPS_N, AT_ONCE], ONES)
     row_count = gl.minimum(q_len * GROUP - tile_row, BLOCK_M)
     if FP8:
-        acc = gl.join(acc, odd).reshape([WARPS_N, BLOCK_M, D_VO_PAD])
+        acc = gl.join(acc, odd).reshape([WARPS_N, BLOCK_M, dims.D_VO_PAD])
     if HALVES == 2:
-        acc, lower_acc = acc.reshape([WARPS_N, 2, 8, D_VO_PAD]).permute([0, 2, 3, 1]).split()
+        acc, lower_acc = acc.reshape([WARPS_N, 2, 8, dims.D_VO_PAD]).permute([0, 2, 3, 1]).split()
         top, lower_top = top.reshape([WARPS_N, 2, 8]).permute([0, 2, 1]).split()
         total, lower_total = total.reshape([WARPS_N, 2, 8]).permute([0, 2, 1]).split()
         if row_count > 8:
@@ -381,21 +377,21 @@ def attend_sm80_kernel(
     for half in range(gl.cdiv(row_count, AT_ONCE)):
         _finish(
             parts.index(half).load(MERGE), tops.index(half).load(gl.SliceLayout(2, MERGE)),
-            totals.index(half).load(gl.SliceLayout(2, MERGE)), half * AT_ONCE, out, lse, partial_out, partial_lse,
-            sinks, v_scale, slot, tile_row, q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, out_scale,
-            GROUP, D_VO, BLOCK_M, HEAD_SCALES, SINKS, LSE, SPLIT, SOFTMAX, MERGE,
+            totals.index(half).load(gl.SliceLayout(2, MERGE)), half * AT_ONCE, out, lse, partial.out, partial.lse,
+            heads.sinks, heads.v_scale, slot, tile_row, q_row, q_len, kv_head, num_kv_heads, out_by.token, out_by.head,
+            scalars.out_scale, GROUP, dims.D_VO, BLOCK_M, heads.SCALES, heads.SINKS, LSE, partial.SPLIT, SOFTMAX, MERGE,
         )  # fmt: skip
-    if SPLIT:
+    if partial.SPLIT:
         if slot >= 0:
-            ABREAST: gl.constexpr = WARPS if WARPS < COMBINE_ROWS else COMBINE_ROWS
+            ABREAST: gl.constexpr = WARPS if WARPS < partial.ROWS else partial.ROWS
             COMBINE: gl.constexpr = gl.BlockedLayout(
                 [1, 1, 4], [1, 32 // LANES, LANES], [WARPS // ABREAST, ABREAST, 1], [2, 1, 0]
             )
             combine_if_last(
-                arrivals, partial_out, partial_lse, out, lse, sinks, first_slot, splits,
-                gl.arange(0, COMBINE_ROWS, gl.SliceLayout(0, gl.SliceLayout(2, COMBINE)))[None, :],
-                gl.arange(0, COMBINE_SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, COMBINE)))[:, None],
-                gl.arange(0, D_VO_PAD, gl.SliceLayout(0, gl.SliceLayout(1, COMBINE)))[None, None, :],
-                tile_row, q_row, q_len, kv_head, num_kv_heads, o_stride_n, o_stride_h, GROUP, D_VO, BLOCK_M, SINKS, LSE,
-                SOFTMAX,
+                work.arrivals, partial.out, partial.lse, out, lse, heads.sinks, first_slot, splits,
+                gl.arange(0, partial.ROWS, gl.SliceLayout(0, gl.SliceLayout(2, COMBINE)))[None, :],
+                gl.arange(0, partial.SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, COMBINE)))[:, None],
+                gl.arange(0, dims.D_VO_PAD, gl.SliceLayout(0, gl.SliceLayout(1, COMBINE)))[None, None, :],
+                tile_row, q_row, q_len, kv_head, num_kv_heads, out_by.token, out_by.head, GROUP, dims.D_VO, BLOCK_M,
+                heads.SINKS, LSE, SOFTMAX,
             )  # fmt: skip
