@@ -15,8 +15,6 @@ FOLDERS = ("flashinfer", "examples", "benchmarks")
 HOST_FILE, DEVICE_FILE, HOST_FUNCTION, DEVICE_FUNCTION, POSITIONAL = 500, 800, 80, 200, 12
 # Of device functions: a record (fields "p.x" of Build) is one parameter.
 DEVICE_PARAMETERS = 30
-# The device functions that still have more.
-STILL_WIDE = {"attend_latent_sm90_kernel", "attend_sm90_kernel"}
 
 
 def sources(*folders):
@@ -224,10 +222,7 @@ def faults_of_budgets(text, public):
 def test_budgets():
     for path in sources(*FOLDERS):
         public = PACKAGE in path.parents and layer(dotted(path)) in ("public", "testing")
-        faults = faults_of_budgets(path.read_text(), public)
-        wide = {fault.split(":")[0] for fault in faults if fault.endswith("of a device function")}
-        assert wide <= STILL_WIDE, relative(path)
-        assert not [fault for fault in faults if not fault.endswith("of a device function")], relative(path)
+        assert faults_of_budgets(path.read_text(), public) == [], relative(path)
 
 
 # What the first docstring of a file with kernels states, beside what they compute.

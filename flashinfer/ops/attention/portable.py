@@ -102,8 +102,8 @@ def parameters(p: Problem, c) -> tuple[dict, dict]:
     for tensor, dtype, axes in (("q", p.q_dtype, ()), ("k", p.kv_dtype, ("page",)), ("v", p.kv_dtype, ("page",)),
                                 ("out", p.o_dtype, ())):  # fmt: skip
         types |= {f"{tensor}_by.{axis}": _stride(dtype, p.aligned) for axis in (*axes, "token", "head")}
-    types |= dict.fromkeys(("scalars.sm_scale", "scalars.out_scale", "scalars.soft_cap"), "fp32")
-    types |= {"scalars.window_left": "i32", "rope.scale": "fp32", "rope.log2_theta": "fp32"}
+    types |= dict.fromkeys(("numbers.sm_scale", "numbers.out_scale", "numbers.soft_cap"), "fp32")
+    types |= {"numbers.window_left": "i32", "rope.scale": "fp32", "rope.log2_theta": "fp32"}
     functions, params = varied(p)
     known = KV_FORMATS.get(p.kv_dtype)
     if known:
@@ -116,7 +116,7 @@ def parameters(p: Problem, c) -> tuple[dict, dict]:
         "partial.SPLIT": p.split, "partial.SPLITS": c.combine_splits, "partial.ROWS": c.combine_rows,
         "mask.CAUSAL": p.mask == "causal", "mask.WINDOW": p.window, "mask.CUSTOM": p.mask == "custom",
         "heads.SINKS": p.sinks, "heads.SCALES": p.head_scales, "heads.ALIBI": p.pos_encoding == "ALIBI",
-        "scalars.SOFT_CAP": p.soft_cap, "rope.ON": rope, "dims.PAGE_SIZE": p.page_size, "dims.D_QK": p.head_dim_qk,
+        "numbers.SOFT_CAP": p.soft_cap, "rope.ON": rope, "dims.PAGE_SIZE": p.page_size, "dims.D_QK": p.head_dim_qk,
         # RoPE multiplies halves of a head, and a product sums 16 elements at least.
         "dims.D_QK_PAD": _padded(p.head_dim_qk, 32 if rope else 16), "dims.D_VO": p.head_dim_vo,
         "dims.D_VO_PAD": _padded(p.head_dim_vo), "kinds.Q": p.q_dtype,
@@ -182,9 +182,9 @@ class Bound:
             "heads.v_scale": x.v_scale, "heads.slopes": x.alibi_slopes, "num_kv_heads": kv_heads,
             "q_by.token": q.stride(0), "q_by.head": q.stride(1), "k_by.page": k_page, "k_by.token": k_row,
             "k_by.head": k_head, "v_by.page": v_page, "v_by.token": v_row, "v_by.head": v_head,
-            "out_by.token": out.stride(0), "out_by.head": out.stride(1), "scalars.sm_scale": scalars.sm_scale,
-            "scalars.out_scale": scalars.out_scale, "scalars.soft_cap": scalars.soft_cap,
-            "scalars.window_left": scalars.window_left, "rope.scale": scalars.rope_scale,
+            "out_by.token": out.stride(0), "out_by.head": out.stride(1), "numbers.sm_scale": scalars.sm_scale,
+            "numbers.out_scale": scalars.out_scale, "numbers.soft_cap": scalars.soft_cap,
+            "numbers.window_left": scalars.window_left, "rope.scale": scalars.rope_scale,
             "rope.log2_theta": math.log2(scalars.rope_theta),
         }  # fmt: skip
         for name, factors in (("k", x.k_factors), ("v", x.v_factors)):

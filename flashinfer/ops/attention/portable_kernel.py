@@ -75,7 +75,7 @@ def _load_keys(
 
 @triton.jit
 def _step(
-    state, q, k, v, start, keys_of, rows, bits, batch, kv_head, k_by, v_by, mask, scalars, rope, factors, params, dims,
+    state, q, k, v, start, keys_of, rows, bits, batch, kv_head, k_by, v_by, mask, numbers, rope, factors, params, dims,
     kinds,
     BLOCK_N: tl.constexpr, ALIBI: tl.constexpr, LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
     MASKED: tl.constexpr,
@@ -149,14 +149,14 @@ def _step(
     VARIED: tl.constexpr = LOGITS is not None or MASK is not None or not SOFTMAX
     if VARIED:
         s, takes_part = vary(
-            s, scale, scalars.soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params, scalars.SOFT_CAP, ALIBI,
+            s, scale, numbers.soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params, numbers.SOFT_CAP, ALIBI,
             LOGITS, MASK, SOFTMAX,
         )  # fmt: skip
     else:
-        s = transform(s, scale, scalars.soft_cap, slopes, q_pos, kv_pos, scalars.SOFT_CAP, ALIBI)
+        s = transform(s, scale, numbers.soft_cap, slopes, q_pos, kv_pos, numbers.SOFT_CAP, ALIBI)
     if MASKED:
         ok = visible(
-            token, q_pos, kv_pos, kv_end, kv_len, bits, row_ok, scalars.window_left, mask.CAUSAL, mask.WINDOW,
+            token, q_pos, kv_pos, kv_end, kv_len, bits, row_ok, numbers.window_left, mask.CAUSAL, mask.WINDOW,
             mask.CUSTOM,
         )  # fmt: skip
         if MASK is not None:
@@ -206,7 +206,7 @@ def _step(
 
 @triton.jit
 def attend_kernel(
-    q, k, v, out, lse, partial, work, kv_indices, mask, heads, num_kv_heads, q_by, k_by, v_by, out_by, scalars, rope,
+    q, k, v, out, lse, partial, work, kv_indices, mask, heads, num_kv_heads, q_by, k_by, v_by, out_by, numbers, rope,
     factors, params, dims, kinds,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEAR: tl.constexpr, LSE: tl.constexpr,
     LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
@@ -231,7 +231,7 @@ def attend_kernel(
     n = (q_row + token).to(tl.int64)
 
     q_at = n * q_by.token + head * q_by.head
-    scale = tl.full([BLOCK_M], 1.0, tl.float32) * scalars.sm_scale
+    scale = tl.full([BLOCK_M], 1.0, tl.float32) * numbers.sm_scale
     if rope.ON:
         HALF: tl.constexpr = dims.D_QK // 2
         HALF_PAD: tl.constexpr = dims.D_QK_PAD // 2
@@ -287,8 +287,8 @@ def attend_kernel(
     plain_begin = kv_begin
     plain_end = kv_end
     if mask.WINDOW:
-        begin += tl.maximum(first_pos - scalars.window_left - kv_begin, 0) // BLOCK_N * BLOCK_N
-        plain_begin = begin + (tl.maximum(last_pos - scalars.window_left - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        begin += tl.maximum(first_pos - numbers.window_left - kv_begin, 0) // BLOCK_N * BLOCK_N
+        plain_begin = begin + (tl.maximum(last_pos - numbers.window_left - begin, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     if mask.CAUSAL:
         end = tl.minimum(end, last_pos + 1)
         plain_end = tl.minimum(plain_end, first_pos + 1)
@@ -305,18 +305,18 @@ def attend_kernel(
         for start in range(begin, plain_begin, BLOCK_N):
             acc, top, total, unit = _step(
                 (acc, top, total, unit), (q_lo, q_hi), k, v, start, keys, rows, bits, batch, kv_head, k_by, v_by, mask,
-                scalars, rope, factors, params, dims, kinds, BLOCK_N, heads.ALIBI, LOGITS, MASK, SOFTMAX, True,
+                numbers, rope, factors, params, dims, kinds, BLOCK_N, heads.ALIBI, LOGITS, MASK, SOFTMAX, True,
             )  # fmt: skip
     if not mask.CUSTOM and MASK is None:
         for start in range(plain_begin, plain_end, BLOCK_N):
             acc, top, total, unit = _step(
                 (acc, top, total, unit), (q_lo, q_hi), k, v, start, keys, rows, bits, batch, kv_head, k_by, v_by, mask,
-                scalars, rope, factors, params, dims, kinds, BLOCK_N, heads.ALIBI, LOGITS, MASK, SOFTMAX, False,
+                numbers, rope, factors, params, dims, kinds, BLOCK_N, heads.ALIBI, LOGITS, MASK, SOFTMAX, False,
             )  # fmt: skip
     for start in range(plain_end, end, BLOCK_N):
         acc, top, total, unit = _step(
             (acc, top, total, unit), (q_lo, q_hi), k, v, start, keys, rows, bits, batch, kv_head, k_by, v_by, mask,
-            scalars, rope, factors, params, dims, kinds, BLOCK_N, heads.ALIBI, LOGITS, MASK, SOFTMAX, True,
+            numbers, rope, factors, params, dims, kinds, BLOCK_N, heads.ALIBI, LOGITS, MASK, SOFTMAX, True,
         )  # fmt: skip
 
     if heads.SINKS:
@@ -331,7 +331,7 @@ def attend_kernel(
         total = top + 1.0
     # Not `> 0`: a NaN among the logits has to come out.
     seen = total != 0
-    inverse = tl.where(seen, scalars.out_scale / tl.where(seen, total, 1.0), 0.0)
+    inverse = tl.where(seen, numbers.out_scale / tl.where(seen, total, 1.0), 0.0)
     if heads.SCALES:
         inverse *= tl.load(heads.v_scale + head, mask=row_ok, other=0.0)
     if kinds.FOLDED:

@@ -81,9 +81,8 @@ def _ids(kv_indices, kv_base, first, row, end, PAGE_SIZE: gl.constexpr, ONE_PAGE
 
 @gluon.jit
 def _finish(
-    acc, top, total, first, out, lse, partial_out, partial_lse, sinks, v_scale, slot, tile_row, q_row, q_len, kv_head,
-    num_kv_heads, o_stride_n, o_stride_h, out_scale, GROUP: gl.constexpr, D_VO: gl.constexpr, BLOCK_M: gl.constexpr,
-    HEAD_SCALES: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, SPLIT: gl.constexpr, SOFTMAX: gl.constexpr,
+    acc, top, total, first, out, lse, partial, heads, slot, tile_row, q_row, q_len, kv_head, num_kv_heads, out_by,
+    numbers, GROUP: gl.constexpr, D_VO: gl.constexpr, BLOCK_M: gl.constexpr, LSE: gl.constexpr, SOFTMAX: gl.constexpr,
     MERGE: gl.constexpr,
 ):  # fmt: skip
     """Merge the warps' results for some rows of a tile, from row `first` on, and store them: acc [warps, rows, D_VO
@@ -105,10 +104,10 @@ def _finish(
     row_ok = token < q_len
     dv = gl.arange(0, acc.shape[1], gl.SliceLayout(0, STORE))
     there = row_ok[:, None] & (dv < D_VO)[None, :]
-    if SINKS:
+    if heads.SINKS:
         # The combination adds the sink of a split tile, once.
         if slot < 0:
-            sink = gl.load(sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
+            sink = gl.load(heads.sinks + head, mask=row_ok, other=float("-inf")) * LOG2E
             # Not `> 0`: NaN logits have to give NaN results.
             base, keep, total = with_sink(gl.where(total != 0, base, float("-inf")), total, sink)
             acc = acc * keep[:, None]
@@ -118,19 +117,19 @@ def _finish(
         total = base + 1.0
     # Not `> 0`: NaN logits have to give NaN results.
     seen = total != 0
-    inverse = gl.where(seen, out_scale / gl.where(seen, total, 1.0), 0.0)
-    if HEAD_SCALES:
-        inverse *= gl.load(v_scale + head, mask=row_ok, other=0.0)
+    inverse = gl.where(seen, numbers.out_scale / gl.where(seen, total, 1.0), 0.0)
+    if heads.SCALES:
+        inverse *= gl.load(heads.v_scale + head, mask=row_ok, other=0.0)
     # A row that saw no key is 0, even if its accumulator is NaN.
     acc = gl.where(seen[:, None], acc * inverse[:, None], 0.0)
     state = gl.where(seen, base + gl.log2(gl.where(seen, total, 1.0)), float("-inf"))
-    if SPLIT and slot >= 0:
+    if partial.SPLIT and slot >= 0:
         part_row = (slot.to(gl.int64) * num_kv_heads + kv_head) * BLOCK_M + row
-        gl.store(partial_out + part_row[:, None] * D_VO + dv[None, :], acc, mask=there)
-        gl.store(partial_lse + part_row, state, mask=row_ok)
+        gl.store(partial.out + part_row[:, None] * D_VO + dv[None, :], acc, mask=there)
+        gl.store(partial.lse + part_row, state, mask=row_ok)
     else:
         n = (q_row + token).to(gl.int64)
-        o_at = n * o_stride_n + head * o_stride_h
+        o_at = n * out_by.token + head * out_by.head
         gl.store(out + o_at[:, None] + dv[None, :], acc.to(out.dtype.element_ty), mask=there)
         if LSE:
             gl.store(lse + n * (num_kv_heads * GROUP) + head, state, mask=row_ok)
@@ -138,8 +137,8 @@ def _finish(
 
 @gluon.jit
 def _keys_of_tile(
-    kv_begin, kv_end, kv_len, q_len, tile_row, window_left, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
-    STEP: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASKED: gl.constexpr,
+    kv_begin, kv_end, kv_len, q_len, tile_row, window_left, mask, OWN_MASK: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     """The range of keys that a tile sees, begun at a multiple of STEP, and the range that all of its rows see."""
     first_pos = tile_row // GROUP + kv_len - q_len
@@ -148,13 +147,13 @@ def _keys_of_tile(
     end = kv_end
     plain_begin = kv_begin
     plain_end = kv_end
-    if WINDOW:
+    if mask.WINDOW:
         begin = gl.maximum(begin, first_pos - window_left)
         plain_begin = gl.maximum(plain_begin, last_pos - window_left)
-    if CAUSAL:
+    if mask.CAUSAL:
         end = gl.minimum(end, last_pos + 1)
         plain_end = gl.minimum(plain_end, first_pos + 1)
-    if MASKED:
+    if mask.CUSTOM or OWN_MASK:
         plain_end = begin
     begin = begin // STEP * STEP
     return begin, end, plain_begin, plain_end
@@ -162,7 +161,7 @@ def _keys_of_tile(
 
 @gluon.jit
 def attend_sm80_kernel(
-    q, k, v, out, lse, partial, work, kv_indices, mask, heads, num_kv_heads, q_by, k_by, v_by, out_by, scalars, params,
+    q, k, v, out, lse, partial, work, kv_indices, mask, heads, num_kv_heads, q_by, k_by, v_by, out_by, numbers, params,
     dims, kinds,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr,
     NEAR: gl.constexpr, LSE: gl.constexpr, LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr,
@@ -216,9 +215,8 @@ def attend_sm80_kernel(
         return
 
     begin, end, plain_begin, plain_end = _keys_of_tile(
-        kv_begin, kv_end, kv_len, q_len, tile_row, scalars.window_left, GROUP, BLOCK_M, STEP, mask.CAUSAL, mask.WINDOW,
-        mask.CUSTOM or MASK is not None,
-    )  # fmt: skip
+        kv_begin, kv_end, kv_len, q_len, tile_row, numbers.window_left, mask, MASK is not None, GROUP, BLOCK_M, STEP
+    )
 
     v_page, v_token, v_head = v_by.page, v_by.token, v_by.head
     if FP8:
@@ -267,7 +265,7 @@ def attend_sm80_kernel(
     q_pos = token + kv_len - q_len
     kv_pos = gl.arange(0, WARPS_N, gl.SliceLayout(1, gl.SliceLayout(2, TILE)))[:, None, None] * STEP
     kv_pos += gl.arange(0, STEP, gl.SliceLayout(0, gl.SliceLayout(1, TILE)))[None, None, :] + begin
-    scale = scalars.sm_scale
+    scale = numbers.sm_scale
     if q.dtype.element_ty == gl.bfloat16 and kinds.COMPUTE == gl.float16:
         q_tile, unit = fit_half(q_tile, 2)
         scale *= gl.convert_layout(unit, TILE)
@@ -311,14 +309,14 @@ def attend_sm80_kernel(
         s = mma_v2(q_tile, keys, gl.zeros([WARPS_N, BLOCK_M, STEP], gl.float32, TILE))
         if VARIED:
             s, takes_part = vary_at(
-                s, scale, scalars.soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params, scalars.SOFT_CAP,
+                s, scale, numbers.soft_cap, slopes, batch, q_pos, kv_pos, kv_len, head, params, numbers.SOFT_CAP,
                 heads.ALIBI, LOGITS, MASK, SOFTMAX,
             )  # fmt: skip
         else:
-            s = scaled_at(s, scale, scalars.soft_cap, slopes, kv_pos - q_pos, LOG2E, scalars.SOFT_CAP, heads.ALIBI)
+            s = scaled_at(s, scale, numbers.soft_cap, slopes, kv_pos - q_pos, LOG2E, numbers.SOFT_CAP, heads.ALIBI)
         if (start < plain_begin) | (start + BLOCK_N > plain_end):
             ok = visible_at(
-                token, q_pos, kv_pos, kv_end, kv_len, bits, row_ok, scalars.window_left, mask.CAUSAL, mask.WINDOW,
+                token, q_pos, kv_pos, kv_end, kv_len, bits, row_ok, numbers.window_left, mask.CAUSAL, mask.WINDOW,
                 mask.CUSTOM,
             ) & (kv_pos >= kv_begin)  # fmt: skip
             if MASK is not None:
@@ -377,9 +375,8 @@ def attend_sm80_kernel(
     for half in range(gl.cdiv(row_count, AT_ONCE)):
         _finish(
             parts.index(half).load(MERGE), tops.index(half).load(gl.SliceLayout(2, MERGE)),
-            totals.index(half).load(gl.SliceLayout(2, MERGE)), half * AT_ONCE, out, lse, partial.out, partial.lse,
-            heads.sinks, heads.v_scale, slot, tile_row, q_row, q_len, kv_head, num_kv_heads, out_by.token, out_by.head,
-            scalars.out_scale, GROUP, dims.D_VO, BLOCK_M, heads.SCALES, heads.SINKS, LSE, partial.SPLIT, SOFTMAX, MERGE,
+            totals.index(half).load(gl.SliceLayout(2, MERGE)), half * AT_ONCE, out, lse, partial, heads, slot, tile_row,
+            q_row, q_len, kv_head, num_kv_heads, out_by, numbers, GROUP, dims.D_VO, BLOCK_M, LSE, SOFTMAX, MERGE,
         )  # fmt: skip
     if partial.SPLIT:
         if slot >= 0:

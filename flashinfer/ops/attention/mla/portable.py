@@ -46,7 +46,7 @@ def build(p: Problem, c) -> Build:
     types |= dict.fromkeys(("q_nope_by.token", "q_nope_by.head", "q_pe_by.token", "q_pe_by.head"), stride(p.q_dtype))
     types |= {f"{x}_by.{axis}": stride(p.kv_dtype) for x in ("ckv", "kpe", "first") for axis in ("page", "token")}
     types |= dict.fromkeys(("out_by.token", "out_by.head"), stride(p.o_dtype))
-    types |= dict.fromkeys(("scalars.sm_scale", "scalars.out_scale", "scalars.pe_ratio"), "fp32")
+    types |= dict.fromkeys(("numbers.sm_scale", "numbers.out_scale", "numbers.pe_ratio"), "fp32")
     functions, params = varied(p)
     types.update(params)
     constants = {
@@ -92,8 +92,8 @@ class Bound:
             "work.items": schedule.items, "work.counts": schedule.counts, "work.arrivals": schedule.arrivals,
             "pages.indices": x.table.kv_indices, "first_ckv": _raw(x.first_ckv), "call.sinks": x.sinks,
             "call.qk_scale": x.qk_scale, "call.v_scale": x.v_scale, "out_by.token": x.out.stride(0),
-            "out_by.head": x.out.stride(1), "scalars.sm_scale": x.sm_scale, "scalars.out_scale": x.out_scale,
-            "scalars.pe_ratio": x.pe_ratio, **dict(zip(self._params, x.params, strict=True)),
+            "out_by.head": x.out.stride(1), "numbers.sm_scale": x.sm_scale, "numbers.out_scale": x.out_scale,
+            "numbers.pe_ratio": x.pe_ratio, **dict(zip(self._params, x.params, strict=True)),
         }  # fmt: skip
         for name, tensor in (("q_nope_by", x.q_nope), ("q_pe_by", x.q_pe)):
             arguments[f"{name}.token"], arguments[f"{name}.head"] = _outer_strides(tensor)

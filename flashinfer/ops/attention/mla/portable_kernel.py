@@ -65,7 +65,7 @@ def _operand(rows, DTYPE: tl.constexpr, NATIVE_FP8: tl.constexpr, COMPUTE: tl.co
 @triton.jit
 def attend_latent_kernel(
     q_nope, q_pe, ckv, kpe, out, lse, partial, work, pages, first_ckv, call,
-    q_nope_by, q_pe_by, ckv_by, kpe_by, first_by, out_by, scalars, params, dims, kinds,
+    q_nope_by, q_pe_by, ckv_by, kpe_by, first_by, out_by, numbers, params, dims, kinds,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, ROW_UNIT: tl.constexpr,
     LOGITS: tl.constexpr, MASK: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +93,7 @@ def attend_latent_kernel(
     latent, unit = _operand(latent, kinds.Q, kinds.NATIVE_FP8, kinds.COMPUTE)
     VARIED: tl.constexpr = LOGITS is not None or MASK is not None
     # A variant's functions take logits in base e.
-    scale = unit * (scalars.sm_scale if VARIED else scalars.sm_scale * LOG2E)
+    scale = unit * (numbers.sm_scale if VARIED else numbers.sm_scale * LOG2E)
     request = slot
     if VARIED:
         request = tl.load(work.items + item * ITEM_WIDTH + ITEM_REQUEST)
@@ -101,8 +101,8 @@ def attend_latent_kernel(
         position = _rows(q_pe, n * q_pe_by.token + head * q_pe_by.head, row_ok, dims.PE, dims.PE_PAD)
         position, pe_unit = _operand(position, kinds.Q, kinds.NATIVE_FP8, kinds.COMPUTE)
         # What the positional products are multiplied by before the latent ones, whose scale they get, are added.
-        ratio = pe_unit / unit * scalars.pe_ratio
-    out_scale = scalars.out_scale
+        ratio = pe_unit / unit * numbers.pe_ratio
+    out_scale = numbers.out_scale
     if call.SCALES:
         scale *= tl.load(call.qk_scale)
         out_scale *= tl.load(call.v_scale)

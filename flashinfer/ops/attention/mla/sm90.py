@@ -40,19 +40,20 @@ def build(p: Problem, c: Sm90Config) -> Build:
         maps.update((name, tensordesc(p.kv_dtype, box)) for name, box in _boxes(p).items())
     step = ("i64:4" if p.kv_dtype in FP8 else "i64:8") if c.gather else "i32"
     q_step = "i64:4" if p.q_dtype in FP8 else "i64:8"
-    types = dict(
-        q_nope=q, q_pe=q, **maps, out=f"*{p.o_dtype}:16", lse="*fp32", partial_out="*fp32:16",
-        partial_lse="*fp32:16", items="*i32:16", counts="*i32", kv_indices="*i32", sinks="*fp32", qk_scale="*fp32",
-        v_scale="*fp32", q_nope_stride_n=q_step, q_nope_stride_h=q_step, q_pe_stride_n=q_step, q_pe_stride_h=q_step,
-        ckv_page=step, ckv_step=step, kpe_page=step, kpe_step=step, o_stride_n="i64:8", o_stride_h="i64:8",
-        sm_scale="fp32", out_scale="fp32", pe_ratio="fp32",
-    )  # fmt: skip
-    constants = dict(
-        HEADS=p.num_heads, PAGE_SIZE=p.page_size, SPARSE=p.sparse, GATHER=c.gather, POSITIONAL=p.head_dim_kpe > 0,
-        KV_FP8=FP8.get(p.kv_dtype, ""), Q_FP8=FP8.get(p.q_dtype, ""), CAUSAL=p.mask == "causal", SINKS=p.sinks,
-        DEVICE_SCALES=p.scales, TRANSFORM=c.transform, LSE=p.lse, BASE_E=p.base_e, REGISTERS=c.registers,
-        COPY_REGISTERS=c.copy_registers,
-    )  # fmt: skip
+    types = {"q_nope": q, "q_pe": q, **maps, "out": f"*{p.o_dtype}:16", "lse": "*fp32", "partial.out": "*fp32:16"}
+    types |= {"partial.lse": "*fp32:16", "work.items": "*i32:16", "work.counts": "*i32", "kv_indices": "*i32"}
+    types |= dict.fromkeys(("call.sinks", "call.qk_scale", "call.v_scale"), "*fp32")
+    types |= dict.fromkeys(("q_nope_by.token", "q_nope_by.head", "q_pe_by.token", "q_pe_by.head"), q_step)
+    types |= dict.fromkeys(("ckv_by.page", "ckv_by.step", "kpe_by.page", "kpe_by.step"), step)
+    types |= dict.fromkeys(("out_by.token", "out_by.head"), "i64:8")
+    types |= dict.fromkeys(("numbers.sm_scale", "numbers.out_scale", "numbers.pe_ratio"), "fp32")
+    constants = {
+        "call.SINKS": p.sinks, "call.SCALES": p.scales, "call.LSE": p.lse, "call.BASE_E": p.base_e,
+        "keys.PAGE_SIZE": p.page_size, "keys.SPARSE": p.sparse, "keys.GATHER": c.gather,
+        "keys.FP8": FP8.get(p.kv_dtype, ""), "HEADS": p.num_heads, "POSITIONAL": p.head_dim_kpe > 0,
+        "Q_FP8": FP8.get(p.q_dtype, ""), "CAUSAL": p.mask == "causal", "TRANSFORM": c.transform,
+        "REGISTERS": c.registers, "COPY_REGISTERS": c.copy_registers,
+    }  # fmt: skip
     return Build(attend_latent_sm90_kernel, types, constants, num_warps=4)
 
 

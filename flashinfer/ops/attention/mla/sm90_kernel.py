@@ -244,25 +244,22 @@ def _consume(WG: gl.constexpr, shared: Shared, tensors: Tensors, scalars: Scalar
 
 @gluon.jit
 def attend_latent_sm90_kernel(
-    q_nope, q_pe, ckv_map, kpe_map, out, lse, partial_out, partial_lse, items, counts, kv_indices, sinks,
-    qk_scale, v_scale, q_nope_stride_n, q_nope_stride_h, q_pe_stride_n, q_pe_stride_h, ckv_page, ckv_step, kpe_page,
-    kpe_step, o_stride_n, o_stride_h, sm_scale, out_scale, pe_ratio,
-    HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr, SPARSE: gl.constexpr, GATHER: gl.constexpr, POSITIONAL: gl.constexpr,
-    KV_FP8: gl.constexpr, Q_FP8: gl.constexpr, CAUSAL: gl.constexpr, SINKS: gl.constexpr, DEVICE_SCALES: gl.constexpr,
-    TRANSFORM: gl.constexpr, LSE: gl.constexpr, BASE_E: gl.constexpr, REGISTERS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr,
+    q_nope, q_pe, ckv_map, kpe_map, out, lse, partial, work, kv_indices, call, q_nope_by, q_pe_by, ckv_by, kpe_by,
+    out_by, numbers, keys,
+    HEADS: gl.constexpr, POSITIONAL: gl.constexpr, Q_FP8: gl.constexpr, CAUSAL: gl.constexpr, TRANSFORM: gl.constexpr,
+    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Latent rows have 2 * HALF columns, positional rows REST or none.
 
-    Keys are the rows of matrices (kv_layout.Matrix), *_page rows from page to page. With GATHER the maps are pointers,
-    and *_page and *_step are elements from page to page and row to row. FP8 is gathered as words of four elements, and
-    steps are words.
+    Keys are the rows of matrices (kv_layout.Matrix), ckv_by.page rows from page to page. With GATHER the maps are
+    pointers, and page and step are elements from page to page and row to row. FP8 is gathered as words of four
+    elements, and steps are words.
     """
     DTYPE: gl.constexpr = q_nope.dtype.element_ty if Q_FP8 == "" else gl.float16
     settings = Settings(
-        HEADS=HEADS, PAGE_SIZE=PAGE_SIZE, SPARSE=SPARSE, GATHER=GATHER, POSITIONAL=POSITIONAL,
-        KV_FP8=KV_FP8, Q_FP8=Q_FP8, CAUSAL=CAUSAL, SINKS=SINKS, DEVICE_SCALES=DEVICE_SCALES, TRANSFORM=TRANSFORM,
-        FIXED=DTYPE == gl.bfloat16 and KV_FP8 == "", LSE=LSE, BASE_E=BASE_E,
+        HEADS=HEADS, PAGE_SIZE=keys.PAGE_SIZE, SPARSE=keys.SPARSE, GATHER=keys.GATHER, POSITIONAL=POSITIONAL,
+        KV_FP8=keys.FP8, Q_FP8=Q_FP8, CAUSAL=CAUSAL, SINKS=call.SINKS, DEVICE_SCALES=call.SCALES, TRANSFORM=TRANSFORM,
+        FIXED=DTYPE == gl.bfloat16 and keys.FP8 == "", LSE=call.LSE, BASE_E=call.BASE_E,
     )  # fmt: skip
     Q_HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], DTYPE)
     Q_REST: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], DTYPE)
@@ -293,7 +290,7 @@ def attend_latent_sm90_kernel(
     )
     # Arrivals that fill a part: with `gather` each of 128 threads arrives; with TMA one thread does, and bytes are
     # counted; `widen` arrives once for its four warps.
-    WRITERS: gl.constexpr = 128 if GATHER and KV_FP8 == "" else 1
+    WRITERS: gl.constexpr = 128 if keys.GATHER and keys.FP8 == "" else 1
     for part in gl.static_range(4):
         mbarrier.init(shared.left_full.index(part), count=WRITERS)
         mbarrier.init(shared.right_full.index(part), count=WRITERS)
@@ -301,27 +298,28 @@ def attend_latent_sm90_kernel(
         mbarrier.init(shared.left_empty.index(block), count=1)
         mbarrier.init(shared.right_empty.index(block), count=1)
         mbarrier.init(shared.ready.index(block), count=1)
-        if GATHER:
+        if keys.GATHER:
             # Only with GATHER: the compiler lets an unused mbarrier share memory with another buffer.
             mbarrier.init(shared.bias_full.index(block), count=1)
     mbarrier.init(shared.met, count=2)
     if settings.FIXED:
         mbarrier.init(shared.reported, count=1)
     tensors = Tensors(
-        q_nope, q_pe, out, lse, partial_out, partial_lse, items, counts, sinks, qk_scale, v_scale
-    )
-    scalars = Scalars(
-        q_nope_stride_n, q_nope_stride_h, q_pe_stride_n, q_pe_stride_h, o_stride_n, o_stride_h, sm_scale, out_scale,
-        pe_ratio,
+        q_nope, q_pe, out, lse, partial.out, partial.lse, work.items, work.counts, call.sinks, call.qk_scale,
+        call.v_scale,
     )  # fmt: skip
-    if GATHER:
+    scalars = Scalars(
+        q_nope_by.token, q_nope_by.head, q_pe_by.token, q_pe_by.head, out_by.token, out_by.head, numbers.sm_scale,
+        numbers.out_scale, numbers.pe_ratio,
+    )  # fmt: skip
+    if keys.GATHER:
         gl.warp_specialize(
             [
                 (_consume, (gl.constexpr(0), shared, tensors, scalars, settings)),
                 (_consume, (gl.constexpr(1), shared, tensors, scalars, settings)),
-                (gather if KV_FP8 == "" else widen, (
-                    ckv_map, kpe_map, shared, items, counts, kv_indices, ckv_page, ckv_step, kpe_page, kpe_step,
-                    settings,
+                (gather if keys.FP8 == "" else widen, (
+                    ckv_map, kpe_map, shared, work.items, work.counts, kv_indices, ckv_by.page, ckv_by.step,
+                    kpe_by.page, kpe_by.step, settings,
                 )),
             ],
             [4, 4],
@@ -333,10 +331,12 @@ def attend_latent_sm90_kernel(
                 (_consume, (gl.constexpr(0), shared, tensors, scalars, settings)),
                 (_consume, (gl.constexpr(1), shared, tensors, scalars, settings)),
                 (produce, (
-                    gl.constexpr(0), ckv_map, kpe_map, shared, items, counts, kv_indices, ckv_page, kpe_page, settings,
+                    gl.constexpr(0), ckv_map, kpe_map, shared, work.items, work.counts, kv_indices, ckv_by.page,
+                    kpe_by.page, settings,
                 )),
                 (produce, (
-                    gl.constexpr(1), ckv_map, kpe_map, shared, items, counts, kv_indices, ckv_page, kpe_page, settings,
+                    gl.constexpr(1), ckv_map, kpe_map, shared, work.items, work.counts, kv_indices, ckv_by.page,
+                    kpe_by.page, settings,
                 )),
             ],
             [4, 1, 1],

@@ -47,25 +47,26 @@ def build(p: Problem, c: Sm90Config) -> Build:
         maps.update((name, tensordesc(p.kv_dtype, box)) for name, box in _boxes(p, c).items())
     step, head = ("i64:16" if c.wide else "i32:16", "i64:8") if c.gather else ("i32", "i32")
     q_step = f"i64:{16 // SIZE[p.q_dtype]}"
-    types = dict(
-        q=f"*{p.q_dtype}:16", **maps, out=f"*{p.o_dtype}:16", lse="*fp32", partial_out="*fp32:16",
-        partial_lse="*fp32:16", items="*i32:16", counts="*i32", arrivals="*i32", kv_indices="*i32", mask="*u8",
-        mask_indptr="*i32", sinks="*fp32", qk_scale="*fp32", v_scale="*fp32", alibi_slopes="*fp32",
-        num_kv_heads="i32", q_stride_n=q_step, q_stride_h=q_step, o_stride_n="i64:8", o_stride_h="i64:8",
-        k_page=step, k_head=head, k_step=step, v_page=step, v_head=head, v_step=step, sm_scale="fp32",
-        out_scale="fp32", soft_cap="fp32", window_left="i32",
-    )  # fmt: skip
+    types = {"q": f"*{p.q_dtype}:16", **maps, "out": f"*{p.o_dtype}:16", "lse": "*fp32", "partial.out": "*fp32:16"}
+    types |= {"partial.lse": "*fp32:16", "work.items": "*i32:16", "work.counts": "*i32", "work.arrivals": "*i32"}
+    types |= {"kv_indices": "*i32", "mask.bits": "*u8", "mask.indptr": "*i32"}
+    types |= {f"heads.{name}": "*fp32" for name in ("sinks", "qk_scale", "v_scale", "slopes")} | {"num_kv_heads": "i32"}
+    types |= {"q_by.token": q_step, "q_by.head": q_step, "out_by.token": "i64:8", "out_by.head": "i64:8"}
+    types |= {f"{x}_by.{name}": kind for x in "kv" for name, kind in (("page", step), ("head", head), ("step", step))}
+    types |= dict.fromkeys(("numbers.sm_scale", "numbers.out_scale", "numbers.soft_cap"), "fp32")
+    types |= {"numbers.window_left": "i32"}
     functions, params = varied(p)
     types.update(params)
     low, rest = _parts(p)
-    constants = dict(
-        GROUP=p.group, PAGE_SIZE=p.page_size, D=low, D_REST=rest, D_VO=p.head_dim_vo, D_VO_PAD=_vo_padded(p),
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n, STAGES=c.stages, STAGED=c.staged,
-        REGISTERS=c.registers, COPY_REGISTERS=c.copy_registers, TRANSPOSE_WARPS=c.transpose_warps,
-        CAUSAL=p.mask == "causal", WINDOW=p.window, CUSTOM=p.mask == "custom", SOFT_CAP=p.soft_cap,
-        ALIBI=p.pos_encoding == "ALIBI", SCALE_FIRST=c.transform, SINKS=p.sinks, HEAD_SCALES=p.head_scales, LSE=p.lse,
-        GATHER=c.gather, **functions,
-    )  # fmt: skip
+    constants = {
+        "mask.CAUSAL": p.mask == "causal", "mask.WINDOW": p.window, "mask.CUSTOM": p.mask == "custom",
+        "heads.SINKS": p.sinks, "heads.SCALES": p.head_scales, "heads.ALIBI": p.pos_encoding == "ALIBI",
+        "numbers.SOFT_CAP": p.soft_cap, "dims.PAGE_SIZE": p.page_size, "dims.D": low, "dims.REST": rest,
+        "dims.VO": p.head_dim_vo, "dims.VO_PAD": _vo_padded(p), "tiles.M": c.block_m, "tiles.N": c.block_n,
+        "tiles.STAGES": c.stages, "tiles.STAGED": c.staged, "warps.REGISTERS": c.registers,
+        "warps.COPY_REGISTERS": c.copy_registers, "warps.TRANSPOSE": c.transpose_warps, "GROUP": p.group,
+        "SCALE_FIRST": c.transform, "LSE": p.lse, "GATHER": c.gather, **functions,
+    }  # fmt: skip
     return Build(attend_sm90_kernel, types, constants, num_warps=4)
 
 

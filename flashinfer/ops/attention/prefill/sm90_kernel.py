@@ -213,53 +213,47 @@ def _tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS_IN: gl.constexpr, COLU
 
 @gluon.jit
 def attend_sm90_kernel(
-    q, k_map, k_rest_map, v_map, out, lse, partial_out, partial_lse, items, counts, arrivals, kv_indices, mask,
-    mask_indptr, sinks, qk_scale, v_scale, alibi_slopes, num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h,
-    k_page, k_head, k_step, v_page, v_head, v_step, sm_scale, out_scale, soft_cap,
-    window_left, params,
-    GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, D_VO: gl.constexpr,
-    D_VO_PAD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr,
-    REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr, TRANSPOSE_WARPS: gl.constexpr,
-    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, CUSTOM: gl.constexpr, SOFT_CAP: gl.constexpr,
-    ALIBI: gl.constexpr, SCALE_FIRST: gl.constexpr, SINKS: gl.constexpr, HEAD_SCALES: gl.constexpr, LSE: gl.constexpr,
-    GATHER: gl.constexpr, LOGITS: gl.constexpr, MASK: gl.constexpr, SOFTMAX: gl.constexpr,
+    q, k_map, k_rest_map, v_map, out, lse, partial, work, kv_indices, mask, heads, num_kv_heads, q_by, out_by, k_by,
+    v_by, numbers, params, dims, tiles, warps,
+    GROUP: gl.constexpr, SCALE_FIRST: gl.constexpr, LSE: gl.constexpr, GATHER: gl.constexpr, LOGITS: gl.constexpr,
+    MASK: gl.constexpr, SOFTMAX: gl.constexpr,
 ):  # fmt: skip
-    """head_dim_qk is D + D_REST, and tiles have BLOCK_M = 2 * ROWS rows.
+    """head_dim_qk is dims.D + dims.REST, and tiles have tiles.M = 2 * ROWS rows.
 
-    Keys and values are the rows of matrices (kv_layout.Matrix), where *_page and *_head are rows and *_step is columns
-    from head to head. With GATHER the maps are pointers, *_page and *_step are bytes from page to page and row to row,
-    and *_head is elements. LOGITS and MASK are functions of a user's variant, or None; `params` is a named tuple for
-    them. Without SOFTMAX, logits are weights.
+    Keys and values are the rows of matrices (kv_layout.Matrix), where k_by.page and k_by.head are rows and k_by.step is
+    columns from head to head; v_by likewise. With GATHER the maps are pointers, page and step are bytes from page to
+    page and row to row, and head is elements. LOGITS and MASK are functions of a user's variant, or None; `params` is
+    a named tuple for them. Without SOFTMAX, logits are weights.
     """
     VARIED: gl.constexpr = LOGITS is not None or MASK is not None
     DTYPE: gl.constexpr = q.dtype.element_ty
-    TWO: gl.constexpr = D_REST > 0
+    TWO: gl.constexpr = dims.REST > 0
     FP8: gl.constexpr = DTYPE.primitive_bitwidth == 8
-    FIXED: gl.constexpr = DTYPE == gl.bfloat16 and SOFTMAX and not CUSTOM and MASK is None
+    FIXED: gl.constexpr = DTYPE == gl.bfloat16 and SOFTMAX and not mask.CUSTOM and MASK is None
     # Not at head_dim 64, where the loop without a mask would grow from 332 to 343 instructions.
-    SEEDED: gl.constexpr = FIXED and not WINDOW and D_VO > 64
+    SEEDED: gl.constexpr = FIXED and not mask.WINDOW and dims.VO > 64
     settings = Settings(
-        CAUSAL=CAUSAL, WINDOW=WINDOW, CUSTOM=CUSTOM, SOFT_CAP=SOFT_CAP, ALIBI=ALIBI, SINKS=SINKS,
-        HEAD_SCALES=HEAD_SCALES, LSE=LSE, TRANSFORM=SOFT_CAP or ALIBI or HEAD_SCALES or SCALE_FIRST or VARIED,
-        GATHER=GATHER, GROUP=GROUP, PAGE_SIZE=PAGE_SIZE, D_VO=D_VO, D_VO_PAD=D_VO_PAD, BLOCK_M=BLOCK_M, STAGES=STAGES,
-        TWO=TWO, STAGED=STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth,
-        TRANSPOSE_WARPS=TRANSPOSE_WARPS, LOGITS=LOGITS, MASK=MASK,
-        VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED, SEEDED=SEEDED,
+        CAUSAL=mask.CAUSAL, WINDOW=mask.WINDOW, CUSTOM=mask.CUSTOM, SOFT_CAP=numbers.SOFT_CAP, ALIBI=heads.ALIBI,
+        SINKS=heads.SINKS, HEAD_SCALES=heads.SCALES, LSE=LSE,
+        TRANSFORM=numbers.SOFT_CAP or heads.ALIBI or heads.SCALES or SCALE_FIRST or VARIED, GATHER=GATHER, GROUP=GROUP,
+        PAGE_SIZE=dims.PAGE_SIZE, D_VO=dims.VO, D_VO_PAD=dims.VO_PAD, BLOCK_M=tiles.M, STAGES=tiles.STAGES, TWO=TWO,
+        STAGED=tiles.STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth, TRANSPOSE_WARPS=warps.TRANSPOSE,
+        LOGITS=LOGITS, MASK=MASK, VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED, SEEDED=SEEDED,
     )  # fmt: skip
-    q_tiles = _tiles(DTYPE, 2, ROWS, D)
-    k_tiles = _tiles(DTYPE, STAGES, BLOCK_N, D)
-    v_tiles = _tiles(DTYPE, STAGES, BLOCK_N, D_VO_PAD)
+    q_tiles = _tiles(DTYPE, 2, ROWS, dims.D)
+    k_tiles = _tiles(DTYPE, tiles.STAGES, tiles.N, dims.D)
+    v_tiles = _tiles(DTYPE, tiles.STAGES, tiles.N, dims.VO_PAD)
     q_rests = q_tiles
     k_rests = k_tiles
     if TWO:
-        q_rests = _tiles(DTYPE, 2, ROWS, D_REST)
-        k_rests = _tiles(DTYPE, STAGES, BLOCK_N, D_REST)
+        q_rests = _tiles(DTYPE, 2, ROWS, dims.REST)
+        k_rests = _tiles(DTYPE, tiles.STAGES, tiles.N, dims.REST)
     # Not shared with the queries' tiles: the next task's queries are copied there while outputs are staged.
-    o_tiles = _tiles(out.dtype.element_ty, 2, ROWS if STAGED else 8, D_VO_PAD)
+    o_tiles = _tiles(out.dtype.element_ty, 2, ROWS if tiles.STAGED else 8, dims.VO_PAD)
     # With GATHER each of 128 threads arrives at a stage's mbarrier; with TMA one thread does, and bytes are counted.
     WRITERS: gl.constexpr = 128 if GATHER else 1
-    k = make_ring(k_tiles, k_rests, STAGES, WRITERS, 2)
-    v = make_ring(v_tiles, v_tiles, STAGES, WRITERS, 1 if FP8 else 2)
+    k = make_ring(k_tiles, k_rests, tiles.STAGES, WRITERS, 2)
+    v = make_ring(v_tiles, v_tiles, tiles.STAGES, WRITERS, 1 if FP8 else 2)
     # Readers: the consumers, and the warps that copy or transpose values.
     queue = make_task_queue(4 if FP8 else 2 if GATHER else 3, settings.FIXED)
     # In FP8 warpgroups do not take turns, so there are no mbarriers for it. The compiler would let unused mbarriers
@@ -268,28 +262,31 @@ def attend_sm90_kernel(
     if not FP8:
         turn = make_barriers(2, 1)
     tensors = Tensors(
-        q, out, lse, partial_out, partial_lse, items, counts, arrivals, mask, mask_indptr, sinks, qk_scale, v_scale,
-        alibi_slopes,
+        q, out, lse, partial.out, partial.lse, work.items, work.counts, work.arrivals, mask.bits, mask.indptr,
+        heads.sinks, heads.qk_scale, heads.v_scale, heads.slopes,
     )  # fmt: skip
     scalars = Scalars(
-        num_kv_heads, q_stride_n, q_stride_h, o_stride_n, o_stride_h, sm_scale, out_scale, soft_cap, window_left
-    )
-    work = (queue, items, counts, kv_indices, num_kv_heads, window_left)
+        num_kv_heads, q_by.token, q_by.head, out_by.token, out_by.head, numbers.sm_scale, numbers.out_scale,
+        numbers.soft_cap, numbers.window_left,
+    )  # fmt: skip
+    common = (queue, work.items, work.counts, kv_indices, num_kv_heads, numbers.window_left)
     if FP8:
-        transposed_tiles = _tiles(DTYPE, STAGES, D_VO_PAD, BLOCK_N)
-        transposed = make_ring(transposed_tiles, transposed_tiles, STAGES, 1, 2)
+        transposed_tiles = _tiles(DTYPE, tiles.STAGES, dims.VO_PAD, tiles.N)
+        transposed = make_ring(transposed_tiles, transposed_tiles, tiles.STAGES, 1, 2)
         shared = Shared(q_tiles, q_rests, o_tiles, turn, k, transposed, queue)
         gl.warp_specialize(
             [
                 (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
                 (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
-                (transpose_values, (v, transposed, queue, items, counts, num_kv_heads, window_left, settings)),
-                (produce_keys, (k_map, k_rest_map, k) + work + (k_page, k_head, k_step, settings)),
-                (produce_values, (v_map, v) + work + (v_page, v_head, v_step, settings)),
+                (transpose_values, (
+                    v, transposed, queue, work.items, work.counts, num_kv_heads, numbers.window_left, settings,
+                )),
+                (produce_keys, (k_map, k_rest_map, k) + common + (k_by.page, k_by.head, k_by.step, settings)),
+                (produce_values, (v_map, v) + common + (v_by.page, v_by.head, v_by.step, settings)),
             ],
-            [4, TRANSPOSE_WARPS, 1, 1],
-            [REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
-        )
+            [4, warps.TRANSPOSE, 1, 1],
+            [warps.REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS],
+        )  # fmt: skip
     else:
         shared = Shared(q_tiles, q_rests, o_tiles, turn, k, v, queue)
         if GATHER:
@@ -297,19 +294,21 @@ def attend_sm90_kernel(
                 [
                     (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
                     (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
-                    (gather, (k_map, v_map, k, v) + work + (k_page, k_head, k_step, v_page, v_head, v_step, settings)),
+                    (gather, (k_map, v_map, k, v) + common + (
+                        k_by.page, k_by.head, k_by.step, v_by.page, v_by.head, v_by.step, settings,
+                    )),
                 ],
                 [4, 4],
-                [REGISTERS, COPY_REGISTERS],
-            )
+                [warps.REGISTERS, warps.COPY_REGISTERS],
+            )  # fmt: skip
         else:
             gl.warp_specialize(
                 [
                     (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
                     (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
-                    (produce_keys, (k_map, k_rest_map, k) + work + (k_page, k_head, k_step, settings)),
-                    (produce_values, (v_map, v) + work + (v_page, v_head, v_step, settings)),
+                    (produce_keys, (k_map, k_rest_map, k) + common + (k_by.page, k_by.head, k_by.step, settings)),
+                    (produce_values, (v_map, v) + common + (v_by.page, v_by.head, v_by.step, settings)),
                 ],
                 [4, 1, 1],
-                [REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+                [warps.REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS],
             )
