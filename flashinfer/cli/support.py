@@ -12,6 +12,7 @@ from flashinfer._core.backends import VARIANTS_OF
 from flashinfer._core.checks import UnsupportedConfig
 from flashinfer._core.dispatch import Op
 from flashinfer._core.target import GPU_ARCHS, named
+from flashinfer.cli.stubs import stubs
 from flashinfer.ops import all_ops
 from flashinfer.version import SUPPORTED, supported_range
 
@@ -115,7 +116,8 @@ def stub() -> str:
 
 def generated(root: Path) -> dict[Path, str]:
     """Every generated file of a checkout, with the text that it should hold."""
-    return {root / "docs" / "support.md": support_page(), root / "flashinfer" / "__init__.pyi": stub()}
+    package = root / "flashinfer"
+    return {root / "docs" / "support.md": support_page(), package / "__init__.pyi": stub(), **stubs(package, COMMAND)}
 
 
 @click.command(help=__doc__)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
-
 import torch
 
 from flashinfer._core.arguments import named, untraced
@@ -23,16 +21,6 @@ from flashinfer.ops.attention.tables import Table, block_table
 _XQA_HEAD_DIM = 192
 # Heads of one problem (PlanOptions).
 _MOST_HEADS = 128
-
-
-@overload
-def trtllm_batch_decode_with_kv_cache_mla(*args, return_lse: Literal[False] = False, **options) -> torch.Tensor: ...
-
-
-@overload
-def trtllm_batch_decode_with_kv_cache_mla(
-    *args, return_lse: Literal[True], **options
-) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @untraced

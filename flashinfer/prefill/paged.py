@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
-
 import torch
 
 from flashinfer._core.literals import Backend, KvLayout, LseBase, LseLayout, PosEncodingMode
@@ -243,19 +241,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
         """Kept for callers of upstream: strides are arguments of our kernels, so no variant needs warming."""
-
-    @overload
-    def run(self, q, paged_kv_cache, *args, return_lse: Literal[False] = False, **options) -> torch.Tensor: ...
-
-    @overload
-    def run(
-        self, q, paged_kv_cache, *args, return_lse: Literal[True], **options
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    @overload
-    def run(
-        self, q, paged_kv_cache, *args, return_lse: bool, **options
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
     def run(
         self,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, overload
-
 import torch
 
 from flashinfer._core.checks import require
@@ -152,12 +150,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         )
 
     begin_forward = plan
-
-    @overload
-    def run(self, q, k, v, *args, return_lse: Literal[False] = False, **options) -> torch.Tensor: ...
-
-    @overload
-    def run(self, q, k, v, *args, return_lse: Literal[True], **options) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def run(
         self,

@@ -1,0 +1,56 @@
+"""Signatures, for type checkers; written by `python -m flashinfer.cli.support`, do not edit by hand."""
+
+from typing import Any, Literal, overload
+
+import torch
+from flashinfer._core.literals import FilterApplyOrder
+
+@overload
+def sampling_from_probs(probs: torch.Tensor, indices: torch.Tensor | None=None, deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, return_valid: Literal[False]=False) -> torch.Tensor:
+    ...
+@overload
+def sampling_from_probs(probs: torch.Tensor, indices: torch.Tensor | None=None, deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, *, return_valid: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]:
+    ...
+@overload
+def sampling_from_probs(probs: torch.Tensor, indices: torch.Tensor | None=None, deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, return_valid: bool=False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ...
+def sampling_from_logits(logits: torch.Tensor, indices: torch.Tensor | None=None, deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None) -> torch.Tensor:
+    ...
+@overload
+def top_p_sampling_from_probs(probs: torch.Tensor, top_p: torch.Tensor | float, indices: torch.Tensor | None=None, deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, return_valid: Literal[False]=False) -> torch.Tensor:
+    ...
+@overload
+def top_p_sampling_from_probs(probs: torch.Tensor, top_p: torch.Tensor | float, indices: torch.Tensor | None=None, deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, *, return_valid: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]:
+    ...
+@overload
+def top_p_sampling_from_probs(probs: torch.Tensor, top_p: torch.Tensor | float, indices: torch.Tensor | None=None, deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, return_valid: bool=False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ...
+@overload
+def top_k_sampling_from_probs(probs: torch.Tensor, top_k: torch.Tensor | int, indices: torch.Tensor | None=None, deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, return_valid: Literal[False]=False) -> torch.Tensor:
+    ...
+@overload
+def top_k_sampling_from_probs(probs: torch.Tensor, top_k: torch.Tensor | int, indices: torch.Tensor | None=None, deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, *, return_valid: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]:
+    ...
+@overload
+def top_k_sampling_from_probs(probs: torch.Tensor, top_k: torch.Tensor | int, indices: torch.Tensor | None=None, deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, return_valid: bool=False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ...
+@overload
+def min_p_sampling_from_probs(probs: torch.Tensor, min_p: torch.Tensor | float, indices: torch.Tensor | None=None, deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, return_valid: Literal[False]=False) -> torch.Tensor:
+    ...
+@overload
+def min_p_sampling_from_probs(probs: torch.Tensor, min_p: torch.Tensor | float, indices: torch.Tensor | None=None, deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, *, return_valid: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]:
+    ...
+@overload
+def min_p_sampling_from_probs(probs: torch.Tensor, min_p: torch.Tensor | float, indices: torch.Tensor | None=None, deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, return_valid: bool=False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ...
+def top_k_top_p_sampling_from_logits(logits: torch.Tensor, top_k: torch.Tensor | int, top_p: torch.Tensor | float, indices: torch.Tensor | None=None, filter_apply_order: FilterApplyOrder='top_k_first', deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None) -> torch.Tensor:
+    ...
+@overload
+def top_k_top_p_sampling_from_probs(probs: torch.Tensor, top_k: torch.Tensor | int, top_p: torch.Tensor | float, indices: torch.Tensor | None=None, filter_apply_order: FilterApplyOrder='top_k_first', deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, return_valid: Literal[False]=False) -> torch.Tensor:
+    ...
+@overload
+def top_k_top_p_sampling_from_probs(probs: torch.Tensor, top_k: torch.Tensor | int, top_p: torch.Tensor | float, indices: torch.Tensor | None=None, filter_apply_order: FilterApplyOrder='top_k_first', deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, *, return_valid: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]:
+    ...
+@overload
+def top_k_top_p_sampling_from_probs(probs: torch.Tensor, top_k: torch.Tensor | int, top_p: torch.Tensor | float, indices: torch.Tensor | None=None, filter_apply_order: FilterApplyOrder='top_k_first', deterministic: bool=True, generator: torch.Generator | None=None, check_nan: bool=False, seed: int | torch.Tensor | None=None, offset: int | torch.Tensor | None=None, return_valid: bool=False) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ...
