@@ -190,12 +190,13 @@ class Qwen3Next:
         gated = flashinfer.silu_and_mul(torch.cat((z.reshape(normed.shape), normed), -1))
         return F.linear(gated.view(len(x), -1), layer["linear_attn.out_proj.weight"])
 
-    def _heads(self, mixed: torch.Tensor) -> list[torch.Tensor]:
+    def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k [tokens, key heads, key_dim] and v [tokens, value heads, value_dim] of the convolution's output."""
         c = self.config
         of_keys = c.key_heads * c.key_dim
-        parts = mixed.split([of_keys, of_keys, c.channels - 2 * of_keys], -1)
-        return [t.unflatten(-1, (heads, -1)) for t, heads in zip(parts, (c.key_heads, c.key_heads, c.value_heads))]
+        q, k, v = mixed.split([of_keys, of_keys, c.channels - 2 * of_keys], -1)
+        q, k = q.unflatten(-1, (c.key_heads, -1)), k.unflatten(-1, (c.key_heads, -1))
+        return q, k, v.unflatten(-1, (c.value_heads, -1))
 
 
 class HybridEngine(Engine):

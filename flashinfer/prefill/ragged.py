@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
+
 import torch
 
 from flashinfer._core.checks import require
@@ -234,7 +236,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         )  # fmt: skip
-        return self.run(q, k, v)
+        return cast(torch.Tensor, self.run(q, k, v))
 
     def forward_return_lse(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False,
@@ -247,4 +249,4 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         )  # fmt: skip
-        return self.run(q, k, v, return_lse=True)
+        return self.run_return_lse(q, k, v)

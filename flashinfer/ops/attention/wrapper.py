@@ -65,13 +65,13 @@ class AttentionWrapper:
         check_layout(kv_layout)
         variants_of(backend)
         self.device = device_of(float_workspace_buffer)
-        self._kv_layout = kv_layout
+        self._kv_layout: KvLayout = kv_layout
         self._views = partial(paged_views if self._paged else ragged_pair, kv_layout=kv_layout)
         self._float_workspace_buffer = float_workspace_buffer
         # Engines share and replace it; our work lists are small and live with the plan they belong to.
         self._int_workspace_buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._on_gpu, self._index = self.device.type == "cuda", self.device.index
-        self._backend = backend
+        self._backend: Backend = backend
         self._variant = variant
         self._use_cuda_graph = buffers is not None
         # The tables in use; in CUDA-graph mode the fixed buffers.
