@@ -40,12 +40,8 @@ from flashinfer.fused_moe.trtllm_fp8_channels import (
     trtllm_fp8_per_channel_scale_routed_moe,
 )
 from flashinfer.fused_moe.trtllm_gen_routing import TrtllmGenRoutingResult, trtllm_gen_routing
-from flashinfer.fused_moe.trtllm_w4 import (
-    trtllm_fp4_block_scale_moe,
-    trtllm_fp4_block_scale_routed_moe,
-    trtllm_mxint4_block_scale_moe,
-    trtllm_mxint4_block_scale_routed_moe,
-)
+from flashinfer.fused_moe.trtllm_mxint4 import trtllm_mxint4_block_scale_moe, trtllm_mxint4_block_scale_routed_moe
+from flashinfer.fused_moe.trtllm_w4 import trtllm_fp4_block_scale_moe, trtllm_fp4_block_scale_routed_moe
 from flashinfer.quantization.nvfp4_quantization_utils import NVFP44Over6Config, NVFP44Over6ErrMode
 from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout
 

@@ -18,11 +18,8 @@ from flashinfer.fused_moe.trtllm_fp8 import (
     trtllm_fp8_per_tensor_scale_moe,
     trtllm_fp8_per_tensor_scale_routed_moe,
 )
-from flashinfer.fused_moe.trtllm_w4 import (
-    trtllm_fp4_block_scale_moe,
-    trtllm_fp4_block_scale_routed_moe,
-    trtllm_mxint4_block_scale_moe,
-)
+from flashinfer.fused_moe.trtllm_mxint4 import trtllm_mxint4_block_scale_moe
+from flashinfer.fused_moe.trtllm_w4 import trtllm_fp4_block_scale_moe, trtllm_fp4_block_scale_routed_moe
 from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout
 
 __all__ = [

@@ -248,20 +248,72 @@ def trtllm_bf16_routed_moe(
 ) -> list[torch.Tensor] | torch.Tensor:
     """`trtllm_bf16_moe` of experts that are already chosen.
 
-    Other parameters, results and errors are those of `trtllm_bf16_moe`.
-
     Parameters
     ----------
     topk_ids : torch.Tensor or (torch.Tensor, torch.Tensor)
         int32 [tokens, top_k], each with an expert in its upper half and its weight, as bfloat16, in the lower:
         ``expert << 16 | weight``; or int32 ids and weights (float32, bfloat16 or float16), both [tokens, top_k]. A
         choice with a negative id is left out.
+    hidden_states : torch.Tensor
+        x, bfloat16 [tokens, hidden], contiguous rows. Zero tokens are valid.
+    gemm1_weights : torch.Tensor
+        bfloat16 [local_num_experts, 2 * intermediate_size, hidden] of a gated activation, the up-projection's rows
+        first and then the gate's; [., intermediate_size, hidden] of another. As BlockMajorK
+        [., hidden / 64, rows, 64], also as bytes (uint8, [., ., rows, 128]).
+    gemm2_weights : torch.Tensor
+        bfloat16 [local_num_experts, hidden, intermediate_size], or as BlockMajorK.
+    num_experts, top_k : int
+        Experts of the layer, and of a token.
     n_group, topk_group, routed_scaling_factor, routing_method_type
         Have no effect: they say how the experts were chosen.
+    intermediate_size : int
+        Of this rank: a slice of tensor parallelism has its own.
+    local_expert_offset, local_num_experts : int
+        This rank has the weights of experts from the offset on; what other experts would give is left out.
+    use_shuffled_weight : bool
+        Rows of the weights are where `flashinfer.shuffle_matrix_a` with an epilogue tile of 128 puts them, after
+        those of a gated gemm1 were made to alternate by `flashinfer.reorder_rows_for_gated_act_gemm`.
+    weight_layout : int
+        WeightLayout.MajorK or BlockMajorK.
+    do_finalize : bool
+        False: stop before the weighted sum.
+    enable_pdl, tune_max_num_tokens
+        Have no effect on results, and none on the launches yet.
     gemm1_lora_delta : torch.Tensor, optional
         Only None.
+    activation_type : int
+        A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep, Situ; Relu2, Silu, Gelu, Relu, Identity.
     routing_replay_out : torch.Tensor, optional
         Only None, for the caller has the ids.
+    gemm1_alpha, gemm1_beta, gemm1_clamp_limit : torch.Tensor, optional
+        float32 [local_num_experts], of Swiglu: gate * sigmoid(alpha * gate) * (up + beta), the gate first clamped to
+        at most the limit and up to -limit ... limit. SwigluStep takes a limit, 7 by default: it clamps up and
+        silu(gate). Of Situ, alpha * tanh(gate / alpha) * sigmoid(gate) * beta * tanh(up / beta), both 1 by default; a
+        limit clamps as that of Swiglu.
+    output : torch.Tensor, optional
+        Receives the result; bfloat16 [tokens, hidden].
+
+    Returns
+    -------
+    torch.Tensor or list of torch.Tensor
+        bfloat16 [tokens, hidden]. Without `do_finalize` [rows, weights, row]: what experts gave, bfloat16
+        [rows, hidden] with padding between experts that is not written; weights [tokens, top_k], float32; and int32
+        [tokens, top_k], the row of each choice, -1 where another rank has it.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or number other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, w1, w2 = (torch.randn(shape).bfloat16() for shape in ((2, 128), (4, 256, 128), (4, 128, 128)))
+    >>> chosen = torch.tensor([[0, 1], [2, 3]]).int(), torch.full((2, 2), 0.5)
+    >>> out = flashinfer.trtllm_bf16_routed_moe(chosen, x, w1, w2, 4, 2, None, None, 128, 0, 4,
+    ...     use_shuffled_weight=False, weight_layout=flashinfer.fused_moe.WeightLayout.MajorK)
+    >>> out.shape
+    torch.Size([2, 128])
     """
     require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
     local = (local_expert_offset, local_num_experts)

@@ -71,10 +71,13 @@ def trtllm_fp8_block_scale_moe(
 ) -> list[torch.Tensor] | torch.Tensor:
     """A mixture of experts in FP8 with block scales, from router logits.
 
-    Other parameters, results and errors are those of `flashinfer.fused_moe.trtllm_bf16_moe`.
-
     Parameters
     ----------
+    routing_logits : torch.Tensor
+        [tokens, num_experts]; float32, bfloat16 or float16.
+    routing_bias : torch.Tensor, optional
+        [num_experts], added to what is ranked, by DeepSeekV3 and MiniMax2. Llama4 takes one and, as upstream, ranks
+        without it; other methods refuse it.
     hidden_states : torch.Tensor
         float8_e4m3fn [tokens, hidden], contiguous rows.
     hidden_states_scale : torch.Tensor
@@ -89,18 +92,59 @@ def trtllm_fp8_block_scale_moe(
         `flashinfer.shuffle_matrix_sf_a` gives them; of others row-major.
     gemm2_weights, gemm2_weights_scale : torch.Tensor
         The same, of [experts, hidden, intermediate_size].
+    num_experts, top_k : int
+        Experts of the layer, and of a token.
+    n_group, topk_group : int, optional
+        Groups of experts, and how many of them are chosen from (DeepSeekV3).
+    intermediate_size : int
+        Of this rank: a slice of tensor parallelism has its own.
+    local_expert_offset, local_num_experts : int
+        This rank has the weights of experts from the offset on; what other experts would give is left out.
+    routed_scaling_factor : float, optional
+        A factor of all weights s.
+    routing_method_type : int
+        A `flashinfer.fused_moe.RoutingMethodType`.
     use_shuffled_weight : bool
         Rows of the weights are where `flashinfer.shuffle_matrix_a` puts them: DeepSeekFp8 with an epilogue tile of 64,
         MxFp8 with one of 128, after those of a gated gemm1 were made to alternate.
+    weight_layout : int
+        WeightLayout.MajorK or BlockMajorK.
+    do_finalize : bool
+        False: stop before the weighted sum.
+    enable_pdl, tune_max_num_tokens
+        Have no effect on results, and none on the launches yet.
     fp8_quantization_type : Fp8QuantizationType
         DeepSeekFp8 or MxFp8. What stands between the products is quantised in the same way.
     num_fused_shared_experts : int, optional
         Experts that every token has beside the chosen, with weight 1; their weights follow those of the others, on the
         rank that has the last of these.
+    activation_type : int
+        A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep, Situ; Relu2, Silu, Gelu, Relu, Identity.
+    norm_topk_prob : bool
+        False: the weights of chosen experts are not divided by their sum.
+    routing_replay_out : torch.Tensor, optional
+        int16 [tokens or more, top_k]; receives the chosen experts.
+    gemm1_alpha, gemm1_beta, gemm1_clamp_limit : torch.Tensor, optional
+        float32 [local_num_experts], of Swiglu: gate * sigmoid(alpha * gate) * (up + beta), the gate first clamped to
+        at most the limit and up to -limit ... limit. SwigluStep takes a limit, 7 by default: it clamps up and
+        silu(gate). Of Situ, alpha * tanh(gate / alpha) * sigmoid(gate) * beta * tanh(up / beta), both 1 by default; a
+        limit clamps as that of Swiglu.
+    output : torch.Tensor, optional
+        Receives the result; bfloat16 [tokens, hidden].
     valid_hidden_size, valid_intermediate_size : int, optional
         Sizes without padding. The result has the first alone; padding of the input and of the weights has to be zeros.
     gemm1_bias, gemm2_bias : torch.Tensor, optional
         [experts, rows], float32 or bfloat16, in the order in which the weights' rows are.
+
+    Returns
+    -------
+    torch.Tensor or list of torch.Tensor
+        As those of `trtllm_bf16_moe`: bfloat16 [tokens, hidden], or [rows, weights, row] without `do_finalize`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or number other than the above.
 
     Notes
     -----
@@ -110,6 +154,16 @@ def trtllm_fp8_block_scale_moe(
     ----------
     DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437; OCP Microscaling Formats
     Specification 1.0
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, w1, w2 = (torch.zeros(shape).to(torch.float8_e4m3fn) for shape in ((2, 128), (4, 256, 128), (4, 128, 128)))
+    >>> scales, logits = (torch.ones(1, 2), torch.ones(4, 2, 1), torch.ones(4, 1, 1)), torch.randn(2, 4)
+    >>> out = flashinfer.trtllm_fp8_block_scale_moe(logits, None, x, scales[0], w1, scales[1], w2, scales[2], 4, 2,
+    ...     None, None, 128, 0, 4, None, flashinfer.RoutingMethodType.Renormalize)
+    >>> out.shape
+    torch.Size([2, 128])
     """
     sizes = hidden_states.shape[-1], intermediate_size
     valid = check_valid(*sizes, valid_hidden_size, valid_intermediate_size, do_finalize)
@@ -160,15 +214,42 @@ def trtllm_fp8_block_scale_routed_moe(
 ) -> list[torch.Tensor] | torch.Tensor:
     """`trtllm_fp8_block_scale_moe` of experts that are already chosen.
 
-    Other parameters, results and errors are those of `trtllm_fp8_block_scale_moe`.
-
     Parameters
     ----------
     topk_ids : torch.Tensor or (torch.Tensor, torch.Tensor)
-        As in `flashinfer.fused_moe.trtllm_bf16_routed_moe`, as are the parameters that say how experts were chosen,
-        `routing_bias` too: they have no effect.
+        int32 [tokens, top_k], packed; or ids and weights: as in `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
+    routing_bias, n_group, topk_group, routed_scaling_factor, routing_method_type
+        Have no effect: they say how the experts were chosen.
+    hidden_states, hidden_states_scale, gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale
+        As in `trtllm_fp8_block_scale_moe`.
+    num_experts, top_k, intermediate_size, local_expert_offset, local_num_experts, use_shuffled_weight
+        As in `trtllm_fp8_block_scale_moe`.
+    weight_layout, do_finalize, enable_pdl, output, tune_max_num_tokens, fp8_quantization_type, activation_type
+        As in `trtllm_fp8_block_scale_moe`.
     gemm1_lora_delta : torch.Tensor, optional
         Only None.
+    gemm1_alpha, gemm1_beta, gemm1_clamp_limit, valid_hidden_size, valid_intermediate_size
+        As in `trtllm_fp8_block_scale_moe`.
+
+    Returns
+    -------
+    torch.Tensor or list of torch.Tensor
+        As those of `trtllm_bf16_moe`: bfloat16 [tokens, hidden], or [rows, weights, row] without `do_finalize`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or number other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, w1, w2 = (torch.zeros(shape).to(torch.float8_e4m3fn) for shape in ((2, 128), (4, 256, 128), (4, 128, 128)))
+    >>> scales, ids = (torch.ones(1, 2), torch.ones(4, 2, 1), torch.ones(4, 1, 1)), torch.tensor([[0, 1], [2, 3]])
+    >>> out = flashinfer.trtllm_fp8_block_scale_routed_moe((ids.int(), torch.full((2, 2), 0.5)), None, x, scales[0], w1,
+    ...     scales[1], w2, scales[2], 4, 2, None, None, 128, 0, 4, None)
+    >>> out.shape
+    torch.Size([2, 128])
     """
     require(gemm1_lora_delta is None, "gemm1_lora_delta", "a tensor", "None")
     sizes = hidden_states.shape[-1], intermediate_size
@@ -264,27 +345,51 @@ def trtllm_fp8_per_tensor_scale_moe(
     output1_scales_scalar, output1_scales_gate_scalar and output2_scales_scalar::
 
         h = e4m3(c * u * act(d * g))          or, without a gate, h = e4m3(c * act(d * u))
-        result of e = f * (h @ gemm2_weights[e].T)
-
-    Other parameters, results and errors are those of `flashinfer.fused_moe.trtllm_bf16_moe`. The result is bfloat16.
+        result of e = f * (h @ gemm2_weights[e].T) The result is bfloat16.
 
     Parameters
     ----------
+    routing_logits, routing_bias, num_experts, top_k, n_group, topk_group, intermediate_size
+        As in `trtllm_bf16_moe`.
     hidden_states : torch.Tensor
         float8_e4m3fn [tokens, hidden], contiguous rows.
     gemm1_weights : torch.Tensor
         float8_e4m3fn [local_num_experts, 2 * intermediate_size, hidden] of a gated activation, whose rows alternate, up
         and gate; [., intermediate_size, hidden] of another. Rows are then where `flashinfer.shuffle_matrix_a` with an
         epilogue tile of 128 puts them.
-    gemm2_weights : torch.Tensor
-        float8_e4m3fn [local_num_experts, hidden, intermediate_size], shuffled in the same way.
     output1_scales_scalar, output1_scales_gate_scalar, output2_scales_scalar : torch.Tensor
         float32 [local_num_experts]. d is the dequantising scale of the product, c of a gated activation that times the
         quantising scale of h, and else the quantising scale alone.
+    gemm2_weights : torch.Tensor
+        float8_e4m3fn [local_num_experts, hidden, intermediate_size], shuffled in the same way.
+    local_expert_offset, local_num_experts, routed_scaling_factor, routing_method_type, do_finalize, enable_pdl
+        As in `trtllm_bf16_moe`.
     use_routing_scales_on_input : bool
         The weight of a choice multiplies the input of its expert, and not the result (Llama 4).
+    tune_max_num_tokens, activation_type, norm_topk_prob, routing_replay_out, output
+        As in `trtllm_bf16_moe`.
     gemm1_clamp_limit : torch.Tensor, optional
         float32 [local_num_experts], for Swiglu: d * g is clamped to at most it, d * u to -limit ... limit.
+
+    Returns
+    -------
+    torch.Tensor or list of torch.Tensor
+        As those of `trtllm_bf16_moe`: bfloat16 [tokens, hidden], or [rows, weights, row] without `do_finalize`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or number other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, w1, w2 = (torch.zeros(shape).to(torch.float8_e4m3fn) for shape in ((2, 128), (4, 256, 128), (4, 128, 128)))
+    >>> ones, logits, renormalize = torch.ones(4), torch.randn(2, 4), flashinfer.RoutingMethodType.Renormalize
+    >>> out = flashinfer.trtllm_fp8_per_tensor_scale_moe(logits, None, x, w1, ones, ones, w2, ones, 4, 2, None, None,
+    ...     128, 0, 4, None, False, renormalize)
+    >>> out.shape
+    torch.Size([2, 128])
     """
     routed = routed_by_logits(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group,
@@ -327,9 +432,42 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
 ) -> list[torch.Tensor] | torch.Tensor:
     """`trtllm_fp8_per_tensor_scale_moe` of experts that are already chosen.
 
-    `topk_ids` and the parameters that say how experts were chosen, `routing_bias` too, are as in
-    `flashinfer.fused_moe.trtllm_bf16_routed_moe`; other parameters, results and errors are those of
-    `trtllm_fp8_per_tensor_scale_moe`.
+    Parameters
+    ----------
+    topk_ids : torch.Tensor or (torch.Tensor, torch.Tensor)
+        int32 [tokens, top_k], packed; or ids and weights: as in `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
+    routing_bias, n_group, topk_group, routed_scaling_factor, routing_method_type
+        Have no effect: they say how the experts were chosen.
+    hidden_states, gemm1_weights, output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights
+        As in `trtllm_fp8_per_tensor_scale_moe`.
+    output2_scales_scalar, num_experts, top_k, intermediate_size, local_expert_offset, local_num_experts
+        As in `trtllm_fp8_per_tensor_scale_moe`.
+    use_routing_scales_on_input, do_finalize, enable_pdl, tune_max_num_tokens, activation_type, output
+        As in `trtllm_fp8_per_tensor_scale_moe`.
+    routing_replay_out : torch.Tensor, optional
+        Only None, for the caller has the ids.
+    gemm1_clamp_limit
+        As in `trtllm_fp8_per_tensor_scale_moe`.
+
+    Returns
+    -------
+    torch.Tensor or list of torch.Tensor
+        As those of `trtllm_bf16_moe`: bfloat16 [tokens, hidden], or [rows, weights, row] without `do_finalize`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or number other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, w1, w2 = (torch.zeros(shape).to(torch.float8_e4m3fn) for shape in ((2, 128), (4, 256, 128), (4, 128, 128)))
+    >>> ones, chosen = torch.ones(4), (torch.tensor([[0, 1], [2, 3]]).int(), torch.full((2, 2), 0.5))
+    >>> out = flashinfer.trtllm_fp8_per_tensor_scale_routed_moe(chosen, None, x, w1, ones, ones, w2, ones, 4, 2, None,
+    ...     None, 128, 0, 4, None, False)
+    >>> out.shape
+    torch.Size([2, 128])
     """
     routed = routed_by_ids(topk_ids, num_experts, top_k, (local_expert_offset, local_num_experts), routing_replay_out)
     scales = (output1_scales_scalar, output1_scales_gate_scalar, output2_scales_scalar)

@@ -49,12 +49,15 @@ def trtllm_fp8_per_channel_scale_moe(
     output1_scale_gate_scalar and output2_scale_scalar::
 
         h = e4m3(c * u * act(d * g))          or, without a gate, h = e4m3(c * act(d * u))
-        result of e = f * w2 * (h @ gemm2_weights[e].T)
-
-    Other parameters, results and errors are those of `flashinfer.fused_moe.trtllm_bf16_moe`. The result is bfloat16.
+        result of e = f * w2 * (h @ gemm2_weights[e].T) The result is bfloat16.
 
     Parameters
     ----------
+    routing_logits : torch.Tensor
+        [tokens, num_experts]; float32, bfloat16 or float16.
+    routing_bias : torch.Tensor, optional
+        [num_experts], added to what is ranked, by DeepSeekV3 and MiniMax2. Llama4 takes one and, as upstream, ranks
+        without it; other methods refuse it.
     hidden_states : torch.Tensor
         float8_e4m3fn [tokens, hidden], contiguous rows.
     hidden_states_scale : torch.Tensor
@@ -65,13 +68,54 @@ def trtllm_fp8_per_channel_scale_moe(
         epilogue tile of 128 puts them.
     gemm1_per_channel_weight_scale : torch.Tensor
         float32 [local_num_experts, rows of gemm1_weights], in the order in which the rows are stored.
+    output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar : torch.Tensor
+        float32 [local_num_experts]. c of a gated activation holds d as a factor: it is applied over d to ``d * u``.
     gemm2_weights, gemm2_per_channel_weight_scale : torch.Tensor
         float8_e4m3fn [local_num_experts, hidden, intermediate_size], shuffled in the same way, and float32
         [local_num_experts, hidden].
-    output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar : torch.Tensor
-        float32 [local_num_experts]. c of a gated activation holds d as a factor: it is applied over d to ``d * u``.
+    num_experts, top_k : int
+        Experts of the layer, and of a token.
+    n_group, topk_group : int, optional
+        Groups of experts, and how many of them are chosen from (DeepSeekV3).
+    intermediate_size : int
+        Of this rank: a slice of tensor parallelism has its own.
+    local_expert_offset, local_num_experts : int
+        This rank has the weights of experts from the offset on; what other experts would give is left out.
+    routed_scaling_factor : float, optional
+        A factor of all weights s.
     use_routing_scales_on_input : bool
         The weight of a choice multiplies the input of its expert, and not the result (Llama 4).
+    routing_method_type : int
+        A `flashinfer.fused_moe.RoutingMethodType`.
+    do_finalize : bool
+        False: stop before the weighted sum.
+    enable_pdl, tune_max_num_tokens
+        Have no effect on results, and none on the launches yet.
+    activation_type : int
+        A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep, Situ; Relu2, Silu, Gelu, Relu, Identity.
+    norm_topk_prob : bool
+        False: the weights of chosen experts are not divided by their sum.
+
+    Returns
+    -------
+    torch.Tensor or list of torch.Tensor
+        As those of `trtllm_bf16_moe`: bfloat16 [tokens, hidden], or [rows, weights, row] without `do_finalize`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or number other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, w1, w2 = (torch.zeros(shape).to(torch.float8_e4m3fn) for shape in ((2, 128), (4, 256, 128), (4, 128, 128)))
+    >>> ones, logits, renormalize = torch.ones(4), torch.randn(2, 4), flashinfer.fused_moe.RoutingMethodType.Renormalize
+    >>> out = flashinfer.fused_moe.trtllm_fp8_per_channel_scale_moe(logits, None, x, torch.ones(2, 1), w1,
+    ...     torch.ones(4, 256), ones, ones, w2, torch.ones(4, 128), ones, 4, 2, None, None, 128, 0, 4, None, False,
+    ...     renormalize)
+    >>> out.shape
+    torch.Size([2, 128])
     """
     routed = routed_by_logits(
         routing_logits, routing_bias, num_experts, top_k, n_group, topk_group,
@@ -114,9 +158,62 @@ def trtllm_fp8_per_channel_scale_routed_moe(
 ) -> list[torch.Tensor] | torch.Tensor:
     """`trtllm_fp8_per_channel_scale_moe` of experts that are already chosen.
 
-    `topk_ids` and the parameters that say how experts were chosen, `routing_bias` too, are as in
-    `flashinfer.fused_moe.trtllm_bf16_routed_moe`; other parameters, results and errors are those of
-    `trtllm_fp8_per_channel_scale_moe`.
+    Parameters
+    ----------
+    topk_ids : torch.Tensor
+        int32 [tokens, top_k], each with its expert and weight, packed as in
+        `flashinfer.fused_moe.trtllm_bf16_routed_moe`.
+    routing_bias, n_group, topk_group, routed_scaling_factor, routing_method_type
+        Have no effect: they say how the experts were chosen.
+    hidden_states : torch.Tensor
+        float8_e4m3fn [tokens, hidden], contiguous rows.
+    hidden_states_scale : torch.Tensor
+        float32 [tokens, 1].
+    gemm1_weights : torch.Tensor
+        float8_e4m3fn [local_num_experts, 2 * intermediate_size, hidden] of a gated activation, whose rows alternate, up
+        and gate; [., intermediate_size, hidden] of another. Rows are then where `flashinfer.shuffle_matrix_a` with an
+        epilogue tile of 128 puts them.
+    gemm1_per_channel_weight_scale : torch.Tensor
+        float32 [local_num_experts, rows of gemm1_weights], in the order in which the rows are stored.
+    output1_scale_scalar, output1_scale_gate_scalar, output2_scale_scalar : torch.Tensor
+        float32 [local_num_experts]. c of a gated activation holds d as a factor: it is applied over d to ``d * u``.
+    gemm2_weights, gemm2_per_channel_weight_scale : torch.Tensor
+        float8_e4m3fn [local_num_experts, hidden, intermediate_size], shuffled in the same way, and float32
+        [local_num_experts, hidden].
+    num_experts, top_k : int
+        Experts of the layer, and of a token.
+    intermediate_size : int
+        Of this rank: a slice of tensor parallelism has its own.
+    local_expert_offset, local_num_experts : int
+        This rank has the weights of experts from the offset on; what other experts would give is left out.
+    use_routing_scales_on_input : bool
+        The weight of a choice multiplies the input of its expert, and not the result (Llama 4).
+    do_finalize : bool
+        False: stop before the weighted sum.
+    enable_pdl, tune_max_num_tokens
+        Have no effect on results, and none on the launches yet.
+    activation_type : int
+        A `flashinfer.ActivationType`: Swiglu, Geglu, GegluTanh, SwigluStep, Situ; Relu2, Silu, Gelu, Relu, Identity.
+
+    Returns
+    -------
+    torch.Tensor or list of torch.Tensor
+        As those of `trtllm_bf16_moe`: bfloat16 [tokens, hidden], or [rows, weights, row] without `do_finalize`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or number other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, w1, w2 = (torch.zeros(shape).to(torch.float8_e4m3fn) for shape in ((2, 128), (4, 256, 128), (4, 128, 128)))
+    >>> ones, chosen = torch.ones(4), torch.tensor([[0, 1], [2, 3]]).int() << 16
+    >>> out = flashinfer.fused_moe.trtllm_fp8_per_channel_scale_routed_moe(chosen, None, x, torch.ones(2, 1), w1,
+    ...     torch.ones(4, 256), ones, ones, w2, torch.ones(4, 128), ones, 4, 2, None, None, 128, 0, 4, None)
+    >>> out.shape
+    torch.Size([2, 128])
     """
     routed = routed_by_ids(topk_ids, num_experts, top_k, (local_expert_offset, local_num_experts), None)
     given = (gemm1_weights, gemm1_per_channel_weight_scale), (gemm2_weights, gemm2_per_channel_weight_scale)
