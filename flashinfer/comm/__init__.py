@@ -35,13 +35,6 @@ from flashinfer.comm.older_calls import (
     trtllm_lamport_initialize_all,
     trtllm_moe_allreduce_fusion,
     trtllm_moe_finalize_allreduce_fusion,
-    vllm_all_reduce,
-    vllm_dispose,
-    vllm_get_graph_buffer_ipc_meta,
-    vllm_init_custom_ar,
-    vllm_meta_size,
-    vllm_register_buffer,
-    vllm_register_graph_buffers,
 )
 from flashinfer.comm.pcie_ipc import (
     PcieIpcAllReduceWorkspace,
@@ -72,19 +65,30 @@ from flashinfer.comm.trtllm_moe_alltoall import (
     moe_a2a_wrap_payload_tensor_in_workspace,
 )
 from flashinfer.comm.ulysses import (
-    UlyssesBackendDecision,
-    UlyssesBackendError,
     UlyssesCommunicator,
-    UlyssesRankTopology,
     UlyssesWorkspace,
-    decide_ulysses_backend,
     dispose_ulysses_a2a,
     init_ulysses_a2a,
     merge_ulysses_output_head_chunk,
     pack_ulysses_qkv_head_chunk,
+    ulysses_a2a,
+)
+from flashinfer.comm.ulysses_topology import (
+    UlyssesBackendDecision,
+    UlyssesBackendError,
+    UlyssesRankTopology,
+    decide_ulysses_backend,
     probe_ulysses_rank_topology,
     resolve_ulysses_backend,
-    ulysses_a2a,
+)
+from flashinfer.comm.vllm_ar import (
+    vllm_all_reduce,
+    vllm_dispose,
+    vllm_get_graph_buffer_ipc_meta,
+    vllm_init_custom_ar,
+    vllm_meta_size,
+    vllm_register_buffer,
+    vllm_register_graph_buffers,
 )
 from flashinfer.ops.comm.capability import Capability, probe
 from flashinfer.ops.comm.meeting import set_setup_deadline

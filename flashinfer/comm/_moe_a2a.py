@@ -38,10 +38,21 @@ def moe_a2a_get_workspace_size_per_rank(
     backend : str
         "trtllm".
 
+    Returns
+    -------
+    int
+        Bytes.
+
     Raises
     ------
     ValueError
         An argument other than the above.
+
+    Examples
+    --------
+    >>> from flashinfer.comm import moe_a2a_get_workspace_size_per_rank
+    >>> moe_a2a_get_workspace_size_per_rank(2, 4, 256, 256)
+    5120
     """
     check_stats(eplb_stats_num_experts)
     only("backend", backend, "trtllm")
@@ -80,6 +91,11 @@ def moe_a2a_initialize(
     torch.Tensor
         int64 [3] on the CPU, to be passed on: the offset of the counts of arrived rows, max_num_tokens, and
         eplb_stats_num_experts.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
     """
     only("backend", backend, "trtllm")
     space = space_of(workspace, ep_rank, ep_size)
@@ -91,7 +107,37 @@ def moe_a2a_initialize(
 def moe_a2a_wrap_payload_tensor_in_workspace(
     workspace: torch.Tensor, leading_shape: list[int], slice_start: int, slice_end: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Bytes `slice_start` to `slice_end` of this rank's row of a workspace, as a tensor [*leading_shape, rest]."""
+    """Bytes `slice_start` to `slice_end` of this rank's row of a workspace, as a tensor [*leading_shape, rest].
+
+    Parameters
+    ----------
+    workspace : torch.Tensor
+        uint8 [ep_size, bytes], of `MoeAlltoAll.get_workspace`, or one row of it.
+    leading_shape : list of int
+        Of the result, without its last dimension.
+    slice_start, slice_end : int
+        Bytes of the row: whole elements of the dtype.
+    dtype : torch.dtype
+        Of the result.
+
+    Returns
+    -------
+    torch.Tensor
+        [*leading_shape, rest], the workspace's memory.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.comm import moe_a2a_wrap_payload_tensor_in_workspace
+    >>> workspace = torch.zeros(1, 256, dtype=torch.uint8)
+    >>> moe_a2a_wrap_payload_tensor_in_workspace(workspace, [1, 4], 0, 64, torch.float32).shape
+    torch.Size([1, 4, 4])
+    """
     row = workspace if workspace.dim() == 1 else workspace[0]
     size = slice_end - slice_start
     fits = 0 <= slice_start <= slice_end <= row.numel() and size % dtype.itemsize == 0
@@ -189,6 +235,13 @@ def moe_a2a_sanitize_expert_ids(
         int32 [ep_size, runtime_max_tokens_per_rank, top_k], contiguous: ids that were a payload.
     workspace, metainfo, ep_rank, enable_pdl, backend
         As in `moe_a2a_dispatch`.
+    invalid_expert_id : int
+        What they become.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
     """
     only("backend", backend, "trtllm")
     space = space_of(workspace, ep_rank, expert_ids.shape[0])
@@ -246,6 +299,13 @@ def moe_a2a_combine(
     -------
     torch.Tensor
         [local_num_tokens, hidden]; 0 for a token that went nowhere.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
+    TimeoutError
+        As `moe_a2a_dispatch` raises it.
     """
     only("backend", backend, "trtllm")
     only("output_scales", output_scales, None)

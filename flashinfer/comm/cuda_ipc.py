@@ -128,7 +128,22 @@ def create_shared_buffer(size_in_bytes: int, group: torch.distributed.ProcessGro
 
 
 def free_shared_buffer(pointers: list[int], group: torch.distributed.ProcessGroup | None = None) -> None:
-    """Free what `create_shared_buffer` gave, once every rank is here. A collective call; `group` is that of before."""
+    """Free what `create_shared_buffer` gave, once every rank is here. A collective call.
+
+    Parameters
+    ----------
+    pointers : list of int
+        What `create_shared_buffer` gave.
+    group : ProcessGroup, optional
+        That of `create_shared_buffer`, which kept it: not read.
+
+    Raises
+    ------
+    ValueError
+        Addresses that `create_shared_buffer` did not give, or that are freed.
+    TimeoutError
+        A rank did not come within the deadline of set-ups.
+    """
     found = _SHARED.pop(tuple(pointers), None)
     if found is None:
         raise ValueError(f"pointers: got {pointers}; allowed: what create_shared_buffer gave and nothing has freed")
@@ -163,6 +178,16 @@ def pack_strided_memory(
     num_segments : int
     dtype : torch.dtype
     dev_id : int
+
+    Returns
+    -------
+    torch.Tensor
+        [segments, elements of a segment], the memory itself.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
     """
     item = dtype.itemsize
     whole = segment_size % item == 0 and segment_stride % item == 0

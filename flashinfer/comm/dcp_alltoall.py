@@ -71,6 +71,21 @@ def adopt(link) -> torch.Tensor:
 def decode_cp_a2a_workspace_size(cp_size: int) -> int:
     """Bytes of a workspace on each rank.
 
+    Parameters
+    ----------
+    cp_size : int
+        Ranks of the group.
+
+    Returns
+    -------
+    int
+        Bytes on each rank.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
+
     Examples
     --------
     >>> from flashinfer.comm import decode_cp_a2a_workspace_size
@@ -90,6 +105,11 @@ def decode_cp_a2a_init_workspace(workspace: torch.Tensor, cp_rank: int, cp_size:
         Of `decode_cp_a2a_allocate_mnnvl_workspace`.
     cp_rank, cp_size : int
         Those of its mapping.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
     """
     _link_of(workspace, cp_rank, cp_size)
 

@@ -30,6 +30,13 @@ def decode_cp_a2a_lse_reduce_create_workspace(
     -------
     torch.Tensor
         To be passed on.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
+    TimeoutError
+        A rank did not come within the deadline of set-ups.
     """
     for name, value in (("max_tokens", max_tokens), ("local_heads", local_heads), ("head_dim", head_dim)):
         require(isinstance(value, int) and value > 0, name, value, "an int of at least 1")

@@ -34,17 +34,67 @@ class MnnvlConfig:
 
 
 def is_mnnvl_fabric_supported(device_idx: int) -> bool:
-    """Whether memory of this GPU can be exported over an NVLink fabric of several nodes, as the driver says."""
+    """Whether memory of this GPU can be exported over an NVLink fabric of several nodes, as the driver says.
+
+    Parameters
+    ----------
+    device_idx : int
+        The GPU's number.
+
+    Returns
+    -------
+    bool
+        What the driver says; False without one.
+
+    Raises
+    ------
+    ValueError
+        A number of no GPU, where there is one.
+    """
     return device_attribute("CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED", device_idx)
 
 
 def is_multicast_supported(device_idx: int) -> bool:
-    """Whether this GPU can write to several at once (NVLink multicast), as the driver says. Nothing here does."""
+    """Whether this GPU can write to several at once (NVLink multicast), as the driver says. Nothing here does.
+
+    Parameters
+    ----------
+    device_idx : int
+        The GPU's number.
+
+    Returns
+    -------
+    bool
+        What the driver says; False without one.
+
+    Raises
+    ------
+    ValueError
+        A number of no GPU, where there is one.
+    """
     return device_attribute("CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED", device_idx)
 
 
 def all_ranks_agree(comm: CommBackend, local: Any) -> bool:
-    """Whether `local` is true on every rank of `comm`. A collective call, with the same answer on every rank."""
+    """Whether `local` is true on every rank of `comm`. A collective call.
+
+    Parameters
+    ----------
+    comm : CommBackend
+        The ranks.
+    local : bool
+        What this rank says.
+
+    Returns
+    -------
+    bool
+        The same on every rank.
+
+    Raises
+    ------
+    Exception
+        What the backend's allgather raises.
+    """
     return all(bool(value) for value in comm.allgather(bool(local)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from typing import Any
 
@@ -17,17 +16,10 @@ from flashinfer.comm.comm_backend import CommBackend
 from flashinfer.comm.cuda_ipc import tensor_at
 from flashinfer.comm.trtllm_ar import AllReduceFusionPattern
 from flashinfer.ops import layouts
-from flashinfer.ops.comm.allreduce_fusion import config
-from flashinfer.ops.comm.capability import Capability
-from flashinfer.ops.comm.symmetric import SLOTTED, Link, PeerMemory, header
+from flashinfer.ops.comm.symmetric import Link
 
 # The workspace behind a tensor of pointers, by its address; it lives as long as the tensor, which holds it.
 _WORKSPACES: weakref.WeakValueDictionary[int, AllReduceFusionWorkspace] = weakref.WeakValueDictionary()
-# Handles of `vllm_init_custom_ar`.
-_HANDLES: dict[int, AllReduceFusionWorkspace] = {}
-_next_handle = itertools.count(1)
-# Bytes of the flags and slots of a `vllm_init_custom_ar`: slots of 16 KiB for 8 ranks.
-_META_BYTES = 33 << 20
 
 
 class _Handles(list):
@@ -65,6 +57,13 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
     tuple
         Addresses of three buffers on every rank, which here are one; the tensor to be passed on as `workspace_ptrs`,
         int64; then as said above.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
+    TimeoutError
+        A rank did not come within the deadline of set-ups.
     """
     dtype = torch.float32 if use_fp32_lamport else torch.float16
     # The MoE functions always send in one shot.
@@ -88,7 +87,20 @@ def trtllm_create_ipc_workspace_for_all_reduce_fusion(
 
 
 def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(workspace: list, group=None) -> None:
-    """Free what `trtllm_create_ipc_workspace_for_all_reduce_fusion` set up: its first result. `group` is not needed."""
+    """Free what `trtllm_create_ipc_workspace_for_all_reduce_fusion` set up: its first result. `group` is not needed.
+
+    Parameters
+    ----------
+    workspace : list
+        The first result of `trtllm_create_ipc_workspace_for_all_reduce_fusion`.
+    group : ProcessGroup, optional
+        Not needed.
+
+    Raises
+    ------
+    ValueError
+        Another list.
+    """
     named = "the list of trtllm_create_ipc_workspace_for_all_reduce_fusion"
     if not isinstance(workspace, _Handles):
         raise ValueError(f"workspace: got {type(workspace).__name__}; allowed: {named}")
@@ -96,12 +108,40 @@ def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(workspace: list, group=No
 
 
 def trtllm_destroy_ipc_workspace_for_all_reduce(workspace: list, group=None) -> None:
-    """The same as `trtllm_destroy_ipc_workspace_for_all_reduce_fusion`."""
+    """The same as `trtllm_destroy_ipc_workspace_for_all_reduce_fusion`.
+
+    Parameters
+    ----------
+    workspace : list
+        The first result of `trtllm_create_ipc_workspace_for_all_reduce_fusion`.
+    group : ProcessGroup, optional
+        Not needed.
+
+    Raises
+    ------
+    ValueError
+        Another list.
+    """
     trtllm_destroy_ipc_workspace_for_all_reduce_fusion(workspace, group)
 
 
 def trtllm_lamport_initialize(buffer_ptr: int, size: int, dtype: torch.dtype) -> None:
-    """Fill `size` elements of a floating `dtype` at an address with negative zeros. No exchange here needs that."""
+    """Fill `size` elements of a floating `dtype` at an address with negative zeros. No exchange here needs that.
+
+    Parameters
+    ----------
+    buffer_ptr : int
+        The address, of memory on the current device.
+    size : int
+        Elements.
+    dtype : torch.dtype
+        A floating-point one.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
+    """
     require(dtype.is_floating_point, "dtype", dtype, "a floating-point dtype")
     require(size >= 0, "size", size, "at least 0")
     if size:
@@ -111,7 +151,22 @@ def trtllm_lamport_initialize(buffer_ptr: int, size: int, dtype: torch.dtype) ->
 def trtllm_lamport_initialize_all(
     buffer_0_ptr: int, buffer_1_ptr: int, buffer_2_ptr: int, size: int, dtype: torch.dtype
 ) -> None:
-    """`trtllm_lamport_initialize` of three buffers."""
+    """`trtllm_lamport_initialize` of three buffers.
+
+    Parameters
+    ----------
+    buffer_0_ptr, buffer_1_ptr, buffer_2_ptr : int
+        The addresses.
+    size : int
+        Elements of each.
+    dtype : torch.dtype
+        A floating-point one.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
+    """
     for address in (buffer_0_ptr, buffer_1_ptr, buffer_2_ptr):
         trtllm_lamport_initialize(address, size, dtype)
 
@@ -119,6 +174,21 @@ def trtllm_lamport_initialize_all(
 @checked
 def compute_fp4_swizzled_layout_sf_size(total_row: int, total_column: int) -> int:
     """Bytes of NVFP4 scales [total_row, total_column] in the layout of 128 x 4 tiles.
+
+    Parameters
+    ----------
+    total_row, total_column : int
+        Rows, and scales of a row: elements / 16.
+
+    Returns
+    -------
+    int
+        Bytes: rows are padded to 128, columns to 4.
+
+    Raises
+    ------
+    TypeError
+        What is no number.
 
     Examples
     --------
@@ -160,16 +230,32 @@ def trtllm_allreduce_fusion(
 
     Parameters
     ----------
-    workspace_ptrs : torch.Tensor
-        Of `trtllm_create_ipc_workspace_for_all_reduce_fusion`.
+    allreduce_in : torch.Tensor
+        token_num * hidden_dim elements; bfloat16, float16 or float32, contiguous.
     world_size, world_rank, token_num, hidden_dim : int
         They are checked.
-    metadata : dict, optional
-        Of the same function; the call is checked against it.
+    workspace_ptrs : torch.Tensor
+        Of `trtllm_create_ipc_workspace_for_all_reduce_fusion`.
+    launch_with_pdl, trigger_completion_at_end, fp32_acc : bool
+        As in `allreduce_fusion`: they change no result.
+    pattern_code : int
+        An `AllReduceFusionPattern`, which says what of the following is read and written.
+    use_oneshot : bool, optional
+        How rows travel; by their size where it is None.
+    allreduce_out, residual_in, residual_out, norm_out : torch.Tensor, optional
+        As many elements in allreduce_in's dtype. What a pattern does not use is left alone.
+    quant_out, scale_out : torch.Tensor, optional
+        Codes and scales of patterns that quantise, as in `allreduce_fusion`.
+    rms_gamma : torch.Tensor, optional
+        [hidden_dim], the norm's weight.
     rms_eps, weight_bias : float, optional
         1e-6 and 0 by default.
     scale_factor, layout_code
         Of patterns that quantise, and to FP4; without effect in others.
+    metadata : dict, optional
+        Of the same function; the call is checked against it.
+    block_quant_group_size : int, optional
+        Elements of a group, of patterns with FP8 groups.
 
     Raises
     ------
@@ -235,10 +321,45 @@ def trtllm_moe_allreduce_fusion(
     *,
     backend: str = "trtllm",
 ) -> None:
-    """`flashinfer.comm.allreduce_fusion` with the pattern kMoEReductionARResidualRMSNorm.
+    """`flashinfer.comm.allreduce_fusion` with the pattern kMoEReductionARResidualRMSNorm, rows in any shape.
 
-    Parameters are those of `trtllm_allreduce_fusion` and of that pattern. `backend` is "trtllm" or "cake", upstream's
-    two implementations; there is one here.
+    Parameters
+    ----------
+    world_size, world_rank, token_num, hidden_dim : int
+        Those of the workspace and of the call; they are checked.
+    workspace_ptrs : torch.Tensor
+        Of `trtllm_create_ipc_workspace_for_all_reduce_fusion`.
+    launch_with_pdl : bool
+        As in `allreduce_fusion`: it changes no result.
+    residual_in : torch.Tensor
+        token_num * hidden_dim elements, added to the sum.
+    rms_gamma : torch.Tensor
+        [hidden_dim], the norm's weight.
+    rms_eps, weight_bias : float
+        Of the norm; weight_bias, 0 by default, is added to rms_gamma.
+    scale_factor, layout_code
+        Global scale and layout of the scales, with quant_out.
+    moe_reduction_device_num_experts : int
+        Experts of this rank.
+    moe_reduction_scale_input : torch.Tensor
+        float32 [experts, token_num]: weights of the experts' rows.
+    moe_reduction_active_experts_token_input : torch.Tensor
+        [experts, token_num, hidden_dim]: the experts' rows.
+    moe_reduction_token_input : torch.Tensor
+        token_num * hidden_dim elements: rows that are added without a weight.
+    moe_allreduce_out, residual_out, norm_out : torch.Tensor, optional
+        Receive the sum, the sum with the residual, and its norm.
+    quant_out, scale_out : torch.Tensor, optional
+        NVFP4 codes of the norm and their scales.
+    backend : str
+        "trtllm" or "cake", upstream's two implementations; there is one here.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above, or as `allreduce_fusion` raises it.
+    TimeoutError
+        As `allreduce_fusion` raises it.
     """
     ws = _workspace_of(workspace_ptrs, world_size, world_rank)
     require(backend in ("trtllm", "cake"), "backend", repr(backend), "'trtllm', 'cake'")
@@ -281,9 +402,41 @@ def trtllm_moe_finalize_allreduce_fusion(
 ) -> None:
     """`flashinfer.comm.allreduce_fusion` with the pattern kMoEFinalizeARResidualRMSNorm.
 
-    Parameters are those of that pattern. routed_scaling_factor, 1 by default, multiplies the experts' rows, and not
-    shared_expert_output. quant_out is NVFP4 with scales in 128 x 4 tiles and no global scale. `backend` is "trtllm" or
-    "cake", upstream's two implementations; there is one here.
+    Parameters
+    ----------
+    allreduce_in : torch.Tensor
+        [rows, hidden]: what this rank's experts gave.
+    residual_in, norm_weight : torch.Tensor
+        [tokens, hidden] and [hidden].
+    expanded_idx_to_permuted_idx : torch.Tensor
+        int32 [tokens, top_k]: the row of each choice, negative where another rank has it.
+    norm_out, residual_out : torch.Tensor, optional
+        Receive the norm, and the sum with the residual.
+    quant_out, scale_out : torch.Tensor, optional
+        NVFP4 codes of the norm without a global scale, and their scales in 128 x 4 tiles.
+    workspace_ptrs : torch.Tensor
+        Of `trtllm_create_ipc_workspace_for_all_reduce_fusion`.
+    launch_with_pdl : bool
+        As in `allreduce_fusion`: it changes no result.
+    world_size, world_rank : int
+        Those of the workspace and of the call; they are checked.
+    eps, weight_bias : float
+        Of the norm; weight_bias, 0 by default, is added to norm_weight.
+    shared_expert_output : torch.Tensor, optional
+        [tokens, hidden], added to the experts' rows.
+    expert_scale_factor : torch.Tensor, optional
+        [tokens, top_k]: weights of the rows.
+    routed_scaling_factor : float, optional
+        1 by default; multiplies the experts' rows, and not shared_expert_output.
+    backend : str
+        "trtllm" or "cake", upstream's two implementations; there is one here.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above, or as `allreduce_fusion` raises it.
+    TimeoutError
+        As `allreduce_fusion` raises it.
     """
     ws = _workspace_of(workspace_ptrs, world_size, world_rank)
     require(backend in ("trtllm", "cake"), "backend", repr(backend), "'trtllm', 'cake'")
@@ -314,100 +467,3 @@ def _workspace_of(pointers: torch.Tensor, world_size: int, world_rank: int) -> A
     require(world_size == ws.world_size, "world_size", world_size, f"{ws.world_size}, of the workspace")
     require(world_rank == ws.rank, "world_rank", world_rank, f"{ws.rank}, of the workspace")
     return ws
-
-
-def vllm_meta_size() -> int:
-    """Bytes that a buffer of `vllm_init_custom_ar` has to have at least."""
-    return _META_BYTES
-
-
-def vllm_init_custom_ar(ipc_tensors: list[int], rank_data: torch.Tensor, rank: int, full_nvlink: bool) -> int:
-    """Set up an all-reduce over buffers that ranks share.
-
-    Parameters
-    ----------
-    ipc_tensors : list of int
-        The address in this process of each rank's buffer of `vllm_meta_size()` bytes, zero at first:
-        `flashinfer.comm.create_shared_buffer`.
-    rank_data : torch.Tensor
-        On this rank's device. It is not written.
-    rank : int
-    full_nvlink : bool
-        Whether all GPUs are linked. Kernels are the same either way.
-
-    Returns
-    -------
-    int
-        A handle.
-    """
-    world = len(ipc_tensors)
-    require(0 < world <= 16, "ipc_tensors", f"{world} addresses", "1 to 16")
-    require(0 <= rank < world, "rank", rank, f"0 to {world - 1}")
-    area = (_META_BYTES - header(world, 0)) // (2 * SLOTTED * world) // 16 * 16
-    own = tensor_at(ipc_tensors[rank], _META_BYTES, rank_data.device)
-    ws = AllReduceFusionWorkspace(world, rank)
-    ws._area = area
-    ws.link = Link(None, PeerMemory(own, list(ipc_tensors), "addresses"), area, rank)
-    ws.capability, ws._gone = Capability("peer", "addresses"), ""
-    handle = next(_next_handle)
-    _HANDLES[handle] = ws
-    return handle
-
-
-def _of_handle(fa: int) -> AllReduceFusionWorkspace:
-    require(fa in _HANDLES, "fa", fa, "a handle of vllm_init_custom_ar that is not disposed of")
-    return _HANDLES[fa]
-
-
-def vllm_all_reduce(
-    fa: int, inp: torch.Tensor, out: torch.Tensor, reg_buffer: int, reg_buffer_sz_bytes: int, num_ctas: int
-) -> None:
-    """out = the sum of `inp` over ranks, in float32 and rank order. A collective call.
-
-    Parameters
-    ----------
-    fa : int
-        Of `vllm_init_custom_ar`.
-    inp, out : torch.Tensor
-        Contiguous; bfloat16, float16 or float32.
-    reg_buffer, reg_buffer_sz_bytes : int
-        A buffer of `vllm_register_buffer`. Rows go straight into the peers' slots, and it is not used.
-    num_ctas : int
-        1 to 36, as upstream has it. The size decides how many programs run.
-    """
-    ws = _of_handle(fa)
-    require(1 <= num_ctas <= 36, "num_ctas", num_ctas, "1 to 36")
-    fits = out.shape == inp.shape and out.dtype == inp.dtype and out.is_contiguous() and inp.is_contiguous()
-    require(fits, "out", f"{out.dtype} {tuple(out.shape)}", f"{inp.dtype} {tuple(inp.shape)}, contiguous")
-    item = inp.element_size()
-    most = 1 << 24
-    while not ws._fits(most * item, config.chunk(most) * item, True):
-        most //= 2
-    for given, result in zip(inp.view(-1).split(most), out.view(-1).split(most), strict=True):
-        allreduce_fusion(given, ws, AllReduceFusionPattern.kAllReduce, output=result, use_oneshot=True)
-
-
-def vllm_get_graph_buffer_ipc_meta(fa: int) -> tuple[list[int], list[int]]:
-    """Bytes and offsets of what a graph has to register: none, for inputs are not shared."""
-    _of_handle(fa)
-    return [], []
-
-
-def vllm_register_buffer(fa: int, fake_ipc_ptrs: list[int]) -> None:
-    """Nothing is registered: inputs are not shared. The handle and the number of addresses are checked."""
-    ws = _of_handle(fa)
-    count = len(fake_ipc_ptrs)
-    require(count == ws.world_size, "fake_ipc_ptrs", f"{count} addresses", f"{ws.world_size}, one a rank")
-
-
-def vllm_register_graph_buffers(fa: int, handles: list[list[int]], offsets: list[list[int]]) -> None:
-    """Nothing is registered, as `vllm_get_graph_buffer_ipc_meta` says: lists of every rank's must be empty."""
-    _of_handle(fa)
-    for name, value in (("handles", handles), ("offsets", offsets)):
-        require(not any(value), name, value, "empty lists, as vllm_get_graph_buffer_ipc_meta gives them")
-
-
-def vllm_dispose(fa: int) -> None:
-    """Forget a handle. The buffers are the caller's."""
-    _of_handle(fa).destroy()
-    del _HANDLES[fa]

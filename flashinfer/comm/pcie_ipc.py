@@ -53,7 +53,31 @@ class PcieIpcProfileDecision:
 
 
 def probe_pcie_ipc_rank_topology(rank: int, device: torch.device | None = None) -> PcieIpcRankTopology:
-    """What the driver says of this rank's GPU and of those it sees. It raises nothing, and asks no other rank."""
+    """What the driver says of this rank's GPU and of those it sees. It asks no other rank.
+
+    Parameters
+    ----------
+    rank : int
+        This rank.
+    device : torch.device, optional
+        Its GPU; by default the current one.
+
+    Returns
+    -------
+    PcieIpcRankTopology
+        Without a GPU, its rank and host alone.
+
+    Raises
+    ------
+    RuntimeError
+        torch's own, of a device that is not there.
+
+    Examples
+    --------
+    >>> from flashinfer.comm.pcie_ipc import probe_pcie_ipc_rank_topology
+    >>> probe_pcie_ipc_rank_topology(0).rank
+    0
+    """
     host = socket.gethostname()
     if not torch.cuda.is_available():
         return PcieIpcRankTopology(rank, host)
@@ -78,6 +102,11 @@ def resolve_pcie_ipc_profile(
         "switch-paired" or "rootcplx-noswitch", the same on every rank; it is the answer then.
     device : torch.device, optional
         This rank's; by default the current one.
+
+    Returns
+    -------
+    PcieIpcProfileDecision
+        The profile, and why.
 
     Raises
     ------

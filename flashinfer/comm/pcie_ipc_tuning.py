@@ -83,7 +83,32 @@ def get_pcie_ipc_all_gather_launch_config(
 ) -> PcieIpcLaunchConfig | None:
     """The launch of an all-gather of `shard_numel` elements a rank; None for a call that is not taken.
 
-    ordered_4plus4 : of upstream's copies between two halves of 8 GPUs; ranks are alike here, and it changes nothing.
+    Parameters
+    ----------
+    world_size : int
+        2, 4 or 8.
+    shard_numel, element_size : int
+        Elements of a rank, and bytes of one: 2. Together a multiple of 16 bytes.
+    max_blocks : int
+        The most programs: 1 to 128.
+    ordered_4plus4 : bool
+        Of upstream's copies between two halves of 8 GPUs; ranks are alike here, and it changes nothing.
+
+    Returns
+    -------
+    PcieIpcLaunchConfig or None
+        None for sizes other than the above.
+
+    Raises
+    ------
+    ValueError
+        max_blocks out of its range.
+
+    Examples
+    --------
+    >>> from flashinfer.comm.pcie_ipc_tuning import get_pcie_ipc_all_gather_launch_config
+    >>> get_pcie_ipc_all_gather_launch_config(2, 8192).threads
+    128
     """
     return _of_blocks(world_size, shard_numel, max_blocks, element_size)
 
@@ -98,7 +123,32 @@ def get_pcie_ipc_reduce_scatter_launch_config(
 ) -> PcieIpcLaunchConfig | None:
     """The launch of a reduce-scatter that leaves `shard_numel` elements on a rank; None for a call that is not taken.
 
-    ordered_4plus4 : as in `get_pcie_ipc_all_gather_launch_config`.
+    Parameters
+    ----------
+    world_size : int
+        2, 4 or 8.
+    shard_numel, element_size : int
+        Elements of a rank, and bytes of one: 2. Together a multiple of 16 bytes.
+    max_blocks : int
+        The most programs: 1 to 128.
+    ordered_4plus4 : bool
+        Of upstream's copies between two halves of 8 GPUs; ranks are alike here, and it changes nothing.
+
+    Returns
+    -------
+    PcieIpcLaunchConfig or None
+        None for sizes other than the above.
+
+    Raises
+    ------
+    ValueError
+        max_blocks out of its range.
+
+    Examples
+    --------
+    >>> from flashinfer.comm.pcie_ipc_tuning import get_pcie_ipc_reduce_scatter_launch_config
+    >>> get_pcie_ipc_reduce_scatter_launch_config(2, 8192).threads
+    128
     """
     return _of_blocks(world_size, shard_numel, max_blocks, element_size)
 
@@ -117,7 +167,29 @@ def _taken(world_size: int, nbytes: int, elem_size: int) -> bool:
 
 
 def default_cache_path(world_size: int) -> str:
-    """The file that upstream keeps measured launches in. Launches here are functions of sizes, and nothing is kept."""
+    """The file that upstream keeps measured launches in. Launches here are functions of sizes, and nothing is kept.
+
+    Parameters
+    ----------
+    world_size : int
+        Ranks, at least 1.
+
+    Returns
+    -------
+    str
+        A path under FLASHINFER_WORKSPACE_BASE.
+
+    Raises
+    ------
+    ValueError
+        No rank.
+
+    Examples
+    --------
+    >>> from flashinfer.comm import pcie_ipc_default_cache_path
+    >>> pcie_ipc_default_cache_path(2).rpartition("/")[2]
+    'pcie_ipc_all_reduce_ws2.json'
+    """
     require(world_size >= 1, "world_size", world_size, "at least 1")
     base = Path(env.WORKSPACE_BASE.get()).expanduser()
     return f"{base}/.cache/flashinfer/autotune/pcie_ipc_all_reduce_ws{world_size}.json"

@@ -3,142 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from flashinfer._core.checks import require, same_device
 from flashinfer.comm._workspaces import own_device
 from flashinfer.comm.dcp_alltoall import exchange_blocks
+from flashinfer.comm.ulysses_topology import ULYSSES_BACKENDS, UlyssesBackendError
 from flashinfer.ops.comm.alltoall import config
 from flashinfer.ops.comm.capability import Capability, connect
 from flashinfer.ops.comm.collective import Collective
 from flashinfer.ops.comm.meeting import Ranks
 from flashinfer.ops.comm.symmetric import Link, PeerMemory, header
 
-ULYSSES_BACKENDS = "auto", "nvlink", "nccl"
-SUPPORTED_WORLD_SIZES = 2, 4, 6, 8
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HANDLES: dict[int, Link] = {}
 _next_handle = itertools.count(1)
-
-
-class UlyssesBackendError(RuntimeError):
-    """Peers' memory was asked for, and cannot be used."""
-
-
-@dataclass(frozen=True)
-class UlyssesRankTopology:
-    """A rank's GPU. peer_p2p, peer_nvlink : by UUID, whether it reaches that GPU, and by NVLink.
-
-    device_index is -1 and device_uuid '' without a GPU; pair_errors and probe_error say what could not be found out.
-    """
-
-    rank: int
-    hostname: str = ""
-    device_index: int = -1
-    device_uuid: str = ""
-    pci_bus_id: str = ""
-    peer_p2p: dict[str, bool] = field(default_factory=dict)
-    peer_nvlink: dict[str, bool] = field(default_factory=dict)
-    pair_errors: dict[str, str] = field(default_factory=dict)
-    probe_error: str | None = None
-
-
-@dataclass(frozen=True)
-class UlyssesBackendDecision:
-    """"nvlink" (peers' memory) or "nccl" (the process group), and why."""
-
-    backend: str
-    reason: str
-
-
-def probe_ulysses_rank_topology(device: torch.device | str | int | None, rank: int) -> UlyssesRankTopology:
-    """What the driver says of this rank's GPU and of those it sees. It asks no other rank.
-
-    That two GPUs reach each other is all that is asked: `peer_nvlink` is `peer_p2p`.
-    """
-    host = socket.gethostname()
-    if not torch.cuda.is_available():
-        return UlyssesRankTopology(rank, host, probe_error="no GPU")
-    index = torch.device("cuda" if device is None else device).index
-    index = torch.cuda.current_device() if index is None else index
-    every = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    peers = {
-        str(p.uuid): torch.cuda.can_device_access_peer(index, i) for i, p in enumerate(every) if i != index
-    }  # fmt: skip
-    return UlyssesRankTopology(rank, host, index, str(every[index].uuid), "", peers, dict(peers))
-
-
-def decide_ulysses_backend(
-    requested: str,
-    topologies: list[UlyssesRankTopology],
-    supported_world_sizes: Sequence[int] = SUPPORTED_WORLD_SIZES,
-) -> UlyssesBackendDecision:
-    """What ranks with these GPUs should use: a function of its arguments alone.
-
-    Raises
-    ------
-    ValueError
-        `requested` is none of "auto", "nvlink" and "nccl".
-    UlyssesBackendError
-        "nvlink" is asked for and cannot be.
-    """
-    require(requested in ULYSSES_BACKENDS, "requested", repr(requested), ", ".join(map(repr, ULYSSES_BACKENDS)))
-    require(isinstance(topologies, (list, tuple)), "topologies", repr(topologies), "a list of UlyssesRankTopology")
-    if requested == "nccl":
-        return UlyssesBackendDecision("nccl", "requested")
-    reason = _obstacle(topologies, supported_world_sizes)
-    if not reason:
-        return UlyssesBackendDecision("nvlink", "every GPU reaches every other")
-    if requested == "nvlink":
-        raise UlyssesBackendError(f"backend 'nvlink': {reason}")
-    return UlyssesBackendDecision("nccl", reason)
-
-
-def _obstacle(topologies: list[UlyssesRankTopology], sizes: Sequence[int]) -> str:
-    if len(topologies) not in sizes:
-        return f"{len(topologies)} ranks; allowed: {', '.join(map(str, sizes))}"
-    if len({t.hostname for t in topologies}) > 1:
-        return "ranks are on several hosts"
-    for t in topologies:
-        if t.probe_error or not t.device_uuid:
-            return f"rank {t.rank}: {t.probe_error or 'no GPU is known'}"
-        for other in topologies:
-            same = other.device_uuid == t.device_uuid
-            if other.rank != t.rank and (same or not t.peer_nvlink.get(other.device_uuid, False)):
-                return f"rank {t.rank} is not known to reach the GPU of rank {other.rank}"
-    return ""
-
-
-def resolve_ulysses_backend(
-    backend: str = "auto", group=None, device: torch.device | str | int | None = None
-) -> UlyssesBackendDecision:
-    """`decide_ulysses_backend` of every rank's request and GPU. A collective call, with one answer on every rank.
-
-    Raises
-    ------
-    ValueError
-        A request other than the three, or other than another rank's.
-    UlyssesBackendError
-        As `decide_ulysses_backend` raises it, on every rank.
-    TimeoutError
-        A rank did not come within the deadline of set-ups.
-    """
-    group = torch.distributed.group.WORLD if group is None else group
-    ranks = Ranks(group)
-    mine = probe_ulysses_rank_topology(device, ranks.rank)
-    said = (backend, mine.hostname, mine.device_index, mine.device_uuid, mine.peer_p2p, mine.probe_error)
-    everyone = ranks.gather(said)
-    asked = {each[0] for each in everyone}
-    require(len(asked) == 1, "backend", sorted(asked), "the same on every rank")
-    topologies = [
-        UlyssesRankTopology(rank, host, index, uuid, "", peers, peers, {}, error)
-        for rank, (_, host, index, uuid, peers, error) in enumerate(everyone)
-    ]
-    return decide_ulysses_backend(backend, topologies)
 
 
 class UlyssesWorkspace:
@@ -375,6 +255,18 @@ def pack_ulysses_qkv_head_chunk(
     -------
     torch.Tensor
         [B, S_local, world_size * head_count, 3 D].
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.comm.ulysses import pack_ulysses_qkv_head_chunk
+    >>> pack_ulysses_qkv_head_chunk(*torch.ones(3, 1, 5, 8, 64), world_size=2, head_offset=0, head_count=1).shape
+    torch.Size([1, 5, 2, 192])
     """
     require(query.dim() == 4, "query", tuple(query.shape), "[B, S, H, D]")
     for name, x in (("key", key), ("value", value)):
@@ -393,9 +285,28 @@ def pack_ulysses_qkv_head_chunk(
 def merge_ulysses_output_head_chunk(
     received: torch.Tensor, *, world_size: int, local_heads: int, head_offset: int, out: torch.Tensor
 ) -> torch.Tensor:
-    """Put heads [B, S_local, ranks * head_count, D] into those of `out`, [B, S_local, ranks * local_heads, D].
+    """Put the heads of one chunk, from all ranks, into those of `out`.
 
-    Of each rank's local_heads those from `head_offset` on are written, the others stay. `out` is returned.
+    Parameters
+    ----------
+    received : torch.Tensor
+        [B, S_local, world_size * head_count, D].
+    world_size, local_heads : int
+        Ranks, and heads of each.
+    head_offset : int
+        Of each rank's heads, the first that is written; the others stay.
+    out : torch.Tensor
+        [B, S_local, world_size * local_heads, D] in received's dtype, contiguous.
+
+    Returns
+    -------
+    torch.Tensor
+        out.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
     """
     require(received.dim() == 4, "received", tuple(received.shape), "[B, S, heads, D]")
     heads = received.shape[2]
@@ -429,9 +340,19 @@ def init_ulysses_a2a(
     rank, world_size : int
     full_nvlink : bool
         Whether all GPUs are linked. Kernels are the same either way.
+
+    Returns
+    -------
+    int
+        A handle.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
     """
     from flashinfer.comm.cuda_ipc import tensor_at
-    from flashinfer.comm.older_calls import vllm_meta_size
+    from flashinfer.comm.vllm_ar import vllm_meta_size
 
     count = len(signal_ipc_ptrs)
     require(count == world_size, "signal_ipc_ptrs", f"{count} addresses", f"{world_size}, one a rank")
@@ -452,7 +373,23 @@ def _of_handle(fa: int) -> Link:
 def ulysses_a2a(fa: int, inp: torch.Tensor, out: torch.Tensor, B: int, S_local: int, H: int, D: int, mode: int) -> None:
     """`UlyssesCommunicator.scatter_heads` (mode 0) or `gather_heads` (mode 1), over a handle. A collective call.
 
-    H counts the heads of all ranks, and S_local the tokens of one.
+    Parameters
+    ----------
+    fa : int
+        A handle of `init_ulysses_a2a`.
+    inp, out : torch.Tensor
+        [B, S_local, H, D] and [B, ranks * S_local, H / ranks, D] of mode 0; exchanged of mode 1. One dtype, contiguous.
+    B, S_local, H, D : int
+        Batch, tokens of one rank, heads of all ranks, and elements of a head.
+    mode : int
+        0 or 1.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
+    TimeoutError
+        A rank did not come within the deadline of a call.
     """
     link = _of_handle(fa)
     require(mode in (0, 1), "mode", mode, "0, 1")
@@ -474,6 +411,17 @@ def ulysses_a2a(fa: int, inp: torch.Tensor, out: torch.Tensor, B: int, S_local: 
 
 
 def dispose_ulysses_a2a(fa: int) -> None:
-    """Forget a handle. The buffers are the caller's."""
+    """Forget a handle. The buffers are the caller's.
+
+    Parameters
+    ----------
+    fa : int
+        A handle of `init_ulysses_a2a`.
+
+    Raises
+    ------
+    ValueError
+        A handle that is none or was disposed of.
+    """
     _of_handle(fa).close()
     del _HANDLES[fa]

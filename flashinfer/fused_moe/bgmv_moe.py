@@ -48,6 +48,15 @@ def fill_w_ptr(w_ptr: torch.Tensor, weights: torch.Tensor, num_experts: int, sli
     ------
     ValueError
         A shape, dtype, stride or number other than the above.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.fused_moe import fill_w_ptr
+    >>> a, table = torch.ones(1, 4, 8, 64).bfloat16(), torch.empty(1, 4, dtype=torch.int64)  # of one adapter, 4 experts
+    >>> stride = fill_w_ptr(table, a, 4, 0)
+    >>> stride, (table[0, 1] - table[0, 0]).item()
+    (2048, 1024)
     """
     fits = w_ptr.dim() == 2 and w_ptr.dtype == torch.int64
     require(fits, "w_ptr", f"{w_ptr.dtype} {tuple(w_ptr.shape)}", "int64 [slices, experts]")
@@ -106,6 +115,17 @@ def bgmv_moe_shrink(
     References
     ----------
     Chen et al., Punica: Multi-Tenant LoRA Serving, 2023, https://arxiv.org/abs/2310.18547
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.fused_moe import bgmv_moe_shrink, fill_w_ptr
+    >>> a, table = torch.ones(1, 4, 8, 64).bfloat16(), torch.empty(1, 4, dtype=torch.int64)  # of one adapter, 4 experts
+    >>> stride = fill_w_ptr(table, a, 4, 0)
+    >>> y, x, adapters = torch.zeros(1, 2, 8).bfloat16(), torch.ones(1, 64).bfloat16(), torch.tensor([0])
+    >>> bgmv_moe_shrink(y, x, table, torch.tensor([0, 0]), torch.tensor([3, 1]), adapters, stride)
+    >>> y[0, :, 0].tolist()
+    [64.0, 64.0]
     """
     require(w_ptr.dim() == 2, "w_ptr", tuple(w_ptr.shape), "[slices, experts]")
     strides = [lora_stride] * len(w_ptr)
@@ -169,6 +189,18 @@ def bgmv_moe_expand(
     Notes
     -----
     A token's pairs are summed in their order, in float32, so results repeat bit for bit.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.fused_moe import bgmv_moe_expand, fill_w_ptr
+    >>> a, table = torch.ones(1, 4, 8, 64).bfloat16(), torch.empty(1, 4, dtype=torch.int64)  # of one adapter, 4 experts
+    >>> stride = fill_w_ptr(table, a, 4, 0)
+    >>> y, x, adapters = torch.zeros(1, 8), torch.ones(1, 2, 64).bfloat16(), torch.tensor([0])
+    >>> pairs, weights = (torch.tensor([0, 0]), torch.tensor([3, 1])), torch.tensor([0.5, 0.25])
+    >>> bgmv_moe_expand(y, x, table, *pairs, weights, adapters, torch.tensor([0]), [8], stride)
+    >>> y[0, :2].tolist()
+    [48.0, 48.0]
     """
     require(w_ptr.dim() == 2, "w_ptr", tuple(w_ptr.shape), "[slices, experts]")
     strides, weights = [lora_stride] * len(w_ptr), topk_weights
@@ -330,10 +362,10 @@ def prepare_bgmv_moe(
 ) -> BGMVMoEPlan:
     """Choose the tensors of a `bgmv_moe`, to run it many times; it reads what they hold at each run.
 
-    Other parameters and errors are those of `bgmv_moe`.
-
     Parameters
     ----------
+    x, lora_a_weights, lora_b_weights, sorted_token_ids, expert_ids, lora_indices, topk_weights, num_experts
+        As in `bgmv_moe`.
     backend : str
         "cake" or "auto": one result.
     fallback : bool
@@ -349,6 +381,20 @@ def prepare_bgmv_moe(
     -------
     BGMVMoEPlan
         Its `run()` gives float32 [tokens, columns].
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride, device or number other than the above.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.fused_moe import prepare_bgmv_moe
+    >>> a, b = torch.ones(1, 4, 8, 64).bfloat16(), torch.ones(1, 4, 16, 8).bfloat16()
+    >>> pairs, adapters = torch.tensor([[0, 0], [3, 1]]), torch.tensor([0])
+    >>> prepare_bgmv_moe(torch.ones(1, 64).bfloat16(), [a], [b], *pairs, adapters, torch.ones(2), 4).run()[0, 0].item()
+    1024.0
     """
     require(backend in ("cake", "auto"), "backend", repr(backend), "'cake', 'auto'")
     require(num_experts >= 0, "num_experts", num_experts, "at least 0")

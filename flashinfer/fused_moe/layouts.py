@@ -58,6 +58,11 @@ def reorder_rows_for_gated_act_gemm(x: torch.Tensor) -> torch.Tensor:
     torch.Tensor
         A new tensor like x, in the order of `get_reorder_rows_for_gated_act_gemm_row_indices`.
 
+    Raises
+    ------
+    ValueError
+        Another number of axes, or an odd n.
+
     Examples
     --------
     >>> import torch, flashinfer
@@ -167,6 +172,12 @@ def convert_to_block_layout(input_tensor: torch.Tensor, blockK: int) -> torch.Te
     ------
     ValueError
         A shape or block other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.fused_moe.convert_to_block_layout(torch.arange(8).view(2, 4), 2).tolist()
+    [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     """
     shape = tuple(input_tensor.shape)
     require(len(shape) == 2, "input_tensor", shape, "[rows, columns]")
@@ -241,6 +252,13 @@ def interleave_moe_scales_for_sm90_mixed_gemm(scales: torch.Tensor, group_size: 
     ------
     ValueError
         A shape, dtype or size other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> scales = torch.arange(16, dtype=torch.uint8).view(1, 2, 8)  # of 2 rows with 256 columns
+    >>> flashinfer.fused_moe.interleave_moe_scales_for_sm90_mixed_gemm(scales).tolist()
+    [[[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]]
     """
     require(group_size >= 1 and 128 % group_size == 0, "group_size", group_size, "a divisor of 128")
     factors = 128 // group_size
@@ -292,6 +310,15 @@ def preprocess_moe_weights_for_sm90_mixed_gemm_humming(
     References
     ----------
     Humming, https://github.com/inclusionAI/humming
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.fused_moe import preprocess_moe_weights_for_sm90_mixed_gemm_humming as preprocess
+    >>> weight, scale = torch.zeros(1, 16, 64, dtype=torch.uint8), torch.full((1, 16, 4), 129, dtype=torch.uint8)
+    >>> codes, offsets, residual = preprocess(weight, scale, interleave=False)
+    >>> offsets.unique().tolist(), residual.tolist()  # 2^1 * 2 is 2^(129 - 127)
+    ([1], [2.0])
     """
     shape = tuple(weight.shape)
     require(len(shape) == 3 and shape[2] % 64 == 0, "weight", shape, "[experts, rows, a multiple of 64]")

@@ -125,8 +125,6 @@ def bgmv_moe_gemm2_lora_delta(
 ) -> torch.Tensor:
     """The sum over a token's choices of ``scale * weight * B @ (A @ row)``: what is added to the mixture's result.
 
-    Other parameters and errors are those of `bgmv_moe_gemm1_lora_delta`.
-
     Parameters
     ----------
     gemm1_activation_output : torch.Tensor
@@ -135,15 +133,46 @@ def bgmv_moe_gemm2_lora_delta(
         int32 or int64, tokens * top_k elements: the row of each choice. A choice without such a row gives nothing.
     w_ptr_a, w_ptr_b : torch.Tensor
         int64 [1, experts], of matrices [rank, intermediate_size] and [hidden_size, rank].
+    lora_stride_a, lora_stride_b : int
+        Elements from one adapter's matrices to the next one's.
+    topk_ids : torch.Tensor
+        int32 or int64 [tokens, top_k]: experts. A choice of no such expert has zeros.
     topk_weights : torch.Tensor
         [tokens, top_k], any float dtype.
+    lora_ids : torch.Tensor
+        int32 or int64 [tokens]: adapters; a token of a negative one has zeros.
+    rank : int
+        Of the adapters.
     hidden_size : int
         Columns of the result.
+    lora_dtype : torch.dtype
+        Of the matrices: bfloat16 or float16. What A gives is rounded to it.
+    scale : float
+        A factor of the result.
+    out_dtype : torch.dtype
+        Of the result.
 
     Returns
     -------
     torch.Tensor
         [tokens, hidden_size]. Summed in float32, choices in their order.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride or device other than the above.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.fused_moe import bgmv_moe_gemm2_lora_delta, fill_w_ptr
+    >>> a, b = torch.ones(1, 4, 8, 16).bfloat16(), torch.ones(1, 4, 64, 8).bfloat16()
+    >>> of_a, of_b = torch.empty(1, 4, dtype=torch.int64), torch.empty(1, 4, dtype=torch.int64)
+    >>> strides = fill_w_ptr(of_a, a, 4, 0), fill_w_ptr(of_b, b, 4, 0)
+    >>> ids, weights, adapters = torch.tensor([[3, 1]]), torch.tensor([[0.5, 0.25]]), torch.tensor([0])
+    >>> given = torch.ones(2, 16), torch.tensor([0, 1]), of_a, strides[0], of_b, strides[1], ids, weights, adapters
+    >>> bgmv_moe_gemm2_lora_delta(*given, 8, 64)[0, 0].item()
+    96.0
     """
     x = gemm1_activation_output
     require(x.dim() == 2, "gemm1_activation_output", tuple(x.shape), "[rows, intermediate_size]")

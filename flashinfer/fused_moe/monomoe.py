@@ -35,6 +35,12 @@ def has_monomoe() -> bool:
     -------
     bool
         True.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> flashinfer.fused_moe.has_monomoe()
+    True
     """
     return True
 
@@ -46,6 +52,12 @@ def get_scratchpad_size_bytes() -> int:
     -------
     int
         16, so that what is allocated has an address.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> flashinfer.fused_moe.get_scratchpad_size_bytes()
+    16
     """
     return 16
 
@@ -63,6 +75,17 @@ def alloc_scratchpad(device: torch.device | str) -> torch.Tensor:
     -------
     torch.Tensor
         uint8 [get_scratchpad_size_bytes()], zeros.
+
+    Raises
+    ------
+    RuntimeError
+        torch's own, of a device that is not there.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> flashinfer.fused_moe.alloc_scratchpad("cpu").shape
+    torch.Size([16])
     """
     return torch.zeros(get_scratchpad_size_bytes(), dtype=torch.uint8, device=device)
 

@@ -86,6 +86,11 @@ def fused_topk_deepseek(
     backend : str
         "default", the only one.
 
+    Returns
+    -------
+    None
+        topk_values and topk_indices are written.
+
     Raises
     ------
     ValueError
@@ -94,6 +99,15 @@ def fused_topk_deepseek(
     References
     ----------
     DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, https://arxiv.org/abs/2412.19437
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> scores, bias = torch.tensor([[0.0, 2.0, 1.0, -1.0]]), torch.zeros(4)
+    >>> weights, experts = torch.empty(1, 2), torch.empty(1, 2, dtype=torch.int32)
+    >>> flashinfer.fused_moe.fused_topk_deepseek(scores, bias, 1, 1, 2, 1.0, weights, experts)
+    >>> experts.tolist(), weights.sum().item()
+    ([[1, 2]], 1.0)
     """
     require(backend == "default", "backend", repr(backend), "'default'")
     _check_logits("scores", scores)

@@ -142,6 +142,8 @@ def cute_dsl_fused_moe(
         This rank has the weights of so many experts, all by default, from the offset on.
     output_dtype : torch.dtype
         bfloat16, float16 or float32.
+    use_fused_finalize, aux_stream, enable_pdl, localized_allow_nonlocalized, autotune_use_cuda_graph
+        Have no effect on results, and none on the launches.
     moe_output : torch.Tensor, optional
         Receives the result; [tokens, hidden] of `output_dtype`, contiguous rows.
     activation_type : int
@@ -161,8 +163,6 @@ def cute_dsl_fused_moe(
         differ by roundings of sums.
     localized_weights, localized_streams, localized_sm_count, localized_memset_stream
         Only None: no chip here has domains of memory.
-    use_fused_finalize, aux_stream, enable_pdl, localized_allow_nonlocalized, autotune_use_cuda_graph
-        Have no effect on results, and none on the launches.
 
     Returns
     -------
@@ -184,6 +184,17 @@ def cute_dsl_fused_moe(
     ----------
     OCP Microscaling Formats Specification 1.0; NVIDIA, PTX ISA, block scaling of mma (NVFP4 and the tiles of scale
     factors)
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> w1, w2 = torch.zeros(4, 256, 64).byte(), torch.zeros(4, 128, 64).byte()  # 4 experts, 128 columns each way
+    >>> s1, s2 = torch.zeros(4, 256, 8).byte(), torch.zeros(4, 128, 8).byte()
+    >>> x, experts, ones = torch.randn(2, 128).bfloat16(), torch.tensor([[0, 1], [2, 3]]), torch.ones(4)
+    >>> out = flashinfer.cute_dsl_fused_moe_nvfp4(x, None, experts, torch.full((2, 2), 0.5), w1, s1, ones, None, w2, s2,
+    ...     ones, 4, 2, quant_mode="w4a16")
+    >>> out.shape
+    torch.Size([2, 128])
     """
     for name, value in (("localized_weights", localized_weights), ("localized_streams", localized_streams),
                         ("localized_sm_count", localized_sm_count),
