@@ -1,11 +1,13 @@
 """Rotary position embedding (RoPE) of queries and keys, and their quantising to FP8 in the same launch."""
 
-from .quantize import mla_rope_quantize_fp8, rope_quantize_fp8, rope_quantize_fp8_append_paged_kv_cache
-from .rotate import (
+from .llama31 import (
     apply_llama31_rope,
     apply_llama31_rope_inplace,
     apply_llama31_rope_pos_ids,
     apply_llama31_rope_pos_ids_inplace,
+)
+from .quantize import mla_rope_quantize_fp8, rope_quantize_fp8, rope_quantize_fp8_append_paged_kv_cache
+from .rotate import (
     apply_rope,
     apply_rope_inplace,
     apply_rope_pos_ids,

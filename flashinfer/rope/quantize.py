@@ -89,6 +89,16 @@ def rope_quantize_fp8(
     References
     ----------
     Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864; OCP 8-bit Floating Point Specification 1.0
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> angles = torch.arange(2.0)[:, None] * torch.tensor([1.0, 0.01])
+    >>> cache, positions = torch.cat((angles.cos(), angles.sin()), -1), torch.tensor([0, 1])
+    >>> q_rope, k_rope, q_nope, k_nope = (torch.ones(2, 2, dim).half() for dim in (4, 4, 8, 8))
+    >>> q, k, *others = flashinfer.rope.rope_quantize_fp8(q_rope, k_rope, q_nope, k_nope, cache, positions)
+    >>> q.dtype, q.shape, others[0].shape
+    (torch.float8_e4m3fn, torch.Size([2, 2, 4]), torch.Size([2, 2, 8]))
     """
     outs = {"q_rope_out": q_rope_out, "k_rope_out": k_rope_out, "q_nope_out": q_nope_out, "k_nope_out": k_nope_out}
     dtype = _fp8_dtype(quantize_dtype, outs.values())
@@ -125,12 +135,56 @@ def mla_rope_quantize_fp8(
     k_nope_out: torch.Tensor | None = None,
     enable_pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`rope_quantize_fp8` of multi-head latent attention, whose keys have one head: k_rope [nnz, rope_dim] and k_nope
-    [nnz, any].
+    """`rope_quantize_fp8` of multi-head latent attention, whose keys have one head.
+
+    Parameters
+    ----------
+    q_rope : torch.Tensor
+        [nnz, num_qo_heads, rope_dim]; bfloat16, float16 or float32, any strides.
+    k_rope, k_nope : torch.Tensor
+        [nnz, rope_dim] and [nnz, any], in the dtype of q_rope.
+    q_nope : torch.Tensor or None
+        [nnz, num_qo_heads, any], what is not rotated, in the dtype of q_rope; None is a width of 0.
+    cos_sin_cache : torch.Tensor
+        [max_position, rope_dim], float32: cosines of the rope_dim / 2 pairs, then their sines.
+    pos_ids : torch.Tensor
+        [nnz], int32 or int64: the row of the cache for each token.
+    is_neox : bool
+        True: element j is paired with element ``j + rope_dim / 2``. False: elements 2j and 2j + 1.
+    quantize_dtype : torch.dtype, optional
+        float8_e4m3fn or float8_e5m2; by default that of the first result given, or float8_e4m3fn.
+    quant_scale_q, quant_scale_kv : float
+        Queries and keys are multiplied by them before they are rounded.
+    q_rope_out, k_rope_out, q_nope_out, k_nope_out : torch.Tensor, optional
+        Receive the results; shapes of the inputs, in quantize_dtype, any strides. They may be slices of one tensor.
+    enable_pdl : bool
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself: small launches, where the GPU has it (compute capability 9.0 and above). It has no effect on
+        results.
+
+    Returns
+    -------
+    tuple of four torch.Tensor
+        q_rope, k_rope, q_nope and k_nope as FP8 codes.
+
+    Raises
+    ------
+    ValueError
+        As `rope_quantize_fp8` raises it.
 
     References
     ----------
     DeepSeek-AI, DeepSeek-V2, 2024, section 2.1, https://arxiv.org/abs/2405.04434
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> angles = torch.arange(2.0)[:, None] * torch.tensor([1.0, 0.01])
+    >>> cache, positions = torch.cat((angles.cos(), angles.sin()), -1), torch.tensor([0, 1])
+    >>> q_rope, k_rope, q_nope, k_nope = torch.ones(2, 8, 4), torch.ones(2, 4), torch.ones(2, 8, 16), torch.ones(2, 16)
+    >>> parts = (x.half() for x in (q_rope, k_rope, q_nope, k_nope))
+    >>> [tuple(x.shape) for x in flashinfer.rope.mla_rope_quantize_fp8(*parts, cache, positions)]
+    [(2, 8, 4), (2, 4), (2, 8, 16), (2, 16)]
     """
     return rope_quantize_fp8(
         q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, is_neox, quantize_dtype, quant_scale_q, quant_scale_kv,

@@ -11,6 +11,7 @@ from flashinfer._core.replay import replayed
 from flashinfer.ops import rope as room
 from flashinfer.ops.rope.frequencies import Frequencies
 from flashinfer.rope._checks import INDEX_DTYPES, check_cache, check_positions, check_rotary_dim, check_within_cache
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -79,7 +80,7 @@ def apply_rope(
     >>> q_out[:2, 0, 0]
     tensor([ 1.0000, -0.3012])
     """
-    return _new(q, k, indptr, offsets, rotary_dim, interleave, [rope_scale, rope_theta])
+    return rotated(q, k, indptr, offsets, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
 @replayed
@@ -95,6 +96,32 @@ def apply_rope_inplace(
 ) -> None:
     """`apply_rope`, the result written over q and k.
 
+    Parameters
+    ----------
+    q : torch.Tensor
+        [nnz, num_qo_heads, head_dim]; bfloat16, float16 or float32, any strides (a slice of a fused projection too).
+    k : torch.Tensor
+        [nnz, num_kv_heads, head_dim] in the dtype of q, any strides.
+    indptr : torch.Tensor
+        [batch_size + 1], int32 or int64: request i is the tokens ``indptr[i]`` to ``indptr[i + 1]``; from 0 to nnz.
+    offsets : torch.Tensor
+        [batch_size], int32 or int64: the position of each request's first token.
+    rotary_dim : int, optional
+        Elements of a head that are rotated, from the first on; even, at most head_dim, which it is by default. The
+        others are passed on as they are.
+    interleave : bool
+        False: element j is paired with element ``j + rotary_dim / 2`` (GPT-NeoX). True: elements 2j and 2j + 1 (GPT-J).
+    rope_scale : float
+        Positions are divided by it.
+    rope_theta : float
+        The base of the frequencies.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or value other than the above. Values of indptr are checked on the CPU, and on a GPU if
+        FLASHINFER_DEBUG=1 (it waits for the device).
+
     Examples
     --------
     >>> import torch, flashinfer
@@ -103,7 +130,7 @@ def apply_rope_inplace(
     >>> q[:2, 0, 0]
     tensor([ 1.0000, -0.3012])
     """
-    _inplace(q, k, indptr, offsets, rotary_dim, interleave, [rope_scale, rope_theta])
+    rotate_inplace(q, k, indptr, offsets, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
 @replayed
@@ -116,7 +143,35 @@ def apply_rope_pos_ids(
     rope_scale: float = 1,
     rope_theta: float = 1e4,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rope` with the position of each token given: pos_ids [nnz], int32 or int64, any values.
+    """`apply_rope` with the position of each token given.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        [nnz, num_qo_heads, head_dim]; bfloat16, float16 or float32, any strides (a slice of a fused projection too).
+    k : torch.Tensor
+        [nnz, num_kv_heads, head_dim] in the dtype of q, any strides.
+    pos_ids : torch.Tensor
+        [nnz], int32 or int64, any values: the position of each token.
+    rotary_dim : int, optional
+        Elements of a head that are rotated, from the first on; even, at most head_dim, which it is by default. The
+        others are passed on as they are.
+    interleave : bool
+        False: element j is paired with element ``j + rotary_dim / 2`` (GPT-NeoX). True: elements 2j and 2j + 1 (GPT-J).
+    rope_scale : float
+        Positions are divided by it.
+    rope_theta : float
+        The base of the frequencies.
+
+    Returns
+    -------
+    (torch.Tensor, torch.Tensor)
+        The rotated q and k, new tensors; computed in float32 and rounded once.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or value other than the above.
 
     Examples
     --------
@@ -126,7 +181,7 @@ def apply_rope_pos_ids(
     >>> q_out[:, 0, 0]
     tensor([ 1.0000,  1.0000, -0.3012])
     """
-    return _new(q, k, pos_ids, None, rotary_dim, interleave, [rope_scale, rope_theta])
+    return rotated(q, k, pos_ids, None, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
 @replayed
@@ -141,6 +196,29 @@ def apply_rope_pos_ids_inplace(
 ) -> None:
     """`apply_rope_pos_ids`, the result written over q and k.
 
+    Parameters
+    ----------
+    q : torch.Tensor
+        [nnz, num_qo_heads, head_dim]; bfloat16, float16 or float32, any strides (a slice of a fused projection too).
+    k : torch.Tensor
+        [nnz, num_kv_heads, head_dim] in the dtype of q, any strides.
+    pos_ids : torch.Tensor
+        [nnz], int32 or int64, any values: the position of each token.
+    rotary_dim : int, optional
+        Elements of a head that are rotated, from the first on; even, at most head_dim, which it is by default. The
+        others are passed on as they are.
+    interleave : bool
+        False: element j is paired with element ``j + rotary_dim / 2`` (GPT-NeoX). True: elements 2j and 2j + 1 (GPT-J).
+    rope_scale : float
+        Positions are divided by it.
+    rope_theta : float
+        The base of the frequencies.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, device or value other than the above.
+
     Examples
     --------
     >>> import torch, flashinfer
@@ -149,136 +227,7 @@ def apply_rope_pos_ids_inplace(
     >>> q[:, 0, 0]
     tensor([ 1.0000,  1.0000, -0.3012])
     """
-    _inplace(q, k, pos_ids, None, rotary_dim, interleave, [rope_scale, rope_theta])
-
-
-@replayed
-def apply_llama31_rope(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    indptr: torch.Tensor,
-    offsets: torch.Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 8,
-    rope_theta: float = 5e5,
-    low_freq_factor: float = 1,
-    high_freq_factor: float = 4,
-    old_context_len: int = 8192,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rope` with the frequencies of Llama 3.1, which scales only those that turn slowly.
-
-    Parameters
-    ----------
-    q, k, indptr, offsets, rotary_dim, interleave, rope_theta
-        As in `apply_rope`, as are result and errors.
-    rope_scale : float
-        Frequencies that make fewer than `low_freq_factor` turns in `old_context_len` positions are divided by it.
-    low_freq_factor, high_freq_factor : float
-        Frequencies with more than `high_freq_factor` turns are kept; between the two, the share of the kept frequency
-        in the result grows linearly with the number of turns. The first has to be less than the second.
-    old_context_len : int
-        The context length that the model was trained with first.
-
-    References
-    ----------
-    Grattafiori et al., The Llama 3 Herd of Models, 2024, https://arxiv.org/abs/2407.21783, with the `rope_scaling` of
-    type "llama3" in the configuration of the published models.
-
-    Examples
-    --------
-    >>> import torch, flashinfer
-    >>> q, k = torch.ones(3, 1, 64), torch.ones(3, 1, 64)
-    >>> indptr, offsets = torch.tensor([0, 3]).int(), torch.tensor([0]).int()
-    >>> q_out, k_out = flashinfer.apply_llama31_rope(q, k, indptr, offsets)
-    >>> q_out[:2, 0, 0]
-    tensor([ 1.0000, -0.3012])
-    """
-    frequencies = _llama31(rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    return _new(q, k, indptr, offsets, rotary_dim, interleave, frequencies)
-
-
-@replayed
-def apply_llama31_rope_inplace(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    indptr: torch.Tensor,
-    offsets: torch.Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 8,
-    rope_theta: float = 5e5,
-    low_freq_factor: float = 1,
-    high_freq_factor: float = 4,
-    old_context_len: int = 8192,
-) -> None:
-    """`apply_llama31_rope`, the result written over q and k.
-
-    Examples
-    --------
-    >>> import torch, flashinfer
-    >>> q, k = torch.ones(3, 1, 64), torch.ones(3, 1, 64)
-    >>> indptr, offsets = torch.tensor([0, 3]).int(), torch.tensor([0]).int()
-    >>> flashinfer.apply_llama31_rope_inplace(q, k, indptr, offsets)
-    >>> q[:2, 0, 0]
-    tensor([ 1.0000, -0.3012])
-    """
-    frequencies = _llama31(rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    _inplace(q, k, indptr, offsets, rotary_dim, interleave, frequencies)
-
-
-@replayed
-def apply_llama31_rope_pos_ids(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    pos_ids: torch.Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 8,
-    rope_theta: float = 5e5,
-    low_freq_factor: float = 1,
-    high_freq_factor: float = 4,
-    old_context_len: int = 8192,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_llama31_rope` with the position of each token given: pos_ids [nnz], int32 or int64, any values.
-
-    Examples
-    --------
-    >>> import torch, flashinfer
-    >>> q, k = torch.ones(3, 1, 64), torch.ones(3, 1, 64)
-    >>> q_out, k_out = flashinfer.apply_llama31_rope_pos_ids(q, k, torch.tensor([0, 0, 1]).int())
-    >>> q_out[:, 0, 0]
-    tensor([ 1.0000,  1.0000, -0.3012])
-    """
-    frequencies = _llama31(rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    return _new(q, k, pos_ids, None, rotary_dim, interleave, frequencies)
-
-
-@replayed
-def apply_llama31_rope_pos_ids_inplace(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    pos_ids: torch.Tensor,
-    rotary_dim: int | None = None,
-    interleave: bool = False,
-    rope_scale: float = 8,
-    rope_theta: float = 5e5,
-    low_freq_factor: float = 1,
-    high_freq_factor: float = 4,
-    old_context_len: int = 8192,
-) -> None:
-    """`apply_llama31_rope_pos_ids`, the result written over q and k.
-
-    Examples
-    --------
-    >>> import torch, flashinfer
-    >>> q, k = torch.ones(3, 1, 64), torch.ones(3, 1, 64)
-    >>> flashinfer.apply_llama31_rope_pos_ids_inplace(q, k, torch.tensor([0, 0, 1]).int())
-    >>> q[:, 0, 0]
-    tensor([ 1.0000,  1.0000, -0.3012])
-    """
-    frequencies = _llama31(rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    _inplace(q, k, pos_ids, None, rotary_dim, interleave, frequencies)
+    rotate_inplace(q, k, pos_ids, None, rotary_dim, interleave, [rope_scale, rope_theta])
 
 
 @replayed
@@ -322,6 +271,16 @@ def apply_rope_with_cos_sin_cache(
     References
     ----------
     Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, positions = torch.ones(3, 4), torch.ones(3, 4), torch.tensor([0, 0, 1])
+    >>> angles = torch.arange(2.0)[:, None] * torch.tensor([1.0, 0.01])
+    >>> cache = torch.cat((angles.cos(), angles.sin()), -1)
+    >>> q_out, k_out = flashinfer.apply_rope_with_cos_sin_cache(positions, q, k, 4, cache)
+    >>> q_out[:, 0]
+    tensor([ 1.0000,  1.0000, -0.3012])
     """
     query_out, key_out = torch.empty_like(query), torch.empty_like(key)
     _rope_cached(query, key, query_out, key_out, positions, head_size, cos_sin_cache, not is_neox)
@@ -337,18 +296,43 @@ def apply_rope_with_cos_sin_cache_inplace(
     cos_sin_cache: torch.Tensor,
     is_neox: bool = True,
 ) -> None:
-    """`apply_rope_with_cos_sin_cache`, the result written over query and key."""
+    """`apply_rope_with_cos_sin_cache`, the result written over query and key.
+
+    Parameters
+    ----------
+    positions : torch.Tensor
+        [nnz], int32 or int64: the row of the cache for each token.
+    query : torch.Tensor
+        [nnz, num_qo_heads * head_size], or [nnz, num_qo_heads, head_size]; bfloat16, float16 or float32, any strides.
+    key : torch.Tensor
+        [nnz, num_kv_heads * head_size], or [nnz, num_kv_heads, head_size], in the dtype of query, any strides.
+    head_size : int
+        Elements of a head.
+    cos_sin_cache : torch.Tensor
+        [max_position, rotary_dim], float32: cosines of the rotary_dim / 2 pairs, then their sines. rotary_dim is even
+        and at most head_size; elements of a head from there on are passed on as they are.
+    is_neox : bool
+        True: element j is paired with element ``j + rotary_dim / 2``. False: elements 2j and 2j + 1.
+
+    Raises
+    ------
+    ValueError
+        As `apply_rope_with_cos_sin_cache` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, positions = torch.ones(3, 4), torch.ones(3, 4), torch.tensor([0, 0, 1])
+    >>> angles = torch.arange(2.0)[:, None] * torch.tensor([1.0, 0.01])
+    >>> cache = torch.cat((angles.cos(), angles.sin()), -1)
+    >>> flashinfer.apply_rope_with_cos_sin_cache_inplace(positions, q, k, 4, cache)
+    >>> q[:, 0]
+    tensor([ 1.0000,  1.0000, -0.3012])
+    """
     _rope_cached_inplace(query, key, positions, head_size, cos_sin_cache, not is_neox)
 
 
-def _llama31(rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len) -> list[float]:
-    higher = f"more than low_freq_factor = {low_freq_factor}"
-    require(high_freq_factor > low_freq_factor, "high_freq_factor", high_freq_factor, higher)
-    require(old_context_len > 0, "old_context_len", old_context_len, "more than 0")
-    return [rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len]
-
-
-def _new(q, k, positions, offsets, rotary_dim, interleave, frequencies) -> tuple[torch.Tensor, torch.Tensor]:
+def rotated(q, k, positions, offsets, rotary_dim, interleave, frequencies) -> tuple[torch.Tensor, torch.Tensor]:
     _check_heads("q", "k", q, k)
     q_rope, k_rope = torch.empty_like(q), torch.empty_like(k)
     rotary_dim = q.shape[-1] if rotary_dim is None else rotary_dim
@@ -356,7 +340,7 @@ def _new(q, k, positions, offsets, rotary_dim, interleave, frequencies) -> tuple
     return q_rope, k_rope
 
 
-def _inplace(q, k, positions, offsets, rotary_dim, interleave, frequencies) -> None:
+def rotate_inplace(q, k, positions, offsets, rotary_dim, interleave, frequencies) -> None:
     _check_heads("q", "k", q, k)
     rotary_dim = q.shape[-1] if rotary_dim is None else rotary_dim
     _rope_inplace(q, k, positions, offsets, rotary_dim, interleave, [float(f) for f in frequencies])

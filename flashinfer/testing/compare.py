@@ -58,6 +58,13 @@ def assert_close(
     ------
     AssertionError
         With the worst element, its index and the bound.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.testing.compare import assert_close
+    >>> truth = torch.tensor([1.0, 3.0], dtype=torch.float64) / 3
+    >>> assert_close(truth.half(), truth.half(), truth)
     """
     _assert_alike(out, same_dtype, what)
     if out.shape != truth.shape:
@@ -88,10 +95,25 @@ def assert_close(
 def assert_bitwise(out: torch.Tensor, expected: torch.Tensor, what: str = "out") -> None:
     """Assert that two tensors have the same shape, dtype and bits; the sign of zero and NaN payloads count.
 
+    Parameters
+    ----------
+    out, expected : torch.Tensor
+        Any shape and dtype; expected on any device.
+    what : str
+        The name of the result in the error message.
+
     Raises
     ------
     AssertionError
         With the number of differing elements and the first of them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.testing.compare import assert_bitwise
+    >>> assert_bitwise(torch.tensor([0.0]), torch.tensor([-0.0]))
+    Traceback (most recent call last):
+    AssertionError: out: 1 of 1 elements differ in bits; first at (0,): 0.0, expected -0.0
     """
     _assert_alike(out, expected, what)
     expected = expected.to(out.device)

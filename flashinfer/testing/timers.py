@@ -42,7 +42,25 @@ def bench_gpu_time_with_cuda_event(
     cold_l2_cache=True,
     aggregate_op=max,
 ) -> list[float]:
-    """`bench_gpu_time` by events around each call; parameters and result are as there."""
+    """`bench_gpu_time` by events around each call.
+
+    Parameters
+    ----------
+    fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, l2_flush, l2_flush_size_mb
+        As in `bench_gpu_time`.
+    l2_flush_device, sleep_after_run, input_args, input_kwargs, cold_l2_cache, aggregate_op
+        As in `bench_gpu_time`.
+
+    Returns
+    -------
+    list of float
+        Milliseconds of one call, an entry for each measured call or replay.
+
+    Raises
+    ------
+    ValueError
+        There is no CUDA device, or a count is not positive.
+    """
     return bench_gpu_time(
         fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, l2_flush, l2_flush_size_mb, l2_flush_device,
         sleep_after_run, input_args=input_args, input_kwargs=input_kwargs, cold_l2_cache=cold_l2_cache,
@@ -66,7 +84,25 @@ def bench_gpu_time_with_cudagraph(
     cold_l2_cache=True,
     aggregate_op=max,
 ) -> list[float]:
-    """`bench_gpu_time` by replays of a CUDA graph; parameters and result are as there."""
+    """`bench_gpu_time` by replays of a CUDA graph.
+
+    Parameters
+    ----------
+    fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, num_iters_within_graph, l2_flush
+        As in `bench_gpu_time`.
+    l2_flush_size_mb, l2_flush_device, sleep_after_run, input_args, input_kwargs, cold_l2_cache, aggregate_op
+        As in `bench_gpu_time`.
+
+    Returns
+    -------
+    list of float
+        Milliseconds of one call, an entry for each measured call or replay.
+
+    Raises
+    ------
+    ValueError
+        There is no CUDA device, or a count is not positive.
+    """
     return bench_gpu_time(
         fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, l2_flush, l2_flush_size_mb, l2_flush_device,
         sleep_after_run, use_cuda_graph=True, num_iters_within_graph=num_iters_within_graph, input_args=input_args,
@@ -90,7 +126,25 @@ def bench_gpu_time_with_cupti(
     cold_l2_cache=True,
     aggregate_op=max,
 ) -> list[float]:
-    """`bench_gpu_time(enable_cupti=True)`: a warning says that events or a graph time the call in CUPTI's place."""
+    """`bench_gpu_time(enable_cupti=True)`: a warning says that events or a graph time the call in CUPTI's place.
+
+    Parameters
+    ----------
+    fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, l2_flush, l2_flush_size_mb
+        As in `bench_gpu_time`.
+    l2_flush_device, sleep_after_run, use_cuda_graph, input_args, input_kwargs, cold_l2_cache, aggregate_op
+        As in `bench_gpu_time`.
+
+    Returns
+    -------
+    list of float
+        Milliseconds of one call, an entry for each measured call or replay.
+
+    Raises
+    ------
+    ValueError
+        There is no CUDA device, or a count is not positive.
+    """
     return bench_gpu_time(
         fn, dry_run_iters, repeat_iters, dry_run_time_ms, repeat_time_ms, l2_flush, l2_flush_size_mb, l2_flush_device,
         sleep_after_run, enable_cupti=True, use_cuda_graph=use_cuda_graph, input_args=input_args,
@@ -105,6 +159,11 @@ def set_seed(random_seed) -> None:
     ----------
     random_seed : int
         0 to 2^32 - 1, which numpy takes.
+
+    Raises
+    ------
+    ValueError
+        numpy's own, of a seed out of that range.
 
     Examples
     --------
@@ -128,6 +187,16 @@ def sleep_after_kernel_run(execution_time) -> None:
     ----------
     execution_time : float
         Milliseconds; infinite for a run that failed, which is followed by 10 ms.
+
+    Raises
+    ------
+    ValueError
+        Python's own, of a negative time.
+
+    Examples
+    --------
+    >>> from flashinfer.testing import sleep_after_kernel_run
+    >>> sleep_after_kernel_run(0.01)
     """
     clock.sleep(0.01 if math.isinf(execution_time) else min(execution_time / 200, 1.0))
 
@@ -191,6 +260,13 @@ def attention_flops_with_actual_seq_lens(
     ------
     ValueError
         Lengths of different shapes, or a causal request with more queries than keys.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.testing import attention_flops_with_actual_seq_lens
+    >>> attention_flops_with_actual_seq_lens(torch.tensor([2]), torch.tensor([4]), 64, 64, 1, False).item()
+    2048.0
     """
     q, kv = _lengths(actual_seq_lens_q, actual_seq_lens_kv)
     allowed = "at most actual_seq_lens_kv, if causal"
@@ -202,7 +278,36 @@ def attention_flops_with_actual_seq_lens(
 def attention_tflops_per_sec(
     batch_size, qo_seqlen, kv_seqlen, head_dim_qk, head_dim_vo, num_qo_heads, causal, time
 ) -> float:
-    """TFLOP/s of `attention_flops` in `time` milliseconds; 0 for NaN."""
+    """TFLOP/s of `attention_flops`.
+
+    Parameters
+    ----------
+    batch_size : int
+    qo_seqlen, kv_seqlen : int
+        Queries and keys of each request.
+    head_dim_qk, head_dim_vo : int
+    num_qo_heads : int
+    causal : bool
+        Needs at least as many keys as queries.
+    time : float
+        Milliseconds; NaN gives 0.
+
+    Returns
+    -------
+    float
+        10^12 operations a second.
+
+    Raises
+    ------
+    ValueError
+        As `attention_flops` raises it.
+
+    Examples
+    --------
+    >>> from flashinfer.testing import attention_tflops_per_sec
+    >>> attention_tflops_per_sec(1, 2, 4, 64, 64, 1, causal=False, time=1.0)
+    2.048e-06
+    """
     flops = attention_flops(batch_size, qo_seqlen, kv_seqlen, head_dim_qk, head_dim_vo, num_qo_heads, causal)
     return _rate(flops, time)
 
@@ -210,7 +315,34 @@ def attention_tflops_per_sec(
 def attention_tflops_per_sec_with_actual_seq_lens(
     actual_seq_lens_q, actual_seq_lens_kv, head_dim_qk, head_dim_vo, num_qo_heads, causal, ms
 ) -> float:
-    """TFLOP/s of `attention_flops_with_actual_seq_lens` in `ms` milliseconds; 0 for NaN."""
+    """TFLOP/s of `attention_flops_with_actual_seq_lens`.
+
+    Parameters
+    ----------
+    actual_seq_lens_q, actual_seq_lens_kv : Tensor
+        [batch], integers of one device. Further axes of 1 are taken.
+    head_dim_qk, head_dim_vo, num_qo_heads, causal
+        As in `attention_flops`.
+    ms : float
+        Milliseconds; NaN gives 0.
+
+    Returns
+    -------
+    float
+        10^12 operations a second.
+
+    Raises
+    ------
+    ValueError
+        As `attention_flops_with_actual_seq_lens` raises it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.testing import attention_tflops_per_sec_with_actual_seq_lens
+    >>> attention_tflops_per_sec_with_actual_seq_lens(torch.tensor([2]), torch.tensor([4]), 64, 64, 1, False, 1.0)
+    2.048e-06
+    """
     flops = attention_flops_with_actual_seq_lens(
         actual_seq_lens_q, actual_seq_lens_kv, head_dim_qk, head_dim_vo, num_qo_heads, causal
     )
@@ -240,6 +372,16 @@ def attention_tb_per_sec(
         Milliseconds; NaN gives 0.
     q_dtype, k_dtype, v_dtype, o_dtype : torch.dtype
 
+    Returns
+    -------
+    float
+        10^12 bytes a second.
+
+    Raises
+    ------
+    ZeroDivisionError
+        A time of 0.
+
     Examples
     --------
     >>> from flashinfer.testing import attention_tb_per_sec
@@ -264,7 +406,36 @@ def attention_tb_per_sec_with_actual_seq_lens(
     v_dtype=torch.bfloat16,
     o_dtype=torch.bfloat16,
 ) -> float:
-    """As `attention_tb_per_sec`, with a length to each request: tensors [batch] of integers."""
+    """As `attention_tb_per_sec`, with a length to each request.
+
+    Parameters
+    ----------
+    actual_seq_lens_q, actual_seq_lens_kv : Tensor
+        [batch], integers of one device. Further axes of 1 are taken.
+    head_dim_qk, head_dim_vo, num_qo_heads
+        As in `attention_flops`.
+    num_kv_heads : int
+    time : float
+        Milliseconds; NaN gives 0.
+    q_dtype, k_dtype, v_dtype, o_dtype : torch.dtype
+
+    Returns
+    -------
+    float
+        10^12 bytes a second.
+
+    Raises
+    ------
+    ValueError
+        Lengths of different shapes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.testing import attention_tb_per_sec_with_actual_seq_lens
+    >>> attention_tb_per_sec_with_actual_seq_lens(torch.tensor([1]), torch.tensor([1024]), 128, 128, 32, 8, 1e-3)
+    4.21...
+    """
     q, kv = (float(lengths.sum()) for lengths in _lengths(actual_seq_lens_q, actual_seq_lens_kv))
     heads = num_qo_heads, num_kv_heads
     return _rate(_bytes(q, kv, head_dim_qk, head_dim_vo, heads, (q_dtype, k_dtype, v_dtype, o_dtype)), time)
