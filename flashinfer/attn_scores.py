@@ -43,6 +43,11 @@ def padded_seq_len(max_seq_len: int) -> int:
     int
         Columns, a multiple of 256.
 
+    Raises
+    ------
+    ValueError
+        A negative number, or no integer.
+
     Examples
     --------
     >>> import flashinfer
@@ -67,6 +72,11 @@ def min_block_table_width(seq_len: int, block_size: int) -> int:
     -------
     int
         Columns.
+
+    Raises
+    ------
+    ValueError
+        A number out of its range, or no integer.
 
     Examples
     --------

@@ -45,12 +45,23 @@ def autotune_v2(
     tuning_buckets, round_up, skip_ops
         As in `flashinfer.autotune`.
 
+    Yields
+    ------
+    None
+        A context manager.
+
     Raises
     ------
     ValueError
         Another mode, or `cache_root` without a folder.
     RuntimeError
         Inside another `autotune_v2`.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> with flashinfer.autotune_v2("replay", persistent_cache=False):
+    ...     pass  # calls in here use choices that this process made
     """
     global _open
     require(mode in ("tune", "replay"), "mode", repr(mode), "'tune', 'replay'")

@@ -71,6 +71,16 @@ def format_report(report: dict[str, dict[str, str]]) -> str:
     Returns
     -------
     str
+
+    Examples
+    --------
+    >>> from flashinfer.collect_env import format_report
+    >>> print(format_report({"GPU": {"name": "none"}}))
+    FlashInfer environment report
+    <BLANKLINE>
+    GPU
+    ---
+    name  none
     """
     lines = ["FlashInfer environment report"]
     for title, values in report.items():

@@ -123,6 +123,23 @@ def dsa_indexer_topk(
 def dsa_indexer_topk_workspace_size(top_k: int = 2048, device: torch.device | None = None) -> int:
     """Bytes of the workspace_buffer of `dsa_indexer_topk`: none is needed.
 
+    Parameters
+    ----------
+    top_k : int
+        Keys to choose: 1 to 2048.
+    device : torch.device, optional
+        Not read.
+
+    Returns
+    -------
+    int
+        0.
+
+    Raises
+    ------
+    ValueError
+        top_k out of its range.
+
     Examples
     --------
     >>> from flashinfer.dsa_indexer import dsa_indexer_topk_workspace_size

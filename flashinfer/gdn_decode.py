@@ -160,7 +160,38 @@ def gated_delta_rule_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The next token of each sequence through a gated delta rule whose states are stored V last: [batch, heads, K, V].
 
-    The other parameters, the result, errors and source are those of `gated_delta_rule_decode_pretranspose` with T = 1.
+    Parameters
+    ----------
+    q, k : torch.Tensor
+        [batch, T, query heads, K]; bfloat16, float16 or float32. K up to 256 on a GPU.
+    v : torch.Tensor
+        [batch, T, heads, V] of that dtype; heads is a multiple of the query heads.
+    state : torch.Tensor
+        [batch, heads, K, V], updated in place; as in `gated_delta_rule_decode_pretranspose` but for the order of axes.
+    A_log : torch.Tensor
+        [heads].
+    a, b : torch.Tensor
+        [batch, T, heads]: the raw decay and the raw beta.
+    dt_bias : torch.Tensor
+        [heads].
+    scale : float, optional
+        Of the output; 1 / sqrt(K) if not given.
+    output : torch.Tensor, optional
+        [batch, T, heads, V]; receives the result.
+    use_qk_l2norm : bool
+        q and k are divided by sqrt(sum of squares + 1e-6) first.
+    backend : str
+        "auto", "flashinfer", "cake_gdn", "rubin" (all of which are ours), "portable" or "reference".
+
+    Returns
+    -------
+    (torch.Tensor, torch.Tensor)
+        The output [batch, 1, heads, V], and state.
+
+    Raises
+    ------
+    ValueError
+        As `gated_delta_rule_decode_pretranspose` raises it.
 
     Examples
     --------
@@ -369,6 +400,18 @@ def _check_windows(kept: Kept, slots, heads, key_heads, tokens, value_dim, key_d
 
 def ugpu_state_pool(pool_size: int, num_v_heads: int, head_size: int = 128, device=None) -> torch.Tensor:
     """Refused: pools in the memories of two dies are for a GPU that has two.
+
+    Parameters
+    ----------
+    pool_size, num_v_heads, head_size : int
+        Upstream's slots, heads and elements of a head.
+    device : torch.device, optional
+        Upstream's device.
+
+    Returns
+    -------
+    NoReturn
+        It always raises.
 
     Raises
     ------

@@ -98,10 +98,29 @@ def grouped_mm_fp8(
         [M, K]; float8_e4m3fn or float8_e5m2, rows contiguous.
     b : torch.Tensor
         [experts, N, K]; the same.
+    m_indptr : torch.Tensor
+        [experts + 1] int32, on the device: from 0, not decreasing, up to M. Experts may have no rows, or any number.
+        Rows past the last are not written. It is read by the kernel alone.
     alpha : torch.Tensor, optional
         One element (float32, float16 or bfloat16) on either device: a factor of the result.
-    m_indptr, out, out_dtype, backend, tactic
-        As in `grouped_mm_bf16`, as are result and errors.
+    out : torch.Tensor, optional
+        [M, N] in `out_dtype`, rows contiguous.
+    out_dtype : torch.dtype
+        bfloat16, float16 or float32.
+    backend : str
+        "cudnn" or "auto", or a variant's name.
+    tactic : int
+        One of cuDNN's plans; it has no effect here.
+
+    Returns
+    -------
+    torch.Tensor
+        [M, N] of out_dtype.
+
+    Raises
+    ------
+    ValueError
+        As `grouped_mm_bf16` raises it.
 
     Examples
     --------
@@ -141,12 +160,39 @@ def grouped_mm_mxfp8(
         uint8, ue8m0: the factors of all rows of a together, in 128x4 tiles, any shape.
     b_descale : torch.Tensor
         uint8, ue8m0: for each expert the factors of its weight in 128x4 tiles, any shape.
-    m_indptr, out, out_dtype, backend, tactic
-        As in `grouped_mm_bf16`, as are result and errors.
+    m_indptr : torch.Tensor
+        [experts + 1] int32, on the device: from 0, not decreasing, up to M. Experts may have no rows, or any number.
+        Rows past the last are not written. It is read by the kernel alone.
+    out : torch.Tensor, optional
+        [M, N] in `out_dtype`, rows contiguous.
+    out_dtype : torch.dtype
+        bfloat16, float16 or float32.
+    backend : str
+        "cudnn" or "auto", or a variant's name.
+    tactic : int
+        One of cuDNN's plans; it has no effect here.
+
+    Returns
+    -------
+    torch.Tensor
+        [M, N] of out_dtype.
+
+    Raises
+    ------
+    ValueError
+        As `grouped_mm_bf16` raises it.
 
     References
     ----------
     OCP Microscaling Formats (MX) Specification 1.0, 2023
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(3, 128).to(torch.float8_e4m3fn), torch.ones(2, 32, 128).to(torch.float8_e4m3fn)
+    >>> ones = torch.full((128 * 4,), 127).byte(), torch.full((2, 128 * 4), 127).byte()  # 2^0, in 128x4 tiles
+    >>> flashinfer.grouped_mm_mxfp8(a, b, *ones, torch.tensor([0, 1, 3]).int())[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     a, b = given.fp8("a", a), given.fp8("b", b, 3)
     _check_indptr(m_indptr, b)
@@ -183,17 +229,44 @@ def grouped_mm_fp4(
         The factors of all rows of a together, in 128x4 tiles, any shape; e4m3 for a `block_size` of 16, ue8m0 for 32.
     b_descale : torch.Tensor
         For each expert the factors of its weight, the same.
+    m_indptr : torch.Tensor
+        [experts + 1] int32, on the device: from 0, not decreasing, up to M. Experts may have no rows, or any number.
+        Rows past the last are not written. It is read by the kernel alone.
     alpha : torch.Tensor, optional
         One element (float32, float16 or bfloat16) on either device: a factor of the result.
+    out : torch.Tensor, optional
+        [M, N] in `out_dtype`, rows contiguous.
+    out_dtype : torch.dtype
+        bfloat16, float16 or float32.
     block_size : int
         Elements to a factor: 16 or 32.
-    m_indptr, out, out_dtype, backend, tactic
-        As in `grouped_mm_bf16`, as are result and errors.
+    backend : str
+        "cudnn" or "auto", or a variant's name.
+    tactic : int
+        One of cuDNN's plans; it has no effect here.
+
+    Returns
+    -------
+    torch.Tensor
+        [M, N] of out_dtype.
+
+    Raises
+    ------
+    ValueError
+        As `grouped_mm_bf16` raises it.
 
     References
     ----------
     OCP Microscaling Formats (MX) Specification 1.0, 2023; NVIDIA, Pretraining LLMs with NVFP4, 2025,
     https://arxiv.org/abs/2509.25149
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.full((3, 64), 0x22).byte(), torch.full((2, 32, 64), 0x22).byte()  # e2m1 of 1
+    >>> ones = torch.full((128 * 8,), 0x38).byte(), torch.full((2, 128 * 8), 0x38).byte()  # e4m3 of 1, in 128x4 tiles
+    >>> flashinfer.grouped_mm_fp4(a, b, *ones, torch.tensor([0, 1, 3]).int())[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     require(block_size in (16, 32), "block_size", block_size, "16, 32")
     a, b = given.fp4("a", a), given.fp4("b", b, 3)
@@ -303,15 +376,39 @@ def moe_gemm_mxfp8_nt_groupwise(
 
     Parameters
     ----------
+    a : torch.Tensor
+        [M, K] float8_e4m3fn, rows contiguous: the rows of all experts.
+    b : torch.Tensor
+        [experts, N, K], the same.
     a_scale : torch.Tensor
         int32 [(M + 3 * experts) // 4 * 4, ceil(K / (4 * gk))], any strides: four factors of a row in a word, the first
         in its lowest byte. Rows of expert e begin at (m_indptr[e] + 3 * e) // 4 * 4.
     b_scale : torch.Tensor
         int32 [experts, N, ceil(K / (4 * gk))], any strides: the same of each row of b.
+    m_indptr : torch.Tensor
+        [experts + 1] int32, on the device: from 0, not decreasing, up to M.
     scale_granularity_mnk : tuple of int
         (1, 1, gk) with gk 32 or 128. K is a multiple of gk.
-    a, b, m_indptr, scale_major_mode, backend, out, out_dtype, is_gated
-        As in `moe_gemm_fp8_nt_groupwise`, as are result and errors.
+    scale_major_mode : str
+        Only "MN".
+    backend : str
+        "cute" or "auto": one result. Or a variant's name.
+    out : torch.Tensor, optional
+        [M, N] bfloat16, or [M, N / 2] with `is_gated`; rows contiguous.
+    out_dtype : torch.dtype, optional
+        Only bfloat16.
+    is_gated : bool
+        The first half of a product's columns, times SiLU of the second.
+
+    Returns
+    -------
+    torch.Tensor
+        As of `moe_gemm_fp8_nt_groupwise`.
+
+    Raises
+    ------
+    ValueError
+        As `moe_gemm_fp8_nt_groupwise` raises it.
     """
     mnk = tuple(scale_granularity_mnk)
     require(mnk in ((1, 1, 32), (1, 1, 128)), "scale_granularity_mnk", mnk, "(1, 1, 32), (1, 1, 128)")

@@ -61,7 +61,29 @@ def recurrent_kda(
     kg_cache: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`flashinfer.recurrent_kda` without checkpoints, by the name that it had before: same parameters, same results."""
+    """`flashinfer.recurrent_kda` without checkpoints, by the name that it had before: same parameters, same results.
+
+    Parameters
+    ----------
+    q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel
+        As in `flashinfer.recurrent_kda`.
+    use_gate_in_kernel, lower_bound, cu_seqlens, ssm_state_indices, num_spec_tokens, num_accepted_tokens
+        As in `flashinfer.recurrent_kda`.
+    output, initial_state_source, initial_state_indices, beta_is_logit, disable_state_update, correction_cache
+        As in `flashinfer.recurrent_kda`.
+    kg_cache, backend
+        As in `flashinfer.recurrent_kda`.
+
+    Returns
+    -------
+    (torch.Tensor, torch.Tensor or None)
+        The output, and the final states with output_final_state.
+
+    Raises
+    ------
+    ValueError
+        As `flashinfer.recurrent_kda` raises it.
+    """
     return kda.recurrent_kda(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, lower_bound, cu_seqlens, ssm_state_indices, num_spec_tokens, num_accepted_tokens, output,
@@ -242,16 +264,39 @@ def packed_fused_kda_decode(
 ) -> torch.Tensor:
     """`fused_kda_decode` of packed sequences of up to T tokens, with the state after each token.
 
-    The other parameters, the result and errors are those of `fused_kda_decode`.
-
     Parameters
     ----------
+    x : torch.Tensor
+        [rows, 3 heads K]: q, k and v of all heads; bfloat16, float16 or float32.
+    weight : torch.Tensor
+        [3, width, heads K], width 2 to 4: the convolution of q, k and v, which SiLU follows.
     conv_state : torch.Tensor
         [slots, 3 heads K, width - 2 + T]: of each sequence a window of inputs in slot state_indices[:, 0], read from
         column num_accepted_tokens - 1 on.
+    raw_gate : torch.Tensor
+        [1, rows, heads, K].
+    raw_beta : torch.Tensor
+        [1, rows, heads], of which the sigmoid is taken.
+    A_log : torch.Tensor
+        [heads].
+    dt_bias : torch.Tensor
+        [heads K].
     state_indices : torch.Tensor
         [sequences, T], int32 or int64: a sequence begins with the state in column num_accepted_tokens - 1; the state
         after token t goes to the slot in column t.
+    state : torch.Tensor
+        [slots, heads, K, K], any strides, any dtype of states; updated in place.
+    output_gate : torch.Tensor
+        [rows, heads, K] or [1, rows, heads, K]: the norm's result is multiplied by its sigmoid.
+    norm_weight : torch.Tensor
+        [K].
+    lower_bound : float, optional
+        The decay is exp(lower_bound sigmoid(exp(A_log) (raw_gate + dt_bias))); None:
+        exp(-exp(A_log) softplus(raw_gate + dt_bias)).
+    norm_eps : float
+        Added to the mean square.
+    output : torch.Tensor, optional
+        [1, rows, heads, K]; receives the result.
     query_start_loc : torch.Tensor
         [sequences + 1]: sequence i is the rows query_start_loc[i] to query_start_loc[i + 1]. Rows of no sequence have
         output 0.
@@ -259,6 +304,16 @@ def packed_fused_kda_decode(
         [sequences], 1 to T.
     t1_state_indices : torch.Tensor, optional
         [rows], T = 1: the slot of each row; then query_start_loc is not read.
+
+    Returns
+    -------
+    torch.Tensor
+        As of `fused_kda_decode`, a row for each of x.
+
+    Raises
+    ------
+    ValueError
+        As `fused_kda_decode` raises it.
     """
     require(x.dim() == 2, "x", f"shape {tuple(x.shape)}", "[rows, channels]")
     require_shape("state_indices", state_indices, None, None)

@@ -34,7 +34,26 @@ class RecurrentKDAPrefillWorkspace:
 
 
 def kda_prefill_supports_fp32_checkpoints(device=None, *, lower_bound: float | None = None) -> bool:
-    """Whether states on the way can be float32: they can, with either gate and on every device."""
+    """Whether states on the way can be float32: they can, with either gate and on every device.
+
+    Parameters
+    ----------
+    device : torch.device, optional
+        Not read: every device.
+    lower_bound : float, optional
+        Not read: either gate.
+
+    Returns
+    -------
+    bool
+        True.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> flashinfer.kda_prefill_supports_fp32_checkpoints()
+    True
+    """
     return True
 
 
@@ -159,7 +178,35 @@ def prepare_tf32_kda_prefill(
     checkpoint_every_n_tokens: int = 0,
     beta_is_logit: bool = True,
 ) -> PreparedKDAPrefill:
-    """`prepare_bf16_kda_prefill` with inputs in float32, whose products are not rounded to bfloat16."""
+    """`prepare_bf16_kda_prefill` with inputs in float32, whose products are not rounded to bfloat16.
+
+    Parameters
+    ----------
+    q, k, v, g, beta, A_log, dt_bias, scale, lower_bound, cu_seqlens, beta_is_logit
+        As of `recurrent_kda`, with raw gates and normalized q and k; packed inputs may lack the leading 1.
+    out : torch.Tensor
+        Shape of v; receives the result.
+    initial_state : torch.Tensor, optional
+        [sequences, heads, V, K], or a pool with `state_indices`; zero if not given.
+    final_state : torch.Tensor, optional
+        Like `initial_state`, receives the final states; it may be `initial_state`.
+    sequence_lengths : sequence of int, optional
+        The lengths that `cu_seqlens` says; their sum is checked.
+    state_indices : torch.Tensor, optional
+        [sequences]: slots in the pools.
+    state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens
+        As of `recurrent_kda`; the first checkpoint of a sequence is its initial state.
+
+    Returns
+    -------
+    PreparedKDAPrefill
+        As of `prepare_bf16_kda_prefill`.
+
+    Raises
+    ------
+    ValueError
+        As `prepare_bf16_kda_prefill` raises it.
+    """
     q, k, v = (x.float() for x in (q, k, v))
     return prepare_bf16_kda_prefill(
         q,

@@ -182,14 +182,38 @@ def mhc_pre_big_fuse_with_prenorm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`mhc_pre_big_fuse` that computes sqrsum itself, from all elements of a token's streams.
 
-    Other parameters, results, errors and source are those of `mhc_pre_big_fuse`.
-
     Parameters
     ----------
     dot_mix : torch.Tensor
         float32 [..., 24] or [1, ..., 24].
     residual : torch.Tensor
         [..., 4, hidden].
+    mhc_scale : torch.Tensor
+        float32 [3].
+    mhc_base : torch.Tensor
+        float32 [24].
+    rms_eps, mhc_pre_eps, mhc_sinkhorn_eps : float
+        Above 0.
+    mhc_post_mult_value : float
+        A factor of post.
+    sinkhorn_repeat : int
+        1 to 1000.
+    block_size : int
+        Threads of upstream's kernel. It has no effect here.
+
+    Returns
+    -------
+    post : torch.Tensor
+        float32 [..., 4, 1].
+    comb : torch.Tensor
+        float32 [..., 4, 4].
+    layer_input : torch.Tensor
+        [..., hidden] in the dtype of residual.
+
+    Raises
+    ------
+    ValueError
+        As `mhc_pre_big_fuse` raises it.
     """
     outer, hidden = _check_residual(residual)
     shapes = (*outer, 24), (1, *outer, 24)

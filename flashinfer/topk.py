@@ -265,7 +265,19 @@ topk = top_k
 
 
 def can_implement_filtered_topk() -> bool:
-    """Whether the chip has the shared memory that one of upstream's kernels wants: True, for ours run on every chip."""
+    """Whether the chip has the shared memory that one of upstream's kernels wants: True, for ours run on every chip.
+
+    Returns
+    -------
+    bool
+        True.
+
+    Examples
+    --------
+    >>> from flashinfer.topk import can_implement_filtered_topk
+    >>> can_implement_filtered_topk()
+    True
+    """
     return True
 
 

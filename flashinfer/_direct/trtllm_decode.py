@@ -311,6 +311,11 @@ def xqa_batch_decode_with_kv_cache(
     Returns
     -------
     Tensor [tokens, num_qo_heads, head_dim], as query or out
+
+    Raises
+    ------
+    ValueError
+        As `trtllm_batch_decode_with_kv_cache` raises it.
     """
     return trtllm_batch_decode_with_kv_cache(
         query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,

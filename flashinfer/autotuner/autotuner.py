@@ -471,6 +471,11 @@ def autotune(
     cuda_graph_profile_replays : int, optional
         Time so many replays of a CUDA graph of each candidate.
 
+    Yields
+    ------
+    None
+        A context manager.
+
     Raises
     ------
     ValueError

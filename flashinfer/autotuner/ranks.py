@@ -15,6 +15,21 @@ def set_autotune_process_group(group) -> None:
 
     The ranks have to tune the same operations in the same order, and to begin with equal choices. A rank that does not
     come to an operation within 600 s is a TimeoutError on the others, which names it.
+
+    Parameters
+    ----------
+    group : ProcessGroup or None
+        The ranks that tune together.
+
+    Raises
+    ------
+    TimeoutError
+        Not here: in `AutoTuner.choose_one`, of a rank that does not come.
+
+    Examples
+    --------
+    >>> from flashinfer.autotuner import set_autotune_process_group
+    >>> set_autotune_process_group(None)
     """
     global _group, _ranks
     if _ranks is not None:
@@ -23,7 +38,19 @@ def set_autotune_process_group(group) -> None:
 
 
 def get_autotune_process_group():
-    """The group that `set_autotune_process_group` was given, or None."""
+    """The group that `set_autotune_process_group` was given, or None.
+
+    Returns
+    -------
+    ProcessGroup or None
+        None where times are this process's own.
+
+    Examples
+    --------
+    >>> from flashinfer.autotuner import get_autotune_process_group
+    >>> get_autotune_process_group() is None
+    True
+    """
     return _group
 
 

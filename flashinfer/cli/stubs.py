@@ -46,7 +46,9 @@ def _stub(tree: ast.Module, command: str) -> str:
     used = {n.id for line in body for n in ast.walk(ast.parse(line)) if isinstance(n, ast.Name)}
     imports = []
     for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and getattr(node, "module", "") not in ("__future__", "typing"):
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        if getattr(node, "module", "") not in ("__future__", "typing"):
             names = [a for a in node.names if (a.asname or a.name.split(".")[0]) in used]
             if names:
                 imports.append(ast.unparse(type(node)(**{**vars(node), "names": names})))

@@ -408,6 +408,24 @@ def fast_decode_plan(
     `global_override_indptr_cpu`, that host tensor is `indptr`. The output type is that of an earlier plan. Other
     parameters as in plan().
 
+    Parameters
+    ----------
+    indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode
+        As in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+    window_left, logits_soft_cap, q_data_type, kv_data_type, data_type, sm_scale, rope_scale, rope_theta
+        As in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+    non_blocking, fixed_split_size, disable_split_kv, q_len_per_req
+        As in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+    global_override_indptr_cpu : torch.Tensor, optional
+        Host tensor [batch_size + 1] in the place of `indptr`.
+    self : BatchDecodeWithPagedKVCacheWrapper
+        The wrapper to plan.
+
+    Raises
+    ------
+    ValueError
+        As `BatchDecodeWithPagedKVCacheWrapper.plan` raises it.
+
     Examples
     --------
     >>> import torch, flashinfer

@@ -145,5 +145,11 @@ def gdn_fused_decode_step_supported(
     -------
     bool
         False.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> flashinfer.gdn_fused_decode_step_supported(4)
+    False
     """
     return False

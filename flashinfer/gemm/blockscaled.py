@@ -132,13 +132,25 @@ def mm_mxfp8(
     b_descale : torch.Tensor
         uint8, ue8m0, of b.T. [K / 32, N], the transpose of row-major factors, or the bytes of 128x4 tiles in one
         dimension.
+    out : torch.Tensor, optional
+        [M, N] in `out_dtype`, rows contiguous.
+    out_dtype : torch.dtype
+        bfloat16, float16 or float32.
     use_8x4_sf_layout : bool
         The tiles of a are of 8 rows, not 128. Not for row-major factors.
     backend : str
         "cutlass", "cudnn", "cute-dsl", "cutedsl_low_latency", "b12x" or "auto": one result. "trtllm": the weight and
         its factors, which are in tiles then, whatever their shape, are shuffled as in `mm_fp4`. Or a variant's name.
-    out, out_dtype
-        As in `mm_fp4`, and so are result, errors and the formats' sources.
+
+    Returns
+    -------
+    torch.Tensor
+        [M, N] of out_dtype; products are summed in float32 and rounded once.
+
+    Raises
+    ------
+    ValueError
+        As `mm_fp4` raises it.
 
     Examples
     --------

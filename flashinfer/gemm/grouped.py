@@ -123,8 +123,30 @@ def group_deepgemm_fp8_nt_groupwise(
         any strides.
     m_indices : torch.Tensor
         [M] int32. Rows of -1, or of no group, are not written.
-    scale_granularity_mnk, out, out_dtype
-        As in `group_gemm_fp8_nt_groupwise`, and so are result, errors and source.
+    scale_granularity_mnk : tuple of int
+        Rows of a, rows of b, and elements of K to a scale. The last is a power of two, 32 or more.
+    out : torch.Tensor, optional
+        [M, N], rows contiguous.
+    out_dtype : torch.dtype, optional
+        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
+
+    Returns
+    -------
+    torch.Tensor
+        [M, N]. Rows of no group are not written.
+
+    Raises
+    ------
+    ValueError
+        As `group_gemm_fp8_nt_groupwise` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(3, 128).to(torch.float8_e4m3fn), torch.ones(2, 32, 128).to(torch.float8_e4m3fn)
+    >>> rows, scales = torch.tensor([0, 1, 1]).int(), (torch.ones(3, 1), torch.ones(2, 1, 1))
+    >>> flashinfer.gemm.group_deepgemm_fp8_nt_groupwise(a, b, *scales, rows)[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     require(m_indices.shape == a.shape[:1], "m_indices", tuple(m_indices.shape), f"{list(a.shape[:1])}, the rows of a")
     require(m_indices.dtype == torch.int32, "m_indices", m_indices.dtype, "int32")
@@ -161,12 +183,32 @@ def batch_deepgemm_fp8_nt_groupwise(
         [groups] int32, on the device: how many rows of each group count. The others are not written.
     expected_m : int
         About how many those are; it chooses the tile, and has no effect on which rows are computed.
+    scale_granularity_mnk : tuple of int
+        Rows of a, rows of b, and elements of K to a scale. The last is a power of two, 32 or more.
     out : torch.Tensor, optional
         [groups, M, N], rows contiguous.
-    scale_granularity_mnk, out_dtype
-        As in `group_gemm_fp8_nt_groupwise`, and so are result, errors and source.
+    out_dtype : torch.dtype, optional
+        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
     backend : str
         "deepgemm" or "auto": one result. Or a variant's name.
+
+    Returns
+    -------
+    torch.Tensor
+        [groups, M, N]. Rows that do not count are not written.
+
+    Raises
+    ------
+    ValueError
+        As `group_gemm_fp8_nt_groupwise` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(2, 4, 128).to(torch.float8_e4m3fn), torch.ones(2, 32, 128).to(torch.float8_e4m3fn)
+    >>> counts, scales = torch.tensor([4, 1]).int(), (torch.ones(2, 4, 1), torch.ones(2, 1, 1))
+    >>> flashinfer.gemm.batch_deepgemm_fp8_nt_groupwise(a, b, *scales, counts, 3)[1, 0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     require(masked_m.shape == b.shape[:1], "masked_m", tuple(masked_m.shape), f"{list(b.shape[:1])}, the groups of b")
     require(masked_m.dtype == torch.int32, "masked_m", masked_m.dtype, "int32")

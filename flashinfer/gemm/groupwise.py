@@ -166,8 +166,26 @@ def fp8_blockscale_gemm_sm90(
         float32 [M, ceil(K / 128)], any strides, of an FP8 input; None for bfloat16.
     weight_scale : torch.Tensor, optional
         float32 [N, ceil(K / 128)] or [ceil(N / 128), ceil(K / 128)], any strides, of an FP8 weight; None for bfloat16.
-    out, out_dtype
-        As in `gemm_fp8_nt_groupwise`, and so are result, errors and source.
+    out : torch.Tensor, optional
+        [M, N], rows contiguous.
+    out_dtype : torch.dtype, optional
+        bfloat16, float16 or float32; by default that of `out`, or bfloat16.
+
+    Returns
+    -------
+    torch.Tensor
+        [M, N] of out_dtype.
+
+    Raises
+    ------
+    ValueError
+        As `gemm_fp8_nt_groupwise` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> flashinfer.gemm.fp8_blockscale_gemm_sm90(torch.ones(2, 128).bfloat16(), torch.ones(32, 128).bfloat16())[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     dtypes = torch.bfloat16, torch.float8_e4m3fn
     given.check_matrix("input", input, 2, dtypes)

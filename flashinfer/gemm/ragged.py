@@ -188,6 +188,11 @@ def ragged_block_scaled_bmm(
     -------
     torch.Tensor
         [M, N]. Each gk of K are summed, scaled and added in float32. Rows of no entry are not written.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride, device or number other than the above.
     """
     require(not transpose_a, "transpose_a", transpose_a, "False")
     require(transpose_b, "transpose_b", transpose_b, "True")

@@ -275,7 +275,25 @@ def xqa_batch_decode_with_kv_cache_mla(
     sinks: torch.Tensor | list[torch.Tensor] | None = None,
     enable_pdl: bool | None = None,
 ) -> torch.Tensor:
-    """`trtllm_batch_decode_with_kv_cache_mla` under the name of another kernel of upstream; parameters as there."""
+    """`trtllm_batch_decode_with_kv_cache_mla` under the name of another kernel of upstream.
+
+    Parameters
+    ----------
+    query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens
+        As in `trtllm_batch_decode_with_kv_cache_mla`.
+    max_seq_len, out, bmm1_scale, bmm2_scale, sinks, enable_pdl
+        As in `trtllm_batch_decode_with_kv_cache_mla`.
+
+    Returns
+    -------
+    torch.Tensor
+        As of `trtllm_batch_decode_with_kv_cache_mla`.
+
+    Raises
+    ------
+    ValueError
+        As `trtllm_batch_decode_with_kv_cache_mla` raises it.
+    """
     return trtllm_batch_decode_with_kv_cache_mla(
         query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
         max_seq_len, 0, out, bmm1_scale, bmm2_scale, sinks, enable_pdl=enable_pdl,

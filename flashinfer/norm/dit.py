@@ -39,10 +39,42 @@ def fused_dit_gate_residual_layernorm_gamma_beta(
 
     Parameters
     ----------
+    input, residual : torch.Tensor
+        [batch, rows, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on a GPU.
+    gate : torch.Tensor
+        [batch, rows, hidden] or [batch * rows, hidden], any strides, such as a sixth of one tensor has; or
+        [batch, 1, hidden]. The dtype of `input`.
     gamma, beta : torch.Tensor
         [hidden]; float32, or the dtype of `input`, alike.
-    input, residual, gate, gate_bias, epsilon, use_nvfp4, use_mxfp8, global_scaling_factor
-        As in `fused_dit_gate_residual_layernorm_scale_shift`, as are other parameters, results and errors.
+    gate_bias : torch.Tensor, optional
+        float32 [hidden] or [1, hidden].
+    epsilon : float
+        Added to the variance (the biased one, divided by hidden).
+    use_nvfp4, use_mxfp8 : bool
+        Quantise the norm, as `nvfp4_quantize` or `mxfp8_quantize` do; at most one. hidden a multiple of 16 or 32.
+    global_scaling_factor : torch.Tensor, optional
+        One element (float32, float16 or bfloat16) or a number; NVFP4 needs it, as 448 * 6 / (largest magnitude). It
+        multiplies block factors.
+    input_global_scaling_factor : torch.Tensor, optional
+        One element or a number that `input` is multiplied by.
+    residual_out : torch.Tensor, optional
+        Receives the stream, contiguous, shape and dtype of `input`. It may be `residual` itself.
+    norm_out : torch.Tensor, optional
+        Receives the norm, contiguous: shape and dtype of `input`; NVFP4: int32 [batch, rows, hidden / 8]; MXFP8: int32
+        [batch, rows, hidden / 4].
+    sf_out : torch.Tensor, optional
+        Receives the factors of NVFP4 or MXFP8: uint8 [batch, padded rows / 128, padded factors / 4, 32, 4, 4], the
+        128x4 tiles of each batch entry, contiguous. Padding becomes 0.
+
+    Returns
+    -------
+    residual_out, norm_out : torch.Tensor
+        Those given, or new ones. Float32 maths, rounded once; NVFP4 and MXFP8 are of the norm in the dtype of `input`.
+
+    Raises
+    ------
+    ValueError
+        As `fused_dit_gate_residual_layernorm_scale_shift` raises it.
 
     Examples
     --------
@@ -165,7 +197,44 @@ def fused_dit_residual_layernorm_scale_shift(
     ``residual_out = residual + input``, or `input` alone; ``norm_out = layernorm(residual_out) * (1 + scale +
     scale_bias) + shift + shift_bias``.
 
-    Parameters, results and errors are those of `fused_dit_gate_residual_layernorm_scale_shift`.
+    Parameters
+    ----------
+    input : torch.Tensor
+        [batch, rows, hidden]; bfloat16, float16 or float32, any strides. hidden up to 32768 on a GPU.
+    scale, shift : torch.Tensor
+        [batch, rows, hidden] or [batch * rows, hidden], any strides, such as a sixth of one tensor has; or
+        [batch, 1, hidden]. The dtype of `input`.
+    residual : torch.Tensor, optional
+        The stream, in the shape and dtype of `input`; without it `input` is the stream.
+    scale_bias, shift_bias : torch.Tensor, optional
+        float32 [hidden] or [1, hidden].
+    epsilon : float
+        Added to the variance (the biased one, divided by hidden).
+    use_nvfp4, use_mxfp8 : bool
+        Quantise the norm, as `nvfp4_quantize` or `mxfp8_quantize` do; at most one. hidden a multiple of 16 or 32.
+    global_scaling_factor : torch.Tensor, optional
+        One element (float32, float16 or bfloat16) or a number; NVFP4 needs it, as 448 * 6 / (largest magnitude). It
+        multiplies block factors.
+    input_global_scaling_factor : torch.Tensor, optional
+        One element or a number that `input` is multiplied by.
+    residual_out : torch.Tensor, optional
+        Receives the stream, contiguous, shape and dtype of `input`. It may be `residual` itself.
+    norm_out : torch.Tensor, optional
+        Receives the norm, contiguous: shape and dtype of `input`; NVFP4: int32 [batch, rows, hidden / 8]; MXFP8: int32
+        [batch, rows, hidden / 4].
+    sf_out : torch.Tensor, optional
+        Receives the factors of NVFP4 or MXFP8: uint8 [batch, padded rows / 128, padded factors / 4, 32, 4, 4], the
+        128x4 tiles of each batch entry, contiguous. Padding becomes 0.
+
+    Returns
+    -------
+    residual_out, norm_out : torch.Tensor
+        Those given, or new ones. Float32 maths, rounded once; NVFP4 and MXFP8 are of the norm in the dtype of `input`.
+
+    Raises
+    ------
+    ValueError
+        As `fused_dit_gate_residual_layernorm_scale_shift` raises it.
 
     Examples
     --------

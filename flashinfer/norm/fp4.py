@@ -136,6 +136,11 @@ def add_rmsnorm_fp4quant(
     (torch.Tensor, torch.Tensor) or (torch.Tensor, torch.Tensor, torch.Tensor)
         Codes, block scales, and with `output_both_sf_layouts` the linear block scales.
 
+    Raises
+    ------
+    ValueError
+        As `rmsnorm_fp4quant` raises it.
+
     Examples
     --------
     >>> import torch, flashinfer

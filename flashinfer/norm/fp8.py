@@ -94,6 +94,11 @@ def fused_add_rmsnorm_quant(
         Shape and dtype of `input`, any strides. Overwritten with the sum. The norm is that of the float32 sum, before
         it is rounded to the dtype of `residual`.
 
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride, device or number other than the above.
+
     Examples
     --------
     >>> import torch, flashinfer
@@ -125,6 +130,11 @@ def layernorm_quant(
         The factor, [hidden]; bfloat16, float16 or float32. The name is upstream's.
     beta : torch.Tensor
         The shift, [hidden]; dtype of `gemma`.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride, device or number other than the above.
 
     Notes
     -----

@@ -124,12 +124,33 @@ def qk_rmsnorm_cute(
 
     Parameters
     ----------
-    input, weight, eps, enable_pdl
-        As in `rmsnorm`, as are errors; `input` is [batch, heads, head_dim].
+    input : torch.Tensor
+        [batch, heads, head_dim]; bfloat16, float16 or float32, any strides.
+    weight : torch.Tensor
+        [hidden]; bfloat16, float16 or float32.
     output : torch.Tensor
         Receives the result; shape and dtype of `input`, any strides.
+    eps : float
+        Added to the mean square.
     weight_bias : float
         0, or 1 for a weight that is stored minus one.
+    enable_pdl : bool, optional
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
+
+    Raises
+    ------
+    ValueError
+        As `rmsnorm` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, out = torch.full((1, 2, 64), 3.0), torch.empty(1, 2, 64)
+    >>> flashinfer.norm.qk_rmsnorm_cute(x, torch.ones(64), out)
+    >>> round(out[0, 0, 0].item(), 3)
+    1.0
     """
     require(input.dim() == 3, "input", tuple(input.shape), "[batch, heads, head_dim]")
     require(weight_bias in (0, 1), "weight_bias", weight_bias, "0, 1")

@@ -113,12 +113,17 @@ def append_paged_mla_kv_cache(
         [nnz, ckv_dim] (512 in DeepSeek models; any size), in the dtype of the cache, any strides.
     append_kpe : torch.Tensor
         [nnz, kpe_dim] (64 in DeepSeek models; any size), in the dtype of the cache, any strides.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len : torch.Tensor
+        As in `append_paged_kv_cache`, as are the errors.
     ckv_cache : torch.Tensor
         [max_num_pages, page_size, ckv_dim], any strides.
     kpe_cache : torch.Tensor
         [max_num_pages, page_size, kpe_dim], any strides.
-    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len : torch.Tensor
-        As in `append_paged_kv_cache`, as are the errors.
+
+    Raises
+    ------
+    ValueError
+        As `append_paged_kv_cache` raises it.
 
     References
     ----------

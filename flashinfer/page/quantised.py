@@ -43,14 +43,19 @@ def nvfp4_quantize_append_paged_kv_cache(
     ----------
     append_key, append_value : torch.Tensor
         [nnz, num_kv_heads, head_dim]; bfloat16 or float16, head_dim a multiple of 16, any strides.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout
+        As in `append_paged_kv_cache`, as are the errors.
     paged_kv_cache : torch.Tensor or (torch.Tensor, torch.Tensor)
         uint8, as in `append_paged_kv_cache` with head_dim / 2 for head_dim: two e2m1 a byte, the first in the low half.
     kv_cache_sf : torch.Tensor or (torch.Tensor, torch.Tensor)
         float8_e4m3fn or uint8, the same with head_dim / 16: the factor of each 16 elements.
     k_scale, v_scale : float
         The scales of dequantisation: a value is about code * factor * scale.
-    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout
-        As in `append_paged_kv_cache`, as are the errors.
+
+    Raises
+    ------
+    ValueError
+        As `append_paged_kv_cache` raises it.
 
     References
     ----------
@@ -194,6 +199,8 @@ def nvfp4_quantize_append_paged_mla_kv_cache(
         [nnz, ckv_dim]; bfloat16 or float16, ckv_dim a multiple of 16, any strides.
     append_kpe : torch.Tensor
         [nnz, kpe_dim], in the dtype of append_ckv, any strides.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len : torch.Tensor
+        As in `append_paged_kv_cache`, as are the errors.
     ckv_cache : torch.Tensor
         uint8 [max_num_pages, page_size, ckv_dim / 2]: two e2m1 a byte, the first in the low half. Any strides.
     ckv_sf_cache : torch.Tensor
@@ -202,8 +209,11 @@ def nvfp4_quantize_append_paged_mla_kv_cache(
         float8_e4m3fn or uint8 [max_num_pages, page_size, kpe_dim]: e4m3.
     ckv_scale, kpe_scale : float
         The scales of dequantisation: a value is about code * factor * ckv_scale, and code * kpe_scale.
-    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len
-        As in `append_paged_kv_cache`, as are the errors.
+
+    Raises
+    ------
+    ValueError
+        As `append_paged_kv_cache` raises it.
 
     References
     ----------

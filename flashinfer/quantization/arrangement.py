@@ -75,6 +75,11 @@ def shuffle_matrix_a(input_tensor: torch.Tensor, epilogue_tile_m: int) -> torch.
     torch.Tensor
         A new tensor like `input_tensor`.
 
+    Raises
+    ------
+    ValueError
+        Rows that are no such multiple, or another number of axes.
+
     Examples
     --------
     >>> import torch, flashinfer
@@ -105,6 +110,11 @@ def shuffle_matrix_sf_a(
     -------
     torch.Tensor
         uint8 of one dimension, as `block_scale_interleave` gives it.
+
+    Raises
+    ------
+    ValueError
+        Rows that are no such multiple, or another number of axes.
 
     Examples
     --------

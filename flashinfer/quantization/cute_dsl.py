@@ -33,10 +33,14 @@ def nvfp4_quantize_cute_dsl(
 
     Parameters
     ----------
-    input, global_scale, enable_pdl, nvfp4_4over6
-        As `a`, `a_global_sf` and so on of `nvfp4_quantize`, as are errors.
+    input : torch.Tensor
+        [M, K]; bfloat16, float16 or an e4m3 dtype that `nvfp4_quantize` takes. K a multiple of 16.
+    global_scale : float or torch.Tensor
+        `a_global_sf` of `nvfp4_quantize`.
     sf_layout : int
         0: 128x4 tiles, 1: 8x4 tiles, 2: row-major.
+    enable_pdl, nvfp4_4over6
+        As in `nvfp4_quantize`.
     out : (torch.Tensor, torch.Tensor), optional
         Receive codes, uint8 [M, K / 2], and factors, uint8, contiguous, as many as the layout has or more; views of
         these are returned.
@@ -45,6 +49,19 @@ def nvfp4_quantize_cute_dsl(
     -------
     (torch.Tensor, torch.Tensor)
         Codes and factors.
+
+    Raises
+    ------
+    ValueError
+        As `nvfp4_quantize` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x = torch.ones(128, 64).bfloat16()
+    >>> codes, factors = flashinfer.quantization.nvfp4_quantize_cute_dsl(x, 1.0)
+    >>> codes.shape, factors.numel()
+    (torch.Size([128, 32]), 512)
     """
     codes, factors = nvfp4_quantize(
         input, global_scale, _layout(sf_layout), enable_pdl=enable_pdl, nvfp4_4over6=nvfp4_4over6
@@ -73,9 +90,38 @@ def nvfp4_quantize_per_token_cute_dsl(
     out_scale: torch.Tensor | None = None,
     nvfp4_4over6: NVFP44Over6Config | Unset | None = UNSET,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`nvfp4_quantize` with a scale for each row: codes, factors, and float32 scales [M].
+    """`nvfp4_quantize` with a scale for each row.
 
-    Parameters and errors are those of `nvfp4_quantize_cute_dsl` and `nvfp4_quantize`.
+    Parameters
+    ----------
+    input : torch.Tensor
+        [M, K]; bfloat16 or float16. K a multiple of 16.
+    global_scale_inv : torch.Tensor or float
+        `a_global_sf` of `nvfp4_quantize`.
+    sf_layout : int
+        0: 128x4 tiles, 1: 8x4 tiles, 2: row-major.
+    enable_pdl, nvfp4_4over6
+        As in `nvfp4_quantize`.
+    out_scale : torch.Tensor, optional
+        Receives the scales, float32 [M].
+
+    Returns
+    -------
+    (torch.Tensor, torch.Tensor, torch.Tensor)
+        Codes, factors, and float32 scales [M].
+
+    Raises
+    ------
+    ValueError
+        As `nvfp4_quantize` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x = torch.ones(128, 64).bfloat16()
+    >>> codes, factors, scales = flashinfer.quantization.nvfp4_quantize_per_token_cute_dsl(x, 1.0)
+    >>> codes.shape, scales.shape
+    (torch.Size([128, 32]), torch.Size([128]))
     """
     return nvfp4_quantize(
         input, global_scale_inv, _layout(sf_layout), enable_pdl=enable_pdl, per_token_activation=True,
@@ -88,7 +134,35 @@ def nvfp4_quantize_per_token_cute_dsl(
 def mxfp4_quantize_cute_dsl(
     input: torch.Tensor, sf_layout: int = 0, enable_pdl: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`mxfp4_quantize` by a number for the layout, as `nvfp4_quantize_cute_dsl` has it."""
+    """`mxfp4_quantize` by a number for the layout.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        [M, K]; bfloat16 or float16. K a multiple of 32.
+    sf_layout : int
+        0: 128x4 tiles, 1: 8x4 tiles, 2: row-major.
+    enable_pdl : bool, optional
+        As in `mxfp4_quantize`.
+
+    Returns
+    -------
+    (torch.Tensor, torch.Tensor)
+        Codes, uint8 [M, K / 2], and ue8m0 factors.
+
+    Raises
+    ------
+    ValueError
+        As `mxfp4_quantize` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x = torch.ones(128, 64).bfloat16()
+    >>> codes, factors = flashinfer.quantization.mxfp4_quantize_cute_dsl(x)
+    >>> codes.shape, factors.numel()
+    (torch.Size([128, 32]), 512)
+    """
     return mxfp4_quantize(input, enable_pdl=enable_pdl, sfLayout=_layout(sf_layout))
 
 
@@ -100,7 +174,41 @@ def mxfp8_quantize_cute_dsl(
     enable_pdl: bool | None = None,
     is_sf_8x4_layout: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`mxfp8_quantize`, with `is_sf_8x4_layout` for tiles of 8 rows and 4 factors."""
+    """`mxfp8_quantize`, with `is_sf_8x4_layout` for tiles of 8 rows and 4 factors.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        [..., K]; bfloat16, float16, float32 or float8_e4m3fn, rows contiguous. Any K: rows are padded with zeros.
+    is_sf_swizzled_layout : bool
+        Factors in 128x4 tiles, padded with zeros, and not row-major.
+    alignment : int
+        K is rounded up to a multiple of this, which is one of 32.
+    enable_pdl : bool, optional
+        Programmatic dependent launch: the kernel may be launched before those in front of it end, and waits for
+        them itself. None and True: small launches, where the GPU has it (compute capability 9.0 and above). It
+        has no effect on results.
+    is_sf_8x4_layout : bool
+        Tiles of 8 rows and 4 factors; with is_sf_swizzled_layout only.
+
+    Returns
+    -------
+    (torch.Tensor, torch.Tensor)
+        Codes and ue8m0 factors.
+
+    Raises
+    ------
+    ValueError
+        As `mxfp8_quantize` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x = torch.ones(128, 64).bfloat16()
+    >>> codes, factors = flashinfer.quantization.mxfp8_quantize_cute_dsl(x)
+    >>> codes.shape, factors.numel()
+    (torch.Size([128, 64]), 512)
+    """
     tiled = is_sf_swizzled_layout or not is_sf_8x4_layout
     require(tiled, "is_sf_8x4_layout", is_sf_8x4_layout, "False, without is_sf_swizzled_layout")
     layout = SfLayout.layout_8x4 if is_sf_8x4_layout else None

@@ -116,6 +116,11 @@ def resolve_nvfp4_4over6(setting: NVFP44Over6Config | Unset | None = UNSET) -> N
     setting : NVFP44Over6Config or None
         A recipe, or None for none; left out, the environment decides, with a FutureWarning where it names one.
 
+    Returns
+    -------
+    NVFP44Over6Config or None
+        The recipe; None for none.
+
     Raises
     ------
     ValueError
@@ -138,7 +143,24 @@ def resolve_nvfp4_4over6(setting: NVFP44Over6Config | Unset | None = UNSET) -> N
 
 
 def nvfp4_e4m3_max(nvfp4_4over6_config: NVFP44Over6Config | None = None) -> float:
-    """The largest block factor that a global scale aims at: 448, or the recipe's. The environment is not read."""
+    """The largest block factor that a global scale aims at: 448, or the recipe's. The environment is not read.
+
+    Parameters
+    ----------
+    nvfp4_4over6_config : NVFP44Over6Config, optional
+        A recipe.
+
+    Returns
+    -------
+    float
+        448, or the recipe's.
+
+    Examples
+    --------
+    >>> from flashinfer.quantization import nvfp4_e4m3_max
+    >>> nvfp4_e4m3_max()
+    448.0
+    """
     return float(_E4M3_MAX if nvfp4_4over6_config is None else nvfp4_4over6_config.e4m3_max)
 
 

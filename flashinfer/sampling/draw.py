@@ -110,6 +110,11 @@ def sampling_from_logits(
     torch.Tensor
         [batch]; dtype of `indices`, or int32.
 
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride, device or number other than the above.
+
     Examples
     --------
     >>> import torch, flashinfer
@@ -375,6 +380,11 @@ def top_k_top_p_sampling_from_logits(
     -------
     torch.Tensor
         [batch]; dtype of `indices`, or int32.
+
+    Raises
+    ------
+    ValueError
+        A shape, dtype, stride, device or number other than the above.
 
     Examples
     --------

@@ -100,11 +100,22 @@ def probe(group=None, device: torch.device | None = None, backend=None) -> Capab
 
     Parameters
     ----------
-    group : ProcessGroup
+    group : ProcessGroup, optional
+        The ranks; a single one without.
     device : torch.device, optional
         This rank's; by default the current CUDA device, or the CPU where there is none.
     backend : object with CommBackend's methods, optional
         In place of `group`.
+
+    Returns
+    -------
+    Capability
+        What works, and why no more does.
+
+    Raises
+    ------
+    TimeoutError
+        A rank did not come within the deadline of set-ups.
     """
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
