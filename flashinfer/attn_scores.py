@@ -219,6 +219,16 @@ def fp4_paged_mqa_logits(
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, kv = torch.full((1, 1, 64, 64), 0x22).byte(), torch.full((2, 32, 1, 64), 0x22).byte()  # e2m1 of 1
+    >>> ones = torch.full((1, 1, 64, 4), 127).byte()  # ue8m0 of 1
+    >>> kv = torch.cat((kv.view(2, -1), torch.full((2, 128), 127).byte()), 1).view(2, 32, 1, 68)
+    >>> table, lens = torch.tensor([[1, 0]]).int(), torch.tensor([40]).int()
+    >>> flashinfer.fp4_paged_mqa_logits(q, ones, kv, torch.ones(1, 64), table, lens, 64)[0, 0].item()  # 64 heads of 128
+    8192.0
     """
     fits = q.dim() == 4 and q.dtype == torch.uint8 and q.shape[3] % 16 == 0
     require(fits, "q", f"{q.dtype} {tuple(q.shape)}", "uint8 [batch, next_n, num_heads, head_dim / 2], 16 to 128 bytes")
@@ -328,6 +338,11 @@ def precompile_paged_mqa_logits(
     ------
     ValueError
         Another variant or dtype.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> flashinfer.precompile_paged_mqa_logits("cpu")  # nothing to compile
     """
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"

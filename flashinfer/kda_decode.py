@@ -228,6 +228,16 @@ def fused_kda_decode(
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, weight, gate = torch.randn(2, 3 * 4 * 64), torch.randn(3, 4, 4 * 64), torch.randn(1, 2, 4, 64)
+    >>> conv, state, slots = torch.zeros(3, 3 * 4 * 64, 3), torch.zeros(3, 4, 64, 64), torch.tensor([1, 2])
+    >>> out = flashinfer.fused_kda_decode(x, weight, conv, gate, gate[..., 0], torch.zeros(4),
+    ...     torch.zeros(4 * 64), slots, state, gate[0], torch.ones(64))
+    >>> out.shape
+    torch.Size([1, 2, 4, 64])
     """
     require(state_indices_mode in _MODES, "state_indices_mode", repr(state_indices_mode), ", ".join(map(repr, _MODES)))
     require(x.dim() == 2, "x", f"shape {tuple(x.shape)}", "[rows, channels]")
@@ -314,6 +324,17 @@ def packed_fused_kda_decode(
     ------
     ValueError
         As `fused_kda_decode` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, weight, gate = torch.randn(2, 3 * 4 * 64), torch.randn(3, 4, 4 * 64), torch.randn(1, 2, 4, 64)
+    >>> conv, state, slots = torch.zeros(3, 3 * 4 * 64, 3), torch.zeros(3, 4, 64, 64), torch.tensor([[1], [2]])
+    >>> out = flashinfer.packed_fused_kda_decode(x, weight, conv, gate, gate[..., 0], torch.zeros(4),
+    ...     torch.zeros(4 * 64), slots, state, gate[0], torch.ones(64), query_start_loc=torch.arange(3),
+    ...     num_accepted_tokens=torch.ones(2).int())
+    >>> out.shape
+    torch.Size([1, 2, 4, 64])
     """
     require(x.dim() == 2, "x", f"shape {tuple(x.shape)}", "[rows, channels]")
     require_shape("state_indices", state_indices, None, None)

@@ -27,6 +27,12 @@ class RecurrentKDAPrefillWorkspace:
     ----------
     device : torch.device or str
         Of the tensors of the call.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> flashinfer.RecurrentKDAPrefillWorkspace("cpu").device.type
+    'cpu'
     """
 
     def __init__(self, device):
@@ -111,6 +117,16 @@ def prepare_bf16_kda_prefill(
     ------
     ValueError
         A shape, dtype, device or combination other than the above, at launch at the latest.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v, g = torch.nn.functional.normalize(torch.randn(4, 1, 8, 2, 64), dim=-1).bfloat16()
+    >>> out = torch.empty_like(v)
+    >>> prepared = flashinfer.prepare_bf16_kda_prefill(
+    ...     q, k, v, g, g[..., 0], A_log=torch.zeros(2), dt_bias=torch.zeros(2 * 64), out=out)
+    >>> prepared.launch() is out
+    True
     """
     inputs = {
         "q": q,
@@ -206,6 +222,16 @@ def prepare_tf32_kda_prefill(
     ------
     ValueError
         As `prepare_bf16_kda_prefill` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v, g = torch.nn.functional.normalize(torch.randn(4, 1, 8, 2, 64), dim=-1)
+    >>> out = torch.empty_like(v)
+    >>> prepared = flashinfer.prepare_tf32_kda_prefill(
+    ...     q, k, v, g, g[..., 0], A_log=torch.zeros(2), dt_bias=torch.zeros(2 * 64), out=out)
+    >>> prepared.launch() is out
+    True
     """
     q, k, v = (x.float() for x in (q, k, v))
     return prepare_bf16_kda_prefill(
@@ -288,6 +314,18 @@ class KDAPrefillPlanCache:
         Most prefills.
     max_bytes : int, optional
         Most bytes that they may retain on the device, as `put` counts them; no bound if not given.
+
+    Raises
+    ------
+    ValueError
+        A capacity or max_bytes below 1.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> cache = flashinfer.KDAPrefillPlanCache(capacity=8)
+    >>> len(cache), cache.hits
+    (0, 0)
     """
 
     def __init__(self, capacity: int = 64, max_bytes: int | None = None):

@@ -228,5 +228,22 @@ def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: in
 
 
 def next_positive_power_of_2(x: int) -> int:
-    """The smallest power of two that is at least x and at least 1."""
+    """The smallest power of two that is at least x and at least 1.
+
+    Parameters
+    ----------
+    x : int
+        Any.
+
+    Returns
+    -------
+    int
+        1, 2, 4, ...
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> flashinfer.next_positive_power_of_2(5), flashinfer.next_positive_power_of_2(0)
+    (8, 1)
+    """
     return 1 if x < 1 else 1 << (x - 1).bit_length()

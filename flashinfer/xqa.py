@@ -68,6 +68,8 @@ def xqa(
         Keys of each request, those of its queries among them.
     output : Tensor, as q
         Written; its dtype may be another, fp8 too, which saturates.
+    workspace_buffer, semaphores, sm_count, enable_pdl
+        Scratch and hints that change no result.
     num_kv_heads, page_size : int
         As the caches have them.
     sinks : float32 Tensor [num_kv_heads, num_q_heads / num_kv_heads] or [num_q_heads], optional
@@ -75,6 +77,8 @@ def xqa(
     q_scale, kv_scale : float or float32 Tensor [1]
     sliding_win_size : int
         A query sees this many keys, itself among them; 0 for all.
+    kv_layout : str
+        "NHD" or "HND": the axes of the caches.
     rcp_out_scale : float
         Factor of the output.
     q_seq_len : int
@@ -85,8 +89,6 @@ def xqa(
         First token of each request, for requests of different numbers of queries.
     k_sf_cache, v_sf_cache : Tensor, optional
         Factors of nvfp4 caches, those of V row by row (`trtllm_batch_decode_with_kv_cache` with backend "xqa").
-    workspace_buffer, semaphores, sm_count, enable_pdl
-        Scratch and hints that change no result.
 
     Raises
     ------

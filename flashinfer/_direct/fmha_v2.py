@@ -60,6 +60,10 @@ def trtllm_fmha_v2_prefill(
         By `input_layout`: "PACKED_QKV" [tokens, 3, heads, head_dim]; "CONTIGUOUS_Q_KV" q [tokens, num_qo_heads,
         head_dim] and kv [kv_tokens, 2, num_kv_heads, head_dim]; "SEPARATE_Q_K_V" q, k and v; "Q_PAGED_KV_NHD" and
         "Q_PAGED_KV_HND" q and the cache, as in `trtllm_batch_decode_with_kv_cache`. bf16, fp16 or fp8.
+    input_layout : str
+        "PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_NHD" or "Q_PAGED_KV_HND": what qkv is.
+    workspace_buffer, max_kv_len, skip_softmax_threshold_scale_factor
+        Scratch, a bound and a permission that change no result.
     seq_lens : int32 Tensor [batch]
         Keys of each request.
     max_q_len : int
@@ -91,8 +95,6 @@ def trtllm_fmha_v2_prefill(
         With mask_mode "chunked"; else 0.
     save_softmax_stats : bool
         Whether to return the statistics of the softmax, too.
-    workspace_buffer, max_kv_len, skip_softmax_threshold_scale_factor
-        Scratch, a bound and a permission that change no result.
 
     Returns
     -------

@@ -33,6 +33,12 @@ class MeasurementPolicy:
     ------
     ValueError
         Another mode.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> flashinfer.MeasurementPolicy(execution_mode="cuda_graph").execution_mode
+    'cuda_graph'
     """
 
     execution_mode: str = "auto"

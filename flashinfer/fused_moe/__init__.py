@@ -10,7 +10,7 @@ from flashinfer.fused_moe.bgmv_moe import (
     prepare_bgmv_moe,
 )
 from flashinfer.fused_moe.cute_dsl import CuteDslMoEWrapper, cute_dsl_fused_moe, cute_dsl_fused_moe_nvfp4
-from flashinfer.fused_moe.cutlass import cutlass_fused_moe, cutlass_fused_moe_workspace_size
+from flashinfer.fused_moe.cutlass import cutlass_fused_moe
 from flashinfer.fused_moe.hash_topk import hash_topk
 from flashinfer.fused_moe.layouts import (
     convert_to_block_layout,
@@ -42,6 +42,7 @@ from flashinfer.fused_moe.trtllm_fp8_channels import (
 from flashinfer.fused_moe.trtllm_gen_routing import TrtllmGenRoutingResult, trtllm_gen_routing
 from flashinfer.fused_moe.trtllm_mxint4 import trtllm_mxint4_block_scale_moe, trtllm_mxint4_block_scale_routed_moe
 from flashinfer.fused_moe.trtllm_w4 import trtllm_fp4_block_scale_moe, trtllm_fp4_block_scale_routed_moe
+from flashinfer.fused_moe.utils import cutlass_fused_moe_workspace_size
 from flashinfer.quantization.nvfp4_quantization_utils import NVFP44Over6Config, NVFP44Over6ErrMode
 from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout
 

@@ -1,6 +1,6 @@
 """The path by which callers of upstream reach the names of `flashinfer.fused_moe`."""
 
-from flashinfer.fused_moe.cutlass import cutlass_fused_moe, cutlass_fused_moe_workspace_size
+from flashinfer.fused_moe.cutlass import cutlass_fused_moe
 from flashinfer.fused_moe.layouts import (
     convert_to_block_layout,
     get_reorder_rows_for_gated_act_gemm_row_indices,
@@ -20,6 +20,7 @@ from flashinfer.fused_moe.trtllm_fp8 import (
 )
 from flashinfer.fused_moe.trtllm_mxint4 import trtllm_mxint4_block_scale_moe
 from flashinfer.fused_moe.trtllm_w4 import trtllm_fp4_block_scale_moe, trtllm_fp4_block_scale_routed_moe
+from flashinfer.fused_moe.utils import cutlass_fused_moe_workspace_size
 from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout
 
 __all__ = [

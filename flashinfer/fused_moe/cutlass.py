@@ -12,7 +12,7 @@ from flashinfer.ops import layouts, narrow
 from flashinfer.ops.moe.experts import fragments
 from flashinfer.tllm_enums import ActivationType
 
-__all__ = ["cutlass_fused_moe", "cutlass_fused_moe_workspace_size"]
+__all__ = ["cutlass_fused_moe"]
 
 _PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _BYTES = (torch.uint8, torch.int64, torch.float4_e2m1fn_x2)
@@ -137,24 +137,27 @@ def cutlass_fused_moe(
         Only 1 and 0.
     output : torch.Tensor, optional
         Receives the result; [tokens, hidden] of `output_dtype`.
+    enable_alltoall, use_packed_weights, tune_max_num_tokens, enable_pdl
+        Have no effect on results, and none on the launches yet.
+    use_fused_finalize, profile_ids, workspace_buffer
+        Have no effect on results, and none on the launches yet.
     use_deepseek_fp8_block_scale, use_w4_group_scaling, use_mxfp8_act_scaling : bool
         Choose a row of the table where dtypes do not.
-    use_wfp4afp8_humming : bool
-        The last row of the table, with `use_w4_group_scaling` or without.
     min_latency_mode : bool
         Only False; the error is a NotImplementedError, too, as it is upstream.
+    use_wfp4afp8_humming : bool
+        The last row of the table, with `use_w4_group_scaling` or without.
     activation_type : ActivationType
         Any. ClampedRelu2 is (l * tanh(max(y, 0) / l)) ** 2 with l = `clamped_relu2_limit`; Situ is
         a * tanh(gate / a) * sigmoid(gate) * b * tanh(up / b) with a = `situ_beta` and b = `situ_linear_beta`.
+    swizzled_input_sf : bool
+        Whether input_sf is in 128x4 tiles.
     clamped_relu2_limit : torch.Tensor or float, optional
         l, above 0: a number or a float32 tensor of one element. With ClampedRelu2 alone, which needs it.
     situ_beta, situ_linear_beta : torch.Tensor or float, optional
         Numbers above 0, or float32 [experts]. With Situ alone; 4 and 25 by default.
     backend : str
         "cutlass" or "auto".
-    enable_alltoall, use_packed_weights, tune_max_num_tokens, enable_pdl, use_fused_finalize, profile_ids, \
-workspace_buffer
-        Have no effect on results, and none on the launches yet.
 
     Returns
     -------
@@ -225,54 +228,6 @@ workspace_buffer
     tokens = tokens._replace(name="input")
     out = experts.result("output", output, len(input), second.codes.shape[1], dtype, device)
     return experts.run(tokens, routed, first, activation, between, second, out)
-
-
-@checked
-def cutlass_fused_moe_workspace_size(
-    max_num_tokens: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_experts_total: int,
-    top_k: int,
-    *,
-    x_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    output_dtype: torch.dtype = torch.bfloat16,
-    activation_type: ActivationType = ActivationType.Swiglu,
-    tp_size: int = 1,
-    tp_rank: int = 0,
-    ep_size: int = 1,
-    ep_rank: int = 0,
-    min_latency_mode: bool = False,
-    use_deepseek_fp8_block_scale: bool = False,
-    use_w4_group_scaling: bool = False,
-    use_mxfp8_act_scaling: bool = False,
-    use_fused_finalize: bool = True,
-    use_packed_weights: bool = False,
-    use_wfp4afp8_humming: bool = False,
-    device: torch.device | str | int | None = None,
-) -> int:
-    """Bytes of a `workspace_buffer` that `cutlass_fused_moe` takes: 128 for any call, which are left alone.
-
-    Memory between the launches is torch's own. The parameters are upstream's, and only the first five are looked at.
-
-    Raises
-    ------
-    ValueError
-        One of the first five that is less than 1.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
-    >>> cutlass_fused_moe_workspace_size(64, 4096, 1024, 8, 2, x_dtype=torch.bfloat16, weight_dtype=torch.bfloat16)
-    128
-    """
-    sizes = {"max_num_tokens": max_num_tokens, "hidden_size": hidden_size, "intermediate_size": intermediate_size,
-             "num_experts_total": num_experts_total, "top_k": top_k}  # fmt: skip
-    for name, value in sizes.items():
-        require(value >= 1, name, value, "1 or more")
-    return 128
 
 
 def _activation(act: str, shape, situ, clamp, count: int, device) -> experts.Activation:

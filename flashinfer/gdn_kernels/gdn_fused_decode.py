@@ -26,7 +26,7 @@ def gdn_fused_decode_step(
     w_ba: torch.Tensor,
     mixed_qkv: torch.Tensor,
     conv_weight: torch.Tensor,
-    conv_bias: torch.Tensor,
+    conv_bias: torch.Tensor | None,
     conv_state: torch.Tensor,
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
@@ -51,7 +51,7 @@ def gdn_fused_decode_step(
         [batch, (2 query heads + heads) K]: q, k and v of all heads.
     conv_weight : torch.Tensor
         [channels of mixed_qkv, width], width 2 to 4.
-    conv_bias : torch.Tensor
+    conv_bias : torch.Tensor, optional
         [channels]; None for none.
     conv_state : torch.Tensor
         [slots, channels, width - 1], any strides.
@@ -78,6 +78,16 @@ def gdn_fused_decode_step(
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, w_ba, qkv = torch.randn(2, 32).bfloat16(), torch.randn(32, 8).bfloat16(), torch.randn(2, 8 * 64).bfloat16()
+    >>> conv, state = torch.zeros(3, 8 * 64, 3).bfloat16(), torch.zeros(3, 4, 64, 64)  # 2 query heads, 4 heads
+    >>> out, *_ = flashinfer.gdn_fused_decode_step(x, w_ba, qkv, torch.randn(8 * 64, 4).bfloat16(), None, conv,
+    ...     torch.zeros(4), torch.zeros(4), None, state, torch.tensor([0, 2]))
+    >>> out.shape
+    torch.Size([2, 1, 4, 64])
     """
     require_shape("ssm_state", ssm_state, None, None, None, None)
     require_shape("mixed_qkv", mixed_qkv, None, None)

@@ -12,7 +12,6 @@ from .dense import (
     tinygemm_bf16,
 )
 from .grouped import (
-    SegmentGEMMWrapper,
     batch_deepgemm_fp8_nt_groupwise,
     group_deepgemm_fp8_nt_groupwise,
     group_gemm_fp8_nt_groupwise,
@@ -40,6 +39,7 @@ from .router import (
     mm_M1_16_K7168_N896,
     mm_M1_16_K7168_N896_bf16,
 )
+from .segment import SegmentGEMMWrapper
 from .svdquant import mm_nvfp4_svdquant, nvfp4_quantize_smooth, svdquant_linear
 
 __all__ = [

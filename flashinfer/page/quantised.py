@@ -219,6 +219,16 @@ def nvfp4_quantize_append_paged_mla_kv_cache(
     ----------
     DeepSeek-AI, DeepSeek-V2, 2024, section 2.1, https://arxiv.org/abs/2405.04434; OCP Microscaling Formats
     Specification 1.0, for e2m1
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> ckv, kpe, at = torch.randn(3, 512).bfloat16(), torch.randn(3, 64).bfloat16(), torch.zeros(3).int()
+    >>> caches = [torch.zeros(2, 16, dim).byte() for dim in (256, 32, 64)]  # codes, factors, kpe
+    >>> table = torch.tensor([1]).int(), torch.tensor([0, 1]).int(), torch.tensor([3]).int()
+    >>> flashinfer.nvfp4_quantize_append_paged_mla_kv_cache(ckv, kpe, at, torch.arange(3).int(), *caches, *table, 1, 1)
+    >>> bool(caches[0][1, :3].any()), bool(caches[0][0].any())
+    (True, False)
     """
     for name, x in (("append_ckv", append_ckv), ("append_kpe", append_kpe)):
         require(x.dim() == 2, name, tuple(x.shape), "[nnz, dim]")

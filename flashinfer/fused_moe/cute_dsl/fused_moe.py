@@ -225,18 +225,27 @@ swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
         As in `cute_dsl_fused_moe`.
     hidden_size, intermediate_size : int
         Of the weights that `run` is given.
+    use_cuda_graph, max_num_tokens, tile_size, enable_pdl, use_fused_finalize
+        Have no effect on results, and none on the launches: every call can be captured, nothing is set aside for it,
+        and tiles follow the number of tokens.
     sf_vec_size : int
         Elements that share a scale factor: 16; with w4a8, where it is 32, either.
     device : str or torch.device
         Where the tensors of `run` are.
-    use_cuda_graph, max_num_tokens, tile_size, enable_pdl, use_fused_finalize
-        Have no effect on results, and none on the launches: every call can be captured, nothing is set aside for it,
-        and tiles follow the number of tokens.
+    swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta, quant_mode
+        As in `cute_dsl_fused_moe_nvfp4`.
 
     Raises
     ------
     ValueError
         A number, dtype or combination other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> layer = flashinfer.CuteDslMoEWrapper(4, 2, 128, 128, device="cpu", quant_mode="w4a16")
+    >>> layer.num_experts, layer.top_k
+    (4, 2)
     """
 
     @checked

@@ -50,6 +50,13 @@ class AttentionVariant:
     ------
     ValueError
         An argument is none of the above.
+
+    Examples
+    --------
+    >>> import flashinfer
+    >>> flashinfer.AttentionVariant(logits=lambda logits, batch, q_pos, kv_pos, head, params: logits)
+    Traceback (most recent call last):
+    ValueError: logits: got ...
     """
 
     logits: Any = None
