@@ -69,6 +69,16 @@ def gated_delta_rule_replayssm_commit(
     ------
     ValueError
         A shape, dtype, device or combination other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> state, v, k = torch.zeros(1, 3, 4, 64, 64), torch.randn(1, 3, 4, 2, 64), torch.randn(1, 3, 4, 2, 64)
+    >>> g, beta, slots = torch.zeros(1, 3, 4, 2), torch.ones(1, 3, 4, 2), torch.tensor([2, 0])
+    >>> accepted, commit = torch.tensor([1, 2]), flashinfer.gdn_decode.gated_delta_rule_replayssm_commit
+    >>> state = commit(state, v, k, g, beta, slots, accepted)
+    >>> bool(state[0, 2].any()), bool(state[0, 1].any())
+    (True, False)
     """
     windows = {"rawv_cache": rawv_cache, "rawk_cache": rawk_cache, "g_cache": g_cache, "beta_cache": beta_cache}
     require(

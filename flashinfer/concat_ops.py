@@ -39,6 +39,14 @@ def concat_mla_k(k: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor, *,
     References
     ----------
     DeepSeek-AI, DeepSeek-V2, 2024, section 2.1.3, https://arxiv.org/abs/2405.04434
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> k, nope, rope = torch.empty(3, 8, 192), torch.ones(3, 8, 128), torch.zeros(3, 1, 64)
+    >>> flashinfer.concat_ops.concat_mla_k(k, nope, rope)
+    >>> k.sum().item() == nope.sum().item()
+    True
     """
     _concat_mla_k(k, k_nope, k_rope, backend)
 

@@ -175,6 +175,16 @@ def dsa_sparse_attention_varlen(
     ------
     ValueError
         As `dsa_sparse_attention` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, q_rope = torch.randn(3, 16, 512).bfloat16(), torch.randn(3, 16, 64).bfloat16()
+    >>> kv, k_rope, keys = torch.randn(20, 512).bfloat16(), torch.randn(20, 64).bfloat16(), torch.zeros(3, 4).int()
+    >>> of_q, of_k = torch.tensor([0, 2, 3]).int(), torch.tensor([0, 15, 20]).int()
+    >>> attend = flashinfer.dsa_sparse_attention.dsa_sparse_attention_varlen
+    >>> attend(q, q_rope, kv, k_rope, keys, of_q, of_k).shape
+    torch.Size([3, 16, 512])
     """
     require(q_latent.dim() == 3, "q_latent", tuple(q_latent.shape), "[queries, num_heads, dim]")
     device, documents = q_latent.device, cu_seqlens_q.numel() - 1

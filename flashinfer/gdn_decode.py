@@ -283,6 +283,16 @@ def gated_delta_rule_mtp(
     References
     ----------
     Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, https://arxiv.org/abs/2412.06464
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = torch.randn(3, 2, 3, 4, 64).unbind(0)  # 2 sequences, 3 tokens, 4 heads
+    >>> pool, slots, raw = torch.zeros(3, 4, 64, 64), torch.tensor([2, 0]), torch.zeros(2, 3, 4)
+    >>> out, pool = flashinfer.gdn_decode.gated_delta_rule_mtp(
+    ...     q, k, v, pool, slots, torch.zeros(4), raw, torch.zeros(4), raw, disable_state_update=False)
+    >>> out.shape
+    torch.Size([2, 3, 4, 64])
     """
     if disable_state_update is None:
         warnings.warn("disable_state_update: None is True now and will be False in 0.8; give it", DeprecationWarning, 2)

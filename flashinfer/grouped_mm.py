@@ -340,6 +340,14 @@ def moe_gemm_fp8_nt_groupwise(
     ------
     ValueError
         A shape, dtype, stride or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(3, 128).to(torch.float8_e4m3fn), torch.ones(2, 128, 128).to(torch.float8_e4m3fn)
+    >>> groups, scales = torch.tensor([0, 1, 3]).int(), (torch.ones(1, 8), torch.ones(2, 1, 1))
+    >>> flashinfer.grouped_mm.moe_gemm_fp8_nt_groupwise(a, b, *scales, groups)[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     mnk = tuple(scale_granularity_mnk)
     require(mnk == (1, 128, 128), "scale_granularity_mnk", mnk, "(1, 128, 128)")
@@ -409,6 +417,14 @@ def moe_gemm_mxfp8_nt_groupwise(
     ------
     ValueError
         As `moe_gemm_fp8_nt_groupwise` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(3, 128).to(torch.float8_e4m3fn), torch.ones(2, 128, 128).to(torch.float8_e4m3fn)
+    >>> groups, ones = torch.tensor([0, 1, 3]).int(), torch.full((1,), 127).int()  # a byte of 2^0, for K = 128
+    >>> flashinfer.grouped_mm.moe_gemm_mxfp8_nt_groupwise(a, b, ones.expand(8, 1), ones.expand(2, 128, 1), groups)[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     mnk = tuple(scale_granularity_mnk)
     require(mnk in ((1, 1, 32), (1, 1, 128)), "scale_granularity_mnk", mnk, "(1, 1, 32), (1, 1, 128)")

@@ -83,6 +83,15 @@ def recurrent_kda(
     ------
     ValueError
         As `flashinfer.recurrent_kda` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v, g = torch.randn(4, 2, 1, 4, 64).unbind(0)
+    >>> out, state = flashinfer.kda_decode.recurrent_kda(
+    ...     q, k, v, -g.abs(), g[..., 0].sigmoid(), output_final_state=True)
+    >>> out.shape, state.shape
+    (torch.Size([2, 1, 4, 64]), torch.Size([2, 4, 64, 64]))
     """
     return kda.recurrent_kda(
         q, k, v, g, beta, A_log, dt_bias, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,

@@ -214,6 +214,14 @@ def mhc_pre_big_fuse_with_prenorm(
     ------
     ValueError
         As `mhc_pre_big_fuse` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> mix, residual = torch.randn(2, 24), torch.randn(2, 4, 64).bfloat16()
+    >>> post, comb, x = flashinfer.mhc.mhc_pre_big_fuse_with_prenorm(mix, residual, torch.ones(3), torch.zeros(24))
+    >>> x.shape
+    torch.Size([2, 64])
     """
     outer, hidden = _check_residual(residual)
     shapes = (*outer, 24), (1, *outer, 24)

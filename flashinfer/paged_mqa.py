@@ -64,6 +64,15 @@ def fp8_paged_mqa_logits(
     References
     ----------
     DeepSeek-V3.2-Exp, 2025: the lightning indexer.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, kv = torch.ones(1, 1, 64, 128).to(torch.float8_e4m3fn), torch.ones(2, 32 * 128).to(torch.float8_e4m3fn)
+    >>> kv = torch.cat((kv.view(torch.uint8), torch.ones(2, 32).view(torch.uint8)), 1).view(2, 32, 1, 132)
+    >>> table, lens = torch.tensor([[1, 0]]).int(), torch.tensor([40]).int()
+    >>> flashinfer.paged_mqa.fp8_paged_mqa_logits(q, kv, torch.ones(1, 64), lens, table, None, 64)[0, 0].item()
+    8192.0
     """
     refuse("indices", indices, "None: requests stand in the order of context_lens")
     require(q.dim() == 4 and q.dtype == torch.float8_e4m3fn, "q", f"{q.dtype} {tuple(q.shape)}",

@@ -254,6 +254,13 @@ def fmha_v2_prefill_deepseek(
         An argument out of its range, by name.
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = torch.randn(3, 1, 5, 8, 64).half()
+    >>> flashinfer.prefill.fmha_v2_prefill_deepseek(q, k, v, torch.empty_like(v), 8, 64, 5, 1.0).shape
+    torch.Size([1, 5, 8, 64])
     """
     if scale_softmax not in (0, 1):
         raise UnsupportedConfig(f"scale_softmax: got {scale_softmax}; allowed: 1, as probabilities are not quantised")

@@ -104,6 +104,10 @@ def trtllm_batch_decode_with_kv_cache(
         A logit per head that takes part in the softmax without a value.
     kv_layout : str
         "HND" or "NHD".
+    enable_pdl, skip_softmax_threshold_scale_factor, multi_ctas_kv_counter_buffer, request_order, request_order_plan
+        Permissions and hints that change no result.
+    backend : str
+        "auto", or one of upstream's names (see flashinfer/_core/backends.py).
     q_len_per_req : int, optional
         Queries of every request, causal among themselves; None for tokens / batch. Not read with cum_seq_lens_q.
     o_scale : float, optional
@@ -139,10 +143,6 @@ def trtllm_batch_decode_with_kv_cache(
         where a request has several queries, or with a window.
     bf16q_fp8kv_transform_mode : str, optional
         None, "k_only" or "separate_kv"; FP8 keys and values are widened exactly with each.
-    backend : str
-        "auto", or one of upstream's names (see flashinfer/_core/backends.py).
-    enable_pdl, skip_softmax_threshold_scale_factor, multi_ctas_kv_counter_buffer, request_order, request_order_plan
-        Permissions and hints that change no result.
 
     Returns
     -------
@@ -156,6 +156,15 @@ def trtllm_batch_decode_with_kv_cache(
         An argument out of its range, by name.
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, kv = torch.randn(2, 8, 64).half(), torch.randn(4, 2, 2, 16, 64).half()
+    >>> scratch = torch.empty(0, dtype=torch.uint8)
+    >>> pages, lens = torch.tensor([[3, 1], [0, 0]]).int(), torch.tensor([20, 5]).int()
+    >>> flashinfer.decode.trtllm_batch_decode_with_kv_cache(q, kv, scratch, pages, lens, 20, bmm1_scale=0.125).shape
+    torch.Size([2, 8, 64])
     """
     if kv_layout not in LAYOUTS:
         check_layout(kv_layout)
@@ -316,6 +325,15 @@ def xqa_batch_decode_with_kv_cache(
     ------
     ValueError
         As `trtllm_batch_decode_with_kv_cache` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, kv = torch.randn(2, 8, 64).half(), torch.randn(4, 2, 16, 2, 64).half()
+    >>> scratch = torch.empty(0, dtype=torch.uint8)
+    >>> pages, lens = torch.tensor([[3, 1], [0, 0]]).int(), torch.tensor([20, 5]).int()
+    >>> flashinfer.decode.xqa_batch_decode_with_kv_cache(q, kv, scratch, pages, lens, 20, bmm1_scale=0.125).shape
+    torch.Size([2, 8, 64])
     """
     return trtllm_batch_decode_with_kv_cache(
         query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,

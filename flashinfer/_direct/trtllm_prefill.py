@@ -70,8 +70,8 @@ def trtllm_batch_context_with_kv_cache(
     query : Tensor [tokens, num_qo_heads, head_dim]
         bf16, fp16 or fp8.
     kv_cache, block_tables, seq_lens, bmm1_scale, bmm2_scale, window_left, out, out_dtype, o_sf_scale, o_sf_vec_size,
-    kv_layout, sinks, kv_cache_sf, kv_block_scales, uses_shared_paged_kv_idx, lse, return_lse
-        As in `trtllm_batch_decode_with_kv_cache`.
+    workspace_buffer, enable_pdl, skip_softmax_threshold_scale_factor, multi_ctas_kv_counter_buffer, use_fp16_softmax
+        Scratch and permissions that change no result.
     max_q_len : int
         The most queries of a request: tiles are chosen by it.
     max_kv_len : int
@@ -82,14 +82,14 @@ def trtllm_batch_context_with_kv_cache(
         First token of each request.
     cum_seq_lens_kv : int32 Tensor [batch + 1]
         Sums of seq_lens; not read.
+    kv_layout, sinks, kv_cache_sf, kv_block_scales, uses_shared_paged_kv_idx, lse, return_lse
+        As in `trtllm_batch_decode_with_kv_cache`.
     causal : bool
         A query sees keys at its position and before; its request's last query stands at the last key.
     uses_spcompress : bool, optional
         Refused.
     backend : str
         One of upstream's names (see flashinfer/_core/backends.py); "trtllm-gen" admits every variant.
-    workspace_buffer, enable_pdl, skip_softmax_threshold_scale_factor, multi_ctas_kv_counter_buffer, use_fp16_softmax
-        Scratch and permissions that change no result.
 
     Returns
     -------
@@ -103,6 +103,16 @@ def trtllm_batch_context_with_kv_cache(
         An argument out of its range, by name.
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, scratch = torch.randn(7, 8, 64).half(), torch.empty(0, dtype=torch.uint8)
+    >>> lens, of_q, of_k = torch.tensor([20, 5]).int(), torch.tensor([0, 4, 7]).int(), torch.tensor([0, 20, 25]).int()
+    >>> kv, pages = torch.randn(4, 2, 2, 16, 64).half(), torch.tensor([[3, 1], [0, 0]]).int()
+    >>> flashinfer.prefill.trtllm_batch_context_with_kv_cache(
+    ...     q, kv, scratch, pages, lens, 4, 20, 0.125, 1.0, 2, of_q, of_k).shape
+    torch.Size([7, 8, 64])
     """
     refuse("uses_spcompress", uses_spcompress, "None or False")
     check_layout(kv_layout)
@@ -170,6 +180,7 @@ def trtllm_ragged_attention_deepseek(
     key : Tensor [kv_tokens, num_kv_heads, head_dim_qk]
     value : Tensor [kv_tokens, num_kv_heads, head_dim_vo]
         query's dtype, or fp8.
+    workspace_buffer, max_kv_len, enable_pdl, skip_softmax_threshold_scale_factor, q_seq_lens_cpu, kv_seq_lens_cpu,
     seq_lens : int32 Tensor [batch]
         Keys of each request.
     max_q_len : int
@@ -199,13 +210,12 @@ def trtllm_ragged_attention_deepseek(
         and are multiplied as bf16, or as fp16 where `out` is.
     num_elts_per_sage_attn_blk : tuple of four int
         Tokens that share a scale, of each; 0 for v's scales of channels.
-    uses_spcompress : bool, optional
-        Refused.
     backend : str
         One of upstream's names (see flashinfer/_core/backends.py); "trtllm-gen" admits every variant.
-    workspace_buffer, max_kv_len, enable_pdl, skip_softmax_threshold_scale_factor, q_seq_lens_cpu, kv_seq_lens_cpu,
     use_fp16_softmax, skip_all_rows_active_check
         Scratch, bounds, permissions and copies that change no result. Requests without keys are always allowed.
+    uses_spcompress : bool, optional
+        Refused.
 
     Returns
     -------
@@ -219,6 +229,16 @@ def trtllm_ragged_attention_deepseek(
         An argument out of its range, by name.
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, scratch = torch.randn(7, 8, 64).half(), torch.empty(0, dtype=torch.uint8)
+    >>> lens, of_q, of_k = torch.tensor([20, 5]).int(), torch.tensor([0, 4, 7]).int(), torch.tensor([0, 20, 25]).int()
+    >>> k, v = torch.randn(25, 8, 64).half(), torch.randn(25, 8, 32).half()
+    >>> flashinfer.prefill.trtllm_ragged_attention_deepseek(
+    ...     q, k, v, scratch, lens, 4, 20, 0.125, 1.0, 1.0, 2, -1, of_q, of_k, False, True, False).shape
+    torch.Size([7, 8, 32])
     """
     refuse("uses_spcompress", uses_spcompress, "None or False")
     for name, x in (("query", query), ("key", key), ("value", value)):

@@ -66,6 +66,8 @@ def cudnn_batch_prefill_with_kv_cache(
         laid out as q is, with batch_offsets_k and max_sequence_kv. q's dtype, or fp8.
     scale : float
         Factor of q . k, 1 / sqrt(head_dim_qk) as a rule.
+    workspace_buffer, is_cuda_graph_compatible
+        Scratch and a hint that change no result.
     max_token_per_sequence, max_sequence_kv : int
         The most queries, and keys, of a request.
     actual_seq_lens_q, actual_seq_lens_kv : int Tensor of batch elements, optional
@@ -97,8 +99,6 @@ def cudnn_batch_prefill_with_kv_cache(
         Default out's, else q's; fp8 saturates.
     lse_base : str
         "log2" or "ln".
-    workspace_buffer, is_cuda_graph_compatible
-        Scratch and a hint that change no result.
 
     Returns
     -------
@@ -111,6 +111,18 @@ def cudnn_batch_prefill_with_kv_cache(
     ------
     ValueError
         An argument out of its range, by name.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = (torch.randn(shape).half() for shape in ((7, 8, 64), (4, 2, 16, 64), (4, 2, 16, 64)))
+    >>> pages, lens = torch.tensor([[3, 1], [0, 0]]).int(), torch.tensor([20, 5]).int()
+    >>> out, lse = flashinfer.prefill.cudnn_batch_prefill_with_kv_cache(
+    ...     q, k, v, 0.125, torch.empty(0, dtype=torch.uint8), max_token_per_sequence=4, max_sequence_kv=32,
+    ...     actual_seq_lens_q=torch.tensor([4, 3]).int(), actual_seq_lens_kv=lens, block_tables=pages, causal=True,
+    ...     return_lse=True)
+    >>> out.shape, lse.shape
+    (torch.Size([7, 8, 64]), torch.Size([2, 4, 8]))
     """
     require(q.dim() == 3, "q", tuple(q.shape), "[tokens, num_qo_heads, head_dim]")
     require(batch_offsets_units in ("elements", "tokens"), "batch_offsets_units", repr(batch_offsets_units),

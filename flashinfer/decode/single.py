@@ -121,6 +121,14 @@ def single_decode_with_kv_cache_with_jit_module(
     ------
     UnsupportedConfig
         jit_module is no AttentionVariant.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = torch.randn(8, 64), torch.randn(20, 2, 64), torch.randn(20, 2, 64)
+    >>> flashinfer.decode.single_decode_with_kv_cache_with_jit_module("a compiled module", q, k, v)
+    Traceback (most recent call last):
+    flashinfer._core.checks.UnsupportedConfig: ...
     """
     variant = as_module(jit_module)
     return single_decode_with_kv_cache(

@@ -88,6 +88,16 @@ def gated_delta_rule_mtp(
     ------
     ValueError
         A shape, dtype, device or combination other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = torch.randn(3, 2, 3, 4, 64).unbind(0)  # 2 sequences, 3 tokens, 4 heads
+    >>> pool, slots, raw = torch.zeros(3, 4, 64, 64), torch.tensor([2, 0]), torch.zeros(2, 3, 4)
+    >>> flashinfer.gdn_kernels.gated_delta_rule_bf16state_cooprow_mtp(
+    ...     torch.zeros(4), raw, torch.zeros(4), q=q, k=k, v=v, b=raw,
+    ...     initial_state_source=pool, initial_state_indices=slots).shape
+    torch.Size([2, 3, 4, 64])
     """
     given = {
         "q": q,

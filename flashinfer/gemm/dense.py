@@ -328,6 +328,14 @@ def tinygemm_bf16(
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> x, weight, out = torch.ones(2, 64).bfloat16(), torch.ones(32, 64).bfloat16(), torch.empty(2, 32).bfloat16()
+    >>> flashinfer.gemm.tinygemm_bf16(x, weight, out)
+    >>> out[0, 0]
+    tensor(64., dtype=torch.bfloat16)
     """
     require(weight.dim() == 2, "weight", tuple(weight.shape), "[N, K]")
     _check_bias(bias, weight.shape[0], (torch.bfloat16,))

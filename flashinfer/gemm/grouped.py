@@ -85,6 +85,14 @@ def group_gemm_fp8_nt_groupwise(
     References
     ----------
     DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3, https://arxiv.org/abs/2412.19437
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(3, 128).to(torch.float8_e4m3fn), torch.ones(2, 128, 128).to(torch.float8_e4m3fn)
+    >>> groups, scales = torch.tensor([0, 1, 3]).int(), (torch.ones(3, 1), torch.ones(2, 1, 1))
+    >>> flashinfer.gemm.group_gemm_fp8_nt_groupwise(a, b, *scales, groups, scale_major_mode="K")[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     require(mma_sm in (1, 2), "mma_sm", mma_sm, "1, 2")
     require(scale_major_mode in ("MN", "K"), "scale_major_mode", scale_major_mode, "'MN', 'K'")
@@ -266,6 +274,14 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
     References
     ----------
     OCP Microscaling Formats (MX) Specification 1.0, 2023
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(3, 128).to(torch.float8_e4m3fn), torch.full((2, 32, 64), 0x22).byte()  # e2m1 of 1
+    >>> ones = torch.full((3 * 128, 4), 127).byte(), torch.full((2, 128, 4), 127).byte()  # 2^0, in 128x4 tiles
+    >>> flashinfer.gemm.group_gemm_mxfp8_mxfp4_nt_groupwise(a, b, *ones, torch.tensor([0, 1, 3]).int())[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     require(mma_sm in (1, 2), "mma_sm", mma_sm, "1, 2")
     a = given.fp8("a", a)
@@ -317,6 +333,14 @@ def group_gemm_nvfp4_nt_groupwise(
     ------
     ValueError
         As `group_gemm_mxfp8_mxfp4_nt_groupwise` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.full((3, 64), 0x22).byte(), torch.full((2, 32, 64), 0x22).byte()  # e2m1 of 1
+    >>> ones = torch.full((3 * 128, 8), 0x38).byte(), torch.full((2, 128, 8), 0x38).byte()  # e4m3 of 1, in 128x4 tiles
+    >>> flashinfer.gemm.group_gemm_nvfp4_nt_groupwise(a, b, *ones, torch.tensor([0, 1, 3]).int())[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     a = given.fp4("a", a)
     _check_indptr(m_indptr, b)

@@ -73,6 +73,13 @@ def gemm_fp8_nt_groupwise(
     References
     ----------
     DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 3.3, https://arxiv.org/abs/2412.19437
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(3, 128).to(torch.float8_e4m3fn), torch.ones(128, 128).to(torch.float8_e4m3fn)
+    >>> flashinfer.gemm.gemm_fp8_nt_groupwise(a, b, torch.ones(1, 3), torch.ones(1, 1), "MN")[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     a, b = given.fp8("a", a), given.fp8("b", b)
     given.same("b", b.shape[1], "a", a.shape[1], "K")
@@ -134,6 +141,13 @@ def gemm_fp8_nt_blockscaled(
     ------
     ValueError
         A shape, dtype, stride or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(3, 128).to(torch.float8_e4m3fn), torch.ones(128, 128).to(torch.float8_e4m3fn)
+    >>> flashinfer.gemm.gemm_fp8_nt_blockscaled(a, b, torch.ones(1, 1), torch.ones(1, 1), "MN")[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     return gemm_fp8_nt_groupwise(
         a, b, a_scale, b_scale, scale_major_mode, mma_sm, (128, 128, 128), out, out_dtype, "cutlass"

@@ -135,6 +135,13 @@ def ragged_bmm(
     ------
     ValueError
         A shape, dtype, stride or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(3, 64).bfloat16(), torch.ones(2, 32, 64).bfloat16()
+    >>> flashinfer.gemm.ragged_bmm(a, b, torch.tensor([0, 1, 3]).int(), 2)[0, 0]
+    tensor(64., dtype=torch.bfloat16)
     """
     given.check_matrix("a", a, 2, _HALVES)
     given.check_matrix("b", b, 3, (a.dtype,))
@@ -193,6 +200,14 @@ def ragged_block_scaled_bmm(
     ------
     ValueError
         A shape, dtype, stride, device or number other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(3, 128).to(torch.float8_e4m3fn), torch.ones(2, 128, 128).to(torch.float8_e4m3fn)
+    >>> scales = torch.ones(3, 1), torch.ones(2, 1, 1)
+    >>> flashinfer.gemm.ragged_block_scaled_bmm(a, b, *scales, torch.tensor([0, 1, 3]).int(), 2)[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     require(not transpose_a, "transpose_a", transpose_a, "False")
     require(transpose_b, "transpose_b", transpose_b, "True")
@@ -437,6 +452,14 @@ def group_gemm_fp8_nt_groupwise_contiguous(
     ------
     ValueError
         A shape, dtype, stride or device other than the above; with `validate_indices` indices too.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> a, b = torch.ones(3, 128).to(torch.float8_e4m3fn), torch.ones(2, 128, 128).to(torch.float8_e4m3fn)
+    >>> rows, scales = torch.tensor([0, 1, 1]).int(), (torch.ones(3, 1), torch.ones(2, 1, 1))
+    >>> flashinfer.gemm.group_gemm_fp8_nt_groupwise_contiguous(a, b, *scales, rows)[0, 0]
+    tensor(128., dtype=torch.bfloat16)
     """
     for name, x in (("a", a), ("b", b)):
         require(x.dtype == torch.float8_e4m3fn, name, x.dtype, "float8_e4m3fn")

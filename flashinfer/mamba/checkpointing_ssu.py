@@ -51,6 +51,13 @@ def allocate_checkpointing_ssu_scratch(
     ------
     ValueError
         A number other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> scratch = flashinfer.mamba.allocate_checkpointing_ssu_scratch(2, 8, 4, 8, torch.bfloat16, "cpu")
+    >>> len(scratch)
+    3
     """
     for name, value in (("batch_size", batch_size), ("num_heads", num_heads)):
         require(value >= 1, name, value, "1 or more")

@@ -100,6 +100,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         Factor of the output: the scale of the latents.
     sinks : float32 Tensor [num_heads], optional
         A logit per head that takes part in the softmax without a value.
+    skip_softmax_threshold_scale_factor, use_fp16_softmax, enable_pdl, is_var_seq, cute_dsl_impl,
+    backend : str
+        "auto", or one of upstream's names (see flashinfer/_core/backends.py).
     uses_shared_paged_kv_idx : bool
         False: block_tables is [batch, 2, max_pages], of K and of V, which name the same latents; K's are read.
     lse : float32 Tensor [tokens, num_heads] or [batch, q_len, num_heads], optional
@@ -112,6 +115,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         First token of each request, for requests of different numbers of queries.
     max_q_len : int, optional
         The most queries of a request, with cum_seq_lens_q; tiles are chosen by it.
+    multi_ctas_kv_counter_buffer
+        Permissions and hints that change no result: the softmax is exact, in float32.
     sparse_mla_top_k_lens : int32 Tensor [tokens], optional
         How many of the keys of each query count, from the first on.
     enable_dcp : bool
@@ -123,11 +128,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
         Keys of each request on all ranks, those of its queries among them. Needed where a request has several queries.
     return_lse_base : str, optional
         "base2" (also None) or "basee".
-    backend : str
-        "auto", or one of upstream's names (see flashinfer/_core/backends.py).
-    skip_softmax_threshold_scale_factor, use_fp16_softmax, enable_pdl, is_var_seq, cute_dsl_impl,
-    multi_ctas_kv_counter_buffer
-        Permissions and hints that change no result: the softmax is exact, in float32.
 
     Returns
     -------
@@ -141,6 +141,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
         An argument out of its range, by name.
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, cache = torch.randn(2, 1, 16, 576).bfloat16(), torch.randn(4, 16, 576).bfloat16()
+    >>> pages, lens = torch.tensor([[3, 1], [0, 0]]).int(), torch.tensor([20, 5]).int()
+    >>> flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla(
+    ...     q, cache, torch.empty(0, dtype=torch.uint8), 128, 512, 64, pages, lens, 20, bmm1_scale=0.07).shape
+    torch.Size([2, 1, 16, 512])
     """
     known = kv_scale_format in ("auto", "pow2_fp32", "arbitrary_fp32")
     require(known, "kv_scale_format", repr(kv_scale_format), "'auto', 'pow2_fp32', 'arbitrary_fp32'")
@@ -293,6 +302,15 @@ def xqa_batch_decode_with_kv_cache_mla(
     ------
     ValueError
         As `trtllm_batch_decode_with_kv_cache_mla` raises it.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, cache = torch.randn(2, 1, 16, 576).bfloat16(), torch.randn(4, 16, 576).bfloat16()
+    >>> pages, lens = torch.tensor([[3, 1], [0, 0]]).int(), torch.tensor([20, 5]).int()
+    >>> flashinfer.mla.xqa_batch_decode_with_kv_cache_mla(
+    ...     q, cache, torch.empty(0, dtype=torch.uint8), 128, 512, 64, pages, lens, 20, bmm1_scale=0.07).shape
+    torch.Size([2, 1, 16, 512])
     """
     return trtllm_batch_decode_with_kv_cache_mla(
         query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,

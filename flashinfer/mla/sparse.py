@@ -96,23 +96,23 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         First query of each request, which seq_lens needs where requests have different numbers of queries.
     max_q_len : optional
         Not read.
+    enable_pdl, hca_is_causal, hca_use_persistent, remapped_sparse_indices_buffer, multi_ctas_kv_counter_buffer
+        Hints and scratch that change no result here.
     swa_topk_lens : int32 Tensor [tokens], optional
         How many of the window's columns count, from the first on.
     extra_sparse_indices : int32 Tensor [tokens, width], optional
         Tokens of compressed_kv_cache in a table of their own; sparse_indices then has the window's, up to 128 columns.
     extra_sparse_topk_lens : int32 Tensor [tokens], optional
         How many of its columns count, from the first on.
-    sparse_topk_lens_offset : int
-        Added to sparse_topk_lens, or extra_sparse_topk_lens.
+    backend : str
+        "auto" or "sparse", or one of upstream's names (see flashinfer/_core/backends.py).
     hca_swa_indices, hca_compressed_block_tables, hca_seq_lens, hca_sparse_indices_format,
     sparse_indices_are_storage_offsets, dsv4_inv_rope_cos_sin_cache, dsv4_output_scale : optional
         Refused: other tables, and a fused rotation and quantisation of the output.
+    sparse_topk_lens_offset : int
+        Added to sparse_topk_lens, or extra_sparse_topk_lens.
     kv_cache_format : str
         Of caches of bytes, which are refused; of others not read.
-    backend : str
-        "auto" or "sparse", or one of upstream's names (see flashinfer/_core/backends.py).
-    enable_pdl, hca_is_causal, hca_use_persistent, remapped_sparse_indices_buffer, multi_ctas_kv_counter_buffer
-        Hints and scratch that change no result here.
 
     Returns
     -------
@@ -124,6 +124,15 @@ def trtllm_batch_decode_sparse_mla_dsv4(
         An argument out of its range, by name.
     UnsupportedConfig
         What is refused above, or a problem that no variant takes.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, cache = torch.randn(2, 1, 16, 512).bfloat16(), torch.randn(4, 1, 64, 512).bfloat16()
+    >>> keys = torch.arange(128).int().expand(2, 128).contiguous()  # of the window, for each query
+    >>> flashinfer.decode.trtllm_batch_decode_sparse_mla_dsv4(
+    ...     q, cache, torch.empty(0, dtype=torch.uint8), keys, bmm1_scale=0.04).shape
+    torch.Size([2, 1, 16, 512])
     """
     refused = dict(
         hca_swa_indices=hca_swa_indices,

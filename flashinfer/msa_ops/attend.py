@@ -89,6 +89,16 @@ def msa_sparse_attention(
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, (k, v) = torch.randn(5, 4, 64).bfloat16(), torch.randn(2, 3, 2, 128, 64).bfloat16()
+    >>> pages, lens, blocks = torch.tensor([[2, 0]]).int(), torch.tensor([200]).int(), torch.tensor([1, 0]).int()
+    >>> flashinfer.msa_ops.msa_sparse_attention(
+    ...     q, k, v, blocks.expand(2, 5, 2).contiguous(), torch.tensor([0, 5]).int(), causal=True,
+    ...     page_table=pages, seqused_k=lens).shape
+    torch.Size([5, 4, 64])
     """
     batch = requests_of(q, k, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, causal, q_offset)
     call = _Call(q, k, v, q2k_indices, batch, softmax_scale, (k_scale, v_scale), (k_global_scale, v_global_scale))
@@ -131,10 +141,10 @@ def msa_sparse_decode_attention(
     ----------
     q : Tensor [batch * seqlen_q, num_qo_heads, head_dim]
     k, v, q2k_indices, page_table, seqused_k, cu_seqlens_k, causal, softmax_scale, return_softmax_lse, k_scale, v_scale,
-    k_global_scale, v_global_scale, q_offset
-        As there.
     seqlen_q : int
         Queries of each request.
+    k_global_scale, v_global_scale, q_offset
+        As there.
     partial_dtype, force_fused, workspace : optional
         Hints and scratch that change no result: partial results are float32.
     out : Tensor, as q, optional
@@ -150,6 +160,15 @@ def msa_sparse_decode_attention(
     ------
     ValueError
         A shape, dtype or device other than the above.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, (k, v) = torch.randn(1, 4, 64).bfloat16(), torch.randn(2, 3, 2, 128, 64).bfloat16()
+    >>> pages, lens, blocks = torch.tensor([[2, 0]]).int(), torch.tensor([200]).int(), torch.tensor([1, 0]).int()
+    >>> flashinfer.msa_ops.msa_sparse_decode_attention(
+    ...     q, k, v, blocks.expand(2, 1, 2).contiguous(), page_table=pages, seqused_k=lens).shape
+    torch.Size([1, 4, 64])
     """
     each = whole("seqlen_q", seqlen_q, 1)
     batch = requests_of(q, k, each, cu_seqlens_k, page_table, seqused_k, causal, q_offset)

@@ -170,6 +170,14 @@ def single_prefill_with_kv_cache_with_jit_module(
         Another mask_mode.
     UnsupportedConfig
         jit_module is no AttentionVariant.
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q, k, v = torch.randn(5, 8, 64), torch.randn(20, 2, 64), torch.randn(20, 2, 64)
+    >>> flashinfer.prefill.single_prefill_with_kv_cache_with_jit_module("a compiled module", q, k, v)
+    Traceback (most recent call last):
+    flashinfer._core.checks.UnsupportedConfig: ...
     """
     variant = as_module(jit_module)
     require(mask_mode in (0, 1), "mask_mode", mask_mode, "0 (none) or 1 (causal): other masks are the variant's")

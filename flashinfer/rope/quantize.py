@@ -261,6 +261,18 @@ def rope_quantize_fp8_append_paged_kv_cache(
     ----------
     Su et al., RoFormer, 2021, https://arxiv.org/abs/2104.09864; Kwon et al., Efficient Memory Management for Large
     Language Model Serving with PagedAttention, 2023, https://arxiv.org/abs/2309.06180
+
+    Examples
+    --------
+    >>> import torch, flashinfer
+    >>> q_rope, k_rope, v = torch.ones(2, 4, 8).half(), torch.ones(2, 2, 8).half(), torch.ones(2, 2, 16).half()
+    >>> angles, at = torch.zeros(2, 4), torch.arange(2).int()
+    >>> cache = [torch.zeros(3, 16, 2, dim).to(torch.float8_e4m3fn) for dim in (8, 16)]
+    >>> table = torch.tensor([1]).int(), torch.tensor([0, 1]).int(), torch.zeros(2).int(), at
+    >>> q, _ = flashinfer.rope.rope_quantize_fp8_append_paged_kv_cache(
+    ...     q_rope, k_rope, None, None, v, torch.cat((angles.cos(), angles.sin()), -1), at, tuple(cache), *table)
+    >>> q.dtype, cache[1][1, :2].float().sum().item()
+    (torch.float8_e4m3fn, 64.0)
     """
     check_layout(kv_layout)
     dtype = _fp8_dtype(quantize_dtype, (*paged_kv_cache, q_rope_out, q_nope_out))
