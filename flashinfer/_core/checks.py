@@ -171,12 +171,6 @@ def check_apart(
                             "all of it in its place, or memory of its own")  # fmt: skip
 
 
-def share_storage(x: torch.Tensor, others: Iterable[torch.Tensor | None]) -> bool:
-    """Whether a tensor lies in the storage of another one, so that their memory may meet."""
-    storage = x.untyped_storage()._cdata
-    return any(t is not None and t.untyped_storage()._cdata == storage for t in others)
-
-
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors have a byte of memory in common.
 

@@ -7,12 +7,12 @@ import math
 import torch
 
 from flashinfer._core.alike import like
-from flashinfer._core.checks import require, share_storage
+from flashinfer._core.checks import require
 from flashinfer._core.dispatch import Choice
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention import operands
 from flashinfer.ops.attention.kernels import Kernels
-from flashinfer.ops.attention.replay import Replay, identity, keep
+from flashinfer.ops.attention.replay import Replay, extents_of, identity, keep, lie_apart
 from flashinfer.ops.attention.split import Limits, SplitPolicy
 from flashinfer.ops.attention.tables import Table
 from flashinfer.ops.attention.variants import identity_of
@@ -186,21 +186,19 @@ class Plan:
         in_one = isinstance(kv, torch.Tensor)
         if in_one:
             k_at = v_at = kv.data_ptr()
-            given = (q, kv)
+            read, given = (q, kv, kv), (q, kv)
         else:
             k, v = kv if len(kv) == 2 else views(kv)
             k_at, v_at = k.data_ptr(), v.data_ptr()
-            given = (q, k, v)
+            read = given = (q, k, v)
         low, more, new_out, new_lse = (q_at | k_at | v_at | out_at) % 16, None, out is None, lse is None
-        # Where out may meet what is read, each call is checked.
-        apart = new_out or not share_storage(out, given)
         if not (new_out and new_lse):
             given += (out,) if new_lse else (lse,) if new_out else (out, lse)
         if sinks is not None or params is not None or k_factors is not None or v_factors is not None:
             more = identity(sinks), identity_of(params), identity(k_factors), identity(v_factors)
         key = return_lse, q_scale, k_scale, v_scale, window_left, in_one, new_out, new_lse, low, more
-        for replay in self.replays.get(key, ()) if apart else ():
-            if replay.like(*given):
+        for replay in self.replays.get(key, ()):
+            if replay.like(*given) and (new_out or lie_apart(replay.extents, out_at, q_at, k_at, v_at)):
                 break
         else:
             x, facts = operands.check(
@@ -211,9 +209,12 @@ class Plan:
             stays = x.sinks is sinks and not any(isinstance(t, torch.Tensor) for t in (q_scale, k_scale, v_scale))
             like_q = x.out.shape == q.shape and x.out.dtype == q.dtype and q.is_contiguous()
             offset = x.v.data_ptr() - x.k.data_ptr() if in_one else 0
+            extents = extents_of(out, *read)
+            stays = stays and (new_out or lie_apart(extents, out_at, q_at, k_at, v_at))
             self.first_call(
-                x, facts, key if stays and apart else None, given, new_out, new_lse, v_offset=offset, like_q=like_q
-            )
+                x, facts, key if stays else None, given, new_out, new_lse, v_offset=offset, like_q=like_q,
+                extents=extents,
+            )  # fmt: skip
             return (x.out, x.lse) if return_lse else x.out
         if new_out:
             out = torch.empty_like(q) if replay.like_q else self.new_out(q.shape[0])

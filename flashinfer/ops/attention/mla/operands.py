@@ -7,11 +7,11 @@ from functools import lru_cache
 
 import torch
 
-from flashinfer._core.checks import check_apart, is_aligned, require, require_tensor, share_storage
+from flashinfer._core.checks import check_apart, is_aligned, require, require_tensor
 from flashinfer.ops.attention import operands
 from flashinfer.ops.attention.mla.problem import Inputs, matrix_of
 from flashinfer.ops.attention.plan import Plan
-from flashinfer.ops.attention.replay import identity
+from flashinfer.ops.attention.replay import extents_of, identity, lie_apart
 from flashinfer.ops.attention.variants import identity_of
 
 # Of tensors that few calls bring.
@@ -51,8 +51,6 @@ def attend(plan: Plan, q_nope, q_pe, ckv, kpe, factors: Factors, *, out=None, ls
         for name, t in dict(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv, kpe_cache=kpe, out=out).items():
             require_tensor(name, t, optional=True)
         raise
-    # Where out may meet what is read, each call is checked.
-    apart = out is None or not share_storage(out, (q_nope, q_pe, ckv, kpe))
     read = (sinks, factors.logits_on_device, factors.outputs_on_device, first_ckv)
     given = [t for t in (q_nope, q_pe, ckv, kpe, out, lse) if t is not None]
     more, new_out, new_lse = None, out is None, lse is None
@@ -62,15 +60,16 @@ def attend(plan: Plan, q_nope, q_pe, ckv, kpe, factors: Factors, *, out=None, ls
         q_pe is None, kpe is None, new_out, new_lse, _all_on_16(places), return_lse, base_e, factors.logits,
         factors.outputs, factors.pe_ratio, more,
     )  # fmt: skip
-    for replay in plan.replays.get(key, ()) if apart else ():
-        if replay.like(*given):
+    for replay in plan.replays.get(key, ()):
+        if replay.like(*given) and (new_out or lie_apart(replay.extents, places[4], *places[:4])):
             break
     else:
         x = _check(plan, q_nope, q_pe, ckv, kpe, out, lse, return_lse, factors, sinks, first_ckv, params)
         facts = _facts_of(x, base_e)
         # What was copied may change in place: each call copies it.
-        stays = apart and x.sinks is sinks
-        plan.first_call(x, facts, key if stays else None, given, new_out, new_lse, kept=read)
+        extents = extents_of(out, q_nope, q_pe, ckv, kpe)
+        stays = x.sinks is sinks and (new_out or lie_apart(extents, places[4], *places[:4]))
+        plan.first_call(x, facts, key if stays else None, given, new_out, new_lse, kept=read, extents=extents)
         return (x.out, x.lse) if return_lse else x.out
     if new_out:
         out = plan.new_out(q_nope.shape[0])
