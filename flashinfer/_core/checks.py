@@ -184,33 +184,63 @@ def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     return _meet(distance, x.element_size(), y.element_size(), x.shape, x.stride(), y.shape, y.stride())
 
 
+# Places a search of common bytes looks at. Slices, halves, transposes and interleaved columns take under 20; only
+# strides without a common measure take more.
+_MOST_PLACES = 1000
+
+
 @lru_cache(maxsize=1024)
 def _meet(distance: int, size: int, size_y: int, shape: tuple, stride: tuple, shape_y: tuple, stride_y: tuple) -> bool:
-    """Whether bytes of two tensors meet that begin `distance` apart."""
+    """Whether bytes of two tensors meet that begin `distance` apart; False after _MOST_PLACES without an answer."""
     if 0 in shape or 0 in shape_y:
         return False
-    steps = [(step * size, n - 1) for step, n in zip(stride, shape, strict=True)]
-    steps += [(-step * size_y, n - 1) for step, n in zip(stride_y, shape_y, strict=True)]
-    steps = sorted(((step, n) for step, n in steps if step and n), key=lambda each: -abs(each[0]))
-    low, high = [0], [0]
-    for step, n in reversed(steps):
-        low.append(low[-1] + min(step * n, 0))
-        high.append(high[-1] + max(step * n, 0))
+    counts: dict[int, list[int]] = {}  # Of each step in bytes, the least and the most that the tensors can differ by.
+    for n, step in _axes(shape, stride, size):
+        counts.setdefault(step, [0, 0])[1] += n - 1
+    for n, step in _axes(shape_y, stride_y, size_y):
+        counts.setdefault(step, [0, 0])[0] -= n - 1
+    steps = sorted((step, least, most) for step, (least, most) in counts.items())
+    low, high, common = [0], [0], [0]  # What the smaller steps reach, and what divides them all.
+    for step, least, most in steps:
+        low.append(low[-1] + step * least)
+        high.append(high[-1] + step * most)
+        common.append(math.gcd(common[-1], step))
+    places = 0
 
-    def reaches(least: int, most: int, at: int) -> bool:
-        """Whether steps from `at` on sum to something within least ... most."""
-        if most < low[len(steps) - at] or least > high[len(steps) - at]:
+    def reaches(first: int, last: int, left: int) -> bool:
+        """Whether the `left` smallest steps sum to something within first ... last."""
+        nonlocal places
+        places += 1
+        first, last = max(first, low[left]), min(last, high[left])
+        if first > last or places > _MOST_PLACES:
             return False
-        if at == len(steps):
+        if left == 0:
             return True
-        step, n = steps[at]
-        left = len(steps) - at - 1
-        # Counts of this step that leave what the others can reach.
-        ends = (least - high[left]) / step, (most - low[left]) / step
-        first, last = max(math.ceil(min(ends)), 0), min(math.floor(max(ends)), n)
-        return any(reaches(least - i * step, most - i * step, at + 1) for i in range(first, last + 1))
+        if last // common[left] * common[left] < first:
+            return False
+        step, least, most = steps[left - 1]
+        least = max(least, -((high[left - 1] - first) // step))
+        most = min(most, (last - low[left - 1]) // step)
+        return any(reaches(first - i * step, last - i * step, left - 1) for i in range(least, most + 1))
 
-    return reaches(1 - size - distance, size_y - 1 - distance, 0)
+    return reaches(1 - size - distance, size_y - 1 - distance, len(steps))
+
+
+def _axes(shape: tuple, stride: tuple, size: int) -> list[tuple[int, int]]:
+    """Lengths and strides in bytes, smallest stride first; an axis that goes on where a smaller one ends joins it.
+
+    Example
+    -------
+    >>> _axes((8, 4, 64), (1024, 64, 1), 2)
+    [(256, 2), (8, 2048)]
+    """
+    axes: list[tuple[int, int]] = []
+    for step, n in sorted((step * size, n) for n, step in zip(shape, stride, strict=True) if n > 1 and step):
+        if axes and step == axes[-1][0] * axes[-1][1]:
+            axes[-1] = axes[-1][0] * n, axes[-1][1]
+        else:
+            axes.append((n, step))
+    return axes
 
 
 def check_values(name: str, table: torch.Tensor, least: int, most: int) -> None:

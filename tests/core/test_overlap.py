@@ -2,11 +2,12 @@
 
 import itertools
 import random
+import sys
 
 import pytest
 import torch
 
-from flashinfer._core.checks import check_apart, overlap
+from flashinfer._core.checks import _MOST_PLACES, _meet, check_apart, overlap
 
 
 def memory(x):
@@ -46,3 +47,51 @@ def test_halves_of_a_cache_are_apart_and_rows_of_one_are_not():
             check_apart([("a", one), ("b", other)])
         with pytest.raises(ValueError, match="^a: got some of the memory of b; allowed: all of it in its place"):
             check_apart([("a", one)], [("b", other)])
+
+
+def places(x, y):
+    """What overlap() says of two tensors, and the number of places it looked at."""
+    seen = 0
+
+    def count(frame, event, _):
+        nonlocal seen
+        seen += event == "call" and frame.f_code.co_name == "reaches"
+
+    _meet.cache_clear()
+    sys.setprofile(count)
+    try:
+        return overlap(x, y), seen
+    finally:
+        sys.setprofile(None)
+
+
+def test_slices_of_large_tensors_take_few_places():
+    memory = torch.empty(1 << 30, dtype=torch.uint8)  # Never touched.
+    latent = memory[: 8192 * 128 * 576].view(8192, 128, 576)
+    pages = memory[: 40000 * 2 * 8 * 16 * 64].view(40000, 2, 8, 16, 64)
+    rows = memory[: 8192 * 6144].view(8192, 6144)
+    heads = rows[:, :4096].view(8192, 32, 128)
+    for x, y, shared in (
+        (latent[..., :512], latent[..., 512:], False),
+        (latent[1:, :, :512], latent[:-1, :, 512:], False),
+        (pages[:, 0], pages[:, 1], False),
+        (pages[:, 0, :, 3], pages[:, 1, :, 4], False),
+        (heads, rows[:, 4096:5120].view(8192, 8, 128), False),
+        (heads[..., :64], heads[..., 64:], False),
+        (rows[:, ::2], rows[:, 1::2], False),
+        (rows[:, ::2], rows[:, 3::3], True),
+        (rows[:6144], rows[:6144].T[1:], True),
+    ):
+        found, seen = places(x, y)
+        assert found == shared and 0 < seen < 100, (x.stride(), y.stride(), seen)
+
+
+def test_a_search_without_an_end_is_given_up():
+    memory = torch.empty(1 << 30, dtype=torch.uint8)
+    x = memory.as_strided((500, 500, 50), (200006, 2002, 14))
+    y = memory.as_strided((500, 500, 50), (200018, 2006, 22), 1)
+    assert places(x, y)[0] is False  # Even and odd addresses.
+    x = memory.as_strided((60, 2, 3, 60), (44658, 108276, 8907, 10272))
+    y = memory.as_strided((60, 2, 3, 60), (89382, 7582, 18457, 2403), 565830)
+    found, seen = places(x, y)
+    assert not found and _MOST_PLACES < seen < 2 * _MOST_PLACES
