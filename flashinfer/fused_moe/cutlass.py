@@ -357,7 +357,7 @@ def _group_scales(name: str, scale, experts_: int, n: int, k: int) -> torch.Tens
     require(fits, name, shape, f"{(experts_, groups, n)}, contiguous, or 4 or 2 groups together")
     if together == 1:
         return scale
-    return scale.unflatten(2, (n, together)).transpose(2, 3).reshape(experts_, groups, n)
+    return scale.unflatten(2, (n, together)).transpose(2, 3).reshape(experts_, groups, n).contiguous()
 
 
 def _as_bf16(name: str, scale) -> torch.Tensor:

@@ -10,7 +10,7 @@ from flashinfer._core.target import named
 from flashinfer.fused_moe import interleave_moe_scales_for_sm90_mixed_gemm as interleaved_scales
 from flashinfer.fused_moe import interleave_moe_weights_for_sm90_mixed_gemm as interleaved
 from flashinfer.ops.moe import experts as room
-from flashinfer.testing.compare import assert_bitwise
+from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.moe.experts.layers import E2M1, arranged, between, mixture, nibbles, random, swiglu, weights
 from tests.ops.moe.experts.test_experts import check, chosen, tokens, way  # `way` is the fixture
 
@@ -73,18 +73,23 @@ def test_scales_of_each_expert(way, device):
     (x, given, scales), (v1, v2, *_), (a1, a2, d1, d2) = int4_layer(device, E)
     ids, s = chosen(device)
     out = call(x, ids, s, given, scales)
-    total = torch.zeros(len(x), H, dtype=torch.float64, device=device)
+    truth = torch.zeros(len(x), H, dtype=torch.float64, device=device)
+    same = truth.clone()
     for e in range(E):
         only = torch.where(ids == e, ids, -1)
         xd = e4m3(x.float() * a1[e].float()).double()
-        total += mixture(xd, v1, v2, only, s, d1=d1, d2=d2, through=through(a2[e]))
-    assert (out.double() - total).norm() < 2e-3 * total.norm()
+        given_e = dict(d1=d1, d2=d2, through=through(a2[e]))
+        truth += mixture(xd, v1, v2, only, s, **given_e)
+        same += mixture(xd, v1, v2, only, s, dtype=HALF, multiply=torch.matmul, **given_e)
+    assert_close(out, same.to(HALF), truth, through=2**-3)
+    with pytest.raises(AssertionError, match="error"):
+        assert_close(out * 1.1, same.to(HALF), truth, through=2**-3)
     same = scales[:2] + [scales[2][:1].expand(E, H).contiguous(), scales[3][:1].expand(E, M, 1).contiguous()]
     one = scales[:2] + [scales[2][:1], scales[3][:1]]
     assert_bitwise(call(x, ids, s, given, same + scales[4:]), call(x, ids, s, given, one + scales[4:]))
 
 
-def test_groups_together_and_no_column_scales(device):
+def test_groups_together_and_no_column_scales(way, device):
     """Two or four groups of a row beside each other, as SGLang puts them itself; empty column scales are 1."""
     w1, s1, _ = int4(2 * 512, 512, device)
     w2, s2, _ = int4(512, 512, device)
