@@ -92,8 +92,8 @@ def compute_dtype(problem, capability: int) -> str:
         return "fp8e4nv" if capability >= 89 else "fp16"
     if problem.rows in ("fp16", "fp32"):
         return problem.rows
-    # An element times its scale factor has at most 8 significant bits, except with bfloat16 factors, where bfloat16
-    # rounds once.
+    # An element times its scale factor has at most 8 significant bits, except mxint4's, which bfloat16 rounds once.
+    # int4 is multiplied without its factor.
     return "bf16"
 
 
@@ -126,7 +126,10 @@ def product(problem, target) -> Config:
         tile_n = 64 if bits_w == 8 and compute == "fp16" else 128
         if wgmma and compute == "bf16" and not decoded:
             tile_n = 256
-        # A tile_k covers at least the elements of one scale factor.
+        # int4 needs a second accumulator, too, and decodes in registers: 128 x 128 spills.
+        if problem.weights == "int4" and problem.tile == 128:
+            tile_n = 64
+        # A tile_k covers the elements of one scale factor of int4.
         tile_k = 128 if compute == "fp8e4nv" or problem.weights == "int4" else 64
         num_warps = 4 if wgmma and compute == "fp8e4nv" and problem.tile == 64 else 8
         budget = target.smem - (1 << 10)

@@ -188,9 +188,17 @@ def product_kernel(
             )  # fmt: skip
         if weights.PACK == 2:
             a, a_odd = even_odd_operands(a, x_current, rows.FORMAT, rows.WIDTH, rows.PACK, DTYPE, CAPABILITY)
-            b, b_odd = packed_operand(b, w_current, weights.FORMAT, weights.WIDTH, DTYPE, CAPABILITY)
-            acc = add_product(b, a, acc, SWAP)
-            acc = add_product(b_odd, a_odd, acc, SWAP)
+            b_factors = tl.full(w_current.shape, 1, tl.float32) if weights.WIDTH == TILE_K else w_current
+            b, b_odd = packed_operand(b, b_factors, weights.FORMAT, weights.WIDTH, DTYPE, CAPABILITY)
+            if weights.WIDTH == TILE_K:
+                # One factor for a row of the tile: the codes are multiplied exactly, and their sum by the factor.
+                part = add_product(b, a, tl.zeros_like(acc), SWAP)
+                part = add_product(b_odd, a_odd, part, SWAP)
+                factor = tl.reshape(w_current, [TILE_N]).to(tl.float32)
+                acc += part * (factor[:, None] if SWAP else factor[None, :])
+            else:
+                acc = add_product(b, a, acc, SWAP)
+                acc = add_product(b_odd, a_odd, acc, SWAP)
         else:
             a = operand(a, x_current, rows.FORMAT, FP8, DTYPE, CAPABILITY)
             b = operand(b, w_current, weights.FORMAT, FP8, DTYPE, CAPABILITY)

@@ -10,7 +10,7 @@ from flashinfer._core.target import named
 from flashinfer.fused_moe import interleave_moe_scales_for_sm90_mixed_gemm as interleaved_scales
 from flashinfer.fused_moe import interleave_moe_weights_for_sm90_mixed_gemm as interleaved
 from flashinfer.ops.moe import experts as room
-from flashinfer.testing.compare import assert_bitwise, assert_close
+from flashinfer.testing.compare import assert_bitwise
 from tests.ops.moe.experts.layers import E2M1, arranged, between, mixture, nibbles, random, swiglu, weights
 from tests.ops.moe.experts.test_experts import check, chosen, tokens, way  # `way` is the fixture
 
@@ -73,17 +73,13 @@ def test_scales_of_each_expert(way, device):
     (x, given, scales), (v1, v2, *_), (a1, a2, d1, d2) = int4_layer(device, E)
     ids, s = chosen(device)
     out = call(x, ids, s, given, scales)
-    truth = torch.zeros(len(x), H, dtype=torch.float64, device=device)
-    same = truth.clone()
+    total = torch.zeros(len(x), H, dtype=torch.float64, device=device)
     for e in range(E):
         only = torch.where(ids == e, ids, -1)
         xd = e4m3(x.float() * a1[e].float()).double()
-        given_e = dict(d1=d1, d2=d2, through=through(a2[e]))
-        truth += mixture(xd, v1, v2, only, s, **given_e)
-        same += mixture(xd, v1, v2, only, s, dtype=HALF, multiply=torch.matmul, **given_e)
-    assert_close(out, same.to(HALF), truth, through=2**-3)
-    with pytest.raises(AssertionError, match="error"):
-        assert_close(out * 1.1, same.to(HALF), truth, through=2**-3)
+        total += mixture(xd, v1, v2, only, s, d1=d1, d2=d2, through=through(a2[e]))
+    # Codes that were rounded to bfloat16 with their factors would lie 1.4 % away.
+    assert (out.double() - total).norm() < 2e-3 * total.norm()
     same = scales[:2] + [scales[2][:1].expand(E, H).contiguous(), scales[3][:1].expand(E, M, 1).contiguous()]
     one = scales[:2] + [scales[2][:1], scales[3][:1]]
     assert_bitwise(call(x, ids, s, given, same + scales[4:]), call(x, ids, s, given, one + scales[4:]))
