@@ -22,7 +22,7 @@ class Call:
     no_k = no_p = (None, None)
 
     def __init__(self, name, x, indices, check_nan, generator, seed, offset):
-        check_rows(name, x)
+        self.x = x = as_rows(name, x)
         self.batch = self.rows = len(x)
         if indices is not None:
             require(indices.dim() == 1, "indices", tuple(indices.shape), "[batch]")
@@ -129,10 +129,16 @@ def ordered_source(source, order):
     return f"{source} {order}"
 
 
-def check_rows(name, x):
+def as_values(name, x):
+    """Logits or probabilities in a dtype that kernels read: float64 as float32, as upstream rounds it."""
+    require(x.dtype in (*DTYPES, torch.float64), name, x.dtype, "float32, bfloat16, float16, float64")
+    return x.float() if x.dtype == torch.float64 else x
+
+
+def as_rows(name, x):
     require(x.dim() == 2, name, tuple(x.shape), "[rows, num_classes]")
-    require(x.dtype in DTYPES, name, x.dtype, "float32, bfloat16, float16")
     require(0 < x.shape[1] < 1 << 30, name, tuple(x.shape), "1 to 2^30 classes")
+    return as_values(name, x)
 
 
 def place_of(tensor):

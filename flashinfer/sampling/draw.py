@@ -27,8 +27,8 @@ def sampling_from_probs(
     Parameters
     ----------
     probs : torch.Tensor
-        [rows, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0). Rows should sum to 1;
-        tokens are drawn in proportion in any case.
+        [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
+        is, counts as 0). Rows should sum to 1; tokens are drawn in proportion in any case.
     indices : torch.Tensor, optional
         int32 or int64 [batch]: the row of `probs` that each output is drawn from. By default output i is drawn from
         row i.
@@ -71,7 +71,7 @@ def sampling_from_probs(
     tensor([1, 2], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
-    draw(probs, "probs", None, None, *call.operands)
+    draw(call.x, "probs", None, None, *call.operands)
     return call.result(return_valid)
 
 
@@ -90,7 +90,8 @@ def sampling_from_logits(
     Parameters
     ----------
     logits : torch.Tensor
-        [rows, num_classes]; float32, bfloat16 or float16. A row with NaN or +inf, or of -inf alone, gives 0.
+        [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32. A row with NaN or
+        +inf, or of -inf alone, gives 0.
     indices : torch.Tensor, optional
         int32 or int64 [batch]: the row of `logits` that each output is drawn from. By default output i is drawn from
         row i.
@@ -122,7 +123,7 @@ def sampling_from_logits(
     tensor([1], dtype=torch.int32)
     """
     call = Call("logits", logits, indices, check_nan, generator, seed, offset)
-    draw(logits, "logits", None, None, *call.operands)
+    draw(call.x, "logits", None, None, *call.operands)
     return call.result(False)
 
 
@@ -145,8 +146,8 @@ def top_p_sampling_from_probs(
     Parameters
     ----------
     probs : torch.Tensor
-        [rows, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0). Rows should sum to 1;
-        tokens are drawn in proportion in any case.
+        [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
+        is, counts as 0). Rows should sum to 1; tokens are drawn in proportion in any case.
     top_p : torch.Tensor or float
         A number, or a tensor with one for each output or, where they are not as many, for each row;
         above 0. From 1 on everything is kept.
@@ -191,7 +192,7 @@ def top_p_sampling_from_probs(
     tensor([1], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
-    draw_prefix(probs, "probs", *call.no_k, *call.p(top_p, return_valid), *call.operands)
+    draw_prefix(call.x, "probs", *call.no_k, *call.p(top_p, return_valid), *call.operands)
     return call.result(return_valid)
 
 
@@ -214,8 +215,8 @@ def top_k_sampling_from_probs(
     Parameters
     ----------
     probs : torch.Tensor
-        [rows, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0). Rows should sum to 1;
-        tokens are drawn in proportion in any case.
+        [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
+        is, counts as 0). Rows should sum to 1; tokens are drawn in proportion in any case.
     top_k : torch.Tensor or int
         A number, or a tensor with one for each output or, where they are not as many, for each row; 1 or
         more. From num_classes on everything is kept.
@@ -260,7 +261,7 @@ def top_k_sampling_from_probs(
     tensor([1], dtype=torch.int32)
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
-    draw_prefix(probs, "probs", *call.k(top_k, return_valid), *call.no_p, *call.operands)
+    draw_prefix(call.x, "probs", *call.k(top_k, return_valid), *call.no_p, *call.operands)
     return call.result(return_valid)
 
 
@@ -281,8 +282,8 @@ def min_p_sampling_from_probs(
     Parameters
     ----------
     probs : torch.Tensor
-        [rows, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0). Rows should sum to 1;
-        tokens are drawn in proportion in any case.
+        [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
+        is, counts as 0). Rows should sum to 1; tokens are drawn in proportion in any case.
     min_p : torch.Tensor or float
         A number, or a tensor with one for each output or, where they are not as many, for each row;
         from 0 to 1.
@@ -330,7 +331,7 @@ def min_p_sampling_from_probs(
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
     scalar, tensor = parameter("min_p", call.of_outputs("min_p", min_p), call.batch, torch.float32, probs.device)
     require(return_valid or scalar is None or 0 <= scalar <= 1, "min_p", scalar, "0 to 1")
-    draw(probs, "probs", scalar, tensor, *call.operands)
+    draw(call.x, "probs", scalar, tensor, *call.operands)
     return call.result(return_valid)
 
 
@@ -352,7 +353,8 @@ def top_k_top_p_sampling_from_logits(
     Parameters
     ----------
     logits : torch.Tensor
-        [rows, num_classes]; float32, bfloat16 or float16. A row with NaN or +inf, or of -inf alone, gives 0.
+        [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32. A row with NaN or
+        +inf, or of -inf alone, gives 0.
     top_k : torch.Tensor or int
         A number, or a tensor with one for each output or, where they are not as many, for each row; 1 or
         more. From num_classes on everything is kept.
@@ -394,7 +396,7 @@ def top_k_top_p_sampling_from_logits(
     """
     call = Call("logits", logits, indices, check_nan, generator, seed, offset)
     ordered = ordered_source("logits", filter_apply_order)
-    draw_prefix(logits, ordered, *call.k(top_k, False), *call.p(top_p, False), *call.operands)
+    draw_prefix(call.x, ordered, *call.k(top_k, False), *call.p(top_p, False), *call.operands)
     return call.result(False)
 
 
@@ -417,8 +419,8 @@ def top_k_top_p_sampling_from_probs(
     Parameters
     ----------
     probs : torch.Tensor
-        [rows, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0). Rows should sum to 1;
-        tokens are drawn in proportion in any case.
+        [rows, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
+        is, counts as 0). Rows should sum to 1; tokens are drawn in proportion in any case.
     top_k : torch.Tensor or int
         A number, or a tensor with one for each output or, where they are not as many, for each row; 1 or
         more. From num_classes on everything is kept.
@@ -466,5 +468,5 @@ def top_k_top_p_sampling_from_probs(
     """
     call = Call("probs", probs, indices, check_nan, generator, seed, offset)
     ordered = ordered_source("probs", filter_apply_order)
-    draw_prefix(probs, ordered, *call.k(top_k, return_valid), *call.p(top_p, return_valid), *call.operands)
+    draw_prefix(call.x, ordered, *call.k(top_k, return_valid), *call.p(top_p, return_valid), *call.operands)
     return call.result(return_valid)

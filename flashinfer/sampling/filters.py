@@ -8,7 +8,7 @@ from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
 from flashinfer.ops import sampling as room
-from flashinfer.sampling.arguments import check_rows, given, kind_of, parameter, rows_of, top_k_of, top_p_of
+from flashinfer.sampling.arguments import as_rows, given, kind_of, parameter, rows_of, top_k_of, top_p_of
 
 
 @replayed
@@ -20,7 +20,8 @@ def softmax(
     Parameters
     ----------
     logits : torch.Tensor
-        [batch, num_classes]; float32, bfloat16 or float16. -inf is a probability of 0.
+        [batch, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32. -inf is a
+        probability of 0.
     temperature : torch.Tensor or float, optional
         Above 0; a number, or a tensor [batch] with one for each row. A row whose temperature is not above 0 is NaN.
     enable_pdl : bool, optional
@@ -42,7 +43,7 @@ def softmax(
     >>> flashinfer.softmax(torch.tensor([[0.0, 0.0]]), temperature=0.5)
     tensor([[0.5000, 0.5000]])
     """
-    check_rows("logits", logits)
+    logits = as_rows("logits", logits)
     scalar, tensor = parameter("temperature", temperature, len(logits), torch.float32, logits.device)
     require(scalar is None or scalar > 0, "temperature", scalar, "above 0")
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
@@ -59,7 +60,8 @@ def top_p_renorm_probs(
     Parameters
     ----------
     probs : torch.Tensor
-        [batch, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0).
+        [batch, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
+        is, counts as 0).
     top_p : torch.Tensor or float
         Above 0; a number, or a tensor [batch] with one for each row. From 1 on everything is kept. Of equal
         probabilities those at lower indices come first.
@@ -69,8 +71,8 @@ def top_p_renorm_probs(
     Returns
     -------
     torch.Tensor
-        [batch, num_classes]; dtype of `probs`. Rows with NaN or inf are NaN; rows without a probability above 0, or
-        with an impossible `top_p`, are 0.
+        [batch, num_classes]; dtype of `probs`, or float32 of float64. Rows with NaN or inf are NaN; rows without a
+        probability above 0, or with an impossible `top_p`, are 0.
 
     Raises
     ------
@@ -83,7 +85,7 @@ def top_p_renorm_probs(
     >>> flashinfer.top_p_renorm_probs(torch.tensor([[0.25, 0.5, 0.25]]), 0.4)
     tensor([[0., 1., 0.]])
     """
-    check_rows("probs", probs)
+    probs = as_rows("probs", probs)
     out = torch.empty_like(probs)
     _write_prefix(probs, False, None, None, *top_p_of(top_p, len(probs), probs.device), out)
     return out
@@ -100,7 +102,8 @@ def top_k_renorm_probs(
     Parameters
     ----------
     probs : torch.Tensor
-        [batch, num_classes]; float32, bfloat16 or float16, not negative (what is, counts as 0).
+        [batch, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32; not negative (what
+        is, counts as 0).
     top_k : torch.Tensor or int
         A number or a tensor [batch], 1 or more.
     is_deterministic : bool
@@ -109,8 +112,8 @@ def top_k_renorm_probs(
     Returns
     -------
     torch.Tensor
-        [batch, num_classes]; dtype of `probs`. Rows with NaN or inf are NaN; rows without a probability above 0, or
-        with an impossible `top_k`, are 0.
+        [batch, num_classes]; dtype of `probs`, or float32 of float64. Rows with NaN or inf are NaN; rows without a
+        probability above 0, or with an impossible `top_k`, are 0.
 
     Raises
     ------
@@ -123,7 +126,7 @@ def top_k_renorm_probs(
     >>> flashinfer.top_k_renorm_probs(torch.tensor([[0.125, 0.5, 0.375, 0.0]]), 1)
     tensor([[0., 1., 0., 0.]])
     """
-    check_rows("probs", probs)
+    probs = as_rows("probs", probs)
     out = torch.empty_like(probs)
     _write_prefix(probs, False, *top_k_of(top_k, len(probs), probs.device), None, None, out)
     return out
@@ -136,7 +139,8 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
     Parameters
     ----------
     logits : torch.Tensor
-        [batch, num_classes]; float32, bfloat16 or float16. NaN counts as the largest.
+        [batch, num_classes]; float32, bfloat16, float16, or float64, which is rounded to float32. NaN counts as the
+        largest.
     top_k : torch.Tensor or int
         1 or more; a number, or a tensor [batch] with one for each row. Exactly so many are kept; of equal ones those
         at lower indices come first. Rows with an impossible one are -inf.
@@ -144,7 +148,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
     Returns
     -------
     torch.Tensor
-        [batch, num_classes]; dtype of `logits`.
+        [batch, num_classes]; dtype of `logits`, or float32 of float64.
 
     Raises
     ------
@@ -157,7 +161,7 @@ def top_k_mask_logits(logits: torch.Tensor, top_k: torch.Tensor | int) -> torch.
     >>> flashinfer.top_k_mask_logits(torch.tensor([[1.0, 3.0, 2.0]]), 2)
     tensor([[-inf, 3., 2.]])
     """
-    check_rows("logits", logits)
+    logits = as_rows("logits", logits)
     out = torch.empty_like(logits)
     _write_prefix(logits, True, *top_k_of(top_k, len(logits), logits.device), None, None, out)
     return out

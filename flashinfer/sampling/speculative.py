@@ -8,7 +8,7 @@ from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import dtype_name, is_aligned, require, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer.ops import sampling as room
-from flashinfer.sampling.arguments import DTYPES, INDICES, place_of, randomness_of, take_randomness
+from flashinfer.sampling.arguments import INDICES, as_values, place_of, randomness_of, take_randomness
 
 
 @checked
@@ -33,7 +33,7 @@ def chain_speculative_sampling(
     Parameters
     ----------
     draft_probs : torch.Tensor
-        [batch, num_speculate_tokens, vocab_size]; float32, bfloat16 or float16.
+        [batch, num_speculate_tokens, vocab_size]; float32, bfloat16, float16, or float64, which is rounded to float32.
     draft_token_ids : torch.Tensor
         int32 or int64 [batch, num_speculate_tokens]; what lies outside the vocabulary is refused.
     target_probs : torch.Tensor
@@ -73,6 +73,7 @@ def chain_speculative_sampling(
     (tensor([[1, 0]], dtype=torch.int32), tensor([1], dtype=torch.int32), tensor([1], dtype=torch.int32))
     """
     batch, count = _check(draft_probs, draft_token_ids, target_probs)
+    draft_probs, target_probs = as_values("draft_probs", draft_probs), as_values("target_probs", target_probs)
     device = draft_probs.device
     accepted, emitted = maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num
     accepted = _counter("maybe_output_accepted_token_num", accepted, batch, device)
@@ -87,12 +88,10 @@ def chain_speculative_sampling(
 
 def _check(draft_probs, draft_token_ids, target_probs):
     require(draft_probs.dim() == 3, "draft_probs", tuple(draft_probs.shape), "[batch, tokens, vocab_size]")
-    require(draft_probs.dtype in DTYPES, "draft_probs", draft_probs.dtype, "float32, bfloat16, float16")
     batch, count, columns = draft_probs.shape
     require(0 < columns < 1 << 30, "draft_probs", tuple(draft_probs.shape), "1 to 2^30 tokens in the vocabulary")
     wanted = batch, count + 1, columns
     require(target_probs.shape == wanted, "target_probs", tuple(target_probs.shape), str(wanted))
-    require(target_probs.dtype in DTYPES, "target_probs", target_probs.dtype, "float32, bfloat16, float16")
     require(draft_token_ids.shape == (batch, count), "draft_token_ids", tuple(draft_token_ids.shape), f"{batch, count}")
     require(draft_token_ids.dtype in INDICES, "draft_token_ids", draft_token_ids.dtype, "int32, int64")
     same_device(draft_probs=draft_probs, draft_token_ids=draft_token_ids, target_probs=target_probs)

@@ -86,7 +86,7 @@ def test_bad_input():
         (lambda: chain(draft[0], ids, target), "draft_probs"),
         (lambda: chain(draft.int(), ids, target), "draft_probs"),
         (lambda: chain(draft, ids, target[:, :3]), "target_probs"),
-        (lambda: chain(draft, ids, target.double()), "target_probs"),
+        (lambda: chain(draft, ids, target.int()), "target_probs"),
         (lambda: chain(draft, ids[:1], target), "draft_token_ids"),
         (lambda: chain(draft, ids.float(), target), "draft_token_ids"),
         (lambda: chain(draft, ids, target, maybe_output_accepted_token_num=ids), "maybe_output_accepted_token_num"),

@@ -322,6 +322,38 @@ def test_parameters_of_other_dtypes(variant, device):
     assert_bitwise(sampling.top_p_renorm_probs(probs, ps), sampling.top_p_renorm_probs(probs, 1.0))
 
 
+def test_rows_of_float64(variant, device):
+    """They are rounded to float32; so are the results, and a token is drawn as from rows of float32."""
+    probs = torch.softmax(torch.randn(3, 70, dtype=torch.float64) * 3, -1).to(device)
+    logits, seeds = probs.log(), dict(seed=5, offset=7)
+    out = sampling.softmax(logits, 0.5)
+    assert_close(out, torch.softmax(logits.float() / 0.5, -1), torch.softmax(logits / 0.5, -1))
+    for name, k, p in (("top_k", 5, None), ("top_p", None, 0.8)):
+        truth = torch.stack([distribution(row, kept_columns(row, k, p)) for row in probs])
+        same = torch.where(truth > 0, probs, 0).float()
+        out = getattr(sampling, f"{name}_renorm_probs")(probs, k or p)
+        assert_close(out, same / same.sum(-1, keepdim=True), truth, name)
+    kept = torch.stack([torch.isin(torch.arange(70), torch.tensor(kept_columns(row, 5))) for row in logits])
+    truth = torch.where(kept.to(device), logits, -torch.inf).float()
+    assert_bitwise(sampling.top_k_mask_logits(logits, 5), truth)
+    for function, given, x in (
+        (sampling.sampling_from_probs, (), probs),
+        (sampling.sampling_from_logits, (), logits),
+        (sampling.top_k_sampling_from_probs, (6,), probs),
+        (sampling.top_p_sampling_from_probs, (0.8,), probs),
+        (sampling.min_p_sampling_from_probs, (0.1,), probs),
+        (sampling.top_k_top_p_sampling_from_probs, (6, 0.8), probs),
+        (sampling.top_k_top_p_sampling_from_logits, (6, 0.8), logits),
+    ):
+        assert_bitwise(function(x, *given, **seeds), function(x.float(), *given, **seeds))
+    assert_bitwise(sampling.top_k_sampling_from_probs(probs, 1, **seeds), probs.argmax(1).int())
+    ids = probs.argmax(1, keepdim=True).int()
+    draft, target = (torch.nn.functional.one_hot(ids.long().repeat(1, n), 70).double() for n in (1, 2))
+    tokens, accepted, emitted = sampling.chain_speculative_sampling(draft, ids, target, **seeds)
+    assert_bitwise(tokens, ids.repeat(1, 2))
+    assert accepted.tolist() == emitted.tolist() == [1, 1, 1]
+
+
 def test_parameters_of_rows_that_are_drawn_from_several_times(variant, device):
     """Where rows and outputs differ in number, one for each row stands for those of the outputs."""
     probs, indices = rows_of_probs(3, 70, device), torch.tensor([2, 0, 2, 1, 0], device=device)
