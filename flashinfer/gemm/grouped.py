@@ -70,7 +70,7 @@ def group_gemm_fp8_nt_groupwise(
     backend : str
         "trtllm", "cutlass" or "auto": one result. Or a variant's name.
     segment_alignment : int
-        1: groups begin at any row.
+        What the caller promises that offsets are multiples of, 1 or more. Any offsets are taken.
 
     Returns
     -------
@@ -96,7 +96,7 @@ def group_gemm_fp8_nt_groupwise(
     """
     require(mma_sm in (1, 2), "mma_sm", mma_sm, "1, 2")
     require(scale_major_mode in ("MN", "K"), "scale_major_mode", scale_major_mode, "'MN', 'K'")
-    require(segment_alignment == 1, "segment_alignment", segment_alignment, "1")
+    require(segment_alignment >= 1, "segment_alignment", segment_alignment, "1 or more")
     _check_indptr(m_indptr, b)
     backend = given.variant_of(backend, ("trtllm", "cutlass"))
     mnk = granularity(scale_granularity_mnk)

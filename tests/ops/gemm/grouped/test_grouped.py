@@ -57,6 +57,17 @@ def test_group_gemm_fp8(variant, device, lengths, n, k, mode, granularity):
     check(out, a_wide, b_wide, members(lengths, 3))
 
 
+@pytest.mark.parametrize("lengths, alignment", [([128, 0, 256], 128), ([128, 5, 0], 128)], ids=str)
+def test_a_promise_about_offsets(variant, device, lengths, alignment):
+    """Groups are where their offsets are, also where they break the promise."""
+    a, a_scale, a_wide = scaled.groupwise((sum(lengths) + 3, 128), "e4m3", 1, 128, device)
+    b, b_scale, b_wide = scaled.groupwise((3, 32, 128), "e4m3", 128, 128, device)
+    out, indptr = poisoned(len(a), 32, device), generate.indptr(lengths, device)
+    scales = a_scale.mT.contiguous(), b_scale.mT.contiguous()
+    gemm.group_gemm_fp8_nt_groupwise(a, b, *scales, indptr, out=out, segment_alignment=alignment)
+    check(out, a_wide, b_wide, members(lengths, 3))
+
+
 @shapes
 def test_batch_deepgemm(variant, device, lengths, n, k):
     most = max(lengths) + 2
@@ -238,7 +249,7 @@ BAD = {
     "m_indptr of int64": dict(m_indptr=torch.zeros(3, dtype=torch.int64)),
     "m_indptr elsewhere": dict(m_indptr=torch.zeros(3, dtype=torch.int32, device="meta")),
     "scale_major_mode": dict(scale_major_mode="N"),
-    "segment_alignment": dict(segment_alignment=4),
+    "segment_alignment": dict(segment_alignment=0),
     "out": dict(out=torch.empty(6, 9, dtype=BF16)),
     "backend": dict(backend="nothing"),
 }
