@@ -84,7 +84,7 @@ def cutlass_fused_moe(
     MXFP4              as MXFP8                        as MXFP8
     MXFP4              float8_e4m3fn                   factors of fc1, d1 [experts], q2, factors of fc2,
                                                        d2 [experts]
-    MXFP4, W4          bfloat16                        factors of fc1, factors of fc2
+    MXFP4, W4          bfloat16, float16               factors of fc1, factors of fc2
     INT4, W4           bfloat16, float16               factors of fc1 and of fc2, a1, a2, two empty tensors,
                                                        d1 [experts], d2 [experts]
     MXFP4, Humming     bfloat16, float16               offsets of fc1, d1 [experts], one that is not read,
@@ -172,7 +172,8 @@ def cutlass_fused_moe(
     Notes
     -----
     Products are summed in float32; each expert's result is rounded to `output_dtype`, and so is the activation's, or
-    quantised. Sums over a token's experts are in the order of its choices, so results repeat bit for bit.
+    quantised. Sums over a token's experts are in the order of its choices, so results repeat bit for bit. Products of
+    float16 rows with MXFP4 round weights to float16: below 2^-24 they are 0, from 65520 on infinite.
 
     References
     ----------
@@ -413,7 +414,7 @@ def _between(encoding, scales, count, second_weights) -> experts.Between:
 
 def _tokens(encoding, x, factors, swizzled: bool, scales) -> experts.Tokens:
     """The input as the products read it, quantised here where it is not yet."""
-    others = {"plain": _PLAIN.get(x.dtype), "mxfp4": "mxfp8", "mxfp4_fp8": "fp8", "mxfp4_w4": "bf16"}
+    others = {"plain": _PLAIN.get(x.dtype), "mxfp4": "mxfp8", "mxfp4_fp8": "fp8", "mxfp4_w4": _PLAIN.get(x.dtype)}
     rows = others.get(encoding, encoding)
     floats = (torch.bfloat16, torch.float16)
     if encoding == "humming":
@@ -422,9 +423,9 @@ def _tokens(encoding, x, factors, swizzled: bool, scales) -> experts.Tokens:
         codes, row_scale = experts.tokens_over_rows(x)
         return experts.Tokens(codes, "fp8", row_scale=row_scale)
     if encoding in ("plain", "fp8", "mxfp4_fp8", "mxfp4_w4"):
-        needed = {"plain": x.dtype, "mxfp4_w4": torch.bfloat16}.get(encoding, torch.float8_e4m3fn)
-        require(x.dtype == needed, "input", x.dtype, str(needed))
-        require(factors is None, "input_sf", "a tensor", f"None with {needed}")
+        needed = {"plain": (x.dtype,), "mxfp4_w4": floats}.get(encoding, (torch.float8_e4m3fn,))
+        require(x.dtype in needed, "input", x.dtype, ", ".join(map(str, needed)))
+        require(factors is None, "input_sf", "a tensor", f"None with {x.dtype}")
         return experts.Tokens(x, rows)
     if x.dtype in floats:
         require(factors is None, "input_sf", "a tensor", f"None with {x.dtype}")

@@ -385,9 +385,9 @@ def test_cutlass_plain(way, device, dtype):
 def cutlass_case(name, device, dtype):
     """Input, its factors, weights, quant_scales, flags, and the truth's operands of `cutlass_fused_moe`."""
     rows = {"fp8": "fp8", "fp8_block": "bf16", "mxfp8": "mxfp8", "nvfp4": "nvfp4", "nvfp4 of bf16": "bf16",
-            "mxfp4": "mxfp8", "mxfp4 fp8": "fp8", "mxfp4 w4": "bf16"}[name]  # fmt: skip
+            "mxfp4": "mxfp8", "mxfp4 fp8": "fp8", "mxfp4 w4": "bf16", "mxfp4 w4 of fp16": "fp16"}[name]  # fmt: skip
     encoding = name.split()[0]
-    H = M = 128 if name in ("fp8_block", "mxfp4 w4") else 64
+    H = M = 128 if name == "fp8_block" or " w4" in name else 64
     x, x_scale, xd = random(rows, tokens(device), H, device=device)
     (w1, s1, v1), (w2, s2, v2) = weights(encoding, E, 2 * M, H, device), weights(encoding, E, H, M, device)
     d1, d2 = (torch.rand(E, device=device) + 0.5 for _ in range(2))
@@ -409,7 +409,7 @@ def cutlass_case(name, device, dtype):
             w1, w2 = w1.view(torch.int64), w2.view(torch.int64)
         d1, d2 = d1 / 3, d2 / 20
         scales[2], scales[5] = d1, d2
-    elif name == "mxfp4 w4":
+    elif " w4" in name:
         scales, middle, d1, d2 = [layers.strips(s1), layers.strips(s2)], None, 1.0, 1.0
         flags = {"use_w4_group_scaling": True}
         w1, w2 = map(fused_moe.interleave_moe_weights_for_sm90_mixed_gemm, (w1, w2))
@@ -420,7 +420,8 @@ def cutlass_case(name, device, dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["fp8", "fp8_block", "mxfp8", "nvfp4", "nvfp4 of bf16", "mxfp4", "mxfp4 fp8", "mxfp4 w4"]
+    "name",
+    ["fp8", "fp8_block", "mxfp8", "nvfp4", "nvfp4 of bf16", "mxfp4", "mxfp4 fp8", "mxfp4 w4", "mxfp4 w4 of fp16"],
 )
 def test_cutlass_formats(way, device, name):
     # Triton's interpreter truncates to bfloat16, and quantises another value then.
