@@ -41,7 +41,12 @@ def _post(tokens, hidden, device) -> Work:
         (x, streams, post, comb),
         bytes=x.nbytes + 2 * streams.nbytes + post.nbytes + comb.nbytes,
         check=check,
+        peers={"torch": _post_by_torch},
     )
+
+
+def _post_by_torch(x, streams, post, comb):
+    return torch.baddbmm(x[:, None] * post[..., None].bfloat16(), comb.bfloat16().mT, streams)
 
 
 def _pre(tokens, hidden, device) -> Work:
@@ -61,4 +66,19 @@ def _pre(tokens, hidden, device) -> Work:
         (mix, streams, scale, base),
         bytes=streams.nbytes + mix.nbytes + tokens * (hidden * 2 + 20 * 4),
         check=check,
+        peers={"torch": partial(_pre_by_torch, torch.tensor([4, 4, 16], device=device))},
     )
+
+
+def _pre_by_torch(sizes, mix, streams, scale, base):
+    """With the epsilons and the 20 Sinkhorn rounds of DeepSeek's layers."""
+    eps, wide = 1e-6, streams.float()
+    root = (wide.square().flatten(1).mean(1) + eps).rsqrt()
+    logits = mix * root[:, None] * scale.repeat_interleave(sizes, output_size=24) + base
+    pre, post = logits[:, :STREAMS].sigmoid() + eps, 2 * logits[:, STREAMS : 2 * STREAMS].sigmoid()
+    comb = logits[:, 2 * STREAMS :].unflatten(1, (STREAMS, STREAMS)).softmax(2) + eps
+    comb = comb / (comb.sum(1, keepdim=True) + eps)
+    for _ in range(19):
+        comb = comb / (comb.sum(2, keepdim=True) + eps)
+        comb = comb / (comb.sum(1, keepdim=True) + eps)
+    return post, comb, torch.bmm(pre.bfloat16()[:, None], streams).squeeze(1)
