@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked
-from flashinfer._core.checks import require, wants_pdl
+from flashinfer._core.checks import require, same_device, wants_pdl
 from flashinfer.ops import layouts
 from flashinfer.ops.formats import FORMATS
 from flashinfer.quantization import _rows
@@ -146,6 +146,14 @@ def fp4_quantize(
     return codes.view(*input.shape[:-1], input.shape[-1] // 2), _matrix(factors, blocks)
 
 
+def _check_live_rows(index: torch.Tensor, per_token_activation: bool, a: torch.Tensor) -> None:
+    name = "expanded_idx_to_permuted_idx"
+    require(per_token_activation, name, "a tensor", "None, without per_token_activation")
+    fits = index.dtype == torch.int32 and index.dim() == 1
+    require(fits, name, f"{index.dtype} {tuple(index.shape)}", "int32 of one dimension")
+    same_device(a=a, **{name: index})
+
+
 @checked
 def nvfp4_quantize(
     a: torch.Tensor,
@@ -186,8 +194,10 @@ def nvfp4_quantize(
         "cuda" or "cute-dsl", upstream's two implementations of one function, or a variant's name.
     per_token_activation : bool
         Each row has a scale s of its own, and is quantised with the global scale 1 / s. A row of zeros has scale 0.
-    expanded_idx_to_permuted_idx
-        None: rows are not permuted here.
+    expanded_idx_to_permuted_idx : torch.Tensor, optional
+        int32 of one dimension, with `per_token_activation`: the rows of a that count, as routing to experts gives
+        them; -1 names none. Each of them stays where it is. What is in the others' codes, factors and scales is not
+        specified; here they are quantised, too.
     out_scale : torch.Tensor or float, optional
         With `per_token_activation`: one element that the scales which are returned are times. Codes and factors do not
         depend on it.
@@ -217,7 +227,8 @@ def nvfp4_quantize(
     (torch.Size([4, 32]), torch.Size([128, 4]))
     """
     require(sf_vec_size == 16, "sf_vec_size", sf_vec_size, "16")
-    require(expanded_idx_to_permuted_idx is None, "expanded_idx_to_permuted_idx", "a tensor", "None")
+    if expanded_idx_to_permuted_idx is not None:
+        _check_live_rows(expanded_idx_to_permuted_idx, per_token_activation, a)
     given = out_scale is None or per_token_activation
     require(given, "out_scale", "a scale", "None, without per_token_activation")
     layout = _rows.layout_name("sfLayout", sfLayout)

@@ -253,6 +253,24 @@ def test_mxfp8_of_the_first_rows(variant, device):
         assert_bitwise(found[:count], expected)
 
 
+def test_rows_that_routing_names(variant, device):
+    """They are quantised where they are, whatever stands between them."""
+    x = rows((6, 96), torch.bfloat16, device)
+    live = torch.tensor([4, -1, 0, 3, -1], dtype=torch.int32, device=device)
+    x[[1, 2, 5]] = torch.nan
+    found = flashinfer.nvfp4_quantize(
+        x, 1 / 2688, SfLayout.layout_linear, per_token_activation=True, expanded_idx_to_permuted_idx=live
+    )
+    assert [len(each) for each in found] == [6, 6, 6]
+    there = live[live >= 0].long()
+    codes, factors, scales = (each[there] for each in found)
+    expected = (x[there].double().abs().amax(1) * torch.tensor(1 / 2688).double()).float()
+    assert_same(scales, expected)
+    nibbles, factor = truth.nvfp4(x[there], (1 / expected.double()).float()[:, None])
+    assert_bitwise(factors, factor)
+    assert_bitwise(codes, truth.pack(nibbles))
+
+
 def test_row_scales(variant, device):
     x = rows((6, 96), torch.bfloat16, device)
     x[4] = 0
@@ -531,7 +549,11 @@ BAD = {
     "a recipe that is none": (lambda x: FP4(x, SCALE, nvfp4_4over6=1), (ROWS,), "nvfp4_4over6"),
     "a layout that is none": (flashinfer.nvfp4_quantize, (ROWS, SCALE, 2), "sfLayout"),
     "shuffling without tiles": (flashinfer.nvfp4_quantize, (ROWS, SCALE, LAYOUTS["linear"], True), "do_shuffle"),
-    "permuted rows": (
+    "named rows without scales of rows": (
+        lambda x: flashinfer.nvfp4_quantize(x, 1.0, expanded_idx_to_permuted_idx=torch.zeros(2).int()),
+        (ROWS,), "expanded_idx_to_permuted_idx",
+    ),
+    "named rows in float32": (
         lambda x: flashinfer.nvfp4_quantize(x, 1.0, per_token_activation=True, expanded_idx_to_permuted_idx=SCALE),
         (ROWS,), "expanded_idx_to_permuted_idx",
     ),
