@@ -48,10 +48,11 @@ def products(x):
 
 
 def test_first_keys_that_outweigh_all_others_are_not_retried():
-    """Attention sinks are ordinary: a first key 40 nats above the others costs no product. A key in the middle does."""
-    plain, first, middle = (products(rising("cpu", (130,), (1300,), leap, at, heads=(1, 1)))
-                            for leap, at in ((0.0, [0]), (40.0, [0]), (40.0, [700])))  # fmt: skip
-    assert plain == first < middle
+    """Attention sinks are ordinary: a key 60 nats above the others costs no product, first or in the middle. One that
+    is 90 nats above does."""
+    plain, first, middle, far = (products(rising("cpu", (130,), (1300,), leap, at, heads=(1, 1)))
+                                 for leap, at in ((0.0, [0]), (60.0, [0]), (60.0, [700]), (90.0, [0])))  # fmt: skip
+    assert plain == first == middle < far
 
 
 @pytest.mark.matrix
@@ -59,8 +60,8 @@ def test_first_keys_that_outweigh_all_others_are_not_retried():
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("at", ((0,), (700,), (0, 700), (1400,)))
 def test_leaps(at, causal, page_size, factor):
-    """Block 0 goes in front of those without a mask: what outweighs it later is retried."""
-    x = times_values(rising("cpu", (130, 200), (1500, 1300), 40.0, [k for k in at if k < 1300], heads=(1, 1)), factor)
+    """Keys that stand out in the first block, in one without a mask, in both, and in one with a mask."""
+    x = times_values(rising("cpu", (130, 200), (1500, 1300), 90.0, [k for k in at if k < 1300], heads=(1, 1)), factor)
     with emulate("90a", seed=sum(at) + page_size):
         if page_size:
             result = run_paged(x, Options(causal=causal), "sm90", page_size=page_size)

@@ -36,7 +36,7 @@ from flashinfer._core.gluon_compat import (
 )
 from flashinfer.ops._device.sm90.registers import opaque, program
 from flashinfer.ops._device.sm90.ring import make_barriers
-from flashinfer.ops.attention._device.fixed_shift_sm90 import any_out_of_range
+from flashinfer.ops.attention._device.fixed_shift_sm90 import DOUBTFUL, FAILED, verdict
 from flashinfer.ops.attention._device.logits import LOG2E
 from flashinfer.ops.attention._device.schedule import ITEM_WIDTH
 from flashinfer.ops.attention.prefill.sm90_finish import finish, rows_of, rows_exist, view_of
@@ -46,7 +46,6 @@ from flashinfer.ops.attention.prefill.sm90_queue import (
     make_task_queue,
     read_next,
     report,
-    seed_of,
     span,
 )
 from flashinfer.ops.attention.prefill.sm90_settings import (
@@ -111,7 +110,6 @@ def _run_task(
         # A retry uses the maximum of each block: no block counts as one without a mask.
         plain_from = gl.where(retry > 0, 0, plain_from)
         plain_to = gl.where(retry > 0, 0, plain_to)
-    seed = seed_of(blocks, plain_to, retry, settings)
     failed = blocks < 0
     view = view_of(record, kv_head, rows_of(WG, S_ROWS), tensors, scalars, settings)
     factor = 1.0 if settings.TRANSFORM else scalars.sm_scale * LOG2E
@@ -125,36 +123,43 @@ def _run_task(
     total = gl.zeros([ROWS], gl.float32, S_ROWS)
     if blocks > 0:
         acc, p, keep, top, sums, step = attend(
-            WG, begin, blocks, plain_from, plain_to, seed, step, shared.q, shared.rest, k, v, shared.turn, zeros, cols,
+            WG, begin, blocks, plain_from, plain_to, step, shared.q, shared.rest, k, v, shared.turn, zeros, cols,
             factor, view, params, settings,
         )  # fmt: skip
+        used_fixed_shift = gl.minimum(plain_to, blocks - 1) > plain_from
         row_ok = total == 0
         if settings.FIXED:
             # Loaded before the last product, which hides the latency.
             row_ok = rows_exist(WG, record, S_ROWS, settings)
-        # All warps have read these queries: the next task's queries are copied during the rest of this task.
-        block_barrier()
-        following = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
         before = v.channel.stage(step - 1)
         if settings.FP8:
+            block_barrier()
+            following = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
             wait_full(v, step - 1, settings)
             pv = warpgroup_mma_wait(0, [start_pv_fp8(p, v, before, acc)])
         else:
             acc = acc * per_row(keep, acc)
             wait_full(v, step - 1, settings)
             pv = warpgroup_mma(p, v.tiles.index(before), acc, is_async=True)
+            # All warps have read these queries: the next task's queries are copied during the rest of this task.
+            block_barrier()
+            following = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
+        level = blocks * 0
+        if settings.FIXED:
+            total = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
+            level = verdict(total, row_ok)
+        if not settings.FP8:
             acc = warpgroup_mma_wait(0, [pv])
         v.channel.release(step - 1)
-        used_fixed_shift = gl.minimum(plain_to, blocks - 1) > plain_from
-        if settings.FIXED:
-            if used_fixed_shift:
-                sums += overflows(acc)
-        total = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
+        if not settings.FIXED:
+            total = gl.convert_layout(gl.sum(sums, 1), S_ROWS)
         if settings.FP8:
             acc = (acc * per_row(keep, acc) + pv) * (1.0 / (1 << SHIFT))
             total *= 1.0 / (1 << SHIFT)
         if settings.FIXED:
-            failed = used_fixed_shift & any_out_of_range(total, row_ok)
+            if used_fixed_shift & (level == DOUBTFUL):
+                level = verdict(gl.convert_layout(gl.sum(sums + overflows(acc), 1), S_ROWS), row_ok)
+            failed = used_fixed_shift & (level == FAILED)
     else:
         following = _next_task(WG, n, tasks, shared, tensors, scalars, settings)
     if settings.FIXED:
@@ -230,15 +235,13 @@ def attend_sm90_kernel(
     TWO: gl.constexpr = dims.REST > 0
     FP8: gl.constexpr = DTYPE.primitive_bitwidth == 8
     FIXED: gl.constexpr = DTYPE == gl.bfloat16 and SOFTMAX and not mask.CUSTOM and MASK is None
-    # Not at head_dim 64, where the loop without a mask would grow from 332 to 343 instructions.
-    SEEDED: gl.constexpr = FIXED and not mask.WINDOW and dims.VO > 64
     settings = Settings(
         CAUSAL=mask.CAUSAL, WINDOW=mask.WINDOW, CUSTOM=mask.CUSTOM, SOFT_CAP=numbers.SOFT_CAP, ALIBI=heads.ALIBI,
         SINKS=heads.SINKS, HEAD_SCALES=heads.SCALES, LSE=LSE,
         TRANSFORM=numbers.SOFT_CAP or heads.ALIBI or heads.SCALES or SCALE_FIRST or VARIED, GATHER=GATHER, GROUP=GROUP,
         PAGE_SIZE=dims.PAGE_SIZE, D_VO=dims.VO, D_VO_PAD=dims.VO_PAD, BLOCK_M=tiles.M, STAGES=tiles.STAGES, TWO=TWO,
         STAGED=tiles.STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth, TRANSPOSE_WARPS=warps.TRANSPOSE,
-        LOGITS=LOGITS, MASK=MASK, VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED, SEEDED=SEEDED,
+        LOGITS=LOGITS, MASK=MASK, VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED,
     )  # fmt: skip
     q_tiles = _tiles(DTYPE, 2, ROWS, dims.D)
     k_tiles = _tiles(DTYPE, tiles.STAGES, tiles.N, dims.D)

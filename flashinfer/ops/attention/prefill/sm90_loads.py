@@ -17,7 +17,7 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
-from flashinfer.ops.attention.prefill.sm90_queue import TaskQueue, publish_next, read_to_end, seed_of, span, start_of
+from flashinfer.ops.attention.prefill.sm90_queue import TaskQueue, publish_next, read_to_end, span
 from flashinfer.ops.attention.prefill.sm90_settings import ROWS, Ring, Settings, opaque_sum
 
 
@@ -51,7 +51,6 @@ def _produce(
     tasks = gl.load(counts) * num_kv_heads
     step = 0
     task = program()
-    retry = 0
     waiting = -1
     wave = 0
     n = 0
@@ -61,9 +60,8 @@ def _produce(
         begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, settings)
         kv_base = gl.load(record + ITEM_KV_BASE)
         kv_len = gl.load(record + ITEM_KV_LEN)
-        seed = seed_of(blocks, plain_to, retry, settings)
+        start = begin + (blocks - 1) * BLOCK_N
         for i in range(blocks):
-            start = start_of(i, begin, blocks, seed, BLOCK_N, settings)
             # Loaded before the wait for an empty stage, which hides the latency.
             pages = _pages(kv_indices, kv_base, start, kv_len, settings.PAGE_SIZE, BLOCK_N)
             stage, full = ring.channel.expect(step, SIZE)
@@ -85,11 +83,12 @@ def _produce(
                     if TWO:
                         to = ring.rest.index(stage).slice(box * settings.PAGE_SIZE, settings.PAGE_SIZE, dim=0)
                         tma_load(rest_map, [at, col + SPLIT_AT], full, to)
+            start -= BLOCK_N
             step += 1
         if PUBLISHES:
-            task, retry, n, waiting = publish_next(queue, n, wave, waiting, items, tasks, settings)
+            task, _, n, waiting = publish_next(queue, n, wave, waiting, items, tasks, settings)
         else:
-            task, retry, n = read_to_end(queue, n, tasks, settings)
+            task, _, n = read_to_end(queue, n, tasks, settings)
         wave += 1
 
 
@@ -198,7 +197,6 @@ def gather(
     tasks = gl.load(counts) * num_kv_heads
     step = 0
     task = program()
-    retry = 0
     waiting = -1
     wave = 0
     n = 0
@@ -208,7 +206,6 @@ def gather(
         begin, blocks, plain_from, plain_to = span(record, window_left, BLOCK_N, settings)
         kv_base = gl.load(record + ITEM_KV_BASE)
         kv_len = gl.load(record + ITEM_KV_LEN)
-        seed = seed_of(blocks, plain_to, retry, settings)
         start = begin + (blocks - 1) * BLOCK_N
         if blocks > 0:
             keys = k_source + kv_head * k_head
@@ -219,7 +216,7 @@ def gather(
             # loaded twice: kept, they would take registers from the consumers (Triton 3.9).
             for i in range(1, blocks):
                 before = start
-                start = start_of(i, begin, blocks, seed, BLOCK_N, settings)
+                start -= BLOCK_N
                 key_rows = _key_rows(start, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
                 _gather_keys(k, keys, step + 1, key_rows, start, kv_len, k_page, k_step, settings)
                 key_rows = _key_rows(before, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
@@ -228,7 +225,7 @@ def gather(
             key_rows = _key_rows(start, kv_base, kv_len, kv_indices, BLOCK_N, D, PAGE_SIZE)
             _gather_values(v, values, step, key_rows, start, kv_len, v_page, v_step, settings)
             step += 1
-        task, retry, n, waiting = publish_next(queue, n, wave, waiting, items, tasks, settings)
+        task, _, n, waiting = publish_next(queue, n, wave, waiting, items, tasks, settings)
         wave += 1
 
 

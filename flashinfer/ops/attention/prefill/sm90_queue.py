@@ -1,4 +1,4 @@
-"""Hopper prefill: the queue of tasks, and the order of a task's key blocks.
+"""Hopper prefill: the queue of tasks, and a task's key blocks.
 
 A task is a pair of a work item and a KV head. Thread blocks take tasks from a counter in global memory as they become
 free. With a static assignment, equal requests would give some thread blocks the longest tile of each.
@@ -21,8 +21,6 @@ from flashinfer.ops.attention.prefill.sm90_settings import Settings
 # A word of the queue is a task's number plus, from this bit on, which warpgroups retry it (1 the first, 2 the second,
 # 3 both). Tasks are fewer than 2^29: each work item has a 64-byte record in memory.
 RETRY_BIT = gl.constexpr(29)
-# The least number of blocks without a mask for which block 0 is moved in front of them, see seed_of.
-SEED_FROM = gl.constexpr(8)
 
 
 @aggregate
@@ -153,28 +151,3 @@ def span(record, window_left, BLOCK_N: gl.constexpr, settings: Settings):
         plain_to = 0
     plain_to = gl.minimum(plain_to, blocks)
     return begin, blocks, gl.minimum(plain_from, plain_to), plain_to
-
-
-@gluon.jit
-def seed_of(blocks, plain_to, retry, settings: Settings):
-    """The step at which a task's block 0 is processed; `blocks` if it stays at the end.
-
-    Blocks are processed from the last to the first. With a fixed shift, block 0 comes right after the blocks with a
-    mask: the first keys may be attention sinks, whose logits exceed all others, so the shift should include them. This
-    costs one more block with a maximum, which pays from SEED_FROM blocks without a mask on.
-    """
-    seed = blocks
-    if settings.SEEDED:
-        plain = gl.minimum(plain_to, blocks - 1)
-        seed = gl.where((plain >= SEED_FROM) & (retry == 0), blocks - plain, blocks)
-    return seed
-
-
-@gluon.jit
-def start_of(i, begin, blocks, seed, BLOCK_N: gl.constexpr, settings: Settings):
-    """The first key of the i-th processed block. Example: with blocks 0 to 9, of which 8 and 9 have a mask, and seed 2,
-    the order is 9, 8, 0, 7, 6, 5, 4, 3, 2, 1."""
-    number = blocks - 1 - i
-    if settings.SEEDED:
-        number = gl.where(i == seed, 0, number + (i > seed).to(gl.int32))
-    return begin + number * BLOCK_N

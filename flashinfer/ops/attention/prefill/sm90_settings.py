@@ -47,8 +47,6 @@ class Settings:
     SOFTMAX: gl.constexpr
     # Whether blocks without a mask use a fixed shift, see sm90_softmax.steps.
     FIXED: gl.constexpr
-    # Whether the first block of keys may be processed before the other blocks without a mask, see sm90_queue.seed_of.
-    SEEDED: gl.constexpr
 
 
 @aggregate

@@ -9,7 +9,7 @@ There are three loops:
 - with the maximum of each block (`steps`, fp16, and blocks with a mask), the online softmax in base 2;
 - with a fixed shift (`steps`, bf16, blocks without a mask): weights are 2^(logit - maximum), where the maximum is that
   of the blocks before, with a mask. bf16 has the range of float32, so nothing is rescaled. If the sum of a row leaves
-  2^-48 to 2^48, or is NaN, the warpgroup reports it, and the task is retried with the maximum of each block;
+  2^-48 to 2^120, or is NaN, the warpgroup reports it, and the task is retried with the maximum of each block;
 - in e4m3 (`steps_fp8`), whose wgmma accumulates with few bits: P V of each block has its own sum, which is added in
   float32.
 """
@@ -273,7 +273,7 @@ def _clear_tail(v, start, kv_len):
 
 @gluon.jit
 def attend(
-    WG, begin, blocks, plain_from, plain_to, seed, step, q, q_rest, k: Ring, v: Ring, turn, zeros, cols, factor,
+    WG, begin, blocks, plain_from, plain_to, step, q, q_rest, k: Ring, v: Ring, turn, zeros, cols, factor,
     view: RowView, params, settings: Settings,
 ):  # fmt: skip
     """Process all blocks of a task, except P V of the last one. Returns the state of `steps`."""
@@ -312,13 +312,6 @@ def attend(
         factor, view, params, True, False, settings,
     )  # fmt: skip
     plain = gl.minimum(plain_to, blocks - 1) - plain_from
-    if settings.SEEDED:
-        if seed < blocks:
-            acc, p, keep, top, sums, step, _ = STEPS(
-                WG, 1, acc, p, keep, top, sums, step, begin + BLOCK_N, last, q, q_rest, k, v, turn, zeros, cols, factor,
-                view, params, False, False, settings,
-            )  # fmt: skip
-            plain -= 1
     if settings.FIXED:
         acc = acc * per_row(keep, acc)
         keep = gl.full([ROWS], 1.0, gl.float32, keep.type.layout)
