@@ -1,7 +1,7 @@
 """Top-k in Triton: a small k by `short`; else the pivot of each row by `prefix`, and a pass that writes the elements
 above it.
 
-Grid: emit_kernel `programs` programs a row; rank_kernel one for BLOCK elements of a row's k, which it sorts.
+Grid: emit_kernel `programs` programs a row.
 Warps: all share a tile. Shared memory: reductions and scans.
 Inputs: x [rows, columns], a window of each row, results of the stages of `flashinfer/ops/_device/prefix.py`; page
 tables or offsets where indices become slots. Outputs: values and indices [rows, k], or slots and raw indices.
@@ -33,7 +33,7 @@ from flashinfer.ops._device.prefix import (
     candidate_share,
     window_of,
 )
-from flashinfer.ops.topk import TopK, short
+from flashinfer.ops.topk import TopK, order, short
 from flashinfer.ops.topk.results import Results, add_results, column_offset, write_none, write_taken
 
 
@@ -121,30 +121,6 @@ def emit_kernel(
         write_none(out_value, out_index, raw, kept, k, TILE)
 
 
-@triton.jit
-def rank_kernel(value, index, out_value, out_index, k, blocks, LAST: tl.constexpr, BLOCK: tl.constexpr):
-    """Sorts the k elements of a row: a program counts for BLOCK of them how many precede each, which is its index.
-
-    For example, of 3 9 4 none precede 9, one precedes 4 and two precede 3.
-    """
-    row = tl.program_id(0) // blocks
-    at = row.to(tl.int64) * k
-    taken = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    my_value = tl.load(value + at + taken, taken < k, other=0)
-    my_index = tl.load(index + at + taken, taken < k, other=0)
-    my_key = key_of(my_value.to(tl.float32))
-    before = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, k, BLOCK):
-        other = first + tl.arange(0, BLOCK)
-        key = key_of(tl.load(value + at + other, other < k, other=0).to(tl.float32))
-        # The elements are in the order of their indices, which decides between equal values.
-        earlier = other[None, :] > taken[:, None] if LAST else other[None, :] < taken[:, None]
-        ahead = (key[None, :] > my_key[:, None]) | ((key[None, :] == my_key[:, None]) & earlier)
-        before += tl.sum((ahead & (other < k)[None, :]).to(tl.int32), 1)
-    tl.store(out_value + at + before, my_value, taken < k)
-    tl.store(out_index + at + before, my_index, taken < k)
-
-
 @cache
 def stages_of(problem: TopK) -> Stages:
     return Stages(
@@ -171,18 +147,7 @@ def _build_emit(problem, config):
     return Build(emit_kernel, p.types, constants, num_warps=config.num_warps)
 
 
-# Elements that a program of the rank kernel ranks at once; it compares 64 x 64 pairs at a time. Not measured.
-_RANKED = 64
-
-
-def _build_rank(problem, config):
-    values = f"*{problem.dtype}"
-    types = {"value": values, "index": "*i64", "out_value": values, "out_index": "*i64", "k": "i32", "blocks": "i32"}
-    return Build(rank_kernel, types, {"LAST": problem.last, "BLOCK": _RANKED}, num_warps=4)
-
-
 launch_emit = Launcher("top_k_emit", _build_emit)
-launch_rank = Launcher("top_k_rank", _build_rank)
 
 # Bytes of stack that a thread may use: scalars that live during all of resolve's search, twelve words at most, on
 # sm_120, and six words of the list kernel (ptxas).
@@ -195,7 +160,7 @@ def kernels(problem, config):
     yield from stages.stages_to_compile(stages_of(problem), config)
     yield launch_emit, problem, config
     if problem.result == "sorted":
-        yield launch_rank, problem, config
+        yield from order.kernels(order.Problem(problem.dtype, problem.last))
 
 
 def run(problem, config, x, k, starts, lengths, places, outputs):
@@ -224,13 +189,12 @@ def run(problem, config, x, k, starts, lengths, places, outputs):
               *results.arguments(x, k), found.programs, found.chunk, found.tiles,
               found.list_column.shape[1])  # fmt: skip
     if problem.result == "sorted":
-        blocks = triton.cdiv(k, _RANKED)
-        start(launch_rank, problem, config, (rows * blocks, 1, 1), results.value, results.index, *outputs, k, blocks)
+        order.run(order.Problem(problem.dtype, problem.last), results.value, results.index, *outputs)
 
 
 IMPLEMENTATION = Implementation(
     run,
-    (launch_emit, launch_rank, *short.LAUNCHERS, *stages.LAUNCHERS),
+    (launch_emit, *order.LAUNCHERS, *short.LAUNCHERS, *stages.LAUNCHERS),
     kernels=kernels,
     stack_budget=STACK_BUDGET,
 )

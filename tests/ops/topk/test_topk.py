@@ -8,6 +8,7 @@ from flashinfer.ops import topk as room
 from flashinfer.ops._device import tiles as tile_sizes
 from flashinfer.ops.topk import config
 from flashinfer.testing import generate
+from flashinfer.ops.topk import order
 from flashinfer.testing.compare import assert_bitwise
 from tests.ops.norm.variants import variant  # the fixture
 
@@ -235,7 +236,9 @@ def test_are_registered_ops():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows, columns, k", [(4, 65536, 2048), (1, 1000003, 7), (300, 8192, 512), (2, 131072, 131072)])
+@pytest.mark.parametrize(
+    "rows, columns, k", [(4, 65536, 2048), (1, 1000003, 7), (300, 8192, 512), (9, 40000, 5000), (2, 131072, 131072)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_large_rows_on_a_gpu(device, rows, columns, k, dtype):
     x = torch.randn(rows, columns, device=device).to(dtype)
@@ -258,3 +261,25 @@ def test_graph(device):
         x.normal_()
         graph.replay()
         assert_bitwise(out, top_k_ragged_transform(x, offsets, lengths, 64))
+
+
+@pytest.mark.parametrize("k, block", [(5, 8), (16, 16), (61, 16)])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_orders(device, k, block, last, dtype):
+    """By one program, and in blocks that are merged: with ties, infinities, zeros of both signs, NaN."""
+    rows = 3
+    value = torch.randint(-3, 4, (rows, k), device=device).to(dtype)
+    value[0, :5] = torch.tensor([-torch.inf, torch.nan, torch.inf, 0.0, -0.0])
+    index = torch.arange(7, 7 + k, device=device).expand(rows, k).contiguous()
+    # Of a flipped row a stable sort takes the last of equal values first.
+    given = value.flip(1) if last else value
+    keys = given.float().add(0.0).nan_to_num(nan=torch.inf, posinf=1e6)
+    expected = keys.sort(dim=1, descending=True, stable=True).indices
+    expected = k - 1 - expected if last else expected
+    problem = order.Problem("fp32" if dtype == torch.float32 else "fp16", last)
+    for config in (None, order.Config(block, 1)):
+        out_value, out_index = torch.full_like(value, 77), torch.full_like(index, -77)
+        order.run(problem, value, index, out_value, out_index, config)
+        assert_bitwise(out_index, index.gather(1, expected))
+        assert_bitwise(out_value, value.gather(1, expected))
