@@ -33,7 +33,7 @@ OTHER = os.environ.get("FLASHINFER_TEST_TRITON", "")
 # Chips for which the lowest Triton, and the highest, write the same PTX but for its target's name.
 ALIKE = {False: (("80", "86", "89"),), True: (("86", "89"), ("100a", "103a"))}
 # Launchers that show it: reductions, exponentials, scans, gathers, matrix products in a pipeline.
-SAMPLES = {"norm", "sampling_statistics", "top_k_rank", "moe_finalize", "dense_gemm"}
+SAMPLES = {"norm", "sampling_statistics", "top_k_sort", "moe_finalize", "dense_gemm"}
 
 # Launchers of one config, all of whose kernels wait or none.
 EARLY = ("prefix_bracket", "prefix_gather", "prefix_resolve")
