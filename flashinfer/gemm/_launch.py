@@ -7,9 +7,12 @@ import torch
 from flashinfer._core.checks import check_values, dtype_name, indptr_values, is_aligned, same_device
 from flashinfer._core.custom_op import custom_op
 from flashinfer._core.replay import replayed
+from flashinfer._core.target import target_of
 from flashinfer.gemm._operands import choice_of, encoding_of
+from flashinfer.gemm.dense import multiply
 from flashinfer.ops.gemm import blockscaled as room
 from flashinfer.ops.gemm import grouped as groups_room
+from flashinfer.ops.gemm.blockscaled.config import widens_first
 from flashinfer.ops.gemm.operands import PER_BYTE, bucket
 
 
@@ -52,7 +55,24 @@ def gemm(
         aligned=_aligned(a, b, out, K // width, (a_scale, a_layout), (b_scale, b_layout)),
         whole=K % 128 == 0,
     )
+    if backend == "auto" and K and widens_first(problem, a.shape[1], target_of(a.device)):
+        # Rows of a shuffled weight are put in order on the way.
+        wide = _widened(problem, b, b_scale, problem.b, b_layout, shuffled)
+        a = _widened(problem, a, a_scale, problem.a, a_layout) if a_layout else a
+        multiply(a, wide.mT, out, a_scale=alpha)
+        return
     choice_of(room.blockscaled, problem, a.device, backend).run(a, b, a_scale, b_scale, alpha, out)
+
+
+def _widened(problem, codes, scale, encoding: str, layout: str, shuffled: bool = False) -> torch.Tensor:
+    """An operand of `problem` as a bfloat16 matrix [batch, rows, K]."""
+    K = codes.shape[2] * PER_BYTE[encoding]
+    out = torch.empty(*codes.shape[:2], K, dtype=torch.bfloat16, device=codes.device)
+    words = _words_aligned(scale) and not (layout == "linear" and K // problem.width % 4)
+    aligned = words and is_aligned(codes) and codes.shape[2] * codes.element_size() % 16 == 0
+    of_operand = room.Widen(encoding, problem.scale, problem.width, layout, shuffled, aligned, K % 256 == 0)
+    room.widen(of_operand, codes.device).run(codes, scale, out)
+    return out
 
 
 def _aligned(a, b, out, blocks: int, *factors) -> bool:

@@ -11,6 +11,7 @@ from flashinfer._core.replay import replayed
 from flashinfer._core.scalars import scales
 from flashinfer._core.target import target_of
 from flashinfer.compat.queries import answering
+from flashinfer.gemm._operands import choice_of
 from flashinfer.ops.gemm import dense as room
 from flashinfer.ops.gemm.dense.config import choose_split
 from flashinfer.ops.gemm.operands import bucket
@@ -403,7 +404,7 @@ def _product(
     backend: str,
 ) -> None:
     """Run a product of checked operands; b of three dimensions beside a of two is in blocks."""
-    device = same_device(a=a, b=b, out=out, bias=bias, a_scale=a_scale, b_scale=b_scale)
+    same_device(a=a, b=b, out=out, bias=bias, a_scale=a_scale, b_scale=b_scale)
     if out.numel() == 0:
         return
     in_blocks = b.dim() > a.dim()
@@ -414,13 +415,19 @@ def _product(
         out.copy_(torch.zeros_like(out) if bias is None else bias.expand_as(out))
         return
     bias = None if bias is None else bias.contiguous()
+    multiply(a, b, out, bias, a_scale, b_scale, in_blocks, backend)
+
+
+def multiply(a, b, out, bias=None, a_scale=None, b_scale=None, in_blocks: bool = False, backend: str = "auto") -> None:
+    """Run a product of operands with a batch axis, in which nothing is empty; for use within an op."""
     scales = (a_scale is not None) + (b_scale is not None)
-    choice, slices = _plan(a, b, out, bias, scales, in_blocks, device, backend)
+    choice, slices = _plan(a, b, out, bias, scales, in_blocks, backend)
     choice.run(room.Inputs(a, b, out, bias, a_scale, b_scale, slices))
 
 
-def _plan(a, b, out, bias, scales: int, in_blocks: bool, device: torch.device, backend: str):
+def _plan(a, b, out, bias, scales: int, in_blocks: bool, backend: str):
     """The Choice for such tensors, and the number of slices of K."""
+    device = out.device
     batch, m, k = a.shape
     # A copy of a weight in blocks has 32 of its rows.
     least = 64 if in_blocks else 32
@@ -438,7 +445,7 @@ def _plan(a, b, out, bias, scales: int, in_blocks: bool, device: torch.device, b
         scales=scales,
         bias="" if bias is None else dtype_name(bias.dtype),
     )
-    return room.dense(problem, device, backend), slices
+    return choice_of(room.dense, problem, device, backend), slices
 
 
 def _major(t: torch.Tensor, names: str) -> str:

@@ -70,20 +70,27 @@ class Problem:
 
 @dataclass(frozen=True)
 class Widen:
-    """Dequantize an operand to bfloat16: codes times their factors.
+    """out bfloat16 [batch, rows, K] = codes [batch, rows, .] times their factors, which is exact within its range.
 
     Attributes
     ----------
-    encoding, scale, width, layout, aligned, whole
-        The operand's fields of Problem.
+    encoding, scale, width, layout : str, str, int, str
+        As of the operand in Problem; factors in "ue8m0" or "ue4m3".
+    shuffled : bool
+        Rows and factors are shuffled as in Problem; rows of `out` are not.
+    aligned : bool
+        Rows of codes can be read 16 bytes at a time, factors 4 at a time.
+    whole : bool
+        K is a multiple of 256.
     """
 
     encoding: str
     scale: str
     width: int
     layout: str
-    aligned: bool
-    whole: bool
+    shuffled: bool = False
+    aligned: bool = True
+    whole: bool = True
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,13 @@ def _quantize_catalog() -> Iterator[Quantize]:
     yield Quantize("bf16", 128, aligned=False)
 
 
+def _widen_catalog() -> Iterator[Widen]:
+    yield Widen("e2m1", "ue4m3", 16, "128x4")
+    yield Widen("e2m1", "ue8m0", 32, "8x4", shuffled=True, whole=False)
+    yield Widen("fp8e4nv", "ue8m0", 32, "128x4")
+    yield Widen("fp8e5", "ue8m0", 32, "linear", aligned=False, whole=False)
+
+
 blockscaled = Op(
     "gemm_blockscaled",
     Problem,
@@ -138,4 +152,13 @@ quantize_blocks = Op(
         Variant("reference", "flashinfer.ops.gemm.blockscaled.reference_quantize"),
     ),
     _quantize_catalog,
+)
+widen = Op(
+    "gemm_widen",
+    Widen,
+    (
+        Variant("portable", "flashinfer.ops.gemm.blockscaled.portable_widen", config=config.widen),
+        Variant("reference", "flashinfer.ops.gemm.blockscaled.reference_widen"),
+    ),
+    _widen_catalog,
 )

@@ -1,8 +1,8 @@
-"""Configs of the block-scaled GEMM and of its quantization."""
+"""Configs of the block-scaled GEMM, of its quantization and of widening; where operands are widened first."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from flashinfer.ops.gemm import tiles
 
@@ -15,27 +15,44 @@ class Quantize:
     capability: int
 
 
+@dataclass(frozen=True)
+class Widen:
+    """A program's rows and elements of each row; num_warps. capability : the compute capability times ten."""
+
+    rows: int
+    block_k: int
+    num_warps: int
+    capability: int
+
+
 def portable(problem, target) -> tiles.Config:
     return tiles.choose(problem, tiles.compute(problem.scale, (problem.a, problem.b), target), target)
-
-
-# From this many tokens on, operands that tensor cores do not take are widened to bfloat16 in memory first. Otherwise
-# each tile widens its operands, and each element of the weight is widened M / 128 times. An H100 takes 452, 461 and 435
-# us for 4096 x 4096 x 7168 in NVFP4, MXFP8 and bfloat16 x NVFP4 with this, 1226, 1161 and 1002 without. The threshold
-# itself is not measured.
-WIDEN_FIRST = 512
-
-
-def after_widening(problem, config: tiles.Config) -> tiles.Config:
-    """The config of the GEMM whose operands have been widened to bfloat16."""
-    # A stage takes 32 KiB: four stages, or two on chips with 99 KiB of shared memory.
-    stages = 4 if config.capability in (80, 90, 100, 103) else 2
-    return replace(config, compute="", block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=stages)
 
 
 def quantize(problem, target) -> Quantize:
     # One warp for 128 elements; 16 warps, 32 elements a thread, for 128 rows of them. Not measured.
     return Quantize(1 if problem.rows == 1 else 16, target.capability)
+
+
+def widen(problem, target) -> Widen:
+    return Widen(16, 256, 4, target.capability)
+
+
+def widens_first(problem, tokens: int, target) -> bool:
+    """Whether operands become bfloat16 matrices in memory, whose product is then dense.
+
+    Operands that the chip's tensor cores do not take are, where many tokens share them. In the block-scaled kernel
+    each tile widens its operands itself, M / 128 times each element of the weight. An H100 takes 1226, 1161 and 1002 us
+    so for 4096 x 4096 x 7168 in NVFP4, MXFP8 and bfloat16 x NVFP4, and 452, 461 and 435 with widening first and
+    Triton's product of the two matrices.
+
+    From 512 tokens on, which is not measured. On Hopper from 129 on, a prediction: by the rate above a wave of tiles of
+    7168 elements of K takes 158 us in the block-scaled kernel, while widening and the dense kernel, which splits K
+    where tiles are few, should take 55 for 256 x 4096 x 7168.
+    """
+    if problem.scale == "fp32" or tiles.compute(problem.scale, (problem.a, problem.b), target) != "bf16":
+        return False
+    return tokens >= (129 if target.capability == 90 else 512)
 
 
 def splits(count: int, blocks: int, sms: int) -> int:

@@ -1,11 +1,10 @@
 """Block-scaled GEMM in Triton, for every chip: out = alpha A B^T, with a factor for each block of K.
 
-Grid: gemm_kernel (tiles of [BM, BN], K slices, batch); widen_kernel (blocks of K, tiles of rows, batch);
-sum_kernel (blocks of columns, rows), which adds the K slices.
+Grid: gemm_kernel (tiles of [BM, BN], K slices, batch); sum_kernel (blocks of columns, rows), which adds the K slices.
 Warps: all share a tile. Shared memory: operand tiles of Triton's software pipeline.
 Inputs: a [batch, m, k] and b [batch, n, k] as codes or 16 bits, their factors in the layouts of
 `flashinfer/ops/layouts.py` or float32 for blocks of ROWS or COLUMNS by WIDTH, alpha [1].
-Outputs: out [batch, m, n]; of widen_kernel bfloat16 [batch, rows, k]; with K slices float32 [slices, batch, m, n].
+Outputs: out [batch, m, n]; with K slices float32 [slices, batch, m, n].
 Method: OCP Microscaling Formats (MX) Specification 1.0, 2023; docs/rooms/gemm-blockscaled.md.
 """
 
@@ -21,19 +20,15 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer._core.target import target_of
 from flashinfer.ops import layouts
 from flashinfer.ops._device.rows import multiple
-from flashinfer.ops._device.widen import halves, load_factors, widen_blocks
 from flashinfer.ops.gemm import operands
 from flashinfer.ops.gemm._device.scaled import (
     COMPUTE,
     blocked_product,
-    load_codes,
     promoted_product,
     store_tile,
     tile_of,
-    unscaled_product,
 )
-from flashinfer.ops.gemm.blockscaled import Widen
-from flashinfer.ops.gemm.blockscaled.config import WIDEN_FIRST, after_widening, splits
+from flashinfer.ops.gemm.blockscaled.config import splits
 from flashinfer.ops.gemm.tiles import element, unit
 
 
@@ -63,12 +58,7 @@ def gemm_kernel(
     b_scale = b.scale
     if b.scale is not None:
         b_scale += batch * b.scale_batch
-    if SCALE == "":
-        sum = unscaled_product(
-            at_a, row_ok, at_b, column_ok, 0, begin, end, K, a.FORMAT, b.FORMAT, "", False, WHOLE, ALIGNED,
-            BM, BN, BK, CAPABILITY,
-        )  # fmt: skip
-    elif SCALE == "fp32":
+    if SCALE == "fp32":
         UNIFORM: tl.constexpr = COLUMNS % BN == 0
         a_scale += (row // ROWS).to(tl.int64) * a.scale_row
         if UNIFORM:
@@ -88,32 +78,6 @@ def gemm_kernel(
         sum *= tl.load(alpha)
     to = out.rows + batch * multiple(out.batch, out.UNIT) + slice_index * multiple(out.slice_index, out.UNIT)
     store_tile(to, sum, row, row_ok, column, column_ok, multiple(out.row, out.UNIT), out.SHUFFLED)
-
-
-@triton.jit
-def widen_kernel(
-    codes, scale, out, rows, K, codes_batch, codes_row, scale_batch, blocks,
-    FORMAT: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr, ALIGNED: tl.constexpr,
-    UNIT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
-):  # fmt: skip
-    """Codes [batch, rows, .] times their factors, bfloat16 [batch, rows, K]."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    ok = row < rows
-    batch = tl.program_id(2).to(tl.int64)
-    start = tl.program_id(0) * BK
-    at = codes + batch * multiple(codes_batch, UNIT) + row.to(tl.int64) * multiple(codes_row, UNIT)
-    found = load_codes(at, ok, start, K, FORMAT, BK, WHOLE, ALIGNED)
-    scale += batch * scale_batch
-    factors = load_factors(scale, row, ok, start // WIDTH, blocks, blocks, 1, LAYOUT, BK // WIDTH, 1, ALIGNED)
-    if FORMAT == "e2m1":
-        even, odd = halves(found, factors, SCALE, WIDTH, tl.bfloat16, CAPABILITY)
-        wide = tl.reshape(tl.join(even, odd), [ROWS, BK])
-    else:
-        wide = widen_blocks(found, factors, FORMAT, SCALE, WIDTH, tl.bfloat16, CAPABILITY)
-    column = start + tl.arange(0, BK)
-    K = multiple(K, 8 if ALIGNED else 1)
-    out += (batch * rows + row.to(tl.int64))[:, None] * K + column[None, :]
-    tl.store(out, wide, ok[:, None] & (column < K)[None, :])
 
 
 @triton.jit
@@ -183,25 +147,6 @@ def _fields_of(name: str, encoding: str, layout: str, problem, config) -> dict:
     }
 
 
-def build_widen(problem, config):
-    by = ":16" if problem.aligned else ""
-    types = {"codes": f"*u8{by}", "scale": "*u8:4" if problem.aligned else "*u8", "out": f"*bf16{by}"}
-    types |= {"rows": "i32", "K": "i32"} | dict.fromkeys(("codes_batch", "codes_row", "scale_batch", "blocks"), "i64")
-    constants = {
-        "FORMAT": problem.encoding,
-        "SCALE": problem.scale,
-        "WIDTH": problem.width,
-        "LAYOUT": problem.layout,
-        "ALIGNED": problem.aligned,
-        "UNIT": 16 if problem.aligned else 1,
-        "WHOLE": problem.whole,
-        "ROWS": 16,
-        "BK": 256,
-        "CAPABILITY": config.capability,
-    }
-    return Build(widen_kernel, types, constants, num_warps=4)
-
-
 # Columns of a program: 4 float32 for each of 128 threads, which are 16-byte loads. The slices are in the L2 cache.
 _SUM_BLOCK = 512
 
@@ -222,23 +167,11 @@ STACK_BUDGET = 40
 
 launch = Launcher("gemm_blockscaled", build)
 launch_sum = Launcher("gemm_blockscaled_sum", build_sum)
-launch_widen = Launcher("gemm_blockscaled_widen", build_widen)
 
 
 def partial(problem):
     """The problem of one K slice: a float32 result, which `sum_kernel` reads."""
     return replace(problem, out="fp32", alpha=False)
-
-
-def widened(problem):
-    """The problem after both operands have been widened to bfloat16."""
-    return replace(problem, a="bf16", b="bf16", scale="", width=1, a_layout="", b_layout="")
-
-
-def operand(problem, name: str) -> Widen:
-    """The problem of widening operand "a" or "b"."""
-    encoding, layout = (problem.a, problem.a_layout) if name == "a" else (problem.b, problem.b_layout)
-    return Widen(encoding, problem.scale, problem.width, layout, problem.aligned, problem.whole)
 
 
 def kernels(problem, config):
@@ -247,20 +180,11 @@ def kernels(problem, config):
     if problem.tokens <= 128:
         yield launch, partial(problem), config
         yield launch_sum, problem, config
-    elif config.compute == "bf16" and problem.aligned:
-        yield launch, widened(problem), after_widening(widened(problem), config)
-        for name in "ab" if problem.a_layout else "b":
-            yield launch_widen, operand(problem, name), config
 
 
 def run(problem, config, a, b, a_scale, b_scale, alpha, out):
     batch, M, N = out.shape
     K = a.shape[-1] * operands.PER_BYTE[problem.a]
-    if config.compute == "bf16" and problem.aligned and M >= WIDEN_FIRST:
-        a = _widened(operand(problem, "a"), config, K, a, a_scale) if problem.a_layout else a
-        b = _widened(operand(problem, "b"), config, K, b, b_scale)
-        problem, a_scale, b_scale = widened(problem), None, None
-        config = after_widening(problem, config)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
     slices = 1
     if problem.tokens <= 128:
@@ -273,17 +197,6 @@ def run(problem, config, a, b, a_scale, b_scale, alpha, out):
     tensors = [sums, *(() if alpha is None else (alpha,)), out]
     grid = (triton.cdiv(N, _SUM_BLOCK), batch * M, 1)
     launch_sum(problem, config, grid, *tensors, batch * M, N, M, slices, out.stride(0), out.stride(1))
-
-
-def _widened(problem, config, K: int, codes, scale):
-    """An operand as bfloat16 [batch, rows, K]."""
-    batch, rows = codes.shape[:2]
-    out = torch.empty(batch, rows, K, dtype=torch.bfloat16, device=codes.device)
-    blocks = layouts.padded(1, K // problem.width, problem.layout)[1]
-    grid = (triton.cdiv(K, 256), triton.cdiv(rows, 16), batch)
-    strides = *codes.stride()[:2], scale.stride(0), blocks
-    launch_widen(problem, config, grid, codes.view(torch.uint8), scale, out, rows, K, *strides)
-    return out
 
 
 def _launch(problem, config, grid, K: int, a, b, a_scale, b_scale, alpha, out):
@@ -309,4 +222,4 @@ def _values_of(problem, config, K: int, codes, scale, encoding: str, layout: str
     return codes.view(torch_dtype(element(encoding, config.compute))), scale, *codes.stride()[:2], *steps
 
 
-IMPLEMENTATION = Implementation(run, (launch, launch_sum, launch_widen), kernels=kernels, stack_budget=STACK_BUDGET)
+IMPLEMENTATION = Implementation(run, (launch, launch_sum), kernels=kernels, stack_budget=STACK_BUDGET)

@@ -66,6 +66,7 @@ class Inputs(NamedTuple):
 
 def _catalog() -> Iterator[Problem]:
     yield Problem("bf16", "bf16", "bf16", "k", "k", "n", 256, 256)
+    yield Problem("bf16", "bf16", "bf16", "k", "k", "n", 256, 128, scales=1)
     yield Problem("bf16", "bf16", "fp32", "k", "n", "n", 16, 32, split=True, bias="bf16")
     yield Problem("fp8e4nv", "fp8e4nv", "bf16", "k", "k", "n", 256, 128, scales=2)
     yield Problem("fp8e4nv", "fp8e4nv", "bf16", "k", "blocks", "n", 64, 64, scales=1)

@@ -3,14 +3,16 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import flashinfer
 from flashinfer import gemm
-from flashinfer._core.target import target_of
+from flashinfer._core.target import named
 from flashinfer.ops.gemm import blockscaled as room
+from flashinfer.ops.gemm.blockscaled import config
 from flashinfer.testing import generate
 from flashinfer.testing.compare import assert_bitwise, assert_close
 from tests.ops.gemm import scaled
@@ -198,19 +200,72 @@ def test_parts_of_k(device, monkeypatch, m, n, k):
     check(out, a.values, b.values, 3.0)
 
 
-@pytest.mark.parametrize("element, factor, width, k", [("e2m1", "ue4m3", 16, 320), ("e4m3", "ue8m0", 32, 96)])
-@pytest.mark.parametrize("layout", ["128x4", "linear"])
-def test_operands_widened_first(device, element, factor, width, k, layout):
-    """Codes times factors are in bfloat16 what they are."""
-    from flashinfer.ops.gemm.blockscaled import Widen, config, portable
+@pytest.mark.parametrize(
+    "element, factor, width, k",
+    [("e2m1", "ue4m3", 16, 320), ("e4m3", "ue8m0", 32, 96), ("e2m1", "ue8m0", 32, 512), ("e5m2", "ue8m0", 32, 256)],
+)
+@pytest.mark.parametrize("layout", ["128x4", "8x4", "linear"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_widen(variant, device, element, factor, width, k, layout, shuffled):
+    """Codes times factors are in bfloat16 what they are, and rows of a shuffled weight are in order."""
+    x = scaled.operand((2, 64 if shuffled else 21, k), element, factor, width, device)
+    codes, flat = x.codes, x.flat
+    if shuffled:
+        # Row 4 j + i of 32 is stored as row 8 i + j.
+        codes, flat = _stored(codes), _stored(flat)
+    encoding = {"e2m1": "e2m1", "e4m3": "fp8e4nv", "e5m2": "fp8e5"}[element]
+    aligned = codes.shape[2] % 16 == 0 and (layout != "linear" or k // width % 4 == 0)
+    problem = room.Widen(encoding, factor, width, layout, shuffled, aligned, whole=k % 256 == 0)
+    guard = generate.Guarded((2, codes.shape[1], k), BF16, device)
+    room.widen(problem, codes.device).run(codes, scaled.Operand(codes, flat, x.values).arranged(layout), guard.out)
+    guard.check()
+    assert_bitwise(guard.out, x.values.to(BF16))
 
-    x = scaled.operand((2, 21, k), element, factor, width, device)
-    encoding = "e2m1" if element == "e2m1" else "fp8e4nv"
-    aligned = layout != "linear" or k // width % 4 == 0
-    problem = Widen(encoding, factor, width, layout, aligned, whole=k % 128 == 0)
-    how = config.portable(room.Problem("bf16", "e2m1", "ue4m3", 16, "bf16", 256), target_of(device))
-    out = portable._widened(problem, how, k, x.codes, x.arranged(layout))
-    assert_bitwise(out, x.values.to(BF16))
+
+@pytest.mark.parametrize("arch, least", [("90a", 129), ("80", 512), ("89", 512), ("100a", None), ("120a", None)])
+def test_where_operands_are_widened_first(arch, least):
+    """From some number of tokens on, where tensor cores do not take the codes."""
+    problem = room.Problem("e2m1", "e2m1", "ue4m3", 16, "bf16", 256, a_layout="128x4", b_layout="128x4")
+    found = [config.widens_first(problem, tokens, named(arch)) for tokens in (1, 128, 129, 511, 512, 4096)]
+    assert found == [least is not None and tokens >= least for tokens in (1, 128, 129, 511, 512, 4096)]
+    fp8 = replace(problem, a="fp8e4nv", b="fp8e4nv", scale="fp32", width=128)
+    assert not config.widens_first(fp8, 4096, named(arch))
+
+
+@pytest.fixture
+def widened_first(monkeypatch):
+    monkeypatch.setattr("flashinfer.gemm._launch.widens_first", lambda problem, tokens, target: True)
+
+
+@pytest.mark.parametrize("m, n, k", [(5, 40, 320), (17, 24, 96)])
+def test_products_of_widened_operands(device, widened_first, m, n, k):
+    """Every format, by the dense product; strides of the result, and an alpha, as otherwise."""
+    a, b = fp4(m, n, k, device)
+    alpha = torch.tensor([3.0], device=device)
+    out = torch.full((m, n + 8), float("nan"), dtype=BF16, device=device)
+    given = a.codes, b.codes.mT, a.arranged("128x4"), b.arranged("128x4")
+    flashinfer.mm_fp4(*given, alpha, out=out[:, :n])
+    check(out[:, :n], a.values, b.values, 3.0)
+    assert out[:, n:].isnan().all()
+    a, b = (scaled.operand((2, r, k), "e4m3", "ue8m0", 32, device) for r in (m, n))
+    out = flashinfer.bmm_mxfp8(a.codes, b.codes.mT, a.arranged("128x4"), b.arranged("128x4"), torch.float32)
+    check(out, a.values, b.values)
+    x = torch.randn(m, k, device=device).to(BF16)
+    b = scaled.operand((n, k), "e2m1", "ue4m3", 16, device)
+    weight = flashinfer.prepare_bf16_fp4_weights(b.codes, b.arranged("128x4"), backend="cudnn")
+    check(flashinfer.mm_bf16_fp4(x, *weight, backend="cudnn"), x.double(), b.values)
+
+
+def test_a_shuffled_weight_is_widened_in_order(device, widened_first):
+    a, b = fp4(4, 128, 64, device)
+    given = _stored(b.codes[None])[0], scaled.Operand(b.codes, _stored(b.flat[None])[0], b.values).arranged("128x4")
+    out = flashinfer.mm_fp4(a.codes, given[0].mT, a.arranged("128x4"), given[1], backend="trtllm")
+    check(out, a.values, b.values)
+
+
+def _stored(rows):
+    """[batch, rows, .] as TensorRT-LLM's kernels want a weight: row 4 j + i of each 32 becomes row 8 i + j."""
+    return rows.unflatten(1, (-1, 8, 4)).transpose(2, 3).flatten(1, 3).contiguous()
 
 
 def test_strides_and_neighbours(variant, device):

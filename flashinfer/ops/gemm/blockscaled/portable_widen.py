@@ -1,0 +1,81 @@
+"""Widens an operand of a block-scaled GEMM to bfloat16, in Triton, for a product by the dense kernels.
+
+Grid: (blocks of K, tiles of rows, batch). Warps: all share a tile. Shared memory: none but for changes of layout.
+Inputs: codes [batch, rows, .], factors in the layouts of `flashinfer/ops/layouts.py`.
+Outputs: out bfloat16 [batch, rows, K], codes times factors.
+Method: OCP Microscaling Formats (MX) Specification 1.0, 2023; docs/rooms/gemm-blockscaled.md.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashinfer._core.implementation import Implementation
+from flashinfer._core.launch import Build, Launcher
+from flashinfer.ops import layouts
+from flashinfer.ops._device.rows import multiple
+from flashinfer.ops._device.widen import halves, load_factors, widen_blocks
+from flashinfer.ops.gemm._device.scaled import load_codes, unshuffled
+
+
+@triton.jit
+def widen_kernel(
+    codes, scale, out, rows, K, codes_batch, codes_row, scale_batch, blocks,
+    FORMAT: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, LAYOUT: tl.constexpr, SHUFFLED: tl.constexpr,
+    ALIGNED: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, CAPABILITY: tl.constexpr,
+):  # fmt: skip
+    """A program widens ROWS x BK elements. `blocks` factors are in a row of the layout; K is a multiple of 16."""
+    UNIT: tl.constexpr = 16 if ALIGNED else 1
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    ok = row < rows
+    batch = tl.program_id(2).to(tl.int64)
+    start = tl.program_id(0) * BK
+    at = codes + batch * multiple(codes_batch, UNIT) + row.to(tl.int64) * multiple(codes_row, UNIT)
+    found = load_codes(at, ok, start, K, FORMAT, BK, WHOLE, ALIGNED)
+    scale += batch * scale_batch
+    factors = load_factors(scale, row, ok, start // WIDTH, blocks, blocks, 1, LAYOUT, BK // WIDTH, 1, ALIGNED)
+    if FORMAT == "e2m1":
+        even, odd = halves(found, factors, SCALE, WIDTH, tl.bfloat16, CAPABILITY)
+        wide = tl.reshape(tl.join(even, odd), [ROWS, BK])
+    else:
+        wide = widen_blocks(found, factors, FORMAT, SCALE, WIDTH, tl.bfloat16, CAPABILITY)
+    column = start + tl.arange(0, BK)
+    K = multiple(K, 16)
+    if SHUFFLED:
+        row = unshuffled(row)
+    out += (batch * rows + row.to(tl.int64))[:, None] * K + column[None, :]
+    tl.store(out, wide, ok[:, None] & (column < K)[None, :])
+
+
+def build(problem, config) -> Build:
+    by = ":16" if problem.aligned else ""
+    types = {"codes": f"*u8{by}", "scale": "*u8:4" if problem.aligned else "*u8", "out": "*bf16:16"}
+    types |= {"rows": "i32", "K": "i32"} | dict.fromkeys(("codes_batch", "codes_row", "scale_batch", "blocks"), "i64")
+    constants = {
+        "FORMAT": problem.encoding,
+        "SCALE": problem.scale,
+        "WIDTH": problem.width,
+        "LAYOUT": problem.layout,
+        "SHUFFLED": problem.shuffled,
+        "ALIGNED": problem.aligned,
+        "WHOLE": problem.whole,
+        "ROWS": config.rows,
+        "BK": config.block_k,
+        "CAPABILITY": config.capability,
+    }
+    return Build(widen_kernel, types, constants, num_warps=config.num_warps)
+
+
+launch = Launcher("gemm_widen", build)
+
+
+def run(problem, config, codes, scale, out):
+    """Codes [batch, rows, .] and their flat factors [batch, .] to `out` [batch, rows, K], contiguous."""
+    batch, rows, K = out.shape
+    blocks = layouts.padded(1, K // problem.width, problem.layout)[1]
+    grid = (triton.cdiv(K, config.block_k), triton.cdiv(rows, config.rows), batch)
+    strides = *codes.stride()[:2], scale.stride(0), blocks
+    launch(problem, config, grid, codes.view(torch.uint8), scale, out, rows, K, *strides)
+
+
+IMPLEMENTATION = Implementation(run, (launch,))
