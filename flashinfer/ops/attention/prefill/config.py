@@ -89,9 +89,7 @@ def _registers(p: Problem, boxes: bool) -> tuple[int, int]:
     # consumers of 128 columns, not for those of 256.
     if p.head_dim_vo == 256:
         return 224, 64
-    # In bf16 with a token a page at head_dim 128, 200 are enough too; with 208 and 88 the values that all warps keep
-    # (see above) spill 56 bytes on Triton 3.9. At head_dim 96, and with more tokens a page, 208 and 88 spill less.
-    return (200, 104) if (p.q_dtype, p.page_size, p.head_dim_qk) == ("bf16", 1, 128) else (208, 88)
+    return 208, 88
 
 
 def choose(p: Problem, target: Target) -> Sm90Config:
