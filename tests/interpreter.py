@@ -1,14 +1,17 @@
 """Triton's interpreter without most of the work that comes to nothing; values are the same.
 
-Each operation of a kernel makes a tensor, its type, the tuple of its shape, and names for all three. Here a shape and
-its tuple are made once, and names when they are asked for.
+Each operation of a kernel makes a tensor, its type, the tuple of its shape, and names for all three. Here a shape, its
+tuple and its types are made once, and names when they are asked for. Two operands of one type, and a number beside a
+tensor of its kind, need none of the rules of promotion. tests/core/test_interpreter.py holds both to Triton's own.
 """
 
+import inspect
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -19,11 +22,19 @@ def make_quick() -> None:
     # It works out overflows of integers for an assertion that only its debug mode makes.
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = _patched_once_a_launch(interpreter._patch_lang)
+    interpreter._patch_builtin = _patch_builtins
+    interpreter.TensorHandle.__init__ = _make_handle
+    TritonSemantic.binary_op_type_checking_impl = _quick_operands(TritonSemantic.binary_op_type_checking_impl)
+    TritonSemantic.broadcast_impl_value = _quick_broadcast(TritonSemantic.broadcast_impl_value)
+    TritonSemantic.to_tensor = _quick_to_tensor(TritonSemantic.to_tensor)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
     interpreter.ReduceOps.generic_reduce = _reduce_in_pairs
     core._unwrap_if_constexpr = _quick_for_one(core._unwrap_if_constexpr)
     core.tensor.__init__ = _make_tensor
+    core.dtype.__eq__ = _quick_equal(core.dtype.__eq__)
     core.block_type.__init__ = _make_block_type
+    core.block_type.with_element_ty = _with_element
+    core.block_type.to_ir = _quick_to_ir(core.block_type.to_ir)
     _add_lazily(core.block_type, "name", lambda self: f"<{self.shape}, {self.element_ty}>")
     core.tuple.__init__ = _make_tuple
     _add_lazily(core.tuple, "type", lambda self: core._type_for_tuple_values(self.values))
@@ -73,6 +84,128 @@ def _patched_once_a_launch(patch):
     return once
 
 
+# {module or class: [(name of a builtin, what stands for it in a kernel)]}
+_BUILTINS = {}
+
+
+def _patch_builtins(place, builder, scope) -> None:
+    """Replace the builtins of a module or class by functions that know the interpreter; these are made once."""
+    if place not in _BUILTINS:
+        found = inspect.getmembers(place, core.is_builtin)
+        _BUILTINS[place] = [(name, _bound(member, interpreter.interpreter_semantic)) for name, member in found]
+    for name, bound in _BUILTINS[place]:
+        scope.set_attr(place, name, bound)
+
+
+def _bound(member, semantic):
+    # Triton's wrapper asks whether `_semantic` was given, and calls what it wraps.
+    function = getattr(member, "__wrapped__", member)
+
+    def bound(*args, **kwargs):
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    return bound
+
+
+def _make_handle(self, data, dtype, attr=None):
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+    if dtype.__class__ is not core.dtype or data.itemsize > 1 and data.itemsize * 8 > dtype.primitive_bitwidth:
+        self.__post_init__()
+
+
+def _quick_operands(check):
+    """Operands of one plain type, and numbers beside a tensor of their kind or a higher one, keep that type."""
+
+    def operands(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+        left = right = None
+        if lhs.__class__ is core.tensor:
+            left = lhs.dtype
+            if rhs.__class__ is core.tensor:
+                right = rhs.dtype
+            elif arithmetic_check and _keeps(left, rhs):
+                rhs, right = _constant(self, rhs, left), left
+        elif rhs.__class__ is core.tensor and arithmetic_check and _keeps(rhs.dtype, lhs):
+            right = rhs.dtype
+            lhs, left = _constant(self, lhs, right), right
+        if left.__class__ is right.__class__ is core.dtype and left.name == right.name:
+            # Quotients of narrow floats are float32.
+            if not div_or_mod or left.name in _WIDE:
+                return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return operands
+
+
+_INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_WIDE = _INTEGERS | {"fp32", "fp64"}
+
+
+def _keeps(dtype, number) -> bool:
+    """Whether a number takes the type of the tensor beside it, whatever the operation."""
+    kind = number.__class__
+    if dtype.__class__ is not core.dtype or dtype.name not in _WIDE:
+        return False
+    if dtype.name in _INTEGERS:
+        return kind is int and dtype.get_int_min_value() <= number <= dtype.get_int_max_value()
+    return kind is float or kind is int and -(2**63) <= number < 2**64
+
+
+def _constant(semantic, number, dtype):
+    # Equal keys have to be the same number of the same class.
+    return _kept_constant(semantic, number, dtype.name) if number == number else semantic.scalar_constant(number, dtype)
+
+
+@lru_cache(1 << 12, typed=True)
+def _kept_constant(semantic, number, name):
+    found = semantic.scalar_constant(number, core.dtype(name))
+    found.handle.data.flags.writeable = False
+    return found
+
+
+def _quick_broadcast(broadcast):
+    """Operands of one shape are left as they are."""
+
+    def broadcasted(self, lhs, rhs):
+        left, right = lhs.type, rhs.type
+        if left is right or left.is_block() and right.is_block() and left.shape is right.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return broadcasted
+
+
+def _quick_to_tensor(convert):
+    def converted(self, x, check_type=True):
+        return x if x.__class__ is core.tensor else convert(self, x, check_type)
+
+    return converted
+
+
+def _quick_equal(compare):
+    def equal(self, other):
+        if self is other:
+            return True
+        if self.__class__ is other.__class__ is core.dtype:
+            return self.name == other.name
+        return compare(self, other)
+
+    return equal
+
+
+def _quick_to_ir(make):
+    """The type that stands for a block's in the interpreter, made once."""
+
+    def made(self, builder):
+        if builder is not interpreter.interpreter_builder:
+            return make(self, builder)
+        if self.ir is None:
+            self.ir = make(self, builder)
+        return self.ir
+
+    return made
+
+
 def _by_name(find):
     """The function of a Triton type, which makes a table of all types at each call, with its results kept."""
     known = {}
@@ -106,32 +239,48 @@ def _reduce_in_pairs(operation, input):
     return [operation.to_tensor(part if part.ndim else part.item(), x.dtype) for part, x in zip(parts, input)]
 
 
-# {sizes: (the tuple that types have, the one of constants that tensors have, how many elements)}
+class _Shape:
+    """Sizes, as types and as tensors have them, and the blocks' types of that shape, {element's name: type}."""
+
+    def __init__(self, sizes: tuple):
+        self.count = core.validate_block_shape(sizes)
+        self.of_types = core.tuple(sizes)
+        self.of_tensors = core.tuple([core.constexpr(size) for size in sizes])
+        self.numel = core.constexpr(self.count)
+        self.blocks = {}
+
+
 _SHAPES = {}
 
 
-def _shape_of(sizes: tuple):
+def _shape_of(sizes: tuple) -> _Shape:
     found = _SHAPES.get(sizes)
     if found is None:
-        count = core.validate_block_shape(sizes)
-        found = core.tuple(sizes), core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(count)
-        _SHAPES[sizes] = found
+        found = _SHAPES[sizes] = _Shape(sizes)
     return found
 
 
 def _make_tensor(self, handle, type):
+    shape = type.sizes if type.is_block() else _shape_of(())
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    sizes = tuple(type.shape.values) if type.is_block() else ()
-    _, self.shape, self.numel = _shape_of(sizes)
+    self.shape, self.numel = shape.of_tensors, shape.numel
 
 
 def _make_block_type(self, element_ty, shape):
     sizes = tuple([core._unwrap_if_constexpr(size) for size in shape])
     if not sizes:
         raise TypeError("0d block_type is forbidden")
-    self.element_ty = element_ty
-    self.shape, _, count = _shape_of(sizes)
-    self.numel = count.value
+    self.element_ty, self.sizes, self.ir = element_ty, _shape_of(sizes), None
+    self.shape, self.numel = self.sizes.of_types, self.sizes.count
+
+
+def _with_element(self, scalar_ty):
+    if scalar_ty.__class__ is not core.dtype:
+        return core.block_type(scalar_ty, self.shape)
+    found = self.sizes.blocks.get(scalar_ty.name)
+    if found is None:
+        found = self.sizes.blocks[scalar_ty.name] = core.block_type(scalar_ty, self.shape)
+    return found
 
 
 def _make_tuple(self, args, type=None):
