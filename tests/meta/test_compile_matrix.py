@@ -138,21 +138,33 @@ def ptx_of(job):
     return re.sub(r"^\.target .*$", "", ptx, flags=re.MULTILINE)
 
 
-def ptx_of_build(build, arch):
+@contextmanager
+def ptx_given_to(see):
+    """What is compiled meanwhile calls `see` with its PTX."""
     from triton import knobs
 
-    from flashinfer._core.compiler import compile_kernel
-
-    def end_there(backend, stages, *others):
+    def add(backend, stages, *others):
         write = stages["ptx"]
 
         def written(*args):
-            raise Written(write(*args))
+            ptx = write(*args)
+            see(ptx)
+            return ptx
 
         stages["ptx"] = written
 
     with knobs.runtime.scope():
-        knobs.runtime.add_stages_inspection_hook = end_there
+        knobs.runtime.add_stages_inspection_hook = add
+        yield
+
+
+def ptx_of_build(build, arch):
+    from flashinfer._core.compiler import compile_kernel
+
+    def end_there(ptx):
+        raise Written(ptx)
+
+    with ptx_given_to(end_there):
         try:
             compile_kernel(build, arch)
         except Written as written:

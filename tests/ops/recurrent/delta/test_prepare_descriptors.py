@@ -30,14 +30,16 @@ def main():
     from flashinfer._core.assembler import descriptor_sums, registers_of_two_layouts
     from flashinfer._core.compiler import compile_kernel
     from flashinfer.ops.recurrent.delta import sm90_prepare, sm90_prepare_channels
-    from tests.meta.test_compile_matrix import ptx_of_build
+    from tests.meta.test_compile_matrix import ptx_given_to
 
     heads = [(sm90_prepare, problem, config) for problem in problems() for config in sm90_prepare.CONFIGS]
     channels = [(sm90_prepare_channels, problem, sm90_prepare_channels.CONFIGS[0]) for problem in channel_problems()]
     for module, problem, config in heads + channels:
         build = module.LAUNCHER.build(problem, config)
-        ptx = ptx_of_build(build, "90a")
-        stack = compile_kernel(build, "90a")[1]["stack_bytes"]
+        seen = []
+        with ptx_given_to(seen.append):
+            stack = compile_kernel(build, "90a")[1]["stack_bytes"]
+        (ptx,) = seen
         print(len(descriptor_sums(ptx)) > 0, len(registers_of_two_layouts(ptx)), stack, config, sep="; ")
 
 
