@@ -51,9 +51,9 @@ class ActivationType(IntEnum):
     Geglu = 4
     SwigluBias = 5
     Relu2 = 6
-    Identity = 7
-    SwigluStep = 8
-    GegluTanh = 9
+    SwigluStep = 7
+    GegluTanh = 8
+    Identity = 9
     Situ = 10
     InvalidType = 11
     ClampedRelu2 = 12

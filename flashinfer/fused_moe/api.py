@@ -15,12 +15,12 @@ class QuantFormat(Enum):
     scale for 16. MXINT4 : 4-bit integers with a bfloat16 scale for 32. INT4 : 4-bit integers with scales of groups.
     """
 
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP8PerTensor = "fp8_per_tensor"
-    DeepSeekFp8 = "deepseek_fp8"
-    MXFP8 = "mxfp8"
-    NVFP4 = "nvfp4"
-    MXFP4 = "mxfp4"
-    MXINT4 = "mxint4"
-    INT4 = "int4"
+    BF16 = 0
+    FP16 = 1
+    FP8PerTensor = 2
+    DeepSeekFp8 = 3
+    MXFP8 = 4
+    NVFP4 = 5
+    MXFP4 = 6
+    MXINT4 = 7
+    INT4 = 8

@@ -240,8 +240,8 @@ OPTIONS = [
     {"output_dtype": torch.int8}, {"moe_output": torch.empty(3, H)}, {"moe_output": torch.empty(4, H, dtype=FP16)},
     {"activation_type": ActivationType.Geglu}, {"activation_type": 99}, {"swiglu_alpha": float("nan")},
     {"swiglu_limit": 0.0}, {"swiglu_limit": None}, {"situ_beta": 0.0}, {"situ_linear_beta": 1.0},
-    {"swiglu_alpha": 2.0, "situ_beta": 1.0}, {"swiglu_beta": 2.0, "activation_type": 9},
-    {"situ_beta": 1.0, "activation_type": 9}, {"quant_mode": "w8a8"}, {"per_token_scale": ONE},
+    {"swiglu_alpha": 2.0, "situ_beta": 1.0}, {"swiglu_beta": 2.0, "activation_type": ActivationType.GegluTanh},
+    {"situ_beta": 1.0, "activation_type": ActivationType.GegluTanh}, {"quant_mode": "w8a8"}, {"per_token_scale": ONE},
     {"per_token_scale": torch.ones(3).double()}, {"localized_weights": [ONE]}, {"localized_streams": [None]},
     {"localized_sm_count": 4}, {"localized_memset_stream": ONE}, {"tactic": (256,)},
 ]  # fmt: skip
