@@ -1,10 +1,11 @@
 """Pipelines from logits to tokens, put together from processors and fused into few launches."""
 
-from flashinfer.logits_processor.compiler import CompileError, FusionRule
-from flashinfer.logits_processor.operators import Op, ParameterizedOp
+from flashinfer.logits_processor.compiler import CompileError, Compiler, compile_pipeline
+from flashinfer.logits_processor.fusion_rules import FusionRule
+from flashinfer.logits_processor.legalization import LegalizationError, legalize_processors
+from flashinfer.logits_processor.op import Op, ParameterizedOp
 from flashinfer.logits_processor.pipeline import LogitsPipe
 from flashinfer.logits_processor.processors import (
-    LegalizationError,
     LogitsProcessor,
     MinP,
     Sample,
@@ -17,6 +18,7 @@ from flashinfer.logits_processor.types import TaggedTensor, TensorType
 
 __all__ = [
     "CompileError",
+    "Compiler",
     "FusionRule",
     "LegalizationError",
     "LogitsPipe",
@@ -31,4 +33,6 @@ __all__ = [
     "TensorType",
     "TopK",
     "TopP",
+    "compile_pipeline",
+    "legalize_processors",
 ]

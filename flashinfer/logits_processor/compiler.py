@@ -1,108 +1,105 @@
-"""From steps to fewer steps: checks of their order, and rules that put neighbours together."""
+"""From steps to fewer steps: their order is checked, and rules put neighbours together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from flashinfer.logits_processor import operators as ops
-from flashinfer.logits_processor.operators import Op
-from flashinfer.logits_processor.types import TensorType
+from flashinfer._core.checks import require
+from flashinfer.logits_processor.fusion_rules import FusionRule, get_default_fusion_rules
+from flashinfer.logits_processor.op import Op
+from flashinfer.logits_processor.validators import CompileError, ValidityCheck, get_default_validity_checks
 
-
-class CompileError(ValueError):
-    """The steps do not make a pipeline."""
+__all__ = ["CompileError", "Compiler", "compile_pipeline"]
 
 
-@dataclass(frozen=True)
-class FusionRule:
-    """Neighbours that one step replaces.
+class Compiler:
+    """Checks and rules, with which it compiles steps.
 
     Attributes
     ----------
-    pattern : tuple of Op types
-        The neighbours, in order.
-    guard : callable (list of Op) -> bool
-        Whether these may be replaced.
-    build : callable (list of Op) -> Op
-        What replaces them.
-    prio : int
-        Rules of higher priority are tried first.
+    fusion_rules : list of FusionRule
+        Those of higher priority are tried first, of equal ones those that were registered last.
+    validity_checks : list of callable
+        In the order in which they are called.
+
+    Examples
+    --------
+    >>> from flashinfer.logits_processor import Compiler, Softmax, Temperature, legalize_processors
+    >>> Compiler().compile(legalize_processors([Temperature(), Softmax()]))
+    [FusedTemperatureSoftmaxOp]
     """
 
-    pattern: tuple[type[Op], ...]
-    guard: Callable[[list[Op]], bool]
-    build: Callable[[list[Op]], Op]
-    prio: int = 0
+    def __init__(self) -> None:
+        self.fusion_rules = get_default_fusion_rules()
+        self.validity_checks = get_default_validity_checks()
+
+    def register_fusion_rule(self, rule: FusionRule) -> None:
+        """Add a rule."""
+        require(isinstance(rule, FusionRule), "rule", rule, "a FusionRule")
+        self.fusion_rules.insert(0, rule)
+
+    def register_validity_check(self, check: ValidityCheck) -> None:
+        """Add a check, which is called with the list of steps before they are fused and raises to refuse them."""
+        require(callable(check), "check", check, "a callable")
+        self.validity_checks.append(check)
+
+    def compile(self, ops: Iterable[Op]) -> list[Op]:
+        """The steps that `ops`, which stay as they are, become.
+
+        Raises
+        ------
+        CompileError
+            There is no step, or the steps do not make a pipeline.
+        """
+        steps = list(ops)
+        if not steps:
+            raise CompileError("ops: got none; allowed: one or more")
+        for check in self.validity_checks:
+            check(steps)
+        for rule in sorted(self.fusion_rules, key=lambda rule: -rule.prio):
+            at = 0
+            while at + len(rule.pattern) <= len(steps):
+                window = steps[at : at + len(rule.pattern)]
+                if all(type(op) is kind for op, kind in zip(window, rule.pattern)) and rule.guard(window):
+                    steps[at : at + len(window)] = [rule.build(window)]
+                at += 1
+        return steps
 
 
-def always(window: list[Op]) -> bool:
-    return True
+def compile_pipeline(
+    ops: Iterable[Op],
+    custom_fusion_rules: list[FusionRule] | None = None,
+    custom_validity_checks: list[ValidityCheck] | None = None,
+) -> list[Op]:
+    """Check steps and fuse them.
 
+    Parameters
+    ----------
+    ops : iterable of Op
+        They stay as they are.
+    custom_fusion_rules : list of FusionRule, optional
+        Beside ours; of equal priority, the first of them is tried first.
+    custom_validity_checks : list of callable, optional
+        Called with the list of steps before they are fused; raise to refuse them.
 
-def into(fused: type[Op]) -> Callable[[list[Op]], Op]:
-    """Build `fused` with the parameters of all that it replaces."""
+    Returns
+    -------
+    list of Op
 
-    def build(window: list[Op]) -> Op:
-        params = {}
-        for op in window:
-            params |= op.params
-        params.pop("joint_topk_topp", None)
-        return fused(**params)
+    Raises
+    ------
+    CompileError
+        There is no step, or the steps do not make a pipeline.
 
-    return build
-
-
-def top_k_top_p(window: list[Op]) -> Op:
-    order = "joint" if window[0].params.get("joint_topk_topp") else "top_k_first"
-    fused = into(ops.FusedProbsTopKTopPSampleOp)(window)
-    fused.params["filter_apply_order"] = order
-    return fused
-
-
-DEFAULT_RULES = (
-    FusionRule((ops.ProbsTopKOp, ops.TopPOp, ops.ProbsSampleOp), always, top_k_top_p, 30),
-    FusionRule((ops.TemperatureOp, ops.SoftmaxOp), always, into(ops.FusedTemperatureSoftmaxOp), 20),
-    FusionRule((ops.ProbsTopKOp, ops.ProbsSampleOp), always, into(ops.FusedProbsTopKSampleOp), 10),
-    FusionRule((ops.TopPOp, ops.ProbsSampleOp), always, into(ops.FusedProbsTopPSampleOp), 10),
-    FusionRule((ops.MinPOp, ops.ProbsSampleOp), always, into(ops.FusedProbsMinPSampleOp), 10),
-)
-
-
-def fuse(steps: list[Op], rules: list[FusionRule]) -> list[Op]:
-    """Apply the rules, those of higher priority first, until none fits."""
-    steps = list(steps)
-    for rule in sorted(rules, key=lambda rule: -rule.prio):
-        at = 0
-        while at + len(rule.pattern) <= len(steps):
-            window = steps[at : at + len(rule.pattern)]
-            if all(type(op) is kind for op, kind in zip(window, rule.pattern)) and rule.guard(window):
-                steps[at : at + len(window)] = [rule.build(window)]
-            at += 1
-    return steps
-
-
-def check_types(steps: list[Op]) -> None:
-    """Each step takes what the one before gives; tokens end a pipeline."""
-    for before, after in zip(steps, steps[1:]):
-        if before.OUT is TensorType.INDICES:
-            raise CompileError(f"{after!r}: follows {before!r}; allowed: nothing after tokens are drawn")
-        if before.OUT is not after.IN:
-            raise CompileError(f"{after!r}: gets {before.OUT.name} from {before!r}; allowed: {after.IN.name}")
-
-
-def check_softmax(steps: list[Op]) -> None:
-    """At most one softmax."""
-    count = sum(isinstance(op, ops.SoftmaxOp) for op in steps)
-    if count > 1:
-        raise CompileError(f"Softmax: got {count}; allowed: one in a pipeline")
-
-
-def check_joint(steps: list[Op]) -> None:
-    """A joint top-k needs the top-p and the draw that it is joint with."""
-    for at, op in enumerate(steps):
-        if op.params.get("joint_topk_topp") and [type(op) for op in steps[at:]] != list(DEFAULT_RULES[0].pattern):
-            raise CompileError("joint_topk_topp: got True; allowed: before TopP and Sample, on probabilities")
-
-
-VALIDITY_CHECKS = (check_types, check_softmax, check_joint)
+    Examples
+    --------
+    >>> from flashinfer.logits_processor import Sample, TensorType, TopK, compile_pipeline, legalize_processors
+    >>> compile_pipeline(legalize_processors([TopK(), Sample()], TensorType.PROBS))
+    [FusedProbsTopKSampleOp]
+    """
+    compiler = Compiler()
+    for rule in reversed(custom_fusion_rules or ()):
+        compiler.register_fusion_rule(rule)
+    for check in custom_validity_checks or ():
+        compiler.register_validity_check(check)
+    return compiler.compile(ops)

@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from flashinfer import sampling
 from flashinfer._core.checks import require
+from flashinfer.logits_processor.op import ParameterizedOp
 from flashinfer.logits_processor.types import TaggedTensor, TensorType
 
 LOGITS, PROBS, INDICES = TensorType.LOGITS, TensorType.PROBS, TensorType.INDICES
-
-
-class Op(ABC):
-    """A step. A subclass sets `IN` and `OUT` and defines `__call__`; its parameters fixed beforehand are `params`."""
-
-    IN: ClassVar[TensorType]
-    OUT: ClassVar[TensorType]
-
-    def __init__(self, **params: Any):
-        self.params = params
-
-    @abstractmethod
-    def __call__(self, tensor: TaggedTensor, **kwargs: Any) -> TaggedTensor:
-        """The result, of type `OUT`; `kwargs` are the pipeline's runtime parameters."""
-
-    def __repr__(self) -> str:
-        return type(self).__name__
-
-
-class ParameterizedOp(Op):
-    """A step that needs parameters when it runs, listed in `NEEDS`; those in `TAKES` may be left out."""
-
-    NEEDS: ClassVar[tuple[str, ...]] = ()
-    TAKES: ClassVar[tuple[str, ...]] = ()
-
-    def runtime(self, kwargs: dict) -> dict:
-        """Its own of the pipeline's runtime parameters; ValueError naming one that is missing."""
-        given = self.params | {name: value for name, value in kwargs.items() if value is not None}
-        for name in self.NEEDS:
-            require(given.get(name) is not None, name, None, f"a value, which {self!r} needs")
-        return {name: given[name] for name in (*self.NEEDS, *self.TAKES) if name in given}
 
 
 class TemperatureOp(ParameterizedOp):

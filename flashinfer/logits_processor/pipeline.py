@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from flashinfer._core.checks import require
-from flashinfer.logits_processor.compiler import DEFAULT_RULES, VALIDITY_CHECKS, CompileError, FusionRule, fuse
-from flashinfer.logits_processor.operators import Op, ParameterizedOp
-from flashinfer.logits_processor.processors import LegalizationError, LogitsProcessor
+from flashinfer.logits_processor.compiler import compile_pipeline
+from flashinfer.logits_processor.fusion_rules import FusionRule
+from flashinfer.logits_processor.legalization import infer_initial_type, legalize_processors
+from flashinfer.logits_processor.op import Op, ParameterizedOp
+from flashinfer.logits_processor.processors import LogitsProcessor
 from flashinfer.logits_processor.types import TaggedTensor, TensorType
+from flashinfer.logits_processor.validators import ValidityCheck
 
 
 class LogitsPipe:
@@ -55,7 +57,7 @@ class LogitsPipe:
         compile: bool = True,
         input_type: TensorType | None = None,
         custom_fusion_rules: list[FusionRule] | None = None,
-        custom_validity_checks: list[Callable[[list[Op]], None]] | None = None,
+        custom_validity_checks: list[ValidityCheck] | None = None,
     ):
         named = isinstance(processors, (list, tuple)) and all(isinstance(x, LogitsProcessor) for x in processors)
         require(named and len(processors) > 0, "processors", processors, "a list of one LogitsProcessor or more")
@@ -64,8 +66,10 @@ class LogitsPipe:
         self.processors = list(processors)
         self.custom_fusion_rules = list(custom_fusion_rules or ())
         self.custom_validity_checks = list(custom_validity_checks or ())
-        self._initial_type = _initial_type(self.processors[0], input_type)
-        self.ops = _legalized(self.processors, self._initial_type)
+        allowed = input_type is None or input_type in (TensorType.LOGITS, TensorType.PROBS)
+        require(allowed, "input_type", input_type, "LOGITS, PROBS")
+        self._initial_type = input_type or infer_initial_type(self.processors)
+        self.ops = legalize_processors(self.processors, self._initial_type)
         self.compiled_ops: list[Op] | None = None
         if compile:
             self.compile()
@@ -78,14 +82,13 @@ class LogitsPipe:
     def compile(
         self,
         custom_fusion_rules: list[FusionRule] | None = None,
-        custom_validity_checks: list[Callable[[list[Op]], None]] | None = None,
+        custom_validity_checks: list[ValidityCheck] | None = None,
     ) -> None:
         """Check the steps and fuse them, by rules and checks beside those that the pipeline has."""
         _check_rules(custom_fusion_rules)
-        for check in (*VALIDITY_CHECKS, *self.custom_validity_checks, *(custom_validity_checks or ())):
-            check(self.ops)
-        rules = [*(custom_fusion_rules or ()), *self.custom_fusion_rules, *DEFAULT_RULES]
-        self.compiled_ops = fuse(self.ops, rules)
+        rules = [*(custom_fusion_rules or ()), *self.custom_fusion_rules]
+        checks = [*self.custom_validity_checks, *(custom_validity_checks or ())]
+        self.compiled_ops = compile_pipeline(self.ops, rules, checks)
 
     def __call__(self, x: torch.Tensor | TaggedTensor, **kwargs: Any) -> torch.Tensor:
         if not isinstance(x, TaggedTensor):
@@ -109,36 +112,9 @@ def _check_rules(rules) -> None:
     require(fits, "custom_fusion_rules", rules, "None, or a list of FusionRule")
 
 
-def _initial_type(first: LogitsProcessor, given: TensorType | None) -> TensorType:
-    if given is not None:
-        require(given in (TensorType.LOGITS, TensorType.PROBS), "input_type", given, "LOGITS, PROBS")
-        return given
-    takes = []
-    for kind in (TensorType.LOGITS, TensorType.PROBS):
-        try:
-            steps = first.legalize(kind)
-        except LegalizationError:
-            continue
-        # A processor of a user's may not look at the type: its first step tells.
-        if not steps or steps[0].IN is kind:
-            takes.append(kind)
-    require(len(takes) == 1, "input_type", None, f"one of those that {first!r} takes: LOGITS, PROBS")
-    return takes[0]
-
-
-def _legalized(processors: list[LogitsProcessor], kind: TensorType) -> list[Op]:
-    steps = []
-    for processor in processors:
-        if kind is TensorType.INDICES:
-            raise CompileError(f"{processor!r}: follows {steps[-1]!r}; allowed: nothing after tokens are drawn")
-        steps += processor.legalize(kind)
-        kind = steps[-1].OUT if steps else kind
-    return steps
-
-
 def _check_parameters(steps: list[Op], given: dict) -> None:
-    """Nothing is given that no step takes. A step of a user's may take anything."""
-    ours = [step for step in steps if isinstance(step, ParameterizedOp)]
+    """Nothing is given that no step takes. A step that does not list its parameters may take anything."""
+    ours = [step for step in steps if isinstance(step, ParameterizedOp) and step.lists_parameters()]
     if len(ours) == len(steps):
         # Results are deterministic in any case.
         known = {name for step in ours for name in (*step.NEEDS, *step.TAKES)} | {"is_deterministic"}

@@ -7,12 +7,9 @@ from typing import Any, ClassVar
 from flashinfer._core.arguments import checked
 from flashinfer._core.checks import require
 from flashinfer.logits_processor import operators as ops
-from flashinfer.logits_processor.operators import Op
+from flashinfer.logits_processor.legalization import LegalizationError
+from flashinfer.logits_processor.op import Op, ParameterizedOp
 from flashinfer.logits_processor.types import TensorType
-
-
-class LegalizationError(ValueError):
-    """A processor does not take the type of tensor that it would get."""
 
 
 class LogitsProcessor:
@@ -52,8 +49,8 @@ class LogitsProcessor:
 
 
 def _check_names(kind: type[LogitsProcessor], params: dict) -> None:
-    """Nothing is fixed that no step takes. A step of a user's may take anything."""
-    ours = [step for step in kind.STEPS.values() if issubclass(step, ops.ParameterizedOp)]
+    """Nothing is fixed that no step takes. A step that does not list its parameters may take anything."""
+    ours = [step for step in kind.STEPS.values() if issubclass(step, ParameterizedOp) and step.lists_parameters()]
     if ours and len(ours) == len(kind.STEPS):
         known = {*kind.OWN, *(name for step in ours for name in (*step.NEEDS, *step.TAKES))}
         for name, value in params.items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
+from typing import Any
 
 import torch
 
@@ -14,14 +15,20 @@ class TensorType(Enum):
     LOGITS: scores, raw or masked. PROBS: probabilities, perhaps not normalised. INDICES: tokens, the end of a pipeline.
     """
 
-    LOGITS = "logits"
-    PROBS = "probs"
-    INDICES = "indices"
+    LOGITS = auto()
+    PROBS = auto()
+    INDICES = auto()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"TensorType.{self.name}"
 
 
 @dataclass(frozen=True, eq=False)
 class TaggedTensor:
-    """A tensor and what it means."""
+    """A tensor and what it means. Functions of torch take it for the tensor and give a tensor."""
 
     data: torch.Tensor
     type: TensorType
@@ -52,3 +59,7 @@ class TaggedTensor:
 
     def size(self, dim: int | None = None):
         return self.data.size() if dim is None else self.data.size(dim)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
+        return func(*(x.data if isinstance(x, TaggedTensor) else x for x in args), **(kwargs or {}))

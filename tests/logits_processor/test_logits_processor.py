@@ -6,12 +6,14 @@ import torch
 from flashinfer import sampling
 from flashinfer.logits_processor import (
     CompileError,
+    Compiler,
     FusionRule,
     LegalizationError,
     LogitsPipe,
     LogitsProcessor,
     MinP,
     Op,
+    ParameterizedOp,
     Sample,
     Softmax,
     TaggedTensor,
@@ -19,7 +21,10 @@ from flashinfer.logits_processor import (
     TensorType,
     TopK,
     TopP,
+    compile_pipeline,
+    legalize_processors,
 )
+from flashinfer.logits_processor.legalization import infer_initial_type
 from flashinfer.testing.compare import assert_bitwise, assert_close
 
 SEEDS = dict(seed=3, offset=4)
@@ -219,3 +224,72 @@ def test_bad_calls():
     tagged = TaggedTensor.logits(logits)
     assert tagged.size(1) == 8 and tagged.shape == logits.shape and tagged.size() == logits.size()
     assert tagged.dtype == logits.dtype and tagged.device == logits.device
+
+
+class Scale(LogitsProcessor):
+    def legalize(self, input_type):
+        if input_type is not TensorType.LOGITS:
+            raise ValueError("logits only")
+        return [ScaleOp(**self.params)]
+
+
+class ScaleOp(ParameterizedOp):
+    """As users write one: it lists no parameters, and reads them when it runs."""
+
+    IN = OUT = TensorType.LOGITS
+
+    def __call__(self, tensor, **kwargs):
+        kind = self._validate_input_type(tensor)
+        bias = self._get_param("bias", kwargs, required=False)
+        scaled = tensor.data * self._get_param("factor", kwargs)
+        return TaggedTensor(scaled if bias is None else scaled + bias, kind)
+
+
+def test_a_step_of_a_user_reads_parameters_of_the_call(device):
+    logits = torch.randn(2, 9, device=device)
+    pipe = LogitsPipe([Scale(factor=2.0), Softmax()])
+    assert pipe.initial_type is infer_initial_type([Scale()]) is TensorType.LOGITS
+    assert pipe.ops[0].default_params == {"factor": 2.0}
+    assert_bitwise(pipe(logits), sampling.softmax(logits * 2))
+    assert_bitwise(pipe(logits, factor=3.0, bias=1.0), sampling.softmax(logits * 3 + 1))
+    with pytest.raises(ValueError, match="^factor: got None; allowed: a value, which ScaleOp needs"):
+        LogitsPipe([Scale()])(logits)
+    with pytest.raises(ValueError, match="^tensor: got PROBS; allowed: LOGITS"):
+        ScaleOp(factor=1.0)(TaggedTensor.probs(logits))
+
+
+def test_a_step_names_what_it_takes_and_gives():
+    class Untyped(Op):
+        OUT = TensorType.LOGITS
+
+        def __call__(self, tensor, **kwargs):
+            return tensor
+
+    with pytest.raises(ValueError, match="^IN: got None; allowed: a TensorType in Untyped"):
+        Untyped()
+
+
+def test_stages():
+    """Processors become steps, and these are checked and fused, apart from any pipeline."""
+    steps = legalize_processors([Temperature(), Softmax(), TopP(), Sample()])
+    assert list(map(repr, compile_pipeline(steps))) == ["FusedTemperatureSoftmaxOp", "FusedProbsTopPSampleOp"]
+    assert len(steps) == 4
+    rule = FusionRule((ShiftOp, ShiftOp), lambda window: True, lambda window: ShiftOp(by=5.0))
+    shifts = [ShiftOp(by=1.0), ShiftOp(by=2.0)]
+    compiler = Compiler()
+    assert len(compiler.compile(shifts)) == 2
+    compiler.register_fusion_rule(rule)
+    assert len(compiler.compile(shifts)) == len(compile_pipeline(shifts, [rule])) == 1
+    seen = []
+    compiler.register_validity_check(lambda given: seen.append(len(given)))
+    compiler.compile(shifts)
+    assert seen == [2]
+    for build, error in ((legalize_processors, LegalizationError), (compile_pipeline, CompileError)):
+        with pytest.raises(error, match="got none; allowed: one or more"):
+            build([])
+
+
+def test_tensors_that_know_what_they_mean(device):
+    x = torch.randn(2, 3, device=device)
+    assert_bitwise(torch.softmax(TaggedTensor.logits(x), dim=-1), torch.softmax(x, dim=-1))
+    assert str(TensorType.LOGITS) == "LOGITS" and repr(TensorType.PROBS) == "TensorType.PROBS"

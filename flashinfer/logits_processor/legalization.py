@@ -1,0 +1,98 @@
+"""From processors to steps: which step a processor becomes hangs on the type of tensor that it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from flashinfer._core.checks import require
+from flashinfer.logits_processor.op import Op
+from flashinfer.logits_processor.types import TensorType
+from flashinfer.logits_processor.validators import CompileError
+
+if TYPE_CHECKING:
+    from flashinfer.logits_processor.processors import LogitsProcessor
+
+
+class LegalizationError(ValueError):
+    """A processor does not take the type of tensor that it would get."""
+
+
+def legalize_processors(
+    processors: Sequence[LogitsProcessor], initial_type: TensorType = TensorType.LOGITS
+) -> list[Op]:
+    """The steps that processors become, one after the other.
+
+    Parameters
+    ----------
+    processors : sequence of LogitsProcessor
+        One or more.
+    initial_type : TensorType
+        What the first of them gets, LOGITS or PROBS.
+
+    Returns
+    -------
+    list of Op
+
+    Raises
+    ------
+    LegalizationError
+        There is no processor, one becomes no step, or does not take what it would get.
+    CompileError
+        A processor follows a draw of tokens.
+
+    Examples
+    --------
+    >>> from flashinfer.logits_processor import Sample, Softmax, legalize_processors
+    >>> legalize_processors([Softmax(), Sample()])
+    [SoftmaxOp, ProbsSampleOp]
+    """
+    if not processors:
+        raise LegalizationError("processors: got none; allowed: one or more")
+    steps: list[Op] = []
+    kind = initial_type
+    for processor in processors:
+        if kind is TensorType.INDICES:
+            raise CompileError(f"{processor!r}: follows {steps[-1]!r}; allowed: nothing after tokens are drawn")
+        these = processor.legalize(kind)
+        if not these:
+            raise LegalizationError(f"{processor!r}: became no step; allowed: one or more")
+        steps += these
+        kind = these[-1].OUT
+    return steps
+
+
+def infer_initial_type(processors: Sequence[LogitsProcessor]) -> TensorType:
+    """The type of tensor that the first of some processors takes, where it takes one type only.
+
+    Parameters
+    ----------
+    processors : sequence of LogitsProcessor
+
+    Returns
+    -------
+    TensorType
+
+    Raises
+    ------
+    ValueError
+        The first processor takes logits and probabilities.
+
+    Examples
+    --------
+    >>> from flashinfer.logits_processor import Softmax
+    >>> from flashinfer.logits_processor.legalization import infer_initial_type
+    >>> infer_initial_type([Softmax()])
+    TensorType.LOGITS
+    """
+    takes = []
+    for kind in (TensorType.LOGITS, TensorType.PROBS):
+        try:
+            steps = processors[0].legalize(kind)
+        except ValueError:
+            continue
+        # A processor of a user's may not look at the type: its first step tells.
+        if not steps or steps[0].IN is kind:
+            takes.append(kind)
+    require(len(takes) == 1, "input_type", None, f"one of those that {processors[0]!r} takes: LOGITS, PROBS")
+    return takes[0]
