@@ -2,28 +2,79 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import torch
 
 from flashinfer._core.checks import BackendSupportedError, require
 from flashinfer._core.target import target_of
+from flashinfer.ops.attention.problem import alibi_slopes
 
 __all__ = [
     "BackendSupportedError",
     "FP4Tensor",
+    "GPUArchitectureError",
+    "LibraryError",
+    "MaskMode",
+    "PosEncodingMode",
+    "TensorLayout",
+    "canonicalize_torch_dtype",
+    "ceil_div",
     "device_support_pdl",
+    "get_alibi_slopes",
     "get_compute_capability",
+    "get_device_name",
     "get_device_sm_count",
+    "get_indptr",
+    "get_native_fp4_dtype",
     "get_shuffle_matrix_a_row_indices",
     "get_shuffle_matrix_sf_a_row_indices",
     "get_trtllm_gen_multi_ctas_kv_counter_bytes",
+    "is_float8",
     "is_sm100a_supported",
     "is_sm100f_supported",
     "is_sm110a_supported",
     "is_sm120a_supported",
+    "is_sm120f_supported",
     "is_sm121a_supported",
+    "is_sm12x_supported",
     "is_sm90a_supported",
+    "last_positive_power_of_2",
     "next_positive_power_of_2",
+    "round_up",
 ]
+
+
+class PosEncodingMode(Enum):
+    """Numbers of the position encodings that attention applies."""
+
+    NONE = 0
+    ROPE_LLAMA = 1
+    ALIBI = 2
+
+
+class MaskMode(Enum):
+    """Numbers of the masks of attention, as `single_prefill_with_kv_cache_with_jit_module` takes them."""
+
+    NON_CAUSAL = 0
+    CAUSAL = 1
+    CUSTOM = 2
+    MULTIITEMSCORING = 3
+
+
+class TensorLayout(Enum):
+    """Numbers of the orders of tokens and heads."""
+
+    NHD = 0
+    HND = 1
+
+
+class GPUArchitectureError(Exception):
+    """Upstream's name for a device that a function does not run on; nothing here raises it."""
+
+
+class LibraryError(Exception):
+    """Upstream's name for a library that is missing or too old; nothing here raises it."""
 
 
 class FP4Tensor:
@@ -201,6 +252,21 @@ def is_sm121a_supported(device: torch.device) -> bool:
     return _capability(device) == 121
 
 
+def is_sm12x_supported(device: torch.device) -> bool:
+    """Whether a device is a CUDA device of compute capability 12.x."""
+    return _capability(device) // 10 == 12
+
+
+def is_sm120f_supported(device: torch.device) -> bool:
+    """Whether a device is a CUDA device of compute capability 12.x."""
+    return is_sm12x_supported(device)
+
+
+def get_device_name(device: torch.device) -> str:
+    """The name of a CUDA device."""
+    return torch.cuda.get_device_name(device)
+
+
 def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: int, sm_count: int) -> int:
     """Bytes of a `multi_ctas_kv_counter_buffer`: an int32 for each request and head, or each multiprocessor if more.
 
@@ -247,3 +313,126 @@ def next_positive_power_of_2(x: int) -> int:
     (8, 1)
     """
     return 1 if x < 1 else 1 << (x - 1).bit_length()
+
+
+def last_positive_power_of_2(x: int) -> int:
+    """The largest power of two that is at most x, which is 1 or more.
+
+    Parameters
+    ----------
+    x : int
+
+    Returns
+    -------
+    int
+        1, 2, 4, ...
+
+    Raises
+    ------
+    ValueError
+        x is below 1.
+
+    Examples
+    --------
+    >>> from flashinfer.utils import last_positive_power_of_2
+    >>> last_positive_power_of_2(5), last_positive_power_of_2(8)
+    (4, 8)
+    """
+    require(x >= 1, "x", x, "1 or more")
+    return 1 << (x.bit_length() - 1)
+
+
+def ceil_div(x: int, y: int) -> int:
+    """x / y, rounded up: ``ceil_div(9, 4)`` is 3."""
+    return -(-x // y)
+
+
+def round_up(x: int, y: int) -> int:
+    """The least multiple of y that is at least x: ``round_up(9, 4)`` is 12."""
+    return ceil_div(x, y) * y
+
+
+def is_float8(x: torch.Tensor) -> bool:
+    """Whether a tensor is in float8_e4m3fn or float8_e5m2."""
+    return x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def get_native_fp4_dtype() -> torch.dtype:
+    """The dtype of two packed e2m1 codes: torch's, or uint8 where torch has none."""
+    return getattr(torch, "float4_e2m1fn_x2", torch.uint8)
+
+
+def get_indptr(x: torch.Tensor) -> torch.Tensor:
+    """Offsets of segments of given lengths.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        [n], integers: the lengths.
+
+    Returns
+    -------
+    torch.Tensor
+        int64 [n + 1], from 0, on the device of x.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.utils import get_indptr
+    >>> get_indptr(torch.tensor([2, 0, 3]))
+    tensor([0, 2, 2, 5])
+    """
+    return torch.nn.functional.pad(x.to(torch.int64).cumsum(0), (1, 0))
+
+
+def get_alibi_slopes(n_heads: int, device: torch.device | None = None) -> torch.Tensor:
+    """Slopes of ALiBi's linear biases (Press et al., Train Short, Test Long, 2021), one for each head.
+
+    Parameters
+    ----------
+    n_heads : int
+        Query heads, 1 or more.
+    device : torch.device, optional
+        Of the result; torch's default by default.
+
+    Returns
+    -------
+    torch.Tensor
+        float32 [n_heads].
+
+    Examples
+    --------
+    >>> from flashinfer.utils import get_alibi_slopes
+    >>> get_alibi_slopes(2)
+    tensor([0.0625, 0.0039])
+    """
+    require(n_heads >= 1, "n_heads", n_heads, "1 or more")
+    return torch.tensor(alibi_slopes(n_heads), dtype=torch.float32, device=device)
+
+
+def canonicalize_torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype, or the one of a name.
+
+    Parameters
+    ----------
+    dtype : torch.dtype or str
+        "bfloat16" stands for torch.bfloat16.
+
+    Returns
+    -------
+    torch.dtype
+
+    Raises
+    ------
+    ValueError
+        It is neither, or a name that is no dtype's.
+
+    Examples
+    --------
+    >>> from flashinfer.utils import canonicalize_torch_dtype
+    >>> canonicalize_torch_dtype("bfloat16")
+    torch.bfloat16
+    """
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    require(isinstance(found, torch.dtype), "dtype", dtype, "a torch.dtype or the name of one")
+    return found
