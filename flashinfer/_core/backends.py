@@ -27,6 +27,9 @@ VARIANTS_OF: dict[Backend, tuple[str, ...] | None] = {
     "cutile": ANY,
     "fmha_v2": ANY,
     "xqa": ANY,
+    "cake": ANY,
+    "cake_cute": ANY,
+    "prims-ts": ANY,
     # our own names
     "reference": ("reference",),
     "portable": ("portable",),

@@ -11,7 +11,8 @@ PosEncodingMode = Literal["NONE", "ROPE_LLAMA", "ALIBI"]
 # Keys of VARIANTS_OF in flashinfer/_core/backends.py, which says what they admit.
 Backend = Literal[
     "auto", "fa2", "fa3", "cudnn", "cudnn-native", "cutlass", "trtllm-gen", "trtllm-native", "cute-dsl",
-    "cute-dsl-prims", "cutile", "fmha_v2", "xqa", "reference", "portable", "sm80", "sm90",
+    "cute-dsl-prims", "cutile", "fmha_v2", "xqa", "cake", "cake_cute", "prims-ts",
+    "reference", "portable", "sm80", "sm90",
 ]  # fmt: skip
 # Of recurrent layers, beside the names that upstream allows in a place.
 OwnBackend = Literal["auto", "portable", "reference", "sm90"]

@@ -84,7 +84,7 @@ def fused_topk_deepseek(
     routing_replay_out : torch.Tensor, optional
         int16 [at least tokens, topk]; receives the experts, too.
     backend : str
-        "default", the only one.
+        "default" or "cake", which are the same.
 
     Returns
     -------
@@ -109,7 +109,7 @@ def fused_topk_deepseek(
     >>> experts.tolist(), weights.sum().item()
     ([[1, 2]], 1.0)
     """
-    require(backend == "default", "backend", repr(backend), "'default'")
+    require(backend in ("default", "cake"), "backend", repr(backend), "'default', 'cake'")
     _check_logits("scores", scores)
     shape = (len(scores), topk)
     require(topk_values.shape == shape, "topk_values", tuple(topk_values.shape), f"[tokens, topk], {shape}")

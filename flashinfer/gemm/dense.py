@@ -22,7 +22,7 @@ _OUT = (torch.bfloat16, torch.float16, torch.float32)
 # Names of libraries that upstream calls: each promises a result, which any variant of ours gives.
 _THEIRS = (
     "auto", "cudnn", "cublas", "cublaslt", "cutlass", "cute-dsl", "cutedsl_low_latency", "cutile", "tgv", "tinygemm",
-    "trtllm_low_latency",
+    "trtllm_low_latency", "cake",
 )  # fmt: skip
 _OURS = ("sm90", "portable", "reference")
 _BACKENDS = ", ".join(_THEIRS + _OURS)

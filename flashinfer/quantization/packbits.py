@@ -20,7 +20,7 @@ def packbits(x: torch.Tensor, bitorder: BitOrder = "big") -> torch.Tensor:
     Parameters
     ----------
     x : torch.Tensor
-        [n]; bool or uint8, where what is not zero is a one.
+        [n], bool or numbers of any dtype, where what is not zero is a one.
     bitorder : str
         "big": the first of eight elements is the highest bit; "little": the lowest.
 
@@ -32,7 +32,7 @@ def packbits(x: torch.Tensor, bitorder: BitOrder = "big") -> torch.Tensor:
     Raises
     ------
     ValueError
-        A shape, dtype or bit order other than the above.
+        A shape or bit order other than the above.
 
     Examples
     --------
@@ -53,7 +53,7 @@ def segment_packbits(
     Parameters
     ----------
     x : torch.Tensor
-        [indptr[-1]]; bool or uint8, where what is not zero is a one.
+        [indptr[-1]], bool or numbers of any dtype, where what is not zero is a one.
     indptr : torch.Tensor
         int32 or int64 [batch + 1]: segment i is x[indptr[i]:indptr[i + 1]]. Its values are read by the host, which
         waits for the device.
@@ -70,7 +70,8 @@ def segment_packbits(
     Raises
     ------
     ValueError
-        A shape, dtype, device or bit order other than the above, or offsets that decrease or do not end at n.
+        A shape, device, dtype of offsets or bit order other than the above, or offsets that decrease or do not end
+        at n.
 
     Examples
     --------
@@ -98,7 +99,6 @@ def segment_packbits(
 
 def _check(x: torch.Tensor, bitorder: str) -> None:
     require(x.dim() == 1, "x", tuple(x.shape), "one dimension")
-    require(x.dtype in (torch.bool, torch.uint8), "x", x.dtype, "bool, uint8")
     require(bitorder in ("big", "little"), "bitorder", repr(bitorder), "'big', 'little'")
 
 
@@ -115,6 +115,6 @@ def _packbits(x: torch.Tensor, bitorder: str) -> torch.Tensor:
 
 
 def _run(x, indptr, new_indptr, out, bitorder: str, index: str) -> None:
-    x = x.contiguous().view(torch.uint8)
+    x = (x if x.dtype in (torch.bool, torch.uint8) else x != 0).contiguous().view(torch.uint8)
     problem = room.Packbits(bitorder == "little", index, x.data_ptr() % 16 == 0)
     room.packbits(problem, x.device).run(x, indptr, new_indptr, out)

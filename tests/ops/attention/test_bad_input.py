@@ -227,7 +227,10 @@ def test_offsets_of_rows_with_factors(value, x, device):
         wrapper.plan(x.qo_indptr, value, 4, 2, 64, kv_data_type="nvfp4")
 
 
-UPSTREAMS = "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl", "cute-dsl-prims", "cutile", "fmha_v2", "xqa"
+UPSTREAMS = (
+    "fa2", "fa3", "cudnn", "cutlass", "trtllm-gen", "cute-dsl", "cute-dsl-prims", "cutile", "fmha_v2", "xqa", "cake",
+    "cake_cute", "prims-ts",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", UPSTREAMS)

@@ -59,7 +59,7 @@ def test_mm_bf16(backend, device, m, n, k, a_rows, b_columns):
 
 
 @pytest.mark.parametrize(
-    "backend", ["auto", "cudnn", "cutlass", "tgv", "cublaslt", "tinygemm", "cutile", "cute-dsl"]
+    "backend", ["auto", "cudnn", "cutlass", "tgv", "cublaslt", "tinygemm", "cutile", "cute-dsl", "cake"]
 )
 def test_names_that_upstream_has(backend, device):
     a, b = generate.randn(5, 64, dtype=BF16, device=device), generate.randn(40, 64, dtype=BF16, device=device).T

@@ -280,6 +280,15 @@ def test_bad_deepseek(changed, argument):
         fused_topk_deepseek(**(good | changed))
 
 
+def test_the_other_name_of_deepseeks_routing():
+    results = []
+    for backend in ("default", "cake"):
+        results.append((torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int32)))
+        fused_topk_deepseek(L, B, 4, 2, 2, 1.0, *results[-1], backend=backend)
+    assert_bitwise(results[1][0], results[0][0])
+    assert_bitwise(results[1][1], results[0][1])
+
+
 @pytest.mark.parametrize(
     ("changed", "argument"),
     [
