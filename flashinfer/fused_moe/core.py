@@ -18,7 +18,11 @@ from flashinfer.fused_moe.trtllm_fp8 import (
     trtllm_fp8_per_tensor_scale_moe,
     trtllm_fp8_per_tensor_scale_routed_moe,
 )
-from flashinfer.fused_moe.trtllm_mxint4 import trtllm_mxint4_block_scale_moe
+from flashinfer.fused_moe.trtllm_fp8_channels import (
+    trtllm_fp8_per_channel_scale_moe,
+    trtllm_fp8_per_channel_scale_routed_moe,
+)
+from flashinfer.fused_moe.trtllm_mxint4 import trtllm_mxint4_block_scale_moe, trtllm_mxint4_block_scale_routed_moe
 from flashinfer.fused_moe.trtllm_w4 import trtllm_fp4_block_scale_moe, trtllm_fp4_block_scale_routed_moe
 from flashinfer.fused_moe.utils import cutlass_fused_moe_workspace_size
 from flashinfer.tllm_enums import ActivationType, Fp8QuantizationType, RoutingMethodType, WeightLayout
@@ -43,9 +47,12 @@ __all__ = [
     "trtllm_fp4_block_scale_routed_moe",
     "trtllm_fp8_block_scale_moe",
     "trtllm_fp8_block_scale_routed_moe",
+    "trtllm_fp8_per_channel_scale_moe",
+    "trtllm_fp8_per_channel_scale_routed_moe",
     "trtllm_fp8_per_tensor_scale_moe",
     "trtllm_fp8_per_tensor_scale_routed_moe",
     "trtllm_mxint4_block_scale_moe",
+    "trtllm_mxint4_block_scale_routed_moe",
 ]
 
 # Engines import it by this name.

@@ -79,3 +79,16 @@ def test_modules_that_upstream_imports_are_attributes():
     code = f"import flashinfer\nfor module in {', '.join(names)}: print(module.__name__)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert found.stdout.split() == names, found.stderr
+
+
+def test_modules_of_upstream_that_functions_are_imported_from():
+    from flashinfer import fused_moe, gemm
+    from flashinfer.fused_moe import core
+    from flashinfer.gemm import gemm_base
+
+    for name in gemm.__all__:
+        assert getattr(gemm_base, name) is getattr(gemm, name)
+    for name in ("trtllm_fp8_per_channel_scale_routed_moe", "trtllm_mxint4_block_scale_routed_moe"):
+        assert getattr(core, name) is getattr(fused_moe, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        gemm_base.nothing
