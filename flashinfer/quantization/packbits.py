@@ -20,7 +20,7 @@ def packbits(x: torch.Tensor, bitorder: BitOrder = "big") -> torch.Tensor:
     Parameters
     ----------
     x : torch.Tensor
-        [n], bool or numbers of any dtype, where what is not zero is a one.
+        [n], bool or integers, where what is not zero is a one.
     bitorder : str
         "big": the first of eight elements is the highest bit; "little": the lowest.
 
@@ -32,7 +32,7 @@ def packbits(x: torch.Tensor, bitorder: BitOrder = "big") -> torch.Tensor:
     Raises
     ------
     ValueError
-        A shape or bit order other than the above.
+        A shape, dtype or bit order other than the above: a float mask may be one that is added to logits.
 
     Examples
     --------
@@ -53,7 +53,7 @@ def segment_packbits(
     Parameters
     ----------
     x : torch.Tensor
-        [indptr[-1]], bool or numbers of any dtype, where what is not zero is a one.
+        [indptr[-1]], bool or integers, where what is not zero is a one.
     indptr : torch.Tensor
         int32 or int64 [batch + 1]: segment i is x[indptr[i]:indptr[i + 1]]. Its values are read by the host, which
         waits for the device.
@@ -70,8 +70,7 @@ def segment_packbits(
     Raises
     ------
     ValueError
-        A shape, device, dtype of offsets or bit order other than the above, or offsets that decrease or do not end
-        at n.
+        A shape, dtype, device or bit order other than the above, or offsets that decrease or do not end at n.
 
     Examples
     --------
@@ -99,6 +98,8 @@ def segment_packbits(
 
 def _check(x: torch.Tensor, bitorder: str) -> None:
     require(x.dim() == 1, "x", tuple(x.shape), "one dimension")
+    integers = not x.dtype.is_floating_point and not x.dtype.is_complex
+    require(integers, "x", x.dtype, "bool or integers")
     require(bitorder in ("big", "little"), "bitorder", repr(bitorder), "'big', 'little'")
 
 
