@@ -361,9 +361,23 @@ class RecurrentKDAPrefillWrapper:
 
     @checked
     def plan(self, cu_seqlens: torch.Tensor, *, non_blocking: bool = True) -> None:
-        """Copy offsets [sequences + 1], int32 or int64, from the host or the device; not while a graph is captured.
+        """Copy the offsets of a batch; not while a graph is captured.
 
-        non_blocking : the host does not wait for the copy.
+        The copy keeps its address from plan to plan while the number of sequences stays the same: a graph captured over
+        run() reads the new offsets. Another number takes a new copy, and a new capture.
+
+        Parameters
+        ----------
+        cu_seqlens : torch.Tensor
+            [sequences + 1] int32 or int64, on the host or the device: where each sequence begins in the tokens of
+            run().
+        non_blocking : bool
+            The host does not wait for the copy.
+
+        Raises
+        ------
+        ValueError
+            Another shape or dtype.
         """
         require_shape("cu_seqlens", cu_seqlens, None)
         require_dtype("cu_seqlens", cu_seqlens, INDICES)
@@ -394,7 +408,45 @@ class RecurrentKDAPrefillWrapper:
         checkpoint_state_indices: torch.Tensor | None = None,
         ssm_state_indices: torch.Tensor | None = None,
     ) -> tuple:
-        """`recurrent_kda` with the planned offsets."""
+        """`recurrent_kda` with the planned offsets.
+
+        Parameters
+        ----------
+        q, k : torch.Tensor
+            [1, tokens, query heads, K].
+        v : torch.Tensor
+            [1, tokens, heads, V] of the same dtype.
+        g : torch.Tensor
+            [1, tokens, heads, K]: logarithms of decays, or raw gates with use_gate_in_kernel.
+        beta : torch.Tensor
+            [1, tokens, heads]; its sigmoid is taken with beta_is_logit.
+        A_log, dt_bias, scale, lower_bound : optional
+            As in `recurrent_kda`.
+        initial_state : torch.Tensor, optional
+            [sequences, heads, V, K], or a pool of slots with ssm_state_indices; updated in place. None: zero.
+        output_final_state : bool
+            Whether to return the states.
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, beta_is_logit : bool
+            As in `recurrent_kda`.
+        output : torch.Tensor, optional
+            Where to write, shaped as v.
+        state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, checkpoint_state_indices : optional
+            States on the way, as in `recurrent_kda`.
+        ssm_state_indices : torch.Tensor, optional
+            [sequences]: the slot of each; a negative one is padding.
+
+        Returns
+        -------
+        output : torch.Tensor
+            [1, tokens, heads, V].
+        state : torch.Tensor or None
+            The states, with output_final_state.
+
+        Raises
+        ------
+        ValueError
+            Before plan(); as `recurrent_kda`.
+        """
         require(self._offsets is not None, "cu_seqlens", None, "a plan before run")
         return recurrent_kda(
             q,

@@ -344,7 +344,25 @@ class KDAPrefillPlanCache:
         self.bytes = 0
 
     def get(self, inputs: dict, **scalars) -> PreparedKDAPrefill | None:
-        """The prefill that was prepared for such tensors and numbers, with these tensors; None if there is none."""
+        """Look up the prefill that was prepared for tensors and numbers like these, and bind it to these tensors.
+
+        Parameters
+        ----------
+        inputs : dict of str to torch.Tensor or None
+            By name; shapes, strides, dtypes and devices tell one prefill from another. They are kept by reference.
+        **scalars
+            Numbers and flags, which tell it too.
+
+        Returns
+        -------
+        PreparedKDAPrefill or None
+            None if there is none; `hits` or `misses` counts the call.
+
+        Raises
+        ------
+        ValueError
+            As `PreparedKDAPrefill.rebind`.
+        """
         key = _signature(inputs, scalars)
         entry = self._entries.get(key)
         if entry is None:
@@ -355,7 +373,22 @@ class KDAPrefillPlanCache:
         return entry[0].rebind(inputs)
 
     def put(self, prepared: PreparedKDAPrefill, inputs: dict, *, retained_bytes: int = 0, **scalars) -> bool:
-        """Keep a prefill, and the newest of all in any case. Returns whether it is kept."""
+        """Keep a prefill; the least recently used ones beyond `capacity` and `max_bytes` go, the newest never does.
+
+        Parameters
+        ----------
+        prepared : PreparedKDAPrefill
+            Kept by reference, in the place of one that was kept for the same key.
+        inputs, **scalars
+            The key, as in `get`.
+        retained_bytes : int
+            Bytes on the device that it keeps alive, as the caller counts them.
+
+        Returns
+        -------
+        bool
+            True: it is kept.
+        """
         key = _signature(inputs, scalars)
         self.bytes -= self._entries.pop(key, (None, 0))[1]
         self._entries[key] = prepared, retained_bytes

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from flashinfer._core.arguments import checked, named
-from flashinfer._core.checks import check_indptr, renamed, require
+from flashinfer._core.checks import renamed, require
 from flashinfer._core.literals import KvLayout, PosEncodingMode
 from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from flashinfer.ops.attention.host_tables import host_lengths
+from flashinfer.ops.attention.joined import PREFILL_NAMES, check_offsets, from_zero, joined_offsets, same_cache
 from flashinfer.ops.attention.variants import AttentionVariant
 from flashinfer.ops.attention.wrapper import MadeOfWrappers
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -84,7 +85,23 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
         return self._decode.is_cuda_graph_enabled
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replace the workspace buffers; takes effect at the next plan()."""
+        """Replace the workspace buffers.
+
+        The wrapper keeps both by reference. Partial results go into the new one from the next plan() on; a captured
+        graph keeps the old one.
+
+        Parameters
+        ----------
+        float_workspace_buffer : uint8 Tensor
+            On the wrapper's device, of any size.
+        int_workspace_buffer : Tensor
+            Not used: work lists belong to their plan.
+
+        Raises
+        ------
+        ValueError
+            float_workspace_buffer is not a tensor, or is on another device.
+        """
         self._decode.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
@@ -106,7 +123,30 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
         rope_theta: float | None = None,
         non_blocking: bool = True,
     ) -> None:
-        """Describe the decode; parameters as of `BatchDecodeWithPagedKVCacheWrapper.plan`."""
+        """Describe the decode; run() takes the prefill as it comes.
+
+        Parameters
+        ----------
+        indptr : int Tensor [batch_size + 1]
+            Where each request's entries begin in `indices`; on the host or the device, as are the next two.
+        indices : int Tensor [pages used]
+            Page ids.
+        last_page_len : int Tensor [batch_size]
+            Tokens in each request's last page.
+        num_qo_heads, num_kv_heads, head_dim, page_size : int
+            Of the decode.
+        pos_encoding_mode, window_left, sm_scale, rope_scale, rope_theta
+            Options of the decode's logits, unless run() is given others; as in `single_decode_with_kv_cache`.
+        q_data_type, kv_data_type, data_type : dtype or its name
+            As in `BatchDecodeWithPagedKVCacheWrapper.plan`.
+        non_blocking : bool
+            Copies to the device never wait here; False changes nothing else.
+
+        Raises
+        ------
+        ValueError
+            As `BatchDecodeWithPagedKVCacheWrapper.plan`, which also says what is copied and what is kept.
+        """
         self._options: dict[str, Any] = dict(
             pos_encoding_mode=pos_encoding_mode, window_left=window_left, sm_scale=sm_scale, rope_scale=rope_scale,
             rope_theta=rope_theta,
@@ -181,6 +221,12 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
         -------
         prefill, decode : Tensor or (Tensor, Tensor)
             Shaped as q_p and as q_d; each with its base-2 log-sum-exp where that is asked for.
+
+        Raises
+        ------
+        ValueError
+            Before plan(); a mask of the decode; another kv_layout_d; extra arguments; as the functions behind both
+            parts.
         """
         require(not args, "*args", f"{len(args)} extra arguments", "none")
         for name, mask in (("custom_mask_d", custom_mask_d), ("packed_custom_mask_d", packed_custom_mask_d)):
@@ -205,7 +251,7 @@ class PODWithPagedKVCacheWrapper(MadeOfWrappers):
         return prefill, decode
 
     def end_forward(self) -> None:
-        """Kept for callers of older versions; there is nothing to release."""
+        """Do nothing; kept for callers of older versions. There is nothing to release."""
 
 
 def q_scale_of(scale, q: torch.Tensor) -> torch.Tensor | None:
@@ -288,16 +334,36 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
         rope_theta: float | None = None,
         non_blocking: bool = True,
     ) -> None:
-        """Describe both batches; tables and options as of `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        """Describe both batches; every later run() uses them.
+
+        All tables are kept by reference until the next plan(): run() plans again where the mask or the caches ask for
+        it.
 
         Parameters
         ----------
-        qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p : int Tensor
-            Of the prefill.
+        qo_indptr_p, kv_indptr_p : int Tensor [prefill requests + 1]
+            Query rows of each request of the prefill, and where its entries begin in `kv_indices_p`.
+        kv_indices_p : int Tensor [pages used]
+        last_page_len_p : int Tensor [prefill requests]
+            Page ids, and tokens in each last page, of the prefill.
         qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d : int Tensor
-            Of the decode. On the host, qo_indptr_d shows how many queries its requests have: tiles are cut for them.
+            The same of the decode. On the host, qo_indptr_d shows how many queries its requests have: tiles are cut for
+            them.
+        num_qo_heads, num_kv_heads, head_dim, page_size : int
+            Alike in both batches.
+        pos_encoding_mode, window_left, sm_scale, rope_scale, rope_theta
+            Options of the logits of both, as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        q_data_type, kv_data_type : dtype or its name
+            kv defaults to q's.
         data_type : dtype or its name, optional
-            Older name for both: q's and kv's.
+            Older name for both: q's and kv's, whatever those are given.
+        non_blocking : bool
+            Not read: copies to the device never wait.
+
+        Raises
+        ------
+        ValueError
+            As `BatchPrefillWithPagedKVCacheWrapper.plan`, with the names of the part.
         """
         if data_type is not None:
             q_data_type = kv_data_type = data_type
@@ -314,8 +380,8 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
         # Tables on a device do not show the host where rows and pages of the decode would begin, or how many each
         # request has; nor can the rows of a slice of a larger batch stand behind the prefill's.
         for part, tables in zip("pd", self._tables, strict=True):
-            _of_part(part, host_lengths, True)((*tables[:2], tables[3], tables[2]), _TABLES, page_size, 0)
-            _of_part(part, _check_offsets, True)(*tables[:2])
+            _of_part(part, host_lengths, True)((*tables[:2], tables[3], tables[2]), PREFILL_NAMES, page_size, 0)
+            _of_part(part, check_offsets, True)(*tables[:2])
         offsets = qo_indptr_p, kv_indptr_p, qo_indptr_d, kv_indptr_d
         self._joinable = all(t.device.type == "cpu" for t in offsets) and all(t.numel() for t in offsets)
         self._joinable = self._joinable and int(qo_indptr_d[0]) == 0
@@ -328,10 +394,10 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
             self._plan_both()
 
     def _plan_both(self) -> None:
-        qo_indptr = _joined(*(part[0] for part in self._tables))
+        qo_indptr = joined_offsets(*(part[0] for part in self._tables))
         # Pages that no request of a part has would lie between those of both.
-        parts = [(_from_zero(kv), pages[int(kv[0]) : int(kv[-1])], last) for _, kv, pages, last in self._tables]
-        kv_indptr = _joined(*(part[0] for part in parts))
+        parts = [(from_zero(kv), pages[int(kv[0]) : int(kv[-1])], last) for _, kv, pages, last in self._tables]
+        kv_indptr = joined_offsets(*(part[0] for part in parts))
         indices, last_page_len = (torch.cat([p, d.to(p.device)]) for p, d in zip(parts[0][1:], parts[1][1:]))
         try:
             self._both.plan(qo_indptr, kv_indptr, indices, last_page_len, *self._sizes, causal=self._causal,
@@ -385,6 +451,11 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
         -------
         prefill, decode : Tensor or (Tensor, Tensor)
             Shaped as q_p and as q_d; with return_lse each with its base-2 log-sum-exp.
+
+        Raises
+        ------
+        ValueError
+            Before plan(); an operand of one part, by its name here; as the functions behind both parts.
         """
         if not self._tables:
             raise ValueError("BatchPODWithPagedKVCacheWrapper.run: got no plan; allowed: after plan()")
@@ -392,7 +463,7 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
         masked = custom_mask_p is not None or packed_custom_mask_p is not None
         several = causal_p and not self._single
         joined = self._joinable and len(q_p) == self._rows and q_p.shape[1:] == q_d.shape[1:] and q_p.dtype == q_d.dtype
-        self._apart = masked or several or not joined or not _same(paged_kv_cache_p, paged_kv_cache_d)
+        self._apart = masked or several or not joined or not same_cache(paged_kv_cache_p, paged_kv_cache_d)
         call = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
         if not self._apart:
             if not self._planned_both:
@@ -412,34 +483,4 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
         return prefill, _of_part("d", self._decode.run)(q_d, paged_kv_cache_d, **call)
 
     def end_forward(self) -> None:
-        """Kept for callers of older versions; there is nothing to release."""
-
-
-# What the wrappers of both parts call their tables.
-_TABLES = "qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len", "paged_kv_indices"
-
-
-def _check_offsets(*tables: torch.Tensor) -> None:
-    for name, indptr in zip(_TABLES, tables, strict=False):
-        if not indptr.is_cuda and indptr.numel():
-            check_indptr(name, indptr.numpy(), sliced=True)
-
-
-def _from_zero(indptr: torch.Tensor) -> torch.Tensor:
-    """Checked offsets on the host, from 0 on."""
-    check_indptr("kv_indptr", indptr.numpy(), sliced=True)
-    return indptr - indptr[:1]
-
-
-def _joined(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    """The offsets of two batches, one behind the other."""
-    return torch.cat([p, d[1:].to(p.device) + p[-1:]])
-
-
-def _same(p, d) -> bool:
-    """Whether two caches, tensors or pairs of them, are one."""
-    if isinstance(p, torch.Tensor) and isinstance(d, torch.Tensor):
-        facts = [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in (p, d)]
-        return facts[0] == facts[1]
-    pairs = not isinstance(p, torch.Tensor) and not isinstance(d, torch.Tensor)
-    return pairs and len(p) == len(d) and all(map(_same, p, d))
+        """Do nothing; kept for callers of older versions. There is nothing to release."""

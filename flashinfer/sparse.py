@@ -5,68 +5,19 @@ from __future__ import annotations
 import torch
 
 from flashinfer._core.arguments import checked, named, untraced
-from flashinfer._core.backends import variants_of
-from flashinfer._core.checks import UnsupportedConfig, as_dtype, indptr_values, present, require
-from flashinfer._core.literals import Backend, LseBase, PosEncodingMode
+from flashinfer._core.checks import indptr_values, present, require
+from flashinfer._core.literals import LseBase, PosEncodingMode
 from flashinfer.ops.attention.engine import integers, refuse
 from flashinfer.ops.attention.masks import as_bool
 from flashinfer.ops.attention.operands import check_given, is_plain, with_lse
 from flashinfer.ops.attention.options import PlanOptions
-from flashinfer.ops.attention.plan import Plan
-from flashinfer.ops.attention.sparse import (
-    Blocks, as_pages, as_rows, block_mask_bits, causal_variant, check_sizes, per_head_blocks, per_head_lse, plan_blocks,
-    uniform_blocks,
+from flashinfer.ops.attention.sparse import block_mask_bits, check_sizes, per_head_blocks, uniform_blocks
+from flashinfer.ops.attention.sparse_wrapper import (
+    BlockSparseWrapper, as_they_are, filled, refuse_positions, run_per_head,
 )  # fmt: skip
-from flashinfer.ops.attention.wrapper import device_of
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 _SCALES = "q_scale", "k_scale", "v_scale"
-
-
-class _BlockSparse:
-    """What both wrappers share: workspace, the plan, and options that the older forward() replaces."""
-
-    def __init__(self, float_workspace_buffer: torch.Tensor, backend: Backend = "auto"):
-        variants_of(backend)
-        self._float_workspace_buffer = float_workspace_buffer
-        self.device = device_of(float_workspace_buffer)
-        self._backend = backend
-        self._active: Plan | None = None
-
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replace the workspace buffers; takes effect at the next plan()."""
-        require(float_workspace_buffer.device == self.device, "float_workspace_buffer",
-                f"a tensor on {float_workspace_buffer.device}", str(self.device))  # fmt: skip
-        self._float_workspace_buffer = float_workspace_buffer
-
-    def _plan(self, asked: PlanOptions, blocks: Blocks, causal: bool, mask=None, packed_mask=None) -> None:
-        masked = mask is not None or packed_mask is not None
-        if causal and not masked:
-            asked = asked.changed(variant=causal_variant())
-        self._asked, self._blocks, self._masks = asked, blocks, (mask, packed_mask)
-        self._params = None if asked.variant is None else blocks.params
-        self._active = plan_blocks(
-            asked, blocks, self.device, self._backend, self._float_workspace_buffer, *self._masks
-        )
-
-    def _planned(self) -> Plan:
-        if self._active is None:
-            raise ValueError(f"{type(self).__name__}.run: got no plan; allowed: after plan()")
-        return self._active
-
-    def _change(self, pos_encoding_mode: str, logits_soft_cap, sm_scale) -> None:
-        """What the older forward() takes over from plan()."""
-        self._planned()
-        _refuse_positions(pos_encoding_mode)
-        asked = self._asked.changed(logits_soft_cap=logits_soft_cap, sm_scale=sm_scale)
-        if asked != self._asked:
-            self._asked = asked
-            self._active = plan_blocks(
-                asked, self._blocks, self.device, self._backend, self._float_workspace_buffer, *self._masks
-            )
-
-    def end_forward(self) -> None:
-        """Kept for callers of older versions; there is nothing to release."""
 
 
 def _check_blocks(indptr: torch.Tensor, indices: torch.Tensor, columns: int) -> int:
@@ -81,12 +32,7 @@ def _check_blocks(indptr: torch.Tensor, indices: torch.Tensor, columns: int) -> 
     return offsets[0]
 
 
-def _refuse_positions(pos_encoding_mode: str) -> None:
-    if pos_encoding_mode != "NONE":
-        raise UnsupportedConfig(f"pos_encoding_mode: got {pos_encoding_mode!r}; allowed: 'NONE' with gathered blocks")
-
-
-class BlockSparseAttentionWrapper(_BlockSparse):
+class BlockSparseAttentionWrapper(BlockSparseWrapper):
     """Attention of M queries to N keys under a block-sparse mask in BSR form (as scipy.sparse.bsr_matrix).
 
     A block row is a request of a plan and its blocks are pages, so that only they are read. Any block sizes.
@@ -188,8 +134,13 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             An argument out of its range, by name.
         UnsupportedConfig
             What is refused above.
+
+        Notes
+        -----
+        The maps are kept by reference where they are contiguous int32 tensors on the wrapper's device, and must not
+        change before the last run(). Others are copied, and so are masks in bool.
         """
-        _refuse_positions(pos_encoding_mode)
+        refuse_positions(pos_encoding_mode)
         for name, value in (("kv_block_lens", kv_block_lens), ("q2k_indices", q2k_indices), ("q2k_num", q2k_num),
                             ("kv_splits", kv_splits)):  # fmt: skip
             refuse(name, value, "None: maps are indptr and indices, or block_mask")
@@ -268,6 +219,12 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         out : Tensor [M, num_qo_heads, head_dim]
         lse : float32 Tensor [M, num_qo_heads], with return_lse
             Base 2, unless lse_base says otherwise; -inf for a query that sees no key, whose out is 0.
+
+        Raises
+        ------
+        ValueError
+            Before plan(); an operand whose shape, dtype, device or strides are not as planned, by name; out or lse
+            of another shape or dtype. Nothing is written then.
         """
         if not is_plain(lse_base):
             attend = lambda lse, flag: self.run(q, k, v, scale_q, scale_k, scale_v, out, lse, flag)
@@ -283,12 +240,12 @@ class BlockSparseAttentionWrapper(_BlockSparse):
             call["return_lse"] = return_lse or lse is not None
             check_given("lse", lse, q.shape[:2], torch.float32)
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-            result = _run_per_head(plan, q, k, v, self._blocks.page_size, self._kv_heads, call)
-            out = _filled(out, "out", result[0].transpose(0, 1))
-            lse = None if result[1] is None else _filled(lse, "lse", result[1].transpose(0, 1))
+            result = run_per_head(plan, q, k, v, self._blocks.page_size, self._kv_heads, call)
+            out = filled(out, "out", result[0].transpose(0, 1))
+            lse = None if result[1] is None else filled(lse, "lse", result[1].transpose(0, 1))
             return out if lse is None or not return_lse else (out, lse)
         pages = k.unflatten(0, (-1, self._blocks.page_size)), v.unflatten(0, (-1, self._blocks.page_size))
-        return plan.run(q, pages, _as_they_are, out=out, lse=lse, **call)
+        return plan.run(q, pages, as_they_are, out=out, lse=lse, **call)
 
     def forward(
         self,
@@ -305,12 +262,38 @@ class BlockSparseAttentionWrapper(_BlockSparse):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> torch.Tensor:
-        """Older name of `run`, in which these options replace the planned ones."""
+        """Older name of `run`; these options replace the planned ones, for this call and later ones.
+
+        Parameters
+        ----------
+        q : Tensor [M, num_qo_heads, head_dim]
+        k, v : Tensor [N, num_kv_heads, head_dim]
+        scale_q, scale_k, scale_v : float or Tensor, optional
+            Scales of quantised q, k and v.
+        pos_encoding_mode : str
+            Only "NONE": another is refused.
+        use_fp16_qk_reduction, rope_scale, rope_theta
+            Not read.
+        logits_soft_cap : float, optional
+            None: no cap.
+        sm_scale : float, optional
+            None: 1 / sqrt(head_dim).
+
+        Returns
+        -------
+        Tensor [M, num_qo_heads, head_dim]
+            As `run` without return_lse.
+
+        Raises
+        ------
+        ValueError
+            As `run`; an option out of its range, by name.
+        """
         self._change(pos_encoding_mode, logits_soft_cap, sm_scale)
         return self.run(q, k, v, scale_q, scale_k, scale_v)
 
 
-class VariableBlockSparseAttentionWrapper(_BlockSparse):
+class VariableBlockSparseAttentionWrapper(BlockSparseWrapper):
     """Attention under a map of blocks for each KV head, the blocks of any sizes.
 
     A (KV head, block row) is a request of a plan, whose keys are pages of the greatest common divisor of the
@@ -383,7 +366,7 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         UnsupportedConfig
             What is refused above.
         """
-        _refuse_positions(pos_encoding_mode)
+        refuse_positions(pos_encoding_mode)
         divides = num_kv_heads > 0 and num_qo_heads > 0 and num_qo_heads % num_kv_heads == 0
         require(divides, "num_qo_heads", num_qo_heads, f"a multiple of num_kv_heads = {num_kv_heads}")
         shape = tuple(block_mask_map.shape)
@@ -435,6 +418,12 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         out : Tensor [num_qo_heads, qo_len, head_dim]
         lse : float32 Tensor [num_qo_heads, qo_len], with return_lse
             Base 2, unless lse_base says otherwise; -inf for a query that sees no key, whose out is 0.
+
+        Raises
+        ------
+        ValueError
+            Before plan(); an operand whose shape, dtype, device or strides are not as planned, by name; out or lse
+            of another shape or dtype. Nothing is written then.
         """
         if not is_plain(lse_base):
             return with_lse(lambda lse, flag: self.run(q, k, v, out, lse, flag), q, lse, return_lse, lse_base)
@@ -445,9 +434,9 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
             require(fits, name, tuple(x.shape), f"[num_kv_heads, {n}, head_dim], as planned")
         call = dict(return_lse=return_lse or lse is not None, params=self._params)
         check_given("lse", lse, q.shape[:2], torch.float32)
-        result, result_lse = _run_per_head(plan, q, k, v, self._blocks.page_size, self._kv_heads, call, out)
-        out = result if out is None or result is out else _filled(out, "out", result)
-        lse = None if result_lse is None else _filled(lse, "lse", result_lse)
+        result, result_lse = run_per_head(plan, q, k, v, self._blocks.page_size, self._kv_heads, call, out)
+        out = result if out is None or result is out else filled(out, "out", result)
+        lse = None if result_lse is None else filled(lse, "lse", result_lse)
         return out if lse is None or not return_lse else (out, lse)
 
     def forward(
@@ -462,39 +451,30 @@ class VariableBlockSparseAttentionWrapper(_BlockSparse):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> torch.Tensor:
-        """Older name of `run`, in which these options replace the planned ones."""
+        """Older name of `run`; these options replace the planned ones, for this call and later ones.
+
+        Parameters
+        ----------
+        q : Tensor [num_qo_heads, qo_len, head_dim]
+        k, v : Tensor [num_kv_heads, kv_len, head_dim]
+        pos_encoding_mode : str
+            Only "NONE": another is refused.
+        use_fp16_qk_reduction, rope_scale, rope_theta
+            Not read.
+        logits_soft_cap : float, optional
+            None: no cap.
+        sm_scale : float, optional
+            None: 1 / sqrt(head_dim).
+
+        Returns
+        -------
+        Tensor [num_qo_heads, qo_len, head_dim]
+            As `run` without return_lse.
+
+        Raises
+        ------
+        ValueError
+            As `run`; an option out of its range, by name.
+        """
         self._change(pos_encoding_mode, logits_soft_cap, sm_scale)
         return self.run(q, k, v)
-
-
-def _run_per_head(plan: Plan, q, k, v, page_size: int, kv_heads: int, call: dict, out=None):
-    """Attention of q [num_qo_heads, M, dim] where each KV head has its own map; out and lse are laid out as q is. None
-    in the place of lse without call["return_lse"].
-
-    It writes to `out` if rows of that are a view as the core takes them, else to a new tensor.
-    """
-    heads, rows, _ = q.shape
-    require(heads == kv_heads * plan.options.num_qo_heads, "q", f"{heads} heads",
-            f"{kv_heads * plan.options.num_qo_heads}, as planned")  # fmt: skip
-    for name, x in (("k", k), ("v", v)):
-        require(x.shape[0] == kv_heads, name, f"{x.shape[0]} heads", f"{kv_heads}, as planned")
-    shape = (heads, rows, v.shape[2])
-    if out is None or tuple(out.shape) != shape or as_rows(out, kv_heads) is None:
-        out = torch.empty(shape, dtype=as_dtype(plan.options.o_dtype), device=q.device)
-    view = as_rows(q, kv_heads)
-    view = present("q", as_rows(q.contiguous(), kv_heads) if view is None else view)
-    pages = as_pages(k, page_size), as_pages(v, page_size)
-    result = plan.run(view, pages, _as_they_are, out=as_rows(out, kv_heads), **call)
-    return out, per_head_lse(result[1], kv_heads, rows) if call["return_lse"] else None
-
-
-def _filled(given: torch.Tensor | None, name: str, result: torch.Tensor) -> torch.Tensor:
-    """The result, in the tensor that is given for it."""
-    if given is None:
-        return result.contiguous()
-    check_given(name, given, result.shape, result.dtype)
-    return given.copy_(result)
-
-
-def _as_they_are(kv):
-    return kv

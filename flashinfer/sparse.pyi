@@ -3,28 +3,11 @@
 from typing import Any, Literal, overload
 
 import torch
-from flashinfer._core.literals import Backend, LseBase, PosEncodingMode
+from flashinfer._core.literals import LseBase, PosEncodingMode
+from flashinfer.ops.attention.sparse_wrapper import BlockSparseWrapper
 
 __all__ = ['BlockSparseAttentionWrapper', 'VariableBlockSparseAttentionWrapper']
-class _BlockSparse:
-
-    def __init__(self, float_workspace_buffer: torch.Tensor, backend: Backend='auto'):
-        ...
-
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        ...
-
-    def end_forward(self) -> None:
-        ...
-    _active: Any
-    _asked: Any
-    _backend: Any
-    _blocks: Any
-    _float_workspace_buffer: Any
-    _masks: Any
-    _params: Any
-    device: Any
-class BlockSparseAttentionWrapper(_BlockSparse):
+class BlockSparseAttentionWrapper(BlockSparseWrapper):
 
     def plan(self, indptr: torch.Tensor | None, indices: torch.Tensor | None, M: int, N: int, R: int, C: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, mask: torch.Tensor | None=None, packed_mask: torch.Tensor | None=None, causal: bool=False, pos_encoding_mode: PosEncodingMode='NONE', use_fp16_qk_reduction: bool=False, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None, q_data_type: str | torch.dtype='float16', kv_data_type: str | torch.dtype | None=None, o_data_type: str | torch.dtype='float16', non_blocking: bool=True, block_mask: torch.Tensor | None=None, kv_block_lens: torch.Tensor | None=None, q2k_indices: torch.Tensor | None=None, q2k_num: torch.Tensor | None=None, kv_splits: int | None=None, use_clc: bool | None=None, q_scale: float | torch.Tensor | None=None, k_scale: float | torch.Tensor | None=None, v_scale: float | torch.Tensor | None=None) -> None:
         ...
@@ -48,7 +31,7 @@ class BlockSparseAttentionWrapper(_BlockSparse):
     _per_head: Any
     _scales: Any
     _shape: Any
-class VariableBlockSparseAttentionWrapper(_BlockSparse):
+class VariableBlockSparseAttentionWrapper(BlockSparseWrapper):
 
     def plan(self, block_mask_map: torch.Tensor, block_row_sz: torch.Tensor, block_col_sz: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim: int, causal: bool=False, pos_encoding_mode: PosEncodingMode='NONE', use_fp16_qk_reduction: bool=False, logits_soft_cap: float | None=None, sm_scale: float | None=None, rope_scale: float | None=None, rope_theta: float | None=None, non_blocking: bool=True, q_data_type: str | torch.dtype='float16', kv_data_type: str | torch.dtype | None=None) -> None:
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import wraps
 
@@ -29,5 +30,12 @@ def returning_lse(run: Callable) -> Callable:
 
     run_return_lse.__name__ = "run_return_lse"
     run_return_lse.__qualname__ = run.__qualname__.replace("run", "run_return_lse")
-    run_return_lse.__doc__ = "`run` with return_lse=True, whose other parameters it has."
+    run_return_lse.__doc__ = _with_lse(inspect.getdoc(run) or "")
     return run_return_lse
+
+
+def _with_lse(text: str) -> str:
+    """The docstring of a run(), as that of the same with return_lse=True."""
+    body = text.partition("\n")[2].replace("return_lse, ", "").replace(", with return_lse", "")
+    body = re.sub(r"^return_lse : bool.*\n(?: +.*\n)*", "", body, flags=re.MULTILINE)
+    return f"`run` with return_lse=True, whose other parameters it has: out and the log-sum-exp.\n{body}"

@@ -97,6 +97,12 @@ class BatchAttention(AttentionWrapper):
         ------
         ValueError
             An argument out of its range, by name.
+
+        Notes
+        -----
+        Offsets and numbers of keys are read here, in the order of the stream: their tensors may be filled again once
+        plan() has returned. Page ids that are contiguous int32 on the wrapper's device are kept by reference, and run()
+        reads them there; ids on the host, or of int64, are copied.
         """
         if use_profiler:
             raise UnsupportedConfig("use_profiler: got True; allowed: False, as kernels here have no profiler")
@@ -109,7 +115,13 @@ class BatchAttention(AttentionWrapper):
         self._soft_cap = logits_soft_cap
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Kept for callers of upstream: strides are arguments of our kernels, so no variant needs warming."""
+        """Do nothing: strides are arguments of kernels here, and no variant of them needs warming.
+
+        Parameters
+        ----------
+        variant : str
+            Not read.
+        """
 
     @named(paged_kv_cache="kv_cache", k="kv_cache", v="kv_cache", kv_block_scales="kv_cache_sf")
     def run(
@@ -151,6 +163,12 @@ class BatchAttention(AttentionWrapper):
         out : Tensor [rows, num_qo_heads, head_dim_vo]
         lse : float32 Tensor [rows, num_qo_heads]
             Base 2, unless lse_base says otherwise; -inf for a row that sees no key, whose out is 0.
+
+        Raises
+        ------
+        ValueError
+            Before plan(); an operand whose shape, dtype, device or strides are not as planned, by name;
+            profiler_buffer; `out` that has part of an operand's memory. Nothing is written then.
         """
         if profiler_buffer is not None:
             raise UnsupportedConfig("profiler_buffer: got a tensor; allowed: None, as kernels here have no profiler")
@@ -228,7 +246,33 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     @like(BatchPrefillWithPagedKVCacheWrapper.plan)
     def plan(self, *args, **kwargs) -> None:
-        """`BatchPrefillWithPagedKVCacheWrapper.plan`, with the constructor's values by default."""
+        """Describe a batch; every later run() uses it.
+
+        Parameters
+        ----------
+        qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
+            The tables of the batch, as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        num_qo_heads, num_kv_heads, page_size : int
+            As there.
+        head_dim_qk, head_dim_vo : int
+            The constructor's, which head_dim_vo is by default.
+        pos_encoding_mode, window_left, q_data_type, kv_data_type
+            By default the constructor's.
+        custom_mask, packed_custom_mask, causal, use_fp16_qk_reduction, sm_scale, logits_soft_cap, rope_scale,
+        rope_theta
+            As there.
+        o_data_type, non_blocking, fixed_split_size, disable_split_kv, uniform_q_len
+            As there.
+        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
+            As there.
+        seq_lens, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv
+            As there.
+
+        Raises
+        ------
+        ValueError
+            Head sizes other than the constructor's; as `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        """
         given = self._defaults | dict(zip(_PLAN, args)) | kwargs
         dims = given.get("head_dim_qk"), given["head_dim_vo"] or given.get("head_dim_qk")
         require(dims == self._head_dims, "head_dim_qk, head_dim_vo", dims, f"{self._head_dims}, the constructor's")
@@ -244,17 +288,36 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     @like(BatchPrefillWithPagedKVCacheWrapper.run)
     def run(self, q: torch.Tensor, paged_kv_cache, *args, **kwargs):
-        """`BatchPrefillWithPagedKVCacheWrapper.run`, with the sinks by position.
+        """Attention of the planned batch, with the sinks by position or by name.
 
         Parameters
         ----------
-        q, paged_kv_cache
-            As there.
+        q : Tensor [rows, num_qo_heads, head_dim_qk]
+        paged_kv_cache : Tensor or (Tensor, Tensor)
+            Pages of keys and values, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
         *args
             The sinks, float Tensor [num_qo_heads], and after them, optionally, a float sm_scale in the place of the
-            planned one.
-        **kwargs
+            planned one, for this call and later ones.
+        sinks : float Tensor [num_qo_heads], optional
+            The sinks by name; None of both is attention without sinks.
+        q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, kv_cache_sf, kv_block_scales, params
             As there.
+        lse_base, lse_layout : str
+            Of the log-sum-exp: "log2" or "ln"; "NH" [rows, num_qo_heads] or "HN" [num_qo_heads, rows].
+        skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress : optional
+            Upstream's permissions to be inexact; the result here is exact with and without them.
+
+        Returns
+        -------
+        out : Tensor [rows, num_qo_heads, head_dim_vo]
+        lse : float32 Tensor [rows, num_qo_heads], with return_lse
+            Base 2, unless lse_base says otherwise; the sink takes part in it.
+
+        Raises
+        ------
+        ValueError
+            More than two positional arguments after the cache; sinks twice; as
+            `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         require(len(args) <= 2, "*args", f"{len(args)} arguments", "sinks and sm_scale")
         if args:

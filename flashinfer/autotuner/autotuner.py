@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from flashinfer._core.checks import require
 from flashinfer._core.env import logger
-from flashinfer._core.trusted import Distrusted
 from flashinfer.autotuner import measure, store
+from flashinfer.autotuner.kept import Kept
 from flashinfer.autotuner.profiles import Buckets, TuningConfig, inputs_for, profile_of, profiles_to_tune, shapes_of
 from flashinfer.autotuner.ranks import agreed, get_autotune_process_group, set_autotune_process_group
 
@@ -36,7 +32,7 @@ class Mode:
     replays: int | None = None
 
 
-class AutoTuner:
+class AutoTuner(Kept):
     """Choices by measurement. `AutoTuner.get()` is the process's one; its methods may be called from any thread.
 
     Parameters
@@ -48,7 +44,6 @@ class AutoTuner:
     """
 
     _instance: AutoTuner | None = None
-    _lock = threading.RLock()
 
     def __init__(self, warmup: int = 3, repeat: int = 10, stream_delay_micro_secs: int = 5000):
         require(warmup >= 0, "warmup", warmup, "0 or more")
@@ -56,13 +51,17 @@ class AutoTuner:
         self.warmup, self.repeat, self.stream_delay_micro_secs = warmup, repeat, stream_delay_micro_secs
         self.mode = Mode()
         self.policy = measure.MeasurementPolicy()
-        self.folder: store.Folder | None = None
         self.clear_cache()
         self.reset_statistics()
 
     @classmethod
     def get(cls) -> AutoTuner:
-        """The process's tuner."""
+        """The process's tuner, made at the first call.
+
+        Returns
+        -------
+        AutoTuner
+        """
         with cls._lock:
             if cls._instance is None:
                 cls._instance = cls()
@@ -74,7 +73,24 @@ class AutoTuner:
         return self.mode.tune
 
     def get_effective_map_to_tuning_buckets(self, tuning_config: TuningConfig, spec_idx: int = 0) -> Callable:
-        """The mapping of sizes to buckets that now holds for one of the config's dynamic dimensions."""
+        """The mapping of sizes to buckets that now holds for one of the config's dynamic dimensions.
+
+        Parameters
+        ----------
+        tuning_config : TuningConfig
+        spec_idx : int
+            Which of its dynamic_tensor_specs.
+
+        Returns
+        -------
+        callable (int) -> int
+            From a size to the size tuned for.
+
+        Raises
+        ------
+        IndexError
+            The config has no such spec.
+        """
         return self.mode.buckets.mapping(tuning_config.dynamic_tensor_specs[spec_idx])
 
     def search_cache(
@@ -109,6 +125,11 @@ class AutoTuner:
             -1 if there is none.
         profile : tuple
             The shapes that a choice is kept under.
+
+        Raises
+        ------
+        ValueError
+            input_idx and dim_idx of a spec differ in length.
         """
         with self._lock:
             profile = profile_of(input_shapes, tuning_config, self.mode.buckets)
@@ -228,6 +249,16 @@ class AutoTuner:
             Inputs of successive calls, so that none finds its own in L2; `inputs` alone if there are none.
         **kwargs
             Given to the runner.
+
+        Returns
+        -------
+        float
+            Milliseconds of one call.
+
+        Raises
+        ------
+        Exception
+            Whatever the runner raises.
         """
         batches = [list(batch) for batch in input_batches] or [list(inputs)]
 
@@ -239,87 +270,28 @@ class AutoTuner:
             return measure.milliseconds(call, self._timing(), _device_of(inputs)) / len(batches)
 
     def prepare_tactic_profile(self, inputs: Sequence, tuning_config: TuningConfig) -> tuple[TuningConfig, list]:
-        """The config, and the inputs of each profile that it has tuned: first that of `inputs`, then every other."""
-        profiles = profiles_to_tune(shapes_of(inputs), tuning_config, self.mode.buckets)
-        return tuning_config, [inputs_for(profile, inputs, tuning_config) for profile in profiles]
+        """Make the inputs of every profile that a config tunes for.
 
-    def save_configs(self, path: str) -> None:
-        """Write the choices to a JSON file, over those that it has, by a rename.
+        Parameters
+        ----------
+        inputs : sequence
+            Of a call: tensors, numbers and None.
+        tuning_config : TuningConfig
 
-        A file made in another environment (versions, device) is left as it is, and one that cannot be written is not
-        written, with a warning: what was measured stays in this process.
-        """
-        with self._lock:
-            before = store.read(Path(path)) or {}
-            if before and (why := store.foreign(before)):
-                logger.warning("tuned choices are not saved to %s, which is another environment's: %s", path, why)
-                return
-            choices = {key: [runner, tactic] for key, (runner, tactic) in (self._loaded | self.profiling_cache).items()}
-            records = {**store.records_of(before), **self._records}
-            made = before.get(store.METADATA) if isinstance(before.get(store.METADATA), dict) else None
-            content = before | choices | {store.METADATA: made or store.environment()}
-            try:
-                store.replace(Path(path), content | ({store.RECORDS: records} if records else {}))
-            except (OSError, Distrusted) as error:
-                logger.warning("tuned choices could not be saved to %s: %s", path, error)
-                return
-            self._dirty = False
-
-    def load_configs(self, path: str) -> bool:
-        """Take the choices of a file that `save_configs` wrote; whether there were any to take.
-
-        A file that cannot be read, or of another environment, is not taken, with a warning.
-        """
-        with self._lock:
-            content = store.read(Path(path))
-            if content is None:
-                return False
-            if why := store.foreign(content):
-                logger.warning("tuned choices in %s are another environment's, and not used: %s", path, why)
-                return False
-            for namespace, records in store.records_of(content).items():
-                self._records.setdefault(namespace, {}).update(records)
-            self._loaded |= store.choices_of(content)
-            self._offered.clear()
-            return True
-
-    def get_namespaced_records(self, namespace: str) -> dict:
-        """A copy of what was published under a name; saved and loaded with the choices."""
-        _check_namespace(namespace)
-        with self._lock:
-            return copy.deepcopy(self._records.get(namespace, {}))
-
-    def publish_namespaced_records(self, namespace: str, records: dict) -> None:
-        """Put records in place of those under a name of the caller's.
+        Returns
+        -------
+        tuning_config : TuningConfig
+            The one given.
+        profiles : list of list
+            Inputs: first of the profile of `inputs`, then of every other. An input of the right shape is not copied.
 
         Raises
         ------
         ValueError
-            A name that is empty or begins with "_".
-        TypeError
-            Records that JSON does not hold.
+            input_idx and dim_idx of a spec differ in length.
         """
-        _check_namespace(namespace)
-        if not isinstance(records, dict):
-            raise TypeError(f"records: got {type(records).__name__}; allowed: a dict of what JSON holds")
-        kept = json.loads(json.dumps(records))
-        with self._lock:
-            self._records[namespace] = kept
-            self._dirty = True
-
-    def clear_cache(self) -> None:
-        """Forget all choices and records; files stay."""
-        with self._lock:
-            self.profiling_cache: dict[str, tuple[str, object]] = {}
-            self._loaded: dict[str, tuple[str, object]] = {}
-            self._records: dict[str, dict] = {}
-            # Tactics of what was measured, best first; which choices of files their runners have.
-            self._ranked: dict[str, list] = {}
-            self._offered: dict[str, bool] = {}
-            # Whether there is what no `save_configs` has written; engines read it (docs/engines.md).
-            self._dirty = False
-            if self.folder is not None:
-                self.folder.forget()
+        profiles = profiles_to_tune(shapes_of(inputs), tuning_config, self.mode.buckets)
+        return tuning_config, [inputs_for(profile, inputs, tuning_config) for profile in profiles]
 
     def reset_statistics(self) -> None:
         """Count from 0 again: `hits` and `misses` of choose_one, `failures` of candidates."""
@@ -411,11 +383,6 @@ def _extras(runner, inputs) -> tuple:
 
 def _device_of(inputs) -> torch.device:
     return next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
-
-
-def _check_namespace(name: str) -> None:
-    plain = isinstance(name, str) and bool(name) and not name.startswith("_")
-    require(plain, "namespace", repr(name), "a name that does not begin with '_'")
 
 
 def _capturing() -> bool:

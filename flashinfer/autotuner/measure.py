@@ -60,7 +60,12 @@ class MeasurementPolicy:
         return "events_no_delay" if self.execution_mode == "eager" else "events"
 
     def manifest_fields(self) -> dict[str, str]:
-        """What of the policy tells kept choices apart, by name; what is left to its default is not in it."""
+        """What of the policy tells kept choices apart, by name; what is left to its default is not in it.
+
+        Returns
+        -------
+        dict of str to str
+        """
         fields = {}
         if self.execution_mode != "auto":
             fields["measure_execution_mode"] = self.execution_mode

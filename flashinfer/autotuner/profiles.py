@@ -18,17 +18,68 @@ class TunableRunner(ABC):
 
     @abstractmethod
     def get_valid_tactics(self, inputs: list, profile) -> list:
-        """Tactics for the shapes of the inputs: ints, or tuples of such. -1 always is one, and need not be named."""
+        """Tactics for the shapes of the inputs. -1 always is one, and need not be named.
+
+        Parameters
+        ----------
+        inputs : list
+            Tensors, numbers and None.
+        profile
+            Their shapes, with those that vary put into buckets.
+
+        Returns
+        -------
+        list
+            ints, or tuples of such.
+
+        Raises
+        ------
+        Exception
+            Up to the implementation.
+        """
 
     @abstractmethod
     def forward(self, inputs: list, tactic=-1, do_preparation: bool = False, **kwargs):
-        """Compute, and return tensors. With do_preparation nothing is returned: what has to be done once is done."""
+        """Compute.
+
+        Parameters
+        ----------
+        inputs : list
+            As in `get_valid_tactics`.
+        tactic
+            One of those; -1 is the default of the implementation.
+        do_preparation : bool
+            Do what has to be done once, and return nothing.
+        **kwargs
+            As given to `AutoTuner.choose_one`.
+
+        Returns
+        -------
+        torch.Tensor or sequence of torch.Tensor
+            The results, by which tactics are compared.
+
+        Raises
+        ------
+        Exception
+            A tactic that raises is left out.
+        """
 
     def __call__(self, inputs: list, **kwargs):
         return self.forward(inputs, **kwargs)
 
     def get_cache_key_extras(self, inputs: list) -> tuple:
-        """What a choice depends on beside shapes: numbers, strings and None."""
+        """What a choice depends on beside shapes.
+
+        Parameters
+        ----------
+        inputs : list
+            As in `get_valid_tactics`.
+
+        Returns
+        -------
+        tuple
+            Numbers, strings and None; () by default.
+        """
         return ()
 
 
@@ -58,7 +109,15 @@ class DynamicTensorSpec:
 
 @dataclass(frozen=True)
 class ConstraintSpec:
-    """A dimension that follows from the shapes: `infer_shape` of all of them."""
+    """A dimension that follows from the shapes.
+
+    Attributes
+    ----------
+    input_idx, dim_idx : int
+        The input that has it, and which dimension it is.
+    infer_shape : callable (shapes) -> int
+        Its size, by the shapes of all inputs.
+    """
 
     input_idx: int
     dim_idx: int
@@ -67,9 +126,16 @@ class ConstraintSpec:
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """dynamic_tensor_specs, constraint_specs : dimensions that vary, and those that follow.
+    """Which dimensions vary from call to call, and how inputs are made for tuning.
 
-    tensor_initializers : pairs of an input's index and how it is made for tuning.
+    Attributes
+    ----------
+    dynamic_tensor_specs : tuple of DynamicTensorSpec
+        Dimensions that vary.
+    constraint_specs : tuple of ConstraintSpec
+        Dimensions that follow from those.
+    tensor_initializers : tuple of (int, callable)
+        An input's index, and what makes it: (shape, dtype, device) -> tensor.
     """
 
     dynamic_tensor_specs: tuple[DynamicTensorSpec, ...] = ()

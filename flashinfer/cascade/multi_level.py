@@ -95,7 +95,23 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: list[torch.Tensor]
     ) -> None:
-        """Replace the float workspace and the int workspace of each level; takes effect at the next plan."""
+        """Replace the workspace buffers.
+
+        Every level keeps them by reference; partial results go into the new one from the next plan() on.
+
+        Parameters
+        ----------
+        float_workspace_buffer : uint8 Tensor
+            On the wrapper's device, of any size; shared by all levels.
+        int_workspace_buffers : list of Tensor
+            One per level. Not used: work lists belong to their plan.
+
+        Raises
+        ------
+        ValueError
+            Another number of int_workspace_buffers than levels; float_workspace_buffer is not a tensor, or on another
+            device.
+        """
         self._require_levels("int_workspace_buffers", int_workspace_buffers)
         for level, int_workspace_buffer in zip(self._levels, int_workspace_buffers):
             level.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
@@ -205,7 +221,13 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
     begin_forward = plan
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """As of `BatchPrefillWithPagedKVCacheWrapper`, on each level."""
+        """Do nothing: strides are arguments of kernels here, and no variant of them needs warming.
+
+        Parameters
+        ----------
+        variant : str
+            Not read.
+        """
         for level in self._levels:
             level.prewarm_paged_kv_stride_variant(variant)
 

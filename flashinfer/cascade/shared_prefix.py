@@ -53,7 +53,23 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
         self._kv_layout = kv_layout
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replace the workspace buffers; takes effect at the next begin_forward."""
+        """Replace the workspace buffers.
+
+        The wrapper keeps both by reference. Partial results go into the new one from the next begin_forward() on; a
+        captured graph keeps the old one.
+
+        Parameters
+        ----------
+        float_workspace_buffer : uint8 Tensor
+            On the wrapper's device, of any size.
+        int_workspace_buffer : Tensor
+            Not used: work lists belong to their plan.
+
+        Raises
+        ------
+        ValueError
+            float_workspace_buffer is not a tensor, or is on another device.
+        """
         self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     @checked
@@ -123,7 +139,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
         return v
 
     def end_forward(self) -> None:
-        """Kept for callers of older versions; there is nothing to release."""
+        """Do nothing; kept for callers of older versions. There is nothing to release."""
 
 
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
@@ -156,7 +172,23 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
         self._planned: dict[str, Any] | None = None
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replace the workspace buffers; takes effect at the next begin_forward."""
+        """Replace the workspace buffers.
+
+        The wrapper keeps both by reference. Partial results go into the new one from the next begin_forward() on; a
+        captured graph keeps the old one.
+
+        Parameters
+        ----------
+        float_workspace_buffer : uint8 Tensor
+            On the wrapper's device, of any size.
+        int_workspace_buffer : Tensor
+            Not used: work lists belong to their plan.
+
+        Raises
+        ------
+        ValueError
+            float_workspace_buffer is not a tensor, or is on another device.
+        """
         self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     @checked
@@ -179,13 +211,28 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
             Rows of q of each request and the page table of its own keys, as of
             `BatchPrefillWithPagedKVCacheWrapper.plan`.
         num_qo_heads, num_kv_heads, head_dim, page_size : int
+
+        Raises
+        ------
+        ValueError
+            A table that is not a tensor; what tables hold is checked by `forward`, which plans.
+
+        Notes
+        -----
+        The tensors are kept by reference until `forward` has planned.
         """
         table = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self._batch = (*table, num_qo_heads, num_kv_heads, head_dim, page_size)
         self._planned = None
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """As of `BatchPrefillWithPagedKVCacheWrapper`."""
+        """Do nothing: strides are arguments of kernels here, and no variant of them needs warming.
+
+        Parameters
+        ----------
+        variant : str
+            Not read.
+        """
         self._unique.prewarm_paged_kv_stride_variant(variant)
 
     @checked
@@ -243,7 +290,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(MadeOfWrappers):
         return v
 
     def end_forward(self) -> None:
-        """Kept for callers of older versions; there is nothing to release."""
+        """Do nothing; kept for callers of older versions. There is nothing to release."""
 
 
 @named(k="k_shared", v="v_shared")

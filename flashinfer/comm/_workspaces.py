@@ -86,19 +86,23 @@ class AllReduceFusionWorkspace:
 
     @property
     def uc_ptr_local(self) -> int:
+        """The address of this rank's memory; 0 where none is shared."""
         own = self.link.memory.own if isinstance(self.link, Link) else None
         return 0 if own is None else own.data_ptr()
 
     @property
     def uc_ptrs_dev(self) -> int:
+        """The address on the device of the array of all ranks' addresses; 0 where no memory is shared."""
         return self.link.peers.data_ptr() if isinstance(self.link, Link) and self.uc_ptr_local else 0
 
     @property
     def mc_ptr(self) -> int:
+        """`uc_ptr_local`: multicast is not used."""
         return self.uc_ptr_local
 
     @property
     def deadline(self) -> float:
+        """Seconds that a rank waits for another; may be set, to more than 0."""
         return self.link.deadline
 
     @deadline.setter
@@ -114,7 +118,23 @@ class AllReduceFusionWorkspace:
         dtype: torch.dtype,
         use_oneshot: bool | None = None,
     ) -> bool:
-        """Whether rows [num_tokens, hidden_dim] of every one of `tp_size` ranks fit."""
+        """Whether rows of every rank fit.
+
+        Parameters
+        ----------
+        tp_size : int
+            Ranks; another number than the workspace's does not fit.
+        num_tokens, hidden_dim : int
+            Rows of a rank, and their length.
+        dtype : torch.dtype
+            Of their elements.
+        use_oneshot : bool, optional
+            Whether rows go to all ranks at once; None leaves it to their size.
+
+        Returns
+        -------
+        bool
+        """
         if tp_size != self.world_size:
             return False
         nbytes = num_tokens * hidden_dim * dtype.itemsize
@@ -151,7 +171,12 @@ class AllReduceFusionWorkspace:
         self.link.reset()
 
     def explain(self) -> str:
-        """How ranks exchange, and why not through each other's memory where they do not."""
+        """How ranks exchange, and why not through each other's memory where they do not.
+
+        Returns
+        -------
+        str
+        """
         c = self.capability
         return f"{c.transport} ({c.means})" + (f": {c.reason}" if c.reason else "")
 
@@ -163,8 +188,20 @@ class AllReduceFusionWorkspace:
         self.link.close()
 
     def checkpoint_restore(self, comm_backend: CommBackend | None = None) -> None:
-        """Allocate again after `checkpoint_prepare`, over the ranks of `comm_backend`, or those of before. A collective
-        call."""
+        """Allocate again after `checkpoint_prepare`. A collective call.
+
+        Parameters
+        ----------
+        comm_backend : CommBackend, optional
+            The ranks; None: those of before.
+
+        Raises
+        ------
+        ValueError
+            The workspace is in use, or destroyed; other ranks than before.
+        TimeoutError
+            A rank did not come within the deadline of set-ups.
+        """
         require(bool(self._gone), "workspace", "one in use", "one that checkpoint_prepare has given up")
         require(self._gone != "destroyed", "workspace", "one that is destroyed", "one that is given up")
         old = self.link
@@ -206,6 +243,8 @@ class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         In place of `group`.
     group : ProcessGroup, optional
         The default group, if neither is given and there is more than one rank.
+    one_shot : bool
+        Make room for rows of any size to go to all ranks at once; else for small rows only.
 
     Raises
     ------
@@ -245,7 +284,11 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
     buffer_size_in_bytes : int, optional
         In their place: bytes of all rows together, as `get_required_buffer_size_bytes` says.
     comm_backend : CommBackend, optional
-        The ranks; by default the default process group.
+        The ranks; by default `group`, or the default process group.
+    group : ProcessGroup, optional
+        The ranks, in place of `comm_backend`.
+    one_shot : bool
+        Make room for rows of any size to go to all ranks at once; always so with `buffer_size_in_bytes`.
 
     Raises
     ------
@@ -294,7 +337,23 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         dtype: torch.dtype,
         strategy: MNNVLAllreduceFusionStrategy | bool | None = MNNVLAllreduceFusionStrategy.AUTO,
     ) -> bool:
-        """Whether rows [num_tokens, hidden_dim] of every one of `tp_size` ranks fit, sent as `strategy` says."""
+        """Whether rows of every rank fit.
+
+        Parameters
+        ----------
+        tp_size : int
+            Ranks; another number than the workspace's does not fit.
+        num_tokens, hidden_dim : int
+            Rows of a rank, and their length.
+        dtype : torch.dtype
+            Of their elements.
+        strategy : MNNVLAllreduceFusionStrategy, bool or None
+            How rows travel; True is one shot, None and AUTO leave it to their size.
+
+        Returns
+        -------
+        bool
+        """
         one_shot = strategy.one_shot() if isinstance(strategy, MNNVLAllreduceFusionStrategy) else strategy
         return super().is_buffer_size_sufficient(tp_size, num_tokens, hidden_dim, dtype, one_shot)
 
@@ -306,7 +365,28 @@ class MNNVLAllReduceFusionWorkspace(AllReduceFusionWorkspace):
         dtype: torch.dtype,
         strategy: MNNVLAllreduceFusionStrategy = MNNVLAllreduceFusionStrategy.AUTO,
     ) -> int:
-        """Bytes of rows [num_tokens, hidden_dim], to be given as `buffer_size_in_bytes`: the same for any strategy."""
+        """Bytes of rows [num_tokens, hidden_dim], to be given as `buffer_size_in_bytes`: the same for any strategy.
+
+        Parameters
+        ----------
+        tp_size : int
+            Ranks, 1 or more; the size does not depend on it.
+        num_tokens, hidden_dim : int
+            Rows of a rank, and their length.
+        dtype : torch.dtype
+            bfloat16, float16 or float32.
+        strategy : MNNVLAllreduceFusionStrategy
+            The size does not depend on it.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        ValueError
+            An argument other than the above.
+        """
         require(isinstance(strategy, MNNVLAllreduceFusionStrategy), "strategy", strategy,
                 "an MNNVLAllreduceFusionStrategy")  # fmt: skip
         require(tp_size > 0, "tp_size", tp_size, "at least 1")

@@ -20,22 +20,90 @@ class CommBackend(ABC):
     """
 
     @abstractmethod
-    def Get_rank(self) -> int: ...
+    def Get_rank(self) -> int:
+        """This process's rank.
+
+        Returns
+        -------
+        int
+        """
 
     @abstractmethod
-    def Get_size(self) -> int: ...
+    def Get_size(self) -> int:
+        """The number of ranks.
+
+        Returns
+        -------
+        int
+        """
 
     @abstractmethod
-    def allgather(self, data: Any) -> list: ...
+    def allgather(self, data: Any) -> list:
+        """Give `data` of every rank to every rank. A collective call.
+
+        Parameters
+        ----------
+        data
+            What pickles.
+
+        Returns
+        -------
+        list
+            In rank order.
+
+        Raises
+        ------
+        Exception
+            Up to the implementation; a rank that does not make the call has to end it.
+        """
 
     @abstractmethod
-    def bcast(self, data: Any, root: int) -> Any: ...
+    def bcast(self, data: Any, root: int) -> Any:
+        """Give `data` of one rank to every rank. A collective call.
+
+        Parameters
+        ----------
+        data
+            What pickles; of other ranks than `root` it is not read.
+        root : int
+            A rank of this group.
+
+        Returns
+        -------
+        object
+            The root's.
+
+        Raises
+        ------
+        Exception
+            Up to the implementation; a rank that does not make the call has to end it.
+        """
 
     @abstractmethod
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        """Wait until every rank is here. A collective call."""
 
     @abstractmethod
-    def Split(self, color: int, key: int) -> CommBackend: ...
+    def Split(self, color: int, key: int) -> CommBackend:
+        """Make a backend of the ranks that give the same color. A collective call.
+
+        Parameters
+        ----------
+        color : int
+            Which of the new groups this rank joins.
+        key : int
+            Ranks of a new group are ordered by key, then by rank.
+
+        Returns
+        -------
+        CommBackend
+            Of this rank's new group.
+
+        Raises
+        ------
+        Exception
+            Up to the implementation; a rank that does not make the call has to end it.
+        """
 
 
 class TorchDistBackend(CommBackend):
@@ -64,26 +132,93 @@ class TorchDistBackend(CommBackend):
         self._ranks = Ranks(self._group)
 
     def Get_rank(self) -> int:
+        """This process's rank in the group.
+
+        Returns
+        -------
+        int
+        """
         return self._ranks.rank
 
     def Get_size(self) -> int:
+        """The number of ranks of the group.
+
+        Returns
+        -------
+        int
+        """
         return self._ranks.size
 
     def allgather(self, data: Any) -> list:
-        """`data` of every rank, in rank order."""
+        """Give `data` of every rank to every rank. A collective call.
+
+        Parameters
+        ----------
+        data
+            What pickles.
+
+        Returns
+        -------
+        list
+            In rank order.
+
+        Raises
+        ------
+        TimeoutError
+            A rank does not make the call in time.
+        """
         return [pickle.loads(each) for each in self._ranks.gather(pickle.dumps(data))]
 
     def bcast(self, data: Any, root: int) -> Any:
-        """`data` of the rank `root` of this group."""
+        """Give `data` of one rank to every rank. A collective call.
+
+        Parameters
+        ----------
+        data
+            What pickles; of other ranks than `root` it is not read.
+        root : int
+            A rank of this group.
+
+        Returns
+        -------
+        object
+            The root's.
+
+        Raises
+        ------
+        ValueError
+            There is no such rank.
+        TimeoutError
+            A rank does not make the call in time.
+        """
         size = self.Get_size()
         require(0 <= root < size, "root", root, f"0 to {size - 1}, the ranks of the group")
         return pickle.loads(self._ranks.gather(pickle.dumps(data) if self.Get_rank() == root else b"")[root])
 
     def barrier(self) -> None:
+        """Wait until every rank of the group is here; TimeoutError if one does not come in time. A collective call."""
         self._ranks.barrier()
 
     def Split(self, color: int, key: int) -> TorchDistBackend:
-        """A backend of the ranks that give the same color, ordered by key and then by rank. All ranks call it."""
+        """Make a backend of the ranks that give the same color. A collective call.
+
+        Parameters
+        ----------
+        color : int
+            Which of the new groups this rank joins.
+        key : int
+            Ranks of a new group are ordered by key, then by rank.
+
+        Returns
+        -------
+        TorchDistBackend
+            Of this rank's new group.
+
+        Raises
+        ------
+        TimeoutError
+            A rank does not make the call in time.
+        """
         everyone = sorted(self.allgather((color, key, self.Get_rank())))
         members = [dist.get_global_rank(self._group, rank) for c, _, rank in everyone if c == color]
         named = f"the ranks {', '.join(map(str, members))}"

@@ -36,49 +36,198 @@ class CudaRTLibrary:
         self.lib.cudaGetErrorString.restype = ctypes.c_char_p
 
     def CUDART_CHECK(self, result: int) -> None:
-        """RuntimeError unless `result` is 0."""
+        """Raise unless a call has succeeded.
+
+        Parameters
+        ----------
+        result : int
+            What a function of the library returned; 0 is success.
+
+        Raises
+        ------
+        RuntimeError
+            With CUDA's words.
+        """
         if result:
             raise RuntimeError(f"CUDART error: {self.cudaGetErrorString(result)}")
 
     def cudaGetErrorString(self, error: int) -> str:
+        """CUDA's words for an error.
+
+        Parameters
+        ----------
+        error : int
+            A result of the library; any number has words.
+
+        Returns
+        -------
+        str
+        """
         return self.lib.cudaGetErrorString(ctypes.c_int(error)).decode()
 
     def cudaSetDevice(self, device: int) -> None:
+        """Make a device the current one of this thread.
+
+        Parameters
+        ----------
+        device : int
+            Its number.
+
+        Raises
+        ------
+        RuntimeError
+            With CUDA's words.
+        """
         self.CUDART_CHECK(self.lib.cudaSetDevice(ctypes.c_int(device)))
 
     def cudaDeviceSynchronize(self) -> None:
+        """Wait for all work on the current device.
+
+        Raises
+        ------
+        RuntimeError
+            With CUDA's words.
+        """
         self.CUDART_CHECK(self.lib.cudaDeviceSynchronize())
 
     def cudaDeviceReset(self) -> None:
+        """Destroy everything that this process has on the current device.
+
+        Raises
+        ------
+        RuntimeError
+            With CUDA's words.
+        """
         self.CUDART_CHECK(self.lib.cudaDeviceReset())
 
     def cudaMalloc(self, size: int) -> ctypes.c_void_p:
+        """Allocate on the current device.
+
+        Parameters
+        ----------
+        size : int
+            Bytes.
+
+        Returns
+        -------
+        ctypes.c_void_p
+            The address; `cudaFree` frees it.
+
+        Raises
+        ------
+        RuntimeError
+            With CUDA's words.
+        """
         address = ctypes.c_void_p()
         self.CUDART_CHECK(self.lib.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size)))
         return address
 
     def cudaFree(self, devPtr: ctypes.c_void_p) -> None:
+        """Free what `cudaMalloc` gave.
+
+        Parameters
+        ----------
+        devPtr : ctypes.c_void_p
+
+        Raises
+        ------
+        RuntimeError
+            With CUDA's words.
+        """
         self.CUDART_CHECK(self.lib.cudaFree(devPtr))
 
     def cudaMemset(self, devPtr: ctypes.c_void_p, value: int, count: int) -> None:
+        """Fill memory on the device.
+
+        Parameters
+        ----------
+        devPtr : ctypes.c_void_p
+            Its address.
+        value : int
+            For every byte; its low 8 bits count.
+        count : int
+            Bytes.
+
+        Raises
+        ------
+        RuntimeError
+            With CUDA's words.
+        """
         self.CUDART_CHECK(self.lib.cudaMemset(devPtr, ctypes.c_int(value), ctypes.c_size_t(count)))
 
     def cudaMemcpy(self, dst: ctypes.c_void_p, src: ctypes.c_void_p, count: int) -> None:
-        """From and to anywhere: the run time finds out where."""
+        """Copy between any two places: the library finds out which memory they are.
+
+        Parameters
+        ----------
+        dst, src : ctypes.c_void_p
+            Addresses on the host or a device.
+        count : int
+            Bytes.
+
+        Raises
+        ------
+        RuntimeError
+            With CUDA's words.
+        """
         from_anywhere = ctypes.c_int(4)
         self.CUDART_CHECK(self.lib.cudaMemcpy(dst, src, ctypes.c_size_t(count), from_anywhere))
 
     def cudaIpcGetMemHandle(self, devPtr: ctypes.c_void_p) -> cudaIpcMemHandle_t:
+        """Make a handle by which another process opens memory of this one.
+
+        Parameters
+        ----------
+        devPtr : ctypes.c_void_p
+            What `cudaMalloc` gave.
+
+        Returns
+        -------
+        cudaIpcMemHandle_t
+
+        Raises
+        ------
+        RuntimeError
+            With CUDA's words.
+        """
         handle = cudaIpcMemHandle_t()
         self.CUDART_CHECK(self.lib.cudaIpcGetMemHandle(ctypes.byref(handle), devPtr))
         return handle
 
     def cudaIpcOpenMemHandle(self, handle: cudaIpcMemHandle_t) -> ctypes.c_void_p:
+        """Open another process's memory.
+
+        Parameters
+        ----------
+        handle : cudaIpcMemHandle_t
+            From `cudaIpcGetMemHandle` there; not of this process.
+
+        Returns
+        -------
+        ctypes.c_void_p
+            Its address here; `cudaIpcCloseMemHandle` closes it.
+
+        Raises
+        ------
+        RuntimeError
+            With CUDA's words.
+        """
         address, lazily = ctypes.c_void_p(), ctypes.c_uint(1)
         self.CUDART_CHECK(self.lib.cudaIpcOpenMemHandle(ctypes.byref(address), handle, lazily))
         return address
 
     def cudaIpcCloseMemHandle(self, devPtr: ctypes.c_void_p) -> None:
+        """Close what `cudaIpcOpenMemHandle` opened.
+
+        Parameters
+        ----------
+        devPtr : ctypes.c_void_p
+
+        Raises
+        ------
+        RuntimeError
+            With CUDA's words.
+        """
         self.CUDART_CHECK(self.lib.cudaIpcCloseMemHandle(devPtr))
 
 

@@ -91,6 +91,7 @@ class Mapping:
 
     @property
     def rank(self) -> int:
+        """This rank in the job; may be set, to 0 ... world_size - 1."""
         return self._rank
 
     @rank.setter
@@ -100,26 +101,32 @@ class Mapping:
 
     @property
     def tp_rank(self) -> int:
+        """This rank's place in its tensor-parallel group."""
         return self.rank % self.tp_size
 
     @property
     def cp_rank(self) -> int:
+        """This rank's place in its context-parallel group."""
         return self.rank // self.tp_size % self.cp_size
 
     @property
     def pp_rank(self) -> int:
+        """This rank's pipeline stage."""
         return self.rank // (self.tp_size * self.cp_size)
 
     @property
     def moe_ep_rank(self) -> int:
+        """This rank's place in its expert-parallel group."""
         return self.tp_rank % self.moe_ep_size
 
     @property
     def moe_cluster_rank(self) -> int:
+        """This rank's place in its group of clusters."""
         return self.tp_rank // self.moe_ep_size % self.moe_cluster_size
 
     @property
     def moe_tp_rank(self) -> int:
+        """This rank's place among those that share an expert."""
         return self.tp_rank // (self.moe_ep_size * self.moe_cluster_size)
 
     @property
@@ -129,22 +136,27 @@ class Mapping:
 
     @property
     def cp_group(self) -> list[int]:
+        """The ranks that share this rank's layers and tensor shard, for context parallelism."""
         return self._beside(self.tp_size, self.cp_size)
 
     @property
     def pp_group(self) -> list[int]:
+        """The ranks in this one's place, one of each pipeline stage."""
         return self._beside(self.tp_size * self.cp_size, self.pp_size)
 
     @property
     def moe_ep_group(self) -> list[int]:
+        """The ranks that hold this one's experts and the others', in expert-parallel order."""
         return self._beside(1, self.moe_ep_size)
 
     @property
     def moe_cluster_group(self) -> list[int]:
+        """The ranks in this one's place, one of each cluster."""
         return self._beside(self.moe_ep_size, self.moe_cluster_size)
 
     @property
     def moe_tp_group(self) -> list[int]:
+        """The ranks that share this rank's experts."""
         return self._beside(self.moe_ep_size * self.moe_cluster_size, self.moe_tp_size)
 
     def _beside(self, stride: int, size: int) -> list[int]:
@@ -154,77 +166,223 @@ class Mapping:
 
     @property
     def node_rank(self) -> int:
+        """The node that this rank is on."""
         return self.get_node_rank(self.rank)
 
     @property
     def local_rank(self) -> int:
+        """This rank's place on its node."""
         return self.get_local_rank(self.rank)
 
     @checked
     def get_node_rank(self, rank: int) -> int:
+        """The node of a rank.
+
+        Parameters
+        ----------
+        rank : int
+            Of the job; not checked against world_size.
+
+        Returns
+        -------
+        int
+        """
         return rank // self.gpus_per_node
 
     @checked
     def get_local_rank(self, rank: int) -> int:
+        """The place of a rank on its node.
+
+        Parameters
+        ----------
+        rank : int
+            Of the job; not checked against world_size.
+
+        Returns
+        -------
+        int
+            0 to gpus_per_node - 1.
+        """
         return rank % self.gpus_per_node
 
     def is_multi_node(self) -> bool:
+        """Whether the job spans several nodes.
+
+        Returns
+        -------
+        bool
+        """
         return self.world_size > self.gpus_per_node
 
     def has_cp(self) -> bool:
+        """Whether context parallelism is on: cp_size above 1.
+
+        Returns
+        -------
+        bool
+        """
         return self.cp_size > 1
 
     def has_tp(self) -> bool:
+        """Whether tensor parallelism is on: tp_size above 1.
+
+        Returns
+        -------
+        bool
+        """
         return self.tp_size > 1
 
     def has_pp(self) -> bool:
+        """Whether there are several pipeline stages.
+
+        Returns
+        -------
+        bool
+        """
         return self.pp_size > 1
 
     def has_moe_cluster(self) -> bool:
+        """Whether experts are split into clusters: moe_cluster_size above 1.
+
+        Returns
+        -------
+        bool
+        """
         return self.moe_cluster_size > 1
 
     def has_moe_tp(self) -> bool:
+        """Whether an expert is split over ranks: moe_tp_size above 1.
+
+        Returns
+        -------
+        bool
+        """
         return self.moe_tp_size > 1
 
     def has_moe_ep(self) -> bool:
+        """Whether ranks have different experts: moe_ep_size above 1.
+
+        Returns
+        -------
+        bool
+        """
         return self.moe_ep_size > 1
 
     def is_first_pp_rank(self) -> bool:
+        """Whether this rank is in the first pipeline stage.
+
+        Returns
+        -------
+        bool
+        """
         return self.pp_rank == 0
 
     def is_last_pp_rank(self) -> bool:
+        """Whether this rank is in the last pipeline stage.
+
+        Returns
+        -------
+        bool
+        """
         return self.pp_rank == self.pp_size - 1
 
     def is_second_last_pp_rank(self) -> bool:
+        """Whether this rank is in the last pipeline stage but one.
+
+        Returns
+        -------
+        bool
+        """
         return self.pp_rank == self.pp_size - 2
 
     def prev_pp_rank(self) -> int:
-        """The rank in this one's place one stage before; of the first stage, in the last."""
+        """The rank in this one's place one stage before; of the first stage, in the last.
+
+        Returns
+        -------
+        int
+        """
         return (self.rank - self.tp_size * self.cp_size) % self.world_size
 
     def next_pp_rank(self) -> int:
+        """The rank in this one's place one stage later; of the last stage, in the first.
+
+        Returns
+        -------
+        int
+        """
         return (self.rank + self.tp_size * self.cp_size) % self.world_size
 
     @checked
     def pp_layers(self, num_layers: int) -> list[int]:
-        """The layers of this rank's stage; the first stages have one more where they do not divide."""
+        """The layers of this rank's stage; the first stages have one more where they do not divide.
+
+        Parameters
+        ----------
+        num_layers : int
+            Of the model.
+
+        Returns
+        -------
+        list of int
+            From 0 on.
+        """
         each, more = divmod(num_layers, self.pp_size)
         first = self.pp_rank * each + min(self.pp_rank, more)
         return list(range(first, first + each + (self.pp_rank < more)))
 
     @checked
     def ep_experts(self, num_experts: int) -> list[int]:
-        """The experts of this rank."""
+        """The experts of this rank.
+
+        Parameters
+        ----------
+        num_experts : int
+            Of a layer; a multiple of moe_ep_size.
+
+        Returns
+        -------
+        list of int
+            From 0 on.
+
+        Raises
+        ------
+        ValueError
+            moe_ep_size does not divide them.
+        """
         require(num_experts % self.moe_ep_size == 0, "num_experts", num_experts, f"a multiple of {self.moe_ep_size}")
         each = num_experts // self.moe_ep_size
         return list(range(self.moe_ep_rank * each, (self.moe_ep_rank + 1) * each))
 
     @classmethod
     def from_dict(cls, mapping: dict) -> Mapping:
+        """A mapping from the constructor's arguments.
+
+        Parameters
+        ----------
+        mapping : dict
+            By name, as `to_dict` gives them.
+
+        Returns
+        -------
+        Mapping
+
+        Raises
+        ------
+        ValueError
+            As the constructor.
+        TypeError
+            A name that the constructor does not have.
+        """
         return cls(**mapping)
 
     def to_dict(self) -> dict:
-        """The constructor's arguments, defaults worked out."""
+        """The constructor's arguments, defaults worked out.
+
+        Returns
+        -------
+        dict
+        """
         names = (
             "world_size", "rank", "gpus_per_node", "cp_size", "cp_config", "tp_size", "pp_size", "moe_cluster_size",
             "moe_tp_size", "moe_ep_size", "attn_tp_size", "attn_cp_size", "auto_parallel", "enable_attention_dp",

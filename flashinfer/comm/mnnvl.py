@@ -143,32 +143,107 @@ class McastGPUBuffer:
         self._addresses = torch.tensor(self._memory.addresses, dtype=torch.int64, device=device)
 
     def lamport_initialize(self, rank: int, dtype: torch.dtype) -> None:
-        """Fill this rank's memory with negative zeros of a floating `dtype`. `rank` is this rank."""
+        """Fill this rank's memory with negative zeros.
+
+        Parameters
+        ----------
+        rank : int
+            This rank.
+        dtype : torch.dtype
+            A floating-point dtype, of the zeros.
+
+        Raises
+        ------
+        ValueError
+            Another rank or dtype.
+        """
         require(rank == self.group_rank, "rank", rank, f"{self.group_rank}, this rank")
         require(dtype.is_floating_point, "dtype", dtype, "a floating-point dtype")
         self._memory.own[: self.buf_size // dtype.itemsize * dtype.itemsize].view(dtype).fill_(-0.0)
 
     def get_unicast_buffer(self, sizes, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
-        """This rank's memory as a tensor, from `storage_offset` elements on."""
+        """This rank's memory as a tensor, without a copy.
+
+        Parameters
+        ----------
+        sizes : sequence of int
+            Its shape.
+        dtype : torch.dtype
+            Of its elements.
+        storage_offset : int
+            Elements in front of it.
+
+        Returns
+        -------
+        torch.Tensor
+            Contiguous; it is valid while the buffer is.
+
+        Raises
+        ------
+        ValueError
+            The memory is smaller.
+        """
         count = torch.Size(sizes).numel()
         end = (storage_offset + count) * dtype.itemsize
         require(end <= self.buf_size, "sizes", tuple(sizes), f"what {self.buf_size} bytes hold")
         return self._memory.own[storage_offset * dtype.itemsize : end].view(dtype).view(torch.Size(sizes))
 
     def get_unicast_ptr(self, rank: int) -> int:
-        """The address in this process of the memory of `rank`."""
+        """The address in this process of the memory of a rank.
+
+        Parameters
+        ----------
+        rank : int
+            Of the group.
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        IndexError
+            There is no such rank.
+        """
         return self._memory.addresses[rank]
 
     def get_buffer_ptrs_dev(self) -> int:
-        """The address on the device of the array of all ranks' addresses."""
+        """The address on the device of the array of all ranks' addresses.
+
+        Returns
+        -------
+        int
+        """
         return self._addresses.data_ptr()
 
     def get_multicast_buffer(self, sizes, dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
-        """There is none: RuntimeError."""
+        """Raise: there is no multicast address.
+
+        Parameters
+        ----------
+        sizes, dtype, storage_offset
+            As in `get_unicast_buffer`; not read.
+
+        Returns
+        -------
+        torch.Tensor
+            Never.
+
+        Raises
+        ------
+        RuntimeError
+            Always.
+        """
         raise RuntimeError("get_multicast_buffer: this memory has no multicast address; use get_unicast_buffer")
 
     def get_multicast_ptr(self) -> int:
-        """There is none: RuntimeError."""
+        """Raise RuntimeError: there is no multicast address.
+
+        Returns
+        -------
+        int
+            Never.
+        """
         raise RuntimeError("get_multicast_ptr: this memory has no multicast address; use get_unicast_ptr")
 
 

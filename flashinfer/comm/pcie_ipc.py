@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +12,13 @@ from flashinfer.comm._workspaces import TRTLLMAllReduceFusionWorkspace, own_devi
 from flashinfer.comm.allreduce import allreduce_fusion
 from flashinfer.comm.comm_backend import TorchDistBackend
 from flashinfer.comm.dcp_alltoall import blocks_link, exchange_blocks
+from flashinfer.comm.pcie_ipc_profile import (
+    PROFILES,
+    PcieIpcProfileDecision,
+    PcieIpcRankTopology,
+    probe_pcie_ipc_rank_topology,
+    resolve_pcie_ipc_profile,
+)
 from flashinfer.comm.pcie_ipc_tuning import (
     MOST_BLOCKS,
     PcieIpcLaunchConfig,
@@ -27,107 +32,8 @@ from flashinfer.comm.trtllm_ar import AllReduceFusionPattern
 from flashinfer.ops.comm.meeting import Ranks
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# Upstream's words for GPUs behind one switch and for others.
-PROFILES = "switch-paired", "rootcplx-noswitch"
 # Bytes of a row that blocks are cut into.
 _ROW = 2048
-
-
-@dataclass(frozen=True)
-class PcieIpcRankTopology:
-    """A rank's GPU. device_index : -1 without one. peers : by UUID, whether the driver lets it reach that GPU."""
-
-    rank: int
-    hostname: str = ""
-    device_index: int = -1
-    device_uuid: str = ""
-    peers: dict[str, bool] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class PcieIpcProfileDecision:
-    """A profile, and why."""
-
-    profile: str
-    reason: str
-
-
-def probe_pcie_ipc_rank_topology(rank: int, device: torch.device | None = None) -> PcieIpcRankTopology:
-    """What the driver says of this rank's GPU and of those it sees. It asks no other rank.
-
-    Parameters
-    ----------
-    rank : int
-        This rank.
-    device : torch.device, optional
-        Its GPU; by default the current one.
-
-    Returns
-    -------
-    PcieIpcRankTopology
-        Without a GPU, its rank and host alone.
-
-    Raises
-    ------
-    RuntimeError
-        torch's own, of a device that is not there.
-
-    Examples
-    --------
-    >>> from flashinfer.comm.pcie_ipc import probe_pcie_ipc_rank_topology
-    >>> probe_pcie_ipc_rank_topology(0).rank
-    0
-    """
-    host = socket.gethostname()
-    if not torch.cuda.is_available():
-        return PcieIpcRankTopology(rank, host)
-    index = torch.device("cuda" if device is None else device).index
-    index = torch.cuda.current_device() if index is None else index
-    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
-    peers = {
-        uuid: torch.cuda.can_device_access_peer(index, i) for i, uuid in enumerate(uuids) if i != index
-    }  # fmt: skip
-    return PcieIpcRankTopology(rank, host, index, uuids[index], peers)
-
-
-def resolve_pcie_ipc_profile(
-    group, requested: str | None = None, device: torch.device | None = None
-) -> PcieIpcProfileDecision:
-    """Agree on a profile. A collective call, with the same answer on every rank.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-    requested : str, optional
-        "switch-paired" or "rootcplx-noswitch", the same on every rank; it is the answer then.
-    device : torch.device, optional
-        This rank's; by default the current one.
-
-    Returns
-    -------
-    PcieIpcProfileDecision
-        The profile, and why.
-
-    Raises
-    ------
-    ValueError
-        Another profile, or ranks that ask for different ones.
-    TimeoutError
-        A rank did not come within the deadline of set-ups.
-    """
-    ranks = Ranks(group)
-    mine = probe_pcie_ipc_rank_topology(ranks.rank, device)
-    everyone = ranks.gather((requested, mine.device_uuid, mine.peers))
-    asked = {each[0] for each in everyone}
-    require(len(asked) == 1, "requested", sorted(map(str, asked)), "the same on every rank")
-    if requested is not None:
-        require(requested in PROFILES, "requested", repr(requested), ", ".join(map(repr, PROFILES)))
-        return PcieIpcProfileDecision(requested, "requested")
-    uuids = [each[1] for each in everyone]
-    reached = all(peers.get(uuid, False) for _, own, peers in everyone for uuid in uuids if uuid != own)
-    if reached and all(uuids):
-        return PcieIpcProfileDecision(PROFILES[0], "every GPU may reach every other")
-    return PcieIpcProfileDecision(PROFILES[1], "a GPU may not reach another, or there is none")
 
 
 class PcieIpcAllReduceWorkspace:
@@ -196,7 +102,20 @@ class PcieIpcAllReduceWorkspace:
         self._reduce.deadline = self._blocks.deadline = seconds
 
     def check(self, wait: bool = True) -> None:
-        """Raise what went wrong in a call of this rank, as `flashinfer.comm.AllReduceFusionWorkspace.check` does."""
+        """Raise what went wrong in a call of this rank.
+
+        Parameters
+        ----------
+        wait : bool
+            For the kernels of this rank, which end by the deadline; nothing is waited for inside a graph capture.
+
+        Raises
+        ------
+        TimeoutError
+            A rank did not come within the deadline.
+        ValueError
+            A rank came with other sizes, or the workspace is destroyed.
+        """
         self._reduce.check(wait)
         self._blocks.check()
 
@@ -210,7 +129,24 @@ class PcieIpcAllReduceWorkspace:
         it is for the caller to order them."""
 
     def launch_config(self, inp: torch.Tensor) -> PcieIpcLaunchConfig | None:
-        """The launch of `all_reduce` of `inp`; None if that is not taken. ValueError for another device."""
+        """The launch of `all_reduce`.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            What `all_reduce` would be given, on the workspace's device.
+
+
+        Returns
+        -------
+        PcieIpcLaunchConfig or None
+            None for a tensor that is not taken.
+
+        Raises
+        ------
+        ValueError
+            Another device.
+        """
         require(inp.device == self.device, "inp", inp.device, f"{self.device}, the workspace's")
         fits = inp.dtype in _DTYPES and inp.is_contiguous() and inp.numel() <= self.max_numel
         if not fits:
@@ -218,11 +154,44 @@ class PcieIpcAllReduceWorkspace:
         return get_pcie_ipc_launch_config(self.world_size, inp.numel(), inp.element_size(), self.max_blocks)
 
     def supports(self, inp: torch.Tensor) -> bool:
-        """Whether `all_reduce` takes `inp`."""
+        """Whether `all_reduce` takes a tensor.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            What `all_reduce` would be given, on the workspace's device.
+
+
+        Returns
+        -------
+        bool
+
+        Raises
+        ------
+        ValueError
+            Another device.
+        """
         return self.launch_config(inp) is not None
 
     def tuned_launch_config(self, inp: torch.Tensor) -> PcieIpcLaunchConfig | None:
-        """`launch_config`: there is nothing to tune."""
+        """`launch_config`: there is nothing to tune.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            What `all_reduce` would be given, on the workspace's device.
+
+
+        Returns
+        -------
+        PcieIpcLaunchConfig or None
+            None for a tensor that is not taken.
+
+        Raises
+        ------
+        ValueError
+            Another device.
+        """
         return self.launch_config(inp)
 
     def all_reduce(
@@ -246,6 +215,11 @@ class PcieIpcAllReduceWorkspace:
         enable_pdl : bool
             Only False.
 
+        Returns
+        -------
+        torch.Tensor
+            Shape and dtype of inp: `out`, or a new tensor.
+
         Raises
         ------
         ValueError
@@ -268,16 +242,53 @@ class PcieIpcAllReduceWorkspace:
         )  # fmt: skip
 
     def all_gather(self, inp: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[world, *shape]: `inp` of every rank, any dtype, contiguous. A collective call."""
+        """Gather `inp` of every rank. A collective call.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            Any shape and dtype, the same on every rank; contiguous, on the workspace's device.
+        out : torch.Tensor, optional
+            [world, *shape] of that dtype; receives the result.
+
+        Returns
+        -------
+        torch.Tensor
+            [world, *shape] in rank order: `out`, or a new tensor.
+
+        Raises
+        ------
+        ValueError
+            An argument other than the above.
+        TimeoutError
+            A rank did not come within the deadline.
+        """
         shape = (self.world_size, *inp.shape)
         rows = self._rows(inp)
         sent = rows[:, None].expand(-1, self.world_size, -1).contiguous()
         return self._received(sent, inp, shape, out)
 
     def reduce_scatter(self, inp: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-        """`inp` [world, ...] of every rank is added in float32 and rank order, and block `rank` of the sum stays here.
+        """Add `inp` of every rank in float32 and rank order, and keep this rank's block of the sum. A collective call.
 
-        A collective call; `inp` is contiguous, bfloat16, float16 or float32.
+        Parameters
+        ----------
+        inp : torch.Tensor
+            [world, ...] bfloat16, float16 or float32, contiguous, on the workspace's device.
+        out : torch.Tensor, optional
+            [...] of that dtype; receives the result.
+
+        Returns
+        -------
+        torch.Tensor
+            [...]: `out`, or a new tensor. The sum is rounded once.
+
+        Raises
+        ------
+        ValueError
+            An argument other than the above.
+        TimeoutError
+            A rank did not come within the deadline.
         """
         floating = inp.dtype in (*_DTYPES, torch.float32)
         require(floating, "inp", inp.dtype, "bfloat16, float16, float32")
@@ -314,7 +325,25 @@ class PcieIpcAllReduceWorkspace:
     def prepare(
         self, shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype = torch.bfloat16
     ) -> dict[tuple[int, int], PcieIpcLaunchConfig | None]:
-        """The launch of each shape (batch, hidden), the same on every rank; None for one that is not taken."""
+        """The launch of each shape; the same on every rank.
+
+        Parameters
+        ----------
+        shapes : sequence of (int, int)
+            (batch, hidden).
+        dtype : torch.dtype
+            bfloat16 or float16.
+
+        Returns
+        -------
+        dict of (int, int) to PcieIpcLaunchConfig or None
+            By shape; None for one that is not taken.
+
+        Raises
+        ------
+        ValueError
+            Another dtype.
+        """
         require(dtype in _DTYPES, "dtype", dtype, "bfloat16, float16")
         found = {}
         for batch, hidden in shapes:
@@ -333,10 +362,26 @@ class PcieIpcAllReduceWorkspace:
         warmup: int = 0,
         repeat: int = 0,
     ) -> dict[tuple[int, int], PcieIpcLaunchConfig]:
-        """The launch of each hidden size, (hidden, batch), for batches of powers of two that fit. Nothing is measured.
+        """The launch of each hidden size, for batches of powers of two that fit. Nothing is measured.
 
-        cache, tune_group, warmup and repeat are upstream's, for its measurements, and have no effect. ValueError if no
-        hidden size fits.
+        Parameters
+        ----------
+        hiddens : sequence of int
+            Hidden sizes.
+        dtype : torch.dtype
+            bfloat16 or float16.
+        cache, tune_group, warmup, repeat : optional
+            Upstream's, for its measurements; not read.
+
+        Returns
+        -------
+        dict of (int, int) to PcieIpcLaunchConfig
+            By (hidden, batch).
+
+        Raises
+        ------
+        ValueError
+            No hidden size fits, or another dtype.
         """
         found = {}
         for hidden in hiddens:

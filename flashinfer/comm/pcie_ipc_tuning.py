@@ -27,7 +27,15 @@ class PcieIpcVariant(IntEnum):
 
 @dataclass(frozen=True)
 class PcieIpcLaunchConfig:
-    """Programs, threads of each, and how rows travel."""
+    """The launch of a collective.
+
+    Attributes
+    ----------
+    blocks, threads : int
+        Programs, and threads of each.
+    variant : PcieIpcVariant
+        How rows travel.
+    """
 
     blocks: int
     threads: int

@@ -54,14 +54,23 @@ class MoEAlltoallInfo:
 
     Attributes
     ----------
-    local_gather_indices : the row of each received one among [ep_size * max_token_count_per_rank]; -1 for none.
-    send_rank_count_cumsum, recv_rank_count_cumsum : [ep_size], rows to and from each rank, summed up.
-    send_rank_local_indices : [tokens, ep_size], the row on each rank that a token becomes; -1 where it does not go.
-    recv_rank_local_indices : as local_gather_indices.
-    backward_recv_rank_local_indices : as send_rank_local_indices.
-    local_token_allocation_count : rows of a received tensor.
-    experts : the ids that were prepared. expert_count, most : as given. Without them, tokens go where
-        send_rank_local_indices says, as if each rank had one expert.
+    local_gather_indices : torch.Tensor
+        The row of each received one among [ep_size * max_token_count_per_rank]; -1 for none.
+    send_rank_count_cumsum, recv_rank_count_cumsum : torch.Tensor
+        [ep_size], rows to and from each rank, summed up.
+    send_rank_local_indices : torch.Tensor
+        [tokens, ep_size], the row on each rank that a token becomes; -1 where it does not go.
+    recv_rank_local_indices : torch.Tensor
+        As local_gather_indices.
+    backward_recv_rank_local_indices : torch.Tensor
+        As send_rank_local_indices.
+    local_token_allocation_count : int
+        Rows of a received tensor.
+    experts : torch.Tensor, optional
+        The ids that were prepared. Without them, tokens go where send_rank_local_indices says, as if each rank had one
+        expert.
+    expert_count, most : int
+        Experts, and the most tokens of a rank, as given.
     """
 
     local_gather_indices: torch.Tensor
@@ -99,7 +108,25 @@ class MnnvlMoe:
 
     @staticmethod
     def get_moe_workspaces(mapping: Mapping, config: MnnvlConfig | None = None) -> torch.Tensor:
-        """The workspace for `mnnvl_moe_alltoallv` and its combine: a tensor that stands for it. A collective call."""
+        """The workspace for `mnnvl_moe_alltoallv` and its combine: a tensor that stands for it. A collective call.
+
+        Parameters
+        ----------
+        mapping : Mapping
+            Its moe_ep_rank and moe_ep_size are the ranks.
+        config : MnnvlConfig, optional
+            Its comm_backend is the ranks; by default the default process group.
+
+        Returns
+        -------
+        torch.Tensor
+            uint64 [moe_ep_size, 1] on the CPU, for the functions below.
+
+        Raises
+        ------
+        ValueError
+            Ranks other than the mapping's.
+        """
         backend = None if config is None else config.comm_backend
         key = (mapping, id(getattr(backend, "_group", backend)))
         if key not in MnnvlMoe._workspaces:
@@ -111,12 +138,48 @@ class MnnvlMoe:
 
     @staticmethod
     def get_moe_prepare_workspace(mapping: Mapping, config: MnnvlConfig | None = None) -> torch.Tensor:
-        """The workspace for `mnnvl_moe_alltoallv_prepare_without_allgather`: the same one."""
+        """The workspace for `mnnvl_moe_alltoallv_prepare_without_allgather`: the same one.
+
+        Parameters
+        ----------
+        mapping : Mapping
+            Its moe_ep_rank and moe_ep_size are the ranks.
+        config : MnnvlConfig, optional
+            Its comm_backend is the ranks; by default the default process group.
+
+        Returns
+        -------
+        torch.Tensor
+            uint64 [moe_ep_size, 1] on the CPU, for the functions below.
+
+        Raises
+        ------
+        ValueError
+            Ranks other than the mapping's.
+        """
         return MnnvlMoe.get_moe_workspaces(mapping, config)
 
     @staticmethod
     def compute_target_rank_id(token_selected_experts: torch.Tensor, expert_count: int, ep_size: int) -> torch.Tensor:
-        """The rank of each expert id: ``id // (expert_count / ep_size)``, in the ids' dtype and shape."""
+        """The rank of each expert id: ``id // (expert_count / ep_size)``.
+
+        Parameters
+        ----------
+        token_selected_experts : torch.Tensor
+            Ids, of any integer dtype and shape.
+        expert_count, ep_size : int
+            Experts, a multiple of the ranks.
+
+        Returns
+        -------
+        torch.Tensor
+            Dtype and shape of the ids.
+
+        Raises
+        ------
+        ValueError
+            ep_size does not divide expert_count.
+        """
         require(expert_count % ep_size == 0, "expert_count", expert_count, f"a multiple of ep_size, {ep_size}")
         return torch.div(token_selected_experts, expert_count // ep_size, rounding_mode="floor")
 
@@ -207,6 +270,11 @@ class MnnvlMoe:
         -------
         (MoEAlltoallInfo, torch.Tensor, torch.Tensor or None)
             The way; ids and scales of the rows to be received; ids of rows that are none are `expert_count`.
+
+        Raises
+        ------
+        ValueError
+            Shapes that differ, or other than [rows, top_k].
         """
         most = max_token_count_per_rank
         shape = tuple(gathered_expert_ids.shape)
@@ -249,12 +317,30 @@ class MnnvlMoe:
     def mnnvl_moe_alltoallv(
         x: torch.Tensor, alltoall_info: MoEAlltoallInfo, workspace: torch.Tensor, ep_rank: int, ep_size: int
     ) -> torch.Tensor:
-        """Send rows [tokens, n] of any dtype the way that was prepared.
+        """Send rows the way that was prepared. A collective call.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            [tokens, n] of any dtype.
+        alltoall_info : MoEAlltoallInfo
+            Of the preparation.
+        workspace : torch.Tensor
+            Of `get_moe_workspaces`.
+        ep_rank, ep_size : int
+            The workspace's.
 
         Returns
         -------
         torch.Tensor
             [ep_size * max_token_count_per_rank, n], a new tensor.
+
+        Raises
+        ------
+        ValueError
+            An argument other than the above.
+        TimeoutError
+            An earlier call waited in vain for a rank.
         """
         moe, info = _workspace_of(workspace, ep_rank, ep_size), alltoall_info
         require(x.dim() == 2, "x", tuple(x.shape), "[tokens, n]")
@@ -274,17 +360,34 @@ class MnnvlMoe:
         top_k: int,
         token_count: int,
     ) -> torch.Tensor:
-        """Give each of this rank's `token_count` tokens the sum of its rows of x, in float32 and rank order.
+        """Give each of this rank's tokens the sum of its rows of x, in float32 and rank order. A collective call.
 
         Parameters
         ----------
         x : torch.Tensor
             [ep_size * max_token_count_per_rank, hidden], bfloat16, float16 or float32: what experts made of the rows.
+        alltoall_info : MoEAlltoallInfo
+            Of the preparation.
+        workspace : torch.Tensor
+            Of `get_moe_workspaces`.
+        ep_rank, ep_size : int
+            The workspace's.
+        top_k : int
+            As prepared.
+        token_count : int
+            Tokens of this rank, at most those that were sent.
 
         Returns
         -------
         torch.Tensor
             [token_count, hidden] in the dtype of x.
+
+        Raises
+        ------
+        ValueError
+            An argument other than the above.
+        TimeoutError
+            An earlier call waited in vain for a rank.
         """
         moe, info = _workspace_of(workspace, ep_rank, ep_size), alltoall_info
         fits = x.dim() == 2 and len(x) == ep_size * info.most

@@ -72,10 +72,32 @@ class MoeAlltoAll:
     ) -> dict:
         """Allocate a workspace on every rank of the default process group. A collective call.
 
+        Parameters
+        ----------
+        workspace_size_per_rank : int
+            Bytes on each rank.
+        ep_rank, ep_size : int
+            This rank and the number of ranks; the mapping's and the group's.
+        max_num_tokens : int
+            The most tokens of a rank.
+        mapping : Mapping
+            Checked against ep_rank and ep_size.
+        eplb_stats_num_experts : int
+            Experts whose statistics a dispatch gathers; 0 for none.
+        backend : str
+            "trtllm".
+
         Returns
         -------
         dict
             "workspace" and "metainfo" for the functions of this module, and the arguments.
+
+        Raises
+        ------
+        ValueError
+            An argument other than the above.
+        TimeoutError
+            A rank did not come within the deadline of set-ups.
         """
         check_stats(eplb_stats_num_experts)
         only("backend", backend, "trtllm")
@@ -94,8 +116,28 @@ class MoeAlltoAll:
         *,
         backend: str = "trtllm",
     ) -> int:
-        """Bytes on each rank for rows of `hidden_size` in bfloat16, ids (int32) and scales (float32) of top_k experts,
-        and `extra_payload_bytes_per_token`; and for the rows back."""
+        """Bytes on each rank for rows in bfloat16, ids (int32) and scales (float32), and for the rows back.
+
+        Parameters
+        ----------
+        ep_size, top_k, max_num_tokens, hidden_size : int
+            Ranks, experts of a token, the most tokens of a rank, elements of a row.
+        extra_payload_bytes_per_token : int
+            Bytes of what else travels with a token.
+        eplb_stats_num_experts : int
+            Experts whose statistics a dispatch gathers; 0 for none.
+        backend : str
+            "trtllm".
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        ValueError
+            As `moe_a2a_get_workspace_size_per_rank`.
+        """
         payload = hidden_size * 2 + top_k * 8 + extra_payload_bytes_per_token
         return moe_a2a_get_workspace_size_per_rank(
             ep_size, max_num_tokens, payload, hidden_size * 2, eplb_stats_num_experts, backend=backend
@@ -160,9 +202,19 @@ class MoeAlltoAll:
         return gathered_stats(self._space) if self._has_stats else None
 
     def check(self, wait: bool = True) -> None:
-        """Raise what went wrong on this rank: TimeoutError, or ValueError for other sizes.
+        """Raise what went wrong in a call of this rank.
 
-        wait : for the kernels of this rank, which end by the deadline; nothing is waited for inside a graph capture.
+        Parameters
+        ----------
+        wait : bool
+            For the kernels of this rank, which end by the deadline; nothing is waited for inside a graph capture.
+
+        Raises
+        ------
+        TimeoutError
+            A rank did not come within the deadline.
+        ValueError
+            A rank came with other sizes.
         """
         if wait:
             self._space.link.settle()
@@ -184,7 +236,20 @@ class MoeAlltoAll:
         self._space.close()
 
     def checkpoint_restore(self, comm_backend: CommBackend) -> None:
-        """Allocate again after `checkpoint_prepare`, over the ranks of `comm_backend`. A collective call."""
+        """Allocate again after `checkpoint_prepare`. A collective call.
+
+        Parameters
+        ----------
+        comm_backend : CommBackend
+            The ranks, as many as before.
+
+        Raises
+        ------
+        ValueError
+            Other ranks than the mapping's.
+        TimeoutError
+            A rank did not come within the deadline of set-ups.
+        """
         self._open(ranks_of_experts(comm_backend, self.ep_rank, self.ep_size))
 
     def destroy(self) -> None:
@@ -217,11 +282,39 @@ class MoeAlltoAll:
         eplb_local_stats: torch.Tensor | None = None,
         active_rank_mask: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """Send each token's payloads to the ranks of its experts: `moe_a2a_dispatch`.
+        """Send each token's payloads to the ranks of its experts, as `moe_a2a_dispatch`. A collective call.
 
-        With `invalid_token_expert_id`, payload `expert_id_payload_index` (int32 [tokens, top_k]) gets that id in rows
-        that no token became. `eplb_local_stats`, int32 [eplb_stats_num_experts], of every rank are
-        `eplb_gathered_stats` then. RuntimeError if the dispatch before has had no combine.
+        Parameters
+        ----------
+        token_selected_experts : torch.Tensor
+            int32 [tokens, top_k]: ids among all experts.
+        input_payloads : list of torch.Tensor
+            [tokens, ...] each, contiguous: what travels.
+        runtime_max_tokens_per_rank : int
+            The most tokens of any rank in this call, the same on every rank.
+        invalid_token_expert_id : int, optional
+            The id of rows that no token became; needs expert_id_payload_index.
+        expert_id_payload_index : int, optional
+            Which payload, int32 [tokens, top_k], gets that id.
+        eplb_local_stats : torch.Tensor, optional
+            int32 [eplb_stats_num_experts] of this rank; `eplb_gathered_stats` has every rank's then.
+        active_rank_mask
+            Only None: all ranks take part.
+
+        Returns
+        -------
+        list of torch.Tensor
+            [ep_size, runtime_max_tokens_per_rank, ...] of each payload, by source rank: the workspace's memory, which a
+            later dispatch writes.
+
+        Raises
+        ------
+        ValueError
+            An argument other than the above.
+        RuntimeError
+            The dispatch before has had no combine.
+        TimeoutError
+            An earlier call waited in vain for a rank.
         """
         only("active_rank_mask", active_rank_mask, None)
         self._check_closed()
@@ -253,7 +346,37 @@ class MoeAlltoAll:
         use_low_precision: bool = False,
         active_rank_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Give each token of the last dispatch the sum of its rows: `moe_a2a_combine`."""
+        """Give each token of the last dispatch the sum of its rows, as `moe_a2a_combine`. A collective call.
+
+        Parameters
+        ----------
+        payload : torch.Tensor
+            [ep_size, runtime_max_tokens_per_rank, hidden_size]: what this rank's experts made of the rows.
+        runtime_max_tokens_per_rank : int
+            The dispatch's.
+        payload_in_workspace : bool
+            Whether payload is `get_combine_payload_tensor_in_workspace`, which spares a copy.
+        output_dtype, output_scales, output_scalar_scale, sf_layout, use_low_precision
+            As in `moe_a2a_combine`.
+        output : torch.Tensor, optional
+            Receives the result.
+        active_rank_mask
+            Only None.
+
+        Returns
+        -------
+        torch.Tensor
+            [tokens, hidden_size]: `output`, or a new tensor.
+
+        Raises
+        ------
+        ValueError
+            An argument other than the above.
+        RuntimeError
+            No dispatch waits for a combine.
+        TimeoutError
+            An earlier call waited in vain for a rank.
+        """
         if self._open_dispatch is None:
             raise RuntimeError("MoeAlltoAll: a combine comes after a dispatch")
         tokens, most, at = self._open_dispatch
@@ -269,8 +392,29 @@ class MoeAlltoAll:
     def get_combine_payload_tensor_in_workspace(
         self, runtime_max_tokens_per_rank: int, hidden_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Where the rows of the open dispatch are combined from, [ep_size, runtime_max_tokens_per_rank, hidden_size]:
-        experts that write there spare `combine` a copy (payload_in_workspace=True)."""
+        """Where the rows of the open dispatch are combined from: experts that write there spare `combine` a copy.
+
+        Parameters
+        ----------
+        runtime_max_tokens_per_rank : int
+            The dispatch's.
+        hidden_size : int
+            Elements of a row.
+        dtype : torch.dtype
+            Of the rows.
+
+        Returns
+        -------
+        torch.Tensor
+            [ep_size, runtime_max_tokens_per_rank, hidden_size]: the workspace's memory.
+
+        Raises
+        ------
+        ValueError
+            Another maximum than the dispatch's, or too few bytes.
+        RuntimeError
+            No dispatch waits for a combine.
+        """
         if self._open_dispatch is None:
             raise RuntimeError("MoeAlltoAll: the place of rows to combine is known after a dispatch")
         _, most, at = self._open_dispatch

@@ -6,9 +6,10 @@ import itertools
 
 import torch
 
-from flashinfer._core.checks import require, same_device
+from flashinfer._core.checks import require
 from flashinfer.comm._workspaces import own_device
 from flashinfer.comm.dcp_alltoall import exchange_blocks
+from flashinfer.comm.ulysses_chunks import kept, merge_ulysses_output_head_chunk, pack_ulysses_qkv_head_chunk
 from flashinfer.comm.ulysses_topology import ULYSSES_BACKENDS, UlyssesBackendError
 from flashinfer.ops.comm.alltoall import config
 from flashinfer.ops.comm.capability import Capability, connect
@@ -22,7 +23,22 @@ _next_handle = itertools.count(1)
 
 
 class UlyssesWorkspace:
-    """Room of `max_elems` elements of a dtype. Exchanges here need none; calls check that theirs would fit."""
+    """Room of `max_elems` elements of a dtype. Exchanges here need none; calls check that theirs would fit.
+
+    Parameters
+    ----------
+    max_elems : int
+        Elements, 1 or more.
+    dtype : torch.dtype
+        float16, bfloat16 or float32.
+    device : torch.device, str or int, optional
+        Kept as given; nothing is allocated on it.
+
+    Raises
+    ------
+    ValueError
+        An argument other than the above.
+    """
 
     def __init__(self, *, max_elems: int, dtype: torch.dtype, device: torch.device | str | int | None = None):
         require(isinstance(max_elems, int) and max_elems > 0, "max_elems", max_elems, "an int of at least 1")
@@ -104,7 +120,22 @@ class UlyssesCommunicator:
             link.close()
 
     def create_workspace(self, *, max_elems: int | None = None) -> UlyssesWorkspace:
-        """Room for a call of `max_elems` elements, by default those of the object."""
+        """Room for a call.
+
+        Parameters
+        ----------
+        max_elems : int, optional
+            Elements of the call; None (or 0) is the communicator's max_elems.
+
+        Returns
+        -------
+        UlyssesWorkspace
+
+        Raises
+        ------
+        ValueError
+            A negative number.
+        """
         return UlyssesWorkspace(max_elems=max_elems or self.max_elems, dtype=self.dtype, device=self.device)
 
     def scatter_heads(
@@ -124,6 +155,16 @@ class UlyssesCommunicator:
         -------
         torch.Tensor
             `x` itself, if there is one rank and no `out`.
+
+        Raises
+        ------
+        ValueError
+            A shape, stride, dtype or device other than the above, more elements than max_elems, or a workspace that is
+            too small.
+        RuntimeError
+            The communicator is closed.
+        TimeoutError
+            A rank did not come within the deadline; an earlier call's error is raised at the start of a later one.
         """
         self._check("x", x, workspace)
         batch, tokens, heads, dim = x.shape
@@ -132,14 +173,38 @@ class UlyssesCommunicator:
             return x
         rows = x.reshape(batch * tokens, self.world_size, share * dim)
         got = self._exchange(rows).view(batch, tokens, self.world_size, share, dim).transpose(1, 2)
-        return _kept(got.reshape(batch, self.world_size * tokens, share, dim), out)
+        return kept(got.reshape(batch, self.world_size * tokens, share, dim), out)
 
     def gather_heads(
         self, x: torch.Tensor, *, out: torch.Tensor | None = None, workspace: UlyssesWorkspace | None = None
     ) -> torch.Tensor:
         """[B, S_global, H_local, D] becomes [B, S_local, H, D]: all heads of a share of the tokens. A collective call.
 
-        The inverse of `scatter_heads`, with the same parameters; S_global is a multiple of the ranks.
+        The inverse of `scatter_heads`.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            Contiguous, with S_global a multiple of the ranks; dtype and device of the communicator.
+        out : torch.Tensor, optional
+            Receives the result, contiguous.
+        workspace : UlyssesWorkspace, optional
+            Not used, but checked to be large enough.
+
+        Returns
+        -------
+        torch.Tensor
+            `out`, or a new tensor; `x` itself, if there is one rank and no `out`.
+
+        Raises
+        ------
+        ValueError
+            A shape, stride, dtype or device other than the above, more elements than max_elems, or a workspace that is
+            too small.
+        RuntimeError
+            The communicator is closed.
+        TimeoutError
+            A rank did not come within the deadline; an earlier call's error is raised at the start of a later one.
         """
         self._check("x", x, workspace)
         batch, tokens, heads, dim = x.shape
@@ -149,7 +214,7 @@ class UlyssesCommunicator:
         local = tokens // self.world_size
         rows = x.view(batch, self.world_size, local, heads * dim).transpose(1, 2)
         got = self._exchange(rows.reshape(batch * local, self.world_size, heads * dim))
-        return _kept(got.view(batch, local, self.world_size * heads, dim), out)
+        return kept(got.view(batch, local, self.world_size * heads, dim), out)
 
     def scatter_qkv_head_chunk(
         self,
@@ -162,7 +227,34 @@ class UlyssesCommunicator:
         out: torch.Tensor | None = None,
         workspace: UlyssesWorkspace | None = None,
     ) -> torch.Tensor:
-        """`pack_ulysses_qkv_head_chunk` and `scatter_heads`: [B, S_global, head_count, 3 D]. A collective call."""
+        """`pack_ulysses_qkv_head_chunk`, then `scatter_heads`. A collective call.
+
+        Parameters
+        ----------
+        query, key, value : torch.Tensor
+            [B, S_local, H, D], as `pack_ulysses_qkv_head_chunk` takes them.
+        head_offset, head_count : int
+            Which of each rank's heads go: from head_offset on, so many.
+        out : torch.Tensor, optional
+            Receives the result, contiguous.
+        workspace : UlyssesWorkspace, optional
+            Not used, but checked to be large enough.
+
+        Returns
+        -------
+        torch.Tensor
+            [B, S_global, head_count, 3 D].
+
+        Raises
+        ------
+        ValueError
+            A shape, stride, dtype or device other than the above, more elements than max_elems, or a workspace that is
+            too small.
+        RuntimeError
+            The communicator is closed.
+        TimeoutError
+            A rank did not come within the deadline; an earlier call's error is raised at the start of a later one.
+        """
         packed = pack_ulysses_qkv_head_chunk(
             query, key, value, world_size=self.world_size, head_offset=head_offset, head_count=head_count
         )
@@ -177,7 +269,36 @@ class UlyssesCommunicator:
         out: torch.Tensor,
         workspace: UlyssesWorkspace | None = None,
     ) -> torch.Tensor:
-        """`gather_heads` and `merge_ulysses_output_head_chunk`: heads of `out` are written. A collective call."""
+        """`gather_heads`, then `merge_ulysses_output_head_chunk`. A collective call.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            [B, S_global, heads of the chunk, D], contiguous.
+        local_heads : int
+            Heads of each rank in all.
+        head_offset : int
+            Where the chunk begins among them.
+        out : torch.Tensor
+            [B, S_local, H, D]: the chunk's heads are written, others stay.
+        workspace : UlyssesWorkspace, optional
+            Not used, but checked to be large enough.
+
+        Returns
+        -------
+        torch.Tensor
+            `out`.
+
+        Raises
+        ------
+        ValueError
+            A shape, stride, dtype or device other than the above, more elements than max_elems, or a workspace that is
+            too small.
+        RuntimeError
+            The communicator is closed.
+        TimeoutError
+            A rank did not come within the deadline; an earlier call's error is raised at the start of a later one.
+        """
         received = self.gather_heads(x, workspace=workspace)
         return merge_ulysses_output_head_chunk(
             received, world_size=self.world_size, local_heads=local_heads, head_offset=head_offset, out=out
@@ -221,109 +342,6 @@ def _device(device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _kept(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    if out is None:
-        return result
-    fits = out.shape == result.shape and out.dtype == result.dtype and out.is_contiguous()
-    require(fits, "out", f"{out.dtype} {tuple(out.shape)}", f"{result.dtype} {tuple(result.shape)}, contiguous")
-    return out.copy_(result)
-
-
-def pack_ulysses_qkv_head_chunk(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    world_size: int,
-    head_offset: int,
-    head_count: int,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Heads `head_offset` to `head_offset + head_count` of each rank's share, of Q, K and V beside each other.
-
-    Parameters
-    ----------
-    query, key, value : torch.Tensor
-        [B, S_local, H, D], any strides; H a multiple of world_size.
-    world_size, head_offset, head_count : int
-    out : torch.Tensor, optional
-        Receives the result, contiguous.
-
-    Returns
-    -------
-    torch.Tensor
-        [B, S_local, world_size * head_count, 3 D].
-
-    Raises
-    ------
-    ValueError
-        An argument other than the above.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from flashinfer.comm.ulysses import pack_ulysses_qkv_head_chunk
-    >>> pack_ulysses_qkv_head_chunk(*torch.ones(3, 1, 5, 8, 64), world_size=2, head_offset=0, head_count=1).shape
-    torch.Size([1, 5, 2, 192])
-    """
-    require(query.dim() == 4, "query", tuple(query.shape), "[B, S, H, D]")
-    for name, x in (("key", key), ("value", value)):
-        same = x.shape == query.shape and x.dtype == query.dtype
-        require(same, name, f"{x.dtype} {tuple(x.shape)}", f"{query.dtype} {tuple(query.shape)}, as query")
-    same_device(query=query, key=key, value=value)
-    heads = query.shape[2]
-    require(world_size > 0 and heads % world_size == 0, "world_size", world_size, f"a divisor of {heads}, the heads")
-    share = heads // world_size
-    _check_band(share, head_offset, head_count)
-    parts = [x.unflatten(2, (world_size, share))[:, :, :, head_offset : head_offset + head_count]
-             for x in (query, key, value)]  # fmt: skip
-    return _kept(torch.cat(parts, -1).flatten(2, 3), out)
-
-
-def merge_ulysses_output_head_chunk(
-    received: torch.Tensor, *, world_size: int, local_heads: int, head_offset: int, out: torch.Tensor
-) -> torch.Tensor:
-    """Put the heads of one chunk, from all ranks, into those of `out`.
-
-    Parameters
-    ----------
-    received : torch.Tensor
-        [B, S_local, world_size * head_count, D].
-    world_size, local_heads : int
-        Ranks, and heads of each.
-    head_offset : int
-        Of each rank's heads, the first that is written; the others stay.
-    out : torch.Tensor
-        [B, S_local, world_size * local_heads, D] in received's dtype, contiguous.
-
-    Returns
-    -------
-    torch.Tensor
-        out.
-
-    Raises
-    ------
-    ValueError
-        An argument other than the above.
-    """
-    require(received.dim() == 4, "received", tuple(received.shape), "[B, S, heads, D]")
-    heads = received.shape[2]
-    require(world_size > 0 and heads % world_size == 0, "world_size", world_size, f"a divisor of {heads}, the heads")
-    shape = (*received.shape[:2], world_size * local_heads, received.shape[3])
-    fits = tuple(out.shape) == shape and out.dtype == received.dtype and out.is_contiguous()
-    require(fits, "out", f"{out.dtype} {tuple(out.shape)}", f"{received.dtype} {shape}, contiguous")
-    count = heads // world_size
-    _check_band(local_heads, head_offset, count)
-    band = out.unflatten(2, (world_size, local_heads))[:, :, :, head_offset : head_offset + count]
-    band.copy_(received.unflatten(2, (world_size, count)))
-    return out
-
-
-def _check_band(share: int, offset: int, count: int) -> None:
-    require(count > 0, "head_count", count, "at least 1")
-    require(0 <= offset <= share - count, "head_offset", offset, f"0 to {share - count}")
 
 
 def init_ulysses_a2a(

@@ -21,9 +21,22 @@ class UlyssesBackendError(RuntimeError):
 
 @dataclass(frozen=True)
 class UlyssesRankTopology:
-    """A rank's GPU. peer_p2p, peer_nvlink : by UUID, whether it reaches that GPU, and by NVLink.
+    """A rank's GPU, and which others it reaches.
 
-    device_index is -1 and device_uuid '' without a GPU; pair_errors and probe_error say what could not be found out.
+    Attributes
+    ----------
+    rank : int
+    hostname : str
+    device_index : int
+        -1 without a GPU.
+    device_uuid, pci_bus_id : str
+        '' without a GPU.
+    peer_p2p, peer_nvlink : dict of str to bool
+        By UUID, whether it reaches that GPU, and by NVLink.
+    pair_errors : dict of str to str
+        By UUID, what could not be found out.
+    probe_error : str, optional
+        Why nothing could be found out; None if something could.
     """
 
     rank: int
@@ -39,7 +52,15 @@ class UlyssesRankTopology:
 
 @dataclass(frozen=True)
 class UlyssesBackendDecision:
-    """"nvlink" (peers' memory) or "nccl" (the process group), and why."""
+    """A backend, and why.
+
+    Attributes
+    ----------
+    backend : str
+        "nvlink" (peers' memory) or "nccl" (the process group).
+    reason : str
+        Why.
+    """
 
     backend: str
     reason: str

@@ -14,7 +14,8 @@ arXiv:2309.06180, section 4.4). The tables are those that the wrappers of `flash
 """
 
 from .attention import BatchDecodeWithPagedKVCache, BatchPrefillWithRaggedKVCache
-from .kv_cache import OutOfPages, PagedKVCache, Sequence, Tables
+from .kv_cache import PagedKVCache
+from .sequences import OutOfPages, Sequence, Tables
 
 __all__ = [
     "BatchDecodeWithPagedKVCache",

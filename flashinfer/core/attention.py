@@ -112,8 +112,16 @@ class BatchDecodeWithPagedKVCache(_OverCache):
 class BatchPrefillWithRaggedKVCache(_OverCache):
     """Attention of prompts over keys and values that stand one request after another, not in pages.
 
-    Parameters are those of `BatchDecodeWithPagedKVCache`. The cache gives the device, the KV heads and the head size;
-    its pages are neither read nor written.
+    Parameters
+    ----------
+    kv_cache : PagedKVCache
+        Gives the device, the KV heads and the head size; its pages are neither read nor written.
+    num_heads, kv_heads, head_dim : int
+        Query heads, KV heads and head size; the last two have to be the cache's.
+    sm_scale : float, optional
+        Factor of the logits; None is 1 / sqrt(head_dim).
+    dtype : torch.dtype or str, optional
+        Of q; None is the cache's.
 
     Examples
     --------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from numbers import Integral
 
 import numpy as np
@@ -12,89 +11,8 @@ import torch
 from flashinfer._core.arguments import checked, named
 from flashinfer._core.checks import as_dtype, require
 from flashinfer._core.literals import KvLayout
+from flashinfer.core.sequences import OutOfPages, Sequence, Tables
 from flashinfer.page import append_paged_kv_cache
-
-
-class OutOfPages(ValueError):
-    """Too few free pages for a reservation: it was not made, and nothing has changed.
-
-    `needed`, `free` and `total` are what it needs, what is free and what the cache has, in pages.
-    """
-
-    def __init__(self, needed: int, free: int, total: int):
-        super().__init__(f"length: needs {needed} pages; allowed: up to the {free} free ones of {total}")
-        self.needed, self.free, self.total = needed, free, total
-
-
-class Sequence:
-    """The tokens of one request in a `PagedKVCache`; made by its `begin_forward` and `fork`, ended by its `free`.
-
-    Attributes
-    ----------
-    id : int
-        Unique in the cache, growing in the order of creation.
-    length : int
-        Tokens the sequence has.
-    reserved : int
-        Tokens that the open `begin_forward` made room for; 0 after `end_forward`.
-    """
-
-    __slots__ = ("id", "length", "reserved", "_open", "_count", "_table")
-
-    def __init__(self, id: int):
-        self.id = id
-        self.length = self.reserved = 0
-        self._open = False
-        # The first _count entries are pages; the rest is room to grow without copying at each step.
-        self._count = 0
-        self._table = np.empty(8, np.int32)
-
-    @property
-    def pages(self) -> tuple[int, ...]:
-        """Page numbers, in the order of tokens."""
-        return tuple(self._table[: self._count].tolist())
-
-    def __repr__(self):
-        return f"sequence {self.id} ({self.length} tokens, {self.reserved} reserved)"
-
-    def _extend(self, pages) -> None:
-        count = self._count + len(pages)
-        if count > len(self._table):
-            grown = np.empty(max(count, 2 * len(self._table)), np.int32)
-            grown[: self._count] = self._table[: self._count]
-            self._table = grown
-        self._table[self._count : count] = pages
-        self._count = count
-
-
-@dataclass(frozen=True)
-class Tables:
-    """Page tables of a batch of sequences: int32 tensors on the cache's device. Reserved tokens count as present.
-
-    Attributes
-    ----------
-    kv_indptr, kv_indices : torch.Tensor
-        [batch + 1] and [pages]: sequence i has the pages kv_indices[kv_indptr[i]:kv_indptr[i + 1]].
-    last_page_len, seq_lens : torch.Tensor
-        [batch]: tokens in the last page (1 to page_size; 0 where a sequence has none), and in all.
-    qo_indptr : torch.Tensor
-        [batch + 1]: the reserved tokens of sequence i are rows qo_indptr[i] to qo_indptr[i + 1] of q, k and v.
-    batch_indices, positions : torch.Tensor
-        [num_reserved]: of each reserved token, its sequence's place in the batch, and its position there.
-    num_reserved, max_reserved : int
-        Reserved tokens: all sequences together, and the most of one. With max_reserved as `max_token_per_sequence` of
-        a prefill plan, its tiles fit short queries though qo_indptr is on the device.
-    """
-
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    last_page_len: torch.Tensor
-    seq_lens: torch.Tensor
-    qo_indptr: torch.Tensor
-    batch_indices: torch.Tensor
-    positions: torch.Tensor
-    num_reserved: int
-    max_reserved: int
 
 
 class PagedKVCache:
@@ -174,29 +92,67 @@ class PagedKVCache:
 
     @property
     def num_free_pages(self) -> int:
+        """Pages that no sequence has."""
         return len(self._free)
 
     @property
     def num_used_pages(self) -> int:
+        """Pages that some sequence has."""
         return self.max_num_pages - len(self._free)
 
     @property
     def num_shared_pages(self) -> int:
+        """Pages that two sequences or more have."""
         return int((self._users > 1).sum())
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
+        """The live sequences, in the order of creation."""
         return tuple(self._live.values())
 
     @checked
     def layer(self, layer_idx: int) -> torch.Tensor:
-        """One layer of `data`, as the wrappers take it: [max_num_pages, 2, page_size, num_kv_heads, head_dim]."""
+        """One layer of `data`, as the wrappers take it.
+
+        Parameters
+        ----------
+        layer_idx : int
+            0 to num_layers - 1.
+
+        Returns
+        -------
+        torch.Tensor
+            [max_num_pages, 2, page_size, num_kv_heads, head_dim]: a view, not a copy.
+
+        Raises
+        ------
+        ValueError
+            There is no such layer.
+        """
         require(0 <= layer_idx < self.num_layers, "layer_idx", layer_idx, f"0 to {self.num_layers - 1}")
         return self.data[layer_idx]
 
     @checked
     def pages_needed(self, length: int, sequence: Sequence | None = None) -> int:
-        """Free pages that `begin_forward(length, sequence)` would take, a copy of a shared last page included."""
+        """Free pages that `begin_forward(length, sequence)` would take, a copy of a shared last page included.
+
+        Parameters
+        ----------
+        length : int
+            Tokens to make room for, 0 or more.
+        sequence : Sequence, optional
+            The sequence that would grow; None is a new one.
+
+        Returns
+        -------
+        int
+            Pages.
+
+        Raises
+        ------
+        ValueError
+            A sequence that was freed, or of another cache.
+        """
         if sequence is None:
             return self._pages_for(length)
         self._require_live(sequence)
@@ -312,6 +268,11 @@ class PagedKVCache:
         length : int, optional
             Tokens to share; None shares all. Reserved tokens are not shared.
 
+        Returns
+        -------
+        Sequence
+            The new one, of `length` tokens and without a reservation.
+
         Raises
         ------
         ValueError
@@ -330,6 +291,13 @@ class PagedKVCache:
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Keep the first `length` tokens of a sequence, and the pages they need.
 
+        Parameters
+        ----------
+        sequence : Sequence
+            Without an open reservation.
+        length : int
+            Tokens to keep, 0 or more.
+
         Raises
         ------
         ValueError
@@ -340,7 +308,18 @@ class PagedKVCache:
         self._shrink(sequence)
 
     def free(self, sequence: Sequence) -> None:
-        """End a sequence, an open reservation of it included. Pages that no other sequence has become free."""
+        """End a sequence, an open reservation of it included. Pages that no other sequence has become free.
+
+        Parameters
+        ----------
+        sequence : Sequence
+            Of this cache, and live.
+
+        Raises
+        ------
+        ValueError
+            It was freed before, or belongs to another cache.
+        """
         self._require_live(sequence)
         del self._live[sequence.id]
         sequence.length = sequence.reserved = 0
@@ -357,6 +336,11 @@ class PagedKVCache:
         ----------
         sequences : Sequence or iterable of Sequence, optional
             None takes all live sequences in the order of creation.
+
+        Returns
+        -------
+        Tables
+            int32 tensors on the cache's device, for `plan` of a wrapper.
 
         Raises
         ------

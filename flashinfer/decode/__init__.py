@@ -3,9 +3,8 @@
 from flashinfer._direct.trtllm_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from flashinfer.compat.cached_module import offsets as _get_range_buf  # by which name older SGLang takes it
 from flashinfer.cudnn.decode import cudnn_batch_decode_with_kv_cache
-from flashinfer.decode.batch import (
-    BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper, fast_decode_plan,
-)  # fmt: skip
+from flashinfer.decode.batch import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
+from flashinfer.decode.fast_plan import fast_decode_plan
 from flashinfer.decode.single import single_decode_with_kv_cache, single_decode_with_kv_cache_with_jit_module
 from flashinfer.mla.decode import trtllm_batch_decode_with_kv_cache_mla
 from flashinfer.mla.sparse import trtllm_batch_decode_sparse_mla_dsv4

@@ -6,7 +6,6 @@ from typing import cast
 
 import torch
 
-from flashinfer._core.arguments import checked
 from flashinfer._core.checks import as_dtype, require
 from flashinfer._core.literals import Backend, KvLayout, LseBase, PosEncodingMode
 from flashinfer._core.signatures import returning_lse
@@ -171,6 +170,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         ------
         ValueError
             An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
+
+        Notes
+        -----
+        Offsets and last page lengths are read here, in the order of the stream: their tensors may be filled again once
+        plan() has returned. Page ids that are contiguous int32 on the wrapper's device are kept by reference, and run()
+        reads them there; ids on the host, or of int64, are copied. In CUDA-graph mode every table is copied into the
+        wrapper's buffers, which run() reads.
         """
         if type(q_len_per_req) is not int or q_len_per_req < 1:
             q_len_per_req = as_count("q_len_per_req", q_len_per_req)
@@ -209,7 +215,41 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
     ) -> tuple[int, int]:  # fmt: skip
         """Bytes of (float, int) workspace that plan() with these arguments would use; both 0 on the CPU.
 
-        The int workspace is always ours: its size is 0. Parameters as in `plan`.
+        The plan of the wrapper stays as it is.
+
+        Parameters
+        ----------
+        indptr : int Tensor [batch_size + 1]
+            Where each request's entries begin in `indices`.
+        indices : int Tensor [pages used]
+            Page ids.
+        last_page_len : int Tensor [batch_size]
+            Tokens in each request's last page.
+        num_qo_heads, num_kv_heads, head_dim, page_size : int
+            Heads of q, heads of k and v, elements of a head, tokens of a page.
+        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+            Options of the logits, as in `plan`.
+        q_data_type, kv_data_type, o_data_type, data_type : dtype or its name, optional
+            As in `plan`.
+        block_tables, seq_lens : Tensor, optional
+            As in `plan`: what is on the host has to agree with the page table.
+        fixed_split_size : int, optional
+        disable_split_kv : bool
+            How keys are cut between blocks, which decides the size.
+        q_len_per_req : int
+            Queries of each request.
+
+        Returns
+        -------
+        float_bytes : int
+            What `float_workspace_buffer` has to hold, so that the wrapper allocates no scratch of its own.
+        int_bytes : int
+            Always 0: the wrapper owns its work lists.
+
+        Raises
+        ------
+        ValueError
+            As `plan` raises it.
         """
         probe = BatchDecodeWithPagedKVCacheWrapper(
             self._float_workspace_buffer, self._kv_layout, backend=self._backend, variant=self._variant
@@ -222,7 +262,13 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         return probe._planned().scratch_bytes, 0
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Kept for callers of upstream: strides are arguments of our kernels, so no variant needs warming."""
+        """Do nothing: strides are arguments of kernels here, and no variant of them needs warming.
+
+        Parameters
+        ----------
+        variant : str
+            Not read.
+        """
 
     def run(
         self,
@@ -297,6 +343,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         out : Tensor, as q with the output dtype
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2, unless lse_base says otherwise; -inf for a request without keys, whose out is 0.
+
+        Raises
+        ------
+        ValueError
+            Before plan(); an operand whose shape, dtype, device or strides are not as planned, by name; `out` that
+            has part of an operand's memory. Nothing is written then.
         """
         if args:
             scales = q_scale, k_scale, v_scale
@@ -327,7 +379,30 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> torch.Tensor:
-        """Older name of `run`, in which these options replace the planned ones."""
+        """Older name of `run`; these options replace the planned ones, for this call and later ones.
+
+        An option that is left out takes its default here, not what plan() was given.
+
+        Parameters
+        ----------
+        q : Tensor [batch_size * q_len_per_req, num_qo_heads, head_dim]
+        paged_kv_cache : Tensor or (Tensor, Tensor)
+            Pages of keys and values, as in `run`.
+        q_scale, k_scale, v_scale : float, optional
+            Scales of quantised q, k and v.
+        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+            As in `plan`.
+
+        Returns
+        -------
+        Tensor [rows, num_qo_heads, head_dim]
+            As `run` without return_lse.
+
+        Raises
+        ------
+        ValueError
+            As `run`; an option out of its range, by name.
+        """
         self._change_plan(
             pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
@@ -340,7 +415,31 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
         v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Older name of `run_return_lse`."""
+        """Older name of `run_return_lse`; these options replace the planned ones, for this call and later ones.
+
+        An option that is left out takes its default here, not what plan() was given.
+
+        Parameters
+        ----------
+        q : Tensor [batch_size * q_len_per_req, num_qo_heads, head_dim]
+        paged_kv_cache : Tensor or (Tensor, Tensor)
+            Pages of keys and values, as in `run`.
+        q_scale, k_scale, v_scale : float, optional
+            Scales of quantised q, k and v.
+        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+            As in `plan`.
+
+        Returns
+        -------
+        out : Tensor [rows, num_qo_heads, head_dim]
+        lse : float32 Tensor [rows, num_qo_heads]
+            Base 2; -inf for a row that sees no key, whose out is 0.
+
+        Raises
+        ------
+        ValueError
+            As `run`; an option out of its range, by name.
+        """
         self._change_plan(
             pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
@@ -349,7 +448,27 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedNames):
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """`BatchDecodeWithPagedKVCacheWrapper` in CUDA-graph mode; parameters as there.
+    """`BatchDecodeWithPagedKVCacheWrapper` with use_cuda_graph=True.
+
+    plan() copies a batch of up to max_batch requests into the buffers; a graph captured over run() then serves it.
+
+    Parameters
+    ----------
+    workspace_buffer : uint8 Tensor
+        Scratch on the compute device, for partial results; any size. Its device is the wrapper's.
+    indptr_buffer : int32 Tensor [max_batch + 1]
+    indices_buffer : int32 Tensor [max pages]
+    last_page_len_buffer : int32 Tensor [max_batch]
+        Contiguous buffers on that device, which the wrapper keeps and writes into.
+    kv_layout : str
+        "NHD": pages of [page_size, num_kv_heads, head_dim]; "HND": [num_kv_heads, page_size, head_dim].
+    use_tensor_cores : bool
+        A hint between two kernels of upstream; one kernel serves both here.
+
+    Raises
+    ------
+    ValueError
+        A buffer that is missing, not int32, not contiguous or on another device, by name.
 
     Examples
     --------
@@ -375,73 +494,3 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         super().__init__(
             workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer
         )
-
-
-@checked
-def fast_decode_plan(
-    self: BatchDecodeWithPagedKVCacheWrapper,
-    indptr: torch.Tensor,
-    indices: torch.Tensor,
-    last_page_len: torch.Tensor,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    pos_encoding_mode: PosEncodingMode = "NONE",
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    q_data_type: str | torch.dtype | None = None,
-    kv_data_type: str | torch.dtype | None = None,
-    data_type: str | torch.dtype | None = None,
-    sm_scale: float | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    non_blocking: bool = True,
-    fixed_split_size: int | None = None,
-    disable_split_kv: bool = False,
-    q_len_per_req: int = 1,
-    global_override_indptr_cpu: torch.Tensor | None = None,
-) -> None:
-    """`BatchDecodeWithPagedKVCacheWrapper.plan`, under the name engines bind in its place.
-
-    Upstream's is faster than its plan() because it copies less; plan() here copies no more than this. With
-    `global_override_indptr_cpu`, that host tensor is `indptr`. The output type is that of an earlier plan. Other
-    parameters as in plan().
-
-    Parameters
-    ----------
-    indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode
-        As in `BatchDecodeWithPagedKVCacheWrapper.plan`.
-    window_left, logits_soft_cap, q_data_type, kv_data_type, data_type, sm_scale, rope_scale, rope_theta
-        As in `BatchDecodeWithPagedKVCacheWrapper.plan`.
-    non_blocking, fixed_split_size, disable_split_kv, q_len_per_req
-        As in `BatchDecodeWithPagedKVCacheWrapper.plan`.
-    global_override_indptr_cpu : torch.Tensor, optional
-        Host tensor [batch_size + 1] in the place of `indptr`.
-    self : BatchDecodeWithPagedKVCacheWrapper
-        The wrapper to plan.
-
-    Raises
-    ------
-    ValueError
-        As `BatchDecodeWithPagedKVCacheWrapper.plan` raises it.
-
-    Examples
-    --------
-    >>> import torch, flashinfer
-    >>> wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(0, dtype=torch.uint8))
-    >>> indptr, pages, last = torch.tensor([0, 2]).int(), torch.tensor([3, 1]).int(), torch.tensor([4]).int()
-    >>> flashinfer.fast_decode_plan(wrapper, indptr, pages, last, 8, 2, 64, 16, q_data_type="float32")
-    >>> wrapper.run(torch.randn(1, 8, 64), torch.randn(4, 2, 16, 2, 64)).shape
-    torch.Size([1, 8, 64])
-    """
-    # Engines put this in the place of the wrapper's own plan().
-    BatchDecodeWithPagedKVCacheWrapper.plan(
-        self, indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
-        indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
-        pos_encoding_mode=pos_encoding_mode, window_left=window_left, logits_soft_cap=logits_soft_cap,
-        q_data_type=q_data_type, kv_data_type=kv_data_type, data_type=data_type, sm_scale=sm_scale,
-        rope_scale=rope_scale, rope_theta=rope_theta, non_blocking=non_blocking, fixed_split_size=fixed_split_size,
-        disable_split_kv=disable_split_kv, q_len_per_req=q_len_per_req,
-        o_data_type=None if self._base is None else self._base.options.o_dtype,
-    )  # fmt: skip

@@ -38,7 +38,13 @@ class SegmentGEMMWrapper:
         self._int_workspace_buffer = None
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Keep other workspaces, which are left alone too."""
+        """Keep other workspaces, by reference. Nothing is read from them or written to them.
+
+        Parameters
+        ----------
+        float_workspace_buffer, int_workspace_buffer : torch.Tensor
+            Of any size.
+        """
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
 

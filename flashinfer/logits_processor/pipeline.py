@@ -84,7 +84,22 @@ class LogitsPipe:
         custom_fusion_rules: list[FusionRule] | None = None,
         custom_validity_checks: list[ValidityCheck] | None = None,
     ) -> None:
-        """Check the steps and fuse them, by rules and checks beside those that the pipeline has."""
+        """Check the steps and fuse them, by rules and checks beside those that the pipeline has.
+
+        Parameters
+        ----------
+        custom_fusion_rules : list of FusionRule, optional
+            For this call; of one priority they come before the pipeline's and the built-in ones.
+        custom_validity_checks : list of callable (list of Op) -> None, optional
+            Each raises where the steps do not make a pipeline; the built-in ones come first.
+
+        Raises
+        ------
+        CompileError
+            Neighbours that do not fit, two softmaxes, or a joint top-k without the steps that it is joint with.
+        ValueError
+            custom_fusion_rules is no list of FusionRule.
+        """
         _check_rules(custom_fusion_rules)
         rules = [*(custom_fusion_rules or ()), *self.custom_fusion_rules]
         checks = [*self.custom_validity_checks, *(custom_validity_checks or ())]

@@ -33,6 +33,16 @@ class LogitsProcessor:
     def legalize(self, input_type: TensorType) -> list[Op]:
         """The steps that it becomes for a tensor of `input_type`.
 
+        Parameters
+        ----------
+        input_type : TensorType
+            Of the tensor that reaches it.
+
+        Returns
+        -------
+        list of Op
+            One for the built-in processors.
+
         Raises
         ------
         LegalizationError
@@ -58,13 +68,27 @@ def _check_names(kind: type[LogitsProcessor], params: dict) -> None:
 
 
 class Temperature(LogitsProcessor):
-    """Divide logits by the runtime parameter `temperature`: a number, or a tensor [batch], above 0."""
+    """Divide logits by a temperature.
+
+    Parameters
+    ----------
+    **params
+        `temperature`, if it is fixed; else it is given at run time: a number above 0, or a tensor [batch].
+    """
 
     STEPS = {TensorType.LOGITS: ops.TemperatureOp}
 
 
 class Softmax(LogitsProcessor):
-    """Logits to probabilities. `enable_pdl` changes no result."""
+    """Logits to probabilities, float32.
+
+    Parameters
+    ----------
+    enable_pdl : bool, optional
+        Programmatic dependent launch: no effect on results.
+    **params
+        None but `enable_pdl`; another name is refused.
+    """
 
     STEPS = {TensorType.LOGITS: ops.SoftmaxOp}
 
@@ -74,10 +98,15 @@ class Softmax(LogitsProcessor):
 
 
 class TopK(LogitsProcessor):
-    """Keep the `top_k` largest (runtime: a number or a tensor [batch]): other logits become -inf, probabilities 0.
+    """Keep the largest of a row: other logits become -inf, other probabilities 0.
 
-    With `joint_topk_topp`, a TopP that follows, and then a Sample, are applied to the same row: a token has to pass
-    both filters as they are. Otherwise top-p is a share of what top-k kept.
+    Parameters
+    ----------
+    joint_topk_topp : bool
+        Apply a TopP that follows, and then a Sample, to the same row: a token has to pass both filters as they are.
+        Otherwise top-p is a share of what top-k kept.
+    **params
+        `top_k`, if it is fixed; else it is given at run time: a number, or a tensor [batch].
     """
 
     STEPS = {TensorType.LOGITS: ops.LogitsTopKOp, TensorType.PROBS: ops.ProbsTopKOp}
@@ -89,20 +118,40 @@ class TopK(LogitsProcessor):
 
 
 class TopP(LogitsProcessor):
-    """Keep the fewest largest probabilities that sum to `top_p` (runtime: a number or a tensor [batch])."""
+    """Keep the fewest largest probabilities that sum to `top_p`.
+
+    Parameters
+    ----------
+    **params
+        `top_p`, if it is fixed; else it is given at run time: a number, or a tensor [batch].
+    """
 
     STEPS = {TensorType.PROBS: ops.TopPOp}
 
 
 class MinP(LogitsProcessor):
-    """Keep probabilities of at least `min_p` (runtime: a number or a tensor [batch]) times the row's largest."""
+    """Keep probabilities of at least `min_p` times the row's largest.
+
+    Parameters
+    ----------
+    **params
+        `min_p`, if it is fixed; else it is given at run time: a number, or a tensor [batch].
+    """
 
     STEPS = {TensorType.PROBS: ops.MinPOp}
 
 
 class Sample(LogitsProcessor):
-    """Draw a token. Runtime parameters: `indices`, `generator`, `check_nan`, `seed`, `offset`, as those of
-    `flashinfer.sampling.sampling_from_probs`. `deterministic` changes no result."""
+    """Draw a token of each row.
+
+    Parameters
+    ----------
+    deterministic : bool
+        No effect on results: draws are deterministic.
+    **params
+        `indices`, `generator`, `check_nan`, `seed` and `offset`, those that are fixed; the others may be given at run
+        time. They are those of `flashinfer.sampling.sampling_from_probs`.
+    """
 
     STEPS = {TensorType.LOGITS: ops.LogitsSampleOp, TensorType.PROBS: ops.ProbsSampleOp}
 

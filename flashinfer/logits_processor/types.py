@@ -28,36 +28,96 @@ class TensorType(Enum):
 
 @dataclass(frozen=True, eq=False)
 class TaggedTensor:
-    """A tensor and what it means. Functions of torch take it for the tensor and give a tensor."""
+    """A tensor and what it means. Functions of torch take it for the tensor and give a tensor.
+
+    Attributes
+    ----------
+    data : torch.Tensor
+        Kept by reference.
+    type : TensorType
+        What it holds.
+    """
 
     data: torch.Tensor
     type: TensorType
 
     @classmethod
     def logits(cls, t: torch.Tensor) -> TaggedTensor:
+        """A tensor of logits.
+
+        Parameters
+        ----------
+        t : torch.Tensor
+            [batch, vocabulary]; kept by reference.
+
+        Returns
+        -------
+        TaggedTensor
+        """
         return cls(t, TensorType.LOGITS)
 
     @classmethod
     def probs(cls, t: torch.Tensor) -> TaggedTensor:
+        """A tensor of probabilities.
+
+        Parameters
+        ----------
+        t : torch.Tensor
+            [batch, vocabulary]; kept by reference.
+
+        Returns
+        -------
+        TaggedTensor
+        """
         return cls(t, TensorType.PROBS)
 
     @classmethod
     def indices(cls, t: torch.Tensor) -> TaggedTensor:
+        """A tensor of tokens.
+
+        Parameters
+        ----------
+        t : torch.Tensor
+            [batch]; kept by reference.
+
+        Returns
+        -------
+        TaggedTensor
+        """
         return cls(t, TensorType.INDICES)
 
     @property
     def device(self) -> torch.device:
+        """The device of `data`."""
         return self.data.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of `data`."""
         return self.data.dtype
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of `data`."""
         return self.data.shape
 
     def size(self, dim: int | None = None):
+        """The shape of `data`, or one of its sizes, as `torch.Tensor.size`.
+
+        Parameters
+        ----------
+        dim : int, optional
+            None: all.
+
+        Returns
+        -------
+        torch.Size or int
+
+        Raises
+        ------
+        IndexError
+            There is no such dimension.
+        """
         return self.data.size() if dim is None else self.data.size(dim)
 
     @classmethod

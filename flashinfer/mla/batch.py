@@ -289,6 +289,12 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         out : Tensor [rows, num_heads, head_dim_ckv]
         lse : float32 Tensor [rows, num_heads], with return_lse
             -inf for a row that sees no key, whose out is 0.
+
+        Raises
+        ------
+        ValueError
+            Before plan(), unless page_table and kv_len are given; an operand whose shape, dtype, device or strides are
+            not as planned, by name; `out` that has part of an operand's memory. Nothing is written then.
         """
         if profiler_buffer is not None:
             require(False, "profiler_buffer", "a tensor", "None: there is no profiler")

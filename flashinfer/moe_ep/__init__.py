@@ -1,9 +1,8 @@
 """Expert parallelism as engines ask for it: an object that sends tokens to the ranks of their experts, and brings back
 what the experts made of them."""
 
+from flashinfer.moe_ep.backend import MoEEpCommunication, MoEEpDispatchResult
 from flashinfer.moe_ep.communication import (
-    MoEEpCommunication,
-    MoEEpDispatchResult,
     NVLinkOneSidedAlltoAll,
     available_communication_backends,
     create_communication,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,70 +13,8 @@ from flashinfer.comm.mapping import Mapping
 from flashinfer.comm.mnnvl import MnnvlConfig
 from flashinfer.comm.trtllm_moe_alltoall import MoeAlltoAll, moe_a2a_get_workspace_size_per_rank
 from flashinfer.moe_ep import formats
+from flashinfer.moe_ep.backend import MoEEpCommunication, MoEEpDispatchResult
 from flashinfer.moe_ep.config import BootstrapConfig, MoEEpCommParams, NVLinkOneSidedConfig
-
-
-@dataclass(frozen=True)
-class MoEEpDispatchResult:
-    """What arrived: ep_size * tokens_per_rank rows, in blocks by source rank. They are the workspace's memory, and hold
-    until the dispatch after the next combine.
-
-    Attributes
-    ----------
-    hidden_states : torch.Tensor
-        [rows, ...], as they travelled.
-    topk_ids : torch.Tensor
-        int32 [rows, top_k]: ids among all experts; `invalid_expert_id` in rows that are no token's.
-    topk_weights : torch.Tensor or None
-        [rows, top_k].
-    tokens_per_rank : int
-    hidden_states_scale : torch.Tensor or None
-        [rows, ...], of quantised rows.
-    eplb_gathered_stats : torch.Tensor or None
-        int32 [ep_size, eplb_stats_num_experts].
-    """
-
-    hidden_states: torch.Tensor
-    topk_ids: torch.Tensor
-    topk_weights: torch.Tensor | None
-    tokens_per_rank: int
-    hidden_states_scale: torch.Tensor | None = None
-    eplb_gathered_stats: torch.Tensor | None = None
-
-
-class MoEEpCommunication(ABC):
-    """What every backend has. Calls alternate, `dispatch` and `combine`, and are the same on every rank."""
-
-    backend_name: ClassVar[str]
-    supports_cuda_graph: ClassVar[bool] = True
-
-    def __init__(self, bootstrap: BootstrapConfig, params: MoEEpCommParams):
-        self.bootstrap, self.params = bootstrap, params
-        self.ep_rank, self.ep_size = bootstrap.rank, bootstrap.world_size
-        even = params.num_experts % self.ep_size == 0
-        require(even, "num_experts", params.num_experts, f"a multiple of {self.ep_size}, the ranks")
-        self.num_local_experts = params.num_experts // self.ep_size
-
-    @classmethod
-    @abstractmethod
-    def is_platform_supported(cls) -> bool: ...
-
-    def is_workload_feasible(self, max_tokens_per_rank: int) -> bool:
-        """Whether a step whose busiest rank has so many tokens fits."""
-        return 0 <= max_tokens_per_rank <= self.params.max_tokens_per_rank
-
-    @abstractmethod
-    def dispatch(self, hidden_states, topk_ids, topk_weights=None, **options) -> MoEEpDispatchResult: ...
-
-    @abstractmethod
-    def combine(self, expert_output, *, output=None) -> torch.Tensor: ...
-
-    def get_combine_input_buffer(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Where experts may write what `combine` takes, which spares a copy; None if there is no such place."""
-        return None
-
-    def destroy(self) -> None:
-        """Free what the object holds."""
 
 
 class NVLinkOneSidedAlltoAll(MoEEpCommunication):
@@ -151,7 +87,12 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
 
     @classmethod
     def is_platform_supported(cls) -> bool:
-        """True: ranks that do not reach each other's memory go through the process group."""
+        """True: ranks that do not reach each other's memory go through the process group.
+
+        Returns
+        -------
+        bool
+        """
         return True
 
     @property
@@ -162,7 +103,22 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         return self._alltoall
 
     def check(self, wait: bool = True) -> None:
-        """Raise what went wrong in a call of this rank, as `flashinfer.comm.MoeAlltoAll.check` does."""
+        """Raise what went wrong in a call of this rank.
+
+        Parameters
+        ----------
+        wait : bool
+            For the kernels of this rank, which end by the deadline; nothing is waited for inside a graph capture.
+
+        Raises
+        ------
+        TimeoutError
+            A rank did not come within the deadline.
+        ValueError
+            A rank came with other sizes.
+        RuntimeError
+            The object is destroyed.
+        """
         self.alltoall.check(wait)
 
     def dispatch(
@@ -260,7 +216,25 @@ class NVLinkOneSidedAlltoAll(MoEEpCommunication):
         return formats.quantise(name, x, global_scale)
 
     def get_combine_input_buffer(self, dtype: torch.dtype) -> torch.Tensor:
-        """[ep_size * tokens_per_rank, hidden_size]: where `combine` reads without a copy. After a dispatch only."""
+        """Where experts may write what `combine` takes, which spares a copy; after a dispatch only.
+
+        Parameters
+        ----------
+        dtype : torch.dtype
+            Of the rows.
+
+        Returns
+        -------
+        torch.Tensor
+            [ep_size * tokens_per_rank, hidden_size]: the workspace's memory.
+
+        Raises
+        ------
+        RuntimeError
+            No dispatch waits for a combine, or the object is destroyed.
+        ValueError
+            Too few bytes for rows of that dtype.
+        """
         most = self._most()
         return self.alltoall.get_combine_payload_tensor_in_workspace(most, self.params.hidden_size, dtype).flatten(0, 1)
 

@@ -180,6 +180,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         ------
         ValueError
             An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
+
+        Notes
+        -----
+        Offsets and last page lengths are read here, in the order of the stream: their tensors may be filled again once
+        plan() has returned. Page ids that are contiguous int32 on the wrapper's device are kept by reference, and run()
+        reads them there; ids on the host, or of int64, are copied. In CUDA-graph mode every table is copied into the
+        wrapper's buffers, which run() reads. A custom_mask is packed into new bits; a packed_custom_mask on
+        the wrapper's device is kept by reference, unless a buffer holds it.
         """
         check_flag("use_fp16_qk_reduction", use_fp16_qk_reduction)
         check_flag("non_blocking", non_blocking)
@@ -222,8 +230,49 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
     ) -> tuple[int, int]:  # fmt: skip
         """Bytes of (float, int) workspace that plan() with these arguments would use; both 0 on the CPU.
 
-        The int workspace is always ours: its size is 0. Parameters as in `plan`. With qo_indptr on a GPU and no bound
-        on its rows, the size is known at the first run() only, and this is 0.
+        The plan of the wrapper stays as it is. With qo_indptr on a GPU and no bound on its rows, the size is known at
+        the first run() only, and float_bytes is 0.
+
+        Parameters
+        ----------
+        qo_indptr, paged_kv_indptr : int Tensor [batch_size + 1]
+            Query rows of each request, and where its entries begin in `paged_kv_indices`.
+        paged_kv_indices : int Tensor [pages used]
+            Page ids.
+        paged_kv_last_page_len : int Tensor [batch_size]
+            Tokens in each request's last page.
+        num_qo_heads, num_kv_heads, head_dim_qk, page_size : int
+        head_dim_vo : int, optional
+            Default head_dim_qk.
+        custom_mask, packed_custom_mask : Tensor, optional
+            A mask of the keys that each query sees, as in `plan`.
+        causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta
+            Options of the logits, as in `plan`.
+        q_data_type, kv_data_type, o_data_type : dtype or its name
+            As in `plan`.
+        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
+            Multi-item scoring, as in `plan`.
+        seq_lens, seq_lens_q, block_tables : Tensor, optional
+            As in `plan`: what is on the host has to agree with the tables.
+        max_token_per_sequence, max_sequence_kv : int, optional
+            The longest query and the most keys of a request.
+        fixed_split_size : int, optional
+        disable_split_kv : bool
+            How keys are cut between blocks, which decides the size.
+        uniform_q_len : int, optional
+            Every request has this many queries.
+
+        Returns
+        -------
+        float_bytes : int
+            What `float_workspace_buffer` has to hold, so that the wrapper allocates no scratch of its own.
+        int_bytes : int
+            Always 0: the wrapper owns its work lists.
+
+        Raises
+        ------
+        ValueError
+            As `plan` raises it.
         """
         probe = self._probe()
         probe.plan(
@@ -242,7 +291,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         return BatchPrefillWithPagedKVCacheWrapper(workspace, layout, backend=self._backend, variant=self._variant)
 
     def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Kept for callers of upstream: strides are arguments of our kernels, so no variant needs warming."""
+        """Do nothing: strides are arguments of kernels here, and no variant of them needs warming.
+
+        Parameters
+        ----------
+        variant : str
+            Not read.
+        """
 
     def run(
         self,
@@ -297,6 +352,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         out : Tensor [rows, num_qo_heads, head_dim_vo]
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2, unless lse_base says otherwise; -inf for a row that sees no key, whose out is 0.
+
+        Raises
+        ------
+        ValueError
+            Before plan(); an operand whose shape, dtype, device or strides are not as planned, by name; `out` that
+            has part of an operand's memory. Nothing is written then.
         """
         if args:
             scales = q_scale, k_scale, v_scale
@@ -325,7 +386,34 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> torch.Tensor:
-        """Older name of `run`, in which these options replace the planned ones."""
+        """Older name of `run`; these options replace the planned ones, for this call and later ones.
+
+        An option that is left out takes its default here, not what plan() was given.
+
+        Parameters
+        ----------
+        q : Tensor [qo_indptr[-1], num_qo_heads, head_dim_qk]
+        paged_kv_cache : Tensor or (Tensor, Tensor)
+            Pages of keys and values, as in `run`.
+        causal : bool
+            A query sees keys at its position and before.
+        use_fp16_qk_reduction : bool
+            Not read: sums are float32.
+        k_scale, v_scale : float, optional
+            Scales of quantised k and v.
+        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+            As in `plan`.
+
+        Returns
+        -------
+        Tensor [rows, num_qo_heads, head_dim_vo]
+            As `run` without return_lse.
+
+        Raises
+        ------
+        ValueError
+            As `run`; an option out of its range, by name.
+        """
         self._change_plan(
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
@@ -338,7 +426,35 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedNames):
         v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Older name of `run_return_lse`."""
+        """Older name of `run_return_lse`; these options replace the planned ones, for this call and later ones.
+
+        An option that is left out takes its default here, not what plan() was given.
+
+        Parameters
+        ----------
+        q : Tensor [qo_indptr[-1], num_qo_heads, head_dim_qk]
+        paged_kv_cache : Tensor or (Tensor, Tensor)
+            Pages of keys and values, as in `run`.
+        causal : bool
+            A query sees keys at its position and before.
+        use_fp16_qk_reduction : bool
+            Not read: sums are float32.
+        k_scale, v_scale : float, optional
+            Scales of quantised k and v.
+        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+            As in `plan`.
+
+        Returns
+        -------
+        out : Tensor [rows, num_qo_heads, head_dim_vo]
+        lse : float32 Tensor [rows, num_qo_heads]
+            Base 2; -inf for a row that sees no key, whose out is 0.
+
+        Raises
+        ------
+        ValueError
+            As `run`; an option out of its range, by name.
+        """
         self._change_plan(
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,

@@ -26,7 +26,31 @@ _BUFFERS = dict(qo_indptr="qo_indptr_buf", kv_indptr="kv_indptr_buf")
 class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
     """Prefill attention of a batch whose keys and values are ragged rows, not pages.
 
-    Parameters as of `BatchPrefillWithPagedKVCacheWrapper`, with `kv_indptr_buf` in the place of the page table.
+    Parameters
+    ----------
+    float_workspace_buffer : uint8 Tensor
+        Scratch on the compute device, for partial results; any size (a small one is replaced by our own). Its device is
+        the wrapper's.
+    kv_layout : str
+        "NHD": k and v of [rows, num_kv_heads, head_dim]; "HND": [num_kv_heads, rows, head_dim].
+    use_cuda_graph : bool
+        Keep the tables in the buffers below, so that a captured run() serves later plans.
+    qo_indptr_buf, kv_indptr_buf : int32 Tensor [max_batch + 1], optional
+    custom_mask_buf : uint8 Tensor, optional
+        For packed masks; needed where a captured graph has a custom mask.
+    mask_indptr_buf : int32 Tensor [max_batch + 1], optional
+        The buffers, with use_cuda_graph; contiguous and on the compute device.
+    backend : str
+        "auto", or one of upstream's names (see flashinfer/_core/backends.py).
+    jit_args, jit_kwargs, variant_owns_mask : optional
+        As of `BatchPrefillWithPagedKVCacheWrapper`.
+    variant : AttentionVariant, optional
+        Functions that change logits or hide keys (docs/variants.md).
+
+    Raises
+    ------
+    ValueError
+        An unknown layout or backend; a buffer that is missing, or of another dtype or device, by name.
 
     Examples
     --------
@@ -104,20 +128,52 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
     ) -> None:
         """Describe a batch; every later run() uses it.
 
-        What is not listed is as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
-
         Parameters
         ----------
         qo_indptr, kv_indptr : int Tensor [batch_size + 1]
             Query rows, and rows of k and v, of each request; on the host or the device. The first may be any: rows
             before it are of no request.
-        v_indptr, o_indptr : optional
-            Rows of v and of out; they are those of k and q, and any other layout is refused.
+        num_qo_heads, num_kv_heads, head_dim_qk : int
+            num_qo_heads is a multiple of num_kv_heads.
+        head_dim_vo : int, optional
+            Default head_dim_qk.
+        custom_mask : bool Tensor [sum(q_len * kv_len)], optional
+            Requests one after another, each row-major [q_len, kv_len]; stands in the place of `causal`.
+        packed_custom_mask : uint8 Tensor, optional
+            The same in bits, low bit first, each request starting on a byte; takes precedence.
+        causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+            As in `single_prefill_with_kv_cache`.
+        q_data_type, kv_data_type, o_data_type : dtype or its name
+            kv defaults to q's, out to q's (bfloat16 for fp8 q). kv may be a format with factors, whose names
+            `BatchDecodeWithPagedKVCacheWrapper.run` explains; not in CUDA-graph mode.
+        non_blocking : bool
+            Copies to the device never wait here; False changes nothing else.
+        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
+            Multi-item scoring, as in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        fixed_split_size : int, optional
+            Cut every request's keys at multiples of this, so that a result does not depend on the rest of the batch.
+        disable_split_kv : bool
+            Leave every request whole.
+        seq_lens, seq_lens_q : Tensor [batch_size], optional
+            Keys and queries of each request. The indptrs are enough; what is on the host has to agree with them.
+        max_token_per_sequence, max_sequence_kv : int, optional
+            The longest query, and the most keys of a request. With qo_indptr on a GPU the first lets the tile fit short
+            queries.
+        v_indptr, o_indptr : int Tensor [batch_size + 1], optional
+            Rows of v and of out. They are those of k and q; any other layout is refused.
+        uniform_q_len : int, optional
+            Every request has this many queries.
 
         Raises
         ------
         ValueError
             An argument out of its range, by name; in CUDA-graph mode, more than the buffers hold.
+
+        Notes
+        -----
+        Offsets are read here, in the order of the stream: their tensors may be filled again once plan() has returned.
+        In CUDA-graph mode they are copied into the wrapper's buffers. A custom_mask is packed into new bits; a
+        packed_custom_mask on the wrapper's device is kept by reference, unless a buffer holds it.
         """
         for name, given, same in (("v_indptr", v_indptr, kv_indptr), ("o_indptr", o_indptr, qo_indptr)):
             is_same = given is None or given is same or given.data_ptr() == same.data_ptr()
@@ -201,6 +257,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         out : Tensor [rows, num_qo_heads, head_dim_vo]
         lse : float32 Tensor [rows, num_qo_heads], with return_lse
             Base 2; -inf for a row that sees no key, whose out is 0.
+
+        Raises
+        ------
+        ValueError
+            Before plan(); an operand whose shape, dtype, device or strides are not as planned, by name; `out` that
+            has part of an operand's memory. Nothing is written then.
         """
         if args:
             scales = q_scale, k_scale, v_scale
@@ -231,7 +293,32 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> torch.Tensor:
-        """Older name of `run`, in which these options replace the planned ones."""
+        """Older name of `run`; these options replace the planned ones, for this call and later ones.
+
+        An option that is left out takes its default here, not what plan() was given.
+
+        Parameters
+        ----------
+        q : Tensor [qo_indptr[-1], num_qo_heads, head_dim_qk]
+        k, v : Tensor
+            Rows of keys and values, as in `run`.
+        causal : bool
+            A query sees keys at its position and before.
+        use_fp16_qk_reduction : bool
+            Not read: sums are float32.
+        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+            As in `plan`.
+
+        Returns
+        -------
+        Tensor [rows, num_qo_heads, head_dim_vo]
+            As `run` without return_lse.
+
+        Raises
+        ------
+        ValueError
+            As `run`; an option out of its range, by name.
+        """
         self._change_plan(
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
@@ -244,7 +331,33 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         use_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: float | None = None,
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Older name of `run_return_lse`."""
+        """Older name of `run_return_lse`; these options replace the planned ones, for this call and later ones.
+
+        An option that is left out takes its default here, not what plan() was given.
+
+        Parameters
+        ----------
+        q : Tensor [qo_indptr[-1], num_qo_heads, head_dim_qk]
+        k, v : Tensor
+            Rows of keys and values, as in `run`.
+        causal : bool
+            A query sees keys at its position and before.
+        use_fp16_qk_reduction : bool
+            Not read: sums are float32.
+        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
+            As in `plan`.
+
+        Returns
+        -------
+        out : Tensor [rows, num_qo_heads, head_dim_vo]
+        lse : float32 Tensor [rows, num_qo_heads]
+            Base 2; -inf for a row that sees no key, whose out is 0.
+
+        Raises
+        ------
+        ValueError
+            As `run`; an option out of its range, by name.
+        """
         self._change_plan(
             causal=causal, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,

@@ -189,7 +189,47 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         max_token_per_sequence: int | None = None, max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None, disable_split_kv: bool = False,
     ) -> tuple[int, int]:  # fmt: skip
-        """Bytes of (float, int) workspace that plan() with these arguments would use, as in the parent class."""
+        """Bytes of (float, int) workspace that plan() with these arguments would use; both 0 on the CPU.
+
+        The plan of the wrapper stays as it is.
+
+        Parameters
+        ----------
+        qo_indptr, paged_kv_indptr : int Tensor [batch_size + 1]
+            Query rows of each request, and where its entries begin in `paged_kv_indices`.
+        paged_kv_indices : int Tensor [pages used]
+            Page ids.
+        paged_kv_last_page_len : int Tensor [batch_size]
+            Tokens in each request's last page.
+        num_qo_heads, num_kv_heads, head_dim_qk, page_size : int
+        head_dim_vo : int, optional
+            Default head_dim_qk.
+        custom_mask, packed_custom_mask : Tensor, optional
+            A mask of the keys that each query sees, as in `plan`.
+        causal, pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap
+            Options of the logits, as in `plan`.
+        q_data_type, kv_data_type, o_data_type : dtype or its name
+            As in `plan`.
+        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr
+            Multi-item scoring, as in `plan`.
+        max_token_per_sequence, max_sequence_kv : int, optional
+            The longest query and the most keys of a request.
+        fixed_split_size : int, optional
+        disable_split_kv : bool
+            How keys are cut between blocks, which decides the size.
+
+        Returns
+        -------
+        float_bytes : int
+            What `float_workspace_buffer` has to hold, so that the wrapper allocates no scratch of its own.
+        int_bytes : int
+            Always 0: the wrapper owns its work lists.
+
+        Raises
+        ------
+        ValueError
+            As `plan` raises it.
+        """
         probe = type(self)(self._float_workspace_buffer, self._kv_layout, **self._fixed)
         probe.plan(
             qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads,
@@ -263,7 +303,37 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         self, q, paged_kv_cache, bidirectional_ranges, causal_window_left: int = -1, range_window_left: int = -1,
         q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, *, enable_pdl=None, kv_cache_sf=None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """`run` with return_lse=True."""
+        """`run` with return_lse=True.
+
+        Parameters
+        ----------
+        q : Tensor [rows, num_qo_heads, head_dim_qk]
+        paged_kv_cache : Tensor or (Tensor, Tensor)
+            Pages of keys and values.
+        bidirectional_ranges : int32 Tensor [rows, 2]
+            For each query the first and the last key of its span; (-1, -1) for none.
+        causal_window_left, range_window_left : int
+            How far back a query sees, outside and inside its span, as in `run`.
+        q_scale, k_scale, v_scale : float or Tensor, optional
+            Scales of quantised q, k and v.
+        out, lse : Tensor, optional
+            Where to write both.
+        enable_pdl : bool, optional
+            Programmatic dependent launch: no effect on results.
+        kv_cache_sf : optional
+            The factors of a cache in a format that has them, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+
+        Returns
+        -------
+        out : Tensor [rows, num_qo_heads, head_dim_vo]
+        lse : float32 Tensor [rows, num_qo_heads]
+            Base 2; -inf for a row that sees no key, whose out is 0.
+
+        Raises
+        ------
+        ValueError
+            As `run`.
+        """
         return self.run(
             q, paged_kv_cache, bidirectional_ranges, causal_window_left, range_window_left, q_scale, k_scale, v_scale,
             out, lse, True, enable_pdl, kv_cache_sf,
@@ -273,7 +343,34 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         self, q, paged_kv_cache, bidirectional_ranges, causal_window_left: int = -1, range_window_left: int = -1,
         q_scale=None, k_scale=None, v_scale=None, enable_pdl=None, kv_cache_sf=None,
     ) -> torch.Tensor:  # fmt: skip
-        """Older name of `run`."""
+        """Older name of `run`, without out and lse.
+
+        Parameters
+        ----------
+        q : Tensor [rows, num_qo_heads, head_dim_qk]
+        paged_kv_cache : Tensor or (Tensor, Tensor)
+            Pages of keys and values.
+        bidirectional_ranges : int32 Tensor [rows, 2]
+            For each query the first and the last key of its span; (-1, -1) for none.
+        causal_window_left, range_window_left : int
+            How far back a query sees, outside and inside its span, as in `run`.
+        q_scale, k_scale, v_scale : float or Tensor, optional
+            Scales of quantised q, k and v.
+        enable_pdl : bool, optional
+            Programmatic dependent launch: no effect on results.
+        kv_cache_sf : optional
+            The factors of a cache in a format that has them, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+
+        Returns
+        -------
+        Tensor [rows, num_qo_heads, head_dim_vo]
+            As `run` without return_lse.
+
+        Raises
+        ------
+        ValueError
+            As `run`.
+        """
         return self.run(
             q, paged_kv_cache, bidirectional_ranges, causal_window_left, range_window_left, q_scale, k_scale, v_scale,
             enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,
@@ -283,7 +380,35 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCa
         self, q, paged_kv_cache, bidirectional_ranges, causal_window_left: int = -1, range_window_left: int = -1,
         q_scale=None, k_scale=None, v_scale=None, enable_pdl=None, kv_cache_sf=None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Older name of `run_return_lse`."""
+        """Older name of `run_return_lse`, without out and lse.
+
+        Parameters
+        ----------
+        q : Tensor [rows, num_qo_heads, head_dim_qk]
+        paged_kv_cache : Tensor or (Tensor, Tensor)
+            Pages of keys and values.
+        bidirectional_ranges : int32 Tensor [rows, 2]
+            For each query the first and the last key of its span; (-1, -1) for none.
+        causal_window_left, range_window_left : int
+            How far back a query sees, outside and inside its span, as in `run`.
+        q_scale, k_scale, v_scale : float or Tensor, optional
+            Scales of quantised q, k and v.
+        enable_pdl : bool, optional
+            Programmatic dependent launch: no effect on results.
+        kv_cache_sf : optional
+            The factors of a cache in a format that has them, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+
+        Returns
+        -------
+        out : Tensor [rows, num_qo_heads, head_dim_vo]
+        lse : float32 Tensor [rows, num_qo_heads]
+            Base 2; -inf for a row that sees no key, whose out is 0.
+
+        Raises
+        ------
+        ValueError
+            As `run`.
+        """
         return self.run_return_lse(
             q, paged_kv_cache, bidirectional_ranges, causal_window_left, range_window_left, q_scale, k_scale, v_scale,
             enable_pdl=enable_pdl, kv_cache_sf=kv_cache_sf,

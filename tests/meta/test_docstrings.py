@@ -22,6 +22,24 @@ RAISE_NOTHING = {
     "norm.supports_gated_residual_next_rmsnorm", "norm.supports_gated_residual_rmsnorm",
     "norm.supports_rmsnorm_sigmoid_gate", "quantization.nvfp4_e4m3_max", "topk.can_implement_filtered_topk",
 }  # fmt: skip
+# Methods with parameters that raise nothing of their own.
+METHODS_RAISE_NOTHING = {
+    "attention._core.BatchAttention.prewarm_paged_kv_stride_variant",
+    "autotuner.kept.Kept.load_configs", "autotuner.kept.Kept.save_configs",
+    "autotuner.profiles.TunableRunner.get_cache_key_extras",
+    "cascade.multi_level.MultiLevelCascadeAttentionWrapper.prewarm_paged_kv_stride_variant",
+    "cascade.shared_prefix.BatchPrefillWithSharedPrefixPagedKVCacheWrapper.prewarm_paged_kv_stride_variant",
+    "comm._workspaces.AllReduceFusionWorkspace.is_buffer_size_sufficient",
+    "comm._workspaces.MNNVLAllReduceFusionWorkspace.is_buffer_size_sufficient",
+    "comm.cuda_ipc.CudaRTLibrary.cudaGetErrorString", "comm.mapping.Mapping.get_local_rank",
+    "comm.mapping.Mapping.get_node_rank", "comm.mapping.Mapping.pp_layers",
+    "decode.batch.BatchDecodeWithPagedKVCacheWrapper.prewarm_paged_kv_stride_variant",
+    "gemm.segment.SegmentGEMMWrapper.reset_workspace_buffer", "kda_prefill.KDAPrefillPlanCache.put",
+    "logits_processor.types.TaggedTensor.indices", "logits_processor.types.TaggedTensor.logits",
+    "logits_processor.types.TaggedTensor.probs", "moe_ep.backend.MoEEpCommunication.get_combine_input_buffer",
+    "moe_ep.backend.MoEEpCommunication.is_workload_feasible",
+    "prefill.paged.BatchPrefillWithPagedKVCacheWrapper.prewarm_paged_kv_stride_variant",
+}  # fmt: skip
 # Functions without an example, most of them of several processes; one that gets one leaves the list.
 NO_EXAMPLE = {
     "api_logging.replay", "api_logging.replay_from_dump", "api_logging.replay_sequence", "collect_env.main",
@@ -129,12 +147,18 @@ def sections(text):
     return {section[1]: text[section.end() : end] for section, end in zip(found, ends)}
 
 
+def unnamed(signature, found, *titles):
+    """Parameters that none of these sections names."""
+    lines = [line for title in titles for line in found.get(title, "").splitlines()]
+    heads = [line.split(" : ")[0] for line in lines if not line.startswith(" ")]
+    named = {name.strip(" *") for head in heads for name in head.split(",")}
+    return [f"parameter {name}" for name in signature.parameters if name not in named]
+
+
 def lacking(function):
     """What of its sections the docstring of a function does not have, and which parameters they do not name."""
     found, signature = sections(inspect.getdoc(function) or ""), inspect.signature(function)
-    heads = [line.split(" : ")[0] for line in found.get("Parameters", "").splitlines() if not line.startswith(" ")]
-    named = {name.strip(" *") for head in heads for name in head.split(",")}
-    missing = [f"parameter {name}" for name in signature.parameters if name not in named]
+    missing = unnamed(signature, found, "Parameters")
     nothing = str(signature.return_annotation) in ("None", "NoReturn")
     missing += ["Returns"] if not nothing and not found.keys() & {"Returns", "Yields"} else []
     return missing + [title for title in ("Raises", "Examples") if title not in found]
@@ -147,6 +171,49 @@ def test_functions_have_their_sections():
     assert {name for name, missing in found.items() if "Examples" in missing} == NO_EXAMPLE
     others = {name: set(missing) - {"Raises", "Examples"} for name, missing in found.items()}
     assert not {name: missing for name, missing in others.items() if missing}
+
+
+def members():
+    """(name, member) of the public methods and properties of public classes, each where it is defined."""
+    found = {}
+    for kind in filter(inspect.isclass, PUBLIC.values()):
+        for base in (base for base in kind.__mro__ if base.__module__.startswith("flashinfer")):
+            for name, member in vars(base).items():
+                if not name.startswith("_"):
+                    found.setdefault(id(member), (f"{base.__module__[11:]}.{base.__qualname__}.{name}", member))
+    return dict(found.values())
+
+
+def lacking_of_method(member):
+    """Of a method or property, as `lacking`. Whoever has no parameters may have nothing to raise."""
+    function = getattr(member, "__func__", member)
+    if isinstance(member, property):
+        return [] if member.__doc__ else ["a sentence"]
+    if not inspect.isfunction(function):
+        return []
+    if not function.__doc__:
+        return ["a sentence"]
+    first = [] if isinstance(member, staticmethod) else list(inspect.signature(function).parameters)[:1]
+    missing = [what for what in lacking(function) if what not in ("Examples", *(f"parameter {name}" for name in first))]
+    bare = len(inspect.signature(function).parameters) == len(first)
+    return [what for what in missing if not (bare and what == "Raises")]
+
+
+def test_methods_have_their_sections():
+    """Every public method of a public class: its parameters, what it returns and raises; a property: a sentence."""
+    found = {name: lacking_of_method(member) for name, member in members().items()}
+    assert {name for name, missing in found.items() if "Raises" in missing} == METHODS_RAISE_NOTHING
+    others = {name: set(missing) - {"Raises"} for name, missing in found.items()}
+    assert not {name: missing for name, missing in others.items() if missing}
+
+
+def test_classes_name_what_they_are_made_of():
+    """Every public class: the parameters of its constructor; fields may stand under Attributes."""
+    kinds = {name: kind for name, kind in PUBLIC.items() if inspect.isclass(kind) and not is_enum(kind)}
+    own = {name: kind for name, kind in kinds.items() if inspect.isfunction(kind.__init__)}
+    found = {name: (inspect.signature(kind), sections(inspect.getdoc(kind) or "")) for name, kind in own.items()}
+    missing = {name: unnamed(*given, "Parameters", "Attributes") for name, given in found.items()}
+    assert not {name: names for name, names in missing.items() if names}
 
 
 def test_what_a_docstring_lacks_is_seen():
@@ -173,6 +240,28 @@ def test_what_a_docstring_lacks_is_seen():
 
     assert lacking(bare) == ["parameter x", "parameter rest", "parameter y", "Returns", "Raises", "Examples"]
     assert lacking(whole) == []
+
+
+def test_what_a_method_lacks_is_seen():
+    class Some:
+        def bare(self, x) -> int:
+            """Nothing."""
+
+        def none(self): ...
+
+        def whole(self) -> None:
+            """All, as it has no parameters."""
+
+        @staticmethod
+        def alone(x) -> None:
+            """Nothing."""
+
+        @property
+        def fact(self): ...
+
+    members = {name: lacking_of_method(vars(Some)[name]) for name in ("bare", "none", "whole", "alone", "fact")}
+    assert members["bare"] == ["parameter x", "Returns", "Raises"] and members["alone"] == ["parameter x", "Raises"]
+    assert members["none"] == members["fact"] == ["a sentence"] and not members["whole"]
 
 
 def is_enum(kind):

@@ -128,18 +128,45 @@ class AttentionWrapper:
         return self._backend if self._base is None else REPORTED_AS[self._planned().kernels.choice.variant.name]
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replace the workspace buffers; takes effect at the next plan()."""
+        """Replace the workspace buffers.
+
+        The wrapper keeps both by reference. Partial results go into the new one from the next plan() on; a captured
+        graph keeps the old one.
+
+        Parameters
+        ----------
+        float_workspace_buffer : uint8 Tensor
+            On the wrapper's device, of any size.
+        int_workspace_buffer : Tensor
+            Not used: work lists belong to their plan.
+
+        Raises
+        ------
+        ValueError
+            float_workspace_buffer is not a tensor, or is on another device.
+        """
         device = device_of(float_workspace_buffer)
         require(device == self.device, "float_workspace_buffer", f"a tensor on {device}", str(self.device))
         self._float_workspace_buffer = float_workspace_buffer
         self._int_workspace_buffer = int_workspace_buffer
 
     def explain(self):
-        """The Choice of the planned batch: variant, config, and why the others were refused."""
+        """What the planned batch runs on, and why.
+
+        Returns
+        -------
+        Choice
+            Its variant, its config, and the reasons for which the others were refused.
+
+        Raises
+        ------
+        ValueError
+            Before plan().
+        """
         return self._planned().kernels.choice
 
     def end_forward(self) -> None:
-        """Kept for callers of older versions; there is nothing to release."""
+        """Do nothing; kept for callers of older versions. There is nothing to release."""
 
     def _plan(self, options: PlanOptions, tables: tuple, *, q_len: int = 0, longest_q: int = 0, likely_q: int = 0,
               custom_mask=None, packed_custom_mask=None) -> None:  # fmt: skip
