@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from numbers import Real
 from typing import cast
 
 import torch
@@ -13,7 +15,9 @@ from flashinfer._core.signatures import returning_lse
 from flashinfer.compat.wrappers import RaggedNames
 from flashinfer.ops.attention.agree import check_agrees
 from flashinfer.ops.attention.masks import any_items, multi_item_mask
-from flashinfer.ops.attention.operands import as_slots, by_name, is_plain, slot_factors, slot_views
+from flashinfer.ops.attention.operands import (
+    as_slots, by_name, check_number, is_plain, slot_factors, slot_views,
+)  # fmt: skip
 from flashinfer.ops.attention.options import check_flag, plan_options
 from flashinfer.ops.attention.tables import MASK_BUFFERS, graph_buffers
 from flashinfer.ops.attention.variants import AttentionVariant, chosen
@@ -239,8 +243,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
         *args
             The variant's parameters, in its order; or by name in `params`. Without a variant, of FP8 queries: the
             scales of q, k and v, each a number, or a tensor with one for all heads or one a head.
-        o_scale : float, optional
-            The output is multiplied by its inverse (the scale of a quantised output).
+        o_scale : float or Tensor, optional
+            Positive: the output is divided by it (the scale of a quantised output).
         q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl
             As in `BatchDecodeWithPagedKVCacheWrapper.run`.
         params : dict, optional
@@ -268,6 +272,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedNames):
             scales = q_scale, k_scale, v_scale
             params, (q_scale, k_scale, v_scale) = by_name(args, self._variant, q, params, scales)
         if o_scale is not None:
+            positive = isinstance(o_scale, Real) and 0 < o_scale < math.inf
+            allowed = "None, a tensor, or a positive number"
+            require(positive or isinstance(o_scale, torch.Tensor), "o_scale", repr(o_scale), allowed)
+            check_number("v_scale", v_scale)
             v_scale = (1.0 if v_scale is None else v_scale) / o_scale
         call = q, (k, v), out, lse, return_lse, q_scale, k_scale, v_scale
         given = dict(params=params)

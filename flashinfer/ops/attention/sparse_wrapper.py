@@ -42,8 +42,8 @@ class BlockSparseWrapper:
         ValueError
             float_workspace_buffer is not a tensor, or is on another device.
         """
-        require(float_workspace_buffer.device == self.device, "float_workspace_buffer",
-                f"a tensor on {float_workspace_buffer.device}", str(self.device))  # fmt: skip
+        device = device_of(float_workspace_buffer)
+        require(device == self.device, "float_workspace_buffer", f"a tensor on {device}", str(self.device))
         self._float_workspace_buffer = float_workspace_buffer
 
     def _plan(self, asked: PlanOptions, blocks: Blocks, causal: bool, mask=None, packed_mask=None) -> None:

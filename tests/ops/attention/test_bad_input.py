@@ -43,6 +43,24 @@ def test_arguments_of_a_run_that_are_of_another_kind(name, value, x, paged, devi
         wrapper.run(x.q, paged.kv_cache, window_left=2.5)
 
 
+@pytest.mark.parametrize("value", (0, -1.0, float("nan"), float("inf"), "a"), ids=str)
+def test_the_scale_of_a_quantised_output_is_positive(value, x, device):
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+    wrapper.plan(x.qo_indptr, x.kv_indptr, 4, 2, 64)
+    with pytest.raises(ValueError, match="^o_scale: got "):
+        wrapper.run(x.q, x.k, x.v, o_scale=value)
+    with pytest.raises(ValueError, match="^v_scale: got "):
+        wrapper.run(x.q, x.k, x.v, v_scale="a", o_scale=2.0)
+
+
+@pytest.mark.parametrize("value", (None, 1, [1]), ids=str)
+@pytest.mark.parametrize("kind", ("BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"))
+def test_a_sparse_wrapper_is_given_a_tensor_for_workspace(kind, value, device):
+    wrapper = getattr(flashinfer, kind)(workspace(device))
+    with pytest.raises(ValueError, match="^float_workspace_buffer: got "):
+        wrapper.reset_workspace_buffer(value, None)
+
+
 @pytest.mark.parametrize("name", ("seq_lens", "seq_lens_q", "packed_custom_mask", "max_token_per_sequence"))
 def test_arguments_of_a_plan_that_are_of_another_kind(name, x, paged, device):
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
