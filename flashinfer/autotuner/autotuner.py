@@ -41,6 +41,12 @@ class AutoTuner(Kept):
         Calls of a candidate before, and while it is timed.
     stream_delay_micro_secs : int
         How long a stream waits before them, so that the host is ahead.
+
+    Examples
+    --------
+    >>> from flashinfer.autotuner import AutoTuner
+    >>> AutoTuner.get() is AutoTuner.get(), AutoTuner.get().is_tuning_mode
+    (True, False)
     """
 
     _instance: AutoTuner | None = None

@@ -14,7 +14,22 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class TunableRunner(ABC):
-    """One implementation, which has tactics. Its class's name stands for it in what is kept."""
+    """One implementation, which has tactics. Its class's name stands for it in what is kept.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.autotuner import AutoTuner, TunableRunner, TuningConfig
+    >>> class Doubled(TunableRunner):
+    ...     def get_valid_tactics(self, inputs, profile):
+    ...         return [0]
+    ...
+    ...     def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
+    ...         return None if do_preparation else 2 * inputs[0]
+    >>> runner, tactic = AutoTuner.get().choose_one("doubled", [Doubled()], TuningConfig(), [torch.ones(1)])
+    >>> runner([torch.ones(1)], tactic=tactic)
+    tensor([2.])
+    """
 
     @abstractmethod
     def get_valid_tactics(self, inputs: list, profile) -> list:

@@ -32,6 +32,13 @@ class Mapping:
     ------
     ValueError
         Sizes that do not multiply to `world_size`, or a rank outside it.
+
+    Examples
+    --------
+    >>> from flashinfer.comm import Mapping
+    >>> mapping = Mapping(world_size=4, rank=3, tp_size=2, pp_size=2)
+    >>> mapping.tp_rank, mapping.pp_rank, mapping.tp_group, mapping.pp_layers(5)
+    (1, 1, [2, 3], [3, 4])
     """
 
     @checked

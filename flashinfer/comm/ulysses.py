@@ -38,6 +38,13 @@ class UlyssesWorkspace:
     ------
     ValueError
         An argument other than the above.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.comm import UlyssesWorkspace
+    >>> UlyssesWorkspace(max_elems=1024, dtype=torch.float16).max_elems
+    1024
     """
 
     def __init__(self, *, max_elems: int, dtype: torch.dtype, device: torch.device | str | int | None = None):

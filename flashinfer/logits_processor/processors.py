@@ -74,6 +74,14 @@ class Temperature(LogitsProcessor):
     ----------
     **params
         `temperature`, if it is fixed; else it is given at run time: a number above 0, or a tensor [batch].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.logits_processor import LogitsPipe, Temperature
+    >>> pipe = LogitsPipe([Temperature()])
+    >>> pipe(torch.tensor([[2.0, 4.0]]), temperature=2.0)
+    tensor([[1., 2.]])
     """
 
     STEPS = {TensorType.LOGITS: ops.TemperatureOp}
@@ -88,6 +96,14 @@ class Softmax(LogitsProcessor):
         Programmatic dependent launch: no effect on results.
     **params
         None but `enable_pdl`; another name is refused.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.logits_processor import LogitsPipe, Softmax
+    >>> pipe = LogitsPipe([Softmax()])
+    >>> pipe(torch.zeros(1, 4))
+    tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
 
     STEPS = {TensorType.LOGITS: ops.SoftmaxOp}
@@ -107,6 +123,14 @@ class TopK(LogitsProcessor):
         Otherwise top-p is a share of what top-k kept.
     **params
         `top_k`, if it is fixed; else it is given at run time: a number, or a tensor [batch].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.logits_processor import LogitsPipe, Softmax, TopK
+    >>> pipe = LogitsPipe([Softmax(), TopK()])
+    >>> pipe(torch.tensor([[0.0, 0.0, -9.0]]), top_k=2)
+    tensor([[0.5000, 0.5000, 0.0000]])
     """
 
     STEPS = {TensorType.LOGITS: ops.LogitsTopKOp, TensorType.PROBS: ops.ProbsTopKOp}
@@ -124,6 +148,14 @@ class TopP(LogitsProcessor):
     ----------
     **params
         `top_p`, if it is fixed; else it is given at run time: a number, or a tensor [batch].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.logits_processor import LogitsPipe, Softmax, TopP
+    >>> pipe = LogitsPipe([Softmax(), TopP()])
+    >>> pipe(torch.tensor([[0.0, -9.0, -9.0]]), top_p=0.5)
+    tensor([[1., 0., 0.]])
     """
 
     STEPS = {TensorType.PROBS: ops.TopPOp}
@@ -136,6 +168,14 @@ class MinP(LogitsProcessor):
     ----------
     **params
         `min_p`, if it is fixed; else it is given at run time: a number, or a tensor [batch].
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.logits_processor import LogitsPipe, MinP, Softmax
+    >>> pipe = LogitsPipe([Softmax(), MinP()])
+    >>> pipe(torch.tensor([[0.0, -9.0, -9.0]]), min_p=0.5)
+    tensor([[1., 0., 0.]])
     """
 
     STEPS = {TensorType.PROBS: ops.MinPOp}
@@ -151,6 +191,14 @@ class Sample(LogitsProcessor):
     **params
         `indices`, `generator`, `check_nan`, `seed` and `offset`, those that are fixed; the others may be given at run
         time. They are those of `flashinfer.sampling.sampling_from_probs`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.logits_processor import LogitsPipe, Sample, Softmax, TopK
+    >>> pipe = LogitsPipe([Softmax(), TopK(), Sample()])
+    >>> pipe(torch.tensor([[0.0, 1.0, 2.0]]), top_k=1)
+    tensor([2], dtype=torch.int32)
     """
 
     STEPS = {TensorType.LOGITS: ops.LogitsSampleOp, TensorType.PROBS: ops.ProbsSampleOp}

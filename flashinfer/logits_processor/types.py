@@ -36,6 +36,13 @@ class TaggedTensor:
         Kept by reference.
     type : TensorType
         What it holds.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from flashinfer.logits_processor import TaggedTensor
+    >>> TaggedTensor.probs(torch.ones(1, 1)).type.name
+    'PROBS'
     """
 
     data: torch.Tensor

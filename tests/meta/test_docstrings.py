@@ -40,6 +40,18 @@ METHODS_RAISE_NOTHING = {
     "moe_ep.backend.MoEEpCommunication.is_workload_feasible",
     "prefill.paged.BatchPrefillWithPagedKVCacheWrapper.prewarm_paged_kv_stride_variant",
 }  # fmt: skip
+# Classes without an example: of several processes, bases, and records that other calls return.
+CLASSES_WITHOUT_EXAMPLE = {
+    "autotuner.ConstraintSpec", "autotuner.DynamicTensorSpec", "autotuner.TuningConfig",
+    "comm.AllReduceFusionWorkspace", "comm.Capability", "comm.CudaRTLibrary", "comm.MNNVLAllReduceFusionWorkspace",
+    "comm.McastGPUBuffer", "comm.MnnvlConfig", "comm.MoEAlltoallInfo", "comm.MoeAlltoAll",
+    "comm.PcieIpcAllReduceWorkspace", "comm.PcieIpcLaunchConfig", "comm.TRTLLMAllReduceFusionWorkspace",
+    "comm.TorchDistBackend", "comm.UlyssesBackendDecision", "comm.UlyssesCommunicator", "comm.UlyssesRankTopology",
+    "core.OutOfPages", "core.Sequence", "core.Tables", "logits_processor.FusionRule",
+    "logits_processor.LogitsProcessor", "logits_processor.Op", "logits_processor.ParameterizedOp",
+    "moe_ep.BootstrapConfig", "moe_ep.MoEEpCommunication", "moe_ep.MoEEpDispatchResult",
+    "moe_ep.NVLinkOneSidedConfig",
+}  # fmt: skip
 # Functions without an example, most of them of several processes; one that gets one leaves the list.
 NO_EXAMPLE = {
     "api_logging.replay", "api_logging.replay_from_dump", "api_logging.replay_sequence", "collect_env.main",
@@ -214,6 +226,7 @@ def test_classes_name_what_they_are_made_of():
     found = {name: (inspect.signature(kind), sections(inspect.getdoc(kind) or "")) for name, kind in own.items()}
     missing = {name: unnamed(*given, "Parameters", "Attributes") for name, given in found.items()}
     assert not {name: names for name, names in missing.items() if names}
+    assert {name for name, kind in own.items() if ">>>" not in (inspect.getdoc(kind) or "")} == CLASSES_WITHOUT_EXAMPLE
 
 
 def test_what_a_docstring_lacks_is_seen():
