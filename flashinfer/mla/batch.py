@@ -126,7 +126,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         kv_indptr : int Tensor [batch_size + 1]
             Where each request's entries begin in `kv_indices`.
         kv_indices : int Tensor [pages used]
-            Page ids.
+            Page ids. Contiguous int32 on the device, they are kept by reference, and run() reads them there.
         kv_len_arr : int Tensor [batch_size]
             Tokens of each request.
         num_heads : int
@@ -152,7 +152,7 @@ class BatchMLAPagedAttentionWrapper(LatentNames, LatentWrapper):
         block_tables : int32 Tensor [batch_size, max_pages], optional
             Page ids of each request, on the device; read there at every run.
         seq_lens : int32 Tensor [batch_size], optional
-            Tokens of each request, on the device; read at every plan.
+            Tokens of each request, on the device, kept by reference: they may change only with a new plan().
         max_q_len : int, optional
             The longest query, where the caller knows it: with query offsets on a GPU it lets the tile fit.
         query_layout : str, optional
