@@ -8,15 +8,20 @@ chart of all ratios.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
 from flashinfer.cli import checkout, plots
+from flashinfer.cli.plots import time
 
 BEGIN = "<!-- figures: written by `python -m flashinfer.cli.figures` -->"
 END = "<!-- end of figures -->"
 PAGE, PLOTS = Path("docs", "performance.md"), Path("docs", "plots")
+# Below this ratio a row is listed as slower. The same kernel differs by 2 % from one run to the next.
+LIMIT = 0.98
+SLOWER = "Every measured row that another library does faster, those without a place in the tables below included."
 
 
 def families(rows: list[dict]) -> list[str]:
@@ -31,14 +36,6 @@ def best(row: dict, family: str) -> tuple[str, dict]:
     return name.partition("/")[2], peer
 
 
-def time(us: float) -> str:
-    """Microseconds for a reader: 4.53 us, 372 us, 1.25 ms, 3.1 s."""
-    for limit, size, unit in ((1e3, 1, "us"), (1e5, 1e3, "ms")):
-        if us < limit:
-            return f"{us / size:.3g} {unit}"
-    return f"{us / 1e6:.3g} s"
-
-
 def took(row: dict) -> str:
     """The time of a row, or why it has none."""
     return time(row["us"]) if "us" in row else row["error"].split("\n")[0][:120]
@@ -50,7 +47,10 @@ def speed(row: dict) -> str:
         return f"{row['gb_s'] / 1e3:.3g} TB/s"
     if row.get("bound") == "link":
         return f"{row['link_gb_s']:.3g} GB/s"
-    return f"{row['tflop_s']:.3g} TFLOP/s" if "bound" in row else ""
+    if "bound" not in row:
+        return ""
+    rate = row["tflop_s"]
+    return f"{rate:.0f} TFLOP/s" if rate >= 1000 else f"{rate:.3g} TFLOP/s"
 
 
 def _percent(row: dict) -> str:
@@ -99,8 +99,35 @@ def headlines(result: dict) -> list[dict]:
 
 
 def quoted(folder: Path) -> str:
-    """Markdown of the headlines of every result under `folder`."""
-    return "\n\n".join(_quoted(stem, result) for stem, result in results_of(folder) if headlines(result))
+    """Markdown of what is slower than another library, and of the headlines of every result under `folder`."""
+    results = results_of(folder)
+    parts = [_slower(result for _, result in results)]
+    parts += [_quoted(stem, result) for stem, result in results if headlines(result)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _slower(results: Iterable[dict]) -> str:
+    """Markdown of every row that another library does in less than `LIMIT` of the time, the worst first; or ""."""
+    found = []
+    for result in results:
+        # A row in one shot and in two is one call, which takes the faster.
+        best_of: dict[str, tuple[float, str, dict]] = {}
+        for row in result["cases"]:
+            name, peer = plots.fastest(row, {library for library in families([row]) if library not in plots.NO_PEERS})
+            call = row["name"].replace("one shot, ", "").replace("two shots, ", "")
+            if peer and peer["ratio"] > best_of.get(call, (0,))[0]:
+                best_of[call] = peer["ratio"], name, row
+        found += [(ratio, name, row, result) for ratio, name, row in best_of.values() if ratio < LIMIT]
+    if not found:
+        return ""
+    lines = ["| row | card | time | the fastest other library | its time | ratio |", "| --- " * 6 + "|"]
+    for ratio, name, row, result in sorted(found, key=lambda item: item[0]):
+        card, others = plots.short(result["device"]), time(row["peers"][name]["us"])
+        library, _, way = name.partition("/")
+        named = library + (f" ({way})" if way else "")
+        lines.append(f"| {row['name']} | {card} | {time(row['us'])} | {named} | {others} | {ratio:.2f}x |")
+    text = f"{SLOWER}\nRows within {100 - LIMIT * 100:.0f} % of the other library are left out."
+    return "\n".join(["## What is slower than a peer", "", text, "", *lines])
 
 
 def _quoted(stem: str, result: dict) -> str:

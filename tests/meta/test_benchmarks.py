@@ -266,6 +266,25 @@ def test_plots_show_each_library_and_leave_out_what_is_no_peer(tmp_path):
     assert plots.draw(result(rows), again) and again.read_bytes() == (tmp_path / "panel.svg").read_bytes()
 
 
+def test_rows_that_another_library_does_faster_are_listed_the_worst_first(tmp_path):
+    times = {
+        "first": {"cudnn/gqa": 9.0, "cudnn/expanded": 5.0, "flash": 8.0},  # the fastest way of the fastest library
+        "second": {"flashinfer": 2.5},
+        "as fast": {"cudnn": 9.9},
+        "alone": {"copy of its bytes": 1.0, "torch loop, bf16": 1.0},  # no libraries
+        "all-reduce, one shot, 1 MiB": {"nccl": 1.0},  # one call with the next row, which is faster than nccl
+        "all-reduce, two shots, 1 MiB": {"nccl": 20.0},
+    }
+    rows = [{"us": 10.0, "peers": {name: {"us": us} for name, us in peers.items()}} for peers in times.values()]
+    rows = [row | {"name": name, "headline": False} for row, name in zip(settled(rows, []), times)]
+    (tmp_path / "attention-card.json").write_text(json.dumps(result(rows)))
+    lines = [line for line in figures.quoted(tmp_path).splitlines() if line.startswith("|")]
+    assert lines[2:] == [
+        "| second | card | 10 us | flashinfer | 2.5 us | 0.25x |",
+        "| first | card | 10 us | cudnn (expanded) | 5 us | 0.50x |",
+    ]
+
+
 def test_durations_are_written_for_readers():
     assert [figures.time(us) for us in (4.534, 372.4, 1250, 99_000, 3_140_000)] == [
         "4.53 us", "372 us", "1.25 ms", "99 ms", "3.14 s",
