@@ -1,4 +1,4 @@
-"""Parallel sampling: many continuations of one prompt, whose keys are in the cache once, and read once a step.
+"""Parallel sampling: many continuations of one prompt. The cache holds the prompt's keys once; a step reads them once.
 
     python -m examples.shared_prefix --samples 8 --prompt 500
 

@@ -1,10 +1,10 @@
-"""A Mixtral-shaped mixture of experts with random weights, beside the block of Hugging Face's that has the same ones.
+"""A Mixtral-shaped mixture of experts with random weights, compared with Hugging Face's block of the same weights.
 
     python -m examples.moe --tokens 1 16 300 --device cuda
 
-`MixtralSparseMoeBlock` routes by the softmax of the chosen logits, which is RoutingMethodType.Renormalize, and has the
-gate's rows before the up-projection's; this library has them after. Everything else is passed as it is. Without
-transformers (`pip install transformers`), the reference is the same layer in plain torch.
+`MixtralSparseMoeBlock` takes the softmax of the chosen logits: RoutingMethodType.Renormalize. Its weights hold the
+gate's rows first; this library expects the up-projection's rows first. Nothing else differs. Without transformers
+(`pip install transformers`) the reference is the same layer in plain torch.
 """
 
 import argparse
@@ -83,12 +83,12 @@ def by_torch(layer: Layer, x: torch.Tensor) -> torch.Tensor:
 
 def main(arguments=None) -> float:
     """The largest relative error."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 300])
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--intermediate", type=int, default=512)
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--top-k", type=int, default=2)
+    parser = argparse.ArgumentParser(prog="python -m examples.moe", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 300], help="one run for each number of tokens")
+    parser.add_argument("--hidden", type=int, default=256, help="elements of a token (default 256)")
+    parser.add_argument("--intermediate", type=int, default=512, help="elements between the products (default 512)")
+    parser.add_argument("--experts", type=int, default=8, help="experts (default 8)")
+    parser.add_argument("--top-k", type=int, default=2, help="experts of a token (default 2)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(arguments)
     device = torch.device(given.device)

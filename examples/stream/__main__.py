@@ -1,8 +1,8 @@
-"""Decoding streams without end: a token sees the first few tokens and those of a window (StreamingLLM, Xiao et al.,
-2024), which is no mask of the library's, but four lines of a user's.
+"""Decoding streams without end: a token sees the first few tokens and a window of the latest (StreamingLLM, Xiao et
+al., 2024). The library has no such mask; four lines add it.
 
-Streams of different windows are one batch over a paged KV cache, through the usual wrapper. The last step is computed
-in plain torch, too, from the keys that it sees.
+Streams of different windows are one batch over a paged KV cache, in an ordinary decode wrapper. Plain torch computes
+the last step again, from the keys that it sees.
 """
 
 from __future__ import annotations

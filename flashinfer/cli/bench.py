@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from flashinfer.cli import checkout, figures, peers, plots
-from flashinfer.cli.output import json_option, print_json, print_table, reports_errors
+from flashinfer.cli.output import device_of, json_option, print_json, print_table, reports_errors
 from flashinfer.testing.rooms import Room, rooms, write
 from flashinfer.version import SUPPORTED, __version__, installed
 
@@ -116,7 +116,7 @@ def keep(result: dict, folder: Path) -> list[Path]:
 
 @click.command("bench")
 @click.argument("room", nargs=-1)
-@click.option("--device", default=None, help="Default: cuda if there is one, else cpu.")
+@click.option("--device", default=None, help="cpu, cuda or cuda:N; default: the first GPU, else cpu.")
 @click.option("--match", default="", help="Only cases whose name contains this.")
 @click.option("--peer", help="Where FlashInfer is installed, as in PYTHONPATH; it is measured in its own process.")
 @click.option("--build-peer", is_flag=True, help="Only let --peer build what the rooms need; measure nothing.")
@@ -148,11 +148,9 @@ def command(room, device, match, peer, build_peer, tune_peer, packed, peer_limit
         return print_json(sorted(found)) if as_json else print_table("Benchmarks", ["room"], [[name] for name in found])
     if peer is None and (build_peer or tune_peer):
         raise ValueError(f"--peer: got none; allowed with {'--build-peer' if build_peer else '--tune-peer'}: a folder")
-    import torch
-
     from flashinfer.testing.ceilings import ceilings
 
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_of(device)
     chosen = [Room(name, found, device, match) for name in room]
     if build_peer:
         built = build(chosen, device, peer)

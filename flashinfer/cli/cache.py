@@ -34,7 +34,7 @@ def kernels_of(op: str, base: Path | None) -> list[str]:
     return [op]
 
 
-@command.command("list")
+@command.command("list", short_help="List entries and their faults.")
 @_base_option
 @json_option
 @reports_errors
@@ -48,7 +48,7 @@ def list_entries(base, as_json):
     click.echo(f"{len(entries)} entries, {sum(e['bytes'] for e in entries)} bytes")
 
 
-@command.command("verify")
+@command.command("verify", short_help="Check entries against their checksums.")
 @_base_option
 @json_option
 @reports_errors
@@ -74,7 +74,7 @@ def verify(base, as_json):
 @json_option
 @reports_errors
 def clear(base, arch, op, as_json):
-    """Remove entries, and nothing else."""
+    """Remove entries of the cache. Other files in its folder stay."""
     require(arch is None or arch in GPU_ARCHS, "--arch", repr(arch), near(arch or "", list(GPU_ARCHS)))
     removed = {"files": 0, "bytes": 0}
     for kernel in [None] if op is None else kernels_of(op, base):

@@ -57,10 +57,10 @@ def _known_of(arch: str) -> str:
     from flashinfer._core.target import GPU_ARCHS, RUN_ARCHS
 
     if arch in RUN_ARCHS:
-        return "kernels are run on it by the tests"
+        return "the tests run kernels on this architecture"
     others = ", ".join(name for name in GPU_ARCHS if name not in RUN_ARCHS)
     if arch in GPU_ARCHS:
-        return f"kernels are compiled for it by the tests, and were not run on it; run: {', '.join(RUN_ARCHS)}"
+        return "the tests compile kernels for this architecture; they were not run on it"
     return f"not tested; run: {', '.join(RUN_ARCHS)}; compiled: {others}"
 
 

@@ -41,9 +41,21 @@ def reports_errors(function):
 
 def near(given: str, allowed: list[str]) -> str:
     """The names that are allowed, after the ones that `given` may have been meant for."""
-    guesses = difflib.get_close_matches(given, allowed, n=3)
+    guesses = [guess for guess in difflib.get_close_matches(given, allowed, n=3) if guess != given]
     listed = ", ".join(sorted(allowed))
     return f"(did you mean {' or '.join(guesses)}?) {listed}" if guesses else listed
+
+
+def device_of(name: str | None):
+    """The torch device of an option --device; without one, the first GPU, or else the CPU."""
+    import torch
+
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    allowed = ["cpu", *(["cuda"] if gpus else []), *gpus]
+    if name is not None and name not in allowed:
+        why = "" if gpus else "; torch finds no GPU, `flashinfer doctor` says why"
+        raise ValueError(f"--device: got {name!r}; allowed: {', '.join(allowed)}{why}")
+    return torch.device(name or ("cuda" if gpus else "cpu"))
 
 
 def print_json(document) -> None:

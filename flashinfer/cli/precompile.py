@@ -101,7 +101,8 @@ class _Progress:
         before, now = ((10 * done) // self._count for done in (self._done - 1, self._done))
         if not self._console.is_terminal and now > before:
             left = (time.monotonic() - self._began) / self._done * (self._count - self._done)
-            self._console.print(Text(f"{self._done} of {self._count} kernels, about {left / 60:.1f} minutes left"))
+            left_text = f"{left / 60:.0f} minutes" if left >= 100 else f"{left:.0f} s"
+            self._console.print(Text(f"{self._done} of {self._count} kernels, about {left_text} left"))
 
 
 def _print_summary(records) -> None:

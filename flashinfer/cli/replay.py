@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from flashinfer.api_logging import replay
-from flashinfer.cli.output import json_option, print_json, print_table, reports_errors
+from flashinfer.cli.output import device_of, json_option, print_json, print_table, reports_errors
 
 
 @click.command("replay")
@@ -18,7 +18,7 @@ from flashinfer.cli.output import json_option, print_json, print_table, reports_
     type=click.Path(file_okay=False, path_type=Path),
     help="A folder of dumps, as FLASHINFER_DUMP_DIR named it, or that of one call.",
 )
-@click.option("--device", help="Where tensors of a GPU go; default: cuda if there is one, else cpu.")
+@click.option("--device", help="Where a GPU's tensors go: cpu, cuda or cuda:N; default: the first GPU, else cpu.")
 @json_option
 @reports_errors
 def command(folder, device, as_json):
@@ -27,7 +27,7 @@ def command(folder, device, as_json):
     Nothing in a dump is executed or unpickled: it holds names of this package's public functions, plain values and
     tensors.
     """
-    found = replay(folder, device)
+    found = replay(folder, device_of(device))
     if as_json:
         print_json(found)
     else:

@@ -68,6 +68,13 @@ def test_unknown_command_is_a_usage_error():
     assert "did you mean precompile?" in invoke("precompil", status=2).stderr
 
 
+@pytest.mark.parametrize("words", [("bench", "norm"), ("replay", "--dir", "nowhere")])
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "gpu"])
+def test_an_unknown_device_is_a_value_that_is_not_allowed(words, device):
+    error = document(*words, "--device", device, status=2)["error"]
+    assert error.startswith(f"--device: got '{device}'; allowed: cpu")
+
+
 def test_show_config(monkeypatch, tmp_path):
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     found = document("show-config")
@@ -112,6 +119,7 @@ class TestExplain:
         [
             (["nothing"], ["op", "'nothing'", "rmsnorm"]),
             (["decod"], ["op", "'decod'", "did you mean decode?"]),
+            (["decode", "group"], ["setting", "'group'", "allowed: FIELD=VALUE, the fields aligned"]),
             (["decode", "head_dim_kq=64"], ["head_dim_kq=64", "did you mean head_dim_qk"]),
             (["decode", "mask=casual"], ["mask", "'casual'", "did you mean causal?"]),
             (["decode", "q_dtype=bfloat16"], ["q_dtype", "'bfloat16'", "bf16"]),
@@ -274,8 +282,8 @@ class TestDoctor:
         subjects = {(subject, state) for subject, state, _ in self.findings()}
         assert {("python", "ok"), ("torch", "ok"), ("triton", "ok"), ("cache", "ok"), ("identity", "ok")} <= subjects
         assert str(tmp_path) in self.detail("cache", "ok")
-        assert "run on it by the tests" in self.detail("sm_90a", "ok")
-        assert all("compiled for it" in self.detail(f"sm_{arch}", "ok") for arch in ("80", "100a", "120a"))
+        assert "the tests run kernels" in self.detail("sm_90a", "ok")
+        assert all("were not run on it" in self.detail(f"sm_{arch}", "ok") for arch in ("80", "100a", "120a"))
 
     @pytest.mark.parametrize(("name", "version"), [("torch", "2.8.0"), ("triton", "3.10.0")])
     def test_unsupported_versions(self, monkeypatch, tmp_path, name, version):
