@@ -11,6 +11,7 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
+from flashinfer.ops.attention._device.widen_sm90 import FORMATS
 from flashinfer.ops.attention.mla.config import Sm90Config
 from flashinfer.ops.attention.mla.problem import Inputs, Problem, matrix_of
 from flashinfer.ops.attention.mla.sm90_combine import combine_latent_kernel
@@ -18,9 +19,6 @@ from flashinfer.ops.attention.mla.sm90_kernel import attend_latent_sm90_kernel
 from flashinfer.ops.attention.mla.sm90_settings import KEYS, PART, REST
 from flashinfer.ops.attention.problem import folds
 from flashinfer.ops.attention.worklist import ScheduleConfig, ScheduleProblem, schedule_launch
-
-# FP8 formats as PTX has them. FP8 travels to the kernel as words of four elements.
-FP8 = {"fp8e4nv": "e4m3", "fp8e5": "e5m2"}
 
 
 def _boxes(p: Problem) -> dict[str, tuple[int, int]]:
@@ -33,13 +31,14 @@ def _boxes(p: Problem) -> dict[str, tuple[int, int]]:
 
 
 def build(p: Problem, c: Sm90Config) -> Build:
-    # Pointers where rows are gathered; and for positional rows that there are not, one that nobody follows.
-    q, keys = (f"*{'i32' if dtype in FP8 else dtype}:16" for dtype in (p.q_dtype, p.kv_dtype))
+    # Pointers where rows are gathered; and for positional rows that there are not, one that nobody follows. FP8 travels
+    # to the kernel as words of four elements.
+    q, keys = (f"*{'i32' if dtype in FORMATS else dtype}:16" for dtype in (p.q_dtype, p.kv_dtype))
     maps = dict(ckv_map=keys, kpe_map=keys)
     if not c.gather:
         maps.update((name, tensordesc(p.kv_dtype, box)) for name, box in _boxes(p).items())
-    step = ("i64:4" if p.kv_dtype in FP8 else "i64:8") if c.gather else "i32"
-    q_step = "i64:4" if p.q_dtype in FP8 else "i64:8"
+    step = ("i64:4" if p.kv_dtype in FORMATS else "i64:8") if c.gather else "i32"
+    q_step = "i64:4" if p.q_dtype in FORMATS else "i64:8"
     types = {"q_nope": q, "q_pe": q, **maps, "out": f"*{p.o_dtype}:16", "lse": "*fp32", "partial.out": "*fp32:16"}
     types |= {"partial.lse": "*fp32:16", "work.items": "*i32:16", "work.counts": "*i32", "kv_indices": "*i32"}
     types |= dict.fromkeys(("call.sinks", "call.qk_scale", "call.v_scale"), "*fp32")
@@ -50,8 +49,8 @@ def build(p: Problem, c: Sm90Config) -> Build:
     constants = {
         "call.SINKS": p.sinks, "call.SCALES": p.scales, "call.LSE": p.lse, "call.BASE_E": p.base_e,
         "keys.PAGE_SIZE": p.page_size, "keys.SPARSE": p.sparse, "keys.GATHER": c.gather,
-        "keys.FP8": FP8.get(p.kv_dtype, ""), "HEADS": p.num_heads, "POSITIONAL": p.head_dim_kpe > 0,
-        "Q_FP8": FP8.get(p.q_dtype, ""), "CAUSAL": p.mask == "causal", "TRANSFORM": c.transform,
+        "keys.FP8": FORMATS.get(p.kv_dtype, ""), "HEADS": p.num_heads, "POSITIONAL": p.head_dim_kpe > 0,
+        "Q_FP8": FORMATS.get(p.q_dtype, ""), "CAUSAL": p.mask == "causal", "TRANSFORM": c.transform,
         "REGISTERS": c.registers, "COPY_REGISTERS": c.copy_registers,
     }  # fmt: skip
     return Build(attend_latent_sm90_kernel, types, constants, num_warps=4)

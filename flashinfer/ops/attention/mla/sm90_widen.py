@@ -4,7 +4,7 @@ Shared memory has no room to stage FP8. Four warps load words of four elements i
 store them where copies would store keys of the wider dtype. The consumers are the same.
 """
 
-from flashinfer._core.gluon_compat import block_barrier, gl, gluon, mbarrier, reinterpret
+from flashinfer._core.gluon_compat import block_barrier, gl, gluon, mbarrier
 from flashinfer.ops._device.sm90.registers import opaque
 from flashinfer.ops.attention._device.schedule import (
     ITEM_KV_BASE,
@@ -13,45 +13,17 @@ from flashinfer.ops.attention._device.schedule import (
     ITEM_TILE_ROW,
     ITEM_WIDTH,
 )
+from flashinfer.ops.attention._device.widen_sm90 import lanes, store_widened
 from flashinfer.ops.attention.mla.sm90_settings import HALF, KEYS, PART, REST, ROWS, Settings, Shared
 from flashinfer.ops.attention.mla.sm90_work import item_of, retries, span
-
-
-@gluon.constexpr_function
-def _widening(FORMAT, BF16):
-    """PTX that converts a word of four FP8 elements ("e4m3", "e5m2") to two words of two elements, exactly."""
-    out = "{ .reg .b16 lo, hi; .reg .b32 h; .reg .b16 a, b; .reg .f32 x, y; mov.b32 {lo, hi}, $2;"
-    for i, half in enumerate(("lo", "hi")):
-        if BF16:
-            out += f"cvt.rn.f16x2.{FORMAT}x2 h, {half}; mov.b32 {{a, b}}, h; cvt.f32.f16 x, a; cvt.f32.f16 y, b;"
-            out += f"cvt.rn.bf16x2.f32 ${i}, y, x;"
-        else:
-            out += f"cvt.rn.f16x2.{FORMAT}x2 ${i}, {half};"
-    return out + "}"
 
 
 @gluon.jit
 def load_words(source, at, there, FIRST: gl.constexpr, WORDS: gl.constexpr):
     """Words FIRST to FIRST + WORDS - 1 of the rows at offsets `at`; zeros for rows that are not `there`."""
-    # Four lanes a row, eight rows: the widened 16 bytes of eight lanes are in different banks.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = lanes(4)
     d = FIRST + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
     return gl.load(source + at[:, None] + d[None, :], mask=there[:, None], other=0)
-
-
-@gluon.jit
-def store_widened(tile, FIRST: gl.constexpr, words, FORMAT: gl.constexpr):
-    """Store FP8 elements as a tile's columns from FIRST on, in the tile's dtype."""
-    ROWS_IN: gl.constexpr = tile.shape[0]
-    COLUMNS: gl.constexpr = tile.shape[1] // 2
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_IN, COLUMNS], gl.int32)
-    low, high = gl.inline_asm_elementwise(
-        _widening(FORMAT, tile.dtype == gl.bfloat16), "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True,
-        pack=1,
-    )  # fmt: skip
-    wide = gl.join(low, high).reshape([ROWS_IN, 2 * words.shape[1]])
-    to = reinterpret(tile, gl.int32, [ROWS_IN, COLUMNS], LAYOUT)
-    to.slice(FIRST // 2, 2 * words.shape[1], dim=1).store(wide)
 
 
 @gluon.jit
@@ -70,7 +42,7 @@ def publish_bias(BLOCK: gl.constexpr, shared: Shared, table, start, end, phase):
 @gluon.jit
 def _rows_of(table, start, begin, end, settings: Settings):
     """Table entries of a block of keys, one for each row; -1 for rows without a key."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = lanes(4)
     position = start + opaque(gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT)))
     at = position if settings.SPARSE else position // settings.PAGE_SIZE
     return gl.load(table + at, mask=(position >= begin) & (position < end), other=-1)
@@ -106,8 +78,8 @@ def _widen_part(BLOCK: gl.constexpr, AT: gl.constexpr, shared: Shared, words, re
     if AT % 2 == 0:
         mbarrier.wait((shared.left_empty if LEFT else shared.right_empty).index(BLOCK), phase)
     if settings.POSITIONAL and AT == 2:
-        store_widened(shared.rest.index(BLOCK), 0, rest, settings.KV_FP8)
-    store_widened((shared.left if LEFT else shared.right).index(BLOCK), AT % 2 * PART, words, settings.KV_FP8)
+        store_widened(shared.rest.index(BLOCK), 0, 0, rest, settings.KV_FP8)
+    store_widened((shared.left if LEFT else shared.right).index(BLOCK), 0, AT % 2 * PART, words, settings.KV_FP8)
     # The consumers execute the fence that orders these stores before wgmma's reads. Here it would wait for the loads in
     # flight.
     block_barrier()
@@ -175,9 +147,9 @@ def widen(
 @gluon.jit
 def fetch_fp8(tile, q, record, stride_n, stride_h, settings: Settings):
     """Store FP8 query rows, read as words of four elements, widened; zeros past the last row."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = lanes(4)
     packed = gl.load(record + ITEM_TILE_ROW) + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     token = packed // settings.HEADS
     at = (gl.load(record + ITEM_Q_ROW) + token).to(gl.int64) * stride_n + (packed % settings.HEADS) * stride_h
     words = load_words(q, at, token < gl.load(record + ITEM_Q_LEN), 0, tile.shape[1] // 4)
-    store_widened(tile, 0, words, settings.Q_FP8)
+    store_widened(tile, 0, 0, words, settings.Q_FP8)
