@@ -38,11 +38,13 @@ def prefill(r, seed):
     qo, kv = [200] + [min(r.choice(LENGTHS), 200) for _ in range(n - 1)], [r.choice(LENGTHS) for _ in range(n)]
     is_fp8 = r.random() < 0.25
     dim = r.choice((64, 128) if is_fp8 else (64, 96, 128, 192, 256))
+    dtype = E4M3 if is_fp8 else r.choice((BF16, BF16, HALF))
+    narrow = dtype != E4M3 and (dim == 64 or dim == 128 and dtype == BF16) and r.random() < 0.5
     x = generate.ragged_batch(
         qo, kv, r.choice((1, 2, 3, 5, 8)) * heads, heads, dim, head_dim_vo=min(dim, 128) if dim == 192 else dim,
-        dtype=E4M3 if is_fp8 else r.choice((BF16, BF16, HALF)),
+        dtype=dtype, kv_dtype=r.choice((E4M3, E5M2)) if narrow else None,
     )  # fmt: skip
-    if not is_fp8 and r.random() < 0.3:
+    if not is_fp8 and not narrow and r.random() < 0.3:
         x.k[: len(x.k) // 2] *= 30
     o, page_size, layout = options_of(r), r.choice((0, 0, 16, 64, 256) if is_fp8 else (0, 0, 1, 3, 16, 64, 256)), "NHD"
     plan = test_prefill.fp8.OUT if is_fp8 else None

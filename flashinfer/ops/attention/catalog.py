@@ -49,6 +49,10 @@ def prefill_problems() -> Iterator[Problem]:
     for dims in _ODD:
         yield _sized(base, dims)
     yield replace(base, kv_dtype="fp8e4nv", lse=True)
+    yield replace(base, kv_dtype="fp8e5", page_size=1, mask="full")
+    yield replace(base, kv_dtype="fp8e4nv", page_size=24, window=True, soft_cap=True)
+    yield replace(_sized(base, (64, 64, 8)), q_dtype="fp16", kv_dtype="fp8e4nv", o_dtype="fp16", source="ragged",
+                  page_size=0)  # fmt: skip
     for kv_dtype in KV_FORMATS:
         yield replace(base, kv_dtype=kv_dtype, page_size=24)
     yield replace(_sized(base, (64, 64, 8)), q_dtype="fp16", kv_dtype="int4_per_token_head", o_dtype="fp16")

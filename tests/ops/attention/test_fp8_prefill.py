@@ -209,7 +209,7 @@ def test_what_it_refuses():
     p = Problem("ragged", "fp8e4nv", "fp8e4nv", "bf16", 128, 128, 4)
     assert not config.refuses(p, target)
     for field, value, reason in (
-        ("q_dtype", "bf16", "bf16 with k and v fp8e4nv"), ("head_dim_vo", 256, "head_dim 128 / 256"),
+        ("q_dtype", "fp8e5", "fp8e5 with k and v fp8e4nv"), ("head_dim_vo", 256, "head_dim 128 / 256"),
         ("kv_dtype", "fp8e5", "fp8e5"), ("o_dtype", "fp8e4nv", "output fp8e4nv"), ("page_size", 1, "page"),
         ("matrix", False, "boxes"), ("softmax", False, "softmax"),
     ):  # fmt: skip

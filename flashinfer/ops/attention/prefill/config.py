@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashinfer._core.target import Target
-from flashinfer.ops.attention.problem import Problem
+from flashinfer.ops.attention.problem import FP8, Problem
 from flashinfer.ops.attention.split import SplitKnobs
 
 
@@ -31,6 +31,9 @@ class Sm90Config(SplitKnobs):
         The policy of split-KV, see `SplitKnobs`; programs_per_sm is also the number of resident thread blocks.
     transpose_warps : int
         Warps that transpose tiles of FP8 values, so that keys are contiguous; 0 for other dtypes.
+    lead : int
+        Slices of FP8 keys, and of values, whose loads are in flight in the warps that widen them under wider queries
+        (`sm90_widen.py`); 0 where nothing is widened.
     transform : bool
         For an sm_scale that cannot be folded into the exponent (`problem.folds`); compiled at its first use.
     wide : bool
@@ -45,6 +48,7 @@ class Sm90Config(SplitKnobs):
     registers: int
     copy_registers: int
     transpose_warps: int = 0
+    lead: int = 0
     transform: bool = False
     wide: bool = False
 
@@ -66,12 +70,19 @@ _FP8_TILES = {
     (64, 64): (128, 4, False),
     (128, 128): (128, 3, False),
 }
+# FP8 tiles that are widened, by the dtype of queries. On Triton 3.9 the others spill 16 bytes and more.
+_WIDENED = {"bf16": ((64, 64), (128, 128)), "fp16": ((64, 64),)}
 
 
 def _boxes(p: Problem) -> bool:
     """Whether TMA can copy the tiles. A box is a page or a part of one; its rows are a power of two, and a multiple of
     the 8 rows of a swizzle pattern."""
     return p.matrix and (not p.page_size or (p.page_size >= 16 and not p.page_size & (p.page_size - 1)))
+
+
+def _widens(p: Problem) -> bool:
+    """Whether keys and values are FP8 under wider queries."""
+    return p.kv_dtype in FP8 and p.q_dtype not in FP8
 
 
 def _registers(p: Problem, boxes: bool) -> tuple[int, int]:
@@ -92,6 +103,21 @@ def _registers(p: Problem, boxes: bool) -> tuple[int, int]:
     return 208, 88
 
 
+def _widening(p: Problem, block_n: int) -> tuple[int, int, int, bool]:
+    """Registers as above where FP8 is widened, slices in flight, each 8 registers of a thread, and `staged`.
+
+    Four slices hide a latency of 700 cycles. All else is for what Triton 3.9 spills at head_dim 128 with 200, 104, 4
+    and staged outputs: 40 bytes with scales per head or a full mask, 16 with a soft cap, 8 with 64 keys a block.
+    """
+    if p.head_dim_qk == 64:
+        return 200, 104, 4, True
+    if p.soft_cap:
+        return 216, 72, 2, True
+    if block_n == 64:
+        return 208, 88, 4, True
+    return (216, 72, 3, True) if p.head_scales else (200, 104, 4, p.mask == "causal")
+
+
 def choose(p: Problem, target: Target) -> Sm90Config:
     fp8 = p.q_dtype == "fp8e4nv"
     block_n, stages, staged = (_FP8_TILES if fp8 else _TILES)[p.head_dim_qk, p.head_dim_vo]
@@ -99,11 +125,14 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         # The computations on logits do not fit the registers beside a tile of 128 keys.
         narrow = 32 if p.head_dim_qk == 256 else 64
         block_n, stages = narrow, stages * block_n // narrow
-        if p.window and p.head_dim_qk == 64 and not fp8:
+        if p.window and p.head_dim_qk == 64 and p.kv_dtype not in FP8:
             # A window of 128 keys, 4 x 8192 queries of 64/8 heads on an H100: 586 us; 720 with 64 keys a block.
             block_n, stages = 32, 8
-    boxes = _boxes(p)
+    boxes = _boxes(p) and not _widens(p)
     registers, copy_registers = _registers(p, boxes)
+    lead = 0
+    if _widens(p):
+        registers, copy_registers, lead, staged = _widening(p, block_n)
     return Sm90Config(
         block_m=128,
         block_n=block_n,
@@ -116,6 +145,7 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         programs_per_sm=1,
         least_split=512,
         transpose_warps=2 if fp8 else 0,
+        lead=lead,
     )
 
 
@@ -123,11 +153,14 @@ def refuses(p: Problem, target: Target) -> str:
     """Why the Hopper kernel does not take the problem; '' if it does."""
     if target.capability != 90:
         return f"wgmma is compute capability 9.0's, and this is {target.arch}"
-    if p.q_dtype not in ("bf16", "fp16", "fp8e4nv") or p.kv_dtype != p.q_dtype:
-        return f"q {p.q_dtype} with k and v {p.kv_dtype}: it takes bf16, fp16 or fp8e4nv for all"
+    if p.q_dtype not in ("bf16", "fp16", "fp8e4nv") or not (p.kv_dtype == p.q_dtype or _widens(p)):
+        return (
+            f"q {p.q_dtype} with k and v {p.kv_dtype}: it takes bf16, fp16 or fp8e4nv for all, and {' or '.join(FP8)} "
+            "under bf16 or fp16"
+        )
     if p.o_dtype not in ("bf16", "fp16"):
         return f"output {p.o_dtype}: it writes bf16 or fp16"
-    tiles = _FP8_TILES if p.q_dtype == "fp8e4nv" else _TILES
+    tiles = _FP8_TILES if p.q_dtype == "fp8e4nv" else _WIDENED[p.q_dtype] if _widens(p) else _TILES
     if (p.head_dim_qk, p.head_dim_vo) not in tiles:
         return f"head_dim {p.head_dim_qk} / {p.head_dim_vo}: it takes {', '.join('%d / %d' % dims for dims in tiles)}"
     if p.rows < 128:

@@ -11,6 +11,7 @@ from flashinfer._core.gluon_compat import tensordesc
 from flashinfer._core.implementation import Implementation
 from flashinfer._core.launch import Build, Launcher, TensorMap
 from flashinfer._core.target import target_of
+from flashinfer.ops.attention._device.widen_sm90 import FORMATS
 from flashinfer.ops.attention.config import SIZE
 from flashinfer.ops.attention.portable import varied
 from flashinfer.ops.attention.prefill.config import Sm90Config
@@ -64,7 +65,8 @@ def build(p: Problem, c: Sm90Config) -> Build:
         "numbers.SOFT_CAP": p.soft_cap, "dims.PAGE_SIZE": p.page_size, "dims.D": low, "dims.REST": rest,
         "dims.VO": p.head_dim_vo, "dims.VO_PAD": _vo_padded(p), "tiles.M": c.block_m, "tiles.N": c.block_n,
         "tiles.STAGES": c.stages, "tiles.STAGED": c.staged, "warps.REGISTERS": c.registers,
-        "warps.COPY_REGISTERS": c.copy_registers, "warps.TRANSPOSE": c.transpose_warps, "GROUP": p.group,
+        "warps.COPY_REGISTERS": c.copy_registers, "warps.TRANSPOSE": c.transpose_warps,
+        "warps.WIDEN": FORMATS[p.kv_dtype] if c.lead else "", "warps.LEAD": c.lead, "GROUP": p.group,
         "SCALE_FIRST": c.transform, "LSE": p.lse, "GATHER": c.gather, **functions,
     }  # fmt: skip
     return Build(attend_sm90_kernel, types, constants, num_warps=4)

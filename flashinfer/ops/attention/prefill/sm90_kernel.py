@@ -7,7 +7,8 @@ Warps: 4 a warpgroup;
 
 - two consumer warpgroups of 64 query rows each: products, softmax, results (sm90_softmax.py, sm90_finish.py);
 - a producer warp for K, which also publishes the next task, and one for V, by TMA (sm90_loads.produce_keys,
-  produce_values); or four warps that copy both row by row (sm90_loads.gather);
+  produce_values); or four warps that copy both row by row (sm90_loads.gather); or, of FP8 caches under bf16 or fp16
+  queries, two that widen K and two that widen V (sm90_widen.py);
 - in FP8, two more that transpose values (sm90_values.py).
 
 Shared memory: the 128 query rows, rings of STAGES tiles of K and of V (in FP8, of transposed V too), and, if STAGED,
@@ -58,6 +59,8 @@ from flashinfer.ops.attention.prefill.sm90_settings import (
 )
 from flashinfer.ops.attention.prefill.sm90_softmax import SHIFT, attend, overflows, per_row, start_pv_fp8, wait_full
 from flashinfer.ops.attention.prefill.sm90_values import transpose_values
+from flashinfer.ops.attention.prefill.sm90_widen import WARPS as WIDEN_WARPS
+from flashinfer.ops.attention.prefill.sm90_widen import widen_keys, widen_values
 
 
 @aggregate
@@ -238,7 +241,8 @@ def attend_sm90_kernel(
     settings = Settings(
         CAUSAL=mask.CAUSAL, WINDOW=mask.WINDOW, CUSTOM=mask.CUSTOM, SOFT_CAP=numbers.SOFT_CAP, ALIBI=heads.ALIBI,
         SINKS=heads.SINKS, HEAD_SCALES=heads.SCALES, LSE=LSE,
-        TRANSFORM=numbers.SOFT_CAP or heads.ALIBI or heads.SCALES or SCALE_FIRST or VARIED, GATHER=GATHER, GROUP=GROUP,
+        TRANSFORM=numbers.SOFT_CAP or heads.ALIBI or heads.SCALES or SCALE_FIRST or VARIED, GATHER=GATHER,
+        WIDEN=warps.WIDEN, LEAD=warps.LEAD, GROUP=GROUP,
         PAGE_SIZE=dims.PAGE_SIZE, D_VO=dims.VO, D_VO_PAD=dims.VO_PAD, BLOCK_M=tiles.M, STAGES=tiles.STAGES, TWO=TWO,
         STAGED=tiles.STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth, TRANSPOSE_WARPS=warps.TRANSPOSE,
         LOGITS=LOGITS, MASK=MASK, VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED,
@@ -253,12 +257,13 @@ def attend_sm90_kernel(
         k_rests = _tiles(DTYPE, tiles.STAGES, tiles.N, dims.REST)
     # Not shared with the queries' tiles: the next task's queries are copied there while outputs are staged.
     o_tiles = _tiles(out.dtype.element_ty, 2, ROWS if tiles.STAGED else 8, dims.VO_PAD)
-    # With GATHER each of 128 threads arrives at a stage's mbarrier; with TMA one thread does, and bytes are counted.
-    WRITERS: gl.constexpr = 128 if GATHER else 1
+    # With cp.async each of 128 threads arrives at a stage's mbarrier; of warps that widen one thread does, and with TMA
+    # one, and bytes are counted.
+    WRITERS: gl.constexpr = 128 if GATHER and warps.WIDEN == "" else 1
     k = make_ring(k_tiles, k_rests, tiles.STAGES, WRITERS, 2)
     v = make_ring(v_tiles, v_tiles, tiles.STAGES, WRITERS, 1 if FP8 else 2)
     # Readers: the consumers, and the warps that copy or transpose values.
-    queue = make_task_queue(4 if FP8 else 2 if GATHER else 3, settings.FIXED)
+    queue = make_task_queue(4 if FP8 else 2 if WRITERS == 128 else 3, settings.FIXED)
     # In FP8 warpgroups do not take turns, so there are no mbarriers for it. The compiler would let unused mbarriers
     # share memory with tiles.
     turn = k.channel.full
@@ -292,7 +297,18 @@ def attend_sm90_kernel(
         )  # fmt: skip
     else:
         shared = Shared(q_tiles, q_rests, o_tiles, turn, k, v, queue)
-        if GATHER:
+        if warps.WIDEN != "":
+            gl.warp_specialize(
+                [
+                    (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),
+                    (_consume, (gl.to_tensor(1), params, shared, tensors, scalars, settings)),
+                    (widen_keys, (k_map, k) + common + (k_by.page, k_by.head, k_by.step, settings)),
+                    (widen_values, (v_map, v) + common + (v_by.page, v_by.head, v_by.step, settings)),
+                ],
+                [4, WIDEN_WARPS, WIDEN_WARPS],
+                [warps.REGISTERS, warps.COPY_REGISTERS, warps.COPY_REGISTERS],
+            )  # fmt: skip
+        elif GATHER:
             gl.warp_specialize(
                 [
                     (_consume, (gl.to_tensor(0), params, shared, tensors, scalars, settings)),

@@ -2,6 +2,7 @@
 
 - `produce_keys`, `produce_values`, one warp each: TMA copies, a box for each page of a tile.
 - `gather`, four warps: cp.async row by row, for page sizes that are no TMA box (below 16 tokens, or no power of two).
+  FP8 under wider queries: sm90_widen.py.
 - `fetch_queries`, by each consumer warpgroup: cp.async of its own 64 query rows of the next task.
 """
 
@@ -127,7 +128,7 @@ def _key_rows(start, kv_base, kv_len, kv_indices, COUNT: gl.constexpr, D: gl.con
 
 
 @gluon.jit
-def _wide_product(number, step):
+def wide_product(number, step):
     """number * step in 64 bits; neither is negative. As unsigned values, ptxas multiplies and adds in one
     instruction."""
     if step.dtype.primitive_bitwidth == 32:
@@ -147,14 +148,14 @@ def _gather_tile(to, source, key_rows, start, kv_len, page, step, COLUMNS: gl.co
     d = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     key_rows = gl.convert_layout(key_rows, gl.SliceLayout(1, LAYOUT))
     if PAGE_SIZE == 0:
-        at = _wide_product(key_rows, step)
+        at = wide_product(key_rows, step)
     else:
-        at = _wide_product(key_rows, page)
+        at = wide_product(key_rows, page)
         if PAGE_SIZE > 1:
             # Opaque, so that the copies of keys and of values compute it each; kept, it would spill.
             number = opaque_sum(opaque(start), gl.arange(0, to.shape[0], gl.SliceLayout(1, LAYOUT)), 1024 // D)
             position = gl.minimum(number, kv_len - 1)
-            at += _wide_product(position % PAGE_SIZE, step)
+            at += wide_product(position % PAGE_SIZE, step)
     columns = (source + d[None, :]).to(gl.pointer_type(gl.int8))
     pointers = (columns + at[:, None]).to(gl.pointer_type(to.dtype))
     # The pointer cast drops the alignment information: each thread reads 16 aligned bytes.

@@ -27,6 +27,9 @@ class Settings:
     TRANSFORM: gl.constexpr
     # Whether keys and values are copied row by row with cp.async instead of by TMA.
     GATHER: gl.constexpr
+    # The format of keys and values that are widened (sm90_widen.py), or ""; the slices whose loads are in flight.
+    WIDEN: gl.constexpr
+    LEAD: gl.constexpr
     GROUP: gl.constexpr
     PAGE_SIZE: gl.constexpr
     D_VO: gl.constexpr
