@@ -37,7 +37,7 @@ def prefill(r, seed):
     # Few rows would be decode's.
     qo, kv = [200] + [min(r.choice(LENGTHS), 200) for _ in range(n - 1)], [r.choice(LENGTHS) for _ in range(n)]
     is_fp8 = r.random() < 0.25
-    dim = r.choice((64, 128) if is_fp8 else (64, 96, 128, 192, 256))
+    dim = r.choice((64, 128) if is_fp8 else (64, 72, 80, 96, 104, 128, 192, 256))
     dtype = E4M3 if is_fp8 else r.choice((BF16, BF16, HALF))
     narrow = dtype != E4M3 and (dim == 64 or dim == 128 and dtype == BF16) and r.random() < 0.5
     x = generate.ragged_batch(

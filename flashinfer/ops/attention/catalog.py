@@ -46,6 +46,16 @@ def prefill_problems() -> Iterator[Problem]:
     yield replace(base, source="ragged", page_size=0, split=False)
     yield replace(base, source="ragged", page_size=0, head_dim_qk=192, lse=True, group=1)
     yield _sized(base, (96, 96, 1))
+    # Heads narrower than their tiles: a rest of 16, 32 and 64 columns, full and in part, with boxes and gathered.
+    half = dict(q_dtype="fp16", kv_dtype="fp16", o_dtype="fp16")
+    yield _sized(base, (80, 80, 1))
+    yield replace(_sized(base, (104, 104, 4)), source="ragged", page_size=0, split=False)
+    yield replace(_sized(base, (144, 144, 1)), source="ragged", page_size=0, mask="full", lse=True)
+    yield replace(_sized(base, (160, 160, 4)), window=True, soft_cap=True, sinks=True)
+    yield replace(_sized(base, (88, 88, 1)), head_scales=True, **half)
+    yield replace(_sized(base, (80, 80, 8)), page_size=1)
+    yield replace(_sized(base, (112, 112, 1)), page_size=24, **half)
+    yield replace(_sized(base, (80, 80, 1)), page_size=24, window=True)
     for dims in _ODD:
         yield _sized(base, dims)
     yield replace(base, kv_dtype="fp8e4nv", lse=True)

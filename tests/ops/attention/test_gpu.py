@@ -9,7 +9,7 @@ import flashinfer
 from flashinfer._core import kernel_cache
 from flashinfer.testing import generate, guard
 from flashinfer.testing.compare import assert_bitwise
-from tests.ops.attention.cases import check, run_decode, workspace
+from tests.ops.attention.cases import check, run_decode, run_paged, run_ragged, workspace
 from tests.ops.attention.oracle import Extras, Options
 
 pytestmark = pytest.mark.gpu
@@ -25,6 +25,19 @@ def decode_batch(kv_lens, device):
 def decode_buffers(device, batch=4, pages=400):
     integers = dict(dtype=torch.int32, device=device)
     return torch.zeros(batch + 1, **integers), torch.zeros(pages, **integers), torch.zeros(batch, **integers)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("page_size", (0, 1, 16, 24, 128))
+@pytest.mark.parametrize("dim", (72, 80, 88, 96, 104, 112, 120, 136, 144, 152, 160, 168))
+def test_prefill_of_heads_that_are_no_power_of_two(dim, page_size, dtype, device):
+    x = generate.ragged_batch([300, 1, 130], [1000, 70, 257], *HEADS, dim, dtype=dtype, device=device)
+    for options in (Options(causal=True), Options(causal=True, window_left=200), Options(logits_soft_cap=20.0)):
+        if page_size:
+            result = run_paged(x, options, "auto", page_size=page_size)
+        else:
+            result = run_ragged(x, options, "auto")
+        check(result, x, options)
 
 
 @pytest.mark.parametrize("where", ("host", "device"))

@@ -25,6 +25,8 @@ class Sm90Config(SplitKnobs):
         Whether outputs pass through shared memory, so that whole rows are written.
     gather : bool
         Whether keys and values are copied row by row with cp.async, for pages that are no TMA box.
+    by_head : bool
+        Whether tensor maps have an axis of heads, so that boxes are filled with zeros past the head.
     registers, copy_registers : int
         Registers of a thread: in the consumer warpgroups, and in the producer warps.
     programs_per_sm, least_split, least_alone, whole : int
@@ -45,6 +47,7 @@ class Sm90Config(SplitKnobs):
     stages: int
     staged: bool
     gather: bool
+    by_head: bool
     registers: int
     copy_registers: int
     transpose_warps: int = 0
@@ -63,6 +66,11 @@ _TILES = {
     (192, 128): (128, 2, False),
     (256, 256): (64, 2, False),
 }
+# Heads that are narrower than their tiles. From 136 on accumulators have 256 columns. They spill on Triton 3.9 where
+# outputs are staged or rows are gathered, and for heads of 168 and more.
+_PARTIAL = dict.fromkeys(((dim, dim) for dim in (72, 80, 88, 104, 112, 120)), (128, 2, True))
+_PARTIAL |= dict.fromkeys(((dim, dim) for dim in (136, 144, 152, 160)), (64, 2, False))
+_TILES |= _PARTIAL
 # The same for e4m3, whose values are in shared memory twice. head_dim 256 is missing: registers do not hold the second
 # accumulator, and without it the sums over 16384 keys are wrong by 0.7 % (docs/rooms/attention-prefill.md). Outputs are
 # not staged: a thread has four neighbouring columns, and the stores of four threads fill a sector.
@@ -85,6 +93,10 @@ def _widens(p: Problem) -> bool:
     return p.kv_dtype in FP8 and p.q_dtype not in FP8
 
 
+def _partial(p: Problem) -> bool:
+    return (p.head_dim_qk, p.head_dim_vo) in _PARTIAL
+
+
 def _registers(p: Problem, boxes: bool) -> tuple[int, int]:
     """Registers of a thread in consumer and in producer warps. The three warpgroups have 512 in total."""
     if p.q_dtype == "fp8e4nv":
@@ -100,6 +112,9 @@ def _registers(p: Problem, boxes: bool) -> tuple[int, int]:
     # consumers of 128 columns, not for those of 256.
     if p.head_dim_vo == 256:
         return 224, 64
+    if _partial(p):
+        # With 208 and 88 they spill 8 bytes.
+        return 216, 80
     return 208, 88
 
 
@@ -123,10 +138,13 @@ def choose(p: Problem, target: Target) -> Sm90Config:
     block_n, stages, staged = (_FP8_TILES if fp8 else _TILES)[p.head_dim_qk, p.head_dim_vo]
     if p.window or p.soft_cap or p.pos_encoding == "ALIBI" or p.mask == "custom" or p.variant:
         # The computations on logits do not fit the registers beside a tile of 128 keys.
-        narrow = 32 if p.head_dim_qk == 256 else 64
+        narrow = 32 if p.head_dim_vo > 128 else 64
         block_n, stages = narrow, stages * block_n // narrow
         if p.window and p.head_dim_qk == 64 and p.kv_dtype not in FP8:
             # A window of 128 keys, 4 x 8192 queries of 64/8 heads on an H100: 586 us; 720 with 64 keys a block.
+            block_n, stages = 32, 8
+        if _partial(p) and not _boxes(p):
+            # With 64 keys a block they spill 16 to 40 bytes on Triton 3.9.
             block_n, stages = 32, 8
     boxes = _boxes(p) and not _widens(p)
     registers, copy_registers = _registers(p, boxes)
@@ -139,6 +157,7 @@ def choose(p: Problem, target: Target) -> Sm90Config:
         stages=stages,
         staged=staged,
         gather=not boxes,
+        by_head=boxes and _partial(p),
         registers=registers,
         copy_registers=copy_registers,
         # The fixed cost of a work item is about that of four blocks of keys.
@@ -169,6 +188,8 @@ def refuses(p: Problem, target: Target) -> str:
         return "keys go from memory to the tensor cores, with no register between in which to rotate them"
     if p.q_dtype == "fp8e4nv" and not _boxes(p):
         return f"e4m3 in pages of {p.page_size} or strides that make no boxes: no registers are left to gather rows"
+    if _partial(p) and p.head_dim_vo > 128 and not _boxes(p):
+        return f"head_dim {p.head_dim_vo} in pages of {p.page_size}, which are no boxes: no registers to gather rows"
     if p.q_dtype == "fp8e4nv" and not p.softmax:
         return "weights without a softmax, which e4m3 may not hold"
     if not p.aligned:

@@ -18,7 +18,7 @@ from flashinfer.ops.attention.prefill.config import Sm90Config
 from flashinfer.ops.attention.prefill.sm90_kernel import attend_sm90_kernel
 from flashinfer.ops.attention.problem import Inputs, Problem, folds
 from flashinfer.ops.attention.worklist import schedule_launch, schedules
-from flashinfer.ops.kv_layout import as_matrix
+from flashinfer.ops.kv_layout import Matrix, as_matrix
 
 
 def _parts(p: Problem) -> tuple[int, int]:
@@ -27,18 +27,18 @@ def _parts(p: Problem) -> tuple[int, int]:
     return low, p.head_dim_qk - low
 
 
-def _vo_padded(p: Problem) -> int:
-    return 1 << (p.head_dim_vo - 1).bit_length()
+def _padded(columns: int) -> int:
+    """Columns of the tile for so many: wgmma multiplies 16 at least."""
+    return max(1 << (columns - 1).bit_length(), 16) if columns else 0
 
 
-def _boxes(p: Problem, c: Sm90Config) -> dict[str, tuple[int, int]]:
+def _boxes(p: Problem, c: Sm90Config) -> dict[str, tuple[int, ...]]:
     """What one copy brings, for each tensor map: rows of a page, or of a whole tile."""
+    lead = (1,) if c.by_head else ()
     rows = min(p.page_size or c.block_n, c.block_n)
     low, rest = _parts(p)
-    boxes = {"k_map": (rows, low), "k_rest_map": (rows, rest), "v_map": (rows, _vo_padded(p))}
-    if not rest:
-        del boxes["k_rest_map"]
-    return boxes
+    columns = {"k_map": low, "k_rest_map": _padded(rest), "v_map": _padded(p.head_dim_vo)}
+    return {name: (*lead, rows, count) for name, count in columns.items() if count}
 
 
 def build(p: Problem, c: Sm90Config) -> Build:
@@ -63,11 +63,11 @@ def build(p: Problem, c: Sm90Config) -> Build:
         "mask.CAUSAL": p.mask == "causal", "mask.WINDOW": p.window, "mask.CUSTOM": p.mask == "custom",
         "heads.SINKS": p.sinks, "heads.SCALES": p.head_scales, "heads.ALIBI": p.pos_encoding == "ALIBI",
         "numbers.SOFT_CAP": p.soft_cap, "dims.PAGE_SIZE": p.page_size, "dims.D": low, "dims.REST": rest,
-        "dims.VO": p.head_dim_vo, "dims.VO_PAD": _vo_padded(p), "tiles.M": c.block_m, "tiles.N": c.block_n,
-        "tiles.STAGES": c.stages, "tiles.STAGED": c.staged, "warps.REGISTERS": c.registers,
-        "warps.COPY_REGISTERS": c.copy_registers, "warps.TRANSPOSE": c.transpose_warps,
+        "dims.REST_PAD": _padded(rest), "dims.VO": p.head_dim_vo, "dims.VO_PAD": _padded(p.head_dim_vo),
+        "tiles.M": c.block_m, "tiles.N": c.block_n, "tiles.STAGES": c.stages, "tiles.STAGED": c.staged,
+        "warps.REGISTERS": c.registers, "warps.COPY_REGISTERS": c.copy_registers, "warps.TRANSPOSE": c.transpose_warps,
         "warps.WIDEN": FORMATS[p.kv_dtype] if c.lead else "", "warps.LEAD": c.lead, "GROUP": p.group,
-        "SCALE_FIRST": c.transform, "LSE": p.lse, "GATHER": c.gather, **functions,
+        "SCALE_FIRST": c.transform, "LSE": p.lse, "GATHER": c.gather, "BY_HEAD": c.by_head, **functions,
     }  # fmt: skip
     return Build(attend_sm90_kernel, types, constants, num_warps=4)
 
@@ -119,9 +119,21 @@ def _where(p: Problem, c: Sm90Config, x: Inputs) -> tuple[dict, list[int]]:
             *page, row, head, _ = t.stride()
             steps += [page[0] * t.element_size() if page else 0, head, row * t.element_size()]
         return {"k_map": x.k, "v_map": x.v}, steps
-    k, v = (as_matrix(t, bool(p.page_size)) for t in (x.k, x.v))
+    matrices = [as_matrix(t, bool(p.page_size)) for t in (x.k, x.v)]
+    if c.by_head:
+        matrices = [_by_head(m, p.head_dim_qk) for m in matrices]
+    k, v = matrices
     maps = {name: TensorMap((v if name == "v_map" else k).rows, box) for name, box in _boxes(p, c).items()}
-    return maps, [step for m in (k, v) for step in (m.page_rows, m.head_rows, m.head_cols)]
+    return maps, [step for m in matrices for step in (m.page_rows, m.head_rows, m.head_cols)]
+
+
+def _by_head(m: Matrix, head_dim: int) -> Matrix:
+    """The matrix with an axis of heads, [heads, rows, head_dim]; of 1 where heads are rows."""
+    count, columns = m.rows.shape
+    pitch = m.rows.stride(0)
+    step = m.head_cols or pitch
+    heads = 1 + (columns - head_dim) // step
+    return replace(m, rows=m.rows.as_strided((heads, count, head_dim), (step, pitch, 1)), head_cols=int(heads > 1))
 
 
 def bind(p: Problem, c: Sm90Config, device: torch.device) -> Bound:

@@ -224,14 +224,15 @@ def attend_sm90_kernel(
     q, k_map, k_rest_map, v_map, out, lse, partial, work, kv_indices, mask, heads, num_kv_heads, q_by, out_by, k_by,
     v_by, numbers, params, dims, tiles, warps,
     GROUP: gl.constexpr, SCALE_FIRST: gl.constexpr, LSE: gl.constexpr, GATHER: gl.constexpr, LOGITS: gl.constexpr,
-    MASK: gl.constexpr, SOFTMAX: gl.constexpr,
+    MASK: gl.constexpr, SOFTMAX: gl.constexpr, BY_HEAD: gl.constexpr,
 ):  # fmt: skip
-    """head_dim_qk is dims.D + dims.REST, and tiles have tiles.M = 2 * ROWS rows.
+    """head_dim_qk is dims.D + dims.REST; tiles have dims.D and dims.REST_PAD columns, and tiles.M = 2 * ROWS rows.
 
     Keys and values are the rows of matrices (kv_layout.Matrix), where k_by.page and k_by.head are rows and k_by.step is
-    columns from head to head; v_by likewise. With GATHER the maps are pointers, page and step are bytes from page to
-    page and row to row, and head is elements. LOGITS and MASK are functions of a user's variant, or None; `params` is
-    a named tuple for them. Without SOFTMAX, logits are weights.
+    columns from head to head; v_by likewise. BY_HEAD the maps have an axis of heads, and k_by.step is 1, or 0 where
+    heads are rows. With GATHER the maps are pointers, page and step are bytes from page to page and row to row, and
+    head is elements. LOGITS and MASK are functions of a user's variant, or None; `params` is a named tuple for them.
+    Without SOFTMAX, logits are weights.
     """
     VARIED: gl.constexpr = LOGITS is not None or MASK is not None
     DTYPE: gl.constexpr = q.dtype.element_ty
@@ -242,10 +243,10 @@ def attend_sm90_kernel(
         CAUSAL=mask.CAUSAL, WINDOW=mask.WINDOW, CUSTOM=mask.CUSTOM, SOFT_CAP=numbers.SOFT_CAP, ALIBI=heads.ALIBI,
         SINKS=heads.SINKS, HEAD_SCALES=heads.SCALES, LSE=LSE,
         TRANSFORM=numbers.SOFT_CAP or heads.ALIBI or heads.SCALES or SCALE_FIRST or VARIED, GATHER=GATHER,
-        WIDEN=warps.WIDEN, LEAD=warps.LEAD, GROUP=GROUP,
-        PAGE_SIZE=dims.PAGE_SIZE, D_VO=dims.VO, D_VO_PAD=dims.VO_PAD, BLOCK_M=tiles.M, STAGES=tiles.STAGES, TWO=TWO,
-        STAGED=tiles.STAGED, FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth, TRANSPOSE_WARPS=warps.TRANSPOSE,
-        LOGITS=LOGITS, MASK=MASK, VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED,
+        WIDEN=warps.WIDEN, LEAD=warps.LEAD, BY_HEAD=BY_HEAD, GROUP=GROUP, PAGE_SIZE=dims.PAGE_SIZE, D_VO=dims.VO,
+        D_VO_PAD=dims.VO_PAD, BLOCK_M=tiles.M, STAGES=tiles.STAGES, TWO=TWO, REST=dims.REST, STAGED=tiles.STAGED,
+        FP8=FP8, MMA_K=256 // DTYPE.primitive_bitwidth, TRANSPOSE_WARPS=warps.TRANSPOSE, LOGITS=LOGITS, MASK=MASK,
+        VARIED=VARIED, SOFTMAX=SOFTMAX, FIXED=FIXED,
     )  # fmt: skip
     q_tiles = _tiles(DTYPE, 2, ROWS, dims.D)
     k_tiles = _tiles(DTYPE, tiles.STAGES, tiles.N, dims.D)
@@ -253,8 +254,8 @@ def attend_sm90_kernel(
     q_rests = q_tiles
     k_rests = k_tiles
     if TWO:
-        q_rests = _tiles(DTYPE, 2, ROWS, dims.REST)
-        k_rests = _tiles(DTYPE, tiles.STAGES, tiles.N, dims.REST)
+        q_rests = _tiles(DTYPE, 2, ROWS, dims.REST_PAD)
+        k_rests = _tiles(DTYPE, tiles.STAGES, tiles.N, dims.REST_PAD)
     # Not shared with the queries' tiles: the next task's queries are copied there while outputs are staged.
     o_tiles = _tiles(out.dtype.element_ty, 2, ROWS if tiles.STAGED else 8, dims.VO_PAD)
     # With cp.async each of 128 threads arrives at a stage's mbarrier; of warps that widen one thread does, and with TMA

@@ -36,6 +36,16 @@ def _pages(kv_indices, kv_base, start, kv_len, PAGE_SIZE: gl.constexpr, BLOCK_N:
 
 
 @gluon.jit
+def _load_box(source, row, head, column, full, to, settings: Settings):
+    """Start copying rows of a head from a column of it on. `head` is its first column in the matrix; BY_HEAD it is its
+    number, and what is past the head becomes zeros."""
+    if settings.BY_HEAD:
+        tma_load(source, [head, row, column], full, to)
+    else:
+        tma_load(source, [row, head + column], full, to)
+
+
+@gluon.jit
 def _produce(
     tiles_map, rest_map, ring: Ring, queue: TaskQueue, items, counts, kv_indices, num_kv_heads, window_left, page_rows,
     head_rows, head_cols, TWO: gl.constexpr, PUBLISHES: gl.constexpr, settings: Settings,
@@ -67,23 +77,23 @@ def _produce(
             pages = _pages(kv_indices, kv_base, start, kv_len, settings.PAGE_SIZE, BLOCK_N)
             stage, full = ring.channel.expect(step, SIZE)
             row = kv_head * head_rows
-            col = kv_head * head_cols
+            head = kv_head * head_cols
             if settings.PAGE_SIZE == 0:
                 row += kv_base + start
             elif settings.PAGE_SIZE >= BLOCK_N:
                 row += pages[0] * page_rows + start % settings.PAGE_SIZE
             if settings.PAGE_SIZE == 0 or settings.PAGE_SIZE >= BLOCK_N:
-                tma_load(tiles_map, [row, col], full, ring.tiles.index(stage))
+                _load_box(tiles_map, row, head, 0, full, ring.tiles.index(stage), settings)
                 if TWO:
-                    tma_load(rest_map, [row, col + SPLIT_AT], full, ring.rest.index(stage))
+                    _load_box(rest_map, row, head, SPLIT_AT, full, ring.rest.index(stage), settings)
             else:
                 for box in gl.static_range(BLOCK_N // settings.PAGE_SIZE):
                     at = row + pages[box] * page_rows
                     to = ring.tiles.index(stage).slice(box * settings.PAGE_SIZE, settings.PAGE_SIZE, dim=0)
-                    tma_load(tiles_map, [at, col], full, to)
+                    _load_box(tiles_map, at, head, 0, full, to, settings)
                     if TWO:
                         to = ring.rest.index(stage).slice(box * settings.PAGE_SIZE, settings.PAGE_SIZE, dim=0)
-                        tma_load(rest_map, [at, col + SPLIT_AT], full, to)
+                        _load_box(rest_map, at, head, SPLIT_AT, full, to, settings)
             start -= BLOCK_N
             step += 1
         if PUBLISHES:
@@ -173,8 +183,8 @@ def _gather_keys(k: Ring, source, count, key_rows, start, kv_len, page, step, se
     D: gl.constexpr = k.tiles.shape[2]
     _gather_tile(k.tiles.index(stage), source, key_rows, start, kv_len, page, step, D, settings.PAGE_SIZE)
     if settings.TWO:
-        REST: gl.constexpr = k.rest.shape[2]
-        _gather_tile(k.rest.index(stage), source + D, key_rows, start, kv_len, page, step, REST, settings.PAGE_SIZE)
+        rest = k.rest.index(stage)
+        _gather_tile(rest, source + D, key_rows, start, kv_len, page, step, settings.REST, settings.PAGE_SIZE)
     cp_async_arrive(k.channel.full.index(stage), increment_count=False)
 
 
@@ -231,8 +241,8 @@ def gather(
 
 
 @gluon.jit
-def _fetch_part(WG, tile, q, record, kv_head, q_stride_n, q_stride_h, GROUP: gl.constexpr):
-    """fetch_queries for the columns of one part of head_dim."""
+def _fetch_part(WG, tile, q, record, kv_head, q_stride_n, q_stride_h, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
+    """fetch_queries for one part of head_dim. Columns from COLUMNS on become zeros."""
     D: gl.constexpr = tile.shape[1]
     VEC: gl.constexpr = 128 // tile.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, VEC], [32 * VEC // D, D // VEC], [4, 1], [1, 0])
@@ -252,6 +262,8 @@ def _fetch_part(WG, tile, q, record, kv_head, q_stride_n, q_stride_h, GROUP: gl.
             at = (q_row + token).to(gl.int64) * q_stride_n
             at += (kv_head * GROUP + packed % GROUP) * q_stride_h
             mask = (token < q_len)[:, None]
+            if COLUMNS < D:
+                mask = mask & (d < COLUMNS)[None, :]
             cp_async(tile.slice(i * SLICE, SLICE, dim=0), q + at[:, None] + d[None, :], mask=mask)
 
 
@@ -262,8 +274,10 @@ def fetch_queries(
     """Start copying a warpgroup's query rows of a work item, if it `exists`. Rows past q_len become zeros."""
     if exists:
         record = items + item * ITEM_WIDTH
-        _fetch_part(WG, tiles.index(WG), q, record, kv_head, q_stride_n, q_stride_h, settings.GROUP)
+        D: gl.constexpr = tiles.shape[2]
+        _fetch_part(WG, tiles.index(WG), q, record, kv_head, q_stride_n, q_stride_h, D, settings.GROUP)
         if settings.TWO:
-            rest = q + tiles.shape[2]
-            _fetch_part(WG, rests.index(WG), rest, record, kv_head, q_stride_n, q_stride_h, settings.GROUP)
+            _fetch_part(
+                WG, rests.index(WG), q + D, record, kv_head, q_stride_n, q_stride_h, settings.REST, settings.GROUP
+            )  # fmt: skip
     cp_async_commit()

@@ -30,14 +30,18 @@ class Settings:
     # The format of keys and values that are widened (sm90_widen.py), or ""; the slices whose loads are in flight.
     WIDEN: gl.constexpr
     LEAD: gl.constexpr
+    # Whether tensor maps have an axis of heads, first of three; else heads are rows or columns of a matrix.
+    BY_HEAD: gl.constexpr
     GROUP: gl.constexpr
     PAGE_SIZE: gl.constexpr
     D_VO: gl.constexpr
     D_VO_PAD: gl.constexpr
     BLOCK_M: gl.constexpr
     STAGES: gl.constexpr
-    # Whether head_dim has two parts, see Ring; whether outputs are staged in shared memory.
+    # Whether head_dim has two parts, see Ring; the head's columns in the second; whether outputs are staged in shared
+    # memory.
     TWO: gl.constexpr
+    REST: gl.constexpr
     STAGED: gl.constexpr
     # Whether queries, keys, weights and values are e4m3; K of one wgmma; the number of warps that transpose values.
     FP8: gl.constexpr
@@ -91,7 +95,8 @@ class Scalars:
 class Ring:
     """Stages of K or V tiles, and their channel.
 
-    A head_dim that is no power of two has two parts, `tiles` and `rest`: 192 is 128 and 64. Else both are the same.
+    A head_dim that is no power of two has two parts, `tiles` and `rest`: 192 is 128 and 64; 72 is 64 and 16, of which 8
+    are zeros. Else both are the same.
     """
 
     tiles: gl.shared_memory_descriptor
