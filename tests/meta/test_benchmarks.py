@@ -1,4 +1,4 @@
-"""How benchmarks count, compare and quote: operations, bytes, the check of results, targets, the README's figures."""
+"""How benchmarks count, compare and quote: operations, bytes, the check of results, targets, the figures of docs/performance.md."""
 
 import importlib
 import json

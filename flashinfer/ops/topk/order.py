@@ -18,6 +18,7 @@ from flashinfer._core.launch import Build, Launcher
 from flashinfer.ops._device.find_prefix import start
 from flashinfer.ops._device.prefix import key_of
 
+
 @triton.jit
 def store_at(packed, place, ok, value, index, out_value, out_index, at, LAST: tl.constexpr):
     """Store the elements behind packed numbers at their places."""

@@ -150,6 +150,7 @@ def _fields_of(name: str, encoding: str, layout: str, problem, config) -> dict:
 # Columns of a program: 4 float32 for each of 128 threads, which are 16-byte loads. The slices are in the L2 cache.
 _SUM_BLOCK = 512
 
+
 def build_sum(problem, config):
     by = ":16" if problem.aligned else ""
     types = {"slices": f"*fp32{by}", "alpha": "*fp32", "out": f"*{problem.out}{by}"}
