@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from numbers import Integral
 
@@ -13,6 +14,9 @@ from flashinfer._core.checks import as_dtype, require
 from flashinfer._core.literals import KvLayout
 from flashinfer.core.sequences import OutOfPages, Sequence, Tables
 from flashinfer.page import append_paged_kv_cache
+
+# Bytes: 4 TiB, more than a device has. What torch raises for more depends on the allocator.
+_MOST_BYTES = 1 << 42
 
 
 class PagedKVCache:
@@ -47,7 +51,7 @@ class PagedKVCache:
     Raises
     ------
     ValueError
-        A size below 1.
+        A size below 1, or a cache of more than 4 TiB.
 
     Examples
     --------
@@ -75,12 +79,15 @@ class PagedKVCache:
         data_type: torch.dtype | str = torch.float16,
     ):
         names = ("num_layers", "num_kv_heads", "head_dim", "page_size", "max_num_pages")
-        for name, size in zip(names, (num_layers, num_kv_heads, head_dim, page_size, max_num_pages)):
+        sizes = num_layers, num_kv_heads, head_dim, page_size, max_num_pages
+        for name, size in zip(names, sizes):
             require(isinstance(size, (int, Integral)) and size >= 1, name, size, "an int of 1 or more")
         self.num_layers, self.num_kv_heads, self.head_dim = num_layers, num_kv_heads, head_dim
         self.page_size, self.max_num_pages = page_size, max_num_pages
         self.data_type = as_dtype(data_type, torch.float16)
         shape = (num_layers, max_num_pages, 2, page_size, num_kv_heads, head_dim)
+        fits = math.prod(map(int, shape)) * self.data_type.itemsize <= _MOST_BYTES
+        require(fits, *max(zip(names, sizes), key=lambda named: named[1]), "a cache of 4 TiB at most")
         self.data = torch.zeros(shape, dtype=self.data_type, device=device)
         self.device = self.data.device
         self._free = list(range(max_num_pages))[::-1]

@@ -378,7 +378,7 @@ def test_misuse_is_refused_by_name_and_changes_nothing(name):
 def test_sizes_are_refused_by_name():
     good = dict(num_layers=1, num_kv_heads=1, head_dim=8, page_size=4, max_num_pages=2, device="cpu")
     for name in list(good)[:-1]:
-        for bad in (0, -1, 2.0):
+        for bad in (0, -1, 2.0, 1 << 40, 1 << 63):
             with pytest.raises(ValueError, match=f"^{name}: got {bad}; allowed: "):
                 PagedKVCache(**good | {name: bad})
 
