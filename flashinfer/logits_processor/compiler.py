@@ -34,17 +34,47 @@ class Compiler:
         self.validity_checks = get_default_validity_checks()
 
     def register_fusion_rule(self, rule: FusionRule) -> None:
-        """Add a rule."""
+        """Add a rule.
+
+        Parameters
+        ----------
+        rule : FusionRule
+
+        Raises
+        ------
+        ValueError
+            It is none.
+        """
         require(isinstance(rule, FusionRule), "rule", rule, "a FusionRule")
         self.fusion_rules.insert(0, rule)
 
     def register_validity_check(self, check: ValidityCheck) -> None:
-        """Add a check, which is called with the list of steps before they are fused and raises to refuse them."""
+        """Add a check.
+
+        Parameters
+        ----------
+        check : callable
+            Called with the list of steps before they are fused; it raises to refuse them.
+
+        Raises
+        ------
+        ValueError
+            It is not callable.
+        """
         require(callable(check), "check", check, "a callable")
         self.validity_checks.append(check)
 
     def compile(self, ops: Iterable[Op]) -> list[Op]:
-        """The steps that `ops`, which stay as they are, become.
+        """The steps that `ops` become.
+
+        Parameters
+        ----------
+        ops : iterable of Op
+            They stay as they are.
+
+        Returns
+        -------
+        list of Op
 
         Raises
         ------

@@ -10,7 +10,12 @@ from flashinfer.logits_processor.types import TaggedTensor, TensorType
 
 
 class Op(ABC):
-    """A step. A subclass sets `IN` and `OUT` and defines `__call__`; its parameters fixed beforehand are `params`.
+    """A step. A subclass sets `IN` and `OUT` and defines `__call__`.
+
+    Parameters
+    ----------
+    **params
+        What is fixed beforehand, kept as `params`.
 
     Raises
     ------
@@ -43,6 +48,11 @@ class ParameterizedOp(Op):
     """A step that needs parameters when it runs, listed in `NEEDS`; those in `TAKES` may be left out.
 
     A step that lists none reads what it likes by `_get_param`: what is given to the pipeline is then not checked.
+
+    Parameters
+    ----------
+    **params
+        Those that are fixed beforehand; a runtime parameter of the same name takes precedence.
     """
 
     NEEDS: ClassVar[tuple[str, ...]] = ()
@@ -54,12 +64,28 @@ class ParameterizedOp(Op):
         return self.params
 
     @classmethod
-    def lists_parameters(cls) -> bool:
+    def _lists_parameters(cls) -> bool:
         """Whether no other names than those listed may be given."""
         return bool(cls.NEEDS or cls.TAKES)
 
     def runtime(self, kwargs: dict) -> dict:
-        """Its own of the pipeline's runtime parameters; ValueError naming one that is missing."""
+        """The parameters of this step, the fixed ones under those given at run time.
+
+        Parameters
+        ----------
+        kwargs : dict
+            Runtime parameters of the whole pipeline, by name; None leaves a fixed one.
+
+        Returns
+        -------
+        dict
+            Those in `NEEDS` and `TAKES` that have a value.
+
+        Raises
+        ------
+        ValueError
+            One in `NEEDS` has none.
+        """
         given = self.params | {name: value for name, value in kwargs.items() if value is not None}
         for name in self.NEEDS:
             require(given.get(name) is not None, name, None, f"a value, which {self!r} needs")

@@ -129,7 +129,7 @@ def _check_rules(rules) -> None:
 
 def _check_parameters(steps: list[Op], given: dict) -> None:
     """Nothing is given that no step takes. A step that does not list its parameters may take anything."""
-    ours = [step for step in steps if isinstance(step, ParameterizedOp) and step.lists_parameters()]
+    ours = [step for step in steps if isinstance(step, ParameterizedOp) and step._lists_parameters()]
     if len(ours) == len(steps):
         # Results are deterministic in any case.
         known = {name for step in ours for name in (*step.NEEDS, *step.TAKES)} | {"is_deterministic"}

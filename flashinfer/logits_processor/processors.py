@@ -60,7 +60,7 @@ class LogitsProcessor:
 
 def _check_names(kind: type[LogitsProcessor], params: dict) -> None:
     """Nothing is fixed that no step takes. A step that does not list its parameters may take anything."""
-    ours = [step for step in kind.STEPS.values() if issubclass(step, ParameterizedOp) and step.lists_parameters()]
+    ours = [step for step in kind.STEPS.values() if issubclass(step, ParameterizedOp) and step._lists_parameters()]
     if ours and len(ours) == len(kind.STEPS):
         known = {*kind.OWN, *(name for step in ours for name in (*step.NEEDS, *step.TAKES))}
         for name, value in params.items():

@@ -1,4 +1,4 @@
-"""How benchmarks count, compare and quote: operations, bytes, the check of results, targets, the figures of docs/performance.md."""
+"""How benchmarks count, compare and quote: operations, bytes, checks of results, targets, docs/performance.md."""
 
 import importlib
 import json

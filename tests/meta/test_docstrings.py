@@ -47,7 +47,7 @@ CLASSES_WITHOUT_EXAMPLE = {
     "comm.McastGPUBuffer", "comm.MnnvlConfig", "comm.MoEAlltoallInfo", "comm.MoeAlltoAll",
     "comm.PcieIpcAllReduceWorkspace", "comm.PcieIpcLaunchConfig", "comm.TRTLLMAllReduceFusionWorkspace",
     "comm.TorchDistBackend", "comm.UlyssesBackendDecision", "comm.UlyssesCommunicator", "comm.UlyssesRankTopology",
-    "core.OutOfPages", "core.Sequence", "core.Tables", "logits_processor.FusionRule",
+    "core.OutOfPages", "core.Sequence", "core.Tables",
     "logits_processor.LogitsProcessor", "logits_processor.Op", "logits_processor.ParameterizedOp",
     "moe_ep.BootstrapConfig", "moe_ep.MoEEpCommunication", "moe_ep.MoEEpDispatchResult",
     "moe_ep.NVLinkOneSidedConfig",
