@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from flashinfer._core.checks import BackendSupportedError, require
+from flashinfer._core.checks import BackendSupportedError, as_dtype, require
 from flashinfer._core.target import target_of
 from flashinfer.ops.attention.problem import alibi_slopes
 
@@ -433,6 +433,5 @@ def canonicalize_torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
     >>> canonicalize_torch_dtype("bfloat16")
     torch.bfloat16
     """
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    require(isinstance(found, torch.dtype), "dtype", dtype, "a torch.dtype or the name of one")
-    return found
+    require(isinstance(dtype, (str, torch.dtype)), "dtype", dtype, "a torch.dtype or the name of one")
+    return as_dtype(dtype)

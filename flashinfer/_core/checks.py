@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
@@ -103,6 +103,16 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+@overload
+def as_dtype(
+    value: str | torch.dtype, default: torch.dtype | None = None, argument: str = "dtype"
+) -> torch.dtype: ...
+@overload
+def as_dtype(value: str | torch.dtype | None, default: torch.dtype, argument: str = "dtype") -> torch.dtype: ...
+@overload
+def as_dtype(
+    value: str | torch.dtype | None, default: torch.dtype | None = None, argument: str = "dtype"
+) -> torch.dtype | None: ...
 def as_dtype(
     value: str | torch.dtype | None, default: torch.dtype | None = None, argument: str = "dtype"
 ) -> torch.dtype | None:
