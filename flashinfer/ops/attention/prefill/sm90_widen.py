@@ -4,10 +4,10 @@ Two warps widen K and two widen V, each through its own ring, block after block 
 them. Shared memory has no room, and no time, to stage FP8, so rows go through registers: 16 codes a load, converted
 exactly, stored in the swizzled 16-bit tile that the consumers read in any case.
 
-A block is made in slices of 4096 codes, 16 words of each thread. While a slice is converted and stored, the loads of
-the LEAD slices after it are in flight, and the page ids of a block of slices after those. Example, 128 keys of head_dim
-128 and LEAD 2: a slice is 32 keys, a block 4 slices. While slice 1 of block 7 is stored, slices 2 and 3 are in flight,
-and with them the page ids of slices 0 to 3 of block 6.
+A block is made in slices of 2048 codes, 8 words of each thread. While a slice is converted and stored, the loads of
+the LEAD slices after it are in flight, and the page ids of the two slices after those. Example, 128 keys of head_dim
+128 and LEAD 4: a slice is 16 keys, a block 8 slices. While slice 3 of block 7 is stored, slices 4 to 7 are in flight,
+and with them the page ids of slices 0 and 1 of block 6.
 """
 
 import triton.language as tl
