@@ -80,10 +80,14 @@ class Compiler:
         ------
         CompileError
             There is no step, or the steps do not make a pipeline.
+        ValueError
+            One of `ops` is no Op.
         """
         steps = list(ops)
         if not steps:
             raise CompileError("ops: got none; allowed: one or more")
+        for op in steps:
+            require(isinstance(op, Op), "ops", repr(op), "an iterable of Op")
         for check in self.validity_checks:
             check(steps)
         for rule in sorted(self.fusion_rules, key=lambda rule: -rule.prio):
@@ -120,6 +124,8 @@ def compile_pipeline(
     ------
     CompileError
         There is no step, or the steps do not make a pipeline.
+    ValueError
+        One of `ops` is no Op.
 
     Examples
     --------

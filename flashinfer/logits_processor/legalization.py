@@ -40,6 +40,8 @@ def legalize_processors(
         There is no processor, one becomes no step, or does not take what it would get.
     CompileError
         A processor follows a draw of tokens.
+    ValueError
+        One of `processors` is no LogitsProcessor.
 
     Examples
     --------
@@ -52,6 +54,7 @@ def legalize_processors(
     steps: list[Op] = []
     kind = initial_type
     for processor in processors:
+        require(hasattr(processor, "legalize"), "processors", repr(processor), "a sequence of LogitsProcessor")
         if kind is TensorType.INDICES:
             raise CompileError(f"{processor!r}: follows {steps[-1]!r}; allowed: nothing after tokens are drawn")
         these = processor.legalize(kind)
