@@ -459,6 +459,8 @@ class BatchPODWithPagedKVCacheWrapper(MadeOfWrappers):
         """
         if not self._tables:
             raise ValueError("BatchPODWithPagedKVCacheWrapper.run: got no plan; allowed: after plan()")
+        for name, part in (("q_p", q_p), ("q_d", q_d)):
+            require(part.dim() == 3, name, tuple(part.shape), "[rows, num_qo_heads, head_dim]")
         self._causal = causal_p
         masked = custom_mask_p is not None or packed_custom_mask_p is not None
         several = causal_p and not self._single

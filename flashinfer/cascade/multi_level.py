@@ -255,6 +255,7 @@ class MultiLevelCascadeAttentionWrapper(MadeOfWrappers):
         """
         if self._num_levels == 1:
             return self._levels[0].run(q, paged_kv_cache)
+        require(q.dim() == 3, "q", tuple(q.shape), "[rows, num_qo_heads, head_dim]")
         v = torch.empty((self._num_levels, *q.shape), dtype=q.dtype, device=q.device)
         s = torch.empty(v.shape[:-1], dtype=torch.float32, device=q.device)
         for level, out, lse in zip(self._levels, v, s):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashinfer._core.arguments import named, untraced
-from flashinfer._core.checks import check_values, require
+from flashinfer._core.checks import check_apart, check_values, require
 from flashinfer._core.literals import Backend, LseBase
 from flashinfer._direct.given import check_caches, flag, most_rows
 from flashinfer._direct.given import scale as scale_of
@@ -139,12 +139,16 @@ def cudnn_batch_prefill_with_kv_cache(
     batch = _batch_size(block_tables, actual_seq_lens_q, actual_seq_lens_kv, *given_offsets)
     k_cache, v_cache = as_one_type((k_cache, v_cache))
     # An output that has offsets of its own may have any number of rows.
+    fits = out is None or batch_offsets_o is None or out.dim() == 3
+    require(fits, "out", out is not None and tuple(out.shape), "[rows, num_qo_heads, head_dim_vo], with batch_offsets_o")
+    check_apart((("out", out), ("lse", lse)), (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)))
     o_rows = q.shape[0] if out is None or batch_offsets_o is None else out.shape[0]
     given, (out, o_dtype) = out, output_of(q, (o_rows, q.shape[1], v_cache.shape[-1]), out, o_data_type)
     tokens = batch_offsets_units == "tokens"
     row = lambda t, name: Rows(t, f"batch_offsets_{name}", batch, q.device)
-    out_row = 1 if tokens else q.shape[1] * v_cache.shape[-1] if out is None else out.stride(0)
-    of_q, of_o = row(batch_offsets_q, "q").by(1 if tokens else q.stride(0)), row(batch_offsets_o, "o").by(out_row)
+    step = lambda t, name, offsets: 1 if tokens or offsets is None else _elements_of_a_row(t, name)
+    out_row = step(out, "out", batch_offsets_o) if out is not None or tokens else q.shape[1] * v_cache.shape[-1]
+    of_q, of_o = row(batch_offsets_q, "q").by(step(q, "q", batch_offsets_q)), row(batch_offsets_o, "o").by(out_row)
     queries = _spans(of_q if of_q.starts is not None else of_o, q, actual_seq_lens_q, batch, most_q, "q")
     packed = batch_offsets_stats is not None or (lse is not None and lse.dim() == 2)
     if lse is not None:
@@ -167,8 +171,8 @@ def cudnn_batch_prefill_with_kv_cache(
         call |= dict(operands=("q", "k_cache", "v_cache"))
         result = attend_pages(q, (k_cache, v_cache), "HND", block_tables, lens, queries, **call)
     else:
-        of_k = row(batch_offsets_k, "k").by(1 if tokens else k_cache.stride(0))
-        of_v = row(batch_offsets_v, "v").by(1 if tokens else v_cache.stride(0))
+        of_k = row(batch_offsets_k, "k").by(step(k_cache, "k_cache", batch_offsets_k))
+        of_v = row(batch_offsets_v, "v").by(step(v_cache, "v_cache", batch_offsets_v))
         keys = _spans(of_k if of_k.starts is not None else of_v, k_cache, actual_seq_lens_kv, batch, most_kv, "k")
         if "q_len" in keys and keys["q_lens"] is None:
             keys["q_lens"] = torch.full((batch,), most_kv, dtype=torch.int32, device=q.device)
@@ -217,8 +221,11 @@ class Rows:
     def by(self, row: int) -> Rows:
         """These offsets, which count elements, `row` of them in each row."""
         self._row = row
-        if self.starts is not None and row != 1:
-            self.starts = torch.div(self.starts, max(row, 1), rounding_mode="floor")
+        if self.starts is not None and row > 1:
+            if self._given.device.type == "cpu":
+                whole = not (self._given % row).any()
+                require(whole, self.name, self._given.tolist(), f"multiples of {row}, the elements from row to row")
+            self.starts = torch.div(self.starts, row, rounding_mode="floor")
         return self
 
     def same_as(self, other: Rows) -> bool:
@@ -231,6 +238,14 @@ class Rows:
             return torch.equal(self.starts[:count], other.starts[:count])
         alike = a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
         return alike and self._row == other._row
+
+
+def _elements_of_a_row(x: torch.Tensor, name: str) -> int:
+    """Elements from row to row. Offsets that count elements need rows that lie one after another."""
+    row = 1 + sum((size - 1) * stride for size, stride in zip(x.shape[1:], x.stride()[1:]))
+    fits = x.shape[0] <= 1 or x.stride(0) >= row
+    require(fits, name, f"strides {x.stride()}", "rows one after another, for offsets that count elements")
+    return x.stride(0)
 
 
 def _batch_size(block_tables, lens_q, lens_kv, offsets_q, offsets_o, offsets_k, offsets_v) -> int:

@@ -25,8 +25,9 @@ CALLS_ON_CPU = 500
 TESTS = Path(__file__).parents[1]
 # Whose public functions refuse, or answer rightly, every change of every argument.
 EVERY = (
-    "logits_processor", "ops/attention/block_scores", "ops/gemm", "ops/mhc", "ops/norm", "ops/topk",
-    "cascade core_api ops/attention/mla", "ops/moe/experts ops/quantize ops/recurrent/ssm",
+    "logits_processor", "ops/attention", "ops/gemm", "ops/mhc", "ops/norm", "ops/topk", "cascade core_api",
+    "ops/moe ops/quantize", "ops/recurrent", "ops/activation ops/concat ops/page ops/rope ops/sampling",
+    "autotuner comm fused_moe moe_ep ops/comm",
 )  # fmt: skip
 
 

@@ -287,6 +287,29 @@ def test_cudnn_offsets_of_their_own(units, device):
     assert (lse[[i for i in range(11) if i not in of_lse]] == 777).all()
 
 
+def test_cudnn_offsets_count_elements_of_memory(device):
+    """q, k and v are columns of one packed tensor: from row to row are three times as many elements as in out."""
+    x = batch([3, 0, 4], device, [3, 0, 4], heads=(4, 4))
+    packed = torch.stack((x.q, x.k, x.v), 1)
+    q, k, v = packed.unbind(1)
+    common = dict(max_token_per_sequence=4, max_sequence_kv=4, causal=True, return_lse=False)
+    starts, row = x.qo_indptr.long(), 4 * 64
+    offsets = {f"batch_offsets_{name}": starts * 3 * row for name in "qkv"} | dict(batch_offsets_o=starts * row)
+    out, _ = cudnn_batch_prefill_with_kv_cache(q, k, v, 0.125, SCRATCH, **common, **offsets)
+    close(out, x, Options(causal=True))
+    out = torch.zeros_like(x.q)
+    shared = torch.empty(2 * x.q.numel(), dtype=HALF, device=device)
+    refused = {
+        "batch_offsets_q": dict(offsets, batch_offsets_q=starts.cpu() * row),
+        "out": dict(offsets, out=out.new_zeros(4, 64, len(out)).permute(2, 0, 1)),
+        "out: got some of the memory of q": dict(offsets, out=shared[8 : 8 + out.numel()].view_as(out),
+                                                 q=shared[: out.numel()].view_as(out)),
+    }  # fmt: skip
+    for name, given in refused.items():
+        with pytest.raises(ValueError, match=f"^{name}"):
+            cudnn_batch_prefill_with_kv_cache(given.pop("q", q), k, v, 0.125, SCRATCH, **common, **given)
+
+
 def test_cudnn_takes_either_of_two_offsets(device):
     x = batch([3, 0, 4], device, [5, 2, 9])
     common = dict(max_token_per_sequence=4, max_sequence_kv=9, causal=True, return_lse=False,

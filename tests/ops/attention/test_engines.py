@@ -488,8 +488,10 @@ def test_offsets_and_lengths_on_the_host_are_within_the_rows():
     for name in "qokv":
         offsets = {f"batch_offsets_{each}": x.qo_indptr.clone() for each in "qokv"}
         offsets[f"batch_offsets_{name}"][0] = -1
-        with pytest.raises(ValueError, match=f"^batch_offsets_{name}:"):
-            cudnn_batch_prefill_with_kv_cache(x.q, x.k, x.v, 1.0, SCRATCH, return_lse=False, **given, **offsets)
+        for units in ("tokens", "elements"):
+            with pytest.raises(ValueError, match=f"^batch_offsets_{name}:" if units == "tokens" else "^batch_offsets"):
+                cudnn_batch_prefill_with_kv_cache(x.q, x.k, x.v, 1.0, SCRATCH, return_lse=False,
+                                                  batch_offsets_units=units, **given, **offsets)  # fmt: skip
 
 
 def test_what_is_refused_is_refused_by_name(device):
